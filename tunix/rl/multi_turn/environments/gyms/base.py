@@ -1,0 +1,105 @@
+"""What a gym is: the thing a `CUAEnv` wraps.
+
+A gym starts one task at a time, carries out `GuiAction`s, shows screenshots
+and evaluates the state it is in. Single use is not required: `start` may be
+called again after an episode. Anything may raise; the collector turns that
+into data. Blocking gyms belong behind `asyncio.to_thread`, cheap ones run
+where they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping, Protocol
+
+import numpy as np
+from tunix.rl.multi_turn import gui_action
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """One task instance.
+
+  Attributes:
+    task_id: unique; the same id always means the same initial state.
+    family: task family, the unit success is reported by.
+    instruction: what the user wants, plain language; may be empty when only
+      the gym knows it before `start` (its first Observation then carries it).
+    seed: decides the instance within the family.
+    max_turns: turns the episode may take, or None for the run's default.
+    params: gym-specific settings, JSON values.
+  """
+
+  task_id: str
+  family: str
+  instruction: str = ""
+  seed: int = 0
+  max_turns: int | None = None
+  params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def to_json(self) -> dict[str, Any]:
+    return {**dataclasses.asdict(self), "params": dict(self.params)}
+
+  @classmethod
+  def from_json(cls, data: Mapping[str, Any]) -> Task:
+    return cls(**data)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Observation:
+  """What the gym shows after `start` or `act`.
+
+  Attributes:
+    screenshot: uint8[H, W, 3].
+    instruction: set by `start` when the task's own is empty.
+    text: anything the policy should read beside the picture ("" for none).
+    done: the gym has ended the episode; `evaluate` is meaningful now.
+    info: for logs.
+  """
+
+  screenshot: np.ndarray
+  instruction: str = ""
+  text: str = ""
+  done: bool = False
+  info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """Outcome of a task, by state.
+
+  Attributes:
+    score: reward, usually in [0, 1].
+    success: whether the task counts as solved.
+    details: for logs.
+  """
+
+  score: float
+  success: bool
+  details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Gym(Protocol):
+  """See the module docstring; `close` must be idempotent."""
+
+  async def start(self, task: Task) -> Observation:
+    ...
+
+  async def act(self, action: gui_action.GuiAction) -> Observation:
+    ...
+
+  async def evaluate(self) -> Evaluation:
+    ...
+
+  async def close(self) -> None:
+    ...
+
+
+class TaskSet(Protocol):
+  """Makes a family's tasks. Train and eval seeds never overlap."""
+
+  def families(self) -> tuple[str, ...]:
+    ...
+
+  def task(self, family: str, seed: int) -> Task:
+    ...

@@ -1,0 +1,146 @@
+"""Typed events, the one way the running system tells anybody anything.
+
+Stages emit, observers listen (progress bar, metrics file, trajectory log,
+monitor). An observer must return at once and must not raise; one that raises
+is counted and reported once, and never stops a run.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import time
+from typing import Any, Mapping, Protocol, Sequence
+
+from tunix.rl.multi_turn import trajectory
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+  """Base of all events. `time` is seconds since the epoch."""
+
+  time: float = dataclasses.field(default_factory=time.time, kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunStarted(Event):
+  run_name: str
+  config: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFinished(Event):
+  status: str  # "completed", "interrupted" or "failed"
+  error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeStarted(Event):
+  trajectory_id: str
+  group_id: str
+  task_id: str
+  split: str = "train"  # "train" or "eval"
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnFinished(Event):
+  """`seconds` maps stage (model, env, render) to wall seconds."""
+
+  trajectory_id: str
+  turn: int
+  seconds: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeFinished(Event):
+  trajectory: trajectory.Trajectory
+  group_id: str
+  task_id: str
+  split: str = "train"
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupFinished(Event):
+  """A group is complete. `outcome`: "accepted", "dropped" or "requeued"."""
+
+  group: trajectory.TrajectoryGroup
+  outcome: str
+  reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault(Event):
+  """A failure that was contained. `kind` is an error class or stage name."""
+
+  stage: str  # "reset", "step", "evaluate", "reward", "close", "model", …
+  kind: str
+  message: str
+  trajectory_id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFinished(Event):
+  """One learner update. `metrics` are documented in docs/metrics.md."""
+
+  step: int
+  version: int
+  metrics: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsPublished(Event):
+  version: int
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalFinished(Event):
+  """`results` is the JSON that summary.json holds under eval.<name>."""
+
+  name: str  # "initial", "warm_start", "final" or "step_<n>"
+  results: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress(Event):
+  """Long work outside the training loop. `total` None = unknown."""
+
+  stage: str
+  done: int
+  total: int | None = None
+  message: str = ""
+
+
+class Observer(Protocol):
+  """Listens. Must return at once, must not raise, must be thread-safe."""
+
+  def on_event(self, event: Event) -> None:
+    ...
+
+
+class Observers:
+  """Fans events out to observers and contains their failures."""
+
+  def __init__(self, observers: Sequence[Observer] = ()):
+    self._observers = list(observers)
+    self.failures: collections.Counter[str] = collections.Counter()
+
+  def add(self, observer: Observer) -> None:
+    self._observers.append(observer)
+
+  def on_event(self, event: Event) -> None:
+    for observer in self._observers:
+      try:
+        observer.on_event(event)
+      except Exception:  # pylint: disable=broad-except
+        name = type(observer).__name__
+        if not self.failures[name]:
+          _LOG.exception(
+              "observer %s failed on %s; further failures are only counted",
+              name,
+              type(event).__name__,
+          )
+        self.failures[name] += 1

@@ -1,0 +1,117 @@
+"""The one vocabulary of GUI actions, in pixels of the screenshot seen.
+
+Tool parsers translate their grammars into it, gyms carry it out. A missing or
+superfluous argument is refused at construction, naming the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+
+class GuiActionKind(str, enum.Enum):
+  CLICK = "click"  # x, y, button, count
+  MOVE = "move"  # x, y
+  DRAG = "drag"  # x, y -> x2, y2; x, y None = from the pointer
+  SCROLL = "scroll"  # x, y, dx, dy in pixels; dy > 0 shows what is below
+  TYPE = "type"  # text
+  KEY = "key"  # keys pressed together, e.g. ("ctrl", "c")
+  WAIT = "wait"  # duration
+  LONG_PRESS = "long_press"  # x, y, duration
+  SWIPE = "swipe"  # x, y -> x2, y2
+  SYSTEM_BUTTON = "system_button"  # text: back, home, menu, enter
+  OPEN_APP = "open_app"  # text
+  ANSWER = "answer"  # text
+  TERMINATE = "terminate"  # success
+  SCREENSHOT = "screenshot"
+
+
+# kind -> (required fields, optional fields)
+_FIELDS: dict[GuiActionKind, tuple[set[str], set[str]]] = {
+    GuiActionKind.CLICK: ({"x", "y"}, {"button", "count", "keys"}),
+    GuiActionKind.MOVE: ({"x", "y"}, set()),
+    GuiActionKind.DRAG: ({"x2", "y2"}, {"x", "y", "button"}),
+    GuiActionKind.SCROLL: (set(), {"x", "y", "dx", "dy"}),
+    GuiActionKind.TYPE: ({"text"}, set()),
+    GuiActionKind.KEY: ({"keys"}, {"duration"}),
+    GuiActionKind.WAIT: (set(), {"duration"}),
+    GuiActionKind.LONG_PRESS: ({"x", "y"}, {"duration"}),
+    GuiActionKind.SWIPE: ({"x", "y", "x2", "y2"}, {"duration"}),
+    GuiActionKind.SYSTEM_BUTTON: ({"text"}, set()),
+    GuiActionKind.OPEN_APP: ({"text"}, set()),
+    GuiActionKind.ANSWER: ({"text"}, set()),
+    GuiActionKind.TERMINATE: (set(), {"success"}),
+    GuiActionKind.SCREENSHOT: (set(), set()),
+}
+_BUTTONS = ("left", "right", "middle", "back", "forward")
+
+
+@dataclasses.dataclass(frozen=True)
+class GuiAction:
+  """One action.
+
+  Attributes:
+    kind: what to do; decides which of the other fields are allowed.
+    x, y, x2, y2: pixels of the screenshot the policy saw, origin top left.
+    button: mouse button.
+    count: number of clicks.
+    dx, dy: scroll distance in pixels.
+    text: text to type, answer, app or button name.
+    keys: key names pressed together, lower case ("ctrl", "enter", "a").
+    duration: seconds.
+    success: what the policy claims when it terminates.
+  """
+
+  kind: GuiActionKind
+  x: float | None = None
+  y: float | None = None
+  x2: float | None = None
+  y2: float | None = None
+  button: str = "left"
+  count: int = 1
+  dx: float = 0.0
+  dy: float = 0.0
+  text: str | None = None
+  keys: tuple[str, ...] = ()
+  duration: float | None = None
+  success: bool | None = None
+
+  def __post_init__(self):
+    object.__setattr__(self, "kind", GuiActionKind(self.kind))
+    object.__setattr__(self, "keys", tuple(self.keys))
+    required, optional = _FIELDS[self.kind]
+    defaults = {f.name: f.default for f in dataclasses.fields(self)}
+    for name, default in defaults.items():
+      if name == "kind":
+        continue
+      given = getattr(self, name) != default
+      if name in required and not given:
+        if name == "text" and self.text == "":
+          continue
+        raise ValueError(f"GUI action {self.kind.value!r} needs {name!r}")
+      if given and name not in required | optional:
+        raise ValueError(
+            f"GUI action {self.kind.value!r} takes no {name!r} (got"
+            f" {getattr(self, name)!r})"
+        )
+    if self.button not in _BUTTONS:
+      raise ValueError(
+          f"button must be one of {', '.join(_BUTTONS)}; got {self.button!r}"
+      )
+    if self.count not in (1, 2, 3):
+      raise ValueError(f"count must be 1, 2 or 3, got {self.count!r}")
+
+  def to_json(self) -> dict[str, Any]:
+    """Only the fields that differ from their defaults."""
+    data: dict[str, Any] = {"kind": self.kind.value}
+    for f in dataclasses.fields(self):
+      value = getattr(self, f.name)
+      if f.name != "kind" and value != f.default:
+        data[f.name] = list(value) if f.name == "keys" else value
+    return data
+
+  @classmethod
+  def from_json(cls, data: dict[str, Any]) -> GuiAction:
+    return cls(**data)

@@ -1,0 +1,143 @@
+"""What every VL policy looks like from outside.
+
+`PolicyInputs` is the one batch format: training packs several sequences into
+a row, the rollout engine pads one to a row. All data that depends on image
+sizes (patch coordinates, which vision token feeds which placeholder) is
+computed on the host, so that shapes are the only thing a compile depends on.
+
+Axis names: B = rows, T = tokens of a row, S = patch buffers (one a data
+shard; B % S == 0 and row b reads buffer b // (B // S)), P = patches of a
+buffer, F = bytes of a patch, V = vision tokens of a buffer, D = model width,
+L = layers, C = cache length, K = KV heads, H = head width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol, Sequence
+
+import jax
+import numpy as np
+from tunix.rl.multi_turn import trajectory
+
+Array = jax.Array | np.ndarray
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class PolicyInputs:
+  """A batch of token rows with the pixels they refer to.
+
+  Attributes:
+    tokens: int32[B, T].
+    positions: int32[B, T, 3], rotary positions (time, height, width); equal
+      on all axes for policies with one-axis positions.
+    segment_ids: int32[B, T], 1, 2, … for the sequences packed in a row, 0 for
+      padding. A token attends to earlier tokens of its own segment only.
+    vision_index: int32[B, T], index into the row's buffer of vision tokens,
+      -1 for a text token.
+    patches: uint8[S, P, F].
+    patch_segments: int32[S, P], 1, 2, … for the images of a buffer, 0 for
+      padding; vision attention stays within an image.
+    patch_positions: int32[S, P, 2], (row, column) on the image's patch grid.
+  """
+
+  tokens: Array
+  positions: Array
+  segment_ids: Array
+  vision_index: Array
+  patches: Array
+  patch_segments: Array
+  patch_positions: Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PatchedImage:
+  """One image, ready for the vision tower.
+
+  Attributes:
+    patches: uint8[P, F].
+    positions: int32[P, 2], (row, column).
+    num_tokens: vision tokens it becomes, in placeholder order; vision token i
+      of an image whose patches start at p sits at p // (P / num_tokens) + i.
+  """
+
+  patches: np.ndarray
+  positions: np.ndarray
+  num_tokens: int
+
+
+class Processor(Protocol):
+  """Host side of a policy: sizes, patches, positions. Numpy only."""
+
+  patch_bytes: int  # F
+  patches_per_token: int  # P / V
+
+  def num_image_tokens(self, width: int, height: int) -> int:
+    """Placeholder tokens of a screenshot of this size, in pixels."""
+    ...
+
+  def patchify(self, pixels: np.ndarray) -> PatchedImage:
+    """uint8[H, W, 3] pixels to patches."""
+    ...
+
+  def positions(
+      self,
+      tokens: np.ndarray,
+      images: Sequence[trajectory.ImageSpan],
+      start: int = 0,
+  ) -> np.ndarray:
+    """int32[T, 3] rotary positions of tokens[start:] of one sequence."""
+    ...
+
+
+class Policy(Protocol):
+  """A flax nnx module."""
+
+  config: Any
+
+  def __call__(self, inputs: PolicyInputs) -> jax.Array:
+    """Hidden states [B, T, D] after the final norm, without a cache."""
+    ...
+
+  def encode_images(
+      self, patches: Array, patch_segments: Array, patch_positions: Array
+  ) -> jax.Array:
+    """Vision tokens [S, V, D] from [S, P, F], [S, P], [S, P, 2]."""
+    ...
+
+  def init_cache(self, batch: int, length: int) -> Any:
+    """An empty KV cache (a pytree) for `batch` slots of `length` tokens."""
+    ...
+
+  def extend(
+      self,
+      tokens: Array,
+      positions: Array,
+      starts: Array,
+      lengths: Array,
+      cache: Any,
+      vision_index: Array | None = None,
+      vision: Array | None = None,
+  ) -> tuple[jax.Array, Any]:
+    """Appends tokens to cached sequences: prefill and decode alike.
+
+    Args:
+      tokens: int32[B, T] new tokens, left-aligned.
+      positions: int32[B, T, 3].
+      starts: int32[B] tokens of each slot already cached; token t of row b is
+        written at cache index starts[b] + t.
+      lengths: int32[B] how many of the T new tokens of each row are real;
+        others write nothing that is ever attended to.
+      cache: as from `init_cache` with the same B.
+      vision_index: int32[B, T] into `vision`, -1 for text; None = text only.
+      vision: [S, V, D] from `encode_images`.
+
+    Returns:
+      Hidden states [B, T, D] and the cache. T = 1 is the decode step.
+    """
+    ...
+
+  def logits(self, hidden: jax.Array) -> jax.Array:
+    """float32[..., vocabulary] of hidden states [..., D]."""
+    ...
