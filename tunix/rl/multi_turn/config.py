@@ -1,0 +1,450 @@
+"""The configuration of a training run.
+
+`load_config(argv)` merges, later wins: the defaults below, the preset of the
+chosen gym, a YAML file, `key=value` overrides. The result is frozen, complete
+and checked: no unknown key, no value out of range, no two values that
+contradict each other. `to_yaml` and `from_yaml` are inverse, so the
+`config.yaml` of a run directory repeats the run.
+
+Does not build anything and imports no JAX: `train.py` does the building.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import sys
+import time
+from typing import Any, Mapping, Sequence
+
+from tunix.rl.multi_turn import config_loader
+from tunix.rl.multi_turn import config_sections
+import yaml
+
+ConfigError = config_loader.ConfigError
+RunConfig = config_sections.RunConfig
+GymConfig = config_sections.GymConfig
+AgentConfig = config_sections.AgentConfig
+PolicyConfig = config_sections.PolicyConfig
+SamplingConfig = config_sections.SamplingConfig
+RolloutConfig = config_sections.RolloutConfig
+CollectConfig = config_sections.CollectConfig
+AlgorithmConfig = config_sections.AlgorithmConfig
+LearnerConfig = config_sections.LearnerConfig
+QueueConfig = config_sections.QueueConfig
+MeshConfig = config_sections.MeshConfig
+WarmStartConfig = config_sections.WarmStartConfig
+EvalConfig = config_sections.EvalConfig
+CheckpointConfig = config_sections.CheckpointConfig
+ReportConfig = config_sections.ReportConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+  """Everything `train.py` needs to know."""
+
+  run: RunConfig = RunConfig()
+  gym: GymConfig = GymConfig()
+  agent: AgentConfig = AgentConfig()
+  policy: PolicyConfig = PolicyConfig()
+  sampling: SamplingConfig = SamplingConfig()
+  rollout: RolloutConfig = RolloutConfig()
+  collect: CollectConfig = CollectConfig()
+  algorithm: AlgorithmConfig = AlgorithmConfig()
+  learner: LearnerConfig = LearnerConfig()
+  queue: QueueConfig = QueueConfig()
+  mesh: MeshConfig = MeshConfig()
+  warm_start: WarmStartConfig = WarmStartConfig()
+  eval: EvalConfig = EvalConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
+  report: ReportConfig = ReportConfig()
+
+  @property
+  def run_dir(self) -> pathlib.Path:
+    """The run's directory; needs a name, which `load_config` always gives."""
+    if self.run.resume:
+      return pathlib.Path(self.run.resume)
+    return pathlib.Path(self.run.dir) / self.run.name
+
+  @property
+  def queue_capacity(self) -> int:
+    """Groups the queue holds, 0 resolved."""
+    return self.queue.capacity or (
+        (self.queue.max_staleness + 1) * self.learner.groups_per_step
+    )
+
+  @property
+  def lockstep(self) -> bool:
+    """rollout.lockstep with auto resolved."""
+    if self.rollout.lockstep == "auto":
+      return self.queue.max_staleness == 0
+    return self.rollout.lockstep == "true"
+
+  def to_dict(self) -> dict[str, Any]:
+    return config_loader.to_dict(self)
+
+  def to_yaml(self) -> str:
+    return config_loader.to_yaml(self)
+
+  @classmethod
+  def from_dict(cls, data: Mapping[str, Any], source: str = "config"):
+    """From nested or dotted keys; what is absent has its default.
+
+    Raises:
+      ConfigError: naming every unknown key and wrong or contradictory value.
+    """
+    return _resolve([config_loader.flatten(data, cls, ALIASES, source)])
+
+  @classmethod
+  def from_yaml(cls, text: str, source: str = "config") -> TrainConfig:
+    return cls.from_dict(_parse_yaml(text, source), source)
+
+
+ALIASES: dict[str, str] = {
+    "gym": "gym.name",
+    "tasks": "gym.tasks",
+    "policy": "policy.name",
+    "seed": "run.seed",
+    "steps": "learner.steps",
+    "name": "run.name",
+    "resume": "run.resume",
+    "time_budget_s": "run.time_budget_s",
+}
+"""Short keys. A section's own name with a plain value is one of them."""
+
+GYM_PRESETS: dict[str, dict[str, Any]] = {
+    "desktop": {
+        "gym.tasks": ("click-button", "click-color", "close-dialog",
+                      "enter-text"),
+    },
+    "miniwob": {
+        "gym.tasks": ("click-test-2", "click-dialog", "focus-text"),
+        "gym.width": 160,
+        "gym.height": 210,
+        "rollout.concurrency": 16,
+        "rollout.slots": 16,
+    },
+}
+"""Defaults that depend on gym.name; files and overrides win over them."""
+
+_GYMS_WITH_ORACLE = ("desktop",)
+
+
+def _parse_yaml(text: str, source: str) -> dict[str, Any]:
+  try:
+    data = yaml.safe_load(text)
+  except yaml.YAMLError as error:
+    mark = getattr(error, "problem_mark", None)
+    where = f" at line {mark.line + 1}" if mark else ""
+    raise ConfigError([f"{source} is not valid YAML{where}: {error}"]) from None
+  if data is None:
+    return {}
+  if not isinstance(data, dict):
+    raise ConfigError(
+        [f"{source} must hold sections, got a {type(data).__name__}"]
+    )
+  return data
+
+
+def _resolve(layers: Sequence[Mapping[str, Any]]) -> TrainConfig:
+  """Preset of the chosen gym, then the layers; built and checked."""
+  merged: dict[str, Any] = {}
+  for layer in layers:
+    for path, value in layer.items():
+      new, old = config_loader.unwrap(value), merged.get(path)
+      if isinstance(new, dict) and isinstance(old, dict):
+        value = {**old, **new}
+      merged[path] = value
+  gym = config_loader.unwrap(merged.get("gym.name", GymConfig.name))
+  merged = {**GYM_PRESETS.get(str(gym), {}), **merged}
+  imports = merged.get("run.imports")
+  name = config_loader.unwrap(merged.get("policy.name"))
+  if isinstance(name, str) and _is_directory(name):
+    merged.pop("policy.name")
+  else:
+    name = None
+  config = config_loader.build(
+      TrainConfig, merged, open_names=bool(config_loader.unwrap(imports))
+  )
+  if name is not None:
+    config = dataclasses.replace(
+        config, policy=dataclasses.replace(config.policy, name=name)
+    )
+  problems = contradictions(config)
+  if problems:
+    raise ConfigError(problems)
+  return config
+
+
+def _is_directory(name: str) -> bool:
+  return os.sep in name or name.startswith((".", "~"))
+
+
+def contradictions(config: TrainConfig) -> list[str]:
+  """Values that cannot go together: which fields, why, and what to change."""
+  c = config
+  problems: list[str] = []
+
+  def refuse(bad: bool, text: str) -> None:
+    if bad:
+      problems.append(text)
+
+  refuse(
+      not c.gym.tasks,
+      f"gym.tasks is empty and gym.name={c.gym.name} has no default tasks;"
+      " list at least one, e.g. tasks=[CartPole-v1]",
+  )
+  refuse(
+      len(set(c.gym.tasks)) != len(c.gym.tasks),
+      f"gym.tasks={list(c.gym.tasks)} names a family twice; name each once",
+  )
+  size, valid = c.collect.group_size, c.collect.min_valid
+  refuse(
+      c.learner.steps > 0 and size < 2,
+      f"collect.group_size={size}: {c.algorithm.advantage} compares the"
+      " episodes of a group, so it needs >= 2 (or steps=0)",
+  )
+  refuse(
+      valid > size,
+      f"collect.min_valid={valid} exceeds collect.group_size={size}, so every"
+      f" group would be dropped; set collect.min_valid={max(2, size // 2)} or"
+      " a larger group",
+  )
+  refuse(
+      c.learner.steps > 0 and valid < 2,
+      f"collect.min_valid={valid}: one episode has nothing to be compared"
+      " with; set it >= 2",
+  )
+  refuse(
+      c.sampling.max_new_tokens >= c.rollout.context_length,
+      f"sampling.max_new_tokens={c.sampling.max_new_tokens} leaves no room for"
+      f" a prompt in rollout.context_length={c.rollout.context_length}; lower"
+      " the first or raise the second",
+  )
+  refuse(
+      c.learner.row_length < c.rollout.context_length,
+      f"learner.row_length={c.learner.row_length} is shorter than"
+      f" rollout.context_length={c.rollout.context_length}, and sequences are"
+      " never cut; raise the first or lower the second",
+  )
+  buckets = c.rollout.prefill_buckets
+  refuse(
+      list(buckets) != sorted(set(buckets)),
+      f"rollout.prefill_buckets={list(buckets)} must ascend without repeats",
+  )
+  refuse(
+      bool(buckets) and max(buckets) > c.rollout.context_length,
+      f"rollout.prefill_buckets={list(buckets)} go beyond"
+      f" rollout.context_length={c.rollout.context_length}; drop the longer"
+      " ones",
+  )
+  refuse(
+      c.rollout.lockstep == "true" and c.queue.max_staleness > 0,
+      "rollout.lockstep=true is for repeatable runs, which"
+      f" queue.max_staleness={c.queue.max_staleness} cannot give (new weights"
+      " arrive at any time); set queue.max_staleness=0 or"
+      " rollout.lockstep=auto",
+  )
+  shards = c.mesh.data * c.mesh.fsdp
+  refuse(
+      c.learner.rows % shards != 0,
+      f"learner.rows={c.learner.rows} cannot be divided among mesh.data *"
+      f" mesh.fsdp = {shards} shards; set learner.rows to a multiple",
+  )
+  groups, parts = c.learner.groups_per_step, c.learner.minibatches
+  refuse(
+      groups % parts != 0,
+      f"learner.groups_per_step={groups} cannot be divided into"
+      f" learner.minibatches={parts}; make it a multiple",
+  )
+  refuse(
+      c.learner.warmup_steps > c.learner.steps > 0,
+      f"learner.warmup_steps={c.learner.warmup_steps} outlasts"
+      f" learner.steps={c.learner.steps}; lower the first",
+  )
+  refuse(
+      c.learner.publish_every > c.queue.max_staleness + 1,
+      f"learner.publish_every={c.learner.publish_every} makes tokens up to"
+      f" {c.learner.publish_every - 1} versions old, more than"
+      f" queue.max_staleness={c.queue.max_staleness} accepts: nothing would"
+      " ever be trained on; raise queue.max_staleness or lower publish_every",
+  )
+  refuse(
+      0 < c.queue.capacity < groups,
+      f"queue.capacity={c.queue.capacity} can never hold the"
+      f" learner.groups_per_step={groups} groups of one update; set it to 0 or"
+      f" >= {groups}",
+  )
+  extra = [
+      f"algorithm.{name}={value}"
+      for name, value in (
+          ("kl_coef", c.algorithm.kl_coef),
+          ("entropy_coef", c.algorithm.entropy_coef),
+      )
+      if value > 0
+  ]
+  refuse(
+      c.learner.skip_zero_advantage and bool(extra),
+      f"learner.skip_zero_advantage=true would also skip the term of"
+      f" {' and '.join(extra)} on those groups; set"
+      " learner.skip_zero_advantage=false",
+  )
+  refuse(
+      c.warm_start.source == "path" and not c.warm_start.path,
+      "warm_start.source=path needs warm_start.path; give the checkpoint"
+      " directory",
+  )
+  refuse(
+      c.warm_start.source != "path" and bool(c.warm_start.path),
+      f"warm_start.path={c.warm_start.path} is ignored by"
+      f" warm_start.source={c.warm_start.source}; set warm_start.source=path",
+  )
+  refuse(
+      c.warm_start.source == "embedded" and c.policy.name != "tiny_vl",
+      f"warm_start.source=embedded holds weights of tiny_vl, not of"
+      f" policy.name={c.policy.name}; set warm_start.source=none (a directory"
+      " brings its own weights) or path",
+  )
+  refuse(
+      c.warm_start.steps > 0
+      and c.gym.name not in _GYMS_WITH_ORACLE
+      and not c.run.imports,
+      f"warm_start.steps={c.warm_start.steps} needs demonstrations, and"
+      f" gym.name={c.gym.name} has no oracle; set warm_start.steps=0, or clone"
+      " on desktop first and start from its checkpoint",
+  )
+  refuse(
+      c.collect.turn_timeout_s > c.collect.episode_timeout_s,
+      f"collect.turn_timeout_s={c.collect.turn_timeout_s} exceeds"
+      f" collect.episode_timeout_s={c.collect.episode_timeout_s}; lower the"
+      " first",
+  )
+  slowest = max(c.collect.model_timeout_s, c.collect.step_timeout_s)
+  refuse(
+      slowest > c.collect.turn_timeout_s,
+      f"collect.turn_timeout_s={c.collect.turn_timeout_s} is shorter than what"
+      f" one call in it may take ({slowest} s: collect.model_timeout_s and"
+      " collect.step_timeout_s); raise the first or lower those",
+  )
+  refuse(
+      not c.eval.modes,
+      "eval.modes is empty; keep greedy, sampled, or both",
+  )
+  return problems
+
+
+USAGE = """\
+Trains a vision-language policy to use a computer.
+
+usage: python -m tunix.rl.multi_turn.train [config.yaml] [key=value ...]
+
+  --help      this text
+  --dry-run   build everything, print configuration, shapes and memory, exit
+
+Values are YAML (tasks='[a,b]'). Later wins: defaults, the gym's preset, the
+file, overrides. Short keys: """
+
+
+def help_text() -> str:
+  """`--help`: usage and every field with type, default and meaning."""
+  short = ", ".join(f"{a} = {p}" for a, p in ALIASES.items())
+  return (
+      USAGE
+      + short
+      + ".\n\n"
+      + config_loader.describe(TrainConfig)
+      + "\n\nExamples:\n"
+      "  python -m tunix.rl.multi_turn.train steps=20 seed=3\n"
+      "  python -m tunix.rl.multi_turn.train gym=miniwob"
+      " tasks='[click-test-2,click-dialog]'\n"
+      "  python -m tunix.rl.multi_turn.train resume=runs/<name> steps=200\n"
+  )
+
+
+def load_config(argv: Sequence[str]) -> TrainConfig:
+  """`[config.yaml] key=value … [--dry-run]` to a checked configuration.
+
+  `run.name` is filled in when absent. With `run.resume`, that run's
+  config.yaml is the base unless a file is given.
+
+  Raises:
+    ConfigError: listing every problem.
+    SystemExit: after `--help` was printed.
+  """
+  layers: list[dict[str, Any]] = []
+  overrides: list[dict[str, Any]] = []
+  problems: list[str] = []
+  file = None
+  for argument in argv:
+    if argument in ("--help", "-h"):
+      print(help_text())
+      raise SystemExit(0)
+    if argument == "--dry-run":
+      overrides.append({"run.dry_run": True})
+    elif argument.startswith("-"):
+      hint = config_loader.nearest(argument, ("--help", "--dry-run"))
+      raise ConfigError([
+          f"unknown option {argument}{hint or '.'} Settings are key=value,"
+          " without dashes"
+      ])
+    elif "=" not in argument and argument.endswith((".yaml", ".yml")):
+      if file is not None:
+        raise ConfigError([
+            f"two configuration files, {file} and {argument}; give one"
+        ])
+      file = argument
+    else:
+      try:
+        key, value = config_loader.parse_override(argument)
+        overrides.append(
+            config_loader.flatten(
+                {key: value}, TrainConfig, ALIASES, "command line"
+            )
+        )
+      except ConfigError as error:
+        problems += error.problems
+  if file is not None:
+    layers.append(_read(pathlib.Path(file)))
+  if problems:
+    raise ConfigError(problems)
+  merged: dict[str, Any] = {}
+  for layer in [*layers, *overrides]:
+    merged.update(layer)
+  resume = str(config_loader.unwrap(merged.get("run.resume")) or "")
+  if resume:
+    directory = pathlib.Path(resume)
+    if not (directory / "config.yaml").is_file():
+      raise ConfigError([
+          f"run.resume={resume} is not a run directory (no config.yaml in"
+          " it); give runs/<name>"
+      ])
+    if file is None:
+      layers.append(_read(directory / "config.yaml"))
+  config = _resolve([*layers, *overrides])
+  if not config.run.name:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    name = f"{config.gym.name}-{stamp}"
+    config = dataclasses.replace(
+        config, run=dataclasses.replace(config.run, name=name)
+    )
+  return config
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    text = path.read_text(encoding="utf-8")
+  except OSError as error:
+    raise ConfigError([f"cannot read {path}: {error.strerror}"]) from error
+  return config_loader.flatten(
+      _parse_yaml(text, str(path)), TrainConfig, ALIASES, str(path)
+  )
+
+
+def load_config_or_exit(argv: Sequence[str]) -> TrainConfig:
+  """As `load_config` for a command: errors are printed, exit status 2."""
+  try:
+    return load_config(argv)
+  except ConfigError as error:
+    print(f"configuration error: {error}", file=sys.stderr)
+    raise SystemExit(2) from None

@@ -1,0 +1,474 @@
+"""The sections of a training run's configuration.
+
+Each field carries its default, meaning, unit and range, from which the help,
+docs/configuration.md and the checks of `config.py` are made.
+
+Does not load or check anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tunix.rl.multi_turn import config_loader
+
+_opt = config_loader.option
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+  """The run: where it writes, its seed, how long it may take."""
+
+  name: str = _opt(
+      "", 'Directory below run.dir. "" = gym name and the time of start.'
+  )
+  dir: str = _opt("runs", "Where run directories are made.")
+  seed: int = _opt(
+      0,
+      "Every random choice derives from it. Two synchronous runs with one"
+      " seed are equal.",
+      at_least=0,
+  )
+  resume: str = _opt(
+      "",
+      'Run directory to continue from its last checkpoint; its config.yaml is'
+      ' the base that overrides apply to. "" = a new run.',
+  )
+  time_budget_s: float = _opt(
+      0.0,
+      "Training stops after the update in which this much time has passed,"
+      " then evaluates and saves. 0 = no limit.",
+      unit="s",
+      at_least=0,
+  )
+  imports: tuple[str, ...] = _opt(
+      (),
+      "Python modules imported first: the place to register your own gym,"
+      " parser, reward, policy or algorithm.",
+  )
+  dry_run: bool = _opt(
+      False,
+      "Build everything, print the resolved configuration, shapes and memory,"
+      " and exit. Same as --dry-run.",
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class GymConfig:
+  """What the policy learns to use."""
+
+  name: str = _opt(
+      "desktop",
+      "desktop: drawn by this package, needs nothing. miniwob: web pages in"
+      " headless Chromium. gymnasium: any gymnasium.Env that renders"
+      " rgb_array.",
+      choices=("desktop", "miniwob", "gymnasium"),
+      open_choices=True,
+  )
+  tasks: tuple[str, ...] = _opt(
+      (), "Task families to train and evaluate on, each equally often."
+  )
+  width: int = _opt(224, "Screenshot width.", unit="px", at_least=16)
+  height: int = _opt(160, "Screenshot height.", unit="px", at_least=16)
+  difficulty: float = _opt(
+      0.0,
+      "0 = easiest, 1 = hardest, for gyms that know difficulty.",
+      at_least=0,
+      at_most=1,
+  )
+  max_turns: int = _opt(
+      4, "Turns an episode may take; a task's own limit wins.", at_least=1
+  )
+  options: dict[str, Any] = _opt(
+      {}, "Passed to the gym as it is, e.g. gym.options.headless=false."
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentConfig:
+  """How screenshots become prompts and text becomes actions."""
+
+  parser: str = _opt(
+      "computer_use_compact",
+      "Grammar of the policy's actions, a registered tool parser.",
+      choices=("computer_use_compact", "qwen"),
+      open_choices=True,
+  )
+  system_prompt: str = _opt(
+      "computer_use_compact",
+      'Name of a prompt in prompts/, or a path to a text file. "" = none.',
+  )
+  max_images: int = _opt(
+      1,
+      "Newest screenshots kept in the prompt. When an older one is dropped a"
+      " new training sequence begins. 0 = keep all.",
+      at_least=0,
+  )
+  on_parse_error: str = _opt(
+      "end",
+      "end: the episode ends with status parse_error. retry: the error is"
+      " shown to the policy as the next message.",
+      choices=("end", "retry"),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+  """The vision-language model."""
+
+  name: str = _opt(
+      "tiny_vl",
+      "A built-in policy, or a directory with a checkpoint.",
+      choices=("tiny_vl",),
+      open_choices=True,
+  )
+  config: dict[str, Any] = _opt(
+      {},
+      "Overrides of the model's own configuration, e.g."
+      " policy.config.num_layers=6. Weights of another shape do not load.",
+  )
+  dtype: str = _opt(
+      "float32",
+      "Type of activations and matrix products; parameters and optimizer"
+      " state stay float32.",
+      choices=("float32", "bfloat16"),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+  """How training episodes are sampled. Evaluation has its own temperature."""
+
+  temperature: float = _opt(
+      1.0, "Softens (> 1) or sharpens (< 1) the distribution.", above=0
+  )
+  top_p: float = _opt(
+      1.0,
+      "Keep the smallest set of tokens with this probability. 1 = all.",
+      above=0,
+      at_most=1,
+  )
+  top_k: int = _opt(0, "Keep this many tokens. 0 = all.", at_least=0)
+  max_new_tokens: int = _opt(
+      32, "A turn's completion is cut here.", unit="tokens", at_least=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+  """The engine that generates for many episodes at once."""
+
+  slots: int = _opt(
+      32, "Episodes whose KV cache is held at a time.", at_least=1
+  )
+  context_length: int = _opt(
+      512,
+      "Tokens of one sequence, screenshots included. An episode that needs"
+      " more ends with status context_limit.",
+      unit="tokens",
+      at_least=16,
+  )
+  concurrency: int = _opt(
+      64,
+      "Episodes in flight. More than rollout.slots keeps the engine busy while"
+      " gyms work.",
+      at_least=1,
+  )
+  lockstep: str = _opt(
+      "auto",
+      "true: requests are batched in an order that does not depend on timing,"
+      " so that equal seeds give equal bits. auto: true when"
+      " queue.max_staleness is 0.",
+      choices=("auto", "true", "false"),
+  )
+  update_policy: str = _opt(
+      "immediate",
+      "When new weights take over. immediate: between two tokens."
+      " between_turns: after the running completions.",
+      choices=("immediate", "between_turns"),
+  )
+  on_update: str = _opt(
+      "keep_kv",
+      "What happens to the KV cache of running episodes under new weights."
+      " keep_kv: kept, a small mismatch. recompute: prefilled again, exact.",
+      choices=("keep_kv", "recompute"),
+  )
+  prefill_buckets: tuple[int, ...] = _opt(
+      (),
+      "Lengths a turn's new tokens are padded to, ascending; each compiles"
+      " once. [] = chosen by the engine.",
+      unit="tokens",
+      at_least=1,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectConfig:
+  """Groups of episodes of one task, and how long anything may take."""
+
+  group_size: int = _opt(
+      8, "Episodes of one task that are compared.", at_least=1
+  )
+  min_valid: int = _opt(
+      4,
+      "A group with fewer episodes that the policy decided (and not a broken"
+      " gym) is dropped and its task tried again.",
+      at_least=1,
+  )
+  max_requeues: int = _opt(
+      2, "How often a dropped group's task is tried again.", at_least=0
+  )
+  gamma: float = _opt(
+      1.0,
+      "Discount per turn of the returns that are logged.",
+      at_least=0,
+      at_most=1,
+  )
+  reset_timeout_s: float = _opt(
+      30.0, "Deadline of starting a task.", unit="s", above=0
+  )
+  model_timeout_s: float = _opt(
+      120.0,
+      "Deadline of one completion, compilation included.",
+      unit="s",
+      above=0,
+  )
+  step_timeout_s: float = _opt(
+      30.0, "Deadline of one action.", unit="s", above=0
+  )
+  evaluate_timeout_s: float = _opt(
+      30.0, "Deadline of the gym's verdict and of rewards.", unit="s", above=0
+  )
+  close_timeout_s: float = _opt(
+      10.0, "Deadline of closing a gym.", unit="s", above=0
+  )
+  turn_timeout_s: float = _opt(
+      180.0, "Deadline of a whole turn.", unit="s", above=0
+  )
+  episode_timeout_s: float = _opt(
+      600.0, "Deadline of a whole episode.", unit="s", above=0
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmConfig:
+  """How rewards become a loss."""
+
+  advantage: str = _opt(
+      "grpo",
+      "grpo: (r - mean) / std of the group. dr_grpo: r - mean. rloo: r - mean"
+      " of the others.",
+      choices=("grpo", "dr_grpo", "rloo"),
+      open_choices=True,
+  )
+  objective: str = _opt(
+      "grpo",
+      "Policy objective; grpo is the clipped importance-weighted advantage.",
+      choices=("grpo",),
+      open_choices=True,
+  )
+  clip_low: float = _opt(
+      0.2, "The ratio is clipped below at 1 - this.", at_least=0, at_most=1
+  )
+  clip_high: float = _opt(
+      0.28, "The ratio is clipped above at 1 + this.", at_least=0
+  )
+  kl_coef: float = _opt(
+      0.0,
+      "Weight of the KL divergence from the policy at the start of GRPO. 0 ="
+      " no reference model is kept.",
+      at_least=0,
+  )
+  kl_estimator: str = _opt(
+      "k3",
+      "Per-token estimator: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 -"
+      " log r.",
+      choices=("k1", "k2", "k3"),
+      open_choices=True,
+  )
+  entropy_coef: float = _opt(
+      0.0, "Weight of the entropy bonus.", at_least=0
+  )
+  importance: str = _opt(
+      "none",
+      "Correction for tokens sampled from other weights than the learner's."
+      " none: the ratio to the sampled log-probs is all. tis: times the"
+      " truncated ratio of learner to sampler.",
+      choices=("none", "tis"),
+      open_choices=True,
+  )
+  tis_cap: float = _opt(
+      2.0, "Truncation of the tis ratio.", at_least=1
+  )
+  loss_aggregation: str = _opt(
+      "token_mean",
+      "token_mean: all tokens of the batch count equally. sequence_mean: all"
+      " sequences do. constant: sum over a fixed length, no length bias.",
+      choices=("token_mean", "sequence_mean", "constant"),
+      open_choices=True,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+  """The optimiser and the shape of its batches."""
+
+  steps: int = _opt(
+      60, "Updates. 0 = no GRPO: warm start and evaluation only.", at_least=0
+  )
+  groups_per_step: int = _opt(8, "Groups an update learns from.", at_least=1)
+  minibatches: int = _opt(
+      1, "Optimizer steps an update's groups are divided into.", at_least=1
+  )
+  epochs: int = _opt(1, "Passes over an update's groups.", at_least=1)
+  row_length: int = _opt(
+      512,
+      "Tokens of a packed row; sequences are never cut.",
+      unit="tokens",
+      at_least=16,
+  )
+  rows: int = _opt(
+      8, "Rows of one compiled batch; gradients accumulate over batches."
+      , at_least=1,
+  )
+  learning_rate: float = _opt(3e-4, "Peak of the schedule.", above=0)
+  schedule: str = _opt(
+      "constant",
+      "After warm-up the learning rate is constant, or falls to 0 at the last"
+      " step by a cosine or a line.",
+      choices=("constant", "cosine", "linear"),
+  )
+  warmup_steps: int = _opt(
+      0, "Steps in which the learning rate rises linearly.", at_least=0
+  )
+  weight_decay: float = _opt(
+      0.0, "AdamW's decay of matrices.", at_least=0
+  )
+  grad_clip: float = _opt(
+      1.0, "Largest global norm of the gradient. 0 = no clipping.", at_least=0
+  )
+  skip_zero_advantage: bool = _opt(
+      True,
+      "Leave groups whose episodes all got the same reward out of the batch:"
+      " their policy gradient is 0. Not with a KL or entropy term.",
+  )
+  publish_every: int = _opt(
+      1, "The engine gets new weights every this many updates.", at_least=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class QueueConfig:
+  """Between collecting and learning."""
+
+  max_staleness: int = _opt(
+      0,
+      "Versions the oldest token of a batch may lag behind the learner. 0 ="
+      " synchronous.",
+      at_least=0,
+  )
+  capacity: int = _opt(
+      0,
+      "Groups held. 0 = (max_staleness + 1) * groups_per_step.",
+      at_least=0,
+  )
+  stale_policy: str = _opt(
+      "drop",
+      "A group that became too old is dropped (and counted) or the run fails.",
+      choices=("drop", "error"),
+  )
+  path: str = _opt(
+      "",
+      'File that makes accepted groups survive a crash. "" = memory only.',
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """How devices are laid out; the product is the number of devices used."""
+
+  data: int = _opt(1, "Batch shards with copies of the weights.", at_least=1)
+  fsdp: int = _opt(1, "Batch shards that also shard weights.", at_least=1)
+  tensor: int = _opt(1, "Shards of heads and hidden units.", at_least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartConfig:
+  """What the policy can do before GRPO."""
+
+  source: str = _opt(
+      "embedded",
+      "embedded: the small checkpoint in this package. path: warm_start.path."
+      " none: random weights.",
+      choices=("none", "embedded", "path"),
+  )
+  path: str = _opt(
+      "", "Checkpoint directory for source=path, e.g. runs/x/checkpoints."
+  )
+  steps: int = _opt(
+      0,
+      "Behaviour cloning on demonstrations by the gym's oracle, on top of"
+      " the source. 0 = none.",
+      at_least=0,
+  )
+  batch_size: int = _opt(
+      64, "Demonstrated episodes a step.", at_least=1
+  )
+  learning_rate: float = _opt(1e-3, "Peak of a cosine schedule.", above=0)
+  demonstrations: int = _opt(
+      4096, "Distinct demonstrated episodes, drawn in turn.", at_least=1
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+  """Success on held-out seeds."""
+
+  episodes_per_task: int = _opt(
+      50, "Episodes of each family and mode.", at_least=1
+  )
+  every: int = _opt(
+      0, "Evaluate every this many updates. 0 = start and end.", at_least=0
+  )
+  modes: tuple[str, ...] = _opt(
+      ("greedy", "sampled"),
+      "greedy: the likeliest token. sampled: as in training. The first is the"
+      " one reported as success_rate.",
+      choices=("greedy", "sampled"),
+  )
+  seed: int = _opt(
+      1, "Chooses the held-out tasks; the same for every evaluation.",
+      at_least=0,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """What survives."""
+
+  every: int = _opt(
+      20, "Save every this many updates. 0 = only at the end.", at_least=0
+  )
+  keep: int = _opt(2, "Newest checkpoints kept.", at_least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportConfig:
+  """What the run directory keeps for people."""
+
+  episodes: int = _opt(
+      400,
+      "Episodes kept in trajectories.jsonl, thinned evenly over the run. 0 ="
+      " none.",
+      at_least=0,
+  )
+  images: bool = _opt(True, "Keep those episodes' screenshots.")
+  film_strips: int = _opt(
+      6, "Episodes drawn in report.html.", at_least=0
+  )
+  progress: str = _opt(
+      "auto",
+      "bar, plain lines, or none. auto: a bar on a terminal, else lines.",
+      choices=("auto", "bar", "lines", "none"),
+  )
