@@ -1,0 +1,133 @@
+"""Meshes and where arrays lie on them.
+
+Axes: `data` copies the model and splits the batch, `fsdp` splits both,
+`tensor` splits the model within a layer. Every parameter carries the names of
+its dimensions' mesh axes (metadata `axes`, set where it is created); a
+dimension that the mesh does not divide evenly is replicated.
+
+Axis types are Auto: the compiler places what is not placed here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from flax import nnx
+import jax
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+
+def make_mesh(
+    data: int = -1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+  """A mesh with axes `data`, `fsdp`, `tensor`.
+
+  Args:
+    data, fsdp, tensor: sizes; one of them may be -1, which takes what is left.
+    devices: default: all.
+
+  Raises:
+    ValueError: the sizes do not multiply to the number of devices.
+  """
+  devices = jax.devices() if devices is None else list(devices)
+  sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+  free = [name for name, size in sizes.items() if size == -1]
+  fixed = 1
+  for name, size in sizes.items():
+    if size != -1:
+      if size < 1:
+        raise ValueError(f"mesh axis {name} must be >= 1 or -1, got {size}")
+      fixed *= size
+  if len(free) > 1:
+    raise ValueError(f"only one mesh axis may be -1, got {free}")
+  if free and len(devices) % fixed == 0:
+    sizes[free[0]] = len(devices) // fixed
+    fixed = len(devices)
+  if fixed != len(devices):
+    raise ValueError(
+        f"mesh {sizes} does not fit {len(devices)} devices; the sizes must"
+        " multiply to their number"
+    )
+  return jax.make_mesh(
+      tuple(sizes.values()),
+      AXES,
+      axis_types=(AxisType.Auto,) * len(AXES),
+      devices=devices,
+  )
+
+
+def parameter_sharding(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
+  """Where a parameter lies, from its `axes` metadata and its shape."""
+  axes = variable.get_metadata().get("axes", (None,) * len(variable.shape))
+  return NamedSharding(mesh, _fit(axes, variable.shape, mesh))
+
+
+def model_shardings(model: nnx.Module, mesh: Mesh) -> Any:
+  """A pytree like `nnx.state(model)` with a NamedSharding at each leaf."""
+  return jax.tree.map(
+      lambda v: v.replace(parameter_sharding(v, mesh)),
+      nnx.state(model),
+      is_leaf=lambda v: isinstance(v, nnx.Variable),
+  )
+
+
+def shard_model(model: nnx.Module, mesh: Mesh) -> None:
+  """Moves the model's parameters to their place on `mesh`, in place."""
+  state = jax.tree.map(
+      lambda v: v.replace(
+          jax.device_put(v[...], parameter_sharding(v, mesh))
+      ),
+      nnx.state(model),
+      is_leaf=lambda v: isinstance(v, nnx.Variable),
+  )
+  nnx.update(model, state)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+  """Leading axis (rows B, buffers S) over `data` and `fsdp`."""
+  return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_shards(mesh: Mesh) -> int:
+  """Shards of a batch; B and S must be multiples of it."""
+  return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
+  """Puts a pytree of [B, …] and [S, …] arrays on the mesh.
+
+  Raises:
+    ValueError: a leading axis is no multiple of the number of batch shards.
+  """
+  shards = batch_shards(mesh)
+  for leaf in jax.tree.leaves(batch):
+    if leaf.shape[0] % shards:
+      raise ValueError(
+          f"an array of shape {leaf.shape} cannot be split over {shards} batch"
+          " shards (data x fsdp); pad rows and give one patch buffer a shard"
+      )
+  return jax.device_put(batch, batch_sharding(mesh))
+
+
+def _fit(
+    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh
+) -> PartitionSpec:
+  if len(axes) != len(shape):
+    raise ValueError(f"axes {axes} do not fit a parameter of shape {shape}")
+  return PartitionSpec(*(
+      axis if axis is None or size % mesh.shape[axis] == 0 else None
+      for axis, size in zip(axes, shape)
+  ))

@@ -1,0 +1,619 @@
+"""TinyVL: a vision-language policy of two million parameters.
+
+Reads top to bottom like the forward pass: geometry, stem and merger, vision
+blocks, embedding of tokens, decoder, logits. Two ideas make a model of this
+size learn to point in minutes:
+
+- A convolutional stem sees glyph strokes before cells become tokens.
+- Number tokens 0..999 and screen positions share one geometry. A smooth basis
+  f: [0, 1] -> R^F describes a position on an axis; a cell at (x, y) carries
+  W_x f(x) + W_y f(y), number token n carries W_n f(n), and the logit of n is
+  a product with f(n) of what the hidden state holds along W_x or W_y. To
+  point is to copy the position of the cell that is looked at.
+
+Promises: a token attends to earlier tokens of its own segment only, a vision
+token to its own image only; `extend` equals the full forward pass.
+
+Vision attention spans `vision_window` tokens to both sides in raster order:
+all of a screenshot up to that many cells, a band of it beyond, so that the
+cost is linear in the buffer.
+
+Axis names: see `base`; and N = query heads, G = query heads a KV head,
+E = features of the axis basis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import vision_inputs
+
+Cache = tuple[tuple[jax.Array, jax.Array], ...]
+_NEG = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyVLConfig:
+  """Sizes and token ids.
+
+  Attributes:
+    vocab_size: entries of the tokenizer.
+    number_start: id of number token "0"; "0".."999" are consecutive.
+    image_token_id: placeholder of a vision token.
+    pad_token_id: what fills rows; never attended to.
+    banned_token_ids: ids that must never be sampled; samplers and log-probs
+      both exclude them.
+    width: D.
+    layers, vision_layers: decoder and vision blocks.
+    heads, kv_heads, head_dim: of the decoder.
+    vision_heads: of the vision blocks (width / vision_heads wide).
+    vision_window: reach of vision attention, in tokens to each side.
+    mlp, vision_mlp: hidden widths.
+    stem: channels of the three convolutions.
+    rope_theta: base of the rotary frequencies.
+    max_cells: cells of the largest screenshot.
+    compute_dtype: dtype of activations and matmuls; parameters, norms,
+      softmax and logits are float32.
+  """
+
+  vocab_size: int
+  number_start: int
+  image_token_id: int
+  pad_token_id: int
+  banned_token_ids: tuple[int, ...]
+  width: int = 160
+  layers: int = 4
+  vision_layers: int = 1
+  heads: int = 4
+  kv_heads: int = 2
+  head_dim: int = 40
+  vision_heads: int = 4
+  vision_window: int = 160
+  mlp: int = 320
+  vision_mlp: int = 320
+  stem: tuple[int, int, int] = (32, 64, 96)
+  rope_theta: float = 10_000.0
+  max_cells: int = 1600
+  compute_dtype: str = "float32"
+
+  def __post_init__(self):
+    for name in ("banned_token_ids", "stem"):
+      object.__setattr__(self, name, tuple(getattr(self, name)))
+    if self.heads % self.kv_heads:
+      raise ValueError(
+          f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}"
+      )
+    if self.head_dim % 2:
+      raise ValueError(f"head_dim must be even, got {self.head_dim}")
+    if self.width % self.vision_heads:
+      raise ValueError(
+          f"width={self.width} must be a multiple of"
+          f" vision_heads={self.vision_heads}"
+      )
+    if not 0 <= self.number_start <= self.vocab_size - 1000:
+      raise ValueError(
+          f"number_start={self.number_start} leaves no room for 1000 number"
+          f" tokens in a vocabulary of {self.vocab_size}"
+      )
+    for name in ("image_token_id", "pad_token_id"):
+      if not 0 <= getattr(self, name) < self.vocab_size:
+        raise ValueError(
+            f"{name}={getattr(self, name)} is outside the vocabulary of"
+            f" {self.vocab_size}"
+        )
+    if self.image_token_id not in self.banned_token_ids:
+      raise ValueError(
+          f"image_token_id={self.image_token_id} must be in banned_token_ids"
+      )
+    if self.compute_dtype not in ("float32", "bfloat16"):
+      raise ValueError(
+          "compute_dtype must be 'float32' or 'bfloat16', got"
+          f" {self.compute_dtype!r}"
+      )
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "nano": dict(
+        width=32,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        vision_heads=2,
+        mlp=64,
+        vision_mlp=64,
+        stem=(8, 8, 16),
+    ),
+}
+"""Named sizes: "tiny" is what ships, "nano" is for tests."""
+
+
+# --- geometry ----------------------------------------------------------------
+
+_COARSE, _FINE = 16, 48
+AXIS_FEATURES = _COARSE + _FINE
+
+
+def axis_features(u: jax.Array) -> jax.Array:
+  """Smooth basis of positions on an axis: [...] in [0, 1] to [..., E].
+
+  Gaussian bumps at two scales; each scale has norm 1/sqrt(2), so that the
+  product of two positions' features is 1 where they coincide.
+  """
+  parts = []
+  for count in (_COARSE, _FINE):
+    centres = jnp.linspace(0.0, 1.0, count)
+    bumps = jnp.exp(-0.5 * ((u[..., None] - centres) * count) ** 2)
+    norm = jnp.linalg.norm(bumps, axis=-1, keepdims=True)
+    parts.append(bumps / (math.sqrt(2.0) * norm))
+  return jnp.concatenate(parts, axis=-1)
+
+
+def number_features() -> jax.Array:
+  """float32[1000, E]: features of number token n at (n + 0.5) / 1000."""
+  return axis_features((jnp.arange(1000, dtype=jnp.float32) + 0.5) / 1000)
+
+
+# --- small parts -------------------------------------------------------------
+
+
+def _param(
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    std: float,
+    axes: tuple[str | None, ...],
+) -> nnx.Param:
+  """A normal parameter; `axes` names the mesh axis of each dimension."""
+  value = jax.random.normal(rngs.params(), shape, jnp.float32) * std
+  return nnx.Param(value, axes=axes)
+
+
+def _ones(*shape: int) -> nnx.Param:
+  return nnx.Param(jnp.ones(shape, jnp.float32), axes=(None,) * len(shape))
+
+
+def _zeros(*shape: int) -> nnx.Param:
+  return nnx.Param(jnp.zeros(shape, jnp.float32), axes=(None,) * len(shape))
+
+
+def _dot(x: jax.Array, kernel: nnx.Param) -> jax.Array:
+  """x @ kernel in the dtype of x."""
+  return x @ kernel[...].astype(x.dtype)
+
+
+def _rms_norm(x: jax.Array, scale: nnx.Param) -> jax.Array:
+  wide = x.astype(jnp.float32)
+  wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
+  return (wide * scale[...]).astype(x.dtype)
+
+
+def _rope(
+    x_BTNH: jax.Array, positions_BT: jax.Array, theta: float
+) -> jax.Array:
+  """Rotates the two halves of each head by position."""
+  half = x_BTNH.shape[-1] // 2
+  frequencies = theta ** (-np.arange(half, dtype=np.float32) / half)
+  angle = positions_BT[..., None, None].astype(jnp.float32) * frequencies
+  cos, sin = jnp.cos(angle), jnp.sin(angle)
+  a, b = x_BTNH[..., :half], x_BTNH[..., half:]
+  rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  return rotated.astype(x_BTNH.dtype)
+
+
+def _softmax(scores: jax.Array, dtype: Any) -> jax.Array:
+  return jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(dtype)
+
+
+# --- stem and merger -----------------------------------------------------------
+
+
+class Stem(nnx.Module):
+  """uint8 cells with halo to one vector each: three convolutions and an MLP.
+
+  Written as reshapes and matmuls: XLA's convolution gradients are slow on
+  CPU, and no stride here overlaps except in the second convolution.
+  """
+
+  def __init__(self, config: TinyVLConfig, rngs: nnx.Rngs):
+    c1, c2, c3 = config.stem
+    width = config.width
+    self.dtype = jnp.dtype(config.compute_dtype)
+    # 24x24x3 -> 6x6xC1, kernel 4, stride 4.
+    self.conv1 = _param(rngs, (48, c1), 48**-0.5, (None, None))
+    self.bias1 = _zeros(c1)
+    # 6x6xC1 -> 4x4xC2, kernel 3: the halo is used up here.
+    self.conv2 = _param(
+        rngs, (9 * c1, c2), (2 / (9 * c1)) ** 0.5, (None, None)
+    )
+    self.bias2 = _zeros(c2)
+    # 4x4xC2 -> 2x2xC3, kernel 2, stride 2.
+    self.conv3 = _param(
+        rngs, (4 * c2, c3), (2 / (4 * c2)) ** 0.5, (None, None)
+    )
+    self.bias3 = _zeros(c3)
+    # The merger: 2x2 of them are one vision token.
+    self.norm = _ones(c3)
+    self.up = _param(
+        rngs, (4 * c3, 2 * width), (4 * c3) ** -0.5, ("fsdp", "tensor")
+    )
+    self.down = _param(
+        rngs, (2 * width, width), (2 * width) ** -0.5, ("tensor", "fsdp")
+    )
+
+  def __call__(self, patches_SPF: jax.Array) -> jax.Array:
+    s, p, _ = patches_SPF.shape
+    x = (patches_SPF.astype(jnp.float32) / 127.5 - 1.0).astype(self.dtype)
+    x = x.reshape(s, p, 6, 4, 6, 4, 3).transpose(0, 1, 2, 4, 3, 5, 6)
+    x = x.reshape(s, p, 6, 6, 48)
+    x = jax.nn.gelu(_dot(x, self.conv1) + self.bias1[...].astype(x.dtype))
+    x = jnp.concatenate(
+        [x[:, :, i : i + 4, j : j + 4] for i in range(3) for j in range(3)],
+        axis=-1,
+    )
+    x = jax.nn.gelu(_dot(x, self.conv2) + self.bias2[...].astype(x.dtype))
+    x = x.reshape(s, p, 2, 2, 2, 2, -1).transpose(0, 1, 2, 4, 3, 5, 6)
+    x = x.reshape(s, p, 2, 2, -1)
+    x = _dot(x, self.conv3) + self.bias3[...].astype(x.dtype)
+    x = _rms_norm(x, self.norm).reshape(s, p, -1)
+    return _dot(jax.nn.gelu(_dot(x, self.up)), self.down)
+
+
+# --- vision blocks -------------------------------------------------------------
+
+
+class VisionBlock(nnx.Module):
+  """Pre-norm attention within an image, both directions, and an MLP."""
+
+  def __init__(self, config: TinyVLConfig, rngs: nnx.Rngs):
+    width, hidden = config.width, config.vision_mlp
+    self.heads = config.vision_heads
+    self.window = config.vision_window
+    residual = (2 * config.vision_layers) ** -0.5
+    self.norm1 = _ones(width)
+    self.qkv = _param(
+        rngs, (width, 3 * width), width**-0.5, ("fsdp", "tensor")
+    )
+    self.out = _param(
+        rngs, (width, width), residual * width**-0.5, ("tensor", "fsdp")
+    )
+    self.norm2 = _ones(width)
+    self.up = _param(rngs, (width, hidden), width**-0.5, ("fsdp", "tensor"))
+    self.down = _param(
+        rngs, (hidden, width), residual * hidden**-0.5, ("tensor", "fsdp")
+    )
+
+  def __call__(self, x_SPD: jax.Array, segments_SP: jax.Array) -> jax.Array:
+    s, p, _ = x_SPD.shape
+    qkv = _dot(_rms_norm(x_SPD, self.norm1), self.qkv)
+    qkv = qkv.reshape(s, p, 3, self.heads, -1)
+    mixed = _banded_attention(
+        qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], segments_SP, self.window
+    )
+    x = x_SPD + _dot(mixed.reshape(s, p, -1), self.out)
+    hidden = jax.nn.gelu(_dot(_rms_norm(x, self.norm2), self.up))
+    return x + _dot(hidden, self.down)
+
+
+def _banded_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments_SP: jax.Array,
+    window: int,
+) -> jax.Array:
+  """Attention of [S, P, N, H] within a segment and `window` tokens.
+
+  Cut in blocks of `window` queries, each of which needs the keys of its own
+  and the two neighbouring blocks only. Whether two tokens see each other does
+  not depend on where blocks begin.
+  """
+  s, p, heads, head_dim = q.shape
+  block = min(window, p)
+  blocks = -(-p // block)
+  fill = blocks * block - p
+
+  def pad(x, before, after):
+    return jnp.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2))
+
+  q = pad(q, 0, fill).reshape(s * blocks, block, heads, head_dim)
+  own = pad(segments_SP, 0, fill).reshape(s * blocks, block)
+  if blocks == 1:
+    span = block
+  else:
+    span = 3 * block
+
+    def neighbours(x):
+      x = pad(x, block, block + fill)
+      parts = [
+          x[:, i * block : (i + blocks) * block].reshape(
+              s * blocks, block, *x.shape[2:]
+          )
+          for i in range(3)
+      ]
+      return jnp.concatenate(parts, axis=1)
+
+    k, v, segments_SP = neighbours(k), neighbours(v), neighbours(segments_SP)
+  distance = np.arange(span)[None, :] - np.arange(block)[:, None]
+  near = np.abs(distance - (span - block) // 2) <= window
+  mask = (own[:, :, None] == segments_SP[:, None, :]) & near
+  scores = jnp.einsum("bqnh,bknh->bnqk", q, k) * head_dim**-0.5
+  scores = jnp.where(mask[:, None], scores, _NEG)
+  mixed = jnp.einsum("bnqk,bknh->bqnh", _softmax(scores, q.dtype), v)
+  return mixed.reshape(s, blocks * block, heads, head_dim)[:, :p]
+
+
+# --- decoder -------------------------------------------------------------------
+
+
+class DecoderBlock(nnx.Module):
+  """Grouped-query attention with RoPE and QK-norm, then SwiGLU."""
+
+  def __init__(self, config: TinyVLConfig, rngs: nnx.Rngs):
+    self.config = config
+    width, head = config.width, config.head_dim
+    q_width, kv_width = config.heads * head, config.kv_heads * head
+    residual = (2 * config.layers) ** -0.5
+    self.norm1 = _ones(width)
+    self.q = _param(rngs, (width, q_width), width**-0.5, ("fsdp", "tensor"))
+    self.k = _param(rngs, (width, kv_width), width**-0.5, ("fsdp", "tensor"))
+    self.v = _param(rngs, (width, kv_width), width**-0.5, ("fsdp", "tensor"))
+    self.q_norm = _ones(head)
+    self.k_norm = _ones(head)
+    self.out = _param(
+        rngs, (q_width, width), residual * q_width**-0.5, ("tensor", "fsdp")
+    )
+    self.norm2 = _ones(width)
+    self.gate = _param(
+        rngs, (width, config.mlp), width**-0.5, ("fsdp", "tensor")
+    )
+    self.up = _param(
+        rngs, (width, config.mlp), width**-0.5, ("fsdp", "tensor")
+    )
+    self.down = _param(
+        rngs,
+        (config.mlp, width),
+        residual * config.mlp**-0.5,
+        ("tensor", "fsdp"),
+    )
+
+  def project(
+      self, x_BTD: jax.Array, positions_BT: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, T, N, H], keys and values [B, T, K, H]."""
+    c = self.config
+    b, t, _ = x_BTD.shape
+    x = _rms_norm(x_BTD, self.norm1)
+    q = _dot(x, self.q).reshape(b, t, c.heads, c.head_dim)
+    k = _dot(x, self.k).reshape(b, t, c.kv_heads, c.head_dim)
+    v = _dot(x, self.v).reshape(b, t, c.kv_heads, c.head_dim)
+    q = _rope(_rms_norm(q, self.q_norm), positions_BT, c.rope_theta)
+    k = _rope(_rms_norm(k, self.k_norm), positions_BT, c.rope_theta)
+    return q, k, v
+
+  def finish(self, x_BTD: jax.Array, mixed_BTNH: jax.Array) -> jax.Array:
+    b, t, _ = x_BTD.shape
+    x = x_BTD + _dot(mixed_BTNH.reshape(b, t, -1), self.out)
+    y = _rms_norm(x, self.norm2)
+    return x + _dot(jax.nn.silu(_dot(y, self.gate)) * _dot(y, self.up), self.down)
+
+
+def _attention(
+    q_BTNH: jax.Array,
+    k_BCKH: jax.Array,
+    v_BCKH: jax.Array,
+    mask_BTC: jax.Array,
+) -> jax.Array:
+  """Grouped-query attention; [B, T, N, H]."""
+  b, t, n, h = q_BTNH.shape
+  kv = k_BCKH.shape[2]
+  q = q_BTNH.reshape(b, t, kv, n // kv, h)
+  scores = jnp.einsum("btkgh,bckh->bkgtc", q, k_BCKH) * h**-0.5
+  scores = jnp.where(mask_BTC[:, None, None], scores, _NEG)
+  mixed = jnp.einsum("bkgtc,bckh->btkgh", _softmax(scores, q.dtype), v_BCKH)
+  return mixed.reshape(b, t, n, h)
+
+
+# --- the policy ----------------------------------------------------------------
+
+
+class TinyVL(nnx.Module):
+  """See the module docstring; implements `base.Policy`."""
+
+  def __init__(self, config: TinyVLConfig, rngs: nnx.Rngs):
+    self.config = config
+    d, e = config.width, AXIS_FEATURES
+    self.stem = Stem(config, rngs)
+    # Positions: f(u) has norm 1, so each of these adds variance 1 / D.
+    self.axis_x = _param(rngs, (e, d), d**-0.5, (None, "fsdp"))
+    self.axis_y = _param(rngs, (e, d), d**-0.5, (None, "fsdp"))
+    self.axis_number = _param(rngs, (e, d), d**-0.5, (None, "fsdp"))
+    self.vision_blocks = nnx.List(
+        [VisionBlock(config, rngs) for _ in range(config.vision_layers)]
+    )
+    self.vision_norm = _ones(d)
+    self.embedding = _param(
+        rngs, (config.vocab_size, d), d**-0.5, ("tensor", "fsdp")
+    )
+    self.blocks = nnx.List(
+        [DecoderBlock(config, rngs) for _ in range(config.layers)]
+    )
+    self.norm = _ones(d)
+    # How much a hidden state asks for an x, for a y.
+    self.axis_gate = _param(rngs, (d, 2), d**-0.5, (None, None))
+
+  def __call__(self, inputs: base.PolicyInputs) -> jax.Array:
+    vision = self.encode_images(
+        inputs.patches, inputs.patch_segments, inputs.patch_positions
+    )
+    x = self._embed(inputs.tokens, inputs.vision_index, vision)
+    segments = inputs.segment_ids
+    t = x.shape[1]
+    mask = (segments[:, :, None] == segments[:, None, :]) & np.tri(
+        t, dtype=bool
+    )
+    for block in self.blocks:
+      q, k, v = block.project(x, inputs.positions[..., 0])
+      x = block.finish(x, _attention(q, k, v, mask))
+    return _rms_norm(x, self.norm)
+
+  def encode_images(
+      self,
+      patches: base.Array,
+      patch_segments: base.Array,
+      patch_positions: base.Array,
+  ) -> jax.Array:
+    x = self.stem(patches)
+    unit = 1.0 / vision_inputs.POSITION_UNIT
+    f = axis_features(patch_positions.astype(jnp.float32) * unit)
+    f = f.astype(x.dtype)
+    place = _dot(f[..., 0, :], self.axis_y) + _dot(f[..., 1, :], self.axis_x)
+    x = x + place * math.sqrt(self.config.width)
+    for block in self.vision_blocks:
+      x = block(x, patch_segments)
+    return x
+
+  def init_cache(self, batch: int, length: int) -> Cache:
+    c = self.config
+    shape = (batch, length, c.kv_heads, c.head_dim)
+    dtype = jnp.dtype(c.compute_dtype)
+    return tuple(
+        (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        for _ in range(c.layers)
+    )
+
+  def extend(
+      self,
+      tokens: base.Array,
+      positions: base.Array,
+      starts: base.Array,
+      lengths: base.Array,
+      cache: Cache,
+      vision_index: base.Array | None = None,
+      vision: base.Array | None = None,
+  ) -> tuple[jax.Array, Cache]:
+    x = self._embed(tokens, vision_index, vision)
+    b, t, _ = x.shape
+    length = cache[0][0].shape[1]
+    index_BT = starts[:, None] + jnp.arange(t)
+    # Tokens that are not real go to an index outside, which drops them.
+    write_BT = jnp.where(
+        jnp.arange(t) < lengths[:, None], index_BT, length
+    )
+    rows_B1 = jnp.arange(b)[:, None]
+    mask_BTC = jnp.arange(length) <= index_BT[..., None]
+    new_cache = []
+    for block, (k_BCKH, v_BCKH) in zip(self.blocks, cache, strict=True):
+      q, k, v = block.project(x, positions[..., 0])
+      k_BCKH = k_BCKH.at[rows_B1, write_BT].set(k, mode="drop")
+      v_BCKH = v_BCKH.at[rows_B1, write_BT].set(v, mode="drop")
+      new_cache.append((k_BCKH, v_BCKH))
+      x = block.finish(x, _attention(q, k_BCKH, v_BCKH, mask_BTC))
+    return _rms_norm(x, self.norm), tuple(new_cache)
+
+  def logits(self, hidden: jax.Array) -> jax.Array:
+    """float32[..., vocabulary].
+
+    Row n of the numbers is free row + W_n f(n), as on the input side, and
+    <f(n), h W_x> and <f(n), h W_y> are added as far as h asks for an axis.
+    """
+    c = self.config
+    logits = hidden @ self.embedding[...].T.astype(hidden.dtype)
+    gate = jax.nn.sigmoid(_dot(hidden, self.axis_gate))
+    place = (
+        hidden @ self.axis_number[...].T.astype(hidden.dtype)
+        + gate[..., :1] * (hidden @ self.axis_x[...].T.astype(hidden.dtype))
+        + gate[..., 1:] * (hidden @ self.axis_y[...].T.astype(hidden.dtype))
+    )
+    numbers = place @ number_features().T.astype(hidden.dtype)
+    after = c.vocab_size - c.number_start - 1000
+    pads = [(0, 0)] * (hidden.ndim - 1) + [(c.number_start, after)]
+    return logits.astype(jnp.float32) + jnp.pad(
+        numbers.astype(jnp.float32), pads
+    )
+
+  def _embed(
+      self,
+      tokens_BT: base.Array,
+      vision_index_BT: base.Array | None,
+      vision_SVD: base.Array | None,
+  ) -> jax.Array:
+    """[B, T, D] from token rows, vision tokens where an index says so."""
+    c = self.config
+    dtype = jnp.dtype(c.compute_dtype)
+    tokens_BT = jnp.asarray(tokens_BT)
+    x = self.embedding[...][tokens_BT].astype(dtype)
+    n = tokens_BT - c.number_start
+    is_number = (n >= 0) & (n < 1000)
+    place = axis_features((n.astype(jnp.float32) + 0.5) / 1000)
+    place = jnp.where(is_number[..., None], place, 0.0).astype(dtype)
+    x = (x + _dot(place, self.axis_number)) * math.sqrt(c.width)
+    if vision_index_BT is None:
+      return x
+    b, t = tokens_BT.shape
+    s = vision_SVD.shape[0]
+    index = jnp.asarray(vision_index_BT).reshape(s, b // s * t)
+    seen = jax.vmap(lambda v, i: v[i])(vision_SVD, jnp.maximum(index, 0))
+    seen = _rms_norm(seen, self.vision_norm).astype(dtype)
+    return jnp.where(
+        vision_index_BT[..., None] >= 0, seen.reshape(b, t, -1), x
+    )
+
+
+def config_for(tokenizer: Any, size: str = "tiny", **changes) -> TinyVLConfig:
+  """The config of a named size for a tokenizer.
+
+  Args:
+    tokenizer: a `tokenizers.Tokenizer`, or a transformers one around it.
+    size: a key of SIZES.
+    **changes: fields that differ from it.
+
+  Raises:
+    ValueError: unknown size, or a tokenizer without consecutive number tokens.
+  """
+  if size not in SIZES:
+    raise ValueError(f"size must be one of {sorted(SIZES)}, got {size!r}")
+  tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+  find = functools.partial(_token_id, tokenizer)
+  start = find("0")
+  for n in range(1000):
+    if find(str(n)) != start + n:
+      raise ValueError(
+          f"token {n} has id {find(str(n))}, expected {start + n}: number"
+          " tokens must be consecutive"
+      )
+  banned = [
+      find(t)
+      for t in (
+          "<|image_pad|>",
+          "<|video_pad|>",
+          "<|vision_pad|>",
+          "<|vision_start|>",
+          "<|vision_end|>",
+          "<|im_start|>",
+          "<|endoftext|>",
+      )
+  ]
+  fields = dict(
+      vocab_size=tokenizer.get_vocab_size(),
+      number_start=start,
+      image_token_id=find("<|image_pad|>"),
+      pad_token_id=find("<|endoftext|>"),
+      banned_token_ids=tuple(sorted(banned)),
+  )
+  return TinyVLConfig(**(fields | SIZES[size] | changes))
+
+
+def _token_id(tokenizer: Any, token: str) -> int:
+  found = tokenizer.token_to_id(token)
+  if found is None:
+    raise ValueError(f"the tokenizer has no token {token!r}")
+  return found
