@@ -270,6 +270,7 @@ _SYSTEM_LINES = (
     "The tool call could not be parsed: unknown action, missing argument,"
     " invalid JSON. Answer with exactly one tool call.",
     "Action: Thought: Observation: Instruction: Task: Screenshot: Result:",
+    "system\nuser\nassistant\ntool\n",
 )
 _TEMPLATES = (
     'Click the "{a}" button.',
