@@ -1,0 +1,365 @@
+"""The six families to start with: one or two turns, clean scenes at level 0."""
+
+from __future__ import annotations
+
+from tunix.rl.multi_turn.environments.gyms.desktop import family
+from tunix.rl.multi_turn.environments.gyms.desktop import font
+from tunix.rl.multi_turn.environments.gyms.desktop import layout
+from tunix.rl.multi_turn.environments.gyms.desktop import widgets
+from tunix.rl.multi_turn.environments.gyms.desktop import words
+
+
+def add_buttons(parent, names, spots, height=16):
+  """Buttons with `names` at `spots`, as children of `parent`."""
+  return [
+      parent.add(widgets.Button(*at, *widgets.Button.size(name, height), name))
+      for name, at in zip(names, spots)
+  ]
+
+
+@family.register
+class ClickButton(family.Family):
+  """Click the named one of several buttons; another one loses."""
+
+  name = "click-button"
+  max_turns = (3, 3, 3)
+
+  def sample(self, rng, level):
+    count = rng.randint(2, 3) if level == 0 else 3 + level
+    labels = rng.sample(words.BUTTON_LABELS, count)
+    text = rng.choice((
+        "Click the {} button.", "Press {}.", "Click on {}.",
+        "Press the button {}.",
+    )).format(labels[0])
+    return family.Spec(text, {"labels": labels})
+
+  def build(self, ep, data, rng):
+    title = rng.choice(words.WINDOW_TITLES)
+    win = layout.window(rng, ep.scene, title, 112, 66)
+    labels = list(data["labels"])
+    sizes = [widgets.Button.size(label) for label in labels]
+    extra = []
+    if ep.level == 2:
+      extra = rng.sample(words.CHOICES, 2)
+      sizes += [(widgets.CheckBox.width(name), 14) for name in extra]
+    spots = layout.place(rng, win.client(2), sizes)
+    ep.w["buttons"] = add_buttons(win, labels, spots)
+    for name, at in zip(extra, spots[len(labels):]):
+      win.add(widgets.CheckBox(*at, name))
+
+  def judge(self, ep, event):
+    if event.kind == "press":
+      return event.widget is ep.w["buttons"][0]
+    return None
+
+  def oracle(self, ep):
+    return family.click(ep, ep.w["buttons"][0])
+
+
+@family.register
+class ClickColor(family.Family):
+  """Click the shape of the named colour (and form, at level 2)."""
+
+  name = "click-color"
+
+  def sample(self, rng, level):
+    if level < 2:
+      count = rng.randint(3, 4) if level == 0 else rng.randint(4, 6)
+      colors = rng.sample(list(words.COLORS), count)
+      things = [(color, "square") for color in colors]
+    else:
+      pairs = [(c, s) for c in words.COLORS for s in words.SHAPES]
+      target = rng.choice(pairs)
+      # Neither the colour nor the form alone gives the target away.
+      same_color = [p for p in pairs if p[0] == target[0] and p != target]
+      same_shape = [p for p in pairs if p[1] == target[1] and p != target]
+      things = [target, rng.choice(same_color), rng.choice(same_shape)]
+      things += rng.sample([p for p in pairs if p not in things], 3)
+    text = rng.choice((
+        "Click the {}.", "Click on the {}.", "Select the {}.",
+    )).format(" ".join(things[0]))
+    return family.Spec(text, {"things": things})
+
+  def build(self, ep, data, rng):
+    win = layout.window(
+        rng, ep.scene, rng.choice(words.WINDOW_TITLES), 112, 66
+    )
+    low, high = ((22, 26), (18, 22), (20, 24))[ep.level]
+    sizes = [rng.randint(low, high) for _ in data["things"]]
+    spots = layout.place(rng, win.client(2), [(s, s) for s in sizes])
+    ep.w["shapes"] = [
+        win.add(widgets.Shape(*at, size, *thing))
+        for thing, size, at in zip(data["things"], sizes, spots)
+    ]
+
+  def judge(self, ep, event):
+    if event.kind == "press":
+      return event.widget is ep.w["shapes"][0]
+    return None
+
+  def oracle(self, ep):
+    return family.click(ep, ep.w["shapes"][0])
+
+
+@family.register
+class CloseDialog(family.Family):
+  """Close a dialog by its close box or by the button that is named."""
+
+  name = "close-dialog"
+
+  def sample(self, rng, level):
+    buttons = rng.sample(words.DIALOG_BUTTONS, 2)
+    message = rng.choice(words.MESSAGES)
+    titles = rng.sample(words.WINDOW_TITLES, 1 + level)
+    if level == 2:
+      text = rng.choice((
+          "Close the {} window.", "Close only the window {}.",
+      )).format(titles[0])
+      how = "window"
+    elif rng.random() < 0.5:
+      text = rng.choice((
+          "Close the dialog.", "Close the dialog with its close box.",
+          "Dismiss the dialog with the cross.",
+      ))
+      how = "box"
+    else:
+      text = rng.choice((
+          "Press {} in the dialog.", "Answer the dialog with {}.",
+          "Choose {} in the dialog.",
+      )).format(buttons[0])
+      how = "button"
+    order = rng.sample(range(2), 2)
+    return family.Spec(text, {
+        "how": how, "buttons": buttons, "message": message, "titles": titles,
+        "order": order,
+    })
+
+  def build(self, ep, data, rng):
+    scene = ep.scene
+    if data["how"] == "window":
+      self._windows(ep, data, rng)
+      return
+    if ep.level:
+      back = layout.window(rng, scene, data["titles"][1], 104, 60)
+      x, y, w, _ = back.client()
+      back.add(widgets.TextField(x, y + 2, w, 15, ""))
+    sizes = [widgets.Button.size(name) for name in data["buttons"]]
+    width = max(
+        font.text_width(data["message"]), sizes[0][0] + sizes[1][0] + 6, 70
+    ) + 4
+    dialog = layout.window(
+        rng, scene, data["titles"][0], width, 38, modal=True, grow=False
+    )
+    x, y, w, h = dialog.client()
+    dialog.add(widgets.Label(x + 2, y + 4, data["message"]))
+    gap = (w - sizes[0][0] - sizes[1][0]) // 3
+    left = x + gap
+    made = {}
+    for i in data["order"]:
+      made[i] = dialog.add(
+          widgets.Button(left, y + h - 17, *sizes[i], data["buttons"][i])
+      )
+      left += sizes[i][0] + gap
+    ep.w.update(
+        dialog=dialog,
+        target=dialog.close_box if data["how"] == "box" else made[0],
+    )
+
+  def _windows(self, ep, data, rng):
+    """Three windows; the target's close box is never covered."""
+    scene = ep.scene
+    for attempt in range(50):
+      del scene.items[:]
+      order = rng.sample(data["titles"], 3)
+      made = {}
+      for title in order:
+        win = layout.window(rng, scene, title, 62, 24)
+        x, y, w, _ = win.client()
+        win.add(widgets.Label(x + 2, y + 4, data["message"], w=w - 4))
+        made[title] = win
+      boxes = [made[t].close_box for t in data["titles"]]
+      if all(scene.point(box) is not None for box in boxes):
+        break
+    target = made[data["titles"][0]]
+    if scene.point(target.close_box) is None:
+      scene.items.remove(target)
+      scene.items.append(target)
+    ep.w.update(dialog=target, target=target.close_box)
+
+  def judge(self, ep, event):
+    if event.kind == "press":
+      return event.widget is ep.w["target"]
+    if event.kind == "close":
+      return (event.widget is ep.w["dialog"]
+              and ep.w["target"] is ep.w["dialog"].close_box)
+    return None
+
+  def oracle(self, ep):
+    return family.click(ep, ep.w["target"])
+
+
+@family.register
+class EnterText(family.Family):
+  """Click the field, then type the quoted word; nothing else may change."""
+
+  name = "enter-text"
+  max_turns = (4, 6, 8)
+
+  def sample(self, rng, level):
+    text = rng.choice(words.TYPING_WORDS)
+    names = rng.sample(words.FIELD_NAMES, 1 + level)
+    if level == 0:
+      pattern = rng.choice((
+          'Type "{0}" into the text field.', 'Enter "{0}" in the field.',
+          'Click the field and type "{0}".',
+      ))
+    else:
+      pattern = rng.choice((
+          'Type "{0}" into the {1} field.', 'Enter "{0}" as {1}.',
+          'Set the {1} field to "{0}".',
+      ))
+    old = ["" for _ in names]
+    if level == 2:
+      others = [w for w in words.TYPING_WORDS if w != text]
+      old = rng.sample(others, len(names))
+    order = rng.sample(range(len(names)), len(names))
+    return family.Spec(pattern.format(text, names[0]), {
+        "text": text, "names": names, "old": old, "order": order,
+    })
+
+  def build(self, ep, data, rng):
+    names = data["names"]
+    win = layout.window(
+        rng, ep.scene, rng.choice(words.WINDOW_TITLES), 104, 64
+    )
+    area = win.client(2)
+    ep.w["fields"] = [None] * len(names)
+    if ep.level == 0:
+      width = rng.randint(64, max(64, min(area[2], 140)))
+      (spot,) = layout.place(rng, area, [(width, 16)])
+      ep.w["fields"][0] = win.add(widgets.TextField(*spot, width, 16, ""))
+      return
+    label = max(font.text_width(name) for name in names) + 6
+    x, _, w, _ = area
+    for i, y in zip(data["order"], layout.column(area, len(names), 16)):
+      win.add(widgets.Label(x, y + 5, names[i]))
+      ep.w["fields"][i] = win.add(widgets.TextField(
+          x + label, y, w - label, 16, names[i], data["old"][i]
+      ))
+
+  def solved(self, ep):
+    want = [ep.spec.data["text"]] + list(ep.spec.data["old"][1:])
+    return [field.text for field in ep.w["fields"]] == want
+
+  def oracle(self, ep):
+    want = [ep.spec.data["text"]] + list(ep.spec.data["old"][1:])
+    for field, text in reversed(list(zip(ep.w["fields"], want))):
+      action = family.enter(ep, field, text)
+      if action is not None:
+        return action
+    return None
+
+
+@family.register
+class ClickCheckboxes(family.Family):
+  """Tick exactly the named boxes; a wrong tick can be undone."""
+
+  name = "click-checkboxes"
+  max_turns = (4, 8, 12)
+
+  def sample(self, rng, level):
+    count = (rng.randint(2, 3), 4, 6)[level]
+    wanted = rng.randint(1, (1 if count == 2 else 2, 3, 4)[level])
+    names = rng.sample(words.CHOICES, count)
+    ticked = [level == 2 and rng.random() < 0.35 for _ in names]
+    if ticked == [i < wanted for i in range(count)]:
+      ticked[0] = False  # never solved from the start
+    pattern = rng.choice((
+        "Tick {}.", "Check {}.", "Select {}.",
+    ) if level == 0 else (
+        "Tick only {}.", "Check {} and nothing else.", "Select just {}.",
+    ))
+    order = rng.sample(range(count), count)
+    named = rng.sample(names[:wanted], wanted)
+    return family.Spec(pattern.format(family.quote(named)), {
+        "names": names, "wanted": wanted, "ticked": ticked, "order": order,
+    })
+
+  def build(self, ep, data, rng):
+    names = data["names"]
+    win = layout.window(
+        rng, ep.scene, rng.choice(words.WINDOW_TITLES), 116, 68
+    )
+    area = win.client(2)
+    boxes = [None] * len(names)
+    if ep.level == 0:
+      sizes = [(widgets.CheckBox.width(name), 14) for name in names]
+      spots = layout.place(rng, area, sizes, gap=4)
+      for i, spot in enumerate(spots):
+        boxes[i] = win.add(widgets.CheckBox(*spot, names[i]))
+    else:
+      columns = ep.level
+      half = area[2] // columns
+      rows = -(-len(names) // columns)
+      tops = layout.column(area, rows, 14)
+      for place, i in enumerate(data["order"]):
+        boxes[i] = win.add(widgets.CheckBox(
+            area[0] + (place // rows) * half + 1, tops[place % rows],
+            names[i], data["ticked"][i],
+        ))
+    ep.w["boxes"] = boxes
+
+  def _wrong(self, ep):
+    return [
+        box for i, box in enumerate(ep.w["boxes"])
+        if box.ticked != (i < ep.spec.data["wanted"])
+    ]
+
+  def solved(self, ep):
+    return not self._wrong(ep)
+
+  def oracle(self, ep):
+    wrong = self._wrong(ep)
+    return family.click(ep, wrong[0]) if wrong else None
+
+
+@family.register
+class OpenIcon(family.Family):
+  """Double-click the named icon; a single click only selects it."""
+
+  name = "open-icon"
+
+  def sample(self, rng, level):
+    count = (3, 4, 6)[level]
+    names = rng.sample(words.ICON_NAMES, count)
+    text = rng.choice((
+        "Open {}.", "Double-click the {} icon.", "Open the {} icon.",
+        "Start {}.",
+    )).format(names[0])
+    return family.Spec(text, {"names": names})
+
+  def build(self, ep, data, rng):
+    scene = ep.scene
+    area = (1, 1, scene.w - 2, scene.h - 2)
+    if ep.level == 2 and scene.w >= 250:  # a window to look past
+      win = layout.window(
+          rng, scene, rng.choice(words.WINDOW_TITLES), 80, 40, grow=False
+      )
+      blocked = [(win.x, win.y, win.w, win.h)]
+    else:
+      blocked = []
+    sizes = [widgets.Icon.SIZE] * len(data["names"])
+    spots = layout.place(rng, area, sizes, gap=4, blocked=blocked)
+    icons = [widgets.Icon(*at, n) for at, n in zip(spots, data["names"])]
+    scene.items[:0] = icons
+    ep.w["icons"] = icons
+
+  def judge(self, ep, event):
+    if event.kind == "open":
+      return event.widget is ep.w["icons"][0]
+    return None
+
+  def oracle(self, ep):
+    return family.click(ep, ep.w["icons"][0], count=2)
+
+

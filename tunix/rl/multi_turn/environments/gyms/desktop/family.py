@@ -1,0 +1,164 @@
+"""What a task family is, and the episode it runs in.
+
+A family samples a `Spec` (the instruction and what it is about) from a seed
+and a level, builds the scene for it at any screen size, judges events and
+states, and knows the next right action. Reward is 0 or 1: an episode is won
+when `solved` holds or `judge` says True, and lost when `judge` says False.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any, Mapping
+
+from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.environments.gyms.desktop import canvas
+from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
+from tunix.rl.multi_turn.environments.gyms.desktop import widgets
+
+Action = gui_action.GuiAction
+Kind = gui_action.GuiActionKind
+LEVELS = (0, 1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """One instance, the same whatever the screen size."""
+
+  instruction: str
+  data: Mapping[str, Any]
+
+
+class Episode:
+  """One run of one instance: its scene, its outcome and its turns."""
+
+  def __init__(
+      self, family: Family, seed: int, level: int, width: int, height: int
+  ):
+    self.family = family
+    self.seed = seed
+    self.level = level
+    self.spec = spec_of(family, seed, level)
+    # Strings seed Python's generator by their SHA-512: stable everywhere.
+    rng = random.Random(
+        f"layout/{family.name}/{level}/{seed}/{width}x{height}"
+    )
+    theme = canvas.LIGHT if level == 0 else rng.choice(canvas.THEMES)
+    self.scene = scene_lib.Scene(width, height, theme)
+    self.w: dict[str, Any] = {}  # the widgets that the family needs again
+    self.outcome: bool | None = None
+    self.turns = 0
+    family.build(self, self.spec.data, rng)
+    self.scene.events = []
+
+  def act(self, action: Action) -> dict[str, Any]:
+    """One turn; sets `outcome` when the episode is decided."""
+    if self.outcome is not None:
+      return {"ignored": "the episode is over"}
+    self.turns += 1
+    info = self.scene.act(action)
+    for event in self.scene.events:
+      if event.kind != "terminate":
+        self.outcome = self.family.judge(self, event)
+      if self.outcome is not None:
+        return info
+    if self.family.solved(self):
+      self.outcome = True
+    elif self.scene.terminated:
+      self.outcome = False
+    return info
+
+
+class Family:
+  """Base of all families; the subclass's docstring says what is asked."""
+
+  name = ""
+  max_turns = (3, 3, 3)  # by level; about twice what the oracle needs
+
+  def sample(self, rng: random.Random, level: int) -> Spec:
+    raise NotImplementedError
+
+  def build(
+      self, ep: Episode, data: Mapping[str, Any], rng: random.Random
+  ) -> None:
+    """Fills `ep.scene`; keeps in `ep.w` what is needed again."""
+    raise NotImplementedError
+
+  def judge(self, ep: Episode, event: scene_lib.Event) -> bool | None:
+    """Whether an event decides the episode: won, lost or (None) neither."""
+    del ep, event
+    return None
+
+  def solved(self, ep: Episode) -> bool:
+    """Whether the state alone is the goal."""
+    del ep
+    return False
+
+  def oracle(self, ep: Episode) -> Action | None:
+    """The next right action, None when nothing is left to do."""
+    raise NotImplementedError
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def register(cls: type[Family]) -> type[Family]:
+  """Class decorator: makes a family known under its name."""
+  if not cls.name or cls.name in FAMILIES:
+    raise ValueError(f"family name {cls.name!r} is empty or already taken")
+  FAMILIES[cls.name] = cls()
+  return cls
+
+
+def get(name: str) -> Family:
+  if name not in FAMILIES:
+    raise ValueError(
+        f"no desktop task family is called {name!r}; known:"
+        f" {', '.join(FAMILIES)}"
+    )
+  return FAMILIES[name]
+
+
+def spec_of(family: Family, seed: int, level: int) -> Spec:
+  """The instance of `family` that a seed and a level stand for."""
+  return family.sample(
+      random.Random(f"spec/{family.name}/{level}/{seed}"), level
+  )
+
+
+# -- oracle helpers ------------------------------------------------------------
+
+
+def click(ep: Episode, widget: widgets.Widget, count: int = 1) -> Action:
+  """A click on the centre of a widget that is in sight."""
+  point = ep.scene.point(widget)
+  if point is None:
+    raise RuntimeError(
+        f"{ep.family.name} seed {ep.seed} level {ep.level}: the"
+        f" {widget.name!r} {widget.kind} cannot be clicked where it is"
+    )
+  return Action(Kind.CLICK, x=point[0], y=point[1], count=count)
+
+
+def enter(ep: Episode, field: widgets.TextField, text: str) -> Action | None:
+  """The next action that makes a field hold `text`; None when it does."""
+  if field.text == text:
+    return None
+  if ep.scene.focus is not field:
+    return click(ep, field)
+  low, high = field.selection()
+  if field.text and not (low == 0 and high == len(field.text)):
+    if text.startswith(field.text) and field.caret == len(field.text):
+      return Action(Kind.TYPE, text=text[len(field.text):])
+    return Action(Kind.KEY, keys=("ctrl", "a"))
+  if not text:
+    return Action(Kind.KEY, keys=("backspace",))
+  return Action(Kind.TYPE, text=text)
+
+
+def quote(items: list[str]) -> str:
+  """"a", "a and b", "a, b and c"."""
+  if len(items) == 1:
+    return items[0]
+  return ", ".join(items[:-1]) + " and " + items[-1]

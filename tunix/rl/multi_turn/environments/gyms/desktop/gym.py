@@ -1,0 +1,248 @@
+"""The `desktop` gym and its tasks: the embedded, deterministic GUI.
+
+`DesktopGym` implements the asynchronous gym protocol without threads, as each
+turn takes well under a millisecond; the synchronous methods underneath
+(`start_sync`, `act_sync`, `evaluate_sync`) may be called directly. The same
+(family, seed, difficulty, size) and the same actions give the same pixels and
+the same outcome, bit for bit. Success is read from the widgets' state, never
+from pixels.
+
+Does not enforce `max_turns` (the collector does) and does not know time:
+`wait` is a turn in which nothing happens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Mapping
+
+from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms.desktop import families_basic  # pylint: disable=unused-import
+from tunix.rl.multi_turn.environments.gyms.desktop import family as family_lib
+from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
+
+QUICKSTART_FAMILIES = (
+    "click-button", "click-color", "close-dialog", "enter-text",
+    "click-checkboxes", "open-icon",
+)  # pyformat: disable
+
+# Instance seeds: training below, evaluation from here up to twice this.
+EVAL_SEEDS_FROM = 1_000_000_000
+
+
+def families() -> tuple[str, ...]:
+  """Names of all task families."""
+  return tuple(family_lib.FAMILIES)
+
+
+def _check_level(difficulty: int) -> int:
+  if difficulty not in family_lib.LEVELS:
+    raise ValueError(
+        f"difficulty must be one of {family_lib.LEVELS}, got {difficulty!r}"
+    )
+  return int(difficulty)
+
+
+class DesktopTasks:
+  """Makes tasks: `desktop/<family>/<difficulty>/<seed>`.
+
+  Instance seeds below `EVAL_SEEDS_FROM` are for training and those from it
+  up to twice it for evaluation: `train_task` and `eval_task` can never return
+  the same instance seed. (Families with few instances may still show the same
+  words in another layout; that is what generalising means here.)
+  """
+
+  def __init__(
+      self,
+      families: tuple[str, ...] | list[str] | None = None,  # pylint: disable=redefined-outer-name
+      difficulty: int = 0,
+  ):
+    """Args:
+
+      families: those to offer, None for all.
+      difficulty: level when a call does not give one, 0 (clean) to 2.
+    """
+    names = tuple(families) if families else tuple(family_lib.FAMILIES)
+    for name in names:
+      family_lib.get(name)
+    self._families = names
+    self._difficulty = _check_level(difficulty)
+
+  @classmethod
+  def from_dict(cls, config: Mapping[str, Any]) -> DesktopTasks:
+    """Builds it from `{"families": [...], "difficulty": 0}`."""
+    return cls(**_known(config, ("families", "difficulty"), "desktop tasks"))
+
+  def families(self) -> tuple[str, ...]:
+    return self._families
+
+  def task(
+      self, family: str, seed: int, difficulty: int | None = None
+  ) -> base.Task:
+    """The instance that a family, a seed >= 0 and a difficulty stand for."""
+    if seed < 0:
+      raise ValueError(f"seed must be >= 0, got {seed}")
+    level = _check_level(
+        self._difficulty if difficulty is None else difficulty
+    )
+    kind = family_lib.get(family)
+    return base.Task(
+        task_id=f"desktop/{family}/{level}/{seed}",
+        family=family,
+        instruction=family_lib.spec_of(kind, seed, level).instruction,
+        seed=seed,
+        max_turns=kind.max_turns[level],
+        params={"difficulty": level},
+    )
+
+  def train_task(
+      self, family: str, index: int, seed: int = 0,
+      difficulty: int | None = None,
+  ) -> base.Task:
+    """The `index`-th training instance of the run with this `seed`.
+
+    Instance seeds are drawn from [0, EVAL_SEEDS_FROM) by hashing.
+    """
+    text = f"train/{family}/{index}/{seed}".encode()
+    number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+    return self.task(family, number % EVAL_SEEDS_FROM, difficulty)
+
+  def eval_task(
+      self, family: str, index: int, seed: int = 0,
+      difficulty: int | None = None,
+  ) -> base.Task:
+    """The `index`-th held-out instance; distinct for index < 1,000,000.
+
+    Instance seeds lie in [EVAL_SEEDS_FROM, 2 * EVAL_SEEDS_FROM).
+    """
+    if index < 0 or seed < 0:
+      raise ValueError(f"index and seed must be >= 0, got {index}, {seed}")
+    number = (seed * 1_000_003 + index) % EVAL_SEEDS_FROM
+    return self.task(family, EVAL_SEEDS_FROM + number, difficulty)
+
+
+def _known(
+    config: Mapping[str, Any], names: tuple[str, ...], what: str
+) -> dict[str, Any]:
+  unknown = sorted(set(config) - set(names) - {"name", "type"})
+  if unknown:
+    raise ValueError(
+        f"{what} take no {unknown[0]!r}; known: {', '.join(names)}"
+    )
+  return {k: v for k, v in config.items() if k in names}
+
+
+class DesktopGym:
+  """One desktop; `start` may be called again after an episode."""
+
+  def __init__(
+      self, width: int = 128, height: int = 96, time_decay: float = 0.0
+  ):
+    """Args:
+
+      width, height: size of the screenshots in pixels, at least 128 x 96.
+      time_decay: an episode won in turn t scores `(1 - time_decay)^(t - 1)`;
+        0 (the default) scores 1 whenever it is won.
+    """
+    if not 0 <= time_decay < 1:
+      raise ValueError(f"time_decay must be in [0, 1), got {time_decay}")
+    if width < scene_lib.MIN_WIDTH or height < scene_lib.MIN_HEIGHT:
+      raise ValueError(
+          f"a desktop needs at least {scene_lib.MIN_WIDTH}x"
+          f"{scene_lib.MIN_HEIGHT} pixels for its text to be readable, got"
+          f" width={width}, height={height}"
+      )
+    self.width, self.height = int(width), int(height)
+    self.time_decay = float(time_decay)
+    self.episode: family_lib.Episode | None = None
+    self._scene: scene_lib.Scene | None = None
+
+  @classmethod
+  def from_dict(cls, config: Mapping[str, Any]) -> DesktopGym:
+    """Builds it from `{"width": …, "height": …, "time_decay": …}`."""
+    return cls(**_known(
+        config, ("width", "height", "time_decay"), "desktop gym settings"
+    ))
+
+  # -- synchronous ----------------------------------------------------------
+
+  @property
+  def scene(self) -> scene_lib.Scene:
+    """What is on the screen now."""
+    if self._scene is None:
+      raise RuntimeError(
+          "the desktop shows nothing yet; call start(task) or"
+          " random_scene(seed) first"
+      )
+    return self._scene
+
+  def start_sync(self, task: base.Task) -> base.Observation:
+    """Begins an episode of `task`."""
+    kind = family_lib.get(task.family)
+    level = _check_level(task.params.get("difficulty", 0))
+    self.episode = family_lib.Episode(
+        kind, task.seed, level, self.width, self.height
+    )
+    self._scene = self.episode.scene
+    return self._observe({}, self.episode.spec.instruction)
+
+  def act_sync(self, action: gui_action.GuiAction) -> base.Observation:
+    """One turn. After the end nothing changes any more."""
+    if self.episode is None:
+      if self._scene is None:
+        raise RuntimeError("no episode is running; call start(task) first")
+      return self._observe(self._scene.act(action))  # a scene without a task
+    return self._observe(self.episode.act(action))
+
+  def evaluate_sync(self) -> base.Evaluation:
+    """The outcome so far; an undecided episode counts as not solved."""
+    if self.episode is None:
+      raise RuntimeError("no episode to evaluate; call start(task) first")
+    won = self.episode.outcome is True
+    turns = self.episode.turns
+    score = (1 - self.time_decay) ** max(0, turns - 1) if won else 0.0
+    return base.Evaluation(score, won, {
+        "decided": self.episode.outcome is not None, "turns": turns,
+    })
+
+  def _observe(
+      self, info: Mapping[str, Any], instruction: str = ""
+  ) -> base.Observation:
+    done = self.episode is not None and self.episode.outcome is not None
+    return base.Observation(
+        self.scene.screenshot(), instruction, done=done, info=info
+    )
+
+  def referring_expressions(self) -> list[tuple[str, int, int]]:
+    """(phrase, x, y): what is visible now and its centre in pixels.
+
+    Only phrases that mean exactly one thing in the scene are returned.
+    """
+    return self.scene.referring_expressions()
+
+  # -- the asynchronous protocol ---------------------------------------------
+
+  async def start(self, task: base.Task) -> base.Observation:
+    return self.start_sync(task)
+
+  async def act(self, action: gui_action.GuiAction) -> base.Observation:
+    return self.act_sync(action)
+
+  async def evaluate(self) -> base.Evaluation:
+    return self.evaluate_sync()
+
+  async def close(self) -> None:
+    """Forgets the scene; idempotent."""
+    self.episode = None
+    self._scene = None
+
+
+def oracle_action(gym: DesktopGym) -> gui_action.GuiAction | None:
+  """The next right action in the gym's episode; None when it is over."""
+  episode = gym.episode
+  if episode is None:
+    raise RuntimeError("no episode is running; call start(task) first")
+  if episode.outcome is not None:
+    return None
+  return episode.family.oracle(episode)

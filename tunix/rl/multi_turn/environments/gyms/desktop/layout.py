@@ -1,0 +1,120 @@
+"""Where things go: random places that never overlap, on any size of screen."""
+
+from __future__ import annotations
+
+import random
+from typing import Sequence
+
+from tunix.rl.multi_turn.environments.gyms.desktop import containers
+from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
+
+Rect = tuple[int, int, int, int]
+
+
+def _overlap(a: Rect, b: Rect, gap: int) -> bool:
+  return (
+      a[0] < b[0] + b[2] + gap and b[0] < a[0] + a[2] + gap
+      and a[1] < b[1] + b[3] + gap and b[1] < a[1] + a[3] + gap
+  )  # pyformat: disable
+
+
+def _shelves(
+    area: Rect, sizes: Sequence[tuple[int, int]], gap: int
+) -> list[tuple[int, int]] | None:
+  """Rows from the top left; None when they do not fit."""
+  ax, ay, aw, ah = area
+  x = y = row = 0
+  out = []
+  for w, h in sizes:
+    if x and x + w > aw:
+      x, y, row = 0, y + row + gap, 0
+    if x + w > aw or y + h > ah:
+      return None
+    out.append((ax + x, ay + y))
+    x += w + gap
+    row = max(row, h)
+  return out
+
+
+def place(
+    rng: random.Random,
+    area: Rect,
+    sizes: Sequence[tuple[int, int]],
+    gap: int = 3,
+    blocked: Sequence[Rect] = (),
+) -> list[tuple[int, int]]:
+  """Random top left corners for boxes of `sizes` inside `area`.
+
+  Tries random places, larger boxes first; where those keep failing it falls
+  back to rows in random order.
+
+  Raises:
+    ValueError: they do not fit at all; a builder asked for too much.
+  """
+  order = sorted(range(len(sizes)), key=lambda i: -sizes[i][0] * sizes[i][1])
+  ax, ay, aw, ah = area
+  for _ in range(12):
+    spots: dict[int, Rect] = {}
+    for i in order:
+      w, h = sizes[i]
+      if w > aw or h > ah:
+        break
+      for _ in range(12):
+        rect = (ax + rng.randrange(aw - w + 1), ay + rng.randrange(ah - h + 1),
+                w, h)
+        if not any(_overlap(rect, r, gap) for r in spots.values()) and not any(
+            _overlap(rect, r, gap) for r in blocked
+        ):
+          spots[i] = rect
+          break
+      else:
+        break
+    else:
+      return [spots[i][:2] for i in range(len(sizes))]
+  if not blocked:
+    shuffled = list(range(len(sizes)))
+    rng.shuffle(shuffled)
+    for permutation in (shuffled, order):
+      rows = _shelves(area, [sizes[i] for i in permutation], gap)
+      if rows is not None:
+        at = dict(zip(permutation, rows))
+        return [at[i] for i in range(len(sizes))]
+  raise ValueError(f"{len(sizes)} boxes {list(sizes)} do not fit into {area}")
+
+
+def window(
+    rng: random.Random,
+    scene: scene_lib.Scene,
+    title: str,
+    w: int,
+    h: int,
+    *,
+    grow: bool = True,
+    closable: bool = True,
+    modal: bool = False,
+) -> containers.Window:
+  """A window with at least `w` x `h` inside its margins, at a random place.
+
+  Grows by a random part of the room left over when `grow`.
+  """
+  w, h = w + 8, h + 8 + containers.TITLE_HEIGHT
+  if w > scene.w or h > scene.h:
+    raise ValueError(
+        f"the window {title!r} of {w}x{h} units does not fit on a desktop of"
+        f" {scene.w}x{scene.h}"
+    )
+  if grow:
+    w += rng.randrange(max(1, (scene.w - w) * 2 // 3 + 1))
+    h += rng.randrange(max(1, (scene.h - h) * 2 // 3 + 1))
+  x, y = rng.randrange(scene.w - w + 1), rng.randrange(scene.h - h + 1)
+  return scene.add(
+      containers.Window(x, y, w, h, title, closable=closable, modal=modal)
+  )
+
+
+def column(area: Rect, count: int, height: int, gap: int = 3) -> list[int]:
+  """Tops of `count` rows of `height`, spread over `area` from its top."""
+  _, y, _, h = area
+  free = max(0, h - count * height - (count - 1) * gap)
+  extra = min(6, free // max(1, count))
+  return [y + i * (height + gap + extra) for i in range(count)]
