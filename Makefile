@@ -1,0 +1,86 @@
+# `make help` says what there is. Uses the active virtual environment, else
+# makes .venv here. Everything from PyPI goes through pip, which reads its own
+# configuration and PIP_* variables; V=1 lets it talk.
+
+SHELL := /bin/sh
+ARGS ?=
+TESTS ?=
+V ?= 0
+
+ifneq ($(strip $(VIRTUAL_ENV)),)
+  VENV := $(VIRTUAL_ENV)
+else ifneq ($(filter-out base,$(CONDA_DEFAULT_ENV)),)
+  VENV := $(CONDA_PREFIX)
+else
+  VENV := $(CURDIR)/.venv
+endif
+PY := $(VENV)/bin/python
+PIP_FLAGS := $(if $(filter 1,$(V)),,-qq) --disable-pip-version-check
+
+# An environment is up to date for this clone and these extras when its stamp
+# is newer than the files that decide what is installed.
+CLONE := $(shell printf %s "$(CURDIR)" | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.tunix-multi-turn-$(CLONE)
+SOURCES := pyproject.toml constraints.txt
+BROWSER := $(if $(findstring miniwob,$(ARGS)),-browser)
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint bench browser install install-dev clean
+
+help: ## this text
+	@echo "usage: make TARGET [ARGS='key=value ...']"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
+	@echo "environment: $(VENV)"
+
+train: $(STAMP)$(BROWSER) ## train on the built-in desktop; ARGS are overrides
+	@exec $(PY) -m tunix.rl.multi_turn.train $(ARGS)
+
+test: $(STAMP)-dev ## run the tests; TESTS=path, ARGS='-k name'
+	@exec $(PY) -m pytest $(ARGS) $(TESTS)
+
+lint: $(STAMP)-dev ## check the style
+	@$(PY) -m ruff check .
+
+bench: $(STAMP)-dev ## run every benchmark, one after the other
+	@status=0; for f in benchmarks/[a-z]*.py; do \
+	  echo "== $$f"; $(PY) "$$f" $(ARGS) || status=1; \
+	done; exit $$status
+
+browser: ## install headless Chromium with apt-get (needs root)
+	@if [ "$$(id -u)" != 0 ]; then \
+	  echo "error: make browser installs packages and needs root;" \
+	    "run: sudo make browser" >&2; exit 1; fi
+	@if ! command -v apt-get >/dev/null; then \
+	  echo "error: no apt-get here; install chromium-headless-shell or" \
+	    "chromium with your system's package manager" >&2; exit 1; fi
+	@if command -v chromium-headless-shell >/dev/null; then \
+	  echo "chromium-headless-shell is already installed"; else \
+	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y \
+	    install --no-install-recommends chromium chromium-headless-shell; fi
+
+install: $(STAMP) ## install the package only
+
+install-dev: $(STAMP)-dev ## install the package and the test tools
+
+clean: ## remove what building and testing left; keeps .venv and runs
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# $(1) extras in brackets, $(2) stamps that this installation satisfies.
+define pip_install
+	@scripts/venv.sh "$(VENV)"
+	@echo "installing into $(VENV) (the first time takes a few minutes)"
+	@rm -f $(VENV)/.tunix-multi-turn-*
+	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.$(1)' || { \
+	  echo "error: pip failed; see above, or V=1 for all of it" >&2; exit 1; }
+	@touch $(2)
+endef
+
+$(STAMP): $(SOURCES)
+	$(call pip_install,,$@)
+
+$(STAMP)-browser: $(SOURCES)
+	$(call pip_install,[browser],$@ $(STAMP))
+
+$(STAMP)-dev: $(SOURCES)
+	$(call pip_install,[dev],$@ $(STAMP)-browser $(STAMP))
