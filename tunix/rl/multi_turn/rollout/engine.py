@@ -1,0 +1,562 @@
+"""The rollout engine: many episodes, one policy, one batch.
+
+`RolloutEngine` is a `PolicyClient`. JAX runs in the engine's own thread; any
+number of event loops may await completions.
+
+Promises:
+- A prompt that extends its session's tokens is prefilled from where it
+  differs, images included. More sessions than slots is no error: requests
+  wait in order, idle sessions are evicted and prefilled again later.
+- Equal (prompt, seed, weights) give equal tokens whatever else is in the
+  batch, up to the rounding of differently shaped programs; in lockstep mode
+  every result is equal to the bit. Without a seed, no two requests share
+  random numbers.
+- Log-probs are of the distribution sampled from; the end-of-turn token is
+  kept, as the last token; banned tokens are never sampled.
+- New weights take effect between two decode calls (or between completions,
+  by `update_policy`); each token carries its weights' version.
+- A bad request fails alone. A device failure fails what was running with an
+  `EngineError` and the engine goes on; only when it cannot is `healthy` False,
+  and every request is then refused at once.
+- After `warm_up` nothing is compiled again; `stats()` proves it.
+
+Does not tokenize, render, or serve HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import logging
+import threading
+import time
+from typing import Any, Callable, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.rollout import programs as programs_lib
+from tunix.rl.multi_turn.rollout import scheduler as scheduler_lib
+from tunix.rl.multi_turn.rollout import slots as slots_lib
+from tunix.rl.multi_turn.rollout import vision_pool
+
+_LOG = logging.getLogger(__name__)
+_MAX_FAILURES = 3  # Device failures in a row that the engine recovers from.
+
+EngineError = scheduler_lib.EngineError
+
+
+class RolloutEngine:
+  """In-process `PolicyClient`; see the module docstring.
+
+  Use it as a context manager, or call `close`.
+  """
+
+  def __init__(
+      self,
+      model: base.Policy,
+      processor: base.Processor,
+      image_store: images_lib.ImageStore,
+      *,
+      slots: int = 32,
+      context_length: int = 512,
+      row_buckets: Sequence[int] | None = None,
+      prefill_buckets: Sequence[int] = (64,),
+      window_buckets: Sequence[int] | None = None,
+      image_buckets: Sequence[int] = (4,),
+      patch_buckets: Sequence[int] | None = None,
+      image_sizes: Sequence[tuple[int, int]] = (),
+      banned_token_ids: Sequence[int] = (),
+      seed: int = 0,
+      lockstep: bool = False,
+      max_wait_s: float = 60.0,
+      admission_wait_s: float = 0.003,
+      decode_steps_per_call: int = 8,
+      on_update: str = "keep_kv",
+      update_policy: str = "immediate",
+      vision_cache_tokens: int | None = None,
+      patch_cache_bytes: int = 256 << 20,
+      version: int = 0,
+  ):
+    """Args:
+
+      model: a flax nnx policy; its parameters are copied now, later ones come
+        through `update_weights`.
+      processor: the policy's host side.
+      image_store: where prompts' images are found.
+      slots: sessions whose KV cache is held at one time.
+      context_length: tokens a sequence may have, sampled ones included.
+      row_buckets: slots a call works on; `slots` is always among them. More
+        buckets: less waste when few episodes run, more to compile.
+      prefill_buckets: tokens a row of a prefill call; the largest is the
+        chunk length.
+      window_buckets: cache positions a call touches; `context_length` is
+        always among them.
+      image_buckets: images of one encode call.
+      patch_buckets: patches an image is padded to; the largest is the limit.
+        None: those of `image_sizes`, or what fills the context.
+      image_sizes: (width, height) in pixels of the screenshots to come.
+      banned_token_ids: never sampled; the image placeholder must be here.
+      seed: of the engine's own randomness, used by requests without a seed.
+      lockstep: deterministic mode. A batch starts when every open session has
+        a request waiting, in the order in which the sessions were opened, and
+        every call has the same shapes.
+      max_wait_s: lockstep starts without the missing sessions when no request
+        has come for so long, and counts a `lockstep_timeouts`.
+      admission_wait_s: an idle engine waits so long for company to a first
+        request.
+      decode_steps_per_call: tokens sampled between two looks at the queue.
+      on_update: "keep_kv" keeps the keys and values of older weights;
+        "recompute" prefills everything again with the new ones.
+      update_policy: "immediate", also in the middle of a completion, or
+        "between_turns", once running completions have ended.
+      vision_cache_tokens: vision tokens kept on the device; None: half of
+        all slots' contexts.
+      patch_cache_bytes: patches kept on the host.
+      version: of the model's present parameters.
+    """
+    if slots < 1:
+      raise ValueError(f"slots must be >= 1, got {slots}")
+    if context_length < 2:
+      raise ValueError(f"context_length must be >= 2, got {context_length}")
+    if on_update not in ("keep_kv", "recompute"):
+      raise ValueError(
+          f"on_update must be 'keep_kv' or 'recompute', got {on_update!r}"
+      )
+    if update_policy not in ("immediate", "between_turns"):
+      raise ValueError(
+          "update_policy must be 'immediate' or 'between_turns', got"
+          f" {update_policy!r}"
+      )
+    if vision_cache_tokens is None:
+      vision_cache_tokens = max(context_length, slots * context_length // 2)
+    if vision_cache_tokens < 1:
+      raise ValueError("vision_cache_tokens must be >= 1")
+    self.context_length = context_length
+    self._processor = processor
+    self._lockstep = lockstep
+    self._max_wait = max_wait_s
+    self._admission_wait = admission_wait_s
+    per_token = processor.patches_per_token
+    if patch_buckets is None:
+      patch_buckets = {
+          processor.num_image_tokens(*size) * per_token for size in image_sizes
+      } or {context_length * per_token}
+    for patches in patch_buckets:
+      if patches % per_token:
+        raise ValueError(
+            f"patch_buckets holds {patches}, no multiple of the"
+            f" {per_token} patches of a vision token"
+        )
+    if window_buckets is None:
+      window_buckets = (context_length // 2,) if context_length >= 256 else ()
+    shapes = scheduler_lib.Shapes(
+        rows=(*(r for r in row_buckets or () if r < slots), slots),
+        tokens=tuple(min(t, context_length) for t in prefill_buckets),
+        windows=(
+            *(w for w in window_buckets if w < context_length),
+            context_length,
+        ),
+        images=tuple(image_buckets),
+        patches=tuple(patch_buckets),
+        steps=decode_steps_per_call,
+        fixed_shapes=lockstep,
+    )
+    self._programs = programs_lib.Programs(
+        model,
+        slots=slots,
+        context_length=context_length,
+        banned_token_ids=tuple(banned_token_ids),
+        vision_tokens=vision_cache_tokens,
+        patch_bytes=processor.patch_bytes,
+        patches_per_token=per_token,
+    )
+    self._scheduler = scheduler_lib.Scheduler(
+        self._programs,
+        processor,
+        vision_pool.PatchCache(image_store, processor, patch_cache_bytes),
+        shapes,
+        seed=seed,
+        on_update=on_update,
+        update_policy=update_policy,
+    )
+    self._scheduler.version = version
+    self._shapes = shapes
+    self._warm_compiles: int | None = None
+    self._inbox: collections.deque[tuple[Any, ...]] = collections.deque()
+    self._wake = threading.Condition()
+    self._thread: threading.Thread | None = None
+    self._closed = False
+    self._fatal: BaseException | None = None
+    self._failures = 0
+    self._last_arrival = 0.0
+
+  # --- PolicyClient ----------------------------------------------------------
+
+  def open_session(self, session: str) -> None:
+    """Announces a session, so that lockstep waits for it. Thread-safe."""
+    self._post(("open", session))
+
+  async def generate(
+      self,
+      prompt: policy_client.TokenPrompt,
+      sampling: policy_client.SamplingParams,
+      *,
+      session: str,
+  ) -> policy_client.Completion:
+    """Samples one completion; cancelling the await frees its slot.
+
+    Raises:
+      ContextLimitError: the prompt leaves no room to sample.
+      ValueError: the request is wrong; the message names the field.
+      EngineError: the engine failed or is closed.
+    """
+    self._validate(prompt, sampling)
+    loop = asyncio.get_running_loop()
+    request = slots_lib.Request(
+        session, prompt, sampling, loop, loop.create_future()
+    )
+    self._post(("submit", request))
+    try:
+      return await request.future
+    except asyncio.CancelledError:
+      self._post(("cancel", request), quiet=True)
+      raise
+
+  async def release(self, session: str) -> None:
+    """Forgets the session and frees its slot. Unknown ids are fine."""
+    self._post(("release", session), quiet=True)
+
+  def _validate(
+      self,
+      prompt: policy_client.TokenPrompt,
+      sampling: policy_client.SamplingParams,
+  ) -> None:
+    n = len(prompt)
+    if n < 1:
+      raise ValueError("prompt.tokens is empty; give at least one token")
+    if n >= self.context_length:
+      raise policy_client.ContextLimitError(
+          f"prompt of {n} tokens leaves no room to sample in the context of"
+          f" {self.context_length}; shorten the history or raise"
+          " context_length"
+      )
+    vocabulary = self._programs.vocabulary
+    low, high = int(prompt.tokens.min()), int(prompt.tokens.max())
+    if low < 0 or high >= vocabulary:
+      raise ValueError(
+          f"prompt.tokens holds id {low if low < 0 else high}, outside of the"
+          f" policy's vocabulary [0, {vocabulary})"
+      )
+    if len(sampling.stop_token_ids) > programs_lib.MAX_STOP_TOKENS:
+      raise ValueError(
+          f"stop_token_ids has {len(sampling.stop_token_ids)} entries, the"
+          f" engine takes at most {programs_lib.MAX_STOP_TOKENS}"
+      )
+    for token in sampling.stop_token_ids:
+      if not 0 <= token < vocabulary:
+        raise ValueError(
+            f"stop_token_ids holds {token}, outside of the policy's vocabulary"
+            f" [0, {vocabulary})"
+        )
+    for span in prompt.images:
+      image = span.image
+      tokens = self._processor.num_image_tokens(image.width, image.height)
+      if tokens != span.num_tokens:
+        raise ValueError(
+            f"an image of {image.width}x{image.height} becomes {tokens} tokens;"
+            f" the prompt holds {span.num_tokens} placeholders for it at token"
+            f" {span.offset}"
+        )
+
+  # --- weights ---------------------------------------------------------------
+
+  @property
+  def version(self) -> int:
+    """Version of the weights in use. Lags `update_weights` by a decode call;
+    await the future that returns to be sure."""
+    return self._scheduler.version
+
+  def update_weights(
+      self, version: int, params: Any
+  ) -> concurrent.futures.Future[int]:
+    """Hands over new weights. Thread-safe, does not wait.
+
+    Requests submitted after this call are served with these weights or newer
+    ones.
+
+    Args:
+      version: recorded for each token they sample, >= 0.
+      params: nnx module, nnx.State (full, or Param only) or its pure dict.
+        Buffers already on the engine's device are used as they are: whoever
+        publishes must copy first what it is going to donate or delete.
+
+    Returns:
+      A future of the version, done when the engine has received them.
+
+    Raises:
+      ValueError: the parameters do not fit the policy.
+    """
+    if version < 0:
+      raise ValueError(f"version must be >= 0, got {version}")
+    prepared = self._programs.prepare_params(params)
+    done: concurrent.futures.Future[int] = concurrent.futures.Future()
+    self._post(("weights", version, prepared, done))
+    return done
+
+  # --- life cycle ------------------------------------------------------------
+
+  def warm_up(
+      self, progress: Callable[[int, int, str], None] | None = None
+  ) -> float:
+    """Compiles every shape, two at a time; returns the seconds it took.
+
+    Args:
+      progress: called with (done, total, what) from this thread.
+    """
+    started = time.monotonic()
+    variants = self._shapes.variants()
+    with concurrent.futures.ThreadPoolExecutor(2, "engine-compile") as pool:
+      futures = {pool.submit(self._programs.compile, v): v for v in variants}
+      finished = concurrent.futures.as_completed(futures)
+      for done, future in enumerate(finished, 1):
+        future.result()
+        if progress is not None:
+          v = futures[future]
+          what = f"{v.kind} {v.rows}x{v.tokens}"
+          if v.window:
+            what += f" window {v.window}"
+          progress(done, len(variants), what)
+    self._warm_compiles = self._programs.compile_count
+    return time.monotonic() - started
+
+  @property
+  def healthy(self) -> bool:
+    """False when closed, or failed beyond recovery."""
+    return not self._closed and self._fatal is None
+
+  def stats(self) -> dict[str, float]:
+    """A snapshot of counters and gauges; seconds are wall seconds."""
+    scheduler = self._scheduler
+    counters = scheduler.counters.to_dict()
+    places = max(1, counters["decode_places"])
+    return {
+        **counters,
+        "batch_occupancy": counters["decode_tokens"] / places,
+        "waiting": len(scheduler.slots.waiting),
+        "active": sum(r is not None for r in scheduler.slots.requests),
+        "sessions": len(scheduler.slots.sessions),
+        "evictions": scheduler.slots.evictions,
+        "version": scheduler.version,
+        "compile_count": self._programs.compile_count,
+        "compile_seconds": self._programs.compile_seconds,
+        "compiles_after_warm_up": (
+            0
+            if self._warm_compiles is None
+            else self._programs.compile_count - self._warm_compiles
+        ),
+    }
+
+  def close(self, timeout_s: float = 30.0) -> None:
+    """Fails what is pending and ends the thread. Idempotent.
+
+    Raises:
+      TimeoutError: the thread is stuck in a device call; it is a daemon, and
+        pending requests have failed all the same.
+    """
+    with self._wake:
+      self._closed = True
+      thread = self._thread
+      self._wake.notify_all()
+    if thread is None or thread is threading.current_thread():
+      return
+    thread.join(timeout_s)
+    if thread.is_alive():
+      self._fail_all(EngineError("the engine was closed"))
+      raise TimeoutError(
+          f"the engine's thread did not end within {timeout_s} s; a device call"
+          " is stuck"
+      )
+
+  def __enter__(self) -> RolloutEngine:
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    self.close()
+
+  # --- the engine's thread ---------------------------------------------------
+
+  def _post(self, command: tuple[Any, ...], quiet: bool = False) -> None:
+    """Leaves a command for the thread, which is started when need be."""
+    with self._wake:
+      if self._closed or self._fatal is not None:
+        if quiet:
+          return
+        if self._closed:
+          raise EngineError("the engine is closed")
+        raise EngineError(
+            "the engine has failed for good at"
+            f" {type(self._fatal).__name__}: {self._fatal}"
+        ) from self._fatal
+      self._inbox.append(command)
+      if self._thread is None:
+        self._thread = threading.Thread(
+            target=self._run, name="rollout-engine", daemon=True
+        )
+        self._thread.start()
+      self._wake.notify_all()
+
+  def _run(self) -> None:
+    reason: BaseException = EngineError("the engine was closed")
+    try:
+      while True:
+        with self._wake:
+          idle = time.perf_counter()
+          while not (self._inbox or self._closed):
+            wait = self._wait_time()
+            if wait is not None and wait <= 0:
+              break
+            self._wake.wait(wait)
+          self._scheduler.counters.seconds_idle += time.perf_counter() - idle
+          if self._closed:
+            return
+          commands = list(self._inbox)
+          self._inbox.clear()
+        for command in commands:
+          self._execute(command)
+        self._deliver()
+        wait = self._wait_time()
+        if wait is not None and wait <= 0:
+          self._step()
+    except BaseException as error:  # pylint: disable=broad-except
+      _LOG.exception("the rollout engine has failed for good")
+      reason = EngineError(
+          f"the engine has failed for good at {type(error).__name__}: {error}"
+      )
+      reason.__cause__ = error
+      self._fatal = error
+    finally:
+      self._fail_all(reason)
+
+  def _execute(self, command: tuple[Any, ...]) -> None:
+    kind, *args = command
+    scheduler = self._scheduler
+    if kind == "submit":
+      request = args[0]
+      self._last_arrival = time.monotonic()
+      scheduler.counters.requests += 1
+      try:
+        scheduler.slots.enqueue(request)
+      except ValueError as error:
+        request.outcome = error
+        scheduler.counters.failed += 1
+        self._resolve([request])
+    elif kind == "cancel":
+      scheduler.cancel(args[0])
+    elif kind == "open":
+      scheduler.slots.open(args[0])
+    elif kind == "release":
+      scheduler.release(args[0])
+    else:
+      version, params, done = args
+      scheduler.set_weights(version, params)
+      done.set_result(version)
+
+  def _wait_time(self) -> float | None:
+    """Seconds until the next round may start; None: not before news."""
+    slots = self._scheduler.slots
+    if self._scheduler.busy:
+      return 0.0
+    if not slots.waiting:
+      return None
+    now = time.monotonic()
+    if not self._lockstep:
+      if len(slots.waiting) >= min(slots.size, len(slots.sessions)):
+        return 0.0
+      return slots.waiting[0].submitted + self._admission_wait - now
+    if any(r in slots.waiting for r in self._scheduler.lot or ()):
+      return 0.0
+    if all(s.request is not None for s in slots.sessions.values()):
+      return 0.0
+    return self._last_arrival + self._max_wait - now
+
+  def _start_lot(self) -> None:
+    """Lockstep: what waits now is the next batch, in session order."""
+    scheduler = self._scheduler
+    slots = scheduler.slots
+    if scheduler.busy or any(r in slots.waiting for r in scheduler.lot or ()):
+      return
+    if any(s.request is None for s in slots.sessions.values()):
+      scheduler.counters.lockstep_timeouts += 1
+    lot = sorted(slots.waiting, key=lambda r: slots.sessions[r.session].order)
+    slots.waiting = collections.deque(lot)
+    scheduler.lot = lot
+
+  def _step(self) -> None:
+    scheduler = self._scheduler
+    counters = scheduler.counters
+    started = time.perf_counter()
+    device = counters.seconds_decode + counters.seconds_prefill
+    device += counters.seconds_vision
+    try:
+      if self._lockstep:
+        self._start_lot()
+      scheduler.step()
+      self._failures = 0
+    except Exception as error:  # pylint: disable=broad-except
+      self._failures += 1
+      _LOG.exception("a round of the rollout engine failed")
+      if self._failures >= _MAX_FAILURES:
+        raise
+      scheduler.recover(error)
+    self._deliver()
+    now_device = counters.seconds_decode + counters.seconds_prefill
+    now_device += counters.seconds_vision
+    counters.seconds_host += (
+        time.perf_counter() - started - (now_device - device)
+    )
+
+  def _deliver(self) -> None:
+    done = self._scheduler.take_done()
+    if done:
+      self._resolve(done)
+
+  def _resolve(self, requests: Sequence[slots_lib.Request]) -> None:
+    """Hands outcomes to the event loops that await them."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[slots_lib.Request]] = {}
+    for request in requests:
+      by_loop.setdefault(request.loop, []).append(request)
+    for loop, group in by_loop.items():
+      try:
+        loop.call_soon_threadsafe(_set_outcomes, group)
+      except RuntimeError:  # The loop was closed; nobody waits any more.
+        pass
+
+  def _fail_all(self, error: BaseException) -> None:
+    """Fails every request that has no outcome yet."""
+    slots = self._scheduler.slots
+    with self._wake:
+      commands = list(self._inbox)
+      self._inbox.clear()
+    pending = [*slots.waiting, *slots.active]
+    for kind, *args in commands:
+      if kind == "submit":
+        pending.append(args[0])
+      elif kind == "weights":
+        args[2].set_exception(error)
+    for request in pending:
+      if request.outcome is None:
+        request.outcome = error
+    self._resolve(pending)
+
+
+def _set_outcomes(requests: Sequence[slots_lib.Request]) -> None:
+  for request in requests:
+    if request.future.done():
+      continue
+    if isinstance(request.outcome, BaseException):
+      request.future.set_exception(request.outcome)
+    else:
+      request.future.set_result(request.outcome)

@@ -1,0 +1,532 @@
+"""The engine's device side: buffers, and programs of fixed shape over them.
+
+Three programs: `encode` turns patches into vision tokens and scatters them
+into a pool, `prefill` appends prompt tokens to slots' KV caches, `decode`
+samples several tokens a slot in one loop. Each is compiled ahead of time for
+the (rows, tokens, window) buckets it is called with, so that after `compile`
+has seen every bucket nothing is ever compiled again: a call whose shape was
+not announced is compiled on the spot and counted.
+
+Promises: KV cache and vision pool are donated, hence updated in place;
+parameters are never donated. A program reads and writes only the first
+`window` positions of the cache.
+
+Does not decide what runs when, or know sessions; not thread-safe, except for
+`compile`.
+
+Axis names: R = rows of a call, T = tokens of a row, K = steps of a decode
+call, S = images of a call, P = patches of an image, F = bytes of a patch,
+V = vision tokens of an image, C = cache length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from typing import Any, Callable
+
+from flax import nnx
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.rollout import sampler
+
+MAX_STOP_TOKENS = 8
+
+# Columns of the int32 table that describes rows to `decode`.
+TOKEN, VISION, POS_T, POS_H, POS_W, NEXT_POS = 0, 1, 2, 3, 4, 5
+START, REMAINING, INDEX, KEY_HI, KEY_LO = 6, 7, 8, 9, 10
+TEMPERATURE, TOP_P, TOP_K, STOP = 11, 12, 13, 14  # floats are bit patterns
+COLUMNS = STOP + MAX_STOP_TOKENS
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+  """One compiled shape.
+
+  Attributes:
+    kind: "encode", "prefill" or "decode".
+    rows: images of an encode call, slots of the others.
+    tokens: patches an image, tokens a row, or steps.
+    window: cache positions read and written; 0 for encode.
+  """
+
+  kind: str
+  rows: int
+  tokens: int
+  window: int = 0
+
+
+def pure_leaves(params: Any) -> dict[tuple[str, ...], Any]:
+  """Flattens a module, an nnx.State or a plain tree to {path: array}."""
+  if isinstance(params, nnx.Module):
+    params = nnx.state(params)
+  if isinstance(params, nnx.State):
+    params = nnx.to_pure_dict(params)
+  flat, _ = jax.tree_util.tree_flatten_with_path(params)
+  named = {}
+  for path, leaf in flat:
+    # A tree of nnx variables adds an attribute step that a pure dict lacks.
+    parts = [
+        str(getattr(p, "key", getattr(p, "idx", None)))
+        for p in path
+        if not isinstance(p, jax.tree_util.GetAttrKey)
+    ]
+    named[tuple(parts)] = leaf
+  return named
+
+
+def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int | None]:
+  """Per leaf the one axis on which two shape trees differ, or None."""
+  axes = []
+  for a, b in zip(jax.tree.leaves(shapes_a), jax.tree.leaves(shapes_b)):
+    differ = [i for i, (x, y) in enumerate(zip(a.shape, b.shape)) if x != y]
+    if len(differ) > 1:
+      raise ValueError(
+          f"init_cache made a leaf of shapes {a.shape} and {b.shape}; more than"
+          " one axis depends on one argument"
+      )
+    axes.append(differ[0] if differ else None)
+  return axes
+
+
+class Programs:
+  """Owns parameters, KV cache and vision pool of one policy on one device."""
+
+  def __init__(
+      self,
+      model: base.Policy,
+      *,
+      slots: int,
+      context_length: int,
+      banned_token_ids: tuple[int, ...],
+      vision_tokens: int,
+      patch_bytes: int,
+      patches_per_token: int,
+  ):
+    """Args:
+
+      model: its present parameters are copied, so that its owner may donate
+        or update them.
+      slots: rows of the KV cache.
+      context_length: C.
+      banned_token_ids: never sampled.
+      vision_tokens: size of the vision pool in tokens.
+      patch_bytes: F.
+      patches_per_token: P / V.
+    """
+    self.slots = slots
+    self.context_length = context_length
+    self.patch_bytes = patch_bytes
+    self.patches_per_token = patches_per_token
+    self.vision_tokens = vision_tokens
+    graphdef, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(state)
+    self.params = tuple(jnp.array(x, copy=True) for x in leaves)
+    named = pure_leaves(state)
+    if len(named) != len(leaves):
+      raise ValueError("the policy's parameters do not have unique paths")
+    order = {id(x): i for i, x in enumerate(leaves)}
+    self._paths = {path: order[id(leaf)] for path, leaf in named.items()}
+    self._required = set(pure_leaves(nnx.state(model, nnx.Param)))
+    self._merge = lambda params: nnx.merge(
+        graphdef, jax.tree.unflatten(treedef, params)
+    )
+
+    def cache_shape(batch, length):
+      return jax.eval_shape(
+          lambda p: self._merge(p).init_cache(batch, length), self.params
+      )
+
+    c = context_length
+    self._row_axis = _axis_of(cache_shape(2, c), cache_shape(3, c))
+    self._length_axis = _axis_of(cache_shape(2, c), cache_shape(2, c + 1))
+    if None in self._row_axis:
+      raise ValueError("every leaf of init_cache needs a batch axis")
+    self._cache_shape = cache_shape(slots, c)
+    patches = self._encode_shapes(1, patches_per_token)
+    vision = jax.eval_shape(
+        lambda p, *a: self._merge(p).encode_images(*a), self.params, *patches
+    )
+    self._pool_shape = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            (1, vision_tokens, *x.shape[2:]), x.dtype
+        ),
+        vision,
+    )
+    self.vocabulary = self._vocabulary()
+    banned = np.zeros(self.vocabulary, bool)
+    for token in banned_token_ids:
+      if not 0 <= token < self.vocabulary:
+        raise ValueError(
+            f"banned_token_ids holds {token}; the policy's vocabulary is"
+            f" [0, {self.vocabulary})"
+        )
+      banned[token] = True
+    if banned.all():
+      raise ValueError("banned_token_ids leaves no token to sample")
+    self.banned = banned
+    self.compile_count = 0
+    self.compile_seconds = 0.0
+    self._compiled: dict[Variant, Callable[..., Any]] = {}
+    self._lock = threading.Lock()
+    self.reset()
+
+  # --- buffers ---------------------------------------------------------------
+
+  def reset(self) -> None:
+    """Fresh KV cache and vision pool; what they held is gone."""
+    self.cache = self.pool = None
+    self.cache = jax.jit(
+        lambda p: self._merge(p).init_cache(self.slots, self.context_length)
+    )(self.params)
+    self.pool = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), self._pool_shape
+    )
+
+  def prepare_params(self, params: Any) -> tuple[jax.Array, ...]:
+    """Checks and places new parameters; `set_params` takes the result.
+
+    Args:
+      params: an nnx module, an nnx.State (full or Param only) or its pure
+        dict. Values are cast to the policy's dtypes and moved to its device,
+        never copied when they are already there: the caller must not donate
+        or delete them while the engine uses them.
+
+    Raises:
+      ValueError: a parameter is missing, unknown, or has another shape.
+    """
+    named = pure_leaves(params)
+    missing = sorted(self._required - set(named))
+    unknown = sorted(set(named) - set(self._paths))
+    if missing or unknown:
+      show = lambda paths: ", ".join("/".join(p) for p in paths[:5]) or "none"
+      raise ValueError(
+          f"weights do not fit the policy: missing {show(missing)};"
+          f" unknown {show(unknown)}"
+      )
+    new = list(self.params)
+    for path, value in named.items():
+      old = self.params[self._paths[path]]
+      if np.shape(value) != old.shape:
+        raise ValueError(
+            f"weight {'/'.join(path)} has shape {np.shape(value)}, the policy"
+            f" needs {old.shape}"
+        )
+      if value.dtype != old.dtype:
+        value = value.astype(old.dtype)
+      new[self._paths[path]] = jax.device_put(value, old.sharding)
+    return tuple(new)
+
+  def set_params(self, params: tuple[jax.Array, ...]) -> None:
+    self.params = params
+
+  # --- calls -----------------------------------------------------------------
+
+  def encode(
+      self,
+      patches_SPF: np.ndarray,
+      segments_SP: np.ndarray,
+      positions_SP2: np.ndarray,
+      destination_SV: np.ndarray,
+  ) -> None:
+    """Encodes one image a row into the pool's places `destination`.
+
+    A destination of `vision_tokens` or more is dropped (padding).
+    """
+    images, patches = segments_SP.shape
+    self.pool = self._program(Variant("encode", images, patches))(
+        self.params,
+        self.pool,
+        patches_SPF,
+        segments_SP,
+        positions_SP2,
+        destination_SV,
+    )
+
+  def prefill(
+      self,
+      slots_R: np.ndarray,
+      tokens_RT: np.ndarray,
+      positions_RT3: np.ndarray,
+      vision_RT: np.ndarray,
+      starts_R: np.ndarray,
+      lengths_R: np.ndarray,
+      window: int,
+  ) -> None:
+    """Appends tokens to slots. With R = slots, row r must be slot r.
+
+    A row of length 0 changes nothing; padding rows may name any slot.
+    """
+    rows, tokens = tokens_RT.shape
+    packed = np.concatenate(
+        [
+            np.stack([slots_R, starts_R, lengths_R], axis=1),
+            tokens_RT,
+            vision_RT,
+            positions_RT3.reshape(rows, -1),
+        ],
+        axis=1,
+        dtype=np.int32,
+    )
+    self.cache = self._program(Variant("prefill", rows, tokens, window))(
+        self.params, self.cache, self.pool, packed
+    )
+
+  def decode(
+      self, slots_R: np.ndarray, table: np.ndarray, steps: int, window: int
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Samples up to `steps` tokens a row. With R = slots, row r is slot r.
+
+    Args:
+      slots_R: int32.
+      table: int32[R, COLUMNS]; a row with REMAINING 0 rests.
+      steps: K.
+      window: at least START + K of every row that runs.
+
+    Returns:
+      int32[R, K] tokens, float32[R, K] log-probs, int32[R] how many of them
+      each row sampled, and the number of steps run.
+    """
+    variant = Variant("decode", len(table), steps, window)
+    self.cache, *out = self._program(variant)(
+        self.params, self.cache, self.pool, self.banned, slots_R, table
+    )
+    tokens, logprobs, counts, ran = jax.device_get(out)
+    return tokens, logprobs, counts, int(ran)
+
+  # --- compilation -----------------------------------------------------------
+
+  def compile(self, variant: Variant) -> None:
+    """Compiles `variant` unless that is done; may run in any thread."""
+    with self._lock:
+      if variant in self._compiled:
+        return
+    started = time.perf_counter()
+    build = {
+        "encode": self._build_encode,
+        "prefill": self._build_prefill,
+        "decode": self._build_decode,
+    }[variant.kind]
+    compiled = build(variant).compile()
+    with self._lock:
+      if variant not in self._compiled:
+        self._compiled[variant] = compiled
+        self.compile_count += 1
+        self.compile_seconds += time.perf_counter() - started
+
+  def _program(self, variant: Variant) -> Callable[..., Any]:
+    program = self._compiled.get(variant)
+    if program is None:
+      self.compile(variant)
+      program = self._compiled[variant]
+    return program
+
+  def _encode_shapes(self, images: int, patches: int):
+    f = self.patch_bytes
+    return (
+        jax.ShapeDtypeStruct((images, patches, f), jnp.uint8),
+        jax.ShapeDtypeStruct((images, patches), jnp.int32),
+        jax.ShapeDtypeStruct((images, patches, 2), jnp.int32),
+    )
+
+  def _vocabulary(self) -> int:
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def one_step(params, tokens, positions, starts, lengths):
+      model = self._merge(params)
+      hidden, _ = model.extend(
+          tokens, positions, starts, lengths, model.init_cache(1, 8)
+      )
+      return model.logits(hidden)
+
+    logits = jax.eval_shape(
+        one_step, self.params, ints(1, 1), ints(1, 1, 3), ints(1), ints(1)
+    )
+    return logits.shape[-1]
+
+  def _build_encode(self, variant: Variant):
+    images, patches = variant.rows, variant.tokens
+    tokens = patches // self.patches_per_token
+
+    def encode(params, pool, patches, segments, positions, destination):
+      vision = self._merge(params).encode_images(patches, segments, positions)
+      flat = destination.reshape(-1)
+      return jax.tree.map(
+          lambda kept, new: kept.at[0, flat].set(
+              new.reshape(-1, *new.shape[2:]), mode="drop"
+          ),
+          pool,
+          vision,
+      )
+
+    return jax.jit(encode, donate_argnums=1).lower(
+        self.params,
+        self._pool_shape,
+        *self._encode_shapes(images, patches),
+        jax.ShapeDtypeStruct((images, tokens), jnp.int32),
+    )
+
+  def _build_prefill(self, variant: Variant):
+    rows, length, window = variant.rows, variant.tokens, variant.window
+
+    def prefill(params, cache, pool, packed):
+      slots, starts, lengths = packed[:, 0], packed[:, 1], packed[:, 2]
+      tokens, vision, positions = jnp.split(
+          packed[:, 3:], (length, 2 * length), axis=1
+      )
+      part = self._take(cache, slots, rows, window)
+      _, part = self._merge(params).extend(
+          tokens,
+          positions.reshape(rows, length, 3),
+          starts,
+          lengths,
+          part,
+          vision,
+          pool,
+      )
+      return self._put(cache, part, slots, rows, window, lengths > 0)
+
+    packed = jax.ShapeDtypeStruct((rows, 3 + 5 * length), jnp.int32)
+    return jax.jit(prefill, donate_argnums=1).lower(
+        self.params, self._cache_shape, self._pool_shape, packed
+    )
+
+  def _build_decode(self, variant: Variant):
+    rows, steps, window = variant.rows, variant.tokens, variant.window
+
+    def decode(params, cache, pool, banned, slots, table):
+      model = self._merge(params)
+      as_float = lambda x: lax.bitcast_convert_type(x, jnp.float32)
+      keys = lax.bitcast_convert_type(
+          table[:, KEY_HI : KEY_LO + 1], jnp.uint32
+      )
+      temperature = as_float(table[:, TEMPERATURE])
+      top_p, top_k = as_float(table[:, TOP_P]), table[:, TOP_K]
+      stops = table[:, STOP:]
+      remaining = table[:, REMAINING]
+      truncated = jnp.any(
+          (remaining > 0)
+          & (temperature > 0)
+          & ((top_k > 0) | (top_p < 1.0))
+      )
+      next_pos = table[:, NEXT_POS]
+
+      def body(carry):
+        step, part, token, vision, position, count, live, out, logprobs = carry
+        hidden, part = model.extend(
+            token[:, None],
+            position[:, None],
+            table[:, START] + count,
+            live.astype(jnp.int32),
+            part,
+            vision[:, None],
+            pool,
+        )
+        drawn, logprob = sampler.sample(
+            model.logits(hidden[:, 0]),
+            banned,
+            keys,
+            table[:, INDEX] + count,
+            temperature,
+            top_k,
+            top_p,
+            truncated,
+        )
+        out = out.at[:, step].set(jnp.where(live, drawn, 0))
+        logprobs = logprobs.at[:, step].set(jnp.where(live, logprob, 0.0))
+        token = jnp.where(live, drawn, token)
+        position = jnp.where(
+            live[:, None], (next_pos + count)[:, None], position
+        )
+        vision = jnp.where(live, -1, vision)
+        count = count + live
+        live &= (count < remaining) & ~jnp.any(
+            stops == drawn[:, None], axis=-1
+        )
+        return step + 1, part, token, vision, position, count, live, out, (
+            logprobs
+        )
+
+      carry = (
+          jnp.int32(0),
+          self._take(cache, slots, rows, window),
+          table[:, TOKEN],
+          table[:, VISION],
+          table[:, POS_T : POS_W + 1],
+          jnp.zeros(rows, jnp.int32),
+          remaining > 0,
+          jnp.zeros((rows, steps), jnp.int32),
+          jnp.zeros((rows, steps), jnp.float32),
+      )
+      step, part, _, _, _, count, _, out, logprobs = lax.while_loop(
+          lambda c: (c[0] < steps) & jnp.any(c[6]), body, carry
+      )
+      cache = self._put(cache, part, slots, rows, window, remaining > 0)
+      return cache, out, logprobs, count, step
+
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    return jax.jit(decode, donate_argnums=1).lower(
+        self.params,
+        self._cache_shape,
+        self._pool_shape,
+        jax.ShapeDtypeStruct((self.vocabulary,), jnp.bool_),
+        ints(rows),
+        ints(rows, COLUMNS),
+    )
+
+  # --- rows and windows of the cache -----------------------------------------
+
+  def _take(self, cache, slots, rows, window):
+    """The first `window` positions of `rows` slots."""
+    leaves, tree = jax.tree.flatten(cache)
+    part = []
+    for leaf, row_axis, axis in zip(
+        leaves, self._row_axis, self._length_axis
+    ):
+      if axis is not None and window < self.context_length:
+        leaf = lax.slice_in_dim(leaf, 0, window, axis=axis)
+      if rows < self.slots:
+        leaf = jnp.concatenate(
+            [
+                lax.dynamic_slice_in_dim(leaf, slots[r], 1, row_axis)
+                for r in range(rows)
+            ],
+            axis=row_axis,
+        )
+      part.append(leaf)
+    return jax.tree.unflatten(tree, part)
+
+  def _put(self, cache, part, slots, rows, window, used):
+    """Writes back what `_take` took; rows not `used` are left alone."""
+    leaves, tree = jax.tree.flatten(cache)
+    out = []
+    for leaf, new, row_axis, axis in zip(
+        leaves, jax.tree.leaves(part), self._row_axis, self._length_axis
+    ):
+      if rows == self.slots:
+        if axis is None or window == self.context_length:
+          leaf = new
+        else:
+          # A resting row may be longer than the window.
+          old = lax.slice_in_dim(leaf, 0, window, axis=axis)
+          keep = jnp.expand_dims(
+              used, [i for i in range(leaf.ndim) if i != row_axis]
+          )
+          leaf = lax.dynamic_update_slice_in_dim(
+              leaf, jnp.where(keep, new, old), 0, axis
+          )
+      else:
+        for r in range(rows):
+          at = [jnp.int32(0)] * leaf.ndim
+          at[row_axis] = slots[r]
+          row = lax.slice_in_dim(new, r, r + 1, axis=row_axis)
+          old = lax.dynamic_slice(leaf, at, row.shape)
+          leaf = lax.dynamic_update_slice(
+              leaf, jnp.where(used[r], row, old), at
+          )
+      out.append(leaf)
+    return jax.tree.unflatten(tree, out)

@@ -1,0 +1,158 @@
+"""Draws one token a row, and says how likely it was.
+
+Promises: the log-prob is that of the distribution the token was drawn from
+(after ban, temperature, top-k and top-p, renormalised); a token of
+probability zero is never drawn; a row's draw depends only on its own logits,
+key and index, never on the rest of the batch. Randomness is counter-based:
+row r's draw number i uses `fold_in(key_r, i)`.
+
+Truncation is by threshold, found exactly by bisection over the bit patterns
+of the logits instead of a sort of the vocabulary; tokens that tie with the
+threshold are all kept.
+
+Does not know stop tokens, lengths or slots.
+
+Axis names: R = rows, V = vocabulary, N = blocks, M = tokens of a block.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+  """uint32 of float32 `x`, ordered as the floats are."""
+  bits = lax.bitcast_convert_type(x, jnp.uint32)
+  negative = bits >> 31 == 1
+  return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _threshold(keys_RV, weights_RV, goal_R) -> jax.Array:
+  """Largest t [R] with sum(weights[keys >= t]) >= goal, built bit by bit."""
+
+  def body(i, t_R):
+    candidate = t_R | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+    mass = jnp.sum(
+        jnp.where(keys_RV >= candidate[:, None], weights_RV, 0.0), axis=-1
+    )
+    return jnp.where(mass >= goal_R, candidate, t_R)
+
+  return lax.fori_loop(0, 32, body, jnp.zeros(goal_R.shape, jnp.uint32))
+
+
+def truncate(
+    scaled_RV: jax.Array, top_k_R: jax.Array, top_p_R: jax.Array
+) -> jax.Array:
+  """Sets what top-k, then top-p of the rest, leaves out to -inf.
+
+  Args:
+    scaled_RV: float32 logits after temperature, -inf where banned.
+    top_k_R: int32, 0 keeps all.
+    top_p_R: float32 in (0, 1], 1 keeps all.
+  """
+  vocabulary = scaled_RV.shape[-1]
+  finite = scaled_RV > -jnp.inf
+  keys = _ordered_bits(scaled_RV)
+  k = jnp.where(top_k_R > 0, top_k_R, vocabulary)
+  k = jnp.minimum(k, jnp.sum(finite, axis=-1)).astype(jnp.float32)
+  kth = _threshold(keys, finite.astype(jnp.float32), k)
+  kept = finite & (keys >= kth[:, None])
+  weights = jnp.where(kept, jnp.exp(scaled_RV), 0.0)
+  goal = top_p_R * jnp.sum(weights, axis=-1)
+  edge = _threshold(keys, weights, goal)
+  kept &= (keys >= edge[:, None]) | (top_p_R >= 1.0)[:, None]
+  # The most likely token always stays, whatever rounding did to the sums.
+  kept |= keys == jnp.max(keys, axis=-1, keepdims=True)
+  return jnp.where(kept, scaled_RV, -jnp.inf)
+
+
+def _first_above(cdf: jax.Array, mass: jax.Array, u: jax.Array) -> jax.Array:
+  """Index of the first entry of positive mass whose cdf exceeds u * total."""
+  inside = (cdf > u[:, None] * cdf[:, -1:]) & (mass > 0)
+  return jnp.where(
+      jnp.any(inside, axis=-1),
+      jnp.argmax(inside, axis=-1),
+      jnp.argmax(mass, axis=-1),
+  )
+
+
+def _draw(weights_RV: jax.Array, u_R2: jax.Array) -> jax.Array:
+  """int32[R] token drawn in proportion to its weight: block, then token."""
+  rows, vocabulary = weights_RV.shape
+  width = 64 if vocabulary <= 8192 else 512
+  padded = jnp.pad(weights_RV, ((0, 0), (0, -vocabulary % width)))
+  blocks_RNM = padded.reshape(rows, -1, width)
+  mass_RN = jnp.sum(blocks_RNM, axis=-1)
+  block_R = _first_above(jnp.cumsum(mass_RN, axis=-1), mass_RN, u_R2[:, 0])
+  chosen_RM = jnp.take_along_axis(blocks_RNM, block_R[:, None, None], axis=1)
+  chosen_RM = chosen_RM[:, 0]
+  offset_R = _first_above(
+      jnp.cumsum(chosen_RM, axis=-1), chosen_RM, u_R2[:, 1]
+  )
+  return (block_R * width + offset_R).astype(jnp.int32)
+
+
+def uniforms(keys_R2: jax.Array, index_R: jax.Array) -> jax.Array:
+  """float32[R, 2] in [0, 1) for draw number `index` of each row's key."""
+
+  def one(key, index):
+    key = jax.random.wrap_key_data(key, impl="threefry2x32")
+    return jax.random.bits(jax.random.fold_in(key, index), (2,), jnp.uint32)
+
+  bits = jax.vmap(one)(keys_R2, index_R)
+  return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+
+
+def sample(
+    logits_RV: jax.Array,
+    banned_V: jax.Array,
+    keys_R2: jax.Array,
+    index_R: jax.Array,
+    temperature_R: jax.Array,
+    top_k_R: jax.Array,
+    top_p_R: jax.Array,
+    any_truncated: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Draws one token a row.
+
+  Args:
+    logits_RV: float32.
+    banned_V: bool, True where a token must never be drawn.
+    keys_R2: uint32, each row's key.
+    index_R: int32, number of the draw within the row's completion.
+    temperature_R: float32; 0 takes the most likely token, with its log-prob
+      at temperature 1.
+    top_k_R: int32, 0 keeps all.
+    top_p_R: float32, 1 keeps all.
+    any_truncated: bool scalar; False skips top-k and top-p for all rows.
+
+  Returns:
+    int32[R] tokens, float32[R] log-probs in nats (NaN when the row's logits
+    are).
+  """
+  logits_RV = jnp.where(banned_V, -jnp.inf, logits_RV.astype(jnp.float32))
+  greedy_R = temperature_R <= 0
+  # The peak goes first: a tiny temperature then underflows to the best token
+  # instead of overflowing.
+  peaked_RV = logits_RV - jnp.max(logits_RV, axis=-1, keepdims=True)
+  scaled_RV = peaked_RV / jnp.where(greedy_R, 1.0, temperature_R)[:, None]
+  scaled_RV = lax.cond(
+      any_truncated,
+      lambda x: truncate(
+          x,
+          jnp.where(greedy_R, 0, top_k_R),
+          jnp.where(greedy_R, 1.0, top_p_R),
+      ),
+      lambda x: x,
+      scaled_RV,
+  )
+  weights_RV = jnp.exp(scaled_RV)
+  drawn_R = _draw(weights_RV, uniforms(keys_R2, index_R))
+  best_R = jnp.argmax(scaled_RV, axis=-1).astype(jnp.int32)
+  token_R = jnp.where(greedy_R, best_R, drawn_R)
+  chosen_R = jnp.take_along_axis(scaled_RV, token_R[:, None], axis=-1)[:, 0]
+  logprob_R = chosen_R - jnp.log(jnp.sum(weights_RV, axis=-1))
+  # Rounding may leave a certain token a hair above probability one.
+  return token_R, jnp.minimum(logprob_R, 0.0)
