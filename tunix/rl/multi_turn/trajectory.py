@@ -377,7 +377,7 @@ class Step:
   """One turn. Fields are those of the source document; units: reward is the
   environment's, `mc_return` is discounted by the engine's gamma."""
 
-  chat_completions: list[Message] = dataclasses.field(default_factory=list)
+  chat_completions: Sequence[Message] = dataclasses.field(default_factory=list)
   thought: str = ""
   action: Any = None
   observation: Any = None
@@ -452,7 +452,7 @@ class Trajectory:
     steps = []
     previous: list[Message] = []
     for step in self.steps:
-      data = step.to_json()
+      data = dataclasses.replace(step, chat_completions=[]).to_json()
       shared = 0
       for old, new in zip(previous, step.chat_completions):
         if old is not new and old != new:
@@ -611,6 +611,10 @@ def encode(value: Any) -> Any:
         f.name: encode(getattr(value, f.name))
         for f in dataclasses.fields(value)
     }
+  if isinstance(value, Sequence) and not isinstance(
+      value, (bytes, bytearray, memoryview)
+  ):
+    return [encode(v) for v in value]
   raise TypeError(
       f"a {type(value).__name__} cannot be written as JSON; hold plain values,"
       " ImageRef, ToolCall or ToolOutput in trajectories"

@@ -1,0 +1,6 @@
+"""Agents: keepers of an episode's messages and steps."""
+
+from tunix.rl.multi_turn.agents.base_agent import BaseAgent
+from tunix.rl.multi_turn.agents.history import MessageHistory
+from tunix.rl.multi_turn.agents.history import MessageView
+from tunix.rl.multi_turn.agents.tool_agent import ToolAgent

@@ -1,0 +1,11 @@
+"""Tools and how their calls are run."""
+
+from tunix.rl.multi_turn.tools.base import BaseTool
+from tunix.rl.multi_turn.tools.base import normalize_calls
+from tunix.rl.multi_turn.tools.base import ToolCall
+from tunix.rl.multi_turn.tools.base import ToolOutput
+from tunix.rl.multi_turn.tools.calculator import CalculatorTool
+from tunix.rl.multi_turn.tools.manager import ToolManager
+from tunix.rl.multi_turn.tools.screenshot import fit_size
+from tunix.rl.multi_turn.tools.screenshot import Screenshot
+from tunix.rl.multi_turn.tools.screenshot import ScreenshotTool

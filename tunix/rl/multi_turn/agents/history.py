@@ -1,0 +1,151 @@
+"""An append-only list of messages with snapshots that cost nothing.
+
+A `MessageView` is the first n messages of a list that only grows: taking one
+a turn keeps an episode's memory linear in its turns, where a copy a turn would
+make it quadratic. Messages are shared, never copied; treat them as frozen.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+from typing import Any, Iterator
+
+from tunix.rl.multi_turn import trajectory
+
+Message = trajectory.Message
+
+
+class MessageView(collections.abc.Sequence):
+  """The first `length` messages of an append-only list."""
+
+  __slots__ = ("_messages", "_length")
+
+  def __init__(self, messages: list[Message], length: int | None = None):
+    self._messages = messages
+    self._length = len(messages) if length is None else length
+
+  def __len__(self) -> int:
+    return self._length
+
+  def __iter__(self) -> Iterator[Message]:
+    messages = self._messages
+    for i in range(self._length):
+      yield messages[i]
+
+  def __getitem__(self, index: Any) -> Any:
+    if isinstance(index, slice):
+      start, stop, step = index.indices(self._length)
+      if step == 1:
+        return self._messages[start:stop] if start < stop else []
+      return [self._messages[i] for i in range(start, stop, step)]
+    if index < 0:
+      index += self._length
+    if not 0 <= index < self._length:
+      raise IndexError(f"message {index} of {self._length}")
+    return self._messages[index]
+
+  def __eq__(self, other: object) -> bool:
+    if isinstance(other, MessageView):
+      if self._messages is other._messages and self._length == other._length:
+        return True
+      return list(self) == list(other)
+    if isinstance(other, list):
+      return list(self) == other
+    return NotImplemented
+
+  __hash__ = None
+
+  def __add__(self, other: Any) -> list[Message]:
+    return self[:] + list(other)
+
+  def __repr__(self) -> str:
+    return repr(self[:])
+
+
+class MessageHistory:
+  """Messages of an episode, in full and as the policy sees them.
+
+  With `max_images`, the policy sees the newest screenshots only: when there
+  are more, the oldest `image_stride` at least become the text `image_note` and
+  the seen history is a new list, since its beginning has changed. Each rewrite
+  starts a new token sequence and costs a prefill of the whole prompt, so a
+  stride of several turns is cheaper than one.
+  """
+
+  def __init__(
+      self,
+      max_images: int | None = None,
+      image_stride: int = 1,
+      image_note: str = "(an older screenshot)",
+  ):
+    if max_images is not None and max_images < 1:
+      raise ValueError(f"max_images must be >= 1 or None, got {max_images}")
+    if image_stride < 1 or image_stride > (max_images or image_stride):
+      raise ValueError(
+          "image_stride must be between 1 and max_images, got"
+          f" {image_stride} with max_images={max_images}"
+      )
+    self._max_images = max_images
+    self._stride = image_stride
+    self._note = image_note
+    self._full: list[Message] = []
+    self._seen = self._full
+    self._with_images: list[int] = []  # Indices, once for each image.
+    self._snapshot: list[Message] | None = None
+    self.rewrites = 0
+
+  @property
+  def full(self) -> MessageView:
+    """Every message as it was when appended."""
+    return MessageView(self._full)
+
+  @property
+  def seen(self) -> list[Message]:
+    """What the policy sees now. A list of its own; the messages are shared."""
+    if self._snapshot is None or len(self._snapshot) != len(self._seen):
+      self._snapshot = list(self._seen)
+    return self._snapshot
+
+  def view(self) -> MessageView:
+    """A snapshot of `seen` that later turns do not change."""
+    return MessageView(self._seen)
+
+  def append(self, message: Message) -> None:
+    self._full.append(message)
+    if self._seen is not self._full:
+      self._seen.append(message)
+    if self._max_images is None:
+      return
+    content = message.get("content")
+    if isinstance(content, list):
+      index = len(self._seen) - 1
+      self._with_images.extend(index for p in content if _is_image(p))
+      excess = len(self._with_images) - self._max_images
+      if excess > 0:
+        self._drop_images(max(excess, self._stride))
+
+  def _drop_images(self, count: int) -> None:
+    dropped = self._with_images[:count]
+    del self._with_images[:count]
+    seen = list(self._seen)
+    for index in dropped:
+      seen[index] = _without_first_image(seen[index], self._note)
+    self._seen = seen
+    self._snapshot = None
+    self.rewrites += 1
+
+
+def _is_image(part: Any) -> bool:
+  return isinstance(part, dict) and part.get("type") == "image"
+
+
+def _without_first_image(message: Message, note: str) -> Message:
+  """A new message whose first image is the note; plain text when it can be."""
+  parts = list(message["content"])
+  for i, part in enumerate(parts):
+    if _is_image(part):
+      parts[i] = {"type": "text", "text": note}
+      break
+  if all(part.get("type") == "text" for part in parts):
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
+  return {**message, "content": parts}

@@ -1,0 +1,239 @@
+"""An agent that calls tools, with or without screenshots.
+
+Observations it understands, a str or a dict with any of:
+- `question` or `instruction`: the task, a user message.
+- `tool_outputs` {call id: text}: one user message each, with its
+  `tool_call_id`, "Tool returned result: …".
+- `screenshot` ImageRef: a user message of parts, the image first, then the
+  texts of the same observation.
+- `text`: anything else for the policy to read.
+
+Promises: messages are kept in full and never copied; whatever the model wrote,
+`update_from_model` returns an action, and a malformed call is recorded in the
+step's `info["parse_errors"]`.
+
+Does not: run tools or judge answers; environments do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+from tunix.rl.multi_turn import prompts
+from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.agents import base_agent
+from tunix.rl.multi_turn.agents import history
+from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
+from tunix.rl.multi_turn.tools import manager
+
+Message = trajectory_lib.Message
+_PARSE_ERROR_MODES = ("answer", "retry", "end")
+_OBSERVATION_KEYS = (
+    "question",
+    "instruction",
+    "tool_outputs",
+    "screenshot",
+    "text",
+)
+
+
+class ToolAgent(base_agent.BaseAgent):
+  """See the module docstring.
+
+  Attributes:
+    tool_manager: knows the tools' schemas; it runs nothing here.
+    tool_parser: reads and writes tool calls.
+    tools_prompt: the part of the system prompt that shows the tools.
+  """
+
+  def __init__(
+      self,
+      system_prompt: str = "",
+      parser_name: Any = "qwen",
+      tool_map: Mapping[str, Any] | None = None,
+      *,
+      tools_schema: parser_base.ToolsSchema = None,
+      on_parse_error: str = "answer",
+      max_images: int | None = None,
+      image_stride: int = 1,
+      image_note: str = "(an older screenshot)",
+  ):
+    """Args:
+
+      system_prompt: text; the tool prompt replaces `$tools_prompt` in it, or
+        follows it.
+      parser_name: of the tool parser; a class or an instance will do.
+      tool_map: name -> tool class or tool, shown to the model.
+      tools_schema: instead of `tool_map`, OpenAI schemas or their text. Without
+        either, the parser's own tools are shown.
+      on_parse_error: what a response without a well-formed call becomes:
+        "answer" and "end": an Action with the text, which ends the episode
+        ("end" also records it as a parse error); "retry": an Action without
+        calls, and the next user message says what was wrong.
+      max_images: screenshots the policy sees at once; None for all.
+      image_stride, image_note: see `history.MessageHistory`.
+
+    Raises:
+      ValueError: naming the argument.
+    """
+    if on_parse_error not in _PARSE_ERROR_MODES:
+      raise ValueError(
+          f"on_parse_error must be one of {', '.join(_PARSE_ERROR_MODES)}; got"
+          f" {on_parse_error!r}"
+      )
+    if tool_map and tools_schema is not None:
+      raise ValueError("give tool_map or tools_schema, not both")
+    self.system_prompt = system_prompt or ""
+    self.tool_manager = manager.ToolManager(tool_map)
+    self.tool_parser = tool_parser.make_tool_parser(parser_name)
+    if tool_map:
+      tools_schema = self.tool_manager.json
+    if tools_schema is not None or self.tool_parser.default_tools:
+      self.tools_prompt = self.tool_parser.get_tool_prompt(tools_schema)
+    else:
+      self.tools_prompt = ""
+    self.on_parse_error = on_parse_error
+    self._history_args = (max_images, image_stride, image_note)
+    self._system: Message = {
+        "role": "system",
+        "content": prompts.insert_tools(self.system_prompt, self.tools_prompt),
+    }
+    self.reset()
+
+  def reset(self) -> None:
+    self._history = history.MessageHistory(*self._history_args)
+    self._history.append(self._system)
+    self._trajectory = trajectory_lib.Trajectory()
+    self._complaint = ""
+
+  @property
+  def chat_completions(self) -> list[Message]:
+    return self._history.seen
+
+  @property
+  def history(self) -> history.MessageView:
+    """All messages, with the screenshots that the window has dropped."""
+    return self._history.full
+
+  @property
+  def history_rewrites(self) -> int:
+    """How often the beginning of `chat_completions` has changed."""
+    return self._history.rewrites
+
+  @property
+  def trajectory(self) -> trajectory_lib.Trajectory:
+    return self._trajectory
+
+  # --- environment ----------------------------------------------------------
+
+  def update_from_env(
+      self,
+      observation: Any,
+      reward: float = 0.0,
+      done: bool = False,
+      info: Mapping[str, Any] | None = None,
+  ) -> None:
+    """See the base class.
+
+    Raises:
+      ValueError: an observation of no known kind, naming its keys.
+    """
+    info = info or {}
+    if self._trajectory.task is None:
+      self._trajectory.task = info.get("task", observation)
+    step = self.current_step
+    if step is not None:
+      step.observation = observation
+      step.reward = float(reward)
+      step.done = bool(done)
+      step.info.update(info)
+    if done:  # No model will read it.
+      return
+    complaint, self._complaint = self._complaint, ""
+    for message in _to_messages(observation, complaint):
+      self._history.append(message)
+
+  # --- model ----------------------------------------------------------------
+
+  def update_from_model(self, response: str) -> trajectory_lib.Action:
+    """See the base class.
+
+    Raises:
+      ToolParseError: `response` is not a str.
+    """
+    result = self.tool_parser.parse_result(response)
+    self._history.append({"role": "assistant", "content": response})
+    step_info: dict[str, Any] = {}
+    errors = list(result.errors)
+    if result.calls:
+      value: Any = list(result.calls)
+    else:
+      if self.on_parse_error != "answer" and not errors:
+        errors = ["no tool call in the response"]
+      if self.on_parse_error == "retry":
+        value = []
+        self._complaint = f"Error: {errors[0]}"
+      else:
+        reasoned = "</think>" in response and not errors
+        value = result.answer if reasoned else response
+    if errors:
+      step_info["parse_errors"] = errors
+    action = trajectory_lib.Action(value)
+    self._trajectory.steps.append(
+        trajectory_lib.Step(
+            chat_completions=self._history.view(),
+            thought=result.thought,
+            action=action,
+            model_response=response,
+            info=step_info,
+        )
+    )
+    return action
+
+
+def _to_messages(observation: Any, complaint: str) -> list[Message]:
+  """User messages for an observation, the complaint among its texts."""
+  messages: list[Message] = []
+  if observation is None:
+    observation = {}
+  if isinstance(observation, str):
+    observation = {"text": observation}
+  if not isinstance(observation, Mapping):
+    raise ValueError(
+        "an observation must be a str or a dict, got"
+        f" {type(observation).__name__}"
+    )
+  if observation and not any(k in observation for k in _OBSERVATION_KEYS):
+    raise ValueError(
+        "an observation needs one of"
+        f" {', '.join(_OBSERVATION_KEYS)}; got {', '.join(map(str, observation))}"
+    )
+  for call_id, output in (observation.get("tool_outputs") or {}).items():
+    messages.append({
+        "role": "user",
+        "tool_call_id": call_id,
+        "content": f"Tool returned result: {output}",
+    })
+  texts = [
+      str(observation[key])
+      for key in ("question", "instruction", "text")
+      if observation.get(key)
+  ]
+  if complaint:
+    texts.append(complaint)
+  text = "\n".join(texts)
+  image = observation.get("screenshot")
+  if image is not None:
+    if not isinstance(image, trajectory_lib.ImageRef):
+      raise ValueError(
+          "a screenshot must be an ImageRef, got"
+          f" {type(image).__name__}; store pixels with ScreenshotTool.capture"
+      )
+    parts: list[dict[str, Any]] = [{"type": "image", "image": image}]
+    if text:
+      parts.append({"type": "text", "text": text})
+    messages.append({"role": "user", "content": parts})
+  elif text or "question" in observation:
+    messages.append({"role": "user", "content": text})
+  return messages

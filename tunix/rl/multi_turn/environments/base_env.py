@@ -1,0 +1,125 @@
+"""What an environment is: reset, step, close; sync or async, as it likes.
+
+`reset() -> (observation, info)`, `step(action) -> (observation, reward, done,
+info)`. Everything in this package awaits what needs awaiting (`maybe_await`);
+`SyncEnv` is for callers without an event loop.
+
+`info` may hold `success` (bool) and `status` (a `TrajectoryStatus` value, how
+the episode ended as the environment sees it).
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import threading
+from typing import Any, Mapping
+
+from tunix.rl.multi_turn import concurrency
+
+maybe_await = concurrency.maybe_await
+StepResult = tuple[Any, float, bool, dict[str, Any]]
+
+
+class BaseEnv(abc.ABC):
+  """One environment plays one episode at a time."""
+
+  @abc.abstractmethod
+  def reset(self) -> tuple[Any, dict[str, Any]]:
+    """Starts an episode. May be async."""
+
+  @abc.abstractmethod
+  def step(self, action: Any) -> StepResult:
+    """Carries out an action. May be async."""
+
+  def close(self) -> Any:
+    """Frees what the environment holds; idempotent. May be async."""
+
+  @classmethod
+  def from_dict(cls, env_args: Mapping[str, Any]) -> BaseEnv:
+    """Builds an environment from a config.
+
+    On a subclass, the config holds constructor arguments. On `BaseEnv`, its
+    "type" names a registered environment ("tool", "cua", …) that gets the
+    rest. The config is not changed.
+
+    Raises:
+      ValueError: no such type.
+      TypeError: an argument that the class does not take.
+    """
+    args = dict(env_args)
+    if cls is BaseEnv:
+      from tunix.rl.multi_turn.environments import registry  # pylint: disable=g-import-not-at-top
+
+      if "type" not in args:
+        raise ValueError(
+            "an environment config needs 'type', one of"
+            f" {', '.join(registry.env_names())}"
+        )
+      return registry.get_env(args.pop("type")).from_dict(args)
+    return cls(**args)
+
+
+class SyncEnv:
+  """A blocking view of any environment.
+
+  Coroutines run on one event loop in a thread of its own, so that an
+  environment that keeps connections finds the same loop at every call.
+
+  Attributes:
+    env: the environment.
+    timeout: seconds each call may take, None for no limit.
+  """
+
+  def __init__(self, env: Any, timeout: float | None = None):
+    self.env = env
+    self.timeout = timeout
+    self._loop: asyncio.AbstractEventLoop | None = None
+
+  def reset(self) -> tuple[Any, dict[str, Any]]:
+    return self._call("reset")
+
+  def step(self, action: Any) -> StepResult:
+    return self._call("step", action)
+
+  def close(self) -> None:
+    """Closes the environment and the loop; idempotent."""
+    try:
+      self._call("close")
+    finally:
+      if self._loop is not None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop = None
+
+  def __enter__(self) -> SyncEnv:
+    return self
+
+  def __exit__(self, *unused: Any) -> None:
+    self.close()
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self.env, name)
+
+  def _call(self, name: str, *args: Any) -> Any:
+    async def run() -> Any:
+      return await maybe_await(getattr(self.env, name)(*args))
+
+    if self._loop is None:
+      self._loop = asyncio.new_event_loop()
+      threading.Thread(
+          target=_run_loop,
+          args=(self._loop,),
+          name="tunix-sync-env",
+          daemon=True,
+      ).start()
+    what = f"{type(self.env).__name__}.{name}"
+    return asyncio.run_coroutine_threadsafe(
+        concurrency.with_deadline(run(), self.timeout, what), self._loop
+    ).result()
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+  try:
+    loop.run_forever()
+  finally:
+    loop.close()

@@ -1,0 +1,354 @@
+"""A computer to be used: a gym, its screenshots and a GUI-action grammar.
+
+The policy sees the screenshot at the screenshot tool's size and acts in tool
+calls; the environment turns them into `GuiAction`s in the gym's pixels. The
+episode ends when the policy answers or terminates, when the gym says so, when
+the policy gives plain text (see `on_text`), or when its steps are used; then
+the gym evaluates the state it is in.
+
+Promises: a call that is no GUI action never raises: the policy reads what was
+wrong (or the episode ends, see `on_invalid`), and the gym is not touched. What
+the gym raises goes through: that is the environment's failure, not a reward.
+
+Does not: impose deadlines; the collector does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping
+
+from tunix.rl.multi_turn import concurrency
+from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn import images
+from tunix.rl.multi_turn import rewards
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.environments import base_env
+from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.tools import base as tools_base
+from tunix.rl.multi_turn.tools import screenshot
+
+Kind = gui_action.GuiActionKind
+Status = trajectory.TrajectoryStatus
+_ON_TEXT = ("end", "answer", "retry")
+_ON_INVALID = ("observe", "end")
+# Above this many bytes a screenshot is resized and hashed in a thread.
+_INLINE_BYTES = 1 << 19
+
+
+class CUAEnv(base_env.BaseEnv):
+  """See the module docstring.
+
+  Attributes:
+    gym: see `gyms.base.Gym`; its methods may also be sync.
+    task: what is to be done.
+    action_parser: the grammar.
+    max_steps: turns an episode may take.
+    step_count: turns taken.
+    image: the newest screenshot.
+  """
+
+  def __init__(
+      self,
+      gym: Any,
+      screenshot_tool: screenshot.ScreenshotTool,
+      task: gym_base.Task | Mapping[str, Any],
+      *,
+      action_parser: Any = "computer_use",
+      max_steps: int | None = None,
+      reward: Any = "score",
+      on_text: str = "end",
+      on_invalid: str = "observe",
+      max_actions_per_step: int = 10,
+  ):
+    """Args:
+
+      gym: a gym of this environment's own.
+      screenshot_tool: stores what the policy sees.
+      task: a Task, or its JSON.
+      action_parser: name, class or instance of a GuiActionParser.
+      max_steps: turns, None for the task's own, else 10.
+      reward: "score" (the evaluation's), "success" (0 or 1), or a reward
+        function or its registered name, called with the task's JSON, the
+        answer and an info with `success`, `evaluation` and `step_count`.
+      on_text: a plain text action "end"s the episode as a parse error, is an
+        "answer" that the gym gets, or is told to "retry".
+      on_invalid: after a call that is no GUI action, "observe" goes on and
+        "end" ends the episode as a parse error.
+      max_actions_per_step: calls of one turn that are carried out.
+
+    Raises:
+      ValueError: naming the argument.
+    """
+    if on_text not in _ON_TEXT:
+      raise ValueError(
+          f"on_text must be one of {', '.join(_ON_TEXT)}; got {on_text!r}"
+      )
+    if on_invalid not in _ON_INVALID:
+      raise ValueError(
+          f"on_invalid must be one of {', '.join(_ON_INVALID)}; got"
+          f" {on_invalid!r}"
+      )
+    if not isinstance(task, gym_base.Task):
+      task = gym_base.Task.from_json(task)
+    if max_steps is None:
+      max_steps = task.max_turns or 10
+    if max_steps < 1 or max_actions_per_step < 1:
+      raise ValueError(
+          "max_steps and max_actions_per_step must be >= 1, got"
+          f" {max_steps} and {max_actions_per_step}"
+      )
+    parser = tool_parser.make_tool_parser(action_parser)
+    if not isinstance(parser, tool_parser.GuiActionParser):
+      raise ValueError(
+          f"action_parser {type(parser).__name__} has no GUI actions; use one"
+          " such as 'computer_use'"
+      )
+    if reward not in ("score", "success") and isinstance(reward, str):
+      reward = rewards.get_reward_fn(reward)
+    self.gym = gym
+    self.screenshot_tool = screenshot_tool
+    self.task = task
+    self.action_parser = parser
+    self.max_steps = max_steps
+    self.step_count = 0
+    self.image: trajectory.ImageRef | None = None
+    self._reward = reward
+    self._on_text = on_text
+    self._on_invalid = on_invalid
+    self._max_actions = max_actions_per_step
+    self._scale = (1.0, 1.0)
+    self._answer = ""
+    self._running = False
+
+  async def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    self._running = False
+    self.step_count = 0
+    self._answer = ""
+    seen = await base_env.maybe_await(self.gym.start(self.task))
+    observation = {"screenshot": await self._capture(seen)}
+    instruction = self.task.instruction or seen.instruction
+    if instruction:
+      observation["instruction"] = instruction
+    if seen.text:
+      observation["text"] = seen.text
+    self._running = True
+    task = {**self.task.to_json(), "instruction": instruction}
+    return observation, {"task": task, "gym": _loggable(seen.info)}
+
+  async def step(self, action: Any) -> base_env.StepResult:
+    """Carries out the actions of a turn.
+
+    Args:
+      action: an Action, ToolCalls, dicts, GuiActions in pixels of the
+        screenshot, or a str (see `on_text`).
+
+    Raises:
+      RuntimeError: no episode is running.
+      ValueError: no such action.
+    """
+    if not self._running:
+      raise RuntimeError("no episode is running; call reset first")
+    if not isinstance(action, str) and hasattr(action, "action"):
+      action = action.action
+    self.step_count += 1
+    actions, errors, status = self._read(action)
+    carried_out: list[dict[str, Any]] = []
+    seen = None
+    done = status is not None
+    for gui in actions:
+      carried_out.append(gui.to_json())
+      if gui.kind is Kind.ANSWER:
+        self._answer = gui.text
+      if gui.kind is not Kind.SCREENSHOT:
+        seen = await base_env.maybe_await(self.gym.act(self._to_gym(gui)))
+        if not isinstance(seen, gym_base.Observation):
+          raise TypeError(
+              f"{type(self.gym).__name__}.act must return an Observation, got"
+              f" {type(seen).__name__}"
+          )
+        done = done or seen.done
+      if done or gui.kind in (Kind.ANSWER, Kind.TERMINATE):
+        done = True
+        break
+    observation: dict[str, Any] = {}
+    if seen is not None:
+      await self._capture(seen)
+    observation["screenshot"] = self.image
+    texts = [seen.text] if seen is not None and seen.text else []
+    texts.extend(f"Error: {error}" for error in errors)
+    if texts:
+      observation["text"] = "\n".join(texts)
+    info: dict[str, Any] = {"gui_actions": carried_out}
+    if errors:
+      info["invalid_actions"] = errors
+    if seen is not None and seen.info:
+      info["gym"] = _loggable(seen.info)
+    if not done and self.step_count >= self.max_steps:
+      done, status = True, Status.MAX_TURNS
+    if not done:
+      return observation, 0.0, False, info
+    self._running = False
+    reward = await self._evaluate(info)
+    if info["success"]:
+      status = Status.SUCCEEDED
+    info["status"] = (status or Status.FAILED).value
+    return observation, reward, True, info
+
+  async def close(self) -> None:
+    self._running = False
+    await base_env.maybe_await(self.gym.close())
+
+  @classmethod
+  def from_dict(cls, env_args: Mapping[str, Any]) -> CUAEnv:
+    """Builds the environment from a config; it is not changed.
+
+    Keys: `gym`, a name, {"name": …, and the factory's arguments} or a Gym;
+    `task`, a Task or its JSON; `image_store`, an ImageStore or None for one of
+    its own; `screenshot`, arguments of ScreenshotTool; `action_parser`, a name,
+    {"name": …, and arguments} or a parser; and the constructor's other
+    arguments.
+
+    Raises:
+      ValueError: a missing key or an unknown name.
+    """
+    args = dict(env_args)
+    for key in ("gym", "task"):
+      if key not in args:
+        raise ValueError(f"a CUAEnv config needs {key!r}")
+    gym = args.pop("gym")
+    if isinstance(gym, str):
+      gym = registry.make_gym(gym)
+    elif isinstance(gym, Mapping):
+      gym = registry.make_gym(**_named(gym, "gym"))
+    parser = args.get("action_parser")
+    if isinstance(parser, Mapping):
+      parser = _named(parser, "action_parser")
+      args["action_parser"] = tool_parser.get_tool_parser(parser.pop("name"))(
+          **parser
+      )
+    store = args.pop("image_store", None)
+    if store is None:
+      store = images.ImageStore()
+    tool = args.pop("screenshot_tool", None)
+    options = args.pop("screenshot", None) or {}
+    if tool is None:
+      tool = screenshot.ScreenshotTool(store, **options)
+    return cls(gym, tool, args.pop("task"), **args)
+
+  def _read(
+      self, action: Any
+  ) -> tuple[list[gui_action.GuiAction], list[str], Status | None]:
+    """(actions, what was wrong, status when the episode must end)."""
+    if isinstance(action, gui_action.GuiAction):
+      action = [action]
+    if isinstance(action, str):
+      if self._on_text == "answer":
+        answer = gui_action.GuiAction(Kind.ANSWER, text=action)
+        return [answer], [], None
+      error = "no tool call in the response"
+      if self._on_text == "retry":
+        return [], [error], None
+      return [], [error], Status.PARSE_ERROR
+    if isinstance(action, (list, tuple)) and all(
+        isinstance(a, gui_action.GuiAction) for a in action
+    ):
+      return list(action), [], None
+    actions: list[gui_action.GuiAction] = []
+    errors: list[str] = []
+    for call in tools_base.normalize_calls(action):
+      if len(actions) == self._max_actions:
+        errors.append(f"at most {self._max_actions} calls a turn")
+        break
+      try:
+        actions.append(
+            self.action_parser.to_gui_action(
+                call, self.image.width, self.image.height
+            )
+        )
+      except tool_parser.ToolParseError as error:
+        # What follows may build on it, so it is not carried out.
+        errors.append(str(error))
+        break
+    status = None
+    if errors and self._on_invalid == "end":
+      status = Status.PARSE_ERROR
+    return actions, errors, status
+
+  def _to_gym(self, action: gui_action.GuiAction) -> gui_action.GuiAction:
+    """Screenshot pixels to the gym's."""
+    sx, sy = self._scale
+    if sx == 1.0 and sy == 1.0:
+      return action
+    changes = {
+        name: getattr(action, name) * scale
+        for name, scale in (("x", sx), ("y", sy), ("x2", sx), ("y2", sy))
+        if getattr(action, name) is not None
+    }
+    return dataclasses.replace(action, **changes) if changes else action
+
+  async def _capture(
+      self, seen: gym_base.Observation
+  ) -> trajectory.ImageRef:
+    if not isinstance(seen, gym_base.Observation):
+      raise TypeError(
+          f"{type(self.gym).__name__} must return an Observation, got"
+          f" {type(seen).__name__}"
+      )
+    pixels = seen.screenshot
+    if getattr(pixels, "nbytes", 0) > _INLINE_BYTES:
+      shot = await concurrency.acall(self.screenshot_tool.capture, pixels)
+    else:
+      shot = self.screenshot_tool.capture(pixels)
+    self.image = shot.image
+    self._scale = shot.scale
+    return shot.image
+
+  async def _evaluate(self, info: dict[str, Any]) -> float:
+    """Asks the gym, fills `info`, returns the reward."""
+    evaluation = await base_env.maybe_await(self.gym.evaluate())
+    if not isinstance(evaluation, gym_base.Evaluation):
+      raise TypeError(
+          f"{type(self.gym).__name__}.evaluate must return an Evaluation, got"
+          f" {type(evaluation).__name__}"
+      )
+    score = rewards.as_reward(evaluation.score, "the gym's score").reward
+    info["success"] = bool(evaluation.success)
+    info["evaluation"] = {
+        "score": score,
+        "success": bool(evaluation.success),
+        "details": _loggable(evaluation.details),
+    }
+    if self._answer:
+      info["answer"] = self._answer
+    if self._reward == "score":
+      return score
+    if self._reward == "success":
+      return float(evaluation.success)
+    output = await rewards.evaluate_async(
+        self._reward,
+        self.task.to_json(),
+        self._answer,
+        {**info, "step_count": self.step_count},
+    )
+    info["reward_metadata"] = output.metadata
+    return output.reward
+
+
+def _named(config: Mapping[str, Any], what: str) -> dict[str, Any]:
+  if "name" not in config:
+    raise ValueError(f"the {what} config needs 'name': {dict(config)!r}")
+  return dict(config)
+
+
+def _loggable(info: Mapping[str, Any]) -> dict[str, Any]:
+  """`info` with what cannot be written as JSON shown as text."""
+  result = {}
+  for key, value in dict(info).items():
+    try:
+      result[str(key)] = trajectory.encode(value)
+    except (TypeError, ValueError, RecursionError):
+      result[str(key)] = f"<{type(value).__name__}>"
+  return result

@@ -1,0 +1,80 @@
+"""Environments and gyms by name.
+
+A gym's entry is a factory `(**kwargs) -> Gym`, or the dotted path of one, which
+is imported when the gym is first made: naming `miniwob` needs no browser.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from tunix.rl.multi_turn import registry
+
+_GYMS: registry.Registry[Callable[..., Any]] = registry.Registry("gym")
+_ENVS: registry.Registry[Any] = registry.Registry("environment")
+_HERE = "tunix.rl.multi_turn.environments"
+for _name, _path in {
+    "desktop": "gyms.desktop:DesktopGym",
+    "gymnasium": "gyms.gymnasium_gym:GymnasiumGym",
+    "miniwob": "gyms.miniwob:MiniWobGym",
+}.items():
+  _GYMS.register(_name, f"{_HERE}.{_path}")
+for _name, _path in {
+    "tool": "tool_environment:ToolEnvironment",
+    "cua": "cua_env:CUAEnv",
+    "gsm8k": "gsm8k_env:Gsm8kEnvironment",
+}.items():
+  _ENVS.register(_name, f"{_HERE}.{_path}")
+
+
+def register_gym(
+    name: str, factory: Callable[..., Any] | str | None = None
+) -> Callable[..., Any]:
+  """Adds a gym factory or the dotted path of one; usable as a decorator.
+
+  Raises:
+    ValueError: the name is taken.
+  """
+  return _GYMS.register(name, factory)
+
+
+def unregister_gym(name: str) -> bool:
+  """Removes a gym; False when there was none of that name."""
+  return _GYMS.unregister(name)
+
+
+def make_gym(name: str, **kwargs: Any) -> Any:
+  """Builds a gym.
+
+  Raises:
+    ValueError: unknown; the message names the nearest one.
+    ImportError: the gym's package is missing.
+  """
+  return _GYMS.get(name)(**kwargs)
+
+
+def gym_names() -> tuple[str, ...]:
+  return _GYMS.names()
+
+
+def register_env(name: str, env: Any = None) -> Callable[..., Any]:
+  """Adds an environment class, or the dotted path of one."""
+  return _ENVS.register(name, env)
+
+
+def unregister_env(name: str) -> bool:
+  """Removes an environment; False when there was none of that name."""
+  return _ENVS.unregister(name)
+
+
+def get_env(name: str) -> Any:
+  """The environment class of that name.
+
+  Raises:
+    ValueError: unknown; the message names the nearest one.
+  """
+  return _ENVS.get(name)
+
+
+def env_names() -> tuple[str, ...]:
+  return _ENVS.names()

@@ -1,0 +1,162 @@
+"""A task that is solved by calling tools and giving an answer.
+
+An episode ends when the policy answers (a plain text action), calls `finish`,
+or has used its steps; then, and only then, the reward function judges the
+answer. Until then the turn's tool calls are run and their outputs returned.
+
+Rules:
+- In a turn with a `finish` call the other calls are not run.
+- The last step's calls are not run either; the answer is then empty.
+- A tool that fails or hangs is an output for the policy; a reward function
+  that fails or hangs raises, since no reward is known.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Mapping
+
+from tunix.rl.multi_turn import rewards
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.environments import base_env
+from tunix.rl.multi_turn.tools import base as tools_base
+from tunix.rl.multi_turn.tools import manager
+
+_QUESTION_KEYS = ("question", "instruction", "prompt")
+_FINISH = "finish"
+
+
+class ToolEnvironment(base_env.BaseEnv):
+  """See the module docstring.
+
+  Attributes:
+    task: with a `question` (or `instruction`, `prompt`), and what the reward
+      function needs.
+    tool_manager: runs the tools.
+    reward_fn: function or registered name, see `rewards`; None rewards 0.
+    max_steps: turns an episode may take.
+    step_count: turns taken.
+  """
+
+  def __init__(
+      self,
+      task: Mapping[str, Any] | str,
+      tool_map: Mapping[str, Any] | None = None,
+      reward_fn: Any = None,
+      max_steps: int = 10,
+      *,
+      tool_timeout: float | None = 30.0,
+      reward_timeout: float | None = 30.0,
+      parallel: bool = True,
+  ):
+    """Args:
+
+      task: see the class; a str is the question.
+      tool_map: name -> tool class or tool.
+      reward_fn: see the class.
+      max_steps: >= 1.
+      tool_timeout: seconds a tool call may take.
+      reward_timeout: seconds the reward function may take.
+      parallel: run a turn's calls at once.
+
+    Raises:
+      ValueError: naming the argument.
+    """
+    if isinstance(task, str):
+      task = {"question": task}
+    if not any(key in task for key in _QUESTION_KEYS):
+      raise ValueError(
+          f"a task needs one of {', '.join(_QUESTION_KEYS)}; got"
+          f" {', '.join(map(str, task)) or 'nothing'}"
+      )
+    if max_steps < 1:
+      raise ValueError(f"max_steps must be >= 1, got {max_steps}")
+    if isinstance(reward_fn, str):
+      reward_fn = rewards.get_reward_fn(reward_fn)
+    self.task = dict(task)
+    self.tool_manager = manager.ToolManager(tool_map, timeout=tool_timeout)
+    self.reward_fn = reward_fn
+    self.max_steps = max_steps
+    self.step_count = 0
+    self._reward_timeout = reward_timeout
+    self._parallel = parallel
+    self._calls: list[dict[str, Any]] = []
+    self._done = False
+
+  def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    self.step_count = 0
+    self._calls = []
+    self._done = False
+    question = next(self.task[k] for k in _QUESTION_KEYS if k in self.task)
+    return {"question": question}, {"task": self.task}
+
+  async def step(self, action: Any) -> base_env.StepResult:
+    """Runs the calls of a turn, or judges the answer.
+
+    Args:
+      action: an Action, ToolCalls, dicts, or a str, which is the answer.
+
+    Raises:
+      RuntimeError: the episode is over.
+      ValueError: no such action.
+    """
+    if self._done:
+      raise RuntimeError("the episode is over; call reset first")
+    if not isinstance(action, str) and hasattr(action, "action"):
+      action = action.action
+    if isinstance(action, str):
+      self.step_count += 1
+      return await self._finish(action, {})
+    calls = tools_base.normalize_calls(action)
+    self.step_count += 1
+    for call in calls:
+      if call.name == _FINISH and _FINISH not in self.tool_manager.tools:
+        return await self._finish(_answer(call), {})
+    if self.step_count >= self.max_steps:
+      status = trajectory.TrajectoryStatus.MAX_TURNS.value
+      return await self._finish("", {"status": status})
+    if not calls:
+      return {"text": "Error: no tool call and no answer."}, 0.0, False, {}
+    outputs = await self.tool_manager.outputs_async(calls, self._parallel)
+    texts = {call_id: str(output) for call_id, output in outputs.items()}
+    for call in calls:
+      self._calls.append({
+          "name": call.name,
+          "arguments": call.arguments,
+          "output": texts[call.call_id],
+          "error": outputs[call.call_id].is_error,
+      })
+    failed = sum(output.is_error for output in outputs.values())
+    info = {"tool_calls": len(calls), "tool_errors": failed}
+    return {"tool_outputs": texts}, 0.0, False, info
+
+  async def _finish(
+      self, answer: str, info: dict[str, Any]
+  ) -> base_env.StepResult:
+    self._done = True
+    reward = rewards.RewardOutput(0.0)
+    if self.reward_fn is not None:
+      reward = await rewards.evaluate_async(
+          self.reward_fn,
+          self.task,
+          answer,
+          {"tool_calls": self._calls, "step_count": self.step_count, **info},
+          timeout=self._reward_timeout,
+      )
+    success = bool(reward.metadata.get("success", reward.reward > 0))
+    info = {
+        "answer": answer,
+        "success": success,
+        "reward_metadata": reward.metadata,
+        **info,
+    }
+    return {}, reward.reward, True, info
+
+
+def _answer(call: trajectory.ToolCall) -> str:
+  """The text that a finish call carries."""
+  for key in ("response", "answer", "text"):
+    if key in call.arguments:
+      value = call.arguments[key]
+      return value if isinstance(value, str) else json.dumps(value)
+  return json.dumps(call.arguments) if call.arguments else ""

@@ -1,0 +1,61 @@
+"""Tool parsers by name."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.parser.tool_parser import base
+
+_PACKAGE = "tunix.rl.multi_turn.parser.tool_parser"
+_PARSERS: registry.Registry[type[base.ToolParser]] = registry.Registry(
+    "tool parser"
+)
+for _name, _path in {
+    "qwen": "qwen:QwenToolParser",
+    "qwen_xml": "qwen:QwenXmlToolParser",
+    "computer_use": "computer_use:ComputerUseParser",
+    "computer_use_absolute": "computer_use:ComputerUseAbsoluteParser",
+    "computer_use_compact": "computer_use:ComputerUseCompactParser",
+    "ui_tars": "ui_tars:UiTarsParser",
+    "ui_tars_absolute": "ui_tars:UiTarsAbsoluteParser",
+}.items():
+  _PARSERS.register(_name, f"{_PACKAGE}.{_path}")
+
+
+def register_tool_parser(
+    name: str, parser: type[base.ToolParser] | None = None
+) -> Callable[[type[base.ToolParser]], type[base.ToolParser]]:
+  """Adds a parser class; without one, returns a class decorator.
+
+  Raises:
+    ValueError: the name is taken.
+  """
+  return _PARSERS.register(name, parser)
+
+
+def unregister_tool_parser(name: str) -> bool:
+  """Removes a parser; False when there was none of that name."""
+  return _PARSERS.unregister(name)
+
+
+def get_tool_parser(parser_name: str = "qwen") -> type[base.ToolParser]:
+  """The parser class of that name.
+
+  Raises:
+    ValueError: unknown; the message names the nearest one.
+  """
+  return _PARSERS.get(parser_name)
+
+
+def tool_parser_names() -> tuple[str, ...]:
+  return _PARSERS.names()
+
+
+def make_tool_parser(
+    parser: str | type[base.ToolParser] | base.ToolParser,
+) -> base.ToolParser:
+  """An instance, from a name, a class or an instance."""
+  if isinstance(parser, str):
+    parser = get_tool_parser(parser)
+  return parser() if isinstance(parser, type) else parser

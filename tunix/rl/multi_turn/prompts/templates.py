@@ -1,0 +1,110 @@
+"""System prompts, as data.
+
+A template is text with `$tools_prompt` where the tool parser's prompt goes, and
+other `$fields` that `render_system_prompt` fills in.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+from tunix.rl.multi_turn import registry
+
+TOOLS_FIELD = "$tools_prompt"
+
+_PROMPTS: registry.Registry[str] = registry.Registry(
+    "system prompt", paths=False
+)
+_PROMPT_TEXTS: dict[str, str] = {
+    "tool": """You solve tasks with the help of tools. Call tools until you \
+know the answer, then give it in plain text without a call.
+
+$tools_prompt""",
+    "math": """You solve mathematical problems. Think first, use the tools for \
+every calculation, and give the final number alone in plain text.
+
+$tools_prompt""",
+    "desktop": """You operate a computer for the user. After every action you \
+see a new screenshot. Look at it, write one short sentence about what to do \
+next, then make one tool call.
+
+- Aim at the middle of what you click, press or drag.
+- Look whether your last action had its effect before you go on.
+- When the task is done, or when it cannot be done, call the terminate action.
+
+$tools_prompt""",
+    "desktop_compact": """You see a computer's screen. Do what the user asks, \
+one tool call each turn.
+$tools_prompt""",
+    "mobile": """You operate a phone for the user. After every action you see \
+a new screenshot. Write one short sentence about what to do next, then make \
+one tool call. When the task is done, or when it cannot be done, call the \
+terminate action.
+
+$tools_prompt""",
+}
+
+
+def register_prompt(name: str, template: str) -> None:
+  """Adds a template.
+
+  Raises:
+    ValueError: the name is taken, or the template is not text.
+  """
+  if not isinstance(template, str):
+    raise ValueError(
+        f"prompt {name!r} must be a str, got {type(template).__name__}"
+    )
+  _PROMPTS.register(name, template)
+
+
+def get_prompt(name: str) -> str:
+  """The template of that name.
+
+  Raises:
+    ValueError: unknown; the message names the nearest one.
+  """
+  return _PROMPTS.get(name)
+
+
+def prompt_names() -> tuple[str, ...]:
+  return _PROMPTS.names()
+
+
+def insert_tools(text: str, tools_prompt: str) -> str:
+  """`text` with the tool prompt in its place, or behind it."""
+  if TOOLS_FIELD in text:
+    return text.replace(TOOLS_FIELD, tools_prompt).strip()
+  return "\n\n".join(part for part in (text, tools_prompt) if part)
+
+
+def render_system_prompt(
+    name: str, tools_prompt: str = "", **fields: Any
+) -> str:
+  """A template with everything filled in.
+
+  Args:
+    name: of the template.
+    tools_prompt: from the tool parser's `get_tool_prompt`.
+    **fields: values of the template's other fields.
+
+  Raises:
+    ValueError: unknown name, or a field without a value.
+  """
+  template = string.Template(get_prompt(name))
+  wanted = set(template.get_identifiers())
+  missing = sorted(wanted - set(fields) - {"tools_prompt"})
+  if missing:
+    raise ValueError(f"prompt {name!r} needs {', '.join(missing)}")
+  superfluous = sorted(set(fields) - wanted)
+  if superfluous:
+    raise ValueError(f"prompt {name!r} has no {', '.join(superfluous)}")
+  text = template.substitute(fields, tools_prompt=tools_prompt)
+  if "tools_prompt" not in wanted:
+    text = insert_tools(text, tools_prompt)
+  return text.strip()
+
+
+for _name, _text in _PROMPT_TEXTS.items():
+  register_prompt(_name, _text)

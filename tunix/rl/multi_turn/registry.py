@@ -1,0 +1,115 @@
+"""Names for things that users add: parsers, tools, rewards, gyms, prompts.
+
+A `Registry` maps a name to an object, or to a dotted path "package.module:Name"
+that is imported on first use, so that naming a gym costs nothing until it is
+wanted. Promises: a name is taken once; an unknown name is refused with the
+nearest known one.
+
+Does not: construct what it holds, or scan packages.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any, Callable, Generic, Iterable, Iterator, TypeVar
+
+T = TypeVar("T")
+
+
+def unknown_name(kind: str, name: Any, known: Iterable[str]) -> str:
+  """The message for a name that is not among `known`."""
+  known = sorted(known)
+  near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
+  if not near:
+    return f"unknown {kind} {name!r}; none is registered"
+  return (
+      f"unknown {kind} {name!r}; did you mean {near[0]!r}? Known:"
+      f" {', '.join(known)}"
+  )
+
+
+def import_path(path: str) -> Any:
+  """Imports "package.module:attribute".
+
+  Raises:
+    ValueError: not of that form.
+    ImportError: no such module or attribute.
+  """
+  module, separator, attribute = path.partition(":")
+  if not separator or not module or not attribute:
+    raise ValueError(f"expected 'package.module:attribute', got {path!r}")
+  value = importlib.import_module(module)
+  for part in attribute.split("."):
+    try:
+      value = getattr(value, part)
+    except AttributeError as error:
+      raise ImportError(f"module {module!r} has no {attribute!r}") from error
+  return value
+
+
+class Registry(Generic[T]):
+  """Name -> object. `kind` is what error messages call an entry."""
+
+  def __init__(self, kind: str, *, paths: bool = True):
+    """`paths` False: str entries are values, not paths to import."""
+    self.kind = kind
+    self._paths = paths
+    self._entries: dict[str, T | str] = {}
+
+  def register(
+      self, name: str, value: T | str | None = None, *, replace: bool = False
+  ) -> Callable[[T], T]:
+    """Adds `value` under `name`; without a value, returns a decorator.
+
+    Args:
+      name: non-empty.
+      value: the object, or a dotted path "package.module:Name" imported on
+        first use.
+      replace: allow taking over an existing name.
+
+    Raises:
+      ValueError: the name is taken or empty.
+    """
+    if not isinstance(name, str) or not name:
+      raise ValueError(f"a {self.kind}'s name must be a non-empty str: {name!r}")
+
+    def add(entry: T) -> T:
+      if name in self._entries and not replace:
+        raise ValueError(
+            f"{self.kind} {name!r} is already registered; choose another name,"
+            " unregister it, or pass replace=True"
+        )
+      self._entries[name] = entry
+      return entry
+
+    if value is not None:
+      add(value)
+    return add
+
+  def unregister(self, name: str) -> bool:
+    """Removes `name`; False when it was not there."""
+    return self._entries.pop(name, None) is not None
+
+  def get(self, name: str) -> T:
+    """Returns the entry.
+
+    Raises:
+      ValueError: no such name; the message gives the nearest one.
+    """
+    try:
+      value = self._entries[name]
+    except (KeyError, TypeError):
+      raise ValueError(unknown_name(self.kind, name, self._entries)) from None
+    if self._paths and isinstance(value, str):
+      value = self._entries[name] = import_path(value)
+    return value
+
+  def names(self) -> tuple[str, ...]:
+    return tuple(sorted(self._entries))
+
+  def __contains__(self, name: object) -> bool:
+    return name in self._entries
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self.names())

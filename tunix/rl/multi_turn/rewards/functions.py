@@ -1,0 +1,99 @@
+"""The rewards that come with the package.
+
+Each reads the task's `ground_truth` (or `answer`) where it needs one.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Mapping
+
+from tunix.rl.multi_turn.rewards import registry
+from tunix.rl.multi_turn.tools import calculator
+
+RewardOutput = registry.RewardOutput
+_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
+
+
+def ground_truth(task: Any) -> Any:
+  """The task's `ground_truth` or `answer`.
+
+  Raises:
+    ValueError: it has neither.
+  """
+  if isinstance(task, Mapping):
+    for key in ("ground_truth", "answer"):
+      if task.get(key) is not None:
+        return task[key]
+  raise ValueError("the task has no 'ground_truth' and no 'answer'")
+
+
+def last_number(text: str) -> float | None:
+  """The last number written in the text, or None."""
+  found = _NUMBER.findall(text)
+  if not found:
+    return None
+  return float(found[-1].replace(",", "").replace("$", ""))
+
+
+@registry.register("exact_match")
+def exact_match(task: Mapping[str, Any], action: str) -> RewardOutput:
+  """1 when answer and truth are equal but for the space around them."""
+  score = float(str(action).strip() == str(ground_truth(task)).strip())
+  return RewardOutput(score, {"exact_match": score})
+
+
+@registry.register("numeric_match")
+def numeric_match(task: Mapping[str, Any], action: str) -> RewardOutput:
+  """1 when the last number of the answer is the last of the truth."""
+  given = last_number(str(action))
+  wanted = last_number(str(ground_truth(task)))
+  if wanted is None:
+    raise ValueError(f"ground truth {ground_truth(task)!r:.60} has no number")
+  tolerance = 1e-6 * max(1.0, abs(wanted))
+  score = float(given is not None and abs(given - wanted) <= tolerance)
+  return RewardOutput(score, {"given": given, "wanted": wanted})
+
+
+@registry.register("calculate")
+def calculate(task: Mapping[str, Any], action: str) -> RewardOutput:
+  """1 when the answer's last number is the value of the task's question.
+
+  The question, such as "what is 3 * (4 + 5)?", is worked out here; the longest
+  run of it that reads as arithmetic counts.
+  """
+  question = str(task.get("question", ""))
+  best = None
+  for match in sorted(
+      re.findall(r"[-+*/%().\d\s]*\d[-+*/%().\d\s]*", question),
+      key=len,
+      reverse=True,
+  ):
+    try:
+      best = calculator.evaluate(match.strip().rstrip("."))
+      break
+    except ValueError:
+      continue
+  if best is None:
+    raise ValueError(f"question {question!r:.80} holds no arithmetic")
+  given = last_number(str(action))
+  tolerance = 1e-6 * max(1.0, abs(best))
+  score = float(given is not None and abs(given - best) <= tolerance)
+  return RewardOutput(score, {"given": given, "wanted": best})
+
+
+@registry.register("success")
+def success(
+    task: Any, action: Any, info: Mapping[str, Any] | None = None
+) -> RewardOutput:
+  """1 when the environment says the task is solved."""
+  del task, action
+  score = float(bool((info or {}).get("success", False)))
+  return RewardOutput(score, {"success": score})
+
+
+@registry.register("zero")
+def zero(task: Any, action: Any) -> RewardOutput:
+  """Always 0: for environments that reward by themselves."""
+  del task, action
+  return RewardOutput(0.0)

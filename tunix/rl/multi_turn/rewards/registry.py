@@ -1,0 +1,182 @@
+"""Rewards: plain functions by name.
+
+A reward function takes `(task, action)`, the task and the policy's answer, and
+returns a `RewardOutput` or a number; it may be async. One that also takes an
+`info` argument gets the environment's last info. `evaluate` calls any of them.
+
+Promises: what comes out is a `RewardOutput` with a finite reward, or an error
+naming the function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from typing import Any, Callable, Mapping
+
+from tunix.rl.multi_turn import concurrency
+from tunix.rl.multi_turn import registry
+
+RewardFn = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardOutput:
+  """A reward and what it was made of.
+
+  Attributes:
+    reward: scalar.
+    metadata: for logs.
+  """
+
+  reward: float
+  metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    reward = self.reward
+    if hasattr(reward, "item") and not isinstance(reward, (int, float)):
+      reward = reward.item()
+    if not isinstance(reward, (bool, int, float)) or not math.isfinite(reward):
+      raise ValueError(
+          f"a reward must be a finite number, got {self.reward!r:.60}"
+      )
+    object.__setattr__(self, "reward", float(reward))
+
+  def __float__(self) -> float:
+    return self.reward
+
+
+_REGISTRY: registry.Registry[RewardFn] = registry.Registry("reward")
+
+
+def register(name: str) -> Callable[[RewardFn], RewardFn]:
+  """Decorator that adds a reward function.
+
+  Raises:
+    ValueError: the name is taken.
+  """
+  return _REGISTRY.register(name)
+
+
+def unregister(name: str) -> bool:
+  """Removes a reward function; False when there was none of that name."""
+  return _REGISTRY.unregister(name)
+
+
+def get_reward_fn(name: str) -> RewardFn:
+  """The function of that name.
+
+  Raises:
+    ValueError: unknown; the message names the nearest one.
+  """
+  return _REGISTRY.get(name)
+
+
+def reward_names() -> tuple[str, ...]:
+  return _REGISTRY.names()
+
+
+def as_reward(value: Any, source: str = "reward function") -> RewardOutput:
+  """What a reward function returned, as a RewardOutput.
+
+  Raises:
+    ValueError: no finite number in it, naming `source`.
+  """
+  if isinstance(value, RewardOutput):
+    return value
+  try:
+    if hasattr(value, "reward"):  # Another package's RewardOutput.
+      return RewardOutput(value.reward, dict(getattr(value, "metadata", {})))
+    return RewardOutput(value)
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"{source}: {error}") from error
+
+
+@functools.lru_cache(maxsize=256)
+def _takes_info(fn: RewardFn) -> bool:
+  try:
+    parameters = inspect.signature(fn).parameters
+  except (TypeError, ValueError):
+    return False
+  return "info" in parameters
+
+
+def _prepare(
+    fn: RewardFn | str, info: Mapping[str, Any] | None
+) -> tuple[RewardFn, dict[str, Any], str]:
+  if isinstance(fn, str):
+    fn = get_reward_fn(fn)
+  kwargs = {}
+  try:
+    takes_info = _takes_info(fn)
+  except TypeError:  # Not hashable.
+    takes_info = _takes_info.__wrapped__(fn)
+  if takes_info:
+    kwargs["info"] = dict(info or {})
+  name = getattr(fn, "__name__", type(fn).__name__)
+  return fn, kwargs, f"reward function {name!r}"
+
+
+def evaluate(
+    fn: RewardFn | str,
+    task: Any,
+    action: Any,
+    info: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+) -> RewardOutput:
+  """Calls a reward function, by itself or by name, and waits."""
+  fn, kwargs, name = _prepare(fn, info)
+  if timeout is None and not concurrency.is_async(fn):
+    value = fn(task, action, **kwargs)
+    if not inspect.isawaitable(value):
+      return as_reward(value, name)
+    value = concurrency.call(lambda: value, what=name)
+  else:
+    value = concurrency.call(
+        fn, task, action, seconds=timeout, what=name, **kwargs
+    )
+  return as_reward(value, name)
+
+
+async def evaluate_async(
+    fn: RewardFn | str,
+    task: Any,
+    action: Any,
+    info: Mapping[str, Any] | None = None,
+    timeout: float | None = 30.0,
+) -> RewardOutput:
+  """`evaluate` for the event loop: sync functions run in a thread.
+
+  Raises:
+    concurrency.DeadlineExceeded: after `timeout` seconds.
+  """
+  fn, kwargs, name = _prepare(fn, info)
+  value = await concurrency.acall(
+      fn, task, action, seconds=timeout, what=name, **kwargs
+  )
+  return as_reward(value, name)
+
+
+def combine_rewards(weights: Mapping[str, float]) -> RewardFn:
+  """A weighted sum of registered rewards; metadata keep each one's name.
+
+  Raises:
+    ValueError: an unknown name.
+  """
+  for name in weights:
+    get_reward_fn(name)
+
+  async def combined(
+      task: Any, action: Any, info: Mapping[str, Any] | None = None
+  ) -> RewardOutput:
+    total = 0.0
+    metadata: dict[str, Any] = {}
+    for name, weight in weights.items():
+      out = await evaluate_async(name, task, action, info)
+      total += weight * out.reward
+      metadata[name] = {"reward": out.reward, **out.metadata}
+    return RewardOutput(total, metadata)
+
+  return combined
