@@ -190,8 +190,63 @@ class ScrollArea(Container):
       room = max(1, self.h - self._thumb()[1])
       self.scroll(ui, (y2 - y) * self.limit // room)
 
+
+class TabView(Container):
+  """Pages of which one is in front; their heads stand in a row on top."""
+
+  kind = "tab view"
+  HEAD = 16
+
+  def __init__(self, x, y, w, h, names):
+    super().__init__(x, y, w, h)
+    self.pages: dict[str, Container] = {}
+    self.tabs: list[widgets.Tab] = []
+    width = min(w // len(names), 60)
+    for i, name in enumerate(names):
+      self.add(widgets.Tab(x + i * width, y, width, self.HEAD, name,
+                           self.tabs))
+      self.pages[name] = page = Container(
+          x + 1, y + self.HEAD, w - 2, h - self.HEAD - 1
+      )
+      page.parent = self
+
+  def phrases(self):
+    return ()
+
+  def front(self) -> str:
+    """Name of the page in front."""
+    return next(tab.name for tab in self.tabs if tab.front)
+
+  def _shown(self):
+    return [self.pages[self.front()]] + self.tabs
+
+  def walk(self):
+    yield self
+    for child in self._shown():
+      yield from child.walk()
+
+  def hit(self, x, y):
+    if not self.contains(x, y):
+      return None
+    for child in reversed(self._shown()):
+      found = child.hit(x, y)
+      if found is not None:
+        return found
+    return self
+
   def shift(self, dx, dy):
     super().shift(dx, dy)
+    for page in self.pages.values():
+      page.shift(dx, dy)
+
+  def draw(self, c, ui):
+    t = ui.theme
+    c.rect(self.x, self.y + self.HEAD - 1, self.w, self.h - self.HEAD + 1,
+           t.button_edge)
+    c.rect(self.x + 1, self.y + self.HEAD, self.w - 2,
+           self.h - self.HEAD - 1, t.field)
+    for child in self._shown():
+      child.draw(c, ui)
 
 
 class MenuItem(widgets.Widget):

@@ -101,6 +101,17 @@ class ClickColor(family.Family):
     return family.click(ep, ep.w["shapes"][0])
 
 
+def _head_shows(scene, win):
+  """Whether nothing covers a window's title text and close box."""
+  text = font.text_width(win.name)
+  spots = [(win.x + 5, win.y + 7), (win.x + 5 + text, win.y + 7)]
+  box = win.close_box
+  return all(scene.hit(*spot) is win for spot in spots) and all(
+      scene.hit(x, y) is box
+      for x in (box.x, box.x + box.w - 1) for y in (box.y, box.y + box.h - 1)
+  )
+
+
 @family.register
 class CloseDialog(family.Family):
   """Close a dialog by its close box or by the button that is named."""
@@ -166,24 +177,25 @@ class CloseDialog(family.Family):
     )
 
   def _windows(self, ep, data, rng):
-    """Three windows; the target's close box is never covered."""
+    """Three windows of which every title and close box is in sight."""
     scene = ep.scene
-    for attempt in range(50):
+    titles = rng.sample(data["titles"], 3)
+    for attempt in range(60):
       del scene.items[:]
-      order = rng.sample(data["titles"], 3)
-      made = {}
-      for title in order:
-        win = layout.window(rng, scene, title, 62, 24)
-        x, y, w, _ = win.client()
-        win.add(widgets.Label(x + 2, y + 4, data["message"], w=w - 4))
-        made[title] = win
-      boxes = [made[t].close_box for t in data["titles"]]
-      if all(scene.point(box) is not None for box in boxes):
+      wins = [
+          layout.window(rng, scene, title, 62, 24, grow=attempt < 30)
+          for title in titles
+      ]
+      if all(_head_shows(scene, win) for win in wins):
         break
-    target = made[data["titles"][0]]
-    if scene.point(target.close_box) is None:
-      scene.items.remove(target)
-      scene.items.append(target)
+    else:  # a cascade always shows all heads
+      for i, win in enumerate(wins):
+        dx = (scene.w - win.w) * i // 2
+        win.shift(dx - win.x, (scene.h - win.h) * i // 2 - win.y)
+    for win in wins:
+      x, y, w, _ = win.client()
+      win.add(widgets.Label(x + 2, y + 4, data["message"], w=w - 4))
+    (target,) = [w for w in wins if w.name == data["titles"][0]]
     ep.w.update(dialog=target, target=target.close_box)
 
   def judge(self, ep, event):

@@ -61,6 +61,8 @@ class Episode:
     for event in self.scene.events:
       if event.kind != "terminate":
         self.outcome = self.family.judge(self, event)
+      if event.kind == "close" and self.outcome is None:
+        self.outcome = False  # what the task needs is gone
       if self.outcome is not None:
         return info
     if self.family.solved(self):

@@ -19,6 +19,8 @@ from typing import Any, Mapping
 from tunix.rl.multi_turn import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms.desktop import families_basic  # pylint: disable=unused-import
+from tunix.rl.multi_turn.environments.gyms.desktop import families_forms  # pylint: disable=unused-import
+from tunix.rl.multi_turn.environments.gyms.desktop import families_pointer  # pylint: disable=unused-import
 from tunix.rl.multi_turn.environments.gyms.desktop import family as family_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 

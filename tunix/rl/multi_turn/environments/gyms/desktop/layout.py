@@ -19,20 +19,37 @@ def _overlap(a: Rect, b: Rect, gap: int) -> bool:
 
 
 def _shelves(
-    area: Rect, sizes: Sequence[tuple[int, int]], gap: int
+    rng: random.Random,
+    area: Rect,
+    sizes: Sequence[tuple[int, int]],
+    gap: int,
 ) -> list[tuple[int, int]] | None:
-  """Rows from the top left; None when they do not fit."""
+  """Rows from the top, room to spare shared out; None if they do not fit."""
   ax, ay, aw, ah = area
-  x = y = row = 0
-  out = []
-  for w, h in sizes:
-    if x and x + w > aw:
-      x, y, row = 0, y + row + gap, 0
-    if x + w > aw or y + h > ah:
+  rows: list[list[int]] = [[]]
+  used = 0
+  for i, (w, _) in enumerate(sizes):
+    if w > aw:
       return None
-    out.append((ax + x, ay + y))
-    x += w + gap
-    row = max(row, h)
+    if rows[-1] and used + gap + w > aw:
+      rows.append([])
+    used = used + gap + w if rows[-1] else w
+    rows[-1].append(i)
+  heights = [max(sizes[i][1] for i in row) for row in rows]
+  spare = ah - sum(heights) - gap * (len(rows) - 1)
+  if spare < 0:
+    return None
+  out = [(0, 0)] * len(sizes)
+  y = ay
+  for row, height in zip(rows, heights):
+    free = aw - sum(sizes[i][0] for i in row) - gap * (len(row) - 1)
+    shift = rng.randrange(spare // len(rows) + 1)
+    x = ax
+    for i in row:
+      x += rng.randrange(free // len(row) + 1)
+      out[i] = (x, y + shift)
+      x += sizes[i][0] + gap
+    y += height + gap + spare // len(rows)
   return out
 
 
@@ -75,7 +92,7 @@ def place(
     shuffled = list(range(len(sizes)))
     rng.shuffle(shuffled)
     for permutation in (shuffled, order):
-      rows = _shelves(area, [sizes[i] for i in permutation], gap)
+      rows = _shelves(rng, area, [sizes[i] for i in permutation], gap)
       if rows is not None:
         at = dict(zip(permutation, rows))
         return [at[i] for i in range(len(sizes))]

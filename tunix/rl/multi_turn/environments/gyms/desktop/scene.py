@@ -118,10 +118,13 @@ class Scene:
       self.focus = None
       self.emit("close", window)
 
-  def open_menu(self, x, y, items, owner, width=0) -> None:
+  def open_menu(self, x, y, items, owner, width=0, below=0) -> None:
+    """Shows a menu at (x, y), which is `below` units under its owner's top."""
     width = max([width] + [font.text_width(i) + 10 for i in items])
     height = len(items) * containers.Menu.ITEM_HEIGHT + 2
     x = max(0, min(x, self.w - width))
+    if y + height > self.h and y - height - below >= 0:
+      y -= height + below  # no room underneath: open upwards
     y = max(0, min(y, self.h - height))
     self.menu = containers.Menu(x, y, width, items, owner)
 

@@ -61,7 +61,12 @@ class Widget:
     """A left click, `count` times."""
 
   def drag(self, ui: Scene, x: int, y: int, x2: int, y2: int) -> None:
-    """The left button went down at (x, y) and up at (x2, y2)."""
+    """The left button went down at (x, y) and up at (x2, y2).
+
+    Letting go inside is a click, outside it is none.
+    """
+    if self.contains(x2, y2):
+      self.press(ui, x2, y2, 1)
 
   def key(self, ui: Scene, combo: str) -> bool:
     """A key combination while focused; returns whether it was used."""
@@ -165,7 +170,8 @@ class TextField(Widget):
     if focused and low < high:
       a = font.text_width(shown[first:max(low, first)])
       b = min(room, font.text_width(shown[first:high]))
-      c.rect(left + a, self.y + 2, b - a + 1, self.h - 4, t.accent)
+      c.rect(left + a + bool(a) - 1, self.y + 2, b - a + 2 - bool(a),
+             self.h - 4, t.accent)
       cut = max(0, low - first), max(0, high - first)
       c.text(left, top, part[:cut[0]], t.text)
       gap = 1 if cut[0] else 0
@@ -345,7 +351,8 @@ class DropDown(Widget):
     c.text(self.x + 4, self.y + (self.h - 7) // 2, text, t.text)
 
   def press(self, ui, x, y, count):
-    ui.open_menu(self.x, self.y + self.h, self.options, self, self.w)
+    ui.open_menu(self.x, self.y + self.h, self.options, self, self.w,
+                 self.h)
 
   def choose(self, ui: Scene, index: int) -> None:
     """Called by the menu."""
@@ -366,13 +373,17 @@ class DropDown(Widget):
 
 
 class Slider(Widget):
-  """A knob on a track with `steps` + 1 positions; drag, click or arrows."""
+  """Name and value over a knob on a track; drag, click or arrows.
+
+  Values are the whole numbers 0..`steps`; the track is the lower part.
+  """
 
   kind = "slider"
   focusable = True
+  HEIGHT = 28
 
-  def __init__(self, x, y, w, h, name, steps=10, value=0):
-    super().__init__(x, y, w, h, name)
+  def __init__(self, x, y, w, name, steps=10, value=0):
+    super().__init__(x, y, w, self.HEIGHT, name)
     self.steps = steps
     self.value = value
 
@@ -382,18 +393,27 @@ class Slider(Widget):
     return self.x + 5 + (self.w - 11) * value // self.steps
 
   def center(self):
-    return self.knob_x(), self.y + self.h // 2
+    return self.knob_x(), self.y + 19
+
+  def at(self, value: int) -> tuple[int, int]:
+    """Where the knob's centre would be at `value`."""
+    return self.knob_x(value), self.y + 19
 
   def draw(self, c, ui):
     t = ui.theme
-    mid = self.y + self.h // 2
+    mid = self.y + 19
+    shown = str(self.value)
+    room = self.w - 4 - font.text_width(shown)
+    c.text(self.x + 1, self.y + 1, font.fit(self.name, room), t.text)
+    c.text(self.x + self.w - 1 - font.text_width(shown), self.y + 1, shown,
+           t.text)
     left, right = self.x + 5, self.x + self.w - 6
     for step in range(self.steps + 1):
-      c.rect(self.knob_x(step), mid + 5, 1, 2, t.faint)
+      c.rect(self.knob_x(step), mid + 6, 1, 2, t.faint)
     c.rect(left - 2, mid - 1, right - left + 5, 3, t.button_edge)
     knob = self.knob_x()
     c.rect(left - 2, mid - 1, knob - left + 2, 3, t.accent)
-    c.box(knob - 4, mid - 7, 9, 12, t.accent,
+    c.box(knob - 4, mid - 6, 9, 12, t.accent,
           t.text if ui.focus is self else t.button_edge)
 
   def _value_at(self, x: int) -> int:
@@ -407,10 +427,12 @@ class Slider(Widget):
       ui.emit("slide", self, value)
 
   def press(self, ui, x, y, count):
-    self._set(ui, self._value_at(x))
+    if y >= self.y + 11:
+      self._set(ui, self._value_at(x))
 
   def drag(self, ui, x, y, x2, y2):
-    self._set(ui, self._value_at(x2))
+    if y >= self.y + 11:
+      self._set(ui, self._value_at(x2))
 
   def key(self, ui, combo):
     step = {"right": 1, "up": 1, "left": -1, "down": -1}.get(combo)

@@ -1,0 +1,426 @@
+"""Families of forms: radio buttons, lists, sliders, fields, tabs."""
+
+from __future__ import annotations
+
+from tunix.rl.multi_turn.environments.gyms.desktop import containers
+from tunix.rl.multi_turn.environments.gyms.desktop import family
+from tunix.rl.multi_turn.environments.gyms.desktop import font
+from tunix.rl.multi_turn.environments.gyms.desktop import layout
+from tunix.rl.multi_turn.environments.gyms.desktop import widgets
+from tunix.rl.multi_turn.environments.gyms.desktop import words
+
+
+def form(ep, rng, w=112, h=66):
+  """A window with a random title; returns it and its client area."""
+  win = layout.window(rng, ep.scene, rng.choice(words.WINDOW_TITLES), w, h)
+  return win, win.client(2)
+
+
+def submit_button(win, area, name="OK"):
+  """A button at the bottom right that Enter presses too."""
+  w, h = widgets.Button.size(name)
+  x, y, aw, ah = area
+  win.default = win.add(
+      widgets.Button(x + aw - w - 1, y + ah - h - 1, w, h, name)
+  )
+  return win.default
+
+
+class _Form(family.Family):
+  """Won by the right state: at once at level 0, else when submitted."""
+
+  def right(self, ep) -> bool:
+    raise NotImplementedError
+
+  def fill(self, ep):
+    """The next action towards the right state, None when it is reached."""
+    raise NotImplementedError
+
+  def judge(self, ep, event):
+    if "ok" in ep.w and event.kind == "press" and event.widget is ep.w["ok"]:
+      return self.right(ep)
+    return None
+
+  def solved(self, ep):
+    return "ok" not in ep.w and self.right(ep)
+
+  def oracle(self, ep):
+    action = self.fill(ep)
+    if action is None and "ok" in ep.w:
+      return family.click(ep, ep.w["ok"])
+    return action
+
+
+@family.register
+class ChooseRadio(_Form):
+  """Choose one radio button; from level 1 on, confirm with OK."""
+
+  name = "choose-radio"
+  max_turns = (3, 4, 6)
+
+  def sample(self, rng, level):
+    count = (3, 3, 6)[level]
+    names = rng.sample(words.CHOICES, count)
+    wanted = names[:1] if level < 2 else [names[0], names[3]]
+    text = rng.choice(("Choose {}.", "Select {}.", "Pick {}.")).format(
+        family.quote(wanted)
+    )
+    if level:
+      text = text[:-1] + rng.choice((
+          " and press OK.", ", then click OK.",
+      ))
+    orders = [rng.sample(range(i, i + 3), 3) for i in range(0, count, 3)]
+    return family.Spec(text, {"names": names, "orders": orders})
+
+  def build(self, ep, data, rng):
+    win, area = form(ep, rng, 116, 70)
+    x, _, w, h = area
+    ep.w["targets"] = []
+    for place, order in enumerate(data["orders"]):
+      group: list[widgets.RadioButton] = []
+      rows = (x, area[1], w, h - 18 if ep.level else h)
+      for i, top in zip(order, layout.column(rows, 3, 14)):
+        left = x + 1 + place * (w // 2)
+        radio = win.add(
+            widgets.RadioButton(left, top, data["names"][i], group)
+        )
+        if i % 3 == 0:
+          ep.w["targets"].append(radio)
+    if ep.level:
+      ep.w["ok"] = submit_button(win, area)
+
+  def right(self, ep):
+    return all(radio.chosen for radio in ep.w["targets"])
+
+  def fill(self, ep):
+    for radio in ep.w["targets"]:
+      if not radio.chosen:
+        return family.click(ep, radio)
+    return None
+
+
+@family.register
+class ChooseOption(_Form):
+  """Choose an option of a drop-down list (of two, with OK, at level 2)."""
+
+  name = "choose-option"
+  max_turns = (4, 5, 8)
+
+  def sample(self, rng, level):
+    lists = 1 + (level == 2)
+    count = (3, 4, 4)[level]
+    names = rng.sample(words.DROP_DOWN_NAMES, lists)
+    options, wanted, old = [], [], []
+    for _ in names:
+      choices = rng.sample(words.CHOICES, count)
+      goal, start = rng.sample(range(count), 2)
+      options.append(choices)
+      wanted.append(goal)
+      old.append(start)
+    goals = [o[g] for o, g in zip(options, wanted)]
+    if level == 0:
+      text = rng.choice((
+          "Choose {} from the list.", "Select {} in the drop-down.",
+          "Open the list and pick {}.",
+      )).format(goals[0])
+    else:
+      text = "Set " + family.quote(
+          [f"{name} to {goal}" for name, goal in zip(names, goals)]
+      ) + ("." if level == 1 else ", then press OK.")
+    return family.Spec(text, {
+        "names": names, "options": options, "wanted": wanted, "old": old,
+    })
+
+  def build(self, ep, data, rng):
+    win, area = form(ep, rng)
+    x, y, w, h = area
+    lists = []
+    if ep.level == 0:
+      width = max(font.text_width(o) for o in data["options"][0]) + 32
+      (spot,) = layout.place(rng, area, [(width, 16)])
+      lists.append(win.add(widgets.DropDown(
+          *spot, width, 16, "", data["options"][0], data["old"][0]
+      )))
+    else:
+      label = max(font.text_width(name) for name in data["names"]) + 6
+      tops = layout.column((x, y, w, h - 18), len(data["names"]), 16)
+      for i, top in enumerate(tops):
+        win.add(widgets.Label(x, top + 5, data["names"][i]))
+        lists.append(win.add(widgets.DropDown(
+            x + label, top, min(w - label, 90), 16, data["names"][i],
+            data["options"][i], data["old"][i],
+        )))
+    if ep.level == 2:
+      ep.w["ok"] = submit_button(win, area)
+    ep.w["lists"] = lists
+
+  def right(self, ep):
+    return [d.value for d in ep.w["lists"]] == list(ep.spec.data["wanted"])
+
+  def fill(self, ep):
+    menu = ep.scene.menu
+    for drop, goal in zip(ep.w["lists"], ep.spec.data["wanted"]):
+      if drop.value != goal:
+        if menu is not None and menu.owner is drop:
+          return family.click(ep, menu.children[goal])
+        return family.click(ep, drop)
+    return None
+
+
+@family.register
+class SetSlider(_Form):
+  """Drag a slider to a value; at level 2 two of them, then OK."""
+
+  name = "set-slider"
+  max_turns = (4, 4, 7)
+
+  def sample(self, rng, level):
+    steps = (4, 10, 10)[level]
+    names = rng.sample(words.SLIDER_NAMES, 1 + (level == 2))
+    pairs = [rng.sample(range(steps + 1), 2) for _ in names]
+    goals = family.quote([f"{n} to {p[0]}" for n, p in zip(names, pairs)])
+    text = rng.choice(("Set {}.", "Move {}.", "Drag {}.")).format(goals)
+    if level == 2:
+      text = text[:-1] + ", then press OK."
+    return family.Spec(text, {"names": names, "steps": steps, "pairs": pairs})
+
+  def build(self, ep, data, rng):
+    win, area = form(ep, rng, 112, 72)
+    x, y, w, h = area
+    names = data["names"]
+    width = rng.randint(96, max(96, min(w - 2, 180)))
+    left = x + rng.randrange(w - width + 1)
+    if ep.level < 2:
+      tops = [y + rng.randrange(h - widgets.Slider.HEIGHT + 1)]
+    else:
+      tops = layout.column((x, y, w, h - 17), 2, widgets.Slider.HEIGHT, 0)
+      ep.w["ok"] = submit_button(win, area)
+    ep.w["sliders"] = [
+        win.add(widgets.Slider(left, top, width, n, data["steps"], p[1]))
+        for top, n, p in zip(tops, names, data["pairs"])
+    ]
+
+  def right(self, ep):
+    goals = [pair[0] for pair in ep.spec.data["pairs"]]
+    return [s.value for s in ep.w["sliders"]] == goals
+
+  def fill(self, ep):
+    for slider, (goal, _) in zip(ep.w["sliders"], ep.spec.data["pairs"]):
+      if slider.value != goal:
+        x, y = ep.scene.point(slider)
+        x2, y2 = ep.scene.to_px(*slider.at(goal))
+        return family.Action(family.Kind.DRAG, x=x, y=y, x2=x2, y2=y2)
+    return None
+
+
+@family.register
+class LoginForm(_Form):
+  """Fill in user and password, then press the button; Enter works too."""
+
+  name = "login-form"
+  max_turns = (8, 8, 10)
+
+  def sample(self, rng, level):
+    user, secret, old = rng.sample(words.TYPING_WORDS, 3)
+    text = rng.choice((
+        'Log in as "{}" with the password "{}".',
+        'Enter the user "{}" and the password "{}", then log in.',
+        'Sign in: user "{}", password "{}".',
+    )).format(user, secret)
+    swap = level >= 1 and rng.random() < 0.5
+    return family.Spec(text, {
+        "want": [user, secret], "swap": swap,
+        "old": [old if level == 2 else "", ""],
+    })
+
+  def build(self, ep, data, rng):
+    win, area = form(ep, rng, 116, 64)
+    x, y, w, h = area
+    label = font.text_width("password") + 5
+    tops = layout.column((x, y, w, h - 18), 2, 16, 2)
+    if data["swap"]:
+      tops.reverse()
+    fields = []
+    for name, top, old in zip(("user", "password"), tops, data["old"]):
+      win.add(widgets.Label(x, top + 5, name))
+      fields.append(win.add(widgets.TextField(
+          x + label, top, w - label - 1, 16, name, old,
+          secret=name == "password",
+      )))
+    ep.w["fields"] = fields
+    ep.w["ok"] = submit_button(win, area, "Log in")
+    if ep.level == 2:
+      cancel = widgets.Button.size("Cancel")
+      win.add(widgets.Button(
+          x + 1, y + h - cancel[1] - 1, *cancel, "Cancel"
+      ))
+
+  def judge(self, ep, event):
+    if event.kind == "press" and event.widget is not ep.w["ok"]:
+      return False
+    return super().judge(ep, event)
+
+  def right(self, ep):
+    return [f.text for f in ep.w["fields"]] == list(ep.spec.data["want"])
+
+  def fill(self, ep):
+    for field, text in zip(ep.w["fields"], ep.spec.data["want"]):
+      action = family.enter(ep, field, text)
+      if action is not None:
+        return action
+    return None
+
+
+@family.register
+class FocusField(family.Family):
+  """Put the focus into the named field, by mouse or by Tab."""
+
+  name = "focus-field"
+  max_turns = (2, 3, 4)
+
+  def sample(self, rng, level):
+    names = rng.sample(words.FIELD_NAMES, (2, 3, 4)[level])
+    text = rng.choice((
+        "Click into the {} field.", "Put the cursor into the {} field.",
+        "Focus the field {}.",
+    )).format(names[0])
+    order = rng.sample(range(len(names)), len(names))
+    return family.Spec(text, {"names": names, "order": order})
+
+  def build(self, ep, data, rng):
+    win, area = form(ep, rng, 112, 70)
+    names = data["names"]
+    label = max(font.text_width(name) for name in names) + 6
+    x, _, w, _ = area
+    for i, top in zip(data["order"], layout.column(area, len(names), 15)):
+      win.add(widgets.Label(x, top + 4, names[i]))
+      field = win.add(widgets.TextField(
+          x + label, top, w - label, 15, names[i]
+      ))
+      if i == 0:
+        ep.w["field"] = field
+
+  def solved(self, ep):
+    return ep.scene.focus is ep.w["field"]
+
+  def oracle(self, ep):
+    return family.click(ep, ep.w["field"])
+
+
+@family.register
+class CopyText(family.Family):
+  """Copy one field's text into another; by clipboard or by typing."""
+
+  name = "copy-text"
+  max_turns = (8, 8, 10)
+
+  def sample(self, rng, level):
+    names = rng.sample(words.FIELD_NAMES, (2, 3, 4)[level])
+    texts = rng.sample(words.TYPING_WORDS, len(names))
+    if level < 2:
+      texts[1] = ""
+    text = rng.choice((
+        "Copy the text of the {} field into the {} field.",
+        "Copy {} to {}.", "Paste the text from {} into {}.",
+    )).format(*names[:2])
+    order = rng.sample(range(len(names)), len(names))
+    return family.Spec(text, {"names": names, "texts": texts, "order": order})
+
+  def build(self, ep, data, rng):
+    win, area = form(ep, rng, 112, 70)
+    names = data["names"]
+    label = max(font.text_width(name) for name in names) + 6
+    x, _, w, _ = area
+    fields = [None] * len(names)
+    for i, top in zip(data["order"], layout.column(area, len(names), 15)):
+      win.add(widgets.Label(x, top + 4, names[i]))
+      fields[i] = win.add(widgets.TextField(
+          x + label, top, w - label, 15, names[i], data["texts"][i]
+      ))
+    ep.w["fields"] = fields
+
+  def solved(self, ep):
+    texts = list(ep.spec.data["texts"])
+    texts[1] = texts[0]
+    return [field.text for field in ep.w["fields"]] == texts
+
+  def oracle(self, ep):
+    source, target = ep.w["fields"][:2]
+    text = ep.spec.data["texts"][0]
+    focus = ep.scene.focus
+    for field, want in zip(ep.w["fields"], ep.spec.data["texts"]):
+      if field is not target and field.text != want:
+        return family.enter(ep, field, want)  # mend what went wrong
+    if ep.scene.clipboard != text:
+      if focus is source and source.selection() == (0, len(text)):
+        return family.Action(family.Kind.KEY, keys=("ctrl", "c"))
+      return family.click(ep, source, count=3)
+    if focus is target and target.selection() == (0, len(target.text)):
+      return family.Action(family.Kind.KEY, keys=("ctrl", "v"))
+    return family.click(ep, target, count=3)
+
+
+@family.register
+class SwitchTab(family.Family):
+  """Bring a tab to the front; from level 1 on, tick a box on its page."""
+
+  name = "switch-tab"
+  max_turns = (2, 4, 5)
+
+  def sample(self, rng, level):
+    count = (3, 3, 4)[level]
+    names = rng.sample([n for n in words.TAB_NAMES if len(n) < 6], count)
+    goal = rng.randrange(1, count)
+    boxes = rng.sample(words.CHOICES, count * (1 + (level == 2)))
+    if level == 0:
+      text = rng.choice((
+          "Open the {} tab.", "Switch to the {} tab.", "Go to the tab {}.",
+      )).format(names[goal])
+      pages = [[] for _ in names]
+    else:
+      per = len(boxes) // count
+      pages = [boxes[i * per:(i + 1) * per] for i in range(count)]
+      text = rng.choice((
+          "Tick {} on the {} tab.", "Check {} on the tab {}.",
+      )).format(pages[goal][0], names[goal])
+    return family.Spec(text, {"names": names, "goal": goal, "pages": pages})
+
+  def build(self, ep, data, rng):
+    win, area = form(ep, rng, 118, 70)
+    view = win.add(containers.TabView(*area, data["names"]))
+    ep.w.update(view=view, tab=view.tabs[data["goal"]], wrong=[])
+    for place, (name, labels) in enumerate(zip(data["names"], data["pages"])):
+      page = view.pages[name]
+      inner = (page.x + 3, page.y + 3, page.w - 6, page.h - 6)
+      sizes = [(widgets.CheckBox.width(label), 14) for label in labels]
+      spots = layout.place(rng, inner, sizes) if labels else []
+      made = [
+          page.add(widgets.CheckBox(*at, label))
+          for at, label in zip(spots, labels)
+      ]
+      if not made:
+        page.add(widgets.Label(page.x + 4, page.y + 5, name, faint=True))
+      elif place == data["goal"]:
+        ep.w["box"] = made[0]
+        made = made[1:]
+      ep.w["wrong"] += made
+
+  def solved(self, ep):
+    if "box" not in ep.w:
+      return ep.w["tab"].front
+    return ep.w["box"].ticked and not any(b.ticked for b in ep.w["wrong"])
+
+  def oracle(self, ep):
+    for box in ep.w["wrong"]:  # mend what went wrong
+      if box.ticked:
+        point = ep.scene.point(box)
+        if point is not None and box.parent in ep.w["view"].walk():
+          return family.click(ep, box)
+        tab = next(
+            t for t in ep.w["view"].tabs
+            if ep.w["view"].pages[t.name] is box.parent
+        )
+        return family.click(ep, tab)
+    if not ep.w["tab"].front:
+      return family.click(ep, ep.w["tab"])
+    return family.click(ep, ep.w["box"])

@@ -1,0 +1,378 @@
+"""Families of pointing, scrolling, dragging, menus, keys and answers."""
+
+from __future__ import annotations
+
+from tunix.rl.multi_turn.environments.gyms.desktop import containers
+from tunix.rl.multi_turn.environments.gyms.desktop import family
+from tunix.rl.multi_turn.environments.gyms.desktop import font
+from tunix.rl.multi_turn.environments.gyms.desktop import layout
+from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
+from tunix.rl.multi_turn.environments.gyms.desktop import widgets
+from tunix.rl.multi_turn.environments.gyms.desktop import words
+from tunix.rl.multi_turn.environments.gyms.desktop.families_basic import add_buttons
+from tunix.rl.multi_turn.environments.gyms.desktop.families_forms import form
+
+
+@family.register
+class ScrollAndClick(family.Family):
+  """Find a row of a list that is longer than its area, and click it."""
+
+  name = "scroll-and-click"
+  max_turns = (4, 5, 6)
+  ROW = 14
+
+  def sample(self, rng, level):
+    count = (8, 14, 22)[level]
+    names = rng.sample(words.CHOICES, count)
+    goal = rng.randrange(count)
+    text = rng.choice((
+        "Click {} in the list.", "Scroll the list and choose {}.",
+        "Find {} in the list and click it.",
+    )).format(names[goal])
+    return family.Spec(text, {"names": names, "goal": goal})
+
+  def build(self, ep, data, rng):
+    win, (x, y, w, h) = form(ep, rng, 100, 66)
+    h = min(h, self.ROW * (len(data["names"]) - 2))  # always worth scrolling
+    area = win.add(containers.ScrollArea(
+        x, y, w, h, len(data["names"]) * self.ROW
+    ))
+    for i, name in enumerate(data["names"]):
+      area.add(widgets.Row(
+          x + 1, y + i * self.ROW, w - area.BAR - 1, self.ROW, name
+      ))
+    ep.w.update(area=area, row=area.children[data["goal"]])
+
+  def judge(self, ep, event):
+    if event.kind == "choose":
+      return event.widget is ep.w["row"]
+    return None
+
+  def oracle(self, ep):
+    area, row = ep.w["area"], ep.w["row"]
+    top = row.y - area.y - area.offset
+    if 0 <= top <= area.h - row.h:
+      return family.click(ep, row)
+    goal = min(area.limit, max(0, row.y - area.y - (area.h - row.h) // 2))
+    x, y = ep.scene.to_px(area.x + area.w // 2, area.y + area.h // 2)
+    dy = (goal - area.offset) * ep.scene.k
+    return family.Action(family.Kind.SCROLL, x=x, y=y, dy=dy)
+
+
+@family.register
+class DragToTarget(family.Family):
+  """Drag the named shape into the (named) box."""
+
+  name = "drag-to-target"
+  max_turns = (3, 4, 4)
+
+  def sample(self, rng, level):
+    colors = rng.sample(list(words.COLORS), 1 + level)
+    forms = [rng.choice(("square", "circle")) for _ in colors]
+    things = list(zip(colors, forms))
+    boxes = rng.sample("ABCD", 1 + (level == 2))
+    what = " ".join(things[0])
+    if len(boxes) == 1:
+      text = rng.choice((
+          "Drag the {} into the box.", "Move the {} into the box.",
+          "Drop the {} in the box.",
+      )).format(what)
+    else:
+      text = rng.choice((
+          "Drag the {} into box {}.", "Move the {} to box {}.",
+      )).format(what, boxes[0])
+    return family.Spec(text, {"things": things, "boxes": boxes})
+
+  def build(self, ep, data, rng):
+    win, area = form(ep, rng, 114, 68)
+    boxes, things = data["boxes"], data["things"]
+    side = 38 if len(boxes) == 1 else 32
+    sizes = [(side, side)] * len(boxes) + [(18, 18)] * len(things)
+    spots = layout.place(rng, area, sizes, gap=2)
+    names = boxes if len(boxes) > 1 else [""]
+    ep.w["boxes"] = [
+        win.add(widgets.DropZone(*at, side, side, name))
+        for at, name in zip(spots, names)
+    ]
+    ep.w["shapes"] = [
+        win.add(widgets.Shape(*at, 18, *thing, movable=True))
+        for at, thing in zip(spots[len(boxes):], things)
+    ]
+
+  def judge(self, ep, event):
+    if event.kind != "drop":
+      return None
+    for box in ep.w["boxes"]:
+      if box.contains(*event.widget.center()):
+        return (event.widget is ep.w["shapes"][0]
+                and box is ep.w["boxes"][0])
+    return None  # dropped beside: may be taken up again
+
+  def oracle(self, ep):
+    shape, box = ep.w["shapes"][0], ep.w["boxes"][0]
+    x, y = ep.scene.point(shape) or ep.scene.to_px(*shape.center())
+    x2, y2 = ep.scene.to_px(*box.center())
+    return family.Action(family.Kind.DRAG, x=x, y=y, x2=x2, y2=y2)
+
+
+@family.register
+class RightClickMenu(family.Family):
+  """Open an icon's context menu and choose an entry of it."""
+
+  name = "right-click-menu"
+  max_turns = (4, 4, 5)
+
+  def sample(self, rng, level):
+    names = rng.sample(words.ICON_NAMES, (2, 3, 4)[level])
+    items = rng.sample(words.MENU_ITEMS, (3, 3, 4)[level])
+    goal = rng.randrange(len(items))
+    text = rng.choice((
+        "Choose {1} in the menu of {0}.",
+        "Right-click {0} and choose {1}.",
+        "Right-click the {0} icon, then pick {1}.",
+    )).format(names[0], items[goal])
+    return family.Spec(text, {"names": names, "items": items, "goal": goal})
+
+  def build(self, ep, data, rng):
+    scene = ep.scene
+    sizes = [widgets.Icon.SIZE] * len(data["names"])
+    spots = layout.place(rng, (1, 1, scene.w - 2, scene.h - 2), sizes, gap=4)
+    ep.w["icons"] = []
+    for at, name in zip(spots, data["names"]):
+      icon = scene.add(widgets.Icon(*at, name))
+      icon.context_items = tuple(data["items"])
+      ep.w["icons"].append(icon)
+
+  def judge(self, ep, event):
+    if event.kind == "menu":
+      return (event.widget is ep.w["icons"][0]
+              and event.value == ep.spec.data["items"][ep.spec.data["goal"]])
+    if event.kind == "open":
+      return False
+    return None
+
+  def oracle(self, ep):
+    menu, icon = ep.scene.menu, ep.w["icons"][0]
+    if menu is not None and menu.owner is icon:
+      return family.click(ep, menu.children[ep.spec.data["goal"]])
+    if menu is not None:
+      return family.Action(family.Kind.KEY, keys=("escape",))
+    x, y = ep.scene.point(icon)
+    return family.Action(family.Kind.CLICK, x=x, y=y, button="right")
+
+
+@family.register
+class PressKey(family.Family):
+  """Press the named key or combination; any other combination loses."""
+
+  name = "press-key"
+  max_turns = (2, 2, 2)
+
+  def sample(self, rng, level):
+    keys = words.SHORTCUTS
+    pool = (keys[:6], keys[:12], keys)[level]
+    combo = rng.choice(pool)
+    text = rng.choice((
+        "Press {}.", "Use the shortcut {}.", "Press the keys {}.",
+    ) if "+" in combo else ("Press {}.", "Press the {} key.")).format(combo)
+    return family.Spec(text, {"combo": combo})
+
+  def build(self, ep, data, rng):
+    win, (x, y, w, h) = form(ep, rng, 104, 60)
+    lines = rng.sample(words.TYPING_WORDS, 6)
+    for i in range(min(h // 12, 5)):
+      text = " ".join(lines[j % 6] for j in range(i, i + 3))
+      win.add(widgets.Label(x + 2, y + 2 + i * 12, text, w=w - 4))
+
+  def judge(self, ep, event):
+    if event.kind == "key":
+      return event.value == scene_lib.normal_keys((ep.spec.data["combo"],))
+    return None
+
+  def oracle(self, ep):
+    return family.Action(
+        family.Kind.KEY, keys=tuple(ep.spec.data["combo"].split("+"))
+    )
+
+
+class _Question(family.Family):
+  """Won by the right answer, lost by any other; `answer` ends it."""
+
+  max_turns = (2, 2, 2)
+
+  def judge(self, ep, event):
+    if event.kind == "answer":
+      given = " ".join(str(event.value).lower().split()).strip(".!\"' ")
+      return given == ep.spec.data["answer"].lower()
+    return None
+
+  def oracle(self, ep):
+    return family.Action(family.Kind.ANSWER, text=ep.spec.data["answer"])
+
+
+@family.register
+class AnswerQuestion(_Question):
+  """Read a value off the screen and answer with it; add two at level 2."""
+
+  name = "answer-question"
+
+  def sample(self, rng, level):
+    names = rng.sample(words.FACT_NAMES, (2, 4, 4)[level])
+    values: list = [rng.randrange(2, (100, 1000, 50)[level]) for _ in names]
+    if level == 1:
+      values[2:] = rng.sample(words.TYPING_WORDS, 2)
+    goal = rng.randrange(len(names))
+    if level == 2:
+      second = (goal + rng.randrange(1, 4)) % 4
+      answer = str(values[goal] + values[second])
+      text = f"What is {names[goal]} plus {names[second]}?"
+    else:
+      answer = str(values[goal])
+      text = rng.choice((
+          "What is the {}?", "What is shown as {}?", "Read the {}.",
+      )).format(names[goal])
+    return family.Spec(text, {
+        "names": names, "values": values, "answer": answer,
+    })
+
+  def build(self, ep, data, rng):
+    win, area = form(ep, rng, 108, 66)
+    x, _, w, _ = area
+    column = max(font.text_width(name) for name in data["names"]) + 12
+    rows = layout.column(area, len(data["names"]), 12)
+    for name, value, top in zip(data["names"], data["values"], rows):
+      win.add(widgets.Label(x + 3, top + 2, name))
+      win.add(widgets.Label(x + 3 + column, top + 2, str(value)))
+
+
+@family.register
+class CountShapes(_Question):
+  """Count the shapes of a colour (at level 2, of a colour and form)."""
+
+  name = "count-shapes"
+
+  def sample(self, rng, level):
+    count = rng.randint(*((2, 5), (4, 7), (5, 8))[level])
+    forms = ("square",) if level == 0 else ("square", "circle", "triangle")
+    colors = rng.sample(list(words.COLORS), (2, 3, 3)[level])
+    things = [(rng.choice(colors), rng.choice(forms)) for _ in range(count)]
+    color, shape = rng.choice(things)
+    if level == 2:
+      text = f"How many {color} {shape}s are there?"
+      number = things.count((color, shape))
+    else:
+      what = "squares" if level == 0 else "shapes"
+      text = f"How many {color} {what} are there?"
+      number = sum(c == color for c, _ in things)
+    return family.Spec(text, {"things": things, "answer": str(number)})
+
+  def build(self, ep, data, rng):
+    win, area = form(ep, rng, 114, 68)
+    sizes = [(s, s) for s in (rng.randint(16, 20) for _ in data["things"])]
+    spots = layout.place(rng, area, sizes)
+    for thing, at, size in zip(data["things"], spots, sizes):
+      win.add(widgets.Shape(*at, size[0], *thing))
+
+
+@family.register
+class ClickSequence(family.Family):
+  """Press buttons in the order given; pressed ones turn grey."""
+
+  name = "click-sequence"
+  max_turns = (4, 6, 8)
+
+  def sample(self, rng, level):
+    wanted, count = ((2, 2), (3, 4), (4, 6))[level]
+    labels = rng.sample(words.BUTTON_LABELS, count)
+    first = labels[:wanted]
+    text = rng.choice(("Click {}.", "Press {}.")).format(", then ".join(first))
+    return family.Spec(text, {"labels": labels, "wanted": wanted})
+
+  def build(self, ep, data, rng):
+    win, area = form(ep, rng, 114, 66)
+    sizes = [widgets.Button.size(label) for label in data["labels"]]
+    spots = layout.place(rng, area, sizes)
+    ep.w["buttons"] = add_buttons(win, data["labels"], spots)
+
+  def _next(self, ep):
+    for button in ep.w["buttons"][:ep.spec.data["wanted"]]:
+      if button.enabled:
+        return button
+    return None
+
+  def judge(self, ep, event):
+    if event.kind == "press":
+      if event.widget is not self._next(ep):
+        return False
+      event.widget.enabled = False
+    return None
+
+  def solved(self, ep):
+    return self._next(ep) is None
+
+  def oracle(self, ep):
+    return family.click(ep, self._next(ep))
+
+
+@family.register
+class MoveWindow(family.Family):
+  """Drag a window by its title bar to a side (from level 1: a corner)."""
+
+  name = "move-window"
+  max_turns = (3, 4, 4)
+
+  def sample(self, rng, level):
+    sides = ("left", "right") if level == 0 else (
+        "top left", "top right", "bottom left", "bottom right",
+    )  # pyformat: disable
+    start, goal = rng.sample(sides, 2)
+    titles = rng.sample(words.WINDOW_TITLES, 1 + (level == 2))
+    where = f"{goal} side" if level == 0 else f"{goal} corner"
+    text = rng.choice((
+        "Move the {} window to the {}.", "Drag the {} window to the {}.",
+    )).format(titles[0], where)
+    return family.Spec(text, {"start": start, "goal": goal, "titles": titles})
+
+  def build(self, ep, data, rng):
+    scene = ep.scene
+    for title in reversed(data["titles"]):
+      win = layout.window(rng, scene, title, 58, 20, grow=False)
+      x, y, w, _ = win.client()
+      short = [m for m in words.MESSAGES if font.text_width(m) <= w - 4]
+      win.add(widgets.Label(x + 2, y + 6, rng.choice(short)))
+    target = scene.items[-1]
+    x = 2 if "left" in data["start"] else scene.w - target.w - 2
+    y = target.y
+    if "top" in data["start"]:
+      y = 2
+    elif "bottom" in data["start"]:
+      y = scene.h - target.h - 2
+    target.shift(x - target.x, y - target.y)
+    ep.w["target"] = target
+
+  def _offsets(self, ep):
+    """How far the window must move in x and y to stand at the goal."""
+    scene, win, goal = ep.scene, ep.w["target"], ep.spec.data["goal"]
+    x, y = win.x, win.y
+    if "left" in goal:
+      x = 2
+    elif "right" in goal:
+      x = scene.w - win.w - 2
+    if "top" in goal:
+      y = 2
+    elif "bottom" in goal:
+      y = scene.h - win.h - 2
+    return x - win.x, y - win.y
+
+  def solved(self, ep):
+    near = max(12, min(ep.scene.w, ep.scene.h) // 10)
+    return all(abs(d) <= near for d in self._offsets(ep))
+
+  def oracle(self, ep):
+    scene, win = ep.scene, ep.w["target"]
+    x, y = win.title_center()
+    dx, dy = self._offsets(ep)
+    x, y = min(max(x, 0), scene.w - 1), min(max(y, 0), scene.h - 1)
+    x2, y2 = scene.to_px(x + dx, y + dy)
+    x, y = scene.to_px(x, y)
+    return family.Action(family.Kind.DRAG, x=x, y=y, x2=x2, y2=y2)
