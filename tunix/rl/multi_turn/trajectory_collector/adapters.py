@@ -1,0 +1,209 @@
+"""What environments, agents and reward functions hand to the engine.
+
+Turns it into the engine's own types or refuses it with a message that names
+the method, what came and what was expected. Nothing here knows a deadline.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from typing import Any, Callable, Mapping
+
+import numpy as np
+from tunix.rl.multi_turn import trajectory
+
+
+def reward_value(value: Any) -> tuple[float, dict[str, Any]]:
+  """(reward, details) of a number, a RewardOutput or an Evaluation."""
+  details: dict[str, Any] = {}
+  number = value
+  if hasattr(value, "score") and hasattr(value, "success"):
+    details = {**dict(value.details or {}), "success": bool(value.success)}
+    number = value.score
+  elif hasattr(value, "reward"):
+    details = dict(getattr(value, "metadata", None) or {})
+    number = value.reward
+  if isinstance(number, np.ndarray) and number.size == 1:
+    number = number.item()
+  if not isinstance(number, (numbers.Real, np.bool_)):
+    raise TypeError(
+        "a reward must be a finite number, a RewardOutput or an Evaluation,"
+        f" got {type(value).__name__}"
+    )
+  number = float(number)
+  if not math.isfinite(number):
+    raise ValueError(f"a reward must be finite, got {number}")
+  return number, details
+
+
+def reset_result(result: Any) -> tuple[Any, dict[str, Any]]:
+  """(observation, info) of what `env.reset` returned."""
+  if not isinstance(result, tuple) or len(result) != 2:
+    raise TypeError(
+        f"reset() must return (observation, info), got {_shape(result)}"
+    )
+  observation, info = result
+  return observation, _info(info, "reset")
+
+
+def step_result(result: Any) -> tuple[Any, float, bool, dict[str, Any]]:
+  """(observation, reward, done, info) of what `env.step` returned.
+
+  A RewardOutput's metadata goes into info under "reward_metadata".
+  """
+  if not isinstance(result, tuple) or len(result) != 4:
+    raise TypeError(
+        "step() must return (observation, reward, done, info), got"
+        f" {_shape(result)}"
+    )
+  observation, reward, done, info = result
+  if type(reward) is not float or not math.isfinite(reward):
+    reward, details = reward_value(reward)
+  else:
+    details = {}
+  if type(done) is not bool:
+    if not isinstance(done, (np.bool_, numbers.Integral)) or done not in (0, 1):
+      raise TypeError(f"step() must return done as a bool, got {done!r}")
+    done = bool(done)
+  info = _info(info, "step")
+  if details:
+    info = {**info, "reward_metadata": details}
+  return observation, reward, done, info
+
+
+def env_action(action: Any) -> Any:
+  """What `env.step` is called with.
+
+  Our environments take the agent's `Action`; upstream's engine hands its
+  environments the payload of its own Action class, [] for None.
+  """
+  if isinstance(action, trajectory.Action):
+    return action
+  if type(action).__name__ == "Action" and hasattr(action, "action"):
+    return [] if action.action is None else action.action
+  return action
+
+
+def env_evaluation(env: Any) -> Callable[[], Any] | None:
+  """`env.evaluate` if the environment can be asked for its verdict."""
+  evaluate = getattr(env, "evaluate", None)
+  if not callable(evaluate):
+    return None
+  try:
+    parameters = inspect.signature(evaluate).parameters.values()
+  except (TypeError, ValueError):
+    return None
+  needed = [p for p in parameters if _is_required(p)]
+  return None if needed else evaluate
+
+
+_BY_NAME = {
+    "trajectory": "trajectory",
+    "task": "task",
+    "env": "env",
+    "action": "response",
+    "response": "response",
+    "answer": "response",
+}
+
+
+def reward_arguments(
+    fn: Callable[..., Any],
+    episode: trajectory.Trajectory,
+    last_step: Any,
+    env: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+  """Arguments a final reward function is called with, by its signature.
+
+  Known names get what they say. Of functions with other names, one argument
+  is the trajectory, two are (task, last response).
+  """
+  values = {
+      "trajectory": episode,
+      "task": episode.task,
+      "env": env,
+      "response": last_step.model_response,
+  }
+  try:
+    parameters = list(inspect.signature(fn).parameters.values())
+  except (TypeError, ValueError):
+    return (episode,), {}
+  required = [p for p in parameters if _is_required(p)]
+  named = [
+      p
+      for p in parameters
+      if p.name in _BY_NAME and p.kind in (p.POSITIONAL_OR_KEYWORD,
+                                           p.KEYWORD_ONLY)
+  ]
+  if all(p.name in _BY_NAME for p in required) and all(
+      p.kind is not p.POSITIONAL_ONLY for p in required
+  ):
+    if not required and not named and _takes_positional(parameters):
+      return (episode,), {}
+    return (), {p.name: values[_BY_NAME[p.name]] for p in named}
+  positional = [p for p in required if p.kind is not p.KEYWORD_ONLY]
+  if len(required) != len(positional) or len(positional) > 2:
+    raise TypeError(
+        f"final_reward_fn {getattr(fn, '__name__', fn)!r} needs arguments the"
+        f" engine does not know: {', '.join(p.name for p in required)}; use"
+        " trajectory, task, env or response"
+    )
+  if len(positional) == 1:
+    return (episode,), {}
+  return (episode.task, last_step.model_response), {}
+
+
+def is_parse_error(e: BaseException) -> bool:
+  """The agent says that the policy's text cannot be parsed."""
+  return any("ParseError" in t.__name__ for t in type(e).__mro__)
+
+
+def convert_step(step: Any) -> trajectory.Step:
+  """Our Step from any object with the source document's fields."""
+  if isinstance(step, trajectory.Step):
+    return step
+  action = getattr(step, "action", None)
+  if type(action).__name__ == "Action" and hasattr(action, "action"):
+    action = trajectory.Action(action.action)
+  return trajectory.Step(
+      chat_completions=list(getattr(step, "chat_completions", None) or []),
+      thought=getattr(step, "thought", "") or "",
+      action=action,
+      observation=getattr(step, "observation", None),
+      model_response=getattr(step, "model_response", "") or "",
+      reward=reward_value(getattr(step, "reward", 0.0))[0],
+      done=bool(getattr(step, "done", False)),
+      info=dict(getattr(step, "info", None) or {}),
+  )
+
+
+def _info(info: Any, method: str) -> dict[str, Any]:
+  if info is None:
+    return {}
+  if type(info) is dict:
+    return info
+  if not isinstance(info, Mapping):
+    raise TypeError(
+        f"{method}() must return info as a dict, got {type(info).__name__}"
+    )
+  return dict(info)
+
+
+def _shape(result: Any) -> str:
+  if isinstance(result, tuple):
+    return f"a tuple of {len(result)}"
+  return type(result).__name__
+
+
+def _is_required(p: inspect.Parameter) -> bool:
+  return p.default is p.empty and p.kind in (
+      p.POSITIONAL_ONLY,
+      p.POSITIONAL_OR_KEYWORD,
+      p.KEYWORD_ONLY,
+  )
+
+
+def _takes_positional(parameters: list[inspect.Parameter]) -> bool:
+  return any(p.kind is p.VAR_POSITIONAL for p in parameters)

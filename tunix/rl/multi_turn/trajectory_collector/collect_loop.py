@@ -1,0 +1,421 @@
+"""Collecting, for ever: tasks in, groups into the queue.
+
+Promises: a group starts only when the queue admits it; a group with too few
+valid members is tried again under the same admission, a bounded number of
+times, and then given up; the consumer never waits for a loop that has ended:
+it learns of a crash (`queue.fail`) and of the end of the tasks
+(`queue.close`); `stop` is clean; the state that a resumed run needs is JSON.
+
+Does not: know what a group is trained for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import random
+import threading
+from typing import Any, Callable, Iterator, Mapping, Protocol, Sequence
+
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.trajectory_collector import groups
+from tunix.rl.queue import group_queue
+
+_MAX_BACKOFF = 30.0  # seconds
+
+
+class CollectError(RuntimeError):
+  """Collecting cannot go on."""
+
+
+class Sampler(Protocol):
+  """Where tasks come from. `state_dict` is JSON."""
+
+  def __next__(self) -> Any:
+    """The next task; StopIteration ends the run."""
+    ...
+
+  def state_dict(self) -> dict[str, Any]:
+    ...
+
+  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    ...
+
+
+class TaskSampler:
+  """Goes through a list of tasks, shuffled anew each epoch.
+
+  The order is a function of the seed and the epoch. The state is a position.
+  """
+
+  def __init__(
+      self,
+      tasks: Sequence[Any],
+      *,
+      seed: int = 0,
+      shuffle: bool = True,
+      epochs: int | None = None,
+  ):
+    """Args:
+
+      tasks: at least one.
+      seed: of the order.
+      shuffle: False keeps the list's order.
+      epochs: times through the list; None goes on for ever.
+    """
+    if not tasks:
+      raise ValueError("TaskSampler needs at least one task")
+    if epochs is not None and epochs < 1:
+      raise ValueError(f"epochs must be >= 1 or None, got {epochs}")
+    self._tasks = tasks
+    self._seed = seed
+    self._shuffle = shuffle
+    self._epochs = epochs
+    self._epoch = 0
+    self._position = 0
+    self._order: list[int] | None = None
+
+  def __iter__(self) -> Iterator[Any]:
+    return self
+
+  def __next__(self) -> Any:
+    if self._position == len(self._tasks):
+      self._epoch += 1
+      self._position = 0
+      self._order = None
+    if self._epochs is not None and self._epoch >= self._epochs:
+      raise StopIteration
+    if self._order is None:
+      self._order = list(range(len(self._tasks)))
+      if self._shuffle:
+        random.Random(f"{self._seed}/{self._epoch}").shuffle(self._order)
+    task = self._tasks[self._order[self._position]]
+    self._position += 1
+    return task
+
+  def state_dict(self) -> dict[str, Any]:
+    return {
+        "epoch": self._epoch,
+        "position": self._position,
+        "num_tasks": len(self._tasks),
+    }
+
+  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    """Continues where `state` was taken.
+
+    Raises:
+      ValueError: the state is of another list of tasks.
+    """
+    if state["num_tasks"] != len(self._tasks):
+      raise ValueError(
+          f"the sampler's state is of {state['num_tasks']} tasks, this list"
+          f" has {len(self._tasks)}"
+      )
+    self._epoch = int(state["epoch"])
+    self._position = int(state["position"])
+    self._order = None
+
+
+class CollectLoop:
+  """Feeds a `GroupQueue`; see the module docstring.
+
+  `await run()`, or `start()` for a thread with an event loop of its own.
+  """
+
+  def __init__(
+      self,
+      collector: groups.GroupCollector,
+      tasks: Sampler | Iterator[Any],
+      queue: group_queue.GroupQueue,
+      *,
+      max_groups: int | None = None,
+      max_requeues: int = 2,
+      backoff: float = 0.5,
+      max_failed_groups: int = 64,
+      task_to_json: Callable[[Any], Any] | None = None,
+      task_from_json: Callable[[Any], Any] | None = None,
+  ):
+    """Args:
+
+      collector: collects one group.
+      tasks: an iterator; with `state_dict` and `load_state_dict` a run can be
+        resumed.
+      queue: takes the groups.
+      max_groups: groups in flight beside what the queue admits; None for no
+        bound of its own.
+      max_requeues: how often the task of a dropped group is tried again.
+      backoff: seconds before the first retry, doubled for each further one.
+      max_failed_groups: groups dropped in a row, retries included, before the
+        loop gives up with a CollectError: a world in which nothing works must
+        not look like a slow one.
+      task_to_json, task_from_json: for unfinished tasks in `state_dict`; by
+        default `task.to_json()` or `trajectory.encode`, and
+        `trajectory.decode`.
+    """
+    if max_groups is not None and max_groups < 1:
+      raise ValueError(f"max_groups must be >= 1 or None, got {max_groups}")
+    if max_requeues < 0:
+      raise ValueError(f"max_requeues must be >= 0, got {max_requeues}")
+    if not backoff >= 0:
+      raise ValueError(f"backoff must be >= 0 seconds, got {backoff}")
+    if max_failed_groups < 1:
+      raise ValueError(
+          f"max_failed_groups must be >= 1, got {max_failed_groups}"
+      )
+    self._collector = collector
+    self._tasks = tasks
+    self._queue = queue
+    self._max_groups = max_groups
+    self._max_requeues = max_requeues
+    self._backoff = backoff
+    self._max_failed = max_failed_groups
+    self._to_json = task_to_json or _task_to_json
+    self._from_json = task_from_json or trajectory_lib.decode
+    self._unfinished: dict[int, Any] = {}
+    self._resumed: list[tuple[int, Any]] = []
+    self._lock = threading.Lock()
+    self._failed_in_row = 0
+    self._last_failure = ""
+    self._loop: asyncio.AbstractEventLoop | None = None
+    self._feeder: asyncio.Task[None] | None = None
+    self._running: dict[asyncio.Task[None], int] = {}
+    self._changed: asyncio.Event | None = None
+    self._crash: BaseException | None = None
+    self._stopping = False
+    self._cancelling = False
+    self._thread: threading.Thread | None = None
+    self._ended = threading.Event()
+    self.counts: collections.Counter[str] = collections.Counter()
+    """groups accepted, requeued, given_up; episodes by status."""
+
+  # --- State ----------------------------------------------------------------
+
+  def state_dict(self) -> dict[str, Any]:
+    """JSON: the sampler's position and the tasks that are under way."""
+    with self._lock:
+      if not hasattr(self._tasks, "state_dict"):
+        raise TypeError(
+            f"the task iterator {type(self._tasks).__name__} has no"
+            " state_dict; use TaskSampler to be able to resume"
+        )
+      return {
+          "sampler": self._tasks.state_dict(),
+          "unfinished": [
+              {"index": index, "task": self._to_json(task)}
+              for index, task in sorted(self._unfinished.items())
+          ],
+      }
+
+  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    """Continues a run: unfinished tasks first. Call it before the start.
+
+    A task whose group the queue's store already holds is not run again.
+    """
+    if self._loop is not None:
+      raise RuntimeError("load_state_dict must be called before the loop runs")
+    self._tasks.load_state_dict(state["sampler"])
+    self._resumed = [
+        (int(item["index"]), self._from_json(item["task"]))
+        for item in state["unfinished"]
+        if not self._queue.known(int(item["index"]))
+    ]
+    self._unfinished = dict(self._resumed)
+
+  # --- Running --------------------------------------------------------------
+
+  async def run(self) -> None:
+    """Collects until the tasks end, `stop` is called or the queue closes.
+
+    Raises:
+      Exception: what crashed the loop; the queue's consumer learns of it too.
+    """
+    self._loop = asyncio.get_running_loop()
+    self._changed = asyncio.Event()
+    self._feeder = asyncio.ensure_future(self._feed())
+    self._feeder.add_done_callback(self._ended_one)
+    if self._stopping:
+      self._feeder.cancel()
+    try:
+      await self._watch()
+    except BaseException as e:
+      await self._cancel_all()
+      if isinstance(e, (group_queue.QueueClosed, asyncio.CancelledError)):
+        self._queue.close()
+        if isinstance(e, asyncio.CancelledError):
+          raise
+      else:
+        self._queue.fail(e)
+        raise
+    else:
+      self._queue.close()
+    finally:
+      self._ended.set()
+
+  def start(self) -> None:
+    """Runs in a daemon thread of its own."""
+    if self._thread is not None:
+      raise RuntimeError("the loop was started before")
+
+    def main():
+      try:
+        asyncio.run(self.run())
+      except Exception:  # pylint: disable=broad-except
+        pass  # The queue's consumer has it.
+      finally:
+        self._ended.set()
+
+    self._thread = threading.Thread(
+        target=main, name="tunix-collect-loop", daemon=True
+    )
+    self._thread.start()
+
+  def stop(self, drain: bool = False) -> None:
+    """Starts no more groups. Thread-safe, returns at once.
+
+    Args:
+      drain: let the groups under way finish; otherwise they are cancelled and
+        stay in `state_dict` as unfinished.
+    """
+    self._stopping = True
+    self._cancelling = self._cancelling or not drain
+    loop = self._loop
+    if loop is None:
+      return
+    try:
+      loop.call_soon_threadsafe(self._stop_now)
+    except RuntimeError:  # The loop has ended already.
+      pass
+
+  def join(self, timeout: float | None = None) -> bool:
+    """Waits for a loop that runs elsewhere; True when it has ended."""
+    ended = self._ended.wait(timeout)
+    if ended and self._thread is not None:
+      self._thread.join(timeout)
+      return not self._thread.is_alive()
+    return ended
+
+  def _stop_now(self) -> None:
+    if self._feeder is not None:
+      self._feeder.cancel()
+    if self._cancelling:
+      for task in self._running:
+        task.cancel()
+
+  async def _watch(self) -> None:
+    """Waits for the feeder and every group; the first failure goes through."""
+    while self._running or not self._feeder.done():
+      await self._changed.wait()
+      self._changed.clear()
+      if self._crash is not None:
+        raise self._crash
+    if self._feeder.cancelled() and not self._stopping:
+      raise asyncio.CancelledError("the collect loop's feeder was cancelled")
+
+  def _ended_one(self, task: asyncio.Task[None]) -> None:
+    self._running.pop(task, None)
+    if not task.cancelled() and task.exception() is not None:
+      self._crash = self._crash or task.exception()
+    self._changed.set()
+
+  async def _cancel_all(self) -> None:
+    tasks = [*self._running, self._feeder]
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    self._running.clear()
+
+  async def _feed(self) -> None:
+    slots = asyncio.Semaphore(self._max_groups or 1 << 30)
+    resumed = collections.deque(self._resumed)
+    while True:
+      await slots.acquire()
+      index = resumed[0][0] if resumed else None
+      ticket = await self._queue.acquire_start_async(index=index)
+      try:
+        with self._lock:
+          if resumed:
+            task = resumed.popleft()[1]
+          else:
+            task = next(self._tasks)
+          self._unfinished[ticket.index] = task
+      except StopIteration:
+        self._queue.release_start(ticket)
+        return
+      except BaseException:
+        self._queue.release_start(ticket)
+        raise
+      running = asyncio.ensure_future(self._group(task, ticket))
+      self._running[running] = ticket.index
+      running.add_done_callback(lambda _: slots.release())
+      running.add_done_callback(self._ended_one)
+
+  async def _group(self, task: Any, ticket: group_queue.Ticket) -> None:
+    """One task, until its group is accepted or given up."""
+    settled = False
+    try:
+      for attempt in range(self._max_requeues + 1):
+        if attempt:
+          await asyncio.sleep(
+              min(_MAX_BACKOFF, self._backoff * 2 ** (attempt - 1))
+          )
+          ticket = self._queue.refresh_start(ticket)
+        group = await self._collector.collect(
+            task,
+            index=ticket.index,
+            attempt=attempt,
+            start_version=ticket.start_version,
+        )
+        for member in group:
+          self.counts[f"episodes_{member.status.value}"] += 1
+        reason = self._refusal(group)
+        if reason is None:
+          self._failed_in_row = 0
+          await self._queue.aput(group, ticket)
+          settled = True
+          self._finished(group, ticket, "accepted", "")
+          return
+        self._check_hope(group, reason)
+        if attempt < self._max_requeues:
+          self.counts["requeued"] += 1
+          self._collector.emit(
+              events.GroupFinished(group, outcome="requeued", reason=reason)
+          )
+      self._finished(group, ticket, "dropped", reason)
+    finally:
+      if not settled:
+        try:
+          self._queue.release_start(ticket)
+        except ValueError:
+          pass  # Its put was under way and has been completed.
+
+  def _finished(self, group, ticket, outcome: str, reason: str) -> None:
+    with self._lock:
+      self._unfinished.pop(ticket.index, None)
+    self.counts["accepted" if outcome == "accepted" else "given_up"] += 1
+    self._collector.emit(
+        events.GroupFinished(group, outcome=outcome, reason=reason)
+    )
+
+  def _refusal(self, group: trajectory_lib.TrajectoryGroup) -> str | None:
+    wanted = self._collector.settings.min_valid
+    valid = len(group.valid)
+    if valid >= wanted:
+      return None
+    errors = [t.error for t in group if t.error]
+    text = f"{valid} of {len(group)} episodes are valid, {wanted} are needed"
+    return f"{text}; e.g. {errors[-1]}" if errors else text
+
+  def _check_hope(self, group, reason: str) -> None:
+    self._failed_in_row += 1
+    if self._failed_in_row >= self._max_failed:
+      raise CollectError(
+          f"{self._failed_in_row} groups in a row failed, the last one"
+          f" ({group.group_id}, task {group.task_id}): {reason}"
+      )
+
+
+def _task_to_json(task: Any) -> Any:
+  if hasattr(task, "to_json"):
+    return task.to_json()
+  return trajectory_lib.encode(task)

@@ -1,0 +1,293 @@
+"""Groups: n episodes of one task, each with random numbers of its own.
+
+Promises: a group always completes, whatever its environments do; episodes in
+flight are bounded; every seed is a hash of (run seed, split, group index,
+attempt, sample), so members differ and a run repeats; cancelling a group
+closes its episodes.
+
+Does not: decide what happens to a group (`collect_loop` does), or know how it
+is trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import inspect
+import json
+from typing import Any, AsyncIterator, Callable, Iterable
+
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.trajectory_collector import deadlines as deadlines_lib
+from tunix.rl.multi_turn.trajectory_collector import engine
+from tunix.rl.multi_turn.trajectory_collector import model_calls
+
+Trajectory = trajectory_lib.Trajectory
+TrajectoryGroup = trajectory_lib.TrajectoryGroup
+Status = trajectory_lib.TrajectoryStatus
+
+EpisodeFactory = Callable[[Any], Any]
+"""task -> (agent, env), or an awaitable of it. A sync factory runs on the
+event loop: what takes time belongs into the environment's reset."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSettings:
+  """How groups are collected.
+
+  Attributes:
+    group_size: episodes of a group.
+    min_valid: a group with fewer trainable members teaches nothing.
+    max_steps: turns of an episode, unless the task has its own `max_turns`.
+    gamma: discount of the returns.
+    timeout: seconds of an episode.
+    deadlines: of the single calls.
+    seed: the run's.
+    success_reward: see the engine.
+    max_episodes: episodes in flight at once, over all groups.
+    split: "train" or "eval", for events and seeds.
+  """
+
+  group_size: int = 8
+  min_valid: int = 2
+  max_steps: int = 10
+  gamma: float = 1.0
+  timeout: float = 600.0
+  deadlines: deadlines_lib.Deadlines = deadlines_lib.Deadlines()
+  seed: int = 0
+  success_reward: float = 0.0
+  max_episodes: int = 64
+  split: str = "train"
+
+  def __post_init__(self):
+    for name in ("group_size", "max_steps", "max_episodes", "min_valid"):
+      value = getattr(self, name)
+      if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    if self.min_valid > self.group_size:
+      raise ValueError(
+          f"min_valid={self.min_valid} can never be reached with"
+          f" group_size={self.group_size}"
+      )
+
+
+def task_id_of(task: Any) -> str:
+  """`task.task_id`, `task["task_id"]`, or a hash of the task's JSON."""
+  found = getattr(task, "task_id", None)
+  if found is None and isinstance(task, dict):
+    found = task.get("task_id")
+  if found is not None:
+    return str(found)
+  text = json.dumps(trajectory_lib.encode(task), sort_keys=True)
+  return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class GroupCollector:
+  """Collects groups with one policy; see the module docstring.
+
+  Belongs to one event loop at a time.
+  """
+
+  def __init__(
+      self,
+      make_episode: EpisodeFactory,
+      model_call: model_calls.PolicyModel | Callable[..., Any],
+      settings: GroupSettings = GroupSettings(),
+      *,
+      final_reward_fn: Callable[..., Any] | None = None,
+      observers: events.Observer | None = None,
+      runner: deadlines_lib.CallRunner | None = None,
+  ):
+    """Args:
+
+      make_episode: see `EpisodeFactory`; called once an episode.
+      model_call, final_reward_fn, observers, runner: see the engine.
+      settings: see `GroupSettings`.
+    """
+    self.settings = settings
+    self._make_episode = make_episode
+    self._model_call = model_call
+    self._final_reward_fn = final_reward_fn
+    self.observers = observers
+    self._runner = runner or deadlines_lib.default_runner()
+    self._slots: asyncio.Semaphore | None = None
+    self._slots_loop: asyncio.AbstractEventLoop | None = None
+
+  async def collect(
+      self,
+      task: Any,
+      *,
+      index: int = 0,
+      attempt: int = 0,
+      start_version: int = 0,
+      group_size: int | None = None,
+  ) -> TrajectoryGroup:
+    """Collects the group of one task.
+
+    Args:
+      task: handed to `make_episode`.
+      index: the group's number in the run; decides its seeds.
+      attempt: 0, or how often this task's group was dropped before.
+      start_version: recorded in the group.
+      group_size: instead of the settings'.
+    """
+    task_id = task_id_of(task)
+    suffix = f"-r{attempt}" if attempt else ""
+    group_id = f"{self.settings.split}-{index:06d}{suffix}"
+    members = [
+        asyncio.ensure_future(
+            self._episode(task, task_id, group_id, index, attempt, sample)
+        )
+        for sample in range(group_size or self.settings.group_size)
+    ]
+    try:
+      trajectories = await asyncio.gather(*members)
+    except BaseException:
+      for member in members:
+        member.cancel()
+      await asyncio.gather(*members, return_exceptions=True)
+      raise
+    return TrajectoryGroup(
+        group_id=group_id,
+        task_id=task_id,
+        trajectories=tuple(trajectories),
+        start_version=start_version,
+        attempt=attempt,
+    )
+
+  def emit(self, event: events.Event) -> None:
+    if self.observers is not None:
+      self.observers.on_event(event)
+
+  async def _episode(
+      self, task, task_id, group_id, index, attempt, sample
+  ) -> Trajectory:
+    settings = self.settings
+    async with self._gate():
+      name = f"{group_id}.{sample}"
+      try:
+        pair = self._make_episode(task)
+        if inspect.isawaitable(pair):
+          pair = await self._runner.run(pair, limit=settings.deadlines.reset)
+        agent, env = pair
+      except Exception as e:  # pylint: disable=broad-except
+        return self._stillborn(task, task_id, group_id, name, e)
+      collecting = engine.TrajectoryCollectEngine(
+          agent,
+          env,
+          self._model_call,
+          self._final_reward_fn,
+          max_steps=getattr(task, "max_turns", None) or settings.max_steps,
+          gamma=settings.gamma,
+          timeout=settings.timeout,
+          deadlines=settings.deadlines,
+          seed=model_calls.derive_seed(
+              settings.seed, settings.split, index, task_id, attempt, sample
+          ),
+          task=task,
+          success_reward=settings.success_reward,
+          observers=self.observers,
+          runner=self._runner,
+          trajectory_id=name,
+          group_id=group_id,
+          task_id=task_id,
+          split=settings.split,
+      )
+      return await collecting.collect()
+
+  def _gate(self) -> asyncio.Semaphore:
+    loop = asyncio.get_running_loop()
+    if self._slots_loop is not loop:
+      self._slots = asyncio.Semaphore(self.settings.max_episodes)
+      self._slots_loop = loop
+    return self._slots
+
+  def _stillborn(self, task, task_id, group_id, name, e) -> Trajectory:
+    """The outcome of an episode that could not be built."""
+    text = f"{type(e).__name__}: {e}"
+    result = Trajectory(
+        task=task,
+        status=Status.ENV_ERROR,
+        error=f"EnvCreateError: {text}",
+        trajectory_id=name,
+    )
+    common = dict(
+        group_id=group_id, task_id=task_id, split=self.settings.split
+    )
+    self.emit(events.EpisodeStarted(trajectory_id=name, **common))
+    self.emit(
+        events.Fault(
+            stage="create",
+            kind="EnvCreateError",
+            message=text,
+            trajectory_id=name,
+        )
+    )
+    self.emit(events.EpisodeFinished(trajectory=result, **common))
+    return result
+
+
+async def iterate_groups(
+    collector: GroupCollector,
+    tasks: Iterable[Any],
+    *,
+    group_size: int | None = None,
+    max_groups: int | None = None,
+) -> AsyncIterator[TrajectoryGroup]:
+  """Groups of the tasks, in the tasks' order, each as soon as it can be.
+
+  For evaluation and offline collection: no queue, no retries, nothing is
+  dropped.
+
+  Args:
+    collector: whose settings hold.
+    tasks: pulled as they are needed.
+    group_size: episodes a task, instead of the settings'.
+    max_groups: groups in flight; by default as many as fill
+      `settings.max_episodes`.
+  """
+  size = group_size or collector.settings.group_size
+  if max_groups is None:
+    max_groups = -(-collector.settings.max_episodes // size) + 1
+  if max_groups < 1:
+    raise ValueError(f"max_groups must be >= 1, got {max_groups}")
+  running: list[asyncio.Task[TrajectoryGroup]] = []
+  try:
+    for index, task in enumerate(tasks):
+      running.append(
+          asyncio.ensure_future(
+              collector.collect(task, index=index, group_size=size)
+          )
+      )
+      while sum(not r.done() for r in running) >= max_groups:
+        await asyncio.wait(
+            [r for r in running if not r.done()],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+      while running and running[0].done():
+        yield running.pop(0).result()
+    while running:
+      await asyncio.wait({running[0]})
+      yield running.pop(0).result()
+  finally:
+    for task in running:
+      task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def collect_groups(
+    collector: GroupCollector,
+    tasks: Iterable[Any],
+    *,
+    group_size: int | None = None,
+    max_groups: int | None = None,
+) -> list[TrajectoryGroup]:
+  """All groups of `iterate_groups`."""
+  return [
+      group
+      async for group in iterate_groups(
+          collector, tasks, group_size=group_size, max_groups=max_groups
+      )
+  ]

@@ -1,0 +1,301 @@
+"""Turns the turns of an episode into token-exact training sequences.
+
+The builder knows what the policy has read and written so far. While the
+agent's messages extend that, the next prompt is the old tokens plus the
+renderer's bridge for the new messages; sampled ids are never re-tokenised.
+When the agent has changed anything that was already rendered (a sliding
+window of screenshots, a summary, a rewritten answer), a new sequence starts.
+
+Promises: every sampled token is trainable in exactly one sequence; the prompt
+of a turn begins with the whole sequence of the turn before, unless a new
+sequence starts; the work of a turn is proportional to its new tokens (plus one
+comparison of pointers a message).
+
+Does not: sample, tokenise, or hold pixels.
+
+Axis names: T = tokens of a sequence, S = tokens sampled in a turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn import trajectory
+
+Message = trajectory.Message
+TokenPrompt = policy_client.TokenPrompt
+
+
+class Renderer(Protocol):
+  """What the builder needs of a renderer; see `parser/renderer`."""
+
+  stop_token_ids: Sequence[int]
+  image_token_id: int | None
+
+  def render(
+      self, messages: Sequence[Message], add_generation_prompt: bool = True
+  ) -> TokenPrompt:
+    """Tokens of a whole conversation."""
+    ...
+
+  def bridge(
+      self, new_messages: Sequence[Message], *, last_sampled_is_eot: bool
+  ) -> TokenPrompt:
+    """Tokens between a sampled turn and the next one's first token."""
+    ...
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Text of sampled ids."""
+    ...
+
+
+class SamplingContractError(ValueError):
+  """A completion that no training sequence can hold."""
+
+
+def _snapshot(message: Message) -> Message:
+  """A copy that an in-place change of `message` or its parts cannot reach."""
+  copy = dict(message)
+  content = copy.get("content")
+  if isinstance(content, list):
+    copy["content"] = [
+        dict(part) if isinstance(part, dict) else part for part in content
+    ]
+  return copy
+
+
+def _is_sampled_text(message: Message, text: str) -> bool:
+  """The message is the assistant's, and says what was sampled."""
+  if message.get("role") != "assistant":
+    return False
+  content = message.get("content")
+  if isinstance(content, str):
+    return content == text
+  if isinstance(content, list) and len(content) == 1:
+    part = content[0]
+    return (
+        isinstance(part, dict)
+        and part.get("type") == "text"
+        and part.get("text") == text
+    )
+  return False
+
+
+class _Growing:
+  """One sequence under construction, in arrays that double."""
+
+  def __init__(self, turn: int, capacity: int):
+    capacity = max(256, 2 * capacity)
+    self.length = 0
+    self.first_turn = turn
+    self.tokens = np.empty(capacity, np.int32)
+    self.mask = np.zeros(capacity, np.bool_)
+    self.logprobs = np.zeros(capacity, np.float32)
+    self.versions = np.full(capacity, -1, np.int32)
+    self.turn_ids = np.empty(capacity, np.int32)
+    self.images: list[trajectory.ImageSpan] = []
+    self.num_sampled = 0
+
+  def _reserve(self, extra: int) -> slice:
+    start, end = self.length, self.length + extra
+    if end > len(self.tokens):
+      capacity = max(end, 2 * len(self.tokens))
+      for name, fill in (
+          ("tokens", None),
+          ("mask", False),
+          ("logprobs", 0),
+          ("versions", -1),
+          ("turn_ids", None),
+      ):
+        old = getattr(self, name)
+        new = np.empty(capacity, old.dtype)
+        new[:start] = old[:start]
+        if fill is not None:
+          new[start:] = fill
+        setattr(self, name, new)
+    self.length = end
+    return slice(start, end)
+
+  def extend(self, prompt: TokenPrompt, turn: int) -> None:
+    start = self.length
+    where = self._reserve(len(prompt))
+    self.tokens[where] = prompt.tokens
+    self.turn_ids[where] = turn
+    self.images.extend(span.shifted(start) for span in prompt.images)
+
+  def sample(self, completion: policy_client.Completion, turn: int) -> None:
+    where = self._reserve(len(completion.tokens))
+    self.tokens[where] = completion.tokens
+    self.mask[where] = True
+    self.logprobs[where] = completion.logprobs
+    self.versions[where] = completion.versions
+    self.turn_ids[where] = turn
+    self.num_sampled += len(completion.tokens)
+
+  def prompt(self) -> TokenPrompt:
+    """The tokens so far, as a view: later appends leave it as it is.
+
+    The parts were checked when they were made, so the whole is not checked
+    (and copied) again every turn.
+    """
+    tokens_T = self.tokens[: self.length]
+    tokens_T.flags.writeable = False
+    prompt = object.__new__(TokenPrompt)
+    object.__setattr__(prompt, "tokens", tokens_T)
+    object.__setattr__(prompt, "images", tuple(self.images))
+    return prompt
+
+  def build(self) -> trajectory.TokenSequence:
+    n = self.length
+    return trajectory.TokenSequence(
+        tokens=self.tokens[:n],
+        loss_mask=self.mask[:n],
+        logprobs=self.logprobs[:n],
+        versions=self.versions[:n],
+        turn_ids=self.turn_ids[:n],
+        images=tuple(self.images),
+    )
+
+
+class SequenceBuilder:
+  """Builds the token sequences of one episode; see the module docstring.
+
+  Each turn: `prompt(messages)`, generate, `append(completion)`.
+  """
+
+  def __init__(self, renderer: Renderer):
+    self._renderer = renderer
+    self._stop = frozenset(int(i) for i in renderer.stop_token_ids)
+    self._image_token = getattr(renderer, "image_token_id", None)
+    self._done: list[_Growing] = []
+    self._current: _Growing | None = None
+    # What the current sequence covers: snapshots of the messages, then the
+    # text that was sampled on top of them (None before the first sample).
+    self._seen: list[Message] = []
+    self._text: str | None = None
+    self._ended = False
+    self._turn = -1
+    self._awaiting = False
+
+  @property
+  def num_sequences(self) -> int:
+    return len(self._done) + (self._current is not None)
+
+  @property
+  def num_rewrites(self) -> int:
+    """How often the agent's history no longer extended what was rendered."""
+    return len(self._done)
+
+  @property
+  def num_sampled(self) -> int:
+    current = self._current.num_sampled if self._current else 0
+    return current + sum(s.num_sampled for s in self._done)
+
+  def prompt(self, messages: Sequence[Message]) -> TokenPrompt:
+    """Starts a turn: the token prompt that stands for `messages`.
+
+    Calling it again before `append` (a retried model call) gives the prompt
+    of the same turn.
+    """
+    if self._awaiting:
+      if len(messages) == len(self._seen) and self._extends(messages):
+        return self._current.prompt()
+      self._awaiting = False
+      if not self._current.num_sampled:
+        self._current = None
+        self._seen = []
+      self._turn -= 1
+    turn = self._turn + 1
+    covered = len(self._seen) + 1
+    if (
+        self._current is not None
+        and self._text is not None
+        and len(messages) >= covered
+        and self._extends(messages)
+        and _is_sampled_text(messages[covered - 1], self._text)
+    ):
+      new = messages[covered:]
+      bridge = self._renderer.bridge(new, last_sampled_is_eot=self._ended)
+      self._current.extend(bridge, turn)
+      self._seen.extend(_snapshot(m) for m in messages[covered - 1 :])
+    else:
+      whole = self._renderer.render(messages, add_generation_prompt=True)
+      if self._current is not None:
+        self._done.append(self._current)
+      self._current = _Growing(turn, len(whole))
+      self._current.extend(whole, turn)
+      self._seen = [_snapshot(m) for m in messages]
+    self._text = None
+    self._turn = turn
+    self._awaiting = True
+    return self._current.prompt()
+
+  def append(self, completion: policy_client.Completion) -> str:
+    """Ends the turn with what was sampled; returns it as text.
+
+    The end-of-turn token is kept in the sequence and not part of the text.
+
+    Raises:
+      SamplingContractError: ids, log-probs or versions that cannot be
+        trained on. Nothing of the completion is kept then.
+    """
+    if not self._awaiting:
+      raise RuntimeError("append() needs a prompt() before it")
+    tokens_S = completion.tokens
+    if len(tokens_S):
+      if self._image_token is not None and np.any(
+          tokens_S == self._image_token
+      ):
+        raise SamplingContractError(
+            f"the policy sampled the image placeholder id {self._image_token};"
+            " ban it in the sampler"
+        )
+      if int(tokens_S.min()) < 0:
+        raise SamplingContractError("a sampled id is negative")
+      if not np.all(np.isfinite(completion.logprobs)):
+        raise SamplingContractError("a sampled token's log-prob is not finite")
+      if float(completion.logprobs.max()) > 1e-4:
+        raise SamplingContractError("a sampled token's log-prob is above 0")
+      if int(completion.versions.min()) < 0:
+        raise SamplingContractError("a sampled token has no policy version")
+    ended = bool(len(tokens_S)) and int(tokens_S[-1]) in self._stop
+    text = self._renderer.decode(tokens_S[:-1] if ended else tokens_S)
+    self._current.sample(completion, self._turn)
+    self._text = text
+    self._ended = ended
+    self._awaiting = False
+    return text
+
+  def build(self) -> list[trajectory.TokenSequence]:
+    """The sequences so far; those without a sampled token are left out."""
+    growing = self._done + ([self._current] if self._current else [])
+    sequences = []
+    for sequence in growing:
+      if not sequence.num_sampled:
+        continue
+      built = sequence.build()
+      if not built.loss_mask[-1]:
+        # A prompt that was extended but never answered teaches nothing.
+        last = int(np.flatnonzero(built.loss_mask)[-1]) + 1
+        built = trajectory.TokenSequence(
+            tokens=built.tokens[:last],
+            loss_mask=built.loss_mask[:last],
+            logprobs=built.logprobs[:last],
+            versions=built.versions[:last],
+            turn_ids=built.turn_ids[:last],
+            images=tuple(s for s in built.images if s.end <= last),
+        )
+      sequences.append(built)
+    return sequences
+
+  def _extends(self, messages: Sequence[Any]) -> bool:
+    """messages[:len(seen)] are what was rendered.
+
+    One comparison in C; unchanged strings compare by identity.
+    """
+    try:
+      return bool(list(messages[: len(self._seen)]) == self._seen)
+    except ValueError:  # An array in a message has no truth value.
+      return False
