@@ -152,10 +152,9 @@ def _resolve(layers: Sequence[Mapping[str, Any]]) -> TrainConfig:
   merged: dict[str, Any] = {}
   for layer in layers:
     for path, value in layer.items():
-      new, old = config_loader.unwrap(value), merged.get(path)
-      if isinstance(new, dict) and isinstance(old, dict):
-        value = {**old, **new}
-      merged[path] = value
+      merged[path] = config_loader.merge(
+          config_loader.unwrap(merged.get(path)), value
+      )
   gym = config_loader.unwrap(merged.get("gym.name", GymConfig.name))
   merged = {**GYM_PRESETS.get(str(gym), {}), **merged}
   imports = merged.get("run.imports")
@@ -448,3 +447,53 @@ def load_config_or_exit(argv: Sequence[str]) -> TrainConfig:
   except ConfigError as error:
     print(f"configuration error: {error}", file=sys.stderr)
     raise SystemExit(2) from None
+
+
+def reference() -> str:
+  """docs/configuration.md: every section as a table."""
+  short = "\n".join(f"| `{a}` | `{p}` |" for a, p in ALIASES.items())
+  presets = "\n".join(
+      f"| `{gym}` | "
+      + ", ".join(f"`{k}={_plain(v)}`" for k, v in values.items())
+      + " |"
+      for gym, values in GYM_PRESETS.items()
+  )
+  return REFERENCE_HEAD.format(short=short, presets=presets) + (
+      config_loader.describe_markdown(TrainConfig).rstrip() + "\n"
+  )
+
+
+def _plain(value: Any) -> str:
+  if isinstance(value, tuple):
+    return "[" + ",".join(value) + "]"
+  return str(value)
+
+
+REFERENCE_HEAD = """\
+# Configuration
+
+Written by `python -m tunix.rl.multi_turn.config > docs/configuration.md`.
+
+    python -m tunix.rl.multi_turn.train [config.yaml] [key=value ...]
+
+Later wins: the defaults below, the preset of the chosen gym, the YAML file,
+overrides from left to right. Values of overrides are YAML, so lists are
+written `tasks='[a,b]'` (or `tasks=a,b`). A mapping is merged key by key, and
+`gym.options.headless=false` sets one key of it. Unknown keys, values out of
+range and values that contradict each other are refused before anything is
+built. The resolved configuration is kept as `config.yaml` in the run directory
+and is itself a valid file.
+
+| short key | means |
+|---|---|
+{short}
+
+| gym | preset |
+|---|---|
+{presets}
+
+"""
+
+
+if __name__ == "__main__":
+  print(reference(), end="")

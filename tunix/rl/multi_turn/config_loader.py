@@ -138,7 +138,10 @@ def nearest_key(path: str, cls: type, aliases: Mapping[str, str]) -> str:
   match = difflib.get_close_matches(path, words, n=1, cutoff=0.55)
   if not match:
     return "; --help lists every key"
-  return f"; did you mean {leaves.get(match[0], match[0])!r}?"
+  best = match[0]
+  if best not in aliases:
+    best = leaves.get(best, best)
+  return f"; did you mean {best!r}?"
 
 
 def parse_override(text: str) -> tuple[str, Raw]:
@@ -162,6 +165,14 @@ def parse_override(text: str) -> tuple[str, Raw]:
 
 def unwrap(value: Any) -> Any:
   return value.value if isinstance(value, Raw) else value
+
+
+def merge(old: Any, new: Any) -> Any:
+  """`new`, or both key by key where both are mappings."""
+  plain = unwrap(new)
+  if not (isinstance(old, dict) and isinstance(plain, dict)):
+    return new
+  return {**old, **{k: merge(old.get(k), v) for k, v in plain.items()}}
 
 
 def flatten(
