@@ -120,8 +120,8 @@ def shape_mask(shape: str, width: int, height: int) -> Image.Image:
 
 @functools.lru_cache(maxsize=64)
 def wallpaper(width: int, height: int, theme: Theme) -> Image.Image:
-  """Background of the desktop: a vertical blend in eight steps."""
-  steps = 8
+  """Background of the desktop: a vertical blend in steps of 12 rows."""
+  steps = max(8, height // 12)
   image = Image.new("RGB", (width, height), theme.wall_bottom)
   for step in range(steps):
     color = tuple(

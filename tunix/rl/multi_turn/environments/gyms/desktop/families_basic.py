@@ -154,26 +154,14 @@ class CloseDialog(family.Family):
       back = layout.window(rng, scene, data["titles"][1], 104, 60)
       x, y, w, _ = back.client()
       back.add(widgets.TextField(x, y + 2, w, 15, ""))
-    sizes = [widgets.Button.size(name) for name in data["buttons"]]
-    width = max(
-        font.text_width(data["message"]), sizes[0][0] + sizes[1][0] + 6, 70
-    ) + 4
-    dialog = layout.window(
-        rng, scene, data["titles"][0], width, 38, modal=True, grow=False
+    labels = [data["buttons"][i] for i in data["order"]]
+    dialog, buttons = layout.dialog(
+        rng, scene, data["titles"][0], data["message"], labels
     )
-    x, y, w, h = dialog.client()
-    dialog.add(widgets.Label(x + 2, y + 4, data["message"]))
-    gap = (w - sizes[0][0] - sizes[1][0]) // 3
-    left = x + gap
-    made = {}
-    for i in data["order"]:
-      made[i] = dialog.add(
-          widgets.Button(left, y + h - 17, *sizes[i], data["buttons"][i])
-      )
-      left += sizes[i][0] + gap
     ep.w.update(
         dialog=dialog,
-        target=dialog.close_box if data["how"] == "box" else made[0],
+        target=dialog.close_box if data["how"] == "box"
+        else buttons[data["order"].index(0)],
     )
 
   def _windows(self, ep, data, rng):
@@ -244,7 +232,7 @@ class EnterText(family.Family):
     win = layout.window(
         rng, ep.scene, rng.choice(words.WINDOW_TITLES), 104, 64
     )
-    area = win.client(2)
+    area = win.client()
     ep.w["fields"] = [None] * len(names)
     if ep.level == 0:
       width = rng.randint(64, max(64, min(area[2], 140)))
@@ -302,7 +290,7 @@ class ClickCheckboxes(family.Family):
     win = layout.window(
         rng, ep.scene, rng.choice(words.WINDOW_TITLES), 116, 68
     )
-    area = win.client(2)
+    area = win.client()
     boxes = [None] * len(names)
     if ep.level == 0:
       sizes = [(widgets.CheckBox.width(name), 14) for name in names]

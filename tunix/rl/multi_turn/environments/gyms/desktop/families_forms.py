@@ -13,7 +13,7 @@ from tunix.rl.multi_turn.environments.gyms.desktop import words
 def form(ep, rng, w=112, h=66):
   """A window with a random title; returns it and its client area."""
   win = layout.window(rng, ep.scene, rng.choice(words.WINDOW_TITLES), w, h)
-  return win, win.client(2)
+  return win, win.client()
 
 
 def submit_button(win, area, name="OK"):
@@ -185,7 +185,7 @@ class SetSlider(_Form):
     return family.Spec(text, {"names": names, "steps": steps, "pairs": pairs})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 112, 72)
+    win, area = form(ep, rng, 112, 73)
     x, y, w, h = area
     names = data["names"]
     width = rng.randint(96, max(96, min(w - 2, 180)))

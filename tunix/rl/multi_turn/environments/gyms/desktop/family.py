@@ -14,6 +14,7 @@ from typing import Any, Mapping
 
 from tunix.rl.multi_turn import gui_action
 from tunix.rl.multi_turn.environments.gyms.desktop import canvas
+from tunix.rl.multi_turn.environments.gyms.desktop import layout
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
 
@@ -50,6 +51,8 @@ class Episode:
     self.outcome: bool | None = None
     self.turns = 0
     family.build(self, self.spec.data, rng)
+    if level:
+      layout.clutter(rng, self.scene, 2 * level)
     self.scene.events = []
 
   def act(self, action: Action) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tunix.rl.multi_turn.environments.gyms.desktop import families_forms  # pyli
 from tunix.rl.multi_turn.environments.gyms.desktop import families_pointer  # pylint: disable=unused-import
 from tunix.rl.multi_turn.environments.gyms.desktop import family as family_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
+from tunix.rl.multi_turn.environments.gyms.desktop import scenes
 
 QUICKSTART_FAMILIES = (
     "click-button", "click-color", "close-dialog", "enter-text",
@@ -215,6 +216,15 @@ class DesktopGym:
     return base.Observation(
         self.scene.screenshot(), instruction, done=done, info=info
     )
+
+  def random_scene(self, seed: int) -> base.Observation:
+    """Shows a random mixture of widgets without a task, and ends any episode.
+
+    Actions still work on it; `evaluate` does not.
+    """
+    self.episode = None
+    self._scene = scenes.random_scene(self.width, self.height, seed)
+    return self._observe({})
 
   def referring_expressions(self) -> list[tuple[str, int, int]]:
     """(phrase, x, y): what is visible now and its centre in pixels.

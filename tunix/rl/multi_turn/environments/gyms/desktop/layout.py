@@ -6,7 +6,10 @@ import random
 from typing import Sequence
 
 from tunix.rl.multi_turn.environments.gyms.desktop import containers
+from tunix.rl.multi_turn.environments.gyms.desktop import font
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
+from tunix.rl.multi_turn.environments.gyms.desktop import widgets
+from tunix.rl.multi_turn.environments.gyms.desktop import words
 
 Rect = tuple[int, int, int, int]
 
@@ -69,23 +72,15 @@ def place(
     ValueError: they do not fit at all; a builder asked for too much.
   """
   order = sorted(range(len(sizes)), key=lambda i: -sizes[i][0] * sizes[i][1])
-  ax, ay, aw, ah = area
   for _ in range(12):
     spots: dict[int, Rect] = {}
     for i in order:
-      w, h = sizes[i]
-      if w > aw or h > ah:
+      spot = free_spot(
+          rng, area, sizes[i], (*spots.values(), *blocked), gap, 12
+      )
+      if spot is None:
         break
-      for _ in range(12):
-        rect = (ax + rng.randrange(aw - w + 1), ay + rng.randrange(ah - h + 1),
-                w, h)
-        if not any(_overlap(rect, r, gap) for r in spots.values()) and not any(
-            _overlap(rect, r, gap) for r in blocked
-        ):
-          spots[i] = rect
-          break
-      else:
-        break
+      spots[i] = (*spot, *sizes[i])
     else:
       return [spots[i][:2] for i in range(len(sizes))]
   if not blocked:
@@ -97,6 +92,26 @@ def place(
         at = dict(zip(permutation, rows))
         return [at[i] for i in range(len(sizes))]
   raise ValueError(f"{len(sizes)} boxes {list(sizes)} do not fit into {area}")
+
+
+def free_spot(
+    rng: random.Random,
+    area: Rect,
+    size: tuple[int, int],
+    taken: Sequence[Rect],
+    gap: int = 3,
+    tries: int = 10,
+) -> tuple[int, int] | None:
+  """A random free corner for one more box; None when none was found."""
+  ax, ay, aw, ah = area
+  w, h = size
+  if w > aw or h > ah:
+    return None
+  for _ in range(tries):
+    x, y = ax + rng.randrange(aw - w + 1), ay + rng.randrange(ah - h + 1)
+    if not any(_overlap((x, y, w, h), other, gap) for other in taken):
+      return x, y
+  return None
 
 
 def window(
@@ -127,6 +142,45 @@ def window(
   return scene.add(
       containers.Window(x, y, w, h, title, closable=closable, modal=modal)
   )
+
+
+def dialog(
+    rng: random.Random,
+    scene: scene_lib.Scene,
+    title: str,
+    message: str,
+    labels: Sequence[str],
+) -> tuple[containers.Window, list[widgets.Button]]:
+  """A modal dialog with a message over two buttons; it and its buttons."""
+  sizes = [widgets.Button.size(label) for label in labels]
+  total = sum(w for w, _ in sizes)
+  width = max(font.text_width(message), total + 6, 70) + 4
+  win = window(rng, scene, title, width, 38, modal=True, grow=False)
+  x, y, w, h = win.client()
+  win.add(widgets.Label(x + 2, y + 4, message))
+  gap = (w - total) // (len(labels) + 1)
+  left, buttons = x + gap, []
+  for size, label in zip(sizes, labels):
+    buttons.append(
+        win.add(widgets.Button(left, y + h - 17, *size, label))
+    )
+    left += size[0] + gap
+  return win, buttons
+
+
+def clutter(rng: random.Random, scene: scene_lib.Scene, count: int) -> None:
+  """Up to `count` icons of other names where the desktop is still free."""
+  taken = {w.name for item in scene.items for w in item.walk()}
+  names = [n for n in words.ICON_NAMES if n not in taken]
+  blocked = [(i.x, i.y, i.w, i.h) for i in scene.items]
+  w, h = widgets.Icon.SIZE
+  for name in rng.sample(names, min(count, len(names))):
+    for _ in range(8):
+      rect = (rng.randrange(scene.w - w), rng.randrange(scene.h - h), w, h)
+      if not any(_overlap(rect, other, 6) for other in blocked):
+        scene.items.insert(0, widgets.Icon(*rect[:2], name))
+        blocked.append(rect)
+        break
 
 
 def column(area: Rect, count: int, height: int, gap: int = 3) -> list[int]:
