@@ -1,0 +1,261 @@
+"""A browser shared by many gyms on one event loop: a pool of tabs.
+
+`Browser` starts Chromium when the first tab is asked for, starts another when
+that one has died, and lends tabs, each in a browser context of its own.
+
+Promises:
+* At most `max_pages` tabs exist; who asks for one more waits, and gets a typed
+  error when the wait exceeds its deadline.
+* A crash of a tab ends that tab alone; a death of the browser ends its tabs,
+  and the next `acquire` starts a new one, at most `max_launches` times in
+  `launch_window_s`.
+* When no tab is lent for `idle_s` the browser is closed, and it is at the
+  latest when the interpreter exits.
+
+Does not retry what was going on in a tab: that is lost, and the error says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import time
+import weakref
+
+from tunix.rl.multi_turn.environments.gyms.miniwob import devtools
+from tunix.rl.multi_turn.environments.gyms.miniwob import page as page_lib
+
+
+class NoFreePage(devtools.DevToolsError, TimeoutError):
+  """All tabs were in use for too long."""
+
+
+class Browser:
+  """See the module docstring. Belongs to the event loop that uses it first.
+
+  Attributes:
+    max_pages: tabs at most.
+    launches: browsers started so far.
+    lent: tabs in use now.
+  """
+
+  def __init__(
+      self,
+      *,
+      max_pages: int = 32,
+      executable: str | None = None,
+      deadline_s: float = 20.0,
+      idle_s: float = 30.0,
+      max_launches: int = 8,
+      launch_window_s: float = 60.0,
+  ):
+    """Args:
+
+      max_pages: tabs that may exist at once; about 20 MB each.
+      executable: Chromium to run, None to look for one.
+      deadline_s: for each command to a tab.
+      idle_s: how long a browser without lent tabs stays up.
+      max_launches: starts allowed within `launch_window_s`, so that a browser
+        that always dies does not start for ever.
+      launch_window_s: seconds.
+    """
+    if max_pages < 1:
+      raise ValueError(f"max_pages must be >= 1, got {max_pages}")
+    if max_launches < 1:
+      raise ValueError(f"max_launches must be >= 1, got {max_launches}")
+    self.max_pages = max_pages
+    self.launches = 0
+    self.lent = 0
+    self._executable = executable
+    self._deadline_s = deadline_s
+    self._idle_s = idle_s
+    self._max_launches = max_launches
+    self._launch_window_s = launch_window_s
+    self._launched_at: collections.deque[float] = collections.deque()
+    self._chromium: devtools.Chromium | None = None
+    self._launching = asyncio.Lock()
+    self._free = asyncio.Semaphore(max_pages)
+    self._idle: list[page_lib.WobPage] = []
+    self._pages: dict[str, page_lib.WobPage] = {}  # by target
+    self._contexts: dict[str, str] = {}  # context -> its one target
+    self._timer: asyncio.TimerHandle | None = None
+    self._closing: asyncio.Task | None = None
+
+  @property
+  def pid(self) -> int | None:
+    """Of the running browser process, None when there is none."""
+    running = self._chromium is not None and self._chromium.death is None
+    return self._chromium.pid if running else None
+
+  async def acquire(self, deadline_s: float = 120.0) -> page_lib.WobPage:
+    """A tab for the caller alone, to be given back with `release`.
+
+    Raises:
+      NoFreePage: none became free in `deadline_s` seconds.
+      BrowserNotFound, LaunchError, BrowserDied, PageCrashed, CommandTimeout.
+    """
+    try:
+      await asyncio.wait_for(self._free.acquire(), deadline_s)
+    except asyncio.TimeoutError:
+      raise NoFreePage(
+          f"all {self.max_pages} pages were in use for {deadline_s:g} s; close"
+          " gyms that are not needed, or raise max_pages"
+      ) from None
+    try:
+      self._stop_timer()
+      while self._idle:
+        page = self._idle.pop()
+        if page.dead is None:
+          break
+      else:
+        page = await self._open_page()
+    except BaseException:
+      self._free.release()
+      self._start_timer()
+      raise
+    self.lent += 1
+    return page
+
+  def release(self, page: page_lib.WobPage, *, reuse: bool = True) -> None:
+    """Takes a tab back; one that is dead or of unknown state is closed."""
+    self.lent -= 1
+    self._free.release()
+    if reuse and page.dead is None and page.chromium is self._chromium:
+      self._idle.append(page)
+    else:
+      self._forget(page)
+      page.close()
+    self._start_timer()
+
+  async def close(self) -> None:
+    """Ends the browser and all its tabs. It may be used again afterwards."""
+    self._stop_timer()
+    chromium, self._chromium = self._chromium, None
+    if chromium is not None:
+      self._drop_pages(devtools.BrowserDied("the browser was closed"))
+      await chromium.close()
+
+  def kill(self) -> None:
+    """`close` for when the event loop is no more."""
+    chromium, self._chromium = self._chromium, None
+    self._idle.clear()
+    self._pages.clear()
+    self._contexts.clear()
+    if chromium is not None:
+      chromium.kill()
+
+  async def _open_page(self) -> page_lib.WobPage:
+    chromium = await self._running()
+    created = await chromium.call(
+        "Target.createBrowserContext",
+        {"disposeOnDetach": True},
+        deadline_s=self._deadline_s,
+    )
+    context = created["browserContextId"]
+    self._contexts[context] = ""
+    try:
+      page = await page_lib.WobPage.open(chromium, context, self._deadline_s)
+    except BaseException:
+      self._contexts.pop(context, None)
+      chromium.send(
+          "Target.disposeBrowserContext", {"browserContextId": context}
+      )
+      raise
+    self._pages[page.target] = page
+    return page
+
+  async def _running(self) -> devtools.Chromium:
+    async with self._launching:
+      if self._chromium is not None and self._chromium.death is None:
+        return self._chromium
+      now = time.monotonic()
+      recent = self._launched_at
+      while recent and now - recent[0] > self._launch_window_s:
+        recent.popleft()
+      if len(recent) >= self._max_launches:
+        raise devtools.LaunchError(
+            f"the browser was started {len(recent)} times in"
+            f" {self._launch_window_s:g} s and died each time; not starting it"
+            " again for now"
+        )
+      recent.append(now)
+      self.launches += 1
+      chromium = await devtools.Chromium.launch(self._executable)
+      chromium.on_death = self._drop_pages
+      self._chromium = chromium
+      chromium.listen(None, "Target.targetCreated", self._on_created)
+      chromium.listen(None, "Target.targetCrashed", self._on_crashed)
+      chromium.listen(None, "Target.targetDestroyed", self._on_destroyed)
+      await chromium.call("Target.setDiscoverTargets", {"discover": True})
+      await chromium.call("Browser.setDownloadBehavior", {"behavior": "deny"})
+      return chromium
+
+  def _on_created(self, params) -> None:
+    info = params["targetInfo"]
+    own = self._contexts.get(info.get("browserContextId"))
+    if own is None or info["type"] != "page":
+      return
+    if not own:  # The one that we asked for.
+      self._contexts[info["browserContextId"]] = info["targetId"]
+    elif own != info["targetId"] and self._chromium is not None:
+      self._chromium.send("Target.closeTarget", {"targetId": info["targetId"]})
+
+  def _on_crashed(self, params) -> None:
+    self._lose(params["targetId"], "the page's renderer crashed")
+
+  def _on_destroyed(self, params) -> None:
+    self._lose(params["targetId"], "the page was closed by the browser")
+
+  def _lose(self, target: str, why: str) -> None:
+    page = self._pages.get(target)
+    if page is not None:
+      self._forget(page)
+      page.fail(devtools.PageCrashed(f"{why} while it showed {page.url}"))
+
+  def _forget(self, page: page_lib.WobPage) -> None:
+    self._pages.pop(page.target, None)
+    self._contexts.pop(page.context, None)
+
+  def _drop_pages(self, error: devtools.DevToolsError) -> None:
+    pages = list(self._pages.values())
+    self._pages.clear()
+    self._contexts.clear()
+    self._idle.clear()
+    for page in pages:
+      page.fail(error)
+
+  def _stop_timer(self) -> None:
+    if self._timer is not None:
+      self._timer.cancel()
+      self._timer = None
+
+  def _start_timer(self) -> None:
+    self._stop_timer()
+    if self.lent == 0 and self._chromium is not None:
+      loop = asyncio.get_running_loop()
+      self._timer = loop.call_later(self._idle_s, self._close_idle)
+
+  def _close_idle(self) -> None:
+    self._timer = None
+    if self.lent == 0:
+      self._closing = asyncio.ensure_future(self.close())
+
+
+_SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Browser] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def shared_browser() -> Browser:
+  """The running event loop's browser, with default settings.
+
+  Those of loops that were closed are killed.
+  """
+  for loop, browser in list(_SHARED.items()):
+    if loop.is_closed():
+      del _SHARED[loop]
+      browser.kill()
+  loop = asyncio.get_running_loop()
+  if loop not in _SHARED:
+    _SHARED[loop] = Browser()
+  return _SHARED[loop]

@@ -1,0 +1,177 @@
+"""Key names of `GuiAction` in the terms of a DevTools key event.
+
+A US keyboard: `key_events` presses keys together (the last released first) and
+`text_events` types text as a person would, so that pages which listen to
+key events see them. Returns parameters for `Input.dispatchKeyEvent` and
+`Input.insertText`; sends nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Above this many characters text is inserted at once, as a paste would.
+MAX_TYPED = 200
+
+MODIFIERS = {"alt": 1, "ctrl": 2, "meta": 4, "shift": 8}
+
+# name -> (key, code, Windows virtual key code, text)
+_NAMED: dict[str, tuple[str, str, int, str]] = {
+    "alt": ("Alt", "AltLeft", 18, ""),
+    "ctrl": ("Control", "ControlLeft", 17, ""),
+    "meta": ("Meta", "MetaLeft", 91, ""),
+    "shift": ("Shift", "ShiftLeft", 16, ""),
+    "enter": ("Enter", "Enter", 13, "\r"),
+    "tab": ("Tab", "Tab", 9, ""),
+    "space": (" ", "Space", 32, " "),
+    "backspace": ("Backspace", "Backspace", 8, ""),
+    "delete": ("Delete", "Delete", 46, ""),
+    "insert": ("Insert", "Insert", 45, ""),
+    "escape": ("Escape", "Escape", 27, ""),
+    "home": ("Home", "Home", 36, ""),
+    "end": ("End", "End", 35, ""),
+    "pageup": ("PageUp", "PageUp", 33, ""),
+    "pagedown": ("PageDown", "PageDown", 34, ""),
+    "left": ("ArrowLeft", "ArrowLeft", 37, ""),
+    "up": ("ArrowUp", "ArrowUp", 38, ""),
+    "right": ("ArrowRight", "ArrowRight", 39, ""),
+    "down": ("ArrowDown", "ArrowDown", 40, ""),
+    "capslock": ("CapsLock", "CapsLock", 20, ""),
+    "menu": ("ContextMenu", "ContextMenu", 93, ""),
+} | {f"f{n}": (f"F{n}", f"F{n}", 111 + n, "") for n in range(1, 13)}
+
+_ALIASES = {
+    "control": "ctrl", "control_l": "ctrl", "control_r": "ctrl",
+    "ctl": "ctrl", "option": "alt", "alt_l": "alt", "alt_r": "alt",
+    "shift_l": "shift", "shift_r": "shift", "cmd": "meta",
+    "command": "meta", "super": "meta", "super_l": "meta", "win": "meta",
+    "windows": "meta", "return": "enter", "kp_enter": "enter",
+    "esc": "escape", "del": "delete", "ins": "insert", "bksp": "backspace",
+    "back_space": "backspace", "spacebar": "space", "page_up": "pageup",
+    "pgup": "pageup", "prior": "pageup", "page_down": "pagedown",
+    "pgdn": "pagedown", "next": "pagedown", "arrowleft": "left",
+    "arrowup": "up", "arrowright": "right", "arrowdown": "down",
+    "leftarrow": "left", "uparrow": "up", "rightarrow": "right",
+    "downarrow": "down", "caps_lock": "capslock", "plus": "+", "minus": "-",
+    "comma": ",", "period": ".", "slash": "/", "contextmenu": "menu",
+}  # pyformat: disable
+
+# Unshifted and shifted character of each other key.
+_SYMBOL_KEYS = (
+    ("Backquote", 192, "`~"), ("Minus", 189, "-_"), ("Equal", 187, "=+"),
+    ("BracketLeft", 219, "[{"), ("BracketRight", 221, "]}"),
+    ("Backslash", 220, "\\|"), ("Semicolon", 186, ";:"),
+    ("Quote", 222, "'\""), ("Comma", 188, ",<"), ("Period", 190, ".>"),
+    ("Slash", 191, "/?"), ("Digit1", 49, "1!"), ("Digit2", 50, "2@"),
+    ("Digit3", 51, "3#"), ("Digit4", 52, "4$"), ("Digit5", 53, "5%"),
+    ("Digit6", 54, "6^"), ("Digit7", 55, "7&"), ("Digit8", 56, "8*"),
+    ("Digit9", 57, "9("), ("Digit0", 48, "0)"),
+)  # pyformat: disable
+# character -> (code, Windows virtual key code, needs shift, other character)
+_CHARACTERS: dict[str, tuple[str, int, bool, str]] = {" ": ("Space", 32, False, " ")}
+for _code, _vk, (_plain, _shifted) in _SYMBOL_KEYS:
+  _CHARACTERS[_plain] = (_code, _vk, False, _shifted)
+  _CHARACTERS[_shifted] = (_code, _vk, True, _plain)
+for _letter in "abcdefghijklmnopqrstuvwxyz":
+  _upper = _letter.upper()
+  _CHARACTERS[_letter] = (f"Key{_upper}", ord(_upper), False, _upper)
+  _CHARACTERS[_upper] = (f"Key{_upper}", ord(_upper), True, _letter)
+
+Command = tuple[str, dict[str, Any]]
+"""A DevTools method and its parameters."""
+
+
+class UnknownKey(ValueError):
+  """A key name that this keyboard does not have."""
+
+
+def normalise(name: str) -> str:
+  """The one name of a key: a single character or one of the named keys.
+
+  Raises:
+    UnknownKey: naming it.
+  """
+  if len(name) == 1 and name in _CHARACTERS:
+    return "space" if name == " " else name
+  low = name.strip().lower().replace(" ", "_")
+  low = _ALIASES.get(low, low)
+  if low in _NAMED or (len(low) == 1 and low in _CHARACTERS):
+    return low
+  raise UnknownKey(f"there is no key {name!r}")
+
+
+def modifier_bits(names: tuple[str, ...]) -> int:
+  """Bit set of the modifier keys held during a click.
+
+  Raises:
+    UnknownKey: one of them is not a modifier.
+  """
+  bits = 0
+  for name in names:
+    known = normalise(name)
+    if known not in MODIFIERS:
+      raise UnknownKey(f"{name!r} cannot be held during a click")
+    bits |= MODIFIERS[known]
+  return bits
+
+
+def key_events(names: tuple[str, ...]) -> tuple[list[Command], list[Command]]:
+  """Commands that press the keys together, and those that release them.
+
+  Raises:
+    UnknownKey: a name is not known.
+  """
+  keys = [normalise(name) for name in names]
+  held = 0
+  down: list[Command] = []
+  up: list[Command] = []
+  for key in keys:
+    held |= MODIFIERS.get(key, 0)
+    down.append(_event(key, held, True))
+  for key in reversed(keys):
+    held &= ~MODIFIERS.get(key, 0)
+    up.append(_event(key, held, False))
+  return down, up
+
+
+def text_events(text: str) -> list[Command]:
+  """Commands that type `text`; new lines are Enter, tabs are Tab."""
+  text = text.replace("\r\n", "\n").replace("\r", "\n")
+  if len(text) > MAX_TYPED:
+    return [("Input.insertText", {"text": text})]
+  commands: list[Command] = []
+  for character in text:
+    name = {"\n": "enter", "\t": "tab", " ": "space"}.get(character, character)
+    if name in _NAMED or name in _CHARACTERS:
+      shift = name in _CHARACTERS and _CHARACTERS[name][2]
+      held = MODIFIERS["shift"] if shift else 0
+      commands += [_event(name, held, True), _event(name, held, False)]
+    else:  # No key makes it: an input method would insert it.
+      commands.append(("Input.insertText", {"text": character}))
+  return commands
+
+
+def _event(key: str, held: int, pressed: bool) -> Command:
+  if key in _NAMED:
+    name, code, number, text = _NAMED[key]
+  else:
+    code, number, shifted, other = _CHARACTERS[key]
+    # With Shift held, the key gives its upper character.
+    shift_held = bool(held & MODIFIERS["shift"])
+    name = key if shift_held == shifted or shifted else other
+    text = name
+  if held & ~MODIFIERS["shift"]:
+    text = ""  # A shortcut, not input.
+  params: dict[str, Any] = {
+      "key": name,
+      "code": code,
+      "windowsVirtualKeyCode": number,
+      "modifiers": held,
+  }
+  if not pressed:
+    params["type"] = "keyUp"
+  elif text:
+    params |= {"type": "keyDown", "text": text, "unmodifiedText": text}
+  else:
+    params["type"] = "rawKeyDown"
+  return "Input.dispatchKeyEvent", params

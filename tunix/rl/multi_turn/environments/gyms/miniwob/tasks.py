@@ -1,0 +1,209 @@
+"""MiniWoB++ task families, found in the installed `miniwob` package.
+
+Only the package's pages are used; it is located without importing it, so that
+its browser driver need not be there.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import pathlib
+from typing import Any, Mapping
+
+from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.environments.gyms import base
+
+PAGES_VARIABLE = "TUNIX_MINIWOB_PAGES"
+DATA_MODES = ("default", "train", "test")
+DEFAULT_MAX_TURNS = 10
+
+# Instance seeds: training below, evaluation from here up to twice this.
+EVAL_SEEDS_FROM = 1_000_000_000
+
+# About twice the actions that a practised user needs.
+_MAX_TURNS = {
+    "click-test": 2, "click-test-2": 2, "click-test-transfer": 2,
+    "click-button": 3, "click-button-sequence": 4, "click-color": 2,
+    "click-dialog": 2, "click-dialog-2": 2, "click-link": 3,
+    "click-shape": 2, "click-shades": 14, "click-tab": 2, "click-widget": 3,
+    "click-option": 4, "click-pie": 4, "click-collapsible": 4,
+    "click-checkboxes": 14, "click-checkboxes-large": 26,
+    "click-checkboxes-soft": 14, "click-checkboxes-transfer": 14,
+    "circle-center": 4, "count-shape": 2, "count-sides": 2, "drag-box": 3,
+    "enter-date": 6, "enter-password": 8, "enter-text": 5,
+    "enter-text-2": 5, "enter-text-dynamic": 5, "enter-time": 6,
+    "find-greatest": 8, "focus-text": 2, "focus-text-2": 2,
+    "grid-coordinate": 2, "guess-number": 20, "identify-shape": 2,
+    "login-user": 8, "login-user-popup": 10, "number-checkboxes": 30,
+    "simple-algebra": 5, "simple-arithmetic": 5, "unicode-test": 2,
+    "use-slider": 6, "use-slider-2": 10, "use-spinner": 10,
+    "ascending-numbers": 8, "book-flight": 20, "book-flight-nodelay": 20,
+    "buy-ticket": 4, "choose-date": 16, "choose-date-medium": 8,
+    "choose-date-easy": 6, "choose-list": 6, "copy-paste": 8,
+    "copy-paste-2": 8, "drag-items-grid": 4, "drag-shapes": 14,
+    "drag-sort-numbers": 10, "email-inbox": 10, "form-sequence-3": 8,
+    "odd-or-even": 14, "order-food": 14, "read-table-2": 10,
+    "search-engine": 16, "simon-says": 16, "social-media-all": 24,
+    "social-media-some": 16, "stock-market": 20, "terminal": 12,
+    "text-editor": 8, "tic-tac-toe": 10, "use-colorwheel": 6,
+}  # pyformat: disable
+
+QUICK_FAMILIES = frozenset({"click-test", "click-test-2"})
+"""Families whose page, started again without being loaded anew, shows the same
+pixels as a fresh one."""
+
+
+class PagesNotFound(RuntimeError):
+  """The task pages are not installed."""
+
+
+@functools.lru_cache(maxsize=None)
+def _pages_in(override: str | None) -> pathlib.Path:
+  if override:
+    directory = pathlib.Path(override)
+    if not (directory / "click-test.html").is_file():
+      raise PagesNotFound(
+          f"${PAGES_VARIABLE} names {override!r}, which has no click-test.html"
+      )
+    return directory.resolve()
+  spec = importlib.util.find_spec("miniwob")
+  for location in (spec.submodule_search_locations or ()) if spec else ():
+    directory = pathlib.Path(location) / "html" / "miniwob"
+    if (directory / "click-test.html").is_file():
+      return directory.resolve()
+  raise PagesNotFound(
+      "the MiniWoB++ pages are not installed: pip install"
+      " 'tunix-multi-turn[browser]' (or: pip install miniwob==1.1.0), or set"
+      f" ${PAGES_VARIABLE} to a directory that has them"
+  )
+
+
+def pages_directory() -> pathlib.Path:
+  """Where the pages `<family>.html` are.
+
+  Raises:
+    PagesNotFound: with what to install.
+  """
+  return _pages_in(os.environ.get(PAGES_VARIABLE))
+
+
+@functools.lru_cache(maxsize=None)
+def _families_in(directory: pathlib.Path) -> tuple[str, ...]:
+  return tuple(sorted(path.stem for path in directory.glob("*.html")))
+
+
+def families() -> tuple[str, ...]:
+  """Names of all task families, sorted."""
+  return _families_in(pages_directory())
+
+
+def page_url(family: str) -> str:
+  """The address of a family's page.
+
+  Raises:
+    ValueError: no such family; gives the nearest name.
+  """
+  if family not in families():
+    raise ValueError(
+        registry.unknown_name("MiniWoB++ task family", family, families())
+    )
+  return (pages_directory() / f"{family}.html").as_uri()
+
+
+class MiniWobTasks:
+  """Makes tasks: `miniwob/<family>/<seed>`.
+
+  The seed is the one that the page's own generator gets. Seeds below
+  `EVAL_SEEDS_FROM` are for training and those from it up to twice it for
+  evaluation: `train_task` and `eval_task` never return the same seed. (Small
+  families may still show the same instance.) A task's instruction is empty:
+  the page knows it, and the first observation carries it.
+  """
+
+  def __init__(
+      self,
+      families: tuple[str, ...] | list[str] | None = None,  # pylint: disable=redefined-outer-name
+      data_mode: str = "default",
+  ):
+    """Args:
+
+      families: those to offer, None for all.
+      data_mode: which part of their own split the few pages that have one
+        draw from: "default", "train" or "test".
+    """
+    known = globals()["families"]()
+    names = tuple(families) if families else known
+    for name in names:
+      page_url(name)
+    if data_mode not in DATA_MODES:
+      raise ValueError(
+          f"data_mode must be one of {', '.join(DATA_MODES)}; got {data_mode!r}"
+      )
+    self._families = names
+    self._data_mode = data_mode
+
+  @classmethod
+  def from_dict(cls, config: Mapping[str, Any]) -> MiniWobTasks:
+    """Builds it from `{"families": [...], "data_mode": "default"}`."""
+    return cls(**known_only(config, ("families", "data_mode"), "miniwob tasks"))
+
+  def families(self) -> tuple[str, ...]:
+    return self._families
+
+  def task(self, family: str, seed: int) -> base.Task:
+    """The instance that a family and a seed >= 0 stand for.
+
+    Raises:
+      ValueError: unknown family (gives the nearest) or a negative seed.
+    """
+    page_url(family)
+    if not 0 <= seed < 2 * EVAL_SEEDS_FROM:
+      raise ValueError(
+          f"seed must be in [0, {2 * EVAL_SEEDS_FROM}), got {seed}"
+      )
+    suffix = "" if self._data_mode == "default" else f"/{self._data_mode}"
+    return base.Task(
+        task_id=f"miniwob/{family}/{seed}{suffix}",
+        family=family,
+        seed=seed,
+        max_turns=_MAX_TURNS.get(family, DEFAULT_MAX_TURNS),
+        params={} if not suffix else {"data_mode": self._data_mode},
+    )
+
+  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
+    """The `index`-th training instance of the run with this `seed`.
+
+    Instance seeds are drawn from [0, EVAL_SEEDS_FROM) by hashing.
+    """
+    text = f"train/{family}/{index}/{seed}".encode()
+    number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+    return self.task(family, number % EVAL_SEEDS_FROM)
+
+  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
+    """The `index`-th held-out instance; distinct for index < 1,000,000.
+
+    Instance seeds lie in [EVAL_SEEDS_FROM, 2 * EVAL_SEEDS_FROM).
+    """
+    if index < 0 or seed < 0:
+      raise ValueError(f"index and seed must be >= 0, got {index}, {seed}")
+    number = (seed * 1_000_003 + index) % EVAL_SEEDS_FROM
+    return self.task(family, EVAL_SEEDS_FROM + number)
+
+
+def known_only(
+    config: Mapping[str, Any], names: tuple[str, ...], what: str
+) -> dict[str, Any]:
+  """`config` without its type tag.
+
+  Raises:
+    ValueError: naming a setting that does not exist, and those that do.
+  """
+  unknown = sorted(set(config) - set(names) - {"name", "type"})
+  if unknown:
+    raise ValueError(
+        f"{what} take no {unknown[0]!r}; known: {', '.join(names)}"
+    )
+  return {k: v for k, v in config.items() if k in names}
