@@ -183,7 +183,7 @@ def _configs(draw):
   return TrainConfig(**parts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(_configs())
 def test_yaml_round_trip_of_any_value(config):
   # Below the checks for contradictions: only typing and syntax matter here.

@@ -394,9 +394,13 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-  return yaml.safe_dump(
-      to_dict(config), sort_keys=False, allow_unicode=True, width=79
-  )
+  """YAML that reads back as the same values."""
+  data = to_dict(config)
+  text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=79)
+  if yaml.safe_load(text) == data:
+    return text
+  # PyYAML loses some line separators when it may write Unicode.
+  return yaml.safe_dump(data, sort_keys=False, width=79)
 
 
 # --- documentation ---------------------------------------------------------
