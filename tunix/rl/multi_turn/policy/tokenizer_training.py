@@ -404,11 +404,42 @@ def _cased(word: str, rng: random.Random) -> str:
 
 
 def gym_texts() -> tuple[list[str], list[str]]:
-  """(words, instructions) of the embedded desktop, from its own tables."""
+  """(words, instructions) of the gyms, from their own tables."""
   # Imported here: the tokenizer must load without the environments.
+  from tunix.rl.multi_turn import prompts  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.environments.gyms import desktop  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.environments.gyms.desktop import words  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.parser import tool_parser  # pylint: disable=g-import-not-at-top
 
-  return list(desktop.tokenizer_words()), list(desktop.tokenizer_sentences())
+  compact = tool_parser.make_tool_parser("computer_use_compact")
+  system = prompts.insert_tools(
+      prompts.get_prompt("desktop_compact"), compact.get_tool_prompt()
+  )
+  tasks = desktop.DesktopTasks()
+  sentences = [system] * 20 + [
+      tasks.task(family, seed, level).instruction
+      for family in tasks.families()
+      for level in (0, 1, 2)
+      for seed in range(60)
+  ]
+  gym = desktop.DesktopGym()
+  for family in tasks.families():
+    for seed in range(30):
+      gym.start_sync(tasks.task(family, seed))
+      for phrase, _, _ in gym.referring_expressions():
+        sentences += [f"Click {phrase}.", f'answer", "text": "{phrase}']
+  # MiniWoB++ tasks with a fixed wording.
+  sentences += [
+      "Click the button.",
+      "Click button ONE.",
+      'Close the dialog box by clicking the "x".',
+      "Focus into the textbox.",
+      'Click on the "Submit" button.',
+      'Enter "Name" into the text field and press Submit.',
+      "What is at ?",
+  ] * 20
+  single = {w for name in words.all_words() for w in name.split() if w.isalpha()}
+  return sorted(single), sentences
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -65,6 +65,15 @@ _ACTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "terminate": ("end the task", ("status",)),
 }
 ACTION_NAMES = tuple(_ACTIONS)
+_ARGUMENT_ORDER = (
+    "coordinate",
+    "start_coordinate",
+    "pixels",
+    "text",
+    "keys",
+    "time",
+    "status",
+)
 
 _SPACES = {
     "relative": (
@@ -375,12 +384,37 @@ class ComputerUseAbsoluteParser(ComputerUseParser):
   coordinates = "absolute"
 
 
+# What a small policy is offered: enough for every desktop task.
+COMPACT_ACTIONS = (
+    "left_click",
+    "double_click",
+    "right_click",
+    "left_click_drag",
+    "scroll",
+    "type",
+    "key",
+    "answer",
+)
+
+
 class ComputerUseCompactParser(ComputerUseParser):
-  """Coordinates 0 to 999, one-line tool prompt."""
+  """Coordinates 0 to 999, few actions, and a tool prompt of one line."""
 
   def __init__(self, **kwargs: Any):
     kwargs.setdefault("compact", True)
+    kwargs.setdefault("actions", COMPACT_ACTIONS)
     super().__init__(**kwargs)
+
+  def get_tool_prompt(self, tools_schema: base.ToolsSchema = None) -> str:
+    """Argument names without types: the policy was trained on their use."""
+    if tools_schema is not None:
+      return super().get_tool_prompt(tools_schema)
+    used = {a for action in self.actions for a in _ACTIONS[action][1]}
+    names = [a for a in _ARGUMENT_ORDER if a in used]
+    return (
+        f"<tools>\n{TOOL_NAME}(action: {'|'.join(self.actions)},"
+        f" {', '.join(names)})\n</tools>"
+    )
 
 
 def _need(args: dict[str, Any], field: str, name: str) -> Any:
