@@ -205,9 +205,9 @@ def _to_messages(observation: Any, complaint: str) -> list[Message]:
         f" {type(observation).__name__}"
     )
   if observation and not any(k in observation for k in _OBSERVATION_KEYS):
+    got = ", ".join(map(str, observation))
     raise ValueError(
-        "an observation needs one of"
-        f" {', '.join(_OBSERVATION_KEYS)}; got {', '.join(map(str, observation))}"
+        f"an observation needs one of {', '.join(_OBSERVATION_KEYS)}; got {got}"
     )
   for call_id, output in (observation.get("tool_outputs") or {}).items():
     messages.append({

@@ -9,3 +9,6 @@ from tunix.rl.multi_turn.tools.manager import ToolManager
 from tunix.rl.multi_turn.tools.screenshot import fit_size
 from tunix.rl.multi_turn.tools.screenshot import Screenshot
 from tunix.rl.multi_turn.tools.screenshot import ScreenshotTool
+from tunix.rl.multi_turn.tools.stateful import InstanceTool
+from tunix.rl.multi_turn.tools.stateful import StatefulTool
+from tunix.rl.multi_turn.tools.stateful import StatefulToolAdapter

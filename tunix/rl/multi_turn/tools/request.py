@@ -1,0 +1,314 @@
+"""One request with stateful tools, from the first prompt to the last release.
+
+States: PENDING (nothing done) -> RUNNING (the model's turn) <-> TOOL_CALLING
+(the tools' turn) -> COMPLETED or FAILED. `TRANSITIONS` is the whole truth;
+other moves are refused.
+
+Promises:
+- Every tool of the request is created before the first generation, and
+  released exactly once for each creation, whatever happens in between.
+- The calls of a turn run at once; their results stand in the order of the
+  calls.
+- A failing tool is a message for the model; a failing model or a failing
+  creation ends the request as FAILED with the error kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import logging
+from typing import Any, Awaitable, Callable, Mapping, Sequence
+import uuid
+
+from tunix.rl.multi_turn import concurrency
+from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.tools import stateful
+
+_LOG = logging.getLogger(__name__)
+
+
+class RequestState(str, enum.Enum):
+  PENDING = "pending"
+  RUNNING = "running"
+  TOOL_CALLING = "tool_calling"
+  COMPLETED = "completed"
+  FAILED = "failed"
+
+
+TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.PENDING: frozenset(
+        (RequestState.RUNNING, RequestState.FAILED)
+    ),
+    RequestState.RUNNING: frozenset((
+        RequestState.TOOL_CALLING,
+        RequestState.COMPLETED,
+        RequestState.FAILED,
+    )),
+    RequestState.TOOL_CALLING: frozenset((
+        RequestState.RUNNING,
+        RequestState.COMPLETED,
+        RequestState.FAILED,
+    )),
+    RequestState.COMPLETED: frozenset(),
+    RequestState.FAILED: frozenset(),
+}
+
+
+class IllegalTransitionError(RuntimeError):
+  """A move that the table does not allow."""
+
+
+class FinishReason(str, enum.Enum):
+  """Why generation stopped. TOOL_CALL goes on, the others end the request."""
+
+  STOP = "stop"
+  LENGTH = "length"
+  TOOL_CALL = "tool_calls"
+
+
+Generate = Callable[
+    [list[trajectory.Message]], Awaitable[tuple[str, FinishReason | str]]
+]
+
+
+@dataclasses.dataclass
+class ToolRequest:
+  """One request. The mutable owner of its state.
+
+  Attributes:
+    messages: OpenAI format, grows.
+    tools_kwargs: tool name -> `{"create_kwargs": {…}, …}`.
+    data_source: where the row came from.
+    index: of the row.
+    state: see the module docstring; change it with `move`.
+    finish_reason: why it ended.
+    rewards: tool name -> `calc_reward`, filled at the end.
+    call_rewards: reward of each execution, in order.
+    error: what made it fail.
+  """
+
+  messages: list[trajectory.Message]
+  tools_kwargs: dict[str, dict[str, dict[str, Any]]] = dataclasses.field(
+      default_factory=dict
+  )
+  data_source: str | None = None
+  index: int | None = None
+  request_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+  state: RequestState = RequestState.PENDING
+  finish_reason: FinishReason | None = None
+  rewards: dict[str, float] = dataclasses.field(default_factory=dict)
+  call_rewards: list[float] = dataclasses.field(default_factory=list)
+  error: str | None = None
+
+  @classmethod
+  def from_row(
+      cls,
+      row: Mapping[str, Any],
+      tools: Mapping[str, stateful.BaseTool] | Sequence[str] = (),
+  ) -> ToolRequest:
+    """Builds a request from a data set's row.
+
+    Reads `prompt` (messages or a str) and, from `extra_info`, `tools_kwargs`,
+    `need_tools_kwargs` and `index`; `data_source` may stand in either place.
+
+    Args:
+      row: see above.
+      tools: those that the request may use.
+
+    Raises:
+      ValueError: no prompt, or tools_kwargs for a tool that is not there.
+    """
+    prompt = row.get("prompt")
+    if isinstance(prompt, str):
+      prompt = [{"role": "user", "content": prompt}]
+    if not prompt:
+      raise ValueError("a row needs 'prompt': a str or a list of messages")
+    extra = row.get("extra_info") or {}
+    kwargs = extra.get("tools_kwargs") or {}
+    index = extra.get("index", row.get("index"))
+    source = extra.get("data_source") or row.get("data_source")
+    if extra.get("need_tools_kwargs") and not kwargs:
+      _LOG.warning(
+          "row %s of %s needs tools_kwargs and has none", index, source
+      )
+    for name in kwargs:
+      if name not in tools:
+        raise ValueError(
+            f"row {index}: "
+            + registry.unknown_name("tool in tools_kwargs", name, tools)
+        )
+    return cls(
+        messages=list(prompt),
+        tools_kwargs={
+            name: stateful.check_tool_kwargs(name, value)
+            for name, value in kwargs.items()
+        },
+        data_source=source,
+        index=index,
+    )
+
+  def move(self, state: RequestState) -> None:
+    """Changes the state.
+
+    Raises:
+      IllegalTransitionError: the table does not allow it.
+    """
+    if state not in TRANSITIONS[self.state]:
+      raise IllegalTransitionError(
+          f"request {self.request_id} cannot go from {self.state.value} to"
+          f" {state.value}"
+      )
+    self.state = state
+
+  def kwargs(self, tool: str, kind: str) -> dict[str, Any]:
+    """The keyword arguments of one tool method."""
+    return self.tools_kwargs.get(tool, {}).get(kind, {})
+
+  def finalize(
+      self, rewards: Mapping[str, float], reason: FinishReason | None
+  ) -> None:
+    """Ends the request: FAILED when it has an error, else COMPLETED."""
+    self.rewards = dict(rewards)
+    self.finish_reason = reason
+    self.move(RequestState.FAILED if self.error else RequestState.COMPLETED)
+
+
+async def run_request(
+    request: ToolRequest,
+    generate: Generate,
+    tools: Mapping[str, stateful.BaseTool],
+    *,
+    parser: Any = "qwen",
+    max_turns: int = 10,
+    tool_timeout: float | None = 30.0,
+    generate_timeout: float | None = None,
+) -> ToolRequest:
+  """Runs a PENDING request to its end and returns it.
+
+  Args:
+    request: its `messages` grow.
+    generate: messages -> (text, finish reason). A STOP whose text holds tool
+      calls counts as TOOL_CALL, since servers differ in that.
+    tools: name -> stateful tool.
+    parser: reads the calls; name, class or instance.
+    max_turns: generations at most; the last one ends with LENGTH.
+    tool_timeout: seconds for each tool method.
+    generate_timeout: seconds for each generation.
+  """
+  parser = tool_parser.make_tool_parser(parser)
+  instances: dict[str, str] = {}
+  reason: FinishReason | None = None
+
+  async def guarded(awaitable: Awaitable[Any], what: str) -> Any:
+    return await concurrency.with_deadline(awaitable, tool_timeout, what)
+
+  try:
+    turns = 0
+    calls: list[trajectory.ToolCall] = []
+    while reason is None:
+      if request.state is RequestState.PENDING:
+        for name, tool in tools.items():
+          instances[name] = await guarded(
+              tool.create(**request.kwargs(name, "create_kwargs")),
+              f"{name}.create",
+          )
+        request.move(RequestState.RUNNING)
+      elif request.state is RequestState.TOOL_CALLING:
+        results = await asyncio.gather(
+            *(_execute(request, tools, instances, c, guarded) for c in calls)
+        )
+        for call, (text, reward) in zip(calls, results):
+          if reward is not None:
+            request.call_rewards.append(reward)
+          request.messages.append({
+              "role": "tool",
+              "tool_call_id": call.call_id,
+              "content": text,
+          })
+        if turns >= max_turns:
+          reason = FinishReason.LENGTH
+        else:
+          request.move(RequestState.RUNNING)
+      else:
+        text, finish = await concurrency.with_deadline(
+            generate(request.messages), generate_timeout, "generate"
+        )
+        turns += 1
+        request.messages.append({"role": "assistant", "content": text})
+        finish = FinishReason(finish)
+        calls = [] if finish is FinishReason.LENGTH else parser.parse(text)
+        if calls:
+          request.move(RequestState.TOOL_CALLING)
+        else:
+          # A TOOL_CALL without a readable call has nothing to go on with.
+          reason = (
+              finish if finish is FinishReason.LENGTH else FinishReason.STOP
+          )
+  except asyncio.CancelledError:
+    request.error = "CancelledError: the request was cancelled"
+    raise
+  except Exception as error:  # pylint: disable=broad-except
+    request.error = f"{type(error).__name__}: {error}"
+  finally:
+    rewards = await _settle(request, tools, instances, guarded)
+    request.finalize(rewards, reason)
+  return request
+
+
+async def _execute(
+    request: ToolRequest,
+    tools: Mapping[str, stateful.BaseTool],
+    instances: Mapping[str, str],
+    call: trajectory.ToolCall,
+    guarded: Callable[..., Awaitable[Any]],
+) -> tuple[str, float | None]:
+  """(text for the model, reward) of one call; reward None when it failed."""
+  if call.name not in tools:
+    return f"Error: {registry.unknown_name('tool', call.name, tools)}", None
+  try:
+    text, reward, _ = await guarded(
+        tools[call.name].execute(
+            instances[call.name],
+            dict(call.arguments),
+            **request.kwargs(call.name, "execute_kwargs"),
+        ),
+        f"{call.name}.execute",
+    )
+    return str(text), float(reward)
+  except Exception as error:  # pylint: disable=broad-except
+    return f"Error: {type(error).__name__}: {error}", None
+
+
+async def _settle(
+    request: ToolRequest,
+    tools: Mapping[str, stateful.BaseTool],
+    instances: Mapping[str, str],
+    guarded: Callable[..., Awaitable[Any]],
+) -> dict[str, float]:
+  """Rewards and releases every instance; errors are kept, none is raised."""
+  rewards = {}
+  for name, instance_id in instances.items():
+    tool = tools[name]
+    try:
+      rewards[name] = float(
+          await guarded(
+              tool.calc_reward(
+                  instance_id, **request.kwargs(name, "calc_reward_kwargs")
+              ),
+              f"{name}.calc_reward",
+          )
+      )
+    except Exception as error:  # pylint: disable=broad-except
+      request.error = request.error or f"{type(error).__name__}: {error}"
+    try:
+      await guarded(
+          tool.release(instance_id, **request.kwargs(name, "release_kwargs")),
+          f"{name}.release",
+      )
+    except Exception as error:  # pylint: disable=broad-except
+      _LOG.warning("releasing %s failed: %s", name, error)
+  return rewards
