@@ -263,6 +263,20 @@ def contradictions(config: TrainConfig) -> list[str]:
       f" learner.steps={c.learner.steps}; lower the first",
   )
   refuse(
+      c.learner.schedule != "constant"
+      and 0 < c.learner.steps <= c.learner.warmup_steps,
+      f"learner.schedule={c.learner.schedule} has no steps left after"
+      f" learner.warmup_steps={c.learner.warmup_steps}; lower it",
+  )
+  refuse(
+      (c.sampling.top_k > 0 or c.sampling.top_p < 1)
+      and c.algorithm.importance == "none"
+      and c.learner.steps > 0,
+      f"sampling.top_k={c.sampling.top_k}, sampling.top_p={c.sampling.top_p}"
+      " sample from a truncated distribution that the learner does not"
+      " reproduce; set them to 0 and 1, or algorithm.importance=tis",
+  )
+  refuse(
       c.learner.publish_every > c.queue.max_staleness + 1,
       f"learner.publish_every={c.learner.publish_every} makes tokens up to"
       f" {c.learner.publish_every - 1} versions old, more than"

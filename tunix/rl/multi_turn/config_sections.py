@@ -92,12 +92,20 @@ class AgentConfig:
   parser: str = _opt(
       "computer_use_compact",
       "Grammar of the policy's actions, a registered tool parser.",
-      choices=("computer_use_compact", "qwen"),
+      choices=(
+          "computer_use_compact",
+          "computer_use",
+          "computer_use_absolute",
+          "qwen",
+          "qwen_xml",
+          "ui_tars",
+          "ui_tars_absolute",
+      ),
       open_choices=True,
   )
   system_prompt: str = _opt(
-      "computer_use_compact",
-      'Name of a prompt in prompts/, or a path to a text file. "" = none.',
+      "desktop_compact",
+      'Name of a registered prompt, or a path to a text file. "" = none.',
   )
   max_images: int = _opt(
       1,
@@ -221,7 +229,7 @@ class CollectConfig:
   )
   gamma: float = _opt(
       1.0,
-      "Discount per turn of the returns that are logged.",
+      "Discount a turn, of the returns in trajectories and of turn_returns.",
       at_least=0,
       at_most=1,
   )
@@ -258,8 +266,9 @@ class AlgorithmConfig:
   advantage: str = _opt(
       "grpo",
       "grpo: (r - mean) / std of the group. dr_grpo: r - mean. rloo: r - mean"
-      " of the others.",
-      choices=("grpo", "dr_grpo", "rloo"),
+      " of the others. turn_returns: each turn's discounted return, normalised"
+      " over the turns of the group.",
+      choices=("grpo", "dr_grpo", "rloo", "turn_returns"),
       open_choices=True,
   )
   objective: str = _opt(
@@ -303,9 +312,10 @@ class AlgorithmConfig:
   )
   loss_aggregation: str = _opt(
       "token_mean",
-      "token_mean: all tokens of the batch count equally. sequence_mean: all"
-      " sequences do. constant: sum over a fixed length, no length bias.",
-      choices=("token_mean", "sequence_mean", "constant"),
+      "token_mean: all tokens of the batch count equally. episode_mean: all"
+      " episodes do. sequence_mean: all sequences do. constant: sums over a"
+      " fixed length, no length bias.",
+      choices=("token_mean", "episode_mean", "sequence_mean", "constant"),
       open_choices=True,
   )
 
