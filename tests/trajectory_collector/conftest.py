@@ -1,0 +1,6 @@
+"""Makes `collector_fakes` importable however pytest was started."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
