@@ -40,6 +40,10 @@ class PolicyInputs:
     patch_segments: int32[S, P], 1, 2, … for the images of a buffer, 0 for
       padding; vision attention stays within an image.
     patch_positions: int32[S, P, 2], (row, column) on the image's patch grid.
+    prefix_ids: int32[B, T] or None, id of one more segment that the token may
+      attend to, -1 for none. A prompt stored once is thereby the prefix of
+      several completions, which are segments of their own after it. Read by
+      policies with `supports_prefix_ids = True`, for others it is None.
   """
 
   tokens: Array
@@ -49,6 +53,7 @@ class PolicyInputs:
   patches: Array
   patch_segments: Array
   patch_positions: Array
+  prefix_ids: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -428,6 +428,8 @@ def _attention(
 class TinyVL(nnx.Module):
   """See the module docstring; implements `base.Policy`."""
 
+  supports_prefix_ids = True
+
   def __init__(self, config: TinyVLConfig, rngs: nnx.Rngs):
     self.config = config
     d, e = config.width, AXIS_FEATURES
@@ -457,9 +459,11 @@ class TinyVL(nnx.Module):
     x = self._embed(inputs.tokens, inputs.vision_index, vision)
     segments = inputs.segment_ids
     t = x.shape[1]
-    mask = (segments[:, :, None] == segments[:, None, :]) & np.tri(
-        t, dtype=bool
-    )
+    visible = segments[:, :, None] == segments[:, None, :]
+    if inputs.prefix_ids is not None:
+      prefix = jnp.asarray(inputs.prefix_ids)
+      visible |= prefix[:, :, None] == segments[:, None, :]
+    mask = visible & np.tri(t, dtype=bool)
     for block in self.blocks:
       q, k, v = block.project(x, inputs.positions[..., 0])
       x = block.finish(x, _attention(q, k, v, mask))

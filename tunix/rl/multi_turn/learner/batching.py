@@ -1,0 +1,693 @@
+"""Examples to batches of one fixed shape.
+
+Sequences are packed into rows first-fit decreasing, images into one patch
+buffer a batch shard. Two things are stored once and used many times: an image
+that several sequences of a buffer show, and (for policies that support it) a
+prompt that several sequences begin with, whose completions then branch off
+it. The result does not depend on anything but the examples and their order.
+
+Targets are flat: `index` points at the position whose hidden state predicts
+the token, so that log-probs are computed for sampled tokens only. Position t
+predicts token t + 1; what follows a sequence's last sampled token predicts
+nothing and is left out.
+
+Promises: every sampled token of every packed example is a target exactly
+once; a batch has the shape it was asked for, what does not fit goes to a
+further batch; nothing is cut.
+
+Axis names: B = rows, T = tokens of a row, S = buffers (one a batch shard, row
+b belongs to buffer b // (B // S)), P = patches of a buffer, F = bytes of a
+patch, M = targets of a buffer.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, Sequence
+
+import jax
+import numpy as np
+from tunix.rl.multi_turn import images as image_lib
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.learner import examples as example_lib
+from tunix.rl.multi_turn.policy import base
+
+Example = example_lib.Example
+_EMPTY = np.zeros(0, np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchShape:
+  """The shape of every batch: what a compile depends on.
+
+  Attributes:
+    rows: B, a multiple of `buffers`.
+    row_length: T.
+    buffers: S.
+    patches: P, a multiple of the processor's patches a token.
+    targets: M.
+  """
+
+  rows: int
+  row_length: int
+  buffers: int
+  patches: int
+  targets: int
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      if getattr(self, field.name) <= 0:
+        raise ValueError(
+            f"BatchShape.{field.name} must be > 0, got"
+            f" {getattr(self, field.name)}"
+        )
+    if self.rows % self.buffers:
+      raise ValueError(
+          f"rows={self.rows} must be a multiple of the {self.buffers} batch"
+          " shards (data x fsdp)"
+      )
+
+  @property
+  def rows_per_buffer(self) -> int:
+    return self.rows // self.buffers
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Batch:
+  """A packed batch.
+
+  Attributes:
+    inputs: what the policy reads.
+    index: int32[S, M], position among the buffer's B/S * T tokens whose hidden
+      state predicts the target.
+    targets: int32[S, M], token ids.
+    mask: bool[S, M], False for padding.
+    logprobs: float32[S, M], as sampled.
+    advantages: float32[S, M].
+    weights: float32[S, M], weight in the loss; 0 for padding.
+    versions: int32[S, M], of the weights that sampled the token; -1 padding.
+    sequences: int32[S, M], number of the example; -1 padding.
+    groups: int32[S, M], number of its group; -1 padding.
+  """
+
+  inputs: base.PolicyInputs
+  index: base.Array
+  targets: base.Array
+  mask: base.Array
+  logprobs: base.Array
+  advantages: base.Array
+  weights: base.Array
+  versions: base.Array
+  sequences: base.Array
+  groups: base.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class PackStats:
+  """How well a list of batches is filled.
+
+  Attributes:
+    batches: their number.
+    sequences: examples packed.
+    sequence_tokens: tokens these hold on their own (without what follows the
+      last sampled one).
+    row_tokens: tokens in rows, shared prompts once; of `row_capacity`.
+    targets: sampled tokens.
+    patches: patches in buffers; of `patch_capacity`.
+  """
+
+  batches: int
+  sequences: int
+  sequence_tokens: int
+  row_tokens: int
+  row_capacity: int
+  targets: int
+  patches: int
+  patch_capacity: int
+
+  def metrics(self) -> dict[str, float]:
+    return {
+        "micro_batches": float(self.batches),
+        "sequences": float(self.sequences),
+        "tokens": float(self.sequence_tokens),
+        "sampled_tokens": float(self.targets),
+        "packing_efficiency": self.row_tokens / max(self.row_capacity, 1),
+        "patch_efficiency": self.patches / max(self.patch_capacity, 1),
+        "shared_tokens": float(self.sequence_tokens - self.row_tokens),
+    }
+
+
+class PatchCache:
+  """Patched images by hash, the least recently used leave first."""
+
+  def __init__(
+      self,
+      store: image_lib.ImageStore,
+      processor: base.Processor,
+      capacity_bytes: int = 256 << 20,
+  ):
+    """Args:
+
+      store: where pixels come from.
+      processor: of the policy.
+      capacity_bytes: patches kept, in bytes.
+    """
+    self._store = store
+    self._processor = processor
+    self._capacity = capacity_bytes
+    self._images: collections.OrderedDict[str, base.PatchedImage] = (
+        collections.OrderedDict()
+    )
+    self._bytes = 0
+    self.misses = 0
+
+  def get(self, ref: trajectory.ImageRef) -> base.PatchedImage:
+    """Raises KeyError when the store no longer has the image."""
+    found = self._images.get(ref.sha256)
+    if found is not None:
+      self._images.move_to_end(ref.sha256)
+      return found
+    self.misses += 1
+    found = self._processor.patchify(self._store.get(ref))
+    self._images[ref.sha256] = found
+    self._bytes += found.patches.nbytes
+    while self._bytes > self._capacity and len(self._images) > 1:
+      _, old = self._images.popitem(last=False)
+      self._bytes -= old.patches.nbytes
+    return found
+
+
+# --- items: what is placed as a whole ------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Piece:
+  """Tokens [start, end) of an example's sequence, a segment of its own."""
+
+  example: int
+  start: int
+  end: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Item:
+  """A sequence, or a shared prompt (`trunk`) and what branches off it."""
+
+  trunk: _Piece | None
+  branches: tuple[_Piece, ...]
+  length: int
+  targets: int
+  images: tuple[trajectory.ImageRef, ...]
+
+
+def _used_length(sequence: trajectory.TokenSequence) -> int:
+  """Tokens that predict something: all before the last sampled one."""
+  return int(np.flatnonzero(sequence.loss_mask)[-1])
+
+
+def _prompt_key(sequence: trajectory.TokenSequence, length: int) -> Any:
+  """Equal for sequences whose first `length` tokens and pixels are equal."""
+  spans = tuple(
+      (s.offset, s.num_tokens, s.image.sha256)
+      for s in sequence.images
+      if s.offset < length
+  )
+  return sequence.tokens[:length].tobytes(), spans
+
+
+def _images_of(
+    sequence: trajectory.TokenSequence, end: int
+) -> dict[str, trajectory.ImageRef]:
+  return {
+      s.image.sha256: s.image for s in sequence.images if s.offset < end
+  }
+
+
+def _items(
+    examples: Sequence[Example], row_length: int, share: bool
+) -> list[_Item]:
+  clusters: dict[Any, list[int]] = {}
+  for i, example in enumerate(examples):
+    sequence = example.sequence
+    # The trunk ends before the first sampled token: its last position
+    # predicts the first token of every branch.
+    first = int(np.argmax(sequence.loss_mask))
+    key = _prompt_key(sequence, first) if share else i
+    clusters.setdefault(key, []).append(i)
+  items = []
+  for members in clusters.values():
+    first = int(np.argmax(examples[members[0]].sequence.loss_mask))
+    if len(members) == 1:
+      first = 0
+    pending = list(members)
+    while pending:
+      taken, length = [], first
+      for i in pending:
+        extra = _used_length(examples[i].sequence) - first
+        if taken and length + extra > row_length:
+          continue
+        taken.append(i)
+        length += extra
+      chosen = set(taken)
+      pending = [i for i in pending if i not in chosen]
+      items.append(_make_item(examples, taken, first))
+  return items
+
+
+def _make_item(
+    examples: Sequence[Example], members: Sequence[int], first: int
+) -> _Item:
+  if len(members) == 1:
+    first = 0
+  branches = tuple(
+      _Piece(i, first, _used_length(examples[i].sequence)) for i in members
+  )
+  images: dict[str, trajectory.ImageRef] = {}
+  for piece in branches:
+    images |= _images_of(examples[piece.example].sequence, piece.end)
+  return _Item(
+      trunk=_Piece(members[0], 0, first) if first else None,
+      branches=branches,
+      length=first + sum(p.end - p.start for p in branches),
+      targets=sum(examples[i].sequence.num_sampled for i in members),
+      images=tuple(images.values()),
+  )
+
+
+# --- placing -------------------------------------------------------------------
+
+
+class _Bins:
+  """Rows and buffers that are being filled, in order of opening."""
+
+  def __init__(self, shape: BatchShape):
+    self._shape = shape
+    self.batches = 0
+    self.free_R = _EMPTY  # Tokens free in each row.
+    self.buffer_R = _EMPTY  # Buffer of each row.
+    self.patches_free = _EMPTY
+    self.targets_free = _EMPTY
+    self.holders: dict[str, list[int]] = {}
+
+  def _open(self) -> None:
+    shape = self._shape
+    first = self.batches * shape.buffers
+    self.free_R = np.concatenate(
+        [self.free_R, np.full(shape.rows, shape.row_length)]
+    )
+    self.buffer_R = np.concatenate([
+        self.buffer_R,
+        first + np.arange(shape.rows) // shape.rows_per_buffer,
+    ])
+    self.patches_free = np.concatenate(
+        [self.patches_free, np.full(shape.buffers, shape.patches)]
+    )
+    self.targets_free = np.concatenate(
+        [self.targets_free, np.full(shape.buffers, shape.targets)]
+    )
+    self.batches += 1
+
+  def place(self, item: _Item, sizes: dict[str, int]) -> tuple[int, list[str]]:
+    """(row, images new to its buffer); opens a batch when none has room."""
+    row = self._find(item, sizes)
+    if row is None:
+      self._open()
+      row = self._find(item, sizes)
+      assert row is not None, "an item that fits no empty batch was let in"
+    buffer = int(self.buffer_R[row])
+    new = [
+        image.sha256
+        for image in item.images
+        if buffer not in self.holders.get(image.sha256, ())
+    ]
+    for sha in new:
+      self.holders.setdefault(sha, []).append(buffer)
+      self.patches_free[buffer] -= sizes[sha]
+    self.free_R[row] -= item.length
+    self.targets_free[buffer] -= item.targets
+    return row, new
+
+  def _find(self, item: _Item, sizes: dict[str, int]) -> int | None:
+    total = sum(sizes[image.sha256] for image in item.images)
+    cost = np.full(len(self.patches_free), total)
+    for image in item.images:
+      for buffer in self.holders.get(image.sha256, ()):
+        cost[buffer] -= sizes[image.sha256]
+    room = (cost <= self.patches_free) & (item.targets <= self.targets_free)
+    fits = (self.free_R >= item.length) & room[self.buffer_R]
+    if not fits.any():
+      return None
+    # The first row whose buffer needs the fewest new patches: plain first fit
+    # unless some buffer holds an image already.
+    cost_R = np.where(fits, cost[self.buffer_R], np.iinfo(np.int64).max)
+    return int(np.argmin(cost_R))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+  """Where everything goes; `fill` makes the batches of it."""
+
+  shape: BatchShape
+  placed: list[list[tuple[int, _Item, list[str]]]]  # Per batch.
+  stats: PackStats
+
+
+class Packer:
+  """Packs examples; owns the cache of patched images.
+
+  One user at a time.
+  """
+
+  def __init__(
+      self,
+      processor: base.Processor,
+      store: image_lib.ImageStore,
+      *,
+      share_prompts: bool = False,
+      pad_token_id: int = 0,
+      banned_token_ids: Sequence[int] = (),
+      cache_bytes: int = 256 << 20,
+  ):
+    """Args:
+
+      processor: host side of the policy.
+      store: pixels of the images that sequences refer to.
+      share_prompts: store equal prompts once; the policy must read
+        `PolicyInputs.prefix_ids`.
+      pad_token_id: fills rows.
+      banned_token_ids: a target among them is refused: its log-prob is -inf.
+      cache_bytes: of patched images.
+    """
+    self._processor = processor
+    self._patches = PatchCache(store, processor, cache_bytes)
+    self._share = share_prompts
+    self._pad = pad_token_id
+    self._banned = np.array(sorted(banned_token_ids), np.int32)
+
+  def check(self, examples: Sequence[Example], row_length: int) -> list[int]:
+    """Numbers of the examples longer than a row.
+
+    Raises:
+      ValueError: a target that cannot have been sampled.
+    """
+    long = []
+    for i, example in enumerate(examples):
+      sequence = example.sequence
+      if len(self._banned):
+        targets = sequence.tokens[sequence.loss_mask]
+        wrong = np.intersect1d(targets, self._banned)
+        if len(wrong):
+          raise ValueError(
+              f"example {i} holds the sampled token {int(wrong[0])}, which"
+              " samplers are banned from drawing; its log-prob is -inf. The"
+              " sampler and the learner must use the same banned_token_ids"
+          )
+      if _used_length(sequence) > row_length:
+        long.append(i)
+    return long
+
+  def suggest(
+      self,
+      examples: Sequence[Example],
+      rows: int,
+      row_length: int,
+      buffers: int,
+      patches: int = 0,
+      targets: int = 0,
+  ) -> BatchShape:
+    """The shape for examples like these; 0 = take what these need.
+
+    Rows are planned without limits on patches and targets, then the fullest
+    buffer's need is rounded up by a tenth. More demanding examples still fit
+    later, in more batches.
+    """
+    ppt = self._processor.patches_per_token
+    per_buffer = max(rows // max(buffers, 1), 1) * row_length
+    most = BatchShape(rows, row_length, buffers, per_buffer * ppt, per_buffer)
+    plan = self.plan(examples, most)
+    used_patches = used_targets = 1
+    for batch in plan.placed:
+      by_buffer = collections.Counter()
+      targets_by = collections.Counter()
+      for row, item, new in batch:
+        buffer = row // most.rows_per_buffer
+        by_buffer[buffer] += sum(self._size(s, item) for s in new)
+        targets_by[buffer] += item.targets
+      used_patches = max(used_patches, *by_buffer.values())
+      used_targets = max(used_targets, *targets_by.values())
+    return dataclasses.replace(
+        most,
+        patches=patches
+        or min(_round_up(used_patches, 1.1, 32 * ppt), most.patches),
+        targets=targets
+        or min(_round_up(used_targets, 1.1, 32), most.targets),
+    )
+
+  def plan(self, examples: Sequence[Example], shape: BatchShape) -> Plan:
+    """Places examples.
+
+    Raises:
+      ValueError: an example that cannot fit a batch of this shape.
+    """
+    items = _items(examples, shape.row_length, self._share)
+    sizes: dict[str, int] = {}
+    for item in items:
+      for image in item.images:
+        if image.sha256 not in sizes:
+          sizes[image.sha256] = self._image_size(image)
+    items = [
+        part
+        for item in items
+        for part in self._split(examples, item, sizes, shape)
+    ]
+    # Longest first; equal lengths keep their order, hence their group.
+    order = sorted(range(len(items)), key=lambda i: -items[i].length)
+    bins = _Bins(shape)
+    placed: list[list[tuple[int, _Item, list[str]]]] = []
+    used_patches = 0
+    for i in order:
+      row, new = bins.place(items[i], sizes)
+      while len(placed) < bins.batches:
+        placed.append([])
+      placed[row // shape.rows].append((row % shape.rows, items[i], new))
+      used_patches += sum(sizes[s] for s in new)
+    stats = PackStats(
+        batches=len(placed),
+        sequences=len(examples),
+        sequence_tokens=sum(_used_length(e.sequence) for e in examples),
+        row_tokens=sum(item.length for item in items),
+        row_capacity=len(placed) * shape.rows * shape.row_length,
+        targets=sum(item.targets for item in items),
+        patches=used_patches,
+        patch_capacity=len(placed) * shape.buffers * shape.patches,
+    )
+    return Plan(shape, placed, stats)
+
+  def fill(
+      self,
+      plan: Plan,
+      examples: Sequence[Example],
+      weights_N: np.ndarray,
+  ) -> list[Batch]:
+    """The batches of a plan.
+
+    Args:
+      plan: as from `plan` of the same examples.
+      examples: N of them.
+      weights_N: weight in the loss of every token of each example.
+
+    Raises:
+      KeyError: the store no longer has an image.
+      ValueError: an image's placeholders do not match its size.
+    """
+    return [
+        self._fill_one(plan.shape, placed, examples, weights_N)
+        for placed in plan.placed
+    ]
+
+  # -- one image, one item --
+
+  def _image_size(self, image: trajectory.ImageRef) -> int:
+    tokens = self._processor.num_image_tokens(image.width, image.height)
+    return tokens * self._processor.patches_per_token
+
+  def _size(self, sha: str, item: _Item) -> int:
+    return next(
+        self._image_size(image) for image in item.images if image.sha256 == sha
+    )
+
+  def _split(
+      self,
+      examples: Sequence[Example],
+      item: _Item,
+      sizes: dict[str, int],
+      shape: BatchShape,
+  ) -> list[_Item]:
+    """Halves an item with several branches until it fits an empty buffer."""
+    patches = sum(sizes[image.sha256] for image in item.images)
+    if (
+        item.length <= shape.row_length
+        and patches <= shape.patches
+        and item.targets <= shape.targets
+    ):
+      return [item]
+    if len(item.branches) == 1:
+      for what, need, have, field in (
+          ("tokens", item.length, shape.row_length, "row_length"),
+          ("patches", patches, shape.patches, "patches"),
+          ("sampled tokens", item.targets, shape.targets, "targets"),
+      ):
+        if need > have:
+          raise ValueError(
+              f"example {item.branches[0].example} has {need} {what}, a batch"
+              f" takes {have}; raise {field}"
+          )
+    members = [p.example for p in item.branches]
+    first = item.trunk.end if item.trunk else 0
+    middle = len(members) // 2
+    return [
+        part
+        for half in (members[:middle], members[middle:])
+        for part in self._split(
+            examples, _make_item(examples, half, first), sizes, shape
+        )
+    ]
+
+  # -- one batch --
+
+  def _fill_one(
+      self,
+      shape: BatchShape,
+      placed: Sequence[tuple[int, _Item, list[str]]],
+      examples: Sequence[Example],
+      weights_N: np.ndarray,
+  ) -> Batch:
+    b, t, s, m = shape.rows, shape.row_length, shape.buffers, shape.targets
+    tokens = np.full((b, t), self._pad, np.int32)
+    positions = np.zeros((b, t, 3), np.int32)
+    segments = np.zeros((b, t), np.int32)
+    prefixes = np.full((b, t), -1, np.int32)
+    vision = np.full((b, t), -1, np.int32)
+    ints = {
+        name: np.full((s, m), fill, np.int32)
+        for name, fill in (
+            ("index", 0),
+            ("targets", 0),
+            ("versions", -1),
+            ("sequences", -1),
+            ("groups", -1),
+        )
+    }
+    floats = {
+        name: np.zeros((s, m), np.float32)
+        for name in ("logprobs", "advantages", "weights")
+    }
+    mask = np.zeros((s, m), bool)
+    patches, patch_segments, patch_positions, first_token = self._buffers(
+        shape, placed
+    )
+    row_used = np.zeros(b, np.int64)
+    row_segments = np.zeros(b, np.int64)
+    filled = np.zeros(s, np.int64)
+
+    for row, item, _ in placed:
+      buffer = row // shape.rows_per_buffer
+      base_index = row % shape.rows_per_buffer * t
+      trunk_end = trunk_segment = -1
+      pieces = ((item.trunk,) if item.trunk else ()) + item.branches
+      for piece in pieces:
+        example = examples[piece.example]
+        sequence = example.sequence
+        start, end = piece.start, piece.end
+        at = int(row_used[row])
+        stop = at + end - start
+        row_used[row] = stop
+        row_segments[row] += 1
+        here = slice(at, stop)
+        tokens[row, here] = sequence.tokens[start:end]
+        positions[row, here] = self._processor.positions(
+            sequence.tokens[:end],
+            [i for i in sequence.images if i.offset < end],
+            start,
+        )
+        segments[row, here] = row_segments[row]
+        for span in sequence.images:
+          if start <= span.offset < end:
+            where = at + span.offset - start
+            vision[row, where : where + span.num_tokens] = first_token[
+                buffer, span.image.sha256
+            ] + np.arange(span.num_tokens)
+        if piece is item.trunk:
+          trunk_end, trunk_segment = stop, int(row_segments[row])
+          continue
+        if trunk_segment >= 0:
+          prefixes[row, here] = trunk_segment
+        sampled = np.flatnonzero(sequence.loss_mask)
+        # The position before the sampled token, which for the first token of
+        # a branch is the end of the trunk.
+        source = at + sampled - 1 - start
+        if trunk_segment >= 0:
+          source[sampled == start] = trunk_end - 1
+        low = int(filled[buffer])
+        high = low + len(sampled)
+        filled[buffer] = high
+        out = (buffer, slice(low, high))
+        ints["index"][out] = base_index + source
+        ints["targets"][out] = sequence.tokens[sampled]
+        ints["versions"][out] = sequence.versions[sampled]
+        ints["sequences"][out] = piece.example
+        ints["groups"][out] = example.group
+        floats["logprobs"][out] = sequence.logprobs[sampled]
+        floats["advantages"][out] = example.advantages[sampled]
+        floats["weights"][out] = weights_N[piece.example]
+        mask[out] = True
+
+    extra = {"prefix_ids": prefixes} if self._share else {}
+    inputs = base.PolicyInputs(
+        tokens=tokens,
+        positions=positions,
+        segment_ids=segments,
+        vision_index=vision,
+        patches=patches,
+        patch_segments=patch_segments,
+        patch_positions=patch_positions,
+        **extra,
+    )
+    return Batch(inputs=inputs, mask=mask, **ints, **floats)
+
+  def _buffers(
+      self,
+      shape: BatchShape,
+      placed: Sequence[tuple[int, _Item, list[str]]],
+  ) -> tuple[
+      np.ndarray, np.ndarray, np.ndarray, dict[tuple[int, str], int]
+  ]:
+    """Patch buffers, and where each image's vision tokens begin."""
+    s, p = shape.buffers, shape.patches
+    ppt = self._processor.patches_per_token
+    patches = np.zeros((s, p, self._processor.patch_bytes), np.uint8)
+    segments = np.zeros((s, p), np.int32)
+    positions = np.zeros((s, p, 2), np.int32)
+    used = np.zeros(s, np.int64)
+    count = np.zeros(s, np.int64)
+    first_token: dict[tuple[int, str], int] = {}
+    for row, item, new in placed:
+      buffer = row // shape.rows_per_buffer
+      refs = {image.sha256: image for image in item.images}
+      for sha in new:
+        image = self._patches.get(refs[sha])
+        at = int(used[buffer])
+        stop = at + len(image.patches)
+        used[buffer] = stop
+        count[buffer] += 1
+        patches[buffer, at:stop] = image.patches
+        positions[buffer, at:stop] = image.positions
+        segments[buffer, at:stop] = count[buffer]
+        first_token[buffer, sha] = at // ppt
+    return patches, segments, positions, first_token
+
+
+def _round_up(need: int, slack: float, multiple: int) -> int:
+  return -(-int(np.ceil(need * slack)) // multiple) * multiple

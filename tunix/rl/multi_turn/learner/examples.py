@@ -1,0 +1,181 @@
+"""Groups of trajectories to training examples: which tokens, what advantage.
+
+Promises: only valid members count, and each group is normalised over its own
+valid members; every sampled token of theirs carries its turn's advantage.
+
+Does not pack anything, and knows no algorithm: the estimator is passed in.
+
+Axis names: T = tokens of a sequence, K = turns of an episode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Sequence
+
+import numpy as np
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.learner.algorithms import advantages
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Example:
+  """One sequence to learn from.
+
+  Attributes:
+    sequence: tokens, mask, log-probs and versions.
+    advantages: float32[T], finite, 0 where the token was not sampled.
+    episode: number of its episode, unique in a step.
+    group: number of its group, unique in a step.
+  """
+
+  sequence: trajectory.TokenSequence
+  advantages: np.ndarray
+  episode: int = 0
+  group: int = 0
+
+  def __post_init__(self):
+    values = np.asarray(self.advantages, np.float32)
+    mask = self.sequence.loss_mask
+    if values.shape != mask.shape:
+      raise ValueError(
+          f"Example.advantages has shape {values.shape} for {len(mask)} tokens"
+      )
+    if not np.all(np.isfinite(values)):
+      raise ValueError("Example.advantages must be finite")
+    if not mask.any():
+      raise ValueError("an Example needs at least one sampled token")
+    if mask[0]:
+      raise ValueError(
+          "the first token of a sequence is marked as sampled, but nothing"
+          " precedes it to predict it from; begin sequences with a prompt"
+      )
+    object.__setattr__(self, "advantages", np.where(mask, values, 0))
+
+  @property
+  def has_gradient(self) -> bool:
+    return bool(np.any(self.advantages))
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupStats:
+  """What the groups of a step were like.
+
+  Attributes:
+    groups: all groups; `zero_groups` of them have advantage 0 throughout.
+    episodes: all members; `valid` of them count.
+    reward_mean, reward_std: over valid members.
+    success: share of valid members that succeeded.
+    turns: mean turns of valid members.
+  """
+
+  groups: int
+  zero_groups: int
+  episodes: int
+  valid: int
+  reward_mean: float
+  reward_std: float
+  success: float
+  turns: float
+
+  def metrics(self) -> dict[str, float]:
+    return {
+        "groups": float(self.groups),
+        "zero_advantage_groups": float(self.zero_groups),
+        "episodes": float(self.episodes),
+        "valid_episodes": float(self.valid),
+        "reward_mean": self.reward_mean,
+        "reward_std": self.reward_std,
+        "success_rate": self.success,
+        "turns_mean": self.turns,
+    }
+
+
+def turn_rewards(episode: trajectory.Trajectory) -> np.ndarray:
+  """float64[K]: rewards of the turns; they sum to the episode's reward.
+
+  K covers every turn in which a token was sampled, also one that did not
+  become a step (a completion that could not be parsed). What of the episode's
+  reward no step accounts for is given to the last turn.
+  """
+  turns = len(episode.steps)
+  for sequence in episode.sequences:
+    if len(sequence):
+      turns = max(turns, int(sequence.turn_ids[-1]) + 1)
+  rewards = np.zeros(max(turns, 1), np.float64)
+  for k, step in enumerate(episode.steps):
+    rewards[k] = float(step.reward)
+  rewards[-1] += float(episode.reward) - rewards.sum()
+  return rewards
+
+
+def from_groups(
+    groups: Sequence[trajectory.TrajectoryGroup],
+    estimator: advantages.Estimator,
+    options: advantages.AdvantageOptions,
+) -> tuple[list[list[Example]], GroupStats]:
+  """Examples of each group, and what the groups were like.
+
+  Raises:
+    ValueError: a reward or advantage is not finite, naming the group.
+  """
+  out: list[list[Example]] = []
+  rewards, successes, turns = [], [], []
+  episode_number = zero = 0
+  for number, group in enumerate(groups):
+    examples: list[Example] = []
+    members = group.valid
+    if members:
+      try:
+        group_rewards = advantages.GroupRewards(
+            np.array([m.reward for m in members], np.float64),
+            tuple(turn_rewards(m) for m in members),
+        )
+        per_turn = estimator(group_rewards, options)
+      except ValueError as error:
+        raise ValueError(f"group {group.group_id!r}: {error}") from error
+      for member, values in zip(members, per_turn, strict=True):
+        values = np.asarray(values, np.float32)
+        for sequence in member.sequences:
+          if sequence.num_sampled:
+            examples.append(
+                Example(
+                    sequence,
+                    values[sequence.turn_ids],
+                    episode=episode_number,
+                    group=number,
+                )
+            )
+        episode_number += 1
+        rewards.append(float(member.reward))
+        successes.append(
+            member.status is trajectory.TrajectoryStatus.SUCCEEDED
+        )
+        turns.append(member.num_turns)
+    zero += not any(e.has_gradient for e in examples)
+    out.append(examples)
+  stats = GroupStats(
+      groups=len(out),
+      zero_groups=zero,
+      episodes=sum(len(g) for g in groups),
+      valid=len(rewards),
+      reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+      reward_std=float(np.std(rewards)) if rewards else 0.0,
+      success=float(np.mean(successes)) if successes else 0.0,
+      turns=float(np.mean(turns)) if turns else 0.0,
+  )
+  return out, stats
+
+
+def from_sequences(
+    sequences: Sequence[trajectory.TokenSequence],
+) -> list[Example]:
+  """Demonstrations: every sampled token counts 1, each sequence an episode.
+
+  Raises:
+    ValueError: a sequence without a sampled token.
+  """
+  return [
+      Example(s, s.loss_mask.astype(np.float32), episode=i, group=i)
+      for i, s in enumerate(sequences)
+  ]

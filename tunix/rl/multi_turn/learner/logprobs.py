@@ -1,0 +1,166 @@
+"""Log-probs of sampled tokens, without a [tokens, vocabulary] array.
+
+Hidden states are gathered at the positions that predict a target, then the
+vocabulary is read in chunks of targets under a scan whose body is recomputed
+in the backward pass: at most one chunk of logits exists at a time, in either
+direction.
+
+The distribution is the sampler's: banned ids have probability 0, logits are
+divided by the temperature, everything in float32. Truncation (top-k, top-p) is
+not reproduced: the support it keeps depends on the sampler's weights. Log-probs
+of truncated samples are corrected by importance weights or refused, see
+`LearnerConfig`.
+
+Axis names: S = buffers (batch shards), M = targets of a buffer, C = targets of
+a chunk, B = rows, T = tokens of a row, D = width, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Sequence
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+from tunix.rl.multi_turn.learner import batching
+
+# Finite, so that 0 x logit is 0 and not NaN in sums over the vocabulary.
+_BANNED = -1e30
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenScores:
+  """How the policy sees given tokens; each float32[S, M].
+
+  Attributes:
+    logprobs: nats, of the target.
+    entropy: nats, of the distribution the target is drawn from.
+    top: 1 where no token is more likely than the target. No gradient.
+  """
+
+  logprobs: jax.Array
+  entropy: jax.Array
+  top: jax.Array
+
+
+def gather_hidden(hidden_BTD: jax.Array, index_SM: jax.Array) -> jax.Array:
+  """[S, M, D] hidden states at the positions of `Batch.index`."""
+  b, t, d = hidden_BTD.shape
+  s = index_SM.shape[0]
+  flat = hidden_BTD.reshape(s, b // s * t, d)
+  return jax.vmap(lambda h, i: h[i])(flat, index_SM)
+
+
+def score(
+    logits: jax.Array,
+    targets: jax.Array,
+    temperature: float,
+    banned_V: np.ndarray | None,
+) -> TokenScores:
+  """Scores of targets [...] under logits [..., V]."""
+  logits = logits.astype(jnp.float32)
+  if banned_V is not None:
+    logits = jnp.where(banned_V, _BANNED, logits)
+  if temperature != 1.0:
+    logits = logits / temperature
+  peak = lax.stop_gradient(jnp.max(logits, axis=-1))
+  shifted = logits - peak[..., None]
+  exp = jnp.exp(shifted)
+  total = jnp.sum(exp, axis=-1)
+  log_total = jnp.log(total)
+  # A comparison and a sum instead of a gather: with the vocabulary split over
+  # devices each sums its part, and no logits are moved.
+  hit = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == (
+      targets[..., None]
+  )
+  chosen = jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
+  mean = jnp.sum(exp * shifted, axis=-1) / total
+  return TokenScores(
+      logprobs=chosen - log_total,
+      entropy=log_total - mean,
+      top=(lax.stop_gradient(chosen) >= 0.0).astype(jnp.float32),
+  )
+
+
+def token_scores(
+    model: Any,
+    hidden_SMD: jax.Array,
+    targets_SM: jax.Array,
+    *,
+    temperature: float = 1.0,
+    banned_V: np.ndarray | None = None,
+    chunk: int = 1024,
+) -> TokenScores:
+  """Scores of targets given the hidden states that predict them.
+
+  Args:
+    model: has `logits(hidden [..., D]) -> [..., V]`.
+    hidden_SMD: of the gathered positions.
+    targets_SM: int32.
+    temperature: > 0.
+    banned_V: bool, True where a token is never drawn; None bans nothing.
+    chunk: targets of a buffer whose logits exist at a time.
+  """
+  s, m, d = hidden_SMD.shape
+  if m <= chunk:
+    return score(model.logits(hidden_SMD), targets_SM, temperature, banned_V)
+  steps = -(-m // chunk)
+  chunk = -(-m // steps)
+  fill = steps * chunk - m
+  hidden = jnp.pad(hidden_SMD, ((0, 0), (0, fill), (0, 0)))
+  targets = jnp.pad(targets_SM, ((0, 0), (0, fill)))
+  hidden = hidden.reshape(s, steps, chunk, d).swapaxes(0, 1)
+  targets = targets.reshape(s, steps, chunk).swapaxes(0, 1)
+
+  @jax.checkpoint
+  def one(hidden_SCD, targets_SC):
+    return score(model.logits(hidden_SCD), targets_SC, temperature, banned_V)
+
+  _, scores = lax.scan(lambda _, x: (None, one(*x)), None, (hidden, targets))
+  return jax.tree.map(
+      lambda x: x.swapaxes(0, 1).reshape(s, steps * chunk)[:, :m], scores
+  )
+
+
+def batch_scores(
+    model: Any,
+    batch: batching.Batch,
+    *,
+    temperature: float = 1.0,
+    banned_V: np.ndarray | None = None,
+    chunk: int = 1024,
+) -> TokenScores:
+  """Scores of every target of a packed batch, [S, M]; padding holds zeros."""
+  hidden = gather_hidden(model(batch.inputs), batch.index)
+  scores = token_scores(
+      model,
+      hidden,
+      batch.targets,
+      temperature=temperature,
+      banned_V=banned_V,
+      chunk=chunk,
+  )
+  return jax.tree.map(lambda x: jnp.where(batch.mask, x, 0.0), scores)
+
+
+def banned_mask(
+    vocabulary: int, banned_token_ids: Sequence[int]
+) -> np.ndarray | None:
+  """bool[V] of banned ids; None when there is none.
+
+  Raises:
+    ValueError: an id outside the vocabulary.
+  """
+  if not banned_token_ids:
+    return None
+  mask = np.zeros(vocabulary, bool)
+  for token in banned_token_ids:
+    if not 0 <= token < vocabulary:
+      raise ValueError(
+          f"banned_token_ids holds {token}, the vocabulary has {vocabulary}"
+      )
+    mask[token] = True
+  return mask

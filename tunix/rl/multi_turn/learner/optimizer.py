@@ -1,0 +1,74 @@
+"""The optimiser: AdamW or Muon, a schedule, clipping by global norm.
+
+Pure optax over a flat {name: array} of parameters. Muon (Jordan et al. 2024)
+orthogonalises the momentum of matrices; tables that are looked up rather than
+multiplied by (embeddings, positions) stay with AdamW, as its authors advise.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import optax
+import optax.contrib
+from tunix.rl.multi_turn.learner import config as config_lib
+
+
+_TABLES = re.compile(r"embed|axis|head")
+
+
+def make_schedule(
+    config: config_lib.LearnerConfig, peak: float | None = None
+) -> optax.Schedule:
+  """Learning rate of optimizer step 0, 1, 2, …
+
+  A linear rise over `warmup_steps` whose first step is not 0, then constant, or
+  falling by a line or a cosine to 0 at `total_steps`.
+  """
+  peak = config.learning_rate if peak is None else peak
+  warmup = config.warmup_steps
+  after = config.total_steps - warmup
+  if config.schedule == "constant":
+    main = optax.constant_schedule(peak)
+  elif config.schedule == "linear":
+    main = optax.linear_schedule(peak, 0.0, after)
+  else:
+    main = optax.cosine_decay_schedule(peak, after)
+  if not warmup:
+    return main
+  rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+  return optax.join_schedules([rise, main], [warmup])
+
+
+def make_optimizer(
+    config: config_lib.LearnerConfig,
+) -> optax.GradientTransformation:
+  """Clipping, then the optimizer with decay of matrices and the schedule."""
+  steps = []
+  if config.grad_clip:
+    steps.append(optax.clip_by_global_norm(config.grad_clip))
+  adam = optax.adamw(
+      make_schedule(config),
+      b1=config.b1,
+      b2=config.b2,
+      eps=config.adam_eps,
+      weight_decay=config.weight_decay,
+      mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
+  )
+  if config.optimizer == "muon":
+    muon = optax.contrib.muon(
+        make_schedule(config, config.muon_learning_rate),
+        weight_decay=config.weight_decay,
+    )
+    steps.append(optax.multi_transform({"adam": adam, "muon": muon}, _labels))
+  else:
+    steps.append(adam)
+  return optax.chain(*steps)
+
+
+def _labels(params: dict[str, jax.Array]) -> dict[str, str]:
+  return {
+      name: "muon" if x.ndim == 2 and not _TABLES.search(name) else "adam"
+      for name, x in params.items()
+  }

@@ -1,0 +1,305 @@
+"""The device side of learning: loss, gradients, optimizer step.
+
+Three programs of fixed shape: `accumulate` adds a micro-batch's gradients and
+readings to running sums, `apply` makes the optimizer step, `score` gives
+log-probs only. Parameters travel as a flat {name: array}; only `nnx.Param`s
+are among them.
+
+Promises: the loss of a step is a weighted sum over tokens with weights from
+the host, so micro-batches add up to the big batch; a gradient that is not
+finite leaves parameters and optimizer state as they were; parameters,
+optimizer state and running gradients are donated, hence updated in place.
+
+Does not know groups, rewards or versions.
+
+Axis names: S = buffers (batch shards), M = targets of a buffer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+from jax.sharding import Mesh
+import jax.numpy as jnp
+import optax
+from tunix.rl.multi_turn.learner import batching
+from tunix.rl.multi_turn.learner import config as config_lib
+from tunix.rl.multi_turn.learner import logprobs
+from tunix.rl.multi_turn.learner import optimizer
+from tunix.rl.multi_turn.learner.algorithms import importance
+from tunix.rl.multi_turn.learner.algorithms import kl
+from tunix.rl.multi_turn.learner.algorithms import objectives
+from tunix.rl.multi_turn.policy import sharding
+
+Params = dict[str, jax.Array]
+
+
+class SplitModel:
+  """An nnx module as a function of a flat {name: array}."""
+
+  def __init__(self, model: nnx.Module):
+    graphdef, state, rest = nnx.split(model, nnx.Param, ...)
+    paths, self._treedef = jax.tree_util.tree_flatten_with_path(state)
+    self.names = [_name(path) for path, _ in paths]
+    if len(set(self.names)) != len(self.names):
+      raise ValueError("two parameters of the model have the same name")
+    self._graphdef = graphdef
+    self._rest = rest
+
+  def params_of(self, model: nnx.Module) -> Params:
+    """The parameters of a module of the same structure, not copied."""
+    state = nnx.state(model, nnx.Param)
+    leaves, treedef = jax.tree.flatten(state)
+    if treedef != self._treedef:
+      raise ValueError(
+          "the module's parameters differ in structure from the learner's"
+      )
+    return dict(zip(self.names, leaves))
+
+  def state(self, params: Params) -> nnx.State:
+    """An nnx.State of Params around these arrays."""
+    return jax.tree.unflatten(
+        self._treedef, [params[name] for name in self.names]
+    )
+
+  def merge(self, params: Params) -> Any:
+    return nnx.merge(self._graphdef, self.state(params), self._rest)
+
+  def shardings(self, model: nnx.Module, mesh: Mesh) -> dict[str, Any]:
+    """Where each parameter lies on `mesh`, from its `axes` metadata."""
+    state = nnx.state(model, nnx.Param)
+    placed = jax.tree.map(
+        lambda v: v.replace(sharding.parameter_sharding(v, mesh)),
+        state,
+        is_leaf=lambda v: isinstance(v, nnx.Variable),
+    )
+    return dict(zip(self.names, jax.tree.leaves(placed)))
+
+
+def _name(path: Any) -> str:
+  """"blocks.0.q" of a tree path; the step into the variable is left out."""
+  parts = []
+  for key in path:
+    if isinstance(key, jax.tree_util.GetAttrKey):
+      continue
+    parts.append(str(getattr(key, "key", getattr(key, "idx", key))))
+  return ".".join(parts)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Sums:
+  """Readings of a step, added up over micro-batches.
+
+  Attributes:
+    loss: scalar, the loss.
+    total: name -> sum over tokens.
+    most: name -> maximum over tokens.
+    tokens: scalar, number of tokens.
+  """
+
+  loss: jax.Array
+  total: dict[str, jax.Array]
+  most: dict[str, jax.Array]
+  tokens: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Extra:
+  """Log-probs of other weights for a batch, float32[S, M].
+
+  Where one is not needed it holds the sampled log-probs.
+  """
+
+  proximal: jax.Array
+  reference: jax.Array
+
+
+class Programs:
+  """The compiled programs of one model and configuration."""
+
+  def __init__(
+      self,
+      split: SplitModel,
+      config: config_lib.LearnerConfig,
+      banned_V: Any,
+      proximal_is_current: bool,
+  ):
+    """Args:
+
+      split: the model.
+      config: of the learner.
+      banned_V: bool[V] or None, see `logprobs.score`.
+      proximal_is_current: the proximal policy is the one being trained, as in
+        an update of a single optimizer step: no second forward pass.
+    """
+    self._split = split
+    self._config = config
+    self._banned = banned_V
+    self._proximal_is_current = proximal_is_current
+    self._tx = optimizer.make_optimizer(config)
+    # Traced once a compile; the counters prove that shapes stay fixed.
+    self.compiles: dict[str, int] = {"accumulate": 0, "apply": 0, "score": 0}
+    self.accumulate = jax.jit(self._accumulate, donate_argnums=(1, 2))
+    self.apply = jax.jit(self._apply, donate_argnums=(0, 1))
+    self.score = jax.jit(self._score)
+    self._start: Any = None
+
+  def init_optimizer(
+      self, params: Params, shardings: dict[str, Any] | None, mesh: Mesh | None
+  ) -> optax.OptState:
+    """Optimizer state that lies where the parameters lie."""
+    if mesh is None:
+      return jax.jit(self._tx.init)(params)
+    shapes = jax.eval_shape(self._tx.init, params)
+    placed = optax.tree_utils.tree_map_params(
+        self._tx,
+        lambda _, where: where,
+        shapes,
+        shardings,
+        transform_non_params=lambda _: sharding.replicated(mesh),
+    )
+    return jax.jit(self._tx.init, out_shardings=placed)(params)
+
+  # -- programs --
+
+  def loss(
+      self, params: Params, batch: batching.Batch, extra: Extra
+  ) -> tuple[jax.Array, Sums]:
+    """Sum of weight x token loss over a batch, and its readings."""
+    config = self._config
+    model = self._split.merge(params)
+    scores = logprobs.batch_scores(
+        model,
+        batch,
+        temperature=config.temperature,
+        banned_V=self._banned,
+        chunk=config.logit_chunk,
+    )
+    lp = scores.logprobs
+    proximal = jax.lax.stop_gradient(lp)
+    if not self._proximal_is_current:
+      proximal = extra.proximal
+    correction = importance.CORRECTIONS.get(config.importance)
+    anchor, weight = correction.apply(
+        proximal, batch.logprobs, importance.ImportanceOptions(config.tis_cap)
+    )
+    objective = objectives.OBJECTIVES.get(config.objective)
+    token_loss, readings = objective.apply(
+        objectives.TokenBatch(
+            logprobs=lp,
+            anchor=jax.lax.stop_gradient(anchor),
+            weight=jax.lax.stop_gradient(weight),
+            advantages=batch.advantages,
+            sequences=batch.sequences,
+        ),
+        objectives.ObjectiveOptions(config.clip_low, config.clip_high),
+    )
+    readings = dict(readings)
+    readings["policy_loss"] = token_loss
+    readings["entropy"] = scores.entropy
+    readings["top_token"] = scores.top
+    readings["logprob"] = lp
+    most = {}
+    if objective.uses_advantages:
+      moved = jnp.clip(
+          lp - batch.logprobs, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
+      )
+      ratio = jnp.exp(moved)
+      readings["ratio_mean"] = ratio
+      readings["sampler_kl"] = jnp.expm1(moved) - moved
+      readings["importance_weight"] = weight
+      most["ratio_max"] = ratio
+      most["ratio_min"] = -ratio
+      most["logprob_gap_max"] = jnp.abs(moved)
+    if config.kl_coef:
+      price = kl.ESTIMATORS.get(config.kl_estimator)(lp, extra.reference)
+      token_loss = token_loss + config.kl_coef * price
+      readings["kl"] = price
+    if config.entropy_coef:
+      token_loss = token_loss - config.entropy_coef * scores.entropy
+    mask = batch.mask
+    # Selected before the product: a padding token's loss may be anything.
+    loss = jnp.sum(jnp.where(mask, token_loss, 0.0) * batch.weights)
+    sums = Sums(
+        loss=loss,
+        total={
+            name: jnp.sum(jnp.where(mask, jax.lax.stop_gradient(x), 0.0))
+            for name, x in readings.items()
+        },
+        most={
+            name: jnp.max(jnp.where(mask, jax.lax.stop_gradient(x), -jnp.inf))
+            for name, x in most.items()
+        },
+        tokens=jnp.sum(mask.astype(jnp.float32)),
+    )
+    return loss, sums
+
+  def start(
+      self, params: Params, batch: batching.Batch, extra: Extra
+  ) -> tuple[Params, Sums]:
+    """Zero gradients, and readings of no tokens as `loss` will report them."""
+    if self._start is None:
+      _, sums = jax.eval_shape(self.loss, params, batch, extra)
+
+      def zeros(params):
+        zero = jnp.zeros((), jnp.float32)
+        return jax.tree.map(jnp.zeros_like, params), Sums(
+            loss=zero,
+            total={name: zero for name in sums.total},
+            most={name: zero - jnp.inf for name in sums.most},
+            tokens=zero,
+        )
+
+      placed = jax.tree.map(lambda x: x.sharding, params)
+      self._start = jax.jit(zeros, out_shardings=(placed, None))
+    return self._start(params)
+
+  def _accumulate(
+      self,
+      params: Params,
+      grads: Params,
+      sums: Sums,
+      batch: batching.Batch,
+      extra: Extra,
+  ) -> tuple[Params, Sums]:
+    self.compiles["accumulate"] += 1
+    new, here = jax.grad(self.loss, has_aux=True)(params, batch, extra)
+    return jax.tree.map(jnp.add, grads, new), Sums(
+        loss=sums.loss + here.loss,
+        total=jax.tree.map(jnp.add, sums.total, here.total),
+        most=jax.tree.map(jnp.maximum, sums.most, here.most),
+        tokens=sums.tokens + here.tokens,
+    )
+
+  def _apply(
+      self, params: Params, opt_state: optax.OptState, grads: Params
+  ) -> tuple[Params, optax.OptState, jax.Array, jax.Array]:
+    """(params, state, gradient norm, 1.0 when the step was made)."""
+    self.compiles["apply"] += 1
+    norm = optax.global_norm(grads)
+    ok = jnp.isfinite(norm)
+    updates, new_state = self._tx.update(grads, opt_state, params)
+    new_params = optax.apply_updates(params, updates)
+    keep = functools.partial(jnp.where, ok)
+    return (
+        jax.tree.map(keep, new_params, params),
+        jax.tree.map(keep, new_state, opt_state),
+        norm,
+        ok.astype(jnp.float32),
+    )
+
+  def _score(self, params: Params, batch: batching.Batch) -> jax.Array:
+    self.compiles["score"] += 1
+    return logprobs.batch_scores(
+        self._split.merge(params),
+        batch,
+        temperature=self._config.temperature,
+        banned_V=self._banned,
+        chunk=self._config.logit_chunk,
+    ).logprobs
