@@ -94,7 +94,8 @@ class Window(Container):
     )  # pyformat: disable
 
   def title_center(self) -> tuple[int, int]:
-    return self.x + self.w // 3, self.y + 1 + TITLE_HEIGHT // 2
+    free = self.w - (CLOSE_WIDTH if self.close_box else 0)
+    return self.x + free // 2, self.y + 1 + TITLE_HEIGHT // 2
 
   def phrases(self):
     return ()  # its centre is whatever lies there; see title_center
@@ -203,8 +204,9 @@ class TabView(Container):
     self.tabs: list[widgets.Tab] = []
     width = min(w // len(names), 60)
     for i, name in enumerate(names):
-      self.add(widgets.Tab(x + i * width, y, width, self.HEAD, name,
-                           self.tabs))
+      last = i == len(names) - 1 and width < 60
+      self.add(widgets.Tab(x + i * width, y, w - i * width if last else width,
+                           self.HEAD, name, self.tabs))
       self.pages[name] = page = Container(
           x + 1, y + self.HEAD, w - 2, h - self.HEAD - 1
       )

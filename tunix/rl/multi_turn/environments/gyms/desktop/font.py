@@ -2,9 +2,8 @@
 
 Capitals are 7 pixels high, descenders go 2 below the base line; a line is
 `LINE` pixels. Larger text is the same bitmap enlarged by whole factors with
-rounded corners (Scale2x / Scale3x), never resampled: no dependence on FreeType
-or on Pillow's version. Covers printable ASCII; anything else is drawn as a
-hollow box.
+slants smoothed, never resampled: no dependence on FreeType or on Pillow's
+version. Covers printable ASCII; anything else is drawn as a hollow box.
 """
 
 from __future__ import annotations
@@ -165,12 +164,15 @@ def _scale2x(bits: np.ndarray) -> np.ndarray:
       (1, 0, down, left, right, up), (1, 1, right, down, up, left),
   )  # pyformat: disable
   for dy, dx, a, b, c, d in corners:
-    out[dy::2, dx::2] = np.where((a == b) & (a != c) & (b != d), a, bits)
+    out[dy::2, dx::2] = bits | (a & b & ~c & ~d)
   return out
 
 
 def enlarge(bits: np.ndarray, factor: int) -> np.ndarray:
-  """bool[H, W] -> bool[H * factor, W * factor], corners rounded."""
+  """bool[H, W] -> bool[H * factor, W * factor], steps of slants filled.
+
+  Ink is only ever added: a D must not become an O.
+  """
   while factor % 2 == 0:
     bits, factor = _scale2x(bits), factor // 2
   return np.repeat(np.repeat(bits, factor, 0), factor, 1)

@@ -106,15 +106,15 @@ def _pieces(rng: random.Random, names: _Names):
 
   def rows():
     labels = [names.take(words.CHOICES) for _ in range(4)]
-    offset = rng.randint(0, 14)
+    offset = rng.choice((0, 14))
 
     def build(parent, x, y):
-      area = parent.add(containers.ScrollArea(x, y, 64, 43, 4 * 14))
+      area = parent.add(containers.ScrollArea(x, y, 64, 42, 4 * 14))
       for i, name in enumerate(labels):
         area.add(widgets.Row(x + 1, y + i * 14, 54, 14, name))
       area.offset = min(area.limit, offset)
 
-    return 64, 43, build
+    return 64, 42, build
 
   return (button, button, button, field, field, check, check, radios,
           drop_down, slider, shape, shape, box, rows)
@@ -124,12 +124,12 @@ _PAIRS = tuple(f"{c} {s}" for c in words.COLORS for s in words.SHAPES)
 
 
 def _fill_window(rng, win, names, limit) -> None:
-  """Adds random pieces until one does not fit twice in a row."""
+  """Adds random pieces until four did not fit."""
   x, y, w, h = win.client()
   pieces = _pieces(rng, names)
   taken: list[layout.Rect] = []
   misses = 0
-  while misses < 2 and len(taken) < limit:
+  while misses < 4 and len(taken) < limit:
     width, height, build = rng.choice(pieces)()
     spot = layout.free_spot(rng, (x, y, w, h), (width, height), taken)
     if spot is None:
