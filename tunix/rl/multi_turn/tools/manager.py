@@ -146,10 +146,24 @@ class ToolManager:
 
   def _submit(self, call: base.ToolCall) -> concurrency.Job | base.ToolOutput:
     tool = self.tools[call.name]
+
+    def run() -> Any:
+      if tool.is_sync:
+        return tool.forward(**call.arguments)
+      # A coroutine can be cancelled, so it must not cost its thread.
+      return asyncio.run(self._guarded(tool, call))
+
     try:
-      return self._pool.submit(lambda: tool.forward(**call.arguments))
+      return self._pool.submit(run)
     except RuntimeError as error:
       return _failure(call, error)
+
+  async def _guarded(self, tool: base.BaseTool, call: base.ToolCall) -> Any:
+    return await concurrency.with_deadline(
+        tool.async_forward(**call.arguments),
+        self.timeout,
+        f"tool {call.name!r}",
+    )
 
   def _collect(
       self, call: base.ToolCall, job: concurrency.Job | base.ToolOutput
@@ -170,15 +184,14 @@ class ToolManager:
     if refusal is not None:
       return refusal
     tool = self.tools[call.name]
-    what = f"tool {call.name!r}"
     try:
       if tool.is_async:
-        value = await concurrency.with_deadline(
-            tool.async_forward(**call.arguments), self.timeout, what
-        )
+        value = await self._guarded(tool, call)
       else:
         value = await self._pool.arun(
-            lambda: tool.forward(**call.arguments), self.timeout, what
+            lambda: tool.forward(**call.arguments),
+            self.timeout,
+            f"tool {call.name!r}",
         )
     except Exception as error:  # pylint: disable=broad-except
       return _failure(call, error)
