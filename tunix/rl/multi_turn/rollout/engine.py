@@ -63,6 +63,7 @@ class RolloutEngine:
       slots: int = 32,
       context_length: int = 512,
       row_buckets: Sequence[int] | None = None,
+      prefill_rows: Sequence[int] = (8,),
       prefill_buckets: Sequence[int] = (64,),
       window_buckets: Sequence[int] | None = None,
       image_buckets: Sequence[int] = (4,),
@@ -88,8 +89,10 @@ class RolloutEngine:
       image_store: where prompts' images are found.
       slots: sessions whose KV cache is held at one time.
       context_length: tokens a sequence may have, sampled ones included.
-      row_buckets: slots a call works on; `slots` is always among them. More
-        buckets: less waste when few episodes run, more to compile.
+      row_buckets: slots a decode call works on; `slots` is always among them.
+        More buckets: less waste when few episodes run, more to compile.
+      prefill_rows: slots a prefill call works on. Few are best on a CPU, whose
+        caches then hold the activations; all of them suit an accelerator.
       prefill_buckets: tokens a row of a prefill call; the largest is the
         chunk length.
       window_buckets: cache positions a call touches; `context_length` is
@@ -154,6 +157,7 @@ class RolloutEngine:
       window_buckets = (context_length // 2,) if context_length >= 256 else ()
     shapes = scheduler_lib.Shapes(
         rows=(*(r for r in row_buckets or () if r < slots), slots),
+        prefill_rows=tuple(min(r, slots) for r in prefill_rows),
         tokens=tuple(min(t, context_length) for t in prefill_buckets),
         windows=(
             *(w for w in window_buckets if w < context_length),

@@ -388,7 +388,9 @@ class Programs:
           vision,
           pool,
       )
-      return self._put(cache, part, slots, rows, window, lengths > 0)
+      return self._put(
+          cache, part, slots, rows, window, starts, lengths, length
+      )
 
     packed = jax.ShapeDtypeStruct((rows, 3 + 5 * length), jnp.int32)
     return jax.jit(prefill, donate_argnums=1).lower(
@@ -465,7 +467,10 @@ class Programs:
       step, part, _, _, _, count, _, out, logprobs = lax.while_loop(
           lambda c: (c[0] < steps) & jnp.any(c[6]), body, carry
       )
-      cache = self._put(cache, part, slots, rows, window, remaining > 0)
+      starts = table[:, START]
+      cache = self._put(
+          cache, part, slots, rows, window, starts, count, steps
+      )
       return cache, out, logprobs, count, step
 
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -487,46 +492,44 @@ class Programs:
     for leaf, row_axis, axis in zip(
         leaves, self._row_axis, self._length_axis
     ):
+      if rows < self.slots:
+        leaf = jnp.take(leaf, slots, axis=row_axis, mode="clip")
       if axis is not None and window < self.context_length:
         leaf = lax.slice_in_dim(leaf, 0, window, axis=axis)
-      if rows < self.slots:
-        leaf = jnp.concatenate(
-            [
-                lax.dynamic_slice_in_dim(leaf, slots[r], 1, row_axis)
-                for r in range(rows)
-            ],
-            axis=row_axis,
-        )
       part.append(leaf)
     return jax.tree.unflatten(tree, part)
 
-  def _put(self, cache, part, slots, rows, window, used):
-    """Writes back what `_take` took; rows not `used` are left alone."""
+  def _put(self, cache, part, slots, rows, window, starts, counts, most):
+    """Writes back the `counts` positions that each row has got since `_take`.
+
+    Args:
+      starts: int32[R] first new position of each row.
+      counts: int32[R] new positions, at most `most`.
+    """
+    if rows == self.slots and window == self.context_length:
+      return part
+    step = jnp.arange(most)
+    position = starts[:, None] + step
+    # Out of range is dropped: what is not new, and rows that only pad.
+    target = jnp.where(
+        step < counts[:, None], position, self.context_length
+    )
+    source = jnp.minimum(position, window - 1)
+    local = jnp.arange(rows)
+    row = local if rows == self.slots else slots
     leaves, tree = jax.tree.flatten(cache)
     out = []
     for leaf, new, row_axis, axis in zip(
         leaves, jax.tree.leaves(part), self._row_axis, self._length_axis
     ):
-      if rows == self.slots:
-        if axis is None or window == self.context_length:
-          leaf = new
-        else:
-          # A resting row may be longer than the window.
-          old = lax.slice_in_dim(leaf, 0, window, axis=axis)
-          keep = jnp.expand_dims(
-              used, [i for i in range(leaf.ndim) if i != row_axis]
-          )
-          leaf = lax.dynamic_update_slice_in_dim(
-              leaf, jnp.where(keep, new, old), 0, axis
-          )
+      at = [slice(None)] * leaf.ndim
+      if axis is None:
+        at[row_axis] = jnp.where(counts > 0, row, self.slots)
+        leaf = leaf.at[tuple(at)].set(new, mode="drop")
       else:
-        for r in range(rows):
-          at = [jnp.int32(0)] * leaf.ndim
-          at[row_axis] = slots[r]
-          row = lax.slice_in_dim(new, r, r + 1, axis=row_axis)
-          old = lax.dynamic_slice(leaf, at, row.shape)
-          leaf = lax.dynamic_update_slice(
-              leaf, jnp.where(used[r], row, old), at
-          )
+        at[row_axis], at[axis] = local[:, None], source
+        fresh = new[tuple(at)]
+        at[row_axis], at[axis] = row[:, None], target
+        leaf = leaf.at[tuple(at)].set(fresh, mode="drop")
       out.append(leaf)
     return jax.tree.unflatten(tree, out)

@@ -40,18 +40,20 @@ class Shapes:
   """Every shape the engine may compile; all tuples ascend.
 
   Attributes:
-    rows: rows of a prefill or decode call; the last is the slot count.
+    rows: rows of a decode call; the last is the slot count.
+    prefill_rows: rows of a prefill call; more rows go into further calls.
     tokens: tokens a row of a prefill call; longer suffixes are chunked.
     windows: cache positions a call may touch; the last is the context length.
     images: images of an encode call.
     patches: patches of an image; larger images are refused.
     steps: tokens a decode call samples at most (K).
-    fixed_shapes: use only the largest rows and window, so that the shapes a
+    fixed_shapes: use only the largest rows and windows, so that the shapes a
       request meets do not depend on who shares the batch, and equal requests
       give results equal to the bit.
   """
 
   rows: tuple[int, ...]
+  prefill_rows: tuple[int, ...]
   tokens: tuple[int, ...]
   windows: tuple[int, ...]
   images: tuple[int, ...]
@@ -60,11 +62,12 @@ class Shapes:
   fixed_shapes: bool = False
 
   def __post_init__(self):
-    for name in ("rows", "tokens", "windows", "images", "patches"):
+    fixed = ("rows", "prefill_rows", "windows", "images")
+    for name in (*fixed, "tokens", "patches"):
       value = tuple(sorted(set(getattr(self, name))))
       if not value or value[0] < 1:
         raise ValueError(f"{name} buckets must be positive, got {value}")
-      if self.fixed_shapes and name in ("rows", "windows"):
+      if self.fixed_shapes and name in fixed:
         value = value[-1:]
       object.__setattr__(self, name, value)
     if self.steps < 1:
@@ -76,6 +79,7 @@ class Shapes:
     for window in reversed(self.windows):
       for rows in reversed(self.rows):
         found.append(P.Variant("decode", rows, self.steps, window))
+      for rows in reversed(self.prefill_rows):
         for tokens in reversed(self.tokens):
           if tokens <= window:
             found.append(P.Variant("prefill", rows, tokens, window))
@@ -274,7 +278,9 @@ class Scheduler:
       if not groups:
         return
       size = max(groups)
-      self._prefill_chunk(groups[size], size)
+      most = self.shapes.prefill_rows[-1]
+      for i in range(0, len(groups[size]), most):
+        self._prefill_chunk(groups[size][i : i + most], size)
 
   def _prefill_chunk(
       self, requests: Sequence[slots_lib.Request], size: int
@@ -298,7 +304,7 @@ class Scheduler:
       return
     self._ensure_vision(spans)
     started = time.perf_counter()
-    count = slots_lib.bucket(self.shapes.rows, len(rows))
+    count = slots_lib.bucket(self.shapes.prefill_rows, len(rows))
     full = count == self.programs.slots
     slots = np.full(count, rows[0][0].slot, np.int32)
     if full:

@@ -1,0 +1,206 @@
+"""Turns a second of the rollout engine, with TinyVL on random weights.
+
+Plays `episodes` concurrent episodes of `turns` turns; a turn adds a screenshot
+and some text (`--fresh` starts a new session each turn instead, as an agent
+that rewrites its history does) and samples exactly `sampled` tokens. Prints
+what the engine did, where its time went, and the bounds that this machine's
+matmul and memory speeds set.
+
+  python benchmarks/bench_engine.py --episodes 64 --turns 6
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.policy import tiny_vl
+from tunix.rl.multi_turn.policy import vision_inputs
+from tunix.rl.multi_turn.rollout import engine as engine_lib
+
+IMAGE_TOKEN = 5
+
+
+def parse_args() -> argparse.Namespace:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--episodes", type=int, default=64)
+  parser.add_argument("--slots", type=int, default=64)
+  parser.add_argument("--turns", type=int, default=6)
+  parser.add_argument("--sampled", type=int, default=8)
+  parser.add_argument("--text", type=int, default=92)
+  parser.add_argument("--context", type=int, default=512)
+  parser.add_argument("--steps", type=int, default=8)
+  parser.add_argument("--rows", type=int, nargs="*", default=None)
+  parser.add_argument("--prefill-rows", type=int, nargs="*", default=None)
+  parser.add_argument("--tokens", type=int, nargs="*", default=None)
+  parser.add_argument("--windows", type=int, nargs="*", default=None)
+  parser.add_argument("--images", type=int, nargs="*", default=None)
+  parser.add_argument("--size", default="tiny", choices=tiny_vl.SIZES)
+  parser.add_argument("--vocab", type=int, default=3072)
+  parser.add_argument("--top-p", type=float, default=1.0)
+  parser.add_argument("--lockstep", action="store_true")
+  parser.add_argument("--fresh", action="store_true")
+  parser.add_argument("--screen", type=int, nargs=2, default=(128, 96))
+  return parser.parse_args()
+
+
+def machine_bounds() -> tuple[float, float]:
+  """(float32 matmul FLOP/s, bytes/s of a large reduction)."""
+  a = jnp.ones((1024, 1024), jnp.float32)
+  big = jnp.ones((32 << 20,), jnp.float32)
+  matmul = jax.jit(lambda a: a @ a)
+  total = jax.jit(jnp.sum)
+  best_matmul = best_read = float("inf")
+  for _ in range(8):
+    started = time.perf_counter()
+    matmul(a).block_until_ready()
+    middle = time.perf_counter()
+    total(big).block_until_ready()
+    best_matmul = min(best_matmul, middle - started)
+    best_read = min(best_read, time.perf_counter() - middle)
+  return 2 * 1024**3 / best_matmul, big.nbytes / best_read
+
+
+async def episode(engine, store, args, index: int) -> None:
+  rng = np.random.default_rng(index)
+  width, height = args.screen
+  count = vision_inputs.TinyVLProcessor().num_image_tokens(width, height)
+  tokens = np.zeros(0, np.int32)
+  spans: tuple[trajectory.ImageSpan, ...] = ()
+  sampling = policy_client.SamplingParams(
+      max_new_tokens=args.sampled, top_p=args.top_p
+  )
+  for turn in range(args.turns):
+    session = f"e{index}"
+    text = args.text
+    if args.fresh:
+      session += f".{turn}"
+      tokens, spans = tokens[:0], ()
+    elif turn:
+      text = args.text // 8
+    # The members of a group of 8 start from one screenshot.
+    picture = np.random.default_rng(
+        (index // 8, 0) if turn == 0 else (index, turn)
+    )
+    pixels = picture.integers(0, 255, (height, width, 3), dtype=np.uint8)
+    image = store.put(pixels)
+    spans += (trajectory.ImageSpan(image, len(tokens), count),)
+    tokens = np.concatenate([
+        tokens,
+        np.full(count, IMAGE_TOKEN),
+        rng.integers(6, 1000, text),
+    ])
+    completion = await engine.generate(
+        policy_client.TokenPrompt(tokens, spans), sampling, session=session
+    )
+    tokens = np.concatenate([tokens, completion.tokens])
+    if args.fresh:
+      await engine.release(session)
+  await engine.release(f"e{index}")
+
+
+def main() -> None:
+  args = parse_args()
+  flops, bandwidth = machine_bounds()
+  config = tiny_vl.TinyVLConfig(
+      vocab_size=args.vocab,
+      number_start=1000,
+      image_token_id=IMAGE_TOKEN,
+      pad_token_id=0,
+      banned_token_ids=(0, IMAGE_TOKEN),
+      **tiny_vl.SIZES[args.size],
+  )
+  model = tiny_vl.TinyVL(config, nnx.Rngs(0))
+  parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model)))
+  store = images_lib.ImageStore()
+  options = {
+      "row_buckets": args.rows,
+      "prefill_rows": args.prefill_rows,
+      "prefill_buckets": args.tokens,
+      "window_buckets": args.windows,
+      "image_buckets": args.images,
+  }
+  engine = engine_lib.RolloutEngine(
+      model,
+      vision_inputs.TinyVLProcessor(),
+      store,
+      slots=args.slots,
+      context_length=args.context,
+      decode_steps_per_call=args.steps,
+      image_sizes=[tuple(args.screen)],
+      banned_token_ids=config.banned_token_ids,
+      lockstep=args.lockstep,
+      **{k: v for k, v in options.items() if v is not None},
+  )
+  with engine:
+    warm_up = engine.warm_up()
+
+    async def play() -> None:
+      for i in range(args.episodes):
+        engine.open_session(f"e{i}")
+      await asyncio.gather(
+          *(episode(engine, store, args, i) for i in range(args.episodes))
+      )
+
+    turns, args.turns = args.turns, 1
+    asyncio.run(play())  # First executions touch memory for the first time.
+    args.turns = turns
+    before = engine.stats()
+    started = time.perf_counter()
+    asyncio.run(play())
+    seconds = time.perf_counter() - started
+    after = engine.stats()
+  done = {k: after[k] - before[k] for k in after}
+  turns = args.episodes * args.turns
+  cache = (
+      2 * 4 * config.layers * config.kv_heads * config.head_dim
+  )  # Bytes a token.
+  least = {
+      "prefill": 2 * parameters * done["prefilled_tokens"] / flops,
+      "decode_matmul": 2 * parameters * done["decode_tokens"] / flops,
+      "decode_cache_read": (
+          done["decode_steps"] * args.slots * args.context * cache / bandwidth
+      ),
+  }
+  report = {
+      "parameters": parameters,
+      "warm_up_seconds": round(warm_up, 1),
+      "variants": after["compile_count"],
+      "turns_per_second": round(turns / seconds, 1),
+      "sampled_tokens_per_second": round(done["decode_tokens"] / seconds),
+      "prefilled_tokens_per_second": round(done["prefilled_tokens"] / seconds),
+      "seconds": round(seconds, 3),
+      "share": {
+          name: round(done[f"seconds_{name}"] / seconds, 3)
+          for name in ("vision", "prefill", "decode", "host", "idle")
+      },
+      "decode_step_ms": round(
+          1e3 * done["seconds_decode"] / max(1, done["decode_steps"]), 2
+      ),
+      "useful_prefill": round(
+          done["prefilled_tokens"] / max(1, done["prefill_places"]), 3
+      ),
+      "useful_decode": round(
+          done["decode_tokens"] / max(1, done["decode_places"]), 3
+      ),
+      "images_encoded": done["images_encoded"],
+      "vision_cache_hits": done["vision_cache_hits"],
+      "compiles_after_warm_up": after["compiles_after_warm_up"],
+      "machine_gflops": round(flops / 1e9),
+      "machine_gbytes": round(bandwidth / 1e9, 1),
+      "least_seconds": {k: round(v, 3) for k, v in least.items()},
+  }
+  print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+  main()
