@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tunix.rl.multi_turn.environments.gyms.desktop import font
+from tunix.rl.multi_turn.environments.gyms.desktop import items
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
 
 TITLE_HEIGHT = 14
@@ -201,11 +202,11 @@ class TabView(Container):
   def __init__(self, x, y, w, h, names):
     super().__init__(x, y, w, h)
     self.pages: dict[str, Container] = {}
-    self.tabs: list[widgets.Tab] = []
+    self.tabs: list[items.Tab] = []
     width = min(w // len(names), 60)
     for i, name in enumerate(names):
       last = i == len(names) - 1 and width < 60
-      self.add(widgets.Tab(x + i * width, y, w - i * width if last else width,
+      self.add(items.Tab(x + i * width, y, w - i * width if last else width,
                            self.HEAD, name, self.tabs))
       self.pages[name] = page = Container(
           x + 1, y + self.HEAD, w - 2, h - self.HEAD - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tunix.rl.multi_turn.environments.gyms.desktop import family
 from tunix.rl.multi_turn.environments.gyms.desktop import font
+from tunix.rl.multi_turn.environments.gyms.desktop import items
 from tunix.rl.multi_turn.environments.gyms.desktop import layout
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
 from tunix.rl.multi_turn.environments.gyms.desktop import words
@@ -88,7 +89,7 @@ class ClickColor(family.Family):
     sizes = [rng.randint(low, high) for _ in data["things"]]
     spots = layout.place(rng, win.client(2), [(s, s) for s in sizes])
     ep.w["shapes"] = [
-        win.add(widgets.Shape(*at, size, *thing))
+        win.add(items.Shape(*at, size, *thing))
         for thing, size, at in zip(data["things"], sizes, spots)
     ]
 
@@ -348,9 +349,9 @@ class OpenIcon(family.Family):
       blocked = [(win.x, win.y, win.w, win.h)]
     else:
       blocked = []
-    sizes = [widgets.Icon.SIZE] * len(data["names"])
+    sizes = [items.Icon.SIZE] * len(data["names"])
     spots = layout.place(rng, area, sizes, gap=4, blocked=blocked)
-    icons = [widgets.Icon(*at, n) for at, n in zip(spots, data["names"])]
+    icons = [items.Icon(*at, n) for at, n in zip(spots, data["names"])]
     scene.items[:0] = icons
     ep.w["icons"] = icons
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from tunix.rl.multi_turn.environments.gyms.desktop import containers
 from tunix.rl.multi_turn.environments.gyms.desktop import family
 from tunix.rl.multi_turn.environments.gyms.desktop import font
+from tunix.rl.multi_turn.environments.gyms.desktop import items
 from tunix.rl.multi_turn.environments.gyms.desktop import layout
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
 from tunix.rl.multi_turn.environments.gyms.desktop import words
-from tunix.rl.multi_turn.environments.gyms.desktop.families_basic import add_buttons
+from tunix.rl.multi_turn.environments.gyms.desktop.families_basic import add_buttons  # noqa: E501
 from tunix.rl.multi_turn.environments.gyms.desktop.families_forms import form
 
 
@@ -38,7 +39,7 @@ class ScrollAndClick(family.Family):
         x, y, w, h, len(data["names"]) * self.ROW
     ))
     for i, name in enumerate(data["names"]):
-      area.add(widgets.Row(
+      area.add(items.Row(
           x + 1, y + i * self.ROW, w - area.BAR - 1, self.ROW, name
       ))
     ep.w.update(area=area, row=area.children[data["goal"]])
@@ -91,11 +92,11 @@ class DragToTarget(family.Family):
     spots = layout.place(rng, area, sizes, gap=2)
     names = boxes if len(boxes) > 1 else [""]
     ep.w["boxes"] = [
-        win.add(widgets.DropZone(*at, side, side, name))
+        win.add(items.DropZone(*at, side, side, name))
         for at, name in zip(spots, names)
     ]
     ep.w["shapes"] = [
-        win.add(widgets.Shape(*at, 18, *thing, movable=True))
+        win.add(items.Shape(*at, 18, *thing, movable=True))
         for at, thing in zip(spots[len(boxes):], things)
     ]
 
@@ -135,11 +136,11 @@ class RightClickMenu(family.Family):
 
   def build(self, ep, data, rng):
     scene = ep.scene
-    sizes = [widgets.Icon.SIZE] * len(data["names"])
+    sizes = [items.Icon.SIZE] * len(data["names"])
     spots = layout.place(rng, (1, 1, scene.w - 2, scene.h - 2), sizes, gap=4)
     ep.w["icons"] = []
     for at, name in zip(spots, data["names"]):
-      icon = scene.add(widgets.Icon(*at, name))
+      icon = scene.add(items.Icon(*at, name))
       icon.context_items = tuple(data["items"])
       ep.w["icons"].append(icon)
 
@@ -271,7 +272,7 @@ class CountShapes(_Question):
     sizes = [(s, s) for s in (rng.randint(16, 20) for _ in data["things"])]
     spots = layout.place(rng, area, sizes)
     for thing, at, size in zip(data["things"], spots, sizes):
-      win.add(widgets.Shape(*at, size[0], *thing))
+      win.add(items.Shape(*at, size[0], *thing))
 
 
 @family.register

@@ -146,6 +146,24 @@ def click(ep: Episode, widget: widgets.Widget, count: int = 1) -> Action:
   return Action(Kind.CLICK, x=point[0], y=point[1], count=count)
 
 
+def spread_point(
+    ep: Episode, x: float, y: float, spread: float, rng: random.Random
+) -> tuple[int, int]:
+  """A random pixel of the widget at (x, y), within its middle `spread`."""
+  scene = ep.scene
+  k = scene.k
+  target = scene.hit(int(x) // k, int(y) // k)
+  if target is None:
+    return int(x), int(y)
+  for _ in range(8):
+    px = int(x + (rng.random() - 0.5) * spread * target.w * k)
+    py = int(y + (rng.random() - 0.5) * spread * target.h * k)
+    inside = 0 <= px < scene.width and 0 <= py < scene.height
+    if inside and scene.hit(px // k, py // k) is target:
+      return px, py
+  return int(x), int(y)
+
+
 def enter(ep: Episode, field: widgets.TextField, text: str) -> Action | None:
   """The next action that makes a field hold `text`; None when it does."""
   if field.text == text:

@@ -13,14 +13,16 @@ Does not enforce `max_turns` (the collector does) and does not know time:
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from typing import Any, Mapping
+import random
+from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
-from tunix.rl.multi_turn.environments.gyms.desktop import families_basic  # pylint: disable=unused-import
-from tunix.rl.multi_turn.environments.gyms.desktop import families_forms  # pylint: disable=unused-import
-from tunix.rl.multi_turn.environments.gyms.desktop import families_pointer  # pylint: disable=unused-import
+from tunix.rl.multi_turn.environments.gyms.desktop import families_basic  # noqa: F401
+from tunix.rl.multi_turn.environments.gyms.desktop import families_forms  # noqa: F401
+from tunix.rl.multi_turn.environments.gyms.desktop import families_pointer  # noqa: F401
 from tunix.rl.multi_turn.environments.gyms.desktop import family as family_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import scenes
@@ -58,7 +60,7 @@ class DesktopTasks:
 
   def __init__(
       self,
-      families: tuple[str, ...] | list[str] | None = None,  # pylint: disable=redefined-outer-name
+      families: Sequence[str] | None = None,
       difficulty: int = 0,
   ):
     """Args:
@@ -250,11 +252,42 @@ class DesktopGym:
     self._scene = None
 
 
-def oracle_action(gym: DesktopGym) -> gui_action.GuiAction | None:
-  """The next right action in the gym's episode; None when it is over."""
+def oracle_action(
+    gym: DesktopGym, spread: float = 0.0, rng: random.Random | None = None
+) -> gui_action.GuiAction | None:
+  """The next right action in the gym's episode; None when it is over.
+
+  Args:
+    gym: with a running episode, in whatever state.
+    spread: clicks go to the centre of their target at 0, anywhere in the
+      middle `spread` part of it up to 1 (all of it); needs `rng`.
+    rng: source of the spread.
+  """
   episode = gym.episode
   if episode is None:
     raise RuntimeError("no episode is running; call start(task) first")
   if episode.outcome is not None:
     return None
-  return episode.family.oracle(episode)
+  action = episode.family.oracle(episode)
+  if not spread or action is None or (
+      action.kind is not gui_action.GuiActionKind.CLICK
+  ):
+    return action
+  if rng is None:
+    raise ValueError(f"spread={spread} needs an rng to draw from")
+  x, y = family_lib.spread_point(episode, action.x, action.y, spread, rng)
+  return dataclasses.replace(action, x=x, y=y)
+
+
+def instruction_corpus(per_family: int = 200) -> list[str]:
+  """Distinct instructions of all families and levels, for a tokenizer.
+
+  Made from training seeds 0..`per_family` - 1 only.
+  """
+  texts = (
+      family_lib.spec_of(kind, seed, level).instruction
+      for kind in family_lib.FAMILIES.values()
+      for level in family_lib.LEVELS
+      for seed in range(per_family)
+  )
+  return list(dict.fromkeys(texts))

@@ -7,6 +7,7 @@ from typing import Sequence
 
 from tunix.rl.multi_turn.environments.gyms.desktop import containers
 from tunix.rl.multi_turn.environments.gyms.desktop import font
+from tunix.rl.multi_turn.environments.gyms.desktop import items
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
 from tunix.rl.multi_turn.environments.gyms.desktop import words
@@ -173,12 +174,12 @@ def clutter(rng: random.Random, scene: scene_lib.Scene, count: int) -> None:
   taken = {w.name for item in scene.items for w in item.walk()}
   names = [n for n in words.ICON_NAMES if n not in taken]
   blocked = [(i.x, i.y, i.w, i.h) for i in scene.items]
-  w, h = widgets.Icon.SIZE
+  w, h = items.Icon.SIZE
   for name in rng.sample(names, min(count, len(names))):
     for _ in range(8):
       rect = (rng.randrange(scene.w - w), rng.randrange(scene.h - h), w, h)
       if not any(_overlap(rect, other, 6) for other in blocked):
-        scene.items.insert(0, widgets.Icon(*rect[:2], name))
+        scene.items.insert(0, items.Icon(*rect[:2], name))
         blocked.append(rect)
         break
 

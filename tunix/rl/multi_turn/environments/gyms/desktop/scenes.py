@@ -11,6 +11,7 @@ import random
 from tunix.rl.multi_turn.environments.gyms.desktop import canvas
 from tunix.rl.multi_turn.environments.gyms.desktop import containers
 from tunix.rl.multi_turn.environments.gyms.desktop import font
+from tunix.rl.multi_turn.environments.gyms.desktop import items
 from tunix.rl.multi_turn.environments.gyms.desktop import layout
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
@@ -95,13 +96,13 @@ def _pieces(rng: random.Random, names: _Names):
     color, form = names.take(_PAIRS).split()
     size = rng.randint(16, 26)
     return size, size, lambda p, x, y: p.add(
-        widgets.Shape(x, y, size, color, form)
+        items.Shape(x, y, size, color, form)
     )
 
   def box():
     name = names.take(("A", "B", "C", "D"))
     return 28, 28, lambda p, x, y: p.add(
-        widgets.DropZone(x, y, 28, 28, name)
+        items.DropZone(x, y, 28, 28, name)
     )
 
   def rows():
@@ -111,7 +112,7 @@ def _pieces(rng: random.Random, names: _Names):
     def build(parent, x, y):
       area = parent.add(containers.ScrollArea(x, y, 64, 42, 4 * 14))
       for i, name in enumerate(labels):
-        area.add(widgets.Row(x + 1, y + i * 14, 54, 14, name))
+        area.add(items.Row(x + 1, y + i * 14, 54, 14, name))
       area.offset = min(area.limit, offset)
 
     return 64, 42, build
