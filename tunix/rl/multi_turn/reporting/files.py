@@ -1,0 +1,86 @@
+"""Small file helpers of the observers: atomic JSON, tolerant JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import threading
+from typing import Any, Iterator, Mapping
+
+import numpy as np
+
+
+def plain(value: Any) -> Any:
+  """`value` as strict JSON: numpy as numbers, what is not finite as null."""
+  if isinstance(value, Mapping):
+    return {str(k): plain(v) for k, v in value.items()}
+  if isinstance(value, (list, tuple, set, frozenset)):
+    return [plain(v) for v in value]
+  if isinstance(value, np.ndarray):
+    return plain(value.tolist())
+  if isinstance(value, np.generic):
+    value = value.item()
+  if isinstance(value, float):
+    return value if math.isfinite(value) else None
+  if value is None or isinstance(value, (bool, int, str)):
+    return value
+  if isinstance(value, os.PathLike):
+    return str(value)
+  if hasattr(value, "__float__"):  # A scalar on a device.
+    return plain(float(value))
+  return str(value)
+
+
+def write_json(path: pathlib.Path, data: Any) -> None:
+  """Replaces `path` in one step: a reader sees the old file or the new one."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  partial = path.with_name(f"{path.name}.{threading.get_ident()}.part")
+  text = json.dumps(plain(data), indent=2, ensure_ascii=False)
+  partial.write_text(text + "\n", encoding="utf-8")
+  partial.replace(path)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """The object in `path`; {} when it is missing or broken."""
+  try:
+    data = json.loads(path.read_text(encoding="utf-8"))
+  except (OSError, ValueError):
+    return {}
+  return data if isinstance(data, dict) else {}
+
+
+def read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+  """The objects of a JSON-lines file; a torn last line is passed over."""
+  if not path.exists():
+    return
+  with path.open("r", encoding="utf-8", errors="replace") as file:
+    for line in file:
+      try:
+        data = json.loads(line)
+      except ValueError:
+        continue
+      if isinstance(data, dict):
+        yield data
+
+
+def rewrite_lines(path: pathlib.Path, keep) -> int:
+  """Drops the lines whose object `keep` refuses, in one step; returns how
+  many were kept. A torn line is dropped."""
+  kept = 0
+  partial = path.with_name(f"{path.name}.part")
+  with (
+      path.open("r", encoding="utf-8", errors="replace") as old,
+      partial.open("w", encoding="utf-8") as new,
+  ):
+    for line in old:
+      try:
+        data = json.loads(line)
+      except ValueError:
+        continue
+      if keep(data):
+        new.write(line if line.endswith("\n") else line + "\n")
+        kept += 1
+  partial.replace(path)
+  return kept

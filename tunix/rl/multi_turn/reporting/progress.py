@@ -1,0 +1,190 @@
+"""What a person watches: a bar on a terminal, plain lines elsewhere.
+
+Shows reward and success (means of the last updates), sampled tokens a second,
+staleness and the time left; before training, the stage that runs. Lines come
+at most every few seconds, so that a log stays readable.
+
+Does not write files.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import threading
+from typing import Any, Mapping, TextIO
+
+from tunix.rl.multi_turn import events
+
+WINDOW = 10  # Updates that reward and success are averaged over.
+
+
+def duration(seconds: float) -> str:
+  """`seconds` as 9s, 3m05s or 2h07m."""
+  seconds = int(round(max(0.0, seconds)))
+  if seconds < 60:
+    return f"{seconds}s"
+  minutes, rest = divmod(seconds, 60)
+  if minutes < 60:
+    return f"{minutes}m{rest:02d}s"
+  return f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+class ProgressBar:
+  """Observer; see the module docstring."""
+
+  def __init__(
+      self,
+      total: int,
+      *,
+      mode: str = "auto",
+      interval_s: float = 5.0,
+      stream: TextIO | None = None,
+      start: int = 0,
+  ):
+    """Args:
+
+      total: learner steps of the run.
+      mode: "bar", "lines", "none", or "auto": a bar on a terminal.
+      interval_s: smallest time between two lines.
+      stream: where to write; None = stderr.
+      start: steps already made, when resuming.
+    """
+    if mode not in ("auto", "bar", "lines", "none"):
+      raise ValueError(f"mode must be auto, bar, lines or none, got {mode!r}")
+    self._stream = stream or sys.stderr
+    if mode == "auto":
+      mode = "bar" if self._stream.isatty() else "lines"
+    self._mode = mode
+    self._total = total
+    self._start = start
+    self._interval = interval_s
+    self._lock = threading.RLock()
+    self._bar: Any = None
+    self._bar_stage = ""
+    self._last_line = float("-inf")
+    self._stage_line = ("", float("-inf"))
+    self._first: float | None = None
+    self._recent: dict[str, collections.deque[float]] = {
+        "reward_mean": collections.deque(maxlen=WINDOW),
+        "success_rate": collections.deque(maxlen=WINDOW),
+    }
+
+  def on_event(self, event: events.Event) -> None:
+    if self._mode == "none":
+      return
+    with self._lock:
+      if isinstance(event, events.StepFinished):
+        self._step(event)
+      elif isinstance(event, events.Progress):
+        self._progress(event)
+      elif isinstance(event, events.EvalFinished):
+        self._say(_evaluation(event))
+      elif isinstance(event, events.RunStarted):
+        self._say(f"run {event.run_name}")
+      elif isinstance(event, events.RunFinished):
+        self._close_bar()
+        error = f": {event.error}" if event.error else ""
+        self._say(f"run {event.status}{error}")
+
+  def _step(self, event: events.StepFinished) -> None:
+    now = event.time
+    # The first step compiles; the time left is judged by the ones after it.
+    if self._first is None:
+      self._first, self._start = now, event.step
+    for name, values in self._recent.items():
+      value = event.metrics.get(name)
+      if value is not None:
+        values.append(float(value))
+    figures = self._figures(event.metrics)
+    if self._mode == "bar":
+      bar = self._open("train", self._total)
+      bar.n = event.step
+      bar.set_postfix_str(figures, refresh=False)
+      bar.refresh()
+    elif now - self._last_line >= self._interval or event.step >= self._total:
+      self._last_line = now
+      done = event.step - self._start
+      left = ""
+      if 0 < done and event.step < self._total:
+        pace = (now - self._first) / done
+        left = f" eta {duration(pace * (self._total - event.step))}"
+      self._say(f"step {event.step}/{self._total} {figures}{left}")
+
+  def _figures(self, metrics: Mapping[str, float]) -> str:
+    parts = []
+    for name, label in (("reward_mean", "reward"), ("success_rate", "success")):
+      values = self._recent[name]
+      if values:
+        parts.append(f"{label} {sum(values) / len(values):.2f}")
+    speed = metrics.get("rollout_tokens_per_second")
+    if speed is not None:
+      parts.append(f"{speed:.0f} tok/s")
+    stale = metrics.get("staleness_mean")
+    if stale is not None:
+      parts.append(f"stale {stale:.1f}")
+    return ", ".join(parts)
+
+  def _progress(self, event: events.Progress) -> None:
+    if self._mode == "bar":
+      bar = self._open(event.stage, event.total)
+      bar.n = event.done
+      bar.set_postfix_str(event.message, refresh=False)
+      bar.refresh()
+      return
+    stage, said = self._stage_line
+    ends = event.total is not None and event.done >= event.total
+    now = event.time
+    if stage == event.stage and not ends and now - said < self._interval:
+      return
+    self._stage_line = (event.stage, now)
+    total = f"/{event.total}" if event.total is not None else ""
+    message = f" {event.message}" if event.message else ""
+    self._say(f"{event.stage} {event.done}{total}{message}")
+
+  def _open(self, stage: str, total: int | None) -> Any:
+    if self._bar is None or self._bar_stage != stage:
+      import tqdm  # pylint: disable=g-import-not-at-top
+
+      self._close_bar()
+      self._bar_stage = stage
+      self._bar = tqdm.tqdm(
+          total=total,
+          desc=stage,
+          initial=self._start if stage == "train" else 0,
+          file=self._stream,
+          dynamic_ncols=True,
+          bar_format=(
+              "{desc} {n_fmt}/{total_fmt} {bar} {percentage:3.0f}%"
+              " [{elapsed}<{remaining}] {postfix}"
+          ),
+      )
+    return self._bar
+
+  def _close_bar(self) -> None:
+    if self._bar is not None:
+      self._bar.close()
+      self._bar = None
+
+  def _say(self, text: str) -> None:
+    if self._bar is not None:
+      self._bar.write(text, file=self._stream)
+    else:
+      print(text, file=self._stream, flush=True)
+
+
+def _evaluation(event: events.EvalFinished) -> str:
+  rate = event.results.get("success_rate")
+  if rate is None:
+    return f"evaluation {event.name}: no valid episode"
+  low, high = event.results.get("interval", (0.0, 1.0))
+  tasks = ", ".join(
+      f"{family} {figures['success_rate']:.2f}"
+      for family, figures in event.results.get("by_task", {}).items()
+      if figures.get("success_rate") is not None
+  )
+  return (
+      f"evaluation {event.name}: success {rate:.3f} [{low:.3f}, {high:.3f}] of"
+      f" {event.results.get('episodes', 0)} episodes"
+      + (f" ({tasks})" if tasks else "")
+  )

@@ -1,0 +1,435 @@
+"""report.html and report.png of a run directory.
+
+The page stands alone: styles, charts (SVG) and screenshots are inside, no
+network, no scripts, dark and light. Everything that a model, a task or a
+configuration wrote is escaped. The picture holds the same story in one image.
+
+    python -m tunix.rl.multi_turn.reporting.report runs/<name>
+
+Does not need the run to have ended, and changes nothing but these two files.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import pathlib
+import sys
+import time
+from typing import Any, Sequence
+
+from tunix.rl.multi_turn.reporting import metrics as metrics_lib
+from tunix.rl.multi_turn.reporting import progress
+from tunix.rl.multi_turn.reporting import run_data
+from tunix.rl.multi_turn.reporting import svg
+
+_LARGEST = 960  # Screenshots wider than this are scaled down in the page, px.
+_FRAMES = 12  # Turns of an episode that are shown.
+_WORDS = 220  # Characters of a completion that are shown.
+_DETAILS = (
+    "entropy",
+    "grad_norm",
+    "clip_fraction",
+    "informative_groups",
+    "staleness_mean",
+    "turns_mean",
+    "invalid_episodes",
+    "rollout_tokens_per_second",
+    "learner_tokens_per_second",
+)
+
+
+def build_report(
+    directory: str | pathlib.Path, *, film_strips: int = 8
+) -> tuple[pathlib.Path, pathlib.Path]:
+  """Writes report.html and report.png into the run directory.
+
+  Args:
+    directory: the run directory.
+    film_strips: episodes shown, at most.
+
+  Returns:
+    The two paths.
+
+  Raises:
+    FileNotFoundError: the directory holds no run.
+  """
+  from tunix.rl.multi_turn.reporting import picture  # pylint: disable=g-import-not-at-top
+
+  run = run_data.load(directory)
+  page = run.directory / "report.html"
+  partial = page.with_suffix(".part")
+  partial.write_text(render(run, film_strips=film_strips), encoding="utf-8")
+  partial.replace(page)
+  return page, picture.draw(run, film_strips=min(film_strips, 4))
+
+
+def render(run: run_data.Run, *, film_strips: int = 8) -> str:
+  """The page as one string."""
+  style = pathlib.Path(__file__).with_name("report_style.css").read_text(
+      encoding="utf-8"
+  )
+  name = html.escape(run.name)
+  parts = [
+      "<!doctype html><html lang=en><head><meta charset=utf-8>",
+      "<meta name=viewport content='width=device-width,initial-scale=1'>",
+      f"<title>{name}</title><style>{style}</style></head><body>",
+      f"<h1>{name}</h1>",
+      _subtitle(run),
+      _tiles(run),
+      _training(run),
+      _evaluation(run),
+      _films(run, film_strips),
+      _small_multiples(run),
+      _troubles(run),
+      _config(run),
+      "</body></html>",
+  ]
+  return "\n".join(p for p in parts if p)
+
+
+def _subtitle(run: run_data.Run) -> str:
+  summary = run.summary
+  words = [str(summary.get("status", "unfinished"))]
+  if isinstance(summary.get("started"), (int, float)):
+    started = time.localtime(summary["started"])
+    words.append(time.strftime("started %Y-%m-%d %H:%M", started))
+  if isinstance(summary.get("seconds"), (int, float)):
+    words.append(f"{progress.duration(summary['seconds'])} in all")
+  if summary.get("error"):
+    words.append(str(summary["error"]))
+  return f"<p class=faint>{html.escape(' · '.join(words))}</p>"
+
+
+def _tiles(run: run_data.Run) -> str:
+  tiles: list[tuple[str, str]] = []
+  rates = run.evaluations
+  if rates:
+    last = list(rates)[-1]
+    low, high = rates[last]["interval"]
+    tiles.append((
+        f"{rates[last]['success_rate']:.1%}",
+        f"success, {last} evaluation [{low:.2f}, {high:.2f}]",
+    ))
+    before = "warm_start" if "warm_start" in rates else next(iter(rates))
+    if before != last:
+      tiles.append((
+          f"{rates[before]['success_rate']:.1%}",
+          f"before GRPO ({before})",
+      ))
+  if run.metrics:
+    tiles.append((f"{int(run.metrics[-1]['step'])}", "updates"))
+  episodes = run.summary.get("episodes") or {}
+  trained = sum(
+      int(n) for k, n in episodes.items() if k.startswith("train/")
+  )
+  if trained:
+    tiles.append((f"{trained}", "training episodes"))
+  _, speed = run.series("rollout_tokens_per_second")
+  if speed:
+    tiles.append((f"{sum(speed) / len(speed):.0f}", "sampled tokens/s, mean"))
+  return (
+      "<div class=tiles>"
+      + "".join(
+          f"<div class='card tile'><b>{html.escape(value)}</b>"
+          f"<span>{html.escape(label)}</span></div>"
+          for value, label in tiles
+      )
+      + "</div>"
+  )
+
+
+def span_of(count: int) -> int:
+  """Updates that curves of `count` points are averaged over."""
+  return max(1, min(20, count // 8))
+
+
+def curve(
+    run: run_data.Run, metric: str, label: str, colour: int
+) -> svg.Line:
+  steps, values = run.series(metric)
+  return svg.Line(
+      label,
+      steps,
+      values,
+      run_data.smooth(values, span_of(len(values))),
+      colour,
+  )
+
+
+def evaluation_marks(run: run_data.Run) -> list[svg.Mark]:
+  """Evaluations at the steps they belong to."""
+  last = run.metrics[-1]["step"] if run.metrics else 0
+  marks = []
+  for name, results in run.evaluations.items():
+    if name.startswith("step_"):
+      step = float(name[5:])
+    elif name in ("warm_start", "final"):
+      step = 0.0 if name == "warm_start" else float(last)
+    else:
+      continue
+    low, high = results["interval"]
+    rate = results["success_rate"]
+    label = f"{name}: {rate:.3f} [{low:.3f}, {high:.3f}]"
+    marks.append(svg.Mark(step, rate, low, high, label))
+  return marks
+
+
+def _training(run: run_data.Run) -> str:
+  lines = [
+      curve(run, "success_rate", "success rate", 2),
+      curve(run, "reward_mean", "reward", 1),
+  ]
+  lines = [line for line in lines if line.x]
+  if not lines:
+    return ""
+  if len(lines) == 2 and lines[0].raw == lines[1].raw:
+    lines = [svg.Line(
+        "success rate (= reward)", lines[0].x, lines[0].raw, lines[0].strong, 2
+    )]
+  values = [v for line in lines for v in line.raw]
+  inside = min(values) >= 0 and max(values) <= 1
+  chart = svg.line_chart(
+      lines,
+      y_range=(0.0, 1.0) if inside else None,
+      marks=evaluation_marks(run),
+      width=1060,
+      height=300,
+  )
+  keys = "".join(
+      f'<span class="key c{line.colour}"><i></i>'
+      f"{html.escape(line.label)}</span>"
+      for line in lines
+  )
+  return (
+      "<h2>Training episodes</h2><div class=card>"
+      f"<div class=legend>{keys}<span class=faint>thin: one update; thick:"
+      " running mean; circles: held-out evaluation, 95 %"
+      f" interval</span></div>{chart}</div>"
+  )
+
+
+def _headline_names(run: run_data.Run) -> list[str]:
+  names = [
+      n for n in ("initial", "warm_start", "final") if n in run.evaluations
+  ]
+  return names or list(run.evaluations)[-3:]
+
+
+def bars(run: run_data.Run) -> tuple[list[str], list[tuple[str, list[Any]]]]:
+  """Groups and series for bars: tasks and "all" by evaluation."""
+  names = _headline_names(run)
+  rates = run.evaluations
+  families = sorted({f for n in names for f in rates[n].get("by_task", {})})
+  series = []
+  for name in names:
+    cells = [rates[name].get("by_task", {}).get(f) for f in families]
+    cells.append(rates[name])
+    series.append((name.replace("_", " "), [_cell(c) for c in cells]))
+  return [*families, "all tasks"], series
+
+
+def _cell(figures: Any) -> tuple[float, float, float] | None:
+  if not figures or figures.get("success_rate") is None:
+    return None
+  low, high = figures["interval"]
+  return figures["success_rate"], low, high
+
+
+def _evaluation(run: run_data.Run) -> str:
+  if not run.evaluations:
+    return ""
+  groups, series = bars(run)
+  chart = svg.interval_bars(groups, series, width=1060, height=280)
+  names = list(run.evaluations)
+  modes = [
+      m
+      for m in ("greedy", "sampled")
+      if any(m in run.evaluations[n] for n in names)
+  ]
+  rows = []
+  for name in names:
+    results = run.evaluations[name]
+    cells = "".join(f"<td>{_rate(results.get(m))}</td>" for m in modes)
+    rows.append(
+        f"<tr><td>{html.escape(name)}</td>{cells}"
+        f"<td>{int(results.get('episodes', 0))}</td>"
+        f"<td>{int(results.get('invalid', 0))}</td></tr>"
+    )
+  head = "".join(f"<th>{m}</th>" for m in modes)
+  return (
+      "<h2>Evaluation on held-out seeds</h2><div class=card>"
+      + svg.legend([label for label, _ in series])
+      + chart
+      + f"<table><tr><th>evaluation</th>{head}<th>episodes</th>"
+      "<th>invalid</th></tr>"
+      + "".join(rows)
+      + "</table></div>"
+  )
+
+
+def _rate(figures: Any) -> str:
+  cell = _cell(figures)
+  if cell is None:
+    return "–"
+  rate, low, high = cell
+  return f"{rate:.3f} <small>[{low:.3f}, {high:.3f}]</small>"
+
+
+# --- film strips -------------------------------------------------------------
+
+
+def _films(run: run_data.Run, count: int) -> str:
+  stories = run_data.choose_episodes(run.episodes, count) if count else []
+  if not stories:
+    return ""
+  parts = ["<h2>Episodes</h2>"]
+  for story in stories:
+    parts.append("<div class=card>")
+    parts.append(f"<h3>{html.escape(story[0].family or 'task')}</h3>")
+    parts += [_film(run, episode) for episode in story]
+    parts.append("</div>")
+  return "\n".join(parts)
+
+
+def _film(run: run_data.Run, episode: run_data.Episode) -> str:
+  good = "good" if episode.success else "bad"
+  title = (
+      f"<p><span class={good}>{html.escape(episode.status.value)}</span>"
+      f" “{html.escape(_cut(episode.instruction))}”"
+      f" <small>{html.escape(episode.split)}, weights version"
+      f" {episode.version}, reward {episode.reward:g}</small></p>"
+  )
+  frames = episode.frames
+  shown = frames if len(frames) <= _FRAMES else frames[: _FRAMES - 1]
+  figures = [_figure(run, frame) for frame in shown]
+  if len(frames) > _FRAMES:
+    left = len(frames) - _FRAMES
+    figures.append(f"<figure><div class=none>{left} more</div></figure>")
+    figures.append(_figure(run, frames[-1]))
+  return f"{title}<div class=strip>{''.join(figures)}</div>"
+
+
+def _figure(run: run_data.Run, frame: run_data.Frame) -> str:
+  uri = data_uri(run, frame)
+  if uri is None or frame.image is None:
+    picture = "<div class=none>screenshot not kept</div>"
+  else:
+    picture = svg.marked_screenshot(
+        uri, frame.image.width, frame.image.height, frame.actions
+    )
+  acts = ", ".join(run_data.describe_action(a) for a in frame.actions)
+  lines = [f"<b>{html.escape(frame.label)}</b> {html.escape(_cut(acts))}"]
+  if frame.note:
+    lines.append(f"<span class=bad>{html.escape(_cut(frame.note))}</span>")
+  if frame.text:
+    lines.append(f"<span class=say>{html.escape(_cut(frame.text))}</span>")
+  return (
+      f"<figure>{picture}<figcaption>{'<br>'.join(lines)}</figcaption></figure>"
+  )
+
+
+def _cut(text: str) -> str:
+  text = " ".join(text.split())
+  return text if len(text) <= _WORDS else text[: _WORDS - 1] + "…"
+
+
+def open_image(run: run_data.Run, frame: run_data.Frame) -> Any | None:
+  """The frame's screenshot as a PIL image, None when it is not there."""
+  from PIL import Image  # pylint: disable=g-import-not-at-top
+
+  if frame.image is None:
+    return None
+  try:
+    with Image.open(run.image_path(frame.image)) as image:
+      return image.convert("RGB")
+  except OSError:
+    return None
+
+
+def data_uri(run: run_data.Run, frame: run_data.Frame) -> str | None:
+  """The frame's screenshot as a data URI; large ones smaller and as JPEG."""
+  image = open_image(run, frame)
+  if image is None:
+    return None
+  buffer = io.BytesIO()
+  if image.width > _LARGEST:
+    image.thumbnail((_LARGEST, 16 * _LARGEST))
+    image.save(buffer, format="JPEG", quality=85)
+    kind = "jpeg"
+  else:
+    image.save(buffer, format="PNG")
+    kind = "png"
+  encoded = base64.b64encode(buffer.getvalue()).decode("ascii")
+  return f"data:image/{kind};base64,{encoded}"
+
+
+# --- the rest ----------------------------------------------------------------
+
+
+def _small_multiples(run: run_data.Run) -> str:
+  cards = []
+  for name in _DETAILS:
+    line = curve(run, name, name, 2)
+    if not line.x:
+      continue
+    metric = metrics_lib.METRICS.get(name)
+    unit = f" <small>{html.escape(metric.unit)}</small>" if metric else ""
+    tip = html.escape(metric.meaning if metric else "", quote=True)
+    chart = svg.line_chart([line], width=330, height=130)
+    cards.append(
+        f'<div class=card title="{tip}"><h3>{html.escape(name)}{unit}</h3>'
+        f"{chart}</div>"
+    )
+  if not cards:
+    return ""
+  return "<h2>Readings</h2><div class=multiples>" + "".join(cards) + "</div>"
+
+
+def _troubles(run: run_data.Run) -> str:
+  rows = []
+  for what in ("episodes", "groups", "faults"):
+    counts = run.summary.get(what) or {}
+    for name, count in sorted(counts.items()):
+      rows.append(
+          f"<tr><td>{what}</td><td>{html.escape(str(name))}</td>"
+          f"<td>{html.escape(str(count))}</td></tr>"
+      )
+  if not rows:
+    return ""
+  return (
+      "<h2>Counts</h2><details class=card><summary>How episodes and groups"
+      " ended, and which faults were contained</summary><table><tr>"
+      "<th>what</th><th>outcome</th><th>count</th></tr>"
+      + "".join(rows)
+      + "</table></details>"
+  )
+
+
+def _config(run: run_data.Run) -> str:
+  if not run.config:
+    return ""
+  return (
+      "<h2>Configuration</h2><details class=card><summary>config.yaml"
+      f"</summary><pre>{html.escape(run.config)}</pre></details>"
+  )
+
+
+def main(argv: Sequence[str]) -> int:
+  """Builds the reports of the run directories named in `argv`."""
+  if not argv or argv[0] in ("-h", "--help"):
+    print("usage: python -m tunix.rl.multi_turn.reporting.report runs/<name>")
+    return 0 if argv else 2
+  for directory in argv:
+    try:
+      page, picture = build_report(directory)
+    except FileNotFoundError as error:
+      print(f"error: {error}", file=sys.stderr)
+      return 1
+    print(f"{page}\n{picture}")
+  return 0
+
+
+if __name__ == "__main__":
+  raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,128 @@
+"""summary.json: the state of a run in one object, replaced in one step.
+
+Written when the run starts and ends, after each evaluation, and at most every
+few seconds while it learns; a reader never sees half a file. Holds the
+evaluations under `eval.<name>`, the last metrics, counts of episodes, groups
+and contained faults, and what was dropped by other observers.
+
+Does not judge: thresholds and verdicts are the reader's.
+"""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import threading
+import time
+from typing import Any, Callable, Mapping
+
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn.reporting import files
+
+
+class SummaryWriter:
+  """Observer of everything; see the module docstring."""
+
+  def __init__(
+      self,
+      path: str | pathlib.Path,
+      *,
+      resume: bool = False,
+      interval_s: float = 5.0,
+      extra: Callable[[], Mapping[str, Any]] | None = None,
+  ):
+    """Args:
+
+      path: the file.
+      resume: continue the counts and evaluations of an existing file.
+      interval_s: smallest time between two writes caused by learner steps.
+      extra: asked at each write for more keys (parameters, devices, counters
+        of other parts); its failure leaves them out.
+    """
+    self._path = pathlib.Path(path)
+    self._interval = interval_s
+    self._extra = extra
+    self._lock = threading.Lock()
+    self._written = 0.0
+    old = files.read_json(self._path) if resume else {}
+    self._before = float(old.get("seconds") or 0.0)
+    self._started = time.monotonic()
+    self._data: dict[str, Any] = {
+        "run_name": old.get("run_name", ""),
+        "status": "running",
+        "error": None,
+        "started": old.get("started"),
+        "seconds": self._before,
+        "resumed": int(old.get("resumed", 0)) + bool(old),
+        "step": old.get("step", 0),
+        "version": old.get("version", 0),
+        "eval": old.get("eval", {}),
+        "last_metrics": old.get("last_metrics", {}),
+        "stage_seconds": old.get("stage_seconds", {}),
+    }
+    self._stage: tuple[str, float] | None = None
+    self._counts = {
+        name: collections.Counter(old.get(name, {}))
+        for name in ("episodes", "groups", "faults")
+    }
+
+  def on_event(self, event: events.Event) -> None:
+    write = False
+    with self._lock:
+      data = self._data
+      if isinstance(event, events.EpisodeFinished):
+        name = f"{event.split}/{event.trajectory.status.value}"
+        self._counts["episodes"][name] += 1
+      elif isinstance(event, events.GroupFinished):
+        self._counts["groups"][event.outcome] += 1
+      elif isinstance(event, events.Fault):
+        self._counts["faults"][f"{event.stage}/{event.kind}"] += 1
+      elif isinstance(event, events.StepFinished):
+        self._enter("train", event.time)
+        data.update(
+            step=event.step,
+            version=event.version,
+            last_metrics=dict(event.metrics),
+        )
+        write = time.monotonic() - self._written >= self._interval
+      elif isinstance(event, events.EvalFinished):
+        data["eval"] = {**data["eval"], event.name: dict(event.results)}
+        write = True
+      elif isinstance(event, events.Progress):
+        self._enter(event.stage, event.time)
+      elif isinstance(event, events.RunStarted):
+        data["run_name"] = event.run_name
+        data["started"] = data["started"] or event.time
+        write = True
+      elif isinstance(event, events.RunFinished):
+        self._enter("", event.time)
+        data.update(status=event.status, error=event.error)
+        write = True
+      if write:
+        self._write()
+
+  def _enter(self, stage: str, now: float) -> None:
+    """Books the time since the last event on the stage it belonged to."""
+    if self._stage is not None and self._stage[0]:
+      name, since = self._stage
+      seconds = self._data["stage_seconds"]
+      seconds[name] = seconds.get(name, 0.0) + max(0.0, now - since)
+    self._stage = (stage, now)
+
+  def _write(self) -> None:
+    self._written = time.monotonic()
+    self._data["seconds"] = self._before + self._written - self._started
+    more: Mapping[str, Any] = {}
+    if self._extra is not None:
+      try:
+        more = self._extra()
+      except Exception as error:  # pylint: disable=broad-except
+        more = {"extra_error": repr(error)}
+    files.write_json(
+        self._path,
+        {
+            **self._data,
+            **{k: dict(sorted(c.items())) for k, c in self._counts.items()},
+            **more,
+        },
+    )

@@ -1,0 +1,280 @@
+"""Charts and marked screenshots as inline SVG.
+
+Colours are CSS variables (`--ink`, `--faint`, `--grid`, `--c0` …), so that a
+page decides about dark and light. All text is escaped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from typing import Any, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+  """A curve: `strong` is drawn over the faint `raw` one of the same x."""
+
+  label: str
+  x: Sequence[float]
+  raw: Sequence[float]
+  strong: Sequence[float]
+  colour: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+  """A point with an interval, e.g. an evaluation at a step."""
+
+  x: float
+  y: float
+  low: float
+  high: float
+  label: str
+
+
+def number(value: float) -> str:
+  """A tick or reading, short."""
+  if value == 0:
+    return "0"
+  size = abs(value)
+  if size >= 10000 or size < 0.001:
+    return f"{value:.1e}".replace("e+0", "e").replace("e-0", "e-")
+  digits = max(0, 2 - int(math.floor(math.log10(size))))
+  text = f"{value:.{digits}f}"
+  return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+  """Round numbers in [low, high]."""
+  span = high - low
+  if not span > 0:
+    return [low]
+  step = 10 ** math.floor(math.log10(span / count))
+  for factor in (1, 2, 5, 10):
+    if span / (step * factor) <= count:
+      step *= factor
+      break
+  first = math.ceil(low / step - 1e-9)
+  last = math.floor(high / step + 1e-9)
+  return [i * step for i in range(first, last + 1)]
+
+
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    width: int = 720,
+    height: int = 260,
+    y_range: tuple[float, float] | None = None,
+    x_label: str = "step",
+    marks: Sequence[Mark] = (),
+) -> str:
+  """Curves over a common x axis; "" when there is nothing to draw."""
+  lines = [line for line in lines if line.x]
+  if not lines and not marks:
+    return ""
+  xs = [x for line in lines for x in line.x] + [m.x for m in marks]
+  ys = [y for line in lines for y in (*line.raw, *line.strong)]
+  ys += [v for m in marks for v in (m.low, m.high)]
+  x0, x1 = min(xs), max(xs)
+  if x0 == x1:
+    x0, x1 = x0 - 0.5, x1 + 0.5
+  if y_range is None:
+    y0, y1 = min(ys), max(ys)
+    pad = (y1 - y0) * 0.06 or abs(y1) * 0.1 or 1.0
+    y0, y1 = y0 - pad, y1 + pad
+  else:
+    y0, y1 = y_range
+  left, right, top, bottom = 46, 12, 12, 30
+
+  def px(x: float) -> float:
+    return left + (x - x0) / (x1 - x0) * (width - left - right)
+
+  def py(y: float) -> float:
+    y = min(max(y, y0), y1)
+    return height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom)
+
+  out = [_open(width, height)]
+  for y in ticks(y0, y1, max(2, height // 50)):
+    out.append(
+        f'<line class="grid" x1="{left}" x2="{width - right}"'
+        f' y1="{py(y):.1f}" y2="{py(y):.1f}"/><text class="tick"'
+        f' text-anchor="end" x="{left - 6}" y="{py(y) + 4:.1f}">'
+        f"{number(y)}</text>"
+    )
+  for x in ticks(x0, x1, max(2, width // 90)):
+    out.append(
+        f'<text class="tick" text-anchor="middle" x="{px(x):.1f}"'
+        f' y="{height - bottom + 16}">{number(x)}</text>'
+    )
+  out.append(
+      f'<text class="tick" text-anchor="end" x="{width - right}"'
+      f' y="{height - 2}">{html.escape(x_label)}</text>'
+  )
+  for line in lines:
+    for values, kind in ((line.raw, "raw"), (line.strong, "strong")):
+      if not values or (kind == "raw" and values == line.strong):
+        continue
+      points = " ".join(
+          f"{px(x):.1f},{py(y):.1f}" for x, y in zip(line.x, values)
+      )
+      shape = (
+          f'<polyline points="{points}"/>'
+          if len(line.x) > 1
+          else f'<circle cx="{px(line.x[0]):.1f}"'
+          f' cy="{py(values[0]):.1f}" r="2.5"/>'
+      )
+      out.append(f'<g class="{kind} c{line.colour}">{shape}</g>')
+  for mark in marks:
+    x = px(mark.x)
+    out.append(
+        f'<g class="mark"><title>{html.escape(mark.label)}</title>'
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{py(mark.low):.1f}"'
+        f' y2="{py(mark.high):.1f}"/><circle cx="{x:.1f}"'
+        f' cy="{py(mark.y):.1f}" r="4"/></g>'
+    )
+  return "".join(out) + "</svg>"
+
+
+def interval_bars(
+    groups: Sequence[str],
+    series: Sequence[tuple[str, Sequence[tuple[float, float, float] | None]]],
+    *,
+    width: int = 720,
+    height: int = 260,
+) -> str:
+  """Bars of rates in [0, 1] with whiskers, one cluster a group.
+
+  Args:
+    groups: names below the clusters.
+    series: (label, one (rate, low, high) or None a group).
+    width: of the picture, px.
+    height: of the picture, px.
+  """
+  if not groups or not series:
+    return ""
+  left, right, top, bottom = 46, 12, 18, 44
+  slot = (width - left - right) / len(groups)
+  bar = min(34.0, slot * 0.78 / len(series))
+
+  def py(y: float) -> float:
+    return height - bottom - y * (height - top - bottom)
+
+  out = [_open(width, height)]
+  for y in (0, 0.25, 0.5, 0.75, 1):
+    out.append(
+        f'<line class="grid" x1="{left}" x2="{width - right}"'
+        f' y1="{py(y):.1f}" y2="{py(y):.1f}"/><text class="tick"'
+        f' text-anchor="end" x="{left - 6}" y="{py(y) + 4:.1f}">{y:g}</text>'
+    )
+  for g, name in enumerate(groups):
+    centre = left + slot * (g + 0.5)
+    start = centre - bar * len(series) / 2
+    for s, (label, values) in enumerate(series):
+      value = values[g]
+      if value is None:
+        continue
+      rate, low, high = value
+      x = start + s * bar
+      middle = x + bar * 0.45
+      tip = f"{label}, {name}: {rate:.3f} [{low:.3f}, {high:.3f}]"
+      out.append(
+          f'<g class="bar c{s}"><title>{html.escape(tip)}</title>'
+          f'<rect x="{x:.1f}" width="{bar * 0.9:.1f}" y="{py(rate):.1f}"'
+          f' height="{max(py(0) - py(rate), 1):.1f}"/><line'
+          f' x1="{middle:.1f}" x2="{middle:.1f}" y1="{py(low):.1f}"'
+          f' y2="{py(high):.1f}"/></g><text class="value"'
+          f' text-anchor="middle" x="{middle:.1f}"'
+          f' y="{py(high) - 4:.1f}">{rate:.2f}</text>'
+      )
+    shown = name if len(name) * 7 < slot else name[: int(slot / 7) - 1] + "…"
+    out.append(
+        f'<text class="tick" text-anchor="middle" x="{centre:.1f}"'
+        f' y="{height - bottom + 16}">{html.escape(shown)}</text>'
+    )
+  return "".join(out) + "</svg>"
+
+
+def legend(labels: Sequence[str]) -> str:
+  items = "".join(
+      f'<span class="key c{i}"><i></i>{html.escape(label)}</span>'
+      for i, label in enumerate(labels)
+  )
+  return f'<div class="legend">{items}</div>'
+
+
+def marked_screenshot(
+    data_uri: str, width: int, height: int, actions: Sequence[dict[str, Any]]
+) -> str:
+  """A screenshot with where it was acted on.
+
+  Args:
+    data_uri: the picture.
+    width: of the screenshot, px; the actions' coordinates.
+    height: of the screenshot, px.
+    actions: GuiActions as JSON.
+  """
+  unit = max(width, height) / 100  # Marks keep their size on any screen.
+  out = [
+      f'<svg class="screen" viewBox="0 0 {width} {height}" role="img">'
+      f'<image href="{data_uri}" width="{width}" height="{height}"/>'
+  ]
+  for i, action in enumerate(actions, 1):
+    out.append(_action(action, i if len(actions) > 1 else 0, unit))
+  return "".join(out) + "</svg>"
+
+
+def _action(action: dict[str, Any], order: int, unit: float) -> str:
+  x, y = action.get("x"), action.get("y")
+  x2, y2 = action.get("x2"), action.get("y2")
+  dx, dy = action.get("dx", 0.0), action.get("dy", 0.0)
+  shapes = []
+  if x is not None and y is not None:
+    shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{4 * unit:.1f}"/>')
+    shapes.append(
+        f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="{unit:.1f}"/>'
+    )
+    if x2 is None and (dx or dy):
+      size = math.hypot(dx, dy)
+      x2, y2 = x + dx / size * 14 * unit, y + dy / size * 14 * unit
+  if x2 is not None and y2 is not None:
+    if x is None or y is None:
+      shapes.append(
+          f'<circle cx="{x2:.1f}" cy="{y2:.1f}" r="{4 * unit:.1f}"/>'
+      )
+    else:
+      shapes.append(_arrow(x, y, x2, y2, unit))
+  if not shapes:
+    return ""
+  if order:
+    shapes.append(
+        f'<text x="{(x or x2) + 5 * unit:.1f}" y="{(y or y2):.1f}"'
+        f' font-size="{8 * unit:.1f}">{order}</text>'
+    )
+  # Twice: a light rim below makes the mark visible on any background.
+  body = "".join(shapes)
+  return (
+      f'<g class="rim" stroke-width="{2.2 * unit:.2f}">{body}</g>'
+      f'<g class="act" stroke-width="{1.1 * unit:.2f}">{body}</g>'
+  )
+
+
+def _arrow(x: float, y: float, x2: float, y2: float, unit: float) -> str:
+  angle = math.atan2(y2 - y, x2 - x)
+  wings = [
+      (
+          x2 - 5 * unit * math.cos(angle + turn),
+          y2 - 5 * unit * math.sin(angle + turn),
+      )
+      for turn in (0.5, -0.5)
+  ]
+  (ax, ay), (bx, by) = wings
+  return (
+      f'<path d="M{x:.1f} {y:.1f}L{x2:.1f} {y2:.1f}M{ax:.1f} {ay:.1f}'
+      f'L{x2:.1f} {y2:.1f}L{bx:.1f} {by:.1f}"/>'
+  )
+
+
+def _open(width: int, height: int) -> str:
+  return f'<svg class="chart" viewBox="0 0 {width} {height}" role="img">'
