@@ -17,6 +17,7 @@ as those on live sites, are not offered.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, Mapping
 
@@ -34,6 +35,8 @@ _SETTINGS = (
     "final_screenshot", "page_deadline_s",
 )  # pyformat: disable
 _MAX_WAIT_S = 60.0
+# After these the page may still have to hear that something was scrolled.
+_SCROLLING = frozenset({_Kind.SCROLL, _Kind.KEY, _Kind.DRAG, _Kind.SWIPE})
 _LONG_PRESS_S = 1.0
 
 
@@ -125,12 +128,11 @@ class MiniWobGym:
           f" {', '.join(tasks_lib.DATA_MODES)}; got {mode!r}"
       )
     self.task = self._shot = None
-    reload = not (self._quick and task.family in tasks_lib.QUICK_FAMILIES)
     try:
-      shot, goal = await self._begin(url, task.seed, mode, reload)
+      shot, goal = await self._begin(url, task)
     except (devtools.BrowserDied, devtools.PageCrashed):
       # Nothing is lost yet, and the next tab is a fresh one.
-      shot, goal = await self._begin(url, task.seed, mode, reload)
+      shot, goal = await self._begin(url, task)
     self.task = task
     self._shot = shot
     self._ended_by = self._answer = None
@@ -139,7 +141,7 @@ class MiniWobGym:
         shot.pixels, goal, done=shot.done, info={"turn": 0}
     )
 
-  async def _begin(self, url, seed, mode, reload):
+  async def _begin(self, url: str, task: base.Task):
     if self.page is not None and self.page.dead is not None:
       self._discard()
     if self.page is None:
@@ -147,7 +149,12 @@ class MiniWobGym:
       self.page = await self._browser.acquire(self._page_deadline_s)
     try:
       return await self.page.start(
-          url, seed, data_mode=mode, timer=self._time_limit, reload=reload
+          url,
+          task.seed,
+          data_mode=task.params.get("data_mode", "default"),
+          time_limit=self._time_limit,
+          images=tasks_lib.images(task.family),
+          reload=not (self._quick and task.family in tasks_lib.QUICK_FAMILIES),
       )
     except BaseException:
       self._discard()
@@ -176,23 +183,21 @@ class MiniWobGym:
       if ignored:
         info["ignored"] = ignored
       if self._ended_by is None:
-        await page.advance(self._step_ms)
-        if self._final or not (await self._peek(page)):
-          self._shot = await page.shot()
+        self._shot = await self._look(page, action.kind in _SCROLLING)
     except BaseException:
       # Cancelled or failed half-way: nobody knows what the page is doing.
       self._discard()
       raise
     return self._observe(info)
 
-  async def _peek(self, page: page_lib.WobPage) -> bool:
-    """Whether the page is done; if so, keeps its verdict with the old shot."""
-    done, raw, timed, reason = await page.state()
-    if done:
-      self._shot = page_lib.Shot(
-          self._shot.pixels, True, float(raw), float(timed), reason
-      )
-    return bool(done)
+  async def _look(self, page: page_lib.WobPage, settle: bool) -> page_lib.Shot:
+    """The page after the time of one action."""
+    if self._final:
+      return await page.shot(self._step_ms, settle)
+    state = await page.advance(self._step_ms, settle)
+    if not state.done:
+      return await page.shot()
+    return dataclasses.replace(state, pixels=self._shot.pixels)
 
   async def evaluate(self) -> base.Evaluation:
     """The page's verdict so far; an undecided episode scores 0.
@@ -209,7 +214,7 @@ class MiniWobGym:
         "raw_reward": shot.raw_reward,
         "timed_reward": shot.timed_reward,
         "reason": shot.reason,
-        "page_ms": self.page.virtual_ms if self.page is not None else None,
+        "page_ms": shot.page_ms,
     }
     if self._answer is not None:
       details["answer"] = self._answer

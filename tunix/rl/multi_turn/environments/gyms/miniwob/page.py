@@ -8,9 +8,11 @@ Promises:
   marker beside the task's area takes a new colour in the same script that
   reads the page's state, and the first frame with that colour is the one.
 * The page's time is virtual. It stands still except for the milliseconds that
-  `advance` gives it, so timers, animations and dates depend on the actions
-  alone, never on how long the policy thinks; a fetch of an image from a file
-  holds it up until the image is there.
+  `shot` and `advance` give it, so timers, animations, dates and the page's
+  time limit depend on the actions alone, never on how long the policy thinks.
+  (A script that runs before the page's own takes the place of its clock. The
+  browser's own virtual time is not used: pages cannot be loaded reliably
+  under it.)
 * The clipboard is the page's own, windows that it opens are closed, dialogs
   are accepted, and it cannot leave its document.
 * After an error (`dead` is set) the tab is of no more use: open another.
@@ -25,6 +27,7 @@ import base64
 import dataclasses
 import io
 import json
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -37,90 +40,14 @@ _VIEW_WIDTH, _VIEW_HEIGHT = 360, 240  # Smaller ones make pages scroll.
 _MARKER_X, _MARKER_SIZE = 200, 8
 _FRAME_WAITS_S = (0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 2.0, 2.0, 2.0)
 _NO_LIMIT_MS = 2_000_000_000  # Fits the 31 bits of a timer.
-_SETTLE_MS = 20  # Page time between an instance's start and its screenshot.
 _BUTTON_BITS = {"left": 1, "right": 2, "middle": 4, "back": 8, "forward": 16}
 
-# Runs in each new document before its own scripts.
-_PRELUDE = """
-(() => {
-  // The date is fixed while the page loads and runs from the episode's start.
-  const RealDate = Date, EPOCH = Date.UTC(2020, 0, 1, 12);
-  let began = null;
-  const now = () => began === null ? EPOCH : EPOCH + RealDate.now() - began;
-  window.Date = new Proxy(RealDate, {
-    construct: (target, args, self) =>
-        Reflect.construct(target, args.length ? args : [now()], self),
-    apply: () => new RealDate(now()).toString(),
-    get: (target, name) => name === 'now' ? now : target[name],
-  });
-  // What a page draws by lot before it is seeded is always the same.
-  let state = 1;
-  Math.random = () => {
-    state = (Math.imul(state, 1664525) + 1013904223) >>> 0;
-    return state / 4294967296;
-  };
-  // The browser's clipboard is common to all tabs, this one is not.
-  let clip = '';
-  const keep = () => {
-    const e = document.activeElement;
-    const field = e && (e.tagName === 'TEXTAREA' || e.tagName === 'INPUT');
-    const text = field && e.selectionStart !== null
-        ? e.value.substring(e.selectionStart, e.selectionEnd)
-        : String(getSelection());
-    if (text) clip = text;
-  };
-  document.addEventListener('copy', keep, true);
-  document.addEventListener('cut', keep, true);
-  document.addEventListener('paste', event => {
-    event.preventDefault();
-    if (clip) document.execCommand('insertText', false, clip);
-  }, true);
-  // Links and forms that would leave the document do nothing.
-  window.navigation.addEventListener('navigate', event => {
-    if (!event.hashChange && event.cancelable) event.preventDefault();
-  });
-  let marker = null, limit = 0;
-  const prepare = () => {
-    const style = document.createElement('style');
-    style.textContent =
-        '#reward-display, #click-canvas, #sync-task-cover' +
-        '{ display: none !important }' +
-        // Lists that drop down inside the page, where a screenshot sees them.
-        'select:not([multiple]):not([size]),' +
-        'select:not([multiple]):not([size])::picker(select)' +
-        '{ appearance: base-select }' +
-        '::picker(select) { max-height: 100px; overflow-y: auto }';
-    document.head.appendChild(style);
-    marker = document.createElement('div');
-    marker.style.cssText = 'position: fixed; top: 0; left: %(x)dpx;' +
-        'width: %(size)dpx; height: %(size)dpx; z-index: 99999;' +
-        'pointer-events: none';
-    document.documentElement.appendChild(marker);
-    document.body.removeEventListener('click', core.canvasDrawClick);
-    limit = core.EPISODE_MAX_TIME;
-  };
-  window.__tunix = {
-    start: (seed, mode, timer) => {
-      if (marker === null) prepare();
-      if (core.EP_TIMER !== null) core.endEpisode(0);
-      began = RealDate.now();
-      core.EPISODE_MAX_TIME = timer ? limit : %(no_limit)d;
-      core.setDataMode(mode);
-      Math.seedrandom(seed);
-      core.startEpisodeReal();
-      document.body.offsetHeight;  // Begins the fetches of its images.
-      const goal = core.getUtterance();
-      return [WOB_TASK_READY, typeof goal === 'string' ? goal : goal.utterance];
-    },
-    mark: number => {
-      marker.style.background =
-          'rgb(' + (number & 255) + ',' + (number >> 8 & 255) + ',90)';
-      return [WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL, WOB_REWARD_GLOBAL,
-              WOB_REWARD_REASON];
-    },
-  };
-})();
-""" % {"x": _MARKER_X, "size": _MARKER_SIZE, "no_limit": _NO_LIMIT_MS}
+_PRELUDE = (
+    (pathlib.Path(__file__).parent / "prelude.js")
+    .read_text(encoding="utf-8")
+    .replace("MARKER_X", str(_MARKER_X))
+    .replace("MARKER_SIZE", str(_MARKER_SIZE))
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,18 +55,20 @@ class Shot:
   """What the page shows and what it says about the episode.
 
   Attributes:
-    pixels: uint8[210, 160, 3].
+    pixels: uint8[210, 160, 3]; None where no screenshot was asked for.
     done: the episode has ended.
     raw_reward: the page's verdict, -1 to 1; 0 until it is done.
     timed_reward: the same, smaller the later the page says it was earned.
     reason: the page's own words, mostly None.
+    page_ms: page time since the instance's start.
   """
 
-  pixels: np.ndarray
+  pixels: np.ndarray | None
   done: bool
   raw_reward: float
   timed_reward: float
   reason: str | None
+  page_ms: float
 
 
 class WobPage:
@@ -150,7 +79,6 @@ class WobPage:
     url: of the page it shows, "" when it shows none.
     dead: why it is of no more use, or None.
     pointer: where the mouse is, in pixels.
-    virtual_ms: page time that has passed since the instance's start.
   """
 
   def __init__(
@@ -169,13 +97,11 @@ class WobPage:
     self.url = ""
     self.dead: devtools.DevToolsError | None = None
     self.pointer = (0.0, 0.0)
-    self.virtual_ms = 0.0
     self._deadline_s = deadline_s
     self._number = 0
     self._unacknowledged: list[int] = []
     self._frame: asyncio.Future | None = None
     self._loaded: asyncio.Future | None = None
-    self._budget: asyncio.Future | None = None
 
   @classmethod
   async def open(
@@ -217,7 +143,6 @@ class WobPage:
         ("Page.screencastFrame", self._on_frame),
         ("Page.loadEventFired", self._on_load),
         ("Page.javascriptDialogOpening", self._on_dialog),
-        ("Emulation.virtualTimeBudgetExpired", self._on_budget),
     ):
       chromium.listen(self.session, method, callback)
     await self._all((
@@ -245,7 +170,8 @@ class WobPage:
       seed: int,
       *,
       data_mode: str = "default",
-      timer: bool = False,
+      time_limit: bool = False,
+      images: tuple[str, ...] = (),
       reload: bool = True,
   ) -> tuple[Shot, str]:
     """Starts an instance; returns its first screenshot and its goal.
@@ -254,65 +180,46 @@ class WobPage:
       url: of the task's page.
       seed: decides the instance.
       data_mode: "default", "train" or "test", for pages that have a split.
-      timer: keep the page's own time limit (in virtual time).
+      time_limit: keep the page's own limit (in its time).
+      images: addresses of the pictures that the page may show later, loaded
+        before it starts.
       reload: load the page anew even when it is shown already. Without this,
         traces of the last episode may remain.
     """
     if reload or self.url != url:
       await self._load(url)
-    await self._post("Emulation.setVirtualTimePolicy", {"policy": "pause"})
-    self.virtual_ms = 0.0
-    ready, goal = await self.evaluate(
-        f"__tunix.start({int(seed)}, {json.dumps(data_mode)},"
-        f" {json.dumps(bool(timer))})"
+    arguments = (
+        int(seed), data_mode, 0 if time_limit else _NO_LIMIT_MS, list(images)
     )
-    await self.advance(_SETTLE_MS)
-    for _ in range(100):
-      if ready:
-        break
-      await self.advance(50)
-      ready = await self.evaluate("WOB_TASK_READY")
-    else:
-      raise devtools.CommandTimeout(f"{url} was not ready after 5 s of its time")
+    goal = await self.evaluate(f"__tunix.start(...{json.dumps(arguments)})")
     return await self.shot(), goal
 
   async def _load(self, url: str) -> None:
     self.url = ""
     self._loaded = asyncio.get_running_loop().create_future()
-    # Time must run for the page to load, but not while it waits for a file.
-    running = self._post(
-        "Emulation.setVirtualTimePolicy",
-        {"policy": "pauseIfNetworkFetchesPending"},
-    )
     result = await self._post("Page.navigate", {"url": url})
-    await running
     if "errorText" in result:
       raise devtools.CommandFailed(f"cannot load {url}: {result['errorText']}")
-    await self._event(self._loaded, f"the loading of {url}")
+    try:
+      await asyncio.wait_for(self._loaded, self._deadline_s)
+    except asyncio.TimeoutError:
+      raise devtools.CommandTimeout(
+          f"{url} was not loaded in {self._deadline_s:g} s"
+      ) from None
     self.url = url
 
-  async def advance(self, milliseconds: float) -> None:
-    """Lets the page's time pass; takes about a millisecond."""
-    if milliseconds <= 0:
-      return
-    self._budget = asyncio.get_running_loop().create_future()
-    await self._post(
-        "Emulation.setVirtualTimePolicy",
-        {
-            "policy": "pauseIfNetworkFetchesPending",
-            "budget": milliseconds,
-            "maxVirtualTimeTaskStarvationCount": 10_000,
-        },
-    )
-    await self._event(self._budget, f"{milliseconds:g} ms of page time")
-    self.virtual_ms += milliseconds
+  async def advance(self, milliseconds: float, settle: bool = False) -> Shot:
+    """`shot` without the pixels."""
+    return await self._step(milliseconds, settle)
 
-  async def state(self) -> tuple[bool, float, float, str | None]:
-    """(done, raw reward, timed reward, reason), without a screenshot."""
-    return tuple(await self.evaluate(f"__tunix.mark({self._number})"))
+  async def shot(self, milliseconds: float = 0, settle: bool = False) -> Shot:
+    """A screenshot of the page after some of its time, and its state.
 
-  async def shot(self) -> Shot:
-    """A screenshot of the page as it is now, and its state."""
+    Args:
+      milliseconds: page time to let pass first.
+      settle: first let the browser draw once, which is when it tells the page
+        that something was scrolled; costs a sixtieth of a second.
+    """
     for identifier in self._unacknowledged:
       self._acknowledge(identifier)
     self._unacknowledged.clear()
@@ -321,29 +228,38 @@ class WobPage:
       for wait_s in _FRAME_WAITS_S:
         # A new number each time: the browser may have dropped the frame.
         self._number = self._number % 65535 + 1
-        state = await self.state()
+        state = await self._step(milliseconds, settle)
+        milliseconds, settle = 0, False
         try:
           pixels = await asyncio.wait_for(asyncio.shield(self._frame), wait_s)
         except asyncio.TimeoutError:
           continue
-        done, raw, timed, reason = state
-        return Shot(pixels, bool(done), float(raw), float(timed), reason)
+        return dataclasses.replace(state, pixels=pixels)
     finally:
       if self._frame.done() and not self._frame.cancelled():
-        self._frame.exception()  # Retrieved.
+        self._frame.exception()  # Marked as seen.
       self._frame = None
     raise devtools.CommandTimeout(
         f"no screenshot of {self.url} in {sum(_FRAME_WAITS_S):.0f} s"
     )
 
+  async def _step(self, milliseconds: float, settle: bool) -> Shot:
+    done, raw, timed, reason, page_ms = await self.evaluate(
+        f"__tunix.step({self._number}, {milliseconds}, {json.dumps(settle)})"
+    )
+    return Shot(
+        None, bool(done), float(raw), float(timed), reason, float(page_ms)
+    )
+
   async def evaluate(self, expression: str) -> Any:
-    """The JSON value of a JavaScript expression in the page.
+    """The JSON value of a JavaScript expression in the page, or its promise.
 
     Raises:
       CommandFailed: with the text of what the page's script threw.
     """
     result = await self._post(
-        "Runtime.evaluate", {"expression": expression, "returnByValue": True}
+        "Runtime.evaluate",
+        {"expression": expression, "returnByValue": True, "awaitPromise": True},
     )
     thrown = result.get("exceptionDetails")
     if thrown:
@@ -414,7 +330,8 @@ class WobPage:
     """
     down, up = keys_lib.key_events(names)
     await self._all(down)
-    await self.advance(hold_ms)
+    if hold_ms > 0:
+      await self.advance(hold_ms)
     await self._all(up)
 
   def _mouse(
@@ -444,14 +361,6 @@ class WobPage:
     for future in [self._post(*command) for command in commands]:
       await future
 
-  async def _event(self, future: asyncio.Future, what: str) -> None:
-    try:
-      await asyncio.wait_for(future, self._deadline_s)
-    except asyncio.TimeoutError:
-      raise devtools.CommandTimeout(
-          f"{what} did not end in {self._deadline_s:g} s"
-      ) from None
-
   def _acknowledge(self, identifier: int) -> None:
     self.chromium.send(
         "Page.screencastFrameAck", {"sessionId": identifier}, self.session
@@ -475,10 +384,6 @@ class WobPage:
     if self._loaded is not None and not self._loaded.done():
       self._loaded.set_result(None)
 
-  def _on_budget(self, _: dict[str, Any]) -> None:
-    if self._budget is not None and not self._budget.done():
-      self._budget.set_result(None)
-
   def _on_dialog(self, _: dict[str, Any]) -> None:
     self.chromium.send(
         "Page.handleJavaScriptDialog", {"accept": True}, self.session
@@ -490,7 +395,7 @@ class WobPage:
       return
     self.dead = error
     self.chromium.fail_session(self.session, error)
-    for future in (self._frame, self._loaded, self._budget):
+    for future in (self._frame, self._loaded):
       if future is not None and not future.done():
         future.set_exception(error)
         future.exception()  # Retrieved, in case its waiter is gone.
@@ -502,7 +407,6 @@ class WobPage:
         "Page.screencastFrame",
         "Page.loadEventFired",
         "Page.javascriptDialogOpening",
-        "Emulation.virtualTimeBudgetExpired",
     ):
       self.chromium.listen(self.session, method, None)
     self.chromium.send(

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import pathlib
+import re
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn import registry
@@ -111,6 +112,26 @@ def page_url(family: str) -> str:
         registry.unknown_name("MiniWoB++ task family", family, families())
     )
   return (pages_directory() / f"{family}.html").as_uri()
+
+
+@functools.lru_cache(maxsize=None)
+def images(family: str) -> tuple[str, ...]:
+  """Addresses of the pictures that a family's page may show at some time."""
+  page = pages_directory() / f"{family}.html"
+  text = page.read_text(encoding="utf-8", errors="replace")
+  html = pages_directory().parent
+  directories = {
+      html / "common" / "special" / name
+      for name in re.findall(r"common/special/([\w-]+)", text)
+  }
+  if "jquery-ui.min.css" in text:
+    directories.add(html / "core" / "jquery-ui")
+  return tuple(sorted(
+      path.as_uri()
+      for directory in directories
+      for path in directory.rglob("*")
+      if path.suffix in (".png", ".gif", ".jpg", ".svg")
+  ))
 
 
 class MiniWobTasks:
