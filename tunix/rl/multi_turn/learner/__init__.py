@@ -1,0 +1,1 @@
+"""Learning from groups of trajectories, in JAX."""
