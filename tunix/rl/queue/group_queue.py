@@ -28,16 +28,18 @@ import logging
 import queue as std_queue
 import threading
 import time
-from typing import Any, Callable, Iterable, Protocol, TypeVar
+from typing import Any, Callable
 
 from tunix.rl.multi_turn import trajectory
 from tunix.rl.queue import data_queue
+from tunix.rl.queue import group_store
 
 _LOG = logging.getLogger(__name__)
-_R = TypeVar("_R")
 _WAIT = object()
 
 TrajectoryGroup = trajectory.TrajectoryGroup
+GroupStore = group_store.GroupStore
+MemoryGroupStore = group_store.MemoryGroupStore
 ORDERS = ("ready", "admission")
 STALE_POLICIES = ("drop", "error")
 
@@ -65,52 +67,6 @@ class Ticket:
 
   index: int
   start_version: int
-
-
-class GroupStore(Protocol):
-  """Where accepted groups survive a crash. Called under no lock; threads."""
-
-  def append(self, index: int, group: TrajectoryGroup) -> None:
-    """Makes an accepted group durable before it returns."""
-    ...
-
-  def remove(self, indices: Iterable[int]) -> None:
-    """Marks groups as done (trained or dropped): never to be loaded again."""
-    ...
-
-  def load(self) -> list[tuple[int, TrajectoryGroup]]:
-    """Groups accepted and not removed, by index."""
-    ...
-
-  def known(self) -> set[int]:
-    """Indices of every group ever accepted, removed ones included."""
-    ...
-
-  def close(self) -> None:
-    ...
-
-
-class MemoryGroupStore:
-  """Keeps nothing beyond the process: the default."""
-
-  def __init__(self):
-    self._known: set[int] = set()
-
-  def append(self, index: int, group: TrajectoryGroup) -> None:
-    del group
-    self._known.add(index)
-
-  def remove(self, indices: Iterable[int]) -> None:
-    pass
-
-  def load(self) -> list[tuple[int, TrajectoryGroup]]:
-    return []
-
-  def known(self) -> set[int]:
-    return set(self._known)
-
-  def close(self) -> None:
-    pass
 
 
 @dataclasses.dataclass
@@ -224,9 +180,9 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     """Counts since construction, and the present state.
 
     started, put, delivered, acked, released (given back unfinished),
-    dropped_stale, refunded, restored; ready, running, accepted (net of drops and
-    refunds), version; max_lag and mean_lag in versions, of delivered groups'
-    oldest tokens.
+    dropped_stale, refunded, restored; ready, running, accepted (net of drops
+    and refunds), version; max_lag and mean_lag in versions, of delivered
+    groups' oldest tokens.
     """
     with self._cond:
       delivered = self._counts["delivered"]

@@ -1,7 +1,8 @@
-"""Accepted groups on disk, so that a crash loses none and repeats none.
+"""Where accepted groups stay, so that a crash loses none and repeats none.
 
-One SQLite file in WAL mode with full synchronisation: a group is on the disk
-when `append` returns, even through a power loss. Thread-safe; one process at a
+`MemoryGroupStore` promises nothing beyond the process. `SqliteGroupStore` is
+one file in WAL mode with full synchronisation: a group is on the disk when
+`append` returns, even through a power loss. Thread-safe; one process at a
 time. Images stay in their own store, by reference.
 """
 
@@ -11,9 +12,11 @@ import json
 import pathlib
 import sqlite3
 import threading
-from typing import Iterable
+from typing import Iterable, Protocol
 
 from tunix.rl.multi_turn import trajectory
+
+TrajectoryGroup = trajectory.TrajectoryGroup
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
@@ -23,6 +26,52 @@ CREATE TABLE IF NOT EXISTS groups (
   payload TEXT
 )
 """
+
+
+class GroupStore(Protocol):
+  """Where accepted groups survive a crash. Thread-safe."""
+
+  def append(self, index: int, group: TrajectoryGroup) -> None:
+    """Makes an accepted group durable before it returns."""
+    ...
+
+  def remove(self, indices: Iterable[int]) -> None:
+    """Marks groups as done (trained or dropped): never to be loaded again."""
+    ...
+
+  def load(self) -> list[tuple[int, TrajectoryGroup]]:
+    """Groups accepted and not removed, by index."""
+    ...
+
+  def known(self) -> set[int]:
+    """Indices of every group ever accepted, removed ones included."""
+    ...
+
+  def close(self) -> None:
+    ...
+
+
+class MemoryGroupStore:
+  """Keeps nothing beyond the process: the default."""
+
+  def __init__(self):
+    self._known: set[int] = set()
+
+  def append(self, index: int, group: TrajectoryGroup) -> None:
+    del group
+    self._known.add(index)
+
+  def remove(self, indices: Iterable[int]) -> None:
+    pass
+
+  def load(self) -> list[tuple[int, TrajectoryGroup]]:
+    return []
+
+  def known(self) -> set[int]:
+    return set(self._known)
+
+  def close(self) -> None:
+    pass
 
 
 class SqliteGroupStore:
@@ -44,7 +93,7 @@ class SqliteGroupStore:
     self._db.execute("PRAGMA synchronous=FULL")
     self._db.execute(_SCHEMA)
 
-  def append(self, index: int, group: trajectory.TrajectoryGroup) -> None:
+  def append(self, index: int, group: TrajectoryGroup) -> None:
     """Stores a group.
 
     Raises:
@@ -76,14 +125,14 @@ class SqliteGroupStore:
         self._db.execute("ROLLBACK")
         raise
 
-  def load(self) -> list[tuple[int, trajectory.TrajectoryGroup]]:
+  def load(self) -> list[tuple[int, TrajectoryGroup]]:
     """Accepted groups that are not done, by index."""
     with self._lock:
       rows = self._db.execute(
           "SELECT idx, payload FROM groups WHERE done = 0 ORDER BY idx"
       ).fetchall()
     return [
-        (index, trajectory.TrajectoryGroup.from_json(json.loads(payload)))
+        (index, TrajectoryGroup.from_json(json.loads(payload)))
         for index, payload in rows
     ]
 

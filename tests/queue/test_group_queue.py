@@ -1,0 +1,629 @@
+"""The promises of GroupQueue: gates, bounds, wake-ups, durability."""
+
+import asyncio
+import queue as std_queue
+import random
+import threading
+import time
+
+from hypothesis import settings
+from hypothesis import stateful
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.queue import data_queue
+from tunix.rl.queue import group_queue
+from tunix.rl.queue import group_store
+
+GroupQueue = group_queue.GroupQueue
+
+
+def sequence(version):
+  return trajectory_lib.TokenSequence(
+      tokens=[5, 6],
+      loss_mask=np.array([False, True]),
+      logprobs=[0.0, -0.5],
+      versions=[-1, version],
+      turn_ids=[0, 0],
+  )
+
+
+def group(name="g", *versions):
+  """A group with one trainable member a version."""
+  return trajectory_lib.TrajectoryGroup(
+      group_id=str(name),
+      task_id="t",
+      trajectories=[
+          trajectory_lib.Trajectory(
+              status=trajectory_lib.TrajectoryStatus.SUCCEEDED,
+              sequences=[sequence(v)],
+          )
+          for v in versions or (0,)
+      ],
+  )
+
+
+def names(batch):
+  return [g.group_id for g in batch]
+
+
+def test_is_a_data_queue():
+  q = GroupQueue(1, max_staleness=1)
+  assert isinstance(q, data_queue.AbstractDataQueue)
+  a, b = group("a"), group("b")
+  q.put(a)
+  q.put(b)
+  assert q.qsize() == 2
+  assert q.get() is a
+  assert q.get(block=False) is b
+  with pytest.raises(std_queue.Empty):
+    q.get(block=False)
+  with pytest.raises(std_queue.Empty):
+    q.get(timeout=0.01)
+
+
+@pytest.mark.parametrize(
+    "kwargs, name",
+    [
+        ({"groups_per_step": 0}, "groups_per_step"),
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"capacity": 1}, "capacity"),
+        ({"order": "random"}, "order"),
+        ({"stale_policy": "wait"}, "stale_policy"),
+        ({"version": -1}, "version"),
+    ],
+)
+def test_bad_settings_are_refused(kwargs, name):
+  with pytest.raises(ValueError, match=name):
+    GroupQueue(**{"groups_per_step": 2, **kwargs})
+
+
+def test_only_groups_get_in():
+  with pytest.raises(TypeError, match="int"):
+    GroupQueue(1).put(3)
+
+
+def test_admission_gate_is_the_formula():
+  q = GroupQueue(2, max_staleness=1)
+  tickets = [q.acquire_start(timeout=0) for _ in range(4)]
+  assert [t.index for t in tickets] == [0, 1, 2, 3]
+  with pytest.raises(std_queue.Full, match="4 running"):
+    q.acquire_start(timeout=0)
+  for ticket in tickets[:2]:
+    q.put(group(ticket.index), ticket)
+  with pytest.raises(std_queue.Full):  # Accepted ones count as well.
+    q.acquire_start(timeout=0)
+  q.get_batch()
+  with pytest.raises(std_queue.Full):  # And consumed ones do.
+    q.acquire_start(timeout=0)
+  q.set_version(1)
+  assert q.acquire_start(timeout=0).start_version == 1
+  q.release_start(tickets[2])
+  q.acquire_start(timeout=0)
+  q.acquire_start(timeout=0)
+  with pytest.raises(std_queue.Full):
+    q.acquire_start(timeout=0)
+
+
+def test_tickets_are_used_once():
+  q = GroupQueue(2)
+  ticket = q.acquire_start()
+  q.put(group(), ticket)
+  with pytest.raises(ValueError, match="not running"):
+    q.put(group(), ticket)
+  with pytest.raises(ValueError, match="not running"):
+    q.release_start(ticket)
+  assert q.counters()["put"] == 1
+
+
+def test_stale_groups_are_dropped_and_refunded():
+  dropped = []
+  q = GroupQueue(
+      1, max_staleness=1, on_drop=lambda g, why: dropped.append((g, why))
+  )
+  t0, t1 = q.acquire_start(), q.acquire_start()
+  q.put(group("old", 5, 0), t0)
+  q.put(group("fresh", 1), t1)
+  q.set_version(1)
+  assert q.qsize() == 2
+  q.set_version(2)
+  assert q.qsize() == 1
+  assert dropped[0][0].group_id == "old"
+  assert "version 0" in dropped[0][1]
+  # Refunded: of the four admitted at version 2, one is left.
+  assert q.counters()["accepted"] == 1
+  for _ in range(3):
+    q.acquire_start(timeout=0)
+  assert q.get().group_id == "fresh"
+  # A group that is already too old when it comes is not delivered either.
+  q.put(group("late", 0))
+  assert q.qsize() == 0
+  assert q.counters()["dropped_stale"] == 2
+  assert q.counters()["max_lag"] == 1
+
+
+def test_stale_groups_may_fail_the_run():
+  q = GroupQueue(1, stale_policy="error")
+  q.put(group("old", 0))
+  q.set_version(1)
+  with pytest.raises(group_queue.QueueFailed, match="'old'") as caught:
+    q.get(timeout=5)
+  assert isinstance(caught.value.__cause__, group_queue.StaleGroupError)
+
+
+def test_the_gate_does_not_starve_after_drops():
+  """All of a version's groups turn out stale: new ones are admitted."""
+  q = GroupQueue(2, max_staleness=0)
+  for ticket in [q.acquire_start(), q.acquire_start()]:
+    q.put(group(ticket.index, 0), ticket)
+  q.set_version(1)
+  fresh = [q.acquire_start(timeout=0) for _ in range(4)]
+  q.put(group("a", 1), fresh[0])
+  q.put(group("b", 1), fresh[1])
+  assert names(q.get_batch(timeout=0)) == ["a", "b"]
+
+
+def test_version_does_not_go_back():
+  q = GroupQueue(1, version=3)
+  with pytest.raises(ValueError, match="3 to 2"):
+    q.set_version(2)
+
+
+def test_a_batch_is_ordered_by_admission():
+  q = GroupQueue(3)
+  tickets = [q.acquire_start() for _ in range(3)]
+  for ticket in (tickets[2], tickets[0], tickets[1]):
+    q.put(group(ticket.index), ticket)
+  assert names(q.get_batch(timeout=0)) == ["0", "1", "2"]
+
+
+def test_admission_order_waits_for_the_slow_one():
+  q = GroupQueue(2, max_staleness=1, capacity=2, order="admission")
+  tickets = [q.acquire_start() for _ in range(4)]
+  q.put(group(1), tickets[1])
+  q.put(group(2), tickets[2])
+  with pytest.raises(std_queue.Empty):
+    q.get_batch(timeout=0)
+  with pytest.raises(std_queue.Full):
+    q.put(group(3), tickets[3], timeout=0)
+  # Full, but this is the one the consumer waits for.
+  q.put(group(0), tickets[0], timeout=0)
+  assert names(q.get_batch(timeout=0)) == ["0", "1"]
+
+
+def test_admission_order_forgets_released_tickets():
+  q = GroupQueue(1, max_staleness=1, order="admission")
+  t0, t1 = q.acquire_start(), q.acquire_start()
+  q.put(group("b"), t1)
+  q.release_start(t0)
+  assert q.get(timeout=0).group_id == "b"
+
+
+def test_batches_that_can_never_be_are_refused():
+  q = GroupQueue(2, max_staleness=0, capacity=8)
+  with pytest.raises(ValueError, match="capacity"):
+    q.get_batch(9)
+  q.acquire_start()
+  with pytest.raises(ValueError, match="never admitted"):
+    q.get_batch(3)
+
+
+def test_put_waits_while_full():
+  q = GroupQueue(1)
+  q.put(group("a"))
+  with pytest.raises(std_queue.Full):
+    q.put(group("b"), timeout=0.01)
+  thread = threading.Thread(target=q.put, args=(group("c"),))
+  thread.start()
+  assert q.get(timeout=5).group_id == "a"
+  assert q.get(timeout=5).group_id == "c"
+  thread.join(5)
+  assert not thread.is_alive()
+
+
+def test_refund_admits_more():
+  q = GroupQueue(1)
+  q.put(group("dull"), q.acquire_start())
+  q.get()
+  with pytest.raises(std_queue.Full):
+    q.acquire_start(timeout=0)
+  q.refund(1)
+  q.acquire_start(timeout=0)
+
+
+# --- Ends -------------------------------------------------------------------
+
+
+def _waiters(q):
+  """One waiter of each kind, in threads and on one event loop."""
+  outcomes = {}
+
+  def note(name, call):
+    try:
+      outcomes[name] = call()
+    except BaseException as e:  # pylint: disable=broad-except
+      outcomes[name] = e
+
+  async def note_async(name, awaitable):
+    try:
+      outcomes[name] = await awaitable
+    except BaseException as e:  # pylint: disable=broad-except
+      outcomes[name] = e
+
+  async def main():
+    await asyncio.gather(
+        note_async("aget", q.aget_batch(2)),
+        note_async("astart", q.acquire_start_async()),
+        note_async("aput", q.aput(group("more"))),
+    )
+
+  threads = [
+      threading.Thread(target=note, args=("get", lambda: q.get_batch(2))),
+      threading.Thread(target=note, args=("start", q.acquire_start)),
+      threading.Thread(target=note, args=("put", lambda: q.put(group("m")))),
+      threading.Thread(target=lambda: asyncio.run(main())),
+  ]
+  for thread in threads:
+    thread.start()
+  deadline = time.monotonic() + 10
+  while len(q._async_waiters) < 3 or len(q._cond._waiters) < 3:
+    assert time.monotonic() < deadline
+    time.sleep(0.005)
+  return threads, outcomes
+
+
+def _join(threads):
+  for thread in threads:
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def _full_queue():
+  """A queue on which every kind of call has to wait."""
+  q = GroupQueue(2, capacity=2, order="admission")
+  tickets = [q.acquire_start(), q.acquire_start()]
+  q.put(group("x"))
+  q.put(group("y"))
+  assert tickets[0].index == 0  # Runs on; the consumer waits for it.
+  return q
+
+
+def test_close_wakes_every_waiter_and_keeps_what_is_ready():
+  q = _full_queue()
+  threads, outcomes = _waiters(q)
+  q.close()
+  _join(threads)
+  batches = [outcomes.pop("get"), outcomes.pop("aget")]
+  # One of the two consumers got what was there.
+  assert sorted(isinstance(b, list) for b in batches) == [False, True]
+  rest = [b for b in batches if not isinstance(b, list)] + [*outcomes.values()]
+  assert len(rest) == 5
+  assert all(isinstance(e, group_queue.QueueClosed) for e in rest)
+  with pytest.raises(group_queue.QueueClosed):
+    q.get()
+  q.close()
+
+
+def test_fail_wakes_every_waiter_and_ready_groups_come_first():
+  q = _full_queue()
+  threads, outcomes = _waiters(q)
+  q.fail(ZeroDivisionError("collector"))
+  _join(threads)
+  batches = [outcomes.pop("get"), outcomes.pop("aget")]
+  assert sorted(isinstance(b, list) for b in batches) == [False, True]
+  rest = [b for b in batches if not isinstance(b, list)] + [*outcomes.values()]
+  for e in rest:
+    assert isinstance(e, group_queue.QueueFailed)
+    assert isinstance(e.__cause__, ZeroDivisionError)
+  with pytest.raises(group_queue.QueueFailed, match="collector"):
+    q.get()
+
+
+def test_a_slow_consumer_gets_every_group_after_close():
+  q = GroupQueue(10)
+  for i in range(10):
+    q.put(group(i))
+  q.close()
+  got = []
+  with pytest.raises(group_queue.QueueClosed):
+    while True:
+      got.append(q.get().group_id)
+  assert got == [str(i) for i in range(10)]
+
+
+def test_a_cancelled_waiter_takes_nothing():
+  async def main():
+    q = GroupQueue(1)
+    waiter = asyncio.ensure_future(q.aget())
+    await asyncio.sleep(0)
+    waiter.cancel()
+    await asyncio.gather(waiter, return_exceptions=True)
+    assert waiter.cancelled()
+    await q.aput(group("a"))
+    assert not q._async_waiters
+    with pytest.raises(std_queue.Full):
+      await q.aput(group("b"), timeout=0.01)
+    with pytest.raises(std_queue.Empty):
+      await q.aget_batch(1, timeout=0.01) and await q.aget(timeout=0.01)
+
+  asyncio.run(main())
+
+
+# --- Threads and event loops together ---------------------------------------
+
+
+@pytest.mark.parametrize("order", group_queue.ORDERS)
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_stress(order, max_staleness):
+  """Producers in threads and on a loop, one learner: the hard bound holds."""
+  per_step, steps = 4, 40
+  q = GroupQueue(per_step, max_staleness, order=order)
+  rng = random.Random(0)
+  produced, lock = set(), threading.Lock()
+
+  def made(ticket):
+    lag = rng.choice([0, 0, 0, 1])  # Weights may arrive late.
+    version = max(0, ticket.start_version - lag * (max_staleness > 0))
+    item = group(ticket.index, version, q.version)
+    with lock:
+      assert ticket.index not in produced
+      produced.add(ticket.index)
+    return item
+
+  def producer():
+    while True:
+      try:
+        ticket = q.acquire_start()
+        if rng.random() < 0.1:
+          q.release_start(ticket)
+          continue
+        item = made(ticket)
+        time.sleep(rng.random() * 0.002)
+        q.put(item, ticket)
+      except group_queue.QueueClosed:
+        return
+
+  async def async_producer():
+    while True:
+      try:
+        ticket = await q.acquire_start_async()
+        item = made(ticket)
+        await asyncio.sleep(rng.random() * 0.002)
+        await q.aput(item, ticket)
+      except group_queue.QueueClosed:
+        return
+
+  async def loop():
+    await asyncio.gather(*(async_producer() for _ in range(6)))
+
+  threads = [threading.Thread(target=producer) for _ in range(3)]
+  threads.append(threading.Thread(target=lambda: asyncio.run(loop())))
+  for thread in threads:
+    thread.start()
+  seen = []
+  for step in range(steps):
+    batch = q.get_batch(timeout=30)
+    assert len(batch) == per_step
+    indices = [int(g.group_id) for g in batch]
+    assert indices == sorted(indices)
+    for item in batch:
+      assert step - item.oldest_version <= max_staleness
+    seen.extend(indices)
+    q.set_version(step + 1)
+    assert len(produced) - len(seen) <= (
+        (max_staleness + 1) * per_step + q.counters()["dropped_stale"]
+    )
+  q.close()
+  _join(threads)
+  assert len(seen) == len(set(seen)) == steps * per_step
+  counters = q.counters()
+  assert counters["delivered"] == len(seen)
+  assert counters["max_lag"] <= max_staleness
+  assert counters["running"] == 0 or counters["running"] <= 10
+  if order == "admission":
+    # Strict: nothing is overtaken. Only late weights can make a group stale.
+    assert seen == sorted(seen)
+
+
+# --- Any sequence of operations ---------------------------------------------
+
+
+class QueueMachine(stateful.RuleBasedStateMachine):
+  """Compares the queue with the rules of the contract."""
+
+  tickets = stateful.Bundle("tickets")
+
+  @stateful.initialize(
+      per_step=st.integers(1, 3),
+      staleness=st.integers(0, 2),
+      order=st.sampled_from(group_queue.ORDERS),
+  )
+  def start(self, per_step, staleness, order):
+    self.per_step, self.staleness = per_step, staleness
+    self.order = order
+    self.dropped = []
+    self.q = GroupQueue(
+        per_step,
+        staleness,
+        order=order,
+        on_drop=lambda g, why: self.dropped.append(int(g.group_id)),
+    )
+    self.version = 0
+    self.running = {}
+    self.ready = {}
+    self.delivered = []
+    self.refunds = 0
+
+  def accepted(self):
+    return len(self.ready) + len(self.delivered) - self.refunds
+
+  def limit(self):
+    return (self.staleness + self.version + 1) * self.per_step
+
+  def drop_stale(self):
+    bound = self.version - self.staleness
+    for index, oldest in list(self.ready.items()):
+      if oldest < bound:
+        del self.ready[index]
+        assert index in self.dropped
+    assert not set(self.dropped) & set(self.ready)
+
+  @stateful.rule(target=tickets)
+  def acquire(self):
+    allowed = self.accepted() + len(self.running) < self.limit()
+    try:
+      ticket = self.q.acquire_start(timeout=0)
+    except std_queue.Full:
+      assert not allowed
+      return stateful.multiple()
+    assert allowed
+    assert ticket.start_version == self.version
+    self.running[ticket.index] = ticket
+    return ticket
+
+  @stateful.rule(ticket=stateful.consumes(tickets), lag=st.integers(0, 2))
+  def put(self, ticket, lag):
+    oldest = max(0, ticket.start_version - lag)
+    self.q.put(group(ticket.index, oldest), ticket, timeout=0)
+    del self.running[ticket.index]
+    self.ready[ticket.index] = oldest
+    self.drop_stale()
+
+  @stateful.rule(ticket=stateful.consumes(tickets))
+  def release(self, ticket):
+    self.q.release_start(ticket)
+    del self.running[ticket.index]
+
+  @stateful.rule()
+  def learn(self):
+    self.version += 1
+    self.q.set_version(self.version)
+    self.drop_stale()
+
+  @stateful.rule(n=st.integers(1, 3))
+  def take(self, n):
+    if n > (self.staleness + 1) * self.per_step:
+      return
+    possible = len(self.ready) >= n
+    if self.order == "admission" and possible:
+      last = sorted(self.ready)[n - 1]
+      possible = not any(index < last for index in self.running)
+    try:
+      batch = self.q.get_batch(n, timeout=0)
+    except std_queue.Empty:
+      assert not possible
+      return
+    assert possible
+    assert len(batch) == n
+    indices = [int(g.group_id) for g in batch]
+    assert indices == sorted(indices)
+    for index in indices:
+      assert self.version - self.ready.pop(index) <= self.staleness
+    self.delivered.extend(indices)
+
+  @stateful.rule()
+  def refund(self):
+    if self.delivered and self.refunds < len(self.delivered):
+      self.q.refund(1)
+      self.refunds += 1
+
+  @stateful.invariant()
+  def counts_agree(self):
+    if not hasattr(self, "q"):
+      return
+    counters = self.q.counters()
+    assert counters["ready"] == self.q.qsize() == len(self.ready)
+    assert counters["running"] == len(self.running)
+    assert counters["accepted"] == self.accepted()
+    assert counters["delivered"] == len(self.delivered)
+    assert counters["dropped_stale"] == len(self.dropped)
+    assert counters["max_lag"] <= self.staleness
+    assert len(set(self.delivered)) == len(self.delivered)
+
+
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None
+)
+
+
+# --- Durability -------------------------------------------------------------
+
+
+def test_nothing_accepted_is_lost_and_nothing_consumed_comes_twice(tmp_path):
+  path = tmp_path / "run" / "queue.sqlite"
+
+  def make(version):
+    return GroupQueue(
+        2,
+        max_staleness=2,
+        version=version,
+        store=group_store.SqliteGroupStore(path),
+    )
+
+  q = make(0)
+  for ticket in [q.acquire_start() for _ in range(6)]:
+    if ticket.index != 4:  # Unfinished when the process dies.
+      q.put(group(ticket.index, 0, 1), ticket)
+  assert names(q.get_batch()) == ["0", "1"]
+  q.set_version(1)
+  q.ack()  # The learner's checkpoint holds this batch.
+  assert names(q.get_batch()) == ["2", "3"]
+  del q  # The second batch was never acknowledged.
+
+  q = make(1)
+  assert q.counters()["restored"] == 3
+  assert q.known(0) and q.known(5) and not q.known(4)
+  # Two are consumed, three wait: of eight, three may start.
+  first = q.acquire_start(timeout=0, index=4)
+  assert first.index == 4
+  assert [q.acquire_start(timeout=0).index for _ in range(2)] == [6, 7]
+  restored = q.get_batch()
+  assert names(restored) == ["2", "3"]
+  assert restored[0].valid[0].sequences == [sequence(0)]
+  assert names(q.get_batch(1)) == ["5"]
+  q.release_start(first)
+  with pytest.raises(ValueError, match="accepted before"):
+    q.put(group("again"), q.acquire_start(index=0))
+
+
+def test_stale_drops_do_not_come_back(tmp_path):
+  path = tmp_path / "queue.sqlite"
+  q = GroupQueue(1, store=group_store.SqliteGroupStore(path))
+  q.put(group("old", 0))
+  q.set_version(1)
+  q = GroupQueue(1, version=1, store=group_store.SqliteGroupStore(path))
+  assert q.qsize() == 0
+
+
+def test_durable_put_from_a_loop(tmp_path):
+  store = group_store.SqliteGroupStore(tmp_path / "queue.sqlite")
+  q = GroupQueue(2, max_staleness=3, store=store)
+
+  async def main():
+    tickets = [await q.acquire_start_async() for _ in range(6)]
+    await asyncio.gather(*(q.aput(group(t.index), t) for t in tickets))
+
+  asyncio.run(main())
+  assert [index for index, _ in store.load()] == list(range(6))
+  assert names(q.get_batch()) == ["0", "1"]
+
+
+def test_a_store_that_fails_does_not_accept():
+  class Store(group_queue.MemoryGroupStore):
+    full = True
+
+    def append(self, index, item):
+      if self.full:
+        raise OSError("disk full")
+
+  store = Store()
+  q = GroupQueue(1, store=store)
+  ticket = q.acquire_start()
+  with pytest.raises(OSError, match="disk full"):
+    q.put(group(), ticket)
+  assert q.counters()["accepted"] == 0
+  store.full = False
+  q.put(group(), ticket)
+  assert q.qsize() == 1
