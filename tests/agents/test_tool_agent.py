@@ -28,7 +28,9 @@ def contents(agent):
 def play(agent, turns, text=CALL):
   """`turns` turns of screenshots; returns what the model saw at each."""
   seen = []
-  agent.update_from_env({"screenshot": image(0), "instruction": "go"}, 0.0, False, {})
+  agent.update_from_env(
+    {"screenshot": image(0), "instruction": "go"}, 0.0, False, {}
+  )
   for i in range(turns):
     seen.append(list(agent.chat_completions))
     agent.update_from_model(text)
@@ -37,19 +39,20 @@ def play(agent, turns, text=CALL):
 
 
 class TestBaseAgent:
-
   def test_is_abstract(self):
     with pytest.raises(TypeError):
       agents.BaseAgent()  # pylint: disable=abstract-class-instantiated
     for name in (
-        "chat_completions", "trajectory", "update_from_env",
-        "update_from_model", "reset",
+      "chat_completions",
+      "trajectory",
+      "update_from_env",
+      "update_from_model",
+      "reset",
     ):
       assert name in agents.BaseAgent.__abstractmethods__
 
 
 class TestSystemPrompt:
-
   def test_message_zero_holds_prompt_schema_and_markup(self):
     (system,) = make().chat_completions
     assert system["role"] == "system"
@@ -86,7 +89,6 @@ class TestSystemPrompt:
 
 
 class TestObservations:
-
   def test_question(self):
     agent = make()
     agent.update_from_env({"question": "1+1=?"}, 0.0, False, {})
@@ -94,18 +96,20 @@ class TestObservations:
 
   def test_tool_outputs(self):
     agent = make()
-    agent.update_from_env({"tool_outputs": {"a": "2", "b": "Error: x"}}, 0.0, False, {})
+    agent.update_from_env(
+      {"tool_outputs": {"a": "2", "b": "Error: x"}}, 0.0, False, {}
+    )
     assert agent.chat_completions[1:] == [
-        {
-            "role": "user",
-            "tool_call_id": "a",
-            "content": "Tool returned result: 2",
-        },
-        {
-            "role": "user",
-            "tool_call_id": "b",
-            "content": "Tool returned result: Error: x",
-        },
+      {
+        "role": "user",
+        "tool_call_id": "a",
+        "content": "Tool returned result: 2",
+      },
+      {
+        "role": "user",
+        "tool_call_id": "b",
+        "content": "Tool returned result: Error: x",
+      },
     ]
 
   def test_text(self):
@@ -117,15 +121,17 @@ class TestObservations:
   def test_screenshot_with_instruction_is_image_then_text(self):
     agent = make()
     agent.update_from_env(
-        {"screenshot": image(1), "instruction": "press OK", "text": "note"},
-        0.0, False, {},
+      {"screenshot": image(1), "instruction": "press OK", "text": "note"},
+      0.0,
+      False,
+      {},
     )
     assert agent.chat_completions[1] == {
-        "role": "user",
-        "content": [
-            {"type": "image", "image": image(1)},
-            {"type": "text", "text": "press OK\nnote"},
-        ],
+      "role": "user",
+      "content": [
+        {"type": "image", "image": image(1)},
+        {"type": "text", "text": "press OK\nnote"},
+      ],
     }
 
   def test_later_screenshot_is_the_image_only(self):
@@ -140,12 +146,12 @@ class TestObservations:
     assert len(agent.chat_completions) == 1
 
   @pytest.mark.parametrize(
-      "bad, reason",
-      [
-          ({"obs": 1}, "needs one of question.*got obs"),
-          (3, "str or a dict"),
-          ({"screenshot": b"png"}, "must be an ImageRef, got bytes"),
-      ],
+    "bad, reason",
+    [
+      ({"obs": 1}, "needs one of question.*got obs"),
+      (3, "str or a dict"),
+      ({"screenshot": b"png"}, "must be an ImageRef, got bytes"),
+    ],
   )
   def test_unknown_observation_is_refused(self, bad, reason):
     with pytest.raises(ValueError, match=reason):
@@ -153,27 +159,39 @@ class TestObservations:
 
 
 class TestEpisode:
-
   def test_two_turns_history_in_full(self):
     agent = make()
-    agent.update_from_env({"question": "1+1=?"}, 0.0, False, {"task": {"id": 7}})
+    agent.update_from_env(
+      {"question": "1+1=?"}, 0.0, False, {"task": {"id": 7}}
+    )
     action = agent.update_from_model(f"I add.\n{CALL}")
     (call,) = action.tool_calls
     assert (call.name, call.arguments) == ("calculator", {"expression": "1+1"})
-    agent.update_from_env({"tool_outputs": {call.call_id: "2"}}, 0.0, False, {"n": 1})
+    agent.update_from_env(
+      {"tool_outputs": {call.call_id: "2"}}, 0.0, False, {"n": 1}
+    )
     answer = agent.update_from_model("2")
     assert answer.action == "2"
     agent.update_from_env({}, 1.0, True, {"success": True})
 
     assert [m["role"] for m in agent.chat_completions] == [
-        "system", "user", "assistant", "user", "assistant",
+      "system",
+      "user",
+      "assistant",
+      "user",
+      "assistant",
     ]
     assert contents(agent)[1:] == [
-        "1+1=?", f"I add.\n{CALL}", "Tool returned result: 2", "2",
+      "1+1=?",
+      f"I add.\n{CALL}",
+      "Tool returned result: 2",
+      "2",
     ]
     first, second = agent.trajectory.steps
     assert agent.trajectory.task == {"id": 7}
-    assert first.thought == "I add." and first.model_response == f"I add.\n{CALL}"
+    assert (
+      first.thought == "I add." and first.model_response == f"I add.\n{CALL}"
+    )
     assert first.observation == {"tool_outputs": {call.call_id: "2"}}
     assert (first.reward, first.done, first.info) == (0.0, False, {"n": 1})
     assert (second.reward, second.done) == (1.0, True)
@@ -201,13 +219,12 @@ class TestEpisode:
     text = json.dumps(agent.trajectory.to_json())
     back = trajectory.Trajectory.from_json(json.loads(text))
     assert [s.chat_completions for s in back.steps] == [
-        list(s.chat_completions) for s in agent.trajectory.steps
+      list(s.chat_completions) for s in agent.trajectory.steps
     ]
     assert len(text) < 12_000  # Shared messages are written once.
 
 
 class TestSharing:
-
   def test_messages_are_the_same_objects_every_turn(self):
     seen = play(make(), 5)
     for before, after in zip(seen, seen[1:]):
@@ -241,15 +258,14 @@ class TestSharing:
 
 
 class TestWindow:
-
   @staticmethod
   def images(messages):
     return [
-        p["image"]
-        for m in messages
-        if isinstance(m["content"], list)
-        for p in m["content"]
-        if p["type"] == "image"
+      p["image"]
+      for m in messages
+      if isinstance(m["content"], list)
+      for p in m["content"]
+      if p["type"] == "image"
     ]
 
   def test_only_the_newest_images_are_seen(self):
@@ -285,7 +301,7 @@ class TestWindow:
     assert 2 <= len(self.images(agent.chat_completions)) <= 5
 
   @pytest.mark.parametrize(
-      "kwargs", [{"max_images": 0}, {"max_images": 2, "image_stride": 3}]
+    "kwargs", [{"max_images": 0}, {"max_images": 2, "image_stride": 3}]
   )
   def test_bad_window_is_refused(self, kwargs):
     with pytest.raises(ValueError, match="image"):
@@ -293,7 +309,6 @@ class TestWindow:
 
 
 class TestMalformed:
-
   BROKEN = '<tool_call>\n{"name": \n</tool_call>'
 
   def test_plain_agent_answers_with_the_raw_text(self):
@@ -325,7 +340,7 @@ class TestMalformed:
     agent = make(on_parse_error="end")
     assert agent.update_from_model("no call").action == "no call"
     assert agent.trajectory.steps[0].info["parse_errors"] == [
-        "no tool call in the response"
+      "no tool call in the response"
     ]
 
   @pytest.mark.parametrize("mode", ["answer", "retry", "end"])

@@ -1,4 +1,4 @@
-"""A computer to be used: what reaches the gym, what the policy sees and gets."""
+"""A computer to be used: what reaches the gym, what the policy sees, gets."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ class ButtonGym:
   async def evaluate(self):
     self.calls.append("evaluate")
     return gym_base.Evaluation(
-        0.75 if self.solved else 0.0, self.solved, {"why": np.zeros(9999)}
+      0.75 if self.solved else 0.0, self.solved, {"why": np.zeros(9999)}
     )
 
   async def close(self):
@@ -102,7 +102,6 @@ def run(env, *actions):
 
 
 class TestReset:
-
   def test_screenshot_by_reference_and_the_instruction(self):
     env = make()
     (observation, info), _ = run(env)
@@ -115,13 +114,15 @@ class TestReset:
 
   def test_instruction_may_come_from_the_gym(self):
     class Tells(ButtonGym):
-
       async def start(self, task):
         return self.observe(instruction="focus it", text="hello")
 
     env = make(Tells(), task={"task_id": "t", "family": "f"})
     (observation, info), _ = run(env)
-    assert (observation["instruction"], observation["text"]) == ("focus it", "hello")
+    assert (observation["instruction"], observation["text"]) == (
+      "focus it",
+      "hello",
+    )
     assert info["task"]["instruction"] == "focus it"
 
   def test_step_before_reset_is_refused(self):
@@ -130,7 +131,6 @@ class TestReset:
 
 
 class TestActions:
-
   def test_coordinates_reach_the_gym_in_its_pixels(self):
     gym = ButtonGym()
     _, ((observation, reward, done, info),) = run(make(gym), [HIT])
@@ -146,22 +146,32 @@ class TestActions:
     env = make(gym, size=(50, 100), action_parser=name)
     text = parser.format_gui_action(Action(Kind.CLICK, x=35, y=40), 50, 100)
     _, ((observation, _, _, info),) = run(env, parser.parse(text))
-    assert (observation["screenshot"].width, observation["screenshot"].height) == (50, 100)
+    assert (
+      observation["screenshot"].width,
+      observation["screenshot"].height,
+    ) == (50, 100)
     assert gym.acted == [Action(Kind.CLICK, x=70, y=20)]
     # The log speaks of what the policy saw.
     assert info["gui_actions"] == [{"kind": "click", "x": 35.0, "y": 40.0}]
 
   @pytest.mark.parametrize(
-      "action",
+    "action",
+    [
+      HIT,
+      [HIT],
+      trajectory.Action([HIT]),
+      {"name": "computer_use", "arguments": HIT.arguments},
       [
-          HIT,
-          [HIT],
-          trajectory.Action([HIT]),
-          {"name": "computer_use", "arguments": HIT.arguments},
-          [{"function": {"name": "computer_use", "arguments": json.dumps(HIT.arguments)}}],
-          Action(Kind.CLICK, x=70, y=20),
-          [Action(Kind.CLICK, x=70, y=20)],
+        {
+          "function": {
+            "name": "computer_use",
+            "arguments": json.dumps(HIT.arguments),
+          }
+        }
       ],
+      Action(Kind.CLICK, x=70, y=20),
+      [Action(Kind.CLICK, x=70, y=20)],
+    ],
   )
   def test_every_shape_of_action(self, action):
     gym = ButtonGym()
@@ -180,7 +190,7 @@ class TestActions:
   def test_calls_of_one_turn_are_bounded(self):
     gym = ButtonGym()
     _, ((observation, _, _, info),) = run(
-        make(gym, max_actions_per_step=2), [WAIT] * 5
+      make(gym, max_actions_per_step=2), [WAIT] * 5
     )
     assert len(gym.acted) == 2 and "at most 2 calls" in observation["text"]
     assert len(info["invalid_actions"]) == 1
@@ -210,21 +220,22 @@ class TestActions:
 
 
 class TestInvalid:
-
   @pytest.mark.parametrize(
-      "call, reason",
-      [
-          (use(action="left_click"), "needs 'coordinate'"),
-          (use(action="fly"), "unknown action 'fly'"),
-          (use(action="left_click", coordinate=[5000, 1]), "between 0 and 999"),
-          (trajectory.ToolCall("browser", {}), "unknown tool 'browser'"),
-      ],
+    "call, reason",
+    [
+      (use(action="left_click"), "needs 'coordinate'"),
+      (use(action="fly"), "unknown action 'fly'"),
+      (use(action="left_click", coordinate=[5000, 1]), "between 0 and 999"),
+      (trajectory.ToolCall("browser", {}), "unknown tool 'browser'"),
+    ],
   )
   def test_is_told_and_the_episode_goes_on(self, call, reason):
     gym = ButtonGym()
     first, (told, hit, end) = run(make(gym), [call], [HIT], [DONE])
     observation, reward, done, info = told
-    assert reason in observation["text"] and observation["text"].startswith("Error:")
+    assert reason in observation["text"] and observation["text"].startswith(
+      "Error:"
+    )
     assert observation["screenshot"] == first[0]["screenshot"]
     assert (reward, done, info["gui_actions"]) == (0.0, False, [])
     assert reason in info["invalid_actions"][0]
@@ -237,7 +248,7 @@ class TestInvalid:
 
   def test_may_end_the_episode(self):
     _, ((_, reward, done, info),) = run(
-        make(on_invalid="end"), [use(action="fly")]
+      make(on_invalid="end"), [use(action="fly")]
     )
     assert (reward, done, info["status"]) == (0.0, True, "parse_error")
 
@@ -248,9 +259,9 @@ class TestInvalid:
 
   def test_plain_text_by_choice(self):
     for on_text, done, status in (
-        ("end", True, "parse_error"),
-        ("retry", False, None),
-        ("answer", True, "failed"),
+      ("end", True, "parse_error"),
+      ("retry", False, None),
+      ("answer", True, "failed"),
     ):
       gym = ButtonGym()
       _, ((_, _, ended, info),) = run(make(gym, on_text=on_text), "it is 8")
@@ -260,10 +271,7 @@ class TestInvalid:
 
 
 class TestEnd:
-
-  @pytest.mark.parametrize(
-      "last", [DONE, use(action="answer", text="8")]
-  )
+  @pytest.mark.parametrize("last", [DONE, use(action="answer", text="8")])
   def test_terminate_and_answer_reach_the_gym_and_end(self, last):
     gym = ButtonGym()
     _, (_, (_, reward, done, info)) = run(make(gym), [HIT], [last, MISS])
@@ -310,12 +318,12 @@ class TestEnd:
     assert asyncio.run(main())[2] is False and env.step_count == 1
 
   @pytest.mark.parametrize(
-      "reward, wanted",
-      [
-          ("score", 0.75),
-          ("success", 1.0),
-          (lambda task, action, info: info["evaluation"]["score"] * 2, 1.5),
-      ],
+    "reward, wanted",
+    [
+      ("score", 0.75),
+      ("success", 1.0),
+      (lambda task, action, info: info["evaluation"]["score"] * 2, 1.5),
+    ],
   )
   def test_reward_modes(self, reward, wanted):
     _, (_, result) = run(make(reward=reward), [HIT], [DONE])
@@ -325,9 +333,9 @@ class TestEnd:
     agent = agents.ToolAgent("", "computer_use", on_parse_error="retry")
     env = make()
     texts = [
-        "nonsense",
-        PARSER.format_gui_action(Action(Kind.CLICK, x=70, y=20), 100, 50),
-        PARSER.format_gui_action(Action(Kind.TERMINATE, success=True), 100, 50),
+      "nonsense",
+      PARSER.format_gui_action(Action(Kind.CLICK, x=70, y=20), 100, 50),
+      PARSER.format_gui_action(Action(Kind.TERMINATE, success=True), 100, 50),
     ]
 
     async def episode():
@@ -342,13 +350,14 @@ class TestEnd:
     assert asyncio.run(episode()) == (0.75, True)
     first, second, last = agent.trajectory.steps
     assert first.info["parse_errors"] and last.info["success"]
-    assert "Error: no tool call" in agent.chat_completions[3]["content"][1]["text"]
+    assert (
+      "Error: no tool call" in agent.chat_completions[3]["content"][1]["text"]
+    )
     agent.trajectory.status = trajectory.TrajectoryStatus(last.info["status"])
     assert len(json.dumps(agent.trajectory.to_json())) < 15_000
 
 
 class TestBrokenGym:
-
   @pytest.mark.parametrize("method", ["start", "act", "evaluate", "close"])
   def test_what_it_raises_goes_through(self, method):
     gym = ButtonGym()
@@ -361,14 +370,14 @@ class TestBrokenGym:
       run(make(gym), [DONE])
 
   @pytest.mark.parametrize(
-      "method, garbage, reason",
-      [
-          ("start", None, "must return an Observation, got NoneType"),
-          ("act", {"screenshot": 1}, "act must return an Observation, got dict"),
-          ("act", gym_base.Observation(np.zeros((2, 2))), r"uint8\[H, W, 3\]"),
-          ("evaluate", 1.0, "must return an Evaluation, got float"),
-          ("evaluate", gym_base.Evaluation(float("nan"), True), "finite"),
-      ],
+    "method, garbage, reason",
+    [
+      ("start", None, "must return an Observation, got NoneType"),
+      ("act", {"screenshot": 1}, "act must return an Observation, got dict"),
+      ("act", gym_base.Observation(np.zeros((2, 2))), r"uint8\[H, W, 3\]"),
+      ("evaluate", 1.0, "must return an Evaluation, got float"),
+      ("evaluate", gym_base.Evaluation(float("nan"), True), "finite"),
+    ],
   )
   def test_garbage_is_refused(self, method, garbage, reason):
     gym = ButtonGym()
@@ -382,17 +391,16 @@ class TestBrokenGym:
 
 
 class TestConfig:
-
   def test_from_dict_builds_everything_by_name(self):
     environments.register_gym("button", ButtonGym)
     try:
       config = {
-          "type": "cua",
-          "gym": {"name": "button", "end_on_click": True},
-          "task": TASK,
-          "screenshot": {"size": (50, 25)},
-          "action_parser": {"name": "computer_use", "grid": (4, 4)},
-          "max_steps": 3,
+        "type": "cua",
+        "gym": {"name": "button", "end_on_click": True},
+        "task": TASK,
+        "screenshot": {"size": (50, 25)},
+        "action_parser": {"name": "computer_use", "grid": (4, 4)},
+        "max_steps": 3,
       }
       copy = json.dumps(config)
       env = environments.BaseEnv.from_dict(config)
@@ -404,6 +412,25 @@ class TestConfig:
     finally:
       environments.registry.unregister_gym("button")
 
+  def test_real_desktop_from_a_config(self):
+    env = environments.BaseEnv.from_dict(
+      {
+        "type": "cua",
+        "gym": {"name": "desktop", "width": 224, "height": 160},
+        "task": {"task_id": "d", "family": "click-button", "seed": 3},
+        "max_steps": 2,
+      }
+    )
+    (observation, _), results = run(env, [WAIT], [DONE])
+    shot = observation["screenshot"]
+    assert (shot.width, shot.height) == (224, 160)
+    assert observation["instruction"]
+    assert results[-1][1:3] == (0.0, True)
+
+  def test_gym_settings_that_are_wrong_are_refused(self):
+    with pytest.raises(ValueError, match="widht"):
+      environments.gym_from_config({"name": "desktop", "widht": 224})
+
   def test_dotted_path_is_imported_when_made(self):
     environments.register_gym("later", "no.such.module:Gym")
     try:
@@ -414,21 +441,21 @@ class TestConfig:
 
   def test_named_gyms(self):
     assert {"desktop", "gymnasium", "miniwob"} <= set(
-        environments.registry.gym_names()
+      environments.registry.gym_names()
     )
     with pytest.raises(ValueError, match="did you mean 'miniwob'"):
       environments.make_gym("miniwobb")
 
   @pytest.mark.parametrize(
-      "kwargs, reason",
-      [
-          ({"on_text": "stop"}, "on_text"),
-          ({"on_invalid": "stop"}, "on_invalid"),
-          ({"max_steps": 0}, "max_steps"),
-          ({"action_parser": "qwen"}, "has no GUI actions"),
-          ({"action_parser": "computer_user"}, "did you mean 'computer_use'"),
-          ({"reward": "scor"}, "unknown reward"),
-      ],
+    "kwargs, reason",
+    [
+      ({"on_text": "stop"}, "on_text"),
+      ({"on_invalid": "stop"}, "on_invalid"),
+      ({"max_steps": 0}, "max_steps"),
+      ({"action_parser": "qwen"}, "has no GUI actions"),
+      ({"action_parser": "computer_user"}, "did you mean 'computer_use'"),
+      ({"reward": "scor"}, "unknown reward"),
+    ],
   )
   def test_bad_settings_are_refused(self, kwargs, reason):
     with pytest.raises(ValueError, match=reason):

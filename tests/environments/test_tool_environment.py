@@ -39,7 +39,6 @@ def run(env, *actions):
 
 
 class TestBaseEnv:
-
   def test_is_abstract(self):
     with pytest.raises(TypeError):
       environments.BaseEnv()  # pylint: disable=abstract-class-instantiated
@@ -62,11 +61,12 @@ class TestBaseEnv:
     with pytest.raises(ValueError, match="did you mean 'tool'"):
       environments.BaseEnv.from_dict({"type": "tols"})
     with pytest.raises(TypeError, match="colour"):
-      environments.BaseEnv.from_dict({"type": "tool", "task": TASK, "colour": 1})
+      environments.BaseEnv.from_dict(
+        {"type": "tool", "task": TASK, "colour": 1}
+      )
 
   def test_environments_can_be_registered(self):
     class Mine(environments.BaseEnv):
-
       def __init__(self, n):
         self.n = n
 
@@ -86,7 +86,6 @@ class TestBaseEnv:
 
 
 class TestSyncEnv:
-
   def test_calls_share_one_event_loop(self):
     class Loops(environments.BaseEnv):
       loops = set()
@@ -107,7 +106,6 @@ class TestSyncEnv:
 
   def test_hung_step_ends_at_its_deadline(self):
     class Hangs(environments.BaseEnv):
-
       def reset(self):
         return "", {}
 
@@ -121,7 +119,6 @@ class TestSyncEnv:
 
 
 class TestToolEnvironment:
-
   def test_reset_gives_the_question_and_not_the_truth(self):
     (observation, info), _ = run(make())
     assert observation == {"question": "1+1=?"}
@@ -132,8 +129,10 @@ class TestToolEnvironment:
     call = add()
     _, (first, second) = run(env, [call], "2")
     assert first == (
-        {"tool_outputs": {call.call_id: "2"}}, 0.0, False,
-        {"tool_calls": 1, "tool_errors": 0},
+      {"tool_outputs": {call.call_id: "2"}},
+      0.0,
+      False,
+      {"tool_calls": 1, "tool_errors": 0},
     )
     observation, reward, done, info = second
     assert (observation, reward, done) == ({}, 1.0, True)
@@ -141,16 +140,16 @@ class TestToolEnvironment:
     assert env.step_count == 2
 
   @pytest.mark.parametrize(
-      "action",
-      [
-          [finish(response="2")],
-          finish(answer="2"),
-          trajectory.Action([finish(response=2)]),
-          {"name": "finish", "arguments": {"response": "2"}},
-          [{"function": {"name": "finish", "arguments": '{"response": "2"}'}}],
-          trajectory.Action("2"),
-          "2",
-      ],
+    "action",
+    [
+      [finish(response="2")],
+      finish(answer="2"),
+      trajectory.Action([finish(response=2)]),
+      {"name": "finish", "arguments": {"response": "2"}},
+      [{"function": {"name": "finish", "arguments": '{"response": "2"}'}}],
+      trajectory.Action("2"),
+      "2",
+    ],
   )
   def test_finish_and_answer_in_every_shape(self, action):
     _, ((_, reward, done, info),) = run(make(), action)
@@ -160,7 +159,6 @@ class TestToolEnvironment:
     ran = []
 
     class Spy(tools.CalculatorTool):
-
       def forward(self, expression):
         ran.append(expression)
 
@@ -197,11 +195,11 @@ class TestToolEnvironment:
     assert "no tool call" in observation["text"] and not done and reward == 0
 
   @pytest.mark.parametrize(
-      "fn",
-      [
-          lambda task, action: 0.5,
-          lambda task, action: rewards.RewardOutput(0.5),
-      ],
+    "fn",
+    [
+      lambda task, action: 0.5,
+      lambda task, action: rewards.RewardOutput(0.5),
+    ],
   )
   def test_reward_functions_of_both_kinds(self, fn):
     async def later(task, action):
@@ -238,11 +236,11 @@ class TestToolEnvironment:
       assert env.step_count == 0 and sync.step("2")[1] == 1.0
 
   @pytest.mark.parametrize(
-      "kwargs, reason",
-      [
-          ({"max_steps": 0}, "max_steps"),
-          ({"reward_fn": "exact_macth"}, "did you mean 'exact_match'"),
-      ],
+    "kwargs, reason",
+    [
+      ({"max_steps": 0}, "max_steps"),
+      ({"reward_fn": "exact_macth"}, "did you mean 'exact_match'"),
+    ],
   )
   def test_bad_settings_are_refused(self, kwargs, reason):
     with pytest.raises(ValueError, match=reason):
@@ -269,7 +267,6 @@ class TestToolEnvironment:
 
 
 class TestGsm8k:
-
   SAMPLE = {"question": "3 apples and 5 more?", "answer": "3+5=8\n#### 8"}
 
   def test_one_step_and_its_reward(self):

@@ -16,7 +16,7 @@ def test_every_template_carries_the_tool_prompt_unchanged(name):
 def test_desktop_prompt_for_small_contexts_is_short():
   parser = tool_parser.make_tool_parser("computer_use_compact")
   text = prompts.render_system_prompt(
-      "desktop_compact", tools_prompt=parser.get_tool_prompt()
+    "desktop_compact", tools_prompt=parser.get_tool_prompt()
   )
   assert len(text.split()) <= 45
 
@@ -25,8 +25,8 @@ def test_own_template_with_fields():
   prompts.register_prompt("own", "You use $app. $tools_prompt")
   try:
     assert (
-        prompts.render_system_prompt("own", "TOOLS", app="Gimp")
-        == "You use Gimp. TOOLS"
+      prompts.render_system_prompt("own", "TOOLS", app="Gimp")
+      == "You use Gimp. TOOLS"
     )
     with pytest.raises(ValueError, match="'own' needs app"):
       prompts.render_system_prompt("own", "TOOLS")

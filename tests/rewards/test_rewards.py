@@ -13,19 +13,20 @@ TASK = {"question": "What is 3 * (4 + 5)?", "ground_truth": "27"}
 def both(fn, task=None, action="", info=None):
   """The sync and the async way, which must agree."""
   out = rewards.evaluate(fn, task or TASK, action, info)
-  assert out == asyncio.run(rewards.evaluate_async(fn, task or TASK, action, info))
+  assert out == asyncio.run(
+    rewards.evaluate_async(fn, task or TASK, action, info)
+  )
   return out
 
 
 class TestRewardOutput:
-
   def test_is_a_float_with_metadata(self):
     out = rewards.RewardOutput(np.float32(0.5), {"a": 1})
     assert type(out.reward) is float and float(out) == 0.5
     assert rewards.RewardOutput(1).metadata == {}
 
   @pytest.mark.parametrize(
-      "bad", [float("nan"), float("inf"), "1", None, [1], np.nan]
+    "bad", [float("nan"), float("inf"), "1", None, [1], np.nan]
   )
   def test_is_finite(self, bad):
     with pytest.raises(ValueError, match="finite number"):
@@ -33,7 +34,6 @@ class TestRewardOutput:
 
 
 class TestRegistry:
-
   def test_register_look_up_and_refuse_duplicates(self):
     @rewards.register("mine")
     def mine(task, action):
@@ -54,7 +54,6 @@ class TestRegistry:
 
 
 class TestKindsOfFunctions:
-
   def test_float_output_and_upstream_output(self):
     class Upstream:
       reward, metadata = 0.25, {"m": 1}
@@ -72,7 +71,6 @@ class TestKindsOfFunctions:
 
   def test_callable_object(self):
     class Judge:
-
       def __call__(self, task, action):
         return len(action)
 
@@ -98,28 +96,27 @@ class TestKindsOfFunctions:
 
 
 class TestFunctions:
-
   @pytest.mark.parametrize(
-      "answer, reward", [("27", 1), (" 27\n", 1), ("27.0", 0), ("", 0)]
+    "answer, reward", [("27", 1), (" 27\n", 1), ("27.0", 0), ("", 0)]
   )
   def test_exact_match(self, answer, reward):
     assert both("exact_match", action=answer).reward == reward
 
   @pytest.mark.parametrize(
-      "answer, reward",
-      [("27.0", 1), ("so it is 27.", 1), ("27 or 28", 0), ("none", 0)],
+    "answer, reward",
+    [("27.0", 1), ("so it is 27.", 1), ("27 or 28", 0), ("none", 0)],
   )
   def test_numeric_match(self, answer, reward):
     assert both("numeric_match", action=answer).reward == reward
 
   @pytest.mark.parametrize(
-      "question, answer, reward",
-      [
-          ("What is 3 * (4 + 5)?", "27", 1),
-          ("What is 3 * (4 + 5)?", "26", 0),
-          ("1+1=?", "The answer is 2", 1),
-          ("Take 10 / 4.", "2.5", 1),
-      ],
+    "question, answer, reward",
+    [
+      ("What is 3 * (4 + 5)?", "27", 1),
+      ("What is 3 * (4 + 5)?", "26", 0),
+      ("1+1=?", "The answer is 2", 1),
+      ("Take 10 / 4.", "2.5", 1),
+    ],
   )
   def test_calculate(self, question, answer, reward):
     assert both("calculate", {"question": question}, answer).reward == reward

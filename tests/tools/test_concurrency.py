@@ -19,7 +19,6 @@ def wait_until(condition):
 
 
 class TestDeadlinePool:
-
   def test_result_and_exception(self):
     pool = concurrency.DeadlinePool(max_threads=2)
     assert pool.run(lambda: 3, 5.0) == 3
@@ -52,9 +51,9 @@ class TestDeadlinePool:
 
     async def both():
       return await asyncio.gather(
-          pool.arun(gate.wait, SHORT),
-          pool.arun(lambda: "in time", SHORT),
-          return_exceptions=True,
+        pool.arun(gate.wait, SHORT),
+        pool.arun(lambda: "in time", SHORT),
+        return_exceptions=True,
       )
 
     first, second = asyncio.run(both())
@@ -124,7 +123,6 @@ class TestDeadlinePool:
 
 
 class TestWithDeadline:
-
   def test_code_that_swallows_cancellation_is_left_behind(self):
     async def stubborn(stop):
       while not stop.is_set():
@@ -155,7 +153,6 @@ class TestWithDeadline:
 
 
 class TestEitherKind:
-
   @staticmethod
   def sync(x):
     return x + 1

@@ -53,18 +53,23 @@ class RecordingTool(stateful.InstanceTool):
 
 
 class TestLifecycle:
-
   def test_create_execute_reward_release(self):
     async def main():
       tool = RecordingTool()
       instance = await tool.create()
       assert await tool.calc_reward(instance) == 0.0
       text, reward, metrics = await tool.execute(instance, {"query": "correct"})
-      assert (text, reward, metrics) == ("Processed: correct", 1.0, {"length": 7})
+      assert (text, reward, metrics) == (
+        "Processed: correct",
+        1.0,
+        {"length": 7},
+      )
       assert await tool.calc_reward(instance) == 1.0
       await tool.release(instance)
       await tool.release(instance)
-      with pytest.raises(stateful.UnknownInstanceError, match="create it first"):
+      with pytest.raises(
+        stateful.UnknownInstanceError, match="create it first"
+      ):
         await tool.execute(instance, {})
 
     asyncio.run(main())
@@ -84,8 +89,8 @@ class TestLifecycle:
       tool = RecordingTool()
       a, b = await tool.create("a"), await tool.create("b")
       await asyncio.gather(
-          *(tool.execute(a, {"query": f"correct {i}"}) for i in range(5)),
-          *(tool.execute(b, {"query": f"wrong {i}"}) for i in range(5)),
+        *(tool.execute(a, {"query": f"correct {i}"}) for i in range(5)),
+        *(tool.execute(b, {"query": f"wrong {i}"}) for i in range(5)),
       )
       assert await tool.calc_reward(a) == 1.0
       assert await tool.calc_reward(b) == 0.0
@@ -96,15 +101,20 @@ class TestLifecycle:
 
   def test_schema_is_the_one_given(self):
     given = schema("search")
-    assert stateful.InstanceTool.get_openai_tool_schema(
+    assert (
+      stateful.InstanceTool.get_openai_tool_schema(
         type("T", (RecordingTool,), {})()
-    ) == given
+      )
+      == given
+    )
     tool = RecordingTool()
     assert tool.get_openai_tool_schema() is tool.tool_schema
-    prompt = QWEN.get_tool_prompt([
+    prompt = QWEN.get_tool_prompt(
+      [
         RecordingTool("search").get_openai_tool_schema(),
         RecordingTool("other").get_openai_tool_schema(),
-    ])
+      ]
+    )
     assert '"search"' in prompt and '"other"' in prompt
 
   def test_abstract_tool_cannot_be_built_and_its_reward_is_zero(self):
@@ -112,7 +122,6 @@ class TestLifecycle:
       stateful.BaseTool({}, {})  # pylint: disable=abstract-class-instantiated
 
     class Bare(stateful.BaseTool):
-
       async def create(self, instance_id=None, **kwargs):
         return instance_id or "x"
 
@@ -126,12 +135,11 @@ class TestLifecycle:
 
 
 class TestAdapter:
-
   def test_stateful_tool_as_a_plain_one(self):
     async def main():
       tool = RecordingTool()
       adapter = stateful.StatefulToolAdapter(
-          tool, {"create_kwargs": {"city": "Brno"}}
+        tool, {"create_kwargs": {"city": "Brno"}}
       )
       manager = tools.ToolManager({"search": adapter})
       assert manager.json == [schema("search")]
@@ -150,7 +158,6 @@ class TestAdapter:
 
 
 class TestTransitions:
-
   @pytest.mark.parametrize("start", list(State))
   @pytest.mark.parametrize("end", list(State))
   def test_only_the_table_is_allowed(self, start, end):
@@ -188,9 +195,9 @@ def scripted(*turns):
 
 def run(request, generate, *tool_list, **kwargs):
   return asyncio.run(
-      request_lib.run_request(
-          request, generate, {t.name: t for t in tool_list}, **kwargs
-      )
+    request_lib.run_request(
+      request, generate, {t.name: t for t in tool_list}, **kwargs
+    )
   )
 
 
@@ -199,26 +206,31 @@ def ask():
 
 
 class TestRequest:
-
   def test_two_turn_dialogue_ends_with_stop(self):
     tool = RecordingTool()
     request = run(
-        ask(),
-        scripted(
-            (QWEN.format([call(query="correct")]), "tool_calls"),
-            ("done", "stop"),
-        ),
-        tool,
+      ask(),
+      scripted(
+        (QWEN.format([call(query="correct")]), "tool_calls"),
+        ("done", "stop"),
+      ),
+      tool,
     )
     assert request.state is State.COMPLETED
     assert request.finish_reason is request_lib.FinishReason.STOP
     assert [m["role"] for m in request.messages] == [
-        "user", "assistant", "tool", "assistant",
+      "user",
+      "assistant",
+      "tool",
+      "assistant",
     ]
     assert request.rewards == {"search": 1.0}
     assert request.call_rewards == [1.0]
     assert [e[0] for e in tool.log] == [
-        "create", "execute", "calc_reward", "release",
+      "create",
+      "execute",
+      "calc_reward",
+      "release",
     ]
 
   def test_tools_are_created_before_the_first_generation(self):
@@ -235,16 +247,16 @@ class TestRequest:
   def test_length_ends_the_request_even_with_a_call(self):
     tool = RecordingTool()
     request = run(
-        ask(), scripted((QWEN.format([call(query="x")]), "length")), tool
+      ask(), scripted((QWEN.format([call(query="x")]), "length")), tool
     )
     assert request.finish_reason is request_lib.FinishReason.LENGTH
     assert tool.count("execute") == 0 and tool.count("release") == 1
 
   def test_stop_with_a_call_goes_on(self):
     request = run(
-        ask(),
-        scripted((QWEN.format([call(query="x")]), "stop"), ("done", "stop")),
-        RecordingTool(),
+      ask(),
+      scripted((QWEN.format([call(query="x")]), "stop"), ("done", "stop")),
+      RecordingTool(),
     )
     assert len(request.messages) == 4
 
@@ -268,15 +280,19 @@ class TestRequest:
 
     calls = QWEN.format([call(n=i) for i in range(3)])
     request = run(
-        ask(), scripted((calls, "tool_calls"), ("ok", "stop")), Meeting(),
-        tool_timeout=10.0,
+      ask(),
+      scripted((calls, "tool_calls"), ("ok", "stop")),
+      Meeting(),
+      tool_timeout=10.0,
     )
     assert [m["content"] for m in request.messages[2:5]] == ["0", "1", "2"]
 
   def test_failing_and_unknown_tools_are_messages(self):
-    text = QWEN.format([call(query="boom"), call("serch"), call(query="correct")])
+    text = QWEN.format(
+      [call(query="boom"), call("serch"), call(query="correct")]
+    )
     request = run(
-        ask(), scripted((text, "tool_calls"), ("ok", "stop")), RecordingTool()
+      ask(), scripted((text, "tool_calls"), ("ok", "stop")), RecordingTool()
     )
     contents = [m["content"] for m in request.messages[2:5]]
     assert contents[0] == "Error: RuntimeError: boom"
@@ -296,7 +312,6 @@ class TestRequest:
 
   def test_failed_creation_releases_what_was_created(self):
     class Broken(RecordingTool):
-
       async def create(self, instance_id=None, **kwargs):
         raise OSError("no disk")
 
@@ -319,10 +334,10 @@ class TestRequest:
     tool = RecordingTool()
     tool.execute = hang
     request = run(
-        ask(),
-        scripted((QWEN.format([call(query="x")]), "stop"), ("ok", "stop")),
-        tool,
-        tool_timeout=0.05,
+      ask(),
+      scripted((QWEN.format([call(query="x")]), "stop"), ("ok", "stop")),
+      tool,
+      tool_timeout=0.05,
     )
     assert request.state is State.COMPLETED
     assert "did not finish" in request.messages[2]["content"]
@@ -338,7 +353,7 @@ class TestRequest:
         await asyncio.Event().wait()
 
       task = asyncio.create_task(
-          request_lib.run_request(request, generate, {"search": tool})
+        request_lib.run_request(request, generate, {"search": tool})
       )
       await started.wait()
       task.cancel()
@@ -350,26 +365,25 @@ class TestRequest:
 
 
 ROW = {
-    "prompt": [{"role": "user", "content": "q"}],
-    "data_source": "outer",
-    "extra_info": {
-        "tools_kwargs": {
-            "search": {
-                "create_kwargs": {"a": 1},
-                "execute_kwargs": {"b": 2},
-                "calc_reward_kwargs": {"c": 3},
-                "release_kwargs": {"d": 4},
-            }
-        },
-        "need_tools_kwargs": True,
-        "index": 123,
-        "data_source": "my_dataset",
+  "prompt": [{"role": "user", "content": "q"}],
+  "data_source": "outer",
+  "extra_info": {
+    "tools_kwargs": {
+      "search": {
+        "create_kwargs": {"a": 1},
+        "execute_kwargs": {"b": 2},
+        "calc_reward_kwargs": {"c": 3},
+        "release_kwargs": {"d": 4},
+      }
     },
+    "need_tools_kwargs": True,
+    "index": 123,
+    "data_source": "my_dataset",
+  },
 }
 
 
 class TestRow:
-
   def test_each_kind_of_kwargs_reaches_its_method(self):
     tool = RecordingTool()
     request = request_lib.ToolRequest.from_row(ROW, {"search": tool})
@@ -377,10 +391,10 @@ class TestRow:
     text = QWEN.format([call(query="x")])
     run(request, scripted((text, "stop"), ("ok", "stop")), tool)
     assert [(e[0], e[-1]) for e in tool.log] == [
-        ("create", {"a": 1}),
-        ("execute", {"b": 2}),
-        ("calc_reward", {"c": 3}),
-        ("release", {"d": 4}),
+      ("create", {"a": 1}),
+      ("execute", {"b": 2}),
+      ("calc_reward", {"c": 3}),
+      ("release", {"d": 4}),
     ]
 
   def test_data_source_may_stand_outside(self):
@@ -396,12 +410,12 @@ class TestRow:
     assert "row 7" in caplog.text and "needs tools_kwargs" in caplog.text
 
   @pytest.mark.parametrize(
-      "kwargs, reason",
-      [
-          ({"serch": {}}, "did you mean 'search'"),
-          ({"search": {"exec_kwargs": {}}}, "did you mean 'execute_kwargs'"),
-          ({"search": {"execute_kwargs": 3}}, "must be a mapping"),
-      ],
+    "kwargs, reason",
+    [
+      ({"serch": {}}, "did you mean 'search'"),
+      ({"search": {"exec_kwargs": {}}}, "did you mean 'execute_kwargs'"),
+      ({"search": {"execute_kwargs": 3}}, "must be a mapping"),
+    ],
   )
   def test_bad_kwargs_are_refused(self, kwargs, reason):
     row = {"prompt": "q", "extra_info": {"tools_kwargs": kwargs}}
@@ -414,11 +428,15 @@ class TestRow:
 
 
 class TestGsm8kTool:
-
   @pytest.mark.parametrize(
-      "truth, answer, reward",
-      [("8", "8", 1.0), ("so 3 + 5 = 8\n#### 8", "It is 8.", 1.0),
-       ("1,000", "$1000.00", 1.0), ("8", "9", 0.0), ("8", "", 0.0)],
+    "truth, answer, reward",
+    [
+      ("8", "8", 1.0),
+      ("so 3 + 5 = 8\n#### 8", "It is 8.", 1.0),
+      ("1,000", "$1000.00", 1.0),
+      ("8", "9", 0.0),
+      ("8", "", 0.0),
+    ],
   )
   def test_reward(self, truth, answer, reward):
     async def main():

@@ -16,11 +16,11 @@ ToolOutput = trajectory.ToolOutput
 
 def schema(name, required=()):
   return {
-      "type": "function",
-      "function": {
-          "name": name,
-          "parameters": {"type": "object", "required": list(required)},
-      },
+    "type": "function",
+    "function": {
+      "name": name,
+      "parameters": {"type": "object", "required": list(required)},
+    },
   }
 
 
@@ -49,7 +49,6 @@ class AsyncTool(SyncTool):
 
 
 class RaisingTool(SyncTool):
-
   def forward(self, text):
     raise RuntimeError(f"no {text}")
 
@@ -62,7 +61,6 @@ class HangingTool(SyncTool):
 
 
 class HangingAsyncTool(AsyncTool):
-
   async def async_forward(self, text):
     await asyncio.Event().wait()
 
@@ -84,10 +82,10 @@ def calls(*names):
 def run_all_ways(manager, batch):
   """The four ways of running, which must agree; returns the result."""
   results = [
-      manager.execute_calls(batch, parallel=True),
-      manager.execute_calls(batch, parallel=False),
-      asyncio.run(manager.execute_calls_async(batch, parallel=True)),
-      asyncio.run(manager.execute_calls_async(batch, parallel=False)),
+    manager.execute_calls(batch, parallel=True),
+    manager.execute_calls(batch, parallel=False),
+    asyncio.run(manager.execute_calls_async(batch, parallel=True)),
+    asyncio.run(manager.execute_calls_async(batch, parallel=False)),
   ]
   for result in results[1:]:
     assert list(result.items()) == list(results[0].items())
@@ -95,8 +93,9 @@ def run_all_ways(manager, batch):
 
 
 class TestBaseTool:
-
-  @pytest.mark.parametrize("cls, word", [(SyncTool, "sync"), (AsyncTool, "async")])
+  @pytest.mark.parametrize(
+    "cls, word", [(SyncTool, "sync"), (AsyncTool, "async")]
+  )
   def test_one_implementation_serves_both_callers(self, cls, word):
     tool = cls("t", "d")
     assert str(tool.forward(text="x")) == f"{word} x"
@@ -126,7 +125,6 @@ class TestBaseTool:
 
 
 class TestToolManager:
-
   def test_schemas_of_all_tools_in_order(self):
     manager = tools.ToolManager(MAP)
     assert [s["function"]["name"] for s in manager.json] == ["s", "a", "bad"]
@@ -155,7 +153,12 @@ class TestToolManager:
     result = run_all_ways(tools.ToolManager(MAP), batch)
     assert list(result) == [c.call_id for c in batch]
     texts = list(result.values())
-    assert texts[:4] == ["async 0", "sync 1", "Error: RuntimeError: no 2", "sync 3"]
+    assert texts[:4] == [
+      "async 0",
+      "sync 1",
+      "Error: RuntimeError: no 2",
+      "sync 3",
+    ]
     assert "unknown tool 'nope'" in texts[4]
     assert texts[5] == "async 5"
 
@@ -163,19 +166,19 @@ class TestToolManager:
     first_may_go = threading.Event()
 
     class First(SyncTool):
-
       def forward(self, text):
         assert first_may_go.wait(10)
         return "first"
 
     class Second(SyncTool):
-
       def forward(self, text):
         first_may_go.set()
         return "second"
 
     batch = calls("one", "two")
-    result = tools.ToolManager({"one": First, "two": Second}).execute_calls(batch)
+    result = tools.ToolManager({"one": First, "two": Second}).execute_calls(
+      batch
+    )
     assert list(result.values()) == ["first", "second"]
 
   @pytest.mark.parametrize("cls", [SyncTool, AsyncTool])
@@ -222,19 +225,18 @@ class TestToolManager:
     assert "unexpected keyword" in str(manager.run("s", text="1", more=2))
 
   @pytest.mark.parametrize(
-      "value, text",
-      [
-          ("plain", "plain"),
-          (3, "3"),
-          (True, "true"),
-          (None, ""),
-          ({"a": [1]}, '{"a": [1]}'),
-          (object(), "Error: tool 's' returned what cannot be shown"),
-      ],
+    "value, text",
+    [
+      ("plain", "plain"),
+      (3, "3"),
+      (True, "true"),
+      (None, ""),
+      ({"a": [1]}, '{"a": [1]}'),
+      (object(), "Error: tool 's' returned what cannot be shown"),
+    ],
   )
   def test_any_return_value_becomes_text(self, value, text):
     class Odd(SyncTool):
-
       def forward(self, text):
         return value
 
@@ -243,22 +245,22 @@ class TestToolManager:
 
   def test_openai_dicts_are_calls(self):
     batch = [
-        {"id": "1", "function": {"name": "s", "arguments": '{"text": "x"}'}},
-        {"name": "s", "arguments": {"text": "y"}},
+      {"id": "1", "function": {"name": "s", "arguments": '{"text": "x"}'}},
+      {"name": "s", "arguments": {"text": "y"}},
     ]
     result = tools.ToolManager(MAP).execute_calls(batch)
     assert list(result.values()) == ["sync x", "sync y"] and "1" in result
 
   @pytest.mark.parametrize(
-      "bad",
-      [
-          3,
-          "text",
-          [3],
-          [{"arguments": {}}],
-          [{"name": "s", "arguments": "{"}],
-          [{"name": "s", "arguments": [1]}],
-      ],
+    "bad",
+    [
+      3,
+      "text",
+      [3],
+      [{"arguments": {}}],
+      [{"name": "s", "arguments": "{"}],
+      [{"name": "s", "arguments": [1]}],
+    ],
   )
   def test_what_is_no_call_is_refused(self, bad):
     with pytest.raises(ValueError):
@@ -266,30 +268,42 @@ class TestToolManager:
 
 
 class TestCalculator:
-
   @pytest.mark.parametrize(
-      "expression, value",
-      [
-          ("1 + 1", "2"),
-          ("(2 + 3) * 4", "20"),
-          ("7 / 2", "3.5"),
-          ("8 / 2", "4"),
-          ("2 ** 10", "1024"),
-          ("-3 % 5", "2"),
-          ("7 // 2", "3"),
-          ("6 × 7 − 2 ÷ 1", "40"),
-      ],
+    "expression, value",
+    [
+      ("1 + 1", "2"),
+      ("(2 + 3) * 4", "20"),
+      ("7 / 2", "3.5"),
+      ("8 / 2", "4"),
+      ("2 ** 10", "1024"),
+      ("-3 % 5", "2"),
+      ("7 // 2", "3"),
+      ("6 × 7 − 2 ÷ 1", "40"),
+    ],
   )
   def test_value(self, expression, value):
     assert str(calculator.CalculatorTool().forward(expression)) == value
 
   @pytest.mark.parametrize(
-      "expression",
-      [
-          "1 / 0", "9 ** 9 ** 9 ** 9", "2 ** -9999999", "1e308 * 10",
-          "(-1) ** 0.5", "__import__('os')", "a + 1", "[1]", "'x' * 9", "1 +",
-          "", "(" * 5000, "1" * 2000, "True + 1", "lambda: 1", "1 if 2 else 3",
-      ],
+    "expression",
+    [
+      "1 / 0",
+      "9 ** 9 ** 9 ** 9",
+      "2 ** -9999999",
+      "1e308 * 10",
+      "(-1) ** 0.5",
+      "__import__('os')",
+      "a + 1",
+      "[1]",
+      "'x' * 9",
+      "1 +",
+      "",
+      "(" * 5000,
+      "1" * 2000,
+      "True + 1",
+      "lambda: 1",
+      "1 if 2 else 3",
+    ],
   )
   def test_what_is_not_arithmetic_is_an_error(self, expression):
     output = calculator.CalculatorTool().forward(expression)
@@ -301,7 +315,6 @@ class TestCalculator:
 
 
 class TestScreenshotTool:
-
   def test_stores_once_by_content(self):
     store = images.ImageStore()
     tool = tools.ScreenshotTool(store)
@@ -320,13 +333,13 @@ class TestScreenshotTool:
     assert shot.scale == (4.0, 2.0)
 
   @pytest.mark.parametrize(
-      "size, kwargs, wanted",
-      [
-          ((1522, 1022), dict(factor=28), (1512, 1008)),  # 36.5 rounds to even.
-          ((1920, 1080), dict(factor=32), (1920, 1088)),
-          ((10, 10), dict(factor=28), (28, 28)),
-          ((224, 160), {}, (224, 160)),
-      ],
+    "size, kwargs, wanted",
+    [
+      ((1522, 1022), dict(factor=28), (1512, 1008)),  # 36.5 rounds to even.
+      ((1920, 1080), dict(factor=32), (1920, 1088)),
+      ((10, 10), dict(factor=28), (28, 28)),
+      ((224, 160), {}, (224, 160)),
+    ],
   )
   def test_sizes_are_multiples(self, size, kwargs, wanted):
     assert tools.fit_size(*size, **kwargs) == wanted
@@ -334,20 +347,20 @@ class TestScreenshotTool:
   @pytest.mark.parametrize("size", [(4000, 3000), (333, 999), (50, 40)])
   def test_area_is_kept_within_limits(self, size):
     width, height = tools.fit_size(
-        *size, factor=28, min_pixels=56 * 56, max_pixels=1280 * 28 * 28
+      *size, factor=28, min_pixels=56 * 56, max_pixels=1280 * 28 * 28
     )
     assert width % 28 == 0 and height % 28 == 0
     assert 56 * 56 <= width * height <= 1280 * 28 * 28
 
   @pytest.mark.parametrize(
-      "pixels",
-      [
-          np.zeros((4, 4), np.uint8),
-          np.zeros((4, 4, 4), np.uint8),
-          np.zeros((4, 4, 3), np.float32),
-          "png",
-          None,
-      ],
+    "pixels",
+    [
+      np.zeros((4, 4), np.uint8),
+      np.zeros((4, 4, 4), np.uint8),
+      np.zeros((4, 4, 3), np.float32),
+      "png",
+      None,
+    ],
   )
   def test_what_is_no_screenshot_is_refused(self, pixels):
     tool = tools.ScreenshotTool(images.ImageStore())
@@ -357,7 +370,7 @@ class TestScreenshotTool:
   def test_is_a_tool(self):
     store = images.ImageStore()
     tool = tools.ScreenshotTool(
-        store, source=lambda: np.zeros((4, 6, 3), np.uint8)
+      store, source=lambda: np.zeros((4, 6, 3), np.uint8)
     )
     output = tools.ToolManager({"screenshot": tool}).run("screenshot")
     assert output.metadata["image"] in store

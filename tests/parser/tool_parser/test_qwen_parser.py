@@ -13,19 +13,19 @@ ToolCall = trajectory.ToolCall
 QWEN = tool_parser.get_tool_parser("qwen")()
 XML = tool_parser.get_tool_parser("qwen_xml")()
 WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather of a {city}.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string"},
-                "days": {"type": "integer"},
-            },
-            "required": ["city"],
-        },
+  "type": "function",
+  "function": {
+    "name": "get_weather",
+    "description": "Weather of a {city}.",
+    "parameters": {
+      "type": "object",
+      "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+      },
+      "required": ["city"],
     },
+  },
 }
 
 
@@ -41,7 +41,6 @@ ONE = call_text('{"name": "f", "arguments": {"a": 1}}')
 
 
 class TestCalls:
-
   def test_no_call(self):
     assert QWEN.parse("just text") == []
 
@@ -75,25 +74,24 @@ class TestCalls:
 
 
 class TestMalformed:
-
   @pytest.mark.parametrize(
-      "body, reason",
-      [
-          ("{'name': 'f'}", "bad JSON"),
-          ('{"name": "f", "arguments": {"a": 1}', "bad JSON"),
-          ('{"name": "f", "arguments": {"a": NaN}}', "NaN is not JSON"),
-          ('{"name": "f", "arguments": {"a": 1e999}}', "out of range"),
-          ('{"name": "f", "arguments": {"a": "\\ud800"}}', "bad JSON"),
-          ('{"name": "f", "arguments": [1]}', "must be an object"),
-          ('{"name": 3, "arguments": {}}', '"name" string'),
-          ('{"name": "", "arguments": {}}', '"name" string'),
-          ("[1, 2]", "must hold a JSON object"),
-          ("", "must hold a JSON object"),
-          ('{"name": "f"} trailing', "expected </tool_call>"),
-          ("<function=f><parameter=a>1</function>", "never closed"),
-          ("<function=f>stray</function>", "expected </function>"),
-          ('{"a":' * 5000, "bad JSON"),
-      ],
+    "body, reason",
+    [
+      ("{'name': 'f'}", "bad JSON"),
+      ('{"name": "f", "arguments": {"a": 1}', "bad JSON"),
+      ('{"name": "f", "arguments": {"a": NaN}}', "NaN is not JSON"),
+      ('{"name": "f", "arguments": {"a": 1e999}}', "out of range"),
+      ('{"name": "f", "arguments": {"a": "\\ud800"}}', "bad JSON"),
+      ('{"name": "f", "arguments": [1]}', "must be an object"),
+      ('{"name": 3, "arguments": {}}', '"name" string'),
+      ('{"name": "", "arguments": {}}', '"name" string'),
+      ("[1, 2]", "must hold a JSON object"),
+      ("", "must hold a JSON object"),
+      ('{"name": "f"} trailing', "expected </tool_call>"),
+      ("<function=f><parameter=a>1</function>", "never closed"),
+      ("<function=f>stray</function>", "expected </function>"),
+      ('{"a":' * 5000, "bad JSON"),
+    ],
   )
   def test_is_reported_and_the_others_are_kept(self, body, reason):
     result = QWEN.parse_result(call_text(body) + ONE)
@@ -115,7 +113,6 @@ class TestMalformed:
 
 
 class TestReasoning:
-
   def test_thought_is_what_stands_before_the_call(self):
     result = QWEN.parse_result(f"Action: press it.\n{ONE}")
     assert result.thought == "Action: press it." and len(result.calls) == 1
@@ -144,17 +141,16 @@ class TestReasoning:
 
 
 class TestXml:
-
   def test_parameters_are_read_by_either_style(self):
     text = (
-        "<tool_call>\n<function=get_weather>\n<parameter=city>\nBrno\n"
-        "</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n"
-        "</tool_call>"
+      "<tool_call>\n<function=get_weather>\n<parameter=city>\nBrno\n"
+      "</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n"
+      "</tool_call>"
     )
     for parser in (QWEN, XML):
       assert same(
-          parser.parse(text, strict=True),
-          [("get_weather", {"city": "Brno", "days": 3})],
+        parser.parse(text, strict=True),
+        [("get_weather", {"city": "Brno", "days": 3})],
       )
 
   def test_declared_strings_stay_strings(self):
@@ -173,7 +169,6 @@ class TestXml:
 
 
 class TestPrompt:
-
   @pytest.mark.parametrize("parser", [QWEN, XML])
   def test_markup_stays_in_the_prompt(self, parser):
     prompt = parser.get_tool_prompt([WEATHER])
@@ -201,9 +196,10 @@ def test_tool_outputs_are_found_by_position():
 
 
 class TestRegistry:
-
   def test_class_is_found_by_name(self):
-    assert issubclass(tool_parser.get_tool_parser("qwen"), tool_parser.ToolParser)
+    assert issubclass(
+      tool_parser.get_tool_parser("qwen"), tool_parser.ToolParser
+    )
 
   def test_every_name_can_be_built(self):
     for name in tool_parser.tool_parser_names():
@@ -234,30 +230,63 @@ class TestRegistry:
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)))
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | TEXT
-    | st.floats(allow_nan=False, allow_infinity=False),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=8,
+  st.none()
+  | st.booleans()
+  | st.integers()
+  | TEXT
+  | st.floats(allow_nan=False, allow_infinity=False),
+  lambda inner: (
+    st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)
+  ),
+  max_leaves=8,
 )
 CALLS = st.lists(
-    st.builds(
-        ToolCall,
-        name=TEXT.filter(bool),
-        arguments=st.dictionaries(TEXT, VALUES, max_size=3),
-    ),
-    max_size=3,
+  st.builds(
+    ToolCall,
+    name=TEXT.filter(bool),
+    arguments=st.dictionaries(TEXT, VALUES, max_size=3),
+  ),
+  max_size=3,
 )
 PIECES = st.lists(
-    st.sampled_from([
-        "<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", '"',
-        '{"name": "f", "arguments": {}}', "<function=f>", "</function>",
-        "<parameter=a>", "</parameter>", "\\u", "\\", "[", "]", ":", ",", "\n",
-        '"name"', "1e999", "9" * 5000, "Action:", "click(", "start_box='", "'",
-        ")", "(1,2)", "<tools>", "action", "Thought:", "=",
-    ])
-    | TEXT,
-    max_size=20,
+  st.sampled_from(
+    [
+      "<tool_call>",
+      "</tool_call>",
+      "<think>",
+      "</think>",
+      "{",
+      "}",
+      '"',
+      '{"name": "f", "arguments": {}}',
+      "<function=f>",
+      "</function>",
+      "<parameter=a>",
+      "</parameter>",
+      "\\u",
+      "\\",
+      "[",
+      "]",
+      ":",
+      ",",
+      "\n",
+      '"name"',
+      "1e999",
+      "9" * 5000,
+      "Action:",
+      "click(",
+      "start_box='",
+      "'",
+      ")",
+      "(1,2)",
+      "<tools>",
+      "action",
+      "Thought:",
+      "=",
+    ]
+  )
+  | TEXT,
+  max_size=20,
 ).map("".join)
 
 

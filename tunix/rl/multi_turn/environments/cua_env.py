@@ -205,7 +205,7 @@ class CUAEnv(base_env.BaseEnv):
   def from_dict(cls, env_args: Mapping[str, Any]) -> CUAEnv:
     """Builds the environment from a config; it is not changed.
 
-    Keys: `gym`, a name, {"name": …, and the factory's arguments} or a Gym;
+    Keys: `gym`, a name, {"name": …, and its settings} or a Gym;
     `task`, a Task or its JSON; `image_store`, an ImageStore or None for one of
     its own; `screenshot`, arguments of ScreenshotTool; `action_parser`, a name,
     {"name": …, and arguments} or a parser; and the constructor's other
@@ -219,13 +219,13 @@ class CUAEnv(base_env.BaseEnv):
       if key not in args:
         raise ValueError(f"a CUAEnv config needs {key!r}")
     gym = args.pop("gym")
-    if isinstance(gym, str):
-      gym = registry.make_gym(gym)
-    elif isinstance(gym, Mapping):
-      gym = registry.make_gym(**_named(gym, "gym"))
+    if isinstance(gym, (str, Mapping)):
+      gym = registry.gym_from_config(gym)
     parser = args.get("action_parser")
     if isinstance(parser, Mapping):
-      parser = _named(parser, "action_parser")
+      parser = dict(parser)
+      if "name" not in parser:
+        raise ValueError(f"the action_parser config needs 'name': {parser!r}")
       args["action_parser"] = tool_parser.get_tool_parser(parser.pop("name"))(
           **parser
       )
@@ -335,12 +335,6 @@ class CUAEnv(base_env.BaseEnv):
     )
     info["reward_metadata"] = output.metadata
     return output.reward
-
-
-def _named(config: Mapping[str, Any], what: str) -> dict[str, Any]:
-  if "name" not in config:
-    raise ValueError(f"the {what} config needs 'name': {dict(config)!r}")
-  return dict(config)
 
 
 def _loggable(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ is imported when the gym is first made: naming `miniwob` needs no browser.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 from tunix.rl.multi_turn import registry
 
@@ -51,6 +51,24 @@ def make_gym(name: str, **kwargs: Any) -> Any:
     ImportError: the gym's package is missing.
   """
   return _GYMS.get(name)(**kwargs)
+
+
+def gym_from_config(config: str | Mapping[str, Any]) -> Any:
+  """Builds a gym from its name, or from {"name": …, and its settings}.
+
+  A factory with a `from_dict` gets the settings through it.
+
+  Raises:
+    ValueError: no name, or an unknown one.
+  """
+  if isinstance(config, str):
+    config = {"name": config}
+  settings = dict(config)
+  if "name" not in settings:
+    raise ValueError(f"the gym config needs 'name': {settings!r}")
+  factory = _GYMS.get(settings.pop("name"))
+  from_dict = getattr(factory, "from_dict", None)
+  return from_dict(settings) if from_dict else factory(**settings)
 
 
 def gym_names() -> tuple[str, ...]:
