@@ -72,7 +72,9 @@ class Registry(Generic[T]):
       ValueError: the name is taken or empty.
     """
     if not isinstance(name, str) or not name:
-      raise ValueError(f"a {self.kind}'s name must be a non-empty str: {name!r}")
+      raise ValueError(
+          f"the name of a {self.kind} must be a non-empty str, got {name!r}"
+      )
 
     def add(entry: T) -> T:
       if name in self._entries and not replace:
