@@ -88,9 +88,11 @@ SCAFFOLD_TOKENS = (
     f'{_CALL}type", "text": "',
     f'{_CALL}answer", "text": "',
     f'{_CALL}key", "keys": ["',
-    f'{_CALL}wait", "time": ',
+    f'{_CALL}wait"',
     f'{_CALL}terminate", "status": "',
     '], "pixels": ',
+    '], "pixels": -',
+    f'{_CALL}left_click_drag", "start_coordinate": [',
     '], "coordinate": [',
     "]}}\n",
     '"}}\n',
@@ -387,11 +389,13 @@ def corpus(
             },
         })
     )
-  # A word is written bare in a call ("hello"), after a space in a sentence,
-  # and capitalised on a button.
-  for name in names:
-    for form in (name, name, name.capitalize(), f" {name}"):
-      lines.extend([form] * 12)
+  # A word is written bare in a call ("hello"), after a space in a sentence.
+  for name in _WORDS:
+    for form in (name, name.capitalize(), f" {name}"):
+      lines.extend([form] * 10)
+  for name in words:
+    for form in (name, f" {name}"):
+      lines.extend([form] * 60)
   # Random strings are typed too: common letter pairs, all of ASCII.
   for _ in range(400):
     lines.append("".join(rng.choices(_LETTERS, k=rng.randint(2, 6))))
@@ -416,7 +420,7 @@ def gym_texts() -> tuple[list[str], list[str]]:
       prompts.get_prompt("desktop_compact"), compact.get_tool_prompt()
   )
   tasks = desktop.DesktopTasks()
-  sentences = [system] * 20 + [
+  sentences = [system] * 150 + [
       tasks.task(family, seed, level).instruction
       for family in tasks.families()
       for level in (0, 1, 2)
