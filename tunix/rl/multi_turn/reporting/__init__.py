@@ -1,6 +1,24 @@
-"""What a run shows and leaves behind: observers and the report."""
+"""What a run shows and leaves behind: observers and the report.
 
-from tunix.rl.multi_turn.reporting.metrics_writer import MetricsWriter
-from tunix.rl.multi_turn.reporting.progress import ProgressBar
-from tunix.rl.multi_turn.reporting.summary_writer import SummaryWriter
-from tunix.rl.multi_turn.reporting.trajectory_writer import TrajectoryWriter
+The observers are found here by name and imported when first asked for, so
+that the modules below can also be run as programs.
+"""
+
+import importlib
+
+_HOMES = {
+    "MetricsWriter": "metrics_writer",
+    "ProgressBar": "progress",
+    "SummaryWriter": "summary_writer",
+    "TrajectoryWriter": "trajectory_writer",
+    "build_report": "report",
+    "engine_metrics": "metrics",
+    "group_metrics": "metrics",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+  if name not in _HOMES:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

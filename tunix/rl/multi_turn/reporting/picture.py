@@ -26,21 +26,23 @@ def draw(run: run_data.Run, *, film_strips: int = 4) -> pathlib.Path:
 
   stories = run_data.choose_episodes(run.episodes, film_strips)
   strips = [e for story in stories for e in story]
-  height = 3.6 + 2.1 * len(strips)
+  height = 3.8 + 2.0 * len(strips)  # Inches.
   figure = figure_lib.Figure(figsize=(11, height), dpi=110)
   backend_agg.FigureCanvasAgg(figure)
   grid = figure.add_gridspec(
       1 + len(strips),
       _COLUMNS * 2,
       height_ratios=[2.9, *[2.0] * len(strips)],
-      hspace=0.55,
+      hspace=0.42,
       wspace=0.35,
       left=0.06,
       right=0.98,
-      top=1 - 0.55 / height,
-      bottom=0.35 / height,
+      top=1 - 0.8 / height,
+      bottom=0.4 / height,
   )
-  figure.suptitle(run.name, x=0.06, ha="left", fontsize=13, parse_math=False)
+  figure.text(
+      0.06, 1 - 0.38 / height, run.name, fontsize=13, parse_math=False
+  )
   _curve(figure.add_subplot(grid[0, : _COLUMNS]), run)
   _bars(figure.add_subplot(grid[0, _COLUMNS:]), run)
   for row, episode in enumerate(strips, 1):
@@ -69,7 +71,8 @@ def _curve(axes: Any, run: run_data.Run) -> None:
       ("success_rate", "success rate", 2),
   ):
     line = report.curve(run, metric, label, colour)
-    if not line.x:
+    same = report.curve(run, "success_rate", "", 0).raw
+    if not line.x or (metric == "reward_mean" and line.raw == same):
       continue
     drawn = True
     top = max(top, max(line.raw))

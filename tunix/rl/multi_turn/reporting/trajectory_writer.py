@@ -193,7 +193,7 @@ class TrajectoryWriter:
       self._save(ref)
     with self._path.open("a", encoding="utf-8") as file:
       file.write(line + "\n")
-    self._references.update(refs)
+    self._references.update(list(refs))
     self.counters["written"] += 1
     thin.kept += 1
     if thin.kept > thin.limit:
@@ -252,7 +252,7 @@ class TrajectoryWriter:
         step[split] = min(step.get(split, gap), gap)
       last[split] = max(last[split], index)
       self._thin[split].kept += 1
-      self._references.update(image_refs(line))
+      self._references.update(list(image_refs(line)))
     for split, thin in self._thin.items():
       thin.stride = step.get(split, 1)
       thin.seen = last[split] + 1

@@ -1,0 +1,393 @@
+"""What the observers promise about the files they leave behind."""
+
+import io
+import json
+import threading
+
+import numpy as np
+from PIL import Image
+import pytest
+import synthetic_run
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.reporting import files
+from tunix.rl.multi_turn.reporting import metrics as metrics_lib
+from tunix.rl.multi_turn.reporting import metrics_writer
+from tunix.rl.multi_turn.reporting import progress
+from tunix.rl.multi_turn.reporting import summary_writer
+from tunix.rl.multi_turn.reporting import trajectory_writer
+
+Status = trajectory_lib.TrajectoryStatus
+
+
+def step(number, time=0.0, **metrics):
+  return events.StepFinished(number, number, metrics, time=time)
+
+
+def lines(path):
+  return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+# --- metrics.jsonl ------------------------------------------------------------
+
+
+def test_a_step_is_on_disk_when_its_event_has_returned(tmp_path):
+  writer = metrics_writer.MetricsWriter(tmp_path / "run" / "metrics.jsonl")
+  writer.on_event(step(1, time=5.0, loss=np.float32(0.5)))
+  assert lines(tmp_path / "run" / "metrics.jsonl") == [
+      {"step": 1, "version": 1, "time": 5.0, "loss": 0.5}
+  ]
+
+
+def test_what_is_not_finite_is_null_and_the_line_stays_strict_json(tmp_path):
+  writer = metrics_writer.MetricsWriter(tmp_path / "m.jsonl")
+  writer.on_event(step(1, loss=float("nan"), grad_norm=np.inf))
+  text = (tmp_path / "m.jsonl").read_text()
+  found = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+  assert found["loss"] is None and found["grad_norm"] is None
+
+
+def test_resuming_removes_the_steps_that_will_be_made_again(tmp_path):
+  path = tmp_path / "m.jsonl"
+  writer = metrics_writer.MetricsWriter(path)
+  for number in range(1, 6):
+    writer.on_event(step(number))
+  writer.close()
+  with path.open("a") as file:
+    file.write('{"step": 6, "torn')
+  writer = metrics_writer.MetricsWriter(path, resume_step=3)
+  writer.on_event(step(4))
+  assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
+  metrics_writer.MetricsWriter(path)
+  assert not path.read_text()
+
+
+def test_undocumented_metrics_are_named_once(tmp_path, caplog):
+  writer = metrics_writer.MetricsWriter(tmp_path / "m.jsonl")
+  for number in (1, 2):
+    writer.on_event(step(number, loss=1.0, mystery=2.0))
+  assert caplog.text.count("mystery") == 1
+  assert "loss" not in caplog.text
+  assert lines(tmp_path / "m.jsonl")[1]["mystery"] == 2.0
+
+
+def test_the_reference_of_metrics_in_docs_is_up_to_date(pytestconfig):
+  written = (pytestconfig.rootpath / "docs" / "metrics.md").read_text()
+  assert written == metrics_lib.reference(), (
+      "run: python -m tunix.rl.multi_turn.reporting.metrics > docs/metrics.md"
+  )
+
+
+# --- readings -----------------------------------------------------------------
+
+
+def test_group_metrics_count_what_the_policy_decided():
+  store = images_lib.ImageStore()
+
+  def group(*members):
+    return trajectory_lib.TrajectoryGroup("g", "t", members)
+
+  def one(success, **kw):
+    return synthetic_run.episode(store, success=success, **kw)
+
+  broken = one(False, status=Status.ENV_ERROR)
+  broken.metrics = {"seconds": 2.5, "seconds_model": 0.3}
+  found = metrics_lib.group_metrics([
+      group(one(True, turns=2), one(False), broken),
+      group(one(True), one(True, family="enter-text")),
+  ])
+  assert found["groups"] == 2 and found["episodes"] == 5
+  assert found["invalid_episodes"] == pytest.approx(0.2)
+  assert found["success_rate"] == found["reward_mean"] == 0.75
+  assert found["success_rate/click-button"] == pytest.approx(2 / 3)
+  assert found["success_rate/enter-text"] == 1.0
+  assert found["informative_groups"] == 0.5
+  assert found["turns_mean"] == 1.25
+  assert found["episode_tokens_mean"] == 3 * 1.25
+  assert found["episode_seconds_max"] == 2.5
+  assert found["model_share"] == pytest.approx(1.5 / 4.5)
+  assert found["status/env_error"] == pytest.approx(0.2)
+  assert not metrics_lib.undocumented(found)
+
+
+def test_without_a_valid_episode_means_are_absent_not_zero():
+  store = images_lib.ImageStore()
+  broken = synthetic_run.episode(
+      store, success=False, status=Status.ENV_ERROR
+  )
+  group = trajectory_lib.TrajectoryGroup("g", "t", (broken,))
+  found = metrics_lib.group_metrics([group])
+  assert found["invalid_episodes"] == 1.0
+  assert "reward_mean" not in found and "success_rate" not in found
+
+
+def test_engine_metrics_are_differences_of_counters():
+  before = {"decode_tokens": 100, "seconds_idle": 1.0, "prompt_tokens": 10}
+  after = {
+      "decode_tokens": 300,
+      "decode_places": 400,
+      "seconds_idle": 1.5,
+      "prompt_tokens": 110,
+      "prefilled_tokens": 25,
+      "compiles_after_warm_up": 2,
+  }
+  found = metrics_lib.engine_metrics(before, after, 2.0)
+  assert found["rollout_tokens_per_second"] == 100
+  assert found["prefix_reuse"] == 0.75
+  assert found["batch_occupancy"] == 0.5
+  assert found["engine_busy"] == 0.75
+  assert found["engine_compiles"] == 2
+  assert not metrics_lib.undocumented(found)
+
+
+# --- trajectories.jsonl -------------------------------------------------------
+
+
+def test_episodes_come_back_as_they_were_with_their_screenshots(tmp_path):
+  store = images_lib.ImageStore()
+  episode = synthetic_run.episode(store, turns=3)
+  writer = trajectory_writer.TrajectoryWriter(tmp_path, store, limit=8)
+  writer.on_event(events.WeightsPublished(7, 0.0))
+  writer.on_event(synthetic_run.finished(episode))
+  assert writer.close()
+  (line,) = lines(tmp_path / "trajectories.jsonl")
+  assert (line["version"], line["family"], line["split"]) == (
+      7, "click-button", "train",
+  )
+  again = trajectory_lib.Trajectory.from_json(line)
+  assert again.steps == episode.steps
+  assert again.sequences == episode.sequences
+  refs = trajectory_writer.image_refs(line)
+  assert {s.image.sha256 for s in episode.sequences[0].images} < set(refs)
+  for ref in refs.values():
+    with Image.open(tmp_path / "images" / f"{ref.sha256}.png") as image:
+      pixels = np.asarray(image)
+    assert images_lib.hash_pixels(pixels) == ref.sha256
+
+
+def test_a_long_run_keeps_few_episodes_evenly_and_only_their_images(tmp_path):
+  store = images_lib.ImageStore()
+  writer = trajectory_writer.TrajectoryWriter(
+      tmp_path, store, limit=16, max_pending=1000
+  )
+  for i in range(150):
+    writer.on_event(
+        synthetic_run.finished(synthetic_run.episode(store, seed=i // 2))
+    )
+    if i % 3 == 0:
+      writer.on_event(
+          synthetic_run.finished(synthetic_run.episode(store, seed=i), "eval")
+      )
+  assert writer.close()
+  found = lines(tmp_path / "trajectories.jsonl")
+  train = [line["index"] for line in found if line["split"] == "train"]
+  evals = [line["index"] for line in found if line["split"] == "eval"]
+  assert train == list(range(0, 150, 16))
+  assert evals == list(range(0, 50, 16))
+  wanted = set()
+  for line in found:
+    wanted |= set(trajectory_writer.image_refs(line))
+  assert {p.stem for p in (tmp_path / "images").glob("*.png")} == wanted
+  assert not writer.counters["dropped"] and not writer.counters["failed"]
+
+
+def test_a_resumed_run_goes_on_where_the_file_ends(tmp_path):
+  store = images_lib.ImageStore()
+
+  def tell(writer, count):
+    for i in range(count):
+      writer.on_event(
+          synthetic_run.finished(synthetic_run.episode(store, seed=i))
+      )
+    assert writer.close()
+
+  tell(trajectory_writer.TrajectoryWriter(tmp_path, store, limit=16), 20)
+  with (tmp_path / "trajectories.jsonl").open("a") as file:
+    file.write('{"index": 99, "torn')
+  writer = trajectory_writer.TrajectoryWriter(
+      tmp_path, store, limit=16, resume=True
+  )
+  tell(writer, 20)
+  index = [line["index"] for line in lines(tmp_path / "trajectories.jsonl")]
+  assert len(index) <= 12 and index == sorted(set(index))
+  assert len(set(np.diff(index))) == 1  # Still evenly spread.
+
+
+class _SlowStore:
+  """Holds the writing thread until it is let go."""
+
+  def __init__(self):
+    self.gate = threading.Event()
+
+  def get(self, ref):
+    self.gate.wait(30)
+    raise KeyError(ref.sha256)
+
+
+def test_a_slow_disk_drops_and_counts_but_never_blocks(tmp_path):
+  store = _SlowStore()
+  writer = trajectory_writer.TrajectoryWriter(
+      tmp_path, store, limit=1000, max_pending=4
+  )
+  episode = synthetic_run.episode(images_lib.ImageStore())
+  for _ in range(50):
+    writer.on_event(synthetic_run.finished(episode))
+  assert writer.counters["dropped"] >= 45
+  assert not writer.flush(timeout_s=0.05)
+  store.gate.set()
+  assert writer.close()
+  kept = len(lines(tmp_path / "trajectories.jsonl"))
+  assert kept + writer.counters["dropped"] == 50
+  assert writer.counters["images_missing"] == 2 * kept
+
+
+def test_what_cannot_be_written_is_counted_and_the_rest_goes_on(
+    tmp_path, caplog
+):
+  store = images_lib.ImageStore()
+  writer = trajectory_writer.TrajectoryWriter(tmp_path, store, limit=8)
+  bad = synthetic_run.episode(store)
+  bad.steps[0].info["pixels"] = np.zeros((200, 200))
+  for episode in (bad, bad, synthetic_run.episode(store)):
+    writer.on_event(synthetic_run.finished(episode))
+  assert writer.close()
+  assert writer.counters["failed"] == 2
+  assert caplog.text.count("not recorded") == 1
+  assert len(lines(tmp_path / "trajectories.jsonl")) == 1
+
+
+def test_no_thread_outlives_the_writer_and_zero_keeps_nothing(tmp_path):
+  before = threading.active_count()
+  writer = trajectory_writer.TrajectoryWriter(tmp_path, None, limit=0)
+  writer.on_event(
+      synthetic_run.finished(synthetic_run.episode(images_lib.ImageStore()))
+  )
+  writer.on_event(events.RunFinished("completed"))
+  assert writer.close() and threading.active_count() == before
+  assert not (tmp_path / "trajectories.jsonl").exists()
+
+
+# --- summary.json -------------------------------------------------------------
+
+
+def test_the_summary_holds_evaluations_counts_and_the_end(tmp_path):
+  path = tmp_path / "summary.json"
+  writer = summary_writer.SummaryWriter(path, extra=lambda: {"devices": 2})
+  store = images_lib.ImageStore()
+  writer.on_event(events.RunStarted("r", {}, time=100.0))
+  assert files.read_json(path)["status"] == "running"
+  writer.on_event(events.EvalFinished("initial", synthetic_run.results(0.1)))
+  for status in (Status.SUCCEEDED, Status.FAILED, Status.FAILED):
+    episode = synthetic_run.episode(store, status=status)
+    writer.on_event(synthetic_run.finished(episode))
+  writer.on_event(events.Fault("step", "EnvStepError", "x"))
+  writer.on_event(step(3, loss=float("nan")))
+  writer.on_event(events.RunFinished("failed", "disk full"))
+  data = json.loads(path.read_text())
+  assert (data["run_name"], data["status"]) == ("r", "failed")
+  assert data["error"] == "disk full" and data["devices"] == 2
+  assert data["eval"]["initial"]["by_task"]["click-button"]["episodes"] == 40
+  assert data["episodes"] == {"train/failed": 2, "train/succeeded": 1}
+  assert data["faults"] == {"step/EnvStepError": 1}
+  assert data["step"] == 3 and data["last_metrics"] == {"loss": None}
+
+
+def test_a_resumed_summary_adds_to_what_was_there(tmp_path):
+  path = tmp_path / "summary.json"
+  for resume in (False, True):
+    writer = summary_writer.SummaryWriter(path, resume=resume)
+    writer.on_event(events.RunStarted("r", {}))
+    writer.on_event(events.Fault("close", "Timeout", "x"))
+    name = "final" if resume else "initial"
+    writer.on_event(events.EvalFinished(name, synthetic_run.results(0.5)))
+    writer.on_event(events.RunFinished("interrupted"))
+  data = files.read_json(path)
+  assert list(data["eval"]) == ["initial", "final"]
+  assert data["faults"] == {"close/Timeout": 2} and data["resumed"] == 1
+
+
+def test_time_is_booked_on_the_stage_it_was_spent_in(tmp_path):
+  path = tmp_path / "summary.json"
+  writer = summary_writer.SummaryWriter(path)
+  writer.on_event(events.Progress("warm start", 1, 10, time=10.0))
+  writer.on_event(events.Progress("warm start", 10, 10, time=14.0))
+  writer.on_event(step(1, time=20.0))
+  writer.on_event(step(2, time=25.0))
+  writer.on_event(events.RunFinished("completed", time=26.0))
+  assert files.read_json(path)["stage_seconds"] == {
+      "warm start": 10.0, "train": 6.0,
+  }
+
+
+def test_a_broken_source_of_extras_costs_only_the_extras(tmp_path):
+  path = tmp_path / "summary.json"
+  writer = summary_writer.SummaryWriter(path, extra=lambda: 1 / 0)
+  writer.on_event(events.RunFinished("completed"))
+  data = files.read_json(path)
+  assert data["status"] == "completed"
+  assert "ZeroDivisionError" in data["extra_error"]
+
+
+# --- progress -----------------------------------------------------------------
+
+
+def test_plain_lines_are_few_and_say_what_matters():
+  out = io.StringIO()
+  bar = progress.ProgressBar(100, stream=out, interval_s=5)
+  for number in range(1, 101):
+    bar.on_event(
+        step(
+            number,
+            time=float(number),
+            reward_mean=0.5,
+            success_rate=0.25,
+            rollout_tokens_per_second=812.3,
+            staleness_mean=0.5,
+        )
+    )
+  written = out.getvalue().splitlines()
+  assert len(written) == 21
+  assert written[1] == (
+      "step 6/100 reward 0.50, success 0.25, 812 tok/s, stale 0.5 eta 1m34s"
+  )
+  assert written[-1].startswith("step 100/100")
+  assert "eta" not in written[-1]
+
+
+def test_stages_and_evaluations_are_told():
+  out = io.StringIO()
+  bar = progress.ProgressBar(10, stream=out)
+  bar.on_event(events.Progress("warm start", 0, 50, "loss 2.1", time=0.0))
+  bar.on_event(events.Progress("warm start", 1, 50, time=1.0))
+  bar.on_event(events.Progress("warm start", 50, 50, time=2.0))
+  bar.on_event(events.EvalFinished("warm_start", synthetic_run.results(0.5)))
+  bar.on_event(events.RunFinished("interrupted"))
+  written = out.getvalue().splitlines()
+  assert written[:2] == ["warm start 0/50 loss 2.1", "warm start 50/50"]
+  assert "evaluation warm_start: success 0.425 [0.340, 0.514]" in written[2]
+  assert "click-button 0.50" in written[2]
+  assert written[3] == "run interrupted"
+
+
+def test_a_terminal_gets_a_bar_and_none_is_silent():
+  out = io.StringIO()
+  bar = progress.ProgressBar(10, mode="bar", stream=out)
+  bar.on_event(events.Progress("compile", 1, 2))
+  bar.on_event(step(3, reward_mean=0.5))
+  bar.on_event(events.RunFinished("completed"))
+  text = out.getvalue()
+  assert "compile 1/2" in text and "train 3/10" in text
+  assert "reward 0.50" in text and "run completed" in text
+  silent = io.StringIO()
+  progress.ProgressBar(10, mode="none", stream=silent).on_event(step(1))
+  assert not silent.getvalue()
+  with pytest.raises(ValueError, match="mode must be"):
+    progress.ProgressBar(10, mode="fancy")
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(9.4, "9s"), (185, "3m05s"), (7620, "2h07m"), (-1, "0s")]
+)
+def test_durations(seconds, text):
+  assert progress.duration(seconds) == text
