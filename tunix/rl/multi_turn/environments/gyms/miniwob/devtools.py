@@ -78,6 +78,13 @@ _FLAGS = (
     "--disable-prompt-on-repost",
     "--disable-smooth-scrolling",
     "--disable-dev-shm-usage",
+    # The same page gives the same pixels, whatever was drawn before.
+    "--disable-partial-raster",
+    "--disable-checker-imaging",
+    "--disable-threaded-animation",
+    "--disable-threaded-scrolling",
+    "--disable-image-animation-resync",
+    "--disable-new-content-rendering-timeout",
     "--password-store=basic",
     "--use-mock-keychain",
     # No network: names do not resolve, and all traffic, the loopback's too,

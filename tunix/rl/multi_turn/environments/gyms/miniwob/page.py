@@ -318,6 +318,9 @@ class WobPage:
     """Turns the wheel at (x, y) by pixels; dy > 0 shows what is below."""
     method, params = self._mouse("mouseWheel", x, y)
     await self._all(((method, params | {"deltaX": dx, "deltaY": dy}),))
+    # The wheel is answered before the scrolling that it causes is sent to the
+    # page; this move comes after that.
+    await self._all((self._mouse("mouseMoved", x, y),))
 
   async def type_text(self, text: str) -> None:
     await self._all(keys_lib.text_events(text))

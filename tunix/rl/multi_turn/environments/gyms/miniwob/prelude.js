@@ -162,7 +162,10 @@
     },
     // Lets time pass, then shows `number` and returns the page's state.
     step: async (number, milliseconds, settle) => {
-      if (settle) await new Promise(realFrame);  // Scroll events are due then.
+      if (settle) {  // Scrolling is carried out, then reported, by frames.
+        await new Promise(realFrame);
+        await new Promise(realFrame);
+      }
       if (milliseconds > 0) await advance(milliseconds);
       marker.style.background =
           'rgb(' + (number & 255) + ',' + (number >> 8 & 255) + ',90)';
