@@ -33,7 +33,6 @@ import threading
 import time
 from typing import Any, Callable, Sequence
 
-import numpy as np
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn.policy import base

@@ -173,6 +173,7 @@ class Programs:
     self.compile_seconds = 0.0
     self._compiled: dict[Variant, Callable[..., Any]] = {}
     self._lock = threading.Lock()
+    self._init_cache = jax.jit(lambda p: self._merge(p).init_cache(slots, c))
     self.reset()
 
   # --- buffers ---------------------------------------------------------------
@@ -180,9 +181,7 @@ class Programs:
   def reset(self) -> None:
     """Fresh KV cache and vision pool; what they held is gone."""
     self.cache = self.pool = None
-    self.cache = jax.jit(
-        lambda p: self._merge(p).init_cache(self.slots, self.context_length)
-    )(self.params)
+    self.cache = self._init_cache(self.params)
     self.pool = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype), self._pool_shape
     )

@@ -4,7 +4,7 @@ Promises: the log-prob is that of the distribution the token was drawn from
 (after ban, temperature, top-k and top-p, renormalised); a token of
 probability zero is never drawn; a row's draw depends only on its own logits,
 key and index, never on the rest of the batch. Randomness is counter-based:
-row r's draw number i uses `fold_in(key_r, i)`.
+row r's draw number i uses the bits of `fold_in(key_r, i)`.
 
 Truncation is by threshold, found exactly by bisection over the bit patterns
 of the logits instead of a sort of the vocabulary; tokens that tie with the
@@ -20,6 +20,7 @@ from __future__ import annotations
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
@@ -68,8 +69,11 @@ def truncate(
   return jnp.where(kept, scaled_RV, -jnp.inf)
 
 
-def _first_above(cdf: jax.Array, mass: jax.Array, u: jax.Array) -> jax.Array:
+def _first_above(mass: jax.Array, u: jax.Array) -> jax.Array:
   """Index of the first entry of positive mass whose cdf exceeds u * total."""
+  # A product with a triangle compiles in a third of cumsum's time.
+  triangle = np.tri(mass.shape[-1], dtype=np.float32).T
+  cdf = jnp.matmul(mass, triangle, precision=lax.Precision.HIGHEST)
   inside = (cdf > u[:, None] * cdf[:, -1:]) & (mass > 0)
   return jnp.where(
       jnp.any(inside, axis=-1),
@@ -85,12 +89,10 @@ def _draw(weights_RV: jax.Array, u_R2: jax.Array) -> jax.Array:
   padded = jnp.pad(weights_RV, ((0, 0), (0, -vocabulary % width)))
   blocks_RNM = padded.reshape(rows, -1, width)
   mass_RN = jnp.sum(blocks_RNM, axis=-1)
-  block_R = _first_above(jnp.cumsum(mass_RN, axis=-1), mass_RN, u_R2[:, 0])
+  block_R = _first_above(mass_RN, u_R2[:, 0])
   chosen_RM = jnp.take_along_axis(blocks_RNM, block_R[:, None, None], axis=1)
   chosen_RM = chosen_RM[:, 0]
-  offset_R = _first_above(
-      jnp.cumsum(chosen_RM, axis=-1), chosen_RM, u_R2[:, 1]
-  )
+  offset_R = _first_above(chosen_RM, u_R2[:, 1])
   return (block_R * width + offset_R).astype(jnp.int32)
 
 
@@ -99,7 +101,7 @@ def uniforms(keys_R2: jax.Array, index_R: jax.Array) -> jax.Array:
 
   def one(key, index):
     key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    return jax.random.bits(jax.random.fold_in(key, index), (2,), jnp.uint32)
+    return jax.random.key_data(jax.random.fold_in(key, index))
 
   bits = jax.vmap(one)(keys_R2, index_R)
   return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)

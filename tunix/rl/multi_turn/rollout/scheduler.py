@@ -170,10 +170,13 @@ class Scheduler:
       )
       wrapped.__cause__ = error
       self._end(request, wrapped)
-    self._table[:, P.START] = 0
-    self._table[:, P.REMAINING] = 0
-    self._pool.clear()
+    self._drop_caches()
     self.counters.recoveries += 1
+
+  def _drop_caches(self) -> None:
+    """Empties the device; active requests are prefilled again."""
+    self._table[:, P.START] = 0
+    self._pool.clear()
     self.programs.reset()
 
   def take_done(self) -> list[slots_lib.Request]:
@@ -534,6 +537,9 @@ class Scheduler:
                 " broken"
             ),
         )
+    if not finite_A.all():
+      # A NaN in the cache outlives its owner: zero times NaN is NaN.
+      self._drop_caches()
 
   def _completion(
       self, request: slots_lib.Request, stopped: bool
