@@ -115,8 +115,14 @@ ALIASES: dict[str, str] = {
 
 GYM_PRESETS: dict[str, dict[str, Any]] = {
     "desktop": {
-        "gym.tasks": ("click-button", "click-color", "close-dialog",
-                      "enter-text"),
+        "gym.tasks": (
+            "click-button",
+            "click-color",
+            "close-dialog",
+            "enter-text",
+            "click-checkboxes",
+            "open-icon",
+        ),
     },
     "miniwob": {
         "gym.tasks": ("click-test-2", "click-dialog", "focus-text"),

@@ -1,0 +1,332 @@
+"""The distribution beside google-tunix, and the commands of a newcomer."""
+
+import importlib.metadata
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+
+from packaging import requirements
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def run(*command, cwd=ROOT, timeout=100, **env):
+  """Runs a command without this session's environment leaking into it."""
+  clean = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME")}
+  return subprocess.run(
+      list(map(str, command)),
+      cwd=cwd,
+      env=clean | {"JAX_PLATFORMS": "cpu"} | env,
+      capture_output=True,
+      text=True,
+      timeout=timeout,
+      check=False,
+  )
+
+
+def sources():
+  """Every file of ours under tunix/, relative to the root."""
+  return {
+      p.relative_to(ROOT).as_posix()
+      for p in (ROOT / "tunix").rglob("*")
+      if p.is_file() and "__pycache__" not in p.parts and p.suffix != ".part"
+  }
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+  """A wheel built from a copy of the sources, as a list of names."""
+  tree = tmp_path_factory.mktemp("tree")
+  for name in ("pyproject.toml", "README.md", "LICENSE"):
+    shutil.copy(ROOT / name, tree)
+  shutil.copytree(
+      ROOT / "tunix",
+      tree / "tunix",
+      ignore=shutil.ignore_patterns("__pycache__", "*.part"),
+  )
+  built = run(
+      sys.executable,
+      "-c",
+      "import setuptools.build_meta as b; print(b.build_wheel('out'))",
+      cwd=tree,
+  )
+  assert built.returncode == 0, built.stderr[-2000:]
+  (path,) = (tree / "out").glob("*.whl")
+  return path
+
+
+def test_the_wheel_holds_all_of_ours_and_data_too(wheel):
+  names = set(zipfile.ZipFile(wheel).namelist())
+  missing = sources() - names
+  assert not missing, f"not in the wheel: {sorted(missing)}"
+  data = "tunix/rl/multi_turn/policy/data/tiny_vl/"
+  assert data + "tokenizer.json" in names
+  assert data + "chat_template.jinja" in names
+  assert any(n.endswith("licenses/LICENSE") for n in names)
+
+
+def test_the_wheel_holds_nothing_but_ours(wheel):
+  for name in zipfile.ZipFile(wheel).namelist():
+    assert name.startswith((
+        "tunix/rl/multi_turn/",
+        "tunix/rl/queue/",
+        "tunix_multi_turn-",
+    )), name
+  # What fits the quickstart's checkpoint fits a package index.
+  assert wheel.stat().st_size < 16 << 20
+
+
+def test_no_file_of_google_tunix_is_overwritten(wheel):
+  theirs = {
+      str(path) for path in importlib.metadata.files("google-tunix") or ()
+  }
+  assert "tunix/__init__.py" in theirs
+  assert not theirs & set(zipfile.ZipFile(wheel).namelist())
+  assert not theirs & sources()
+
+
+@pytest.mark.parametrize(
+    "path", ["tunix/__init__.py", "tunix/rl/__init__.py",
+             "tunix/rl/queue/__init__.py"],
+)
+def test_files_that_would_hide_google_tunix_or_queue_do_not_exist(path):
+  assert not (ROOT / path).exists()
+
+
+def test_modules_run_from_any_directory(tmp_path):
+  done = run(
+      sys.executable, "-m", "tunix.rl.multi_turn.config", cwd=tmp_path
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert done.stdout.startswith("# Configuration")
+
+
+def test_the_ground_floor_does_not_import_jax_of_its_own_accord():
+  """Only policy, rollout and learner may: a gym server needs no JAX."""
+  allowed = ("policy", "rollout", "learner", "warm_start")
+  package = ROOT / "tunix" / "rl" / "multi_turn"
+  pattern = re.compile(r"^(import|from) (jax|flax|optax|orbax)\b", re.M)
+  for path in package.rglob("*.py"):
+    inside = path.relative_to(package).parts
+    if inside[0] in allowed or inside[0] in ("train.py", "pretrain.py"):
+      continue
+    assert not pattern.search(path.read_text()), path
+
+
+def test_a_clone_that_is_not_installed_is_importable_through_conftest(
+    tmp_path,
+):
+  program = (
+      "import sys, runpy\n"
+      # What an editable install adds, taken away.
+      "sys.meta_path = [f for f in sys.meta_path\n"
+      "    if '__editable__' not in getattr(f, '__module__', '')\n"
+      "    and '__editable__' not in repr(f)]\n"
+      "sys.path_hooks = [h for h in sys.path_hooks\n"
+      "    if '__editable__' not in repr(h)]\n"
+      "import importlib.util as u\n"
+      "assert u.find_spec('tunix.rl.multi_turn') is None, 'still there'\n"
+      f"runpy.run_path({str(ROOT / 'conftest.py')!r})\n"
+      "import tunix.rl.multi_turn.config, tunix.rl.queue.group_queue\n"
+      "import tunix.rl.queue.data_queue\n"
+      "print(tunix.rl.multi_turn.config.__file__)\n"
+  )
+  done = run(sys.executable, "-c", program, cwd=tmp_path)
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert str(ROOT) in done.stdout
+
+
+# --- requirements -------------------------------------------------------------
+
+
+def _needs():
+  named = list(PROJECT["project"]["dependencies"])
+  extras = PROJECT["project"]["optional-dependencies"]
+  named += [r for e in ("browser", "dev") for r in extras[e]]
+  for text in named:
+    requirement = requirements.Requirement(text)
+    if requirement.name != "tunix-multi-turn":
+      yield requirement
+
+
+def test_constraints_are_plain_pins_of_everything_make_installs():
+  pins = {}
+  for line in (ROOT / "constraints.txt").read_text().splitlines():
+    assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+_-]+", line), line
+    name, _, version = line.partition("==")
+    pins[re.sub(r"[-_.]+", "-", name).lower()] = version
+  for requirement in _needs():
+    name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+    assert name in pins, f"{name} is not pinned in constraints.txt"
+    assert requirement.specifier.contains(pins[name]), (
+        f"constraints.txt pins {name}=={pins[name]}, outside {requirement}"
+    )
+
+
+def test_extras_and_the_pins_that_protect_google_tunix():
+  extras = PROJECT["project"]["optional-dependencies"]
+  assert {"tpu", "gpu", "browser", "serve", "monitor", "ray", "dev"} <= set(
+      extras
+  )
+  base = PROJECT["project"]["dependencies"]
+  assert "google-tunix>=0.1.7,<0.1.8" in base and "jax<0.11.1" in base
+  for name, wanted in extras.items():
+    torch = [r for r in wanted if r.startswith("torch")]
+    assert torch == (["torch==2.13.0"] if name == "parity" else [])
+  assert not any(r.startswith(("torch", "pytest")) for r in base)
+
+
+# --- commands -----------------------------------------------------------------
+
+
+def tool(directory, name, text):
+  """An executable `name` in `directory` that runs shell `text`."""
+  directory.mkdir(exist_ok=True)
+  path = directory / name
+  path.write_text("#!/bin/sh\n" + text + "\n")
+  path.chmod(0o755)
+  return path
+
+
+def test_make_help_names_the_two_commands():
+  done = run("make", "help")
+  for target in ("train", "test", "browser", "lint", "bench"):
+    assert re.search(rf"^  {target}\s+\S", done.stdout, re.M), done.stdout
+
+
+@pytest.mark.parametrize(
+    "args, extra", [("", ""), ("steps=3", ""), ("gym=miniwob", "[browser]")]
+)
+def test_make_train_installs_with_constraints_then_trains(
+    tmp_path, args, extra
+):
+  venv = tmp_path / "venv"
+  done = run("make", "-n", "train", f"ARGS={args}", VIRTUAL_ENV=str(venv))
+  assert done.returncode == 0, done.stderr
+  install = next(x for x in done.stdout.splitlines() if "pip install" in x)
+  assert f"{venv}/bin/python -m pip install -qq" in install
+  assert f"-c constraints.txt -e '.{extra}'" in install
+  last = done.stdout.splitlines()[-1].split()
+  assert last[1:] == [
+      f"{venv}/bin/python", "-m", "tunix.rl.multi_turn.train", *args.split(),
+  ]
+
+
+def test_a_second_make_installs_nothing_and_the_tests_satisfy_training(
+    tmp_path,
+):
+  venv = tmp_path / "venv"
+  log = tmp_path / "log"
+  tool(tmp_path, "python", f'echo "$@" >> {log}; exit 0')
+  (venv / "bin").mkdir(parents=True)
+  shutil.copy(tmp_path / "python", venv / "bin" / "python")
+  for target in ("test", "test", "train", "lint"):
+    done = run("make", target, VIRTUAL_ENV=str(venv))
+    assert done.returncode == 0, done.stderr
+  calls = log.read_text().splitlines()
+  assert sum("pip install" in c for c in calls) == 1
+  assert sum("-m pytest" in c for c in calls) == 2
+  assert sum("multi_turn.train" in c for c in calls) == 1
+
+
+def test_a_failing_pip_leaves_no_stamp_and_says_so(tmp_path):
+  venv = tmp_path / "venv"
+  (venv / "bin").mkdir(parents=True)
+  tool(
+      venv / "bin",
+      "python",
+      'case "$*" in *install*) echo "ERROR: no such thing" >&2; exit 1;; esac',
+  )
+  for _ in range(2):
+    done = run("make", "train", VIRTUAL_ENV=str(venv))
+    assert done.returncode != 0
+    assert "ERROR: no such thing" in done.stderr
+    assert "error: pip failed" in done.stderr
+
+
+def test_make_browser_without_root_says_what_to_run(tmp_path):
+  tool(tmp_path / "bin", "id", "echo 1000")
+  done = run(
+      "make", "browser", PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+  )
+  assert done.returncode != 0
+  assert "run: sudo make browser" in done.stderr
+
+
+def test_an_old_python_is_named_and_refused(tmp_path):
+  tool(tmp_path / "bin", "python3", "[ $1 = -V ] && echo Python 3.9.2; exit 1")
+  for name in ("sh", "cat"):
+    (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+  done = run(
+      ROOT / "scripts" / "venv.sh", tmp_path / "v", PATH=str(tmp_path / "bin")
+  )
+  assert done.returncode == 1
+  assert "Python 3.11 or newer is needed, found: Python 3.9.2" in done.stderr
+  assert not (tmp_path / "v").exists()
+
+
+def test_a_python_named_by_the_user_must_exist(tmp_path):
+  done = run(ROOT / "scripts" / "venv.sh", tmp_path / "v", PYTHON="nopython")
+  assert done.returncode == 1
+  assert "PYTHON=nopython is not a command" in done.stderr
+
+
+def test_a_python_without_venv_gets_the_package_to_install_named(tmp_path):
+  """Debian's python3 without python3-venv and without pip."""
+  real = sys.executable
+  tool(
+      tmp_path / "bin",
+      "python3",
+      f'case "$*" in *ensurepip*|*"-m pip"*) exit 1;; esac\nexec {real} "$@"',
+  )
+  (tmp_path / "bin" / "sh").symlink_to(shutil.which("sh"))
+  done = run(
+      ROOT / "scripts" / "venv.sh", tmp_path / "v", PATH=str(tmp_path / "bin")
+  )
+  assert done.returncode == 1
+  version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+  assert f"apt-get install python{version}-venv" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "printed, status, closing",
+    [
+        ("= 3 passed in 1.50s =", 0, "= 3 passed in 1.50s ="),
+        ("= 1 failed, 2 passed in 9.00s =", 2,
+         "= 1 failed, 2 passed in 9.00s ="),
+    ],
+)
+def test_ci_ends_with_the_closing_line_and_the_status(
+    tmp_path, printed, status, closing
+):
+  tool(
+      tmp_path / "bin",
+      "make",
+      f'echo "{printed}"; echo "make: *** noise" >&2; exit {status}',
+  )
+  tool(tmp_path / "bin", "chromium-headless-shell", "exit 0")
+  done = run(
+      ROOT / ".ci" / "run",
+      cwd=tmp_path,
+      PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+  )
+  assert done.returncode == status
+  assert done.stdout.splitlines()[-1] == closing
+
+
+def test_ci_fails_when_pytest_never_ended(tmp_path):
+  tool(tmp_path / "bin", "make", "echo installing; exit 0")
+  tool(tmp_path / "bin", "chromium-headless-shell", "exit 0")
+  done = run(
+      ROOT / ".ci" / "run",
+      PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+  )
+  assert done.returncode == 1
+  assert "did not reach its end" in done.stdout
