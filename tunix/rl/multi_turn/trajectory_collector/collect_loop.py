@@ -173,7 +173,8 @@ class CollectLoop:
     self._to_json = task_to_json or _task_to_json
     self._from_json = task_from_json or trajectory_lib.decode
     self._unfinished: dict[int, Any] = {}
-    self._resumed: list[tuple[int, Any]] = []
+    self._pending: list[Any] = []
+    self._resumed: list[tuple[int | None, Any]] = []
     self._lock = threading.Lock()
     self._failed_in_row = 0
     self._last_failure = ""
@@ -203,7 +204,10 @@ class CollectLoop:
           "sampler": self._tasks.state_dict(),
           "unfinished": [
               {"index": index, "task": self._to_json(task)}
-              for index, task in sorted(self._unfinished.items())
+              for index, task in [
+                  *sorted(self._unfinished.items()),
+                  *((None, task) for task in self._pending),
+              ]
           ],
       }
 
@@ -216,11 +220,12 @@ class CollectLoop:
       raise RuntimeError("load_state_dict must be called before the loop runs")
     self._tasks.load_state_dict(state["sampler"])
     self._resumed = [
-        (int(item["index"]), self._from_json(item["task"]))
+        (item["index"], self._from_json(item["task"]))
         for item in state["unfinished"]
-        if not self._queue.known(int(item["index"]))
+        if item["index"] is None or not self._queue.known(item["index"])
     ]
-    self._unfinished = dict(self._resumed)
+    self._unfinished = {i: t for i, t in self._resumed if i is not None}
+    self._pending = [t for i, t in self._resumed if i is None]
 
   # --- Running --------------------------------------------------------------
 
@@ -330,21 +335,23 @@ class CollectLoop:
     resumed = collections.deque(self._resumed)
     while True:
       await slots.acquire()
-      index = resumed[0][0] if resumed else None
-      ticket = await self._queue.acquire_start_async(index=index)
-      try:
-        with self._lock:
-          if resumed:
-            task = resumed.popleft()[1]
-          else:
+      # Pulled before it is admitted: the end of the tasks must be seen even
+      # when the gate is shut.
+      index = None
+      with self._lock:
+        if resumed:
+          index, task = resumed.popleft()
+        else:
+          try:
             task = next(self._tasks)
-          self._unfinished[ticket.index] = task
-      except StopIteration:
-        self._queue.release_start(ticket)
-        return
-      except BaseException:
-        self._queue.release_start(ticket)
-        raise
+          except StopIteration:
+            return
+        if index is None:
+          self._pending = [task]
+      ticket = await self._queue.acquire_start_async(index=index)
+      with self._lock:
+        self._pending = []
+        self._unfinished[ticket.index] = task
       running = asyncio.ensure_future(self._group(task, ticket))
       self._running[running] = ticket.index
       running.add_done_callback(lambda _: slots.release())

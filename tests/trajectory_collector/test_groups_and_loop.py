@@ -1,0 +1,528 @@
+"""Groups complete; the loop feeds the queue, and ends where it can be seen."""
+
+import asyncio
+import json
+import random
+import threading
+
+import collector_fakes as fakes
+import numpy as np
+import pytest
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn import trajectory_collector as tc
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.queue import group_queue
+from tunix.rl.queue import group_store
+
+Status = trajectory_lib.TrajectoryStatus
+
+
+class SeededClient:
+  """Samples letters from the request's seed, at its own pace."""
+
+  def __init__(self, version=0, jitter=0.0):
+    self.version = version
+    self.jitter = jitter
+    self.rng = random.Random()
+    self.active = self.peak = 0
+
+  async def generate(self, prompt, sampling, *, session):
+    self.active += 1
+    self.peak = max(self.peak, self.active)
+    await asyncio.sleep(self.rng.random() * self.jitter)
+    self.active -= 1
+    rng = np.random.default_rng(sampling.seed)
+    tokens = [*rng.integers(75, 100, size=4).tolist(), fakes.EOT]
+    return policy_client.Completion(
+        np.array(tokens),
+        np.full(5, -1.0),
+        np.full(5, self.version),
+        policy_client.FinishReason.STOP,
+    )
+
+  async def release(self, session):
+    pass
+
+
+def model_of(client):
+  return tc.PolicyModel(client, fakes.CharRenderer())
+
+
+def good_pair(task):
+  return fakes.ListAgent(), fakes.ScriptEnv((0.0, 1.0))
+
+
+def make_collector(client=None, pair=good_pair, **kwargs):
+  observers = kwargs.pop("observers", None)
+  return tc.GroupCollector(
+      pair,
+      model_of(client or SeededClient()),
+      tc.GroupSettings(**{"group_size": 4, **kwargs}),
+      observers=observers,
+  )
+
+
+def tokens_of(group):
+  return [t.sequences[0].tokens.tolist() for t in group]
+
+
+def test_members_differ_and_a_run_repeats():
+  async def main(**kwargs):
+    collector = make_collector(SeededClient(jitter=0.01), seed=kwargs["seed"])
+    return await tc.collect_groups(collector, ["a", "b", "a"])
+
+  first, again, other = (
+      asyncio.run(main(seed=seed)) for seed in (1, 1, 2)
+  )
+  assert [tokens_of(g) for g in first] == [tokens_of(g) for g in again]
+  everything = sum((tokens_of(g) for g in first + other), [])
+  assert len({tuple(t) for t in everything}) == len(everything) == 24
+  # Turns of an episode differ, too.
+  sequence = first[0].trajectories[0].sequences[0]
+  sampled = sequence.tokens[sequence.loss_mask]
+  assert sampled[:5].tolist() != sampled[5:].tolist()
+
+
+def test_group_ids_tasks_and_events():
+  recorder = fakes.Recorder()
+  task = gym_base.Task("click/3", "click", max_turns=1)
+  collector = make_collector(observers=recorder, split="eval")
+  (group,) = asyncio.run(tc.collect_groups(collector, [task], group_size=2))
+  assert group.task_id == "click/3"
+  assert [t.status for t in group] == [Status.MAX_TURNS] * 2
+  assert len({t.trajectory_id for t in group}) == 2
+  started = recorder.of(events.EpisodeStarted)
+  assert {(e.group_id, e.task_id, e.split) for e in started} == {
+      (group.group_id, "click/3", "eval")
+  }
+
+
+def test_task_ids():
+  assert tc.groups.task_id_of({"task_id": 5}) == "5"
+  one, two = tc.groups.task_id_of({"q": 1}), tc.groups.task_id_of({"q": 2})
+  assert one != two
+  assert tc.groups.task_id_of({"q": 1}) == one
+
+
+def test_episodes_in_flight_are_bounded():
+  client = SeededClient(jitter=0.005)
+  collector = make_collector(client, max_episodes=3)
+  asyncio.run(tc.collect_groups(collector, range(6)))
+  assert client.peak == 3
+
+
+def test_evaluation_keeps_the_tasks_order():
+  async def main():
+    client = SeededClient(jitter=0.01)
+    collector = make_collector(client, group_size=1, min_valid=1)
+    tasks = ({"task_id": i} for i in range(12))
+    order = []
+    async for group in tc.iterate_groups(collector, tasks, max_groups=2):
+      order.append(group.task_id)
+    assert client.peak == 2
+    return order
+
+  assert asyncio.run(main()) == [str(i) for i in range(12)]
+
+
+def test_leaving_an_evaluation_early_closes_its_environments():
+  envs = []
+
+  def pair(task):
+    envs.append(fakes.ScriptEnv((0.0, 1.0)))
+    return fakes.ListAgent(), envs[-1]
+
+  async def main():
+    collector = make_collector(SeededClient(jitter=0.05), pair)
+    iterator = tc.iterate_groups(collector, range(50), max_groups=3)
+    async for _ in iterator:
+      break
+    await iterator.aclose()
+    assert len(asyncio.all_tasks()) == 1
+
+  asyncio.run(main())
+  assert 4 <= len(envs) < 50
+  assert all(env.closed == 1 for env in envs if env.log)
+
+
+def test_cancelling_a_group_closes_its_episodes():
+  envs = []
+
+  def pair(task):
+    envs.append(fakes.ScriptEnv(faults={"step": "hang"}))
+    return fakes.ListAgent(), envs[-1]
+
+  async def main():
+    collector = make_collector(pair=pair)
+    task = asyncio.ensure_future(collector.collect("t"))
+    while sum("env.step" in env.log for env in envs) < 4:
+      await asyncio.sleep(0.005)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await task
+    assert len(asyncio.all_tasks()) == 1
+
+  asyncio.run(main())
+  assert [env.closed for env in envs] == [1] * 4
+
+
+def test_async_factories_and_factories_that_fail():
+  async def pair(task):
+    await asyncio.sleep(0)
+    if task == "bad":
+      raise OSError("no display")
+    if task == "odd":
+      return "no pair"
+    return good_pair(task)
+
+  collector = make_collector(pair=pair)
+  good, bad, odd = asyncio.run(
+      tc.collect_groups(collector, ["good", "bad", "odd"])
+  )
+  assert len(good.valid) == 4
+  assert {t.error for t in bad} == {"EnvCreateError: OSError: no display"}
+  assert {t.status for t in odd} == {Status.ENV_ERROR}
+
+
+@pytest.mark.parametrize(
+    "kwargs, name",
+    [({"group_size": 0}, "group_size"), ({"min_valid": 5}, "min_valid")],
+)
+def test_bad_settings_are_refused(kwargs, name):
+  with pytest.raises(ValueError, match=name):
+    tc.GroupSettings(**{"group_size": 4, **kwargs})
+
+
+# --- The sampler ------------------------------------------------------------
+
+
+def test_sampler_shuffles_by_seed_and_resumes():
+  def take(sampler, n):
+    return [next(sampler) for _ in range(n)]
+
+  sampler = tc.TaskSampler(range(5), seed=3)
+  epochs = take(sampler, 10)
+  assert sorted(epochs[:5]) == sorted(epochs[5:]) == list(range(5))
+  assert epochs[:5] != epochs[5:]
+  assert take(tc.TaskSampler(range(5), seed=3), 10) == epochs
+  sampler = tc.TaskSampler(range(5), seed=3)
+  take(sampler, 7)
+  state = json.loads(json.dumps(sampler.state_dict()))
+  again = tc.TaskSampler(range(5), seed=3)
+  again.load_state_dict(state)
+  assert take(again, 3) == epochs[7:]
+  assert list(tc.TaskSampler("ab", shuffle=False, epochs=2)) == list("abab")
+  with pytest.raises(ValueError, match="6"):
+    tc.TaskSampler(range(6)).load_state_dict(state)
+
+
+# --- The loop ---------------------------------------------------------------
+
+
+def learn(queue, client, steps):
+  """A synchronous learner."""
+  batches = []
+  for step in range(steps):
+    batches.append(queue.get_batch(timeout=30))
+    client.version = step + 1
+    queue.set_version(step + 1)
+  return batches
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_loop_and_learner(max_staleness):
+  client = SeededClient(jitter=0.004)
+  queue = group_queue.GroupQueue(2, max_staleness)
+  loop = tc.CollectLoop(
+      make_collector(client), tc.TaskSampler(range(5)), queue
+  )
+  loop.start()
+  batches = learn(queue, client, 12)
+  loop.stop()
+  assert loop.join(20)
+  assert [len(b) for b in batches] == [2] * 12
+  for step, batch in enumerate(batches):
+    for group in batch:
+      assert step - group.oldest_version <= max_staleness
+  assert queue.closed
+  assert queue.counters()["running"] == 0
+
+
+def test_two_synchronous_runs_are_equal():
+  """Also when groups are retried and tasks given up on the way."""
+
+  def run():
+    attempts = {}
+
+    def pair(task):
+      attempts[task] = attempts.get(task, 0) + 1
+      agent, env = good_pair(task)
+      # Task 3 never works; task 1 works at its second attempt.
+      if task == 3 or (task == 1 and attempts[task] <= 4):
+        env.faults = {"step": "raise"}
+      return agent, env
+
+    client = SeededClient(jitter=0.01)
+    queue = group_queue.GroupQueue(3)
+    loop = tc.CollectLoop(
+        make_collector(client, pair, seed=7),
+        tc.TaskSampler(range(7), seed=1),
+        queue,
+        max_requeues=1,
+        backoff=0,
+    )
+    loop.start()
+    batches = learn(queue, client, 4)
+    loop.stop()
+    assert loop.join(20)
+    assert loop.counts["requeued"] >= 2 and loop.counts["given_up"] >= 1
+    return [
+        [(g.task_id, g.group_id, g.attempt, tokens_of(g)) for g in batch]
+        for batch in batches
+    ]
+
+  first = run()
+  assert first == run()
+  attempted = {(task, attempt) for b in first for task, _, attempt, _ in b}
+  assert (tc.groups.task_id_of(1), 1) in attempted
+
+
+def test_dropped_groups_are_tried_again_and_then_given_up():
+  recorder = fakes.Recorder()
+
+  def pair(task):
+    agent, env = good_pair(task)
+    if task == "broken":
+      env.faults = {"reset": "raise"}
+    return agent, env
+
+  queue = group_queue.GroupQueue(2)
+  loop = tc.CollectLoop(
+      make_collector(pair=pair, observers=recorder),
+      tc.TaskSampler(["broken", "a", "b"], shuffle=False, epochs=1),
+      queue,
+      max_requeues=2,
+      backoff=0,
+  )
+  asyncio.run(loop.run())
+  outcomes = [
+      (e.group.task_id != "", e.outcome, e.group.attempt)
+      for e in recorder.of(events.GroupFinished)
+      if e.outcome != "accepted"
+  ]
+  assert outcomes == [
+      (True, "requeued", 0),
+      (True, "requeued", 1),
+      (True, "dropped", 2),
+  ]
+  last = [e for e in recorder.of(events.GroupFinished) if e.reason][-1]
+  assert "0 of 4 episodes are valid" in last.reason
+  assert "ConnectionError: reset broke" in last.reason
+  # The permission of the dropped group went to the next task.
+  assert len(queue.get_batch(timeout=0)) == 2
+  with pytest.raises(group_queue.QueueClosed):
+    queue.get()
+  assert loop.counts["given_up"] == 1
+  assert loop.counts["episodes_env_error"] == 12
+
+
+def test_groups_with_enough_valid_members_are_kept():
+  count = iter(range(100))
+
+  def pair(task):
+    agent, env = good_pair(task)
+    if next(count) % 4 < 2:
+      env.faults = {"step": "raise"}
+    return agent, env
+
+  queue = group_queue.GroupQueue(1)
+  loop = tc.CollectLoop(
+      make_collector(pair=pair, min_valid=2), iter(["a"]), queue
+  )
+  asyncio.run(loop.run())
+  group = queue.get(timeout=0)
+  assert len(group) == 4 and len(group.valid) == 2
+  assert group.attempt == 0
+
+
+def test_a_world_in_which_nothing_works_is_reported():
+  def pair(task):
+    raise OSError("no gym server")
+
+  queue = group_queue.GroupQueue(2)
+  loop = tc.CollectLoop(
+      make_collector(pair=pair),
+      tc.TaskSampler(range(3)),
+      queue,
+      max_requeues=1,
+      backoff=0,
+      max_failed_groups=6,
+  )
+  loop.start()
+  with pytest.raises(group_queue.QueueFailed, match="no gym server") as e:
+    queue.get_batch(timeout=30)
+  assert isinstance(e.value.__cause__, tc.CollectError)
+  assert loop.join(20)
+
+
+@pytest.mark.parametrize("where", ["sampler", "queue", "factory result"])
+def test_a_crash_of_the_loop_surfaces_at_the_consumer(where):
+  def tasks():
+    yield "a"
+    raise ZeroDivisionError("sampler")
+
+  class Store(group_store.MemoryGroupStore):
+
+    def append(self, index, group):
+      raise ZeroDivisionError("queue")
+
+  class Collector(tc.GroupCollector):
+
+    async def collect(self, *args, **kwargs):
+      raise ZeroDivisionError("factory result")
+
+  queue = group_queue.GroupQueue(
+      2, store=Store() if where == "queue" else None
+  )
+  kind = Collector if where == "factory result" else tc.GroupCollector
+  loop = tc.CollectLoop(
+      kind(good_pair, model_of(SeededClient())),
+      tasks() if where == "sampler" else tc.TaskSampler(range(9)),
+      queue,
+  )
+  loop.start()
+  with pytest.raises(group_queue.QueueFailed, match=where) as e:
+    queue.get_batch(timeout=30)
+  assert isinstance(e.value.__cause__, ZeroDivisionError)
+  assert loop.join(20)
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_stop(drain):
+  envs, go_on = [], threading.Event()
+
+  class Env(fakes.ScriptEnv):
+
+    async def step(self, action):
+      while not go_on.is_set():
+        await asyncio.sleep(0.005)
+      return await super().step(action)
+
+  def pair(task):
+    envs.append(Env((0.0, 1.0)))
+    return fakes.ListAgent(), envs[-1]
+
+  queue = group_queue.GroupQueue(2)
+  loop = tc.CollectLoop(
+      make_collector(pair=pair), tc.TaskSampler(range(9)), queue
+  )
+  loop.start()
+  assert fakes.wait_until(lambda: len(envs) == 8)
+  loop.stop(drain=drain)
+  if drain:
+    go_on.set()
+  assert loop.join(20)
+  assert all(env.closed == 1 for env in envs)
+  unfinished = [i["index"] for i in loop.state_dict()["unfinished"]]
+  if drain:
+    assert len(queue.get_batch(timeout=0)) == 2
+    assert unfinished == [None]  # Drawn, and never admitted.
+  else:
+    assert unfinished == [0, 1, None]
+    with pytest.raises(group_queue.QueueClosed):
+      queue.get()
+
+
+def test_stop_before_the_start_and_closing_the_queue_end_the_loop():
+  queue = group_queue.GroupQueue(1)
+  loop = tc.CollectLoop(make_collector(), tc.TaskSampler([1]), queue)
+  loop.stop()
+  asyncio.run(loop.run())
+  assert queue.closed
+  queue = group_queue.GroupQueue(1)
+  loop = tc.CollectLoop(make_collector(), tc.TaskSampler([1]), queue)
+  loop.start()
+  queue.get(timeout=20)
+  queue.close()
+  assert loop.join(20)
+
+
+def test_cancelling_the_loop_closes_the_queue():
+  async def main():
+    queue = group_queue.GroupQueue(1)
+    loop = tc.CollectLoop(make_collector(), tc.TaskSampler([1]), queue)
+    task = asyncio.ensure_future(loop.run())
+    await queue.aget(timeout=20)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await task
+    with pytest.raises(group_queue.QueueClosed):
+      await queue.aget()
+    assert len(asyncio.all_tasks()) == 1
+
+  asyncio.run(main())
+
+
+def test_groups_in_flight_can_be_bounded_further():
+  client = SeededClient(jitter=0.002)
+  queue = group_queue.GroupQueue(8)
+  loop = tc.CollectLoop(
+      make_collector(client, group_size=2),
+      tc.TaskSampler(range(8), epochs=1),
+      queue,
+      max_groups=2,
+  )
+  asyncio.run(loop.run())
+  assert client.peak <= 4
+  assert queue.qsize() == 8
+
+
+def test_a_crashed_run_resumes(tmp_path):
+  """Each task is trained on once: nothing lost, nothing twice."""
+  tasks = [gym_base.Task(f"t{i}", "f") for i in range(12)]
+
+  def parts(version):
+    queue = group_queue.GroupQueue(
+        2,
+        max_staleness=1,
+        version=version,
+        store=group_store.SqliteGroupStore(tmp_path / "queue.sqlite"),
+    )
+    loop = tc.CollectLoop(
+        make_collector(SeededClient(version, jitter=0.02), group_size=2),
+        tc.TaskSampler(tasks, shuffle=False, epochs=1),
+        queue,
+        task_from_json=gym_base.Task.from_json,
+    )
+    return queue, loop
+
+  queue, loop = parts(0)
+  loop.start()
+  trained = [g.task_id for g in queue.get_batch(timeout=30)]
+  queue.set_version(1)
+  # The learner's checkpoint: its weights, and where collecting stands.
+  queue.ack()
+  state = json.loads(json.dumps(loop.state_dict()))
+  # More is delivered and lost with the process.
+  queue.get_batch(timeout=30)
+  loop.stop()
+  assert loop.join(20)
+
+  queue, loop = parts(1)
+  loop.load_state_dict(state)
+  loop.start()
+  version = 1
+  while True:
+    try:
+      batch = queue.get_batch(timeout=30)
+    except group_queue.QueueClosed:
+      break
+    trained += [g.task_id for g in batch]
+    version += 1
+    queue.set_version(version)
+  assert loop.join(20)
+  stale = queue.counters()["dropped_stale"]
+  assert len(set(trained)) == len(trained)
+  assert len(trained) + stale + queue.qsize() == 12
