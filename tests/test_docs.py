@@ -1,0 +1,64 @@
+"""The documentation: its code runs, its links and its tree exist."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def test_the_code_in_extending_runs_from_top_to_bottom(capsys):
+  text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+  blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+  assert len(blocks) >= 6
+  namespace = {"__name__": "extending"}
+  for number, block in enumerate(blocks, 1):
+    code = compile(block, f"docs/extending.md, block {number}", "exec")
+    exec(code, namespace)  # pylint: disable=exec-used
+  assert namespace["episode"].num_turns == 1
+  assert "final: 0.93" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_between_pages_lead_somewhere(page):
+  text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+  for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    if re.match(r"[a-z]+:", target) or target.startswith("#"):
+      continue
+    path = page.parent / target.partition("#")[0]
+    assert path.exists(), f"{page.name} links to {target}"
+
+
+def test_the_annotated_tree_is_the_tree():
+  text = (ROOT / "README.md").read_text(encoding="utf-8")
+  block = re.search(r"^```text\n(tunix/.*?)^```", text, re.M | re.S).group(1)
+  open_folders, named = [], set()
+  for line in block.splitlines():
+    depth = (len(line) - len(line.lstrip())) // 2
+    name = line.split()[0]
+    open_folders = [*open_folders[:depth], name]
+    path = "".join(
+        p if p.endswith("/") else f"{p}" for p in open_folders
+    )
+    for part in _alternatives(path):
+      assert (ROOT / part).exists(), f"README's tree names {part}"
+      named.add(part.rstrip("/"))
+  package = ROOT / "tunix" / "rl" / "multi_turn"
+  for child in package.iterdir():
+    if child.name.startswith("__") or child.suffix == ".part":
+      continue
+    inside = child.relative_to(ROOT).as_posix()
+    assert inside in named, f"README's tree does not name {inside}"
+
+
+def _alternatives(path):
+  """`a/{b,c}.py` as a/b.py and a/c.py."""
+  match = re.search(r"\{([^}]*)\}", path)
+  if not match:
+    return [path]
+  return [
+      path[: match.start()] + choice + path[match.end() :]
+      for choice in match.group(1).split(",")
+  ]
