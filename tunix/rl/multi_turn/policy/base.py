@@ -39,7 +39,8 @@ class PolicyInputs:
     patches: uint8[S, P, F].
     patch_segments: int32[S, P], 1, 2, … for the images of a buffer, 0 for
       padding; vision attention stays within an image.
-    patch_positions: int32[S, P, 2], (row, column) on the image's patch grid.
+    patch_positions: int32[S, P, 2], (row, column) as the policy's processor
+      counts them: patches of the grid, or fractions of the image's sides.
     prefix_ids: int32[B, T] or None, id of one more segment that the token may
       attend to, -1 for none. A prompt stored once is thereby the prefix of
       several completions, which are segments of their own after it. Read by
@@ -62,7 +63,7 @@ class PatchedImage:
 
   Attributes:
     patches: uint8[P, F].
-    positions: int32[P, 2], (row, column).
+    positions: int32[P, 2], (row, column), for `patch_positions`.
     num_tokens: vision tokens it becomes, in placeholder order; vision token i
       of an image whose patches start at p sits at p // (P / num_tokens) + i.
   """

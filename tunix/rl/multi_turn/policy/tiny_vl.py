@@ -79,7 +79,7 @@ class TinyVLConfig:
   vision_window: int = 160
   mlp: int = 320
   vision_mlp: int = 320
-  stem: tuple[int, int, int] = (32, 64, 96)
+  stem: tuple[int, int, int] = (24, 48, 96)
   rope_theta: float = 10_000.0
   max_cells: int = 1600
   compute_dtype: str = "float32"
@@ -147,8 +147,10 @@ def axis_features(u: jax.Array) -> jax.Array:
   """Smooth basis of positions on an axis: [...] in [0, 1] to [..., E].
 
   Gaussian bumps at two scales; each scale has norm 1/sqrt(2), so that the
-  product of two positions' features is 1 where they coincide.
+  product of two positions' features is 1 where they coincide. Positions
+  outside [0, 1] count as the nearest inside.
   """
+  u = jnp.clip(u, 0.0, 1.0)
   parts = []
   for count in (_COARSE, _FINE):
     centres = jnp.linspace(0.0, 1.0, count)
@@ -186,8 +188,10 @@ def _zeros(*shape: int) -> nnx.Param:
 
 
 def _dot(x: jax.Array, kernel: nnx.Param) -> jax.Array:
-  """x @ kernel in the dtype of x."""
-  return x @ kernel[...].astype(x.dtype)
+  """x @ kernel in the dtype of x, as one flat matmul: XLA:CPU's gradients of
+  matmuls with two leading axes take twice as long."""
+  flat = x.reshape(-1, x.shape[-1]) @ kernel[...].astype(x.dtype)
+  return flat.reshape(*x.shape[:-1], flat.shape[-1])
 
 
 def _rms_norm(x: jax.Array, scale: nnx.Param) -> jax.Array:
@@ -345,9 +349,7 @@ def _banded_attention(
   distance = np.arange(span)[None, :] - np.arange(block)[:, None]
   near = np.abs(distance - (span - block) // 2) <= window
   mask = (own[:, :, None] == segments_SP[:, None, :]) & near
-  scores = jnp.einsum("bqnh,bknh->bnqk", q, k) * head_dim**-0.5
-  scores = jnp.where(mask[:, None], scores, _NEG)
-  mixed = jnp.einsum("bnqk,bknh->bqnh", _softmax(scores, q.dtype), v)
+  mixed = _attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
   return mixed.reshape(s, blocks * block, heads, head_dim)[:, :p]
 
 
@@ -403,23 +405,61 @@ class DecoderBlock(nnx.Module):
     b, t, _ = x_BTD.shape
     x = x_BTD + _dot(mixed_BTNH.reshape(b, t, -1), self.out)
     y = _rms_norm(x, self.norm2)
-    return x + _dot(jax.nn.silu(_dot(y, self.gate)) * _dot(y, self.up), self.down)
+    hidden = jax.nn.silu(_dot(y, self.gate)) * _dot(y, self.up)
+    return x + _dot(hidden, self.down)
 
 
 def _attention(
     q_BTNH: jax.Array,
-    k_BCKH: jax.Array,
-    v_BCKH: jax.Array,
+    k_BKCH: jax.Array,
+    v_BKCH: jax.Array,
     mask_BTC: jax.Array,
 ) -> jax.Array:
   """Grouped-query attention; [B, T, N, H]."""
   b, t, n, h = q_BTNH.shape
-  kv = k_BCKH.shape[2]
-  q = q_BTNH.reshape(b, t, kv, n // kv, h)
-  scores = jnp.einsum("btkgh,bckh->bkgtc", q, k_BCKH) * h**-0.5
-  scores = jnp.where(mask_BTC[:, None, None], scores, _NEG)
-  mixed = jnp.einsum("bkgtc,bckh->btkgh", _softmax(scores, q.dtype), v_BCKH)
+  kv, length = k_BKCH.shape[1:3]
+  # One batch axis, heads outside tokens: no operand is copied at each step of
+  # decoding, and the gradients stay plain batched matmuls.
+  q = (q_BTNH * h**-0.5).reshape(b, t, kv, n // kv, h)
+  q = q.transpose(0, 2, 3, 1, 4).reshape(b * kv, (n // kv) * t, h)
+  k = k_BKCH.reshape(b * kv, length, h)
+  v = v_BKCH.reshape(b * kv, length, h)
+  scores = jnp.einsum("xqh,xch->xqc", q, k).reshape(b, n, t, length)
+  scores = jnp.where(mask_BTC[:, None], scores, _NEG)
+  weights = _softmax(scores, q.dtype).reshape(b * kv, -1, length)
+  mixed = jnp.einsum("xqc,xch->xqh", weights, v)
+  mixed = mixed.reshape(b, kv, n // kv, t, h).transpose(0, 3, 1, 2, 4)
   return mixed.reshape(b, t, n, h)
+
+
+def _causal_attention(
+    q_BTNH: jax.Array,
+    k_BKTH: jax.Array,
+    v_BKTH: jax.Array,
+    mask_BTT: jax.Array,
+) -> jax.Array:
+  """`_attention` under a causal mask, in chunks of queries.
+
+  A chunk needs the keys up to its own end only, and its scores are computed
+  again in the backward pass instead of being kept.
+  """
+  t = q_BTNH.shape[1]
+  chunk = max(128, -(-t // 1024) * 128)
+  if t <= chunk:
+    return _attention(q_BTNH, k_BKTH, v_BKTH, mask_BTT)
+  attend = jax.checkpoint(_attention)
+  parts = []
+  for start in range(0, t, chunk):
+    end = min(start + chunk, t)
+    parts.append(
+        attend(
+            q_BTNH[:, start:end],
+            k_BKTH[:, :, :end],
+            v_BKTH[:, :, :end],
+            mask_BTT[:, start:end, :end],
+        )
+    )
+  return jnp.concatenate(parts, axis=1)
 
 
 # --- the policy ----------------------------------------------------------------
@@ -466,7 +506,8 @@ class TinyVL(nnx.Module):
     mask = visible & np.tri(t, dtype=bool)
     for block in self.blocks:
       q, k, v = block.project(x, inputs.positions[..., 0])
-      x = block.finish(x, _attention(q, k, v, mask))
+      k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+      x = block.finish(x, _causal_attention(q, k, v, mask))
     return _rms_norm(x, self.norm)
 
   def encode_images(
@@ -475,6 +516,8 @@ class TinyVL(nnx.Module):
       patch_segments: base.Array,
       patch_positions: base.Array,
   ) -> jax.Array:
+    if patches.shape[1] == 0:
+      raise ValueError("a patch buffer needs at least one (padding) patch")
     x = self.stem(patches)
     unit = 1.0 / vision_inputs.POSITION_UNIT
     f = axis_features(patch_positions.astype(jnp.float32) * unit)
@@ -487,7 +530,7 @@ class TinyVL(nnx.Module):
 
   def init_cache(self, batch: int, length: int) -> Cache:
     c = self.config
-    shape = (batch, length, c.kv_heads, c.head_dim)
+    shape = (batch, c.kv_heads, length, c.head_dim)
     dtype = jnp.dtype(c.compute_dtype)
     return tuple(
         (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
@@ -506,21 +549,19 @@ class TinyVL(nnx.Module):
   ) -> tuple[jax.Array, Cache]:
     x = self._embed(tokens, vision_index, vision)
     b, t, _ = x.shape
-    length = cache[0][0].shape[1]
+    length = cache[0][0].shape[2]
     index_BT = starts[:, None] + jnp.arange(t)
     # Tokens that are not real go to an index outside, which drops them.
-    write_BT = jnp.where(
-        jnp.arange(t) < lengths[:, None], index_BT, length
-    )
+    write_BT = jnp.where(jnp.arange(t) < lengths[:, None], index_BT, length)
     rows_B1 = jnp.arange(b)[:, None]
     mask_BTC = jnp.arange(length) <= index_BT[..., None]
     new_cache = []
-    for block, (k_BCKH, v_BCKH) in zip(self.blocks, cache, strict=True):
+    for block, (k_BKCH, v_BKCH) in zip(self.blocks, cache, strict=True):
       q, k, v = block.project(x, positions[..., 0])
-      k_BCKH = k_BCKH.at[rows_B1, write_BT].set(k, mode="drop")
-      v_BCKH = v_BCKH.at[rows_B1, write_BT].set(v, mode="drop")
-      new_cache.append((k_BCKH, v_BCKH))
-      x = block.finish(x, _attention(q, k_BCKH, v_BCKH, mask_BTC))
+      k_BKCH = k_BKCH.at[rows_B1, :, write_BT].set(k, mode="drop")
+      v_BKCH = v_BKCH.at[rows_B1, :, write_BT].set(v, mode="drop")
+      new_cache.append((k_BKCH, v_BKCH))
+      x = block.finish(x, _attention(q, k_BKCH, v_BKCH, mask_BTC))
     return _rms_norm(x, self.norm), tuple(new_cache)
 
   def logits(self, hidden: jax.Array) -> jax.Array:

@@ -6,9 +6,9 @@ one flat buffer. Outside the image the edge pixel is repeated; sides that are
 no multiple of 16 are filled up on the right and below in the same way. One
 patch becomes one vision token.
 
-A patch's position is its cell's centre as a fraction of the image's height
-and width, in units of 1/POSITION_UNIT: a coordinate means the same whatever
-the size of the screenshot.
+A patch's position is the centre of what its cell shows of the image, as a
+fraction of the image's height and width, in units of 1/POSITION_UNIT: a
+coordinate means the same whatever the size of the screenshot.
 """
 
 from __future__ import annotations
@@ -84,11 +84,9 @@ class TinyVLProcessor:
         writeable=False,
     )
     patches = windows.reshape(num_tokens, self.patch_bytes)
-    centre_y = (np.arange(rows) * CELL + CELL / 2) / height * POSITION_UNIT
-    centre_x = (np.arange(cols) * CELL + CELL / 2) / width * POSITION_UNIT
     positions = np.empty((rows, cols, 2), np.int32)
-    positions[..., 0] = np.rint(centre_y)[:, None]
-    positions[..., 1] = np.rint(centre_x)[None, :]
+    positions[..., 0] = _centres(rows, height)[:, None]
+    positions[..., 1] = _centres(cols, width)[None, :]
     return base.PatchedImage(patches, positions.reshape(-1, 2), num_tokens)
 
   def positions(
@@ -101,3 +99,10 @@ class TinyVLProcessor:
     del images  # Vision tokens count like any other.
     index = np.arange(start, len(tokens), dtype=np.int32)
     return np.repeat(index[:, None], 3, axis=1)
+
+
+def _centres(cells: int, side: int) -> np.ndarray:
+  """Centres of the cells along a side of `side` pixels, in POSITION_UNITs."""
+  begin = np.arange(cells) * CELL
+  end = np.minimum(begin + CELL, side)
+  return np.rint((begin + end) * (0.5 * POSITION_UNIT / side))
