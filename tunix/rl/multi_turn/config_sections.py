@@ -69,13 +69,13 @@ class GymConfig:
   tasks: tuple[str, ...] = _opt(
       (), "Task families to train and evaluate on, each equally often."
   )
-  width: int = _opt(224, "Screenshot width.", unit="px", at_least=16)
-  height: int = _opt(160, "Screenshot height.", unit="px", at_least=16)
-  difficulty: float = _opt(
-      0.0,
-      "0 = easiest, 1 = hardest, for gyms that know difficulty.",
+  width: int = _opt(128, "Screenshot width.", unit="px", at_least=16)
+  height: int = _opt(96, "Screenshot height.", unit="px", at_least=16)
+  difficulty: int = _opt(
+      0,
+      "Level of the desktop's tasks: 0 clean, 1 and 2 cluttered.",
       at_least=0,
-      at_most=1,
+      at_most=2,
   )
   max_turns: int = _opt(
       4, "Turns an episode may take; a task's own limit wins.", at_least=1

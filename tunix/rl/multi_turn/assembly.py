@@ -1,0 +1,409 @@
+"""Builds the parts of a run from its configuration.
+
+Each function makes one part; `train.py` connects them. Nothing here runs,
+waits or owns a thread, except that an engine starts its own at the first
+request. A gym with a task source of its own is made known by
+`register_tasks`, beside `environments.register_gym`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from typing import Any, Callable, Iterator, Mapping, Sequence
+
+import jax
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn import prompts
+from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.agents import tool_agent
+from tunix.rl.multi_turn.environments import cua_env
+from tunix.rl.multi_turn.environments import registry as env_registry
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
+from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.rollout import engine as engine_lib
+from tunix.rl.multi_turn.tools import screenshot
+from tunix.rl.multi_turn.trajectory_collector import deadlines
+from tunix.rl.multi_turn.trajectory_collector import groups
+from tunix.rl.multi_turn.trajectory_collector import model_calls
+
+TrainConfig = config_lib.TrainConfig
+ConfigError = config_lib.ConfigError
+
+
+# --- tasks and gyms ----------------------------------------------------------
+
+_TASKS: registry.Registry[Callable[[TrainConfig], Any]] = registry.Registry(
+    "task source"
+)
+
+
+def register_tasks(
+    name: str, factory: Callable[[TrainConfig], Any] | None = None
+) -> Any:
+  """Adds `config -> task source` for the gym of that name; a decorator too.
+
+  A task source has `train_task(family, index, seed)` and
+  `eval_task(family, index, seed)`, each returning a `gyms.base.Task`.
+  """
+  return _TASKS.register(name, factory)
+
+
+@register_tasks("desktop")
+def _desktop_tasks(config: TrainConfig) -> Any:
+  from tunix.rl.multi_turn.environments.gyms import desktop  # pylint: disable=g-import-not-at-top
+
+  return desktop.DesktopTasks(config.gym.tasks, config.gym.difficulty)
+
+
+@register_tasks("miniwob")
+def _miniwob_tasks(config: TrainConfig) -> Any:
+  from tunix.rl.multi_turn.environments.gyms import miniwob  # pylint: disable=g-import-not-at-top
+
+  return miniwob.MiniWobTasks(config.gym.tasks)
+
+
+@register_tasks("gymnasium")
+def _gymnasium_tasks(config: TrainConfig) -> Any:
+  from tunix.rl.multi_turn.environments.gyms import gymnasium_gym  # pylint: disable=g-import-not-at-top
+
+  return _PerFamily({
+      family: gymnasium_gym.GymnasiumTasks(family)
+      for family in config.gym.tasks
+  })
+
+
+class _PerFamily:
+  """One task source a family."""
+
+  def __init__(self, sources: Mapping[str, Any]):
+    self._sources = dict(sources)
+
+  def train_task(self, family: str, index: int, seed: int) -> gym_base.Task:
+    return self._sources[family].train_task(family, index, seed)
+
+  def eval_task(self, family: str, index: int, seed: int) -> gym_base.Task:
+    return self._sources[family].eval_task(family, index, seed)
+
+
+def make_tasks(config: TrainConfig) -> Any:
+  """The task source of the configured gym.
+
+  Raises:
+    ConfigError: unknown gym or task, naming the nearest one.
+  """
+  try:
+    return _TASKS.get(config.gym.name)(config)
+  except (ValueError, ImportError) as error:
+    raise ConfigError([f"gym.tasks: {error}"]) from None
+
+
+class TrainTasks:
+  """Training tasks for ever: the families in turn, each with fresh seeds.
+
+  A sampler of `CollectLoop`: its state is a position.
+  """
+
+  def __init__(self, source: Any, families: Sequence[str], seed: int):
+    self._source = source
+    self._families = tuple(families)
+    self._seed = seed
+    self._position = 0
+
+  def __iter__(self) -> Iterator[gym_base.Task]:
+    return self
+
+  def __next__(self) -> gym_base.Task:
+    index, family = divmod(self._position, len(self._families))
+    self._position += 1
+    return self._source.train_task(self._families[family], index, self._seed)
+
+  def state_dict(self) -> dict[str, Any]:
+    return {"position": self._position, "families": list(self._families)}
+
+  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    if list(state["families"]) != list(self._families):
+      raise ValueError(
+          f"the checkpoint was training on {state['families']}, this run on"
+          f" {list(self._families)}; give the same gym.tasks to resume"
+      )
+    self._position = int(state["position"])
+
+
+def eval_tasks(config: TrainConfig, source: Any) -> list[gym_base.Task]:
+  """Held-out tasks: the same for every evaluation of a run."""
+  return [
+      source.eval_task(family, index, config.eval.seed)
+      for index, family in itertools.product(
+          range(config.eval.episodes_per_task), config.gym.tasks
+      )
+  ]
+
+
+def make_gym(config: TrainConfig, family: str) -> Any:
+  """A gym for one episode of `family`."""
+  gym = config.gym
+  settings: dict[str, Any] = dict(gym.options)
+  if gym.name == "desktop":
+    settings = {"width": gym.width, "height": gym.height, **settings}
+  elif gym.name == "gymnasium":
+    settings.setdefault("env", family)
+    settings.setdefault("size", (gym.width, gym.height))
+    settings.setdefault("adapter", {"type": "desktop"})
+  try:
+    return env_registry.gym_from_config({"name": gym.name, **settings})
+  except (TypeError, ValueError) as error:
+    raise ConfigError([f"gym.options={gym.options}: {error}"]) from None
+
+
+# --- agents and episodes -----------------------------------------------------
+
+
+def make_agent(config: TrainConfig) -> tool_agent.ToolAgent:
+  """An agent for one episode."""
+  return tool_agent.ToolAgent(
+      system_prompt(config.agent.system_prompt),
+      config.agent.parser,
+      on_parse_error=config.agent.on_parse_error,
+      max_images=config.agent.max_images or None,
+  )
+
+
+def system_prompt(name: str) -> str:
+  """Text of a named prompt, or of the file at that path."""
+  if not name:
+    return ""
+  if os.path.isfile(name):
+    with open(name, encoding="utf-8") as file:
+      return file.read()
+  try:
+    return prompts.get_prompt(name)
+  except ValueError as error:
+    raise ConfigError([f"agent.system_prompt: {error}, or a file"]) from None
+
+
+class EpisodeFactory:
+  """task -> (agent, environment), a fresh pair for each episode."""
+
+  def __init__(self, config: TrainConfig, image_store: images_lib.ImageStore):
+    self._config = config
+    self._screenshots = screenshot.ScreenshotTool(image_store)
+    # The embedded desktop needs no thread and well under a millisecond.
+    self._inline = config.gym.name == "desktop"
+    parser = tool_parser.make_tool_parser(config.agent.parser)
+    if not isinstance(parser, tool_parser.GuiActionParser):
+      raise ConfigError([
+          f"agent.parser={config.agent.parser} has no GUI actions; use"
+          " computer_use_compact, computer_use or another GUI grammar"
+      ])
+
+  def __call__(self, task: gym_base.Task) -> tuple[Any, Any]:
+    agent = make_agent(self._config)
+    retry = self._config.agent.on_parse_error == "retry"
+    env = cua_env.CUAEnv(
+        make_gym(self._config, task.family),
+        self._screenshots,
+        task,
+        action_parser=agent.tool_parser,
+        max_steps=task.max_turns or self._config.gym.max_turns,
+        on_text="retry" if retry else "end",
+        on_invalid="observe" if retry else "end",
+    )
+    env.runs_inline = self._inline
+    return agent, env
+
+
+def make_collector(
+    config: TrainConfig,
+    episodes: EpisodeFactory,
+    client: policy_client.PolicyClient,
+    renderer: qwen.QwenRenderer,
+    *,
+    observers: Any,
+    mode: str = "train",
+) -> groups.GroupCollector:
+  """Collects groups; `mode` is "train", "sampled" or "greedy" (evaluation)."""
+  collect = config.collect
+  training = mode == "train"
+  sampling = policy_client.SamplingParams(
+      max_new_tokens=config.sampling.max_new_tokens,
+      temperature=0.0 if mode == "greedy" else config.sampling.temperature,
+      top_p=config.sampling.top_p,
+      top_k=config.sampling.top_k,
+  )
+  return groups.GroupCollector(
+      episodes,
+      model_calls.PolicyModel(
+          client,
+          renderer,
+          sampling,
+          max_context_tokens=config.rollout.context_length,
+          runs_inline=True,
+      ),
+      groups.GroupSettings(
+          group_size=collect.group_size if training else 1,
+          min_valid=collect.min_valid if training else 1,
+          max_steps=config.gym.max_turns,
+          gamma=collect.gamma,
+          timeout=collect.episode_timeout_s,
+          deadlines=deadlines.Deadlines(
+              reset=collect.reset_timeout_s,
+              model=collect.model_timeout_s,
+              step=collect.step_timeout_s,
+              reward=collect.evaluate_timeout_s,
+              close=collect.close_timeout_s,
+              turn=collect.turn_timeout_s,
+          ),
+          seed=config.run.seed,
+          max_episodes=config.rollout.concurrency,
+          split="train" if training else "eval",
+      ),
+      observers=observers,
+  )
+
+
+# --- policy, engine, learner ---------------------------------------------------
+
+
+@dataclasses.dataclass
+class Policy:
+  """A policy with what belongs to it.
+
+  Attributes:
+    model: flax nnx module, on the mesh if there is one.
+    processor: its host side.
+    tokenizer: `tokenizers.Tokenizer`.
+    renderer: messages to its tokens.
+  """
+
+  model: Any
+  processor: Any
+  tokenizer: Any
+  renderer: qwen.QwenRenderer
+
+
+def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
+  """The configured mesh; None for a single device."""
+  shape = config.mesh
+  count = shape.data * shape.fsdp * shape.tensor
+  if count == 1:
+    return None
+  if count != jax.device_count():
+    raise ConfigError([
+        f"mesh.data * mesh.fsdp * mesh.tensor = {count}, but JAX sees"
+        f" {jax.device_count()} {jax.default_backend()} devices"
+    ])
+  return sharding.make_mesh(shape.data, shape.fsdp, shape.tensor)
+
+
+def make_policy(
+    config: TrainConfig, mesh: jax.sharding.Mesh | None, source: str
+) -> Policy:
+  """A policy with random weights (`source=""`) or those of a directory.
+
+  Args:
+    config: names the architecture and its changes.
+    mesh: where weights lie.
+    source: directory or shipped name whose weights are loaded.
+
+  Raises:
+    ConfigError: no such directory, or weights of another shape.
+  """
+  changes = {"compute_dtype": config.policy.dtype, **config.policy.config}
+  name = config.policy.name
+  try:
+    if source:
+      loaded = policy_checkpoint.load_policy(source, mesh=mesh, **changes)
+    else:
+      if name != "tiny_vl":  # A directory: its sizes, without its weights.
+        shape = policy_checkpoint.load_config(name)
+        changes = {**dataclasses.asdict(shape), **changes}
+        for field in ("vocab_size", "number_start"):
+          changes.pop(field)
+      loaded = policy_checkpoint.create_policy(
+          "tiny", seed=config.run.seed, tokenizer=name, mesh=mesh, **changes
+      )
+  except (FileNotFoundError, ValueError, TypeError) as error:
+    raise ConfigError([f"policy {source or name}: {error}"]) from None
+  model, processor, tokenizer = loaded
+  renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
+  return Policy(model, processor, tokenizer, renderer)
+
+
+def make_engine(
+    config: TrainConfig, policy: Policy, image_store: images_lib.ImageStore
+) -> engine_lib.RolloutEngine:
+  """The rollout engine; not warmed up yet."""
+  rollout = config.rollout
+  options: dict[str, Any] = {}
+  if rollout.prefill_buckets:
+    options["prefill_buckets"] = rollout.prefill_buckets
+  try:
+    return engine_lib.RolloutEngine(
+        policy.model,
+        policy.processor,
+        image_store,
+        slots=rollout.slots,
+        context_length=rollout.context_length,
+        image_sizes=((config.gym.width, config.gym.height),),
+        banned_token_ids=policy.model.config.banned_token_ids,
+        seed=config.run.seed,
+        lockstep=config.lockstep,
+        on_update=rollout.on_update,
+        update_policy=rollout.update_policy,
+        **options,
+    )
+  except ValueError as error:
+    raise ConfigError([f"rollout: {error}"]) from None
+
+
+def make_learner(
+    config: TrainConfig,
+    policy: Policy,
+    image_store: images_lib.ImageStore,
+    mesh: jax.sharding.Mesh | None,
+    *,
+    cloning: bool = False,
+) -> learner_lib.Learner:
+  """The learner of the run, or (`cloning`) of its warm start."""
+  changes: dict[str, Any] = {"seed": config.run.seed}
+  if cloning:
+    changes |= {
+        "objective": "behaviour_cloning",
+        "optimizer": "muon",
+        "learning_rate": config.warm_start.learning_rate,
+        "schedule": "cosine",
+        "total_steps": config.warm_start.steps,
+        "warmup_steps": min(20, config.warm_start.steps // 2),
+        "kl_coef": 0.0,
+        "minibatches": 1,
+        "epochs": 1,
+    }
+  else:
+    optimizer_steps = (
+        config.learner.steps * config.learner.minibatches
+        * config.learner.epochs
+    )
+    changes["total_steps"] = max(1, optimizer_steps)
+  try:
+    learner_config = learner_lib.LearnerConfig.from_sections(
+        config.algorithm, config.learner, config.sampling, **changes
+    )
+  except ValueError as error:
+    raise ConfigError([f"learner: {error}"]) from None
+  reference = policy.model if learner_config.kl_coef else None
+  return learner_lib.Learner(
+      policy.model,
+      policy.processor,
+      image_store,
+      learner_config,
+      mesh=mesh,
+      reference=reference,
+  )

@@ -1,0 +1,611 @@
+"""Trains a vision-language policy to use a computer.
+
+    python -m tunix.rl.multi_turn.train [config.yaml] [key=value ...]
+
+Composition only: the parts are built by `assembly`, connected here, and run.
+Two loops meet at the queue and at the weights: collecting, on an event loop in
+a thread of its own, and learning, in the main thread.
+
+A run evaluates random weights, makes a warm start, evaluates that, trains with
+GRPO, and evaluates the result, all on the same held-out tasks. Its directory
+holds config.yaml, metrics.jsonl, summary.json, trajectories.jsonl, images/,
+checkpoints/, policy/ (the trained policy) and report.html / report.png.
+
+Promises: an interrupt (Ctrl-C) or a failure saves a checkpoint, leaves a
+summary that says what happened, and tells how to resume; a resumed run trains
+on no group twice and goes on with the next task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import dataclasses
+import importlib
+import logging
+import pathlib
+import signal
+import sys
+import threading
+import time
+from typing import Any, Coroutine, Sequence
+
+import jax
+import numpy as np
+from tunix.rl.multi_turn import assembly
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn import evaluation
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import reporting
+from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
+from tunix.rl.multi_turn.learner import loop as loop_lib
+from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
+from tunix.rl.multi_turn.reporting import metrics as metrics_lib
+from tunix.rl.multi_turn.reporting import report
+from tunix.rl.multi_turn.trajectory_collector import collect_loop
+from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
+from tunix.rl.multi_turn.warm_start import demonstrations
+from tunix.rl.queue import group_queue
+from tunix.rl.queue import group_store
+
+TrainConfig = config_lib.TrainConfig
+ConfigError = config_lib.ConfigError
+_LOG = logging.getLogger(__name__)
+_STOP_TIMEOUT_S = 30.0
+
+
+class LoopThread:
+  """An event loop in a thread: where episodes live.
+
+  One loop for a whole run, as gyms share what belongs to a loop (a browser).
+  """
+
+  def __init__(self):
+    self._loop = asyncio.new_event_loop()
+    self._thread = threading.Thread(
+        target=self._loop.run_forever, name="tunix-episodes", daemon=True
+    )
+    self._thread.start()
+
+  def submit(
+      self, work: Coroutine[Any, Any, Any]
+  ) -> concurrent.futures.Future[Any]:
+    return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+  def close(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
+    """Cancels what still runs there and ends the thread."""
+
+    async def cancel_all():
+      tasks = asyncio.all_tasks() - {asyncio.current_task()}
+      for task in tasks:
+        task.cancel()
+      await asyncio.gather(*tasks, return_exceptions=True)
+      await self._loop.shutdown_default_executor()
+
+    try:
+      self.submit(cancel_all()).result(timeout_s)
+    except concurrent.futures.TimeoutError:
+      _LOG.warning("some episodes did not end within %g s", timeout_s)
+    self._loop.call_soon_threadsafe(self._loop.stop)
+    self._thread.join(timeout_s)
+    if not self._thread.is_alive():
+      self._loop.close()
+
+
+class StepMetrics:
+  """Adds the readings of episodes, queue and engine to each StepFinished.
+
+  Stands between the learner loop and the observers.
+  """
+
+  def __init__(self, downstream: events.Observers, queue: Any, engine: Any):
+    self._downstream = downstream
+    self._queue = queue
+    self._engine = engine
+    self._groups: list[trajectory_lib.TrajectoryGroup] = []
+    self._lock = threading.Lock()
+    self._stats = dict(engine.stats())
+    self._since = time.perf_counter()
+
+  def on_event(self, event: events.Event) -> None:
+    if isinstance(event, events.GroupFinished):
+      with self._lock:
+        self._groups.append(event.group)
+    elif isinstance(event, events.StepFinished):
+      now = time.perf_counter()
+      with self._lock:
+        finished, self._groups = self._groups, []
+      stats = dict(self._engine.stats())
+      counters = self._queue.counters()
+      metrics = {
+          **metrics_lib.group_metrics(finished),
+          **metrics_lib.engine_metrics(self._stats, stats, now - self._since),
+          "queue_size": counters["ready"],
+          "dropped_stale": counters["dropped_stale"],
+          **event.metrics,
+      }
+      self._stats, self._since = stats, now
+      event = dataclasses.replace(event, metrics=metrics)
+    self._downstream.on_event(event)
+
+
+class Run:
+  """One training run; use as a context manager."""
+
+  def __init__(self, config: TrainConfig):
+    self.config = config
+    self.directory = config.run_dir
+    self.resuming = bool(config.run.resume)
+    self.stop = threading.Event()
+    self.task_source = assembly.make_tasks(config)
+    self.mesh = assembly.make_mesh(config)
+    self.images = images_lib.ImageStore(self.directory / "image_cache")
+    self.episodes = assembly.EpisodeFactory(config, self.images)
+    # Bad gym options should fail now and not in every episode.
+    assembly.make_gym(config, config.gym.tasks[0])
+    self.policy = assembly.make_policy(config, self.mesh, "")
+    self.engine = assembly.make_engine(config, self.policy, self.images)
+    self.observers = events.Observers()
+    self._loop: LoopThread | None = None
+    self._collecting: concurrent.futures.Future[None] | None = None
+    self._collect_loop: collect_loop.CollectLoop | None = None
+    self._writers: list[Any] = []
+
+  # --- life ------------------------------------------------------------------
+
+  def __enter__(self) -> Run:
+    config = self.config
+    if not self.resuming and (self.directory / "metrics.jsonl").exists():
+      raise ConfigError([
+          f"run.name={config.run.name}: {self.directory} holds a run already;"
+          f" choose another name, or go on with resume={self.directory}"
+      ])
+    self.directory.mkdir(parents=True, exist_ok=True)
+    (self.directory / "config.yaml").write_text(config.to_yaml())
+    self._loop = LoopThread()
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    self._stop_collecting()
+    if self._loop is not None:
+      if self.config.gym.name == "miniwob":
+        self._wait(_close_shared_browser(), _STOP_TIMEOUT_S)
+      self._loop.close()
+    self.engine.close(_STOP_TIMEOUT_S)
+    for writer in self._writers:
+      writer.close()
+
+  def attach_observers(self, resume_step: int | None) -> None:
+    """Progress, metrics, trajectories and summary into the run directory."""
+    config = self.config
+    trajectories = reporting.TrajectoryWriter(
+        self.directory,
+        self.images if config.report.images else None,
+        limit=config.report.episodes,
+        resume=self.resuming,
+    )
+    metrics = reporting.MetricsWriter(
+        self.directory / "metrics.jsonl", resume_step=resume_step
+    )
+    self._writers = [trajectories, metrics]
+    for observer in (
+        metrics,
+        trajectories,
+        reporting.SummaryWriter(
+            self.directory / "summary.json",
+            resume=self.resuming,
+            extra=self._facts,
+        ),
+        reporting.ProgressBar(
+            config.learner.steps,
+            mode=config.report.progress,
+            start=resume_step or 0,
+        ),
+    ):
+      self.observers.add(observer)
+
+  def _facts(self) -> dict[str, Any]:
+    return {
+        "parameters": parameter_count(self.policy.model),
+        "devices": [str(d) for d in jax.devices()],
+        "engine": dict(self.engine.stats()),
+        "observer_failures": dict(self.observers.failures),
+    }
+
+  # --- stages ------------------------------------------------------------------
+
+  def warm_up(self) -> None:
+    """Compiles the engine's programs."""
+
+    def progress(done: int, total: int, what: str) -> None:
+      self.observers.on_event(
+          events.Progress("compiling the engine", done, total, what)
+      )
+
+    self.engine.warm_up(progress)
+
+  def evaluate(self, name: str) -> dict[str, Any]:
+    """Success on the held-out tasks in every configured mode."""
+    tasks = assembly.eval_tasks(self.config, self.task_source)
+    results: list[evaluation.EpisodeResult] = []
+    total = len(tasks) * len(self.config.eval.modes)
+
+    async def run_all():
+      for mode in self.config.eval.modes:
+        collector = assembly.make_collector(
+            self.config,
+            self.episodes,
+            self.engine,
+            self.policy.renderer,
+            observers=self.observers,
+            mode=mode,
+        )
+        async for group in groups_lib.iterate_groups(collector, tasks):
+          (episode,) = group.trajectories
+          family = tasks[len(results) % len(tasks)].family
+          results.append(
+              evaluation.EpisodeResult.from_trajectory(episode, family, mode)
+          )
+          if len(results) % 20 == 0 or len(results) == total:
+            self.observers.on_event(
+                events.Progress(f"evaluating {name}", len(results), total)
+            )
+
+    self._wait(run_all())
+    summary = evaluation.summarise(results, self.config.eval.modes)
+    self.observers.on_event(events.EvalFinished(name, summary))
+    return summary
+
+  def warm_start(self) -> None:
+    """Replaces the random weights by the configured start."""
+    warm = self.config.warm_start
+    source = {
+        "embedded": self.config.policy.name,
+        "path": warm.path,
+        "none": "",
+    }[warm.source]
+    if not source and self.config.policy.name != "tiny_vl":
+      source = self.config.policy.name  # A directory brings its weights.
+    if source:
+      self.policy = assembly.make_policy(self.config, self.mesh, source)
+    if warm.steps:
+      self._clone()
+    self.engine.update_weights(0, self.policy.model).result(_STOP_TIMEOUT_S)
+
+  def _clone(self) -> None:
+    """Behaviour cloning on demonstrations by the gym's oracle."""
+    warm = self.config.warm_start
+    learner = assembly.make_learner(
+        self.config, self.policy, self.images, self.mesh, cloning=True
+    )
+    demonstrator = demonstrations.Demonstrator(
+        self.policy.renderer,
+        lambda: assembly.make_agent(self.config),
+        lambda: assembly.make_gym(self.config, self.config.gym.tasks[0]),
+        demonstrations.oracle_of(self.config.gym.name),
+        self.images,
+        grid=demonstrations.default_grid(
+            self.config.gym.width, self.config.gym.height
+        ),
+    )
+    tasks = assembly.TrainTasks(
+        self.task_source, self.config.gym.tasks, self.config.run.seed + 1
+    )
+    played: list[list[trajectory_lib.TokenSequence]] = []
+    rng = np.random.default_rng(self.config.run.seed)
+    for step in range(warm.steps):
+      if self.stop.is_set():
+        return
+      while len(played) < min(warm.demonstrations, warm.batch_size * (step + 1)):
+        task = next(tasks)
+        played.append(
+            self._wait(demonstrator.sequences([(task, len(played))]))
+        )
+      chosen = rng.choice(len(played), warm.batch_size)
+      batch = [sequence for i in chosen for sequence in played[i]]
+      metrics = learner.update_on_sequences(batch)
+      self.observers.on_event(
+          events.Progress(
+              "cloning demonstrations",
+              step + 1,
+              warm.steps,
+              f"loss {metrics['loss']:.3f}",
+          )
+      )
+    self.policy = dataclasses.replace(self.policy, model=learner.policy())
+
+  def train(self) -> int:
+    """GRPO; returns the steps made in all."""
+    config = self.config
+    learner = assembly.make_learner(
+        config, self.policy, self.images, self.mesh
+    )
+    checkpoints = checkpoint_lib.LearnerCheckpoints(
+        (self.directory / "checkpoints").absolute(), keep=config.checkpoint.keep
+    )
+    extras: dict[str, Any] = {}
+    if self.resuming:
+      extras = checkpoints.restore(learner)
+    store = None
+    if config.queue.path:
+      store = group_store.SqliteGroupStore(config.queue.path)
+    queue = group_queue.GroupQueue(
+        config.learner.groups_per_step,
+        config.queue.max_staleness,
+        capacity=config.queue_capacity,
+        order="admission" if config.lockstep else "ready",
+        stale_policy=config.queue.stale_policy,
+        version=learner.version,
+        store=store,
+    )
+    metrics = StepMetrics(self.observers, queue, self.engine)
+    self._collect_loop = collect_loop.CollectLoop(
+        assembly.make_collector(
+            config,
+            self.episodes,
+            self.engine,
+            self.policy.renderer,
+            observers=metrics,
+        ),
+        assembly.TrainTasks(
+            self.task_source, config.gym.tasks, config.run.seed
+        ),
+        queue,
+        max_requeues=config.collect.max_requeues,
+    )
+    if "collect" in extras:
+      self._collect_loop.load_state_dict(extras["collect"])
+    loop = loop_lib.LearnerLoop(
+        learner,
+        queue,
+        self.engine.update_weights,
+        groups_per_step=config.learner.groups_per_step,
+        publish_every=config.learner.publish_every,
+        observers=metrics,
+        checkpoints=checkpoints,
+        checkpoint_every=config.checkpoint.every,
+        extras=lambda: {"collect": self._collect_loop.state_dict()},
+    )
+    started = time.monotonic()
+    try:
+      loop.publish()
+      self._collecting = self._loop.submit(self._collect_loop.run())
+      while learner.counters.updates < config.learner.steps:
+        if self.stop.is_set() or loop.step(self.stop) is None:
+          break
+        step = learner.counters.updates
+        if config.eval.every and step % config.eval.every == 0:
+          self.evaluate(f"step_{step}")
+        budget = config.run.time_budget_s
+        if budget and time.monotonic() - started > budget:
+          break
+    finally:
+      self._stop_collecting()
+      queue.close()
+      if learner.counters.updates:
+        loop.save()
+        checkpoints.wait()
+        policy_checkpoint.save_policy(
+            self.directory / "policy", learner.policy(), config.policy.name
+        )
+      checkpoints.close()
+    self.policy = dataclasses.replace(self.policy, model=learner.policy())
+    return learner.counters.updates
+
+  # --- helpers -----------------------------------------------------------------
+
+  def _stop_collecting(self) -> None:
+    if self._collect_loop is not None and self._collecting is not None:
+      self._collect_loop.stop()
+      done, _ = concurrent.futures.wait([self._collecting], _STOP_TIMEOUT_S)
+      if not done:
+        _LOG.warning("collecting did not stop within %g s", _STOP_TIMEOUT_S)
+    self._collecting = None
+
+  def _wait(
+      self, work: Coroutine[Any, Any, Any], timeout_s: float | None = None
+  ) -> Any:
+    """Runs `work` on the episodes' loop; an interrupt cancels it."""
+    future = self._loop.submit(work)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+      try:
+        return future.result(0.2)
+      except concurrent.futures.TimeoutError:
+        if future.done():
+          raise
+        if self.stop.is_set() or (
+            deadline is not None and time.monotonic() > deadline
+        ):
+          future.cancel()
+          raise Interrupted() from None
+
+
+class Interrupted(Exception):
+  """The user asked to stop."""
+
+
+async def _close_shared_browser() -> None:
+  from tunix.rl.multi_turn.environments.gyms import miniwob  # pylint: disable=g-import-not-at-top
+
+  await miniwob.shared_browser().close()
+
+
+def parameter_count(model: Any) -> int:
+  named = policy_checkpoint.named_parameters(model)
+  return sum(int(np.prod(p.shape)) for p in named.values())
+
+
+def describe(run: Run) -> str:
+  """What a dry run prints: configuration, shapes and memory."""
+  config = run.config
+  parameters = parameter_count(run.policy.model)
+  cache = jax.eval_shape(
+      lambda: run.policy.model.init_cache(
+          config.rollout.slots, config.rollout.context_length
+      )
+  )
+  cache_bytes = sum(
+      x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)
+  )
+  agent = assembly.make_agent(config)
+  prompt = run.policy.renderer.render(agent.chat_completions)
+  image = run.policy.processor.num_image_tokens(
+      config.gym.width, config.gym.height
+  )
+  mib = 1 / (1 << 20)
+  copies = 3 + bool(config.algorithm.kl_coef)
+  rows = [
+      ("policy", f"{config.policy.name}, {parameters:,} parameters"),
+      ("devices", f"{jax.device_count()} x {jax.default_backend()}"),
+      ("system prompt", f"{len(prompt)} tokens"),
+      (
+          "screenshot",
+          f"{config.gym.width}x{config.gym.height}, {image} tokens",
+      ),
+      (
+          "rollout",
+          f"{config.rollout.slots} slots x {config.rollout.context_length}"
+          f" tokens, KV cache {cache_bytes * mib:.1f} MiB",
+      ),
+      (
+          "learner batch",
+          f"{config.learner.rows} rows x {config.learner.row_length} tokens",
+      ),
+      (
+          "step",
+          f"{config.learner.groups_per_step} groups x"
+          f" {config.collect.group_size} episodes",
+      ),
+      (
+          "weights and optimizer",
+          f"{parameters * 4 * copies * mib:.1f} MiB, rollout copy"
+          f" {parameters * 4 * mib:.1f} MiB",
+      ),
+      ("run directory", str(run.directory)),
+  ]
+  width = max(len(name) for name, _ in rows)
+  table = "\n".join(f"  {name.ljust(width)}  {text}" for name, text in rows)
+  return f"{config.to_yaml()}\n{table}"
+
+
+def execute(run: Run) -> str:
+  """All stages of a run; returns its status."""
+  config = run.config
+  step = None
+  if run.resuming:
+    steps = checkpoint_lib.LearnerCheckpoints(
+        (run.directory / "checkpoints").absolute()
+    )
+    with steps:
+      step = steps.steps()[-1] if steps.steps() else 0
+  run.attach_observers(step)
+  run.observers.on_event(
+      events.RunStarted(config.run.name, config.to_dict())
+  )
+  status, error = "completed", None
+  try:
+    run.warm_up()
+    if not run.resuming:
+      run.evaluate("initial")
+    run.warm_start()
+    if not run.resuming:
+      run.evaluate("warm_start")
+    if config.learner.steps:
+      run.train()
+    if run.stop.is_set():
+      raise Interrupted()
+    run.evaluate("final")
+  except Interrupted:
+    status = "interrupted"
+  except BaseException as failure:
+    status, error = "failed", f"{type(failure).__name__}: {failure}"
+    raise
+  finally:
+    run.observers.on_event(events.RunFinished(status, error))
+  return status
+
+
+def _import_modules(names: Sequence[str]) -> None:
+  for name in names:
+    try:
+      importlib.import_module(name)
+    except ImportError as error:
+      raise ConfigError([f"run.imports: cannot import {name}: {error}"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns the exit status."""
+  argv = sys.argv[1:] if argv is None else list(argv)
+  try:
+    config = config_lib.load_config(argv)
+    _import_modules(config.run.imports)
+    run = Run(config)
+    if config.run.dry_run:
+      print(describe(run))
+      run.engine.close()
+      return 0
+    return _run_to_end(run)
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def _run_to_end(run: Run) -> int:
+  def interrupt(signum, frame):
+    del frame
+    if run.stop.is_set():  # The second time, at once.
+      signal.signal(signum, signal.SIG_DFL)
+      raise KeyboardInterrupt
+    print(
+        "\nstopping after this step and saving; press Ctrl-C again to quit at"
+        " once",
+        file=sys.stderr,
+    )
+    run.stop.set()
+
+  before = {s: signal.signal(s, interrupt) for s in _stop_signals()}
+  try:
+    with run:
+      print(f"run directory: {run.directory}", file=sys.stderr)
+      status = execute(run)
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+  page, _ = report.build_report(
+      run.directory, film_strips=run.config.report.film_strips
+  )
+  summaries = _evaluations(run.directory)
+  if summaries:
+    print(evaluation.format_table(summaries))
+  print(f"report: {page}")
+  if status == "interrupted":
+    saved = any((run.directory / "checkpoints").glob("*"))
+    how = f"python -m tunix.rl.multi_turn.train resume={run.directory}"
+    print(f"interrupted; go on with: {how}" if saved else "interrupted")
+    return 130
+  return 0
+
+
+def _stop_signals() -> tuple[int, ...]:
+  if threading.current_thread() is not threading.main_thread():
+    return ()
+  return (signal.SIGINT, signal.SIGTERM)
+
+
+def _evaluations(directory: pathlib.Path) -> dict[str, Any]:
+  from tunix.rl.multi_turn.reporting import files  # pylint: disable=g-import-not-at-top
+
+  found = files.read_json(directory / "summary.json").get("eval", {})
+  order = collections.OrderedDict()
+  for name in ("initial", "warm_start", "final"):
+    if name in found:
+      order[name] = found[name]
+  return order
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,1 @@
+"""Warm start: what a policy imitates before it is rewarded."""

@@ -1,0 +1,359 @@
+"""Demonstrations, in the exact token format that the policy will act in.
+
+Two kinds:
+
+* `Demonstrator.episode` plays a task of a gym through the ordinary collector,
+  as a scripted policy that knows the right action. A demonstrator may have
+  habits, the slips that recorded human demonstrations are full of (a single
+  click where two are needed, typing without a focused field, a click on the
+  neighbour). A policy cloned from them knows every right move and prefers
+  some wrong ones; reinforcement learning mends that.
+* Conversations about one screenshot, which is read once and teaches several
+  points; they are how a small policy learns to see. `inventory_sequence` names
+  and points at what is visible, `question_sequence` answers questions ("Click
+  the Save button.", "What is at [512, 300]?").
+
+Promises: a demonstration is a function of its seed; its tokens carry log-prob
+0, as a demonstrator is certain. Does not train anything; no JAX.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any, Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn import images
+from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.environments import cua_env
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.rollout import scripted_client
+from tunix.rl.multi_turn.tools import screenshot
+from tunix.rl.multi_turn.trajectory_collector import engine as engine_lib
+from tunix.rl.multi_turn.trajectory_collector import model_calls
+from tunix.rl.multi_turn.trajectory_collector import sequence_builder
+
+GuiAction = gui_action.GuiAction
+Kind = gui_action.GuiActionKind
+
+Habit = Callable[[Any, GuiAction, np.random.Generator], GuiAction]
+"""(gym, right action, rng) -> what the demonstrator does instead."""
+
+
+# --- habits ----------------------------------------------------------------
+
+
+def single_click(
+    gym: Any, action: GuiAction, rng: np.random.Generator
+) -> GuiAction:
+  """Clicks once where a double click is needed."""
+  del gym, rng
+  if action.kind is Kind.CLICK and action.count > 1:
+    return dataclasses.replace(action, count=1)
+  return action
+
+
+def wrong_widget(
+    gym: Any, action: GuiAction, rng: np.random.Generator
+) -> GuiAction:
+  """Clicks another widget than the one asked for."""
+  if action.kind is not Kind.CLICK:
+    return action
+  others = [
+      (x, y)
+      for _, x, y in gym.referring_expressions()
+      if abs(x - action.x) + abs(y - action.y) > 4
+  ]
+  if not others:
+    return action
+  x, y = others[int(rng.integers(len(others)))]
+  return dataclasses.replace(action, x=float(x), y=float(y))
+
+
+def skip_focus(
+    gym: Any, action: GuiAction, rng: np.random.Generator
+) -> GuiAction:
+  """Types the quoted text at once instead of clicking the field first."""
+  del rng
+  if action.kind is not Kind.CLICK:
+    return action
+  parts = gym.episode.spec.instruction.split('"')
+  return GuiAction(Kind.TYPE, text=parts[1]) if len(parts) > 2 else action
+
+
+HABITS: dict[str, Habit] = {
+    "single_click": single_click,
+    "wrong_widget": wrong_widget,
+    "skip_focus": skip_focus,
+}
+
+
+# --- oracles -----------------------------------------------------------------
+
+
+def oracle_of(gym_name: str) -> Callable[[Any], Any]:
+  """gym -> the next right action, for the gym of that name.
+
+  Raises:
+    ValueError: it has no oracle.
+  """
+  if gym_name == "desktop":
+    from tunix.rl.multi_turn.environments.gyms import desktop  # pylint: disable=g-import-not-at-top
+
+    return desktop.oracle_action
+  if gym_name == "miniwob":
+    from tunix.rl.multi_turn.environments.gyms.miniwob import oracle  # pylint: disable=g-import-not-at-top
+
+    return oracle.oracle_action
+  raise ValueError(
+      f"gym {gym_name!r} has no oracle to demonstrate; desktop and miniwob do"
+  )
+
+
+def default_grid(width: int, height: int) -> tuple[int, int]:
+  """Bins of 4 px, what the shipped policy was pretrained with."""
+  return max(1, width // 4), max(1, height // 4)
+
+
+# --- episodes ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Demonstrator:
+  """Plays tasks the right way, but for its habits.
+
+  Attributes:
+    renderer: messages to tokens.
+    make_agent: a fresh agent for an episode; its parser writes the actions.
+    make_gym: a fresh gym.
+    oracle: gym -> the next right action, None at the end; sync or async.
+    image_store: where screenshots go.
+    habits: family -> (name in HABITS, probability in [0, 1] that an episode
+      is played with it).
+    grid: (columns, rows) that clicks are snapped to.
+  """
+
+  renderer: sequence_builder.Renderer
+  make_agent: Callable[[], Any]
+  make_gym: Callable[[], Any]
+  oracle: Callable[[Any], Any]
+  image_store: images.ImageStore
+  habits: Mapping[str, tuple[str, float]] = dataclasses.field(
+      default_factory=dict
+  )
+  grid: tuple[int, int] | None = None
+  timeout_s: float = 60.0
+
+  def __post_init__(self):
+    for family, (name, rate) in self.habits.items():
+      if name not in HABITS:
+        raise ValueError(
+            f"habit {name!r} of {family!r} is unknown; known:"
+            f" {', '.join(HABITS)}"
+        )
+      if not 0 <= rate <= 1:
+        raise ValueError(
+            f"the rate of habit {name!r} must be in [0, 1], got {rate}"
+        )
+
+  async def episode(
+      self, task: gym_base.Task, seed: int
+  ) -> trajectory.Trajectory:
+    """One demonstration of `task`; `seed` decides whether a habit strikes."""
+    rng = np.random.default_rng((0x0DE3, seed))
+    habit, rate = self.habits.get(task.family, ("", 0.0))
+    habit_fn = HABITS[habit] if habit and rng.random() < rate else None
+    agent, gym = self.make_agent(), self.make_gym()
+    parser = agent.tool_parser
+    env = cua_env.CUAEnv(
+        gym,
+        screenshot.ScreenshotTool(self.image_store),
+        task,
+        action_parser=parser,
+    )
+
+    async def act(prompt: policy_client.TokenPrompt, session: str):
+      del prompt, session
+      action = self.oracle(gym)
+      if asyncio.iscoroutine(action):
+        action = await action
+      if action is None:
+        action = GuiAction(Kind.TERMINATE)
+      if habit_fn is not None:
+        action = habit_fn(gym, action, rng)
+      text = parser.format_gui_action(
+          action, env.image.width, env.image.height, grid=self.grid
+      )
+      return completion_ids(self.renderer, text)
+
+    model = model_calls.PolicyModel(
+        scripted_client.ScriptedClient(act),
+        self.renderer,
+        policy_client.SamplingParams(max_new_tokens=1024),
+        runs_inline=True,
+    )
+    engine = engine_lib.TrajectoryCollectEngine(
+        agent, env, model, max_steps=env.max_steps, timeout=self.timeout_s
+    )
+    return await engine.collect()
+
+  async def sequences(
+      self, tasks: Iterable[tuple[gym_base.Task, int]]
+  ) -> list[trajectory.TokenSequence]:
+    """Training sequences of (task, seed) pairs, in order.
+
+    Raises:
+      RuntimeError: an episode failed for another reason than its habit.
+    """
+    result = []
+    for task, seed in tasks:
+      played = await self.episode(task, seed)
+      if not played.status.is_policy_outcome:
+        raise RuntimeError(
+            f"the demonstration of {task.task_id} broke: {played.error}"
+        )
+      result.extend(played.sequences)
+    return result
+
+
+def completion_ids(
+    renderer: sequence_builder.Renderer, text: str
+) -> np.ndarray:
+  """int32[S] of a completion: the text and the end-of-turn token."""
+  return np.append(
+      renderer.encode(text), np.int32(renderer.stop_token_ids[0])
+  ).astype(np.int32)
+
+
+# --- conversations about a screenshot ------------------------------------------
+
+_CLICK_FORMS = (
+    "Click {}.",
+    "Click on {}.",
+    "Press {}.",
+    "Go to {}.",
+)
+
+Expressions = Sequence[tuple[str, int, int]]
+"""(phrase, x, y): what is visible and where, in pixels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grounder:
+  """Makes conversations about screenshots.
+
+  Attributes:
+    renderer: messages to tokens.
+    parser: a GUI-action parser; points are clicks in its grammar.
+    grid: (columns, rows) that points are snapped to.
+    words: to type, for questions that teach to copy.
+    type_rate: share of those among the questions, when there are words.
+    reverse_rate: share of items and questions that go from a point to a name.
+  """
+
+  renderer: sequence_builder.Renderer
+  parser: Any
+  grid: tuple[int, int] | None = None
+  words: Sequence[str] = ()
+  type_rate: float = 0.2
+  reverse_rate: float = 0.35
+
+  def inventory_sequence(
+      self,
+      image: trajectory.ImageRef,
+      expressions: Expressions,
+      rng: np.random.Generator,
+      items: int = 12,
+  ) -> trajectory.TokenSequence:
+    """One answer that names things and clicks on them, or the reverse."""
+    if not expressions:
+      raise ValueError("a conversation needs something visible to talk about")
+    lines = []
+    order: list[int] = []
+    for _ in range(items):
+      if not order:  # Everything once before anything twice.
+        order = rng.permutation(len(expressions)).tolist()
+      phrase, x, y = expressions[order.pop()]
+      if rng.random() < self.reverse_rate:
+        lines.append(f"{self._point(image, x, y)} {phrase}")
+      else:
+        lines.append(f"{phrase}\n{self._click(image, x, y)}")
+    turns = [("List what you see.", "\n".join(lines))]
+    return self._converse(image, turns)
+
+  def question_sequence(
+      self,
+      image: trajectory.ImageRef,
+      expressions: Expressions,
+      rng: np.random.Generator,
+      questions: int = 6,
+  ) -> trajectory.TokenSequence:
+    """Questions of a user, each answered by one tool call."""
+    turns = []
+    for _ in range(questions):
+      phrase, x, y = self._pick(expressions, rng)
+      draw = rng.random()
+      if self.words and draw < self.type_rate:
+        word = self.words[int(rng.integers(len(self.words)))]
+        answer = self._format(image, GuiAction(Kind.TYPE, text=word))
+        turns.append((f'Type "{word}".', answer))
+      elif draw < self.type_rate + self.reverse_rate:
+        question = f"What is at {self._point(image, x, y)}?"
+        answer = self._format(image, GuiAction(Kind.ANSWER, text=phrase))
+        turns.append((question, answer))
+      else:
+        form = _CLICK_FORMS[int(rng.integers(len(_CLICK_FORMS)))]
+        turns.append((form.format(phrase), self._click(image, x, y)))
+    return self._converse(image, turns)
+
+  def _pick(
+      self, expressions: Expressions, rng: np.random.Generator
+  ) -> tuple[str, int, int]:
+    if not expressions:
+      raise ValueError("a conversation needs something visible to talk about")
+    return expressions[int(rng.integers(len(expressions)))]
+
+  def _format(self, image: trajectory.ImageRef, action: GuiAction) -> str:
+    return self.parser.format_gui_action(
+        action, image.width, image.height, grid=self.grid
+    )
+
+  def _click(self, image: trajectory.ImageRef, x: float, y: float) -> str:
+    return self._format(
+        image, GuiAction(Kind.CLICK, x=float(x), y=float(y))
+    )
+
+  def _point(self, image: trajectory.ImageRef, x: float, y: float) -> str:
+    """"[x, y]" in the grammar's coordinates."""
+    call = self._click(image, x, y)
+    return call[call.rindex("[") : call.rindex("]") + 1]
+
+  def _converse(
+      self, image: trajectory.ImageRef, turns: Sequence[tuple[str, str]]
+  ) -> trajectory.TokenSequence:
+    builder = sequence_builder.SequenceBuilder(self.renderer)
+    messages: list[trajectory.Message] = []
+    for number, (question, answer) in enumerate(turns):
+      content: Any = question
+      if number == 0:
+        content = [
+            {"type": "image", "image": image},
+            {"type": "text", "text": question},
+        ]
+      messages.append({"role": "user", "content": content})
+      builder.prompt(messages)
+      ids = completion_ids(self.renderer, answer)
+      said = builder.append(
+          policy_client.Completion(
+              tokens=ids,
+              logprobs=np.zeros(len(ids), np.float32),
+              versions=np.zeros(len(ids), np.int32),
+              finish_reason=policy_client.FinishReason.STOP,
+          )
+      )
+      messages.append({"role": "assistant", "content": said})
+    (sequence,) = builder.build()
+    return sequence

@@ -1,0 +1,288 @@
+"""Pretrains the small policy that the package ships.
+
+    python -m tunix.rl.multi_turn.warm_start.pretrain --out DIR
+
+A stand-in for the pretrained model that a real user starts from, made by
+imitation alone: grounding conversations about random desktops, so that the
+policy reads and points, and demonstrations of every task family by a
+demonstrator with habits, so that it knows the moves and prefers some wrong
+ones. No reward is used. The same learner as in training runs it, with the
+objective `behaviour_cloning`.
+
+Writes the policy directory, `log.jsonl` (one object a report) and
+`recipe.json` (every setting and seed) into DIR, the policy also every
+--save-every steps, so a run that is cut short leaves a usable policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import concurrent.futures
+import dataclasses
+import json
+import pathlib
+import time
+from typing import Any, Sequence
+
+import numpy as np
+import tqdm
+from tunix.rl.multi_turn import images
+from tunix.rl.multi_turn import prompts
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.agents import tool_agent
+from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.environments.gyms.desktop import words
+from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.warm_start import demonstrations
+
+TokenSequence = trajectory.TokenSequence
+
+HABITS = {
+    "open-icon": ("single_click", 0.7),
+    "enter-text": ("skip_focus", 0.65),
+    "click-button": ("wrong_widget", 0.5),
+    "close-dialog": ("wrong_widget", 0.6),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """Everything that decides the result.
+
+  Attributes:
+    steps: optimizer steps.
+    seed: of weights and data.
+    width, height: of the screenshots, in pixels.
+    inventories, questions: conversations of each kind a step.
+    episodes: demonstrated episodes a step.
+    late: share of the steps, at the end, in which the numbers of inventories
+      and episodes are exchanged.
+    quickstart_share: share of scenes and episodes from the quickstart's
+      families; the rest are of all families, or random scenes.
+    grid: (columns, rows) that points are snapped to.
+    habits: family -> (habit, rate).
+    learning_rate, muon_learning_rate, warmup_steps: of the optimizer; a
+      cosine to 0 follows.
+    row_length, rows: of a packed batch.
+    size: of the policy, a key of `tiny_vl.SIZES`.
+    system_prompt, parser: what episodes begin with, and their grammar.
+  """
+
+  steps: int = 1400
+  seed: int = 0
+  width: int = 128
+  height: int = 96
+  inventories: int = 26
+  questions: int = 8
+  episodes: int = 12
+  late: float = 0.3
+  quickstart_share: float = 0.8
+  grid: tuple[int, int] = (32, 24)
+  habits: dict[str, tuple[str, float]] = dataclasses.field(
+      default_factory=lambda: dict(HABITS)
+  )
+  learning_rate: float = 1.5e-3
+  muon_learning_rate: float = 0.02
+  warmup_steps: int = 50
+  row_length: int = 448
+  rows: int = 24
+  size: str = "tiny"
+  system_prompt: str = "desktop_compact"
+  parser: str = "computer_use_compact"
+
+
+class DataMaker:
+  """Makes the sequences of a step; a function of (recipe, step)."""
+
+  def __init__(
+      self, recipe: Recipe, renderer: Any, image_store: images.ImageStore
+  ):
+    self._recipe = recipe
+    self._renderer = renderer
+    self._store = image_store
+    self._tasks = desktop.DesktopTasks()
+    self._grounder = demonstrations.Grounder(
+        renderer,
+        self._agent().tool_parser,
+        grid=recipe.grid,
+        words=words.TYPING_WORDS,
+    )
+    self._gym = self._make_gym()
+    self._demonstrator = demonstrations.Demonstrator(
+        renderer,
+        self._agent,
+        self._make_gym,
+        desktop.oracle_action,
+        image_store,
+        habits=recipe.habits,
+        grid=recipe.grid,
+    )
+
+  def _agent(self) -> tool_agent.ToolAgent:
+    return tool_agent.ToolAgent(
+        prompts.get_prompt(self._recipe.system_prompt), self._recipe.parser
+    )
+
+  def _make_gym(self) -> desktop.DesktopGym:
+    return desktop.DesktopGym(self._recipe.width, self._recipe.height)
+
+  def _scene(self, rng: np.random.Generator):
+    """(image, what is visible) of a task's start or a random scene."""
+    while True:
+      if rng.random() < self._recipe.quickstart_share:
+        seen = self._gym.start_sync(self._task(rng, int(rng.random() < 0.2)))
+      else:
+        seen = self._gym.random_scene(int(rng.integers(2**31)))
+      # Title bars are everywhere and easy; they would crowd out the rest.
+      expressions = [
+          e
+          for e in self._gym.referring_expressions()
+          if not e[0].startswith("the title bar") or rng.random() < 0.1
+      ]
+      if expressions:
+        return self._store.put(seen.screenshot), expressions
+
+  def _task(self, rng: np.random.Generator, difficulty: int):
+    quick = rng.random() < self._recipe.quickstart_share
+    families = (
+        desktop.QUICKSTART_FAMILIES if quick else self._tasks.families()
+    )
+    family = families[int(rng.integers(len(families)))]
+    return self._tasks.train_task(
+        family, int(rng.integers(2**31)), self._recipe.seed, difficulty
+    )
+
+  def sequences(self, step: int) -> list[TokenSequence]:
+    """All of a step's sequences."""
+    rng = np.random.default_rng([self._recipe.seed, step])
+    r = self._recipe
+    inventories, episodes = r.inventories, r.episodes
+    if step >= (1 - r.late) * r.steps:
+      inventories, episodes = episodes, inventories
+    result = [
+        self._grounder.inventory_sequence(*self._scene(rng), rng)
+        for _ in range(inventories)
+    ] + [
+        self._grounder.question_sequence(*self._scene(rng), rng)
+        for _ in range(r.questions)
+    ]
+    tasks = [
+        (self._task(rng, int(rng.random() < 0.2)), int(rng.integers(2**31)))
+        for _ in range(episodes)
+    ]
+    result += asyncio.run(self._demonstrator.sequences(tasks))
+    return result
+
+
+def heldout_report(
+    learner: learner_lib.Learner,
+    sequences: Sequence[TokenSequence],
+    number_start: int,
+) -> dict[str, float]:
+  """Mean log-probs (nats) of number tokens and of other trainable ones."""
+  numbers, others = [], []
+  for sequence, logprobs in zip(
+      sequences, learner.sequence_logprobs(sequences)
+  ):
+    n = sequence.tokens - number_start
+    is_number = (n >= 0) & (n < 1000) & sequence.loss_mask
+    numbers.append(logprobs[is_number])
+    others.append(logprobs[sequence.loss_mask & ~is_number])
+  return {
+      "number_logprob": float(np.concatenate(numbers).mean()),
+      "other_logprob": float(np.concatenate(others).mean()),
+  }
+
+
+def pretrain(
+    recipe: Recipe,
+    out: pathlib.Path,
+    *,
+    report_every: int = 25,
+    save_every: int = 250,
+) -> dict[str, float]:
+  """Runs the recipe; returns the last report."""
+  out.mkdir(parents=True, exist_ok=True)
+  (out / "recipe.json").write_text(
+      json.dumps(dataclasses.asdict(recipe), indent=2) + "\n"
+  )
+  store = images.ImageStore(capacity_bytes=256 << 20)
+  model, processor, tokenizer = checkpoint.create_policy(
+      recipe.size, seed=recipe.seed
+  )
+  renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
+  learner = learner_lib.Learner(
+      model,
+      processor,
+      store,
+      learner_lib.LearnerConfig(
+          objective="behaviour_cloning",
+          optimizer="muon",
+          learning_rate=recipe.learning_rate,
+          muon_learning_rate=recipe.muon_learning_rate,
+          schedule="cosine",
+          warmup_steps=recipe.warmup_steps,
+          total_steps=recipe.steps,
+          b2=0.98,
+          row_length=recipe.row_length,
+          rows=recipe.rows,
+          overlong="drop",
+          seed=recipe.seed,
+      ),
+  )
+  data = DataMaker(recipe, renderer, store)
+  heldout = DataMaker(
+      dataclasses.replace(recipe, seed=recipe.seed + 1), renderer, store
+  ).sequences(0)
+  number_start = model.config.number_start
+
+  started = time.monotonic()
+  report: dict[str, float] = {}
+  pool = concurrent.futures.ThreadPoolExecutor(1, "pretrain-data")
+  with pool, (out / "log.jsonl").open("w") as log:
+    ahead = pool.submit(data.sequences, 0)
+    bar = tqdm.trange(recipe.steps, desc="pretrain", mininterval=5)
+    losses = []
+    for step in bar:
+      sequences = ahead.result()
+      if step + 1 < recipe.steps:
+        ahead = pool.submit(data.sequences, step + 1)
+      metrics = learner.update_on_sequences(sequences)
+      losses.append(metrics["loss"])
+      if (step + 1) % report_every == 0 or step + 1 == recipe.steps:
+        report = {
+            "step": step + 1,
+            "seconds": round(time.monotonic() - started, 1),
+            "loss": float(np.mean(losses)),
+            "tokens_per_second": metrics["learner_tokens_per_second"],
+            **heldout_report(learner, heldout, number_start),
+        }
+        losses.clear()
+        log.write(json.dumps(report) + "\n")
+        log.flush()
+        bar.set_postfix_str(
+            f"loss {report['loss']:.3f}, held-out numbers"
+            f" {report['number_logprob']:.3f}"
+        )
+      if (step + 1) % save_every == 0 or step + 1 == recipe.steps:
+        checkpoint.save_policy(out, learner.policy(), dtype="float16")
+  return report
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+  parser.add_argument("--out", type=pathlib.Path, required=True)
+  parser.add_argument("--steps", type=int, default=Recipe.steps)
+  parser.add_argument("--seed", type=int, default=Recipe.seed)
+  parser.add_argument("--save-every", type=int, default=250)
+  args = parser.parse_args(argv)
+  recipe = Recipe(steps=args.steps, seed=args.seed)
+  report = pretrain(recipe, args.out, save_every=args.save_every)
+  print(json.dumps(report))
+
+
+if __name__ == "__main__":
+  main()
