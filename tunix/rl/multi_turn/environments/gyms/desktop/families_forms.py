@@ -207,9 +207,7 @@ class SetSlider(_Form):
   def fill(self, ep):
     for slider, (goal, _) in zip(ep.w["sliders"], ep.spec.data["pairs"]):
       if slider.value != goal:
-        x, y = ep.scene.point(slider)
-        x2, y2 = ep.scene.to_px(*slider.at(goal))
-        return family.Action(family.Kind.DRAG, x=x, y=y, x2=x2, y2=y2)
+        return family.drag_to(ep, slider, *slider.at(goal))
     return None
 
 

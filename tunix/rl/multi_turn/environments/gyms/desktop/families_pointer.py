@@ -55,7 +55,10 @@ class ScrollAndClick(family.Family):
     if 0 <= top <= area.h - row.h:
       return family.click(ep, row)
     goal = min(area.limit, max(0, row.y - area.y - (area.h - row.h) // 2))
-    x, y = ep.scene.to_px(area.x + area.w // 2, area.y + area.h // 2)
+    middle = area.center()
+    if ep.scene.hit(*middle) not in area.walk():
+      return family.uncover(ep, area)
+    x, y = ep.scene.to_px(*middle)
     dy = (goal - area.offset) * ep.scene.k
     return family.Action(family.Kind.SCROLL, x=x, y=y, dy=dy)
 
@@ -111,9 +114,7 @@ class DragToTarget(family.Family):
 
   def oracle(self, ep):
     shape, box = ep.w["shapes"][0], ep.w["boxes"][0]
-    x, y = ep.scene.point(shape) or ep.scene.to_px(*shape.center())
-    x2, y2 = ep.scene.to_px(*box.center())
-    return family.Action(family.Kind.DRAG, x=x, y=y, x2=x2, y2=y2)
+    return family.drag_to(ep, shape, *box.center())
 
 
 @family.register
@@ -259,12 +260,14 @@ class CountShapes(_Question):
     things = [(rng.choice(colors), rng.choice(forms)) for _ in range(count)]
     color, shape = rng.choice(things)
     if level == 2:
-      text = f"How many {color} {shape}s are there?"
+      what = f"{shape}s"
       number = things.count((color, shape))
     else:
       what = "squares" if level == 0 else "shapes"
-      text = f"How many {color} {what} are there?"
       number = sum(c == color for c, _ in things)
+    text = rng.choice((
+        "How many {} {} are there?", "Count the {} {}.",
+    )).format(color, what)
     return family.Spec(text, {"things": things, "answer": str(number)})
 
   def build(self, ep, data, rng):
@@ -370,10 +373,12 @@ class MoveWindow(family.Family):
     return all(abs(d) <= near for d in self._offsets(ep))
 
   def oracle(self, ep):
-    scene, win = ep.scene, ep.w["target"]
-    x, y = win.title_center()
+    held = family.title_points(ep, ep.w["target"])
+    if not held:
+      return family.uncover(ep, ep.w["target"].close_box)
     dx, dy = self._offsets(ep)
-    x, y = min(max(x, 0), scene.w - 1), min(max(y, 0), scene.h - 1)
-    x2, y2 = scene.to_px(x + dx, y + dy)
-    x, y = scene.to_px(x, y)
-    return family.Action(family.Kind.DRAG, x=x, y=y, x2=x2, y2=y2)
+    w, h = ep.scene.w, ep.scene.h
+    # From where the pointer can also end up on the screen, if there is one.
+    x, y = min(held, key=lambda p: not (0 <= p[0] + dx < w
+                                        and 0 <= p[1] + dy < h))
+    return family.drag(ep, x, y, x + dx, y + dy)

@@ -14,6 +14,7 @@ from typing import Any, Mapping
 
 from tunix.rl.multi_turn import gui_action
 from tunix.rl.multi_turn.environments.gyms.desktop import canvas
+from tunix.rl.multi_turn.environments.gyms.desktop import containers
 from tunix.rl.multi_turn.environments.gyms.desktop import layout
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
@@ -136,14 +137,93 @@ def spec_of(family: Family, seed: int, level: int) -> Spec:
 
 
 def click(ep: Episode, widget: widgets.Widget, count: int = 1) -> Action:
-  """A click on the centre of a widget that is in sight."""
+  """A click on the centre of a widget, or what first brings it in sight."""
   point = ep.scene.point(widget)
   if point is None:
-    raise RuntimeError(
-        f"{ep.family.name} seed {ep.seed} level {ep.level}: the"
-        f" {widget.name!r} {widget.kind} cannot be clicked where it is"
-    )
+    return uncover(ep, widget)
   return Action(Kind.CLICK, x=point[0], y=point[1], count=count)
+
+
+def uncover(ep: Episode, widget: widgets.Widget) -> Action:
+  """The next action towards seeing a widget that something covers.
+
+  Closes an open menu, drags its window back onto the screen, raises it, or
+  drags what covers it away.
+
+  Raises:
+    RuntimeError: none of these helps.
+  """
+  scene = ep.scene
+  if scene.menu is not None:
+    return Action(Kind.KEY, keys=("escape",))
+  root = widget
+  while root.parent is not None:
+    root = root.parent
+  if isinstance(root, containers.Window):
+    dx = min(max(root.x, 0), max(0, scene.w - root.w)) - root.x
+    dy = min(max(root.y, 0), max(0, scene.h - root.h)) - root.y
+    held = title_points(ep, root)
+    if held and (dx or dy):
+      # From where the pointer can also end up on the screen.
+      held.sort(key=lambda p: not _on_screen(scene, p[0] + dx, p[1] + dy))
+      x, y = held[0]
+      return drag(ep, x, y, x + dx, y + dy)
+    if held and scene.front_window() is not root:
+      x, y = scene.to_px(*held[0])
+      return Action(Kind.CLICK, x=x, y=y)
+  x, y = widget.center()
+  cover = scene.hit(x, y) if _on_screen(scene, x, y) else None
+  if getattr(cover, "movable", False):
+    # Just far enough to free the centre, to the roomier side.
+    dx = cover.w if x < scene.w // 2 else -cover.w
+    return drag(ep, x, y, x + dx, y)
+  while cover is not None and cover.parent is not None:
+    cover = cover.parent
+  if isinstance(cover, containers.Window) and cover is not root:
+    x, y = cover.title_center()
+    if _on_screen(scene, x, y):
+      down = scene.h - 4 if widget.center()[1] < scene.h // 2 else 2
+      return drag(ep, x, y, x, down)
+  raise RuntimeError(
+      f"{ep.family.name} seed {ep.seed} level {ep.level}: the"
+      f" {widget.name!r} {widget.kind} cannot be reached any more"
+  )
+
+
+def title_points(ep: Episode, window) -> list[tuple[int, int]]:
+  """Layout positions in sight on a window's title bar, middle ones first."""
+  scene = ep.scene
+  middle = window.y + 1 + containers.TITLE_HEIGHT // 2
+  near = window.title_center()[0]
+  for y in (middle, middle - 6, middle + 6):
+    found = [
+        (x, y) for x in range(window.x, window.x + window.w)
+        if _on_screen(scene, x, y) and scene.hit(x, y) is window
+    ]
+    if found:
+      return sorted(found, key=lambda p: abs(p[0] - near))
+  return []
+
+
+def drag_to(ep: Episode, widget: widgets.Widget, x2: int, y2: int) -> Action:
+  """A drag of a widget's centre to a layout position, or what it needs."""
+  scene = ep.scene
+  if scene.menu is not None or scene.point(widget) is None or (
+      not _on_screen(scene, x2, y2)
+  ):
+    return uncover(ep, widget)
+  return drag(ep, *widget.center(), x2, y2)
+
+
+def drag(ep: Episode, x: int, y: int, x2: int, y2: int) -> Action:
+  """A drag between layout positions."""
+  x, y = ep.scene.to_px(x, y)
+  x2, y2 = ep.scene.to_px(x2, y2)
+  return Action(Kind.DRAG, x=x, y=y, x2=x2, y2=y2)
+
+
+def _on_screen(scene: scene_lib.Scene, x: int, y: int) -> bool:
+  return 0 <= x < scene.w and 0 <= y < scene.h
 
 
 def spread_point(

@@ -131,7 +131,12 @@ class Scene:
   # -- looking ---------------------------------------------------------------
 
   def hit(self, x: int, y: int) -> widgets.Widget | None:
-    """The frontmost widget at a layout position, None for the desktop."""
+    """The frontmost widget at a layout position.
+
+    None on the bare desktop and outside the screen.
+    """
+    if not (0 <= x < self.w and 0 <= y < self.h):
+      return None
     if self.menu is not None:
       found = self.menu.hit(x, y)
       if found is not None:
