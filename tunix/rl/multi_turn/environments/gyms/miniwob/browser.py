@@ -44,7 +44,7 @@ class Browser:
       *,
       max_pages: int = 32,
       executable: str | None = None,
-      deadline_s: float = 20.0,
+      deadline_s: float = 60.0,
       idle_s: float = 30.0,
       max_launches: int = 8,
       launch_window_s: float = 60.0,

@@ -169,7 +169,7 @@ class MiniWobGym:
     """
     if self.task is None or self._shot is None:
       raise RuntimeError("no episode is running; call start(task) first")
-    if self._is_over():
+    if self.over:
       return self._observe({"ignored": "the episode is over"})
     info: dict[str, Any] = {}
     page = self.page
@@ -236,13 +236,16 @@ class MiniWobGym:
       page, self.page = self.page, None
       self._browser.release(page, reuse=False)
 
-  def _is_over(self) -> bool:
-    return self._shot.done or self._ended_by is not None
+  @property
+  def over(self) -> bool:
+    """Whether the episode has ended, or there is none."""
+    ended = self._shot is None or self._shot.done
+    return ended or self._ended_by is not None
 
   def _observe(self, info: Mapping[str, Any]) -> base.Observation:
     return base.Observation(
         self._shot.pixels,
-        done=self._is_over(),
+        done=self.over,
         info={"turn": self._turns, **info},
     )
 

@@ -39,6 +39,7 @@ WIDTH, HEIGHT = 160, 210  # The task's area, which is all that a policy sees.
 _VIEW_WIDTH, _VIEW_HEIGHT = 360, 240  # Smaller ones make pages scroll.
 _MARKER_X, _MARKER_SIZE = 200, 8
 _FRAME_WAITS_S = (0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 2.0, 2.0, 2.0)
+_PARKED = (_VIEW_WIDTH - 20.0, _VIEW_HEIGHT - 20.0)  # A pointer at rest.
 _NO_LIMIT_MS = 2_000_000_000  # Fits the 31 bits of a timer.
 _BUTTON_BITS = {"left": 1, "right": 2, "middle": 4, "back": 8, "forward": 16}
 
@@ -108,7 +109,7 @@ class WobPage:
       cls,
       chromium: devtools.Chromium,
       context: str,
-      deadline_s: float = 20.0,
+      deadline_s: float = 60.0,
   ) -> WobPage:
     """Opens a tab in a browser context.
 
@@ -160,6 +161,11 @@ class WobPage:
         ("Page.addScriptToEvaluateOnNewDocument", {"source": _PRELUDE}),
         ("Page.startScreencast", {"format": "png", "everyNthFrame": 1}),
     ))
+    # Until the blank page has loaded its event could pass for another's.
+    await self.evaluate(
+        "new Promise(done => document.readyState === 'complete'"
+        " ? done() : addEventListener('load', () => setTimeout(done)))"
+    )
     return self
 
   # Episodes.
@@ -188,6 +194,8 @@ class WobPage:
     """
     if reload or self.url != url:
       await self._load(url)
+    # Away from the task, or what lies under the last click would be hovered.
+    await self.move(*_PARKED)
     arguments = (
         int(seed), data_mode, 0 if time_limit else _NO_LIMIT_MS, list(images)
     )

@@ -146,6 +146,7 @@
       } else {
         timers.clear();
         core.EP_TIMER = null;
+        if (document.activeElement) document.activeElement.blur();
       }
       time = began = 0;
       core.EPISODE_MAX_TIME = maxTime || limit;
