@@ -54,7 +54,7 @@ METRICS: dict[str, Metric] = {
     "time": Metric("s", "When the update ended, since the epoch."),
     "seconds_total": Metric(
         "s",
-        "Wall time since the previous update ended.",
+        "The whole step: waiting, learning, publishing.",
         "Compare with seconds_wait and seconds_learn for what to speed up.",
     ),
     "seconds_wait": Metric(
@@ -65,12 +65,6 @@ METRICS: dict[str, Metric] = {
     ),
     "seconds_publish": Metric(
         "s", "Handing the weights to the engine, reshard included."
-    ),
-    "seconds_save": Metric("s", "The training loop waited for a checkpoint."),
-    "memory_gib": Metric(
-        "GiB",
-        "Resident memory of this process.",
-        "Growing without end is a leak; the image store is bounded.",
     ),
     # Episodes.
     "reward_mean": Metric(
@@ -164,20 +158,12 @@ METRICS: dict[str, Metric] = {
         "Must stay 0: a shape was not foreseen.",
     ),
     # The queue.
-    "queue_ready": Metric("groups", "Groups waiting for the learner."),
-    "queue_running": Metric("groups", "Groups being collected."),
-    "queue_dropped_stale": Metric(
+    "queue_size": Metric("groups", "Groups waiting for the learner."),
+    "dropped_stale": Metric(
         "groups",
         "Groups dropped for their age, in all.",
         "Growing: wasted work; lower rollout.concurrency.",
     ),
-    "groups_dropped": Metric(
-        "groups",
-        "Groups with too few valid members whose re-queues were used up, in"
-        " all.",
-        "Growing: a task cannot run; see the faults in summary.json.",
-    ),
-    "groups_requeued": Metric("groups", "Groups tried again, in all."),
     "staleness_mean": Metric(
         "versions", "Mean lag of sampled tokens behind the learner."
     ),
