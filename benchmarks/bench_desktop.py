@@ -1,8 +1,8 @@
 """Speed of the desktop gym on one core: act + screenshot, resets, scenes.
 
-Every step is a click or a key at a random place, so that the picture is drawn
-anew each time (steps that change nothing would reuse it). Time is process CPU
-time. Run: python benchmarks/bench_desktop.py [--json]
+Every step is a click at a random place, after which the picture is drawn anew
+(the few that a dialog blocks reuse the last one). Time is process CPU time.
+Run: python benchmarks/bench_desktop.py [--json]
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ def test_tasks_of_an_environment():
     reason="gymnasium's own environments draw with pygame",
 )
 @pytest.mark.parametrize("env_id,keys,moves", (
-    ("CartPole-v1", {"left": 0, "right": 1}, ("left", "right") * 4),
+    ("CartPole-v1", {"left": 0, "right": 1}, ("left",) * 6),
     ("FrozenLake-v1", {"left": 0, "down": 1, "right": 2, "up": 3},
      ("down", "down", "right", "right", "down", "right")),
 ))
@@ -367,5 +367,5 @@ def test_a_real_environment(env_id, keys, moves):
 
   seen, result = run(body())
   assert all(o.screenshot.shape == (96, 128, 3) for o in seen)
-  assert not np.array_equal(seen[0].screenshot, seen[2].screenshot)
+  assert not np.array_equal(seen[0].screenshot, seen[-1].screenshot)
   assert result.success is frozen
