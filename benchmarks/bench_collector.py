@@ -288,7 +288,7 @@ def main():
     cpu, wall = measure(make, args.episodes, turns, args.repeats)
     results["us_per_turn"][name] = {"cpu": cpu, "wall": wall}
   floor = results["us_per_turn"]["loop"]["cpu"]
-  for name, row in results["us_per_turn"].items():
+  for row in results["us_per_turn"].values():
     row["overhead"] = row["cpu"] - floor
   for shape in ((50, 900, 64), (1000, 32, 16)):
     rate, length = conversion(*shape)

@@ -267,7 +267,7 @@ def _waiters(q):
   for thread in threads:
     thread.start()
   deadline = time.monotonic() + 10
-  while len(q._async_waiters) < 3 or len(q._cond._waiters) < 3:
+  while q._monitor.waiting < 6:
     assert time.monotonic() < deadline
     time.sleep(0.005)
   return threads, outcomes
@@ -341,7 +341,7 @@ def test_a_cancelled_waiter_takes_nothing():
     await asyncio.gather(waiter, return_exceptions=True)
     assert waiter.cancelled()
     await q.aput(group("a"))
-    assert not q._async_waiters
+    assert not q._monitor.waiting
     with pytest.raises(std_queue.Full):
       await q.aput(group("b"), timeout=0.01)
     with pytest.raises(std_queue.Empty):

@@ -26,22 +26,25 @@ import collections
 import dataclasses
 import logging
 import queue as std_queue
-import threading
-import time
 from typing import Any, Callable
 
 from tunix.rl.multi_turn import trajectory
 from tunix.rl.queue import data_queue
 from tunix.rl.queue import group_store
+from tunix.rl.queue import monitor
 
 _LOG = logging.getLogger(__name__)
-_WAIT = object()
+_WAIT = monitor.WAIT
 
 TrajectoryGroup = trajectory.TrajectoryGroup
 GroupStore = group_store.GroupStore
 MemoryGroupStore = group_store.MemoryGroupStore
 ORDERS = ("ready", "admission")
 STALE_POLICIES = ("drop", "error")
+_COUNTED = (
+    *("started", "put", "delivered", "acked", "released"),
+    *("dropped_stale", "refunded", "restored"),
+)
 
 
 class QueueClosed(Exception):
@@ -136,10 +139,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     self._stale_is_error = stale_policy == "error"
     self._store: GroupStore = store or MemoryGroupStore()
     self._on_drop = on_drop
-    self._cond = threading.Condition()
-    self._async_waiters: set[
-        tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
-    ] = set()
+    self._monitor = monitor.Monitor()
     self._version = version
     self._ready: collections.OrderedDict[int, _Entry] = (
         collections.OrderedDict()
@@ -173,31 +173,21 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
 
   def qsize(self) -> int:
     """Groups ready for delivery."""
-    with self._cond:
+    with self._monitor:
       return len(self._ready)
 
   def counters(self) -> dict[str, int | float]:
-    """Counts since construction, and the present state.
+    """Counts since construction, and the present state:
 
     started, put, delivered, acked, released (given back unfinished),
     dropped_stale, refunded, restored; ready, running, accepted (net of drops
     and refunds), version; max_lag and mean_lag in versions, of delivered
     groups' oldest tokens.
     """
-    with self._cond:
+    with self._monitor:
       delivered = self._counts["delivered"]
-      names = (
-          "started",
-          "put",
-          "delivered",
-          "acked",
-          "released",
-          "dropped_stale",
-          "refunded",
-          "restored",
-      )
       return {
-          **{name: self._counts[name] for name in names},
+          **{name: self._counts[name] for name in _COUNTED},
           "ready": len(self._ready),
           "running": len(self._running),
           "accepted": self._accepted,
@@ -216,14 +206,14 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     Raises:
       ValueError: the version went backwards.
     """
-    with self._cond:
+    with self._monitor:
       if version < self._version:
         raise ValueError(
             f"version must not go back from {self._version} to {version}"
         )
       self._version = version
       dropped = self._purge()
-      self._notify()
+      self._monitor.notify()
     self._report(dropped)
 
   # --- Producers ------------------------------------------------------------
@@ -242,21 +232,25 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
       QueueClosed, QueueFailed: no more groups are wanted.
       queue.Full: time was up.
     """
-    return self._wait(
-        lambda: self._try_start(index), timeout, std_queue.Full
+    return self._monitor.wait(
+        lambda: self._try_start(index),
+        timeout,
+        self._late(std_queue.Full, timeout),
     )
 
   async def acquire_start_async(
       self, timeout: float | None = None, *, index: int | None = None
   ) -> Ticket:
     """`acquire_start` without blocking the event loop."""
-    return await self._wait_async(
-        lambda: self._try_start(index), timeout, std_queue.Full
+    return await self._monitor.wait_async(
+        lambda: self._try_start(index),
+        timeout,
+        self._late(std_queue.Full, timeout),
     )
 
   def refresh_start(self, ticket: Ticket) -> Ticket:
     """The same permission for another attempt, with today's version."""
-    with self._cond:
+    with self._monitor:
       self._require_running(ticket)
       fresh = dataclasses.replace(ticket, start_version=self._version)
       self._running[ticket.index] = fresh
@@ -264,11 +258,11 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
 
   def release_start(self, ticket: Ticket) -> None:
     """Gives a permission back: its group will never come."""
-    with self._cond:
+    with self._monitor:
       self._require_running(ticket)
       del self._running[ticket.index]
       self._counts["released"] += 1
-      self._notify()
+      self._monitor.notify()
 
   def put(
       self,
@@ -289,7 +283,11 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
       queue.Full: time was up; not accepted.
     """
     entry = self._entry(item)
-    self._wait(lambda: self._reserve(entry, ticket), timeout, std_queue.Full)
+    self._monitor.wait(
+        lambda: self._reserve(entry, ticket),
+        timeout,
+        self._late(std_queue.Full, timeout),
+    )
     self._persist_and_commit(entry, ticket)
 
   async def aput(
@@ -300,8 +298,10 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
   ) -> None:
     """`put` without blocking the event loop."""
     entry = self._entry(item)
-    await self._wait_async(
-        lambda: self._reserve(entry, ticket), timeout, std_queue.Full
+    await self._monitor.wait_async(
+        lambda: self._reserve(entry, ticket),
+        timeout,
+        self._late(std_queue.Full, timeout),
     )
     if isinstance(self._store, MemoryGroupStore):
       self._persist_and_commit(entry, ticket)
@@ -339,8 +339,10 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     n = self._check_batch(n)
     dropped: list[_Entry] = []
     try:
-      return self._wait(
-          lambda: self._try_take(n, dropped), timeout, std_queue.Empty
+      return self._monitor.wait(
+          lambda: self._try_take(n, dropped),
+          timeout,
+          self._late(std_queue.Empty, timeout),
       )
     finally:
       self._report(dropped)
@@ -356,8 +358,10 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     n = self._check_batch(n)
     dropped: list[_Entry] = []
     try:
-      return await self._wait_async(
-          lambda: self._try_take(n, dropped), timeout, std_queue.Empty
+      return await self._monitor.wait_async(
+          lambda: self._try_take(n, dropped),
+          timeout,
+          self._late(std_queue.Empty, timeout),
       )
     finally:
       self._report(dropped)
@@ -368,7 +372,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     Call it when the learner's state that contains it has been saved. Groups
     delivered and not acknowledged are delivered again after a crash.
     """
-    with self._cond:
+    with self._monitor:
       done, self._unacked = self._unacked, set()
       self._counts["acked"] += len(done)
     if done:
@@ -379,26 +383,26 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     admits as many more, so that the step can be filled."""
     if n < 0:
       raise ValueError(f"refund needs n >= 0, got {n}")
-    with self._cond:
+    with self._monitor:
       self._accepted -= n
       self._counts["refunded"] += n
-      self._notify()
+      self._monitor.notify()
 
   # --- Ends -----------------------------------------------------------------
 
   def close(self) -> None:
     """No more groups: wakes every waiter. Idempotent."""
-    with self._cond:
+    with self._monitor:
       self._closed = True
-      self._notify()
+      self._monitor.notify()
 
   def fail(self, error: BaseException) -> None:
     """A producer failed: consumers learn of it once nothing is ready for
     them, producers at once. The first failure is kept."""
-    with self._cond:
+    with self._monitor:
       if self._error is None:
         self._error = error
-      self._notify()
+      self._monitor.notify()
 
   # --- Under the lock -------------------------------------------------------
 
@@ -477,11 +481,11 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     try:
       self._store.append(entry.index, entry.group)
     except BaseException:
-      with self._cond:
+      with self._monitor:
         self._putting.discard(entry.index)
-        self._notify()
+        self._monitor.notify()
       raise
-    with self._cond:
+    with self._monitor:
       self._putting.discard(entry.index)
       if ticket is not None:
         self._running.pop(ticket.index, None)
@@ -489,7 +493,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
       self._counts["put"] += 1
       self._ready[entry.index] = entry
       dropped = self._purge()
-      self._notify()
+      self._monitor.notify()
     self._report(dropped)
 
   def _purge(self) -> list[_Entry]:
@@ -514,7 +518,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     stale = self._purge()
     if stale:
       dropped.extend(stale)
-      self._notify()
+      self._monitor.notify()
     taken = self._select(n)
     if taken is None:
       if self._putting:  # Accepted and on its way to the disk.
@@ -534,7 +538,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
       self._max_lag = max(self._max_lag, lag)
       self._lag_sum += lag
     self._counts["delivered"] += n
-    self._notify()
+    self._monitor.notify()
     return [entry.group for entry in taken]
 
   def _select(self, n: int) -> list[_Entry] | None:
@@ -569,15 +573,6 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
       )
     return n
 
-  def _notify(self) -> None:
-    self._cond.notify_all()
-    waiters, self._async_waiters = self._async_waiters, set()
-    for loop, future in waiters:
-      try:
-        loop.call_soon_threadsafe(_wake, future)
-      except RuntimeError:  # That loop is closed; nobody waits there.
-        pass
-
   def _report(self, dropped: list[_Entry]) -> None:
     """Outside the lock: tells the store and the listener."""
     if not dropped:
@@ -597,62 +592,10 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
       except Exception:  # pylint: disable=broad-except
         _LOG.exception("on_drop failed for group %s", entry.group.group_id)
 
-  # --- Waiting --------------------------------------------------------------
-
-  def _wait(
-      self,
-      attempt: Callable[[], Any],
-      timeout: float | None,
-      expired: type[Exception],
-  ) -> Any:
-    """Repeats `attempt` under the lock until it does not say _WAIT."""
-    deadline = None if timeout is None else time.monotonic() + timeout
-    with self._cond:
-      while True:
-        result = attempt()
-        if result is not _WAIT:
-          return result
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
-          raise expired(self._diagnosis(timeout))
-        self._cond.wait(left)
-
-  async def _wait_async(
-      self,
-      attempt: Callable[[], Any],
-      timeout: float | None,
-      expired: type[Exception],
-  ) -> Any:
-    loop = asyncio.get_running_loop()
-    deadline = None if timeout is None else loop.time() + timeout
-    while True:
-      with self._cond:
-        result = attempt()
-        if result is not _WAIT:
-          return result
-        if deadline is not None and loop.time() >= deadline:
-          raise expired(self._diagnosis(timeout))
-        waiter = (loop, loop.create_future())
-        self._async_waiters.add(waiter)
-      timer = None
-      if deadline is not None:
-        timer = loop.call_at(deadline, _wake, waiter[1])
-      try:
-        await waiter[1]
-      finally:
-        if timer is not None:
-          timer.cancel()
-        with self._cond:
-          self._async_waiters.discard(waiter)
-
-  def _diagnosis(self, timeout: float | None) -> str:
-    return (
+  def _late(self, expired: type[Exception], timeout: float | None):
+    """Makes the exception of a wait in vain."""
+    return lambda: expired(
         f"nothing after {timeout:g} s: version {self._version},"
         f" {len(self._ready)} groups ready, {len(self._running)} running,"
         f" {self._accepted} accepted of {self._limit()} admitted"
     )
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-  if not future.done():
-    future.set_result(None)

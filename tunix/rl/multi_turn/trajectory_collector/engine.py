@@ -32,6 +32,7 @@ from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.trajectory_collector import adapters
 from tunix.rl.multi_turn.trajectory_collector import deadlines as deadlines_lib
 from tunix.rl.multi_turn.trajectory_collector import model_calls
+from tunix.rl.multi_turn.trajectory_collector import teardown
 
 Status = trajectory_lib.TrajectoryStatus
 Trajectory = trajectory_lib.Trajectory
@@ -174,10 +175,10 @@ class TrajectoryCollectEngine:
     except Exception as e:  # pylint: disable=broad-except
       # Nothing that an episode does may end training; say whose fault it is.
       status = Status.ENV_ERROR
-      error = f"CollectError: {_describe(e)}"
-      self._fault("collect", "CollectError", _describe(e))
+      error = f"CollectError: {adapters.describe(e)}"
+      self._fault("collect", "CollectError", adapters.describe(e))
     try:
-      await self._cleanup()
+      self._metrics.update(await self._teardown())
     except asyncio.CancelledError as e:
       cancelled = e
     self._metrics["seconds"] = time.perf_counter() - started
@@ -309,7 +310,7 @@ class TrajectoryCollectEngine:
       ) from e
     except Exception as e:
       raise _Stop(
-          Status.MODEL_ERROR, "model", "ModelError", _describe(e)
+          Status.MODEL_ERROR, "model", "ModelError", adapters.describe(e)
       ) from e
     metrics = self._metrics
     if reply.truncated:
@@ -358,7 +359,7 @@ class TrajectoryCollectEngine:
       ) from e
     except Exception as e:
       raise _Stop(
-          Status.ENV_ERROR, "reward", "RewardError", _describe(e)
+          Status.ENV_ERROR, "reward", "RewardError", adapters.describe(e)
       ) from e
     last.reward = float(last.reward) + reward
     if details:
@@ -431,6 +432,17 @@ class TrajectoryCollectEngine:
     except Exception as e:
       raise self._agent_stop(e) from e
 
+  def _teardown(self):
+    return teardown.run(
+        self.env,
+        self._session,
+        runner=self._runner,
+        limit=self.deadlines.close,
+        inline=self._inline,
+        stuck=self._env_stuck,
+        fault=self._fault,
+    )
+
   def _on_env_stuck(self, stuck: deadlines_lib.StuckCall) -> None:
     self._env_stuck = stuck
 
@@ -455,12 +467,14 @@ class TrajectoryCollectEngine:
     )
 
   def _env_stop(self, stage: str, kind: str, e: BaseException) -> _Stop:
-    return _Stop(Status.ENV_ERROR, stage, kind, _describe(e))
+    return _Stop(Status.ENV_ERROR, stage, kind, adapters.describe(e))
 
   def _agent_stop(self, e: BaseException) -> _Stop:
     if adapters.is_parse_error(e):
-      return _Stop(Status.PARSE_ERROR, "agent", "ParseError", _describe(e))
-    return _Stop(Status.ENV_ERROR, "agent", "AgentError", _describe(e))
+      status, kind = Status.PARSE_ERROR, "ParseError"
+    else:
+      status, kind = Status.ENV_ERROR, "AgentError"
+    return _Stop(status, "agent", kind, adapters.describe(e))
 
   def _mark_done(self) -> None:
     if self._steps:
@@ -526,103 +540,11 @@ class TrajectoryCollectEngine:
     result.metrics = {**result.metrics, **self._metrics}
     return result
 
-  # --- Cleanup --------------------------------------------------------------
-
-  async def _cleanup(self) -> None:
-    """Releases and closes, also when the caller is cancelled meanwhile."""
-    releases = self._session.sessions() if self._session is not None else []
-    close = getattr(self.env, "close", None)
-    if close is not None and self._env_stuck is None and not releases:
-      if self._inline and not deadlines_lib.is_async(close):
-        try:
-          result = close()
-        except Exception as e:  # pylint: disable=broad-except
-          self._close_fault("EnvCloseError", _describe(e))
-          return
-        if not inspect.isawaitable(result):
-          return
-        close = lambda: result
-    work = asyncio.ensure_future(self._release_and_close(releases, close))
-    try:
-      await asyncio.shield(work)
-    except asyncio.CancelledError:
-      # `work` runs on under its own deadlines.
-      _BACKGROUND.add(work)
-      work.add_done_callback(_BACKGROUND.discard)
-      raise
-
-  async def _release_and_close(self, releases, close) -> None:
-    limit = self.deadlines.close
-    for name in releases:
-      try:
-        await self._runner.call(self._session.release, name, limit=limit)
-      except Exception as e:  # pylint: disable=broad-except
-        self._fault("release", type(e).__name__, _describe(e))
-    if close is None:
-      return
-    if self._env_stuck is not None:
-      self._quarantine(close)
-      return
-    try:
-      await self._runner.call(close, limit=limit, inline=self._inline)
-    except CallTimeout:
-      self._close_fault(
-          "EnvCloseTimeout",
-          f"{type(self.env).__name__}.close took longer than {limit:g} s"
-          " (deadlines.close)",
-      )
-    except Exception as e:  # pylint: disable=broad-except
-      self._close_fault("EnvCloseError", _describe(e))
-
-  def _quarantine(self, close) -> None:
-    """Closes the environment when its stuck call comes back, if ever."""
-    stuck = self._env_stuck
-    self._metrics["quarantined"] = 1
-    self._fault(
-        "close",
-        "Quarantined",
-        f"{stuck.description} did not stop; {type(self.env).__name__} stays"
-        " open until it returns",
-    )
-    loop = asyncio.get_running_loop()
-    limit = self.deadlines.close
-
-    async def close_now():
-      try:
-        await self._runner.call(close, limit=limit)
-      except Exception as e:  # pylint: disable=broad-except
-        self._fault("close", "EnvCloseError", _describe(e))
-
-    def start():
-      task = loop.create_task(close_now())
-      _BACKGROUND.add(task)
-      task.add_done_callback(_BACKGROUND.discard)
-
-    def returned():
-      try:
-        loop.call_soon_threadsafe(start)
-      except RuntimeError:  # The loop is gone; close where the call returned.
-        if deadlines_lib.is_async(close):
-          self._fault(
-              "close", "Abandoned", "the event loop ended before the call"
-          )
-          return
-        try:
-          close()
-        except Exception as e:  # pylint: disable=broad-except
-          self._fault("close", "EnvCloseError", _describe(e))
-
-    stuck.then(returned)
-
   # --- Events ---------------------------------------------------------------
 
   def _emit(self, event_type, **fields) -> None:
     if self._observers is not None:
       self._observers.on_event(event_type(**fields))
-
-  def _close_fault(self, kind: str, message: str) -> None:
-    self._metrics["close_failed"] = 1
-    self._fault("close", kind, message)
 
   def _fault(self, stage: str, kind: str, message: str) -> None:
     self._emit(
@@ -632,11 +554,3 @@ class TrajectoryCollectEngine:
         message=message,
         trajectory_id=self._id,
     )
-
-
-# Cleanups that outlived the task that asked for them.
-_BACKGROUND: set[asyncio.Task[Any]] = set()
-
-
-def _describe(e: BaseException) -> str:
-  return f"{type(e).__name__}: {e}" if str(e) else type(e).__name__

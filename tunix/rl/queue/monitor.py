@@ -1,0 +1,111 @@
+"""A lock with waiting, for threads and event loops alike.
+
+What waits gives an `attempt`, which runs under the lock and says WAIT until it
+can do its work. Every change of state is announced with `notify`, and every
+waiter then tries again.
+
+Promises: an attempt that succeeds has its result returned, whatever happens at
+the same time (a cancelled waiter has taken nothing); an event loop is never
+blocked while waiting; a closed loop's waiters are forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any, Callable
+
+WAIT = object()
+"""What an attempt returns that cannot succeed yet."""
+
+
+class Monitor:
+  """A re-entrant lock (as a context manager) and its waiters."""
+
+  def __init__(self):
+    self._cond = threading.Condition()
+    self._async_waiters: set[
+        tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
+    ] = set()
+
+  def __enter__(self) -> Monitor:
+    self._cond.acquire()
+    return self
+
+  def __exit__(self, *unused: Any) -> None:
+    self._cond.release()
+
+  @property
+  def waiting(self) -> int:
+    """Waiters, threads and coroutines together."""
+    with self._cond:
+      return len(self._cond._waiters) + len(self._async_waiters)  # pylint: disable=protected-access
+
+  def notify(self) -> None:
+    """Makes every waiter try again. Call it under the lock."""
+    self._cond.notify_all()
+    waiters, self._async_waiters = self._async_waiters, set()
+    for loop, future in waiters:
+      try:
+        loop.call_soon_threadsafe(_wake, future)
+      except RuntimeError:  # That loop is closed; nobody waits there.
+        pass
+
+  def wait(
+      self,
+      attempt: Callable[[], Any],
+      timeout: float | None,
+      expired: Callable[[], Exception],
+  ) -> Any:
+    """Blocks until `attempt` succeeds; returns its result.
+
+    Args:
+      attempt: runs under the lock; returns WAIT to be tried again.
+      timeout: seconds; None waits for ever.
+      expired: makes the exception that ends a wait in vain, under the lock.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    with self._cond:
+      while True:
+        result = attempt()
+        if result is not WAIT:
+          return result
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+          raise expired()
+        self._cond.wait(left)
+
+  async def wait_async(
+      self,
+      attempt: Callable[[], Any],
+      timeout: float | None,
+      expired: Callable[[], Exception],
+  ) -> Any:
+    """`wait` without blocking the event loop."""
+    loop = asyncio.get_running_loop()
+    deadline = None if timeout is None else loop.time() + timeout
+    while True:
+      with self._cond:
+        result = attempt()
+        if result is not WAIT:
+          return result
+        if deadline is not None and loop.time() >= deadline:
+          raise expired()
+        waiter = (loop, loop.create_future())
+        self._async_waiters.add(waiter)
+      timer = None
+      if deadline is not None:
+        timer = loop.call_at(deadline, _wake, waiter[1])
+      try:
+        await waiter[1]
+      finally:
+        if timer is not None:
+          timer.cancel()
+        with self._cond:
+          self._async_waiters.discard(waiter)
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+  if not future.done():
+    future.set_result(None)
