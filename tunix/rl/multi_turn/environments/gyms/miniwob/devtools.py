@@ -97,6 +97,7 @@ _FLAGS = (
 )
 _FIRST_FREE_FD = 10  # Above 3 and 4, so that mapping onto them cannot clobber.
 _READ_BYTES = 1 << 18
+_WATCH_S = 0.2
 
 
 class DevToolsError(RuntimeError):
@@ -171,7 +172,8 @@ class Chromium:
     self._read_fd = self._write_fd = -1
     self._lock_fd = -1
     self._owner = os.getpid()
-    self._reaped = False
+    self._exit: str | None = None
+    self._watcher: asyncio.TimerHandle | None = None
     self._next_id = 0
     self._pending: dict[int, _Command] = {}
     self._listeners: dict[tuple[str | None, str], Callable[[Any], None]] = {}
@@ -262,6 +264,17 @@ class Chromium:
       except OSError:
         pass  # A limit for unprivileged users; only speed is lost.
     self._loop.add_reader(self._read_fd, self._on_readable)
+    self._watch()
+
+  def _watch(self) -> None:
+    """Notices a killed browser: its helpers still hold the pipe open."""
+    if self.death is not None:
+      return
+    how = self._exit_status(0)
+    if how is not None:
+      self._die(BrowserDied("the browser process ended"))
+    else:
+      self._watcher = self._loop.call_later(_WATCH_S, self._watch)
 
   # Commands and events.
 
@@ -432,9 +445,9 @@ class Chromium:
     """The browser is gone: fail what waits, then clean up."""
     if self.death is not None:
       return
-    code = self._exit_status(0.5)
-    if code is not None:
-      error = type(error)(f"{error} ({code}){self._last_words()}")
+    how = self._exit_status(0.5)
+    if how is not None:
+      error = BrowserDied(f"{error} ({how}){self._last_words()}")
     self.death = error
     for number in list(self._pending):
       self._settle(number, error=error)
@@ -466,6 +479,8 @@ class Chromium:
       except ProcessLookupError:
         pass
       self._exit_status(5.0)
+    if self._watcher is not None:
+      self._watcher.cancel()
     if self._loop is not None and not self._loop.is_closed():
       if self._read_fd >= 0:
         self._loop.remove_reader(self._read_fd)
@@ -484,24 +499,23 @@ class Chromium:
 
   def _exit_status(self, wait_s: float) -> str | None:
     """How the process ended, in words, or None while it runs."""
-    if not self.pid or self._reaped:
-      return "it is gone"
     end = time.monotonic() + wait_s
-    while True:
+    while self._exit is None:
       try:
         pid, status = os.waitpid(self.pid, os.WNOHANG)
       except ChildProcessError:  # Somebody else reaped it.
-        self._reaped = True
-        return "it is gone"
+        self._exit = "it is gone"
+        break
       if pid:
-        self._reaped = True
         code = os.waitstatus_to_exitcode(status)
+        self._exit = f"exit status {code}"
         if code < 0:
-          return f"killed by {signal.Signals(-code).name}"
-        return f"exit status {code}"
-      if time.monotonic() >= end:
-        return None
-      time.sleep(0.005)
+          self._exit = f"killed by {signal.Signals(-code).name}"
+      elif time.monotonic() >= end:
+        break
+      else:
+        time.sleep(0.005)
+    return self._exit
 
   def _last_words(self) -> str:
     """The end of the browser's stderr, for error messages."""

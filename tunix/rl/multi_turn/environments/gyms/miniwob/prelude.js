@@ -111,6 +111,9 @@
     ::picker(select) {
       max-height: 100px;
       overflow-y: auto;
+    }
+    select:not([multiple]):not([size]) option {
+      min-block-size: 16px;
     }`;
   let marker = null, limit = 0, began = 0, pictures = [];
   const prepare = () => {

@@ -1,0 +1,381 @@
+"""What the shared browser promises when things break, with real breakage."""
+
+import asyncio
+import http.server
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.environments.gyms import miniwob
+from tunix.rl.multi_turn.environments.gyms.miniwob import browser as browser_lib
+from tunix.rl.multi_turn.environments.gyms.miniwob import devtools
+from tunix.rl.multi_turn.environments.gyms.miniwob import tasks as tasks_lib
+
+
+def _missing() -> str:
+  try:
+    devtools.find_browser()
+    tasks_lib.pages_directory()
+  except (devtools.BrowserNotFound, tasks_lib.PagesNotFound) as error:
+    return str(error)
+  return ""
+
+
+pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "-")
+Action, Kind = gui_action.GuiAction, gui_action.GuiActionKind
+WAIT = Action(Kind.WAIT, duration=0.1)
+TASK = "click-test"
+
+
+def group_members(leader: int) -> list[int]:
+  """Living processes of a process group."""
+  found = []
+  for name in os.listdir("/proc"):
+    if not name.isdigit():
+      continue
+    try:
+      fields = pathlib.Path("/proc", name, "stat").read_text().rsplit(")", 1)
+    except OSError:
+      continue
+    state, _, group = fields[1].split()[:3]
+    if int(group) == leader and state != "Z":
+      found.append(int(name))
+  return found
+
+
+async def gone(leader: int, seconds: float = 20.0) -> bool:
+  end = time.monotonic() + seconds
+  while group_members(leader) and time.monotonic() < end:
+    await asyncio.sleep(0.05)
+  return not group_members(leader)
+
+
+async def started(browser, count: int = 1, family: str = TASK):
+  gyms = [miniwob.MiniWobGym(browser=browser) for _ in range(count)]
+  task = miniwob.MiniWobTasks().task(family, 1)
+  await asyncio.gather(*(gym.start(task) for gym in gyms))
+  return gyms
+
+
+@pytest.mark.asyncio
+async def test_a_page_crash_ends_one_episode_only():
+  browser = miniwob.Browser()
+  one, two = await started(browser, 2)
+  pid = browser.pid
+  acting = asyncio.create_task(one.act(WAIT))
+  one.page.chromium.send("Page.crash", session=one.page.session)
+  with pytest.raises(devtools.PageCrashed, match="click-test.html"):
+    await acting
+    await one.act(WAIT)  # The first may have been quicker than the crash.
+    await asyncio.sleep(1)
+    await one.act(WAIT)
+  assert not (await two.act(WAIT)).done
+  with pytest.raises(RuntimeError, match="call start"):
+    await one.act(WAIT)
+  observation = await one.start(miniwob.MiniWobTasks().task(TASK, 2))
+  assert observation.instruction == "Click the button."
+  assert browser.pid == pid and browser.launches == 1 and browser.lent == 2
+  await browser.close()
+
+
+@pytest.mark.asyncio
+async def test_a_killed_browser_fails_all_episodes_and_is_replaced():
+  browser = miniwob.Browser()
+  gyms = await started(browser, 3)
+  pid, profile = browser.pid, gyms[0].page.chromium.profile
+  waiting = [asyncio.create_task(g.page.evaluate("new Promise(() => {})"))
+             for g in gyms]  # pyformat: disable
+  await asyncio.sleep(0.1)
+  os.kill(pid, signal.SIGKILL)
+  for result in await asyncio.gather(*waiting, return_exceptions=True):
+    assert isinstance(result, devtools.BrowserDied)
+    assert "SIGKILL" in str(result)
+  for gym in gyms:
+    with pytest.raises(devtools.BrowserDied):
+      await gym.act(WAIT)
+  assert await gone(pid) and not profile.exists()
+  task = miniwob.MiniWobTasks().task(TASK, 2)
+  await asyncio.gather(*(gym.start(task) for gym in gyms))
+  assert browser.pid not in (None, pid) and browser.launches == 2
+  assert (await gyms[0].act(await miniwob.oracle_action(gyms[0]))).done
+  await browser.close()
+
+
+@pytest.mark.asyncio
+async def test_a_browser_that_died_between_episodes_costs_none():
+  browser = miniwob.Browser()
+  (gym,) = await started(browser)
+  os.kill(browser.pid, signal.SIGKILL)  # Not noticed before the next start.
+  observation = await gym.start(miniwob.MiniWobTasks().task(TASK, 2))
+  assert not observation.done and browser.launches == 2
+  await browser.close()
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_left_after_close():
+  browser = miniwob.Browser()
+  gyms = await started(browser, 2)
+  pid, profile = browser.pid, gyms[0].page.chromium.profile
+  assert len(group_members(pid)) > 2 and profile.exists()
+  descriptors = len(os.listdir("/proc/self/fd"))
+  await browser.close()
+  await browser.close()
+  assert await gone(pid) and not profile.exists()
+  assert browser.pid is None
+  assert len(os.listdir("/proc/self/fd")) == descriptors - 3
+  for gym in gyms:
+    with pytest.raises(devtools.BrowserDied, match="closed"):
+      await gym.act(WAIT)
+    await gym.close()
+    await gym.close()
+  assert browser.lent == 0
+
+
+@pytest.mark.asyncio
+async def test_a_browser_outlives_neither_its_use_nor_its_loop():
+  browser = miniwob.Browser(idle_s=0.05)
+  (gym,) = await started(browser)
+  pid = browser.pid
+  await gym.close()
+  assert await gone(pid)
+
+  found = {}
+
+  def another_loop():
+    async def use():
+      gym = miniwob.MiniWobGym()
+      await gym.start(miniwob.MiniWobTasks().task(TASK, 1))
+      found["pid"] = miniwob.shared_browser().pid
+
+    asyncio.run(use())  # Closes nothing.
+
+  thread = threading.Thread(target=another_loop)
+  thread.start()
+  await asyncio.to_thread(thread.join)
+  assert group_members(found["pid"])
+  miniwob.shared_browser()  # The next user cleans up after closed loops.
+  assert await gone(found["pid"])
+
+
+_CHILD = """
+import asyncio, importlib.util, os, sys, time
+spec = importlib.util.spec_from_file_location("devtools", sys.argv[1])
+devtools = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(devtools)
+async def main():
+  browser = await devtools.Chromium.launch()
+  print(browser.pid, browser.profile, flush=True)
+  if sys.argv[2] == "leave":
+    return
+  await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("end", ["leave", "killed"])
+async def test_a_browser_ends_with_its_owner(end, tmp_path):
+  environment = os.environ | {"TMPDIR": str(tmp_path)}
+  child = subprocess.Popen(
+      [sys.executable, "-c", _CHILD, devtools.__file__, end],
+      stdout=subprocess.PIPE,
+      text=True,
+      env=environment,
+  )
+  pid, profile = (await asyncio.to_thread(child.stdout.readline)).split()
+  if end == "killed":
+    assert group_members(int(pid))
+    child.kill()
+  await asyncio.to_thread(child.wait, 30)
+  assert await gone(int(pid))
+  if end == "killed":  # Nobody was left to remove it; the next launch does.
+    assert pathlib.Path(profile).exists()
+    sweep = (
+        "import importlib.util, sys;"
+        "s = importlib.util.spec_from_file_location('d', sys.argv[1]);"
+        "d = importlib.util.module_from_spec(s); s.loader.exec_module(d);"
+        "print(d.sweep_profiles(), d.sweep_profiles())"
+    )
+    swept = subprocess.run(
+        [sys.executable, "-c", sweep, devtools.__file__],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # pyformat: disable
+    assert swept.stdout.split() == ["1", "0"]
+  assert not pathlib.Path(profile).exists()
+
+
+@pytest.mark.asyncio
+async def test_a_browser_that_never_starts_is_not_started_for_ever(tmp_path):
+  fake = tmp_path / "chromium"
+  fake.write_text("#!/bin/sh\necho 'no display today' >&2\nexit 3\n")
+  fake.chmod(0o755)
+  browser = miniwob.Browser(executable=str(fake), max_launches=2)
+  gym = miniwob.MiniWobGym(browser=browser)
+  task = miniwob.MiniWobTasks().task(TASK, 1)
+  for _ in range(2):
+    with pytest.raises(devtools.LaunchError, match="no display today"):
+      await gym.start(task)
+  with pytest.raises(devtools.LaunchError, match="started 2 times in 60 s"):
+    await gym.start(task)
+  assert browser.lent == 0 and not list(tmp_path.glob("tunix-*"))
+
+
+@pytest.mark.asyncio
+async def test_a_page_that_hangs_is_given_up():
+  browser = miniwob.Browser(deadline_s=1.0)
+  (gym,) = await started(browser)
+  await gym.page.evaluate(
+      "document.body.addEventListener('click', () => { for (;;); }), 1"
+  )
+  with pytest.raises(devtools.CommandTimeout, match="in 1 s"):
+    await gym.act(Action(Kind.CLICK, x=80, y=20))
+  browser._deadline_s = 60.0
+  observation = await gym.start(miniwob.MiniWobTasks().task(TASK, 2))
+  assert not observation.done and browser.lent == 1
+  await browser.close()
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_action_costs_the_page_not_the_gym():
+  browser = miniwob.Browser(max_pages=1)
+  (gym,) = await started(browser)
+  acting = asyncio.create_task(gym.act(WAIT))
+  await asyncio.sleep(0.001)
+  acting.cancel()
+  with pytest.raises(asyncio.CancelledError):
+    await acting
+  with pytest.raises(RuntimeError, match="call start"):
+    await gym.act(WAIT)
+  assert browser.lent == 0
+  await gym.start(miniwob.MiniWobTasks().task(TASK, 2))
+  assert (await gym.act(await miniwob.oracle_action(gym))).done
+  await browser.close()
+
+
+@pytest.mark.asyncio
+async def test_pages_are_bounded_and_waited_for():
+  browser = miniwob.Browser(max_pages=1)
+  (one,) = await started(browser)
+  two = miniwob.MiniWobGym(browser=browser, page_deadline_s=0.2)
+  task = miniwob.MiniWobTasks().task(TASK, 1)
+  with pytest.raises(browser_lib.NoFreePage, match="raise max_pages"):
+    await two.start(task)
+  two = miniwob.MiniWobGym(browser=browser)
+  waiting = asyncio.create_task(two.start(task))
+  await asyncio.sleep(0.05)
+  assert not waiting.done()
+  target = one.page.target
+  await one.close()
+  await waiting
+  assert two.page.target == target  # The same tab, lent again.
+  await browser.close()
+
+
+@pytest.mark.asyncio
+async def test_pages_have_no_network_and_do_not_leave():
+  asked = []
+
+  class Handler(http.server.BaseHTTPRequestHandler):
+
+    def do_GET(self):
+      asked.append(self.path)
+      self.send_response(200)
+      self.send_header("Access-Control-Allow-Origin", "*")
+      self.end_headers()
+
+    def log_message(self, *args):
+      pass
+
+  server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  port = server.server_port
+  browser = miniwob.Browser()
+  (gym,) = await started(browser)
+  try:
+    for address in (
+        f"http://127.0.0.1:{port}/fetch",
+        f"http://localhost:{port}/fetch",
+        "http://example.com/",
+        "file:///etc/passwd",
+    ):
+      outcome = await gym.page.evaluate(
+          f"fetch({address!r}).then(r => r.text()).catch(e => 'blocked')"
+      )
+      assert outcome == "blocked", address
+    for script in (
+        f"new Promise(r => {{ const i = new Image(); i.onerror = () => r(1);"
+        f" i.onload = () => r(2); i.src = 'http://127.0.0.1:{port}/img' }})",
+        f"new Promise(r => {{ const w = new WebSocket('ws://127.0.0.1:{port}/');"
+        " w.onerror = () => r(1); w.onopen = () => r(2) })",
+    ):
+      assert await gym.page.evaluate(script) == 1
+    await gym.page.evaluate(f"location.href = 'http://127.0.0.1:{port}/', 1")
+    await gym.page.evaluate("location.reload(), 1")
+    observation = await gym.act(WAIT)
+    assert not observation.done
+    assert (await gym.page.evaluate("location.href")).endswith("click-test.html")
+    assert (await gym.act(await miniwob.oracle_action(gym))).done
+    with pytest.raises(devtools.CommandFailed, match="ERR_"):
+      await gym.page.start(f"http://127.0.0.1:{port}/top", 1)
+  finally:
+    server.shutdown()
+    server.server_close()
+    await browser.close()
+  assert asked == []
+
+
+@pytest.mark.asyncio
+async def test_launching_does_not_fork_python():
+  forked = []
+  os.register_at_fork(before=lambda: forked.append(1))
+  chromium = await devtools.Chromium.launch()
+  assert (await chromium.call("Browser.getVersion"))["product"]
+  read, write = os.pipe()
+  os.set_inheritable(write, True)  # As a careless library would leave it.
+  other = await devtools.Chromium.launch()
+  os.close(write)
+  os.set_blocking(read, False)
+  assert os.read(read, 1) == b""  # End of file: the browser did not keep it.
+  os.close(read)
+  await chromium.close()
+  await other.close()
+  assert not forked
+
+
+@pytest.mark.asyncio
+async def test_commands_fail_by_type():
+  chromium = await devtools.Chromium.launch()
+  with pytest.raises(devtools.CommandFailed, match="No.Such"):
+    await chromium.call("No.Such")
+  with pytest.raises(devtools.PageCrashed, match="Session"):
+    await chromium.call("Page.enable", session="0" * 32)
+  big = "x" * 3_000_000  # Far more than a pipe holds, both ways.
+  target = await chromium.call("Target.createTarget", {"url": "about:blank"})
+  session = (
+      await chromium.call(
+          "Target.attachToTarget",
+          {"targetId": target["targetId"], "flatten": True},
+      )
+  )["sessionId"]
+  result = await chromium.call(
+      "Runtime.evaluate",
+      {"expression": f"'{big}'", "returnByValue": True},
+      session,
+  )
+  assert result["result"]["value"] == big
+  with pytest.raises(devtools.CommandTimeout, match="in 0.2 s"):
+    await chromium.call(
+        "Runtime.evaluate",
+        {"expression": "new Promise(() => 0)", "awaitPromise": True},
+        session,
+        deadline_s=0.2,
+    )
+  await chromium.close()
+  with pytest.raises(devtools.BrowserDied):
+    await chromium.call("Browser.getVersion")

@@ -1,0 +1,348 @@
+"""The `miniwob` gym against real pages in a real browser."""
+
+import asyncio
+import base64
+import contextlib
+import io
+import math
+
+import numpy as np
+from PIL import Image
+import pytest
+from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.environments.gyms import miniwob
+from tunix.rl.multi_turn.environments.gyms.miniwob import devtools
+from tunix.rl.multi_turn.environments.gyms.miniwob import tasks as tasks_lib
+
+
+def _missing() -> str:
+  try:
+    devtools.find_browser()
+    tasks_lib.pages_directory()
+  except (devtools.BrowserNotFound, tasks_lib.PagesNotFound) as error:
+    return str(error)
+  return ""
+
+
+pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "-")
+Action, Kind = gui_action.GuiAction, gui_action.GuiActionKind
+WAIT = Action(Kind.WAIT, duration=1.0)
+
+
+@contextlib.asynccontextmanager
+async def gyms_on(browser: miniwob.Browser, count: int, **settings):
+  made = [
+      miniwob.MiniWobGym(browser=browser, **settings) for _ in range(count)
+  ]
+  try:
+    yield made
+  finally:
+    for gym in made:
+      await gym.close()
+    await browser.close()
+
+
+async def centre(gym: miniwob.MiniWobGym, selector: str) -> dict[str, float]:
+  x, y = await gym.page.evaluate(
+      "(r => [r.left + r.width / 2, r.top + r.height / 2])"
+      f"(document.querySelector({selector!r}).getBoundingClientRect())"
+  )
+  return {"x": x, "y": y}
+
+
+async def solve(gym: miniwob.MiniWobGym, task):
+  """Plays the oracle; returns the evaluation and the turns it took."""
+  observation = await gym.start(task)
+  turns = 0
+  while not observation.done and turns < task.max_turns:
+    observation = await gym.act(await miniwob.oracle_action(gym))
+    turns += 1
+  assert observation.done and await miniwob.oracle_action(gym) is None
+  return await gym.evaluate()
+
+
+@pytest.mark.asyncio
+async def test_oracles_solve_their_families_on_eight_pages_at_once():
+  tasks = miniwob.MiniWobTasks()
+  queue = [
+      tasks.eval_task(family, index)
+      for family in miniwob.ORACLE_FAMILIES
+      for index in range(3)
+  ]
+  results = {}
+
+  async def work(gym):
+    while queue:
+      task = queue.pop()
+      results[task.task_id] = await solve(gym, task)
+
+  browser = miniwob.Browser(max_pages=8)
+  async with gyms_on(browser, 8) as gyms:
+    await asyncio.gather(*map(work, gyms))
+    assert browser.launches == 1
+  assert len(results) == 3 * len(miniwob.ORACLE_FAMILIES)
+  for task_id, evaluation in results.items():
+    assert evaluation.success and evaluation.score == 1.0, task_id
+
+
+@pytest.mark.asyncio
+async def test_what_a_page_asks_and_shows():
+  tasks = miniwob.MiniWobTasks()
+  async with gyms_on(miniwob.Browser(), 1) as (gym,):
+    first = await gym.start(tasks.task("click-button", 1))
+    assert first.instruction.startswith('Click on the "')
+    assert first.screenshot.shape == (210, 160, 3)
+    assert first.screenshot.dtype == np.uint8
+    assert not first.done
+    # The yellow box of the goal, to its very edges, and nothing beside it.
+    assert (first.screenshot[:50, [0, -1]] == (255, 255, 0)).all()
+    assert (first.screenshot[51:, -1] == 255).all()
+    other = await gym.start(tasks.task("click-button", 2))
+    assert (other.screenshot != first.screenshot).any()
+    # A goal that the page keeps as an object with fields.
+    mail = await gym.start(tasks.task("email-inbox-nl-turk", 1))
+    assert mail.instruction and mail.instruction[0].isupper()
+
+
+@pytest.mark.asyncio
+async def test_screenshots_agree_with_the_browsers_own():
+  """Reference: `Page.captureScreenshot`, which waits for the page to settle."""
+  tasks = miniwob.MiniWobTasks()
+  async with gyms_on(miniwob.Browser(), 1) as (gym,):
+    for family in ("click-dialog", "enter-text", "click-menu", "choose-list"):
+      observation = await gym.start(tasks.task(family, 5))
+      for turn in range(3):
+        captured = await gym.page.chromium.call(
+            "Page.captureScreenshot", {"format": "png"}, gym.page.session
+        )
+        picture = Image.open(io.BytesIO(base64.b64decode(captured["data"])))
+        expected = np.asarray(picture.convert("RGB"))[:210, :160]
+        assert (observation.screenshot == expected).all(), (family, turn)
+        if not observation.done:
+          observation = await gym.act(Action(Kind.CLICK, x=60, y=70 + 20 * turn))
+
+
+# Pages with timers, animations, dates, a blinking caret and scrolling.
+_SCRIPTS = {
+    "chase-circle": [WAIT, Action(Kind.CLICK, x=80, y=120), WAIT],
+    "book-flight": [Action(Kind.CLICK, x=60, y=169), WAIT],
+    "enter-text": [Action(Kind.CLICK, x=60, y=78), Action(Kind.TYPE, text="Ab")],
+    "click-collapsible-2": [Action(Kind.CLICK, x=60, y=64)],
+    "scroll-text-2": [Action(Kind.SCROLL, x=70, y=100, dy=80)],
+    "moving-items": [WAIT, Action(Kind.CLICK, x=40, y=120)],
+}
+
+
+@pytest.mark.asyncio
+async def test_equal_actions_give_equal_pixels_whenever_they_come():
+  tasks = miniwob.MiniWobTasks()
+
+  async def play(gym, family, pause_s):
+    observation = await gym.start(tasks.task(family, 11))
+    seen = [observation.screenshot]
+    for action in _SCRIPTS[family]:
+      await asyncio.sleep(pause_s)  # A policy that thinks.
+      observation = await gym.act(action)
+      seen.append(observation.screenshot)
+    return observation.done, seen
+
+  async with gyms_on(miniwob.Browser(), len(_SCRIPTS)) as quick:
+    async with gyms_on(miniwob.Browser(), len(_SCRIPTS)) as slow:
+      for gym in slow:  # Not fresh: it has shown something else.
+        await gym.start(tasks.task("click-button", 3))
+        await gym.act(Action(Kind.CLICK, x=80, y=100))
+      runs = await asyncio.gather(
+          *(play(g, f, 0.0) for g, f in zip(quick, _SCRIPTS)),
+          *(play(g, f, 0.7) for g, f in zip(slow, _SCRIPTS)),
+      )
+  for family, one, two in zip(_SCRIPTS, runs, runs[len(_SCRIPTS) :]):
+    assert one[0] == two[0], family
+    for turn, (a, b) in enumerate(zip(one[1], two[1], strict=True)):
+      assert (a == b).all(), (family, turn)
+    assert (one[1][0] != one[1][-1]).any(), family  # The actions did something.
+
+
+@pytest.mark.asyncio
+async def test_doing_nothing_scores_nothing_and_the_limit_ends_it():
+  task = miniwob.MiniWobTasks().task("click-test", 3)
+  async with gyms_on(miniwob.Browser(), 1) as (gym,):
+    await gym.start(task)
+    for _ in range(30):  # Three times the page's own limit.
+      observation = await gym.act(WAIT)
+    assert not observation.done
+    evaluation = await gym.evaluate()
+    assert (evaluation.score, evaluation.success) == (0.0, False)
+    assert evaluation.details["decided"] is False
+
+    limited = miniwob.MiniWobGym(
+        browser=gym._browser, time_limit=True, reward="timed"
+    )
+    await limited.start(task)
+    turns = 0
+    while not (await limited.act(WAIT)).done:  # 1 s, and 0.5 s for each turn.
+      turns += 1
+      assert turns < 8
+    evaluation = await limited.evaluate()
+    assert evaluation.score == -1.0 and not evaluation.success
+    assert evaluation.details["reason"] == "timed out"
+    assert turns + 1 == math.ceil(10 / 1.5)
+
+    await limited.start(task)
+    await limited.act(WAIT)
+    await limited.act(await miniwob.oracle_action(limited))
+    evaluation = await limited.evaluate()
+    # 1.5 s of the limit's 10 s had passed at the click, and 16 ms at the start.
+    assert evaluation.score == pytest.approx(1 - 1.516 / 10, abs=1e-6)
+    assert evaluation.details["raw_reward"] == 1.0
+    await limited.close()
+
+
+@pytest.mark.asyncio
+async def test_wrong_actions_are_answered_not_raised():
+  tasks = miniwob.MiniWobTasks()
+  async with gyms_on(miniwob.Browser(), 1) as (gym,):
+    with pytest.raises(RuntimeError, match="call start"):
+      await gym.act(WAIT)
+    with pytest.raises(RuntimeError, match="call start"):
+      await gym.evaluate()
+    with pytest.raises(ValueError, match="did you mean 'click-test'"):
+      await gym.start(
+          tasks.task("click-test", 0).__class__("x", "click-tesd", seed=0)
+      )
+    first = await gym.start(tasks.task("enter-text", 4))
+    for action, word in (
+        (Action(Kind.KEY, keys=("hyper",)), "no key 'hyper'"),
+        (Action(Kind.OPEN_APP, text="Mail"), "no open_app 'Mail'"),
+        (Action(Kind.SYSTEM_BUTTON, text="home"), "no system_button 'home'"),
+        (Action(Kind.CLICK, x=float("nan"), y=1), "is nan"),
+    ):
+      observation = await gym.act(action)
+      assert word in observation.info["ignored"]
+      assert (observation.screenshot == first.screenshot).all()
+    observation = await gym.act(Action(Kind.CLICK, x=1000, y=-5))
+    assert observation.info["clamped"] and not observation.done
+    observation = await gym.act(Action(Kind.TERMINATE, success=True))
+    assert observation.done
+    assert not (await gym.evaluate()).success  # Its own claim counts nothing.
+    observation = await gym.act(WAIT)
+    assert observation.info["ignored"] == "the episode is over"
+
+
+@pytest.mark.asyncio
+async def test_mouse_and_keyboard_do_what_people_do_with_them():
+  tasks = miniwob.MiniWobTasks()
+  submit = "#subbtn"
+  async with gyms_on(miniwob.Browser(), 1) as (gym,):
+
+    async def score_after_submit():
+      await gym.act(Action(Kind.CLICK, **await centre(gym, submit)))
+      return (await gym.evaluate()).score
+
+    # Keys and selections.
+    await gym.start(tasks.task("copy-paste", 3))
+    await gym.act(Action(Kind.CLICK, **await centre(gym, "textarea")))
+    await gym.act(Action(Kind.KEY, keys=("ctrl", "a")))
+    await gym.act(Action(Kind.KEY, keys=("ctrl", "c")))
+    await gym.act(Action(Kind.CLICK, **await centre(gym, "input")))
+    await gym.act(Action(Kind.KEY, keys=("ctrl", "v")))
+    assert await score_after_submit() == 1.0
+
+    # A drop-down list opens inside the screenshot and is chosen from there.
+    before = (await gym.start(tasks.task("choose-list", 3))).screenshot
+    opened = await gym.act(Action(Kind.CLICK, **await centre(gym, "select")))
+    assert (opened.screenshot != before).any(-1).sum() > 1000
+    spot = await centre(gym, "option:nth-of-type(3)")
+    wanted = await gym.page.evaluate(
+        "document.querySelector('option:nth-of-type(3)').value"
+    )
+    await gym.act(Action(Kind.CLICK, **spot))
+    value = await gym.page.evaluate("document.querySelector('select').value")
+    assert value == wanted
+
+    # Dragging marks text.
+    await gym.start(tasks.task("highlight-text", 3))
+    left, top, right, bottom = await gym.page.evaluate(
+        "(r => [r.left, r.top, r.right, r.bottom])"
+        "(document.querySelector('#randomText').getBoundingClientRect())"
+    )
+    await gym.act(
+        Action(Kind.DRAG, x=left, y=top + 3, x2=right - 1, y2=bottom - 2)
+    )
+    assert await score_after_submit() == 1.0
+
+    # The wheel scrolls what lies under it, and the page is told.
+    await gym.start(tasks.task("scroll-text-2", 3))
+    _, wanted = await gym.page.evaluate(
+        "[core.getUtterance(), core.getUtterance().includes('bottom')]"
+    )
+    spot = await centre(gym, "textarea")
+    for _ in range(4):
+      await gym.act(
+          Action(Kind.SCROLL, **spot, dy=500 if wanted else -500)
+      )
+    assert await score_after_submit() == 1.0
+
+    # Held modifiers and other buttons open no windows.
+    await gym.start(tasks.task("click-link", 3))
+    link = await centre(gym, ".alink")
+    await gym.act(Action(Kind.CLICK, **link, button="middle"))
+    await gym.page.evaluate("window.open('about:blank') && 1")
+    browser = gym._browser
+    for _ in range(100):
+      targets = await gym.page.chromium.call("Target.getTargets")
+      own = [
+          t
+          for t in targets["targetInfos"]
+          if t.get("browserContextId") == gym.page.context
+      ]
+      if len(own) == 1:
+        break
+      await asyncio.sleep(0.02)
+    assert [t["targetId"] for t in own] == [gym.page.target]
+    assert not (await gym.act(WAIT)).done and browser.lent == 1
+
+
+@pytest.mark.asyncio
+async def test_clipboards_are_not_shared():
+  tasks = miniwob.MiniWobTasks()
+  async with gyms_on(miniwob.Browser(), 2) as (one, two):
+    for gym in (one, two):
+      await gym.start(tasks.task("enter-text", 1))
+      await gym.act(Action(Kind.CLICK, **await centre(gym, "#tt")))
+    await one.act(Action(Kind.TYPE, text="secret"))
+    await one.act(Action(Kind.KEY, keys=("ctrl", "a")))
+    await one.act(Action(Kind.KEY, keys=("ctrl", "x")))
+    await two.act(Action(Kind.KEY, keys=("ctrl", "v")))
+    await one.act(Action(Kind.KEY, keys=("ctrl", "v")))
+    field = "document.querySelector('#tt').value"
+    assert await one.page.evaluate(field) == "secret"
+    assert await two.page.evaluate(field) == ""
+
+
+@pytest.mark.asyncio
+async def test_a_quick_restart_shows_what_a_fresh_page_shows():
+  tasks = miniwob.MiniWobTasks()
+  async with gyms_on(miniwob.Browser(), 1, quick_restart=True) as (quick,):
+    async with gyms_on(miniwob.Browser(), 1) as (fresh,):
+      for family in ("click-test", "click-dialog", "enter-text"):
+        assert family in tasks_lib.QUICK_FAMILIES
+        await quick.start(tasks.task(family, 90))
+        await quick.page.evaluate("window.same_document = 1")
+        for seed in range(3):
+          a = await quick.start(tasks.task(family, seed))
+          assert await quick.page.evaluate("window.same_document") == 1
+          b = await fresh.start(tasks.task(family, seed))
+          assert a.instruction == b.instruction
+          assert (a.screenshot == b.screenshot).all(), (family, seed)
+          assert (await solve(quick, tasks.task(family, seed))).success
+
+
+@pytest.mark.asyncio
+async def test_the_final_screenshot_may_be_spared():
+  task = miniwob.MiniWobTasks().task("click-test", 0)
+  async with gyms_on(miniwob.Browser(), 1, final_screenshot=False) as (gym,):
+    first = await gym.start(task)
+    moved = await gym.act(Action(Kind.MOVE, x=1, y=1))
+    last = await gym.act(await miniwob.oracle_action(gym))
+    assert last.done and (await gym.evaluate()).score == 1.0
+    assert last.screenshot is moved.screenshot is not first.screenshot

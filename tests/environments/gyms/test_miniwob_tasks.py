@@ -1,0 +1,160 @@
+"""MiniWoB++ task families, keys, and the errors that need no browser."""
+
+import pytest
+from tunix.rl.multi_turn.environments.gyms import miniwob
+from tunix.rl.multi_turn.environments.gyms.miniwob import devtools
+from tunix.rl.multi_turn.environments.gyms.miniwob import keys
+from tunix.rl.multi_turn.environments.gyms.miniwob import tasks as tasks_lib
+
+try:
+  tasks_lib.pages_directory()
+  WITHOUT_PAGES = ""
+except tasks_lib.PagesNotFound as error:
+  WITHOUT_PAGES = str(error)
+needs_pages = pytest.mark.skipif(bool(WITHOUT_PAGES), reason=WITHOUT_PAGES)
+
+
+@needs_pages
+class TestTasks:
+
+  def test_all_families_of_the_package_are_offered(self):
+    assert len(miniwob.families()) == 130
+    assert {"click-test", "book-flight", "use-slider"} <= set(
+        miniwob.MiniWobTasks().families()
+    )
+
+  def test_a_task_says_what_it_is(self):
+    task = miniwob.MiniWobTasks().task("click-dialog", 7)
+    assert task.task_id == "miniwob/click-dialog/7"
+    assert (task.family, task.seed, task.instruction) == ("click-dialog", 7, "")
+    assert task.max_turns == 2
+    assert miniwob.MiniWobTasks().task("email-inbox", 1).max_turns == 10
+
+  def test_the_split_is_part_of_the_id(self):
+    tasks = miniwob.MiniWobTasks(data_mode="test")
+    task = tasks.task("click-test-transfer", 7)
+    assert task.task_id == "miniwob/click-test-transfer/7/test"
+    assert task.params == {"data_mode": "test"}
+
+  def test_train_and_eval_seeds_never_overlap(self):
+    tasks = miniwob.MiniWobTasks()
+    for index in range(300):
+      train = tasks.train_task("click-test", index, seed=index % 7)
+      held_out = tasks.eval_task("click-test", index, seed=index % 7)
+      assert 0 <= train.seed < tasks_lib.EVAL_SEEDS_FROM <= held_out.seed
+      assert held_out.seed < 2 * tasks_lib.EVAL_SEEDS_FROM
+    assert len({tasks.eval_task("click-test", i).seed for i in range(300)}) == 300
+    assert tasks.train_task("click-test", 3) == tasks.train_task("click-test", 3)
+
+  def test_an_unknown_family_gets_the_nearest_name(self):
+    with pytest.raises(ValueError, match="did you mean 'click-dialog'"):
+      miniwob.MiniWobTasks().task("click-dialogue", 0)
+    with pytest.raises(ValueError, match="did you mean 'enter-text'"):
+      miniwob.MiniWobTasks(families=["entertext"])
+
+  @pytest.mark.parametrize("seed", [-1, 2 * tasks_lib.EVAL_SEEDS_FROM])
+  def test_seeds_have_a_range(self, seed):
+    with pytest.raises(ValueError, match="seed must be in"):
+      miniwob.MiniWobTasks().task("click-test", seed)
+
+  def test_settings_are_checked(self):
+    with pytest.raises(ValueError, match="take no 'familie'"):
+      miniwob.MiniWobTasks.from_dict({"familie": ["click-test"]})
+    with pytest.raises(ValueError, match="data_mode must be one of"):
+      miniwob.MiniWobTasks(data_mode="eval")
+    made = miniwob.MiniWobTasks.from_dict({"families": ["click-test"]})
+    assert made.families() == ("click-test",)
+
+  def test_pictures_that_a_page_makes_later_are_known(self):
+    names = {url.rsplit("/", 1)[1] for url in tasks_lib.images("tic-tac-toe")}
+    assert names == {"x.png", "o.png"}
+    assert tasks_lib.images("click-test") == ()
+
+
+def test_missing_pages_say_what_to_install(monkeypatch, tmp_path):
+  monkeypatch.setenv(tasks_lib.PAGES_VARIABLE, str(tmp_path))
+  with pytest.raises(tasks_lib.PagesNotFound, match="has no click-test.html"):
+    miniwob.families()
+  monkeypatch.delenv(tasks_lib.PAGES_VARIABLE)
+  monkeypatch.setattr(tasks_lib.importlib.util, "find_spec", lambda _: None)
+  tasks_lib._pages_in.cache_clear()
+  try:
+    with pytest.raises(tasks_lib.PagesNotFound, match="pip install"):
+      miniwob.families()
+  finally:
+    tasks_lib._pages_in.cache_clear()
+
+
+def test_a_missing_browser_is_one_line_that_says_what_to_do(monkeypatch):
+  monkeypatch.setenv("PATH", "/nonexistent")
+  monkeypatch.delenv(devtools.EXECUTABLE_VARIABLE, raising=False)
+  with pytest.raises(devtools.BrowserNotFound, match="make browser") as caught:
+    devtools.find_browser()
+  assert "\n" not in str(caught.value)
+  monkeypatch.setenv(devtools.EXECUTABLE_VARIABLE, "/opt/none")
+  with pytest.raises(devtools.BrowserNotFound, match="names '/opt/none'"):
+    devtools.find_browser()
+
+
+class TestGymSettings:
+
+  def test_bad_values_are_refused(self):
+    with pytest.raises(ValueError, match="reward must be"):
+      miniwob.MiniWobGym(reward="half")
+    with pytest.raises(ValueError, match="needs time_limit=True"):
+      miniwob.MiniWobGym(reward="timed")
+    with pytest.raises(ValueError, match="seconds_per_action must be in"):
+      miniwob.MiniWobGym(seconds_per_action=-1)
+    with pytest.raises(ValueError, match="take no 'rewards'"):
+      miniwob.MiniWobGym.from_dict({"rewards": "raw"})
+
+
+class TestKeys:
+
+  def test_typing_gives_each_character_its_key(self):
+    events = keys.text_events("aB \n")
+    assert [e[1]["type"] for e in events] == ["keyDown", "keyUp"] * 4
+    down = [e[1] for e in events[::2]]
+    assert [e["text"] for e in down] == ["a", "B", " ", "\r"]
+    assert [e["code"] for e in down] == ["KeyA", "KeyB", "Space", "Enter"]
+    assert [e["modifiers"] for e in down] == [0, 8, 0, 0]
+
+  def test_every_printable_ascii_character_has_a_key(self):
+    text = "".join(map(chr, range(32, 127)))
+    events = keys.text_events(text)
+    assert {method for method, _ in events} == {"Input.dispatchKeyEvent"}
+    assert "".join(e[1]["text"] for e in events[::2]) == text
+
+  def test_what_no_key_makes_is_inserted(self):
+    assert keys.text_events("é") == [("Input.insertText", {"text": "é"})]
+    long = "x" * (keys.MAX_TYPED + 1)
+    assert keys.text_events(long) == [("Input.insertText", {"text": long})]
+
+  def test_a_shortcut_is_not_input_and_is_released_in_reverse(self):
+    down, up = keys.key_events(("Control", "Shift", "a"))
+    assert [e[1]["key"] for e in down] == ["Control", "Shift", "A"]
+    assert [e[1]["modifiers"] for e in down] == [2, 10, 10]
+    assert all("text" not in e[1] for e in down)
+    assert [e[1]["key"] for e in up] == ["A", "Shift", "Control"]
+    assert up[-1][1]["modifiers"] == 0
+
+  def test_shift_changes_the_character(self):
+    down, _ = keys.key_events(("shift", "1"))
+    assert down[1][1]["text"] == "!"
+
+  @pytest.mark.parametrize(
+      "name, known",
+      [
+          ("Return", "enter"), ("ArrowDown", "down"), ("Page_Up", "pageup"),
+          ("CTRL", "ctrl"), ("cmd", "meta"), ("F5", "f5"), (" ", "space"),
+          ("A", "A"),
+      ],
+  )  # pyformat: disable
+  def test_names_have_dialects(self, name, known):
+    assert keys.normalise(name) == known
+
+  def test_an_unknown_key_is_named(self):
+    with pytest.raises(keys.UnknownKey, match="no key 'hyper'"):
+      keys.key_events(("hyper", "a"))
+    with pytest.raises(keys.UnknownKey, match="cannot be held"):
+      keys.modifier_bits(("a",))
