@@ -16,6 +16,9 @@ from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.policy import vision_inputs
 from tunix.rl.multi_turn.rollout import engine as engine_lib
 
+# Compiling takes seconds, on a busy machine minutes.
+pytestmark = pytest.mark.timeout(300)
+ONE_SHAPE = dict(row_buckets=None, window_buckets=(), patch_buckets=(16,))
 GREEDY = policy_client.SamplingParams(max_new_tokens=5, temperature=0.0)
 FinishReason = policy_client.FinishReason
 
@@ -46,7 +49,7 @@ def generate(engine, *requests):
         *(engine.generate(p, s, session=name) for name, p, s in requests)
     )
 
-  return asyncio.run(asyncio.wait_for(run(), 60))
+  return asyncio.run(asyncio.wait_for(run(), 250))
 
 
 def check_greedy(model, store, tokens, spans, completion):
@@ -93,12 +96,14 @@ def test_greedy_multi_turn_equals_full_forward(engine, model, store):
             for i in range(10)  # More than slots.
         )
     )
+    while engine.stats()["sessions"]:  # Releases are on their way.
+      await asyncio.sleep(0.001)
 
   before = engine.stats()
-  asyncio.run(asyncio.wait_for(run(), 120))
+  asyncio.run(asyncio.wait_for(run(), 250))
   after = engine.stats()
   assert after["evictions"] > before["evictions"]
-  assert after["active"] == after["waiting"] == after["sessions"] == 0
+  assert after["active"] == after["waiting"] == 0
 
 
 def test_a_turn_prefills_its_new_tokens_only(engine, model, store):
@@ -179,7 +184,7 @@ def test_one_screenshot_of_a_group_is_encoded_once(engine, store):
 def test_a_small_vision_pool_serves_many_images(model, store):
   rng = np.random.default_rng(5)
   with micro.make_engine(
-      model, store, vision_cache_tokens=16, prefill_rows=(4,)
+      model, store, vision_cache_tokens=16, prefill_rows=(4,), **ONE_SHAPE
   ) as engine:
     requests = []
     for i in range(4):
@@ -214,10 +219,11 @@ def test_eviction_then_continue_equals_uninterrupted(engine, model, store):
         *(play(engine, f"ev{i}", i) for i in range(4))
     )
 
-  with micro.make_engine(model, store, slots=1, prefill_rows=(1,)) as narrow:
-    interrupted = asyncio.run(asyncio.wait_for(play_all(narrow), 60))
+  one = ONE_SHAPE | dict(slots=1, prefill_rows=(1,))
+  with micro.make_engine(model, store, **one) as narrow:
+    interrupted = asyncio.run(asyncio.wait_for(play_all(narrow), 250))
     assert narrow.stats()["evictions"] > 4
-  uninterrupted = asyncio.run(asyncio.wait_for(play_all(engine), 60))
+  uninterrupted = asyncio.run(asyncio.wait_for(play_all(engine), 250))
   for a, b in zip(sum(interrupted, []), sum(uninterrupted, [])):
     np.testing.assert_array_equal(a.tokens, b.tokens)
     np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
@@ -331,4 +337,4 @@ def test_tiny_vl_equals_its_own_forward_pass():
       banned_token_ids=config.banned_token_ids,
       decode_steps_per_call=4,
   ) as engine:
-    asyncio.run(asyncio.wait_for(play_all(engine), 120))
+    asyncio.run(asyncio.wait_for(play_all(engine), 250))

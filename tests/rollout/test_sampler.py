@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.rollout import sampler
 
+pytestmark = pytest.mark.timeout(300)
 ROWS, VOCAB = 64, 150  # Three blocks, the last one not full.
 
 _sample = jax.jit(sampler.sample)

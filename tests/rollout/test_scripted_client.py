@@ -79,4 +79,4 @@ def test_rollout_package_offers_the_engine():
   assert rollout.RolloutEngine.__name__ == "RolloutEngine"
   assert issubclass(rollout.EngineError, RuntimeError)
   with pytest.raises(AttributeError, match="Nothing"):
-    getattr(rollout, "Nothing")
+    rollout.Nothing  # noqa: B018
