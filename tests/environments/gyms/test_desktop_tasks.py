@@ -2,7 +2,6 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
