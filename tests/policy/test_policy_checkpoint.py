@@ -1,11 +1,15 @@
 """Saving and loading policy directories, strictly."""
 
 import json
+import math
 
+from flax import nnx
+import jax
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import tiny_vl
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +55,18 @@ def test_half_precision_halves_the_file(saved, tmp_path):
     np.testing.assert_allclose(got[name], value, atol=2e-3, err_msg=name)
 
 
-def test_shipped_size_fits_the_package(tmp_path):
-  model, _, _ = checkpoint.create_policy("tiny")
-  checkpoint.save_policy(tmp_path, model, dtype="float16")
-  assert sum(f.stat().st_size for f in tmp_path.iterdir()) <= 8 << 20
+def test_shipped_size_fits_the_package():
+  config = tiny_vl.config_for(checkpoint.load_tokenizer("tiny_vl"), "tiny")
+  model = nnx.eval_shape(lambda: tiny_vl.TinyVL(config, nnx.Rngs(0)))
+  count = sum(
+      math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model))
+  )
+  assert 1e6 < count < 2e6
+  tokenizer = sum(
+      (checkpoint.DATA / "tiny_vl" / name).stat().st_size
+      for name in checkpoint.TOKENIZER_FILES
+  )
+  assert 2 * count + tokenizer < 8 << 20
 
 
 def test_a_seed_decides_the_weights(saved):

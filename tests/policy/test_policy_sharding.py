@@ -49,9 +49,8 @@ loaded, _, _ = checkpoint.load_policy(path, mesh=mesh)
 sharding.shard_model(model, mesh)
 for m in (model, loaded):
   gate = m.blocks[0].gate[...]
-  assert gate.sharding.spec == ("fsdp", "tensor"), gate.sharding
+  assert gate.sharding.spec == jax.P("fsdp", "tensor"), gate.sharding
   assert gate.addressable_shards[0].data.size * 4 == gate.size
-  # One KV head: its 16 columns split, the two gates' do not exist to split.
   assert m.axis_gate[...].is_fully_replicated
   (got, hidden), grads = run(m, sharding.shard_batch(inputs, mesh))
   np.testing.assert_allclose(got, want, rtol=1e-5)

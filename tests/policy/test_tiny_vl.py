@@ -21,9 +21,20 @@ def policy():
   return model, processor
 
 
+# Everything runs under one jit a shape: op by op, XLA compiles each alone.
 @nnx.jit
 def full(model, inputs):
   return model(inputs)
+
+
+@nnx.jit
+def encode(model, *patches):
+  return model.encode_images(*patches)
+
+
+@nnx.jit
+def extend(model, *args):
+  return model.extend(*args)
 
 
 def pixels(rng, height=33, width=40):
@@ -96,7 +107,8 @@ def sequences(policy, seed, lengths):
           model.config,
           processor,
           n,
-          pixels(rng, int(rng.integers(1, 40)), int(rng.integers(1, 60))),
+          # 2 x 3 cells, the last ones cut short: one shape to compile.
+          pixels(rng, int(rng.integers(17, 33)), int(rng.integers(33, 49))),
       )
       for n in lengths
   ]
@@ -134,7 +146,6 @@ def test_an_image_sees_no_other_image(policy):
   rng = np.random.default_rng(2)
   first, second = (processor.patchify(pixels(rng)) for _ in range(2))
   n = first.num_tokens
-  encode = nnx.jit(lambda m, *a: m.encode_images(*a))
   both = encode(
       model,
       np.concatenate([first.patches, second.patches])[None],
@@ -155,10 +166,10 @@ def test_banded_attention_equals_dense_attention_under_the_band_mask():
   rng = np.random.default_rng(3)
   s, p, n, h = 2, 23, 2, 4
   q, k, v = (rng.normal(size=(s, p, n, h)).astype(np.float32) for _ in "qkv")
-  segments = np.sort(rng.integers(0, 3, (s, p)), axis=1).astype(np.int32)
-  for window in (1, 4, 7, 22, 64):
-    got = tiny_vl._banded_attention(
-        *(jnp.asarray(x) for x in (q, k, v, segments)), window
+  segments = np.sort(rng.integers(1, 4, (s, p)), axis=1).astype(np.int32)
+  for window in (4, 7, 64):
+    got = jax.jit(tiny_vl._banded_attention, static_argnums=4)(
+        q, k, v, segments, window
     )
     distance = np.abs(np.arange(p)[:, None] - np.arange(p))
     mask = (segments[:, :, None] == segments[:, None]) & (distance <= window)
@@ -178,8 +189,11 @@ def test_chunked_causal_attention_equals_one_chunk():
   mask = np.tri(t, dtype=bool)[None]
 
   def run(attention):
-    return jax.value_and_grad(
-        lambda *qkv: jnp.sum(jnp.sin(attention(*qkv, mask))), argnums=(0, 1, 2)
+    return jax.jit(
+        jax.value_and_grad(
+            lambda *qkv: jnp.sum(jnp.sin(attention(*qkv, mask))),
+            argnums=(0, 1, 2),
+        )
     )(q, k, v)
 
   got, want = run(tiny_vl._causal_attention), run(tiny_vl._attention)
@@ -188,7 +202,7 @@ def test_chunked_causal_attention_equals_one_chunk():
   )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_extend_in_random_pieces_equals_the_full_forward_pass(policy, seed):
   model, _ = policy
   rng = np.random.default_rng(seed)
@@ -196,12 +210,11 @@ def test_extend_in_random_pieces_equals_the_full_forward_pass(policy, seed):
   seqs = sequences(policy, seed, lengths)
   inputs = pack([[s] for s in seqs])
   want = np.asarray(full(model, inputs))
-  vision = model.encode_images(
-      inputs.patches, inputs.patch_segments, inputs.patch_positions
+  vision = encode(
+      model, inputs.patches, inputs.patch_segments, inputs.patch_positions
   )
   # One shape for all pieces, so that there is one compile.
   width, capacity = 8, 40
-  extend = nnx.jit(lambda m, *a: m.extend(*a))
   cache = model.init_cache(len(seqs), capacity)
   starts = np.zeros(len(seqs), np.int32)
   got = np.zeros_like(want)
@@ -254,11 +267,10 @@ def test_decoding_token_by_token_equals_the_full_forward_pass(policy):
           patch_positions=np.zeros((1, 1, 2), np.int32),
       ),
   )
-  step = nnx.jit(lambda m, *a: m.extend(*a))
   cache = model.init_cache(2, 9)
   ones = np.ones(2, np.int32)
   for t in range(9):
-    hidden, cache = step(
+    hidden, cache = extend(
         model,
         tokens[:, t : t + 1],
         np.full((2, 1, 3), t, np.int32),
@@ -272,7 +284,8 @@ def test_decoding_token_by_token_equals_the_full_forward_pass(policy):
 def test_tokens_beyond_the_cache_are_dropped(policy):
   model, _ = policy
   cache = jax.tree.map(lambda x: x + 3.0, model.init_cache(1, 4))
-  _, after = model.extend(
+  _, after = extend(
+      model,
       np.array([[1, 2, 3]]),
       np.zeros((1, 3, 3), np.int32),
       np.array([3]),
@@ -292,7 +305,7 @@ def test_stem_equals_convolutions_on_the_whole_image(policy):
   rng = np.random.default_rng(6)
   image = pixels(rng, 37, 50)
   patched = processor.patchify(image)
-  got = stem(patched.patches[None])[0]
+  got = nnx.jit(lambda m, x: m.stem(x))(model, patched.patches[None])[0]
 
   height, width = 48, 64
   padded = np.pad(image, ((4, 4 + height - 37), (4, 4 + width - 50), (0, 0)),
