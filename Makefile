@@ -25,7 +25,7 @@ SOURCES := pyproject.toml constraints.txt
 BROWSER := $(if $(findstring miniwob,$(ARGS)),-browser)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench browser install install-dev clean
+.PHONY: help train test lint bench docs browser install install-dev clean
 
 help: ## this text
 	@echo "usage: make TARGET [ARGS='key=value ...']"
@@ -45,6 +45,10 @@ bench: $(STAMP)-dev ## run every benchmark, one after the other
 	@status=0; for f in benchmarks/[a-z]*.py; do \
 	  echo "== $$f"; $(PY) "$$f" $(ARGS) || status=1; \
 	done; exit $$status
+
+docs: $(STAMP) ## write the pages that are made from the code
+	@$(PY) -m tunix.rl.multi_turn.config > docs/configuration.md
+	@$(PY) -m tunix.rl.multi_turn.reporting.metrics > docs/metrics.md
 
 browser: ## install headless Chromium with apt-get (needs root)
 	@if [ "$$(id -u)" != 0 ]; then \

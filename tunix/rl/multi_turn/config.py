@@ -362,16 +362,17 @@ usage: python -m tunix.rl.multi_turn.train [config.yaml] [key=value ...]
   --dry-run   build everything, print configuration, shapes and memory, exit
 
 Values are YAML (tasks='[a,b]'). Later wins: defaults, the gym's preset, the
-file, overrides. Short keys: """
+file, overrides. Short keys:
+"""
 
 
 def help_text() -> str:
   """`--help`: usage and every field with type, default and meaning."""
-  short = ", ".join(f"{a} = {p}" for a, p in ALIASES.items())
+  short = "\n".join(f"  {a} = {p}" for a, p in ALIASES.items())
   return (
       USAGE
       + short
-      + ".\n\n"
+      + "\n\n"
       + config_loader.describe(TrainConfig)
       + "\n\nExamples:\n"
       "  python -m tunix.rl.multi_turn.train steps=20 seed=3\n"
