@@ -25,7 +25,6 @@ from typing import Any, Iterator, Sequence
 from flax import nnx
 import jax
 from jax.sharding import Mesh
-import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn import images as image_lib
 from tunix.rl.multi_turn import trajectory
@@ -40,7 +39,6 @@ from tunix.rl.multi_turn.learner.algorithms import aggregation
 from tunix.rl.multi_turn.learner.algorithms import importance
 from tunix.rl.multi_turn.learner.algorithms import objectives
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import sharding
 
 LearnerConfig = config_lib.LearnerConfig
 Example = example_lib.Example
@@ -125,7 +123,16 @@ class Learner:
     self.counters = Counters()
     self._processor = processor
     self._split = update.SplitModel(model)
-    self._shardings = self._split.shardings(model, mesh) if mesh else None
+    self._placement = update.Placement.of(self._split, model, mesh)
+    about = model.config
+    banned = tuple(getattr(about, "banned_token_ids", ()))
+    self._programs = update.Programs(
+        self._split,
+        config,
+        logprobs.banned_mask(about.vocab_size, banned) if banned else None,
+        self._placement,
+        proximal_is_current=config.minibatches * config.epochs == 1,
+    )
     self._params = self._place(self._split.params_of(model))
     self._reference = None
     if config.kl_coef:
@@ -135,19 +142,9 @@ class Learner:
             " (the model itself, to stay near where training starts)"
         )
       self._reference = self._place(self._split.params_of(reference))
-    about = model.config
-    banned = tuple(getattr(about, "banned_token_ids", ()))
-    self._programs = update.Programs(
-        self._split,
-        config,
-        logprobs.banned_mask(about.vocab_size, banned) if banned else None,
-        proximal_is_current=config.minibatches * config.epochs == 1,
-    )
-    self._opt_state = self._programs.init_optimizer(
-        self._params, self._shardings, mesh
-    )
+    self._opt_state = self._programs.init_optimizer(self._params)
     self._schedule = optimizer.make_schedule(config)
-    self._buffers = sharding.batch_shards(mesh) if mesh else 1
+    self._buffers = self._placement.shards
     if config.rows % self._buffers:
       raise ValueError(
           f"rows={config.rows} must be a multiple of the {self._buffers} batch"
@@ -184,15 +181,15 @@ class Learner:
 
   def policy_state(self) -> nnx.State:
     """A copy of the parameters, for publishing."""
-    return self._split.state(_copy(self._params))
+    return self._split.state(self._programs.copy(self._params))
 
   def policy(self) -> Any:
     """A copy of the policy as a module."""
-    return self._split.merge(_copy(self._params))
+    return self._split.merge(self._programs.copy(self._params))
 
   def parameters(self) -> dict[str, jax.Array]:
     """A copy of the parameters as {name: array}."""
-    return _copy(self._params)
+    return self._programs.copy(self._params)
 
   # --- learning ------------------------------------------------------------------
 
@@ -425,18 +422,14 @@ class Learner:
   # --- placement -----------------------------------------------------------------
 
   def _put(self, batch: batching.Batch) -> batching.Batch:
-    if self.mesh is None:
-      return jax.tree.map(jnp.asarray, batch)
-    return sharding.shard_batch(batch, self.mesh)
+    return jax.device_put(batch, self._placement.batch)
 
   def _place(self, params: update.Params) -> update.Params:
     """Copies parameters to their place."""
-    if self._shardings is not None:
-      params = {
-          name: jax.device_put(value, self._shardings[name])
-          for name, value in params.items()
-      }
-    return _copy(params)
+    return self._programs.copy({
+        name: jax.device_put(value, self._placement.params[name])
+        for name, value in params.items()
+    })
 
   # --- checkpoints ---------------------------------------------------------------
 
@@ -486,11 +479,6 @@ class Learner:
 
 
 # --- readings --------------------------------------------------------------------
-
-
-@jax.jit
-def _copy(params: update.Params) -> update.Params:
-  return jax.tree.map(jnp.copy, params)
 
 
 def _sampled_metrics(

@@ -5,7 +5,9 @@ readings to running sums, `apply` makes the optimizer step, `score` gives
 log-probs only. Parameters travel as a flat {name: array}; only `nnx.Param`s
 are among them.
 
-Promises: the loss of a step is a weighted sum over tokens with weights from
+Promises: a program is compiled ahead of time for the shapes it meets, and
+then refuses arrays that lie elsewhere instead of compiling again unnoticed:
+`compiles` is the truth. The loss of a step is a weighted sum over tokens with weights from
 the host, so micro-batches add up to the big batch; a gradient that is not
 finite leaves parameters and optimizer state as they were; parameters,
 optimizer state and running gradients are donated, hence updated in place.
@@ -45,6 +47,9 @@ class SplitModel:
     graphdef, state, rest = nnx.split(model, nnx.Param, ...)
     paths, self._treedef = jax.tree_util.tree_flatten_with_path(state)
     self.names = [_name(path) for path, _ in paths]
+    self.shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in paths
+    ]
     if len(set(self.names)) != len(self.names):
       raise ValueError("two parameters of the model have the same name")
     self._graphdef = graphdef
@@ -69,15 +74,64 @@ class SplitModel:
   def merge(self, params: Params) -> Any:
     return nnx.merge(self._graphdef, self.state(params), self._rest)
 
-  def shardings(self, model: nnx.Module, mesh: Mesh) -> dict[str, Any]:
-    """Where each parameter lies on `mesh`, from its `axes` metadata."""
-    state = nnx.state(model, nnx.Param)
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """Where arrays lie.
+
+  Attributes:
+    params: sharding of each parameter.
+    batch: of arrays with a leading axis B or S.
+    replicated: of everything else.
+    shards: batch shards.
+  """
+
+  params: dict[str, jax.sharding.Sharding]
+  batch: jax.sharding.Sharding
+  replicated: jax.sharding.Sharding
+  shards: int
+
+  @classmethod
+  def of(cls, split: SplitModel, model: Any, mesh: Mesh | None) -> Placement:
+    """On `mesh` by the parameters' `axes` metadata, or on one device."""
+    if mesh is None:
+      here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+      return cls({name: here for name in split.names}, here, here, 1)
     placed = jax.tree.map(
         lambda v: v.replace(sharding.parameter_sharding(v, mesh)),
-        state,
+        nnx.state(model, nnx.Param),
         is_leaf=lambda v: isinstance(v, nnx.Variable),
     )
-    return dict(zip(self.names, jax.tree.leaves(placed)))
+    return cls(
+        dict(zip(split.names, jax.tree.leaves(placed))),
+        sharding.batch_sharding(mesh),
+        sharding.replicated(mesh),
+        sharding.batch_shards(mesh),
+    )
+
+
+class _Program:
+  """A jitted function, compiled once for each set of argument shapes."""
+
+  def __init__(self, function: Any):
+    self._function = function
+    self._compiled: dict[Any, Any] = {}
+
+  @property
+  def compiles(self) -> int:
+    return len(self._compiled)
+
+  def __call__(self, *args: Any) -> Any:
+    key = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args))
+    compiled = self._compiled.get(key)
+    if compiled is None:
+      compiled = self._function.lower(*args).compile()
+      self._compiled[key] = compiled
+    return compiled(*args)
+
+  def text(self) -> str:
+    """The compiled code of all shapes, for inspection."""
+    return "\n".join(c.as_text() for c in self._compiled.values())
 
 
 def _name(path: Any) -> str:
@@ -128,6 +182,7 @@ class Programs:
       split: SplitModel,
       config: config_lib.LearnerConfig,
       banned_V: Any,
+      placement: Placement,
       proximal_is_current: bool,
   ):
     """Args:
@@ -135,36 +190,61 @@ class Programs:
       split: the model.
       config: of the learner.
       banned_V: bool[V] or None, see `logprobs.score`.
+      placement: where arrays lie.
       proximal_is_current: the proximal policy is the one being trained, as in
         an update of a single optimizer step: no second forward pass.
     """
     self._split = split
     self._config = config
     self._banned = banned_V
+    self._placement = placement
     self._proximal_is_current = proximal_is_current
     self._tx = optimizer.make_optimizer(config)
-    # Traced once a compile; the counters prove that shapes stay fixed.
-    self.compiles: dict[str, int] = {"accumulate": 0, "apply": 0, "score": 0}
-    self.accumulate = jax.jit(self._accumulate, donate_argnums=(1, 2))
-    self.apply = jax.jit(self._apply, donate_argnums=(0, 1))
-    self.score = jax.jit(self._score)
-    self._start: Any = None
-
-  def init_optimizer(
-      self, params: Params, shardings: dict[str, Any] | None, mesh: Mesh | None
-  ) -> optax.OptState:
-    """Optimizer state that lies where the parameters lie."""
-    if mesh is None:
-      return jax.jit(self._tx.init)(params)
-    shapes = jax.eval_shape(self._tx.init, params)
-    placed = optax.tree_utils.tree_map_params(
+    params, one = placement.params, placement.replicated
+    shapes = jax.eval_shape(
+        self._tx.init,
+        dict(zip(split.names, split.shapes)),
+    )
+    self._optimizer_placement = optax.tree_utils.tree_map_params(
         self._tx,
         lambda _, where: where,
         shapes,
-        shardings,
-        transform_non_params=lambda _: sharding.replicated(mesh),
+        params,
+        transform_non_params=lambda _: one,
     )
-    return jax.jit(self._tx.init, out_shardings=placed)(params)
+    self.accumulate = _Program(
+        jax.jit(
+            self._accumulate,
+            donate_argnums=(1, 2),
+            out_shardings=(params, one),
+        )
+    )
+    self.apply = _Program(
+        jax.jit(
+            self._apply,
+            donate_argnums=(0, 1),
+            out_shardings=(params, self._optimizer_placement, one, one),
+        )
+    )
+    self.score = _Program(
+        jax.jit(self._score, out_shardings=placement.batch)
+    )
+    self._start: Any = None
+    self.copy = jax.jit(
+        lambda params: jax.tree.map(jnp.copy, params), out_shardings=params
+    )
+
+  @property
+  def compiles(self) -> dict[str, int]:
+    return {
+        name: getattr(self, name).compiles
+        for name in ("accumulate", "apply", "score")
+    }
+
+  def init_optimizer(self, params: Params) -> optax.OptState:
+    """Optimizer state that lies where the parameters lie."""
+    init = jax.jit(self._tx.init, out_shardings=self._optimizer_placement)
+    return init(params)
 
   # -- programs --
 
@@ -256,8 +336,13 @@ class Programs:
             tokens=zero,
         )
 
-      placed = jax.tree.map(lambda x: x.sharding, params)
-      self._start = jax.jit(zeros, out_shardings=(placed, None))
+      self._start = jax.jit(
+          zeros,
+          out_shardings=(
+              self._placement.params,
+              self._placement.replicated,
+          ),
+      )
     return self._start(params)
 
   def _accumulate(
@@ -268,7 +353,6 @@ class Programs:
       batch: batching.Batch,
       extra: Extra,
   ) -> tuple[Params, Sums]:
-    self.compiles["accumulate"] += 1
     new, here = jax.grad(self.loss, has_aux=True)(params, batch, extra)
     return jax.tree.map(jnp.add, grads, new), Sums(
         loss=sums.loss + here.loss,
@@ -281,8 +365,7 @@ class Programs:
       self, params: Params, opt_state: optax.OptState, grads: Params
   ) -> tuple[Params, optax.OptState, jax.Array, jax.Array]:
     """(params, state, gradient norm, 1.0 when the step was made)."""
-    self.compiles["apply"] += 1
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     ok = jnp.isfinite(norm)
     updates, new_state = self._tx.update(grads, opt_state, params)
     new_params = optax.apply_updates(params, updates)
@@ -295,7 +378,6 @@ class Programs:
     )
 
   def _score(self, params: Params, batch: batching.Batch) -> jax.Array:
-    self.compiles["score"] += 1
     return logprobs.batch_scores(
         self._split.merge(params),
         batch,

@@ -2,7 +2,8 @@
 
 Only valid members enter (see `TrajectoryGroup.valid`): what broke outside the
 policy is no evidence about it. Statistics are over the group at hand,
-whatever its size; a group of one has nothing to be compared with and gets 0.
+whatever its size; a group of one has nothing to be compared with and gets 0,
+and so does, exactly, a group of equal rewards (learners skip those).
 
 Axis names: N = valid members of a group, K = turns of one member.
 """
@@ -62,6 +63,11 @@ ESTIMATORS: registry.Registry[Estimator] = registry.Registry(
 )
 
 
+def _all_equal(values: np.ndarray) -> bool:
+  """Nothing to compare; subtracting a mean would leave rounding errors."""
+  return len(values) < 2 or values.min() == values.max()
+
+
 def _spread(
     group: GroupRewards, advantage_N: np.ndarray
 ) -> tuple[np.ndarray, ...]:
@@ -80,7 +86,7 @@ def grpo(
   Shao et al. 2024, "DeepSeekMath", section 4.1.2 (arXiv:2402.03300).
   """
   r = group.total_N
-  if len(r) < 2:
+  if _all_equal(r):
     return _spread(group, np.zeros_like(r))
   centred = r - r.mean()
   return _spread(group, centred / (r.std(ddof=1) + options.std_eps))
@@ -95,7 +101,10 @@ def dr_grpo(
   Liu et al. 2025, "Understanding R1-Zero-Like Training" (arXiv:2503.20783).
   """
   del options
-  return _spread(group, group.total_N - group.total_N.mean())
+  r = group.total_N
+  if _all_equal(r):
+    return _spread(group, np.zeros_like(r))
+  return _spread(group, r - r.mean())
 
 
 @ESTIMATORS.register("rloo")
@@ -108,7 +117,7 @@ def rloo(
   """
   del options
   r = group.total_N
-  if len(r) < 2:
+  if _all_equal(r):
     return _spread(group, np.zeros_like(r))
   return _spread(group, r - (r.sum() - r) / (len(r) - 1))
 
@@ -135,7 +144,7 @@ def turn_returns(
   """
   returns = [discounted_returns(t, options.gamma) for t in group.turns]
   flat = np.concatenate(returns) if returns else np.zeros(0)
-  if len(returns) < 2 or len(flat) < 2:
+  if len(returns) < 2 or _all_equal(flat):
     return tuple(np.zeros_like(g) for g in returns)
   mean, std = flat.mean(), flat.std(ddof=1)
   return tuple((g - mean) / (std + options.std_eps) for g in returns)

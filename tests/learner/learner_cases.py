@@ -1,0 +1,141 @@
+"""Small episodes for the learner's tests: real policy, made-up tokens."""
+
+import dataclasses
+import functools
+
+import numpy as np
+from tunix.rl.multi_turn import images
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.policy import checkpoint
+
+FIRST_ID, LAST_ID = 1100, 1400  # Ordinary tokens of the shipped tokenizer.
+
+
+@functools.lru_cache(maxsize=None)
+def policy(seed):
+  """(model, processor) that no test may change."""
+  model, processor, _ = checkpoint.create_policy("nano", seed=seed, layers=1)
+  return model, processor
+
+
+class Case:
+  """A nano policy, an image store, and a generator of episodes."""
+
+  def __init__(self, seed=0, programs=None):
+    self.model, self.processor = policy(seed)
+    self.programs = {} if programs is None else programs
+    self.store = images.ImageStore()
+    self.rng = np.random.default_rng(seed)
+    self.pad = self.model.config.image_token_id
+    banned = set(self.model.config.banned_token_ids)
+    self.ids = np.array(
+        [i for i in range(FIRST_ID, LAST_ID) if i not in banned]
+    )
+
+  def learner(self, mesh=None, reference=None, model=None, **config):
+    """A learner; the shape of its batches is the same in all tests."""
+    fields = dict(
+        rows=2, row_length=64, patches=32, targets=48, learning_rate=1e-2
+    )
+    fields |= config
+    learner = learner_lib.Learner(
+        model or self.model,
+        self.processor,
+        self.store,
+        learner_lib.LearnerConfig(**fields),
+        mesh=mesh,
+        reference=reference,
+    )
+    # Compiling is all the time these tests take, and a program has no state.
+    key = (learner.config, mesh)
+    learner._programs = self.programs.setdefault(key, learner._programs)
+    return learner
+
+  def image(self, width=32, height=32):
+    return self.store.put(
+        self.rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    )
+
+  def text(self, length):
+    return self.rng.choice(self.ids, length).astype(np.int32)
+
+  def sequence(self, parts, turn=0, logprob=-5.0, version=0):
+    """From ("text", ids), ("image", ref) and ("sampled", ids) parts."""
+    tokens, mask, spans, at = [], [], [], 0
+    for kind, value in parts:
+      if kind == "image":
+        count = self.processor.num_image_tokens(value.width, value.height)
+        spans.append(trajectory.ImageSpan(value, at, count))
+        value = np.full(count, self.pad, np.int32)
+      tokens.append(np.asarray(value, np.int32))
+      mask.append(np.full(len(value), kind == "sampled"))
+      at += len(value)
+    mask = np.concatenate(mask)
+    length = len(mask)
+    noise = 0.1 * self.rng.standard_normal(length)
+    return trajectory.TokenSequence(
+        tokens=np.concatenate(tokens),
+        loss_mask=mask,
+        logprobs=np.where(mask, np.minimum(logprob + noise, 0), 0),
+        versions=np.where(mask, version, -1),
+        turn_ids=np.full(length, turn),
+        images=tuple(spans),
+    )
+
+  def episode(self, prompt, reward, turns=2, version=0, status=None):
+    """`turns` sequences; all begin with `prompt`'s parts at turn 0."""
+    sequences = []
+    for turn in range(turns):
+      parts = list(prompt)
+      if turn:
+        parts = [("text", self.text(3)), ("image", self.image())]
+      parts.append(("sampled", self.text(int(self.rng.integers(1, 5)))))
+      sequences.append(self.sequence(parts, turn=turn, version=version))
+    if status is None:
+      status = (
+          trajectory.TrajectoryStatus.SUCCEEDED
+          if reward > 0
+          else trajectory.TrajectoryStatus.FAILED
+      )
+    return trajectory.Trajectory(
+        task="t",
+        steps=[trajectory.Step() for _ in range(turns)],
+        reward=float(reward),
+        status=status,
+        sequences=sequences,
+        trajectory_id=f"e{int(self.rng.integers(1 << 60))}",
+    )
+
+  def group(self, rewards, name="g", turns=2, version=0):
+    prompt = [
+        ("text", self.text(4)),
+        ("image", self.image()),
+        ("text", self.text(3)),
+    ]
+    return trajectory.TrajectoryGroup(
+        name,
+        "task",
+        tuple(self.episode(prompt, r, turns, version) for r in rewards),
+        start_version=version,
+    )
+
+  def groups(self, count=2, size=3, turns=2, version=0):
+    out = []
+    for i in range(count):
+      rewards = self.rng.random(size)
+      out.append(self.group(rewards, f"g{i}", turns, version))
+    return out
+
+  def on_policy(self, learner, sequence):
+    """The sequence with the learner's own log-probs as sampled ones."""
+    (found,) = learner.sequence_logprobs([sequence])
+    return dataclasses.replace(sequence, logprobs=np.minimum(found, 0))
+
+
+def largest_difference(a, b):
+  """Over two {name: array}."""
+  assert a.keys() == b.keys()
+  return max(
+      float(np.max(np.abs(np.asarray(a[k]) - np.asarray(b[k])))) for k in a
+  )

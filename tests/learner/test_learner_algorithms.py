@@ -1,0 +1,313 @@
+"""Formulas against hand-computed values, closed forms and upstream."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tunix.rl import algo_core
+from tunix.rl import common
+from tunix.rl.multi_turn import config_sections
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.learner import config as config_lib
+from tunix.rl.multi_turn.learner import examples
+from tunix.rl.multi_turn.learner import optimizer
+from tunix.rl.multi_turn.learner.algorithms import advantages
+from tunix.rl.multi_turn.learner.algorithms import aggregation
+from tunix.rl.multi_turn.learner.algorithms import importance
+from tunix.rl.multi_turn.learner.algorithms import kl
+from tunix.rl.multi_turn.learner.algorithms import objectives
+
+OPTIONS = advantages.AdvantageOptions()
+
+
+def _group(totals, turns=None):
+  turns = turns or [[t] for t in totals]
+  return advantages.GroupRewards(
+      np.array(totals, float), tuple(np.array(t, float) for t in turns)
+  )
+
+
+# --- advantages ------------------------------------------------------------------
+
+
+def test_grpo_by_hand():
+  got = advantages.grpo(_group([1, 0, 0, 1], [[0, 1], [0], [0, 0], [1]]), OPTIONS)
+  # mean 1/2, sample std sqrt(1/3).
+  unit = 0.5 / (np.sqrt(1 / 3) + 1e-6)
+  want = [[unit, unit], [-unit], [-unit, -unit], [unit]]
+  for g, w in zip(got, want, strict=True):
+    np.testing.assert_allclose(g, w, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        ("grpo", algo_core.compute_advantages),
+        ("dr_grpo", algo_core.compute_drgrpo_advantages),
+        ("rloo", algo_core.compute_rloo_advantages),
+    ],
+)
+def test_advantages_equal_upstream(ours, theirs):
+  rewards = np.random.default_rng(0).normal(size=(5, 8))
+  want = np.asarray(theirs(rewards.reshape(-1).astype(np.float32), 8))
+  estimator = advantages.ESTIMATORS.get(ours)
+  got = [v[0] for row in rewards for v in estimator(_group(row), OPTIONS)]
+  np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "turn_returns"])
+def test_equal_rewards_and_single_members_get_zero(name):
+  estimator = advantages.ESTIMATORS.get(name)
+  for group in (_group([0.7] * 4), _group([3.0])):
+    for values in estimator(group, OPTIONS):
+      assert not np.any(values)
+
+
+def test_rloo_is_dr_grpo_scaled():
+  rewards = [0.1, 0.9, 0.4]
+  a = np.concatenate(advantages.rloo(_group(rewards), OPTIONS))
+  b = np.concatenate(advantages.dr_grpo(_group(rewards), OPTIONS))
+  np.testing.assert_allclose(a, b * 3 / 2, rtol=1e-12)
+
+
+def test_turn_returns_discount_by_turn():
+  np.testing.assert_allclose(
+      advantages.discounted_returns(np.array([1.0, 0.0, 2.0]), 0.5),
+      [1.5, 1.0, 2.0],
+  )
+  group = _group([1.0, 0.0], [[0.0, 1.0], [0.0]])
+  got = advantages.turn_returns(group, advantages.AdvantageOptions(gamma=0.5))
+  pooled = np.array([0.5, 1.0, 0.0])
+  want = (pooled - 0.5) / (pooled.std(ddof=1) + 1e-6)
+  np.testing.assert_allclose(np.concatenate(got), want, rtol=1e-12)
+
+
+def test_not_finite_rewards_are_refused():
+  with pytest.raises(ValueError, match="not finite"):
+    _group([1.0, float("nan")])
+
+
+def test_turn_rewards_cover_turns_without_a_step_and_the_final_reward():
+  sequence = trajectory.TokenSequence(
+      [1, 2, 3], [False, True, True], [0, -1, -1], [-1, 0, 0], [0, 0, 2]
+  )
+  episode = trajectory.Trajectory(
+      steps=[trajectory.Step(reward=0.25)],
+      reward=1.0,
+      status=trajectory.TrajectoryStatus.PARSE_ERROR,
+      sequences=[sequence],
+  )
+  np.testing.assert_array_equal(
+      examples.turn_rewards(episode), [0.25, 0, 0.75]
+  )
+
+
+# --- aggregation -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, want",
+    [
+        ("token_mean", [1 / 10] * 4),
+        ("sequence_mean", [1 / 4, 1 / 12, 1 / 8, 1 / 16]),
+        ("episode_mean", [1 / 8, 1 / 8, 1 / 12, 1 / 12]),
+        ("constant", [1 / (2 * 32)] * 4),
+    ],
+)
+def test_aggregation_weights(name, want):
+  # Episode 0 has sequences of 1 and 3 tokens, episode 1 of 2 and 4.
+  step = aggregation.StepTokens(
+      np.array([1, 3, 2, 4]), np.array([0, 0, 1, 1]), 32
+  )
+  weights = aggregation.AGGREGATORS.get(name)(step)
+  np.testing.assert_allclose(weights, want, rtol=1e-12)
+  if name != "constant":
+    assert np.sum(weights * step.tokens_N) == pytest.approx(1.0)
+
+
+# --- KL --------------------------------------------------------------------------
+
+
+def _policies(seed=0, size=7):
+  rng = np.random.default_rng(seed)
+  return jnp.array(rng.normal(size=size)), jnp.array(rng.normal(size=size))
+
+
+@pytest.mark.parametrize(
+    "ours, theirs", [("k1", "kl"), ("k2", "mse_kl"), ("k3", "low_var_kl")]
+)
+def test_kl_equals_upstream(ours, theirs):
+  rng = np.random.default_rng(1)
+  p, q = jnp.array(-rng.random((2, 50)) * 4)
+  np.testing.assert_allclose(
+      kl.ESTIMATORS.get(ours)(p, q),
+      common.compute_kl_divergence(p, q, method=theirs),
+      atol=1e-6,
+  )
+
+
+def test_kl_expectations_over_all_tokens():
+  p_logits, q_logits = _policies()
+  p, q = jax.nn.log_softmax(p_logits), jax.nn.log_softmax(q_logits)
+  exact = float(jnp.sum(jnp.exp(p) * (p - q)))
+  for name in ("k1", "k3"):
+    mean = float(jnp.sum(jnp.exp(p) * kl.ESTIMATORS.get(name)(p, q)))
+    assert mean == pytest.approx(exact, abs=1e-6)
+  assert np.all(np.asarray(kl.k3(p, q)) >= 0)
+
+
+def test_kl_gradients_are_what_the_docstring_says():
+  p_logits, q_logits = _policies(2)
+  q = jax.nn.log_softmax(q_logits)
+  frozen = jnp.exp(jax.nn.log_softmax(p_logits))  # Tokens are drawn from it.
+
+  def surrogate(logits, estimator):
+    return jnp.sum(frozen * estimator(jax.nn.log_softmax(logits), q))
+
+  def reverse(logits):
+    p = jax.nn.log_softmax(logits)
+    return jnp.sum(jnp.exp(p) * (p - q))
+
+  def forward(logits):
+    return jnp.sum(jnp.exp(q) * (q - jax.nn.log_softmax(logits)))
+
+  grad = jax.grad(surrogate)
+  np.testing.assert_allclose(grad(p_logits, kl.k1), 0, atol=1e-6)
+  np.testing.assert_allclose(
+      grad(p_logits, kl.k2), jax.grad(reverse)(p_logits), atol=1e-6
+  )
+  np.testing.assert_allclose(
+      grad(p_logits, kl.k3), jax.grad(forward)(p_logits), atol=1e-6
+  )
+
+
+# --- importance and objectives ---------------------------------------------------
+
+
+def test_importance():
+  proximal = jnp.log(jnp.array([0.5, 0.9, 0.1]))
+  sampled = jnp.log(jnp.array([0.5, 0.1, 0.4]))
+  options = importance.ImportanceOptions(cap=2.0)
+  anchor, weight = importance.none(proximal, sampled, options)
+  np.testing.assert_array_equal(anchor, sampled)
+  np.testing.assert_array_equal(weight, 1)
+  anchor, weight = importance.truncated(proximal, sampled, options)
+  np.testing.assert_array_equal(anchor, proximal)
+  np.testing.assert_allclose(weight, [1.0, 2.0, 0.25], rtol=1e-6)
+
+
+def _tokens(ratio, advantage, weight=1.0):
+  ratio = jnp.atleast_1d(jnp.asarray(ratio, jnp.float32))
+  anchor = jnp.full(ratio.shape, -2.0)
+  return objectives.TokenBatch(
+      logprobs=anchor + jnp.log(ratio),
+      anchor=anchor,
+      weight=jnp.full(ratio.shape, weight),
+      advantages=jnp.broadcast_to(jnp.float32(advantage), ratio.shape),
+      sequences=jnp.zeros(ratio.shape, jnp.int32),
+  )
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, loss, slope",
+    [
+        # slope = d loss / d log-prob = -ratio * A inside the clip, else 0.
+        (1.0, 2.0, -2.0, -2.0),
+        (1.2, 1.0, -1.2, -1.2),
+        (1.5, 1.0, -1.28, 0.0),  # Clipped high.
+        (1.5, -1.0, 1.5, 1.5),  # The pessimistic side is never clipped.
+        (0.5, 1.0, -0.5, -0.5),
+        (0.5, -1.0, 0.8, 0.0),  # Clipped low.
+        (0.9, -2.0, 1.8, 1.8),
+    ],
+)
+def test_clipped_objective(ratio, advantage, loss, slope):
+  options = objectives.ObjectiveOptions(0.2, 0.28)
+  tokens = _tokens(ratio, advantage, weight=3.0)
+  got, readings = objectives.clipped(tokens, options)
+  np.testing.assert_allclose(got, [3 * loss], rtol=1e-5)
+  assert float(readings["clip_fraction"][0]) == (slope == 0.0)
+  assert float(readings["clip_fraction_high"][0]) == (ratio == 1.5 and slope == 0)
+
+  def value(lp):
+    return objectives.clipped(
+        dataclasses.replace(tokens, logprobs=lp), options
+    )[0].sum()
+
+  np.testing.assert_allclose(
+      jax.grad(value)(tokens.logprobs), [3 * slope], rtol=1e-5
+  )
+
+
+def test_ratios_cannot_overflow():
+  tokens = _tokens(1.0, -1.0)
+  tokens = dataclasses.replace(tokens, logprobs=jnp.array([500.0]))
+  loss, _ = objectives.clipped(tokens, objectives.ObjectiveOptions())
+  assert np.isfinite(np.asarray(loss)).all()
+
+
+def test_behaviour_cloning_is_the_negative_log_likelihood():
+  tokens = _tokens([0.5, 2.0], 0.0)
+  loss, _ = objectives.behaviour_cloning(tokens, objectives.ObjectiveOptions())
+  np.testing.assert_array_equal(loss, -tokens.logprobs)
+
+
+# --- configuration and schedule --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(advantage="grop"), "grpo"),
+        (dict(objective="ppo"), "objective"),
+        (dict(temperature=0.0), "temperature"),
+        (dict(top_p=0.9), "tis"),
+        (dict(clip_low=1.5), "clip_low"),
+        (dict(schedule="cosine"), "total_steps"),
+        (dict(overlong="cut"), "overlong"),
+        (dict(rows=0), "rows"),
+    ],
+)
+def test_config_refuses(fields, message):
+  with pytest.raises(ValueError, match=message):
+    config_lib.LearnerConfig(**fields)
+
+
+def test_truncated_sampling_is_accepted_with_correction():
+  config = config_lib.LearnerConfig(top_p=0.9, importance="tis")
+  assert config.top_p == 0.9
+
+
+def test_config_from_the_runs_sections():
+  config = config_lib.LearnerConfig.from_sections(
+      config_sections.AlgorithmConfig(clip_high=0.4),
+      config_sections.LearnerConfig(rows=16),
+      config_sections.SamplingConfig(temperature=0.7),
+      total_steps=9,
+  )
+  assert (config.clip_high, config.rows) == (0.4, 16)
+  assert (config.temperature, config.total_steps) == (0.7, 9)
+
+
+def test_schedules():
+  def rates(**fields):
+    schedule = optimizer.make_schedule(
+        config_lib.LearnerConfig(learning_rate=1.0, **fields)
+    )
+    return [float(schedule(i)) for i in range(7)]
+
+  assert rates() == [1.0] * 7
+  np.testing.assert_allclose(
+      rates(warmup_steps=4), [0.25, 0.5, 0.75, 1, 1, 1, 1], rtol=1e-6
+  )
+  np.testing.assert_allclose(
+      rates(schedule="linear", warmup_steps=2, total_steps=6),
+      [0.5, 1, 1, 0.75, 0.5, 0.25, 0],
+      atol=1e-6,
+  )
+  cosine = [0.5 * (1 + np.cos(np.pi * i / 6)) for i in range(7)]
+  np.testing.assert_allclose(
+      rates(schedule="cosine", total_steps=6), cosine, atol=1e-6
+  )

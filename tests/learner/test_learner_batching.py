@@ -1,0 +1,354 @@
+"""Packing: nothing lost, nothing twice, shared things once, fixed shapes."""
+
+import collections
+
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+from tunix.rl.multi_turn import images
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.learner import batching
+from tunix.rl.multi_turn.learner import examples as example_lib
+from tunix.rl.multi_turn.learner.algorithms import advantages
+from tunix.rl.multi_turn.policy import vision_inputs
+
+PAD_IMAGE = 999
+PROCESSOR = vision_inputs.TinyVLProcessor()
+
+
+def _screens(count):
+  store = images.ImageStore()
+  rng = np.random.default_rng(0)
+  sizes = [(16, 16), (32, 16), (32, 32), (48, 16)]
+  refs = [
+      store.put(
+          rng.integers(
+              0, 256, (*sizes[i % len(sizes)][::-1], 3), dtype=np.uint8
+          )
+      )
+      for i in range(count)
+  ]
+  return store, refs
+
+
+STORE, REFS = _screens(6)
+
+
+def _sequence(blocks, tag):
+  """Blocks of ("text" | "sampled", ids) and ("image", number)."""
+  tokens, mask, spans = [], [], []
+  for kind, value in blocks:
+    if kind == "image":
+      ref = REFS[value]
+      count = PROCESSOR.num_image_tokens(ref.width, ref.height)
+      spans.append(trajectory.ImageSpan(ref, len(tokens), count))
+      tokens += [PAD_IMAGE] * count
+      mask += [False] * count
+    else:
+      tokens += value
+      mask += [kind == "sampled"] * len(value)
+  mask = np.array(mask)
+  index = np.arange(len(tokens))
+  return trajectory.TokenSequence(
+      tokens,
+      mask,
+      # Distinct in every sampled token of every sequence.
+      np.where(mask, -(1 + tag + index / 128), 0),
+      np.where(mask, tag, -1),
+      np.zeros(len(tokens), int),
+      tuple(spans),
+  )
+
+
+_ids = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+_prompt = st.lists(
+    st.one_of(
+        st.tuples(st.just("text"), _ids),
+        st.tuples(st.just("image"), st.integers(0, len(REFS) - 1)),
+    ),
+    min_size=1,
+    max_size=3,
+)
+_answer = st.tuples(st.just("sampled"), _ids)
+
+
+@st.composite
+def _examples(draw):
+  """Several sequences; some begin with the same prompt, images recur."""
+  prompts = draw(st.lists(_prompt, min_size=1, max_size=4))
+  out = []
+  for tag in range(draw(st.integers(1, 10))):
+    blocks = list(draw(st.sampled_from(prompts))) + [draw(_answer)]
+    for _ in range(draw(st.integers(0, 2))):
+      blocks += draw(_prompt) + [draw(_answer)]
+    if draw(st.booleans()):
+      blocks += [("text", draw(_ids))]
+    sequence = _sequence(blocks, tag)
+    values = np.where(
+        sequence.loss_mask, tag + np.arange(len(sequence)) / 64 + 0.5, 0
+    )
+    out.append(example_lib.Example(sequence, values, tag, tag // 2))
+  return out
+
+
+def _shape(buffers):
+  return batching.BatchShape(
+      rows=2 * buffers, row_length=72, buffers=buffers, patches=24, targets=48
+  )
+
+
+def _visible(batch, buffer, at):
+  """(token, position, image pixels) that flat position `at` attends to."""
+  inputs = batch.inputs
+  rows = inputs.tokens.shape[0] // batch.index.shape[0]
+  row, column = divmod(int(at), inputs.tokens.shape[1])
+  row += buffer * rows
+  own = inputs.segment_ids[row, column]
+  assert own > 0, "a target is predicted from padding"
+  prefix = -1
+  if inputs.prefix_ids is not None:
+    prefix = inputs.prefix_ids[row, column]
+  out = []
+  for t in range(column + 1):
+    if inputs.segment_ids[row, t] not in (own, prefix):
+      continue
+    seen = None
+    index = inputs.vision_index[row, t]
+    if index >= 0:
+      seen = inputs.patches[buffer, index].tobytes()
+    out.append((
+        int(inputs.tokens[row, t]),
+        inputs.positions[row, t].tolist(),
+        seen,
+    ))
+  return out
+
+
+def _expected_context(example, upto):
+  """The same for tokens [0, upto) of the sequence itself."""
+  sequence = example.sequence
+  positions = PROCESSOR.positions(sequence.tokens, sequence.images)
+  seen = {}
+  for span in sequence.images:
+    patches = PROCESSOR.patchify(STORE.get(span.image)).patches
+    for i in range(span.num_tokens):
+      seen[span.offset + i] = patches[i].tobytes()
+  return [
+      (int(sequence.tokens[t]), positions[t].tolist(), seen.get(t))
+      for t in range(upto)
+  ]
+
+
+@given(_examples(), st.sampled_from([1, 2]), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_every_sampled_token_is_a_target_once_in_its_own_context(
+    examples, buffers, share
+):
+  shape = _shape(buffers)
+  packer = batching.Packer(PROCESSOR, STORE, share_prompts=share)
+  weights = np.linspace(1, 2, len(examples))
+  plan = packer.plan(examples, shape)
+  batches = packer.fill(plan, examples, weights)
+  got = collections.Counter()
+  for batch in batches:
+    assert batch.inputs.tokens.shape == (shape.rows, shape.row_length)
+    assert batch.inputs.patches.shape[:2] == (shape.buffers, shape.patches)
+    assert batch.index.shape == (shape.buffers, shape.targets)
+    assert not np.any(batch.weights[~batch.mask])
+    for buffer, slot in np.argwhere(batch.mask):
+      number = int(batch.sequences[buffer, slot])
+      example = examples[number]
+      context = _visible(batch, buffer, batch.index[buffer, slot])
+      at = len(context)
+      assert context == _expected_context(example, at)
+      sequence = example.sequence
+      assert sequence.loss_mask[at]
+      assert batch.targets[buffer, slot] == sequence.tokens[at]
+      assert batch.logprobs[buffer, slot] == sequence.logprobs[at]
+      assert batch.versions[buffer, slot] == sequence.versions[at]
+      assert batch.advantages[buffer, slot] == example.advantages[at]
+      assert batch.weights[buffer, slot] == np.float32(weights[number])
+      assert batch.groups[buffer, slot] == example.group
+      got[number, at] += 1
+  want = {
+      (number, int(at))
+      for number, e in enumerate(examples)
+      for at in np.flatnonzero(e.sequence.loss_mask)
+  }
+  assert set(got) == want and set(got.values()) <= {1}
+  assert plan.stats.targets == len(want)
+
+
+@given(_examples())
+@settings(max_examples=20, deadline=None)
+def test_each_image_lies_once_in_a_buffer(examples):
+  packer = batching.Packer(PROCESSOR, STORE)
+  plan = packer.plan(examples, _shape(2))
+  for batch in packer.fill(plan, examples, np.ones(len(examples))):
+    segments = batch.inputs.patch_segments
+    for buffer in range(segments.shape[0]):
+      pictures = [
+          batch.inputs.patches[buffer, segments[buffer] == k].tobytes()
+          for k in range(1, segments[buffer].max() + 1)
+      ]
+      assert len(set(pictures)) == len(pictures)
+
+
+def test_a_group_shares_its_prompt_and_first_screenshot():
+  prompt = [("text", [1, 2, 3]), ("image", 2), ("text", [4, 5])]
+  sequences = [
+      _sequence(prompt + [("sampled", [6, i % 9 + 1, 7])], i) for i in range(8)
+  ]
+  examples = example_lib.from_sequences(sequences)
+  shape = batching.BatchShape(1, 64, 1, 8, 32)
+  shared = batching.Packer(PROCESSOR, STORE, share_prompts=True).plan(
+      examples, shape
+  )
+  # A prompt of 9 tokens once, then 2 of each 3 sampled ones.
+  assert shared.stats.row_tokens == 9 + 8 * 2
+  assert shared.stats.batches == 1
+  assert shared.stats.patches == 4
+  alone = batching.Packer(PROCESSOR, STORE).plan(examples, shape)
+  assert alone.stats.row_tokens == 8 * 11
+  assert alone.stats.batches == 2
+  assert alone.stats.patches == 2 * 4
+
+
+def test_first_fit_decreasing_fills_rows():
+  def of(length):
+    return _sequence([("text", [1] * length), ("sampled", [2])], 0)
+
+  examples = example_lib.from_sequences([of(n) for n in (3, 7, 5, 5, 4, 6)])
+  shape = batching.BatchShape(3, 10, 1, 1, 30)
+  plan = batching.Packer(PROCESSOR, STORE).plan(examples, shape)
+  assert plan.stats.batches == 1
+  assert plan.stats.row_tokens == plan.stats.row_capacity == 30
+
+
+def test_packing_is_deterministic():
+  rng = np.random.default_rng(3)
+  examples = example_lib.from_sequences([
+      _sequence(
+          [
+              ("image", int(rng.integers(6))),
+              ("text", [1] * int(rng.integers(1, 9))),
+              ("sampled", [2] * int(rng.integers(1, 9))),
+          ],
+          i,
+      )
+      for i in range(40)
+  ])
+
+  def pack():
+    packer = batching.Packer(PROCESSOR, STORE)
+    plan = packer.plan(examples, _shape(2))
+    return packer.fill(plan, examples, np.ones(40))
+
+  for a, b in zip(pack(), pack(), strict=True):
+    np.testing.assert_array_equal(a.inputs.tokens, b.inputs.tokens)
+    np.testing.assert_array_equal(a.index, b.index)
+    np.testing.assert_array_equal(a.inputs.patches, b.inputs.patches)
+
+
+def test_what_cannot_fit_is_refused_by_name():
+  packer = batching.Packer(PROCESSOR, STORE, banned_token_ids=[8])
+  long = _sequence([("text", [1] * 30), ("sampled", [2, 3])], 0)
+  picture = _sequence([("image", 2), ("sampled", [2])], 0)
+  many = _sequence([("text", [1]), ("sampled", [2] * 9)], 0)
+  shape = batching.BatchShape(1, 16, 1, 3, 8)
+  for sequence, field in (
+      (long, "row_length"), (picture, "patches"), (many, "targets")
+  ):
+    examples = example_lib.from_sequences([sequence])
+    with pytest.raises(ValueError, match=field):
+      packer.plan(examples, shape)
+  assert packer.check(example_lib.from_sequences([many, long]), 16) == [1]
+  banned = _sequence([("text", [1]), ("sampled", [8])], 0)
+  with pytest.raises(ValueError, match="banned"):
+    packer.check(example_lib.from_sequences([banned]), 16)
+
+
+def test_a_sampled_first_token_is_refused():
+  sequence = trajectory.TokenSequence([1, 2], [True, True], [-1, -1], [0, 0], [0, 0])
+  with pytest.raises(ValueError, match="begin sequences with a prompt"):
+    example_lib.from_sequences([sequence])
+
+
+def test_missing_pixels_are_an_error():
+  packer = batching.Packer(PROCESSOR, images.ImageStore())
+  examples = example_lib.from_sequences(
+      [_sequence([("image", 0), ("sampled", [2])], 0)]
+  )
+  plan = packer.plan(examples, _shape(1))
+  with pytest.raises(KeyError, match="not in the store"):
+    packer.fill(plan, examples, np.ones(1))
+
+
+def test_patch_cache_is_bounded_and_hits():
+  store, refs = _screens(5)
+  one = PROCESSOR.patchify(store.get(refs[2])).patches.nbytes
+  cache = batching.PatchCache(store, PROCESSOR, capacity_bytes=one)
+  for _ in range(3):
+    cache.get(refs[2])
+  assert cache.misses == 1
+  for ref in refs:
+    cache.get(ref)
+  assert cache._bytes <= one  # pylint: disable=protected-access
+  cache.get(refs[2])
+  assert cache.misses == 1 + 5 + 1  # It was evicted twice in between.
+
+
+def test_suggested_shape_holds_everything_and_wastes_little():
+  rng = np.random.default_rng(5)
+  examples = example_lib.from_sequences([
+      _sequence(
+          [("image", i % 6), ("text", [1] * 20), ("sampled", [2] * 5)], i
+      )
+      for i in range(int(rng.integers(20, 30)))
+  ])
+  packer = batching.Packer(PROCESSOR, STORE)
+  shape = packer.suggest(examples, rows=4, row_length=64, buffers=2)
+  plan = packer.plan(examples, shape)
+  loose = batching.BatchShape(4, 64, 2, 128, 128)
+  assert plan.stats.batches == packer.plan(examples, loose).stats.batches
+  assert shape.targets <= 64 and shape.patches <= 64
+
+
+# --- groups to examples ----------------------------------------------------------
+
+
+def test_only_valid_members_count_and_normalise():
+  def episode(reward, status):
+    sequence = _sequence([("text", [1]), ("sampled", [2, 3])], 0)
+    return trajectory.Trajectory(
+        steps=[trajectory.Step()],
+        reward=reward,
+        status=status,
+        sequences=[sequence],
+    )
+
+  status = trajectory.TrajectoryStatus
+  group = trajectory.TrajectoryGroup(
+      "g",
+      "t",
+      (
+          episode(1.0, status.SUCCEEDED),
+          episode(0.0, status.FAILED),
+          episode(-9.0, status.ENV_ERROR),
+      ),
+  )
+  (examples,), stats = example_lib.from_groups(
+      [group], advantages.dr_grpo, advantages.AdvantageOptions()
+  )
+  assert [e.advantages[1] for e in examples] == [0.5, -0.5]
+  assert (stats.episodes, stats.valid, stats.success) == (3, 2, 0.5)
+  assert stats.reward_mean == 0.5
+  broken = trajectory.TrajectoryGroup(
+      "b", "t", (episode(1.0, status.TIMEOUT),)
+  )
+  (none,), stats = example_lib.from_groups(
+      [broken], advantages.grpo, advantages.AdvantageOptions()
+  )
+  assert not none and stats.zero_groups == 1
