@@ -25,10 +25,12 @@ import asyncio
 import collections
 import dataclasses
 import logging
+import math
 import queue as std_queue
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 from tunix.rl.multi_turn import trajectory
+from tunix.rl.queue import admission
 from tunix.rl.queue import data_queue
 from tunix.rl.queue import group_store
 from tunix.rl.queue import monitor
@@ -38,6 +40,10 @@ _WAIT = monitor.WAIT
 
 TrajectoryGroup = trajectory.TrajectoryGroup
 GroupStore = group_store.GroupStore
+QueueClosed = admission.QueueClosed
+QueueFailed = admission.QueueFailed
+StaleGroupError = admission.StaleGroupError
+Ticket = admission.Ticket
 MemoryGroupStore = group_store.MemoryGroupStore
 ORDERS = ("ready", "admission")
 STALE_POLICIES = ("drop", "error")
@@ -45,31 +51,6 @@ _COUNTED = (
     *("started", "put", "delivered", "acked", "released"),
     *("dropped_stale", "refunded", "restored"),
 )
-
-
-class QueueClosed(Exception):
-  """The queue was closed and has nothing (more) for the caller."""
-
-
-class QueueFailed(RuntimeError):
-  """The other side of the queue failed; `__cause__` says how."""
-
-
-class StaleGroupError(RuntimeError):
-  """A group became too old and `stale_policy` is "error"."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Ticket:
-  """Permission to run one group.
-
-  Attributes:
-    index: position in the order of admission, from 0.
-    start_version: the learner's version at admission.
-  """
-
-  index: int
-  start_version: int
 
 
 @dataclasses.dataclass
@@ -146,6 +127,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     )
     self._running: dict[int, Ticket] = {}
     self._putting: set[int] = set()
+    self._expected: set[int] = set()
     self._unacked: set[int] = set()
     self._closed = False
     self._error: BaseException | None = None
@@ -196,9 +178,9 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
           "mean_lag": self._lag_sum / delivered if delivered else 0.0,
       }
 
-  def known(self, index: int) -> bool:
-    """A group of this admission index was accepted, now or before a crash."""
-    return index in self._store.known()
+  def known(self) -> set[int]:
+    """Admission indices of all groups ever accepted, before a crash too."""
+    return self._store.known()
 
   def set_version(self, version: int) -> None:
     """The learner has moved on; opens the gate and drops what is too old.
@@ -225,8 +207,8 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
 
     Args:
       timeout: seconds; None waits for ever.
-      index: admission index of an unfinished group of a resumed run; a new
-        one by default.
+      index: of an unfinished group of a resumed run, which was admitted
+        before and need not wait; a new one by default.
 
     Raises:
       QueueClosed, QueueFailed: no more groups are wanted.
@@ -247,6 +229,15 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
         timeout,
         self._late(std_queue.Full, timeout),
     )
+
+  def expect(self, indices: Iterable[int]) -> None:
+    """Unfinished groups of a resumed run will be started under these indices;
+    delivery in admission order waits for them."""
+    with self._monitor:
+      self._expected.update(indices)
+      self._next_index = max(
+          self._next_index, max(self._expected, default=-1) + 1
+      )
 
   def refresh_start(self, ticket: Ticket) -> Ticket:
     """The same permission for another attempt, with today's version."""
@@ -431,15 +422,16 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
 
   def _try_start(self, index: int | None) -> Any:
     self._check_open()
-    if self._accepted + len(self._running) >= self._limit():
-      return _WAIT
     if index is None:
+      if self._accepted + len(self._running) >= self._limit():
+        return _WAIT
       index = self._next_index
     elif index in self._running or index in self._ready:
       raise ValueError(f"group {index} is already running or ready")
     self._next_index = max(self._next_index, index + 1)
     ticket = Ticket(index, self._version)
     self._running[index] = ticket
+    self._expected.discard(index)
     self._counts["started"] += 1
     return ticket
 
@@ -549,8 +541,9 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
       return sorted(taken, key=lambda e: e.index)
     taken = sorted(self._ready.values(), key=lambda e: e.index)[:n]
     # Once closed or failed, what still runs will never be put.
-    if not self._closed and self._error is None and self._running:
-      if min(self._running) < taken[-1].index:
+    if not self._closed and self._error is None:
+      coming = min((*self._running, *self._expected), default=math.inf)
+      if coming < taken[-1].index:
         return None
     return taken
 

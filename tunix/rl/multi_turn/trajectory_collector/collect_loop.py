@@ -175,6 +175,7 @@ class CollectLoop:
     self._unfinished: dict[int, Any] = {}
     self._pending: list[Any] = []
     self._resumed: list[tuple[int | None, Any]] = []
+    self._next_index = 0
     self._lock = threading.Lock()
     self._failed_in_row = 0
     self._last_failure = ""
@@ -202,6 +203,7 @@ class CollectLoop:
         )
       return {
           "sampler": self._tasks.state_dict(),
+          "next_index": self._next_index,
           "unfinished": [
               {"index": index, "task": self._to_json(task)}
               for index, task in [
@@ -214,18 +216,33 @@ class CollectLoop:
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
     """Continues a run: unfinished tasks first. Call it before the start.
 
-    A task whose group the queue's store already holds is not run again.
+    The queue's store may be ahead of the state: what was drawn after the
+    state was taken is drawn again here, under the same indices. A task whose
+    group the store holds is not run again.
     """
     if self._loop is not None:
       raise RuntimeError("load_state_dict must be called before the loop runs")
     self._tasks.load_state_dict(state["sampler"])
-    self._resumed = [
+    known = self._queue.known()
+    drawn: list[tuple[int | None, Any]] = [
         (item["index"], self._from_json(item["task"]))
         for item in state["unfinished"]
-        if item["index"] is None or not self._queue.known(item["index"])
     ]
-    self._unfinished = {i: t for i, t in self._resumed if i is not None}
-    self._pending = [t for i, t in self._resumed if i is None]
+    pending = collections.deque(t for i, t in drawn if i is None)
+    resumed = [(i, t) for i, t in drawn if i is not None and i not in known]
+    self._next_index = int(state["next_index"])
+    while self._next_index <= max(known, default=-1):
+      try:
+        task = pending.popleft() if pending else next(self._tasks)
+      except StopIteration:
+        break
+      if self._next_index not in known:
+        resumed.append((self._next_index, task))
+      self._next_index += 1
+    self._queue.expect(index for index, _ in resumed)
+    self._unfinished = dict(resumed)
+    self._pending = list(pending)
+    self._resumed = [*resumed, *((None, task) for task in pending)]
 
   # --- Running --------------------------------------------------------------
 
@@ -352,6 +369,7 @@ class CollectLoop:
       with self._lock:
         self._pending = []
         self._unfinished[ticket.index] = task
+        self._next_index = max(self._next_index, ticket.index + 1)
       running = asyncio.ensure_future(self._group(task, ticket))
       self._running[running] = ticket.index
       running.add_done_callback(lambda _: slots.release())
