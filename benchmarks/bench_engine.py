@@ -123,7 +123,7 @@ def main() -> None:
   parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model)))
   store = images_lib.ImageStore()
   options = {
-      "row_buckets": args.rows,
+      "decode_rows": args.rows,
       "prefill_rows": args.prefill_rows,
       "prefill_buckets": args.tokens,
       "window_buckets": args.windows,
@@ -168,7 +168,7 @@ def main() -> None:
       "prefill": 2 * parameters * done["prefilled_tokens"] / flops,
       "decode_matmul": 2 * parameters * done["decode_tokens"] / flops,
       "decode_cache_read": (
-          done["decode_steps"] * args.slots * args.context * cache / bandwidth
+          done["decode_places"] * args.context / 2 * cache / bandwidth
       ),
   }
   report = {

@@ -175,7 +175,7 @@ def make_engine(model, store, **changes):
   options = dict(
       slots=4,
       context_length=CONTEXT,
-      row_buckets=(2,),
+      decode_rows=(2, 4),
       prefill_rows=(2,),
       prefill_buckets=(8,),
       window_buckets=(32,),

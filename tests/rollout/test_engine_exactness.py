@@ -18,7 +18,7 @@ from tunix.rl.multi_turn.rollout import engine as engine_lib
 
 # Compiling takes seconds, on a busy machine minutes.
 pytestmark = pytest.mark.timeout(300)
-ONE_SHAPE = dict(row_buckets=None, window_buckets=(), patch_buckets=(16,))
+ONE_SHAPE = dict(decode_rows=(4,), window_buckets=(), patch_buckets=(16,))
 GREEDY = policy_client.SamplingParams(max_new_tokens=5, temperature=0.0)
 FinishReason = policy_client.FinishReason
 

@@ -19,7 +19,7 @@ from tunix.rl.multi_turn.rollout import slots as slots_lib
 pytestmark = pytest.mark.timeout(300)
 Sampling = policy_client.SamplingParams
 ONE_SHAPE = dict(
-    row_buckets=None,
+    decode_rows=(4,),
     prefill_rows=(4,),
     window_buckets=(),
     patch_buckets=(16,),
@@ -610,7 +610,7 @@ def test_nothing_compiles_after_warm_up(model, store):
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:
     shapes = dict(
-        row_buckets=(2,), window_buckets=(), prefill_rows=(1, 4),
+        decode_rows=(1, 3), window_buckets=(), prefill_rows=(1, 4),
         prefill_buckets=(16,),
     )  # fmt: skip
     with micro.make_engine(model, store, **shapes) as engine:

@@ -33,6 +33,7 @@ import threading
 import time
 from typing import Any, Callable, Sequence
 
+import jax
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn.policy import base
@@ -61,9 +62,9 @@ class RolloutEngine:
       *,
       slots: int = 32,
       context_length: int = 512,
-      row_buckets: Sequence[int] | None = None,
-      prefill_rows: Sequence[int] = (8,),
-      prefill_buckets: Sequence[int] = (64,),
+      decode_rows: Sequence[int] | None = None,
+      prefill_rows: Sequence[int] | None = None,
+      prefill_buckets: Sequence[int] | None = None,
       window_buckets: Sequence[int] | None = None,
       image_buckets: Sequence[int] = (4,),
       patch_buckets: Sequence[int] | None = None,
@@ -88,12 +89,14 @@ class RolloutEngine:
       image_store: where prompts' images are found.
       slots: sessions whose KV cache is held at one time.
       context_length: tokens a sequence may have, sampled ones included.
-      row_buckets: slots a decode call works on; `slots` is always among them.
-        More buckets: less waste when few episodes run, more to compile.
-      prefill_rows: slots a prefill call works on. Few are best on a CPU, whose
-        caches then hold the activations; all of them suit an accelerator.
+      decode_rows: sessions of one decode call; more go into further calls. An
+        accelerator wants all slots in one call; on a CPU a few rows are as
+        fast a row, and waste less when few episodes run. None: 16 on a CPU,
+        else `slots`.
+      prefill_rows: sessions of one prefill call. None: 8 on a CPU, whose
+        caches then hold the activations, else `slots`.
       prefill_buckets: tokens a row of a prefill call; the largest is the
-        chunk length.
+        chunk length. None: 32 on a CPU, else 64 and 256.
       window_buckets: cache positions a call touches; `context_length` is
         always among them.
       image_buckets: images of one encode call.
@@ -152,10 +155,17 @@ class RolloutEngine:
             f"patch_buckets holds {patches}, no multiple of the"
             f" {per_token} patches of a vision token"
         )
+    on_cpu = jax.default_backend() == "cpu"
+    if decode_rows is None:
+      decode_rows = (16 if on_cpu else slots,)
+    if prefill_rows is None:
+      prefill_rows = (8 if on_cpu else slots,)
+    if prefill_buckets is None:
+      prefill_buckets = (32,) if on_cpu else (64, 256)
     if window_buckets is None:
       window_buckets = (context_length // 2,) if context_length >= 256 else ()
     shapes = scheduler_lib.Shapes(
-        rows=(*(r for r in row_buckets or () if r < slots), slots),
+        decode_rows=tuple(min(r, slots) for r in decode_rows),
         prefill_rows=tuple(min(r, slots) for r in prefill_rows),
         tokens=tuple(min(t, context_length) for t in prefill_buckets),
         windows=(
@@ -165,7 +175,7 @@ class RolloutEngine:
         images=tuple(image_buckets),
         patches=tuple(patch_buckets),
         steps=decode_steps_per_call,
-        fixed_shapes=lockstep,
+        fixed_rows=lockstep,
     )
     self._programs = programs_lib.Programs(
         model,

@@ -6,7 +6,7 @@ tokens for every active request. New weights are taken up between rounds.
 
 Promises: a request that cannot be served fails alone; the tokens of a
 request depend on its own prompt, seed and the weights, not on who shares the
-batch (up to rounding: see `fixed_shapes`).
+batch (up to rounding: see `fixed_rows`).
 
 Synchronous and single-threaded; threads, futures and deadlines are the
 engine's business.
@@ -20,6 +20,7 @@ import dataclasses
 import time
 from typing import Any, Sequence
 
+import jax
 import numpy as np
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn import trajectory
@@ -40,34 +41,34 @@ class Shapes:
   """Every shape the engine may compile; all tuples ascend.
 
   Attributes:
-    rows: rows of a decode call; the last is the slot count.
-    prefill_rows: rows of a prefill call; more rows go into further calls.
+    decode_rows: rows of a decode call; more rows go into further calls.
+    prefill_rows: rows of a prefill call, likewise.
     tokens: tokens a row of a prefill call; longer suffixes are chunked.
     windows: cache positions a call may touch; the last is the context length.
     images: images of an encode call.
     patches: patches of an image; larger images are refused.
     steps: tokens a decode call samples at most (K).
-    fixed_shapes: use only the largest rows and windows, so that the shapes a
-      request meets do not depend on who shares the batch, and equal requests
-      give results equal to the bit.
+    fixed_rows: use only the largest rows and images. Windows and chunks follow
+      from a request alone; with this all shapes it meets do, whoever shares
+      its batch, and equal requests give results equal to the bit.
   """
 
-  rows: tuple[int, ...]
+  decode_rows: tuple[int, ...]
   prefill_rows: tuple[int, ...]
   tokens: tuple[int, ...]
   windows: tuple[int, ...]
   images: tuple[int, ...]
   patches: tuple[int, ...]
   steps: int
-  fixed_shapes: bool = False
+  fixed_rows: bool = False
 
   def __post_init__(self):
-    fixed = ("rows", "prefill_rows", "windows", "images")
-    for name in (*fixed, "tokens", "patches"):
+    fixed = ("decode_rows", "prefill_rows", "images")
+    for name in (*fixed, "tokens", "windows", "patches"):
       value = tuple(sorted(set(getattr(self, name))))
       if not value or value[0] < 1:
         raise ValueError(f"{name} buckets must be positive, got {value}")
-      if self.fixed_shapes and name in fixed:
+      if self.fixed_rows and name in fixed:
         value = value[-1:]
       object.__setattr__(self, name, value)
     if self.steps < 1:
@@ -77,7 +78,7 @@ class Shapes:
     """All of them, the ones every run needs first."""
     found = []
     for window in reversed(self.windows):
-      for rows in reversed(self.rows):
+      for rows in reversed(self.decode_rows):
         found.append(P.Variant("decode", rows, self.steps, window))
       for rows in reversed(self.prefill_rows):
         for tokens in reversed(self.tokens):
@@ -122,6 +123,7 @@ class Scheduler:
     self.lot: list[slots_lib.Request] | None = None
     self._weights: tuple[int, Any] | None = None
     self._done: list[slots_lib.Request] = []
+    self._poisoned = False  # The caches hold values that are not finite.
 
   # --- state changes between rounds ------------------------------------------
 
@@ -191,6 +193,10 @@ class Scheduler:
       self._admit()
     self._prefill()
     self._decode()
+    if self._poisoned:
+      # A NaN in the cache outlives its owner: zero times NaN is NaN.
+      self._poisoned = False
+      self._drop_caches()
 
   # --- admission -------------------------------------------------------------
 
@@ -271,22 +277,32 @@ class Scheduler:
   # --- prefill ---------------------------------------------------------------
 
   def _prefill(self) -> None:
+    started = time.perf_counter()
+    vision = self.counters.seconds_vision
     while True:
-      groups: dict[int, list[slots_lib.Request]] = {}
+      # By (chunk, window), which follow from a request alone.
+      groups: dict[tuple[int, int], list[slots_lib.Request]] = {}
       for request in self.slots.active:
-        need = request.length - 1 - self._table[request.slot, P.START]
+        start = int(self._table[request.slot, P.START])
+        need = request.length - 1 - start
         if need > 0:
           size = slots_lib.bucket(self.shapes.tokens, need)
-          groups.setdefault(size, []).append(request)
+          end = max(size, start + min(need, size))
+          window = slots_lib.bucket(self.shapes.windows, end)
+          groups.setdefault((size, window), []).append(request)
       if not groups:
-        return
-      size = max(groups)
+        break
+      size, window = max(groups)
       most = self.shapes.prefill_rows[-1]
-      for i in range(0, len(groups[size]), most):
-        self._prefill_chunk(groups[size][i : i + most], size)
+      for i in range(0, len(groups[size, window]), most):
+        self._prefill_chunk(groups[size, window][i : i + most], size, window)
+    jax.block_until_ready(self.programs.cache)
+    self.counters.seconds_prefill += time.perf_counter() - started - (
+        self.counters.seconds_vision - vision
+    )
 
   def _prefill_chunk(
-      self, requests: Sequence[slots_lib.Request], size: int
+      self, requests: Sequence[slots_lib.Request], size: int, window: int
   ) -> None:
     """Appends the next up to `size` tokens of each of these requests."""
     rows = []
@@ -306,7 +322,6 @@ class Scheduler:
     if not rows:
       return
     self._ensure_vision(spans)
-    started = time.perf_counter()
     count = slots_lib.bucket(self.shapes.prefill_rows, len(rows))
     full = count == self.programs.slots
     slots = np.full(count, rows[0][0].slot, np.int32)
@@ -328,8 +343,6 @@ class Scheduler:
         vision[r, a - start : b - start] = places[
             a - span.offset : b - span.offset
         ]
-    furthest = max(end for _, _, end, _ in rows)
-    window = slots_lib.bucket(self.shapes.windows, max(furthest, size))
     self.programs.prefill(
         slots, tokens, positions, vision, starts, lengths, window
     )
@@ -339,7 +352,6 @@ class Scheduler:
     self.counters.prefill_calls += 1
     self.counters.prefill_places += count * size
     self.counters.prefilled_tokens += int(lengths.sum())
-    self.counters.seconds_prefill += time.perf_counter() - started
 
   def _positions(
       self, request: slots_lib.Request, start: int, end: int
@@ -403,6 +415,7 @@ class Scheduler:
         most = self.shapes.images[-1]
         for i in range(0, len(group), most):
           self._encode(group[i : i + most], size)
+      jax.block_until_ready(self.programs.pool)
     except BaseException:
       for span in new:
         self._pool.forget(span.image.sha256)
@@ -436,13 +449,25 @@ class Scheduler:
   # --- decode ----------------------------------------------------------------
 
   def _decode(self) -> None:
-    active = self._with_pending_images()
-    if not active:
-      return
+    groups: dict[int, list[slots_lib.Request]] = {}
+    for request in self._with_pending_images():
+      row = self._table[request.slot]
+      end = row[P.START] + min(row[P.REMAINING], self.shapes.steps)
+      window = slots_lib.bucket(self.shapes.windows, int(end))
+      groups.setdefault(window, []).append(request)
+    most = self.shapes.decode_rows[-1]
+    for window, group in groups.items():
+      for i in range(0, len(group), most):
+        self._decode_call(group[i : i + most], window)
+
+  def _decode_call(
+      self, active: Sequence[slots_lib.Request], window: int
+  ) -> None:
+    """Samples up to K tokens for each of these requests."""
     started = time.perf_counter()
     steps = self.shapes.steps
     rows_A = np.array([r.slot for r in active], np.int32)
-    count = slots_lib.bucket(self.shapes.rows, len(active))
+    count = slots_lib.bucket(self.shapes.decode_rows, len(active))
     if count == self.programs.slots:
       slots = np.arange(count, dtype=np.int32)
       table = self._table.copy()
@@ -456,15 +481,10 @@ class Scheduler:
       table = self._table[slots]
       table[len(active) :, P.REMAINING] = 0
       at = np.arange(len(active))
-    room = np.minimum(table[at, P.REMAINING], steps)
-    window = slots_lib.bucket(
-        self.shapes.windows, int((table[at, P.START] + room).max())
-    )
     tokens, logprobs, counts, ran = self.programs.decode(
         slots, table, steps, window
     )
-    host = time.perf_counter()
-    self.counters.seconds_decode += host - started
+    self.counters.seconds_decode += time.perf_counter() - started
     self.counters.decode_calls += 1
     self.counters.decode_steps += ran
     self.counters.decode_places += ran * count
@@ -537,9 +557,7 @@ class Scheduler:
                 " broken"
             ),
         )
-    if not finite_A.all():
-      # A NaN in the cache outlives its owner: zero times NaN is NaN.
-      self._drop_caches()
+    self._poisoned |= not finite_A.all()
 
   def _completion(
       self, request: slots_lib.Request, stopped: bool
