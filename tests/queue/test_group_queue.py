@@ -588,8 +588,8 @@ def test_nothing_accepted_is_lost_and_nothing_consumed_comes_twice(tmp_path):
     q.put(group("again"), q.acquire_start(index=0))
 
 
-def test_resumed_groups_pass_the_gate_and_are_waited_for():
-  """Their turn comes first; a shut gate must not keep them out."""
+def test_resumed_groups_wait_only_for_those_before_them():
+  """What came after them must not keep them out; too early is no good."""
   q = GroupQueue(1, max_staleness=1, order="admission")
   q.expect([0])
   for name in ("b", "c"):
@@ -598,6 +598,8 @@ def test_resumed_groups_pass_the_gate_and_are_waited_for():
     q.acquire_start(timeout=0)
   with pytest.raises(std_queue.Empty):
     q.get(timeout=0)
+  with pytest.raises(std_queue.Full):  # Its tokens would be too old.
+    q.acquire_start(timeout=0, index=3)
   q.put(group("a"), q.acquire_start(timeout=0, index=0), timeout=0)
   assert [q.get(timeout=0).group_id for _ in range(3)] == ["a", "b", "c"]
 

@@ -207,8 +207,8 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
 
     Args:
       timeout: seconds; None waits for ever.
-      index: of an unfinished group of a resumed run, which was admitted
-        before and need not wait; a new one by default.
+      index: of an unfinished group of a resumed run, which waits only for
+        groups before it; a new one by default.
 
     Raises:
       QueueClosed, QueueFailed: no more groups are wanted.
@@ -422,9 +422,13 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
 
   def _try_start(self, index: int | None) -> Any:
     self._check_open()
+    ahead = [*self._ready, *self._running]
+    consumed = self._accepted - len(self._ready)
+    if index is not None:
+      ahead = [other for other in ahead if other < index]
+    if consumed + len(ahead) >= self._limit():
+      return _WAIT
     if index is None:
-      if self._accepted + len(self._running) >= self._limit():
-        return _WAIT
       index = self._next_index
     elif index in self._running or index in self._ready:
       raise ValueError(f"group {index} is already running or ready")
