@@ -6,10 +6,31 @@ import functools
 import numpy as np
 from tunix.rl.multi_turn import images
 from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.policy import checkpoint
 
 FIRST_ID, LAST_ID = 1100, 1400  # Ordinary tokens of the shipped tokenizer.
+
+# Fields that no compiled program depends on.
+HOST_ONLY = dict(
+    advantage="grpo",
+    loss_aggregation="token_mean",
+    std_eps=1e-6,
+    gamma=1.0,
+    loss_length=0,
+    row_length=1,
+    rows=1,
+    patches=0,
+    targets=0,
+    share_prompts=True,
+    overlong="error",
+    minibatches=1,
+    epochs=1,
+    skip_zero_advantage=True,
+    seed=0,
+)
 
 
 @functools.lru_cache(maxsize=None)
@@ -48,7 +69,11 @@ class Case:
         reference=reference,
     )
     # Compiling is all the time these tests take, and a program has no state.
-    key = (learner.config, mesh)
+    key = (
+        dataclasses.replace(learner.config, **HOST_ONLY),
+        learner.config.minibatches * learner.config.epochs == 1,
+        mesh,
+    )
     learner._programs = self.programs.setdefault(key, learner._programs)
     return learner
 
@@ -127,10 +152,25 @@ class Case:
       out.append(self.group(rewards, f"g{i}", turns, version))
     return out
 
-  def on_policy(self, learner, sequence):
-    """The sequence with the learner's own log-probs as sampled ones."""
-    (found,) = learner.sequence_logprobs([sequence])
-    return dataclasses.replace(sequence, logprobs=np.minimum(found, 0))
+
+def examples_of(groups):
+  """Their examples, with dr_grpo advantages."""
+  per_group, _ = example_lib.from_groups(
+      groups, advantages.dr_grpo, advantages.AdvantageOptions()
+  )
+  return [e for group in per_group for e in group]
+
+
+def gradients(learner, examples, weights=None):
+  """({name: gradient}, sums, stats) of one step, which is not made."""
+  kept, own_weights = learner._weigh(examples)
+  packed = learner._pack(kept, own_weights if weights is None else weights)
+  programs, params = learner._programs, learner._params
+  grads, sums = programs.start(params, packed.batches[0], packed.extras[0])
+  for batch, extra in zip(packed.batches, packed.extras):
+    grads, sums = programs.accumulate(params, grads, sums, batch, extra)
+  grads = {k: np.asarray(v) for k, v in grads.items()}
+  return grads, sums, packed.stats
 
 
 def largest_difference(a, b):

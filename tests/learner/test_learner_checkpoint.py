@@ -1,0 +1,108 @@
+"""Saving and continuing: as if it had never stopped."""
+
+import numpy as np
+import pytest
+from tunix.rl.multi_turn.learner import checkpoint
+
+from tests.learner import learner_cases
+
+CONFIG = dict(minibatches=2, schedule="linear", total_steps=40, seed=7)
+
+
+def _batches(case, count):
+  return [case.groups(3, 3) for _ in range(count)]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_resumed_training_is_the_same_to_the_bit(case, tmp_path, background):
+  data = _batches(case, 4)
+  straight = case.learner(**CONFIG)
+  want = [straight.update(groups) for groups in data]
+
+  first = case.learner(**CONFIG)
+  with checkpoint.LearnerCheckpoints(
+      tmp_path, background=background
+  ) as checkpoints:
+    for groups in data[:2]:
+      first.update(groups)
+    assert checkpoints.save(first, {"sampler": [1, 2], "at": "x"}) == 2
+    # Goes on at once: the save has its own copy.
+    first.update(data[2])
+
+  second = case.learner(**CONFIG)
+  with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
+    assert checkpoints.restore(second) == {"sampler": [1, 2], "at": "x"}
+  assert second.version == 2
+  assert second.counters.optimizer_steps == 4
+  got = [second.update(groups) for groups in data[2:]]
+  for a, b in zip(got, want[2:], strict=True):
+    for name in ("loss", "grad_norm", "learning_rate", "version"):
+      assert a[name] == b[name]
+  assert (
+      learner_cases.largest_difference(
+          second.parameters(), straight.parameters()
+      )
+      == 0
+  )
+
+
+def test_the_automatic_shape_comes_back(case, tmp_path):
+  learner = case.learner(patches=0, targets=0)
+  learner._pack(*learner._weigh(learner_cases.examples_of(case.groups(1, 2))))
+  with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
+    checkpoints.save(learner)
+    other = case.learner(patches=0, targets=0)
+    checkpoints.restore(other)
+  assert other.shape == learner.shape is not None
+
+
+def test_only_the_newest_are_kept_and_any_of_them_restored(case, tmp_path):
+  learner = case.learner()
+  versions = {}
+  with checkpoint.LearnerCheckpoints(tmp_path, keep=2) as checkpoints:
+    for groups in _batches(case, 3):
+      learner.update(groups)
+      checkpoints.save(learner)
+      versions[learner.version] = learner.parameters()
+    checkpoints.wait()
+    assert checkpoints.steps() == [2, 3]
+    with pytest.raises(ValueError, match="version 3"):
+      checkpoints.save(learner)
+    checkpoints.restore(learner, 2)
+    assert learner.version == 2
+    assert (
+        learner_cases.largest_difference(learner.parameters(), versions[2]) == 0
+    )
+    with pytest.raises(FileNotFoundError, match=r"\[2, 3\]"):
+      checkpoints.restore(learner, 1)
+
+
+def test_what_does_not_fit_is_refused(case, tmp_path):
+  learner = case.learner()
+  with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+      checkpoints.restore(learner)
+    checkpoints.save(learner)
+    checkpoints.wait()
+    other = case.learner(seed=3)
+    before = other.parameters()
+    with pytest.raises(ValueError, match="seed 0"):
+      checkpoints.restore(other)
+    assert (
+        learner_cases.largest_difference(before, other.parameters()) == 0
+    )
+  with pytest.raises(ValueError, match="keep"):
+    checkpoint.LearnerCheckpoints(tmp_path, keep=0)
+
+
+def test_an_interrupted_save_leaves_the_last_complete_one(case, tmp_path):
+  learner = case.learner()
+  with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
+    checkpoints.save(learner)
+  # What a killed process leaves behind: a directory under a temporary name.
+  half = tmp_path / "5.orbax-checkpoint-tmp"
+  half.mkdir()
+  (half / "garbage").write_bytes(np.arange(9).tobytes())
+  with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
+    assert checkpoints.steps() == [0]
+    checkpoints.restore(learner)

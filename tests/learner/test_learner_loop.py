@@ -1,0 +1,167 @@
+"""From the queue to published weights."""
+
+import concurrent.futures
+import queue as std_queue
+import threading
+
+import jax
+import numpy as np
+import pytest
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn.learner import checkpoint
+from tunix.rl.multi_turn.learner import loop as loop_lib
+from tunix.rl.queue import data_queue
+from tunix.rl.queue import group_queue
+
+
+class _Engine:
+  """Keeps what is published, and when."""
+
+  def __init__(self, log):
+    self.log = log
+    self.states = {}
+
+  def update_weights(self, version, params):
+    self.log.append(("published", version))
+    self.states[version] = params
+    done = concurrent.futures.Future()
+    done.set_result(version)
+    return done
+
+
+class _Log:
+
+  def __init__(self, log):
+    self.log = log
+
+  def on_event(self, event):
+    self.log.append((type(event).__name__, event.version))
+
+
+class _Queue(group_queue.GroupQueue):
+
+  def __init__(self, log, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+    self.log = log
+
+  def set_version(self, version):
+    self.log.append(("gate", version))
+    super().set_version(version)
+
+  def ack(self):
+    self.log.append(("ack", self.version))
+    return super().ack()
+
+
+def _loop(case, queue, publish, **kwargs):
+  kwargs = dict(groups_per_step=2, wait_timeout_s=60) | kwargs
+  return loop_lib.LearnerLoop(case.learner(), queue, publish, **kwargs)
+
+
+def test_synchronous_training_in_order(case, tmp_path):
+  log = []
+  engine = _Engine(log)
+  queue = _Queue(log, groups_per_step=2, max_staleness=0)
+  with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
+    loop = _loop(
+        case,
+        queue,
+        engine.update_weights,
+        observers=events.Observers([_Log(log)]),
+        checkpoints=checkpoints,
+        checkpoint_every=2,
+        extras=lambda: {"position": len(log)},
+    )
+    loop.publish()
+
+    def produce():
+      for version in range(3):
+        tickets = [queue.acquire_start(timeout=60) for _ in range(2)]
+        # Admitted only once the weights of this version are out.
+        assert version in engine.states
+        for ticket in tickets:
+          assert ticket.start_version == version
+          queue.put(
+              case.group([1.0, 0.0, 0.3], version=version), ticket, timeout=60
+          )
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      producer = pool.submit(produce)
+      assert loop.run(3) == 3
+      producer.result(timeout=60)
+    assert checkpoints.steps() == [2]
+  assert log == [
+      ("published", 0), ("WeightsPublished", 0),
+      ("published", 1), ("WeightsPublished", 1), ("gate", 1),
+      ("StepFinished", 1),
+      ("published", 2), ("WeightsPublished", 2), ("gate", 2),
+      ("StepFinished", 2),
+      ("ack", 2),  # The save is on disk, and nothing newer was taken.
+      ("published", 3), ("WeightsPublished", 3), ("gate", 3),
+      ("StepFinished", 3),
+  ]
+  counters = queue.counters()
+  assert (counters["delivered"], counters["max_lag"]) == (6, 0)
+  # What was published stays what it was.
+  first, last = (
+      np.concatenate([np.ravel(x) for x in jax.tree.leaves(engine.states[v])])
+      for v in (0, 3)
+  )
+  assert np.abs(first - last).max() > 0
+
+
+def test_asynchronous_training_is_the_same_loop(case):
+  log = []
+  engine = _Engine(log)
+  queue = group_queue.GroupQueue(groups_per_step=2, max_staleness=2)
+  loop = _loop(case, queue, engine.update_weights, publish_every=2)
+  for _ in range(6):
+    ticket = queue.acquire_start(timeout=1)
+    queue.put(case.group([1.0, 0.0]), ticket, timeout=1)
+  metrics = [loop.step() for _ in range(3)]
+  assert [m["staleness_max"] for m in metrics] == [0, 1, 2]
+  assert [v for _, v in log] == [2]
+
+
+def test_any_upstream_queue_will_do(case):
+  queue = data_queue.SimpleDataQueue()
+  for _ in range(4):
+    queue.put(case.group([1.0, 0.0]))
+  published = []
+  loop = _loop(case, queue, lambda version, state: published.append(version))
+  assert loop.run(2) == 2
+  assert published == [1, 2]
+
+
+def test_waiting_ends(case):
+  queue = group_queue.GroupQueue(groups_per_step=2)
+  loop = _loop(case, queue, lambda *_: None, wait_timeout_s=0.3)
+  with pytest.raises(loop_lib.StarvedError, match="2 groups"):
+    loop.step()
+  stop = threading.Event()
+  stop.set()
+  assert loop.step(stop) is None
+  assert loop.run(5, stop) == 0
+  queue.fail(RuntimeError("the collector broke"))
+  with pytest.raises(group_queue.QueueFailed) as caught:
+    loop.step()
+  assert "broke" in str(caught.value.__cause__)
+
+
+def test_weights_that_never_arrive_are_reported(case):
+  loop = _loop(
+      case,
+      data_queue.SimpleDataQueue(),
+      lambda *_: concurrent.futures.Future(),
+      publish_timeout_s=0.1,
+  )
+  with pytest.raises(TimeoutError, match="did not reach"):
+    loop.publish()
+
+
+def test_contradictions_are_refused(case):
+  queue = group_queue.GroupQueue(groups_per_step=2, max_staleness=0)
+  with pytest.raises(ValueError, match="max_staleness=0"):
+    _loop(case, queue, lambda *_: None, publish_every=2)
+  with pytest.raises(ValueError, match="checkpoints"):
+    _loop(case, std_queue.Queue(), lambda *_: None, checkpoint_every=1)
