@@ -1,0 +1,113 @@
+"""Run by test_learner_mesh in a process of its own with eight CPU devices.
+
+Trains the same batches on one device and on three meshes and prints, as JSON,
+how far they are apart.
+"""
+
+import json
+import pathlib
+import re
+import sys
+
+import jax
+import numpy as np
+
+jax.config.update("jax_disable_most_optimizations", True)
+
+from tunix.rl.multi_turn.learner import checkpoint  # pylint: disable=g-import-not-at-top
+from tunix.rl.multi_turn.policy import sharding
+
+from tests.learner import learner_cases
+
+MESHES = {
+    "data": dict(data=8),
+    "fsdp": dict(data=1, fsdp=8),
+    "mixed": dict(data=2, fsdp=2, tensor=2),
+}
+
+
+def largest_gather(text):
+  """Elements of the largest result of an all-gather in compiled code."""
+  most = 0
+  for line in text.splitlines():
+    if " all-gather(" not in line and " all-gather-start(" not in line:
+      continue
+    result = line.split(" all-gather")[0]
+    for shape in re.findall(r"\w+\[([\d,]+)\]", result):
+      most = max(most, int(np.prod([int(n) for n in shape.split(",")])))
+  return most
+
+
+def main(directory):
+  assert jax.device_count() == 8
+  config = dict(
+      rows=8,
+      targets=24,
+      # With a tiny epsilon Adam's first steps are signs of gradients, and
+      # signs of zeros are noise.
+      adam_eps=1e-3,
+  )
+  case = learner_cases.Case()
+  data = [case.groups(6, 4) for _ in range(2)]
+  examples = learner_cases.examples_of(data[0])
+  single = case.learner(**config)
+  want_grads, want_sums, _ = learner_cases.gradients(single, examples)
+  want_metrics = [single.update(groups) for groups in data]
+  scale = max(float(np.abs(g).max()) for g in want_grads.values())
+
+  vocabulary = case.model.config.vocab_size
+  report = {"devices": jax.device_count()}
+  learners = {}
+  for name, sizes in MESHES.items():
+    mesh = sharding.make_mesh(**sizes)
+    learner = learners[name] = case.learner(mesh=mesh, **config)
+    grads, sums, stats = learner_cases.gradients(learner, examples)
+    metrics = [learner.update(groups) for groups in data]
+    shape = learner.shape
+    report[name] = {
+        "batches": stats.batches,
+        "loss": abs(float(sums.loss) - float(want_sums.loss)),
+        "gradient": learner_cases.largest_difference(grads, want_grads)
+        / scale,
+        "later_loss": max(
+            abs(a["loss"] - b["loss"]) for a, b in zip(metrics, want_metrics)
+        ),
+        "parameters": learner_cases.largest_difference(
+            learner.parameters(), single.parameters()
+        ),
+        "compiles": learner.compiles,
+        "gather": largest_gather(learner._programs.accumulate.text()),
+        "logits": shape.buffers * shape.targets * vocabulary,
+        "shard_logits": shape.targets * vocabulary,
+        # Bytes of parameters and optimizer state on the fullest device.
+        "bytes": max(
+            sum(
+                s.data.nbytes
+                for x in jax.tree.leaves(learner.arrays())
+                for s in x.addressable_shards
+                if s.device == device
+            )
+            for device in jax.devices()
+        ),
+    }
+
+  with checkpoint.LearnerCheckpoints(directory) as checkpoints:
+    checkpoints.save(learners["fsdp"])
+    checkpoints.wait()
+    for name in ("mixed", "data"):
+      checkpoints.restore(learners[name])
+      report[name]["restored"] = max(
+          float(np.max(np.abs(np.asarray(a) - np.asarray(b))))
+          for a, b in zip(
+              jax.tree.leaves(learners[name].arrays()),
+              jax.tree.leaves(learners["fsdp"].arrays()),
+              strict=True,
+          )
+      )
+      learners[name].update(data[0])
+      report[name]["compiles_after"] = learners[name].compiles
+  print(json.dumps(report))
+
+
+if __name__ == "__main__":
+  main(pathlib.Path(sys.argv[1]))
