@@ -111,7 +111,10 @@ async def test_a_killed_browser_fails_all_episodes_and_is_replaced():
 async def test_a_browser_that_died_between_episodes_costs_none():
   browser = miniwob.Browser()
   (gym,) = await started(browser)
-  os.kill(browser.pid, signal.SIGKILL)  # Not noticed before the next start.
+  pid = browser.pid
+  os.killpg(pid, signal.SIGKILL)
+  while group_members(pid):
+    time.sleep(0.005)  # Blocks the loop: not noticed before the next start.
   observation = await gym.start(miniwob.MiniWobTasks().task(TASK, 2))
   assert not observation.done and browser.launches == 2
   await browser.close()
@@ -311,7 +314,8 @@ async def test_pages_have_no_network_and_do_not_leave():
     for script in (
         f"new Promise(r => {{ const i = new Image(); i.onerror = () => r(1);"
         f" i.onload = () => r(2); i.src = 'http://127.0.0.1:{port}/img' }})",
-        f"new Promise(r => {{ const w = new WebSocket('ws://127.0.0.1:{port}/');"
+        "new Promise(r => { const w ="
+        f" new WebSocket('ws://127.0.0.1:{port}/');"
         " w.onerror = () => r(1); w.onopen = () => r(2) })",
     ):
       assert await gym.page.evaluate(script) == 1
@@ -319,7 +323,8 @@ async def test_pages_have_no_network_and_do_not_leave():
     await gym.page.evaluate("location.reload(), 1")
     observation = await gym.act(WAIT)
     assert not observation.done
-    assert (await gym.page.evaluate("location.href")).endswith("click-test.html")
+    address = await gym.page.evaluate("location.href")
+    assert address.endswith("click-test.html")
     assert (await gym.act(await miniwob.oracle_action(gym))).done
     with pytest.raises(devtools.CommandFailed, match="ERR_"):
       await gym.page.start(f"http://127.0.0.1:{port}/top", 1)

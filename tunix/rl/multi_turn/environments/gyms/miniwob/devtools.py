@@ -37,6 +37,8 @@ from typing import Any, Callable, Mapping
 EXECUTABLE_VARIABLE = "TUNIX_CHROMIUM"
 NO_SANDBOX_VARIABLE = "TUNIX_CHROMIUM_NO_SANDBOX"
 EXECUTABLES = (
+    # Debian's command of that name is a shell that waits for this one.
+    "/usr/lib/chromium/chromium-headless-shell",
     "chromium-headless-shell",
     "chrome-headless-shell",
     "chromium",
@@ -96,6 +98,7 @@ _FLAGS = (
     "--dns-prefetch-disable",
 )
 _FIRST_FREE_FD = 10  # Above 3 and 4, so that mapping onto them cannot clobber.
+_KEPT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "FONTCONFIG_FILE")
 _READ_BYTES = 1 << 18
 _WATCH_S = 0.2
 
@@ -133,7 +136,7 @@ def find_browser(executable: str | None = None) -> str:
 
   Args:
     executable: name or path; None means `$TUNIX_CHROMIUM`, else the first of
-      `EXECUTABLES` that is on the PATH.
+      `EXECUTABLES` that is there.
 
   Raises:
     BrowserNotFound: in one line, with what to do.
@@ -241,9 +244,7 @@ class Chromium:
       ]
       # A plain environment: no proxy, no display, no session bus to talk to.
       environment = {
-          name: value
-          for name, value in os.environ.items()
-          if name in ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "FONTCONFIG_FILE")
+          name: os.environ[name] for name in _KEPT if name in os.environ
       } | {"LANG": "C.UTF-8", "TZ": "UTC"}
       self.pid = os.posix_spawn(
           path,
@@ -412,7 +413,8 @@ class Chromium:
           kind = PageCrashed
         self._settle(number, error=kind(text))
       return
-    callback = self._listeners.get((message.get("sessionId"), message["method"]))
+    event = message.get("sessionId"), message["method"]
+    callback = self._listeners.get(event)
     if callback is not None:
       callback(message.get("params", {}))
 

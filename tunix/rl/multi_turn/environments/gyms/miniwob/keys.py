@@ -68,7 +68,9 @@ _SYMBOL_KEYS = (
     ("Digit9", 57, "9("), ("Digit0", 48, "0)"),
 )  # pyformat: disable
 # character -> (code, Windows virtual key code, needs shift, other character)
-_CHARACTERS: dict[str, tuple[str, int, bool, str]] = {" ": ("Space", 32, False, " ")}
+_CHARACTERS: dict[str, tuple[str, int, bool, str]] = {
+    " ": ("Space", 32, False, " ")
+}
 for _code, _vk, (_plain, _shifted) in _SYMBOL_KEYS:
   _CHARACTERS[_plain] = (_code, _vk, False, _shifted)
   _CHARACTERS[_shifted] = (_code, _vk, True, _plain)

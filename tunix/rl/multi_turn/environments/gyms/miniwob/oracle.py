@@ -60,8 +60,9 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
     )
   field, button = _FILL[family]
   value, selected, focused, wanted = await gym.page.evaluate(
-      f"(e => [e.value, e.selectionEnd - e.selectionStart, document"
-      f".activeElement === e, /\"(.*)\"/.exec(core.getUtterance())[1]])({field})"
+      "(e => [e.value, e.selectionEnd - e.selectionStart,"
+      " document.activeElement === e,"
+      f' /"(.*)"/.exec(core.getUtterance())[1]])({field})'
   )
   if value == wanted:
     return await _click(gym, button)

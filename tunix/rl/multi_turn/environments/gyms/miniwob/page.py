@@ -41,6 +41,7 @@ _MARKER_X, _MARKER_SIZE = 200, 8
 _FRAME_WAITS_S = (0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 2.0, 2.0, 2.0)
 _PARKED = (_VIEW_WIDTH - 20.0, _VIEW_HEIGHT - 20.0)  # A pointer at rest.
 _NO_LIMIT_MS = 2_000_000_000  # Fits the 31 bits of a timer.
+_STARTS_PER_LOAD = 50  # So that what an instance leaves behind cannot pile up.
 _BUTTON_BITS = {"left": 1, "right": 2, "middle": 4, "back": 8, "forward": 16}
 
 _PRELUDE = (
@@ -100,6 +101,7 @@ class WobPage:
     self.pointer = (0.0, 0.0)
     self._deadline_s = deadline_s
     self._number = 0
+    self._starts = 0  # Since its page was loaded.
     self._unacknowledged: list[int] = []
     self._frame: asyncio.Future | None = None
     self._loaded: asyncio.Future | None = None
@@ -192,8 +194,10 @@ class WobPage:
       reload: load the page anew even when it is shown already. Without this,
         traces of the last episode may remain.
     """
-    if reload or self.url != url:
+    self._starts += 1
+    if reload or self.url != url or self._starts > _STARTS_PER_LOAD:
       await self._load(url)
+      self._starts = 1
     # Away from the task, or what lies under the last click would be hovered.
     await self.move(*_PARKED)
     arguments = (
@@ -333,7 +337,9 @@ class WobPage:
   async def type_text(self, text: str) -> None:
     await self._all(keys_lib.text_events(text))
 
-  async def press_keys(self, names: tuple[str, ...], hold_ms: float = 0) -> None:
+  async def press_keys(
+      self, names: tuple[str, ...], hold_ms: float = 0
+  ) -> None:
     """Presses keys together.
 
     Raises:

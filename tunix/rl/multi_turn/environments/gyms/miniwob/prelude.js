@@ -149,7 +149,11 @@
       } else {
         timers.clear();
         core.EP_TIMER = null;
-        if (document.activeElement) document.activeElement.blur();
+        // Tab begins at the top again, as on a page that was never clicked.
+        const first = document.createElement('button');
+        document.body.prepend(first);
+        first.focus();
+        first.remove();
       }
       time = began = 0;
       core.EPISODE_MAX_TIME = maxTime || limit;
