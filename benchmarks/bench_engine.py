@@ -103,9 +103,10 @@ async def episode(engine, store, args, index: int) -> None:
         policy_client.TokenPrompt(tokens, spans), sampling, session=session
     )
     tokens = np.concatenate([tokens, completion.tokens])
-    if args.fresh:
+    if args.fresh and turn + 1 < args.turns:
+      engine.open_session(f"e{index}.{turn + 1}")
       await engine.release(session)
-  await engine.release(f"e{index}")
+  await engine.release(session)
 
 
 def main() -> None:
@@ -146,7 +147,7 @@ def main() -> None:
 
     async def play() -> None:
       for i in range(args.episodes):
-        engine.open_session(f"e{i}")
+        engine.open_session(f"e{i}.0" if args.fresh else f"e{i}")
       await asyncio.gather(
           *(episode(engine, store, args, i) for i in range(args.episodes))
       )
