@@ -323,7 +323,9 @@ def test_stem_equals_convolutions_on_the_whole_image(policy):
         out[i, j] = window.reshape(-1) @ kernel
     return out
 
-  gelu = lambda z: np.asarray(jax.nn.gelu(z.astype(np.float32)), np.float64)
+  def gelu(z):
+    return np.asarray(jax.nn.gelu(z.astype(np.float32)), np.float64)
+
   kernels = [np.asarray(p[...], np.float64)
              for p in (stem.conv1, stem.conv2, stem.conv3)]
   x = gelu(conv(x, kernels[0], 4, 4))

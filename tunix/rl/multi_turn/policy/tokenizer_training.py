@@ -442,8 +442,8 @@ def gym_texts() -> tuple[list[str], list[str]]:
       'Enter "Name" into the text field and press Submit.',
       "What is at ?",
   ] * 20
-  single = {w for name in words.all_words() for w in name.split() if w.isalpha()}
-  return sorted(single), sentences
+  parts = [part for name in words.all_words() for part in name.split()]
+  return sorted({part for part in parts if part.isalpha()}), sentences
 
 
 def main(argv: Sequence[str] | None = None) -> None:

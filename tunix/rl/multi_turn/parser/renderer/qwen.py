@@ -267,6 +267,5 @@ def _tool_call_text(call: Any, index: int) -> str:
     )
   if not isinstance(arguments, str):
     arguments = json.dumps(arguments, ensure_ascii=False)
-  return (
-      f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-  )
+  body = f'{{"name": "{name}", "arguments": {arguments}}}'
+  return f"<tool_call>\n{body}\n</tool_call>"
