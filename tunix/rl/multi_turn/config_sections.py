@@ -108,7 +108,7 @@ class AgentConfig:
       'Name of a registered prompt, or a path to a text file. "" = none.',
   )
   max_images: int = _opt(
-      1,
+      0,
       "Newest screenshots kept in the prompt. When an older one is dropped a"
       " new training sequence begins. 0 = keep all.",
       at_least=0,

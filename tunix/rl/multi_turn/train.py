@@ -43,6 +43,7 @@ from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
+from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.reporting import report
 from tunix.rl.multi_turn.trajectory_collector import collect_loop
@@ -540,6 +541,7 @@ def _import_modules(names: Sequence[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
   argv = sys.argv[1:] if argv is None else list(argv)
+  host_memory.tune()
   try:
     config = config_lib.load_config(argv)
     _import_modules(config.run.imports)

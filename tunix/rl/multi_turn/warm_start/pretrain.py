@@ -36,6 +36,7 @@ from tunix.rl.multi_turn.environments.gyms.desktop import words
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.warm_start import demonstrations
 
 TokenSequence = trajectory.TokenSequence
@@ -279,6 +280,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--seed", type=int, default=Recipe.seed)
   parser.add_argument("--save-every", type=int, default=250)
   args = parser.parse_args(argv)
+  host_memory.tune()
   recipe = Recipe(steps=args.steps, seed=args.seed)
   report = pretrain(recipe, args.out, save_every=args.save_every)
   print(json.dumps(report))

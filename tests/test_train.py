@@ -1,0 +1,219 @@
+"""The command as a user runs it: real gym, real policy, real learner, small."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from tunix.rl.multi_turn import train
+
+NANO = (
+    "policy.config={width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,"
+    " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}"
+)
+SMALL = (
+    "tasks=[click-color, enter-text]",
+    "collect.group_size=4",
+    "collect.min_valid=2",
+    "learner.groups_per_step=2",
+    "learner.rows=4",
+    "rollout.slots=8",
+    "rollout.concurrency=8",
+    "rollout.context_length=384",
+    "learner.row_length=384",
+    "eval.episodes_per_task=2",
+    "report.progress=none",
+)
+
+
+def run_train(tmp_path: pathlib.Path, *overrides: str) -> int:
+  return train.main([f"run.dir={tmp_path}", *SMALL, *overrides])
+
+
+def metrics_of(directory: pathlib.Path) -> list[dict]:
+  lines = (directory / "metrics.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def summary_of(directory: pathlib.Path) -> dict:
+  return json.loads((directory / "summary.json").read_text())
+
+
+def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
+  """Random weights, cloning, GRPO, evaluation, report."""
+  status = run_train(
+      tmp_path, NANO, "name=a", "warm_start.source=none",
+      "warm_start.steps=2", "warm_start.batch_size=4", "steps=2",
+  )  # pyformat: disable
+  assert status == 0
+  directory = tmp_path / "a"
+  assert [m["step"] for m in metrics_of(directory)] == [1, 2]
+  summary = summary_of(directory)
+  assert summary["status"] == "completed"
+  for name in ("initial", "warm_start", "final"):
+    found = summary["eval"][name]
+    assert found["episodes"] == 4
+    assert set(found["by_task"]) == {"click-color", "enter-text"}
+    assert 0 <= found["success_rate"] <= 1
+  for path in (
+      "config.yaml", "trajectories.jsonl", "report.html", "report.png",
+      "checkpoints", "policy/model.safetensors", "policy/config.json",
+  ):  # pyformat: disable
+    assert (directory / path).exists(), path
+  assert list((directory / "images").glob("*.png"))
+  assert "initial" in capsys.readouterr().out
+
+
+def test_equal_seeds_give_equal_runs(tmp_path):
+  """C9: rewards to the bit, losses within 1e-6; another seed differs."""
+  for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+    status = run_train(tmp_path, f"name={name}", f"seed={seed}", "steps=2",
+                       "tasks=[click-color, close-dialog]")
+    assert status == 0
+  a, b, c = (metrics_of(tmp_path / name) for name in "abc")
+  assert len(a) == len(b) == 2
+  for one, other in zip(a, b):
+    assert one["reward_mean"] == other["reward_mean"]
+    assert one["completion_tokens"] == other["completion_tokens"]
+    assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
+    assert one["grad_norm"] == pytest.approx(other["grad_norm"], abs=1e-5)
+    assert one["engine_compiles"] == 0
+    # The learner scores what was sampled as the sampler did.
+    assert one["logprob_gap_max"] < 1e-4
+  assert any(
+      one["completion_tokens"] != other["completion_tokens"]
+      or one["logprob"] != other["logprob"]
+      for one, other in zip(a, c)
+  )
+  trajectories = [
+      sorted(
+          json.dumps(step["model_response"])
+          for line in (tmp_path / n / "trajectories.jsonl").open()
+          for step in json.loads(line)["steps"]
+      )
+      for n in "ab"
+  ]
+  assert trajectories[0] == trajectories[1]
+
+
+def test_a_fifth_of_the_episodes_breaks_and_training_finishes(tmp_path):
+  """C6, C7: every stage raises, hangs or returns garbage."""
+  before = set(threading.enumerate())
+  status = run_train(
+      tmp_path, NANO, "name=f", "run.imports=[faulty_gym]",
+      "gym=faulty-desktop", "warm_start.source=none", "steps=8",
+      "collect.reset_timeout_s=0.3", "collect.step_timeout_s=0.3",
+      "collect.evaluate_timeout_s=0.3", "collect.close_timeout_s=0.3",
+      "sampling.max_new_tokens=8", "agent.on_parse_error=retry",
+      "gym.max_turns=2",
+  )  # pyformat: disable
+  assert status == 0
+  import faulty_gym  # pylint: disable=g-import-not-at-top
+
+  assert len(set(faulty_gym.injected)) >= 9, faulty_gym.injected
+  summary = summary_of(tmp_path / "f")
+  assert summary["status"] == "completed"
+  assert len(metrics_of(tmp_path / "f")) == 8
+  assert sum(summary["faults"].values()) >= 9
+  assert summary["episodes"].get("train/env_error", 0) >= 3
+  deadline = time.monotonic() + 10
+  while time.monotonic() < deadline:
+    left = [
+        t for t in set(threading.enumerate()) - before
+        if t.name.startswith(("tunix-episodes", "rollout", "trajectory"))
+    ]
+    if not left:
+      break
+    time.sleep(0.1)
+  assert not left, left
+
+
+def test_resume_goes_on_where_it_stopped(tmp_path, capsys):
+  common = (NANO, "warm_start.source=none")
+  assert run_train(tmp_path, *common, "name=r", "steps=2") == 0
+  directory = tmp_path / "r"
+  assert train.main([f"resume={directory}", "steps=4"]) == 0
+  assert [m["step"] for m in metrics_of(directory)] == [1, 2, 3, 4]
+  assert [m["version"] for m in metrics_of(directory)] == [1, 2, 3, 4]
+  assert set(summary_of(directory)["eval"]) >= {"initial", "final"}
+  # The name is taken now.
+  assert run_train(tmp_path, *common, "name=r", "steps=2") == 2
+  assert "resume=" in capsys.readouterr().err
+
+
+def test_asynchronous_is_the_same_code(tmp_path):
+  status = run_train(
+      tmp_path, NANO, "name=s", "warm_start.source=none", "steps=4",
+      "queue.max_staleness=2", "learner.publish_every=2",
+  )  # pyformat: disable
+  assert status == 0
+  for step in metrics_of(tmp_path / "s"):
+    assert step["staleness_max"] <= 2
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["tasks=[click-buton]"], ["click-buton", "click-button"]),
+        (["learner.stepz=3"], ["stepz", "steps"]),
+        (["collect.group_size=1"], ["group_size"]),
+        (["warm_start.source=path"], ["warm_start.path"]),
+        (["policy=./nowhere", "warm_start.source=none"], ["nowhere"]),
+        (["gym.options={colour: 3}"], ["colour"]),
+        (["agent.parser=qwen"], ["agent.parser"]),
+        (["mesh.data=64", "learner.rows=64"], ["mesh.data", "devices"]),
+        (["run.imports=[no_such_module_here]"], ["no_such_module_here"]),
+        (["resume=/nonexistent"], ["resume"]),
+    ],
+)
+def test_wrong_input_is_one_clear_error(arguments, words, tmp_path, capsys):
+  assert train.main([f"run.dir={tmp_path}", *arguments]) == 2
+  said = capsys.readouterr().err
+  assert said.startswith("error")
+  for word in words:
+    assert word in said, said
+  assert "Traceback" not in said
+  assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_shows_shapes_and_makes_nothing(tmp_path, capsys):
+  assert run_train(tmp_path, "--dry-run", "name=d") == 0
+  said = capsys.readouterr().out
+  assert re.search(r"parameters", said)
+  assert re.search(r"KV cache [\d.]+ MiB", said)
+  assert "group_size: 4" in said
+  assert not list(tmp_path.iterdir())
+
+
+def test_interrupt_saves_and_says_how_to_resume(tmp_path):
+  command = [
+      sys.executable, "-m", "tunix.rl.multi_turn.train", f"run.dir={tmp_path}",
+      *SMALL, NANO, "name=i", "warm_start.source=none", "steps=100000",
+  ]  # pyformat: disable
+  process = subprocess.Popen(
+      command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+      env={**os.environ, "JAX_PLATFORMS": "cpu"},
+  )  # pyformat: disable
+  try:
+    metrics = tmp_path / "i" / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and process.poll() is None:
+      if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
+        break
+      time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+  finally:
+    process.kill()
+  assert process.returncode == 130, said
+  assert f"resume={tmp_path / 'i'}" in said
+  assert list((tmp_path / "i" / "checkpoints").iterdir())
+  assert summary_of(tmp_path / "i")["status"] == "interrupted"
