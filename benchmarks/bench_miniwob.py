@@ -153,7 +153,7 @@ def main() -> None:
   parser.add_argument("--pages", default="1,8,16")
   parser.add_argument("--seconds", type=float, default=6.0)
   parser.add_argument("--families", default=",".join(FAMILIES))
-  parser.add_argument("--quick-restart", action="store_true")
+  parser.add_argument("--always-load", action="store_true")
   parser.add_argument("--no-final-screenshot", action="store_true")
   parser.add_argument("--selenium", action="store_true")
   args = parser.parse_args()
@@ -164,7 +164,7 @@ def main() -> None:
             pages,
             args.seconds,
             tuple(args.families.split(",")),
-            quick_restart=args.quick_restart,
+            quick_restart=not args.always_load,
             final_screenshot=not args.no_final_screenshot,
         )
     )

@@ -27,7 +27,10 @@ def _missing() -> str:
   return ""
 
 
-pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "-")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(bool(_missing()), reason=_missing() or "-"),
+]
 Action, Kind = gui_action.GuiAction, gui_action.GuiActionKind
 WAIT = Action(Kind.WAIT, duration=0.1)
 TASK = "click-test"

@@ -24,7 +24,10 @@ def _missing() -> str:
   return ""
 
 
-pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "-")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(bool(_missing()), reason=_missing() or "-"),
+]
 Action, Kind = gui_action.GuiAction, gui_action.GuiActionKind
 WAIT = Action(Kind.WAIT, duration=1.0)
 
@@ -325,8 +328,9 @@ async def test_clipboards_are_not_shared():
 @pytest.mark.asyncio
 async def test_a_quick_restart_shows_what_a_fresh_page_shows():
   tasks = miniwob.MiniWobTasks()
-  async with gyms_on(miniwob.Browser(), 1, quick_restart=True) as (quick,):
-    async with gyms_on(miniwob.Browser(), 1) as (fresh,):
+  async with gyms_on(miniwob.Browser(), 1) as (quick,):
+    fresh_browser = miniwob.Browser()
+    async with gyms_on(fresh_browser, 1, quick_restart=False) as (fresh,):
       for family in ("click-test", "click-dialog", "login-user", "enter-text"):
         assert family in tasks_lib.QUICK_FAMILIES
         await quick.start(tasks.task(family, 90))

@@ -58,7 +58,7 @@ class MiniWobGym:
       reward: str = "raw",
       time_limit: bool = False,
       seconds_per_action: float = 0.5,
-      quick_restart: bool = False,
+      quick_restart: bool = True,
       final_screenshot: bool = True,
       page_deadline_s: float = 120.0,
       browser: browser_lib.Browser | None = None,
@@ -72,7 +72,7 @@ class MiniWobGym:
       seconds_per_action: page time that passes after each action.
       quick_restart: do not load the page anew when the next task is of the
         same family and its page is known to show the same pixels either way
-        (`QUICK_FAMILIES`): several times faster.
+        (`tasks.QUICK_FAMILIES`): several times faster. False loads it always.
       final_screenshot: whether the observation that ends an episode shows the
         page as it is then; without, it repeats the last one, which saves a
         frame.
