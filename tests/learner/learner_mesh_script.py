@@ -12,9 +12,7 @@ import sys
 import jax
 import numpy as np
 
-jax.config.update("jax_disable_most_optimizations", True)
-
-from tunix.rl.multi_turn.learner import checkpoint  # pylint: disable=g-import-not-at-top
+from tunix.rl.multi_turn.learner import checkpoint
 from tunix.rl.multi_turn.policy import sharding
 
 from tests.learner import learner_cases
@@ -39,6 +37,7 @@ def largest_gather(text):
 
 
 def main(directory):
+  jax.config.update("jax_disable_most_optimizations", True)
   assert jax.device_count() == 8
   config = dict(
       rows=8,
@@ -76,7 +75,9 @@ def main(directory):
             learner.parameters(), single.parameters()
         ),
         "compiles": learner.compiles,
-        "gather": largest_gather(learner._programs.accumulate.text()),
+        "gather": largest_gather(
+            learner._programs.accumulate.compiled[0].as_text()
+        ),
         "logits": shape.buffers * shape.targets * vocabulary,
         "shard_logits": shape.targets * vocabulary,
         # Bytes of parameters and optimizer state on the fullest device.
@@ -90,6 +91,20 @@ def main(directory):
             for device in jax.devices()
         ),
     }
+
+  muon = case.learner(
+      mesh=sharding.make_mesh(**MESHES["mixed"]), optimizer="muon", **config
+  )
+  # State of a parameter lies like the parameter.
+  report["muon_placed"] = all(
+      any(
+          x.sharding.is_equivalent_to(p.sharding, 2)
+          for p in muon._params.values()
+          if p.shape == x.shape
+      )
+      for x in jax.tree.leaves(muon.arrays()["optimizer"])
+      if x.ndim == 2
+  )
 
   with checkpoint.LearnerCheckpoints(directory) as checkpoints:
     checkpoints.save(learners["fsdp"])

@@ -29,11 +29,12 @@ def _group(totals, turns=None):
   )
 
 
-# --- advantages ------------------------------------------------------------------
+# --- advantages -------------------------------------------------------------
 
 
 def test_grpo_by_hand():
-  got = advantages.grpo(_group([1, 0, 0, 1], [[0, 1], [0], [0, 0], [1]]), OPTIONS)
+  group = _group([1, 0, 0, 1], [[0, 1], [0], [0, 0], [1]])
+  got = advantages.grpo(group, OPTIONS)
   # mean 1/2, sample std sqrt(1/3).
   unit = 0.5 / (np.sqrt(1 / 3) + 1e-6)
   want = [[unit, unit], [-unit], [-unit, -unit], [unit]]
@@ -104,7 +105,7 @@ def test_turn_rewards_cover_turns_without_a_step_and_the_final_reward():
   )
 
 
-# --- aggregation -----------------------------------------------------------------
+# --- aggregation ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_aggregation_weights(name, want):
     assert np.sum(weights * step.tokens_N) == pytest.approx(1.0)
 
 
-# --- KL --------------------------------------------------------------------------
+# --- KL ---------------------------------------------------------------------
 
 
 def _policies(seed=0, size=7):
@@ -183,7 +184,7 @@ def test_kl_gradients_are_what_the_docstring_says():
   )
 
 
-# --- importance and objectives ---------------------------------------------------
+# --- importance and objectives ----------------------------------------------
 
 
 def test_importance():
@@ -229,7 +230,8 @@ def test_clipped_objective(ratio, advantage, loss, slope):
   got, readings = objectives.clipped(tokens, options)
   np.testing.assert_allclose(got, [3 * loss], rtol=1e-5)
   assert float(readings["clip_fraction"][0]) == (slope == 0.0)
-  assert float(readings["clip_fraction_high"][0]) == (ratio == 1.5 and slope == 0)
+  high = float(readings["clip_fraction_high"][0])
+  assert high == (ratio > 1.28 and slope == 0.0)
 
   def value(lp):
     return objectives.clipped(
@@ -254,7 +256,7 @@ def test_behaviour_cloning_is_the_negative_log_likelihood():
   np.testing.assert_array_equal(loss, -tokens.logprobs)
 
 
-# --- configuration and schedule --------------------------------------------------
+# --- configuration and schedule ---------------------------------------------
 
 
 @pytest.mark.parametrize(

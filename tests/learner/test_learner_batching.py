@@ -271,7 +271,9 @@ def test_what_cannot_fit_is_refused_by_name():
 
 
 def test_a_sampled_first_token_is_refused():
-  sequence = trajectory.TokenSequence([1, 2], [True, True], [-1, -1], [0, 0], [0, 0])
+  sequence = trajectory.TokenSequence(
+      [1, 2], [True, True], [-1, -1], [0, 0], [0, 0]
+  )
   with pytest.raises(ValueError, match="begin sequences with a prompt"):
     example_lib.from_sequences([sequence])
 
@@ -316,7 +318,7 @@ def test_suggested_shape_holds_everything_and_wastes_little():
   assert shape.targets <= 64 and shape.patches <= 64
 
 
-# --- groups to examples ----------------------------------------------------------
+# --- groups to examples -----------------------------------------------------
 
 
 def test_only_valid_members_count_and_normalise():

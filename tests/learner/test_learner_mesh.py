@@ -63,6 +63,7 @@ def test_no_device_ever_gathers_the_logits(report, mesh):
 def test_parameters_and_optimizer_state_are_sharded(report):
   assert report["fsdp"]["bytes"] < 0.4 * report["data"]["bytes"]
   assert report["mixed"]["bytes"] < 0.5 * report["data"]["bytes"]
+  assert report["muon_placed"]
 
 
 @pytest.mark.parametrize("mesh", ["data", "mixed"])

@@ -1,7 +1,7 @@
 """Examples to batches of one fixed shape.
 
-Sequences are packed into rows first-fit decreasing, images into one patch
-buffer a batch shard. Two things are stored once and used many times: an image
+Sequences are packed into rows (see `packing`), images into one patch buffer a
+batch shard. Two things are stored once and used many times: an image
 that several sequences of a buffer show, and (for policies that support it) a
 prompt that several sequences begin with, whose completions then branch off
 it. The result does not depend on anything but the examples and their order.
@@ -24,53 +24,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import Any, Sequence
+from typing import Sequence
 
 import jax
 import numpy as np
 from tunix.rl.multi_turn import images as image_lib
 from tunix.rl.multi_turn import trajectory
 from tunix.rl.multi_turn.learner import examples as example_lib
+from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.policy import base
 
 Example = example_lib.Example
-_EMPTY = np.zeros(0, np.int64)
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchShape:
-  """The shape of every batch: what a compile depends on.
-
-  Attributes:
-    rows: B, a multiple of `buffers`.
-    row_length: T.
-    buffers: S.
-    patches: P, a multiple of the processor's patches a token.
-    targets: M.
-  """
-
-  rows: int
-  row_length: int
-  buffers: int
-  patches: int
-  targets: int
-
-  def __post_init__(self):
-    for field in dataclasses.fields(self):
-      if getattr(self, field.name) <= 0:
-        raise ValueError(
-            f"BatchShape.{field.name} must be > 0, got"
-            f" {getattr(self, field.name)}"
-        )
-    if self.rows % self.buffers:
-      raise ValueError(
-          f"rows={self.rows} must be a multiple of the {self.buffers} batch"
-          " shards (data x fsdp)"
-      )
-
-  @property
-  def rows_per_buffer(self) -> int:
-    return self.rows // self.buffers
+BatchShape = packing.BatchShape
+PackStats = packing.PackStats
 
 
 @jax.tree_util.register_dataclass
@@ -102,41 +68,6 @@ class Batch:
   versions: base.Array
   sequences: base.Array
   groups: base.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class PackStats:
-  """How well a list of batches is filled.
-
-  Attributes:
-    batches: their number.
-    sequences: examples packed.
-    sequence_tokens: tokens these hold on their own (without what follows the
-      last sampled one).
-    row_tokens: tokens in rows, shared prompts once; of `row_capacity`.
-    targets: sampled tokens.
-    patches: patches in buffers; of `patch_capacity`.
-  """
-
-  batches: int
-  sequences: int
-  sequence_tokens: int
-  row_tokens: int
-  row_capacity: int
-  targets: int
-  patches: int
-  patch_capacity: int
-
-  def metrics(self) -> dict[str, float]:
-    return {
-        "micro_batches": float(self.batches),
-        "sequences": float(self.sequences),
-        "tokens": float(self.sequence_tokens),
-        "sampled_tokens": float(self.targets),
-        "packing_efficiency": self.row_tokens / max(self.row_capacity, 1),
-        "patch_efficiency": self.patches / max(self.patch_capacity, 1),
-        "shared_tokens": float(self.sequence_tokens - self.row_tokens),
-    }
 
 
 class PatchCache:
@@ -177,181 +108,6 @@ class PatchCache:
       _, old = self._images.popitem(last=False)
       self._bytes -= old.patches.nbytes
     return found
-
-
-# --- items: what is placed as a whole ------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Piece:
-  """Tokens [start, end) of an example's sequence, a segment of its own."""
-
-  example: int
-  start: int
-  end: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Item:
-  """A sequence, or a shared prompt (`trunk`) and what branches off it."""
-
-  trunk: _Piece | None
-  branches: tuple[_Piece, ...]
-  length: int
-  targets: int
-  images: tuple[trajectory.ImageRef, ...]
-
-
-def _used_length(sequence: trajectory.TokenSequence) -> int:
-  """Tokens that predict something: all before the last sampled one."""
-  return int(np.flatnonzero(sequence.loss_mask)[-1])
-
-
-def _prompt_key(sequence: trajectory.TokenSequence, length: int) -> Any:
-  """Equal for sequences whose first `length` tokens and pixels are equal."""
-  spans = tuple(
-      (s.offset, s.num_tokens, s.image.sha256)
-      for s in sequence.images
-      if s.offset < length
-  )
-  return sequence.tokens[:length].tobytes(), spans
-
-
-def _images_of(
-    sequence: trajectory.TokenSequence, end: int
-) -> dict[str, trajectory.ImageRef]:
-  return {
-      s.image.sha256: s.image for s in sequence.images if s.offset < end
-  }
-
-
-def _items(
-    examples: Sequence[Example], row_length: int, share: bool
-) -> list[_Item]:
-  clusters: dict[Any, list[int]] = {}
-  for i, example in enumerate(examples):
-    sequence = example.sequence
-    # The trunk ends before the first sampled token: its last position
-    # predicts the first token of every branch.
-    first = int(np.argmax(sequence.loss_mask))
-    key = _prompt_key(sequence, first) if share else i
-    clusters.setdefault(key, []).append(i)
-  items = []
-  for members in clusters.values():
-    first = int(np.argmax(examples[members[0]].sequence.loss_mask))
-    if len(members) == 1:
-      first = 0
-    pending = list(members)
-    while pending:
-      taken, length = [], first
-      for i in pending:
-        extra = _used_length(examples[i].sequence) - first
-        if taken and length + extra > row_length:
-          continue
-        taken.append(i)
-        length += extra
-      chosen = set(taken)
-      pending = [i for i in pending if i not in chosen]
-      items.append(_make_item(examples, taken, first))
-  return items
-
-
-def _make_item(
-    examples: Sequence[Example], members: Sequence[int], first: int
-) -> _Item:
-  if len(members) == 1:
-    first = 0
-  branches = tuple(
-      _Piece(i, first, _used_length(examples[i].sequence)) for i in members
-  )
-  images: dict[str, trajectory.ImageRef] = {}
-  for piece in branches:
-    images |= _images_of(examples[piece.example].sequence, piece.end)
-  return _Item(
-      trunk=_Piece(members[0], 0, first) if first else None,
-      branches=branches,
-      length=first + sum(p.end - p.start for p in branches),
-      targets=sum(examples[i].sequence.num_sampled for i in members),
-      images=tuple(images.values()),
-  )
-
-
-# --- placing -------------------------------------------------------------------
-
-
-class _Bins:
-  """Rows and buffers that are being filled, in order of opening."""
-
-  def __init__(self, shape: BatchShape):
-    self._shape = shape
-    self.batches = 0
-    self.free_R = _EMPTY  # Tokens free in each row.
-    self.buffer_R = _EMPTY  # Buffer of each row.
-    self.patches_free = _EMPTY
-    self.targets_free = _EMPTY
-    self.holders: dict[str, list[int]] = {}
-
-  def _open(self) -> None:
-    shape = self._shape
-    first = self.batches * shape.buffers
-    self.free_R = np.concatenate(
-        [self.free_R, np.full(shape.rows, shape.row_length)]
-    )
-    self.buffer_R = np.concatenate([
-        self.buffer_R,
-        first + np.arange(shape.rows) // shape.rows_per_buffer,
-    ])
-    self.patches_free = np.concatenate(
-        [self.patches_free, np.full(shape.buffers, shape.patches)]
-    )
-    self.targets_free = np.concatenate(
-        [self.targets_free, np.full(shape.buffers, shape.targets)]
-    )
-    self.batches += 1
-
-  def place(self, item: _Item, sizes: dict[str, int]) -> tuple[int, list[str]]:
-    """(row, images new to its buffer); opens a batch when none has room."""
-    row = self._find(item, sizes)
-    if row is None:
-      self._open()
-      row = self._find(item, sizes)
-      assert row is not None, "an item that fits no empty batch was let in"
-    buffer = int(self.buffer_R[row])
-    new = [
-        image.sha256
-        for image in item.images
-        if buffer not in self.holders.get(image.sha256, ())
-    ]
-    for sha in new:
-      self.holders.setdefault(sha, []).append(buffer)
-      self.patches_free[buffer] -= sizes[sha]
-    self.free_R[row] -= item.length
-    self.targets_free[buffer] -= item.targets
-    return row, new
-
-  def _find(self, item: _Item, sizes: dict[str, int]) -> int | None:
-    total = sum(sizes[image.sha256] for image in item.images)
-    cost = np.full(len(self.patches_free), total)
-    for image in item.images:
-      for buffer in self.holders.get(image.sha256, ()):
-        cost[buffer] -= sizes[image.sha256]
-    room = (cost <= self.patches_free) & (item.targets <= self.targets_free)
-    fits = (self.free_R >= item.length) & room[self.buffer_R]
-    if not fits.any():
-      return None
-    # The first row whose buffer needs the fewest new patches: plain first fit
-    # unless some buffer holds an image already.
-    cost_R = np.where(fits, cost[self.buffer_R], np.iinfo(np.int64).max)
-    return int(np.argmin(cost_R))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
-  """Where everything goes; `fill` makes the batches of it."""
-
-  shape: BatchShape
-  placed: list[list[tuple[int, _Item, list[str]]]]  # Per batch.
-  stats: PackStats
 
 
 class Packer:
@@ -404,7 +160,7 @@ class Packer:
               " samplers are banned from drawing; its log-prob is -inf. The"
               " sampler and the learner must use the same banned_token_ids"
           )
-      if _used_length(sequence) > row_length:
+      if packing.used_length(sequence) > row_length:
         long.append(i)
     return long
 
@@ -416,7 +172,7 @@ class Packer:
       buffers: int,
       patches: int = 0,
       targets: int = 0,
-  ) -> BatchShape:
+  ) -> packing.BatchShape:
     """The shape for examples like these; 0 = take what these need.
 
     Rows are planned without limits on patches and targets, then the fullest
@@ -425,7 +181,9 @@ class Packer:
     """
     ppt = self._processor.patches_per_token
     per_buffer = max(rows // max(buffers, 1), 1) * row_length
-    most = BatchShape(rows, row_length, buffers, per_buffer * ppt, per_buffer)
+    most = packing.BatchShape(
+        rows, row_length, buffers, per_buffer * ppt, per_buffer
+    )
     plan = self.plan(examples, most)
     used_patches = used_targets = 1
     for batch in plan.placed:
@@ -445,13 +203,15 @@ class Packer:
         or min(_round_up(used_targets, 1.1, 32), most.targets),
     )
 
-  def plan(self, examples: Sequence[Example], shape: BatchShape) -> Plan:
+  def plan(
+      self, examples: Sequence[Example], shape: packing.BatchShape
+  ) -> packing.Plan:
     """Places examples.
 
     Raises:
       ValueError: an example that cannot fit a batch of this shape.
     """
-    items = _items(examples, shape.row_length, self._share)
+    items = packing.make_items(examples, shape.row_length, self._share)
     sizes: dict[str, int] = {}
     for item in items:
       for image in item.images:
@@ -464,8 +224,8 @@ class Packer:
     ]
     # Longest first; equal lengths keep their order, hence their group.
     order = sorted(range(len(items)), key=lambda i: -items[i].length)
-    bins = _Bins(shape)
-    placed: list[list[tuple[int, _Item, list[str]]]] = []
+    bins = packing.Bins(shape)
+    placed: list[list[tuple[int, packing.Item, list[str]]]] = []
     used_patches = 0
     for i in order:
       row, new = bins.place(items[i], sizes)
@@ -473,21 +233,21 @@ class Packer:
         placed.append([])
       placed[row // shape.rows].append((row % shape.rows, items[i], new))
       used_patches += sum(sizes[s] for s in new)
-    stats = PackStats(
+    stats = packing.PackStats(
         batches=len(placed),
         sequences=len(examples),
-        sequence_tokens=sum(_used_length(e.sequence) for e in examples),
+        sequence_tokens=sum(packing.used_length(e.sequence) for e in examples),
         row_tokens=sum(item.length for item in items),
         row_capacity=len(placed) * shape.rows * shape.row_length,
         targets=sum(item.targets for item in items),
         patches=used_patches,
         patch_capacity=len(placed) * shape.buffers * shape.patches,
     )
-    return Plan(shape, placed, stats)
+    return packing.Plan(shape, placed, stats)
 
   def fill(
       self,
-      plan: Plan,
+      plan: packing.Plan,
       examples: Sequence[Example],
       weights_N: np.ndarray,
   ) -> list[Batch]:
@@ -513,7 +273,7 @@ class Packer:
     tokens = self._processor.num_image_tokens(image.width, image.height)
     return tokens * self._processor.patches_per_token
 
-  def _size(self, sha: str, item: _Item) -> int:
+  def _size(self, sha: str, item: packing.Item) -> int:
     return next(
         self._image_size(image) for image in item.images if image.sha256 == sha
     )
@@ -521,10 +281,10 @@ class Packer:
   def _split(
       self,
       examples: Sequence[Example],
-      item: _Item,
+      item: packing.Item,
       sizes: dict[str, int],
-      shape: BatchShape,
-  ) -> list[_Item]:
+      shape: packing.BatchShape,
+  ) -> list[packing.Item]:
     """Halves an item with several branches until it fits an empty buffer."""
     patches = sum(sizes[image.sha256] for image in item.images)
     if (
@@ -551,7 +311,7 @@ class Packer:
         part
         for half in (members[:middle], members[middle:])
         for part in self._split(
-            examples, _make_item(examples, half, first), sizes, shape
+            examples, packing.make_item(examples, half, first), sizes, shape
         )
     ]
 
@@ -559,8 +319,8 @@ class Packer:
 
   def _fill_one(
       self,
-      shape: BatchShape,
-      placed: Sequence[tuple[int, _Item, list[str]]],
+      shape: packing.BatchShape,
+      placed: Sequence[tuple[int, packing.Item, list[str]]],
       examples: Sequence[Example],
       weights_N: np.ndarray,
   ) -> Batch:
@@ -659,8 +419,8 @@ class Packer:
 
   def _buffers(
       self,
-      shape: BatchShape,
-      placed: Sequence[tuple[int, _Item, list[str]]],
+      shape: packing.BatchShape,
+      placed: Sequence[tuple[int, packing.Item, list[str]]],
   ) -> tuple[
       np.ndarray, np.ndarray, np.ndarray, dict[tuple[int, str], int]
   ]:

@@ -108,9 +108,18 @@ class LearnerConfig:
     for name in ("rows", "row_length", "logit_chunk", "minibatches", "epochs"):
       self._need(name, getattr(self, name) >= 1, ">= 1")
     for name in (
-        "patches", "targets", "loss_length", "warmup_steps", "total_steps",
-        "kl_coef", "entropy_coef", "weight_decay", "grad_clip", "std_eps",
-        "top_k", "clip_high",
+        "patches",
+        "targets",
+        "loss_length",
+        "warmup_steps",
+        "total_steps",
+        "kl_coef",
+        "entropy_coef",
+        "weight_decay",
+        "grad_clip",
+        "std_eps",
+        "top_k",
+        "clip_high",
     ):
       self._need(name, getattr(self, name) >= 0, ">= 0")
     self._need("clip_low", 0 <= self.clip_low <= 1, "in [0, 1]")
@@ -118,7 +127,9 @@ class LearnerConfig:
     self._need("tis_cap", self.tis_cap >= 1, ">= 1")
     self._need("learning_rate", self.learning_rate > 0, "> 0")
     self._need("muon_learning_rate", self.muon_learning_rate > 0, "> 0")
-    self._need("optimizer", self.optimizer in OPTIMIZERS, f"one of {OPTIMIZERS}")
+    self._need(
+        "optimizer", self.optimizer in OPTIMIZERS, f"one of {OPTIMIZERS}"
+    )
     self._need(
         "temperature",
         self.temperature > 0,
@@ -131,7 +142,7 @@ class LearnerConfig:
       self._need(
           "total_steps",
           self.total_steps > self.warmup_steps,
-          f"> warmup_steps={self.warmup_steps} for the {self.schedule} schedule",
+          f"> warmup_steps={self.warmup_steps} for schedule {self.schedule!r}",
       )
     uses_ratio = objectives.OBJECTIVES.get(self.objective).uses_advantages
     corrected = importance_lib.CORRECTIONS.get(self.importance).needs_proximal

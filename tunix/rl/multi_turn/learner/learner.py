@@ -168,7 +168,7 @@ class Learner:
           config.targets,
       )
 
-  # --- what others see ---------------------------------------------------------
+  # --- what others see ------------------------------------------------------
 
   @property
   def version(self) -> int:
@@ -191,7 +191,7 @@ class Learner:
     """A copy of the parameters as {name: array}."""
     return self._programs.copy(self._params)
 
-  # --- learning ------------------------------------------------------------------
+  # --- learning -------------------------------------------------------------
 
   def update(
       self, groups: Sequence[trajectory.TrajectoryGroup]
@@ -311,7 +311,9 @@ class Learner:
         _mean_readings(readings)
         | stats.metrics()
         | {
-            "learning_rate": float(self._schedule(counters.optimizer_steps)),
+            "learning_rate": float(
+                self._schedule(max(counters.optimizer_steps - 1, 0))
+            ),
             "optimizer_steps": float(counters.optimizer_steps),
             "skipped_steps": float(counters.skipped_steps),
             "empty_updates": float(counters.empty_updates),
@@ -419,7 +421,7 @@ class Learner:
     readings |= {k: float(v) for k, v in sums.most.items()}
     return readings | {"loss": float(sums.loss), "grad_norm": float(norm)}
 
-  # --- placement -----------------------------------------------------------------
+  # --- placement ------------------------------------------------------------
 
   def _put(self, batch: batching.Batch) -> batching.Batch:
     return jax.device_put(batch, self._placement.batch)
@@ -431,7 +433,7 @@ class Learner:
         for name, value in params.items()
     })
 
-  # --- checkpoints ---------------------------------------------------------------
+  # --- checkpoints ----------------------------------------------------------
 
   def arrays(self) -> dict[str, Any]:
     """Parameters and optimizer state, not copied: a pytree to save."""
@@ -478,7 +480,7 @@ class Learner:
         self.shape = shape
 
 
-# --- readings --------------------------------------------------------------------
+# --- readings ---------------------------------------------------------------
 
 
 def _sampled_metrics(

@@ -7,9 +7,9 @@ are among them.
 
 Promises: a program is compiled ahead of time for the shapes it meets, and
 then refuses arrays that lie elsewhere instead of compiling again unnoticed:
-`compiles` is the truth. The loss of a step is a weighted sum over tokens with weights from
-the host, so micro-batches add up to the big batch; a gradient that is not
-finite leaves parameters and optimizer state as they were; parameters,
+`compiles` is the truth. The loss of a step is a weighted sum over tokens with
+weights from the host, so micro-batches add up to the big batch. A gradient that
+is not finite leaves parameters and optimizer state as they were. Parameters,
 optimizer state and running gradients are donated, hence updated in place.
 
 Does not know groups, rewards or versions.
@@ -129,9 +129,10 @@ class _Program:
       self._compiled[key] = compiled
     return compiled(*args)
 
-  def text(self) -> str:
-    """The compiled code of all shapes, for inspection."""
-    return "\n".join(c.as_text() for c in self._compiled.values())
+  @property
+  def compiled(self) -> list[Any]:
+    """The compiled programs, for inspection."""
+    return list(self._compiled.values())
 
 
 def _name(path: Any) -> str:
@@ -201,16 +202,17 @@ class Programs:
     self._proximal_is_current = proximal_is_current
     self._tx = optimizer.make_optimizer(config)
     params, one = placement.params, placement.replicated
-    shapes = jax.eval_shape(
-        self._tx.init,
-        dict(zip(split.names, split.shapes)),
-    )
-    self._optimizer_placement = optax.tree_utils.tree_map_params(
-        self._tx,
-        lambda _, where: where,
-        shapes,
-        params,
-        transform_non_params=lambda _: one,
+    shapes = dict(zip(split.names, split.shapes))
+
+    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
+      """State of a parameter is found under its name and has its shape."""
+      name = getattr(path[-1], "key", None) if path else None
+      if name in shapes and shapes[name].shape == leaf.shape:
+        return params[name]
+      return one
+
+    self._optimizer_placement = jax.tree_util.tree_map_with_path(
+        place, jax.eval_shape(self._tx.init, shapes)
     )
     self.accumulate = _Program(
         jax.jit(

@@ -1,0 +1,194 @@
+"""Seconds of one GRPO update, and what they are spent on.
+
+Makes groups as the quickstart does (each turn a prompt, one screenshot and a
+few sampled tokens; a group's first turn is shared), updates TinyVL on them,
+and compares the arithmetic done with this machine's matmul speed. CPU seconds
+are printed beside wall seconds: on a shared machine only they repeat.
+
+  python benchmarks/bench_learner.py --groups 16 --size 8 --turns 2
+  python benchmarks/bench_learner.py --row-length 288 --rows 14 --no-share
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tunix.rl.multi_turn import images as image_lib
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.policy import checkpoint
+
+
+def parse_args() -> argparse.Namespace:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--groups", type=int, default=16)
+  parser.add_argument("--size", type=int, default=8, help="members of a group")
+  parser.add_argument("--turns", type=int, default=2)
+  parser.add_argument("--text", type=int, default=60, help="prompt tokens")
+  parser.add_argument("--sampled", type=int, default=9, help="a turn")
+  parser.add_argument("--width", type=int, default=224, help="px")
+  parser.add_argument("--height", type=int, default=160, help="px")
+  parser.add_argument("--rows", type=int, default=8)
+  parser.add_argument("--row-length", type=int, default=512)
+  parser.add_argument("--dtype", default="float32")
+  parser.add_argument("--policy", default="tiny", help="size of TinyVL")
+  parser.add_argument("--no-share", action="store_true")
+  parser.add_argument("--updates", type=int, default=4)
+  return parser.parse_args()
+
+
+class Episodes:
+  """Made-up groups of the asked-for sizes."""
+
+  def __init__(self, args, model, processor, store):
+    self._args, self._processor, self._store = args, processor, store
+    self._rng = np.random.default_rng(0)
+    self._placeholder = model.config.image_token_id
+    banned = set(model.config.banned_token_ids)
+    self._ids = np.array(
+        [i for i in range(model.config.vocab_size) if i not in banned]
+    )
+
+  def _text(self, length):
+    return self._rng.choice(self._ids, length)
+
+  def _image(self):
+    shape = (self._args.height // 8 + 1, self._args.width // 8 + 1, 3)
+    small = self._rng.integers(0, 256, shape, dtype=np.uint8)
+    pixels = small.repeat(8, axis=0).repeat(8, axis=1)
+    return self._store.put(pixels[: self._args.height, : self._args.width])
+
+  def _sequence(self, before, image, after, turn, version):
+    count = self._processor.num_image_tokens(image.width, image.height)
+    tokens = np.concatenate([
+        before,
+        np.full(count, self._placeholder),
+        after,
+        self._text(self._args.sampled),
+    ])
+    mask = np.zeros(len(tokens), bool)
+    mask[-self._args.sampled :] = True
+    return trajectory.TokenSequence(
+        tokens,
+        mask,
+        np.where(mask, -7.0, 0),
+        np.where(mask, version, -1),
+        np.full(len(tokens), turn),
+        (trajectory.ImageSpan(image, len(before), count),),
+    )
+
+  def groups(self, version):
+    out = []
+    half = self._args.text // 2
+    for number in range(self._args.groups):
+      before, after = self._text(half), self._text(self._args.text - half)
+      image = self._image()
+      members = []
+      for member in range(self._args.size):
+        sequences = [self._sequence(before, image, after, 0, version)]
+        for turn in range(1, self._args.turns):
+          sequences.append(
+              self._sequence(
+                  before,
+                  self._image(),
+                  self._text(self._args.text - half),
+                  turn,
+                  version,
+              )
+          )
+        members.append(
+            trajectory.Trajectory(
+                steps=[trajectory.Step() for _ in range(self._args.turns)],
+                reward=float(member % 2),
+                status=trajectory.TrajectoryStatus.SUCCEEDED,
+                sequences=sequences,
+            )
+        )
+      out.append(
+          trajectory.TrajectoryGroup(f"g{number}", "t", tuple(members))
+      )
+    return out
+
+
+def matmul_peak(dtype: str) -> float:
+  """Best of several 1024^3 products with float32 results, in FLOP/s."""
+  n = 1024
+  a = jax.random.normal(jax.random.key(0), (n, n), jnp.dtype(dtype))
+  product = jax.jit(
+      lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32)
+  )
+  product(a).block_until_ready()
+  best = float("inf")
+  for _ in range(20):
+    started = time.perf_counter()
+    product(a).block_until_ready()
+    best = min(best, time.perf_counter() - started)
+  return 2 * n**3 / best
+
+
+def main() -> None:
+  args = parse_args()
+  model, processor, _ = checkpoint.create_policy(
+      args.policy, compute_dtype=args.dtype
+  )
+  store = image_lib.ImageStore()
+  learner = learner_lib.Learner(
+      model,
+      processor,
+      store,
+      learner_lib.LearnerConfig(
+          rows=args.rows,
+          row_length=args.row_length,
+          share_prompts=not args.no_share,
+      ),
+  )
+  episodes = Episodes(args, model, processor, store)
+  walls, cpus, metrics = [], [], {}
+  for update in range(args.updates + 1):
+    groups = episodes.groups(learner.version)
+    wall, cpu = time.perf_counter(), time.process_time()
+    metrics = learner.update(groups)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    if update == 0:
+      print(f"first update, with compiling: {wall:.1f} s, {cpu:.1f} CPU s")
+    else:
+      walls.append(wall)
+      cpus.append(cpu)
+  (compiled,) = learner._programs.accumulate.compiled  # pylint: disable=protected-access
+  flops = compiled.cost_analysis()["flops"] * metrics["micro_batches"]
+  peak = matmul_peak("float32")
+  wall, cpu = statistics.median(walls), statistics.median(cpus)
+  print(json.dumps(
+      {
+          "cores": os.cpu_count(),
+          "parameters": sum(x.size for x in learner.parameters().values()),
+          "episodes": args.groups * args.size,
+          "tokens": metrics["tokens"],
+          "row_tokens": metrics["tokens"] - metrics["shared_tokens"],
+          "micro_batches": metrics["micro_batches"],
+          "packing_efficiency": round(metrics["packing_efficiency"], 3),
+          "patch_efficiency": round(metrics["patch_efficiency"], 3),
+          "update_wall_s": round(wall, 3),
+          "update_cpu_s": round(cpu, 3),
+          "pack_wall_s": round(metrics["seconds_pack"], 3),
+          "tokens_per_wall_s": round(metrics["tokens"] / wall),
+          "tokens_per_cpu_s": round(metrics["tokens"] / cpu),
+          "update_gflop": round(flops / 1e9, 1),
+          "gflops": round(flops / wall / 1e9, 1),
+          "matmul_gflops_f32": round(peak / 1e9, 1),
+          "share_of_matmul_peak": round(flops / wall / peak, 3),
+          "compiles": learner.compiles,
+      },
+      indent=2,
+  ))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,278 @@
+"""Where sequences go: rows first-fit decreasing, images once a buffer.
+
+An item is what is placed as a whole: a sequence, or a prompt that several
+sequences begin with (the trunk) and what each of them adds (the branches).
+
+Promises: every example is in exactly one item; nothing is cut; the result
+depends on the examples and their order only.
+
+Does not touch pixels or make arrays (see `batching`).
+
+Axis names: R = rows of all batches opened so far; and those of `batching`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.learner import examples as example_lib
+
+Example = example_lib.Example
+_EMPTY = np.zeros(0, np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchShape:
+  """The shape of every batch: what a compile depends on.
+
+  Attributes:
+    rows: B, a multiple of `buffers`.
+    row_length: T.
+    buffers: S.
+    patches: P, a multiple of the processor's patches a token.
+    targets: M.
+  """
+
+  rows: int
+  row_length: int
+  buffers: int
+  patches: int
+  targets: int
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      if getattr(self, field.name) <= 0:
+        raise ValueError(
+            f"BatchShape.{field.name} must be > 0, got"
+            f" {getattr(self, field.name)}"
+        )
+    if self.rows % self.buffers:
+      raise ValueError(
+          f"rows={self.rows} must be a multiple of the {self.buffers} batch"
+          " shards (data x fsdp)"
+      )
+
+  @property
+  def rows_per_buffer(self) -> int:
+    return self.rows // self.buffers
+
+
+@dataclasses.dataclass(frozen=True)
+class PackStats:
+  """How well a list of batches is filled.
+
+  Attributes:
+    batches: their number.
+    sequences: examples packed.
+    sequence_tokens: tokens these hold on their own (without what follows the
+      last sampled one).
+    row_tokens: tokens in rows, shared prompts once; of `row_capacity`.
+    targets: sampled tokens.
+    patches: patches in buffers; of `patch_capacity`.
+  """
+
+  batches: int
+  sequences: int
+  sequence_tokens: int
+  row_tokens: int
+  row_capacity: int
+  targets: int
+  patches: int
+  patch_capacity: int
+
+  def metrics(self) -> dict[str, float]:
+    return {
+        "micro_batches": float(self.batches),
+        "sequences": float(self.sequences),
+        "tokens": float(self.sequence_tokens),
+        "sampled_tokens": float(self.targets),
+        "packing_efficiency": self.row_tokens / max(self.row_capacity, 1),
+        "patch_efficiency": self.patches / max(self.patch_capacity, 1),
+        "shared_tokens": float(self.sequence_tokens - self.row_tokens),
+    }
+
+
+# --- items: what is placed as a whole ---------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+  """Tokens [start, end) of an example's sequence, a segment of its own."""
+
+  example: int
+  start: int
+  end: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Item:
+  """A sequence, or a shared prompt (`trunk`) and what branches off it."""
+
+  trunk: Piece | None
+  branches: tuple[Piece, ...]
+  length: int
+  targets: int
+  images: tuple[trajectory.ImageRef, ...]
+
+
+def used_length(sequence: trajectory.TokenSequence) -> int:
+  """Tokens that predict something: all before the last sampled one."""
+  return int(np.flatnonzero(sequence.loss_mask)[-1])
+
+
+def _prompt_key(sequence: trajectory.TokenSequence, length: int) -> Any:
+  """Equal for sequences whose first `length` tokens and pixels are equal."""
+  spans = tuple(
+      (s.offset, s.num_tokens, s.image.sha256)
+      for s in sequence.images
+      if s.offset < length
+  )
+  return sequence.tokens[:length].tobytes(), spans
+
+
+def _images_of(
+    sequence: trajectory.TokenSequence, end: int
+) -> dict[str, trajectory.ImageRef]:
+  return {
+      s.image.sha256: s.image for s in sequence.images if s.offset < end
+  }
+
+
+def make_items(
+    examples: Sequence[Example], row_length: int, share: bool
+) -> list[Item]:
+  """Items of at most `row_length` tokens where sequences allow it.
+
+  Args:
+    examples: what is packed.
+    row_length: T.
+    share: make trunks of prompts that are equal in tokens and pixels.
+  """
+  clusters: dict[Any, list[int]] = {}
+  for i, example in enumerate(examples):
+    sequence = example.sequence
+    # The trunk ends before the first sampled token: its last position
+    # predicts the first token of every branch.
+    first = int(np.argmax(sequence.loss_mask))
+    key = _prompt_key(sequence, first) if share else i
+    clusters.setdefault(key, []).append(i)
+  items = []
+  for members in clusters.values():
+    first = int(np.argmax(examples[members[0]].sequence.loss_mask))
+    if len(members) == 1:
+      first = 0
+    pending = list(members)
+    while pending:
+      taken, length = [], first
+      for i in pending:
+        extra = used_length(examples[i].sequence) - first
+        if taken and length + extra > row_length:
+          continue
+        taken.append(i)
+        length += extra
+      chosen = set(taken)
+      pending = [i for i in pending if i not in chosen]
+      items.append(make_item(examples, taken, first))
+  return items
+
+
+def make_item(
+    examples: Sequence[Example], members: Sequence[int], first: int
+) -> Item:
+  """The item of examples that share their first `first` tokens."""
+  if len(members) == 1:
+    first = 0
+  branches = tuple(
+      Piece(i, first, used_length(examples[i].sequence)) for i in members
+  )
+  images: dict[str, trajectory.ImageRef] = {}
+  for piece in branches:
+    images |= _images_of(examples[piece.example].sequence, piece.end)
+  return Item(
+      trunk=Piece(members[0], 0, first) if first else None,
+      branches=branches,
+      length=first + sum(p.end - p.start for p in branches),
+      targets=sum(examples[i].sequence.num_sampled for i in members),
+      images=tuple(images.values()),
+  )
+
+
+# --- placing ----------------------------------------------------------------
+
+
+class Bins:
+  """Rows and buffers that are being filled, in order of opening."""
+
+  def __init__(self, shape: BatchShape):
+    self._shape = shape
+    self.batches = 0
+    self.free_R = _EMPTY  # Tokens free in each row.
+    self.buffer_R = _EMPTY  # Buffer of each row.
+    self.patches_free = _EMPTY
+    self.targets_free = _EMPTY
+    self.holders: dict[str, list[int]] = {}
+
+  def _open(self) -> None:
+    shape = self._shape
+    first = self.batches * shape.buffers
+    self.free_R = np.concatenate(
+        [self.free_R, np.full(shape.rows, shape.row_length)]
+    )
+    self.buffer_R = np.concatenate([
+        self.buffer_R,
+        first + np.arange(shape.rows) // shape.rows_per_buffer,
+    ])
+    self.patches_free = np.concatenate(
+        [self.patches_free, np.full(shape.buffers, shape.patches)]
+    )
+    self.targets_free = np.concatenate(
+        [self.targets_free, np.full(shape.buffers, shape.targets)]
+    )
+    self.batches += 1
+
+  def place(self, item: Item, sizes: dict[str, int]) -> tuple[int, list[str]]:
+    """(row, images new to its buffer); opens a batch when none has room."""
+    row = self._find(item, sizes)
+    if row is None:
+      self._open()
+      row = self._find(item, sizes)
+      assert row is not None, "an item that fits no empty batch was let in"
+    buffer = int(self.buffer_R[row])
+    new = [
+        image.sha256
+        for image in item.images
+        if buffer not in self.holders.get(image.sha256, ())
+    ]
+    for sha in new:
+      self.holders.setdefault(sha, []).append(buffer)
+      self.patches_free[buffer] -= sizes[sha]
+    self.free_R[row] -= item.length
+    self.targets_free[buffer] -= item.targets
+    return row, new
+
+  def _find(self, item: Item, sizes: dict[str, int]) -> int | None:
+    total = sum(sizes[image.sha256] for image in item.images)
+    cost = np.full(len(self.patches_free), total)
+    for image in item.images:
+      for buffer in self.holders.get(image.sha256, ()):
+        cost[buffer] -= sizes[image.sha256]
+    room = (cost <= self.patches_free) & (item.targets <= self.targets_free)
+    fits = (self.free_R >= item.length) & room[self.buffer_R]
+    if not fits.any():
+      return None
+    # The first row whose buffer needs the fewest new patches: plain first fit
+    # unless some buffer holds an image already.
+    cost_R = np.where(fits, cost[self.buffer_R], np.iinfo(np.int64).max)
+    return int(np.argmin(cost_R))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+  """Where everything goes; `fill` makes the batches of it."""
+
+  shape: BatchShape
+  placed: list[list[tuple[int, Item, list[str]]]]  # Per batch.
+  stats: PackStats
