@@ -615,7 +615,7 @@ def test_stale_drops_do_not_come_back(tmp_path):
 
 def test_durable_put_from_a_loop(tmp_path):
   store = group_store.SqliteGroupStore(tmp_path / "queue.sqlite")
-  q = GroupQueue(2, max_staleness=3, store=store)
+  q = GroupQueue(2, max_staleness=3, store=store, order="admission")
 
   async def main():
     tickets = [await q.acquire_start_async() for _ in range(6)]
