@@ -76,7 +76,7 @@ def test_equal_seeds_give_equal_runs(tmp_path):
   """C9: rewards to the bit, losses within 1e-6; another seed differs."""
   for name, seed in (("a", 5), ("b", 5), ("c", 6)):
     status = run_train(tmp_path, f"name={name}", f"seed={seed}", "steps=2",
-                       "tasks=[click-color, close-dialog]")
+                       "tasks=[enter-text, move-window]")
     assert status == 0
   a, b, c = (metrics_of(tmp_path / name) for name in "abc")
   assert len(a) == len(b) == 2

@@ -115,14 +115,7 @@ ALIASES: dict[str, str] = {
 
 GYM_PRESETS: dict[str, dict[str, Any]] = {
     "desktop": {
-        "gym.tasks": (
-            "click-button",
-            "click-color",
-            "close-dialog",
-            "enter-text",
-            "click-checkboxes",
-            "open-icon",
-        ),
+        "gym.tasks": ("enter-text", "login-form", "move-window", "set-slider"),
     },
     "miniwob": {
         "gym.tasks": ("click-test-2", "click-dialog", "focus-text"),
@@ -134,7 +127,7 @@ GYM_PRESETS: dict[str, dict[str, Any]] = {
 }
 """Defaults that depend on gym.name; files and overrides win over them."""
 
-_GYMS_WITH_ORACLE = ("desktop",)
+_GYMS_WITH_ORACLE = ("desktop", "miniwob")
 
 
 def _parse_yaml(text: str, source: str) -> dict[str, Any]:

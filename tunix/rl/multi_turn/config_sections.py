@@ -78,7 +78,7 @@ class GymConfig:
       at_most=2,
   )
   max_turns: int = _opt(
-      4, "Turns an episode may take; a task's own limit wins.", at_least=1
+      8, "Turns an episode may take; a task's own limit wins.", at_least=1
   )
   options: dict[str, Any] = _opt(
       {}, "Passed to the gym as it is, e.g. gym.options.headless=false."
@@ -168,7 +168,7 @@ class RolloutConfig:
   """The engine that generates for many episodes at once."""
 
   slots: int = _opt(
-      32, "Episodes whose KV cache is held at a time.", at_least=1
+      96, "Episodes whose KV cache is held at a time.", at_least=1
   )
   context_length: int = _opt(
       512,
@@ -178,7 +178,7 @@ class RolloutConfig:
       at_least=16,
   )
   concurrency: int = _opt(
-      64,
+      96,
       "Episodes in flight. More than rollout.slots keeps the engine busy while"
       " gyms work.",
       at_least=1,
@@ -325,9 +325,9 @@ class LearnerConfig:
   """The optimiser and the shape of its batches."""
 
   steps: int = _opt(
-      60, "Updates. 0 = no GRPO: warm start and evaluation only.", at_least=0
+      120, "Updates. 0 = no GRPO: warm start and evaluation only.", at_least=0
   )
-  groups_per_step: int = _opt(8, "Groups an update learns from.", at_least=1)
+  groups_per_step: int = _opt(12, "Groups an update learns from.", at_least=1)
   minibatches: int = _opt(
       1, "Optimizer steps an update's groups are divided into.", at_least=1
   )
@@ -339,10 +339,10 @@ class LearnerConfig:
       at_least=16,
   )
   rows: int = _opt(
-      8, "Rows of one compiled batch; gradients accumulate over batches."
+      4, "Rows of one compiled batch; gradients accumulate over batches."
       , at_least=1,
   )
-  learning_rate: float = _opt(3e-4, "Peak of the schedule.", above=0)
+  learning_rate: float = _opt(5e-4, "Peak of the schedule.", above=0)
   schedule: str = _opt(
       "constant",
       "After warm-up the learning rate is constant, or falls to 0 at the last"
@@ -458,7 +458,7 @@ class CheckpointConfig:
   """What survives."""
 
   every: int = _opt(
-      20, "Save every this many updates. 0 = only at the end.", at_least=0
+      40, "Save every this many updates. 0 = only at the end.", at_least=0
   )
   keep: int = _opt(2, "Newest checkpoints kept.", at_least=1)
 

@@ -333,6 +333,10 @@ class Run:
     store = None
     if config.queue.path:
       store = group_store.SqliteGroupStore(config.queue.path)
+
+    def dropped(group: trajectory_lib.TrajectoryGroup, reason: str) -> None:
+      self.observers.on_event(events.GroupFinished(group, "dropped", reason))
+
     queue = group_queue.GroupQueue(
         config.learner.groups_per_step,
         config.queue.max_staleness,
@@ -341,6 +345,7 @@ class Run:
         stale_policy=config.queue.stale_policy,
         version=learner.version,
         store=store,
+        on_drop=dropped,
     )
     metrics = StepMetrics(self.observers, queue, self.engine)
     self._collect_loop = collect_loop.CollectLoop(

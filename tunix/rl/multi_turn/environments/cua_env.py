@@ -197,6 +197,16 @@ class CUAEnv(base_env.BaseEnv):
     info["status"] = (status or Status.FAILED).value
     return observation, reward, True, info
 
+  async def evaluate(self) -> rewards.RewardOutput:
+    """Reward of the present state, for whoever ends an episode from outside.
+
+    `step` has done it already for episodes that ended by themselves.
+    """
+    self._running = False
+    info: dict[str, Any] = {}
+    reward = await self._evaluate(info)
+    return rewards.RewardOutput(reward, {"success": info["success"]})
+
   async def close(self) -> None:
     self._running = False
     await base_env.maybe_await(self.gym.close())

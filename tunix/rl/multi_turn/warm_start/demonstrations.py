@@ -105,9 +105,9 @@ def oracle_of(gym_name: str) -> Callable[[Any], Any]:
 
     return desktop.oracle_action
   if gym_name == "miniwob":
-    from tunix.rl.multi_turn.environments.gyms.miniwob import oracle  # pylint: disable=g-import-not-at-top
+    from tunix.rl.multi_turn.environments.gyms import miniwob  # pylint: disable=g-import-not-at-top
 
-    return oracle.oracle_action
+    return miniwob.oracle_action
   raise ValueError(
       f"gym {gym_name!r} has no oracle to demonstrate; desktop and miniwob do"
   )
