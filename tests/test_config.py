@@ -319,7 +319,10 @@ def test_what_does_not_fit_is_refused_with_what_would(argument, message):
         (["warm_start.source=path"], ["warm_start.path"]),
         (["warm_start.path=x"], ["warm_start.source=path"]),
         (["policy=./qwen"], ["warm_start.source=embedded", "./qwen"]),
-        (["gym=miniwob", "warm_start.steps=10"], ["has no oracle"]),
+        (
+            ["gym=gymnasium", "tasks=[CartPole-v1]", "warm_start.steps=10"],
+            ["has no oracle"],
+        ),
         (["gym=gymnasium"], ["gym.tasks is empty"]),
         (["collect.turn_timeout_s=1000"], ["collect.episode_timeout_s"]),
         (["collect.model_timeout_s=400"], ["collect.turn_timeout_s"]),
