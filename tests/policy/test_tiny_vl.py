@@ -359,7 +359,7 @@ def test_number_logits_follow_positions_along_the_gated_axis(policy):
   start = model.config.number_start
   model.embedding[...] = jnp.zeros_like(model.embedding[...])
   model.axis_number[...] = jnp.zeros_like(model.axis_number[...])
-  for axis, u in ((0, u_x), (1, u_y)):
+  for axis, _ in ((0, u_x), (1, u_y)):
     gate = np.zeros((d, 2), np.float32)
     gate[:, axis] = np.asarray(held) * 1e3
     gate[:, 1 - axis] = -np.asarray(held) * 1e3

@@ -269,7 +269,7 @@ def make_collector(
   )
 
 
-# --- policy, engine, learner ---------------------------------------------------
+# --- policy, engine, learner --------------------------------------------------
 
 
 @dataclasses.dataclass

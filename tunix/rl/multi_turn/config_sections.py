@@ -442,8 +442,8 @@ class EvalConfig:
       0, "Evaluate every this many updates. 0 = start and end.", at_least=0
   )
   modes: tuple[str, ...] = _opt(
-      ("greedy", "sampled"),
-      "greedy: the likeliest token. sampled: as in training. The first is the"
+      ("sampled", "greedy"),
+      "sampled: as in training. greedy: the likeliest token. The first is the"
       " one reported as success_rate.",
       choices=("greedy", "sampled"),
   )

@@ -216,7 +216,7 @@ class Run:
         "observer_failures": dict(self.observers.failures),
     }
 
-  # --- stages ------------------------------------------------------------------
+  # --- stages -----------------------------------------------------------------
 
   def warm_up(self) -> None:
     """Compiles the engine's programs."""
@@ -300,7 +300,8 @@ class Run:
     for step in range(warm.steps):
       if self.stop.is_set():
         return
-      while len(played) < min(warm.demonstrations, warm.batch_size * (step + 1)):
+      wanted = min(warm.demonstrations, warm.batch_size * (step + 1))
+      while len(played) < wanted:
         task = next(tasks)
         played.append(
             self._wait(demonstrator.sequences([(task, len(played))]))
@@ -401,7 +402,7 @@ class Run:
     self.policy = dataclasses.replace(self.policy, model=learner.policy())
     return learner.counters.updates
 
-  # --- helpers -----------------------------------------------------------------
+  # --- helpers ----------------------------------------------------------------
 
   def _stop_collecting(self) -> None:
     if self._collect_loop is not None and self._collecting is not None:
@@ -540,7 +541,9 @@ def _import_modules(names: Sequence[str]) -> None:
     try:
       importlib.import_module(name)
     except ImportError as error:
-      raise ConfigError([f"run.imports: cannot import {name}: {error}"])
+      raise ConfigError(
+          [f"run.imports: cannot import {name}: {error}"]
+      ) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

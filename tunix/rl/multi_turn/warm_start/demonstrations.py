@@ -228,7 +228,7 @@ def completion_ids(
   ).astype(np.int32)
 
 
-# --- conversations about a screenshot ------------------------------------------
+# --- conversations about a screenshot -----------------------------------------
 
 _CLICK_FORMS = (
     "Click {}.",
