@@ -15,6 +15,9 @@ import time
 import pytest
 from tunix.rl.multi_turn import train
 
+# Each run compiles its own programs, on two cores perhaps shared with others.
+pytestmark = pytest.mark.timeout(400)
+
 NANO = (
     "policy.config={width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,"
     " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}"
@@ -74,24 +77,29 @@ def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
 
 def test_equal_seeds_give_equal_runs(tmp_path):
   """C9: rewards to the bit, losses within 1e-6; another seed differs."""
-  for name, seed in (("a", 5), ("b", 5), ("c", 6)):
-    status = run_train(tmp_path, f"name={name}", f"seed={seed}", "steps=2",
-                       "tasks=[enter-text, move-window]")
+  for name, seed, steps in (("a", 5, 2), ("b", 5, 2), ("c", 6, 1)):
+    status = run_train(
+        tmp_path, f"name={name}", f"seed={seed}", f"steps={steps}",
+        "tasks=[enter-text, set-slider]", "learner.groups_per_step=4",
+        "eval.episodes_per_task=1",
+    )  # pyformat: disable
     assert status == 0
   a, b, c = (metrics_of(tmp_path / name) for name in "abc")
   assert len(a) == len(b) == 2
   for one, other in zip(a, b):
     assert one["reward_mean"] == other["reward_mean"]
     assert one["completion_tokens"] == other["completion_tokens"]
+    assert one.keys() == other.keys()
+    assert one["engine_compiles"] == 0
+  learned = [(x, y) for x, y in zip(a, b) if "loss" in x]
+  assert learned, "no group was informative; choose another seed"
+  for one, other in learned:
     assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
     assert one["grad_norm"] == pytest.approx(other["grad_norm"], abs=1e-5)
-    assert one["engine_compiles"] == 0
     # The learner scores what was sampled as the sampler did.
     assert one["logprob_gap_max"] < 1e-4
-  assert any(
-      one["completion_tokens"] != other["completion_tokens"]
-      or one["logprob"] != other["logprob"]
-      for one, other in zip(a, c)
+  assert a[0]["completion_tokens"] != c[0]["completion_tokens"] or (
+      a[0].get("logprob") != c[0].get("logprob")
   )
   trajectories = [
       sorted(
