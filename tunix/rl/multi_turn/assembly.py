@@ -377,7 +377,8 @@ def make_learner(
   if cloning:
     changes |= {
         "objective": "behaviour_cloning",
-        "optimizer": "muon",
+        # Fast from nothing, but it would overwrite what is there already.
+        "optimizer": "muon" if config.warm_start.source == "none" else "adamw",
         "learning_rate": config.warm_start.learning_rate,
         "schedule": "cosine",
         "total_steps": config.warm_start.steps,

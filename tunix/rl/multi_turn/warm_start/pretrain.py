@@ -225,7 +225,7 @@ def pretrain(
           learning_rate=recipe.learning_rate,
           muon_learning_rate=recipe.muon_learning_rate,
           schedule="cosine",
-          warmup_steps=recipe.warmup_steps,
+          warmup_steps=min(recipe.warmup_steps, recipe.steps // 2),
           total_steps=recipe.steps,
           b2=0.98,
           row_length=recipe.row_length,
