@@ -373,7 +373,20 @@ class CollectLoop:
       running = asyncio.ensure_future(self._group(task, ticket))
       self._running[running] = ticket.index
       running.add_done_callback(lambda _: slots.release())
+      running.add_done_callback(
+          lambda ended, ticket=ticket: self._give_back(ended, ticket)
+      )
       running.add_done_callback(self._ended_one)
+
+  def _give_back(
+      self, ended: asyncio.Task[None], ticket: group_queue.Ticket
+  ) -> None:
+    """Releases the ticket of a group cancelled before its first step."""
+    if ended.cancelled():
+      try:
+        self._queue.release_start(ticket)
+      except ValueError:
+        pass  # It had begun, and has released its ticket itself.
 
   async def _group(self, task: Any, ticket: group_queue.Ticket) -> None:
     """One task, until its group is accepted or given up."""
