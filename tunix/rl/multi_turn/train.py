@@ -288,9 +288,7 @@ class Run:
         lambda: assembly.make_gym(self.config, self.config.gym.tasks[0]),
         demonstrations.oracle_of(self.config.gym.name),
         self.images,
-        grid=demonstrations.default_grid(
-            self.config.gym.width, self.config.gym.height
-        ),
+        grid=demonstrations.POINT_GRID,
     )
     tasks = assembly.TrainTasks(
         self.task_source, self.config.gym.tasks, self.config.run.seed + 1

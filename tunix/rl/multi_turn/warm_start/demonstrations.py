@@ -94,8 +94,21 @@ HABITS: dict[str, Habit] = {
 # --- oracles -----------------------------------------------------------------
 
 
-def oracle_of(gym_name: str) -> Callable[[Any], Any]:
-  """gym -> the next right action, for the gym of that name.
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+  """What knows a gym from the inside. Both may be coroutine functions.
+
+  Attributes:
+    act: gym -> the next right action, None at the end.
+    describe: (gym, x, y) -> the phrase for what is at a pixel, or None.
+  """
+
+  act: Callable[[Any], Any]
+  describe: Callable[[Any, float, float], Any]
+
+
+def oracle_of(gym_name: str) -> Oracle:
+  """The oracle of the gym of that name.
 
   Raises:
     ValueError: it has no oracle.
@@ -103,33 +116,43 @@ def oracle_of(gym_name: str) -> Callable[[Any], Any]:
   if gym_name == "desktop":
     from tunix.rl.multi_turn.environments.gyms import desktop  # pylint: disable=g-import-not-at-top
 
-    return desktop.oracle_action
+    return Oracle(desktop.oracle_action, desktop.DesktopGym.describe)
   if gym_name == "miniwob":
     from tunix.rl.multi_turn.environments.gyms import miniwob  # pylint: disable=g-import-not-at-top
 
-    return miniwob.oracle_action
+    return Oracle(miniwob.oracle_action, miniwob.describe)
   raise ValueError(
       f"gym {gym_name!r} has no oracle to demonstrate; desktop and miniwob do"
   )
 
 
-def default_grid(width: int, height: int) -> tuple[int, int]:
-  """Bins of 4 px, what the shipped policy was pretrained with."""
-  return max(1, width // 4), max(1, height // 4)
+POINT_GRID = (32, 24)
+"""Columns and rows that the shipped policy's points were snapped to in
+pretraining, at every screenshot size: it has met no other numbers."""
 
 
 # --- episodes ----------------------------------------------------------------
+
+_POINTING = (Kind.CLICK, Kind.DRAG)
+
+
+async def _value(found: Any) -> Any:
+  return await found if asyncio.iscoroutine(found) else found
 
 
 @dataclasses.dataclass(frozen=True)
 class Demonstrator:
   """Plays tasks the right way, but for its habits.
 
+  Before it clicks or drags, it says in the text before the tool call what it
+  is about to touch ("the Save button"): to point at what was just named is
+  much easier to learn than to find the target and to name nothing.
+
   Attributes:
     renderer: messages to tokens.
     make_agent: a fresh agent for an episode; its parser writes the actions.
     make_gym: a fresh gym.
-    oracle: gym -> the next right action, None at the end; sync or async.
+    oracle: knows the right actions and what things are called.
     image_store: where screenshots go.
     habits: family -> (name in HABITS, probability in [0, 1] that an episode
       is played with it).
@@ -139,7 +162,7 @@ class Demonstrator:
   renderer: sequence_builder.Renderer
   make_agent: Callable[[], Any]
   make_gym: Callable[[], Any]
-  oracle: Callable[[Any], Any]
+  oracle: Oracle
   image_store: images.ImageStore
   habits: Mapping[str, tuple[str, float]] = dataclasses.field(
       default_factory=dict
@@ -177,15 +200,16 @@ class Demonstrator:
 
     async def act(prompt: policy_client.TokenPrompt, session: str):
       del prompt, session
-      action = self.oracle(gym)
-      if asyncio.iscoroutine(action):
-        action = await action
+      action = await _value(self.oracle.act(gym))
       if action is None:
         action = GuiAction(Kind.TERMINATE)
       if habit_fn is not None:
         action = habit_fn(gym, action, rng)
+      target = None
+      if action.kind in _POINTING:
+        target = await _value(self.oracle.describe(gym, action.x, action.y))
       text = parser.format_gui_action(
-          action, env.image.width, env.image.height, grid=self.grid
+          action, env.image.width, env.image.height, target, grid=self.grid
       )
       return completion_ids(self.renderer, text)
 
@@ -241,6 +265,15 @@ Expressions = Sequence[tuple[str, int, int]]
 """(phrase, x, y): what is visible and where, in pixels."""
 
 
+def _sample(
+    expressions: Expressions, count: int, rng: np.random.Generator
+) -> Expressions:
+  """Up to `count` of them, in random order."""
+  if not expressions:
+    raise ValueError("a conversation needs something visible to talk about")
+  return [expressions[i] for i in rng.permutation(len(expressions))[:count]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Grounder:
   """Makes conversations about screenshots.
@@ -268,19 +301,14 @@ class Grounder:
       rng: np.random.Generator,
       items: int = 12,
   ) -> trajectory.TokenSequence:
-    """One answer that names things and clicks on them, or the reverse."""
-    if not expressions:
-      raise ValueError("a conversation needs something visible to talk about")
+    """One answer that names up to `items` things and clicks on them, or the
+    reverse; nothing twice, as a second time could be copied from the first."""
     lines = []
-    order: list[int] = []
-    for _ in range(items):
-      if not order:  # Everything once before anything twice.
-        order = rng.permutation(len(expressions)).tolist()
-      phrase, x, y = expressions[order.pop()]
+    for phrase, x, y in _sample(expressions, items, rng):
       if rng.random() < self.reverse_rate:
         lines.append(f"{self._point(image, x, y)} {phrase}")
       else:
-        lines.append(f"{phrase}\n{self._click(image, x, y)}")
+        lines.append(self._click(image, x, y, phrase))
     turns = [("List what you see.", "\n".join(lines))]
     return self._converse(image, turns)
 
@@ -291,10 +319,9 @@ class Grounder:
       rng: np.random.Generator,
       questions: int = 6,
   ) -> trajectory.TokenSequence:
-    """Questions of a user, each answered by one tool call."""
+    """Up to `questions` of a user, each answered by one tool call."""
     turns = []
-    for _ in range(questions):
-      phrase, x, y = self._pick(expressions, rng)
+    for phrase, x, y in _sample(expressions, questions, rng):
       draw = rng.random()
       if self.words and draw < self.type_rate:
         word = self.words[int(rng.integers(len(self.words)))]
@@ -306,25 +333,28 @@ class Grounder:
         turns.append((question, answer))
       else:
         form = _CLICK_FORMS[int(rng.integers(len(_CLICK_FORMS)))]
-        turns.append((form.format(phrase), self._click(image, x, y)))
+        turns.append((form.format(phrase), self._click(image, x, y, phrase)))
     return self._converse(image, turns)
 
-  def _pick(
-      self, expressions: Expressions, rng: np.random.Generator
-  ) -> tuple[str, int, int]:
-    if not expressions:
-      raise ValueError("a conversation needs something visible to talk about")
-    return expressions[int(rng.integers(len(expressions)))]
-
-  def _format(self, image: trajectory.ImageRef, action: GuiAction) -> str:
+  def _format(
+      self,
+      image: trajectory.ImageRef,
+      action: GuiAction,
+      thought: str | None = None,
+  ) -> str:
     return self.parser.format_gui_action(
-        action, image.width, image.height, grid=self.grid
+        action, image.width, image.height, thought, grid=self.grid
     )
 
-  def _click(self, image: trajectory.ImageRef, x: float, y: float) -> str:
-    return self._format(
-        image, GuiAction(Kind.CLICK, x=float(x), y=float(y))
-    )
+  def _click(
+      self,
+      image: trajectory.ImageRef,
+      x: float,
+      y: float,
+      phrase: str | None = None,
+  ) -> str:
+    action = GuiAction(Kind.CLICK, x=float(x), y=float(y))
+    return self._format(image, action, phrase)
 
   def _point(self, image: trajectory.ImageRef, x: float, y: float) -> str:
     """"[x, y]" in the grammar's coordinates."""

@@ -57,31 +57,39 @@ class Recipe:
     steps: optimizer steps.
     seed: of weights and data.
     width, height: of the screenshots, in pixels.
+    other_sizes: (width, height) of the screenshots of `other_scenes` of the
+      inventories, so that a position means the same on every screen.
     inventories, questions: conversations of each kind a step.
     episodes: demonstrated episodes a step.
-    late: share of the steps, at the end, in which the numbers of inventories
-      and episodes are exchanged.
+    late: share of the steps, at the end, in which a step has
+      `late_inventories` and `late_episodes` instead.
     quickstart_share: share of scenes and episodes from the quickstart's
       families; the rest are of all families, or random scenes.
     grid: (columns, rows) that points are snapped to.
     habits: family -> (habit, rate).
     learning_rate, muon_learning_rate, warmup_steps: of the optimizer; a
       cosine to 0 follows.
-    row_length, rows: of a packed batch.
+    row_length, rows, patches, targets: capacities of a packed batch.
     size: of the policy, a key of `tiny_vl.SIZES`.
     system_prompt, parser: what episodes begin with, and their grammar.
   """
 
-  steps: int = 1400
+  steps: int = 2000
   seed: int = 0
   width: int = 128
   height: int = 96
-  inventories: int = 26
+  other_sizes: tuple[tuple[int, int], ...] = (
+      (160, 120), (160, 210), (224, 160)
+  )  # pyformat: disable
+  other_scenes: int = 3
+  inventories: int = 46
   questions: int = 8
-  episodes: int = 12
+  episodes: int = 14
   late: float = 0.3
+  late_inventories: int = 24
+  late_episodes: int = 28
   quickstart_share: float = 0.8
-  grid: tuple[int, int] = (32, 24)
+  grid: tuple[int, int] = demonstrations.POINT_GRID
   habits: dict[str, tuple[str, float]] = dataclasses.field(
       default_factory=lambda: dict(HABITS)
   )
@@ -90,6 +98,8 @@ class Recipe:
   warmup_steps: int = 50
   row_length: int = 448
   rows: int = 24
+  patches: int = 4096
+  targets: int = 2944
   size: str = "tiny"
   system_prompt: str = "desktop_compact"
   parser: str = "computer_use_compact"
@@ -112,11 +122,12 @@ class DataMaker:
         words=words.TYPING_WORDS,
     )
     self._gym = self._make_gym()
+    self._other_gyms = [desktop.DesktopGym(*s) for s in recipe.other_sizes]
     self._demonstrator = demonstrations.Demonstrator(
         renderer,
         self._agent,
         self._make_gym,
-        desktop.oracle_action,
+        demonstrations.oracle_of("desktop"),
         image_store,
         habits=recipe.habits,
         grid=recipe.grid,
@@ -130,17 +141,20 @@ class DataMaker:
   def _make_gym(self) -> desktop.DesktopGym:
     return desktop.DesktopGym(self._recipe.width, self._recipe.height)
 
-  def _scene(self, rng: np.random.Generator):
+  def _scene(self, rng: np.random.Generator, other: bool = False):
     """(image, what is visible) of a task's start or a random scene."""
+    gym = self._gym
+    if other:
+      gym = self._other_gyms[int(rng.integers(len(self._other_gyms)))]
     while True:
       if rng.random() < self._recipe.quickstart_share:
-        seen = self._gym.start_sync(self._task(rng, int(rng.random() < 0.2)))
+        seen = gym.start_sync(self._task(rng, int(rng.random() < 0.2)))
       else:
-        seen = self._gym.random_scene(int(rng.integers(2**31)))
+        seen = gym.random_scene(int(rng.integers(2**31)))
       # Title bars are everywhere and easy; they would crowd out the rest.
       expressions = [
           e
-          for e in self._gym.referring_expressions()
+          for e in gym.referring_expressions()
           if not e[0].startswith("the title bar") or rng.random() < 0.1
       ]
       if expressions:
@@ -162,10 +176,12 @@ class DataMaker:
     r = self._recipe
     inventories, episodes = r.inventories, r.episodes
     if step >= (1 - r.late) * r.steps:
-      inventories, episodes = episodes, inventories
+      inventories, episodes = r.late_inventories, r.late_episodes
     result = [
-        self._grounder.inventory_sequence(*self._scene(rng), rng)
-        for _ in range(inventories)
+        self._grounder.inventory_sequence(
+            *self._scene(rng, other=i < r.other_scenes), rng
+        )
+        for i in range(inventories)
     ] + [
         self._grounder.question_sequence(*self._scene(rng), rng)
         for _ in range(r.questions)
@@ -230,6 +246,8 @@ def pretrain(
           b2=0.98,
           row_length=recipe.row_length,
           rows=recipe.rows,
+          patches=recipe.patches,
+          targets=recipe.targets,
           overlong="drop",
           seed=recipe.seed,
       ),

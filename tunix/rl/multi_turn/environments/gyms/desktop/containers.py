@@ -99,7 +99,14 @@ class Window(Container):
     return self.x + free // 2, self.y + 1 + TITLE_HEIGHT // 2
 
   def phrases(self):
-    return ()  # its centre is whatever lies there; see title_center
+    return ()  # its centre is whatever lies there; see title_phrase
+
+  def title_phrase(self) -> str:
+    return f"the title bar of the {self.name} {self.kind}"
+
+  def in_title(self, y: int) -> bool:
+    """Whether a height within the window is its title bar's."""
+    return y < self.y + 1 + TITLE_HEIGHT
 
   def draw(self, c, ui):
     t = ui.theme
@@ -116,7 +123,7 @@ class Window(Container):
     super().draw(c, ui)
 
   def drag(self, ui, x, y, x2, y2):
-    if y < self.y + 1 + TITLE_HEIGHT:
+    if self.in_title(y):
       self.shift(x2 - x, y2 - y)
       ui.emit("move", self, (self.x, self.y))
 

@@ -235,6 +235,10 @@ class DesktopGym:
     """
     return self.scene.referring_expressions()
 
+  def describe(self, x: float, y: float) -> str | None:
+    """The phrase for what is at a pixel; None when it has no unique one."""
+    return self.scene.describe(x, y)
+
   # -- the asynchronous protocol ---------------------------------------------
 
   async def start(self, task: base.Task) -> base.Observation:

@@ -177,14 +177,24 @@ class Scene:
           point = self.to_px(x, y) if (
               inside and self.hit(x, y) is widget
           ) else None
-          found.setdefault(
-              f"the title bar of the {widget.name} {widget.kind}", []
-          ).append(point)
+          found.setdefault(widget.title_phrase(), []).append(point)
     return [
         (phrase, *points[0])
         for phrase, points in found.items()
         if len(points) == 1 and points[0] is not None
     ]
+
+  def describe(self, x: float, y: float) -> str | None:
+    """The phrase that names what is at a pixel; None when none does."""
+    at = int(x) // self.k, int(y) // self.k
+    widget = self.hit(*at)
+    if widget is None:
+      return None
+    phrases = widget.phrases()
+    if isinstance(widget, containers.Window) and widget.in_title(at[1]):
+      phrases = (widget.title_phrase(),)
+    unique = {phrase for phrase, _, _ in self.referring_expressions()}
+    return next((phrase for phrase in phrases if phrase in unique), None)
 
   def screenshot(self) -> np.ndarray:
     """uint8[height, width, 3], read-only; the same array until a change."""

@@ -3,6 +3,7 @@
 from tunix.rl.multi_turn.environments.gyms.miniwob.browser import Browser
 from tunix.rl.multi_turn.environments.gyms.miniwob.browser import shared_browser
 from tunix.rl.multi_turn.environments.gyms.miniwob.gym import MiniWobGym
+from tunix.rl.multi_turn.environments.gyms.miniwob.oracle import describe
 from tunix.rl.multi_turn.environments.gyms.miniwob.oracle import oracle_action
 from tunix.rl.multi_turn.environments.gyms.miniwob.oracle import ORACLE_FAMILIES
 from tunix.rl.multi_turn.environments.gyms.miniwob.tasks import families

@@ -73,6 +73,33 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
   return _Action(_Kind.TYPE, text=wanted)
 
 
+async def describe(
+    gym: gym_lib.MiniWobGym, x: float, y: float
+) -> str | None:
+  """What a person would call the thing at a pixel; None when it has no name.
+
+  Raises:
+    RuntimeError: no episode is running.
+  """
+  if gym.page is None:
+    raise RuntimeError("no episode is running; call start(task) first")
+  return await gym.page.evaluate(
+      """((x, y) => {
+        const e = document.elementFromPoint(x, y)
+            ?.closest('button, input, textarea, a');
+        if (!e) return null;
+        if (e.closest('.ui-dialog-titlebar')) {
+          return 'the close box of the dialog';
+        }
+        if (e.matches('input:not([type=button]):not([type=submit]), textarea'))
+          return 'the text field';
+        const name = (e.value || e.textContent).trim();
+        if (!name) return null;
+        return `the ${name} ${e.matches('a') ? 'link' : 'button'}`;
+      })(%d, %d)""" % (x, y)
+  )
+
+
 async def _click(gym: gym_lib.MiniWobGym, element: str) -> _Action:
   """A click on a point of the element that nothing covers."""
   point: list[Any] | None = await gym.page.evaluate(
