@@ -18,25 +18,25 @@ def wait_until(condition):
   return False
 
 
-class TestDeadlinePool:
+class TestWorkerPool:
   def test_result_and_exception(self):
-    pool = concurrency.DeadlinePool(max_threads=2)
+    pool = concurrency.WorkerPool(max_threads=2)
     assert pool.run(lambda: 3, 5.0) == 3
     with pytest.raises(KeyError, match="x"):
       pool.run(lambda: {}["x"], 5.0)
 
   def test_hung_call_is_abandoned_and_its_slot_is_free_again(self):
-    pool = concurrency.DeadlinePool(max_threads=1)
+    pool = concurrency.WorkerPool(max_threads=1)
     gate = threading.Event()
     with pytest.raises(concurrency.DeadlineExceeded, match="tool 'f'.*0.05 s"):
       pool.run(gate.wait, SHORT, "tool 'f'")
-    assert pool.abandoned == 1
+    assert pool.lost == 1
     assert pool.run(lambda: "served", 5.0) == "served"
     gate.set()
-    assert wait_until(lambda: pool.abandoned == 0)
+    assert wait_until(lambda: pool.lost == 0)
 
   def test_threads_are_bounded(self):
-    pool = concurrency.DeadlinePool(max_threads=3)
+    pool = concurrency.WorkerPool(max_threads=3)
     gate = threading.Event()
     jobs = [pool.submit(gate.wait) for _ in range(20)]
     assert pool.threads == 3
@@ -46,7 +46,7 @@ class TestDeadlinePool:
 
   def test_deadline_counts_from_the_start_of_the_call(self):
     # With one thread the second call waits for the first one's deadline.
-    pool = concurrency.DeadlinePool(max_threads=1)
+    pool = concurrency.WorkerPool(max_threads=1)
     gate = threading.Event()
 
     async def both():
@@ -62,19 +62,19 @@ class TestDeadlinePool:
     assert second == "in time"
 
   def test_too_many_hung_calls_are_refused(self):
-    pool = concurrency.DeadlinePool(max_threads=1, max_abandoned=1)
+    pool = concurrency.WorkerPool(max_threads=1, max_lost=1)
     gate = threading.Event()
     for _ in range(2):
       with pytest.raises(concurrency.DeadlineExceeded):
         pool.run(gate.wait, SHORT)
-    with pytest.raises(RuntimeError, match="still running past"):
+    with pytest.raises(concurrency.PoolExhaustedError, match="max_lost=1"):
       pool.submit(lambda: 1)
     gate.set()
-    assert wait_until(lambda: pool.abandoned == 0)
+    assert wait_until(lambda: pool.lost == 0)
     assert pool.run(lambda: 1, 5.0) == 1
 
   def test_queued_call_that_is_abandoned_never_runs(self):
-    pool = concurrency.DeadlinePool(max_threads=1)
+    pool = concurrency.WorkerPool(max_threads=1)
     gate, ran = threading.Event(), []
     first = pool.submit(gate.wait)
     second = pool.submit(lambda: ran.append(1))
@@ -85,7 +85,7 @@ class TestDeadlinePool:
     assert not ran
 
   def test_cancelled_waiter_abandons_its_call(self):
-    pool = concurrency.DeadlinePool(max_threads=1)
+    pool = concurrency.WorkerPool(max_threads=1)
     gate, started = threading.Event(), threading.Event()
 
     def hang():
@@ -100,7 +100,7 @@ class TestDeadlinePool:
         await task
 
     asyncio.run(main())
-    assert pool.abandoned == 1
+    assert pool.lost == 1
     gate.set()
 
   @pytest.mark.parametrize("error", [SystemExit(3), StopIteration(3)])
@@ -108,7 +108,7 @@ class TestDeadlinePool:
     def leave():
       raise error
 
-    pool = concurrency.DeadlinePool(max_threads=1)
+    pool = concurrency.WorkerPool(max_threads=1)
     for run in (pool.run, lambda f, s: asyncio.run(pool.arun(f, s))):
       with pytest.raises(RuntimeError, match=type(error).__name__):
         run(leave, 5.0)
@@ -117,7 +117,7 @@ class TestDeadlinePool:
     def slow_socket():
       raise TimeoutError("socket")
 
-    pool = concurrency.DeadlinePool()
+    pool = concurrency.WorkerPool()
     with pytest.raises(TimeoutError, match="socket"):
       pool.run(slow_socket, 5.0)
 

@@ -7,7 +7,7 @@ counted, and it ends by itself when its code returns. Threads are daemons and
 bounded, abandoned ones too.
 
 Does not: kill threads. Code that never returns keeps its thread until the
-process ends; `DeadlinePool.abandoned` tells how many there are.
+process ends; `WorkerPool.lost` tells how many there are.
 """
 
 from __future__ import annotations
@@ -86,97 +86,157 @@ def _leave(task: asyncio.Future) -> None:
   task.cancel()
 
 
+class PoolExhaustedError(RuntimeError):
+  """Too many threads are held by calls that outlived their deadlines."""
+
+
+class StuckCall:
+  """A call that could not be stopped and may still come back one day."""
+
+  def __init__(self, description: str):
+    self.description = description
+    self.since = time.time()
+    self._lock = threading.Lock()
+    self._returned = False
+    self._callbacks: list[Callable[[], None]] = []
+
+  @property
+  def returned(self) -> bool:
+    return self._returned
+
+  def then(self, callback: Callable[[], None]) -> None:
+    """Runs `callback` once the call has returned, in whatever thread it did.
+
+    Runs it now when the call has already returned.
+    """
+    with self._lock:
+      if not self._returned:
+        self._callbacks.append(callback)
+        return
+    callback()
+
+  def mark_returned(self) -> None:
+    """Told by whoever saw the call come back."""
+    with self._lock:
+      self._returned = True
+      callbacks, self._callbacks = self._callbacks, []
+    for callback in callbacks:
+      callback()
+
+
 class Job:
-  """A call handed to a `DeadlinePool`."""
+  """A call handed to a `WorkerPool`.
+
+  Attributes:
+    future: its outcome; cancelled when the call was given up.
+    started_at: `time.monotonic()` when a thread took it up, else None.
+    started: set then.
+  """
 
   def __init__(self, fn: Callable[[], Any]):
     self.fn = fn
     self.future: concurrent.futures.Future = concurrent.futures.Future()
     self.started = threading.Event()
     self.started_at: float | None = None
-    self.abandoned = False
+    self.stuck: StuckCall | None = None
+
+  @property
+  def running(self) -> bool:
+    return self.started_at is not None and not self.future.done()
 
 
-class DeadlinePool:
-  """Bounded daemon threads whose hung calls do not cost a slot for ever.
+class WorkerPool:
+  """Daemon threads that may be lost one by one.
 
-  Attributes:
-    max_threads: calls running at once.
-    max_abandoned: calls that may be running past their deadline; more are
-      refused, since then something is wrong for good.
+  At most `max_threads` work at a time. A thread whose call was abandoned no
+  longer counts and is replaced, until `max_lost` are lost at once; from there
+  every further loss shrinks the pool, and an empty pool refuses calls. Idle
+  threads end after `idle` seconds.
   """
 
   def __init__(
       self,
-      max_threads: int = 32,
-      max_abandoned: int = 256,
+      max_threads: int = 64,
+      max_lost: int = 64,
+      idle: float = 10.0,
       name: str = "tunix-call",
   ):
-    if max_threads < 1 or max_abandoned < 0:
+    if max_threads < 1 or max_lost < 0:
       raise ValueError(
-          "max_threads must be >= 1 and max_abandoned >= 0, got"
-          f" {max_threads} and {max_abandoned}"
+          "WorkerPool needs max_threads >= 1 and max_lost >= 0, got"
+          f" {max_threads} and {max_lost}"
       )
-    self.max_threads = max_threads
-    self.max_abandoned = max_abandoned
+    self._max_threads = max_threads
+    self._max_lost = max_lost
+    self._idle = idle
     self._name = name
+    self._cond = threading.Condition()
     self._jobs: collections.deque[Job] = collections.deque()
-    self._lock = threading.Lock()
-    self._wake = threading.Condition(self._lock)
     self._threads = 0
-    self._idle = 0
-    self._abandoned = 0
-    self._spawned = 0
+    self._waiting = 0
+    self._lost = 0
+    self._closed = False
+    self._alive: set[threading.Thread] = set()
+
+  @property
+  def lost(self) -> int:
+    """Threads held by calls that outlived their deadlines, now."""
+    with self._cond:
+      return self._lost
 
   @property
   def threads(self) -> int:
-    """Threads that serve calls, abandoned ones not counted."""
-    with self._lock:
+    """Threads that work or wait for work; lost ones do not count."""
+    with self._cond:
       return self._threads
-
-  @property
-  def abandoned(self) -> int:
-    """Calls still running past their deadline."""
-    with self._lock:
-      return self._abandoned
 
   def submit(self, fn: Callable[[], Any]) -> Job:
     """Queues `fn()`.
 
     Raises:
-      RuntimeError: too many calls are still running past their deadline.
+      PoolExhaustedError: hung calls hold every thread there may be.
+      RuntimeError: the pool is closed.
     """
     job = Job(fn)
-    with self._lock:
-      if self._abandoned > self.max_abandoned:
-        raise RuntimeError(
-            f"{self._abandoned} calls are still running past their deadline"
-            f" (limit {self.max_abandoned}); the code they run hangs"
-        )
+    with self._cond:
+      if self._closed:
+        raise RuntimeError("the worker pool is closed")
+      if self._limit() < 1:
+        raise self._exhausted()
       self._jobs.append(job)
-      if self._idle >= len(self._jobs):
-        self._wake.notify()
+      if self._waiting >= len(self._jobs):
+        self._cond.notify()
       else:
-        self._spawn_if_room()
+        self._spawn()
     return job
 
-  def abandon(self, job: Job) -> None:
-    """Stops caring about `job`: dropped when queued, left when running."""
-    with self._lock:
-      if job.future.done() or job.abandoned:
-        return
-      job.abandoned = True
+  def abandon(self, job: Job, what: str = "call") -> StuckCall | None:
+    """Gives `job` up: None when it never ran or is done, else what is stuck."""
+    doomed: list[Job] = []
+    with self._cond:
+      if job.future.done() or job.stuck is not None:
+        return job.stuck
       if job.started_at is None:
-        try:
-          self._jobs.remove(job)
-        except ValueError:
-          pass
-        job.future.cancel()
-        return
-      self._threads -= 1
-      self._abandoned += 1
-      if self._jobs:
-        self._spawn_if_room()
+        self._jobs.remove(job)
+        doomed.append(job)
+        stuck = None
+      else:
+        stuck = job.stuck = StuckCall(what)
+        self._threads -= 1
+        self._lost += 1
+        if self._limit() < 1:
+          error = self._exhausted()
+          doomed.extend(self._jobs)
+          self._jobs.clear()
+        elif self._jobs:
+          self._spawn()
+    # Outside the lock: whoever waits may call back into the pool.
+    if stuck is None:
+      job.future.cancel()
+      return None
+    for other in doomed:
+      other.future.set_exception(error)
+    return stuck
 
   def run(
       self, fn: Callable[[], T], seconds: float | None, what: str = "call"
@@ -193,8 +253,11 @@ class DeadlinePool:
     try:
       if seconds is None:
         return job.future.result()
-      job.started.wait()
-      left = job.started_at + seconds - time.monotonic()
+      # A queued call is taken up, or fails when the pool is exhausted.
+      while not job.started.wait(0.2) and not job.future.done():
+        pass
+      began = job.started_at or time.monotonic()
+      left = began + seconds - time.monotonic()
       try:
         return job.future.result(timeout=max(0.0, left))
       except concurrent.futures.TimeoutError:
@@ -204,7 +267,7 @@ class DeadlinePool:
             f"{what} did not finish within {seconds:g} s"
         ) from None
     finally:
-      self.abandon(job)
+      self.abandon(job, what)
 
   async def arun(
       self, fn: Callable[[], T], seconds: float | None, what: str = "call"
@@ -225,68 +288,111 @@ class DeadlinePool:
         if timeout <= 0:
           raise DeadlineExceeded(f"{what} did not finish within {seconds:g} s")
     finally:
-      self.abandon(job)
+      self.abandon(job, what)
 
-  def _spawn_if_room(self) -> None:
-    if self._threads >= self.max_threads:
+  def close(self, timeout: float = 5.0) -> bool:
+    """Ends the idle threads; True when none is left but the lost ones."""
+    with self._cond:
+      self._closed = True
+      self._cond.notify_all()
+    deadline = time.monotonic() + timeout
+    while True:
+      with self._cond:
+        if not self._threads:
+          return True
+        threads = list(self._alive)
+      for thread in threads:
+        thread.join(max(0.0, min(0.05, deadline - time.monotonic())))
+      if time.monotonic() >= deadline:
+        with self._cond:
+          return not self._threads
+
+  def _limit(self) -> int:
+    return self._max_threads - max(0, self._lost - self._max_lost)
+
+  def _exhausted(self) -> PoolExhaustedError:
+    return PoolExhaustedError(
+        f"{self._lost} calls outlived their deadlines and still hold their"
+        " threads, more than the pool may lose"
+        f" (max_lost={self._max_lost}, max_threads={self._max_threads}); mend"
+        " the code that hangs, or make it async so that it can be cancelled"
+    )
+
+  def _spawn(self) -> None:
+    if self._threads >= self._limit():
       return
     self._threads += 1
-    self._spawned += 1
-    threading.Thread(
-        target=self._work, name=f"{self._name}-{self._spawned}", daemon=True
-    ).start()
+    thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+    self._alive.add(thread)
+    thread.start()
+
+  def _take(self) -> Job | None:
+    """The next call; None when this thread is no longer needed."""
+    with self._cond:
+      while not self._jobs:
+        if self._closed or self._threads > self._limit():
+          self._threads -= 1
+          return None
+        self._waiting += 1
+        woken = self._cond.wait(self._idle)
+        self._waiting -= 1
+        if not woken and not self._jobs:
+          self._threads -= 1
+          return None
+      job = self._jobs.popleft()
+      job.started_at = time.monotonic()
+      return job
 
   def _work(self) -> None:
-    while True:
-      with self._lock:
-        while not self._jobs:
-          self._idle += 1
-          signalled = self._wake.wait(timeout=10.0)
-          self._idle -= 1
-          if not signalled and not self._jobs:
-            self._threads -= 1
-            return
-        job = self._jobs.popleft()
-        job.started_at = time.monotonic()
-      job.started.set()
-      try:
-        result, error = job.fn(), None
-      except BaseException as raised:  # pylint: disable=broad-except
-        result, error = None, raised
-        if not isinstance(raised, Exception) or isinstance(
-            raised, StopIteration
-        ):
-          # sys.exit() in a tool must not end the trainer, and asyncio's
-          # futures cannot carry StopIteration.
-          error = RuntimeError(f"{type(raised).__name__}: {raised}")
-          error.__cause__ = raised
-      with self._lock:
-        if job.abandoned:
-          self._abandoned -= 1
-        elif error is None:
-          job.future.set_result(result)
-        else:
-          job.future.set_exception(error)
-        leave = job.abandoned
-      if leave:
-        _LOG.warning(
-            "a call that had passed its deadline returned after %.1f s",
-            time.monotonic() - job.started_at,
-        )
-        return
-      del job, result, error
+    try:
+      while (job := self._take()) is not None:
+        job.started.set()
+        result, error = None, None
+        try:
+          result = job.fn()
+        except BaseException as raised:  # pylint: disable=broad-except
+          error = raised
+          if not isinstance(raised, Exception) or isinstance(
+              raised, StopIteration
+          ):
+            # sys.exit() in a tool must not end the trainer, and asyncio's
+            # futures cannot carry StopIteration.
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
+            error.__cause__ = raised
+        with self._cond:
+          stuck = job.stuck
+          if stuck is not None:
+            self._lost -= 1
+          elif error is None:
+            job.future.set_result(result)
+          else:
+            job.future.set_exception(error)
+        if stuck is not None:
+          # A replacement may already stand in for this thread.
+          _LOG.warning(
+              "%s had passed its deadline and returned after %.1f s",
+              stuck.description,
+              time.monotonic() - job.started_at,
+          )
+          job.future.cancel()
+          stuck.mark_returned()
+          return
+        del job, result, error
+    finally:
+      with self._cond:
+        self._alive.discard(threading.current_thread())
 
 
-_DEFAULT_POOL: DeadlinePool | None = None
+_DEFAULT_POOL: WorkerPool | None = None
 _DEFAULT_LOCK = threading.Lock()
 
 
-def default_pool() -> DeadlinePool:
+def default_pool() -> WorkerPool:
   """The process-wide pool for user code that gives no pool of its own."""
   global _DEFAULT_POOL
   with _DEFAULT_LOCK:
     if _DEFAULT_POOL is None:
-      _DEFAULT_POOL = DeadlinePool()
+      _DEFAULT_POOL = WorkerPool()
     return _DEFAULT_POOL
 
 
@@ -295,7 +401,7 @@ async def acall(
     *args: Any,
     seconds: float | None = None,
     what: str = "call",
-    pool: DeadlinePool | None = None,
+    pool: WorkerPool | None = None,
     **kwargs: Any,
 ) -> T:
   """Calls sync or async `fn` without blocking the loop, under a deadline.
@@ -321,7 +427,7 @@ def call(
     *args: Any,
     seconds: float | None = None,
     what: str = "call",
-    pool: DeadlinePool | None = None,
+    pool: WorkerPool | None = None,
     **kwargs: Any,
 ) -> T:
   """`acall` for code without an event loop (or inside one, blocking it)."""

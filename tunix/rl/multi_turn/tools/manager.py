@@ -33,7 +33,7 @@ class ToolManager:
       tool_map: Mapping[str, type[base.BaseTool] | base.BaseTool] | None = None,
       *,
       timeout: float | None = 30.0,
-      pool: concurrency.DeadlinePool | None = None,
+      pool: concurrency.WorkerPool | None = None,
   ):
     """Args:
 
