@@ -35,6 +35,7 @@ import jax
 import numpy as np
 from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn import dry_run
 from tunix.rl.multi_turn import evaluation
 from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import images as images_lib
@@ -44,8 +45,8 @@ from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import host_memory
-from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.reporting import report
+from tunix.rl.multi_turn.reporting import step_metrics
 from tunix.rl.multi_turn.trajectory_collector import collect_loop
 from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
 from tunix.rl.multi_turn.warm_start import demonstrations
@@ -94,43 +95,6 @@ class LoopThread:
     self._thread.join(timeout_s)
     if not self._thread.is_alive():
       self._loop.close()
-
-
-class StepMetrics:
-  """Adds the readings of episodes, queue and engine to each StepFinished.
-
-  Stands between the learner loop and the observers.
-  """
-
-  def __init__(self, downstream: events.Observers, queue: Any, engine: Any):
-    self._downstream = downstream
-    self._queue = queue
-    self._engine = engine
-    self._groups: list[trajectory_lib.TrajectoryGroup] = []
-    self._lock = threading.Lock()
-    self._stats = dict(engine.stats())
-    self._since = time.perf_counter()
-
-  def on_event(self, event: events.Event) -> None:
-    if isinstance(event, events.GroupFinished):
-      with self._lock:
-        self._groups.append(event.group)
-    elif isinstance(event, events.StepFinished):
-      now = time.perf_counter()
-      with self._lock:
-        finished, self._groups = self._groups, []
-      stats = dict(self._engine.stats())
-      counters = self._queue.counters()
-      metrics = {
-          **metrics_lib.group_metrics(finished),
-          **metrics_lib.engine_metrics(self._stats, stats, now - self._since),
-          "queue_size": counters["ready"],
-          "dropped_stale": counters["dropped_stale"],
-          **event.metrics,
-      }
-      self._stats, self._since = stats, now
-      event = dataclasses.replace(event, metrics=metrics)
-    self._downstream.on_event(event)
 
 
 class Run:
@@ -210,7 +174,7 @@ class Run:
 
   def _facts(self) -> dict[str, Any]:
     return {
-        "parameters": parameter_count(self.policy.model),
+        "parameters": dry_run.parameter_count(self.policy.model),
         "devices": [str(d) for d in jax.devices()],
         "engine": dict(self.engine.stats()),
         "observer_failures": dict(self.observers.failures),
@@ -346,7 +310,7 @@ class Run:
         store=store,
         on_drop=dropped,
     )
-    metrics = StepMetrics(self.observers, queue, self.engine)
+    metrics = step_metrics.StepMetrics(self.observers, queue, self.engine)
     self._collect_loop = collect_loop.CollectLoop(
         assembly.make_collector(
             config,
@@ -439,64 +403,6 @@ async def _close_shared_browser() -> None:
   await miniwob.shared_browser().close()
 
 
-def parameter_count(model: Any) -> int:
-  named = policy_checkpoint.named_parameters(model)
-  return sum(int(np.prod(p.shape)) for p in named.values())
-
-
-def describe(run: Run) -> str:
-  """What a dry run prints: configuration, shapes and memory."""
-  config = run.config
-  parameters = parameter_count(run.policy.model)
-  cache = jax.eval_shape(
-      lambda: run.policy.model.init_cache(
-          config.rollout.slots, config.rollout.context_length
-      )
-  )
-  cache_bytes = sum(
-      x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)
-  )
-  agent = assembly.make_agent(config)
-  prompt = run.policy.renderer.render(agent.chat_completions)
-  image = run.policy.processor.num_image_tokens(
-      config.gym.width, config.gym.height
-  )
-  mib = 1 / (1 << 20)
-  copies = 3 + bool(config.algorithm.kl_coef)
-  rows = [
-      ("policy", f"{config.policy.name}, {parameters:,} parameters"),
-      ("devices", f"{jax.device_count()} x {jax.default_backend()}"),
-      ("system prompt", f"{len(prompt)} tokens"),
-      (
-          "screenshot",
-          f"{config.gym.width}x{config.gym.height}, {image} tokens",
-      ),
-      (
-          "rollout",
-          f"{config.rollout.slots} slots x {config.rollout.context_length}"
-          f" tokens, KV cache {cache_bytes * mib:.1f} MiB",
-      ),
-      (
-          "learner batch",
-          f"{config.learner.rows} rows x {config.learner.row_length} tokens",
-      ),
-      (
-          "step",
-          f"{config.learner.groups_per_step} groups x"
-          f" {config.collect.group_size} episodes",
-      ),
-      (
-          "weights and optimizer",
-          f"{parameters * 4 * copies * mib:.1f} MiB, rollout copy"
-          f" {parameters * 4 * mib:.1f} MiB",
-      ),
-      ("run directory", str(run.directory)),
-  ]
-  width = max(len(name) for name, _ in rows)
-  table = "\n".join(f"  {name.ljust(width)}  {text}" for name, text in rows)
-  return f"{config.to_yaml()}\n{table}"
-
-
 def execute(run: Run) -> str:
   """All stages of a run; returns its status."""
   config = run.config
@@ -553,7 +459,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _import_modules(config.run.imports)
     run = Run(config)
     if config.run.dry_run:
-      print(describe(run))
+      print(dry_run.describe(config, run.policy, run.directory))
       run.engine.close()
       return 0
     return _run_to_end(run)

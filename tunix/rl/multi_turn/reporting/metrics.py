@@ -191,7 +191,8 @@ METRICS: dict[str, Metric] = {
         " algorithm.entropy_coef.",
     ),
     "top_token": Metric(
-        "", "Mean probability of the likeliest token; the mirror of entropy."
+        "",
+        "Share of the trained tokens that were the likeliest of their place.",
     ),
     "logprob": Metric("nats", "Mean log-prob of the sampled tokens now."),
     "ratio_mean": Metric(

@@ -1,0 +1,74 @@
+"""What `train --dry-run` prints: what a run would be, without running it."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from tunix.rl.multi_turn import assembly
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
+
+
+def parameter_count(model: Any) -> int:
+  """Parameters of a policy."""
+  named = policy_checkpoint.named_parameters(model)
+  return sum(int(np.prod(p.shape)) for p in named.values())
+
+
+def describe(
+    config: config_lib.TrainConfig,
+    policy: assembly.Policy,
+    directory: pathlib.Path,
+) -> str:
+  """Configuration, shapes and memory."""
+  parameters = parameter_count(policy.model)
+  cache = jax.eval_shape(
+      lambda: policy.model.init_cache(
+          config.rollout.slots, config.rollout.context_length
+      )
+  )
+  cache_bytes = sum(
+      x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)
+  )
+  agent = assembly.make_agent(config)
+  prompt = policy.renderer.render(agent.chat_completions)
+  image = policy.processor.num_image_tokens(
+      config.gym.width, config.gym.height
+  )
+  mib = 1 / (1 << 20)
+  copies = 3 + bool(config.algorithm.kl_coef)
+  rows = [
+      ("policy", f"{config.policy.name}, {parameters:,} parameters"),
+      ("devices", f"{jax.device_count()} x {jax.default_backend()}"),
+      ("system prompt", f"{len(prompt)} tokens"),
+      (
+          "screenshot",
+          f"{config.gym.width}x{config.gym.height}, {image} tokens",
+      ),
+      (
+          "rollout",
+          f"{config.rollout.slots} slots x {config.rollout.context_length}"
+          f" tokens, KV cache {cache_bytes * mib:.1f} MiB",
+      ),
+      (
+          "learner batch",
+          f"{config.learner.rows} rows x {config.learner.row_length} tokens",
+      ),
+      (
+          "step",
+          f"{config.learner.groups_per_step} groups x"
+          f" {config.collect.group_size} episodes",
+      ),
+      (
+          "weights and optimizer",
+          f"{parameters * 4 * copies * mib:.1f} MiB, rollout copy"
+          f" {parameters * 4 * mib:.1f} MiB",
+      ),
+      ("run directory", str(directory)),
+  ]
+  width = max(len(name) for name, _ in rows)
+  table = "\n".join(f"  {name.ljust(width)}  {text}" for name, text in rows)
+  return f"{config.to_yaml()}\n{table}"

@@ -1,0 +1,49 @@
+"""Puts the readings of episodes, queue and engine beside the learner's."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from typing import Any
+
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.reporting import metrics
+
+
+class StepMetrics:
+  """Adds the readings of episodes, queue and engine to each StepFinished.
+
+  Stands between the learner loop and the observers.
+  """
+
+  def __init__(self, downstream: events.Observers, queue: Any, engine: Any):
+    self._downstream = downstream
+    self._queue = queue
+    self._engine = engine
+    self._groups: list[trajectory.TrajectoryGroup] = []
+    self._lock = threading.Lock()
+    self._stats = dict(engine.stats())
+    self._since = time.perf_counter()
+
+  def on_event(self, event: events.Event) -> None:
+    if isinstance(event, events.GroupFinished):
+      with self._lock:
+        self._groups.append(event.group)
+    elif isinstance(event, events.StepFinished):
+      now = time.perf_counter()
+      with self._lock:
+        finished, self._groups = self._groups, []
+      stats = dict(self._engine.stats())
+      counters = self._queue.counters()
+      readings = {
+          **metrics.group_metrics(finished),
+          **metrics.engine_metrics(self._stats, stats, now - self._since),
+          "queue_size": counters["ready"],
+          "dropped_stale": counters["dropped_stale"],
+          **event.metrics,
+      }
+      self._stats, self._since = stats, now
+      event = dataclasses.replace(event, metrics=readings)
+    self._downstream.on_event(event)

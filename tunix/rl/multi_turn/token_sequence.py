@@ -1,0 +1,231 @@
+"""Tokens of an episode with what belongs to each, and where images stand.
+
+Promises: no illegal value can be built. A trainable token always has a
+log-prob and a policy version, an untrainable one never has; an image
+placeholder is never trainable and always belongs to an image. Everything here
+round-trips through JSON.
+
+Does not: hold pixels (see `images.py`) or know a tokenizer. Imports numpy
+only. `trajectory` gives these names too.
+
+Axis names: T = tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageRef:
+  """A screenshot by content: SHA-256 of the RGB bytes the policy saw.
+
+  Attributes:
+    sha256: 64 lower-case hex digits, see `images.hash_pixels`.
+    width: pixels.
+    height: pixels.
+  """
+
+  sha256: str
+  width: int
+  height: int
+
+  def __post_init__(self):
+    if len(self.sha256) != 64 or set(self.sha256) - set("0123456789abcdef"):
+      raise ValueError(
+          f"ImageRef.sha256 must be 64 hex digits, got {self.sha256!r}"
+      )
+    if self.width <= 0 or self.height <= 0:
+      raise ValueError(
+          f"ImageRef size must be positive, got {self.width}x{self.height}"
+      )
+
+  def to_json(self) -> dict[str, Any]:
+    return {"sha256": self.sha256, "width": self.width, "height": self.height}
+
+  @classmethod
+  def from_json(cls, data: Mapping[str, Any]) -> ImageRef:
+    return cls(data["sha256"], int(data["width"]), int(data["height"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSpan:
+  """An image and the run of placeholder tokens that stands for it.
+
+  Attributes:
+    image: which image.
+    offset: index of the run's first placeholder token.
+    num_tokens: length of the run.
+  """
+
+  image: ImageRef
+  offset: int
+  num_tokens: int
+
+  def __post_init__(self):
+    if self.offset < 0 or self.num_tokens <= 0:
+      raise ValueError(
+          f"ImageSpan needs offset >= 0 and num_tokens > 0, got {self.offset}"
+          f" and {self.num_tokens}"
+      )
+
+  @property
+  def end(self) -> int:
+    return self.offset + self.num_tokens
+
+  def shifted(self, by: int) -> ImageSpan:
+    return dataclasses.replace(self, offset=self.offset + by)
+
+  def to_json(self) -> dict[str, Any]:
+    return {
+        "image": self.image.to_json(),
+        "offset": self.offset,
+        "num_tokens": self.num_tokens,
+    }
+
+  @classmethod
+  def from_json(cls, data: Mapping[str, Any]) -> ImageSpan:
+    return cls(
+        ImageRef.from_json(data["image"]),
+        int(data["offset"]),
+        int(data["num_tokens"]),
+    )
+
+
+def check_spans(tokens_T: np.ndarray, images: Sequence[ImageSpan]) -> None:
+  """Raises ValueError unless spans are ordered, inside, and uniform.
+
+  All placeholders of all spans carry one id, and that id stands nowhere else.
+  """
+  if not images:
+    return
+  placeholder = None
+  cursor = 0
+  covered = 0
+  for span in images:
+    if span.offset < cursor or span.end > len(tokens_T):
+      raise ValueError(
+          f"image span [{span.offset}, {span.end}) overlaps an earlier one or"
+          f" leaves the {len(tokens_T)} tokens"
+      )
+    run = tokens_T[span.offset : span.end]
+    if placeholder is None:
+      placeholder = int(run[0])
+    if not np.all(run == placeholder):
+      raise ValueError(
+          f"image span [{span.offset}, {span.end}) holds tokens other than the"
+          f" placeholder id {placeholder}"
+      )
+    cursor = span.end
+    covered += span.num_tokens
+  if int(np.sum(tokens_T == placeholder)) != covered:
+    raise ValueError(
+        f"placeholder id {placeholder} stands outside every image span; a"
+        " policy must be banned from sampling it"
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenSequence:
+  """One token-exact training sequence.
+
+  Attributes:
+    tokens: int32[T], prompt and sampled ids in the order the policy saw them.
+    loss_mask: bool[T], True exactly where the policy sampled the token.
+    logprobs: float32[T], log-prob (nats) of each sampled token under the
+      distribution it was drawn from, after temperature and truncation; 0 where
+      the mask is False.
+    versions: int32[T], version of the weights that sampled the token; -1 where
+      the mask is False.
+    turn_ids: int32[T], 0-based turn whose prompt extension or completion the
+      token belongs to; never decreases.
+    images: spans of image placeholders, in order.
+  """
+
+  tokens: np.ndarray
+  loss_mask: np.ndarray
+  logprobs: np.ndarray
+  versions: np.ndarray
+  turn_ids: np.ndarray
+  images: tuple[ImageSpan, ...] = ()
+
+  def __post_init__(self):
+    fields = {
+        "tokens": np.int32,
+        "loss_mask": np.bool_,
+        "logprobs": np.float32,
+        "versions": np.int32,
+        "turn_ids": np.int32,
+    }
+    for name, dtype in fields.items():
+      array = np.array(getattr(self, name), dtype=dtype)
+      if array.ndim != 1:
+        raise ValueError(f"TokenSequence.{name} must be 1-D")
+      array.flags.writeable = False
+      object.__setattr__(self, name, array)
+    object.__setattr__(self, "images", tuple(self.images))
+    length = len(self.tokens)
+    for name in fields:
+      if len(getattr(self, name)) != length:
+        raise ValueError(
+            f"TokenSequence.{name} has {len(getattr(self, name))} entries for"
+            f" {length} tokens"
+        )
+    if length and int(self.tokens.min()) < 0:
+      raise ValueError("TokenSequence.tokens holds a negative id")
+    mask = self.loss_mask
+    if not np.all(np.isfinite(self.logprobs)):
+      raise ValueError("TokenSequence.logprobs must be finite")
+    if np.any(self.logprobs > 1e-4):
+      raise ValueError("TokenSequence.logprobs must be <= 0")
+    if np.any(self.logprobs[~mask] != 0):
+      raise ValueError("a token that was not sampled carries a log-prob")
+    if np.any(self.versions[~mask] != -1):
+      raise ValueError("a token that was not sampled carries a version")
+    if np.any(self.versions[mask] < 0):
+      raise ValueError("a sampled token carries no policy version")
+    if length > 1 and np.any(np.diff(self.turn_ids) < 0):
+      raise ValueError("TokenSequence.turn_ids must not decrease")
+    check_spans(self.tokens, self.images)
+    for span in self.images:
+      if np.any(mask[span.offset : span.end]):
+        raise ValueError("an image placeholder is marked as sampled")
+
+  def __len__(self) -> int:
+    return len(self.tokens)
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, TokenSequence):
+      return NotImplemented
+    return self.images == other.images and all(
+        np.array_equal(getattr(self, f), getattr(other, f))
+        for f in ("tokens", "loss_mask", "logprobs", "versions", "turn_ids")
+    )
+
+  @property
+  def num_sampled(self) -> int:
+    return int(self.loss_mask.sum())
+
+  def to_json(self) -> dict[str, Any]:
+    return {
+        "tokens": self.tokens.tolist(),
+        "loss_mask": self.loss_mask.astype(int).tolist(),
+        "logprobs": self.logprobs.tolist(),
+        "versions": self.versions.tolist(),
+        "turn_ids": self.turn_ids.tolist(),
+        "images": [span.to_json() for span in self.images],
+    }
+
+  @classmethod
+  def from_json(cls, data: Mapping[str, Any]) -> TokenSequence:
+    return cls(
+        tokens=data["tokens"],
+        loss_mask=np.asarray(data["loss_mask"], bool),
+        logprobs=data["logprobs"],
+        versions=data["versions"],
+        turn_ids=data["turn_ids"],
+        images=tuple(ImageSpan.from_json(s) for s in data["images"]),
+    )
