@@ -449,6 +449,31 @@ def test_stop_before_the_start_and_closing_the_queue_end_the_loop():
   assert loop.join(20)
 
 
+def test_a_group_cancelled_before_its_first_step_gives_its_ticket_back():
+  class Loop(tc.CollectLoop):
+
+    def _group(self, task, ticket):
+      # Runs after the task was made and before its first step.
+      asyncio.get_running_loop().call_soon(lambda: self.stop(drain=False))
+      asyncio.get_running_loop().call_soon(self._stop_now)
+      return super()._group(task, ticket)
+
+  envs = []
+
+  def pair(task):
+    envs.append(fakes.ScriptEnv((0.0, 1.0)))
+    return fakes.ListAgent(), envs[-1]
+
+  queue = group_queue.GroupQueue(1)
+  loop = Loop(make_collector(pair=pair), tc.TaskSampler(range(9)), queue)
+  asyncio.run(loop.run())
+  assert not envs
+  counts = queue.counters()
+  assert (counts["started"], counts["running"]) == (1, 0)
+  assert counts["released"] == 1
+  assert loop.state_dict()["unfinished"][0]["index"] == 0
+
+
 def test_cancelling_the_loop_closes_the_queue():
   async def main():
     queue = group_queue.GroupQueue(1)
