@@ -5,6 +5,7 @@ import base64
 import contextlib
 import io
 import math
+import re
 
 import numpy as np
 from PIL import Image
@@ -86,6 +87,27 @@ async def test_oracles_solve_their_families_on_eight_pages_at_once():
   assert len(results) == 3 * len(miniwob.ORACLE_FAMILIES)
   for task_id, evaluation in results.items():
     assert evaluation.success and evaluation.score == 1.0, task_id
+
+
+@pytest.mark.asyncio
+async def test_things_are_called_what_a_person_would_call_them():
+  tasks = miniwob.MiniWobTasks()
+  expected = {
+      "click-test-2": r"the ONE button",
+      "click-button": r"the .+ button",
+      "click-dialog": r"the close box of the dialog",
+      "focus-text": r"the text field",
+  }
+  async with gyms_on(miniwob.Browser(), 1) as (gym,):
+    with pytest.raises(RuntimeError, match="call start"):
+      await miniwob.describe(gym, 1, 1)
+    for family, name in expected.items():
+      for index in range(3):
+        await gym.start(tasks.eval_task(family, index))
+        action = await miniwob.oracle_action(gym)
+        found = await miniwob.describe(gym, action.x, action.y)
+        assert re.fullmatch(name, found), (family, found)
+        assert await miniwob.describe(gym, 159, 1) is None
 
 
 @pytest.mark.asyncio

@@ -257,19 +257,18 @@ class Run:
     tasks = assembly.TrainTasks(
         self.task_source, self.config.gym.tasks, self.config.run.seed + 1
     )
-    played: list[list[trajectory_lib.TokenSequence]] = []
+    played: list[trajectory_lib.Trajectory] = []
     rng = np.random.default_rng(self.config.run.seed)
     for step in range(warm.steps):
       if self.stop.is_set():
         return
       wanted = min(warm.demonstrations, warm.batch_size * (step + 1))
-      while len(played) < wanted:
-        task = next(tasks)
-        played.append(
-            self._wait(demonstrator.sequences([(task, len(played))]))
-        )
+      fresh = [(next(tasks), i) for i in range(len(played), wanted)]
+      played += self._wait(
+          demonstrator.episodes(fresh, self.config.rollout.concurrency)
+      )
       chosen = rng.choice(len(played), warm.batch_size)
-      batch = [sequence for i in chosen for sequence in played[i]]
+      batch = [s for i in chosen for s in played[i].sequences]
       metrics = learner.update_on_sequences(batch)
       self.observers.on_event(
           events.Progress(

@@ -224,23 +224,43 @@ class Demonstrator:
     )
     return await engine.collect()
 
-  async def sequences(
-      self, tasks: Iterable[tuple[gym_base.Task, int]]
-  ) -> list[trajectory.TokenSequence]:
-    """Training sequences of (task, seed) pairs, in order.
+  async def episodes(
+      self, tasks: Iterable[tuple[gym_base.Task, int]], at_once: int = 1
+  ) -> list[trajectory.Trajectory]:
+    """Demonstrations of (task, seed) pairs, in order.
+
+    Args:
+      tasks: what to play.
+      at_once: episodes in flight; more than one is for gyms that wait.
 
     Raises:
       RuntimeError: an episode failed for another reason than its habit.
     """
-    result = []
-    for task, seed in tasks:
-      played = await self.episode(task, seed)
+    slots = asyncio.Semaphore(at_once)
+
+    async def play(task: gym_base.Task, seed: int) -> trajectory.Trajectory:
+      async with slots:
+        played = await self.episode(task, seed)
       if not played.status.is_policy_outcome:
         raise RuntimeError(
             f"the demonstration of {task.task_id} broke: {played.error}"
         )
-      result.extend(played.sequences)
-    return result
+      return played
+
+    playing = [asyncio.ensure_future(play(*pair)) for pair in tasks]
+    try:
+      return await asyncio.gather(*playing)
+    finally:
+      for task in playing:
+        task.cancel()
+      await asyncio.gather(*playing, return_exceptions=True)
+
+  async def sequences(
+      self, tasks: Iterable[tuple[gym_base.Task, int]]
+  ) -> list[trajectory.TokenSequence]:
+    """Training sequences of all `episodes` of the tasks."""
+    played = await self.episodes(tasks)
+    return [s for episode in played for s in episode.sequences]
 
 
 def completion_ids(

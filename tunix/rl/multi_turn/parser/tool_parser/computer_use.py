@@ -302,6 +302,11 @@ class ComputerUseParser(qwen.QwenToolParser, base.GuiActionParser):
     size = (width, height)
     grid = grid or self.grid
     arguments = self._arguments(action, size, grid)
+    if arguments["action"] not in self.actions:
+      raise base.GuiActionError(
+          f"this grammar has no {arguments['action']!r} action; it has:"
+          f" {', '.join(self.actions)}"
+      )
     return self.format((trajectory.ToolCall(TOOL_NAME, arguments),), thought)
 
   def _arguments(

@@ -352,10 +352,10 @@ class CopyText(family.Family):
     if ep.scene.clipboard != text:
       if focus is source and source.selection() == (0, len(text)):
         return family.Action(family.Kind.KEY, keys=("ctrl", "c"))
-      return family.click(ep, source, count=3)
+      return family.click(ep, source, count=2)
     if focus is target and target.selection() == (0, len(target.text)):
       return family.Action(family.Kind.KEY, keys=("ctrl", "v"))
-    return family.click(ep, target, count=3)
+    return family.click(ep, target, count=2)
 
 
 @family.register
