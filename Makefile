@@ -60,7 +60,8 @@ browser: ## install headless Chromium with apt-get (needs root)
 	@if command -v chromium-headless-shell >/dev/null; then \
 	  echo "chromium-headless-shell is already installed"; else \
 	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y \
-	    install --no-install-recommends chromium chromium-headless-shell; fi
+	    install --no-install-recommends chromium chromium-headless-shell \
+	    fonts-liberation; fi
 
 install: $(STAMP) ## install the package only
 

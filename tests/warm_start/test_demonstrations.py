@@ -154,7 +154,8 @@ def test_conversations_are_right_and_never_repeat(renderer, kind):
   for seed in range(20):
     seen = gym.random_scene(seed)
     expressions = gym.referring_expressions()
-    make_one = getattr(grounder(renderer, reverse_rate=0.0, type_rate=0.0), f"{kind}_sequence")
+    teacher = grounder(renderer, reverse_rate=0.0, type_rate=0.0)
+    make_one = getattr(teacher, f"{kind}_sequence")
     sequence = make_one(store.put(seen.screenshot), expressions, rng)
     sampled = sequence.tokens[sequence.loss_mask]
     blocks = renderer.decode(sampled).replace("<|im_end|>", "\n")

@@ -154,9 +154,14 @@ def make_gym(config: TrainConfig, family: str) -> Any:
   if gym.name == "desktop":
     settings = {"width": gym.width, "height": gym.height, **settings}
   elif gym.name == "gymnasium":
-    settings.setdefault("env", family)
-    settings.setdefault("size", (gym.width, gym.height))
-    settings.setdefault("adapter", {"type": "desktop"})
+    from tunix.rl.multi_turn.environments.gyms import gymnasium_gym  # pylint: disable=g-import-not-at-top
+
+    settings = {
+        "env": family,
+        "size": (gym.width, gym.height),
+        **gymnasium_gym.default_settings(family),
+        **settings,
+    }
   try:
     return env_registry.gym_from_config({"name": gym.name, **settings})
   except (TypeError, ValueError) as error:

@@ -94,6 +94,44 @@ class DesktopAdapter:
       raise Untranslatable(str(e)) from e
 
 
+_KNOWN: dict[str, dict[str, Any]] = {
+    "CartPole": {
+        "adapter": {"type": "keys", "keys": {"left": 0, "right": 1}},
+        "instruction": "Keep the pole upright. Press left or right.",
+        "success_end": "truncated",
+        "score": "return",
+    },
+    "FrozenLake": {
+        "adapter": {
+            "type": "keys",
+            "keys": {"left": 0, "down": 1, "right": 2, "up": 3},
+        },
+        "instruction": (
+            "Walk to the gift, around the holes. Press left, down, right or up."
+        ),
+    },
+    "MountainCar": {
+        "adapter": {
+            "type": "keys", "keys": {"left": 0, "right": 2}, "wait": 1,
+        },
+        "instruction": "Drive up to the flag. Press left or right.",
+        "success_return": -200.0,
+        "score": "return",
+    },
+}  # pyformat: disable
+
+
+def default_settings(env_id: str) -> dict[str, Any]:
+  """Settings to begin with for an environment that is known here.
+
+  Our own desktop's and a few of gymnasium's; {} for any other, which needs at
+  least an adapter.
+  """
+  if env_id.startswith("TunixDesktop/"):
+    return {"adapter": {"type": "desktop"}}
+  return dict(_KNOWN.get(env_id.rsplit("-v", 1)[0], {}))
+
+
 class _Worker:
   """One daemon thread, the environment it owns, and its calls in order.
 
@@ -220,7 +258,11 @@ class GymnasiumGym:
     config = {k: v for k, v in config.items() if k not in ("name", "type")}
     for name in ("env", "adapter"):
       if name not in config:
-        raise ValueError(f"a gymnasium gym needs {name!r} in its config")
+        raise ValueError(
+            f"a gymnasium gym needs {name!r} in its config, e.g."
+            ' {"env": "CartPole-v1", "adapter": {"type": "keys", "keys":'
+            ' {"left": 0, "right": 1}}}'
+        )
     adapter = config.pop("adapter")
     if isinstance(adapter, Mapping):
       settings = dict(adapter)
