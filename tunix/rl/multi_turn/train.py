@@ -41,6 +41,7 @@ from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import reporting
 from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
@@ -323,6 +324,7 @@ class Run:
         ),
         queue,
         max_requeues=config.collect.max_requeues,
+        task_from_json=gym_base.Task.from_json,
     )
     if "collect" in extras:
       self._collect_loop.load_state_dict(extras["collect"])
