@@ -13,6 +13,7 @@ from tunix.rl.multi_turn.environments import gsm8k_env
 from tunix.rl.multi_turn.environments import text_env
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.tools import gsm8k_tool
+from tunix.rl.multi_turn.tools import stateful
 
 TASK = {"question": "1+1=?", "ground_truth": "2"}
 TOOLS = {"calculator": tools.CalculatorTool}
@@ -155,6 +156,17 @@ class TestToolEnvironment:
     _, ((_, reward, done, info),) = run(make(), action)
     assert (reward, done, info["answer"]) == (1.0, True, "2")
 
+  def test_finish_in_the_tool_map_ends_the_episode_too(self):
+    class Finish(tools.CalculatorTool):
+      def forward(self, **unused):
+        raise AssertionError("finish is not to be run")
+
+    env = environments.ToolEnvironment(
+      TASK, {**TOOLS, "finish": Finish}, "exact_match"
+    )
+    _, ((_, reward, done, info),) = run(env, [finish(response="2")])
+    assert (reward, done, info["answer"]) == (1.0, True, "2")
+
   def test_beside_finish_no_tool_is_run(self):
     ran = []
 
@@ -264,6 +276,107 @@ class TestToolEnvironment:
     assert asyncio.run(episode()) == (1.0, True)
     assert agent.chat_completions[3]["content"] == "Tool returned result: 2"
     assert agent.trajectory.task == TASK
+
+
+class Counter(stateful.InstanceTool):
+  """Worth a point a call; notes what becomes of its instances."""
+
+  def __init__(self):
+    super().__init__({}, {"type": "function", "function": {"name": "count"}})
+    self.released = []
+
+  @property
+  def open(self):
+    return len(self._instances)
+
+  async def execute(self, instance_id, parameters, **kwargs):
+    self.state(instance_id)["reward"] += 1.0
+    return "counted", 0.0, {}
+
+  async def release(self, instance_id, **kwargs):
+    self.released.append(instance_id)
+    await super().release(instance_id)
+
+
+class TestStatefulTools:
+  COUNT = trajectory.ToolCall("count", {})
+
+  def make(self, tool, **kwargs):
+    kwargs.setdefault("reward_fn", "exact_match")
+    adapter = tool
+    if isinstance(tool, stateful.BaseTool):
+      adapter = stateful.StatefulToolAdapter(tool)
+    return environments.ToolEnvironment(TASK, {"count": adapter}, **kwargs)
+
+  def test_the_end_adds_their_reward_and_releases_them(self):
+    tool = Counter()
+    with environments.SyncEnv(self.make(tool), timeout=20.0) as env:
+      for _ in range(2):
+        env.reset()
+        env.step([self.COUNT, trajectory.ToolCall("count", {})])
+        assert tool.open == 1
+        _, reward, done, info = env.step("2")
+        assert (reward, done, info["success"]) == (3.0, True, True)
+        assert info["tool_rewards"] == {"count": 2.0}
+        assert tool.open == 0
+    assert len(tool.released) == 2
+
+  def test_alone_they_are_the_reward(self):
+    _, (_, (_, reward, _, info)) = run(
+      self.make(Counter(), reward_fn=None), [self.COUNT], "x"
+    )
+    assert reward == 1.0 and info["success"]
+
+  def test_close_releases_a_broken_off_episode(self):
+    tool = Counter()
+    run(self.make(tool), [self.COUNT])
+    assert (tool.open, len(tool.released)) == (0, 1)
+
+  def test_reset_begins_with_a_new_instance(self):
+    tool = Counter()
+    with environments.SyncEnv(self.make(tool), timeout=20.0) as env:
+      env.reset()
+      env.step([self.COUNT])
+      env.reset()
+      env.step([self.COUNT])
+      assert tool.open == 1
+      assert env.step("x")[1] == 1.0
+    assert (tool.open, len(tool.released)) == (0, 2)
+
+  def test_environments_that_share_a_tool_map_share_no_instance(self):
+    tool = Counter()
+    adapter = stateful.StatefulToolAdapter(tool)
+    first, second = self.make(adapter), self.make(adapter)
+
+    async def main():
+      for env in (first, second):
+        env.reset()
+        await env.step([self.COUNT])
+      assert tool.open == 2
+      assert [(await e.step("2"))[1] for e in (first, second)] == [2.0, 2.0]
+
+    asyncio.run(main())
+    assert tool.open == 0
+
+  def test_failing_reward_still_releases(self):
+    class Broken(Counter):
+      async def calc_reward(self, instance_id, **kwargs):
+        raise KeyError("no label")
+
+    tool = Broken()
+    with pytest.raises(KeyError, match="no label"):
+      run(self.make(tool), [self.COUNT], "2")
+    assert len(tool.released) == 1
+
+  def test_hung_release_has_a_deadline(self):
+    class Clings(Counter):
+      async def release(self, instance_id, **kwargs):
+        await asyncio.Event().wait()
+
+    _, results = run(
+      self.make(Clings(), tool_timeout=0.05), [self.COUNT], "2"
+    )
+    assert results[1][1] == 2.0
 
 
 class TestGsm8k:

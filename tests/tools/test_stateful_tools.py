@@ -157,6 +157,99 @@ class TestAdapter:
     asyncio.run(main())
 
 
+  def test_calls_that_come_together_share_one_instance(self):
+    class Slow(RecordingTool):
+      async def create(self, instance_id=None, **kwargs):
+        await asyncio.sleep(0.02)
+        return await super().create(instance_id, **kwargs)
+
+      async def execute(self, instance_id, parameters, **kwargs):
+        self.state(instance_id)["reward"] += 1
+        return "ok", 1.0, {}
+
+    calls = [call() for _ in range(3)]
+
+    def together(manager):
+      asyncio.run(manager.outputs_async(calls))
+
+    # Without an event loop each call has a thread, and a loop, of its own.
+    for run_calls in (together, lambda manager: manager.outputs(calls)):
+      tool = Slow()
+      adapter = stateful.StatefulToolAdapter(tool)
+      run_calls(tools.ToolManager({"search": adapter}))
+      assert tool.count("create") == 1
+      assert asyncio.run(adapter.calc_reward()) == 3.0
+      asyncio.run(adapter.release())
+      assert not tool._instances  # pylint: disable=protected-access
+
+  def test_fresh_copies_share_nothing(self):
+    async def main():
+      tool = RecordingTool()
+      adapter = stateful.StatefulToolAdapter(tool)
+      await adapter.async_forward(query="correct")
+      other = adapter.fresh()
+      assert await other.calc_reward() == 0.0
+      await other.async_forward(query="wrong")
+      await other.release()
+      assert await adapter.calc_reward() == 1.0
+      await adapter.release()
+      assert not tool._instances  # pylint: disable=protected-access
+
+    asyncio.run(main())
+
+  def test_failed_creation_is_told_to_all_and_tried_again(self):
+    class Flaky(RecordingTool):
+      async def create(self, instance_id=None, **kwargs):
+        if not self.count("create"):
+          self.log.append(("create", self.name, kwargs))
+          await asyncio.sleep(0)
+          raise OSError("no disk")
+        return await super().create(instance_id, **kwargs)
+
+    async def main():
+      tool = Flaky()
+      adapter = stateful.StatefulToolAdapter(tool)
+      manager = tools.ToolManager({"search": adapter})
+      outputs = await manager.outputs_async([call(), call()])
+      assert [o.error for o in outputs.values()] == ["OSError: no disk"] * 2
+      assert not (await manager.run_async("search", query="x")).is_error
+      await adapter.release()
+      assert tool.count("release") == 1
+
+    asyncio.run(main())
+
+  @pytest.mark.parametrize("stubborn", [False, True])
+  def test_creation_cut_short_is_released(self, stubborn):
+    class HalfMade(RecordingTool):
+      async def create(self, instance_id=None, **kwargs):
+        if not stubborn:
+          await super().create(instance_id, **kwargs)
+        try:
+          await asyncio.sleep(60)
+        except asyncio.CancelledError:
+          if not stubborn:
+            raise
+          await asyncio.sleep(0.02)
+        return await super().create(instance_id, **kwargs)
+
+    async def main():
+      tool = HalfMade()
+      adapter = stateful.StatefulToolAdapter(tool)
+      manager = tools.ToolManager({"search": adapter}, timeout=0.02)
+      outputs = await manager.outputs_async([call(), call()])
+      assert all(output.is_error for output in outputs.values())
+      await adapter.release()
+      await asyncio.sleep(0.05)
+      assert tool.count("create") == 1
+      assert not tool._instances  # pylint: disable=protected-access
+
+    asyncio.run(main())
+
+  def test_is_shown_under_its_own_name(self):
+    adapter = stateful.StatefulToolAdapter(RecordingTool(), name="look")
+    assert adapter.json == schema("look")
+
+
 class TestTransitions:
   @pytest.mark.parametrize("start", list(State))
   @pytest.mark.parametrize("end", list(State))
@@ -362,6 +455,65 @@ class TestRequest:
 
     asyncio.run(main())
     assert request.state is State.FAILED and tool.count("release") == 1
+
+  def test_cancelled_among_the_rewards_releases_everything(self):
+    class SlowToJudge(RecordingTool):
+      async def calc_reward(self, instance_id, **kwargs):
+        await asyncio.sleep(60)
+
+      async def release(self, instance_id, **kwargs):
+        await asyncio.sleep(0.01)
+        await super().release(instance_id, **kwargs)
+
+    tools_ = {name: SlowToJudge(name) for name in ("one", "two")}
+    request = ask()
+
+    async def main():
+      task = asyncio.create_task(
+        request_lib.run_request(request, scripted(("done", "stop")), tools_)
+      )
+      await asyncio.sleep(0.02)
+      task.cancel()
+      await asyncio.sleep(0)
+      task.cancel()  # Not even a second one stops the releases.
+      with pytest.raises(asyncio.CancelledError):
+        await task
+
+    asyncio.run(main())
+    assert request.state is State.FAILED
+    assert "cancelled" in request.error and request.rewards == {}
+    for tool in tools_.values():
+      assert tool.count("release") == 1
+      assert not tool._instances  # pylint: disable=protected-access
+
+  def test_hung_release_ends_at_its_deadline_and_the_others_go_on(self, caplog):
+    class Clings(RecordingTool):
+      async def release(self, instance_id, **kwargs):
+        await asyncio.Event().wait()
+
+    good = RecordingTool("good")
+    with caplog.at_level(logging.WARNING):
+      request = run(
+        ask(),
+        scripted(("done", "stop")),
+        Clings("clings"),
+        good,
+        tool_timeout=0.05,
+      )
+    assert request.state is State.COMPLETED and good.count("release") == 1
+    assert "clings.release did not finish" in caplog.text
+
+  def test_creation_that_times_out_behind_its_instance_is_released(self):
+    class HalfMade(RecordingTool):
+      async def create(self, instance_id=None, **kwargs):
+        await super().create(instance_id, **kwargs)
+        await asyncio.sleep(60)
+
+    tool = HalfMade()
+    request = run(ask(), scripted(), tool, tool_timeout=0.05)
+    assert request.state is State.FAILED and "search.create" in request.error
+    assert tool.count("release") == 1
+    assert not tool._instances  # pylint: disable=protected-access
 
 
 ROW = {

@@ -106,6 +106,38 @@ class TestBaseTool:
 
     assert str(asyncio.run(inside_a_loop())) == f"{word} x"
 
+  def test_a_tool_may_have_any_argument(self):
+    class Waits(tools.BaseTool):
+      json = schema("waits")
+
+      def forward(self, seconds, what, pool, fn, tool_name):
+        return f"{seconds} {what} {pool} {fn} {tool_name}"
+
+    class WaitsLater(tools.BaseTool):
+      json = schema("waits")
+
+      async def async_forward(self, **kwargs):
+        return Waits.forward(self, **kwargs)
+
+    arguments = dict(seconds=2, what="w", pool="p", fn="f", tool_name="n")
+    for cls in (Waits, WaitsLater):
+      tool = cls("waits", "")
+      manager = tools.ToolManager({"waits": tool})
+
+      async def inside_a_loop(tool=tool, manager=manager):
+        return (
+          tool.forward(**arguments),
+          await tool.async_forward(**arguments),
+          await manager.run_async("waits", **arguments),
+        )
+
+      said = [
+        tool.forward(**arguments),
+        manager.run("waits", **arguments),
+        *asyncio.run(inside_a_loop()),
+      ]
+      assert [str(s) for s in said] == ["2 w p f n"] * 5
+
   def test_abstract_tool_cannot_be_built(self):
     with pytest.raises(TypeError):
       tools.BaseTool("t", "d")  # pylint: disable=abstract-class-instantiated
@@ -136,6 +168,18 @@ class TestToolManager:
   def test_ready_tools_are_taken_as_they_are(self):
     tool = SyncTool("x", "d")
     assert tools.ToolManager({"y": tool}).tools["y"] is tool
+
+  def test_what_the_policy_is_shown_is_what_it_can_call(self):
+    tool = tools.CalculatorTool()
+    manager = tools.ToolManager({"sum": tool, "other": tool})
+    assert [s["function"]["name"] for s in manager.json] == ["sum", "other"]
+    for shown in manager.json:
+      assert shown["function"]["parameters"] == tool.json["function"][
+        "parameters"
+      ]
+      name = shown["function"]["name"]
+      assert str(manager.run(name, expression="1+1")) == "2"
+    assert manager.run("calculator", expression="1").is_error
 
   def test_what_is_no_tool_is_refused(self):
     with pytest.raises(TypeError, match="'x' must be a BaseTool"):

@@ -9,18 +9,27 @@ Rules:
 - The last step's calls are not run either; the answer is then empty.
 - A tool that fails or hangs is an output for the policy; a reward function
   that fails or hangs raises, since no reward is known.
+- `finish` ends the episode also when it is in the tool map; there it is only
+  shown, with a schema of its own, and never run.
+- Each environment has its own copy of every stateful tool's adapter. The end
+  of an episode adds their `calc_reward` to the reward and releases their
+  instances; an episode that is broken off has them released by `close` or by
+  the next one's first step.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, Mapping
 
+from tunix.rl.multi_turn import concurrency
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn import trajectory
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.tools import manager
+from tunix.rl.multi_turn.tools import stateful
 
 _QUESTION_KEYS = ("question", "instruction", "prompt")
 _FINISH = "finish"
@@ -55,8 +64,10 @@ class ToolEnvironment(base_env.BaseEnv):
       tool_map: name -> tool class or tool.
       reward_fn: see the class.
       max_steps: >= 1.
-      tool_timeout: seconds a tool call may take.
-      reward_timeout: seconds the reward function may take.
+      tool_timeout: seconds a tool call may take, and a stateful tool's
+        release.
+      reward_timeout: seconds the reward function may take, and a stateful
+        tool's `calc_reward`.
       parallel: run a turn's calls at once.
 
     Raises:
@@ -82,8 +93,12 @@ class ToolEnvironment(base_env.BaseEnv):
     self._parallel = parallel
     self._calls: list[dict[str, Any]] = []
     self._done = False
+    self._retired: list[stateful.StatefulToolAdapter] = []
+    self._renew_adapters()
 
   def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    self._retired += self._adapters.values()
+    self._renew_adapters()
     self.step_count = 0
     self._calls = []
     self._done = False
@@ -102,6 +117,8 @@ class ToolEnvironment(base_env.BaseEnv):
     """
     if self._done:
       raise RuntimeError("the episode is over; call reset first")
+    if self._retired:
+      await self._release()
     if not isinstance(action, str) and hasattr(action, "action"):
       action = action.action
     if isinstance(action, str):
@@ -110,7 +127,7 @@ class ToolEnvironment(base_env.BaseEnv):
     calls = tools_base.normalize_calls(action)
     self.step_count += 1
     for call in calls:
-      if call.name == _FINISH and _FINISH not in self.tool_manager.tools:
+      if call.name == _FINISH:
         return await self._finish(_answer(call), {})
     if self.step_count >= self.max_steps:
       status = trajectory.TrajectoryStatus.MAX_TURNS.value
@@ -135,22 +152,60 @@ class ToolEnvironment(base_env.BaseEnv):
   ) -> base_env.StepResult:
     self._done = True
     reward = rewards.RewardOutput(0.0)
-    if self.reward_fn is not None:
-      reward = await rewards.evaluate_async(
-          self.reward_fn,
-          self.task,
-          answer,
-          {"tool_calls": self._calls, "step_count": self.step_count, **info},
-          timeout=self._reward_timeout,
-      )
-    success = bool(reward.metadata.get("success", reward.reward > 0))
+    try:
+      if self.reward_fn is not None:
+        reward = await rewards.evaluate_async(
+            self.reward_fn,
+            self.task,
+            answer,
+            {"tool_calls": self._calls, "step_count": self.step_count, **info},
+            timeout=self._reward_timeout,
+        )
+      tool_rewards = await self._tool_rewards()
+    finally:
+      self._retired += self._adapters.values()
+      await self._release()
+    total = reward.reward + sum(tool_rewards.values())
     info = {
         "answer": answer,
-        "success": success,
+        "success": bool(reward.metadata.get("success", total > 0)),
         "reward_metadata": reward.metadata,
         **info,
     }
-    return {}, reward.reward, True, info
+    if tool_rewards:
+      info["tool_rewards"] = tool_rewards
+    return {}, total, True, info
+
+  async def close(self) -> None:
+    """Releases the stateful tools' instances; idempotent."""
+    self._retired += self._adapters.values()
+    await self._release()
+
+  def _renew_adapters(self) -> None:
+    self._adapters = {
+        name: tool.fresh()
+        for name, tool in self.tool_manager.tools.items()
+        if isinstance(tool, stateful.StatefulToolAdapter)
+    }
+    self.tool_manager.tools.update(self._adapters)
+
+  async def _tool_rewards(self) -> dict[str, float]:
+    """What each stateful tool says that its instance was worth."""
+    values = await asyncio.gather(*(
+        concurrency.with_deadline(
+            adapter.calc_reward(), self._reward_timeout, f"{name}.calc_reward"
+        )
+        for name, adapter in self._adapters.items()
+    ))
+    return {n: float(value) for n, value in zip(self._adapters, values)}
+
+  async def _release(self) -> None:
+    retired, self._retired = self._retired, []
+    # The manager sets the deadline of everything that its tools do.
+    await stateful.release_all(
+        [(adapter.name, adapter.release) for adapter in retired],
+        self.tool_manager.timeout,
+    )
 
 
 def _answer(call: trajectory.ToolCall) -> str:

@@ -59,11 +59,19 @@ class BaseTool(abc.ABC):
       asyncio.get_running_loop()
     except RuntimeError:
       return asyncio.run(self.async_forward(**kwargs))
-    return concurrency.call(self.async_forward, **kwargs)
+    # A lambda: the tool's arguments must not become arguments of `call`.
+    return concurrency.call(lambda: self.async_forward(**kwargs))
 
   async def async_forward(self, **kwargs: Any) -> ToolOutput:
     """Runs the tool; a sync-only tool runs in a thread."""
-    return await concurrency.acall(self.forward, **kwargs)
+    return await concurrency.acall(lambda: self.forward(**kwargs))
+
+
+def renamed(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
+  """An OpenAI schema, or its `function` part alone, as the schema of `name`."""
+  if "function" not in schema:
+    schema = {"type": "function", "function": schema}
+  return {**schema, "function": {**schema["function"], "name": name}}
 
 
 def as_output(name: str, value: Any) -> ToolOutput:

@@ -67,14 +67,20 @@ class ToolManager:
 
   @property
   def json(self) -> list[dict[str, Any]]:
-    """Schemas of all tools, in the order of the map."""
-    return [tool.json for tool in self.tools.values()]
+    """Schemas of all tools, in the order of the map and under its names.
 
-  def run(self, tool_name: str, **kwargs: Any) -> base.ToolOutput:
-    """Runs one tool and waits for it."""
+    What the policy is shown is what it can call, whatever a ready tool calls
+    itself.
+    """
+    return [base.renamed(tool.json, name) for name, tool in self.tools.items()]
+
+  def run(self, tool_name: str, /, **kwargs: Any) -> base.ToolOutput:
+    """Runs one tool with `kwargs` and waits for it."""
     return self.outputs([base.ToolCall(tool_name, kwargs)]).popitem()[1]
 
-  async def run_async(self, tool_name: str, **kwargs: Any) -> base.ToolOutput:
+  async def run_async(
+      self, tool_name: str, /, **kwargs: Any
+  ) -> base.ToolOutput:
     """`run` for the event loop."""
     return await self._output_async(base.ToolCall(tool_name, kwargs))
 

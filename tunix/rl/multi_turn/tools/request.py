@@ -6,11 +6,14 @@ other moves are refused.
 
 Promises:
 - Every tool of the request is created before the first generation, and
-  released exactly once for each creation, whatever happens in between.
+  released exactly once for each creation, whatever happens in between; also
+  when the creation was cut short and may or may not have made its instance.
 - The calls of a turn run at once; their results stand in the order of the
   calls.
 - A failing tool is a message for the model; a failing model or a failing
   creation ends the request as FAILED with the error kept.
+- A cancelled request has no rewards and is raised as cancelled after the
+  releases, which have a deadline.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
+import functools
 import logging
 from typing import Any, Awaitable, Callable, Mapping, Sequence
 import uuid
@@ -206,57 +210,101 @@ async def run_request(
   async def guarded(awaitable: Awaitable[Any], what: str) -> Any:
     return await concurrency.with_deadline(awaitable, tool_timeout, what)
 
+  rewards: dict[str, float] = {}
   try:
-    turns = 0
-    calls: list[trajectory.ToolCall] = []
-    while reason is None:
-      if request.state is RequestState.PENDING:
-        for name, tool in tools.items():
-          instances[name] = await guarded(
-              tool.create(**request.kwargs(name, "create_kwargs")),
-              f"{name}.create",
-          )
-        request.move(RequestState.RUNNING)
-      elif request.state is RequestState.TOOL_CALLING:
-        results = await asyncio.gather(
-            *(_execute(request, tools, instances, c, guarded) for c in calls)
-        )
-        for call, (text, reward) in zip(calls, results):
-          if reward is not None:
-            request.call_rewards.append(reward)
-          request.messages.append({
-              "role": "tool",
-              "tool_call_id": call.call_id,
-              "content": text,
-          })
-        if turns >= max_turns:
-          reason = FinishReason.LENGTH
-        else:
-          request.move(RequestState.RUNNING)
-      else:
-        text, finish = await concurrency.with_deadline(
-            generate(request.messages), generate_timeout, "generate"
-        )
-        turns += 1
-        request.messages.append({"role": "assistant", "content": text})
-        finish = FinishReason(finish)
-        calls = [] if finish is FinishReason.LENGTH else parser.parse(text)
-        if calls:
-          request.move(RequestState.TOOL_CALLING)
-        else:
-          # A TOOL_CALL without a readable call has nothing to go on with.
-          reason = (
-              finish if finish is FinishReason.LENGTH else FinishReason.STOP
-          )
+    try:
+      reason = await _converse(
+          request, generate, tools, instances, parser, guarded, max_turns,
+          generate_timeout,
+      )
+    except Exception as error:  # pylint: disable=broad-except
+      request.error = f"{type(error).__name__}: {error}"
+    if request.state is not RequestState.PENDING:
+      rewards = await _calc_rewards(request, tools, instances, guarded)
   except asyncio.CancelledError:
     request.error = "CancelledError: the request was cancelled"
     raise
-  except Exception as error:  # pylint: disable=broad-except
-    request.error = f"{type(error).__name__}: {error}"
   finally:
-    rewards = await _settle(request, tools, instances, guarded)
-    request.finalize(rewards, reason)
+    try:
+      await stateful.release_all(
+          [
+              (
+                  name,
+                  functools.partial(
+                      tools[name].release,
+                      instance_id,
+                      **request.kwargs(name, "release_kwargs"),
+                  ),
+              )
+              for name, instance_id in instances.items()
+          ],
+          tool_timeout,
+      )
+    finally:
+      request.finalize(rewards, reason)
   return request
+
+
+async def _converse(
+    request: ToolRequest,
+    generate: Generate,
+    tools: Mapping[str, stateful.BaseTool],
+    instances: dict[str, str],
+    parser: tool_parser.ToolParser,
+    guarded: Callable[..., Awaitable[Any]],
+    max_turns: int,
+    generate_timeout: float | None,
+) -> FinishReason:
+  """From PENDING to the reason for the end; fills `instances`."""
+  await _create(request, tools, instances, guarded)
+  request.move(RequestState.RUNNING)
+  for turn in range(1, max_turns + 1):
+    text, finish = await concurrency.with_deadline(
+        generate(request.messages), generate_timeout, "generate"
+    )
+    request.messages.append({"role": "assistant", "content": text})
+    finish = FinishReason(finish)
+    if finish is FinishReason.LENGTH:
+      return finish
+    calls = parser.parse(text)
+    if not calls:
+      # A TOOL_CALL without a readable call has nothing to go on with.
+      return FinishReason.STOP
+    request.move(RequestState.TOOL_CALLING)
+    results = await asyncio.gather(
+        *(_execute(request, tools, instances, c, guarded) for c in calls)
+    )
+    for call, (text, reward) in zip(calls, results):
+      if reward is not None:
+        request.call_rewards.append(reward)
+      request.messages.append({
+          "role": "tool",
+          "tool_call_id": call.call_id,
+          "content": text,
+      })
+    if turn < max_turns:
+      request.move(RequestState.RUNNING)
+  return FinishReason.LENGTH
+
+
+async def _create(
+    request: ToolRequest,
+    tools: Mapping[str, stateful.BaseTool],
+    instances: dict[str, str],
+    guarded: Callable[..., Awaitable[Any]],
+) -> None:
+  """Makes the instances; their ids are noted before they exist."""
+  for name, tool in tools.items():
+    kwargs, instances[name] = stateful.with_instance_id(
+        request.kwargs(name, "create_kwargs")
+    )
+    try:
+      instances[name] = await guarded(tool.create(**kwargs), f"{name}.create")
+    except concurrency.DeadlineExceeded:
+      raise
+    except Exception:
+      del instances[name]  # It says itself that it made nothing.
+      raise
 
 
 async def _execute(
@@ -283,20 +331,19 @@ async def _execute(
     return f"Error: {type(error).__name__}: {error}", None
 
 
-async def _settle(
+async def _calc_rewards(
     request: ToolRequest,
     tools: Mapping[str, stateful.BaseTool],
     instances: Mapping[str, str],
     guarded: Callable[..., Awaitable[Any]],
 ) -> dict[str, float]:
-  """Rewards and releases every instance; errors are kept, none is raised."""
+  """The instances' rewards; the first error is kept, none is raised."""
   rewards = {}
   for name, instance_id in instances.items():
-    tool = tools[name]
     try:
       rewards[name] = float(
           await guarded(
-              tool.calc_reward(
+              tools[name].calc_reward(
                   instance_id, **request.kwargs(name, "calc_reward_kwargs")
               ),
               f"{name}.calc_reward",
@@ -304,11 +351,4 @@ async def _settle(
       )
     except Exception as error:  # pylint: disable=broad-except
       request.error = request.error or f"{type(error).__name__}: {error}"
-    try:
-      await guarded(
-          tool.release(instance_id, **request.kwargs(name, "release_kwargs")),
-          f"{name}.release",
-      )
-    except Exception as error:  # pylint: disable=broad-except
-      _LOG.warning("releasing %s failed: %s", name, error)
   return rewards

@@ -11,13 +11,24 @@ Promises: instances never share state; `release` may be called twice.
 from __future__ import annotations
 
 import abc
-from typing import Any, Mapping
+import asyncio
+import concurrent.futures
+import copy
+import logging
+import threading
+from typing import Any, Awaitable, Callable, Iterable, Mapping
 import uuid
 
+from tunix.rl.multi_turn import concurrency
 from tunix.rl.multi_turn import registry
 from tunix.rl.multi_turn.tools import base as plain
 
 OpenAIFunctionToolSchema = Mapping[str, Any]
+
+# For one release where a tool's methods have no deadline of their own.
+RELEASE_SECONDS = 30.0
+
+_LOG = logging.getLogger(__name__)
 
 
 class UnknownInstanceError(KeyError):
@@ -131,8 +142,9 @@ class InstanceTool(BaseTool):
 class StatefulToolAdapter(plain.BaseTool):
   """A stateful tool's one instance, as a plain tool of one environment.
 
-  The instance is created at the first call. `calc_reward` and `release` are
-  for the environment that owns the adapter.
+  The instance is created at the first call, once however many calls come
+  together. `calc_reward` and `release` are for the environment that owns the
+  adapter: `ToolEnvironment` calls them, on a copy of its own (`fresh`).
   """
 
   def __init__(
@@ -152,40 +164,131 @@ class StatefulToolAdapter(plain.BaseTool):
     super().__init__(name or tool.name, function.get("description", ""))
     self.tool = tool
     self._kwargs = check_tool_kwargs(self.name, tool_kwargs or {})
-    self._instance_id: str | None = None
+    self._clear()
+
+  def _clear(self) -> None:
+    # Calls may come from several event loops at once (`ToolManager.outputs`
+    # gives each a thread), so nothing here belongs to one.
+    self._lock = threading.Lock()
+    self._creation: concurrent.futures.Future[str] | None = None
+    self._open: list[str] = []  # Every id that may have an instance.
+
+  def fresh(self) -> StatefulToolAdapter:
+    """A copy that has no instance yet."""
+    other = copy.copy(self)
+    other._clear()  # pylint: disable=protected-access
+    return other
 
   @property
   def json(self) -> dict[str, Any]:
-    schema = dict(self.tool.get_openai_tool_schema())
-    if "function" not in schema:
-      schema = {"type": "function", "function": schema}
-    return schema
+    return plain.renamed(self.tool.get_openai_tool_schema(), self.name)
 
   async def async_forward(self, **kwargs: Any) -> plain.ToolOutput:
-    if self._instance_id is None:
-      self._instance_id = await self.tool.create(
-          **self._kwargs["create_kwargs"]
-      )
     text, reward, metrics = await self.tool.execute(
-        self._instance_id, kwargs, **self._kwargs["execute_kwargs"]
+        await self._instance(), kwargs, **self._kwargs["execute_kwargs"]
     )
     return plain.ToolOutput(
         self.name, text, metadata={"reward": reward, "metrics": metrics}
     )
 
   async def calc_reward(self) -> float:
-    """The instance's reward; 0 when the tool was never called."""
-    if self._instance_id is None:
+    """The instance's reward; 0 when there is none."""
+    creation = self._creation
+    if creation is None:
       return 0.0
     return await self.tool.calc_reward(
-        self._instance_id, **self._kwargs["calc_reward_kwargs"]
+        await asyncio.wrap_future(creation),
+        **self._kwargs["calc_reward_kwargs"],
     )
 
   async def release(self) -> None:
     """Releases the instance; idempotent."""
-    instance_id, self._instance_id = self._instance_id, None
-    if instance_id is not None:
+    with self._lock:
+      ids, self._open, self._creation = self._open, [], None
+    for instance_id in ids:
       await self.tool.release(instance_id, **self._kwargs["release_kwargs"])
+
+  async def _instance(self) -> str:
+    """The instance's id; the first to ask creates it, the others wait."""
+    kwargs, instance_id = with_instance_id(self._kwargs["create_kwargs"])
+    with self._lock:
+      creation = self._creation
+      first = creation is None
+      if first:
+        creation = self._creation = concurrent.futures.Future()
+        creation.set_running_or_notify_cancel()  # No waiter can cancel it.
+        self._open.append(instance_id)
+    if not first:
+      return await asyncio.wrap_future(creation)
+    try:
+      made = await self.tool.create(**kwargs)
+    except BaseException as error:
+      with self._lock:
+        if self._creation is creation:
+          self._creation = None
+        # Cut short, it may have made its instance: `release` sees to it.
+        if isinstance(error, Exception) and instance_id in self._open:
+          self._open.remove(instance_id)
+      if not isinstance(error, Exception):
+        error = RuntimeError(f"creating {self.name!r} was cut short")
+      creation.set_exception(error)
+      raise
+    with self._lock:
+      released = self._creation is not creation
+      if not released:
+        self._open[self._open.index(instance_id)] = made
+    creation.set_result(made)
+    if released:
+      await self.tool.release(made, **self._kwargs["release_kwargs"])
+    return made
+
+
+async def release_all(
+    releases: Iterable[tuple[str, Callable[[], Awaitable[None]]]],
+    seconds: float | None,
+) -> None:
+  """Releases at once what several tools hold.
+
+  Failures are logged, none is raised. A cancellation waits for the releases,
+  and is raised after them.
+
+  Args:
+    releases: (name, function that releases).
+    seconds: for each of them; None for `RELEASE_SECONDS`.
+  """
+
+  async def one(name: str, release: Callable[[], Awaitable[None]]) -> None:
+    try:
+      await concurrency.with_deadline(
+          release(),
+          RELEASE_SECONDS if seconds is None else seconds,
+          f"{name}.release",
+      )
+    except (Exception, asyncio.CancelledError) as error:  # pylint: disable=broad-except
+      _LOG.warning("releasing %s failed: %r", name, error)
+
+  tasks = [asyncio.ensure_future(one(*release)) for release in releases]
+  cancelled: asyncio.CancelledError | None = None
+  while waiting := [task for task in tasks if not task.done()]:
+    try:
+      await asyncio.wait(waiting)
+    except asyncio.CancelledError as error:
+      cancelled = error
+  if cancelled is not None:
+    raise cancelled
+
+
+def with_instance_id(
+    create_kwargs: Mapping[str, Any],
+) -> tuple[dict[str, Any], str]:
+  """Arguments of `create` with an id of ours, unless they have one; the id.
+
+  With it even a creation that never returns can be released.
+  """
+  kwargs = dict(create_kwargs)
+  if kwargs.get("instance_id") is None:
+    kwargs["instance_id"] = str(uuid.uuid4())
+  return kwargs, kwargs["instance_id"]
 
 
 KWARGS_KINDS = (
