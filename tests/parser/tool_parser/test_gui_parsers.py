@@ -352,6 +352,11 @@ class TestKeys:
     with pytest.raises(tool_parser.GuiActionError):
       keys_lib.normalize_keys(bad)
 
+  @pytest.mark.parametrize("written", ["ctrl-" * 1500 + "a", "a+" * 5000])
+  def test_keys_without_end_are_refused(self, written):
+    with pytest.raises(tool_parser.GuiActionError, match="at most 128 char"):
+      keys_lib.normalize_keys(written)
+
   @settings(max_examples=200, deadline=None)
   @given(st.text() | st.lists(st.text()))
   def test_anything_gives_keys_or_the_typed_error(self, written):

@@ -72,6 +72,7 @@ for _name, _others in _ALIASES.items():
 
 _DROP = re.compile(r"[\s_]+")
 _MAX_KEYS = 8
+_MAX_CHARACTERS = 128
 
 
 def normalize_keys(keys: Any) -> tuple[str, ...]:
@@ -81,8 +82,9 @@ def normalize_keys(keys: Any) -> tuple[str, ...]:
     keys: a str in any dialect, or a list of such.
 
   Raises:
-    GuiActionError: not a str or list of str, empty, more than 8 keys, or an
-      unknown key; the message names the nearest known one.
+    GuiActionError: not a str or list of str, empty, more than 8 keys, a str of
+      more than 128 characters, or an unknown key; the message names the
+      nearest known one.
   """
   if isinstance(keys, str):
     items: Iterable[Any] = (keys,)
@@ -100,6 +102,11 @@ def normalize_keys(keys: Any) -> tuple[str, ...]:
     if not isinstance(item, str):
       raise base.GuiActionError(
           f"a key must be a string, got {type(item).__name__}"
+      )
+    if len(item) > _MAX_CHARACTERS:
+      raise base.GuiActionError(
+          f"keys are written in at most {_MAX_CHARACTERS} characters, got"
+          f" {len(item)}; use the type action for text"
       )
     found.extend(_split(item))
     if len(found) > _MAX_KEYS:

@@ -35,8 +35,9 @@ _SPACE = re.compile(r"\s*")
 _RESPONSE = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 _MAX_QUOTE = 80
 
-# The words around the tools are those of Qwen's own chat templates: a
-# pretrained model knows the format by them.
+# A pretrained model knows the format by the words around the tools, so these
+# are those of the chat templates: of Qwen2.5 and Qwen3 word for word, of
+# Qwen3.5 without its second example parameter and its closing reminder.
 _JSON_PROMPT = """# Tools
 
 You may call one or more functions to assist with the user query.
