@@ -237,6 +237,9 @@ def test_a_drop_down_by_keyboard():
     (("shift", "ctrl", "T"), "ctrl+shift+t"), (("Return",), "enter"),
     (("Esc",), "escape"), (("+",), "+"), (("ArrowDown",), "down"),
     (("a",), "a"), (("A",), "A"), (("cmd", "v"), "meta+v"),
+    (("Page_Up",), "pageup"), (("pgdn",), "pagedown"), ((" ",), "space"),
+    (("kp_enter",), "enter"), (("shift_l", "back_space"), "shift+backspace"),
+    (("Control_R+minus",), "ctrl+-"), (("Hyper",), "hyper"),
 ))
 def test_key_names(given_keys, want):
   assert scene_lib.normal_keys(given_keys) == want

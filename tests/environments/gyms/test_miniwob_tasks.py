@@ -5,6 +5,7 @@ from tunix.rl.multi_turn.environments.gyms import miniwob
 from tunix.rl.multi_turn.environments.gyms.miniwob import devtools
 from tunix.rl.multi_turn.environments.gyms.miniwob import keys
 from tunix.rl.multi_turn.environments.gyms.miniwob import tasks as tasks_lib
+from tunix.rl.multi_turn.parser.tool_parser import keys as parser_keys
 
 try:
   tasks_lib.pages_directory()
@@ -132,6 +133,13 @@ class TestKeys:
     long = "x" * (keys.MAX_TYPED + 1)
     assert keys.text_events(long) == [("Input.insertText", {"text": long})]
 
+  def test_new_lines_and_tabs_of_a_long_text_are_keys_too(self):
+    long = "x" * keys.MAX_TYPED
+    events = keys.text_events(f"{long}\r\nenter\thome\n")
+    assert [e[1].get("key") or e[1]["text"] for e in events] == [
+        long, "Enter", "Enter", "enter", "Tab", "Tab", "home", "Enter", "Enter",
+    ]  # pyformat: disable
+
   def test_a_shortcut_is_not_input_and_is_released_in_reverse(self):
     down, up = keys.key_events(("Control", "Shift", "a"))
     assert [e[1]["key"] for e in down] == ["Control", "Shift", "A"]
@@ -149,11 +157,25 @@ class TestKeys:
       [
           ("Return", "enter"), ("ArrowDown", "down"), ("Page_Up", "pageup"),
           ("CTRL", "ctrl"), ("cmd", "meta"), ("F5", "f5"), (" ", "space"),
-          ("A", "A"),
+          ("A", "A"), ("pgdn", "pagedown"), ("leftarrow", "left"),
+          ("KP_Enter", "enter"), ("back_space", "backspace"), ("plus", "+"),
+          ("Super_L", "meta"), ("numpad7", "7"),
       ],
   )  # pyformat: disable
   def test_names_have_dialects(self, name, known):
     assert keys.normalise(name) == known
+
+  def test_every_key_of_a_grammar_is_a_key_here_or_refused(self):
+    for name in sorted(parser_keys.NAMED_KEYS):
+      try:
+        assert keys.normalise(name) == name
+      except keys.UnknownKey:
+        assert name not in ("enter", "up", "f1", *parser_keys.MODIFIERS)
+
+  @pytest.mark.parametrize("name", ["", " \t", "\n", "é"])
+  def test_what_is_no_key_is_refused(self, name):
+    with pytest.raises(keys.UnknownKey):
+      keys.normalise(name)
 
   def test_an_unknown_key_is_named(self):
     with pytest.raises(keys.UnknownKey, match="no key 'hyper'"):

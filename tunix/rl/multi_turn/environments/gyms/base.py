@@ -96,10 +96,31 @@ class Gym(Protocol):
 
 
 class TaskSet(Protocol):
-  """Makes a family's tasks. Train and eval seeds never overlap."""
+  """Makes a family's tasks: what `assembly.register_tasks` gives a run.
 
-  def families(self) -> tuple[str, ...]:
+  `train_task(family, index, seed)` is the `index`-th training task of the run
+  with this `seed`, `eval_task` the `index`-th held-out one; both always give
+  the same task for the same arguments. The two never share an instance.
+  """
+
+  def train_task(self, family: str, index: int, seed: int) -> Task:
     ...
 
-  def task(self, family: str, seed: int) -> Task:
+  def eval_task(self, family: str, index: int, seed: int) -> Task:
     ...
+
+
+def known_only(
+    config: Mapping[str, Any], names: tuple[str, ...], what: str
+) -> dict[str, Any]:
+  """`config` without its type tag.
+
+  Raises:
+    ValueError: naming a setting that does not exist, and those that do.
+  """
+  unknown = sorted(set(config) - set(names) - {"name", "type"})
+  if unknown:
+    raise ValueError(
+        f"{what} take no {unknown[0]!r}; known: {', '.join(names)}"
+    )
+  return {k: v for k, v in config.items() if k in names}

@@ -118,19 +118,19 @@ def normalize_keys(keys: Any) -> tuple[str, ...]:
   return tuple(found)
 
 
-def _one(text: str) -> str | None:
-  """The key that the whole text names, or None."""
+def key_name(text: str) -> str | None:
+  """The one key that the whole text names in any dialect, or None."""
   if len(text) == 1:
     return "space" if text.isspace() else text.lower()
   return _NAMES.get(_DROP.sub("", text.lower()))
 
 
 def _split(text: str) -> list[str]:
-  key = _one(text)
+  key = key_name(text)
   if key is not None:
     return [key]
   text = text.strip()
-  if (key := _one(text)) is not None:
+  if (key := key_name(text)) is not None:
     return [key]
   if "+" in text:
     # In "ctrl++" the last plus is a key.
@@ -145,8 +145,8 @@ def _split(text: str) -> list[str]:
     return [key for word in words for key in _split(word)]
   if "-" in text.strip("-"):
     head, _, rest = text.partition("-")
-    if _one(head) in MODIFIERS and rest:
-      return [_one(head), *_split(rest)]
-    if (key := _one(text.replace("-", ""))) is not None:
+    if key_name(head) in MODIFIERS and rest:
+      return [key_name(head), *_split(rest)]
+    if (key := key_name(text.replace("-", ""))) is not None:
       return [key]
   raise base.GuiActionError(registry.unknown_name("key", text[:40], NAMED_KEYS))

@@ -77,7 +77,9 @@ class DesktopTasks:
   @classmethod
   def from_dict(cls, config: Mapping[str, Any]) -> DesktopTasks:
     """Builds it from `{"families": [...], "difficulty": 0}`."""
-    return cls(**_known(config, ("families", "difficulty"), "desktop tasks"))
+    return cls(**base.known_only(
+        config, ("families", "difficulty"), "desktop tasks"
+    ))
 
   def families(self) -> tuple[str, ...]:
     return self._families
@@ -127,17 +129,6 @@ class DesktopTasks:
     return self.task(family, EVAL_SEEDS_FROM + number, difficulty)
 
 
-def _known(
-    config: Mapping[str, Any], names: tuple[str, ...], what: str
-) -> dict[str, Any]:
-  unknown = sorted(set(config) - set(names) - {"name", "type"})
-  if unknown:
-    raise ValueError(
-        f"{what} take no {unknown[0]!r}; known: {', '.join(names)}"
-    )
-  return {k: v for k, v in config.items() if k in names}
-
-
 class DesktopGym:
   """One desktop; `start` may be called again after an episode."""
 
@@ -166,7 +157,7 @@ class DesktopGym:
   @classmethod
   def from_dict(cls, config: Mapping[str, Any]) -> DesktopGym:
     """Builds it from `{"width": …, "height": …, "time_decay": …}`."""
-    return cls(**_known(
+    return cls(**base.known_only(
         config, ("width", "height", "time_decay"), "desktop gym settings"
     ))
 

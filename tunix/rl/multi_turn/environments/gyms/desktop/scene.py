@@ -22,19 +22,11 @@ from tunix.rl.multi_turn.environments.gyms.desktop import canvas
 from tunix.rl.multi_turn.environments.gyms.desktop import containers
 from tunix.rl.multi_turn.environments.gyms.desktop import font
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
+from tunix.rl.multi_turn.parser.tool_parser import keys as key_names
 
 MIN_WIDTH, MIN_HEIGHT = 128, 96
 
 _Kind = gui_action.GuiActionKind
-_KEY_NAMES = {
-    "return": "enter", "kp_enter": "enter", "esc": "escape", "del": "delete",
-    "control": "ctrl", "ctl": "ctrl", "control_l": "ctrl", "shift_l": "shift",
-    "option": "alt", "alt_l": "alt", "cmd": "meta", "command": "meta",
-    "super": "meta", "win": "meta", "arrowup": "up", "arrowdown": "down",
-    "arrowleft": "left", "arrowright": "right", "pgup": "pageup",
-    "page_up": "pageup", "pgdn": "pagedown", "page_down": "pagedown",
-    "back_space": "backspace", " ": "space", "spacebar": "space",
-}  # pyformat: disable
 _MODIFIERS = ("ctrl", "alt", "shift", "meta")
 
 
@@ -54,7 +46,9 @@ def normal_keys(keys: tuple[str, ...]) -> str:
     key = key.lower() if len(key) > 1 else key
     parts = key.split("+") if len(key) > 1 and key.strip("+") else [key]
     for part in parts:
-      names.append(_KEY_NAMES.get(part, part))
+      # A single character keeps its case.
+      one = len(part) == 1 and part != " "
+      names.append(part if one else key_names.key_name(part) or part)
   plain = [n for n in names if n not in _MODIFIERS]
   mods = [m for m in _MODIFIERS if m in names]
   if mods:

@@ -8,9 +8,13 @@ key events see them. Returns parameters for `Input.dispatchKeyEvent` and
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-# Above this many characters text is inserted at once, as a paste would.
+from tunix.rl.multi_turn.parser.tool_parser import keys as key_names
+
+# Above this many characters the lines of a text are inserted at once, as a
+# paste would.
 MAX_TYPED = 200
 
 MODIFIERS = {"alt": 1, "ctrl": 2, "meta": 4, "shift": 8}
@@ -39,22 +43,6 @@ _NAMED: dict[str, tuple[str, str, int, str]] = {
     "capslock": ("CapsLock", "CapsLock", 20, ""),
     "menu": ("ContextMenu", "ContextMenu", 93, ""),
 } | {f"f{n}": (f"F{n}", f"F{n}", 111 + n, "") for n in range(1, 13)}
-
-_ALIASES = {
-    "control": "ctrl", "control_l": "ctrl", "control_r": "ctrl",
-    "ctl": "ctrl", "option": "alt", "alt_l": "alt", "alt_r": "alt",
-    "shift_l": "shift", "shift_r": "shift", "cmd": "meta",
-    "command": "meta", "super": "meta", "super_l": "meta", "win": "meta",
-    "windows": "meta", "return": "enter", "kp_enter": "enter",
-    "esc": "escape", "del": "delete", "ins": "insert", "bksp": "backspace",
-    "back_space": "backspace", "spacebar": "space", "page_up": "pageup",
-    "pgup": "pageup", "prior": "pageup", "page_down": "pagedown",
-    "pgdn": "pagedown", "next": "pagedown", "arrowleft": "left",
-    "arrowup": "up", "arrowright": "right", "arrowdown": "down",
-    "leftarrow": "left", "uparrow": "up", "rightarrow": "right",
-    "downarrow": "down", "caps_lock": "capslock", "plus": "+", "minus": "-",
-    "comma": ",", "period": ".", "slash": "/", "contextmenu": "menu",
-}  # pyformat: disable
 
 # Unshifted and shifted character of each other key.
 _SYMBOL_KEYS = (
@@ -95,10 +83,9 @@ def normalise(name: str) -> str:
   """
   if len(name) == 1 and name in _CHARACTERS:
     return "space" if name == " " else name
-  low = name.strip().lower().replace(" ", "_")
-  low = _ALIASES.get(low, low)
-  if low in _NAMED or (len(low) == 1 and low in _CHARACTERS):
-    return low
+  known = key_names.key_name(name.strip())
+  if known in _NAMED or known in _CHARACTERS:
+    return known
   raise UnknownKey(f"there is no key {name!r}")
 
 
@@ -137,19 +124,23 @@ def key_events(names: tuple[str, ...]) -> tuple[list[Command], list[Command]]:
 
 
 def text_events(text: str) -> list[Command]:
-  """Commands that type `text`; new lines are Enter, tabs are Tab."""
+  """Commands that type `text`; new lines are Enter, tabs are Tab.
+
+  What stands between these in a text longer than `MAX_TYPED` is inserted.
+  """
   text = text.replace("\r\n", "\n").replace("\r", "\n")
+  pieces = list(text)
   if len(text) > MAX_TYPED:
-    return [("Input.insertText", {"text": text})]
+    pieces = [piece for piece in re.split(r"([\n\t])", text) if piece]
   commands: list[Command] = []
-  for character in text:
-    name = {"\n": "enter", "\t": "tab", " ": "space"}.get(character, character)
-    if name in _NAMED or name in _CHARACTERS:
+  for piece in pieces:
+    name = {"\n": "enter", "\t": "tab", " ": "space"}.get(piece, piece)
+    if len(piece) == 1 and (name in _NAMED or name in _CHARACTERS):
       shift = name in _CHARACTERS and _CHARACTERS[name][2]
       held = MODIFIERS["shift"] if shift else 0
       commands += [_event(name, held, True), _event(name, held, False)]
     else:  # No key makes it: an input method would insert it.
-      commands.append(("Input.insertText", {"text": character}))
+      commands.append(("Input.insertText", {"text": piece}))
   return commands
 
 

@@ -17,6 +17,8 @@ from typing import Any, Mapping
 from tunix.rl.multi_turn import registry
 from tunix.rl.multi_turn.environments.gyms import base
 
+known_only = base.known_only
+
 PAGES_VARIABLE = "TUNIX_MINIWOB_PAGES"
 DATA_MODES = ("default", "train", "test")
 DEFAULT_MAX_TURNS = 10
@@ -223,19 +225,3 @@ class MiniWobTasks:
       raise ValueError(f"index and seed must be >= 0, got {index}, {seed}")
     number = (seed * 1_000_003 + index) % EVAL_SEEDS_FROM
     return self.task(family, EVAL_SEEDS_FROM + number)
-
-
-def known_only(
-    config: Mapping[str, Any], names: tuple[str, ...], what: str
-) -> dict[str, Any]:
-  """`config` without its type tag.
-
-  Raises:
-    ValueError: naming a setting that does not exist, and those that do.
-  """
-  unknown = sorted(set(config) - set(names) - {"name", "type"})
-  if unknown:
-    raise ValueError(
-        f"{what} take no {unknown[0]!r}; known: {', '.join(names)}"
-    )
-  return {k: v for k, v in config.items() if k in names}
