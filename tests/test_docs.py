@@ -4,6 +4,8 @@ import pathlib
 import re
 
 import pytest
+from tunix.rl.multi_turn import assembly
+from tunix.rl.multi_turn import config as config_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -18,6 +20,15 @@ def test_the_code_in_extending_runs_from_top_to_bottom(capsys):
     code = compile(block, f"docs/extending.md, block {number}", "exec")
     exec(code, namespace)  # pylint: disable=exec-used
   assert namespace["episode"].num_turns == 1
+  config = config_lib.load_config(
+      ["run.imports=[my_lamps]", "gym=lamps", "tasks=[lamps]"]
+  )
+  source = assembly.make_tasks(config)
+  assert next(assembly.TrainTasks(source, config.gym.tasks, 0)).seed == 0
+  assert all(task.seed % 2 for task in assembly.eval_tasks(config, source))
+  assert assembly.make_gym(config, "lamps").start(
+      assembly.eval_tasks(config, source)[0]
+  ).screenshot.shape == (config.gym.height, config.gym.width, 3)
   assert "final: 0.93" in capsys.readouterr().out
 
 
