@@ -5,6 +5,8 @@ import threading
 
 import pytest
 from tunix.rl.multi_turn import concurrency
+from tunix.rl.multi_turn import tools
+from tunix.rl.multi_turn import trajectory
 
 SHORT = 0.05
 
@@ -122,6 +124,61 @@ class TestWorkerPool:
       pool.run(slow_socket, 5.0)
 
 
+  def test_a_thread_that_cannot_be_started_costs_its_own_call_only(
+    self, monkeypatch
+  ):
+    pool = concurrency.WorkerPool(max_threads=2)
+    ran = []
+
+    def refuse(thread):
+      raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+      patch.setattr(threading.Thread, "start", refuse)
+      for _ in range(3):
+        with pytest.raises(RuntimeError, match="can't start"):
+          pool.submit(lambda: ran.append(1))
+    assert pool.threads == 0
+    assert pool.run(lambda: "served", 5.0) == "served"
+    assert not ran and pool.close()
+
+  def test_a_replacement_that_cannot_be_started_fails_the_queue(
+    self, monkeypatch
+  ):
+    pool = concurrency.WorkerPool(max_threads=1)
+    gate = threading.Event()
+    first = pool.submit(gate.wait)
+    assert first.started.wait(5.0)
+    second = pool.submit(lambda: 1)
+
+    def refuse(thread):
+      raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+      patch.setattr(threading.Thread, "start", refuse)
+      assert pool.abandon(first) is not None
+    with pytest.raises(RuntimeError, match="can't start"):
+      pool.wait(second, 5.0)
+    gate.set()
+    assert wait_until(lambda: pool.lost == 0)
+    assert pool.run(lambda: 2, 5.0) == 2
+
+  def test_who_gives_up_is_told_what_is_stuck(self):
+    pool = concurrency.WorkerPool(max_threads=1)
+    gate, stuck = threading.Event(), []
+
+    async def main():
+      with pytest.raises(concurrency.DeadlineExceeded):
+        await concurrency.acall(
+          gate.wait, seconds=SHORT, what="f", pool=pool, on_stuck=stuck.append
+        )
+
+    asyncio.run(main())
+    assert [s.description for s in stuck] == ["f"] and not stuck[0].returned
+    gate.set()
+    assert wait_until(lambda: stuck[0].returned)
+
+
 class TestWithDeadline:
   def test_code_that_swallows_cancellation_is_left_behind(self):
     async def stubborn(stop):
@@ -150,6 +207,44 @@ class TestWithDeadline:
     assert asyncio.run(concurrency.with_deadline(fine(), 5.0)) == 7
     with pytest.raises(ValueError, match="no"):
       asyncio.run(concurrency.with_deadline(fail(), 5.0))
+
+
+  @pytest.mark.parametrize("seconds", [None, 5.0])
+  def test_code_that_cancels_itself_does_not_cancel_the_caller(self, seconds):
+    async def leave():
+      raise asyncio.CancelledError("inner")
+
+    async def main():
+      with pytest.raises(RuntimeError, match="env.step cancelled itself"):
+        await concurrency.with_deadline(leave(), seconds, "env.step")
+
+    asyncio.run(main())
+
+  @pytest.mark.parametrize("seconds", [None, 5.0])
+  def test_the_callers_cancellation_goes_through(self, seconds):
+    async def main():
+      task = asyncio.create_task(
+        concurrency.with_deadline(asyncio.sleep(60), seconds)
+      )
+      await asyncio.sleep(0.01)
+      task.cancel()
+      with pytest.raises(asyncio.CancelledError):
+        await task
+
+    asyncio.run(main())
+
+  def test_a_tool_that_cancels_itself_is_an_error_output(self):
+    class Leaves(tools.BaseTool):
+      json = {"function": {"name": "leaves"}}
+
+      async def async_forward(self):
+        raise asyncio.CancelledError("inner")
+
+    manager = tools.ToolManager({"leaves": Leaves})
+    calls = [trajectory.ToolCall("leaves"), trajectory.ToolCall("leaves")]
+    outputs = asyncio.run(manager.outputs_async(calls))
+    assert len(outputs) == 2
+    assert all("cancelled itself" in o.error for o in outputs.values())
 
 
 class TestEitherKind:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 
 import collector_fakes as fakes
 import numpy as np
@@ -27,6 +28,57 @@ def test_source_names_and_defaults():
       fakes.ListAgent(), fakes.ScriptEnv(), fakes.say_x
   )
   assert (engine.max_steps, engine.gamma, engine.timeout) == (10, 1.0, 30.0)
+
+
+def test_what_cannot_be_written_is_recorded_as_text():
+  shot = trajectory_lib.ImageRef("0" * 64, 4, 3)
+  loop = {}
+  loop["self"] = loop
+
+  class Env(fakes.ScriptEnv):
+
+    async def step(self, action):
+      _, reward, done, _ = await super().step(action)
+      observation = {"screenshot": shot, "raw": [np.zeros(5000), "text"]}
+      info = {
+          "frame": object(),
+          "names": np.array([object()]),
+          "small": np.arange(3),
+          "loop": loop,
+          "call": trajectory_lib.ToolCall("f", {"x": b"1"}, call_id="c"),
+          "calls": (trajectory_lib.ToolCall("f", {"x": 1}, call_id="c"),),
+          7: {"nested": {1, 2}},
+      }
+      return observation, reward, done, info
+
+  seen = []
+
+  def reward(trajectory):
+    seen.append(trajectory.steps[-1].info["frame"])
+    return RewardOutput(0.5, {"judge": object(), "why": "good"})
+
+  class Agent(fakes.ListAgent):
+
+    def update_from_env(self, observation, reward, done, info=None):
+      super().update_from_env(observation, reward, done, info)
+      self.trajectory.task = {"page": object(), "name": "t"}
+
+  result = collect(Agent(), Env((0.0, 1.0)), fakes.say_x, reward)
+  assert type(seen[0]) is object  # A reward function gets the thing itself.
+  back = trajectory_lib.Trajectory.from_json(
+      json.loads(json.dumps(result.to_json()))
+  )
+  for step in (result.steps[-1], back.steps[-1]):
+    assert step.observation["screenshot"] == shot
+    assert step.observation["raw"] == ["<ndarray>", "text"]
+    info = step.info
+    assert info["frame"] == "<object>" and info["names"] == "<ndarray>"
+    assert info["small"].tolist() == [0, 1, 2]
+    assert info["call"] == "<ToolCall>"
+    assert info["calls"][0].arguments == {"x": 1}
+    assert info["7"] == {"nested": "<set>"}
+    assert info["final_reward"] == {"judge": "<object>", "why": "good"}
+  assert result.task == {"page": "<object>", "name": "t"}
 
 
 @pytest.mark.parametrize("env_type", [fakes.ScriptEnv, fakes.SyncScriptEnv])

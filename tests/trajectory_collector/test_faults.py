@@ -203,15 +203,61 @@ def test_the_environments_own_timeout_error_is_an_error(runner):
     assert result.error == "EnvStepError: TimeoutError: device is busy"
 
 
-def test_code_that_cancels_itself_does_not_cancel_the_episode(runner):
-  class Env(fakes.ScriptEnv):
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("sync", [False, True])
+def test_code_that_cancels_itself_does_not_cancel_the_episode(
+    inline, sync, runner
+):
+  def leave(*args):
+    raise asyncio.CancelledError("inner")
 
-    async def step(self, action):
-      raise asyncio.CancelledError()
+  async def aleave(*args):
+    leave()
 
-  env = Env()
-  result, _ = run(fakes.ListAgent(), env, runner=runner)
+  env = fakes.ScriptEnv()
+  env.runs_inline = inline
+  env.step = leave if sync else aleave
+  result, faults = run(fakes.ListAgent(), env, runner=runner)
   assert result.status is Status.ENV_ERROR
+  assert result.error.startswith("EnvStepError: RuntimeError: ")
+  assert env.closed == 1
+  env = fakes.ScriptEnv()
+  env.runs_inline = inline
+  env.close = leave if sync else aleave
+  result, faults = run(fakes.ListAgent(), env, runner=runner)
+  assert result.status is Status.SUCCEEDED
+  assert [f.kind for f in faults] == ["EnvCloseError"]
+  agent = fakes.ListAgent()
+  agent.update_from_model = leave if sync else aleave
+  env = fakes.ScriptEnv()
+  result, _ = run(agent, env, runner=runner)
+  assert result.status is Status.ENV_ERROR
+  assert env.closed == 1
+
+
+@pytest.mark.parametrize(
+    "method, limits, error",
+    [
+        ("update_from_model", {"timeout": 0.2}, "EpisodeTimeout: "),
+        (
+            "update_from_model",
+            {"deadlines": tc.Deadlines(turn=0.2)},
+            "TurnTimeout: ",
+        ),
+        (
+            "update_from_env",
+            {"deadlines": tc.Deadlines(reset=0.2)},
+            "AgentTimeout: ListAgent took longer than 0.2 s",
+        ),
+    ],
+)
+def test_an_async_agent_that_hangs(method, limits, error, runner):
+  agent, env = fakes.ListAgent(), fakes.ScriptEnv()
+  setattr(agent, method, _hang)
+  result, faults = run(agent, env, runner=runner, **limits)
+  assert result.status is Status.TIMEOUT
+  assert result.error.startswith(error)
+  assert [f.stage for f in faults] == ["agent"]
   assert env.closed == 1
 
 

@@ -17,6 +17,7 @@ import collections
 import concurrent.futures
 import inspect
 import logging
+import math
 import threading
 import time
 from typing import Any, Awaitable, Callable, TypeVar
@@ -55,6 +56,45 @@ def _forget(task: asyncio.Future) -> None:
     task.exception()  # Retrieved, so that asyncio does not log it.
 
 
+def is_own_cancellation() -> bool:
+  """Whether a CancelledError, just caught, is the awaited code's own doing.
+
+  Passed on, it would look like a cancellation of the task that awaited it.
+  """
+  task = asyncio.current_task()
+  return task is not None and not task.cancelling()
+
+
+async def done_by(task: asyncio.Future[Any], due: float) -> bool:
+  """Waits for `task`, but not past `loop.time() == due`; whether it is done."""
+  loop = asyncio.get_running_loop()
+  waiter = loop.create_future()
+
+  def wake(_=None):
+    if not waiter.done():
+      waiter.set_result(None)
+
+  task.add_done_callback(wake)
+  timer = loop.call_at(due, wake) if due != math.inf else None
+  try:
+    await waiter
+  finally:
+    if timer is not None:
+      timer.cancel()
+  return task.done()
+
+
+def outcome(task: asyncio.Future[T], what: str) -> T:
+  """Result or exception of a task that is done.
+
+  Raises:
+    RuntimeError: naming `what`; its code cancelled itself.
+  """
+  if task.cancelled():
+    raise RuntimeError(f"{what} cancelled itself")
+  return task.result()
+
+
 async def with_deadline(
     awaitable: Awaitable[T], seconds: float | None, what: str = "call"
 ) -> T:
@@ -65,17 +105,24 @@ async def with_deadline(
 
   Raises:
     DeadlineExceeded: naming `what`.
+    RuntimeError: naming `what`; the awaited code cancelled itself.
   """
   if seconds is None:
-    return await awaitable
+    try:
+      return await awaitable
+    except asyncio.CancelledError:
+      if is_own_cancellation():
+        raise RuntimeError(f"{what} cancelled itself") from None
+      raise
   task = asyncio.ensure_future(awaitable)
+  due = asyncio.get_running_loop().time() + seconds
   try:
-    done, _ = await asyncio.wait((task,), timeout=max(0.0, seconds))
+    done = await done_by(task, due)
   except asyncio.CancelledError:
     _leave(task)
     raise
   if done:
-    return task.result()
+    return outcome(task, what)
   _leave(task)
   raise DeadlineExceeded(f"{what} did not finish within {seconds:g} s")
 
@@ -195,7 +242,8 @@ class WorkerPool:
 
     Raises:
       PoolExhaustedError: hung calls hold every thread there may be.
-      RuntimeError: the pool is closed.
+      RuntimeError: the pool is closed, or the system starts no more threads;
+        `fn` is not called then.
     """
     job = Job(fn)
     with self._cond:
@@ -207,7 +255,11 @@ class WorkerPool:
       if self._waiting >= len(self._jobs):
         self._cond.notify()
       else:
-        self._spawn()
+        try:
+          self._spawn()
+        except Exception:
+          self._jobs.remove(job)
+          raise
     return job
 
   def abandon(self, job: Job, what: str = "call") -> StuckCall | None:
@@ -229,7 +281,13 @@ class WorkerPool:
           doomed.extend(self._jobs)
           self._jobs.clear()
         elif self._jobs:
-          self._spawn()
+          try:
+            self._spawn()
+          except Exception as e:  # pylint: disable=broad-except
+            if not self._threads:  # Nobody is left to take them up.
+              error = e
+              doomed.extend(self._jobs)
+              self._jobs.clear()
     # Outside the lock: whoever waits may call back into the pool.
     if stuck is None:
       job.future.cancel()
@@ -270,25 +328,71 @@ class WorkerPool:
       self.abandon(job, what)
 
   async def arun(
-      self, fn: Callable[[], T], seconds: float | None, what: str = "call"
+      self,
+      fn: Callable[[], T],
+      seconds: float | None,
+      what: str = "call",
+      on_stuck: Callable[[StuckCall], None] | None = None,
   ) -> T:
-    """`run` for the event loop, which it does not block."""
+    """`run` for the event loop, which it does not block.
+
+    `on_stuck` is told about a call that still runs when the wait is over,
+    because its time was up or the caller was cancelled.
+    """
     job = self.submit(fn)
     try:
-      waiter = asyncio.wrap_future(job.future)
-      timeout = seconds
-      while True:
-        done, _ = await asyncio.wait((waiter,), timeout=timeout)
-        if done:
-          return waiter.result()
-        if job.started_at is None:  # Still queued: its time has not begun.
-          timeout = seconds
-          continue
-        timeout = job.started_at + seconds - time.monotonic()
-        if timeout <= 0:
-          raise DeadlineExceeded(f"{what} did not finish within {seconds:g} s")
+      if await self.finished(job, math.inf if seconds is None else seconds):
+        return job.future.result()
+      raise DeadlineExceeded(f"{what} did not finish within {seconds:g} s")
     finally:
-      self.abandon(job, what)
+      stuck = self.abandon(job, what)
+      if stuck is not None and on_stuck is not None:
+        on_stuck(stuck)
+
+  async def finished(
+      self, job: Job, seconds: float = math.inf, at: float = math.inf
+  ) -> bool:
+    """Waits until `job` is done or its time is up; whether it is done.
+
+    Args:
+      job: of this pool; it is not abandoned.
+      seconds: it may run; its time in the queue is not counted.
+      at: `loop.time()` when the wait ends in any case.
+    """
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+    timer: asyncio.TimerHandle | None = None
+
+    def wake():
+      if not waiter.done():
+        waiter.set_result(None)
+
+    def returned(_):
+      try:
+        loop.call_soon_threadsafe(wake)
+      except RuntimeError:  # The loop was closed; nobody waits any more.
+        pass
+
+    def check():
+      nonlocal timer
+      now = loop.time()
+      began = job.started_at
+      due = min(at, (now if began is None else began) + seconds)
+      if due > now:
+        timer = loop.call_at(due, check)
+      else:
+        wake()
+
+    job.future.add_done_callback(returned)
+    first = min(at, loop.time() + seconds)
+    if first != math.inf:
+      timer = loop.call_at(first, check)
+    try:
+      await waiter
+    finally:
+      if timer is not None:
+        timer.cancel()
+    return job.future.done()
 
   def close(self, timeout: float = 5.0) -> bool:
     """Ends the idle threads; True when none is left but the lost ones."""
@@ -324,7 +428,12 @@ class WorkerPool:
     self._threads += 1
     thread = threading.Thread(target=self._work, name=self._name, daemon=True)
     self._alive.add(thread)
-    thread.start()
+    try:
+      thread.start()
+    except Exception:
+      self._alive.discard(thread)
+      self._threads -= 1
+      raise
 
   def _take(self) -> Job | None:
     """The next call; None when this thread is no longer needed."""
@@ -402,20 +511,23 @@ async def acall(
     seconds: float | None = None,
     what: str = "call",
     pool: WorkerPool | None = None,
+    on_stuck: Callable[[StuckCall], None] | None = None,
     **kwargs: Any,
 ) -> T:
   """Calls sync or async `fn` without blocking the loop, under a deadline.
 
   An async function runs on the loop, a sync one in a thread of `pool`; a sync
-  one that returns an awaitable is awaited as well.
+  one that returns an awaitable is awaited as well. `on_stuck` is told about a
+  sync call that still runs when the wait is over, see `WorkerPool.arun`.
 
   Raises:
     DeadlineExceeded: naming `what`.
+    RuntimeError: naming `what`; an async `fn` cancelled itself.
   """
   if is_async(fn):
     return await with_deadline(fn(*args, **kwargs), seconds, what)
   result = await (pool or default_pool()).arun(
-      lambda: fn(*args, **kwargs), seconds, what
+      lambda: fn(*args, **kwargs), seconds, what, on_stuck
   )
   if inspect.isawaitable(result):
     result = await with_deadline(result, seconds, what)

@@ -155,6 +155,56 @@ def reward_arguments(
   return (episode.task, last_step.model_response), {}
 
 
+_PLAIN = (str, float, int, bool, type(None))
+_MAX_DEPTH = 100
+
+
+def writable(value: Any) -> Any:
+  """`value` with what cannot be written as JSON shown as text: "<Type>".
+
+  Typed values that `trajectory.encode` writes (ImageRef, ToolCall, …) and
+  small arrays stay what they are. A dict stays one, whatever is in it.
+  """
+  if type(value) in _PLAIN:
+    return value
+  if type(value) is dict:
+    return {str(k): _entry(v) for k, v in value.items()}
+  return _entry(value)
+
+
+def _entry(value: Any) -> Any:
+  try:
+    return _writable(value, 0)
+  except Exception:  # pylint: disable=broad-except
+    # It holds itself, or reading it runs code that fails.
+    return _as_text(value)
+
+
+def _writable(value: Any, depth: int) -> Any:
+  if type(value) in _PLAIN:
+    return value
+  if depth > _MAX_DEPTH:
+    raise RecursionError
+  depth += 1
+  if isinstance(value, Mapping):
+    return {str(k): _writable(v, depth) for k, v in value.items()}
+  if type(value) in (list, tuple):
+    return type(value)([_writable(v, depth) for v in value])
+  if isinstance(value, trajectory.Action):
+    return trajectory.Action(_writable(value.action, depth))
+  if isinstance(value, np.ndarray) and value.dtype.kind not in "biufU":
+    return _as_text(value)
+  try:
+    trajectory.encode(value)
+  except Exception:  # pylint: disable=broad-except
+    return _as_text(value)
+  return value
+
+
+def _as_text(value: Any) -> str:
+  return f"<{type(value).__name__}>"
+
+
 def is_parse_error(e: BaseException) -> bool:
   """The agent says that the policy's text cannot be parsed."""
   return any("ParseError" in t.__name__ for t in type(e).__mro__)

@@ -17,7 +17,6 @@ Does not: stop a thread (Python cannot), or interrupt inline synchronous code.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import inspect
 import math
@@ -139,7 +138,10 @@ class CallRunner:
           fn(*args), limit=limit, at=at, inline=inline, on_stuck=on_stuck
       )
     if inline:
-      result = fn(*args)
+      try:
+        result = fn(*args)
+      except asyncio.CancelledError:  # Nothing was awaited: it is its own.
+        raise RuntimeError(f"{_name(fn)} cancelled itself") from None
     else:
       result = await self._run_in_thread(fn, args, limit, at, on_stuck)
     if inspect.isawaitable(result):
@@ -168,29 +170,18 @@ class CallRunner:
         if scope.expired():
           raise CallTimeout(_name(awaitable)) from None
         raise
+      except asyncio.CancelledError:
+        if concurrency.is_own_cancellation():
+          raise RuntimeError(f"{_name(awaitable)} cancelled itself") from None
+        raise
     task = asyncio.ensure_future(awaitable)
-    waiter = loop.create_future()
-
-    def wake(_=None):
-      if not waiter.done():
-        waiter.set_result(None)
-
-    task.add_done_callback(wake)
-    timer = loop.call_at(due, wake) if due != _INF else None
     try:
-      await waiter
+      done = await concurrency.done_by(task, due)
     except asyncio.CancelledError:
       await self._stop(task, on_stuck)
       raise
-    finally:
-      if timer is not None:
-        timer.cancel()
-    if task.done():
-      if task.cancelled():
-        # Not our doing: the code cancelled itself. Passing this on would
-        # look like a cancellation of the caller.
-        raise RuntimeError(f"{_name(task)} cancelled itself")
-      return task.result()
+    if done:
+      return concurrency.outcome(task, _name(task))
     stuck = await self._stop(task, on_stuck)
     raise CallTimeout(_name(task), stuck)
 
@@ -225,39 +216,14 @@ class CallRunner:
     stuck.mark_returned()
 
   async def _run_in_thread(self, fn, args, limit, at, on_stuck) -> Any:
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
     job = self.pool.submit(lambda: fn(*args))
-    job.future.add_done_callback(lambda done: _pass_on(done, future, loop))
-    timer: asyncio.TimerHandle | None = None
-    expired = False
-
-    def check():
-      nonlocal timer, expired
-      if future.done():
-        return
-      now = loop.time()
-      started = job.started_at
-      due = min(at, (now if started is None else started) + limit)
-      if due > now:
-        timer = loop.call_at(due, check)
-        return
-      expired = True
-      future.set_result(None)
-
-    first = min(at, loop.time() + limit)
-    if first != _INF:
-      timer = loop.call_at(first, check)
     try:
-      result = await future
+      done = await self.pool.finished(job, limit, at)
     except asyncio.CancelledError:
       await self._give_up(job, fn, on_stuck)
       raise
-    finally:
-      if timer is not None:
-        timer.cancel()
-    if not expired:
-      return result
+    if done:
+      return job.future.result()
     stuck = await self._give_up(job, fn, on_stuck, wait=False)
     raise CallTimeout(_name(fn), stuck)
 
@@ -278,29 +244,6 @@ class CallRunner:
     return stuck
 
 
-def _pass_on(
-    done: concurrent.futures.Future[Any],
-    future: asyncio.Future[Any],
-    loop: asyncio.AbstractEventLoop,
-) -> None:
-  """Settles `future` in its loop as `done` was settled in a thread."""
-
-  def settle():
-    if future.done():
-      return
-    if done.cancelled():
-      future.cancel()
-    elif (error := done.exception()) is not None:
-      future.set_exception(error)
-    else:
-      future.set_result(done.result())
-
-  try:
-    loop.call_soon_threadsafe(settle)
-  except RuntimeError:  # The loop was closed; nobody waits any more.
-    pass
-
-
 def _name(thing: Any) -> str:
   if isinstance(thing, asyncio.Task):
     thing = thing.get_coro()
@@ -312,7 +255,12 @@ _default_lock = threading.Lock()
 
 
 def default_runner() -> CallRunner:
-  """The process's shared runner."""
+  """The process's shared runner.
+
+  Its threads are not those of `concurrency.default_pool`: an environment's
+  step in one of these may wait for a tool in one of those, and a bounded pool
+  whose calls wait for calls of the same pool comes to a standstill.
+  """
   global _default
   with _default_lock:
     if _default is None:

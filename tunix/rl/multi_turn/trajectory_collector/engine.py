@@ -11,10 +11,13 @@ agent.update_from_env; at the end the final reward, the returns and env.close.
 
 Promises: every call into the environment, the model and the reward function
 has a deadline; the environment is closed exactly once, and never while one of
-its own calls still runs; training sequences are token-exact.
+its own calls still runs; training sequences are token-exact; what a finished
+trajectory holds of the environment can be written as JSON (see
+`adapters.writable`).
 
 Does not: call an agent in a thread. Its methods are string handling and run
-on the event loop.
+on the event loop; async ones are awaited within the turn's deadline, those
+before the first turn within that of reset.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import time
 from typing import Any, Callable, Sequence
 import uuid
 
+from tunix.rl.multi_turn import concurrency
 from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn import trajectory as trajectory_lib
@@ -170,13 +174,17 @@ class TrajectoryCollectEngine:
       status, error = stop.status, f"{stop.kind}: {stop.text}"
       if not status.is_policy_outcome:
         self._fault(stop.stage, stop.kind, stop.text)
-    except asyncio.CancelledError as e:
-      status, error, cancelled = Status.CANCELLED, "Cancelled: by caller", e
-    except Exception as e:  # pylint: disable=broad-except
-      # Nothing that an episode does may end training; say whose fault it is.
-      status = Status.ENV_ERROR
-      error = f"CollectError: {adapters.describe(e)}"
-      self._fault("collect", "CollectError", adapters.describe(e))
+    except (asyncio.CancelledError, Exception) as e:  # pylint: disable=broad-except
+      if (
+          isinstance(e, asyncio.CancelledError)
+          and not concurrency.is_own_cancellation()
+      ):
+        status, error, cancelled = Status.CANCELLED, "Cancelled: by caller", e
+      else:
+        # Nothing that an episode does may end training; say whose fault it is.
+        status = Status.ENV_ERROR
+        error = f"CollectError: {adapters.describe(e)}"
+        self._fault("collect", "CollectError", adapters.describe(e))
     try:
       self._metrics.update(await self._teardown())
     except asyncio.CancelledError as e:
@@ -230,11 +238,12 @@ class TrajectoryCollectEngine:
     except (TypeError, ValueError) as e:
       raise self._env_stop("reset", "EnvResetError", e) from e
     self._info = info
-    await self._agent_call(self.agent.reset)
+    limit = self.deadlines.reset
+    await self._agent_call(self.agent.reset, limit=limit)
     self._steps = []
     self._agent_trajectory = getattr(self.agent, "trajectory", None)
     await self._agent_call(
-        self.agent.update_from_env, observation, 0.0, False, info
+        self.agent.update_from_env, observation, 0.0, False, info, limit=limit
     )
 
   async def _turn(self, turn: int) -> bool:
@@ -423,12 +432,23 @@ class TrajectoryCollectEngine:
       kind = f"Env{stage.capitalize()}Error"
       raise self._env_stop(stage, kind, e) from e
 
-  async def _agent_call(self, fn, *args) -> Any:
+  async def _agent_call(self, fn, *args, limit: float = math.inf) -> Any:
     try:
       result = fn(*args)
       if inspect.isawaitable(result):
-        result = await result
+        result = await self._runner.run(result, limit=limit, at=self._turn_at)
       return result
+    except CallTimeout as e:
+      self._mark_done()
+      if limit == math.inf:
+        raise self._timeout_stop("agent") from e
+      raise _Stop(
+          Status.TIMEOUT,
+          "agent",
+          "AgentTimeout",
+          f"{type(self.agent).__name__} took longer than {limit:g} s before"
+          " the first turn (deadlines.reset)",
+      ) from e
     except Exception as e:
       raise self._agent_stop(e) from e
 
@@ -526,6 +546,10 @@ class TrajectoryCollectEngine:
     for step in reversed(result.steps):
       discounted = step.reward + self.gamma * discounted
       step.mc_return = discounted
+      step.action = adapters.writable(step.action)
+      step.observation = adapters.writable(step.observation)
+      step.info = adapters.writable(step.info)
+    result.task = adapters.writable(result.task)
     if self._session is not None:
       try:
         result.sequences = self._session.build()

@@ -58,7 +58,8 @@ async def run(
       # The fast way, without a task.
       try:
         result = close()
-      except Exception as e:  # pylint: disable=broad-except
+      except (Exception, asyncio.CancelledError) as e:  # pylint: disable=broad-except
+        # Nothing was awaited: a cancellation is close's own.
         fault("close", "EnvCloseError", adapters.describe(e))
         return {"close_failed": 1}
       if not inspect.isawaitable(result):
