@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ from tunix.rl.multi_turn import agents
 from tunix.rl.multi_turn import environments
 from tunix.rl.multi_turn import gui_action
 from tunix.rl.multi_turn import images
+from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn import tools
 from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.parser import tool_parser
 
@@ -110,7 +113,7 @@ class TestReset:
     assert (shot.width, shot.height) == (WIDTH, HEIGHT)
     assert shot in env.screenshot_tool.image_store
     assert info["task"]["task_id"] == "t-1"
-    json.dumps(trajectory.encode(info))  # What the gym says is loggable.
+    assert info["gym"]["url"] == "about:blank"
 
   def test_instruction_may_come_from_the_gym(self):
     class Tells(ButtonGym):
@@ -195,27 +198,75 @@ class TestActions:
     assert len(gym.acted) == 2 and "at most 2 calls" in observation["text"]
     assert len(info["invalid_actions"]) == 1
 
+  def test_scroll_distances_are_scaled_like_positions(self):
+    gym = ButtonGym()
+    scroll = Action(Kind.SCROLL, x=35, y=40, dx=10, dy=-30)
+    run(make(gym, size=(50, 100)), scroll)
+    assert gym.acted == [Action(Kind.SCROLL, x=70, y=20, dx=20, dy=-15)]
+
   def test_screenshot_action_does_not_touch_the_gym(self):
     gym = ButtonGym()
     first, (result,) = run(make(gym), [Action(Kind.SCREENSHOT)])
     assert not gym.acted
     assert result[0]["screenshot"] == first[0]["screenshot"]
 
+  def test_a_sync_gym_does_not_block_the_loop_unless_it_says_so(self):
+    threads = []
+
+    class Gym(SyncButtonGym):
+      def act(self, action):
+        threads.append(threading.current_thread())
+        return super().observe()
+
+    gym = Gym()
+    run(make(gym), [WAIT])
+    assert threads[-1] is not threading.current_thread()
+    gym.start = lambda task: gym.observe()
+    gym.runs_inline = True
+    run(make(gym), [WAIT])
+    assert threads[-1] is threading.current_thread()
+
+  def test_a_hanging_sync_gym_ends_by_its_deadline_and_is_closed_later(self):
+    gate = threading.Event()
+
+    class Hanging(SyncButtonGym):
+      def act(self, action):
+        gate.wait(30)
+        self.calls.append("act")
+        return self.observe()
+
+    async def main():
+      gym = Hanging()
+      env = make(gym)
+      text = PARSER.format_gui_action(Action(Kind.WAIT), WIDTH, HEIGHT)
+      result = await asyncio.wait_for(
+        tc.TrajectoryCollectEngine(
+          agents.ToolAgent("", "computer_use"),
+          env,
+          lambda messages: text,
+          deadlines=tc.Deadlines(step=0.2),
+        ).collect(),
+        20,
+      )
+      assert result.error.startswith("EnvStepTimeout")
+      assert result.metrics["close_failed"] == 1
+      assert gym.calls == ["start"]  # Not closed beside its own call.
+      with pytest.raises(RuntimeError, match="Hanging.act was given up"):
+        await env.reset()
+      with pytest.raises(RuntimeError, match="closed when it returns"):
+        await env.close()
+      gate.set()
+      while "close" not in gym.calls:
+        await asyncio.sleep(0.01)
+      assert gym.calls == ["start", "act", "close"]
+      await env.close()
+
+    asyncio.run(main())
+
   @pytest.mark.parametrize("gym", [ButtonGym, SyncButtonGym])
   def test_gyms_may_be_sync(self, gym):
     gym = gym()
-    env = make(gym)
-    if isinstance(gym, SyncButtonGym):
-      # A blocking gym brings its own loop, so it is driven from a thread.
-      sync = environments.SyncEnv(env)
-      gym.start = lambda task: gym.observe()
-      gym.act = lambda action: gym.observe(True)
-      gym.evaluate = lambda: gym_base.Evaluation(1.0, True)
-      sync.reset()
-      assert sync.step([HIT])[1:3] == (1.0, True)
-      sync.close()
-    else:
-      assert run(env, [HIT], [DONE])[1][-1][1] == 0.75
+    assert run(make(gym), [HIT], [DONE])[1][-1][1] == 0.75
     assert gym.calls[-1] == "close"
 
 
@@ -252,6 +303,13 @@ class TestInvalid:
     )
     assert (reward, done, info["status"]) == (0.0, True, "parse_error")
 
+  def test_what_ends_the_episode_touches_the_gym_with_no_call_of_its_turn(self):
+    gym = ButtonGym()
+    env = make(gym, on_invalid="end")
+    _, ((_, _, done, info),) = run(env, [WAIT, HIT, use(action="fly")])
+    assert done and info["status"] == "parse_error"
+    assert not gym.acted and info["gui_actions"] == []
+
   def test_no_call_is_a_turn_without_action(self):
     gym = ButtonGym()
     _, ((observation, _, done, _),) = run(make(gym), [])
@@ -280,7 +338,6 @@ class TestEnd:
     assert info["success"] and info["status"] == "succeeded"
     assert info["evaluation"]["score"] == 0.75
     assert gym.calls == ["start", "act", "act", "evaluate", "close"]
-    json.dumps(trajectory.encode(info))
 
   def test_claiming_success_does_not_make_it(self):
     _, ((_, reward, _, info),) = run(make(), [DONE])
@@ -329,6 +386,19 @@ class TestEnd:
     _, (_, result) = run(make(reward=reward), [HIT], [DONE])
     assert result[1] == wanted
 
+  def test_a_reward_function_has_the_callers_deadline_only(self, monkeypatch):
+    given = []
+    real = rewards.evaluate_async
+
+    async def watched(*args, timeout=30.0):
+      given.append(timeout)
+      return await real(*args, timeout=timeout)
+
+    monkeypatch.setattr(rewards, "evaluate_async", watched)
+    env = make(reward=lambda task, action, info: 0.5)
+    assert run(env, [DONE])[1][-1][1] == 0.5
+    assert given == [None]
+
   def test_nothing_but_pixels_state_and_no_image_bytes_in_the_trajectory(self):
     agent = agents.ToolAgent("", "computer_use", on_parse_error="retry")
     env = make()
@@ -338,23 +408,18 @@ class TestEnd:
       PARSER.format_gui_action(Action(Kind.TERMINATE, success=True), 100, 50),
     ]
 
-    async def episode():
-      observation, info = await env.reset()
-      agent.update_from_env(observation, 0.0, False, info)
-      for text in texts:
-        action = agent.update_from_model(text)
-        observation, reward, done, info = await env.step(action)
-        agent.update_from_env(observation, reward, done, info)
-      return reward, done
-
-    assert asyncio.run(episode()) == (0.75, True)
-    first, second, last = agent.trajectory.steps
+    model = iter(texts)
+    engine = tc.TrajectoryCollectEngine(
+      agent, env, lambda messages: next(model)
+    )
+    result = asyncio.run(engine.collect())
+    assert (result.reward, result.status.value) == (0.75, "succeeded")
+    first, second, last = result.steps
     assert first.info["parse_errors"] and last.info["success"]
     assert (
       "Error: no tool call" in agent.chat_completions[3]["content"][1]["text"]
     )
-    agent.trajectory.status = trajectory.TrajectoryStatus(last.info["status"])
-    assert len(json.dumps(agent.trajectory.to_json())) < 15_000
+    assert len(json.dumps(result.to_json())) < 15_000
 
 
 class TestBrokenGym:

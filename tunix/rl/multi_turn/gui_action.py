@@ -103,6 +103,19 @@ class GuiAction:
     if self.count not in (1, 2, 3):
       raise ValueError(f"count must be 1, 2 or 3, got {self.count!r}")
 
+  def scaled(self, sx: float, sy: float) -> GuiAction:
+    """The action on a screenshot `sx` times as wide and `sy` times as high."""
+    if sx == 1 and sy == 1:
+      return self
+    factors = (("x", sx), ("y", sy), ("x2", sx), ("y2", sy), ("dx", sx),
+               ("dy", sy))  # pyformat: disable
+    changes = {
+        name: getattr(self, name) * factor
+        for name, factor in factors
+        if getattr(self, name)  # Neither None nor 0.
+    }
+    return dataclasses.replace(self, **changes) if changes else self
+
   def to_json(self) -> dict[str, Any]:
     """Only the fields that differ from their defaults."""
     data: dict[str, Any] = {"kind": self.kind.value}

@@ -64,7 +64,10 @@ class SyncEnv:
   """A blocking view of any environment.
 
   Coroutines run on one event loop in a thread of its own, so that an
-  environment that keeps connections finds the same loop at every call.
+  environment that keeps connections finds the same loop at every call. With a
+  timeout, sync methods run in threads of the process-wide pool; one that does
+  not return in time runs on in its thread, so the environment is not to be
+  used any more.
 
   Attributes:
     env: the environment.
@@ -101,8 +104,17 @@ class SyncEnv:
     return getattr(self.env, name)
 
   def _call(self, name: str, *args: Any) -> Any:
+    what = f"{type(self.env).__name__}.{name}"
+
     async def run() -> Any:
-      return await maybe_await(getattr(self.env, name)(*args))
+      method = getattr(self.env, name)
+      if self.timeout is None:
+        return await concurrency.with_deadline(
+            maybe_await(method(*args)), None, what
+        )
+      return await concurrency.acall(
+          method, *args, seconds=self.timeout, what=what
+      )
 
     if self._loop is None:
       self._loop = asyncio.new_event_loop()
@@ -112,10 +124,7 @@ class SyncEnv:
           name="tunix-sync-env",
           daemon=True,
       ).start()
-    what = f"{type(self.env).__name__}.{name}"
-    return asyncio.run_coroutine_threadsafe(
-        concurrency.with_deadline(run(), self.timeout, what), self._loop
-    ).result()
+    return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -10,12 +10,18 @@ Promises: a call that is no GUI action never raises: the policy reads what was
 wrong (or the episode ends, see `on_invalid`), and the gym is not touched. What
 the gym raises goes through: that is the environment's failure, not a reward.
 
+A sync gym runs in a thread of the process-wide pool, so that it never blocks
+the event loop. A call of it that its caller gave up keeps the gym to itself
+until it returns: other calls are refused, and the gym is closed then.
+
 Does not: impose deadlines; the collector does.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+import logging
+import threading
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn import concurrency
@@ -30,6 +36,7 @@ from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.tools import screenshot
 
+_LOG = logging.getLogger(__name__)
 Kind = gui_action.GuiActionKind
 Status = trajectory.TrajectoryStatus
 _ON_TEXT = ("end", "answer", "retry")
@@ -42,7 +49,9 @@ class CUAEnv(base_env.BaseEnv):
   """See the module docstring.
 
   Attributes:
-    gym: see `gyms.base.Gym`; its methods may also be sync.
+    gym: see `gyms.base.Gym`; its methods may also be sync. With
+      `runs_inline = True` they are called on the event loop itself (they must
+      be cheap then).
     task: what is to be done.
     action_parser: the grammar.
     max_steps: turns an episode may take.
@@ -76,7 +85,8 @@ class CUAEnv(base_env.BaseEnv):
       on_text: a plain text action "end"s the episode as a parse error, is an
         "answer" that the gym gets, or is told to "retry".
       on_invalid: after a call that is no GUI action, "observe" goes on and
-        "end" ends the episode as a parse error.
+        "end" ends the episode as a parse error, without carrying out the
+        turn's other calls.
       max_actions_per_step: calls of one turn that are carried out.
 
     Raises:
@@ -122,12 +132,15 @@ class CUAEnv(base_env.BaseEnv):
     self._scale = (1.0, 1.0)
     self._answer = ""
     self._running = False
+    self._inline = bool(getattr(gym, "runs_inline", False))
+    self._stuck: concurrency.StuckCall | None = None
+    self._closes_later = False
 
   async def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
     self._running = False
     self.step_count = 0
     self._answer = ""
-    seen = await base_env.maybe_await(self.gym.start(self.task))
+    seen = await self._call("start", self.task)
     observation = {"screenshot": await self._capture(seen)}
     instruction = self.task.instruction or seen.instruction
     if instruction:
@@ -136,7 +149,7 @@ class CUAEnv(base_env.BaseEnv):
       observation["text"] = seen.text
     self._running = True
     task = {**self.task.to_json(), "instruction": instruction}
-    return observation, {"task": task, "gym": _loggable(seen.info)}
+    return observation, {"task": task, "gym": dict(seen.info)}
 
   async def step(self, action: Any) -> base_env.StepResult:
     """Carries out the actions of a turn.
@@ -163,7 +176,7 @@ class CUAEnv(base_env.BaseEnv):
       if gui.kind is Kind.ANSWER:
         self._answer = gui.text
       if gui.kind is not Kind.SCREENSHOT:
-        seen = await base_env.maybe_await(self.gym.act(self._to_gym(gui)))
+        seen = await self._call("act", gui.scaled(*self._scale))
         if not isinstance(seen, gym_base.Observation):
           raise TypeError(
               f"{type(self.gym).__name__}.act must return an Observation, got"
@@ -185,7 +198,7 @@ class CUAEnv(base_env.BaseEnv):
     if errors:
       info["invalid_actions"] = errors
     if seen is not None and seen.info:
-      info["gym"] = _loggable(seen.info)
+      info["gym"] = dict(seen.info)
     if not done and self.step_count >= self.max_steps:
       done, status = True, Status.MAX_TURNS
     if not done:
@@ -208,8 +221,19 @@ class CUAEnv(base_env.BaseEnv):
     return rewards.RewardOutput(reward, {"success": info["success"]})
 
   async def close(self) -> None:
+    """Closes the gym.
+
+    Raises:
+      RuntimeError: a call of the gym still runs; it is closed when that
+        returns.
+    """
     self._running = False
-    await base_env.maybe_await(self.gym.close())
+    stuck = self._stuck
+    if stuck is not None and not stuck.returned and not self._closes_later:
+      self._closes_later = True
+      close = threading.Thread(target=self._close_late, daemon=True)
+      stuck.then(close.start)
+    await self._call("close")
 
   @classmethod
   def from_dict(cls, env_args: Mapping[str, Any]) -> CUAEnv:
@@ -284,20 +308,35 @@ class CUAEnv(base_env.BaseEnv):
         break
     status = None
     if errors and self._on_invalid == "end":
-      status = Status.PARSE_ERROR
+      actions, status = [], Status.PARSE_ERROR
     return actions, errors, status
 
-  def _to_gym(self, action: gui_action.GuiAction) -> gui_action.GuiAction:
-    """Screenshot pixels to the gym's."""
-    sx, sy = self._scale
-    if sx == 1.0 and sy == 1.0:
-      return action
-    changes = {
-        name: getattr(action, name) * scale
-        for name, scale in (("x", sx), ("y", sy), ("x2", sx), ("y2", sy))
-        if getattr(action, name) is not None
-    }
-    return dataclasses.replace(action, **changes) if changes else action
+  async def _call(self, name: str, *args: Any) -> Any:
+    """Calls the gym, sync code in a thread."""
+    if self._stuck is not None and not self._stuck.returned:
+      raise RuntimeError(
+          f"{self._stuck.description} was given up and still runs; the gym can"
+          " only be closed when it returns"
+      )
+    method = getattr(self.gym, name)
+    if self._inline or concurrency.is_async(method):
+      return await base_env.maybe_await(method(*args))
+    return await concurrency.acall(
+        method,
+        *args,
+        what=f"{type(self.gym).__name__}.{name}",
+        on_stuck=self._on_stuck,
+    )
+
+  def _on_stuck(self, stuck: concurrency.StuckCall) -> None:
+    self._stuck = stuck
+
+  def _close_late(self) -> None:
+    """Closes the gym, from a thread, once the stuck call has returned."""
+    try:
+      asyncio.run(base_env.maybe_await(self.gym.close()))
+    except Exception:  # pylint: disable=broad-except
+      _LOG.exception("closing %s failed", type(self.gym).__name__)
 
   async def _capture(
       self, seen: gym_base.Observation
@@ -318,7 +357,7 @@ class CUAEnv(base_env.BaseEnv):
 
   async def _evaluate(self, info: dict[str, Any]) -> float:
     """Asks the gym, fills `info`, returns the reward."""
-    evaluation = await base_env.maybe_await(self.gym.evaluate())
+    evaluation = await self._call("evaluate")
     if not isinstance(evaluation, gym_base.Evaluation):
       raise TypeError(
           f"{type(self.gym).__name__}.evaluate must return an Evaluation, got"
@@ -329,7 +368,7 @@ class CUAEnv(base_env.BaseEnv):
     info["evaluation"] = {
         "score": score,
         "success": bool(evaluation.success),
-        "details": _loggable(evaluation.details),
+        "details": dict(evaluation.details),
     }
     if self._answer:
       info["answer"] = self._answer
@@ -342,17 +381,7 @@ class CUAEnv(base_env.BaseEnv):
         self.task.to_json(),
         self._answer,
         {**info, "step_count": self.step_count},
+        timeout=None,
     )
     info["reward_metadata"] = output.metadata
     return output.reward
-
-
-def _loggable(info: Mapping[str, Any]) -> dict[str, Any]:
-  """`info` with what cannot be written as JSON shown as text."""
-  result = {}
-  for key, value in dict(info).items():
-    try:
-      result[str(key)] = trajectory.encode(value)
-    except (TypeError, ValueError, RecursionError):
-      result[str(key)] = f"<{type(value).__name__}>"
-  return result
