@@ -7,6 +7,7 @@ import threading
 import gymnasium
 import numpy as np
 import pytest
+from tunix.rl.multi_turn import concurrency
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms import gymnasium_gym
@@ -232,6 +233,38 @@ def test_a_cancelled_call_leaves_the_environment():
     _, result = await play(gym, [key("right")] * 4)
     assert result.success
     Hanging.made[0].free.set()
+    await gym.close()
+
+  run(body())
+
+
+def test_threads_of_hanging_environments_are_bounded(monkeypatch):
+  free = threading.Event()
+
+  class Hangs(Corridor):
+
+    def step(self, action):
+      free.wait(30)
+      return super().step(action)
+
+  worker = gymnasium_gym._Worker
+  assert not worker.abandoned
+  monkeypatch.setattr(gymnasium_gym, "MAX_ABANDONED", 2)
+
+  async def body():
+    gym = gymnasium_gym.GymnasiumGym(Hangs, KEYS, timeout=0.05)
+    for lost in (1, 2):
+      await gym.start(TASK)
+      with pytest.raises(TimeoutError):
+        await gym.act(key("right"))
+      assert len(worker.abandoned) == lost
+    with pytest.raises(concurrency.PoolExhaustedError, match="mend the env"):
+      await gym.start(TASK)
+    await gym.close()
+    free.set()
+    while worker.abandoned:
+      await asyncio.sleep(0.01)
+    await gym.start(TASK)
     await gym.close()
 
   run(body())

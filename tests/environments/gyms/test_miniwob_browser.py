@@ -339,6 +339,35 @@ async def test_pages_have_no_network_and_do_not_leave():
 
 
 @pytest.mark.asyncio
+async def test_a_half_set_up_browser_is_never_used(monkeypatch):
+  real, commands = devtools.Chromium.call, []
+
+  async def hang_once(self, method, *args, **kwargs):
+    commands.append((self, method))
+    if len(commands) == 1:
+      await asyncio.sleep(3600)
+    return await real(self, method, *args, **kwargs)
+
+  monkeypatch.setattr(devtools.Chromium, "call", hang_once)
+  browser = miniwob.Browser()
+  acquiring = asyncio.create_task(browser.acquire())
+  while not commands:
+    await asyncio.sleep(0.01)
+  half = commands[0][0]
+  pid = half.pid
+  acquiring.cancel()
+  with pytest.raises(asyncio.CancelledError):
+    await acquiring
+  assert browser.pid is None and await gone(pid)
+  page = await browser.acquire()
+  assert page.chromium is not half and browser.launches == 2
+  denied = [c for c, method in commands if method.endswith("DownloadBehavior")]
+  assert denied == [page.chromium]
+  browser.release(page)
+  await browser.close()
+
+
+@pytest.mark.asyncio
 async def test_launching_does_not_fork_python():
   forked = []
   os.register_at_fork(before=lambda: forked.append(1))

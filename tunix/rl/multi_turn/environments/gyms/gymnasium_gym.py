@@ -10,7 +10,8 @@ Every call into the environment runs on one daemon thread of the gym's own, so
 a slow or hanging environment never blocks the event loop, and environments
 with thread affinity work. A call that outlives `timeout` seconds raises
 `TimeoutError`; the gym then abandons that thread with its environment and
-makes new ones at the next `start`. Not done: rendering without a frame
+makes new ones at the next `start`, unless the process already holds
+`MAX_ABANDONED` such threads. Not done: rendering without a frame
 (`None`), vector environments.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import logging
 import queue
 import threading
 from typing import Any, Callable, Mapping, Sequence
@@ -26,6 +28,7 @@ from typing import Any, Callable, Mapping, Sequence
 import gymnasium
 import numpy as np
 from PIL import Image
+from tunix.rl.multi_turn import concurrency
 from tunix.rl.multi_turn import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms.desktop import env as desktop_env
@@ -34,6 +37,9 @@ from tunix.rl.multi_turn.environments.gyms.desktop import scene as desktop_scene
 Adapter = Callable[[gui_action.GuiAction], Any]
 _Kind = gui_action.GuiActionKind
 _ENDINGS = ("terminated", "truncated", "any")
+_LOG = logging.getLogger(__name__)
+MAX_ABANDONED = 64
+"""Threads of hanging environments that a process may hold at once."""
 EVAL_SEEDS_FROM = 1_000_000_000
 
 
@@ -136,9 +142,21 @@ class _Worker:
   """One daemon thread, the environment it owns, and its calls in order.
 
   `env` is set and used on the thread only.
+
+  Attributes:
+    abandoned: workers of the process whose environments hang, now.
   """
 
+  abandoned: set[_Worker] = set()
+
   def __init__(self):
+    if len(self.abandoned) >= MAX_ABANDONED:
+      raise concurrency.PoolExhaustedError(
+          f"{len(self.abandoned)} calls into gymnasium environments outlived"
+          " their deadlines and still hold their threads, as many as a process"
+          f" may lose (MAX_ABANDONED={MAX_ABANDONED}); mend the environment"
+          " that hangs, or raise the gym's timeout if it is only slow"
+      )
     self.env: gymnasium.Env | None = None
     self._calls: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(
@@ -163,6 +181,7 @@ class _Worker:
         self.env.close()
       except Exception:  # pylint: disable=broad-exception-caught
         pass  # nobody is left to be told
+    self.abandoned.discard(self)
 
   def call(self, function: Callable[[], Any]) -> asyncio.Future:
     """Runs `function` after all earlier calls."""
@@ -174,6 +193,16 @@ class _Worker:
   def stop(self) -> None:
     """Ends the thread after its calls; an environment left is closed."""
     self._calls.put((None, None, None))
+
+  def abandon(self) -> None:
+    """`stop` for a worker whose call does not return; it counts until then."""
+    self.abandoned.add(self)
+    self.stop()
+    _LOG.warning(
+        "%s was given up in a call; %d threads are held by such environments",
+        type(self.env).__name__ if self.env else "an environment",
+        len(self.abandoned),
+    )
 
 
 def _settle(future: asyncio.Future, result, error) -> None:
@@ -408,7 +437,7 @@ class GymnasiumGym:
     finally:
       if not future.done():  # late, or whoever waits was cancelled
         future.cancel()
-        worker.stop()
+        worker.abandon()
         self._worker = None
         self._started = False
     if future.cancelled():
@@ -435,16 +464,7 @@ class GymnasiumGym:
     """Positions from the screenshot's pixels to the environment's."""
     width, height = self._frame.shape[1], self._frame.shape[0]
     sx, sy = self._frame_size[0] / width, self._frame_size[1] / height
-    if sx == 1 and sy == 1:
-      return action
-    scaled = {}
-    for name in ("x", "x2", "dx"):
-      value = getattr(action, name)
-      scaled[name] = None if value is None else value * sx
-    for name in ("y", "y2", "dy"):
-      value = getattr(action, name)
-      scaled[name] = None if value is None else value * sy
-    return dataclasses.replace(action, **scaled)
+    return action.scaled(sx, sy)
 
 
 def _render(env: gymnasium.Env) -> np.ndarray:

@@ -181,13 +181,17 @@ class Browser:
       recent.append(now)
       self.launches += 1
       chromium = await devtools.Chromium.launch(self._executable)
+      try:
+        chromium.listen(None, "Target.targetCreated", self._on_created)
+        chromium.listen(None, "Target.targetCrashed", self._on_crashed)
+        chromium.listen(None, "Target.targetDestroyed", self._on_destroyed)
+        await chromium.call("Target.setDiscoverTargets", {"discover": True})
+        await chromium.call("Browser.setDownloadBehavior", {"behavior": "deny"})
+      except BaseException:
+        chromium.kill()  # Half set up: nobody may use it.
+        raise
       chromium.on_death = self._drop_pages
       self._chromium = chromium
-      chromium.listen(None, "Target.targetCreated", self._on_created)
-      chromium.listen(None, "Target.targetCrashed", self._on_crashed)
-      chromium.listen(None, "Target.targetDestroyed", self._on_destroyed)
-      await chromium.call("Target.setDiscoverTargets", {"discover": True})
-      await chromium.call("Browser.setDownloadBehavior", {"behavior": "deny"})
       return chromium
 
   def _on_created(self, params) -> None:
