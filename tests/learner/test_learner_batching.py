@@ -288,18 +288,20 @@ def test_missing_pixels_are_an_error():
     packer.fill(plan, examples, np.ones(1))
 
 
-def test_patch_cache_is_bounded_and_hits():
-  store, refs = _screens(5)
-  one = PROCESSOR.patchify(store.get(refs[2])).patches.nbytes
-  cache = batching.PatchCache(store, PROCESSOR, capacity_bytes=one)
-  for _ in range(3):
-    cache.get(refs[2])
-  assert cache.misses == 1
-  for ref in refs:
-    cache.get(ref)
-  assert cache._bytes <= one  # pylint: disable=protected-access
-  cache.get(refs[2])
-  assert cache.misses == 1 + 5 + 1  # It was evicted twice in between.
+def test_an_image_of_another_size_than_its_placeholders_is_an_error():
+  sequence = trajectory.TokenSequence(
+      [PAD_IMAGE] * 3 + [2],
+      [False] * 3 + [True],
+      [0, 0, 0, -1],
+      [-1, -1, -1, 0],
+      [0] * 4,
+      (trajectory.ImageSpan(REFS[2], 0, 3),),
+  )
+  packer = batching.Packer(PROCESSOR, STORE)
+  examples = example_lib.from_sequences([sequence])
+  plan = packer.plan(examples, _shape(1))
+  with pytest.raises(ValueError, match="becomes 4 tokens"):
+    packer.fill(plan, examples, np.ones(1))
 
 
 def test_suggested_shape_holds_everything_and_wastes_little():
@@ -316,6 +318,23 @@ def test_suggested_shape_holds_everything_and_wastes_little():
   loose = batching.BatchShape(4, 64, 2, 128, 128)
   assert plan.stats.batches == packer.plan(examples, loose).stats.batches
   assert shape.targets <= 64 and shape.patches <= 64
+
+
+def test_a_suggested_shape_holds_whatever_fits_a_row():
+  easy = _sequence([("image", 0), ("text", [1] * 9), ("sampled", [2])], 0)
+  packer = batching.Packer(PROCESSOR, STORE)
+  shape = packer.suggest(
+      example_lib.from_sequences([easy]), rows=4, row_length=32, buffers=1
+  )
+  pictures = [("image", i) for i in range(6)] * 2
+  for hard in (
+      [("text", [1]), ("sampled", [2] * 32)], [*pictures, ("sampled", [2])],
+  ):
+    examples = example_lib.from_sequences([_sequence(hard, 0)])
+    assert packer.plan(examples, shape).stats.batches == 1
+  # A shape that is asked for is the one that is given.
+  asked = packer.suggest((), 4, 32, 1, patches=8, targets=16)
+  assert (asked.patches, asked.targets) == (8, 16)
 
 
 # --- groups to examples -----------------------------------------------------

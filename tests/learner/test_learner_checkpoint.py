@@ -56,6 +56,24 @@ def test_the_automatic_shape_comes_back(case, tmp_path):
   assert other.shape == learner.shape is not None
 
 
+def test_a_stored_shape_that_some_row_would_not_fit_is_not_taken(case):
+  learner = case.learner(patches=0, targets=0)
+  learner._pack(*learner._weigh(learner_cases.examples_of(case.groups(1, 2))))
+  progress = learner.progress()
+  for name, value in (("patches", 32), ("targets", 48), ("row_length", 32)):
+    small = progress | {"shape": progress["shape"] | {name: value}}
+    other = case.learner(patches=0, targets=0)
+    other.load(other.arrays(), small)
+    assert other.shape is None, name
+
+
+def test_the_shape_of_the_configuration_wins_over_a_stored_one(case):
+  learner = case.learner(patches=64, targets=64)
+  other = case.learner(patches=96, targets=80)
+  other.load(other.arrays(), learner.progress())
+  assert (other.shape.patches, other.shape.targets) == (96, 80)
+
+
 def test_only_the_newest_are_kept_and_any_of_them_restored(case, tmp_path):
   learner = case.learner()
   versions = {}

@@ -112,11 +112,11 @@ def test_skipping_zero_advantages_changes_nothing_but_the_work(case):
 
 
 def test_a_step_is_adamw_on_the_clipped_gradient(case):
-  learner = case.learner()
-  examples = learner_cases.examples_of(case.groups(2, 3))
-  grads, _, _ = gradients(learner, examples)
+  learner = case.learner(advantage="dr_grpo")
+  groups = case.groups(2, 3)
+  grads, _, _ = gradients(learner, learner_cases.examples_of(groups))
   before = learner.parameters()
-  metrics = learner.train_on_batch(examples)
+  metrics = learner.update(groups)
   norm = np.linalg.norm(
       np.concatenate([g.ravel().astype(np.float64) for g in grads.values()])
   )
@@ -132,11 +132,13 @@ def test_a_step_is_adamw_on_the_clipped_gradient(case):
 
 
 def test_muon_orthogonalises_matrices_and_leaves_the_rest_to_adam(case):
-  learner = case.learner(optimizer="muon", muon_learning_rate=0.1)
+  learner = case.learner(
+      advantage="dr_grpo", optimizer="muon", muon_learning_rate=0.1
+  )
   before = learner.parameters()
-  examples = learner_cases.examples_of(case.groups(4, 4))
-  grads, _, _ = gradients(learner, examples)
-  learner.train_on_batch(examples)
+  groups = case.groups(4, 4)
+  grads, _, _ = gradients(learner, learner_cases.examples_of(groups))
+  learner.update(groups)
   after = learner.parameters()
   moved = {k: np.asarray(after[k]) - np.asarray(before[k]) for k in after}
   # Newton-Schulz brings the leading singular values to about one another.
@@ -270,7 +272,6 @@ def test_no_recompilation_whatever_comes(case):
   compiles = learner.compiles
   for count, size, turns in ((4, 4, 2), (1, 2, 3), (2, 8, 1)):
     learner.update(case.groups(count, size, turns))
-  learner.train_on_batch(learner_cases.examples_of(case.groups(1, 2)))
   assert learner.compiles == compiles
 
 
@@ -281,6 +282,31 @@ def test_automatic_shape_is_kept(case):
   shape = learner.shape
   learner._pack(*learner._weigh(learner_cases.examples_of(case.groups(4, 6))))
   assert learner.shape == shape
+
+
+def test_an_easy_first_batch_does_not_keep_full_rows_out(case):
+  learner = case.learner(patches=0, targets=0)
+  learner.update([case.group([1.0, 0.0], turns=1)])
+  parts = []
+  for _ in range(5):  # 20 vision tokens, 39 sampled ones: more than before.
+    parts += [("image", case.image()), ("sampled", case.text(8))]
+  full = case.sequence([("text", case.text(4)), *parts])
+  plan = learner._packer.plan(
+      example_lib.from_sequences([full]), learner.shape
+  )
+  assert plan.stats.patches == 20 and plan.stats.targets == 40
+  compiles = learner.compiles
+  demanding = [
+      trajectory.Trajectory(
+          steps=[trajectory.Step()],
+          reward=reward,
+          status=trajectory.TrajectoryStatus.SUCCEEDED,
+          sequences=[full],
+      )
+      for reward in (0.0, 1.0)
+  ]
+  learner.update([trajectory.TrajectoryGroup("g", "t", tuple(demanding))])
+  assert learner.compiles == compiles
 
 
 def test_nothing_to_learn_still_advances_the_version(case):
@@ -300,7 +326,10 @@ def test_nothing_to_learn_still_advances_the_version(case):
   )
   metrics = learner.update([case.group([1.0, 1.0]), broken])
   assert learner.version == 1
-  assert metrics["empty_updates"] == 1 and metrics["loss"] == 0
+  assert metrics["empty_updates"] == 1
+  # What was not measured is absent, so that a gap in a curve is a gap.
+  for name in ("loss", "grad_norm", "learning_rate", "packing_efficiency"):
+    assert name not in metrics
   assert metrics["zero_advantage_groups"] == 2
   assert metrics["valid_episodes"] == 2 and metrics["episodes"] == 3
   assert largest_difference(before, learner.parameters()) == 0

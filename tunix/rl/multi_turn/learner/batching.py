@@ -33,6 +33,7 @@ from tunix.rl.multi_turn import trajectory
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import patch_cache
 
 Example = example_lib.Example
 BatchShape = packing.BatchShape
@@ -70,46 +71,6 @@ class Batch:
   groups: base.Array
 
 
-class PatchCache:
-  """Patched images by hash, the least recently used leave first."""
-
-  def __init__(
-      self,
-      store: image_lib.ImageStore,
-      processor: base.Processor,
-      capacity_bytes: int = 256 << 20,
-  ):
-    """Args:
-
-      store: where pixels come from.
-      processor: of the policy.
-      capacity_bytes: patches kept, in bytes.
-    """
-    self._store = store
-    self._processor = processor
-    self._capacity = capacity_bytes
-    self._images: collections.OrderedDict[str, base.PatchedImage] = (
-        collections.OrderedDict()
-    )
-    self._bytes = 0
-    self.misses = 0
-
-  def get(self, ref: trajectory.ImageRef) -> base.PatchedImage:
-    """Raises KeyError when the store no longer has the image."""
-    found = self._images.get(ref.sha256)
-    if found is not None:
-      self._images.move_to_end(ref.sha256)
-      return found
-    self.misses += 1
-    found = self._processor.patchify(self._store.get(ref))
-    self._images[ref.sha256] = found
-    self._bytes += found.patches.nbytes
-    while self._bytes > self._capacity and len(self._images) > 1:
-      _, old = self._images.popitem(last=False)
-      self._bytes -= old.patches.nbytes
-    return found
-
-
 class Packer:
   """Packs examples; owns the cache of patched images.
 
@@ -137,7 +98,7 @@ class Packer:
       cache_bytes: of patched images.
     """
     self._processor = processor
-    self._patches = PatchCache(store, processor, cache_bytes)
+    self._patches = patch_cache.PatchCache(store, processor, cache_bytes)
     self._share = share_prompts
     self._pad = pad_token_id
     self._banned = np.array(sorted(banned_token_ids), np.int32)
@@ -176,8 +137,8 @@ class Packer:
     """The shape for examples like these; 0 = take what these need.
 
     Rows are planned without limits on patches and targets, then the fullest
-    buffer's need is rounded up by a tenth. More demanding examples still fit
-    later, in more batches.
+    buffer's need is rounded up by a tenth. A buffer never holds less than one
+    row may need, so whatever fits a row still fits later, in more batches.
     """
     ppt = self._processor.patches_per_token
     per_buffer = max(rows // max(buffers, 1), 1) * row_length
@@ -195,12 +156,13 @@ class Packer:
         targets_by[buffer] += item.targets
       used_patches = max(used_patches, *by_buffer.values())
       used_targets = max(used_targets, *targets_by.values())
+    roomy_patches = _round_up(used_patches, 1.1, 32 * ppt)
+    roomy_targets = _round_up(used_targets, 1.1, 32)
     return dataclasses.replace(
         most,
         patches=patches
-        or min(_round_up(used_patches, 1.1, 32 * ppt), most.patches),
-        targets=targets
-        or min(_round_up(used_targets, 1.1, 32), most.targets),
+        or max(row_length * ppt, min(roomy_patches, most.patches)),
+        targets=targets or max(row_length, min(roomy_targets, most.targets)),
     )
 
   def plan(
@@ -346,7 +308,7 @@ class Packer:
     }
     mask = np.zeros((s, m), bool)
     patches, patch_segments, patch_positions, first_token = self._buffers(
-        shape, placed
+        shape, placed, examples
     )
     row_used = np.zeros(b, np.int64)
     row_segments = np.zeros(b, np.int64)
@@ -421,6 +383,7 @@ class Packer:
       self,
       shape: packing.BatchShape,
       placed: Sequence[tuple[int, packing.Item, list[str]]],
+      examples: Sequence[Example],
   ) -> tuple[
       np.ndarray, np.ndarray, np.ndarray, dict[tuple[int, str], int]
   ]:
@@ -435,9 +398,13 @@ class Packer:
     first_token: dict[tuple[int, str], int] = {}
     for row, item, new in placed:
       buffer = row // shape.rows_per_buffer
-      refs = {image.sha256: image for image in item.images}
+      spans = {
+          span.image.sha256: span
+          for piece in item.branches
+          for span in examples[piece.example].sequence.images
+      }
       for sha in new:
-        image = self._patches.get(refs[sha])
+        image = self._patches.get(spans[sha])
         at = int(used[buffer])
         stop = at + len(image.patches)
         used[buffer] = stop

@@ -38,7 +38,8 @@ class LearnerConfig:
     top_k, top_p: of the sampler (0 and 1: no truncation).
     row_length, rows: tokens of a row, rows of a micro-batch.
     patches, targets: patches and sampled tokens a batch shard of a
-      micro-batch can hold; 0 = decided by the first batch seen and kept.
+      micro-batch can hold; 0 = decided by the first batch seen and kept, but
+      never too few for a full row.
     logit_chunk: sampled tokens of a shard whose logits exist at a time.
     share_prompts: store prompts that sequences share once, for policies that
       support it.
@@ -137,6 +138,11 @@ class LearnerConfig:
     )
     self._need("top_p", 0 < self.top_p <= 1, "in (0, 1]")
     self._need("overlong", self.overlong in ("error", "drop"), "error or drop")
+    self._need(
+        "kl_estimator",
+        self.kl_estimator != "k1" or not self.kl_coef,
+        f"k2 or k3 with kl_coef={self.kl_coef} (the gradient of k1 vanishes)",
+    )
     self._need("schedule", self.schedule in SCHEDULES, f"one of {SCHEDULES}")
     if self.schedule != "constant":
       self._need(

@@ -251,10 +251,6 @@ class Learner:
     )
     return self._learn([[all_examples[i] for i in p] for p in parts], clock)
 
-  def train_on_batch(self, examples: Sequence[Example]) -> Metrics:
-    """One update on examples whose advantages are already known."""
-    return self._learn([list(examples)], _Clock())
-
   def sequence_logprobs(
       self, sequences: Sequence[trajectory.TokenSequence]
   ) -> list[np.ndarray]:
@@ -307,13 +303,15 @@ class Learner:
     counters.empty_updates += not readings
     stats = _add_stats([m.stats for m in minibatches])
     seconds = time.perf_counter() - started + sum(before.values())
+    learned = _mean_readings(readings)
+    if learned:
+      learned["learning_rate"] = float(
+          self._schedule(max(counters.optimizer_steps - 1, 0))
+      )
     return (
-        _mean_readings(readings)
+        learned
         | stats.metrics()
         | {
-            "learning_rate": float(
-                self._schedule(max(counters.optimizer_steps - 1, 0))
-            ),
             "optimizer_steps": float(counters.optimizer_steps),
             "skipped_steps": float(counters.skipped_steps),
             "empty_updates": float(counters.empty_updates),
@@ -373,20 +371,23 @@ class Learner:
       self, examples: Sequence[Example], weights_N: np.ndarray
   ) -> _Minibatch:
     if self.shape is None:
-      self.shape = self._packer.suggest(
-          examples,
-          self.config.rows,
-          self.config.row_length,
-          self._buffers,
-          self.config.patches,
-          self.config.targets,
-      )
+      self.shape = self._suggest(examples)
     plan = self._packer.plan(examples, self.shape)
     batches = [
         self._put(b) for b in self._packer.fill(plan, examples, weights_N)
     ]
     extras = [update.Extra(b.logprobs, b.logprobs) for b in batches]
     return _Minibatch(batches, extras, plan.stats)
+
+  def _suggest(self, examples: Sequence[Example]) -> batching.BatchShape:
+    return self._packer.suggest(
+        examples,
+        self.config.rows,
+        self.config.row_length,
+        self._buffers,
+        self.config.patches,
+        self.config.targets,
+    )
 
   def _score_into(
       self, minibatches: Sequence[_Minibatch], field: str, params: Any
@@ -470,13 +471,18 @@ class Learner:
     self._params = arrays["params"]
     self._opt_state = arrays["optimizer"]
     self.counters = Counters(**progress["counters"])
-    shape = progress["shape"]
-    if shape is not None and shape["buffers"] == self._buffers:
-      shape = batching.BatchShape(**shape)
-      if (shape.rows, shape.row_length) == (
-          self.config.rows,
-          self.config.row_length,
-      ):
+    if self.shape is None and progress["shape"] is not None:
+      shape = batching.BatchShape(**progress["shape"])
+      least = self._suggest(())
+      # Another mesh or row length needs another shape, and a shape that some
+      # row would not fit is of no use either.
+      if (shape.rows, shape.row_length, shape.buffers) == (
+          least.rows,
+          least.row_length,
+          least.buffers,
+      ) and min(
+          shape.patches - least.patches, shape.targets - least.targets
+      ) >= 0:
         self.shape = shape
 
 
@@ -505,11 +511,9 @@ def _sampled_metrics(
 
 
 def _mean_readings(readings: Sequence[Metrics]) -> Metrics:
-  """Means over optimizer steps; extremes of extremes."""
-  if not readings:
-    return {"loss": 0.0, "grad_norm": 0.0}
-  out = {}
-  for name in readings[0]:
+  """Means over optimizer steps, extremes of extremes; {} of no steps."""
+  out: Metrics = {}
+  for name in readings[0] if readings else ():
     values = [r[name] for r in readings]
     if name == "ratio_min":
       out[name] = -max(values)

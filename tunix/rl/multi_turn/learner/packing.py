@@ -84,15 +84,17 @@ class PackStats:
   patch_capacity: int
 
   def metrics(self) -> dict[str, float]:
-    return {
+    out = {
         "micro_batches": float(self.batches),
         "sequences": float(self.sequences),
         "tokens": float(self.sequence_tokens),
         "sampled_tokens": float(self.targets),
-        "packing_efficiency": self.row_tokens / max(self.row_capacity, 1),
-        "patch_efficiency": self.patches / max(self.patch_capacity, 1),
         "shared_tokens": float(self.sequence_tokens - self.row_tokens),
     }
+    if self.batches:
+      out["packing_efficiency"] = self.row_tokens / self.row_capacity
+      out["patch_efficiency"] = self.patches / self.patch_capacity
+    return out
 
 
 # --- items: what is placed as a whole ---------------------------------------

@@ -1,9 +1,8 @@
-"""Which vision tokens lie where in the device's pool, and the patches' cache.
+"""Which vision tokens lie where in the device's pool.
 
-Promises: an image is patchified once while it stays in the bounded patch
-cache; its vision tokens are found again while they stay in the pool and the
-weights' version is the same; what is needed by the call at hand is never
-evicted to make room for another of its images.
+Promises: an image's vision tokens are found again while they stay in the pool
+and the weights' version is the same; what is needed by the call at hand is
+never evicted to make room for another of its images.
 
 Does not touch the device: it hands out places, the caller fills them.
 Not thread-safe.
@@ -15,27 +14,13 @@ import collections
 from typing import Iterable, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import trajectory
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import patch_cache
 
 
-class PatchCache:
-  """Bounded LRU of patchified images, by content."""
-
-  def __init__(
-      self,
-      store: images_lib.ImageStore,
-      processor: base.Processor,
-      capacity_bytes: int,
-  ):
-    self._store = store
-    self._processor = processor
-    self._capacity = capacity_bytes
-    self._bytes = 0
-    self._cache: collections.OrderedDict[str, base.PatchedImage] = (
-        collections.OrderedDict()
-    )
+class PatchCache(patch_cache.PatchCache):
+  """Here a missing image is an error of the request that shows it."""
 
   def get(self, span: trajectory.ImageSpan) -> base.PatchedImage:
     """Patches of the span's image.
@@ -44,31 +29,13 @@ class PatchCache:
       ValueError: the image is unknown, or does not become as many tokens as
         the span holds.
     """
-    sha = span.image.sha256
-    patched = self._cache.get(sha)
-    if patched is None:
-      try:
-        pixels = self._store.get(span.image)
-      except KeyError as error:
-        raise ValueError(
-            f"image {sha[:12]}… at token {span.offset} is not in the engine's"
-            f" ImageStore: {error.args[0]}"
-        ) from error
-      patched = self._processor.patchify(pixels)
-      self._cache[sha] = patched
-      self._bytes += patched.patches.nbytes
-      while self._bytes > self._capacity and len(self._cache) > 1:
-        _, old = self._cache.popitem(last=False)
-        self._bytes -= old.patches.nbytes
-    else:
-      self._cache.move_to_end(sha)
-    if patched.num_tokens != span.num_tokens:
+    try:
+      return super().get(span)
+    except KeyError as error:
       raise ValueError(
-          f"image {sha[:12]}… of {span.image.width}x{span.image.height} becomes"
-          f" {patched.num_tokens} tokens, the prompt holds {span.num_tokens}"
-          f" placeholders for it at token {span.offset}"
-      )
-    return patched
+          f"image {span.image.sha256[:12]}… at token {span.offset} is not in"
+          f" the engine's ImageStore: {error.args[0]}"
+      ) from error
 
 
 class VisionPool:

@@ -1,0 +1,67 @@
+"""Patched images by content: the engine and the learner each keep one.
+
+Promises: an image is patchified once while it stays in the cache; what the
+cache holds is bounded in bytes, except that one image always fits.
+
+Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import collections
+
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.policy import base
+
+
+class PatchCache:
+  """Patched images by hash, the least recently used leave first."""
+
+  def __init__(
+      self,
+      store: images_lib.ImageStore,
+      processor: base.Processor,
+      capacity_bytes: int = 256 << 20,
+  ):
+    """Args:
+
+      store: where pixels come from.
+      processor: of the policy.
+      capacity_bytes: patches kept, in bytes.
+    """
+    self._store = store
+    self._processor = processor
+    self._capacity = capacity_bytes
+    self._images: collections.OrderedDict[str, base.PatchedImage] = (
+        collections.OrderedDict()
+    )
+    self._bytes = 0
+    self.misses = 0
+
+  def get(self, span: trajectory.ImageSpan) -> base.PatchedImage:
+    """Patches of the span's image.
+
+    Raises:
+      KeyError: the store no longer has it.
+      ValueError: it does not become as many tokens as the span holds.
+    """
+    image = span.image
+    found = self._images.get(image.sha256)
+    if found is not None:
+      self._images.move_to_end(image.sha256)
+    else:
+      self.misses += 1
+      found = self._processor.patchify(self._store.get(image))
+      self._images[image.sha256] = found
+      self._bytes += found.patches.nbytes
+      while self._bytes > self._capacity and len(self._images) > 1:
+        _, old = self._images.popitem(last=False)
+        self._bytes -= old.patches.nbytes
+    if found.num_tokens != span.num_tokens:
+      raise ValueError(
+          f"image {image.sha256[:12]}… of {image.width}x{image.height} becomes"
+          f" {found.num_tokens} tokens, the prompt holds {span.num_tokens}"
+          f" placeholders for it at token {span.offset}"
+      )
+    return found
