@@ -125,12 +125,25 @@ def test_asynchronous_training_is_the_same_loop(case):
 
 def test_any_upstream_queue_will_do(case):
   queue = data_queue.SimpleDataQueue()
-  for _ in range(4):
-    queue.put(case.group([1.0, 0.0]))
-  published = []
-  loop = _loop(case, queue, lambda version, state: published.append(version))
+  for i in range(4):
+    queue.put(case.group([1.0, 0.0], f"g{i}"))
+  published, learned_from = [], []
+
+  class Keeps:
+
+    def on_event(self, event):
+      if isinstance(event, events.StepFinished):
+        learned_from.append([g.group_id for g in event.groups])
+
+  loop = _loop(
+      case,
+      queue,
+      lambda version, state: published.append(version),
+      observers=events.Observers([Keeps()]),
+  )
   assert loop.run(2) == 2
   assert published == [1, 2]
+  assert learned_from == [["g0", "g1"], ["g2", "g3"]]
 
 
 def test_waiting_ends(case):

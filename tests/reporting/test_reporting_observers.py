@@ -15,8 +15,10 @@ from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.reporting import metrics_writer
 from tunix.rl.multi_turn.reporting import progress
+from tunix.rl.multi_turn.reporting import step_metrics
 from tunix.rl.multi_turn.reporting import summary_writer
 from tunix.rl.multi_turn.reporting import trajectory_writer
+from tunix.rl.queue import group_queue
 
 Status = trajectory_lib.TrajectoryStatus
 
@@ -139,6 +141,49 @@ def test_engine_metrics_are_differences_of_counters():
   assert found["engine_busy"] == 0.75
   assert found["engine_compiles"] == 2
   assert not metrics_lib.undocumented(found)
+
+
+class _Engine:
+
+  def stats(self):
+    return {"decode_tokens": 0.0}
+
+
+def test_a_step_is_described_by_the_groups_it_learned_from():
+  store = images_lib.ImageStore()
+
+  def group(name, success, **kw):
+    member = synthetic_run.episode(store, success=success, **kw)
+    return trajectory_lib.TrajectoryGroup(name, "t", (member, member))
+
+  seen = []
+
+  class Keeps:
+
+    def on_event(self, event):
+      seen.append(event)
+
+  queue = group_queue.GroupQueue(1)
+  adds = step_metrics.StepMetrics(events.Observers([Keeps()]), queue, _Engine())
+  broken = group("a", False, status=Status.ENV_ERROR)
+  adds.on_event(events.GroupFinished(broken, "requeued", "none is valid"))
+  for name, success in (("a", True), ("b", False), ("c", False)):
+    finished = group(name, success)
+    adds.on_event(events.GroupFinished(finished, "accepted"))
+    if name == "a":
+      learned_from = finished
+  # b and c are for later updates, and the broken attempt was for none.
+  adds.on_event(
+      events.StepFinished(1, 1, {"loss": 2.0}, groups=(learned_from,))
+  )
+  found = seen[-1].metrics
+  assert (found["groups"], found["episodes"], found["loss"]) == (1, 2, 2.0)
+  assert found["success_rate"] == 1.0 and found["invalid_episodes"] == 0.0
+  assert found["refused_groups"] == 1.0
+  assert not metrics_lib.undocumented(found)
+  adds.on_event(events.StepFinished(2, 2, {}, groups=()))
+  assert seen[-1].metrics["refused_groups"] == 0.0
+  assert "reward_mean" not in seen[-1].metrics
 
 
 # --- trajectories.jsonl -------------------------------------------------------

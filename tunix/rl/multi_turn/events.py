@@ -83,11 +83,15 @@ class Fault(Event):
 
 @dataclasses.dataclass(frozen=True)
 class StepFinished(Event):
-  """One learner update. `metrics` are documented in docs/metrics.md."""
+  """One learner update, from `groups`.
+
+  `metrics` are documented in docs/metrics.md.
+  """
 
   step: int
   version: int
   metrics: Mapping[str, float]
+  groups: tuple[trajectory.TrajectoryGroup, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,7 +154,9 @@ class LearnerLoop:
         "seconds_total": time.perf_counter() - started,
     }
     self._observers.on_event(
-        events.StepFinished(step, self.learner.version, metrics)
+        events.StepFinished(
+            step, self.learner.version, metrics, tuple(groups)
+        )
     )
     if self._checkpoint_every and step % self._checkpoint_every == 0:
       self.save()

@@ -96,9 +96,15 @@ METRICS: dict[str, Metric] = {
     ),
     "invalid_episodes": Metric(
         "",
-        "Share ended by infrastructure; left out of all statistics and of"
-        " training.",
+        "Share of this update's episodes ended by infrastructure; left out of"
+        " all other statistics and of training.",
         "Above 0.05: look at the faults in summary.json.",
+    ),
+    "refused_groups": Metric(
+        "groups",
+        "Groups collected since the last step with fewer valid episodes than"
+        " collect.min_valid; their tasks are tried again or given up.",
+        "Above 0: look at the faults in summary.json.",
     ),
     "turns_mean": Metric("turns", "Mean turns of a valid episode."),
     "episode_tokens_mean": Metric(
@@ -154,14 +160,15 @@ METRICS: dict[str, Metric] = {
     ),
     "engine_compiles": Metric(
         "",
-        "Programs compiled since warm-up, in all.",
+        "Programs compiled since warm-up, by this process.",
         "Must stay 0: a shape was not foreseen.",
     ),
     # The queue.
     "queue_size": Metric("groups", "Groups waiting for the learner."),
     "dropped_stale": Metric(
         "groups",
-        "Groups dropped for their age, in all.",
+        "Groups dropped for their age by this process; a resumed run counts"
+        " anew.",
         "Growing: wasted work; lower rollout.concurrency.",
     ),
     "staleness_mean": Metric(
@@ -198,20 +205,24 @@ METRICS: dict[str, Metric] = {
     "ratio_mean": Metric(
         "",
         "Mean ratio of the learner's probability to the sampler's.",
-        "Far from 1 at staleness 0: engine and learner disagree.",
+        "Far from 1 at staleness 0 with one optimizer step an update"
+        " (learner.minibatches and learner.epochs 1): engine and learner"
+        " disagree.",
     ),
     "ratio_max": Metric("", "Largest ratio."),
     "ratio_min": Metric("", "Smallest ratio."),
     "sampler_kl": Metric(
         "nats",
         "KL of the sampler from the learner, estimator k3.",
-        "Above 0.01 at staleness 0: numeric mismatch; use float32 or"
-        " rollout.on_update=recompute.",
+        "Above 0.01 at staleness 0 with one optimizer step an update: numeric"
+        " mismatch; use float32.",
     ),
     "logprob_gap_max": Metric(
         "nats",
         "Largest difference of learner's and sampler's log-prob of a token.",
-        "Above 1e-3 at staleness 0 in float32 is an error.",
+        "Above 1e-3 at staleness 0 in float32 with one optimizer step an"
+        " update is an error of the program. Later steps of an update move"
+        " away from the sampler as they should.",
     ),
     "importance_weight": Metric(
         "", "Mean weight of algorithm.importance; 1 without a correction."
@@ -267,7 +278,7 @@ METRICS: dict[str, Metric] = {
     ),
     "compiles": Metric(
         "",
-        "Programs the learner compiled, in all.",
+        "Programs the learner compiled in this process.",
         "Growing after the first updates: shapes vary.",
     ),
     "learner_tokens_per_second": Metric(
@@ -404,9 +415,10 @@ def reference() -> str:
       "",
       "`runs/<name>/metrics.jsonl` holds one JSON object a learner step, each",
       "line complete as soon as it is written. A reading that does not exist",
-      "at a step (no valid episode, no reference policy) is absent; one that",
-      'is not finite is null. "In all" means counted since the run began;',
-      "everything else is of this step alone.",
+      "at a step (no valid episode, nothing to learn from, no reference",
+      'policy) is absent; one that is not finite is null. "In all" means',
+      "counted since the run began; all but what says otherwise is of this",
+      "step alone.",
       "",
       "| name | unit | meaning | what to do about it |",
       "|---|---|---|---|",

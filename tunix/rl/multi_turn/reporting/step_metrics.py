@@ -1,4 +1,8 @@
-"""Puts the readings of episodes, queue and engine beside the learner's."""
+"""Puts the readings of episodes, queue and engine beside the learner's.
+
+Those of episodes are of the groups that the update learned from, whenever
+they were collected.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ import time
 from typing import Any
 
 from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import trajectory
 from tunix.rl.multi_turn.reporting import metrics
 
 
@@ -22,7 +25,7 @@ class StepMetrics:
     self._downstream = downstream
     self._queue = queue
     self._engine = engine
-    self._groups: list[trajectory.TrajectoryGroup] = []
+    self._refused = 0
     self._lock = threading.Lock()
     self._stats = dict(engine.stats())
     self._since = time.perf_counter()
@@ -30,16 +33,17 @@ class StepMetrics:
   def on_event(self, event: events.Event) -> None:
     if isinstance(event, events.GroupFinished):
       with self._lock:
-        self._groups.append(event.group)
+        self._refused += event.outcome != "accepted"
     elif isinstance(event, events.StepFinished):
       now = time.perf_counter()
       with self._lock:
-        finished, self._groups = self._groups, []
+        refused, self._refused = self._refused, 0
       stats = dict(self._engine.stats())
       counters = self._queue.counters()
       readings = {
-          **metrics.group_metrics(finished),
+          **metrics.group_metrics(event.groups),
           **metrics.engine_metrics(self._stats, stats, now - self._since),
+          "refused_groups": float(refused),
           "queue_size": counters["ready"],
           "dropped_stale": counters["dropped_stale"],
           **event.metrics,
