@@ -167,6 +167,8 @@ def writable(value: Any) -> Any:
   """
   if type(value) in _PLAIN:
     return value
+  if type(value) is trajectory.Action and type(value.action) in _PLAIN:
+    return value
   if type(value) is dict:
     return {str(k): _entry(v) for k, v in value.items()}
   return _entry(value)

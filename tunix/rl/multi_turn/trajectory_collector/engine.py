@@ -548,7 +548,8 @@ class TrajectoryCollectEngine:
       step.mc_return = discounted
       step.action = adapters.writable(step.action)
       step.observation = adapters.writable(step.observation)
-      step.info = adapters.writable(step.info)
+      if step.info:
+        step.info = adapters.writable(step.info)
     result.task = adapters.writable(result.task)
     if self._session is not None:
       try:
