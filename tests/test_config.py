@@ -44,10 +44,10 @@ def test_a_gym_brings_its_preset_and_anything_wins_over_it(tmp_path):
   assert config.gym.tasks == ("click-test-2", "click-dialog", "focus-text")
   assert (config.gym.width, config.gym.height) == (160, 210)
   file = tmp_path / "c.yaml"
-  file.write_text("gym: {name: miniwob, height: 250}\n")
+  file.write_text("gym: miniwob\nrollout: {slots: 4}\n")
   config = load(str(file), "tasks=[click-test]")
   assert config.gym.tasks == ("click-test",)
-  assert (config.gym.width, config.gym.height) == (160, 250)
+  assert (config.rollout.slots, config.rollout.concurrency) == (4, 16)
 
 
 def test_the_gym_of_an_override_decides_the_preset_over_the_file(tmp_path):
@@ -327,6 +327,25 @@ def test_what_does_not_fit_is_refused_with_what_would(argument, message):
         (["collect.turn_timeout_s=1000"], ["collect.episode_timeout_s"]),
         (["collect.model_timeout_s=400"], ["collect.turn_timeout_s"]),
         (["eval.modes=[]"], ["eval.modes"]),
+        (["eval.modes=[greedy,greedy]"], ["eval.modes", "twice"]),
+        (["gym=miniwob", "gym.width=64"], ["gym.width=64", "160x210"]),
+        (["gym=miniwob", "gym.height=96"], ["gym.height=96", "160x210"]),
+        (["gym=miniwob", "gym.difficulty=1"], ["gym.difficulty=1", "miniwob"]),
+        (
+            ["gym=gymnasium", "tasks=[CartPole-v1]", "gym.difficulty=2"],
+            ["gym.difficulty=2", "gymnasium"],
+        ),
+        (["gym.options.width=256"], ["gym.options.width=256", "gym.width"]),
+        (["gym.options.height=192"], ["gym.options.height=192", "gym.height"]),
+        (
+            ["gym=gymnasium", "tasks=[CartPole-v1]", "gym.options.env=Other"],
+            ["gym.options.env=Other", "gym.tasks"],
+        ),
+        (
+            ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1",
+             "learner.skip_zero_advantage=false"],
+            ["algorithm.kl_estimator=k1", "k3"],
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -348,8 +367,26 @@ def test_a_name_of_ones_own_is_accepted_once_something_is_imported():
   assert "run.imports" in refusal("algorithm.advantage=mine")
   config = load("algorithm.advantage=mine", "run.imports=my_module")
   assert config.algorithm.advantage == "mine"
+  assert load("gym.reward=mine", "run.imports=[m]").gym.reward == "mine"
   # Closed choices stay closed.
   assert "cosine" in refusal("learner.schedule=mine", "run.imports=m")
+
+
+def test_the_examples_in_the_help_are_accepted():
+  """Each `section.field=value` in a text, with what that needs."""
+  named = re.compile(r"\b(\w+\.[\w.]+=[^\s,;:]*[^\s,;:.)])")
+  with_its_needs = {
+      "policy.config.layers=6": ["warm_start.source=none"],
+      "gym.options.seconds_per_action=0.2": ["gym=miniwob"],
+  }
+  found = set()
+  for cls in config_loader.sections(TrainConfig).values():
+    for f in dataclasses.fields(cls):
+      found |= set(named.findall(f.metadata["doc"]))
+  found |= set(named.findall(config_lib.REFERENCE_HEAD))
+  assert {"gym.options.time_decay=0.1", *with_its_needs} <= found
+  for example in found:
+    load(example, *with_its_needs.get(example, ()))
 
 
 def test_a_directory_is_a_policy():
@@ -373,13 +410,6 @@ def test_files_that_cannot_be_read_say_which_and_where(tmp_path):
   bad.write_text("")
   assert "two configuration files" in refusal(str(bad), str(bad))
   assert load(str(bad)).gym.name == "desktop"
-
-
-def test_a_command_prints_the_error_and_exits_with_2(capsys):
-  with pytest.raises(SystemExit) as caught:
-    config_lib.load_config_or_exit(["sed=3"])
-  assert caught.value.code == 2
-  assert "did you mean 'seed'" in capsys.readouterr().err
 
 
 # --- documentation -----------------------------------------------------------

@@ -19,6 +19,7 @@ from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments import registry as env_registry
@@ -202,6 +203,11 @@ class EpisodeFactory:
     self._screenshots = screenshot.ScreenshotTool(image_store)
     # The embedded desktop needs no thread and well under a millisecond.
     self._inline = config.gym.name == "desktop"
+    if config.gym.reward != "score":
+      try:
+        rewards.get_reward_fn(config.gym.reward)
+      except ValueError as error:
+        raise ConfigError([f"gym.reward: {error}"]) from None
     parser = tool_parser.make_tool_parser(config.agent.parser)
     if not isinstance(parser, tool_parser.GuiActionParser):
       raise ConfigError([
@@ -218,6 +224,7 @@ class EpisodeFactory:
         task,
         action_parser=agent.tool_parser,
         max_steps=task.max_turns or self._config.gym.max_turns,
+        reward=self._config.gym.reward,
         on_text="retry" if retry else "end",
         on_invalid="observe" if retry else "end",
     )
@@ -378,7 +385,10 @@ def make_learner(
     cloning: bool = False,
 ) -> learner_lib.Learner:
   """The learner of the run, or (`cloning`) of its warm start."""
-  changes: dict[str, Any] = {"seed": config.run.seed}
+  changes: dict[str, Any] = {
+      "seed": config.run.seed,
+      "gamma": config.collect.gamma,
+  }
   if cloning:
     changes |= {
         "objective": "behaviour_cloning",

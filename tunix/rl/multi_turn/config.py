@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import sys
 import time
 from typing import Any, Mapping, Sequence
 
@@ -113,14 +112,16 @@ ALIASES: dict[str, str] = {
 }
 """Short keys. A section's own name with a plain value is one of them."""
 
+_MINIWOB_SIZE = (160, 210)
+
 GYM_PRESETS: dict[str, dict[str, Any]] = {
     "desktop": {
         "gym.tasks": ("enter-text", "login-form", "move-window", "set-slider"),
     },
     "miniwob": {
         "gym.tasks": ("click-test-2", "click-dialog", "focus-text"),
-        "gym.width": 160,
-        "gym.height": 210,
+        "gym.width": _MINIWOB_SIZE[0],
+        "gym.height": _MINIWOB_SIZE[1],
         "rollout.concurrency": 16,
         "rollout.slots": 16,
     },
@@ -128,6 +129,13 @@ GYM_PRESETS: dict[str, dict[str, Any]] = {
 """Defaults that depend on gym.name; files and overrides win over them."""
 
 _GYMS_WITH_ORACLE = ("desktop", "miniwob")
+_GYMS_WITHOUT_LEVELS = ("miniwob", "gymnasium")
+_NOT_GYM_OPTIONS = {
+    "desktop": {"width": "gym.width", "height": "gym.height"},
+    "gymnasium": {"env": "gym.tasks", "size": "gym.width and gym.height"},
+}
+"""Settings of a gym that have a key of their own: the rest of the run reads
+that one, so the two must not differ."""
 
 
 def _parse_yaml(text: str, source: str) -> dict[str, Any]:
@@ -197,6 +205,23 @@ def contradictions(config: TrainConfig) -> list[str]:
       len(set(c.gym.tasks)) != len(c.gym.tasks),
       f"gym.tasks={list(c.gym.tasks)} names a family twice; name each once",
   )
+  wanted = (c.gym.width, c.gym.height)
+  refuse(
+      c.gym.name == "miniwob" and wanted != _MINIWOB_SIZE,
+      f"gym.width={c.gym.width}, gym.height={c.gym.height}: the pages of"
+      " miniwob are always 160x210; leave both out",
+  )
+  refuse(
+      c.gym.name in _GYMS_WITHOUT_LEVELS and c.gym.difficulty > 0,
+      f"gym.difficulty={c.gym.difficulty}: gym.name={c.gym.name} has no levels;"
+      " leave it out, and choose harder gym.tasks instead",
+  )
+  for name, key in _NOT_GYM_OPTIONS.get(c.gym.name, {}).items():
+    refuse(
+        name in c.gym.options,
+        f"gym.options.{name}={c.gym.options.get(name)}: the whole run has to"
+        f" know this; set {key} instead",
+    )
   size, valid = c.collect.group_size, c.collect.min_valid
   refuse(
       c.learner.steps > 0 and size < 2,
@@ -303,6 +328,11 @@ def contradictions(config: TrainConfig) -> list[str]:
       " learner.skip_zero_advantage=false",
   )
   refuse(
+      c.algorithm.kl_coef > 0 and c.algorithm.kl_estimator == "k1",
+      f"algorithm.kl_estimator=k1 with algorithm.kl_coef={c.algorithm.kl_coef}"
+      " would do nothing: its gradient vanishes on average; set it to k2 or k3",
+  )
+  refuse(
       c.warm_start.source == "path" and not c.warm_start.path,
       "warm_start.source=path needs warm_start.path; give the checkpoint"
       " directory",
@@ -342,6 +372,10 @@ def contradictions(config: TrainConfig) -> list[str]:
   refuse(
       not c.eval.modes,
       "eval.modes is empty; keep greedy, sampled, or both",
+  )
+  refuse(
+      len(set(c.eval.modes)) != len(c.eval.modes),
+      f"eval.modes={list(c.eval.modes)} names a mode twice; name each once",
   )
   return problems
 
@@ -454,15 +488,6 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
   )
 
 
-def load_config_or_exit(argv: Sequence[str]) -> TrainConfig:
-  """As `load_config` for a command: errors are printed, exit status 2."""
-  try:
-    return load_config(argv)
-  except ConfigError as error:
-    print(f"configuration error: {error}", file=sys.stderr)
-    raise SystemExit(2) from None
-
-
 def reference() -> str:
   """docs/configuration.md: every section as a table."""
   short = "\n".join(f"| `{a}` | `{p}` |" for a, p in ALIASES.items())
@@ -493,7 +518,7 @@ Written by `python -m tunix.rl.multi_turn.config > docs/configuration.md`.
 Later wins: the defaults below, the preset of the chosen gym, the YAML file,
 overrides from left to right. Values of overrides are YAML, so lists are
 written `tasks='[a,b]'` (or `tasks=a,b`). A mapping is merged key by key, and
-`gym.options.headless=false` sets one key of it. Unknown keys, values out of
+`gym.options.time_decay=0.1` sets one key of it. Unknown keys, values out of
 range and values that contradict each other are refused before anything is
 built. The resolved configuration is kept as `config.yaml` in the run directory
 and is itself a valid file.

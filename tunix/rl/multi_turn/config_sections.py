@@ -44,8 +44,8 @@ class RunConfig:
   )
   imports: tuple[str, ...] = _opt(
       (),
-      "Python modules imported first: the place to register your own gym,"
-      " parser, reward, policy or algorithm.",
+      "Python modules imported first: the place to register your own gym and"
+      " its tasks, parser, reward or algorithm.",
   )
   dry_run: bool = _opt(
       False,
@@ -69,19 +69,35 @@ class GymConfig:
   tasks: tuple[str, ...] = _opt(
       (), "Task families to train and evaluate on, each equally often."
   )
-  width: int = _opt(128, "Screenshot width.", unit="px", at_least=16)
+  width: int = _opt(
+      128,
+      "Screenshot width. Pages of miniwob are always 160x210.",
+      unit="px",
+      at_least=16,
+  )
   height: int = _opt(96, "Screenshot height.", unit="px", at_least=16)
   difficulty: int = _opt(
       0,
-      "Level of the desktop's tasks: 0 clean, 1 and 2 cluttered.",
+      "Level of the desktop's tasks: 0 clean, 1 and 2 cluttered. miniwob and"
+      " gymnasium have no levels.",
       at_least=0,
       at_most=2,
   )
   max_turns: int = _opt(
       8, "Turns an episode may take; a task's own limit wins.", at_least=1
   )
+  reward: str = _opt(
+      "score",
+      "What an episode is rewarded with. score: the gym's own score. success:"
+      " 1 when the gym calls the task solved, else 0. Or the name of a"
+      " registered reward function.",
+      choices=("score", "success"),
+      open_choices=True,
+  )
   options: dict[str, Any] = _opt(
-      {}, "Passed to the gym as it is, e.g. gym.options.headless=false."
+      {},
+      "Passed to the gym as it is, e.g. gym.options.time_decay=0.1 (desktop)"
+      " or gym.options.seconds_per_action=0.2 (miniwob).",
   )
 
 
@@ -127,14 +143,14 @@ class PolicyConfig:
 
   name: str = _opt(
       "tiny_vl",
-      "A built-in policy, or a directory with a checkpoint.",
+      "The built-in policy, or a directory with a saved one.",
       choices=("tiny_vl",),
-      open_choices=True,
   )
   config: dict[str, Any] = _opt(
       {},
       "Overrides of the model's own configuration, e.g."
-      " policy.config.num_layers=6. Weights of another shape do not load.",
+      " policy.config.layers=6 with warm_start.source=none: weights of another"
+      " shape do not load.",
   )
   dtype: str = _opt(
       "float32",
@@ -146,7 +162,7 @@ class PolicyConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-  """How training episodes are sampled. Evaluation has its own temperature."""
+  """How episodes are sampled; evaluation's greedy mode has temperature 0."""
 
   temperature: float = _opt(
       1.0, "Softens (> 1) or sharpens (< 1) the distribution.", above=0
@@ -291,8 +307,8 @@ class AlgorithmConfig:
   )
   kl_estimator: str = _opt(
       "k3",
-      "Per-token estimator: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 -"
-      " log r.",
+      "Per-token estimator: k2 = (log r)^2 / 2, k3 = r - 1 - log r. k1 ="
+      " -log r has no gradient on average: not with kl_coef > 0.",
       choices=("k1", "k2", "k3"),
       open_choices=True,
   )
@@ -414,7 +430,7 @@ class WarmStartConfig:
       choices=("none", "embedded", "path"),
   )
   path: str = _opt(
-      "", "Checkpoint directory for source=path, e.g. runs/x/checkpoints."
+      "", "Directory of a saved policy, for source=path: e.g. runs/x/policy."
   )
   steps: int = _opt(
       0,

@@ -1,0 +1,82 @@
+"""Parts of a run follow its configuration."""
+
+import asyncio
+
+import pytest
+from tunix.rl.multi_turn import assembly
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn import images
+from tunix.rl.multi_turn import rewards
+
+def config_of(*argv):
+  return config_lib.load_config(["warm_start.source=none", *argv])
+
+
+def test_the_learner_discounts_as_the_collector_does():
+  config = config_of("collect.gamma=0.5", "algorithm.advantage=turn_returns")
+  policy = assembly.make_policy(config, None, "")
+  store = images.ImageStore()
+  learner = assembly.make_learner(config, policy, store, None)
+  assert learner.config.gamma == 0.5
+
+
+def test_the_documented_overrides_build():
+  config = config_of("policy.config.layers=2", "gym.options.time_decay=0.1")
+  assert assembly.make_policy(config, None, "").model.config.layers == 2
+  assert assembly.make_gym(config, "enter-text").time_decay == 0.1
+  config = config_of("gym=miniwob", "gym.options.seconds_per_action=0.2")
+  assembly.make_gym(config, "click-dialog")
+  for argv in (
+      ["policy.config.num_layers=2"],
+      ["gym.options.headless=false"],
+      ["gym=miniwob", "gym.options.headless=false"],
+  ):
+    config = config_of(*argv)
+    with pytest.raises(config_lib.ConfigError):
+      assembly.make_policy(config, None, "")
+      assembly.make_gym(config, config.gym.tasks[0])
+
+
+@pytest.fixture
+def registered():
+  """A reward of one's own: it costs 0.1 to have finished without success."""
+
+  @rewards.register("test_finish_fee")
+  def fee(task, answer, info):
+    assert task["family"] == "enter-text" and answer == "no"
+    return float(info["success"]) - 0.1
+
+  yield "test_finish_fee"
+  rewards.unregister("test_finish_fee")
+
+
+def play(config):
+  """An episode in which the policy gives up at once."""
+  factory = assembly.EpisodeFactory(config, images.ImageStore())
+  task = assembly.make_tasks(config).train_task("enter-text", 0, 0)
+  _, env = factory(task)
+
+  async def episode():
+    await env.reset()
+    gives_up = gui_action.GuiAction("answer", text="no")
+    _, reward, done, info = await env.step([gives_up])
+    await env.close()
+    return reward, done, info
+
+  return asyncio.run(episode())
+
+
+def test_the_reward_is_the_configured_one(registered):
+  for name, want in (("score", 0.0), ("success", 0.0), (registered, -0.1)):
+    reward, done, info = play(
+        config_of("run.imports=[mine]", f"gym.reward={name}")
+    )
+    assert done and not info["success"]
+    assert reward == pytest.approx(want)
+
+
+def test_an_unknown_reward_is_refused_before_anything_runs(registered):
+  config = config_of("run.imports=[mine]", "gym.reward=test_finish_fe")
+  with pytest.raises(config_lib.ConfigError, match=registered):
+    assembly.EpisodeFactory(config, images.ImageStore())
