@@ -10,7 +10,7 @@ Axis types are Auto: the compiler places what is not placed here.
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Sequence
 
 from flax import nnx
 import jax
@@ -71,15 +71,6 @@ def parameter_sharding(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, _fit(axes, variable.shape, mesh))
 
 
-def model_shardings(model: nnx.Module, mesh: Mesh) -> Any:
-  """A pytree like `nnx.state(model)` with a NamedSharding at each leaf."""
-  return jax.tree.map(
-      lambda v: v.replace(parameter_sharding(v, mesh)),
-      nnx.state(model),
-      is_leaf=lambda v: isinstance(v, nnx.Variable),
-  )
-
-
 def shard_model(model: nnx.Module, mesh: Mesh) -> None:
   """Moves the model's parameters to their place on `mesh`, in place."""
   state = jax.tree.map(
@@ -104,22 +95,6 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_shards(mesh: Mesh) -> int:
   """Shards of a batch; B and S must be multiples of it."""
   return mesh.shape["data"] * mesh.shape["fsdp"]
-
-
-def shard_batch(batch: Any, mesh: Mesh) -> Any:
-  """Puts a pytree of [B, …] and [S, …] arrays on the mesh.
-
-  Raises:
-    ValueError: a leading axis is no multiple of the number of batch shards.
-  """
-  shards = batch_shards(mesh)
-  for leaf in jax.tree.leaves(batch):
-    if leaf.shape[0] % shards:
-      raise ValueError(
-          f"an array of shape {leaf.shape} cannot be split over {shards} batch"
-          " shards (data x fsdp); pad rows and give one patch buffer a shard"
-      )
-  return jax.device_put(batch, batch_sharding(mesh))
 
 
 def _fit(
