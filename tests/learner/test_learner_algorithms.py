@@ -270,6 +270,7 @@ def test_behaviour_cloning_is_the_negative_log_likelihood():
         (dict(schedule="cosine"), "total_steps"),
         (dict(overlong="cut"), "overlong"),
         (dict(rows=0), "rows"),
+        (dict(kl_estimator="k1", kl_coef=0.1), "k2 or k3"),
     ],
 )
 def test_config_refuses(fields, message):
