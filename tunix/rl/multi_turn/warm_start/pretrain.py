@@ -23,7 +23,7 @@ import dataclasses
 import json
 import pathlib
 import time
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 import tqdm
@@ -32,6 +32,7 @@ from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn import trajectory
 from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.environments.gyms.desktop import scenes
 from tunix.rl.multi_turn.environments.gyms.desktop import words
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
@@ -56,6 +57,10 @@ class Recipe:
   Attributes:
     steps: optimizer steps.
     seed: of weights and data.
+    first_steps: steps, at the beginning, that are about telling apart things
+      of one kind and nothing else.
+    first_scenes: scenes of such a step.
+    field_share: share of such scenes among the inventories later on.
     width, height: of the screenshots, in pixels.
     other_sizes: (width, height) of the screenshots of `other_scenes` of the
       inventories, so that a position means the same on every screen.
@@ -74,8 +79,11 @@ class Recipe:
     system_prompt, parser: what episodes begin with, and their grammar.
   """
 
-  steps: int = 2000
+  steps: int = 1500
   seed: int = 0
+  first_steps: int = 260
+  first_scenes: int = 76
+  field_share: float = 0.3
   width: int = 128
   height: int = 96
   other_sizes: tuple[tuple[int, int], ...] = (
@@ -170,18 +178,72 @@ class DataMaker:
         family, int(rng.integers(2**31)), self._recipe.seed, difficulty
     )
 
+  def _field(self, rng: np.random.Generator, kinds: Sequence[str]):
+    """(image, what is visible) of things of one kind."""
+    kind = kinds[int(rng.integers(len(kinds)))]
+    seen = self._gym.field(int(rng.integers(2**31)), kind)
+    return self._store.put(seen.screenshot), self._gym.referring_expressions()
+
+  def first_sequences(self, step: int) -> list[TokenSequence]:
+    """Of a first step: names and where their things are, in three formats.
+
+    Icons and buttons come in when colours, which are easy to see, are there.
+    """
+    r = self._recipe
+    rng = np.random.default_rng([r.seed, step])
+    late = step >= r.first_steps // 2
+    kinds = ("color", "icon", "button") if late else ("color", "color", "icon")
+    result = []
+    for i in range(r.first_scenes):
+      if i % 3 == 2 and late:
+        kind = ("shape", *kinds)
+        result.append(
+            self._grounder.inventory_sequence(
+                *self._field(rng, kind), rng, items=6, point_rate=0.6
+            )
+        )
+      else:
+        result.append(
+            self._grounder.pairs_sequence(*self._field(rng, kinds), rng)
+        )
+    return result
+
+  def heldout(self) -> dict[str, list[TokenSequence]]:
+    """Sequences to report on: "mixed", and pairs of each kind of thing."""
+    rng = np.random.default_rng([self._recipe.seed, 1 << 30])
+    found = {"mixed": self.sequences(self._recipe.first_steps)}
+    for kind in ("color", "icon", "button"):
+      found[kind] = [
+          self._grounder.inventory_sequence(
+              *self._field(rng, (kind,)), rng, items=1, point_rate=1.0
+          )
+          for _ in range(24)
+      ]
+    return found
+
   def sequences(self, step: int) -> list[TokenSequence]:
     """All of a step's sequences."""
-    rng = np.random.default_rng([self._recipe.seed, step])
     r = self._recipe
+    if step < r.first_steps:
+      return self.first_sequences(step)
+    rng = np.random.default_rng([r.seed, step])
     inventories, episodes = r.inventories, r.episodes
     if step >= (1 - r.late) * r.steps:
       inventories, episodes = r.late_inventories, r.late_episodes
+    fields = round(r.field_share * inventories)
     result = [
+        self._grounder.inventory_sequence(
+            *self._field(rng, scenes.FIELD_KINDS),
+            rng,
+            items=6,
+            point_rate=0.4,
+        )
+        for _ in range(fields)
+    ] + [
         self._grounder.inventory_sequence(
             *self._scene(rng, other=i < r.other_scenes), rng
         )
-        for i in range(inventories)
+        for i in range(inventories - fields)
     ] + [
         self._grounder.question_sequence(*self._scene(rng), rng)
         for _ in range(r.questions)
@@ -196,22 +258,30 @@ class DataMaker:
 
 def heldout_report(
     learner: learner_lib.Learner,
-    sequences: Sequence[TokenSequence],
+    sequences: Mapping[str, Sequence[TokenSequence]],
     number_start: int,
 ) -> dict[str, float]:
-  """Mean log-probs (nats) of number tokens and of other trainable ones."""
-  numbers, others = [], []
-  for sequence, logprobs in zip(
-      sequences, learner.sequence_logprobs(sequences)
-  ):
-    n = sequence.tokens - number_start
-    is_number = (n >= 0) & (n < 1000) & sequence.loss_mask
-    numbers.append(logprobs[is_number])
-    others.append(logprobs[sequence.loss_mask & ~is_number])
-  return {
-      "number_logprob": float(np.concatenate(numbers).mean()),
-      "other_logprob": float(np.concatenate(others).mean()),
-  }
+  """Mean log-probs (nats) of number tokens and of other trainable ones.
+
+  Of "mixed" sequences as `number_logprob` and `other_logprob`, of the number
+  tokens of every other kind as `<kind>_logprob`: about -2 while a policy
+  points at things of the kind but cannot tell which is which.
+  """
+  report = {}
+  for kind, some in sequences.items():
+    numbers, others = [], []
+    for sequence, logprobs in zip(some, learner.sequence_logprobs(some)):
+      n = sequence.tokens - number_start
+      is_number = (n >= 0) & (n < 1000) & sequence.loss_mask
+      numbers.append(logprobs[is_number])
+      others.append(logprobs[sequence.loss_mask & ~is_number])
+    mean = float(np.concatenate(numbers).mean())
+    if kind == "mixed":
+      report["number_logprob"] = mean
+      report["other_logprob"] = float(np.concatenate(others).mean())
+    else:
+      report[f"{kind}_logprob"] = mean
+  return report
 
 
 def pretrain(
@@ -255,7 +325,7 @@ def pretrain(
   data = DataMaker(recipe, renderer, store)
   heldout = DataMaker(
       dataclasses.replace(recipe, seed=recipe.seed + 1), renderer, store
-  ).sequences(0)
+  ).heldout()
   number_start = model.config.number_start
 
   started = time.monotonic()
@@ -284,7 +354,8 @@ def pretrain(
         log.flush()
         bar.set_postfix_str(
             f"loss {report['loss']:.3f}, held-out numbers"
-            f" {report['number_logprob']:.3f}"
+            f" {report['number_logprob']:.2f}, colors"
+            f" {report['color_logprob']:.2f}"
         )
       if (step + 1) % save_every == 0 or step + 1 == recipe.steps:
         checkpoint.save_policy(out, learner.policy(), dtype="float16")

@@ -219,6 +219,12 @@ class DesktopGym:
     self._scene = scenes.random_scene(self.width, self.height, seed)
     return self._observe({})
 
+  def field(self, seed: int, kind: str) -> base.Observation:
+    """Shows things of one kind of `scenes.FIELD_KINDS`, as `random_scene`."""
+    self.episode = None
+    self._scene = scenes.field(self.width, self.height, seed, kind)
+    return self._observe({})
+
   def referring_expressions(self) -> list[tuple[str, int, int]]:
     """(phrase, x, y): what is visible now and its centre in pixels.
 

@@ -140,6 +140,52 @@ def _fill_window(rng, win, names, limit) -> None:
     build(win, *spot)
 
 
+FIELD_KINDS = ("color", "shape", "icon", "button")
+
+
+def field(width: int, height: int, seed: int, kind: str) -> scene_lib.Scene:
+  """Five to eight things of one kind, scattered over a bare desktop.
+
+  They differ in one word, so that nothing but that word and what it looks
+  like tells which is which. Kinds: coloured squares ("color"), coloured shapes
+  ("shape"), icons, buttons.
+  """
+  if kind not in FIELD_KINDS:
+    raise ValueError(
+        f"kind must be one of {', '.join(FIELD_KINDS)}, got {kind!r}"
+    )
+  rng = random.Random(f"field/{kind}/{seed}/{width}x{height}")
+  theme = rng.choice((canvas.LIGHT,) * 3 + canvas.THEMES)
+  scene = scene_lib.Scene(width, height, theme)
+  names = _Names(rng)
+  pools = {
+      "color": tuple(words.COLORS),
+      "shape": _PAIRS,
+      "icon": words.ICON_NAMES,
+      "button": words.BUTTON_LABELS,
+  }
+  taken: list[layout.Rect] = []
+  for _ in range(min(rng.randint(5, 8), len(pools[kind]))):
+    name = names.take(pools[kind])
+    edge = rng.randint(14, 22)
+    w, h = {"icon": items.Icon.SIZE, "button": widgets.Button.size(name)}.get(
+        kind, (edge, edge)
+    )
+    area = (1, 1, scene.w - 2, scene.h - 2)
+    spot = layout.free_spot(rng, area, (w, h), taken)
+    if spot is None:
+      continue
+    taken.append((*spot, w, h))
+    if kind == "icon":
+      scene.add(items.Icon(*spot, name))
+    elif kind == "button":
+      scene.add(widgets.Button(*spot, w, h, name))
+    else:
+      color, form = name.split() if kind == "shape" else (name, "square")
+      scene.add(items.Shape(*spot, edge, color, form))
+  return scene
+
+
 def random_scene(width: int, height: int, seed: int) -> scene_lib.Scene:
   """A desktop with icons, one window or more and sometimes a dialog."""
   rng = random.Random(f"scene/{seed}/{width}x{height}")
