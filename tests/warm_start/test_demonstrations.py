@@ -179,7 +179,8 @@ def test_nothing_visible_is_refused(renderer):
 
 def test_pretraining_leaves_a_policy_a_log_and_its_recipe(tmp_path):
   recipe = pretrain.Recipe(
-      steps=4, first_steps=2, first_scenes=4, size="nano", inventories=4, questions=2, episodes=2,
+      steps=4, first_steps=2, first_scenes=4, size="nano",
+      inventories=4, questions=2, episodes=2,
       late_inventories=2, late_episodes=3, other_scenes=1,
       rows=4, patches=1024, targets=1024,
   )  # pyformat: disable

@@ -109,7 +109,7 @@ class MiniWobGym:
   def from_dict(cls, config: Mapping[str, Any]) -> MiniWobGym:
     """Builds it from the settings of `__init__` that are JSON values."""
     return cls(
-        **tasks_lib.known_only(config, _SETTINGS, "miniwob gym settings")
+        **base.known_only(config, _SETTINGS, "miniwob gym settings")
     )
 
   async def start(self, task: base.Task) -> base.Observation:

@@ -17,8 +17,6 @@ from typing import Any, Mapping
 from tunix.rl.multi_turn import registry
 from tunix.rl.multi_turn.environments.gyms import base
 
-known_only = base.known_only
-
 PAGES_VARIABLE = "TUNIX_MINIWOB_PAGES"
 DATA_MODES = ("default", "train", "test")
 DEFAULT_MAX_TURNS = 10
@@ -182,7 +180,7 @@ class MiniWobTasks:
   @classmethod
   def from_dict(cls, config: Mapping[str, Any]) -> MiniWobTasks:
     """Builds it from `{"families": [...], "data_mode": "default"}`."""
-    return cls(**known_only(config, ("families", "data_mode"), "miniwob tasks"))
+    return cls(**base.known_only(config, ("families", "data_mode"), "miniwob tasks"))
 
   def families(self) -> tuple[str, ...]:
     return self._families
