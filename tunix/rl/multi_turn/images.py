@@ -5,19 +5,30 @@ RGB bytes, and hands out `ImageRef`s. Memory is bounded; with a directory,
 what falls out of memory is written there as PNG (lossless: the hash holds) and
 read back on demand. Thread-safe.
 
-Does not encode anything on `put`: a PNG is written only on eviction or by
-`save`, and neither belongs on an event loop.
+Promises: `put` writes nothing, as it is called on event loops; a thread in the
+background writes what is to be evicted. An image leaves the memory only once
+its file is there, so that it can be read at any time. A file that cannot be
+written keeps its image in memory, beyond the capacity if need be, and is
+reported in the log and in `write_failures`.
+
+Does not delete files.
 """
 
 from __future__ import annotations
 
 import collections
 import hashlib
+import logging
+import os
 import pathlib
 import threading
+import time
+from typing import Iterable
 
 import numpy as np
 from tunix.rl.multi_turn import trajectory
+
+_LOG = logging.getLogger(__name__)
 
 
 def hash_pixels(pixels: np.ndarray) -> str:
@@ -38,8 +49,8 @@ class ImageStore:
   ):
     """Args:
 
-      directory: where evicted and saved images are written as
-        `<sha256>.png`; None keeps images in memory only.
+      directory: where evicted and persisted images are written as
+        `<sha256>.png`; None forgets evicted images.
       capacity_bytes: pixels kept in memory, in bytes.
     """
     if capacity_bytes <= 0:
@@ -51,6 +62,10 @@ class ImageStore:
     )
     self._bytes = 0
     self._lock = threading.Lock()
+    self._evicting: threading.Thread | None = None
+    self._failing = False
+    self.write_failures = 0
+    """Attempts to write an evicted image that failed."""
 
   def put(self, pixels: np.ndarray) -> trajectory.ImageRef:
     """Stores uint8[H, W, 3] pixels and returns their reference."""
@@ -97,14 +112,46 @@ class ImageStore:
     self._insert(ref.sha256, pixels)
     return pixels
 
-  def save(self, ref: trajectory.ImageRef) -> pathlib.Path:
-    """Writes `ref` as PNG into the directory, once; returns its path."""
-    path = self._path(ref.sha256)
-    if path is None:
-      raise ValueError("this ImageStore has no directory to save into")
-    if not path.exists():
-      self._write(path, self.get(ref))
-    return path
+  def persist(self, refs: Iterable[trajectory.ImageRef]) -> None:
+    """Returns once these images are on the disk, even through a power loss.
+
+    Encodes and writes what is not there yet: not for an event loop.
+
+    Raises:
+      ValueError: the store has no directory.
+      KeyError: an image was never stored.
+      OSError: the disk's.
+    """
+    if self._directory is None:
+      raise ValueError("an ImageStore without a directory persists nothing")
+    unique = {ref.sha256: ref for ref in refs}
+    for sha, ref in unique.items():
+      path = self._path(sha)
+      if not path.exists():
+        self._write(path, self.get(ref))
+      _sync(path)  # It may be another thread's, written and not synchronised.
+    if unique:
+      _sync(self._directory)
+
+  def flush(self, timeout: float | None = None) -> bool:
+    """Waits until no eviction is under way.
+
+    Args:
+      timeout: seconds; None waits for ever.
+
+    Returns:
+      False when time was up.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+      with self._lock:
+        thread = self._evicting
+      if thread is None:
+        return True
+      left = None if deadline is None else deadline - time.monotonic()
+      if left is not None and left <= 0:
+        return False
+      thread.join(left)
 
   def __contains__(self, ref: trajectory.ImageRef) -> bool:
     with self._lock:
@@ -128,20 +175,71 @@ class ImageStore:
     return self._directory / f"{sha}.png" if self._directory else None
 
   def _insert(self, sha: str, pixels: np.ndarray) -> None:
-    evicted = []
     with self._lock:
       if sha in self._pixels:
         return
       self._pixels[sha] = pixels
       self._bytes += pixels.nbytes
-      while self._bytes > self._capacity and len(self._pixels) > 1:
-        old, old_pixels = self._pixels.popitem(last=False)
-        self._bytes -= old_pixels.nbytes
-        evicted.append((old, old_pixels))
-    for old, old_pixels in evicted:
-      path = self._path(old)
-      if path is not None and not path.exists():
-        self._write(path, old_pixels)
+      if self._directory is None:
+        while self._is_over(self._capacity):
+          self._forget(next(iter(self._pixels)))
+      elif self._is_over(self._capacity) and self._evicting is None:
+        thread = threading.Thread(
+            target=self._evict, name="tunix-image-store", daemon=True
+        )
+        try:
+          thread.start()
+        except RuntimeError:  # No thread to be had; the next `put` tries again.
+          self._failed()
+        else:
+          self._evicting = thread
+
+  def _is_over(self, limit: int) -> bool:
+    """Under the lock. The newest image stays, whatever its size."""
+    return self._bytes > limit and len(self._pixels) > 1
+
+  def _forget(self, sha: str) -> None:
+    pixels = self._pixels.pop(sha, None)
+    if pixels is not None:
+      self._bytes -= pixels.nbytes
+
+  def _failed(self) -> None:
+    """Under the lock, in the handler of an exception."""
+    self.write_failures += 1
+    if not self._failing:  # Once, until it works again.
+      _LOG.warning(
+          "an evicted screenshot cannot be written to %s; screenshots stay in"
+          " memory, beyond the capacity of %d bytes",
+          self._directory,
+          self._capacity,
+          exc_info=True,
+      )
+    self._failing = True
+
+  def _evict(self) -> None:
+    """A thread's work: writes the oldest images and lets them go.
+
+    Ends below the capacity, so that a full store does not need a thread for
+    every image.
+    """
+    while True:
+      with self._lock:
+        if not self._is_over(self._capacity - self._capacity // 8):
+          self._evicting = None
+          return
+        sha, pixels = next(iter(self._pixels.items()))
+      try:
+        path = self._path(sha)
+        if not path.exists():
+          self._write(path, pixels)
+      except Exception:  # pylint: disable=broad-except
+        with self._lock:
+          self._failed()
+          self._evicting = None
+        return
+      with self._lock:
+        self._failing = False
+        self._forget(sha)
 
   def _write(self, path: pathlib.Path, pixels: np.ndarray) -> None:
     from PIL import Image  # pylint: disable=g-import-not-at-top
@@ -150,3 +248,12 @@ class ImageStore:
     partial = path.with_suffix(f".{threading.get_ident()}.part")
     Image.fromarray(pixels).save(partial, format="PNG", compress_level=1)
     partial.replace(path)
+
+
+def _sync(path: pathlib.Path) -> None:
+  """Returns once the file or folder is on the disk."""
+  handle = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(handle)
+  finally:
+    os.close(handle)
