@@ -365,7 +365,8 @@ _TAG = "$type"
 def encode(value: Any) -> Any:
   """Returns `value` as JSON values; raises TypeError naming what cannot be.
 
-  Typed values become `{"$type": name, ...}` and come back through `decode`.
+  Typed values become `{"$type": name, ...}` and come back through `decode`; so
+  does a mapping that happens to have a key "$type".
   Arrays are not silently stringified: hold an ImageRef instead of pixels.
   """
   if value is None or isinstance(value, (bool, int, str)):
@@ -377,7 +378,10 @@ def encode(value: Any) -> Any:
   if isinstance(value, np.generic):
     return encode(value.item())
   if isinstance(value, Mapping):
-    return {str(k): encode(v) for k, v in value.items()}
+    plain = {str(k): encode(v) for k, v in value.items()}
+    if _TAG in plain:
+      return {_TAG: "dict", "items": [[k, v] for k, v in plain.items()]}
+    return plain
   if isinstance(value, (list, tuple)):
     return [encode(v) for v in value]
   if isinstance(value, np.ndarray):
@@ -412,7 +416,11 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-  """Inverse of `encode` for the typed values."""
+  """Inverse of `encode` for the typed values.
+
+  Raises:
+    ValueError: a "$type" that `encode` does not write.
+  """
   if isinstance(value, list):
     return [decode(v) for v in value]
   if not isinstance(value, dict):
@@ -421,6 +429,8 @@ def decode(value: Any) -> Any:
   if tag is None:
     return {k: decode(v) for k, v in value.items()}
   rest = {k: v for k, v in value.items() if k != _TAG}
+  if tag == "dict":
+    return {k: decode(v) for k, v in rest["items"]}
   if tag == "float":
     return float(rest["value"])
   if tag == "ndarray":
