@@ -20,9 +20,11 @@ from typing import Any, AsyncIterator, Callable, Iterable
 
 from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.trajectory_collector import adapters
 from tunix.rl.multi_turn.trajectory_collector import deadlines as deadlines_lib
 from tunix.rl.multi_turn.trajectory_collector import engine
 from tunix.rl.multi_turn.trajectory_collector import model_calls
+from tunix.rl.multi_turn.trajectory_collector import teardown
 
 Trajectory = trajectory_lib.Trajectory
 TrajectoryGroup = trajectory_lib.TrajectoryGroup
@@ -74,14 +76,23 @@ class GroupSettings:
 
 
 def task_id_of(task: Any) -> str:
-  """`task.task_id`, `task["task_id"]`, or a hash of the task's JSON."""
+  """`task.task_id`, `task["task_id"]`, or a hash of the task's JSON.
+
+  A task that cannot be written as JSON is told from others by its repr. A
+  repr with an address in it differs in every process: such a task's episodes
+  do not repeat in a second run; give it a `task_id`.
+  """
   found = getattr(task, "task_id", None)
   if found is None and isinstance(task, dict):
     found = task.get("task_id")
   if found is not None:
     return str(found)
-  text = json.dumps(trajectory_lib.encode(task), sort_keys=True)
-  return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+  try:
+    text = json.dumps(trajectory_lib.encode(task), sort_keys=True)
+  except (TypeError, ValueError, RecursionError):
+    text = repr(task)
+  data = text.encode(errors="replace")
+  return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 class GroupCollector:
@@ -167,35 +178,54 @@ class GroupCollector:
     settings = self.settings
     async with self._gate():
       name = f"{group_id}.{sample}"
+      env = None
       try:
         pair = self._make_episode(task)
         if inspect.isawaitable(pair):
           pair = await self._runner.run(pair, limit=settings.deadlines.reset)
         agent, env = pair
+        collecting = engine.TrajectoryCollectEngine(
+            agent,
+            env,
+            self._model_call,
+            self._final_reward_fn,
+            max_steps=getattr(task, "max_turns", None) or settings.max_steps,
+            gamma=settings.gamma,
+            timeout=settings.timeout,
+            deadlines=settings.deadlines,
+            seed=model_calls.derive_seed(
+                settings.seed, settings.split, index, task_id, attempt, sample
+            ),
+            task=task,
+            success_reward=settings.success_reward,
+            observers=self.observers,
+            runner=self._runner,
+            trajectory_id=name,
+            group_id=group_id,
+            task_id=task_id,
+            split=settings.split,
+        )
       except Exception as e:  # pylint: disable=broad-except
+        if env is not None:
+          await self._close(env, name)
         return self._stillborn(task, task_id, group_id, name, e)
-      collecting = engine.TrajectoryCollectEngine(
-          agent,
-          env,
-          self._model_call,
-          self._final_reward_fn,
-          max_steps=getattr(task, "max_turns", None) or settings.max_steps,
-          gamma=settings.gamma,
-          timeout=settings.timeout,
-          deadlines=settings.deadlines,
-          seed=model_calls.derive_seed(
-              settings.seed, settings.split, index, task_id, attempt, sample
-          ),
-          task=task,
-          success_reward=settings.success_reward,
-          observers=self.observers,
-          runner=self._runner,
-          trajectory_id=name,
-          group_id=group_id,
-          task_id=task_id,
-          split=settings.split,
-      )
       return await collecting.collect()
+
+  async def _close(self, env: Any, name: str) -> None:
+    """Closes the environment of an episode that cannot begin."""
+
+    def fault(stage: str, kind: str, message: str) -> None:
+      self.emit(events.Fault(stage, kind, message, trajectory_id=name))
+
+    await teardown.run(
+        env,
+        None,
+        runner=self._runner,
+        limit=self.settings.deadlines.close,
+        inline=bool(getattr(env, "runs_inline", False)),
+        stuck=None,
+        fault=fault,
+    )
 
   def _gate(self) -> asyncio.Semaphore:
     loop = asyncio.get_running_loop()
@@ -208,7 +238,7 @@ class GroupCollector:
     """The outcome of an episode that could not be built."""
     text = f"{type(e).__name__}: {e}"
     result = Trajectory(
-        task=task,
+        task=adapters.writable(task),
         status=Status.ENV_ERROR,
         error=f"EnvCreateError: {text}",
         trajectory_id=name,
