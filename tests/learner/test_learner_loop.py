@@ -12,6 +12,7 @@ from tunix.rl.multi_turn.learner import checkpoint
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.queue import data_queue
 from tunix.rl.queue import group_queue
+from tunix.rl.queue import group_store
 
 
 class _Engine:
@@ -48,9 +49,9 @@ class _Queue(group_queue.GroupQueue):
     self.log.append(("gate", version))
     super().set_version(version)
 
-  def ack(self):
+  def ack(self, indices=None):
     self.log.append(("ack", self.version))
-    return super().ack()
+    return super().ack(indices)
 
 
 def _loop(case, queue, publish, **kwargs):
@@ -121,6 +122,73 @@ def test_asynchronous_training_is_the_same_loop(case):
   metrics = [loop.step() for _ in range(3)]
   assert [m["staleness_max"] for m in metrics] == [0, 1, 2]
   assert [v for _, v in log] == [2]
+
+
+class _Killed(Exception):
+  pass
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_the_last_checkpoint_holds_is_not_trained_on_again(
+    case, tmp_path, killed
+):
+  """Also when the process dies between the save and the acknowledgement."""
+
+  def parts(version, consumed=()):
+    store = group_store.SqliteGroupStore(tmp_path / "queue.sqlite")
+    store.remove(consumed)
+    return group_queue.GroupQueue(
+        groups_per_step=2, max_staleness=3, version=version, store=store
+    )
+
+  queue = parts(0)
+  for i in range(6):
+    ticket = queue.acquire_start(timeout=1)
+    queue.put(case.group([1.0, 0.0], f"g{i}"), ticket, timeout=1)
+  with checkpoint.LearnerCheckpoints(tmp_path / "ckpt") as checkpoints:
+    loop = _loop(
+        case, queue, lambda *_: None,
+        checkpoints=checkpoints, extras=lambda: {"mine": 1},
+    )  # pyformat: disable
+    loop.step()
+
+    def update(groups):
+      raise _Killed()
+
+    loop.learner.update = update
+    with pytest.raises(_Killed):
+      loop.step()  # Takes two groups that go into no checkpoint.
+    loop.save()
+    if not killed:
+      loop.settle()
+      assert queue.counters()["acked"] == 2
+  with checkpoint.LearnerCheckpoints(tmp_path / "ckpt") as checkpoints:
+    extras = checkpoints.restore(case.learner())
+  assert extras == {"mine": 1, loop_lib.CONSUMED: [0, 1]}
+  queue = parts(1, extras[loop_lib.CONSUMED] if killed else ())
+  left = [queue.get(timeout=0).group_id for _ in range(queue.qsize())]
+  assert left == ["g2", "g3", "g4", "g5"]
+
+
+def test_a_batch_whose_update_failed_is_no_later_one_s(case, tmp_path):
+  queue = group_queue.GroupQueue(groups_per_step=2, max_staleness=3)
+  for i in range(6):
+    queue.put(case.group([1.0, 0.0], f"g{i}"))
+  with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
+    loop = _loop(case, queue, lambda *_: None, checkpoints=checkpoints)
+    update = loop.learner.update
+
+    def fails_once(groups):
+      loop.learner.update = update
+      raise _Killed()
+
+    loop.learner.update = fails_once
+    with pytest.raises(_Killed):
+      loop.step()
+    loop.step()
+    loop.save()
+    loop.settle()
+  assert queue.unacked() == [0, 1]
 
 
 def test_any_upstream_queue_will_do(case):

@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import random
 import threading
 
 import collector_fakes as fakes
-import numpy as np
+import loop_cases as cases
 import pytest
 from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
@@ -19,58 +17,14 @@ from tunix.rl.queue import group_store
 Status = trajectory_lib.TrajectoryStatus
 
 
-class SeededClient:
-  """Samples letters from the request's seed, at its own pace."""
-
-  def __init__(self, version=0, jitter=0.0):
-    self.version = version
-    self.jitter = jitter
-    self.rng = random.Random()
-    self.active = self.peak = 0
-
-  async def generate(self, prompt, sampling, *, session):
-    self.active += 1
-    self.peak = max(self.peak, self.active)
-    await asyncio.sleep(self.rng.random() * self.jitter)
-    self.active -= 1
-    rng = np.random.default_rng(sampling.seed)
-    tokens = [*rng.integers(75, 100, size=4).tolist(), fakes.EOT]
-    return policy_client.Completion(
-        np.array(tokens),
-        np.full(5, -1.0),
-        np.full(5, self.version),
-        policy_client.FinishReason.STOP,
-    )
-
-  async def release(self, session):
-    pass
-
-
-def model_of(client):
-  return tc.PolicyModel(client, fakes.CharRenderer())
-
-
-def good_pair(task):
-  return fakes.ListAgent(), fakes.ScriptEnv((0.0, 1.0))
-
-
-def make_collector(client=None, pair=good_pair, **kwargs):
-  observers = kwargs.pop("observers", None)
-  return tc.GroupCollector(
-      pair,
-      model_of(client or SeededClient()),
-      tc.GroupSettings(**{"group_size": 4, **kwargs}),
-      observers=observers,
-  )
-
-
 def tokens_of(group):
   return [t.sequences[0].tokens.tolist() for t in group]
 
 
 def test_members_differ_and_a_run_repeats():
   async def main(**kwargs):
-    collector = make_collector(SeededClient(jitter=0.01), seed=kwargs["seed"])
+    client = cases.SeededClient(jitter=0.01)
+    collector = cases.make_collector(client, seed=kwargs["seed"])
     return await tc.collect_groups(collector, ["a", "b", "a"])
 
   first, again, other = (
@@ -88,7 +42,7 @@ def test_members_differ_and_a_run_repeats():
 def test_group_ids_tasks_and_events():
   recorder = fakes.Recorder()
   task = gym_base.Task("click/3", "click", max_turns=1)
-  collector = make_collector(observers=recorder, split="eval")
+  collector = cases.make_collector(observers=recorder, split="eval")
   (group,) = asyncio.run(tc.collect_groups(collector, [task], group_size=2))
   assert group.task_id == "click/3"
   assert [t.status for t in group] == [Status.MAX_TURNS] * 2
@@ -106,17 +60,57 @@ def test_task_ids():
   assert tc.groups.task_id_of({"q": 1}) == one
 
 
+def test_a_task_that_cannot_be_written_gets_an_id_and_its_group():
+  class Opaque:
+
+    def __repr__(self):
+      return "Opaque(3)"
+
+  itself = []
+  itself.append(itself)
+  assert tc.groups.task_id_of(Opaque()) == tc.groups.task_id_of(Opaque())
+  assert tc.groups.task_id_of(Opaque()) != tc.groups.task_id_of(itself)
+  queue = group_queue.GroupQueue(1)
+  loop = tc.CollectLoop(cases.make_collector(), iter([Opaque()]), queue)
+  asyncio.run(loop.run())
+  assert len(queue.get(timeout=0).valid) == 4
+
+
+@pytest.mark.parametrize("fault", [None, "raise"])
+@pytest.mark.parametrize("kind", [fakes.ScriptEnv, fakes.SyncScriptEnv])
+def test_an_episode_that_cannot_begin_is_data_and_closes_its_env(kind, fault):
+  envs = []
+
+  def pair(task):
+    envs.append(kind((0.0, 1.0), faults={"close": fault} if fault else {}))
+    return fakes.ListAgent(), envs[-1]
+
+  recorder = fakes.Recorder()
+  collector = cases.make_collector(pair=pair, observers=recorder)
+  tasks = [
+      gym_base.Task("bad", "f", max_turns=-1),
+      gym_base.Task("good", "f", max_turns=2),
+  ]
+  bad, good = asyncio.run(tc.collect_groups(collector, tasks))
+  assert {t.status for t in bad} == {Status.ENV_ERROR}
+  assert all("max_steps must be >= 1, got -1" in t.error for t in bad)
+  assert len(good.valid) == 4
+  assert [env.closed for env in envs] == [1] * 8
+  faults = {f.kind for f in recorder.of(events.Fault)}
+  assert faults == {"EnvCreateError", *(["EnvCloseError"] if fault else [])}
+
+
 def test_episodes_in_flight_are_bounded():
-  client = SeededClient(jitter=0.005)
-  collector = make_collector(client, max_episodes=3)
+  client = cases.SeededClient(jitter=0.005)
+  collector = cases.make_collector(client, max_episodes=3)
   asyncio.run(tc.collect_groups(collector, range(6)))
   assert client.peak == 3
 
 
 def test_evaluation_keeps_the_tasks_order():
   async def main():
-    client = SeededClient(jitter=0.01)
-    collector = make_collector(client, group_size=1, min_valid=1)
+    client = cases.SeededClient(jitter=0.01)
+    collector = cases.make_collector(client, group_size=1, min_valid=1)
     tasks = ({"task_id": i} for i in range(12))
     order = []
     async for group in tc.iterate_groups(collector, tasks, max_groups=2):
@@ -135,7 +129,7 @@ def test_leaving_an_evaluation_early_closes_its_environments():
     return fakes.ListAgent(), envs[-1]
 
   async def main():
-    collector = make_collector(SeededClient(jitter=0.05), pair)
+    collector = cases.make_collector(cases.SeededClient(jitter=0.05), pair)
     iterator = tc.iterate_groups(collector, range(50), max_groups=3)
     async for _ in iterator:
       break
@@ -155,7 +149,7 @@ def test_cancelling_a_group_closes_its_episodes():
     return fakes.ListAgent(), envs[-1]
 
   async def main():
-    collector = make_collector(pair=pair)
+    collector = cases.make_collector(pair=pair)
     task = asyncio.ensure_future(collector.collect("t"))
     while sum("env.step" in env.log for env in envs) < 4:
       await asyncio.sleep(0.005)
@@ -175,9 +169,9 @@ def test_async_factories_and_factories_that_fail():
       raise OSError("no display")
     if task == "odd":
       return "no pair"
-    return good_pair(task)
+    return cases.good_pair(task)
 
-  collector = make_collector(pair=pair)
+  collector = cases.make_collector(pair=pair)
   good, bad, odd = asyncio.run(
       tc.collect_groups(collector, ["good", "bad", "odd"])
   )
@@ -221,25 +215,15 @@ def test_sampler_shuffles_by_seed_and_resumes():
 # --- The loop ---------------------------------------------------------------
 
 
-def learn(queue, client, steps):
-  """A synchronous learner."""
-  batches = []
-  for step in range(steps):
-    batches.append(queue.get_batch(timeout=30))
-    client.version = step + 1
-    queue.set_version(step + 1)
-  return batches
-
-
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_loop_and_learner(max_staleness):
-  client = SeededClient(jitter=0.004)
+  client = cases.SeededClient(jitter=0.004)
   queue = group_queue.GroupQueue(2, max_staleness)
   loop = tc.CollectLoop(
-      make_collector(client), tc.TaskSampler(range(5)), queue
+      cases.make_collector(client), tc.TaskSampler(range(5)), queue
   )
   loop.start()
-  batches = learn(queue, client, 12)
+  batches = cases.learn(queue, client, 12)
   loop.stop()
   assert loop.join(20)
   assert [len(b) for b in batches] == [2] * 12
@@ -258,23 +242,23 @@ def test_two_synchronous_runs_are_equal():
 
     def pair(task):
       attempts[task] = attempts.get(task, 0) + 1
-      agent, env = good_pair(task)
+      agent, env = cases.good_pair(task)
       # Task 3 never works; task 1 works at its second attempt.
       if task == 3 or (task == 1 and attempts[task] <= 4):
         env.faults = {"step": "raise"}
       return agent, env
 
-    client = SeededClient(jitter=0.01)
+    client = cases.SeededClient(jitter=0.01)
     queue = group_queue.GroupQueue(3)
     loop = tc.CollectLoop(
-        make_collector(client, pair, seed=7),
+        cases.make_collector(client, pair, seed=7),
         tc.TaskSampler(range(7), seed=1),
         queue,
         max_requeues=1,
         backoff=0,
     )
     loop.start()
-    batches = learn(queue, client, 4)
+    batches = cases.learn(queue, client, 4)
     loop.stop()
     assert loop.join(20)
     assert loop.counts["requeued"] >= 2 and loop.counts["given_up"] >= 1
@@ -293,14 +277,14 @@ def test_dropped_groups_are_tried_again_and_then_given_up():
   recorder = fakes.Recorder()
 
   def pair(task):
-    agent, env = good_pair(task)
+    agent, env = cases.good_pair(task)
     if task == "broken":
       env.faults = {"reset": "raise"}
     return agent, env
 
   queue = group_queue.GroupQueue(2)
   loop = tc.CollectLoop(
-      make_collector(pair=pair, observers=recorder),
+      cases.make_collector(pair=pair, observers=recorder),
       tc.TaskSampler(["broken", "a", "b"], shuffle=False, epochs=1),
       queue,
       max_requeues=2,
@@ -332,14 +316,14 @@ def test_groups_with_enough_valid_members_are_kept():
   count = iter(range(100))
 
   def pair(task):
-    agent, env = good_pair(task)
+    agent, env = cases.good_pair(task)
     if next(count) % 4 < 2:
       env.faults = {"step": "raise"}
     return agent, env
 
   queue = group_queue.GroupQueue(1)
   loop = tc.CollectLoop(
-      make_collector(pair=pair, min_valid=2), iter(["a"]), queue
+      cases.make_collector(pair=pair, min_valid=2), iter(["a"]), queue
   )
   asyncio.run(loop.run())
   group = queue.get(timeout=0)
@@ -353,7 +337,7 @@ def test_a_world_in_which_nothing_works_is_reported():
 
   queue = group_queue.GroupQueue(2)
   loop = tc.CollectLoop(
-      make_collector(pair=pair),
+      cases.make_collector(pair=pair),
       tc.TaskSampler(range(3)),
       queue,
       max_requeues=1,
@@ -388,7 +372,7 @@ def test_a_crash_of_the_loop_surfaces_at_the_consumer(where):
   )
   kind = Collector if where == "factory result" else tc.GroupCollector
   loop = tc.CollectLoop(
-      kind(good_pair, model_of(SeededClient())),
+      kind(cases.good_pair, cases.model_of(cases.SeededClient())),
       tasks() if where == "sampler" else tc.TaskSampler(range(9)),
       queue,
   )
@@ -416,7 +400,7 @@ def test_stop(drain):
 
   queue = group_queue.GroupQueue(2)
   loop = tc.CollectLoop(
-      make_collector(pair=pair), tc.TaskSampler(range(9)), queue
+      cases.make_collector(pair=pair), tc.TaskSampler(range(9)), queue
   )
   loop.start()
   assert fakes.wait_until(lambda: len(envs) == 8)
@@ -437,12 +421,12 @@ def test_stop(drain):
 
 def test_stop_before_the_start_and_closing_the_queue_end_the_loop():
   queue = group_queue.GroupQueue(1)
-  loop = tc.CollectLoop(make_collector(), tc.TaskSampler([1]), queue)
+  loop = tc.CollectLoop(cases.make_collector(), tc.TaskSampler([1]), queue)
   loop.stop()
   asyncio.run(loop.run())
   assert queue.closed
   queue = group_queue.GroupQueue(1)
-  loop = tc.CollectLoop(make_collector(), tc.TaskSampler([1]), queue)
+  loop = tc.CollectLoop(cases.make_collector(), tc.TaskSampler([1]), queue)
   loop.start()
   queue.get(timeout=20)
   queue.close()
@@ -465,7 +449,7 @@ def test_a_group_cancelled_before_its_first_step_gives_its_ticket_back():
     return fakes.ListAgent(), envs[-1]
 
   queue = group_queue.GroupQueue(1)
-  loop = Loop(make_collector(pair=pair), tc.TaskSampler(range(9)), queue)
+  loop = Loop(cases.make_collector(pair=pair), tc.TaskSampler(range(9)), queue)
   asyncio.run(loop.run())
   assert not envs
   counts = queue.counters()
@@ -477,7 +461,7 @@ def test_a_group_cancelled_before_its_first_step_gives_its_ticket_back():
 def test_cancelling_the_loop_closes_the_queue():
   async def main():
     queue = group_queue.GroupQueue(1)
-    loop = tc.CollectLoop(make_collector(), tc.TaskSampler([1]), queue)
+    loop = tc.CollectLoop(cases.make_collector(), tc.TaskSampler([1]), queue)
     task = asyncio.ensure_future(loop.run())
     await queue.aget(timeout=20)
     task.cancel()
@@ -491,10 +475,10 @@ def test_cancelling_the_loop_closes_the_queue():
 
 
 def test_groups_in_flight_can_be_bounded_further():
-  client = SeededClient(jitter=0.002)
+  client = cases.SeededClient(jitter=0.002)
   queue = group_queue.GroupQueue(8)
   loop = tc.CollectLoop(
-      make_collector(client, group_size=2),
+      cases.make_collector(client, group_size=2),
       tc.TaskSampler(range(8), epochs=1),
       queue,
       max_groups=2,
@@ -502,62 +486,3 @@ def test_groups_in_flight_can_be_bounded_further():
   asyncio.run(loop.run())
   assert client.peak <= 4
   assert queue.qsize() == 8
-
-
-def test_a_crashed_run_resumes(tmp_path):
-  """Each task is trained on once: nothing lost, nothing twice."""
-  tasks = [gym_base.Task(f"t{i}", "f") for i in range(24)]
-
-  def parts(version):
-    client = SeededClient(version, jitter=0.02)
-    queue = group_queue.GroupQueue(
-        2,
-        max_staleness=4,
-        order="admission",
-        version=version,
-        store=group_store.SqliteGroupStore(tmp_path / "queue.sqlite"),
-    )
-    loop = tc.CollectLoop(
-        make_collector(client, group_size=2),
-        tc.TaskSampler(tasks, seed=5, epochs=1),
-        queue,
-        task_from_json=gym_base.Task.from_json,
-    )
-    return queue, loop, client
-
-  queue, loop, client = parts(0)
-  loop.start()
-  trained = [g.task_id for g in queue.get_batch(timeout=30)]
-  client.version = 1
-  queue.set_version(1)
-  # The learner's checkpoint: its weights, and where collecting stands.
-  queue.ack()
-  state = json.loads(json.dumps(loop.state_dict()))
-  # Two further steps, and what was drawn for them, are not in any checkpoint.
-  for version in (2, 3):
-    queue.get_batch(timeout=30)
-    client.version = version
-    queue.set_version(version)
-  drawn_before = state["next_index"]
-  assert fakes.wait_until(lambda: max(queue.known()) > drawn_before)
-  loop.stop()
-  assert loop.join(20)
-
-  queue, loop, client = parts(1)
-  loop.load_state_dict(state)
-  loop.start()
-  version = 1
-  while True:
-    try:
-      batch = queue.get_batch(timeout=30)
-    except group_queue.QueueClosed:
-      break
-    trained += [g.task_id for g in batch]
-    version += 1
-    client.version = version
-    queue.set_version(version)
-  assert loop.join(20)
-  assert queue.counters()["dropped_stale"] == 0
-  # In admission order: as if nothing had happened.
-  uninterrupted = tc.TaskSampler(tasks, seed=5, epochs=1)
-  assert trained == [task.task_id for task in uninterrupted]

@@ -295,7 +295,10 @@ class Run:
       extras = checkpoints.restore(learner)
     store = None
     if config.queue.path:
-      store = group_store.SqliteGroupStore(config.queue.path)
+      store = group_store.SqliteGroupStore(
+          config.queue.path, images=self.images
+      )
+      store.remove(extras.get(loop_lib.CONSUMED, ()))
 
     def dropped(group: trajectory_lib.TrajectoryGroup, reason: str) -> None:
       self.observers.on_event(events.GroupFinished(group, "dropped", reason))
@@ -357,7 +360,7 @@ class Run:
       queue.close()
       if learner.counters.updates:
         loop.save()
-        checkpoints.wait()
+        loop.settle()
         policy_checkpoint.save_policy(
             self.directory / "policy", learner.policy(), config.policy.name
         )

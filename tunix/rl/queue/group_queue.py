@@ -45,11 +45,10 @@ QueueFailed = admission.QueueFailed
 StaleGroupError = admission.StaleGroupError
 Ticket = admission.Ticket
 MemoryGroupStore = group_store.MemoryGroupStore
-ORDERS = ("ready", "admission")
-STALE_POLICIES = ("drop", "error")
+ORDERS = admission.ORDERS
 _COUNTED = (
     *("started", "put", "delivered", "acked", "released"),
-    *("dropped_stale", "refunded", "restored"),
+    *("dropped_stale", "refunded", "restored", "lost"),
 )
 
 
@@ -93,26 +92,11 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
       on_drop: told about groups dropped at delivery and why. Must return at
         once.
     """
-    if groups_per_step < 1:
-      raise ValueError(f"groups_per_step must be >= 1, got {groups_per_step}")
-    if max_staleness < 0:
-      raise ValueError(f"max_staleness must be >= 0, got {max_staleness}")
-    if version < 0:
-      raise ValueError(f"version must be >= 0, got {version}")
-    if order not in ORDERS:
-      raise ValueError(f"order must be one of {ORDERS}, got {order!r}")
-    if stale_policy not in STALE_POLICIES:
-      raise ValueError(
-          f"stale_policy must be one of {STALE_POLICIES}, got {stale_policy!r}"
-      )
-    admitted = (max_staleness + 1) * groups_per_step
     if capacity is None:
-      capacity = admitted
-    if capacity < groups_per_step:
-      raise ValueError(
-          f"capacity must be at least groups_per_step={groups_per_step}, or a"
-          f" batch never fits; got {capacity}"
-      )
+      capacity = (max_staleness + 1) * groups_per_step
+    admission.check_settings(
+        groups_per_step, max_staleness, capacity, order, stale_policy, version
+    )
     self.groups_per_step = groups_per_step
     self.max_staleness = max_staleness
     self.capacity = capacity
@@ -141,6 +125,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     # this one, and those that wait here.
     self._accepted = version * groups_per_step + len(self._ready)
     self._counts["restored"] = len(self._ready)
+    self._counts["lost"] = self._store.lost
 
   # --- State ----------------------------------------------------------------
 
@@ -162,9 +147,9 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     """Counts since construction, and the present state:
 
     started, put, delivered, acked, released (given back unfinished),
-    dropped_stale, refunded, restored; ready, running, accepted (net of drops
-    and refunds), version; max_lag and mean_lag in versions, of delivered
-    groups' oldest tokens.
+    dropped_stale, refunded, restored, lost (not restorable); ready, running,
+    accepted (net of drops and refunds), version; max_lag and mean_lag in
+    versions, of delivered groups' oldest tokens.
     """
     with self._monitor:
       delivered = self._counts["delivered"]
@@ -179,7 +164,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
       }
 
   def known(self) -> set[int]:
-    """Admission indices of all groups ever accepted, before a crash too."""
+    """Indices of all groups ever accepted and not lost, before a crash too."""
     return self._store.known()
 
   def set_version(self, version: int) -> None:
@@ -230,13 +215,19 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
         self._late(std_queue.Full, timeout),
     )
 
-  def expect(self, indices: Iterable[int]) -> None:
+  def expect(self, indices: Iterable[int], next_index: int = 0) -> None:
     """Unfinished groups of a resumed run will be started under these indices;
-    delivery in admission order waits for them."""
+    delivery in admission order waits for them.
+
+    Args:
+      indices: of the unfinished groups.
+      next_index: all smaller indices are taken; new groups get this one or
+        higher ones.
+    """
     with self._monitor:
       self._expected.update(indices)
       self._next_index = max(
-          self._next_index, max(self._expected, default=-1) + 1
+          self._next_index, next_index, max(self._expected, default=-1) + 1
       )
 
   def refresh_start(self, ticket: Ticket) -> Ticket:
@@ -357,14 +348,25 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     finally:
       self._report(dropped)
 
-  def ack(self) -> None:
-    """What was delivered so far is trained on, durably.
+  def unacked(self) -> list[int]:
+    """Indices of what was delivered and not acknowledged, ascending."""
+    with self._monitor:
+      return sorted(self._unacked)
+
+  def ack(self, indices: Iterable[int] | None = None) -> None:
+    """What was delivered is trained on, durably.
 
     Call it when the learner's state that contains it has been saved. Groups
     delivered and not acknowledged are delivered again after a crash.
+
+    Args:
+      indices: some of `unacked`; None is all that was delivered so far.
     """
     with self._monitor:
-      done, self._unacked = self._unacked, set()
+      done = set(self._unacked)
+      if indices is not None:
+        done.intersection_update(indices)
+      self._unacked -= done
       self._counts["acked"] += len(done)
     if done:
       self._store.remove(sorted(done))

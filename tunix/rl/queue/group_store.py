@@ -1,20 +1,24 @@
 """Where accepted groups stay, so that a crash loses none and repeats none.
 
 `MemoryGroupStore` promises nothing beyond the process. `SqliteGroupStore` is
-one file in WAL mode with full synchronisation: a group is on the disk when
-`append` returns, even through a power loss. Thread-safe; one process at a
-time. Images stay in their own store, by reference.
+one file in WAL mode with full synchronisation: a group and, in an `ImageStore`
+of their own, its images are on the disk when `append` returns, even through a
+power loss. Thread-safe; one process at a time.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import pathlib
 import sqlite3
 import threading
 from typing import Iterable, Protocol
 
+from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import trajectory
+
+_LOG = logging.getLogger(__name__)
 
 TrajectoryGroup = trajectory.TrajectoryGroup
 
@@ -29,7 +33,13 @@ CREATE TABLE IF NOT EXISTS groups (
 
 
 class GroupStore(Protocol):
-  """Where accepted groups survive a crash. Thread-safe."""
+  """Where accepted groups survive a crash. Thread-safe.
+
+  Attributes:
+    lost: groups that `load` could not give back.
+  """
+
+  lost: int
 
   def append(self, index: int, group: TrajectoryGroup) -> None:
     """Makes an accepted group durable before it returns."""
@@ -40,11 +50,16 @@ class GroupStore(Protocol):
     ...
 
   def load(self) -> list[tuple[int, TrajectoryGroup]]:
-    """Groups accepted and not removed, by index."""
+    """Groups accepted and not removed, by index.
+
+    One that cannot be given back is counted as lost and forgotten, so that
+    its task can run again under the same index.
+    """
     ...
 
   def known(self) -> set[int]:
-    """Indices of every group ever accepted, removed ones included."""
+    """Indices of every group ever accepted, removed ones included and lost
+    ones not."""
     ...
 
   def close(self) -> None:
@@ -53,6 +68,8 @@ class GroupStore(Protocol):
 
 class MemoryGroupStore:
   """Keeps nothing beyond the process: the default."""
+
+  lost = 0
 
   def __init__(self):
     self._known: set[int] = set()
@@ -77,12 +94,22 @@ class MemoryGroupStore:
 class SqliteGroupStore:
   """A `GroupStore` in one file; see the module docstring."""
 
-  def __init__(self, path: str | pathlib.Path, timeout: float = 30.0):
+  def __init__(
+      self,
+      path: str | pathlib.Path,
+      timeout: float = 30.0,
+      *,
+      images: images_lib.ImageStore | None = None,
+  ):
     """Args:
 
       path: database file, made with its folder when missing.
       timeout: seconds to wait for another connection's lock.
+      images: with a directory, where the images of the groups' training
+        sequences are; None leaves them to the caller.
     """
+    self.lost = 0
+    self._images = images
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     self._lock = threading.Lock()
@@ -94,11 +121,14 @@ class SqliteGroupStore:
     self._db.execute(_SCHEMA)
 
   def append(self, index: int, group: TrajectoryGroup) -> None:
-    """Stores a group.
+    """Stores a group, its images first.
 
     Raises:
       ValueError: a group of this index was accepted before.
+      KeyError: the image store no longer has an image.
     """
+    if self._images is not None:
+      self._images.persist(_images_of(group))
     payload = json.dumps(group.to_json(), separators=(",", ":"))
     with self._lock:
       try:
@@ -126,21 +156,51 @@ class SqliteGroupStore:
         raise
 
   def load(self) -> list[tuple[int, TrajectoryGroup]]:
-    """Accepted groups that are not done, by index."""
+    """Accepted groups that are not done, by index; see `GroupStore`."""
     with self._lock:
       rows = self._db.execute(
-          "SELECT idx, payload FROM groups WHERE done = 0 ORDER BY idx"
+          "SELECT idx, group_id, payload FROM groups WHERE done = 0"
+          " ORDER BY idx"
       ).fetchall()
-    return [
-        (index, TrajectoryGroup.from_json(json.loads(payload)))
-        for index, payload in rows
-    ]
+    found = []
+    for index, name, payload in rows:
+      try:
+        group = TrajectoryGroup.from_json(json.loads(payload))
+        self._check_images(group)
+      except Exception as e:  # pylint: disable=broad-except
+        _LOG.warning(
+            "group %s (index %d) cannot be read and is lost: %s: %s",
+            name, index, type(e).__name__, e,
+        )  # pyformat: disable
+        self.lost += 1
+        with self._lock:
+          self._db.execute("DELETE FROM groups WHERE idx = ?", (index,))
+      else:
+        found.append((index, group))
+    return found
+
+  def _check_images(self, group: TrajectoryGroup) -> None:
+    if self._images is None:
+      return
+    for ref in _images_of(group):
+      if ref not in self._images:
+        raise KeyError(f"its image {ref.sha256[:12]}… is gone")
 
   def known(self) -> set[int]:
-    """Indices of all groups ever accepted."""
+    """Indices of all groups ever accepted, but for lost ones."""
     with self._lock:
       return {row[0] for row in self._db.execute("SELECT idx FROM groups")}
 
   def close(self) -> None:
     with self._lock:
       self._db.close()
+
+
+def _images_of(group: TrajectoryGroup) -> list[trajectory.ImageRef]:
+  """What the learner will look at, with repetitions."""
+  return [
+      span.image
+      for member in group
+      for sequence in member.sequences
+      for span in sequence.images
+  ]

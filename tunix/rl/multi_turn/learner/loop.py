@@ -6,7 +6,8 @@ are this same loop; how far collecting may run ahead is the queue's business.
 
 Promises: weights are published before the queue admits groups of their
 version; groups are acknowledged only when a checkpoint that contains them is
-on disk; no wait is without a deadline or a way to stop it.
+on disk, and that checkpoint names them, for a process that dies in between; no
+wait is without a deadline or a way to stop it.
 
 Does not collect, evaluate, or decide when training ends: the caller does, with
 `step` or `run`.
@@ -30,6 +31,11 @@ from tunix.rl.queue import data_queue
 Publish = Callable[[int, nnx.State], Any]
 """(version, parameters) -> None, or a future that ends when they have arrived.
 The parameters are a copy that belongs to the receiver."""
+
+CONSUMED = "consumed_groups"
+"""Where a checkpoint's extras name the groups to be acknowledged with it, by
+their indices in the queue. A run that resumes removes them from the queue's
+store before it takes a group."""
 
 _POLL_S = 0.2
 
@@ -69,7 +75,7 @@ class LearnerLoop:
       checkpoint_every: updates between two checkpoints; 0 leaves saving to
         `save`.
       extras: called at each save for what goes into the checkpoint beside the
-        learner.
+        learner and `CONSUMED`.
       wait_timeout_s: longest wait for one step's groups, in seconds; None
         waits until the queue closes or fails.
       publish_timeout_s: longest wait for published weights to arrive.
@@ -101,6 +107,7 @@ class LearnerLoop:
     self._wait_timeout_s = wait_timeout_s
     self._publish_timeout_s = publish_timeout_s
     self._pending: list[trajectory.TrajectoryGroup] = []
+    self._consumed: set[int] = set()  # Trained on and not acknowledged.
     self._unacknowledged = False
 
   def publish(self) -> None:
@@ -134,13 +141,15 @@ class LearnerLoop:
       Exception: what the queue raises when it is closed or failed, and what
         the learner raises about bad data.
     """
-    self._settle()
+    self.settle()
     started = time.perf_counter()
+    before = self._delivered()
     groups = self._take(stop)
     if groups is None:
       return None
     waited = time.perf_counter() - started
     metrics = self.learner.update(groups)
+    self._consumed |= self._delivered() - before
     step = self.learner.counters.updates
     published = time.perf_counter()
     if step % self._publish_every == 0:
@@ -175,30 +184,40 @@ class LearnerLoop:
       if self.step(stop) is None:
         break
       made += 1
-    self._settle()
+    self.settle()
     return made
 
   def save(self) -> None:
-    """Saves a checkpoint, unless this version has one."""
+    """Saves a checkpoint, unless this version has one.
+
+    It may be written in the background: after the last one call `settle`.
+    """
     if self._checkpoints is None:
       raise ValueError("this loop has no checkpoints to save to")
     if self.learner.version not in self._checkpoints.steps():
-      self._checkpoints.save(self.learner, self._extras())
+      extras = {**self._extras(), CONSUMED: sorted(self._consumed)}
+      self._checkpoints.save(self.learner, extras)
     self._unacknowledged = True
 
-  def _settle(self) -> None:
-    """Waits for a save in the background, then lets its groups go.
+  def settle(self) -> None:
+    """Waits until what was saved is on disk, then lets its groups go.
 
-    Must come before further groups are taken: acknowledging is about all that
-    was delivered.
+    `step` begins with it: no group is trained on between a save and its
+    acknowledgement. Groups taken for an update that failed are not let go.
     """
     if not self._unacknowledged or self._checkpoints is None:
       return
     self._checkpoints.wait()
     acknowledge = getattr(self._queue, "ack", None)
     if acknowledge is not None:
-      acknowledge()
+      acknowledge(self._consumed)
+    self._consumed.clear()
     self._unacknowledged = False
+
+  def _delivered(self) -> set[int]:
+    """What the queue has delivered to this loop and wants acknowledged."""
+    unacked = getattr(self._queue, "unacked", None)
+    return set() if unacked is None else set(unacked())
 
   def _take(
       self, stop: threading.Event | None

@@ -173,7 +173,7 @@ class CollectLoop:
     self._to_json = task_to_json or _task_to_json
     self._from_json = task_from_json or trajectory_lib.decode
     self._unfinished: dict[int, Any] = {}
-    self._pending: list[Any] = []
+    self._pending: list[Any] = []  # Drawn and not yet admitted.
     self._resumed: list[tuple[int | None, Any]] = []
     self._next_index = 0
     self._lock = threading.Lock()
@@ -239,7 +239,9 @@ class CollectLoop:
       if self._next_index not in known:
         resumed.append((self._next_index, task))
       self._next_index += 1
-    self._queue.expect(index for index, _ in resumed)
+    self._queue.expect(
+        (index for index, _ in resumed), next_index=self._next_index
+    )
     self._unfinished = dict(resumed)
     self._pending = list(pending)
     self._resumed = [*resumed, *((None, task) for task in pending)]
@@ -363,11 +365,11 @@ class CollectLoop:
             task = next(self._tasks)
           except StopIteration:
             return
-        if index is None:
-          self._pending = [task]
+          self._pending.append(task)
       ticket = await self._queue.acquire_start_async(index=index)
       with self._lock:
-        self._pending = []
+        if index is None:
+          self._pending.pop(0)  # This task: they are admitted in their order.
         self._unfinished[ticket.index] = task
         self._next_index = max(self._next_index, ticket.index + 1)
       running = asyncio.ensure_future(self._group(task, ticket))

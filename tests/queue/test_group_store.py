@@ -1,0 +1,140 @@
+"""What a group store keeps is enough to train on, or is not given back."""
+
+import asyncio
+import sqlite3
+import threading
+
+import numpy as np
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.queue import group_queue
+from tunix.rl.queue import group_store
+
+PAD = 9
+
+
+def picture(value):
+  return np.full((8, 8, 3), value, np.uint8)
+
+
+def group(name, *refs):
+  """A group whose one member has seen these images."""
+  tokens = [5, *[PAD] * len(refs), 6]
+  mask = np.arange(len(tokens)) == len(tokens) - 1
+  sequence = trajectory_lib.TokenSequence(
+      tokens=tokens,
+      loss_mask=mask,
+      logprobs=np.where(mask, -0.5, 0.0),
+      versions=np.where(mask, 0, -1),
+      turn_ids=np.zeros(len(tokens), np.int32),
+      images=[
+          trajectory_lib.ImageSpan(ref, 1 + i, 1) for i, ref in enumerate(refs)
+      ],
+  )
+  member = trajectory_lib.Trajectory(
+      status=trajectory_lib.TrajectoryStatus.SUCCEEDED, sequences=[sequence]
+  )
+  return trajectory_lib.TrajectoryGroup(name, "t", (member,))
+
+
+class Parts:
+  """A queue with its store and images, as a process has them."""
+
+  def __init__(self, path, **kwargs):
+    self.images = images_lib.ImageStore(path / "images")
+    self.store = group_store.SqliteGroupStore(
+        path / "queue.sqlite", images=self.images
+    )
+    self.queue = group_queue.GroupQueue(
+        1, max_staleness=4, store=self.store, **kwargs
+    )
+
+
+def test_the_images_of_an_accepted_group_survive_the_process(tmp_path):
+  before = Parts(tmp_path)
+  refs = [before.images.put(picture(i)) for i in range(3)]
+  before.queue.put(group("a", *refs), before.queue.acquire_start())
+  after = Parts(tmp_path)  # The first one never closed anything.
+  restored = after.queue.get(timeout=0)
+  spans = restored.valid[0].sequences[0].images
+  for i, span in enumerate(spans):
+    np.testing.assert_array_equal(after.images.get(span.image), picture(i))
+  assert len(spans) == 3 and after.queue.counters()["lost"] == 0
+
+
+def test_images_are_not_written_on_the_event_loop(tmp_path):
+  writers = []
+
+  class Images(images_lib.ImageStore):
+
+    def _write(self, path, pixels):
+      writers.append(threading.current_thread())
+      super()._write(path, pixels)
+
+  store = Images(tmp_path / "images")
+  queue = group_queue.GroupQueue(
+      1,
+      store=group_store.SqliteGroupStore(tmp_path / "q.sqlite", images=store),
+  )
+  ref = store.put(picture(1))
+  asyncio.run(queue.aput(group("a", ref)))
+  assert len(writers) == 1 and writers[0] is not threading.current_thread()
+
+
+def test_a_group_without_its_images_is_lost_and_its_task_can_run_again(
+    tmp_path, caplog
+):
+  before = Parts(tmp_path)
+  refs = [before.images.put(picture(i)) for i in range(2)]
+  for name, ref in zip("ab", refs):
+    before.queue.put(group(name, ref), before.queue.acquire_start())
+  (tmp_path / "images" / f"{refs[0].sha256}.png").unlink()
+  after = Parts(tmp_path)
+  counters = after.queue.counters()
+  assert (counters["restored"], counters["lost"]) == (1, 1)
+  assert "group a (index 0)" in caplog.text
+  assert after.queue.known() == {1}
+  ticket = after.queue.acquire_start(timeout=0, index=0)
+  after.queue.put(group("again", after.images.put(picture(0))), ticket)
+  assert [g.group_id for g in Parts(tmp_path).queue.get_batch(2, 0)] == [
+      "again", "b",
+  ]  # pyformat: disable
+
+
+def test_one_row_that_cannot_be_read_costs_one_group(tmp_path):
+  before = Parts(tmp_path)
+  for name in "abcd":
+    before.queue.put(group(name), before.queue.acquire_start())
+  database = sqlite3.connect(tmp_path / "queue.sqlite")
+  with database:
+    for index, payload in enumerate(['{"$type": "x"}', "{", None]):
+      database.execute(
+          "UPDATE groups SET payload = ? WHERE idx = ?", (payload, index)
+      )
+  database.close()
+  after = Parts(tmp_path)
+  assert after.queue.get(timeout=0).group_id == "d"
+  assert after.queue.counters()["lost"] == 3
+  assert Parts(tmp_path).queue.counters()["lost"] == 0
+
+
+def test_only_what_is_named_is_acknowledged(tmp_path):
+  before = Parts(tmp_path)
+  for name in "abc":
+    before.queue.put(group(name), before.queue.acquire_start())
+  assert before.queue.unacked() == []
+  before.queue.get_batch(2)
+  assert before.queue.unacked() == [0, 1]
+  before.queue.ack([1, 2])  # 2 was not delivered.
+  assert before.queue.unacked() == [0]
+  assert before.queue.counters()["acked"] == 1
+  after = Parts(tmp_path)
+  assert [g.group_id for g in after.queue.get_batch(2, 0)] == ["a", "c"]
+
+
+def test_new_groups_of_a_resumed_run_get_new_indices():
+  queue = group_queue.GroupQueue(1, max_staleness=3)
+  queue.expect([2], next_index=5)
+  assert queue.acquire_start(timeout=0).index == 5
+  queue.expect([7])
+  assert queue.acquire_start(timeout=0).index == 8
