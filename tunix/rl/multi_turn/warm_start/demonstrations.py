@@ -294,6 +294,19 @@ def _sample(
   return [expressions[i] for i in rng.permutation(len(expressions))[:count]]
 
 
+def _learn_only(
+    sequence: trajectory.TokenSequence, keep_T: np.ndarray
+) -> trajectory.TokenSequence:
+  """The sequence with what is not kept as part of its prompt."""
+  mask = sequence.loss_mask & keep_T
+  return dataclasses.replace(
+      sequence,
+      loss_mask=mask,
+      logprobs=np.where(mask, sequence.logprobs, 0.0),
+      versions=np.where(mask, sequence.versions, -1),
+  )
+
+
 @dataclasses.dataclass(frozen=True)
 class Grounder:
   """Makes conversations about screenshots.
@@ -346,16 +359,18 @@ class Grounder:
   ) -> trajectory.TokenSequence:
     """One answer of names run together with their points: "orange328,562".
 
-    The number follows the very token that says what to look for. From nothing,
-    a small policy learns such a lookup within a hundred steps, and the same
-    with a few tokens in between only once it knows this one.
+    The number follows the very token that says what to look for, and nothing
+    but the numbers is learned from: the shortest way to look something up,
+    which is where a small policy begins to tell things apart.
     """
     lines = []
     for phrase, x, y in _sample(expressions, len(expressions), rng):
       point = self._point(image, x, y).strip("[]").replace(" ", "")
       name = " ".join(phrase.split()[1:-1])  # Without "the" and the kind.
       lines.append(f" {name}{point}")
-    return self._converse(image, [("List what you see.", "\n".join(lines))])
+    said = self._converse(image, [("List what you see.", "\n".join(lines))])
+    numbers = [self.renderer.decode([int(t)]).isdigit() for t in said.tokens]
+    return _learn_only(said, np.array(numbers))
 
   def question_sequence(
       self,

@@ -185,24 +185,31 @@ class DataMaker:
     return self._store.put(seen.screenshot), self._gym.referring_expressions()
 
   def first_sequences(self, step: int) -> list[TokenSequence]:
-    """Of a first step: names and where their things are, in three formats.
+    """Of a first step: names and where their things are.
 
-    Icons and buttons come in when colours, which are easy to see, are there.
+    Colours alone to begin with, as they are easiest to see; when telling them
+    apart has been learned, icons and buttons come in, and longer formats.
     """
     r = self._recipe
     rng = np.random.default_rng([r.seed, step])
-    late = step >= r.first_steps // 2
-    kinds = ("color", "icon", "button") if late else ("color", "color", "icon")
+    if step < r.first_steps // 2:
+      return [
+          self._grounder.pairs_sequence(*self._field(rng, ("color",)), rng)
+          for _ in range(r.first_scenes)
+      ]
     result = []
     for i in range(r.first_scenes):
-      if i % 3 == 2 and late:
-        kind = ("shape", *kinds)
+      if i % 2:
         result.append(
             self._grounder.inventory_sequence(
-                *self._field(rng, kind), rng, items=6, point_rate=0.6
+                *self._field(rng, scenes.FIELD_KINDS),
+                rng,
+                items=6,
+                point_rate=0.7,
             )
         )
       else:
+        kinds = ("color", "icon", "button")
         result.append(
             self._grounder.pairs_sequence(*self._field(rng, kinds), rng)
         )
@@ -214,9 +221,7 @@ class DataMaker:
     found = {"mixed": self.sequences(self._recipe.first_steps)}
     for kind in ("color", "icon", "button"):
       found[kind] = [
-          self._grounder.inventory_sequence(
-              *self._field(rng, (kind,)), rng, items=1, point_rate=1.0
-          )
+          self._grounder.pairs_sequence(*self._field(rng, (kind,)), rng)
           for _ in range(24)
       ]
     return found
@@ -264,8 +269,8 @@ def heldout_report(
   """Mean log-probs (nats) of number tokens and of other trainable ones.
 
   Of "mixed" sequences as `number_logprob` and `other_logprob`, of the number
-  tokens of every other kind as `<kind>_logprob`: about -2 while a policy
-  points at things of the kind but cannot tell which is which.
+  tokens of every other kind as `<kind>_logprob`: it stands still while a
+  policy points at things of the kind but cannot tell which is which.
   """
   report = {}
   for kind, some in sequences.items():
