@@ -79,11 +79,11 @@ class Recipe:
     system_prompt, parser: what episodes begin with, and their grammar.
   """
 
-  steps: int = 1500
+  steps: int = 1300
   seed: int = 0
-  first_steps: int = 260
+  first_steps: int = 360
   first_scenes: int = 76
-  field_share: float = 0.3
+  field_share: float = 0.45
   width: int = 128
   height: int = 96
   other_sizes: tuple[tuple[int, int], ...] = (
@@ -197,23 +197,24 @@ class DataMaker:
           self._grounder.pairs_sequence(*self._field(rng, ("color",)), rng)
           for _ in range(r.first_scenes)
       ]
-    result = []
-    for i in range(r.first_scenes):
-      if i % 2:
-        result.append(
-            self._grounder.inventory_sequence(
-                *self._field(rng, scenes.FIELD_KINDS),
-                rng,
-                items=6,
-                point_rate=0.7,
-            )
-        )
-      else:
-        kinds = ("color", "icon", "button")
-        result.append(
-            self._grounder.pairs_sequence(*self._field(rng, kinds), rng)
-        )
-    return result
+    return [
+        self._field_sequence(rng, pairs=i % 3 > 0, point_rate=0.7)
+        for i in range(r.first_scenes)
+    ]
+
+  def _field_sequence(
+      self, rng: np.random.Generator, *, pairs: bool, point_rate: float
+  ) -> TokenSequence:
+    """Things of one kind, as pairs or as an inventory."""
+    if pairs:  # A shape's name has two words, which is no pair.
+      seen = self._field(rng, ("color", "icon", "button"))
+      return self._grounder.pairs_sequence(*seen, rng)
+    return self._grounder.inventory_sequence(
+        *self._field(rng, scenes.FIELD_KINDS),
+        rng,
+        items=6,
+        point_rate=point_rate,
+    )
 
   def heldout(self) -> dict[str, list[TokenSequence]]:
     """Sequences to report on: "mixed", and pairs of each kind of thing."""
@@ -237,13 +238,8 @@ class DataMaker:
       inventories, episodes = r.late_inventories, r.late_episodes
     fields = round(r.field_share * inventories)
     result = [
-        self._grounder.inventory_sequence(
-            *self._field(rng, scenes.FIELD_KINDS),
-            rng,
-            items=6,
-            point_rate=0.4,
-        )
-        for _ in range(fields)
+        self._field_sequence(rng, pairs=i % 2 == 0, point_rate=0.5)
+        for i in range(fields)
     ] + [
         self._grounder.inventory_sequence(
             *self._scene(rng, other=i < r.other_scenes), rng
