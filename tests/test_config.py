@@ -122,6 +122,9 @@ def test_resume_starts_from_that_runs_configuration(tmp_path):
   assert config.learner.steps == 500
   assert config.run_dir == run
   assert "no config.yaml" in refusal(f"resume={tmp_path / 'runs' / 'secnd'}")
+  # It would go on in one directory under the name of another.
+  for other in ("name=second", f"run.dir={tmp_path}"):
+    assert "own directory" in refusal(f"resume={run}", other)
 
 
 def test_resolved_values():

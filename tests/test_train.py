@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -12,9 +13,15 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
+from tunix.rl.multi_turn import assembly
+from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.environments.gyms import miniwob
+from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
+from tunix.rl.multi_turn.warm_start import cloning
 from tunix.rl.queue import group_store
 
 # Each run compiles its own programs, on two cores perhaps shared with others.
@@ -39,8 +46,21 @@ SMALL = (
 )
 
 
+def directory_of(tmp_path: pathlib.Path, overrides) -> list[str]:
+  """Where a run goes; a resumed one has its place."""
+  if any(o.startswith("resume=") for o in overrides):
+    return []
+  return [f"run.dir={tmp_path}"]
+
+
 def run_train(tmp_path: pathlib.Path, *overrides: str) -> int:
-  return train.main([f"run.dir={tmp_path}", *SMALL, *overrides])
+  return train.main([*directory_of(tmp_path, overrides), *SMALL, *overrides])
+
+
+def make_run(tmp_path: pathlib.Path, *overrides: str) -> train.Run:
+  return train.Run(
+      config_lib.load_config([f"run.dir={tmp_path}", *SMALL, *overrides])
+  )
 
 
 def metrics_of(directory: pathlib.Path) -> list[dict]:
@@ -71,6 +91,7 @@ def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
   for path in (
       "config.yaml", "trajectories.jsonl", "report.html", "report.png",
       "checkpoints", "policy/model.safetensors", "policy/config.json",
+      "warm_start/model.safetensors",
   ):  # pyformat: disable
     assert (directory / path).exists(), path
   assert list((directory / "images").glob("*.png"))
@@ -172,6 +193,9 @@ def test_resume_goes_on_where_it_stopped(tmp_path, capsys):
   assert [m["step"] for m in metrics_of(directory)] == [1, 2, 3, 4]
   assert [m["version"] for m in metrics_of(directory)] == [1, 2, 3, 4]
   assert set(summary_of(directory)["eval"]) >= {"initial", "final"}
+  # Its file repeats the run instead of going on with it.
+  again = config_lib.load_config([str(directory / "config.yaml"), "name=new"])
+  assert again.run_dir == tmp_path / "new" and again.learner.steps == 4
   # The name is taken now.
   assert run_train(tmp_path, *common, "name=r", "steps=2") == 2
   assert "resume=" in capsys.readouterr().err
@@ -181,8 +205,8 @@ def start(tmp_path: pathlib.Path, *overrides: str, **env: str):
   return subprocess.Popen(
       [
           sys.executable, "-m", "tunix.rl.multi_turn.train",
-          f"run.dir={tmp_path}", *SMALL, NANO, "warm_start.source=none",
-          *overrides,
+          *directory_of(tmp_path, overrides), *SMALL, NANO,
+          "warm_start.source=none", *overrides,
       ],
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
       env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
@@ -272,10 +296,24 @@ def test_asynchronous_is_the_same_code(tmp_path):
         (["mesh.data=64", "learner.rows=64"], ["mesh.data", "devices"]),
         (["run.imports=[no_such_module_here]"], ["no_such_module_here"]),
         (["resume=/nonexistent"], ["resume"]),
+        (["resume=runs/x", "name=y"], ["run.name", "run.resume"]),
+        (
+            ["warm_start.source=path", "warm_start.path=./nowhere"],
+            ["./nowhere"],
+        ),
+        (["policy.config.layers=6"], ["blocks.4", "warm_start.source=none"]),
+        (
+            [
+                "run.imports=[faulty_gym]", "gym=faulty-desktop",
+                "tasks=[click-color]", "warm_start.steps=2",
+            ],
+            ["oracle", "warm_start.steps=0"],
+        ),
     ],
 )
 def test_wrong_input_is_one_clear_error(arguments, words, tmp_path, capsys):
-  assert train.main([f"run.dir={tmp_path}", *arguments]) == 2
+  arguments = [*directory_of(tmp_path, arguments), *arguments]
+  assert train.main(arguments) == 2
   said = capsys.readouterr().err
   assert said.startswith("error")
   for word in words:
@@ -305,3 +343,160 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path):
   assert f"resume={tmp_path / 'i'}" in said
   assert list((tmp_path / "i" / "checkpoints").iterdir())
   assert summary_of(tmp_path / "i")["status"] == "interrupted"
+
+
+def test_a_run_stopped_before_its_first_checkpoint_can_go_on(
+    tmp_path, capsys
+):
+  run = make_run(
+      tmp_path, NANO, "warm_start.source=none", "name=e", "steps=1"
+  )
+  run.stop.set()
+  assert train._run_to_end(run) == 130
+  directory = tmp_path / "e"
+  assert f"resume={directory}" in capsys.readouterr().out
+  before = (directory / "config.yaml").read_text()
+  for change, word in (
+      ("seed=5", "run.seed=5"),
+      ("tasks=[click-button]", "gym.tasks=['click-button']"),
+      ("learner.grad_clip=0", "learner.grad_clip=0"),
+  ):
+    assert train.main([f"resume={directory}", change]) == 2
+    said = capsys.readouterr().err
+    assert word in said and "cannot change" in said
+  assert (directory / "config.yaml").read_text() == before
+  assert train.main([f"resume={directory}", "learner.grad_clip=2"]) == 0
+  assert [m["step"] for m in metrics_of(directory)] == [1]
+  assert list(summary_of(directory)["eval"]) == [
+      "initial", "warm_start", "final",
+  ]  # pyformat: disable
+
+
+def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
+    tmp_path, capsys, monkeypatch
+):
+  assert run_train(
+      tmp_path, NANO, "name=f", "warm_start.source=none",
+      "warm_start.steps=2", "warm_start.batch_size=4", "steps=1",
+      f"queue.path={tmp_path}",  # A directory is no database.
+  ) == 1  # pyformat: disable
+  directory = tmp_path / "f"
+  said = capsys.readouterr()
+  assert said.err.count("error: OperationalError") == 1
+  assert "Traceback" not in said.err
+  assert f"resume={directory}" in said.out
+  assert "Traceback" in (directory / "traceback.txt").read_text()
+  assert (directory / "report.html").exists()
+  summary = summary_of(directory)
+  assert summary["status"] == "failed"
+  assert set(summary["eval"]) == {"initial", "warm_start"}
+
+  def not_again(*args, **kwargs):
+    raise AssertionError("cloned before")
+
+  monkeypatch.setattr(cloning, "clone", not_again)
+  status = train.main([
+      f"resume={directory}", "queue.path=", "algorithm.kl_coef=0.1",
+      "learner.skip_zero_advantage=false",
+  ])  # pyformat: disable
+  assert status == 0
+  assert not (directory / "traceback.txt").exists()
+  (step,) = metrics_of(directory)
+  # Before its first update the policy is the one it is held to.
+  assert step["kl"] == pytest.approx(0.0, abs=1e-6)
+  evaluations = summary_of(directory)["eval"]
+  assert evaluations["warm_start"] == summary["eval"]["warm_start"]
+
+
+def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
+  measured = {}
+
+  def evaluate(run, name):
+    measured[name] = run.engine.version
+
+  monkeypatch.setattr(train.Run, "evaluate", evaluate)
+  assert run_train(
+      tmp_path, NANO, "name=v", "warm_start.source=none", "steps=3",
+      "learner.publish_every=2", "queue.max_staleness=1", "eval.every=1",
+  ) == 0  # pyformat: disable
+  assert measured == {
+      "initial": 0, "warm_start": 0,
+      "step_1": 1, "step_2": 2, "step_3": 3, "final": 3,
+  }  # pyformat: disable
+
+
+def test_a_warm_start_must_be_of_the_policys_architecture(tmp_path, capsys):
+  saved = str(tmp_path / "nano")
+  model, _, _ = policy_checkpoint.create_policy("nano")
+  policy_checkpoint.save_policy(saved, model)
+  path = ("warm_start.source=path", f"warm_start.path={saved}")
+  assert run_train(tmp_path, *path, "--dry-run") == 2
+  assert "width is 32 there, 160 here" in capsys.readouterr().err
+  assert run_train(tmp_path, *path, NANO, "--dry-run") == 0
+  own = (f"policy={saved}", "warm_start.source=none")
+  assert run_train(tmp_path, *own, "--dry-run") == 0
+  (tmp_path / "nano" / "model.safetensors").write_bytes(b"torn")
+  capsys.readouterr()
+  assert run_train(tmp_path, *own, "--dry-run") == 2
+  assert saved in capsys.readouterr().err
+
+
+def test_cloning_keeps_what_the_policy_knows_already(tmp_path):
+  saved = str(tmp_path / "nano")
+  model, _, _ = policy_checkpoint.create_policy("nano")
+  policy_checkpoint.save_policy(saved, model)
+  for source, optimizer in ((f"policy={saved}", "adamw"), (NANO, "muon")):
+    run = make_run(
+        tmp_path, source, "warm_start.source=none", "warm_start.steps=2",
+        "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
+    )  # pyformat: disable
+    learner = assembly.make_learner(
+        run.config, run.policy, run.images, None, cloning=True
+    )
+    assert learner.config.optimizer == optimizer
+    assert learner.config.entropy_coef == 0
+    run.engine.close()
+
+
+def test_an_interrupt_waits_for_the_browser(tmp_path, monkeypatch):
+  closed = []
+
+  class SlowBrowser:
+
+    async def close(self):
+      await asyncio.sleep(0.5)
+      closed.append(True)
+      raise RuntimeError("it is gone")
+
+  monkeypatch.setattr(miniwob, "shared_browser", SlowBrowser)
+  run = make_run(
+      tmp_path, NANO, "gym=miniwob", "tasks=[click-test-2]", "name=w",
+      "warm_start.source=none",
+  )  # pyformat: disable
+  with run:
+    run.stop.set()
+    episodes = run._loop._thread
+  assert closed == [True]
+  assert not episodes.is_alive()
+
+
+def test_work_that_ends_just_after_a_look_has_its_result():
+  class JustLate(concurrent.futures.Future):
+
+    def result(self, timeout=None):
+      if self.done():
+        return super().result(timeout)
+      self.set_result(7)
+      raise concurrent.futures.TimeoutError()
+
+  async def work():
+    raise AssertionError("submitted below")
+
+  def submit(coroutine):
+    coroutine.close()
+    return JustLate()
+
+  run = types.SimpleNamespace(
+      stop=threading.Event(), _loop=types.SimpleNamespace(submit=submit)
+  )
+  assert train.Run._wait(run, work()) == 7

@@ -340,16 +340,43 @@ def test_the_summary_holds_evaluations_counts_and_the_end(tmp_path):
 
 def test_a_resumed_summary_adds_to_what_was_there(tmp_path):
   path = tmp_path / "summary.json"
-  for resume in (False, True):
-    writer = summary_writer.SummaryWriter(path, resume=resume)
+  for resume_step in (None, 0):
+    writer = summary_writer.SummaryWriter(path, resume_step=resume_step)
     writer.on_event(events.RunStarted("r", {}))
     writer.on_event(events.Fault("close", "Timeout", "x"))
-    name = "final" if resume else "initial"
+    name = "initial" if resume_step is None else "final"
     writer.on_event(events.EvalFinished(name, synthetic_run.results(0.5)))
     writer.on_event(events.RunFinished("interrupted"))
   data = files.read_json(path)
   assert list(data["eval"]) == ["initial", "final"]
   assert data["faults"] == {"close/Timeout": 2} and data["resumed"] == 1
+
+
+def test_a_resumed_summary_forgets_what_will_be_measured_again(tmp_path):
+  path = tmp_path / "summary.json"
+  writer = summary_writer.SummaryWriter(path)
+  writer.on_event(events.EvalFinished("initial", synthetic_run.results(0.1)))
+  for number in (2, 4):
+    writer.on_event(step(number, loss=0.5))
+    name = f"step_{number}"
+    writer.on_event(events.EvalFinished(name, synthetic_run.results(0.2)))
+  writer.on_event(events.EvalFinished("final", synthetic_run.results(0.3)))
+  writer.on_event(events.RunFinished("completed"))
+  resumed = summary_writer.SummaryWriter(path, resume_step=3)
+  resumed.on_event(events.RunStarted("r", {}))
+  data = files.read_json(path)
+  assert list(data["eval"]) == ["initial", "step_2"]
+  assert (data["step"], data["version"]) == (3, 3)
+  assert data["last_metrics"] == {}
+  # At the step where it ended, everything but the end still holds.
+  resumed.on_event(step(4, loss=0.5))
+  resumed.on_event(events.EvalFinished("final", synthetic_run.results(0.3)))
+  resumed.on_event(events.RunFinished("completed"))
+  again = summary_writer.SummaryWriter(path, resume_step=4)
+  again.on_event(events.RunStarted("r", {}))
+  data = files.read_json(path)
+  assert list(data["eval"]) == ["initial", "step_2"]
+  assert data["last_metrics"] == {"loss": 0.5}
 
 
 def test_time_is_booked_on_the_stage_it_was_spent_in(tmp_path):

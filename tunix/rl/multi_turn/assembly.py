@@ -14,6 +14,7 @@ import os
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import jax
+import safetensors
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import policy_client
@@ -328,7 +329,7 @@ def make_policy(
   Raises:
     ConfigError: no such directory, or weights of another shape.
   """
-  changes = {"compute_dtype": config.policy.dtype, **config.policy.config}
+  changes = _policy_changes(config)
   name = config.policy.name
   try:
     if source:
@@ -347,6 +348,59 @@ def make_policy(
   model, processor, tokenizer = loaded
   renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
   return Policy(model, processor, tokenizer, renderer)
+
+
+def _policy_changes(config: TrainConfig) -> dict[str, Any]:
+  return {"compute_dtype": config.policy.dtype, **config.policy.config}
+
+
+def warm_start_source(config: TrainConfig) -> str:
+  """Directory or shipped name of the weights a run starts from; "" = none."""
+  warm, name = config.warm_start, config.policy.name
+  if warm.source == "path":
+    return warm.path
+  # A directory brings its weights.
+  return name if warm.source == "embedded" or name != "tiny_vl" else ""
+
+
+def check_weights(config: TrainConfig, policy: Policy, source: str) -> None:
+  """Refuses weights that cannot take the place of `policy`'s; reads none.
+
+  Raises:
+    ConfigError: no policy directory, or one of another architecture.
+  """
+  try:
+    directory = policy_checkpoint.resolve(source)
+    found = policy_checkpoint.load_config(directory, **_policy_changes(config))
+    policy_checkpoint.load_tokenizer(directory)
+    weights = directory / "model.safetensors"
+    with safetensors.safe_open(str(weights), "numpy") as file:
+      there = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}
+  except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
+    raise ConfigError([f"warm start from {source}: {error}"]) from None
+  wanted = {
+      name: value.shape
+      for name, value in policy_checkpoint.named_parameters(
+          policy.model
+      ).items()
+  }
+  old, new = dataclasses.asdict(found), dataclasses.asdict(policy.model.config)
+  differing = [
+      f"{name} is {old[name]} there, {new[name]} here"
+      for name in old
+      if old[name] != new[name]
+  ] or [
+      f"tensor {name} is {there.get(name, 'absent')} there,"
+      f" {wanted.get(name, 'absent')} here"
+      for name in sorted({*there, *wanted})
+      if there.get(name) != wanted.get(name)
+  ]
+  if differing:
+    raise ConfigError([
+        f"warm start from {source}: weights of another architecture"
+        f" ({differing[0]}); policy.name and policy.config must describe them,"
+        " or start from random weights with warm_start.source=none"
+    ])
 
 
 def make_engine(
@@ -384,7 +438,10 @@ def make_learner(
     *,
     cloning: bool = False,
 ) -> learner_lib.Learner:
-  """The learner of the run, or (`cloning`) of its warm start."""
+  """The learner of the run, or (`cloning`) of its warm start.
+
+  The KL term of a run is measured to `policy`.
+  """
   changes: dict[str, Any] = {
       "seed": config.run.seed,
       "gamma": config.collect.gamma,
@@ -393,12 +450,13 @@ def make_learner(
     changes |= {
         "objective": "behaviour_cloning",
         # Fast from nothing, but it would overwrite what is there already.
-        "optimizer": "muon" if config.warm_start.source == "none" else "adamw",
+        "optimizer": "adamw" if warm_start_source(config) else "muon",
         "learning_rate": config.warm_start.learning_rate,
         "schedule": "cosine",
         "total_steps": config.warm_start.steps,
         "warmup_steps": min(20, config.warm_start.steps // 2),
         "kl_coef": 0.0,
+        "entropy_coef": 0.0,
         "minibatches": 1,
         "epochs": 1,
     }

@@ -460,6 +460,13 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     merged.update(layer)
   resume = str(config_loader.unwrap(merged.get("run.resume")) or "")
   if resume:
+    given = {path for layer in overrides for path in layer}
+    elsewhere = sorted(given & {"run.name", "run.dir"})
+    if elsewhere:
+      raise ConfigError([
+          f"{' and '.join(elsewhere)} together with run.resume={resume}: a"
+          " resumed run goes on in its own directory; leave out one of them"
+      ])
     directory = pathlib.Path(resume)
     if not (directory / "config.yaml").is_file():
       raise ConfigError([

@@ -9,30 +9,33 @@ a thread of its own, and learning, in the main thread.
 A run evaluates random weights, makes a warm start, evaluates that, trains with
 GRPO, and evaluates the result, all on the same held-out tasks. Its directory
 holds config.yaml, metrics.jsonl, summary.json, trajectories.jsonl, images/,
-checkpoints/, policy/ (the trained policy) and report.html / report.png.
+warm_start/ (the policy after cloning), checkpoints/, policy/ (the trained
+policy) and report.html / report.png.
 
 Promises: an interrupt (Ctrl-C) or a failure saves a checkpoint, leaves a
-summary that says what happened, and tells how to resume; a resumed run trains
-on no group twice and goes on with the next task.
+summary and a report that say what happened (the traceback is in
+traceback.txt), and tells how to resume; a resumed run trains on no group
+twice, goes on with the next task, and makes the evaluations it lacks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import importlib
 import logging
 import pathlib
+import shlex
 import signal
 import sys
 import threading
 import time
+import traceback
 from typing import Any, Coroutine, Sequence
 
 import jax
-import numpy as np
 from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import dry_run
@@ -40,16 +43,19 @@ from tunix.rl.multi_turn import evaluation
 from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import reporting
+from tunix.rl.multi_turn import resuming
 from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import host_memory
+from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import report
 from tunix.rl.multi_turn.reporting import step_metrics
 from tunix.rl.multi_turn.trajectory_collector import collect_loop
 from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
+from tunix.rl.multi_turn.warm_start import cloning
 from tunix.rl.multi_turn.warm_start import demonstrations
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
@@ -58,6 +64,7 @@ TrainConfig = config_lib.TrainConfig
 ConfigError = config_lib.ConfigError
 _LOG = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 30.0
+TRACEBACK = "traceback.txt"
 
 
 class LoopThread:
@@ -106,6 +113,8 @@ class Run:
     self.directory = config.run_dir
     self.resuming = bool(config.run.resume)
     self.stop = threading.Event()
+    if self.resuming:
+      resuming.check(config)
     self.task_source = assembly.make_tasks(config)
     self.mesh = assembly.make_mesh(config)
     self.images = images_lib.ImageStore(self.directory / "image_cache")
@@ -113,6 +122,22 @@ class Run:
     # Bad gym options should fail now and not in every episode.
     assembly.make_gym(config, config.gym.tasks[0])
     self.policy = assembly.make_policy(config, self.mesh, "")
+    self._cloning_steps = config.warm_start.steps
+    self._start_from = assembly.warm_start_source(config)
+    self._cloned = self.directory / "warm_start"
+    if self.resuming and (self._cloned / "model.safetensors").exists():
+      self._cloning_steps, self._start_from = 0, str(self._cloned)
+    if self._start_from:
+      assembly.check_weights(config, self.policy, self._start_from)
+    self._oracle = None
+    if self._cloning_steps:
+      try:
+        self._oracle = demonstrations.oracle_of(config.gym.name)
+      except ValueError as error:
+        raise ConfigError([
+            f"warm_start.steps={config.warm_start.steps}: {error}; set"
+            " warm_start.steps=0"
+        ]) from None
     self.engine = assembly.make_engine(config, self.policy, self.images)
     self.observers = events.Observers()
     self._loop: LoopThread | None = None
@@ -130,7 +155,11 @@ class Run:
           f" choose another name, or go on with resume={self.directory}"
       ])
     self.directory.mkdir(parents=True, exist_ok=True)
-    (self.directory / "config.yaml").write_text(config.to_yaml())
+    # The file repeats the run, it does not go on with it.
+    repeat = dataclasses.replace(config.run, resume="", dry_run=False)
+    (self.directory / "config.yaml").write_text(
+        dataclasses.replace(config, run=repeat).to_yaml()
+    )
     self._loop = LoopThread()
     return self
 
@@ -138,7 +167,7 @@ class Run:
     self._stop_collecting()
     if self._loop is not None:
       if self.config.gym.name == "miniwob":
-        self._wait(_close_shared_browser(), _STOP_TIMEOUT_S)
+        _close_shared_browser(self._loop)
       self._loop.close()
     self.engine.close(_STOP_TIMEOUT_S)
     for writer in self._writers:
@@ -162,7 +191,7 @@ class Run:
         trajectories,
         reporting.SummaryWriter(
             self.directory / "summary.json",
-            resume=self.resuming,
+            resume_step=resume_step,
             extra=self._facts,
         ),
         reporting.ProgressBar(
@@ -227,59 +256,45 @@ class Run:
 
   def warm_start(self) -> None:
     """Replaces the random weights by the configured start."""
-    warm = self.config.warm_start
-    source = {
-        "embedded": self.config.policy.name,
-        "path": warm.path,
-        "none": "",
-    }[warm.source]
-    if not source and self.config.policy.name != "tiny_vl":
-      source = self.config.policy.name  # A directory brings its weights.
-    if source:
-      self.policy = assembly.make_policy(self.config, self.mesh, source)
-    if warm.steps:
+    if self._start_from:
+      self.policy = assembly.make_policy(
+          self.config, self.mesh, self._start_from
+      )
+    if self._cloning_steps:
       self._clone()
     self.engine.update_weights(0, self.policy.model).result(_STOP_TIMEOUT_S)
 
   def _clone(self) -> None:
     """Behaviour cloning on demonstrations by the gym's oracle."""
-    warm = self.config.warm_start
+    config = self.config
     learner = assembly.make_learner(
-        self.config, self.policy, self.images, self.mesh, cloning=True
+        config, self.policy, self.images, self.mesh, cloning=True
     )
     demonstrator = demonstrations.Demonstrator(
         self.policy.renderer,
-        lambda: assembly.make_agent(self.config),
-        lambda: assembly.make_gym(self.config, self.config.gym.tasks[0]),
-        demonstrations.oracle_of(self.config.gym.name),
+        lambda: assembly.make_agent(config),
+        lambda: assembly.make_gym(config, config.gym.tasks[0]),
+        self._oracle,
         self.images,
         grid=demonstrations.POINT_GRID,
     )
-    tasks = assembly.TrainTasks(
-        self.task_source, self.config.gym.tasks, self.config.run.seed + 1
+    cloning.clone(
+        learner,
+        lambda tasks: self._wait(
+            demonstrator.episodes(tasks, config.rollout.concurrency)
+        ),
+        assembly.TrainTasks(
+            self.task_source, config.gym.tasks, config.run.seed + 1
+        ),
+        config.warm_start,
+        seed=config.run.seed,
+        observers=self.observers,
     )
-    played: list[trajectory_lib.Trajectory] = []
-    rng = np.random.default_rng(self.config.run.seed)
-    for step in range(warm.steps):
-      if self.stop.is_set():
-        return
-      wanted = min(warm.demonstrations, warm.batch_size * (step + 1))
-      fresh = [(next(tasks), i) for i in range(len(played), wanted)]
-      played += self._wait(
-          demonstrator.episodes(fresh, self.config.rollout.concurrency)
-      )
-      chosen = rng.choice(len(played), warm.batch_size)
-      batch = [s for i in chosen for s in played[i].sequences]
-      metrics = learner.update_on_sequences(batch)
-      self.observers.on_event(
-          events.Progress(
-              "cloning demonstrations",
-              step + 1,
-              warm.steps,
-              f"loss {metrics['loss']:.3f}",
-          )
-      )
     self.policy = dataclasses.replace(self.policy, model=learner.policy())
+    # What a resumed run begins with, and its KL reference.
+    policy_checkpoint.save_policy(
+        self._cloned, self.policy.model, config.policy.name
+    )
 
   def train(self) -> int:
     """GRPO; returns the steps made in all."""
@@ -288,10 +303,10 @@ class Run:
         config, self.policy, self.images, self.mesh
     )
     checkpoints = checkpoint_lib.LearnerCheckpoints(
-        (self.directory / "checkpoints").absolute(), keep=config.checkpoint.keep
+        self.directory / "checkpoints", keep=config.checkpoint.keep
     )
     extras: dict[str, Any] = {}
-    if self.resuming:
+    if self.resuming and checkpoints.steps():
       extras = checkpoints.restore(learner)
     store = None
     if config.queue.path:
@@ -329,8 +344,11 @@ class Run:
         max_requeues=config.collect.max_requeues,
         task_from_json=gym_base.Task.from_json,
     )
-    if "collect" in extras:
-      self._collect_loop.load_state_dict(extras["collect"])
+    if self.resuming:
+      # Without a checkpoint from the first task: the store may hold groups.
+      self._collect_loop.load_state_dict(
+          extras.get("collect") or self._collect_loop.state_dict()
+      )
     loop = loop_lib.LearnerLoop(
         learner,
         queue,
@@ -342,6 +360,11 @@ class Run:
         checkpoint_every=config.checkpoint.every,
         extras=lambda: {"collect": self._collect_loop.state_dict()},
     )
+
+    def publish_latest() -> None:
+      if self.engine.version != learner.version:
+        loop.publish()
+
     started = time.monotonic()
     try:
       loop.publish()
@@ -351,6 +374,7 @@ class Run:
           break
         step = learner.counters.updates
         if config.eval.every and step % config.eval.every == 0:
+          publish_latest()
           self.evaluate(f"step_{step}")
         budget = config.run.time_budget_s
         if budget and time.monotonic() - started > budget:
@@ -365,6 +389,7 @@ class Run:
             self.directory / "policy", learner.policy(), config.policy.name
         )
       checkpoints.close()
+    publish_latest()
     self.policy = dataclasses.replace(self.policy, model=learner.policy())
     return learner.counters.updates
 
@@ -378,21 +403,19 @@ class Run:
         _LOG.warning("collecting did not stop within %g s", _STOP_TIMEOUT_S)
     self._collecting = None
 
-  def _wait(
-      self, work: Coroutine[Any, Any, Any], timeout_s: float | None = None
-  ) -> Any:
+  def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
     """Runs `work` on the episodes' loop; an interrupt cancels it."""
+    if self.stop.is_set():
+      work.close()
+      raise Interrupted()
     future = self._loop.submit(work)
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
       try:
         return future.result(0.2)
       except concurrent.futures.TimeoutError:
-        if future.done():
-          raise
-        if self.stop.is_set() or (
-            deadline is not None and time.monotonic() > deadline
-        ):
+        if future.done():  # Since then, or it was its own time that was up.
+          return future.result()
+        if self.stop.is_set():
           future.cancel()
           raise Interrupted() from None
 
@@ -401,47 +424,51 @@ class Interrupted(Exception):
   """The user asked to stop."""
 
 
-async def _close_shared_browser() -> None:
+def _close_shared_browser(loop: LoopThread) -> None:
   from tunix.rl.multi_turn.environments.gyms import miniwob  # pylint: disable=g-import-not-at-top
 
-  await miniwob.shared_browser().close()
+  try:
+    loop.submit(miniwob.shared_browser().close()).result(_STOP_TIMEOUT_S)
+  except Exception as error:  # pylint: disable=broad-except
+    # The loop, the engine and the files have yet to be closed.
+    _LOG.warning("the browser did not close: %r", error)
 
 
-def execute(run: Run) -> str:
-  """All stages of a run; returns its status."""
+def execute(run: Run) -> tuple[str, str | None]:
+  """All stages of a run; returns its status, and its error if it failed."""
   config = run.config
-  step = None
+  step, measured = None, {}
   if run.resuming:
-    steps = checkpoint_lib.LearnerCheckpoints(
-        (run.directory / "checkpoints").absolute()
-    )
-    with steps:
-      step = steps.steps()[-1] if steps.steps() else 0
+    step = resuming.checkpoint_step(run.directory)
+    measured = _evaluations(run.directory)
   run.attach_observers(step)
   run.observers.on_event(
       events.RunStarted(config.run.name, config.to_dict())
   )
+  details = run.directory / TRACEBACK
+  details.unlink(missing_ok=True)
   status, error = "completed", None
   try:
     run.warm_up()
-    if not run.resuming:
+    if "initial" not in measured:
       run.evaluate("initial")
     run.warm_start()
-    if not run.resuming:
+    if "warm_start" not in measured:
       run.evaluate("warm_start")
     if config.learner.steps:
       run.train()
-    if run.stop.is_set():
-      raise Interrupted()
     run.evaluate("final")
   except Interrupted:
     status = "interrupted"
   except BaseException as failure:
     status, error = "failed", f"{type(failure).__name__}: {failure}"
-    raise
+    with contextlib.suppress(OSError):  # Perhaps it is the disk that failed.
+      details.write_text(traceback.format_exc())
+    if not isinstance(failure, Exception):  # Ctrl-C twice.
+      raise
   finally:
     run.observers.on_event(events.RunFinished(status, error))
-  return status
+  return status, error
 
 
 def _import_modules(names: Sequence[str]) -> None:
@@ -489,10 +516,12 @@ def _run_to_end(run: Run) -> int:
   try:
     with run:
       print(f"run directory: {run.directory}", file=sys.stderr)
-      status = execute(run)
+      status, error = execute(run)
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)
+  if error:
+    print(f"error: {error} (see {run.directory / TRACEBACK})", file=sys.stderr)
   page, _ = report.build_report(
       run.directory, film_strips=run.config.report.film_strips
   )
@@ -500,12 +529,12 @@ def _run_to_end(run: Run) -> int:
   if summaries:
     print(evaluation.format_table(summaries))
   print(f"report: {page}")
-  if status == "interrupted":
-    saved = any((run.directory / "checkpoints").glob("*"))
-    how = f"python -m tunix.rl.multi_turn.train resume={run.directory}"
-    print(f"interrupted; go on with: {how}" if saved else "interrupted")
-    return 130
-  return 0
+  if status != "completed":
+    command = f"resume={shlex.quote(str(run.directory))}"
+    print(
+        f"{status}; go on with: python -m tunix.rl.multi_turn.train {command}"
+    )
+  return {"completed": 0, "failed": 1, "interrupted": 130}[status]
 
 
 def _stop_signals() -> tuple[int, ...]:
@@ -515,14 +544,10 @@ def _stop_signals() -> tuple[int, ...]:
 
 
 def _evaluations(directory: pathlib.Path) -> dict[str, Any]:
-  from tunix.rl.multi_turn.reporting import files  # pylint: disable=g-import-not-at-top
-
+  """What the run has measured so far, in the order of its stages."""
   found = files.read_json(directory / "summary.json").get("eval", {})
-  order = collections.OrderedDict()
-  for name in ("initial", "warm_start", "final"):
-    if name in found:
-      order[name] = found[name]
-  return order
+  stages = ("initial", "warm_start", "final")
+  return {name: found[name] for name in stages if name in found}
 
 
 if __name__ == "__main__":

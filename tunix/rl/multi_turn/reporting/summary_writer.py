@@ -27,14 +27,16 @@ class SummaryWriter:
       self,
       path: str | pathlib.Path,
       *,
-      resume: bool = False,
+      resume_step: int | None = None,
       interval_s: float = 5.0,
       extra: Callable[[], Mapping[str, Any]] | None = None,
   ):
     """Args:
 
       path: the file.
-      resume: continue the counts and evaluations of an existing file.
+      resume_step: continue an existing file at this step: its counts, and
+        the evaluations of weights that the run still goes through; later
+        steps and the end will come again. None = begin a new file.
       interval_s: smallest time between two writes caused by learner steps.
       extra: asked at each write for more keys (parameters, devices, counters
         of other parts); its failure leaves them out.
@@ -44,7 +46,9 @@ class SummaryWriter:
     self._extra = extra
     self._lock = threading.Lock()
     self._written = 0.0
-    old = files.read_json(self._path) if resume else {}
+    old = {}
+    if resume_step is not None:
+      old = _as_of(files.read_json(self._path), resume_step)
     self._before = float(old.get("seconds") or 0.0)
     self._started = time.monotonic()
     self._data: dict[str, Any] = {
@@ -126,3 +130,18 @@ class SummaryWriter:
             **more,
         },
     )
+
+
+def _as_of(data: dict[str, Any], step: int) -> dict[str, Any]:
+  """What of a summary still holds when its run goes on after `step`."""
+  data = dict(data)
+  if data.get("step", 0) > step:
+    data |= {"step": step, "version": step, "last_metrics": {}}
+  if "eval" in data:
+    data["eval"] = {
+        name: results
+        for name, results in data["eval"].items()
+        if name != "final"
+        and not (name.startswith("step_") and int(name[5:]) > step)
+    }
+  return data

@@ -1,0 +1,70 @@
+"""Going on with a run: where it stands, and what must not change.
+
+Does not restore anything; `train` does.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
+
+TrainConfig = config_lib.TrainConfig
+
+_FIXED = (
+    "run.seed",
+    "gym.name",
+    "gym.tasks",
+    "policy.name",
+    "policy.config",
+    "warm_start.source",
+    "warm_start.path",
+    "warm_start.steps",
+)
+"""What a run's weights, tasks and random numbers are made from."""
+
+_FIXED_WHETHER_ZERO = ("learner.grad_clip",)
+"""Whether they are 0 decides the structure of the optimizer's state."""
+
+
+def check(config: TrainConfig) -> None:
+  """Refuses settings that the run at `config.run.resume` cannot go on with.
+
+  Raises:
+    ConfigError: naming each with its value of before.
+  """
+  file = pathlib.Path(config.run.resume) / "config.yaml"
+  before = TrainConfig.from_yaml(
+      file.read_text(encoding="utf-8"), source=str(file)
+  )
+  problems = []
+  for key in (*_FIXED, *_FIXED_WHETHER_ZERO):
+    old, new = _value(before, key), _value(config, key)
+    same = old == new
+    if key in _FIXED_WHETHER_ZERO:
+      same = bool(old) == bool(new)
+    if not same:
+      problems.append(
+          f"{key}={_text(new)}: {config.run.resume} was begun with"
+          f" {_text(old)}, which cannot change; leave it out, or begin a new"
+          " run"
+      )
+  if problems:
+    raise config_lib.ConfigError(problems)
+
+
+def _value(config: TrainConfig, key: str) -> Any:
+  section, field = key.split(".")
+  return getattr(getattr(config, section), field)
+
+
+def _text(value: Any) -> str:
+  return str(list(value) if isinstance(value, tuple) else value)
+
+
+def checkpoint_step(directory: pathlib.Path) -> int:
+  """Updates in a run's newest checkpoint; 0 without one."""
+  with checkpoint_lib.LearnerCheckpoints(directory / "checkpoints") as found:
+    return max(found.steps(), default=0)

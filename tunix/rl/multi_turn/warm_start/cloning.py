@@ -1,0 +1,63 @@
+"""Behaviour cloning of a gym's oracle: what a run may do before GRPO.
+
+Demonstrations are played while learning goes on, up to a number of distinct
+ones; each step learns from a batch drawn from all that were played so far.
+
+Promises: the batches are a function of the seed and the tasks. Does not play
+episodes (`demonstrations` does), nor build or save anything.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Iterator, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.learner import learner as learner_lib
+
+Play = Callable[
+    [Sequence[tuple[gym_base.Task, int]]], list[trajectory_lib.Trajectory]
+]
+"""(task, seed) pairs -> their demonstrations, in order."""
+
+
+def clone(
+    learner: learner_lib.Learner,
+    play: Play,
+    tasks: Iterator[gym_base.Task],
+    config: config_lib.WarmStartConfig,
+    *,
+    seed: int,
+    observers: events.Observer,
+) -> None:
+  """Makes `config.steps` updates of `learner`.
+
+  Args:
+    learner: with the objective behaviour_cloning.
+    play: called once a step, also with nothing to play; what it raises ends
+      the cloning.
+    tasks: to demonstrate; never ends.
+    config: steps, batch size and number of demonstrations.
+    seed: of the batches.
+    observers: told the progress.
+  """
+  played: list[trajectory_lib.Trajectory] = []
+  rng = np.random.default_rng(seed)
+  for step in range(config.steps):
+    wanted = min(config.demonstrations, config.batch_size * (step + 1))
+    played += play([(next(tasks), i) for i in range(len(played), wanted)])
+    chosen = rng.choice(len(played), config.batch_size)
+    metrics = learner.update_on_sequences(
+        [s for i in chosen for s in played[i].sequences]
+    )
+    observers.on_event(
+        events.Progress(
+            "cloning demonstrations",
+            step + 1,
+            config.steps,
+            f"loss {metrics['loss']:.3f}",
+        )
+    )
