@@ -180,7 +180,8 @@ class MiniWobTasks:
   @classmethod
   def from_dict(cls, config: Mapping[str, Any]) -> MiniWobTasks:
     """Builds it from `{"families": [...], "data_mode": "default"}`."""
-    return cls(**base.known_only(config, ("families", "data_mode"), "miniwob tasks"))
+    known = ("families", "data_mode")
+    return cls(**base.known_only(config, known, "miniwob tasks"))
 
   def families(self) -> tuple[str, ...]:
     return self._families
