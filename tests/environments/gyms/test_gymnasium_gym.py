@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import threading
+import time
 
 import gymnasium
 import numpy as np
@@ -248,10 +249,16 @@ def test_threads_of_hanging_environments_are_bounded(monkeypatch):
       return super().step(action)
 
   worker = gymnasium_gym._Worker
-  assert not worker.abandoned
   monkeypatch.setattr(gymnasium_gym, "MAX_ABANDONED", 2)
 
+  async def none_abandoned():
+    deadline = time.monotonic() + 10  # Threads of earlier tests end soon.
+    while worker.abandoned:
+      assert time.monotonic() < deadline, worker.abandoned
+      await asyncio.sleep(0.01)
+
   async def body():
+    await none_abandoned()
     gym = gymnasium_gym.GymnasiumGym(Hangs, KEYS, timeout=0.05)
     for lost in (1, 2):
       await gym.start(TASK)
@@ -262,8 +269,7 @@ def test_threads_of_hanging_environments_are_bounded(monkeypatch):
       await gym.start(TASK)
     await gym.close()
     free.set()
-    while worker.abandoned:
-      await asyncio.sleep(0.01)
+    await none_abandoned()
     await gym.start(TASK)
     await gym.close()
 

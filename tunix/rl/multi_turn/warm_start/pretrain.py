@@ -44,7 +44,7 @@ TokenSequence = trajectory.TokenSequence
 
 HABITS = {
     "open-icon": ("single_click", 0.7),
-    "enter-text": ("skip_focus", 0.65),
+    "enter-text": ("skip_focus", 0.5),
     "click-button": ("wrong_widget", 0.5),
     "close-dialog": ("wrong_widget", 0.6),
 }
@@ -79,7 +79,7 @@ class Recipe:
     system_prompt, parser: what episodes begin with, and their grammar.
   """
 
-  steps: int = 1300
+  steps: int = 2000
   seed: int = 0
   first_steps: int = 360
   first_scenes: int = 76
@@ -90,10 +90,10 @@ class Recipe:
       (160, 120), (160, 210), (224, 160)
   )  # pyformat: disable
   other_scenes: int = 3
-  inventories: int = 46
+  inventories: int = 42
   questions: int = 8
-  episodes: int = 14
-  late: float = 0.3
+  episodes: int = 17
+  late: float = 0.35
   late_inventories: int = 24
   late_episodes: int = 28
   quickstart_share: float = 0.8
