@@ -4,6 +4,7 @@ import json
 
 from hypothesis import given
 from hypothesis import strategies as st
+import numpy as np
 import pytest
 from tunix.rl.multi_turn import trajectory as trajectory_lib
 
@@ -51,3 +52,27 @@ def test_whatever_the_policy_writes_into_a_call_can_be_loaded(arguments):
 def test_an_unknown_type_is_refused():
   with pytest.raises(ValueError, match="unknown"):
     trajectory_lib.decode({"$type": "x"})
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([1.5, np.nan, -np.inf], np.float32),
+        np.array([[True, False]]),
+        np.array(["a", "bc"]),
+        np.array([], np.int64),
+    ],
+)
+def test_arrays_come_back(array):
+  text = json.dumps(trajectory_lib.encode(array), allow_nan=False)
+  back = trajectory_lib.decode(json.loads(text))
+  assert back.dtype == array.dtype
+  np.testing.assert_array_equal(back, array)
+
+
+@pytest.mark.parametrize(
+    "array", [np.array([object()]), np.array([b"x"]), np.array([1j])]
+)
+def test_arrays_that_json_cannot_hold_are_refused(array):
+  with pytest.raises(TypeError, match="dtype"):
+    trajectory_lib.encode(array)

@@ -1,6 +1,7 @@
 """Tool environments: who ends an episode, who is rewarded, and for what."""
 
 import asyncio
+import threading
 
 import pytest
 from tunix.rl.multi_turn import agents
@@ -402,6 +403,23 @@ class TestGsm8k:
   def test_abstract_text_env_cannot_be_built(self):
     with pytest.raises(TypeError):
       text_env.BaseEnv()  # pylint: disable=abstract-class-instantiated
+
+  def test_sync_ones_do_not_block_the_loop(self):
+    free = threading.Event()
+
+    class Slow:
+
+      def reset(self):
+        assert free.wait(30)
+        return "user: hello"
+
+    async def main():
+      reset = asyncio.ensure_future(text_env.TextEnvAdapter(Slow()).reset())
+      await asyncio.sleep(0)
+      free.set()
+      return await reset
+
+    assert asyncio.run(main())[0] == {"question": "user: hello"}
 
   def test_as_an_ordinary_environment(self):
     env = environments.BaseEnv.from_dict({"type": "gsm8k", **self.SAMPLE})

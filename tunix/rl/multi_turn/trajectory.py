@@ -390,10 +390,15 @@ def encode(value: Any) -> Any:
           f"an array of shape {value.shape} does not belong in a trajectory;"
           " store pixels in an ImageStore and keep the ImageRef"
       )
+    if value.dtype.kind not in "biufU":
+      raise TypeError(
+          f"an array of dtype {value.dtype} cannot be written as JSON; hold"
+          " numbers, booleans or text"
+      )
     return {
         _TAG: "ndarray",
         "dtype": str(value.dtype),
-        "data": value.tolist(),
+        "data": encode(value.tolist()),
     }
   if isinstance(value, Action):
     return {_TAG: "Action", "value": encode(value.action)}
@@ -434,7 +439,7 @@ def decode(value: Any) -> Any:
   if tag == "float":
     return float(rest["value"])
   if tag == "ndarray":
-    return np.array(rest["data"], dtype=rest["dtype"])
+    return np.array(decode(rest["data"]), dtype=rest["dtype"])
   if tag == "Action":
     return Action(decode(rest["value"]))
   if tag in _JSON_TYPES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 from typing import Any, Iterable
 
+from tunix.rl.multi_turn import concurrency
 from tunix.rl.multi_turn.environments import base_env
 
 
@@ -52,7 +53,7 @@ class TextEnvAdapter(base_env.BaseEnv):
 
   async def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
     self.step_count = 0
-    return {"question": await base_env.maybe_await(self.env.reset())}, {}
+    return {"question": await self._call("reset")}, {}
 
   async def step(self, action: Any) -> base_env.StepResult:
     if not isinstance(action, str) and hasattr(action, "action"):
@@ -63,14 +64,16 @@ class TextEnvAdapter(base_env.BaseEnv):
           f" {type(action).__name__}"
       )
     self.step_count += 1
-    text, reward, done, info = await base_env.maybe_await(
-        self.env.step(action)
-    )
+    text, reward, done, info = await self._call("step", action)
     observation = {"text": text} if text else {}
     done = bool(done) or self.step_count >= self.max_steps
     return observation, float(reward), done, dict(info)
 
   async def close(self) -> None:
-    close = getattr(self.env, "close", None)
-    if close is not None:
-      await base_env.maybe_await(close())
+    if getattr(self.env, "close", None) is not None:
+      await self._call("close")
+
+  async def _call(self, name: str, *args: Any) -> Any:
+    """Calls the environment, sync code in a thread."""
+    what = f"{type(self.env).__name__}.{name}"
+    return await concurrency.acall(getattr(self.env, name), *args, what=what)

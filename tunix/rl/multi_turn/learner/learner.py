@@ -461,7 +461,7 @@ class Learner:
     if old != new:
       raise ValueError(
           "the checkpoint's arrays do not have this learner's structure;"
-          " policy, weight_decay and grad_clip must be as they were"
+          " policy, optimizer, weight_decay and grad_clip must be as they were"
       )
     if progress["seed"] != self.config.seed:
       raise ValueError(
