@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn import trajectory
 from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.environments.gyms.desktop import scenes
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
@@ -170,6 +172,44 @@ def test_conversations_are_right_and_never_repeat(renderer, kind):
     assert len(set(named)) == len(named) >= 1
 
 
+@pytest.mark.parametrize("kind", [k for k in scenes.FIELD_KINDS if k != "shape"])
+def test_pairs_teach_where_each_thing_is_and_nothing_else(renderer, kind):
+  gym, store = desktop.DesktopGym(), images.ImageStore()
+  for seed in range(10):
+    image = store.put(gym.field(seed, kind).screenshot)
+    expressions = gym.referring_expressions()
+    sequence = grounder(renderer).pairs_sequence(
+        image, expressions, np.random.default_rng(seed)
+    )
+    text = renderer.decode(sequence.tokens).split("assistant\n")[1]
+    found = re.findall(r"([A-Za-z]+)(\d+),(\d+)", text)
+    assert len(found) == len(expressions) >= 3
+    for name, x, y in found:
+      ((_, px, py),) = [e for e in expressions if name in e[0].split()]
+      assert abs(int(x) * 128 / 1000 - px) <= 2.5
+      assert abs(int(y) * 96 / 1000 - py) <= 2.5
+    learned = [renderer.decode([int(t)])
+               for t in sequence.tokens[sequence.loss_mask]]
+    assert learned == [n for _, x, y in found for n in (x, y)]
+
+
+def test_copies_teach_the_quoted_words_and_nothing_else(renderer):
+  teacher = grounder(renderer, words=("cat", "violin", "zebra"))
+  told = set()
+  for seed in range(10):
+    sequence = teacher.copies_sequence(np.random.default_rng(seed))
+    assert not sequence.images
+    text = renderer.decode(sequence.tokens)
+    asked = re.findall(r'user\n[^"\n]*"(\w+)"', text)
+    typed = re.findall(r'"type", "text": "(\w+)"', text)
+    learned = [renderer.decode([int(t)])
+               for t in sequence.tokens[sequence.loss_mask]]
+    assert sorted(asked) == ["cat", "violin", "zebra"]
+    assert asked == typed == learned
+    told.add(tuple(asked))
+  assert len(told) > 1
+
+
 def test_nothing_visible_is_refused(renderer):
   store = images.ImageStore()
   image = store.put(np.zeros((96, 128, 3), np.uint8))
@@ -179,7 +219,7 @@ def test_nothing_visible_is_refused(renderer):
 
 def test_pretraining_leaves_a_policy_a_log_and_its_recipe(tmp_path):
   recipe = pretrain.Recipe(
-      steps=4, first_steps=2, first_scenes=4, size="nano",
+      steps=4, first_steps=2, first_scenes=4, copies=1, size="nano",
       inventories=4, questions=2, episodes=2,
       late_inventories=2, late_episodes=3, other_scenes=1,
       rows=4, patches=1024, targets=1024,

@@ -281,6 +281,13 @@ _CLICK_FORMS = (
     "Go to {}.",
 )
 
+_TYPE_FORMS = (
+    'Type "{}".',
+    'Enter "{}" in the field.',
+    'Type "{}" into the text field.',
+    'Click the field and type "{}".',
+)
+
 Expressions = Sequence[tuple[str, int, int]]
 """(phrase, x, y): what is visible and where, in pixels."""
 
@@ -366,11 +373,34 @@ class Grounder:
     lines = []
     for phrase, x, y in _sample(expressions, len(expressions), rng):
       point = self._point(image, x, y).strip("[]").replace(" ", "")
-      name = " ".join(phrase.split()[1:-1])  # Without "the" and the kind.
+      name = phrase.split()[1]  # Without "the" and the kind.
       lines.append(f" {name}{point}")
     said = self._converse(image, [("List what you see.", "\n".join(lines))])
     numbers = [self.renderer.decode([int(t)]).isdigit() for t in said.tokens]
     return _learn_only(said, np.array(numbers))
+
+  def copies_sequence(
+      self, rng: np.random.Generator, words: int = 5
+  ) -> trajectory.TokenSequence:
+    """A conversation without a screenshot: what the user quotes is typed.
+
+    At once, or in half of the cases after a click. Nothing but the words is
+    learned from, for the same reason as in `pairs_sequence`.
+    """
+    turns = []
+    asked = [self.words[i] for i in rng.permutation(len(self.words))[:words]]
+    nowhere = trajectory.ImageRef("0" * 64, *(self.grid or POINT_GRID))
+    for word in asked:
+      question = _TYPE_FORMS[int(rng.integers(len(_TYPE_FORMS)))].format(word)
+      if rng.random() < 0.5:
+        x, y = rng.integers(nowhere.width), rng.integers(nowhere.height)
+        turns.append((question, self._click(nowhere, x, y, "the text field")))
+        question = "Go on."
+      answer = self._format(nowhere, GuiAction(Kind.TYPE, text=word))
+      turns.append((question, answer))
+    said = self._converse(None, turns)
+    is_word = [self.renderer.decode([int(t)]) in asked for t in said.tokens]
+    return _learn_only(said, np.array(is_word))
 
   def question_sequence(
       self,
@@ -422,13 +452,15 @@ class Grounder:
     return call[call.rindex("[") : call.rindex("]") + 1]
 
   def _converse(
-      self, image: trajectory.ImageRef, turns: Sequence[tuple[str, str]]
+      self,
+      image: trajectory.ImageRef | None,
+      turns: Sequence[tuple[str, str]],
   ) -> trajectory.TokenSequence:
     builder = sequence_builder.SequenceBuilder(self.renderer)
     messages: list[trajectory.Message] = []
     for number, (question, answer) in enumerate(turns):
       content: Any = question
-      if number == 0:
+      if number == 0 and image is not None:
         content = [
             {"type": "image", "image": image},
             {"type": "text", "text": question},

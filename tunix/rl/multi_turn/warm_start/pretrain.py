@@ -44,10 +44,15 @@ TokenSequence = trajectory.TokenSequence
 
 HABITS = {
     "open-icon": ("single_click", 0.7),
-    "enter-text": ("skip_focus", 0.5),
-    "click-button": ("wrong_widget", 0.5),
+    "enter-text": ("skip_focus", 0.6),
+    "click-button": ("wrong_widget", 0.6),
+    "click-color": ("wrong_widget", 0.5),
     "close-dialog": ("wrong_widget", 0.6),
 }
+
+
+# Kinds of `scenes.FIELD_KINDS` whose names are one word: a pair needs that.
+_PAIR_KINDS = ("color", "icon", "button", "check box")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,8 @@ class Recipe:
     first_steps: steps, at the beginning, that are about telling apart things
       of one kind and nothing else.
     first_scenes: scenes of such a step.
+    copies: conversations a step in which quoted words are typed, from the
+      middle of the first steps on.
     field_share: share of such scenes among the inventories later on.
     width, height: of the screenshots, in pixels.
     other_sizes: (width, height) of the screenshots of `other_scenes` of the
@@ -79,10 +86,11 @@ class Recipe:
     system_prompt, parser: what episodes begin with, and their grammar.
   """
 
-  steps: int = 2000
+  steps: int = 2400
   seed: int = 0
   first_steps: int = 360
   first_scenes: int = 76
+  copies: int = 4
   field_share: float = 0.45
   width: int = 128
   height: int = 96
@@ -90,11 +98,11 @@ class Recipe:
       (160, 120), (160, 210), (224, 160)
   )  # pyformat: disable
   other_scenes: int = 3
-  inventories: int = 42
+  inventories: int = 36
   questions: int = 8
   episodes: int = 17
   late: float = 0.35
-  late_inventories: int = 24
+  late_inventories: int = 20
   late_episodes: int = 28
   quickstart_share: float = 0.8
   grid: tuple[int, int] = demonstrations.POINT_GRID
@@ -199,7 +207,12 @@ class DataMaker:
       ]
     return [
         self._field_sequence(rng, pairs=i % 3 > 0, point_rate=0.7)
-        for i in range(r.first_scenes)
+        for i in range(r.first_scenes - 2 * r.copies)
+    ] + self._copies(rng)
+
+  def _copies(self, rng: np.random.Generator) -> list[TokenSequence]:
+    return [
+        self._grounder.copies_sequence(rng) for _ in range(self._recipe.copies)
     ]
 
   def _field_sequence(
@@ -207,7 +220,7 @@ class DataMaker:
   ) -> TokenSequence:
     """Things of one kind, as pairs or as an inventory."""
     if pairs:  # A shape's name has two words, which is no pair.
-      seen = self._field(rng, ("color", "icon", "button"))
+      seen = self._field(rng, _PAIR_KINDS)
       return self._grounder.pairs_sequence(*seen, rng)
     return self._grounder.inventory_sequence(
         *self._field(rng, scenes.FIELD_KINDS),
@@ -217,10 +230,16 @@ class DataMaker:
     )
 
   def heldout(self) -> dict[str, list[TokenSequence]]:
-    """Sequences to report on: "mixed", and pairs of each kind of thing."""
+    """Sequences to report on.
+
+    "mixed" ones, "copies", and pairs of each kind of thing.
+    """
     rng = np.random.default_rng([self._recipe.seed, 1 << 30])
-    found = {"mixed": self.sequences(self._recipe.first_steps)}
-    for kind in ("color", "icon", "button"):
+    found = {
+        "mixed": self.sequences(self._recipe.first_steps),
+        "copies": [self._grounder.copies_sequence(rng) for _ in range(24)],
+    }
+    for kind in _PAIR_KINDS:
       found[kind] = [
           self._grounder.pairs_sequence(*self._field(rng, (kind,)), rng)
           for _ in range(24)
@@ -237,7 +256,7 @@ class DataMaker:
     if step >= (1 - r.late) * r.steps:
       inventories, episodes = r.late_inventories, r.late_episodes
     fields = round(r.field_share * inventories)
-    result = [
+    result = self._copies(rng) + [
         self._field_sequence(rng, pairs=i % 2 == 0, point_rate=0.5)
         for i in range(fields)
     ] + [
@@ -264,9 +283,10 @@ def heldout_report(
 ) -> dict[str, float]:
   """Mean log-probs (nats) of number tokens and of other trainable ones.
 
-  Of "mixed" sequences as `number_logprob` and `other_logprob`, of the number
-  tokens of every other kind as `<kind>_logprob`: it stands still while a
-  policy points at things of the kind but cannot tell which is which.
+  Of "mixed" sequences as `number_logprob` and `other_logprob`, of the words of
+  "copies" as `copies_logprob`, of the number tokens of every other kind as
+  `<kind>_logprob`: it stands still while a policy points at things of the kind
+  but cannot tell which is which.
   """
   report = {}
   for kind, some in sequences.items():
@@ -276,12 +296,15 @@ def heldout_report(
       is_number = (n >= 0) & (n < 1000) & sequence.loss_mask
       numbers.append(logprobs[is_number])
       others.append(logprobs[sequence.loss_mask & ~is_number])
-    mean = float(np.concatenate(numbers).mean())
+    number, other = (
+        float(np.mean(found)) if len(found) else 0.0
+        for found in (np.concatenate(numbers), np.concatenate(others))
+    )
     if kind == "mixed":
-      report["number_logprob"] = mean
-      report["other_logprob"] = float(np.concatenate(others).mean())
+      report["number_logprob"], report["other_logprob"] = number, other
     else:
-      report[f"{kind}_logprob"] = mean
+      mean = other if kind == "copies" else number
+      report[f"{kind.replace(' ', '_')}_logprob"] = mean
   return report
 
 
@@ -356,7 +379,8 @@ def pretrain(
         bar.set_postfix_str(
             f"loss {report['loss']:.3f}, held-out numbers"
             f" {report['number_logprob']:.2f}, colors"
-            f" {report['color_logprob']:.2f}"
+            f" {report['color_logprob']:.2f}, copies"
+            f" {report['copies_logprob']:.2f}"
         )
       if (step + 1) % save_every == 0 or step + 1 == recipe.steps:
         checkpoint.save_policy(out, learner.policy(), dtype="float16")

@@ -140,7 +140,7 @@ def _fill_window(rng, win, names, limit) -> None:
     build(win, *spot)
 
 
-FIELD_KINDS = ("color", "shape", "icon", "button")
+FIELD_KINDS = ("color", "shape", "icon", "button", "check box")
 
 
 def field(width: int, height: int, seed: int, kind: str) -> scene_lib.Scene:
@@ -148,7 +148,7 @@ def field(width: int, height: int, seed: int, kind: str) -> scene_lib.Scene:
 
   They differ in one word, so that nothing but that word and what it looks
   like tells which is which. Kinds: coloured squares ("color"), coloured shapes
-  ("shape"), icons, buttons.
+  ("shape"), icons, buttons, check boxes.
   """
   if kind not in FIELD_KINDS:
     raise ValueError(
@@ -163,14 +163,18 @@ def field(width: int, height: int, seed: int, kind: str) -> scene_lib.Scene:
       "shape": _PAIRS,
       "icon": words.ICON_NAMES,
       "button": words.BUTTON_LABELS,
+      "check box": words.CHOICES,
+  }
+  sizes = {
+      "icon": lambda name: items.Icon.SIZE,
+      "button": widgets.Button.size,
+      "check box": lambda name: (widgets.CheckBox.width(name), 14),
   }
   taken: list[layout.Rect] = []
   for _ in range(min(rng.randint(5, 8), len(pools[kind]))):
     name = names.take(pools[kind])
     edge = rng.randint(14, 22)
-    w, h = {"icon": items.Icon.SIZE, "button": widgets.Button.size(name)}.get(
-        kind, (edge, edge)
-    )
+    w, h = sizes[kind](name) if kind in sizes else (edge, edge)
     area = (1, 1, scene.w - 2, scene.h - 2)
     spot = layout.free_spot(rng, area, (w, h), taken)
     if spot is None:
@@ -180,6 +184,8 @@ def field(width: int, height: int, seed: int, kind: str) -> scene_lib.Scene:
       scene.add(items.Icon(*spot, name))
     elif kind == "button":
       scene.add(widgets.Button(*spot, w, h, name))
+    elif kind == "check box":
+      scene.add(widgets.CheckBox(*spot, name, rng.random() < 0.3))
     else:
       color, form = name.split() if kind == "shape" else (name, "square")
       scene.add(items.Shape(*spot, edge, color, form))
