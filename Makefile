@@ -22,6 +22,8 @@ PIP_FLAGS := $(if $(filter 1,$(V)),,-qq) --disable-pip-version-check
 CLONE := $(shell printf %s "$(CURDIR)" | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.tunix-multi-turn-$(CLONE)
 SOURCES := pyproject.toml constraints.txt
+# glibc takes it from the environment only: see policy/host_memory.py.
+export MALLOC_ARENA_MAX ?= 1
 BROWSER := $(if $(findstring miniwob,$(ARGS)),-browser)
 
 .DEFAULT_GOAL := help

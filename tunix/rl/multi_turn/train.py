@@ -516,6 +516,8 @@ def _run_to_end(run: Run) -> int:
   try:
     with run:
       print(f"run directory: {run.directory}", file=sys.stderr)
+      if hint := host_memory.advice():
+        print(f"note: {hint}", file=sys.stderr)
       status, error = execute(run)
   finally:
     for number, handler in before.items():
