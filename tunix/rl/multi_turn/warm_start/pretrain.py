@@ -86,7 +86,7 @@ class Recipe:
     system_prompt, parser: what episodes begin with, and their grammar.
   """
 
-  steps: int = 2400
+  steps: int = 2000
   seed: int = 0
   first_steps: int = 360
   first_scenes: int = 76
