@@ -103,7 +103,7 @@ def test_equal_seeds_give_equal_runs(tmp_path):
   for name, seed, steps in (("a", 5, 2), ("b", 5, 2), ("c", 6, 1)):
     status = run_train(
         tmp_path, f"name={name}", f"seed={seed}", f"steps={steps}",
-        "tasks=[enter-text, set-slider]", "learner.groups_per_step=4",
+        "tasks=[enter-text, open-icon]", "learner.groups_per_step=4",
         "eval.episodes_per_task=1",
     )  # pyformat: disable
     assert status == 0
@@ -375,14 +375,15 @@ def test_a_run_stopped_before_its_first_checkpoint_can_go_on(
 def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
     tmp_path, capsys, monkeypatch
 ):
+  directory = tmp_path / "f"
+  directory.mkdir()
+  (directory / "checkpoints").write_text("in the way")
   assert run_train(
       tmp_path, NANO, "name=f", "warm_start.source=none",
       "warm_start.steps=2", "warm_start.batch_size=4", "steps=1",
-      f"queue.path={tmp_path}",  # A directory is no database.
   ) == 1  # pyformat: disable
-  directory = tmp_path / "f"
   said = capsys.readouterr()
-  assert said.err.count("error: OperationalError") == 1
+  assert said.err.count("error: ") == 1 and "checkpoints" in said.err
   assert "Traceback" not in said.err
   assert f"resume={directory}" in said.out
   assert "Traceback" in (directory / "traceback.txt").read_text()
@@ -395,8 +396,9 @@ def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
     raise AssertionError("cloned before")
 
   monkeypatch.setattr(cloning, "clone", not_again)
+  (directory / "checkpoints").unlink()
   status = train.main([
-      f"resume={directory}", "queue.path=", "algorithm.kl_coef=0.1",
+      f"resume={directory}", "algorithm.kl_coef=0.1",
       "learner.skip_zero_advantage=false",
   ])  # pyformat: disable
   assert status == 0
@@ -406,6 +408,18 @@ def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
   assert step["kl"] == pytest.approx(0.0, abs=1e-6)
   evaluations = summary_of(directory)["eval"]
   assert evaluations["warm_start"] == summary["eval"]["warm_start"]
+
+
+def test_a_queue_file_is_of_one_run(tmp_path, capsys):
+  common = (NANO, "warm_start.source=none", "steps=1")
+  used = f"queue.path={tmp_path / 'q.db'}"
+  assert run_train(tmp_path, *common, "name=a", used) == 0
+  for path in (used, f"queue.path={tmp_path}"):
+    assert run_train(tmp_path, *common, "name=b", path) == 2
+    assert f"error: {path} " in capsys.readouterr().err
+    assert not (tmp_path / "b" / "metrics.jsonl").exists()
+  assert train.main([f"resume={tmp_path / 'a'}", "queue.path="]) == 2
+  assert "queue.path" in capsys.readouterr().err
 
 
 def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
@@ -462,6 +476,9 @@ def test_an_interrupt_waits_for_the_browser(tmp_path, monkeypatch):
   closed = []
 
   class SlowBrowser:
+
+    def __init__(self):
+      asyncio.get_running_loop()  # As the real one, which is a loop's.
 
     async def close(self):
       await asyncio.sleep(0.5)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import pathlib
+import sqlite3
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import jax
@@ -35,6 +37,7 @@ from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.trajectory_collector import deadlines
 from tunix.rl.multi_turn.trajectory_collector import groups
 from tunix.rl.multi_turn.trajectory_collector import model_calls
+from tunix.rl.queue import group_store
 
 TrainConfig = config_lib.TrainConfig
 ConfigError = config_lib.ConfigError
@@ -481,3 +484,33 @@ def make_learner(
       mesh=mesh,
       reference=reference,
   )
+
+
+def make_store(
+    config: TrainConfig, images: images_lib.ImageStore
+) -> group_store.SqliteGroupStore | None:
+  """Where the queue's groups survive a crash; None without `queue.path`.
+
+  Raises:
+    ConfigError: the file cannot be one, or holds another run's groups.
+  """
+  path = config.queue.path
+  if not path:
+    return None
+  try:
+    store = group_store.SqliteGroupStore(
+        pathlib.Path(path).expanduser(), images=images
+    )
+    known = store.known()
+  except (OSError, sqlite3.Error) as error:
+    raise ConfigError([
+        f"queue.path={path} cannot be a queue's file: {error}; give a file"
+        " that is new, in a folder that can be written"
+    ]) from error
+  if known and not config.run.resume:
+    store.close()
+    raise ConfigError([
+        f"queue.path={path} holds the {len(known)} groups of another run;"
+        " give a file that is new, or go on with that run by resume="
+    ])
+  return store

@@ -63,8 +63,8 @@ class TrainConfig:
   def run_dir(self) -> pathlib.Path:
     """The run's directory; needs a name, which `load_config` always gives."""
     if self.run.resume:
-      return pathlib.Path(self.run.resume)
-    return pathlib.Path(self.run.dir) / self.run.name
+      return pathlib.Path(self.run.resume).expanduser()
+    return pathlib.Path(self.run.dir).expanduser() / self.run.name
 
   @property
   def queue_capacity(self) -> int:
@@ -116,7 +116,8 @@ _MINIWOB_SIZE = (160, 210)
 
 GYM_PRESETS: dict[str, dict[str, Any]] = {
     "desktop": {
-        "gym.tasks": ("enter-text", "login-form", "move-window", "set-slider"),
+        "gym.tasks": ("click-button", "close-dialog", "enter-text", "open-icon"),
+        "learner.schedule": "cosine",
     },
     "miniwob": {
         "gym.tasks": ("click-test-2", "click-dialog", "focus-text"),
@@ -199,7 +200,7 @@ def contradictions(config: TrainConfig) -> list[str]:
   refuse(
       not c.gym.tasks,
       f"gym.tasks is empty and gym.name={c.gym.name} has no default tasks;"
-      " list at least one, e.g. tasks=[CartPole-v1]",
+      " list at least one, e.g. tasks=[FrozenLake-v1]",
   )
   refuse(
       len(set(c.gym.tasks)) != len(c.gym.tasks),
@@ -467,7 +468,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
           f"{' and '.join(elsewhere)} together with run.resume={resume}: a"
           " resumed run goes on in its own directory; leave out one of them"
       ])
-    directory = pathlib.Path(resume)
+    directory = pathlib.Path(resume).expanduser()
     if not (directory / "config.yaml").is_file():
       raise ConfigError([
           f"run.resume={resume} is not a run directory (no config.yaml in"

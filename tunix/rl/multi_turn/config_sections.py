@@ -341,9 +341,9 @@ class LearnerConfig:
   """The optimiser and the shape of its batches."""
 
   steps: int = _opt(
-      120, "Updates. 0 = no GRPO: warm start and evaluation only.", at_least=0
+      150, "Updates. 0 = no GRPO: warm start and evaluation only.", at_least=0
   )
-  groups_per_step: int = _opt(12, "Groups an update learns from.", at_least=1)
+  groups_per_step: int = _opt(16, "Groups an update learns from.", at_least=1)
   minibatches: int = _opt(
       1, "Optimizer steps an update's groups are divided into.", at_least=1
   )
@@ -358,7 +358,7 @@ class LearnerConfig:
       4, "Rows of one compiled batch; gradients accumulate over batches."
       , at_least=1,
   )
-  learning_rate: float = _opt(5e-4, "Peak of the schedule.", above=0)
+  learning_rate: float = _opt(3e-4, "Peak of the schedule.", above=0)
   schedule: str = _opt(
       "constant",
       "After warm-up the learning rate is constant, or falls to 0 at the last"

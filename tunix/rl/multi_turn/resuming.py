@@ -13,6 +13,18 @@ from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 
 TrainConfig = config_lib.TrainConfig
 
+_TASKS = (
+    "gym.width",
+    "gym.height",
+    "gym.difficulty",
+    "gym.max_turns",
+    "gym.options",
+    "gym.reward",
+    "agent.parser",
+    "agent.system_prompt",
+    "agent.max_images",
+)
+_EVALUATION = ("eval.seed", "eval.episodes_per_task", "eval.modes")
 _FIXED = (
     "run.seed",
     "gym.name",
@@ -22,8 +34,12 @@ _FIXED = (
     "warm_start.source",
     "warm_start.path",
     "warm_start.steps",
+    "queue.path",
+    *_TASKS,
+    *_EVALUATION,
 )
-"""What a run's weights, tasks and random numbers are made from."""
+"""What a run's weights, tasks and random numbers are made from, and what makes
+its evaluations comparable."""
 
 _FIXED_WHETHER_ZERO = ("learner.grad_clip",)
 """Whether they are 0 decides the structure of the optimizer's state."""
@@ -35,7 +51,7 @@ def check(config: TrainConfig) -> None:
   Raises:
     ConfigError: naming each with its value of before.
   """
-  file = pathlib.Path(config.run.resume) / "config.yaml"
+  file = config.run_dir / "config.yaml"
   before = TrainConfig.from_yaml(
       file.read_text(encoding="utf-8"), source=str(file)
   )

@@ -144,24 +144,33 @@ class Run:
     self._collecting: concurrent.futures.Future[None] | None = None
     self._collect_loop: collect_loop.CollectLoop | None = None
     self._writers: list[Any] = []
+    self._store: group_store.SqliteGroupStore | None = None
 
   # --- life ------------------------------------------------------------------
 
   def __enter__(self) -> Run:
+    try:
+      self._claim_directory()
+    except BaseException:
+      self.engine.close(_STOP_TIMEOUT_S)
+      raise
+    self._loop = LoopThread()
+    return self
+
+  def _claim_directory(self) -> None:
     config = self.config
     if not self.resuming and (self.directory / "metrics.jsonl").exists():
       raise ConfigError([
           f"run.name={config.run.name}: {self.directory} holds a run already;"
           f" choose another name, or go on with resume={self.directory}"
       ])
+    self._store = assembly.make_store(config, self.images)
     self.directory.mkdir(parents=True, exist_ok=True)
     # The file repeats the run, it does not go on with it.
     repeat = dataclasses.replace(config.run, resume="", dry_run=False)
     (self.directory / "config.yaml").write_text(
         dataclasses.replace(config, run=repeat).to_yaml()
     )
-    self._loop = LoopThread()
-    return self
 
   def __exit__(self, *exc_info: Any) -> None:
     self._stop_collecting()
@@ -172,6 +181,8 @@ class Run:
     self.engine.close(_STOP_TIMEOUT_S)
     for writer in self._writers:
       writer.close()
+    if self._store is not None:
+      self._store.close()
 
   def attach_observers(self, resume_step: int | None) -> None:
     """Progress, metrics, trajectories and summary into the run directory."""
@@ -308,12 +319,8 @@ class Run:
     extras: dict[str, Any] = {}
     if self.resuming and checkpoints.steps():
       extras = checkpoints.restore(learner)
-    store = None
-    if config.queue.path:
-      store = group_store.SqliteGroupStore(
-          config.queue.path, images=self.images
-      )
-      store.remove(extras.get(loop_lib.CONSUMED, ()))
+    if self._store is not None:
+      self._store.remove(extras.get(loop_lib.CONSUMED, ()))
 
     def dropped(group: trajectory_lib.TrajectoryGroup, reason: str) -> None:
       self.observers.on_event(events.GroupFinished(group, "dropped", reason))
@@ -325,7 +332,7 @@ class Run:
         order="admission" if config.lockstep else "ready",
         stale_policy=config.queue.stale_policy,
         version=learner.version,
-        store=store,
+        store=self._store,
         on_drop=dropped,
     )
     metrics = step_metrics.StepMetrics(self.observers, queue, self.engine)
@@ -365,17 +372,24 @@ class Run:
       if self.engine.version != learner.version:
         loop.publish()
 
+    def evaluate_when_due() -> None:
+      step = learner.counters.updates
+      if not (config.eval.every and step and step % config.eval.every == 0):
+        return
+      if f"step_{step}" in _summary(self.directory):
+        return  # Before the run was stopped.
+      publish_latest()
+      self.evaluate(f"step_{step}")
+
     started = time.monotonic()
     try:
       loop.publish()
+      evaluate_when_due()
       self._collecting = self._loop.submit(self._collect_loop.run())
       while learner.counters.updates < config.learner.steps:
         if self.stop.is_set() or loop.step(self.stop) is None:
           break
-        step = learner.counters.updates
-        if config.eval.every and step % config.eval.every == 0:
-          publish_latest()
-          self.evaluate(f"step_{step}")
+        evaluate_when_due()
         budget = config.run.time_budget_s
         if budget and time.monotonic() - started > budget:
           break
@@ -427,8 +441,11 @@ class Interrupted(Exception):
 def _close_shared_browser(loop: LoopThread) -> None:
   from tunix.rl.multi_turn.environments.gyms import miniwob  # pylint: disable=g-import-not-at-top
 
+  async def close():
+    await miniwob.shared_browser().close()  # There is one for each loop.
+
   try:
-    loop.submit(miniwob.shared_browser().close()).result(_STOP_TIMEOUT_S)
+    loop.submit(close()).result(_STOP_TIMEOUT_S)
   except Exception as error:  # pylint: disable=broad-except
     # The loop, the engine and the files have yet to be closed.
     _LOG.warning("the browser did not close: %r", error)
@@ -547,9 +564,14 @@ def _stop_signals() -> tuple[int, ...]:
 
 def _evaluations(directory: pathlib.Path) -> dict[str, Any]:
   """What the run has measured so far, in the order of its stages."""
-  found = files.read_json(directory / "summary.json").get("eval", {})
+  found = _summary(directory)
   stages = ("initial", "warm_start", "final")
   return {name: found[name] for name in stages if name in found}
+
+
+def _summary(directory: pathlib.Path) -> dict[str, Any]:
+  """Every evaluation that the run's summary has."""
+  return files.read_json(directory / "summary.json").get("eval", {})
 
 
 if __name__ == "__main__":

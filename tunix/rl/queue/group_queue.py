@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import dataclasses
 import logging
 import math
@@ -103,6 +104,8 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     self.order = order
     self._stale_is_error = stale_policy == "error"
     self._store: GroupStore = store or MemoryGroupStore()
+    # Of its own, as an event loop's may be full of calls that hang.
+    self._writer = concurrent.futures.ThreadPoolExecutor(1, "queue-store")
     self._on_drop = on_drop
     self._monitor = monitor.Monitor()
     self._version = version
@@ -289,10 +292,15 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
       self._persist_and_commit(entry, ticket)
       return
     # Once it is on its way to the disk it is accepted, cancelled or not.
-    work = asyncio.ensure_future(
-        asyncio.to_thread(self._persist_and_commit, entry, ticket)
+    work = asyncio.get_running_loop().run_in_executor(
+        self._writer, self._persist_and_commit, entry, ticket
     )
-    await asyncio.shield(work)
+    try:
+      await asyncio.shield(work)
+    except asyncio.CancelledError:
+      # Who cancels may look at the store next; its locks have deadlines.
+      await asyncio.wait((work,))
+      raise
 
   # --- Consumers ------------------------------------------------------------
 

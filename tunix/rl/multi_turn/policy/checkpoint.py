@@ -152,7 +152,7 @@ def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
 
 def resolve(path: str | pathlib.Path) -> pathlib.Path:
   """The directory that `path`, a directory or a shipped name, stands for."""
-  directory = pathlib.Path(path)
+  directory = pathlib.Path(path).expanduser()
   if directory.is_dir():
     return directory
   if (DATA / str(path)).is_dir():

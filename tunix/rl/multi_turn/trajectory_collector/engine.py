@@ -207,9 +207,14 @@ class TrajectoryCollectEngine:
   async def _episode(self) -> Status:
     loop = asyncio.get_running_loop()
     if isinstance(self.model_call, model_calls.PolicyModel):
-      self._session = model_calls.TokenSession(
-          self.model_call, self._id, self._seed
-      )
+      try:
+        self._session = model_calls.TokenSession(
+            self.model_call, self._id, self._seed
+        )
+      except Exception as e:
+        raise _Stop(
+            Status.MODEL_ERROR, "model", "ModelError", adapters.describe(e)
+        ) from e
     else:
       self._session = model_calls.TextSession(self.model_call)
     await self._reset()

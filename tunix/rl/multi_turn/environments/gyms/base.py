@@ -3,8 +3,8 @@
 A gym starts one task at a time, carries out `GuiAction`s, shows screenshots
 and evaluates the state it is in. Single use is not required: `start` may be
 called again after an episode. Anything may raise; the collector turns that
-into data. Blocking gyms belong behind `asyncio.to_thread`, cheap ones run
-where they are.
+into data. The methods may be coroutine functions; plain ones run in threads,
+so they may block.
 """
 
 from __future__ import annotations
