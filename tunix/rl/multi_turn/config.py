@@ -116,9 +116,11 @@ _MINIWOB_SIZE = (160, 210)
 
 GYM_PRESETS: dict[str, dict[str, Any]] = {
     "desktop": {
-        "gym.tasks": ("click-button", "close-dialog", "enter-text", "open-icon"),
+        "gym.tasks": (
+            "click-button", "close-dialog", "enter-text", "open-icon",
+        ),
         "learner.schedule": "cosine",
-    },
+    },  # pyformat: disable
     "miniwob": {
         "gym.tasks": ("click-test-2", "click-dialog", "focus-text"),
         "gym.width": _MINIWOB_SIZE[0],
