@@ -410,6 +410,15 @@ def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
   assert evaluations["warm_start"] == summary["eval"]["warm_start"]
 
 
+def test_a_resumed_run_makes_up_for_an_evaluation(tmp_path):
+  common = (NANO, "warm_start.source=none", "name=m", "steps=2")
+  assert run_train(tmp_path, *common) == 0
+  resume = f"resume={tmp_path / 'm'}"
+  assert train.main([resume, "steps=3", "eval.every=2"]) == 0
+  evaluations = summary_of(tmp_path / "m")["eval"]
+  assert set(evaluations) == {"initial", "warm_start", "step_2", "final"}
+
+
 def test_a_queue_file_is_of_one_run(tmp_path, capsys):
   common = (NANO, "warm_start.source=none", "steps=1")
   used = f"queue.path={tmp_path / 'q.db'}"

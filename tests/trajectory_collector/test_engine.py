@@ -493,6 +493,18 @@ def test_own_context_limit_cuts_and_then_ends():
     assert len(prompt) + sampling.max_new_tokens <= 70
 
 
+def test_a_client_that_is_dead_from_the_start_is_not_the_gyms_fault():
+  model, client = token_model(lambda turn, _: ids("ok"))
+
+  def open_session(name):
+    raise RuntimeError("the engine has failed for good")
+
+  client.open_session = open_session
+  result = collect(fakes.ListAgent(), fakes.ScriptEnv(), model)
+  assert result.status is Status.MODEL_ERROR
+  assert "ModelError" in result.error and "for good" in result.error
+
+
 def test_a_sampled_placeholder_is_a_model_error():
   model, _ = token_model(
       lambda turn, _: ids("ok") if turn == 0 else [fakes.PAD]

@@ -153,6 +153,8 @@ class Run:
       self._claim_directory()
     except BaseException:
       self.engine.close(_STOP_TIMEOUT_S)
+      if self._store is not None:
+        self._store.close()
       raise
     self._loop = LoopThread()
     return self
