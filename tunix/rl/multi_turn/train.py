@@ -138,6 +138,14 @@ class Run:
             f"warm_start.steps={config.warm_start.steps}: {error}; set"
             " warm_start.steps=0"
         ]) from None
+      known = self._oracle.families
+      unknown = [t for t in config.gym.tasks if known and t not in known]
+      if unknown:
+        raise ConfigError([
+            f"warm_start.steps={config.warm_start.steps}: no oracle can"
+            f" demonstrate gym.tasks={unknown}, only {', '.join(known)}; leave"
+            " those out or set warm_start.steps=0"
+        ])
     self.engine = assembly.make_engine(config, self.policy, self.images)
     self.observers = events.Observers()
     self._loop: LoopThread | None = None

@@ -21,7 +21,10 @@ from tunix.rl.multi_turn.learner import learner as learner_lib
 Play = Callable[
     [Sequence[tuple[gym_base.Task, int]]], list[trajectory_lib.Trajectory]
 ]
-"""(task, seed) pairs -> their demonstrations, in order."""
+"""(task, seed) pairs -> their demonstrations, in order. Tasks that nobody can
+solve, as some pages draw now and then, are left out."""
+
+_UNSOLVABLE_AT_MOST = 0.2
 
 
 def clone(
@@ -43,12 +46,24 @@ def clone(
     config: steps, batch size and number of demonstrations.
     seed: of the batches.
     observers: told the progress.
+
+  Raises:
+    RuntimeError: too many tasks have no solution to be shown.
   """
   played: list[trajectory_lib.Trajectory] = []
+  tried = 0
   rng = np.random.default_rng(seed)
   for step in range(config.steps):
     wanted = min(config.demonstrations, config.batch_size * (step + 1))
-    played += play([(next(tasks), i) for i in range(len(played), wanted)])
+    pairs = [(next(tasks), i) for i in range(tried, max(tried, wanted))]
+    played += play(pairs)
+    tried += len(pairs)
+    if len(played) < (1 - _UNSOLVABLE_AT_MOST) * tried:
+      raise RuntimeError(
+          f"the oracle could demonstrate only {len(played)} of {tried} tasks,"
+          " the others offer it nothing to act on; leave out such gym.tasks or"
+          " set warm_start.steps=0"
+      )
     chosen = rng.choice(len(played), config.batch_size)
     metrics = learner.update_on_sequences(
         [s for i in chosen for s in played[i].sequences]

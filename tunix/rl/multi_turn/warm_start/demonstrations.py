@@ -101,10 +101,16 @@ class Oracle:
   Attributes:
     act: gym -> the next right action, None at the end.
     describe: (gym, x, y) -> the phrase for what is at a pixel, or None.
+    families: what it can demonstrate; None = every family of the gym.
   """
 
   act: Callable[[Any], Any]
   describe: Callable[[Any, float, float], Any]
+  families: tuple[str, ...] | None = None
+
+
+class UnsolvableError(LookupError):
+  """The oracle sees no way to solve this very task: it was drawn badly."""
 
 
 def oracle_of(gym_name: str) -> Oracle:
@@ -120,7 +126,9 @@ def oracle_of(gym_name: str) -> Oracle:
   if gym_name == "miniwob":
     from tunix.rl.multi_turn.environments.gyms import miniwob  # pylint: disable=g-import-not-at-top
 
-    return Oracle(miniwob.oracle_action, miniwob.describe)
+    return Oracle(
+        miniwob.oracle_action, miniwob.describe, miniwob.ORACLE_FAMILIES
+    )
   raise ValueError(
       f"gym {gym_name!r} has no oracle to demonstrate; desktop and miniwob do"
   )
@@ -185,7 +193,11 @@ class Demonstrator:
   async def episode(
       self, task: gym_base.Task, seed: int
   ) -> trajectory.Trajectory:
-    """One demonstration of `task`; `seed` decides whether a habit strikes."""
+    """One demonstration of `task`; `seed` decides whether a habit strikes.
+
+    Raises:
+      UnsolvableError: the oracle found nothing to act on (LookupError).
+    """
     rng = np.random.default_rng((0x0DE3, seed))
     habit, rate = self.habits.get(task.family, ("", 0.0))
     habit_fn = HABITS[habit] if habit and rng.random() < rate else None
@@ -198,9 +210,15 @@ class Demonstrator:
         action_parser=parser,
     )
 
+    unsolvable: list[LookupError] = []
+
     async def act(prompt: policy_client.TokenPrompt, session: str):
       del prompt, session
-      action = await _value(self.oracle.act(gym))
+      try:
+        action = await _value(self.oracle.act(gym))
+      except LookupError as error:
+        unsolvable.append(error)
+        raise
       if action is None:
         action = GuiAction(Kind.TERMINATE)
       if habit_fn is not None:
@@ -222,12 +240,15 @@ class Demonstrator:
     engine = engine_lib.TrajectoryCollectEngine(
         agent, env, model, max_steps=env.max_steps, timeout=self.timeout_s
     )
-    return await engine.collect()
+    played = await engine.collect()
+    if unsolvable:
+      raise UnsolvableError(str(unsolvable[0])) from unsolvable[0]
+    return played
 
   async def episodes(
       self, tasks: Iterable[tuple[gym_base.Task, int]], at_once: int = 1
   ) -> list[trajectory.Trajectory]:
-    """Demonstrations of (task, seed) pairs, in order.
+    """Demonstrations of (task, seed) pairs, in order, unsolvable ones left out.
 
     Args:
       tasks: what to play.
@@ -238,9 +259,14 @@ class Demonstrator:
     """
     slots = asyncio.Semaphore(at_once)
 
-    async def play(task: gym_base.Task, seed: int) -> trajectory.Trajectory:
+    async def play(
+        task: gym_base.Task, seed: int
+    ) -> trajectory.Trajectory | None:
       async with slots:
-        played = await self.episode(task, seed)
+        try:
+          played = await self.episode(task, seed)
+        except UnsolvableError:
+          return None
       if not played.status.is_policy_outcome:
         raise RuntimeError(
             f"the demonstration of {task.task_id} broke: {played.error}"
@@ -249,7 +275,7 @@ class Demonstrator:
 
     playing = [asyncio.ensure_future(play(*pair)) for pair in tasks]
     try:
-      return await asyncio.gather(*playing)
+      return [p for p in await asyncio.gather(*playing) if p is not None]
     finally:
       for task in playing:
         task.cancel()

@@ -44,7 +44,8 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
   Raises:
     RuntimeError: no episode is running.
     ValueError: the family has no oracle.
-    LookupError: what should be clicked is not there, or covered.
+    LookupError: what should be clicked is not there, or wholly covered: this
+      page cannot be solved.
   """
   if gym.task is None or gym.page is None:
     raise RuntimeError("no episode is running; call start(task) first")
@@ -106,13 +107,22 @@ async def _click(gym: gym_lib.MiniWobGym, element: str) -> _Action:
       """(e => {
         if (!e) return null;
         const r = e.getBoundingClientRect();
+        const shown = (x, y) => {
+          if (x < 0 || y < 0 || x >= %d || y >= %d) return false;
+          const hit = document.elementFromPoint(x, y);
+          return hit && (hit === e || e.contains(hit));
+        };
         for (const [u, v] of [[.5, .5], [.2, .2], [.8, .2], [.2, .8], [.8, .8],
                               [.05, .5], [.95, .5], [.5, .05], [.5, .95]]) {
           const x = Math.floor(r.left + u * r.width);
           const y = Math.floor(r.top + v * r.height);
-          if (x < 0 || y < 0 || x >= %d || y >= %d) continue;
-          const hit = document.elementFromPoint(x, y);
-          if (hit && (hit === e || e.contains(hit))) return [x, y];
+          if (shown(x, y)) return [x, y];
+        }
+        // Pages drop elements on top of each other: a sliver may be left.
+        for (let y = Math.floor(r.top); y < r.bottom; ++y) {
+          for (let x = Math.floor(r.left); x < r.right; ++x) {
+            if (shown(x, y)) return [x, y];
+          }
         }
         return null;
       })(%s)"""
