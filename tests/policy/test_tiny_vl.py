@@ -162,46 +162,6 @@ def test_an_image_sees_no_other_image(policy):
     np.testing.assert_allclose(both[0, at : at + n], alone[0], atol=TOL)
 
 
-def test_banded_attention_equals_dense_attention_under_the_band_mask():
-  rng = np.random.default_rng(3)
-  s, p, n, h = 2, 23, 2, 4
-  q, k, v = (rng.normal(size=(s, p, n, h)).astype(np.float32) for _ in "qkv")
-  segments = np.sort(rng.integers(1, 4, (s, p)), axis=1).astype(np.int32)
-  for window in (4, 7, 64):
-    got = jax.jit(tiny_vl._banded_attention, static_argnums=4)(
-        q, k, v, segments, window
-    )
-    distance = np.abs(np.arange(p)[:, None] - np.arange(p))
-    mask = (segments[:, :, None] == segments[:, None]) & (distance <= window)
-    scores = np.einsum("sqnh,sknh->snqk", q, k) / np.sqrt(h)
-    scores = np.where(mask[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    want = np.einsum("snqk,sknh->sqnh", weights, v)
-    np.testing.assert_allclose(got, want, atol=TOL)
-
-
-def test_chunked_causal_attention_equals_one_chunk():
-  rng = np.random.default_rng(4)
-  b, t, n, kv, h = 1, 300, 4, 2, 4
-  q = rng.normal(size=(b, t, n, h)).astype(np.float32)
-  k, v = (rng.normal(size=(b, kv, t, h)).astype(np.float32) for _ in "kv")
-  mask = np.tri(t, dtype=bool)[None]
-
-  def run(attention):
-    return jax.jit(
-        jax.value_and_grad(
-            lambda *qkv: jnp.sum(jnp.sin(attention(*qkv, mask))),
-            argnums=(0, 1, 2),
-        )
-    )(q, k, v)
-
-  got, want = run(tiny_vl._causal_attention), run(tiny_vl._attention)
-  jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want
-  )
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_extend_in_random_pieces_equals_the_full_forward_pass(policy, seed):
   model, _ = policy

@@ -28,6 +28,7 @@ class MicroProcessor:
 
   patch_bytes = 48
   patches_per_token = 2
+  position_axes = 2
 
   def num_image_tokens(self, width, height):
     return (height // 4) * (width // 4) // 2

@@ -19,6 +19,7 @@ from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn import config_loader
 from tunix.rl.multi_turn import config_sections
+from tunix.rl.multi_turn.environments.gyms import miniwob
 import yaml
 
 ConfigError = config_loader.ConfigError
@@ -131,7 +132,19 @@ GYM_PRESETS: dict[str, dict[str, Any]] = {
 }
 """Defaults that depend on gym.name; files and overrides win over them."""
 
+CLONING_PRESETS: dict[str, dict[str, Any]] = {
+    "miniwob": {
+        "warm_start.steps": 60,
+        "warm_start.batch_size": 32,
+        "warm_start.learning_rate": 7e-4,
+        "warm_start.demonstrations": 1500,
+    },
+}
+"""More of them for gyms that the embedded policy has never seen, where it
+starts the run and the gym's oracle can demonstrate every task."""
+
 _GYMS_WITH_ORACLE = ("desktop", "miniwob")
+_ORACLE_FAMILIES = {"miniwob": miniwob.ORACLE_FAMILIES}
 _GYMS_WITHOUT_LEVELS = ("miniwob", "gymnasium")
 _NOT_GYM_OPTIONS = {
     "desktop": {"width": "gym.width", "height": "gym.height"},
@@ -173,17 +186,31 @@ def _resolve(layers: Sequence[Mapping[str, Any]]) -> TrainConfig:
     merged.pop("policy.name")
   else:
     name = None
-  config = config_loader.build(
-      TrainConfig, merged, open_names=bool(config_loader.unwrap(imports))
-  )
+
+  def build(values: Mapping[str, Any]) -> TrainConfig:
+    return config_loader.build(
+        TrainConfig, values, open_names=bool(config_loader.unwrap(imports))
+    )
+
+  config = build(merged)
   if name is not None:
     config = dataclasses.replace(
         config, policy=dataclasses.replace(config.policy, name=name)
     )
+  elif _can_clone(config):
+    config = build({**CLONING_PRESETS.get(config.gym.name, {}), **merged})
   problems = contradictions(config)
   if problems:
     raise ConfigError(problems)
   return config
+
+
+def _can_clone(config: TrainConfig) -> bool:
+  """Whether demonstrations for the embedded policy can be had."""
+  if config.warm_start.source != "embedded" or not config.gym.tasks:
+    return False
+  known = _ORACLE_FAMILIES.get(config.gym.name, ())
+  return all(task in known for task in config.gym.tasks)
 
 
 def _is_directory(name: str) -> bool:
@@ -502,10 +529,16 @@ def reference() -> str:
   """docs/configuration.md: every section as a table."""
   short = "\n".join(f"| `{a}` | `{p}` |" for a, p in ALIASES.items())
   presets = "\n".join(
-      f"| `{gym}` | "
+      f"| {gym} | "
       + ", ".join(f"`{k}={_plain(v)}`" for k, v in values.items())
       + " |"
-      for gym, values in GYM_PRESETS.items()
+      for gym, values in [
+          *((f"`{name}`", preset) for name, preset in GYM_PRESETS.items()),
+          *(
+              (f"`{name}`, if its oracle knows every task", preset)
+              for name, preset in CLONING_PRESETS.items()
+          ),
+      ]
   )
   return REFERENCE_HEAD.format(short=short, presets=presets) + (
       config_loader.describe_markdown(TrainConfig).rstrip() + "\n"

@@ -392,7 +392,7 @@ class Packer:
     ppt = self._processor.patches_per_token
     patches = np.zeros((s, p, self._processor.patch_bytes), np.uint8)
     segments = np.zeros((s, p), np.int32)
-    positions = np.zeros((s, p, 2), np.int32)
+    positions = np.zeros((s, p, self._processor.position_axes), np.int32)
     used = np.zeros(s, np.int64)
     count = np.zeros(s, np.int64)
     first_token: dict[tuple[int, str], int] = {}

@@ -7,8 +7,9 @@ computed on the host, so that shapes are the only thing a compile depends on.
 
 Axis names: B = rows, T = tokens of a row, S = patch buffers (one a data
 shard; B % S == 0 and row b reads buffer b // (B // S)), P = patches of a
-buffer, F = bytes of a patch, V = vision tokens of a buffer, D = model width,
-L = layers, C = cache length, K = KV heads, H = head width.
+buffer, F = bytes of a patch, V = vision tokens of a buffer, A = numbers that
+say where a patch is, D = model width, L = layers, C = cache length, K = KV
+heads, H = head width.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class PolicyInputs:
     patches: uint8[S, P, F].
     patch_segments: int32[S, P], 1, 2, … for the images of a buffer, 0 for
       padding; vision attention stays within an image.
-    patch_positions: int32[S, P, 2], (row, column) as the policy's processor
-      counts them: patches of the grid, or fractions of the image's sides.
+    patch_positions: int32[S, P, A], (row, column) as the policy's processor
+      counts them: patches of the grid, or fractions of the image's sides; and
+      whatever else of a patch's place the policy wants to know.
     prefix_ids: int32[B, T] or None, id of one more segment that the token may
       attend to, -1 for none. A prompt stored once is thereby the prefix of
       several completions, which are segments of their own after it. Read by
@@ -63,7 +65,7 @@ class PatchedImage:
 
   Attributes:
     patches: uint8[P, F].
-    positions: int32[P, 2], (row, column), for `patch_positions`.
+    positions: int32[P, A], (row, column, …), for `patch_positions`.
     num_tokens: vision tokens it becomes, in placeholder order; vision token i
       of an image whose patches start at p sits at p // (P / num_tokens) + i.
   """
@@ -78,6 +80,7 @@ class Processor(Protocol):
 
   patch_bytes: int  # F
   patches_per_token: int  # P / V
+  position_axes: int  # A
 
   def num_image_tokens(self, width: int, height: int) -> int:
     """Placeholder tokens of a screenshot of this size, in pixels."""
@@ -109,7 +112,10 @@ class Policy(Protocol):
   def encode_images(
       self, patches: Array, patch_segments: Array, patch_positions: Array
   ) -> jax.Array:
-    """Vision tokens [S, V, D] from [S, P, F], [S, P], [S, P, 2]."""
+    """Vision tokens [S, V, …] from [S, P, F], [S, P], [S, P, A].
+
+    What follows V is the policy's own affair: D, or several of them.
+    """
     ...
 
   def init_cache(self, batch: int, length: int) -> Any:
@@ -137,7 +143,7 @@ class Policy(Protocol):
         others write nothing that is ever attended to.
       cache: as from `init_cache` with the same B.
       vision_index: int32[B, T] into `vision`, -1 for text; None = text only.
-      vision: [S, V, D] from `encode_images`.
+      vision: [S, V, …] from `encode_images`.
 
     Returns:
       Hidden states [B, T, D] and the cache. T = 1 is the decode step.

@@ -25,13 +25,13 @@ E = features of the axis basis.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import tiny_vl_config
 from tunix.rl.multi_turn.policy import vision_inputs
 
@@ -40,7 +40,6 @@ SIZES = tiny_vl_config.SIZES
 config_for = tiny_vl_config.config_for
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
-_NEG = -1e30
 
 
 # --- geometry ---------------------------------------------------------------
@@ -94,10 +93,7 @@ def _zeros(*shape: int) -> nnx.Param:
 
 
 def _dot(x: jax.Array, kernel: nnx.Param) -> jax.Array:
-  """x @ kernel in the dtype of x, as one flat matmul: XLA:CPU's gradients of
-  matmuls with two leading axes take twice as long."""
-  flat = x.reshape(-1, x.shape[-1]) @ kernel[...].astype(x.dtype)
-  return flat.reshape(*x.shape[:-1], flat.shape[-1])
+  return kernels.dot(x, kernel[...])
 
 
 def _rms_norm(x: jax.Array, scale: nnx.Param) -> jax.Array:
@@ -117,10 +113,6 @@ def _rope(
   a, b = x_BTNH[..., :half], x_BTNH[..., half:]
   rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   return rotated.astype(x_BTNH.dtype)
-
-
-def _softmax(scores: jax.Array, dtype: Any) -> jax.Array:
-  return jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(dtype)
 
 
 # --- stem and merger ----------------------------------------------------------
@@ -205,58 +197,17 @@ class VisionBlock(nnx.Module):
     s, p, _ = x_SPD.shape
     qkv = _dot(_rms_norm(x_SPD, self.norm1), self.qkv)
     qkv = qkv.reshape(s, p, 3, self.heads, -1)
-    mixed = _banded_attention(
-        qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], segments_SP, self.window
+    mixed = kernels.image_attention(
+        qkv[:, :, 0],
+        qkv[:, :, 1],
+        qkv[:, :, 2],
+        segments_SP,
+        self.window,
+        cut=True,
     )
     x = x_SPD + _dot(mixed.reshape(s, p, -1), self.out)
     hidden = jax.nn.gelu(_dot(_rms_norm(x, self.norm2), self.up))
     return x + _dot(hidden, self.down)
-
-
-def _banded_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments_SP: jax.Array,
-    window: int,
-) -> jax.Array:
-  """Attention of [S, P, N, H] within a segment and `window` tokens.
-
-  Cut in blocks of `window` queries, each of which needs the keys of its own
-  and the two neighbouring blocks only. Whether two tokens see each other does
-  not depend on where blocks begin.
-  """
-  s, p, heads, head_dim = q.shape
-  block = min(window, p)
-  blocks = -(-p // block)
-  fill = blocks * block - p
-
-  def pad(x, before, after):
-    return jnp.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2))
-
-  q = pad(q, 0, fill).reshape(s * blocks, block, heads, head_dim)
-  own = pad(segments_SP, 0, fill).reshape(s * blocks, block)
-  if blocks == 1:
-    span = block
-  else:
-    span = 3 * block
-
-    def neighbours(x):
-      x = pad(x, block, block + fill)
-      parts = [
-          x[:, i * block : (i + blocks) * block].reshape(
-              s * blocks, block, *x.shape[2:]
-          )
-          for i in range(3)
-      ]
-      return jnp.concatenate(parts, axis=1)
-
-    k, v, segments_SP = neighbours(k), neighbours(v), neighbours(segments_SP)
-  distance = np.arange(span)[None, :] - np.arange(block)[:, None]
-  near = np.abs(distance - (span - block) // 2) <= window
-  mask = (own[:, :, None] == segments_SP[:, None, :]) & near
-  mixed = _attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
-  return mixed.reshape(s, blocks * block, heads, head_dim)[:, :p]
 
 
 # --- decoder ------------------------------------------------------------------
@@ -315,59 +266,6 @@ class DecoderBlock(nnx.Module):
     return x + _dot(hidden, self.down)
 
 
-def _attention(
-    q_BTNH: jax.Array,
-    k_BKCH: jax.Array,
-    v_BKCH: jax.Array,
-    mask_BTC: jax.Array,
-) -> jax.Array:
-  """Grouped-query attention; [B, T, N, H]."""
-  b, t, n, h = q_BTNH.shape
-  kv, length = k_BKCH.shape[1:3]
-  # One batch axis, heads outside tokens: no operand is copied at each step of
-  # decoding, and the gradients stay plain batched matmuls.
-  q = (q_BTNH * h**-0.5).reshape(b, t, kv, n // kv, h)
-  q = q.transpose(0, 2, 3, 1, 4).reshape(b * kv, (n // kv) * t, h)
-  k = k_BKCH.reshape(b * kv, length, h)
-  v = v_BKCH.reshape(b * kv, length, h)
-  scores = jnp.einsum("xqh,xch->xqc", q, k).reshape(b, n, t, length)
-  scores = jnp.where(mask_BTC[:, None], scores, _NEG)
-  weights = _softmax(scores, q.dtype).reshape(b * kv, -1, length)
-  mixed = jnp.einsum("xqc,xch->xqh", weights, v)
-  mixed = mixed.reshape(b, kv, n // kv, t, h).transpose(0, 3, 1, 2, 4)
-  return mixed.reshape(b, t, n, h)
-
-
-def _causal_attention(
-    q_BTNH: jax.Array,
-    k_BKTH: jax.Array,
-    v_BKTH: jax.Array,
-    mask_BTT: jax.Array,
-) -> jax.Array:
-  """`_attention` under a causal mask, in chunks of queries.
-
-  A chunk needs the keys up to its own end only, and its scores are computed
-  again in the backward pass instead of being kept.
-  """
-  t = q_BTNH.shape[1]
-  chunk = max(128, -(-t // 1024) * 128)
-  if t <= chunk:
-    return _attention(q_BTNH, k_BKTH, v_BKTH, mask_BTT)
-  attend = jax.checkpoint(_attention)
-  parts = []
-  for start in range(0, t, chunk):
-    end = min(start + chunk, t)
-    parts.append(
-        attend(
-            q_BTNH[:, start:end],
-            k_BKTH[:, :, :end],
-            v_BKTH[:, :, :end],
-            mask_BTT[:, start:end, :end],
-        )
-    )
-  return jnp.concatenate(parts, axis=1)
-
-
 # --- the policy ---------------------------------------------------------------
 
 
@@ -403,17 +301,13 @@ class TinyVL(nnx.Module):
         inputs.patches, inputs.patch_segments, inputs.patch_positions
     )
     x = self._embed(inputs.tokens, inputs.vision_index, vision)
-    segments = inputs.segment_ids
-    t = x.shape[1]
-    visible = segments[:, :, None] == segments[:, None, :]
-    if inputs.prefix_ids is not None:
-      prefix = jnp.asarray(inputs.prefix_ids)
-      visible |= prefix[:, :, None] == segments[:, None, :]
-    mask = visible & np.tri(t, dtype=bool)
+    segments = jnp.asarray(inputs.segment_ids)
+    prefix = inputs.prefix_ids
+    prefix = None if prefix is None else jnp.asarray(prefix)
     for block in self.blocks:
       q, k, v = block.project(x, inputs.positions[..., 0])
-      k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-      x = block.finish(x, _causal_attention(q, k, v, mask))
+      mixed = kernels.causal_attention(q, k, v, segments, prefix)
+      x = block.finish(x, mixed)
     return _rms_norm(x, self.norm)
 
   def encode_images(
@@ -467,7 +361,7 @@ class TinyVL(nnx.Module):
       k_BKCH = k_BKCH.at[rows_B1, :, write_BT].set(k, mode="drop")
       v_BKCH = v_BKCH.at[rows_B1, :, write_BT].set(v, mode="drop")
       new_cache.append((k_BKCH, v_BKCH))
-      x = block.finish(x, _attention(q, k_BKCH, v_BKCH, mask_BTC))
+      x = block.finish(x, kernels.attend(q, k_BKCH, v_BKCH, mask_BTC))
     return _rms_norm(x, self.norm), tuple(new_cache)
 
   def logits(self, hidden: jax.Array) -> jax.Array:

@@ -30,6 +30,7 @@ class TinyVLProcessor:
 
   patch_bytes = WINDOW * WINDOW * 3
   patches_per_token = 1
+  position_axes = 2
 
   def __init__(self, max_cells: int = 1600):
     """Args:

@@ -185,6 +185,7 @@ class RolloutEngine:
         vision_tokens=vision_cache_tokens,
         patch_bytes=processor.patch_bytes,
         patches_per_token=per_token,
+        position_axes=processor.position_axes,
     )
     self._scheduler = scheduler_lib.Scheduler(
         self._programs,

@@ -106,6 +106,7 @@ class Programs:
       vision_tokens: int,
       patch_bytes: int,
       patches_per_token: int,
+      position_axes: int,
   ):
     """Args:
 
@@ -117,11 +118,13 @@ class Programs:
       vision_tokens: size of the vision pool in tokens.
       patch_bytes: F.
       patches_per_token: P / V.
+      position_axes: numbers that say where a patch is.
     """
     self.slots = slots
     self.context_length = context_length
     self.patch_bytes = patch_bytes
     self.patches_per_token = patches_per_token
+    self.position_axes = position_axes
     self.vision_tokens = vision_tokens
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
@@ -229,7 +232,7 @@ class Programs:
       self,
       patches_SPF: np.ndarray,
       segments_SP: np.ndarray,
-      positions_SP2: np.ndarray,
+      positions_SPA: np.ndarray,
       destination_SV: np.ndarray,
   ) -> None:
     """Encodes one image a row into the pool's places `destination`.
@@ -242,7 +245,7 @@ class Programs:
         self.pool,
         patches_SPF,
         segments_SP,
-        positions_SP2,
+        positions_SPA,
         destination_SV,
     )
 
@@ -329,7 +332,7 @@ class Programs:
     return (
         jax.ShapeDtypeStruct((images, patches, f), jnp.uint8),
         jax.ShapeDtypeStruct((images, patches), jnp.int32),
-        jax.ShapeDtypeStruct((images, patches, 2), jnp.int32),
+        jax.ShapeDtypeStruct((images, patches, self.position_axes), jnp.int32),
     )
 
   def _vocabulary(self) -> int:

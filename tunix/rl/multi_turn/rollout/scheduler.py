@@ -429,7 +429,7 @@ class Scheduler:
     programs = self.programs
     patches = np.zeros((count, size, programs.patch_bytes), np.uint8)
     segments = np.zeros((count, size), np.int32)
-    positions = np.zeros((count, size, 2), np.int32)
+    positions = np.zeros((count, size, programs.position_axes), np.int32)
     destination = np.full(
         (count, size // programs.patches_per_token),
         programs.vision_tokens,

@@ -1,0 +1,182 @@
+"""Attention and products against their definitions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tunix.rl.multi_turn.policy import kernels
+
+TOL = 2e-5
+
+
+def dense(q, k, v, mask):
+  """The definition, in numpy: q [B, T, N, H], k and v [B, C, K, H]."""
+  repeat = q.shape[2] // k.shape[2]
+  k, v = np.repeat(k, repeat, axis=2), np.repeat(v, repeat, axis=2)
+  scores = np.einsum("btnh,bcnh->bntc", q, k) / np.sqrt(q.shape[-1])
+  scores = np.where(mask[:, None], scores, -np.inf)
+  weights = np.exp(scores - scores.max(-1, keepdims=True))
+  weights /= weights.sum(-1, keepdims=True)
+  return np.einsum("bntc,bcnh->btnh", weights, v)
+
+
+def random(rng, *shape):
+  return rng.normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("reach", (4, 7, 64))
+def test_image_attention_with_a_cut_equals_dense_attention(reach):
+  rng = np.random.default_rng(3)
+  s, p, n, h = 2, 23, 2, 4
+  q, k, v = (random(rng, s, p, n, h) for _ in "qkv")
+  segments = np.sort(rng.integers(1, 4, (s, p)), axis=1).astype(np.int32)
+  got = jax.jit(
+      functools.partial(kernels.image_attention, reach=reach, cut=True)
+  )(q, k, v, segments)
+  distance = np.abs(np.arange(p)[:, None] - np.arange(p))
+  mask = (segments[:, :, None] == segments[:, None]) & (distance <= reach)
+  np.testing.assert_allclose(got, dense(q, k, v, mask), atol=TOL)
+
+
+@pytest.mark.parametrize("elements", (1, 1 << 26))
+def test_image_attention_sees_all_of_an_image_within_reach(
+    elements, monkeypatch
+):
+  """Block by block or at once; values and gradients."""
+  monkeypatch.setattr(kernels, "MAX_SCORES", elements)
+  rng = np.random.default_rng(5)
+  s, n, h, reach = 2, 2, 4, 8
+  sizes = ((8, 3, 8, 1, 6), (2, 8, 8, 8))
+  segments = np.stack([np.repeat(np.arange(1, len(z) + 1), z) for z in sizes])
+  p = segments.shape[1]
+  q, k, v = (random(rng, s, p, n, h) for _ in "qkv")
+  mask = segments[:, :, None] == segments[:, None]
+
+  def value(attention, *qkv):
+    return jnp.sum(jnp.sin(attention(*qkv)))
+
+  banded = functools.partial(
+      kernels.image_attention, segments_SP=segments, reach=reach
+  )
+  whole = lambda q, k, v: kernels.attend(
+      q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask
+  )
+  np.testing.assert_allclose(banded(q, k, v), dense(q, k, v, mask), atol=TOL)
+  got, want = (
+      jax.grad(functools.partial(value, f), argnums=(0, 1, 2))(q, k, v)
+      for f in (banded, whole)
+  )
+  for a, b in zip(got, want):
+    np.testing.assert_allclose(a, b, atol=TOL)
+
+
+def packed(rng, b, t):
+  """Segment ids of rows with several sequences and padding at the end."""
+  rows = []
+  for _ in range(b):
+    cuts = np.sort(rng.integers(1, t, 3))
+    row = np.searchsorted(cuts, np.arange(t), side="right") + 1
+    rows.append(np.where(row == 4, 0, row))
+  return np.stack(rows).astype(np.int32)
+
+
+def test_causal_attention_in_chunks_equals_the_definition():
+  rng = np.random.default_rng(4)
+  b, t, n, kv, h = 2, 300, 4, 2, 8
+  q, k, v = random(rng, b, t, n, h), random(rng, b, t, kv, h), random(
+      rng, b, t, kv, h
+  )
+  segments = packed(rng, b, t)
+  prefix = np.where(segments == 3, 1, -1).astype(np.int32)
+  same = segments[:, :, None] == segments[:, None]
+  mask = (same | (prefix[:, :, None] == segments[:, None])) & np.tri(
+      t, dtype=bool
+  )
+  attention = functools.partial(
+      kernels.causal_attention, segments_BT=segments, prefix_BT=prefix
+  )
+  np.testing.assert_allclose(attention(q, k, v), dense(q, k, v, mask), atol=TOL)
+
+  def value(f, *qkv):
+    return jnp.sum(jnp.sin(f(*qkv)))
+
+  one = lambda q, k, v: kernels.attend(
+      q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask
+  )
+  got, want = (
+      jax.grad(functools.partial(value, f), argnums=(0, 1, 2))(q, k, v)
+      for f in (attention, one)
+  )
+  for a, b_ in zip(got, want):
+    np.testing.assert_allclose(a, b_, atol=TOL)
+
+
+def test_splash_kernel_interpreted_equals_the_reference():
+  """The kernel that TPUs run, on this machine by its interpreter."""
+  rng = np.random.default_rng(6)
+  b, t, n, kv, h = 1, 256, 2, 1, 128
+  q, k, v = random(rng, b, t, n, h), random(rng, b, t, kv, h), random(
+      rng, b, t, kv, h
+  )
+  segments = packed(rng, b, t)
+  splash = lambda q, k, v: kernels._splash_local(
+      q * h**-0.5, k, v, segments, interpret=True
+  )
+  plain = lambda q, k, v: kernels.causal_attention(q, k, v, segments)
+  real = (segments > 0)[..., None, None]
+  np.testing.assert_allclose(
+      np.where(real, splash(q, k, v), 0),
+      np.where(real, plain(q, k, v), 0),
+      atol=1e-4,
+  )
+
+  def value(f, *qkv):
+    return jnp.sum(jnp.where(real, jnp.sin(f(*qkv)), 0))
+
+  got, want = (
+      jax.grad(functools.partial(value, f), argnums=(0, 1, 2))(q, k, v)
+      for f in (splash, plain)
+  )
+  for a, b_ in zip(got, want):
+    np.testing.assert_allclose(a, b_, atol=5e-4)
+
+
+def test_splash_is_what_a_tpu_program_holds():
+  q = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
+  k = jax.ShapeDtypeStruct((1, 256, 1, 128), jnp.bfloat16)
+  ids = jax.ShapeDtypeStruct((1, 256), jnp.int32)
+
+  # A function of its own each time: tracing is cached by function.
+  def program():
+    return jax.jit(lambda *args: kernels.causal_attention(*args))
+
+  with kernels.compile_for("tpu"):
+    exported = jax.export.export(program(), platforms=["tpu"])(q, k, k, ids)
+  assert "tpu_custom_call" in exported.mlir_module()
+  plain = jax.export.export(program(), platforms=["cpu"])(q, k, k, ids)
+  assert "tpu_custom_call" not in plain.mlir_module()
+
+
+def test_bfloat16_products_are_summed_in_float32():
+  rng = np.random.default_rng(7)
+  x = jnp.asarray(random(rng, 3, 5, 512), jnp.bfloat16)
+  w = random(rng, 512, 16)
+  want = np.asarray(x, np.float32) @ np.asarray(
+      jnp.asarray(w, jnp.bfloat16), np.float32
+  )
+  got = kernels.dot(x, jnp.asarray(w))
+  assert got.dtype == jnp.bfloat16
+  np.testing.assert_allclose(np.float32(got), want, rtol=2**-7, atol=1e-3)
+  dx, dw = jax.grad(
+      lambda x, w: jnp.sum(jnp.float32(kernels.dot(x, w))), argnums=(0, 1)
+  )(x, jnp.asarray(w))
+  np.testing.assert_allclose(
+      np.float32(dx[0, 0]), np.float32(jnp.bfloat16(w).sum(-1)), rtol=0.02,
+      atol=0.05,
+  )
+  assert dw.dtype == jnp.float32
+  np.testing.assert_allclose(
+      dw[:, 0], np.float32(x).sum((0, 1)), rtol=0.02, atol=0.05
+  )

@@ -1,0 +1,295 @@
+"""Attention and matrix products, the best way each backend has for them.
+
+The one place that asks what the program is compiled for. On TPU causal
+attention is the splash kernel that ships with JAX; everywhere else (and where
+the kernel does not apply) attention is plain XLA in chunks of queries, whose
+scores are computed again in the backward pass. On CPU, products of bfloat16
+operands are summed into float32 outputs, which is several times faster there
+than bfloat16 outputs.
+
+Promises: the same numbers on every backend, up to rounding. Every function is
+differentiable.
+
+Axis names: B = rows, T = tokens, C = keys, N = query heads, K = KV heads,
+H = head width, S = buffers, P = patches; X = B * K.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from typing import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tunix.rl.multi_turn.policy import sharding
+
+_NEG = -1e30
+
+MAX_SCORES = 1 << 26
+"""Attention scores of images that exist at a time; more go block by block."""
+
+_target: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "target", default=None
+)
+
+
+def backend() -> str:
+  """"cpu", "gpu" or "tpu": what is being compiled for."""
+  return _target.get() or jax.default_backend()
+
+
+@contextlib.contextmanager
+def compile_for(platform: str) -> Iterator[None]:
+  """Traces for another backend than the default one (ahead of time)."""
+  token = _target.set(platform)
+  try:
+    yield
+  finally:
+    _target.reset(token)
+
+
+# --- matrix products -------------------------------------------------------
+
+
+def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """[..., I] @ [I, O] in the dtype of x, summed in float32.
+
+  Flat: XLA:CPU's gradients of products with two leading axes take twice as
+  long.
+  """
+  kernel = kernel.astype(x.dtype)
+  flat = x.reshape(-1, x.shape[-1])
+  if x.dtype == jnp.bfloat16 and backend() == "cpu":
+    out = _wide_dot(flat, kernel)
+  else:
+    out = flat @ kernel
+  return out.reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+def dot_wide(x: jax.Array, table: jax.Array) -> jax.Array:
+  """[..., I] times the transpose of [O, I], kept in float32."""
+  return jax.lax.dot_general(
+      x,
+      table.astype(x.dtype),
+      (((x.ndim - 1,), (1,)), ((), ())),
+      preferred_element_type=jnp.float32,
+  )
+
+
+@jax.custom_vjp
+def _wide_dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  wide = jnp.dot(x, kernel, preferred_element_type=jnp.float32)
+  return wide.astype(x.dtype)
+
+
+def _wide_dot_forward(x, kernel):
+  return _wide_dot(x, kernel), (x, kernel)
+
+
+def _wide_dot_backward(kept, cotangent):
+  x, kernel = kept
+  return _wide_dot(cotangent, kernel.T), _wide_dot(x.T, cotangent)
+
+
+_wide_dot.defvjp(_wide_dot_forward, _wide_dot_backward)
+
+
+def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  """Summed into float32 where that is what the backend is fast at."""
+  if a.dtype == jnp.bfloat16:
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+  return jnp.einsum(spec, a, b)
+
+
+# --- attention over explicit masks -----------------------------------------
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BKCH: jax.Array,
+    v_BKCH: jax.Array,
+    mask_BTC: jax.Array,
+) -> jax.Array:
+  """Grouped-query attention under a mask; [B, T, N, H]."""
+  b, t, n, h = q_BTNH.shape
+  kv, length = k_BKCH.shape[1:3]
+  # One batch axis, heads outside tokens: no operand is copied at each step of
+  # decoding, and the gradients stay plain batched matmuls.
+  q = (q_BTNH * h**-0.5).reshape(b, t, kv, n // kv, h)
+  q = q.transpose(0, 2, 3, 1, 4).reshape(b * kv, (n // kv) * t, h)
+  k = k_BKCH.reshape(b * kv, length, h)
+  v = v_BKCH.reshape(b * kv, length, h)
+  scores = _einsum("xqh,xch->xqc", q, k).reshape(b, n, t, length)
+  scores = jnp.where(mask_BTC[:, None], scores.astype(jnp.float32), _NEG)
+  weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+  mixed = _einsum("xqc,xch->xqh", weights.reshape(b * kv, -1, length), v)
+  mixed = mixed.astype(q.dtype)
+  mixed = mixed.reshape(b, kv, n // kv, t, h).transpose(0, 3, 1, 2, 4)
+  return mixed.reshape(b, t, n, h)
+
+
+# --- packed rows -----------------------------------------------------------
+
+
+def causal_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segments_BT: jax.Array,
+    prefix_BT: jax.Array | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> jax.Array:
+  """Attention to earlier tokens of the own segment; [B, T, N, H].
+
+  Args:
+    q_BTNH: queries.
+    k_BTKH: keys.
+    v_BTKH: values.
+    segments_BT: int32, which sequence of the row a token belongs to.
+    prefix_BT: int32, one more segment that a token may see, -1 = none.
+    mesh: over which rows and heads are split; a kernel must be told.
+  """
+  if prefix_BT is None and _splash_applies(q_BTNH):
+    return _splash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, mesh)
+  t = q_BTNH.shape[1]
+  k, v = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+  chunk = max(128, -(-t // 1024) * 128)
+
+  def part(start: int, end: int) -> jax.Array:
+    mask = segments_BT[:, start:end, None] == segments_BT[:, None, :end]
+    if prefix_BT is not None:
+      mask |= prefix_BT[:, start:end, None] == segments_BT[:, None, :end]
+    mask &= np.tri(end - start, end, start, dtype=bool)
+    attend_ = attend if t <= chunk else jax.checkpoint(attend)
+    # A chunk needs the keys up to its own end only.
+    return attend_(q_BTNH[:, start:end], k[:, :, :end], v[:, :, :end], mask)
+
+  parts = [part(i, min(i + chunk, t)) for i in range(0, t, chunk)]
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def image_attention(
+    q_SPNH: jax.Array,
+    k_SPNH: jax.Array,
+    v_SPNH: jax.Array,
+    segments_SP: jax.Array,
+    reach: int,
+    cut: bool = False,
+) -> jax.Array:
+  """Attention to all patches of the own segment; [S, P, N, H].
+
+  Patches of a segment lie within `reach` places of each other, so that a
+  block of queries needs the keys of its neighbourhood only and the cost is
+  linear in the buffer.
+
+  Args:
+    q_SPNH: queries.
+    k_SPNH: keys.
+    v_SPNH: values.
+    segments_SP: int32; equal ids see each other.
+    reach: see above.
+    cut: whether patches further apart do not see each other although they are
+      of one segment; else nothing is said about them.
+  """
+  s, p, heads, head_dim = q_SPNH.shape
+  block = min(reach, p)
+  blocks = -(-p // block)
+  fill = blocks * block - p
+
+  def pad(x, before, after):
+    return jnp.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2))
+
+  q = pad(q_SPNH, 0, fill).reshape(s * blocks, block, heads, head_dim)
+  own = pad(segments_SP, 0, fill).reshape(s * blocks, block)
+  k, v, segments = k_SPNH, v_SPNH, segments_SP
+  if blocks == 1:
+    span = block
+  else:
+    span = 3 * block
+
+    def neighbours(x):
+      x = pad(x, block, block + fill)
+      parts = [
+          x[:, i * block : (i + blocks) * block].reshape(
+              s * blocks, block, *x.shape[2:]
+          )
+          for i in range(3)
+      ]
+      return jnp.concatenate(parts, axis=1)
+
+    k, v, segments = neighbours(k), neighbours(v), neighbours(segments)
+  mask = own[:, :, None] == segments[:, None, :]
+  if cut:
+    distance = np.arange(span)[None, :] - np.arange(block)[:, None]
+    mask &= np.abs(distance - (span - block) // 2) <= reach
+  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+  if block * span * heads * s * blocks <= MAX_SCORES:
+    mixed = attend(q, k, v, mask)
+  else:  # One block's scores at a time, in either direction.
+    one = jax.checkpoint(lambda x: attend(*(a[None] for a in x))[0])
+    mixed = jax.lax.map(one, (q, k, v, mask))
+  return mixed.reshape(s, blocks * block, heads, head_dim)[:, :p]
+
+
+# --- splash attention ------------------------------------------------------
+
+
+def _splash_applies(q_BTNH: jax.Array) -> bool:
+  t, h = q_BTNH.shape[1], q_BTNH.shape[3]
+  return backend() == "tpu" and t % 128 == 0 and h % 128 == 0
+
+
+def _splash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, mesh):
+  scale = q_BTNH.shape[-1] ** -0.5
+  run = functools.partial(_splash_local, interpret=False)
+  args = (q_BTNH * scale, k_BTKH, v_BTKH, segments_BT)
+  if mesh is None:
+    return run(*args)
+  P = jax.sharding.PartitionSpec
+  kv_heads = k_BTKH.shape[2]
+  heads = "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
+  rows = sharding.BATCH_AXES
+  wide = P(rows, None, heads, None)
+  return jax.shard_map(
+      run,
+      mesh=mesh,
+      in_specs=(wide, wide, wide, P(rows, None)),
+      out_specs=wide,
+      check_vma=False,
+  )(*args)
+
+
+def _splash_local(q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret):
+  """The kernel on one device's rows and heads; q is scaled already."""
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash  # pylint: disable=g-import-not-at-top
+
+  _, t, n, _ = q_BTNH.shape
+  block = next(b for b in (512, 256, 128) if t % b == 0)
+  sizes = splash.BlockSizes(
+      block_q=block,
+      block_kv=block,
+      block_kv_compute=block,
+      block_q_dkv=block,
+      block_kv_dkv=block,
+      block_kv_dkv_compute=block,
+      block_q_dq=block,
+      block_kv_dq=block,
+  )
+  kernel = splash.make_splash_mha(
+      mask=splash.MultiHeadMask([splash.CausalMask((t, t))] * n),
+      block_sizes=sizes,
+      head_shards=1,
+      q_seq_shards=1,
+      interpret=interpret,
+  )
+  ids = splash.SegmentIds(q=segments_BT, kv=segments_BT)
+  mixed = jax.vmap(kernel)(
+      q_BTNH.swapaxes(1, 2),
+      k_BTKH.swapaxes(1, 2),
+      v_BTKH.swapaxes(1, 2),
+      ids,
+  )
+  return mixed.swapaxes(1, 2).astype(q_BTNH.dtype)

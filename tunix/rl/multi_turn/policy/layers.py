@@ -1,0 +1,258 @@
+"""Parts that the Qwen policies are made of.
+
+Attribute names are those of the published checkpoints, so that the path of a
+parameter is its key there. A parameter's metadata says where it lies on a mesh
+(`axes`: mesh axis, or tuple of them, of each dimension) and whether the
+checkpoint holds it transposed (`transposed`).
+
+Weights are kept in the configuration's `param_dtype` and cast where they are
+used; norms and rotary positions are computed in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tunix.rl.multi_turn.policy import kernels
+
+Axes = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Init:
+  """How new parameters are made.
+
+  Attributes:
+    rngs: random numbers.
+    dtype: of the parameters.
+    std: of matrices, 0.02 as in the published models.
+    stack: leading axes, () or (layers,): parameters of stacked layers.
+  """
+
+  rngs: nnx.Rngs
+  dtype: str = "float32"
+  std: float = 0.02
+  stack: tuple[int, ...] = ()
+
+  def normal(
+      self, shape: tuple[int, ...], axes: Axes, transposed: bool = False
+  ) -> nnx.Param:
+    value = jax.random.normal(
+        self.rngs.params(), self.stack + shape, jnp.float32
+    )
+    return self._param((value * self.std).astype(self.dtype), axes, transposed)
+
+  def full(self, value: float, *shape: int) -> nnx.Param:
+    array = jnp.full(self.stack + shape, value, self.dtype)
+    return self._param(array, (None,) * len(shape), False)
+
+  def _param(self, value: jax.Array, axes: Axes, transposed: bool):
+    axes = (None,) * len(self.stack) + tuple(axes)
+    return nnx.Param(
+        value, axes=axes, transposed=transposed, stacked=bool(self.stack)
+    )
+
+
+class LoRAParam(nnx.Param):
+  """A parameter of an adapter: what LoRA trains."""
+
+
+class Linear(nnx.Module):
+  """x @ weight + bias, with an optional low-rank adapter.
+
+  `weight` is [in, out], the transpose of the checkpoint's. With an adapter
+  (`lora.add`), x @ lora_a @ lora_b * lora_scale is added.
+  """
+
+  def __init__(
+      self, inputs: int, outputs: int, init: Init, axes: Axes, bias: bool
+  ):
+    self.weight = init.normal((inputs, outputs), axes, transposed=True)
+    self.bias = init.full(0.0, outputs) if bias else None
+    self.lora_a = nnx.data(None)
+    self.lora_b = nnx.data(None)
+    self.lora_scale = 0.0
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    y = kernels.dot(x, self.weight[...])
+    if self.lora_a is not None:
+      low = kernels.dot(x, self.lora_a[...])
+      y += kernels.dot(low, self.lora_b[...]) * jnp.asarray(
+          self.lora_scale, x.dtype
+      )
+    if self.bias is not None:
+      y += self.bias[...].astype(x.dtype)
+    return y
+
+
+class RMSNorm(nnx.Module):
+  """x / rms(x) * weight over the last axis."""
+
+  def __init__(self, width: int, init: Init, eps: float = 1e-6):
+    self.weight = init.full(1.0, width)
+    self.eps = eps
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+    return (wide * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+  """(x - mean) / std * weight + bias over the last axis."""
+
+  def __init__(self, width: int, init: Init, eps: float = 1e-6):
+    self.weight = init.full(1.0, width)
+    self.bias = init.full(0.0, width)
+    self.eps = eps
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide -= jnp.mean(wide, -1, keepdims=True)
+    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+    wide = wide * self.weight[...].astype(jnp.float32)
+    return (wide + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class GatedMLP(nnx.Module):
+  """down(silu(gate(x)) * up(x))."""
+
+  def __init__(
+      self,
+      width: int,
+      hidden: int,
+      init: Init,
+      tensor: str | None = "tensor",
+      bias: bool = False,
+  ):
+    self.gate_proj = Linear(width, hidden, init, ("fsdp", tensor), bias)
+    self.up_proj = Linear(width, hidden, init, ("fsdp", tensor), bias)
+    self.down_proj = Linear(hidden, width, init, (tensor, "fsdp"), bias)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PatchEmbed(nnx.Module):
+  """uint8 patches [S, P, F] to [S, P, D]: normalise, then one matrix.
+
+  The checkpoint's kernel is [D, 3, 2, side, side] for two frames. A still is
+  the same frame twice, so the frames' kernels are added.
+  """
+
+  def __init__(
+      self,
+      patch_size: int,
+      width: int,
+      init: Init,
+      mean: tuple[float, ...],
+      std: tuple[float, ...],
+      bias: bool,
+  ):
+    side = patch_size
+    # As a module of its own for the sake of the parameter's path.
+    self.proj = _Kernel(
+        init.normal((width, 3, 2, side, side), (None,) * 5),
+        init.full(0.0, width) if bias else None,
+    )
+    self.mean, self.std = tuple(mean), tuple(std)
+
+  def __call__(self, patches_SPF: jax.Array, dtype: Any) -> jax.Array:
+    s, p, f = patches_SPF.shape
+    kernel = self.proj.weight[...]
+    pixels = patches_SPF.reshape(s, p, 3, f // 3).astype(jnp.float32)
+    mean, std = (
+        np.array(v, np.float32)[:, None] for v in (self.mean, self.std)
+    )
+    x = ((pixels / 255.0 - mean) / std).astype(dtype).reshape(s, p, f)
+    flat = kernel.sum(2).reshape(kernel.shape[0], f).T
+    y = kernels.dot(x, flat)
+    if self.proj.bias is not None:
+      y += self.proj.bias[...].astype(dtype)
+    return y
+
+
+class _Kernel(nnx.Module):
+
+  def __init__(self, weight: nnx.Param, bias: nnx.Param | None):
+    self.weight = weight
+    self.bias = bias
+
+
+class Embedding(nnx.Module):
+  """[rows, D], looked up by number."""
+
+  def __init__(self, rows: int, width: int, init: Init, axes: Axes):
+    self.weight = init.normal((rows, width), axes)
+
+
+# --- rotary positions ------------------------------------------------------
+
+
+def rope_frequencies(dim: int, theta: float) -> np.ndarray:
+  """float32[dim / 2]."""
+  return (1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float32) / dim)).astype(
+      np.float32
+  )
+
+
+def rotate(
+    x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array
+) -> jax.Array:
+  """Turns the halves of each head by angles [B, T, H / 2]."""
+  a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+  cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
+  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  return turned.astype(x_BTNH.dtype)
+
+
+def vision_rotation(
+    positions_SP: jax.Array, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
+  """cos and sin [S, P, H / 2] of (row, column) [S, P, 2]: half a head each."""
+  frequencies = rope_frequencies(head_dim // 2, 10000.0)
+  angle = positions_SP[..., None].astype(jnp.float32) * frequencies
+  angle = angle.reshape(*angle.shape[:2], -1)
+  return jnp.cos(angle), jnp.sin(angle)
+
+
+def mrope_axes(section: tuple[int, int, int], interleaved: bool) -> np.ndarray:
+  """int32[H / 2]: which of (time, height, width) each frequency follows.
+
+  In chunks (Qwen2.5-VL), or interleaved as time, height, width, time, … with
+  what is left over following time (Qwen3-VL).
+  """
+  half = sum(section)
+  if not interleaved:
+    return np.repeat(np.arange(3), section).astype(np.int32)
+  axes = np.zeros(half, np.int32)
+  for axis in (1, 2):
+    axes[axis : section[axis] * 3 : 3] = axis
+  return axes
+
+
+def mrope(
+    positions_BT3: jax.Array, axes_H: np.ndarray, theta: float
+) -> tuple[jax.Array, jax.Array]:
+  """cos and sin [B, T, H / 2] of the decoder's positions."""
+  frequencies = rope_frequencies(2 * len(axes_H), theta)
+  chosen = jnp.asarray(positions_BT3)[..., axes_H].astype(jnp.float32)
+  return jnp.cos(chosen * frequencies), jnp.sin(chosen * frequencies)
+
+
+# --- rematerialisation -----------------------------------------------------
+
+
+def remat(policy: str) -> Callable[[Any], Any]:
+  """Wraps a layer: "none", "block" or "dots", see `QwenVLConfig.remat`."""
+  if policy == "none":
+    return lambda f: f
+  keep = None
+  if policy == "dots":
+    keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+  return lambda f: jax.checkpoint(f, policy=keep)

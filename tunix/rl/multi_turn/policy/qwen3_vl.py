@@ -1,0 +1,203 @@
+"""The vision tower of Qwen3-VL.
+
+Reads like the forward pass: patches and their learned positions, blocks of
+full attention within an image, merging of 2x2 patches into a vision token. The
+outputs of a few blocks are merged too ("deepstack") and later added to the
+decoder's first layers.
+
+Source: Qwen3-VL technical report, and `transformers`' `qwen3_vl`, to which the
+numbers are held in tests. Axis names: see `base`.
+"""
+
+from __future__ import annotations
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import qwen_config
+
+MEAN = STD = (0.5, 0.5, 0.5)
+
+
+class VisionAttention(nnx.Module):
+  """Full attention within an image; q, k, v come from one product."""
+
+  def __init__(
+      self,
+      vision: qwen_config.VisionConfig,
+      init: layers.Init,
+      tensor: str | None,
+  ):
+    width = vision.hidden_size
+    self.num_heads = vision.num_heads
+    self.qkv = layers.Linear(width, 3 * width, init, ("fsdp", tensor), True)
+    self.proj = layers.Linear(width, width, init, (tensor, "fsdp"), True)
+
+  def __call__(
+      self,
+      x_SPD: jax.Array,
+      segments_SP: jax.Array,
+      rotation: tuple[jax.Array, jax.Array],
+      reach: int,
+  ) -> jax.Array:
+    s, p, _ = x_SPD.shape
+    qkv = self.qkv(x_SPD).reshape(s, p, 3, self.num_heads, -1)
+    q = layers.rotate(qkv[:, :, 0], *rotation)
+    k = layers.rotate(qkv[:, :, 1], *rotation)
+    mixed = kernels.image_attention(q, k, qkv[:, :, 2], segments_SP, reach)
+    return self.proj(mixed.reshape(s, p, -1))
+
+
+class VisionMLP(nnx.Module):
+
+  def __init__(
+      self,
+      vision: qwen_config.VisionConfig,
+      init: layers.Init,
+      tensor: str | None,
+  ):
+    width, hidden = vision.hidden_size, vision.intermediate_size
+    self.linear_fc1 = layers.Linear(
+        width, hidden, init, ("fsdp", tensor), True
+    )
+    self.linear_fc2 = layers.Linear(
+        hidden, width, init, (tensor, "fsdp"), True
+    )
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.linear_fc2(jax.nn.gelu(self.linear_fc1(x), approximate=True))
+
+
+class VisionBlock(nnx.Module):
+
+  def __init__(
+      self,
+      vision: qwen_config.VisionConfig,
+      init: layers.Init,
+      tensor: str | None,
+  ):
+    self.norm1 = layers.LayerNorm(vision.hidden_size, init)
+    self.attn = VisionAttention(vision, init, tensor)
+    self.norm2 = layers.LayerNorm(vision.hidden_size, init)
+    self.mlp = VisionMLP(vision, init, tensor)
+
+  def __call__(
+      self,
+      x_SPD: jax.Array,
+      segments_SP: jax.Array,
+      rotation: tuple[jax.Array, jax.Array],
+      reach: int,
+  ) -> jax.Array:
+    x = x_SPD + self.attn(self.norm1(x_SPD), segments_SP, rotation, reach)
+    return x + self.mlp(self.norm2(x))
+
+
+class PatchMerger(nnx.Module):
+  """Four neighbouring patches to one vision token.
+
+  The norm is over a patch, or (deepstack) over the four together.
+  """
+
+  def __init__(
+      self,
+      vision: qwen_config.VisionConfig,
+      init: layers.Init,
+      tensor: str | None,
+      norm_after: bool,
+  ):
+    wide = vision.hidden_size * vision.patches_per_token
+    self.merge = vision.patches_per_token
+    self.norm_after = norm_after
+    self.norm = layers.LayerNorm(
+        wide if norm_after else vision.hidden_size, init
+    )
+    self.linear_fc1 = layers.Linear(wide, wide, init, ("fsdp", tensor), True)
+    self.linear_fc2 = layers.Linear(
+        wide, vision.out_hidden_size, init, (tensor, "fsdp"), True
+    )
+
+  def __call__(self, x_SPD: jax.Array) -> jax.Array:
+    s, p, _ = x_SPD.shape
+    x = x_SPD if self.norm_after else self.norm(x_SPD)
+    x = x.reshape(s, p // self.merge, -1)
+    x = self.norm(x) if self.norm_after else x
+    hidden = jax.nn.gelu(self.linear_fc1(x), approximate=False)
+    return self.linear_fc2(hidden)
+
+
+class VisionTower(nnx.Module):
+  """See the module docstring."""
+
+  def __init__(self, config: qwen_config.QwenVLConfig, init: layers.Init):
+    vision = config.vision
+    tensor = "tensor" if config.vision_tensor_parallel else None
+    self.config = config
+    self.patch_embed = layers.PatchEmbed(
+        vision.patch_size, vision.hidden_size, init, MEAN, STD, bias=True
+    )
+    self.pos_embed = layers.Embedding(
+        vision.num_position_embeddings, vision.hidden_size, init, (None, "fsdp")
+    )
+    self.blocks = nnx.List(
+        [VisionBlock(vision, init, tensor) for _ in range(vision.depth)]
+    )
+    self.merger = PatchMerger(vision, init, tensor, norm_after=False)
+    self.deepstack_merger_list = nnx.List([
+        PatchMerger(vision, init, tensor, norm_after=True)
+        for _ in vision.deepstack_visual_indexes
+    ])
+
+  def __call__(
+      self,
+      patches_SPF: jax.Array,
+      segments_SP: jax.Array,
+      positions_SP4: jax.Array,
+  ) -> jax.Array:
+    """Vision tokens [S, V, 1 + deepstack, D].
+
+    Args:
+      patches_SPF: uint8 (or any number in [0, 255]).
+      segments_SP: int32, the image a patch belongs to.
+      positions_SP4: int32, row and column of the patch and of its grid.
+    """
+    config, vision = self.config, self.config.vision
+    x = self.patch_embed(patches_SPF, jnp.dtype(config.compute_dtype))
+    x = x + self._learned_positions(positions_SP4).astype(x.dtype)
+    rotation = layers.vision_rotation(positions_SP4[..., :2], vision.head_dim)
+    run = layers.remat(config.remat)(
+        lambda block, x: block(
+            x, segments_SP, rotation, config.max_image_patches
+        )
+    )
+    deep = []
+    for i, block in enumerate(self.blocks):
+      x = run(block, x)
+      if i in vision.deepstack_visual_indexes:
+        number = vision.deepstack_visual_indexes.index(i)
+        deep.append((number, self.deepstack_merger_list[number](x)))
+    deep = [tokens for _, tokens in sorted(deep, key=lambda pair: pair[0])]
+    return jnp.stack([self.merger(x), *deep], axis=2)
+
+  def _learned_positions(self, positions_SP4: jax.Array) -> jax.Array:
+    """[S, P, D]: the square of positions stretched over the image's grid.
+
+    Bilinear, corner on corner. In whole numbers up to the fraction, so that no
+    rounding picks another neighbour.
+    """
+    table = self.pos_embed.weight[...].astype(jnp.float32)
+    side = round(self.config.vision.num_position_embeddings**0.5)
+    place = jnp.asarray(positions_SP4)
+    steps = jnp.maximum(place[..., 2:] - 1, 1)
+    scaled = place[..., :2] * (side - 1)
+    low = scaled // steps
+    fraction = (scaled % steps).astype(jnp.float32) / steps
+    high = jnp.minimum(low + 1, side - 1)
+    total = 0.0
+    for rows, row_weight in ((low, 1 - fraction), (high, fraction)):
+      for columns, column_weight in ((low, 1 - fraction), (high, fraction)):
+        found = table[rows[..., 0] * side + columns[..., 1]]
+        weight = row_weight[..., 0] * column_weight[..., 1]
+        total += found * weight[..., None]
+    return total

@@ -1,0 +1,315 @@
+"""The decoder of Qwen2.5-VL and Qwen3-VL, dense or with experts.
+
+Reads like the forward pass: attention, the mixture of experts, a layer, the
+stack. The families differ in where q, k and v get a bias (Qwen2.5) or a norm
+(Qwen3), and in how the three rotary axes share a head's frequencies; the
+configuration says which.
+
+Layers lie in a list (unrolled), or stacked along a leading axis of each
+parameter and run by one scan, which compiles in a fraction of the time.
+
+Axis names: see `base`; and L = layers, E = experts, I = hidden units, X =
+(token, expert) pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import qwen_config
+
+Rotation = tuple[jax.Array, jax.Array]
+Mix = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""(q [B, T, N, H], k, v [B, T, K, H]) -> (attended [B, T, N, H], cache)."""
+
+
+class Attention(nnx.Module):
+  """Grouped-query attention; `mix` decides what attends to what."""
+
+  def __init__(self, config: qwen_config.QwenVLConfig, init: layers.Init):
+    text = config.text
+    self.head_dim = text.head_dim
+    width = text.hidden_size
+    q_width = text.num_attention_heads * text.head_dim
+    kv_width = text.num_key_value_heads * text.head_dim
+    bias = not config.is_qwen3
+    into, back = ("fsdp", "tensor"), ("tensor", "fsdp")
+    self.q_proj = layers.Linear(width, q_width, init, into, bias)
+    self.k_proj = layers.Linear(width, kv_width, init, into, bias)
+    self.v_proj = layers.Linear(width, kv_width, init, into, bias)
+    self.o_proj = layers.Linear(q_width, width, init, back, False)
+    norm = lambda: (
+        layers.RMSNorm(text.head_dim, init, text.rms_norm_eps)
+        if config.is_qwen3
+        else None
+    )
+    self.q_norm, self.k_norm = norm(), norm()
+
+  def __call__(
+      self, x_BTD: jax.Array, rotation: Rotation, mix: Mix
+  ) -> tuple[jax.Array, Any]:
+    b, t, _ = x_BTD.shape
+    q = self.q_proj(x_BTD).reshape(b, t, -1, self.head_dim)
+    k = self.k_proj(x_BTD).reshape(b, t, -1, self.head_dim)
+    v = self.v_proj(x_BTD).reshape(b, t, -1, self.head_dim)
+    if self.q_norm is not None:
+      q, k = self.q_norm(q), self.k_norm(k)
+    q, k = layers.rotate(q, *rotation), layers.rotate(k, *rotation)
+    mixed, cache = mix(q, k, v)
+    return self.o_proj(mixed.reshape(b, t, -1)), cache
+
+
+# --- mixture of experts ----------------------------------------------------
+
+
+class Router(nnx.Module):
+  """Chooses experts and their weights, which add up to 1."""
+
+  def __init__(self, text: qwen_config.TextConfig, init: layers.Init):
+    self.weight = init.normal(
+        (text.hidden_size, text.num_experts), ("fsdp", None), transposed=True
+    )
+    self.top_k = text.num_experts_per_tok
+
+  def __call__(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    logits = kernels.dot(x_TD, self.weight[...])
+    chances = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    weights, experts = jax.lax.top_k(chances, self.top_k)
+    weights /= weights.sum(-1, keepdims=True)
+    return weights.astype(x_TD.dtype), experts
+
+
+class Experts(nnx.Module):
+  """All experts of a layer; each [in, out], as in the checkpoint."""
+
+  def __init__(self, text: qwen_config.TextConfig, init: layers.Init):
+    count, width = text.num_experts, text.hidden_size
+    hidden = text.moe_intermediate_size
+    # Gate and up lie side by side on the last axis: split over "tensor" they
+    # would come apart, so experts themselves are what is split.
+    self.gate_up_proj = init.normal(
+        (count, width, 2 * hidden), ("tensor", "fsdp", None)
+    )
+    self.down_proj = init.normal(
+        (count, hidden, width), ("tensor", None, "fsdp")
+    )
+
+
+class SparseMLP(nnx.Module):
+  """Each token goes through its top-k experts.
+
+  Pairs of token and expert are sorted by expert, so that the experts' products
+  are one grouped matrix product each, and no token is ever dropped. With a
+  mesh, every device computes its own rows' pairs with its own experts, and the
+  results are summed over `tensor`.
+  """
+
+  def __init__(
+      self,
+      text: qwen_config.TextConfig,
+      init: layers.Init,
+      mesh: jax.sharding.Mesh | None,
+  ):
+    self.gate = Router(text, init)
+    self.experts = Experts(text, init)
+    self.mesh = mesh
+
+  def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    b, t, d = x_BTD.shape
+    weights, experts = self.gate(x_BTD.reshape(-1, d))
+    k = weights.shape[-1]
+    up = self.experts.gate_up_proj[...].astype(x_BTD.dtype)
+    down = self.experts.down_proj[...].astype(x_BTD.dtype)
+    args = (x_BTD, weights.reshape(b, t, k), experts.reshape(b, t, k), up, down)
+    mesh, count = self.mesh, up.shape[0]
+    rows = 1
+    if mesh is not None:
+      rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    if mesh is None or b % rows or count % mesh.shape["tensor"]:
+      return _through_experts(*args, first=0)
+    P = jax.sharding.PartitionSpec
+    share = count // mesh.shape["tensor"]
+
+    def local(*args):
+      first = jax.lax.axis_index("tensor") * share
+      return jax.lax.psum(_through_experts(*args, first=first), "tensor")
+
+    batch, split = P(("data", "fsdp")), P("tensor")
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(batch, batch, batch, split, split),
+        out_specs=batch,
+        check_vma=False,
+    )(*args)
+
+
+def _through_experts(
+    x_BTD: jax.Array,
+    weights_BTK: jax.Array,
+    experts_BTK: jax.Array,
+    up_EDI: jax.Array,
+    down_EID: jax.Array,
+    first: int | jax.Array,
+) -> jax.Array:
+  """Sum over the experts first, first + 1, … of those a token has chosen."""
+  b, t, d = x_BTD.shape
+  k = weights_BTK.shape[-1]
+  count = up_EDI.shape[0]
+  chosen = experts_BTK.reshape(-1) - first
+  mine = (chosen >= 0) & (chosen < count)
+  chosen = jnp.where(mine, chosen, count)  # Sorts last, behind all groups.
+  order = jnp.argsort(chosen, stable=True)
+  sizes = jnp.bincount(chosen, length=count).astype(jnp.int32)
+  x_XD = x_BTD.reshape(-1, d)[order // k]
+  both = jax.lax.ragged_dot(x_XD, up_EDI, sizes)
+  gate, up = jnp.split(both, 2, axis=-1)
+  y_XD = jax.lax.ragged_dot(jax.nn.silu(gate) * up, down_EID, sizes)
+  weight = jnp.where(mine, weights_BTK.reshape(-1), 0)[order]
+  # Rows behind the last group are not computed, so they may hold anything.
+  y_XD = jnp.where(weight[:, None] != 0, y_XD * weight[:, None], 0)
+  summed = jnp.zeros((b * t, d), jnp.float32).at[order // k].add(
+      y_XD.astype(jnp.float32)
+  )
+  return summed.astype(x_BTD.dtype).reshape(b, t, d)
+
+
+# --- layers ----------------------------------------------------------------
+
+
+class DecoderLayer(nnx.Module):
+
+  def __init__(
+      self,
+      config: qwen_config.QwenVLConfig,
+      init: layers.Init,
+      sparse: bool,
+      mesh: jax.sharding.Mesh | None,
+  ):
+    text = config.text
+    self.input_layernorm = layers.RMSNorm(
+        text.hidden_size, init, text.rms_norm_eps
+    )
+    self.self_attn = Attention(config, init)
+    self.post_attention_layernorm = layers.RMSNorm(
+        text.hidden_size, init, text.rms_norm_eps
+    )
+    if sparse:
+      self.mlp = SparseMLP(text, init, mesh)
+    else:
+      self.mlp = layers.GatedMLP(
+          text.hidden_size, text.intermediate_size, init
+      )
+
+  def __call__(
+      self, x_BTD: jax.Array, rotation: Rotation, mix: Mix
+  ) -> tuple[jax.Array, Any]:
+    mixed, cache = self.self_attn(self.input_layernorm(x_BTD), rotation, mix)
+    x = x_BTD + mixed
+    return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+
+class Decoder(nnx.Module):
+  """Embedding, layers, final norm.
+
+  Attributes:
+    layers: a list, or one `DecoderLayer` with stacked parameters.
+  """
+
+  def __init__(
+      self,
+      config: qwen_config.QwenVLConfig,
+      init: layers.Init,
+      mesh: jax.sharding.Mesh | None,
+  ):
+    text = config.text
+    self.config = config
+    # Over both model axes: a lookup in the local part and a sum over devices
+    # move activations, where gathering the table would move all of it.
+    self.embed_tokens = layers.Embedding(
+        text.vocab_size, text.hidden_size, init, (("fsdp", "tensor"), None)
+    )
+    sparse = [text.is_sparse(i) for i in range(text.num_hidden_layers)]
+    self.stacked = config.scan_layers and len(set(sparse)) == 1
+    if self.stacked:
+      stack = layers.Init(
+          init.rngs, init.dtype, init.std, (text.num_hidden_layers,)
+      )
+      self.layers = DecoderLayer(config, stack, sparse[0], mesh)
+    else:
+      self.layers = nnx.List(
+          [DecoderLayer(config, init, is_sparse, mesh) for is_sparse in sparse]
+      )
+    self.norm = layers.RMSNorm(text.hidden_size, init, text.rms_norm_eps)
+
+  def rotation(self, positions_BT3: jax.Array) -> Rotation:
+    text = self.config.text
+    axes = layers.mrope_axes(text.mrope_section, self.config.is_qwen3)
+    return layers.mrope(positions_BT3, axes, text.rope_theta)
+
+  def __call__(
+      self,
+      x_BTD: jax.Array,
+      positions_BT3: jax.Array,
+      mix: Callable[[jax.Array, jax.Array, jax.Array, Any], Any],
+      cache: Any = None,
+      early: tuple[jax.Array, ...] = (),
+  ) -> tuple[jax.Array, Any]:
+    """Runs all layers.
+
+    Args:
+      x_BTD: embedded tokens.
+      positions_BT3: rotary positions.
+      mix: (q, k, v, cache of the layer) -> (attended, new cache).
+      cache: one entry a layer, None without a cache.
+      early: [B, T, D] each, added after the first layers (deepstack).
+
+    Returns:
+      Hidden states after the final norm, and the new cache.
+    """
+    rotation = self.rotation(positions_BT3)
+    # Rematerialising is for training, which is what goes without a cache.
+    wrap = layers.remat(self.config.remat) if cache is None else (lambda f: f)
+
+    def run(layer, x, extra, kept):
+      x, kept = layer(x, rotation, lambda q, k, v: mix(q, k, v, kept))
+      return (x if extra is None else x + extra), kept
+
+    run = wrap(run)
+    x = x_BTD
+    if not self.stacked:
+      caches = []
+      for i, layer in enumerate(self.layers):
+        extra = early[i] if i < len(early) else None
+        x, kept = run(layer, x, extra, None if cache is None else cache[i])
+        caches.append(kept)
+      return self.norm(x), (None if cache is None else tuple(caches))
+    # The first layers get something added; a scan wants all steps alike.
+    graph, state = nnx.split(self.layers)
+    at = lambda i: nnx.merge(graph, jax.tree.map(lambda p: p[i], state))
+    pick = lambda i: jax.tree.map(lambda c: c[i], cache)
+    first = []
+    for i, extra in enumerate(early):
+      x, kept = run(at(i), x, extra, pick(i))
+      first.append(kept)
+    n = len(early)
+    rest = jax.tree.map(lambda p: p[n:], state)
+
+    def step(x, one):
+      layer_state, kept = one
+      return run(nnx.merge(graph, layer_state), x, None, kept)
+
+    later = jax.tree.map(lambda c: c[n:], cache)
+    x, kept = jax.lax.scan(step, x, (rest, later))
+    if cache is None:
+      return self.norm(x), None
+    join = lambda *parts: jnp.concatenate(
+        [*(p[None] for p in parts[:-1]), parts[-1]]
+    )
+    return self.norm(x), jax.tree.map(join, *first, kept)
+

@@ -1,0 +1,183 @@
+"""Qwen2.5-VL and Qwen3-VL as policies: tower, decoder and what joins them.
+
+Implements `base.Policy`. Vision tokens take the place of the embeddings of
+their placeholders; those of deeper blocks (deepstack) are added after the
+first decoder layers.
+
+Promises: a token attends to earlier tokens of its own segment only, a vision
+token to its own image only; `extend` equals the full forward pass; with a mesh
+neither the embedding nor the logits are ever gathered whole on a device.
+
+Axis names: see `base`.
+"""
+
+from __future__ import annotations
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import qwen2_5_vl
+from tunix.rl.multi_turn.policy import qwen3_vl
+from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_decoder
+
+P = jax.sharding.PartitionSpec
+_VOCABULARY = ("fsdp", "tensor")
+
+Cache = tuple[tuple[jax.Array, jax.Array], ...] | tuple[jax.Array, jax.Array]
+"""Keys and values [B, K, C, H] of each layer, or [L, B, K, C, H] of all."""
+
+
+class QwenVL(nnx.Module):
+  """See the module docstring."""
+
+  supports_prefix_ids = True
+
+  def __init__(
+      self,
+      config: qwen_config.QwenVLConfig,
+      rngs: nnx.Rngs,
+      mesh: jax.sharding.Mesh | None = None,
+  ):
+    """Args:
+
+      config: sizes.
+      rngs: of fresh weights.
+      mesh: with axes `data`, `fsdp`, `tensor`, if the weights lie on one.
+    """
+    self.config = config
+    self.mesh = mesh
+    init = layers.Init(rngs, config.param_dtype)
+    tower = qwen3_vl if config.is_qwen3 else qwen2_5_vl
+    self.visual = tower.VisionTower(config, init)
+    self.language_model = qwen_decoder.Decoder(config, init, mesh)
+    text = config.text
+    self.lm_head = None if config.tie_word_embeddings else (
+        # Lies like the embedding: [vocabulary, width].
+        layers.Embedding(
+            text.vocab_size, text.hidden_size, init, (_VOCABULARY, None)
+        )
+    )  # pyformat: disable
+
+  def __call__(self, inputs: base.PolicyInputs) -> jax.Array:
+    vision = None
+    if inputs.patches.shape[1]:
+      vision = self.encode_images(
+          inputs.patches, inputs.patch_segments, inputs.patch_positions
+      )
+    x, early = self._embed(inputs.tokens, inputs.vision_index, vision)
+    segments = jnp.asarray(inputs.segment_ids)
+    prefix = inputs.prefix_ids
+    prefix = None if prefix is None else jnp.asarray(prefix)
+
+    def mix(q, k, v, unused):
+      del unused
+      return (
+          kernels.causal_attention(q, k, v, segments, prefix, self.mesh),
+          None,
+      )
+
+    hidden, _ = self.language_model(x, inputs.positions, mix, early=early)
+    return hidden
+
+  def encode_images(
+      self,
+      patches: base.Array,
+      patch_segments: base.Array,
+      patch_positions: base.Array,
+  ) -> jax.Array:
+    """[S, V, 1 + deepstack, D]."""
+    patches, patch_segments, patch_positions = map(
+        jnp.asarray, (patches, patch_segments, patch_positions)
+    )
+    return self.visual(patches, patch_segments, patch_positions)
+
+  def init_cache(self, batch: int, length: int) -> Cache:
+    text = self.config.text
+    shape = (batch, text.num_key_value_heads, length, text.head_dim)
+    dtype = jnp.dtype(self.config.compute_dtype)
+    if self.language_model.stacked:
+      stacked = (text.num_hidden_layers, *shape)
+      return jnp.zeros(stacked, dtype), jnp.zeros(stacked, dtype)
+    return tuple(
+        (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        for _ in range(text.num_hidden_layers)
+    )
+
+  def extend(
+      self,
+      tokens: base.Array,
+      positions: base.Array,
+      starts: base.Array,
+      lengths: base.Array,
+      cache: Cache,
+      vision_index: base.Array | None = None,
+      vision: base.Array | None = None,
+  ) -> tuple[jax.Array, Cache]:
+    x, early = self._embed(tokens, vision_index, vision)
+    b, t, _ = x.shape
+    length = jax.tree.leaves(cache)[0].shape[-2]
+    index_BT = starts[:, None] + jnp.arange(t)
+    # Tokens that are not real go to an index outside, which drops them.
+    write_BT = jnp.where(jnp.arange(t) < lengths[:, None], index_BT, length)
+    rows_B1 = jnp.arange(b)[:, None]
+    mask_BTC = jnp.arange(length) <= index_BT[..., None]
+
+    def mix(q, k, v, kept):
+      k_BKCH, v_BKCH = kept
+      k_BKCH = k_BKCH.at[rows_B1, :, write_BT].set(k, mode="drop")
+      v_BKCH = v_BKCH.at[rows_B1, :, write_BT].set(v, mode="drop")
+      mixed = kernels.attend(q, k_BKCH, v_BKCH, mask_BTC)
+      return mixed, (k_BKCH, v_BKCH)
+
+    return self.language_model(x, positions, mix, cache, early)
+
+  def logits(self, hidden: jax.Array) -> jax.Array:
+    """float32[..., vocabulary]; split along the vocabulary on a mesh."""
+    head = self.lm_head
+    table = (self.language_model.embed_tokens if head is None else head).weight
+    on_mesh = self.mesh is not None and hidden.ndim == 3
+    if on_mesh:
+      hidden = self._constrain(hidden, P("data"))
+    logits = kernels.dot_wide(hidden, table[...])
+    if on_mesh:
+      logits = self._constrain(logits, P("data", None, _VOCABULARY))
+    return logits
+
+  def _embed(
+      self,
+      tokens_BT: base.Array,
+      vision_index_BT: base.Array | None,
+      vision_SVXD: base.Array | None,
+  ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """[B, T, D], and what is added after each of the first layers."""
+    dtype = jnp.dtype(self.config.compute_dtype)
+    tokens_BT = jnp.asarray(tokens_BT)
+    table = self.language_model.embed_tokens.weight[...]
+    if self.mesh is not None:
+      tokens_BT = self._constrain(tokens_BT, P("data"))
+    x = table[tokens_BT].astype(dtype)
+    if self.mesh is not None:
+      x = self._constrain(x, P(("data", "fsdp")))
+    if vision_index_BT is None or vision_SVXD is None:
+      return x, ()
+    b, t = tokens_BT.shape
+    s, _, parts, d = vision_SVXD.shape
+    index = jnp.asarray(vision_index_BT)
+    flat = jnp.maximum(index, 0).reshape(s, b // s * t)
+    seen = jax.vmap(lambda v, i: v[i])(vision_SVXD, flat)
+    seen = seen.reshape(b, t, parts, d).astype(dtype)
+    is_vision = (index >= 0)[..., None]
+    x = jnp.where(is_vision, seen[:, :, 0], x)
+    early = tuple(
+        jnp.where(is_vision, seen[:, :, i], 0) for i in range(1, parts)
+    )
+    return x, early
+
+  def _constrain(self, x: jax.Array, spec: jax.sharding.PartitionSpec):
+    return jax.lax.with_sharding_constraint(
+        x, jax.sharding.NamedSharding(self.mesh, spec)
+    )
