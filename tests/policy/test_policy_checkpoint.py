@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import tiny_vl
 
 
@@ -65,7 +66,7 @@ def test_shipped_size_fits_the_package():
   )
   assert 1e6 < count < 2e6
   tokenizer = sum(
-      (checkpoint.DATA / "tiny_vl" / name).stat().st_size
+      (policy_files.DATA / "tiny_vl" / name).stat().st_size
       for name in checkpoint.TOKENIZER_FILES
   )
   assert 2 * count + tokenizer < 8 << 20

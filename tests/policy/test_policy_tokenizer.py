@@ -11,9 +11,10 @@ from tunix.rl.multi_turn import gui_action
 from tunix.rl.multi_turn.environments.gyms.desktop import words
 from tunix.rl.multi_turn.parser.tool_parser import computer_use
 from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import tokenizer_training
 
-DIRECTORY = checkpoint.DATA / "tiny_vl"
+DIRECTORY = policy_files.DATA / "tiny_vl"
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ import sqlite3
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import jax
-import safetensors
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import policy_client
@@ -288,6 +287,14 @@ def make_collector(
 # --- policy, engine, learner --------------------------------------------------
 
 
+BUILT_IN = {
+    "tiny_vl": "tiny",
+    "qwen3_vl_tiny": "qwen3_vl_tiny",
+    "qwen2_5_vl_tiny": "qwen2_5_vl_tiny",
+}
+"""policy.name of what needs no directory -> its size."""
+
+
 @dataclasses.dataclass
 class Policy:
   """A policy with what belongs to it.
@@ -334,23 +341,31 @@ def make_policy(
   """
   changes = _policy_changes(config)
   name = config.policy.name
+  screen = (config.gym.width, config.gym.height)
   try:
     if source:
-      loaded = policy_checkpoint.load_policy(source, mesh=mesh, **changes)
+      loaded = policy_checkpoint.load_policy(source, mesh, screen, **changes)
     else:
-      if name != "tiny_vl":  # A directory: its sizes, without its weights.
-        shape = policy_checkpoint.load_config(name)
-        changes = {**dataclasses.asdict(shape), **changes}
-        for field in ("vocab_size", "number_start"):
-          changes.pop(field)
-      loaded = policy_checkpoint.create_policy(
-          "tiny", seed=config.run.seed, tokenizer=name, mesh=mesh, **changes
-      )
+      seed = config.run.seed
+      if name in BUILT_IN:
+        loaded = policy_checkpoint.create_policy(
+            BUILT_IN[name], seed, tokenizer_source(config), mesh, screen,
+            **changes,
+        )  # pyformat: disable
+      else:  # A directory: its sizes, without its weights.
+        loaded = policy_checkpoint.create_like(
+            name, seed, mesh, screen, **changes
+        )
   except (FileNotFoundError, ValueError, TypeError) as error:
     raise ConfigError([f"policy {source or name}: {error}"]) from None
   model, processor, tokenizer = loaded
   renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
   return Policy(model, processor, tokenizer, renderer)
+
+
+def tokenizer_source(config: TrainConfig) -> str:
+  """Directory or shipped name whose tokenizer the policy uses."""
+  return "tiny_vl" if config.policy.name in BUILT_IN else config.policy.name
 
 
 def _policy_changes(config: TrainConfig) -> dict[str, Any]:
@@ -363,7 +378,9 @@ def warm_start_source(config: TrainConfig) -> str:
   if warm.source == "path":
     return warm.path
   # A directory brings its weights.
-  return name if warm.source == "embedded" or name != "tiny_vl" else ""
+  if name in BUILT_IN:
+    return name if warm.source == "embedded" else ""
+  return name
 
 
 def check_weights(config: TrainConfig, policy: Policy, source: str) -> None:
@@ -373,37 +390,13 @@ def check_weights(config: TrainConfig, policy: Policy, source: str) -> None:
     ConfigError: no policy directory, or one of another architecture.
   """
   try:
-    directory = policy_checkpoint.resolve(source)
-    found = policy_checkpoint.load_config(directory, **_policy_changes(config))
-    policy_checkpoint.load_tokenizer(directory)
-    weights = directory / "model.safetensors"
-    with safetensors.safe_open(str(weights), "numpy") as file:
-      there = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}
-  except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
-    raise ConfigError([f"warm start from {source}: {error}"]) from None
-  wanted = {
-      name: value.shape
-      for name, value in policy_checkpoint.named_parameters(
-          policy.model
-      ).items()
-  }
-  old, new = dataclasses.asdict(found), dataclasses.asdict(policy.model.config)
-  differing = [
-      f"{name} is {old[name]} there, {new[name]} here"
-      for name in old
-      if old[name] != new[name]
-  ] or [
-      f"tensor {name} is {there.get(name, 'absent')} there,"
-      f" {wanted.get(name, 'absent')} here"
-      for name in sorted({*there, *wanted})
-      if there.get(name) != wanted.get(name)
-  ]
-  if differing:
+    policy_checkpoint.check(source, policy.model, **_policy_changes(config))
+  except (OSError, ValueError, TypeError) as error:
     raise ConfigError([
-        f"warm start from {source}: weights of another architecture"
-        f" ({differing[0]}); policy.name and policy.config must describe them,"
-        " or start from random weights with warm_start.source=none"
-    ])
+        f"warm start from {source}: {error}; policy.name and policy.config must"
+        " describe the weights, or start from random ones with"
+        " warm_start.source=none"
+    ]) from None
 
 
 def make_engine(

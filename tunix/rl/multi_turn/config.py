@@ -143,6 +143,12 @@ CLONING_PRESETS: dict[str, dict[str, Any]] = {
 """More of them for gyms that the embedded policy has never seen, where it
 starts the run and the gym's oracle can demonstrate every task."""
 
+POLICY_PRESETS: dict[str, dict[str, Any]] = {
+    name: {"warm_start.source": "none"}
+    for name in ("qwen3_vl_tiny", "qwen2_5_vl_tiny")
+}
+"""Defaults that depend on policy.name: the shipped weights are tiny_vl's."""
+
 _GYMS_WITH_ORACLE = ("desktop", "miniwob")
 _ORACLE_FAMILIES = {"miniwob": miniwob.ORACLE_FAMILIES}
 _GYMS_WITHOUT_LEVELS = ("miniwob", "gymnasium")
@@ -179,9 +185,13 @@ def _resolve(layers: Sequence[Mapping[str, Any]]) -> TrainConfig:
           config_loader.unwrap(merged.get(path)), value
       )
   gym = config_loader.unwrap(merged.get("gym.name", GymConfig.name))
-  merged = {**GYM_PRESETS.get(str(gym), {}), **merged}
-  imports = merged.get("run.imports")
   name = config_loader.unwrap(merged.get("policy.name"))
+  merged = {
+      **GYM_PRESETS.get(str(gym), {}),
+      **POLICY_PRESETS.get(str(name), {}),
+      **merged,
+  }
+  imports = merged.get("run.imports")
   if isinstance(name, str) and _is_directory(name):
     merged.pop("policy.name")
   else:
@@ -533,7 +543,10 @@ def reference() -> str:
       + ", ".join(f"`{k}={_plain(v)}`" for k, v in values.items())
       + " |"
       for gym, values in [
-          *((f"`{name}`", preset) for name, preset in GYM_PRESETS.items()),
+          *(
+              (f"`{name}`", preset)
+              for name, preset in (*GYM_PRESETS.items(), *POLICY_PRESETS.items())
+          ),
           *(
               (f"`{name}`, if its oracle knows every task", preset)
               for name, preset in CLONING_PRESETS.items()
@@ -570,7 +583,7 @@ and is itself a valid file.
 |---|---|
 {short}
 
-| gym | preset |
+| gym or policy | preset |
 |---|---|
 {presets}
 

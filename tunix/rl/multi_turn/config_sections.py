@@ -143,8 +143,11 @@ class PolicyConfig:
 
   name: str = _opt(
       "tiny_vl",
-      "The built-in policy, or a directory with a saved one.",
-      choices=("tiny_vl",),
+      "tiny_vl: small and shipped with weights. qwen3_vl_tiny,"
+      " qwen2_5_vl_tiny: the published architectures at a size for CPUs, random"
+      " weights. Or a directory: one saved here, or a checkpoint of Qwen2.5-VL"
+      " or Qwen3-VL.",
+      choices=("tiny_vl", "qwen3_vl_tiny", "qwen2_5_vl_tiny"),
   )
   config: dict[str, Any] = _opt(
       {},

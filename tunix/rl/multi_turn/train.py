@@ -125,7 +125,7 @@ class Run:
     self._cloning_steps = config.warm_start.steps
     self._start_from = assembly.warm_start_source(config)
     self._cloned = self.directory / "warm_start"
-    if self.resuming and (self._cloned / "model.safetensors").exists():
+    if self.resuming and (self._cloned / "config.json").exists():
       self._cloning_steps, self._start_from = 0, str(self._cloned)
     if self._start_from:
       assembly.check_weights(config, self.policy, self._start_from)
@@ -314,7 +314,7 @@ class Run:
     self.policy = dataclasses.replace(self.policy, model=learner.policy())
     # What a resumed run begins with, and its KL reference.
     policy_checkpoint.save_policy(
-        self._cloned, self.policy.model, config.policy.name
+        self._cloned, self.policy.model, assembly.tokenizer_source(config)
     )
 
   def train(self) -> int:
@@ -410,7 +410,9 @@ class Run:
         loop.save()
         loop.settle()
         policy_checkpoint.save_policy(
-            self.directory / "policy", learner.policy(), config.policy.name
+            self.directory / "policy",
+            learner.policy(),
+            assembly.tokenizer_source(config),
         )
       checkpoints.close()
     publish_latest()

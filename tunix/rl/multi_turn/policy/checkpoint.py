@@ -1,4 +1,9 @@
-"""A policy directory: config.json, model.safetensors, tokenizer files.
+"""Policies by name or directory, whatever their architecture.
+
+The one door through which the rest of the project gets a model with the host
+side and the tokenizer that belong to it. A directory says itself what it holds
+(`model_type` in config.json): TinyVL, or a checkpoint of Qwen2.5-VL or
+Qwen3-VL as published.
 
 Loading is strict: a missing, extra or misshapen tensor is an error that names
 it. With a mesh each tensor goes straight to its shards.
@@ -7,32 +12,25 @@ it. With a mesh each tensor goes straight to its shards.
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
-import shutil
 from typing import Any
 
-from flax import nnx
 import jax
-import jax.numpy as jnp
-import numpy as np
-from safetensors import numpy as safetensors_numpy
 import tokenizers
-from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy import qwen_checkpoint
+from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import tiny_vl
-from tunix.rl.multi_turn.policy import vision_inputs
+from tunix.rl.multi_turn.policy import tiny_vl_checkpoint
 
-DATA = pathlib.Path(__file__).parent / "data"
-MODEL_TYPE = "tunix_tiny_vl"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+Loaded = tuple[Any, base.Processor, tokenizers.Tokenizer]
+"""(model, processor, tokenizer); the model is a `base.Policy`."""
 
-Loaded = tuple[
-    tiny_vl.TinyVL, vision_inputs.TinyVLProcessor, tokenizers.Tokenizer
-]
+resolve = policy_files.resolve
+load_tokenizer = policy_files.load_tokenizer
+named_parameters = policy_files.named_parameters
 
 
 def create_policy(
@@ -40,31 +38,53 @@ def create_policy(
     seed: int = 0,
     tokenizer: str | pathlib.Path = "tiny_vl",
     mesh: jax.sharding.Mesh | None = None,
+    screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
   """A policy with fresh weights.
 
   Args:
-    size: a key of `tiny_vl.SIZES`.
+    size: a key of `tiny_vl.SIZES` or of `qwen_checkpoint.SMALL`.
     seed: of the weights.
     tokenizer: a directory with the tokenizer's files, or a shipped name.
     mesh: where to put the weights; None is the default device.
+    screen: (width, height) of the largest screenshot, if known: attention
+      within an image costs what the largest image needs.
     **changes: config fields that differ from the size's.
 
-  Returns:
-    (model, processor, tokenizer).
+  Raises:
+    ValueError: no such size, or a field it does not have.
   """
-  encoder = load_tokenizer(tokenizer)
-  config = tiny_vl.config_for(encoder, size, **changes)
-  model = tiny_vl.TinyVL(config, nnx.Rngs(seed))
-  if mesh is not None:
-    sharding.shard_model(model, mesh)
-  return model, vision_inputs.TinyVLProcessor(config.max_cells), encoder
+  for family, sizes in (
+      (tiny_vl_checkpoint, tiny_vl.SIZES),
+      (qwen_checkpoint, qwen_checkpoint.SMALL),
+  ):
+    if size in sizes:
+      return family.create(size, seed, tokenizer, mesh, screen, **changes)
+  raise ValueError(
+      f"no policy is called {size!r}; known:"
+      f" {', '.join([*tiny_vl.SIZES, *qwen_checkpoint.SMALL])}"
+  )
+
+
+def create_like(
+    path: str | pathlib.Path,
+    seed: int = 0,
+    mesh: jax.sharding.Mesh | None = None,
+    screen: tuple[int, int] | None = None,
+    **changes: Any,
+) -> Loaded:
+  """A policy of a directory's architecture and sizes with fresh weights."""
+  directory = resolve(path)
+  return _family(directory).create_like(
+      directory, seed, mesh, screen, **changes
+  )
 
 
 def load_policy(
     path: str | pathlib.Path,
     mesh: jax.sharding.Mesh | None = None,
+    screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
   """Loads a policy directory or a shipped policy by name ("tiny_vl").
@@ -72,28 +92,21 @@ def load_policy(
   Args:
     path: directory, or name.
     mesh: where to put the weights; None is the default device.
-    **changes: config fields to override (compute_dtype, vision_window).
-
-  Returns:
-    (model, processor, tokenizer).
+    screen: (width, height) of the largest screenshot, if known: attention
+      within an image costs what the largest image needs.
+    **changes: config fields to override (compute_dtype, …).
 
   Raises:
     FileNotFoundError: the directory or a file of it is missing.
     ValueError: a tensor is missing, extra or has the wrong shape.
   """
   directory = resolve(path)
-  config = load_config(directory, **changes)
-  weights = _file(directory, "model.safetensors")
-  tensors = safetensors_numpy.load_file(weights)
-  model = nnx.eval_shape(lambda: tiny_vl.TinyVL(config, nnx.Rngs(0)))
-  _fill(model, tensors, mesh, str(weights))
-  processor = vision_inputs.TinyVLProcessor(config.max_cells)
-  return model, processor, load_tokenizer(directory)
+  return _family(directory).load(directory, mesh, screen, **changes)
 
 
 def save_policy(
     path: str | pathlib.Path,
-    model: tiny_vl.TinyVL,
+    model: Any,
     tokenizer: str | pathlib.Path = "tiny_vl",
     dtype: str = "float32",
 ) -> pathlib.Path:
@@ -101,122 +114,62 @@ def save_policy(
 
   Args:
     path: directory, made if absent; its policy files are replaced.
-    model: fully addressable weights.
+    model: the policy.
     tokenizer: directory or shipped name whose tokenizer files are copied.
-    dtype: "float32" or "float16", of the stored tensors.
+    dtype: of the stored tensors: "float32", or "float16" (TinyVL), or
+      "bfloat16" (Qwen-VL).
 
   Returns:
     The directory.
   """
-  if dtype not in ("float32", "float16"):
-    raise ValueError(f"dtype must be 'float32' or 'float16', got {dtype!r}")
   directory = pathlib.Path(path)
   directory.mkdir(parents=True, exist_ok=True)
-  source = resolve(tokenizer)
-  if source.resolve() != directory.resolve():
-    for name in TOKENIZER_FILES:
-      shutil.copyfile(_file(source, name), directory / name)
-  config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}
-  (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-  tensors = {
-      name: np.asarray(value, dtype)
-      for name, value in named_parameters(model).items()
-  }
-  partial = directory / "model.safetensors.part"
-  safetensors_numpy.save_file(tensors, partial)
-  partial.replace(directory / "model.safetensors")
+  qwen = isinstance(model, qwen_vl.QwenVL)
+  family = qwen_checkpoint if qwen else tiny_vl_checkpoint
+  family.save(directory, model, tokenizer, dtype)
   return directory
 
 
-def load_config(
-    path: str | pathlib.Path, **changes: Any
-) -> tiny_vl.TinyVLConfig:
+def load_config(path: str | pathlib.Path, **changes: Any) -> Any:
   """The config of a policy directory, with `changes` applied."""
-  file = _file(resolve(path), "config.json")
-  raw = json.loads(file.read_text())
-  if raw.pop("model_type", None) != MODEL_TYPE:
-    raise ValueError(f"{file} is not the config of a {MODEL_TYPE} policy")
-  known = {f.name for f in dataclasses.fields(tiny_vl.TinyVLConfig)}
-  unknown = sorted((set(raw) | set(changes)) - known)
-  if unknown:
-    raise ValueError(f"unknown config field {unknown[0]!r} for {file}")
-  return tiny_vl.TinyVLConfig(**(raw | changes))
+  directory = resolve(path)
+  return _family(directory).load_config(directory, **changes)
 
 
-def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
-  """The tokenizer of a policy directory or shipped name."""
-  return tokenizers.Tokenizer.from_file(
-      str(_file(resolve(path), "tokenizer.json"))
+def check(path: str | pathlib.Path, model: Any, **changes: Any) -> None:
+  """Refuses weights that cannot take the place of `model`'s; reads none.
+
+  Raises:
+    FileNotFoundError: the directory or a file of it is missing.
+    ValueError: they are of another architecture; says what differs.
+  """
+  directory = resolve(path)
+  family = _family(directory)
+  found = family.load_config(directory, **changes)
+  load_tokenizer(directory)
+  old, new = dataclasses.asdict(found), dataclasses.asdict(model.config)
+  differing = sorted(
+      name
+      for name in {*old, *new} - {*qwen_config.RUN_FIELDS}
+      if old.get(name) != new.get(name)
   )
-
-
-def resolve(path: str | pathlib.Path) -> pathlib.Path:
-  """The directory that `path`, a directory or a shipped name, stands for."""
-  directory = pathlib.Path(path).expanduser()
-  if directory.is_dir():
-    return directory
-  if (DATA / str(path)).is_dir():
-    return DATA / str(path)
-  shipped = sorted(p.name for p in DATA.iterdir() if p.is_dir())
-  raise FileNotFoundError(
-      f"{str(path)!r} is neither a policy directory nor one of the shipped"
-      f" policies {shipped}"
-  )
-
-
-def named_parameters(model: nnx.Module) -> dict[str, jax.Array]:
-  """Parameter name ("blocks.0.q") to array."""
-  return {
-      ".".join(map(str, path)): variable[...]
-      for path, variable in _parameters(model)
-  }
-
-
-def _parameters(model: nnx.Module):
-  state = nnx.state(model, nnx.Param)
-  return sorted(
-      nnx.to_flat_state(state), key=lambda item: tuple(map(str, item[0]))
-  )
-
-
-def _fill(
-    model: nnx.Module,
-    tensors: dict[str, np.ndarray],
-    mesh: jax.sharding.Mesh | None,
-    source: str,
-) -> None:
-  """Replaces the abstract parameters of `model`, strictly."""
-  parameters = {
-      ".".join(map(str, path)): (path, v) for path, v in _parameters(model)
-  }
-  missing = sorted(set(parameters) - set(tensors))
-  extra = sorted(set(tensors) - set(parameters))
-  if missing or extra:
+  if differing:
+    name = differing[0]
     raise ValueError(
-        f"{source} does not fit the config: missing tensors {missing[:5]},"
-        f" unexpected tensors {extra[:5]}"
+        f"weights of another architecture ({name} is"
+        f" {old.get(name, 'absent')} there, {new.get(name, 'absent')} here)"
     )
-  for name, (_, variable) in parameters.items():
-    if tensors[name].shape != variable.shape:
-      raise ValueError(
-          f"{source}: tensor {name!r} has shape {tensors[name].shape}, the"
-          f" config needs {variable.shape}"
-      )
-  filled = []
-  for name, (path, variable) in parameters.items():
-    value = tensors[name].astype(np.float32)
-    if mesh is None:
-      value = jnp.asarray(value)
-    else:
-      value = jax.device_put(
-          value, sharding.parameter_sharding(variable, mesh)
-      )
-    filled.append((path, variable.replace(value)))
-  nnx.update(model, nnx.from_flat_state(filled))
+  family.check(directory, model)
 
 
-def _file(directory: pathlib.Path, name: str) -> pathlib.Path:
-  file = directory / name
-  if not file.is_file():
-    raise FileNotFoundError(f"{directory} has no {name}")
-  return file
+def _family(directory: pathlib.Path) -> Any:
+  kind = policy_files.model_type(directory)
+  if kind == tiny_vl_checkpoint.MODEL_TYPE:
+    return tiny_vl_checkpoint
+  if kind in qwen_checkpoint.FAMILIES:
+    return qwen_checkpoint
+  known = (tiny_vl_checkpoint.MODEL_TYPE, *qwen_checkpoint.FAMILIES)
+  raise ValueError(
+      f"{directory} holds a model of type {kind!r}; policies here are"
+      f" {', '.join(known)}"
+  )

@@ -228,6 +228,17 @@ def load_model(
   return model
 
 
+def check(directory: str | pathlib.Path, model: qwen_vl.QwenVL) -> None:
+  """Whether a directory's tensors fit `model`; reads none of them.
+
+  Raises:
+    FileNotFoundError: a file is missing.
+    ValueError: naming the tensors that do not fit.
+  """
+  files = _Files(pathlib.Path(directory).expanduser())
+  _resolve_keys(tensors_of(model), files, model.config.tie_word_embeddings)
+
+
 def abstract_model(
     config: qwen_config.QwenVLConfig, mesh: jax.sharding.Mesh | None = None
 ) -> qwen_vl.QwenVL:

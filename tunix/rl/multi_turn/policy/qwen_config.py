@@ -211,7 +211,7 @@ _ACTIVATIONS = {
     "qwen3_vl": "gelu_pytorch_tanh",
     "qwen3_vl_moe": "gelu_pytorch_tanh",
 }
-_RUN_FIELDS = (
+RUN_FIELDS = (
     "compute_dtype",
     "param_dtype",
     "remat",
@@ -219,6 +219,7 @@ _RUN_FIELDS = (
     "vision_tensor_parallel",
     "max_image_patches",
 )
+"""What may differ from a checkpoint's file: how it is run."""
 
 
 def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
@@ -314,11 +315,11 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
     raise ValueError(
         f"config.json of {family} lacks {error.args[0]!r}"
     ) from None
-  unknown = sorted(set(changes) - set(_RUN_FIELDS))
+  unknown = sorted(set(changes) - set(RUN_FIELDS))
   if unknown:
     raise ValueError(
         f"{unknown[0]!r} of a checkpoint cannot be changed; what can:"
-        f" {', '.join(_RUN_FIELDS)}"
+        f" {', '.join(RUN_FIELDS)}"
     )
   return dataclasses.replace(config, **changes)
 

@@ -1,0 +1,88 @@
+"""What policy directories of every architecture have in common."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+from flax import nnx
+import jax
+import tokenizers
+
+DATA = pathlib.Path(__file__).parent / "data"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+
+
+def resolve(path: str | pathlib.Path) -> pathlib.Path:
+  """The directory that `path`, a directory or a shipped name, stands for."""
+  directory = pathlib.Path(path).expanduser()
+  if directory.is_dir():
+    return directory
+  if (DATA / str(path)).is_dir():
+    return DATA / str(path)
+  shipped = sorted(p.name for p in DATA.iterdir() if p.is_dir())
+  raise FileNotFoundError(
+      f"{str(path)!r} is neither a policy directory nor one of the shipped"
+      f" policies {shipped}"
+  )
+
+
+def file_of(directory: pathlib.Path, name: str) -> pathlib.Path:
+  file = directory / name
+  if not file.is_file():
+    raise FileNotFoundError(f"{directory} has no {name}")
+  return file
+
+
+def model_type(directory: pathlib.Path) -> str:
+  """Which architecture a directory holds, from its config.json.
+
+  Raises:
+    FileNotFoundError: no config.json.
+    ValueError: it does not say.
+  """
+  file = file_of(directory, "config.json")
+  try:
+    found = json.loads(file.read_text())["model_type"]
+  except (json.JSONDecodeError, KeyError, TypeError):
+    raise ValueError(f"{file} does not name a model_type") from None
+  return str(found)
+
+
+def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
+  """The tokenizer of a policy directory or shipped name."""
+  return tokenizers.Tokenizer.from_file(
+      str(file_of(resolve(path), "tokenizer.json"))
+  )
+
+
+def copy_tokenizer(
+    source: str | pathlib.Path, directory: pathlib.Path
+) -> None:
+  """Copies the tokenizer's files of a policy directory or shipped name."""
+  source = resolve(source)
+  if source.resolve() != directory.resolve():
+    for name in TOKENIZER_FILES:
+      shutil.copyfile(file_of(source, name), directory / name)
+
+
+def named_parameters(model: nnx.Module) -> dict[str, jax.Array]:
+  """Parameter name ("blocks.0.q") to array."""
+  return {
+      ".".join(map(str, path)): variable[...]
+      for path, variable in parameters(model)
+  }
+
+
+def parameters(model: nnx.Module) -> list[tuple[Any, nnx.Variable]]:
+  """(path, variable) of every parameter, in the order of their paths."""
+  state = nnx.state(model, nnx.Param)
+  return sorted(
+      nnx.to_flat_state(state), key=lambda item: tuple(map(str, item[0]))
+  )

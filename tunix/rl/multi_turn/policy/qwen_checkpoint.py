@@ -1,0 +1,283 @@
+"""Qwen policies with the host side and tokenizer that belong to them.
+
+Puts together what `hf_checkpoint` (weights), `qwen_vl_inputs` (host side) and
+the tokenizer's files hold; `checkpoint` is the door to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from flax import nnx
+import jax
+import tokenizers
+from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import qwen_vl_inputs
+from tunix.rl.multi_turn.policy import sharding
+
+FAMILIES = qwen_config.FAMILIES
+
+Loaded = tuple[
+    qwen_vl.QwenVL, qwen_vl_inputs.QwenVLProcessor, tokenizers.Tokenizer
+]
+
+_PREPROCESSOR = "preprocessor_config.json"
+_PIXELS = ("min_pixels", "max_pixels")
+
+SMALL = ("qwen3_vl_tiny", "qwen2_5_vl_tiny")
+"""Architectures of the published models at sizes that a CPU can train."""
+
+
+def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> Any:
+  def find(token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    if found is None:
+      raise ValueError(f"the tokenizer has no token {token!r}")
+    return found
+
+  width, qwen3 = 160, name == "qwen3_vl_tiny"
+  special = qwen_config.VisionConfig(
+      depth=4,
+      hidden_size=96,
+      intermediate_size=192,
+      num_heads=4,
+      out_hidden_size=width,
+      patch_size=8,
+      **(
+          {
+              "num_position_embeddings": 256,
+              "deepstack_visual_indexes": (1, 2),
+          }
+          if qwen3
+          else {"window_size": 64, "fullatt_block_indexes": (1, 3)}
+      ),
+  )
+  return qwen_config.QwenVLConfig(
+      family="qwen3_vl" if qwen3 else "qwen2_5_vl",
+      vision=special,
+      text=qwen_config.TextConfig(
+          vocab_size=tokenizer.get_vocab_size(),
+          hidden_size=width,
+          intermediate_size=320,
+          num_hidden_layers=4,
+          num_attention_heads=4,
+          num_key_value_heads=2,
+          head_dim=40,
+          rope_theta=10_000.0,
+          mrope_section=(8, 6, 6),
+      ),
+      tie_word_embeddings=True,
+      image_token_id=find("<|image_pad|>"),
+      video_token_id=find("<|video_pad|>"),
+      vision_start_token_id=find("<|vision_start|>"),
+      vision_end_token_id=find("<|vision_end|>"),
+      remat="none",
+  )
+
+
+def create(
+    size: str,
+    seed: int = 0,
+    tokenizer: str | pathlib.Path = "tiny_vl",
+    mesh: jax.sharding.Mesh | None = None,
+    screen: tuple[int, int] | None = None,
+    **changes: Any,
+) -> Loaded:
+  """A small policy with fresh weights; see `checkpoint.create_policy`."""
+  encoder = policy_files.load_tokenizer(tokenizer)
+  config, pixels = _apply(_small_config(size, encoder), changes)
+  processor = _processor(_default_settings(config), config, pixels)
+  config = _fit_screen(config, processor, screen, changes)
+  return _fresh(config, processor, encoder, seed, mesh)
+
+
+def create_like(
+    directory: pathlib.Path,
+    seed: int,
+    mesh: jax.sharding.Mesh | None = None,
+    screen: tuple[int, int] | None = None,
+    **changes: Any,
+) -> Loaded:
+  """A policy of a directory's sizes with fresh weights."""
+  config, pixels = _apply(hf_checkpoint.load_config(directory), changes)
+  encoder = policy_files.load_tokenizer(directory)
+  processor = _processor(_settings_of(directory, config), config, pixels)
+  config = _fit_screen(config, processor, screen, changes)
+  return _fresh(config, processor, encoder, seed, mesh)
+
+
+def load(
+    directory: pathlib.Path,
+    mesh: jax.sharding.Mesh | None = None,
+    screen: tuple[int, int] | None = None,
+    **changes: Any,
+) -> Loaded:
+  """The policy of a directory; see `checkpoint.load_policy`.
+
+  Beside the run-time fields of `QwenVLConfig`, `min_pixels` and `max_pixels`
+  of the host side can be changed.
+  """
+  config, pixels = _apply(hf_checkpoint.load_config(directory), changes)
+  processor = _processor(_settings_of(directory, config), config, pixels)
+  config = _fit_screen(config, processor, screen, changes)
+  model = hf_checkpoint.load_model(directory, mesh, **_run_fields(config))
+  return model, processor, policy_files.load_tokenizer(directory)
+
+
+def save(
+    directory: pathlib.Path,
+    model: qwen_vl.QwenVL,
+    tokenizer: str | pathlib.Path,
+    dtype: str = "float32",
+) -> None:
+  """Writes a checkpoint; `tokenizer` may be the one it was loaded from."""
+  source = policy_files.resolve(tokenizer)
+  same = (source / "config.json").is_file() and (
+      policy_files.model_type(source) == model.config.family
+  )
+  policy_files.copy_tokenizer(source, directory)
+  hf_checkpoint.save_model(
+      directory, model, source=source if same else None, dtype=dtype
+  )
+  if not (directory / _PREPROCESSOR).is_file():
+    settings = _default_settings(model.config)
+    (directory / _PREPROCESSOR).write_text(
+        json.dumps(settings, indent=2) + "\n"
+    )
+
+
+def load_config(
+    directory: pathlib.Path, **changes: Any
+) -> qwen_config.QwenVLConfig:
+  return _apply(hf_checkpoint.load_config(directory), changes)[0]
+
+
+def check(directory: pathlib.Path, model: qwen_vl.QwenVL) -> None:
+  """Refuses a directory whose tensors do not fit `model`; reads none."""
+  hf_checkpoint.check(directory, model)
+
+
+# --- pieces -------------------------------------------------------------------
+
+
+def _apply(
+    config: qwen_config.QwenVLConfig, changes: dict[str, Any]
+) -> tuple[qwen_config.QwenVLConfig, dict[str, int]]:
+  """The config with run-time fields changed, and the pixel limits."""
+  pixels = {name: changes[name] for name in _PIXELS if name in changes}
+  rest = {k: v for k, v in changes.items() if k not in pixels}
+  unknown = sorted(set(rest) - set(qwen_config.RUN_FIELDS))
+  if unknown:
+    raise ValueError(
+        f"{unknown[0]!r} cannot be changed in a {config.family} policy; what"
+        f" can: {', '.join((*qwen_config.RUN_FIELDS, *_PIXELS))}"
+    )
+  return dataclasses.replace(config, **rest), pixels
+
+
+def _run_fields(config: qwen_config.QwenVLConfig) -> dict[str, Any]:
+  return {name: getattr(config, name) for name in qwen_config.RUN_FIELDS}
+
+
+def _default_settings(config: qwen_config.QwenVLConfig) -> dict[str, Any]:
+  """What stands in for a preprocessor_config.json."""
+  settings = dict(
+      qwen_vl_inputs.QWEN3_VL if config.is_qwen3 else qwen_vl_inputs.QWEN2_5_VL
+  )
+  vision = config.vision
+  if settings["patch_size"] != vision.patch_size:  # One of our small ones.
+    factor = vision.patch_size * vision.spatial_merge_size
+    settings |= {
+        "patch_size": vision.patch_size,
+        "min_pixels": factor**2,
+        "max_pixels": (64 * factor) ** 2,
+    }
+  return settings | {"merge_size": vision.spatial_merge_size}
+
+
+def _settings_of(
+    directory: pathlib.Path, config: qwen_config.QwenVLConfig
+) -> dict[str, Any]:
+  file = directory / _PREPROCESSOR
+  if not file.is_file():
+    return _default_settings(config)
+  settings = json.loads(file.read_text())
+  for name, want in (
+      ("patch_size", config.vision.patch_size),
+      ("merge_size", config.vision.spatial_merge_size),
+  ):
+    if settings.get(name, want) != want:
+      raise ValueError(
+          f"{file} says {name}={settings[name]}, config.json {want}"
+      )
+  return settings
+
+
+def _processor(
+    settings: dict[str, Any],
+    config: qwen_config.QwenVLConfig,
+    pixels: dict[str, int],
+) -> qwen_vl_inputs.QwenVLProcessor:
+  return qwen_vl_inputs.QwenVLProcessor.from_preprocessor_config(
+      settings, image_token_id=config.image_token_id, **pixels
+  )
+
+
+def _fit_screen(
+    config: qwen_config.QwenVLConfig,
+    processor: qwen_vl_inputs.QwenVLProcessor,
+    screen: tuple[int, int] | None,
+    changes: dict[str, Any],
+) -> qwen_config.QwenVLConfig:
+  """Tells the tower how many patches the largest image has."""
+  if "max_image_patches" in changes:
+    return config
+  if screen is not None:
+    rows, columns = processor.grid(*screen)
+    return dataclasses.replace(config, max_image_patches=rows * columns)
+  most = processor.max_pixels // processor.patch_size**2
+  return dataclasses.replace(config, max_image_patches=most)
+
+
+def _fresh(
+    config: qwen_config.QwenVLConfig,
+    processor: qwen_vl_inputs.QwenVLProcessor,
+    encoder: tokenizers.Tokenizer,
+    seed: int,
+    mesh: jax.sharding.Mesh | None,
+) -> Loaded:
+  if encoder.get_vocab_size() > config.vocab_size:
+    raise ValueError(
+        f"the tokenizer has {encoder.get_vocab_size()} tokens, the model's"
+        f" vocabulary {config.vocab_size}; give the model's own tokenizer"
+    )
+  model = random_model(config, seed, mesh)
+  return model, processor, encoder
+
+
+def random_model(
+    config: qwen_config.QwenVLConfig,
+    seed: int = 0,
+    mesh: jax.sharding.Mesh | None = None,
+) -> qwen_vl.QwenVL:
+  """Fresh weights, made where they shall lie: none is ever whole elsewhere."""
+  if mesh is None:
+    return qwen_vl.QwenVL(config, nnx.Rngs(seed))
+  abstract = hf_checkpoint.abstract_model(config, mesh)
+  graph, state = nnx.split(abstract)
+  place = jax.tree.map(
+      lambda v: v.replace(sharding.parameter_sharding(v, mesh)),
+      state,
+      is_leaf=lambda v: isinstance(v, nnx.Variable),
+  )
+
+  def build() -> nnx.State:
+    return nnx.state(qwen_vl.QwenVL(config, nnx.Rngs(seed), mesh))
+
+  return nnx.merge(graph, jax.jit(build, out_shardings=place)())

@@ -1,0 +1,176 @@
+"""TinyVL's policy directory: config.json, model.safetensors, tokenizer files.
+
+Loading is strict: a missing, extra or misshapen tensor is an error that names
+it. With a mesh each tensor goes straight to its shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from safetensors import numpy as safetensors_numpy
+import tokenizers
+from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy import tiny_vl
+from tunix.rl.multi_turn.policy import vision_inputs
+
+MODEL_TYPE = "tunix_tiny_vl"
+Loaded = tuple[
+    tiny_vl.TinyVL, vision_inputs.TinyVLProcessor, tokenizers.Tokenizer
+]
+
+
+def create(
+    size: str = "tiny",
+    seed: int = 0,
+    tokenizer: str | pathlib.Path = "tiny_vl",
+    mesh: jax.sharding.Mesh | None = None,
+    screen: tuple[int, int] | None = None,
+    **changes: Any,
+) -> Loaded:
+  """A policy with fresh weights; see `checkpoint.create_policy`."""
+  del screen  # Attention within an image has a fixed reach here.
+  encoder = policy_files.load_tokenizer(tokenizer)
+  config = tiny_vl.config_for(encoder, size, **changes)
+  model = tiny_vl.TinyVL(config, nnx.Rngs(seed))
+  if mesh is not None:
+    sharding.shard_model(model, mesh)
+  return model, vision_inputs.TinyVLProcessor(config.max_cells), encoder
+
+
+def create_like(
+    directory: pathlib.Path,
+    seed: int,
+    mesh: jax.sharding.Mesh | None = None,
+    screen: tuple[int, int] | None = None,
+    **changes: Any,
+) -> Loaded:
+  """A policy of a directory's sizes with fresh weights."""
+  fields = dataclasses.asdict(load_config(directory)) | changes
+  for name in ("vocab_size", "number_start"):  # The tokenizer's to say.
+    fields.pop(name)
+  return create("tiny", seed, directory, mesh, screen, **fields)
+
+
+def load(
+    directory: pathlib.Path,
+    mesh: jax.sharding.Mesh | None = None,
+    screen: tuple[int, int] | None = None,
+    **changes: Any,
+) -> Loaded:
+  """The policy of a directory; see `checkpoint.load_policy`."""
+  del screen
+  config = load_config(directory, **changes)
+  weights = policy_files.file_of(directory, "model.safetensors")
+  tensors = safetensors_numpy.load_file(weights)
+  model = nnx.eval_shape(lambda: tiny_vl.TinyVL(config, nnx.Rngs(0)))
+  _fill(model, tensors, mesh, str(weights))
+  processor = vision_inputs.TinyVLProcessor(config.max_cells)
+  return model, processor, policy_files.load_tokenizer(directory)
+
+
+def save(
+    directory: pathlib.Path,
+    model: tiny_vl.TinyVL,
+    tokenizer: str | pathlib.Path = "tiny_vl",
+    dtype: str = "float32",
+) -> None:
+  """Writes a policy directory; see `checkpoint.save_policy`."""
+  if dtype not in ("float32", "float16"):
+    raise ValueError(f"dtype must be 'float32' or 'float16', got {dtype!r}")
+  policy_files.copy_tokenizer(tokenizer, directory)
+  config = {"model_type": MODEL_TYPE, **dataclasses.asdict(model.config)}
+  (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+  tensors = {
+      name: np.asarray(value, dtype)
+      for name, value in policy_files.named_parameters(model).items()
+  }
+  partial = directory / "model.safetensors.part"
+  safetensors_numpy.save_file(tensors, partial)
+  partial.replace(directory / "model.safetensors")
+
+
+def load_config(
+    directory: pathlib.Path, **changes: Any
+) -> tiny_vl.TinyVLConfig:
+  """The config of a policy directory, with `changes` applied."""
+  file = policy_files.file_of(directory, "config.json")
+  raw = json.loads(file.read_text())
+  if raw.pop("model_type", None) != MODEL_TYPE:
+    raise ValueError(f"{file} is not the config of a {MODEL_TYPE} policy")
+  known = {f.name for f in dataclasses.fields(tiny_vl.TinyVLConfig)}
+  unknown = sorted((set(raw) | set(changes)) - known)
+  if unknown:
+    raise ValueError(f"unknown config field {unknown[0]!r} for {file}")
+  return tiny_vl.TinyVLConfig(**(raw | changes))
+
+
+def check(directory: pathlib.Path, model: tiny_vl.TinyVL) -> None:
+  """Refuses a directory whose tensors do not fit `model`; reads none.
+
+  Raises:
+    ValueError: naming the first tensor that differs.
+  """
+  weights = policy_files.file_of(directory, "model.safetensors")
+  try:
+    with safetensors.safe_open(str(weights), "numpy") as file:
+      there = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}
+  except safetensors.SafetensorError as error:
+    raise ValueError(f"{weights}: {error}") from None
+  wanted = {
+      name: value.shape
+      for name, value in policy_files.named_parameters(model).items()
+  }
+  for name in sorted({*there, *wanted}):
+    if there.get(name) != wanted.get(name):
+      raise ValueError(
+          f"weights of another architecture (tensor {name} is"
+          f" {there.get(name, 'absent')} there,"
+          f" {wanted.get(name, 'absent')} here)"
+      )
+
+
+def _fill(
+    model: nnx.Module,
+    tensors: dict[str, np.ndarray],
+    mesh: jax.sharding.Mesh | None,
+    source: str,
+) -> None:
+  """Replaces the abstract parameters of `model`, strictly."""
+  parameters = {
+      ".".join(map(str, path)): (path, v)
+      for path, v in policy_files.parameters(model)
+  }
+  missing = sorted(set(parameters) - set(tensors))
+  extra = sorted(set(tensors) - set(parameters))
+  if missing or extra:
+    raise ValueError(
+        f"{source} does not fit the config: missing tensors {missing[:5]},"
+        f" unexpected tensors {extra[:5]}"
+    )
+  for name, (_, variable) in parameters.items():
+    if tensors[name].shape != variable.shape:
+      raise ValueError(
+          f"{source}: tensor {name!r} has shape {tensors[name].shape}, the"
+          f" config needs {variable.shape}"
+      )
+  filled = []
+  for name, (path, variable) in parameters.items():
+    value = tensors[name].astype(np.float32)
+    if mesh is None:
+      value = jnp.asarray(value)
+    else:
+      value = jax.device_put(
+          value, sharding.parameter_sharding(variable, mesh)
+      )
+    filled.append((path, variable.replace(value)))
+  nnx.update(model, nnx.from_flat_state(filled))
