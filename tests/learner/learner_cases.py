@@ -166,9 +166,14 @@ def gradients(learner, examples, weights=None):
   kept, own_weights = learner._weigh(examples)
   packed = learner._pack(kept, own_weights if weights is None else weights)
   programs, params = learner._programs, learner._params
-  grads, sums = programs.start(params, packed.batches[0], packed.extras[0])
+  frozen = learner._frozen
+  grads, sums = programs.start(
+      params, frozen, packed.batches[0], packed.extras[0]
+  )
   for batch, extra in zip(packed.batches, packed.extras):
-    grads, sums = programs.accumulate(params, grads, sums, batch, extra)
+    grads, sums = programs.accumulate(
+        params, grads, sums, frozen, batch, extra
+    )
   grads = {k: np.asarray(v) for k, v in grads.items()}
   return grads, sums, packed.stats
 

@@ -76,7 +76,7 @@ def test_gradient_equals_finite_differences(case):
   kept, weights = learner._weigh(examples)
   packed = learner._pack(kept, weights)
   programs = learner._programs
-  loss = jax.jit(lambda p, b, x: programs.loss(p, b, x)[0])
+  loss = jax.jit(lambda p, b, x: programs.loss(p, {}, b, x)[0])
   rng = np.random.default_rng(0)
   for name in ("blocks.0.q", "stem.conv2", "embedding", "axis_gate"):
     direction = rng.normal(size=grads[name].shape).astype(np.float32)

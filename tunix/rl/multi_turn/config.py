@@ -545,7 +545,9 @@ def reference() -> str:
       for gym, values in [
           *(
               (f"`{name}`", preset)
-              for name, preset in (*GYM_PRESETS.items(), *POLICY_PRESETS.items())
+              for name, preset in (
+                  *GYM_PRESETS.items(), *POLICY_PRESETS.items()
+              )
           ),
           *(
               (f"`{name}`, if its oracle knows every task", preset)

@@ -105,8 +105,10 @@ class Learner:
   ):
     """Args:
 
-      model: the policy, an nnx module; its `nnx.Param`s are copied. Its
-        config may name `banned_token_ids`, `pad_token_id` and `vocab_size`.
+      model: the policy, an nnx module; its `nnx.Param`s are copied. With a
+        LoRA adapter, the adapter's are, and the others are used as they are
+        and never trained; nobody may donate them. Its config may name
+        `banned_token_ids`, `pad_token_id` and `vocab_size`.
       processor: its host side.
       image_store: pixels of the images that trajectories refer to.
       config: see there.
@@ -134,6 +136,10 @@ class Learner:
         proximal_is_current=config.minibatches * config.epochs == 1,
     )
     self._params = self._place(self._split.params_of(model))
+    self._frozen = {
+        name: jax.device_put(value, self._placement.frozen[name])
+        for name, value in self._split.frozen_of(model).items()
+    }
     self._reference = None
     if config.kl_coef:
       if reference is None:
@@ -181,14 +187,14 @@ class Learner:
 
   def policy_state(self) -> nnx.State:
     """A copy of the parameters, for publishing."""
-    return self._split.state(self._programs.copy(self._params))
+    return self._split.state(self._programs.copy(self._params), self._frozen)
 
   def policy(self) -> Any:
     """A copy of the policy as a module."""
-    return self._split.merge(self._programs.copy(self._params))
+    return self._split.merge(self._programs.copy(self._params), self._frozen)
 
   def parameters(self) -> dict[str, jax.Array]:
-    """A copy of the parameters as {name: array}."""
+    """A copy of the trained parameters as {name: array}."""
     return self._programs.copy(self._params)
 
   # --- learning -------------------------------------------------------------
@@ -263,7 +269,9 @@ class Learner:
     packed = self._pack(all_examples, np.ones(len(all_examples)))
     out = [np.zeros(len(s), np.float32) for s in sequences]
     for batch in packed.batches:
-      found = np.asarray(self._programs.score(self._params, batch))
+      found = np.asarray(
+          self._programs.score(self._params, self._frozen, batch)
+      )
       mask, number = np.asarray(batch.mask), np.asarray(batch.sequences)
       for i in np.unique(number[mask]):
         out[i][sequences[i].loss_mask] = found[mask & (number == i)]
@@ -395,7 +403,8 @@ class Learner:
     for minibatch in minibatches:
       minibatch.extras = [
           dataclasses.replace(
-              extra, **{field: self._programs.score(params, batch)}
+              extra,
+              **{field: self._programs.score(params, self._frozen, batch)},
           )
           for extra, batch in zip(minibatch.extras, minibatch.batches)
       ]
@@ -405,11 +414,11 @@ class Learner:
     """One optimizer step; its readings."""
     programs = self._programs
     grads, sums = programs.start(
-        self._params, minibatch.batches[0], minibatch.extras[0]
+        self._params, self._frozen, minibatch.batches[0], minibatch.extras[0]
     )
     for batch, extra in zip(minibatch.batches, minibatch.extras):
       grads, sums = programs.accumulate(
-          self._params, grads, sums, batch, extra
+          self._params, grads, sums, self._frozen, batch, extra
       )
     self._params, self._opt_state, norm, made = programs.apply(
         self._params, self._opt_state, grads

@@ -2,8 +2,9 @@
 
 Three programs of fixed shape: `accumulate` adds a micro-batch's gradients and
 readings to running sums, `apply` makes the optimizer step, `score` gives
-log-probs only. Parameters travel as a flat {name: array}; only `nnx.Param`s
-are among them.
+log-probs only. Parameters travel as a flat {name: array}: all `nnx.Param`s,
+or, when the model has a LoRA adapter, those of the adapter; the base weights
+are then frozen and travel beside them.
 
 Promises: a program is compiled ahead of time for the shapes it meets, and
 then refuses arrays that lie elsewhere instead of compiling again unnoticed:
@@ -35,16 +36,16 @@ from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.learner.algorithms import importance
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import objectives
+from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import sharding
 
 Params = dict[str, jax.Array]
 
 
-class SplitModel:
-  """An nnx module as a function of a flat {name: array}."""
+class _Leaves:
+  """A state as a flat {name: array} and back."""
 
-  def __init__(self, model: nnx.Module):
-    graphdef, state, rest = nnx.split(model, nnx.Param, ...)
+  def __init__(self, state: nnx.State):
     paths, self._treedef = jax.tree_util.tree_flatten_with_path(state)
     self.names = [_name(path) for path, _ in paths]
     self.shapes = [
@@ -52,12 +53,8 @@ class SplitModel:
     ]
     if len(set(self.names)) != len(self.names):
       raise ValueError("two parameters of the model have the same name")
-    self._graphdef = graphdef
-    self._rest = rest
 
-  def params_of(self, model: nnx.Module) -> Params:
-    """The parameters of a module of the same structure, not copied."""
-    state = nnx.state(model, nnx.Param)
+  def flat(self, state: nnx.State) -> Params:
     leaves, treedef = jax.tree.flatten(state)
     if treedef != self._treedef:
       raise ValueError(
@@ -66,13 +63,52 @@ class SplitModel:
     return dict(zip(self.names, leaves))
 
   def state(self, params: Params) -> nnx.State:
-    """An nnx.State of Params around these arrays."""
     return jax.tree.unflatten(
         self._treedef, [params[name] for name in self.names]
     )
 
-  def merge(self, params: Params) -> Any:
-    return nnx.merge(self._graphdef, self.state(params), self._rest)
+
+class SplitModel:
+  """An nnx module as a function of flat {name: array}s.
+
+  Attributes:
+    names: of the trained parameters.
+    shapes: of them, in the same order.
+    trained: the kind of variable they are.
+  """
+
+  def __init__(self, model: nnx.Module):
+    adapter = jax.tree.leaves(nnx.state(model, layers.LoRAParam))
+    self.trained = layers.LoRAParam if adapter else nnx.Param
+    self._graphdef, state, frozen, self._rest = nnx.split(
+        model, self.trained, nnx.Param, ...
+    )
+    self._trained, self._frozen = _Leaves(state), _Leaves(frozen)
+    self.names, self.shapes = self._trained.names, self._trained.shapes
+
+  def params_of(self, model: nnx.Module) -> Params:
+    """The trained parameters of a module like this one, not copied."""
+    return self._trained.flat(nnx.split(model, self.trained, ...)[1])
+
+  def frozen_of(self, model: nnx.Module) -> Params:
+    """Its parameters that are not trained, not copied."""
+    return self._frozen.flat(
+        nnx.split(model, self.trained, nnx.Param, ...)[2]
+    )
+
+  def state(self, params: Params, frozen: Params) -> nnx.State:
+    """An nnx.State of all Params around these arrays."""
+    return nnx.merge_state(
+        self._trained.state(params), self._frozen.state(frozen)
+    )
+
+  def merge(self, params: Params, frozen: Params) -> Any:
+    return nnx.merge(
+        self._graphdef,
+        self._trained.state(params),
+        self._frozen.state(frozen),
+        self._rest,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +116,15 @@ class Placement:
   """Where arrays lie.
 
   Attributes:
-    params: sharding of each parameter.
+    params: sharding of each trained parameter.
+    frozen: of each other one.
     batch: of arrays with a leading axis B or S.
     replicated: of everything else.
     shards: batch shards.
   """
 
   params: dict[str, jax.sharding.Sharding]
+  frozen: dict[str, jax.sharding.Sharding]
   batch: jax.sharding.Sharding
   replicated: jax.sharding.Sharding
   shards: int
@@ -96,14 +134,25 @@ class Placement:
     """On `mesh` by the parameters' `axes` metadata, or on one device."""
     if mesh is None:
       here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-      return cls({name: here for name in split.names}, here, here, 1)
-    placed = jax.tree.map(
-        lambda v: v.replace(sharding.parameter_sharding(v, mesh)),
-        nnx.state(model, nnx.Param),
-        is_leaf=lambda v: isinstance(v, nnx.Variable),
+      everywhere = lambda params: dict.fromkeys(params, here)
+      return cls(
+          everywhere(split.names),
+          everywhere(split.frozen_of(model)),
+          here,
+          here,
+          1,
+      )
+    placed = nnx.merge(
+        *nnx.split(model)[:1],
+        jax.tree.map(
+            lambda v: v.replace(sharding.parameter_sharding(v, mesh)),
+            nnx.state(model),
+            is_leaf=lambda v: isinstance(v, nnx.Variable),
+        ),
     )
     return cls(
-        dict(zip(split.names, jax.tree.leaves(placed))),
+        split.params_of(placed),
+        split.frozen_of(placed),
         sharding.batch_sharding(mesh),
         sharding.replicated(mesh),
         sharding.batch_shards(mesh),
@@ -251,11 +300,15 @@ class Programs:
   # -- programs --
 
   def loss(
-      self, params: Params, batch: batching.Batch, extra: Extra
+      self,
+      params: Params,
+      frozen: Params,
+      batch: batching.Batch,
+      extra: Extra,
   ) -> tuple[jax.Array, Sums]:
     """Sum of weight x token loss over a batch, and its readings."""
     config = self._config
-    model = self._split.merge(params)
+    model = self._split.merge(params, frozen)
     scores = logprobs.batch_scores(
         model,
         batch,
@@ -323,11 +376,15 @@ class Programs:
     return loss, sums
 
   def start(
-      self, params: Params, batch: batching.Batch, extra: Extra
+      self,
+      params: Params,
+      frozen: Params,
+      batch: batching.Batch,
+      extra: Extra,
   ) -> tuple[Params, Sums]:
     """Zero gradients, and readings of no tokens as `loss` will report them."""
     if self._start is None:
-      _, sums = jax.eval_shape(self.loss, params, batch, extra)
+      _, sums = jax.eval_shape(self.loss, params, frozen, batch, extra)
 
       def zeros(params):
         zero = jnp.zeros((), jnp.float32)
@@ -352,10 +409,13 @@ class Programs:
       params: Params,
       grads: Params,
       sums: Sums,
+      frozen: Params,
       batch: batching.Batch,
       extra: Extra,
   ) -> tuple[Params, Sums]:
-    new, here = jax.grad(self.loss, has_aux=True)(params, batch, extra)
+    new, here = jax.grad(self.loss, has_aux=True)(
+        params, frozen, batch, extra
+    )
     return jax.tree.map(jnp.add, grads, new), Sums(
         loss=sums.loss + here.loss,
         total=jax.tree.map(jnp.add, sums.total, here.total),
@@ -379,9 +439,11 @@ class Programs:
         ok.astype(jnp.float32),
     )
 
-  def _score(self, params: Params, batch: batching.Batch) -> jax.Array:
+  def _score(
+      self, params: Params, frozen: Params, batch: batching.Batch
+  ) -> jax.Array:
     return logprobs.batch_scores(
-        self._split.merge(params),
+        self._split.merge(params, frozen),
         batch,
         temperature=self._config.temperature,
         banned_V=self._banned,

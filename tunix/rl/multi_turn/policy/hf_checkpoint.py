@@ -5,34 +5,48 @@ tokenizer's files. A parameter's path is its key in the file, but for prefixes
 that differ between families and versions, and for matrices, which the files
 hold transposed.
 
-Promises: each device reads its own slice of each tensor, and no tensor is ever
-whole in host memory unless a device needs it whole; a missing, extra or
-misshapen tensor is an error that names it; what was loaded and saved again in
-the same dtype is equal to the bit. Does not know optimizers (see
-`learner.checkpoint`) or adapters (see `lora`).
+Promises: each device reads its own slice of each tensor, and host memory holds
+one device's slice at a time (beside pages of the mapped file, which are
+released with it); saving holds one tensor. A missing, extra or misshapen
+tensor is an error that names it. What was loaded and saved again in the same
+dtype is equal to the bit. Until all of a new checkpoint is written the one
+that it replaces stays as it is; several files are then renamed one by one,
+which is not atomic.
+
+Does not know optimizers (see `learner.checkpoint`) or adapters (see `lora`).
+Saving needs every device to belong to this process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import json
 import pathlib
-import shutil
+import re
+import struct
 from typing import Any, Iterator, Mapping, Sequence
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
+# Importing it also teaches numpy the name "bfloat16", by which safetensors
+# asks for the dtype.
 import ml_dtypes
 import numpy as np
 import safetensors
-from safetensors import numpy as safetensors_numpy
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import sharding
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""What can be written, and its name in a safetensors file."""
 MAX_FILE_BYTES = 5 << 30
+
+_READABLE = ("F64", *DTYPES.values())
 
 # What belongs to a checkpoint besides weights; copied as it is.
 _COMPANIONS = (
@@ -49,6 +63,8 @@ _OLD_PREFIXES = (
     ("model.visual.", "visual."),
 )
 
+_WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.part)?")
+
 
 # --- names -----------------------------------------------------------------
 
@@ -58,11 +74,11 @@ class Tensor:
 
   Attributes:
     path: of the parameter in the module.
+    variable: the parameter.
     keys: in the file; several for stacked layers, in their order.
-    shape: in the file, of each key.
+    stacked: the module's leading axis is the layer.
     transposed: the last two axes are swapped in the module.
-    either_way: experts' matrices, which transformers 5 holds the other way
-      round than the published files; both are read, the published written.
+    either_way: experts' matrices, see `_orient`.
   """
 
   def __init__(self, path: tuple[Any, ...], variable: nnx.Variable):
@@ -84,9 +100,19 @@ class Tensor:
       shape = shape[1:]
     else:
       self.keys = (prefix + ".".join(names),)
+    self._shape = shape
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """In the file, of each key."""
+    shape = self._shape
     if self.transposed:
-      shape = (*shape[:-2], shape[-1], shape[-2])
-    self.shape = shape
+      return (*shape[:-2], shape[-1], shape[-2])
+    return shape
+
+  @property
+  def square(self) -> bool:
+    return self._shape[-1] == self._shape[-2]
 
 
 def tensors_of(model: nnx.Module) -> list[Tensor]:
@@ -100,14 +126,31 @@ def tensors_of(model: nnx.Module) -> list[Tensor]:
   return sorted(found, key=lambda tensor: tensor.keys)
 
 
+# --- loading ---------------------------------------------------------------
+
+
 class _Files:
-  """The tensors of a directory, read slice by slice."""
+  """The tensors of a directory, read slice by slice.
+
+  Attributes:
+    directory: where the files are.
+    shapes: of each tensor, by key.
+    dtypes: their names in the file.
+
+  Raises:
+    FileNotFoundError: the directory or a file is missing.
+    ValueError: a file is damaged.
+  """
 
   def __init__(self, directory: pathlib.Path):
     self.directory = directory
+    self._home: dict[str, pathlib.Path] = {}
+    self.shapes: dict[str, tuple[int, ...]] = {}
+    self.dtypes: dict[str, str] = {}
+    listed: dict[str, str] = {}
     index = directory / INDEX
     if index.is_file():
-      listed = json.loads(index.read_text())["weight_map"]
+      listed = _read_json(index).get("weight_map") or {}
       names = sorted(set(listed.values()))
     elif (directory / SINGLE).is_file():
       names = [SINGLE]
@@ -116,42 +159,54 @@ class _Files:
           f"{directory} has neither {SINGLE} nor {INDEX}; give the directory"
           " of a checkpoint in safetensors format"
       )
-    self._open = {}
     for name in names:
-      if not (directory / name).is_file():
+      path = directory / name
+      if not path.is_file():
         raise FileNotFoundError(
-            f"{directory} lacks {name}, which {INDEX} lists"
+            f"{directory} lacks {name}, which {INDEX} lists; copy or download"
+            " that file too"
         )
-      file = safetensors.safe_open(str(directory / name), "numpy")
-      for key in file.keys():
-        self._open[key] = file
+      with _opened(path) as file:
+        for key in file.keys():
+          # Two files may hold a tensor; the index says which one counts.
+          if listed.get(key, name) == name:
+            part = file.get_slice(key)
+            self._home[key] = path
+            self.shapes[key] = tuple(part.get_shape())
+            self.dtypes[key] = part.get_dtype()
 
-  @property
-  def keys(self) -> set[str]:
-    return set(self._open)
+  def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
+    """A slice of a tensor in host memory, and nothing more of it.
 
-  def shape(self, key: str) -> tuple[int, ...]:
-    return tuple(self._open[key].get_slice(key).get_shape())
+    The file is mapped for as long as this takes: its pages count as memory of
+    this process while it is open.
+    """
+    with _opened(self._home[key]) as file:
+      return file.get_slice(key)[index]
 
-  def dtype(self, key: str) -> str:
-    return self._open[key].get_slice(key).get_dtype()
 
-  def read(self, key: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-    part = self._open[key].get_slice(key)
-    return part[index or ...]
+@contextlib.contextmanager
+def _opened(path: pathlib.Path) -> Iterator[Any]:
+  try:
+    file = safetensors.safe_open(str(path), "numpy")
+  except safetensors.SafetensorError as error:
+    raise ValueError(
+        f"{path} is not a whole safetensors file ({error}); copy or download"
+        " it again"
+    ) from None
+  with file as opened:
+    yield opened
 
 
 def _resolve_keys(
     tensors: Sequence[Tensor], files: _Files, tied: bool
 ) -> dict[str, str]:
-  """Our key -> the file's, strictly.
+  """Our key -> the file's, strictly; turns experts as the files have them.
 
   Raises:
     ValueError: naming the tensors that are missing, extra or misshapen.
   """
-  there = files.keys
   names: dict[str, str] = {}
-  problems = []
   missing = []
   for tensor in tensors:
     for key in tensor.keys:
@@ -159,37 +214,64 @@ def _resolve_keys(
       for new, old in _OLD_PREFIXES:
         if key.startswith(new):
           spelled.append(old + key[len(new) :])
-      found = next((k for k in spelled if k in there), None)
+      found = next((k for k in spelled if k in files.shapes), None)
       if found is None:
         missing.append(key)
+      else:
+        names[key] = found
+  problems = []
+  _orient(tensors, files, names)
+  for tensor in tensors:
+    for key in tensor.keys:
+      found = names.get(key)
+      if found is None:
         continue
-      names[key] = found
-      shape = files.shape(found)
-      swapped = (*tensor.shape[:-2], *reversed(tensor.shape[-2:]))
-      if tensor.either_way and shape == swapped != tensor.shape:
-        tensor.transposed = True
-        continue
-      if shape != tensor.shape:
+      if files.shapes[found] != tensor.shape:
         problems.append(
-            f"tensor {found} has shape {list(shape)}, config.json needs"
-            f" {list(tensor.shape)}"
+            f"tensor {found} has shape {list(files.shapes[found])}, config.json"
+            f" needs {list(tensor.shape)}"
         )
-  extra = sorted(there - set(names.values()))
+      if files.dtypes[found] not in _READABLE:
+        problems.append(
+            f"tensor {found} has dtype {files.dtypes[found]}, only"
+            f" {', '.join(_READABLE)} can be read (no quantized checkpoints)"
+        )
+  extra = sorted(files.shapes.keys() - set(names.values()))
   if tied:  # Some exporters write the tied matrix twice.
     extra = [key for key in extra if key != "lm_head.weight"]
+  counted = []
   for what, keys in (("missing", missing), ("unexpected", extra)):
     if keys:
       more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-      problems.append(f"{what} tensors {', '.join(keys[:5])}{more}")
-  if problems:
+      counted.append(f"{what} tensors {', '.join(keys[:5])}{more}")
+  if problems or counted:
     raise ValueError(
         f"{files.directory} does not fit its config.json: "
-        + "; ".join(problems[:5])
+        + "; ".join([*counted, *problems[:5]])
+        + "; config.json and safetensors files must be of one checkpoint"
     )
   return names
 
 
-# --- loading ---------------------------------------------------------------
+def _orient(
+    tensors: Sequence[Tensor], files: _Files, names: Mapping[str, str]
+) -> None:
+  """Sets which way round the files hold the experts' matrices.
+
+  The published files hold [experts, in, out], as the module; transformers 5
+  saves [experts, out, in]. A square matrix does not tell, but never are both
+  matrices of an expert square, and a checkpoint has one layout.
+  """
+  experts = [t for t in tensors if t.either_way]
+  for tensor in experts:
+    found = names.get(tensor.keys[0])
+    if found is None or tensor.square:
+      continue
+    swapped = (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
+    if files.shapes[found] == swapped:
+      for other in experts:
+        other.transposed = True
+    return
 
 
 def load_model(
@@ -207,7 +289,7 @@ def load_model(
 
   Raises:
     FileNotFoundError: the directory or a file of it is missing.
-    ValueError: another architecture, or tensors that do not fit.
+    ValueError: another architecture, tensors that do not fit, a damaged file.
   """
   directory = pathlib.Path(directory).expanduser()
   config = load_config(directory, **changes)
@@ -217,12 +299,7 @@ def load_model(
   names = _resolve_keys(tensors, files, config.tie_word_embeddings)
   filled = []
   for tensor in tensors:
-    place = (
-        jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        if mesh is None
-        else sharding.parameter_sharding(tensor.variable, mesh)
-    )
-    value = _read_sharded(tensor, files, names, place, config.param_dtype)
+    value = _read_placed(tensor, files, names, mesh, config.param_dtype)
     filled.append((tensor.path, tensor.variable.replace(value)))
   nnx.update(model, nnx.from_flat_state(filled))
   return model
@@ -249,47 +326,80 @@ def abstract_model(
 def load_config(
     directory: str | pathlib.Path, **changes: Any
 ) -> qwen_config.QwenVLConfig:
-  """The configuration of a checkpoint directory."""
+  """The configuration of a checkpoint directory.
+
+  Raises:
+    FileNotFoundError: no config.json.
+    ValueError: another architecture, or one that would be computed wrongly.
+  """
   file = pathlib.Path(directory).expanduser() / "config.json"
   if not file.is_file():
-    raise FileNotFoundError(f"{file.parent} has no config.json")
-  return qwen_config.from_hf(json.loads(file.read_text()), **changes)
+    raise FileNotFoundError(
+        f"{file.parent} has no config.json; give the directory of a whole"
+        " checkpoint"
+    )
+  raw = _read_json(file)
+  family = raw.get("model_type")
+  if family not in qwen_config.FAMILIES:
+    raise ValueError(
+        f"{file} says model_type={family!r}; give a checkpoint of one of"
+        f" {', '.join(qwen_config.FAMILIES)}"
+    )
+  return qwen_config.from_hf(raw, **changes)
 
 
-def _read_sharded(
+def _read_placed(
     tensor: Tensor,
     files: _Files,
     names: Mapping[str, str],
-    place: jax.sharding.Sharding,
+    mesh: jax.sharding.Mesh | None,
     dtype: str,
 ) -> jax.Array:
-  """The parameter, each device's part read from the file by itself."""
+  """The parameter on its devices; one part at a time in host memory."""
   shape = tuple(tensor.variable.shape)
-  target = np.dtype(getattr(ml_dtypes, dtype, dtype))
+  read = functools.partial(_read_part, tensor, files, names, _numpy(dtype))
+  if mesh is None:  # Left uncommitted, as a fresh model's parameters are.
+    return jax.device_put(read([(0, n) for n in shape]))
+  place = sharding.parameter_sharding(tensor.variable, mesh)
   # Copies of a part on several devices are read once.
-  kept: dict[Any, np.ndarray] = {}
-
-  def part(index: tuple[slice, ...]) -> np.ndarray:
+  users: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+  for device, index in place.addressable_devices_indices_map(shape).items():
     spans = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
-    if spans not in kept:
-      kept.clear()
-      kept[spans] = read(spans)
-    return kept[spans]
+    users.setdefault(spans, []).append(device)
+  arrays = []
+  for spans, devices in users.items():
+    part = read(spans)
+    copies = [jax.device_put(part, device) for device in devices]
+    # Else parts would wait in host memory for their transfer.
+    arrays += jax.block_until_ready(copies)
+  return jax.make_array_from_single_device_arrays(shape, place, arrays)
 
-  def read(spans) -> np.ndarray:
-    layers = range(1)
-    if tensor.stacked:
-      layers, spans = range(*spans[0]), spans[1:]
-    if tensor.transposed:
-      spans = (*spans[:-2], spans[-1], spans[-2])
-    where = tuple(slice(*span) for span in spans)
-    found = []
-    for i in layers:
-      value = files.read(names[tensor.keys[i]], where).astype(target)
-      found.append(value.swapaxes(-1, -2) if tensor.transposed else value)
-    return np.stack(found) if tensor.stacked else found[0]
 
-  return jax.make_array_from_callback(shape, place, part)
+def _read_part(
+    tensor: Tensor,
+    files: _Files,
+    names: Mapping[str, str],
+    dtype: np.dtype,
+    spans: Sequence[tuple[int, int]],
+) -> np.ndarray:
+  """The part of a parameter between the spans of its axes.
+
+  A transposed one is a view: the transfer to the device turns it, which is
+  several times faster than numpy.
+  """
+  layers = range(*spans[0]) if tensor.stacked else range(1)
+  where = [slice(*span) for span in spans[int(tensor.stacked) :]]
+  if tensor.transposed:
+    where[-2:] = where[:-3:-1]
+  read = lambda i: files.read(names[tensor.keys[i]], tuple(where))
+  if tensor.stacked:
+    size = tuple(s.stop - s.start for s in where)
+    part = np.empty((len(layers), *size), dtype)
+    for row, i in zip(part, layers):
+      row[...] = read(i)
+  else:
+    part = read(0).astype(dtype, copy=False)
+  return part.swapaxes(-1, -2) if tensor.transposed else part
 
 
 # --- saving ----------------------------------------------------------------
@@ -304,16 +414,21 @@ def save_model(
 ) -> pathlib.Path:
   """Writes a checkpoint that `transformers` loads.
 
+  Until everything is written, into files called `*.part`, an older checkpoint
+  in the directory stays what it was.
+
   Args:
     directory: made if absent; weights and config.json in it are replaced.
-    model: adapters must have been merged (`lora.merge`).
+    model: on one device or on a mesh; adapters must have been merged
+      (`lora.merge`).
     source: directory whose config.json, tokenizer and processor files are
       copied; None writes a config.json of what the model knows.
     dtype: of the stored tensors; None = as the parameters are.
     max_file_bytes: larger models are split into several files and an index.
 
   Raises:
-    ValueError: an unknown dtype, or an adapter that is not merged.
+    ValueError: an unknown dtype, an adapter that is not merged, or the config
+      of another model.
   """
   if dtype is not None and dtype not in DTYPES:
     raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -324,66 +439,148 @@ def save_model(
         " adapter alone (lora.save)"
     )
   directory = pathlib.Path(directory).expanduser()
+  stored = dtype or model.config.param_dtype
+  config = _config_json(model, source, stored)
   directory.mkdir(parents=True, exist_ok=True)
-  config = qwen_config.to_hf(model.config)
+  companions = {}
   if source is not None:
     source = pathlib.Path(source).expanduser()
-    config = json.loads((source / "config.json").read_text())
     if source.resolve() != directory.resolve():
-      for name in _COMPANIONS:
-        if (source / name).is_file():
-          shutil.copyfile(source / name, directory / name)
-  stored = dtype or model.config.param_dtype
-  config = {**config, "dtype": stored}
-  config.pop("torch_dtype", None)
-  _replace_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+      companions = {
+          name: (source / name).read_bytes()
+          for name in _COMPANIONS
+          if (source / name).is_file()
+      }
 
-  sizes = {
-      key: int(np.prod(t.shape)) * np.dtype(_numpy(stored)).itemsize
-      for t in tensors_of(model)
-      for key in t.keys
-  }
+  tensors = tensors_of(model)
+  experts = [t for t in tensors if t.either_way]
+  if any(t.square for t in experts):
+    # What can be read either way, transformers 5 reads as its own layout.
+    for tensor in experts:
+      tensor.transposed = True
+  # By key, so that stacked layers are written as a list of them is.
+  where = {k: (t, i) for t in tensors for i, k in enumerate(t.keys)}
+  where = dict(sorted(where.items()))
+  size = _numpy(stored).itemsize
+  sizes = {key: size * int(np.prod(t.shape)) for key, (t, _) in where.items()}
   files = _split(sizes, max_file_bytes)
-  old = {p.name for p in directory.glob("model*.safetensors")}
-  values = _values(model, _numpy(stored))
-  chunks: dict[str, dict[str, np.ndarray]] = {}
-  left = {name: len(keys) for name, keys in files.items()}
-  home = {key: name for name, keys in files.items() for key in keys}
-  for key, value in values:
-    chunks.setdefault(home[key], {})[key] = value
-    left[home[key]] -= 1
-    if not left[home[key]]:  # Complete: written and forgotten.
-      name = home[key]
-      partial = directory / f"{name}.part"
-      safetensors_numpy.save_file(
-          chunks.pop(name), partial, metadata={"format": "pt"}
-      )
-      partial.replace(directory / name)
-  for name in old - set(files):
-    (directory / name).unlink()
-  index = directory / INDEX
+  texts = {"config.json": _json_bytes(config), **companions}
   if len(files) > 1:
-    listing = {
+    home = {key: name for name, keys in files.items() for key in keys}
+    texts[INDEX] = _json_bytes({
         "metadata": {"total_size": sum(sizes.values())},
-        "weight_map": dict(sorted(home.items())),
-    }
-    _replace_text(index, json.dumps(listing, indent=2) + "\n")
-  elif index.exists():
-    index.unlink()
+        "weight_map": home,
+    })
+  try:
+    for name, keys in files.items():
+      _write_file(
+          _part(directory / name), {key: where[key] for key in keys}, stored
+      )
+    for name, text in texts.items():
+      _part(directory / name).write_bytes(text)
+    # The index is what makes several files a checkpoint: after the files.
+    for name in [*files, *texts]:
+      _part(directory / name).replace(directory / name)
+    if len(files) == 1:
+      (directory / INDEX).unlink(missing_ok=True)
+    for old in directory.iterdir():
+      if _WEIGHT_FILE.fullmatch(old.name) and old.name not in files:
+        old.unlink()
+  finally:
+    for name in [*files, *texts]:
+      _part(directory / name).unlink(missing_ok=True)
   return directory
 
 
-def _values(
-    model: qwen_vl.QwenVL, dtype: np.dtype
-) -> Iterator[tuple[str, np.ndarray]]:
-  """(key, array as in the file), one tensor in memory at a time."""
-  for tensor in tensors_of(model):
-    array = tensor.variable[...]
-    for i, key in enumerate(tensor.keys):
-      value = np.asarray(jax.device_get(array[i] if tensor.stacked else array))
-      if tensor.transposed:
-        value = value.swapaxes(-1, -2)
-      yield key, np.ascontiguousarray(value.astype(dtype))
+def _config_json(
+    model: qwen_vl.QwenVL, source: str | pathlib.Path | None, stored: str
+) -> dict[str, Any]:
+  """The content of config.json: the source's own, or what the model knows.
+
+  Raises:
+    ValueError: the source's is of another model.
+  """
+  if source is None:
+    config = qwen_config.to_hf(model.config)
+  else:
+    run = {f: getattr(model.config, f) for f in qwen_config.RUN_FIELDS}
+    theirs = load_config(source, **run)
+    for field in dataclasses.fields(theirs):
+      got, want = (getattr(c, field.name) for c in (theirs, model.config))
+      if got != want:
+        raise ValueError(
+            f"config.json in {source} is of another model: {field.name} is"
+            f" {got} there, {want} here; give source=None or the directory the"
+            " model was loaded from"
+        )
+    config = _read_json(pathlib.Path(source).expanduser() / "config.json")
+  config = {**config, "dtype": stored}
+  config.pop("torch_dtype", None)
+  for part in ("text_config", "vision_config"):
+    if part in config:  # Files of transformers 4 say it there as well.
+      config[part] = {
+          k: stored if k in ("dtype", "torch_dtype") else v
+          for k, v in config[part].items()
+      }
+  return config
+
+
+def _write_file(
+    path: pathlib.Path, where: Mapping[str, tuple[Tensor, int]], dtype: str
+) -> None:
+  """One safetensors file, a tensor at a time.
+
+  The format: length of the header (uint64), the header in JSON, the data.
+  safetensors' own writer wants all of the file in memory, twice.
+  """
+  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+  size = _numpy(dtype).itemsize
+  end = 0
+  for key, (tensor, _) in where.items():
+    start, end = end, end + size * int(np.prod(tensor.shape))
+    header[key] = {
+        "dtype": DTYPES[dtype],
+        "shape": list(tensor.shape),
+        "data_offsets": [start, end],
+    }
+  text = json.dumps(header, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)  # Data begin at a multiple of 8.
+  with open(path, "wb") as file:
+    file.write(struct.pack("<Q", len(text)) + text)
+    for tensor, layer in where.values():
+      array = tensor.variable[...]
+      value = np.asarray(
+          _as_stored(
+              array,
+              np.int32(layer),
+              stacked=tensor.stacked,
+              transposed=tensor.transposed,
+              dtype=dtype,
+          )
+      )
+      file.write(np.ascontiguousarray(value).view(np.uint8).data)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("stacked", "transposed", "dtype")
+)
+def _as_stored(
+    array: jax.Array,
+    layer: jax.Array,
+    stacked: bool,
+    transposed: bool,
+    dtype: str,
+) -> jax.Array:
+  """A tensor as the file has it, computed where it lies.
+
+  Always a copy: an array on several devices keeps what it was read as by the
+  host, and saving would leave the whole model there.
+  """
+  if stacked:
+    array = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+  if transposed:
+    array = array.swapaxes(-1, -2)
+  return jnp.array(array, dtype, copy=True)
 
 
 def _split(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
@@ -409,7 +606,21 @@ def _numpy(dtype: str) -> np.dtype:
   return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
-def _replace_text(path: pathlib.Path, text: str) -> None:
-  partial = path.with_name(path.name + ".part")
-  partial.write_text(text, encoding="utf-8")
-  partial.replace(path)
+def _part(path: pathlib.Path) -> pathlib.Path:
+  return path.with_name(path.name + ".part")
+
+
+def _json_bytes(value: Any) -> bytes:
+  return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _read_json(file: pathlib.Path) -> dict[str, Any]:
+  try:
+    found = json.loads(file.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise ValueError(
+        f"{file} is not valid JSON ({error}); copy or download it again"
+    ) from None
+  if not isinstance(found, dict):
+    raise ValueError(f"{file} is no JSON object; copy or download it again")
+  return found
