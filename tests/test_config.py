@@ -47,7 +47,7 @@ def test_a_gym_brings_its_preset_and_anything_wins_over_it(tmp_path):
   file.write_text("gym: miniwob\nrollout: {slots: 4}\n")
   config = load(str(file), "tasks=[click-test]")
   assert config.gym.tasks == ("click-test",)
-  assert (config.rollout.slots, config.rollout.concurrency) == (4, 16)
+  assert (config.rollout.slots, config.rollout.concurrency) == (4, 24)
 
 
 def test_the_gym_of_an_override_decides_the_preset_over_the_file(tmp_path):

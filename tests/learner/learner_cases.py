@@ -43,8 +43,8 @@ def policy(seed):
 class Case:
   """A nano policy, an image store, and a generator of episodes."""
 
-  def __init__(self, seed=0, programs=None):
-    self.model, self.processor = policy(seed)
+  def __init__(self, seed=0, programs=None, own=None):
+    self.model, self.processor = own or policy(seed)
     self.programs = {} if programs is None else programs
     self.store = images.ImageStore()
     self.rng = np.random.default_rng(seed)

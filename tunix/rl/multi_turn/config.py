@@ -126,18 +126,23 @@ GYM_PRESETS: dict[str, dict[str, Any]] = {
         "gym.tasks": ("click-test-2", "click-dialog", "focus-text"),
         "gym.width": _MINIWOB_SIZE[0],
         "gym.height": _MINIWOB_SIZE[1],
-        "rollout.concurrency": 16,
-        "rollout.slots": 16,
+        # The pages' own reward punishes every wrong click with -1.
+        "gym.reward": "success",
+        "learner.steps": 220,
+        "learner.learning_rate": 5e-4,
+        "learner.schedule": "cosine",
+        "rollout.concurrency": 24,
+        "rollout.slots": 24,
     },
 }
 """Defaults that depend on gym.name; files and overrides win over them."""
 
 CLONING_PRESETS: dict[str, dict[str, Any]] = {
     "miniwob": {
-        "warm_start.steps": 60,
+        "warm_start.steps": 16,
         "warm_start.batch_size": 32,
-        "warm_start.learning_rate": 7e-4,
-        "warm_start.demonstrations": 1500,
+        "warm_start.learning_rate": 5e-4,
+        "warm_start.demonstrations": 512,
     },
 }
 """More of them for gyms that the embedded policy has never seen, where it

@@ -126,6 +126,13 @@ def tensors_of(model: nnx.Module) -> list[Tensor]:
   return sorted(found, key=lambda tensor: tensor.keys)
 
 
+def spellings(key: str) -> list[str]:
+  """How files may call what we call `key`, ours first."""
+  return [key] + [
+      old + key[len(new) :] for new, old in _OLD_PREFIXES if key.startswith(new)
+  ]
+
+
 # --- loading ---------------------------------------------------------------
 
 
@@ -150,7 +157,7 @@ class _Files:
     listed: dict[str, str] = {}
     index = directory / INDEX
     if index.is_file():
-      listed = _read_json(index).get("weight_map") or {}
+      listed = read_json(index).get("weight_map") or {}
       names = sorted(set(listed.values()))
     elif (directory / SINGLE).is_file():
       names = [SINGLE]
@@ -210,11 +217,7 @@ def _resolve_keys(
   missing = []
   for tensor in tensors:
     for key in tensor.keys:
-      spelled = [key]
-      for new, old in _OLD_PREFIXES:
-        if key.startswith(new):
-          spelled.append(old + key[len(new) :])
-      found = next((k for k in spelled if k in files.shapes), None)
+      found = next((k for k in spellings(key) if k in files.shapes), None)
       if found is None:
         missing.append(key)
       else:
@@ -338,7 +341,7 @@ def load_config(
         f"{file.parent} has no config.json; give the directory of a whole"
         " checkpoint"
     )
-  raw = _read_json(file)
+  raw = read_json(file)
   family = raw.get("model_type")
   if family not in qwen_config.FAMILIES:
     raise ValueError(
@@ -513,7 +516,7 @@ def _config_json(
             f" {got} there, {want} here; give source=None or the directory the"
             " model was loaded from"
         )
-    config = _read_json(pathlib.Path(source).expanduser() / "config.json")
+    config = read_json(pathlib.Path(source).expanduser() / "config.json")
   config = {**config, "dtype": stored}
   config.pop("torch_dtype", None)
   for part in ("text_config", "vision_config"):
@@ -614,7 +617,8 @@ def _json_bytes(value: Any) -> bytes:
   return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _read_json(file: pathlib.Path) -> dict[str, Any]:
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+  """An object in a file; ValueError names the file if it is none."""
   try:
     found = json.loads(file.read_text(encoding="utf-8"))
   except ValueError as error:

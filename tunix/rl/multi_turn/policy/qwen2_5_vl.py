@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import sharding
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
@@ -85,10 +86,16 @@ class PatchMerger(nnx.Module):
 class VisionTower(nnx.Module):
   """See the module docstring."""
 
-  def __init__(self, config: qwen_config.QwenVLConfig, init: layers.Init):
+  def __init__(
+      self,
+      config: qwen_config.QwenVLConfig,
+      init: layers.Init,
+      mesh: jax.sharding.Mesh | None = None,
+  ):
     vision = config.vision
     tensor = "tensor" if config.vision_tensor_parallel else None
     self.config = config
+    self.mesh = mesh
     self.patch_embed = layers.PatchEmbed(
         vision.patch_size, vision.hidden_size, init, MEAN, STD, bias=False
     )
@@ -109,8 +116,10 @@ class VisionTower(nnx.Module):
     rotation = layers.vision_rotation(positions_SP4[..., :2], vision.head_dim)
     windows = self._windows(segments_SP, positions_SP4)
     run = layers.remat(config.remat)(
-        lambda block, x, segments: block(
-            x, segments, rotation, config.max_image_patches
+        lambda block, x, segments: sharding.constrain(
+            block(x, segments, rotation, config.max_image_patches),
+            self.mesh,
+            sharding.BATCH_AXES,
         )
     )
     for i, block in enumerate(self.blocks):

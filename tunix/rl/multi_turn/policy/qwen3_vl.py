@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import sharding
 
 MEAN = STD = (0.5, 0.5, 0.5)
 
@@ -130,10 +131,16 @@ class PatchMerger(nnx.Module):
 class VisionTower(nnx.Module):
   """See the module docstring."""
 
-  def __init__(self, config: qwen_config.QwenVLConfig, init: layers.Init):
+  def __init__(
+      self,
+      config: qwen_config.QwenVLConfig,
+      init: layers.Init,
+      mesh: jax.sharding.Mesh | None = None,
+  ):
     vision = config.vision
     tensor = "tensor" if config.vision_tensor_parallel else None
     self.config = config
+    self.mesh = mesh
     self.patch_embed = layers.PatchEmbed(
         vision.patch_size, vision.hidden_size, init, MEAN, STD, bias=True
     )
@@ -167,8 +174,10 @@ class VisionTower(nnx.Module):
     x = x + self._learned_positions(positions_SP4).astype(x.dtype)
     rotation = layers.vision_rotation(positions_SP4[..., :2], vision.head_dim)
     run = layers.remat(config.remat)(
-        lambda block, x: block(
-            x, segments_SP, rotation, config.max_image_patches
+        lambda block, x: sharding.constrain(
+            block(x, segments_SP, rotation, config.max_image_patches),
+            self.mesh,
+            sharding.BATCH_AXES,
         )
     )
     deep = []

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import sharding
 
 Rotation = tuple[jax.Array, jax.Array]
 Mix = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -229,6 +230,7 @@ class Decoder(nnx.Module):
   ):
     text = config.text
     self.config = config
+    self.mesh = mesh
     # Over both model axes: a lookup in the local part and a sum over devices
     # move activations, where gathering the table would move all of it.
     self.embed_tokens = layers.Embedding(
@@ -278,7 +280,8 @@ class Decoder(nnx.Module):
 
     def run(layer, x, extra, kept):
       x, kept = layer(x, rotation, lambda q, k, v: mix(q, k, v, kept))
-      return (x if extra is None else x + extra), kept
+      x = x if extra is None else x + extra
+      return sharding.constrain(x, self.mesh, sharding.BATCH_AXES), kept
 
     run = wrap(run)
     x = x_BTD

@@ -23,8 +23,8 @@ from tunix.rl.multi_turn.policy import qwen2_5_vl
 from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_decoder
+from tunix.rl.multi_turn.policy import sharding
 
-P = jax.sharding.PartitionSpec
 _VOCABULARY = ("fsdp", "tensor")
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...] | tuple[jax.Array, jax.Array]
@@ -52,7 +52,7 @@ class QwenVL(nnx.Module):
     self.mesh = mesh
     init = layers.Init(rngs, config.param_dtype)
     tower = qwen3_vl if config.is_qwen3 else qwen2_5_vl
-    self.visual = tower.VisionTower(config, init)
+    self.visual = tower.VisionTower(config, init, mesh)
     self.language_model = qwen_decoder.Decoder(config, init, mesh)
     text = config.text
     self.lm_head = None if config.tie_word_embeddings else (
@@ -139,13 +139,11 @@ class QwenVL(nnx.Module):
     """float32[..., vocabulary]; split along the vocabulary on a mesh."""
     head = self.lm_head
     table = (self.language_model.embed_tokens if head is None else head).weight
-    on_mesh = self.mesh is not None and hidden.ndim == 3
-    if on_mesh:
-      hidden = self._constrain(hidden, P("data"))
+    if hidden.ndim != 3:
+      return kernels.dot_wide(hidden, table[...])
+    hidden = sharding.constrain(hidden, self.mesh, "data")
     logits = kernels.dot_wide(hidden, table[...])
-    if on_mesh:
-      logits = self._constrain(logits, P("data", None, _VOCABULARY))
-    return logits
+    return sharding.constrain(logits, self.mesh, "data", None, _VOCABULARY)
 
   def _embed(
       self,
@@ -157,11 +155,8 @@ class QwenVL(nnx.Module):
     dtype = jnp.dtype(self.config.compute_dtype)
     tokens_BT = jnp.asarray(tokens_BT)
     table = self.language_model.embed_tokens.weight[...]
-    if self.mesh is not None:
-      tokens_BT = self._constrain(tokens_BT, P("data"))
-    x = table[tokens_BT].astype(dtype)
-    if self.mesh is not None:
-      x = self._constrain(x, P(("data", "fsdp")))
+    x = table[sharding.constrain(tokens_BT, self.mesh, "data")].astype(dtype)
+    x = sharding.constrain(x, self.mesh, sharding.BATCH_AXES)
     if vision_index_BT is None or vision_SVXD is None:
       return x, ()
     b, t = tokens_BT.shape
@@ -176,8 +171,3 @@ class QwenVL(nnx.Module):
         jnp.where(is_vision, seen[:, :, i], 0) for i in range(1, parts)
     )
     return x, early
-
-  def _constrain(self, x: jax.Array, spec: jax.sharding.PartitionSpec):
-    return jax.lax.with_sharding_constraint(
-        x, jax.sharding.NamedSharding(self.mesh, spec)
-    )

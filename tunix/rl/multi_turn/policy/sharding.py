@@ -2,14 +2,16 @@
 
 Axes: `data` copies the model and splits the batch, `fsdp` splits both,
 `tensor` splits the model within a layer. Every parameter carries the names of
-its dimensions' mesh axes (metadata `axes`, set where it is created); a
-dimension that the mesh does not divide evenly is replicated.
+its dimensions' mesh axes (metadata `axes`, set where it is created): a name, a
+tuple of names, or None. A dimension that the mesh does not divide evenly is
+split over fewer of them, at worst replicated.
 
 Axis types are Auto: the compiler places what is not placed here.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Sequence
 
 from flax import nnx
@@ -88,6 +90,20 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
+def constrain(
+    x: jax.Array, mesh: Mesh | None, *axes: str | tuple[str, ...] | None
+) -> jax.Array:
+  """`x` laid out over these mesh axes, one for each leading dimension.
+
+  Left as it is without a mesh, or where a dimension cannot be divided so.
+  """
+  if mesh is None:
+    return x
+  padded = (*axes, *(None,) * (x.ndim - len(axes)))
+  spec = _fit(padded, x.shape, mesh)
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
@@ -98,11 +114,26 @@ def batch_shards(mesh: Mesh) -> int:
 
 
 def _fit(
-    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh
+    axes: Sequence[str | tuple[str, ...] | None],
+    shape: Sequence[int],
+    mesh: Mesh,
 ) -> PartitionSpec:
   if len(axes) != len(shape):
     raise ValueError(f"axes {axes} do not fit a parameter of shape {shape}")
-  return PartitionSpec(*(
-      axis if axis is None or size % mesh.shape[axis] == 0 else None
-      for axis, size in zip(axes, shape)
-  ))
+  return PartitionSpec(
+      *(_divide(axis, size, mesh) for axis, size in zip(axes, shape))
+  )
+
+
+def _divide(
+    axis: str | tuple[str, ...] | None, size: int, mesh: Mesh
+) -> str | tuple[str, ...] | None:
+  """The longest beginning of the axes that divides a dimension."""
+  if axis is None:
+    return None
+  names = (axis,) if isinstance(axis, str) else tuple(axis)
+  while names and size % math.prod(mesh.shape[n] for n in names):
+    names = names[:-1]
+  if len(names) > 1:
+    return names
+  return names[0] if names else None

@@ -1,0 +1,121 @@
+"""Run by test_qwen_sharding in a process of its own with eight CPU devices.
+
+One update's loss and gradients of a small Qwen-VL, on one device and on three
+meshes; prints, as JSON, how far they are apart and what the compiled programs
+move.
+"""
+
+import dataclasses
+import json
+import sys
+
+from flax import nnx
+import jax
+import numpy as np
+
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import sharding
+
+from tests.learner import learner_cases
+from tests.learner import learner_mesh_script
+
+MESHES = {
+    "fsdp8": dict(data=1, fsdp=8),
+    "fsdp4_tensor2": dict(data=1, fsdp=4, tensor=2),
+    "data2_fsdp2_tensor2": dict(data=2, fsdp=2, tensor=2),
+}
+
+
+def small(family):
+  """A config of the family, its vocabulary the largest thing in it."""
+  name = "qwen2_5_vl_tiny" if family == "qwen2_5_vl" else "qwen3_vl_tiny"
+  model, processor, _ = checkpoint.create_policy(name, screen=(32, 32))
+  config = model.config
+  text = dataclasses.replace(
+      config.text,
+      vocab_size=-(-config.text.vocab_size // 8) * 8,
+      num_hidden_layers=2,
+  )
+  vision = dataclasses.replace(config.vision, depth=3)
+  if family == "qwen2_5_vl":
+    vision = dataclasses.replace(vision, fullatt_block_indexes=(1,))
+  if family == "qwen3_vl_moe":
+    text = dataclasses.replace(
+        text, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+    )
+  return (
+      dataclasses.replace(
+          config,
+          family=family,
+          text=text,
+          vision=vision,
+          # One family each way.
+          tie_word_embeddings=family != "qwen3_vl",
+          vision_tensor_parallel=family == "qwen3_vl",
+          remat="block",
+      ),
+      processor,
+  )
+
+
+def on_mesh(model, mesh):
+  """A copy of the model that knows and lies on the mesh."""
+  abstract = hf_checkpoint.abstract_model(model.config, mesh)
+  copied = nnx.merge(nnx.split(abstract)[0], nnx.state(model))
+  sharding.shard_model(copied, mesh)
+  return copied
+
+
+def main(family, *names):
+  jax.config.update("jax_disable_most_optimizations", True)
+  assert jax.device_count() == 8
+  config, processor = small(family)
+  model = qwen_vl.QwenVL(config, nnx.Rngs(0))
+  # Weights of order one, or attention would be next to uniform.
+  nnx.update(
+      model, jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, nnx.state(model))
+  )
+  case = learner_cases.Case(own=(model, processor))
+  options = dict(rows=8, patches=128, targets=24, row_length=64)
+  examples = learner_cases.examples_of(case.groups(6, 4))
+  want, want_sums, _ = learner_cases.gradients(
+      case.learner(**options), examples
+  )
+  scale = max(float(np.abs(g).max()) for g in want.values())
+  total = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+  report = {}
+  for name in names:
+    sizes = MESHES[name]
+    mesh = sharding.make_mesh(**sizes)
+    placed = on_mesh(model, mesh)
+    learner = case.learner(mesh=mesh, model=placed, **options)
+    grads, sums, _ = learner_cases.gradients(learner, examples)
+    shape = learner.shape
+    vocabulary = config.text.vocab_size
+    shards = sizes.get("fsdp", 1) * sizes.get("tensor", 1)
+    device = jax.devices()[0]
+    here = sum(
+        s.data.nbytes
+        for x in jax.tree.leaves(nnx.state(placed))
+        for s in x.addressable_shards
+        if s.device == device
+    )
+    report[name] = {
+        "loss": abs(float(sums.loss) - float(want_sums.loss)),
+        "gradient": learner_cases.largest_difference(grads, want) / scale,
+        "gather": learner_mesh_script.largest_gather(
+            learner._programs.accumulate.compiled[0].as_text()
+        ),
+        "embedding": vocabulary * config.text.hidden_size,
+        # Of all rows of a data shard; a device may hold its vocabulary's part.
+        "logits": shape.targets * vocabulary * shape.buffers // sizes["data"],
+        "weights_share": here / total,
+        "model_devices": shards,
+    }
+  print(json.dumps(report))
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
