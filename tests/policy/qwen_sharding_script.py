@@ -75,7 +75,8 @@ def main(family, *names):
   model = qwen_vl.QwenVL(config, nnx.Rngs(0))
   # Weights of order one, or attention would be next to uniform.
   nnx.update(
-      model, jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, nnx.state(model))
+      model,
+      jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, nnx.state(model)),
   )
   case = learner_cases.Case(own=(model, processor))
   options = dict(rows=8, patches=128, targets=24, row_length=64)
