@@ -50,6 +50,23 @@ def test_a_gym_brings_its_preset_and_anything_wins_over_it(tmp_path):
   assert (config.rollout.slots, config.rollout.concurrency) == (4, 24)
 
 
+def test_pages_are_cloned_first_where_the_oracle_knows_every_one():
+  assert load("gym=miniwob").warm_start.steps > 0
+  assert load("gym=miniwob", "tasks=[click-test]").warm_start.steps > 0
+  assert load("gym=miniwob", "tasks=[tic-tac-toe]").warm_start.steps == 0
+  assert load(
+      "gym=miniwob", "tasks=[click-test, tic-tac-toe]"
+  ).warm_start.steps == 0
+  assert load("gym=miniwob", "warm_start.source=none").warm_start.steps == 0
+  assert load("gym=miniwob", "warm_start.steps=3").warm_start.steps == 3
+  assert load("gym=desktop").warm_start.steps == 0
+
+
+def test_a_policy_without_shipped_weights_starts_from_random_ones():
+  assert load("policy=qwen3_vl_tiny").warm_start.source == "none"
+  assert load("policy=tiny_vl").warm_start.source == "embedded"
+
+
 def test_the_gym_of_an_override_decides_the_preset_over_the_file(tmp_path):
   file = tmp_path / "c.yaml"
   file.write_text("gym: miniwob\n")

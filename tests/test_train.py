@@ -309,6 +309,10 @@ def test_asynchronous_is_the_same_code(tmp_path):
             ],
             ["oracle", "warm_start.steps=0"],
         ),
+        (
+            ["gym=miniwob", "tasks=[tic-tac-toe]", "warm_start.steps=2"],
+            ["tic-tac-toe", "click-dialog", "warm_start.steps=0"],
+        ),
     ],
 )
 def test_wrong_input_is_one_clear_error(arguments, words, tmp_path, capsys):

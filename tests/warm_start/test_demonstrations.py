@@ -67,6 +67,23 @@ def said(episode):
   return turns
 
 
+def test_a_task_without_a_solution_is_left_out(renderer):
+  right = demonstrations.oracle_of("desktop")
+  tasks = [TASKS.train_task("click-button", i) for i in range(3)]
+  episodes = []
+
+  def act(gym):
+    if gym.episode.spec.instruction == tasks[1].instruction:
+      raise LookupError("nothing to click")
+    return right.act(gym)
+
+  oracle = dataclasses.replace(right, act=act)
+  episodes = play(make(renderer, oracle=oracle), tasks)
+  assert len({t.instruction for t in tasks}) == 3
+  found = [e.task["task_id"] for e in episodes]
+  assert found == [tasks[0].task_id, tasks[2].task_id]
+
+
 @pytest.mark.parametrize("family", desktop.families())
 def test_demonstrations_win_and_name_what_they_touch(renderer, family):
   tasks = [TASKS.train_task(family, i, difficulty=i % 2) for i in range(6)]

@@ -90,6 +90,28 @@ async def test_oracles_solve_their_families_on_eight_pages_at_once():
 
 
 @pytest.mark.asyncio
+async def test_a_sliver_of_a_button_is_found_and_a_hidden_one_is_said_to_be():
+  cover = (
+      "(top => { const one = document.querySelector('#subbtn');"
+      " const r = one.getBoundingClientRect();"
+      " const lid = document.createElement('div');"
+      " lid.style = 'position:fixed;background:red;z-index:9;left:' + r.left"
+      " + 'px;width:' + r.width + 'px;top:' + (r.top + top) + 'px;height:'"
+      " + r.height + 'px'; document.body.append(lid); })"
+  )
+  async with gyms_on(miniwob.Browser(), 1) as (gym,):
+    task = miniwob.MiniWobTasks().eval_task("click-test-2", 0)
+    await gym.start(task)
+    await gym.page.evaluate(f"{cover}(2)")
+    await gym.act(await miniwob.oracle_action(gym))
+    assert (await gym.evaluate()).success
+    await gym.start(task)
+    await gym.page.evaluate(f"{cover}(0)")
+    with pytest.raises(LookupError, match="can be clicked"):
+      await miniwob.oracle_action(gym)
+
+
+@pytest.mark.asyncio
 async def test_things_are_called_what_a_person_would_call_them():
   tasks = miniwob.MiniWobTasks()
   expected = {

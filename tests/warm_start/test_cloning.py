@@ -1,0 +1,72 @@
+"""Cloning: what is learned from, and what happens to what cannot be shown."""
+
+import itertools
+import types
+
+import numpy as np
+import pytest
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn.warm_start import cloning
+
+
+class Recorder:
+  """A learner that notes its batches."""
+
+  def __init__(self):
+    self.batches = []
+
+  def update_on_sequences(self, sequences):
+    self.batches.append(list(sequences))
+    return {"loss": 1.0}
+
+
+def clone(play, seed=0, **settings):
+  learner = Recorder()
+  fields = {"steps": 4, "batch_size": 8, "demonstrations": 16, **settings}
+  cloning.clone(
+      learner,
+      play,
+      itertools.count(),
+      config_lib.WarmStartConfig(**fields),
+      seed=seed,
+      observers=events.Observers(),
+  )
+  return learner.batches
+
+
+def shown(task):
+  return types.SimpleNamespace(sequences=(task,))
+
+
+def test_demonstrations_are_played_once_and_drawn_again():
+  played = []
+
+  def play(pairs):
+    played.extend(pairs)
+    return [shown(task) for task, _ in pairs]
+
+  batches = clone(play)
+  assert played == [(i, i) for i in range(16)]
+  assert [len(b) for b in batches] == [8] * 4
+  assert set(batches[0]) <= set(range(8))
+  assert max(itertools.chain(*batches)) > 7
+  assert clone(play) == batches != clone(play, seed=1)
+
+
+def test_tasks_that_cannot_be_shown_are_left_out():
+  tried = []
+
+  def play(pairs):
+    tried.extend(seed for _, seed in pairs)
+    return [shown(task) for task, _ in pairs if task % 8]
+
+  batches = clone(play)
+  assert tried == list(range(16))
+  assert not set(itertools.chain(*batches)) & {0, 8}
+
+
+def test_an_oracle_that_mostly_fails_ends_the_cloning():
+  with pytest.raises(RuntimeError, match="4 of 8 tasks.*warm_start.steps=0"):
+    clone(lambda pairs: [shown(t) for t, _ in pairs if t % 2])
+  assert np.isclose(1 - cloning._UNSOLVABLE_AT_MOST, 0.8)
