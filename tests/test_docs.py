@@ -32,6 +32,15 @@ def test_the_code_in_extending_runs_from_top_to_bottom(capsys):
   assert "final: 0.93" in capsys.readouterr().out
 
 
+def test_the_code_in_policies_runs(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  text = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+  for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+    exec(compile(block, "docs/policies.md", "exec"), {})  # pylint: disable=exec-used
+  assert "48 " in capsys.readouterr().out
+  assert (tmp_path / "my_policy" / "preprocessor_config.json").is_file()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_between_pages_lead_somewhere(page):
   text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)

@@ -15,12 +15,14 @@ import threading
 import time
 import types
 
+import numpy as np
 import pytest
 from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.environments.gyms import miniwob
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
+from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.warm_start import cloning
 from tunix.rl.queue import group_store
 
@@ -96,6 +98,36 @@ def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
     assert (directory / path).exists(), path
   assert list((directory / "images").glob("*.png"))
   assert "initial" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(600)
+def test_a_qwen_policy_trains_an_adapter_saves_it_and_goes_on(tmp_path):
+  status = run_train(
+      tmp_path, "name=q", "policy=qwen3_vl_tiny", "policy.lora_rank=4",
+      "warm_start.steps=1", "warm_start.batch_size=4", "steps=2",
+      # Nothing succeeds yet, so it is the entropy that is learned from.
+      "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
+      "eval.modes=[sampled]", "eval.episodes_per_task=1",
+  )  # pyformat: disable
+  assert status == 0
+  directory = tmp_path / "q"
+  for metrics in metrics_of(directory):
+    assert metrics["logprob_gap_max"] < 1e-4
+    assert metrics["optimizer_steps"] == metrics["step"]
+  base, _, _ = policy_checkpoint.load_policy(directory / "warm_start")
+  merged, _, _ = policy_checkpoint.load_policy(directory / "policy")
+  old = policy_checkpoint.named_parameters(base)
+  new = policy_checkpoint.named_parameters(merged)
+  changed = {n for n in old if not np.array_equal(old[n], new[n])}
+  assert changed
+  assert {n.split(".")[-2] for n in changed} <= set(lora.TARGETS)
+  lora.load(directory / "policy" / "adapter", base)
+  lora.merge(base)
+  again = policy_checkpoint.named_parameters(base)
+  for name, value in new.items():
+    np.testing.assert_allclose(again[name], value, atol=1e-6, err_msg=name)
+  assert train.main([f"resume={directory}", "steps=3"]) == 0
+  assert [m["step"] for m in metrics_of(directory)] == [1, 2, 3]
 
 
 def test_equal_seeds_give_equal_runs(tmp_path):
@@ -293,6 +325,11 @@ def test_asynchronous_is_the_same_code(tmp_path):
         (["policy=./nowhere", "warm_start.source=none"], ["nowhere"]),
         (["gym.options={colour: 3}"], ["colour"]),
         (["agent.parser=qwen"], ["agent.parser"]),
+        (["policy.lora_rank=8"], ["policy.lora_rank=8", "tiny_vl"]),
+        (
+            ["policy=qwen3_vl_tiny", "policy.config.layers=6"],
+            ["layers", "remat"],
+        ),
         (["mesh.data=64", "learner.rows=64"], ["mesh.data", "devices"]),
         (["run.imports=[no_such_module_here]"], ["no_such_module_here"]),
         (["resume=/nonexistent"], ["resume"]),

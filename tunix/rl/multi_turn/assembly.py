@@ -15,6 +15,7 @@ import pathlib
 import sqlite3
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
+from flax import nnx
 import jax
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import images as images_lib
@@ -30,6 +31,8 @@ from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
+from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.rollout import engine as engine_lib
 from tunix.rl.multi_turn.tools import screenshot
@@ -359,8 +362,54 @@ def make_policy(
   except (FileNotFoundError, ValueError, TypeError) as error:
     raise ConfigError([f"policy {source or name}: {error}"]) from None
   model, processor, tokenizer = loaded
+  add_adapter(config, model)
   renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
   return Policy(model, processor, tokenizer, renderer)
+
+
+def add_adapter(config: TrainConfig, model: Any) -> None:
+  """Gives the model the adapter that GRPO trains, if one is configured.
+
+  Raises:
+    ConfigError: the policy cannot have one.
+  """
+  rank = config.policy.lora_rank
+  if not rank:
+    return
+  if not isinstance(model, qwen_vl.QwenVL):
+    raise ConfigError([
+        f"policy.lora_rank={rank}: policy.name={config.policy.name} takes no"
+        " adapter; train all its weights (policy.lora_rank=0), or use a"
+        " Qwen-VL policy"
+    ])
+  lora.add(
+      model,
+      rank=rank,
+      alpha=config.policy.lora_alpha or 2.0 * rank,
+      seed=config.run.seed,
+  )
+
+
+def without_adapter(policy: Policy) -> Policy:
+  """The policy that the adapter was put on; weights are shared."""
+  model = policy.model
+  if isinstance(model, qwen_vl.QwenVL) and lora.has_adapter(model):
+    base = nnx.merge(*nnx.split(model))
+    lora.remove(base)
+    policy = dataclasses.replace(policy, model=base)
+  return policy
+
+
+def save_policy(
+    config: TrainConfig, directory: pathlib.Path, model: Any
+) -> None:
+  """Writes a policy directory: an adapter merged, and by itself beside it."""
+  if isinstance(model, qwen_vl.QwenVL) and lora.has_adapter(model):
+    lora.save(
+        directory / "adapter", model, base_model_name=config.policy.name
+    )
+    lora.merge(model)
+  policy_checkpoint.save_policy(directory, model, tokenizer_source(config))
 
 
 def tokenizer_source(config: TrainConfig) -> str:

@@ -161,6 +161,16 @@ class PolicyConfig:
       " state stay float32.",
       choices=("float32", "bfloat16"),
   )
+  lora_rank: int = _opt(
+      0,
+      "GRPO trains a low-rank adapter of this rank on frozen weights (Qwen-VL"
+      " only). 0 = all weights.",
+      at_least=0,
+  )
+  lora_alpha: float = _opt(
+      0.0, "The adapter counts alpha / rank times. 0 = twice the rank.",
+      at_least=0,
+  )
 
 
 @dataclasses.dataclass(frozen=True)

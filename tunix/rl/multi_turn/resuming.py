@@ -31,6 +31,8 @@ _FIXED = (
     "gym.tasks",
     "policy.name",
     "policy.config",
+    "policy.lora_rank",
+    "policy.lora_alpha",
     "warm_start.source",
     "warm_start.path",
     "warm_start.steps",

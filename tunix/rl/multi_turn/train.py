@@ -48,7 +48,6 @@ from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
-from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import report
@@ -288,8 +287,13 @@ class Run:
   def _clone(self) -> None:
     """Behaviour cloning on demonstrations by the gym's oracle."""
     config = self.config
+    # Demonstrations may have to teach anything: all weights learn from them.
     learner = assembly.make_learner(
-        config, self.policy, self.images, self.mesh, cloning=True
+        config,
+        assembly.without_adapter(self.policy),
+        self.images,
+        self.mesh,
+        cloning=True,
     )
     demonstrator = demonstrations.Demonstrator(
         self.policy.renderer,
@@ -313,9 +317,8 @@ class Run:
     )
     self.policy = dataclasses.replace(self.policy, model=learner.policy())
     # What a resumed run begins with, and its KL reference.
-    policy_checkpoint.save_policy(
-        self._cloned, self.policy.model, assembly.tokenizer_source(config)
-    )
+    assembly.save_policy(config, self._cloned, self.policy.model)
+    assembly.add_adapter(config, self.policy.model)
 
   def train(self) -> int:
     """GRPO; returns the steps made in all."""
@@ -409,10 +412,8 @@ class Run:
       if learner.counters.updates:
         loop.save()
         loop.settle()
-        policy_checkpoint.save_policy(
-            self.directory / "policy",
-            learner.policy(),
-            assembly.tokenizer_source(config),
+        assembly.save_policy(
+            config, self.directory / "policy", learner.policy()
         )
       checkpoints.close()
     publish_latest()
