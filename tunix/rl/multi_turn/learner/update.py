@@ -174,9 +174,13 @@ class _Program:
     key = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args))
     compiled = self._compiled.get(key)
     if compiled is None:
-      compiled = self._function.lower(*args).compile()
+      compiled = self.lower(*args).compile()
       self._compiled[key] = compiled
     return compiled(*args)
+
+  def lower(self, *args: Any) -> jax.stages.Lowered:
+    """The program before compilation; placed shapes do for arrays."""
+    return self._function.lower(*args)
 
   @property
   def compiled(self) -> list[Any]:
@@ -260,7 +264,7 @@ class Programs:
         return params[name]
       return one
 
-    self._optimizer_placement = jax.tree_util.tree_map_with_path(
+    self.optimizer_placement = jax.tree_util.tree_map_with_path(
         place, jax.eval_shape(self._tx.init, shapes)
     )
     self.accumulate = _Program(
@@ -274,7 +278,7 @@ class Programs:
         jax.jit(
             self._apply,
             donate_argnums=(0, 1),
-            out_shardings=(params, self._optimizer_placement, one, one),
+            out_shardings=(params, self.optimizer_placement, one, one),
         )
     )
     self.score = _Program(
@@ -294,7 +298,7 @@ class Programs:
 
   def init_optimizer(self, params: Params) -> optax.OptState:
     """Optimizer state that lies where the parameters lie."""
-    init = jax.jit(self._tx.init, out_shardings=self._optimizer_placement)
+    init = jax.jit(self._tx.init, out_shardings=self.optimizer_placement)
     return init(params)
 
   # -- programs --

@@ -19,34 +19,25 @@ Saving needs every device to belong to this process.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import json
 import pathlib
 import re
-import struct
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
-# Importing it also teaches numpy the name "bfloat16", by which safetensors
-# asks for the dtype.
-import ml_dtypes
 import numpy as np
-import safetensors
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy import tensor_files
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""What can be written, and its name in a safetensors file."""
+INDEX, SINGLE = tensor_files.INDEX, tensor_files.SINGLE
+DTYPES = tuple(tensor_files.DTYPES)
+"""What can be written."""
 MAX_FILE_BYTES = 5 << 30
-
-_READABLE = ("F64", *DTYPES.values())
 
 # What belongs to a checkpoint besides weights; copied as it is.
 _COMPANIONS = (
@@ -136,77 +127,8 @@ def spellings(key: str) -> list[str]:
 # --- loading ---------------------------------------------------------------
 
 
-class _Files:
-  """The tensors of a directory, read slice by slice.
-
-  Attributes:
-    directory: where the files are.
-    shapes: of each tensor, by key.
-    dtypes: their names in the file.
-
-  Raises:
-    FileNotFoundError: the directory or a file is missing.
-    ValueError: a file is damaged.
-  """
-
-  def __init__(self, directory: pathlib.Path):
-    self.directory = directory
-    self._home: dict[str, pathlib.Path] = {}
-    self.shapes: dict[str, tuple[int, ...]] = {}
-    self.dtypes: dict[str, str] = {}
-    listed: dict[str, str] = {}
-    index = directory / INDEX
-    if index.is_file():
-      listed = read_json(index).get("weight_map") or {}
-      names = sorted(set(listed.values()))
-    elif (directory / SINGLE).is_file():
-      names = [SINGLE]
-    else:
-      raise FileNotFoundError(
-          f"{directory} has neither {SINGLE} nor {INDEX}; give the directory"
-          " of a checkpoint in safetensors format"
-      )
-    for name in names:
-      path = directory / name
-      if not path.is_file():
-        raise FileNotFoundError(
-            f"{directory} lacks {name}, which {INDEX} lists; copy or download"
-            " that file too"
-        )
-      with _opened(path) as file:
-        for key in file.keys():
-          # Two files may hold a tensor; the index says which one counts.
-          if listed.get(key, name) == name:
-            part = file.get_slice(key)
-            self._home[key] = path
-            self.shapes[key] = tuple(part.get_shape())
-            self.dtypes[key] = part.get_dtype()
-
-  def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A slice of a tensor in host memory, and nothing more of it.
-
-    The file is mapped for as long as this takes: its pages count as memory of
-    this process while it is open.
-    """
-    with _opened(self._home[key]) as file:
-      return file.get_slice(key)[index]
-
-
-@contextlib.contextmanager
-def _opened(path: pathlib.Path) -> Iterator[Any]:
-  try:
-    file = safetensors.safe_open(str(path), "numpy")
-  except safetensors.SafetensorError as error:
-    raise ValueError(
-        f"{path} is not a whole safetensors file ({error}); copy or download"
-        " it again"
-    ) from None
-  with file as opened:
-    yield opened
-
-
 def _resolve_keys(
-    tensors: Sequence[Tensor], files: _Files, tied: bool
+    tensors: Sequence[Tensor], files: tensor_files.Reader, tied: bool
 ) -> dict[str, str]:
   """Our key -> the file's, strictly; turns experts as the files have them.
 
@@ -234,10 +156,11 @@ def _resolve_keys(
             f"tensor {found} has shape {list(files.shapes[found])}, config.json"
             f" needs {list(tensor.shape)}"
         )
-      if files.dtypes[found] not in _READABLE:
+      if files.dtypes[found] not in tensor_files.READABLE:
         problems.append(
             f"tensor {found} has dtype {files.dtypes[found]}, only"
-            f" {', '.join(_READABLE)} can be read (no quantized checkpoints)"
+            f" {', '.join(tensor_files.READABLE)} can be read: no quantized"
+            " checkpoints"
         )
   extra = sorted(files.shapes.keys() - set(names.values()))
   if tied:  # Some exporters write the tied matrix twice.
@@ -257,7 +180,9 @@ def _resolve_keys(
 
 
 def _orient(
-    tensors: Sequence[Tensor], files: _Files, names: Mapping[str, str]
+    tensors: Sequence[Tensor],
+    files: tensor_files.Reader,
+    names: Mapping[str, str],
 ) -> None:
   """Sets which way round the files hold the experts' matrices.
 
@@ -298,7 +223,7 @@ def load_model(
   config = load_config(directory, **changes)
   model = abstract_model(config, mesh)
   tensors = tensors_of(model)
-  files = _Files(directory)
+  files = tensor_files.Reader(directory)
   names = _resolve_keys(tensors, files, config.tie_word_embeddings)
   filled = []
   for tensor in tensors:
@@ -315,7 +240,7 @@ def check(directory: str | pathlib.Path, model: qwen_vl.QwenVL) -> None:
     FileNotFoundError: a file is missing.
     ValueError: naming the tensors that do not fit.
   """
-  files = _Files(pathlib.Path(directory).expanduser())
+  files = tensor_files.Reader(pathlib.Path(directory).expanduser())
   _resolve_keys(tensors_of(model), files, model.config.tie_word_embeddings)
 
 
@@ -341,7 +266,7 @@ def load_config(
         f"{file.parent} has no config.json; give the directory of a whole"
         " checkpoint"
     )
-  raw = read_json(file)
+  raw = tensor_files.read_json(file)
   family = raw.get("model_type")
   if family not in qwen_config.FAMILIES:
     raise ValueError(
@@ -353,14 +278,16 @@ def load_config(
 
 def _read_placed(
     tensor: Tensor,
-    files: _Files,
+    files: tensor_files.Reader,
     names: Mapping[str, str],
     mesh: jax.sharding.Mesh | None,
     dtype: str,
 ) -> jax.Array:
   """The parameter on its devices; one part at a time in host memory."""
   shape = tuple(tensor.variable.shape)
-  read = functools.partial(_read_part, tensor, files, names, _numpy(dtype))
+  read = functools.partial(
+      _read_part, tensor, files, names, tensor_files.numpy_dtype(dtype)
+  )
   if mesh is None:  # Left uncommitted, as a fresh model's parameters are.
     return jax.device_put(read([(0, n) for n in shape]))
   place = sharding.parameter_sharding(tensor.variable, mesh)
@@ -380,7 +307,7 @@ def _read_placed(
 
 def _read_part(
     tensor: Tensor,
-    files: _Files,
+    files: tensor_files.Reader,
     names: Mapping[str, str],
     dtype: np.dtype,
     spans: Sequence[tuple[int, int]],
@@ -433,8 +360,11 @@ def save_model(
     ValueError: an unknown dtype, an adapter that is not merged, or the config
       of another model.
   """
-  if dtype is not None and dtype not in DTYPES:
-    raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+  stored = dtype or model.config.param_dtype
+  if stored not in DTYPES:
+    raise ValueError(
+        f"dtype must be one of {', '.join(DTYPES)}, got {stored!r}"
+    )
   flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
   if any(str(path[-1]).startswith("lora_") for path, _ in flat):
     raise ValueError(
@@ -442,7 +372,6 @@ def save_model(
         " adapter alone (lora.save)"
     )
   directory = pathlib.Path(directory).expanduser()
-  stored = dtype or model.config.param_dtype
   config = _config_json(model, source, stored)
   directory.mkdir(parents=True, exist_ok=True)
   companions = {}
@@ -463,35 +392,39 @@ def save_model(
       tensor.transposed = True
   # By key, so that stacked layers are written as a list of them is.
   where = {k: (t, i) for t in tensors for i, k in enumerate(t.keys)}
-  where = dict(sorted(where.items()))
-  size = _numpy(stored).itemsize
-  sizes = {key: size * int(np.prod(t.shape)) for key, (t, _) in where.items()}
-  files = _split(sizes, max_file_bytes)
-  texts = {"config.json": _json_bytes(config), **companions}
+  shapes = {key: where[key][0].shape for key in sorted(where)}
+  sizes = {k: tensor_files.num_bytes(s, stored) for k, s in shapes.items()}
+  files = tensor_files.split(sizes, max_file_bytes)
+  texts = {"config.json": tensor_files.json_bytes(config), **companions}
   if len(files) > 1:
     home = {key: name for name, keys in files.items() for key in keys}
-    texts[INDEX] = _json_bytes({
+    texts[INDEX] = tensor_files.json_bytes({
         "metadata": {"total_size": sum(sizes.values())},
         "weight_map": home,
     })
+  part = lambda name: tensor_files.part(directory / name)
   try:
     for name, keys in files.items():
-      _write_file(
-          _part(directory / name), {key: where[key] for key in keys}, stored
+      tensor_files.write(
+          part(name),
+          {key: shapes[key] for key in keys},
+          stored,
+          lambda key: _on_host(*where[key], stored),
       )
     for name, text in texts.items():
-      _part(directory / name).write_bytes(text)
-    # The index is what makes several files a checkpoint: after the files.
+      part(name).write_bytes(text)
+  except BaseException:
     for name in [*files, *texts]:
-      _part(directory / name).replace(directory / name)
-    if len(files) == 1:
-      (directory / INDEX).unlink(missing_ok=True)
-    for old in directory.iterdir():
-      if _WEIGHT_FILE.fullmatch(old.name) and old.name not in files:
-        old.unlink()
-  finally:
-    for name in [*files, *texts]:
-      _part(directory / name).unlink(missing_ok=True)
+      part(name).unlink(missing_ok=True)
+    raise
+  # The index is what makes several files a checkpoint: after the files.
+  for name in [*files, *texts]:
+    part(name).replace(directory / name)
+  if len(files) == 1:
+    (directory / INDEX).unlink(missing_ok=True)
+  for old in directory.iterdir():
+    if _WEIGHT_FILE.fullmatch(old.name) and old.name not in files:
+      old.unlink()
   return directory
 
 
@@ -516,7 +449,8 @@ def _config_json(
             f" {got} there, {want} here; give source=None or the directory the"
             " model was loaded from"
         )
-    config = read_json(pathlib.Path(source).expanduser() / "config.json")
+    file = pathlib.Path(source).expanduser() / "config.json"
+    config = tensor_files.read_json(file)
   config = {**config, "dtype": stored}
   config.pop("torch_dtype", None)
   for part in ("text_config", "vision_config"):
@@ -528,40 +462,16 @@ def _config_json(
   return config
 
 
-def _write_file(
-    path: pathlib.Path, where: Mapping[str, tuple[Tensor, int]], dtype: str
-) -> None:
-  """One safetensors file, a tensor at a time.
-
-  The format: length of the header (uint64), the header in JSON, the data.
-  safetensors' own writer wants all of the file in memory, twice.
-  """
-  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-  size = _numpy(dtype).itemsize
-  end = 0
-  for key, (tensor, _) in where.items():
-    start, end = end, end + size * int(np.prod(tensor.shape))
-    header[key] = {
-        "dtype": DTYPES[dtype],
-        "shape": list(tensor.shape),
-        "data_offsets": [start, end],
-    }
-  text = json.dumps(header, separators=(",", ":")).encode()
-  text += b" " * (-len(text) % 8)  # Data begin at a multiple of 8.
-  with open(path, "wb") as file:
-    file.write(struct.pack("<Q", len(text)) + text)
-    for tensor, layer in where.values():
-      array = tensor.variable[...]
-      value = np.asarray(
-          _as_stored(
-              array,
-              np.int32(layer),
-              stacked=tensor.stacked,
-              transposed=tensor.transposed,
-              dtype=dtype,
-          )
-      )
-      file.write(np.ascontiguousarray(value).view(np.uint8).data)
+def _on_host(tensor: Tensor, layer: int, dtype: str) -> np.ndarray:
+  """A tensor as the file has it."""
+  value = _as_stored(
+      tensor.variable[...],
+      np.int32(layer),
+      stacked=tensor.stacked,
+      transposed=tensor.transposed,
+      dtype=dtype,
+  )
+  return np.ascontiguousarray(value)
 
 
 @functools.partial(
@@ -574,7 +484,7 @@ def _as_stored(
     transposed: bool,
     dtype: str,
 ) -> jax.Array:
-  """A tensor as the file has it, computed where it lies.
+  """A tensor as the file has it, made where it lies: quicker than in numpy.
 
   Always a copy: an array on several devices keeps what it was read as by the
   host, and saving would leave the whole model there.
@@ -584,47 +494,3 @@ def _as_stored(
   if transposed:
     array = array.swapaxes(-1, -2)
   return jnp.array(array, dtype, copy=True)
-
-
-def _split(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
-  """File name -> keys, in order, none above `most` bytes if it can be."""
-  groups: list[list[str]] = [[]]
-  used = 0
-  for key, size in sizes.items():
-    if groups[-1] and used + size > most:
-      groups.append([])
-      used = 0
-    groups[-1].append(key)
-    used += size
-  if len(groups) == 1:
-    return {SINGLE: groups[0]}
-  total = len(groups)
-  return {
-      f"model-{i:05d}-of-{total:05d}.safetensors": keys
-      for i, keys in enumerate(groups, 1)
-  }
-
-
-def _numpy(dtype: str) -> np.dtype:
-  return np.dtype(getattr(ml_dtypes, dtype, dtype))
-
-
-def _part(path: pathlib.Path) -> pathlib.Path:
-  return path.with_name(path.name + ".part")
-
-
-def _json_bytes(value: Any) -> bytes:
-  return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def read_json(file: pathlib.Path) -> dict[str, Any]:
-  """An object in a file; ValueError names the file if it is none."""
-  try:
-    found = json.loads(file.read_text(encoding="utf-8"))
-  except ValueError as error:
-    raise ValueError(
-        f"{file} is not valid JSON ({error}); copy or download it again"
-    ) from None
-  if not isinstance(found, dict):
-    raise ValueError(f"{file} is no JSON object; copy or download it again")
-  return found

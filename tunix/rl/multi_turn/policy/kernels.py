@@ -1,11 +1,11 @@
 """Attention and matrix products, the best way each backend has for them.
 
-The one place that asks what the program is compiled for. On TPU causal
-attention is the splash kernel that ships with JAX; everywhere else (and where
-the kernel does not apply) attention is plain XLA in chunks of queries, whose
-scores are computed again in the backward pass. On CPU, products of bfloat16
-operands are summed into float32 outputs, which is several times faster there
-than bfloat16 outputs.
+The one place that asks what the program is compiled for. On TPU attention, of
+rows and of images, is the splash kernel that ships with JAX; everywhere else
+(and where the kernel does not apply) attention is plain XLA in chunks of
+queries, whose scores are computed again in the backward pass. On CPU, products
+of bfloat16 operands are summed into float32 outputs, which is several times
+faster there than bfloat16 outputs.
 
 Promises: the same numbers on every backend, up to rounding. Every function is
 differentiable.
@@ -152,8 +152,10 @@ def causal_attention(
     prefix_BT: int32, one more segment that a token may see, -1 = none.
     mesh: over which rows and heads are split; a kernel must be told.
   """
-  if prefix_BT is None and _splash_applies(q_BTNH):
-    return _splash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, mesh)
+  if prefix_BT is None and _splash_applies(q_BTNH, 128):
+    return _splash_attention(
+        q_BTNH, k_BTKH, v_BTKH, segments_BT, mesh, "tensor"
+    )
   t = q_BTNH.shape[1]
   k, v = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
   chunk = max(128, -(-t // 1024) * 128)
@@ -178,6 +180,8 @@ def image_attention(
     segments_SP: jax.Array,
     reach: int,
     cut: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
+    tensor: str | None = None,
 ) -> jax.Array:
   """Attention to all patches of the own segment; [S, P, N, H].
 
@@ -193,8 +197,15 @@ def image_attention(
     reach: see above.
     cut: whether patches further apart do not see each other although they are
       of one segment; else nothing is said about them.
+    mesh: over which buffers and heads are split; a kernel must be told.
+    tensor: the mesh's axis that heads are split over, if any.
   """
   s, p, heads, head_dim = q_SPNH.shape
+  # Scores of whole neighbourhoods would be gigabytes where images are large.
+  if _splash_applies(q_SPNH, 8) and head_dim >= 64:
+    return _splash_attention(
+        q_SPNH, k_SPNH, v_SPNH, segments_SP, mesh, tensor, reach
+    )
   block = min(reach, p)
   blocks = -(-p // block)
   fill = blocks * block - p
@@ -237,22 +248,24 @@ def image_attention(
 # --- splash attention ------------------------------------------------------
 
 
-def _splash_applies(q_BTNH: jax.Array) -> bool:
+def _splash_applies(q_BTNH: jax.Array, multiple: int) -> bool:
   t, h = q_BTNH.shape[1], q_BTNH.shape[3]
-  return backend() == "tpu" and t % 128 == 0 and h % 128 == 0
+  return backend() == "tpu" and t % 128 == 0 and h % multiple == 0
 
 
-def _splash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, mesh):
+def _splash_attention(
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, mesh, tensor, reach=None
+):
   scale = q_BTNH.shape[-1] ** -0.5
-  run = functools.partial(_splash_local, interpret=False)
+  run = functools.partial(_splash_local, interpret=False, reach=reach)
   args = (q_BTNH * scale, k_BTKH, v_BTKH, segments_BT)
   if mesh is None:
     return run(*args)
   P = jax.sharding.PartitionSpec
-  kv_heads = k_BTKH.shape[2]
-  heads = "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
+  if tensor is not None and k_BTKH.shape[2] % mesh.shape[tensor]:
+    tensor = None
   rows = sharding.BATCH_AXES
-  wide = P(rows, None, heads, None)
+  wide = P(rows, None, tensor, None)
   return jax.shard_map(
       run,
       mesh=mesh,
@@ -262,8 +275,13 @@ def _splash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, mesh):
   )(*args)
 
 
-def _splash_local(q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret):
-  """The kernel on one device's rows and heads; q is scaled already."""
+def _splash_local(
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret, reach=None
+):
+  """The kernel on one device's rows and heads; q is scaled already.
+
+  Causal, or with a `reach`: to places that far away on either side.
+  """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # pylint: disable=g-import-not-at-top
 
   _, t, n, _ = q_BTNH.shape
@@ -278,8 +296,12 @@ def _splash_local(q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret):
       block_q_dq=block,
       block_kv_dq=block,
   )
+  if reach is None:
+    mask = splash.CausalMask((t, t))
+  else:
+    mask = splash.LocalMask((t, t), (reach, reach), 0)
   kernel = splash.make_splash_mha(
-      mask=splash.MultiHeadMask([splash.CausalMask((t, t))] * n),
+      mask=splash.MultiHeadMask([mask] * n),
       block_sizes=sizes,
       head_shards=1,
       q_seq_shards=1,

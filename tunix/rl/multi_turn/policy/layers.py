@@ -256,3 +256,28 @@ def remat(policy: str) -> Callable[[Any], Any]:
   if policy == "dots":
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
   return lambda f: jax.checkpoint(f, policy=keep)
+
+
+def repeat(
+    run: Callable[[Any, jax.Array], jax.Array],
+    blocks: Any,
+    x: jax.Array,
+    scan: bool,
+) -> jax.Array:
+  """`x` through run(block, x) of equal modules, one after the other.
+
+  With `scan` as one loop, over parameters that are stacked for it: compiled
+  once instead of once a block.
+  """
+  if not scan or len(blocks) < 2:
+    for block in blocks:
+      x = run(block, x)
+    return x
+  graph, _ = nnx.split(blocks[0])
+  states = [nnx.split(block)[1] for block in blocks]
+  stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
+
+  def step(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
+    return run(nnx.merge(graph, state), x), None
+
+  return jax.lax.scan(step, x, stacked)[0]

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import math
 import pathlib
 import re
@@ -31,12 +30,12 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from safetensors import numpy as safetensors_numpy
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy import tensor_files
 
 TARGETS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
@@ -304,7 +303,7 @@ def reference(model: nnx.Module) -> Any:
     ValueError: there is no adapter.
   """
   _need_adapter(model)
-  base = nnx.merge(*nnx.split(model))
+  base = nnx.merge(*nnx.split(model), copy=True)
   for layer in _adapted(base):
     b = layer.linear.lora_b
     b.set_value(jnp.zeros_like(b.get_value()))
@@ -407,10 +406,12 @@ def save(
   }
   directory = pathlib.Path(directory).expanduser()
   directory.mkdir(parents=True, exist_ok=True)
-  parts = [directory / f"{name}.part" for name in (WEIGHTS, CONFIG)]
-  safetensors_numpy.save_file(tensors, parts[0], metadata={"format": "pt"})
-  parts[1].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-  for part in parts:  # Both are whole before either takes its place.
+  weights, text = (
+      tensor_files.part(directory / name) for name in (WEIGHTS, CONFIG)
+  )
+  safetensors_numpy.save_file(tensors, weights, metadata={"format": "pt"})
+  text.write_bytes(tensor_files.json_bytes(config))
+  for part in (weights, text):  # Both are whole before one takes its place.
     part.replace(part.with_suffix(""))
   return directory
 
@@ -465,13 +466,8 @@ def load(directory: str | pathlib.Path, model: qwen_vl.QwenVL) -> None:
           " PEFT's save_pretrained (with safe_serialization) has written"
       )
   config = _read_config(directory / CONFIG)
-  try:
-    tensors = safetensors_numpy.load_file(directory / WEIGHTS)
-  except safetensors.SafetensorError as error:
-    raise ValueError(
-        f"{directory / WEIGHTS} is not a whole safetensors file ({error});"
-        " copy it again"
-    ) from None
+  with tensor_files.opened(directory / WEIGHTS) as file:
+    tensors = {key: file.get_tensor(key) for key in file.keys()}
   rank = config["r"]
   problems, adapters = [], []
   for layer in _layers(model):
@@ -528,7 +524,7 @@ def _read_config(file: pathlib.Path) -> dict[str, Any]:
   Raises:
     ValueError: names the field that asks for more.
   """
-  config = hf_checkpoint.read_json(file)
+  config = tensor_files.read_json(file)
   if config.get("peft_type") != "LORA":
     raise ValueError(
         f"{file} says peft_type={config.get('peft_type')!r}; only LORA adapters"

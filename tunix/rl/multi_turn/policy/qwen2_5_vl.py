@@ -10,6 +10,8 @@ the numbers are held in tests. Axis names: see `base`.
 
 from __future__ import annotations
 
+import itertools
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -29,9 +31,10 @@ class VisionBlock(nnx.Module):
       vision: qwen_config.VisionConfig,
       init: layers.Init,
       tensor: str | None,
+      mesh: jax.sharding.Mesh | None,
   ):
     self.norm1 = layers.RMSNorm(vision.hidden_size, init)
-    self.attn = qwen3_vl.VisionAttention(vision, init, tensor)
+    self.attn = qwen3_vl.VisionAttention(vision, init, tensor, mesh)
     self.norm2 = layers.RMSNorm(vision.hidden_size, init)
     self.mlp = layers.GatedMLP(
         vision.hidden_size,
@@ -100,7 +103,7 @@ class VisionTower(nnx.Module):
         vision.patch_size, vision.hidden_size, init, MEAN, STD, bias=False
     )
     self.blocks = nnx.List(
-        [VisionBlock(vision, init, tensor) for _ in range(vision.depth)]
+        [VisionBlock(vision, init, tensor, mesh) for _ in range(vision.depth)]
     )
     self.merger = PatchMerger(vision, init, tensor)
 
@@ -122,9 +125,16 @@ class VisionTower(nnx.Module):
             sharding.BATCH_AXES,
         )
     )
-    for i, block in enumerate(self.blocks):
-      whole = i in vision.fullatt_block_indexes
-      x = run(block, x, segments_SP if whole else windows)
+    numbered = enumerate(self.blocks)
+    whole = lambda pair: pair[0] in vision.fullatt_block_indexes
+    for is_whole, alike in itertools.groupby(numbered, whole):
+      segments = segments_SP if is_whole else windows
+      x = layers.repeat(
+          lambda block, x: run(block, x, segments),  # noqa: B023
+          [block for _, block in alike],
+          x,
+          config.scan_layers,
+      )
     return self.merger(x)[:, :, None]
 
   def _windows(

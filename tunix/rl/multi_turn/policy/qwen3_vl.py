@@ -30,9 +30,12 @@ class VisionAttention(nnx.Module):
       vision: qwen_config.VisionConfig,
       init: layers.Init,
       tensor: str | None,
+      mesh: jax.sharding.Mesh | None,
   ):
     width = vision.hidden_size
     self.num_heads = vision.num_heads
+    self.tensor = tensor
+    self.mesh = mesh
     self.qkv = layers.Linear(width, 3 * width, init, ("fsdp", tensor), True)
     self.proj = layers.Linear(width, width, init, (tensor, "fsdp"), True)
 
@@ -47,7 +50,15 @@ class VisionAttention(nnx.Module):
     qkv = self.qkv(x_SPD).reshape(s, p, 3, self.num_heads, -1)
     q = layers.rotate(qkv[:, :, 0], *rotation)
     k = layers.rotate(qkv[:, :, 1], *rotation)
-    mixed = kernels.image_attention(q, k, qkv[:, :, 2], segments_SP, reach)
+    mixed = kernels.image_attention(
+        q,
+        k,
+        qkv[:, :, 2],
+        segments_SP,
+        reach,
+        mesh=self.mesh,
+        tensor=self.tensor,
+    )
     return self.proj(mixed.reshape(s, p, -1))
 
 
@@ -78,9 +89,10 @@ class VisionBlock(nnx.Module):
       vision: qwen_config.VisionConfig,
       init: layers.Init,
       tensor: str | None,
+      mesh: jax.sharding.Mesh | None,
   ):
     self.norm1 = layers.LayerNorm(vision.hidden_size, init)
-    self.attn = VisionAttention(vision, init, tensor)
+    self.attn = VisionAttention(vision, init, tensor, mesh)
     self.norm2 = layers.LayerNorm(vision.hidden_size, init)
     self.mlp = VisionMLP(vision, init, tensor)
 
@@ -148,7 +160,7 @@ class VisionTower(nnx.Module):
         vision.num_position_embeddings, vision.hidden_size, init, (None, "fsdp")
     )
     self.blocks = nnx.List(
-        [VisionBlock(vision, init, tensor) for _ in range(vision.depth)]
+        [VisionBlock(vision, init, tensor, mesh) for _ in range(vision.depth)]
     )
     self.merger = PatchMerger(vision, init, tensor, norm_after=False)
     self.deepstack_merger_list = nnx.List([
@@ -180,13 +192,14 @@ class VisionTower(nnx.Module):
             sharding.BATCH_AXES,
         )
     )
-    deep = []
-    for i, block in enumerate(self.blocks):
-      x = run(block, x)
-      if i in vision.deepstack_visual_indexes:
-        number = vision.deepstack_visual_indexes.index(i)
-        deep.append((number, self.deepstack_merger_list[number](x)))
-    deep = [tokens for _, tokens in sorted(deep, key=lambda pair: pair[0])]
+    deep, done = [], 0
+    blocks = list(self.blocks)
+    for i in sorted(vision.deepstack_visual_indexes):
+      x = layers.repeat(run, blocks[done : i + 1], x, config.scan_layers)
+      number = vision.deepstack_visual_indexes.index(i)
+      deep.append(self.deepstack_merger_list[number](x))
+      done = i + 1
+    x = layers.repeat(run, blocks[done:], x, config.scan_layers)
     return jnp.stack([self.merger(x), *deep], axis=2)
 
   def _learned_positions(self, positions_SP4: jax.Array) -> jax.Array:

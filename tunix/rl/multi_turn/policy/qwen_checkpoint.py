@@ -81,6 +81,14 @@ def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> Any:
   )
 
 
+def small_config(
+    name: str, tokenizer: str | pathlib.Path = "tiny_vl", **changes: Any
+) -> qwen_config.QwenVLConfig:
+  """The config of one of `SMALL` for a tokenizer."""
+  encoder = policy_files.load_tokenizer(tokenizer)
+  return dataclasses.replace(_small_config(name, encoder), **changes)
+
+
 def create(
     size: str,
     seed: int = 0,
@@ -161,6 +169,16 @@ def load_config(
 def check(directory: pathlib.Path, model: qwen_vl.QwenVL) -> None:
   """Refuses a directory whose tensors do not fit `model`; reads none."""
   hf_checkpoint.check(directory, model)
+
+
+def processor_of(
+    config: qwen_config.QwenVLConfig, directory: pathlib.Path | None = None
+) -> qwen_vl_inputs.QwenVLProcessor:
+  """The host side that belongs to a config, or to a directory that has one."""
+  settings = _default_settings(config)
+  if directory is not None:
+    settings = _settings_of(directory, config)
+  return _processor(settings, config, {})
 
 
 # --- pieces -------------------------------------------------------------------

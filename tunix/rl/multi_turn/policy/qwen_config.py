@@ -263,10 +263,9 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
   for name, want in (("temporal_patch_size", 2), ("in_channels", 3)):
     got = vision.get(name, vision.get("in_chans", want) if want == 3 else want)
     _refuse(got != want, f"vision {name}={got}, only {want} is known")
-  heads = text["num_attention_heads"]
-  hidden = text["hidden_size"]
   qwen2 = family == "qwen2_5_vl"
   try:
+    heads, hidden = text["num_attention_heads"], text["hidden_size"]
     config = QwenVLConfig(
         family=family,
         vision=VisionConfig(

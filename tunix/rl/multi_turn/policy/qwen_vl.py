@@ -34,7 +34,10 @@ Cache = tuple[tuple[jax.Array, jax.Array], ...] | tuple[jax.Array, jax.Array]
 class QwenVL(nnx.Module):
   """See the module docstring."""
 
-  supports_prefix_ids = True
+  @property
+  def supports_prefix_ids(self) -> bool:
+    """Not where a kernel is faster than what a shared prompt would spare."""
+    return kernels.backend() != "tpu"
 
   def __init__(
       self,
@@ -154,9 +157,15 @@ class QwenVL(nnx.Module):
     """[B, T, D], and what is added after each of the first layers."""
     dtype = jnp.dtype(self.config.compute_dtype)
     tokens_BT = jnp.asarray(tokens_BT)
+    # Each device looks up its columns for all rows of its data shard, then
+    # columns are exchanged for rows. Looking up in a part of the vocabulary
+    # would leave every device with a sum over all rows, for which the compiler
+    # rightly prefers to gather the table.
     table = self.language_model.embed_tokens.weight[...]
-    x = table[sharding.constrain(tokens_BT, self.mesh, "data")].astype(dtype)
-    x = sharding.constrain(x, self.mesh, sharding.BATCH_AXES)
+    table = sharding.constrain(table, self.mesh, None, _VOCABULARY)
+    x = table[sharding.constrain(tokens_BT, self.mesh, "data")]
+    x = sharding.constrain(x, self.mesh, "data", None, _VOCABULARY)
+    x = sharding.constrain(x.astype(dtype), self.mesh, sharding.BATCH_AXES)
     if vision_index_BT is None or vision_SVXD is None:
       return x, ()
     b, t = tokens_BT.shape

@@ -1,0 +1,501 @@
+"""Tiny Qwen-VLs of transformers, and packed batches to hold policies to them.
+
+A reference model gets random weights of such a size that its logits are of
+order 1, and is saved for `hf_checkpoint.load_model`. `draw_batch` packs random
+sequences; `Reference.run` computes each of them alone and unpadded, and
+`scorer` and `differentiator` all of them as they are packed.
+
+Whatever is padding in a batch holds noise, so that a leak shows. Needs torch.
+Axis names: see `policy.base`.
+"""
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+from typing import Any, Callable
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy import qwen2_5_vl
+from tunix.rl.multi_turn.policy import qwen3_vl
+from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import qwen_vl_inputs
+
+torch.set_num_threads(1)
+
+VOCABULARY, WORDS = 160, 150
+IMAGE, VIDEO, IMAGE_START, IMAGE_END = range(WORDS, WORDS + 4)
+PATCH = 4
+MERGE = 2
+MAX_SIDE = 4  # Vision tokens of an image's side.
+MAX_PATCHES = (MAX_SIDE * MERGE) ** 2
+MAX_IMAGES = 6
+
+# LLVM's optimiser is half of the time that a tiny model takes to compile.
+CHEAP = {"xla_backend_optimization_level": 0}
+
+
+def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
+  qwen3 = family != "qwen2_5_vl"
+  width = 48 if qwen3 else 64  # Qwen3's heads need not add up to the width.
+  text = dict(
+      vocab_size=VOCABULARY,
+      hidden_size=width,
+      intermediate_size=72,
+      num_hidden_layers=4,
+      num_attention_heads=4,
+      num_key_value_heads=2,
+      head_dim=16,
+      mrope_section=(4, 2, 2),
+      rope_theta=5e6 if qwen3 else 1e6,
+  )
+  vision = dict(
+      depth=3,
+      hidden_size=32,
+      intermediate_size=40,
+      num_heads=2,
+      out_hidden_size=width,
+      patch_size=PATCH,
+      spatial_merge_size=MERGE,
+  )
+  if qwen3:
+    # 5 x 5 learned positions: some grids have fewer patches, some more.
+    vision |= {"num_position_embeddings": 25}
+    # For once not in the order of the blocks.
+    deep = (2, 0) if family == "qwen3_vl_moe" else (0, 2)
+    vision |= {"deepstack_visual_indexes": deep}
+  else:
+    # Windows of 2 x 2 vision tokens.
+    vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": (2,)}
+  if family == "qwen3_vl_moe":
+    text |= {"num_experts": 5, "num_experts_per_tok": 2}
+    # In bfloat16 the reference takes multiples of 8 only.
+    text |= {"moe_intermediate_size": 16}
+  return qwen_config.QwenVLConfig(
+      family=family,
+      vision=qwen_config.VisionConfig(**vision),
+      text=qwen_config.TextConfig(**text),
+      image_token_id=IMAGE,
+      video_token_id=VIDEO,
+      vision_start_token_id=IMAGE_START,
+      vision_end_token_id=IMAGE_END,
+      max_image_patches=MAX_PATCHES,
+      **changes,
+  )
+
+
+CONFIGS = {
+    "qwen3_vl": _config("qwen3_vl"),
+    "qwen3_vl tied": _config("qwen3_vl", tie_word_embeddings=True),
+    "qwen3_vl_moe": _config("qwen3_vl_moe"),
+    "qwen2_5_vl": _config("qwen2_5_vl"),
+}
+PROCESSOR = qwen_vl_inputs.QwenVLProcessor(
+    patch_size=PATCH,
+    merge_size=MERGE,
+    min_pixels=1,
+    max_pixels=1 << 20,
+    image_token_id=IMAGE,
+)
+
+
+# --- batches -----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Image:
+  """An image of a buffer: `rows` x `columns` patches from `start` on."""
+
+  buffer: int
+  start: int
+  rows: int
+  columns: int
+
+  @property
+  def patches(self) -> slice:
+    return slice(self.start, self.start + self.rows * self.columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A sequence: tokens [start, end) of a row, and the images it shows."""
+
+  row: int
+  start: int
+  end: int
+  images: tuple[Image, ...]
+
+  @property
+  def place(self) -> tuple[int, slice]:
+    return self.row, slice(self.start, self.end)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """Inputs with float32 patches, and the sequences packed in them."""
+
+  inputs: base.PolicyInputs
+  cases: tuple[Case, ...]
+
+
+class _Buffer:
+  """One flat buffer of patches, filled image by image."""
+
+  def __init__(self, number: int, rng: np.random.Generator, patches: int):
+    self.number, self.rng, self.used = number, rng, 0
+    self.patches = rng.uniform(0, 255, (patches, PROCESSOR.patch_bytes))
+    self.segments = np.zeros(patches, np.int32)
+    self.positions = rng.integers(1, 9, (patches, 4))
+    self.images: list[Image] = []
+
+  def add(self, height: int, width: int) -> Image | None:
+    """An image of this many pixels; None when the buffer is full."""
+    pixels = self.rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
+    patched = PROCESSOR.patchify(pixels)
+    if self.rng.random() < 0.2:  # A gap, of whole vision tokens.
+      self.used += MERGE**2 * int(self.rng.integers(1, 4))
+    image = Image(
+        self.number, self.used, height // PATCH, width // PATCH
+    )
+    if image.patches.stop > len(self.segments):
+      return None
+    # Pixels need not be whole numbers.
+    self.patches[image.patches] = patched.patches + self.rng.random()
+    self.positions[image.patches] = patched.positions
+    self.images.append(image)
+    self.segments[image.patches] = len(self.images)
+    self.used = image.patches.stop
+    return image
+
+
+def draw_batch(
+    rng: np.random.Generator,
+    rows: int = 4,
+    length: int = 128,
+    buffers: int = 2,
+    patches: int = 556,
+    packed: bool = True,
+) -> Batch:
+  """Random sequences with 0 to `MAX_IMAGES` images each.
+
+  Rows begin with padding now and then and nearly always end with it. Rows of a
+  buffer share it, and now and then an image in it. The buffer has padding too,
+  between images and at the end.
+
+  Args:
+    rng: random numbers.
+    rows: B.
+    length: T.
+    buffers: S, a divisor of B.
+    patches: P; 0 gives sequences of text only, longer than between images.
+    packed: as many sequences a row as fit; else one, from the row's beginning.
+  """
+  stores = [_Buffer(i, rng, patches) for i in range(buffers)]
+  tokens = rng.integers(0, WORDS, (rows, length))
+  positions = rng.integers(0, 99, (rows, length, 3))
+  segments = np.zeros((rows, length), np.int32)
+  vision_index = np.full((rows, length), -1)
+  cases = []
+  for row in range(rows):
+    store = stores[row // (rows // buffers)]
+    at = int(rng.integers(0, 9)) if packed and rng.random() < 0.5 else 0
+    for segment in itertools.count(1):
+      drawn = _draw_sequence(rng, store, length - at)
+      if drawn is None:
+        break
+      ids, spans, images = drawn
+      case = Case(row, at, at + len(ids), images)
+      tokens[case.place] = ids
+      positions[case.place] = PROCESSOR.positions(ids, spans)
+      segments[case.place] = segment
+      for span, image in zip(spans, images):
+        first = at + span.offset
+        vision_index[row, first : first + span.num_tokens] = (
+            image.start // MERGE**2 + np.arange(span.num_tokens)
+        )
+      cases.append(case)
+      at = case.end
+      if not packed:
+        break
+  whole = lambda values: np.stack(values).astype(np.int32)
+  inputs = base.PolicyInputs(
+      tokens=whole(tokens),
+      positions=whole(positions),
+      segment_ids=segments,
+      vision_index=whole(vision_index),
+      patches=np.stack([s.patches for s in stores]).astype(np.float32),
+      patch_segments=whole([s.segments for s in stores]),
+      patch_positions=whole([s.positions for s in stores]),
+  )
+  return Batch(inputs, tuple(cases))
+
+
+def _draw_sequence(
+    rng: np.random.Generator, store: _Buffer, room: int
+) -> tuple[np.ndarray, list[trajectory.ImageSpan], tuple[Image, ...]] | None:
+  """Tokens, spans and images of a sequence; None when it does not fit."""
+  with_images = len(store.segments) > 0
+  words = lambda low: list(
+      rng.integers(0, WORDS, rng.integers(low, 7 if with_images else 50))
+  )
+  ids, spans, images = words(2), [], []
+  for _ in range(rng.integers(0, MAX_IMAGES + 1) if with_images else 0):
+    if store.images and rng.random() < 0.15:  # One that is there already.
+      image = store.images[rng.integers(len(store.images))]
+    else:
+      sides = rng.integers(1, MAX_SIDE + 1, 2) * MERGE * PATCH
+      image = store.add(*(int(side) for side in sides))
+    if image is None:
+      return None
+    height, width = image.rows * PATCH, image.columns * PATCH
+    count = PROCESSOR.num_image_tokens(width, height)
+    ref = trajectory.ImageRef(f"{len(images):064x}", width, height)
+    ids += [IMAGE_START]
+    spans.append(trajectory.ImageSpan(ref, len(ids), count))
+    ids += [IMAGE] * count + [IMAGE_END] + words(0)
+    images.append(image)
+  if len(ids) > room:
+    return None
+  return np.array(ids, np.int32), spans, tuple(images)
+
+
+def targets(inputs: base.PolicyInputs) -> tuple[np.ndarray, np.ndarray]:
+  """The next token of each, and whether it is of the same sequence."""
+  following = np.roll(inputs.tokens, -1, axis=1)
+  ids = inputs.segment_ids
+  same = (ids > 0) & (ids == np.roll(ids, -1, axis=1))
+  same[:, -1] = False
+  return following, same
+
+
+# --- results -----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+  """What a batch gives; zeros where there is padding.
+
+  Attributes:
+    logits: float32[B, T, vocabulary].
+    logprobs: float32[B, T], of each token's successor.
+    gradients: key of the checkpoint -> gradient of the weighted sum of
+      log-probs, as the reference holds it.
+    pixel_gradient: float32[S, P, F].
+  """
+
+  logits: np.ndarray
+  logprobs: np.ndarray
+  gradients: dict[str, np.ndarray]
+  pixel_gradient: np.ndarray
+
+
+class Reference:
+  """A model of transformers with random weights.
+
+  Attributes:
+    config: the policy's configuration.
+    directory: where its checkpoint lies.
+    module: the model.
+  """
+
+  def __init__(
+      self,
+      config: qwen_config.QwenVLConfig,
+      directory: pathlib.Path,
+      seed: int = 0,
+  ):
+    self.config, self.directory = config, directory
+    self.module = build(config).eval().float()
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in self.module.named_parameters():
+      noise = torch.randn(weight.shape, generator=generator)
+      weight.data = _initial(name, weight.data, noise)
+    self.module.save_pretrained(directory)
+
+  def in_bfloat16(self) -> torch.nn.Module:
+    """The model as transformers loads it in that dtype."""
+    return type(self.module).from_pretrained(
+        self.directory, dtype=torch.bfloat16
+    )
+
+  def policy(self, **changes: Any) -> qwen_vl.QwenVL:
+    """Ours with the same weights; `changes` as of `load_model`."""
+    return hf_checkpoint.load_model(
+        self.directory, max_image_patches=MAX_PATCHES, **changes
+    )
+
+  def run(
+      self,
+      batch: Batch,
+      weights_BT: np.ndarray | None = None,
+      module: torch.nn.Module | None = None,
+  ) -> Results:
+    """Every sequence alone, forwards and backwards.
+
+    Args:
+      batch: packed sequences.
+      weights_BT: of each token's log-prob in the loss; None = no gradients.
+      module: to run in place of `self.module`.
+    """
+    module = self.module if module is None else module
+    module.zero_grad()
+    dtype = next(module.parameters()).dtype
+    b, t = batch.inputs.tokens.shape
+    logits = np.zeros((b, t, self.config.vocab_size), np.float32)
+    logprobs = np.zeros((b, t), np.float32)
+    pixels = torch.tensor(batch.inputs.patches, requires_grad=True)
+    pixels.grad = torch.zeros_like(pixels)
+    for case in batch.cases:
+      ids = torch.tensor(batch.inputs.tokens[case.place]).long()[None]
+      images = {}
+      if case.images:
+        shown = [pixels[i.buffer, i.patches] for i in case.images]
+        grids = [(1, i.rows, i.columns) for i in case.images]
+        images = {
+            "pixel_values": self._normalised(torch.cat(shown)).to(dtype),
+            "image_grid_thw": torch.tensor(grids),
+        }
+      out = module(
+          input_ids=ids,
+          attention_mask=torch.ones_like(ids),
+          mm_token_type_ids=(ids == IMAGE).int(),
+          **images,
+      ).logits[0]
+      scores = torch.log_softmax(out.float(), -1)[:-1]
+      scores = scores.gather(-1, ids[0, 1:, None])[:, 0]
+      if weights_BT is not None:
+        weight = torch.tensor(weights_BT[case.place])[:-1]
+        (scores * weight).sum().backward()
+      logits[case.place] = out.detach().float().numpy()
+      logprobs[case.row, case.start : case.end - 1] = scores.detach().numpy()
+    gradients = {}
+    if weights_BT is not None:
+      gradients = {
+          name: weight.grad.numpy().copy()
+          for name, weight in module.named_parameters()
+      }
+    return Results(logits, logprobs, gradients, pixels.grad.numpy())
+
+  def _normalised(self, patches_PF: torch.Tensor) -> torch.Tensor:
+    """As the processor of the checkpoint would give it: each frame twice."""
+    tower = qwen3_vl if self.config.is_qwen3 else qwen2_5_vl
+    mean, std = torch.tensor([tower.MEAN, tower.STD])[:, None, :, None, None]
+    pixels = patches_PF.reshape(len(patches_PF), 3, 1, -1) / 255
+    pixels = (pixels - mean) / std
+    return pixels.expand(-1, -1, 2, -1).reshape(len(patches_PF), -1)
+
+
+def build(config: qwen_config.QwenVLConfig) -> torch.nn.Module:
+  """The model that transformers makes of our `config.json`."""
+  return transformers.AutoModelForImageTextToText.from_config(
+      transformers.AutoConfig.for_model(**qwen_config.to_hf(config))
+  )
+
+
+def _initial(
+    name: str, value: torch.Tensor, noise: torch.Tensor
+) -> torch.Tensor:
+  """Of order 1 / sqrt(inputs), so that activations stay of order 1."""
+  if value.dim() == 1:  # Norms stay near 1 and biases near 0.
+    return value + 0.1 * noise
+  inputs = value.shape[-1] if "experts" in name else value[0].numel()
+  if name.endswith(("lm_head.weight", "embed_tokens.weight")):
+    noise = noise / 2  # The largest of thousands of logits is of order 1.
+  return noise / inputs**0.5
+
+
+def compiled(
+    model: qwen_vl.QwenVL, f: Callable[..., Any]
+) -> Callable[..., Any]:
+  """f(model, *args) as a jitted function of `args`."""
+  graph, state = nnx.split(model)
+  run = lambda state, *args: f(nnx.merge(graph, state), *args)
+  return functools.partial(jax.jit(run, compiler_options=CHEAP), state)
+
+
+def scorer(model: qwen_vl.QwenVL) -> Callable[[Batch], Results]:
+  """Logits and log-probs of packed batches, compiled once for each shape."""
+
+  def score(model, inputs, following):
+    logits = model.logits(model(inputs))
+    return logits, _logprobs(logits, following)
+
+  run = compiled(model, score)
+
+  def results(batch: Batch) -> Results:
+    following, same = targets(batch.inputs)
+    logits, logprobs = run(batch.inputs, following)
+    return _results(batch, logits, np.where(same, logprobs, 0))
+
+  return results
+
+
+def differentiator(
+    model: qwen_vl.QwenVL,
+) -> Callable[[Batch, np.ndarray, Results], Results]:
+  """`scorer` with gradients: (batch, weights [B, T], reference) -> results.
+
+  Of the reference only the layout of its gradients is read.
+  """
+
+  def loss(model, patches, inputs, following, weights_BT):
+    inputs = dataclasses.replace(inputs, patches=patches)
+    logits = model.logits(model(inputs))
+    logprobs = _logprobs(logits, following)
+    return (logprobs * weights_BT).sum(), (logits, logprobs)
+
+  def score(model, inputs, *args):
+    (_, scores), gradients = nnx.value_and_grad(
+        loss, argnums=(0, 1), has_aux=True
+    )(model, inputs.patches, inputs, *args)
+    return scores, gradients
+
+  run = compiled(model, score)
+
+  def results(batch: Batch, weights_BT: np.ndarray, want: Results) -> Results:
+    following, same = targets(batch.inputs)
+    (logits, logprobs), (gradients, pixel_gradient) = run(
+        batch.inputs, following, weights_BT
+    )
+    return dataclasses.replace(
+        _results(batch, logits, np.where(same, logprobs, 0)),
+        gradients=_by_key(model, gradients, want.gradients),
+        pixel_gradient=np.asarray(pixel_gradient),
+    )
+
+  return results
+
+
+def _logprobs(logits_BTX: jax.Array, following_BT: jax.Array) -> jax.Array:
+  scores = jax.nn.log_softmax(logits_BTX)
+  return jnp.take_along_axis(scores, following_BT[..., None], -1)[..., 0]
+
+
+def _results(batch: Batch, logits, logprobs) -> Results:
+  real = batch.inputs.segment_ids[..., None] > 0
+  nothing = np.zeros_like(batch.inputs.patches)
+  return Results(np.where(real, logits, 0), logprobs, {}, nothing)
+
+
+def _by_key(
+    model: qwen_vl.QwenVL, state: nnx.State, like: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+  """The arrays of a state by their keys in the checkpoint."""
+  arrays = {path: np.asarray(v[...]) for path, v in nnx.to_flat_state(state)}
+  found = {}
+  for tensor in hf_checkpoint.tensors_of(model):
+    array = arrays[tensor.path]
+    for key, one in zip(tensor.keys, array if tensor.stacked else [array]):
+      # Experts are held the other way round.
+      swapped = tensor.transposed or one.shape != like[key].shape
+      found[key] = one.swapaxes(-1, -2) if swapped else one
+  return found

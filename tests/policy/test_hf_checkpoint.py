@@ -1,0 +1,723 @@
+"""Checkpoints: what `transformers` wrote is read, what is written it reads."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import struct
+import subprocess
+import sys
+import tracemalloc
+
+from flax import nnx
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors_numpy
+from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import tensor_files
+
+FAMILIES = qwen_config.FAMILIES
+
+
+def tiny(family, **text_changes):
+  """A configuration of a family, as small as it gets."""
+  qwen2 = family == "qwen2_5_vl"
+  text = dict(
+      vocab_size=96,
+      hidden_size=32,
+      intermediate_size=48,
+      num_hidden_layers=3,
+      num_attention_heads=2,
+      num_key_value_heads=1,
+      head_dim=16,
+      rope_theta=1e4,
+      mrope_section=(4, 2, 2),
+  )
+  if family == "qwen3_vl_moe":
+    text |= dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    )
+  tower = (
+      dict(patch_size=14, window_size=56, fullatt_block_indexes=(1,))
+      if qwen2
+      else dict(num_position_embeddings=16, deepstack_visual_indexes=(0, 1))
+  )
+  return qwen_config.QwenVLConfig(
+      family=family,
+      vision=qwen_config.VisionConfig(
+          depth=2,
+          hidden_size=32,
+          intermediate_size=40,
+          num_heads=2,
+          out_hidden_size=32,
+          **tower,
+      ),
+      text=qwen_config.TextConfig(**(text | text_changes)),
+      image_token_id=90,
+      video_token_id=91,
+      vision_start_token_id=92,
+      vision_end_token_id=93,
+  )
+
+
+def policy(config, seed=0):
+  """A policy of which every parameter is random, biases and norms too."""
+  model = hf_checkpoint.abstract_model(config)
+  rng = np.random.default_rng(seed)
+  fill = lambda v: v.replace(
+      jax.numpy.asarray(rng.normal(0.5, 0.5, v.shape), v.dtype)
+  )
+  state = nnx.state(model, nnx.Param)
+  is_variable = lambda v: isinstance(v, nnx.Variable)
+  nnx.update(model, jax.tree.map(fill, state, is_leaf=is_variable))
+  return model
+
+
+def parameters(model):
+  flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+  return {".".join(map(str, path)): v[...] for path, v in flat}
+
+
+def same(a, b):
+  """Equal to the bit, dtype and NaNs included."""
+  a, b = np.asarray(a), np.asarray(b)
+  assert a.dtype == b.dtype and a.shape == b.shape
+  return a.tobytes() == b.tobytes()
+
+
+def assert_same(a, b):
+  a, b = parameters(a), parameters(b)
+  assert a.keys() == b.keys()
+  assert [name for name in a if not same(a[name], b[name])] == []
+
+
+def read(directory):
+  """All tensors of a checkpoint, by key."""
+  return {
+      key: value
+      for file in directory.glob("*.safetensors")
+      for key, value in safetensors_numpy.load_file(file).items()
+  }
+
+
+# --- the reference ---------------------------------------------------------
+
+
+def reference(config, dtype="float32", seed=0):
+  """transformers' model of a configuration, all of it random."""
+  torch = pytest.importorskip("torch")
+  import transformers
+
+  raw = qwen_config.to_hf(config)
+  known = transformers.AutoConfig.for_model(config.family)
+  # Its default ids are outside of a vocabulary this small.
+  raw["text_config"] |= {"bos_token_id": 1, "eos_token_id": 2}
+  made = getattr(transformers, raw["architectures"][0])(
+      type(known).from_dict(raw)
+  )
+  torch.manual_seed(seed)
+  with torch.no_grad():
+    for parameter in made.parameters():
+      parameter.normal_(0.0, 0.2)
+      # Not `made.to`, which rounds the rotary frequencies as well.
+      parameter.data = parameter.data.to(getattr(torch, dtype))
+  return made.eval()
+
+
+def reference_logits(model):
+  """Of some text and an image of 4x4 patches."""
+  import torch
+
+  config = model.config
+  generator = torch.Generator().manual_seed(1)
+  side = config.vision_config.patch_size
+  tokens = torch.randint(0, 80, (1, 12), generator=generator)
+  tokens[0, 3] = config.vision_start_token_id
+  tokens[0, 4:8] = config.image_token_id
+  pixels = torch.randn((16, 6 * side * side), generator=generator)
+  with torch.no_grad():
+    return model(
+        input_ids=tokens,
+        pixel_values=pixels.to(model.dtype),
+        image_grid_thw=torch.tensor([[1, 4, 4]]),
+        mm_token_type_ids=(tokens == config.image_token_id).int(),
+        use_cache=False,
+    ).logits
+
+
+def assert_equal_models(a, b):
+  import torch
+
+  a_state, b_state = a.state_dict(), b.state_dict()
+  assert a_state.keys() == b_state.keys()
+  for name, value in a_state.items():
+    assert value.dtype == b_state[name].dtype, name
+    assert torch.equal(value, b_state[name]), name
+  assert torch.equal(reference_logits(a), reference_logits(b))
+
+
+def from_pretrained(model, directory):
+  loaded, info = type(model).from_pretrained(
+      directory, output_loading_info=True
+  )
+  assert not any(info.values()), info
+  return loaded.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "dtype,sharded", [("float32", False), ("bfloat16", True)]
+)
+def test_round_trip_through_the_reference_is_equal_to_the_bit(
+    family, dtype, sharded, tmp_path
+):
+  theirs = reference(tiny(family), dtype)
+  limit = "60KB" if sharded else "1GB"
+  theirs.save_pretrained(tmp_path / "theirs", max_shard_size=limit)
+  assert (tmp_path / "theirs" / hf_checkpoint.INDEX).exists() == sharded
+
+  model = hf_checkpoint.load_model(tmp_path / "theirs", param_dtype=dtype)
+  assert {str(v.dtype) for v in parameters(model).values()} == {dtype}
+  hf_checkpoint.save_model(
+      tmp_path / "ours",
+      model,
+      # With the original config.json, and with one made of what we know.
+      source=tmp_path / "theirs" if sharded else None,
+      max_file_bytes=60_000 if sharded else 1 << 30,
+  )
+  assert (tmp_path / "ours" / hf_checkpoint.INDEX).exists() == sharded
+  assert_equal_models(theirs, from_pretrained(theirs, tmp_path / "ours"))
+  again = hf_checkpoint.load_model(tmp_path / "ours", param_dtype=dtype)
+  assert_same(model, again)
+
+
+@pytest.mark.parametrize("hidden", [24, 16, 32], ids=str)
+def test_experts_are_read_either_way_round(hidden, tmp_path):
+  """24: no matrix is square; 16: gate and up; 32: down."""
+  config = tiny("qwen3_vl_moe", moe_intermediate_size=hidden)
+  theirs = reference(config)
+  theirs.save_pretrained(tmp_path / "new")  # [E, out, in]
+  shutil.copytree(tmp_path / "new", tmp_path / "published")
+  published = {
+      key: value.swapaxes(1, 2).copy() if ".experts." in key else value
+      for key, value in read(tmp_path / "new").items()
+  }
+  safetensors_numpy.save_file(
+      published, tmp_path / "published" / hf_checkpoint.SINGLE
+  )
+  new, old = (
+      hf_checkpoint.load_model(tmp_path / name) for name in ("new", "published")
+  )
+  assert_same(new, old)
+  # We write the published layout, unless transformers would misread it.
+  hf_checkpoint.save_model(tmp_path / "ours", old)
+  want = published if hidden == 24 else read(tmp_path / "new")
+  ours = read(tmp_path / "ours")
+  assert ours.keys() == want.keys()
+  assert all(same(ours[key], want[key]) for key in want)
+  assert_equal_models(theirs, from_pretrained(theirs, tmp_path / "ours"))
+  assert_same(old, hf_checkpoint.load_model(tmp_path / "ours"))
+
+
+# --- what files look like --------------------------------------------------
+
+
+def test_keys_of_older_files_are_read(tmp_path):
+  model = policy(tiny("qwen2_5_vl"))
+  hf_checkpoint.save_model(tmp_path, model)
+  file = tmp_path / hf_checkpoint.SINGLE
+  tensors = safetensors_numpy.load_file(file)
+  old = {
+      key.replace("model.visual.", "visual.").replace(
+          "model.language_model.", "model."
+      ): value
+      for key, value in tensors.items()
+  }
+  assert "visual.blocks.0.norm1.weight" in old
+  assert "model.layers.0.self_attn.q_proj.weight" in old
+  safetensors_numpy.save_file(old, file)
+  assert_same(model, hf_checkpoint.load_model(tmp_path))
+
+
+def test_a_tied_matrix_may_be_there_twice(tmp_path):
+  config = dataclasses.replace(tiny("qwen3_vl"), tie_word_embeddings=True)
+  model = policy(config)
+  hf_checkpoint.save_model(tmp_path, model)
+  file = tmp_path / hf_checkpoint.SINGLE
+  tensors = safetensors_numpy.load_file(file)
+  assert "lm_head.weight" not in tensors
+  embedding = tensors["model.language_model.embed_tokens.weight"]
+  tensors["lm_head.weight"] = embedding
+  safetensors_numpy.save_file(tensors, file)
+  assert_same(model, hf_checkpoint.load_model(tmp_path))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stacked_layers_load_and_save_the_same_files(family, tmp_path):
+  model = policy(tiny(family))
+  hf_checkpoint.save_model(tmp_path / "list", model, max_file_bytes=50_000)
+  stacked = hf_checkpoint.load_model(tmp_path / "list", scan_layers=True)
+  assert stacked.language_model.stacked
+  for name, value in parameters(stacked).items():
+    if ".layers." in name:
+      lists = [
+          parameters(model)[name.replace("layers.", f"layers.{i}.")]
+          for i in range(3)
+      ]
+      assert same(value, np.stack(lists)), name
+  hf_checkpoint.save_model(tmp_path / "stack", stacked, max_file_bytes=50_000)
+  files = sorted(p.name for p in (tmp_path / "list").iterdir())
+  assert len(files) > 4
+  assert files == sorted(p.name for p in (tmp_path / "stack").iterdir())
+  for name in files:
+    one, other = (tmp_path / d / name for d in ("list", "stack"))
+    assert one.read_bytes() == other.read_bytes(), name
+
+
+def test_dtypes_are_converted_and_named_in_the_config(tmp_path):
+  model = policy(tiny("qwen3_vl"))
+  hf_checkpoint.save_model(tmp_path / "wide", model)
+  config = json.loads((tmp_path / "wide" / "config.json").read_text())
+  config["torch_dtype"] = config["text_config"]["dtype"] = "float32"
+  (tmp_path / "wide" / "config.json").write_text(json.dumps(config))
+  for name in ("bfloat16", "float16"):
+    hf_checkpoint.save_model(
+        tmp_path / name, model, source=tmp_path / "wide", dtype=name
+    )
+    config = json.loads((tmp_path / name / "config.json").read_text())
+    assert config["dtype"] == config["text_config"]["dtype"] == name
+    assert "torch_dtype" not in config
+    back = hf_checkpoint.load_model(tmp_path / name)
+    dtype = getattr(ml_dtypes, name, name)
+    for key, value in parameters(back).items():
+      want = np.asarray(parameters(model)[key]).astype(dtype)
+      assert same(value, want.astype(np.float32)), key
+
+
+def test_companions_are_copied_and_several_files_have_an_index(tmp_path):
+  model = policy(tiny("qwen3_vl"))
+  source, out = tmp_path / "source", tmp_path / "out"
+  hf_checkpoint.save_model(source, model)
+  config = json.loads((source / "config.json").read_text())
+  (source / "config.json").write_text(json.dumps(config | {"extra": 7}))
+  (source / "tokenizer.json").write_text("{}")
+  (source / "notes.txt").write_text("not the checkpoint's")
+  out.mkdir()
+  (out / "notes.txt").write_text("somebody's")
+  hf_checkpoint.save_model(out, model, source=source, max_file_bytes=40_000)
+  assert json.loads((out / "config.json").read_text())["extra"] == 7
+  assert (out / "tokenizer.json").read_text() == "{}"
+  assert (out / "notes.txt").read_text() == "somebody's"
+  index = json.loads((out / hf_checkpoint.INDEX).read_text())
+  files = set(index["weight_map"].values())
+  assert files == {p.name for p in out.glob("*.safetensors")}
+  assert len(files) > 3
+  total = 0
+  for name in files:
+    tensors = safetensors_numpy.load_file(out / name)
+    assert {index["weight_map"][key] for key in tensors} == {name}
+    size = sum(value.nbytes for value in tensors.values())
+    total += size
+    assert size <= 40_000 or len(tensors) == 1
+  assert total == index["metadata"]["total_size"]
+  assert not list(out.glob("*.part"))
+  # Fewer files take the place of more, and the other way round.
+  hf_checkpoint.save_model(out, model)
+  assert [p.name for p in out.glob("model*")] == [hf_checkpoint.SINGLE]
+  hf_checkpoint.save_model(out, model, max_file_bytes=40_000)
+  assert {p.name for p in out.glob("*.safetensors")} == files
+  assert_same(model, hf_checkpoint.load_model(out))
+
+
+# --- faults ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+  """A checkpoint of several files; copied by who wants to damage it."""
+  directory = tmp_path_factory.mktemp("saved")
+  model = policy(tiny("qwen3_vl"))
+  hf_checkpoint.save_model(directory, model, max_file_bytes=80_000)
+  return directory
+
+
+@pytest.fixture
+def damaged(saved, tmp_path):
+  return pathlib.Path(shutil.copytree(saved, tmp_path / "damaged"))
+
+
+def change(directory, edit):
+  """Edits the tensors of the file that holds the first layer's norm."""
+  index = json.loads((directory / hf_checkpoint.INDEX).read_text())
+  file = directory / index["weight_map"][NORM]
+  tensors = safetensors_numpy.load_file(file)
+  edit(tensors)
+  for key in tensors:
+    index["weight_map"][key] = file.name
+  safetensors_numpy.save_file(tensors, file)
+  (directory / hf_checkpoint.INDEX).write_text(json.dumps(index))
+
+
+NORM = "model.language_model.layers.0.input_layernorm.weight"
+
+
+def test_a_missing_tensor_is_named(damaged):
+  change(damaged, lambda tensors: tensors.pop(NORM))
+  with pytest.raises(ValueError, match=f"missing tensors {NORM}.*one check"):
+    hf_checkpoint.load_model(damaged)
+
+
+def test_many_missing_tensors_are_counted(damaged):
+  config = json.loads((damaged / "config.json").read_text())
+  config["text_config"]["num_hidden_layers"] = 5
+  (damaged / "config.json").write_text(json.dumps(config))
+  with pytest.raises(ValueError, match=r"missing tensors .*layers\.3.* more"):
+    hf_checkpoint.load_model(damaged)
+
+
+def test_an_extra_tensor_is_named(damaged):
+  extra = "model.visual.blocks.9.norm1.weight"
+  change(damaged, lambda tensors: tensors.update({extra: np.ones(3)}))
+  with pytest.raises(ValueError, match=f"unexpected tensors {extra}"):
+    hf_checkpoint.load_model(damaged)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(damaged):
+  wrong = np.ones(31, np.float32)
+  change(damaged, lambda tensors: tensors.update({NORM: wrong}))
+  with pytest.raises(
+      ValueError, match=rf"tensor {NORM} has shape \[31\], .* needs \[32\]"
+  ):
+    hf_checkpoint.load_model(damaged)
+
+
+def test_quantized_tensors_are_refused(damaged):
+  wrong = np.ones(32, np.int8)
+  change(damaged, lambda tensors: tensors.update({NORM: wrong}))
+  with pytest.raises(ValueError, match=f"{NORM} has dtype I8, only F64.*quant"):
+    hf_checkpoint.load_model(damaged)
+
+
+def test_a_missing_file_is_named(damaged):
+  name = sorted(p.name for p in damaged.glob("*.safetensors"))[1]
+  (damaged / name).unlink()
+  with pytest.raises(FileNotFoundError, match=f"lacks {name}.*download"):
+    hf_checkpoint.load_model(damaged)
+
+
+def test_a_cut_file_is_named(damaged):
+  file = sorted(damaged.glob("*.safetensors"))[1]
+  file.write_bytes(file.read_bytes()[:-7])
+  with pytest.raises(ValueError, match=f"{file.name} is not a whole safetens"):
+    hf_checkpoint.load_model(damaged)
+
+
+def test_no_weights_at_all(damaged):
+  (damaged / hf_checkpoint.INDEX).unlink()
+  with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
+    hf_checkpoint.load_model(damaged)
+
+
+def test_no_config(damaged, tmp_path):
+  (damaged / "config.json").unlink()
+  for directory in (damaged, tmp_path / "nowhere"):
+    with pytest.raises(FileNotFoundError, match="has no config.json; give"):
+      hf_checkpoint.load_model(directory)
+
+
+def test_a_config_that_is_cut_or_of_another_model(damaged):
+  file = damaged / "config.json"
+  whole = file.read_text()
+  file.write_text(whole[:-20])
+  with pytest.raises(ValueError, match="config.json is not valid JSON"):
+    hf_checkpoint.load_model(damaged)
+  file.write_text(whole.replace('"qwen3_vl"', '"a"'))
+  with pytest.raises(ValueError, match="model_type='a'; give.*qwen2_5_vl"):
+    hf_checkpoint.load_model(damaged)
+
+
+def test_the_index_says_which_copy_of_a_tensor_counts(saved, damaged):
+  index = json.loads((damaged / hf_checkpoint.INDEX).read_text())
+  file = damaged / sorted(
+      {*index["weight_map"].values()} - {index["weight_map"][NORM]}
+  )[-1]
+  tensors = safetensors_numpy.load_file(file)
+  tensors[NORM] = np.zeros(32, np.float32)
+  safetensors_numpy.save_file(tensors, file)
+  assert_same(
+      hf_checkpoint.load_model(saved), hf_checkpoint.load_model(damaged)
+  )
+
+
+def test_saving_refuses_what_it_cannot_do(saved, tmp_path):
+  model = hf_checkpoint.load_model(saved)
+  with pytest.raises(ValueError, match="dtype must be one of float32.*'int8'"):
+    hf_checkpoint.save_model(tmp_path / "a", model, dtype="int8")
+  other = policy(tiny("qwen3_vl", intermediate_size=64))
+  with pytest.raises(ValueError, match="another model: text is.*source=None"):
+    hf_checkpoint.save_model(tmp_path / "a", other, source=saved)
+  assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("most", [60_000, 1 << 30], ids=["files", "file"])
+def test_an_interrupted_save_leaves_the_old_checkpoint(
+    saved, damaged, monkeypatch, most
+):
+  new = policy(tiny("qwen3_vl"), seed=1)
+  as_stored, calls = hf_checkpoint._as_stored, []
+
+  def fail_late(*args, **kwargs):
+    calls.append(args)
+    if len(calls) == 60:
+      raise OSError("no space left on device")
+    return as_stored(*args, **kwargs)
+
+  monkeypatch.setattr(hf_checkpoint, "_as_stored", fail_late)
+  before = {p.name: p.read_bytes() for p in damaged.iterdir()}
+  with pytest.raises(OSError, match="no space"):
+    hf_checkpoint.save_model(damaged, new, max_file_bytes=most)
+  assert {p.name: p.read_bytes() for p in damaged.iterdir()} == before
+  # A killed process leaves its files: neither read nor kept.
+  (damaged / "model-00001-of-00099.safetensors.part").write_bytes(b"half")
+  old = hf_checkpoint.load_model(saved)
+  assert_same(old, hf_checkpoint.load_model(damaged))
+  hf_checkpoint.save_model(damaged, new, max_file_bytes=most)
+  assert not list(damaged.glob("*.part"))
+  assert_same(new, hf_checkpoint.load_model(damaged))
+
+
+# --- memory and meshes -----------------------------------------------------
+
+
+def write_random(directory, config, dtype):
+  """A checkpoint of random tensors, one at a time in memory."""
+  directory.mkdir()
+  (directory / "config.json").write_text(
+      json.dumps(qwen_config.to_hf(config))
+  )
+  rng = np.random.default_rng(0)
+  model = hf_checkpoint.abstract_model(config)
+  header, end = {}, 0
+  where = {k: t.shape for t in hf_checkpoint.tensors_of(model) for k in t.keys}
+  size = np.dtype(dtype).itemsize
+  for key, shape in where.items():
+    start, end = end, end + int(np.prod(shape)) * size
+    header[key] = {
+        "dtype": {2: "BF16", 4: "F32"}[size],
+        "shape": list(shape),
+        "data_offsets": [start, end],
+    }
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % 8)
+  with open(directory / hf_checkpoint.SINGLE, "wb") as file:
+    file.write(struct.pack("<Q", len(text)) + text)
+    for shape in where.values():
+      values = rng.random(shape, dtype=np.float32).astype(dtype)
+      file.write(values.view(np.uint8).data)
+  return end
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_reading_a_slice_allocates_no_more_than_the_slice(tmp_path, dtype):
+  value = np.arange(1 << 20).astype(dtype).reshape(1024, 1024)
+  safetensors_numpy.save_file({"a": value}, tmp_path / hf_checkpoint.SINGLE)
+  files = tensor_files.Reader(tmp_path)
+  for index in (np.s_[:8], np.s_[:, 1000:1008], np.s_[5:9, 7:8]):
+    index = index if isinstance(index, tuple) else (index, slice(None))
+    tracemalloc.start()
+    part = files.read("a", index)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert same(part, value[index])
+    assert peak < part.nbytes + 10_000
+
+
+def run_on_eight(script, *args):
+  environment = dict(
+      os.environ,
+      JAX_PLATFORMS="cpu",
+      XLA_FLAGS="--xla_force_host_platform_device_count=8",
+  )
+  done = subprocess.run(
+      [sys.executable, "-c", script, *map(str, args)],
+      env=environment,
+      capture_output=True,
+      text=True,
+      timeout=280,
+      check=False,
+  )
+  assert done.returncode == 0, done.stderr[-4000:]
+  return done.stdout
+
+
+MESH_SCRIPT = """
+import pathlib
+import sys
+import jax
+import numpy as np
+from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy import sharding
+
+def parameters(model):
+  return {t.path: t.variable[...] for t in hf_checkpoint.tensors_of(model)}
+
+assert len(jax.devices()) == 8
+out, *directories = map(pathlib.Path, sys.argv[1:])
+for directory in directories:
+  want = {k: np.asarray(v)
+          for k, v in parameters(hf_checkpoint.load_model(directory)).items()}
+  for sizes in (dict(data=1, fsdp=8), dict(data=2, fsdp=2, tensor=2)):
+    mesh = sharding.make_mesh(**sizes)
+    model = hf_checkpoint.load_model(directory, mesh)
+    split = 0
+    for tensor in hf_checkpoint.tensors_of(model):
+      array = tensor.variable[...]
+      place = sharding.parameter_sharding(tensor.variable, mesh)
+      assert array.sharding == place
+      split += not array.is_fully_replicated
+      for shard in array.addressable_shards:
+        np.testing.assert_array_equal(
+            shard.data, want[tensor.path][shard.index])
+    assert split > 20
+    name = f"{directory.name}-{len(sizes)}"
+    hf_checkpoint.save_model(out / name, model, max_file_bytes=50_000)
+    files = sorted(p.name for p in directory.iterdir())
+    assert files == sorted(p.name for p in (out / name).iterdir())
+    for file in files:
+      assert (out / name / file).read_bytes() == (
+          directory / file).read_bytes(), file
+    # The arrays keep nothing of what was read for saving.
+    assert all(a._npy_value is None for a in parameters(model).values()
+               if not a.is_fully_replicated)
+    stacked = hf_checkpoint.load_model(directory, mesh, scan_layers=True)
+    hf_checkpoint.save_model(out / name, stacked, max_file_bytes=50_000)
+    for file in files:
+      assert (out / name / file).read_bytes() == (
+          directory / file).read_bytes(), file
+print("equal")
+"""
+
+
+@pytest.mark.timeout(300)
+def test_eight_devices_load_and_save_what_one_does(tmp_path):
+  directories = []
+  for family in FAMILIES:
+    directory = tmp_path / family
+    directories.append(directory)
+    hf_checkpoint.save_model(
+        directory, policy(tiny(family)), max_file_bytes=50_000
+    )
+  assert "equal" in run_on_eight(MESH_SCRIPT, tmp_path / "out", *directories)
+
+
+MEMORY_SCRIPT = """
+import json
+import sys
+import jax
+import numpy as np
+import safetensors
+from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy import sharding
+
+def memory(name):
+  for line in open("/proc/self/status"):
+    if line.startswith(name):
+      return int(line.split()[1]) << 10
+
+small, large, sizes, dtype, out = sys.argv[1:]
+mesh = sharding.make_mesh(**json.loads(sizes))
+# Libraries, threads and traces are not the weights' memory.
+hf_checkpoint.load_model(small, mesh, param_dtype=dtype)
+before = memory("VmRSS")
+model = hf_checkpoint.load_model(large, mesh, param_dtype=dtype)
+# Pages of the mapped file count: this is the process as the kernel sees it.
+growth = memory("VmHWM") - before
+hf_checkpoint.save_model(out, model)  # Compiles, and would keep copies.
+before = memory("VmRSS")
+hf_checkpoint.save_model(out, model)
+saving = memory("VmHWM") - before
+
+tensors = hf_checkpoint.tensors_of(model)
+arrays = [t.variable[...] for t in tensors]
+on_device = {d: 0 for d in mesh.devices.flat}
+for array in arrays:
+  for shard in array.addressable_shards:
+    on_device[shard.device] += shard.data.nbytes
+share = sum(a.nbytes for a in arrays) / (
+    mesh.shape["fsdp"] * mesh.shape["tensor"])
+with safetensors.safe_open(large + "/model.safetensors", "numpy") as file:
+  mapped = memory("RssFile")
+  file.get_slice("model.language_model.embed_tokens.weight")[:8]
+  touched = memory("RssFile") - mapped
+  for tensor, array in zip(tensors, arrays):
+    want = file.get_tensor(tensor.keys[0])
+    want = want.swapaxes(-1, -2) if tensor.transposed else want
+    for shard in array.addressable_shards:
+      np.testing.assert_array_equal(
+          np.asarray(shard.data), want[shard.index].astype(array.dtype))
+print(json.dumps(dict(
+    growth=growth, saving=saving, devices=sum(on_device.values()), share=share,
+    fullest=max(on_device.values()), touched=touched,
+    largest=max(a.nbytes for a in arrays))))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+  """A random checkpoint of 200 MiB, and a small one like it."""
+  directory = tmp_path_factory.mktemp("large")
+  config = dataclasses.replace(
+      tiny("qwen3_vl"),
+      vision=dataclasses.replace(tiny("qwen3_vl").vision, out_hidden_size=512),
+      text=dataclasses.replace(
+          tiny("qwen3_vl").text,
+          vocab_size=16384,
+          hidden_size=512,
+          intermediate_size=2048,
+          num_hidden_layers=9,
+          num_attention_heads=32,
+          num_key_value_heads=8,
+      ),
+  )
+  size = write_random(directory / "large", config, np.float32)
+  assert 190 << 20 < size < 250 << 20
+  write_random(directory / "small", tiny("qwen3_vl"), np.float32)
+  yield directory
+  shutil.rmtree(directory)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    "sizes,dtype",
+    [
+        ({"fsdp": 8, "data": 1}, "float32"),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, "bfloat16"),
+    ],
+    ids=["fsdp", "mixed"],
+)
+def test_a_sharded_load_takes_the_memory_of_the_shards(large, sizes, dtype):
+  """Forced CPU devices hold their shards in this process's memory: all of
+  them, and a replica for each device, are part of the bound."""
+  found = json.loads(
+      run_on_eight(
+          MEMORY_SCRIPT,
+          large / "small",
+          large / "large",
+          json.dumps(sizes),
+          dtype,
+          large / "out",
+      )
+  )
+  assert found["fullest"] <= 1.1 * found["share"], found
+  assert found["growth"] <= 1.1 * found["devices"] + found["largest"], found
+  # 16 KiB of a tensor of 32 MiB; the kernel maps a few pages around them.
+  assert found["touched"] < 1 << 20, found
+  # A tensor as it is stored: on its devices, and in one piece.
+  copies = 1 + sizes["data"]
+  most = 0.2 * found["devices"] + copies * found["largest"]
+  assert found["saving"] <= most, found
