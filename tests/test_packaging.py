@@ -180,7 +180,7 @@ def test_extras_and_the_pins_that_protect_google_tunix():
   assert "google-tunix>=0.1.7,<0.1.8" in base and "jax<0.11.1" in base
   for name, wanted in extras.items():
     torch = [r for r in wanted if r.startswith("torch")]
-    assert torch == (["torch==2.13.0"] if name == "parity" else [])
+    assert torch == (["torch==2.13.0"] if name == "dev" else [])
   assert not any(r.startswith(("torch", "pytest")) for r in base)
 
 

@@ -1,4 +1,4 @@
-"""Adapters: off, nothing changes; on, W + scale A B; and PEFT's files."""
+"""Adapters: off they change nothing, on they are W + scale A B; files are PEFT's."""
 
 import dataclasses
 import functools

@@ -330,7 +330,8 @@ def merge(model: nnx.Module) -> None:
     )
     if isinstance(weight.sharding, jax.sharding.NamedSharding):
       merged = jax.device_put(merged, weight.sharding)
-    linear.weight.set_value(merged)
+    # A variable of its own: views of the base may share the old one.
+    linear.weight = linear.weight.replace(merged)
     _detach(linear)
 
 
