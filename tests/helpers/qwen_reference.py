@@ -327,6 +327,7 @@ class Reference:
         self.directory, dtype=torch.bfloat16
     )
 
+  @functools.cache  # noqa: B019
   def policy(self, **changes: Any) -> qwen_vl.QwenVL:
     """Ours with the same weights; `changes` as of `load_model`."""
     return hf_checkpoint.load_model(

@@ -24,16 +24,21 @@ MESHES = {
 }
 
 
-def largest_gather(text):
-  """Elements of the largest result of an all-gather in compiled code."""
-  most = 0
+def gathered_shapes(text):
+  """Shapes of the results of all all-gathers in compiled code."""
+  shapes = []
   for line in text.splitlines():
     if " all-gather(" not in line and " all-gather-start(" not in line:
       continue
     result = line.split(" all-gather")[0]
     for shape in re.findall(r"\w+\[([\d,]+)\]", result):
-      most = max(most, int(np.prod([int(n) for n in shape.split(",")])))
-  return most
+      shapes.append(tuple(int(n) for n in shape.split(",")))
+  return shapes
+
+
+def largest_gather(text):
+  """Elements of the largest result of an all-gather in compiled code."""
+  return max((int(np.prod(s)) for s in gathered_shapes(text)), default=0)
 
 
 def main(directory):

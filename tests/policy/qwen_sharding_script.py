@@ -93,7 +93,6 @@ def main(family, *names):
     placed = on_mesh(model, mesh)
     learner = case.learner(mesh=mesh, model=placed, **options)
     grads, sums, _ = learner_cases.gradients(learner, examples)
-    shape = learner.shape
     vocabulary = config.text.vocab_size
     shards = sizes.get("fsdp", 1) * sizes.get("tensor", 1)
     device = jax.devices()[0]
@@ -106,12 +105,14 @@ def main(family, *names):
     report[name] = {
         "loss": abs(float(sums.loss) - float(want_sums.loss)),
         "gradient": learner_cases.largest_difference(grads, want) / scale,
-        "gather": learner_mesh_script.largest_gather(
-            learner._programs.accumulate.compiled[0].as_text()
-        ),
-        "embedding": vocabulary * config.text.hidden_size,
-        # Of all rows of a data shard; a device may hold its vocabulary's part.
-        "logits": shape.targets * vocabulary * shape.buffers // sizes["data"],
+        # No other dimension of anything has this size.
+        "whole_vocabulary": [
+            gathered
+            for gathered in learner_mesh_script.gathered_shapes(
+                learner._programs.accumulate.compiled[0].as_text()
+            )
+            if vocabulary in gathered
+        ],
         "weights_share": here / total,
         "model_devices": shards,
     }

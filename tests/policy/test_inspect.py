@@ -286,9 +286,9 @@ def test_remat_and_adapters_save_what_they_are_for(published):
   assert residuals == sorted(residuals) and residuals[0] < residuals[2]
   whole = plans["block"]
   lora = memory_plan.plan(published, mesh, work, remat="block", lora_rank=16)
-  assert lora.gradients < whole.gradients / 50
-  assert lora.optimizer < whole.optimizer / 50
-  assert whole.parameters < lora.parameters < 1.02 * whole.parameters
+  assert lora.gradients < whole.gradients / 30
+  assert lora.optimizer < whole.optimizer / 30
+  assert whole.parameters < lora.parameters < 1.05 * whole.parameters
   half = memory_plan.plan(published, mesh, work, param_dtype="bfloat16")
   assert half.parameters * 2 == whole.parameters
   assert half.optimizer == whole.optimizer  # float32 moments.

@@ -67,7 +67,7 @@ def test_shipped_size_fits_the_package():
   assert 1e6 < count < 2e6
   tokenizer = sum(
       (policy_files.DATA / "tiny_vl" / name).stat().st_size
-      for name in checkpoint.TOKENIZER_FILES
+      for name in policy_files.TOKENIZER_FILES
   )
   assert 2 * count + tokenizer < 8 << 20
 

@@ -55,8 +55,8 @@ def test_loss_and_gradients_equal_one_device(report):
 
 def test_no_device_gathers_the_embedding_or_the_logits(report):
   for mesh, found in report.items():
-    assert found["gather"] < found["embedding"], mesh
-    assert found["gather"] < found["logits"], mesh
+    # Both have the vocabulary as one of their dimensions.
+    assert found["whole_vocabulary"] == [], mesh
 
 
 def test_weights_are_split_over_the_model_axes(report):

@@ -148,11 +148,11 @@ def check(path: str | pathlib.Path, model: Any, **changes: Any) -> None:
   found = family.load_config(directory, **changes)
   load_tokenizer(directory)
   old, new = dataclasses.asdict(found), dataclasses.asdict(model.config)
-  differing = sorted(
+  differing = [
       name
-      for name in {*old, *new} - {*qwen_config.RUN_FIELDS}
-      if old.get(name) != new.get(name)
-  )
+      for name in {**old, **new}
+      if name not in qwen_config.RUN_FIELDS and old.get(name) != new.get(name)
+  ]
   if differing:
     name = differing[0]
     raise ValueError(

@@ -482,6 +482,10 @@ def load(directory: str | pathlib.Path, model: qwen_vl.QwenVL) -> None:
         if key is None:
           continue
         value = tensors.pop(key)
+        if name not in meant:  # PEFT would leave it out.
+          problems.append(
+              f"tensor {key} is of a layer that target_modules does not name"
+          )
         if value.shape == shape:
           values[part].append(value.astype(np.float32).T)
         else:
@@ -496,7 +500,7 @@ def load(directory: str | pathlib.Path, model: qwen_vl.QwenVL) -> None:
     if counts != {len(layer.names)}:
       problems.append(
           f"tensors of {layer.names[0]} are missing"
-          + (" in some of the layers" if layer.stacked else "")
+          + (" in some of the layers" if counts != {0} else "")
       )
       continue
     adapters.append((layer, *(np.stack(v) for v in values.values())))

@@ -4,7 +4,8 @@ Parameters, gradients and optimizer state are counted tensor by tensor with the
 shardings that training uses; activations follow from the sizes. What is
 predicted are the learner's two programs as compiled for TPU: `accumulate`, the
 forward and backward pass of a micro-batch, and `apply`, the optimizer step.
-docs/tpu.md holds the prediction against the compiler's own figures.
+docs/tpu.md holds the prediction against the compiler's own figures: where
+memory is short it is near them, where there is plenty the compiler takes more.
 
 Does not: count the rollout engine, the reference model of a KL term, or what
 the runtime keeps for itself. Arrays are counted without the padding of a TPU's
@@ -133,6 +134,8 @@ class MemoryPlan:
     parameters: trained and frozen.
     gradients: the running sum over micro-batches.
     new_gradients: those of one micro-batch, until they are added.
+    cast: copies of the parameters in the compute dtype, which the compiler
+      makes of all stacked layers before their loop.
     optimizer: AdamW's two moments.
     layer_residuals: what the forward pass keeps of all decoder layers.
     layer_peak: activations and their gradients inside the decoder layer that
@@ -147,6 +150,7 @@ class MemoryPlan:
   parameters: int
   gradients: int
   new_gradients: int
+  cast: int
   optimizer: int
   layer_residuals: int
   layer_peak: int
@@ -172,6 +176,7 @@ class MemoryPlan:
         self.parameters
         + self.gradients
         + self.new_gradients
+        + self.cast
         + self.batch
         + self.activations
     )
@@ -267,10 +272,12 @@ def plan(
   adapted = bool(jax.tree.leaves(nnx.state(model, layers.LoRAParam)))
   kind = layers.LoRAParam if adapted else nnx.Param
   trained = parameter_bytes(model, mesh, kind, item)
+  copies = parameter_bytes(model, mesh, itemsize=wide)
   return MemoryPlan(
       parameters=parameters,
       gradients=trained,
       new_gradients=trained,
+      cast=copies if copies < parameters else 0,
       optimizer=2 * parameter_bytes(model, mesh, kind, 4),
       **_decoder(sizes, work, mesh, remat, wide),
       **_tower(sizes, work, remat, wide),
@@ -308,17 +315,18 @@ def _decoder(
   kv = max(sizes.kv_heads // split, 1) * sizes.head_dim
   mlp = sizes.mlp // split
   width = sizes.width
-  # q, k, v, the kernel's output, its log-sum and what o_proj gives.
-  attention = 2 * heads + 2 * kv + width
+  # Before and after norm and rotation: q and k; v; the kernel's output.
+  attention = 3 * heads + 3 * kv
   hidden = 3 * mlp + sizes.mlp_copies * width
   kept = {
       "block": width,
-      "dots": width + attention + 2 * mlp,
+      "dots": 2 * width + heads + 2 * kv + 2 * mlp,
       "none": 6 * width + attention + hidden,
   }[remat]
-  # While a layer is differentiated its activations exist again, and the
-  # gradients of the part that is being differentiated.
-  inside = max(2 * attention + 4 * width, hidden + 2 * mlp + 4 * width)
+  # A layer that is differentiated has been computed again as a whole: while
+  # the MLP's gradients are made, attention's activations wait. q and the
+  # kernel's output exist in the kernel's layout, too.
+  inside = 2 * hidden + attention + 2 * heads + kv + 6 * width
   return {
       "layer_residuals": sizes.layers * tokens * kept * wide,
       "layer_peak": tokens * inside * wide,
@@ -334,12 +342,19 @@ def _tower(
       "dots": 5 * width + sizes.vision_mlp,
       "none": 9 * width + 2 * sizes.vision_mlp,
   }[remat]
-  inside = max(8 * width, 4 * width + 3 * sizes.vision_mlp)
+  # Heads narrower than a tile of 128 take twice their bytes.
+  inside = 20 * width + 4 * sizes.vision_mlp
   tokens = patches // sizes.patches_per_token * (1 + sizes.deep)
-  seen = sizes.deep * work.rows * work.row_length if patches else 0
+  # What is added to the decoder's first layers, and its gradient.
+  seen = 2 * sizes.deep * work.rows * work.row_length if patches else 0
   out = (tokens + seen) * sizes.width
+  # Mergers are not computed again: their hidden units are kept, once in
+  # float32 for GELU.
+  merged = tokens * sizes.patches_per_token * width * (3 * wide + 4)
   return {
-      "vision_residuals": (sizes.blocks * patches * kept + out) * wide,
+      "vision_residuals": (
+          (sizes.blocks * patches * kept + out) * wide + merged
+      ),
       "vision_peak": patches * inside * wide,
   }
 

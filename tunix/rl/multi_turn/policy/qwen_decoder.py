@@ -292,27 +292,27 @@ class Decoder(nnx.Module):
         x, kept = run(layer, x, extra, None if cache is None else cache[i])
         caches.append(kept)
       return self.norm(x), (None if cache is None else tuple(caches))
-    # The first layers get something added; a scan wants all steps alike.
+    # The first layers get something added, and a scan wants all steps alike:
+    # two scans. Unrolled, the first ones' activations would be computed again
+    # for the backward pass all at a time.
     graph, state = nnx.split(self.layers)
-    at = lambda i: nnx.merge(graph, jax.tree.map(lambda p: p[i], state))
-    pick = lambda i: jax.tree.map(lambda c: c[i], cache)
-    first = []
-    for i, extra in enumerate(early):
-      x, kept = run(at(i), x, extra, pick(i))
-      first.append(kept)
     n = len(early)
-    rest = jax.tree.map(lambda p: p[n:], state)
 
     def step(x, one):
-      layer_state, kept = one
-      return run(nnx.merge(graph, layer_state), x, None, kept)
+      layer_state, extra, kept = one
+      return run(nnx.merge(graph, layer_state), x, extra, kept)
 
-    later = jax.tree.map(lambda c: c[n:], cache)
-    x, kept = jax.lax.scan(step, x, (rest, later))
+    parts = []
+    for some, extra in (
+        (slice(0, n), jnp.stack(early) if n else None),
+        (slice(n, None), None),
+    ):
+      if some.start == some.stop:
+        continue
+      ours, kept = jax.tree.map(lambda p, at=some: p[at], (state, cache))
+      x, kept = jax.lax.scan(step, x, (ours, extra, kept))
+      parts.append(kept)
     if cache is None:
       return self.norm(x), None
-    join = lambda *parts: jnp.concatenate(
-        [*(p[None] for p in parts[:-1]), parts[-1]]
-    )
-    return self.norm(x), jax.tree.map(join, *first, kept)
-
+    join = lambda *caches: jnp.concatenate(caches)
+    return self.norm(x), jax.tree.map(join, *parts)

@@ -145,7 +145,10 @@ class QwenVL(nnx.Module):
     if hidden.ndim != 3:
       return kernels.dot_wide(hidden, table[...])
     hidden = sharding.constrain(hidden, self.mesh, "data")
-    logits = kernels.dot_wide(hidden, table[...])
+    # Said once more for its gradient: that of a tied table would lie as the
+    # embedding's lookup wants it, for which logits would be gathered.
+    rows = sharding.constrain(table[...], self.mesh, _VOCABULARY)
+    logits = kernels.dot_wide(hidden, rows)
     return sharding.constrain(logits, self.mesh, "data", None, _VOCABULARY)
 
   def _embed(
