@@ -4,8 +4,9 @@ Parameters, gradients and optimizer state are counted tensor by tensor with the
 shardings that training uses; activations follow from the sizes. What is
 predicted are the learner's two programs as compiled for TPU: `accumulate`, the
 forward and backward pass of a micro-batch, and `apply`, the optimizer step.
-docs/tpu.md holds the prediction against the compiler's own figures: where
-memory is short it is near them, where there is plenty the compiler takes more.
+docs/tpu.md holds the prediction against the compiler's own figures. Arguments
+agree; activations are what has to exist, of which the compiler has been seen to
+take up to a third more.
 
 Does not: count the rollout engine, the reference model of a KL term, or what
 the runtime keeps for itself. Arrays are counted without the padding of a TPU's

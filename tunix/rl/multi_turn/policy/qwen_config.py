@@ -295,7 +295,7 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
             num_attention_heads=heads,
             num_key_value_heads=text.get("num_key_value_heads") or heads,
             head_dim=text.get("head_dim") or hidden // heads,
-            rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=text.get("rms_norm_eps", 1e-5 if qwen2 else 1e-6),
             rope_theta=float(rope["rope_theta"]),
             mrope_section=tuple(rope["mrope_section"]),
             **_experts(text, family),
