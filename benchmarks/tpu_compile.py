@@ -206,7 +206,11 @@ def measure(args):
   config = config_of(args)
   topology = topologies.get_topology_desc(args.topology, platform="tpu")
   mesh = sharding.make_mesh(
-      args.data, args.fsdp, args.tensor, devices=topology.devices
+      args.data,
+      args.fsdp,
+      args.tensor,
+      topology.devices,
+      sequence=args.sequence,
   )
   model = hf_checkpoint.abstract_model(config, mesh)
   plan = memory_plan.plan(
@@ -318,6 +322,7 @@ def main():
   add("--topology", help="v5e:4x4, v5p:4x4x4, v6e:16x16, tpu7x:2x2x2, …")
   add("--data", type=int, default=1)
   add("--fsdp", type=int, default=-1, help="-1: what is left")
+  add("--sequence", type=int, default=1)
   add("--tensor", type=int, default=1)
   add("--rows", type=int, default=1, help="rows a batch shard")
   add("--row-length", type=int, default=32768, help="tokens")

@@ -7,6 +7,7 @@ move.
 
 import dataclasses
 import json
+import math
 import sys
 
 from flax import nnx
@@ -25,6 +26,9 @@ MESHES = {
     "fsdp8": dict(data=1, fsdp=8),
     "fsdp4_tensor2": dict(data=1, fsdp=4, tensor=2),
     "data2_fsdp2_tensor2": dict(data=2, fsdp=2, tensor=2),
+    "fsdp4_sequence2": dict(data=1, fsdp=4, sequence=2),
+    "fsdp2_sequence2_tensor2": dict(data=1, fsdp=2, sequence=2, tensor=2),
+    "data2_sequence4": dict(data=2, fsdp=1, sequence=4),
 }
 
 
@@ -94,7 +98,7 @@ def main(family, *names):
     learner = case.learner(mesh=mesh, model=placed, **options)
     grads, sums, _ = learner_cases.gradients(learner, examples)
     vocabulary = config.text.vocab_size
-    shards = sizes.get("fsdp", 1) * sizes.get("tensor", 1)
+    shards = math.prod(mesh.shape[axis] for axis in sharding.MODEL_AXES)
     device = jax.devices()[0]
     here = sum(
         s.data.nbytes

@@ -122,7 +122,7 @@ def test_splash_kernel_interpreted_equals_the_reference():
   )
   segments = packed(rng, b, t)
   splash = lambda q, k, v: kernels._splash_local(
-      q * h**-0.5, k, v, segments, interpret=True
+      q, k, v, segments, interpret=True
   )
   plain = lambda q, k, v: kernels.causal_attention(q, k, v, segments)
   real = (segments > 0)[..., None, None]
@@ -153,7 +153,7 @@ def test_splash_kernel_of_images_interpreted_equals_the_reference():
   for row, sizes in zip(segments, lengths):
     row[: sum(sizes)] = np.repeat([1, 2, 3], sizes)
   splash = lambda q, k, v: kernels._splash_local(
-      q * h**-0.5, k, v, segments, interpret=True, reach=reach
+      q, k, v, segments, interpret=True, reach=reach
   )
   plain = lambda q, k, v: kernels.image_attention(q, k, v, segments, reach)
   real = (segments > 0)[..., None, None]

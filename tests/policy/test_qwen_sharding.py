@@ -10,9 +10,12 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MESHES = {
-    "qwen3_vl": ("fsdp8", "fsdp4_tensor2", "data2_fsdp2_tensor2"),
-    "qwen3_vl_moe": ("data2_fsdp2_tensor2",),
-    "qwen2_5_vl": ("fsdp4_tensor2",),
+    "qwen3_vl": (
+        "fsdp8", "fsdp4_tensor2", "data2_fsdp2_tensor2",
+        "fsdp2_sequence2_tensor2", "data2_sequence4",
+    ),
+    "qwen3_vl_moe": ("data2_fsdp2_tensor2", "fsdp2_sequence2_tensor2"),
+    "qwen2_5_vl": ("fsdp4_tensor2", "fsdp4_sequence2"),
 }
 
 

@@ -318,15 +318,17 @@ class Policy:
 def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
   """The configured mesh; None for a single device."""
   shape = config.mesh
-  count = shape.data * shape.fsdp * shape.tensor
+  count = shape.data * shape.fsdp * shape.sequence * shape.tensor
   if count == 1:
     return None
   if count != jax.device_count():
     raise ConfigError([
-        f"mesh.data * mesh.fsdp * mesh.tensor = {count}, but JAX sees"
-        f" {jax.device_count()} {jax.default_backend()} devices"
+        f"mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor = {count}, but"
+        f" JAX sees {jax.device_count()} {jax.default_backend()} devices"
     ])
-  return sharding.make_mesh(shape.data, shape.fsdp, shape.tensor)
+  return sharding.make_mesh(
+      shape.data, shape.fsdp, shape.tensor, sequence=shape.sequence
+  )
 
 
 def make_policy(
@@ -469,6 +471,7 @@ def make_engine(
         lockstep=config.lockstep,
         on_update=rollout.on_update,
         update_policy=rollout.update_policy,
+        weights=rollout.weights,
         **options,
     )
   except ValueError as error:

@@ -320,6 +320,11 @@ def contradictions(config: TrainConfig) -> list[str]:
       f"learner.rows={c.learner.rows} cannot be divided among mesh.data *"
       f" mesh.fsdp = {shards} shards; set learner.rows to a multiple",
   )
+  refuse(
+      c.learner.row_length % c.mesh.sequence != 0,
+      f"learner.row_length={c.learner.row_length} cannot be divided among"
+      f" mesh.sequence={c.mesh.sequence} shards; make it a multiple",
+  )
   groups, parts = c.learner.groups_per_step, c.learner.minibatches
   refuse(
       groups % parts != 0,

@@ -231,6 +231,13 @@ class RolloutConfig:
       " keep_kv: kept, a small mismatch. recompute: prefilled again, exact.",
       choices=("keep_kv", "recompute"),
   )
+  weights: str = _opt(
+      "same",
+      "What rolls out. same: the policy's weights. int8: a copy with its"
+      " matrices rounded to a byte a number, half of bfloat16; correct for"
+      " the difference with algorithm.importance=tis. Qwen-VL only.",
+      choices=("same", "int8"),
+  )
   prefill_buckets: tuple[int, ...] = _opt(
       (),
       "Lengths a turn's new tokens are padded to, ascending; each compiles"
@@ -429,6 +436,12 @@ class MeshConfig:
 
   data: int = _opt(1, "Batch shards with copies of the weights.", at_least=1)
   fsdp: int = _opt(1, "Batch shards that also shard weights.", at_least=1)
+  sequence: int = _opt(
+      1,
+      "Shards of a row's tokens, for rows too long for a device; weights are"
+      " sharded too.",
+      at_least=1,
+  )
   tensor: int = _opt(1, "Shards of heads and hidden units.", at_least=1)
 
 

@@ -112,7 +112,7 @@ class Learner:
       processor: its host side.
       image_store: pixels of the images that trajectories refer to.
       config: see there.
-      mesh: with axes data, fsdp and tensor; None is the default device.
+      mesh: as of `sharding.make_mesh`; None is the default device.
       reference: module of the same structure that the KL term is measured to;
         copied. Needed when kl_coef > 0.
 
@@ -155,6 +155,11 @@ class Learner:
       raise ValueError(
           f"rows={config.rows} must be a multiple of the {self._buffers} batch"
           " shards of the mesh (data x fsdp)"
+      )
+    if mesh is not None and config.row_length % mesh.shape["sequence"]:
+      raise ValueError(
+          f"row_length={config.row_length} must be a multiple of the"
+          f" {mesh.shape['sequence']} shards of the mesh's axis sequence"
       )
     self._packer = batching.Packer(
         processor,

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import memory_plan
 from tunix.rl.multi_turn.policy import policy_facts
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import try_policy
 
 SCREENS = ((1280, 720), (1920, 1080), (1024, 768), (360, 640))
@@ -84,7 +85,7 @@ def describe(
       * jnp.dtype(compute).itemsize
   )  # pyformat: disable
   length = images * shot["tokens"] + text_tokens
-  axes = {"data": 1, "fsdp": 1, "tensor": 1} | (mesh or {})
+  axes = dict.fromkeys(sharding.AXES, 1) | (mesh or {})
   plan = memory_plan.plan(
       model,
       memory_plan.abstract_mesh(**axes),
@@ -194,12 +195,10 @@ def _mesh(text: str) -> dict[str, int]:
   mesh = {}
   for part in text.split(","):
     name, _, size = part.strip().partition("=")
-    if name not in ("data", "fsdp", "tensor") or not (
-        size.isdigit() and int(size)
-    ):
+    if name not in sharding.AXES or not (size.isdigit() and int(size)):
       raise argparse.ArgumentTypeError(
-          f"{part!r} is no mesh axis; write data=1,fsdp=16,tensor=1 (sizes >="
-          " 1; what is left out is 1)"
+          f"{part!r} is no mesh axis; write data=1,fsdp=8,sequence=2,tensor=1"
+          " (sizes >= 1; what is left out is 1)"
       )
     mesh[name] = int(size)
   return mesh
@@ -230,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
   add("--images", type=_count, default=16, help="screenshots a sequence (16)")
   add("--text-tokens", type=_count, default=2000,
       help="other tokens of the sequence (2000)")
-  add("--mesh", type=_mesh, default={}, metavar="data=1,fsdp=16,tensor=1",
+  add("--mesh", type=_mesh, default={}, metavar="data=1,fsdp=16,sequence=1,tensor=1",
       help="devices that training memory is planned for (one)")
   add("--dtype", choices=_DTYPES,
       help="of activations and KV cache (bfloat16 of a published size, else"

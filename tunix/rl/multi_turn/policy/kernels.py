@@ -7,6 +7,11 @@ queries, whose scores are computed again in the backward pass. On CPU, products
 of bfloat16 operands are summed into float32 outputs, which is several times
 faster there than bfloat16 outputs.
 
+On a mesh, attention runs on all tokens of a device's rows with a part of the
+heads: what is split along the tokens (axis `sequence`) is exchanged for heads
+and back (Jacobs et al. 2023, DeepSpeed-Ulysses), so that a causal mask loads
+devices alike and no kernel need know of other devices' tokens.
+
 Promises: the same numbers on every backend, up to rounding. Every function is
 differentiable.
 
@@ -19,7 +24,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from typing import Iterator
+import math
+from typing import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -150,12 +156,19 @@ def causal_attention(
     v_BTKH: values.
     segments_BT: int32, which sequence of the row a token belongs to.
     prefix_BT: int32, one more segment that a token may see, -1 = none.
-    mesh: over which rows and heads are split; a kernel must be told.
+    mesh: over which rows, tokens and heads are split.
   """
+  ids = (segments_BT,) if prefix_BT is None else (segments_BT, prefix_BT)
+  run = _causal_local
   if prefix_BT is None and _splash_applies(q_BTNH, 128):
-    return _splash_attention(
-        q_BTNH, k_BTKH, v_BTKH, segments_BT, mesh, "tensor"
-    )
+    run = _splash_local
+  return _over_mesh(run, q_BTNH, k_BTKH, v_BTKH, ids, mesh, "tensor")
+
+
+def _causal_local(
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT=None
+) -> jax.Array:
+  """In XLA, in chunks of queries."""
   t = q_BTNH.shape[1]
   k, v = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
   chunk = max(128, -(-t // 1024) * 128)
@@ -197,15 +210,21 @@ def image_attention(
     reach: see above.
     cut: whether patches further apart do not see each other although they are
       of one segment; else nothing is said about them.
-    mesh: over which buffers and heads are split; a kernel must be told.
-    tensor: the mesh's axis that heads are split over, if any.
+    mesh: over which buffers, patches and heads are split.
+    tensor: the mesh's axis that heads are split over beside `sequence`, if
+      any.
   """
-  s, p, heads, head_dim = q_SPNH.shape
   # Scores of whole neighbourhoods would be gigabytes where images are large.
-  if _splash_applies(q_SPNH, 8) and head_dim >= 64:
-    return _splash_attention(
-        q_SPNH, k_SPNH, v_SPNH, segments_SP, mesh, tensor, reach
-    )
+  if _splash_applies(q_SPNH, 8) and q_SPNH.shape[3] >= 64:
+    run = functools.partial(_splash_local, reach=reach)
+  else:
+    run = functools.partial(_image_local, reach=reach, cut=cut)
+  return _over_mesh(run, q_SPNH, k_SPNH, v_SPNH, (segments_SP,), mesh, tensor)
+
+
+def _image_local(q_SPNH, k_SPNH, v_SPNH, segments_SP, *, reach, cut):
+  """In XLA, blocks of queries with their neighbourhoods."""
+  s, p, heads, head_dim = q_SPNH.shape
   block = min(reach, p)
   blocks = -(-p // block)
   fill = blocks * block - p
@@ -245,6 +264,48 @@ def image_attention(
   return mixed.reshape(s, blocks * block, heads, head_dim)[:, :p]
 
 
+# --- meshes ----------------------------------------------------------------
+
+
+def _over_mesh(
+    run: Callable[..., jax.Array],
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    ids: tuple[jax.Array, ...],
+    mesh: jax.sharding.Mesh | None,
+    tensor: str | None,
+) -> jax.Array:
+  """run(q, k, v, *ids) on each device with its rows and heads, all tokens."""
+  if mesh is None or q_BTNH.shape[0] % sharding.batch_shards(mesh):
+    return run(q_BTNH, k_BTKH, v_BTKH, *ids)
+  heads, kv = q_BTNH.shape[2], k_BTKH.shape[2]
+  axes = []  # That heads can be split over; the rest repeat the work.
+  for axis in (tensor, "sequence"):
+    split = math.prod(mesh.shape[a] for a in axes)
+    if axis and heads % math.lcm(kv, split * mesh.shape[axis]) == 0:
+      axes.append(axis)
+  split = math.prod(mesh.shape[a] for a in axes)
+  copies = split // math.gcd(kv, split)
+  if copies > 1:  # Fewer KV heads than devices: each has its own copy.
+    k_BTKH, v_BTKH = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKH))
+  # Where projections leave them; else the compiler might rather move weights.
+  q_BTNH, k_BTKH, v_BTKH = (
+      sharding.constrain(x, mesh, *sharding.TOKENS, tensor)
+      for x in (q_BTNH, k_BTKH, v_BTKH)
+  )
+  P = jax.sharding.PartitionSpec
+  wide = P(sharding.BATCH_AXES, None, tuple(axes), None)
+  mixed = jax.shard_map(
+      run,
+      mesh=mesh,
+      in_specs=(wide, wide, wide, *(P(sharding.BATCH_AXES) for _ in ids)),
+      out_specs=wide,
+      check_vma=False,
+  )(q_BTNH, k_BTKH, v_BTKH, *ids)
+  return sharding.constrain(mixed, mesh, *sharding.TOKENS, tensor)
+
+
 # --- splash attention ------------------------------------------------------
 
 
@@ -253,32 +314,10 @@ def _splash_applies(q_BTNH: jax.Array, multiple: int) -> bool:
   return backend() == "tpu" and t % 128 == 0 and h % multiple == 0
 
 
-def _splash_attention(
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, mesh, tensor, reach=None
-):
-  scale = q_BTNH.shape[-1] ** -0.5
-  run = functools.partial(_splash_local, interpret=False, reach=reach)
-  args = (q_BTNH * scale, k_BTKH, v_BTKH, segments_BT)
-  if mesh is None:
-    return run(*args)
-  P = jax.sharding.PartitionSpec
-  if tensor is not None and k_BTKH.shape[2] % mesh.shape[tensor]:
-    tensor = None
-  rows = sharding.BATCH_AXES
-  wide = P(rows, None, tensor, None)
-  return jax.shard_map(
-      run,
-      mesh=mesh,
-      in_specs=(wide, wide, wide, P(rows, None)),
-      out_specs=wide,
-      check_vma=False,
-  )(*args)
-
-
 def _splash_local(
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret, reach=None
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, *, interpret=False, reach=None
 ):
-  """The kernel on one device's rows and heads; q is scaled already.
+  """The kernel on one device's rows and heads.
 
   Causal, or with a `reach`: to places that far away on either side.
   """
@@ -308,8 +347,9 @@ def _splash_local(
       interpret=interpret,
   )
   ids = splash.SegmentIds(q=segments_BT, kv=segments_BT)
+  scaled = q_BTNH * q_BTNH.shape[-1] ** -0.5
   mixed = jax.vmap(kernel)(
-      q_BTNH.swapaxes(1, 2),
+      scaled.swapaxes(1, 2),
       k_BTKH.swapaxes(1, 2),
       v_BTKH.swapaxes(1, 2),
       ids,

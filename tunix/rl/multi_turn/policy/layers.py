@@ -66,13 +66,15 @@ class Linear(nnx.Module):
   """x @ weight + bias, with an optional low-rank adapter.
 
   `weight` is [in, out], the transpose of the checkpoint's. With an adapter
-  (`lora.add`), x @ lora_a @ lora_b * lora_scale is added.
+  (`lora.add`), x @ lora_a @ lora_b * lora_scale is added. In an int8 copy
+  (`int8.quantized`) `weight_scale` is a scale for each column.
   """
 
   def __init__(
       self, inputs: int, outputs: int, init: Init, axes: Axes, bias: bool
   ):
     self.weight = init.normal((inputs, outputs), axes, transposed=True)
+    self.weight_scale = nnx.data(None)
     self.bias = init.full(0.0, outputs) if bias else None
     self.lora_a = nnx.data(None)
     self.lora_b = nnx.data(None)
@@ -80,6 +82,8 @@ class Linear(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     y = kernels.dot(x, self.weight[...])
+    if self.weight_scale is not None:
+      y *= self.weight_scale[...][0].astype(x.dtype)
     if self.lora_a is not None:
       low = kernels.dot(x, self.lora_a[...])
       y += kernels.dot(low, self.lora_b[...]) * jnp.asarray(

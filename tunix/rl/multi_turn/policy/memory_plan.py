@@ -196,14 +196,14 @@ class MemoryPlan:
 
 
 def abstract_mesh(
-    data: int = 1, fsdp: int = 1, tensor: int = 1
+    data: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1
 ) -> jax.sharding.AbstractMesh:
   """A mesh of devices that need not exist.
 
   Raises:
     ValueError: a size below 1.
   """
-  sizes = (data, fsdp, tensor)
+  sizes = (data, fsdp, sequence, tensor)
   for name, size in zip(sharding.AXES, sizes):
     if size < 1:
       raise ValueError(f"mesh axis {name} must be >= 1, got {size}")
@@ -249,7 +249,7 @@ def plan(
   Args:
     model: the policy, with shapes only will do; with a LoRA adapter its
       matrices are what is trained.
-    mesh: real or abstract, with axes `data`, `fsdp`, `tensor`.
+    mesh: real or abstract, with the axes of `sharding.AXES`.
     work: of one batch shard.
     remat: "none", "block" or "dots"; None = the config's.
     param_dtype: of parameters and their gradients; None = as they are.
@@ -281,7 +281,7 @@ def plan(
       cast=copies if copies < parameters else 0,
       optimizer=2 * parameter_bytes(model, mesh, kind, 4),
       **_decoder(sizes, work, mesh, remat, wide),
-      **_tower(sizes, work, remat, wide),
+      **_tower(sizes, work, mesh, remat, wide),
       logits=_logits(sizes, work, mesh),
       batch=_batch(sizes, work),
   )
@@ -310,10 +310,11 @@ def with_adapter(model: qwen_vl.QwenVL, rank: int) -> qwen_vl.QwenVL:
 def _decoder(
     sizes: Sizes, work: Work, mesh: Any, remat: str, wide: int
 ) -> dict[str, int]:
-  tokens = work.rows * work.row_length
-  split = mesh.shape["tensor"]
+  # Tokens are exchanged for heads around attention: as many bytes.
+  sequence, split = mesh.shape["sequence"], mesh.shape["tensor"]
+  tokens = -(-work.rows * work.row_length // sequence)
   heads = sizes.heads * sizes.head_dim // split
-  kv = max(sizes.kv_heads // split, 1) * sizes.head_dim
+  kv = max(sizes.kv_heads // split, sequence) * sizes.head_dim
   mlp = sizes.mlp // split
   width = sizes.width
   # Before and after norm and rotation: q and k; v; the kernel's output.
@@ -335,9 +336,10 @@ def _decoder(
 
 
 def _tower(
-    sizes: Sizes, work: Work, remat: str, wide: int
+    sizes: Sizes, work: Work, mesh: Any, remat: str, wide: int
 ) -> dict[str, int]:
-  patches, width = work.patches, sizes.vision_width
+  sequence = mesh.shape["sequence"]
+  patches, width = -(-work.patches // sequence), sizes.vision_width
   kept = {
       "block": width,
       "dots": 5 * width + sizes.vision_mlp,
@@ -347,8 +349,9 @@ def _tower(
   inside = 20 * width + 4 * sizes.vision_mlp
   tokens = patches // sizes.patches_per_token * (1 + sizes.deep)
   # What is added to the decoder's first layers, and its gradient.
-  seen = 2 * sizes.deep * work.rows * work.row_length if patches else 0
-  out = (tokens + seen) * sizes.width
+  seen = 2 * sizes.deep * work.rows * work.row_length // sequence
+  # Vision tokens are whole on each device of a row.
+  out = (tokens * sequence + (seen if patches else 0)) * sizes.width
   # Mergers are not computed again: their hidden units are kept, once in
   # float32 for GELU.
   merged = tokens * sizes.patches_per_token * width * (3 * wide + 4)
@@ -366,7 +369,7 @@ def _logits(sizes: Sizes, work: Work, mesh: Any) -> int:
   Rows of a data shard are computed by all of its devices together.
   """
   together = mesh.shape["fsdp"]
-  shards = together * mesh.shape["tensor"]
+  shards = math.prod(mesh.shape[axis] for axis in sharding.MODEL_AXES)
   chunk = min(work.logit_chunk, work.targets) * together
   return 2 * 4 * chunk * -(-sizes.vocabulary // shards)
 

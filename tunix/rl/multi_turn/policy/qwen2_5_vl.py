@@ -75,7 +75,9 @@ class PatchMerger(nnx.Module):
       vision: qwen_config.VisionConfig,
       init: layers.Init,
       tensor: str | None,
+      mesh: jax.sharding.Mesh | None,
   ):
+    self.mesh = mesh
     wide = vision.hidden_size * vision.patches_per_token
     self.merge = vision.patches_per_token
     self.ln_q = layers.RMSNorm(vision.hidden_size, init)
@@ -83,7 +85,8 @@ class PatchMerger(nnx.Module):
 
   def __call__(self, x_SPD: jax.Array) -> jax.Array:
     s, p, _ = x_SPD.shape
-    return self.mlp(self.ln_q(x_SPD).reshape(s, p // self.merge, -1))
+    x = self.mlp(self.ln_q(x_SPD).reshape(s, p // self.merge, -1))
+    return sharding.constrain(x, self.mesh, *sharding.TOKENS)
 
 
 class VisionTower(nnx.Module):
@@ -105,7 +108,7 @@ class VisionTower(nnx.Module):
     self.blocks = nnx.List(
         [VisionBlock(vision, init, tensor, mesh) for _ in range(vision.depth)]
     )
-    self.merger = PatchMerger(vision, init, tensor)
+    self.merger = PatchMerger(vision, init, tensor, mesh)
 
   def __call__(
       self,
@@ -122,7 +125,7 @@ class VisionTower(nnx.Module):
         lambda block, x, segments: sharding.constrain(
             block(x, segments, rotation, config.max_image_patches),
             self.mesh,
-            sharding.BATCH_AXES,
+            *sharding.TOKENS,
         )
     )
     numbered = enumerate(self.blocks)

@@ -118,8 +118,10 @@ class PatchMerger(nnx.Module):
       vision: qwen_config.VisionConfig,
       init: layers.Init,
       tensor: str | None,
+      mesh: jax.sharding.Mesh | None,
       norm_after: bool,
   ):
+    self.mesh = mesh
     wide = vision.hidden_size * vision.patches_per_token
     self.merge = vision.patches_per_token
     self.norm_after = norm_after
@@ -137,7 +139,9 @@ class PatchMerger(nnx.Module):
     x = x.reshape(s, p // self.merge, -1)
     x = self.norm(x) if self.norm_after else x
     hidden = jax.nn.gelu(self.linear_fc1(x), approximate=False)
-    return self.linear_fc2(hidden)
+    return sharding.constrain(
+        self.linear_fc2(hidden), self.mesh, *sharding.TOKENS
+    )
 
 
 class VisionTower(nnx.Module):
@@ -162,9 +166,9 @@ class VisionTower(nnx.Module):
     self.blocks = nnx.List(
         [VisionBlock(vision, init, tensor, mesh) for _ in range(vision.depth)]
     )
-    self.merger = PatchMerger(vision, init, tensor, norm_after=False)
+    self.merger = PatchMerger(vision, init, tensor, mesh, norm_after=False)
     self.deepstack_merger_list = nnx.List([
-        PatchMerger(vision, init, tensor, norm_after=True)
+        PatchMerger(vision, init, tensor, mesh, norm_after=True)
         for _ in vision.deepstack_visual_indexes
     ])
 
@@ -189,7 +193,7 @@ class VisionTower(nnx.Module):
         lambda block, x: sharding.constrain(
             block(x, segments_SP, rotation, config.max_image_patches),
             self.mesh,
-            sharding.BATCH_AXES,
+            *sharding.TOKENS,
         )
     )
     deep, done = [], 0
@@ -208,7 +212,9 @@ class VisionTower(nnx.Module):
     Bilinear, corner on corner. In whole numbers up to the fraction, so that no
     rounding picks another neighbour.
     """
-    table = self.pos_embed.weight[...].astype(jnp.float32)
+    # A small table, looked up four times: once gathered is cheapest.
+    table = sharding.constrain(self.pos_embed.weight[...], self.mesh)
+    table = table.astype(jnp.float32)
     side = round(self.config.vision.num_position_embeddings**0.5)
     place = jnp.asarray(positions_SP4)
     steps = jnp.maximum(place[..., 2:] - 1, 1)

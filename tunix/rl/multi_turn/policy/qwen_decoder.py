@@ -99,6 +99,20 @@ class Experts(nnx.Module):
     self.down_proj = init.normal(
         (count, hidden, width), ("tensor", None, "fsdp")
     )
+    self.gate_up_proj_scale = nnx.data(None)
+    self.down_proj_scale = nnx.data(None)
+
+  def matrices(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Gate and up [E, D, 2 I], down [E, I, D]; of an int8 copy restored."""
+    return tuple(
+        weight[...].astype(dtype)
+        if scale is None
+        else weight[...].astype(dtype) * scale[...].astype(dtype)
+        for weight, scale in (
+            (self.gate_up_proj, self.gate_up_proj_scale),
+            (self.down_proj, self.down_proj_scale),
+        )
+    )
 
 
 class SparseMLP(nnx.Module):
@@ -124,14 +138,14 @@ class SparseMLP(nnx.Module):
     b, t, d = x_BTD.shape
     weights, experts = self.gate(x_BTD.reshape(-1, d))
     k = weights.shape[-1]
-    up = self.experts.gate_up_proj[...].astype(x_BTD.dtype)
-    down = self.experts.down_proj[...].astype(x_BTD.dtype)
+    up, down = self.experts.matrices(x_BTD.dtype)
     args = (x_BTD, weights.reshape(b, t, k), experts.reshape(b, t, k), up, down)
     mesh, count = self.mesh, up.shape[0]
-    rows = 1
-    if mesh is not None:
-      rows = mesh.shape["data"] * mesh.shape["fsdp"]
-    if mesh is None or b % rows or count % mesh.shape["tensor"]:
+    if mesh is None or not (
+        b % sharding.batch_shards(mesh) == 0
+        and t % mesh.shape["sequence"] == 0
+        and count % mesh.shape["tensor"] == 0
+    ):
       return _through_experts(*args, first=0)
     P = jax.sharding.PartitionSpec
     share = count // mesh.shape["tensor"]
@@ -140,7 +154,7 @@ class SparseMLP(nnx.Module):
       first = jax.lax.axis_index("tensor") * share
       return jax.lax.psum(_through_experts(*args, first=first), "tensor")
 
-    batch, split = P(("data", "fsdp")), P("tensor")
+    batch, split = P(*sharding.TOKENS), P("tensor")
     return jax.shard_map(
         local,
         mesh=mesh,
@@ -281,7 +295,7 @@ class Decoder(nnx.Module):
     def run(layer, x, extra, kept):
       x, kept = layer(x, rotation, lambda q, k, v: mix(q, k, v, kept))
       x = x if extra is None else x + extra
-      return sharding.constrain(x, self.mesh, sharding.BATCH_AXES), kept
+      return sharding.constrain(x, self.mesh, *sharding.TOKENS), kept
 
     run = wrap(run)
     x = x_BTD

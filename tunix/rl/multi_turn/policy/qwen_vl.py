@@ -25,7 +25,7 @@ from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import sharding
 
-_VOCABULARY = ("fsdp", "tensor")
+_VOCABULARY = sharding.MODEL_AXES
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...] | tuple[jax.Array, jax.Array]
 """Keys and values [B, K, C, H] of each layer, or [L, B, K, C, H] of all."""
@@ -49,10 +49,15 @@ class QwenVL(nnx.Module):
 
       config: sizes.
       rngs: of fresh weights.
-      mesh: with axes `data`, `fsdp`, `tensor`, if the weights lie on one.
+      mesh: as of `sharding.make_mesh`, if the weights lie on one.
+
+    Raises:
+      ValueError: heads that cannot be divided among the mesh.
     """
     self.config = config
     self.mesh = mesh
+    if mesh is not None:
+      _check_heads(config, mesh)
     init = layers.Init(rngs, config.param_dtype)
     tower = qwen3_vl if config.is_qwen3 else qwen2_5_vl
     self.visual = tower.VisionTower(config, init, mesh)
@@ -96,6 +101,7 @@ class QwenVL(nnx.Module):
     patches, patch_segments, patch_positions = map(
         jnp.asarray, (patches, patch_segments, patch_positions)
     )
+    patches = sharding.constrain(patches, self.mesh, *sharding.TOKENS)
     return self.visual(patches, patch_segments, patch_positions)
 
   def init_cache(self, batch: int, length: int) -> Cache:
@@ -165,21 +171,54 @@ class QwenVL(nnx.Module):
     # would leave every device with a sum over all rows, for which the compiler
     # rightly prefers to gather the table.
     table = self.language_model.embed_tokens.weight[...]
-    table = sharding.constrain(table, self.mesh, None, _VOCABULARY)
-    x = table[sharding.constrain(tokens_BT, self.mesh, "data")]
-    x = sharding.constrain(x, self.mesh, "data", None, _VOCABULARY)
-    x = sharding.constrain(x.astype(dtype), self.mesh, sharding.BATCH_AXES)
+    columns = ("fsdp", "tensor", "sequence")
+    table = sharding.constrain(table, self.mesh, None, columns)
+    x = table[sharding.constrain(tokens_BT, self.mesh, "data")].astype(dtype)
+    # An axis at a time, the innermost first: exchanges, where all at once
+    # would be done by gathering everything.
+    for axes in (
+        ("data", None, columns),
+        ("data", "sequence", ("fsdp", "tensor")),
+        ("data", "sequence", "fsdp"),
+        sharding.TOKENS,
+    ):
+      x = sharding.constrain(x, self.mesh, *axes)
     if vision_index_BT is None or vision_SVXD is None:
       return x, ()
     b, t = tokens_BT.shape
     s, _, parts, d = vision_SVXD.shape
+    # Any token of a row may show any vision token of its buffer.
+    vision_SVXD = sharding.constrain(
+        vision_SVXD, self.mesh, sharding.BATCH_AXES
+    )
     index = jnp.asarray(vision_index_BT)
     flat = jnp.maximum(index, 0).reshape(s, b // s * t)
     seen = jax.vmap(lambda v, i: v[i])(vision_SVXD, flat)
     seen = seen.reshape(b, t, parts, d).astype(dtype)
+    seen = sharding.constrain(seen, self.mesh, *sharding.TOKENS)
     is_vision = (index >= 0)[..., None]
     x = jnp.where(is_vision, seen[:, :, 0], x)
     early = tuple(
         jnp.where(is_vision, seen[:, :, i], 0) for i in range(1, parts)
     )
     return x, early
+
+
+def _check_heads(
+    config: qwen_config.QwenVLConfig, mesh: jax.sharding.Mesh
+) -> None:
+  """Attention exchanges a row's tokens for heads, so these must divide."""
+  sequence, tensor = mesh.shape["sequence"], mesh.shape["tensor"]
+  if sequence == 1:
+    return
+  vision_tensor = tensor if config.vision_tensor_parallel else 1
+  for what, heads, split in (
+      ("attention", config.text.num_attention_heads, sequence * tensor),
+      ("vision", config.vision.num_heads, sequence * vision_tensor),
+  ):
+    if heads % split:
+      raise ValueError(
+          f"{heads} {what} heads cannot be divided among mesh.sequence="
+          f"{sequence} times mesh.tensor={split // sequence}; choose sizes"
+          f" whose product divides {heads}"
+      )

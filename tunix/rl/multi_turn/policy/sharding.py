@@ -1,10 +1,11 @@
 """Meshes and where arrays lie on them.
 
 Axes: `data` copies the model and splits the batch, `fsdp` splits both,
-`tensor` splits the model within a layer. Every parameter carries the names of
-its dimensions' mesh axes (metadata `axes`, set where it is created): a name, a
-tuple of names, or None. A dimension that the mesh does not divide evenly is
-split over fewer of them, at worst replicated.
+`sequence` splits the model and the tokens of a row, `tensor` splits the model
+within a layer. Every parameter carries the names of its dimensions' mesh axes
+(metadata `axes`, set where it is created): a name, a tuple of names, or None;
+what is split over `fsdp` is split over `sequence` too. A dimension that the
+mesh does not divide evenly is split over fewer of them, at worst replicated.
 
 Axis types are Auto: the compiler places what is not placed here.
 """
@@ -21,8 +22,13 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH_AXES = ("data", "fsdp")
+MODEL_AXES = ("fsdp", "sequence", "tensor")
+"""All over which the model is split."""
+
+TOKENS = (BATCH_AXES, "sequence")
+"""Of activations [rows, tokens, …] between layers."""
 
 
 def make_mesh(
@@ -30,18 +36,23 @@ def make_mesh(
     fsdp: int = 1,
     tensor: int = 1,
     devices: Sequence[jax.Device] | None = None,
+    *,
+    sequence: int = 1,
 ) -> Mesh:
-  """A mesh with axes `data`, `fsdp`, `tensor`.
+  """A mesh with axes `AXES`.
 
   Args:
-    data, fsdp, tensor: sizes; one of them may be -1, which takes what is left.
+    data, fsdp, tensor, sequence: sizes; one of them may be -1, which takes
+      what is left.
     devices: default: all.
 
   Raises:
     ValueError: the sizes do not multiply to the number of devices.
   """
   devices = jax.devices() if devices is None else list(devices)
-  sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+  sizes = {
+      "data": data, "fsdp": fsdp, "sequence": sequence, "tensor": tensor
+  }  # pyformat: disable
   free = [name for name, size in sizes.items() if size == -1]
   fixed = 1
   for name, size in sizes.items():
@@ -70,6 +81,8 @@ def make_mesh(
 def parameter_sharding(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
   """Where a parameter lies, from its `axes` metadata and its shape."""
   axes = variable.get_metadata().get("axes", (None,) * len(variable.shape))
+  if mesh.shape["sequence"] > 1:
+    axes = [_with_sequence(axis) for axis in axes]
   return NamedSharding(mesh, _fit(axes, variable.shape, mesh))
 
 
@@ -111,6 +124,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_shards(mesh: Mesh) -> int:
   """Shards of a batch; B and S must be multiples of it."""
   return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def _with_sequence(
+    axis: str | tuple[str, ...] | None,
+) -> str | tuple[str, ...] | None:
+  names = (axis,) if isinstance(axis, str) else axis
+  if not names or "fsdp" not in names or "sequence" in names:
+    return axis
+  at = names.index("fsdp") + 1
+  return (*names[:at], "sequence", *names[at:])
 
 
 def _fit(

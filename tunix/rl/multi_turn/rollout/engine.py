@@ -80,6 +80,7 @@ class RolloutEngine:
       vision_cache_tokens: int | None = None,
       patch_cache_bytes: int = 256 << 20,
       version: int = 0,
+      weights: str = "same",
   ):
     """Args:
 
@@ -121,6 +122,8 @@ class RolloutEngine:
         all slots' contexts.
       patch_cache_bytes: patches kept on the host.
       version: of the model's present parameters.
+      weights: "same" as the model's, or "int8": a copy whose matrices take a
+        byte a number, see `policy.int8`.
     """
     if slots < 1:
       raise ValueError(f"slots must be >= 1, got {slots}")
@@ -186,6 +189,7 @@ class RolloutEngine:
         patch_bytes=processor.patch_bytes,
         patches_per_token=per_token,
         position_axes=processor.position_axes,
+        weights=weights,
     )
     self._scheduler = scheduler_lib.Scheduler(
         self._programs,

@@ -32,9 +32,11 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.rollout import sampler
 
 MAX_STOP_TOKENS = 8
+WEIGHTS = ("same", "int8")
 
 # Columns of the int32 table that describes rows to `decode`.
 TOKEN, VISION, POS_T, POS_H, POS_W, NEXT_POS = 0, 1, 2, 3, 4, 5
@@ -107,6 +109,7 @@ class Programs:
       patch_bytes: int,
       patches_per_token: int,
       position_axes: int,
+      weights: str = "same",
   ):
     """Args:
 
@@ -119,13 +122,30 @@ class Programs:
       patch_bytes: F.
       patches_per_token: P / V.
       position_axes: numbers that say where a patch is.
+      weights: "same" as the model's, or "int8", see `policy.int8`.
+
+    Raises:
+      ValueError: a setting that cannot be, or not with this policy.
     """
+    if weights not in WEIGHTS:
+      raise ValueError(
+          f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}"
+      )
     self.slots = slots
     self.context_length = context_length
     self.patch_bytes = patch_bytes
     self.patches_per_token = patches_per_token
     self.position_axes = position_axes
     self.vision_tokens = vision_tokens
+    self._given = {
+        path: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for path, x in pure_leaves(nnx.state(model)).items()
+    }
+    self._required = set(pure_leaves(nnx.state(model, nnx.Param)))
+    self._convert = lambda named: named
+    if weights == "int8":
+      self._convert = int8.Converter(model)
+      model = int8.quantized(model)
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     self.params = tuple(jnp.array(x, copy=True) for x in leaves)
@@ -134,7 +154,6 @@ class Programs:
       raise ValueError("the policy's parameters do not have unique paths")
     order = {id(x): i for i, x in enumerate(leaves)}
     self._paths = {path: order[id(leaf)] for path, leaf in named.items()}
-    self._required = set(pure_leaves(nnx.state(model, nnx.Param)))
     self._merge = lambda params: nnx.merge(
         graphdef, jax.tree.unflatten(treedef, params)
     )
@@ -203,21 +222,22 @@ class Programs:
     """
     named = pure_leaves(params)
     missing = sorted(self._required - set(named))
-    unknown = sorted(set(named) - set(self._paths))
+    unknown = sorted(set(named) - set(self._given))
     if missing or unknown:
       show = lambda paths: ", ".join("/".join(p) for p in paths[:5]) or "none"
       raise ValueError(
           f"weights do not fit the policy: missing {show(missing)};"
           f" unknown {show(unknown)}"
       )
-    new = list(self.params)
     for path, value in named.items():
-      old = self.params[self._paths[path]]
-      if np.shape(value) != old.shape:
+      if np.shape(value) != self._given[path].shape:
         raise ValueError(
             f"weight {'/'.join(path)} has shape {np.shape(value)}, the policy"
-            f" needs {old.shape}"
+            f" needs {self._given[path].shape}"
         )
+    new = list(self.params)
+    for path, value in self._convert(named).items():
+      old = self.params[self._paths[path]]
       if value.dtype != old.dtype:
         value = value.astype(old.dtype)
       new[self._paths[path]] = jax.device_put(value, old.sharding)

@@ -1,6 +1,8 @@
-"""Pretrains the small policy that the package ships.
+"""Pretrains the small policies that the package ships.
 
     python -m tunix.rl.multi_turn.warm_start.pretrain --out DIR
+    python -m tunix.rl.multi_turn.warm_start.pretrain --out DIR \\
+        --policy qwen3_vl_tiny
 
 A stand-in for the pretrained model that a real user starts from, made by
 imitation alone: grounding conversations about random desktops, so that the
@@ -51,6 +53,9 @@ HABITS = {
 }
 
 
+SIZES = {"tiny_vl": "tiny", "qwen3_vl_tiny": "qwen3_vl_tiny"}
+"""Name of a shipped policy -> its size, as `checkpoint.create_policy` takes."""
+
 # Kinds of `scenes.FIELD_KINDS` whose names are one word: a pair needs that.
 _PAIR_KINDS = ("color", "icon", "button", "check box")
 
@@ -82,7 +87,7 @@ class Recipe:
     learning_rate, muon_learning_rate, warmup_steps: of the optimizer; a
       cosine to 0 follows.
     row_length, rows, patches, targets: capacities of a packed batch.
-    size: of the policy, a key of `tiny_vl.SIZES`.
+    size: of the policy, as `checkpoint.create_policy` takes it.
     system_prompt, parser: what episodes begin with, and their grammar.
   """
 
@@ -350,7 +355,7 @@ def pretrain(
   heldout = DataMaker(
       dataclasses.replace(recipe, seed=recipe.seed + 1), renderer, store
   ).heldout()
-  number_start = model.config.number_start
+  number_start = tokenizer.token_to_id("0")
 
   started = time.monotonic()
   report: dict[str, float] = {}
@@ -390,12 +395,16 @@ def pretrain(
 def main(argv: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
   parser.add_argument("--out", type=pathlib.Path, required=True)
+  parser.add_argument(
+      "--policy", choices=sorted(SIZES), default="tiny_vl",
+      help="which of the shipped policies",
+  )  # pyformat: disable
   parser.add_argument("--steps", type=int, default=Recipe.steps)
   parser.add_argument("--seed", type=int, default=Recipe.seed)
   parser.add_argument("--save-every", type=int, default=250)
   args = parser.parse_args(argv)
   host_memory.tune()
-  recipe = Recipe(steps=args.steps, seed=args.seed)
+  recipe = Recipe(steps=args.steps, seed=args.seed, size=SIZES[args.policy])
   report = pretrain(recipe, args.out, save_every=args.save_every)
   print(json.dumps(report))
 

@@ -1,0 +1,204 @@
+"""Int8 copies: how far a weight moves, and that the copy computes with it."""
+
+import asyncio
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from tests.policy import test_lora as adapters
+from tunix.rl.multi_turn import images
+from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import int8
+from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.rollout import engine as engine_lib
+
+FAMILIES = adapters.FAMILIES
+pytestmark = pytest.mark.timeout(300)
+
+matrices = hnp.arrays(
+    np.float32,
+    hnp.array_shapes(min_dims=2, max_dims=3, min_side=1, max_side=9),
+    elements=st.floats(-1e4, 1e4, width=32),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(matrices)
+def test_a_weight_moves_by_half_a_level_at_most(weight):
+  levels, scale = int8.quantize(weight)
+  most = np.abs(weight).max(-2, keepdims=True)
+  assert levels.dtype == jnp.int8 and np.abs(np.asarray(levels, int)).max() < 128
+  off = np.abs(np.asarray(levels, np.float32) * scale - weight)
+  # Denormal scales are flushed to 0, and their channels with them.
+  assert (off <= most / 254 * 1.001 + 1e-35).all()
+
+
+def restored(model):
+  """The float policy whose weights are those of the int8 copy."""
+  converted = int8.Converter(model)(named(model))
+  copy = nnx.clone(model)
+  for path, variable in nnx.to_flat_state(nnx.state(copy)):
+    path = tuple(map(str, path))
+    scale = converted.get((*path[:-1], path[-1] + "_scale"))
+    if scale is not None:
+      variable.set_value(converted[path].astype(jnp.float32) * scale)
+  return copy
+
+
+def named(model):
+  return {
+      tuple(map(str, path)): variable[...]
+      for path, variable in nnx.to_flat_state(nnx.state(model))
+  }
+
+
+def logits(model, seed=0):
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(0, 60, (2, 12))
+  positions = np.broadcast_to(np.arange(12)[None, :, None], (2, 12, 3))
+  hidden, _ = model.extend(
+      tokens,
+      positions,
+      np.zeros(2, int),
+      np.full(2, 12),
+      model.init_cache(2, 16),
+  )
+  return model.logits(hidden)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_copy_computes_with_the_rounded_weights(family, scan):
+  model = adapters.policy(family, scan_layers=scan)
+  copy = int8.quantized(model)
+  got, want = logits(copy), logits(restored(model))
+  scale = np.abs(want).max()
+  np.testing.assert_allclose(got / scale, want / scale, atol=1e-5)
+  moved = np.abs(got - logits(model)).max() / scale
+  assert 1e-5 < moved < 0.2  # It is another policy, if a near one.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_of_the_decoder_take_a_byte_a_number(family):
+  copy = named(int8.quantized(adapters.policy(family)))
+  kinds = {path for path, x in copy.items() if x.dtype == jnp.int8}
+  for path, x in copy.items():
+    matrix = "layers" in path and path[0] == "language_model" and (
+        path[-2].endswith("_proj") or path[-2] == "experts"
+    )
+    if matrix and path[-1] in ("weight", "gate_up_proj", "down_proj"):
+      assert path in kinds, path
+    elif path[-1].endswith("_scale"):
+      assert x.dtype == jnp.float32
+    else:
+      assert x.dtype == jnp.float32 and path not in kinds, path
+
+
+def test_the_original_is_left_alone():
+  model = adapters.policy("qwen3_vl")
+  before = named(model)
+  int8.quantized(model)
+  after = named(model)
+  assert all(after[path] is x for path, x in before.items())
+
+
+def test_an_adapter_stays_as_it_is_on_top():
+  model = adapters.adapted("qwen3_vl")
+  copy = int8.quantized(model)
+  base = nnx.clone(model)
+  lora.remove(base)
+  np.testing.assert_allclose(
+      logits(copy), logits(restored(model)), rtol=1e-5, atol=1e-4
+  )
+  assert np.abs(logits(copy) - logits(int8.quantized(base))).max() > 1e-3
+
+
+def test_what_did_not_change_is_not_rounded_again():
+  model = adapters.adapted("qwen3_vl")
+  convert = int8.Converter(model)
+  weights = named(model)
+  first, again = convert(weights), convert(weights)
+  assert all(first[path] is again[path] for path in first)
+  path = next(p for p in weights if p[-1] == "weight" and "q_proj" in p)
+  other = convert(weights | {path: weights[path] * 2})
+  changed = {p for p in first if other[p] is not first[p]}
+  assert changed == {path, (*path[:-1], "weight_scale")}
+
+
+def test_a_policy_without_such_matrices_is_refused():
+  model, _, _ = checkpoint.create_policy("nano")
+  with pytest.raises(ValueError, match="int8 weights are for Qwen-VL"):
+    int8.quantized(model)
+
+
+def test_the_engine_samples_from_the_rounded_weights_also_of_an_update():
+  model, processor, _ = checkpoint.create_policy("qwen3_vl_tiny")
+  nnx.update(
+      model,
+      jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, nnx.state(model)),
+  )
+  tokens = np.arange(5, 15, dtype=np.int32)
+  sampling = policy_client.SamplingParams(max_new_tokens=6, temperature=1.0)
+
+  def check(policy):
+    done = asyncio.run(
+        engine.generate(
+            policy_client.TokenPrompt(tokens), sampling, session="one"
+        )
+    )
+    full = np.append(tokens, done.tokens)[None]
+    n = full.shape[1]
+    hidden, _ = policy.extend(
+        full,
+        np.broadcast_to(np.arange(n)[None, :, None], (1, n, 3)),
+        np.zeros(1, int),
+        np.full(1, n),
+        policy.init_cache(1, 32),
+    )
+    scores = policy.logits(hidden)
+    scores = scores.at[..., list(model.config.banned_token_ids)].set(-1e30)
+    logprobs = np.asarray(jax.nn.log_softmax(scores, -1))[0]
+    want = logprobs[np.arange(9, n - 1), full[0, 10:]]
+    np.testing.assert_allclose(done.logprobs, want, atol=1e-4)
+    return done
+
+  with engine_lib.RolloutEngine(
+      model,
+      processor,
+      images.ImageStore(),
+      slots=2,
+      context_length=32,
+      image_sizes=((16, 16),),
+      banned_token_ids=model.config.banned_token_ids,
+      weights="int8",
+      on_update="recompute",
+  ) as engine:
+    engine.warm_up()
+    check(restored(model))
+    newer = nnx.clone(model)
+    nnx.update(newer, jax.tree.map(lambda x: x * 1.1, nnx.state(newer)))
+    engine.update_weights(1, nnx.state(newer)).result(60)
+    assert check(restored(newer)).versions.min() == 1
+    assert engine.stats()["compiles_after_warm_up"] == 0
+    with pytest.raises(ValueError, match="has shape"):
+      engine.update_weights(
+          2,
+          jax.tree.map(
+              lambda x: x[:1] if x.ndim == 2 else x, nnx.state(model)
+          ),
+      )
+
+
+def test_unknown_weights_are_refused():
+  model, processor, _ = checkpoint.create_policy("qwen3_vl_tiny")
+  with pytest.raises(ValueError, match="weights must be one of same, int8"):
+    engine_lib.RolloutEngine(
+        model, processor, images.ImageStore(), weights="int4"
+    )

@@ -1,0 +1,126 @@
+"""Int8 copies of Qwen-VL policies, for rollout.
+
+Decoding reads all weights for each token; at a byte a number it reads a half
+of bfloat16's, and a device keeps room for more KV cache. The matrices of the
+decoder (attention, MLP, experts) are rounded to 255 levels, symmetric about 0,
+with a float32 scale for each output channel; embeddings, head, norms, router
+and vision tower stay as they are. Activations are not rounded.
+
+The copy is another policy than the one trained, if a near one: its log-probs
+are those of what it samples, and `algorithm.importance=tis` corrects for the
+difference.
+
+Promises: a weight is off by at most half a level, 1/254 of its channel's
+largest. Zero channels stay zero. Not differentiable.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Iterator, Mapping
+import weakref
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import qwen_decoder
+from tunix.rl.multi_turn.policy import qwen_vl
+
+Path = tuple[str, ...]
+
+_LEVELS = 127
+_SCALE = "_scale"
+
+
+@jax.jit
+def quantize(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Rounds matrices [..., in, out].
+
+  Returns:
+    int8[..., in, out] and float32[..., 1, out]; their product is near
+    `weight`.
+  """
+  wide = weight.astype(jnp.float32)
+  most = jnp.max(jnp.abs(wide), axis=-2, keepdims=True)
+  scale = most / _LEVELS
+  levels = jnp.round(wide / jnp.where(scale > 0, scale, 1.0))
+  return levels.astype(jnp.int8), scale
+
+
+def quantized(model: Any) -> qwen_vl.QwenVL:
+  """A copy of a policy whose decoder's matrices are int8.
+
+  What is not rounded, an adapter's matrices among it, is shared with `model`.
+
+  Raises:
+    ValueError: not a Qwen-VL policy.
+  """
+  if not isinstance(model, qwen_vl.QwenVL):
+    raise ValueError(
+        f"int8 weights are for Qwen-VL policies, not {type(model).__name__};"
+        " roll out with the weights as they are"
+    )
+  copy = nnx.clone(model)
+  for _, module, name in _matrices(copy):
+    weight = getattr(module, name)
+    about = weight.get_metadata()
+    axes = about["axes"]
+    levels, scale = quantize(weight[...])
+    about_scale = about | {"axes": (*axes[:-2], None, axes[-1])}
+    setattr(module, name, nnx.Param(levels, **about))
+    setattr(module, name + _SCALE, nnx.Param(scale, **about_scale))
+  return copy
+
+
+class Converter:
+  """Named parameters of the original to those of its int8 copy.
+
+  Matrices that are the very arrays of the last call are not rounded again: a
+  frozen base costs nothing.
+  """
+
+  def __init__(self, model: qwen_vl.QwenVL):
+    self._paths = {(*path, name) for path, _, name in _matrices(model)}
+    self._last: dict[Path, tuple[Any, jax.Array, jax.Array]] = {}
+
+  def __call__(self, named: Mapping[Path, jax.Array]) -> dict[Path, jax.Array]:
+    result = {}
+    for path, value in named.items():
+      if path not in self._paths:
+        result[path] = value
+        continue
+      last = self._last.get(path)
+      if last is None or last[0]() is not value:
+        last = weakref.ref(value), *quantize(value)
+        self._last[path] = last
+      _, result[path], result[(*path[:-1], path[-1] + _SCALE)] = last
+    return result
+
+
+def _matrices(
+    model: qwen_vl.QwenVL,
+) -> Iterator[tuple[Path, nnx.Module, str]]:
+  """(path, module, attribute) of each matrix to round."""
+  for path, module in nnx.iter_modules(model.language_model):
+    for name in _names(module):
+      yield ("language_model", *map(str, path)), module, name
+
+
+@functools.singledispatch
+def _names(module: nnx.Module) -> tuple[str, ...]:
+  """Attributes of a module that hold matrices to round."""
+  del module
+  return ()
+
+
+@_names.register
+def _(module: layers.Linear) -> tuple[str, ...]:
+  del module
+  return ("weight",)
+
+
+@_names.register
+def _(module: qwen_decoder.Experts) -> tuple[str, ...]:
+  del module
+  return ("gate_up_proj", "down_proj")
