@@ -53,8 +53,12 @@ HABITS = {
 }
 
 
-SIZES = {"tiny_vl": "tiny", "qwen3_vl_tiny": "qwen3_vl_tiny"}
-"""Name of a shipped policy -> its size, as `checkpoint.create_policy` takes."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "tiny_vl": {"size": "tiny"},
+    # Four patches a vision token, where tiny_vl has one.
+    "qwen3_vl_tiny": {"size": "qwen3_vl_tiny", "patches": 16384},
+}
+"""Name of a shipped policy -> how its recipe differs from the defaults."""
 
 # Kinds of `scenes.FIELD_KINDS` whose names are one word: a pair needs that.
 _PAIR_KINDS = ("color", "icon", "button", "check box")
@@ -124,6 +128,14 @@ class Recipe:
   size: str = "tiny"
   system_prompt: str = "desktop_compact"
   parser: str = "computer_use_compact"
+
+  @property
+  def largest_screen(self) -> tuple[int, int]:
+    """(width, height) of the largest screenshot."""
+    return max(
+        ((self.width, self.height), *self.other_sizes),
+        key=lambda size: size[0] * size[1],
+    )
 
 
 class DataMaker:
@@ -327,7 +339,7 @@ def pretrain(
   )
   store = images.ImageStore(capacity_bytes=256 << 20)
   model, processor, tokenizer = checkpoint.create_policy(
-      recipe.size, seed=recipe.seed
+      recipe.size, seed=recipe.seed, screen=recipe.largest_screen
   )
   renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
   learner = learner_lib.Learner(
@@ -396,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
   parser.add_argument("--out", type=pathlib.Path, required=True)
   parser.add_argument(
-      "--policy", choices=sorted(SIZES), default="tiny_vl",
+      "--policy", choices=sorted(CHANGES), default="tiny_vl",
       help="which of the shipped policies",
   )  # pyformat: disable
   parser.add_argument("--steps", type=int, default=Recipe.steps)
@@ -404,7 +416,9 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--save-every", type=int, default=250)
   args = parser.parse_args(argv)
   host_memory.tune()
-  recipe = Recipe(steps=args.steps, seed=args.seed, size=SIZES[args.policy])
+  recipe = Recipe(
+      steps=args.steps, seed=args.seed, **CHANGES[args.policy]
+  )
   report = pretrain(recipe, args.out, save_every=args.save_every)
   print(json.dumps(report))
 
