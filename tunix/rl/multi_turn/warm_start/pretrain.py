@@ -55,8 +55,15 @@ HABITS = {
 
 CHANGES: dict[str, dict[str, Any]] = {
     "tiny_vl": {"size": "tiny"},
-    # Four patches a vision token, where tiny_vl has one.
-    "qwen3_vl_tiny": {"size": "qwen3_vl_tiny", "patches": 16384},
+    # Four patches a vision token, where tiny_vl has one. Attention within
+    # images costs what the largest one needs: screenshots of one size.
+    "qwen3_vl_tiny": {
+        "size": "qwen3_vl_tiny",
+        "patches": 16384,
+        "steps": 1200,
+        "other_sizes": (),
+        "other_scenes": 0,
+    },
 }
 """Name of a shipped policy -> how its recipe differs from the defaults."""
 
@@ -411,14 +418,15 @@ def main(argv: Sequence[str] | None = None) -> None:
       "--policy", choices=sorted(CHANGES), default="tiny_vl",
       help="which of the shipped policies",
   )  # pyformat: disable
-  parser.add_argument("--steps", type=int, default=Recipe.steps)
+  parser.add_argument("--steps", type=int, help="default: the recipe's")
   parser.add_argument("--seed", type=int, default=Recipe.seed)
   parser.add_argument("--save-every", type=int, default=250)
   args = parser.parse_args(argv)
   host_memory.tune()
-  recipe = Recipe(
-      steps=args.steps, seed=args.seed, **CHANGES[args.policy]
-  )
+  changes = dict(CHANGES[args.policy], seed=args.seed)
+  if args.steps is not None:
+    changes["steps"] = args.steps
+  recipe = Recipe(**changes)
   report = pretrain(recipe, args.out, save_every=args.save_every)
   print(json.dumps(report))
 
