@@ -38,6 +38,19 @@ def test_the_documented_overrides_build():
       assembly.make_gym(config, config.gym.tasks[0])
 
 
+def test_screenshots_share_the_pixels_of_a_trajectory():
+  limit = ["policy=qwen3_vl_tiny", "policy.trajectory_pixels=12288"]
+  for argv, tokens in (
+      (["gym.max_turns=1"], 48),  # 128x96 as it is.
+      (["gym.max_turns=4"], 12),  # 64x48.
+      (["gym.max_turns=8", "agent.max_images=1"], 48),
+  ):
+    policy = assembly.make_policy(config_of(*limit, *argv), None, "")
+    assert policy.processor.num_image_tokens(128, 96) == tokens, argv
+  with pytest.raises(config_lib.ConfigError, match="keep fewer images"):
+    assembly.make_policy(config_of(*limit, "gym.max_turns=99"), None, "")
+
+
 @pytest.fixture
 def registered():
   """A reward of one's own: it costs 0.1 to have finished without success."""

@@ -338,7 +338,7 @@ def test_what_does_not_fit_is_refused_with_what_would(argument, message):
          ["algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false"]),
         (["warm_start.source=path"], ["warm_start.path"]),
         (["warm_start.path=x"], ["warm_start.source=path"]),
-        (["policy=./qwen"], ["warm_start.source=embedded", "./qwen"]),
+        (["policy=./qwen", "warm_start.source=embedded"], ["warm_start.source=embedded", "./qwen"]),
         (
             ["gym=gymnasium", "tasks=[CartPole-v1]", "warm_start.steps=10"],
             ["has no oracle"],
@@ -410,8 +410,9 @@ def test_the_examples_in_the_help_are_accepted():
 
 
 def test_a_directory_is_a_policy():
-  config = load("policy=./checkpoints/q", "warm_start.source=none")
+  config = load("policy=./checkpoints/q")
   assert config.policy.name == "./checkpoints/q"
+  assert config.warm_start.source == "none"  # It brings its weights.
 
 
 def test_a_key_twice_in_one_file_under_two_names_is_refused(tmp_path):

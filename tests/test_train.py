@@ -130,6 +130,25 @@ def test_a_qwen_policy_trains_an_adapter_saves_it_and_goes_on(tmp_path):
   assert [m["step"] for m in metrics_of(directory)] == [1, 2, 3]
 
 
+@pytest.mark.timeout(600)
+def test_a_directory_starts_from_its_weights_and_rolls_out_in_int8(tmp_path):
+  model, _, _ = policy_checkpoint.create_policy("qwen3_vl_tiny", seed=7)
+  policy_checkpoint.save_policy(tmp_path / "mine", model)
+  status = run_train(
+      tmp_path, "name=d", f"policy={tmp_path / 'mine'}", "steps=1",
+      "rollout.weights=int8", "algorithm.importance=tis",
+      "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
+      "eval.modes=[sampled]", "eval.episodes_per_task=1",
+  )  # pyformat: disable
+  assert status == 0
+  # No evaluation of random weights: there never are any.
+  evaluations = summary_of(tmp_path / "d")["eval"]
+  assert set(evaluations) == {"warm_start", "final"}
+  (metrics,) = metrics_of(tmp_path / "d")
+  # The sampler is another policy, and a near one.
+  assert 1e-4 < metrics["logprob_gap_max"] < 0.5
+
+
 def test_equal_seeds_give_equal_runs(tmp_path):
   """C9: rewards to the bit, losses within 1e-6; another seed differs."""
   for name, seed, steps in (("a", 5, 2), ("b", 5, 2), ("c", 6, 1)):
@@ -326,6 +345,9 @@ def test_asynchronous_is_the_same_code(tmp_path):
         (["gym.options={colour: 3}"], ["colour"]),
         (["agent.parser=qwen"], ["agent.parser"]),
         (["policy.lora_rank=8"], ["policy.lora_rank=8", "tiny_vl"]),
+        (["policy.trajectory_pixels=9"], ["trajectory_pixels=9", "tiny_vl"]),
+        (["rollout.weights=int8"], ["rollout", "int8", "TinyVL"]),
+        (["mesh.sequence=3"], ["learner.row_length", "mesh.sequence=3"]),
         (
             ["policy=qwen3_vl_tiny", "policy.config.layers=6"],
             ["layers", "remat"],

@@ -396,7 +396,7 @@ def without_adapter(policy: Policy) -> Policy:
   """The policy that the adapter was put on; weights are shared."""
   model = policy.model
   if isinstance(model, qwen_vl.QwenVL) and lora.has_adapter(model):
-    base = nnx.merge(*nnx.split(model))
+    base = nnx.clone(model)
     lora.remove(base)
     policy = dataclasses.replace(policy, model=base)
   return policy
@@ -420,7 +420,19 @@ def tokenizer_source(config: TrainConfig) -> str:
 
 
 def _policy_changes(config: TrainConfig) -> dict[str, Any]:
-  return {"compute_dtype": config.policy.dtype, **config.policy.config}
+  policy = config.policy
+  changes = {"compute_dtype": policy.dtype, **policy.config}
+  if policy.trajectory_pixels:
+    if policy.name == "tiny_vl":
+      raise ConfigError([
+          f"policy.trajectory_pixels={policy.trajectory_pixels}: tiny_vl sees"
+          " every screenshot at its own size; leave it at 0, or use a Qwen-VL"
+          " policy"
+      ])
+    # A screenshot comes before the first turn and after each but the last.
+    images = config.agent.max_images or config.gym.max_turns
+    changes["image_budget"] = policy.trajectory_pixels, images
+  return changes
 
 
 def warm_start_source(config: TrainConfig) -> str:

@@ -191,13 +191,15 @@ def _resolve(layers: Sequence[Mapping[str, Any]]) -> TrainConfig:
       )
   gym = config_loader.unwrap(merged.get("gym.name", GymConfig.name))
   name = config_loader.unwrap(merged.get("policy.name"))
+  brings_weights = isinstance(name, str) and _is_directory(name)
   merged = {
       **GYM_PRESETS.get(str(gym), {}),
+      **({"warm_start.source": "none"} if brings_weights else {}),
       **POLICY_PRESETS.get(str(name), {}),
       **merged,
   }
   imports = merged.get("run.imports")
-  if isinstance(name, str) and _is_directory(name):
+  if brings_weights:
     merged.pop("policy.name")
   else:
     name = None

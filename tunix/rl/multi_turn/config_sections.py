@@ -161,6 +161,14 @@ class PolicyConfig:
       " state stay float32.",
       choices=("float32", "bfloat16"),
   )
+  trajectory_pixels: int = _opt(
+      0,
+      "Pixels that all screenshots of a prompt may have together; each is"
+      " resized to its share, by agent.max_images or gym.max_turns (Qwen-VL"
+      " only). 0 = as large as the policy takes them.",
+      unit="pixels",
+      at_least=0,
+  )
   lora_rank: int = _opt(
       0,
       "GRPO trains a low-rank adapter of this rank on frozen weights (Qwen-VL"

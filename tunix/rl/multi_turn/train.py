@@ -120,9 +120,17 @@ class Run:
     self.episodes = assembly.EpisodeFactory(config, self.images)
     # Bad gym options should fail now and not in every episode.
     assembly.make_gym(config, config.gym.tasks[0])
-    self.policy = assembly.make_policy(config, self.mesh, "")
     self._cloning_steps = config.warm_start.steps
     self._start_from = assembly.warm_start_source(config)
+    # A directory's own weights are there from the beginning.
+    self.starts_random = self._start_from != config.policy.name or (
+        config.policy.name in assembly.BUILT_IN
+    )
+    self.policy = assembly.make_policy(
+        config, self.mesh, "" if self.starts_random else self._start_from
+    )
+    if not self.starts_random:
+      self._start_from = ""
     self._cloned = self.directory / "warm_start"
     if self.resuming and (self._cloned / "config.json").exists():
       self._cloning_steps, self._start_from = 0, str(self._cloned)
@@ -275,7 +283,7 @@ class Run:
     return summary
 
   def warm_start(self) -> None:
-    """Replaces the random weights by the configured start."""
+    """Replaces the present weights by the configured start."""
     if self._start_from:
       self.policy = assembly.make_policy(
           self.config, self.mesh, self._start_from
@@ -480,7 +488,7 @@ def execute(run: Run) -> tuple[str, str | None]:
   status, error = "completed", None
   try:
     run.warm_up()
-    if "initial" not in measured:
+    if run.starts_random and "initial" not in measured:
       run.evaluate("initial")
     run.warm_start()
     if "warm_start" not in measured:

@@ -7,6 +7,7 @@ the tokenizer's files hold; `checkpoint` is the door to it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
@@ -19,6 +20,7 @@ from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
+from tunix.rl.multi_turn.policy import qwen_vl_sizes
 from tunix.rl.multi_turn.policy import sharding
 
 FAMILIES = qwen_config.FAMILIES
@@ -28,7 +30,7 @@ Loaded = tuple[
 ]
 
 _PREPROCESSOR = "preprocessor_config.json"
-_PIXELS = ("min_pixels", "max_pixels")
+_PIXELS = ("min_pixels", "max_pixels", "image_budget")
 
 SMALL = ("qwen3_vl_tiny", "qwen2_5_vl_tiny")
 """Architectures of the published models at sizes that a CPU can train."""
@@ -129,7 +131,8 @@ def load(
   """The policy of a directory; see `checkpoint.load_policy`.
 
   Beside the run-time fields of `QwenVLConfig`, `min_pixels` and `max_pixels`
-  of the host side can be changed.
+  of the host side can be changed, or `image_budget` given: (pixels, images)
+  of a whole trajectory, see `qwen_vl_sizes.pixel_budget`.
   """
   config, pixels = _apply(hf_checkpoint.load_config(directory), changes)
   processor = _processor(_settings_of(directory, config), config, pixels)
@@ -186,7 +189,7 @@ def processor_of(
 
 def _apply(
     config: qwen_config.QwenVLConfig, changes: dict[str, Any]
-) -> tuple[qwen_config.QwenVLConfig, dict[str, int]]:
+) -> tuple[qwen_config.QwenVLConfig, dict[str, Any]]:
   """The config with run-time fields changed, and the pixel limits."""
   pixels = {name: changes[name] for name in _PIXELS if name in changes}
   rest = {k: v for k, v in changes.items() if k not in pixels}
@@ -240,11 +243,22 @@ def _settings_of(
 def _processor(
     settings: dict[str, Any],
     config: qwen_config.QwenVLConfig,
-    pixels: dict[str, int],
+    pixels: dict[str, Any],
 ) -> qwen_vl_inputs.QwenVLProcessor:
-  return qwen_vl_inputs.QwenVLProcessor.from_preprocessor_config(
-      settings, image_token_id=config.image_token_id, **pixels
+  limits = {k: v for k, v in pixels.items() if k != "image_budget"}
+  make = functools.partial(
+      qwen_vl_inputs.QwenVLProcessor.from_preprocessor_config,
+      settings,
+      image_token_id=config.image_token_id,
   )
+  processor = make(**limits)
+  if "image_budget" in pixels:
+    most = qwen_vl_sizes.pixel_budget(
+        processor.max_pixels, *pixels["image_budget"], processor.factor
+    )
+    least = min(processor.min_pixels, most)
+    processor = make(min_pixels=least, max_pixels=most)
+  return processor
 
 
 def _fit_screen(
