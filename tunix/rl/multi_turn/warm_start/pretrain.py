@@ -60,7 +60,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_vl_tiny": {
         "size": "qwen3_vl_tiny",
         "patches": 16384,
-        "steps": 1200,
+        "steps": 1060,
+        "copy_steps": 60,
         "other_sizes": (),
         "other_scenes": 0,
     },
@@ -78,11 +79,14 @@ class Recipe:
   Attributes:
     steps: optimizer steps.
     seed: of weights and data.
-    first_steps: steps, at the beginning, that are about telling apart things
-      of one kind and nothing else.
+    copy_steps: steps, at the very beginning, of copies alone. A policy that
+      does not leave their plateau among all the rest does so here in 50 steps;
+      then every later step has `copies`, lest they are forgotten.
+    first_steps: steps, after these, that are about telling apart things of
+      one kind and nothing else.
     first_scenes: scenes of such a step.
-    copies: conversations a step in which quoted words are typed, from the
-      middle of the first steps on.
+    copies: conversations a step in which quoted words are typed; without
+      `copy_steps`, from the middle of the first steps on.
     field_share: share of such scenes among the inventories later on.
     width, height: of the screenshots, in pixels.
     other_sizes: (width, height) of the screenshots of `other_scenes` of the
@@ -104,6 +108,7 @@ class Recipe:
 
   steps: int = 2000
   seed: int = 0
+  copy_steps: int = 0
   first_steps: int = 360
   first_scenes: int = 76
   copies: int = 4
@@ -135,6 +140,11 @@ class Recipe:
   size: str = "tiny"
   system_prompt: str = "desktop_compact"
   parser: str = "computer_use_compact"
+
+  @property
+  def mixed_from(self) -> int:
+    """The first step that is about everything."""
+    return self.copy_steps + self.first_steps
 
   @property
   def largest_screen(self) -> tuple[int, int]:
@@ -217,27 +227,31 @@ class DataMaker:
     return self._store.put(seen.screenshot), self._gym.referring_expressions()
 
   def first_sequences(self, step: int) -> list[TokenSequence]:
-    """Of a first step: names and where their things are.
+    """Of a first step: words, then names and where their things are.
 
     Colours alone to begin with, as they are easiest to see; when telling them
     apart has been learned, icons and buttons come in, and longer formats.
     """
     r = self._recipe
     rng = np.random.default_rng([r.seed, step])
-    if step < r.first_steps // 2:
-      return [
+    if step < r.copy_steps:
+      return self._copies(rng, 6 * r.copies)
+    if step - r.copy_steps < r.first_steps // 2:
+      copies = self._copies(rng) if r.copy_steps else []
+      return copies + [
           self._grounder.pairs_sequence(*self._field(rng, ("color",)), rng)
-          for _ in range(r.first_scenes)
+          for _ in range(r.first_scenes - 2 * len(copies))
       ]
     return [
         self._field_sequence(rng, pairs=i % 3 > 0, point_rate=0.7)
         for i in range(r.first_scenes - 2 * r.copies)
     ] + self._copies(rng)
 
-  def _copies(self, rng: np.random.Generator) -> list[TokenSequence]:
-    return [
-        self._grounder.copies_sequence(rng) for _ in range(self._recipe.copies)
-    ]
+  def _copies(
+      self, rng: np.random.Generator, count: int | None = None
+  ) -> list[TokenSequence]:
+    count = self._recipe.copies if count is None else count
+    return [self._grounder.copies_sequence(rng) for _ in range(count)]
 
   def _field_sequence(
       self, rng: np.random.Generator, *, pairs: bool, point_rate: float
@@ -260,7 +274,7 @@ class DataMaker:
     """
     rng = np.random.default_rng([self._recipe.seed, 1 << 30])
     found = {
-        "mixed": self.sequences(self._recipe.first_steps),
+        "mixed": self.sequences(self._recipe.mixed_from),
         "copies": [self._grounder.copies_sequence(rng) for _ in range(24)],
     }
     for kind in _PAIR_KINDS:
@@ -273,7 +287,7 @@ class DataMaker:
   def sequences(self, step: int) -> list[TokenSequence]:
     """All of a step's sequences."""
     r = self._recipe
-    if step < r.first_steps:
+    if step < r.mixed_from:
       return self.first_sequences(step)
     rng = np.random.default_rng([r.seed, step])
     inventories, episodes = r.inventories, r.episodes
