@@ -274,7 +274,11 @@ class DataMaker:
     """
     rng = np.random.default_rng([self._recipe.seed, 1 << 30])
     found = {
-        "mixed": self.sequences(self._recipe.mixed_from),
+        "mixed": [
+            s
+            for s in self.sequences(self._recipe.mixed_from)
+            if len(s.tokens) <= self._recipe.row_length
+        ],
         "copies": [self._grounder.copies_sequence(rng) for _ in range(24)],
     }
     for kind in _PAIR_KINDS:
