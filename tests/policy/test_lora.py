@@ -109,6 +109,26 @@ def logits(model):
 # --- what is computed ------------------------------------------------------
 
 
+def test_an_adapter_on_a_single_block_runs_where_blocks_are_scanned():
+  found = []
+  for scan in (False, True):
+    model = policy("qwen3_vl", scan_layers=scan)
+    depth = len(model.visual.blocks)
+    assert depth > 1
+    lora.add(
+        model, RANK, ALPHA, targets=(f"{depth - 1}.attn.qkv",), vision=True
+    )
+    assert len(lora._adapted(model)) == 1
+    train(model)
+    batch = inputs(model.config)
+    found.append(
+        model.encode_images(
+            batch.patches, batch.patch_segments, batch.patch_positions
+        )
+    )
+  np.testing.assert_allclose(*found, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "family,scan", [*((f, False) for f in FAMILIES), ("qwen3_vl", True)]
 )

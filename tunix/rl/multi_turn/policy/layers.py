@@ -271,14 +271,15 @@ def repeat(
   """`x` through run(block, x) of equal modules, one after the other.
 
   With `scan` as one loop, over parameters that are stacked for it: compiled
-  once instead of once a block.
+  once instead of once a block. Blocks that differ in structure, as where only
+  some have an adapter, are not equal and run one by one.
   """
-  if not scan or len(blocks) < 2:
+  graphs, states = zip(*map(nnx.split, blocks)) if blocks else ((), ())
+  if not scan or len(set(graphs)) != 1 or len(blocks) < 2:
     for block in blocks:
       x = run(block, x)
     return x
-  graph, _ = nnx.split(blocks[0])
-  states = [nnx.split(block)[1] for block in blocks]
+  graph = graphs[0]
   stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
 
   def step(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
