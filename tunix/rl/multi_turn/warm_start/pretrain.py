@@ -60,8 +60,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_vl_tiny": {
         "size": "qwen3_vl_tiny",
         "patches": 16384,
-        "steps": 1060,
-        "copy_steps": 60,
+        "steps": 1100,
+        "copy_steps": 70,
         "other_sizes": (),
         "other_scenes": 0,
     },
@@ -79,14 +79,13 @@ class Recipe:
   Attributes:
     steps: optimizer steps.
     seed: of weights and data.
-    copy_steps: steps, at the very beginning, of copies alone. A policy that
-      does not leave their plateau among all the rest does so here in 50 steps;
-      then every later step has `copies`, lest they are forgotten.
-    first_steps: steps, after these, that are about telling apart things of
-      one kind and nothing else.
+    first_steps: steps, at the beginning, that are about telling apart things
+      of one kind and nothing else.
+    copy_steps: steps, after these, of copies alone: a policy that does not
+      leave their plateau among all the rest does so here.
     first_scenes: scenes of such a step.
-    copies: conversations a step in which quoted words are typed; without
-      `copy_steps`, from the middle of the first steps on.
+    copies: conversations a step in which quoted words are typed, from the
+      middle of the first steps on.
     field_share: share of such scenes among the inventories later on.
     width, height: of the screenshots, in pixels.
     other_sizes: (width, height) of the screenshots of `other_scenes` of the
@@ -108,8 +107,8 @@ class Recipe:
 
   steps: int = 2000
   seed: int = 0
-  copy_steps: int = 0
   first_steps: int = 360
+  copy_steps: int = 0
   first_scenes: int = 76
   copies: int = 4
   field_share: float = 0.45
@@ -144,7 +143,7 @@ class Recipe:
   @property
   def mixed_from(self) -> int:
     """The first step that is about everything."""
-    return self.copy_steps + self.first_steps
+    return self.first_steps + self.copy_steps
 
   @property
   def largest_screen(self) -> tuple[int, int]:
@@ -227,20 +226,19 @@ class DataMaker:
     return self._store.put(seen.screenshot), self._gym.referring_expressions()
 
   def first_sequences(self, step: int) -> list[TokenSequence]:
-    """Of a first step: words, then names and where their things are.
+    """Of a first step: names and where their things are; words at the end.
 
     Colours alone to begin with, as they are easiest to see; when telling them
     apart has been learned, icons and buttons come in, and longer formats.
     """
     r = self._recipe
     rng = np.random.default_rng([r.seed, step])
-    if step < r.copy_steps:
+    if step >= r.first_steps:
       return self._copies(rng, 6 * r.copies)
-    if step - r.copy_steps < r.first_steps // 2:
-      copies = self._copies(rng) if r.copy_steps else []
-      return copies + [
+    if step < r.first_steps // 2:
+      return [
           self._grounder.pairs_sequence(*self._field(rng, ("color",)), rng)
-          for _ in range(r.first_scenes - 2 * len(copies))
+          for _ in range(r.first_scenes)
       ]
     return [
         self._field_sequence(rng, pairs=i % 3 > 0, point_rate=0.7)
