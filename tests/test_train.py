@@ -104,7 +104,8 @@ def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
 def test_a_qwen_policy_trains_an_adapter_saves_it_and_goes_on(tmp_path):
   status = run_train(
       tmp_path, "name=q", "policy=qwen3_vl_tiny", "policy.lora_rank=4",
-      "warm_start.steps=1", "warm_start.batch_size=4", "steps=2",
+      "warm_start.source=none", "warm_start.steps=1",
+      "warm_start.batch_size=4", "steps=2",
       # Nothing succeeds yet, so it is the entropy that is learned from.
       "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
       "eval.modes=[sampled]", "eval.episodes_per_task=1",

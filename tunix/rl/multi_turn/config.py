@@ -149,10 +149,11 @@ CLONING_PRESETS: dict[str, dict[str, Any]] = {
 starts the run and the gym's oracle can demonstrate every task."""
 
 POLICY_PRESETS: dict[str, dict[str, Any]] = {
-    name: {"warm_start.source": "none"}
-    for name in ("qwen3_vl_tiny", "qwen2_5_vl_tiny")
+    "qwen2_5_vl_tiny": {"warm_start.source": "none"},
 }
-"""Defaults that depend on policy.name: the shipped weights are tiny_vl's."""
+"""Defaults that depend on policy.name: not all come with weights."""
+
+_SHIPPED = ("tiny_vl", "qwen3_vl_tiny")
 
 _GYMS_WITH_ORACLE = ("desktop", "miniwob")
 _ORACLE_FAMILIES = {"miniwob": miniwob.ORACLE_FAMILIES}
@@ -395,10 +396,10 @@ def contradictions(config: TrainConfig) -> list[str]:
       f" warm_start.source={c.warm_start.source}; set warm_start.source=path",
   )
   refuse(
-      c.warm_start.source == "embedded" and c.policy.name != "tiny_vl",
-      f"warm_start.source=embedded holds weights of tiny_vl, not of"
-      f" policy.name={c.policy.name}; set warm_start.source=none (a directory"
-      " brings its own weights) or path",
+      c.warm_start.source == "embedded" and c.policy.name not in _SHIPPED,
+      f"warm_start.source=embedded holds weights of {' and '.join(_SHIPPED)},"
+      f" not of policy.name={c.policy.name}; set warm_start.source=none (a"
+      " directory brings its own weights) or path",
   )
   refuse(
       c.warm_start.steps > 0

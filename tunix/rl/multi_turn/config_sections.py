@@ -143,10 +143,10 @@ class PolicyConfig:
 
   name: str = _opt(
       "tiny_vl",
-      "tiny_vl: small and shipped with weights. qwen3_vl_tiny,"
-      " qwen2_5_vl_tiny: the published architectures at a size for CPUs, random"
-      " weights. Or a directory: one saved here, or a checkpoint of Qwen2.5-VL"
-      " or Qwen3-VL.",
+      "tiny_vl: small, and shipped with weights. qwen3_vl_tiny: the published"
+      " architecture at a size for CPUs, shipped with weights too."
+      " qwen2_5_vl_tiny: likewise, random weights. Or a directory: one saved"
+      " here, or a checkpoint of Qwen2.5-VL or Qwen3-VL.",
       choices=("tiny_vl", "qwen3_vl_tiny", "qwen2_5_vl_tiny"),
   )
   config: dict[str, Any] = _opt(

@@ -229,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
   add("--images", type=_count, default=16, help="screenshots a sequence (16)")
   add("--text-tokens", type=_count, default=2000,
       help="other tokens of the sequence (2000)")
-  add("--mesh", type=_mesh, default={}, metavar="data=1,fsdp=16,sequence=1,tensor=1",
+  add("--mesh", type=_mesh, default={}, metavar="fsdp=8,sequence=2,tensor=1",
       help="devices that training memory is planned for (one)")
   add("--dtype", choices=_DTYPES,
       help="of activations and KV cache (bfloat16 of a published size, else"

@@ -66,7 +66,9 @@ def find(
     # Stacked layers are made in a fraction of the time.
     change = {"compute_dtype": "bfloat16", "scan_layers": True} | change
     config = dataclasses.replace(qwen_config.SIZES[key], **change)
-  elif name in qwen_checkpoint.SMALL:
+  elif name in qwen_checkpoint.SMALL and not (
+      policy_files.DATA / name
+  ).is_dir():
     config = qwen_checkpoint.small_config(name, **change)
   else:
     directory = _directory(name)

@@ -34,6 +34,7 @@ import time
 from typing import Any, Callable, Sequence
 
 import jax
+import numpy as np
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn.policy import base
@@ -223,8 +224,16 @@ class RolloutEngine:
       sampling: policy_client.SamplingParams,
       *,
       session: str,
+      on_tokens: Callable[[np.ndarray], None] | None = None,
   ) -> policy_client.Completion:
     """Samples one completion; cancelling the await frees its slot.
+
+    Args:
+      prompt: tokens and images.
+      sampling: how.
+      session: whose cache is extended.
+      on_tokens: called on the awaiting loop with int32[S] of new tokens, a
+        few at a time, before the completion of them all is returned.
 
     Raises:
       ContextLimitError: the prompt leaves no room to sample.
@@ -234,7 +243,7 @@ class RolloutEngine:
     self._validate(prompt, sampling)
     loop = asyncio.get_running_loop()
     request = slots_lib.Request(
-        session, prompt, sampling, loop, loop.create_future()
+        session, prompt, sampling, loop, loop.create_future(), on_tokens
     )
     self._post(("submit", request))
     try:

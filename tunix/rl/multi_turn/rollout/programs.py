@@ -144,8 +144,8 @@ class Programs:
     self._required = set(pure_leaves(nnx.state(model, nnx.Param)))
     self._convert = lambda named: named
     if weights == "int8":
-      self._convert = int8.Converter(model)
-      model = int8.quantized(model)
+      rounded = int8.quantized(model)
+      self._convert, model = int8.Converter(model), rounded
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     self.params = tuple(jnp.array(x, copy=True) for x in leaves)

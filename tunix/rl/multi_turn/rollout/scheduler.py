@@ -16,6 +16,7 @@ Axis names: R = rows, T = tokens of a row, K = steps of a decode call.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from typing import Any, Sequence
@@ -544,6 +545,11 @@ class Scheduler:
     self.counters.decode_tokens += int(counts_A.sum())
     for i, request in enumerate(active):
       request.length += int(counts_A[i])
+      if request.on_tokens is not None and counts_A[i] and finite_A[i]:
+        end = request.length
+        new = self.slots.tokens[request.slot, end - counts_A[i] : end].copy()
+        with contextlib.suppress(RuntimeError):  # The loop was closed.
+          request.loop.call_soon_threadsafe(request.on_tokens, new)
       if not over_A[i]:
         continue
       if finite_A[i]:

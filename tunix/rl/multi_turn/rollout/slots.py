@@ -14,7 +14,7 @@ import asyncio
 import collections
 import dataclasses
 import time
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn import policy_client
@@ -30,6 +30,7 @@ class Request:
   sampling: policy_client.SamplingParams
   loop: asyncio.AbstractEventLoop | None = None
   future: asyncio.Future[policy_client.Completion] | None = None
+  on_tokens: Callable[[np.ndarray], None] | None = None
   submitted: float = dataclasses.field(default_factory=time.monotonic)
   # Filled in by the scheduler.
   slot: int | None = None

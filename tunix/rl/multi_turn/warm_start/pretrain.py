@@ -60,8 +60,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_vl_tiny": {
         "size": "qwen3_vl_tiny",
         "patches": 16384,
-        "steps": 1100,
-        "copy_steps": 70,
+        "steps": 760,
+        "first_steps": 380,
+        "first_copies": 20,
         "other_sizes": (),
         "other_scenes": 0,
     },
@@ -81,11 +82,11 @@ class Recipe:
     seed: of weights and data.
     first_steps: steps, at the beginning, that are about telling apart things
       of one kind and nothing else.
-    copy_steps: steps, after these, of copies alone: a policy that does not
-      leave their plateau among all the rest does so here.
     first_scenes: scenes of such a step.
-    copies: conversations a step in which quoted words are typed, from the
-      middle of the first steps on.
+    first_copies: conversations a step in which quoted words are typed, from
+      the middle of the first steps on: enough of them to leave their plateau
+      beside pointing, as neither survives steps that are about the other alone.
+    copies: likewise, later on.
     field_share: share of such scenes among the inventories later on.
     width, height: of the screenshots, in pixels.
     other_sizes: (width, height) of the screenshots of `other_scenes` of the
@@ -108,8 +109,8 @@ class Recipe:
   steps: int = 2000
   seed: int = 0
   first_steps: int = 360
-  copy_steps: int = 0
   first_scenes: int = 76
+  first_copies: int = 4
   copies: int = 4
   field_share: float = 0.45
   width: int = 128
@@ -139,11 +140,6 @@ class Recipe:
   size: str = "tiny"
   system_prompt: str = "desktop_compact"
   parser: str = "computer_use_compact"
-
-  @property
-  def mixed_from(self) -> int:
-    """The first step that is about everything."""
-    return self.first_steps + self.copy_steps
 
   @property
   def largest_screen(self) -> tuple[int, int]:
@@ -226,15 +222,13 @@ class DataMaker:
     return self._store.put(seen.screenshot), self._gym.referring_expressions()
 
   def first_sequences(self, step: int) -> list[TokenSequence]:
-    """Of a first step: names and where their things are; words at the end.
+    """Of a first step: names and where their things are.
 
     Colours alone to begin with, as they are easiest to see; when telling them
     apart has been learned, icons and buttons come in, and longer formats.
     """
     r = self._recipe
     rng = np.random.default_rng([r.seed, step])
-    if step >= r.first_steps:
-      return self._copies(rng, 6 * r.copies)
     if step < r.first_steps // 2:
       return [
           self._grounder.pairs_sequence(*self._field(rng, ("color",)), rng)
@@ -242,13 +236,12 @@ class DataMaker:
       ]
     return [
         self._field_sequence(rng, pairs=i % 3 > 0, point_rate=0.7)
-        for i in range(r.first_scenes - 2 * r.copies)
-    ] + self._copies(rng)
+        for i in range(r.first_scenes - 2 * r.first_copies)
+    ] + self._copies(rng, r.first_copies)
 
   def _copies(
-      self, rng: np.random.Generator, count: int | None = None
+      self, rng: np.random.Generator, count: int
   ) -> list[TokenSequence]:
-    count = self._recipe.copies if count is None else count
     return [self._grounder.copies_sequence(rng) for _ in range(count)]
 
   def _field_sequence(
@@ -274,7 +267,7 @@ class DataMaker:
     found = {
         "mixed": [
             s
-            for s in self.sequences(self._recipe.mixed_from)
+            for s in self.sequences(self._recipe.first_steps)
             if len(s.tokens) <= self._recipe.row_length
         ],
         "copies": [self._grounder.copies_sequence(rng) for _ in range(24)],
@@ -289,14 +282,14 @@ class DataMaker:
   def sequences(self, step: int) -> list[TokenSequence]:
     """All of a step's sequences."""
     r = self._recipe
-    if step < r.mixed_from:
+    if step < r.first_steps:
       return self.first_sequences(step)
     rng = np.random.default_rng([r.seed, step])
     inventories, episodes = r.inventories, r.episodes
     if step >= (1 - r.late) * r.steps:
       inventories, episodes = r.late_inventories, r.late_episodes
     fields = round(r.field_share * inventories)
-    result = self._copies(rng) + [
+    result = self._copies(rng, r.copies) + [
         self._field_sequence(rng, pairs=i % 2 == 0, point_rate=0.5)
         for i in range(fields)
     ] + [

@@ -1,0 +1,421 @@
+"""The server, asked by the real `openai` client."""
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import threading
+import time
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.rollout import engine as engine_lib
+from tunix.rl.multi_turn.rollout import serve
+from tunix.rl.multi_turn.rollout.server import requests as requests_lib
+import uvicorn
+
+pytestmark = pytest.mark.timeout(300)
+MODEL = "nano"
+SIZE = (32, 32)
+
+
+class Running:
+  """A server in a thread of its own."""
+
+  def __init__(self, **options):
+    self.policy = checkpoint.create_policy("nano", screen=SIZE)
+    self.images = images_lib.ImageStore()
+    model, processor, tokenizer = self.policy
+    self.renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
+    self.engine = engine_lib.RolloutEngine(
+        model,
+        processor,
+        self.images,
+        slots=4,
+        context_length=256,
+        image_sizes=(SIZE,),
+        banned_token_ids=model.config.banned_token_ids,
+    )
+    self.app = serve.make_app(
+        MODEL,
+        self.engine,
+        self.policy,
+        self.images,
+        limits=requests_lib.Limits(max_new_tokens=32, n=4, images=3),
+        **options,
+    )
+    config = uvicorn.Config(self.app.asgi, port=0, log_level="warning")
+    self.server = uvicorn.Server(config)
+    self._thread = threading.Thread(target=self.server.run, daemon=True)
+
+  def __enter__(self):
+    self.engine.warm_up()
+    self._thread.start()
+    while not self.server.started:
+      time.sleep(0.01)
+    port = self.server.servers[0].sockets[0].getsockname()[1]
+    self.url = f"http://127.0.0.1:{port}"
+    return self
+
+  def __exit__(self, *exc_info):
+    self.server.should_exit = True
+    self._thread.join(20)
+    self.engine.close()
+
+  def client(self, path="", key="none", **options):
+    return openai.OpenAI(
+        base_url=f"{self.url}{path}/v1", api_key=key, timeout=60, **options
+    )
+
+  def post(self, path, body=None, **headers):
+    return httpx.post(
+        self.url + path, json=body or {}, headers=headers, timeout=60
+    )
+
+  def settled(self):
+    """The engine's statistics once nothing runs any more."""
+    for _ in range(500):
+      stats = self.engine.stats()
+      if not stats["active"] and not stats["waiting"]:
+        return stats
+      time.sleep(0.01)
+    raise AssertionError(f"still running: {stats}")
+
+
+@pytest.fixture(scope="module", name="running")
+def _running():
+  with Running() as running:
+    yield running
+    assert running.engine.stats()["compiles_after_warm_up"] == 0
+
+
+def data_url(seed=0):
+  pixels = np.random.default_rng(seed).integers(0, 256, (*SIZE, 3), np.uint8)
+  out = io.BytesIO()
+  Image.fromarray(pixels).save(out, "PNG")
+  return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def screenshot(seed=0, text="look"):
+  return {
+      "role": "user",
+      "content": [
+          {"type": "text", "text": text},
+          {"type": "image_url", "image_url": {"url": data_url(seed)}},
+      ],
+  }
+
+
+def ask(client, messages, **options):
+  options = {"model": MODEL, "max_tokens": 6, "seed": 1} | options
+  extra = {"return_token_ids": True} | options.pop("extra_body", {})
+  return client.chat.completions.create(
+      messages=messages, extra_body=extra, **options
+  )
+
+
+# --- completions ------------------------------------------------------------
+
+
+def test_a_completion_carries_what_training_needs(running):
+  answer = ask(running.client(), [screenshot()], logprobs=True)
+  choice = answer.choices[0]
+  ids = choice.token_ids
+  assert 1 <= len(ids) <= 6 == answer.usage.completion_tokens or (
+      choice.finish_reason == "stop"
+  )
+  assert len(choice.logprobs.content) == len(ids)
+  assert all(t.logprob <= 0 for t in choice.logprobs.content)
+  assert choice.policy_versions == [[0, 0]]
+  assert choice.message.content == running.renderer.decode(ids)
+  pad = running.renderer.image_token_id
+  tokens = running.policy[1].num_image_tokens(*SIZE)
+  assert answer.prompt_token_ids.count(pad) == tokens
+  assert pad not in ids
+  assert answer.usage.prompt_tokens == len(answer.prompt_token_ids)
+
+
+def test_equal_seeds_give_equal_completions_and_n_different_ones(running):
+  client = running.client()
+  message = [{"role": "user", "content": "hello"}]
+  one, two = (ask(client, message, max_tokens=12) for _ in "ab")
+  assert one.choices[0].token_ids == two.choices[0].token_ids
+  many = ask(client, message, max_tokens=12, n=3)
+  assert [c.index for c in many.choices] == [0, 1, 2]
+  assert many.choices[0].token_ids == one.choices[0].token_ids
+  assert len({tuple(c.token_ids) for c in many.choices}) == 3
+
+
+def test_a_stream_adds_up_to_the_whole_answer(running):
+  client = running.client()
+  messages = [{"role": "user", "content": "a b c"}]
+  whole = ask(client, messages, max_tokens=20)
+  events = list(
+      ask(
+          client,
+          messages,
+          max_tokens=20,
+          stream=True,
+          stream_options={"include_usage": True},
+      )
+  )
+  assert events[0].choices[0].delta.role == "assistant"
+  text = "".join(
+      e.choices[0].delta.content or "" for e in events if e.choices
+  )
+  assert text == whole.choices[0].message.content
+  ends = [e for e in events if e.choices and e.choices[0].finish_reason]
+  assert len(ends) == 1
+  assert ends[0].choices[0].token_ids == whole.choices[0].token_ids
+  assert events[-1].choices == [] and events[-1].usage == whole.usage
+  # In several parts: it came while sampling went on.
+  assert sum(bool(e.choices and e.choices[0].delta.content) for e in events) > 1
+
+
+@pytest.mark.parametrize(
+    "change, param, words",
+    [
+        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"stop": ["x"]}, "stop", "not supported"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "supported"),
+        ({"temperature": -1}, "temperature", "[0.0, 100.0]"),
+        ({"max_tokens": 33}, "max_tokens", "[1, 32]"),
+        ({"n": 9}, "n", "[1, 4]"),
+        ({"n": 2, "temperature": 0}, "n", "temperature=0"),
+        ({"tool_choice": "required", "tools": [{
+            "type": "function", "function": {"name": "f"}}]},
+         "tool_choice", "not supported"),
+        ({"extra_body": {"chat_template": "{{ x }}"}}, "chat_template",
+         "not supported"),
+        ({"extra_body": {"min_p": 0.1}}, "min_p", "not supported"),
+        ({"messages": []}, "messages", "list with an entry"),
+        ({"messages": [{"role": "cook", "content": "x"}]},
+         "messages[0].role", "cook"),
+        ({"messages": [screenshot(i) for i in range(4)]}, "messages",
+         "at most 3"),
+        ({"messages": [{"role": "user", "content": "x " * 400}]}, "messages",
+         "the context 256"),
+        ({"messages": [{"role": "user", "content": [{
+            "type": "image_url",
+            "image_url": {"url": "https://example.com/a.png"}}]}]},
+         "messages[0].content[0].image_url", "example.com"),
+        ({"messages": [{"role": "user", "content": [{
+            "type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
+         "messages[0].content[0].image_url", "file"),
+    ],
+)  # pyformat: disable
+def test_what_is_not_served_is_refused_by_its_name(
+    running, change, param, words
+):
+  change = dict(change)
+  messages = change.pop("messages", [{"role": "user", "content": "x"}])
+  with pytest.raises(openai.BadRequestError) as refused:
+    ask(running.client(), messages, **change)
+  assert refused.value.param == param
+  assert words in refused.value.message
+  assert refused.value.body["type"] == "invalid_request_error"
+
+
+def test_other_refusals_have_the_same_shape(running):
+  with pytest.raises(openai.NotFoundError) as refused:
+    ask(running.client(), [screenshot()], model="gpt-5")
+  assert "'nano'" in refused.value.message
+  for path, status in (("/v1/embeddings", 404), ("/sessions/x/v1/models", 404)):
+    answer = running.post(path) if "emb" in path else httpx.get(
+        running.url + path
+    )
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"]
+  answer = httpx.post(
+      f"{running.url}/v1/chat/completions", content=b"{not json", timeout=60
+  )
+  assert answer.status_code == 400
+  assert answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_models_health_and_metrics(running):
+  (model,) = running.client().models.list().data
+  assert model.id == MODEL and model.max_model_len == 256
+  assert httpx.get(f"{running.url}/health").status_code == 200
+  ask(running.client(), [{"role": "user", "content": "x"}])
+  text = httpx.get(f"{running.url}/metrics").text
+  route = 'route="/v1/chat/completions",status="200"'
+  assert f"rollout_requests_total{{{route}}}" in text
+  assert "rollout_engine_version 0" in text
+
+
+# --- tools ------------------------------------------------------------------
+
+
+def test_tools_are_shown_and_calls_are_read(running, monkeypatch):
+  tools = [{
+      "type": "function",
+      "function": {"name": "click", "parameters": {"properties": {}}},
+  }]
+  said = '<tool_call>\n{"name": "click", "arguments": {"x": 3}}\n</tool_call>'
+  real = running.renderer.decode
+  service = running.app._service
+  monkeypatch.setattr(
+      service.policy.renderer, "decode", lambda ids: said if len(ids) else ""
+  )
+  for stream in (False, True):
+    answer = ask(
+        running.client(), [screenshot()], tools=tools, stream=stream
+    )
+    if stream:
+      deltas = [e.choices[0].delta for e in answer if e.choices]
+      (call,) = [c for d in deltas for c in d.tool_calls or ()]
+      assert not any(d.content for d in deltas)
+    else:
+      (call,) = answer.choices[0].message.tool_calls
+      assert answer.choices[0].message.content is None
+      shown = real(answer.prompt_token_ids)
+      assert '"name": "click"' in shown
+    assert call.function.name == "click"
+    assert json.loads(call.function.arguments) == {"x": 3}
+
+
+# --- sessions ---------------------------------------------------------------
+
+
+def start(running):
+  return running.post("/rl/start_session", {"task_id": "t"}).json()
+
+
+def export(running, session, **options):
+  body = {"session_id": session["session_id"], **options}
+  return running.post("/export_trajectories", body).json()["interactions"]
+
+
+@pytest.mark.parametrize("by", ["path", "key"])
+def test_an_episode_is_one_token_exact_sequence(running, by):
+  session = start(running)
+  if by == "path":
+    client = running.client(f"/sessions/{session['session_id']}")
+  else:
+    client = running.client(key=session["api_key"])
+  history, tokens, mask, logprobs = [], [], [], []
+  before = running.settled()["prefilled_tokens"]
+  for turn in range(3):
+    history.append(screenshot(turn, f"turn {turn}"))
+    answer = ask(client, history, logprobs=True)
+    choice = answer.choices[0]
+    # The prompt is all that was there, and what is new.
+    assert answer.prompt_token_ids[: len(tokens)] == tokens
+    new = len(answer.prompt_token_ids) - len(tokens)
+    tokens = answer.prompt_token_ids + choice.token_ids
+    mask += [0] * new + [1] * len(choice.token_ids)
+    logprobs += [0.0] * new + [t.logprob for t in choice.logprobs.content]
+    history.append({"role": "assistant", "content": choice.message.content})
+  # Every token went through the policy about once.
+  prefilled = running.settled()["prefilled_tokens"] - before
+  assert prefilled <= len(tokens) + 3
+  running.post(
+      f"/sessions/{session['session_id']}/rl/set_reward", {"reward": 1.0}
+  )
+  (found,) = export(running, session, style="concat").values()
+  tensors = found["tensor_dict"]
+  assert tensors["input_ids"] == [tokens]
+  assert tensors["loss_mask"] == [mask]
+  np.testing.assert_allclose(tensors["logprobs"], [logprobs], atol=1e-6)
+  assert tensors["rewards"] == [1.0]
+  assert [v >= 0 for v in tensors["versions"][0]] == [m == 1 for m in mask]
+  assert len(found["images"]) == 3
+  apart = export(running, session, style="individual", discount=0.5)
+  assert [one["reward"] for one in apart.values()] == [0.25, 0.5, 1.0]
+  masks = [one["tensor_dict"]["loss_mask"][0] for one in apart.values()]
+  assert sum(map(sum, masks)) == sum(mask)
+
+
+def test_a_repeated_request_gets_the_same_completion(running):
+  session = start(running)
+  url = f"{running.url}/sessions/{session['session_id']}/v1/chat/completions"
+  body = {
+      "model": MODEL, "max_tokens": 24,
+      "messages": [{"role": "user", "content": "again"}],
+  }  # pyformat: disable
+
+  async def both():
+    async with httpx.AsyncClient(timeout=60) as client:
+      return await asyncio.gather(*(client.post(url, json=body) for _ in "ab"))
+
+  one, two = asyncio.run(both())
+  three = httpx.post(url, json=body, timeout=60)
+  assert one.json()["id"] == two.json()["id"] == three.json()["id"]
+  assert len(export(running, session)) == 1
+  other = httpx.post(url, json=body | {"temperature": 0.5}, timeout=60)
+  assert other.json()["id"] != one.json()["id"]
+  assert len(export(running, session)) == 2
+
+
+def test_a_client_that_goes_away_frees_its_slot_and_leaves_no_trace(running):
+  session = start(running)
+  client = running.client(
+      f"/sessions/{session['session_id']}", max_retries=0
+  ).with_options(timeout=0.001)
+  for _ in range(3):
+    with contextlib.suppress(openai.APITimeoutError):
+      ask(client, [screenshot(5)], max_tokens=32)
+  running.settled()
+  assert len(export(running, session)) <= 1
+  done = ask(
+      running.client(f"/sessions/{session['session_id']}"), [screenshot(5)]
+  )
+  assert done.choices[0].token_ids
+
+
+def test_an_ended_session_refuses_and_still_exports(running):
+  session = start(running)
+  path = f"/sessions/{session['session_id']}"
+  ask(running.client(path), [{"role": "user", "content": "x"}])
+  assert running.post(f"{path}/rl/end_session").status_code == 200
+  with pytest.raises(openai.ConflictError) as refused:
+    ask(running.client(path), [{"role": "user", "content": "y"}])
+  assert refused.value.code == "session_ended"
+  assert len(export(running, session)) == 1
+
+
+def test_weights_that_change_are_told(running):
+  session = start(running)
+  path = f"/sessions/{session['session_id']}"
+  running.engine.update_weights(7, running.policy[0]).result(60)
+  try:
+    answer = ask(running.client(path), [{"role": "user", "content": "x"}])
+    assert answer.choices[0].policy_versions == [[0, 7]]
+  finally:
+    running.engine.update_weights(0, running.policy[0]).result(60)
+
+
+# --- who may ask ------------------------------------------------------------
+
+
+def test_a_token_is_asked_for_and_capacity_is_told():
+  with Running(token="secret", max_sessions=1) as running:
+    for key, error in (("wrong", True), ("secret", False)):
+      client = running.client(key=key)
+      if error:
+        with pytest.raises(openai.AuthenticationError):
+          client.models.list()
+      else:
+        assert client.models.list().data
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    header = {"Authorization": "Bearer secret"}
+    first = running.post("/rl/start_session", **header).json()
+    own = running.client(key=first["api_key"])
+    assert own.models.list().data  # A session's key is enough for it.
+    full = running.post("/rl/start_session", **header)
+    assert full.status_code == 429 and full.headers["retry-after"]
+    running.engine.close()
+    dead = httpx.get(f"{running.url}/health")
+    assert dead.status_code == 503
+    with pytest.raises(openai.InternalServerError) as refused:
+      ask(running.client(key="secret"), [{"role": "user", "content": "x"}])
+    assert refused.value.code == "engine_dead"

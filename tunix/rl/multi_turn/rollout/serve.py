@@ -1,0 +1,255 @@
+"""Serves a policy to OpenAI clients.
+
+    python -m tunix.rl.multi_turn.rollout.serve tiny_vl --port 8000
+
+Answers `/v1/chat/completions` with the ids, log-probs and policy versions that
+training needs, and keeps sessions as trajectories (see `server.app`). Binds the
+loopback interface; another address needs a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import os
+import pathlib
+import socket
+import sys
+from typing import Any, Sequence
+
+import tqdm
+from tunix.rl.multi_turn import images
+from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import host_memory
+from tunix.rl.multi_turn.rollout import engine as engine_lib
+from tunix.rl.multi_turn.rollout import interactions
+from tunix.rl.multi_turn.rollout import media
+from tunix.rl.multi_turn.rollout.server import app as app_lib
+from tunix.rl.multi_turn.rollout.server import requests
+from tunix.rl.multi_turn.rollout.server import service as service_lib
+
+TOKEN_VARIABLE = "TUNIX_ROLLOUT_TOKEN"
+
+
+def make_app(
+    name: str,
+    engine: engine_lib.RolloutEngine,
+    policy: tuple[Any, Any, Any],
+    image_store: images.ImageStore,
+    *,
+    parser: str = "qwen",
+    limits: requests.Limits = requests.Limits(),
+    media_limits: media.MediaLimits = media.MediaLimits(),
+    max_sessions: int = 1024,
+    session_timeout_s: float = 3600.0,
+    token: str = "",
+) -> app_lib.App:
+  """The application around an engine.
+
+  Args:
+    name: what clients call the model.
+    engine: samples.
+    policy: (model, processor, tokenizer) that it serves.
+    image_store: where the engine finds images.
+    parser: registered tool parser that reads tool calls.
+    limits: of a request.
+    media_limits: of an image.
+    max_sessions: open at a time.
+    session_timeout_s: an idle session ends after so long.
+    token: what clients must present; "" asks for none.
+  """
+  _, processor, tokenizer = policy
+  renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
+  service = service_lib.Service(
+      service_lib.Policy(
+          name=name,
+          client=engine,
+          renderer=renderer,
+          parser=tool_parser.make_tool_parser(parser),
+          context_length=engine.context_length,
+          healthy=lambda: engine.healthy,
+      ),
+      interactions.SessionStore(
+          renderer, max_sessions=max_sessions, timeout_s=session_timeout_s
+      ),
+      media.MediaLoader(image_store, media_limits),
+  )
+  return app_lib.App(
+      service, limits=limits, token=token, stats=engine.stats
+  )
+
+
+def parser() -> argparse.ArgumentParser:
+  out = argparse.ArgumentParser(
+      prog="python -m tunix.rl.multi_turn.rollout.serve",
+      description="Serve a policy to OpenAI clients.",
+      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+  )
+  add = out.add_argument
+  add("policy", help="a directory, or a shipped policy such as tiny_vl")
+  add("--name", default="", help="what clients call the model (the policy)")
+  add("--host", default="127.0.0.1")
+  add("--port", type=int, default=8000)
+  add("--token-file", type=pathlib.Path,
+      help=f"holds what clients must present; or set {TOKEN_VARIABLE}")
+  add("--max-model-len", type=int, default=2048, metavar="TOKENS",
+      help="context of a sequence, images included")
+  add("--max-tokens", type=int, default=1024,
+      help="cap of a completion, and its length unless asked for")
+  add("--slots", type=int, default=32, help="sequences cached at a time")
+  add("--screen", default="1280x720", metavar="WxH[,WxH]",
+      help="sizes of screenshots, compiled before the first request")
+  add("--limit-mm-per-prompt", default='{"image": 64}', metavar="JSON",
+      help="images of a prompt")
+  add("--allowed-media-domains", default="", metavar="HOST[,HOST]",
+      help="https hosts that images are fetched from, matched exactly")
+  add("--tool-parser", default="qwen",
+      help="grammar of tool calls, a registered tool parser")
+  add("--dtype", default="float32", choices=("float32", "bfloat16"),
+      help="of activations and KV cache")
+  add("--weights", default="same", choices=("same", "int8"),
+      help="int8 halves the matrices' memory (Qwen-VL)")
+  add("--max-sessions", type=int, default=1024, help="open at a time")
+  add("--session-timeout", type=float, default=3600.0, metavar="S",
+      help="an idle session ends after so long")
+  add("--seed", type=int, default=0)
+  return out  # pyformat: disable
+
+
+def _screens(text: str) -> tuple[tuple[int, int], ...]:
+  sizes = []
+  for part in text.split(","):
+    width, _, height = part.strip().lower().partition("x")
+    if not (width.isdigit() and height.isdigit()):
+      raise ValueError(f"--screen={text}: write WIDTHxHEIGHT, e.g. 1280x720")
+    sizes.append((int(width), int(height)))
+  return tuple(sizes)
+
+
+def _images_limit(text: str) -> int:
+  try:
+    limit = json.loads(text)["image"]
+  except (ValueError, KeyError, TypeError):
+    limit = None
+  if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+    raise ValueError(
+        f"--limit-mm-per-prompt={text}: write a JSON object such as"
+        ' {"image": 64}'
+    )
+  return limit
+
+
+def _listen(host: str, port: int) -> socket.socket:
+  """The address, taken before anything slow begins."""
+  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  listening = socket.socket(family)
+  listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+  try:
+    listening.bind((host, port))
+  except (OSError, OverflowError) as error:
+    listening.close()
+    raise ValueError(
+        f"cannot listen at --host={host} --port={port}: {error}; choose"
+        " another port (0: any that is free)"
+    ) from None
+  return listening
+
+
+def _token(file: pathlib.Path | None, host: str) -> str:
+  token = os.environ.get(TOKEN_VARIABLE, "")
+  if file is not None:
+    token = file.read_text().strip()
+    if not token:
+      raise ValueError(f"--token-file={file} is empty")
+  try:
+    local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    local = False
+  if not local and not token:
+    raise ValueError(
+        f"--host={host} can be reached from elsewhere, which needs a token:"
+        f" give --token-file, or set {TOKEN_VARIABLE}; or leave --host at"
+        " 127.0.0.1"
+    )
+  return token
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns the exit status."""
+  import uvicorn  # pylint: disable=g-import-not-at-top
+
+  args = parser().parse_args(argv)
+  host_memory.tune()
+  listening = None
+  try:
+    token = _token(args.token_file, args.host)
+    screens = _screens(args.screen)
+    limits = requests.Limits(
+        max_new_tokens=args.max_tokens,
+        images=_images_limit(args.limit_mm_per_prompt),
+    )
+    hosts = tuple(
+        h.strip() for h in args.allowed_media_domains.split(",") if h.strip()
+    )
+    media_limits = media.MediaLimits(allowed_hosts=hosts)
+    listening = _listen(args.host, args.port)
+    largest = max(screens, key=lambda s: s[0] * s[1])
+    policy = checkpoint.load_policy(
+        args.policy, screen=largest, compute_dtype=args.dtype
+    )
+    store = images.ImageStore()
+    engine = engine_lib.RolloutEngine(
+        policy[0],
+        policy[1],
+        store,
+        slots=args.slots,
+        context_length=args.max_model_len,
+        image_sizes=screens,
+        banned_token_ids=policy[0].config.banned_token_ids,
+        seed=args.seed,
+        weights=args.weights,
+    )
+    app = make_app(
+        args.name or args.policy,
+        engine,
+        policy,
+        store,
+        parser=args.tool_parser,
+        limits=limits,
+        media_limits=media_limits,
+        max_sessions=args.max_sessions,
+        session_timeout_s=args.session_timeout,
+        token=token,
+    )
+  except (OSError, ValueError) as error:
+    if listening is not None:
+      listening.close()
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  with engine:
+    with tqdm.tqdm(desc="compiling", unit="program") as bar:
+
+      def progress(done: int, total: int, what: str) -> None:
+        bar.total = total
+        bar.set_postfix_str(what, refresh=False)
+        bar.update(done - bar.n)
+
+      engine.warm_up(progress)
+    port = listening.getsockname()[1]
+    print(
+        f"serving {args.name or args.policy} at http://{args.host}:{port}/v1",
+        flush=True,
+    )
+    # Requests that run have a moment to end; sessions do not outlive it.
+    config = uvicorn.Config(
+        app.asgi, log_level="warning", timeout_graceful_shutdown=5
+    )
+    uvicorn.Server(config).run(sockets=[listening])
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,64 @@
+"""Errors in the shape that OpenAI's clients understand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ApiError(Exception):
+  """What a request is answered with instead of a completion.
+
+  Attributes:
+    status: HTTP status.
+    code: short, stable, for programs.
+    param: the field that is wrong, if it is one.
+    retry_after_s: whether, and when, the same request may succeed. Clients
+      are told not to repeat any other.
+  """
+
+  def __init__(
+      self,
+      status: int,
+      message: str,
+      *,
+      code: str | None = None,
+      param: str | None = None,
+      retry_after_s: float | None = None,
+  ):
+    super().__init__(message)
+    self.status = status
+    self.message = message
+    self.code = code
+    self.param = param
+    self.retry_after_s = retry_after_s
+
+  @property
+  def type(self) -> str:
+    if self.status == 401:
+      return "authentication_error"
+    if self.status == 429:
+      return "rate_limit_error"
+    return "server_error" if self.status >= 500 else "invalid_request_error"
+
+  def body(self) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+    }
+
+  def headers(self) -> dict[str, str]:
+    if self.retry_after_s is None:
+      # The client would repeat 409 and 5xx by itself, and sample once more.
+      return {"x-should-retry": "false"}
+    return {"retry-after": f"{self.retry_after_s:g}"}
+
+
+def invalid(
+    param: str | None, message: str, code: str = "invalid_value"
+) -> ApiError:
+  """A request that cannot be served as it is."""
+  return ApiError(400, message, code=code, param=param)

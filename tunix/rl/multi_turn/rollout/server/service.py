@@ -1,0 +1,440 @@
+"""What the server does with a checked request, without HTTP.
+
+A request in a session continues the token sequence of the turn before it where
+its messages do; any other starts one of its own. The same body again gets the
+completion that is there, or the one that is on its way: a client that repeats
+a request after a timeout causes no second sample.
+
+Promises: nothing sampled in a session is lost or stored twice; a request that
+is cancelled frees its slot and leaves no trace.
+
+Does not parse bodies, or speak HTTP. One event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import hashlib
+import secrets
+import time
+from typing import Any, Callable, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
+from tunix.rl.multi_turn.rollout import interactions
+from tunix.rl.multi_turn.rollout import media
+from tunix.rl.multi_turn.rollout.server import errors
+from tunix.rl.multi_turn.rollout.server import requests
+from tunix.rl.multi_turn.rollout.server import responses
+
+OnTokens = Callable[[int, np.ndarray], None]
+"""(number of the choice, int32[S] new tokens)."""
+
+
+@dataclasses.dataclass
+class Policy:
+  """What is served.
+
+  Attributes:
+    name: of the model.
+    client: samples; `generate` takes `on_tokens` where `streams`.
+    renderer: messages to tokens.
+    parser: tool calls.
+    context_length: tokens of a sequence.
+    healthy: whether the client can still sample.
+    streams: whether `client.generate` tells of tokens as they come.
+  """
+
+  name: str
+  client: policy_client.PolicyClient
+  renderer: Any
+  parser: parser_base.ToolParser
+  context_length: int
+  healthy: Callable[[], bool] = lambda: True
+  streams: bool = True
+
+
+class _Turns:
+  """What is kept of a session beside its interactions.
+
+  Attributes:
+    by_body: hash of a body -> its answer, there or on its way.
+    count: requests so far, for their seeds.
+    closed: no cache is kept any more.
+  """
+
+  _KEPT = 8  # Caches a session may hold; an engine evicts idle ones anyway.
+
+  def __init__(self, session_id: str):
+    self.by_body: dict[str, asyncio.Future[responses.Answer]] = {}
+    self.count = 0
+    self.closed = False
+    self._id = session_id
+    self._made = 0
+    self._cache_of: dict[str, str] = {}  # Interaction -> the client's session.
+    self._idle: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+  def take_cache(self, parent: str | None) -> str:
+    """The client's session that holds `parent`'s tokens, or a new one."""
+    name = self._cache_of.get(parent) if parent else None
+    if name in self._idle:
+      del self._idle[name]
+      return name
+    self._made += 1
+    return f"{self._id}/{self._made}"
+
+  def give_back(self, name: str, interaction: str | None) -> list[str]:
+    """Ends the use of a client's session; returns those to release."""
+    if interaction is not None:
+      self._cache_of[interaction] = name
+    self._idle[name] = None
+    gone = []
+    while len(self._idle) > (0 if self.closed else self._KEPT):
+      gone.append(self._idle.popitem(last=False)[0])
+    return gone
+
+  def close(self) -> list[str]:
+    """Ends all of it; returns the client's sessions to release."""
+    self.closed = True
+    return list(self._idle)
+
+
+class Service:
+  """See the module docstring."""
+
+  def __init__(
+      self,
+      policy: Policy,
+      store: interactions.SessionStore,
+      loader: media.MediaLoader,
+      *,
+      max_concurrent: int = 256,
+      seed: int = 0,
+  ):
+    """Args:
+
+      policy: what is served.
+      store: of sessions.
+      loader: fetches and decodes images.
+      max_concurrent: requests that are being answered at a time.
+      seed: of requests in sessions that bring none, so that a repeated request
+        samples the same.
+    """
+    self.policy = policy
+    self.store = store
+    self._loader = loader
+    self._max = max_concurrent
+    self._seed = seed
+    self._turns: dict[str, _Turns] = {}
+    self.running = 0
+
+  # --- completions ------------------------------------------------------------
+
+  async def complete(
+      self,
+      request: requests.ChatRequest,
+      *,
+      session: interactions.Session | None = None,
+      body: bytes = b"",
+      on_tokens: OnTokens | None = None,
+  ) -> responses.Answer:
+    """Answers a request.
+
+    Args:
+      request: checked.
+      session: of the request, if it has one.
+      body: tells a repeated request of a session.
+      on_tokens: told of tokens as they are sampled. A repeated request is
+        answered without.
+
+    Raises:
+      ApiError: what the client is to be told.
+    """
+    if session is None:
+      return await self._fresh(request, None, None, on_tokens)
+    turns = self._turns.get(session.id)
+    if turns is None:
+      turns = self._turns[session.id] = _Turns(session.id)
+    key = hashlib.sha256(body).hexdigest()
+    there = turns.by_body.get(key)
+    if there is None:
+      there = asyncio.get_running_loop().create_future()
+      turns.by_body[key] = there
+      try:
+        answer = await self._fresh(request, session, turns, on_tokens)
+      except BaseException as error:
+        # Nothing was sampled that anybody could have: a repeated request is
+        # a new one. Those who waited repeat it themselves.
+        del turns.by_body[key]
+        if isinstance(error, asyncio.CancelledError):
+          there.set_exception(
+              errors.ApiError(
+                  503,
+                  "the same request was cancelled by its first sender",
+                  code="cancelled",
+                  retry_after_s=0.1,
+              )
+          )
+        else:
+          there.set_exception(error)
+        there.exception()  # Seen, though perhaps nobody waits.
+        raise
+      there.set_result(answer)
+      return answer
+    return await asyncio.shield(there)
+
+  async def _fresh(
+      self,
+      request: requests.ChatRequest,
+      session: interactions.Session | None,
+      turns: _Turns | None,
+      on_tokens: OnTokens | None,
+  ) -> responses.Answer:
+    if not self.policy.healthy():
+      raise errors.ApiError(
+          503, "the rollout engine has failed", code="engine_dead"
+      )
+    if request.model != self.policy.name:
+      raise errors.ApiError(
+          404,
+          f"the model {request.model!r} is not served here; use"
+          f" {self.policy.name!r}",
+          code="model_not_found",
+          param="model",
+      )
+    if self.running >= self._max:
+      raise errors.ApiError(
+          429,
+          f"{self.running} requests are being answered, no more are taken",
+          code="too_many_requests",
+          retry_after_s=1.0,
+      )
+    self.running += 1
+    try:
+      messages = await self._load_images(request.messages)
+      return await self._sample(request, messages, session, turns, on_tokens)
+    finally:
+      self.running -= 1
+
+  async def _sample(
+      self, request, messages, session, turns, on_tokens
+  ) -> responses.Answer:
+    shown = _with_tools(messages, request.tools, self.policy.parser)
+    pending = None
+    number = 0
+    if session is None:
+      prompt = self.policy.renderer.render(shown)
+    else:
+      try:
+        pending = session.prompt(shown)
+      except interactions.InteractionError as error:
+        raise of_interaction(error) from None
+      prompt = pending.prompt
+      turns.count += 1
+      number = turns.count
+    room = self.policy.context_length - len(prompt)
+    if room < 1:
+      raise errors.invalid(
+          "messages",
+          f"the prompt has {len(prompt)} tokens, the context"
+          f" {self.policy.context_length}; shorten the messages",
+          "context_length_exceeded",
+      )
+    sampling = dataclasses.replace(
+        request.sampling,
+        max_new_tokens=min(request.sampling.max_new_tokens, room),
+        stop_token_ids=(
+            *self.policy.renderer.stop_token_ids,
+            *request.sampling.stop_token_ids,
+        ),
+    )
+    seed = request.sampling.seed
+    if seed is None and session is not None:
+      seed = _seed_of(self._seed, session.id, number)
+    answer_id = f"chatcmpl-{secrets.token_hex(12)}"
+    ids = [f"{answer_id}-{i}" if i else answer_id for i in range(request.n)]
+    if turns is None:
+      names = [f"request/{i}" for i in ids]
+    else:
+      names = [turns.take_cache(pending.parent) for _ in ids]
+    stored = False
+    try:
+      completions = await self._generate(
+          prompt, sampling, seed, names, on_tokens
+      )
+      choices = []
+      for completion in completions:
+        text = self.policy.renderer.decode(completion.tokens)
+        parser = self.policy.parser if request.parse_tools else None
+        choices.append(responses.make_choice(completion, text, parser))
+      if session is not None:
+        for choice, number_id in zip(choices, ids):
+          session.add(
+              pending,
+              choice.completion,
+              id=number_id,
+              assistant_message=choice.message,
+          )
+      stored = True
+    except interactions.InteractionError as error:
+      raise of_interaction(error) from None
+    finally:
+      if turns is None:
+        gone = names
+      else:
+        gone = [
+            old
+            for name, kept in zip(names, ids)
+            for old in turns.give_back(name, kept if stored else None)
+        ]
+      for name in gone:
+        await self.policy.client.release(name)
+    return responses.Answer(
+        id=answer_id,
+        created=int(time.time()),
+        model=self.policy.name,
+        prompt_tokens=prompt.tokens,
+        reused_tokens=int(completions[0].metrics.get("reused_tokens", 0)),
+        choices=tuple(choices),
+    )
+
+  async def _generate(
+      self, prompt, sampling, seed, names, on_tokens
+  ) -> list[policy_client.Completion]:
+    """One completion a name; all are cancelled if one fails."""
+
+    async def one(i: int, name: str) -> policy_client.Completion:
+      options: dict[str, Any] = {}
+      if on_tokens is not None and self.policy.streams:
+        options["on_tokens"] = lambda tokens: on_tokens(i, tokens)
+      return await self.policy.client.generate(
+          prompt,
+          dataclasses.replace(
+              sampling, seed=None if seed is None else (seed + i) % 2**31
+          ),
+          session=name,
+          **options,
+      )
+
+    tasks = [asyncio.ensure_future(one(i, n)) for i, n in enumerate(names)]
+    try:
+      return list(await asyncio.gather(*tasks))
+    except policy_client.ContextLimitError as error:
+      raise errors.invalid(
+          "messages", str(error), "context_length_exceeded"
+      ) from None
+    except ValueError as error:
+      raise errors.invalid(None, str(error)) from None
+    except RuntimeError as error:  # The engine's.
+      raise errors.ApiError(500, str(error), code="engine_error") from None
+    finally:
+      for task in tasks:
+        task.cancel()
+      await asyncio.gather(*tasks, return_exceptions=True)
+
+  async def _load_images(
+      self, messages: Sequence[requests.Message]
+  ) -> list[requests.Message]:
+    """The messages with images in place of their URLs."""
+    result = []
+    for i, message in enumerate(messages):
+      content = message.get("content")
+      if isinstance(content, list):
+        parts = []
+        for j, part in enumerate(content):
+          if part["type"] == "image_url":
+            try:
+              image = await self._loader.load(part["url"])
+            except media.MediaError as error:
+              raise errors.ApiError(
+                  400,
+                  str(error),
+                  code=error.code,
+                  param=f"messages[{i}].content[{j}].image_url",
+              ) from None
+            part = {"type": "image", "image": image}
+          parts.append(part)
+        message = {**message, "content": parts}
+      result.append(message)
+    return result
+
+  # --- sessions ---------------------------------------------------------------
+
+  def start(self, task_id: str = "") -> interactions.Session:
+    """Opens a session.
+
+    Raises:
+      ApiError: 429, no room.
+    """
+    try:
+      return self.store.start(task_id)
+    except interactions.InteractionError as error:
+      raise of_interaction(error) from None
+
+  def session(self, session_id: str) -> interactions.Session:
+    try:
+      return self.store.get(session_id)
+    except interactions.InteractionError as error:
+      raise of_interaction(error) from None
+
+  def by_key(self, key: str) -> interactions.Session | None:
+    """The session whose secret this is, if it is one."""
+    try:
+      return self.store.by_key(key)
+    except interactions.InteractionError:
+      return None
+
+  async def forget(self, session_id: str) -> None:
+    """Frees what a session held of the client; its interactions stay."""
+    turns = self._turns.pop(session_id, None)
+    for name in turns.close() if turns else ():
+      await self.policy.client.release(name)
+
+
+_STATUS = {
+    "unknown_session": 404,
+    "unknown_interaction": 404,
+    "session_ended": 409,
+    "reward_already_discounted": 409,
+    "capacity": 429,
+}
+
+
+def of_interaction(error: interactions.InteractionError) -> errors.ApiError:
+  """A session's refusal as the client is told of it."""
+  status = _STATUS.get(error.code, 400)
+  return errors.ApiError(
+      status,
+      str(error),
+      code=error.code,
+      retry_after_s=1.0 if status == 429 else None,
+  )
+
+
+def _with_tools(
+    messages: Sequence[requests.Message],
+    tools: Sequence[Any],
+    parser: parser_base.ToolParser,
+) -> list[requests.Message]:
+  """The messages with the tools shown where Qwen's template shows them."""
+  messages = list(messages)
+  if not tools:
+    return messages
+  shown = parser.get_tool_prompt(tools)
+  if messages[0]["role"] != "system":
+    return [{"role": "system", "content": shown}, *messages]
+  content = messages[0].get("content") or ""
+  if isinstance(content, list):
+    content = "".join(part["text"] for part in content)
+  text = f"{content}\n\n{shown}" if content else shown
+  return [{"role": "system", "content": text}, *messages[1:]]
+
+
+def _seed_of(seed: int, session: str, number: int) -> int:
+  digest = hashlib.blake2b(
+      f"{seed}/{session}/{number}".encode(), digest_size=8
+  ).digest()
+  return int.from_bytes(digest, "big") & 0x7FFFFFFF
