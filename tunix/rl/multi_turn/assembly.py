@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.rollout import engine as engine_lib
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.trajectory_collector import deadlines
@@ -364,6 +365,11 @@ def make_policy(
   except (FileNotFoundError, ValueError, TypeError) as error:
     raise ConfigError([f"policy {source or name}: {error}"]) from None
   model, processor, tokenizer = loaded
+  if config.mesh.sequence > 1 and not isinstance(model, qwen_vl.QwenVL):
+    raise ConfigError([
+        f"mesh.sequence={config.mesh.sequence}: {name} cannot split its rows;"
+        " use mesh.fsdp, or a Qwen-VL policy"
+    ])
   add_adapter(config, model)
   renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
   return Policy(model, processor, tokenizer, renderer)
@@ -422,8 +428,13 @@ def tokenizer_source(config: TrainConfig) -> str:
 def _policy_changes(config: TrainConfig) -> dict[str, Any]:
   policy = config.policy
   changes = {"compute_dtype": policy.dtype, **policy.config}
+  if "image_budget" in changes:
+    raise ConfigError([
+        "policy.config.image_budget is no field of a policy; use"
+        " policy.trajectory_pixels"
+    ])
   if policy.trajectory_pixels:
-    if policy.name == "tiny_vl":
+    if _is_tiny_vl(policy.name):
       raise ConfigError([
           f"policy.trajectory_pixels={policy.trajectory_pixels}: tiny_vl sees"
           " every screenshot at its own size; leave it at 0, or use a Qwen-VL"
@@ -433,6 +444,17 @@ def _policy_changes(config: TrainConfig) -> dict[str, Any]:
     images = config.agent.max_images or config.gym.max_turns
     changes["image_budget"] = policy.trajectory_pixels, images
   return changes
+
+
+def _is_tiny_vl(name: str) -> bool:
+  if name in BUILT_IN:
+    return name == "tiny_vl"
+  try:
+    return policy_checkpoint.load_config(name).__class__ is (
+        tiny_vl.TinyVLConfig
+    )
+  except (OSError, ValueError):
+    return False  # Loading it will say what is wrong.
 
 
 def warm_start_source(config: TrainConfig) -> str:

@@ -317,6 +317,11 @@ def contradictions(config: TrainConfig) -> list[str]:
       " arrive at any time); set queue.max_staleness=0 or"
       " rollout.lockstep=auto",
   )
+  refuse(
+      c.rollout.weights == "int8" and c.algorithm.importance == "none",
+      "rollout.weights=int8 samples from another policy than the one that"
+      " learns; set algorithm.importance=tis",
+  )
   shards = c.mesh.data * c.mesh.fsdp
   refuse(
       c.learner.rows % shards != 0,

@@ -48,54 +48,84 @@ def quantize(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
   return levels.astype(jnp.int8), scale
 
 
-def quantized(model: Any) -> qwen_vl.QwenVL:
-  """A copy of a policy whose decoder's matrices are int8.
-
-  What is not rounded, an adapter's matrices among it, is shared with `model`.
-
-  Raises:
-    ValueError: not a Qwen-VL policy.
-  """
-  if not isinstance(model, qwen_vl.QwenVL):
-    raise ValueError(
-        f"int8 weights are for Qwen-VL policies, not {type(model).__name__};"
-        " roll out with the weights as they are"
-    )
-  copy = nnx.clone(model)
-  for _, module, name in _matrices(copy):
-    weight = getattr(module, name)
-    about = weight.get_metadata()
-    axes = about["axes"]
-    levels, scale = quantize(weight[...])
-    about_scale = about | {"axes": (*axes[:-2], None, axes[-1])}
-    setattr(module, name, nnx.Param(levels, **about))
-    setattr(module, name + _SCALE, nnx.Param(scale, **about_scale))
-  return copy
-
-
 class Converter:
-  """Named parameters of the original to those of its int8 copy.
+  """Weights of a policy to those of its int8 copy.
 
   Matrices that are the very arrays of the last call are not rounded again: a
   frozen base costs nothing.
   """
 
-  def __init__(self, model: qwen_vl.QwenVL):
+  def __init__(self, model: Any):
+    """Args:
+
+      model: the policy that is copied; held until `copy`.
+
+    Raises:
+      ValueError: not a Qwen-VL policy, or an int8 copy already.
+    """
+    if not isinstance(model, qwen_vl.QwenVL):
+      raise ValueError(
+          f"int8 weights are for Qwen-VL policies, not {type(model).__name__};"
+          " roll out with the weights as they are"
+      )
+    refuse(model)
+    self._model = model
     self._paths = {(*path, name) for path, _, name in _matrices(model)}
     self._last: dict[Path, tuple[Any, jax.Array, jax.Array]] = {}
 
+  def copy(self) -> qwen_vl.QwenVL:
+    """The copy of the policy; shares what is not rounded, adapters too."""
+    copy = nnx.clone(self._model)
+    self._model = None
+    for path, module, name in _matrices(copy):
+      weight = getattr(module, name)
+      about = weight.get_metadata()
+      axes = about["axes"]
+      levels, scale = self._round((*path, name), weight.get_value())
+      about_scale = about | {"axes": (*axes[:-2], None, axes[-1])}
+      setattr(module, name, nnx.Param(levels, **about))
+      setattr(module, name + _SCALE, nnx.Param(scale, **about_scale))
+    return copy
+
   def __call__(self, named: Mapping[Path, jax.Array]) -> dict[Path, jax.Array]:
+    """Named parameters of the original to those of the copy."""
     result = {}
     for path, value in named.items():
-      if path not in self._paths:
+      if path in self._paths:
+        result[path], result[(*path[:-1], path[-1] + _SCALE)] = self._round(
+            path, value
+        )
+      else:
         result[path] = value
-        continue
-      last = self._last.get(path)
-      if last is None or last[0]() is not value:
-        last = weakref.ref(value), *quantize(value)
-        self._last[path] = last
-      _, result[path], result[(*path[:-1], path[-1] + _SCALE)] = last
     return result
+
+  def _round(
+      self, path: Path, value: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    last = self._last.get(path)
+    if last is None or last[0]() is not value:
+      last = self._last[path] = (weakref.ref(value), *quantize(value))
+    return last[1:]
+
+
+def quantized(model: Any) -> qwen_vl.QwenVL:
+  """A copy of a policy whose decoder's matrices are int8; see `Converter`."""
+  return Converter(model).copy()
+
+
+def refuse(model: nnx.Module) -> None:
+  """For whoever needs the weights themselves.
+
+  Raises:
+    ValueError: the model is an int8 copy.
+  """
+  for path, module in nnx.iter_modules(model):
+    for name in _names(module):
+      if getattr(module, name + _SCALE) is not None:
+        raise ValueError(
+            f"{'.'.join(map(str, path))} is rounded to int8, which is for"
+            " rollout only; use the policy that the copy was made of"
+        )
 
 
 def _matrices(

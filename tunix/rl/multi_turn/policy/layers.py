@@ -81,9 +81,13 @@ class Linear(nnx.Module):
     self.lora_scale = 0.0
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    y = kernels.dot(x, self.weight[...])
+    weight = self.weight[...]
     if self.weight_scale is not None:
-      y *= self.weight_scale[...][0].astype(x.dtype)
+      # Else the compiler restores all layers' weights ahead of a loop.
+      weight, x = jax.lax.optimization_barrier((weight, x))
+    y = kernels.dot(x, weight)
+    if self.weight_scale is not None:
+      y = (y * self.weight_scale[...][0]).astype(x.dtype)
     if self.lora_a is not None:
       low = kernels.dot(x, self.lora_a[...])
       y += kernels.dot(low, self.lora_b[...]) * jnp.asarray(

@@ -30,7 +30,8 @@ Loaded = tuple[
 ]
 
 _PREPROCESSOR = "preprocessor_config.json"
-_PIXELS = ("min_pixels", "max_pixels", "image_budget")
+_PIXELS = ("min_pixels", "max_pixels")
+_BUDGET = "image_budget"
 
 SMALL = ("qwen3_vl_tiny", "qwen2_5_vl_tiny")
 """Architectures of the published models at sizes that a CPU can train."""
@@ -191,7 +192,7 @@ def _apply(
     config: qwen_config.QwenVLConfig, changes: dict[str, Any]
 ) -> tuple[qwen_config.QwenVLConfig, dict[str, Any]]:
   """The config with run-time fields changed, and the pixel limits."""
-  pixels = {name: changes[name] for name in _PIXELS if name in changes}
+  pixels = {k: changes[k] for k in (*_PIXELS, _BUDGET) if k in changes}
   rest = {k: v for k, v in changes.items() if k not in pixels}
   unknown = sorted(set(rest) - set(qwen_config.RUN_FIELDS))
   if unknown:
@@ -245,18 +246,20 @@ def _processor(
     config: qwen_config.QwenVLConfig,
     pixels: dict[str, Any],
 ) -> qwen_vl_inputs.QwenVLProcessor:
-  limits = {k: v for k, v in pixels.items() if k != "image_budget"}
+  limits = {k: v for k, v in pixels.items() if k != _BUDGET}
   make = functools.partial(
       qwen_vl_inputs.QwenVLProcessor.from_preprocessor_config,
       settings,
       image_token_id=config.image_token_id,
   )
   processor = make(**limits)
-  if "image_budget" in pixels:
+  if _BUDGET in pixels:
     most = qwen_vl_sizes.pixel_budget(
-        processor.max_pixels, *pixels["image_budget"], processor.factor
+        processor.max_pixels, *pixels[_BUDGET], processor.factor
     )
-    least = min(processor.min_pixels, most)
+    least = processor.min_pixels
+    if least > most:  # Near each other they would round up past the limit.
+      least = processor.factor**2
     processor = make(min_pixels=least, max_pixels=most)
   return processor
 

@@ -107,7 +107,7 @@ class Experts(nnx.Module):
     return tuple(
         weight[...].astype(dtype)
         if scale is None
-        else weight[...].astype(dtype) * scale[...].astype(dtype)
+        else (weight[...] * scale[...]).astype(dtype)
         for weight, scale in (
             (self.gate_up_proj, self.gate_up_proj_scale),
             (self.down_proj, self.down_proj_scale),

@@ -39,10 +39,10 @@ Completion = policy_client.Completion
 class InteractionError(ValueError):
   """A call that was refused and has changed nothing.
 
-  `code` says why: unknown_session, unknown_interaction, unknown_prompt (of
-  another session), duplicate_interaction, session_ended, capacity (of sessions
-  or interactions), reward_already_discounted, or bad_ with message,
-  completion, reward, discount, style.
+  `code`: unknown_session, unknown_interaction, unknown_prompt (of another
+  session), duplicate_interaction, session_ended, capacity,
+  reward_already_discounted, or bad_ message, completion, reward, discount,
+  style.
   """
 
   def __init__(self, code: str, message: str):
@@ -196,7 +196,7 @@ class Session:
         extension = self._renderer.render(messages, add_generation_prompt=True)
       else:
         extension = self._renderer.bridge(
-            messages[depth:], last_sampled_is_eot=before.closed
+            messages[depth:], last_sampled_is_eot=True
         )
     except (KeyError, RecursionError, TypeError, ValueError) as error:
       raise InteractionError(
@@ -236,10 +236,8 @@ class Session:
       )
     self._check_completion(completion)
     answer, said = _read(assistant_message, "assistant_message")
-    if answer["role"] != "assistant":
-      raise InteractionError(
-          "bad_message", f"assistant_message has role {answer['role']!r}"
-      )
+    if (role := answer["role"]) != "assistant":
+      raise InteractionError("bad_message", f"role of the answer: {role!r}")
     tokens_S = completion.tokens
     closed = int(tokens_S[-1]) in self._renderer.stop_token_ids
     text = self._renderer.decode(tokens_S[:-1] if closed else tokens_S)
@@ -510,10 +508,9 @@ def _sequence(
   logprobs[mask] = np.concatenate([c.logprobs for c in own])
   versions = np.full(len(mask), -1, np.int32)
   versions[mask] = np.concatenate([c.versions for c in own])
-  tokens = np.concatenate([prompt.tokens, last.tokens])
-  return trajectory.TokenSequence(
-      tokens, mask, logprobs, versions, whose // 2, prompt.images
-  )
+  all_T = np.concatenate([prompt.tokens, last.tokens])
+  rest = mask, logprobs, versions, whose // 2, prompt.images
+  return trajectory.TokenSequence(all_T, *rest)
 
 
 _Key = tuple[tuple, "tuple[str, ...] | None"]

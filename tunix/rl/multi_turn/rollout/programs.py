@@ -95,8 +95,22 @@ def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int | None]:
   return axes
 
 
+def _replicated(params: tuple[jax.Array, ...]) -> Any:
+  """On every device of the parameters' mesh; None on a single device."""
+  for x in params:
+    if isinstance(x.sharding, jax.sharding.NamedSharding):
+      return jax.sharding.NamedSharding(
+          x.sharding.mesh, jax.sharding.PartitionSpec()
+      )
+  return None
+
+
 class Programs:
-  """Owns parameters, KV cache and vision pool of one policy on one device."""
+  """Owns parameters, KV cache and vision pool of one policy.
+
+  On one device, or on the mesh where the policy's parameters lie; cache and
+  pool are then on each of its devices.
+  """
 
   def __init__(
       self,
@@ -144,11 +158,14 @@ class Programs:
     self._required = set(pure_leaves(nnx.state(model, nnx.Param)))
     self._convert = lambda named: named
     if weights == "int8":
-      rounded = int8.quantized(model)
-      self._convert, model = int8.Converter(model), rounded
+      self._convert = int8.Converter(model)
+      model = self._convert.copy()
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
-    self.params = tuple(jnp.array(x, copy=True) for x in leaves)
+    # What was rounded is nobody else's.
+    self.params = tuple(
+        x if x.dtype == jnp.int8 else jnp.array(x, copy=True) for x in leaves
+    )
     named = pure_leaves(state)
     if len(named) != len(leaves):
       raise ValueError("the policy's parameters do not have unique paths")
@@ -168,15 +185,16 @@ class Programs:
     self._length_axis = _axis_of(cache_shape(2, c), cache_shape(2, c + 1))
     if None in self._row_axis:
       raise ValueError("every leaf of init_cache needs a batch axis")
-    self._cache_shape = cache_shape(slots, c)
+    self._place = _replicated(self.params)
+    self._cache_shape = jax.tree.map(
+        lambda x: self._shape(x.dtype, *x.shape), cache_shape(slots, c)
+    )
     patches = self._encode_shapes(1, patches_per_token)
     vision = jax.eval_shape(
         lambda p, *a: self._merge(p).encode_images(*a), self.params, *patches
     )
     self._pool_shape = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            (1, vision_tokens, *x.shape[2:]), x.dtype
-        ),
+        lambda x: self._shape(x.dtype, 1, vision_tokens, *x.shape[2:]),
         vision,
     )
     self.vocabulary = self._vocabulary()
@@ -195,7 +213,7 @@ class Programs:
     self.compile_seconds = 0.0
     self._compiled: dict[Variant, Callable[..., Any]] = {}
     self._lock = threading.Lock()
-    self._init_cache = jax.jit(lambda p: self._merge(p).init_cache(slots, c))
+    self._init_cache = self._jit(lambda p: self._merge(p).init_cache(slots, c))
     self.reset()
 
   # --- buffers ---------------------------------------------------------------
@@ -205,7 +223,8 @@ class Programs:
     self.cache = self.pool = None
     self.cache = self._init_cache(self.params)
     self.pool = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), self._pool_shape
+        lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
+        self._pool_shape,
     )
 
   def prepare_params(self, params: Any) -> tuple[jax.Array, ...]:
@@ -340,6 +359,16 @@ class Programs:
         self.compile_count += 1
         self.compile_seconds += time.perf_counter() - started
 
+  def _shape(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    """An array that is not a parameter, and where it lies."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
+
+  def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
+    """Programs hand arrays to each other, so all must say where these lie."""
+    if self._place is not None:
+      options["out_shardings"] = self._place
+    return jax.jit(function, **options)
+
   def _program(self, variant: Variant) -> Callable[..., Any]:
     program = self._compiled.get(variant)
     if program is None:
@@ -350,9 +379,9 @@ class Programs:
   def _encode_shapes(self, images: int, patches: int):
     f = self.patch_bytes
     return (
-        jax.ShapeDtypeStruct((images, patches, f), jnp.uint8),
-        jax.ShapeDtypeStruct((images, patches), jnp.int32),
-        jax.ShapeDtypeStruct((images, patches, self.position_axes), jnp.int32),
+        self._shape(jnp.uint8, images, patches, f),
+        self._shape(jnp.int32, images, patches),
+        self._shape(jnp.int32, images, patches, self.position_axes),
     )
 
   def _vocabulary(self) -> int:
@@ -385,11 +414,11 @@ class Programs:
           vision,
       )
 
-    return jax.jit(encode, donate_argnums=1).lower(
+    return self._jit(encode, donate_argnums=1).lower(
         self.params,
         self._pool_shape,
         *self._encode_shapes(images, patches),
-        jax.ShapeDtypeStruct((images, tokens), jnp.int32),
+        self._shape(jnp.int32, images, tokens),
     )
 
   def _build_prefill(self, variant: Variant):
@@ -414,8 +443,8 @@ class Programs:
           cache, part, slots, rows, window, starts, lengths, length
       )
 
-    packed = jax.ShapeDtypeStruct((rows, 3 + 5 * length), jnp.int32)
-    return jax.jit(prefill, donate_argnums=1).lower(
+    packed = self._shape(jnp.int32, rows, 3 + 5 * length)
+    return self._jit(prefill, donate_argnums=1).lower(
         self.params, self._cache_shape, self._pool_shape, packed
     )
 
@@ -495,14 +524,13 @@ class Programs:
       )
       return cache, out, logprobs, count, step
 
-    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    return jax.jit(decode, donate_argnums=1).lower(
+    return self._jit(decode, donate_argnums=1).lower(
         self.params,
         self._cache_shape,
         self._pool_shape,
-        jax.ShapeDtypeStruct((self.vocabulary,), jnp.bool_),
-        ints(rows),
-        ints(rows, COLUMNS),
+        self._shape(jnp.bool_, self.vocabulary),
+        self._shape(jnp.int32, rows),
+        self._shape(jnp.int32, rows, COLUMNS),
     )
 
   # --- rows and windows of the cache -----------------------------------------
