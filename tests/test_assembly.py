@@ -2,12 +2,15 @@
 
 import asyncio
 
+import hypothesis
+from hypothesis import strategies as st
 import pytest
 from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import gui_action
 from tunix.rl.multi_turn import images
 from tunix.rl.multi_turn import rewards
+from tunix.rl.multi_turn.policy import checkpoint
 
 def config_of(*argv):
   return config_lib.load_config(["warm_start.source=none", *argv])
@@ -49,6 +52,31 @@ def test_screenshots_share_the_pixels_of_a_trajectory():
     assert policy.processor.num_image_tokens(128, 96) == tokens, argv
   with pytest.raises(config_lib.ConfigError, match="keep fewer images"):
     assembly.make_policy(config_of(*limit, "gym.max_turns=99"), None, "")
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(
+    st.integers(16, 400), st.integers(16, 400), st.integers(256, 90_000)
+)
+def test_a_screenshot_stays_within_its_share_whatever_its_size(
+    width, height, share
+):
+  hypothesis.assume(max(width, height) < 15 * min(width, height))
+  _, processor, _ = checkpoint.create_policy(
+      "qwen3_vl_tiny", min_pixels=65536, image_budget=(4 * share, 4)
+  )
+  tokens = processor.num_image_tokens(width, height)
+  # A side is never less than a token's.
+  longest = max(width, height) / min(width, height)
+  assert tokens * processor.factor**2 <= max(
+      share, processor.factor**2 * -(-longest // 1)
+  )
+
+
+def test_rows_of_tiny_vl_are_not_split():
+  config = config_of("mesh.sequence=2")
+  with pytest.raises(config_lib.ConfigError, match="cannot split its rows"):
+    assembly.make_policy(config, None, "")
 
 
 @pytest.fixture

@@ -347,7 +347,12 @@ def test_asynchronous_is_the_same_code(tmp_path):
         (["agent.parser=qwen"], ["agent.parser"]),
         (["policy.lora_rank=8"], ["policy.lora_rank=8", "tiny_vl"]),
         (["policy.trajectory_pixels=9"], ["trajectory_pixels=9", "tiny_vl"]),
-        (["rollout.weights=int8"], ["rollout", "int8", "TinyVL"]),
+        (["rollout.weights=int8"], ["rollout.weights", "importance=tis"]),
+        (
+            ["rollout.weights=int8", "algorithm.importance=tis"],
+            ["rollout", "int8", "TinyVL"],
+        ),
+        (["policy.config.image_budget=9"], ["policy.trajectory_pixels"]),
         (["mesh.sequence=3"], ["learner.row_length", "mesh.sequence=3"]),
         (
             ["policy=qwen3_vl_tiny", "policy.config.layers=6"],

@@ -86,6 +86,37 @@ def test_the_copy_computes_with_the_rounded_weights(family, scan):
   assert 1e-5 < moved < 0.2  # It is another policy, if a near one.
 
 
+def test_bfloat16_activations_lose_no_more_to_the_copy():
+  """What a matrix does to a unit vector is the rounded matrix's row."""
+  rng = np.random.default_rng(0)
+  model = adapters.policy("qwen3_vl", compute_dtype="bfloat16")
+  linear = model.language_model.layers[0].self_attn.q_proj
+  inputs, outputs = linear.weight.shape
+  # Channels of very different sizes.
+  weight = rng.normal(size=(inputs, outputs)) * 10.0 ** rng.uniform(
+      -2, 2, outputs
+  )
+  linear.weight.set_value(jnp.asarray(weight, jnp.float32))
+  copy = int8.quantized(model).language_model.layers[0].self_attn.q_proj
+  got = np.asarray(copy(jnp.eye(inputs, dtype=jnp.bfloat16)), np.float32)
+  off = np.abs(got - weight) / np.abs(weight).max(0)
+  assert off.max() < 1 / 254 + 2**-8  # Half a level, and bfloat16's own.
+  assert abs(np.mean((got - weight) / np.abs(weight).max(0))) < 1e-4
+
+
+def test_a_copy_is_refused_where_the_weights_themselves_are_needed(tmp_path):
+  model = adapters.adapted("qwen3_vl")
+  copy = int8.quantized(model)
+  with pytest.raises(ValueError, match="rounded to int8"):
+    int8.quantized(copy)
+  with pytest.raises(ValueError, match="rounded to int8"):
+    lora.merge(copy)
+  lora.remove(copy)
+  with pytest.raises(ValueError, match="rounded to int8"):
+    checkpoint.save_policy(tmp_path / "copy", copy)
+  assert not list((tmp_path / "copy").glob("*.safetensors"))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_matrices_of_the_decoder_take_a_byte_a_number(family):
   copy = named(int8.quantized(adapters.policy(family)))
@@ -127,6 +158,8 @@ def test_what_did_not_change_is_not_rounded_again():
   weights = named(model)
   first, again = convert(weights), convert(weights)
   assert all(first[path] is again[path] for path in first)
+  copy = named(convert.copy())
+  assert all(copy[path] is x for path, x in first.items())
   path = next(p for p in weights if p[-1] == "weight" and "q_proj" in p)
   other = convert(weights | {path: weights[path] * 2})
   changed = {p for p in first if other[p] is not first[p]}

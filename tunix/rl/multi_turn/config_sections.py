@@ -460,7 +460,7 @@ class WarmStartConfig:
   source: str = _opt(
       "embedded",
       "embedded: the small checkpoint in this package. path: warm_start.path."
-      " none: random weights.",
+      " none: random weights, or those that a policy's directory brings.",
       choices=("none", "embedded", "path"),
   )
   path: str = _opt(

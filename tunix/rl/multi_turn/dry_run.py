@@ -22,8 +22,16 @@ def describe(
     config: config_lib.TrainConfig,
     policy: assembly.Policy,
     directory: pathlib.Path,
+    rollout_bytes: int,
 ) -> str:
-  """Configuration, shapes and memory."""
+  """Configuration, shapes and memory.
+
+  Args:
+    config: of the run.
+    policy: its policy.
+    directory: of the run.
+    rollout_bytes: of the engine's copy of the weights.
+  """
   parameters = parameter_count(policy.model)
   cache = jax.eval_shape(
       lambda: policy.model.init_cache(
@@ -65,7 +73,7 @@ def describe(
       (
           "weights and optimizer",
           f"{parameters * 4 * copies * mib:.1f} MiB, rollout copy"
-          f" {parameters * 4 * mib:.1f} MiB",
+          f" {rollout_bytes * mib:.1f} MiB",
       ),
       ("run directory", str(directory)),
   ]

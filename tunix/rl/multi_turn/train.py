@@ -6,8 +6,9 @@ Composition only: the parts are built by `assembly`, connected here, and run.
 Two loops meet at the queue and at the weights: collecting, on an event loop in
 a thread of its own, and learning, in the main thread.
 
-A run evaluates random weights, makes a warm start, evaluates that, trains with
-GRPO, and evaluates the result, all on the same held-out tasks. Its directory
+A run evaluates random weights (unless its policy is a directory, which brings
+its own), makes a warm start, evaluates that, trains with GRPO, and evaluates
+the result, all on the same held-out tasks. Its directory
 holds config.yaml, metrics.jsonl, summary.json, trajectories.jsonl, images/,
 warm_start/ (the policy after cloning), checkpoints/, policy/ (the trained
 policy) and report.html / report.png.
@@ -528,7 +529,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     _import_modules(config.run.imports)
     run = Run(config)
     if config.run.dry_run:
-      print(dry_run.describe(config, run.policy, run.directory))
+      print(
+          dry_run.describe(
+              config, run.policy, run.directory, run.engine.weight_bytes
+          )
+      )
       run.engine.close()
       return 0
     return _run_to_end(run)

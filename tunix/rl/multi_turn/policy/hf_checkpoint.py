@@ -29,6 +29,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import sharding
@@ -360,6 +361,7 @@ def save_model(
     ValueError: an unknown dtype, an adapter that is not merged, or the config
       of another model.
   """
+  int8.refuse(model)
   stored = dtype or model.config.param_dtype
   if stored not in DTYPES:
     raise ValueError(

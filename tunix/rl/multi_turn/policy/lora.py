@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import numpy as safetensors_numpy
 from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import sharding
@@ -317,8 +318,9 @@ def merge(model: nnx.Module) -> None:
   that; with bfloat16 weights small adapters are partly lost.
 
   Raises:
-    ValueError: there is no adapter.
+    ValueError: there is no adapter, or the weights are rounded to int8.
   """
+  int8.refuse(model)
   for layer in _need_adapter(model):
     linear = layer.linear
     weight = linear.weight.get_value()

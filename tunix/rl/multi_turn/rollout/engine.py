@@ -364,6 +364,11 @@ class RolloutEngine:
     """False when closed, or failed beyond recovery."""
     return not self._closed and self._fatal is None
 
+  @property
+  def weight_bytes(self) -> int:
+    """Of the engine's own copy of the weights, on all devices together."""
+    return sum(x.nbytes for x in self._programs.params)
+
   def stats(self) -> dict[str, float]:
     """A snapshot of counters and gauges; seconds are wall seconds."""
     scheduler = self._scheduler

@@ -196,7 +196,7 @@ class Session:
         extension = self._renderer.render(messages, add_generation_prompt=True)
       else:
         extension = self._renderer.bridge(
-            messages[depth:], last_sampled_is_eot=True
+            messages[depth:], last_sampled_is_eot=before.closed
         )
     except (KeyError, RecursionError, TypeError, ValueError) as error:
       raise InteractionError(
