@@ -649,6 +649,6 @@ def test_tensor_dict_is_a_row_of_areals_batch():
   assert row["multi_modal_input"] == [
       {"pixel_values": 1, "image_grid_thw": 2}
   ]
-  assert interactions.to_tensor_dict(plain)["multi_modal_input"] == []
+  assert interactions.to_tensor_dict(plain)["multi_modal_input"] == [{}]
   with pytest.raises(ValueError, match="multi_modal"):
     interactions.to_tensor_dict(pictured)

@@ -468,12 +468,13 @@ def to_tensor_dict(
   input_ids, loss_mask, versions int32[1, T], logprobs float32[1, T],
   attention_mask bool[1, T], rewards float32[1], and multi_modal_input: a list
   with the {pixel_values, image_grid_thw} that `multi_modal` makes of the
-  images, empty without images. ValueError: images, but no `multi_modal`.
+  images, {} without images, lest another row's take its place in a batch.
+  ValueError: images, but no `multi_modal`.
   """
   sequence = exported.sequence
   if sequence.images and multi_modal is None:
     raise ValueError(f"{exported.id!r} has images; pass multi_modal for them")
-  pictures = [multi_modal(sequence.images)] if sequence.images else []
+  pictures = [multi_modal(sequence.images)] if sequence.images else [{}]
   return {
       "input_ids": sequence.tokens[None].copy(),
       "attention_mask": np.ones((1, len(sequence)), np.bool_),
