@@ -23,6 +23,10 @@ MESHES = {
     "tensor": dict(data=1, tensor=2),
     "sequence": dict(data=1, sequence=2),
 }
+CASES = (
+    "one-same", "fsdp-same", "tensor-same", "sequence-same", "one-int8",
+    "fsdp-int8",
+)  # pyformat: disable
 SIZE = (32, 32)
 
 
@@ -86,10 +90,10 @@ def sample(mesh, weights):
 def main():
   assert jax.device_count() == 2
   report = {}
-  for weights in ("same", "int8"):
-    for name, sizes in MESHES.items():
-      mesh = sizes and sharding.make_mesh(**sizes)
-      report[f"{name}-{weights}"] = sample(mesh, weights)
+  for case in CASES:
+    name, weights = case.split("-")
+    mesh = MESHES[name] and sharding.make_mesh(**MESHES[name])
+    report[case] = sample(mesh, weights)
   print(json.dumps(report))
 
 
