@@ -356,6 +356,27 @@ def test_a_repeated_request_gets_the_same_completion(running):
   assert len(export(running, session)) == 2
 
 
+def test_a_streamed_turn_is_an_interaction_too(running):
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  history = [{"role": "user", "content": "stream"}]
+  ids = []
+  for _ in "ab":  # The second is a repeated request.
+    events = list(ask(client, history, stream=True, max_tokens=20))
+    ids += [{e.id for e in events}]
+    text = "".join(e.choices[0].delta.content or "" for e in events)
+  assert ids[0] == ids[1] and set(export(running, session)) == ids[0]
+  history += [
+      {"role": "assistant", "content": text},
+      {"role": "user", "content": "go on"},
+  ]
+  whole = ask(client, history)
+  (found,) = export(running, session, style="concat").values()
+  tokens = found["tensor_dict"]["input_ids"][0]
+  prompt = whole.prompt_token_ids
+  assert tokens == prompt + whole.choices[0].token_ids
+
+
 def test_a_client_that_goes_away_frees_its_slot_and_leaves_no_trace(running):
   session = start(running)
   client = running.client(

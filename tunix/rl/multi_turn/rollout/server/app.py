@@ -225,12 +225,14 @@ class App:
     """
     decode = self._service.policy.renderer.decode
     news: asyncio.Queue[tuple[int, np.ndarray] | None] = asyncio.Queue()
+    id_ = service_lib.new_id()
     task = asyncio.ensure_future(
         self._service.complete(
             asked,
             session=request.state.session,
             body=body,
             on_tokens=lambda i, tokens: news.put_nowait((i, tokens)),
+            answer_id=id_,
         )
     )
     task.add_done_callback(lambda _: news.put_nowait(None))
@@ -240,10 +242,10 @@ class App:
       task.cancel()
       raise
     if first is None:
-      task.result()  # Raises what the client is to be told.
+      id_ = task.result().id  # Or raises what the client is to be told.
 
     async def events() -> AsyncIterator[bytes]:
-      id_, created = "chatcmpl-stream", int(time.time())
+      created = int(time.time())
       model = asked.model
       # Which text is a call's is known when all of it is there.
       texts = [responses.TextStream(decode) for _ in range(asked.n)]

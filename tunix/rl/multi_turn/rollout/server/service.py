@@ -140,6 +140,7 @@ class Service:
       session: interactions.Session | None = None,
       body: bytes = b"",
       on_tokens: OnTokens | None = None,
+      answer_id: str | None = None,
   ) -> responses.Answer:
     """Answers a request.
 
@@ -149,12 +150,14 @@ class Service:
       body: tells a repeated request of a session.
       on_tokens: told of tokens as they are sampled. A repeated request is
         answered without.
+      answer_id: of a fresh answer, from `new_id`.
 
     Raises:
       ApiError: what the client is to be told.
     """
+    answer_id = answer_id or new_id()
     if session is None:
-      return await self._fresh(request, None, None, on_tokens)
+      return await self._fresh(request, None, None, on_tokens, answer_id)
     turns = self._turns.get(session.id)
     if turns is None:
       turns = self._turns[session.id] = _Turns(session.id)
@@ -164,7 +167,9 @@ class Service:
       there = asyncio.get_running_loop().create_future()
       turns.by_body[key] = there
       try:
-        answer = await self._fresh(request, session, turns, on_tokens)
+        answer = await self._fresh(
+            request, session, turns, on_tokens, answer_id
+        )
       except BaseException as error:
         # Nothing was sampled that anybody could have: a repeated request is
         # a new one. Those who waited repeat it themselves.
@@ -192,6 +197,7 @@ class Service:
       session: interactions.Session | None,
       turns: _Turns | None,
       on_tokens: OnTokens | None,
+      answer_id: str,
   ) -> responses.Answer:
     if not self.policy.healthy():
       raise errors.ApiError(
@@ -215,12 +221,14 @@ class Service:
     self.running += 1
     try:
       messages = await self._load_images(request.messages)
-      return await self._sample(request, messages, session, turns, on_tokens)
+      return await self._sample(
+          request, messages, session, turns, on_tokens, answer_id
+      )
     finally:
       self.running -= 1
 
   async def _sample(
-      self, request, messages, session, turns, on_tokens
+      self, request, messages, session, turns, on_tokens, answer_id
   ) -> responses.Answer:
     shown = _with_tools(messages, request.tools, self.policy.parser)
     pending = None
@@ -254,7 +262,6 @@ class Service:
     seed = request.sampling.seed
     if seed is None and session is not None:
       seed = _seed_of(self._seed, session.id, number)
-    answer_id = f"chatcmpl-{secrets.token_hex(12)}"
     ids = [f"{answer_id}-{i}" if i else answer_id for i in range(request.n)]
     if turns is None:
       names = [f"request/{i}" for i in ids]
@@ -392,6 +399,11 @@ class Service:
     turns = self._turns.pop(session_id, None)
     for name in turns.close() if turns else ():
       await self.policy.client.release(name)
+
+
+def new_id() -> str:
+  """Of an answer, and of its first interaction."""
+  return f"chatcmpl-{secrets.token_hex(12)}"
 
 
 _STATUS = {
