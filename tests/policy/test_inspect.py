@@ -132,7 +132,7 @@ def test_a_built_in_runs_on_a_generated_picture(name, capsys):
   assert len(chances) == 5
   assert chances == sorted(chances, reverse=True)
   assert 0 < sum(chances) <= 1 + 1e-9
-  assert found["random_weights"] == (name != "tiny_vl")
+  assert found["random_weights"] == (name == "qwen2_5_vl_tiny")
   assert inspect.main([name, "--screen", "96x64"]) == 0
   assert "forward" not in capsys.readouterr().out
 
@@ -187,7 +187,7 @@ def test_forward_of_a_published_size_asks_for_its_directory(
     "arguments, said",
     (
         (["Qwen3-VL-5B"], "Qwen3-VL-4B"),
-        (["tiny_vl", "--mesh", "fdsp=2"], "data=1,fsdp=16,tensor=1"),
+        (["tiny_vl", "--mesh", "fdsp=2"], "data=1,fsdp=8,sequence=2"),
         (["tiny_vl", "--mesh", "fsdp=0"], "sizes >="),
         (["tiny_vl", "--screen", "720p"], "1280x720"),
         (["tiny_vl", "--screen", "1280x720"], "smaller"),

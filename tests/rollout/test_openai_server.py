@@ -175,6 +175,7 @@ def test_a_stream_adds_up_to_the_whole_answer(running):
   assert len(ends) == 1
   assert ends[0].choices[0].token_ids == whole.choices[0].token_ids
   assert events[-1].choices == [] and events[-1].usage == whole.usage
+  assert events[-2].prompt_token_ids == whole.prompt_token_ids
   # In several parts: it came while sampling went on.
   assert sum(bool(e.choices and e.choices[0].delta.content) for e in events) > 1
 
@@ -404,6 +405,52 @@ def test_an_ended_session_refuses_and_still_exports(running):
   assert len(export(running, session)) == 1
 
 
+def test_a_dropped_session_makes_room_and_its_key_opens_nothing(running):
+  session = start(running)
+  client = running.client(key=session["api_key"])
+  ask(client, [{"role": "user", "content": "x"}])
+  assert len(export(running, session, drop=True)) == 1
+  with pytest.raises(openai.AuthenticationError):
+    ask(client, [{"role": "user", "content": "y"}])
+  gone = running.post("/export_trajectories", session)
+  assert gone.status_code == 404
+  assert not running.app._service._turns.get(session["session_id"])
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/export_trajectories", {"discount": None}),
+        ("/export_trajectories", {"discount": 2}),
+        ("/sessions/{}/rl/set_reward", {"reward": 10**400}),
+        ("/sessions/{}/rl/set_reward", {"reward": 1, "interaction_id": [1]}),
+        ("/sessions/{}/v1/chat/completions", {
+            "model": MODEL, "temperature": 10**400,
+            "messages": [{"role": "user", "content": "x"}],
+        }),
+    ],
+)  # pyformat: disable
+def test_bad_values_are_the_clients_fault(running, path, body):
+  session = start(running)
+  name = session["session_id"]
+  answer = running.post(path.format(name), {"session_id": name, **body})
+  assert answer.status_code == 400, answer.text
+  assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_stream_that_fails_says_so(running, monkeypatch):
+  service = running.app._service
+
+  async def fails(*args, on_tokens, **options):
+    on_tokens(np.arange(3, 6))
+    await asyncio.sleep(0.05)
+    raise KeyError("broken")
+
+  monkeypatch.setattr(service.policy.client, "generate", fails)
+  with pytest.raises(openai.APIError, match="broken"):
+    list(ask(running.client(), [{"role": "user", "content": "x"}], stream=True))
+
+
 def test_weights_that_change_are_told(running):
   session = start(running)
   path = f"/sessions/{session['session_id']}"
@@ -428,10 +475,27 @@ def test_a_token_is_asked_for_and_capacity_is_told():
       else:
         assert client.models.list().data
     assert httpx.get(f"{running.url}/health").status_code == 200
+    sly = httpx.post(
+        f"{running.url}/v1/chat/completions", headers={"host": "x/health?"}
+    )
+    assert sly.status_code == 401
     header = {"Authorization": "Bearer secret"}
     first = running.post("/rl/start_session", **header).json()
     own = running.client(key=first["api_key"])
     assert own.models.list().data  # A session's key is enough for it.
+    key = {"Authorization": f"Bearer {first['api_key']}"}
+    mine = {"session_id": first["session_id"]}
+    assert running.post("/export_trajectories", mine, **key).status_code == 200
+    for path, body in (
+        ("/export_trajectories", {"session_id": "another"}),
+        ("/sessions/another/rl/end_session", {}),
+        ("/rl/start_session", {}),
+    ):
+      refused = running.post(path, body, **key)
+      assert refused.status_code == 403, path
+      assert refused.json()["error"]["code"] == "wrong_session"
+      # Who may not ask is not told what there is.
+      assert running.post(path, body).status_code == 401
     full = running.post("/rl/start_session", **header)
     assert full.status_code == 429 and full.headers["retry-after"]
     running.engine.close()

@@ -71,7 +71,12 @@ def load(
   del screen
   config = load_config(directory, **changes)
   weights = policy_files.file_of(directory, "model.safetensors")
-  tensors = safetensors_numpy.load_file(weights)
+  try:
+    tensors = safetensors_numpy.load_file(weights)
+  except safetensors.SafetensorError as error:
+    raise ValueError(
+        f"{weights} is not a whole safetensors file ({error}); copy it again"
+    ) from None
   model = nnx.eval_shape(lambda: tiny_vl.TinyVL(config, nnx.Rngs(0)))
   _fill(model, tensors, mesh, str(weights))
   processor = vision_inputs.TinyVLProcessor(config.max_cells)

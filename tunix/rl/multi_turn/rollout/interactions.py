@@ -36,6 +36,10 @@ TokenPrompt = policy_client.TokenPrompt
 Completion = policy_client.Completion
 
 
+KEY_PREFIX = "tunix-"
+"""What sessions' keys begin with, to be told from a server's token."""
+
+
 class InteractionError(ValueError):
   """A call that was refused and has changed nothing.
 
@@ -141,6 +145,7 @@ class Session:
     """`renderer` is one of `parser/renderer`: render, bridge, decode."""
     self.id, self.key, self.task_id = session_id, key, task_id
     self.ended = False
+    self.busy = 0  # Requests being answered.
     self._renderer = renderer
     self._max_interactions = max_interactions
     self._clock = clock
@@ -417,7 +422,9 @@ class SessionStore:
           "capacity", f"{len(self)} sessions are held; drop ended ones or wait"
       )
     session = self._new_session(
-        secrets.token_urlsafe(18), secrets.token_urlsafe(32), task_id
+        secrets.token_urlsafe(18),
+        KEY_PREFIX + secrets.token_urlsafe(32),
+        task_id,
     )
     self._sessions[session.id] = self._by_key[session.key] = session
     return session
@@ -447,7 +454,7 @@ class SessionStore:
   def sweep(self, now: float | None = None) -> list[str]:
     """Ends, later drops, what was idle; returns the ids that it ended."""
     now = self._clock() if now is None else now
-    idle = lambda s: now - s.last_active >= self._timeout_s
+    idle = lambda s: not s.busy and now - s.last_active >= self._timeout_s
     ended = []
     for session in list(filter(idle, self._sessions.values())):
       if session.ended:

@@ -112,7 +112,8 @@ def parser() -> argparse.ArgumentParser:
       help="of activations and KV cache")
   add("--weights", default="same", choices=("same", "int8"),
       help="int8 halves the matrices' memory (Qwen-VL)")
-  add("--max-sessions", type=int, default=1024, help="open at a time")
+  add("--max-sessions", type=int, default=1024,
+      help="held at a time; ended ones count until they are dropped")
   add("--session-timeout", type=float, default=3600.0, metavar="S",
       help="an idle session ends after so long")
   add("--seed", type=int, default=0)

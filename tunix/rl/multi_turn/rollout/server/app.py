@@ -135,52 +135,61 @@ class App:
     async def run(request: Request) -> Response:
       started = time.monotonic()
       try:
-        self._authorize(request)
+        self._authorize(request, route)
         response = await handler(request)
       except errors.ApiError as error:
         response = _error(error)
       except asyncio.CancelledError:
         raise
+      except starlette_requests.ClientDisconnect:
+        response = _error(_gone())
       except Exception as error:  # pylint: disable=broad-except
-        _LOG.exception("a request to %s failed", route)
-        response = _error(
-            errors.ApiError(
-                500,
-                f"the server failed: {type(error).__name__}: {error}",
-                code="internal_error",
-            )
-        )
+        response = _error(_as_api(error, route))
       self._requests.labels(route, response.status_code).inc()
       self._seconds.labels(route).observe(time.monotonic() - started)
       return response
 
     return run
 
-  def _authorize(self, request: Request) -> None:
+  def _authorize(self, request: Request, route: str) -> None:
     """Finds the session that the request belongs to, if it names one."""
     request.state.session = None
     presented = request.headers.get("authorization", "")
     presented = presented.removeprefix("Bearer ").strip()
     by_key = self._service.by_key(presented) if presented else None
-    named = request.path_params.get("session")
-    if named is not None:
-      request.state.session = self._service.session(named)
-      if by_key is not None and by_key.id != named:
+    trusted = not self._token or hmac.compare_digest(
+        presented.encode("latin-1", "replace"), self._token.encode()
+    )
+    if by_key is None and presented.startswith(interactions.KEY_PREFIX):
+      # Answered without its session, the request would be lost to training.
+      if not self._token or presented != self._token:
         raise errors.ApiError(
-            403, "the key is of another session", code="wrong_session"
+            401, "no session has this key any more", code="unknown_session"
         )
-    elif by_key is not None:
-      request.state.session = by_key
-    if not self._token or by_key is not None:
-      return
-    if request.url.path == "/health":
-      return
-    if not hmac.compare_digest(presented.encode(), self._token.encode()):
+    # The route, not the URL: that is made of what the client says of itself.
+    if not trusted and by_key is None and route != "/health":
       raise errors.ApiError(
           401,
           "give the server's token, or a session's key, as Authorization:"
           " Bearer",
           code="invalid_api_key",
+      )
+    # A key opens its own session and nothing else.
+    request.state.only = None if by_key is None else by_key.id
+    named = request.path_params.get("session")
+    if named is not None:
+      self._check_own(request, named)
+      request.state.session = self._service.session(named)
+    else:
+      request.state.session = by_key
+
+  def _check_own(self, request: Request, session: str | None) -> None:
+    """Refuses a session's key where another session is meant, or none is."""
+    if request.state.only not in (None, session):
+      raise errors.ApiError(
+          403,
+          "a session's key is for that session alone; use the server's token",
+          code="wrong_session",
       )
 
   async def _not_found(self, request: Request, error: Any) -> Response:
@@ -270,8 +279,8 @@ class App:
             item = (0, np.zeros(0, np.int32))
         try:
           answer = task.result()
-        except errors.ApiError as error:
-          yield _event(error.body())
+        except Exception as error:  # pylint: disable=broad-except
+          yield _event(_as_api(error, "a stream").body())
           return
         self._count(answer)
         for i, choice in enumerate(answer.choices):
@@ -282,13 +291,16 @@ class App:
                   choice.completion.versions
               )
           }
+          if asked.logprobs:
+            extra["logprobs"] = responses.logprobs_of(choice.completion, decode)
           if asked.return_token_ids:
             extra["token_ids"] = choice.completion.tokens.tolist()
-          yield _event(
-              responses.chunk(
-                  id_, created, model, i, {}, choice.finish_reason, **extra
-              )
+          event = responses.chunk(
+              id_, created, model, i, {}, choice.finish_reason, **extra
           )
+          if asked.return_token_ids:
+            event["prompt_token_ids"] = answer.prompt_tokens.tolist()
+          yield _event(event)
         if asked.include_usage:
           last = responses.chunk(id_, created, model, 0, {})
           yield _event(
@@ -353,6 +365,7 @@ class App:
   # --- sessions ---------------------------------------------------------------
 
   async def _start_session(self, request: Request) -> Response:
+    self._check_own(request, None)
     body = await self._object(request)
     session = self._service.start(str(body.get("task_id") or ""))
     base = str(request.base_url).rstrip("/")
@@ -365,12 +378,15 @@ class App:
   async def _set_reward(self, request: Request) -> Response:
     body = await self._object(request)
     reward = body.get("reward")
-    if not isinstance(reward, (int, float)) or isinstance(reward, bool):
+    if not isinstance(reward, (int, float)) or isinstance(reward, bool) or (
+        not abs(reward) < 1e30
+    ):
       raise errors.invalid("reward", f"reward must be a number, got {reward!r}")
+    name = body.get("interaction_id")
+    if name is not None and not isinstance(name, str):
+      raise errors.invalid("interaction_id", "interaction_id must be a string")
     with _told():
-      request.state.session.set_reward(
-          body.get("interaction_id"), float(reward)
-      )
+      request.state.session.set_reward(name, float(reward))
     return starlette_responses.JSONResponse({"message": "success"})
 
   async def _end_session(self, request: Request) -> Response:
@@ -385,15 +401,21 @@ class App:
     name = body.get("session_id")
     if not isinstance(name, str):
       raise errors.invalid("session_id", "session_id must be a string")
+    self._check_own(request, name)
     session = self._service.session(name)
     style = body.get("style", "individual")
     if style not in ("individual", "concat"):
       raise errors.invalid(
           "style", f"style must be individual or concat, got {style!r}"
       )
+    discount = body.get("discount", 1.0)
+    if not isinstance(discount, (int, float)) or not 0 <= discount <= 1:
+      raise errors.invalid(
+          "discount", f"discount must be a number in [0, 1], got {discount!r}"
+      )
     with _told():
-      found = session.export(style, discount=float(body.get("discount", 1.0)))
-    return starlette_responses.JSONResponse({
+      found = session.export(style, discount=float(discount))
+    answer = starlette_responses.JSONResponse({
         "interactions": {
             one.id: {
                 "interaction_id": one.id,
@@ -413,6 +435,9 @@ class App:
             for one in found
         }
     })
+    if body.get("drop") is True:
+      await self._service.drop(name)
+    return answer
 
   async def _object(self, request: Request) -> dict[str, Any]:
     body = await _body(request, self._limits)
@@ -461,12 +486,28 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
   try:
     await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
     if not task.done():
-      raise errors.ApiError(499, "the client went away", code="cancelled")
+      raise _gone()
     return task.result()
   finally:
     for pending in (task, watch):
       pending.cancel()
     await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def _gone() -> errors.ApiError:
+  return errors.ApiError(499, "the client went away", code="cancelled")
+
+
+def _as_api(error: Exception, where: str) -> errors.ApiError:
+  """What the client is told of any failure."""
+  if isinstance(error, errors.ApiError):
+    return error
+  _LOG.error("%s failed", where, exc_info=error)
+  return errors.ApiError(
+      500,
+      f"the server failed: {type(error).__name__}: {error}",
+      code="internal_error",
+  )
 
 
 def _error(error: errors.ApiError) -> Response:

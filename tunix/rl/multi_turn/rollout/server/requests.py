@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn import policy_client
@@ -381,7 +380,7 @@ def _in_range(
   if value is None:
     return default
   good = isinstance(value, kind) and not isinstance(value, bool)
-  if not good or not math.isfinite(value) or not low <= value <= high:
+  if not good or not low <= value <= high:  # Not a number is in no range.
     number = "an integer" if kind is int else "a number"
     raise errors.invalid(
         name, f"{name} must be {number} in [{low}, {high}], got {value!r}"

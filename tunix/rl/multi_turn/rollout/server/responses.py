@@ -120,7 +120,7 @@ def whole(
         "message": choice.message | {"refusal": None},
         "finish_reason": choice.finish_reason,
         "logprobs": (
-            _logprobs(choice.completion, decode) if logprobs else None
+            logprobs_of(choice.completion, decode) if logprobs else None
         ),
         "policy_versions": version_spans(choice.completion.versions),
     }
@@ -146,7 +146,7 @@ def version_spans(versions_S: np.ndarray) -> list[list[int]]:
   return [[int(i), int(versions_S[i])] for i in starts]
 
 
-def _logprobs(
+def logprobs_of(
     completion: policy_client.Completion, decode: Callable[[Sequence[int]], str]
 ) -> dict[str, Any]:
   content = []

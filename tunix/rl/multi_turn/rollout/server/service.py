@@ -160,7 +160,9 @@ class Service:
       return await self._fresh(request, None, None, on_tokens, answer_id)
     turns = self._turns.get(session.id)
     if turns is None:
-      turns = self._turns[session.id] = _Turns(session.id)
+      turns = _Turns(session.id)
+      if not session.ended:
+        self._turns[session.id] = turns
     key = hashlib.sha256(body).hexdigest()
     there = turns.by_body.get(key)
     if there is None:
@@ -219,6 +221,8 @@ class Service:
           retry_after_s=1.0,
       )
     self.running += 1
+    if session is not None:
+      session.busy += 1
     try:
       messages = await self._load_images(request.messages)
       return await self._sample(
@@ -226,6 +230,9 @@ class Service:
       )
     finally:
       self.running -= 1
+      if session is not None:
+        session.busy -= 1
+        session.touch()
 
   async def _sample(
       self, request, messages, session, turns, on_tokens, answer_id
@@ -386,6 +393,11 @@ class Service:
       return self.store.get(session_id)
     except interactions.InteractionError as error:
       raise of_interaction(error) from None
+
+  async def drop(self, session_id: str) -> None:
+    """Forgets a session and all of its interactions."""
+    await self.forget(session_id)
+    self.store.drop(session_id)
 
   def by_key(self, key: str) -> interactions.Session | None:
     """The session whose secret this is, if it is one."""
