@@ -38,7 +38,7 @@ train: $(STAMP)$(BROWSER) ## train on the built-in desktop; ARGS are overrides
 	@exec $(PY) -m tunix.rl.multi_turn.train $(ARGS)
 
 test: $(STAMP)-dev ## run the tests; TESTS=path, ARGS='-k name'
-	@exec $(PY) -m pytest $(ARGS) $(TESTS)
+	@exec $(PY) -m pytest -n 2 --dist loadfile $(ARGS) $(TESTS)
 
 lint: $(STAMP)-dev ## check the style
 	@$(PY) -m ruff check .

@@ -456,7 +456,14 @@ class QueueMachine(stateful.RuleBasedStateMachine):
   @stateful.rule(ticket=stateful.consumes(tickets), lag=st.integers(0, 2))
   def put(self, ticket, lag):
     oldest = max(0, ticket.start_version - lag)
-    self.q.put(group(ticket.index, oldest), ticket, timeout=0)
+    room = len(self.ready) < self.q.capacity
+    try:
+      self.q.put(group(ticket.index, oldest), ticket, timeout=0)
+    except std_queue.Full:
+      # Weights moved on without anybody having taken what is ready.
+      assert not room
+      self.release(ticket)
+      return
     del self.running[ticket.index]
     self.ready[ticket.index] = oldest
     self.drop_stale()

@@ -394,6 +394,29 @@ def test_a_client_that_goes_away_frees_its_slot_and_leaves_no_trace(running):
   assert done.choices[0].token_ids
 
 
+def test_who_still_waits_is_answered_when_the_first_sender_has_gone(running):
+  session = start(running)
+  url = f"{running.url}/sessions/{session['session_id']}/v1/chat/completions"
+  body = {
+      "model": MODEL, "max_tokens": 32,
+      "messages": [screenshot(9, "wait")],
+  }  # pyformat: disable
+
+  async def impatient_and_patient():
+    async with httpx.AsyncClient(timeout=60) as client:
+      first = asyncio.create_task(client.post(url, json=body))
+      await asyncio.sleep(0.005)
+      second = asyncio.create_task(client.post(url, json=body))
+      await asyncio.sleep(0.005)
+      first.cancel()
+      return await second
+
+  for _ in range(5):
+    assert asyncio.run(impatient_and_patient()).status_code == 200
+  assert len(export(running, session)) == 1
+  running.settled()
+
+
 def test_an_ended_session_refuses_and_still_exports(running):
   session = start(running)
   path = f"/sessions/{session['session_id']}"

@@ -61,7 +61,8 @@ class _Turns:
   """What is kept of a session beside its interactions.
 
   Attributes:
-    by_body: hash of a body -> its answer, there or on its way.
+    by_body: hash of a body -> its answer, there or on its way. It is sampled
+      for all who ask, and cancelled when none of them is left.
     count: requests so far, for their seeds.
     closed: no cache is kept any more.
   """
@@ -69,13 +70,45 @@ class _Turns:
   _KEPT = 8  # Caches a session may hold; an engine evicts idle ones anyway.
 
   def __init__(self, session_id: str):
-    self.by_body: dict[str, asyncio.Future[responses.Answer]] = {}
+    self.by_body: dict[str, asyncio.Task[responses.Answer]] = {}
+    self._asking: collections.Counter[asyncio.Task[Any]] = collections.Counter()
     self.count = 0
     self.closed = False
     self._id = session_id
     self._made = 0
     self._cache_of: dict[str, str] = {}  # Interaction -> the client's session.
     self._idle: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+  async def wait_for(
+      self, task: asyncio.Task[responses.Answer], key: str
+  ) -> responses.Answer:
+    self._asking[task] += 1
+    try:
+      return await asyncio.shield(task)
+    except asyncio.CancelledError:
+      if self.closed and task.cancelled():
+        raise errors.ApiError(
+            409, "the session was ended", code="session_ended"
+        ) from None
+      raise
+    finally:
+      self._asking[task] -= 1
+      if not self._asking[task]:
+        del self._asking[task]
+        if not task.done():
+          # Gone at once: who asks now must not wait for what is cancelled.
+          if self.by_body.get(key) is task:
+            del self.by_body[key]
+          task.cancel()
+          await asyncio.wait({task})  # Its slot is free when this returns.
+
+  def forget_failed(
+      self, key: str, task: asyncio.Task[responses.Answer]
+  ) -> None:
+    """A request that failed is a new one when it is repeated."""
+    failed = task.cancelled() or task.exception() is not None
+    if failed and self.by_body.get(key) is task:
+      del self.by_body[key]
 
   def take_cache(self, parent: str | None) -> str:
     """The client's session that holds `parent`'s tokens, or a new one."""
@@ -99,6 +132,8 @@ class _Turns:
   def close(self) -> list[str]:
     """Ends all of it; returns the client's sessions to release."""
     self.closed = True
+    for task in list(self._asking):
+      task.cancel()
     return list(self._idle)
 
 
@@ -164,34 +199,14 @@ class Service:
       if not session.ended:
         self._turns[session.id] = turns
     key = hashlib.sha256(body).hexdigest()
-    there = turns.by_body.get(key)
-    if there is None:
-      there = asyncio.get_running_loop().create_future()
-      turns.by_body[key] = there
-      try:
-        answer = await self._fresh(
-            request, session, turns, on_tokens, answer_id
-        )
-      except BaseException as error:
-        # Nothing was sampled that anybody could have: a repeated request is
-        # a new one. Those who waited repeat it themselves.
-        del turns.by_body[key]
-        if isinstance(error, asyncio.CancelledError):
-          there.set_exception(
-              errors.ApiError(
-                  503,
-                  "the same request was cancelled by its first sender",
-                  code="cancelled",
-                  retry_after_s=0.1,
-              )
-          )
-        else:
-          there.set_exception(error)
-        there.exception()  # Seen, though perhaps nobody waits.
-        raise
-      there.set_result(answer)
-      return answer
-    return await asyncio.shield(there)
+    task = turns.by_body.get(key)
+    if task is None:
+      task = asyncio.ensure_future(
+          self._fresh(request, session, turns, on_tokens, answer_id)
+      )
+      turns.by_body[key] = task
+      task.add_done_callback(lambda done: turns.forget_failed(key, done))
+    return await turns.wait_for(task, key)
 
   async def _fresh(
       self,
