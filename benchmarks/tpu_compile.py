@@ -277,7 +277,10 @@ def table(report, name):
       "accumulate": {
           "arguments": plan["parameters"] + plan["gradients"] + plan["batch"],
           "temporary": (
-              plan["new_gradients"] + plan["cast"] + plan["activations"]
+              plan["new_gradients"]
+              + plan["cast"]
+              + plan["activations"]
+              + plan["heap_gaps"]
           ),
       },
       "apply": {
@@ -301,6 +304,8 @@ def table(report, name):
       "|---|---|---|---|",
   ]
   rows["peak"] = rows["total"]
+  if name == "accumulate":
+    rows["peak"] -= plan["heap_gaps"]
   for row in ("arguments", "outputs", "temporary", "total", "peak"):
     real, planned = used[row] / GIB, rows[row] / GIB
     off = f"{planned / real - 1:+.0%}" if real > 0.01 else ""
