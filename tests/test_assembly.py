@@ -55,6 +55,7 @@ def test_screenshots_share_the_pixels_of_a_trajectory():
 
 
 @hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.example(16, 17, 65536)
 @hypothesis.given(
     st.integers(16, 400), st.integers(16, 400), st.integers(256, 90_000)
 )

@@ -258,7 +258,7 @@ def _processor(
         processor.max_pixels, *pixels[_BUDGET], processor.factor
     )
     least = processor.min_pixels
-    if least > most:  # Near each other they would round up past the limit.
+    if 4 * least > most:  # Near each other, sides round up past the limit.
       least = processor.factor**2
     processor = make(min_pixels=least, max_pixels=most)
   return processor
