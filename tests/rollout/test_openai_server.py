@@ -336,6 +336,43 @@ def test_an_episode_is_one_token_exact_sequence(running, by):
   assert sum(map(sum, masks)) == sum(mask)
 
 
+def test_every_choice_of_a_turn_can_be_rewarded(running):
+  session = start(running)
+  path = f"/sessions/{session['session_id']}"
+  many = ask(running.client(path), [{"role": "user", "content": "n"}], n=3)
+  for i, choice in enumerate(many.choices):
+    body = {"reward": i, "interaction_id": choice.interaction_id}
+    assert running.post(f"{path}/rl/set_reward", body).status_code == 200
+  found = export(running, session, discount=0)
+  rewards = {name: one["reward"] for name, one in found.items()}
+  assert rewards == {c.interaction_id: i for i, c in enumerate(many.choices)}
+
+
+def test_tools_that_may_not_be_called_do_not_break_the_sequence(running):
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  tools = [{"type": "function", "function": {"name": "f"}}]
+  history = [{"role": "user", "content": "a"}]
+  first = ask(client, history, tools=tools, tool_choice="none")
+  said = first.choices[0].message.content
+  history += [
+      {"role": "assistant", "content": said},
+      {"role": "user", "content": "b"},
+  ]
+  ask(client, history, tools=tools)
+  assert len(export(running, session, style="concat")) == 1
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    running, monkeypatch
+):
+  renderer = running.app._service.policy.renderer
+  monkeypatch.setattr(renderer, "_encode_text", None)
+  messages = [{"role": "user", "content": "word " * 100_000}]
+  with pytest.raises(openai.BadRequestError, match="cannot fit the context"):
+    ask(running.client(), messages)
+
+
 def test_a_repeated_request_gets_the_same_completion(running):
   session = start(running)
   url = f"{running.url}/sessions/{session['session_id']}/v1/chat/completions"

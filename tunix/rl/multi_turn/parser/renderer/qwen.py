@@ -24,6 +24,7 @@ import tokenizers
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn import trajectory
 
+_CACHED_CHARACTERS = 16384
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -61,7 +62,9 @@ class QwenRenderer:
     self._vision_end = self._id("<|vision_end|>")
     self.image_token_id = self._id("<|image_pad|>")
     self.stop_token_ids = (self.end_of_turn_id,)
-    self._encode = functools.lru_cache(maxsize=cached_texts)(self._encode_text)
+    self.longest_token = max(map(len, backend.get_vocab()))
+    """Bytes: n tokens never stand for more than n times as many characters."""
+    self._cached = functools.lru_cache(maxsize=cached_texts)(self._encode_text)
 
   def render(
       self,
@@ -128,6 +131,11 @@ class QwenRenderer:
     if found is None:
       raise ValueError(f"the tokenizer has no token {token!r}")
     return found
+
+  def _encode(self, text: str) -> tuple[int, ...]:
+    # The cache is bounded by texts, so it must not hold long ones.
+    short = len(text) <= _CACHED_CHARACTERS
+    return self._cached(text) if short else self._encode_text(text)
 
   def _encode_text(self, text: str) -> tuple[int, ...]:
     return tuple(self._encoder.encode(text, add_special_tokens=False).ids)

@@ -126,8 +126,11 @@ class App:
   async def _sweep(self) -> None:
     while True:
       await asyncio.sleep(_SWEEP_S)
-      for session in self._service.store.sweep(time.monotonic()):
-        await self._service.forget(session)
+      for session in self._service.store.sweep():
+        try:
+          await self._service.forget(session)
+        except Exception:  # pylint: disable=broad-except
+          _LOG.exception("session %s was not freed", session)
 
   def _guarded(self, route: str, handler: Handler) -> Handler:
     """Authorizes, counts, and gives every failure OpenAI's shape."""
@@ -289,7 +292,8 @@ class App:
           extra: dict[str, Any] = {
               "policy_versions": responses.version_spans(
                   choice.completion.versions
-              )
+              ),
+              "interaction_id": responses.interaction_id(answer.id, i),
           }
           if asked.logprobs:
             extra["logprobs"] = responses.logprobs_of(choice.completion, decode)

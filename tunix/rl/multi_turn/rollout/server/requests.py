@@ -38,6 +38,11 @@ class Limits:
   images: int = 64
   body_bytes: int = 64 << 20
 
+  def __post_init__(self):
+    for name in ("max_new_tokens", "n", "body_bytes"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+
 
 @dataclasses.dataclass(frozen=True)
 class ChatRequest:
@@ -153,7 +158,8 @@ def chat(body: Mapping[str, Any], limits: Limits) -> ChatRequest:
       stream=stream,
       include_usage=_flag(options, "include_usage"),
       logprobs=_flag(body, "logprobs"),
-      tools=() if choice == "none" else tools,
+      # Shown all the same: hidden, they would break the session's sequence.
+      tools=tools,
       parse_tools=choice != "none" and bool(tools),
       return_token_ids=_flag(body, "return_token_ids"),
   )

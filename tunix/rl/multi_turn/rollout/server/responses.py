@@ -123,6 +123,7 @@ def whole(
             logprobs_of(choice.completion, decode) if logprobs else None
         ),
         "policy_versions": version_spans(choice.completion.versions),
+        "interaction_id": interaction_id(answer.id, i),
     }
     if token_ids:
       entry["token_ids"] = choice.completion.tokens.tolist()
@@ -138,6 +139,11 @@ def whole(
   if token_ids:
     result["prompt_token_ids"] = answer.prompt_tokens.tolist()
   return result
+
+
+def interaction_id(answer_id: str, index: int) -> str:
+  """Under which a choice is stored, and can be rewarded."""
+  return f"{answer_id}-{index}" if index else answer_id
 
 
 def version_spans(versions_S: np.ndarray) -> list[list[int]]:

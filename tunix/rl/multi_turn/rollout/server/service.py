@@ -253,6 +253,15 @@ class Service:
       self, request, messages, session, turns, on_tokens, answer_id
   ) -> responses.Answer:
     shown = _with_tools(messages, request.tools, self.policy.parser)
+    if _characters(shown) > (
+        self.policy.context_length * self.policy.renderer.longest_token
+    ):  # Tokenising it would hold up everybody else.
+      raise errors.invalid(
+          "messages",
+          "the messages cannot fit the context of"
+          f" {self.policy.context_length} tokens; shorten them",
+          "context_length_exceeded",
+      )
     pending = None
     number = 0
     if session is None:
@@ -284,7 +293,7 @@ class Service:
     seed = request.sampling.seed
     if seed is None and session is not None:
       seed = _seed_of(self._seed, session.id, number)
-    ids = [f"{answer_id}-{i}" if i else answer_id for i in range(request.n)]
+    ids = [responses.interaction_id(answer_id, i) for i in range(request.n)]
     if turns is None:
       names = [f"request/{i}" for i in ids]
     else:
@@ -379,10 +388,11 @@ class Service:
               image = await self._loader.load(part["url"])
             except media.MediaError as error:
               raise errors.ApiError(
-                  400,
+                  503 if error.retryable else 400,
                   str(error),
                   code=error.code,
                   param=f"messages[{i}].content[{j}].image_url",
+                  retry_after_s=1.0 if error.retryable else None,
               ) from None
             part = {"type": "image", "image": image}
           parts.append(part)
@@ -470,6 +480,18 @@ def _with_tools(
     content = "".join(part["text"] for part in content)
   text = f"{content}\n\n{shown}" if content else shown
   return [{"role": "system", "content": text}, *messages[1:]]
+
+
+def _characters(messages: Sequence[requests.Message]) -> int:
+  """Of the messages' text."""
+  total = 0
+  for message in messages:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+      total += len(content)
+    else:
+      total += sum(len(part.get("text", "")) for part in content)
+  return total
 
 
 def _seed_of(seed: int, session: str, number: int) -> int:
