@@ -450,11 +450,10 @@ def _is_tiny_vl(name: str) -> bool:
   if name in BUILT_IN:
     return name == "tiny_vl"
   try:
-    return policy_checkpoint.load_config(name).__class__ is (
-        tiny_vl.TinyVLConfig
-    )
+    found = policy_checkpoint.load_config(name)
   except (OSError, ValueError):
     return False  # Loading it will say what is wrong.
+  return isinstance(found, tiny_vl.TinyVLConfig)
 
 
 def warm_start_source(config: TrainConfig) -> str:

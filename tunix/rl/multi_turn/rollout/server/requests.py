@@ -169,11 +169,7 @@ def _refuse_unserved(body: Mapping[str, Any]) -> None:
   for name, value in body.items():
     if name in _KNOWN or name in _NO_EFFECT or value is None:
       continue
-    neutral = _NEUTRAL.get(name)
-    if neutral is None:
-      if name == "chat_template":
-        raise _unsupported(name, "a template of the request's own")
-      raise _unsupported(name, value)
+    neutral = _NEUTRAL.get(name, ())
     if value not in neutral:
       raise _unsupported(name, value)
 
