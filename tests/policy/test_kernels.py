@@ -190,6 +190,79 @@ def test_splash_is_what_a_tpu_program_holds():
   assert "tpu_custom_call" not in plain.mlir_module()
 
 
+@pytest.mark.parametrize("places", (2 * 256 * 128, 1 << 27))
+def test_chunks_for_a_flash_kernel_equal_the_reference(places, monkeypatch):
+  """What surrounds cuDNN's kernel, around XLA's implementation of the same."""
+  monkeypatch.setattr(kernels, "MAX_MASK", places)
+  rng = np.random.default_rng(9)
+  b, t, n, kv, h, reach = 2, 256, 4, 2, 8, 64
+  q, k, v = (random(rng, b, t, heads, h) for heads in (n, kv, kv))
+  segments = packed(rng, b, t)
+  images = np.repeat(rng.permuted(np.arange(16)), 32).reshape(b, t)
+  causal = kernels._causal_local
+  image = functools.partial(kernels._image_local, reach=reach, cut=True)
+  shared = np.where(segments == 2, 1, -1)
+  for run, keys, ids in (
+      (causal, (k, v), (segments,)),
+      (causal, (k, v), (segments, shared)),
+      (image, (q + 1, q - 1), (images,)),
+  ):
+
+    def value(flash, *qkv):
+      return jnp.sum(jnp.sin(run(*qkv, *ids, flash=flash)))
+
+    got, want = (
+        jax.value_and_grad(functools.partial(value, f), argnums=(0, 1, 2))(
+            q, *keys
+        )
+        for f in ("xla", None)
+    )
+    for a, b_ in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+      np.testing.assert_allclose(a, b_, atol=1e-4)
+
+
+def test_cudnn_is_what_a_gpu_program_holds(monkeypatch):
+  """Values, gradients, rows and images; other dtypes stay with XLA."""
+  from jax._src.cudnn import fused_attention_stablehlo as fused  # pylint: disable=g-import-not-at-top
+
+  class Installed:  # No cuDNN on a machine without a GPU.
+
+    @staticmethod
+    def cudnn_get_version():
+      return 91000
+
+  monkeypatch.setattr(fused, "cuda_versions", Installed)
+  ids = jax.ShapeDtypeStruct((1, 256), jnp.int32)
+
+  def module(dtype, run):
+    q, k = (jax.ShapeDtypeStruct((1, 256, n, 64), dtype) for n in (2, 1))
+
+    def value(q, k, v, ids):
+      return jnp.sum(run(q, k, v, ids).astype(jnp.float32))
+
+    with kernels.compile_for("gpu"):
+      program = jax.jit(jax.grad(value, argnums=(0, 1, 2)))
+      exported = jax.export.export(
+          program,
+          platforms=["cuda"],
+          # Its version is the machine's business, not the file's.
+          disabled_checks=[
+              jax.export.DisabledSafetyCheck.custom_call(name)
+              for name in (
+                  "__cudnn$fmhaScaleBiasSoftmax",
+                  "__cudnn$fmhaScaleBiasSoftmaxBackward",
+              )
+          ],
+      )(q, k, k, ids)
+    return exported.mlir_module()
+
+  rows = lambda *args: kernels.causal_attention(*args)
+  images = lambda q, k, v, ids: kernels.image_attention(q, q, q, ids, 64)
+  for run in (rows, images):
+    assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in module(jnp.bfloat16, run)
+    assert "__cudnn" not in module(jnp.float32, run)
+
+
 def test_bfloat16_products_are_summed_in_float32():
   rng = np.random.default_rng(7)
   x = jnp.asarray(random(rng, 3, 5, 512), jnp.bfloat16)

@@ -1,11 +1,12 @@
 """Attention and matrix products, the best way each backend has for them.
 
 The one place that asks what the program is compiled for. On TPU attention, of
-rows and of images, is the splash kernel that ships with JAX; everywhere else
-(and where the kernel does not apply) attention is plain XLA in chunks of
-queries, whose scores are computed again in the backward pass. On CPU, products
-of bfloat16 operands are summed into float32 outputs, which is several times
-faster there than bfloat16 outputs.
+rows and of images, is the splash kernel that ships with JAX; on GPU it is
+cuDNN's flash attention, in chunks of queries whose masks are affordable;
+everywhere else (and where a kernel does not apply) attention is plain XLA in
+chunks of queries, whose scores are computed again in the backward pass. On
+CPU, products of bfloat16 operands are summed into float32 outputs, which is
+several times faster there than bfloat16 outputs.
 
 On a mesh, attention runs on all tokens of a device's rows with a part of the
 heads: what is split along the tokens (axis `sequence`) is exchanged for heads
@@ -36,6 +37,9 @@ _NEG = -1e30
 
 MAX_SCORES = 1 << 26
 """Attention scores of images that exist at a time; more go block by block."""
+
+MAX_MASK = 1 << 27
+"""Places of a mask for cuDNN that exist at a time, three bytes each."""
 
 _target: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "target", default=None
@@ -162,25 +166,33 @@ def causal_attention(
   run = _causal_local
   if prefix_BT is None and _splash_applies(q_BTNH, 128):
     run = _splash_local
+  elif _cudnn_applies(q_BTNH, q_BTNH.shape[1]):
+    run = functools.partial(_causal_local, flash="cudnn")
   return _over_mesh(run, q_BTNH, k_BTKH, v_BTKH, ids, mesh, "tensor")
 
 
 def _causal_local(
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT=None
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT=None, *, flash=None
 ) -> jax.Array:
-  """In XLA, in chunks of queries."""
-  t = q_BTNH.shape[1]
-  k, v = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-  chunk = max(128, -(-t // 1024) * 128)
+  """In chunks of queries, by XLA or an implementation that `jax.nn` names."""
+  b, t = segments_BT.shape
+  if flash:
+    k, v, axis = k_BTKH, v_BTKH, 1
+    chunk = max(1, MAX_MASK // (b * t * 128)) * 128
+    attend_ = functools.partial(_flash, implementation=flash)
+  else:
+    k, v, axis = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), 2
+    chunk = max(128, -(-t // 1024) * 128)
+    attend_ = attend if t <= chunk else jax.checkpoint(attend)
 
   def part(start: int, end: int) -> jax.Array:
     mask = segments_BT[:, start:end, None] == segments_BT[:, None, :end]
     if prefix_BT is not None:
       mask |= prefix_BT[:, start:end, None] == segments_BT[:, None, :end]
     mask &= np.tri(end - start, end, start, dtype=bool)
-    attend_ = attend if t <= chunk else jax.checkpoint(attend)
     # A chunk needs the keys up to its own end only.
-    return attend_(q_BTNH[:, start:end], k[:, :, :end], v[:, :, :end], mask)
+    seen = (jax.lax.slice_in_dim(x, 0, end, axis=axis) for x in (k, v))
+    return attend_(q_BTNH[:, start:end], *seen, mask)
 
   parts = [part(i, min(i + chunk, t)) for i in range(0, t, chunk)]
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
@@ -218,12 +230,15 @@ def image_attention(
   if _splash_applies(q_SPNH, 8) and q_SPNH.shape[3] >= 64:
     run = functools.partial(_splash_local, reach=reach)
   else:
-    run = functools.partial(_image_local, reach=reach, cut=cut)
+    flash = "cudnn" if _cudnn_applies(q_SPNH, reach) else None
+    run = functools.partial(_image_local, reach=reach, cut=cut, flash=flash)
   return _over_mesh(run, q_SPNH, k_SPNH, v_SPNH, (segments_SP,), mesh, tensor)
 
 
-def _image_local(q_SPNH, k_SPNH, v_SPNH, segments_SP, *, reach, cut):
-  """In XLA, blocks of queries with their neighbourhoods."""
+def _image_local(
+    q_SPNH, k_SPNH, v_SPNH, segments_SP, *, reach, cut, flash=None
+):
+  """Blocks of queries with their neighbourhoods; see `_causal_local`."""
   s, p, heads, head_dim = q_SPNH.shape
   block = min(reach, p)
   blocks = -(-p // block)
@@ -255,11 +270,17 @@ def _image_local(q_SPNH, k_SPNH, v_SPNH, segments_SP, *, reach, cut):
   if cut:
     distance = np.arange(span)[None, :] - np.arange(block)[:, None]
     mask &= np.abs(distance - (span - block) // 2) <= reach
-  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-  if block * span * heads * s * blocks <= MAX_SCORES:
-    mixed = attend(q, k, v, mask)
-  else:  # One block's scores at a time, in either direction.
-    one = jax.checkpoint(lambda x: attend(*(a[None] for a in x))[0])
+  if flash:
+    attend_ = functools.partial(_flash, implementation=flash)
+    at_once = mask.size <= MAX_MASK
+  else:
+    attend_ = attend
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    at_once = mask.size * heads <= MAX_SCORES
+  if at_once:
+    mixed = attend_(q, k, v, mask)
+  else:  # One block at a time, in either direction.
+    one = jax.checkpoint(lambda x: attend_(*(a[None] for a in x))[0])
     mixed = jax.lax.map(one, (q, k, v, mask))
   return mixed.reshape(s, blocks * block, heads, head_dim)[:, :p]
 
@@ -304,6 +325,28 @@ def _over_mesh(
       check_vma=False,
   )(q_BTNH, k_BTKH, v_BTKH, *ids)
   return sharding.constrain(mixed, mesh, *sharding.TOKENS, tensor)
+
+
+# --- cuDNN's attention -----------------------------------------------------
+
+
+def _cudnn_applies(q_BTNH: jax.Array, block: int) -> bool:
+  """To half precision and heads it knows, for even numbers of queries."""
+  h = q_BTNH.shape[3]
+  half = q_BTNH.dtype in (jnp.bfloat16, jnp.float16)
+  even = min(block, q_BTNH.shape[1]) % 2 == 0
+  return backend() == "gpu" and half and even and h <= 128 and h % 8 == 0
+
+
+def _flash(q_BTNH, k_BCKH, v_BCKH, mask_BTC, *, implementation) -> jax.Array:
+  """As `attend`, but tokens lie outside heads; no scores are ever stored."""
+  return jax.nn.dot_product_attention(
+      q_BTNH,
+      k_BCKH,
+      v_BCKH,
+      mask=mask_BTC[:, None],
+      implementation=implementation,
+  )
 
 
 # --- splash attention ------------------------------------------------------
