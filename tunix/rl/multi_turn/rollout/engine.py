@@ -5,8 +5,11 @@ number of event loops may await completions.
 
 Promises:
 - A prompt that extends its session's tokens is prefilled from where it
-  differs, images included. More sessions than slots is no error: requests
-  wait in order, idle sessions are evicted and prefilled again later.
+  differs, images included, and so is one that begins as another session's
+  does: keys and values lie in pages that sequences share. More sessions than
+  there is room for is no error: requests wait in order, idle sessions lose
+  their pages, and the latest requests are preempted; all of it is computed
+  again later.
 - Equal (prompt, seed, weights) give equal tokens whatever else is in the
   batch, up to the rounding of differently shaped programs; in lockstep mode
   every result is equal to the bit. Without a seed, no two requests share
@@ -78,6 +81,10 @@ class RolloutEngine:
       decode_steps_per_call: int = 8,
       on_update: str = "keep_kv",
       update_policy: str = "immediate",
+      page_size: int | None = None,
+      cache_tokens: int | None = None,
+      share_prefixes: bool | None = None,
+      prefill_calls_per_round: int | None = 16,
       vision_cache_tokens: int | None = None,
       patch_cache_bytes: int = 256 << 20,
       version: int = 0,
@@ -89,13 +96,13 @@ class RolloutEngine:
         through `update_weights`.
       processor: the policy's host side.
       image_store: where prompts' images are found.
-      slots: sessions whose KV cache is held at one time.
+      slots: requests that run at a time; more wait.
       context_length: tokens a sequence may have, sampled ones included.
-      decode_rows: sessions of one decode call; more go into further calls. An
+      decode_rows: requests of one decode call; more go into further calls. An
         accelerator wants all slots in one call; on a CPU a few rows are as
         fast a row, and waste less when few episodes run. None: 16 on a CPU,
         else `slots`.
-      prefill_rows: sessions of one prefill call. None: 8 on a CPU, whose
+      prefill_rows: requests of one prefill call. None: 8 on a CPU, whose
         caches then hold the activations, else `slots`.
       prefill_buckets: tokens a row of a prefill call; the largest is the
         chunk length. None: 32 on a CPU, else 64 and 256.
@@ -119,6 +126,15 @@ class RolloutEngine:
         "recompute" prefills everything again with the new ones.
       update_policy: "immediate", also in the middle of a completion, or
         "between_turns", once running completions have ended.
+      page_size: tokens of a page of the KV cache. None: as the smallest of
+        `prefill_buckets`.
+      cache_tokens: tokens whose keys and values are held at a time, by what
+        runs and by what rests. None: `slots` whole contexts.
+      share_prefixes: whether sessions whose tokens begin alike share pages.
+        None: unless in lockstep, where a result shall not depend, to the
+        bit, on who else is there.
+      prefill_calls_per_round: so many prefill calls, then whoever is ready
+        decodes, so that long prompts do not hold up the others. None: all.
       vision_cache_tokens: vision tokens kept on the device; None: half of
         all slots' contexts.
       patch_cache_bytes: patches kept on the host.
@@ -168,13 +184,27 @@ class RolloutEngine:
       prefill_buckets = (32,) if on_cpu else (64, 256)
     if window_buckets is None:
       window_buckets = (context_length // 2,) if context_length >= 256 else ()
+    if page_size is None:
+      page_size = min(min(prefill_buckets), context_length)
+    if page_size < 1:
+      raise ValueError(f"page_size must be >= 1, got {page_size}")
+    if cache_tokens is None:
+      cache_tokens = slots * context_length
+    if cache_tokens < context_length:
+      raise ValueError(
+          f"cache_tokens must be >= context_length={context_length}, so that"
+          f" one sequence can always end; got {cache_tokens}"
+      )
+    # A window is a whole number of pages.
+    pages_of = lambda tokens: -(-tokens // page_size)
+    context_pages = pages_of(context_length)
     shapes = scheduler_lib.Shapes(
         decode_rows=tuple(min(r, slots) for r in decode_rows),
         prefill_rows=tuple(min(r, slots) for r in prefill_rows),
         tokens=tuple(min(t, context_length) for t in prefill_buckets),
-        windows=(
-            *(w for w in window_buckets if w < context_length),
-            context_length,
+        windows=tuple(
+            min(pages_of(w), context_pages) * page_size
+            for w in (*window_buckets, context_length)
         ),
         images=tuple(image_buckets),
         patches=tuple(patch_buckets),
@@ -185,6 +215,9 @@ class RolloutEngine:
         model,
         slots=slots,
         context_length=context_length,
+        # Ends of pages stay empty, and page 0 altogether.
+        pages=1 + max(pages_of(cache_tokens), context_pages),
+        page_size=page_size,
         banned_token_ids=tuple(banned_token_ids),
         vision_tokens=vision_cache_tokens,
         patch_bytes=processor.patch_bytes,
@@ -200,6 +233,8 @@ class RolloutEngine:
         seed=seed,
         on_update=on_update,
         update_policy=update_policy,
+        share=not lockstep if share_prefixes is None else share_prefixes,
+        prefill_calls=None if lockstep else prefill_calls_per_round,
     )
     self._scheduler.version = version
     self._shapes = shapes
@@ -225,6 +260,7 @@ class RolloutEngine:
       *,
       session: str,
       on_tokens: Callable[[np.ndarray], None] | None = None,
+      priority: int = 0,
   ) -> policy_client.Completion:
     """Samples one completion; cancelling the await frees its slot.
 
@@ -234,6 +270,7 @@ class RolloutEngine:
       session: whose cache is extended.
       on_tokens: called on the awaiting loop with int32[S] of new tokens, a
         few at a time, before the completion of them all is returned.
+      priority: the lower is served first, and preempted last.
 
     Raises:
       ContextLimitError: the prompt leaves no room to sample.
@@ -243,7 +280,13 @@ class RolloutEngine:
     self._validate(prompt, sampling)
     loop = asyncio.get_running_loop()
     request = slots_lib.Request(
-        session, prompt, sampling, loop, loop.create_future(), on_tokens
+        session,
+        prompt,
+        sampling,
+        loop,
+        loop.create_future(),
+        on_tokens,
+        priority,
     )
     self._post(("submit", request))
     try:
@@ -380,7 +423,9 @@ class RolloutEngine:
         "waiting": len(scheduler.slots.waiting),
         "active": sum(r is not None for r in scheduler.slots.requests),
         "sessions": len(scheduler.slots.sessions),
-        "evictions": scheduler.slots.evictions,
+        "pages": scheduler.pages.capacity,
+        "pages_held": scheduler.pages.capacity - scheduler.pages.available,
+        "shared_tokens": scheduler.pages.found * self._programs.page_size,
         "version": scheduler.version,
         "compile_count": self._programs.compile_count,
         "compile_seconds": self._programs.compile_seconds,
@@ -523,7 +568,7 @@ class RolloutEngine:
     if any(s.request is None for s in slots.sessions.values()):
       scheduler.counters.lockstep_timeouts += 1
     lot = sorted(slots.waiting, key=lambda r: slots.sessions[r.session].order)
-    slots.waiting = collections.deque(lot)
+    slots.renumber(lot)
     scheduler.lot = lot
 
   def _step(self) -> None:

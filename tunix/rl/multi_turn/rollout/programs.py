@@ -1,22 +1,23 @@
 """The engine's device side: buffers, and programs of fixed shape over them.
 
 Three programs: `encode` turns patches into vision tokens and scatters them
-into a pool, `prefill` appends prompt tokens to slots' KV caches, `decode`
-samples several tokens a slot in one loop. Each is compiled ahead of time for
+into a pool, `prefill` appends prompt tokens to rows' KV caches, `decode`
+samples several tokens a row in one loop. A row's cache lies in pages of a
+fixed number of tokens, which its caller names. Each is compiled ahead of time for
 the (rows, tokens, window) buckets it is called with, so that after `compile`
 has seen every bucket nothing is ever compiled again: a call whose shape was
 not announced is compiled on the spot and counted.
 
 Promises: KV cache and vision pool are donated, hence updated in place;
-parameters are never donated. A program reads and writes only the first
-`window` positions of the cache.
+parameters are never donated. A program reads and writes only the pages of the
+first `window` positions of its rows; page 0 stays zero.
 
 Does not decide what runs when, or know sessions; not thread-safe, except for
 `compile`.
 
 Axis names: R = rows of a call, T = tokens of a row, K = steps of a decode
-call, S = images of a call, P = patches of an image, F = bytes of a patch,
-V = vision tokens of an image, C = cache length.
+call, N = pages of a row, S = images of a call, P = patches of an image,
+F = bytes of a patch, V = vision tokens of an image.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class Variant:
 
   Attributes:
     kind: "encode", "prefill" or "decode".
-    rows: images of an encode call, slots of the others.
+    rows: images of an encode call, sequences of the others.
     tokens: patches an image, tokens a row, or steps.
-    window: cache positions read and written; 0 for encode.
+    window: positions of a row's cache that are read; 0 for encode.
   """
 
   kind: str
@@ -118,6 +119,8 @@ class Programs:
       *,
       slots: int,
       context_length: int,
+      pages: int,
+      page_size: int,
       banned_token_ids: tuple[int, ...],
       vision_tokens: int,
       patch_bytes: int,
@@ -129,8 +132,10 @@ class Programs:
 
       model: its present parameters are copied, so that its owner may donate
         or update them.
-      slots: rows of the KV cache.
-      context_length: C.
+      slots: rows that run at a time.
+      context_length: tokens of a sequence.
+      pages: of the KV cache, page 0 included.
+      page_size: tokens of a page.
       banned_token_ids: never sampled.
       vision_tokens: size of the vision pool in tokens.
       patch_bytes: F.
@@ -147,6 +152,8 @@ class Programs:
       )
     self.slots = slots
     self.context_length = context_length
+    self.pages = pages
+    self.page_size = page_size
     self.patch_bytes = patch_bytes
     self.patches_per_token = patches_per_token
     self.position_axes = position_axes
@@ -180,14 +187,15 @@ class Programs:
           lambda p: self._merge(p).init_cache(batch, length), self.params
       )
 
-    c = context_length
-    self._row_axis = _axis_of(cache_shape(2, c), cache_shape(3, c))
-    self._length_axis = _axis_of(cache_shape(2, c), cache_shape(2, c + 1))
-    if None in self._row_axis:
-      raise ValueError("every leaf of init_cache needs a batch axis")
+    # A page is to the policy a short row of its own.
+    n = page_size
+    self._page_axis = _axis_of(cache_shape(2, n), cache_shape(3, n))
+    self._token_axis = _axis_of(cache_shape(2, n), cache_shape(2, n + 1))
+    if None in (*self._page_axis, *self._token_axis):
+      raise ValueError("every leaf of init_cache needs a batch and a length")
     self._place = _replicated(self.params)
     self._cache_shape = jax.tree.map(
-        lambda x: self._shape(x.dtype, *x.shape), cache_shape(slots, c)
+        lambda x: self._shape(x.dtype, *x.shape), cache_shape(pages, n)
     )
     patches = self._encode_shapes(1, patches_per_token)
     vision = jax.eval_shape(
@@ -213,7 +221,7 @@ class Programs:
     self.compile_seconds = 0.0
     self._compiled: dict[Variant, Callable[..., Any]] = {}
     self._lock = threading.Lock()
-    self._init_cache = self._jit(lambda p: self._merge(p).init_cache(slots, c))
+    self._init_cache = self._jit(lambda p: self._merge(p).init_cache(pages, n))
     self.reset()
 
   # --- buffers ---------------------------------------------------------------
@@ -290,22 +298,21 @@ class Programs:
 
   def prefill(
       self,
-      slots_R: np.ndarray,
+      pages_RN: np.ndarray,
       tokens_RT: np.ndarray,
       positions_RT3: np.ndarray,
       vision_RT: np.ndarray,
       starts_R: np.ndarray,
       lengths_R: np.ndarray,
-      window: int,
   ) -> None:
-    """Appends tokens to slots. With R = slots, row r must be slot r.
+    """Appends tokens to rows; their N pages are the window.
 
-    A row of length 0 changes nothing; padding rows may name any slot.
+    A row of length 0 changes nothing.
     """
     rows, tokens = tokens_RT.shape
     packed = np.concatenate(
         [
-            np.stack([slots_R, starts_R, lengths_R], axis=1),
+            np.stack([starts_R, lengths_R], axis=1),
             tokens_RT,
             vision_RT,
             positions_RT3.reshape(rows, -1),
@@ -313,28 +320,29 @@ class Programs:
         axis=1,
         dtype=np.int32,
     )
+    window = pages_RN.shape[1] * self.page_size
     self.cache = self._program(Variant("prefill", rows, tokens, window))(
-        self.params, self.cache, self.pool, packed
+        self.params, self.cache, self.pool, pages_RN, packed
     )
 
   def decode(
-      self, slots_R: np.ndarray, table: np.ndarray, steps: int, window: int
+      self, pages_RN: np.ndarray, table: np.ndarray, steps: int
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Samples up to `steps` tokens a row. With R = slots, row r is slot r.
+    """Samples up to `steps` tokens a row.
 
     Args:
-      slots_R: int32.
+      pages_RN: int32; room for START + K tokens of every row that runs.
       table: int32[R, COLUMNS]; a row with REMAINING 0 rests.
       steps: K.
-      window: at least START + K of every row that runs.
 
     Returns:
       int32[R, K] tokens, float32[R, K] log-probs, int32[R] how many of them
       each row sampled, and the number of steps run.
     """
+    window = pages_RN.shape[1] * self.page_size
     variant = Variant("decode", len(table), steps, window)
     self.cache, *out = self._program(variant)(
-        self.params, self.cache, self.pool, self.banned, slots_R, table
+        self.params, self.cache, self.pool, self.banned, pages_RN, table
     )
     tokens, logprobs, counts, ran = jax.device_get(out)
     return tokens, logprobs, counts, int(ran)
@@ -424,12 +432,12 @@ class Programs:
   def _build_prefill(self, variant: Variant):
     rows, length, window = variant.rows, variant.tokens, variant.window
 
-    def prefill(params, cache, pool, packed):
-      slots, starts, lengths = packed[:, 0], packed[:, 1], packed[:, 2]
+    def prefill(params, cache, pool, pages, packed):
+      starts, lengths = packed[:, 0], packed[:, 1]
       tokens, vision, positions = jnp.split(
-          packed[:, 3:], (length, 2 * length), axis=1
+          packed[:, 2:], (length, 2 * length), axis=1
       )
-      part = self._take(cache, slots, rows, window)
+      part = self._take(cache, pages)
       _, part = self._merge(params).extend(
           tokens,
           positions.reshape(rows, length, 3),
@@ -439,19 +447,20 @@ class Programs:
           vision,
           pool,
       )
-      return self._put(
-          cache, part, slots, rows, window, starts, lengths, length
-      )
+      return self._put(cache, part, pages, starts, lengths, length)
 
-    packed = self._shape(jnp.int32, rows, 3 + 5 * length)
     return self._jit(prefill, donate_argnums=1).lower(
-        self.params, self._cache_shape, self._pool_shape, packed
+        self.params,
+        self._cache_shape,
+        self._pool_shape,
+        self._shape(jnp.int32, rows, window // self.page_size),
+        self._shape(jnp.int32, rows, 2 + 5 * length),
     )
 
   def _build_decode(self, variant: Variant):
     rows, steps, window = variant.rows, variant.tokens, variant.window
 
-    def decode(params, cache, pool, banned, slots, table):
+    def decode(params, cache, pool, banned, pages, table):
       model = self._merge(params)
       as_float = lambda x: lax.bitcast_convert_type(x, jnp.float32)
       keys = lax.bitcast_convert_type(
@@ -506,7 +515,7 @@ class Programs:
 
       carry = (
           jnp.int32(0),
-          self._take(cache, slots, rows, window),
+          self._take(cache, pages),
           table[:, TOKEN],
           table[:, VISION],
           table[:, POS_T : POS_W + 1],
@@ -518,10 +527,7 @@ class Programs:
       step, part, _, _, _, count, _, out, logprobs = lax.while_loop(
           lambda c: (c[0] < steps) & jnp.any(c[6]), body, carry
       )
-      starts = table[:, START]
-      cache = self._put(
-          cache, part, slots, rows, window, starts, count, steps
-      )
+      cache = self._put(cache, part, pages, table[:, START], count, steps)
       return cache, out, logprobs, count, step
 
     return self._jit(decode, donate_argnums=1).lower(
@@ -529,57 +535,52 @@ class Programs:
         self._cache_shape,
         self._pool_shape,
         self._shape(jnp.bool_, self.vocabulary),
-        self._shape(jnp.int32, rows),
+        self._shape(jnp.int32, rows, window // self.page_size),
         self._shape(jnp.int32, rows, COLUMNS),
     )
 
-  # --- rows and windows of the cache -----------------------------------------
+  # --- pages of the cache ----------------------------------------------------
 
-  def _take(self, cache, slots, rows, window):
-    """The first `window` positions of `rows` slots."""
+  def _take(self, cache, pages_RN):
+    """The rows' pages, side by side: as `init_cache(R, N * page size)`."""
+    rows, width = pages_RN.shape
     leaves, tree = jax.tree.flatten(cache)
     part = []
-    for leaf, row_axis, axis in zip(
-        leaves, self._row_axis, self._length_axis
+    for leaf, page_axis, token_axis in zip(
+        leaves, self._page_axis, self._token_axis
     ):
-      if rows < self.slots:
-        leaf = jnp.take(leaf, slots, axis=row_axis, mode="clip")
-      if axis is not None and window < self.context_length:
-        leaf = lax.slice_in_dim(leaf, 0, window, axis=axis)
-      part.append(leaf)
+      leaf = jnp.take(leaf, pages_RN.reshape(-1), axis=page_axis, mode="clip")
+      shape = list(leaf.shape)
+      shape[page_axis : page_axis + 1] = [rows, width]
+      leaf = jnp.moveaxis(leaf.reshape(shape), page_axis + 1, token_axis)
+      shape = list(leaf.shape)
+      shape[token_axis : token_axis + 2] = [width * self.page_size]
+      part.append(leaf.reshape(shape))
     return jax.tree.unflatten(tree, part)
 
-  def _put(self, cache, part, slots, rows, window, starts, counts, most):
+  def _put(self, cache, part, pages_RN, starts, counts, most):
     """Writes back the `counts` positions that each row has got since `_take`.
 
     Args:
       starts: int32[R] first new position of each row.
       counts: int32[R] new positions, at most `most`.
     """
-    if rows == self.slots and window == self.context_length:
-      return part
     step = jnp.arange(most)
     position = starts[:, None] + step
-    # Out of range is dropped: what is not new, and rows that only pad.
-    target = jnp.where(
-        step < counts[:, None], position, self.context_length
-    )
+    window = pages_RN.shape[1] * self.page_size
     source = jnp.minimum(position, window - 1)
-    local = jnp.arange(rows)
-    row = local if rows == self.slots else slots
+    page = jnp.take_along_axis(pages_RN, source // self.page_size, axis=1)
+    # Out of range is dropped: what is not new.
+    page = jnp.where(step < counts[:, None], page, self.pages)
+    row = jnp.arange(len(pages_RN))[:, None]
     leaves, tree = jax.tree.flatten(cache)
     out = []
-    for leaf, new, row_axis, axis in zip(
-        leaves, jax.tree.leaves(part), self._row_axis, self._length_axis
+    for leaf, new, page_axis, token_axis in zip(
+        leaves, jax.tree.leaves(part), self._page_axis, self._token_axis
     ):
       at = [slice(None)] * leaf.ndim
-      if axis is None:
-        at[row_axis] = jnp.where(counts > 0, row, self.slots)
-        leaf = leaf.at[tuple(at)].set(new, mode="drop")
-      else:
-        at[row_axis], at[axis] = local[:, None], source
-        fresh = new[tuple(at)]
-        at[row_axis], at[axis] = row[:, None], target
-        leaf = leaf.at[tuple(at)].set(fresh, mode="drop")
-      out.append(leaf)
+      at[page_axis], at[token_axis] = row, source
+      fresh = new[tuple(at)]
+      at[page_axis], at[token_axis] = page, source % self.page_size
+      out.append(leaf.at[tuple(at)].set(fresh, mode="drop"))
     return jax.tree.unflatten(tree, out)

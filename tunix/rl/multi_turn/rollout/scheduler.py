@@ -1,12 +1,15 @@
 """What the engine runs next: admission, prefill, decode, results.
 
-`Scheduler.step` is one round: waiting requests get slots, whatever their
-slots' caches lack is prefilled in chunks, and one decode call samples up to K
-tokens for every active request. New weights are taken up between rounds.
+`Scheduler.step` is one round: waiting requests get rows and pages, what their
+caches lack is prefilled in chunks, and one decode call samples up to K tokens
+for every request that is ready. New weights are taken up between rounds.
 
 Promises: a request that cannot be served fails alone; the tokens of a
 request depend on its own prompt, seed and the weights, not on who shares the
-batch (up to rounding: see `fixed_rows`).
+batch (up to rounding: see `fixed_rows`). When pages run short, sessions that
+rest lose theirs first, then the last in the queue, then the last that run:
+these are computed again later, and the first of all always goes on. Tokens
+that several prompts begin with are prefilled once.
 
 Synchronous and single-threaded; threads, futures and deadlines are the
 engine's business.
@@ -26,8 +29,11 @@ import numpy as np
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn import trajectory
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.rollout import cached_sequence
+from tunix.rl.multi_turn.rollout import pages as pages_lib
 from tunix.rl.multi_turn.rollout import programs as programs_lib
 from tunix.rl.multi_turn.rollout import slots as slots_lib
+from tunix.rl.multi_turn.rollout import vision_feed
 from tunix.rl.multi_turn.rollout import vision_pool
 
 P = programs_lib
@@ -104,19 +110,38 @@ class Scheduler:
       seed: int,
       on_update: str,
       update_policy: str,
+      share: bool,
+      prefill_calls: int | None,
   ):
+    """Args:
+
+      programs: the device side.
+      processor: the policy's host side.
+      patches: where images' patches come from.
+      shapes: of calls.
+      seed: of requests that bring none.
+      on_update: "keep_kv" or "recompute".
+      update_policy: "immediate" or "between_turns".
+      share: whether prompts that begin alike share pages.
+      prefill_calls: most of a round while others could decode; None: no limit.
+    """
     self.programs = programs
     self.shapes = shapes
     self.counters = slots_lib.Counters()
     self.version = 0
     self._processor = processor
-    self._patches = patches
+    self._vision = vision_feed.VisionFeed(
+        programs, patches, self.counters, shapes.images, shapes.patches
+    )
     self._on_update = on_update
     self._update_policy = update_policy
+    self._prefill_calls = prefill_calls
     self._rng = np.random.default_rng(seed)
-    self._pool = vision_pool.VisionPool(programs.vision_tokens)
+    self.pages = pages_lib.PagePool(programs.pages, programs.page_size)
     self.slots = slots_lib.SlotTable(
-        programs.slots, programs.context_length, shapes.steps
+        programs.slots,
+        programs.context_length + shapes.steps,
+        lambda: cached_sequence.CachedSequence(self.pages, share),
     )
     self._table = np.zeros((programs.slots, P.COLUMNS), np.int32)
     self._text_token = int(np.argmin(programs.banned))
@@ -146,12 +171,15 @@ class Scheduler:
     self._weights = None
     self.programs.set_params(params)
     self.counters.weight_updates += 1
-    self._pool.clear()
+    self._vision.clear()
+    self.pages.forget()
     if self._on_update == "recompute":
-      self._table[:, P.START] = 0
+      self._clear_sequences()
+    for session in self.slots.sessions.values():
+      session.sequence.outdate()
 
   def cancel(self, request: slots_lib.Request) -> None:
-    """Frees what a request holds; its session keeps its slot, idle."""
+    """Frees the request's row; its session keeps its pages, idle."""
     if request.outcome is None:
       self.counters.cancelled += 1
       self._end(request, EngineError("cancelled"), deliver=False)
@@ -178,9 +206,16 @@ class Scheduler:
 
   def _drop_caches(self) -> None:
     """Empties the device; active requests are prefilled again."""
-    self._table[:, P.START] = 0
-    self._pool.clear()
+    self.pages.forget()
+    self._clear_sequences()
+    self._vision.clear()
     self.programs.reset()
+
+  def _clear_sequences(self) -> None:
+    for request in self.slots.active:
+      self._preempt(request)
+    for session in self.slots.sessions.values():
+      session.sequence.clear()
 
   def take_done(self) -> list[slots_lib.Request]:
     """Requests that have an outcome now, to be delivered."""
@@ -205,35 +240,54 @@ class Scheduler:
     for request in list(self.slots.waiting):
       if self.lot is not None and request not in self.lot:
         continue
-      if self.slots.place(request) is None:
-        continue
+      if not self.slots.has_room:
+        break
       try:
-        self._load(request)
+        if not self._load(request):
+          break  # Nobody overtakes it.
       except Exception as error:  # pylint: disable=broad-except
         self._end(request, error)
 
-  def _load(self, request: slots_lib.Request) -> None:
-    """Writes the slot's table row and finds what is already cached."""
-    slot, prompt = request.slot, request.prompt
-    sampling = request.sampling
-    n = len(prompt)
+  def _load(self, request: slots_lib.Request) -> bool:
+    """Gives the request pages and a row; False when pages are wanting."""
+    prompt = request.prompt
+    n = max(len(prompt), request.length)
     session = self.slots.sessions[request.session]
+    sequence = session.sequence
+    tokens = request.preempted[1] if request.preempted else prompt.tokens
+    before = sequence.cached
+    shared = sequence.begin(tokens, prompt.images, n - 1)
+    if not self._make_room(request, n):
+      sequence.rest()
+      return False
+    slot = self.slots.place(request)
     row = self._table[slot]
-    tokens = self.slots.tokens[slot]
-    # The slot may have belonged to another session: its cache is not ours.
-    cached = int(row[P.START]) if session.spans is not None else 0
-    shared = slots_lib.common_prefix(
-        tokens[:cached], session.spans or (), prompt.tokens, prompt.images
-    )
-    start = min(shared, n - 1)
-    row[P.START] = start
-    row[P.REMAINING] = 0
-    tokens[:n] = prompt.tokens
-    session.spans = prompt.images
-    request.length = n
-    request.reused = start
-    request.admitted = time.monotonic()
-    self._locate(request, start)
+    self.slots.tokens[slot, :n] = tokens
+    sequence.tokens = self.slots.tokens[slot]  # Sampled ones will stand there.
+    if request.preempted:
+      row[:] = request.preempted[0]
+      self.slots.logprobs[slot, :n], self.slots.versions[slot, :n] = (
+          request.preempted[2:]
+      )
+      request.preempted = None
+    else:
+      request.length = n
+      request.reused = sequence.cached
+      request.admitted = time.monotonic()
+      self._locate(request, sequence.cached)
+      self._describe(request, row)
+      self.counters.prompt_tokens += n
+      self.counters.unique_prompt_tokens += max(
+          0, n - (min(session.length, n) if shared >= before else shared)
+      )
+      session.length = n
+    row[P.START] = sequence.cached
+    return True
+
+  def _describe(self, request: slots_lib.Request, row: np.ndarray) -> None:
+    """Writes the table row of a request that has sampled nothing yet."""
+    prompt, sampling = request.prompt, request.sampling
+    n = len(prompt)
     seed = sampling.seed
     if seed is None:
       seed = int(self._rng.integers(0, 1 << 64, dtype=np.uint64))
@@ -255,11 +309,6 @@ class Scheduler:
     row[P.REMAINING] = min(
         sampling.max_new_tokens, self.programs.context_length - n
     )
-    self.counters.prompt_tokens += n
-    self.counters.unique_prompt_tokens += max(
-        0, n - (min(session.length, n) if shared >= cached else shared)
-    )
-    session.length = n
 
   def _locate(self, request: slots_lib.Request, start: int) -> None:
     """Rotary positions from token `start` to one past the prompt."""
@@ -275,32 +324,105 @@ class Scheduler:
       )
     request.positions, request.positions_from = positions, start
 
+  # --- pages -----------------------------------------------------------------
+
+  def _make_room(self, request: slots_lib.Request, tokens: int) -> bool:
+    """Pages for so many tokens, from whoever does not run; else False."""
+    sequence = self.slots.sequence(request)
+    while not sequence.grow(tokens):
+      victim = self.slots.victim(request)
+      if victim is None:
+        return False
+      victim.sequence.clear()
+      self.counters.evictions += 1
+    return True
+
+  def _make_room_running(
+      self, request: slots_lib.Request, tokens: int
+  ) -> bool:
+    """As `_make_room`, if need be from later ones; False: was preempted."""
+    while not self._make_room(request, tokens):
+      last = max(self.slots.active, key=lambda r: r.turn)
+      self._preempt(last)
+      self.counters.preemptions += 1
+      if last is request:
+        return False
+    return True
+
+  def _preempt(self, request: slots_lib.Request) -> None:
+    """Back into the queue, with what it has sampled."""
+    slot, n = request.slot, request.length
+    rows = (self.slots.tokens, self.slots.logprobs, self.slots.versions)
+    request.preempted = (
+        self._table[slot].copy(),
+        *(array[slot, :n].copy() for array in rows),
+    )
+    self.slots.displace(request)
+    self.slots.sequence(request).clear()
+
+  def _advance(self, request: slots_lib.Request, cached: int) -> None:
+    self._table[request.slot, P.START] = cached
+    self.slots.sequence(request).advance(cached)
+
+  def _page_rows(
+      self, requests: Sequence[slots_lib.Request], count: int, window: int
+  ) -> np.ndarray:
+    """int32[count, window / page size], 0 where there is no page."""
+    width = self.pages.count(window)
+    rows = np.zeros((count, width), np.int32)
+    for row, request in zip(rows, requests):
+      held = self.slots.sequence(request).pages[:width]
+      row[: len(held)] = held
+    return rows
+
   # --- prefill ---------------------------------------------------------------
 
   def _prefill(self) -> None:
     started = time.perf_counter()
     vision = self.counters.seconds_vision
+    calls = 0
     while True:
-      # By (chunk, window), which follow from a request alone.
-      groups: dict[tuple[int, int], list[slots_lib.Request]] = {}
-      for request in self.slots.active:
-        start = int(self._table[request.slot, P.START])
-        need = request.length - 1 - start
-        if need > 0:
-          size = slots_lib.bucket(self.shapes.tokens, need)
-          end = max(size, start + min(need, size))
-          window = slots_lib.bucket(self.shapes.windows, end)
-          groups.setdefault((size, window), []).append(request)
+      groups, ready = self._to_prefill()
       if not groups:
+        break
+      if ready and self._prefill_calls and calls >= self._prefill_calls:
         break
       size, window = max(groups)
       most = self.shapes.prefill_rows[-1]
       for i in range(0, len(groups[size, window]), most):
         self._prefill_chunk(groups[size, window][i : i + most], size, window)
+        calls += 1
     jax.block_until_ready(self.programs.cache)
     self.counters.seconds_prefill += time.perf_counter() - started - (
         self.counters.seconds_vision - vision
     )
+
+  def _to_prefill(
+      self,
+  ) -> tuple[dict[tuple[int, int], list[slots_lib.Request]], bool]:
+    """Who needs a chunk, by (chunk, window); and whether anybody is ready."""
+    # Shapes follow from a request alone.
+    groups: dict[tuple[int, int], list[slots_lib.Request]] = {}
+    coming: set[bytes] = set()  # Pages that somebody is about to fill.
+    ready = False
+    for request in sorted(self.slots.active, key=lambda r: r.turn):
+      sequence, goal = self.slots.sequence(request), request.length - 1
+      if sequence.adopt(goal):
+        self._table[request.slot, P.START] = sequence.cached
+      need = goal - sequence.cached
+      if need <= 0:
+        ready = True
+        continue
+      key = sequence.next_key(goal)
+      if key is not None:
+        if key in coming:
+          continue  # Will be adopted.
+        coming.add(key)
+      size = slots_lib.bucket(self.shapes.tokens, need)
+      end = max(size, sequence.cached + min(need, size))
+      window = slots_lib.bucket(self.shapes.windows, end)
+      groups.setdefault((size, window), []).append(request)
+    return groups, ready
 
   def _prefill_chunk(
       self, requests: Sequence[slots_lib.Request], size: int, window: int
@@ -314,7 +436,7 @@ class Scheduler:
       own = [
           s for s in request.prompt.images if s.offset < end and s.end > start
       ]
-      if rows and not self._pool.fits(spans + own):
+      if rows and not self._vision.fits(spans + own):
         continue  # In the next call.
       if own and not self._check_images(request, own):
         continue
@@ -322,37 +444,44 @@ class Scheduler:
       rows.append((request, start, end, own))
     if not rows:
       return
-    self._ensure_vision(spans)
+    self._vision.ensure(spans)
     count = slots_lib.bucket(self.shapes.prefill_rows, len(rows))
-    full = count == self.programs.slots
-    slots = np.full(count, rows[0][0].slot, np.int32)
-    if full:
-      slots = np.arange(count, dtype=np.int32)
-    starts = self._table[slots, P.START]
+    starts = np.zeros(count, np.int32)
     lengths = np.zeros(count, np.int32)
     tokens = np.zeros((count, size), np.int32)
     positions = np.zeros((count, size, 3), np.int32)
     vision = np.full((count, size), -1, np.int32)
-    for i, (request, start, end, own) in enumerate(rows):
-      r = request.slot if full else i
-      slots[r], starts[r], lengths[r] = request.slot, start, end - start
+    for r, (request, start, end, own) in enumerate(rows):
+      starts[r], lengths[r] = start, end - start
       tokens[r, : end - start] = self.slots.tokens[request.slot, start:end]
       positions[r, : end - start] = self._positions(request, start, end)
       for span in own:
         a, b = max(start, span.offset), min(end, span.end)
-        places = self._pool.places(span.image.sha256)
+        places = self._vision.places(span)
         vision[r, a - start : b - start] = places[
             a - span.offset : b - span.offset
         ]
-    self.programs.prefill(
-        slots, tokens, positions, vision, starts, lengths, window
-    )
+    pages = self._page_rows([row[0] for row in rows], count, window)
+    self.programs.prefill(pages, tokens, positions, vision, starts, lengths)
     for request, start, end, _ in rows:
-      self._table[request.slot, P.START] = end
+      self._advance(request, end)
       request.prefilled += end - start
     self.counters.prefill_calls += 1
     self.counters.prefill_places += count * size
     self.counters.prefilled_tokens += int(lengths.sum())
+
+  def _check_images(
+      self,
+      request: slots_lib.Request,
+      spans: Sequence[trajectory.ImageSpan],
+  ) -> bool:
+    """Fails the request, and says so, when an image of it cannot be had."""
+    try:
+      self._vision.check(spans)
+      return True
+    except Exception as error:  # pylint: disable=broad-except
+      self._end(request, error)
+      return False
 
   def _positions(
       self, request: slots_lib.Request, start: int, end: int
@@ -369,93 +498,23 @@ class Scheduler:
     joined = np.concatenate([known, np.repeat(after[:, None], 3, axis=1)])
     return joined[start - first : end - first]
 
-  # --- vision ----------------------------------------------------------------
-
-  def _check_images(
-      self,
-      request: slots_lib.Request,
-      spans: Sequence[trajectory.ImageSpan],
-  ) -> bool:
-    """Fails the request, and says so, when an image of it cannot be had."""
-    try:
-      for span in spans:
-        if span.image.sha256 in self._pool:
-          continue
-        patched = self._patches.get(span)
-        if len(patched.patches) > self.shapes.patches[-1]:
-          raise ValueError(
-              f"an image of {span.image.width}x{span.image.height} has"
-              f" {len(patched.patches)} patches, more than the engine's largest"
-              f" patch bucket, {self.shapes.patches[-1]}; raise patch_buckets"
-          )
-      if not self._pool.fits(spans):
-        raise ValueError(
-            f"{len(spans)} images of one chunk do not fit the vision pool of"
-            f" {self._pool.capacity} tokens; raise vision_cache_tokens"
-        )
-      return True
-    except Exception as error:  # pylint: disable=broad-except
-      self._end(request, error)
-      return False
-
-  def _ensure_vision(self, spans: Sequence[trajectory.ImageSpan]) -> None:
-    """Encodes those images whose vision tokens are not in the pool."""
-    if not spans:
-      return
-    started = time.perf_counter()
-    distinct = len({s.image.sha256 for s in spans})
-    new = self._pool.reserve(spans)
-    self.counters.vision_cache_hits += distinct - len(new)
-    groups: dict[int, list[trajectory.ImageSpan]] = {}
-    try:
-      for span in new:
-        patched = self._patches.get(span)
-        size = slots_lib.bucket(self.shapes.patches, len(patched.patches))
-        groups.setdefault(size, []).append(span)
-      for size, group in groups.items():
-        most = self.shapes.images[-1]
-        for i in range(0, len(group), most):
-          self._encode(group[i : i + most], size)
-      jax.block_until_ready(self.programs.pool)
-    except BaseException:
-      for span in new:
-        self._pool.forget(span.image.sha256)
-      raise
-    self.counters.seconds_vision += time.perf_counter() - started
-
-  def _encode(
-      self, spans: Sequence[trajectory.ImageSpan], size: int
-  ) -> None:
-    count = slots_lib.bucket(self.shapes.images, len(spans))
-    programs = self.programs
-    patches = np.zeros((count, size, programs.patch_bytes), np.uint8)
-    segments = np.zeros((count, size), np.int32)
-    positions = np.zeros((count, size, programs.position_axes), np.int32)
-    destination = np.full(
-        (count, size // programs.patches_per_token),
-        programs.vision_tokens,
-        np.int32,
-    )
-    for i, span in enumerate(spans):
-      patched = self._patches.get(span)
-      n = len(patched.patches)
-      patches[i, :n] = patched.patches
-      segments[i, :n] = 1
-      positions[i, :n] = patched.positions
-      places = self._pool.places(span.image.sha256)
-      destination[i, : len(places)] = places
-    programs.encode(patches, segments, positions, destination)
-    self.counters.images_encoded += len(spans)
-
   # --- decode ----------------------------------------------------------------
 
   def _decode(self) -> None:
     groups: dict[int, list[slots_lib.Request]] = {}
-    for request in self._with_pending_images():
+    ready = self._with_pending_images()
+    for request in sorted(ready, key=lambda r: r.turn):
+      if request.slot is None:
+        continue  # An earlier one needed its pages.
       row = self._table[request.slot]
-      end = row[P.START] + min(row[P.REMAINING], self.shapes.steps)
-      window = slots_lib.bucket(self.shapes.windows, int(end))
-      groups.setdefault(window, []).append(request)
+      end = int(row[P.START] + min(row[P.REMAINING], self.shapes.steps))
+      self._make_room_running(request, end)
+    for request in ready:
+      if request.slot is not None:
+        row = self._table[request.slot]
+        end = int(row[P.START] + min(row[P.REMAINING], self.shapes.steps))
+        window = slots_lib.bucket(self.shapes.windows, end)
+        groups.setdefault(window, []).append(request)
     most = self.shapes.decode_rows[-1]
     for window, group in groups.items():
       for i in range(0, len(group), most):
@@ -466,29 +525,19 @@ class Scheduler:
   ) -> None:
     """Samples up to K tokens for each of these requests."""
     started = time.perf_counter()
-    steps = self.shapes.steps
     rows_A = np.array([r.slot for r in active], np.int32)
     count = slots_lib.bucket(self.shapes.decode_rows, len(active))
-    if count == self.programs.slots:
-      slots = np.arange(count, dtype=np.int32)
-      table = self._table.copy()
-      resting = np.ones(count, bool)
-      resting[rows_A] = False
-      table[resting, P.REMAINING] = 0
-      at = rows_A
-    else:
-      slots = np.full(count, rows_A[0], np.int32)
-      slots[: len(active)] = rows_A
-      table = self._table[slots]
-      table[len(active) :, P.REMAINING] = 0
-      at = np.arange(len(active))
+    table = np.zeros((count, P.COLUMNS), np.int32)  # Others rest.
+    table[: len(active)] = self._table[rows_A]
+    pages = self._page_rows(active, count, window)
     tokens, logprobs, counts, ran = self.programs.decode(
-        slots, table, steps, window
+        pages, table, self.shapes.steps
     )
     self.counters.seconds_decode += time.perf_counter() - started
     self.counters.decode_calls += 1
     self.counters.decode_steps += ran
     self.counters.decode_places += ran * count
+    at = slice(len(active))
     self._harvest(active, rows_A, tokens[at], logprobs[at], counts[at])
 
   def _with_pending_images(self) -> list[slots_lib.Request]:
@@ -501,18 +550,20 @@ class Scheduler:
     spans: list[trajectory.ImageSpan] = []
     ending = []
     for request in self.slots.active:
+      if self._table[request.slot, P.START] < request.length - 1:
+        continue  # Still to be prefilled.
       images = request.prompt.images
       if request.sampled or not images or (
           images[-1].end < len(request.prompt)
       ):
         ready.append(request)
-      elif self._pool.fits([*spans, images[-1]]) or not spans:
+      elif self._vision.fits([*spans, images[-1]]) or not spans:
         if self._check_images(request, images[-1:]):
           spans.append(images[-1])
           ending.append(request)
-    self._ensure_vision(spans)
+    self._vision.ensure(spans)
     for request in ending:
-      places = self._pool.places(request.prompt.images[-1].image.sha256)
+      places = self._vision.places(request.prompt.images[-1])
       self._table[request.slot, P.VISION] = places[-1]
     return ready + ending
 
@@ -545,6 +596,7 @@ class Scheduler:
     self.counters.decode_tokens += int(counts_A.sum())
     for i, request in enumerate(active):
       request.length += int(counts_A[i])
+      self._advance(request, int(table[i, P.START]))
       if request.on_tokens is not None and counts_A[i] and finite_A[i]:
         end = request.length
         new = self.slots.tokens[request.slot, end - counts_A[i] : end].copy()

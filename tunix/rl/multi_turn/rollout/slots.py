@@ -1,9 +1,8 @@
-"""Requests, sessions, and the slots of the KV cache they hold.
+"""Requests, sessions, and the rows of the decode table they hold.
 
-Promises: a slot belongs to at most one session; `cached[slot]` tokens of
-`tokens[slot]` have valid keys and values, and no more; a session that is
-evicted loses nothing but time. Waiting requests are served first come first
-served, and none waits while an idle session holds a slot.
+Promises: a row belongs to at most one request, and to it only while it runs;
+waiting requests are served by priority, then first come first served; one
+that is preempted loses nothing but time.
 
 Host side only (numpy); not thread-safe: the engine's thread owns it.
 """
@@ -11,14 +10,15 @@ Host side only (numpy); not thread-safe: the engine's thread owns it.
 from __future__ import annotations
 
 import asyncio
-import collections
+import bisect
 import dataclasses
+import itertools
 import time
 from typing import Any, Callable, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.rollout import cached_sequence
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,8 +31,10 @@ class Request:
   loop: asyncio.AbstractEventLoop | None = None
   future: asyncio.Future[policy_client.Completion] | None = None
   on_tokens: Callable[[np.ndarray], None] | None = None
+  priority: int = 0  # The lower is served first.
   submitted: float = dataclasses.field(default_factory=time.monotonic)
   # Filled in by the scheduler.
+  number: int = 0  # In the order of arrival.
   slot: int | None = None
   admitted: float = 0.0
   length: int = 0  # Prompt and sampled tokens so far.
@@ -40,88 +42,80 @@ class Request:
   positions_from: int = 0  # with one entry past the prompt.
   prefilled: int = 0
   reused: int = 0
+  preempted: tuple[np.ndarray, ...] | None = None  # What its rows held.
   outcome: policy_client.Completion | BaseException | None = None
 
   @property
   def sampled(self) -> int:
-    return self.length - len(self.prompt)
+    return max(0, self.length - len(self.prompt))
+
+  @property
+  def turn(self) -> tuple[int, int]:
+    """Whose turn it is: the smallest."""
+    return self.priority, self.number
 
 
 @dataclasses.dataclass(eq=False)
 class Session:
-  """A growing token sequence; `slot` is None while it holds no cache.
-
-  `spans` are the images of the cached tokens, None when the slot's cache is
-  not (yet) this session's.
-  """
+  """A growing token sequence and its cache."""
 
   name: str
   order: int
-  slot: int | None = None
+  sequence: cached_sequence.CachedSequence
   request: Request | None = None
-  spans: tuple[trajectory.ImageSpan, ...] | None = None
   length: int = 0  # Tokens seen in its last request, for statistics.
   last_used: int = 0
 
 
-def common_prefix(
-    old_T: np.ndarray,
-    old_spans: Sequence[trajectory.ImageSpan],
-    new_T: np.ndarray,
-    new_spans: Sequence[trajectory.ImageSpan],
-) -> int:
-  """Leading tokens that two sequences share, same pixels included."""
-  n = min(len(old_T), len(new_T))
-  differ = np.flatnonzero(old_T[:n] != new_T[:n])
-  n = int(differ[0]) if len(differ) else n
-  for i in range(max(len(old_spans), len(new_spans))):
-    old = old_spans[i] if i < len(old_spans) else None
-    new = new_spans[i] if i < len(new_spans) else None
-    if old == new:
-      continue
-    return min([n] + [s.offset for s in (old, new) if s is not None])
-  return n
-
-
 class SlotTable:
-  """Who holds which slot, and what is cached there."""
+  """Who runs in which row, who waits, and what rows have sampled."""
 
-  def __init__(self, slots: int, context_length: int, margin: int):
+  def __init__(
+      self,
+      slots: int,
+      width: int,
+      new_sequence: Callable[[], cached_sequence.CachedSequence],
+  ):
     """Args:
 
-      slots: rows of the KV cache.
-      context_length: tokens of a sequence.
-      margin: steps of a decode call, which may write past the context.
+      slots: rows, that is, requests that run at a time.
+      width: tokens of a row.
+      new_sequence: makes a session's empty cache.
     """
     self.size = slots
-    width = context_length + margin
     self.tokens = np.zeros((slots, width), np.int32)
     self.logprobs = np.zeros((slots, width), np.float32)
     self.versions = np.zeros((slots, width), np.int32)
     self.requests: list[Request | None] = [None] * slots
     self.sessions: dict[str, Session] = {}
-    self.waiting: collections.deque[Request] = collections.deque()
-    self.evictions = 0
-    self._owner: list[Session | None] = [None] * slots
+    self.waiting: list[Request] = []
+    self._new_sequence = new_sequence
     self._free = list(range(slots - 1, -1, -1))
-    self._clock = 0
-    self._opened = 0
+    self._clock = itertools.count(1)
+    self._opened = itertools.count()
+    self._arrived = itertools.count()
 
   @property
   def active(self) -> list[Request]:
     return [r for r in self.requests if r is not None]
 
+  @property
+  def has_room(self) -> bool:
+    return bool(self._free)
+
   def open(self, name: str) -> Session:
     """The session of that name, made when it does not exist."""
     session = self.sessions.get(name)
     if session is None:
-      session = Session(name, self._opened)
-      self._opened += 1
+      session = Session(name, next(self._opened), self._new_sequence())
       self.sessions[name] = session
     return session
 
+  def sequence(self, request: Request) -> cached_sequence.CachedSequence:
+    return self.sessions[request.session].sequence
+
   def enqueue(self, request: Request) -> None:
-    """Puts a request at the end of the queue.
+    """Puts a request into the queue.
 
     Raises:
       ValueError: its session has a request under way.
@@ -133,78 +127,68 @@ class SlotTable:
           " session is one sequence, await its completion first"
       )
     session.request = request
-    self.waiting.append(request)
+    request.number = next(self._arrived)
+    bisect.insort(self.waiting, request, key=lambda r: r.turn)
 
-  def place(self, request: Request) -> int | None:
-    """A slot for the queue's `request`, evicting if need be, or None.
+  def renumber(self, order: list[Request]) -> None:
+    """Those that wait are served in this order, which is all of them."""
+    numbers = sorted(r.number for r in order)
+    for request, number in zip(order, numbers, strict=True):
+      request.number = number
+    self.waiting = sorted(order, key=lambda r: r.turn)
 
-    The victim is the session idle for longest; else one whose own request
-    came after this one, so that nobody waits for ever.
-    """
-    session = self.sessions[request.session]
-    if session.slot is None:
-      if self._free:
-        slot = self._free.pop()
-      else:
-        victim = self._victim(request)
-        if victim is None:
-          return None
-        slot = victim.slot
-        self._take_slot(victim)
-        self._free.remove(slot)
-        self.evictions += 1
-      session.slot = slot
-      session.spans = None
-      self._owner[slot] = session
+  def place(self, request: Request) -> int:
+    """Gives the queue's `request` a row; there must be one."""
     self.waiting.remove(request)
-    self.requests[session.slot] = request
-    request.slot = session.slot
-    return session.slot
+    request.slot = slot = self._free.pop()
+    self.requests[slot] = request
+    return slot
+
+  def displace(self, request: Request) -> None:
+    """Puts a running request back to where it stood in the queue."""
+    self._leave(request)
+    bisect.insort(self.waiting, request, key=lambda r: r.turn)
 
   def finish(self, request: Request) -> None:
-    """Ends a request, waiting or active; its session keeps its slot."""
+    """Ends a request, waiting or active; its session keeps its cache."""
     session = self.sessions.get(request.session)
     if session is not None and session.request is request:
       session.request = None
-      self._clock += 1
-      session.last_used = self._clock
+      session.last_used = next(self._clock)
     if request.slot is not None:
-      if self.requests[request.slot] is request:
-        self.requests[request.slot] = None
+      self._leave(request)
+      if session is not None:
+        session.sequence.rest()
     elif request in self.waiting:
       self.waiting.remove(request)
 
-  def release(self, name: str) -> Request | None:
-    """Forgets a session; returns the request that was under way, if any."""
+  def release(self, name: str) -> None:
+    """Forgets a session, whose request has ended."""
     session = self.sessions.pop(name, None)
-    if session is None:
-      return None
-    request = session.request
-    if request is not None:
-      self.finish(request)
-    if session.slot is not None:
-      self._take_slot(session)
-    return request
+    if session is not None:
+      session.sequence.clear()
 
-  def _take_slot(self, session: Session) -> None:
-    self._owner[session.slot] = None
-    self._free.append(session.slot)
-    session.slot = None
-    session.spans = None
+  def victim(self, request: Request) -> Session | None:
+    """Whose cache gives room for `request`, if it is not to run short.
 
-  def _victim(self, request: Request) -> Session | None:
-    holders = [s for s in self._owner if s is not None]
+    The session idle for longest, else that of the last in the queue.
+    """
+    holders = [
+        s
+        for s in self.sessions.values()
+        if s.sequence.pages
+        and s.request is not request
+        and (s.request is None or s.request.slot is None)
+    ]
     idle = [s for s in holders if s.request is None]
     if idle:
       return min(idle, key=lambda s: s.last_used)
-    place = {id(r): i for i, r in enumerate(self.waiting)}
-    mine = place[id(request)]
-    later = [
-        (place[id(s.request)], s)
-        for s in holders
-        if place.get(id(s.request), -1) > mine
-    ]
-    return max(later, key=lambda x: x[0])[1] if later else None
+    return max(holders, key=lambda s: s.request.turn, default=None)
+
+  def _leave(self, request: Request) -> None:
+    self.requests[request.slot] = None
+    self._free.append(request.slot)
+    request.slot = None
 
 
 def bucket(buckets: Sequence[int], need: int) -> int:
@@ -237,6 +221,8 @@ class Counters:
   weight_updates: int = 0
   lockstep_timeouts: int = 0
   recoveries: int = 0
+  evictions: int = 0  # Resting or waiting sessions that lost their pages.
+  preemptions: int = 0  # Running requests that did.
   seconds_vision: float = 0.0
   seconds_prefill: float = 0.0
   seconds_decode: float = 0.0
