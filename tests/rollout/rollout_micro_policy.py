@@ -7,6 +7,8 @@ first. Small enough to compile in a second.
 
 from __future__ import annotations
 
+import asyncio
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -213,3 +215,25 @@ def prompt_of(tokens, spans=()):
 
 def new_store():
   return images_lib.ImageStore()
+
+
+def generate(engine, *requests):
+  """Runs (session, prompt, sampling) requests concurrently."""
+
+  async def run():
+    return await asyncio.gather(
+        *(engine.generate(p, s, session=name) for name, p, s in requests)
+    )
+
+  return asyncio.run(asyncio.wait_for(run(), 250))
+
+
+def check_greedy(model, store, tokens, spans, completion):
+  """Tokens are the argmax, log-probs those at temperature 1."""
+  full = np.append(tokens, completion.tokens)
+  logprobs = reference_logprobs(model, store, full, spans)
+  rows = logprobs[len(tokens) - 1 : len(full) - 1]
+  np.testing.assert_array_equal(completion.tokens, rows.argmax(axis=-1))
+  np.testing.assert_allclose(
+      completion.logprobs, rows.max(axis=-1), atol=1e-4
+  )

@@ -41,28 +41,6 @@ def _engine(model, store):
     assert engine.stats()["compiles_after_warm_up"] == 0
 
 
-def generate(engine, *requests):
-  """Runs (session, prompt, sampling) requests concurrently."""
-
-  async def run():
-    return await asyncio.gather(
-        *(engine.generate(p, s, session=name) for name, p, s in requests)
-    )
-
-  return asyncio.run(asyncio.wait_for(run(), 250))
-
-
-def check_greedy(model, store, tokens, spans, completion):
-  """Tokens are the argmax, log-probs those at temperature 1."""
-  full = np.append(tokens, completion.tokens)
-  logprobs = micro.reference_logprobs(model, store, full, spans)
-  rows = logprobs[len(tokens) - 1 : len(full) - 1]
-  np.testing.assert_array_equal(completion.tokens, rows.argmax(axis=-1))
-  np.testing.assert_allclose(
-      completion.logprobs, rows.max(axis=-1), atol=1e-4
-  )
-
-
 async def play_greedy(engine, model, store, name, seed, turns):
   """A random episode; every completion is checked against a full forward."""
   rng = np.random.default_rng(seed)
@@ -82,7 +60,7 @@ async def play_greedy(engine, model, store, name, seed, turns):
     completion = await engine.generate(
         micro.prompt_of(tokens, spans), sampling, session=name
     )
-    check_greedy(model, store, tokens, spans, completion)
+    micro.check_greedy(model, store, tokens, spans, completion)
     tokens = np.append(tokens, completion.tokens)
     await asyncio.sleep(rng.random() * 0.005)
   await engine.release(name)
@@ -111,25 +89,25 @@ def test_a_turn_prefills_its_new_tokens_only(engine, model, store):
   image = micro.picture(store, rng)
   tokens, spans = micro.with_image(np.array([5, 6], np.int32), (), image)
   tokens = micro.with_text(tokens, rng, 3)
-  (first,) = generate(engine, ("p", micro.prompt_of(tokens, spans), GREEDY))
+  (first,) = micro.generate(engine, ("p", micro.prompt_of(tokens, spans), GREEDY))
   # The prompt's last token is the first that decoding computes.
   assert first.metrics["prefilled_tokens"] == len(tokens) - 1
   tokens = micro.with_text(np.append(tokens, first.tokens), rng, 4)
-  (second,) = generate(engine, ("p", micro.prompt_of(tokens, spans), GREEDY))
+  (second,) = micro.generate(engine, ("p", micro.prompt_of(tokens, spans), GREEDY))
   # The last sampled token was never computed; three of the four new ones.
   assert second.metrics["prefilled_tokens"] == 1 + 3
-  check_greedy(model, store, tokens, spans, second)
+  micro.check_greedy(model, store, tokens, spans, second)
   # A rewritten history is prefilled from where it differs.
   tokens = tokens.copy()
   tokens[-6] = (tokens[-6] - 3 + 1) % (micro.VOCAB - 3) + 3
-  (third,) = generate(engine, ("p", micro.prompt_of(tokens, spans), GREEDY))
+  (third,) = micro.generate(engine, ("p", micro.prompt_of(tokens, spans), GREEDY))
   assert third.metrics["prefilled_tokens"] == 5
-  check_greedy(model, store, tokens, spans, third)
+  micro.check_greedy(model, store, tokens, spans, third)
   # So is one whose tokens are equal but whose picture is not.
   spans = (trajectory.ImageSpan(micro.picture(store, rng), 2, 8),)
-  (fourth,) = generate(engine, ("p", micro.prompt_of(tokens, spans), GREEDY))
+  (fourth,) = micro.generate(engine, ("p", micro.prompt_of(tokens, spans), GREEDY))
   assert fourth.metrics["reused_tokens"] == 2
-  check_greedy(model, store, tokens, spans, fourth)
+  micro.check_greedy(model, store, tokens, spans, fourth)
   asyncio.run(engine.release("p"))
 
 
@@ -140,7 +118,7 @@ def test_stop_token_is_kept_and_next_turn_begins_with_it(model, store, engine):
     sampling = policy_client.SamplingParams(
         max_new_tokens=20, seed=seed, stop_token_ids=tuple(range(2, 9))
     )
-    (got,) = generate(engine, ("stop", micro.prompt_of(tokens), sampling))
+    (got,) = micro.generate(engine, ("stop", micro.prompt_of(tokens), sampling))
     stops = np.isin(got.tokens, sampling.stop_token_ids)
     assert not stops[:-1].any()
     if got.finish_reason is FinishReason.STOP:
@@ -155,9 +133,9 @@ def test_stop_token_is_kept_and_next_turn_begins_with_it(model, store, engine):
   want = logprobs[np.arange(3, len(full) - 1), got.tokens]
   np.testing.assert_allclose(got.logprobs, want, atol=1e-4)
   tokens = micro.with_text(full, rng, 2)
-  (after,) = generate(engine, ("stop", micro.prompt_of(tokens), GREEDY))
+  (after,) = micro.generate(engine, ("stop", micro.prompt_of(tokens), GREEDY))
   assert after.metrics["reused_tokens"] == len(full) - 1
-  check_greedy(model, store, tokens, (), after)
+  micro.check_greedy(model, store, tokens, (), after)
 
 
 def test_prompt_that_ends_in_an_image(engine, model, store):
@@ -167,8 +145,8 @@ def test_prompt_that_ends_in_an_image(engine, model, store):
     image = micro.picture(store, rng)
     tokens, spans = micro.with_image(np.array([7], np.int32), (), image)
     requests.append((f"end{i}", micro.prompt_of(tokens, spans), GREEDY))
-  for (_, prompt, _), got in zip(requests, generate(engine, *requests)):
-    check_greedy(model, store, prompt.tokens, prompt.images, got)
+  for (_, prompt, _), got in zip(requests, micro.generate(engine, *requests)):
+    micro.check_greedy(model, store, prompt.tokens, prompt.images, got)
 
 
 def test_one_screenshot_of_a_group_is_encoded_once(engine, store):
@@ -177,7 +155,7 @@ def test_one_screenshot_of_a_group_is_encoded_once(engine, store):
   tokens, spans = micro.with_image(np.array([9, 8], np.int32), (), image)
   prompt = micro.prompt_of(micro.with_text(tokens, rng, 2), spans)
   before = engine.stats()["images_encoded"]
-  generate(engine, *((f"same{i}", prompt, GREEDY) for i in range(4)))
+  micro.generate(engine, *((f"same{i}", prompt, GREEDY) for i in range(4)))
   assert engine.stats()["images_encoded"] == before + 1
 
 
@@ -193,8 +171,8 @@ def test_a_small_vision_pool_serves_many_images(model, store):
         image = micro.picture(store, rng)
         tokens, spans = micro.with_image(tokens, spans, image)
       requests.append((f"pool{i}", micro.prompt_of(tokens, spans), GREEDY))
-    for (_, prompt, _), got in zip(requests, generate(engine, *requests)):
-      check_greedy(model, store, prompt.tokens, prompt.images, got)
+    for (_, prompt, _), got in zip(requests, micro.generate(engine, *requests)):
+      micro.check_greedy(model, store, prompt.tokens, prompt.images, got)
 
 
 def test_eviction_then_continue_equals_uninterrupted(engine, model, store):
@@ -233,14 +211,14 @@ def test_context_length_ends_a_completion(engine, model, store):
   rng = np.random.default_rng(6)
   tokens = micro.with_text(np.zeros(0, np.int32), rng, micro.CONTEXT - 3)
   sampling = policy_client.SamplingParams(max_new_tokens=9, temperature=0.0)
-  (got,) = generate(engine, ("ctx", micro.prompt_of(tokens), sampling))
+  (got,) = micro.generate(engine, ("ctx", micro.prompt_of(tokens), sampling))
   assert len(got.tokens) == 3 and got.finish_reason is FinishReason.LENGTH
-  check_greedy(model, store, tokens, (), got)
+  micro.check_greedy(model, store, tokens, (), got)
   tokens = np.append(tokens, got.tokens)
-  (last,) = generate(engine, ("ctx", micro.prompt_of(tokens[:-1]), sampling))
+  (last,) = micro.generate(engine, ("ctx", micro.prompt_of(tokens[:-1]), sampling))
   assert last.tokens.tolist() == [tokens[-1]]
   with pytest.raises(policy_client.ContextLimitError, match="64"):
-    generate(engine, ("ctx", micro.prompt_of(tokens), sampling))
+    micro.generate(engine, ("ctx", micro.prompt_of(tokens), sampling))
 
 
 # --- the shipped policy ------------------------------------------------------
