@@ -27,7 +27,7 @@ export MALLOC_ARENA_MAX ?= 1
 BROWSER := $(if $(findstring miniwob,$(ARGS)),-browser)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench docs browser tpu-compile install install-dev clean
+.PHONY: help train test lint bench docs browser tpu-compile tpu-decode install install-dev clean
 
 help: ## this text
 	@echo "usage: make TARGET [ARGS='key=value ...']"
@@ -45,7 +45,7 @@ lint: $(STAMP)-dev ## check the style
 
 bench: $(STAMP)-dev ## run every benchmark, one after the other
 	@status=0; for f in benchmarks/[a-z]*.py; do \
-	  case $$f in */tpu_compile.py) continue;; esac; \
+	  case $$f in */tpu_*.py) continue;; esac; \
 	  echo "== $$f"; $(PY) "$$f" $(ARGS) || status=1; \
 	done; exit $$status
 
@@ -68,16 +68,22 @@ browser: ## install headless Chromium with apt-get (needs root)
 
 # The TPU compiler lies in a directory of its own: no environment imports it.
 TPU := .venv-tpu
-tpu-compile: $(STAMP) ## compile the training step for TPUs that are not here
-	@test -f $(TPU)/libtpu/libtpu.so || { \
-	  version=$$($(PY) -c 'from importlib import metadata as m; import re; \
-	    print(next(re.split("[ ;]", r)[0] for r in m.requires("jax") \
-	      if r.startswith("libtpu")))') && \
-	  echo "installing $$version into $(TPU) (700 MB)" && \
-	  $(PY) -m pip install $(PIP_FLAGS) --no-deps --target $(TPU) "$$version"; }
-	@JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 \
-	  TPU_LIBRARY_PATH=$(CURDIR)/$(TPU)/libtpu/libtpu.so \
-	  exec $(PY) benchmarks/tpu_compile.py $(ARGS)
+tpu-compile: $(STAMP) $(TPU) ## compile the training step for TPUs that are not here
+	@$(TPU_ENV) exec $(PY) benchmarks/tpu_compile.py $(ARGS)
+
+tpu-decode: $(STAMP) $(TPU) ## compile the rollout's steps for them
+	@$(TPU_ENV) exec $(PY) benchmarks/tpu_decode.py $(ARGS)
+
+TPU_ENV = JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 \
+	TPU_LIBRARY_PATH=$(CURDIR)/$(TPU)/libtpu/libtpu.so
+
+$(TPU): | $(STAMP)
+	@version=$$($(PY) -c 'from importlib import metadata as m; import re; \
+	  print(next(re.split("[ ;]", r)[0] for r in m.requires("jax") \
+	    if r.startswith("libtpu")))') && \
+	echo "installing $$version into $(TPU) (700 MB)" && \
+	$(PY) -m pip install $(PIP_FLAGS) --no-deps --target $(TPU).part \
+	  "$$version" && mv $(TPU).part $(TPU)
 
 install: $(STAMP) ## install the package only
 

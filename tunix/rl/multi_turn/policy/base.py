@@ -150,6 +150,11 @@ class Policy(Protocol):
     """
     ...
 
+  # A policy may have three more: `reads_pages`, whether it wants to be asked
+  # for them on this backend, `init_pages(pages, page_size)`, and
+  # `extend_pages(…, cache, table, …)`, which is `extend` with a cache in pages
+  # and, after it, int32[B, M] the pages of each row.
+
   def logits(self, hidden: jax.Array) -> jax.Array:
     """float32[..., vocabulary] of hidden states [..., D]."""
     ...

@@ -272,7 +272,7 @@ class Decoder(nnx.Module):
       self,
       x_BTD: jax.Array,
       positions_BT3: jax.Array,
-      mix: Callable[[jax.Array, jax.Array, jax.Array, Any], Any],
+      mix: Callable[..., tuple[jax.Array, Any]],
       cache: Any = None,
       early: tuple[jax.Array, ...] = (),
   ) -> tuple[jax.Array, Any]:
@@ -281,8 +281,9 @@ class Decoder(nnx.Module):
     Args:
       x_BTD: embedded tokens.
       positions_BT3: rotary positions.
-      mix: (q, k, v, cache of the layer) -> (attended, new cache).
-      cache: one entry a layer, None without a cache.
+      mix: (q, k, v, cache, layer) -> (attended, new cache); the layer is an
+        int, or an int32 scalar where layers are stacked.
+      cache: goes through all layers, None without a cache.
       early: [B, T, D] each, added after the first layers (deepstack).
 
     Returns:
@@ -292,41 +293,38 @@ class Decoder(nnx.Module):
     # Rematerialising is for training, which is what goes without a cache.
     wrap = layers.remat(self.config.remat) if cache is None else (lambda f: f)
 
-    def run(layer, x, extra, kept):
-      x, kept = layer(x, rotation, lambda q, k, v: mix(q, k, v, kept))
+    def run(layer, x, extra, cache, i):
+      x, cache = layer(x, rotation, lambda q, k, v: mix(q, k, v, cache, i))
       x = x if extra is None else x + extra
-      return sharding.constrain(x, self.mesh, *sharding.TOKENS), kept
+      return sharding.constrain(x, self.mesh, *sharding.TOKENS), cache
 
     run = wrap(run)
     x = x_BTD
     if not self.stacked:
-      caches = []
       for i, layer in enumerate(self.layers):
         extra = early[i] if i < len(early) else None
-        x, kept = run(layer, x, extra, None if cache is None else cache[i])
-        caches.append(kept)
-      return self.norm(x), (None if cache is None else tuple(caches))
+        x, cache = run(layer, x, extra, cache, i)
+      return self.norm(x), cache
     # The first layers get something added, and a scan wants all steps alike:
     # two scans. Unrolled, the first ones' activations would be computed again
     # for the backward pass all at a time.
     graph, state = nnx.split(self.layers)
     n = len(early)
 
-    def step(x, one):
-      layer_state, extra, kept = one
-      return run(nnx.merge(graph, layer_state), x, extra, kept)
+    def step(carry, one):
+      x, cache = carry
+      layer_state, extra, i = one
+      return run(nnx.merge(graph, layer_state), x, extra, cache, i), None
 
-    parts = []
+    order = jnp.arange(self.config.text.num_hidden_layers)
     for some, extra in (
         (slice(0, n), jnp.stack(early) if n else None),
         (slice(n, None), None),
     ):
       if some.start == some.stop:
         continue
-      ours, kept = jax.tree.map(lambda p, at=some: p[at], (state, cache))
-      x, kept = jax.lax.scan(step, x, (ours, extra, kept))
-      parts.append(kept)
-    if cache is None:
-      return self.norm(x), None
-    join = lambda *caches: jnp.concatenate(caches)
-    return self.norm(x), jax.tree.map(join, *parts)
+      ours = jax.tree.map(lambda p, at=some: p[at], state)
+      (x, cache), _ = jax.lax.scan(
+          step, (x, cache), (ours, extra, order[some])
+      )
+    return self.norm(x), cache

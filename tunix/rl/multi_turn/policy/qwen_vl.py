@@ -17,6 +17,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen2_5_vl
@@ -81,12 +82,10 @@ class QwenVL(nnx.Module):
     prefix = inputs.prefix_ids
     prefix = None if prefix is None else jnp.asarray(prefix)
 
-    def mix(q, k, v, unused):
-      del unused
-      return (
-          kernels.causal_attention(q, k, v, segments, prefix, self.mesh),
-          None,
-      )
+    def mix(q, k, v, nothing, layer):
+      del layer
+      mixed = kernels.causal_attention(q, k, v, segments, prefix, self.mesh)
+      return mixed, nothing
 
     hidden, _ = self.language_model(x, inputs.positions, mix, early=early)
     return hidden
@@ -126,23 +125,66 @@ class QwenVL(nnx.Module):
       vision_index: base.Array | None = None,
       vision: base.Array | None = None,
   ) -> tuple[jax.Array, Cache]:
+    def mix(q, k, v, cache, layer):
+      kept = _of_layer(cache, layer)
+      mixed, kept = cached_attention.attend_rows(
+          q, k, v, kept, starts, lengths
+      )
+      return mixed, _with_layer(cache, layer, kept)
+
     x, early = self._embed(tokens, vision_index, vision)
-    b, t, _ = x.shape
-    length = jax.tree.leaves(cache)[0].shape[-2]
-    index_BT = starts[:, None] + jnp.arange(t)
-    # Tokens that are not real go to an index outside, which drops them.
-    write_BT = jnp.where(jnp.arange(t) < lengths[:, None], index_BT, length)
-    rows_B1 = jnp.arange(b)[:, None]
-    mask_BTC = jnp.arange(length) <= index_BT[..., None]
-
-    def mix(q, k, v, kept):
-      k_BKCH, v_BKCH = kept
-      k_BKCH = k_BKCH.at[rows_B1, :, write_BT].set(k, mode="drop")
-      v_BKCH = v_BKCH.at[rows_B1, :, write_BT].set(v, mode="drop")
-      mixed = kernels.attend(q, k_BKCH, v_BKCH, mask_BTC)
-      return mixed, (k_BKCH, v_BKCH)
-
     return self.language_model(x, positions, mix, cache, early)
+
+  @property
+  def reads_pages(self) -> bool:
+    """Whether `extend_pages` is what to use on this backend."""
+    text = self.config.text
+    return cached_attention.pages_apply(
+        text.head_dim,
+        text.num_key_value_heads,
+        jnp.dtype(self.config.compute_dtype),
+    )
+
+  def init_pages(self, pages: int, page_size: int) -> jax.Array:
+    text = self.config.text
+    cache = cached_attention.init_pages(
+        text.num_hidden_layers,
+        pages,
+        page_size,
+        text.num_key_value_heads,
+        text.head_dim,
+        jnp.dtype(self.config.compute_dtype),
+    )
+    return sharding.constrain(cache, self.mesh, *self._page_axes)
+
+  def extend_pages(
+      self,
+      tokens: base.Array,
+      positions: base.Array,
+      starts: base.Array,
+      lengths: base.Array,
+      cache: jax.Array,
+      table: base.Array,
+      vision_index: base.Array | None = None,
+      vision: base.Array | None = None,
+  ) -> tuple[jax.Array, jax.Array]:
+    pages = cache.shape[0] // self.config.text.num_hidden_layers
+
+    def mix(q, k, v, cache, layer):
+      return cached_attention.attend_pages(
+          q, k, v, cache, table + layer * pages, starts, lengths, self.mesh
+      )
+
+    x, early = self._embed(tokens, vision_index, vision)
+    hidden, cache = self.language_model(x, positions, mix, cache, early)
+    return hidden, sharding.constrain(cache, self.mesh, *self._page_axes)
+
+  @property
+  def _page_axes(self) -> tuple[str | None, ...]:
+    if self.mesh is None:
+      return ()
+    heads = self.config.text.num_key_value_heads
+    return None, None, cached_attention.split_axis(heads, self.mesh), None
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """float32[..., vocabulary]; split along the vocabulary on a mesh."""
@@ -202,6 +244,21 @@ class QwenVL(nnx.Module):
         jnp.where(is_vision, seen[:, :, i], 0) for i in range(1, parts)
     )
     return x, early
+
+
+def _of_layer(cache: Cache, layer: int | jax.Array):
+  """Keys and values of a layer: one of several, or a slice of all."""
+  if isinstance(layer, int):
+    return cache[layer]
+  at = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+  return jax.tree.map(at, cache)
+
+
+def _with_layer(cache: Cache, layer: int | jax.Array, kept) -> Cache:
+  if isinstance(layer, int):
+    return (*cache[:layer], kept, *cache[layer + 1 :])
+  put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, layer, 0)
+  return jax.tree.map(put, cache, kept)
 
 
 def _check_heads(

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import tiny_vl_config
 from tunix.rl.multi_turn.policy import vision_inputs
@@ -348,20 +349,14 @@ class TinyVL(nnx.Module):
       vision: base.Array | None = None,
   ) -> tuple[jax.Array, Cache]:
     x = self._embed(tokens, vision_index, vision)
-    b, t, _ = x.shape
-    length = cache[0][0].shape[2]
-    index_BT = starts[:, None] + jnp.arange(t)
-    # Tokens that are not real go to an index outside, which drops them.
-    write_BT = jnp.where(jnp.arange(t) < lengths[:, None], index_BT, length)
-    rows_B1 = jnp.arange(b)[:, None]
-    mask_BTC = jnp.arange(length) <= index_BT[..., None]
     new_cache = []
-    for block, (k_BKCH, v_BKCH) in zip(self.blocks, cache, strict=True):
+    for block, kept in zip(self.blocks, cache, strict=True):
       q, k, v = block.project(x, positions[..., 0])
-      k_BKCH = k_BKCH.at[rows_B1, :, write_BT].set(k, mode="drop")
-      v_BKCH = v_BKCH.at[rows_B1, :, write_BT].set(v, mode="drop")
-      new_cache.append((k_BKCH, v_BKCH))
-      x = block.finish(x, kernels.attend(q, k_BKCH, v_BKCH, mask_BTC))
+      mixed, kept = cached_attention.attend_rows(
+          q, k, v, kept, starts, lengths
+      )
+      new_cache.append(kept)
+      x = block.finish(x, mixed)
     return _rms_norm(x, self.norm), tuple(new_cache)
 
   def logits(self, hidden: jax.Array) -> jax.Array:

@@ -10,7 +10,10 @@ not announced is compiled on the spot and counted.
 
 Promises: KV cache and vision pool are donated, hence updated in place;
 parameters are never donated. A program reads and writes only the pages of the
-first `window` positions of its rows; page 0 stays zero.
+first `window` positions of its rows; page 0 stays zero. A policy that reads
+pages by itself is given them where they lie; for any other one, the rows' pages
+are laid side by side before a call's first step and written back after its
+last.
 
 Does not decide what runs when, or know sessions; not thread-safe, except for
 `compile`.
@@ -187,15 +190,29 @@ class Programs:
           lambda p: self._merge(p).init_cache(batch, length), self.params
       )
 
-    # A page is to the policy a short row of its own.
     n = page_size
-    self._page_axis = _axis_of(cache_shape(2, n), cache_shape(3, n))
-    self._token_axis = _axis_of(cache_shape(2, n), cache_shape(2, n + 1))
-    if None in (*self._page_axis, *self._token_axis):
-      raise ValueError("every leaf of init_cache needs a batch and a length")
     self._place = _replicated(self.params)
+    self._reads_pages = getattr(model, "reads_pages", False)
+    if self._reads_pages:
+      init = lambda p: self._merge(p).init_pages(pages, n)
+    else:
+      # A page is to the policy a short row of its own.
+      init = lambda p: self._merge(p).init_cache(pages, n)
+      self._page_axis = _axis_of(cache_shape(2, n), cache_shape(3, n))
+      self._token_axis = _axis_of(cache_shape(2, n), cache_shape(2, n + 1))
+      if None in (*self._page_axis, *self._token_axis):
+        raise ValueError("every leaf of init_cache needs a batch and a length")
+    # Where the policy wants them, else everywhere.
+    self._init_cache = (
+        jax.jit(init) if self._reads_pages else self._jit(init)
+    )
+    self.cache = self._init_cache(self.params)
+    self._cache_place = jax.tree.map(lambda x: x.sharding, self.cache)
     self._cache_shape = jax.tree.map(
-        lambda x: self._shape(x.dtype, *x.shape), cache_shape(pages, n)
+        lambda x: self._shape(x.dtype, *x.shape)
+        if self._place is None
+        else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        self.cache,
     )
     patches = self._encode_shapes(1, patches_per_token)
     vision = jax.eval_shape(
@@ -221,7 +238,6 @@ class Programs:
     self.compile_seconds = 0.0
     self._compiled: dict[Variant, Callable[..., Any]] = {}
     self._lock = threading.Lock()
-    self._init_cache = self._jit(lambda p: self._merge(p).init_cache(pages, n))
     self.reset()
 
   # --- buffers ---------------------------------------------------------------
@@ -371,10 +387,12 @@ class Programs:
     """An array that is not a parameter, and where it lies."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
 
-  def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
+  def _jit(
+      self, function: Callable[..., Any], out: Any = None, **options: Any
+  ) -> Any:
     """Programs hand arrays to each other, so all must say where these lie."""
     if self._place is not None:
-      options["out_shardings"] = self._place
+      options["out_shardings"] = self._place if out is None else out
     return jax.jit(function, **options)
 
   def _program(self, variant: Variant) -> Callable[..., Any]:
@@ -437,8 +455,8 @@ class Programs:
       tokens, vision, positions = jnp.split(
           packed[:, 2:], (length, 2 * length), axis=1
       )
-      part = self._take(cache, pages)
-      _, part = self._merge(params).extend(
+      extend, part = self._extend(self._merge(params), cache, pages)
+      _, part = extend(
           tokens,
           positions.reshape(rows, length, 3),
           starts,
@@ -449,7 +467,7 @@ class Programs:
       )
       return self._put(cache, part, pages, starts, lengths, length)
 
-    return self._jit(prefill, donate_argnums=1).lower(
+    return self._jit(prefill, self._cache_place, donate_argnums=1).lower(
         self.params,
         self._cache_shape,
         self._pool_shape,
@@ -476,10 +494,11 @@ class Programs:
           & ((top_k > 0) | (top_p < 1.0))
       )
       next_pos = table[:, NEXT_POS]
+      extend, part = self._extend(model, cache, pages)
 
       def body(carry):
         step, part, token, vision, position, count, live, out, logprobs = carry
-        hidden, part = model.extend(
+        hidden, part = extend(
             token[:, None],
             position[:, None],
             table[:, START] + count,
@@ -515,7 +534,7 @@ class Programs:
 
       carry = (
           jnp.int32(0),
-          self._take(cache, pages),
+          part,
           table[:, TOKEN],
           table[:, VISION],
           table[:, POS_T : POS_W + 1],
@@ -530,7 +549,8 @@ class Programs:
       cache = self._put(cache, part, pages, table[:, START], count, steps)
       return cache, out, logprobs, count, step
 
-    return self._jit(decode, donate_argnums=1).lower(
+    places = (self._cache_place, *(self._place,) * 4)
+    return self._jit(decode, places, donate_argnums=1).lower(
         self.params,
         self._cache_shape,
         self._pool_shape,
@@ -540,6 +560,18 @@ class Programs:
     )
 
   # --- pages of the cache ----------------------------------------------------
+
+  def _extend(self, model, cache, pages_RN):
+    """The policy's `extend`, and the cache that it is to be given first."""
+    if not self._reads_pages:
+      return model.extend, self._take(cache, pages_RN)
+
+    def extend(tokens, positions, starts, lengths, cache, vision, pool):
+      return model.extend_pages(
+          tokens, positions, starts, lengths, cache, pages_RN, vision, pool
+      )
+
+    return extend, cache
 
   def _take(self, cache, pages_RN):
     """The rows' pages, side by side: as `init_cache(R, N * page size)`."""
@@ -559,12 +591,14 @@ class Programs:
     return jax.tree.unflatten(tree, part)
 
   def _put(self, cache, part, pages_RN, starts, counts, most):
-    """Writes back the `counts` positions that each row has got since `_take`.
+    """Writes back what `_extend`'s cache has got.
 
     Args:
       starts: int32[R] first new position of each row.
       counts: int32[R] new positions, at most `most`.
     """
+    if self._reads_pages:
+      return part
     step = jnp.arange(most)
     position = starts[:, None] + step
     window = pages_RN.shape[1] * self.page_size

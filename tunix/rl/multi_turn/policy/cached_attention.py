@@ -1,0 +1,162 @@
+"""Attention of new tokens to a KV cache, of rows or of pages.
+
+Rows: keys and values of a sequence side by side, plain XLA, any backend.
+Pages: of all layers in one array, read where they lie by the ragged paged
+attention kernel that ships with JAX, on TPU.
+
+Promises: the same numbers either way, up to rounding; what is written lies
+where `starts` say, and tokens that are not real write nothing.
+
+Axis names: B = rows, T = new tokens of a row, C = places of a row's cache,
+N = query heads, K = KV heads, H = head width, L = layers, P = pages of a
+layer, S = tokens of a page, M = pages of a row.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from tunix.rl.multi_turn.policy import kernels
+
+
+def attend_rows(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    kept: tuple[jax.Array, jax.Array],
+    starts_B: jax.Array,
+    lengths_B: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  """Writes new keys and values, and attends to all up to the own token.
+
+  Args:
+    q_BTNH: queries.
+    k_BTKH: keys of the new tokens.
+    v_BTKH: values of the new tokens.
+    kept: keys and values [B, K, C, H].
+    starts_B: int32, tokens of each row that are cached already.
+    lengths_B: int32, how many of the T are real.
+
+  Returns:
+    [B, T, N, H], and the new cache.
+  """
+  k_BKCH, v_BKCH = kept
+  b, t = q_BTNH.shape[:2]
+  length = k_BKCH.shape[2]
+  index_BT = starts_B[:, None] + jnp.arange(t)
+  # Tokens that are not real go to an index outside, which drops them.
+  write_BT = jnp.where(jnp.arange(t) < lengths_B[:, None], index_BT, length)
+  rows_B1 = jnp.arange(b)[:, None]
+  k_BKCH = k_BKCH.at[rows_B1, :, write_BT].set(k_BTKH, mode="drop")
+  v_BKCH = v_BKCH.at[rows_B1, :, write_BT].set(v_BTKH, mode="drop")
+  mask_BTC = jnp.arange(length) <= index_BT[..., None]
+  mixed = kernels.attend(q_BTNH, k_BKCH, v_BKCH, mask_BTC)
+  return mixed, (k_BKCH, v_BKCH)
+
+
+def pages_apply(head_dim: int, kv_heads: int, dtype: jnp.dtype) -> bool:
+  """Whether the kernel takes such heads, on what is compiled for."""
+  packed = 4 // jnp.dtype(dtype).itemsize
+  tiles, rest = divmod(2 * kv_heads, packed)
+  fits = not rest and (tiles in (1, 2, 4) or tiles % 8 == 0)
+  return kernels.backend() == "tpu" and head_dim % 128 == 0 and fits
+
+
+def init_pages(
+    layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype
+) -> jax.Array:
+  """[L * P, S, 2 K, H]: keys and values of a head are neighbours."""
+  return jnp.zeros((layers * pages, page_size, 2 * kv_heads, head_dim), dtype)
+
+
+def attend_pages(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    cache: jax.Array,
+    table_BM: jax.Array,
+    starts_B: jax.Array,
+    lengths_B: jax.Array,
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """As `attend_rows`, with a cache in pages.
+
+  Args:
+    q_BTNH: queries.
+    k_BTKH: keys of the new tokens.
+    v_BTKH: values of the new tokens.
+    cache: as of `init_pages`.
+    table_BM: int32, each row's pages of this layer, enough for all real
+      tokens.
+    starts_B: int32, tokens of each row that are cached already.
+    lengths_B: int32, how many of the T are real.
+    mesh: over whose axis `tensor` heads are split where that divides them.
+
+  Returns:
+    [B, T, N, H] (whatever, where tokens are not real), and the new cache.
+  """
+  size, total = cache.shape[1], cache.shape[0]
+  b, t, _, h = q_BTNH.shape
+  index_BT = starts_B[:, None] + jnp.arange(t)
+  block_BT = jnp.minimum(index_BT // size, table_BM.shape[1] - 1)
+  page_BT = jnp.take_along_axis(table_BM, block_BT, axis=1)
+  page_BT = jnp.where(jnp.arange(t) < lengths_B[:, None], page_BT, total)
+  both = jnp.stack([k_BTKH, v_BTKH], axis=3).reshape(b, t, -1, h)
+  cache = cache.at[page_BT, index_BT % size].set(both, mode="drop")
+  # The kernel wants one query at least of each row, and one key.
+  queries_B = jnp.maximum(lengths_B, 1)
+  keys_B = jnp.maximum(starts_B + lengths_B, 1)
+  run = _ragged
+  if mesh is not None:
+    P = jax.sharding.PartitionSpec
+    heads = P(None, None, split_axis(cache.shape[2] // 2, mesh), None)
+    run = jax.shard_map(
+        _ragged,
+        mesh=mesh,
+        in_specs=(heads, heads, P(), P(), P()),
+        out_specs=heads,
+        check_vma=False,
+    )
+  return run(q_BTNH, cache, table_BM, queries_B, keys_B), cache
+
+
+def split_axis(kv_heads: int, mesh: jax.sharding.Mesh) -> str | None:
+  """The mesh's axis that a cache of pages is split over, by heads."""
+  return "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
+
+
+def _ragged(q_BTNH, cache, table_BM, queries_B, keys_B) -> jax.Array:
+  """The kernel on one device's heads; rows' queries lie end to end in it."""
+  from jax.experimental.pallas.ops.tpu import ragged_paged_attention as rpa  # pylint: disable=g-import-not-at-top
+
+  b, t, n, h = q_BTNH.shape
+  ends_B = jnp.cumsum(queries_B)
+  flat = q_BTNH.reshape(b * t, n, h)
+  if t > 1:
+    place = jnp.arange(b * t)
+    row = jnp.minimum(jnp.searchsorted(ends_B, place, side="right"), b - 1)
+    first = (ends_B - queries_B)[row]
+    flat = flat[jnp.minimum(row * t + place - first, b * t - 1)]
+  blocks = {}
+  if jax.default_backend() != "tpu":  # Else it knows what is tuned for it.
+    blocks = dict(
+        num_kv_pages_per_block=min(8, table_BM.shape[1]),
+        num_queries_per_block=min(32, b * t),
+    )
+  kernel = functools.partial(
+      rpa.ragged_paged_attention, sm_scale=h**-0.5, **blocks
+  )
+  mixed = kernel(
+      flat,
+      cache,
+      keys_B.astype(jnp.int32),
+      table_BM,
+      jnp.concatenate([jnp.zeros(1, jnp.int32), ends_B.astype(jnp.int32)]),
+      jnp.full(1, b, jnp.int32),
+  )
+  if t > 1:
+    first = (ends_B - queries_B)[:, None] + jnp.arange(t)
+    mixed = mixed[jnp.minimum(first, b * t - 1)]
+  return mixed.reshape(b, t, n, h)
