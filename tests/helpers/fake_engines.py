@@ -167,6 +167,7 @@ class FakeVllm(FakeEngine):
     self.args = parser.parse_args(list(argv[2:]))
     self.dev = environment.get("VLLM_SERVER_DEV_MODE") == "1"
     self.abort_first = abort_first
+    self.resets = True
     super().__init__(
         self.args.model,
         self.args.max_model_len,
@@ -322,9 +323,10 @@ class FakeVllm(FakeEngine):
     return responses.JSONResponse({"results": [None]})
 
   async def reset_prefix_cache(self, request, body):
-    del request, body
+    del body
     self.calls.append("reset_prefix_cache")
-    return responses.Response(status_code=200)
+    assert request.query_params["reset_running_requests"] == "true"
+    return responses.JSONResponse({"success": self.resets})
 
 
 class FakeSglang(FakeEngine):

@@ -529,17 +529,21 @@ async def test_a_request_during_an_update_waits_and_is_not_lost(
     assert set(got.versions.tolist()) == {0} and client.version == 1
 
 
+@pytest.mark.parametrize("failure", ["out of memory", "older weights"])
 async def test_an_engine_that_cannot_load_is_not_told_to_go_on(
-    ours, saved, tmp_path
+    ours, saved, tmp_path, failure
 ):
   with vllm(launch_of(saved)) as fake:
-    fake.load_failure = "CUDA out of memory"
+    if failure == "older weights":
+      fake.resets = False
+    else:
+      fake.load_failure = "CUDA out of memory"
     async with client_of(fake, ours) as client:
       with weights_for(
           tmp_path, ours, [disk_weights.VllmEngine(fake.url)], [client]
       ) as weights:
         with pytest.raises(
-            disk_weights.HandOverError, match="out of memory.*restart it"
+            disk_weights.HandOverError, match=f"{failure}.*restart it"
         ):
           await asyncio.wrap_future(weights.publish(1, other_weights(1)))
       assert client.version == 0 and weights.version == -1

@@ -219,7 +219,13 @@ class VllmEngine:
           },
       )
       # Those of frozen requests too: they are computed again.
-      self._http.post("/reset_prefix_cache?reset_running_requests=true")
+      answer = self._http.post(
+          "/reset_prefix_cache?reset_running_requests=true"
+      )
+      if isinstance(answer, dict) and answer.get("success") is False:
+        raise HandOverError(
+            f"{self.url} kept what it had cached under older weights"
+        )
     except HandOverError as error:
       raise HandOverError(
           f"{error}. {self.url} stays paused, as it may hold half of these"
