@@ -18,6 +18,7 @@ one event loop.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import Any, Mapping, Sequence
 
@@ -29,6 +30,7 @@ from tunix.rl.multi_turn.rollout import openai_client
 from tunix.rl.multi_turn.trajectory_collector import model_calls
 
 Message = trajectory.Message
+_CLIENTS = 16
 
 
 class ProxyConnection:
@@ -65,14 +67,25 @@ class ProxyConnection:
     self.name = model
     self.openai = openai
     self.urls = data_urls.DataUrls(image_store)
-    self.client = openai.AsyncOpenAI(
-        base_url=f"{self.url}/v1", api_key=token, timeout=timeout_s
-    )
+    # A client looks at each of its idle connections with every request: of a
+    # hundred episodes that would be most of what a turn costs here.
+    self._clients = [
+        openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key=token, timeout=timeout_s
+        )
+        for _ in range(_CLIENTS)
+    ]
+    self._next = itertools.cycle(self._clients)
 
   def model(self, sampling: policy_client.SamplingParams) -> ProxyModel:
     """Asks for completions that are sampled so. Stop tokens are the server's
     own, and a seed is the episode's."""
     return ProxyModel(self, sampling)
+
+  @property
+  def client(self) -> Any:
+    """An `openai.AsyncOpenAI` with the server's token."""
+    return next(self._next)
 
   async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     found = await self.client.post(self.url + path, body=body, cast_to=object)
@@ -81,7 +94,8 @@ class ProxyConnection:
   async def aclose(self) -> None:
     """Ends the connections. Idempotent."""
     self.urls.close()
-    await self.client.close()
+    for client in self._clients:
+      await client.close()
 
 
 class ProxyModel:
