@@ -292,13 +292,13 @@ def check_export(client, style):
     assert sequence.tokens.tolist() == want
     assert sequence.images == last.prompt.images
     chain = (*last.ancestors, last)
-    assert set(sequence.turn_ids.tolist()) == set(range(len(chain)))
-    for turn, made in enumerate(chain):
+    assert set(sequence.turn_ids.tolist()) == {made.index for made in chain}
+    for made in chain:
       begin = len(made.prompt)
       where = slice(begin, begin + len(made.completion.tokens))
       mine = made.id in e.trained
       assert np.all(sequence.loss_mask[where] == mine)
-      assert np.all(sequence.turn_ids[where] == turn)
+      assert np.all(sequence.turn_ids[where] == made.index)
       assert sequence.tokens[where].tolist() == made.completion.tokens.tolist()
       if mine:
         got = sequence.logprobs[where]

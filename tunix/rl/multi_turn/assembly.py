@@ -36,6 +36,7 @@ from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.rollout import engine as engine_lib
+from tunix.rl.multi_turn.rollout import proxy
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.trajectory_collector import deadlines
 from tunix.rl.multi_turn.trajectory_collector import groups
@@ -247,8 +248,12 @@ def make_collector(
     *,
     observers: Any,
     mode: str = "train",
+    connection: proxy.ProxyConnection | None = None,
 ) -> groups.GroupCollector:
-  """Collects groups; `mode` is "train", "sampled" or "greedy" (evaluation)."""
+  """Collects groups; `mode` is "train", "sampled" or "greedy" (evaluation).
+
+  Episodes reach the policy through `connection` if there is one.
+  """
   collect = config.collect
   training = mode == "train"
   sampling = policy_client.SamplingParams(
@@ -257,15 +262,19 @@ def make_collector(
       top_p=config.sampling.top_p,
       top_k=config.sampling.top_k,
   )
+  if connection is not None:
+    model: Any = connection.model(sampling)
+  else:
+    model = model_calls.PolicyModel(
+        client,
+        renderer,
+        sampling,
+        max_context_tokens=config.rollout.context_length,
+        runs_inline=True,
+    )
   return groups.GroupCollector(
       episodes,
-      model_calls.PolicyModel(
-          client,
-          renderer,
-          sampling,
-          max_context_tokens=config.rollout.context_length,
-          runs_inline=True,
-      ),
+      model,
       groups.GroupSettings(
           group_size=collect.group_size if training else 1,
           min_valid=collect.min_valid if training else 1,

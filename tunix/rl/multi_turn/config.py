@@ -78,7 +78,9 @@ class TrainConfig:
   def lockstep(self) -> bool:
     """rollout.lockstep with auto resolved."""
     if self.rollout.lockstep == "auto":
-      return self.queue.max_staleness == 0
+      return (
+          self.queue.max_staleness == 0 and self.rollout.via == "in_process"
+      )
     return self.rollout.lockstep == "true"
 
   def to_dict(self) -> dict[str, Any]:
@@ -316,6 +318,13 @@ def contradictions(config: TrainConfig) -> list[str]:
       f" queue.max_staleness={c.queue.max_staleness} cannot give (new weights"
       " arrive at any time); set queue.max_staleness=0 or"
       " rollout.lockstep=auto",
+  )
+  refuse(
+      c.rollout.lockstep == "true" and c.rollout.via == "proxy",
+      "rollout.lockstep=true waits for sessions in the order in which they"
+      " open, which rollout.via=proxy does not tell the engine; set"
+      " rollout.lockstep=auto (equal seeds still give equal tokens, up to"
+      " rounding)",
   )
   refuse(
       c.rollout.weights == "int8" and c.algorithm.importance == "none",

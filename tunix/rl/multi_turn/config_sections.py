@@ -220,11 +220,19 @@ class RolloutConfig:
       " gyms work.",
       at_least=1,
   )
+  via: str = _opt(
+      "in_process",
+      "How episodes reach the engine. in_process: as tokens. proxy: through an"
+      " OpenAI-compatible server that the run opens on the loopback interface,"
+      " as messages with screenshots; what the server keeps is trained on."
+      " Needs the extras serve and client.",
+      choices=("in_process", "proxy"),
+  )
   lockstep: str = _opt(
       "auto",
       "true: requests are batched in an order that does not depend on timing,"
       " so that equal seeds give equal bits. auto: true when"
-      " queue.max_staleness is 0.",
+      " queue.max_staleness is 0 and rollout.via is in_process.",
       choices=("auto", "true", "false"),
   )
   update_policy: str = _opt(

@@ -96,6 +96,8 @@ class Completion:
     versions: int32[S], weights' version of each token.
     finish_reason: why sampling ended.
     metrics: numbers about the call (prefilled tokens, seconds).
+    fallback: why tokens or log-probs are not the sampler's own; "" when they
+      are. Such samples are counted, in `fallback_turns`.
   """
 
   tokens: np.ndarray
@@ -103,6 +105,7 @@ class Completion:
   versions: np.ndarray
   finish_reason: FinishReason
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+  fallback: str = ""
 
   def __post_init__(self):
     for name, dtype in (

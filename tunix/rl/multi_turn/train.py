@@ -45,6 +45,7 @@ from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import reporting
 from tunix.rl.multi_turn import resuming
+from tunix.rl.multi_turn import run_proxy
 from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
@@ -53,6 +54,7 @@ from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import report
 from tunix.rl.multi_turn.reporting import step_metrics
+from tunix.rl.multi_turn.rollout import proxy
 from tunix.rl.multi_turn.trajectory_collector import collect_loop
 from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
 from tunix.rl.multi_turn.warm_start import cloning
@@ -157,16 +159,27 @@ class Run:
     self.engine = assembly.make_engine(config, self.policy, self.images)
     self.observers = events.Observers()
     self._loop: LoopThread | None = None
+    self._proxy: run_proxy.RunProxy | None = None
     self._collecting: concurrent.futures.Future[None] | None = None
     self._collect_loop: collect_loop.CollectLoop | None = None
     self._writers: list[Any] = []
     self._store: group_store.SqliteGroupStore | None = None
+
+  @property
+  def connection(self) -> proxy.ProxyConnection | None:
+    """How episodes reach the engine, if not in this process's own way."""
+    return None if self._proxy is None else self._proxy.connection
 
   # --- life ------------------------------------------------------------------
 
   def __enter__(self) -> Run:
     try:
       self._claim_directory()
+      if self.config.rollout.via == "proxy":
+        self._proxy = run_proxy.RunProxy(
+            self.config, self.policy, self.engine, self.images
+        )
+        self._proxy.start()
     except BaseException:
       self.engine.close(_STOP_TIMEOUT_S)
       if self._store is not None:
@@ -195,6 +208,10 @@ class Run:
     if self._loop is not None:
       if self.config.gym.name == "miniwob":
         _close_shared_browser(self._loop)
+      if self._proxy is not None:
+        self._proxy.close(
+            lambda work: self._loop.submit(work).result(_STOP_TIMEOUT_S)
+        )
       self._loop.close()
     self.engine.close(_STOP_TIMEOUT_S)
     for writer in self._writers:
@@ -266,6 +283,7 @@ class Run:
             self.policy.renderer,
             observers=self.observers,
             mode=mode,
+            connection=self.connection,
         )
         async for group in groups_lib.iterate_groups(collector, tasks):
           (episode,) = group.trajectories
@@ -365,6 +383,7 @@ class Run:
             self.engine,
             self.policy.renderer,
             observers=metrics,
+            connection=self.connection,
         ),
         assembly.TrainTasks(
             self.task_source, config.gym.tasks, config.run.seed

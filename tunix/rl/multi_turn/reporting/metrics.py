@@ -127,6 +127,13 @@ METRICS: dict[str, Metric] = {
         "Completions cut at sampling.max_new_tokens, mean an episode.",
         "Above 0.05: raise sampling.max_new_tokens.",
     ),
+    "fallback_turns": Metric(
+        "turns",
+        "Completions whose tokens or log-probs are not the sampler's own, as"
+        " its server did not tell them, mean an episode.",
+        "Above 0: the server must return token ids and log-probs; see"
+        " docs/serving.md.",
+    ),
     "history_rewrites": Metric(
         "",
         "New training sequences begun because old screenshots were dropped,"
@@ -362,7 +369,7 @@ def group_metrics(
       out[f"success_rate/{family}"] = sum(wins) / len(wins)
   out["turns_mean"] = sum(t.num_turns for t in valid) / len(valid)
   out["episode_tokens_mean"] = sum(t.num_sampled for t in valid) / len(valid)
-  for name in ("truncated_turns", "history_rewrites"):
+  for name in ("truncated_turns", "fallback_turns", "history_rewrites"):
     out[name] = sum(t.metrics.get(name, 0.0) for t in valid) / len(valid)
   return out
 

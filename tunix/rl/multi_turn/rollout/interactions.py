@@ -118,7 +118,7 @@ class Interaction(PendingPrompt):
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-  """A training sequence. Its `turn_ids` count interactions."""
+  """A training sequence. Its `turn_ids` are interactions' `index`es."""
 
   id: str  # Of the interaction that it ends with.
   reward: float  # Of that interaction.
@@ -517,7 +517,8 @@ def _sequence(
   versions = np.full(len(mask), -1, np.int32)
   versions[mask] = np.concatenate([c.versions for c in own])
   all_T = np.concatenate([prompt.tokens, last.tokens])
-  rest = mask, logprobs, versions, whose // 2, prompt.images
+  turns = np.array([i.index for i in chain], np.int32)[whose // 2]
+  rest = mask, logprobs, versions, turns, prompt.images
   return trajectory.TokenSequence(all_T, *rest)
 
 

@@ -45,6 +45,7 @@ def make_app(
     media_limits: media.MediaLimits = media.MediaLimits(),
     max_sessions: int = 1024,
     session_timeout_s: float = 3600.0,
+    max_concurrent: int = 256,
     token: str = "",
 ) -> app_lib.App:
   """The application around an engine.
@@ -59,6 +60,7 @@ def make_app(
     media_limits: of an image.
     max_sessions: open at a time.
     session_timeout_s: an idle session ends after so long.
+    max_concurrent: requests answered at a time; more are told to come again.
     token: what clients must present; "" asks for none.
   """
   _, processor, tokenizer = policy
@@ -76,6 +78,7 @@ def make_app(
           renderer, max_sessions=max_sessions, timeout_s=session_timeout_s
       ),
       media.MediaLoader(image_store, media_limits),
+      max_concurrent=max_concurrent,
   )
   return app_lib.App(
       service, limits=limits, token=token, stats=engine.stats

@@ -84,7 +84,8 @@ class TrajectoryCollectEngine:
       env: a BaseEnv whose reset, step and close are sync or async. With
         `runs_inline = True` they are called on the event loop itself (they
         must be cheap then); otherwise sync ones run in threads.
-      model_call: a `PolicyModel`, or a sync or async callable from messages
+      model_call: a `PolicyModel` or another with `new_session` (see
+        `model_calls.make_session`), or a sync or async callable from messages
         to text (no training sequences then).
       final_reward_fn: called once the policy has ended the episode, returns a
         number or a RewardOutput that is added to the last step's reward. Its
@@ -206,17 +207,14 @@ class TrajectoryCollectEngine:
 
   async def _episode(self) -> Status:
     loop = asyncio.get_running_loop()
-    if isinstance(self.model_call, model_calls.PolicyModel):
-      try:
-        self._session = model_calls.TokenSession(
-            self.model_call, self._id, self._seed
-        )
-      except Exception as e:
-        raise _Stop(
-            Status.MODEL_ERROR, "model", "ModelError", adapters.describe(e)
-        ) from e
-    else:
-      self._session = model_calls.TextSession(self.model_call)
+    try:
+      self._session = model_calls.make_session(
+          self.model_call, self._id, self._seed
+      )
+    except Exception as e:
+      raise _Stop(
+          Status.MODEL_ERROR, "model", "ModelError", adapters.describe(e)
+      ) from e
     await self._reset()
     self._episode_at = loop.time() + self.timeout
     status = Status.MAX_TURNS
@@ -329,6 +327,8 @@ class TrajectoryCollectEngine:
     metrics = self._metrics
     if reply.truncated:
       metrics["truncated_turns"] = metrics.get("truncated_turns", 0) + 1
+    if reply.fallback:
+      metrics["fallback_turns"] = metrics.get("fallback_turns", 0) + 1
     metrics["prompt_tokens"] = reply.prompt_tokens
     return reply
 

@@ -1,8 +1,8 @@
 """How an episode asks the policy for a turn.
 
-Two kinds, one interface towards the engine: `PolicyModel` speaks tokens to a
-`PolicyClient` and yields training sequences; any plain callable, messages to
-text, works too and yields none.
+Two kinds here, one interface towards the engine: `PolicyModel` speaks tokens
+to a `PolicyClient` and yields training sequences; any plain callable, messages
+to text, works too and yields none.
 
 Promises: the seed of each turn is a function of the episode's seed, so that
 members of a group differ and a run repeats; sessions are released.
@@ -69,6 +69,25 @@ class PolicyModel:
           ),
       )
 
+  def new_session(self, name: str, seed: int | None) -> TokenSession:
+    """For one episode; see `make_session`."""
+    return TokenSession(self, name, seed)
+
+
+def make_session(model_call: Any, name: str, seed: int | None) -> Any:
+  """One episode's conversation with the policy.
+
+  Args:
+    model_call: has `new_session(name, seed)`, which gives an object with the
+      methods of `TokenSession`, or is called with messages for a text.
+    name: of the episode.
+    seed: of its sampling.
+  """
+  new_session = getattr(model_call, "new_session", None)
+  if new_session is None:
+    return TextSession(model_call)
+  return new_session(name, seed)
+
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
@@ -79,6 +98,7 @@ class Reply:
     truncated: it hit a length limit.
     cancelled: the client stopped sampling before its end.
     prompt_tokens, sampled_tokens: counts, 0 for text-only models.
+    fallback: its tokens or log-probs are not the sampler's own.
   """
 
   text: str
@@ -86,6 +106,7 @@ class Reply:
   cancelled: bool = False
   prompt_tokens: int = 0
   sampled_tokens: int = 0
+  fallback: bool = False
 
 
 class TextSession:
@@ -169,6 +190,7 @@ class TokenSession:
         cancelled=reason is policy_client.FinishReason.CANCELLED,
         prompt_tokens=len(prompt),
         sampled_tokens=len(completion.tokens),
+        fallback=bool(completion.fallback),
     )
 
   async def _generate(self, prompt, params) -> policy_client.Completion:

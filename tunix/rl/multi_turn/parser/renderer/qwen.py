@@ -114,6 +114,34 @@ class QwenRenderer:
     out.text("assistant\n")
     return out.finish()
 
+  def prompt_of_tokens(
+      self, ids: Sequence[int], pictures: Sequence[trajectory.ImageRef]
+  ) -> policy_client.TokenPrompt:
+    """A prompt that somebody else has rendered.
+
+    Args:
+      ids: placeholders expanded.
+      pictures: of the placeholders, in their order.
+
+    Raises:
+      ValueError: placeholders and images do not go together.
+    """
+    tokens_T = np.array(ids, np.int32)
+    at = np.flatnonzero(tokens_T == self.image_token_id)
+    needed = [self._num_image_tokens(p.width, p.height) for p in pictures]
+    if len(at) != sum(needed):
+      raise ValueError(
+          f"the tokens hold {len(at)} image placeholders, their"
+          f" {len(pictures)} images need {sum(needed)}; expand each image's to"
+          " one a vision token"
+      )
+    starts = np.cumsum([0, *needed])
+    spans = tuple(
+        trajectory.ImageSpan(image, int(at[start]), count)
+        for image, start, count in zip(pictures, starts, needed)
+    )
+    return policy_client.TokenPrompt(tokens_T, spans)
+
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Text of a completion: the final `<|im_end|>` is left out, everything
     else is shown, tool-call markup and stray special tokens included."""

@@ -425,6 +425,7 @@ class App:
                 "interaction_id": one.id,
                 "reward": one.reward,
                 "tensor_dict": _tensors(one),
+                "turn_ids": one.sequence.turn_ids.tolist(),
                 "images": [
                     {
                         "sha256": span.image.sha256,

@@ -59,6 +59,8 @@ class ChatRequest:
     tools: OpenAI schemas that the policy is shown.
     parse_tools: read tool calls out of the answer.
     return_token_ids: give the ids of prompt and completions.
+    prompt_token_ids: instead of rendering `messages`, which then hold nothing
+      but the images of the placeholders in it, in their order.
   """
 
   model: str
@@ -71,6 +73,7 @@ class ChatRequest:
   tools: tuple[Mapping[str, Any], ...] = ()
   parse_tools: bool = True
   return_token_ids: bool = False
+  prompt_token_ids: tuple[int, ...] = ()
 
 
 # Fields that are served, and how.
@@ -78,6 +81,7 @@ _KNOWN = frozenset({
     "model", "messages", "max_tokens", "max_completion_tokens", "temperature",
     "top_p", "top_k", "seed", "n", "stream", "stream_options", "logprobs",
     "tools", "tool_choice", "stop_token_ids", "return_token_ids",
+    "prompt_token_ids",
 })  # pyformat: disable
 # Fields about the caller and its bookkeeping: no sample depends on them.
 _NO_EFFECT = frozenset({"user", "metadata", "safety_identifier"})
@@ -150,9 +154,10 @@ def chat(body: Mapping[str, Any], limits: Limits) -> ChatRequest:
     raise errors.invalid(
         "n", f"n={n} with temperature=0 would be {n} times the same; use n=1"
     )
+  messages = _messages(body.get("messages"), limits)
   return ChatRequest(
       model=_string(body, "model"),
-      messages=_messages(body.get("messages"), limits),
+      messages=messages,
       sampling=sampling,
       n=n,
       stream=stream,
@@ -162,6 +167,7 @@ def chat(body: Mapping[str, Any], limits: Limits) -> ChatRequest:
       tools=tools,
       parse_tools=choice != "none" and bool(tools),
       return_token_ids=_flag(body, "return_token_ids"),
+      prompt_token_ids=_prompt_tokens(body, messages, tools),
   )
 
 
@@ -217,6 +223,36 @@ def _sampling(
       seed=None if seed is None else _integer(body, "seed", 0, 0, 2**31 - 1),
       stop_token_ids=tuple(stops),
   )
+
+
+def _prompt_tokens(
+    body: Mapping[str, Any],
+    messages: Sequence[Message],
+    tools: Sequence[Any],
+) -> tuple[int, ...]:
+  """A prompt that is tokens already; its messages may only hold its images."""
+  name = "prompt_token_ids"
+  ids = body.get(name)
+  if ids is None:
+    return ()
+  if not isinstance(ids, list) or not ids or not all(
+      type(i) is int and 0 <= i < 1 << 31 for i in ids
+  ):
+    raise errors.invalid(name, f"{name} must be a list of token ids, not empty")
+  says = tools or any(
+      message["role"] != "user"
+      or (message["content"] if isinstance(message["content"], str) else any(
+          part["type"] != "image_url" for part in message["content"]
+      ))
+      for message in messages
+  )
+  if says:  # It would not be read, or read twice.
+    raise errors.invalid(
+        "messages",
+        f"with {name}, messages hold the images of its placeholders and"
+        " nothing else; put texts and tools into the tokens",
+    )
+  return tuple(ids)
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

@@ -264,7 +264,13 @@ class Service:
       )
     pending = None
     number = 0
-    if session is None:
+    if request.prompt_token_ids:
+      # Its caller keeps the tokens: of the session it uses the cache, and that
+      # the same body again gets the same completion.
+      prompt = _token_prompt(
+          request.prompt_token_ids, shown, self.policy.renderer
+      )
+    elif session is None:
       prompt = self.policy.renderer.render(shown)
     else:
       try:
@@ -272,6 +278,7 @@ class Service:
       except interactions.InteractionError as error:
         raise of_interaction(error) from None
       prompt = pending.prompt
+    if turns is not None:
       turns.count += 1
       number = turns.count
     room = self.policy.context_length - len(prompt)
@@ -297,7 +304,8 @@ class Service:
     if turns is None:
       names = [f"request/{i}" for i in ids]
     else:
-      names = [turns.take_cache(pending.parent) for _ in ids]
+      parent = pending.parent if pending else _TOKENS
+      names = [turns.take_cache(parent) for _ in ids]
     stored = False
     try:
       completions = await self._generate(
@@ -308,7 +316,7 @@ class Service:
         text = self.policy.renderer.decode(completion.tokens)
         parser = self.policy.parser if request.parse_tools else None
         choices.append(responses.make_choice(completion, text, parser))
-      if session is not None:
+      if pending is not None:
         for choice, number_id in zip(choices, ids):
           session.add(
               pending,
@@ -326,7 +334,9 @@ class Service:
         gone = [
             old
             for name, kept in zip(names, ids)
-            for old in turns.give_back(name, kept if stored else None)
+            for old in turns.give_back(
+                name, (kept if pending else _TOKENS) if stored else None
+            )
         ]
       for name in gone:
         await self.policy.client.release(name)
@@ -461,6 +471,27 @@ def of_interaction(error: interactions.InteractionError) -> errors.ApiError:
       code=error.code,
       retry_after_s=1.0 if status == 429 else None,
   )
+
+
+_TOKENS = "token prompts"
+"""What caches of a session's token prompts are kept under, as if it were an
+interaction."""
+
+
+def _token_prompt(
+    ids: Sequence[int], messages: Sequence[requests.Message], renderer: Any
+) -> policy_client.TokenPrompt:
+  """The prompt, its placeholders matched with the images in their order."""
+  pictures = [
+      part["image"]
+      for message in messages
+      if isinstance(message["content"], list)
+      for part in message["content"]
+  ]
+  try:
+    return renderer.prompt_of_tokens(ids, pictures)
+  except ValueError as error:
+    raise errors.invalid("prompt_token_ids", str(error)) from None
 
 
 def _with_tools(

@@ -1,0 +1,398 @@
+"""vLLM and SGLang as far as their protocols go, around a very small policy.
+
+Real HTTP servers. They sample with the rollout engine, so that what comes back
+is what the weights they were given say. Parsing is strict: a field or a flag
+that the real ones do not have is refused.
+"""
+
+import argparse
+import asyncio
+import json
+
+import small_server
+from starlette import applications
+from starlette import responses
+from starlette import routing
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.rollout import engine as engine_lib
+from tunix.rl.multi_turn.rollout import loopback
+from tunix.rl.multi_turn.rollout import media
+
+SIZE = small_server.SIZE
+
+
+class Refused(Exception):
+
+  def __init__(self, status, message):
+    super().__init__(message)
+    self.status, self.message = status, message
+
+
+class FakeEngine:
+  """What the two have in common."""
+
+  def __init__(self, model, context, images):
+    self.model_path = str(model)
+    self.context = context
+    self.images_limit = images
+    self.store = images_lib.ImageStore()
+    self.policy = checkpoint.load_policy(model, screen=SIZE)
+    module, self.processor, tokenizer = self.policy
+    self.renderer = qwen.QwenRenderer(
+        tokenizer, self.processor.num_image_tokens
+    )
+    self.engine = engine_lib.RolloutEngine(
+        module, self.processor, self.store, slots=4, context_length=context,
+        image_sizes=(SIZE,), banned_token_ids=module.config.banned_token_ids,
+    )  # pyformat: disable
+    self.loader = media.MediaLoader(self.store)
+    self.bodies = []  # Of requests for completions.
+    self.calls = []  # To everything else.
+    self.loaded = []
+    self.load_failure = ""
+    self.served = 0
+    self.gate = asyncio.Event()
+    self.gate.set()
+    self.running = set()
+    self.server = loopback.LoopbackServer(
+        applications.Starlette(
+            routes=[
+                routing.Route(path, self._guarded(handler), methods=[method])
+                for path, handler, method in self.routes()
+            ]
+        )
+    )
+    self.url = self.server.url
+
+  def __enter__(self):
+    self.engine.warm_up()
+    self.server.start()
+    return self
+
+  def __exit__(self, *exc_info):
+    self.server.close()
+    self.engine.close()
+
+  def _guarded(self, handler):
+    async def run(request):
+      try:
+        raw = await request.body()
+        return await handler(request, json.loads(raw) if raw else {})
+      except Refused as refused:
+        return responses.JSONResponse(
+            self.error(refused), status_code=refused.status
+        )
+
+    return run
+
+  async def expanded(self, ids, urls):
+    """Each image's one placeholder becomes as many as it has tokens."""
+    if len(urls) > self.images_limit:
+      raise Refused(
+          400,
+          f"At most {self.images_limit} image(s) may be provided in one"
+          " prompt.",
+      )
+    pictures = [await self.loader.load(url) for url in urls]
+    pad = self.renderer.image_token_id
+    if ids.count(pad) != len(pictures):
+      raise Refused(400, f"{ids.count(pad)} placeholders, {len(pictures)} data")
+    tokens, left = [], iter(pictures)
+    for token in ids:
+      image = next(left) if token == pad else None
+      tokens += [token] * (
+          self.processor.num_image_tokens(image.width, image.height)
+          if image
+          else 1
+      )
+    return self.renderer.prompt_of_tokens(tokens, pictures)
+
+  async def sample(self, prompt, sampling):
+    """(completion, finish reason); what was cut off has its tokens so far."""
+    await self.gate.wait()
+    self.served += 1
+    so_far = []
+    task = asyncio.ensure_future(
+        self.engine.generate(
+            prompt, sampling, session=f"r{self.served}",
+            on_tokens=so_far.extend,
+        )
+    )  # pyformat: disable
+    self.running.add(task)
+    try:
+      done = await task
+      return done.tokens.tolist(), done.logprobs.tolist(), (
+          done.finish_reason.value
+      )
+    except asyncio.CancelledError:
+      if asyncio.current_task().cancelling():
+        raise
+      return so_far[:1], None, "abort"
+    finally:
+      self.running.discard(task)
+      await self.engine.release(f"r{self.served}")
+
+  async def load(self, path):
+    if self.load_failure:
+      raise Refused(500, self.load_failure)
+    module, _, _ = await asyncio.to_thread(
+        checkpoint.load_policy, path, screen=SIZE
+    )
+    done = self.engine.update_weights(len(self.loaded) + 1, module)
+    await asyncio.wrap_future(done)
+    self.loaded.append(path)
+
+
+class FakeVllm(FakeEngine):
+  """Started by the arguments that vLLM would be started by."""
+
+  def __init__(self, argv, environment, abort_first=False):
+    assert list(argv[:2]) == ["vllm", "serve"], argv
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("model")
+    add("--served-model-name")
+    add("--host")
+    add("--port", type=int)
+    add("--max-model-len", type=int)
+    add("--limit-mm-per-prompt", type=json.loads)
+    add("--allowed-media-domains", nargs="+")
+    add("--logprobs-mode", default="raw_logprobs")
+    add("--generation-config", default="auto")
+    add("--dtype")
+    add("--tensor-parallel-size", type=int)
+    self.args = parser.parse_args(list(argv[2:]))
+    self.dev = environment.get("VLLM_SERVER_DEV_MODE") == "1"
+    self.abort_first = abort_first
+    self.resets = True
+    super().__init__(
+        self.args.model,
+        self.args.max_model_len,
+        self.args.limit_mm_per_prompt["image"],
+    )
+
+  def routes(self):
+    found = [
+        ("/v1/models", self.models, "GET"),
+        ("/v1/completions", self.completions, "POST"),
+        ("/inference/v1/generate", self.generate, "POST"),
+    ]
+    if self.dev:
+      found += [
+          ("/pause", self.pause, "POST"),
+          ("/resume", self.resume, "POST"),
+          ("/collective_rpc", self.collective_rpc, "POST"),
+          ("/reset_prefix_cache", self.reset_prefix_cache, "POST"),
+      ]
+    return found
+
+  def error(self, refused):
+    kind = "BadRequestError" if refused.status == 400 else "InternalServerError"
+    return {
+        "error": {
+            "message": refused.message, "type": kind, "param": None,
+            "code": refused.status,
+        }
+    }  # pyformat: disable
+
+  async def models(self, request, body):
+    del request, body
+    return responses.JSONResponse({
+        "object": "list",
+        "data": [{
+            "id": self.args.served_model_name,
+            "object": "model",
+            "max_model_len": self.context,
+        }],
+    })
+
+  _SAMPLING = {
+      "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
+      "presence_penalty", "frequency_penalty", "repetition_penalty",
+      "stop_token_ids", "skip_special_tokens", "logprobs", "logit_bias",
+  }  # pyformat: disable
+
+  def sampling(self, params):
+    unknown = set(params) - self._SAMPLING
+    assert not unknown, unknown
+    neutral = {
+        "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0,
+        "repetition_penalty": 1,
+    }  # pyformat: disable
+    assert all(params[k] == v for k, v in neutral.items())
+    return policy_client.SamplingParams(
+        max_new_tokens=params["max_tokens"],
+        temperature=params["temperature"],
+        top_p=params["top_p"],
+        top_k=max(0, params["top_k"]),
+        seed=params["seed"],
+        stop_token_ids=tuple(params["stop_token_ids"]),
+    )
+
+  def check_length(self, prompt):
+    if len(prompt) >= self.context:
+      raise Refused(
+          400,
+          f"This model's maximum context length is {self.context} tokens."
+          f" However, your request has {len(prompt)} input tokens. Please"
+          " reduce the length of the input messages.",
+      )
+
+  async def sampled(self, prompt, params):
+    self.check_length(prompt)
+    if self.abort_first:
+      self.abort_first = False
+      return await self.cut(prompt, params)
+    return await self.sample(prompt, self.sampling(params))
+
+  async def cut(self, prompt, params):
+    """What a pause with mode=abort leaves of a completion."""
+    tokens, logprobs, _ = await self.sample(prompt, self.sampling(params))
+    return tokens[:2], logprobs[:2], "abort"
+
+  async def completions(self, request, body):
+    del request
+    self.bodies.append(dict(body))
+    assert body.pop("return_token_ids") is True
+    assert body.pop("model") == self.args.served_model_name
+    ids = body.pop("prompt")
+    prompt = await self.expanded(ids, [])
+    tokens, logprobs, reason = await self.sampled(prompt, body)
+    return responses.JSONResponse({
+        "object": "text_completion",
+        "choices": [{
+            "index": 0,
+            "text": self.renderer.decode(tokens),
+            "finish_reason": reason,
+            "token_ids": tokens,
+            "prompt_token_ids": prompt.tokens.tolist(),
+            "logprobs": {"token_logprobs": logprobs},
+        }],
+        "usage": {"prompt_tokens": len(prompt)},
+    })
+
+  async def generate(self, request, body):
+    del request
+    self.bodies.append(dict(body))
+    assert body.pop("model") == self.args.served_model_name
+    assert set(body) == {
+        "token_ids", "content_parts", "sampling_params", "return_token_ids",
+    }  # pyformat: disable
+    urls = [part["image_url"]["url"] for part in body["content_parts"]]
+    prompt = await self.expanded(body["token_ids"], urls)
+    tokens, logprobs, reason = await self.sampled(
+        prompt, body["sampling_params"]
+    )
+    return responses.JSONResponse({
+        "request_id": "r",
+        "prompt_token_ids": prompt.tokens.tolist(),
+        "choices": [{
+            "index": 0,
+            "finish_reason": reason,
+            "token_ids": tokens,
+            "logprobs": {
+                "content": [
+                    {"token_id": t, "logprob": lp, "top_logprobs": []}
+                    for t, lp in zip(tokens, logprobs)
+                ]
+            },
+        }],
+    })
+
+  async def pause(self, request, body):
+    del body
+    self.calls.append(f"pause {request.query_params['mode']}")
+    self.gate.clear()
+    return responses.JSONResponse({"status": "paused"})
+
+  async def resume(self, request, body):
+    del request, body
+    self.calls.append("resume")
+    self.gate.set()
+    return responses.JSONResponse({"status": "resumed"})
+
+  async def collective_rpc(self, request, body):
+    del request
+    self.calls.append(body["method"])
+    assert body["method"] == "reload_weights"
+    assert set(body["kwargs"]) == {"weights_path", "is_checkpoint_format"}
+    await self.load(body["kwargs"]["weights_path"])
+    return responses.JSONResponse({"results": [None]})
+
+  async def reset_prefix_cache(self, request, body):
+    del body
+    self.calls.append("reset_prefix_cache")
+    assert request.query_params["reset_running_requests"] == "true"
+    return responses.JSONResponse({"success": self.resets})
+
+
+class FakeSglang(FakeEngine):
+
+  def __init__(self, model, context=256, images=64):
+    self.weight_version = "default"
+    super().__init__(model, context, images)
+
+  def routes(self):
+    return [
+        ("/generate", self.generate, "POST"),
+        ("/update_weights_from_disk", self.update, "POST"),
+    ]
+
+  def error(self, refused):
+    return {"error": {"message": refused.message}}
+
+  async def generate(self, request, body):
+    del request
+    self.bodies.append(dict(body))
+    known = {"input_ids", "image_data", "sampling_params", "return_logprob"}
+    assert set(body) <= known and body["return_logprob"]
+    params = body["sampling_params"]
+    prompt = await self.expanded(body["input_ids"], body.get("image_data", []))
+    if len(prompt) >= self.context:
+      raise Refused(
+          400,
+          f"The input ({len(prompt)} tokens) is longer than the model's context"
+          f" length ({self.context} tokens).",
+      )
+    version = self.weight_version
+    tokens, logprobs, reason = await self.sample(
+        prompt,
+        policy_client.SamplingParams(
+            max_new_tokens=params["max_new_tokens"],
+            temperature=params["temperature"],
+            top_p=params["top_p"],
+            top_k=max(0, params["top_k"]),
+            seed=params["sampling_seed"],
+            stop_token_ids=tuple(params["stop_token_ids"]),
+        ),
+    )
+    return responses.JSONResponse({
+        "text": self.renderer.decode(tokens),
+        "meta_info": {
+            "finish_reason": {"type": reason},
+            "prompt_tokens": len(prompt),
+            "weight_version": version,
+            "output_token_logprobs": [
+                [lp, t, None] for t, lp in zip(tokens, logprobs)
+            ],
+        },
+    })
+
+  async def update(self, request, body):
+    del request
+    known = {
+        "model_path", "weight_version", "abort_all_requests", "flush_cache",
+    }  # pyformat: disable
+    assert set(body) <= known, body
+    self.calls.append("update_weights_from_disk")
+    try:
+      await self.load(body["model_path"])
+    except Refused as refused:
+      return responses.JSONResponse(
+          {"success": False, "message": refused.message}, 400
+      )
+    self.weight_version = body["weight_version"]
+    return responses.JSONResponse({"success": True, "message": "done"})

@@ -1,0 +1,84 @@
+"""A very small policy behind a real server on the loopback interface."""
+
+import numpy as np
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.rollout import engine as engine_lib
+from tunix.rl.multi_turn.rollout import loopback
+from tunix.rl.multi_turn.rollout import serve
+from tunix.rl.multi_turn.rollout.server import requests as requests_lib
+
+MODEL = "nano"
+SIZE = (32, 32)
+CONTEXT = 256
+
+
+class SmallPolicy:
+  """A policy with what belongs to it, and an engine around it."""
+
+  def __init__(self, seed=0, slots=4):
+    self.policy = checkpoint.create_policy("nano", seed=seed, screen=SIZE)
+    self.images = images_lib.ImageStore()
+    self.model, self.processor, tokenizer = self.policy
+    self.renderer = qwen.QwenRenderer(
+        tokenizer, self.processor.num_image_tokens
+    )
+    self.engine = engine_lib.RolloutEngine(
+        self.model,
+        self.processor,
+        self.images,
+        slots=slots,
+        context_length=CONTEXT,
+        image_sizes=(SIZE,),
+        banned_token_ids=self.model.config.banned_token_ids,
+    )
+
+  def prompt(self, *seeds, text="look"):
+    """A rendered message with an image a seed."""
+    content = [
+        {"type": "image", "image": self.images.put(pixels(seed))}
+        for seed in seeds
+    ]
+    content.append({"type": "text", "text": text})
+    return self.renderer.render([{"role": "user", "content": content}])
+
+  def sampling(self, **options):
+    return policy_client.SamplingParams(**{
+        "max_new_tokens": 8,
+        "seed": 5,
+        "stop_token_ids": self.renderer.stop_token_ids,
+        **options,
+    })
+
+
+class SmallServer(SmallPolicy):
+  """That policy, served by this package's own server."""
+
+  def __init__(self, limits=None, **options):
+    super().__init__()
+    self.app = serve.make_app(
+        MODEL,
+        self.engine,
+        self.policy,
+        self.images,
+        limits=limits or requests_lib.Limits(max_new_tokens=32, n=4, images=8),
+        **options,
+    )
+    self.server = loopback.LoopbackServer(self.app.asgi)
+    self.url = self.server.url
+
+  def __enter__(self):
+    self.engine.warm_up()
+    self.server.start()
+    return self
+
+  def __exit__(self, *exc_info):
+    self.server.close()
+    self.engine.close()
+
+
+def pixels(seed):
+  rng = np.random.default_rng(seed)
+  return rng.integers(0, 256, (SIZE[1], SIZE[0], 3), np.uint8)

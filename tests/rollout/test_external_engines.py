@@ -1,0 +1,649 @@
+"""vLLM and SGLang: how they are started, asked, and given new weights.
+
+Against servers that speak their protocols (tests/helpers/fake_engines.py).
+"""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+
+import fake_engines
+import numpy as np
+import pytest
+import small_server
+from starlette import applications
+from starlette import responses
+from starlette import routing
+from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.rollout import disk_weights
+from tunix.rl.multi_turn.rollout import external
+from tunix.rl.multi_turn.rollout import loopback
+from tunix.rl.multi_turn.rollout import openai_client
+
+pytestmark = pytest.mark.timeout(300)
+Launch = external.VllmLaunch
+
+
+@pytest.fixture(scope="module", name="ours")
+def _ours():
+  """The policy that the others serve, and the engine that is the reference."""
+  ours = small_server.SmallPolicy()
+  with ours.engine:
+    ours.engine.warm_up()
+    yield ours
+
+
+@pytest.fixture(scope="module", name="saved")
+def _saved(ours, tmp_path_factory):
+  directory = tmp_path_factory.mktemp("policy")
+  return checkpoint.save_policy(directory / "first", ours.model)
+
+
+def launch_of(saved, **changes):
+  options = {
+      "served_name": "cua",
+      "max_model_len": small_server.CONTEXT,
+      "images": 3,
+  }
+  return Launch(str(saved), **(options | changes))
+
+
+@contextlib.contextmanager
+def vllm(launch, **options):
+  with fake_engines.FakeVllm(
+      launch.argv(), launch.environment(), **options
+  ) as fake:
+    yield fake
+
+
+@pytest.fixture(scope="module", name="fake")
+def _fake(saved):
+  with vllm(launch_of(saved)) as fake:
+    yield fake
+
+
+@pytest.fixture(scope="module", name="sglang")
+def _sglang(saved):
+  with fake_engines.FakeSglang(saved) as fake:
+    yield fake
+
+
+@contextlib.asynccontextmanager
+async def client_of(fake, ours, protocol="vllm", **options):
+  client = openai_client.OpenAIClient(
+      f"{fake.url}/v1",
+      "cua",
+      ours.images,
+      protocol=protocol,
+      banned_token_ids=ours.model.config.banned_token_ids,
+      **options,
+  )
+  try:
+    yield client
+  finally:
+    await client.aclose()
+
+
+# --- the command --------------------------------------------------------------
+
+
+def test_the_command_is_that_of_computer_use():
+  launch = Launch("/models/my policy", allowed_media_domains=("a.b", "c.d"))
+  assert launch.argv() == [
+      "vllm", "serve", "/models/my policy",
+      "--served-model-name", "/models/my policy",
+      "--host", "127.0.0.1",
+      "--port", "8000",
+      "--max-model-len", "262144",
+      "--limit-mm-per-prompt", '{"image":64}',
+      "--allowed-media-domains", "a.b", "c.d",
+      "--logprobs-mode", "processed_logprobs",
+      "--generation-config", "vllm",
+      "--dtype", "auto",
+      "--tensor-parallel-size", "1",
+  ]  # pyformat: disable
+  assert external.check_command(launch.command()) == []
+
+
+def test_json_and_blanks_survive_the_shell(tmp_path):
+  key = tmp_path / "a key"
+  key.write_text("it's secret\n")
+  launch = Launch(
+      "/models/it's $HOME", api_key_file=str(key), extra=("--seed", "1")
+  )
+  show = tmp_path / "vllm"
+  show.write_text(
+      f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps("
+      "[sys.argv[1:], {k: os.environ.get(k) for k in ('VLLM_API_KEY',"
+      " 'VLLM_SERVER_DEV_MODE', 'VLLM_MEDIA_URL_ALLOW_REDIRECTS')}]))\n"
+  )
+  show.chmod(0o755)
+  said = subprocess.run(
+      ["bash", "-c", launch.command()],
+      env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/wrong"},
+      capture_output=True,
+      check=True,
+      timeout=60,
+  )
+  words, environment = json.loads(said.stdout)
+  assert words == launch.argv()[1:]
+  assert environment == launch.environment()
+  assert environment["VLLM_API_KEY"] == "it's secret"
+  # Whoever reads the command does not read the key.
+  assert "secret" not in launch.command()
+
+
+def test_settings_come_from_the_environment():
+  launch = Launch.from_environment({
+      "TUNIX_VLLM_MODEL": "/m",
+      "TUNIX_VLLM_MAX_MODEL_LEN": "32768",
+      "TUNIX_VLLM_IMAGES": "8",
+      "TUNIX_VLLM_ALLOWED_MEDIA_DOMAINS": "a.example,b.example c.example",
+      "TUNIX_VLLM_RELOAD_WEIGHTS": "false",
+      "PATH": "/bin",
+  })
+  assert launch.max_model_len == 32768 and launch.images == 8
+  words = launch.argv()
+  at = words.index("--allowed-media-domains")
+  assert words[at + 1 : at + 4] == ["a.example", "b.example", "c.example"]
+  assert '{"image":8}' in words
+  assert "VLLM_SERVER_DEV_MODE" not in launch.environment()
+  given = Launch.from_environment(
+      {"TUNIX_VLLM_IMAGES": "8"}, model="/m", images=2
+  )
+  assert given.images == 2
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model": ""}, "names no policy"),
+        ({"model": "--trust-remote-code"}, "read as an option"),
+        ({"max_model_len": 0}, "max_model_len=0"),
+        ({"images": -1}, "images=-1"),
+        ({"images": True}, "images=True"),
+        ({"port": 70000}, "port=70000"),
+        ({"logprobs_mode": "raw_logprobs"}, "use processed_logprobs"),
+        ({"dtype": "int3"}, "dtype='int3'"),
+        ({"allowed_media_domains": "a.b"}, "must be a list"),
+        ({"allowed_media_domains": ("a.b,c.d",)}, "comma"),
+        ({"allowed_media_domains": ("*.b",)}, "exactly"),
+        ({"allowed_media_domains": ("https://a.b",)}, "without scheme"),
+        ({"host": "0.0.0.0"}, "api_key_file"),
+        ({"host": "0.0.0.0", "api_key_file": "k"}, "reload_weights=False"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(change, words):
+  with pytest.raises(ValueError, match=words.replace("*", r"\*")):
+    Launch(**({"model": "/m"} | change))
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({}, "TUNIX_VLLM_MODEL"),
+        ({"TUNIX_VLLM_MODEL": "m", "TUNIX_VLLM_IMAGE": "3"}, "VLLM_IMAGES"),
+        ({"TUNIX_VLLM_MODEL": "m", "TUNIX_VLLM_PORT": "x"}, "an integer"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_refused(variables, words):
+  with pytest.raises(ValueError, match=words):
+    Launch.from_environment(variables)
+
+
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ("--max-model-len 262144", "", "--max-model-len is missing"),
+        ("--max-model-len 262144", "--max-model-len long", "no number"),
+        ("'{\"image\":64}'", '{"image":64}', "limits no images"),
+        ("--limit-mm-per-prompt '{\"image\":64}'", "", "is missing"),
+        ("--allowed-media-domains a.b c.d", "", "from any host"),
+        ("a.b c.d", "a.b,c.d", "separate hosts by spaces"),
+        ("a.b c.d", "'*.b'", "list each host"),
+        ("--logprobs-mode processed_logprobs", "", "log-probs are not those"),
+        ("processed_logprobs", "raw_logprobs", "raw_logprobs"),
+        ("--generation-config vllm", "", "--generation-config"),
+        ("VLLM_MEDIA_URL_ALLOW_REDIRECTS=0", "", "redirect"),
+        ("'{\"image\":64}'", "'{\"image\":64}", "quotes"),
+    ],
+)
+def test_what_is_wrong_with_a_command_is_told(old, new, words):
+  good = Launch("/m", allowed_media_domains=("a.b", "c.d")).command()
+  assert old in good
+  problems = external.check_command(good.replace(old, new))
+  assert len(problems) == 1, problems
+  assert words in problems[0]
+  # Spelt otherwise, and just as right.
+  assert not external.check_command(
+      good.replace("--max-model-len 262144", "--max_model_len=262144")
+  )
+
+
+def test_the_model_is_asked_whether_it_can(tmp_path):
+  def config(**found):
+    (tmp_path / "config.json").write_text(json.dumps(found))
+
+  launch = Launch(str(tmp_path))
+  config(text_config={"max_position_embeddings": 32768}, vision_config={})
+  with pytest.raises(ValueError, match="set max_model_len=32768"):
+    launch.check_model()
+  config(max_position_embeddings=262144)
+  with pytest.raises(ValueError, match="images=64.*no vision_config"):
+    launch.check_model()
+  config(text_config={"max_position_embeddings": 262144}, vision_config={})
+  launch.check_model()
+
+
+def test_the_module_prints_and_checks(capsys, monkeypatch, tmp_path):
+  monkeypatch.setenv("TUNIX_VLLM_MAX_MODEL_LEN", "1024")
+  assert external.main(["--model", "/m", "--images", "7"]) == 0
+  said = capsys.readouterr().out
+  assert "--max-model-len 1024" in said and '{"image":7}' in said
+  assert external.main(["--check", said]) == 0
+  assert external.main(["--check", "vllm serve /m"]) == 1
+  assert "--limit-mm-per-prompt is missing" in capsys.readouterr().out
+  assert external.main(["--model", "/m", "--images", "many"]) == 2
+  assert "--images=many" in capsys.readouterr().err
+  absent = str(tmp_path / "absent")
+  assert external.main(["--model", "/m", "--api-key-file", absent]) == 2
+  assert absent in capsys.readouterr().err
+
+
+# --- completions --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_it_is_asked_in_tokens_and_answers_as_ours_would(
+    request, ours, protocol, temperature
+):
+  fake = request.getfixturevalue("fake" if protocol == "vllm" else "sglang")
+  async with client_of(fake, ours, protocol, version=5) as client:
+    for seeds in ((), (1,), (2, 3)):
+      prompt = ours.prompt(*seeds)
+      sampling = ours.sampling(temperature=temperature, top_p=0.9)
+      got = await client.generate(prompt, sampling, session="s")
+      want = await ours.engine.generate(prompt, sampling, session="w")
+      assert got.tokens.tolist() == want.tokens.tolist()
+      np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+      assert got.finish_reason is want.finish_reason
+      # The server does not tell; the client knows what it was given.
+      assert set(got.versions.tolist()) == {5}
+      assert not got.fallback
+    assert not client.counts["prompt_mismatch"]
+    await ours.engine.release("w")
+  body = fake.bodies[-1]
+  ids = body.get("token_ids") or body["input_ids"]
+  # It expands placeholders itself: one for each image, not one a token.
+  assert ids.count(ours.renderer.image_token_id) == 2
+  bias = body["sampling_params"]["logit_bias"]
+  assert bias == {str(i): -100 for i in ours.model.config.banned_token_ids}
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+async def test_a_prompt_that_is_too_long_is_a_context_limit(
+    request, ours, protocol
+):
+  fake = request.getfixturevalue("fake" if protocol == "vllm" else "sglang")
+  long = policy_client.TokenPrompt(np.full(300, 5))
+  async with client_of(fake, ours, protocol) as client:
+    with pytest.raises(policy_client.ContextLimitError, match="256"):
+      await client.generate(long, ours.sampling(), session="s")
+    if protocol == "vllm":
+      await client.check()
+      assert client.context_length == 256
+
+
+async def test_the_65th_image_is_refused_and_64_are_not(ours, saved):
+  launch = launch_of(saved, images=64, max_model_len=1024)
+  with vllm(launch) as fake:
+    async with client_of(fake, ours, max_images=99) as client:
+      many = ours.prompt(*range(64))
+      got = await client.generate(many, ours.sampling(), session="s")
+      assert len(got.tokens)
+      with pytest.raises(ValueError, match=r"400.*At most 64 image\(s\)"):
+        await client.generate(
+            ours.prompt(*range(65)), ours.sampling(), session="s"
+        )
+    async with client_of(fake, ours) as client:  # Nor is it sent.
+      asked = len(fake.bodies)
+      with pytest.raises(ValueError, match="65 images.*max_images=64"):
+        await client.generate(
+            ours.prompt(*range(65)), ours.sampling(), session="s"
+        )
+      assert len(fake.bodies) == asked
+
+
+async def test_what_was_cut_off_goes_on(ours, saved):
+  """As a server does that aborts requests when it gets new weights."""
+  with vllm(launch_of(saved), abort_first=True) as fake:
+    async with client_of(fake, ours) as client:
+      prompt = ours.prompt(1)
+      sampling = ours.sampling(temperature=0.0, stop_token_ids=())
+      got = await client.generate(prompt, sampling, session="s")
+      assert client.counts["resumed"] == 1
+  want = await ours.engine.generate(prompt, sampling, session="w")
+  await ours.engine.release("w")
+  assert got.tokens.tolist() == want.tokens.tolist()
+  np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+  first, second = fake.bodies
+  resumed = second["sampling_params"]
+  assert resumed["max_tokens"] == 6
+  assert second["token_ids"][-2:] == got.tokens[:2].tolist()
+  # It would draw the random numbers of the first part again.
+  assert resumed["seed"] != first["sampling_params"]["seed"]
+
+
+async def test_a_server_that_read_another_prompt_is_found_out(
+    fake, ours, monkeypatch
+):
+  real = fake.expanded
+
+  async def twice(ids, urls):
+    prompt = await real(ids, urls)
+    return policy_client.TokenPrompt(
+        np.concatenate([[5], prompt.tokens]),
+        [span.shifted(1) for span in prompt.images],
+    )
+
+  monkeypatch.setattr(fake, "expanded", twice)
+  async with client_of(fake, ours) as client:
+    with pytest.raises(
+        openai_client.PromptMismatchError, match="image processor or tokenizer"
+    ):
+      await client.generate(ours.prompt(1), ours.sampling(), session="s")
+    assert client.counts["prompt_mismatch"] == 1
+
+
+# --- servers that tell less ---------------------------------------------------
+
+
+@contextlib.contextmanager
+def telling(**choice):
+  """A server whose one choice is this."""
+
+  async def complete(request):
+    del request
+    return responses.JSONResponse(
+        {"choices": [{"index": 0, "finish_reason": "stop", **choice}]}
+    )
+
+  app = applications.Starlette(
+      routes=[routing.Route("/v1/completions", complete, methods=["POST"])]
+  )
+  with loopback.LoopbackServer(app) as server:
+    yield server
+
+
+TEXT = "hello there"
+
+
+@pytest.mark.parametrize(
+    "cause, choice, exact",
+    [
+        ("", {"token_ids": [7, 8], "logprobs": {
+            "token_logprobs": [-0.5, -1.5]}}, True),
+        ("no_token_ids", {}, False),
+        ("no_logprobs", {"token_ids": [7, 8]}, True),
+        ("unequal_lengths", {"token_ids": [7, 8], "logprobs": {
+            "token_logprobs": [-0.5]}}, False),
+    ],
+)  # pyformat: disable
+async def test_what_is_not_told_is_made_up_flagged_and_counted(
+    ours, cause, choice, exact
+):
+  eot = ours.renderer.end_of_turn_id
+  with telling(text=TEXT, **choice) as server:
+    async with client_of(
+        server,
+        ours,
+        tokenize=ours.renderer.encode,
+        end_of_turn_id=eot,
+        recompute=lambda prompt, tokens: np.full(len(tokens), -0.25),
+    ) as client:
+      got = await client.generate(ours.prompt(), ours.sampling(), session="s")
+    assert got.fallback == cause
+    assert {k: v for k, v in client.counts.items() if k != "requests"} == (
+        {cause: 1} if cause else {}
+    )
+    encoded = [*ours.renderer.encode(TEXT).tolist(), eot]
+    assert got.tokens.tolist() == ([7, 8] if exact else encoded)
+    if cause:
+      assert set(got.logprobs.tolist()) == {-0.25}
+    else:
+      assert got.logprobs.tolist() == [-0.5, -1.5]
+    async with client_of(server, ours) as client:
+      if exact:
+        got = await client.generate(ours.prompt(), ours.sampling(), session="s")
+        if cause:
+          assert got.logprobs.tolist() == [0.0, 0.0]
+      else:
+        with pytest.raises(
+            openai_client.RemoteError, match="return_token_ids.*tokenize="
+        ):
+          await client.generate(ours.prompt(), ours.sampling(), session="s")
+
+
+# --- weights ------------------------------------------------------------------
+
+
+def other_weights(seed):
+  model, _, _ = checkpoint.create_policy(
+      "nano", seed=seed, screen=small_server.SIZE
+  )
+  return model
+
+
+@contextlib.contextmanager
+def weights_for(directory, ours, engines, clients, **options):
+  made = disk_weights.DiskWeights(
+      directory,
+      disk_weights.policy_saver(ours.model),
+      engines,
+      clients,
+      **options,
+  )
+  try:
+    yield made
+  finally:
+    made.close()
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+async def test_after_an_update_it_answers_with_the_new_weights(
+    ours, saved, tmp_path, protocol
+):
+  if protocol == "vllm":
+    server = vllm(launch_of(saved))
+    engine_of = disk_weights.VllmEngine
+  else:
+    server = fake_engines.FakeSglang(saved)
+    engine_of = disk_weights.SglangEngine
+  prompt = ours.prompt(1)
+  sampling = ours.sampling(stop_token_ids=())
+  seen = []
+  with server as fake:
+    async with client_of(fake, ours, protocol) as client:
+      with weights_for(
+          tmp_path, ours, [engine_of(fake.url)], [client]
+      ) as weights:
+        for version in (1, 2, 3):
+          model = other_weights(version)
+          done = weights.publish(version, model)
+          assert await asyncio.wrap_future(done) == version
+          assert client.version == weights.version == version
+          got = await client.generate(prompt, sampling, session="s")
+          assert set(got.versions.tolist()) == {version}
+          await asyncio.wrap_future(ours.engine.update_weights(version, model))
+          want = await ours.engine.generate(prompt, sampling, session="w")
+          await ours.engine.release("w")
+          assert got.tokens.tolist() == want.tokens.tolist()
+          np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+          seen.append(got.tokens.tolist())
+    # A path of its own each time, and the old ones go.
+    assert len(set(fake.loaded)) == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "v00000002", "v00000003",
+    ]  # pyformat: disable
+    if protocol == "vllm":
+      assert fake.calls[:4] == [
+          "pause keep", "reload_weights", "reset_prefix_cache", "resume",
+      ]  # pyformat: disable
+  assert len(set(map(tuple, seen))) > 1
+  await asyncio.wrap_future(ours.engine.update_weights(0, ours.model))
+
+
+async def test_a_request_during_an_update_waits_and_is_not_lost(
+    ours, saved, tmp_path
+):
+  entered, go_on = threading.Event(), threading.Event()
+  with vllm(launch_of(saved)) as fake:
+    real = fake.load
+
+    async def slowly(path):
+      entered.set()
+      await asyncio.to_thread(go_on.wait, 30)
+      await real(path)
+
+    fake.load = slowly
+    async with client_of(fake, ours) as client:
+      with weights_for(
+          tmp_path, ours, [disk_weights.VllmEngine(fake.url)], [client]
+      ) as weights:
+        done = weights.publish(1, other_weights(1))
+        await asyncio.to_thread(entered.wait, 30)
+        asked = asyncio.ensure_future(
+            client.generate(ours.prompt(1), ours.sampling(), session="s")
+        )
+        await asyncio.sleep(0.2)
+        assert not asked.done() and client.version == 0
+        go_on.set()
+        got = await asked
+        await asyncio.wrap_future(done)
+    # Asked before the update was done: never newer than its weights.
+    assert set(got.versions.tolist()) == {0} and client.version == 1
+
+
+@pytest.mark.parametrize("failure", ["out of memory", "older weights"])
+async def test_an_engine_that_cannot_load_is_not_told_to_go_on(
+    ours, saved, tmp_path, failure
+):
+  with vllm(launch_of(saved)) as fake:
+    if failure == "older weights":
+      fake.resets = False
+    else:
+      fake.load_failure = "CUDA out of memory"
+    async with client_of(fake, ours) as client:
+      with weights_for(
+          tmp_path, ours, [disk_weights.VllmEngine(fake.url)], [client]
+      ) as weights:
+        with pytest.raises(
+            disk_weights.HandOverError, match=f"{failure}.*restart it"
+        ):
+          await asyncio.wrap_future(weights.publish(1, other_weights(1)))
+      assert client.version == 0 and weights.version == -1
+    assert "resume" not in fake.calls
+
+
+def test_hand_overs_that_cannot_be_say_what_to_do(ours, saved, tmp_path):
+  closed = launch_of(saved, reload_weights=False)
+  with vllm(closed) as fake, weights_for(
+      tmp_path, ours, [disk_weights.VllmEngine(fake.url)], []
+  ) as weights:
+    done = weights.publish(0, ours.model)
+    with pytest.raises(disk_weights.HandOverError, match="SERVER_DEV_MODE"):
+      done.result(60)
+  gone = disk_weights.SglangEngine(fake.url, timeout_s=2)
+  with weights_for(tmp_path / "b", ours, [gone], []) as weights:
+    with pytest.raises(disk_weights.HandOverError, match="cannot be reached"):
+      weights.publish(0, ours.model).result(60)
+    with pytest.raises(ValueError, match="version must be"):
+      weights.publish(-1, ours.model)
+  with pytest.raises(ValueError, match="engines is empty"):
+    disk_weights.DiskWeights(tmp_path, lambda *_: None, [])
+  with pytest.raises(ValueError, match="no URL"):
+    disk_weights.VllmEngine("localhost:8000")
+
+
+class Told:
+  """An engine that notes what it is told, and what it finds there."""
+
+  url = "http://told"
+
+  def __init__(self):
+    self.found = []
+
+  def load(self, path, version):
+    import os  # pylint: disable=g-import-not-at-top
+
+    self.found.append((version, path, sorted(os.listdir(path))))
+
+
+def test_half_a_checkpoint_is_never_seen(ours, tmp_path):
+  told = Told()
+  real = disk_weights.policy_saver(ours.model)
+
+  def breaking(directory, params):
+    real(directory, params)
+    if params is broken:
+      raise OSError("No space left on device")
+
+  broken = other_weights(1)
+  weights = disk_weights.DiskWeights(tmp_path, breaking, [told], keep=1)
+  with pytest.raises(OSError, match="No space left"):
+    weights.publish(1, broken).result(60)
+  assert not told.found and not list(tmp_path.iterdir())
+  # What a run that was killed has left is no checkpoint of this one.
+  for name in ("v00000002", "v00000002.part"):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "model.safetensors").write_text("half")
+  assert weights.publish(2, ours.model).result(60) == 2
+  weights.close()
+  ((version, path, files),) = told.found
+  assert version == 2 and path == str(tmp_path / "v00000002")
+  assert "model.safetensors" in files and "config.json" in files
+  loaded, _, _ = checkpoint.load_policy(path)
+  want = checkpoint.named_parameters(ours.model)
+  for name, value in checkpoint.named_parameters(loaded).items():
+    np.testing.assert_array_equal(value, want[name], err_msg=name)
+  assert [p.name for p in tmp_path.iterdir()] == ["v00000002"]
+
+
+def test_engines_elsewhere_are_told_their_own_path(ours, tmp_path):
+  told = Told()
+  told.load = lambda path, version: told.found.append(path)
+  weights = disk_weights.DiskWeights(
+      tmp_path, lambda d, p: None, [told], seen_at="/mnt/weights"
+  )
+  weights.publish(7, None).result(60)
+  weights.close()
+  assert told.found == ["/mnt/weights/v00000007"]
+
+
+def test_an_adapter_is_written_into_the_weights(tmp_path):
+  """And the files are those that `transformers` reads."""
+  from tunix.rl.multi_turn.policy import lora  # pylint: disable=g-import-not-at-top
+  import safetensors  # pylint: disable=g-import-not-at-top
+
+  model, _, _ = checkpoint.create_policy("qwen3_vl_tiny", seed=3)
+  lora.add(model, rank=2, alpha=4.0, seed=0)
+  told = Told()
+  weights = disk_weights.DiskWeights(
+      tmp_path, disk_weights.policy_saver(model, dtype="bfloat16"), [told]
+  )
+  weights.publish(1, model).result(60)
+  weights.close()
+  path = tmp_path / "v00000001"
+  with safetensors.safe_open(path / "model.safetensors", "numpy") as file:
+    names = list(file.keys())
+  assert names and not any("lora" in name for name in names)
+  assert all(
+      name.startswith(("model.", "lm_head")) for name in names
+  )
+  config = json.loads((path / "config.json").read_text())
+  assert config["model_type"] == "qwen3_vl"
