@@ -202,20 +202,18 @@ def test_chunks_for_a_flash_kernel_equal_the_reference(places, monkeypatch):
   causal = kernels._causal_local
   image = functools.partial(kernels._image_local, reach=reach, cut=True)
   shared = np.where(segments == 2, 1, -1)
+
+  def value_and_grads(run, ids, flash, *qkv):
+    value = lambda *qkv: jnp.sum(jnp.sin(run(*qkv, *ids, flash=flash)))
+    return jax.value_and_grad(value, argnums=(0, 1, 2))(*qkv)
+
   for run, keys, ids in (
       (causal, (k, v), (segments,)),
       (causal, (k, v), (segments, shared)),
       (image, (q + 1, q - 1), (images,)),
   ):
-
-    def value(flash, *qkv):
-      return jnp.sum(jnp.sin(run(*qkv, *ids, flash=flash)))
-
     got, want = (
-        jax.value_and_grad(functools.partial(value, f), argnums=(0, 1, 2))(
-            q, *keys
-        )
-        for f in ("xla", None)
+        value_and_grads(run, ids, flash, q, *keys) for flash in ("xla", None)
     )
     for a, b_ in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
       np.testing.assert_allclose(a, b_, atol=1e-4)

@@ -89,23 +89,31 @@ def test_a_turn_prefills_its_new_tokens_only(engine, model, store):
   image = micro.picture(store, rng)
   tokens, spans = micro.with_image(np.array([5, 6], np.int32), (), image)
   tokens = micro.with_text(tokens, rng, 3)
-  (first,) = micro.generate(engine, ("p", micro.prompt_of(tokens, spans), GREEDY))
+  (first,) = micro.generate(
+      engine, ("p", micro.prompt_of(tokens, spans), GREEDY)
+  )
   # The prompt's last token is the first that decoding computes.
   assert first.metrics["prefilled_tokens"] == len(tokens) - 1
   tokens = micro.with_text(np.append(tokens, first.tokens), rng, 4)
-  (second,) = micro.generate(engine, ("p", micro.prompt_of(tokens, spans), GREEDY))
+  (second,) = micro.generate(
+      engine, ("p", micro.prompt_of(tokens, spans), GREEDY)
+  )
   # The last sampled token was never computed; three of the four new ones.
   assert second.metrics["prefilled_tokens"] == 1 + 3
   micro.check_greedy(model, store, tokens, spans, second)
   # A rewritten history is prefilled from where it differs.
   tokens = tokens.copy()
   tokens[-6] = (tokens[-6] - 3 + 1) % (micro.VOCAB - 3) + 3
-  (third,) = micro.generate(engine, ("p", micro.prompt_of(tokens, spans), GREEDY))
+  (third,) = micro.generate(
+      engine, ("p", micro.prompt_of(tokens, spans), GREEDY)
+  )
   assert third.metrics["prefilled_tokens"] == 5
   micro.check_greedy(model, store, tokens, spans, third)
   # So is one whose tokens are equal but whose picture is not.
   spans = (trajectory.ImageSpan(micro.picture(store, rng), 2, 8),)
-  (fourth,) = micro.generate(engine, ("p", micro.prompt_of(tokens, spans), GREEDY))
+  (fourth,) = micro.generate(
+      engine, ("p", micro.prompt_of(tokens, spans), GREEDY)
+  )
   assert fourth.metrics["reused_tokens"] == 2
   micro.check_greedy(model, store, tokens, spans, fourth)
   asyncio.run(engine.release("p"))
@@ -215,7 +223,9 @@ def test_context_length_ends_a_completion(engine, model, store):
   assert len(got.tokens) == 3 and got.finish_reason is FinishReason.LENGTH
   micro.check_greedy(model, store, tokens, (), got)
   tokens = np.append(tokens, got.tokens)
-  (last,) = micro.generate(engine, ("ctx", micro.prompt_of(tokens[:-1]), sampling))
+  (last,) = micro.generate(
+      engine, ("ctx", micro.prompt_of(tokens[:-1]), sampling)
+  )
   assert last.tokens.tolist() == [tokens[-1]]
   with pytest.raises(policy_client.ContextLimitError, match="64"):
     micro.generate(engine, ("ctx", micro.prompt_of(tokens), sampling))

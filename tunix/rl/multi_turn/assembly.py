@@ -507,6 +507,7 @@ def make_engine(
         image_store,
         slots=rollout.slots,
         context_length=rollout.context_length,
+        cache_tokens=rollout.cache_tokens or None,
         image_sizes=((config.gym.width, config.gym.height),),
         banned_token_ids=policy.model.config.banned_token_ids,
         seed=config.run.seed,

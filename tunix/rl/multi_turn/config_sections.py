@@ -42,6 +42,12 @@ class RunConfig:
       unit="s",
       at_least=0,
   )
+  compile_cache: str = _opt(
+      "auto",
+      "Directory of compiled programs, which the next start need not compile"
+      " again. auto: $JAX_COMPILATION_CACHE_DIR, else one below the user's"
+      " cache directory. off: none.",
+  )
   imports: tuple[str, ...] = _opt(
       (),
       "Python modules imported first: the place to register your own gym and"
@@ -205,7 +211,15 @@ class RolloutConfig:
   """The engine that generates for many episodes at once."""
 
   slots: int = _opt(
-      96, "Episodes whose KV cache is held at a time.", at_least=1
+      96, "Requests that are sampled at a time; more wait.", at_least=1
+  )
+  cache_tokens: int = _opt(
+      0,
+      "Tokens whose keys and values are held at a time, at least"
+      " context_length; when they do not suffice, episodes that rest are"
+      " computed again. 0 = slots times context_length.",
+      unit="tokens",
+      at_least=0,
   )
   context_length: int = _opt(
       512,

@@ -38,6 +38,7 @@ from typing import Any, Coroutine, Sequence
 
 import jax
 from tunix.rl.multi_turn import assembly
+from tunix.rl.multi_turn import compile_cache
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import dry_run
 from tunix.rl.multi_turn import evaluation
@@ -546,6 +547,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     config = config_lib.load_config(argv)
     _import_modules(config.run.imports)
+    compile_cache.enable(config.run.compile_cache)
     run = Run(config)
     if config.run.dry_run:
       print(

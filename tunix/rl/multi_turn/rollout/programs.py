@@ -3,10 +3,10 @@
 Three programs: `encode` turns patches into vision tokens and scatters them
 into a pool, `prefill` appends prompt tokens to rows' KV caches, `decode`
 samples several tokens a row in one loop. A row's cache lies in pages of a
-fixed number of tokens, which its caller names. Each is compiled ahead of time for
-the (rows, tokens, window) buckets it is called with, so that after `compile`
-has seen every bucket nothing is ever compiled again: a call whose shape was
-not announced is compiled on the spot and counted.
+fixed number of tokens, which its caller names. Each is compiled ahead of time
+for the (rows, tokens, window) buckets it is called with, so that after
+`compile` has seen every bucket nothing is ever compiled again: a call whose
+shape was not announced is compiled on the spot and counted.
 
 Promises: KV cache and vision pool are donated, hence updated in place;
 parameters are never donated. A program reads and writes only the pages of the

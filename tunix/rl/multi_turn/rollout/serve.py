@@ -19,6 +19,7 @@ import sys
 from typing import Any, Sequence
 
 import tqdm
+from tunix.rl.multi_turn import compile_cache
 from tunix.rl.multi_turn import images
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
@@ -102,7 +103,9 @@ def parser() -> argparse.ArgumentParser:
       help="context of a sequence, images included")
   add("--max-tokens", type=int, default=1024,
       help="cap of a completion, and its length unless asked for")
-  add("--slots", type=int, default=32, help="sequences cached at a time")
+  add("--slots", type=int, default=32, help="requests sampled at a time")
+  add("--cache-tokens", type=int, default=None, metavar="TOKENS",
+      help="held by the KV cache (--slots times --max-model-len)")
   add("--screen", default="1280x720", metavar="WxH[,WxH]",
       help="sizes of screenshots, compiled before the first request")
   add("--limit-mm-per-prompt", default='{"image": 64}', metavar="JSON",
@@ -120,6 +123,8 @@ def parser() -> argparse.ArgumentParser:
   add("--session-timeout", type=float, default=3600.0, metavar="S",
       help="an idle session ends after so long")
   add("--seed", type=int, default=0)
+  add("--compile-cache", default=compile_cache.AUTO, metavar="DIR",
+      help="of compiled programs; auto: the user's cache directory; off: none")
   return out  # pyformat: disable
 
 
@@ -187,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   args = parser().parse_args(argv)
   host_memory.tune()
+  compile_cache.enable(args.compile_cache)
   listening = None
   try:
     token = _token(args.token_file, args.host)
@@ -210,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         policy[1],
         store,
         slots=args.slots,
+        cache_tokens=args.cache_tokens,
         context_length=args.max_model_len,
         image_sizes=screens,
         banned_token_ids=policy[0].config.banned_token_ids,
