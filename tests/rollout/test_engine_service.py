@@ -285,6 +285,35 @@ async def test_vision_follows_the_weights(make, model, store):
   )
 
 
+async def test_a_pause_holds_requests_and_loses_none(make, model):
+  engine = make()
+  sampling = Sampling(max_new_tokens=30, temperature=0.0)
+  seen = []
+  running = asyncio.ensure_future(
+      engine.generate(
+          PROMPT, sampling, session="a", on_tokens=lambda t: seen.extend(t)
+      )
+  )
+  await until(lambda: seen)
+  await asyncio.wait_for(asyncio.wrap_future(engine.pause()), 60)
+  late = asyncio.ensure_future(
+      engine.generate(PROMPT, sampling, session="b")
+  )
+  await asyncio.sleep(0.05)
+  held, steps = len(seen), engine.stats()["decode_steps"]
+  await asyncio.sleep(0.1)
+  assert engine.stats()["decode_steps"] == steps
+  done = running.done()  # It may have been as fast as the pause.
+  assert not late.done() and (done or held < 30)
+  engine.update_weights(3, scaled(model, 1.3))
+  engine.resume()
+  first, second = await asyncio.wait_for(asyncio.gather(running, late), 60)
+  assert len(first.tokens) == 30
+  if not done:
+    assert first.versions.tolist() == [0] * held + [3] * (30 - held)
+  assert set(second.versions.tolist()) == {3}
+
+
 def test_weights_that_do_not_fit_are_refused(make, model):
   engine = make()
   pure = nnx.to_pure_dict(nnx.state(model))

@@ -243,6 +243,7 @@ class RolloutEngine:
     self._wake = threading.Condition()
     self._thread: threading.Thread | None = None
     self._closed = False
+    self._paused = False
     self._fatal: BaseException | None = None
     self._failures = 0
     self._last_arrival = 0.0
@@ -377,6 +378,20 @@ class RolloutEngine:
     return done
 
   # --- life cycle ------------------------------------------------------------
+
+  def pause(self) -> concurrent.futures.Future[None]:
+    """Stops sampling until `resume`; requests wait, none fails. Thread-safe.
+
+    Returns:
+      A future, done when the device is at rest.
+    """
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+    self._post(("pause", done))
+    return done
+
+  def resume(self) -> None:
+    """Goes on after `pause`, where it stopped."""
+    self._post(("resume",))
 
   def warm_up(
       self, progress: Callable[[int, int, str], None] | None = None
@@ -536,6 +551,11 @@ class RolloutEngine:
       scheduler.slots.open(args[0])
     elif kind == "release":
       scheduler.release(args[0])
+    elif kind == "pause":
+      self._paused = True
+      args[0].set_result(None)
+    elif kind == "resume":
+      self._paused = False
     else:
       version, params, done = args
       scheduler.set_weights(version, params)
@@ -544,6 +564,8 @@ class RolloutEngine:
   def _wait_time(self) -> float | None:
     """Seconds until the next round may start; None: not before news."""
     slots = self._scheduler.slots
+    if self._paused:
+      return None
     if self._scheduler.busy:
       return 0.0
     if not slots.waiting:
@@ -621,8 +643,8 @@ class RolloutEngine:
     for kind, *args in commands:
       if kind == "submit":
         pending.append(args[0])
-      elif kind == "weights":
-        args[2].set_exception(error)
+      elif kind in ("weights", "pause"):
+        args[-1].set_exception(error)
     for request in pending:
       if request.outcome is None:
         request.outcome = error
