@@ -10,6 +10,7 @@ import numpy as np
 from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
+from tunix.rl.multi_turn.rollout import engine as engine_lib
 
 
 def parameter_count(model: Any) -> int:
@@ -22,7 +23,7 @@ def describe(
     config: config_lib.TrainConfig,
     policy: assembly.Policy,
     directory: pathlib.Path,
-    rollout_bytes: int,
+    engine: engine_lib.RolloutEngine,
 ) -> str:
   """Configuration, shapes and memory.
 
@@ -30,17 +31,9 @@ def describe(
     config: of the run.
     policy: its policy.
     directory: of the run.
-    rollout_bytes: of the engine's copy of the weights.
+    engine: that rolls out.
   """
   parameters = parameter_count(policy.model)
-  cache = jax.eval_shape(
-      lambda: policy.model.init_cache(
-          config.rollout.slots, config.rollout.context_length
-      )
-  )
-  cache_bytes = sum(
-      x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)
-  )
   agent = assembly.make_agent(config)
   prompt = policy.renderer.render(agent.chat_completions)
   image = policy.processor.num_image_tokens(
@@ -58,8 +51,9 @@ def describe(
       ),
       (
           "rollout",
-          f"{config.rollout.slots} slots x {config.rollout.context_length}"
-          f" tokens, KV cache {cache_bytes * mib:.1f} MiB",
+          f"{config.rollout.slots} requests at a time of up to"
+          f" {config.rollout.context_length} tokens, KV cache of"
+          f" {engine.cache_tokens} tokens, {engine.cache_bytes * mib:.1f} MiB",
       ),
       (
           "learner batch",
@@ -73,7 +67,7 @@ def describe(
       (
           "weights and optimizer",
           f"{parameters * 4 * copies * mib:.1f} MiB, rollout copy"
-          f" {rollout_bytes * mib:.1f} MiB",
+          f" {engine.weight_bytes * mib:.1f} MiB",
       ),
       ("run directory", str(directory)),
   ]

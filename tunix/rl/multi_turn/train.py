@@ -552,7 +552,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.run.dry_run:
       print(
           dry_run.describe(
-              config, run.policy, run.directory, run.engine.weight_bytes
+              config, run.policy, run.directory, run.engine
           )
       )
       run.engine.close()

@@ -150,7 +150,8 @@ METRICS: dict[str, Metric] = {
     "prefix_reuse": Metric(
         "",
         "Share of prompt tokens whose KV cache was kept from earlier turns.",
-        "Low with several turns: sessions are evicted; raise rollout.slots.",
+        "Low with several turns: sessions lose their pages; raise"
+        " rollout.cache_tokens.",
     ),
     "batch_occupancy": Metric(
         "",

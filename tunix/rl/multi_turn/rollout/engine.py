@@ -427,6 +427,16 @@ class RolloutEngine:
     """Of the engine's own copy of the weights, on all devices together."""
     return sum(x.nbytes for x in self._programs.params)
 
+  @property
+  def cache_tokens(self) -> int:
+    """Tokens whose keys and values fit the KV cache."""
+    return self._scheduler.pages.capacity * self._programs.page_size
+
+  @property
+  def cache_bytes(self) -> int:
+    """Of the KV cache, on one device where it is not split."""
+    return sum(x.nbytes for x in jax.tree.leaves(self._programs.cache))
+
   def stats(self) -> dict[str, float]:
     """A snapshot of counters and gauges; seconds are wall seconds."""
     scheduler = self._scheduler
