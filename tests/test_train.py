@@ -395,7 +395,7 @@ def test_dry_run_shows_shapes_and_makes_nothing(tmp_path, capsys):
   assert run_train(tmp_path, "--dry-run", "name=d") == 0
   said = capsys.readouterr().out
   assert re.search(r"parameters", said)
-  assert re.search(r"KV cache [\d.]+ MiB", said)
+  assert re.search(r"KV cache of \d+ tokens, [\d.]+ MiB", said)
   assert "group_size: 4" in said
   assert not list(tmp_path.iterdir())
 

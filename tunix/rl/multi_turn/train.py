@@ -38,7 +38,6 @@ from typing import Any, Coroutine, Sequence
 
 import jax
 from tunix.rl.multi_turn import assembly
-from tunix.rl.multi_turn import compile_cache
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import dry_run
 from tunix.rl.multi_turn import evaluation
@@ -51,6 +50,7 @@ from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
+from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import report

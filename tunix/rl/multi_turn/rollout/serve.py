@@ -19,11 +19,11 @@ import sys
 from typing import Any, Sequence
 
 import tqdm
-from tunix.rl.multi_turn import compile_cache
 from tunix.rl.multi_turn import images
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.rollout import engine as engine_lib
 from tunix.rl.multi_turn.rollout import interactions

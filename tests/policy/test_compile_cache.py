@@ -7,11 +7,11 @@ import sys
 
 import jax
 import pytest
-from tunix.rl.multi_turn import compile_cache
+from tunix.rl.multi_turn.policy import compile_cache
 
 _PROGRAM = """
 import sys
-from tunix.rl.multi_turn import compile_cache
+from tunix.rl.multi_turn.policy import compile_cache
 import jax, jax.numpy as jnp
 print(compile_cache.enable(sys.argv[1]))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
