@@ -34,19 +34,20 @@ class Refused(Exception):
 class FakeEngine:
   """What the two have in common."""
 
-  def __init__(self, model, context, images):
+  def __init__(self, model, context, images, size=SIZE, slots=4):
     self.model_path = str(model)
+    self.size = size
     self.context = context
     self.images_limit = images
     self.store = images_lib.ImageStore()
-    self.policy = checkpoint.load_policy(model, screen=SIZE)
+    self.policy = checkpoint.load_policy(model, screen=size)
     module, self.processor, tokenizer = self.policy
     self.renderer = qwen.QwenRenderer(
         tokenizer, self.processor.num_image_tokens
     )
     self.engine = engine_lib.RolloutEngine(
-        module, self.processor, self.store, slots=4, context_length=context,
-        image_sizes=(SIZE,), banned_token_ids=module.config.banned_token_ids,
+        module, self.processor, self.store, slots=slots, context_length=context,
+        image_sizes=(size,), banned_token_ids=module.config.banned_token_ids,
     )  # pyformat: disable
     self.loader = media.MediaLoader(self.store)
     self.bodies = []  # Of requests for completions.
@@ -139,7 +140,7 @@ class FakeEngine:
     if self.load_failure:
       raise Refused(500, self.load_failure)
     module, _, _ = await asyncio.to_thread(
-        checkpoint.load_policy, path, screen=SIZE
+        checkpoint.load_policy, path, screen=self.size
     )
     done = self.engine.update_weights(len(self.loaded) + 1, module)
     await asyncio.wrap_future(done)
@@ -149,7 +150,7 @@ class FakeEngine:
 class FakeVllm(FakeEngine):
   """Started by the arguments that vLLM would be started by."""
 
-  def __init__(self, argv, environment, abort_first=False):
+  def __init__(self, argv, environment, abort_first=False, **options):
     assert list(argv[:2]) == ["vllm", "serve"], argv
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     add = parser.add_argument
@@ -172,6 +173,7 @@ class FakeVllm(FakeEngine):
         self.args.model,
         self.args.max_model_len,
         self.args.limit_mm_per_prompt["image"],
+        **options,
     )
 
   def routes(self):
@@ -331,18 +333,24 @@ class FakeVllm(FakeEngine):
 
 class FakeSglang(FakeEngine):
 
-  def __init__(self, model, context=256, images=64):
+  def __init__(self, model, context=256, images=64, **options):
     self.weight_version = "default"
-    super().__init__(model, context, images)
+    super().__init__(model, context, images, **options)
 
   def routes(self):
     return [
+        ("/v1/models", self.models, "GET"),
         ("/generate", self.generate, "POST"),
         ("/update_weights_from_disk", self.update, "POST"),
     ]
 
   def error(self, refused):
     return {"error": {"message": refused.message}}
+
+  async def models(self, request, body):
+    del request, body
+    entry = {"id": self.model_path, "max_model_len": self.context}
+    return responses.JSONResponse({"object": "list", "data": [entry]})
 
   async def generate(self, request, body):
     del request

@@ -23,6 +23,7 @@ from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn import registry
 from tunix.rl.multi_turn import rewards
+from tunix.rl.multi_turn import run_external
 from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments import registry as env_registry
@@ -37,6 +38,7 @@ from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.rollout import engine as engine_lib
 from tunix.rl.multi_turn.rollout import proxy
+from tunix.rl.multi_turn.rollout import remote_engine
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.trajectory_collector import deadlines
 from tunix.rl.multi_turn.trajectory_collector import groups
@@ -494,9 +496,13 @@ def check_weights(config: TrainConfig, policy: Policy, source: str) -> None:
 
 def make_engine(
     config: TrainConfig, policy: Policy, image_store: images_lib.ImageStore
-) -> engine_lib.RolloutEngine:
+) -> engine_lib.RolloutEngine | remote_engine.RemoteEngine:
   """The rollout engine; not warmed up yet."""
   rollout = config.rollout
+  if rollout.via == "external":
+    return run_external.make_engine(
+        config, policy, image_store, tokenizer_source(config)
+    )
   options: dict[str, Any] = {}
   if rollout.prefill_buckets:
     options["prefill_buckets"] = rollout.prefill_buckets

@@ -29,6 +29,7 @@ AgentConfig = config_sections.AgentConfig
 PolicyConfig = config_sections.PolicyConfig
 SamplingConfig = config_sections.SamplingConfig
 RolloutConfig = config_sections.RolloutConfig
+ExternalConfig = config_sections.ExternalConfig
 CollectConfig = config_sections.CollectConfig
 AlgorithmConfig = config_sections.AlgorithmConfig
 LearnerConfig = config_sections.LearnerConfig
@@ -50,6 +51,7 @@ class TrainConfig:
   policy: PolicyConfig = PolicyConfig()
   sampling: SamplingConfig = SamplingConfig()
   rollout: RolloutConfig = RolloutConfig()
+  external: ExternalConfig = ExternalConfig()
   collect: CollectConfig = CollectConfig()
   algorithm: AlgorithmConfig = AlgorithmConfig()
   learner: LearnerConfig = LearnerConfig()
@@ -320,11 +322,32 @@ def contradictions(config: TrainConfig) -> list[str]:
       " rollout.lockstep=auto",
   )
   refuse(
-      c.rollout.lockstep == "true" and c.rollout.via == "proxy",
+      c.rollout.lockstep == "true" and c.rollout.via != "in_process",
       "rollout.lockstep=true waits for sessions in the order in which they"
-      " open, which rollout.via=proxy does not tell the engine; set"
+      f" open, which rollout.via={c.rollout.via} does not tell the engine; set"
       " rollout.lockstep=auto (equal seeds still give equal tokens, up to"
       " rounding)",
+  )
+  remote = c.rollout.via == "external"
+  refuse(
+      remote and not c.external.url,
+      "rollout.via=external needs external.url, where vLLM or SGLang listens;"
+      " python -m tunix.rl.multi_turn.rollout.external prints how to start it",
+  )
+  refuse(
+      not remote and bool(c.external.url),
+      f"external.url={c.external.url} is not asked with"
+      f" rollout.via={c.rollout.via}; set rollout.via=external",
+  )
+  refuse(
+      remote and not _is_directory(c.policy.name),
+      f"rollout.via=external: policy.name={c.policy.name} is no directory that"
+      " another process could load; save one and give its path",
+  )
+  refuse(
+      remote and c.rollout.weights != "same",
+      f"rollout.weights={c.rollout.weights} is of the engine in this process;"
+      " leave it at same with rollout.via=external",
   )
   refuse(
       c.rollout.weights == "int8" and c.algorithm.importance == "none",

@@ -239,8 +239,9 @@ class RolloutConfig:
       "How episodes reach the engine. in_process: as tokens. proxy: through an"
       " OpenAI-compatible server that the run opens on the loopback interface,"
       " as messages with screenshots; what the server keeps is trained on."
-      " Needs the extras serve and client.",
-      choices=("in_process", "proxy"),
+      " Needs the extras serve and client. external: the engine is vLLM or"
+      " SGLang in another process, see external.",
+      choices=("in_process", "proxy", "external"),
   )
   lockstep: str = _opt(
       "auto",
@@ -274,6 +275,37 @@ class RolloutConfig:
       " once. [] = chosen by the engine.",
       unit="tokens",
       at_least=1,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExternalConfig:
+  """The engine in another process that rollout.via=external asks."""
+
+  url: str = _opt(
+      "", "Where it listens, e.g. http://127.0.0.1:8000/v1."
+  )
+  protocol: str = _opt(
+      "vllm", "What it is.", choices=("vllm", "sglang")
+  )
+  model: str = _opt(
+      "", 'What it calls the policy. "" = policy.name.'
+  )
+  weights_dir: str = _opt(
+      "",
+      "Where new weights are written for it; on a disk that it sees."
+      ' "" = weights/ in the run directory.',
+  )
+  seen_at: str = _opt(
+      "", 'external.weights_dir as it calls that. "" = the same.'
+  )
+  dtype: str = _opt(
+      "float32",
+      "Type of the weights as they are written.",
+      choices=("float32", "bfloat16", "float16"),
+  )
+  load_timeout_s: float = _opt(
+      600.0, "Deadline of writing and loading weights.", unit="s", above=0
   )
 
 

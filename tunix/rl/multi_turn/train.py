@@ -213,6 +213,9 @@ class Run:
         self._proxy.close(
             lambda work: self._loop.submit(work).result(_STOP_TIMEOUT_S)
         )
+      if self.config.rollout.via == "external":
+        with contextlib.suppress(Exception):  # The files are yet to be closed.
+          self._loop.submit(self.engine.aclose()).result(_STOP_TIMEOUT_S)
       self._loop.close()
     self.engine.close(_STOP_TIMEOUT_S)
     for writer in self._writers:
@@ -310,7 +313,9 @@ class Run:
       )
     if self._cloning_steps:
       self._clone()
-    self.engine.update_weights(0, self.policy.model).result(_STOP_TIMEOUT_S)
+    self.engine.update_weights(0, self.policy.model).result(
+        self.config.external.load_timeout_s
+    )
 
   def _clone(self) -> None:
     """Behaviour cloning on demonstrations by the gym's oracle."""
@@ -407,6 +412,7 @@ class Run:
         observers=metrics,
         checkpoints=checkpoints,
         checkpoint_every=config.checkpoint.every,
+        publish_timeout_s=config.external.load_timeout_s,
         extras=lambda: {"collect": self._collect_loop.state_dict()},
     )
 

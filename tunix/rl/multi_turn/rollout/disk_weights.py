@@ -114,7 +114,6 @@ class DiskWeights:
     if not engines:
       raise ValueError("engines is empty; give those that sample")
     self._directory = pathlib.Path(directory).expanduser().absolute()
-    self._directory.mkdir(parents=True, exist_ok=True)
     self._seen_at = pathlib.PurePosixPath(seen_at or str(self._directory))
     self._save = save
     self._engines = list(engines)
@@ -163,6 +162,7 @@ class DiskWeights:
     """The checkpoint, whole or not at all."""
     final = self._directory / f"v{version:08d}"
     part = self._directory / f"v{version:08d}.part"
+    self._directory.mkdir(parents=True, exist_ok=True)
     for old in (part, final):  # Of a run that was ended.
       if old.exists():
         shutil.rmtree(old)

@@ -247,8 +247,9 @@ class OpenAIClient:
       except ValueError:
         pass  # It has ended by itself.
 
-  async def check(self) -> None:
-    """Asks the server for its models; learns the context's length.
+  async def check(self) -> int | None:
+    """Asks the server for its models; learns the context's length, and returns
+    it if it is told.
 
     Raises:
       ValueError: it does not serve `model`; says what it serves.
@@ -270,8 +271,11 @@ class OpenAIClient:
           f" {', '.join(map(repr, served)) or 'none'}"
       )
     length = served[self.model].get("max_model_len")
-    if self.context_length is None and isinstance(length, int):
+    if not isinstance(length, int):
+      return None
+    if self.context_length is None:
       self.context_length = length
+    return length
 
   async def aclose(self) -> None:
     """Ends sessions and connections. Idempotent."""

@@ -1,0 +1,111 @@
+"""A run whose engine is in another process, and gets its weights as files."""
+
+import json
+
+import fake_engines
+import pytest
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.rollout import external
+
+pytestmark = pytest.mark.timeout(400)
+POLICY = str(checkpoint.resolve("tiny_vl"))
+SMALL = (
+    f"policy={POLICY}",
+    "rollout.via=external",
+    "tasks=[click-button, enter-text]",
+    "collect.group_size=4",
+    "collect.min_valid=2",
+    "learner.groups_per_step=2",
+    "rollout.concurrency=8",
+    "eval.episodes_per_task=2",
+    "eval.modes=[sampled]",
+    "report.progress=none",
+)
+
+
+def serving(protocol, context=512):
+  """The server that the run's own command would start."""
+  options = {"size": (128, 96), "slots": 8}
+  if protocol == "sglang":
+    return fake_engines.FakeSglang(POLICY, context, **options)
+  launch = external.VllmLaunch(POLICY, max_model_len=context, images=9)
+  return fake_engines.FakeVllm(
+      launch.argv(), launch.environment(), **options
+  )
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+def test_each_update_is_sampled_with_by_the_other_process(tmp_path, protocol):
+  with serving(protocol) as server:
+    status = train.main([
+        *SMALL, f"run.dir={tmp_path}", "name=e", "steps=3",
+        f"external.url={server.url}/v1", f"external.protocol={protocol}",
+    ])  # pyformat: disable
+    assert status == 0
+    # The start, before it was evaluated, then every update.
+    versions = [path[-1] for path in server.loaded]
+    assert versions == ["0", "0", "1", "2", "3"]
+    assert not server.engine.stats()["active"]
+  directory = tmp_path / "e"
+  lines = (directory / "metrics.jsonl").read_text().splitlines()
+  metrics = [json.loads(line) for line in lines]
+  assert [m["step"] for m in metrics] == [1, 2, 3]
+  for step in metrics:
+    # What it sampled with are the learner's weights of that version: after an
+    # update that was lost they would be others.
+    assert step["logprob_gap_max"] < 1e-3
+    assert step["fallback_turns"] == 0
+    assert step["staleness_max"] == 0
+  assert any(m["grad_norm"] > 0 for m in metrics)
+  summary = json.loads((directory / "summary.json").read_text())
+  assert summary["status"] == "completed" and not summary.get("faults")
+  assert set(summary["eval"]) == {"warm_start", "final"}
+  kept = sorted(p.name for p in (directory / "weights").iterdir())
+  assert kept == ["v00000002", "v00000003"]
+
+
+def test_a_server_that_does_not_do_ends_the_run_at_once(tmp_path, capsys):
+  with serving("vllm", context=256) as server:
+    url = f"external.url={server.url}/v1"
+    for name, change, words in (
+        ("short", [], "256 tokens, the run's rollout.context_length=512"),
+        ("other", ["external.model=gpt-5"], "'gpt-5' is not served"),
+    ):
+      status = train.main(
+          [*SMALL, f"run.dir={tmp_path}", f"name={name}", url, *change]
+      )
+      assert status == 1
+      assert words in capsys.readouterr().err
+  status = train.main([*SMALL, f"run.dir={tmp_path}", "name=gone", url])
+  assert status == 1
+  assert "cannot be reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (["external.url="], "needs external.url"),
+        (["policy=tiny_vl"], "policy.name=tiny_vl is no directory"),
+        (["rollout.via=in_process"], "set rollout.via=external"),
+        (["rollout.lockstep=true"], "rollout.via=external does not tell"),
+        (["external.protocol=telepathy"], "external.protocol"),
+        (["rollout.weights=int8", "algorithm.importance=tis"],
+         "of the engine in this process"),
+    ],
+)  # pyformat: disable
+def test_what_cannot_be_together_is_refused(change, words):
+  url = "external.url=http://127.0.0.1:1/v1"
+  with pytest.raises(config_lib.ConfigError, match=words):
+    config_lib.load_config([*SMALL, url, *change])
+
+
+def test_a_url_that_is_none_is_named(capsys, tmp_path):
+  status = train.main(
+      [*SMALL, f"run.dir={tmp_path}", "external.url=localhost:8000"]
+  )
+  assert status == 2
+  said = capsys.readouterr().err
+  assert "rollout.via=external" in said and "localhost:8000" in said
+  assert not list(tmp_path.iterdir())
