@@ -11,6 +11,7 @@ from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.rollout import engine as engine_lib
+from tunix.rl.multi_turn.rollout import remote_engine
 
 
 def parameter_count(model: Any) -> int:
@@ -23,7 +24,7 @@ def describe(
     config: config_lib.TrainConfig,
     policy: assembly.Policy,
     directory: pathlib.Path,
-    engine: engine_lib.RolloutEngine,
+    engine: engine_lib.RolloutEngine | remote_engine.RemoteEngine,
 ) -> str:
   """Configuration, shapes and memory.
 
@@ -35,6 +36,9 @@ def describe(
   """
   parameters = parameter_count(policy.model)
   agent = assembly.make_agent(config)
+  cache = "KV cache in another process"
+  if engine.cache_tokens:
+    cache = f"KV cache of {engine.cache_tokens} tokens"
   prompt = policy.renderer.render(agent.chat_completions)
   image = policy.processor.num_image_tokens(
       config.gym.width, config.gym.height
@@ -52,8 +56,8 @@ def describe(
       (
           "rollout",
           f"{config.rollout.slots} requests at a time of up to"
-          f" {config.rollout.context_length} tokens, KV cache of"
-          f" {engine.cache_tokens} tokens, {engine.cache_bytes * mib:.1f} MiB",
+          f" {config.rollout.context_length} tokens, {cache},"
+          f" {engine.cache_bytes * mib:.1f} MiB",
       ),
       (
           "learner batch",

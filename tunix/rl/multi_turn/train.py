@@ -214,8 +214,11 @@ class Run:
             lambda work: self._loop.submit(work).result(_STOP_TIMEOUT_S)
         )
       if self.config.rollout.via == "external":
-        with contextlib.suppress(Exception):  # The files are yet to be closed.
+        try:
           self._loop.submit(self.engine.aclose()).result(_STOP_TIMEOUT_S)
+        except Exception as error:  # pylint: disable=broad-except
+          # The files are yet to be closed.
+          _LOG.warning("the external engine did not close: %r", error)
       self._loop.close()
     self.engine.close(_STOP_TIMEOUT_S)
     for writer in self._writers:

@@ -22,7 +22,7 @@ from tunix.rl.multi_turn.rollout import openai_client
 class RemoteEngine:
   """See the module docstring. `generate` belongs to one event loop."""
 
-  weight_bytes = 0  # In this process.
+  weight_bytes = cache_tokens = cache_bytes = 0  # In this process.
 
   def __init__(
       self,
