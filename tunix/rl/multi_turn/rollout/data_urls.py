@@ -59,7 +59,7 @@ class DataUrls:
     try:
       # Others may wait for it: who goes away does not cancel it.
       return await asyncio.shield(asyncio.wrap_future(found))
-    except KeyError:
+    except Exception:  # The next to ask tries again.
       with self._lock:
         if self._urls.get(image.sha256) is found:
           del self._urls[image.sha256]

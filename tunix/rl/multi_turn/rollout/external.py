@@ -169,11 +169,6 @@ class VllmLaunch:
     """What clients call the model."""
     return self.served_name or self.model
 
-  @property
-  def base_url(self) -> str:
-    """Where clients find it, from this machine."""
-    return f"http://{self.host}:{self.port}/v1"
-
   def argv(self) -> list[str]:
     """The command, one string an argument."""
     arguments = [

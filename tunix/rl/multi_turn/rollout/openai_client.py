@@ -46,6 +46,7 @@ from tunix.rl.multi_turn.rollout import data_urls
 
 PROTOCOLS = ("tunix", "vllm", "sglang")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+_LONGEST_TOLD_S = 60.0  # That a server may ask for.
 _RELEASE_S = 10.0
 _RETRIED = (408, 429, 500, 502, 503, 504)
 _SESSION_GONE = ("unknown_session", "session_ended")
@@ -70,6 +71,10 @@ class RemoteError(RuntimeError):
 
 class PromptMismatchError(RemoteError):
   """The server has read other tokens than it was sent."""
+
+
+class SessionGoneError(ValueError):
+  """The server has no such session any more."""
 
 
 def import_openai() -> Any:
@@ -380,7 +385,7 @@ class OpenAIClient:
         return _of_openai(
             await self._post(f"/sessions/{name}/v1/chat/completions", body)
         )
-      except RemoteSessionGone:
+      except SessionGoneError:
         # It was idle for too long. Nothing is lost but its cache.
         self._sessions.pop(session, None)
         if attempt:
@@ -583,10 +588,6 @@ class OpenAIClient:
       wait = min(2 * wait, _LONGEST_WAIT_S)
 
 
-class RemoteSessionGone(ValueError):
-  """The server has no such session any more."""
-
-
 # --- pieces -------------------------------------------------------------------
 
 
@@ -707,7 +708,7 @@ def _refusal(url: str, error: Any) -> Exception:
     return policy_client.ContextLimitError(text)
   said = f"{url} answered {error.status_code}: {text}"
   if code in _SESSION_GONE:
-    return RemoteSessionGone(said)
+    return SessionGoneError(said)
   if error.status_code in (400, 401, 403, 404, 409, 413, 422):
     return ValueError(said)
   return RemoteError(said)
@@ -715,6 +716,6 @@ def _refusal(url: str, error: Any) -> Exception:
 
 def _seconds(text: str | None) -> float | None:
   try:
-    return min(max(0.0, float(text)), _LONGEST_WAIT_S)
+    return min(max(0.0, float(text)), _LONGEST_TOLD_S)
   except (TypeError, ValueError):
     return None
