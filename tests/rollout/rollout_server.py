@@ -24,9 +24,10 @@ SIZE = (32, 32)
 class Running:
   """A server in a thread of its own."""
 
-  def __init__(self, **options):
+  def __init__(self, store=None, **options):
     self.policy = checkpoint.create_policy("nano", screen=SIZE)
-    self.images = images_lib.ImageStore()
+    # An empty store is false.
+    self.images = images_lib.ImageStore() if store is None else store
     model, processor, tokenizer = self.policy
     self.renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
     self.engine = engine_lib.RolloutEngine(
