@@ -65,9 +65,9 @@ def slow_down(engine, seconds):
   """Every decode call takes at least so long."""
   decode = engine._programs.decode  # pylint: disable=protected-access
 
-  def slow(*args):
+  def slow(*args, **options):
     time.sleep(seconds)
-    return decode(*args)
+    return decode(*args, **options)
 
   engine._programs.decode = slow  # pylint: disable=protected-access
 
@@ -405,6 +405,7 @@ async def test_one_session_has_one_request(make):
         {"banned_token_ids": (40,)},
         {"banned_token_ids": tuple(range(40))},
         {"vision_cache_tokens": 0},
+        {"features": ("telepathy",)},
     ],
 )
 def test_bad_options_are_refused(model, store, options):
@@ -459,7 +460,7 @@ async def test_a_device_failure_is_contained(make):
   want = await engine.generate(PROMPT, sampling, session="a")
   decode = programs.decode
 
-  def broken(*args):
+  def broken(*args, **options):
     programs.decode = decode
     for leaf in jax.tree.leaves(programs.cache):
       leaf.delete()  # As a failed call leaves a donated buffer.
@@ -479,7 +480,7 @@ async def test_a_device_failure_is_contained(make):
 async def test_a_broken_engine_says_so_and_refuses(make):
   engine = make()
 
-  def broken(*args):
+  def broken(*args, **options):
     del args
     raise RuntimeError("device lost")
 

@@ -19,7 +19,9 @@ from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn import trajectory
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.rollout import exports
 from tunix.rl.multi_turn.rollout import interactions
+from tunix.rl.multi_turn.rollout import session_store
 
 FinishReason = policy_client.FinishReason
 IMAGES = [trajectory.ImageRef(c * 64, 64, 32) for c in "ab"]
@@ -516,9 +518,9 @@ def test_each_refusal_has_its_code_and_changes_nothing():
     session.export("tree")
   assert session.interactions == (made,)
   add(assistant_message=say("x"))
-  with refused("capacity"):
+  with refused("session_full"):
     add(assistant_message=say("x"))
-  with refused("capacity"):
+  with refused("session_full"):
     session.prompt(ASK)
 
 
@@ -577,7 +579,7 @@ def test_an_ended_or_discounted_session_takes_no_more():
 
 def test_store_limits_expires_and_drops():
   clock = Clock()
-  store = interactions.SessionStore(
+  store = session_store.SessionStore(
       renderer(), max_sessions=2, timeout_s=10, clock=clock
   )
   one, two = store.start("task"), store.start()
@@ -610,9 +612,9 @@ def test_store_limits_expires_and_drops():
   store.drop("unknown")
   assert len(store) == 0
   with pytest.raises(ValueError, match="max_sessions"):
-    interactions.SessionStore(renderer(), max_sessions=0)
+    session_store.SessionStore(renderer(), max_sessions=0)
   with pytest.raises(ValueError, match="timeout_s"):
-    interactions.SessionStore(renderer(), timeout_s=np.nan)
+    session_store.SessionStore(renderer(), timeout_s=np.nan)
 
 
 def test_tensor_dict_is_a_row_of_areals_batch():
@@ -627,7 +629,7 @@ def test_tensor_dict_is_a_row_of_areals_batch():
     seen.extend(spans)
     return {"pixel_values": 1, "image_grid_thw": 2}
 
-  row = interactions.to_tensor_dict(pictured, multi_modal)
+  row = exports.to_tensor_dict(pictured, multi_modal)
   length = len(pictured.sequence)
   for name, dtype in (
       ("input_ids", np.int32),
@@ -649,6 +651,6 @@ def test_tensor_dict_is_a_row_of_areals_batch():
   assert row["multi_modal_input"] == [
       {"pixel_values": 1, "image_grid_thw": 2}
   ]
-  assert interactions.to_tensor_dict(plain)["multi_modal_input"] == [{}]
+  assert exports.to_tensor_dict(plain)["multi_modal_input"] == [{}]
   with pytest.raises(ValueError, match="multi_modal"):
-    interactions.to_tensor_dict(pictured)
+    exports.to_tensor_dict(pictured)

@@ -1,124 +1,22 @@
 """The server, asked by the real `openai` client."""
 
 import asyncio
-import base64
 import contextlib
-import io
 import json
-import threading
-import time
 
 import httpx
 import numpy as np
 import openai
 import pytest
-from PIL import Image
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.rollout import engine as engine_lib
-from tunix.rl.multi_turn.rollout import serve
-from tunix.rl.multi_turn.rollout.server import requests as requests_lib
-import uvicorn
+from rollout_server import ask
+from rollout_server import export
+from rollout_server import MODEL
+from rollout_server import Running
+from rollout_server import screenshot
+from rollout_server import SIZE
+from rollout_server import start
 
 pytestmark = pytest.mark.timeout(300)
-MODEL = "nano"
-SIZE = (32, 32)
-
-
-class Running:
-  """A server in a thread of its own."""
-
-  def __init__(self, **options):
-    self.policy = checkpoint.create_policy("nano", screen=SIZE)
-    self.images = images_lib.ImageStore()
-    model, processor, tokenizer = self.policy
-    self.renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
-    self.engine = engine_lib.RolloutEngine(
-        model,
-        processor,
-        self.images,
-        slots=4,
-        context_length=256,
-        image_sizes=(SIZE,),
-        banned_token_ids=model.config.banned_token_ids,
-    )
-    self.app = serve.make_app(
-        MODEL,
-        self.engine,
-        self.policy,
-        self.images,
-        limits=requests_lib.Limits(max_new_tokens=32, n=4, images=3),
-        **options,
-    )
-    config = uvicorn.Config(self.app.asgi, port=0, log_level="warning")
-    self.server = uvicorn.Server(config)
-    self._thread = threading.Thread(target=self.server.run, daemon=True)
-
-  def __enter__(self):
-    self.engine.warm_up()
-    self._thread.start()
-    while not self.server.started:
-      time.sleep(0.01)
-    port = self.server.servers[0].sockets[0].getsockname()[1]
-    self.url = f"http://127.0.0.1:{port}"
-    return self
-
-  def __exit__(self, *exc_info):
-    self.server.should_exit = True
-    self._thread.join(20)
-    self.engine.close()
-
-  def client(self, path="", key="none", **options):
-    return openai.OpenAI(
-        base_url=f"{self.url}{path}/v1", api_key=key, timeout=60, **options
-    )
-
-  def post(self, path, body=None, **headers):
-    return httpx.post(
-        self.url + path, json=body or {}, headers=headers, timeout=60
-    )
-
-  def settled(self):
-    """The engine's statistics once nothing runs any more."""
-    for _ in range(500):
-      stats = self.engine.stats()
-      if not stats["active"] and not stats["waiting"]:
-        return stats
-      time.sleep(0.01)
-    raise AssertionError(f"still running: {stats}")
-
-
-@pytest.fixture(scope="module", name="running")
-def _running():
-  with Running() as running:
-    yield running
-    assert running.engine.stats()["compiles_after_warm_up"] == 0
-
-
-def data_url(seed=0):
-  pixels = np.random.default_rng(seed).integers(0, 256, (*SIZE, 3), np.uint8)
-  out = io.BytesIO()
-  Image.fromarray(pixels).save(out, "PNG")
-  return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
-
-
-def screenshot(seed=0, text="look"):
-  return {
-      "role": "user",
-      "content": [
-          {"type": "text", "text": text},
-          {"type": "image_url", "image_url": {"url": data_url(seed)}},
-      ],
-  }
-
-
-def ask(client, messages, **options):
-  options = {"model": MODEL, "max_tokens": 6, "seed": 1} | options
-  extra = {"return_token_ids": True} | options.pop("extra_body", {})
-  return client.chat.completions.create(
-      messages=messages, extra_body=extra, **options
-  )
 
 
 # --- completions ------------------------------------------------------------
@@ -285,15 +183,6 @@ def test_tools_are_shown_and_calls_are_read(running, monkeypatch):
 
 
 # --- sessions ---------------------------------------------------------------
-
-
-def start(running):
-  return running.post("/rl/start_session", {"task_id": "t"}).json()
-
-
-def export(running, session, **options):
-  body = {"session_id": session["session_id"], **options}
-  return running.post("/export_trajectories", body).json()["interactions"]
 
 
 @pytest.mark.parametrize("by", ["path", "key"])
@@ -472,7 +361,9 @@ def test_a_dropped_session_makes_room_and_its_key_opens_nothing(running):
   assert len(export(running, session, drop=True)) == 1
   with pytest.raises(openai.AuthenticationError):
     ask(client, [{"role": "user", "content": "y"}])
-  gone = running.post("/export_trajectories", session)
+  gone = running.post(
+      "/export_trajectories", {"session_id": session["session_id"]}
+  )
   assert gone.status_code == 404
   assert not running.app._service._turns.get(session["session_id"])
 

@@ -13,7 +13,14 @@ _sample = jax.jit(sampler.sample)
 
 
 def draw(
-    logits_V, *, temperature=1.0, top_k=0, top_p=1.0, banned=(), count=200
+    logits_V,
+    *,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    banned=(),
+    count=200,
 ):
   """`count` draws of each of ROWS equal rows with different keys."""
   mask = np.zeros(VOCAB, bool)
@@ -21,7 +28,7 @@ def draw(
   keys = np.stack([np.arange(ROWS), 7 * np.arange(ROWS) + 1], axis=1)
   tokens, logprobs = [], []
   for i in range(count):
-    t, l = _sample(
+    t, l, _ = _sample(
         jnp.tile(jnp.asarray(logits_V, jnp.float32), (ROWS, 1)),
         mask,
         keys.astype(np.uint32),
@@ -29,19 +36,23 @@ def draw(
         np.full(ROWS, temperature, np.float32),
         np.full(ROWS, top_k, np.int32),
         np.full(ROWS, top_p, np.float32),
-        np.array(top_k > 0 or top_p < 1),
+        np.full(ROWS, min_p, np.float32),
+        np.array(top_k > 0 or top_p < 1 or min_p > 0),
     )
     tokens.append(np.asarray(t))
     logprobs.append(np.asarray(l))
   return np.concatenate(tokens), np.concatenate(logprobs)
 
 
-def expected(logits_V, *, temperature=1.0, top_k=0, top_p=1.0, banned=()):
+def expected(
+    logits_V, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, banned=()
+):
   """Probabilities by sorting, in float64."""
   logits = np.array(logits_V, np.float64) / temperature
   logits[list(banned)] = -np.inf
   order = np.argsort(-logits)
   p = np.exp(logits - logits.max())
+  p[p < min_p] = 0
   if top_k:
     p[order[top_k:]] = 0
   p /= p.sum()
@@ -64,6 +75,9 @@ LOGITS = np.random.default_rng(0).normal(size=VOCAB) * 1.5
         {"top_p": 1e-6},
         {"top_k": 1},
         {"top_k": 10_000, "top_p": 0.999},
+        {"min_p": 0.1},
+        {"min_p": 0.2, "top_p": 0.7, "top_k": 9, "temperature": 1.5},
+        {"min_p": 1.0},
     ],
 )
 def test_draws_follow_the_truncated_distribution(options):
@@ -118,8 +132,9 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
   def run(order):
     return _sample(
-        logits[order], mask, keys[order], zeros, ones, zeros, ones, np.False_
-    )
+        logits[order], mask, keys[order], zeros, ones, zeros, ones,
+        np.zeros(ROWS, np.float32), np.False_,
+    )  # pyformat: disable
 
   order = rng.permutation(ROWS)
   straight, shuffled = run(np.arange(ROWS)), run(order)

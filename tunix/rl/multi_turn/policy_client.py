@@ -18,8 +18,11 @@ import numpy as np
 from tunix.rl.multi_turn import trajectory
 
 
+MAX_TOP_LOGPROBS = 20
+
+
 class FinishReason(str, enum.Enum):
-  STOP = "stop"  # An end-of-turn token was sampled; it is the last token.
+  STOP = "stop"  # A stop token was sampled, or what completes a stop string.
   LENGTH = "length"  # max_new_tokens or the context length was reached.
   CANCELLED = "cancelled"
 
@@ -61,9 +64,15 @@ class SamplingParams:
       temperature 1).
     top_p: keep the smallest set of tokens with this probability mass.
     top_k: keep this many most likely tokens; 0 keeps all.
+    min_p: keep tokens at least this likely, as a share of the likeliest one's
+      probability; 0 keeps all. Comes before top-k, as in vLLM.
     seed: each request with the same seed, prompt and weights gives the same
       tokens. None draws a fresh seed.
     stop_token_ids: sampling ends with the first of these, which is kept.
+    top_logprobs: tell so many likeliest tokens beside each sampled one, at
+      most `MAX_TOP_LOGPROBS`.
+    raw_logprobs: tell the log-probs of the policy's own distribution, too:
+      nothing banned, at temperature 1.
   """
 
   max_new_tokens: int = 64
@@ -72,6 +81,9 @@ class SamplingParams:
   top_k: int = 0
   seed: int | None = None
   stop_token_ids: tuple[int, ...] = ()
+  min_p: float = 0.0
+  top_logprobs: int = 0
+  raw_logprobs: bool = False
 
   def __post_init__(self):
     if self.max_new_tokens < 1:
@@ -84,6 +96,16 @@ class SamplingParams:
       raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
     if self.top_k < 0:
       raise ValueError(f"top_k must be >= 0, got {self.top_k}")
+    if not 0 <= self.min_p <= 1:
+      raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+    if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+      raise ValueError(
+          f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got"
+          f" {self.top_logprobs}"
+      )
+
+
+_REQUIRED = ("tokens", "logprobs", "versions")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,13 +113,19 @@ class Completion:
   """What was sampled.
 
   Attributes:
-    tokens: int32[S], the end-of-turn token included when sampled.
+    tokens: int32[S], the end-of-turn token included when sampled, and all of
+      the one that completes a stop string.
     logprobs: float32[S], nats, of the distribution sampled from.
     versions: int32[S], weights' version of each token.
     finish_reason: why sampling ended.
     metrics: numbers about the call (prefilled tokens, seconds).
     fallback: why tokens or log-probs are not the sampler's own; "" when they
       are. Such samples are counted, in `fallback_turns`.
+    raw_logprobs: float32[S], of the policy's own distribution; None unless
+      asked for.
+    top_tokens: int32[S, K], the likeliest tokens of the distribution sampled
+      from, best first; None unless asked for.
+    top_logprobs: float32[S, K], theirs; -inf where fewer could be sampled.
   """
 
   tokens: np.ndarray
@@ -106,18 +134,33 @@ class Completion:
   finish_reason: FinishReason
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
   fallback: str = ""
+  raw_logprobs: np.ndarray | None = None
+  top_tokens: np.ndarray | None = None
+  top_logprobs: np.ndarray | None = None
 
   def __post_init__(self):
     for name, dtype in (
         ("tokens", np.int32),
         ("logprobs", np.float32),
         ("versions", np.int32),
+        ("raw_logprobs", np.float32),
+        ("top_tokens", np.int32),
+        ("top_logprobs", np.float32),
     ):
+      if getattr(self, name) is None and name not in _REQUIRED:
+        continue
       array = np.array(getattr(self, name), dtype=dtype)
       array.flags.writeable = False
       object.__setattr__(self, name, array)
     if not len(self.tokens) == len(self.logprobs) == len(self.versions):
       raise ValueError("Completion needs one log-prob and version a token")
+    for name in ("raw_logprobs", "top_tokens", "top_logprobs"):
+      array = getattr(self, name)
+      if array is not None and len(array) != len(self.tokens):
+        raise ValueError(
+            f"Completion.{name} has {len(array)} entries for"
+            f" {len(self.tokens)} tokens"
+        )
 
 
 class PolicyClient(Protocol):

@@ -21,7 +21,8 @@ Promises:
 - A bad request fails alone. A device failure fails what was running with an
   `EngineError` and the engine goes on; only when it cannot is `healthy` False,
   and every request is then refused at once.
-- After `warm_up` nothing is compiled again; `stats()` proves it.
+- After `warm_up` nothing is compiled again that it was told of; `stats()`
+  proves it.
 
 Does not tokenize, render, or serve HTTP.
 """
@@ -41,8 +42,10 @@ import numpy as np
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.rollout import guidance
 from tunix.rl.multi_turn.rollout import programs as programs_lib
 from tunix.rl.multi_turn.rollout import scheduler as scheduler_lib
+from tunix.rl.multi_turn.rollout import shapes as shapes_lib
 from tunix.rl.multi_turn.rollout import slots as slots_lib
 from tunix.rl.multi_turn.rollout import vision_pool
 
@@ -89,6 +92,7 @@ class RolloutEngine:
       patch_cache_bytes: int = 256 << 20,
       version: int = 0,
       weights: str = "same",
+      features: Sequence[str] = (),
   ):
     """Args:
 
@@ -141,6 +145,9 @@ class RolloutEngine:
       version: of the model's present parameters.
       weights: "same" as the model's, or "int8": a copy whose matrices take a
         byte a number, see `policy.int8`.
+      features: of `shapes.FEATURES`, those that `warm_up` compiles, too.
+        Others are compiled when a request first asks for them, while all
+        requests wait.
     """
     if slots < 1:
       raise ValueError(f"slots must be >= 1, got {slots}")
@@ -154,6 +161,11 @@ class RolloutEngine:
       raise ValueError(
           "update_policy must be 'immediate' or 'between_turns', got"
           f" {update_policy!r}"
+      )
+    if unknown := sorted(set(features) - set(shapes_lib.FEATURES)):
+      raise ValueError(
+          f"features holds {unknown[0]!r}; there are"
+          f" {', '.join(shapes_lib.FEATURES)}"
       )
     if vision_cache_tokens is None:
       vision_cache_tokens = max(context_length, slots * context_length // 2)
@@ -198,7 +210,7 @@ class RolloutEngine:
     # A window is a whole number of pages.
     pages_of = lambda tokens: -(-tokens // page_size)
     context_pages = pages_of(context_length)
-    shapes = scheduler_lib.Shapes(
+    shapes = shapes_lib.Shapes(
         decode_rows=tuple(min(r, slots) for r in decode_rows),
         prefill_rows=tuple(min(r, slots) for r in prefill_rows),
         tokens=tuple(min(t, context_length) for t in prefill_buckets),
@@ -238,7 +250,8 @@ class RolloutEngine:
     )
     self._scheduler.version = version
     self._shapes = shapes
-    self._warm_compiles: int | None = None
+    self._features = tuple(features)
+    self._warm: frozenset[programs_lib.Variant] | None = None
     self._inbox: collections.deque[tuple[Any, ...]] = collections.deque()
     self._wake = threading.Condition()
     self._thread: threading.Thread | None = None
@@ -262,6 +275,8 @@ class RolloutEngine:
       session: str,
       on_tokens: Callable[[np.ndarray], None] | None = None,
       priority: int = 0,
+      stop_when: guidance.StopWhen | None = None,
+      grammar: guidance.Grammar | None = None,
   ) -> policy_client.Completion:
     """Samples one completion; cancelling the await frees its slot.
 
@@ -272,6 +287,9 @@ class RolloutEngine:
       on_tokens: called on the awaiting loop with int32[S] of new tokens, a
         few at a time, before the completion of them all is returned.
       priority: the lower is served first, and preempted last.
+      stop_when: ends the completion with one of the tokens it is shown.
+      grammar: says what may be sampled, a token a decode call; log-probs are
+        of what it leaves.
 
     Raises:
       ContextLimitError: the prompt leaves no room to sample.
@@ -288,6 +306,8 @@ class RolloutEngine:
         loop.create_future(),
         on_tokens,
         priority,
+        stop_when,
+        grammar,
     )
     self._post(("submit", request))
     try:
@@ -402,7 +422,7 @@ class RolloutEngine:
       progress: called with (done, total, what) from this thread.
     """
     started = time.monotonic()
-    variants = self._shapes.variants()
+    variants = self._shapes.variants(self._features)
     with concurrent.futures.ThreadPoolExecutor(2, "engine-compile") as pool:
       futures = {pool.submit(self._programs.compile, v): v for v in variants}
       finished = concurrent.futures.as_completed(futures)
@@ -411,10 +431,11 @@ class RolloutEngine:
         if progress is not None:
           v = futures[future]
           what = f"{v.kind} {v.rows}x{v.tokens}"
+          what += " details" * v.details + " grammar" * v.masked
           if v.window:
             what += f" window {v.window}"
           progress(done, len(variants), what)
-    self._warm_compiles = self._programs.compile_count
+    self._warm = self._programs.compiled
     return time.monotonic() - started
 
   @property
@@ -442,6 +463,11 @@ class RolloutEngine:
     scheduler = self._scheduler
     counters = scheduler.counters.to_dict()
     places = max(1, counters["decode_places"])
+    compiled = self._programs.compiled
+    late = compiled - (compiled if self._warm is None else self._warm)
+    on_demand = sum(
+        not shapes_lib.announced(v, self._features) for v in late
+    )
     return {
         **counters,
         "batch_occupancy": counters["decode_tokens"] / places,
@@ -454,11 +480,8 @@ class RolloutEngine:
         "version": scheduler.version,
         "compile_count": self._programs.compile_count,
         "compile_seconds": self._programs.compile_seconds,
-        "compiles_after_warm_up": (
-            0
-            if self._warm_compiles is None
-            else self._programs.compile_count - self._warm_compiles
-        ),
+        "compiles_after_warm_up": len(late) - on_demand,
+        "compiles_on_demand": on_demand,
     }
 
   def close(self, timeout_s: float = 30.0) -> None:

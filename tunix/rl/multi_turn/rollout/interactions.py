@@ -4,7 +4,9 @@ The store behind an OpenAI-compatible proxy. A `Session` is one episode of an
 agent that runs elsewhere; each request with its answer is an `Interaction`. A
 request that begins with the messages of an earlier one and its answer extends
 it: its prompt is that prompt, the ids that were sampled and the renderer's
-bridge. Any other request is rendered anew and starts a chain of its own.
+bridge. Any other request is rendered anew and starts a chain of its own. So
+does one that comes without messages, as text or tokens: it extends the
+interaction whose text, or whose tokens, it begins with.
 
 Promises: sampled ids are never re-tokenised, and each is trainable in exactly
 one exported sequence, whatever the agent resampled, rewrote or interleaved; a
@@ -13,40 +15,38 @@ however many interactions there are (more only where ids cannot tell equal
 answers apart); memory is bounded and grows with what a request adds.
 
 Does not: speak HTTP, sample, parse tool calls, write tools into messages, hold
-pixels, import JAX, or lock: it belongs to one event loop. T = tokens of a
-sequence, S = tokens sampled in an interaction.
+pixels, import JAX, or lock: it belongs to one event loop. S = tokens sampled
+in an interaction.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import json
 import numbers
 import secrets
 import time
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.rollout import exports
+from tunix.rl.multi_turn.rollout import prefixes
 
 Message = trajectory.Message
 TokenPrompt = policy_client.TokenPrompt
 Completion = policy_client.Completion
 
 
-KEY_PREFIX = "tunix-"
-"""What sessions' keys begin with, to be told from a server's token."""
-
-
 class InteractionError(ValueError):
   """A call that was refused and has changed nothing.
 
   `code`: unknown_session, unknown_interaction, unknown_prompt (of another
-  session), duplicate_interaction, session_ended, capacity,
-  reward_already_discounted, or bad_ message, completion, reward, discount,
-  style.
+  session), duplicate_interaction, session_ended, session_full, capacity (of
+  the store), reward_already_discounted, or bad_ message, completion, reward,
+  discount, style.
   """
 
   def __init__(self, code: str, message: str):
@@ -64,7 +64,11 @@ class PendingPrompt:
   # to its tokens; offsets of images count from the start of `extension`.
   new_messages: tuple[Message, ...]
   extension: TokenPrompt
-  _path: tuple[_Key, ...] = dataclasses.field(repr=False)
+  _path: tuple[_Key, ...] = dataclasses.field(default=(), repr=False)
+  # Of a request without messages: its text up to the sampled one, None where
+  # it came as tokens.
+  _raw: bool = False
+  _text: prefixes.Running | None = dataclasses.field(default=None, repr=False)
 
   @property
   def parent(self) -> str | None:
@@ -108,7 +112,10 @@ class Interaction(PendingPrompt):
   closed: bool  # `completion` ends with a stop token.
   created: float  # Seconds, by the session's clock.
   reward: float | None = None  # As of when the session gave this object out.
-  _node: _Node = dataclasses.field(repr=False)
+  _node: _Node | None = dataclasses.field(repr=False)  # None without messages.
+  # Up to its end. Tokens with images say too little of what was seen.
+  _all_tokens: prefixes.Running | None = dataclasses.field(repr=False)
+  _all_text: prefixes.Running | None = dataclasses.field(repr=False)
 
   @property
   def num_tokens(self) -> int:
@@ -116,18 +123,8 @@ class Interaction(PendingPrompt):
     return len(self.extension) + len(self.completion.tokens)
 
 
-@dataclasses.dataclass(frozen=True)
-class Exported:
-  """A training sequence. Its `turn_ids` are interactions' `index`es."""
-
-  id: str  # Of the interaction that it ends with.
-  reward: float  # Of that interaction.
-  sequence: trajectory.TokenSequence
-  trained: tuple[str, ...]  # Ids of the interactions trainable in it.
-
-
 class Session:
-  """One episode; see the module docstring. `SessionStore` makes them.
+  """One episode; see the module docstring. A `SessionStore` makes them.
 
   Once `ended`, prompts and answers are refused; the rest stays possible.
   `last_active` is when it was last prompted, answered or rewarded, in seconds.
@@ -150,6 +147,9 @@ class Session:
     self._max_interactions = max_interactions
     self._clock = clock
     self._root = _Node(None)
+    self._by_tokens = prefixes.Prefixes[Interaction]()
+    self._by_text = prefixes.Prefixes[Interaction]()
+    self._reserved = 0
     self._interactions: dict[str, Interaction] = {}
     self._discounted = False
     self.touch()
@@ -177,6 +177,24 @@ class Session:
   def end(self) -> None:
     self.ended = True
     self.touch()
+
+  @contextlib.contextmanager
+  def reserve(self, count: int) -> Iterator[None]:
+    """Keeps room for so many answers, for those that are being sampled."""
+    self._check_open()
+    free = self._max_interactions - len(self._interactions) - self._reserved
+    if count > free:
+      raise InteractionError(
+          "session_full",
+          f"session {self.id!r} has room for {max(0, free)} more answers of"
+          f" {self._max_interactions}, {count} are asked for; go on in a new"
+          " session",
+      )
+    self._reserved += count
+    try:
+      yield
+    finally:
+      self._reserved -= count
 
   def prompt(
       self, messages: Sequence[Message], tools: Sequence[Any] | None = None
@@ -216,6 +234,51 @@ class Session:
         _path=keys if before is None else keys[depth + 1 :],
     )
 
+  def prompt_tokens(self, tokens: Sequence[int]) -> PendingPrompt:
+    """A request that is rendered already.
+
+    It extends the interaction with the most tokens, prompt and completion,
+    that it begins with; images are those of that one.
+    """
+    self._check_open()
+    tokens_T = np.asarray(tokens, np.int32)
+    before, length = self._by_tokens.longest(tokens_T.tobytes())
+    extension = TokenPrompt(tokens_T[length // tokens_T.itemsize :])
+    self.touch()
+    return self._raw_prompt(before, extension)
+
+  def prompt_text(self, text: str) -> PendingPrompt:
+    """A request that is rendered as it stands, without a template.
+
+    It extends the interaction with the longest text, prompt and completion,
+    that it begins with: only what follows is tokenised.
+    """
+    self._check_open()
+    data = text.encode()
+    before, length = self._by_text.longest(data)
+    known = before._all_text if before else prefixes.Running()
+    new = data[length:].decode()
+    extension = TokenPrompt(self._renderer.encode(new))
+    self.touch()
+    return self._raw_prompt(
+        before, extension, known.extended(data[length:])
+    )
+
+  def _raw_prompt(
+      self,
+      before: Interaction | None,
+      extension: TokenPrompt,
+      text: prefixes.Running | None = None,
+  ) -> PendingPrompt:
+    return PendingPrompt(
+        session_id=self.id,
+        before=before,
+        new_messages=(),
+        extension=extension,
+        _raw=True,
+        _text=text,
+    )
+
   def add(
       self,
       pending: PendingPrompt,
@@ -247,11 +310,11 @@ class Session:
     closed = int(tokens_S[-1]) in self._renderer.stop_token_ids
     text = self._renderer.decode(tokens_S[:-1] if closed else tokens_S)
     _, raw = _read({"role": "assistant", "content": text}, "text")
-    node = pending.before._node if pending.before else self._root
-    for key in pending._path:
-      node = node.child(key)
-    node = node.child(said, raw)
-    node.interaction = made = Interaction(
+    node = None if pending._raw else self._answer_node(pending, said, raw)
+    all_text = None
+    if pending._text is not None and not closed:  # No text stands for the end.
+      all_text = pending._text.extended(text.encode())
+    made = Interaction(
         **vars(pending),
         id=secrets.token_urlsafe(18) if id is None else id,
         index=len(self._interactions),
@@ -261,7 +324,15 @@ class Session:
         closed=closed,
         created=self._clock(),
         _node=node,
+        _all_tokens=_all_tokens(pending, completion),
+        _all_text=all_text,
     )
+    if node is not None:
+      node.interaction = made
+    if made._all_tokens is not None:
+      self._by_tokens.add(made._all_tokens, made)
+    if made._all_text is not None:
+      self._by_text.add(made._all_text, made)
     self._interactions[made.id] = made
     self.touch()
     return made
@@ -288,38 +359,28 @@ class Session:
     self._replace_rewards(self._returns(discount))
     self._discounted = True
 
-  def export(
+  def exporter(
       self, style: str = "individual", discount: float | None = 1.0
-  ) -> list[Exported]:
-    """Training sequences in order of creation. Changes nothing.
+  ) -> exports.Exporter:
+    """What is here now as training sequences, see `exports.Exporter`.
 
-    "individual" is one an interaction, which trains its own completion.
-    "concat" is one for each that nothing extends, from its root on; what
-    several share trains in the first only, with the reward of that one's end.
     `discount` is applied as `apply_reward_discount` would, unless that was
     called before; None gives rewards as they were set, or 0.
     """
-    if style not in ("individual", "concat"):
+    if style not in exports.STYLES:
       raise InteractionError(
           "bad_style", f"style must be 'individual' or 'concat', got {style!r}"
       )
     rewards = {i.id: i.reward or 0.0 for i in self.interactions}
     if discount is not None and not self._discounted:
       rewards = self._returns(discount)
-    extended = {i.parent for i in self.interactions}
-    untrained = set(self._interactions)
-    exported = []
-    for last in self.interactions:
-      if style == "concat" and last.id in extended:
-        continue
-      chain = (*last.ancestors, last)
-      # Nobody else's chain holds a leaf: each sequence trains something.
-      own = chain if style == "concat" else (last,)
-      trained = tuple(i.id for i in own if i.id in untrained)
-      untrained.difference_update(trained)
-      sequence = _sequence(chain, trained)
-      exported.append(Exported(last.id, rewards[last.id], sequence, trained))
-    return exported
+    return exports.Exporter(self.interactions, rewards, style)
+
+  def export(
+      self, style: str = "individual", discount: float | None = 1.0
+  ) -> list[exports.Exported]:
+    """All of what `exporter` gives. Changes nothing."""
+    return list(self.exporter(style, discount))
 
   def _find(self, keys: Sequence[_Key]) -> tuple[Interaction | None, int]:
     """The parent, and how many messages it covers with its answer."""
@@ -335,13 +396,21 @@ class Session:
     rank = lambda n: (n.key == given, n.key[0] == value, n.interaction.index)
     return max(answers, key=rank).interaction, depth
 
+  def _answer_node(
+      self, pending: PendingPrompt, said: _Key, raw: _Key
+  ) -> _Node:
+    node = pending.before._node if pending.before else self._root
+    for key in pending._path:
+      node = node.child(key)
+    return node.child(said, raw)
+
   def _check_open(self) -> None:
     self._check_not_discounted()
     if self.ended:
       raise InteractionError("session_ended", f"session {self.id!r} has ended")
     if len(self._interactions) >= self._max_interactions:
       raise InteractionError(
-          "capacity",
+          "session_full",
           f"session {self.id!r} is full; end it or raise max_interactions",
       )
 
@@ -385,114 +454,6 @@ class Session:
     return returns
 
 
-class SessionStore:
-  """The sessions of a proxy.
-
-  Idle for `timeout_s`, a session is ended by the next `sweep`; ended and idle
-  for that long, it is dropped. All that are held count as `max_sessions`.
-  """
-
-  def __init__(
-      self,
-      renderer: Any,
-      max_sessions: int = 256,
-      timeout_s: float = 3600.0,
-      max_interactions: int = 1024,
-      clock: Callable[[], float] = time.monotonic,
-  ):
-    if min(max_sessions, max_interactions) < 1 or not timeout_s > 0:
-      limits = f"{max_sessions=}, {max_interactions=}, {timeout_s=}"
-      raise ValueError(f"limits must be positive, got {limits}")
-    self._new_session = functools.partial(
-        Session, renderer, max_interactions=max_interactions, clock=clock
-    )
-    self._max_sessions = max_sessions
-    self._timeout_s = timeout_s
-    self._clock = clock
-    self._sessions: dict[str, Session] = {}
-    self._by_key: dict[str, Session] = {}
-
-  def __len__(self) -> int:
-    return len(self._sessions)
-
-  def start(self, task_id: str = "") -> Session:
-    """A session whose id and key nobody can guess."""
-    if len(self) >= self._max_sessions:
-      raise InteractionError(
-          "capacity", f"{len(self)} sessions are held; drop ended ones or wait"
-      )
-    session = self._new_session(
-        secrets.token_urlsafe(18),
-        KEY_PREFIX + secrets.token_urlsafe(32),
-        task_id,
-    )
-    self._sessions[session.id] = self._by_key[session.key] = session
-    return session
-
-  def get(self, session_id: str) -> Session:
-    if session_id not in self._sessions:
-      raise InteractionError(
-          "unknown_session", f"no session {session_id!r}, or not any more"
-      )
-    return self._sessions[session_id]
-
-  def by_key(self, key: str) -> Session:
-    if key not in self._by_key:  # What may be a secret is not repeated.
-      raise InteractionError("unknown_session", "no session has this key")
-    return self._by_key[key]
-
-  def end(self, session_id: str) -> None:
-    self.get(session_id).end()
-
-  def drop(self, session_id: str) -> None:
-    """Ends and forgets a session. Unknown ids are fine."""
-    session = self._sessions.pop(session_id, None)
-    if session is not None:
-      session.end()
-      del self._by_key[session.key]
-
-  def sweep(self, now: float | None = None) -> list[str]:
-    """Ends, later drops, what was idle; returns the ids that it ended."""
-    now = self._clock() if now is None else now
-    idle = lambda s: not s.busy and now - s.last_active >= self._timeout_s
-    ended = []
-    for session in list(filter(idle, self._sessions.values())):
-      if session.ended:
-        self.drop(session.id)
-      else:
-        session.end()
-        session.last_active = now
-        ended.append(session.id)
-    return ended
-
-
-def to_tensor_dict(
-    exported: Exported,
-    multi_modal: Callable[[Sequence[trajectory.ImageSpan]], Any] | None = None,
-) -> dict[str, Any]:
-  """A sequence as AReaL's batch of one row.
-
-  input_ids, loss_mask, versions int32[1, T], logprobs float32[1, T],
-  attention_mask bool[1, T], rewards float32[1], and multi_modal_input: a list
-  with the {pixel_values, image_grid_thw} that `multi_modal` makes of the
-  images, {} without images, lest another row's take its place in a batch.
-  ValueError: images, but no `multi_modal`.
-  """
-  sequence = exported.sequence
-  if sequence.images and multi_modal is None:
-    raise ValueError(f"{exported.id!r} has images; pass multi_modal for them")
-  pictures = [multi_modal(sequence.images)] if sequence.images else [{}]
-  return {
-      "input_ids": sequence.tokens[None].copy(),
-      "attention_mask": np.ones((1, len(sequence)), np.bool_),
-      "loss_mask": sequence.loss_mask[None].astype(np.int32),
-      "logprobs": sequence.logprobs[None].copy(),
-      "versions": sequence.versions[None].copy(),
-      "rewards": np.array([exported.reward], np.float32),
-      "multi_modal_input": pictures,
-  }
-
-
 def _join(chain: Sequence[Interaction], last: TokenPrompt) -> TokenPrompt:
   """What `chain` read and sampled, then `last`."""
   parts, images, at = [], [], 0
@@ -504,22 +465,19 @@ def _join(chain: Sequence[Interaction], last: TokenPrompt) -> TokenPrompt:
   return TokenPrompt(np.concatenate([*parts, last.tokens]), tuple(images))
 
 
-def _sequence(
-    chain: Sequence[Interaction], trained: Sequence[str]
-) -> trajectory.TokenSequence:
-  last, prompt = chain[-1].completion, chain[-1].prompt
-  own = [i.completion for i in chain if i.id in trained]
-  runs = [(len(i.extension), len(i.completion.tokens)) for i in chain]
-  whose = np.repeat(np.arange(2 * len(chain)), np.ravel(runs))
-  mask = np.ravel([(False, i.id in trained) for i in chain])[whose]
-  logprobs = np.zeros(len(mask), np.float32)
-  logprobs[mask] = np.concatenate([c.logprobs for c in own])
-  versions = np.full(len(mask), -1, np.int32)
-  versions[mask] = np.concatenate([c.versions for c in own])
-  all_T = np.concatenate([prompt.tokens, last.tokens])
-  turns = np.array([i.index for i in chain], np.int32)[whose // 2]
-  rest = mask, logprobs, versions, turns, prompt.images
-  return trajectory.TokenSequence(all_T, *rest)
+def _all_tokens(
+    pending: PendingPrompt, completion: Completion
+) -> prefixes.Running | None:
+  """The hash of prompt and completion; None where there are images."""
+  if pending.before is not None:
+    before = pending.before._all_tokens
+  else:
+    before = prefixes.Running()
+  if before is None or pending.extension.images:
+    return None
+  return before.extended(
+      pending.extension.tokens.tobytes(), completion.tokens.tobytes()
+  )
 
 
 _Key = tuple[tuple, "tuple[str, ...] | None"]

@@ -34,7 +34,7 @@ import math
 import re
 import socket
 import ssl
-from typing import Any, Awaitable, Callable, Sequence
+from typing import Any, Awaitable, Callable, Iterable, Sequence
 
 import numpy as np
 from PIL import Image
@@ -218,6 +218,10 @@ class MediaLoader:
     except MediaError as e:
       message = f"image {_shown(url)}: {e}"
       raise MediaError(e.code, message, e.retryable) from e.__cause__
+
+  def has(self, refs: Iterable[trajectory.ImageRef]) -> bool:
+    """Whether the store still holds all of these."""
+    return all(ref in self._store for ref in refs)
 
   async def aclose(self) -> None:
     """Ends the threads; a load under way fails or is done. Idempotent."""

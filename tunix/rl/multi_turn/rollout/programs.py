@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 from flax import nnx
 import jax
@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import int8
+from tunix.rl.multi_turn.rollout import page_layout
 from tunix.rl.multi_turn.rollout import sampler
 
 MAX_STOP_TOKENS = 8
@@ -45,7 +46,8 @@ WEIGHTS = ("same", "int8")
 # Columns of the int32 table that describes rows to `decode`.
 TOKEN, VISION, POS_T, POS_H, POS_W, NEXT_POS = 0, 1, 2, 3, 4, 5
 START, REMAINING, INDEX, KEY_HI, KEY_LO = 6, 7, 8, 9, 10
-TEMPERATURE, TOP_P, TOP_K, STOP = 11, 12, 13, 14  # floats are bit patterns
+# Floats are bit patterns.
+TEMPERATURE, TOP_P, MIN_P, TOP_K, STOP = 11, 12, 13, 14, 15
 COLUMNS = STOP + MAX_STOP_TOKENS
 
 
@@ -58,12 +60,35 @@ class Variant:
     rows: images of an encode call, sequences of the others.
     tokens: patches an image, tokens a row, or steps.
     window: positions of a row's cache that are read; 0 for encode.
+    details: a decode call that says more of what it samples from.
+    masked: a decode call whose rows have masks of tokens.
   """
 
   kind: str
   rows: int
   tokens: int
   window: int = 0
+  details: bool = False
+  masked: bool = False
+
+
+class Decoded(NamedTuple):
+  """What a decode call has sampled.
+
+  Attributes:
+    tokens: int32[R, K].
+    logprobs: float32[R, K].
+    counts: int32[R], how many of them each row sampled.
+    steps: how many were run.
+    details: float32[R, K], int32[R, K, 20] and float32[R, K, 20], see
+      `sampler.Details`; None unless asked for.
+  """
+
+  tokens: np.ndarray
+  logprobs: np.ndarray
+  counts: np.ndarray
+  steps: int
+  details: sampler.Details | None
 
 
 def pure_leaves(params: Any) -> dict[tuple[str, ...], Any]:
@@ -83,20 +108,6 @@ def pure_leaves(params: Any) -> dict[tuple[str, ...], Any]:
     ]
     named[tuple(parts)] = leaf
   return named
-
-
-def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int | None]:
-  """Per leaf the one axis on which two shape trees differ, or None."""
-  axes = []
-  for a, b in zip(jax.tree.leaves(shapes_a), jax.tree.leaves(shapes_b)):
-    differ = [i for i, (x, y) in enumerate(zip(a.shape, b.shape)) if x != y]
-    if len(differ) > 1:
-      raise ValueError(
-          f"init_cache made a leaf of shapes {a.shape} and {b.shape}; more than"
-          " one axis depends on one argument"
-      )
-    axes.append(differ[0] if differ else None)
-  return axes
 
 
 def _replicated(params: tuple[jax.Array, ...]) -> Any:
@@ -196,12 +207,8 @@ class Programs:
     if self._reads_pages:
       init = lambda p: self._merge(p).init_pages(pages, n)
     else:
-      # A page is to the policy a short row of its own.
       init = lambda p: self._merge(p).init_cache(pages, n)
-      self._page_axis = _axis_of(cache_shape(2, n), cache_shape(3, n))
-      self._token_axis = _axis_of(cache_shape(2, n), cache_shape(2, n + 1))
-      if None in (*self._page_axis, *self._token_axis):
-        raise ValueError("every leaf of init_cache needs a batch and a length")
+      self._layout = page_layout.PageLayout(cache_shape, pages, n)
     # Where the policy wants them, else everywhere.
     self._init_cache = (
         jax.jit(init) if self._reads_pages else self._jit(init)
@@ -342,26 +349,38 @@ class Programs:
     )
 
   def decode(
-      self, pages_RN: np.ndarray, table: np.ndarray, steps: int
-  ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+      self,
+      pages_RN: np.ndarray,
+      table: np.ndarray,
+      steps: int,
+      *,
+      details: bool = False,
+      allowed: np.ndarray | None = None,
+  ) -> Decoded:
     """Samples up to `steps` tokens a row.
 
     Args:
       pages_RN: int32; room for START + K tokens of every row that runs.
       table: int32[R, COLUMNS]; a row with REMAINING 0 rests.
       steps: K.
-
-    Returns:
-      int32[R, K] tokens, float32[R, K] log-probs, int32[R] how many of them
-      each row sampled, and the number of steps run.
+      details: say more of what is sampled from.
+      allowed: uint32[R, `mask_words`], a bit for each token that may be
+        sampled; None for all that are not banned.
     """
     window = pages_RN.shape[1] * self.page_size
-    variant = Variant("decode", len(table), steps, window)
+    masked = allowed is not None
+    variant = Variant("decode", len(table), steps, window, details, masked)
+    masks = (allowed,) if masked else ()
     self.cache, *out = self._program(variant)(
-        self.params, self.cache, self.pool, self.banned, pages_RN, table
+        self.params, self.cache, self.pool, self.banned, pages_RN, table, *masks
     )
-    tokens, logprobs, counts, ran = jax.device_get(out)
-    return tokens, logprobs, counts, int(ran)
+    tokens, logprobs, counts, ran, told = jax.device_get(out)
+    return Decoded(tokens, logprobs, counts, int(ran), told)
+
+  @property
+  def mask_words(self) -> int:
+    """Words of 32 bits that hold one for each token."""
+    return -(-self.vocabulary // 32)
 
   # --- compilation -----------------------------------------------------------
 
@@ -382,6 +401,11 @@ class Programs:
         self._compiled[variant] = compiled
         self.compile_count += 1
         self.compile_seconds += time.perf_counter() - started
+
+  @property
+  def compiled(self) -> frozenset[Variant]:
+    with self._lock:
+      return frozenset(self._compiled)
 
   def _shape(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     """An array that is not a parameter, and where it lies."""
@@ -478,26 +502,31 @@ class Programs:
   def _build_decode(self, variant: Variant):
     rows, steps, window = variant.rows, variant.tokens, variant.window
 
-    def decode(params, cache, pool, banned, pages, table):
+    def decode(params, cache, pool, banned, pages, table, allowed=None):
       model = self._merge(params)
+      if allowed is not None:
+        token = jnp.arange(self.vocabulary)
+        bits = allowed[:, token // 32] >> (token % 32).astype(jnp.uint32)
+        banned = banned | (bits & 1 == 0)
       as_float = lambda x: lax.bitcast_convert_type(x, jnp.float32)
       keys = lax.bitcast_convert_type(
           table[:, KEY_HI : KEY_LO + 1], jnp.uint32
       )
       temperature = as_float(table[:, TEMPERATURE])
       top_p, top_k = as_float(table[:, TOP_P]), table[:, TOP_K]
+      min_p = as_float(table[:, MIN_P])
       stops = table[:, STOP:]
       remaining = table[:, REMAINING]
       truncated = jnp.any(
           (remaining > 0)
           & (temperature > 0)
-          & ((top_k > 0) | (top_p < 1.0))
+          & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
       )
       next_pos = table[:, NEXT_POS]
       extend, part = self._extend(model, cache, pages)
 
       def body(carry):
-        step, part, token, vision, position, count, live, out, logprobs = carry
+        step, part, token, vision, position, count, live, out = carry
         hidden, part = extend(
             token[:, None],
             position[:, None],
@@ -507,7 +536,7 @@ class Programs:
             vision[:, None],
             pool,
         )
-        drawn, logprob = sampler.sample(
+        drawn, logprob, told = sampler.sample(
             model.logits(hidden[:, 0]),
             banned,
             keys,
@@ -515,10 +544,16 @@ class Programs:
             temperature,
             top_k,
             top_p,
+            min_p,
             truncated,
+            variant.details,
         )
-        out = out.at[:, step].set(jnp.where(live, drawn, 0))
-        logprobs = logprobs.at[:, step].set(jnp.where(live, logprob, 0.0))
+        # Of a row that rests, nobody reads what is beyond its count.
+        out = jax.tree.map(
+            lambda all_RK, new_R: all_RK.at[:, step].set(new_R),
+            out,
+            (jnp.where(live, drawn, 0), jnp.where(live, logprob, 0.0), told),
+        )
         token = jnp.where(live, drawn, token)
         position = jnp.where(
             live[:, None], (next_pos + count)[:, None], position
@@ -528,10 +563,16 @@ class Programs:
         live &= (count < remaining) & ~jnp.any(
             stops == drawn[:, None], axis=-1
         )
-        return step + 1, part, token, vision, position, count, live, out, (
-            logprobs
-        )
+        return step + 1, part, token, vision, position, count, live, out
 
+      told = None
+      if variant.details:
+        k = min(sampler.MAX_TOP_LOGPROBS, self.vocabulary)
+        told = sampler.Details(
+            jnp.zeros((rows, steps), jnp.float32),
+            jnp.zeros((rows, steps, k), jnp.int32),
+            jnp.zeros((rows, steps, k), jnp.float32),
+        )
       carry = (
           jnp.int32(0),
           part,
@@ -540,16 +581,23 @@ class Programs:
           table[:, POS_T : POS_W + 1],
           jnp.zeros(rows, jnp.int32),
           remaining > 0,
-          jnp.zeros((rows, steps), jnp.int32),
-          jnp.zeros((rows, steps), jnp.float32),
+          (
+              jnp.zeros((rows, steps), jnp.int32),
+              jnp.zeros((rows, steps), jnp.float32),
+              told,
+          ),
       )
-      step, part, _, _, _, count, _, out, logprobs = lax.while_loop(
+      step, part, _, _, _, count, _, out = lax.while_loop(
           lambda c: (c[0] < steps) & jnp.any(c[6]), body, carry
       )
       cache = self._put(cache, part, pages, table[:, START], count, steps)
-      return cache, out, logprobs, count, step
+      tokens, logprobs, told = out
+      return cache, tokens, logprobs, count, step, told
 
-    places = (self._cache_place, *(self._place,) * 4)
+    masks = ()
+    if variant.masked:
+      masks = (self._shape(jnp.uint32, rows, self.mask_words),)
+    places = (self._cache_place, *(self._place,) * 5)
     return self._jit(decode, places, donate_argnums=1).lower(
         self.params,
         self._cache_shape,
@@ -557,6 +605,7 @@ class Programs:
         self._shape(jnp.bool_, self.vocabulary),
         self._shape(jnp.int32, rows, window // self.page_size),
         self._shape(jnp.int32, rows, COLUMNS),
+        *masks,
     )
 
   # --- pages of the cache ----------------------------------------------------
@@ -564,7 +613,7 @@ class Programs:
   def _extend(self, model, cache, pages_RN):
     """The policy's `extend`, and the cache that it is to be given first."""
     if not self._reads_pages:
-      return model.extend, self._take(cache, pages_RN)
+      return model.extend, self._layout.take(cache, pages_RN)
 
     def extend(tokens, positions, starts, lengths, cache, vision, pool):
       return model.extend_pages(
@@ -573,48 +622,8 @@ class Programs:
 
     return extend, cache
 
-  def _take(self, cache, pages_RN):
-    """The rows' pages, side by side: as `init_cache(R, N * page size)`."""
-    rows, width = pages_RN.shape
-    leaves, tree = jax.tree.flatten(cache)
-    part = []
-    for leaf, page_axis, token_axis in zip(
-        leaves, self._page_axis, self._token_axis
-    ):
-      leaf = jnp.take(leaf, pages_RN.reshape(-1), axis=page_axis, mode="clip")
-      shape = list(leaf.shape)
-      shape[page_axis : page_axis + 1] = [rows, width]
-      leaf = jnp.moveaxis(leaf.reshape(shape), page_axis + 1, token_axis)
-      shape = list(leaf.shape)
-      shape[token_axis : token_axis + 2] = [width * self.page_size]
-      part.append(leaf.reshape(shape))
-    return jax.tree.unflatten(tree, part)
-
   def _put(self, cache, part, pages_RN, starts, counts, most):
-    """Writes back what `_extend`'s cache has got.
-
-    Args:
-      starts: int32[R] first new position of each row.
-      counts: int32[R] new positions, at most `most`.
-    """
+    """Writes back what `_extend`'s cache has got, `most` positions a row."""
     if self._reads_pages:
       return part
-    step = jnp.arange(most)
-    position = starts[:, None] + step
-    window = pages_RN.shape[1] * self.page_size
-    source = jnp.minimum(position, window - 1)
-    page = jnp.take_along_axis(pages_RN, source // self.page_size, axis=1)
-    # Out of range is dropped: what is not new.
-    page = jnp.where(step < counts[:, None], page, self.pages)
-    row = jnp.arange(len(pages_RN))[:, None]
-    leaves, tree = jax.tree.flatten(cache)
-    out = []
-    for leaf, new, page_axis, token_axis in zip(
-        leaves, jax.tree.leaves(part), self._page_axis, self._token_axis
-    ):
-      at = [slice(None)] * leaf.ndim
-      at[page_axis], at[token_axis] = row, source
-      fresh = new[tuple(at)]
-      at[page_axis], at[token_axis] = page, source % self.page_size
-      out.append(leaf.at[tuple(at)].set(fresh, mode="drop"))
-    return jax.tree.unflatten(tree, out)
+    return self._layout.put(cache, part, pages_RN, starts, counts, most)

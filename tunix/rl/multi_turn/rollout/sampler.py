@@ -1,7 +1,7 @@
 """Draws one token a row, and says how likely it was.
 
 Promises: the log-prob is that of the distribution the token was drawn from
-(after ban, temperature, top-k and top-p, renormalised); a token of
+(after ban, temperature, min-p, top-k and top-p, renormalised); a token of
 probability zero is never drawn; a row's draw depends only on its own logits,
 key and index, never on the rest of the batch. Randomness is counter-based:
 row r's draw number i uses the bits of `fold_in(key_r, i)`.
@@ -12,15 +12,35 @@ threshold are all kept.
 
 Does not know stop tokens, lengths or slots.
 
-Axis names: R = rows, V = vocabulary, N = blocks, M = tokens of a block.
+Axis names: R = rows, V = vocabulary, N = blocks, M = tokens of a block,
+K = alternatives that are told.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+from tunix.rl.multi_turn import policy_client
+
+MAX_TOP_LOGPROBS = policy_client.MAX_TOP_LOGPROBS
+
+
+class Details(NamedTuple):
+  """What may be told of a draw beside its log-prob.
+
+  Attributes:
+    raw_R: float32, the token's log-prob by the logits as they came.
+    top_tokens_RK: int32, likeliest tokens of the distribution drawn from.
+    top_RK: float32, their log-probs, -inf for what could not be drawn.
+  """
+
+  raw_R: jax.Array
+  top_tokens_RK: jax.Array
+  top_RK: jax.Array
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
@@ -44,17 +64,23 @@ def _threshold(keys_RV, weights_RV, goal_R) -> jax.Array:
 
 
 def truncate(
-    scaled_RV: jax.Array, top_k_R: jax.Array, top_p_R: jax.Array
+    scaled_RV: jax.Array,
+    top_k_R: jax.Array,
+    top_p_R: jax.Array,
+    min_p_R: jax.Array,
 ) -> jax.Array:
-  """Sets what top-k, then top-p of the rest, leaves out to -inf.
+  """Sets what min-p, then top-k, then top-p of the rest leaves out to -inf.
 
   Args:
-    scaled_RV: float32 logits after temperature, -inf where banned.
+    scaled_RV: float32 logits after temperature, the highest being 0, -inf
+      where banned.
     top_k_R: int32, 0 keeps all.
     top_p_R: float32 in (0, 1], 1 keeps all.
+    min_p_R: float32 in [0, 1], 0 keeps all.
   """
   vocabulary = scaled_RV.shape[-1]
   finite = scaled_RV > -jnp.inf
+  finite &= scaled_RV >= jnp.log(min_p_R)[:, None]
   keys = _ordered_bits(scaled_RV)
   k = jnp.where(top_k_R > 0, top_k_R, vocabulary)
   k = jnp.minimum(k, jnp.sum(finite, axis=-1)).astype(jnp.float32)
@@ -115,26 +141,33 @@ def sample(
     temperature_R: jax.Array,
     top_k_R: jax.Array,
     top_p_R: jax.Array,
+    min_p_R: jax.Array,
     any_truncated: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    details: bool = False,
+) -> tuple[jax.Array, jax.Array, Details | None]:
   """Draws one token a row.
 
   Args:
     logits_RV: float32.
-    banned_V: bool, True where a token must never be drawn.
+    banned_V: bool, True where a token must never be drawn; also one a row,
+      [R, V].
     keys_R2: uint32, each row's key.
     index_R: int32, number of the draw within the row's completion.
     temperature_R: float32; 0 takes the most likely token, with its log-prob
       at temperature 1.
     top_k_R: int32, 0 keeps all.
     top_p_R: float32, 1 keeps all.
-    any_truncated: bool scalar; False skips top-k and top-p for all rows.
+    min_p_R: float32, 0 keeps all.
+    any_truncated: bool scalar; False skips min-p, top-k and top-p for all
+      rows.
+    details: say more of the distributions; static.
 
   Returns:
     int32[R] tokens, float32[R] log-probs in nats (NaN when the row's logits
-    are).
+    are), and `Details` if they are asked for.
   """
-  logits_RV = jnp.where(banned_V, -jnp.inf, logits_RV.astype(jnp.float32))
+  own_RV = logits_RV.astype(jnp.float32)
+  logits_RV = jnp.where(banned_V, -jnp.inf, own_RV)
   greedy_R = temperature_R <= 0
   # The peak goes first: a tiny temperature then underflows to the best token
   # instead of overflowing.
@@ -146,6 +179,7 @@ def sample(
           x,
           jnp.where(greedy_R, 0, top_k_R),
           jnp.where(greedy_R, 1.0, top_p_R),
+          jnp.where(greedy_R, 0.0, min_p_R),
       ),
       lambda x: x,
       scaled_RV,
@@ -155,6 +189,16 @@ def sample(
   best_R = jnp.argmax(scaled_RV, axis=-1).astype(jnp.int32)
   token_R = jnp.where(greedy_R, best_R, drawn_R)
   chosen_R = jnp.take_along_axis(scaled_RV, token_R[:, None], axis=-1)[:, 0]
-  logprob_R = chosen_R - jnp.log(jnp.sum(weights_RV, axis=-1))
+  log_sum_R = jnp.log(jnp.sum(weights_RV, axis=-1))
   # Rounding may leave a certain token a hair above probability one.
-  return token_R, jnp.minimum(logprob_R, 0.0)
+  logprob_R = jnp.minimum(chosen_R - log_sum_R, 0.0)
+  if not details:
+    return token_R, logprob_R, None
+  raw_RV = jax.nn.log_softmax(own_RV, axis=-1)
+  raw_R = jnp.take_along_axis(raw_RV, token_R[:, None], axis=-1)[:, 0]
+  k = min(MAX_TOP_LOGPROBS, scaled_RV.shape[-1])
+  top_RK, top_tokens_RK = lax.top_k(scaled_RV, k)
+  top_RK = jnp.minimum(top_RK - log_sum_R[:, None], 0.0)
+  return token_R, logprob_R, Details(
+      jnp.minimum(raw_R, 0.0), top_tokens_RK.astype(jnp.int32), top_RK
+  )

@@ -20,7 +20,6 @@ Axis names: R = rows, T = tokens of a row, K = steps of a decode call.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from typing import Any, Sequence
 
@@ -30,8 +29,10 @@ from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn import trajectory
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.rollout import cached_sequence
+from tunix.rl.multi_turn.rollout import guidance
 from tunix.rl.multi_turn.rollout import pages as pages_lib
 from tunix.rl.multi_turn.rollout import programs as programs_lib
+from tunix.rl.multi_turn.rollout import shapes as shapes_lib
 from tunix.rl.multi_turn.rollout import slots as slots_lib
 from tunix.rl.multi_turn.rollout import vision_feed
 from tunix.rl.multi_turn.rollout import vision_pool
@@ -43,60 +44,6 @@ class EngineError(RuntimeError):
   """The engine, not the request, failed; the message names the cause."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Shapes:
-  """Every shape the engine may compile; all tuples ascend.
-
-  Attributes:
-    decode_rows: rows of a decode call; more rows go into further calls.
-    prefill_rows: rows of a prefill call, likewise.
-    tokens: tokens a row of a prefill call; longer suffixes are chunked.
-    windows: cache positions a call may touch; the last is the context length.
-    images: images of an encode call.
-    patches: patches of an image; larger images are refused.
-    steps: tokens a decode call samples at most (K).
-    fixed_rows: use only the largest rows and images. Windows and chunks follow
-      from a request alone; with this all shapes it meets do, whoever shares
-      its batch, and equal requests give results equal to the bit.
-  """
-
-  decode_rows: tuple[int, ...]
-  prefill_rows: tuple[int, ...]
-  tokens: tuple[int, ...]
-  windows: tuple[int, ...]
-  images: tuple[int, ...]
-  patches: tuple[int, ...]
-  steps: int
-  fixed_rows: bool = False
-
-  def __post_init__(self):
-    fixed = ("decode_rows", "prefill_rows", "images")
-    for name in (*fixed, "tokens", "windows", "patches"):
-      value = tuple(sorted(set(getattr(self, name))))
-      if not value or value[0] < 1:
-        raise ValueError(f"{name} buckets must be positive, got {value}")
-      if self.fixed_rows and name in fixed:
-        value = value[-1:]
-      object.__setattr__(self, name, value)
-    if self.steps < 1:
-      raise ValueError(f"decode_steps_per_call must be >= 1, got {self.steps}")
-
-  def variants(self) -> list[P.Variant]:
-    """All of them, the ones every run needs first."""
-    found = []
-    for window in reversed(self.windows):
-      for rows in reversed(self.decode_rows):
-        found.append(P.Variant("decode", rows, self.steps, window))
-      for rows in reversed(self.prefill_rows):
-        for tokens in reversed(self.tokens):
-          if tokens <= window:
-            found.append(P.Variant("prefill", rows, tokens, window))
-    for patches in self.patches:
-      for images in self.images:
-        found.append(P.Variant("encode", images, patches))
-    return found
-
-
 class Scheduler:
   """See the module docstring."""
 
@@ -105,7 +52,7 @@ class Scheduler:
       programs: P.Programs,
       processor: base.Processor,
       patches: vision_pool.PatchCache,
-      shapes: Shapes,
+      shapes: shapes_lib.Shapes,
       *,
       seed: int,
       on_update: str,
@@ -145,6 +92,7 @@ class Scheduler:
     )
     self._table = np.zeros((programs.slots, P.COLUMNS), np.int32)
     self._text_token = int(np.argmin(programs.banned))
+    self._unbanned = guidance.pack(~programs.banned)
     # None admits any waiting request, else only these (lockstep).
     self.lot: list[slots_lib.Request] | None = None
     self._weights: tuple[int, Any] | None = None
@@ -299,8 +247,8 @@ class Scheduler:
     row[P.POS_T : P.POS_W + 1] = request.positions[offset]
     row[P.NEXT_POS] = request.positions[offset + 1, 0]
     row[P.INDEX] = 0
-    row[[P.TEMPERATURE, P.TOP_P]] = np.array(
-        [sampling.temperature, sampling.top_p], np.float32
+    row[[P.TEMPERATURE, P.TOP_P, P.MIN_P]] = np.array(
+        [sampling.temperature, sampling.top_p, sampling.min_p], np.float32
     ).view(np.int32)
     row[P.TOP_K] = min(sampling.top_k, self.programs.vocabulary)
     row[P.STOP :] = -1
@@ -501,44 +449,93 @@ class Scheduler:
   # --- decode ----------------------------------------------------------------
 
   def _decode(self) -> None:
-    groups: dict[int, list[slots_lib.Request]] = {}
+    # What a request asks for alone decides on its program.
+    groups: dict[tuple[int, bool, bool], list[slots_lib.Request]] = {}
     ready = self._with_pending_images()
     for request in sorted(ready, key=lambda r: r.turn):
       if request.slot is None:
         continue  # An earlier one needed its pages.
-      row = self._table[request.slot]
-      end = int(row[P.START] + min(row[P.REMAINING], self.shapes.steps))
-      self._make_room_running(request, end)
+      self._make_room_running(request, self._decode_end(request))
     for request in ready:
       if request.slot is not None:
-        row = self._table[request.slot]
-        end = int(row[P.START] + min(row[P.REMAINING], self.shapes.steps))
+        end = self._decode_end(request)
         window = slots_lib.bucket(self.shapes.windows, end)
-        groups.setdefault(window, []).append(request)
+        kind = window, request.detailed, request.grammar is not None
+        groups.setdefault(kind, []).append(request)
     most = self.shapes.decode_rows[-1]
-    for window, group in groups.items():
+    for kind, group in groups.items():
       for i in range(0, len(group), most):
-        self._decode_call(group[i : i + most], window)
+        self._decode_call(group[i : i + most], *kind)
+
+  def _decode_end(self, request: slots_lib.Request) -> int:
+    """Tokens that its cache has after the next call."""
+    row = self._table[request.slot]
+    # A grammar must see a token before it can tell of the next.
+    steps = 1 if request.grammar is not None else self.shapes.steps
+    return int(row[P.START] + min(row[P.REMAINING], steps))
 
   def _decode_call(
-      self, active: Sequence[slots_lib.Request], window: int
+      self,
+      active: Sequence[slots_lib.Request],
+      window: int,
+      details: bool,
+      masked: bool,
   ) -> None:
     """Samples up to K tokens for each of these requests."""
     started = time.perf_counter()
+    steps, allowed = self.shapes.steps, None
+    if masked:
+      steps = 1
+      active, masks = self._masks(active)
+      if not active:
+        return
     rows_A = np.array([r.slot for r in active], np.int32)
     count = slots_lib.bucket(self.shapes.decode_rows, len(active))
     table = np.zeros((count, P.COLUMNS), np.int32)  # Others rest.
     table[: len(active)] = self._table[rows_A]
     pages = self._page_rows(active, count, window)
-    tokens, logprobs, counts, ran = self.programs.decode(
-        pages, table, self.shapes.steps
+    if masked:
+      allowed = np.full(
+          (count, self.programs.mask_words), 0xFFFFFFFF, np.uint32
+      )
+      allowed[: len(active)] = masks
+    decoded = self.programs.decode(
+        pages, table, steps, details=details, allowed=allowed
     )
     self.counters.seconds_decode += time.perf_counter() - started
     self.counters.decode_calls += 1
-    self.counters.decode_steps += ran
-    self.counters.decode_places += ran * count
+    self.counters.decode_steps += decoded.steps
+    self.counters.decode_places += decoded.steps * count
     at = slice(len(active))
-    self._harvest(active, rows_A, tokens[at], logprobs[at], counts[at])
+    if details:
+      for i, request in enumerate(active):
+        request.details.append(
+            tuple(array[i, : decoded.counts[i]] for array in decoded.details)
+        )
+    self._harvest(
+        active, rows_A, decoded.tokens[at], decoded.logprobs[at],
+        decoded.counts[at],
+    )  # pyformat: disable
+
+  def _masks(
+      self, requests: Sequence[slots_lib.Request]
+  ) -> tuple[list[slots_lib.Request], list[np.ndarray]]:
+    """Those of the requests that can go on, and what each may sample."""
+    able, masks = [], []
+    for request in requests:
+      try:
+        mask = request.grammar.allowed()
+        if not np.any(mask & self._unbanned):
+          raise ValueError(
+              "grammar allows no token that may be sampled after"
+              f" {request.sampled} tokens; let it end with a stop token"
+          )
+      except Exception as error:  # pylint: disable=broad-except
+        self._end(request, error)
+        continue
+      able.append(request)
+      masks.append(mask)
+    return able, masks
 
   def _with_pending_images(self) -> list[slots_lib.Request]:
     """The requests that may decode now.
@@ -595,13 +592,22 @@ class Scheduler:
     over_A = stopped_A | (table[:, P.REMAINING] <= 0) | ~finite_A
     self.counters.decode_tokens += int(counts_A.sum())
     for i, request in enumerate(active):
+      start = request.length
       request.length += int(counts_A[i])
       self._advance(request, int(table[i, P.START]))
-      if request.on_tokens is not None and counts_A[i] and finite_A[i]:
-        end = request.length
-        new = self.slots.tokens[request.slot, end - counts_A[i] : end].copy()
-        with contextlib.suppress(RuntimeError):  # The loop was closed.
-          request.loop.call_soon_threadsafe(request.on_tokens, new)
+      if counts_A[i] and finite_A[i]:
+        try:
+          ended = self._guide(request, start, bool(stopped_A[i]))
+        except Exception as error:  # pylint: disable=broad-except
+          self._end(request, error)
+          continue
+        stopped_A[i] |= ended
+        over_A[i] |= ended
+        if request.on_tokens is not None:
+          span = slice(start, request.length)
+          new = self.slots.tokens[request.slot, span].copy()
+          with contextlib.suppress(RuntimeError):  # The loop was closed.
+            request.loop.call_soon_threadsafe(request.on_tokens, new)
       if not over_A[i]:
         continue
       if finite_A[i]:
@@ -617,13 +623,54 @@ class Scheduler:
         )
     self._poisoned |= not finite_A.all()
 
+  def _guide(
+      self, request: slots_lib.Request, start: int, stopped: bool
+  ) -> bool:
+    """Shows what was sampled from `start` on to who steers the request.
+
+    Returns:
+      Whether it has ended; what was sampled beyond its end is given up. The
+      cache keeps that, as a sequence that the next turn does not go on with.
+    """
+    tokens = self.slots.tokens[request.slot]
+    if request.grammar is not None and not stopped:
+      for token in tokens[start : request.length]:
+        request.grammar.advance(int(token))
+    if request.stop_when is None:
+      return False
+    begin = len(request.prompt)
+    keep = request.stop_when(tokens[begin : request.length].copy())
+    if keep is None:
+      return False
+    end = begin + keep
+    if not start < end <= request.length:
+      raise ValueError(
+          f"stop_when returned {keep}, which is none of the new tokens: it was"
+          f" shown {start - begin} before, and now {request.length - begin}"
+      )
+    self.counters.surplus_tokens += request.length - end
+    request.length = end
+    return True
+
   def _completion(
       self, request: slots_lib.Request, stopped: bool
   ) -> policy_client.Completion:
     span = slice(len(request.prompt), request.length)
     reason = policy_client.FinishReason
     now = time.monotonic()
+    told = {}
+    if request.detailed:
+      raw, tops, top_logprobs = (
+          np.concatenate(arrays)[: request.sampled]
+          for arrays in zip(*request.details)
+      )
+      k = request.sampling.top_logprobs
+      if k:
+        told = {"top_tokens": tops[:, :k], "top_logprobs": top_logprobs[:, :k]}
+      if request.sampling.raw_logprobs:
+        told["raw_logprobs"] = raw
     return policy_client.Completion(
+        **told,
         tokens=self.slots.tokens[request.slot, span],
         logprobs=self.slots.logprobs[request.slot, span],
         versions=self.slots.versions[request.slot, span],

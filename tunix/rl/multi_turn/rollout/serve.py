@@ -2,9 +2,9 @@
 
     python -m tunix.rl.multi_turn.rollout.serve tiny_vl --port 8000
 
-Answers `/v1/chat/completions` with the ids, log-probs and policy versions that
-training needs, and keeps sessions as trajectories (see `server.app`). Binds the
-loopback interface; another address needs a token.
+Answers chat completions, completions and responses with the ids, log-probs and
+policy versions that training needs, and keeps sessions as trajectories (see
+`server.app`). Binds the loopback interface; another address needs a token.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.rollout import engine as engine_lib
-from tunix.rl.multi_turn.rollout import interactions
 from tunix.rl.multi_turn.rollout import media
+from tunix.rl.multi_turn.rollout import session_store
+from tunix.rl.multi_turn.rollout.server import answers
 from tunix.rl.multi_turn.rollout.server import app as app_lib
 from tunix.rl.multi_turn.rollout.server import requests
 from tunix.rl.multi_turn.rollout.server import service as service_lib
 
 TOKEN_VARIABLE = "TUNIX_ROLLOUT_TOKEN"
+_BACKLOG = 2048  # Connections that wait while the policy is compiled.
 
 
 def make_app(
@@ -72,18 +74,18 @@ def make_app(
           client=engine,
           renderer=renderer,
           parser=tool_parser.make_tool_parser(parser),
+          decoder=answers.Decoder(renderer.decode, tokenizer),
           context_length=engine.context_length,
           healthy=lambda: engine.healthy,
       ),
-      interactions.SessionStore(
+      session_store.SessionStore(
           renderer, max_sessions=max_sessions, timeout_s=session_timeout_s
       ),
       media.MediaLoader(image_store, media_limits),
+      limits=limits,
       max_concurrent=max_concurrent,
   )
-  return app_lib.App(
-      service, limits=limits, token=token, stats=engine.stats
-  )
+  return app_lib.App(service, token=token, stats=engine.stats)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,6 +114,11 @@ def parser() -> argparse.ArgumentParser:
       help="images of a prompt")
   add("--allowed-media-domains", default="", metavar="HOST[,HOST]",
       help="https hosts that images are fetched from, matched exactly")
+  add("--image-memory", type=int, default=1024, metavar="MIB",
+      help="pixels of screenshots kept in memory")
+  add("--image-dir", type=pathlib.Path,
+      help="where screenshots beyond --image-memory are kept; else they are"
+      " forgotten, and a request that needs one fails")
   add("--tool-parser", default="qwen",
       help="grammar of tool calls, a registered tool parser")
   add("--dtype", default="float32", choices=("float32", "bfloat16"),
@@ -158,6 +165,8 @@ def _listen(host: str, port: int) -> socket.socket:
   listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
   try:
     listening.bind((host, port))
+    # At once: until somebody listens, another process may bind it, too.
+    listening.listen(_BACKLOG)
   except (OSError, OverflowError) as error:
     listening.close()
     raise ValueError(
@@ -205,12 +214,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         h.strip() for h in args.allowed_media_domains.split(",") if h.strip()
     )
     media_limits = media.MediaLimits(allowed_hosts=hosts)
+    if args.image_memory < 1:
+      raise ValueError(
+          f"--image-memory={args.image_memory} must be 1 or more; it is in MiB"
+      )
+    if args.image_dir is not None:
+      args.image_dir.mkdir(parents=True, exist_ok=True)
     listening = _listen(args.host, args.port)
     largest = max(screens, key=lambda s: s[0] * s[1])
     policy = checkpoint.load_policy(
         args.policy, screen=largest, compute_dtype=args.dtype
     )
-    store = images.ImageStore()
+    store = images.ImageStore(args.image_dir, args.image_memory << 20)
     engine = engine_lib.RolloutEngine(
         policy[0],
         policy[1],

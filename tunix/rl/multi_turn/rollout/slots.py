@@ -19,6 +19,7 @@ from typing import Any, Callable, Sequence
 import numpy as np
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn.rollout import cached_sequence
+from tunix.rl.multi_turn.rollout import guidance
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,6 +33,8 @@ class Request:
   future: asyncio.Future[policy_client.Completion] | None = None
   on_tokens: Callable[[np.ndarray], None] | None = None
   priority: int = 0  # The lower is served first.
+  stop_when: guidance.StopWhen | None = None
+  grammar: guidance.Grammar | None = None
   submitted: float = dataclasses.field(default_factory=time.monotonic)
   # Filled in by the scheduler.
   number: int = 0  # In the order of arrival.
@@ -43,11 +46,19 @@ class Request:
   prefilled: int = 0
   reused: int = 0
   preempted: tuple[np.ndarray, ...] | None = None  # What its rows held.
+  # Of its decode calls, each array [sampled tokens, …].
+  details: list[tuple[np.ndarray, ...]] = dataclasses.field(
+      default_factory=list
+  )
   outcome: policy_client.Completion | BaseException | None = None
 
   @property
   def sampled(self) -> int:
     return max(0, self.length - len(self.prompt))
+
+  @property
+  def detailed(self) -> bool:
+    return bool(self.sampling.top_logprobs or self.sampling.raw_logprobs)
 
   @property
   def turn(self) -> tuple[int, int]:
@@ -216,6 +227,7 @@ class Counters:
   decode_steps: int = 0
   decode_calls: int = 0
   decode_places: int = 0  # Rows x steps computed.
+  surplus_tokens: int = 0  # Sampled beyond the end of a stop string.
   images_encoded: int = 0
   vision_cache_hits: int = 0
   weight_updates: int = 0

@@ -1,7 +1,8 @@
 """The server's HTTP side: routes, authorization, streams, metrics.
 
-    /v1/chat/completions                 a request of its own
-    /sessions/{id}/v1/chat/completions   a turn of a trajectory
+    /v1/chat/completions, /v1/completions, /v1/responses
+                                         a request of its own
+    /sessions/{id}/v1/…                  the same as a turn of a trajectory
     /v1/models, /health, /metrics
     /rl/start_session, /sessions/{id}/rl/…, /export_trajectories
                                          sessions, as AReaL calls them
@@ -12,7 +13,8 @@ A session is named by its path, or by its key in place of the token
 Promises: errors have OpenAI's shape, whatever failed; a client that goes away
 ends its sampling; `/health` is 503 when nothing can be sampled any more.
 
-Does not decide what is sampled (see `service`).
+Does not decide what is sampled (see `service`), or know the endpoints' bodies
+(see `chat`, `completions` and `responses`).
 """
 
 from __future__ import annotations
@@ -20,25 +22,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import time
 from typing import Any, AsyncIterator, Awaitable, Callable
 
-import numpy as np
 import prometheus_client
 from starlette import applications
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from starlette import routing
-from tunix.rl.multi_turn.rollout import interactions
+from tunix.rl.multi_turn.rollout import session_store
+from tunix.rl.multi_turn.rollout.server import chat
+from tunix.rl.multi_turn.rollout.server import completions
 from tunix.rl.multi_turn.rollout.server import errors
+from tunix.rl.multi_turn.rollout.server import fields
 from tunix.rl.multi_turn.rollout.server import requests
 from tunix.rl.multi_turn.rollout.server import responses
 from tunix.rl.multi_turn.rollout.server import service as service_lib
+from tunix.rl.multi_turn.rollout.server import sessions
+from tunix.rl.multi_turn.rollout.server import streams
 
 _LOG = logging.getLogger(__name__)
-_KEEP_ALIVE_S = 10.0
 _SWEEP_S = 5.0
 
 Request = starlette_requests.Request
@@ -53,19 +57,17 @@ class App:
       self,
       service: service_lib.Service,
       *,
-      limits: requests.Limits = requests.Limits(),
       token: str = "",
       stats: Callable[[], dict[str, float]] | None = None,
   ):
     """Args:
 
       service: answers.
-      limits: of a request.
       token: what clients must present; "" asks for none.
       stats: gauges for `/metrics`.
     """
     self._service = service
-    self._limits = limits
+    self._limits = service.limits
     self._token = token
     self._stats = stats or (lambda: {})
     self._metrics = prometheus_client.CollectorRegistry()
@@ -78,26 +80,32 @@ class App:
         registry=self._metrics,
         buckets=(.01, .03, .1, .3, 1, 3, 10, 30, 100, 300),
     )  # pyformat: disable
-    self._tokens = prometheus_client.Counter(
-        "rollout_tokens", "Tokens of prompts and completions.", ("kind",),
-        registry=self._metrics,
-    )  # pyformat: disable
+    self._sessions = sessions.SessionRoutes(
+        service, self._object, self._check_own
+    )
     post, get = ["POST"], ["GET"]
-    routes = [
-        ("/v1/chat/completions", self._chat, post),
-        ("/v1/models", self._models, get),
+    endpoints = [
+        ("chat/completions", self._answering(chat), post),
+        ("completions", self._answering(completions), post),
+        ("responses", self._answering(responses), post),
+        ("models", self._models, get),
+    ]
+    routes = [(f"/v1/{path}", *rest) for path, *rest in endpoints]
+    routes += [
         ("/health", self._health, get),
         ("/metrics", self._show_metrics, get),
-        ("/rl/start_session", self._start_session, post),
-        ("/export_trajectories", self._export, post),
+        ("/rl/start_session", self._sessions.start, post),
+        ("/export_trajectories", self._sessions.export, post),
     ]
     for prefix in ("/sessions/{session}", "/{session}"):
+      for path, *rest in endpoints:
+        routes += [
+            (f"{prefix}/v1/{path}", *rest),
+            (f"{prefix}/{path}", *rest),
+        ]
       routes += [
-          (f"{prefix}/v1/chat/completions", self._chat, post),
-          (f"{prefix}/chat/completions", self._chat, post),
-          (f"{prefix}/v1/models", self._models, get),
-          (f"{prefix}/rl/set_reward", self._set_reward, post),
-          (f"{prefix}/rl/end_session", self._end_session, post),
+          (f"{prefix}/rl/set_reward", self._sessions.set_reward, post),
+          (f"{prefix}/rl/end_session", self._sessions.end, post),
       ]
     self.asgi = applications.Starlette(
         routes=[
@@ -122,6 +130,7 @@ class App:
     finally:
       sweeping.cancel()
       await asyncio.gather(sweeping, return_exceptions=True)
+      self._sessions.close()
 
   async def _sweep(self) -> None:
     while True:
@@ -163,7 +172,7 @@ class App:
     trusted = not self._token or hmac.compare_digest(
         presented.encode("latin-1", "replace"), self._token.encode()
     )
-    if by_key is None and presented.startswith(interactions.KEY_PREFIX):
+    if by_key is None and presented.startswith(session_store.KEY_PREFIX):
       # Answered without its session, the request would be lost to training.
       if not self._token or presented != self._token:
         raise errors.ApiError(
@@ -206,38 +215,43 @@ class App:
 
   # --- completions ------------------------------------------------------------
 
-  async def _chat(self, request: Request) -> Response:
-    body = await _body(request, self._limits)
-    asked = requests.chat(requests.read_json(body, self._limits), self._limits)
-    if asked.stream:
-      return await self._stream(request, asked, body)
-    answer = await _unless_gone(
-        request,
-        self._service.complete(
-            asked, session=request.state.session, body=body
-        ),
-    )
-    self._count(answer)
-    return starlette_responses.JSONResponse(
-        responses.whole(
-            answer,
-            self._service.policy.renderer.decode,
-            logprobs=asked.logprobs,
-            token_ids=asked.return_token_ids,
-        )
-    )
+  def _answering(self, api: Any) -> Handler:
+    """The handler of an endpoint that samples."""
+
+    async def run(request: Request) -> Response:
+      body = await _body(request, self._limits)
+      asked = api.read(
+          fields.read_json(body, self._limits.body_bytes), self._limits
+      )
+      # The same body asks another endpoint for something else.
+      body = api.PREFIX.encode() + body
+      if asked.stream:
+        return await self._stream(request, api, asked, body)
+      answer = await _unless_gone(
+          request,
+          self._service.complete(
+              asked,
+              session=request.state.session,
+              body=body,
+              answer_id=service_lib.new_id(api.PREFIX),
+          ),
+      )
+      return starlette_responses.JSONResponse(
+          api.whole(asked, answer, self._service.policy.decoder)
+      )
+
+    return run
 
   async def _stream(
-      self, request: Request, asked: requests.ChatRequest, body: bytes
+      self, request: Request, api: Any, asked: requests.Request, body: bytes
   ) -> Response:
     """Server-sent events; text comes as it is sampled, tool calls at the end.
 
     A request that is refused is refused with a status: the stream begins with
     the first token, or with the end of it all.
     """
-    decode = self._service.policy.renderer.decode
-    news: asyncio.Queue[tuple[int, np.ndarray] | None] = asyncio.Queue()
-    id_ = service_lib.new_id()
+    news: streams.News = asyncio.Queue()
+    id_ = service_lib.new_id(api.PREFIX)
     task = asyncio.ensure_future(
         self._service.complete(
             asked,
@@ -255,76 +269,15 @@ class App:
       raise
     if first is None:
       id_ = task.result().id  # Or raises what the client is to be told.
-
-    async def events() -> AsyncIterator[bytes]:
-      created = int(time.time())
-      model = asked.model
-      # Which text is a call's is known when all of it is there.
-      texts = [responses.TextStream(decode) for _ in range(asked.n)]
-      item = first
-      try:
-        for i in range(asked.n):
-          yield _event(
-              responses.chunk(
-                  id_, created, model, i, {"role": "assistant", "content": ""}
-              )
-          )
-        while item is not None:
-          i, tokens = item
-          if not asked.parse_tools and (new := texts[i].feed(tokens)):
-            yield _event(
-                responses.chunk(id_, created, model, i, {"content": new})
-            )
-          try:
-            item = await asyncio.wait_for(news.get(), _KEEP_ALIVE_S)
-          except asyncio.TimeoutError:
-            yield b": still sampling\n\n"
-            item = (0, np.zeros(0, np.int32))
-        try:
-          answer = task.result()
-        except Exception as error:  # pylint: disable=broad-except
-          yield _event(_as_api(error, "a stream").body())
-          return
-        self._count(answer)
-        for i, choice in enumerate(answer.choices):
-          for delta in responses.last_deltas(choice, texts[i]):
-            yield _event(responses.chunk(id_, created, model, i, delta))
-          extra: dict[str, Any] = {
-              "policy_versions": responses.version_spans(
-                  choice.completion.versions
-              ),
-              "interaction_id": responses.interaction_id(answer.id, i),
-          }
-          if asked.logprobs:
-            extra["logprobs"] = responses.logprobs_of(choice.completion, decode)
-          if asked.return_token_ids:
-            extra["token_ids"] = choice.completion.tokens.tolist()
-          event = responses.chunk(
-              id_, created, model, i, {}, choice.finish_reason, **extra
-          )
-          if asked.return_token_ids:
-            event["prompt_token_ids"] = answer.prompt_tokens.tolist()
-          yield _event(event)
-        if asked.include_usage:
-          last = responses.chunk(id_, created, model, 0, {})
-          yield _event(
-              last | {"choices": [], "usage": responses.usage(answer)}
-          )
-        yield b"data: [DONE]\n\n"
-      finally:
-        task.cancel()  # A client that has gone; else it is done.
-
+    writer = api.Stream(
+        asked, id_, int(time.time()), self._service.policy.decoder
+    )
     return starlette_responses.StreamingResponse(
-        events(),
+        streams.write(
+            writer, task, news, first, lambda error: _as_api(error, "a stream")
+        ),
         media_type="text/event-stream",
         headers={"cache-control": "no-cache"},
-    )
-
-  def _count(self, answer: responses.Answer) -> None:
-    self._tokens.labels("prompt").inc(len(answer.prompt_tokens))
-    self._tokens.labels("reused").inc(answer.reused_tokens)
-    self._tokens.labels("sampled").inc(
-        sum(len(c.completion.tokens) for c in answer.choices)
     )
 
   # --- about the server -------------------------------------------------------
@@ -354,6 +307,12 @@ class App:
   async def _show_metrics(self, request: Request) -> Response:
     del request
     lines = [prometheus_client.generate_latest(self._metrics).decode()]
+    lines.append(
+        "# HELP rollout_tokens Tokens of prompts and completions.\n"
+        "# TYPE rollout_tokens counter\n"
+    )
+    for kind, count in self._service.tokens.items():
+      lines.append(f'rollout_tokens_total{{kind="{kind}"}} {count}\n')
     for name, value in sorted(self._stats().items()):
       lines.append(
           f"# TYPE rollout_engine_{name} gauge\nrollout_engine_{name} {value}\n"
@@ -366,105 +325,12 @@ class App:
         "".join(lines), media_type=prometheus_client.CONTENT_TYPE_LATEST
     )
 
-  # --- sessions ---------------------------------------------------------------
-
-  async def _start_session(self, request: Request) -> Response:
-    self._check_own(request, None)
-    body = await self._object(request)
-    session = self._service.start(str(body.get("task_id") or ""))
-    base = str(request.base_url).rstrip("/")
-    return starlette_responses.JSONResponse({
-        "session_id": session.id,
-        "api_key": session.key,
-        "base_url": f"{base}/sessions/{session.id}/v1",
-    })
-
-  async def _set_reward(self, request: Request) -> Response:
-    body = await self._object(request)
-    reward = body.get("reward")
-    if not isinstance(reward, (int, float)) or isinstance(reward, bool) or (
-        not abs(reward) < 1e30
-    ):
-      raise errors.invalid("reward", f"reward must be a number, got {reward!r}")
-    name = body.get("interaction_id")
-    if name is not None and not isinstance(name, str):
-      raise errors.invalid("interaction_id", "interaction_id must be a string")
-    with _told():
-      request.state.session.set_reward(name, float(reward))
-    return starlette_responses.JSONResponse({"message": "success"})
-
-  async def _end_session(self, request: Request) -> Response:
-    session = request.state.session
-    with _told():
-      session.end()
-    await self._service.forget(session.id)
-    return starlette_responses.JSONResponse({"message": "success"})
-
-  async def _export(self, request: Request) -> Response:
-    body = await self._object(request)
-    name = body.get("session_id")
-    if not isinstance(name, str):
-      raise errors.invalid("session_id", "session_id must be a string")
-    self._check_own(request, name)
-    session = self._service.session(name)
-    style = body.get("style", "individual")
-    if style not in ("individual", "concat"):
-      raise errors.invalid(
-          "style", f"style must be individual or concat, got {style!r}"
-      )
-    discount = body.get("discount", 1.0)
-    if not isinstance(discount, (int, float)) or not 0 <= discount <= 1:
-      raise errors.invalid(
-          "discount", f"discount must be a number in [0, 1], got {discount!r}"
-      )
-    with _told():
-      found = session.export(style, discount=float(discount))
-    answer = starlette_responses.JSONResponse({
-        "interactions": {
-            one.id: {
-                "interaction_id": one.id,
-                "reward": one.reward,
-                "tensor_dict": _tensors(one),
-                "turn_ids": one.sequence.turn_ids.tolist(),
-                "images": [
-                    {
-                        "sha256": span.image.sha256,
-                        "width": span.image.width,
-                        "height": span.image.height,
-                        "offset": span.offset,
-                        "num_tokens": span.num_tokens,
-                    }
-                    for span in one.sequence.images
-                ],
-            }
-            for one in found
-        }
-    })
-    if body.get("drop") is True:
-      await self._service.drop(name)
-    return answer
-
   async def _object(self, request: Request) -> dict[str, Any]:
     body = await _body(request, self._limits)
-    return requests.read_json(body or b"{}", self._limits)
+    return fields.read_json(body or b"{}", self._limits.body_bytes)
 
 
 # --- pieces -------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _told():
-  """A session's refusal becomes the answer."""
-  try:
-    yield
-  except interactions.InteractionError as error:
-    raise service_lib.of_interaction(error) from None
-
-
-def _tensors(found: interactions.Exported) -> dict[str, Any]:
-  """AReaL's arrays as lists; images are told by reference, beside them."""
-  row = interactions.to_tensor_dict(found, lambda spans: {})
-  return {k: v.tolist() for k, v in row.items() if isinstance(v, np.ndarray)}
 
 
 async def _body(request: Request, limits: requests.Limits) -> bytes:
@@ -519,7 +385,3 @@ def _error(error: errors.ApiError) -> Response:
   return starlette_responses.JSONResponse(
       error.body(), error.status, headers=error.headers()
   )
-
-
-def _event(data: dict[str, Any]) -> bytes:
-  return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"

@@ -14,21 +14,24 @@ Does not parse bodies, or speak HTTP. One event loop.
 from __future__ import annotations
 
 import asyncio
-import collections
+import contextlib
 import dataclasses
 import hashlib
 import secrets
 import time
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.rollout import interactions
 from tunix.rl.multi_turn.rollout import media
+from tunix.rl.multi_turn.rollout import session_store
+from tunix.rl.multi_turn.rollout.server import answers
 from tunix.rl.multi_turn.rollout.server import errors
+from tunix.rl.multi_turn.rollout.server import remembered as remembered_lib
 from tunix.rl.multi_turn.rollout.server import requests
-from tunix.rl.multi_turn.rollout.server import responses
+from tunix.rl.multi_turn.rollout.server import turns as turns_lib
 
 OnTokens = Callable[[int, np.ndarray], None]
 """(number of the choice, int32[S] new tokens)."""
@@ -43,6 +46,7 @@ class Policy:
     client: samples; `generate` takes `on_tokens` where `streams`.
     renderer: messages to tokens.
     parser: tool calls.
+    decoder: tokens to text and bytes.
     context_length: tokens of a sequence.
     healthy: whether the client can still sample.
     streams: whether `client.generate` tells of tokens as they come.
@@ -52,89 +56,10 @@ class Policy:
   client: policy_client.PolicyClient
   renderer: Any
   parser: parser_base.ToolParser
+  decoder: answers.Decoder
   context_length: int
   healthy: Callable[[], bool] = lambda: True
   streams: bool = True
-
-
-class _Turns:
-  """What is kept of a session beside its interactions.
-
-  Attributes:
-    by_body: hash of a body -> its answer, there or on its way. It is sampled
-      for all who ask, and cancelled when none of them is left.
-    count: requests so far, for their seeds.
-    closed: no cache is kept any more.
-  """
-
-  _KEPT = 8  # Caches a session may hold; an engine evicts idle ones anyway.
-
-  def __init__(self, session_id: str):
-    self.by_body: dict[str, asyncio.Task[responses.Answer]] = {}
-    self._asking: collections.Counter[asyncio.Task[Any]] = collections.Counter()
-    self.count = 0
-    self.closed = False
-    self._id = session_id
-    self._made = 0
-    self._cache_of: dict[str, str] = {}  # Interaction -> the client's session.
-    self._idle: collections.OrderedDict[str, None] = collections.OrderedDict()
-
-  async def wait_for(
-      self, task: asyncio.Task[responses.Answer], key: str
-  ) -> responses.Answer:
-    self._asking[task] += 1
-    try:
-      return await asyncio.shield(task)
-    except asyncio.CancelledError:
-      if self.closed and task.cancelled():
-        raise errors.ApiError(
-            409, "the session was ended", code="session_ended"
-        ) from None
-      raise
-    finally:
-      self._asking[task] -= 1
-      if not self._asking[task]:
-        del self._asking[task]
-        if not task.done():
-          # Gone at once: who asks now must not wait for what is cancelled.
-          if self.by_body.get(key) is task:
-            del self.by_body[key]
-          task.cancel()
-          await asyncio.wait({task})  # Its slot is free when this returns.
-
-  def forget_failed(
-      self, key: str, task: asyncio.Task[responses.Answer]
-  ) -> None:
-    """A request that failed is a new one when it is repeated."""
-    failed = task.cancelled() or task.exception() is not None
-    if failed and self.by_body.get(key) is task:
-      del self.by_body[key]
-
-  def take_cache(self, parent: str | None) -> str:
-    """The client's session that holds `parent`'s tokens, or a new one."""
-    name = self._cache_of.get(parent) if parent else None
-    if name in self._idle:
-      del self._idle[name]
-      return name
-    self._made += 1
-    return f"{self._id}/{self._made}"
-
-  def give_back(self, name: str, interaction: str | None) -> list[str]:
-    """Ends the use of a client's session; returns those to release."""
-    if interaction is not None:
-      self._cache_of[interaction] = name
-    self._idle[name] = None
-    gone = []
-    while len(self._idle) > (0 if self.closed else self._KEPT):
-      gone.append(self._idle.popitem(last=False)[0])
-    return gone
-
-  def close(self) -> list[str]:
-    """Ends all of it; returns the client's sessions to release."""
-    self.closed = True
-    for task in list(self._asking):
-      task.cancel()
-    return list(self._idle)
 
 
 class Service:
@@ -143,9 +68,10 @@ class Service:
   def __init__(
       self,
       policy: Policy,
-      store: interactions.SessionStore,
+      store: session_store.SessionStore,
       loader: media.MediaLoader,
       *,
+      limits: requests.Limits = requests.Limits(),
       max_concurrent: int = 256,
       seed: int = 0,
   ):
@@ -154,48 +80,52 @@ class Service:
       policy: what is served.
       store: of sessions.
       loader: fetches and decodes images.
+      limits: of a request.
       max_concurrent: requests that are being answered at a time.
       seed: of requests in sessions that bring none, so that a repeated request
         samples the same.
     """
     self.policy = policy
     self.store = store
+    self.limits = limits
+    self.remembered = remembered_lib.Remembered()
+    self.tokens = dict.fromkeys(("prompt", "reused", "sampled"), 0)
+    """Of answers so far; what is repeated counts once."""
     self._loader = loader
     self._max = max_concurrent
     self._seed = seed
-    self._turns: dict[str, _Turns] = {}
+    self._turns: dict[str, turns_lib.Turns] = {}
     self.running = 0
 
   # --- completions ------------------------------------------------------------
 
   async def complete(
       self,
-      request: requests.ChatRequest,
+      request: requests.Request,
       *,
+      answer_id: str,
       session: interactions.Session | None = None,
       body: bytes = b"",
       on_tokens: OnTokens | None = None,
-      answer_id: str | None = None,
-  ) -> responses.Answer:
+  ) -> answers.Answer:
     """Answers a request.
 
     Args:
       request: checked.
+      answer_id: of a fresh answer, from `new_id`.
       session: of the request, if it has one.
       body: tells a repeated request of a session.
       on_tokens: told of tokens as they are sampled. A repeated request is
         answered without.
-      answer_id: of a fresh answer, from `new_id`.
 
     Raises:
       ApiError: what the client is to be told.
     """
-    answer_id = answer_id or new_id()
     if session is None:
       return await self._fresh(request, None, None, on_tokens, answer_id)
     turns = self._turns.get(session.id)
     if turns is None:
-      turns = _Turns(session.id)
+      turns = turns_lib.Turns(session.id)
       if not session.ended:
         self._turns[session.id] = turns
     key = hashlib.sha256(body).hexdigest()
@@ -210,12 +140,12 @@ class Service:
 
   async def _fresh(
       self,
-      request: requests.ChatRequest,
+      request: requests.Request,
       session: interactions.Session | None,
-      turns: _Turns | None,
+      turns: turns_lib.Turns | None,
       on_tokens: OnTokens | None,
       answer_id: str,
-  ) -> responses.Answer:
+  ) -> answers.Answer:
     if not self.policy.healthy():
       raise errors.ApiError(
           503, "the rollout engine has failed", code="engine_dead"
@@ -239,54 +169,127 @@ class Service:
     if session is not None:
       session.busy += 1
     try:
-      messages = await self._load_images(request.messages)
-      return await self._sample(
-          request, messages, session, turns, on_tokens, answer_id
-      )
+      with contextlib.ExitStack() as held:
+        if session is not None:
+          with told():
+            # All that is sampled can be stored.
+            room = 0 if request.kept_by_client else request.n
+            held.enter_context(session.reserve(room))
+        messages = await self._messages(request, session)
+        answer = await self._sample(
+            request, messages, session, turns, on_tokens, answer_id
+        )
+        if request.remember:
+          self.remembered.put(
+              answer_id,
+              session.id if session else None,
+              [*messages, answer.choices[0].message],
+          )
+        self.tokens["prompt"] += answer.num_prompt_tokens
+        self.tokens["reused"] += answer.reused_tokens
+        self.tokens["sampled"] += answer.num_sampled
+        return answer
     finally:
       self.running -= 1
       if session is not None:
         session.busy -= 1
         session.touch()
 
-  async def _sample(
-      self, request, messages, session, turns, on_tokens, answer_id
-  ) -> responses.Answer:
-    shown = _with_tools(messages, request.tools, self.policy.parser)
-    if _characters(shown) > (
-        self.policy.context_length * self.policy.renderer.longest_token
-    ):  # Tokenising it would hold up everybody else.
+  async def _messages(
+      self,
+      request: requests.Request,
+      session: interactions.Session | None,
+  ) -> list[requests.Message] | None:
+    """The conversation, with images in place of their URLs."""
+    if request.messages is None:
+      return None
+    before: Sequence[requests.Message] = ()
+    if request.previous is not None:
+      before = self.remembered.get(
+          request.previous, session.id if session else None
+      )
+      images = requests.count_images([*before, *request.messages])
+      self.limits.check_images(images, "the conversation")
+    return [*before, *await self._load_images(request.messages)]
+
+  def _render(
+      self,
+      request: requests.Request,
+      messages: Sequence[requests.Message] | None,
+      session: interactions.Session | None,
+  ) -> policy_client.TokenPrompt | interactions.PendingPrompt:
+    """The prompt: a session's, or one of its own."""
+    policy = self.policy
+    if request.kept_by_client:
+      pictures = [
+          part["image"]
+          for message in messages
+          if isinstance(message["content"], list)
+          for part in message["content"]
+      ]
+      try:
+        return policy.renderer.prompt_of_tokens(request.tokens, pictures)
+      except ValueError as error:
+        raise errors.invalid(request.prompt_field, str(error)) from None
+    if request.tokens is not None:
+      if policy.renderer.image_token_id in request.tokens:
+        raise errors.invalid(
+            "prompt",
+            f"prompt holds {policy.renderer.image_token_id}, which stands for"
+            " an image; send images in the messages of a chat completion",
+        )
+      if session is not None:
+        return session.prompt_tokens(request.tokens)
+      return policy_client.TokenPrompt(request.tokens)
+    if request.text is not None:
+      size = len(request.text)
+    else:
+      if request.instructions:
+        system = {"role": "system", "content": request.instructions}
+        messages = [system, *messages]
+      messages = _with_tools(messages, request.tools, policy.parser)
+      size = _characters(messages)
+    if size > policy.context_length * policy.renderer.longest_token:
+      # Tokenising it would hold up everybody else.
       raise errors.invalid(
-          "messages",
-          "the messages cannot fit the context of"
-          f" {self.policy.context_length} tokens; shorten them",
+          request.prompt_field,
+          f"the {request.prompt_field} cannot fit the context of"
+          f" {policy.context_length} tokens; shorten the"
+          f" {request.prompt_field}",
           "context_length_exceeded",
       )
+    if request.text is not None:
+      if session is not None:
+        return session.prompt_text(request.text)
+      return policy_client.TokenPrompt(policy.renderer.encode(request.text))
+    if session is not None:
+      return session.prompt(messages)
+    try:
+      return policy.renderer.render(messages)
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+      raise errors.invalid(
+          "messages", f"the messages cannot be rendered: {error}"
+      ) from None
+
+  async def _sample(
+      self, request, messages, session, turns, on_tokens, answer_id
+  ) -> answers.Answer:
+    with told():
+      asked = self._render(request, messages, session)
     pending = None
     number = 0
-    if request.prompt_token_ids:
-      # Its caller keeps the tokens: of the session it uses the cache, and that
-      # the same body again gets the same completion.
-      prompt = _token_prompt(
-          request.prompt_token_ids, shown, self.policy.renderer
-      )
-    elif session is None:
-      prompt = self.policy.renderer.render(shown)
-    else:
-      try:
-        pending = session.prompt(shown)
-      except interactions.InteractionError as error:
-        raise of_interaction(error) from None
-      prompt = pending.prompt
+    prompt = asked
+    if isinstance(asked, interactions.PendingPrompt):
+      pending, prompt = asked, asked.prompt
     if turns is not None:
       turns.count += 1
       number = turns.count
     room = self.policy.context_length - len(prompt)
     if room < 1:
       raise errors.invalid(
-          "messages",
+          request.prompt_field,
           f"the prompt has {len(prompt)} tokens, the context"
-          f" {self.policy.context_length}; shorten the messages",
+          f" {self.policy.context_length}; shorten the {request.prompt_field}",
           "context_length_exceeded",
       )
     sampling = dataclasses.replace(
@@ -300,7 +303,7 @@ class Service:
     seed = request.sampling.seed
     if seed is None and session is not None:
       seed = _seed_of(self._seed, session.id, number)
-    ids = [responses.interaction_id(answer_id, i) for i in range(request.n)]
+    ids = [answers.interaction_id(answer_id, i) for i in range(request.n)]
     if turns is None:
       names = [f"request/{i}" for i in ids]
     else:
@@ -309,24 +312,23 @@ class Service:
     stored = False
     try:
       completions = await self._generate(
-          prompt, sampling, seed, names, on_tokens
+          request, prompt, sampling, seed, names, on_tokens
       )
       choices = []
       for completion in completions:
         text = self.policy.renderer.decode(completion.tokens)
         parser = self.policy.parser if request.parse_tools else None
-        choices.append(responses.make_choice(completion, text, parser))
+        choices.append(answers.make_choice(completion, text, parser))
       if pending is not None:
-        for choice, number_id in zip(choices, ids):
-          session.add(
-              pending,
-              choice.completion,
-              id=number_id,
-              assistant_message=choice.message,
-          )
+        with told():
+          for choice, number_id in zip(choices, ids):
+            session.add(
+                pending,
+                choice.completion,
+                id=number_id,
+                assistant_message=choice.message,
+            )
       stored = True
-    except interactions.InteractionError as error:
-      raise of_interaction(error) from None
     finally:
       if turns is None:
         gone = names
@@ -340,17 +342,18 @@ class Service:
         ]
       for name in gone:
         await self.policy.client.release(name)
-    return responses.Answer(
+    return answers.Answer(
         id=answer_id,
         created=int(time.time()),
         model=self.policy.name,
-        prompt_tokens=prompt.tokens,
+        prompt=asked,
+        num_prompt_tokens=len(prompt),
         reused_tokens=int(completions[0].metrics.get("reused_tokens", 0)),
         choices=tuple(choices),
     )
 
   async def _generate(
-      self, prompt, sampling, seed, names, on_tokens
+      self, request, prompt, sampling, seed, names, on_tokens
   ) -> list[policy_client.Completion]:
     """One completion a name; all are cancelled if one fails."""
 
@@ -372,10 +375,21 @@ class Service:
       return list(await asyncio.gather(*tasks))
     except policy_client.ContextLimitError as error:
       raise errors.invalid(
-          "messages", str(error), "context_length_exceeded"
+          request.prompt_field, str(error), "context_length_exceeded"
       ) from None
     except ValueError as error:
-      raise errors.invalid(None, str(error)) from None
+      if self._loader.has(span.image for span in prompt.images):
+        raise errors.invalid(_param(str(error), request), str(error)) from None
+      # Not the client's fault. Images that it sends with each request are
+      # there again with the next one.
+      raise errors.ApiError(
+          503,
+          "the server does not hold an image of this prompt any more; send it"
+          " again, or start the server with more --image-memory or with an"
+          " --image-dir",
+          code="image_lost",
+          retry_after_s=1.0 if request.previous is None else None,
+      ) from None
     except RuntimeError as error:  # The engine's.
       raise errors.ApiError(500, str(error), code="engine_error") from None
     finally:
@@ -418,21 +432,18 @@ class Service:
     Raises:
       ApiError: 429, no room.
     """
-    try:
+    with told():
       return self.store.start(task_id)
-    except interactions.InteractionError as error:
-      raise of_interaction(error) from None
 
   def session(self, session_id: str) -> interactions.Session:
-    try:
+    with told():
       return self.store.get(session_id)
-    except interactions.InteractionError as error:
-      raise of_interaction(error) from None
 
   async def drop(self, session_id: str) -> None:
     """Forgets a session and all of its interactions."""
     await self.forget(session_id)
     self.store.drop(session_id)
+    self.remembered.drop_session(session_id)
 
   def by_key(self, key: str) -> interactions.Session | None:
     """The session whose secret this is, if it is one."""
@@ -448,50 +459,39 @@ class Service:
       await self.policy.client.release(name)
 
 
-def new_id() -> str:
+def new_id(prefix: str) -> str:
   """Of an answer, and of its first interaction."""
-  return f"chatcmpl-{secrets.token_hex(12)}"
+  return prefix + secrets.token_hex(12)
 
 
 _STATUS = {
     "unknown_session": 404,
     "unknown_interaction": 404,
     "session_ended": 409,
+    "session_full": 409,
     "reward_already_discounted": 409,
     "capacity": 429,
 }
 
 
-def of_interaction(error: interactions.InteractionError) -> errors.ApiError:
-  """A session's refusal as the client is told of it."""
-  status = _STATUS.get(error.code, 400)
-  return errors.ApiError(
-      status,
-      str(error),
-      code=error.code,
-      retry_after_s=1.0 if status == 429 else None,
-  )
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+  """A session's refusal, as the client is told of it."""
+  try:
+    yield
+  except interactions.InteractionError as error:
+    status = _STATUS.get(error.code, 400)
+    raise errors.ApiError(
+        status,
+        str(error),
+        code=error.code,
+        retry_after_s=1.0 if status == 429 else None,
+    ) from None
 
 
 _TOKENS = "token prompts"
 """What caches of a session's token prompts are kept under, as if it were an
 interaction."""
-
-
-def _token_prompt(
-    ids: Sequence[int], messages: Sequence[requests.Message], renderer: Any
-) -> policy_client.TokenPrompt:
-  """The prompt, its placeholders matched with the images in their order."""
-  pictures = [
-      part["image"]
-      for message in messages
-      if isinstance(message["content"], list)
-      for part in message["content"]
-  ]
-  try:
-    return renderer.prompt_of_tokens(ids, pictures)
-  except ValueError as error:
-    raise errors.invalid("prompt_token_ids", str(error)) from None
 
 
 def _with_tools(
@@ -523,6 +523,13 @@ def _characters(messages: Sequence[requests.Message]) -> int:
     else:
       total += sum(len(part.get("text", "")) for part in content)
   return total
+
+
+def _param(message: str, request: requests.Request) -> str | None:
+  """The field that a client's error is about; its message begins with it."""
+  if message.startswith("prompt"):
+    return request.prompt_field
+  return "stop_token_ids" if message.startswith("stop_token_ids") else None
 
 
 def _seed_of(seed: int, session: str, number: int) -> int:

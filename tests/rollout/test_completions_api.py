@@ -1,0 +1,187 @@
+"""`/v1/completions`, asked by the real `openai` client."""
+
+import numpy as np
+import openai
+import pytest
+from rollout_server import ask
+from rollout_server import export
+from rollout_server import MODEL
+from rollout_server import screenshot
+from rollout_server import start
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def complete(client, prompt, **options):
+  options = {"model": MODEL, "max_tokens": 8, "seed": 3} | options
+  extra = {"return_token_ids": True} | options.pop("extra_body", {})
+  return client.completions.create(prompt=prompt, extra_body=extra, **options)
+
+
+def test_a_text_and_its_tokens_give_the_same_completion(running):
+  client = running.client()
+  text = "Click the "
+  one = complete(client, text, logprobs=0)
+  ids = running.renderer.encode(text).tolist()
+  choice = one.choices[0]
+  assert choice.prompt_token_ids == ids
+  assert choice.text == running.renderer.decode(choice.token_ids)
+  assert one.usage.prompt_tokens == len(ids)
+  assert one.usage.completion_tokens == len(choice.token_ids)
+  for prompt in (ids, [ids], [text]):
+    same = complete(client, prompt).choices[0]
+    assert same.token_ids == choice.token_ids
+    assert same.logprobs is None
+  told = choice.logprobs
+  assert len(told.token_logprobs) == len(told.tokens) == len(choice.token_ids)
+  assert all(p <= 0 for p in told.token_logprobs) and told.top_logprobs is None
+  assert told.text_offset[0] == 0
+  assert told.text_offset == sorted(told.text_offset)
+  # The same as a chat's, where the prompt is.
+  messages = [{"role": "user", "content": "hello"}]
+  chat = ask(client, messages, logprobs=True, max_tokens=8, seed=3)
+  raw = complete(client, chat.prompt_token_ids, logprobs=0)
+  assert raw.choices[0].token_ids == chat.choices[0].token_ids
+  np.testing.assert_allclose(
+      raw.choices[0].logprobs.token_logprobs,
+      [t.logprob for t in chat.choices[0].logprobs.content],
+      atol=1e-5,
+  )
+
+
+def test_special_tokens_that_are_spelled_stay_text(running):
+  spelled = complete(running.client(), "<|im_end|>").choices[0]
+  assert running.renderer.end_of_turn_id not in spelled.prompt_token_ids
+
+
+def test_a_stream_adds_up(running):
+  client = running.client()
+  options = dict(n=2, max_tokens=20, logprobs=0, temperature=1.5)
+  whole = complete(client, "a b c", **options)
+  events = list(
+      complete(
+          client,
+          "a b c",
+          stream=True,
+          stream_options={"include_usage": True},
+          **options,
+      )
+  )
+  assert events[-1].choices == [] and events[-1].usage == whole.usage
+  assert {e.object for e in events} == {"text_completion"}
+  for i, choice in enumerate(whole.choices):
+    told = [e.choices[0] for e in events if e.choices]
+    own = [c for c in told if c.index == i]
+    assert "".join(c.text for c in own) == choice.text
+    assert [c.finish_reason for c in own[:-1]] == [None] * (len(own) - 1)
+    assert own[-1].finish_reason == choice.finish_reason
+    assert own[-1].token_ids == choice.token_ids
+    assert own[-1].prompt_token_ids == choice.prompt_token_ids
+    assert own[-1].logprobs == choice.logprobs
+  assert len({tuple(c.token_ids) for c in whole.choices}) == 2
+
+
+@pytest.mark.parametrize("by", ["text", "tokens"])
+def test_what_goes_on_with_a_completion_keeps_its_tokens(running, by):
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  encode = running.renderer.encode
+  prompt = "Once upon a time" if by == "text" else encode("Once").tolist()
+  tokens, mask = [], []
+  before = running.settled()["prefilled_tokens"]
+  for turn in range(3):
+    answer = complete(client, prompt, max_tokens=4, seed=turn)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "length"
+    if turn:
+      assert choice.prompt_token_ids[: len(tokens)] == tokens
+      assert answer.usage.prompt_tokens_details.cached_tokens
+    new = len(choice.prompt_token_ids) - len(tokens)
+    tokens = choice.prompt_token_ids + choice.token_ids
+    mask += [0] * new + [1] * len(choice.token_ids)
+    if by == "text":
+      prompt += choice.text + f" and {turn}"
+    else:
+      prompt = tokens + encode(f" and {turn}").tolist()
+  assert running.settled()["prefilled_tokens"] - before <= len(tokens) + 3
+  (found,) = export(running, session, style="concat").values()
+  assert found["tensor_dict"]["input_ids"] == [tokens]
+  assert found["tensor_dict"]["loss_mask"] == [mask]
+
+
+def test_tokens_go_on_with_a_chat_and_the_end_of_a_turn_is_no_text(running):
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  chat = ask(client, [{"role": "user", "content": "hi"}])
+  ids = chat.prompt_token_ids + chat.choices[0].token_ids
+  complete(client, ids + running.renderer.encode("go on").tolist())
+  assert len(export(running, session, style="concat")) == 1
+  # A prompt that begins like another one, and does not go on with it.
+  complete(client, ids[:-1])
+  assert len(export(running, session, style="concat")) == 2
+
+
+@pytest.mark.parametrize(
+    "change, param, words",
+    [
+        ({"prompt": ""}, "prompt", "not empty"),
+        ({"prompt": []}, "prompt", "not empty"),
+        ({"prompt": ["a", "b"]}, "prompt", "2 prompts"),
+        ({"prompt": [1, "a"]}, "prompt", "2 prompts"),
+        ({"prompt": [1, True]}, "prompt", "token ids"),
+        ({"prompt": [-1]}, "prompt", "token ids"),
+        ({"prompt": [2**40]}, "prompt", "token ids"),
+        ({"prompt": [2**30]}, "prompt", "vocabulary"),
+        ({"prompt": list(range(300))}, "prompt", "the context 256"),
+        ({"prompt": "word " * 100_000}, "prompt", "cannot fit the context"),
+        ({"prompt": "a\ud800"}, "prompt", "surrogate"),
+        ({"echo": True}, "echo", "not supported"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"best_of": 3}, "best_of", "not supported"),
+        ({"logprobs": 2}, "logprobs", "logprobs=0"),
+        ({"logprobs": True}, "logprobs", "an integer"),
+        ({"frequency_penalty": 1}, "frequency_penalty", "not supported"),
+        ({"extra_body": {"prompt_embeds": "x"}}, "prompt_embeds",
+         "not supported"),
+        ({"extra_body": {"messages": []}}, "messages", "not supported"),
+        ({"extra_body": {"stop_token_ids": [2**30]}}, "stop_token_ids",
+         "vocabulary"),
+        ({"n": 2, "temperature": 0}, "n", "temperature=0"),
+        ({"stream_options": {"include_usage": True}}, "stream_options",
+         "stream=true"),
+    ],
+)  # pyformat: disable
+def test_what_is_not_served_is_refused_by_its_name(
+    running, change, param, words
+):
+  change = {"prompt": "x"} | change
+  if "\ud800" in change["prompt"]:  # The client cannot encode it either.
+    answer = running.post(
+        "/v1/completions",
+        content=b'{"model": "nano", "prompt": "a\\ud800"}',
+    )
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param and words in error["message"]
+    return
+  with pytest.raises(openai.BadRequestError) as refused:
+    complete(running.client(), **change)
+  assert refused.value.param == param
+  assert words in refused.value.message
+
+
+def test_an_image_cannot_come_as_tokens(running):
+  client = running.client()
+  chat = ask(client, [screenshot()])
+  with pytest.raises(openai.BadRequestError, match="stands for an image"):
+    complete(client, chat.prompt_token_ids)
+
+
+def test_a_repeated_completion_is_not_sampled_again(running):
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  one, two = (complete(client, "again", seed=None) for _ in "ab")
+  assert one.id == two.id and one.choices[0] == two.choices[0]
+  other = complete(client, "again", seed=None, temperature=0.9)
+  assert other.id != one.id
+  assert set(export(running, session)) == {one.id, other.id}

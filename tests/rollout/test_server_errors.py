@@ -1,0 +1,400 @@
+"""What goes wrong around a request, and what its client is told."""
+
+import asyncio
+import json
+import socket
+import threading
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from rollout_server import ask
+from rollout_server import export
+from rollout_server import MODEL
+from rollout_server import Running
+from rollout_server import screenshot
+from rollout_server import start
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn.rollout import interactions
+from tunix.rl.multi_turn.rollout import serve
+from tunix.rl.multi_turn.rollout.server import answers
+from tunix.rl.multi_turn.rollout.server import sessions
+from tunix.rl.multi_turn.rollout.server import streams
+
+pytestmark = pytest.mark.timeout(300)
+
+
+# --- fields that no sample depends on ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message, param",
+    [
+        ({"role": "user", "content": "x", "name": "bob"}, "messages[0].name"),
+        ({"role": "tool", "content": "x", "name": "f"}, "messages[0].name"),
+        ({"role": "user", "content": "x", "tool_calls": [{"id": "a"}]},
+         "messages[0].tool_calls"),
+        ({"role": "user", "content": [
+            {"type": "text", "text": "x", "cache_control": {}}]},
+         "messages[0].content[0].cache_control"),
+        ({"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "u", "crop": 1}}]},
+         "messages[0].content[0].image_url.crop"),
+        ({"role": "assistant", "content": "x", "reasoning_content": "y"},
+         "messages[0].reasoning_content"),
+        ({"role": "assistant", "tool_calls": [
+            {"type": "custom", "custom": {"name": "f"}}]},
+         "messages[0].tool_calls[0].custom"),
+        ({"role": "tool", "content": "x", "tool_call_id": 3},
+         "messages[0].tool_call_id"),
+    ],
+)  # pyformat: disable
+def test_a_field_of_a_message_that_is_not_used_is_refused(
+    running, message, param
+):
+  with pytest.raises(openai.BadRequestError) as refused:
+    ask(running.client(), [message])
+  assert refused.value.param == param
+
+
+def test_a_tool_that_cannot_be_shown_as_meant_is_refused(running):
+  for change, param in (
+      ({"strict": True}, "tools[0].function.strict"),
+      ({"returns": {}}, "tools[0].function.returns"),
+      ({"parameters": "x"}, "tools[0].function.parameters"),
+      ({"name": ""}, "tools[0].function.name"),
+  ):
+    tool = {"type": "function", "function": {"name": "f"} | change}
+    with pytest.raises(openai.BadRequestError) as refused:
+      ask(running.client(), [{"role": "user", "content": "x"}], tools=[tool])
+    assert refused.value.param == param
+
+
+def test_an_answer_that_is_dumped_back_is_taken(running):
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  history = [{"role": "user", "content": "a"}]
+  answer = ask(client, history)
+  history.append(answer.choices[0].message.model_dump())
+  ask(client, [*history, {"role": "user", "content": "b"}])
+  assert len(export(running, session, style="concat")) == 1
+
+
+def test_half_a_character_is_refused(running):
+  message = b'{"role": "user", "content": "\\ud83d"}'
+  body = b'{"model": "nano", "messages": [%s]}' % message
+  answer = running.post("/v1/chat/completions", content=body)
+  assert answer.status_code == 400
+  assert answer.json()["error"]["param"] == "messages[0].content"
+
+
+# --- images -------------------------------------------------------------------
+
+
+def test_an_image_that_the_server_lost_is_its_own_fault(running, monkeypatch):
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}", max_retries=0)
+  lost = screenshot(77)
+
+  def get(self, ref):
+    raise KeyError("evicted")
+
+  monkeypatch.setattr(images_lib.ImageStore, "get", get)
+  monkeypatch.setattr(images_lib.ImageStore, "__contains__", lambda *_: False)
+  with pytest.raises(openai.InternalServerError) as refused:
+    ask(client, [lost])
+  assert refused.value.status_code == 503
+  assert refused.value.code == "image_lost"
+  assert "--image-memory" in refused.value.message
+  assert refused.value.response.headers["retry-after"]
+  monkeypatch.undo()
+  # It comes with each request: the next one has it again.
+  assert ask(client, [lost]).choices[0].token_ids
+
+
+def test_images_beyond_the_memory_are_found_in_the_folder(tmp_path):
+  # 3 kB an image, memory for one.
+  with Running(store=images_lib.ImageStore(tmp_path, 4096)) as running:
+    session = start(running)
+    client = running.client(f"/sessions/{session['session_id']}")
+    history = []
+    for turn in range(3):
+      history.append(screenshot(turn))
+      answer = ask(client, history)
+      history.append(answer.choices[0].message.model_dump())
+    running.images.flush(10)
+    assert len(running.images) == 1
+    assert len(list(tmp_path.glob("*.png"))) >= 2
+    # Rewritten, so that all of it is prefilled again.
+    history[0]["content"][0]["text"] = "look again"
+    assert ask(client, history).choices[0].token_ids
+
+
+# --- streams ------------------------------------------------------------------
+
+
+def test_a_silent_stream_is_kept_alive_whatever_is_sampled(
+    running, monkeypatch
+):
+  monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.05)
+
+  async def slow(prompt, sampling, *, session, on_tokens):
+    for _ in range(40):  # Faster than the keep-alives, and not told.
+      on_tokens(np.array([300], np.int32))
+      await asyncio.sleep(0.01)
+    ids = np.array([300, 301], np.int32)
+    stop = policy_client.FinishReason.LENGTH
+    return policy_client.Completion(ids, ids * 0.0, ids * 0, stop)
+
+  client = running.app._service.policy.client
+  monkeypatch.setattr(client, "generate", slow)
+  body = {
+      "model": MODEL, "stream": True,
+      "messages": [{"role": "user", "content": "x"}],
+      "tools": [{"type": "function", "function": {"name": "f"}}],
+  }  # pyformat: disable
+  url = f"{running.url}/v1/chat/completions"
+  with httpx.stream("POST", url, json=body, timeout=60) as stream:
+    lines = [line for line in stream.iter_lines() if line]
+  assert 3 <= sum(line.startswith(":") for line in lines) <= 9
+  assert lines[-1] == "data: [DONE]"
+
+
+# --- sessions -----------------------------------------------------------------
+
+
+@pytest.fixture(name="narrow")
+def _narrow(running, monkeypatch):
+  """A session with room for three answers."""
+  session = start(running)
+  held = running.app._service.store.get(session["session_id"])
+  monkeypatch.setattr(held, "_max_interactions", 3)
+  return session
+
+
+def test_nothing_is_sampled_that_a_session_has_no_room_for(running, narrow):
+  client = running.client(f"/sessions/{narrow['session_id']}")
+  message = [{"role": "user", "content": "x"}]
+  before = running.settled()["decode_tokens"]
+  with pytest.raises(openai.ConflictError) as refused:
+    ask(client, message, n=4)
+  assert refused.value.code == "session_full"
+  assert refused.value.response.headers["x-should-retry"] == "false"
+  assert running.settled()["decode_tokens"] == before
+  assert not export(running, narrow)
+  many = ask(client, message, n=3)
+  assert len(export(running, narrow)) == 3
+  # A repeated request needs no room.
+  assert ask(client, message, n=3).id == many.id
+  with pytest.raises(openai.ConflictError):
+    ask(client, message, seed=2)
+
+
+def test_requests_at_a_time_do_not_take_the_same_room(running, narrow):
+  url = f"{running.url}/sessions/{narrow['session_id']}/v1/chat/completions"
+  body = {"model": MODEL, "max_tokens": 24, "n": 2}
+
+  async def both():
+    async with httpx.AsyncClient(timeout=60) as client:
+      return await asyncio.gather(*(
+          client.post(
+              url, json=body | {"messages": [{"role": "user", "content": c}]}
+          )
+          for c in "ab"
+      ))
+
+  statuses = sorted(a.status_code for a in asyncio.run(both()))
+  assert statuses == [200, 409]
+  assert len(export(running, narrow)) == 2
+
+
+def test_room_is_given_back_when_sampling_fails():
+  session = interactions.Session(None, "s", max_interactions=2)
+  with pytest.raises(KeyError), session.reserve(2):
+    raise KeyError
+  with session.reserve(1), session.reserve(1):
+    with pytest.raises(interactions.InteractionError, match="room for 0"):
+      with session.reserve(1):
+        pass
+
+
+def test_a_repeated_request_is_counted_once(running):
+  def counts():
+    text = httpx.get(f"{running.url}/metrics").text
+    lines = [x.split() for x in text.splitlines() if "rollout_tokens_t" in x]
+    return {name: float(value) for name, value in lines}
+
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  message = [{"role": "user", "content": "count"}]
+  before = counts()
+  answer = ask(client, message)
+  after = counts()
+  sampled = 'rollout_tokens_total{kind="sampled"}'
+  assert after[sampled] - before[sampled] == len(answer.choices[0].token_ids)
+  assert ask(client, message).id == answer.id
+  assert counts() == after
+  ids = {e.id for _ in "ab" for e in ask(client, message, stream=True)}
+  assert len(ids) == 1 and answer.id not in ids
+  assert counts()[sampled] - after[sampled] == after[sampled] - before[sampled]
+
+
+def test_answers_kept_for_repeats_share_their_prompts_tokens(running):
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  history = []
+  for turn in range(4):
+    history.append({"role": "user", "content": f"turn {turn}"})
+    answer = ask(client, history)
+    history.append(answer.choices[0].message.model_dump())
+  turns = running.app._service._turns[session["session_id"]]
+  kept = [task.result() for task in turns.by_body.values()]
+  held = {id(a.prompt.extension.tokens): a.prompt.extension for a in kept}
+  for a in kept:
+    for found in a.prompt.ancestors:
+      held[id(found.extension.tokens)] = found.extension
+  sampled = sum(a.num_sampled for a in kept[:-1])
+  assert sum(map(len, held.values())) + sampled == kept[-1].num_prompt_tokens
+
+
+def test_an_export_is_what_json_would_write_and_holds_up_nobody(running):
+  session = interactions.Session(running.renderer, "s")
+  length = 20_000
+  messages = []
+  for turn in range(2):
+    messages.append({"role": "user", "content": f"turn {turn}"})
+    pending = session.prompt(messages)
+    tokens = np.full(length, 300 + turn, np.int32)
+    told = {"role": "assistant", "content": running.renderer.decode(tokens)}
+    session.add(
+        pending,
+        policy_client.Completion(
+            tokens,
+            np.full(length, -0.25),
+            np.full(length, turn),
+            policy_client.FinishReason.LENGTH,
+        ),
+        assistant_message=told,
+    )
+    messages.append(told)
+  session.set_reward(None, 1.0)
+  for style, count in (("individual", 2), ("concat", 1)):
+    exporter = session.exporter(style, 0.5)
+    pieces = list(sessions._encoded(exporter))
+    assert len(pieces) == count + 1
+    found = json.loads(b"".join(pieces))["interactions"]
+    expected = {one.id: one for one in session.export(style, 0.5)}
+    assert set(found) == set(expected)
+    for name, one in found.items():
+      sequence = expected[name].sequence
+      tensors = one["tensor_dict"]
+      assert one["reward"] == expected[name].reward
+      assert tensors["input_ids"] == [sequence.tokens.tolist()]
+      assert tensors["logprobs"] == [sequence.logprobs.tolist()]
+      assert tensors["loss_mask"] == [[int(m) for m in sequence.loss_mask]]
+      assert tensors["attention_mask"] == [[True] * len(sequence)]
+  assert json.loads(b"".join(sessions._encoded(
+      interactions.Session(running.renderer, "t").exporter()
+  ))) == {"interactions": {}}  # pyformat: disable
+
+
+def test_an_export_runs_in_a_thread_of_its_own(running, monkeypatch):
+  threads = []
+  original = sessions._array
+
+  def array(values):
+    threads.append(threading.current_thread().name)
+    return original(values)
+
+  monkeypatch.setattr(sessions, "_array", array)
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  ask(client, [{"role": "user", "content": "x"}])
+  assert len(export(running, session)) == 1
+  assert threads and all(name.startswith("tunix-export") for name in threads)
+
+
+# --- text and bytes -----------------------------------------------------------
+
+
+def test_bytes_of_split_characters_concatenate(running, monkeypatch):
+  text = "naïve ☃ 🦊 完"
+  tokens = running.renderer.encode(text)
+  decoder = running.app._service.policy.decoder
+  assert any(b"\xef\xbf\xbd" in decoder.token(int(t)).encode() for t in tokens)
+
+  async def says(prompt, sampling, *, session, on_tokens=None):
+    ids = np.append(tokens, running.renderer.end_of_turn_id)
+    stop = policy_client.FinishReason.STOP
+    return policy_client.Completion(ids, ids * 0.0, ids * 0, stop)
+
+  client = running.app._service.policy.client
+  monkeypatch.setattr(client, "generate", says)
+  answer = ask(
+      running.client(), [{"role": "user", "content": "x"}], logprobs=True
+  )
+  content = answer.choices[0].logprobs.content
+  assert len(content) == len(tokens) + 1
+  told = b"".join(bytes(t.bytes) for t in content)
+  assert told.decode() == text + "<|im_end|>"
+  offsets = answers.text_offsets(tokens, decoder)
+  for token, offset in zip(tokens, offsets):
+    start_of = running.renderer.decode([token])
+    if "\ufffd" not in start_of:
+      assert text[offset:].startswith(start_of)
+
+
+# --- the address --------------------------------------------------------------
+
+
+def test_two_servers_cannot_have_one_address():
+  first = serve._listen("127.0.0.1", 0)
+  try:
+    port = first.getsockname()[1]
+    with pytest.raises(ValueError, match=f"--port={port}.*another port"):
+      serve._listen("127.0.0.1", port)
+    # Who comes while the policy is compiled waits.
+    socket.create_connection(("127.0.0.1", port), 5).close()
+  finally:
+    first.close()
+
+
+def test_a_dead_engine_is_told_everywhere():
+  with Running() as running:
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    running.engine.close()
+    client = running.client(max_retries=0)
+    answer = httpx.get(f"{running.url}/health")
+    assert answer.status_code == 503
+    assert answer.json()["status"] != "ok"
+    for call in (
+        lambda: ask(client, [{"role": "user", "content": "x"}]),
+        lambda: client.completions.create(model=MODEL, prompt="x"),
+        lambda: client.responses.create(model=MODEL, input="x"),
+        lambda: client.responses.create(model=MODEL, input="x", stream=True),
+    ):
+      with pytest.raises(openai.InternalServerError) as refused:
+        call()
+      assert refused.value.code == "engine_dead"
+      assert refused.value.status_code == 503
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("chat/completions", {"messages": 3}),
+        ("chat/completions", {"messages": [3]}),
+        ("completions", {"prompt": {"a": 1}}),
+        ("responses", {"input": 3}),
+        ("responses", {"input": [[]]}),
+    ],
+)
+def test_a_wrong_type_is_a_400_that_names_the_field(running, path, body):
+  answer = running.post(f"/v1/{path}", {"model": MODEL, **body})
+  assert answer.status_code == 400
+  error = answer.json()["error"]
+  assert set(error) == {"message", "type", "param", "code"}
+  assert error["param"] and error["type"] == "invalid_request_error"
+  assert "got" in error["message"] or "must be" in error["message"]

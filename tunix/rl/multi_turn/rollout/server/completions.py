@@ -1,0 +1,179 @@
+"""`/v1/completions`: its bodies, answers and streams.
+
+A prompt is a text or a list of token ids, and is sampled on as it stands: no
+template, and no special token that is spelled in a text. Only sampled tokens
+come back (no `echo`).
+
+Promises: text that is streamed adds up to that of the whole answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterator, Mapping
+
+import numpy as np
+from tunix.rl.multi_turn.rollout.server import answers
+from tunix.rl.multi_turn.rollout.server import errors
+from tunix.rl.multi_turn.rollout.server import fields
+from tunix.rl.multi_turn.rollout.server import requests
+
+PREFIX = "cmpl-"
+
+_KNOWN = requests.COMMON | {
+    "prompt", "max_tokens", "n", "stream_options", "logprobs", "best_of",
+}  # pyformat: disable
+_NEUTRAL = requests.NEUTRAL | {"echo": (False,), "suffix": ("",)}
+
+
+def read(body: Mapping[str, Any], limits: requests.Limits) -> requests.Request:
+  """Checks a body.
+
+  Raises:
+    ApiError: naming the field.
+  """
+  fields.refuse_others(body, _KNOWN, _NEUTRAL)
+  sampling = requests.sampling(body, limits, "max_tokens")
+  n = requests.choices(body, limits, sampling)
+  if body.get("best_of") not in (None, n):
+    raise fields.unsupported("best_of", body["best_of"])
+  # A number here: of alternatives, beside what was sampled.
+  if fields.integer(body, "logprobs", 0, 0, 5):
+    raise errors.invalid(
+        "logprobs",
+        f"logprobs={body['logprobs']} asks for alternatives, which are not"
+        " told; logprobs=0 gives those of sampled tokens",
+        "unsupported_parameter",
+    )
+  text, tokens = _prompt(body.get("prompt"))
+  return requests.Request(
+      model=fields.string(body, "model"),
+      text=text,
+      tokens=tokens,
+      sampling=sampling,
+      n=n,
+      stream=fields.flag(body, "stream"),
+      include_usage=requests.include_usage(body),
+      logprobs=body.get("logprobs") is not None,
+      return_token_ids=fields.flag(body, "return_token_ids"),
+  )
+
+
+def _prompt(given: Any) -> tuple[str | None, tuple[int, ...] | None]:
+  """A text, or tokens; each also as the only one of a list."""
+  if isinstance(given, list) and any(isinstance(p, (str, list)) for p in given):
+    if len(given) != 1:
+      raise errors.invalid(
+          "prompt",
+          f"prompt holds {len(given)} prompts; send a request for each, or ask"
+          " for several completions with n",
+      )
+    given = given[0]
+  if isinstance(given, str) and given:
+    return fields.text("prompt", given), None
+  if isinstance(given, list) and given:
+    return None, fields.token_ids("prompt", given)
+  raise errors.invalid(
+      "prompt",
+      "prompt must be a text or a list of token ids, not empty; got"
+      f" {fields.shown(given)}",
+  )
+
+
+# --- answers ------------------------------------------------------------------
+
+
+def _logprobs(
+    choice: answers.Choice, decoder: answers.Decoder
+) -> dict[str, Any]:
+  tokens = choice.completion.tokens.tolist()
+  return {
+      "tokens": [decoder.token(t) for t in tokens],
+      "token_logprobs": choice.completion.logprobs.tolist(),
+      "top_logprobs": None,
+      "text_offset": answers.text_offsets(tokens, decoder),
+  }
+
+
+def _ending(
+    asked: requests.Request,
+    answer: answers.Answer,
+    decoder: answers.Decoder,
+    index: int,
+) -> dict[str, Any]:
+  """What a choice holds beside its index and text."""
+  choice = answer.choices[index]
+  told = {
+      "finish_reason": choice.finish_reason,
+      "logprobs": _logprobs(choice, decoder) if asked.logprobs else None,
+      **answers.extras(asked, answer, index),
+  }
+  if asked.return_token_ids:
+    told["prompt_token_ids"] = answer.prompt_tokens.tolist()
+  return told
+
+
+def whole(
+    asked: requests.Request, answer: answers.Answer, decoder: answers.Decoder
+) -> dict[str, Any]:
+  """The JSON object of an answer that is not streamed."""
+  return {
+      "id": answer.id,
+      "object": "text_completion",
+      "created": answer.created,
+      "model": answer.model,
+      "choices": [
+          {
+              "index": i,
+              "text": choice.message["content"],
+              **_ending(asked, answer, decoder, i),
+          }
+          for i, choice in enumerate(answer.choices)
+      ],
+      "usage": answers.usage(answer),
+  }
+
+
+class Stream:
+  """The events of an answer as it is sampled."""
+
+  last = b"data: [DONE]\n\n"
+
+  def __init__(
+      self,
+      asked: requests.Request,
+      answer_id: str,
+      created: int,
+      decoder: answers.Decoder,
+  ):
+    self._asked = asked
+    self._head = {
+        "id": answer_id,
+        "object": "text_completion",
+        "created": created,
+        "model": asked.model,
+    }
+    self._decoder = decoder
+    self._texts = [answers.TextStream(decoder.text) for _ in range(asked.n)]
+
+  def start(self) -> Iterator[dict[str, Any]]:
+    return iter(())
+
+  def tokens(self, index: int, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
+    if new := self._texts[index].feed(tokens):
+      yield self._chunk(index, new)
+
+  def finish(self, answer: answers.Answer) -> Iterator[dict[str, Any]]:
+    for i, choice in enumerate(answer.choices):
+      rest = self._texts[i].rest(choice.message["content"])
+      ending = _ending(self._asked, answer, self._decoder, i)
+      yield self._chunk(i, rest, **ending)
+    if self._asked.include_usage:
+      yield {**self._head, "choices": [], "usage": answers.usage(answer)}
+
+  def failed(self, error: errors.ApiError) -> Iterator[dict[str, Any]]:
+    yield error.body()
+
+  def _chunk(self, index: int, text: str, **ending: Any) -> dict[str, Any]:
+    choice = {"index": index, "text": text, "logprobs": None}
+    choice |= {"finish_reason": None, **ending}
+    return {**self._head, "choices": [choice]}

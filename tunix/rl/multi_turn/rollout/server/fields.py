@@ -1,0 +1,166 @@
+"""Values of a request's body, read strictly.
+
+Promises: what is refused is named with its place, its value and what would be
+taken; a field that is not known is refused, unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Collection, Mapping, Sequence
+
+from tunix.rl.multi_turn.rollout.server import errors
+
+_SHOWN = 60  # Characters of a refused value.
+
+# Fields about the caller and its bookkeeping: no sample depends on them.
+NO_EFFECT = frozenset({"user", "metadata", "safety_identifier"})
+
+
+def shown(value: Any) -> str:
+  """A value for an error message."""
+  text = repr(value)
+  return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def unsupported(name: str, value: Any) -> errors.ApiError:
+  return errors.invalid(
+      name,
+      f"{name}={shown(value)} is not supported by this server; leave"
+      f" {name.rpartition('.')[2]} out",
+      "unsupported_parameter",
+  )
+
+
+def refuse_others(
+    body: Mapping[str, Any],
+    known: Collection[str],
+    neutral: Mapping[str, Sequence[Any]] | None = None,
+    where: str = "",
+) -> None:
+  """Refuses what is not `known`, unless null or one of its `neutral` values.
+
+  Raises:
+    ApiError: naming the field, `where` being what it is a field of.
+  """
+  for name, value in body.items():
+    if name in known or value is None:
+      continue
+    # `True == 1`: a flag is no number.
+    asks_for_nothing = any(
+        value == one and isinstance(value, bool) == isinstance(one, bool)
+        for one in (neutral or {}).get(name, ())
+    )
+    if not asks_for_nothing:
+      raise unsupported(f"{where}.{name}" if where else name, value)
+
+
+def mapping(where: str, value: Any) -> Mapping[str, Any]:
+  if not isinstance(value, Mapping):
+    raise errors.invalid(
+        where, f"{where} must be an object, got {shown(value)}"
+    )
+  return value
+
+
+def string(body: Mapping[str, Any], name: str, where: str = "") -> str:
+  """A string with a character."""
+  at = f"{where}.{name}" if where else name
+  value = body.get(name)
+  if not isinstance(value, str) or not value:
+    raise errors.invalid(
+        at, f"{at} must be a string, not empty; got {shown(value)}"
+    )
+  return text(at, value)
+
+
+def text(where: str, value: str) -> str:
+  """A string that can be encoded: halves of surrogate pairs cannot."""
+  try:
+    value.encode()
+  except UnicodeEncodeError as error:
+    raise errors.invalid(
+        where,
+        f"{where} holds half a surrogate pair at character {error.start}; send"
+        " whole characters",
+    ) from None
+  return value
+
+
+def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+  value = body.get(name)
+  if value is None:
+    return default
+  if not isinstance(value, bool):
+    raise errors.invalid(
+        name, f"{name} must be true or false, got {shown(value)}"
+    )
+  return value
+
+
+def integer(
+    body: Mapping[str, Any], name: str, default: int, low: int, high: int
+) -> int:
+  return _in_range(body, name, default, low, high, int)
+
+
+def number(
+    body: Mapping[str, Any], name: str, default: float, low: float, high: float
+) -> float:
+  return float(_in_range(body, name, default, low, high, (int, float)))
+
+
+def token_ids(where: str, value: Any) -> tuple[int, ...]:
+  """A list of token ids, as far as that can be told without a vocabulary."""
+  good = isinstance(value, list) and all(
+      type(i) is int and 0 <= i < 2**31 for i in value  # A bool is an int, too.
+  )
+  if not good:
+    raise errors.invalid(
+        where, f"{where} must be a list of token ids, got {shown(value)}"
+    )
+  return tuple(value)
+
+
+def read_json(body: bytes, max_bytes: int) -> dict[str, Any]:
+  """The object that a request's body holds.
+
+  Raises:
+    ApiError: too large, or no JSON object.
+  """
+  if len(body) > max_bytes:
+    raise errors.ApiError(
+        413,
+        f"the body has more than {max_bytes:,} bytes; send fewer or smaller"
+        " images",
+        code="request_too_large",
+    )
+  try:
+    found = json.loads(body)
+  except (ValueError, RecursionError) as error:
+    raise errors.invalid(
+        None, f"the body is not JSON: {error}", "invalid_json"
+    ) from None
+  if not isinstance(found, dict):
+    raise errors.invalid(None, "the body must be a JSON object", "invalid_json")
+  return found
+
+
+def _in_range(
+    body: Mapping[str, Any],
+    name: str,
+    default: Any,
+    low: Any,
+    high: Any,
+    kind: type | tuple[type, ...],
+) -> Any:
+  value = body.get(name)
+  if value is None:
+    return default
+  good = isinstance(value, kind) and not isinstance(value, bool)
+  if not good or not low <= value <= high:  # Not a number is in no range.
+    what = "an integer" if kind is int else "a number"
+    raise errors.invalid(
+        name, f"{name} must be {what} in [{low}, {high}], got {shown(value)}"
+    )
+  return value

@@ -1,0 +1,173 @@
+"""Sessions over HTTP, as AReaL calls them: started, rewarded, ended, exported.
+
+Promises: putting an export together holds up nobody: it is done in a thread,
+one sequence at a time, and sent as it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+from typing import Any, AsyncIterator, Callable, Iterator, Sequence
+
+import numpy as np
+from starlette import requests as starlette_requests
+from starlette import responses as starlette_responses
+from tunix.rl.multi_turn.rollout import exports
+from tunix.rl.multi_turn.rollout.server import errors
+from tunix.rl.multi_turn.rollout.server import fields
+from tunix.rl.multi_turn.rollout.server import service as service_lib
+
+Request = starlette_requests.Request
+Response = starlette_responses.Response
+
+_EXPORTS = 4  # At a time; each holds one sequence.
+_AT_ONCE = 4096  # Numbers that are encoded without letting others go on.
+
+
+class SessionRoutes:
+  """The handlers of these routes."""
+
+  def __init__(
+      self,
+      service: service_lib.Service,
+      read_object: Callable[[Request], Any],
+      check_own: Callable[[Request, str | None], None],
+  ):
+    """Args:
+
+      service: holds the sessions.
+      read_object: the JSON object of a request.
+      check_own: refuses a session's key where another session is meant, or
+        none is.
+    """
+    self._service = service
+    self._read = read_object
+    self._check_own = check_own
+    self._exporting = asyncio.Semaphore(_EXPORTS)
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, "tunix-export")
+
+  def close(self) -> None:
+    self._thread.shutdown(wait=False, cancel_futures=True)
+
+  async def start(self, request: Request) -> Response:
+    self._check_own(request, None)
+    body = await self._read(request)
+    session = self._service.start(str(body.get("task_id") or ""))
+    base = str(request.base_url).rstrip("/")
+    return starlette_responses.JSONResponse({
+        "session_id": session.id,
+        "api_key": session.key,
+        "base_url": f"{base}/sessions/{session.id}/v1",
+    })
+
+  async def set_reward(self, request: Request) -> Response:
+    body = await self._read(request)
+    fields.refuse_others(body, {"reward", "interaction_id"})
+    reward = body.get("reward")
+    if not isinstance(reward, (int, float)) or isinstance(reward, bool) or (
+        not abs(reward) < 1e30
+    ):
+      raise errors.invalid(
+          "reward", f"reward must be a number, got {fields.shown(reward)}"
+      )
+    name = body.get("interaction_id")
+    if name is not None:
+      name = fields.string(body, "interaction_id")
+    with service_lib.told():
+      request.state.session.set_reward(name, float(reward))
+    return starlette_responses.JSONResponse({"message": "success"})
+
+  async def end(self, request: Request) -> Response:
+    session = request.state.session
+    with service_lib.told():
+      session.end()
+    await self._service.forget(session.id)
+    return starlette_responses.JSONResponse({"message": "success"})
+
+  async def export(self, request: Request) -> Response:
+    body = await self._read(request)
+    fields.refuse_others(body, {"session_id", "style", "discount", "drop"})
+    name = fields.string(body, "session_id")
+    self._check_own(request, name)
+    session = self._service.session(name)
+    style = body.get("style", "individual")
+    if style not in exports.STYLES:
+      raise errors.invalid(
+          "style",
+          f"style must be one of {', '.join(exports.STYLES)}, got"
+          f" {fields.shown(style)}",
+      )
+    discount = body.get("discount", 1.0)
+    if discount is None:
+      raise errors.invalid(
+          "discount", "discount must be a number in [0, 1], got None"
+      )
+    discount = fields.number(body, "discount", 1.0, 0.0, 1.0)
+    drop = fields.flag(body, "drop")
+    with service_lib.told():
+      found = session.exporter(style, discount)
+    return starlette_responses.StreamingResponse(
+        self._sent(found, name if drop else None),
+        media_type="application/json",
+    )
+
+  async def _sent(
+      self, found: exports.Exporter, drop: str | None
+  ) -> AsyncIterator[bytes]:
+    """The body; the session is dropped once all of it was taken."""
+    pieces = _encoded(found)
+    loop = asyncio.get_running_loop()
+    async with self._exporting:
+      while piece := await loop.run_in_executor(
+          self._thread, next, pieces, b""
+      ):
+        yield piece
+    if drop is not None:
+      await self._service.drop(drop)
+
+
+def _encoded(found: exports.Exporter) -> Iterator[bytes]:
+  """The JSON text of an export, a sequence at a time."""
+  separator = '{"interactions": {'
+  for one in found:
+    # AReaL's arrays as lists; images are told by reference, beside them.
+    row = exports.to_tensor_dict(one, lambda spans: {})
+    arrays = {k: v for k, v in row.items() if isinstance(v, np.ndarray)}
+    tensors = ", ".join(
+        f"{json.dumps(k)}: {_array(v)}" for k, v in arrays.items()
+    )
+    about = json.dumps({
+        "interaction_id": one.id,
+        "reward": one.reward,
+        "turn_ids": one.sequence.turn_ids.tolist(),
+        "images": [
+            {
+                "sha256": span.image.sha256,
+                "width": span.image.width,
+                "height": span.image.height,
+                "offset": span.offset,
+                "num_tokens": span.num_tokens,
+            }
+            for span in one.sequence.images
+        ],
+    })
+    text = (
+        f"{separator}{json.dumps(one.id)}: {about[:-1]}"
+        f', "tensor_dict": {{{tensors}}}}}'
+    )
+    yield text.encode()
+    separator = ", "
+  yield b"}}" if separator == ", " else b'{"interactions": {}}'
+
+
+def _array(values: np.ndarray) -> str:
+  """JSON of float or integer numbers of one or two axes."""
+  if values.ndim > 1:
+    return f"[{', '.join(map(_array, values))}]"
+  parts: Sequence[str] = [
+      json.dumps(values[i : i + _AT_ONCE].tolist())[1:-1]
+      for i in range(0, len(values), _AT_ONCE)
+  ]
+  return f"[{', '.join(parts)}]"

@@ -1,0 +1,87 @@
+"""The shapes of the engine's calls: which there are, and what needs which."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Collection, Sequence
+
+from tunix.rl.multi_turn.rollout import programs
+
+FEATURES = ("details", "grammar")
+"""What only some requests ask for, with programs of their own: log-probs of
+more than the sampled tokens, and masks of tokens."""
+
+
+def announced(
+    variant: programs.Variant, features: Collection[str]
+) -> bool:
+  """Whether it is among the variants of these features."""
+  return (not variant.details or "details" in features) and (
+      not variant.masked or "grammar" in features
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+  """Every shape the engine may compile; all tuples ascend.
+
+  Attributes:
+    decode_rows: rows of a decode call; more rows go into further calls.
+    prefill_rows: rows of a prefill call, likewise.
+    tokens: tokens a row of a prefill call; longer suffixes are chunked.
+    windows: cache positions a call may touch; the last is the context length.
+    images: images of an encode call.
+    patches: patches of an image; larger images are refused.
+    steps: tokens a decode call samples at most (K).
+    fixed_rows: use only the largest rows and images. Windows and chunks follow
+      from a request alone; with this all shapes it meets do, whoever shares
+      its batch, and equal requests give results equal to the bit.
+  """
+
+  decode_rows: tuple[int, ...]
+  prefill_rows: tuple[int, ...]
+  tokens: tuple[int, ...]
+  windows: tuple[int, ...]
+  images: tuple[int, ...]
+  patches: tuple[int, ...]
+  steps: int
+  fixed_rows: bool = False
+
+  def __post_init__(self):
+    fixed = ("decode_rows", "prefill_rows", "images")
+    for name in (*fixed, "tokens", "windows", "patches"):
+      value = tuple(sorted(set(getattr(self, name))))
+      if not value or value[0] < 1:
+        raise ValueError(f"{name} buckets must be positive, got {value}")
+      if self.fixed_rows and name in fixed:
+        value = value[-1:]
+      object.__setattr__(self, name, value)
+    if self.steps < 1:
+      raise ValueError(f"decode_steps_per_call must be >= 1, got {self.steps}")
+
+  def variants(
+      self, features: Sequence[str] = ()
+  ) -> list[programs.Variant]:
+    """All of them, the ones every run needs first; and those of `FEATURES`."""
+    found = []
+    decodes = [(self.steps, False, False)]
+    if "details" in features:
+      decodes.append((self.steps, True, False))
+    if "grammar" in features:
+      decodes.append((1, False, True))
+    if set(FEATURES) <= set(features):
+      decodes.append((1, True, True))
+    for window in reversed(self.windows):
+      for rows in reversed(self.decode_rows):
+        for steps, *asked in decodes:
+          found.append(
+              programs.Variant("decode", rows, steps, window, *asked)
+          )
+      for rows in reversed(self.prefill_rows):
+        for tokens in reversed(self.tokens):
+          if tokens <= window:
+            found.append(programs.Variant("prefill", rows, tokens, window))
+    for patches in self.patches:
+      for images in self.images:
+        found.append(programs.Variant("encode", images, patches))
+    return found
