@@ -261,6 +261,7 @@ async def test_what_is_repeated_is_no_second_sample(served):
 async def test_who_goes_away_ends_the_sampling(served):
   async with client_of(served) as client:
     before = served.engine.stats()["cancelled"]
+    served.engine.pause().result(60)  # So that nobody is served in time.
     many = [
         asyncio.ensure_future(
             client.generate(
@@ -271,18 +272,20 @@ async def test_who_goes_away_ends_the_sampling(served):
         )
         for i in range(12)
     ]
-    while not served.engine.stats()["active"]:
-      await asyncio.sleep(0.001)
-    for task in many:
-      task.cancel()
-    await asyncio.gather(*many, return_exceptions=True)
-    for _ in range(500):
-      stats = served.engine.stats()
-      if not stats["active"] and not stats["waiting"]:
-        break
-      await asyncio.sleep(0.01)
-    assert stats["active"] == stats["waiting"] == 0
-    assert stats["cancelled"] > before
+    async def until(condition):
+      async with asyncio.timeout(60):
+        while not condition(served.engine.stats()):
+          await asyncio.sleep(0.005)
+
+    try:
+      await until(lambda stats: stats["waiting"] == len(many))
+      for task in many:
+        task.cancel()
+      await asyncio.gather(*many, return_exceptions=True)
+      await until(lambda stats: stats["cancelled"] == before + len(many))
+      assert not served.engine.stats()["waiting"]
+    finally:
+      served.engine.resume()
 
 
 @pytest.mark.parametrize(
