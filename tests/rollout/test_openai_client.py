@@ -291,7 +291,8 @@ async def test_who_goes_away_ends_the_sampling(served):
         ({"prompt_token_ids": []}, "prompt_token_ids", "not empty"),
         ({"prompt_token_ids": [1, -2]}, "prompt_token_ids", "token ids"),
         ({"prompt_token_ids": [1, True]}, "prompt_token_ids", "token ids"),
-        ({"prompt_token_ids": [1, 10**7]}, None, "vocabulary"),
+        ({"prompt_token_ids": [1, 10**7]}, "prompt_token_ids",
+         "vocabulary"),
         ({"prompt_token_ids": [1], "messages": [
             {"role": "user", "content": "read me"}]}, "messages", "images"),
         ({"prompt_token_ids": [1], "messages": [
