@@ -156,6 +156,9 @@ class ProxySession:
     if self._seed is not None:
       options["seed"] = model_calls.derive_seed(self._seed, turn)
     sampling = self._sampling
+    extra: dict[str, Any] = {"top_k": sampling.top_k}
+    if sampling.min_p:
+      extra["min_p"] = sampling.min_p
     try:
       answer = await self._client.chat.completions.create(
           model=self._connection.name,
@@ -163,7 +166,7 @@ class ProxySession:
           max_tokens=sampling.max_new_tokens,
           temperature=sampling.temperature,
           top_p=sampling.top_p,
-          extra_body={"top_k": sampling.top_k},
+          extra_body=extra,
           **options,
       )
     except openai.BadRequestError as error:
