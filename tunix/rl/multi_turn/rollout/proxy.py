@@ -170,12 +170,9 @@ class ProxySession:
           **options,
       )
     except openai.BadRequestError as error:
-      if error.code == "context_length_exceeded":
-        said = error.body if isinstance(error.body, dict) else {}
-        raise policy_client.ContextLimitError(
-            said.get("message", error.message)
-        ) from error
-      raise
+      if error.code != "context_length_exceeded":
+        raise
+      raise context_limit(error) from error
     self._answers += 1
     choice = answer.choices[0]
     usage = answer.usage
@@ -245,6 +242,12 @@ class ProxySession:
       return dict(part)
     url = await self._connection.urls.of(part["image"])
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def context_limit(error: Any) -> policy_client.ContextLimitError:
+  """An `openai.BadRequestError` of that code, as the seam's error."""
+  said = error.body if isinstance(error.body, dict) else {}
+  return policy_client.ContextLimitError(said.get("message", error.message))
 
 
 def sequence_of(exported: Mapping[str, Any]) -> trajectory.TokenSequence:
