@@ -95,6 +95,8 @@ def test_a_run_through_the_proxy_trains(tmp_path):
       *two_paths.SMALL, f"run.dir={tmp_path}", "name=p", "steps=2",
       "rollout.via=proxy", "eval.episodes_per_task=2",
       "eval.modes=[sampled]",
+      # Also groups of equal rewards are learned from.
+      "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
   ])  # pyformat: disable
   assert status == 0
   lines = (tmp_path / "p" / "metrics.jsonl").read_text().splitlines()
