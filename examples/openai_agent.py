@@ -42,7 +42,11 @@ TIMEOUT_S = 60.0
 
 
 class Computer:
-  """What the agent acts on: screenshots out, text in."""
+  """What the agent acts on: screenshots out, text in.
+
+  Attributes:
+    reward: of the episode, once it has ended.
+  """
 
   def __init__(self, gym: str, family: str, index: int, seed: int):
     if gym == "desktop":
@@ -51,6 +55,7 @@ class Computer:
     else:
       machine = miniwob.MiniWobGym()
       task = miniwob.MiniWobTasks((family,)).train_task(family, index, seed)
+    self.reward = 0.0
     self._images = images.ImageStore()
     self._parser = tool_parser.make_tool_parser(PARSER)
     self._env = cua_env.CUAEnv(
@@ -66,11 +71,12 @@ class Computer:
     observation, _ = await self._env.reset()
     return self._message(observation)
 
-  async def act(self, text: str) -> tuple[dict[str, Any], float, bool]:
-    """(the next user message, reward, whether the episode has ended)."""
+  async def act(self, text: str) -> dict[str, Any] | None:
+    """The next user message; None once the episode has ended."""
     calls = self._parser.parse_result(text).calls
     observation, reward, done, _ = await self._env.step(list(calls) or text)
-    return self._message(observation), reward, done
+    self.reward += reward
+    return None if done else self._message(observation)
 
   async def close(self) -> None:
     await self._env.close()
@@ -89,9 +95,9 @@ class Computer:
 
 
 async def play(
-    client: openai.AsyncOpenAI, model: str, computer: Computer, **options: Any
-) -> float:
-  """One episode; returns its reward."""
+    client: openai.AsyncOpenAI, model: str, computer: Any, **options: Any
+) -> None:
+  """One episode. A run trains on it with rollout.agent=openai_agent:play."""
   parser = tool_parser.make_tool_parser(PARSER)
   system = prompts.insert_tools(
       prompts.get_prompt(PROMPT), parser.get_tool_prompt(None)
@@ -104,9 +110,9 @@ async def play(
           model=model, messages=messages, **options
       )
       text = answer.choices[0].message.content or ""
-      seen, reward, done = await computer.act(text)
-      if done:
-        return reward
+      seen = await computer.act(text)
+      if seen is None:
+        return
       messages += [{"role": "assistant", "content": text}, seen]
   finally:
     await computer.close()
@@ -122,7 +128,8 @@ async def episode(
       api_key=session["api_key"],
       timeout=TIMEOUT_S,
   ) as client:
-    reward = await play(client, model, computer, **options)
+    await play(client, model, computer, **options)
+  reward = computer.reward
   name = session["session_id"]
   path = f"/sessions/{name}/rl"
   await _post(http, f"{path}/set_reward", {"reward": reward})

@@ -1,113 +1,17 @@
 """Training on what OpenAI clients do is training on what the collector does."""
 
-import asyncio
 import dataclasses
 import json
 
-import numpy as np
 import pytest
-from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import run_proxy
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn import trajectory
-from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
+import two_paths
 
 pytestmark = pytest.mark.timeout(400)
 
 Status = trajectory.TrajectoryStatus
-SMALL = (
-    "tasks=[click-button, enter-text]",
-    "collect.group_size=4",
-    "collect.min_valid=2",
-    "learner.groups_per_step=2",
-    "rollout.slots=8",
-    "rollout.concurrency=8",
-    "report.progress=none",
-)
-
-
-class Both:
-  """The shipped policy, reached in both ways."""
-
-  def __init__(self, *overrides):
-    self.loop = asyncio.new_event_loop()  # Connections belong to one.
-    self.config = config_lib.load_config(
-        [*SMALL, "rollout.via=proxy", *overrides]
-    )
-    config = self.config
-    self.images = images_lib.ImageStore()
-    self.policy = assembly.make_policy(
-        config, None, assembly.warm_start_source(config)
-    )
-    self.engine = assembly.make_engine(config, self.policy, self.images)
-    self.proxy = run_proxy.RunProxy(
-        config, self.policy, self.engine, self.images
-    )
-
-  def __enter__(self):
-    self.engine.warm_up()
-    self.proxy.start()
-    return self
-
-  def __exit__(self, *exc_info):
-    self.proxy.close(self.run)
-    self.loop.close()
-    self.engine.close()
-
-  def run(self, work):
-    return self.loop.run_until_complete(asyncio.wait_for(work, 120))
-
-  def collector(self, mode, connection):
-    config = self.config
-    return assembly.make_collector(
-        config,
-        assembly.EpisodeFactory(config, self.images),
-        self.engine,
-        self.policy.renderer,
-        observers=None,
-        mode=mode,
-        connection=connection,
-    )
-
-  def collect(self, mode, through_proxy, number=4):
-    source = assembly.make_tasks(self.config)
-    tasks = assembly.TrainTasks(source, self.config.gym.tasks, 3)
-    connection = self.proxy.connection if through_proxy else None
-    collector = self.collector(mode, connection)
-
-    async def run():
-      return await groups_lib.collect_groups(
-          collector, [next(tasks) for _ in range(number)]
-      )
-
-    return run()
-
-
-def assert_equal(got, want):
-  assert got.status is want.status
-  kinds = [e and e.partition(":")[0] for e in (got.error, want.error)]
-  assert kinds[0] == kinds[1]
-  assert got.reward == want.reward
-  assert [s.reward for s in got.steps] == [s.reward for s in want.steps]
-  assert [s.model_response for s in got.steps] == [
-      s.model_response for s in want.steps
-  ]
-  assert got.task == want.task
-  assert len(got.sequences) == len(want.sequences) > 0
-  for one, other in zip(got.sequences, want.sequences):
-    assert one.tokens.tolist() == other.tokens.tolist()
-    assert one.loss_mask.tolist() == other.loss_mask.tolist()
-    assert one.versions.tolist() == other.versions.tolist()
-    assert one.turn_ids.tolist() == other.turn_ids.tolist()
-    assert one.images == other.images
-    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
-  for name in ("turns", "sampled_tokens", "truncated_turns",
-               "history_rewrites", "prompt_tokens"):
-    assert got.metrics.get(name) == want.metrics.get(name), name
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -132,12 +36,12 @@ def test_trajectories_are_those_of_the_path_in_process(overrides):
         assert one.group_id == other.group_id
         assert len(one) == len(other)
         for mine, theirs in zip(one, other):
-          assert_equal(mine, theirs)
+          two_paths.assert_equal(mine, theirs)
           statuses.add(mine.status)
           sequences.append(len(mine.sequences))
 
   statuses, sequences = set(), []
-  with Both(*overrides) as paths:
+  with two_paths.Both(*overrides) as paths:
     paths.engine.update_weights(3, paths.policy.model).result(60)
     paths.run(both())
     assert not len(paths.proxy.app._service.store), "sessions are left"
@@ -154,7 +58,7 @@ def test_trajectories_are_those_of_the_path_in_process(overrides):
 
 
 def test_without_the_server_an_episode_is_no_reward_of_zero():
-  with Both() as paths:
+  with two_paths.Both() as paths:
     url = paths.proxy.connection.url
 
     async def run():
@@ -175,7 +79,7 @@ def test_tokens_that_the_server_lost_are_not_trained_on(monkeypatch):
       raise ConnectionError("gone")
     return await real(path, body)
 
-  with Both() as paths:
+  with two_paths.Both() as paths:
     real = paths.proxy.connection.post
     monkeypatch.setattr(paths.proxy.connection, "post", lost)
     (group,) = paths.run(paths.collect("train", True, 1))
@@ -188,8 +92,11 @@ def test_tokens_that_the_server_lost_are_not_trained_on(monkeypatch):
 def test_a_run_through_the_proxy_trains(tmp_path):
   """The learner finds what the clients' tokens were sampled with."""
   status = train.main([
-      *SMALL, f"run.dir={tmp_path}", "name=p", "rollout.via=proxy", "steps=2",
-      "eval.episodes_per_task=2", "eval.modes=[sampled]",
+      *two_paths.SMALL, f"run.dir={tmp_path}", "name=p", "steps=2",
+      "rollout.via=proxy", "eval.episodes_per_task=2",
+      "eval.modes=[sampled]",
+      # Also groups of equal rewards are learned from.
+      "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
   ])  # pyformat: disable
   assert status == 0
   lines = (tmp_path / "p" / "metrics.jsonl").read_text().splitlines()
@@ -219,7 +126,7 @@ def test_what_cannot_go_with_the_proxy_is_refused():
 def test_the_proxy_answers_nobody_else():
   import openai  # pylint: disable=g-import-not-at-top
 
-  with Both() as paths:
+  with two_paths.Both() as paths:
     client = openai.OpenAI(
         base_url=f"{paths.proxy.connection.url}/v1", api_key="none"
     )

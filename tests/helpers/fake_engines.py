@@ -221,8 +221,7 @@ class FakeVllm(FakeEngine):
     unknown = set(params) - self._SAMPLING
     assert not unknown, unknown
     neutral = {
-        "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0,
-        "repetition_penalty": 1,
+        "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
     }  # pyformat: disable
     assert all(params[k] == v for k, v in neutral.items())
     return policy_client.SamplingParams(
@@ -230,6 +229,7 @@ class FakeVllm(FakeEngine):
         temperature=params["temperature"],
         top_p=params["top_p"],
         top_k=max(0, params["top_k"]),
+        min_p=params["min_p"],
         seed=params["seed"],
         stop_token_ids=tuple(params["stop_token_ids"]),
     )
@@ -373,6 +373,7 @@ class FakeSglang(FakeEngine):
             temperature=params["temperature"],
             top_p=params["top_p"],
             top_k=max(0, params["top_k"]),
+            min_p=params["min_p"],
             seed=params["sampling_seed"],
             stop_token_ids=tuple(params["stop_token_ids"]),
         ),

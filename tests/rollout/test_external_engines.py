@@ -266,7 +266,9 @@ async def test_it_is_asked_in_tokens_and_answers_as_ours_would(
   async with client_of(fake, ours, protocol, version=5) as client:
     for seeds in ((), (1,), (2, 3)):
       prompt = ours.prompt(*seeds)
-      sampling = ours.sampling(temperature=temperature, top_p=0.9)
+      sampling = ours.sampling(
+          temperature=temperature, top_p=0.9, top_k=99, min_p=0.02
+      )
       got = await client.generate(prompt, sampling, session="s")
       want = await ours.engine.generate(prompt, sampling, session="w")
       assert got.tokens.tolist() == want.tokens.tolist()

@@ -328,6 +328,11 @@ def contradictions(config: TrainConfig) -> list[str]:
       " rollout.lockstep=auto (equal seeds still give equal tokens, up to"
       " rounding)",
   )
+  refuse(
+      bool(c.rollout.agent) and c.rollout.via != "proxy",
+      f"rollout.agent={c.rollout.agent} asks an OpenAI-compatible server, which"
+      f" rollout.via={c.rollout.via} does not open; set rollout.via=proxy",
+  )
   remote = c.rollout.via == "external"
   refuse(
       remote and not c.external.url,

@@ -243,6 +243,12 @@ class RolloutConfig:
       " SGLang in another process, see external.",
       choices=("in_process", "proxy", "external"),
   )
+  agent: str = _opt(
+      "",
+      "With via=proxy: module:function of a coroutine function that plays"
+      " episodes in its own loop, with an openai client and a computer; see"
+      ' rollout/agent_session.py. "" = this package\'s agent.',
+  )
   lockstep: str = _opt(
       "auto",
       "true: requests are batched in an order that does not depend on timing,"

@@ -13,9 +13,9 @@ from typing import Any, Callable
 from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn.rollout import agent_session
 from tunix.rl.multi_turn.rollout import engine as engine_lib
 from tunix.rl.multi_turn.rollout import loopback
-from tunix.rl.multi_turn.rollout import proxy
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +39,12 @@ class RunProxy:
     Raises:
       ConfigError: a package that it needs is not installed.
     """
+    play = None
+    if config.rollout.agent:
+      try:
+        play = agent_session.load(config.rollout.agent)
+      except ValueError as error:
+        raise config_lib.ConfigError([f"rollout.agent: {error}"]) from None
     token = secrets.token_urlsafe(32)
     # Evaluations run beside training.
     most = 2 * config.rollout.concurrency + 16
@@ -62,12 +68,13 @@ class RunProxy:
           token=token,
       )
       self._server = loopback.LoopbackServer(self.app.asgi)
-      self.connection = proxy.ProxyConnection(
+      self.connection = agent_session.AgentConnection(
           self._server.url,
           config.policy.name,
           image_store,
           token=token,
           timeout_s=config.collect.model_timeout_s,
+          play=play,
       )
     except ImportError as error:
       raise config_lib.ConfigError([

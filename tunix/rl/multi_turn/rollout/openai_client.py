@@ -223,6 +223,12 @@ class OpenAIClient:
           f"the prompt has {len(prompt.images)} images, at most"
           f" max_images={self._max_images} are taken; drop older screenshots"
       )
+    for name in ("top_logprobs", "raw_logprobs"):
+      if getattr(sampling, name):
+        raise ValueError(
+            f"{name}={getattr(sampling, name)} is told by the engine in this"
+            " process only; leave it out"
+        )
     if sampling.seed is None:
       # A repeated request must be the same, another call another one.
       sampling = dataclasses.replace(sampling, seed=secrets.randbelow(1 << 31))
@@ -379,6 +385,8 @@ class OpenAIClient:
         "logprobs": True,
         "return_token_ids": True,
     }
+    if sampling.min_p:
+      body["min_p"] = sampling.min_p
     for attempt in range(2):
       name = await self._session(session)
       try:
@@ -416,7 +424,7 @@ class OpenAIClient:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "min_p": 0.0,
+        "min_p": sampling.min_p,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
@@ -445,7 +453,7 @@ class OpenAIClient:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "min_p": 0.0,
+        "min_p": sampling.min_p,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,

@@ -156,6 +156,9 @@ class ProxySession:
     if self._seed is not None:
       options["seed"] = model_calls.derive_seed(self._seed, turn)
     sampling = self._sampling
+    extra: dict[str, Any] = {"top_k": sampling.top_k}
+    if sampling.min_p:
+      extra["min_p"] = sampling.min_p
     try:
       answer = await self._client.chat.completions.create(
           model=self._connection.name,
@@ -163,16 +166,13 @@ class ProxySession:
           max_tokens=sampling.max_new_tokens,
           temperature=sampling.temperature,
           top_p=sampling.top_p,
-          extra_body={"top_k": sampling.top_k},
+          extra_body=extra,
           **options,
       )
     except openai.BadRequestError as error:
-      if error.code == "context_length_exceeded":
-        said = error.body if isinstance(error.body, dict) else {}
-        raise policy_client.ContextLimitError(
-            said.get("message", error.message)
-        ) from error
-      raise
+      if error.code != "context_length_exceeded":
+        raise
+      raise context_limit(error) from error
     self._answers += 1
     choice = answer.choices[0]
     usage = answer.usage
@@ -242,6 +242,12 @@ class ProxySession:
       return dict(part)
     url = await self._connection.urls.of(part["image"])
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def context_limit(error: Any) -> policy_client.ContextLimitError:
+  """An `openai.BadRequestError` of that code, as the seam's error."""
+  said = error.body if isinstance(error.body, dict) else {}
+  return policy_client.ContextLimitError(said.get("message", error.message))
 
 
 def sequence_of(exported: Mapping[str, Any]) -> trajectory.TokenSequence:

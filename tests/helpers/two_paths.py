@@ -1,0 +1,100 @@
+"""The shipped policy, reached in process and through a run's own server."""
+
+import asyncio
+
+import numpy as np
+from tunix.rl.multi_turn import assembly
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import run_proxy
+from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
+
+SMALL = (
+    "tasks=[click-button, enter-text]",
+    "collect.group_size=4",
+    "collect.min_valid=2",
+    "learner.groups_per_step=2",
+    "rollout.slots=8",
+    "rollout.concurrency=8",
+    "report.progress=none",
+)
+
+
+class Both:
+  """Both ways to one engine."""
+
+  def __init__(self, *overrides):
+    self.loop = asyncio.new_event_loop()  # Connections belong to one.
+    self.config = config_lib.load_config(
+        [*SMALL, "rollout.via=proxy", *overrides]
+    )
+    config = self.config
+    self.images = images_lib.ImageStore()
+    self.policy = assembly.make_policy(
+        config, None, assembly.warm_start_source(config)
+    )
+    self.engine = assembly.make_engine(config, self.policy, self.images)
+    self.proxy = run_proxy.RunProxy(
+        config, self.policy, self.engine, self.images
+    )
+
+  def __enter__(self):
+    self.engine.warm_up()
+    self.proxy.start()
+    return self
+
+  def __exit__(self, *exc_info):
+    self.proxy.close(self.run)
+    self.loop.close()
+    self.engine.close()
+
+  def run(self, work):
+    return self.loop.run_until_complete(asyncio.wait_for(work, 120))
+
+  def collector(self, mode, connection):
+    config = self.config
+    return assembly.make_collector(
+        config,
+        assembly.EpisodeFactory(config, self.images),
+        self.engine,
+        self.policy.renderer,
+        observers=None,
+        mode=mode,
+        connection=connection,
+    )
+
+  def collect(self, mode, through_proxy, number=4):
+    source = assembly.make_tasks(self.config)
+    tasks = assembly.TrainTasks(source, self.config.gym.tasks, 3)
+    connection = self.proxy.connection if through_proxy else None
+    collector = self.collector(mode, connection)
+
+    async def run():
+      return await groups_lib.collect_groups(
+          collector, [next(tasks) for _ in range(number)]
+      )
+
+    return run()
+
+
+def assert_equal(got, want):
+  assert got.status is want.status
+  kinds = [e and e.partition(":")[0] for e in (got.error, want.error)]
+  assert kinds[0] == kinds[1]
+  assert got.reward == want.reward
+  assert [s.reward for s in got.steps] == [s.reward for s in want.steps]
+  assert [s.model_response for s in got.steps] == [
+      s.model_response for s in want.steps
+  ]
+  assert got.task == want.task
+  assert len(got.sequences) == len(want.sequences) > 0
+  for one, other in zip(got.sequences, want.sequences):
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert one.loss_mask.tolist() == other.loss_mask.tolist()
+    assert one.versions.tolist() == other.versions.tolist()
+    assert one.turn_ids.tolist() == other.turn_ids.tolist()
+    assert one.images == other.images
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
+  for name in ("turns", "sampled_tokens", "truncated_turns",
+               "history_rewrites", "prompt_tokens"):
+    assert got.metrics.get(name) == want.metrics.get(name), name
