@@ -173,9 +173,9 @@ def test_constraints_are_plain_pins_of_everything_make_installs():
 
 def test_extras_and_the_pins_that_protect_google_tunix():
   extras = PROJECT["project"]["optional-dependencies"]
-  assert {"tpu", "gpu", "browser", "serve", "monitor", "ray", "dev"} <= set(
-      extras
-  )
+  assert {
+      "tpu", "gpu", "browser", "serve", "grammar", "monitor", "ray", "dev",
+  } <= set(extras)  # pyformat: disable
   base = PROJECT["project"]["dependencies"]
   assert "google-tunix>=0.1.7,<0.1.8" in base and "jax<0.11.1" in base
   for name, wanted in extras.items():

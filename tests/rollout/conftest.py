@@ -13,6 +13,7 @@ def _running():
   """A server; only what can be undone may be done to it."""
   import rollout_server  # Not before a test asks for it: it is slow to import.
 
-  with rollout_server.Running() as running:
+  with rollout_server.Running(features=("details", "grammar")) as running:
     yield running
-    assert running.engine.stats()["compiles_after_warm_up"] == 0
+    stats = running.engine.stats()
+    assert stats["compiles_after_warm_up"] == stats["compiles_on_demand"] == 0

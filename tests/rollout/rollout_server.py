@@ -24,7 +24,7 @@ SIZE = (32, 32)
 class Running:
   """A server in a thread of its own."""
 
-  def __init__(self, store=None, **options):
+  def __init__(self, store=None, features=(), **options):
     self.policy = checkpoint.create_policy("nano", screen=SIZE)
     # An empty store is false.
     self.images = images_lib.ImageStore() if store is None else store
@@ -38,13 +38,14 @@ class Running:
         context_length=256,
         image_sizes=(SIZE,),
         banned_token_ids=model.config.banned_token_ids,
+        features=features,
     )
     self.app = serve.make_app(
         MODEL,
         self.engine,
         self.policy,
         self.images,
-        limits=requests_lib.Limits(max_new_tokens=32, n=4, images=3),
+        limits=requests_lib.Limits(max_new_tokens=96, n=4, images=3),
         **options,
     )
     config = uvicorn.Config(self.app.asgi, port=0, log_level="warning")

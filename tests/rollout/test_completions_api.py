@@ -138,7 +138,7 @@ def test_tokens_go_on_with_a_chat_and_the_end_of_a_turn_is_no_text(running):
         ({"echo": True}, "echo", "not supported"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"best_of": 3}, "best_of", "not supported"),
-        ({"logprobs": 2}, "logprobs", "logprobs=0"),
+        ({"logprobs": 21}, "logprobs", "[0, 20]"),
         ({"logprobs": True}, "logprobs", "an integer"),
         ({"frequency_penalty": 1}, "frequency_penalty", "not supported"),
         ({"extra_body": {"prompt_embeds": "x"}}, "prompt_embeds",

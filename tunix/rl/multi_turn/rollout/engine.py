@@ -444,6 +444,11 @@ class RolloutEngine:
     return not self._closed and self._fatal is None
 
   @property
+  def vocabulary(self) -> int:
+    """Tokens that the policy knows."""
+    return self._programs.vocabulary
+
+  @property
   def weight_bytes(self) -> int:
     """Of the engine's own copy of the weights, on all devices together."""
     return sum(x.nbytes for x in self._programs.params)

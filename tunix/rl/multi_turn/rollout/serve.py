@@ -26,8 +26,10 @@ from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.rollout import engine as engine_lib
+from tunix.rl.multi_turn.rollout import grammars
 from tunix.rl.multi_turn.rollout import media
 from tunix.rl.multi_turn.rollout import session_store
+from tunix.rl.multi_turn.rollout import shapes
 from tunix.rl.multi_turn.rollout.server import answers
 from tunix.rl.multi_turn.rollout.server import app as app_lib
 from tunix.rl.multi_turn.rollout.server import requests
@@ -68,13 +70,25 @@ def make_app(
   """
   _, processor, tokenizer = policy
   renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
+  decoder = answers.Decoder(renderer.decode, tokenizer)
+  try:
+    known = grammars.Grammars(
+        decoder.bytes,
+        renderer.encode,
+        engine.vocabulary,
+        decoder.special,
+        renderer.stop_token_ids,
+    )
+  except ImportError:  # Requests that need one are refused, and say so.
+    known = None
   service = service_lib.Service(
       service_lib.Policy(
           name=name,
           client=engine,
           renderer=renderer,
           parser=tool_parser.make_tool_parser(parser),
-          decoder=answers.Decoder(renderer.decode, tokenizer),
+          decoder=decoder,
+          grammars=known,
           context_length=engine.context_length,
           healthy=lambda: engine.healthy,
       ),
@@ -123,6 +137,10 @@ def parser() -> argparse.ArgumentParser:
       help="grammar of tool calls, a registered tool parser")
   add("--dtype", default="float32", choices=("float32", "bfloat16"),
       help="of activations and KV cache")
+  add("--features", nargs="*", default=(), choices=shapes.FEATURES,
+      help="compiled before the first request: details are top_logprobs and raw"
+      " log-probs, grammar holds answers to schemas; else with the first that"
+      " asks, while all wait")
   add("--weights", default="same", choices=("same", "int8"),
       help="int8 halves the matrices' memory (Qwen-VL)")
   add("--max-sessions", type=int, default=1024,
@@ -237,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         banned_token_ids=policy[0].config.banned_token_ids,
         seed=args.seed,
         weights=args.weights,
+        features=args.features,
     )
     app = make_app(
         args.name or args.policy,

@@ -19,6 +19,7 @@ from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.rollout import interactions
 from tunix.rl.multi_turn.rollout.server import requests
+from tunix.rl.multi_turn.rollout.server import stops
 
 _REASONS = {
     policy_client.FinishReason.STOP: "stop",
@@ -131,6 +132,8 @@ def extras(
   }
   if asked.return_token_ids:
     told["token_ids"] = completion.tokens.tolist()
+  if completion.raw_logprobs is not None:
+    told["raw_logprobs"] = completion.raw_logprobs.tolist()
   return told
 
 
@@ -161,6 +164,7 @@ class Decoder:
 
   Attributes:
     text: of a completion's tokens, without the end of its turn.
+    special: ids that are no text.
   """
 
   _BYTES = _byte_of_character()
@@ -175,10 +179,9 @@ class Decoder:
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     self.text = text
     self._spelling = backend.id_to_token
-    self._added = {
-        i: token.content.encode()
-        for i, token in backend.get_added_tokens_decoder().items()
-    }
+    added = backend.get_added_tokens_decoder()
+    self._added = {i: token.content.encode() for i, token in added.items()}
+    self.special = frozenset(i for i, token in added.items() if token.special)
 
   def bytes(self, token: int) -> bytes:
     """Of one token; of an id that is none, none."""
@@ -198,15 +201,32 @@ def logprobs(
     completion: policy_client.Completion, decoder: Decoder
 ) -> list[dict[str, Any]]:
   """A completion's tokens, as chat completions tell them."""
+  of = lambda token, logprob: {
+      "token": decoder.token(token),
+      "logprob": logprob,
+      "bytes": list(decoder.bytes(token)),
+  }
   return [
-      {
-          "token": decoder.token(token),
-          "logprob": logprob,
-          "bytes": list(decoder.bytes(token)),
-          "top_logprobs": [],
-      }
-      for token, logprob in zip(
-          completion.tokens.tolist(), completion.logprobs.tolist()
+      of(token, logprob) | {"top_logprobs": [of(*one) for one in top]}
+      for token, logprob, top in zip(
+          completion.tokens.tolist(),
+          completion.logprobs.tolist(),
+          alternatives(completion),
+      )
+  ]
+
+
+def alternatives(
+    completion: policy_client.Completion,
+) -> list[list[tuple[int, float]]]:
+  """For each token the likeliest ones that could be sampled; none unless they
+  were asked for."""
+  if completion.top_tokens is None:
+    return [[] for _ in completion.tokens]
+  return [
+      [(t, p) for t, p in zip(tokens, logprobs) if p > -np.inf]
+      for tokens, logprobs in zip(
+          completion.top_tokens.tolist(), completion.top_logprobs.tolist()
       )
   ]
 
@@ -225,11 +245,14 @@ class TextStream:
   """Text of tokens that arrive a few at a time.
 
   Held back is what later tokens may still change: the bytes of a character
-  that has begun, and an end-of-turn token.
+  that has begun, an end-of-turn token, and what may become a stop string.
   """
 
-  def __init__(self, decode: Callable[[Sequence[int]], str]):
+  def __init__(
+      self, decode: Callable[[Sequence[int]], str], strings: Sequence[str] = ()
+  ):
     self._decode = decode
+    self._strings = strings
     self._tokens: list[int] = []
     self._sent = 0
 
@@ -237,7 +260,7 @@ class TextStream:
     """The text that is new and certain."""
     self._tokens.extend(int(t) for t in tokens)
     text = self._decode(self._tokens)
-    certain = len(text)
+    certain = stops.certain(text, self._strings)
     while certain > self._sent and text[certain - 1] == "\ufffd":
       certain -= 1
     new = text[self._sent : certain]

@@ -20,12 +20,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _KNOWN = requests.COMMON | {
     "messages", "max_tokens", "max_completion_tokens", "n", "stream_options",
-    "logprobs", "tools", "tool_choice", "prompt_token_ids",
+    "logprobs", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
+    "stop", "response_format", "prompt_token_ids",
 }  # pyformat: disable
 _NEUTRAL = requests.NEUTRAL | {
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,),
     "store": (False,),
     "modalities": (["text"],),
     "functions": ([],),
@@ -58,7 +56,18 @@ def read(body: Mapping[str, Any], limits: requests.Limits) -> requests.Request:
   length = "max_tokens"
   if body.get("max_completion_tokens") is not None:
     length = "max_completion_tokens"
-  sampling = requests.sampling(body, limits, length)
+  logprobs = fields.flag(body, "logprobs")
+  alternatives = requests.alternatives(body, logprobs, "logprobs=true")
+  sampling = requests.sampling(body, limits, length, alternatives)
+  parse_tools, calls = requests.tool_choice(body, tools)
+  shape = requests.json_format("response_format", body.get("response_format"))
+  guide = requests.guide(body, calls, shape)
+  if parse_tools and guide is not None and guide is not calls:
+    raise errors.invalid(
+        guide.field,
+        f"{guide.field} leaves no room for tool calls; leave tools out, or set"
+        " tool_choice to none",
+    )
   messages = _messages(body.get("messages"), limits)
   tokens = _prompt_tokens(body, messages, tools)
   return requests.Request(
@@ -70,10 +79,13 @@ def read(body: Mapping[str, Any], limits: requests.Limits) -> requests.Request:
       n=requests.choices(body, limits, sampling),
       stream=fields.flag(body, "stream"),
       include_usage=requests.include_usage(body),
-      logprobs=fields.flag(body, "logprobs"),
-      # Shown all the same: hidden, they would break the session's sequence.
-      tools=tools,
-      parse_tools=tool_choice(body, tools) != "none" and bool(tools),
+      logprobs=logprobs,
+      stop=requests.stop(body),
+      guide=guide,
+      # Shown also where none may be called: hidden, they would break the
+      # session's sequence.
+      tools=requests.shown(tools),
+      parse_tools=parse_tools,
       return_token_ids=fields.flag(body, "return_token_ids"),
   )
 
@@ -104,19 +116,6 @@ def _prompt_tokens(
         " nothing else; put texts and tools into the tokens",
     )
   return ids
-
-
-def tool_choice(
-    body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
-) -> str:
-  choice = body.get("tool_choice")
-  if choice is None:
-    return "auto"
-  if choice in ("auto", "none"):
-    return choice
-  if not tools:
-    raise errors.invalid("tool_choice", "tool_choice needs tools")
-  raise fields.unsupported("tool_choice", choice)
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
@@ -310,7 +309,9 @@ class Stream:
         "model": asked.model,
     }
     self._decoder = decoder
-    self._texts = [answers.TextStream(decoder.text) for _ in range(asked.n)]
+    self._texts = [
+        answers.TextStream(decoder.text, asked.stop) for _ in range(asked.n)
+    ]
 
   def start(self) -> Iterator[dict[str, Any]]:
     for i in range(self._asked.n):

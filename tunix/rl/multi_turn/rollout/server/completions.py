@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, Iterator, Mapping
 
 import numpy as np
+from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn.rollout.server import answers
 from tunix.rl.multi_turn.rollout.server import errors
 from tunix.rl.multi_turn.rollout.server import fields
@@ -21,6 +22,7 @@ PREFIX = "cmpl-"
 
 _KNOWN = requests.COMMON | {
     "prompt", "max_tokens", "n", "stream_options", "logprobs", "best_of",
+    "stop", "response_format",
 }  # pyformat: disable
 _NEUTRAL = requests.NEUTRAL | {"echo": (False,), "suffix": ("",)}
 
@@ -32,18 +34,13 @@ def read(body: Mapping[str, Any], limits: requests.Limits) -> requests.Request:
     ApiError: naming the field.
   """
   fields.refuse_others(body, _KNOWN, _NEUTRAL)
-  sampling = requests.sampling(body, limits, "max_tokens")
+  # A number here: of alternatives, beside what was sampled.
+  most = policy_client.MAX_TOP_LOGPROBS
+  alternatives = fields.integer(body, "logprobs", 0, 0, most)
+  sampling = requests.sampling(body, limits, "max_tokens", alternatives)
   n = requests.choices(body, limits, sampling)
   if body.get("best_of") not in (None, n):
     raise fields.unsupported("best_of", body["best_of"])
-  # A number here: of alternatives, beside what was sampled.
-  if fields.integer(body, "logprobs", 0, 0, 5):
-    raise errors.invalid(
-        "logprobs",
-        f"logprobs={body['logprobs']} asks for alternatives, which are not"
-        " told; logprobs=0 gives those of sampled tokens",
-        "unsupported_parameter",
-    )
   text, tokens = _prompt(body.get("prompt"))
   return requests.Request(
       model=fields.string(body, "model"),
@@ -54,6 +51,11 @@ def read(body: Mapping[str, Any], limits: requests.Limits) -> requests.Request:
       stream=fields.flag(body, "stream"),
       include_usage=requests.include_usage(body),
       logprobs=body.get("logprobs") is not None,
+      stop=requests.stop(body),
+      guide=requests.guide(
+          body,
+          requests.json_format("response_format", body.get("response_format")),
+      ),
       return_token_ids=fields.flag(body, "return_token_ids"),
   )
 
@@ -89,9 +91,33 @@ def _logprobs(
   return {
       "tokens": [decoder.token(t) for t in tokens],
       "token_logprobs": choice.completion.logprobs.tolist(),
-      "top_logprobs": None,
+      "top_logprobs": _alternatives(choice, decoder),
       "text_offset": answers.text_offsets(tokens, decoder),
   }
+
+
+def _alternatives(
+    choice: answers.Choice, decoder: answers.Decoder
+) -> list[dict[str, float]] | None:
+  """By their text, the sampled token among them; by bytes what is no text."""
+  completion = choice.completion
+  if completion.top_tokens is None:
+    return None
+
+  def name(token: int) -> str:
+    text = decoder.token(token)
+    if "\ufffd" not in text:
+      return text
+    return "bytes:" + "".join(f"\\x{b:02x}" for b in decoder.bytes(token))
+
+  told = []
+  for token, logprob, top in zip(
+      completion.tokens.tolist(),
+      completion.logprobs.tolist(),
+      answers.alternatives(completion),
+  ):
+    told.append({name(t): p for t, p in [*top, (token, logprob)]})
+  return told
 
 
 def _ending(
@@ -153,7 +179,9 @@ class Stream:
         "model": asked.model,
     }
     self._decoder = decoder
-    self._texts = [answers.TextStream(decoder.text) for _ in range(asked.n)]
+    self._texts = [
+        answers.TextStream(decoder.text, asked.stop) for _ in range(asked.n)
+    ]
 
   def start(self) -> Iterator[dict[str, Any]]:
     return iter(())

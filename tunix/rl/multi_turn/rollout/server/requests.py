@@ -9,7 +9,7 @@ for their shape.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn.rollout.server import errors
@@ -49,6 +49,24 @@ class Limits:
       )
 
 
+@dataclasses.dataclass(frozen=True)
+class Guide:
+  """A grammar that is asked for.
+
+  Attributes:
+    kind: "json", "regex" or "calls".
+    value: a JSON schema, None for any object; a pattern; the tools that may be
+      called.
+    field: that asked for it.
+    many: whether more calls may follow the first.
+  """
+
+  kind: str
+  value: Any
+  field: str
+  many: bool = False
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
   """A checked request. Its prompt is messages, or a text, or tokens.
@@ -66,6 +84,8 @@ class Request:
     stream: answer in server-sent events.
     include_usage: a stream tells it at the end.
     logprobs: give those of sampled tokens.
+    stop: strings that end a completion; its text ends before them.
+    guide: what may be sampled at all.
     tools: OpenAI schemas that the policy is shown.
     parse_tools: read tool calls out of the answer.
     return_token_ids: give the ids of prompt and completions.
@@ -85,6 +105,8 @@ class Request:
   stream: bool = False
   include_usage: bool = False
   logprobs: bool = False
+  stop: tuple[str, ...] = ()
+  guide: Guide | None = None
   tools: tuple[Mapping[str, Any], ...] = ()
   parse_tools: bool = False
   return_token_ids: bool = False
@@ -103,24 +125,24 @@ class Request:
 
 # What every endpoint takes.
 COMMON = fields.NO_EFFECT | {
-    "model", "temperature", "top_p", "top_k", "seed", "stream",
-    "stop_token_ids", "return_token_ids",
+    "model", "temperature", "top_p", "top_k", "min_p", "seed", "stream",
+    "stop_token_ids", "return_token_ids", "return_raw_logprobs", "guided_regex",
 }  # pyformat: disable
+MAX_STOPS = 16
+
 # What none does, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "min_p": (0,),
     "min_tokens": (0,),
-    "stop": ([], ""),
     "service_tier": ("auto", "default"),
 }
 
 
 def sampling(
-    body: Mapping[str, Any], limits: Limits, length: str
+    body: Mapping[str, Any], limits: Limits, length: str, alternatives: int = 0
 ) -> policy_client.SamplingParams:
   """How to sample; the field `length` says how much."""
   top_p = fields.number(body, "top_p", 1.0, 0.0, 1.0)
@@ -139,7 +161,137 @@ def sampling(
       stop_token_ids=fields.token_ids(
           "stop_token_ids", body.get("stop_token_ids") or []
       ),
+      min_p=fields.number(body, "min_p", 0.0, 0.0, 1.0),
+      top_logprobs=alternatives,
+      raw_logprobs=fields.flag(body, "return_raw_logprobs"),
   )
+
+
+def alternatives(body: Mapping[str, Any], wanted: bool, need: str) -> int:
+  """The field `top_logprobs`, for which log-probs must be `wanted`."""
+  most = policy_client.MAX_TOP_LOGPROBS
+  count = fields.integer(body, "top_logprobs", 0, 0, most)
+  if count and not wanted:
+    raise errors.invalid(
+        "top_logprobs", f"top_logprobs={count} needs {need}"
+    )
+  return count
+
+
+def stop(body: Mapping[str, Any]) -> tuple[str, ...]:
+  """The field `stop`."""
+  given = body.get("stop")
+  if given is None or given == "":
+    return ()
+  strings = [given] if isinstance(given, str) else given
+  if (
+      not isinstance(strings, list)
+      or len(strings) > MAX_STOPS
+      or not all(isinstance(s, str) and s for s in strings)
+  ):
+    raise errors.invalid(
+        "stop",
+        f"stop must be a string or a list of up to {MAX_STOPS} strings, none"
+        f" empty; got {fields.shown(given)}",
+    )
+  return tuple(fields.text("stop", s) for s in strings)
+
+
+def guide(
+    body: Mapping[str, Any], *others: Guide | None
+) -> Guide | None:
+  """The one grammar that is asked for, by `guided_regex` or otherwise."""
+  asked = [other for other in others if other is not None]
+  if body.get("guided_regex") is not None:
+    pattern = fields.string(body, "guided_regex")
+    asked.append(Guide("regex", pattern, "guided_regex"))
+  if len(asked) > 1:
+    names = " and ".join(one.field for one in asked)
+    raise errors.invalid(
+        asked[0].field, f"{names} exclude each other; leave one out"
+    )
+  return asked[0] if asked else None
+
+
+def json_format(
+    where: str, given: Any, shape: Mapping[str, Any] | None = None
+) -> Guide | None:
+  """A format for answers: `response_format`, and `text.format`.
+
+  Args:
+    where: the field.
+    given: its value.
+    shape: of a JSON schema, what holds it; None: it is in `json_schema`.
+  """
+  if given is None:
+    return None
+  given = fields.mapping(where, given)
+  kind = given.get("type")
+  if kind not in ("text", "json_object", "json_schema"):
+    raise errors.invalid(
+        f"{where}.type",
+        f"{where}.type must be text, json_object or json_schema, got"
+        f" {fields.shown(kind)}",
+    )
+  if kind != "json_schema":
+    fields.refuse_others(given, {"type"}, where=where)
+    return Guide("json", None, where) if kind == "json_object" else None
+  if shape is None:
+    fields.refuse_others(given, {"type", "json_schema"}, where=where)
+    where += ".json_schema"
+    shape = fields.mapping(where, given.get("json_schema"))
+  known = {"type", "name", "description", "schema", "strict"}
+  fields.refuse_others(shape, known, where=where)
+  fields.string(shape, "name", where)
+  schema = shape.get("schema")
+  if schema is None:
+    return Guide("json", None, where)
+  return Guide(
+      "json", fields.mapping(f"{where}.schema", schema), f"{where}.schema"
+  )
+
+
+def tool_choice(
+    body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> tuple[bool, Guide | None]:
+  """The field `tool_choice`: whether calls are read, and must be made."""
+  choice = body.get("tool_choice")
+  many = fields.flag(body, "parallel_tool_calls", True)
+  strict = [t for t in tools if t["function"].get("strict")]
+  if choice in (None, "auto", "none"):
+    if strict and choice != "none":
+      raise errors.invalid(
+          "tool_choice",
+          f"the strict function {strict[0]['function']['name']!r} needs"
+          " tool_choice 'required' or its name; leave strict out, or say so",
+          "unsupported_parameter",
+      )
+    if not many:
+      raise errors.invalid(
+          "parallel_tool_calls",
+          "parallel_tool_calls=false needs tool_choice 'required'; leave it"
+          " out, or say so",
+          "unsupported_parameter",
+      )
+    return choice != "none" and bool(tools), None
+  if not tools:
+    raise errors.invalid("tool_choice", "tool_choice needs tools")
+  if choice == "required":
+    return True, Guide("calls", tuple(tools), "tools", many)
+  name = None
+  if isinstance(choice, Mapping) and choice.get("type") == "function":
+    # Of a chat completion, or of a response.
+    known = {"type", "function", "name"}
+    fields.refuse_others(choice, known, where="tool_choice")
+    name = (choice.get("function") or choice).get("name")
+  called = [t for t in tools if t["function"]["name"] == name]
+  if not called:
+    raise errors.invalid(
+        "tool_choice",
+        f"tool_choice={fields.shown(choice)} must be auto, none, required or"
+        " the name of one of the tools",
+    )
+  return True, Guide("calls", tuple(called), "tools")
 
 
 def choices(
@@ -180,10 +332,22 @@ def check_tool(where: str, function: Mapping[str, Any]) -> None:
     fields.mapping(f"{where}.parameters", function["parameters"])
   fields.refuse_others(
       function,
-      {"name", "description", "parameters"},
-      {"strict": (False,)},
-      where,
+      {"name", "description", "parameters", "strict"},
+      where=where,
   )
+  fields.flag(function, "strict")
+
+
+def shown(
+    tools: Sequence[Mapping[str, Any]],
+) -> tuple[Mapping[str, Any], ...]:
+  """The tools as the policy is to see them: what is strict is not for it."""
+  return tuple(
+      {**tool, "function": {
+          k: v for k, v in tool["function"].items() if k != "strict"
+      }}
+      for tool in tools
+  )  # pyformat: disable
 
 
 def image_url(where: str, url: Any, detail: Any) -> Message:

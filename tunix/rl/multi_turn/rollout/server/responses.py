@@ -26,13 +26,11 @@ _LOGPROBS = "message.output_text.logprobs"
 _KNOWN = requests.COMMON | {
     "input", "instructions", "max_output_tokens", "tools", "tool_choice",
     "previous_response_id", "store", "include", "stream_options",
+    "top_logprobs", "parallel_tool_calls", "text",
 }  # pyformat: disable
 _NEUTRAL = requests.NEUTRAL | {
     "background": (False,),
-    "parallel_tool_calls": (True,),
     "reasoning": ({}, {"effort": None}, {"effort": "none"}),
-    "text": ({}, {"format": {"type": "text"}}),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 # What items say about themselves, and what no sample depends on.
@@ -62,15 +60,33 @@ def read(body: Mapping[str, Any], limits: requests.Limits) -> requests.Request:
   previous = body.get("previous_response_id")
   if previous is not None:
     previous = fields.string(body, "previous_response_id")
-  choice = chat.tool_choice(body, tools)
+  alternatives = requests.alternatives(
+      body, bool(include), f"include=[{_LOGPROBS!r}]"
+  )
+  parse_tools, calls = requests.tool_choice(body, tools)
+  text = fields.mapping("text", body.get("text") or {})
+  fields.refuse_others(text, {"format"}, where="text")
+  shape = requests.json_format(
+      "text.format", text.get("format"), text.get("format")
+  )
+  guide = requests.guide(body, calls, shape)
+  if parse_tools and guide is not None and guide is not calls:
+    raise errors.invalid(
+        guide.field,
+        f"{guide.field} leaves no room for tool calls; leave tools out, or set"
+        " tool_choice to none",
+    )
   return requests.Request(
       model=fields.string(body, "model"),
       messages=_messages(body.get("input"), limits),
-      sampling=requests.sampling(body, limits, "max_output_tokens"),
+      sampling=requests.sampling(
+          body, limits, "max_output_tokens", alternatives
+      ),
       stream=fields.flag(body, "stream"),
       logprobs=bool(include),
-      tools=tools,
-      parse_tools=choice != "none" and bool(tools),
+      guide=guide,
+      tools=requests.shown(tools),
+      parse_tools=parse_tools,
       return_token_ids=fields.flag(body, "return_token_ids"),
       instructions=instructions,
       previous=previous,
@@ -82,7 +98,10 @@ def read(body: Mapping[str, Any], limits: requests.Limits) -> requests.Request:
           "previous_response_id": previous,
           "store": fields.flag(body, "store", True),
           "temperature": body.get("temperature", 1.0),
-          "tool_choice": choice,
+          "tool_choice": body.get("tool_choice") or "auto",
+          "parallel_tool_calls": fields.flag(body, "parallel_tool_calls", True),
+          "text": {"format": {"type": "text"}, **text},
+          "top_logprobs": alternatives,
           "tools": body.get("tools") or [],
           "top_p": body.get("top_p", 1.0),
           "user": body.get("user"),
@@ -105,7 +124,6 @@ def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
           where, f"{where}.type must be 'function', got {fields.shown(kind)}"
       )
     requests.check_tool(where, function)
-    function.pop("strict", None)
     shaped.append({"type": "function", "function": function})
   return tuple(shaped)
 
@@ -235,9 +253,7 @@ def _response(
       "error": None,
       "incomplete_details": None,
       "output": [],
-      "parallel_tool_calls": True,
       "reasoning": {"effort": None, "summary": None},
-      "text": {"format": {"type": "text"}},
       "truncation": "disabled",
       "usage": None,
       **asked.told,

@@ -24,6 +24,7 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
+from tunix.rl.multi_turn.rollout import grammars as grammars_lib
 from tunix.rl.multi_turn.rollout import interactions
 from tunix.rl.multi_turn.rollout import media
 from tunix.rl.multi_turn.rollout import session_store
@@ -31,6 +32,7 @@ from tunix.rl.multi_turn.rollout.server import answers
 from tunix.rl.multi_turn.rollout.server import errors
 from tunix.rl.multi_turn.rollout.server import remembered as remembered_lib
 from tunix.rl.multi_turn.rollout.server import requests
+from tunix.rl.multi_turn.rollout.server import stops
 from tunix.rl.multi_turn.rollout.server import turns as turns_lib
 
 OnTokens = Callable[[int, np.ndarray], None]
@@ -47,6 +49,7 @@ class Policy:
     renderer: messages to tokens.
     parser: tool calls.
     decoder: tokens to text and bytes.
+    grammars: what answers may be held to; None: nothing.
     context_length: tokens of a sequence.
     healthy: whether the client can still sample.
     streams: whether `client.generate` tells of tokens as they come.
@@ -58,6 +61,7 @@ class Policy:
   parser: parser_base.ToolParser
   decoder: answers.Decoder
   context_length: int
+  grammars: grammars_lib.Grammars | None = None
   healthy: Callable[[], bool] = lambda: True
   streams: bool = True
 
@@ -311,12 +315,14 @@ class Service:
       names = [turns.take_cache(parent) for _ in ids]
     stored = False
     try:
+      watches = [self._watch(request) for _ in names]
       completions = await self._generate(
-          request, prompt, sampling, seed, names, on_tokens
+          request, prompt, sampling, seed, names, on_tokens, watches
       )
       choices = []
-      for completion in completions:
+      for completion, watch in zip(completions, watches):
         text = self.policy.renderer.decode(completion.tokens)
+        text = watch.cut(text) if watch else text
         parser = self.policy.parser if request.parse_tools else None
         choices.append(answers.make_choice(completion, text, parser))
       if pending is not None:
@@ -324,7 +330,7 @@ class Service:
           for choice, number_id in zip(choices, ids):
             session.add(
                 pending,
-                choice.completion,
+                _without_details(choice.completion),
                 id=number_id,
                 assistant_message=choice.message,
             )
@@ -353,14 +359,23 @@ class Service:
     )
 
   async def _generate(
-      self, request, prompt, sampling, seed, names, on_tokens
+      self, request, prompt, sampling, seed, names, on_tokens, watches
   ) -> list[policy_client.Completion]:
     """One completion a name; all are cancelled if one fails."""
+    grammars = [None] * len(names)
+    if request.guide is not None:
+      grammars = await asyncio.to_thread(
+          lambda: [self._grammar(request.guide) for _ in names]
+      )
 
     async def one(i: int, name: str) -> policy_client.Completion:
       options: dict[str, Any] = {}
       if on_tokens is not None and self.policy.streams:
         options["on_tokens"] = lambda tokens: on_tokens(i, tokens)
+      if watches[i] is not None:
+        options["stop_when"] = watches[i]
+      if grammars[i] is not None:
+        options["grammar"] = grammars[i]
       return await self.policy.client.generate(
           prompt,
           dataclasses.replace(
@@ -396,6 +411,38 @@ class Service:
       for task in tasks:
         task.cancel()
       await asyncio.gather(*tasks, return_exceptions=True)
+
+  def _watch(self, request: requests.Request) -> stops.StopStrings | None:
+    if not request.stop:
+      return None
+    return stops.StopStrings(
+        request.stop,
+        self.policy.decoder.bytes,
+        self.policy.renderer.stop_token_ids,
+    )
+
+  def _grammar(self, guide: requests.Guide) -> grammars_lib.Matcher:
+    """What a completion is held to; takes a while, so not for the loop."""
+    grammars = self.policy.grammars
+    if grammars is None:
+      raise errors.invalid(
+          guide.field,
+          f"{guide.field} needs a server with llguidance; install"
+          " 'tunix-multi-turn[grammar]' where it runs",
+          "unsupported_parameter",
+      )
+    try:
+      if guide.kind == "json":
+        source = grammars.json(guide.value)
+      elif guide.kind == "regex":
+        source = grammars.regex(guide.value)
+      else:
+        source = grammars.calls(self.policy.parser, guide.value, guide.many)
+      return grammars.start(source)
+    except grammars_lib.GrammarError as error:
+      raise errors.invalid(
+          guide.field, f"{guide.field} cannot be held to: {error}"
+      ) from None
 
   async def _load_images(
       self, messages: Sequence[requests.Message]
@@ -489,6 +536,15 @@ def told() -> Iterator[None]:
     ) from None
 
 
+def _without_details(
+    completion: policy_client.Completion,
+) -> policy_client.Completion:
+  """What training needs; a session is not to hold more."""
+  return dataclasses.replace(
+      completion, raw_logprobs=None, top_tokens=None, top_logprobs=None
+  )
+
+
 _TOKENS = "token prompts"
 """What caches of a session's token prompts are kept under, as if it were an
 interaction."""
@@ -503,7 +559,12 @@ def _with_tools(
   messages = list(messages)
   if not tools:
     return messages
-  shown = parser.get_tool_prompt(tools)
+  try:
+    shown = parser.get_tool_prompt(tools)
+  except ValueError as error:
+    raise errors.invalid(
+        "tools", f"tools cannot be shown to this policy: {error}"
+    ) from None
   if messages[0]["role"] != "system":
     return [{"role": "system", "content": shown}, *messages]
   content = messages[0].get("content") or ""
