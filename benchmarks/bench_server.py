@@ -43,6 +43,8 @@ from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.rollout import engine as engine_lib
 from tunix.rl.multi_turn.rollout import media
 from tunix.rl.multi_turn.rollout import serve
+from tunix.rl.multi_turn.rollout.server import chat
+from tunix.rl.multi_turn.rollout.server import fields
 from tunix.rl.multi_turn.rollout.server import requests as requests_lib
 
 MODEL = "qwen"
@@ -338,7 +340,7 @@ def where(server: Server, kind: str, count: int = 40) -> dict[str, float]:
   read, _ = timed(refused, bodies)
   connection.close()
   parse, asked = timed(
-      lambda b: requests_lib.chat(requests_lib.read_json(b, limits), limits),
+      lambda b: chat.read(fields.read_json(b, limits.body_bytes), limits),
       bodies,
   )
   with asyncio.Runner() as runner:

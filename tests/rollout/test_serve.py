@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(300)
         ),
         (["tiny_vl", "--allowed-media-domains", "*"], ["*"]),
         (["tiny_vl", "--port", "99999"], ["--port=99999"]),
+        (["tiny_vl", "--features", "magic"], ["--features=magic", "grammar"]),
         (["tiny_vl", "--image-memory", "0"], ["--image-memory=0", "MiB"]),
         (["tiny_vl", "--weights", "int8"], ["int8", "TinyVL"]),
         (["tiny_vl", "--tool-parser", "telepathy"], ["telepathy", "qwen"]),

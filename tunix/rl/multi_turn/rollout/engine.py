@@ -176,30 +176,21 @@ class RolloutEngine:
     self._lockstep = lockstep
     self._max_wait = max_wait_s
     self._admission_wait = admission_wait_s
-    per_token = processor.patches_per_token
-    if patch_buckets is None:
-      patch_buckets = {
-          processor.num_image_tokens(*size) * per_token for size in image_sizes
-      } or {context_length * per_token}
-    for patches in patch_buckets:
-      if patches % per_token:
-        raise ValueError(
-            f"patch_buckets holds {patches}, no multiple of the"
-            f" {per_token} patches of a vision token"
-        )
-    on_cpu = jax.default_backend() == "cpu"
-    if decode_rows is None:
-      decode_rows = (16 if on_cpu else slots,)
-    if prefill_rows is None:
-      prefill_rows = (8 if on_cpu else slots,)
-    if prefill_buckets is None:
-      prefill_buckets = (32,) if on_cpu else (64, 256)
-    if window_buckets is None:
-      window_buckets = (context_length // 2,) if context_length >= 256 else ()
-    if page_size is None:
-      page_size = min(min(prefill_buckets), context_length)
-    if page_size < 1:
-      raise ValueError(f"page_size must be >= 1, got {page_size}")
+    shapes, page_size = shapes_lib.choose(
+        processor,
+        slots=slots,
+        context_length=context_length,
+        page_size=page_size,
+        decode_rows=decode_rows,
+        prefill_rows=prefill_rows,
+        prefill_buckets=prefill_buckets,
+        window_buckets=window_buckets,
+        image_buckets=image_buckets,
+        patch_buckets=patch_buckets,
+        image_sizes=image_sizes,
+        steps=decode_steps_per_call,
+        fixed_rows=lockstep,
+    )
     if cache_tokens is None:
       cache_tokens = slots * context_length
     if cache_tokens < context_length:
@@ -207,33 +198,18 @@ class RolloutEngine:
           f"cache_tokens must be >= context_length={context_length}, so that"
           f" one sequence can always end; got {cache_tokens}"
       )
-    # A window is a whole number of pages.
     pages_of = lambda tokens: -(-tokens // page_size)
-    context_pages = pages_of(context_length)
-    shapes = shapes_lib.Shapes(
-        decode_rows=tuple(min(r, slots) for r in decode_rows),
-        prefill_rows=tuple(min(r, slots) for r in prefill_rows),
-        tokens=tuple(min(t, context_length) for t in prefill_buckets),
-        windows=tuple(
-            min(pages_of(w), context_pages) * page_size
-            for w in (*window_buckets, context_length)
-        ),
-        images=tuple(image_buckets),
-        patches=tuple(patch_buckets),
-        steps=decode_steps_per_call,
-        fixed_rows=lockstep,
-    )
     self._programs = programs_lib.Programs(
         model,
         slots=slots,
         context_length=context_length,
         # Ends of pages stay empty, and page 0 altogether.
-        pages=1 + max(pages_of(cache_tokens), context_pages),
+        pages=1 + max(pages_of(cache_tokens), pages_of(context_length)),
         page_size=page_size,
         banned_token_ids=tuple(banned_token_ids),
         vision_tokens=vision_cache_tokens,
         patch_bytes=processor.patch_bytes,
-        patches_per_token=per_token,
+        patches_per_token=processor.patches_per_token,
         position_axes=processor.position_axes,
         weights=weights,
     )

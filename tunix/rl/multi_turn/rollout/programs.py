@@ -38,6 +38,7 @@ import numpy as np
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.rollout import page_layout
+from tunix.rl.multi_turn.rollout import parameters
 from tunix.rl.multi_turn.rollout import sampler
 
 MAX_STOP_TOKENS = 8
@@ -89,25 +90,6 @@ class Decoded(NamedTuple):
   counts: np.ndarray
   steps: int
   details: sampler.Details | None
-
-
-def pure_leaves(params: Any) -> dict[tuple[str, ...], Any]:
-  """Flattens a module, an nnx.State or a plain tree to {path: array}."""
-  if isinstance(params, nnx.Module):
-    params = nnx.state(params)
-  if isinstance(params, nnx.State):
-    params = nnx.to_pure_dict(params)
-  flat, _ = jax.tree_util.tree_flatten_with_path(params)
-  named = {}
-  for path, leaf in flat:
-    # A tree of nnx variables adds an attribute step that a pure dict lacks.
-    parts = [
-        str(getattr(p, "key", getattr(p, "idx", None)))
-        for p in path
-        if not isinstance(p, jax.tree_util.GetAttrKey)
-    ]
-    named[tuple(parts)] = leaf
-  return named
 
 
 def _replicated(params: tuple[jax.Array, ...]) -> Any:
@@ -174,9 +156,9 @@ class Programs:
     self.vision_tokens = vision_tokens
     self._given = {
         path: jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for path, x in pure_leaves(nnx.state(model)).items()
+        for path, x in parameters.pure_leaves(nnx.state(model)).items()
     }
-    self._required = set(pure_leaves(nnx.state(model, nnx.Param)))
+    self._required = set(parameters.pure_leaves(nnx.state(model, nnx.Param)))
     self._convert = lambda named: named
     if weights == "int8":
       self._convert = int8.Converter(model)
@@ -187,7 +169,7 @@ class Programs:
     self.params = tuple(
         x if x.dtype == jnp.int8 else jnp.array(x, copy=True) for x in leaves
     )
-    named = pure_leaves(state)
+    named = parameters.pure_leaves(state)
     if len(named) != len(leaves):
       raise ValueError("the policy's parameters do not have unique paths")
     order = {id(x): i for i, x in enumerate(leaves)}
@@ -270,21 +252,7 @@ class Programs:
     Raises:
       ValueError: a parameter is missing, unknown, or has another shape.
     """
-    named = pure_leaves(params)
-    missing = sorted(self._required - set(named))
-    unknown = sorted(set(named) - set(self._given))
-    if missing or unknown:
-      show = lambda paths: ", ".join("/".join(p) for p in paths[:5]) or "none"
-      raise ValueError(
-          f"weights do not fit the policy: missing {show(missing)};"
-          f" unknown {show(unknown)}"
-      )
-    for path, value in named.items():
-      if np.shape(value) != self._given[path].shape:
-        raise ValueError(
-            f"weight {'/'.join(path)} has shape {np.shape(value)}, the policy"
-            f" needs {self._given[path].shape}"
-        )
+    named = parameters.checked(params, self._given, self._required)
     new = list(self.params)
     for path, value in self._convert(named).items():
       old = self.params[self._paths[path]]

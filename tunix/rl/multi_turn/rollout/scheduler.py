@@ -486,7 +486,10 @@ class Scheduler:
     steps, allowed = self.shapes.steps, None
     if masked:
       steps = 1
-      active, masks = self._masks(active)
+      masks, failed = guidance.masks(active, self._unbanned)
+      for request, error in failed.items():
+        self._end(request, error)
+      active = list(masks)
       if not active:
         return
     rows_A = np.array([r.slot for r in active], np.int32)
@@ -498,7 +501,7 @@ class Scheduler:
       allowed = np.full(
           (count, self.programs.mask_words), 0xFFFFFFFF, np.uint32
       )
-      allowed[: len(active)] = masks
+      allowed[: len(active)] = list(masks.values())
     decoded = self.programs.decode(
         pages, table, steps, details=details, allowed=allowed
     )
@@ -516,26 +519,6 @@ class Scheduler:
         active, rows_A, decoded.tokens[at], decoded.logprobs[at],
         decoded.counts[at],
     )  # pyformat: disable
-
-  def _masks(
-      self, requests: Sequence[slots_lib.Request]
-  ) -> tuple[list[slots_lib.Request], list[np.ndarray]]:
-    """Those of the requests that can go on, and what each may sample."""
-    able, masks = [], []
-    for request in requests:
-      try:
-        mask = request.grammar.allowed()
-        if not np.any(mask & self._unbanned):
-          raise ValueError(
-              "grammar allows no token that may be sampled after"
-              f" {request.sampled} tokens; let it end with a stop token"
-          )
-      except Exception as error:  # pylint: disable=broad-except
-        self._end(request, error)
-        continue
-      able.append(request)
-      masks.append(mask)
-    return able, masks
 
   def _with_pending_images(self) -> list[slots_lib.Request]:
     """The requests that may decode now.
@@ -597,10 +580,16 @@ class Scheduler:
       self._advance(request, int(table[i, P.START]))
       if counts_A[i] and finite_A[i]:
         try:
-          ended = self._guide(request, start, bool(stopped_A[i]))
+          ended = guidance.show(
+              request, self.slots.tokens[request.slot], start, stopped_A[i]
+          )
         except Exception as error:  # pylint: disable=broad-except
           self._end(request, error)
           continue
+        if ended:
+          self.counters.surplus_tokens += (
+              start + int(counts_A[i]) - request.length
+          )
         stopped_A[i] |= ended
         over_A[i] |= ended
         if request.on_tokens is not None:
@@ -611,7 +600,8 @@ class Scheduler:
       if not over_A[i]:
         continue
       if finite_A[i]:
-        self._end(request, self._completion(request, bool(stopped_A[i])))
+        outcome = self.slots.completion(request, bool(stopped_A[i]))
+        self._end(request, outcome)
       else:
         self._end(
             request,
@@ -622,66 +612,6 @@ class Scheduler:
             ),
         )
     self._poisoned |= not finite_A.all()
-
-  def _guide(
-      self, request: slots_lib.Request, start: int, stopped: bool
-  ) -> bool:
-    """Shows what was sampled from `start` on to who steers the request.
-
-    Returns:
-      Whether it has ended; what was sampled beyond its end is given up. The
-      cache keeps that, as a sequence that the next turn does not go on with.
-    """
-    tokens = self.slots.tokens[request.slot]
-    if request.grammar is not None and not stopped:
-      for token in tokens[start : request.length]:
-        request.grammar.advance(int(token))
-    if request.stop_when is None:
-      return False
-    begin = len(request.prompt)
-    keep = request.stop_when(tokens[begin : request.length].copy())
-    if keep is None:
-      return False
-    end = begin + keep
-    if not start < end <= request.length:
-      raise ValueError(
-          f"stop_when returned {keep}, which is none of the new tokens: it was"
-          f" shown {start - begin} before, and now {request.length - begin}"
-      )
-    self.counters.surplus_tokens += request.length - end
-    request.length = end
-    return True
-
-  def _completion(
-      self, request: slots_lib.Request, stopped: bool
-  ) -> policy_client.Completion:
-    span = slice(len(request.prompt), request.length)
-    reason = policy_client.FinishReason
-    now = time.monotonic()
-    told = {}
-    if request.detailed:
-      raw, tops, top_logprobs = (
-          np.concatenate(arrays)[: request.sampled]
-          for arrays in zip(*request.details)
-      )
-      k = request.sampling.top_logprobs
-      if k:
-        told = {"top_tokens": tops[:, :k], "top_logprobs": top_logprobs[:, :k]}
-      if request.sampling.raw_logprobs:
-        told["raw_logprobs"] = raw
-    return policy_client.Completion(
-        **told,
-        tokens=self.slots.tokens[request.slot, span],
-        logprobs=self.slots.logprobs[request.slot, span],
-        versions=self.slots.versions[request.slot, span],
-        finish_reason=reason.STOP if stopped else reason.LENGTH,
-        metrics={
-            "prefilled_tokens": float(request.prefilled),
-            "reused_tokens": float(request.reused),
-            "queue_seconds": request.admitted - request.submitted,
-            "seconds": now - request.submitted,
-        },
-    )
 
   def _end(
       self,

@@ -137,7 +137,7 @@ def parser() -> argparse.ArgumentParser:
       help="grammar of tool calls, a registered tool parser")
   add("--dtype", default="float32", choices=("float32", "bfloat16"),
       help="of activations and KV cache")
-  add("--features", nargs="*", default=(), choices=shapes.FEATURES,
+  add("--features", default="", metavar="NAME[,NAME]",
       help="compiled before the first request: details are top_logprobs and raw"
       " log-probs, grammar holds answers to schemas; else with the first that"
       " asks, while all wait")
@@ -161,6 +161,16 @@ def _screens(text: str) -> tuple[tuple[int, int], ...]:
       raise ValueError(f"--screen={text}: write WIDTHxHEIGHT, e.g. 1280x720")
     sizes.append((int(width), int(height)))
   return tuple(sizes)
+
+
+def _features(text: str) -> tuple[str, ...]:
+  names = tuple(n.strip() for n in text.split(",") if n.strip())
+  if unknown := sorted(set(names) - set(shapes.FEATURES)):
+    raise ValueError(
+        f"--features={text}: {unknown[0]!r} is none of"
+        f" {', '.join(shapes.FEATURES)}"
+    )
+  return names
 
 
 def _images_limit(text: str) -> int:
@@ -224,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     token = _token(args.token_file, args.host)
     screens = _screens(args.screen)
+    features = _features(args.features)
     limits = requests.Limits(
         max_new_tokens=args.max_tokens,
         images=_images_limit(args.limit_mm_per_prompt),
@@ -255,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         banned_token_ids=policy[0].config.banned_token_ids,
         seed=args.seed,
         weights=args.weights,
-        features=args.features,
+        features=features,
     )
     app = make_app(
         args.name or args.policy,

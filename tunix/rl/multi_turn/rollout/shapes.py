@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Collection, Sequence
 
+import jax
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.rollout import programs
 
 FEATURES = ("details", "grammar")
@@ -85,3 +87,66 @@ class Shapes:
       for images in self.images:
         found.append(programs.Variant("encode", images, patches))
     return found
+
+
+def choose(
+    processor: base.Processor,
+    *,
+    slots: int,
+    context_length: int,
+    page_size: int | None,
+    decode_rows: Sequence[int] | None,
+    prefill_rows: Sequence[int] | None,
+    prefill_buckets: Sequence[int] | None,
+    window_buckets: Sequence[int] | None,
+    image_buckets: Sequence[int],
+    patch_buckets: Sequence[int] | None,
+    image_sizes: Sequence[tuple[int, int]],
+    steps: int,
+    fixed_rows: bool,
+) -> tuple[Shapes, int]:
+  """The shapes and the page size of an engine, see `RolloutEngine`.
+
+  Raises:
+    ValueError: a setting that cannot be.
+  """
+  per_token = processor.patches_per_token
+  if patch_buckets is None:
+    patch_buckets = {
+        processor.num_image_tokens(*size) * per_token for size in image_sizes
+    } or {context_length * per_token}
+  for patches in patch_buckets:
+    if patches % per_token:
+      raise ValueError(
+          f"patch_buckets holds {patches}, no multiple of the"
+          f" {per_token} patches of a vision token"
+      )
+  on_cpu = jax.default_backend() == "cpu"
+  if decode_rows is None:
+    decode_rows = (16 if on_cpu else slots,)
+  if prefill_rows is None:
+    prefill_rows = (8 if on_cpu else slots,)
+  if prefill_buckets is None:
+    prefill_buckets = (32,) if on_cpu else (64, 256)
+  if window_buckets is None:
+    window_buckets = (context_length // 2,) if context_length >= 256 else ()
+  if page_size is None:
+    page_size = min(min(prefill_buckets), context_length)
+  if page_size < 1:
+    raise ValueError(f"page_size must be >= 1, got {page_size}")
+  # A window is a whole number of pages.
+  pages_of = lambda tokens: -(-tokens // page_size)
+  shapes = Shapes(
+      decode_rows=tuple(min(r, slots) for r in decode_rows),
+      prefill_rows=tuple(min(r, slots) for r in prefill_rows),
+      tokens=tuple(min(t, context_length) for t in prefill_buckets),
+      windows=tuple(
+          min(pages_of(w), pages_of(context_length)) * page_size
+          for w in (*window_buckets, context_length)
+      ),
+      images=tuple(image_buckets),
+      patches=tuple(patch_buckets),
+      steps=steps,
+      fixed_rows=fixed_rows,
+  )
+  return shapes, page_size

@@ -155,6 +155,37 @@ class SlotTable:
     self.requests[slot] = request
     return slot
 
+  def completion(
+      self, request: Request, stopped: bool
+  ) -> policy_client.Completion:
+    """What a running request has sampled, as its caller is told of it."""
+    span = slice(len(request.prompt), request.length)
+    told: dict[str, Any] = {}
+    if request.detailed:
+      raw, tops, top_logprobs = (
+          np.concatenate(arrays)[: request.sampled]
+          for arrays in zip(*request.details)
+      )
+      k = request.sampling.top_logprobs
+      if k:
+        told = {"top_tokens": tops[:, :k], "top_logprobs": top_logprobs[:, :k]}
+      if request.sampling.raw_logprobs:
+        told["raw_logprobs"] = raw
+    reason = policy_client.FinishReason
+    return policy_client.Completion(
+        tokens=self.tokens[request.slot, span],
+        logprobs=self.logprobs[request.slot, span],
+        versions=self.versions[request.slot, span],
+        finish_reason=reason.STOP if stopped else reason.LENGTH,
+        metrics={
+            "prefilled_tokens": float(request.prefilled),
+            "reused_tokens": float(request.reused),
+            "queue_seconds": request.admitted - request.submitted,
+            "seconds": time.monotonic() - request.submitted,
+        },
+        **told,
+    )
+
   def displace(self, request: Request) -> None:
     """Puts a running request back to where it stood in the queue."""
     self._leave(request)

@@ -30,9 +30,9 @@ from tunix.rl.multi_turn.rollout import media
 from tunix.rl.multi_turn.rollout import session_store
 from tunix.rl.multi_turn.rollout.server import answers
 from tunix.rl.multi_turn.rollout.server import errors
+from tunix.rl.multi_turn.rollout.server import guides
 from tunix.rl.multi_turn.rollout.server import remembered as remembered_lib
 from tunix.rl.multi_turn.rollout.server import requests
-from tunix.rl.multi_turn.rollout.server import stops
 from tunix.rl.multi_turn.rollout.server import turns as turns_lib
 
 OnTokens = Callable[[int, np.ndarray], None]
@@ -315,7 +315,7 @@ class Service:
       names = [turns.take_cache(parent) for _ in ids]
     stored = False
     try:
-      watches = [self._watch(request) for _ in names]
+      watches = [guides.watch(request, self.policy) for _ in names]
       completions = await self._generate(
           request, prompt, sampling, seed, names, on_tokens, watches
       )
@@ -365,7 +365,7 @@ class Service:
     grammars = [None] * len(names)
     if request.guide is not None:
       grammars = await asyncio.to_thread(
-          lambda: [self._grammar(request.guide) for _ in names]
+          lambda: [guides.start(request.guide, self.policy) for _ in names]
       )
 
     async def one(i: int, name: str) -> policy_client.Completion:
@@ -392,6 +392,8 @@ class Service:
       raise errors.invalid(
           request.prompt_field, str(error), "context_length_exceeded"
       ) from None
+    except grammars_lib.GrammarError as error:  # It has become too large.
+      raise guides.refused(request.guide, error) from None
     except ValueError as error:
       if self._loader.has(span.image for span in prompt.images):
         raise errors.invalid(_param(str(error), request), str(error)) from None
@@ -411,38 +413,6 @@ class Service:
       for task in tasks:
         task.cancel()
       await asyncio.gather(*tasks, return_exceptions=True)
-
-  def _watch(self, request: requests.Request) -> stops.StopStrings | None:
-    if not request.stop:
-      return None
-    return stops.StopStrings(
-        request.stop,
-        self.policy.decoder.bytes,
-        self.policy.renderer.stop_token_ids,
-    )
-
-  def _grammar(self, guide: requests.Guide) -> grammars_lib.Matcher:
-    """What a completion is held to; takes a while, so not for the loop."""
-    grammars = self.policy.grammars
-    if grammars is None:
-      raise errors.invalid(
-          guide.field,
-          f"{guide.field} needs a server with llguidance; install"
-          " 'tunix-multi-turn[grammar]' where it runs",
-          "unsupported_parameter",
-      )
-    try:
-      if guide.kind == "json":
-        source = grammars.json(guide.value)
-      elif guide.kind == "regex":
-        source = grammars.regex(guide.value)
-      else:
-        source = grammars.calls(self.policy.parser, guide.value, guide.many)
-      return grammars.start(source)
-    except grammars_lib.GrammarError as error:
-      raise errors.invalid(
-          guide.field, f"{guide.field} cannot be held to: {error}"
-      ) from None
 
   async def _load_images(
       self, messages: Sequence[requests.Message]

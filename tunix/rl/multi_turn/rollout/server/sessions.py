@@ -1,7 +1,8 @@
 """Sessions over HTTP, as AReaL calls them: started, rewarded, ended, exported.
 
-Promises: putting an export together holds up nobody: it is done in a thread,
-one sequence at a time, and sent as it is done.
+Promises: putting an export together holds up nobody: it is done in one thread
+for all of them, a sequence at a time, and sent as it is done; a client that
+reads slowly holds up itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from tunix.rl.multi_turn.rollout.server import service as service_lib
 Request = starlette_requests.Request
 Response = starlette_responses.Response
 
-_EXPORTS = 4  # At a time; each holds one sequence.
 _AT_ONCE = 4096  # Numbers that are encoded without letting others go on.
 
 
@@ -45,7 +45,6 @@ class SessionRoutes:
     self._service = service
     self._read = read_object
     self._check_own = check_own
-    self._exporting = asyncio.Semaphore(_EXPORTS)
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "tunix-export")
 
   def close(self) -> None:
@@ -119,11 +118,8 @@ class SessionRoutes:
     """The body; the session is dropped once all of it was taken."""
     pieces = _encoded(found)
     loop = asyncio.get_running_loop()
-    async with self._exporting:
-      while piece := await loop.run_in_executor(
-          self._thread, next, pieces, b""
-      ):
-        yield piece
+    while piece := await loop.run_in_executor(self._thread, next, pieces, b""):
+      yield piece
     if drop is not None:
       await self._service.drop(drop)
 
