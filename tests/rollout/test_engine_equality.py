@@ -2,7 +2,8 @@
 
 200 random prompts a policy: episodes of five turns, several images a turn,
 in groups whose members begin alike (the same prompt, the same tokens with
-other pixels, the same picture with other words), more of them than slots.
+other pixels, other words at the end or at the beginning), more of them than
+slots, on pages shorter than what they have in common.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from tunix.rl.multi_turn.rollout import engine as engine_lib
 # Compiling takes seconds, on a busy machine minutes.
 pytestmark = pytest.mark.timeout(300)
 Sampling = policy_client.SamplingParams
-CONTEXT, TURNS, GROUP = 192, 5, 4
+CONTEXT, TURNS, GROUP, PAGE = 192, 5, 5, 8
 GREEDY = Sampling(max_new_tokens=6, temperature=0.0)
 
 
@@ -49,6 +50,7 @@ def make_engine(policy, store, **changes):
       image_sizes=references.SIZES,
       banned_token_ids=model.config.banned_token_ids,
       decode_steps_per_call=4,
+      page_size=PAGE,
   )
   return engine_lib.RolloutEngine(
       model, processor, store, **(options | changes)
@@ -115,23 +117,27 @@ class Micro:
 
 
 def opening(world, group, member):
-  """Members 0 and 1 read the same; 2 sees another picture, 3 other words."""
+  """Members 0 and 1 read the same; 2 sees another picture.
+
+  Of the words, 3 reads other ones at the end, 4 at the beginning: from its
+  second page on its tokens are those of the others.
+  """
   rng = np.random.default_rng((group, 7))
-  tokens = world.with_text(np.zeros(0, np.int32), rng, 3)
+  other = np.random.default_rng((group, 8))
+  tokens = world.with_text(np.zeros(0, np.int32), rng, PAGE - 2)
   image = world.picture(rng)
   if member == 2:
-    other = np.random.default_rng((group, 8))
     while True:
       seen = world.picture(other)
       if (seen.width, seen.height) == (image.width, image.height):
         break
     image = seen
   tokens, spans = world.with_image(tokens, (), image)
-  tokens = world.with_text(tokens, rng, 5)
+  tokens = world.with_text(tokens, rng, PAGE + 4)
   if member == 3:
-    tokens = world.with_text(
-        tokens[:-2], np.random.default_rng((group, 9)), 2
-    )
+    tokens = world.with_text(tokens[:-2], other, 2)
+  if member == 4:
+    tokens[:2] = world.with_text(tokens[:0], other, 2)
   return tokens, spans
 
 
@@ -215,7 +221,7 @@ async def test_200_prompts_of_a_qwen_equal_its_forward_pass(
     engine, recompute, qwen, store, greedy
 ):
   world = Qwen(qwen, store)
-  groups = 10 if greedy else 5
+  groups = 8 if greedy else 4
   first = 0 if greedy else 1000
   episodes = await play_groups(engine, world, first, groups, greedy, CONTEXT)
   logits = recompute.logits([(tokens, spans) for tokens, spans, _ in episodes])
@@ -233,7 +239,7 @@ async def test_200_prompts_of_the_micro_policy_equal_its_forward_pass(greedy):
       model, store, patch_buckets=(16,), decode_rows=(4,), window_buckets=()
   ) as engine:
     episodes = await play_groups(
-        engine, world, 0, 14, greedy, micro.CONTEXT, most=1
+        engine, world, 0, 20, greedy, micro.CONTEXT, most=1
     )
   logits = [
       micro.reference_logprobs(model, store, tokens, spans, banned=())
@@ -244,15 +250,74 @@ async def test_200_prompts_of_the_micro_policy_equal_its_forward_pass(greedy):
   assert undecided <= count / 50
 
 
+async def test_a_cache_that_is_too_small_for_what_runs_changes_no_answer(
+    recompute, qwen, store
+):
+  """Room for one whole context and a bit: requests are preempted."""
+  world = Qwen(qwen, store)
+  with make_engine(qwen, store, cache_tokens=CONTEXT + 64) as engine:
+    engine.warm_up()
+    episodes = await play_groups(engine, world, 2000, 4, True, CONTEXT)
+    mixed = await play_groups(engine, world, 3000, 2, False, CONTEXT)
+    assert engine.stats()["preemptions"] > 0
+  episodes += mixed
+  logits = recompute.logits([(tokens, spans) for tokens, spans, _ in episodes])
+  prompts, count, undecided = check(episodes, logits, world.banned)
+  assert prompts == 6 * GROUP * TURNS
+  assert undecided <= count / 50
+
+
 def test_the_members_of_a_group_differ_where_they_should(qwen, store):
   """Else sharing by tokens alone would go unnoticed."""
   world = Qwen(qwen, store)
   for group in range(10):
-    a, b, pixels, words = (opening(world, group, m) for m in range(GROUP))
+    a, b, pixels, end, begin = (opening(world, group, m) for m in range(GROUP))
     np.testing.assert_array_equal(a[0], b[0])
     np.testing.assert_array_equal(a[0], pixels[0])
-    assert a[1] == b[1] and a[1] != pixels[1] and a[1] == words[1]
-    assert not np.array_equal(a[0], words[0])
+    assert a[1] == b[1] == end[1] == begin[1] and a[1] != pixels[1]
+    for other, places in ((end, [-2, -1]), (begin, [0, 1])):
+      differ = np.flatnonzero(a[0] != other[0])
+      assert len(differ) and set(differ) <= {p % len(a[0]) for p in places}
+    assert len(a[0]) > 2 * PAGE
+
+
+async def greedy(engine, recompute, tokens, spans, session):
+  """A completion that is what `recompute` says."""
+  got = await engine.generate(
+      policy_client.TokenPrompt(tokens, spans), GREEDY, session=session
+  )
+  (logits,) = recompute.logits([(np.append(tokens, got.tokens), spans)])
+  references.check_completion(
+      logits[len(tokens) - 1 : -1],
+      got.tokens,
+      got.logprobs,
+      GREEDY,
+      recompute.model.config.banned_token_ids,
+  )
+  return np.append(tokens, got.tokens)
+
+
+async def test_a_history_that_is_rewritten_is_its_own_sessions(
+    engine, recompute, qwen, store
+):
+  """Others go on from what they had in common with it before."""
+  world, rng = Qwen(qwen, store), np.random.default_rng(5)
+  tokens, spans = opening(world, 40, 0)
+  tokens = world.with_text(tokens, rng, 4 * PAGE)
+  grown = {
+      name: await greedy(engine, recompute, tokens, spans, name)
+      for name in ("writer", "reader", "third")
+  }
+  for cut in (5 * PAGE - 3, 3 * PAGE + 2):
+    changed = world.with_text(tokens[:cut], rng, 3 * PAGE)
+    await greedy(engine, recompute, changed, spans, "writer")
+    for name in ("reader", "third"):
+      grown[name] = world.with_text(grown[name], rng, 3)
+      grown[name] = await greedy(engine, recompute, grown[name], spans, name)
+  fresh = world.with_text(tokens, rng, 1)
+  await greedy(engine, recompute, fresh, spans, "fourth")
+  for name in ("writer", "reader", "third", "fourth"):
+    await engine.release(name)
 
 
 async def test_other_pixels_are_other_answers(engine, recompute, qwen, store):
@@ -306,7 +371,7 @@ async def swapped(engine, later, prompts, count):
 @pytest.fixture(scope="module", name="prompts")
 def _prompts(qwen, store):
   world = Qwen(qwen, store)
-  return [opening(world, g, m) for g, m in ((0, 0), (0, 1), (0, 2), (1, 3))]
+  return [opening(world, g, m) for g, m in ((0, 0), (0, 1), (0, 2), (1, 4))]
 
 
 async def test_a_swap_in_mid_completion_equals_a_replay_by_hand(
@@ -390,31 +455,29 @@ async def test_a_swap_that_recomputes_goes_on_as_the_new_weights_would(
       )
 
 
+@pytest.mark.parametrize("known", [2 * PAGE + 3, PAGE - 3])
 async def test_a_session_begun_after_a_swap_knows_nothing_of_the_old_weights(
-    qwen, later, store, prompts
+    qwen, later, store, known
 ):
-  """Nor does it take up what an older session read of the same prompt."""
-  _, processor, _ = qwen
-  (tokens, spans), same, *_ = prompts
-  np.testing.assert_array_equal(tokens, same[0])
+  """Nor does it take up what an older session has kept over the swap."""
+  world, rng = Qwen(qwen, store), np.random.default_rng(known)
+  renewed = references.Recompute(
+      later, qwen[1], store, CONTEXT, images=2 * TURNS
+  )
+  first = world.with_text(np.zeros(0, np.int32), rng, known)
   with make_engine(qwen, store) as engine:
     engine.warm_up()
-    prompt = policy_client.TokenPrompt(tokens, spans)
-    await engine.generate(prompt, GREEDY, session="old")
+    got = await engine.generate(
+        policy_client.TokenPrompt(first), GREEDY, session="old"
+    )
     engine.update_weights(1, nnx.state(later, nnx.Param))
-    got = await engine.generate(prompt, GREEDY, session="new")
-  renewed = references.Recompute(
-      later, processor, store, CONTEXT, images=2 * TURNS
-  )
-  full = np.append(tokens, got.tokens)
-  (logits,) = renewed.logits([(full, spans)])
-  references.check_completion(
-      logits[len(tokens) - 1 : -1],
-      got.tokens,
-      got.logprobs,
-      GREEDY,
-      later.config.banned_token_ids,
-  )
+    # The old one goes on, in part with what the old weights have read.
+    tokens = world.with_text(np.append(first, got.tokens), rng, 4 * PAGE)
+    await engine.generate(
+        policy_client.TokenPrompt(tokens), GREEDY, session="old"
+    )
+    for name, prompt in (("new", tokens), ("short", first)):
+      await greedy(engine, renewed, prompt, (), name)
 
 
 # --- over the wire -----------------------------------------------------------
