@@ -43,20 +43,12 @@ import numpy as np
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn.rollout import data_urls
+from tunix.rl.multi_turn.rollout import remote_protocols
 
 PROTOCOLS = ("tunix", "vllm", "sglang")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
-_LONGEST_TOLD_S = 60.0  # That a server may ask for.
 _RELEASE_S = 10.0
 _RETRIED = (408, 429, 500, 502, 503, 504)
-_SESSION_GONE = ("unknown_session", "session_ended")
-_TOO_LONG = (
-    "context_length_exceeded",  # OpenAI's code, and ours.
-    "maximum context length",
-    "longer than the maximum model length",
-    "longer than the model's context length",
-    "exceeds the maximum allowed length",
-)
 
 Recompute = Callable[
     [policy_client.TokenPrompt, np.ndarray],
@@ -64,17 +56,9 @@ Recompute = Callable[
 ]
 """(prompt, int32[S] sampled tokens) -> float32[S] log-probs."""
 
-
-class RemoteError(RuntimeError):
-  """The server failed, or cannot be reached."""
-
-
-class PromptMismatchError(RemoteError):
-  """The server has read other tokens than it was sent."""
-
-
-class SessionGoneError(ValueError):
-  """The server has no such session any more."""
+RemoteError = remote_protocols.RemoteError
+PromptMismatchError = remote_protocols.PromptMismatchError
+SessionGoneError = remote_protocols.SessionGoneError
 
 
 def import_openai() -> Any:
@@ -91,19 +75,6 @@ def import_openai() -> Any:
         " install 'tunix-multi-turn[client]'"
     ) from error
   return openai
-
-
-@dataclasses.dataclass
-class _Answer:
-  """What a server said, in its own words; None where it said nothing."""
-
-  text: str
-  reason: str
-  tokens: list[int] | None
-  logprobs: list[float] | None
-  prompt: list[int] | None
-  prompt_length: int | None
-  versions: list[tuple[int, int]]  # (first token, version).
 
 
 class OpenAIClient:
@@ -353,22 +324,25 @@ class OpenAIClient:
       prompt: policy_client.TokenPrompt,
       sampling: policy_client.SamplingParams,
       session: str,
-  ) -> _Answer:
+  ) -> remote_protocols.Answer:
     pictures = [await self._urls.of(span.image) for span in prompt.images]
     self.counts["requests"] += 1
     if self._protocol == "tunix":
       return await self._ask_tunix(prompt, sampling, session, pictures)
     if self._protocol == "sglang":
-      return _of_sglang(
-          await self._post(
-              "/generate", self._sglang_body(prompt, sampling, pictures)
-          )
+      sglang = remote_protocols.sglang_body(
+          prompt, sampling, pictures, self._banned
       )
-    body = self._vllm_body(prompt, sampling, pictures)
+      return remote_protocols.of_sglang(await self._post("/generate", sglang))
+    body = remote_protocols.vllm_body(
+        self.model, prompt, sampling, pictures, self._banned
+    )
     path = "/inference/v1/generate" if pictures else "/v1/completions"
-    return _of_openai(await self._post(path, body))
+    return remote_protocols.of_openai(await self._post(path, body))
 
-  async def _ask_tunix(self, prompt, sampling, session, pictures) -> _Answer:
+  async def _ask_tunix(
+      self, prompt, sampling, session, pictures
+  ) -> remote_protocols.Answer:
     content = [
         {"type": "image_url", "image_url": {"url": url}} for url in pictures
     ]
@@ -390,7 +364,7 @@ class OpenAIClient:
     for attempt in range(2):
       name = await self._session(session)
       try:
-        return _of_openai(
+        return remote_protocols.of_openai(
             await self._post(f"/sessions/{name}/v1/chat/completions", body)
         )
       except SessionGoneError:
@@ -415,68 +389,12 @@ class OpenAIClient:
 
   async def _start(self, session: str) -> str:
     answer = await self._post("/rl/start_session", {"task_id": session})
-    return _field(answer, "session_id", str)
-
-  def _vllm_body(self, prompt, sampling, pictures) -> dict[str, Any]:
-    # Everything is said: what is left out, generation_config.json decides.
-    params: dict[str, Any] = {
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "seed": sampling.seed,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "skip_special_tokens": False,
-        "logprobs": 0,  # Of the sampled token, and of no other.
-    }
-    if self._banned:
-      params["logit_bias"] = {str(i): -100 for i in self._banned}
-    body = {"model": self.model, "return_token_ids": True}
-    if not pictures:
-      return body | params | {"prompt": prompt.tokens.tolist()}
-    return body | {
-        "token_ids": _collapsed(prompt),
-        "content_parts": [
-            {"type": "image_url", "image_url": {"url": url}}
-            for url in pictures
-        ],
-        "sampling_params": params,
-    }
-
-  def _sglang_body(self, prompt, sampling, pictures) -> dict[str, Any]:
-    params: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "sampling_seed": sampling.seed,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-    }
-    if self._banned:
-      params["logit_bias"] = {str(i): -100 for i in self._banned}
-    body = {
-        "input_ids": _collapsed(prompt),
-        "sampling_params": params,
-        "return_logprob": True,
-    }
-    if pictures:
-      body["image_data"] = pictures
-    return body
+    return remote_protocols.field(answer, "session_id", str)
 
   async def _completion(
       self,
       prompt: policy_client.TokenPrompt,
-      answer: _Answer,
+      answer: remote_protocols.Answer,
       version: int,
   ) -> policy_client.Completion:
     self._compare(prompt, answer)
@@ -508,11 +426,13 @@ class OpenAIClient:
         tokens_S,
         logprobs,
         versions,
-        _reason(answer.reason),
+        remote_protocols.finish_reason(answer.reason),
         fallback=cause,
     )
 
-  def _tokenised(self, answer: _Answer, cause: str) -> list[int]:
+  def _tokenised(
+      self, answer: remote_protocols.Answer, cause: str
+  ) -> list[int]:
     if self._tokenize is None:
       said = {
           "no_token_ids": "no token ids",
@@ -536,7 +456,7 @@ class OpenAIClient:
     return tokens
 
   def _compare(
-      self, prompt: policy_client.TokenPrompt, answer: _Answer
+      self, prompt: policy_client.TokenPrompt, answer: remote_protocols.Answer
   ) -> None:
     """Refuses an answer to another prompt."""
     if answer.prompt is not None:
@@ -579,13 +499,15 @@ class OpenAIClient:
         )
         full, told = False, None
       except openai.APIStatusError as error:
-        cause, failure = error, _refusal(url, error)
+        cause, failure = error, remote_protocols.refusal(url, error)
         if error.status_code not in _RETRIED or (
             error.response.headers.get("x-should-retry") == "false"
         ):
           raise failure from error
         full = error.status_code == 429
-        told = _seconds(error.response.headers.get("retry-after"))
+        told = remote_protocols.seconds(
+            error.response.headers.get("retry-after")
+        )
       except openai.OpenAIError as error:
         raise RemoteError(f"{url}: {error}") from error
       if not full and attempt >= self._retries:
@@ -613,117 +535,3 @@ def _rest(
       max_new_tokens=sampling.max_new_tokens - len(done),
       seed=int.from_bytes(digest, "big") & 0x7FFFFFFF,
   )
-
-
-def _collapsed(prompt: policy_client.TokenPrompt) -> list[int]:
-  """The tokens with one placeholder an image."""
-  keep = np.ones(len(prompt), np.bool_)
-  for span in prompt.images:
-    keep[span.offset + 1 : span.end] = False
-  return prompt.tokens[keep].tolist()
-
-
-def _reason(reason: str) -> policy_client.FinishReason:
-  if reason == "length":
-    return policy_client.FinishReason.LENGTH
-  if reason in ("abort", "cancelled"):
-    return policy_client.FinishReason.CANCELLED
-  return policy_client.FinishReason.STOP
-
-
-def _of_openai(answer: Any) -> _Answer:
-  """Of completions, chat completions and vLLM's generate."""
-  choices = _field(answer, "choices", list)
-  if not choices or not isinstance(choices[0], Mapping):
-    raise RemoteError("the server's answer has no choice")
-  choice = choices[0]
-  message = choice.get("message") or {}
-  logprobs = choice.get("logprobs") or {}
-  if logprobs.get("content") is not None:
-    found = [entry["logprob"] for entry in logprobs["content"]]
-  else:
-    found = logprobs.get("token_logprobs")
-  prompt = choice.get("prompt_token_ids")
-  if prompt is None:
-    prompt = answer.get("prompt_token_ids")
-  return _Answer(
-      text=choice.get("text") or message.get("content") or "",
-      reason=choice.get("finish_reason") or "stop",
-      tokens=choice.get("token_ids"),
-      logprobs=found,
-      prompt=prompt,
-      prompt_length=(answer.get("usage") or {}).get("prompt_tokens"),
-      versions=(
-          [(int(a), int(v)) for a, v in choice.get("policy_versions") or ()]
-          or _spans(choice.get("weight_versions"))
-      ),
-  )
-
-
-def _of_sglang(answer: Any) -> _Answer:
-  about = _field(answer, "meta_info", dict)
-  reason = about.get("finish_reason") or {}
-  sampled = about.get("output_token_logprobs")  # [[log-prob, id, text], …]
-  versions = _spans(about.get("weight_versions"))
-  if not versions:
-    versions = _spans([{"start": 0, "version": about.get("weight_version")}])
-  return _Answer(
-      text=answer.get("text") or "",
-      reason=reason.get("type", "stop") if reason else "stop",
-      tokens=(
-          [int(entry[1]) for entry in sampled]
-          if sampled is not None
-          else answer.get("output_ids")
-      ),
-      logprobs=sampled and [float(entry[0]) for entry in sampled],
-      prompt=answer.get("prompt_token_ids"),
-      prompt_length=about.get("prompt_tokens"),
-      versions=versions,
-  )
-
-
-def _spans(found: Any) -> list[tuple[int, int]]:
-  """Versions as vLLM and SGLang tell them; names that are no number are not."""
-  spans = []
-  for entry in found or ():
-    if isinstance(entry, Mapping):
-      version, start = entry.get("version"), entry.get("start", 0)
-    else:
-      version, start = entry[0], entry[1]
-    if str(version).isdigit():
-      spans.append((int(start), int(version)))
-  return spans
-
-
-def _field(answer: Any, name: str, kind: type) -> Any:
-  found = answer.get(name) if isinstance(answer, Mapping) else None
-  if not isinstance(found, kind):
-    raise RemoteError(
-        f"the server's answer has no {name}: {str(answer)[:200]!r}; is it of"
-        " the protocol that was configured?"
-    )
-  return found
-
-
-def _refusal(url: str, error: Any) -> Exception:
-  """A status as the seam's errors."""
-  body = error.body if isinstance(error.body, Mapping) else {}
-  body = body.get("error", body)
-  code = body.get("code") if isinstance(body, Mapping) else None
-  text = body.get("message") if isinstance(body, Mapping) else None
-  text = text or str(error)
-  if any(sign in f"{code} {text}" for sign in _TOO_LONG):
-    return policy_client.ContextLimitError(text)
-  said = f"{url} answered {error.status_code}: {text}"
-  if code in _SESSION_GONE:
-    return SessionGoneError(said)
-  if error.status_code in (400, 401, 403, 404, 409, 413, 422):
-    return ValueError(said)
-  return RemoteError(said)
-
-
-def _seconds(text: str | None) -> float | None:
-  try:
-    return min(max(0.0, float(text)), _LONGEST_TOLD_S)
-  except (TypeError, ValueError):
-    return None
