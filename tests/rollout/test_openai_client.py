@@ -54,7 +54,9 @@ async def test_it_samples_what_the_engine_in_process_samples(
   async with client_of(served) as client:
     for seeds in ((), (1,), (1, 2), (3, 3)):
       prompt = served.prompt(*seeds)
-      sampling = served.sampling(temperature=temperature, top_p=0.9, top_k=40)
+      sampling = served.sampling(
+          temperature=temperature, top_p=0.9, top_k=40, min_p=0.01
+      )
       got = await client.generate(prompt, sampling, session="a")
       want = await served.engine.generate(prompt, sampling, session="b")
       assert_equal(got, want)
