@@ -61,7 +61,6 @@ def test_a_field_of_a_message_that_is_not_used_is_refused(
 
 def test_a_tool_that_cannot_be_shown_as_meant_is_refused(running):
   for change, param in (
-      ({"strict": True}, "tool_choice"),
       ({"strict": "yes"}, "strict"),
       ({"returns": {}}, "tools[0].function.returns"),
       ({"parameters": "x"}, "tools[0].function.parameters"),
