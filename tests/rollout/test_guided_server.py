@@ -321,6 +321,25 @@ def test_a_tool_must_be_called_where_it_is_said_so(running, monkeypatch):
   assert set(json.loads(call.arguments)) == {"x", "button"}
 
 
+def test_a_strict_tool_need_not_be_called(running, monkeypatch):
+  policy = running.app._service.policy
+  monkeypatch.setattr(policy, "parser", qwen.QwenToolParser(compact=True))
+  strict = [{**t, "function": t["function"] | {"strict": True}} for t in TOOLS]
+  asked = []
+  monkeypatch.setattr(
+      policy.grammars, "start",
+      lambda source, start=policy.grammars.start: (
+          asked.append(source) or start(source)
+      ),
+  )  # pyformat: disable
+  held = ask(running.client(), USER, tools=strict)
+  free = ask(running.client(), USER, tools=TOOLS)
+  assert len(asked) == 1 and "lazy" in asked[0]
+  # What is strict is not for the policy to read.
+  assert held.prompt_token_ids == free.prompt_token_ids
+  assert held.choices[0].token_ids
+
+
 def test_held_answers_are_trained_on_with_their_log_probs(running):
   session = start(running)
   client = running.client(f"/sessions/{session['session_id']}")

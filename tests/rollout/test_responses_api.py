@@ -283,8 +283,6 @@ def test_a_stream_that_fails_says_so(running, monkeypatch):
          "message.output_text.logprobs"),
         ({"max_output_tokens": 100}, "max_output_tokens", "[1, 96]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "web_search"),
-        ({"tools": [TOOLS[0] | {"strict": True}]}, "tool_choice",
-         "strict function 'click'"),
         ({"top_logprobs": 2}, "top_logprobs", "include="),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
         ({"extra_body": {"n": 2}}, "n", "not supported"),

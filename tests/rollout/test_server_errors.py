@@ -61,7 +61,6 @@ def test_a_field_of_a_message_that_is_not_used_is_refused(
 
 def test_a_tool_that_cannot_be_shown_as_meant_is_refused(running):
   for change, param in (
-      ({"strict": True}, "tool_choice"),
       ({"strict": "yes"}, "strict"),
       ({"returns": {}}, "tools[0].function.returns"),
       ({"parameters": "x"}, "tools[0].function.parameters"),
@@ -161,6 +160,46 @@ def test_a_silent_stream_is_kept_alive_whatever_is_sampled(
     lines = [line for line in stream.iter_lines() if line]
   assert 3 <= sum(line.startswith(":") for line in lines) <= 9
   assert lines[-1] == "data: [DONE]"
+
+
+def test_a_stream_begins_before_anything_is_sampled(running, monkeypatch):
+  monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.05)
+  ids = np.array([300, 301], np.int32)
+
+  async def late(prompt, sampling, *, session, on_tokens):
+    await asyncio.sleep(0.4)
+    stop = policy_client.FinishReason.LENGTH
+    return policy_client.Completion(ids, ids * 0.0, ids * 0, stop)
+
+  client = running.app._service.policy.client
+  monkeypatch.setattr(client, "generate", late)
+  session = start(running)
+  url = f"{running.url}/sessions/{session['session_id']}/v1/chat/completions"
+  body = {
+      "model": MODEL, "stream": True,
+      "messages": [{"role": "user", "content": "x"}],
+  }  # pyformat: disable
+
+  async def read(client):
+    async with client.stream("POST", url, json=body) as stream:
+      return [line async for line in stream.aiter_lines() if line]
+
+  async def twice():
+    async with httpx.AsyncClient(timeout=60) as client:
+      return await asyncio.gather(read(client), read(client))
+
+  told = asyncio.run(twice())
+  for lines in told:
+    assert sum(line.startswith(":") for line in lines) >= 3
+    assert lines[-1] == "data: [DONE]"
+  # The second is a repeated request, and says so from the start.
+  ids_of = {
+      json.loads(line[5:])["id"]
+      for lines in told
+      for line in lines
+      if line.startswith("data: {")
+  }
+  assert ids_of == set(export(running, session)) and len(ids_of) == 1
 
 
 # --- sessions -----------------------------------------------------------------

@@ -96,7 +96,9 @@ class Grammars:
       self,
       parser: parser_base.ToolParser,
       tools: Sequence[Mapping[str, Any]],
-      many: bool,
+      *,
+      many: bool = False,
+      free: bool = False,
   ) -> str:
     """Of one call to one of the tools, or of several.
 
@@ -104,6 +106,8 @@ class Grammars:
       parser: reads the calls.
       tools: OpenAI schemas.
       many: whether more calls may follow the first.
+      free: any text, with calls in it or none; arguments are then held to the
+        schemas of `strict` tools only.
 
     Raises:
       GrammarError: nothing is known of how this parser's calls are written.
@@ -116,7 +120,9 @@ class Grammars:
     ways = []
     for tool in tools:
       function = tool["function"]
-      arguments = {"type": "object", **(function.get("parameters") or {})}
+      arguments = {"type": "object"}
+      if function.get("strict") or not free:
+        arguments |= function.get("parameters") or {}
       ways.append({
           "x-guidance": _JSON,
           "type": "object",
@@ -127,13 +133,21 @@ class Grammars:
           "required": ["name", "arguments"],
           "additionalProperties": False,
       })
-    more = ' ("\\n" call)*' if many else ""
+    head = '"<tool_call>\\n"'
+    start = 'start: call ("\\n" call)*' if many else "start: call"
+    if free:
+      # What a text is told from a call by is found at once, not at its end.
+      start = (
+          "start: call* TEXT\nTEXT: /(.|\\n)*/\n"
+          'head[lazy]: TEXT "<tool_call>"'
+      )
+      head = 'head "\\n"'
     schemas = "\n".join(
         f"c{i}: %json {json.dumps(way)}" for i, way in enumerate(ways)
     )
     return self._lib.LLMatcher.grammar_from_lark(
-        f"start: call{more}\n"
-        'call: "<tool_call>\\n" body "\\n</tool_call>"\n'
+        f"{start}\n"
+        f'call: {head} body "\\n</tool_call>"\n'
         f"body: {' | '.join(f'c{i}' for i in range(len(ways)))}\n"
         f"{schemas}\n"
     )

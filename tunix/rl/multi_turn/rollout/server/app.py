@@ -248,14 +248,16 @@ class App:
     """Server-sent events; text comes as it is sampled, tool calls at the end.
 
     A request that is refused is refused with a status: the stream begins with
-    the first token, or with the end of it all.
+    the first token, or when somebody might take it for dead.
     """
     news: streams.News = asyncio.Queue()
-    id_ = service_lib.new_id(api.PREFIX)
+    session = request.state.session
+    id_ = self._service.known_id(session, body)
+    id_ = id_ or service_lib.new_id(api.PREFIX)
     task = asyncio.ensure_future(
         self._service.complete(
             asked,
-            session=request.state.session,
+            session=session,
             body=body,
             on_tokens=lambda i, tokens: news.put_nowait((i, tokens)),
             answer_id=id_,
@@ -263,12 +265,16 @@ class App:
     )
     task.add_done_callback(lambda _: news.put_nowait(None))
     try:
-      first = await _unless_gone(request, news.get())
+      first = await _unless_gone(
+          request, asyncio.wait_for(news.get(), streams.KEEP_ALIVE_S)
+      )
+    except asyncio.TimeoutError:
+      first = streams.NOTHING
     except BaseException:
       task.cancel()
       raise
     if first is None:
-      id_ = task.result().id  # Or raises what the client is to be told.
+      task.result()  # Or raises what the client is to be told.
     writer = api.Stream(
         asked, id_, int(time.time()), self._service.policy.decoder
     )

@@ -39,7 +39,9 @@ def start(guide: requests.Guide, policy: Any) -> grammars_lib.Matcher:
     elif guide.kind == "regex":
       source = grammars.regex(guide.value)
     else:
-      source = grammars.calls(policy.parser, guide.value, guide.many)
+      source = grammars.calls(
+          policy.parser, guide.value, many=guide.many, free=guide.free
+      )
     return grammars.start(source)
   except grammars_lib.GrammarError as error:
     raise refused(guide, error) from None

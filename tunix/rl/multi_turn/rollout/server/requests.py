@@ -59,12 +59,14 @@ class Guide:
       called.
     field: that asked for it.
     many: whether more calls may follow the first.
+    free: whether calls are made at all.
   """
 
   kind: str
   value: Any
   field: str
   many: bool = False
+  free: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,15 +259,7 @@ def tool_choice(
   """The field `tool_choice`: whether calls are read, and must be made."""
   choice = body.get("tool_choice")
   many = fields.flag(body, "parallel_tool_calls", True)
-  strict = [t for t in tools if t["function"].get("strict")]
   if choice in (None, "auto", "none"):
-    if strict and choice != "none":
-      raise errors.invalid(
-          "tool_choice",
-          f"the strict function {strict[0]['function']['name']!r} needs"
-          " tool_choice 'required' or its name; leave strict out, or say so",
-          "unsupported_parameter",
-      )
     if not many:
       raise errors.invalid(
           "parallel_tool_calls",
@@ -273,7 +267,11 @@ def tool_choice(
           " out, or say so",
           "unsupported_parameter",
       )
-    return choice != "none" and bool(tools), None
+    if choice == "none" or not tools:
+      return False, None
+    strict = any(t["function"].get("strict") for t in tools)
+    guide = Guide("calls", tuple(tools), "tools", free=True) if strict else None
+    return True, guide
   if not tools:
     raise errors.invalid("tool_choice", "tool_choice needs tools")
   if choice == "required":

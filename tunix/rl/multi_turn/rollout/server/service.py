@@ -135,12 +135,23 @@ class Service:
     key = hashlib.sha256(body).hexdigest()
     task = turns.by_body.get(key)
     if task is None:
-      task = asyncio.ensure_future(
-          self._fresh(request, session, turns, on_tokens, answer_id)
+      task = asyncio.create_task(
+          self._fresh(request, session, turns, on_tokens, answer_id),
+          name=answer_id,
       )
       turns.by_body[key] = task
       task.add_done_callback(lambda done: turns.forget_failed(key, done))
     return await turns.wait_for(task, key)
+
+  def known_id(
+      self, session: interactions.Session | None, body: bytes
+  ) -> str | None:
+    """Id of the answer that this body has in its session, there or coming."""
+    turns = self._turns.get(session.id) if session else None
+    if turns is None:
+      return None
+    task = turns.by_body.get(hashlib.sha256(body).hexdigest())
+    return None if task is None else task.get_name()
 
   async def _fresh(
       self,

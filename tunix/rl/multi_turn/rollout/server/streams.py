@@ -22,6 +22,10 @@ News = "asyncio.Queue[tuple[int, np.ndarray] | None]"
 """(number of the choice, int32[S] new tokens), and None at the end."""
 
 
+NOTHING = 0, np.zeros(0, np.int32)
+"""News that there are none."""
+
+
 class Writer(Protocol):
   """An endpoint's events."""
 
