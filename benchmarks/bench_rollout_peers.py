@@ -66,7 +66,7 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument("--text", type=int, default=24)
   parser.add_argument("--screen", type=int, nargs=2, default=(224, 160))
   parser.add_argument("--size", default="tiny", choices=("tiny", "small"))
-  parser.add_argument("--rounds", type=int, default=3)
+  parser.add_argument("--rounds", type=int, default=2)
   parser.add_argument(
       "--columns", nargs="*", default=COLUMNS, choices=COLUMNS, metavar="NAME"
   )
@@ -644,13 +644,18 @@ def main() -> None:
   for column in columns:
     column.close()
   parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model)))
-  print(f"\n{parameters / 1e6:.1f}M parameters, float32")
+  load = os.getloadavg()[1]
+  print(f"\n{parameters / 1e6:.1f}M parameters, float32, load {load:.1f}")
+  if load > 1.5 * (os.cpu_count() or 1):
+    # torch's threads wait for each other at every operation.
+    print("other work runs here: torch's columns suffer most from that")
   print(table(workload, results))
   for name in ("ours", "ours, text"):
     if name in results:
       print(f"{name}, shares of its time: {results[name]['shares']}")
   report = {
       "parameters": parameters,
+      "load": load,
       "workload": {
           k: getattr(workload, k)
           for k in (
