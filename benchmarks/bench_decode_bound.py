@@ -235,8 +235,8 @@ def parts(args, model, rows: int, steps: int, window: int) -> dict[str, float]:
         token, logprob = sampler.sample(
             scores, banned, keys, starts + i,
             jnp.ones(rows), jnp.zeros(rows, jnp.int32), jnp.ones(rows),
-            jnp.bool_(False),
-        )  # pyformat: disable
+            jnp.zeros(rows), jnp.bool_(False),
+        )[:2]  # pyformat: disable
         return token, cache, kept + logprob.sum()
 
       return lax.fori_loop(0, steps, body, (token, cache, jnp.float32(0)))
@@ -263,7 +263,7 @@ def parts(args, model, rows: int, steps: int, window: int) -> dict[str, float]:
     def run(cache, q):
       def body(i, q):
         for k, v in cache:
-          q = kernels.attend(q, k, v, mask)
+          q = kernels.attend_cached(q, k, v, mask)
         return q
 
       return lax.fori_loop(0, steps, body, q)

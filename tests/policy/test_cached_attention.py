@@ -69,7 +69,8 @@ def test_pages_and_rows_equal_the_definition(interpreted, tokens, kv):
           history[r][:, i].swapaxes(0, 1).reshape(2 * kv, h)
       )
       rows[:, r, :, i] = history[r][:, i]
-  cache, rows = jnp.asarray(cache), tuple(jnp.asarray(rows))
+  cache = jnp.asarray(cache)
+  rows = (jnp.asarray(rows[0].swapaxes(2, 3)), jnp.asarray(rows[1]))
   run = jax.jit(cached_attention.attend_pages)
   run_rows = jax.jit(cached_attention.attend_rows)
   for lengths in ([tokens, 1, tokens, 0], [1, tokens, 0, tokens]):

@@ -21,6 +21,16 @@ import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import kernels
 
 
+def init_rows(
+    batch: int, length: int, kv_heads: int, head_dim: int, dtype
+) -> tuple[jax.Array, jax.Array]:
+  """Keys [B, K, H, C] and values [B, K, C, H] of one layer."""
+  return (
+      jnp.zeros((batch, kv_heads, head_dim, length), dtype),
+      jnp.zeros((batch, kv_heads, length, head_dim), dtype),
+  )
+
+
 def attend_rows(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
@@ -35,25 +45,25 @@ def attend_rows(
     q_BTNH: queries.
     k_BTKH: keys of the new tokens.
     v_BTKH: values of the new tokens.
-    kept: keys and values [B, K, C, H].
+    kept: keys [B, K, H, C] and values [B, K, C, H], as of `init_rows`.
     starts_B: int32, tokens of each row that are cached already.
     lengths_B: int32, how many of the T are real.
 
   Returns:
     [B, T, N, H], and the new cache.
   """
-  k_BKCH, v_BKCH = kept
+  k_BKHC, v_BKCH = kept
   b, t = q_BTNH.shape[:2]
-  length = k_BKCH.shape[2]
+  length = v_BKCH.shape[2]
   index_BT = starts_B[:, None] + jnp.arange(t)
   # Tokens that are not real go to an index outside, which drops them.
   write_BT = jnp.where(jnp.arange(t) < lengths_B[:, None], index_BT, length)
   rows_B1 = jnp.arange(b)[:, None]
-  k_BKCH = k_BKCH.at[rows_B1, :, write_BT].set(k_BTKH, mode="drop")
+  k_BKHC = k_BKHC.at[rows_B1, :, :, write_BT].set(k_BTKH, mode="drop")
   v_BKCH = v_BKCH.at[rows_B1, :, write_BT].set(v_BTKH, mode="drop")
   mask_BTC = jnp.arange(length) <= index_BT[..., None]
-  mixed = kernels.attend(q_BTNH, k_BKCH, v_BKCH, mask_BTC)
-  return mixed, (k_BKCH, v_BKCH)
+  mixed = kernels.attend_cached(q_BTNH, k_BKHC, v_BKCH, mask_BTC)
+  return mixed, (k_BKHC, v_BKCH)
 
 
 def pages_apply(head_dim: int, kv_heads: int, dtype: jnp.dtype) -> bool:

@@ -29,7 +29,7 @@ from tunix.rl.multi_turn.policy import sharding
 _VOCABULARY = sharding.MODEL_AXES
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...] | tuple[jax.Array, jax.Array]
-"""Keys and values [B, K, C, H] of each layer, or [L, B, K, C, H] of all."""
+"""Of each layer as of `init_rows`, or stacked, [L, …], of all."""
 
 
 class QwenVL(nnx.Module):
@@ -105,15 +105,19 @@ class QwenVL(nnx.Module):
 
   def init_cache(self, batch: int, length: int) -> Cache:
     text = self.config.text
-    shape = (batch, text.num_key_value_heads, length, text.head_dim)
-    dtype = jnp.dtype(self.config.compute_dtype)
-    if self.language_model.stacked:
-      stacked = (text.num_hidden_layers, *shape)
-      return jnp.zeros(stacked, dtype), jnp.zeros(stacked, dtype)
-    return tuple(
-        (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    layers_ = tuple(
+        cached_attention.init_rows(
+            batch,
+            length,
+            text.num_key_value_heads,
+            text.head_dim,
+            jnp.dtype(self.config.compute_dtype),
+        )
         for _ in range(text.num_hidden_layers)
     )
+    if self.language_model.stacked:
+      return jax.tree.map(lambda *x: jnp.stack(x), *layers_)
+    return layers_
 
   def extend(
       self,

@@ -331,10 +331,11 @@ class TinyVL(nnx.Module):
 
   def init_cache(self, batch: int, length: int) -> Cache:
     c = self.config
-    shape = (batch, c.kv_heads, length, c.head_dim)
     dtype = jnp.dtype(c.compute_dtype)
     return tuple(
-        (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        cached_attention.init_rows(
+            batch, length, c.kv_heads, c.head_dim, dtype
+        )
         for _ in range(c.layers)
     )
 
