@@ -29,7 +29,6 @@ import random
 import re
 import subprocess
 import sys
-import threading
 import time
 from typing import Any, Callable
 
@@ -42,6 +41,7 @@ from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.rollout import engine as engine_lib
 from tunix.rl.multi_turn.rollout import media
+from tunix.rl.multi_turn.rollout import loopback
 from tunix.rl.multi_turn.rollout import serve
 from tunix.rl.multi_turn.rollout.server import chat
 from tunix.rl.multi_turn.rollout.server import fields
@@ -95,8 +95,6 @@ class Timed:
 
 def serve_forever() -> None:
   """Serves until its standard input ends; obeys lines that come there."""
-  import uvicorn  # pylint: disable=g-import-not-at-top
-
   host_memory.tune()
   policy = checkpoint.create_policy(
       "qwen3_vl_tiny", screen=LARGE, max_pixels=PIXELS
@@ -117,30 +115,20 @@ def serve_forever() -> None:
   )
   timed = Timed(engine)
   app = serve.make_app(MODEL, timed, policy, store)
-  server = uvicorn.Server(
-      uvicorn.Config(app.asgi, port=0, log_level="warning")
-  )
-
-  def obey() -> None:
-    while not server.started:
-      time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    print(json.dumps({"port": port}), flush=True)
-    version = 0
-    for line in sys.stdin:
-      what, *rest = line.split()
-      if what == "direct":
-        print(json.dumps(asyncio.run(_direct(timed, int(rest[0])))), flush=True)
-      elif what == "update":
-        version += 1
-        engine.update_weights(version, model).result(60)
-        print(json.dumps({"version": version}), flush=True)
-    server.should_exit = True
-
   with engine:
     engine.warm_up()
-    threading.Thread(target=obey, daemon=True).start()
-    server.run()
+    with loopback.LoopbackServer(app.asgi) as server:
+      print(json.dumps({"port": server.port}), flush=True)
+      version = 0
+      for line in sys.stdin:
+        what, *rest = line.split()
+        if what == "direct":
+          seconds = asyncio.run(_direct(timed, int(rest[0])))
+          print(json.dumps(seconds), flush=True)
+        elif what == "update":
+          version += 1
+          engine.update_weights(version, model).result(60)
+          print(json.dumps({"version": version}), flush=True)
 
 
 async def _direct(timed: Timed, count: int) -> list[float]:

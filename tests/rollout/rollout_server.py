@@ -2,7 +2,6 @@
 
 import base64
 import io
-import threading
 import time
 
 import httpx
@@ -13,9 +12,9 @@ from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.rollout import engine as engine_lib
+from tunix.rl.multi_turn.rollout import loopback
 from tunix.rl.multi_turn.rollout import serve
 from tunix.rl.multi_turn.rollout.server import requests as requests_lib
-import uvicorn
 
 MODEL = "nano"
 SIZE = (32, 32)
@@ -48,22 +47,16 @@ class Running:
         limits=requests_lib.Limits(max_new_tokens=96, n=4, images=3),
         **options,
     )
-    config = uvicorn.Config(self.app.asgi, port=0, log_level="warning")
-    self.server = uvicorn.Server(config)
-    self._thread = threading.Thread(target=self.server.run, daemon=True)
+    self.server = loopback.LoopbackServer(self.app.asgi)
+    self.url = self.server.url
 
   def __enter__(self):
     self.engine.warm_up()
-    self._thread.start()
-    while not self.server.started:
-      time.sleep(0.01)
-    port = self.server.servers[0].sockets[0].getsockname()[1]
-    self.url = f"http://127.0.0.1:{port}"
+    self.server.start()
     return self
 
   def __exit__(self, *exc_info):
-    self.server.should_exit = True
-    self._thread.join(20)
+    self.server.close()
     self.engine.close()
 
   def client(self, path="", key="none", **options):

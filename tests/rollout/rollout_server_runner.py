@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import httpx
+from tunix.rl.multi_turn.rollout import loopback
 from tunix.rl.multi_turn.rollout import serve
-import uvicorn
 
 
 class Server:
@@ -16,23 +13,15 @@ class Server:
   def __init__(self, name, engine, policy, store, **options):
     self.engine = engine
     self.app = serve.make_app(name, engine, policy, store, **options)
-    self._server = uvicorn.Server(
-        uvicorn.Config(self.app.asgi, port=0, log_level="warning")
-    )
-    self._thread = threading.Thread(target=self._server.run, daemon=True)
-    self.url = ""
+    self._server = loopback.LoopbackServer(self.app.asgi)
+    self.url = self._server.url
 
   def __enter__(self):
-    self._thread.start()
-    while not self._server.started:
-      time.sleep(0.01)
-    port = self._server.servers[0].sockets[0].getsockname()[1]
-    self.url = f"http://127.0.0.1:{port}"
+    self._server.start()
     return self
 
   def __exit__(self, *exc_info):
-    self._server.should_exit = True
-    self._thread.join(20)
+    self._server.close()
 
   async def post(self, path, body=None):
     """The answer to a JSON body."""

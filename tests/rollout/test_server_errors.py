@@ -167,7 +167,7 @@ def test_a_stream_begins_before_anything_is_sampled(running, monkeypatch):
   ids = np.array([300, 301], np.int32)
 
   async def late(prompt, sampling, *, session, on_tokens):
-    await asyncio.sleep(0.4)
+    await asyncio.sleep(2.0)  # Of forty keep-alives, three are asked for.
     stop = policy_client.FinishReason.LENGTH
     return policy_client.Completion(ids, ids * 0.0, ids * 0, stop)
 

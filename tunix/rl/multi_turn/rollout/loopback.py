@@ -13,6 +13,14 @@ import time
 from typing import Any
 
 _START_S = 30.0
+SERVER_OPTIONS = dict(
+    log_level="warning",
+    # An agent may think for long between two turns; and a client that reuses a
+    # connection should be the one that gives it up.
+    timeout_keep_alive=300,
+    timeout_graceful_shutdown=5,
+)
+"""Of uvicorn, here and in the command."""
 
 
 class LoopbackServer:
@@ -42,16 +50,9 @@ class LoopbackServer:
     except OSError:
       self._socket.close()
       raise
-    self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-    self._server = uvicorn.Server(
-        uvicorn.Config(
-            asgi,
-            log_level="warning",
-            # An agent may think for long between two turns.
-            timeout_keep_alive=300,
-            timeout_graceful_shutdown=5,
-        )
-    )
+    self.port: int = self._socket.getsockname()[1]
+    self.url = f"http://{host}:{self.port}"
+    self._server = uvicorn.Server(uvicorn.Config(asgi, **SERVER_OPTIONS))
     self._thread = threading.Thread(
         target=self._server.run,
         kwargs={"sockets": [self._socket]},

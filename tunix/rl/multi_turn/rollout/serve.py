@@ -27,6 +27,7 @@ from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.rollout import engine as engine_lib
 from tunix.rl.multi_turn.rollout import grammars
+from tunix.rl.multi_turn.rollout import loopback
 from tunix.rl.multi_turn.rollout import media
 from tunix.rl.multi_turn.rollout import session_store
 from tunix.rl.multi_turn.rollout import shapes
@@ -300,9 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush=True,
     )
     # Requests that run have a moment to end; sessions do not outlive it.
-    config = uvicorn.Config(
-        app.asgi, log_level="warning", timeout_graceful_shutdown=5
-    )
+    config = uvicorn.Config(app.asgi, **loopback.SERVER_OPTIONS)
     uvicorn.Server(config).run(sockets=[listening])
   return 0
 
