@@ -18,8 +18,11 @@ from typing import Any, Iterable, Mapping
 import orjson
 from tunix.rl.multi_turn.monitor.schema import progress
 from tunix.rl.multi_turn.monitor.schema import vocabulary
+from tunix.rl.multi_turn.monitor.server import aggregates
+from tunix.rl.multi_turn.monitor.server import environments
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items as items_lib
+from tunix.rl.multi_turn.monitor.server import references
 from tunix.rl.multi_turn.monitor.server import statements
 
 Item = items_lib.Item
@@ -58,34 +61,10 @@ _NATURAL = {
 _TABLE_SQL = {k.name: f'"{k.name}"' for k in items_lib.KINDS}
 
 
-class Shared:
-  """What several transactions of a writer know of the database.
-
-  Only of what is committed, and only of what never changes.
-  """
-
-  def __init__(self, most: int = 200_000):
-    self._most = most
-    self.ids: dict[tuple[int, str, str], int] = {}
-    self.owners: dict[tuple[str, int], int] = {}
-    """(kind, id) -> training, of what others refer to."""
-
-  def learn(
-      self,
-      ids: Mapping[tuple[int, str, str], int],
-      owners: Mapping[tuple[str, int], int],
-  ) -> None:
-    for known, new in ((self.ids, ids), (self.owners, owners)):
-      known.update(new)
-      if len(known) > self._most:
-        for key in list(known)[: len(known) - self._most // 2]:
-          del known[key]
-
-
 class Transaction:
   """Batches that are committed together."""
 
-  def __init__(self, sql: statements.Sql, shared: Shared, now: str):
+  def __init__(self, sql: statements.Sql, shared: references.Shared, now: str):
     """Args:
 
       sql: of the open transaction.
@@ -95,7 +74,7 @@ class Transaction:
     self.sql = sql
     self.shared = shared
     self.now = now
-    self.ids: dict[tuple[int, str, str], int] = {}
+    self.ids: references.Ids = {}
     self.owners: dict[tuple[str, int], int] = {}
     self.last_id: dict[str, int] = {}
     self._measured: set[tuple[str, int]] = set()
@@ -135,7 +114,7 @@ class Transaction:
           f" monitor_change) - {_CHANGES_KEPT:d}"
       )
     for kind, id_ in sorted(self._measured):
-      _aggregate(self.sql, kind, id_, self.now)
+      aggregates.update(self.sql, kind, id_, self.now)
       if (owner := self._owner(kind, id_)) is not None:
         self._changes[owner, kind, id_] = None
     self.sql.many(
@@ -171,7 +150,6 @@ class _Work:
     self._tx = transaction
     self._sql = transaction.sql
     self._project = project
-    self.ids: dict[tuple[int, str, str], int] = {}
     self.owners: dict[tuple[str, int], int] = {}
     self.measured: set[tuple[str, int]] = set()
     self.trainings: set[int] = set()
@@ -179,9 +157,17 @@ class _Work:
     self._state: dict[tuple[str, int], _Row] = {}
     self._training: int | None = None
     self._ignored: list[dict[str, Any]] = []
-    self._held: dict[int, dict[str, Any]] = {}
-    self._mine: set[tuple[str, int]] = set()
+    self._who = references.References(
+        self._sql, project, transaction.ids, transaction.shared.ids
+    )
+    self._waiting = environments.WaitingEnvironments(
+        self._sql, project, transaction.now
+    )
     self._taken: list[int] = []
+
+  @property
+  def ids(self) -> references.Ids:
+    return self._who.ids
 
   def apply(self, batch: items_lib.Batch) -> dict[str, Any]:
     delivery = batch.delivery
@@ -197,7 +183,7 @@ class _Work:
             extra={"applied_to": done},
         )
     if batch.training not in (None, ""):
-      self._training = self._resolve_one(
+      self._training = self._who.resolve_one(
           "training", batch.training, "training_id"
       )
     reply: dict[str, Any] = {}
@@ -242,12 +228,12 @@ class _Work:
   # --- a kind ----------------------------------------------------------------
 
   def _apply_kind(self, kind: Kind, found: list[Item]) -> list[int]:
-    parents = self._resolve_parents(kind, found)
+    parents = self._who.resolve_parents(kind, found)
     for item, refers in zip(found, parents):
       item.values.update(refers)
     if kind.parents.get("training_id") and self._training is not None:
       for item in found:
-        if item.client_id is None or self._known(kind, item) is None:
+        if item.client_id is None or self._who.known(kind.name, item.client_id) is None:
           item.values.setdefault("training_id", self._training)
     self._find(kind, found)
     inserts: list[tuple[int, Item]] = []
@@ -257,24 +243,27 @@ class _Work:
     result = []
     for item in found:
       id_ = self._existing(kind, item, fresh)
+      waiting = None
+      if id_ is not None and kind.name == "environment":
+        if ("environment", id_) not in self._state:
+          waiting = self._waiting.get(id_)
       if id_ is None:
         id_ = self._take(kind, len(found))
         if kind.name == "environment" and "rollout_id" not in item.values:
-          self._hold(id_, item)
+          self._waiting.keep(id_, item.values)
         else:
           inserts.append((id_, item))
         key = self._natural(kind, item)
         if key is not None:
           fresh[key] = id_
-      elif kind.name == "environment" and self._is_held(id_):
-        self._unhold(id_, item, inserts)
+      elif waiting is not None:
+        self._more_of_waiting(id_, item, waiting, inserts)
       else:
         updates.append((id_, item))
-      if item.client_id is not None:
-        known = (self._project, kind.name, item.client_id)
-        if self._lookup(known) is None:
-          self.ids[known] = id_
-          names.append((*known, id_))
+      name = item.client_id
+      if name is not None and self._who.known(kind.name, name) is None:
+        self._who.learn(kind.name, name, id_)
+        names.append((self._project, kind.name, name, id_))
       result.append(id_)
     self._insert(kind, inserts)
     self._update(kind, updates)
@@ -297,86 +286,6 @@ class _Work:
       )
     return self._taken.pop()
 
-  # --- who is meant ------------------------------------------------------------
-
-  def _lookup(self, key: tuple[int, str, str]) -> int | None:
-    for known in (self.ids, self._tx.ids, self._tx.shared.ids):
-      if (id_ := known.get(key)) is not None:
-        return id_
-    return None
-
-  def _known(self, kind: Kind, item: Item) -> int | None:
-    return self._lookup((self._project, kind.name, item.client_id))
-
-  def _look_up(self, kind: str, names: Iterable[str]) -> None:
-    """Learns the ids of client ids that the database knows."""
-    unknown = {
-        n for n in names if self._lookup((self._project, kind, n)) is None
-    }
-    if not unknown:
-      return
-    rows = self._sql.among(
-        "SELECT client_id, entity_id FROM monitor_client_id WHERE project_id ="
-        " ? AND kind = ? AND client_id {among}",
-        (self._project, kind),
-        unknown,
-    )
-    for name, id_ in rows:
-      self.ids[self._project, kind, name] = id_
-
-  def _resolve_parents(
-      self, kind: Kind, found: list[Item]
-  ) -> list[dict[str, int]]:
-    wanted: dict[str, set[Any]] = collections.defaultdict(set)
-    for item in found:
-      for column, value in item.parents.items():
-        wanted[kind.parents[column]].add(value)
-    for parent, values in wanted.items():
-      self._look_up(parent, [v for v in values if isinstance(v, str)])
-      self._check_numbers(
-          parent, sorted(v for v in values if isinstance(v, int))
-      )
-    return [
-        {
-            column: self._resolve_one(
-                kind.parents[column], value, f"{item.path}.{column}"
-            )
-            for column, value in item.parents.items()
-        }
-        for item in found
-    ]
-
-  def _resolve_one(self, kind: str, value: int | str, path: str) -> int:
-    if isinstance(value, str):
-      self._look_up(kind, [value])
-      id_ = self._lookup((self._project, kind, value))
-      if id_ is None and value.isascii() and value.isdigit():
-        value = int(value)  # An id that went through somebody's JSON.
-      else:
-        if id_ is None:
-          raise errors.invalid([errors.fault(
-              path, value,
-              f"no {kind} has this client id; send it before, or in the same"
-              " batch",
-          )])  # pyformat: disable
-        return id_
-    self._check_numbers(kind, [value])
-    if (kind, value) not in self._mine:
-      raise errors.invalid(
-          [errors.fault(path, value, f"this project has no {kind} of this id")]
-      )
-    return value
-
-  def _check_numbers(self, kind: str, ids: list[int]) -> None:
-    """Learns which of these ids are the project's."""
-    missing = [i for i in ids if (kind, i) not in self._mine]
-    query = _OF_PROJECT.get(kind)
-    if missing and query:
-      self._mine.update(
-          (kind, row[0])
-          for row in self._sql.among(query, (self._project,), missing)
-      )
-
   def _natural(self, kind: Kind, item: Item) -> tuple[Any, ...] | None:
     columns = _NATURAL.get(kind.name)
     if columns is None:
@@ -386,15 +295,15 @@ class _Work:
 
   def _find(self, kind: Kind, found: list[Item]) -> None:
     """Learns which items the database has already."""
-    self._look_up(
+    self._who.look_up(
         kind.name, [i.client_id for i in found if i.client_id is not None]
     )
     ids = {i.id for i in found if i.id is not None}
     if ids:
-      self._check_numbers(kind.name, sorted(ids))
+      self._who.check_numbers(kind.name, sorted(ids))
     for item in found:
       if item.client_id is not None:
-        id_ = self._known(kind, item)
+        id_ = self._who.known(kind.name, item.client_id)
         if id_ is not None:
           ids.add(id_)
     if kind.name in _STATE:
@@ -419,14 +328,14 @@ class _Work:
   ) -> int | None:
     """The id of the row that an item is about; None for a new one."""
     if item.id is not None:
-      if (kind.name, item.id) not in self._mine:
+      if (kind.name, item.id) not in self._who.mine:
         raise errors.invalid([errors.fault(
             f"{item.path}.id", item.id,
             f"this project has no {kind.name} of this id",
         )])  # pyformat: disable
       return item.id
     if item.client_id is not None:
-      id_ = self._known(kind, item)
+      id_ = self._who.known(kind.name, item.client_id)
       if id_ is not None:
         return id_
     key = self._natural(kind, item)
@@ -445,8 +354,8 @@ class _Work:
     if kind.name == "training":
       return self._training_of_name(item, id_)
     if kind.name == "rollout":
-      self._check_numbers("rollout", [id_])
-      if ("rollout", id_) not in self._mine:
+      self._who.check_numbers("rollout", [id_])
+      if ("rollout", id_) not in self._who.mine:
         raise errors.invalid([errors.fault(
             f"{item.path}.rollout_id", key[0],
             "another project has a rollout of this name; use one that is"
@@ -462,8 +371,8 @@ class _Work:
     A client that names its training otherwise means a run of its own; that
     gets a number behind its name, and nothing of the other is lost.
     """
-    self._check_numbers("training", [id_])
-    if item.client_id is None and ("training", id_) in self._mine:
+    self._who.check_numbers("training", [id_])
+    if item.client_id is None and ("training", id_) in self._who.mine:
       self._load("training", [id_])
       return id_
     name, number = item.values["run_name"], 2
@@ -475,70 +384,44 @@ class _Work:
     item.values["run_name"] = f"{name}-{number}"
     return None
 
-  # --- environments before their rollouts -----------------------------------
+  # --- environments before their rollouts ------------------------------------
 
-  def _hold(self, id_: int, item: Item) -> None:
-    self._held[id_] = item.values
-    self._store_held(id_, item.values)
-
-  def _store_held(self, id_: int, values: Mapping[str, Any]) -> None:
-    self._sql.run(
-        statements.upsert(
-            "monitor_pending_environment", ("id",),
-            ("project_id", "fields_json", "created_at"),
-        ),
-        (
-            id_, self._project, orjson.dumps(values).decode(), self._tx.now,
-        ),
-    )  # pyformat: disable
-
-  def _is_held(self, id_: int) -> bool:
-    if id_ in self._held:
-      return True
-    if ("environment", id_) in self._state:
-      return False
-    rows = self._sql.rows(
-        "SELECT fields_json FROM monitor_pending_environment WHERE id = ? AND"
-        " project_id = ?",
-        (id_, self._project),
-    )
-    if rows:
-      self._held[id_] = orjson.loads(rows[0][0])
-    return bool(rows)
-
-  def _unhold(
-      self, id_: int, item: Item, inserts: list[tuple[int, Item]]
+  def _more_of_waiting(
+      self,
+      id_: int,
+      item: Item,
+      waiting: dict[str, Any],
+      inserts: list[tuple[int, Item]],
   ) -> None:
-    """More about an environment that still waits for its rollout."""
-    item.values = {**self._held.pop(id_), **item.values}
+    """More about an environment that waits; with its rollout, a new row."""
+    item.values = {**waiting, **item.values}
     if "rollout_id" in item.values:
-      self._sql.run(
-          "DELETE FROM monitor_pending_environment WHERE id = ?", (id_,)
-      )
+      item.raw = {**self._waiting.raw(id_), **item.raw}
+      self._waiting.remove(id_)
       inserts.append((id_, item))
     else:
-      self._hold(id_, item)
+      self._waiting.keep(id_, item.values)
 
   def _environments_of(self, found: Iterable[tuple[int, Item]]) -> None:
-    """Environments that waited for these rollouts."""
-    kind = items_lib.BY_NAME["environment"]
+    """Makes the environments that waited for these rollouts."""
+    inserts: list[tuple[int, Item]] = []
     for rollout, item in found:
-      name = item.environment
-      if name is None:
+      if item.environment is None:
         continue
-      if isinstance(name, str):
-        self._look_up("environment", [name])
-        id_ = self._lookup((self._project, "environment", name))
-      else:
-        id_ = name
-      if id_ is not None and self._is_held(id_):
-        waiting = Item(f"{item.path}.env_id")
-        waiting.values = {"rollout_id": rollout}
-        inserts: list[tuple[int, Item]] = []
-        self._unhold(id_, waiting, inserts)
-        self._insert(kind, inserts)
+      id_: int | str | None = item.environment
+      if isinstance(id_, str):
+        self._who.look_up("environment", [id_])
+        id_ = self._who.known("environment", id_)
+      if id_ is None or ("environment", id_) in self._state:
+        continue
+      waiting = self._waiting.get(id_)
+      if waiting is not None:
+        more = Item(f"{item.path}.env_id")
+        more.values = {"rollout_id": rollout}
+        self._more_of_waiting(id_, more, waiting, inserts)
+    self._insert(items_lib.BY_NAME["environment"], inserts)
 
-  # --- rows --------------------------------------------------------------------
+  # --- rows -----------------------------------------------------------------
 
   def _insert(self, kind: Kind, found: list[tuple[int, Item]]) -> None:
     if not found:
@@ -580,7 +463,7 @@ class _Work:
           " VALUES (?, ?)",
           [(id_, self._project) for id_, _ in found],
       )
-    self._mine.update((kind.name, id_) for id_, _ in found)
+    self._who.mine.update((kind.name, id_) for id_, _ in found)
     for id_, item in found:
       self._note_status(kind, id_, item, None)
 
@@ -681,7 +564,7 @@ class _Work:
           f" {', '.join(f'{w}_id' for w in given) or 'none'}",
       )])  # pyformat: disable
 
-  # --- statuses and progress ---------------------------------------------------
+  # --- statuses and progress ------------------------------------------------
 
   def _drop_status(
       self, kind: Kind, item: Item, row: _Row, values: dict[str, Any]
@@ -809,73 +692,3 @@ _NEEDS = {
     "validation": ("rollout_id",),
 }
 """Parents that a new entity must have."""
-
-_TRAINING_OF_ROLLOUT = (
-    "LEFT JOIN step s ON s.id = r.step_id LEFT JOIN eval e ON e.id = r.eval_id"
-    " LEFT JOIN baseline b ON b.id = r.baseline_id JOIN"
-    " monitor_training_project p ON p.training_id = COALESCE(s.training_id,"
-    " e.training_id, b.training_id)"
-)
-_OF_PROJECT = {
-    "training": (
-        "SELECT training_id FROM monitor_training_project WHERE project_id = ?"
-        " AND training_id {among}"
-    ),
-    **{
-        kind: (
-            f'SELECT x.id FROM "{kind}" x JOIN monitor_training_project p ON'
-            " p.training_id = x.training_id WHERE p.project_id = ? AND x.id"
-            " {among}"
-        )
-        for kind in ("baseline", "eval", "step")
-    },
-    # Tasks are what runs of all projects are compared on.
-    "task": "SELECT id FROM task WHERE ? > 0 AND id {among}",
-    "validator": "SELECT id FROM validator WHERE ? > 0 AND id {among}",
-    "rollout": (
-        f"SELECT r.id FROM rollout r {_TRAINING_OF_ROLLOUT} WHERE p.project_id"
-        " = ? AND r.id {among}"
-    ),
-    **{
-        kind: (
-            f"SELECT x.id FROM {kind} x JOIN rollout r ON r.id = x.rollout_id"
-            f" {_TRAINING_OF_ROLLOUT} WHERE p.project_id = ? AND x.id {{among}}"
-        )
-        for kind in ("environment", "turn", "validation")
-    },
-}
-"""Kind -> which of some ids are a project's."""
-
-
-def _aggregate(sql: statements.Sql, kind: str, id_: int, now: str) -> None:
-  """What an evaluation's or baseline's rollouts come to.
-
-  Rates are over the rollouts that are completed: one that failed says nothing
-  of the policy. Every one that has ended counts as done.
-  """
-  ((ended, valid, successes, reward, turns),) = sql.rows(
-      "SELECT COUNT(CASE WHEN status IN ('completed', 'failed', 'cancelled')"
-      " THEN 1 END), COUNT(CASE WHEN status = 'completed' THEN 1 END),"
-      " COUNT(CASE WHEN status = 'completed' AND task_success = 1 THEN 1 END),"
-      " AVG(CASE WHEN status = 'completed' THEN reward END), AVG(CASE WHEN"
-      " status = 'completed' THEN num_turns END) FROM rollout WHERE"
-      f" source_type = '{kind}' AND {kind}_id = ?",
-      (id_,),
-  )
-  ((status, total, percent),) = sql.rows(
-      f'SELECT status, total_tasks, progress_percent FROM "{kind}" WHERE id ='
-      " ?",
-      (id_,),
-  )
-  if total:
-    percent = progress.measuring(status, ended, total)
-  sql.run(
-      f'UPDATE "{kind}" SET success_rate = ?, avg_reward = ?, avg_turns = ?,'
-      " successful_tasks = ?, completed_tasks = ?, progress_percent = ?,"
-      " updated_at = ? WHERE id = ?",
-      (
-          successes / valid if valid else None, reward,
-          None if turns is None else float(turns), successes, ended, percent,
-          now, id_,
-      ),
-  )  # pyformat: disable

@@ -33,7 +33,6 @@ class ScreenshotFiles:
 
   def __init__(self, directory: str | pathlib.Path):
     self._directory = pathlib.Path(directory)
-    self._lock = threading.Lock()
 
   def path(self, sha: str, media_type: str) -> pathlib.Path:
     """Where a screenshot is, or is to be."""
@@ -52,7 +51,8 @@ class ScreenshotFiles:
     media_type, width, height = _verify(sha, data)
     path = self.path(sha, media_type)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{sha}.{os.getpid()}.{threading.get_ident()}.part")
+    own = f"{os.getpid()}.{threading.get_ident()}"
+    partial = path.with_name(f"{sha}.{own}.part")
     try:
       with open(partial, "wb") as file:
         file.write(data)

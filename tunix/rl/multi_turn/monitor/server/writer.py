@@ -21,6 +21,7 @@ from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.server import apply
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items
+from tunix.rl.multi_turn.monitor.server import references
 from tunix.rl.multi_turn.monitor.server import statements
 
 _LOG = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Writer:
     self._engine = engine
     self._max_waiting = max_waiting_bytes
     self._on_commit = on_commit
-    self._shared = apply.Shared()
+    self._shared = references.Shared()
     self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._lock = threading.Lock()
     self._waiting = 0
