@@ -233,7 +233,7 @@ class _Work:
       item.values.update(refers)
     if kind.parents.get("training_id") and self._training is not None:
       for item in found:
-        if item.client_id is None or self._who.known(kind.name, item.client_id) is None:
+        if self._who.known(kind.name, item.client_id) is None:
           item.values.setdefault("training_id", self._training)
     self._find(kind, found)
     inserts: list[tuple[int, Item]] = []
