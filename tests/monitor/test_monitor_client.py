@@ -136,7 +136,7 @@ def test_values_that_json_has_not(server, tmp_path):
   assert server.rows("step")[0]["loss"] is None
 
 
-# --- what can happen ---------------------------------------------------------
+# --- what can happen --------------------------------------------------------
 
 
 class Troubled:
@@ -326,7 +326,9 @@ def test_images_stop_before_the_space_is_gone(tmp_path):
   client = client_of(DEAD, tmp_path / "spool", max_spool_bytes=20_000)
   for n in range(10):
     client.sender.put(
-        sender_lib.Made({"tasks": [{"task_id": f"t{n}"}]}, {f"{n}": b"x" * 4000})
+        sender_lib.Made(
+            {"tasks": [{"task_id": f"t{n}"}]}, {f"{n}": b"x" * 4000}
+        )
     )
     client.flush()
   counts = client.sender.spool.counts()
@@ -421,7 +423,7 @@ def test_a_request_has_one_deadline_for_all_of_it():
     line.close()
 
 
-# --- recorder, hooks, context --------------------------------------------------
+# --- recorder, hooks, context -----------------------------------------------
 
 
 def test_a_recorder_tells_an_episode(server, tmp_path):

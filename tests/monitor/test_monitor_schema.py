@@ -143,7 +143,7 @@ def value(engine, table, column, id_=1):
   return found
 
 
-# --- what there is -----------------------------------------------------------
+# --- what there is ----------------------------------------------------------
 
 
 def test_an_empty_database_upgraded_is_the_metadata(request, tmp_path):
@@ -293,7 +293,7 @@ def test_flags_are_0_or_1_and_progress_is_a_percentage(engine):
       sql(engine, "UPDATE step SET progress_percent = :p", p=wrong)
 
 
-# --- source types -------------------------------------------------------------
+# --- source types -----------------------------------------------------------
 
 PATTERNS = list(
     itertools.product(vocabulary.SOURCE_TYPES, *[[False, True]] * 3)
@@ -338,7 +338,7 @@ def test_there_are_24_patterns_of_which_3_are_right():
   assert len(right) == 3
 
 
-# --- statuses -----------------------------------------------------------------
+# --- statuses ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("table", vocabulary.STATEFUL)
@@ -427,7 +427,7 @@ def test_updated_at_moves_by_itself_and_can_be_set(engine):
     assert str(value(engine, table, "updated_at")) > "2020"
 
 
-# --- opening ------------------------------------------------------------------
+# --- opening ----------------------------------------------------------------
 
 
 def test_sqlite_is_in_wal_with_full_synchronisation(tmp_path):
