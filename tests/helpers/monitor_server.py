@@ -49,7 +49,7 @@ class MonitorServer:
     return reply.json()
 
   def get(self, path, status=200, **params):
-    reply = self.http.get(path, params=params)
+    reply = self.http.get(path, params=params or None)
     assert reply.status_code == status, reply.text
     return reply.json()
 

@@ -69,7 +69,7 @@ def _kind(
   parents = parents or {}
   table = tables.metadata.tables[name]
   readers = {
-      c.name: fields.reader(name, c)
+      str(c.name): fields.reader(name, c)
       for c in table.c
       if c.name != "id" and c.name not in parents
   }

@@ -173,9 +173,9 @@ def _schemas() -> dict[str, Any]:
   }
   shown = [*tables.TABLES, tables.delivery]
   for table in shown:
-    found[table.name] = {
+    found[str(table.name)] = {
         "type": "object",
-        "properties": {c.name: _column(table.name, c) for c in table.c},
+        "properties": {str(c.name): _column(table.name, c) for c in table.c},
     }
   return found
 
