@@ -61,7 +61,7 @@ class Server:
     self._process.stdout.close()
 
 
-# --- enqueue -------------------------------------------------------------------
+# --- enqueue ----------------------------------------------------------------
 
 
 def episode(number: int) -> trajectory_lib.Trajectory:
@@ -155,7 +155,7 @@ def show_enqueue(name: str, taken: np.ndarray, health: dict) -> bool:
   return p50 <= 100 and p99 <= 1000
 
 
-# --- server ---------------------------------------------------------------------
+# --- server -----------------------------------------------------------------
 
 
 def body(first: int, count: int) -> bytes:

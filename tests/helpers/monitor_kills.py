@@ -63,7 +63,7 @@ def inspect(path, acknowledged, kills) -> Outcome:
   )
 
 
-# --- the server ---------------------------------------------------------------
+# --- the server -------------------------------------------------------------
 
 
 def _start(database, port):
@@ -156,7 +156,7 @@ def kill_server(folder, kills, seed=0) -> Outcome:
   return inspect(database, acknowledged, kills)
 
 
-# --- the trainer ----------------------------------------------------------------
+# --- the trainer ------------------------------------------------------------
 
 _TRAINER = """
 import sys

@@ -35,7 +35,7 @@ def lite(tmp_path):
     yield found
 
 
-# --- every question ------------------------------------------------------------
+# --- every question ---------------------------------------------------------
 
 
 def filled(server):
@@ -171,7 +171,7 @@ def test_videos_are_served_in_ranges(lite, tmp_path):
   assert lite.http.get("/api/videos?path=a.txt").status_code == 404
 
 
-# --- pages ----------------------------------------------------------------------
+# --- pages ------------------------------------------------------------------
 
 
 def test_pages_hold_everything_once_whatever_is_added_meanwhile(server):
@@ -208,7 +208,7 @@ def test_steps_come_in_the_order_of_their_numbers(server):
   assert found == sorted(numbers) and rest["next"] is None
 
 
-# --- live -----------------------------------------------------------------------
+# --- live -------------------------------------------------------------------
 
 
 def listen(server, count, headers=None, **params):
@@ -255,7 +255,7 @@ def test_a_listener_that_was_away_too_long_is_told_to_load_again(lite):
   assert event[1] == "reset"
 
 
-# --- screenshots -----------------------------------------------------------------
+# --- screenshots ------------------------------------------------------------
 
 
 def test_a_screenshot_is_stored_once_by_its_pixels_or_its_bytes(lite):
@@ -294,7 +294,7 @@ def test_what_is_not_that_screenshot_is_refused(lite_filled, data, says):
   assert lite_filled.http.get(f"/api/v1/screenshots/{sha}").status_code == 404
 
 
-# --- tokens -----------------------------------------------------------------------
+# --- tokens -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -390,7 +390,7 @@ def test_a_server_without_tokens_answers_no_page_of_another_site(lite):
   assert ask(host="localhost:80") == 200
 
 
-# --- the document --------------------------------------------------------------
+# --- the document -----------------------------------------------------------
 
 
 def test_the_document_names_every_route_and_resolves(lite):
@@ -419,7 +419,7 @@ def test_the_document_names_every_route_and_resolves(lite):
   }
 
 
-# --- the command ------------------------------------------------------------------
+# --- the command ------------------------------------------------------------
 
 
 def run(*args, **options):
