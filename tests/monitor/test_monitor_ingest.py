@@ -393,6 +393,8 @@ def test_progress_follows_the_formulas_and_what_is_said_wins(server):
   assert percent() == 25
   change(progress_percent=40)
   assert percent() == 40
+  change(reward=0.5)  # Has nothing to do with it.
+  assert percent() == 40
   change(status="completed")  # Early.
   assert percent() == 100
 
@@ -459,6 +461,20 @@ def test_an_evaluation_agrees_with_its_rollouts(server):
     assert found["progress_percent"] == min(
         100, 25 * found["completed_tasks"]
     )
+
+
+def test_a_rollout_that_goes_elsewhere_counts_there(server):
+  server.post(joined(base(), {"evals": [{"client_id": "F", "step": 9}]}))
+  server.post({"rollouts": [{
+      "rollout_id": "r", "task_id": "open-door", "eval_id": "E",
+      "status": "completed", "task_success": True,
+  }]})  # pyformat: disable
+  first, second = server.rows("eval")
+  assert (first["success_rate"], second["success_rate"]) == (1.0, None)
+  server.post({"rollouts": [{"client_id": "r", "eval_id": "F"}]})
+  first, second = server.rows("eval")
+  assert (first["success_rate"], second["success_rate"]) == (None, 1.0)
+  assert (first["completed_tasks"], second["completed_tasks"]) == (0, 1)
 
 
 # --- deliveries -------------------------------------------------------------

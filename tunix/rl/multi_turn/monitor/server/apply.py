@@ -12,11 +12,9 @@ Works inside a transaction that it neither begins nor ends.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import Any, Iterable, Mapping
 
 import orjson
-from tunix.rl.multi_turn.monitor.schema import progress
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import aggregates
 from tunix.rl.multi_turn.monitor.server import environments
@@ -24,6 +22,7 @@ from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items as items_lib
 from tunix.rl.multi_turn.monitor.server import references
 from tunix.rl.multi_turn.monitor.server import statements
+from tunix.rl.multi_turn.monitor.server import states
 
 Item = items_lib.Item
 Kind = items_lib.Kind
@@ -31,21 +30,6 @@ _CHANGES_KEPT = 500_000
 _WATCHED = frozenset(
     {"training", "baseline", "eval", "step", "rollout", "environment"}
 )
-_STATE = {
-    "training": ("current_step", "total_steps", "run_name", "model_name"),
-    "baseline": ("completed_tasks", "total_tasks", "training_id"),
-    "eval": ("completed_tasks", "total_tasks", "training_id"),
-    "step": (
-        "rollout_progress", "training_progress", "progress_percent",
-        "training_id", "model_path",
-    ),
-    "rollout": (
-        "current_turn", "max_turns", "num_turns", "source_type", "step_id",
-        "eval_id", "baseline_id",
-    ),
-    "environment": ("rollout_id",),
-}  # pyformat: disable
-"""What must be known of an entity, beside its status, to change it."""
 _MEASURED = frozenset(
     {"status", "reward", "task_success", "num_turns", "eval_id", "baseline_id"}
 )
@@ -135,14 +119,6 @@ class Transaction:
     return self.owners.get((kind, id_)) or self.shared.owners.get((kind, id_))
 
 
-@dataclasses.dataclass(slots=True)
-class _Row:
-  """An entity whose status is known while a batch is applied."""
-
-  status: str | None
-  fields: dict[str, Any]
-
-
 class _Work:
   """The application of one batch."""
 
@@ -154,7 +130,7 @@ class _Work:
     self.measured: set[tuple[str, int]] = set()
     self.trainings: set[int] = set()
     self.changes: list[tuple[int, str, int]] = []
-    self._state: dict[tuple[str, int], _Row] = {}
+    self._state: dict[tuple[str, int], states.Row] = {}
     self._training: int | None = None
     self._ignored: list[dict[str, Any]] = []
     self._who = references.References(
@@ -306,14 +282,14 @@ class _Work:
         id_ = self._who.known(kind.name, item.client_id)
         if id_ is not None:
           ids.add(id_)
-    if kind.name in _STATE:
+    if kind.name in states.COLUMNS:
       self._load(kind.name, ids)
 
   def _load(self, kind: str, ids: Iterable[int]) -> None:
     missing = [i for i in ids if (kind, i) not in self._state]
     if not missing:
       return
-    columns = _STATE[kind]
+    columns = states.COLUMNS[kind]
     rows = self._sql.among(
         f"SELECT id, status, {', '.join(columns)} FROM {_TABLE_SQL[kind]}"
         " WHERE id {among}",
@@ -321,7 +297,7 @@ class _Work:
         missing,
     )
     for id_, status, *values in rows:
-      self._state[kind, id_] = _Row(status, dict(zip(columns, values)))
+      self._state[kind, id_] = states.Row(status, dict(zip(columns, values)))
 
   def _existing(
       self, kind: Kind, item: Item, fresh: Mapping[tuple[Any, ...], int]
@@ -361,7 +337,7 @@ class _Work:
             "another project has a rollout of this name; use one that is"
             " unique, such as a UUID",
         )])  # pyformat: disable
-    if kind.name in _STATE:
+    if kind.name in states.COLUMNS:
       self._load(kind.name, [id_])
     return id_
 
@@ -445,9 +421,9 @@ class _Work:
               f"a new {kind.name} needs it; no {kind.name} of client_id"
               f" {item.client_id!r} is known",
           )])  # pyformat: disable
-      if kind.name in _STATE:
-        row = _Row(None, {})
-        self._advance(kind, item, row, values)
+      if kind.name in states.COLUMNS:
+        row = states.Row(None, {})
+        self._advance(kind.name, item, row)
         values.setdefault("status", vocabulary.STATUSES[kind.name][0])
         row.status = values["status"]
         self._state[kind.name, id_] = row
@@ -468,7 +444,7 @@ class _Work:
       self._note_status(kind, id_, item, None)
 
   def _update(self, kind: Kind, found: list[tuple[int, Item]]) -> None:
-    stateful = kind.name in _STATE
+    stateful = kind.name in states.COLUMNS
     grouped: dict[tuple[str, ...], list[list[Any]]] = (
         collections.defaultdict(list)
     )
@@ -482,8 +458,10 @@ class _Work:
       if stateful:
         row = self._state[kind.name, id_]
         old = row.status
-        self._drop_status(kind, item, row, values)
-        self._advance(kind, item, row, values)
+        refused = states.refused_status(kind.name, item, row)
+        if refused is not None:
+          self._ignored.append(refused)
+        self._advance(kind.name, item, row)
         row.status = values.get("status", row.status)
         self._own(kind.name, id_, values)
       if "updated_at" in statements.columns(kind.name):
@@ -548,72 +526,16 @@ class _Work:
     values["is_eval"] = int(values.get("source_type") != "step")
     values.setdefault("model_path", "")
 
-  def _check_source(
-      self, item: Item, row: _Row, values: Mapping[str, Any]
-  ) -> None:
-    now = {**row.fields, **values}
-    kind = now.get("source_type")
-    given = [
-        w for w in vocabulary.SOURCE_TYPES if now.get(f"{w}_id") is not None
-    ]
-    if kind is None or given != [kind]:
-      raise errors.invalid([errors.fault(
-          f"{item.path}.source_type", kind,
-          "a rollout has exactly one of step_id, eval_id and baseline_id, the"
-          f" one that source_type names; this one has"
-          f" {', '.join(f'{w}_id' for w in given) or 'none'}",
-      )])  # pyformat: disable
-
   # --- statuses and progress ------------------------------------------------
 
-  def _drop_status(
-      self, kind: Kind, item: Item, row: _Row, values: dict[str, Any]
-  ) -> None:
-    new = values.get("status")
-    if new is None or row.status is None or new == row.status:
-      return
-    if not vocabulary.may_follow(kind.name, row.status, new):
-      del values["status"]
-      self._ignored.append({
-          "kind": kind.name, "client_id": item.client_id, "field": "status",
-          "value": new, "kept": row.status,
-      })  # pyformat: disable
-
-  def _advance(
-      self, kind: Kind, item: Item, row: _Row, values: dict[str, Any]
-  ) -> None:
-    """Progress by the formula, unless the client says it."""
-    name = kind.name
-    if name == "rollout":
-      self._check_source(item, row, values)
-    state = {**row.fields, **values}
-    status = values.get("status", row.status)
-    if name == "training":
-      percent = progress.training(
-          status, state.get("current_step"), state.get("total_steps")
-      )
-    elif name in ("baseline", "eval"):
-      percent = progress.measuring(
-          status, state.get("completed_tasks"), state.get("total_tasks")
-      )
-    elif name == "rollout":
-      turn = state.get("current_turn")
-      percent = progress.rollout(status, turn, state.get("max_turns"))
-    elif name == "step":
-      percent = progress.step(
-          status,
-          _loads(state.get("rollout_progress")),
-          _loads(state.get("training_progress")),
-      )
-    else:
-      percent = None
-    if percent is not None:
-      percent = values.get("progress_percent", percent)
-      if name == "step":  # Late news does not set a step back.
-        percent = max(percent, row.fields.get("progress_percent") or 0.0)
-        state["progress_percent"] = percent
-      values["progress_percent"] = percent
-    row.fields = {c: state.get(c) for c in _STATE[name]}
+  def _advance(self, kind: str, item: Item, row: states.Row) -> None:
+    if kind == "rollout":
+      states.check_source(item, row)
+      source = row.fields.get("source_type")
+      if source not in (None, "step"):
+        # One that goes elsewhere counts there and no longer here.
+        self.measured.add((source, row.fields[f"{source}_id"]))
+    states.advance(kind, row, item.values)
 
   def _own(self, kind: str, id_: int, values: Mapping[str, Any]) -> None:
     """Notes whose training an entity is, and that it changed."""
@@ -674,10 +596,6 @@ class _Work:
         ),
         rows,
     )
-
-
-def _loads(value: str | None) -> Any:
-  return None if value is None else orjson.loads(value)
 
 
 _NEEDS = {
