@@ -25,6 +25,8 @@ SOURCES := pyproject.toml constraints.txt
 # glibc takes it from the environment only: see policy/host_memory.py.
 export MALLOC_ARENA_MAX ?= 1
 BROWSER := $(if $(findstring miniwob,$(ARGS)),-browser)
+# The monitor's packages come with a run that asks for it.
+MONITOR := $(if $(findstring monitor.,$(ARGS)),$(STAMP)-monitor)
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint bench docs browser tpu-compile tpu-decode install install-dev clean
@@ -34,7 +36,7 @@ help: ## this text
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
 	@echo "environment: $(VENV)"
 
-train: $(STAMP)$(BROWSER) ## train on the built-in desktop; ARGS are overrides
+train: $(STAMP)$(BROWSER) $(MONITOR) ## train on the built-in desktop; ARGS are overrides
 	@exec $(PY) -m tunix.rl.multi_turn.train $(ARGS)
 
 test: $(STAMP)-dev ## run the tests; TESTS=path, ARGS='-k name'
@@ -103,11 +105,22 @@ define pip_install
 	@touch $(2)
 endef
 
+# The same beside what is installed already.
+define pip_extra
+	@echo "installing $(1) into $(VENV)"
+	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.$(1)' || { \
+	  echo "error: pip failed; see above, or V=1 for all of it" >&2; exit 1; }
+	@touch $(2)
+endef
+
 $(STAMP): $(SOURCES)
 	$(call pip_install,,$@)
 
 $(STAMP)-browser: $(SOURCES)
 	$(call pip_install,[browser],$@ $(STAMP))
 
+$(STAMP)-monitor: $(SOURCES) | $(STAMP)$(BROWSER)
+	$(call pip_extra,[monitor],$@)
+
 $(STAMP)-dev: $(SOURCES)
-	$(call pip_install,[dev],$@ $(STAMP)-browser $(STAMP))
+	$(call pip_install,[dev],$@ $(STAMP)-browser $(STAMP)-monitor $(STAMP))

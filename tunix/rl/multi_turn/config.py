@@ -38,6 +38,7 @@ MeshConfig = config_sections.MeshConfig
 WarmStartConfig = config_sections.WarmStartConfig
 EvalConfig = config_sections.EvalConfig
 CheckpointConfig = config_sections.CheckpointConfig
+MonitorConfig = config_sections.MonitorConfig
 ReportConfig = config_sections.ReportConfig
 
 
@@ -61,6 +62,7 @@ class TrainConfig:
   eval: EvalConfig = EvalConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
   report: ReportConfig = ReportConfig()
+  monitor: MonitorConfig = MonitorConfig()
 
   @property
   def run_dir(self) -> pathlib.Path:
@@ -302,6 +304,21 @@ def contradictions(config: TrainConfig) -> list[str]:
       f"learner.row_length={c.learner.row_length} is shorter than"
       f" rollout.context_length={c.rollout.context_length}, and sequences are"
       " never cut; raise the first or lower the second",
+  )
+  refuse(
+      bool(c.monitor.url) and c.monitor.embedded,
+      f"monitor.url={c.monitor.url} is one monitor and monitor.embedded=true"
+      " another; give one of them",
+  )
+  refuse(
+      bool(c.monitor.url)
+      and not c.monitor.url.startswith(("http://", "https://")),
+      f"monitor.url={c.monitor.url!r}: give http://host:port or https://host",
+  )
+  refuse(
+      bool(c.monitor.database) and not c.monitor.embedded,
+      f"monitor.database={c.monitor.database} is of the embedded server; set"
+      " monitor.embedded=true, or leave it empty",
   )
   buckets = c.rollout.prefill_buckets
   refuse(

@@ -574,6 +574,43 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MonitorConfig:
+  """The Training Monitor: everything the run does, in a database."""
+
+  url: str = _opt(
+      "",
+      "Server that is told of the run, http(s)://host:port; its token is"
+      ' $TUNIX_MONITOR_TOKEN. "" = none.',
+  )
+  embedded: bool = _opt(
+      False,
+      "Start a server of the run's own on this machine, which ends with the"
+      " run, and print its URL.",
+  )
+  database: str = _opt(
+      "", 'SQLite file of the embedded server. "" = monitor.db in run.dir.'
+  )
+  images: bool = _opt(True, "Tell of the screenshots' pixels too.")
+  timeout_s: float = _opt(
+      30.0, "A request to the server may take.", unit="s", above=0
+  )
+  close_timeout_s: float = _opt(
+      15.0,
+      "At the end, what is not told yet is delivered for this long; the rest"
+      " waits for the next run in run.dir.",
+      unit="s",
+      at_least=0,
+  )
+  spool_mb: int = _opt(
+      2048,
+      "Disk that may hold what is not delivered yet; more is dropped and"
+      " counted.",
+      unit="MiB",
+      at_least=1,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
 class ReportConfig:
   """What the run directory keeps for people."""
 

@@ -101,6 +101,20 @@ class WeightsPublished(Event):
 
 
 @dataclasses.dataclass(frozen=True)
+class EvalStarted(Event):
+  """The episodes of split "eval" that follow belong to it.
+
+  Emitted for each of its modes; `episodes` is of all of them. `step` is the
+  number of updates made before it.
+  """
+
+  name: str  # As in EvalFinished.
+  mode: str  # "sampled" or "greedy"
+  episodes: int
+  step: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class EvalFinished(Event):
   """`results` is the JSON that summary.json holds under eval.<name>."""
 

@@ -45,6 +45,7 @@ from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import reporting
 from tunix.rl.multi_turn import resuming
+from tunix.rl.multi_turn import run_monitor
 from tunix.rl.multi_turn import run_proxy
 from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
@@ -164,6 +165,7 @@ class Run:
     self._collecting: concurrent.futures.Future[None] | None = None
     self._collect_loop: collect_loop.CollectLoop | None = None
     self._writers: list[Any] = []
+    self._updates = 0
     self._store: group_store.SqliteGroupStore | None = None
 
   @property
@@ -254,6 +256,13 @@ class Run:
         ),
     ):
       self.observers.add(observer)
+    if config.monitor.url or config.monitor.embedded:
+      monitor = run_monitor.RunMonitor(
+          config, self.images, resume_step=resume_step
+      )
+      self._writers.append(monitor)
+      self.observers.add(monitor.observer)
+      print(f"training monitor: {monitor.url}", file=sys.stderr)
 
   def _facts(self) -> dict[str, Any]:
     return {
@@ -283,6 +292,9 @@ class Run:
 
     async def run_all():
       for mode in self.config.eval.modes:
+        self.observers.on_event(
+            events.EvalStarted(name, mode, total, self._updates)
+        )
         collector = assembly.make_collector(
             self.config,
             self.episodes,
@@ -429,6 +441,7 @@ class Run:
         return
       if f"step_{step}" in _summary(self.directory):
         return  # Before the run was stopped.
+      self._updates = step
       publish_latest()
       self.evaluate(f"step_{step}")
 
@@ -456,7 +469,8 @@ class Run:
       checkpoints.close()
     publish_latest()
     self.policy = dataclasses.replace(self.policy, model=learner.policy())
-    return learner.counters.updates
+    self._updates = learner.counters.updates
+    return self._updates
 
   # --- helpers ----------------------------------------------------------------
 

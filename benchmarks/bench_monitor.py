@@ -1,0 +1,277 @@
+"""What the Training Monitor costs a run, and how much its server takes.
+
+Enqueue: what `on_event` takes of the thread that emits, while spool and sender
+work behind it; targets p50 <= 100 us, p99 <= 1 ms. Once with a server, once
+without one.
+
+Server: a process of its own on SQLite with full synchronisation takes batches
+of episodes of 31 rows and 45 kB from several connections. Every answer means a
+durable commit. Figures are episodes a second of wall time and of the server's
+CPU time; target 500 a CPU second.
+
+    python benchmarks/bench_monitor.py [--episodes 4000] [--per-batch 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import numpy as np
+import orjson
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor.client import ingest_client
+from tunix.rl.multi_turn.monitor.client import observer as observer_lib
+
+TURNS = 7
+DEAD = "http://127.0.0.1:9"
+
+
+class Server:
+  """`monitor serve` in a process of its own."""
+
+  def __init__(self, folder: pathlib.Path):
+    self._process = subprocess.Popen(
+        [
+            sys.executable, "-m", "tunix.rl.multi_turn.monitor", "serve",
+            "--database", str(folder / "m.db"), "--port", "0", "--until-eof",
+        ],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # pyformat: disable
+    line = self._process.stdout.readline()
+    self.url = line[line.index("http") :].strip()
+
+  def cpu_seconds(self) -> float:
+    stat = pathlib.Path(f"/proc/{self._process.pid}/stat").read_text()
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+  def close(self) -> None:
+    self._process.stdin.close()
+    self._process.wait(60)
+    self._process.stdout.close()
+
+
+# --- enqueue ----------------------------------------------------------------
+
+
+def episode(number: int) -> trajectory_lib.Trajectory:
+  """An episode of seven turns, about 45 kB as JSON."""
+  rng = np.random.default_rng(number)
+  steps, messages = [], [{"role": "system", "content": "x" * 2000}]
+  for turn in range(TURNS):
+    image = trajectory_lib.ImageRef(f"{number:032x}{turn:032x}", 1280, 720)
+    said = "I click the button that says so. " * 20
+    messages = [
+        *messages,
+        {"role": "user", "content": [{"type": "image", "image": image}]},
+        {"role": "assistant", "content": said},
+    ]
+    steps.append(
+        trajectory_lib.Step(
+            chat_completions=messages,
+            thought=said,
+            model_response=said,
+            observation={"screenshot": image, "text": "y" * 500},
+            reward=float(turn == TURNS - 1),
+            done=turn == TURNS - 1,
+            info={"gui_actions": [{"kind": "click", "x": 4.0, "y": 5.0}]},
+        )
+    )
+  count = TURNS * 150
+  mask = np.tile(np.arange(150) >= 50, TURNS)
+  sequence = trajectory_lib.TokenSequence(
+      tokens=rng.integers(0, 150_000, count),
+      loss_mask=mask,
+      logprobs=np.where(mask, -rng.random(count), 0.0),
+      versions=np.where(mask, 3, -1),
+      turn_ids=np.repeat(np.arange(TURNS), 150),
+  )
+  return trajectory_lib.Trajectory(
+      task={"task_id": "t", "instruction": "Do it", "family": "f"},
+      steps=steps,
+      reward=1.0,
+      status=trajectory_lib.TrajectoryStatus.SUCCEEDED,
+      sequences=[sequence],
+      trajectory_id=f"train-{number:06d}.0",
+  )
+
+
+def enqueue(url: str, folder: pathlib.Path, seconds: float, rate: float):
+  """Microseconds of each `on_event`, at `rate` episodes a second."""
+  episodes = [episode(n) for n in range(int(seconds * rate))]
+  client = ingest_client.IngestClient(url, spool_dir=folder)
+  observer = observer_lib.MonitorObserver(
+      client,
+      observer_lib.RunIdentity("T"),
+      {"model_name": "m", "group_size": 8, "groups_per_batch": 8,
+       "total_steps": 100},
+      image_store=images_lib.ImageStore(),
+      close_s=5.0,
+  )
+  taken = []
+
+  def tell(event):
+    began = time.perf_counter_ns()
+    observer.on_event(event)
+    taken.append((time.perf_counter_ns() - began) / 1000)
+
+  tell(events.RunStarted("run", {}))
+  began = time.perf_counter()
+  for number, one in enumerate(episodes):
+    common = dict(group_id=f"train-{number:06d}", task_id="t")
+    tell(events.EpisodeStarted(trajectory_id=one.trajectory_id, **common))
+    for turn in range(TURNS):
+      tell(events.TurnFinished(one.trajectory_id, turn, {"model": 0.1}))
+    tell(events.EpisodeFinished(one, **common))
+    # A trainer computes in between; here it is this thread that spins.
+    until = began + (number + 1) / rate
+    while time.perf_counter() < until:
+      sum(range(100))
+  health = client.sender.health()
+  observer.close()
+  return np.array(taken), health
+
+
+def show_enqueue(name: str, taken: np.ndarray, health: dict) -> bool:
+  p50, p99, worst = (
+      float(np.percentile(taken, q)) for q in (50, 99, 100)
+  )
+  dropped = sum(v for k, v in health.items() if k.startswith("dropped"))
+  print(
+      f"enqueue, {name}: p50 {p50:.1f} us, p99 {p99:.1f} us, worst"
+      f" {worst:.0f} us of {len(taken)} events, {dropped} dropped",
+      flush=True,
+  )
+  return p50 <= 100 and p99 <= 1000
+
+
+# --- server -----------------------------------------------------------------
+
+
+def body(first: int, count: int) -> bytes:
+  """A batch of episodes of 31 rows and 45 kB each."""
+  text = "z" * 1360
+  batch: dict[str, list] = {k: [] for k in (
+      "rollouts", "environments", "turns", "actions", "observations",
+      "validations",
+  )}  # pyformat: disable
+  logprobs = [-0.123456] * 100
+  for number in range(first, first + count):
+    name = f"rollout-{number}"
+    now = time.time()
+    batch["rollouts"].append({
+        "rollout_id": name, "step_id": "S", "task_id": "t",
+        "status": "completed", "max_turns": 20, "current_turn": TURNS,
+        "num_turns": TURNS, "reward": 1.0, "task_success": True,
+        "model_path": "m", "start_time": now, "end_time": now,
+    })  # pyformat: disable
+    batch["environments"].append({
+        "client_id": f"{name}:env", "rollout_id": name, "env_type": "linux",
+        "status": "terminated",
+    })  # pyformat: disable
+    for turn in range(TURNS):
+      key = f"{name}:turn:{turn}"
+      batch["turns"].append({
+          "client_id": key, "rollout_id": name, "turn": turn,
+          "start_time": now, "turn_time": 0.5, "reward": 0.0,
+          "metrics_json": {"thought": text, "seconds": {"model": 0.5}},
+      })  # pyformat: disable
+      batch["actions"].append({
+          "client_id": f"{key}:action", "turn_id": key,
+          "action_type": "click", "tool_name": "computer_use",
+          "tool_args": {"x": 1, "y": 2},
+          "tokens": list(range(1000, 1100)), "logprobs": logprobs,
+      })  # pyformat: disable
+      for when in ("before", "after"):
+        batch["observations"].append({
+            "client_id": f"{key}:{when}", "turn_id": key,
+            "obs_type": "screenshot", "screenshot_uri": "sha256:" + "0" * 64,
+            "text_content": text,
+        })  # pyformat: disable
+    batch["validations"].append({
+        "client_id": f"{name}:v", "rollout_id": name, "success": True,
+    })  # pyformat: disable
+  return orjson.dumps(batch)
+
+
+def load(server: Server, episodes: int, per_batch: int, connections: int):
+  """(wall seconds, CPU seconds of the server) for these episodes."""
+  host = server.url.removeprefix("http://")
+  start = orjson.dumps({
+      "training": {"client_id": "T", "run_name": "run"},
+      "steps": [{"client_id": "S", "step": 1}], "tasks": [{"task_id": "t"}],
+  })  # pyformat: disable
+  bodies = [start] + [
+      body(n, per_batch) for n in range(0, episodes, per_batch)
+  ]
+
+  def post(own):
+    line = http.client.HTTPConnection(host, timeout=60)
+    for one in own:
+      line.request("POST", "/api/ingest/batch", one)
+      reply = line.getresponse()
+      answer = reply.read()
+      assert reply.status == 200, answer
+    line.close()
+
+  post(bodies[:1])
+  threads = [
+      threading.Thread(target=post, args=(bodies[1 + n :: connections],))
+      for n in range(connections)
+  ]
+  began, cpu = time.perf_counter(), server.cpu_seconds()
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  return time.perf_counter() - began, server.cpu_seconds() - cpu, len(bodies[1])
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--episodes", type=int, default=2000)
+  parser.add_argument("--per-batch", type=int, default=8)
+  parser.add_argument("--connections", type=int, default=4)
+  parser.add_argument("--seconds", type=float, default=10.0)
+  parser.add_argument("--rate", type=float, default=20.0)
+  args = parser.parse_args()
+  good = True
+  with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    server = Server(folder)
+    for what, url in (("server alive", server.url), ("server dead", DEAD)):
+      taken, health = enqueue(
+          url, folder / "spool", args.seconds, args.rate
+      )
+      good &= show_enqueue(f"{args.rate:g} episodes/s, {what}", taken, health)
+    server.close()
+  for per_batch in (1, args.per_batch):
+    with tempfile.TemporaryDirectory() as name:
+      server = Server(pathlib.Path(name))
+      wall, cpu, size = load(
+          server, args.episodes, per_batch, args.connections
+      )
+      server.close()
+      rate = args.episodes / cpu
+      print(
+          f"server, {per_batch} episodes a batch of {size / 1000:.0f} kB:"
+          f" {args.episodes / wall:.0f} durable episodes/s,"
+          f" {rate:.0f} a CPU second ({1e3 * cpu / args.episodes:.2f} ms each)",
+          flush=True,
+      )
+      good &= rate >= 500
+  return 0 if good else 1
+
+
+if __name__ == "__main__":
+  sys.exit(main())

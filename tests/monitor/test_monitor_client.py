@@ -1,0 +1,557 @@
+"""The client against a real server, and against what can happen to it."""
+
+import datetime
+import json
+import random
+import sqlite3
+import threading
+import time
+
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+import monitor_server
+import numpy as np
+import pytest
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn.monitor.client import http_rollout_recorder
+from tunix.rl.multi_turn.monitor.client import ingest_client
+from tunix.rl.multi_turn.monitor.client import monitor_context as context
+from tunix.rl.multi_turn.monitor.client import monitor_training_hooks as hooks
+from tunix.rl.multi_turn.monitor.client import png
+from tunix.rl.multi_turn.monitor.client import sender as sender_lib
+from tunix.rl.multi_turn.monitor.client import spool as spool_lib
+from tunix.rl.multi_turn.monitor.client import transport
+from tunix.rl.multi_turn.rollout import loopback
+
+DEAD = "http://127.0.0.1:9"  # Nobody listens there.
+
+
+@pytest.fixture
+def server(tmp_path):
+  with monitor_server.sqlite_server(tmp_path / "server") as found:
+    yield found
+
+
+def client_of(url, folder, **options):
+  return ingest_client.IngestClient(
+      url, timeout_seconds=10, spool_dir=folder, **options
+  )
+
+
+def tell(client, episodes=3, start=0):
+  """A run through the client's methods."""
+  training = client.post_training(run_name="run", status="running")
+  step = client.post_step({"training_id": training, "step": 1}, "S")
+  client.post_task({"task_id": "open-door"})
+  for n in range(start, start + episodes):
+    name = client.post_rollout({
+        "rollout_id": f"r{n}", "step_id": step, "task_id": "open-door",
+        "status": "running",
+    })  # pyformat: disable
+    turn = client.post_turn({"rollout_id": name, "turn": 1}, f"r{n}:turn:1")
+    client.post_action({"turn_id": turn, "tokens": [1], "logprobs": [-0.5]})
+    client.post_observation({"turn_id": turn, "text_content": f"{n}"})
+    client.post_rollout({"status": "completed", "reward": n}, name)
+  return training
+
+
+def check(server, episodes=3):
+  rollouts = server.rows("rollout", order="reward")
+  assert [(r["rollout_id"], r["reward"], r["status"]) for r in rollouts] == [
+      (f"r{n}", float(n), "completed") for n in range(episodes)
+  ]
+  for table in ("turn", "action", "obs"):
+    assert len(server.rows(table)) == episodes
+
+
+# --- the ordinary way -------------------------------------------------------
+
+
+def test_what_is_posted_arrives_and_ids_serve_before_it_has(server, tmp_path):
+  with client_of(server.url, tmp_path / "spool") as client:
+    training = tell(client)
+    assert client.drain(20)
+    (row,) = server.rows("training")
+    assert client.remote_id("training", training, 5) == row["id"]
+    assert client.remote_id("rollout", "r0", 5) == (
+        server.rows("rollout")[0]["id"]
+    )
+    assert client.remote_id("rollout", "nobody") is None
+  check(server)
+  assert list((tmp_path / "spool").iterdir()) == []  # Nothing waits.
+
+
+def test_statuses_that_follow_each_other_closely_are_all_seen(
+    server, tmp_path
+):
+  with client_of(server.url, tmp_path / "spool") as client:
+    for status in ("initializing", "running", "completed"):
+      client.post_training({"run_name": "x", "status": status})
+    assert client.drain(20)
+  assert [h["new_status"] for h in server.rows("status_history")] == [
+      "initializing", "running", "completed",
+  ]  # pyformat: disable
+
+
+def test_record_maps_local_numbers_and_skips_orphans(server, tmp_path):
+  with client_of(server.url, tmp_path / "spool") as client:
+    client.record_training(1, {"run_name": "x"})
+    client.record_step(7, {"training_id": 1, "step": 1})
+    client.record_task(3, {"task_id": "t"})
+    client.record_rollout(
+        9, {"rollout_id": "u", "step_id": 7, "task_id": 3}
+    )
+    client.record_turn(11, {"rollout_id": 9, "turn": 1})
+    assert client.record_action(1, {"turn_id": 11, "action_type": "key"})
+    assert client.record_turn(12, {"rollout_id": 10, "turn": 1}) is None
+    assert client.record_action(2, {"turn_id": 12}) is None
+    client.record_rollout(9, {"reward": 1.0})
+    assert client.drain(20)
+    assert client.sender.counters["skipped"] == 2
+  assert len(server.rows("action")) == len(server.rows("turn")) == 1
+  assert server.rows("rollout")[0]["reward"] == 1.0
+
+
+def test_values_that_json_has_not(server, tmp_path):
+  with client_of(server.url, tmp_path / "spool") as client:
+    training = client.post_training({
+        "run_name": "odd \ud800 \0", "learning_rate": float("nan"),
+        "temperature": np.float32(0.5), "batch_size": np.int64(7),
+        "config_json": {
+            "huge": 1 << 70, "array": np.array([1.0, np.inf]), 5: {"t": (1,)},
+            "when": datetime.datetime(2026, 1, 1),
+        },
+    })  # pyformat: disable
+    client.post_step(
+        {"training_id": training, "step": 1, "loss": float("inf")}
+    )
+    assert client.drain(20)
+    assert not client.sender.counters["dead_letters"]
+  (row,) = server.rows("training")
+  assert (row["learning_rate"], row["temperature"]) == (None, 0.5)
+  assert row["batch_size"] == 7
+  found = json.loads(row["config_json"])
+  assert found["array"] == [1.0, "Infinity"] and found["5"] == {"t": [1]}
+  assert server.rows("step")[0]["loss"] is None
+
+
+# --- what can happen --------------------------------------------------------
+
+
+class Troubled:
+  """An application in front of which replies get lost and come twice."""
+
+  def __init__(self, app, seed):
+    self._app = app
+    self._chance = random.Random(seed)
+    self.seen = dict.fromkeys(("lost", "twice", "refused", "cut"), 0)
+
+  async def __call__(self, scope, receive, send):
+    if scope["type"] != "http" or scope["method"] == "GET":
+      return await self._app(scope, receive, send)
+    body = b""
+    more = True
+    while more:
+      message = await receive()
+      body += message.get("body", b"")
+      more = message.get("more_body", False)
+
+    async def again():
+      return {"type": "http.request", "body": body, "more_body": False}
+
+    async def nowhere(message):
+      del message
+
+    what = self._chance.choice(["well"] * 6 + list(self.seen))
+    if what != "well":
+      self.seen[what] += 1
+    if what == "refused":
+      await send({"type": "http.response.start", "status": 503,
+                  "headers": [(b"retry-after", b"0")]})
+      return await send({"type": "http.response.body", "body": b"busy"})
+    if what in ("lost", "twice"):
+      await self._app(scope, again, nowhere)
+    if what == "lost":
+      raise ConnectionResetError("the reply is lost")
+    if what == "cut":
+      await self._app(scope, again, nowhere)
+      await send({"type": "http.response.start", "status": 200,
+                  "headers": [(b"content-length", b"100")]})
+      await send({"type": "http.response.body", "body": b'{"tr',
+                  "more_body": True})
+      raise ConnectionResetError("in the middle")
+    await self._app(scope, again, send)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_lost_repeated_and_refused_requests_leave_the_same_database(
+    server, tmp_path, seed
+):
+  troubled = Troubled(server.app.asgi, seed)
+
+  async def no_lifespan(scope, receive, send):
+    if scope["type"] == "lifespan":
+      return  # The server's own is under way.
+    await troubled(scope, receive, send)
+
+  with loopback.LoopbackServer(no_lifespan) as front:
+    with client_of(front.url, tmp_path / "spool") as client:
+      sent = 0
+      while sent < 40 or not all(troubled.seen.values()):
+        tell(client, 1, sent)
+        sent += 1
+        client.flush()
+        time.sleep(0.02)
+        assert sent < 400
+      assert client.drain(60)
+      assert not client.sender.counters["dead_letters"]
+  check(server, sent)
+
+
+def test_without_a_server_everything_waits_for_the_next_start(
+    server, tmp_path
+):
+  folder = tmp_path / "spool"
+  client = client_of(DEAD, folder, target="the monitor")
+  tell(client)
+  assert client.flush()
+  assert not client.close(0.2)
+  assert server.rows("training") == []
+  other = client_of(server.url, folder, target="another monitor")
+  assert other.drain(10) and other.close()
+  assert server.rows("training") == []  # Not meant for that one.
+  with client_of(server.url, folder, target="the monitor") as client:
+    deadline = time.monotonic() + 20
+    while len(server.rows("rollout")) < 3 and time.monotonic() < deadline:
+      time.sleep(0.05)
+    client.drain(10)
+  check(server)
+  assert list(folder.iterdir()) == []
+
+
+def test_a_spool_in_use_is_left_to_its_owner(tmp_path):
+  first = spool_lib.Spool(tmp_path / "a.spool", "t")
+  first.append([b"{}"], {})
+  with pytest.raises(BlockingIOError):
+    spool_lib.Spool(tmp_path / "a.spool", "t")
+  claimed = spool_lib.claim_orphans(tmp_path, "t", tmp_path / "own.spool")
+  assert list(claimed) == []
+  first.close()
+  (orphan,) = spool_lib.claim_orphans(tmp_path, "t", tmp_path / "own.spool")
+  assert orphan.id == first.id
+  assert [e.body for e in orphan.entries(1)] == [b"{}"]
+  orphan.close()
+
+
+def test_what_the_server_refuses_is_put_aside_and_holds_up_nothing(
+    server, tmp_path
+):
+  folder = tmp_path / "spool"
+  with client_of(server.url, folder) as client:
+    client.post_training({"run_name": "x", "colour": "red"})
+    client.post_turn({"rollout_id": "nobody", "turn": 1})
+    tell(client)
+    assert client.drain(20)
+    assert client.sender.counters["dead_letters"] == 2
+    reasons = [reason for _, _, reason in client.sender.spool.dead()]
+    assert "colour" in reasons[0] and "no rollout" in reasons[1]
+  check(server)
+  assert len(list(folder.glob("*.spool"))) == 1  # For whoever looks.
+
+
+def test_an_answer_from_something_else_is_none(tmp_path):
+  """A portal that says 200 to everything must not swallow a run."""
+
+  async def portal(scope, receive, send):
+    if scope["type"] == "http":
+      await send({"type": "http.response.start", "status": 200})
+      await send({"type": "http.response.body", "body": b"<html>welcome"})
+
+  with loopback.LoopbackServer(portal) as front:
+    client = client_of(front.url, tmp_path / "spool")
+    tell(client)
+    assert client.flush()
+    time.sleep(0.3)
+    assert not client.close(0.2)
+    assert client.sender.counters["sent"] == 0
+  assert client.sender.counters["undelivered"] > 0
+
+
+def test_a_server_that_never_answers_does_not_hold_up_the_end(tmp_path):
+  stop = threading.Event()
+
+  async def silent(scope, receive, send):
+    del receive, send
+    if scope["type"] == "http":
+      import asyncio  # pylint: disable=g-import-not-at-top
+
+      while not stop.is_set():
+        await asyncio.sleep(0.05)
+
+  with loopback.LoopbackServer(silent) as front:
+    client = client_of(front.url, tmp_path / "spool")
+    tell(client)
+    assert client.flush()
+    began = time.monotonic()
+    assert not client.close(0.3)
+    assert time.monotonic() - began < 8  # Not the ten of a request.
+    stop.set()
+
+
+def test_memory_is_bounded_and_drops_are_counted(tmp_path):
+  client = client_of(DEAD, tmp_path / "spool", max_pending=10)
+  held = threading.Event()
+  client.sender.put(lambda: held.wait(20) and None)
+  time.sleep(0.2)
+  taken = [client.post_task({"task_id": f"t{n}"}) for n in range(50)]
+  held.set()
+  kept = [t for t in taken if t is not None]
+  assert len(kept) < 12
+  assert client.sender.counters["dropped_memory"] == 50 - len(kept)
+  client.close(0.1)
+
+
+def test_the_disk_is_bounded_and_drops_are_counted(tmp_path):
+  client = client_of(DEAD, tmp_path / "spool", max_spool_bytes=20_000)
+  for n in range(40):
+    client.post_task({"task_id": f"t{n}", "description": "x" * 1000})
+    client.flush()
+  assert client.sender.counters["dropped_disk"] > 10
+  assert client.sender.spool.bytes <= 20_000
+  client.close(0.1)
+
+
+def test_images_stop_before_the_space_is_gone(tmp_path):
+  client = client_of(DEAD, tmp_path / "spool", max_spool_bytes=20_000)
+  for n in range(10):
+    client.sender.put(
+        sender_lib.Made(
+            {"tasks": [{"task_id": f"t{n}"}]}, {f"{n}": b"x" * 4000}
+        )
+    )
+    client.flush()
+  counts = client.sender.spool.counts()
+  assert counts["entry"] == 10 and counts["image"] < 5
+  assert client.sender.counters["dropped_images"] == 10 - counts["image"]
+  client.close(0.1)
+
+
+def test_a_disk_that_fails_for_a_while_loses_nothing(
+    server, tmp_path, monkeypatch
+):
+  failing = {"left": 3}
+  real = spool_lib.Spool.append
+
+  def append(self, bodies, images):
+    if failing["left"]:
+      failing["left"] -= 1
+      raise sqlite3.OperationalError("disk I/O error")
+    return real(self, bodies, images)
+
+  monkeypatch.setattr(spool_lib.Spool, "append", append)
+  with client_of(server.url, tmp_path / "spool") as client:
+    tell(client)
+    assert client.drain(20)
+    assert client.sender.counters["spool_failures"] == 3
+  check(server)
+
+
+def test_something_that_cannot_be_told_is_counted(server, tmp_path):
+  def fail():
+    raise RuntimeError("no")
+
+  with client_of(server.url, tmp_path / "spool") as client:
+    client.sender.put(fail)
+    tell(client)
+    assert client.drain(20)
+    assert client.sender.counters["failed"] == 1
+  check(server)
+
+
+def test_a_wrong_token_is_no_reason_to_throw_anything_away(tmp_path):
+  with monitor_server.sqlite_server(tmp_path / "s", token="right") as server:
+    client = ingest_client.IngestClient(
+        server.url, "wrong", spool_dir=tmp_path / "spool"
+    )
+    tell(client)
+    assert client.flush()
+    time.sleep(0.3)
+    assert not client.close(0.2)
+    assert client.sender.counters["dead_letters"] == 0
+    with ingest_client.IngestClient(
+        server.url, "right", spool_dir=tmp_path / "spool"
+    ) as client:
+      client.drain(10)
+      deadline = time.monotonic() + 10
+      while len(server.rows("rollout")) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    check(server)
+
+
+@pytest.mark.parametrize(
+    "url, says",
+    [
+        ("", "give http"), ("ftp://x", "give http"), ("http://", "give http"),
+        ("http://x:99999", "give http"),
+    ],
+)
+def test_urls_that_are_none(tmp_path, url, says):
+  with pytest.raises(ValueError, match=says):
+    client_of(url, tmp_path)
+
+
+def test_a_request_has_one_deadline_for_all_of_it():
+  """Also when the answer comes a byte at a time."""
+
+  async def dripping(scope, receive, send):
+    import asyncio  # pylint: disable=g-import-not-at-top
+
+    if scope["type"] == "http":
+      await send({"type": "http.response.start", "status": 200})
+      for _ in range(100):
+        await send({"type": "http.response.body", "body": b" ",
+                    "more_body": True})
+        await asyncio.sleep(0.05)
+
+  with loopback.LoopbackServer(dripping) as front:
+    line = transport.Transport(front.url, "", 0.5)
+    began = time.monotonic()
+    with pytest.raises(transport.TransportError, match="TimeoutError"):
+      line.post("/x", b"{}")
+    assert time.monotonic() - began < 4
+    line.close()
+
+
+# --- recorder, hooks, context -----------------------------------------------
+
+
+def test_a_recorder_tells_an_episode(server, tmp_path):
+  with client_of(server.url, tmp_path / "spool") as client:
+    training = client.post_training(run_name="x", status="running")
+    step = client.post_step({"training_id": training, "step": 1})
+    recorder = http_rollout_recorder.HttpRolloutRecorder(
+        client, "u-1", training, "step", "m", step_id=step
+    )
+    assert recorder.start_rollout(
+        "t-1", "Turn on wifi", "m", "android", "step", step_id=step,
+        group_num=2, env_index=1, max_turns=10,
+    )  # pyformat: disable
+    recorder.update_environment(gbox_id="box-7", status="running")
+    for turn in (1, 2):
+      recorder.start_turn(turn)
+      recorder.record_observation(
+          turn, obs_type="screenshot_before", screenshot_uri="https://x/1"
+      )
+      recorder.record_action(
+          turn, action={"name": "tap", "args": {"point": [1, 2]}, "callId": "c"}
+      )
+      recorder.record_action(turn, action_type="tap")
+      recorder.end_turn(
+          turn, turn_time=1.5, reward=0.0, episode_done=turn == 2,
+          metrics={"model": 1.0},
+      )  # pyformat: disable
+    recorder.record_validation(success=None)
+    recorder.record_validation(success=True, details_json={"score": 1.0})
+    recorder.update_environment(status="terminated")
+    recorder.complete_rollout(reward=1.0, task_success=True, num_turns=2)
+    assert client.drain(20)
+    assert not client.sender.counters["dead_letters"]
+  found = server.get("/api/v1/rollouts/u-1")
+  assert found["status"] == "completed" and found["group"] == 2
+  assert found["environment"]["gbox_id"] == "box-7"
+  # What was not said of it again is as it was.
+  assert found["environment"]["env_type"] == "android"
+  assert found["environment"]["status"] == "terminated"
+  assert [t["turn_time"] for t in found["turns"]] == [1.5, 1.5]
+  assert len(found["validations"]) == 1
+  assert len(server.rows("action")) == 4
+  assert [h["new_status"] for h in server.rows("status_history")
+          if h["entity_type"] == "rollout"] == [
+              "env_creation", "running", "completed"]
+
+
+def test_a_recorder_without_monitor_or_source_records_nothing(tmp_path):
+  Recorder = http_rollout_recorder.HttpRolloutRecorder
+  start = ("t", "", "m", "linux", "step")
+  recorder = Recorder(None, "u", None, "step", "m")
+  assert not recorder.start_rollout(*start, step_id=1)
+  recorder.start_turn(1)
+  recorder.record_action(1, "key")
+  recorder.record_validation(success=True)
+  recorder.complete_rollout()
+  client = client_of(DEAD, tmp_path / "spool")
+  recorder = Recorder(client, "u", 1, "step", "m")
+  assert not recorder.start_rollout(*start)
+  recorder.complete_rollout()
+  assert client.sender.health()["pending"] == 0
+  client.close(0.1)
+
+
+def test_the_life_of_a_training_through_the_hooks(server, tmp_path):
+  with client_of(server.url, tmp_path / "spool") as client:
+    context.set_ingest_client(client)
+    training = client.post_training(
+        run_name="x", status="running", current_phase="rollout", total_steps=2
+    )
+    context.set_training_id(training)
+    client.post_task({"task_id": "t"})
+    client.post_task({"task_id": "t"})
+    hooks.create_baseline_via_monitor("m")
+    steps = []
+    for number in (1, 2):
+      steps.append(hooks.record_step_before_rollout(number, "m"))
+      assert context.get_step_id() == steps[-1]
+      hooks.record_step_after_rollout(number)
+      hooks.record_step_before_training(number)
+      hooks.record_step_after_training(
+          number, metrics={"loss": 0.5, "tokens": 7.0, "kl_loss": 0.1}
+      )
+    hooks.create_eval_via_monitor(2, "m")
+    assert context.get_eval_id() and context.get_baseline_id()
+    client.post_training(
+        training_id=training, status="failed", error_message="step 2 broke"
+    )
+    context.clear_monitor_context()
+    assert client.drain(20)
+  assert context.get_training_id() is None and context.get_step_id() is None
+  assert hooks.record_step_before_rollout(3) is None  # No monitor.
+  (row,) = server.rows("training")
+  assert (row["status"], row["error_message"]) == ("failed", "step 2 broke")
+  found = server.rows("step")
+  assert [(s["step"], s["status"], s["loss"]) for s in found] == [
+      (1, "completed", 0.5), (2, "completed", 0.5),
+  ]  # pyformat: disable
+  assert found[0]["num_tokens"] == 7
+  assert len(server.rows("task")) == len(server.rows("baseline")) == 1
+  assert server.rows("eval")[0]["step"] == 2
+
+
+# --- images -----------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 1000))
+def test_a_png_has_the_pixels(width, height, seed):
+  import io  # pylint: disable=g-import-not-at-top
+
+  from PIL import Image  # pylint: disable=g-import-not-at-top
+
+  rng = np.random.default_rng(seed)
+  pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
+  with Image.open(io.BytesIO(png.encode(pixels))) as image:
+    assert np.array_equal(np.asarray(image.convert("RGB")), pixels)
+
+
+def test_screenshots_are_sent_once_each(server, tmp_path):
+  pixels = np.full((8, 9, 3), 7, np.uint8)
+  sha = images_lib.hash_pixels(pixels)
+  with client_of(server.url, tmp_path / "spool") as client:
+    for _ in range(3):
+      client.sender.put(sender_lib.Made({}, {sha: png.encode(pixels)}))
+      assert client.drain(20)
+    client.sender.put(sender_lib.Made({}, {"0" * 64: png.encode(pixels)}))
+    assert client.drain(20)
+    assert client.sender.counters["dead_letters"] == 1
+  (row,) = server.rows("monitor_screenshot", order="sha256")
+  assert (row["sha256"], row["width"], row["height"]) == (sha, 9, 8)

@@ -1,0 +1,1 @@
+"""What a training process holds: a spool, and ways to fill it."""

@@ -1,0 +1,318 @@
+"""`IngestClient`: what programs tell the monitor with.
+
+The names are those of the ingest protocol's clients, so that a training script
+written for one works here. The difference: nothing waits for the server. A
+`post_…` puts its item into a spool and returns at once; what it returns is the
+item's client id, which serves wherever an id does (`training_id`, `step_id`,
+…), before the server has ever heard of it.
+
+Promises: those of `sender`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import copy
+import logging
+import os
+import pathlib
+import threading
+from typing import Any, Mapping
+import uuid
+
+from tunix.rl.multi_turn.monitor.client import sender as sender_lib
+
+_LOG = logging.getLogger(__name__)
+SPOOL_VARIABLE = "TUNIX_MONITOR_SPOOL"
+Reference = str | int
+_PLURALS = {
+    "task": "tasks", "validator": "validators", "baseline": "baselines",
+    "eval": "evals", "step": "steps", "rollout": "rollouts",
+    "environment": "environments", "turn": "turns", "action": "actions",
+    "observation": "observations", "validation": "validations",
+}  # pyformat: disable
+_PARENTS = {
+    "training_id": "training", "baseline_id": "baseline", "eval_id": "eval",
+    "step_id": "step", "turn_id": "turn", "env_id": "environment",
+    "validator_id": "validator",
+}  # pyformat: disable
+_MOST_IDS = 50_000
+
+
+class IngestClient:
+  """A project's client. Thread-safe; close it, or leave that to the exit."""
+
+  def __init__(
+      self,
+      base_url: str,
+      token: str = "",
+      timeout_seconds: float = 120,
+      *,
+      spool_dir: str | pathlib.Path | None = None,
+      name: str = "",
+      target: str = "",
+      max_pending: int = 4096,
+      max_spool_bytes: int = 2 << 30,
+  ):
+    """Args:
+
+      base_url: of the server, http(s)://host:port.
+      token: of the project; "" for a server of this machine without tokens.
+      timeout_seconds: of each request to it.
+      spool_dir: where what waits is kept; what other processes left there for
+        the same server is delivered, too. None: $TUNIX_MONITOR_SPOOL, else a
+        folder of the user's cache.
+      name: of this process's spool; "" makes one up.
+      target: what tells spools for this server from others; "" takes the URL.
+      max_pending: items that wait in memory; more are dropped, and counted.
+      max_spool_bytes: of what waits on the disk; more is dropped, and counted.
+
+    Raises:
+      ValueError: the URL is none.
+      OSError, sqlite3.Error: there can be no spool there.
+    """
+    self.base_url = base_url.rstrip("/")
+    self._ids: collections.OrderedDict[tuple[str, str], int] = (
+        collections.OrderedDict()
+    )
+    self._local: dict[tuple[str, Any], str] = {}
+    self._answered = threading.Condition()
+    self.sender = sender_lib.Sender(
+        base_url,
+        token,
+        spool_dir or default_spool_dir(),
+        name=name or uuid.uuid4().hex,
+        target=target,
+        timeout_s=timeout_seconds,
+        max_pending=max_pending,
+        max_spool_bytes=max_spool_bytes,
+        on_reply=self._learn,
+    )
+    atexit.register(self.close)
+
+  # --- what there is to tell --------------------------------------------------
+
+  def post_training(
+      self,
+      payload: Mapping[str, Any] | None = None,
+      client_id: str | None = None,
+      **fields: Any,
+  ) -> Reference | None:
+    """A training, or what changes of it.
+
+    Args:
+      payload: fields of the training. `training_id` names one that is known.
+      client_id: what to call it; its run name by default.
+      **fields: more fields.
+
+    Returns:
+      What it is called from now on; None when it was dropped.
+    """
+    item = copy.copy({**(payload or {}), **fields})
+    known = item.pop("training_id", None)
+    reference = client_id or item.get("client_id") or known
+    if reference is None:
+      name = str(item.get("run_name") or uuid.uuid4().hex)
+      plain = name.encode("utf-8", "replace").decode().replace("\0", "")
+      reference = f"training-{plain}"[:400]
+    if isinstance(reference, int):
+      item["id"] = reference
+    else:
+      item["client_id"] = reference
+    self.sender.training = reference
+    return reference if self.sender.put({"training": item}) else None
+
+  def post_task(self, payload, client_id=None) -> Reference | None:
+    return self._post("task", payload, client_id or payload.get("task_id"))
+
+  def post_validator(self, payload, client_id=None) -> Reference | None:
+    return self._post("validator", payload, client_id)
+
+  def post_environment(self, payload, client_id=None) -> Reference | None:
+    return self._post("environment", payload, client_id)
+
+  def post_step(self, payload, client_id=None) -> Reference | None:
+    return self._post("step", payload, client_id)
+
+  def post_baseline(self, payload, client_id=None) -> Reference | None:
+    return self._post("baseline", payload, client_id)
+
+  def post_eval(self, payload, client_id=None) -> Reference | None:
+    return self._post("eval", payload, client_id)
+
+  def post_rollout(self, payload, client_id=None) -> Reference | None:
+    return self._post(
+        "rollout", payload, client_id or payload.get("rollout_id")
+    )
+
+  def post_turn(self, payload, client_id=None) -> Reference | None:
+    return self._post("turn", payload, client_id)
+
+  def post_action(self, payload, client_id=None) -> Reference | None:
+    return self._post("action", payload, client_id)
+
+  def post_observation(self, payload, client_id=None) -> Reference | None:
+    return self._post("observation", payload, client_id)
+
+  def post_validation(self, payload, client_id=None) -> Reference | None:
+    return self._post("validation", payload, client_id)
+
+  def _post(
+      self, kind: str, payload: Mapping[str, Any], client_id: str | None
+  ) -> Reference | None:
+    """Puts an item into the spool.
+
+    Args:
+      kind: of the item.
+      payload: its fields; None says nothing. What it holds must not change
+        afterwards.
+      client_id: what to call it; one is made up if None.
+
+    Returns:
+      What to call it; None when it was dropped.
+    """
+    item = dict(payload)
+    client_id = client_id or item.get("client_id") or uuid.uuid4().hex
+    item["client_id"] = client_id
+    taken = self.sender.put({_PLURALS[kind]: [item]})
+    return client_id if taken else None
+
+  # --- for recorders that number things themselves ---------------------------
+
+  def record(
+      self, kind: str, local_id: Any, payload: Mapping[str, Any]
+  ) -> Reference | None:
+    """Posts what somebody knows by an id of their own.
+
+    Args:
+      kind: "training", "task", …, "validation".
+      local_id: that id.
+      payload: its fields, whose `<parent>_id` are such ids too.
+
+    Returns:
+      What it is called; None when it is dropped, as for an item whose parent
+      was never told of (counted as `skipped`).
+    """
+    item = dict(payload)
+    for field, parent in self._parents_of(kind, item):
+      known = self._local.get((parent, item[field]))
+      if known is None:
+        self.sender.counters["skipped"] += 1
+        return None
+      item[field] = known
+    client_id = self._local.get((kind, local_id)) or item.pop(
+        "client_id", None
+    )
+    if kind == "training":
+      reference = self.post_training(item, client_id)
+    elif kind in ("task", "rollout"):
+      reference = self._post(
+          kind, item, client_id or item.get(f"{kind}_id")
+      )
+    else:
+      reference = self._post(kind, item, client_id)
+    if reference is not None:
+      self._local[kind, local_id] = reference
+    return reference
+
+  def _parents_of(self, kind: str, item: Mapping[str, Any]):
+    for field, parent in _PARENTS.items():
+      if item.get(field) is not None and parent != kind:
+        yield field, parent
+    for parent in ("rollout", "task"):
+      field = f"{parent}_id"
+      if kind != parent and item.get(field) is not None:
+        yield field, parent
+
+  def record_training(self, local_id, payload) -> Reference | None:
+    return self.record("training", local_id, payload)
+
+  def record_task(self, local_id, payload) -> Reference | None:
+    return self.record("task", local_id, payload)
+
+  def record_environment(self, local_id, payload) -> Reference | None:
+    return self.record("environment", local_id, payload)
+
+  def record_step(self, local_id, payload) -> Reference | None:
+    return self.record("step", local_id, payload)
+
+  def record_baseline(self, local_id, payload) -> Reference | None:
+    return self.record("baseline", local_id, payload)
+
+  def record_eval(self, local_id, payload) -> Reference | None:
+    return self.record("eval", local_id, payload)
+
+  def record_rollout(self, local_id, payload) -> Reference | None:
+    return self.record("rollout", local_id, payload)
+
+  def record_turn(self, local_id, payload) -> Reference | None:
+    return self.record("turn", local_id, payload)
+
+  def record_action(self, local_id, payload) -> Reference | None:
+    return self.record("action", local_id, payload)
+
+  def record_observation(self, local_id, payload) -> Reference | None:
+    return self.record("observation", local_id, payload)
+
+  def record_validation(self, local_id, payload) -> Reference | None:
+    return self.record("validation", local_id, payload)
+
+  # --- the other end --------------------------------------------------------
+
+  def remote_id(
+      self, kind: str, client_id: str, timeout_s: float = 0.0
+  ) -> int | None:
+    """The server's own id of something; None while it has not answered.
+
+    Args:
+      kind: "training", "task", …, "validation".
+      client_id: what `post_…` returned.
+      timeout_s: how long to wait for it.
+    """
+    key = (kind, client_id)
+    with self._answered:
+      self._answered.wait_for(lambda: key in self._ids, timeout_s)
+      return self._ids.get(key)
+
+  def flush(self, timeout_s: float = 10.0) -> bool:
+    """Waits until what was posted is durable; False when time ran out."""
+    return self.sender.flush(timeout_s)
+
+  def drain(self, timeout_s: float = 10.0) -> bool:
+    """Waits until what was posted is at the server; False if time ran out."""
+    return self.sender.drain(timeout_s)
+
+  def close(self, timeout_s: float = 10.0) -> bool:
+    """Delivers what it can in that time; the rest waits on the disk."""
+    atexit.unregister(self.close)
+    return self.sender.close(timeout_s)
+
+  def __enter__(self) -> IngestClient:
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    self.close()
+
+  def _learn(self, reply: Mapping[str, Any]) -> None:
+    with self._answered:
+      training = self.sender.training
+      if isinstance(training, str) and "training_id" in reply:
+        self._ids["training", training] = reply["training_id"]
+      for kind, plural in _PLURALS.items():
+        for pair in reply.get(plural, ()):
+          self._ids[kind, pair["client_id"]] = pair["id"]
+      while len(self._ids) > _MOST_IDS:
+        self._ids.popitem(last=False)
+      self._answered.notify_all()
+    for ignored in reply.get("ignored", ()):
+      _LOG.info("the monitor keeps what it has: %s", ignored)
+
+
+def default_spool_dir() -> pathlib.Path:
+  """Where spools are kept that nobody says a place for."""
+  named = os.environ.get(SPOOL_VARIABLE)
+  if named:
+    return pathlib.Path(named).expanduser()
+  cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+  return pathlib.Path(cache) / "tunix-multi-turn" / "monitor_spool"

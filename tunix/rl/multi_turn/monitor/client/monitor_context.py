@@ -1,0 +1,70 @@
+"""What is being trained right now, for whoever records.
+
+One holder a process, alive: who starts an episode reads it then, and sees the
+step that is current at that moment, whatever was current when the episode's
+arguments were made. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+_lock = threading.Lock()
+_held: dict[str, Any] = {}
+
+
+def _get(name: str) -> Any:
+  with _lock:
+    return _held.get(name)
+
+
+def _set(name: str, value: Any) -> None:
+  with _lock:
+    _held[name] = value
+
+
+def get_training_id() -> Any:
+  return _get("training_id")
+
+
+def set_training_id(training_id: Any) -> None:
+  _set("training_id", training_id)
+
+
+def get_baseline_id() -> Any:
+  return _get("baseline_id")
+
+
+def set_baseline_id(baseline_id: Any) -> None:
+  _set("baseline_id", baseline_id)
+
+
+def get_eval_id() -> Any:
+  return _get("eval_id")
+
+
+def set_eval_id(eval_id: Any) -> None:
+  _set("eval_id", eval_id)
+
+
+def get_step_id() -> Any:
+  return _get("step_id")
+
+
+def set_step_id(step_id: Any) -> None:
+  _set("step_id", step_id)
+
+
+def get_ingest_client() -> Any:
+  return _get("ingest_client")
+
+
+def set_ingest_client(ingest_client: Any) -> None:
+  _set("ingest_client", ingest_client)
+
+
+def clear_monitor_context() -> None:
+  """Forgets all of it."""
+  with _lock:
+    _held.clear()

@@ -1,0 +1,127 @@
+"""What a training loop calls at its stages; each does nothing without a client.
+
+The names are those of the ingest protocol's hooks. They read and set
+`monitor_context`. None of them raises or waits.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Mapping
+import uuid
+
+from tunix.rl.multi_turn.monitor.client import monitor_context as context
+
+_METRICS = {
+    "loss": "loss", "kl": "kl_divergence", "grad_norm": "policy_gradient_norm",
+    "learning_rate": "learning_rate", "reward_mean": "reward_mean",
+    "reward_std": "reward_std", "episodes": "num_trajectories",
+    "tokens": "num_tokens",
+}  # pyformat: disable
+"""Metric of docs/metrics.md -> column of a step."""
+
+
+def step_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
+  """Columns of a step that its metrics fill, the metrics among them."""
+  fields: dict[str, Any] = {}
+  for name, column in _METRICS.items():
+    value = metrics.get(name)
+    if value is None and name == "kl":
+      value = metrics.get("kl_loss")
+    if value is not None:
+      whole = column in ("num_trajectories", "num_tokens")
+      fields[column] = int(value) if whole else float(value)
+  fields["metrics_json"] = dict(metrics)
+  return fields
+
+
+def _step_name(step: int) -> str:
+  return f"step-{context.get_training_id()}-{step}"
+
+
+def _post_step(step: int, **fields: Any) -> Any:
+  client, training = context.get_ingest_client(), context.get_training_id()
+  if client is None or training is None:
+    return None
+  return client.post_step(
+      {"training_id": training, "step": step, **fields}, _step_name(step)
+  )
+
+
+def record_step_before_rollout(
+    step: int, model_path: str | None = None, **fields: Any
+) -> Any:
+  """A step begins; its id is the context's from now on."""
+  now = time.time()
+  step_id = _post_step(
+      step, status="rollout_collecting", current_phase="rollout_collection",
+      model_path=model_path, start_time=now, rollout_start_time=now, **fields,
+  )  # pyformat: disable
+  if step_id is not None:
+    context.set_step_id(step_id)
+  return step_id
+
+
+def record_step_after_rollout(
+    step: int, model_path: str | None = None
+) -> Any:
+  return _post_step(
+      step, status="rollout_running", current_phase="rollout_execution",
+      model_path=model_path, rollout_end_time=time.time(),
+  )  # pyformat: disable
+
+
+def record_step_before_training(step: int) -> Any:
+  return _post_step(
+      step, status="training", current_phase="training",
+      training_start_time=time.time(),
+  )  # pyformat: disable
+
+
+def record_step_after_training(
+    step: int,
+    model_path: str | None = None,
+    checkpoint_path: str | None = None,
+    metrics: Mapping[str, Any] | None = None,
+) -> Any:
+  """A step is done, with its metrics."""
+  now = time.time()
+  return _post_step(
+      step, status="completed", model_path=model_path,
+      checkpoint_path=checkpoint_path, training_end_time=now, end_time=now,
+      **step_fields(metrics or {}),
+  )  # pyformat: disable
+
+
+def create_baseline_via_monitor(model_path: str) -> Any:
+  """A measurement before training; its id is the context's from now on."""
+  client, training = context.get_ingest_client(), context.get_training_id()
+  if client is None or training is None:
+    return None
+  baseline_id = client.post_baseline(
+      {
+          "training_id": training, "model_path": model_path,
+          "status": "running", "start_time": time.time(),
+      },
+      f"baseline-{training}-{uuid.uuid4().hex}",
+  )  # pyformat: disable
+  if baseline_id is not None:
+    context.set_baseline_id(baseline_id)
+  return baseline_id
+
+
+def create_eval_via_monitor(step: int, model_path: str) -> Any:
+  """A measurement at a step; its id is the context's from now on."""
+  client, training = context.get_ingest_client(), context.get_training_id()
+  if client is None or training is None:
+    return None
+  eval_id = client.post_eval(
+      {
+          "training_id": training, "step": step, "model_path": model_path,
+          "status": "running", "start_time": time.time(),
+      },
+      f"eval-{training}-{step}",
+  )  # pyformat: disable
+  if eval_id is not None:
+    context.set_eval_id(eval_id)
+  return eval_id

@@ -1,0 +1,476 @@
+"""A run's events, told to the monitor.
+
+Promises: `on_event` only puts the event into bounded memory; what it becomes
+is made on the spool's thread, in the order of the events. What is not told is
+counted and never stops a run.
+
+How a run becomes rows: its measurements before training are baselines, later
+ones evaluations of their step; an episode belongs to the step that was current
+when it began (`rollout.batch` says which update learned from it), and to the
+policy version that it began with (`model_path`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from typing import Any, Callable, Mapping
+
+import numpy as np
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor.client import episode_parts
+from tunix.rl.multi_turn.monitor.client import ingest_client
+from tunix.rl.multi_turn.monitor.client import monitor_training_hooks as hooks
+from tunix.rl.multi_turn.monitor.client import png
+from tunix.rl.multi_turn.monitor.client import sender
+
+_LOG = logging.getLogger(__name__)
+_BEFORE_TRAINING = ("initial", "warm_start")
+_MESSAGE_EVERY_S = 1.0
+_MOST_KNOWN = 100_000
+_STATUS = {
+    "completed": "completed", "failed": "failed", "interrupted": "paused",
+}  # pyformat: disable
+
+
+@dataclasses.dataclass(frozen=True)
+class RunIdentity:
+  """What a run is called, through all its starts.
+
+  Attributes:
+    training: client id of the training.
+    session: how many starts it had before; episodes of different starts may
+      have the same names.
+  """
+
+  training: str
+  session: int = 0
+
+
+class MonitorObserver:
+  """An `events.Observer`; see the module docstring."""
+
+  def __init__(
+      self,
+      client: ingest_client.IngestClient,
+      identity: RunIdentity,
+      training: Mapping[str, Any],
+      *,
+      image_store: images_lib.ImageStore | None = None,
+      start_step: int = 0,
+      environment: str = "linux",
+      task_source: str = "gym",
+      max_turns: int | None = None,
+      close_s: float = 15.0,
+  ):
+    """Args:
+
+      client: what tells; closed with this.
+      identity: of the run.
+      training: columns of the training, beyond what the events say.
+      image_store: where the screenshots' pixels are; None tells no pixels.
+      start_step: updates made before this start.
+      environment: "linux" or "android".
+      task_source: where tasks are from.
+      max_turns: of an episode whose task does not say.
+      close_s: how long `close` may deliver.
+    """
+    self._client = client
+    self._identity = identity
+    self._training = dict(training)
+    self._images = image_store
+    self._environment = environment
+    self._task_source = task_source
+    self._max_turns = max_turns
+    self._close_s = close_s
+    # Of the spool's thread from here on.
+    self._step = start_step + 1
+    self._done_step = start_step
+    self._version = 0
+    self._eval: str | None = None
+    self._eval_source: dict[str, Any] = {}
+    self._eval_fields: dict[str, Any] = {}
+    self._evals = 0
+    self._results: dict[str, dict[str, Any]] = {}
+    self._running: dict[str, episode_parts.Running] = {}
+    self._names: dict[str, str] = {}
+    self._steps: dict[int, dict[str, int]] = {}
+    self._sent_images: set[str] = set()
+    self._said = 0.0
+    self._handlers: dict[type, Callable[[Any], Any]] = {
+        events.RunStarted: self._run_started,
+        events.RunFinished: self._run_finished,
+        events.EpisodeStarted: self._episode_started,
+        events.TurnFinished: self._turn_finished,
+        events.EpisodeFinished: self._episode_finished,
+        events.GroupFinished: self._group_finished,
+        events.Fault: self._fault,
+        events.StepFinished: self._step_finished,
+        events.WeightsPublished: self._weights_published,
+        events.EvalStarted: self._eval_started,
+        events.EvalFinished: self._eval_finished,
+        events.Progress: self._progress,
+    }
+    client.sender.training = identity.training
+
+  def on_event(self, event: events.Event) -> None:
+    handler = self._handlers.get(type(event))
+    if handler is not None:
+      self._client.sender.put(_Told(handler, event))
+
+  def close(self) -> bool:
+    """Delivers what it can; the rest waits on the disk. Idempotent."""
+    return self._client.close(self._close_s)
+
+  # --- the run ----------------------------------------------------------------
+
+  def _run_started(self, event: events.RunStarted) -> sender.Part:
+    return {"training": {
+        "client_id": self._identity.training, "run_name": event.run_name,
+        **self._training, "config_json": dict(event.config),
+        "status": "initializing", "current_phase": "initialization",
+        "start_time": event.time if not self._identity.session else None,
+        "current_step": self._step - 1,
+        "status_message": (
+            f"start {self._identity.session + 1}"
+            if self._identity.session
+            else "started"
+        ),
+    }}  # pyformat: disable
+
+  def _run_finished(self, event: events.RunFinished) -> sender.Part:
+    return self._training_part(
+        status=_STATUS.get(event.status, "failed"),
+        status_message=event.status,
+        error_message=event.error,
+        end_time=event.time,
+    )
+
+  def _progress(self, event: events.Progress) -> sender.Part | None:
+    now = event.time
+    if now - self._said < _MESSAGE_EVERY_S and event.done != event.total:
+      return None
+    self._said = now
+    total = "" if event.total is None else f" of {event.total}"
+    return self._training_part(
+        status_message=f"{event.stage}: {event.done}{total} {event.message}"
+        .strip()
+    )
+
+  def _training_part(self, **fields: Any) -> sender.Part:
+    return {"training": {"client_id": self._identity.training, **fields}}
+
+  # --- measurements -----------------------------------------------------------
+
+  def _eval_started(self, event: events.EvalStarted) -> sender.Part:
+    self._eval, self._evals = event.name, self._evals + 1
+    training = self._identity.training
+    greedy = event.mode == "greedy"
+    self._eval_fields = {
+        "temperature": 0.0 if greedy else self._training.get("temperature"),
+    }
+    for name in [n for n in self._names if n.startswith("eval/")]:
+      del self._names[name]
+    row = {
+        "training_id": training, "status": "running",
+        "current_phase": "rollout", "total_tasks": event.episodes,
+        "model_path": self._model_path(), "status_message": event.name,
+    }  # pyformat: disable
+    kind = "baseline" if event.name in _BEFORE_TRAINING else "eval"
+    name = f"{training}:{kind}:{event.name}"
+    self._eval_source = {"source_type": kind, f"{kind}_id": name}
+    if kind == "eval":
+      # The table has one evaluation a step: the last one joins it.
+      name = f"{training}:eval:{event.step}"
+      self._eval_source["eval_id"] = name
+      row["step"] = event.step
+    part = self._training_part(
+        status="running", current_phase="evaluation", status_message=event.name
+    )
+    return {
+        **part,
+        f"{kind}s": [{"client_id": name, "start_time": event.time, **row}],
+    }
+
+  def _eval_finished(self, event: events.EvalFinished) -> sender.Part | None:
+    if not self._eval_source:
+      return None
+    kind = self._eval_source["source_type"]
+    name = self._eval_source[f"{kind}_id"]
+    self._eval, self._eval_source = None, {}
+    results = self._results.setdefault(name, {})
+    results[event.name] = dict(event.results)
+    return {
+        f"{kind}s": [{
+            "client_id": name, "status": "completed",
+            "current_phase": "aggregation", "status_message": event.name,
+            "end_time": event.time, "eval_time": event.time,
+            "metrics_json": dict(results),
+        }],
+        **self._training_part(current_phase="rollout"),
+    }  # pyformat: disable
+
+  # --- steps ------------------------------------------------------------------
+
+  def _weights_published(self, event: events.WeightsPublished) -> None:
+    self._version = event.version
+    self._step = max(self._step, event.version + 1)
+
+  def _step_finished(self, event: events.StepFinished) -> sender.Part:
+    self._step = max(self._step, event.step + 1)
+    self._done_step = max(self._done_step, event.step)
+    part = self._step_part(event.step)
+    progress = self._steps.pop(event.step, None) or {}
+    for old in [s for s in self._steps if s < event.step]:
+      del self._steps[old]
+    metrics = {
+        k: float(v) if isinstance(v, np.generic) else v
+        for k, v in event.metrics.items()
+    }
+    begun = event.time - sum(
+        metrics.get(name) or 0.0
+        for name in ("seconds_publish", "seconds_learn")
+    )
+    substeps = int(metrics.get("optimizer_steps") or 1)
+    (step,) = part["steps"]
+    step |= {
+        **hooks.step_fields(metrics), "status": "completed",
+        "current_phase": "training",
+        "batch": event.step, "end_time": event.time,
+        "rollout_end_time": begun, "training_start_time": begun,
+        "training_end_time": event.time,
+        "rollout_progress": _capped(progress) or None,
+        "training_progress": {
+            "completed_substeps": substeps, "total_substeps": substeps,
+        },
+        "model_path": self._model_path(),
+    }  # pyformat: disable
+    learned = []
+    for group in event.groups:
+      for episode in group.trajectories:
+        name = self._names.pop(f"train/{episode.trajectory_id}", None)
+        if name is not None:
+          learned.append({"client_id": name, "batch": event.step})
+    return {
+        **part,
+        "rollouts": learned,
+        **self._training_part(
+            current_step=event.step, current_phase="rollout",
+            status_message=f"step {event.step}",
+        ),
+    }  # pyformat: disable
+
+  def _step_name(self, step: int) -> str:
+    return f"{self._identity.training}:step:{step}"
+
+  def _step_part(self, step: int) -> dict[str, Any]:
+    return {"steps": [{
+        "client_id": self._step_name(step), "step": step,
+        "training_id": self._identity.training,
+    }]}  # pyformat: disable
+
+  def _group_finished(self, event: events.GroupFinished) -> sender.Part | None:
+    names = [
+        self._names.get(f"train/{e.trajectory_id}") for e in event.group
+    ]
+    found = [n for n in names if n is not None]
+    if event.outcome != "accepted":
+      told = f"group {event.outcome}: {event.reason}".rstrip(": ")
+      return {"rollouts": [
+          {"client_id": name, "status_message": told} for name in found
+      ]}  # pyformat: disable
+    step = self._current_step()
+    progress = self._steps.get(step)
+    if progress is None:
+      return None
+    progress["completed_groups"] += 1
+    progress["completed_envs"] += len(event.group)
+    part = self._step_part(step)
+    part["steps"][0] |= {
+        "rollout_progress": _capped(progress),
+        "current_phase": "rollout_execution", "status": "rollout_running",
+    }  # pyformat: disable
+    return part
+
+  def _current_step(self) -> int:
+    """Of an episode that begins now."""
+    total = self._training.get("total_steps")
+    return min(self._step, total) if total else self._step
+
+  # --- episodes --------------------------------------------------------------
+
+  def _episode_started(self, event: events.EpisodeStarted) -> sender.Part:
+    key, running, more = self._begin(event, event.time)
+    del key
+    task = episode_parts.task_part(
+        event.task_id, None, self._task_source, event.split
+    )
+    return {**more, **episode_parts.begun(running, task, self._environment)}
+
+  def _begin(
+      self, event: Any, started: float
+  ) -> tuple[str, episode_parts.Running, dict[str, Any]]:
+    """Names an episode and says what it is part of."""
+    trajectory_id = getattr(event, "trajectory_id", None)
+    if trajectory_id is None:
+      trajectory_id = event.trajectory.trajectory_id
+    key = f"{event.split}/{trajectory_id}"
+    more: dict[str, Any] = {}
+    if event.split == "eval" and self._eval_source:
+      source = dict(self._eval_source)
+      place = f"{self._eval}.{self._evals}"
+      fields = dict(self._eval_fields)
+    else:
+      step = self._current_step()
+      source = {"source_type": "step", "step_id": self._step_name(step)}
+      place = "train"
+      fields = {"temperature": self._training.get("temperature")}
+      if step not in self._steps and step > self._done_step:
+        more = self._begin_step(step, started)
+    session = self._identity.session
+    running = episode_parts.Running(
+        f"{self._identity.training}/{session}/{place}/{trajectory_id}",
+        source,
+        started,
+        fields={
+            **fields, "model_path": self._model_path(),
+            "group": _last_number(event.group_id),
+            "env_index": _last_number(trajectory_id.rpartition(".")[2]),
+            "max_turns": self._max_turns,
+        },
+    )  # pyformat: disable
+    self._running[key] = running
+    self._names[key] = running.rollout_id
+    if len(self._names) > _MOST_KNOWN:
+      for old in list(itertools.islice(self._names, _MOST_KNOWN // 2)):
+        del self._names[old]
+    return key, running, more
+
+  def _begin_step(self, step: int, started: float) -> dict[str, Any]:
+    groups = self._training.get("groups_per_batch") or 0
+    size = self._training.get("group_size") or 0
+    self._steps[step] = progress = {
+        "completed_groups": 0, "total_groups": groups,
+        "completed_envs": 0, "total_envs": groups * size,
+    }  # pyformat: disable
+    part = self._step_part(step)
+    part["steps"][0] |= {
+        "status": "rollout_collecting", "start_time": started,
+        "current_phase": "rollout_collection", "rollout_start_time": started,
+        "rollout_progress": dict(progress), "model_path": self._model_path(),
+    }  # pyformat: disable
+    return {
+        **part,
+        **self._training_part(status="running", current_phase="rollout"),
+    }
+
+  def _turn_finished(self, event: events.TurnFinished) -> sender.Part | None:
+    running = self._find(event.trajectory_id)
+    if running is None:
+      return None
+    running.turns.append((event.time, dict(event.seconds)))
+    name = running.rollout_id
+    first = len(running.turns) == 1
+    begun = event.time - sum(event.seconds.values())
+    return {
+        "rollouts": [{
+            "client_id": name, "status": "running",
+            "current_phase": "task_execution", "current_turn": event.turn + 1,
+            "task_start_time": max(begun, running.started) if first else None,
+        }],
+        "environments": [
+            {"client_id": f"{name}:env", "status": "running"}
+        ] if first else [],
+    }  # pyformat: disable
+
+  def _episode_finished(
+      self, event: events.EpisodeFinished
+  ) -> sender.Made:
+    episode = event.trajectory
+    key = f"{event.split}/{episode.trajectory_id}"
+    running = self._running.pop(key, None)
+    more: dict[str, Any] = {}
+    if running is None:  # Its beginning was dropped.
+      seconds = float(episode.metrics.get("seconds", 0.0))
+      key, running, more = self._begin(event, event.time - seconds)
+      self._running.pop(key, None)
+    task = episode_parts.task_part(
+        event.task_id, episode.task, self._task_source, event.split
+    )
+    part = episode_parts.ended(
+        running, episode, event.time, task, self._environment, self._max_turns
+    )
+    return sender.Made({**more, **part}, self._pixels(episode))
+
+  def _fault(self, event: events.Fault) -> None:
+    running = self._find(event.trajectory_id)
+    if running is not None:
+      running.faults.append({
+          "stage": event.stage, "kind": event.kind, "message": event.message,
+      })  # pyformat: disable
+
+  def _find(self, trajectory_id: str | None) -> episode_parts.Running | None:
+    for split in ("train", "eval"):
+      found = self._running.get(f"{split}/{trajectory_id}")
+      if found is not None:
+        return found
+    return None
+
+  def _pixels(self, episode: trajectory_lib.Trajectory) -> dict[str, bytes]:
+    """Screenshots that the server may not have."""
+    found: dict[str, bytes] = {}
+    if self._images is None:
+      return found
+    for sha, ref in episode_parts.images_of(episode).items():
+      if sha in self._sent_images:
+        continue
+      try:
+        found[sha] = png.encode(self._images.get(ref))
+      except (KeyError, OSError, ValueError):
+        self._client.sender.counters["images_missing"] += 1
+        continue
+      self._sent_images.add(sha)
+    if len(self._sent_images) > _MOST_KNOWN:
+      self._sent_images.clear()  # The server knows which it has.
+    return found
+
+  def _model_path(self) -> str:
+    return f"{self._training.get('model_name', '')}@{self._version}"
+
+
+class _Told:
+  """What a handler makes of an event, when it is called."""
+
+  __slots__ = ("_handler", "_event")
+
+  def __init__(self, handler: Callable[[Any], Any], event: events.Event):
+    self._handler = handler
+    self._event = event
+
+  def __call__(self) -> Any:
+    return self._handler(self._event)
+
+
+def _capped(progress: Mapping[str, int]) -> dict[str, int]:
+  """No more is complete than there is; requeued groups run again."""
+  found = dict(progress)
+  for what in ("groups", "envs"):
+    if f"total_{what}" in found:
+      found[f"completed_{what}"] = min(
+          found[f"completed_{what}"], found[f"total_{what}"]
+      )
+  return found
+
+
+def _last_number(name: str) -> int | None:
+  """The number in "train-000012-r1", 12; None if there is none."""
+  name = name.partition("-r")[0]
+  digits = "".join(
+      reversed(list(itertools.takewhile(str.isdigit, reversed(name))))
+  )
+  return int(digits) if digits else None
+
+

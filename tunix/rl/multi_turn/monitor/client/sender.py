@@ -1,0 +1,496 @@
+"""From what happens to the server: memory, spool, network, each at its pace.
+
+    put ─► bounded memory ─► spool (a thread) ─► server (another thread)
+
+Promises: `put` takes microseconds and never waits; what the spool has taken
+(`flush`) survives the process; everything in the spool reaches the server at
+least once and is applied there once, in order, however often it is sent. What
+there is no room for, in memory or on the disk, is dropped and counted. An
+entry that the server refuses for what it says is put aside with the reason
+and holds up nothing. A server that is slow, dead or wrong is told to nobody
+but the log, once.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import pathlib
+import random
+import sqlite3
+import threading
+import time
+from typing import Any, Callable, Mapping
+
+import orjson
+from tunix.rl.multi_turn.monitor.client import spool as spool_lib
+from tunix.rl.multi_turn.monitor.client import transport as transport_lib
+
+_LOG = logging.getLogger(__name__)
+_TICK_S = 0.05
+_IDLE_S = 0.1
+_HEARTBEAT_S = 15.0
+_BATCH_BYTES = 1 << 20
+_MOST_BACKOFF_S = 15.0
+_REFUSED_BACKOFF_S = 30.0
+_IMAGES_SHARE = 0.25
+_MOST_IDS = 20_000
+
+Part = Mapping[str, Any]
+"""A part of a batch: `training` and arrays, as the protocol has them."""
+
+
+class Made:
+  """What a `put` callable may return: a part, and images that it shows."""
+
+  __slots__ = ("part", "images")
+
+  def __init__(self, part: Part, images: Mapping[str, bytes] | None = None):
+    self.part = part
+    self.images = images or {}
+
+
+class Sender:
+  """See the module docstring. Close it."""
+
+  def __init__(
+      self,
+      base_url: str,
+      token: str,
+      folder: str | pathlib.Path,
+      *,
+      name: str,
+      target: str = "",
+      timeout_s: float = 120.0,
+      max_pending: int = 4096,
+      max_spool_bytes: int = 2 << 30,
+      on_reply: Callable[[Mapping[str, Any]], None] = lambda reply: None,
+  ):
+    """Args:
+
+      base_url: of the server.
+      token: of the project.
+      folder: of spools; those that others left there are delivered, too.
+      name: of this process's spool, unique in the folder.
+      target: what tells spools for one server from others; the URL if "".
+      timeout_s: of a request.
+      max_pending: of what waits in memory; more is dropped.
+      max_spool_bytes: of what waits on the disk; more is dropped. Images stop
+        at three quarters of it.
+      on_reply: gets the reply to each batch, on the sending thread.
+
+    Raises:
+      ValueError: no URL.
+      OSError, sqlite3.Error: there can be no spool.
+    """
+    self._transport = transport_lib.Transport(base_url, token, timeout_s)
+    self._folder = pathlib.Path(folder)
+    self._target = target or base_url.rstrip("/")
+    self.spool = spool_lib.Spool(
+        self._folder / f"{name}{spool_lib.SUFFIX}",
+        self._target,
+        max_bytes=max_spool_bytes,
+    )
+    self._max_pending = max_pending
+    self._on_reply = on_reply
+    self._pending: collections.deque[Any] = collections.deque()
+    self.counters: collections.Counter[str] = collections.Counter()
+    """dropped_memory, dropped_disk, dropped_images, dead_letters, failed,
+    sent, retries."""
+    self.training: str | int | None = None
+    """Whose heart beats while nothing happens."""
+    self._lock = threading.Lock()
+    self._taken = 0
+    self._kept = 0
+    self._closing = threading.Event()
+    self._abandon = threading.Event()
+    self._work = threading.Event()
+    self._delivered = threading.Event()
+    self._complaints: set[str] = set()
+    self._keeping = threading.Thread(
+        target=self._keep, name="monitor-spool", daemon=True
+    )
+    self._sending = threading.Thread(
+        target=self._send, name="monitor-send", daemon=True
+    )
+    self._keeping.start()
+    self._sending.start()
+
+  def put(self, make: Callable[[], Made | Part | None] | Part) -> bool:
+    """Takes a part of a batch, or what makes one on another thread.
+
+    Returns:
+      False when it was dropped.
+    """
+    pending = self._pending
+    if self._closing.is_set() or len(pending) >= self._max_pending:
+      with self._lock:
+        self.counters["dropped_memory"] += 1
+      return False
+    with self._lock:
+      pending.append(make)
+      self._taken += 1
+    return True
+
+  def flush(self, timeout_s: float = 10.0) -> bool:
+    """Waits until what was put is in the spool; False when time ran out."""
+    wanted, deadline = self._taken, time.monotonic() + timeout_s
+    while self._kept < wanted:
+      if time.monotonic() > deadline or not self._keeping.is_alive():
+        return self._kept >= wanted
+      time.sleep(0.005)
+    return True
+
+  def drain(self, timeout_s: float = 10.0) -> bool:
+    """Waits until everything is delivered; False when time ran out."""
+    deadline = time.monotonic() + timeout_s
+    if not self.flush(timeout_s):
+      return False
+    while True:
+      self._delivered.clear()
+      self._work.set()
+      counts = self.spool.counts()
+      if not counts["entry"] and not counts["image"]:
+        return True
+      left = deadline - time.monotonic()
+      if left <= 0 or not self._sending.is_alive():
+        return False
+      self._delivered.wait(min(left, 0.5))
+
+  def close(self, timeout_s: float = 10.0) -> bool:
+    """Delivers what it can in the time, and ends. Idempotent.
+
+    Returns:
+      Whether everything was delivered; else it waits for the next start.
+    """
+    if self._closing.is_set():
+      return self.counters["undelivered"] == 0
+    deadline = time.monotonic() + timeout_s
+    kept = self.flush(timeout_s)
+    self._closing.set()
+    self._keeping.join(max(0.1, deadline - time.monotonic()))
+    done = kept and self.drain(max(0.0, deadline - time.monotonic()))
+    self._abandon.set()
+    self._work.set()
+    self._transport.close()
+    self._sending.join(5.0)
+    left = self.spool.counts()
+    self.counters["undelivered"] = left["entry"] + left["image"]
+    lost = {
+        k: v for k, v in self.counters.items()
+        if v and k.startswith(("dropped", "dead", "failed"))
+    }  # pyformat: disable
+    if lost:
+      _LOG.warning("the monitor was not told of everything: %s", lost)
+    if not done:
+      _LOG.warning(
+          "%d parts wait in %s for the monitor; the next run from there"
+          " delivers them",
+          self.counters["undelivered"],
+          self.spool.path,
+      )
+    if not self._keeping.is_alive() and not self._sending.is_alive():
+      self.spool.close()
+    return done
+
+  def health(self) -> dict[str, int]:
+    """Counters and fill, for whoever looks."""
+    return {
+        **self.counters,
+        "pending": len(self._pending),
+        "spool_bytes": int(self.spool.bytes),
+    }
+
+  # --- memory to spool ------------------------------------------------------
+
+  def _keep(self) -> None:
+    while True:
+      closing = self._closing.is_set()
+      if self._pending:
+        try:
+          self._keep_some()
+        except Exception:  # pylint: disable=broad-except
+          self._complain("spool", "the monitor's spool failed")
+          time.sleep(0.5)
+      elif closing:
+        return
+      if not closing:
+        self._closing.wait(_TICK_S)
+      elif self._abandon.is_set():
+        return
+
+  def _keep_some(self) -> None:
+    bodies: list[bytes] = []
+    images: dict[str, bytes] = {}
+    size = taken = 0
+    while taken < len(self._pending) and size < _BATCH_BYTES:
+      make = self._pending[taken]  # Stays until it is on the disk.
+      taken += 1
+      try:
+        made = make() if callable(make) else make
+        if made is None:
+          continue
+        if not isinstance(made, Made):
+          made = Made(made)
+        body = dumps(made.part)
+      except Exception as error:  # pylint: disable=broad-except
+        self.counters["failed"] += 1
+        self._complain("make", f"something cannot be told: {error!r}")
+        # It would fail again, and has perhaps changed what makes it.
+        self._pending[taken - 1] = _NOTHING
+        continue
+      # Made once: a second try must not make it again.
+      self._pending[taken - 1] = _again(made)
+      bodies.append(body)
+      images.update(made.images)
+      size += len(body) + sum(map(len, made.images.values()))
+    if images and self.spool.room < _IMAGES_SHARE:
+      self.counters["dropped_images"] += len(images)
+      images = {}
+    try:
+      self.spool.append(bodies, images)
+    except spool_lib.SpoolFull as error:
+      self.counters["dropped_disk"] += len(bodies)
+      self._complain("full", f"the monitor's spool is full: {error}")
+    except sqlite3.Error as error:
+      # What waits stays in memory, which is bounded.
+      self.counters["spool_failures"] += 1
+      self._complain("disk", f"{self.spool.path} cannot be written: {error}")
+      time.sleep(0.5)
+      return
+    for _ in range(taken):
+      self._pending.popleft()
+    self._kept += taken
+    self._work.set()
+
+  # --- spool to server ------------------------------------------------------
+
+  def _send(self) -> None:
+    failures = 0
+    beat = time.monotonic()
+    orphans: list[spool_lib.Spool] | None = None
+    while not self._abandon.is_set():
+      try:
+        worked = self._send_some(self.spool)
+        if not worked and orphans is None:
+          orphans = list(
+              spool_lib.claim_orphans(
+                  self._folder, self._target, self.spool.path
+              )
+          )
+        for orphan in list(orphans or ()):
+          if self._send_some(orphan):
+            worked = True
+          else:
+            orphan.close()
+            orphans.remove(orphan)
+        failures = 0
+        now = time.monotonic()
+        if worked:
+          beat = now
+        elif now - beat > _HEARTBEAT_S and self.training is not None:
+          beat = now
+          self._beat()
+      except transport_lib.TransportError as error:
+        failures += 1
+        self.counters["retries"] += 1
+        self._complain(
+            f"send{error.status}",
+            f"the monitor does not answer, training goes on: {error}",
+        )
+        self._pause(error, failures)
+        continue
+      except Exception:  # pylint: disable=broad-except
+        if self._abandon.is_set():
+          break
+        self._complain("sending", "sending to the monitor failed")
+        self._abandon.wait(1.0)
+        continue
+      if not worked:
+        self._delivered.set()
+        self._work.wait(_IDLE_S)
+        self._work.clear()
+    for orphan in orphans or ():
+      orphan.close()
+
+  def _pause(self, error: transport_lib.TransportError, failures: int) -> None:
+    delay = min(_MOST_BACKOFF_S, 0.2 * 2 ** min(failures, 10))
+    if error.status in (401, 403):
+      delay = _REFUSED_BACKOFF_S
+    if error.retry_after_s is not None:
+      delay = max(error.retry_after_s, min(delay, 1.0))
+    # Many trainers must not come back at the same moment.
+    self._abandon.wait(delay * random.uniform(0.5, 1.0))
+
+  def _send_some(self, spool: spool_lib.Spool) -> bool:
+    """Sends the oldest entries or images; False when there are none."""
+    entries = spool.entries(_BATCH_BYTES)
+    if entries:
+      self._deliver(spool, entries)
+    return self._send_images(spool) or bool(entries)
+
+  def _deliver(
+      self, spool: spool_lib.Spool, entries: list[spool_lib.Entry]
+  ) -> None:
+    merged, taken = merge(entries)
+    try:
+      reply = self._post(spool, merged, entries[0].seq, entries[taken - 1].seq)
+    except transport_lib.TransportError as error:
+      applied = error.body.get("applied_to")
+      if error.status == 409 and isinstance(applied, int):
+        spool.remove_through(applied)
+        return
+      if error.status not in (400, 404, 409, 413, 422):
+        raise
+      if taken > 1:  # One of them is wrong; the others are not.
+        for entry in entries[:taken]:
+          self._deliver(spool, [entry])
+        return
+      spool.bury(entries[0], str(error))
+      self.counters["dead_letters"] += 1
+      self._complain("dead", f"the monitor refuses something: {error}")
+      return
+    last = entries[taken - 1].seq
+    applied = reply.get("applied_to")
+    if not isinstance(applied, int) or applied < last:
+      # Something that answers 200 to anything must not swallow a run.
+      raise transport_lib.TransportError(
+          "what answers there is no Training Monitor, or an answer was cut off"
+      )
+    spool.remove_through(last)
+    self.counters["sent"] += taken
+    self._complaints.difference_update(
+        [c for c in self._complaints if c.startswith("send")]
+    )
+    self._on_reply(reply)
+
+  def _post(
+      self, spool: spool_lib.Spool, body: dict[str, Any], first: int, last: int
+  ) -> dict[str, Any]:
+    body["delivery"] = {
+        "spool": spool.id, "first": first, "last": last,
+        "health": self.health(),
+    }  # pyformat: disable
+    return self._transport.post("/api/ingest/batch", orjson.dumps(body))
+
+  def _beat(self) -> None:
+    body = {"training_id": self.training}
+    try:
+      self._transport.post("/api/ingest/batch", orjson.dumps(body))
+    except transport_lib.TransportError as error:
+      if error.status not in (400, 404):  # Not told of it yet.
+        raise
+
+  def _send_images(self, spool: spool_lib.Spool) -> bool:
+    shas = spool.images()
+    if not shas:
+      return False
+    reply = self._transport.post(
+        "/api/v1/screenshots/missing", orjson.dumps({"sha256": shas})
+    )
+    missing = set(reply.get("missing", ()))
+    spool.remove_images([sha for sha in shas if sha not in missing])
+    for sha in shas:
+      if sha not in missing:
+        continue
+      if self._abandon.is_set():
+        return True
+      try:
+        self._transport.put(
+            f"/api/v1/screenshots/{sha}", spool.image(sha), "image/png"
+        )
+      except transport_lib.TransportError as error:
+        if error.status not in (400, 404, 413):
+          raise
+        self.counters["dead_letters"] += 1
+        self._complain("image", f"the monitor refuses a screenshot: {error}")
+      spool.remove_images([sha])
+    return True
+
+  def _complain(self, what: str, message: str) -> None:
+    """Says it once, until it has been well again."""
+    if what not in self._complaints:
+      self._complaints.add(what)
+      _LOG.warning("%s", message, exc_info=what in ("spool", "sending"))
+
+
+def _NOTHING() -> None:  # pylint: disable=invalid-name
+  return None
+
+
+def _again(made: Made) -> Callable[[], Made]:
+  return lambda: made
+
+
+def merge(entries: list[spool_lib.Entry]) -> tuple[dict[str, Any], int]:
+  """(one batch of the first of these entries, how many they are).
+
+  A batch ends before a second status of the training, which the server would
+  not see otherwise.
+  """
+  merged: dict[str, Any] = {}
+  for count, entry in enumerate(entries):
+    body = orjson.loads(entry.body)
+    training = body.pop("training", None)
+    if training is not None:
+      before = merged.get("training", {})
+      if count and _differ(before, training):
+        return merged, count
+      merged["training"] = {**before, **training}
+    for key, value in body.items():
+      if isinstance(value, list):
+        merged.setdefault(key, []).extend(value)
+      else:
+        merged[key] = value
+  return merged, len(entries)
+
+
+def _differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+  for key in ("client_id", "status"):
+    if key in before and key in after and before[key] != after[key]:
+      return True
+  return False
+
+
+def dumps(value: Any) -> bytes:
+  """JSON, with what JSON has not made into what the server takes for it."""
+  try:
+    return orjson.dumps(_plain(value), option=orjson.OPT_SERIALIZE_NUMPY)
+  except (TypeError, ValueError):
+    # A lone surrogate, or a number beyond 64 bits.
+    return orjson.dumps(_plain(value, strict=True))
+
+
+def _plain(value: Any, strict: bool = False) -> Any:
+  kind = type(value)
+  if kind is float:
+    if value != value:
+      return "NaN"
+    if value in (float("inf"), float("-inf")):
+      return "Infinity" if value > 0 else "-Infinity"
+    return value
+  if kind is dict:
+    return {str(k): _plain(v, strict) for k, v in value.items()}
+  if kind in (list, tuple):
+    return [_plain(v, strict) for v in value]
+  if kind is bool or value is None:
+    return value
+  if strict:
+    if isinstance(value, str):
+      return value.encode("utf-8", "replace").decode()
+    if isinstance(value, int):
+      return value if -(1 << 63) <= value < 1 << 63 else float(value)
+    if isinstance(value, Mapping):
+      return {_plain(str(k), True): _plain(v, True) for k, v in value.items()}
+    if hasattr(value, "tolist"):
+      return _plain(value.tolist(), True)
+    if hasattr(value, "isoformat"):
+      return value.isoformat()
+    return _plain(str(value), True)
+  if kind is str or kind is int:
+    return value
+  if isinstance(value, Mapping):
+    return {str(k): _plain(v) for k, v in value.items()}
+  if hasattr(value, "tolist"):  # numpy's, whose NaN JSON has not either.
+    return _plain(value.tolist())
+  return value

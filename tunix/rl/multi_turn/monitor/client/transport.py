@@ -1,0 +1,187 @@
+"""Requests to the server: with a deadline each, over one connection."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+import time
+from typing import Any
+from urllib import parse
+
+import orjson
+
+_MAX_REPLY = 64 << 20
+
+
+class TransportError(Exception):
+  """A request that was not answered with 200.
+
+  Attributes:
+    status: of HTTP; 0 when there was no answer.
+    retry_after_s: what the server asks for, or None.
+    body: the reply's JSON object, {} if it is none.
+  """
+
+  def __init__(
+      self,
+      message: str,
+      status: int = 0,
+      retry_after_s: float | None = None,
+      body: dict[str, Any] | None = None,
+  ):
+    super().__init__(message)
+    self.status = status
+    self.retry_after_s = retry_after_s
+    self.body = body or {}
+
+
+class Transport:
+  """Speaks to one server. For one thread."""
+
+  def __init__(self, base_url: str, token: str, timeout_s: float):
+    """Args:
+
+      base_url: http(s)://host[:port][/prefix].
+      token: of the project, "" for none.
+      timeout_s: of each request, from its beginning to its end.
+
+    Raises:
+      ValueError: that is no URL.
+    """
+    url = parse.urlsplit(base_url)
+    try:
+      port = url.port
+    except ValueError:
+      port = -1
+    if url.scheme not in ("http", "https") or not url.hostname or port == -1:
+      raise ValueError(
+          f"monitor URL {base_url!r}: give http://host:port or https://host"
+      )
+    if timeout_s <= 0:
+      raise ValueError(f"timeout_seconds={timeout_s}: give more than 0")
+    self._url = url
+    self._port = port
+    self._prefix = url.path.rstrip("/")
+    self._token = token
+    self._timeout = timeout_s
+    self._connection: http.client.HTTPConnection | None = None
+
+  def post(self, path: str, body: bytes) -> dict[str, Any]:
+    """The reply's JSON.
+
+    Raises:
+      TransportError: no answer in time, or another than 200.
+    """
+    return self._request("POST", path, body, "application/json")
+
+  def put(self, path: str, body: bytes, media_type: str) -> dict[str, Any]:
+    return self._request("PUT", path, body, media_type)
+
+  def close(self) -> None:
+    """Ends the connection; from another thread, also a request under way."""
+    connection, self._connection = self._connection, None
+    if connection is not None:
+      if connection.sock is not None:
+        try:
+          connection.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+          pass
+      connection.close()
+
+  def _request(
+      self, method: str, path: str, body: bytes, media_type: str
+  ) -> dict[str, Any]:
+    deadline = time.monotonic() + self._timeout
+    headers = {
+        "content-type": media_type,
+        "user-agent": "tunix-multi-turn-monitor/1",
+    }
+    if self._token:
+      headers["authorization"] = f"Bearer {self._token}"
+    fresh = self._connection is None
+    try:
+      connection = self._connected(deadline)
+      try:
+        connection.request(method, self._prefix + path, body, headers)
+        response = connection.getresponse()
+      except (http.client.RemoteDisconnected, BrokenPipeError,
+              ConnectionResetError):
+        # The server ends idle connections. What is sent twice counts once.
+        self.close()
+        if fresh:
+          raise
+        connection = self._connected(deadline)
+        connection.request(method, self._prefix + path, body, headers)
+        response = connection.getresponse()
+      data = self._read(connection, response, deadline)
+    except (OSError, http.client.HTTPException, AttributeError) as error:
+      # AttributeError: closed by another thread in the middle of it.
+      self.close()
+      raise TransportError(
+          f"{self._url.netloc}: {type(error).__name__}: {error}"
+      ) from None
+    if response.will_close:
+      self.close()
+    try:
+      reply = orjson.loads(data)
+    except orjson.JSONDecodeError:
+      reply = {}
+    if not isinstance(reply, dict):
+      reply = {}
+    if response.status == 200:
+      return reply
+    detail = reply.get("detail") or response.reason
+    raise TransportError(
+        f"{self._url.netloc} answered {response.status}: {detail}",
+        response.status,
+        _seconds(response.headers.get("retry-after")),
+        reply,
+    )
+
+  def _connected(self, deadline: float) -> http.client.HTTPConnection:
+    left = max(0.01, deadline - time.monotonic())
+    if self._connection is None:
+      host, port = self._url.hostname, self._port
+      if self._url.scheme == "https":
+        self._connection = http.client.HTTPSConnection(
+            host, port, timeout=left, context=ssl.create_default_context()
+        )
+      else:
+        self._connection = http.client.HTTPConnection(host, port, timeout=left)
+      self._connection.connect()
+      self._connection.sock.setsockopt(
+          socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+      )
+    if self._connection.sock is not None:
+      self._connection.sock.settimeout(left)
+    return self._connection
+
+  def _read(
+      self,
+      connection: http.client.HTTPConnection,
+      response: http.client.HTTPResponse,
+      deadline: float,
+  ) -> bytes:
+    parts, size = [], 0
+    while True:
+      left = deadline - time.monotonic()
+      if left <= 0:
+        raise TimeoutError(f"no whole answer within {self._timeout:g} s")
+      if connection.sock is not None:
+        connection.sock.settimeout(left)
+      part = response.read1(1 << 16)
+      if not part:
+        response.close()  # Frees the connection for the next request.
+        return b"".join(parts)
+      size += len(part)
+      if size > _MAX_REPLY:
+        raise OSError("the answer is too long")
+      parts.append(part)
+
+
+def _seconds(value: str | None) -> float | None:
+  try:
+    return None if value is None else max(0.0, min(3600.0, float(value)))
+  except ValueError:
+    return None

@@ -1,0 +1,216 @@
+"""Opening the database: SQLite by a path, PostgreSQL by a URL.
+
+Promises: on SQLite, WAL with full synchronisation, so that what was committed
+survives a power loss; a transaction that writes takes its lock at once
+(BEGIN IMMEDIATE), so that it waits its turn instead of failing in the middle;
+foreign keys hold. On both, a database is brought to the present schema before
+it is used, and one of a newer schema is refused.
+
+Times are UTC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pathlib
+import threading
+from typing import Any, Iterator
+
+from alembic import command
+from alembic import config as alembic_config
+from alembic import script
+from alembic.runtime import migration
+import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.schema import triggers
+
+_MIGRATIONS = pathlib.Path(__file__).parent / "migrations"
+_BUSY_S = 30.0
+_POSTGRES_LOCK = 0x74756E6978  # Any number: who upgrades holds it.
+_TRIGGERS = "triggers"
+_upgrading = threading.Lock()
+
+
+class DatabaseError(Exception):
+  """The database cannot be used; says which, why, and what to do."""
+
+
+def url_of(target: str | pathlib.Path) -> sa.URL:
+  """A database URL of a URL, or of the path of a SQLite file.
+
+  Raises:
+    DatabaseError: neither, or a kind of database that is not supported.
+  """
+  text = str(target)
+  if "://" not in text:
+    if not text.strip():
+      raise DatabaseError(
+          "database='': give a file, or a URL such as"
+          " postgresql://user@host/name"
+      )
+    path = pathlib.Path(text).expanduser().absolute()
+    return sa.URL.create("sqlite", database=str(path))
+  try:
+    url = sa.make_url(text)
+  except sa.exc.ArgumentError as error:
+    raise DatabaseError(f"database={text!r} is not a URL: {error}") from None
+  kind = url.get_backend_name()
+  if kind == "postgres":
+    kind = "postgresql"
+  if kind == "postgresql":
+    return url.set(drivername="postgresql+psycopg")
+  if kind == "sqlite" and url.database and url.database != ":memory:":
+    return url
+  raise DatabaseError(
+      f"database={url.render_as_string(hide_password=True)}: the monitor runs"
+      " on a SQLite file or on PostgreSQL; give a path, or"
+      " postgresql://user@host/name"
+  )
+
+
+def connect(target: str | pathlib.Path, *, pool_size: int = 8) -> sa.Engine:
+  """An engine for the database; its folder is made, its tables are not.
+
+  Raises:
+    DatabaseError: the target is none, or its driver is not installed.
+  """
+  url = url_of(target)
+  if url.get_backend_name() == "sqlite":
+    pathlib.Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    engine = sa.create_engine(
+        url,
+        connect_args={"timeout": _BUSY_S, "check_same_thread": False},
+        pool_size=pool_size,
+        max_overflow=0,
+    )
+    sa.event.listen(engine, "connect", _set_up_sqlite)
+    sa.event.listen(engine, "begin", _begin_sqlite)
+    return engine
+  try:
+    return sa.create_engine(
+        url,
+        connect_args={
+            "connect_timeout": 10,
+            "options": "-c timezone=UTC -c statement_timeout=60000",
+        },
+        pool_size=pool_size,
+        max_overflow=0,
+        pool_pre_ping=True,
+    )
+  except ImportError as error:
+    raise DatabaseError(
+        f"PostgreSQL needs psycopg ({error}); pip install 'psycopg[binary]'"
+    ) from None
+
+
+def _set_up_sqlite(connection: Any, record: Any) -> None:
+  del record
+  # SQLAlchemy says when transactions begin, not the driver.
+  connection.isolation_level = None
+  for pragma in (
+      "journal_mode=WAL",
+      "synchronous=FULL",
+      "foreign_keys=ON",
+      f"busy_timeout={int(_BUSY_S * 1000)}",
+      "journal_size_limit=67108864",
+      "cache_size=-65536",
+  ):
+    connection.execute(f"PRAGMA {pragma}").fetchall()
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+  options = connection.get_execution_options()
+  mode = "IMMEDIATE" if options.get("monitor_writes") else "DEFERRED"
+  connection.exec_driver_sql(f"BEGIN {mode}")
+
+
+@contextlib.contextmanager
+def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
+  """A transaction that writes: committed at the end, undone by an error."""
+  with engine.connect() as connection:
+    connection = connection.execution_options(monitor_writes=True)
+    with connection.begin():
+      yield connection
+
+
+@contextlib.contextmanager
+def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
+  """One consistent view of the database, for as long as the block."""
+  with engine.connect() as connection:
+    if engine.dialect.name == "postgresql":
+      connection = connection.execution_options(
+          isolation_level="REPEATABLE READ", postgresql_readonly=True
+      )
+    with connection.begin():
+      yield connection
+
+
+def upgrade(engine: sa.Engine) -> None:
+  """Brings the database to the present schema; several may do so at once.
+
+  Raises:
+    DatabaseError: it has a newer schema, or holds tables of somebody else.
+  """
+  with _upgrading, engine.connect() as connection:
+    connection = connection.execution_options(monitor_writes=True)
+    with connection.begin():
+      if engine.dialect.name == "postgresql":
+        connection.exec_driver_sql(
+            f"SELECT pg_advisory_xact_lock({_POSTGRES_LOCK})"
+        )
+      _check_revision(engine, connection)
+      config = _alembic(connection)
+      command.upgrade(config, "head")
+      _install_triggers(connection)
+
+
+def _alembic(connection: sa.Connection) -> alembic_config.Config:
+  config = alembic_config.Config()
+  config.set_main_option("script_location", str(_MIGRATIONS))
+  config.set_main_option("path_separator", "os")
+  config.attributes["connection"] = connection
+  return config
+
+
+def _check_revision(engine: sa.Engine, connection: sa.Connection) -> None:
+  known = {
+      r.revision
+      for r in script.ScriptDirectory.from_config(
+          _alembic(connection)
+      ).walk_revisions()
+  }
+  where = engine.url.render_as_string(hide_password=True)
+  found = migration.MigrationContext.configure(connection)
+  revision = found.get_current_revision()
+  if revision is not None and revision not in known:
+    raise DatabaseError(
+        f"{where} has schema {revision}, which this version does not know; use"
+        " the newer version that wrote it, or another database"
+    )
+  if revision is None:
+    present = set(sa.inspect(connection).get_table_names())
+    clash = sorted(present & set(tables.metadata.tables))
+    if clash:
+      raise DatabaseError(
+          f"{where} has a table {clash[0]!r} that the monitor did not make;"
+          " give it a database of its own"
+      )
+
+
+def _install_triggers(connection: sa.Connection) -> None:
+  wanted = triggers.statements(connection.dialect.name)
+  digest = hashlib.sha256("\n".join(wanted).encode()).hexdigest()
+  meta = tables.meta
+  row = connection.execute(
+      sa.select(meta.c.value).where(meta.c.key == _TRIGGERS)
+  ).scalar()
+  if row == digest:
+    return
+  triggers.drop(connection)
+  for statement in wanted:
+    if connection.dialect.name == "postgresql":
+      statement = statement.replace("%", "%%")  # Its driver's placeholders.
+    connection.exec_driver_sql(statement)
+  connection.execute(sa.delete(meta).where(meta.c.key == _TRIGGERS))
+  connection.execute(sa.insert(meta).values(key=_TRIGGERS, value=digest))

@@ -1,0 +1,1 @@
+"""The server: takes batches, keeps them, answers questions about them."""

@@ -1,0 +1,195 @@
+"""Who may do what: projects, and the tokens that open them.
+
+A token belongs to one project and has the scopes `ingest` (to send), `read`
+(to look), or both. The database holds its hash, never the token. A server
+without tokens listens to its own machine only, and answers no page of another
+site that a browser there has open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from typing import Mapping
+from urllib import parse
+
+import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.server import errors
+
+SCOPES = ("ingest", "read")
+DEFAULT_PROJECT = "default"
+_REMEMBERED_S = 10.0
+_MOST_REMEMBERED = 10_000
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,99}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Principal:
+  """Who a request is from."""
+
+  project: int
+  scopes: frozenset[str]
+
+
+def is_loopback(host: str) -> bool:
+  """Whether an address is this machine's own."""
+  return host in _LOOPBACK or bool(re.fullmatch(r"127(\.\d{1,3}){3}", host))
+
+
+def project_id(connection: sa.Connection, name: str) -> int:
+  """The id of a project, which is made if it is new.
+
+  Raises:
+    ValueError: that is no name of a project.
+  """
+  if not _NAME.fullmatch(name):
+    raise ValueError(
+        f"project={name!r}: use letters, digits, '.', '_', '-' and spaces, at"
+        " most 100"
+    )
+  project = tables.project
+  found = connection.execute(
+      sa.select(project.c.id).where(project.c.name == name)
+  ).scalar()
+  if found is not None:
+    return found
+  return connection.execute(
+      sa.insert(project).values(name=name).returning(project.c.id)
+  ).scalar_one()
+
+
+def make_token(
+    engine: sa.Engine, project: str, scopes: tuple[str, ...], note: str = ""
+) -> str:
+  """A new token, which nobody can find out again.
+
+  Raises:
+    ValueError: an unknown scope or a wrong project name.
+  """
+  unknown = sorted(set(scopes) - set(SCOPES))
+  if unknown or not scopes:
+    raise ValueError(
+        f"scopes={','.join(scopes)}: give some of {', '.join(SCOPES)}"
+    )
+  token = "tm_" + secrets.token_urlsafe(32)
+  with database.writing(engine) as connection:
+    connection.execute(
+        sa.insert(tables.access_token).values(
+            project_id=project_id(connection, project),
+            note=note,
+            token_hash=_hash(token),
+            scopes=",".join(sorted(scopes)),
+        )
+    )
+  return token
+
+
+def has_tokens(engine: sa.Engine) -> bool:
+  with database.reading(engine) as connection:
+    return bool(
+        connection.execute(
+            sa.select(sa.func.count()).select_from(tables.access_token)
+        ).scalar()
+    )
+
+
+class Access:
+  """Finds out who a request is from."""
+
+  def __init__(self, engine: sa.Engine, token: str = "", open_to_all=False):
+    """Args:
+
+      engine: of the upgraded database.
+      token: one more, of the default project, with all scopes.
+      open_to_all: ask for no token; only for a server that nobody else can
+        reach.
+    """
+    self._engine = engine
+    self._own = token.encode()
+    self._open = open_to_all
+    with database.writing(engine) as connection:
+      self._default = project_id(connection, DEFAULT_PROJECT)
+    self._known: dict[str, tuple[float, Principal | None]] = {}
+
+  def check(self, headers: Mapping[str, str], scope: str) -> Principal:
+    """The principal of a request.
+
+    Raises:
+      ApiError: 401 without a valid token, 403 when it lacks the scope.
+    """
+    everything = Principal(self._default, frozenset(SCOPES))
+    given = headers.get("authorization", "")
+    kind, _, token = given.partition(" ")
+    if self._open:
+      _check_browser(headers)
+      return everything
+    if kind.lower() != "bearer" or not token.strip():
+      raise errors.ApiError(
+          401, "give a project's token, as Authorization: Bearer <token>"
+      )
+    token = token.strip()
+    if self._own and hmac.compare_digest(
+        token.encode("utf-8", "replace"), self._own
+    ):
+      return everything
+    found = self._find(_hash(token))
+    if found is None:
+      raise errors.ApiError(
+          401,
+          "this token is not known; make one with: python -m"
+          " tunix.rl.multi_turn.monitor token",
+      )
+    if scope not in found.scopes:
+      raise errors.ApiError(
+          403,
+          f"this token may {', '.join(sorted(found.scopes))}, not {scope}; use"
+          f" one with the scope {scope}",
+      )
+    return found
+
+  def _find(self, digest: str) -> Principal | None:
+    known = self._known.get(digest)
+    if known is not None and known[0] > time.monotonic():
+      return known[1]
+    table = tables.access_token
+    with database.reading(self._engine) as connection:
+      row = connection.execute(
+          sa.select(table.c.project_id, table.c.scopes).where(
+              table.c.token_hash == digest
+          )
+      ).one_or_none()
+    found = None if row is None else Principal(
+        row.project_id, frozenset(row.scopes.split(","))
+    )  # pyformat: disable
+    if len(self._known) >= _MOST_REMEMBERED:
+      self._known.clear()
+    self._known[digest] = time.monotonic() + _REMEMBERED_S, found
+    return found
+
+
+def _check_browser(headers: Mapping[str, str]) -> None:
+  """Refuses what a page of another site has a browser of this machine send."""
+  host = headers.get("host", "")
+  name = parse.urlsplit(f"//{host}").hostname or ""
+  if not is_loopback(name):
+    raise errors.ApiError(
+        403,
+        f"Host: {host[:100]} is not this machine; a server without tokens"
+        " answers to localhost only",
+    )
+  origin = headers.get("origin")
+  if origin and parse.urlsplit(origin).netloc != host:
+    raise errors.ApiError(
+        403, f"Origin: {origin[:100]} is another site; make a token for it"
+    )
+
+
+def _hash(token: str) -> str:
+  return hashlib.sha256(token.encode("utf-8", "replace")).hexdigest()

@@ -1,0 +1,605 @@
+"""The server's HTTP side.
+
+    POST /api/ingest/batch                a batch of the ingest protocol
+    PUT  /api/v1/screenshots/{sha256}     a screenshot, once
+    GET  /api/v1/…                        pages of everything
+    GET  /api/v1/events                   server-sent events
+    GET  /api/…                           what other monitors' pages read
+    GET  /api/v1/openapi.json, /health
+
+Promises: an answer 200 to a batch or a screenshot means that it is on the
+disk; an error is `{"detail", "errors"}` and says what to do; no request is
+larger than its limit; every question is asked of the database in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import pathlib
+import time
+from typing import Any, AsyncIterator, Awaitable, Callable
+
+import orjson
+import sqlalchemy as sa
+from starlette import applications
+from starlette import concurrency
+from starlette import requests as starlette_requests
+from starlette import responses
+from starlette import routing
+from tunix.rl.multi_turn.monitor.schema import vocabulary
+from tunix.rl.multi_turn.monitor.server import access as access_lib
+from tunix.rl.multi_turn.monitor.server import errors
+from tunix.rl.multi_turn.monitor.server import items
+from tunix.rl.multi_turn.monitor.server import live as live_lib
+from tunix.rl.multi_turn.monitor.server import openapi
+from tunix.rl.multi_turn.monitor.server import queries as queries_lib
+from tunix.rl.multi_turn.monitor.server import screenshots
+from tunix.rl.multi_turn.monitor.server import statements
+from tunix.rl.multi_turn.monitor.server import writer as writer_lib
+
+_LOG = logging.getLogger(__name__)
+_INLINE_BYTES = 512 << 10
+_COMMIT_S = 60.0
+_MAX_ID = (1 << 63) - 1
+_PAGE = (("limit", "limit"), ("after", "string"))
+
+Request = starlette_requests.Request
+Response = responses.Response
+Handler = Callable[[Request, access_lib.Principal], Awaitable[Response]]
+Operation = openapi.Operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """Bytes of a request's body."""
+
+  batch: int = 16 << 20
+  screenshot: int = 32 << 20
+  other: int = 1 << 20
+
+
+class App:
+  """The ASGI application; `asgi` is what a server runs."""
+
+  def __init__(
+      self,
+      engine: sa.Engine,
+      files: str | pathlib.Path,
+      access: access_lib.Access,
+      limits: Limits = Limits(),
+  ):
+    """Args:
+
+      engine: of the upgraded database.
+      files: folder of screenshots and videos.
+      access: who may do what.
+      limits: of requests.
+    """
+    self._files = pathlib.Path(files)
+    self._access = access
+    self._limits = limits
+    self._queries = queries_lib.Queries(engine)
+    self._live = live_lib.Live(engine)
+    self._screenshots = screenshots.ScreenshotFiles(
+        self._files / "screenshots"
+    )
+    self.writer = writer_lib.Writer(engine, on_commit=self._live.notify)
+    table = self._table()
+    self._document = openapi.document([operation for operation, _ in table])
+    self.asgi = applications.Starlette(
+        routes=[
+            routing.Route(
+                operation.path,
+                self._guarded(operation, handler),
+                methods=[operation.method],
+            )
+            for operation, handler in table
+        ],
+        exception_handlers={404: self._not_served, 405: self._not_served},
+        lifespan=self._lifespan,
+    )
+
+  def stop_streams(self) -> None:
+    """Ends every stream of events, so that the server can stop."""
+    self._live.stop()
+
+  # --- routes ---------------------------------------------------------------
+
+  def _table(self) -> list[tuple[Operation, Handler]]:
+    v1, q = "/api/v1", self._queries
+    found: list[tuple[Operation, Handler]] = []
+
+    def add(method, path, name, summary, handler, **more):
+      found.append((Operation(method, path, name, summary, **more), handler))
+
+    def get(path, name, summary, ask, **more):
+      add("GET", path, name, summary, self._asking(ask), **more)
+
+    for path, name in (
+        ("/api/ingest/batch", "ingest"), (f"{v1}/ingest/batch", "ingest_v1"),
+    ):  # pyformat: disable
+      add(
+          "POST", path, name, "Stores a batch; 200 means that it is durable.",
+          self._ingest, scope="ingest", body="batch",
+      )  # pyformat: disable
+    add(
+        "POST", f"{v1}/screenshots/missing", "missing_screenshots",
+        "Which of these screenshots are not here yet.", self._missing,
+        scope="ingest", body="hashes",
+    )  # pyformat: disable
+    sha = f"{v1}/screenshots/{{sha256}}"
+    add(
+        "PUT", sha, "put_screenshot", "Stores a screenshot.",
+        self._put_screenshot, scope="ingest", body="image",
+    )  # pyformat: disable
+    for path, name in (
+        (sha, "screenshot"), ("/api/screenshots/{sha256}", "screenshot_0"),
+    ):  # pyformat: disable
+      add(
+          "GET", path, name, "A screenshot.", self._screenshot, answer="image"
+      )
+    get(
+        f"{v1}/trainings", "trainings", "Trainings, newest first.",
+        lambda p, r: q.trainings(p, _status(r, "training"), *_page(r)),
+        query=(("status", "string"), *_PAGE), answer="page:training",
+    )  # pyformat: disable
+    for kind, plural in (
+        ("step", "steps"), ("eval", "evals"), ("baseline", "baselines"),
+    ):  # pyformat: disable
+      get(
+          f"{v1}/trainings/{{id:int}}/{plural}", f"training_{plural}",
+          f"A training's {plural}.",
+          lambda p, r, kind=kind: q.of_training(p, kind, _id(r), *_page(r)),
+          query=_PAGE, answer=f"page:{kind}",
+      )  # pyformat: disable
+    for kind, plural in (
+        ("training", "trainings"), ("step", "steps"), ("eval", "evals"),
+        ("baseline", "baselines"), ("task", "tasks"),
+    ):  # pyformat: disable
+      get(
+          f"{v1}/{plural}/{{id:int}}", kind, f"One {kind}.",
+          lambda p, r, kind=kind: q.one(p, kind, _id(r)), answer=kind,
+      )  # pyformat: disable
+    for kind in vocabulary.STATEFUL:
+      get(
+          f"{v1}/{kind}s/{{id:int}}/history", f"{kind}_history",
+          f"Every status of one {kind}.",
+          lambda p, r, kind=kind: q.history(p, kind, _id(r), *_page(r)),
+          query=_PAGE, answer="page:status_history",
+      )  # pyformat: disable
+    get(
+        f"{v1}/tasks", "tasks", "Tasks.", lambda p, r: q.tasks(p, *_page(r)),
+        query=_PAGE, answer="page:task",
+    )  # pyformat: disable
+    ids = ("training_id", "step_id", "eval_id", "baseline_id", "task_id",
+           "batch", "group")  # pyformat: disable
+    get(
+        f"{v1}/rollouts", "rollouts", "Rollouts, newest first.",
+        lambda p, r: q.rollouts(p, _filters(r, ids), *_page(r)),
+        query=(
+            *((i, "integer") for i in ids), ("status", "string"),
+            ("success", "flag"), *_PAGE,
+        ),
+        answer="page:rollout",
+    )  # pyformat: disable
+    for base, suffix in ((v1, ""), ("/api", "_0")):
+      one = f"{base}/rollouts/{{name}}"
+      get(
+          one, f"rollout{suffix}", "A rollout, by its id or its own name.",
+          lambda p, r: q.rollout(p, _name(r)), answer="rollout",
+      )  # pyformat: disable
+      get(
+          f"{one}/turns/{{turn:int}}", f"rollout_turn{suffix}",
+          "A turn with its actions and observations.",
+          lambda p, r: q.turn(p, _name(r), _id(r, "turn")), answer="turn",
+      )  # pyformat: disable
+    get(
+        f"{v1}/rollouts/{{name}}/turns", "rollout_turns",
+        "All turns with their actions and observations.",
+        lambda p, r: q.turns(p, _name(r)),
+    )  # pyformat: disable
+    get(
+        f"{v1}/clients", "clients", "How those that send fare.",
+        lambda p, r: q.clients(p),
+    )  # pyformat: disable
+    self._add_elder(get, add)
+    add(
+        "GET", f"{v1}/events", "events",
+        "What changes, as server-sent events; resumes after Last-Event-ID.",
+        self._events, answer="events",
+        query=(("training_id", "integer"), ("after", "integer")),
+    )  # pyformat: disable
+    add(
+        "GET", f"{v1}/openapi.json", "openapi", "This document.",
+        self._openapi, scope="",
+    )  # pyformat: disable
+    add(
+        "GET", "/health", "health", "200 while batches can be stored.",
+        self._health, scope="",
+    )  # pyformat: disable
+    return found
+
+  def _add_elder(self, get: Callable[..., None], add: Callable[..., None]):
+    """What the pages of other monitors read."""
+    q = self._queries
+    get(
+        "/api/trainings", "trainings_0", "Trainings, newest first.",
+        lambda p, r: q.trainings(p, _status(r, "training"), *_page(r)),
+        query=(("status", "string"), *_PAGE), answer="page:training",
+    )  # pyformat: disable
+    get(
+        "/api/trainings/{id:int}", "training_0", "One training.",
+        lambda p, r: q.one(p, "training", _id(r)), answer="training",
+    )  # pyformat: disable
+    get(
+        "/api/trainings/{id:int}/timeline", "training_timeline",
+        "What a training did, in order.",
+        lambda p, r: {"timeline": q.timeline(p, _id(r))},
+    )  # pyformat: disable
+    for kind in vocabulary.SOURCE_TYPES:
+      get(
+          f"/api/timeline/{kind}/{{id:int}}", f"{kind}_timeline",
+          f"One {kind} with its rollouts.",
+          lambda p, r, kind=kind: q.entity_timeline(p, kind, _id(r)),
+      )  # pyformat: disable
+    one = "/api/rollouts/{name}"
+    get(
+        f"{one}/model-input/{{turn:int}}", "rollout_model_input",
+        "What the model was given in a turn.",
+        lambda p, r: {
+            "model_input": [
+                o["model_input_json"]
+                for o in q.turn(p, _name(r), _id(r, "turn"))["observations"]
+                if o["model_input_json"] is not None
+            ]
+        },
+    )  # pyformat: disable
+    get(
+        f"{one}/validation-override", "rollout_validation",
+        "What was validated, the last of it being what counts.",
+        lambda p, r: _validations(q.rollout(p, _name(r))),
+    )  # pyformat: disable
+    add(
+        "GET", f"{one}/screenshot/{{obs:int}}", "rollout_screenshot",
+        "The screenshot of an observation.", self._observed, answer="image",
+    )  # pyformat: disable
+    add(
+        "GET", "/api/videos", "video", "A video of the server's folder.",
+        self._video, answer="image", query=(("path", "string"),),
+    )  # pyformat: disable
+
+  # --- around every request -------------------------------------------------
+
+  @contextlib.asynccontextmanager
+  async def _lifespan(self, app: Any) -> AsyncIterator[None]:
+    del app
+    self._live.start()
+    try:
+      yield
+    finally:
+      self._live.stop()
+      await concurrency.run_in_threadpool(self.writer.close)
+
+  def _guarded(
+      self, operation: Operation, handler: Handler
+  ) -> Callable[[Request], Awaitable[Response]]:
+    async def run(request: Request) -> Response:
+      try:
+        who = access_lib.Principal(0, frozenset())
+        if operation.scope:
+          # Asks the database once in a while only.
+          who = self._access.check(request.headers, operation.scope)
+        response = await handler(request, who)
+      except errors.ApiError as error:
+        response = _error(error)
+      except starlette_requests.ClientDisconnect:
+        response = _error(errors.ApiError(400, "the client went away"))
+      except sa.exc.TimeoutError:
+        response = _error(
+            errors.ApiError(503, "the server is busy", retry_after_s=1)
+        )
+      except sa.exc.DBAPIError as error:
+        _LOG.error("%s failed: %s", operation.name, error)
+        response = _error(
+            errors.ApiError(
+                503, "the database cannot be read now", retry_after_s=2
+            )
+        )
+      except Exception:  # pylint: disable=broad-except
+        _LOG.exception("%s failed", operation.name)
+        response = _error(
+            errors.ApiError(500, "the server failed; its log says how")
+        )
+      response.headers.setdefault("x-content-type-options", "nosniff")
+      response.headers.setdefault(
+          "content-security-policy", "default-src 'none'; sandbox"
+      )
+      response.headers.setdefault("cache-control", "no-store")
+      return response
+
+    return run
+
+  def _asking(self, ask: Callable[[int, Request], Any]) -> Handler:
+    async def run(request: Request, who: access_lib.Principal) -> Response:
+      return _json(
+          await concurrency.run_in_threadpool(ask, who.project, request)
+      )
+
+    return run
+
+  async def _not_served(self, request: Request, error: Any) -> Response:
+    return _error(
+        errors.ApiError(
+            error.status_code,
+            f"{request.method} {request.url.path} is not served here; see"
+            " /api/v1/openapi.json",
+        )
+    )
+
+  # --- what is stored --------------------------------------------------------
+
+  async def _ingest(
+      self, request: Request, who: access_lib.Principal
+  ) -> Response:
+    body = await _body(request, self._limits.batch)
+    if len(body) > _INLINE_BYTES:
+      batch = await concurrency.run_in_threadpool(items.read, body)
+    else:
+      batch = items.read(body)
+    return _json(await self._durable(self.writer.submit(batch, who.project)))
+
+  async def _missing(
+      self, request: Request, who: access_lib.Principal
+  ) -> Response:
+    del who
+    body = await _body(request, self._limits.other)
+    try:
+      shas = orjson.loads(body)["sha256"]
+      if not isinstance(shas, list) or len(shas) > 1000:
+        raise ValueError
+    except (ValueError, TypeError, KeyError):
+      raise errors.ApiError(
+          400, "give {sha256: [at most 1000 hashes]}"
+      ) from None
+    for sha in shas:
+      screenshots.check_sha(str(sha))
+    missing = await concurrency.run_in_threadpool(
+        self._queries.missing_screenshots, shas
+    )
+    return _json({"missing": missing})
+
+  async def _put_screenshot(
+      self, request: Request, who: access_lib.Principal
+  ) -> Response:
+    del who
+    sha = screenshots.check_sha(request.path_params["sha256"])
+    body = await _body(request, self._limits.screenshot)
+    there = await concurrency.run_in_threadpool(self._queries.screenshot, sha)
+    if there is not None:
+      return _json({"sha256": sha, "stored": False})
+    try:
+      media_type, width, height = await concurrency.run_in_threadpool(
+          self._screenshots.store, sha, body
+      )
+    except OSError as error:
+      raise errors.ApiError(
+          503, f"the screenshot cannot be written: {error}", retry_after_s=5
+      ) from None
+    statement = statements.upsert(
+        "monitor_screenshot", ("sha256",),
+        ("media_type", "num_bytes", "width", "height", "created_at"),
+    )  # pyformat: disable
+    values = (sha, media_type, len(body), width, height, writer_lib.now())
+    await self._durable(
+        self.writer.run(lambda t: t.sql.run(statement, values))
+    )
+    return _json({"sha256": sha, "stored": True})
+
+  async def _durable(self, future: Any) -> Any:
+    try:
+      return await asyncio.wait_for(asyncio.wrap_future(future), _COMMIT_S)
+    except asyncio.TimeoutError:
+      raise errors.ApiError(
+          503,
+          f"the database took longer than {_COMMIT_S:g} s; send it again",
+          retry_after_s=5,
+      ) from None
+
+  # --- what is shown --------------------------------------------------------
+
+  async def _screenshot(
+      self, request: Request, who: access_lib.Principal
+  ) -> Response:
+    del who
+    return await self._image(
+        screenshots.check_sha(request.path_params["sha256"])
+    )
+
+  async def _image(self, sha: str) -> Response:
+    found = await concurrency.run_in_threadpool(self._queries.screenshot, sha)
+    if found is None:
+      raise errors.ApiError(404, f"no screenshot {sha}")
+    return responses.FileResponse(
+        self._screenshots.path(sha, found["media_type"]),
+        media_type=found["media_type"],
+        headers={"cache-control": "private, max-age=31536000, immutable"},
+    )
+
+  async def _observed(
+      self, request: Request, who: access_lib.Principal
+  ) -> Response:
+    found = await concurrency.run_in_threadpool(
+        self._queries.observation,
+        who.project,
+        _name(request),
+        _id(request, "obs"),
+    )
+    uri = found["screenshot_uri"] or ""
+    sha = uri.removeprefix("sha256:")
+    if not screenshots.SHA.fullmatch(sha):
+      raise errors.ApiError(
+          404, f"this observation's screenshot is not here but at {uri!r}"
+      )
+    return await self._image(sha)
+
+  async def _video(
+      self, request: Request, who: access_lib.Principal
+  ) -> Response:
+    del who
+    asked = request.query_params.get("path", "")
+    folder = (self._files / "videos").resolve()
+
+    def find() -> pathlib.Path | None:
+      try:
+        path = (folder / asked).resolve()
+        inside = path.is_relative_to(folder) and path.is_file()
+      except (OSError, ValueError):
+        return None
+      return path if inside and path.suffix in _VIDEOS else None
+
+    path = await concurrency.run_in_threadpool(find)
+    if path is None:
+      raise errors.ApiError(404, f"no video {asked[:100]!r}")
+    return responses.FileResponse(path, media_type=_VIDEOS[path.suffix])
+
+  async def _events(
+      self, request: Request, who: access_lib.Principal
+  ) -> Response:
+    after = _number(request, "after")
+    last = request.headers.get("last-event-id", "")
+    if last:
+      if not (last.isascii() and last.isdigit() and int(last) <= _MAX_ID):
+        raise errors.ApiError(
+            400, f"Last-Event-ID={last[:30]!r}: give an event's id"
+        )
+      after = int(last)
+    stream = await self._live.stream(
+        who.project, _number(request, "training_id"), after
+    )
+    return responses.StreamingResponse(
+        stream, media_type="text/event-stream"
+    )
+
+  async def _openapi(
+      self, request: Request, who: access_lib.Principal
+  ) -> Response:
+    del request, who
+    return _json(self._document)
+
+  async def _health(
+      self, request: Request, who: access_lib.Principal
+  ) -> Response:
+    del request, who
+    started = time.perf_counter()
+    await concurrency.run_in_threadpool(self._queries.ready)
+    if not self.writer.alive:
+      raise errors.ApiError(503, "the writer has stopped; restart the server")
+    return _json({
+        "status": "ok",
+        "read_seconds": time.perf_counter() - started,
+        "waiting_bytes": self.writer.waiting_bytes,
+        "batches": self.writer.batches,
+        "commits": self.writer.commits,
+        "failed_commits": self.writer.failures,
+    })
+
+
+_VIDEOS = {".mp4": "video/mp4", ".webm": "video/webm"}
+
+
+async def _body(request: Request, limit: int) -> bytes:
+  """The request's body.
+
+  Raises:
+    ApiError: 413, 415.
+  """
+  encoding = request.headers.get("content-encoding", "identity")
+  if encoding != "identity":
+    raise errors.ApiError(
+        415, f"Content-Encoding: {encoding[:50]}: send the body as it is"
+    )
+  refusal = errors.ApiError(
+      413, f"the body is larger than {limit} bytes; send smaller ones"
+  )
+  length = request.headers.get("content-length", "")
+  if length.isascii() and length.isdigit() and int(length) > limit:
+    raise refusal
+  parts, size = [], 0
+  async for part in request.stream():
+    size += len(part)
+    if size > limit:
+      raise refusal
+    parts.append(part)
+  return b"".join(parts)
+
+
+def _json(data: Any) -> Response:
+  return Response(orjson.dumps(data), media_type="application/json")
+
+
+def _error(error: errors.ApiError) -> Response:
+  return Response(
+      orjson.dumps(error.body()),
+      status_code=error.status,
+      media_type="application/json",
+      headers=error.headers(),
+  )
+
+
+def _id(request: Request, name: str = "id") -> int:
+  value = request.path_params[name]
+  if value > _MAX_ID:
+    raise errors.ApiError(404, f"there is no {name} {str(value)[:30]}")
+  return value
+
+
+def _name(request: Request) -> str:
+  name = request.path_params["name"]
+  if "\0" in name:
+    raise errors.ApiError(404, "there is no rollout of this name")
+  return name
+
+
+def _number(request: Request, name: str) -> int | None:
+  value = request.query_params.get(name)
+  if value is None:
+    return None
+  if value.isascii() and value.isdigit() and int(value) <= _MAX_ID:
+    return int(value)
+  raise errors.ApiError(400, f"{name}={value[:30]!r}: give a number")
+
+
+def _page(request: Request) -> tuple[int, str | None]:
+  limit = _number(request, "limit")
+  if limit is None:
+    limit = 50
+  if not 1 <= limit <= queries_lib.MAX_LIMIT:
+    raise errors.ApiError(
+        400, f"limit={limit}: give 1 to {queries_lib.MAX_LIMIT}"
+    )
+  return limit, request.query_params.get("after")
+
+
+def _status(request: Request, kind: str) -> str | None:
+  status = request.query_params.get("status")
+  if status is not None and status not in vocabulary.STATUSES[kind]:
+    words = ", ".join(vocabulary.STATUSES[kind])
+    raise errors.ApiError(400, f"status={status[:30]!r}: give one of {words}")
+  return status
+
+
+def _filters(request: Request, ids: tuple[str, ...]) -> dict[str, Any]:
+  found: dict[str, Any] = {name: _number(request, name) for name in ids}
+  found["status"] = _status(request, "rollout")
+  found["success"] = _number(request, "success")
+  if found["success"] not in (None, 0, 1):
+    raise errors.ApiError(400, "success: give 0 or 1")
+  return found
+
+
+def _validations(rollout: dict[str, Any]) -> dict[str, Any]:
+  found = rollout["validations"]
+  return {"validations": found, "final": found[-1] if found else None}

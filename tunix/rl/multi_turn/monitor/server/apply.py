@@ -1,0 +1,612 @@
+"""A batch into the database.
+
+Promises: an item that the database knows (by its client id, or by the key that
+its table has: a run's name, a step's number, …) changes that row, any other
+makes one, so that a batch applied twice leaves what it left the first time. A
+batch is applied whole or not at all. A status that may not follow the present
+one is left out and named in the reply; an end stays an end.
+
+Works inside a transaction that it neither begins nor ends.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, Iterable, Mapping
+
+import orjson
+from tunix.rl.multi_turn.monitor.schema import vocabulary
+from tunix.rl.multi_turn.monitor.server import aggregates
+from tunix.rl.multi_turn.monitor.server import environments
+from tunix.rl.multi_turn.monitor.server import errors
+from tunix.rl.multi_turn.monitor.server import items as items_lib
+from tunix.rl.multi_turn.monitor.server import references
+from tunix.rl.multi_turn.monitor.server import statements
+from tunix.rl.multi_turn.monitor.server import states
+
+Item = items_lib.Item
+Kind = items_lib.Kind
+_CHANGES_KEPT = 500_000
+_WATCHED = frozenset(
+    {"training", "baseline", "eval", "step", "rollout", "environment"}
+)
+_MEASURED = frozenset(
+    {"status", "reward", "task_success", "num_turns", "eval_id", "baseline_id"}
+)
+_NATURAL = {
+    "training": ("run_name",),
+    "task": ("task_id",),
+    "eval": ("training_id", "step"),
+    "step": ("training_id", "step"),
+    "rollout": ("rollout_id",),
+    "turn": ("rollout_id", "turn"),
+    "environment": ("rollout_id",),
+}
+_TABLE_SQL = {k.name: f'"{k.name}"' for k in items_lib.KINDS}
+
+
+class Transaction:
+  """Batches that are committed together."""
+
+  def __init__(self, sql: statements.Sql, shared: references.Shared, now: str):
+    """Args:
+
+      sql: of the open transaction.
+      shared: what is known already.
+      now: the time, in the database's form.
+    """
+    self.sql = sql
+    self.shared = shared
+    self.now = now
+    self.ids: references.Ids = {}
+    self.owners: dict[tuple[str, int], int] = {}
+    self.last_id: dict[str, int] = {}
+    self._measured: set[tuple[str, int]] = set()
+    self._alive: set[int] = set()
+    self._changes: dict[tuple[int, str, int], None] = {}
+
+  def apply(self, batch: items_lib.Batch, project: int) -> dict[str, Any]:
+    """Applies one batch and returns the reply.
+
+    Raises:
+      ApiError: it cannot be; nothing of it is in the database.
+    """
+    self.sql.savepoint()
+    work = _Work(self, project)
+    try:
+      reply = work.apply(batch)
+    except BaseException:
+      self.sql.undo()
+      raise
+    self.sql.release()
+    self.ids.update(work.ids)
+    self.owners.update(work.owners)
+    self._measured |= work.measured
+    self._alive |= work.trainings
+    self._changes.update(dict.fromkeys(work.changes))
+    return reply
+
+  def finish(self, prune: bool = False) -> None:
+    """What is done once, for all batches, before the commit.
+
+    Args:
+      prune: forget the oldest changes, too.
+    """
+    if prune:
+      self.sql.run(
+          "DELETE FROM monitor_change WHERE id <= (SELECT max(id) FROM"
+          f" monitor_change) - {_CHANGES_KEPT:d}"
+      )
+    for kind, id_ in sorted(self._measured):
+      aggregates.update(self.sql, kind, id_, self.now)
+      if (owner := self._owner(kind, id_)) is not None:
+        self._changes[owner, kind, id_] = None
+    self.sql.many(
+        "UPDATE training SET last_heartbeat = ?, updated_at = ? WHERE id = ?",
+        [(self.now, self.now, id_) for id_ in sorted(self._alive)],
+    )
+    self.sql.many(
+        "INSERT INTO monitor_change (training_id, kind, entity_id, changed_at)"
+        " VALUES (?, ?, ?, ?)",
+        [(*change, self.now) for change in self._changes],
+    )
+
+  def committed(self) -> None:
+    """To be called after the commit, and only then."""
+    self.shared.learn(self.ids, self.owners)
+
+  def _owner(self, kind: str, id_: int) -> int | None:
+    return self.owners.get((kind, id_)) or self.shared.owners.get((kind, id_))
+
+
+class _Work:
+  """The application of one batch."""
+
+  def __init__(self, transaction: Transaction, project: int):
+    self._tx = transaction
+    self._sql = transaction.sql
+    self._project = project
+    self.owners: dict[tuple[str, int], int] = {}
+    self.measured: set[tuple[str, int]] = set()
+    self.trainings: set[int] = set()
+    self.changes: list[tuple[int, str, int]] = []
+    self._state: dict[tuple[str, int], states.Row] = {}
+    self._training: int | None = None
+    self._ignored: list[dict[str, Any]] = []
+    self._who = references.References(
+        self._sql, project, transaction.ids, transaction.shared.ids
+    )
+    self._waiting = environments.WaitingEnvironments(
+        self._sql, project, transaction.now
+    )
+    self._taken: list[int] = []
+
+  @property
+  def ids(self) -> references.Ids:
+    return self._who.ids
+
+  def apply(self, batch: items_lib.Batch) -> dict[str, Any]:
+    delivery = batch.delivery
+    if delivery is not None:
+      done = self._delivered(delivery)
+      if done >= delivery.last:
+        return {"duplicate": True, "applied_to": done}
+      if done >= delivery.first:
+        raise errors.ApiError(
+            409,
+            f"entries up to {done} of spool {delivery.spool} are applied"
+            " already; send those after it",
+            extra={"applied_to": done},
+        )
+    if batch.training not in (None, ""):
+      self._training = self._who.resolve_one(
+          "training", batch.training, "training_id"
+      )
+    reply: dict[str, Any] = {}
+    for kind in items_lib.KINDS:
+      found = batch.items.get(kind.name)
+      if found:
+        ids = self._apply_kind(kind, found)
+        if kind.name == "training":
+          self._training = reply["training_id"] = ids[0]
+        else:
+          reply[kind.plural] = [
+              {"client_id": item.client_id, "id": id_}
+              for item, id_ in zip(found, ids)
+          ]
+    if self._training is not None:
+      reply.setdefault("training_id", self._training)
+      self.trainings.add(self._training)
+    if self._ignored:
+      reply["ignored"] = self._ignored
+    if delivery is not None:
+      reply["applied_to"] = delivery.last
+      self._sql.run(
+          statements.upsert(
+              "monitor_delivery", ("project_id", "spool"),
+              ("last_seq", "health_json", "updated_at"),
+          ),
+          (
+              self._project, delivery.spool, delivery.last, delivery.health,
+              self._tx.now,
+          ),
+      )  # pyformat: disable
+    return reply
+
+  def _delivered(self, delivery: items_lib.Delivery) -> int:
+    rows = self._sql.rows(
+        "SELECT last_seq FROM monitor_delivery WHERE project_id = ? AND spool"
+        " = ?",
+        (self._project, delivery.spool),
+    )
+    return rows[0][0] if rows else 0
+
+  # --- a kind ----------------------------------------------------------------
+
+  def _apply_kind(self, kind: Kind, found: list[Item]) -> list[int]:
+    parents = self._who.resolve_parents(kind, found)
+    for item, refers in zip(found, parents):
+      item.values.update(refers)
+    if kind.parents.get("training_id") and self._training is not None:
+      for item in found:
+        if self._who.known(kind.name, item.client_id) is None:
+          item.values.setdefault("training_id", self._training)
+    self._find(kind, found)
+    inserts: list[tuple[int, Item]] = []
+    updates: list[tuple[int, Item]] = []
+    names: list[tuple[int, str, str, int]] = []
+    fresh: dict[tuple[Any, ...], int] = {}
+    result = []
+    for item in found:
+      id_ = self._existing(kind, item, fresh)
+      waiting = None
+      if id_ is not None and kind.name == "environment":
+        if ("environment", id_) not in self._state:
+          waiting = self._waiting.get(id_)
+      if id_ is None:
+        id_ = self._take(kind, len(found))
+        if kind.name == "environment" and "rollout_id" not in item.values:
+          self._waiting.keep(id_, item.values)
+        else:
+          inserts.append((id_, item))
+        key = self._natural(kind, item)
+        if key is not None:
+          fresh[key] = id_
+      elif waiting is not None:
+        self._more_of_waiting(id_, item, waiting, inserts)
+      else:
+        updates.append((id_, item))
+      name = item.client_id
+      if name is not None and self._who.known(kind.name, name) is None:
+        self._who.learn(kind.name, name, id_)
+        names.append((self._project, kind.name, name, id_))
+      result.append(id_)
+    self._insert(kind, inserts)
+    self._update(kind, updates)
+    self._sql.many(
+        "INSERT INTO monitor_client_id (project_id, kind, client_id,"
+        " entity_id) VALUES (?, ?, ?, ?)",
+        names,
+    )
+    self._keep_raw(kind, zip(result, found))
+    if kind.name == "rollout":
+      self._environments_of(zip(result, found))
+    self._taken = []
+    return result
+
+  def _take(self, kind: Kind, most: int) -> int:
+    """An id, of as many as the kind's items may need."""
+    if not self._taken:
+      self._taken = list(
+          reversed(self._sql.next_ids(kind.name, most, self._tx.last_id))
+      )
+    return self._taken.pop()
+
+  def _natural(self, kind: Kind, item: Item) -> tuple[Any, ...] | None:
+    columns = _NATURAL.get(kind.name)
+    if columns is None:
+      return None
+    key = tuple(item.values.get(c) for c in columns)
+    return None if None in key else key
+
+  def _find(self, kind: Kind, found: list[Item]) -> None:
+    """Learns which items the database has already."""
+    self._who.look_up(
+        kind.name, [i.client_id for i in found if i.client_id is not None]
+    )
+    ids = {i.id for i in found if i.id is not None}
+    if ids:
+      self._who.check_numbers(kind.name, sorted(ids))
+    for item in found:
+      if item.client_id is not None:
+        id_ = self._who.known(kind.name, item.client_id)
+        if id_ is not None:
+          ids.add(id_)
+    if kind.name in states.COLUMNS:
+      self._load(kind.name, ids)
+
+  def _load(self, kind: str, ids: Iterable[int]) -> None:
+    missing = [i for i in ids if (kind, i) not in self._state]
+    if not missing:
+      return
+    columns = states.COLUMNS[kind]
+    rows = self._sql.among(
+        f"SELECT id, status, {', '.join(columns)} FROM {_TABLE_SQL[kind]}"
+        " WHERE id {among}",
+        (),
+        missing,
+    )
+    for id_, status, *values in rows:
+      self._state[kind, id_] = states.Row(status, dict(zip(columns, values)))
+
+  def _existing(
+      self, kind: Kind, item: Item, fresh: Mapping[tuple[Any, ...], int]
+  ) -> int | None:
+    """The id of the row that an item is about; None for a new one."""
+    if item.id is not None:
+      if (kind.name, item.id) not in self._who.mine:
+        raise errors.invalid([errors.fault(
+            f"{item.path}.id", item.id,
+            f"this project has no {kind.name} of this id",
+        )])  # pyformat: disable
+      return item.id
+    if item.client_id is not None:
+      id_ = self._who.known(kind.name, item.client_id)
+      if id_ is not None:
+        return id_
+    key = self._natural(kind, item)
+    if key is None:
+      return None
+    if key in fresh:
+      return fresh[key]
+    columns = _NATURAL[kind.name]
+    where = " AND ".join(f"{c} = ?" for c in columns)
+    rows = self._sql.rows(
+        f"SELECT id FROM {_TABLE_SQL[kind.name]} WHERE {where}", key
+    )
+    if not rows:
+      return None
+    id_ = rows[0][0]
+    if kind.name == "training":
+      return self._training_of_name(item, id_)
+    if kind.name == "rollout":
+      self._who.check_numbers("rollout", [id_])
+      if ("rollout", id_) not in self._who.mine:
+        raise errors.invalid([errors.fault(
+            f"{item.path}.rollout_id", key[0],
+            "another project has a rollout of this name; use one that is"
+            " unique, such as a UUID",
+        )])  # pyformat: disable
+    if kind.name in states.COLUMNS:
+      self._load(kind.name, [id_])
+    return id_
+
+  def _training_of_name(self, item: Item, id_: int) -> int | None:
+    """A run of this name is there: this one, or another one of the name.
+
+    A client that names its training otherwise means a run of its own; that
+    gets a number behind its name, and nothing of the other is lost.
+    """
+    self._who.check_numbers("training", [id_])
+    if item.client_id is None and ("training", id_) in self._who.mine:
+      self._load("training", [id_])
+      return id_
+    name, number = item.values["run_name"], 2
+    while self._sql.rows(
+        "SELECT 1 FROM training WHERE run_name = ?", (f"{name}-{number}",)
+    ):
+      number += 1
+    item.raw["run_name"] = name
+    item.values["run_name"] = f"{name}-{number}"
+    return None
+
+  # --- environments before their rollouts ------------------------------------
+
+  def _more_of_waiting(
+      self,
+      id_: int,
+      item: Item,
+      waiting: dict[str, Any],
+      inserts: list[tuple[int, Item]],
+  ) -> None:
+    """More about an environment that waits; with its rollout, a new row."""
+    item.values = {**waiting, **item.values}
+    if "rollout_id" in item.values:
+      item.raw = {**self._waiting.raw(id_), **item.raw}
+      self._waiting.remove(id_)
+      inserts.append((id_, item))
+    else:
+      self._waiting.keep(id_, item.values)
+
+  def _environments_of(self, found: Iterable[tuple[int, Item]]) -> None:
+    """Makes the environments that waited for these rollouts."""
+    inserts: list[tuple[int, Item]] = []
+    for rollout, item in found:
+      if item.environment is None:
+        continue
+      id_: int | str | None = item.environment
+      if isinstance(id_, str):
+        self._who.look_up("environment", [id_])
+        id_ = self._who.known("environment", id_)
+      if id_ is None or ("environment", id_) in self._state:
+        continue
+      waiting = self._waiting.get(id_)
+      if waiting is not None:
+        more = Item(f"{item.path}.env_id")
+        more.values = {"rollout_id": rollout}
+        self._more_of_waiting(id_, more, waiting, inserts)
+    self._insert(items_lib.BY_NAME["environment"], inserts)
+
+  # --- rows -----------------------------------------------------------------
+
+  def _insert(self, kind: Kind, found: list[tuple[int, Item]]) -> None:
+    if not found:
+      return
+    now, names = self._tx.now, statements.columns(kind.name)
+    rows = []
+    for id_, item in found:
+      values = item.values
+      self._default(kind, item, values)
+      for column in kind.required:
+        if values.get(column) is None:
+          raise errors.invalid([errors.fault(
+              f"{item.path}.{column}", None,
+              f"a new {kind.name} needs it; no {kind.name} of client_id"
+              f" {item.client_id!r} is known",
+          )])  # pyformat: disable
+      for column in kind.parents:
+        if column not in values and column in _NEEDS.get(kind.name, ()):
+          raise errors.invalid([errors.fault(
+              f"{item.path}.{column}", None,
+              f"a new {kind.name} needs it; no {kind.name} of client_id"
+              f" {item.client_id!r} is known",
+          )])  # pyformat: disable
+      if kind.name in states.COLUMNS:
+        row = states.Row(None, {})
+        self._advance(kind.name, item, row)
+        values.setdefault("status", vocabulary.STATUSES[kind.name][0])
+        row.status = values["status"]
+        self._state[kind.name, id_] = row
+        self._own(kind.name, id_, values)
+      values["id"] = id_
+      values["created_at"] = now
+      values["updated_at"] = now
+      rows.append([values.get(name) for name in names])
+    self._sql.many(statements.insert(kind.name), rows)
+    if kind.name == "training":
+      self._sql.many(
+          "INSERT INTO monitor_training_project (training_id, project_id)"
+          " VALUES (?, ?)",
+          [(id_, self._project) for id_, _ in found],
+      )
+    self._who.mine.update((kind.name, id_) for id_, _ in found)
+    for id_, item in found:
+      self._note_status(kind, id_, item, None)
+
+  def _update(self, kind: Kind, found: list[tuple[int, Item]]) -> None:
+    stateful = kind.name in states.COLUMNS
+    grouped: dict[tuple[str, ...], list[list[Any]]] = (
+        collections.defaultdict(list)
+    )
+    last: tuple[str, ...] | None = None
+    if stateful:
+      self._load(kind.name, [id_ for id_, _ in found])
+    noted = []
+    for id_, item in found:
+      values = item.values
+      old = None
+      if stateful:
+        row = self._state[kind.name, id_]
+        old = row.status
+        refused = states.refused_status(kind.name, item, row)
+        if refused is not None:
+          self._ignored.append(refused)
+        self._advance(kind.name, item, row)
+        row.status = values.get("status", row.status)
+        self._own(kind.name, id_, values)
+      if "updated_at" in statements.columns(kind.name):
+        values["updated_at"] = self._tx.now
+      if not values:
+        continue
+      names = tuple(sorted(values))
+      if last is not None and names != last and stateful:
+        # Two changes of one row must stay in their order.
+        self._flush(kind, grouped)
+      last = names
+      grouped[names].append([*(values[n] for n in names), id_])
+      if "status" in item.raw and old != values.get("status"):
+        noted.append((id_, item, old))
+    self._flush(kind, grouped)
+    for id_, item, old in noted:
+      self._note_status(kind, id_, item, old)
+
+  def _flush(
+      self, kind: Kind, grouped: dict[tuple[str, ...], list[list[Any]]]
+  ) -> None:
+    for names, rows in grouped.items():
+      self._sql.many(statements.update(kind.name, names), rows)
+    grouped.clear()
+
+  def _default(self, kind: Kind, item: Item, values: dict[str, Any]) -> None:
+    """What a client need not say."""
+    name, now = kind.name, self._tx.now
+    if name == "training":
+      values.setdefault(
+          "run_name", item.client_id or f"run {now} #{self._project}"
+      )
+      values.setdefault("log_path", "")
+      values.setdefault("model_name", "")
+      values.setdefault("last_heartbeat", now)
+    elif name == "task":
+      values.setdefault("name", values.get("task_id"))
+      values.setdefault("description", values["name"])
+    elif name in ("baseline", "eval"):
+      values.setdefault("model_path", self._model_of(values))
+    elif name == "rollout":
+      self._default_source(item, values)
+    elif name == "turn":
+      values.setdefault("start_time", now)
+    elif name == "validation":
+      values.setdefault("validation_time", now)
+
+  def _model_of(self, values: Mapping[str, Any]) -> str:
+    id_ = values.get("training_id")
+    if id_ is None:
+      return ""
+    self._load("training", [id_])
+    row = self._state.get(("training", id_))
+    return (row.fields.get("model_name") or "") if row else ""
+
+  def _default_source(self, item: Item, values: dict[str, Any]) -> None:
+    given = [
+        w for w in vocabulary.SOURCE_TYPES if values.get(f"{w}_id") is not None
+    ]
+    if len(given) == 1:
+      values.setdefault("source_type", given[0])
+    values["is_eval"] = int(values.get("source_type") != "step")
+    values.setdefault("model_path", "")
+
+  # --- statuses and progress ------------------------------------------------
+
+  def _advance(self, kind: str, item: Item, row: states.Row) -> None:
+    if kind == "rollout":
+      states.check_source(item, row)
+      source = row.fields.get("source_type")
+      if source not in (None, "step"):
+        # One that goes elsewhere counts there and no longer here.
+        self.measured.add((source, row.fields[f"{source}_id"]))
+    states.advance(kind, row, item.values)
+
+  def _own(self, kind: str, id_: int, values: Mapping[str, Any]) -> None:
+    """Notes whose training an entity is, and that it changed."""
+    row = self._state[kind, id_]
+    if kind == "training":
+      owner: int | None = id_
+    elif kind == "rollout":
+      source = row.fields["source_type"]
+      parent = row.fields[f"{source}_id"]
+      owner = self._owner(source, parent)
+      if source != "step" and _MEASURED & values.keys():
+        self.measured.add((source, parent))
+    elif kind == "environment":
+      owner = None  # Its rollout is told of with it.
+    else:
+      owner = row.fields.get("training_id")
+      if owner is not None:
+        self.owners[kind, id_] = owner
+    if owner is not None and kind in _WATCHED:
+      self.changes.append((owner, kind, id_))
+      self.trainings.add(owner)
+
+  def _owner(self, kind: str, id_: int) -> int | None:
+    for known in (self.owners, self._tx.owners, self._tx.shared.owners):
+      if (owner := known.get((kind, id_))) is not None:
+        return owner
+    rows = self._sql.rows(
+        f"SELECT training_id FROM {_TABLE_SQL[kind]} WHERE id = ?", (id_,)
+    )
+    if not rows:
+      return None
+    self.owners[kind, id_] = rows[0][0]
+    return rows[0][0]
+
+  def _note_status(
+      self, kind: Kind, id_: int, item: Item, old: str | None
+  ) -> None:
+    """What the client called the status that the history just got."""
+    said = item.raw.get("status")
+    if said is None or item.values.get("status") in (None, old):
+      return
+    self._sql.run(
+        "UPDATE status_history SET metadata_json = ? WHERE id = (SELECT"
+        " max(id) FROM status_history WHERE entity_type = ? AND entity_id ="
+        " ?)",
+        (orjson.dumps({"raw_status": said}).decode(), kind.name, id_),
+    )
+
+  def _keep_raw(self, kind: Kind, found: Iterable[tuple[int, Item]]) -> None:
+    rows = [
+        (kind.name, id_, field, value)
+        for id_, item in found
+        for field, value in item.raw.items()
+    ]
+    self._sql.many(
+        statements.upsert(
+            "monitor_raw_value", ("kind", "entity_id", "field"), ("value",)
+        ),
+        rows,
+    )
+
+
+_NEEDS = {
+    "validator": ("task_id",),
+    "baseline": ("training_id",),
+    "eval": ("training_id",),
+    "step": ("training_id",),
+    "rollout": ("task_id",),
+    "turn": ("rollout_id",),
+    "action": ("turn_id",),
+    "obs": ("turn_id",),
+    "validation": ("rollout_id",),
+}
+"""Parents that a new entity must have."""

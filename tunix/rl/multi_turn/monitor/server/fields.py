@@ -1,0 +1,211 @@
+"""Values as clients send them, in the form that the database holds.
+
+Each reader takes what was sent and returns what is stored, or raises
+`WrongValue` saying what to send instead. None means "not said" everywhere:
+an absent value changes nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from typing import Any, Callable
+
+import orjson
+import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.schema import vocabulary
+
+_MAX_TEXT = 4 << 20
+_INT64 = 1 << 63
+_UTC = datetime.timezone.utc
+_MILLISECONDS_FROM = 1e11
+_LATEST = 253402300799.0  # The end of the year 9999.
+NOT_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
+"""How numbers are written that JSON does not have; stored as NULL."""
+
+
+class WrongValue(ValueError):
+  """A value that its field cannot have; says what it can."""
+
+
+class Said:
+  """A value, and what the client said instead of it."""
+
+  __slots__ = ("value", "raw")
+
+  def __init__(self, value: Any, raw: str):
+    self.value = value
+    self.raw = raw
+
+
+def text(value: Any) -> str:
+  if not isinstance(value, str):
+    raise WrongValue(f"give text, not a {_kind(value)}")
+  if len(value) > _MAX_TEXT:
+    raise WrongValue(f"has {len(value)} characters; at most {_MAX_TEXT}")
+  # No text of PostgreSQL holds it. Its picture says that it was there.
+  return value.replace("\0", "\u2400") if "\0" in value else value
+
+
+def integer(value: Any) -> int:
+  if isinstance(value, float) and value.is_integer():
+    value = int(value)
+  if type(value) is not int:  # A bool is no number.
+    raise WrongValue(f"give a whole number, not a {_kind(value)}")
+  if not -_INT64 <= value < _INT64:
+    raise WrongValue("does not fit into 64 bits")
+  return value
+
+
+def real(value: Any) -> Any:
+  kind = type(value)
+  if kind is float or kind is int:
+    try:
+      value = float(value)
+    except OverflowError:
+      value = math.inf
+    if math.isfinite(value):
+      return value
+    raise WrongValue("give a finite number")
+  if kind is str and value in NOT_FINITE:
+    return Said(None, value)
+  raise WrongValue(
+      f"give a number, or one of {', '.join(sorted(NOT_FINITE))}, not a"
+      f" {_kind(value)}"
+  )
+
+
+def flag(value: Any) -> int:
+  if value is True or value is False:
+    return int(value)
+  if type(value) is int and value in (0, 1):
+    return value
+  raise WrongValue("give true or false, or 1 or 0")
+
+
+def percent(value: Any) -> Any:
+  found = real(value)
+  if isinstance(found, float) and not 0 <= found <= 100:
+    raise WrongValue("give a percentage from 0 to 100")
+  return found
+
+
+def time(value: Any) -> str:
+  """UTC as `YYYY-MM-DD HH:MM:SS.ffffff`, which sorts."""
+  kind = type(value)
+  if kind is str:
+    try:
+      found = datetime.datetime.fromisoformat(value)
+    except ValueError:
+      raise WrongValue(
+          "give a time as ISO 8601 (2026-01-31T12:00:00Z) or seconds since 1970"
+      ) from None
+  elif kind is float or kind is int:
+    if abs(value) >= _MILLISECONDS_FROM:
+      value /= 1000
+    if not 0 <= value <= _LATEST:
+      raise WrongValue("is no time since 1970")
+    found = datetime.datetime.fromtimestamp(value, _UTC)
+  else:
+    raise WrongValue(
+        f"give a time as ISO 8601 or seconds, not a {_kind(value)}"
+    )
+  if found.tzinfo is not None:
+    try:
+      found = found.astimezone(_UTC)
+    except OverflowError:
+      raise WrongValue("is no time since 1970") from None
+  return found.replace(tzinfo=None).isoformat(" ", "microseconds")
+
+
+def json_text(value: Any, array: bool = False) -> str:
+  """JSON as text; text that is JSON already stays as it is."""
+  if isinstance(value, str):
+    try:
+      found = orjson.loads(value)
+    except orjson.JSONDecodeError:
+      raise WrongValue(
+          "is text that is not JSON; give an array or an object, or its JSON"
+      ) from None
+  else:
+    found = value
+    try:
+      value = orjson.dumps(value).decode()
+    except TypeError as error:
+      raise WrongValue(f"cannot be JSON: {error}") from None
+  if array and not isinstance(found, list):
+    raise WrongValue(f"give an array, not a {_kind(found)}")
+  if len(value) > _MAX_TEXT:
+    raise WrongValue(f"has {len(value)} characters; at most {_MAX_TEXT}")
+  return value.replace("\\u0000", "\\u2400") if "\\u0000" in value else value
+
+
+def json_array(value: Any) -> str:
+  return json_text(value, array=True)
+
+
+_STRICT = {"status", "current_phase", "source_type", "env_type"}
+
+
+def choice(table: str, column: str) -> Callable[[Any], Any]:
+  """Reader of a word of a list, by its aliases too."""
+  words = vocabulary.CHOICES[table, column]
+  known = {word: word for word in words}
+
+  def read(value: Any) -> Any:
+    if value.__class__ is str and value in known:
+      return value
+    if not isinstance(value, str):
+      raise WrongValue(f"give one of {', '.join(words)}, not a {_kind(value)}")
+    found = vocabulary.canonical(table, column, value)
+    if found is None and column in _STRICT:
+      more = vocabulary.ALIASES.get((table, column), {})
+      raise WrongValue(f"give one of {', '.join([*words, *more])}")
+    return Said(found, text(value))
+
+  return read
+
+
+_JSON_ARRAYS = frozenset(
+    {"tags", "prerequisites", "errors", "tokens", "logprobs"}
+)
+_JSON = _JSON_ARRAYS | {
+    "config_json", "rollout_progress", "training_progress", "metrics_json",
+    "summary_json", "tool_args", "model_input_json", "details_json",
+}  # pyformat: disable
+_FLAGS = frozenset({
+    "is_eval", "task_completed", "task_success", "agent_reported_success",
+    "validation_passed", "ran_out_of_turns", "attempted_completion",
+    "episode_done", "success",
+})  # pyformat: disable
+
+
+def reader(table: str, column: sa.Column) -> Callable[[Any], Any]:
+  """The reader of a column."""
+  name = column.name
+  if (table, name) in vocabulary.CHOICES:
+    return choice(table, name)
+  if name in _JSON_ARRAYS:
+    return json_array
+  if name in _JSON:
+    return json_text
+  if name in _FLAGS:
+    return flag
+  if name == "progress_percent":
+    return percent
+  if isinstance(column.type, sa.TIMESTAMP):
+    return time
+  if column.type is tables.REAL:
+    return real
+  if column.type is tables.INTEGER:
+    return integer
+  return text
+
+
+def _kind(value: Any) -> str:
+  names = {
+      bool: "boolean", int: "number", float: "number", str: "text",
+      list: "list", dict: "object", type(None): "null",
+  }  # pyformat: disable
+  return names.get(type(value), type(value).__name__)

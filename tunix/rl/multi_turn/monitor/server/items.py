@@ -1,0 +1,452 @@
+"""A batch of the ingest protocol, checked and in the database's words.
+
+The body is `training` (an object) and arrays `tasks, validators, baselines,
+evals, steps, rollouts, environments, turns, actions, observations,
+validations`. An item names itself by `client_id` and its parents by
+`<parent>_id`: a number is the server's id, text is a client id (or a rollout's
+or task's own name). Fields that other recorders use are mapped; those that the
+database has no column for are kept as raw values. A field of no known name is
+refused.
+
+Promises: reads a body without the database, and either finds all that is wrong
+with it or returns all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+from typing import Any, Callable, Mapping
+
+import orjson
+from tunix.rl.multi_turn.monitor.schema import progress
+from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.server import errors
+from tunix.rl.multi_turn.monitor.server import fields
+
+MAX_ITEMS = 20_000
+_MAX_FAULTS = 20
+_MAX_ID = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """What items of one array are.
+
+  Attributes:
+    name: of the kind and its table, "obs" for observations.
+    plural: of the array; "training" for the one object.
+    parents: column -> kind that it refers to.
+    required: columns that a new entity needs and nothing can stand in for.
+    aliases: field -> column.
+    kept: fields that are kept as raw values.
+    readers: column -> its reader.
+  """
+
+  name: str
+  plural: str
+  parents: Mapping[str, str]
+  required: tuple[str, ...]
+  aliases: Mapping[str, str]
+  kept: frozenset[str]
+  readers: Mapping[str, Callable[[Any], Any]]
+
+
+_TIMING = (
+    "avg_turn_time", "estimated_total_time", "estimated_remaining_time",
+)  # pyformat: disable
+
+
+def _kind(
+    name: str,
+    plural: str,
+    parents: Mapping[str, str] | None = None,
+    required: tuple[str, ...] = (),
+    aliases: Mapping[str, str] | None = None,
+    kept: tuple[str, ...] = (),
+) -> Kind:
+  parents = parents or {}
+  table = tables.metadata.tables[name]
+  readers = {
+      str(c.name): fields.reader(name, c)
+      for c in table.c
+      if c.name != "id" and c.name not in parents
+  }
+  return Kind(
+      name, plural, parents, required, aliases or {}, frozenset(kept), readers
+  )
+
+
+KINDS: tuple[Kind, ...] = (
+    _kind("training", "training", kept=(*_TIMING, "project_id")),
+    _kind(
+        "task", "tasks", required=("task_id",),
+        kept=("instruction", "env_config", "evaluation", "seed_id"),
+    ),
+    _kind(
+        "validator", "validators", {"task_id": "task"}, ("validator_type",)
+    ),
+    _kind("baseline", "baselines", {"training_id": "training"}, kept=_TIMING),
+    _kind(
+        "eval", "evals", {"training_id": "training"}, ("step",), kept=_TIMING
+    ),
+    _kind(
+        "step", "steps", {"training_id": "training"}, ("step",), kept=_TIMING
+    ),
+    _kind(
+        "rollout", "rollouts",
+        {
+            "step_id": "step", "eval_id": "eval", "baseline_id": "baseline",
+            "task_id": "task",
+        },
+        ("rollout_id",),
+        {"group_num": "group"},
+        ("group_id", "trajectory_data_json"),
+    ),
+    _kind(
+        "environment", "environments", {"rollout_id": "rollout"},
+        ("env_type",), kept=("name",),
+    ),
+    _kind(
+        "turn", "turns", {"rollout_id": "rollout"}, ("turn",),
+        kept=(
+            "model_response", "screen_before", "screen_after", "thinking",
+            "text", "action_json", "model_specific_input_json",
+        ),
+    ),
+    _kind(
+        "action", "actions", {"turn_id": "turn"}, (),
+        {
+            "action_name": "tool_name", "name": "tool_name",
+            "action_args": "tool_args", "args": "tool_args",
+        },
+        ("action_call_id", "call_id", "action_json", "json"),
+    ),
+    _kind(
+        "obs", "observations", {"turn_id": "turn"}, (),
+        {"model_input": "model_input_json"}, ("name",),
+    ),
+    _kind(
+        "validation", "validations",
+        {"rollout_id": "rollout", "validator_id": "validator"},
+        ("success",), kept=("screenshot_uri",),
+    ),
+)  # pyformat: disable
+"""In an order in which parents come first."""
+
+BY_NAME = {kind.name: kind for kind in KINDS}
+_BODY = frozenset(
+    {k.plural for k in KINDS} | {"delivery", "training_id", "project_id"}
+)
+
+
+class Item:
+  """One entity, or what changes of it.
+
+  Attributes:
+    client_id: what the client calls it.
+    values: column -> value, in the database's form; parents not among them.
+    parents: column -> server id (int) or client id (str).
+    raw: field -> what was said, where that differs.
+    id: the server's own id, where the client gave that.
+    environment: of a rollout: the environment told before it.
+    path: where the item is in the body, for errors.
+  """
+
+  __slots__ = (
+      "client_id", "values", "parents", "raw", "id", "environment", "path",
+  )  # pyformat: disable
+
+  def __init__(self, path: str):
+    self.path = path
+    self.client_id: str | None = None
+    self.values: dict[str, Any] = {}
+    self.parents: dict[str, int | str] = {}
+    self.raw: dict[str, str] = {}
+    self.id: int | None = None
+    self.environment: int | str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Delivery:
+  """Which entries of which client's spool a batch is.
+
+  Attributes:
+    spool: the spool's own name.
+    first, last: its entries, both included.
+    health: what the client says of itself, JSON text.
+  """
+
+  spool: str
+  first: int
+  last: int
+  health: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """All of a body.
+
+  Attributes:
+    items: kind -> its items, in the body's order.
+    training: what the items belong to that do not say so: an id, or "" for
+      the batch's own training.
+    delivery: of a spool, or None.
+    size: bytes of the body.
+  """
+
+  items: Mapping[str, list[Item]]
+  training: int | str | None
+  delivery: Delivery | None
+  size: int
+
+
+class _Faults:
+  """What is wrong with a body, so far."""
+
+  def __init__(self):
+    self.found: list[dict[str, Any]] = []
+
+  def add(self, field: str, value: Any, message: str) -> None:
+    self.found.append(errors.fault(field, value, message))
+    if len(self.found) >= _MAX_FAULTS:
+      raise errors.invalid(self.found)
+
+
+def read(body: bytes) -> Batch:
+  """The batch of a request's body.
+
+  Raises:
+    ApiError: 400, naming every wrong field.
+  """
+  try:
+    data = orjson.loads(body)
+  except orjson.JSONDecodeError as error:
+    raise errors.ApiError(400, f"the body is not JSON: {error}") from None
+  if not isinstance(data, dict):
+    raise errors.ApiError(
+        400, "the body must be an object with training, tasks, rollouts, …"
+    )
+  faults = _Faults()
+  for key in data:
+    if key not in _BODY:
+      faults.add(key, "…", _unknown(key, _BODY))
+  items: dict[str, list[Item]] = {}
+  count = 0
+  for kind in KINDS:
+    found = data.get(kind.plural)
+    if found is None:
+      continue
+    if kind.name == "training":
+      found = [found]
+    if not isinstance(found, list):
+      faults.add(kind.plural, found, "give an array of objects")
+      continue
+    count += len(found)
+    if count > MAX_ITEMS:
+      raise errors.ApiError(
+          413, f"the batch has more than {MAX_ITEMS} items; send smaller ones"
+      )
+    items[kind.name] = _read_all(kind, found, faults)
+  training: int | str | None = "" if "training" in items else None
+  if data.get("training_id") is not None:
+    training = _reference("training_id", data["training_id"], faults)
+  delivery = _delivery(data.get("delivery"), faults)
+  if faults.found:
+    raise errors.invalid(faults.found)
+  return Batch(items, training, delivery, len(body))
+
+
+def _read_all(kind: Kind, found: list[Any], faults: _Faults) -> list[Item]:
+  result = []
+  single = kind.name == "training"
+  for index, data in enumerate(found):
+    path = kind.plural if single else f"{kind.plural}[{index}]"
+    if not isinstance(data, dict):
+      faults.add(path, data, "give an object")
+      continue
+    item = _read(kind, data, path, faults)
+    if item is not None:
+      result.append(item)
+  if kind.name in ("action", "obs", "validation"):
+    _name_the_nameless(found, result)
+  return result
+
+
+def _read(
+    kind: Kind, data: Mapping[str, Any], path: str, faults: _Faults
+) -> Item | None:
+  item = Item(path)
+  readers, values = kind.readers, item.values
+  for field, value in data.items():
+    if value is None:
+      continue
+    name = kind.aliases.get(field, field)
+    reader = readers.get(name)
+    if reader is not None:
+      try:
+        value = reader(value)
+      except fields.WrongValue as error:
+        faults.add(f"{path}.{field}", value, str(error))
+        continue
+      if value.__class__ is fields.Said:
+        item.raw[name] = value.raw
+        value = value.value
+        if value is None:
+          continue
+      values[name] = value
+    elif name in kind.parents:
+      item.parents[name] = _reference(f"{path}.{field}", value, faults)
+    elif name == "client_id":
+      item.client_id = _client_id(f"{path}.{field}", value, faults)
+    elif (kind.name, name) == ("training", "training_id"):
+      own = _reference(f"{path}.{field}", value, faults)
+      if isinstance(own, str):
+        item.client_id = own
+      else:
+        item.id = own
+    elif name == "id":
+      item.id = _own_id(f"{path}.{field}", value, faults)
+    elif (kind.name, name) == ("rollout", "env_id"):
+      item.environment = _reference(f"{path}.{field}", value, faults)
+    elif field in kind.kept:
+      item.raw[field] = (
+          fields.text(value)
+          if isinstance(value, str)
+          else orjson.dumps(value).decode()
+      )
+    else:
+      known = [*readers, *kind.parents, *kind.aliases, *kind.kept, "client_id"]
+      faults.add(f"{path}.{field}", value, _unknown(field, known))
+  _check(kind, item, data, faults)
+  return item
+
+
+def _check(
+    kind: Kind, item: Item, data: Mapping[str, Any], faults: _Faults
+) -> None:
+  """What one field cannot tell."""
+  values, name = item.values, kind.name
+  if name == "rollout":
+    item.client_id = item.client_id or values.get("rollout_id")
+    if item.client_id:
+      values.setdefault("rollout_id", item.client_id)
+    values.pop("is_eval", None)  # Derived.
+  elif name == "task":
+    item.client_id = item.client_id or values.get("task_id")
+    if item.client_id:
+      values.setdefault("task_id", item.client_id)
+  elif name == "action":
+    _check_tokens(item, data, faults)
+  elif name == "step":
+    for field, keys in (
+        ("rollout_progress", progress.ROLLOUT_PROGRESS_KEYS),
+        ("training_progress", progress.TRAINING_PROGRESS_KEYS),
+    ):
+      if field in values:
+        _check_progress(f"{item.path}.{field}", values[field], keys, faults)
+
+
+def _check_tokens(
+    item: Item, data: Mapping[str, Any], faults: _Faults
+) -> None:
+  if "tokens" not in item.values and "logprobs" not in item.values:
+    return
+  sizes = {}
+  for field in ("tokens", "logprobs"):
+    value = data.get(field)
+    if isinstance(value, str) and field in item.values:
+      value = orjson.loads(value)
+    if isinstance(value, list):
+      sizes[field] = len(value)
+  wanted = item.values.setdefault("num_tokens", max(sizes.values(), default=0))
+  for field, size in sizes.items():
+    if size != wanted:
+      faults.add(
+          f"{item.path}.{field}", f"{size} entries",
+          f"must have as many entries as num_tokens says, {wanted}",
+      )  # pyformat: disable
+
+
+def _check_progress(
+    path: str, value: str, keys: tuple[str, ...], faults: _Faults
+) -> None:
+  found = orjson.loads(value)
+  good = isinstance(found, dict) and all(
+      k in keys and (v is None or (type(v) is int and v >= 0))
+      for k, v in found.items()
+  )
+  if not good:
+    faults.add(path, value, f"give counts: {{{', '.join(keys)}}}")
+
+
+def _name_the_nameless(found: list[Any], items: list[Item]) -> None:
+  """Names items by what they say, so that a batch sent twice counts once.
+
+  Two equal ones of a batch are two.
+  """
+  seen: dict[str, int] = {}
+  for data, item in zip(found, items):
+    if item.client_id is not None:
+      continue
+    digest = hashlib.sha256(
+        orjson.dumps(data, option=orjson.OPT_SORT_KEYS)
+    ).hexdigest()
+    seen[digest] = number = seen.get(digest, -1) + 1
+    item.client_id = f"content:{digest}:{number}"
+
+
+def _reference(path: str, value: Any, faults: _Faults) -> int | str:
+  if type(value) is int and 0 < value < 1 << 63:
+    return value
+  if isinstance(value, str) and 0 < len(value) <= _MAX_ID and "\0" not in value:
+    return value
+  faults.add(
+      path, value, "give the server's id (a number) or a client id (text)"
+  )
+  return 0
+
+
+def _client_id(path: str, value: Any, faults: _Faults) -> str:
+  if isinstance(value, str) and 0 < len(value) <= _MAX_ID and "\0" not in value:
+    return value
+  faults.add(path, value, f"give text of 1 to {_MAX_ID} characters")
+  return ""
+
+
+def _own_id(path: str, value: Any, faults: _Faults) -> int:
+  if type(value) is int and 0 < value < 1 << 63:
+    return value
+  faults.add(path, value, "give the server's id (a number), or use client_id")
+  return 0
+
+
+def _delivery(value: Any, faults: _Faults) -> Delivery | None:
+  if value is None:
+    return None
+  if isinstance(value, dict):
+    spool, first, last = (value.get(k) for k in ("spool", "first", "last"))
+    if (
+        isinstance(spool, str)
+        and 0 < len(spool) <= 100
+        and "\0" not in spool
+        and type(first) is int
+        and type(last) is int
+        and 0 < first <= last < 1 << 63
+    ):
+      health = value.get("health")
+      return Delivery(
+          spool, first, last,
+          None if health is None else orjson.dumps(health).decode(),
+      )  # pyformat: disable
+  faults.add(
+      "delivery", value, "give {spool: text, first: number, last: number}"
+  )
+  return None
+
+
+def _unknown(field: str, known: Any) -> str:
+  near = difflib.get_close_matches(field, list(known), 1)
+  hint = f"; do you mean {near[0]}?" if near else ""
+  return f"there is no such field{hint}"

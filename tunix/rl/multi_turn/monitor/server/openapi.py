@@ -1,0 +1,224 @@
+"""The OpenAPI document, made from the routes and the tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.schema import vocabulary
+from tunix.rl.multi_turn.monitor.server import items
+from tunix.rl.multi_turn.monitor.server import queries
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+  """What a route is to those who call it.
+
+  Attributes:
+    method, path: as Starlette writes them.
+    name: of the operation, unique.
+    summary: one sentence.
+    scope: of the token, "" for none.
+    query: names of its parameters in the URL's query, with their types.
+    answer: a table, "page:<table>", "object", "image" or "events".
+    body: "batch", "image", "hashes" or "".
+  """
+
+  method: str
+  path: str
+  name: str
+  summary: str
+  scope: str = "read"
+  query: tuple[tuple[str, str], ...] = ()
+  answer: str = "object"
+  body: str = ""
+
+
+def document(operations: list[Operation]) -> dict[str, Any]:
+  """OpenAPI 3.1."""
+  paths: dict[str, Any] = {}
+  for operation in operations:
+    path = operation.path.replace(":int}", "}").replace(":path}", "}")
+    paths.setdefault(path, {})[operation.method.lower()] = _operation(
+        operation
+    )
+  return {
+      "openapi": "3.1.0",
+      "info": {
+          "title": "Training Monitor",
+          "version": "1",
+          "description": (
+              "Times are ISO 8601 in UTC. Lists come in pages: give a page's"
+              " `next` as `after`. Errors are {detail, errors}."
+          ),
+      },
+      "paths": paths,
+      "components": {
+          "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+          "schemas": _schemas(),
+      },
+  }
+
+
+def _operation(operation: Operation) -> dict[str, Any]:
+  parameters = []
+  for part in operation.path.split("/"):
+    if part.startswith("{"):
+      name, _, kind = part.strip("{}").partition(":")
+      parameters.append({
+          "name": name, "in": "path", "required": True,
+          "schema": _parameter("integer" if kind == "int" else "string"),
+      })  # pyformat: disable
+  for name, kind in operation.query:
+    parameters.append(
+        {"name": name, "in": "query", "schema": _parameter(kind)}
+    )
+  failed = {
+      "description": "refused",
+      "content": {
+          "application/json": {"schema": {"$ref": "#/components/schemas/Error"}}
+      },
+  }
+  answers = {"200": _answer(operation.answer)}
+  for status in ("400", "401", "403", "404", "409", "413", "503"):
+    answers[status] = failed
+  found: dict[str, Any] = {
+      "operationId": operation.name,
+      "summary": operation.summary,
+      "responses": answers,
+  }
+  if parameters:
+    found["parameters"] = parameters
+  if operation.scope:
+    found["security"] = [{"token": []}, {}]
+  if operation.body:
+    found["requestBody"] = {
+        "required": True, "content": _body(operation.body),
+    }  # pyformat: disable
+  return found
+
+
+def _parameter(kind: str) -> dict[str, Any]:
+  if kind == "integer":
+    return {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
+  if kind == "limit":
+    return {
+        "type": "integer", "minimum": 1, "maximum": queries.MAX_LIMIT,
+        "default": 50,
+    }  # pyformat: disable
+  if kind == "flag":
+    return {"type": "integer", "enum": [0, 1]}
+  if kind == "sha256":
+    return {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+  return {"type": "string"}
+
+
+def _answer(kind: str) -> dict[str, Any]:
+  if kind == "image":
+    content: Any = {"image/*": {}}
+  elif kind == "events":
+    content = {"text/event-stream": {"schema": {"type": "string"}}}
+  else:
+    page, _, table = kind.rpartition(":")
+    schema: Any = {"type": "object"}
+    if table != "object":
+      schema = {"$ref": f"#/components/schemas/{table}"}
+    if page:
+      schema = {
+          "type": "object",
+          "required": ["items", "next"],
+          "properties": {
+              "items": {"type": "array", "items": schema},
+              "next": {"type": ["string", "null"]},
+          },
+      }
+    content = {"application/json": {"schema": schema}}
+  return {"description": "the answer", "content": content}
+
+
+def _body(kind: str) -> dict[str, Any]:
+  if kind == "image":
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    return {t: binary for t in ("image/png", "image/jpeg", "image/webp")}
+  if kind == "hashes":
+    schema: Any = {
+        "type": "object",
+        "required": ["sha256"],
+        "properties": {
+            "sha256": {
+                "type": "array",
+                "maxItems": 1000,
+                "items": _parameter("sha256"),
+            }
+        },
+    }
+  else:
+    schema = {"$ref": "#/components/schemas/Batch"}
+  return {"application/json": {"schema": schema}}
+
+
+def _schemas() -> dict[str, Any]:
+  found: dict[str, Any] = {
+      "Error": {
+          "type": "object",
+          "required": ["detail"],
+          "properties": {
+              "detail": {"type": "string"},
+              "errors": {"type": "array", "items": {"type": "object"}},
+          },
+      },
+      "Batch": _batch(),
+  }
+  shown = [*tables.TABLES, tables.delivery]
+  for table in shown:
+    found[str(table.name)] = {
+        "type": "object",
+        "properties": {str(c.name): _column(table.name, c) for c in table.c},
+    }
+  return found
+
+
+def _column(table: str, column: sa.Column) -> dict[str, Any]:
+  if column.name in queries._JSON:  # pylint: disable=protected-access
+    return {}
+  kind = "string"
+  if column.type is tables.INTEGER:
+    kind = "integer"
+  elif column.type is tables.REAL:
+    kind = "number"
+  types: Any = [kind, "null"] if column.nullable else kind
+  found: dict[str, Any] = {"type": types}
+  if isinstance(column.type, sa.TIMESTAMP):
+    found["format"] = "date-time"
+  words = vocabulary.CHOICES.get((table, column.name))
+  if words:
+    found["enum"] = [*words, None] if column.nullable else list(words)
+  return found
+
+
+def _batch() -> dict[str, Any]:
+  properties: dict[str, Any] = {
+      "training_id": {"type": ["integer", "string", "null"]},
+      "delivery": {"type": ["object", "null"]},
+  }
+  for kind in items.KINDS:
+    item = {
+        "type": "object",
+        "properties": {
+            "client_id": {"type": ["string", "null"]},
+            **{
+                parent: {"type": ["integer", "string", "null"]}
+                for parent in kind.parents
+            },
+            **{c: {} for c in kind.readers},
+        },
+    }
+    if kind.name == "training":
+      properties["training"] = item
+    else:
+      properties[kind.plural] = {"type": ["array", "null"], "items": item}
+  return {
+      "type": "object", "properties": properties, "additionalProperties": False,
+  }  # pyformat: disable

@@ -1,0 +1,456 @@
+"""Questions about the database, each answered from one consistent view.
+
+A project sees its own runs only. Rows come as JSON objects with the columns'
+names: times as ISO 8601 in UTC, JSON columns as JSON. Lists come in pages; a
+page's `next` is where the following one begins, whatever was added meanwhile
+(keyset pagination: no page is slower than the first).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import datetime
+from typing import Any, Sequence
+
+import orjson
+import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.schema import vocabulary
+from tunix.rl.multi_turn.monitor.server import errors
+
+MAX_LIMIT = 500
+_JSON = frozenset({
+    "config_json", "tags", "prerequisites", "rollout_progress",
+    "training_progress", "metrics_json", "errors", "summary_json", "tool_args",
+    "tokens", "logprobs", "model_input_json", "details_json", "metadata_json",
+    "health_json",
+})  # pyformat: disable
+_HEAVY = {
+    "training": {"config_json"},
+    "step": {"metrics_json"},
+    "rollout": {"summary_json"},
+}
+"""Columns that lists leave out."""
+Row = dict[str, Any]
+
+
+class Queries:
+  """What may be asked."""
+
+  def __init__(self, engine: sa.Engine):
+    self._engine = engine
+
+  # --- lists ----------------------------------------------------------------
+
+  def trainings(
+      self, project: int, status: str | None, limit: int, after: str | None
+  ) -> Row:
+    """Newest first."""
+    t, owner = tables.training, tables.training_project
+    query = _select(t).join(owner, owner.c.training_id == t.c.id)
+    query = query.where(owner.c.project_id == project)
+    if status is not None:
+      query = query.where(t.c.status == status)
+    return self._page(query, t.c.id, True, limit, after)
+
+  def of_training(
+      self,
+      project: int,
+      kind: str,
+      training: int,
+      limit: int,
+      after: str | None,
+  ) -> Row:
+    """Its steps or evaluations by their step, its baselines by their id."""
+    t = tables.metadata.tables[kind]
+    with database.reading(self._engine) as connection:
+      self._require(connection, project, "training", training)
+    key = t.c.id if kind == "baseline" else t.c.step
+    query = _select(t).where(t.c.training_id == training)
+    return self._page(query, key, False, limit, after)
+
+  def rollouts(
+      self,
+      project: int,
+      filters: dict[str, Any],
+      limit: int,
+      after: str | None,
+  ) -> Row:
+    """Newest first.
+
+    Args:
+      project: whose.
+      filters: training_id, step_id, eval_id, baseline_id, task_id, batch,
+        group, status, success (0 or 1); absent ones do not filter.
+      limit: of the page.
+      after: where it begins.
+    """
+    r = tables.rollout
+    query = _select(r, _HEAVY["rollout"]).where(self._is_mine(project))
+    for kind in vocabulary.SOURCE_TYPES:
+      if (id_ := filters.get(f"{kind}_id")) is not None:
+        # Both columns, so that the index serves.
+        query = query.where(
+            r.c.source_type == kind, r.c[f"{kind}_id"] == id_
+        )
+    for name in ("task_id", "batch", "group", "status"):
+      if (value := filters.get(name)) is not None:
+        query = query.where(r.c[name] == value)
+    if (value := filters.get("success")) is not None:
+      query = query.where(r.c.task_success == value)
+    if (training := filters.get("training_id")) is not None:
+      query = query.where(_in_training(training))
+    return self._page(query, r.c.id, True, limit, after)
+
+  def tasks(self, project: int, limit: int, after: str | None) -> Row:
+    """Those that the project's clients told of."""
+    t, ids = tables.task, tables.client_ids
+    mine = sa.select(ids.c.entity_id).where(
+        ids.c.project_id == project, ids.c.kind == "task"
+    )
+    return self._page(
+        _select(t).where(t.c.id.in_(mine)), t.c.id, False, limit, after
+    )
+
+  def history(
+      self, project: int, kind: str, id_: int, limit: int, after: str | None
+  ) -> Row:
+    """Every status that an entity had, in order."""
+    h = tables.status_history
+    with database.reading(self._engine) as connection:
+      self._require(connection, project, kind, id_)
+    query = _select(h).where(h.c.entity_type == kind, h.c.entity_id == id_)
+    return self._page(query, h.c.id, False, limit, after)
+
+  def clients(self, project: int) -> Row:
+    """How the project's clients fare: spools, drops, dead letters."""
+    d = tables.delivery
+    with database.reading(self._engine) as connection:
+      rows = connection.execute(
+          _select(d)
+          .where(d.c.project_id == project)
+          .order_by(d.c.updated_at.desc())
+          .limit(MAX_LIMIT)
+      )
+      return {"items": [_json(row) for row in rows]}
+
+  # --- one of them -----------------------------------------------------------
+
+  def one(self, project: int, kind: str, id_: int) -> Row:
+    """An entity with what was said of it beyond its columns.
+
+    Raises:
+      ApiError: 404.
+    """
+    with database.reading(self._engine) as connection:
+      self._require(connection, project, kind, id_)
+      return self._entity(connection, kind, id_)
+
+  def rollout(self, project: int, name: str) -> Row:
+    """A rollout with its environment, validations and turns.
+
+    Args:
+      project: whose.
+      name: the server's id or the rollout's own.
+
+    Raises:
+      ApiError: 404.
+    """
+    with database.reading(self._engine) as connection:
+      id_ = self._rollout_id(connection, project, name)
+      found = self._entity(connection, "rollout", id_)
+      found["training_id"] = _training_of(connection, found)
+      found["task"] = self._entity(connection, "task", found["task_id"])
+      for key, table in (
+          ("environments", tables.environment),
+          ("validations", tables.validation),
+          ("turns", tables.turn),
+      ):
+        order = table.c.turn if key == "turns" else table.c.id
+        rows = connection.execute(
+            _select(table).where(table.c.rollout_id == id_).order_by(order)
+        )
+        found[key] = [_json(row) for row in rows]
+      environments = found.pop("environments")
+      found["environment"] = environments[0] if environments else None
+      self._add_raw(connection, "validation", found["validations"])
+      return found
+
+  def turns(self, project: int, name: str) -> Row:
+    """Every turn of a rollout with its actions and observations."""
+    with database.reading(self._engine) as connection:
+      id_ = self._rollout_id(connection, project, name)
+      t = tables.turn
+      rows = connection.execute(
+          _select(t).where(t.c.rollout_id == id_).order_by(t.c.turn)
+      )
+      found = [_json(row) for row in rows]
+      self._fill_turns(connection, found)
+      return {"items": found}
+
+  def turn(self, project: int, rollout: str, turn: int) -> Row:
+    """One of them, by its id.
+
+    Raises:
+      ApiError: 404.
+    """
+    t = tables.turn
+    with database.reading(self._engine) as connection:
+      id_ = self._rollout_id(connection, project, rollout)
+      row = connection.execute(
+          _select(t).where(t.c.rollout_id == id_, t.c.id == turn)
+      ).one_or_none()
+      if row is None:
+        raise _absent("turn", turn)
+      found = [_json(row)]
+      self._fill_turns(connection, found)
+      return found[0]
+
+  def observation(self, project: int, rollout: str, id_: int) -> Row:
+    """An observation of a rollout.
+
+    Raises:
+      ApiError: 404.
+    """
+    o, t = tables.obs, tables.turn
+    with database.reading(self._engine) as connection:
+      owner = self._rollout_id(connection, project, rollout)
+      row = connection.execute(
+          _select(o)
+          .join(t, t.c.id == o.c.turn_id)
+          .where(t.c.rollout_id == owner, o.c.id == id_)
+      ).one_or_none()
+      if row is None:
+        raise _absent("observation", id_)
+      return _json(row)
+
+  def timeline(self, project: int, training: int) -> list[Row]:
+    """What a training did, in the order of time."""
+    found = []
+    with database.reading(self._engine) as connection:
+      self._require(connection, project, "training", training)
+      for kind in ("baseline", "eval", "step"):
+        t = tables.metadata.tables[kind]
+        rows = connection.execute(
+            _select(t, {"metrics_json"}).where(t.c.training_id == training)
+        )
+        found += [{"kind": kind, **_json(row)} for row in rows]
+    found.sort(key=lambda e: (e["start_time"] or e["created_at"], e["id"]))
+    return found
+
+  def entity_timeline(self, project: int, kind: str, id_: int) -> Row:
+    """A step, evaluation or baseline with its rollouts, group by group."""
+    r = tables.rollout
+    with database.reading(self._engine) as connection:
+      self._require(connection, project, kind, id_)
+      rows = connection.execute(
+          _select(r, _HEAVY["rollout"])
+          .where(r.c.source_type == kind, r.c[f"{kind}_id"] == id_)
+          .order_by(r.c.group, r.c.env_index, r.c.id)
+          .limit(10_000)
+      )
+      return {
+          kind: self._entity(connection, kind, id_),
+          "rollouts": [_json(row) for row in rows],
+      }
+
+  def screenshot(self, sha: str) -> Row | None:
+    s = tables.screenshot
+    with database.reading(self._engine) as connection:
+      row = connection.execute(
+          sa.select(s).where(s.c.sha256 == sha)
+      ).one_or_none()
+    return None if row is None else _json(row)
+
+  def missing_screenshots(self, shas: Sequence[str]) -> list[str]:
+    s = tables.screenshot
+    with database.reading(self._engine) as connection:
+      there = set(
+          connection.scalars(sa.select(s.c.sha256).where(s.c.sha256.in_(shas)))
+      )
+    return [sha for sha in dict.fromkeys(shas) if sha not in there]
+
+  def ready(self) -> None:
+    """Raises what a database that cannot be read raises."""
+    with database.reading(self._engine) as connection:
+      connection.execute(sa.select(sa.func.count()).select_from(tables.meta))
+
+  # --- helpers --------------------------------------------------------------
+
+  def _page(
+      self,
+      query: sa.Select,
+      key: sa.Column,
+      newest_first: bool,
+      limit: int,
+      after: str | None,
+  ) -> Row:
+    start = _cursor(after)
+    if start is not None:
+      query = query.where(key < start if newest_first else key > start)
+    query = query.order_by(key.desc() if newest_first else key)
+    with database.reading(self._engine) as connection:
+      rows = [_json(r) for r in connection.execute(query.limit(limit + 1))]
+    found: Row = {"items": rows[:limit], "next": None}
+    if len(rows) > limit:
+      last = str(rows[limit - 1][key.name]).encode()
+      found["next"] = base64.urlsafe_b64encode(last).decode().rstrip("=")
+    return found
+
+  def _entity(self, connection: sa.Connection, kind: str, id_: int) -> Row:
+    t = tables.metadata.tables[kind]
+    found = _json(connection.execute(_select(t).where(t.c.id == id_)).one())
+    self._add_raw(connection, kind, [found])
+    return found
+
+  def _add_raw(
+      self, connection: sa.Connection, kind: str, rows: list[Row]
+  ) -> None:
+    """What clients said that the columns do not hold, as `raw`."""
+    raw = tables.raw_value
+    by_id = {row["id"]: row for row in rows}
+    found = connection.execute(
+        sa.select(raw).where(
+            raw.c.kind == kind, raw.c.entity_id.in_(list(by_id))
+        )
+    )
+    for row in found:
+      by_id[row.entity_id].setdefault("raw", {})[row.field] = row.value
+
+  def _fill_turns(self, connection: sa.Connection, turns: list[Row]) -> None:
+    self._add_raw(connection, "turn", turns)
+    by_id = {turn["id"]: turn for turn in turns}
+    for key, table in (
+        ("actions", tables.action), ("observations", tables.obs),
+    ):  # pyformat: disable
+      rows = connection.execute(
+          _select(table)
+          .where(table.c.turn_id.in_(list(by_id)))
+          .order_by(table.c.id)
+      )
+      found = [_json(row) for row in rows]
+      self._add_raw(connection, table.name, found)
+      for turn in turns:
+        turn[key] = []
+      for row in found:
+        by_id[row["turn_id"]][key].append(row)
+
+  def _rollout_id(
+      self, connection: sa.Connection, project: int, name: str
+  ) -> int:
+    r = tables.rollout
+    match = r.c.rollout_id == name
+    if name.isascii() and name.isdigit() and len(name) < 19:
+      match = sa.or_(match, r.c.id == int(name))
+    found = connection.execute(
+        sa.select(r.c.id)
+        .where(match, self._is_mine(project))
+        # A name that looks like an id is the name first.
+        .order_by(sa.case((r.c.rollout_id == name, 0), else_=1))
+        .limit(1)
+    ).scalar()
+    if found is None:
+      raise _absent("rollout", name)
+    return found
+
+  def _is_mine(self, project: int) -> sa.ColumnElement[bool]:
+    owner = tables.training_project
+    mine = sa.select(owner.c.training_id).where(owner.c.project_id == project)
+    return _in_training(mine)
+
+  def _require(
+      self, connection: sa.Connection, project: int, kind: str, id_: int
+  ) -> None:
+    """Raises ApiError 404 unless the project has this entity."""
+    owner = tables.training_project
+    t = tables.metadata.tables[kind]
+    query = sa.select(t.c.id).where(t.c.id == id_)
+    if kind == "rollout":
+      query = query.where(self._is_mine(project))
+    elif kind == "environment":
+      r = tables.rollout
+      query = query.join(r, r.c.id == t.c.rollout_id).where(
+          self._is_mine(project)
+      )
+    elif kind == "task":
+      ids = tables.client_ids
+      query = query.where(
+          t.c.id.in_(
+              sa.select(ids.c.entity_id).where(
+                  ids.c.project_id == project, ids.c.kind == "task"
+              )
+          )
+      )
+    else:
+      own = t.c.id if kind == "training" else t.c.training_id
+      query = query.join(owner, owner.c.training_id == own).where(
+          owner.c.project_id == project
+      )
+    if connection.execute(query).first() is None:
+      raise _absent(kind, id_)
+
+
+def _in_training(which: Any) -> sa.ColumnElement[bool]:
+  """Condition on rollouts: of a training, or of a SELECT of trainings."""
+  r = tables.rollout
+  parts = []
+  for kind in vocabulary.SOURCE_TYPES:
+    t = tables.metadata.tables[kind]
+    own = (
+        t.c.training_id == which
+        if isinstance(which, int)
+        else t.c.training_id.in_(which)
+    )
+    parts.append(
+        sa.exists().where(t.c.id == r.c[f"{kind}_id"], own).correlate(r)
+    )
+  return sa.or_(*parts)
+
+
+def _training_of(connection: sa.Connection, rollout: Row) -> int:
+  kind = rollout["source_type"]
+  t = tables.metadata.tables[kind]
+  return connection.execute(
+      sa.select(t.c.training_id).where(t.c.id == rollout[f"{kind}_id"])
+  ).scalar_one()
+
+
+def _select(table: sa.Table, without: set[str] | None = None) -> sa.Select:
+  if without is None:
+    return sa.select(table)
+  return sa.select(*(c for c in table.c if c.name not in without))
+
+
+def _json(row: sa.Row) -> Row:
+  found = {}
+  for name, value in row._mapping.items():  # pylint: disable=protected-access
+    if isinstance(value, datetime.datetime):
+      value = value.isoformat(timespec="microseconds") + "Z"
+    elif name in _JSON and isinstance(value, str):
+      try:
+        value = orjson.loads(value)
+      except orjson.JSONDecodeError:
+        pass  # Written by raw SQL; shown as the text that it is.
+    found[str(name)] = value  # SQLAlchemy's names are a kind of str.
+  return found
+
+
+def _cursor(after: str | None) -> int | None:
+  if not after:
+    return None
+  try:
+    padded = after + "=" * (-len(after) % 4)
+    found = int(base64.urlsafe_b64decode(padded.encode("ascii")))
+  except (ValueError, binascii.Error, UnicodeEncodeError):
+    found = -1
+  if not 0 <= found < 1 << 63:
+    raise errors.ApiError(
+        400, f"after={after[:50]!r}: give the `next` of the page before"
+    )
+  return found
+
+
+def _absent(kind: str, id_: Any) -> errors.ApiError:
+  return errors.ApiError(404, f"this project has no {kind} {str(id_)[:100]}")

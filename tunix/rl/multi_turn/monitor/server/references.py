@@ -1,0 +1,192 @@
+"""Which entity of the database an item or a reference means.
+
+A client names things by its own ids, a project sees its own things only, and
+what was looked up is remembered for as long as it cannot become wrong.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, Iterable, Mapping
+
+from tunix.rl.multi_turn.monitor.server import errors
+from tunix.rl.multi_turn.monitor.server import items as items_lib
+from tunix.rl.multi_turn.monitor.server import statements
+
+Item = items_lib.Item
+Kind = items_lib.Kind
+Ids = dict[tuple[int, str, str], int]
+"""(project, kind, client id) -> id."""
+
+
+class Shared:
+  """What several transactions of a writer know of the database.
+
+  Only of what is committed, and only of what never changes.
+  """
+
+  def __init__(self, most: int = 200_000):
+    self._most = most
+    self.ids: dict[tuple[int, str, str], int] = {}
+    self.owners: dict[tuple[str, int], int] = {}
+    """(kind, id) -> training, of what others refer to."""
+
+  def learn(
+      self,
+      ids: Mapping[tuple[int, str, str], int],
+      owners: Mapping[tuple[str, int], int],
+  ) -> None:
+    for known, new in ((self.ids, ids), (self.owners, owners)):
+      known.update(new)
+      if len(known) > self._most:
+        for key in list(known)[: len(known) - self._most // 2]:
+          del known[key]
+
+
+class References:
+  """What one batch means.
+
+  Attributes:
+    ids: client ids that it taught; true once the batch is committed.
+    mine: (kind, id) that are the project's.
+  """
+
+  def __init__(self, sql: statements.Sql, project: int, *known: Ids):
+    """Args:
+
+      sql: of the open transaction.
+      project: whose batch it is.
+      *known: what was learned before.
+    """
+    self._sql = sql
+    self._project = project
+    self.ids: Ids = {}
+    self.mine: set[tuple[str, int]] = set()
+    self._all = (self.ids, *known)
+
+  def known(self, kind: str, name: str | None) -> int | None:
+    """The id of a client id, as far as it has been looked up."""
+    if name is not None:
+      key = (self._project, kind, name)
+      for known in self._all:
+        if (id_ := known.get(key)) is not None:
+          return id_
+    return None
+
+  def learn(self, kind: str, name: str, id_: int) -> None:
+    self.ids[self._project, kind, name] = id_
+
+  def look_up(self, kind: str, names: Iterable[str]) -> None:
+    """Learns the ids of client ids that the database knows."""
+    unknown = {
+        n for n in names if self.known(kind, n) is None
+    }
+    if not unknown:
+      return
+    rows = self._sql.among(
+        "SELECT client_id, entity_id FROM monitor_client_id WHERE project_id ="
+        " ? AND kind = ? AND client_id {among}",
+        (self._project, kind),
+        unknown,
+    )
+    for name, id_ in rows:
+      self.ids[self._project, kind, name] = id_
+
+  def resolve_parents(
+      self, kind: Kind, found: list[Item]
+  ) -> list[dict[str, int]]:
+    """column -> id of the parents of each item.
+
+    Raises:
+      ApiError: 400, one is not known or not the project's.
+    """
+    wanted: dict[str, set[Any]] = collections.defaultdict(set)
+    for item in found:
+      for column, value in item.parents.items():
+        wanted[kind.parents[column]].add(value)
+    for parent, values in wanted.items():
+      self.look_up(parent, [v for v in values if isinstance(v, str)])
+      self.check_numbers(
+          parent, sorted(v for v in values if isinstance(v, int))
+      )
+    return [
+        {
+            column: self.resolve_one(
+                kind.parents[column], value, f"{item.path}.{column}"
+            )
+            for column, value in item.parents.items()
+        }
+        for item in found
+    ]
+
+  def resolve_one(self, kind: str, value: int | str, path: str) -> int:
+    """The id that a reference means; `path` says where it stands."""
+    if isinstance(value, str):
+      self.look_up(kind, [value])
+      id_ = self.known(kind, value)
+      if id_ is None and value.isascii() and value.isdigit():
+        value = int(value)  # An id that went through somebody's JSON.
+      else:
+        if id_ is None:
+          raise errors.invalid([errors.fault(
+              path, value,
+              f"no {kind} has this client id; send it before, or in the same"
+              " batch",
+          )])  # pyformat: disable
+        return id_
+    self.check_numbers(kind, [value])
+    if (kind, value) not in self.mine:
+      raise errors.invalid(
+          [errors.fault(path, value, f"this project has no {kind} of this id")]
+      )
+    return value
+
+  def check_numbers(self, kind: str, ids: list[int]) -> None:
+    """Learns which of these ids are the project's."""
+    missing = [i for i in ids if (kind, i) not in self.mine]
+    query = _OF_PROJECT.get(kind)
+    if missing and query:
+      self.mine.update(
+          (kind, row[0])
+          for row in self._sql.among(query, (self._project,), missing)
+      )
+
+
+
+_TRAINING_OF_ROLLOUT = (
+    "LEFT JOIN step s ON s.id = r.step_id LEFT JOIN eval e ON e.id = r.eval_id"
+    " LEFT JOIN baseline b ON b.id = r.baseline_id JOIN"
+    " monitor_training_project p ON p.training_id = COALESCE(s.training_id,"
+    " e.training_id, b.training_id)"
+)
+_OF_PROJECT = {
+    "training": (
+        "SELECT training_id FROM monitor_training_project WHERE project_id = ?"
+        " AND training_id {among}"
+    ),
+    **{
+        kind: (
+            f'SELECT x.id FROM "{kind}" x JOIN monitor_training_project p ON'
+            " p.training_id = x.training_id WHERE p.project_id = ? AND x.id"
+            " {among}"
+        )
+        for kind in ("baseline", "eval", "step")
+    },
+    # Tasks are what runs of all projects are compared on.
+    "task": "SELECT id FROM task WHERE ? > 0 AND id {among}",
+    "validator": "SELECT id FROM validator WHERE ? > 0 AND id {among}",
+    "rollout": (
+        f"SELECT r.id FROM rollout r {_TRAINING_OF_ROLLOUT} WHERE p.project_id"
+        " = ? AND r.id {among}"
+    ),
+    **{
+        kind: (
+            f"SELECT x.id FROM {kind} x JOIN rollout r ON r.id = x.rollout_id"
+            f" {_TRAINING_OF_ROLLOUT} WHERE p.project_id = ? AND x.id {{among}}"
+        )
+        for kind in ("environment", "turn", "validation")
+    },
+}
+"""Kind -> which of some ids are a project's."""
+
+

@@ -1,0 +1,171 @@
+"""`python -m tunix.rl.multi_turn.monitor serve`, and its tokens.
+
+A server for this machine asks for no token unless there are some; on any other
+address it does not start without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import pathlib
+import socket
+import sys
+import threading
+from typing import Sequence
+
+from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.server import access as access_lib
+from tunix.rl.multi_turn.monitor.server import app as app_lib
+import uvicorn
+
+TOKEN_VARIABLE = "TUNIX_MONITOR_TOKEN"
+_DATABASE = "runs/monitor.db"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns the exit status."""
+  parser = argparse.ArgumentParser(
+      prog="python -m tunix.rl.multi_turn.monitor",
+      description="The Training Monitor's server.",
+  )
+  commands = parser.add_subparsers(dest="command", required=True)
+  serve = commands.add_parser("serve", help="store and show runs")
+  token = commands.add_parser("token", help="make a token of a project")
+  for one in (serve, token):
+    one.add_argument(
+        "--database", default=_DATABASE,
+        help="SQLite file, or postgresql://user@host/name (%(default)s)",
+    )  # pyformat: disable
+  serve.add_argument("--host", default="127.0.0.1")
+  serve.add_argument(
+      "--port", type=int, default=8765, help="0 takes a free one (%(default)s)"
+  )
+  serve.add_argument(
+      "--files", default="",
+      help="folder of screenshots and videos (beside the SQLite file)",
+  )  # pyformat: disable
+  serve.add_argument(
+      "--token", default=os.environ.get(TOKEN_VARIABLE, ""),
+      help=f"opens the default project (${TOKEN_VARIABLE})",
+  )  # pyformat: disable
+  serve.add_argument(
+      "--max-body-mb", type=int, default=16, help="of a batch (%(default)s)"
+  )
+  serve.add_argument(
+      "--until-eof", action="store_true",
+      help="stop when the standard input ends, as its owner has",
+  )  # pyformat: disable
+  token.add_argument("--project", default=access_lib.DEFAULT_PROJECT)
+  token.add_argument("--scopes", default="ingest,read")
+  token.add_argument("--note", default="")
+  args = parser.parse_args(argv)
+  try:
+    return _serve(args) if args.command == "serve" else _token(args)
+  except (database.DatabaseError, ValueError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  except Exception as error:  # pylint: disable=broad-except
+    # A database that is not there fails in many ways, all the user's to see.
+    print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+    return 1
+
+
+def files_of(target: str, files: str) -> pathlib.Path:
+  """The folder beside a database.
+
+  Raises:
+    ValueError: it has none, and none is given.
+  """
+  if files:
+    return pathlib.Path(files).expanduser()
+  url = database.url_of(target)
+  if url.get_backend_name() != "sqlite":
+    raise ValueError("--files: PostgreSQL has no folder; say where images go")
+  path = pathlib.Path(url.database)
+  return path.with_name(f"{path.stem}_files")
+
+
+def _token(args: argparse.Namespace) -> int:
+  engine = database.connect(args.database)
+  database.upgrade(engine)
+  scopes = tuple(s.strip() for s in args.scopes.split(",") if s.strip())
+  print(access_lib.make_token(engine, args.project, scopes, args.note))
+  print("keep it: it is not stored", file=sys.stderr)
+  engine.dispose()
+  return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+  logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+  if args.max_body_mb < 1:
+    raise ValueError(f"--max-body-mb={args.max_body_mb}: give 1 or more")
+  files = files_of(args.database, args.files)
+  engine = database.connect(args.database)
+  database.upgrade(engine)
+  guarded = bool(args.token) or access_lib.has_tokens(engine)
+  if not guarded and not access_lib.is_loopback(args.host):
+    raise ValueError(
+        f"--host={args.host} can be reached by others: give a --token (or"
+        f" ${TOKEN_VARIABLE}), or make tokens with: python -m"
+        " tunix.rl.multi_turn.monitor token"
+    )
+  family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+  listening = socket.socket(family)
+  listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+  try:
+    listening.bind((args.host, args.port))
+  except OSError as error:
+    raise OSError(
+        f"--host={args.host} --port={args.port}: {error.strerror}; choose"
+        " another port, or 0 for a free one"
+    ) from None
+  app = app_lib.App(
+      engine,
+      files,
+      access_lib.Access(engine, args.token, open_to_all=not guarded),
+      app_lib.Limits(batch=args.max_body_mb << 20),
+  )
+  server = _Server(app)
+  if args.until_eof:
+    threading.Thread(
+        target=_stop_at_eof, args=(server,), name="monitor-eof", daemon=True
+    ).start()
+  host = f"[{args.host}]" if ":" in args.host else args.host
+  print(
+      f"Training Monitor: http://{host}:{listening.getsockname()[1]}",
+      flush=True,
+  )
+  server.run(sockets=[listening])
+  engine.dispose()
+  return 0
+
+
+class _Server(uvicorn.Server):
+  """Ends the streams before it waits for requests to end."""
+
+  def __init__(self, app: app_lib.App):
+    super().__init__(
+        uvicorn.Config(
+            app.asgi,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=10,
+            server_header=False,
+        )
+    )
+    self._app = app
+
+  async def shutdown(self, sockets=None) -> None:
+    self._app.stop_streams()
+    await super().shutdown(sockets)
+
+
+def _stop_at_eof(server: uvicorn.Server) -> None:
+  try:
+    while sys.stdin.buffer.read(4096):
+      pass
+  finally:
+    server.should_exit = True

@@ -1,0 +1,139 @@
+"""SQL of the writer, by the driver's own cursor.
+
+Thousands of rows a second pass here; what SQLAlchemy adds to each statement
+would cost as much as the rows. The text is made once, from the metadata.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any, Iterable, Sequence
+
+import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor.schema import tables
+
+
+class Sql:
+  """A transaction's cursor. Statements have `?` for every value."""
+
+  def __init__(self, connection: sa.Connection):
+    self.sqlite = connection.dialect.name == "sqlite"
+    self._cursor = connection.connection.cursor()
+
+  def run(self, statement: str, values: Sequence[Any] = ()) -> int:
+    """Rows that it changed."""
+    self._cursor.execute(self._of(statement), values)
+    return self._cursor.rowcount
+
+  def many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+    if rows:
+      self._cursor.executemany(self._of(statement), rows)
+
+  def rows(
+      self, statement: str, values: Sequence[Any] = ()
+  ) -> list[tuple[Any, ...]]:
+    return self._cursor.execute(self._of(statement), values).fetchall()
+
+  def among(
+      self, statement: str, values: Sequence[Any], among: Iterable[Any]
+  ) -> list[tuple[Any, ...]]:
+    """Rows of a statement whose last condition is `column {among}`."""
+    if self.sqlite:
+      return self.rows(
+          statement.format(among="IN (SELECT value FROM json_each(?))"),
+          (*values, json.dumps(list(among))),
+      )
+    return self.rows(
+        statement.format(among="= ANY(?)"), (*values, list(among))
+    )
+
+  def next_ids(self, table: str, count: int, used: dict[str, int]) -> range:
+    """Ids for `count` new rows, never used before.
+
+    Args:
+      table: they are for.
+      count: how many.
+      used: table -> the last id taken in this transaction; updated.
+    """
+    if not self.sqlite:
+      rows = self.rows(
+          f"SELECT nextval('{table}_id_seq') FROM generate_series(1,"
+          f" {count:d})"
+      )
+      ids = [row[0] for row in rows]
+      if ids[-1] - ids[0] + 1 != count:  # Whoever else writes took some.
+        ((start,),) = self.rows(
+            f"SELECT setval('{table}_id_seq', (SELECT last_value FROM"
+            f" {table}_id_seq) + {count:d}) - {count:d} + 1"
+        )
+        return range(start, start + count)
+      return range(ids[0], ids[0] + count)
+    last = used.get(table)
+    if last is None:
+      found = self.rows(
+          "SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)
+      )
+      last = found[0][0] if found else 0
+    used[table] = last + count
+    return range(last + 1, last + 1 + count)
+
+  def savepoint(self) -> None:
+    self._cursor.execute("SAVEPOINT batch")
+
+  def release(self) -> None:
+    self._cursor.execute("RELEASE SAVEPOINT batch")
+
+  def undo(self) -> None:
+    self._cursor.execute("ROLLBACK TO SAVEPOINT batch")
+    self._cursor.execute("RELEASE SAVEPOINT batch")
+
+  def close(self) -> None:
+    self._cursor.close()
+
+  def _of(self, statement: str) -> str:
+    return statement if self.sqlite else _for_psycopg(statement)
+
+
+@functools.lru_cache(4096)
+def _for_psycopg(statement: str) -> str:
+  return statement.replace("?", "%s")
+
+
+@functools.cache
+def columns(table: str) -> tuple[str, ...]:
+  """Every column of a table."""
+  return tuple(c.name for c in tables.metadata.tables[table].c)
+
+
+@functools.cache
+def insert(table: str) -> str:
+  """Inserts all columns."""
+  names = columns(table)
+  return (
+      f'INSERT INTO "{table}" ({", ".join(_quoted(names))}) VALUES'
+      f" ({', '.join('?' * len(names))})"
+  )
+
+
+@functools.lru_cache(4096)
+def update(table: str, names: tuple[str, ...]) -> str:
+  """Sets columns of one row; the id is the last value."""
+  sets = ", ".join(f"{n} = ?" for n in _quoted(names))
+  return f'UPDATE "{table}" SET {sets} WHERE id = ?'
+
+
+def upsert(table: str, keys: tuple[str, ...], values: tuple[str, ...]) -> str:
+  """Inserts, or replaces the values of the row with these keys."""
+  names = keys + values
+  sets = ", ".join(f"{n} = excluded.{n}" for n in values)
+  action = f"UPDATE SET {sets}" if values else "NOTHING"
+  return (
+      f"INSERT INTO {table} ({', '.join(names)}) VALUES"
+      f" ({', '.join('?' * len(names))}) ON CONFLICT ({', '.join(keys)}) DO"
+      f" {action}"
+  )
+
+
+def _quoted(names: Iterable[str]) -> list[str]:
+  return [f'"{name}"' for name in names]

@@ -1,0 +1,228 @@
+"""One thread writes; what waits together is committed together.
+
+Promises: `submit`'s answer comes after the commit, on a database that has it
+on the disk by then, and never for what was not committed. A batch that is
+wrong fails alone. What cannot be written (a full disk, a lost connection) is
+answered with 503 and leaves nothing; the client sends it again.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+import logging
+import queue
+import threading
+import time
+from typing import Any, Callable
+
+import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.server import apply
+from tunix.rl.multi_turn.monitor.server import errors
+from tunix.rl.multi_turn.monitor.server import items
+from tunix.rl.multi_turn.monitor.server import references
+from tunix.rl.multi_turn.monitor.server import statements
+
+_LOG = logging.getLogger(__name__)
+_WRITERS_LOCK = 0x6D6F6E69746F72  # Of PostgreSQL: one writer at a time.
+_MOST_BATCHES = 256
+_MOST_BYTES = 16 << 20
+_PRUNE_EVERY = 1000
+_STOP = object()
+
+
+class Writer:
+  """See the module docstring. Close it."""
+
+  def __init__(
+      self,
+      engine: sa.Engine,
+      *,
+      max_waiting_bytes: int = 64 << 20,
+      on_commit: Callable[[], None] = lambda: None,
+  ):
+    """Args:
+
+      engine: of the upgraded database.
+      max_waiting_bytes: of batches that wait; more are answered with 503.
+      on_commit: called by the writing thread after each commit.
+    """
+    self._engine = engine
+    self._max_waiting = max_waiting_bytes
+    self._on_commit = on_commit
+    self._shared = references.Shared()
+    self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    self._lock = threading.Lock()
+    self._waiting = 0
+    self._closed = False
+    self.batches = 0
+    """Batches committed."""
+    self.commits = 0
+    self.failures = 0
+    """Transactions that could not be committed."""
+    self.last_error = ""
+    self._thread = threading.Thread(
+        target=self._run, name="monitor-writer", daemon=True
+    )
+    self._thread.start()
+
+  @property
+  def alive(self) -> bool:
+    return self._thread.is_alive()
+
+  @property
+  def waiting_bytes(self) -> int:
+    return self._waiting
+
+  def submit(
+      self, batch: items.Batch, project: int
+  ) -> concurrent.futures.Future[dict[str, Any]]:
+    """The reply to a batch, once it is durable.
+
+    The future raises `ApiError`.
+    """
+    return self.run(lambda t: t.apply(batch, project), batch.size)
+
+  def run(
+      self, work: Callable[[apply.Transaction], Any], size: int = 1000
+  ) -> concurrent.futures.Future[Any]:
+    """What `work` returns, once what it wrote is durable.
+
+    Args:
+      work: called by the writing thread, in a transaction with others.
+      size: bytes that wait with it.
+
+    Returns:
+      A future, which raises `ApiError`.
+    """
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    with self._lock:
+      if self._closed or not self._thread.is_alive():
+        future.set_exception(
+            errors.ApiError(503, "the server is stopping", retry_after_s=5)
+        )
+        return future
+      if self._waiting and self._waiting + size > self._max_waiting:
+        future.set_exception(
+            errors.ApiError(
+                503,
+                f"{self._waiting} bytes wait to be written; send the batch"
+                " again later",
+                retry_after_s=1,
+            )
+        )
+        return future
+      self._waiting += size
+      self._queue.put((work, size, future))
+    return future
+
+  def close(self, timeout_s: float = 30.0) -> bool:
+    """Writes what waits and ends; False when time ran out. Idempotent."""
+    with self._lock:
+      if not self._closed:
+        self._closed = True
+        self._queue.put(_STOP)
+    self._thread.join(timeout_s)
+    return not self._thread.is_alive()
+
+  # --- the writing thread -----------------------------------------------------
+
+  def _run(self) -> None:
+    stopping = False
+    while not stopping:
+      work = [self._queue.get()]
+      size = 0
+      while work[-1] is not _STOP and len(work) < _MOST_BATCHES:
+        size += work[-1][1]
+        if size > _MOST_BYTES:
+          break
+        try:
+          work.append(self._queue.get_nowait())
+        except queue.Empty:
+          break
+      if work[-1] is _STOP:
+        stopping = True
+        work.pop()
+      if not work:
+        continue
+      try:
+        self._write(work)
+      except BaseException as error:  # pylint: disable=broad-except
+        _LOG.exception("the writer failed")
+        self._fail(work, error)
+      with self._lock:
+        self._waiting -= sum(size for _, size, _ in work)
+
+  def _write(self, work: list[Any]) -> None:
+    answers: list[tuple[Any, Any]] = []
+    try:
+      with database.writing(self._engine) as connection:
+        if self._engine.dialect.name == "postgresql":
+          connection.exec_driver_sql(
+              f"SELECT pg_advisory_xact_lock({_WRITERS_LOCK})"
+          )
+        sql = statements.Sql(connection)
+        transaction = apply.Transaction(sql, self._shared, now())
+        for call, _, future in work:
+          if not future.set_running_or_notify_cancel():
+            continue
+          try:
+            answers.append((future, call(transaction)))
+          except errors.ApiError as error:
+            answers.append((future, error))
+          except self._engine.dialect.dbapi.IntegrityError as error:
+            answers.append((future, _refused(error)))
+        transaction.finish(prune=self.commits % _PRUNE_EVERY == 0)
+        sql.close()
+    except Exception as error:  # pylint: disable=broad-except
+      # What was answered to nobody yet was not committed either.
+      if not isinstance(error, (sa.exc.DBAPIError, OSError)) and not (
+          isinstance(error, self._engine.dialect.dbapi.Error)
+      ):
+        _LOG.exception("a batch was not applied")
+      self._fail(work, error)
+      return
+    transaction.committed()
+    self.commits += 1
+    self.batches += len(work)
+    for future, answer in answers:
+      if isinstance(answer, BaseException):
+        future.set_exception(answer)
+      else:
+        future.set_result(answer)
+    self._on_commit()
+
+  def _fail(self, work: list[Any], error: BaseException) -> None:
+    self.failures += 1
+    reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    if reason != self.last_error:
+      _LOG.error("the database cannot be written: %s", reason)
+    self.last_error = reason
+    for _, _, future in work:
+      if not future.done():
+        future.set_exception(
+            errors.ApiError(
+                503,
+                f"the database cannot be written now ({reason}); nothing of"
+                " the batch was stored",
+                retry_after_s=2,
+            )
+        )
+    time.sleep(0.05)  # What is broken is not tried without a pause.
+
+
+def _refused(error: Exception) -> errors.ApiError:
+  """A rule of the schema that only the database could check."""
+  return errors.ApiError(
+      409, f"the database refuses the batch: {str(error).splitlines()[0]}"
+  )
+
+
+def now() -> str:
+  """UTC in the database's form."""
+  return (
+      datetime.datetime.now(datetime.timezone.utc)
+      .replace(tzinfo=None)
+      .isoformat(" ", "microseconds")
+  )
