@@ -46,6 +46,7 @@ from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import reporting
 from tunix.rl.multi_turn import resuming
 from tunix.rl.multi_turn import run_proxy
+from tunix.rl.multi_turn import run_tasks
 from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
@@ -112,13 +113,13 @@ class Run:
   """One training run; use as a context manager."""
 
   def __init__(self, config: TrainConfig):
+    config, self.task_source = run_tasks.resolve(config)
     self.config = config
     self.directory = config.run_dir
     self.resuming = bool(config.run.resume)
     self.stop = threading.Event()
     if self.resuming:
       resuming.check(config)
-    self.task_source = assembly.make_tasks(config)
     self.mesh = assembly.make_mesh(config)
     self.images = images_lib.ImageStore(self.directory / "image_cache")
     self.episodes = assembly.EpisodeFactory(config, self.images)
@@ -381,6 +382,9 @@ class Run:
         store=self._store,
         on_drop=dropped,
     )
+    sampler = run_tasks.make_sampler(config, self.task_source)
+    if hasattr(sampler, "on_event"):
+      self.observers.add(sampler)
     metrics = step_metrics.StepMetrics(self.observers, queue, self.engine)
     self._collect_loop = collect_loop.CollectLoop(
         assembly.make_collector(
@@ -391,9 +395,7 @@ class Run:
             observers=metrics,
             connection=self.connection,
         ),
-        assembly.TrainTasks(
-            self.task_source, config.gym.tasks, config.run.seed
-        ),
+        sampler,
         queue,
         max_requeues=config.collect.max_requeues,
         task_from_json=gym_base.Task.from_json,

@@ -241,7 +241,10 @@ class Catalog:
         "instances": "<family>@<train|eval>:<index>:<seed>",
         # Turns of a family's tasks, for clients that name instances.
         "max_turns": {
-            e.task.family: e.task.max_turns for e in reversed(self.entries)
+            f: next(
+                e.task.max_turns for e in self.entries if e.task.family == f
+            )
+            for f in self.families
         },
         "client_settings": list(self.spec.client_settings),
     }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 from typing import Any, Iterable, Mapping, Sequence, TypeVar
 
@@ -174,7 +175,12 @@ class CUATask:
       raise ValueError(
           f"{where}: split={split!r} must be train or eval, or left out"
       )
-    params = flat.get("params")
+    params = flat.get("params", config.get("params"))
+    if isinstance(params, str):  # Datasets have one type a column.
+      try:
+        params = json.loads(params)
+      except ValueError:
+        pass
     if params is None:
       params = {}
     if not isinstance(params, Mapping):
@@ -204,9 +210,13 @@ class CUATask:
         genv_task_data=dict(row),
         gym_id=read.text("gym_id") or gym_id,
         gym_base_url=read.text("gym_base_url") or gym_base_url,
-        seed=read.count("seed", default=0, at_least=0) or 0,
+        seed=read.count("seed", default=_whole(config.get("seed")), at_least=0),
         params=dict(params),
     )
+
+
+def _whole(value: Any) -> int:
+  return value if isinstance(value, int) and value > 0 else 0
 
 
 class _Reader:
