@@ -22,6 +22,7 @@ import threading
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn import trajectory
 from tunix.rl.multi_turn.environments.gyms import base
 
 Draw = Callable[[str, int], base.Task]
@@ -131,10 +132,11 @@ class CurriculumSampler:
       index, arm = waiting.pop(0)
       if not waiting:
         del self._drawn[group.task_id]
-      valid = group.valid
-      if event.outcome == "accepted" and valid:
-        won = sum(t.status.value == "succeeded" for t in valid)
-        self._results[index] = (arm, won / len(valid))
+      # A broken gym says nothing about the task.
+      decided = [t.status for t in group if t.status.is_policy_outcome]
+      if event.outcome == "accepted" and decided:
+        won = sum(s is trajectory.TrajectoryStatus.SUCCEEDED for s in decided)
+        self._results[index] = (arm, won / len(decided))
 
   def state_dict(self) -> dict[str, Any]:
     with self._lock:

@@ -193,7 +193,8 @@ async def _read_server(config: TaskSourceConfig) -> list[CUATask]:
   )
   try:
     return await concurrency.with_deadline(
-        client.list_tasks(full=True), config.timeout_s,
+        # Later than that of a single call, which says more.
+        client.list_tasks(full=True), config.timeout_s + 2.0,
         f"the task list of {config.gym_base_url}",
     )  # pyformat: disable
   finally:
