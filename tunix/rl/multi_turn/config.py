@@ -448,10 +448,17 @@ def contradictions(config: TrainConfig) -> list[str]:
   refuse(
       c.warm_start.steps > 0
       and c.gym.name not in _GYMS_WITH_ORACLE
+      and not c.warm_start.recordings
       and not c.run.imports,
       f"warm_start.steps={c.warm_start.steps} needs demonstrations, and"
-      f" gym.name={c.gym.name} has no oracle; set warm_start.steps=0, or clone"
-      " on desktop first and start from its checkpoint",
+      f" gym.name={c.gym.name} has no oracle; set warm_start.steps=0 or"
+      " warm_start.recordings, or clone on desktop first and start from its"
+      " checkpoint",
+  )
+  refuse(
+      bool(c.warm_start.recordings) and not c.warm_start.steps,
+      f"warm_start.recordings={c.warm_start.recordings} are not read with"
+      " warm_start.steps=0; set the steps of cloning",
   )
   refuse(
       c.collect.turn_timeout_s > c.collect.episode_timeout_s,

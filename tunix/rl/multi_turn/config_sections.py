@@ -592,6 +592,11 @@ class WarmStartConfig:
       " the source. 0 = none.",
       at_least=0,
   )
+  recordings: str = _opt(
+      "",
+      "File of recorded episodes that are cloned instead of an oracle's, those"
+      " that were solved; environments.play records them.",
+  )
   batch_size: int = _opt(
       64, "Demonstrated episodes a step.", at_least=1
   )

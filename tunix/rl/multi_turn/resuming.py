@@ -42,6 +42,7 @@ _FIXED = (
     "warm_start.source",
     "warm_start.path",
     "warm_start.steps",
+    "warm_start.recordings",
     "rollout.weights",
     "queue.path",
     *_TASKS,

@@ -61,6 +61,7 @@ from tunix.rl.multi_turn.trajectory_collector import collect_loop
 from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
 from tunix.rl.multi_turn.warm_start import cloning
 from tunix.rl.multi_turn.warm_start import demonstrations
+from tunix.rl.multi_turn.warm_start import recorded
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
 
@@ -141,23 +142,9 @@ class Run:
       self._cloning_steps, self._start_from = 0, str(self._cloned)
     if self._start_from:
       assembly.check_weights(config, self.policy, self._start_from)
-    self._oracle = None
+    self._demonstrations = None
     if self._cloning_steps:
-      try:
-        self._oracle = demonstrations.oracle_of(config.gym.name)
-      except ValueError as error:
-        raise ConfigError([
-            f"warm_start.steps={config.warm_start.steps}: {error}; set"
-            " warm_start.steps=0"
-        ]) from None
-      known = self._oracle.families
-      unknown = [t for t in config.gym.tasks if known and t not in known]
-      if unknown:
-        raise ConfigError([
-            f"warm_start.steps={config.warm_start.steps}: no oracle can"
-            f" demonstrate gym.tasks={unknown}, only {', '.join(known)}; leave"
-            " those out or set warm_start.steps=0"
-        ])
+      self._demonstrations = recorded.for_run(config, self.task_source)
     self.engine = assembly.make_engine(config, self.policy, self.images)
     self.observers = events.Observers()
     self._loop: LoopThread | None = None
@@ -332,8 +319,9 @@ class Run:
     demonstrator = demonstrations.Demonstrator(
         self.policy.renderer,
         lambda: assembly.make_agent(config),
-        lambda: assembly.make_gym(config, config.gym.tasks[0]),
-        self._oracle,
+        self._demonstrations.make_gym
+        or (lambda: assembly.make_gym(config, config.gym.tasks[0])),
+        self._demonstrations.oracle,
         self.images,
         grid=demonstrations.POINT_GRID,
     )
@@ -342,9 +330,7 @@ class Run:
         lambda tasks: self._wait(
             demonstrator.episodes(tasks, config.rollout.concurrency)
         ),
-        assembly.TrainTasks(
-            self.task_source, config.gym.tasks, config.run.seed + 1
-        ),
+        self._demonstrations.tasks,
         config.warm_start,
         seed=config.run.seed,
         observers=self.observers,

@@ -46,6 +46,8 @@ class LoopbackServer:
     self._server = uvicorn.Server(
         uvicorn.Config(
             asgi,
+            # The logging of the program around it stays as it is.
+            log_config=None,
             log_level="warning",
             # An agent may think for long between two turns.
             timeout_keep_alive=300,
