@@ -127,7 +127,9 @@ def test_a_list_trains_by_a_curriculum_and_goes_on(tmp_path):
         (["task_source.limit=3"], "chooses from a list"),
     ],
 )  # pyformat: disable
-def test_a_list_that_cannot_be_had_is_refused(tmp_path, overrides, words, capsys):
+def test_a_list_that_cannot_be_had_is_refused(
+    tmp_path, overrides, words, capsys
+):
   assert run(tmp_path, "name=x", *overrides) == 2
   assert words in capsys.readouterr().err
 

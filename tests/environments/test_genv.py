@@ -67,7 +67,7 @@ async def flaky(*answers, **timeouts):
       await client.aclose()
 
 
-# --- tries ---------------------------------------------------------------------
+# --- tries --------------------------------------------------------------------
 
 
 async def test_a_create_is_tried_three_times_under_one_key():
@@ -152,7 +152,7 @@ async def test_a_refusal_is_not_tried_again_and_says_why():
       await client.create("t")
 
 
-# --- names ---------------------------------------------------------------------
+# --- names --------------------------------------------------------------------
 
 SHAPES = {
     "summary": [
@@ -222,7 +222,7 @@ def test_a_row_that_is_no_task_is_refused_by_its_field(row, words):
     cua_task.CUATask.from_row(row, where="x.jsonl, line 3")
 
 
-# --- verdicts ------------------------------------------------------------------
+# --- verdicts -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_what_is_no_verdict_is_no_reward_of_zero(reply):
     wire.reward_of(reply)
 
 
-# --- executions for others -----------------------------------------------------
+# --- executions for others ----------------------------------------------------
 
 
 class _Env:
@@ -296,7 +296,7 @@ def test_the_box_has_many_names():
   assert execution.box_id_of({"execution_id": "x"}) == ""
 
 
-# --- the gym -------------------------------------------------------------------
+# --- the gym ------------------------------------------------------------------
 
 
 class _Policy:
@@ -457,7 +457,7 @@ async def test_the_token_is_sent(tmp_path):
     await gym.close()
 
 
-# --- many ----------------------------------------------------------------------
+# --- many ---------------------------------------------------------------------
 
 
 async def test_two_hundred_executions_are_open_at_once():

@@ -47,7 +47,7 @@ def create(http, task="click-button-train-0", **body):
   return reply.json()
 
 
-# --- tasks ---------------------------------------------------------------------
+# --- tasks --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", catalog.SHAPES)
@@ -103,7 +103,7 @@ def test_training_and_held_out_tasks_of_the_list_do_not_meet(http):
   assert not seeds["train"] & seeds["eval"]
 
 
-# --- the life of an execution --------------------------------------------------
+# --- the life of an execution -------------------------------------------------
 
 
 def test_create_step_screenshot_evaluate_terminate(http, server):
@@ -280,7 +280,7 @@ def test_validators_have_weights():
         assert not result["success"]  # The state does not pass.
 
 
-# --- tokens --------------------------------------------------------------------
+# --- tokens -------------------------------------------------------------------
 
 
 def test_a_token_is_asked_for_everywhere_but_health():
@@ -343,7 +343,7 @@ def test_the_command_serves_what_a_file_lists(tmp_path):
     process.stdout.close()
 
 
-# --- misbehaving gyms ----------------------------------------------------------
+# --- misbehaving gyms ---------------------------------------------------------
 
 
 @pytest.fixture(name="naughty")
@@ -492,7 +492,7 @@ def test_a_server_that_ends_closes_what_it_holds():
   assert Naughty.open_now == 0 and app.store.open == 0
 
 
-# --- states --------------------------------------------------------------------
+# --- states -------------------------------------------------------------------
 
 
 def test_states_have_no_way_back():
@@ -512,7 +512,7 @@ def test_limits_that_cannot_be_are_refused(name):
     executions.Limits(**{name: 0})
 
 
-# --- fuzzing -------------------------------------------------------------------
+# --- fuzzing ------------------------------------------------------------------
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=20)

@@ -30,7 +30,8 @@ def task(index=0, family="enter-text"):
 
 
 def session(out=None, **options):
-  return session_lib.Session("desktop", desktop.DesktopGym(), out=out, **options)
+  gym = desktop.DesktopGym()
+  return session_lib.Session("desktop", gym, out=out, **options)
 
 
 def play(capsys, *arguments):
@@ -39,7 +40,7 @@ def play(capsys, *arguments):
   return status, said.out, said.err
 
 
-# --- recordings ----------------------------------------------------------------
+# --- recordings ---------------------------------------------------------------
 
 
 def test_an_oracle_records_what_it_plays(tmp_path, capsys):
@@ -114,7 +115,7 @@ def test_a_line_that_is_no_recording_is_refused(tmp_path, line, words):
     recordings.read(tmp_path / "d.jsonl")
 
 
-# --- scripts -------------------------------------------------------------------
+# --- scripts ------------------------------------------------------------------
 
 
 def test_a_script_plays_a_task(tmp_path, capsys):
@@ -166,7 +167,7 @@ def test_what_cannot_be_played_is_refused(arguments, words, capsys):
   assert status == 2 and words in error
 
 
-# --- the terminal --------------------------------------------------------------
+# --- the terminal -------------------------------------------------------------
 
 
 async def test_a_person_plays_in_the_terminal(tmp_path):
@@ -227,7 +228,7 @@ def test_the_picture_has_two_pixels_a_character():
   assert text.count("▀") == 12 and "38;2;1;2;3" in text
 
 
-# --- the page ------------------------------------------------------------------
+# --- the page -----------------------------------------------------------------
 
 
 @pytest.fixture(name="page")

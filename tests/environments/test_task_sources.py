@@ -214,7 +214,7 @@ def test_batches_of_groups_have_an_end(path):
       batches[index]
 
 
-# --- task sets -----------------------------------------------------------------
+# --- task sets ----------------------------------------------------------------
 
 
 def cua(i, family="f"):
@@ -271,7 +271,7 @@ def test_a_server_without_instances_is_played_by_its_list():
   assert "eval" in source.SPLITS
 
 
-# --- curriculum ----------------------------------------------------------------
+# --- curriculum ---------------------------------------------------------------
 
 
 def sampler(rates, **changes):

@@ -114,7 +114,7 @@ def test_a_person_who_says_done_is_cloned_to_the_end(tmp_path):
   assert episode.status.value == "succeeded"
   # This grammar has no word for "done", so the action before is the last.
   assert len(episode.steps) == 2
-  wordy = config(path, "agent.parser=computer_use", "rollout.context_length=510")
+  wordy = config(path, "agent.parser=computer_use")
   source = recorded.for_run(wordy, None)
   assert len(source.make_gym()._all) == 1  # pylint: disable=protected-access
   (only,) = source.make_gym()._all.values()  # pylint: disable=protected-access

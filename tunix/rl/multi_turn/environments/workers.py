@@ -218,7 +218,7 @@ class _Worker:
     self._pipe.close()
 
 
-# --- in the process ------------------------------------------------------------
+# --- in the process -----------------------------------------------------------
 
 
 def _serve(pipe: Any, imports: tuple[str, ...]) -> None:

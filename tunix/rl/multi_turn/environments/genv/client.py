@@ -5,22 +5,22 @@ sent with a key, so that trying again makes no second execution; a step is sent
 with its number, so that trying again makes no second step; every failure is a
 `GenvError` of a kind that a program can tell.
 
-`GenvClient` belongs to one event loop. Clients of one server share its
-connections; the last one to close closes them.
+`GenvClient` belongs to one event loop, and keeps its connections between calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import random
+import ssl
 import urllib.parse
 import uuid
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn.environments.genv import wire
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 
 _LOG = logging.getLogger(__name__)
@@ -151,9 +151,9 @@ class GenvClient:
     self._token = token
     self._timeouts = timeouts
     self._retries = {**RETRIES, **retries}
-    self._shared: _Connections | None = None
+    self._http: Any = None
 
-  # --- tasks -------------------------------------------------------------------
+  # --- tasks ------------------------------------------------------------------
 
   async def list_tasks(self, full: bool = False) -> list[cua_task.CUATask]:
     """The server's tasks, whatever their shape.
@@ -222,7 +222,7 @@ class GenvClient:
         row, where=where, gym_id=self.gym_id, gym_base_url=self.base_url
     )
 
-  # --- executions --------------------------------------------------------------
+  # --- executions -------------------------------------------------------------
 
   async def create(
       self,
@@ -313,11 +313,11 @@ class GenvClient:
 
   async def aclose(self) -> None:
     """Idempotent."""
-    shared, self._shared = self._shared, None
-    if shared is not None:
-      await shared.release()
+    http, self._http = self._http, None
+    if http is not None:
+      await http.aclose()
 
-  # --- one call ----------------------------------------------------------------
+  # --- one call ---------------------------------------------------------------
 
   async def _ask(
       self,
@@ -373,13 +373,21 @@ class GenvClient:
       self, method: str, path: str, body: Any, headers: Any, what: str
   ) -> Any:
     httpx = _httpx()
-    if self._shared is None:
-      self._shared = _Connections.of(self.base_url, self._timeouts.connect)
+    if self._http is None:
+      # A pool of one's own: finding a connection in one that hundreds of
+      # episodes share takes longer than the call.
+      self._http = httpx.AsyncClient(
+          # Deadlines are the caller's, but a connection has its own.
+          timeout=httpx.Timeout(None, connect=self._timeouts.connect),
+          verify=self.base_url.startswith("https:") and _certificates(),
+          # Gym servers are near: a proxy of the environment is for others.
+          trust_env=False,
+      )
     headers = dict(headers or {})
     if self._token:
       headers["authorization"] = f"Bearer {self._token}"
     try:
-      reply = await self._shared.client.request(
+      reply = await self._http.request(
           method, self.base_url + path, json=body, headers=headers
       )
     except httpx.HTTPError as error:
@@ -447,40 +455,7 @@ def _httpx() -> Any:
   return httpx
 
 
-class _Connections:
-  """An httpx client that all GenvClients of a server and a loop share."""
-
-  _all: dict[tuple[Any, str], _Connections] = {}
-
-  def __init__(self, key: tuple[Any, str], connect_s: float):
-    httpx = _httpx()
-    self._key = key
-    self._users = 0
-    self.client = httpx.AsyncClient(
-        # Deadlines are the caller's, but a connection has its own.
-        timeout=httpx.Timeout(None, connect=connect_s),
-        limits=httpx.Limits(
-            max_connections=1024, max_keepalive_connections=256
-        ),
-        # Gym servers are near: a proxy of the environment is for others.
-        trust_env=False,
-        # Loading certificates takes longer than an episode on the desktop.
-        verify=key[1].startswith("https:"),
-    )
-
-  @classmethod
-  def of(cls, base_url: str, connect_s: float) -> _Connections:
-    key = (asyncio.get_running_loop(), base_url)
-    found = cls._all.get(key)
-    if found is None:
-      for old in [k for k in cls._all if k[0].is_closed()]:
-        del cls._all[old]
-      found = cls._all[key] = cls(key, connect_s)
-    found._users += 1
-    return found
-
-  async def release(self) -> None:
-    self._users -= 1
-    if self._users <= 0 and self._all.get(self._key) is self:
-      del self._all[self._key]
-      await self.client.aclose()
+@functools.lru_cache(maxsize=1)
+def _certificates() -> ssl.SSLContext:
+  """Read once: it takes longer than an episode on the desktop."""
+  return ssl.create_default_context()

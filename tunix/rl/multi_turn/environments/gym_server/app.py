@@ -42,7 +42,9 @@ from tunix.rl.multi_turn.environments import registry
 from tunix.rl.multi_turn.environments.genv import wire
 from tunix.rl.multi_turn.environments.gym_server import catalog as catalog_lib
 from tunix.rl.multi_turn.environments.gym_server import errors
-from tunix.rl.multi_turn.environments.gym_server import executions as executions_lib
+from tunix.rl.multi_turn.environments.gym_server import (
+    executions as executions_lib,
+)
 from tunix.rl.multi_turn.environments.gym_server import openapi
 from tunix.rl.multi_turn.environments.gym_server import validators
 from tunix.rl.multi_turn.environments.gyms import base
@@ -131,7 +133,7 @@ class App:
         lifespan=self._lifespan,
     )
 
-  # --- around every request ----------------------------------------------------
+  # --- around every request ---------------------------------------------------
 
   @contextlib.asynccontextmanager
   async def _lifespan(self, app: Any) -> AsyncIterator[None]:
@@ -214,7 +216,7 @@ class App:
         headers=error.headers,
     )
 
-  # --- tasks -------------------------------------------------------------------
+  # --- tasks ------------------------------------------------------------------
 
   def _catalog(self, request: Request) -> catalog_lib.Catalog:
     gym_id = request.path_params["gym_id"]
@@ -267,7 +269,7 @@ class App:
       )
     return Json(entry.to_json(shape, True, catalog.env()))
 
-  # --- executions --------------------------------------------------------------
+  # --- executions -------------------------------------------------------------
 
   async def _create(self, request: Request) -> Response:
     began = time.monotonic()
@@ -459,7 +461,7 @@ class App:
     await self.store.terminate(execution)
     return Json({"success": True, **execution.describe()})
 
-  # --- about the server --------------------------------------------------------
+  # --- about the server -------------------------------------------------------
 
   def _make_metrics(self) -> None:
     self._metrics = prometheus_client.CollectorRegistry()
@@ -509,7 +511,7 @@ class App:
     return Json(openapi.document(list(self._catalogs), bool(self._token)))
 
 
-# --- reading requests ----------------------------------------------------------
+# --- reading requests ---------------------------------------------------------
 
 
 def _error(error: errors.ApiError) -> Response:

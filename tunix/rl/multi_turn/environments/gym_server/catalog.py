@@ -155,7 +155,8 @@ class Catalog:
         spec.families or self._tasks.families()
     )
     entries: list[Entry] = []
-    for split, count in (("train", spec.train_tasks), ("eval", spec.eval_tasks)):
+    counts = {"train": spec.train_tasks, "eval": spec.eval_tasks}
+    for split, count in counts.items():
       for family in self.families:
         for index in range(count):
           entries.append(

@@ -85,7 +85,7 @@ class Limits:
   evaluate: float = 60.0
   close: float = 30.0
   retry_after: float = 1.0
-  remembered: int = 8192
+  remembered: int = 2048
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -163,7 +163,7 @@ class Execution:
     """Renews the lease."""
     self._last_call = time.monotonic()
 
-  # --- calls -------------------------------------------------------------------
+  # --- calls ------------------------------------------------------------------
 
   async def start(self, make_gym: Callable[[], Any]) -> None:
     """Makes the gym and starts the task; a failure ends the execution."""
@@ -341,7 +341,7 @@ class Execution:
         method, *args, what=f"the gym's {name}", on_stuck=note
     )
 
-  # --- the end -----------------------------------------------------------------
+  # --- the end ----------------------------------------------------------------
 
   def end(self, state: State, reason: str, code: str) -> bool:
     """Ends it and begins to close the gym; False when it had ended before."""

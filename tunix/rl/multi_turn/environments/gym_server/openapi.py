@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
+from tunix.rl.multi_turn import gui_action
 from tunix.rl.multi_turn.environments.genv import wire
 
 
@@ -198,29 +199,37 @@ def document(gym_ids: Sequence[str], token: bool) -> dict[str, Any]:
   return out
 
 
-def _schemas() -> dict[str, Any]:
-  kinds = [k.value for k in wire.Kind]
-  own = _object(
+_FIELDS: dict[str, Any] = {
+    "x": _PIXELS, "y": _PIXELS, "x2": _PIXELS, "y2": _PIXELS,
+    "dx": _PIXELS, "dy": _PIXELS,
+    "button": {
+        **_TEXT, "enum": ["left", "right", "middle", "back", "forward"],
+    },
+    "count": {"type": "integer", "minimum": 1, "maximum": 3},
+    "text": {**_TEXT, "maxLength": wire.MAX_TEXT},
+    "keys": {
+        "type": "array", "minItems": 1, "maxItems": wire.MAX_KEYS,
+        "items": {**_TEXT, "maxLength": 64},
+    },
+    "duration": {"type": "number", "minimum": 0, "maximum": 3600},
+    "success": _FLAG,
+}  # pyformat: disable
+
+
+def _own(kind: wire.Kind) -> dict[str, Any]:
+  """An action of our own vocabulary."""
+  required, optional = gui_action.fields_of(kind)
+  return _object(
       {
-          "kind": {**_TEXT, "enum": kinds},
-          "x": _PIXELS, "y": _PIXELS, "x2": _PIXELS, "y2": _PIXELS,
-          "dx": _PIXELS, "dy": _PIXELS,
-          "button": {
-              **_TEXT,
-              "enum": ["left", "right", "middle", "back", "forward"],
-          },
-          "count": {"type": "integer", "minimum": 1, "maximum": 3},
-          "text": {**_TEXT, "maxLength": wire.MAX_TEXT},
-          "keys": {
-              "type": "array", "maxItems": wire.MAX_KEYS,
-              "items": {**_TEXT, "maxLength": 64},
-          },
-          "duration": {"type": "number", "minimum": 0, "maximum": 3600},
-          "success": _FLAG,
+          "kind": {"const": kind.value},
+          **{n: s for n, s in _FIELDS.items() if n in required | optional},
       },
-      ["kind"],
+      ["kind", *sorted(required)],
       additionalProperties=False,
-  )  # pyformat: disable
+  )
+
+
+def _schemas() -> dict[str, Any]:
   genv = _object(
       {
           "name": {
@@ -288,7 +297,7 @@ def _schemas() -> dict[str, Any]:
           [*known, "box_id", "task", "env_build"],
       ),
       "Execution": _object(execution, known),
-      "Action": {"anyOf": [own, genv]},
+      "Action": {"anyOf": [*map(_own, wire.Kind), genv]},
       "Step": _object(
           {
               "action": _schema("Action"),

@@ -122,7 +122,7 @@ class GboxGym:
     """What the policy answered, "" for nothing: for evaluators."""
     return self._answer
 
-  # --- the protocol of gyms -----------------------------------------------------
+  # --- the protocol of gyms ---------------------------------------------------
 
   async def start(self, task: base.Task) -> base.Observation:
     if self._evaluator is None:
@@ -231,7 +231,7 @@ class GboxGym:
       raise GboxError(f"box {self.box_id}: a command ended without exitCode")
     return code, str(done.get("stdout") or ""), str(done.get("stderr") or "")
 
-  # --- actions -------------------------------------------------------------------
+  # --- actions ----------------------------------------------------------------
 
   def _calls(
       self, action: gui_action.GuiAction
@@ -296,7 +296,7 @@ class GboxGym:
     except wire.WireError as error:
       raise GboxError(f"box {self.box_id}: {error}") from None
 
-  # --- HTTP ------------------------------------------------------------------------
+  # --- HTTP -------------------------------------------------------------------
 
   def _id(self) -> str:
     if self.box_id is None:

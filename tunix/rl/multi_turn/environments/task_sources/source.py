@@ -159,7 +159,7 @@ def _place(task: CUATask) -> str:
   return f"{task.gym_base_url or 'a file'} ({task.gym_id or 'no gym'})"
 
 
-# --- reading -------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------
 
 
 def read_all(config: TaskSourceConfig) -> list[CUATask]:
@@ -247,7 +247,7 @@ def _name(config: TaskSourceConfig) -> str:
   return config.path or f"{config.gym_base_url} ({config.gym_id})"
 
 
-# --- choosing ------------------------------------------------------------------
+# --- choosing -----------------------------------------------------------------
 
 
 def select(
@@ -305,7 +305,7 @@ def _split(
   return {"train": set(order[:cut]), "eval": set(order[cut:])}
 
 
-# --- for trainers that read datasets -------------------------------------------
+# --- for trainers that read datasets ------------------------------------------
 
 
 def to_dataset(tasks: Sequence[CUATask]) -> Any:
