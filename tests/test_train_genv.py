@@ -125,6 +125,7 @@ def test_a_list_trains_by_a_curriculum_and_goes_on(tmp_path):
         (["task_source.source=jsonl"], "task_source.path"),
         (["task_source.source=gym"], "gym.name=genv"),
         (["task_source.limit=3"], "chooses from a list"),
+        (["gym=gbox", "tasks=[a]"], "task_source.source=jsonl"),
     ],
 )  # pyformat: disable
 def test_a_list_that_cannot_be_had_is_refused(

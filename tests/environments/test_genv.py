@@ -362,6 +362,34 @@ async def test_the_same_policy_has_the_same_episodes_behind_a_server():
   assert {"succeeded", "failed"} <= ends
 
 
+async def test_an_episode_is_these_calls_and_no_others():
+  calls = []
+  with gym_servers.serving() as (url, app):
+    del app
+    gym = gym_servers.gym(url)
+    client = gym._client  # pylint: disable=protected-access
+    once = client._once  # pylint: disable=protected-access
+
+    async def noted(method, path, *args):
+      calls.append(path.rsplit("/", 1)[1].partition("%")[0])
+      return await once(method, path, *args)
+
+    client._once = noted  # pylint: disable=protected-access
+    env = cua_env.CUAEnv(
+        gym,
+        screenshot.ScreenshotTool(images.ImageStore()),
+        gym_servers.instance("enter-text", 0),
+        max_steps=2,
+    )
+    await env.reset()
+    done = False
+    while not done:
+      *_, done, _ = await env.step(gui_action.GuiAction("wait"))
+    await env.close()
+    await env.close()
+  assert calls == ["enter-text", "step", "step", "evaluate", "terminate"]
+
+
 async def test_an_action_whose_answer_was_lost_is_made_once():
   with gym_servers.serving() as (url, app):
     gym = gym_servers.gym(url)

@@ -91,8 +91,16 @@ async def test_kill_9_of_a_worker_ends_its_episodes_and_no_other():
     for gym in fresh:
       await gym.start(gym_servers.instance("enter-text", 9))
       await gym.act(WAIT)
+    # Nobody has to call for a loss to be noticed.
+    os.kill(workers.pids[0], signal.SIGKILL)
+    await gym_servers.until(
+        lambda: any(e.code == "worker_died" for e in app.store.reap())
+    )
+    extra = gym_servers.gym(server.url)
+    await extra.start(gym_servers.instance("enter-text", 1))
+    await extra.close()
     after = set(workers.pids)
-    assert victim not in after and len(after) == 2 and workers.deaths == 1
+    assert victim not in after and len(after) == 2 and workers.deaths == 2
     for gym in gyms + fresh:
       await gym.close()
     assert app.store.open == 0

@@ -71,6 +71,12 @@ def make_tasks(config: TrainConfig) -> Any:
       return _TASKS.get(name)(config)
     if env_registry.has_task_set(name):
       return env_registry.make_task_set(name, config.gym.tasks)
+    if name in env_registry.gym_names():
+      raise ValueError(
+          f"gym.name={name} makes no tasks of its own; set"
+          " task_source.source=jsonl and task_source.path, or register some"
+          " (environments.register_task_set)"
+      )
     return _TASKS.get(name)(config)  # Says what there is.
   except (
       ValueError, ImportError, OSError, cua_task.UnknownTaskError,

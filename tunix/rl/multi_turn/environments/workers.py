@@ -47,6 +47,11 @@ class WorkerGym:
     self._made = False
     worker.gyms.add(self._id)
 
+  @property
+  def lost(self) -> bool:
+    """Whether its process is gone."""
+    return not self._worker.alive
+
   async def start(self, task: base.Task) -> base.Observation:
     if not self._made:
       await self._worker.call(self._id, "make", self._settings)

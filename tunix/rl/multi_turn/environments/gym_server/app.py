@@ -46,6 +46,7 @@ from tunix.rl.multi_turn.environments.gym_server import (
     executions as executions_lib,
 )
 from tunix.rl.multi_turn.environments.gym_server import openapi
+from tunix.rl.multi_turn.environments.gym_server import store as store_lib
 from tunix.rl.multi_turn.environments.gym_server import validators
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.task_sources import cua_task
@@ -101,7 +102,7 @@ class App:
     self._make_gym = make_gym
     self._close = close
     self._make_metrics()
-    self.store = executions_lib.ExecutionStore(limits, on_end=self._on_end)
+    self.store = store_lib.ExecutionStore(limits, on_end=self._on_end)
     get, post = ["GET"], ["POST"]
     tasks = "/api/v1/{gym_id}/tasks"
     one = "/api/v1/{gym_id}/executions/{execution_id}"
