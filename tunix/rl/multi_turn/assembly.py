@@ -3,17 +3,16 @@
 Each function makes one part; `train.py` connects them. Nothing here runs,
 waits or owns a thread, except that an engine starts its own at the first
 request. A gym with a task source of its own is made known by
-`register_tasks`, beside `environments.register_gym`.
+`register_tasks`, beside `environments.register_gym`; see `run_tasks`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import pathlib
 import sqlite3
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from flax import nnx
 import jax
@@ -21,9 +20,9 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn import prompts
-from tunix.rl.multi_turn import registry
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn import run_external
+from tunix.rl.multi_turn import run_tasks
 from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments import registry as env_registry
@@ -51,118 +50,17 @@ ConfigError = config_lib.ConfigError
 
 # --- tasks and gyms ----------------------------------------------------------
 
-_TASKS: registry.Registry[Callable[[TrainConfig], Any]] = registry.Registry(
-    "task source"
-)
-
-
-def register_tasks(
-    name: str, factory: Callable[[TrainConfig], Any] | None = None
-) -> Any:
-  """Adds `config -> task source` for the gym of that name; a decorator too.
-
-  A task source has `train_task(family, index, seed)` and
-  `eval_task(family, index, seed)`, each returning a `gyms.base.Task`.
-  """
-  return _TASKS.register(name, factory)
-
-
-@register_tasks("desktop")
-def _desktop_tasks(config: TrainConfig) -> Any:
-  from tunix.rl.multi_turn.environments.gyms import desktop  # pylint: disable=g-import-not-at-top
-
-  return desktop.DesktopTasks(config.gym.tasks, config.gym.difficulty)
-
-
-@register_tasks("miniwob")
-def _miniwob_tasks(config: TrainConfig) -> Any:
-  from tunix.rl.multi_turn.environments.gyms import miniwob  # pylint: disable=g-import-not-at-top
-
-  return miniwob.MiniWobTasks(config.gym.tasks)
-
-
-@register_tasks("gymnasium")
-def _gymnasium_tasks(config: TrainConfig) -> Any:
-  from tunix.rl.multi_turn.environments.gyms import gymnasium_gym  # pylint: disable=g-import-not-at-top
-
-  return _PerFamily({
-      family: gymnasium_gym.GymnasiumTasks(family)
-      for family in config.gym.tasks
-  })
-
-
-class _PerFamily:
-  """One task source a family."""
-
-  def __init__(self, sources: Mapping[str, Any]):
-    self._sources = dict(sources)
-
-  def train_task(self, family: str, index: int, seed: int) -> gym_base.Task:
-    return self._sources[family].train_task(family, index, seed)
-
-  def eval_task(self, family: str, index: int, seed: int) -> gym_base.Task:
-    return self._sources[family].eval_task(family, index, seed)
-
-
-def make_tasks(config: TrainConfig) -> Any:
-  """The task source of the configured gym.
-
-  Raises:
-    ConfigError: unknown gym or task, naming the nearest one.
-  """
-  try:
-    return _TASKS.get(config.gym.name)(config)
-  except (ValueError, ImportError) as error:
-    raise ConfigError([f"gym.tasks: {error}"]) from None
-
-
-class TrainTasks:
-  """Training tasks for ever: the families in turn, each with fresh seeds.
-
-  A sampler of `CollectLoop`: its state is a position.
-  """
-
-  def __init__(self, source: Any, families: Sequence[str], seed: int):
-    self._source = source
-    self._families = tuple(families)
-    self._seed = seed
-    self._position = 0
-
-  def __iter__(self) -> Iterator[gym_base.Task]:
-    return self
-
-  def __next__(self) -> gym_base.Task:
-    index, family = divmod(self._position, len(self._families))
-    self._position += 1
-    return self._source.train_task(self._families[family], index, self._seed)
-
-  def state_dict(self) -> dict[str, Any]:
-    return {"position": self._position, "families": list(self._families)}
-
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
-    if list(state["families"]) != list(self._families):
-      raise ValueError(
-          f"the checkpoint was training on {state['families']}, this run on"
-          f" {list(self._families)}; give the same gym.tasks to resume"
-      )
-    self._position = int(state["position"])
-
-
-def eval_tasks(config: TrainConfig, source: Any) -> list[gym_base.Task]:
-  """Held-out tasks: the same for every evaluation of a run."""
-  return [
-      source.eval_task(family, index, config.eval.seed)
-      for index, family in itertools.product(
-          range(config.eval.episodes_per_task), config.gym.tasks
-      )
-  ]
+register_tasks = run_tasks.register_tasks
+make_tasks = run_tasks.make_tasks
+eval_tasks = run_tasks.eval_tasks
+TrainTasks = run_tasks.TrainTasks
 
 
 def make_gym(config: TrainConfig, family: str) -> Any:
   """A gym for one episode of `family`."""
   gym = config.gym
   settings: dict[str, Any] = dict(gym.options)
-  if gym.name == "desktop":
+  if gym.name in ("desktop", "genv"):
     settings = {"width": gym.width, "height": gym.height, **settings}
   elif gym.name == "gymnasium":
     from tunix.rl.multi_turn.environments.gyms import gymnasium_gym  # pylint: disable=g-import-not-at-top

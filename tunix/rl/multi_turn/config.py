@@ -25,6 +25,7 @@ import yaml
 ConfigError = config_loader.ConfigError
 RunConfig = config_sections.RunConfig
 GymConfig = config_sections.GymConfig
+TaskSourceConfig = config_sections.TaskSourceConfig
 AgentConfig = config_sections.AgentConfig
 PolicyConfig = config_sections.PolicyConfig
 SamplingConfig = config_sections.SamplingConfig
@@ -48,6 +49,7 @@ class TrainConfig:
 
   run: RunConfig = RunConfig()
   gym: GymConfig = GymConfig()
+  task_source: TaskSourceConfig = TaskSourceConfig()
   agent: AgentConfig = AgentConfig()
   policy: PolicyConfig = PolicyConfig()
   sampling: SamplingConfig = SamplingConfig()
@@ -163,9 +165,10 @@ _SHIPPED = ("tiny_vl", "qwen3_vl_tiny")
 
 _GYMS_WITH_ORACLE = ("desktop", "miniwob")
 _ORACLE_FAMILIES = {"miniwob": miniwob.ORACLE_FAMILIES}
-_GYMS_WITHOUT_LEVELS = ("miniwob", "gymnasium")
+_GYMS_WITHOUT_LEVELS = ("miniwob", "gymnasium", "genv", "gbox", "computer")
 _NOT_GYM_OPTIONS = {
     "desktop": {"width": "gym.width", "height": "gym.height"},
+    "genv": {"width": "gym.width", "height": "gym.height"},
     "gymnasium": {"env": "gym.tasks", "size": "gym.width and gym.height"},
 }
 """Settings of a gym that have a key of their own: the rest of the run reads
@@ -250,8 +253,12 @@ def contradictions(config: TrainConfig) -> list[str]:
     if bad:
       problems.append(text)
 
+  chosen = c.task_source
+  problems += _source_problems(chosen, c.gym.name)
   refuse(
-      not c.gym.tasks,
+      not c.gym.tasks
+      and chosen.source == "generated"
+      and c.gym.name != "genv",
       f"gym.tasks is empty and gym.name={c.gym.name} has no default tasks;"
       " list at least one, e.g. tasks=[FrozenLake-v1]",
   )
@@ -463,10 +470,17 @@ def contradictions(config: TrainConfig) -> list[str]:
   refuse(
       c.warm_start.steps > 0
       and c.gym.name not in _GYMS_WITH_ORACLE
+      and not c.warm_start.recordings
       and not c.run.imports,
       f"warm_start.steps={c.warm_start.steps} needs demonstrations, and"
-      f" gym.name={c.gym.name} has no oracle; set warm_start.steps=0, or clone"
-      " on desktop first and start from its checkpoint",
+      f" gym.name={c.gym.name} has no oracle; set warm_start.steps=0 or"
+      " warm_start.recordings, or clone on desktop first and start from its"
+      " checkpoint",
+  )
+  refuse(
+      bool(c.warm_start.recordings) and not c.warm_start.steps,
+      f"warm_start.recordings={c.warm_start.recordings} are not read with"
+      " warm_start.steps=0; set the steps of cloning",
   )
   refuse(
       c.collect.turn_timeout_s > c.collect.episode_timeout_s,
@@ -489,6 +503,35 @@ def contradictions(config: TrainConfig) -> list[str]:
       len(set(c.eval.modes)) != len(c.eval.modes),
       f"eval.modes={list(c.eval.modes)} names a mode twice; name each once",
   )
+  return problems
+
+
+def _source_problems(chosen: TaskSourceConfig, gym: str) -> list[str]:
+  problems: list[str] = []
+  file = chosen.source in ("jsonl", "huggingface")
+  if file and not chosen.path:
+    problems.append(
+        f"task_source.source={chosen.source} needs task_source.path"
+    )
+  if chosen.path and not file:
+    problems.append(
+        f"task_source.path={chosen.path} is not read with"
+        f" task_source.source={chosen.source}; set it to jsonl or huggingface"
+    )
+  if chosen.source == "gym" and gym != "genv":
+    problems.append(
+        f"task_source.source=gym is the list of a gym server, but"
+        f" gym.name={gym}; set gym.name=genv, or another source"
+    )
+  default = TaskSourceConfig()
+  for name in ("eval_number_range", "names", "tags", "limit", "eval_limit"):
+    value = getattr(chosen, name)
+    if chosen.source == "generated" and value != getattr(default, name):
+      problems.append(
+          f"task_source.{name}={value} chooses from a list, and"
+          " task_source.source=generated has none; set it to gym, jsonl or"
+          " huggingface"
+      )
   return problems
 
 

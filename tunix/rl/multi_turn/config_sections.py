@@ -68,12 +68,17 @@ class GymConfig:
       "desktop",
       "desktop: drawn by this package, needs nothing. miniwob: web pages in"
       " headless Chromium. gymnasium: any gymnasium.Env that renders"
-      " rgb_array.",
-      choices=("desktop", "miniwob", "gymnasium"),
+      " rgb_array. genv: a gym server, see docs/gym_server.md. gbox: machines"
+      " of gbox. computer: any object with screenshot() and act().",
+      choices=(
+          "desktop", "miniwob", "gymnasium", "genv", "gbox", "computer",
+      ),  # pyformat: disable
       open_choices=True,
   )
   tasks: tuple[str, ...] = _opt(
-      (), "Task families to train and evaluate on, each equally often."
+      (),
+      "Task families to train and evaluate on, each equally often. [] = all"
+      " that a gym server or a list has.",
   )
   width: int = _opt(
       128,
@@ -104,6 +109,67 @@ class GymConfig:
       {},
       "Passed to the gym as it is, e.g. gym.options.time_decay=0.1 (desktop)"
       " or gym.options.seconds_per_action=0.2 (miniwob).",
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSourceConfig:
+  """Which tasks a run trains and is evaluated on, and in which order."""
+
+  source: str = _opt(
+      "generated",
+      "generated: the gym makes them, without end. gym: the list of the gym"
+      " server in gym.options. jsonl, huggingface: task_source.path.",
+      choices=("generated", "gym", "jsonl", "huggingface"),
+  )
+  path: str = _opt(
+      "", "A file with a JSON object a line; a dataset's directory or name."
+  )
+  dataset_split: str = _opt("train", "Of a dataset with several.")
+  train_ratio: float = _opt(
+      0.8,
+      "Share of a list that is for training, drawn by task_source.seed, unless"
+      " the list itself says what is held out.",
+      above=0,
+      at_most=1,
+  )
+  eval_number_range: str = _opt(
+      "",
+      'Numbers of the tasks that are held out, e.g. "001-032". "" = by'
+      " task_source.train_ratio.",
+  )
+  names: tuple[str, ...] = _opt(
+      (), "Ids, names or numbers of a list's tasks. [] = all."
+  )
+  tags: tuple[str, ...] = _opt(
+      (), "Only tasks of a list with one of these tags. [] = all."
+  )
+  limit: int = _opt(
+      0, "Most training tasks of a list. 0 = all.", at_least=0
+  )
+  eval_limit: int = _opt(
+      0, "Most held-out tasks of a list. 0 = all.", at_least=0
+  )
+  seed: int = _opt(42, "Of the split and the limits.", at_least=0)
+  order: str = _opt(
+      "in_turn",
+      "in_turn: the families one after the other, a list shuffled anew each"
+      " time. curriculum: what is neither hopeless nor won already is drawn"
+      " more often; of a list each task, else each family by itself.",
+      choices=("in_turn", "curriculum"),
+  )
+  curriculum_floor: float = _opt(
+      0.1,
+      "Least weight of a task in the curriculum; one that is solved half of"
+      " the time has 1.",
+      above=0,
+      at_most=1,
+  )
+  curriculum_decay: float = _opt(
+      0.7,
+      "What a task's success rate keeps when a group of it comes in.",
+      at_least=0,
+      at_most=0.999,
   )
 
 
@@ -531,6 +597,11 @@ class WarmStartConfig:
       "Behaviour cloning on demonstrations by the gym's oracle, on top of"
       " the source. 0 = none.",
       at_least=0,
+  )
+  recordings: str = _opt(
+      "",
+      "File of recorded episodes that are cloned instead of an oracle's, those"
+      " that were solved; environments.play records them.",
   )
   batch_size: int = _opt(
       64, "Demonstrated episodes a step.", at_least=1

@@ -48,6 +48,12 @@ _FIELDS: dict[GuiActionKind, tuple[set[str], set[str]]] = {
 _BUTTONS = ("left", "right", "middle", "back", "forward")
 
 
+def fields_of(kind: GuiActionKind) -> tuple[set[str], set[str]]:
+  """(fields that an action of this kind needs, fields that it may have)."""
+  required, optional = _FIELDS[GuiActionKind(kind)]
+  return set(required), set(optional)
+
+
 @dataclasses.dataclass(frozen=True)
 class GuiAction:
   """One action.

@@ -5,6 +5,7 @@ Does not restore anything; `train` does.
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -24,6 +25,10 @@ _TASKS = (
     "agent.system_prompt",
     "agent.max_images",
 )
+_SOURCE = tuple(
+    f"task_source.{field.name}"
+    for field in dataclasses.fields(config_lib.TaskSourceConfig)
+)
 _EVALUATION = ("eval.seed", "eval.episodes_per_task", "eval.modes")
 _FIXED = (
     "run.seed",
@@ -37,9 +42,11 @@ _FIXED = (
     "warm_start.source",
     "warm_start.path",
     "warm_start.steps",
+    "warm_start.recordings",
     "rollout.weights",
     "queue.path",
     *_TASKS,
+    *_SOURCE,
     *_EVALUATION,
 )
 """What a run's weights, tasks and random numbers are made from, and what makes

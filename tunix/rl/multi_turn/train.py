@@ -47,6 +47,7 @@ from tunix.rl.multi_turn import reporting
 from tunix.rl.multi_turn import resuming
 from tunix.rl.multi_turn import run_monitor
 from tunix.rl.multi_turn import run_proxy
+from tunix.rl.multi_turn import run_tasks
 from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
@@ -61,6 +62,7 @@ from tunix.rl.multi_turn.trajectory_collector import collect_loop
 from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
 from tunix.rl.multi_turn.warm_start import cloning
 from tunix.rl.multi_turn.warm_start import demonstrations
+from tunix.rl.multi_turn.warm_start import recorded
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
 
@@ -113,13 +115,13 @@ class Run:
   """One training run; use as a context manager."""
 
   def __init__(self, config: TrainConfig):
+    config, self.task_source = run_tasks.resolve(config)
     self.config = config
     self.directory = config.run_dir
     self.resuming = bool(config.run.resume)
     self.stop = threading.Event()
     if self.resuming:
       resuming.check(config)
-    self.task_source = assembly.make_tasks(config)
     self.mesh = assembly.make_mesh(config)
     self.images = images_lib.ImageStore(self.directory / "image_cache")
     self.episodes = assembly.EpisodeFactory(config, self.images)
@@ -141,23 +143,9 @@ class Run:
       self._cloning_steps, self._start_from = 0, str(self._cloned)
     if self._start_from:
       assembly.check_weights(config, self.policy, self._start_from)
-    self._oracle = None
+    self._demonstrations = None
     if self._cloning_steps:
-      try:
-        self._oracle = demonstrations.oracle_of(config.gym.name)
-      except ValueError as error:
-        raise ConfigError([
-            f"warm_start.steps={config.warm_start.steps}: {error}; set"
-            " warm_start.steps=0"
-        ]) from None
-      known = self._oracle.families
-      unknown = [t for t in config.gym.tasks if known and t not in known]
-      if unknown:
-        raise ConfigError([
-            f"warm_start.steps={config.warm_start.steps}: no oracle can"
-            f" demonstrate gym.tasks={unknown}, only {', '.join(known)}; leave"
-            " those out or set warm_start.steps=0"
-        ])
+      self._demonstrations = recorded.for_run(config, self.task_source)
     self.engine = assembly.make_engine(config, self.policy, self.images)
     self.observers = events.Observers()
     self._loop: LoopThread | None = None
@@ -346,8 +334,9 @@ class Run:
     demonstrator = demonstrations.Demonstrator(
         self.policy.renderer,
         lambda: assembly.make_agent(config),
-        lambda: assembly.make_gym(config, config.gym.tasks[0]),
-        self._oracle,
+        self._demonstrations.make_gym
+        or (lambda: assembly.make_gym(config, config.gym.tasks[0])),
+        self._demonstrations.oracle,
         self.images,
         grid=demonstrations.POINT_GRID,
     )
@@ -356,9 +345,7 @@ class Run:
         lambda tasks: self._wait(
             demonstrator.episodes(tasks, config.rollout.concurrency)
         ),
-        assembly.TrainTasks(
-            self.task_source, config.gym.tasks, config.run.seed + 1
-        ),
+        self._demonstrations.tasks,
         config.warm_start,
         seed=config.run.seed,
         observers=self.observers,
@@ -396,6 +383,9 @@ class Run:
         store=self._store,
         on_drop=dropped,
     )
+    sampler = run_tasks.make_sampler(config, self.task_source)
+    if hasattr(sampler, "on_event"):
+      self.observers.add(sampler)
     metrics = step_metrics.StepMetrics(self.observers, queue, self.engine)
     self._collect_loop = collect_loop.CollectLoop(
         assembly.make_collector(
@@ -406,9 +396,7 @@ class Run:
             observers=metrics,
             connection=self.connection,
         ),
-        assembly.TrainTasks(
-            self.task_source, config.gym.tasks, config.run.seed
-        ),
+        sampler,
         queue,
         max_requeues=config.collect.max_requeues,
         task_from_json=gym_base.Task.from_json,

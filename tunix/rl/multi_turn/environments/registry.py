@@ -17,8 +17,20 @@ for _name, _path in {
     "desktop": "gyms.desktop:DesktopGym",
     "gymnasium": "gyms.gymnasium_gym:GymnasiumGym",
     "miniwob": "gyms.miniwob:MiniWobGym",
+    "genv": "genv:GenvGym",
+    "gbox": "gyms.gbox:GboxGym",
+    "computer": "gyms.computer:ComputerGym",
 }.items():
   _GYMS.register(_name, f"{_HERE}.{_path}")
+_TASK_SETS: registry.Registry[Callable[..., Any]] = registry.Registry(
+    "task set"
+)
+for _name, _path in {
+    "desktop": "gyms.desktop:DesktopTasks",
+    "gymnasium": "gyms.gymnasium_gym:FamilyTasks",
+    "miniwob": "gyms.miniwob:MiniWobTasks",
+}.items():
+  _TASK_SETS.register(_name, f"{_HERE}.{_path}")
 for _name, _path in {
     "tool": "tool_environment:ToolEnvironment",
     "cua": "cua_env:CUAEnv",
@@ -73,6 +85,50 @@ def gym_from_config(config: str | Mapping[str, Any]) -> Any:
 
 def gym_names() -> tuple[str, ...]:
   return _GYMS.names()
+
+
+def register_task_set(
+    name: str, factory: Callable[..., Any] | str | None = None
+) -> Callable[..., Any]:
+  """Adds the tasks of the gym of that name; usable as a decorator.
+
+  Args:
+    name: the gym's.
+    factory: `(families, **settings) -> gyms.base.TaskSet`, families being None
+      for all; the set's `families()` tells which those are.
+
+  Raises:
+    ValueError: the name is taken.
+  """
+  return _TASK_SETS.register(name, factory)
+
+
+def unregister_task_set(name: str) -> bool:
+  """Removes a gym's tasks; False when there were none."""
+  return _TASK_SETS.unregister(name)
+
+
+def has_task_set(name: str) -> bool:
+  return name in _TASK_SETS
+
+
+def make_task_set(name: str, families: Any = None, **settings: Any) -> Any:
+  """Builds the tasks of a gym.
+
+  Args:
+    name: the gym's.
+    families: those to offer; none or empty for all.
+    **settings: of the task set, e.g. difficulty.
+
+  Raises:
+    ValueError: a gym without tasks, an unknown family or a wrong setting.
+    ImportError: the gym's package is missing.
+  """
+  factory = _TASK_SETS.get(name)
+  try:
+    return factory(tuple(families) if families else None, **settings)
+  except TypeError as error:
+    raise ValueError(f"tasks of gym {name!r}: {error}") from None
 
 
 def register_env(name: str, env: Any = None) -> Callable[..., Any]:

@@ -52,7 +52,10 @@ class LoopbackServer:
       raise
     self.port: int = self._socket.getsockname()[1]
     self.url = f"http://{host}:{self.port}"
-    self._server = uvicorn.Server(uvicorn.Config(asgi, **SERVER_OPTIONS))
+    self._server = uvicorn.Server(
+        # The logging of the program around it stays as it is.
+        uvicorn.Config(asgi, log_config=None, **SERVER_OPTIONS)
+    )
     self._thread = threading.Thread(
         target=self._server.run,
         kwargs={"sockets": [self._socket]},

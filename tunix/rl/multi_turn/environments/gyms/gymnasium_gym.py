@@ -522,3 +522,24 @@ class GymnasiumTasks:
       raise ValueError(f"index and seed must be >= 0, got {index}, {seed}")
     number = (seed * 1_000_003 + index) % EVAL_SEEDS_FROM
     return self.task(family, EVAL_SEEDS_FROM + number)
+
+
+class FamilyTasks:
+  """Tasks of several environments, each a family."""
+
+  def __init__(self, families: Sequence[str] | None):
+    if not families:
+      raise ValueError(
+          "gymnasium has no tasks of its own; name environments as families,"
+          " e.g. FrozenLake-v1"
+      )
+    self._sets = {family: GymnasiumTasks(family) for family in families}
+
+  def families(self) -> tuple[str, ...]:
+    return tuple(self._sets)
+
+  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
+    return self._sets[family].train_task(family, index, seed)
+
+  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
+    return self._sets[family].eval_task(family, index, seed)

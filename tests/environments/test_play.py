@@ -1,0 +1,303 @@
+"""Playing: a page, a terminal, an oracle, a script; and what is recorded."""
+
+import asyncio
+import dataclasses
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import gym_servers
+import httpx
+import numpy as np
+import pytest
+from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.environments import recordings
+from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.environments.play import __main__ as command
+from tunix.rl.multi_turn.environments.play import page as page_lib
+from tunix.rl.multi_turn.environments.play import session as session_lib
+from tunix.rl.multi_turn.environments.play import terminal
+from tunix.rl.multi_turn.rollout import loopback
+
+Action = gui_action.GuiAction
+
+
+def task(index=0, family="enter-text"):
+  return desktop.DesktopTasks().train_task(family, index, 0)
+
+
+def session(out=None, **options):
+  gym = desktop.DesktopGym()
+  return session_lib.Session("desktop", gym, out=out, **options)
+
+
+def play(capsys, *arguments):
+  status = command.main([str(a) for a in arguments])
+  said = capsys.readouterr()
+  return status, said.out, said.err
+
+
+# --- recordings ---------------------------------------------------------------
+
+
+def test_an_oracle_records_what_it_plays(tmp_path, capsys):
+  out = tmp_path / "deep" / "demos.jsonl"
+  status, said, _ = play(
+      capsys, "desktop", "enter-text", "--by", "oracle", "--episodes", 3,
+      "--out", out,
+  )  # pyformat: disable
+  assert status == 0 and said.count("solved") == 3
+  found = recordings.read(out)
+  assert [r.task.task_id for r in found] == [task(i).task_id for i in range(3)]
+  for recording in found:
+    assert recording.success and recording.by == "oracle"
+    # What is shown, done and named is what the gym shows, takes and names.
+    gym = desktop.DesktopGym()
+    seen = gym.start_sync(recording.task)
+    for i, action in enumerate(recording.actions):
+      np.testing.assert_array_equal(
+          recording.observations[i].screenshot, seen.screenshot
+      )
+      if action.kind.value == "click":
+        assert recording.targets[i] == gym.describe(action.x, action.y)
+        assert recording.targets[i]
+      seen = gym.act_sync(action)
+    assert gym.evaluate_sync() == dataclasses.replace(
+        recording.evaluation, details=dict(recording.evaluation.details)
+    )
+
+
+async def test_a_recording_is_shown_again(tmp_path):
+  out = tmp_path / "d.jsonl"
+  playing = session(out)
+  await playing.start(task())
+  while playing.evaluation is None:
+    await playing.act(await playing.next_right())
+  (recording,) = recordings.read(out)
+  gym = recordings.ReplayGym([recording])
+  shown = [await gym.start(recording.task)]
+  while (action := gym.next_action()) is not None:
+    shown.append(await gym.act(action))
+  for one, other in zip(shown, recording.observations):
+    np.testing.assert_array_equal(one.screenshot, other.screenshot)
+  assert (await gym.act(Action("terminate"))).done
+  assert (await gym.evaluate()).success
+  await gym.start(recording.task)
+  with pytest.raises(ValueError, match="was a click, not a wait"):
+    await gym.act(Action("wait"))
+
+
+def test_a_file_survives_a_crash_in_the_middle_of_a_line(tmp_path, capsys):
+  out = tmp_path / "d.jsonl"
+  arguments = ("desktop", "click-button", "--by", "oracle", "--out", out)
+  play(capsys, *arguments)
+  whole = out.read_bytes()
+  out.write_bytes(whole + whole[: len(whole) // 2])
+  assert len(recordings.read(out)) == 1
+  play(capsys, *arguments, "--index", 1)
+  assert len(recordings.read(out)) == 2
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("{}", "line 1 is no recording"),
+        ('{"version": 2}', "line 1 is no recording"),
+        ('{"version": 1}', "line 1: KeyError: 'gym'"),
+    ],
+)
+def test_a_line_that_is_no_recording_is_refused(tmp_path, line, words):
+  (tmp_path / "d.jsonl").write_text(line + "\n")
+  with pytest.raises(ValueError, match=words):
+    recordings.read(tmp_path / "d.jsonl")
+
+
+# --- scripts ------------------------------------------------------------------
+
+
+def test_a_script_plays_a_task(tmp_path, capsys):
+  gym = desktop.DesktopGym()
+  gym.start_sync(task())
+  lines = []
+  while (action := desktop.oracle_action(gym)) is not None:
+    lines.append(json.dumps(action.to_json()))
+    gym.act_sync(action)
+  script = tmp_path / "s.jsonl"
+  script.write_text("\n".join(lines))
+  arguments = ("desktop", "enter-text", "--by", "script", "--script", script)
+  assert "-> solved in 2 turns" in play(capsys, *arguments)[1]
+  out = tmp_path / "d.jsonl"
+  # Another instance: the same actions are wrong, and not worth recording.
+  said = play(capsys, *arguments, "--index", 1, "--out", out, "--only-solved")
+  assert "not solved" in said[1] and not out.exists()
+
+
+def test_a_task_of_a_gym_server_is_played(tmp_path, capsys):
+  with gym_servers.serving() as (url, app):
+    script = tmp_path / "s.jsonl"
+    script.write_text('{"kind": "wait"}\n{"kind": "answer", "text": "x"}')
+    out = tmp_path / "d.jsonl"
+    for name in ("enter-text", "002"):  # A family, and a number.
+      status, said, _ = play(
+          capsys, "genv", name, "--by", "script", "--script", script, "--out",
+          out, "--settings", f"{{base_url: '{url}'}}",
+      )  # pyformat: disable
+      assert status == 0 and "not solved" in said
+    assert app.store.open == 0
+  assert [len(r.actions) for r in recordings.read(out)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["desktp", "x"], "did you mean 'desktop'"),
+        (["desktop", "enter-tex"], "enter-tex"),
+        (["desktop", "enter-text", "--by", "script"], "--script FILE"),
+        (["gymnasium", "FrozenLake-v1", "--by", "oracle"], "has no oracle"),
+        (["desktop", "enter-text", "--settings", "5"], "--settings=5"),
+        (["desktop", "enter-text", "--settings", "{width: 4}"], "width=4"),
+        (["desktop", "enter-text", "--settings", "{wdth: 4}"], "'wdth'"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(arguments, words, capsys):
+  status, _, error = play(capsys, *arguments)
+  assert status == 2 and words in error
+
+
+# --- the terminal -------------------------------------------------------------
+
+
+async def test_a_person_plays_in_the_terminal(tmp_path):
+  gym = desktop.DesktopGym()
+  gym.start_sync(task())
+  click = desktop.oracle_action(gym)
+  word = re.search('"(.*)"', gym.episode.spec.instruction)[1]
+  lines = iter(["dance", "click 1", "help", f"click {click.x} {click.y}",
+                f"type {word}"])  # pyformat: disable
+  out = io.StringIO()
+  playing = session(tmp_path / "d.jsonl")
+  await terminal.play(
+      playing, task(), read=lambda prompt: next(lines), out=out
+  )
+  assert "solved, score 1" in out.getvalue()
+  assert "'dance' is no action" in out.getvalue()
+  assert "click needs 2 numbers" in out.getvalue()
+  assert "'kind': 'click'" in out.getvalue()
+  (recording,) = recordings.read(tmp_path / "d.jsonl")
+  assert [a.kind.value for a in recording.actions] == ["click", "type"]
+
+
+async def test_who_leaves_records_nothing(tmp_path):
+  playing = session(tmp_path / "d.jsonl")
+  for line in ("quit", None):
+
+    def read(prompt, line=line):
+      if line is None:
+        raise EOFError
+      return line
+
+    with pytest.raises(terminal.Quit):
+      await terminal.play(playing, task(), read=read, out=io.StringIO())
+  assert not (tmp_path / "d.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "line, action",
+    [
+        ("double 3 4", Action("click", x=3, y=4, count=2)),
+        ("right 3 4", Action("click", x=3, y=4, button="right")),
+        ("drag 1 2 3 4", Action("drag", x=1, y=2, x2=3, y2=4)),
+        ("scroll 1 2 -30", Action("scroll", x=1, y=2, dy=-30)),
+        ("key Ctrl+A", Action("key", keys=("ctrl", "a"))),
+        ("type Hello  you", Action("type", text="Hello  you")),
+        ("answer 42", Action("answer", text="42")),
+        ("done", Action("terminate")),
+    ],
+)
+def test_actions_in_words(line, action):
+  assert terminal.parse(line) == action
+
+
+def test_the_picture_has_two_pixels_a_character():
+  pixels = np.zeros((4, 6, 3), np.uint8)
+  pixels[0, 0] = (1, 2, 3)
+  text = terminal.picture(pixels, 80)
+  assert text.count("▀") == 12 and "38;2;1;2;3" in text
+
+
+# --- the page -----------------------------------------------------------------
+
+
+@pytest.fixture(name="page")
+async def _page(tmp_path):
+  playing = session(tmp_path / "d.jsonl")
+  page = page_lib.Page(playing, task)
+  with loopback.LoopbackServer(page.asgi) as server:
+    async with httpx.AsyncClient(
+        base_url=server.url, headers={"x-play-key": page.key}, timeout=30
+    ) as http:
+      yield http, playing, tmp_path / "d.jsonl"
+
+
+async def test_a_person_plays_on_the_page(page):
+  http, playing, out = page
+  assert "<img id=\"screen\"" in (await http.get("/")).text
+  state = (await http.post("/state")).json()
+  assert state["task_id"] == task().task_id and state["evaluation"] is None
+  right = await playing.next_right()
+  shown = (await http.post("/act", json=right.to_json())).json()
+  assert shown["screenshot"] != state["screenshot"]
+  solved = (await http.post("/help")).json()
+  assert solved["evaluation"] == {"score": 1.0, "success": True}
+  assert solved["recorded"] == 1
+  over = await http.post("/act", json={"kind": "wait"})
+  assert over.status_code == 409 and "start one" in over.json()["detail"]
+  fresh = (await http.post("/next")).json()
+  assert fresh["number"] == 1 and fresh["task_id"] == task(1).task_id
+  ended = (await http.post("/act", json={"kind": "terminate"})).json()
+  assert ended["evaluation"]["success"] is False
+  assert [r.success for r in recordings.read(out)] == [True, False]
+
+
+async def test_the_page_is_for_who_has_its_key(page):
+  http, _, _ = page
+  for key in ("", "wrong"):
+    reply = await http.post("/state", headers={"x-play-key": key})
+    assert reply.status_code == 401
+  bad = await http.post("/act", json={"kind": "click"})
+  assert bad.status_code == 409 or bad.status_code == 422
+  wrong = await http.post("/act", json={"kind": "click", "x": "1", "y": 2})
+  assert wrong.status_code == 422 and "action.x" in wrong.json()["detail"]
+  assert (await http.post("/act", content=b"x" * 70_000)).status_code == 413
+  assert (await http.post("/act", content=b"{")).status_code == 409
+
+
+async def test_two_clicks_at_a_time_are_made_one_after_the_other(page):
+  http, playing, _ = page
+  await http.post("/state")
+  await asyncio.gather(
+      *(http.post("/act", json={"kind": "move", "x": i, "y": 1})
+        for i in range(8))
+  )  # pyformat: disable
+  assert len(playing.actions) == 8
+
+
+def test_the_command_serves_the_page():
+  process = subprocess.Popen(
+      [sys.executable, "-m", "tunix.rl.multi_turn.environments.play",
+       "desktop", "enter-text"],
+      stdout=subprocess.PIPE, text=True, env={**os.environ},
+  )  # pyformat: disable
+  try:
+    found = re.search(r"(http://127\S+)/#(\S+)", process.stdout.readline())
+    reply = httpx.post(
+        found[1] + "/state", headers={"x-play-key": found[2]}, timeout=30
+    )
+    assert reply.json()["task_id"] == task().task_id
+  finally:
+    process.terminate()
+    process.wait(20)
+    process.stdout.close()

@@ -1,0 +1,144 @@
+"""Training behind a gym server, and on lists of tasks: the command itself."""
+
+import json
+import pathlib
+
+import gym_servers
+import pytest
+from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.environments import task_sources
+from tunix.rl.multi_turn.environments.gyms import desktop
+
+pytestmark = pytest.mark.timeout(400)
+FAMILIES = ("click-color", "enter-text")
+NANO = (
+    "policy.config={width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,"
+    " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}"
+)
+SMALL = (
+    NANO,
+    "warm_start.source=none",
+    "collect.group_size=4",
+    "collect.min_valid=2",
+    "learner.groups_per_step=2",
+    "learner.rows=4",
+    "rollout.slots=8",
+    "rollout.concurrency=8",
+    "rollout.context_length=384",
+    "learner.row_length=384",
+    "eval.episodes_per_task=2",
+    "eval.modes=[sampled]",
+    "report.progress=none",
+    "report.images=false",
+)
+# What is sampled and learned; only the clock may differ.
+COMPARED = ("loss", "grad_norm", "entropy", "logprob", "top_token")
+
+
+def run(tmp_path: pathlib.Path, *overrides: str) -> int:
+  new = [f"run.dir={tmp_path}"]
+  if any(o.startswith("resume=") for o in overrides):
+    new = []
+  return train.main([*new, *SMALL, *overrides])
+
+
+def metrics_of(directory: pathlib.Path) -> list[dict]:
+  lines = (directory / "metrics.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def summary_of(directory: pathlib.Path) -> dict:
+  return json.loads((directory / "summary.json").read_text())
+
+
+def test_a_run_behind_a_server_is_the_run_in_process(tmp_path):
+  """The same policy, seeds and tasks: equal to the last bit.
+
+  The server's list is played on the server, and on a desktop of the run's own.
+  """
+  learn = (
+      # Random weights hit nothing; entropy gives them something to learn from.
+      "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
+      "learner.schedule=constant", "tasks=[]", "steps=2",
+  )  # pyformat: disable
+  path = tmp_path / "tasks.jsonl"
+  with gym_servers.serving(
+      gym_servers.desktop(families=FAMILIES)
+  ) as (url, app):
+    assert run(
+        tmp_path, "name=behind", "gym=genv", f"gym.options.base_url={url}",
+        "task_source.source=gym", *learn,
+    ) == 0  # pyformat: disable
+    assert app.store.open == 0
+    tasks = task_sources.load_tasks_from_config(
+        task_sources.TaskSourceConfig(gym_base_url=url)
+    )
+    rows = [{**t.to_row(), "split": t.split, "gym_id": ""} for t in tasks]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  assert run(
+      tmp_path, "name=inside", "task_source.source=jsonl",
+      f"task_source.path={path}", *learn,
+  ) == 0  # pyformat: disable
+  ours, theirs = (metrics_of(tmp_path / n) for n in ("inside", "behind"))
+  assert len(ours) == len(theirs) == 2
+  for one, other in zip(ours, theirs):
+    for key in COMPARED:
+      assert one[key] == other[key], key
+  assert ours[0]["loss"] != ours[1]["loss"]
+  ours, theirs = (summary_of(tmp_path / n) for n in ("inside", "behind"))
+  for name in ("initial", "final"):
+    assert ours["eval"][name]["by_task"].keys() == set(FAMILIES)
+    assert ours["eval"][name]["by_task"] == theirs["eval"][name]["by_task"]
+
+
+def test_a_list_trains_by_a_curriculum_and_goes_on(tmp_path):
+  tasks = desktop.DesktopTasks()
+  path = tmp_path / "tasks.jsonl"
+  with open(path, "w", encoding="utf-8") as file:
+    for family in FAMILIES:
+      for i in range(10):
+        task = tasks.train_task(family, i, 0)
+        row = {**task.to_json(), "number": f"{i:03d}", "tags": ["Mine"]}
+        file.write(json.dumps(row) + "\n")
+  listed = (
+      "task_source.source=jsonl", f"task_source.path={path}", "tasks=[]",
+      "task_source.eval_number_range=008-009", "task_source.tags=[mine]",
+      "task_source.order=curriculum", "task_source.limit=12",
+  )  # pyformat: disable
+  assert run(tmp_path, "name=l", "steps=1", *listed) == 0
+  assert sorted(summary_of(tmp_path / "l")["eval"]["final"]["by_task"]) == list(
+      FAMILIES
+  )
+  directory = tmp_path / "l"
+  assert train.main([f"resume={directory}", "steps=2"]) == 0
+  assert [m["step"] for m in metrics_of(directory)] == [1, 2]
+  assert train.main([f"resume={directory}", "task_source.limit=3"]) == 2
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["gym=genv", "gym.options.base_url=http://127.0.0.1:9",
+          "gym.options.timeouts.tasks=0.5"], "http://127.0.0.1:9"),
+        (["task_source.source=jsonl", "task_source.path=/nowhere"],
+         "/nowhere"),
+        (["task_source.source=jsonl"], "task_source.path"),
+        (["task_source.source=gym"], "gym.name=genv"),
+        (["task_source.limit=3"], "chooses from a list"),
+        (["gym=gbox", "tasks=[a]"], "task_source.source=jsonl"),
+    ],
+)  # pyformat: disable
+def test_a_list_that_cannot_be_had_is_refused(
+    tmp_path, overrides, words, capsys
+):
+  assert run(tmp_path, "name=x", *overrides) == 2
+  assert words in capsys.readouterr().err
+
+
+def test_a_family_that_the_server_has_not_is_refused(tmp_path, capsys):
+  with gym_servers.serving(gym_servers.desktop(families=FAMILIES)) as (url, _):
+    assert run(
+        tmp_path, "name=x", "gym=genv", f"gym.options.base_url={url}",
+        "tasks=[click-colour]",
+    ) == 2  # pyformat: disable
+  assert "did you mean 'click-color'" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""A gym server: any registered gym over genv's HTTP protocol."""

@@ -1,0 +1,251 @@
+"""The tasks that a gym server offers, and what they are called.
+
+A gym makes tasks without end (`TaskSet`), a list has an end: the catalogue
+holds the first training and held-out tasks of each family, numbered "001",
+"002", …. Beyond the list, `<family>@<split>:<index>:<seed>` names any task of
+the set, so that a run behind a server draws the very tasks that it would draw
+in-process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import uuid
+from typing import Any, Mapping, Sequence
+
+from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments.gym_server import validators
+from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.task_sources import cua_task
+
+SHAPES = ("summary", "meta", "flat")
+_NAMESPACE = uuid.UUID("4e1f5b0a-8f0e-5b55-9d0c-6f0b4b6c0a11")
+_INSTANCE = re.compile(r"(.+)@(train|eval):([0-9]{1,15}):([0-9]{1,15})")
+
+
+@dataclasses.dataclass(frozen=True)
+class GymSpec:
+  """One gym of a server.
+
+  Attributes:
+    gym_id: its name in addresses.
+    gym: its registered name.
+    settings: of the gym, fixed for every execution.
+    families: of tasks that are offered; () = all.
+    train_tasks, eval_tasks: of each family in the list.
+    seed: of the list.
+    task_settings: of the gym's task set, e.g. {"difficulty": 1}.
+    client_settings: names of gym settings that `options` of a create may give.
+    shape: of the task list unless a request asks for another.
+  """
+
+  gym_id: str
+  gym: str
+  settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  families: tuple[str, ...] = ()
+  train_tasks: int = 16
+  eval_tasks: int = 4
+  seed: int = 0
+  task_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  client_settings: tuple[str, ...] = ()
+  shape: str = "summary"
+
+  def __post_init__(self):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.gym_id):
+      raise ValueError(
+          f"gym_id={self.gym_id!r} must be letters, digits, '.', '_' and '-',"
+          " as it is part of an address"
+      )
+    if self.shape not in SHAPES:
+      raise ValueError(
+          f"shape={self.shape!r} must be one of {', '.join(SHAPES)}"
+      )
+    for name in ("train_tasks", "eval_tasks"):
+      if getattr(self, name) < 0:
+        raise ValueError(f"{name}={getattr(self, name)} must be >= 0")
+    if self.train_tasks + self.eval_tasks < 1:
+      raise ValueError("train_tasks and eval_tasks are both 0: no task is left")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """A task with its names."""
+
+  task: base.Task
+  number: str
+  name: str
+  uid: str
+  split: str
+
+  def to_json(
+      self, shape: str, full: bool, env: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    """The task in one of `SHAPES`; a summary without what is long."""
+    task = self.task
+    common = {
+        "family": task.family,
+        "split": self.split,
+        "tags": [task.family, self.split],
+        "max_turns": task.max_turns,
+    }
+    details = {
+        "instruction": task.instruction,
+        "env_config": {
+            **env,
+            "family": task.family,
+            "seed": task.seed,
+            "max_turns": task.max_turns,
+            "params": dict(task.params),
+        },
+        "evaluation": {"validators": validators.specs(task)},
+    }
+    title = self.name.replace("-", " ").capitalize()
+    if shape == "meta":
+      data = {
+          "meta": {
+              "id": self.uid,
+              "number": self.number,
+              "name": self.name,
+              "displayName": title,
+              "description": task.instruction or title,
+          },
+          **common,
+      }
+      return {**data, **details} if full else data
+    if shape == "flat":
+      data = {
+          "task_number": self.number,
+          "task_name": self.name,
+          "display_name": title,
+          "seed_id": self.uid,
+          "description": task.instruction or title,
+          **common,
+      }
+      return {**data, **details}
+    data = {
+        "task_id": task.task_id,
+        "name": self.name,
+        "number": self.number,
+        **common,
+    }
+    if not full:
+      return data
+    return {
+        **data,
+        "description": task.instruction or title,
+        **details,
+    }
+
+
+class Catalog:
+  """The tasks of one gym; does not change."""
+
+  def __init__(self, spec: GymSpec):
+    """Raises:
+
+      ValueError: no such gym or family, or a gym without tasks.
+      ImportError: the gym's package is missing.
+    """
+    self.spec = spec
+    self._tasks = registry.make_task_set(
+        spec.gym, spec.families, **spec.task_settings
+    )
+    self.families: tuple[str, ...] = tuple(
+        spec.families or self._tasks.families()
+    )
+    entries: list[Entry] = []
+    counts = {"train": spec.train_tasks, "eval": spec.eval_tasks}
+    for split, count in counts.items():
+      for family in self.families:
+        for index in range(count):
+          entries.append(
+              self._entry(
+                  self._make(family, split, index, spec.seed),
+                  split,
+                  f"{family}-{split}-{index}",
+                  f"{len(entries) + 1:03d}",
+              )
+          )
+    self.entries: Sequence[Entry] = tuple(entries)
+    # One look-up for each way to name a task exactly.
+    self._exact: dict[str, Entry] = {}
+    for key in ("name", "uid"):
+      self._exact |= {getattr(e, key): e for e in entries}
+    self._exact |= {e.task.task_id: e for e in entries}
+
+  def _make(self, family: str, split: str, index: int, seed: int) -> base.Task:
+    draw = self._tasks.train_task if split == "train" else self._tasks.eval_task
+    return draw(family, index, seed)
+
+  def _entry(
+      self, task: base.Task, split: str, name: str, number: str
+  ) -> Entry:
+    validators.specs(task)  # Wrong ones are refused before anybody plays.
+    uid = uuid.uuid5(_NAMESPACE, f"{self.spec.gym_id}/{task.task_id}")
+    return Entry(task, number, name, str(uid), split)
+
+  def find(self, identifier: str) -> Entry:
+    """The task that is called so: see the module docstring.
+
+    Raises:
+      UnknownTaskError: none is, or several are.
+      ValueError: an instance that cannot be.
+    """
+    if (entry := self._exact.get(identifier)) is not None:
+      return entry
+    instance = _INSTANCE.fullmatch(identifier)
+    if instance and instance[1] in self.families:
+      family, split, index, seed = instance.groups()
+      task = self._make(family, split, int(index), int(seed))
+      return self._entry(task, split, identifier, "")
+    return cua_task.resolve(
+        identifier,
+        self.entries,
+        ids=lambda e: (e.task.task_id, e.uid),
+        name=lambda e: e.name,
+        number=lambda e: e.number,
+    )
+
+  def env(self) -> dict[str, Any]:
+    """What `env_config` says of the gym itself."""
+    return {"gym": self.spec.gym, "gym_id": self.spec.gym_id}
+
+  def list(
+      self,
+      shape: str,
+      *,
+      split: str = "",
+      family: str = "",
+      full: bool = False,
+  ) -> list[dict[str, Any]]:
+    """Raises:
+
+      ValueError: no such shape or split.
+    """
+    if shape not in SHAPES:
+      raise ValueError(f"shape={shape!r} must be one of {', '.join(SHAPES)}")
+    if split not in ("", "train", "eval"):
+      raise ValueError(f"split={split!r} must be train or eval")
+    return [
+        e.to_json(shape, full, self.env())
+        for e in self.entries
+        if (not split or e.split == split)
+        and (not family or e.task.family == family)
+    ]
+
+  def describe(self) -> dict[str, Any]:
+    return {
+        **self.env(),
+        "families": list(self.families),
+        "tasks": len(self.entries),
+        "instances": "<family>@<train|eval>:<index>:<seed>",
+        # Turns of a family's tasks, for clients that name instances.
+        "max_turns": {
+            f: next(
+                e.task.max_turns for e in self.entries if e.task.family == f
+            )
+            for f in self.families
+        },
+        "client_settings": list(self.spec.client_settings),
+    }

@@ -1,0 +1,436 @@
+"""Executions: gyms that clients hold, one task each.
+
+An execution is created, stepped, evaluated and terminated. Promises:
+
+* executions share nothing but the process (or, with workers, not even that):
+  what one does, raises or waits for, changes no other;
+* every call into a gym has a deadline, closing included; after a failure or a
+  missed deadline the execution is over, its gym is closed, and every later
+  call is told why (`code`);
+* steps with the same number are one step, however often they are sent.
+
+Does not know HTTP, nor of other executions (`store` does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import inspect
+import logging
+import threading
+import time
+import uuid
+from typing import Any, Awaitable, Callable, Mapping
+
+from tunix.rl.multi_turn import concurrency
+from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.environments.gym_server import errors
+from tunix.rl.multi_turn.environments.gyms import base
+
+_LOG = logging.getLogger(__name__)
+_INLINE_BYTES = 1 << 19  # Larger screenshots are encoded in a thread.
+Kind = gui_action.GuiActionKind
+
+
+class State(str, enum.Enum):
+  CREATING = "creating"
+  RUNNING = "running"
+  TERMINATED = "terminated"  # By its client.
+  FAILED = "failed"  # Its gym raised, or missed a deadline.
+  EXPIRED = "expired"  # Nobody called it, or it ran too long.
+
+
+TRANSITIONS: Mapping[State, frozenset[State]] = {
+    State.CREATING: frozenset(
+        {State.RUNNING, State.TERMINATED, State.FAILED, State.EXPIRED}
+    ),
+    State.RUNNING: frozenset({State.TERMINATED, State.FAILED, State.EXPIRED}),
+    State.TERMINATED: frozenset(),
+    State.FAILED: frozenset(),
+    State.EXPIRED: frozenset(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What executions may take; seconds unless said otherwise.
+
+  Attributes:
+    capacity: executions held at a time.
+    creating: gyms that start at a time; more wait for their turn.
+    lease: an execution that is not called for so long is closed; clients may
+      ask for another up to `max_lease`.
+    max_seconds: an execution's whole life.
+    start, step, evaluate, close: deadlines of the gym's calls.
+    retry_after: what a create is told when there is no room.
+    remembered: ended executions whose end is still told.
+  """
+
+  capacity: int = 256
+  creating: int = 32
+  lease: float = 300.0
+  max_lease: float = 3600.0
+  max_seconds: float = 7200.0
+  start: float = 120.0
+  step: float = 60.0
+  evaluate: float = 60.0
+  close: float = 30.0
+  retry_after: float = 1.0
+  remembered: int = 2048
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if not value > 0:
+        raise ValueError(f"{field.name}={value} must be > 0")
+    if self.lease > self.max_lease:
+      raise ValueError(
+          f"lease={self.lease} exceeds max_lease={self.max_lease}"
+      )
+
+
+class Execution:
+  """One gym with one task; made by a `store.ExecutionStore`.
+
+  Attributes:
+    id: in addresses.
+    gym_id: whose gym it is.
+    task: what is to be done.
+    names: {"identifier", "number", "split"} of the task in its catalogue.
+    state: see `TRANSITIONS`.
+    reason: why it ended, "" while it runs.
+    code: of that reason, for programs.
+    steps: actions carried out.
+    seen: the newest observation.
+    started_s: seconds that the gym took to start.
+  """
+
+  def __init__(
+      self,
+      gym_id: str,
+      task: base.Task,
+      names: Mapping[str, str],
+      lease: float,
+      limits: Limits,
+  ):
+    self.id = uuid.uuid4().hex
+    self.gym_id = gym_id
+    self.task = task
+    self.names = dict(names)
+    self.lease = lease
+    self.state = State.CREATING
+    self.reason = ""
+    self.code = ""
+    self.steps = 0
+    self.seen: base.Observation | None = None
+    self.started_s = 0.0
+    self.created = time.monotonic()
+    self.closed = asyncio.Event()
+    self.verdict: base.Evaluation | None = None
+    self.answered = False
+    self._limits = limits
+    self._gym: Any = None
+    self._stuck: concurrency.StuckCall | None = None
+    self._lock = asyncio.Lock()
+    self._calls: set[asyncio.Task[Any]] = set()
+    self._last_call = self.created
+    self._last_action: gui_action.GuiAction | None = None
+    self._picture: tuple[base.Observation, dict[str, Any]] | None = None
+
+  @property
+  def live(self) -> bool:
+    return bool(TRANSITIONS[self.state])
+
+  @property
+  def idle_s(self) -> float:
+    """Since the last call; 0 while one is under way."""
+    return 0.0 if self._calls else time.monotonic() - self._last_call
+
+  @property
+  def lease_left_s(self) -> float:
+    return max(0.0, self.lease - self.idle_s)
+
+  @property
+  def gym_is_lost(self) -> bool:
+    """Whether the process that held the gym is gone."""
+    return bool(getattr(self._gym, "lost", False))
+
+  def touch(self) -> None:
+    """Renews the lease."""
+    self._last_call = time.monotonic()
+
+  # --- calls ------------------------------------------------------------------
+
+  async def start(self, make_gym: Callable[[], Any]) -> None:
+    """Makes the gym and starts the task; a failure ends the execution."""
+
+    async def begin() -> base.Observation:
+      began = time.monotonic()
+      gym = make_gym()
+      self._gym = await gym if inspect.isawaitable(gym) else gym
+      seen = _observation(await self._invoke("start", self.task), "start")
+      self.started_s = time.monotonic() - began
+      return seen
+
+    self.seen = await self._guard(begin, self._limits.start, "start")
+    self._become(State.RUNNING)
+
+  async def step(
+      self, action: gui_action.GuiAction, number: int | None
+  ) -> base.Observation:
+    """Carries out an action, once.
+
+    Args:
+      action: in pixels of the gym's screen.
+      number: of this step, from 1; the one before it again, with the same
+        action, is answered with what was seen then. None: the next one.
+
+    Raises:
+      ApiError: out of order, after the end, or a failure of the gym.
+    """
+    async with self._turn():
+      if number is not None and number != self.steps + 1:
+        if number == self.steps and self.steps and action == self._last_action:
+          return self.seen
+        raise errors.ApiError(
+            409,
+            f"step {number} is out of order: {self.steps} are done, so it is"
+            f" step {self.steps + 1} that comes next",
+            code="step_out_of_order",
+        )
+      if self.seen.done:
+        raise errors.ApiError(
+            409,
+            "the task has ended; evaluate and terminate are what is left",
+            code="task_ended",
+        )
+      self.seen = await self._guard(
+          lambda: self._observe("act", action), self._limits.step, "act"
+      )
+      self.steps += 1
+      self._last_action = action
+      self.verdict = None
+      self.answered = self.answered or action.kind is Kind.ANSWER
+      return self.seen
+
+  async def evaluate(self, answer: str) -> base.Evaluation:
+    """The gym's verdict; an answer that it has not got yet is given first."""
+    async with self._turn():
+      if answer and not self.answered and not self.seen.done:
+        say = gui_action.GuiAction(Kind.ANSWER, text=answer)
+        self.seen = await self._guard(
+            lambda: self._observe("act", say), self._limits.step, "act"
+        )
+        self.answered, self.verdict = True, None
+      if self.verdict is None:
+        self.verdict = await self._guard(
+            self._judge, self._limits.evaluate, "evaluate"
+        )
+      return self.verdict
+
+  async def picture(self) -> dict[str, Any]:
+    """The newest screenshot in JSON's form; encoded once."""
+    seen = self.seen
+    if self._picture is None or self._picture[0] is not seen:
+      encode = lambda: wire.screenshot_to_json(seen.screenshot)
+      if seen.screenshot.nbytes > _INLINE_BYTES:
+        picture = await concurrency.acall(
+            encode, seconds=self._limits.step, what="encoding a screenshot"
+        )
+      else:
+        picture = encode()
+      self._picture = seen, picture
+    return self._picture[1]
+
+  @contextlib.asynccontextmanager
+  async def _turn(self):
+    """One call at a time, of an execution that runs."""
+    self.check()
+    self.touch()
+    async with self._lock:
+      self.check()
+      yield
+      self.touch()
+
+  def check(self) -> None:
+    """Raises:
+
+      ApiError: the execution is over, with the reason, or not begun.
+    """
+    if self.state is State.RUNNING:
+      return
+    if self.state is State.CREATING:
+      raise errors.ApiError(
+          409, f"execution {self.id} has not started yet", code="not_started",
+          retry_after_s=1.0,
+      )  # pyformat: disable
+    raise errors.ApiError(
+        410,
+        f"execution {self.id} is over ({self.state.value}): {self.reason}",
+        code=self.code,
+    )
+
+  async def _observe(
+      self, name: str, *args: Any
+  ) -> base.Observation:
+    return _observation(await self._invoke(name, *args), name)
+
+  async def _judge(self) -> base.Evaluation:
+    verdict = await self._invoke("evaluate")
+    if not isinstance(verdict, base.Evaluation):
+      raise TypeError(
+          "the gym's evaluate must return an Evaluation, got"
+          f" {type(verdict).__name__}"
+      )
+    wire.reward_of({"score": verdict.score})  # A number, and finite.
+    return verdict
+
+  async def _guard(
+      self, work: Callable[[], Awaitable[Any]], seconds: float, what: str
+  ) -> Any:
+    """Runs `work` under a deadline; what it raises ends the execution."""
+    task = asyncio.ensure_future(
+        concurrency.with_deadline(work(), seconds, f"the gym's {what}")
+    )
+    self._calls.add(task)
+    try:
+      await asyncio.wait({task})
+    finally:
+      self._calls.discard(task)
+      if not task.done():  # The caller was cancelled: the server ends.
+        task.cancel()
+    self.touch()
+    if not self.live:
+      if not task.cancelled():
+        task.exception()  # Of no interest any more.
+      self.check()
+    try:
+      if task.cancelled():
+        raise RuntimeError(f"the gym's {what} was cancelled")
+      return task.result()
+    except Exception as error:  # pylint: disable=broad-except
+      code = getattr(error, "code", None)
+      if not isinstance(code, str):
+        late = isinstance(error, concurrency.DeadlineExceeded)
+        code = "deadline" if late else "gym_error"
+      self.end(State.FAILED, f"{type(error).__name__}: {error}", code)
+      _LOG.warning(
+          "execution %s (%s) failed in %s", self.id, self.task.task_id, what,
+          exc_info=code == "gym_error" and error or None,
+      )  # pyformat: disable
+      raise errors.ApiError(
+          504 if code == "deadline" else 502,
+          f"the gym failed in {what}: {self.reason}",
+          code=code,
+      ) from error
+
+  async def _invoke(self, name: str, *args: Any) -> Any:
+    """Calls the gym; sync code in a thread."""
+    method = getattr(self._gym, name)
+    if concurrency.is_async(method):
+      return await method(*args)
+
+    def note(stuck: concurrency.StuckCall) -> None:
+      self._stuck = stuck
+
+    return await concurrency.acall(
+        method, *args, what=f"the gym's {name}", on_stuck=note
+    )
+
+  # --- the end ----------------------------------------------------------------
+
+  def end(self, state: State, reason: str, code: str) -> bool:
+    """Ends it and begins to close the gym; False when it had ended before."""
+    if not self.live:
+      return False
+    self._become(state)
+    self.reason, self.code = reason, code
+    for call in self._calls:
+      call.cancel()
+    closing = asyncio.ensure_future(self._close())
+    _CLOSING.add(closing)
+    closing.add_done_callback(_CLOSING.discard)
+    return True
+
+  def _become(self, state: State) -> None:
+    if state not in TRANSITIONS[self.state]:
+      raise RuntimeError(f"{self.state.value} never becomes {state.value}")
+    self.state = state
+
+  async def _close(self) -> None:
+    """Closes the gym; a call that is stuck in it must return first."""
+    try:
+      if self._calls:
+        # What was cancelled has a moment to let go of the gym.
+        await asyncio.wait(set(self._calls), timeout=self._limits.close)
+      gym = self._gym
+      if gym is None:
+        return
+      stuck = self._stuck
+      if stuck is not None and not stuck.returned:
+        stuck.then(
+            threading.Thread(
+                target=_close_late, args=(gym,), daemon=True
+            ).start
+        )
+        return
+      await concurrency.acall(
+          gym.close, seconds=self._limits.close, what="the gym's close"
+      )
+    except Exception:  # pylint: disable=broad-except
+      _LOG.exception("closing the gym of execution %s failed", self.id)
+    finally:
+      self._gym = None
+      self._picture = None
+      self.closed.set()
+
+  def describe(self) -> dict[str, Any]:
+    return {
+        "execution_id": self.id,
+        "gym_id": self.gym_id,
+        "task_id": self.task.task_id,
+        "status": self.state.value,
+        "steps": self.steps,
+        "done": bool(self.seen is not None and self.seen.done),
+        "age_s": round(time.monotonic() - self.created, 3),
+        "lease_s": self.lease,
+        "lease_left_s": round(self.lease_left_s, 3) if self.live else 0.0,
+        **({"reason": self.reason, "code": self.code} if self.reason else {}),
+    }
+
+
+_CLOSING: set[asyncio.Task[None]] = set()
+
+
+def _close_late(gym: Any) -> None:
+  try:
+    result = gym.close()
+    if inspect.isawaitable(result):
+
+      async def drive():
+        await result
+
+      asyncio.run(drive())
+  except Exception:  # pylint: disable=broad-except
+    _LOG.exception("closing %s failed", type(gym).__name__)
+
+
+def _observation(seen: Any, what: str) -> base.Observation:
+  if not isinstance(seen, base.Observation):
+    raise TypeError(
+        f"the gym's {what} must return an Observation, got"
+        f" {type(seen).__name__}"
+    )
+  pixels = seen.screenshot
+  if getattr(pixels, "ndim", 0) != 3 or pixels.shape[2] != 3 or (
+      str(pixels.dtype) != "uint8"
+  ):
+    raise TypeError(
+        f"the gym's {what} must show uint8[H, W, 3], got"
+        f" {getattr(pixels, 'dtype', '?')}{getattr(pixels, 'shape', '')}"
+    )
+  return seen

@@ -1,0 +1,230 @@
+"""All executions of a server: created, found, ended, forgotten.
+
+Promises: no more than `Limits.capacity` gyms are held, those that are still
+closing included; creates under one key are one execution; what nobody calls is
+closed, and what has ended is remembered for a while, to say why.
+
+Belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import time
+from typing import Any, Callable, Mapping
+
+from tunix.rl.multi_turn.environments.gym_server import errors
+from tunix.rl.multi_turn.environments.gym_server import executions
+from tunix.rl.multi_turn.environments.gyms import base
+
+Execution = executions.Execution
+Limits = executions.Limits
+State = executions.State
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keyed:
+  """A create that was asked for under a key."""
+
+  request: Any
+  execution: Execution
+  started: asyncio.Future[None]
+
+
+class ExecutionStore:
+  """See the module docstring."""
+
+  def __init__(
+      self,
+      limits: Limits = Limits(),
+      *,
+      on_end: Callable[[Execution], None] | None = None,
+  ):
+    """`on_end` is told of each execution that has ended, once."""
+    self.limits = limits
+    self._all: dict[str, Execution] = {}
+    self._ended: collections.OrderedDict[str, Execution] = (
+        collections.OrderedDict()
+    )
+    self._keys: dict[tuple[str, str], _Keyed] = {}
+    self._starting = asyncio.Semaphore(limits.creating)
+    # Referenced, so that the event loop cannot drop them half-run.
+    self._starts: set[asyncio.Task[None]] = set()
+    self._following: set[asyncio.Task[None]] = set()
+    self._on_end = on_end or (lambda execution: None)
+    self._closed = False
+
+  @property
+  def open(self) -> int:
+    """Executions that hold a gym: live ones and those that are closing."""
+    return len(self._all)
+
+  def live(self) -> list[Execution]:
+    return [e for e in self._all.values() if e.live]
+
+  def get(self, gym_id: str, execution_id: str) -> Execution:
+    """Raises:
+
+      ApiError: there is, and was not lately, an execution of that id.
+    """
+    kind, _, key = execution_id.partition(":")
+    if kind == "key" and (keyed := self._keys.get((gym_id, key))):
+      # Asked for by one who never got the answer to its create.
+      return keyed.execution
+    found = self._all.get(execution_id) or self._ended.get(execution_id)
+    if found is None or found.gym_id != gym_id:
+      raise errors.ApiError(
+          404,
+          f"gym {gym_id!r} has no execution {execution_id!r}",
+          code="unknown_execution",
+      )
+    return found
+
+  async def create(
+      self,
+      gym_id: str,
+      task: base.Task,
+      names: Mapping[str, str],
+      make_gym: Callable[[], Any],
+      *,
+      lease: float | None = None,
+      key: str = "",
+      request: Any = None,
+  ) -> tuple[Execution, bool]:
+    """Starts an execution, or finds the one that `key` stands for.
+
+    Args:
+      gym_id, task, names: what it is.
+      make_gym: a gym of its own, perhaps awaitable.
+      lease: seconds, the limits' own when None.
+      key: chosen by the client, "" for none.
+      request: what was asked for; the same key must come with the same.
+
+    Returns:
+      (the execution, whether it was there already).
+
+    Raises:
+      ApiError: no room (429), another request under the key (409), the gym
+        failed (502, 504), or the execution of that key has ended (410).
+    """
+    known = self._keys.get((gym_id, key)) if key else None
+    if known is not None:
+      if known.request != request:
+        raise errors.ApiError(
+            409,
+            f"idempotency key {key!r} was used for another request; choose a"
+            " new one for each execution",
+            code="key_reused",
+        )
+      await asyncio.shield(known.started)
+      known.execution.check()
+      known.execution.touch()
+      return known.execution, True
+    if self._closed:
+      raise errors.ApiError(
+          503, "the server is ending", code="ending", retry_after_s=10.0
+      )
+    if self.open >= self.limits.capacity:
+      raise errors.ApiError(
+          429,
+          f"all {self.limits.capacity} executions are taken; terminate one, or"
+          " ask again",
+          code="no_capacity",
+          retry_after_s=self.limits.retry_after,
+      )
+    execution = Execution(
+        gym_id, task, names, lease or self.limits.lease, self.limits
+    )
+    self._all[execution.id] = execution
+
+    async def start() -> None:
+      try:
+        async with self._starting:
+          if not execution.live:
+            execution.check()  # It ended while it waited for its turn.
+          execution.touch()
+          await execution.start(make_gym)
+      except BaseException:
+        # A gym that failed to start is no use to a second try.
+        self._keys.pop((gym_id, key), None)
+        raise
+
+    started = asyncio.ensure_future(start())
+    self._starts.add(started)
+    started.add_done_callback(self._started)
+    following = asyncio.ensure_future(self._follow(execution))
+    self._following.add(following)
+    following.add_done_callback(self._following.discard)
+    if key:
+      self._keys[gym_id, key] = _Keyed(request, execution, started)
+      execution.names["key"] = key
+    # Shielded: a client that goes away does not spoil the start for another
+    # that asks under the same key.
+    await asyncio.shield(started)
+    return execution, False
+
+  def _started(self, task: asyncio.Task[None]) -> None:
+    self._starts.discard(task)
+    if not task.cancelled():
+      task.exception()  # Whoever waits has it.
+
+  async def _follow(self, execution: Execution) -> None:
+    """Forgets the execution once it has ended and its gym is closed."""
+    await execution.closed.wait()
+    self._all.pop(execution.id, None)
+    execution.seen = execution.seen and dataclasses.replace(
+        execution.seen, screenshot=None
+    )
+    self._ended[execution.id] = execution
+    while len(self._ended) > self.limits.remembered:
+      _, old = self._ended.popitem(last=False)
+      key = (old.gym_id, old.names.get("key", ""))
+      if key in self._keys and self._keys[key].execution is old:
+        del self._keys[key]
+    self._on_end(execution)
+
+  async def terminate(self, execution: Execution) -> None:
+    """Ends it and waits until its gym is closed; idempotent."""
+    execution.end(
+        State.TERMINATED, "terminated by its client", "terminated"
+    )
+    with contextlib.suppress(asyncio.TimeoutError):
+      await asyncio.wait_for(execution.closed.wait(), self.limits.close)
+
+  def reap(self) -> list[Execution]:
+    """Ends what nobody calls, what is too old and what is lost; those."""
+    now = time.monotonic()
+    reaped = []
+    for execution in self.live():
+      if execution.state is State.RUNNING and not execution.lease_left_s:
+        reason = f"not called for {execution.lease:g} s, its lease"
+        code = "lease_expired"
+      elif now - execution.created > self.limits.max_seconds:
+        reason = f"older than {self.limits.max_seconds:g} s"
+        code = "too_old"
+      elif execution.gym_is_lost:
+        execution.end(State.FAILED, "its process has ended", "worker_died")
+        reaped.append(execution)
+        continue
+      else:
+        continue
+      execution.end(State.EXPIRED, reason, code)
+      reaped.append(execution)
+    return reaped
+
+  async def close(self) -> None:
+    """Ends everything; waits for the gyms to close, under their deadline."""
+    self._closed = True
+    waiting = list(self._all.values())
+    for execution in waiting:
+      execution.end(State.TERMINATED, "the server has ended", "server_ended")
+    for task in self._starts:
+      task.cancel()
+    if waiting:
+      await asyncio.wait(
+          [asyncio.ensure_future(e.closed.wait()) for e in waiting],
+          timeout=self.limits.close,
+      )

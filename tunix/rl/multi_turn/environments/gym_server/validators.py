@@ -1,0 +1,134 @@
+"""Validators: parts of a verdict, each with a weight.
+
+A gym's own verdict is the validator "state". A task may name more of them in
+`params["validators"]`, a list of `{"type": …, "weight": …, and its settings}`;
+each type is a registered function. The score of an execution is the weighted
+mean of its validators' scores, and it succeeds when all of them pass; with the
+state alone both are the gym's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Callable, Mapping, Sequence
+
+from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.environments.gyms import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Submission:
+  """What a client says at the end.
+
+  Attributes:
+    answer_text: the policy's answer, "" for none.
+    context_text: what else it read or said.
+    facts: what is known, by name.
+    data: the request's execution_data.
+  """
+
+  answer_text: str = ""
+  context_text: str = ""
+  facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+Check = Callable[
+    [base.Evaluation, Submission, Mapping[str, Any]], tuple[float, bool]
+]
+"""(the gym's verdict, what was submitted, settings) -> (score, passed)."""
+
+CHECKS: registry.Registry[Check] = registry.Registry("validator")
+
+
+@CHECKS.register("state")
+def state(verdict, submission, settings):
+  """The gym's own verdict."""
+  del submission, settings
+  return verdict.score, verdict.success
+
+
+@CHECKS.register("answer")
+def answer(verdict, submission, settings):
+  """The answer is `expected`, or one of them; or (`contains`) has it in it."""
+  del verdict
+  expected = settings.get("expected", "")
+  options = expected if isinstance(expected, (list, tuple)) else [expected]
+  said = " ".join(submission.answer_text.casefold().split())
+  wanted = [" ".join(str(o).casefold().split()) for o in options]
+  if settings.get("contains"):
+    passed = any(w in said for w in wanted)
+  else:
+    passed = said in wanted
+  return float(passed), passed
+
+
+@CHECKS.register("facts")
+def facts(verdict, submission, settings):
+  """The share of `expected` facts that were submitted with their values."""
+  del verdict
+  expected = settings.get("expected") or {}
+  right = sum(submission.facts.get(k) == v for k, v in expected.items())
+  score = right / len(expected) if expected else 1.0
+  return score, right == len(expected)
+
+
+def specs(task: base.Task) -> list[dict[str, Any]]:
+  """A task's validators with their ids and weights; the state by default.
+
+  Raises:
+    ValueError: naming the entry that cannot be.
+  """
+  given = task.params.get("validators")
+  if given is None:
+    return [{"id": "state", "type": "state", "weight": 1.0}]
+  out = []
+  for i, one in enumerate(given):
+    kind = one.get("type") if isinstance(one, Mapping) else None
+    if not isinstance(kind, str) or kind not in CHECKS:
+      wrong = registry.unknown_name("validator", kind, CHECKS.names())
+      raise ValueError(f"validators[{i}].type: {wrong}")
+    weight = one.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not (
+        0 <= weight < math.inf
+    ):
+      raise ValueError(
+          f"validators[{i}].weight={weight!r} must be a number >= 0"
+      )
+    out.append({"id": kind, **one, "weight": float(weight)})
+  if not sum(one["weight"] for one in out) > 0:
+    raise ValueError("validators: their weights add up to 0")
+  return out
+
+
+def judge(
+    task: base.Task, verdict: base.Evaluation, submission: Submission
+) -> dict[str, Any]:
+  """`{score, success, validators: [{id, type, pass, score, weight}]}`.
+
+  Raises:
+    ValueError: the task's validators cannot be.
+  """
+  found: list[dict[str, Any]] = []
+  for one in specs(task):
+    score, passed = CHECKS.get(one["type"])(verdict, submission, one)
+    found.append({
+        "id": str(one["id"]),
+        "type": one["type"],
+        "pass": bool(passed),
+        "score": float(score),
+        "weight": one["weight"],
+    })
+  return {
+      "score": _mean(found),
+      "success": all(v["pass"] for v in found),
+      "validators": found,
+  }
+
+
+def _mean(found: Sequence[Mapping[str, Any]]) -> float:
+  if len(found) == 1:
+    return found[0]["score"]  # To the last bit.
+  weights = sum(v["weight"] for v in found)
+  return sum(v["weight"] * v["score"] for v in found) / weights

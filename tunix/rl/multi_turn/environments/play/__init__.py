@@ -1,0 +1,1 @@
+"""Tasks played by a person, an oracle or a script, and recorded."""

@@ -1,0 +1,195 @@
+"""Plays tasks of a gym, and records demonstrations.
+
+    python -m tunix.rl.multi_turn.environments.play desktop click-button
+    python -m tunix.rl.multi_turn.environments.play desktop enter-text \\
+        --by oracle --episodes 20 --out demos.jsonl
+    python -m tunix.rl.multi_turn.train warm_start.recordings=demos.jsonl \\
+        warm_start.steps=50 tasks=[enter-text]
+
+A person plays on a page that is served on the loopback interface, or in the
+terminal. An episode is recorded when it is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import pathlib
+import sys
+from typing import Any, Iterator, Sequence
+
+from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import serving
+from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.environments.play import session as session_lib
+from tunix.rl.multi_turn.environments.play import terminal
+import yaml
+
+
+def parser() -> argparse.ArgumentParser:
+  out = argparse.ArgumentParser(
+      prog="python -m tunix.rl.multi_turn.environments.play",
+      description="Play tasks of a gym, and record demonstrations.",
+      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+  )
+  add = out.add_argument
+  add("gym", help="a registered gym; genv is a gym server")
+  add("task", help="a family of its tasks; of genv, also a task's id or name")
+  add("--by", default="person", choices=("person", "oracle", "script"))
+  add("--terminal", action="store_true",
+      help="play here instead of on a page")
+  add("--script", type=pathlib.Path,
+      help="for --by script: a file with an action a line, as JSON")
+  add("--out", type=pathlib.Path, help="file that episodes are appended to")
+  add("--only-solved", action="store_true",
+      help="record episodes that are solved and no others")
+  add("--episodes", type=int, default=1,
+      help="tasks that an oracle or a script plays, one after the other")
+  add("--split", default="train", choices=("train", "eval"))
+  add("--index", type=int, default=0, help="of the first task in its family")
+  add("--seed", type=int, default=0, help="of the run whose tasks they are")
+  add("--settings", default="{}", metavar="YAML",
+      help="of the gym, e.g. '{width: 256, height: 192}'")
+  add("--task-settings", default="{}", metavar="YAML",
+      help="of its task set, e.g. '{difficulty: 1}'")
+  add("--import", dest="imports", action="append", default=[],
+      metavar="MODULE", help="imported first: registers gyms of your own")
+  add("--port", type=int, default=0, help="of the page; 0: any that is free")
+  add("--timeout", type=float, default=60.0, metavar="S",
+      help="deadline of each call into the gym")
+  return out  # pyformat: disable
+
+
+def _object(text: str, name: str) -> dict[str, Any]:
+  try:
+    data = yaml.safe_load(text)
+  except yaml.YAMLError:
+    data = None
+  if not isinstance(data, dict):
+    raise ValueError(f"{name}={text}: write an object such as '{{width: 256}}'")
+  return data
+
+
+def read_script(path: pathlib.Path) -> list[gui_action.GuiAction]:
+  """The actions of a file, one a line.
+
+  Raises:
+    ValueError: naming the line.
+    OSError: the file cannot be read.
+  """
+  actions = []
+  for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    if not line.strip():
+      continue
+    try:
+      actions.append(wire.action_from_json(json.loads(line), 1, 1))
+    except ValueError as error:
+      raise ValueError(f"{path}, line {number}: {error}") from None
+  return actions
+
+
+async def _by_itself(
+    session: session_lib.Session,
+    task: Any,
+    script: Iterator[gui_action.GuiAction] | None,
+) -> None:
+  """An oracle or a script plays a task to its end."""
+  await session.start(task)
+  limit = task.max_turns or 100
+  while session.evaluation is None:
+    action = next(script, None) if script else await session.next_right()
+    if action is None or len(session.actions) >= limit:
+      await session.finish()
+      return
+    await session.act(action)
+
+
+async def _play(args: argparse.Namespace) -> int:
+  """Raises ValueError, OSError, ImportError: naming what cannot be."""
+  for name in args.imports:
+    importlib.import_module(name)
+  settings = _object(args.settings, "--settings")
+  task_settings = _object(args.task_settings, "--task-settings")
+  script = None
+  if args.by == "script":
+    if args.script is None:
+      raise ValueError("--by script needs --script FILE")
+    script = read_script(args.script)
+  if args.by == "oracle" and args.gym not in session_lib.ORACLES:
+    raise ValueError(
+        f"gym {args.gym!r} has no oracle;"
+        f" {' and '.join(session_lib.ORACLES)} do"
+    )
+
+  task = session_lib.find_tasks(
+      args.gym, args.task, split=args.split, index=args.index,
+      seed=args.seed, settings=settings, task_settings=task_settings,
+  )  # pyformat: disable
+  gym = registry.gym_from_config({"name": args.gym, **settings})
+  session = session_lib.Session(
+      args.gym, gym, out=args.out, by=args.by, only_solved=args.only_solved,
+      timeout_s=args.timeout,
+  )  # pyformat: disable
+  solved = 0
+  try:
+    if args.by != "person":
+      for number in range(args.episodes):
+        await _by_itself(
+            session, task(number), iter(script) if script is not None else None
+        )
+        solved += session.evaluation.success
+        print(
+            f"{session.task.task_id}: {session.task.instruction}"
+            f" -> {'solved' if session.evaluation.success else 'not solved'}"
+            f" in {len(session.actions)} turns"
+        )
+    elif args.terminal:
+      await terminal.play(session, task(0), out=sys.stdout)
+      solved += session.evaluation.success
+    else:
+      await _serve(args, session, task)
+  except terminal.Quit:
+    print("left; nothing is recorded of this task")
+  finally:
+    await session.close()
+  if args.out is not None:
+    print(f"{session.recorded} recorded in {args.out}")
+  return 0
+
+
+async def _serve(
+    args: argparse.Namespace, session: session_lib.Session, task: Any
+) -> None:
+  import uvicorn  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.environments.play import page as page_lib  # pylint: disable=g-import-not-at-top
+
+  listening = serving.listen("127.0.0.1", args.port)
+  page = page_lib.Page(session, task)
+  listening.listen()
+  port = listening.getsockname()[1]
+  # Behind '#', the key is not sent, logged or passed on by the browser.
+  print(f"open http://127.0.0.1:{port}/#{page.key}   (Ctrl-C ends)", flush=True)
+  config = uvicorn.Config(
+      page.asgi, log_config=None, log_level="warning",
+      timeout_graceful_shutdown=2,
+  )
+  await uvicorn.Server(config).serve(sockets=[listening])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns the exit status."""
+  args = parser().parse_args(argv)
+  try:
+    return asyncio.run(_play(args))
+  except (OSError, ValueError, ImportError, RuntimeError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    return 130
+
+
+if __name__ == "__main__":
+  sys.exit(main())

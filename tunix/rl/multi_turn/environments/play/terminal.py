@@ -1,0 +1,124 @@
+"""Playing in a terminal: the picture in blocks of colour, actions as words."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from typing import Callable, TextIO
+
+import numpy as np
+from PIL import Image
+from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.play import session as session_lib
+
+Action = gui_action.GuiAction
+HELP = """\
+  click X Y | double X Y | right X Y | move X Y | drag X Y X2 Y2
+  scroll X Y DY | type TEXT | key CTRL+A | wait | answer TEXT | done
+  help (the oracle's next action) | quit"""
+
+
+class Quit(Exception):
+  """The player has had enough."""
+
+
+def picture(pixels: np.ndarray, columns: int) -> str:
+  """uint8[H, W, 3] as text, two pixels a character, in 24-bit colour."""
+  height, width = pixels.shape[:2]
+  columns = min(columns, width)
+  rows = max(2, round(height * columns / width) // 2 * 2)
+  small = np.asarray(Image.fromarray(pixels).resize((columns, rows)))
+  lines = []
+  for y in range(0, rows, 2):
+    cells = (
+        "\x1b[38;2;{};{};{}m\x1b[48;2;{};{};{}m▀".format(*top, *below)
+        for top, below in zip(small[y].tolist(), small[y + 1].tolist())
+    )
+    lines.append("".join(cells) + "\x1b[0m")
+  return "\n".join(lines)
+
+
+def parse(line: str) -> Action:
+  """An action in words; see `HELP`.
+
+  Raises:
+    ValueError: saying what is wrong.
+  """
+  word, _, rest = line.strip().partition(" ")
+  word = word.lower()
+  if word in ("type", "answer"):
+    return Action(word, text=rest)
+  if word in ("done", "terminate"):
+    return Action("terminate")
+  if word == "wait":
+    return Action("wait")
+  if word == "key":
+    keys = tuple(k for k in rest.strip().lower().split("+") if k)
+    return Action("key", keys=keys)
+  counts = {
+      "click": 2, "double": 2, "right": 2, "move": 2, "drag": 4, "scroll": 3,
+  }  # pyformat: disable
+  if word not in counts:
+    raise ValueError(f"{word!r} is no action; there are\n{HELP}")
+  try:
+    numbers = [float(n) for n in shlex.split(rest)]
+  except ValueError:
+    numbers = []
+  if len(numbers) != counts[word]:
+    raise ValueError(f"{word} needs {counts[word]} numbers, got {rest!r}")
+  x, y = numbers[:2]
+  if word == "move":
+    return Action("move", x=x, y=y)
+  if word == "drag":
+    return Action("drag", x=x, y=y, x2=numbers[2], y2=numbers[3])
+  if word == "scroll":
+    return Action("scroll", x=x, y=y, dy=numbers[2])
+  return Action(
+      "click", x=x, y=y, button="right" if word == "right" else "left",
+      count=2 if word == "double" else 1,
+  )  # pyformat: disable
+
+
+async def play(
+    session: session_lib.Session,
+    task: base.Task,
+    *,
+    read: Callable[[str], str] = input,
+    out: TextIO,
+) -> None:
+  """One task, to its end.
+
+  Raises:
+    Quit: the player left; nothing is recorded of this task.
+  """
+  await session.start(task)
+  print(f"\n{session.task.task_id}: {session.task.instruction}", file=out)
+  print(HELP, file=out)
+  while session.evaluation is None:
+    _show(session, out)
+    try:
+      line = read("> ").strip()
+    except EOFError:
+      raise Quit() from None
+    if line in ("quit", "exit"):
+      raise Quit()
+    try:
+      if line == "help":
+        action = await session.next_right()
+        print(f"  {action.to_json() if action else 'it is over'}", file=out)
+      else:
+        await session.act(parse(line))
+    except (ValueError, RuntimeError, LookupError) as error:
+      print(f"{type(error).__name__}: {error}", file=out)
+  verdict = session.evaluation
+  said = "solved" if verdict.success else "not solved"
+  print(f"{said}, score {verdict.score:g}", file=out)
+
+
+def _show(session: session_lib.Session, out: TextIO) -> None:
+  pixels = session.seen.screenshot
+  if out.isatty():
+    print(picture(pixels, shutil.get_terminal_size().columns), file=out)
+  height, width = pixels.shape[:2]
+  print(f"[{width}x{height}] {session.seen.text}".rstrip(), file=out)

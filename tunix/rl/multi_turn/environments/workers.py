@@ -1,0 +1,293 @@
+"""Gyms in processes of their own, behind the `Gym` protocol.
+
+`GymWorkers` keeps a number of processes; each gym that it makes lives in the
+least busy one. Promises: when a process dies, whatever the cause, the calls
+into its gyms raise `WorkerDiedError` at once, gyms of other processes do not
+notice, and a new process takes its place; a process ends with its parent.
+
+Does not protect the machine from what a gym does: a process is a wall against
+crashes and memory, not against malice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+import logging
+import multiprocessing
+import signal
+import threading
+from typing import Any, Mapping, Sequence
+
+from tunix.rl.multi_turn import concurrency
+from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.environments.gyms import base
+
+_LOG = logging.getLogger(__name__)
+
+
+class WorkerDiedError(RuntimeError):
+  """The process that held the gym is gone."""
+
+  code = "worker_died"
+
+
+class WorkerGymError(RuntimeError):
+  """The gym raised, in its process; the message names what."""
+
+
+class WorkerGym:
+  """A gym that lives in a worker; see `GymWorkers.make`."""
+
+  def __init__(self, worker: _Worker, settings: Mapping[str, Any]):
+    self._worker = worker
+    self._settings = dict(settings)
+    self._id = next(worker.ids)
+    self._made = False
+    worker.gyms.add(self._id)
+
+  @property
+  def lost(self) -> bool:
+    """Whether its process is gone."""
+    return not self._worker.alive
+
+  async def start(self, task: base.Task) -> base.Observation:
+    if not self._made:
+      await self._worker.call(self._id, "make", self._settings)
+      self._made = True
+    return await self._worker.call(self._id, "start", task)
+
+  async def act(self, action: gui_action.GuiAction) -> base.Observation:
+    return await self._worker.call(self._id, "act", action)
+
+  async def evaluate(self) -> base.Evaluation:
+    return await self._worker.call(self._id, "evaluate")
+
+  async def close(self) -> None:
+    """Idempotent; a gym whose process is gone is closed."""
+    if self._id not in self._worker.gyms:
+      return
+    self._worker.gyms.discard(self._id)
+    try:
+      await self._worker.call(self._id, "close")
+    except WorkerDiedError:
+      pass
+
+
+class GymWorkers:
+  """Processes that hold gyms; belongs to one event loop."""
+
+  def __init__(self, count: int, *, imports: Sequence[str] = ()):
+    """Args:
+
+      count: of processes.
+      imports: modules that they import first, e.g. to register gyms.
+
+    Raises:
+      ValueError: count < 1.
+    """
+    if count < 1:
+      raise ValueError(f"workers={count} must be >= 1")
+    self._imports = tuple(imports)
+    # Forked from a process that has imported what all of them need, and that
+    # has no threads; importing anew takes seconds.
+    self._context = multiprocessing.get_context("forkserver")
+    self._context.set_forkserver_preload([__name__, *self._imports])
+    self._workers: list[_Worker | None] = [None] * count
+    self._closed = False
+    self.deaths = 0
+
+  @property
+  def pids(self) -> tuple[int, ...]:
+    """Of the processes that run, in no order."""
+    return tuple(w.pid for w in self._workers if w is not None and w.alive)
+
+  async def make(self, settings: Mapping[str, Any]) -> WorkerGym:
+    """A gym of `{"name": …, and its settings}`, in the least busy process.
+
+    Raises:
+      RuntimeError: closed, or no process can be started.
+    """
+    if self._closed:
+      raise RuntimeError("the workers are closed")
+    for i, worker in enumerate(self._workers):
+      if worker is None or not worker.alive:
+        self.deaths += worker is not None
+        self._workers[i] = _Worker(self._context, self._imports)
+    return WorkerGym(min(self._workers, key=lambda w: len(w.gyms)), settings)
+
+  async def aclose(self) -> None:
+    """Ends the processes, by force after a few seconds."""
+    self._closed = True
+    workers = [w for w in self._workers if w is not None]
+    await asyncio.gather(
+        *(concurrency.acall(w.close, seconds=15.0) for w in workers),
+        return_exceptions=True,
+    )
+
+
+class _Worker:
+  """One process, seen from its parent."""
+
+  def __init__(self, context: Any, imports: tuple[str, ...]):
+    self._loop = asyncio.get_running_loop()
+    self._pipe, theirs = context.Pipe()
+    self._calls: dict[int, asyncio.Future[Any]] = {}
+    self._numbers = itertools.count()
+    self.ids = itertools.count()
+    self.gyms: set[int] = set()
+    self._process = context.Process(
+        target=_serve, args=(theirs, imports), daemon=True, name="tunix-gyms"
+    )
+    self._process.start()
+    theirs.close()
+    self.pid = self._process.pid
+    self.alive = True
+    threading.Thread(
+        target=self._read, name="tunix-gym-worker", daemon=True
+    ).start()
+
+  async def call(self, gym: int, name: str, *args: Any) -> Any:
+    if not self.alive:
+      raise self._died()
+    number = next(self._numbers)
+    future = self._calls[number] = self._loop.create_future()
+    try:
+      self._pipe.send((number, gym, name, args))
+      return await future
+    except (OSError, ValueError) as error:
+      self._lost()
+      raise self._died() from error
+    except asyncio.CancelledError:
+      if self.alive:
+        try:
+          self._pipe.send((number, gym, "cancel", ()))
+        except (OSError, ValueError):
+          pass
+      raise
+    finally:
+      self._calls.pop(number, None)
+
+  def _read(self) -> None:
+    """In a thread: answers to whom they are for, until the process ends."""
+    try:
+      while True:
+        answer = self._pipe.recv()
+        self._loop.call_soon_threadsafe(self._answer, *answer)
+    except Exception as error:  # pylint: disable=broad-except
+      # The end of the pipe, or half a message of a process that was killed.
+      if not isinstance(error, (EOFError, OSError)):
+        _LOG.error("worker %s sent what cannot be read: %r", self.pid, error)
+    try:
+      self._loop.call_soon_threadsafe(self._lost)
+    except RuntimeError:
+      pass  # The loop is closed: nobody waits.
+
+  def _answer(self, number: int, value: Any, error: Any) -> None:
+    future = self._calls.get(number)
+    if future is None or future.done():
+      return
+    if error is None:
+      future.set_result(value)
+    else:
+      raised = WorkerGymError(error[0])
+      if error[1]:
+        raised.code = error[1]
+      future.set_exception(raised)
+
+  def _lost(self) -> None:
+    self.alive = False
+    self.gyms.clear()
+    for future in self._calls.values():
+      if not future.done():
+        future.set_exception(self._died())
+
+  def _died(self) -> WorkerDiedError:
+    code = self._process.exitcode
+    how = f"with exit code {code}" if code is not None else "unexpectedly"
+    return WorkerDiedError(
+        f"the gym's process {self.pid} has ended {how}; its episodes are lost"
+    )
+
+  def close(self) -> None:
+    """Blocks for a few seconds at most."""
+    try:
+      self._pipe.send(None)
+    except (OSError, ValueError):
+      pass
+    self._process.join(5.0)
+    if self._process.is_alive():
+      self._process.kill()
+      self._process.join(5.0)
+    self._pipe.close()
+
+
+# --- in the process -----------------------------------------------------------
+
+
+def _serve(pipe: Any, imports: tuple[str, ...]) -> None:
+  """The process's main function."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent says when.
+  for name in imports:
+    importlib.import_module(name)
+  asyncio.run(_answer_calls(pipe))
+
+
+async def _answer_calls(pipe: Any) -> None:
+  from tunix.rl.multi_turn.environments import registry  # pylint: disable=g-import-not-at-top
+
+  loop = asyncio.get_running_loop()
+  ended = asyncio.Event()
+  gyms: dict[int, Any] = {}
+  running: dict[int, asyncio.Task[None]] = {}
+
+  def send(*answer: Any) -> None:
+    try:
+      pipe.send(answer)
+    except OSError:
+      ended.set()
+
+  async def run(number: int, gym: int, name: str, args: Any) -> None:
+    try:
+      if name == "make":
+        gyms[gym] = registry.gym_from_config(*args)
+        value = None
+      else:
+        target = gyms.pop(gym, None) if name == "close" else gyms[gym]
+        value = None
+        if target is not None:
+          value = await concurrency.acall(getattr(target, name), *args)
+      send(number, value, None)
+    except Exception as error:  # pylint: disable=broad-except
+      code = getattr(error, "code", "")
+      text = f"{type(error).__name__}: {error}"
+      send(number, None, (text, code if isinstance(code, str) else ""))
+    finally:
+      running.pop(number, None)
+
+  def readable() -> None:
+    try:
+      message = pipe.recv()
+    except (EOFError, OSError):
+      message = None
+    if message is None:  # Told to end, or the parent is gone.
+      loop.remove_reader(pipe.fileno())
+      ended.set()
+      return
+    number, gym, name, args = message
+    if name == "cancel":
+      if number in running:
+        running[number].cancel()
+      return
+    running[number] = asyncio.ensure_future(run(number, gym, name, args))
+
+  loop.add_reader(pipe.fileno(), readable)
+  await ended.wait()
+  for task in list(running.values()):
+    task.cancel()
+  for gym in list(gyms.values()):
+    try:
+      await concurrency.acall(gym.close, seconds=2.0)
+    except Exception:  # pylint: disable=broad-except
+      pass  # The process ends; so does what it holds.
