@@ -386,3 +386,60 @@ def test_compiling_on_demand_is_told_apart(model):
     stats = engine.stats()
     assert stats["compiles_on_demand"] == 1
     assert stats["compiles_after_warm_up"] == 0
+
+
+class Panic(BaseException):
+  """As native code raises that has failed an assertion."""
+
+
+class Says:
+  """A grammar whose mask is whatever it was given; an exception is raised."""
+
+  def __init__(self, mask):
+    self.mask = mask
+
+  def allowed(self):
+    if isinstance(self.mask, BaseException):
+      raise self.mask
+    return self.mask
+
+  def advance(self, token):
+    del token
+
+
+def _raise(error):
+  raise error
+
+
+WORDS = -(-micro.VOCAB // 32)
+
+
+@pytest.mark.parametrize("options, words", (
+    (dict(grammar=Says(np.ones(1, np.uint32))), r"uint32\[1\]"),
+    (dict(grammar=Says(np.ones((1, WORDS), np.uint32))), r"uint32\[1, "),
+    (dict(grammar=Says(np.ones(WORDS, np.float32))), "float32"),
+    (dict(grammar=Says(Panic("lost"))), "Panic: lost"),
+    (dict(stop_when=lambda tokens: 1.0), "1.0, which is no number"),
+    (dict(stop_when=lambda tokens: "x"), "'x', which is no number"),
+    (dict(stop_when=lambda tokens: _raise(Panic("lost"))), "Panic: lost"),
+))  # pyformat: disable
+def test_who_steers_wrongly_fails_alone(engine, options, words):
+  sampling = Sampling(max_new_tokens=9, seed=1)
+  right = dict(grammar=Says(guidance.pack(np.ones(micro.VOCAB, bool))))
+
+  async def run():
+    return await asyncio.gather(
+        *(
+            engine.generate(
+                micro.prompt_of(PROMPT), sampling, session=name, **asked
+            )
+            for name, asked in (("a", {}), ("b", right), ("c", options))
+        ),
+        return_exceptions=True,
+    )
+
+  a, b, c = asyncio.run(asyncio.wait_for(run(), 100))
+  assert len(a.tokens) == len(b.tokens) == 9
+  with pytest.raises((ValueError, RuntimeError), match=words):
+    raise c
+  assert engine.healthy

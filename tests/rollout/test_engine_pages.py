@@ -278,6 +278,89 @@ async def test_an_update_in_the_middle_of_preemptions(make, model, store):
   assert mixed
 
 
+async def test_between_turns_waits_for_the_preempted_too(make, model, store):
+  """Completions keep one version each, however often they begin again."""
+  engine = make(cache_tokens=72, update_policy="between_turns")
+  rng = np.random.default_rng(6)
+  prompts = [
+      micro.with_text(np.zeros(0, np.int32), rng, 9) for _ in range(4)
+  ]
+  other = micro.MicroPolicy(nnx.Rngs(9))
+  told = []
+
+  def on_tokens(new):
+    del new
+    if not told and engine.stats()["preemptions"]:
+      told.append(engine.update_weights(1, other))
+
+  async with asyncio.timeout(250):
+    done = await asyncio.gather(*(
+        engine.generate(
+            micro.prompt_of(p),
+            Sampling(max_new_tokens=45, temperature=0.0),
+            session=f"s{i}",
+            on_tokens=on_tokens,
+        )
+        for i, p in enumerate(prompts)
+    ))
+    late = await engine.generate(
+        micro.prompt_of(prompts[0]), GREEDY, session="late"
+    )
+  assert told
+  for p, completion in zip(prompts, done):
+    (version,) = set(completion.versions.tolist())
+    weights = (model, other)[version]
+    micro.check_greedy(weights, store, p, (), completion)
+  assert set(late.versions.tolist()) == {1}
+
+
+async def test_a_prompt_that_cannot_be_placed_again_fails_alone(
+    make, model, store, monkeypatch
+):
+  """The second time it is asked, the processor raises."""
+  engine = make(cache_tokens=72, share_prefixes=False)
+  processor = engine._processor  # pylint: disable=protected-access
+  rng = np.random.default_rng(6)
+  prompts = [
+      micro.with_text(np.zeros(0, np.int32), rng, 9 + i) for i in range(4)
+  ]
+  asked, ask = set(), type(processor).positions
+
+  def positions(self, tokens, images, start=0):
+    if len(tokens) in asked and len(tokens) == 13:  # The last one's.
+      raise ValueError("not again")
+    asked.add(len(tokens))
+    return ask(self, tokens, images, start)
+
+  monkeypatch.setattr(type(processor), "positions", positions)
+  # As if what is known began later than where it is prefilled from.
+  locate = engine._scheduler._locate  # pylint: disable=protected-access
+
+  def forgetful(request, start):
+    locate(request, start)
+    if len(request.prompt) == 12:
+      request.positions = request.positions[4:]
+      request.positions_from += 4
+
+  monkeypatch.setattr(engine._scheduler, "_locate", forgetful)  # pylint: disable=protected-access
+  async with asyncio.timeout(100):
+    done = await asyncio.gather(
+        *(
+            engine.generate(
+                micro.prompt_of(p),
+                Sampling(max_new_tokens=20, temperature=0.0),
+                session=f"s{i}",
+            )
+            for i, p in enumerate(prompts)
+        ),
+        return_exceptions=True,
+    )
+  assert isinstance(done[3], ValueError) and "not again" in str(done[3])
+  for p, completion in zip(prompts[:3], done):
+    micro.check_greedy(model, store, p, (), completion)
+  assert engine.stats()["recoveries"] == 0
+
+
 def ends(engine, *requests):
   """Sessions in the order in which they end, a round at a time."""
   scheduler = engine._scheduler  # pylint: disable=protected-access

@@ -551,6 +551,38 @@ def test_close_fails_what_is_pending_and_leaves_no_thread(make):
     engine.update_weights(1, micro.MicroPolicy(nnx.Rngs(0)))
 
 
+async def test_nobody_waits_for_a_pause_or_an_update(make, model):
+  """Their futures may be cancelled at any time."""
+  engine = make()
+  done = await engine.generate(PROMPT, Sampling(3), session="a")
+  slow_down(engine, 0.2)
+  running = asyncio.ensure_future(
+      engine.generate(PROMPT, Sampling(20), session="b")
+  )
+  await until(lambda: engine.stats()["active"])
+  for future in (engine.pause(), engine.update_weights(1, model)):
+    assert future.cancel()
+  engine.resume()
+  assert len((await asyncio.wait_for(running, 60)).tokens)
+  assert len(done.tokens) and engine.healthy
+
+
+async def test_close_ends_requests_beside_cancelled_futures(make, model):
+  engine = make()
+  slow_down(engine, 0.3)
+  running = asyncio.ensure_future(
+      engine.generate(PROMPT, Sampling(20), session="a")
+  )
+  await until(lambda: engine.stats()["active"])
+  engine.update_weights(1, model).cancel()
+  waiting = engine.pause()
+  await asyncio.to_thread(engine.close)
+  with pytest.raises(engine_lib.EngineError, match="closed"):
+    await asyncio.wait_for(running, 60)
+  with pytest.raises(engine_lib.EngineError, match="closed"):
+    waiting.result(60)
+
+
 def test_several_event_loops_share_an_engine(make):
   engine = make()
   counts = []

@@ -567,13 +567,13 @@ class RolloutEngine:
       scheduler.release(args[0])
     elif kind == "pause":
       self._paused = True
-      args[0].set_result(None)
+      _settle(args[0], None)
     elif kind == "resume":
       self._paused = False
     else:
       version, params, done = args
       scheduler.set_weights(version, params)
-      done.set_result(version)
+      _settle(done, version)
 
   def _wait_time(self) -> float | None:
     """Seconds until the next round may start; None: not before news."""
@@ -654,15 +654,26 @@ class RolloutEngine:
       commands = list(self._inbox)
       self._inbox.clear()
     pending = [*slots.waiting, *slots.active]
-    for kind, *args in commands:
-      if kind == "submit":
-        pending.append(args[0])
-      elif kind in ("weights", "pause"):
-        args[-1].set_exception(error)
+    pending += [args[0] for kind, *args in commands if kind == "submit"]
     for request in pending:
       if request.outcome is None:
         request.outcome = error
     self._resolve(pending)
+    for kind, *args in commands:
+      if kind in ("weights", "pause"):
+        _settle(args[-1], error)
+
+
+def _settle(
+    future: concurrent.futures.Future[Any], outcome: Any
+) -> None:
+  """Gives a result or an exception to whoever still wants it."""
+  if not future.set_running_or_notify_cancel():
+    return
+  if isinstance(outcome, BaseException):
+    future.set_exception(outcome)
+  else:
+    future.set_result(outcome)
 
 
 def _set_outcomes(requests: Sequence[slots_lib.Request]) -> None:

@@ -8,6 +8,7 @@ that it does: they must be quick. One that raises fails its request alone.
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Callable, Protocol, Sequence
 
 import numpy as np
@@ -34,6 +35,17 @@ def pack(tokens_V: np.ndarray) -> np.ndarray:
   return np.packbits(padded, bitorder="little").view(np.uint32)
 
 
+def _ask(call: Callable[..., Any], *args: Any) -> Any:
+  """What it says. Native code may raise what is no `Exception`; that, too,
+  concerns its request alone."""
+  try:
+    return call(*args)
+  except (Exception, KeyboardInterrupt, SystemExit):
+    raise
+  except BaseException as error:
+    raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
 def masks(
     requests: Sequence[Any], unbanned: np.ndarray
 ) -> tuple[dict[Any, np.ndarray], dict[Any, Exception]]:
@@ -46,7 +58,15 @@ def masks(
   found, failed = {}, {}
   for request in requests:
     try:
-      mask = request.grammar.allowed()
+      mask = np.asarray(_ask(request.grammar.allowed))
+      if mask.shape != unbanned.shape or mask.dtype not in (
+          np.uint32, np.int32
+      ):  # pyformat: disable
+        raise ValueError(
+            f"grammar allows {mask.dtype}{list(mask.shape)}, which is no"
+            f" uint32{list(unbanned.shape)}, a bit a token"
+        )
+      mask = mask.view(np.uint32)
       if not np.any(mask & unbanned):
         raise ValueError(
             "grammar allows no token that may be sampled after"
@@ -73,14 +93,19 @@ def show(request: Any, tokens: np.ndarray, start: int, stopped: bool) -> bool:
   """
   if request.grammar is not None and not stopped:
     for token in tokens[start : request.length]:
-      request.grammar.advance(int(token))
+      _ask(request.grammar.advance, int(token))
   if request.stop_when is None:
     return False
   begin = len(request.prompt)
-  keep = request.stop_when(tokens[begin : request.length].copy())
+  keep = _ask(request.stop_when, tokens[begin : request.length].copy())
   if keep is None:
     return False
-  end = begin + keep
+  try:
+    end = begin + operator.index(keep)
+  except TypeError:
+    raise ValueError(
+        f"stop_when returned {keep!r}, which is no number of tokens"
+    ) from None
   if not start < end <= request.length:
     raise ValueError(
         f"stop_when returned {keep}, which is none of the new tokens: it was"

@@ -113,7 +113,9 @@ class Scheduler:
   def _apply_weights(self) -> None:
     if self._weights is None:
       return
-    if self._update_policy == "between_turns" and self.busy:
+    if self._update_policy == "between_turns" and (
+        self.busy or any(r.preempted for r in self.slots.waiting)
+    ):
       return
     self.version, params = self._weights
     self._weights = None
@@ -173,8 +175,7 @@ class Scheduler:
   def step(self) -> None:
     """One round; leaves finished requests for `take_done`."""
     self._apply_weights()
-    if self._weights is None:  # Else the running ones finish first.
-      self._admit()
+    self._admit()
     self._prefill()
     self._decode()
     if self._poisoned:
@@ -188,6 +189,8 @@ class Scheduler:
     for request in list(self.slots.waiting):
       if self.lot is not None and request not in self.lot:
         continue
+      if self._weights is not None and not request.preempted:
+        continue  # Those that have begun end with the weights they have.
       if not self.slots.has_room:
         break
       try:
@@ -205,7 +208,12 @@ class Scheduler:
     tokens = request.preempted[1] if request.preempted else prompt.tokens
     before = sequence.cached
     shared = sequence.begin(tokens, prompt.images, n - 1)
-    if not self._make_room(request, n):
+    # For the first decode call too, or it would be preempted there.
+    left = self.programs.context_length - n
+    if request.preempted:
+      left = int(request.preempted[0][P.REMAINING])
+    left = min(left, request.sampling.max_new_tokens, self.shapes.steps)
+    if not self._make_room(request, n - 1 + left):
       sequence.rest()
       return False
     slot = self.slots.place(request)
@@ -388,8 +396,13 @@ class Scheduler:
         continue  # In the next call.
       if own and not self._check_images(request, own):
         continue
+      try:
+        placed = self._positions(request, start, end)
+      except Exception as error:  # pylint: disable=broad-except
+        self._end(request, error)
+        continue
       spans += own
-      rows.append((request, start, end, own))
+      rows.append((request, start, end, own, placed))
     if not rows:
       return
     self._vision.ensure(spans)
@@ -399,10 +412,10 @@ class Scheduler:
     tokens = np.zeros((count, size), np.int32)
     positions = np.zeros((count, size, 3), np.int32)
     vision = np.full((count, size), -1, np.int32)
-    for r, (request, start, end, own) in enumerate(rows):
+    for r, (request, start, end, own, placed) in enumerate(rows):
       starts[r], lengths[r] = start, end - start
       tokens[r, : end - start] = self.slots.tokens[request.slot, start:end]
-      positions[r, : end - start] = self._positions(request, start, end)
+      positions[r, : end - start] = placed
       for span in own:
         a, b = max(start, span.offset), min(end, span.end)
         places = self._vision.places(span)
@@ -411,7 +424,7 @@ class Scheduler:
         ]
     pages = self._page_rows([row[0] for row in rows], count, window)
     self.programs.prefill(pages, tokens, positions, vision, starts, lengths)
-    for request, start, end, _ in rows:
+    for request, start, end, *_ in rows:
       self._advance(request, end)
       request.prefilled += end - start
     self.counters.prefill_calls += 1
