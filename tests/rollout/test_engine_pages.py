@@ -1,6 +1,7 @@
 """Sequences share pages; a full cache costs time and nothing else."""
 
 import asyncio
+import time
 
 from flax import nnx
 import numpy as np
@@ -50,6 +51,17 @@ def _make(model, store, compiled):
   for engine, known in made:
     known.update(engine._programs._compiled)  # pylint: disable=protected-access
     engine.close()
+
+
+def slow_down(engine):
+  """Leaves the event loop time to see tokens before the next ones come."""
+  decode = engine._programs.decode  # pylint: disable=protected-access
+
+  def slow(*args):
+    time.sleep(0.02)
+    return decode(*args)
+
+  engine._programs.decode = slow  # pylint: disable=protected-access
 
 
 def held(engine):
@@ -236,6 +248,7 @@ async def test_new_sessions_see_nothing_of_older_weights(
 async def test_an_update_in_the_middle_of_preemptions(make, model, store):
   """Each token's version is that of the weights that drew it."""
   engine = make(cache_tokens=72, on_update="recompute")
+  slow_down(engine)
   other = micro.MicroPolicy(nnx.Rngs(9))
   rng = np.random.default_rng(6)
   prompts = [
@@ -281,6 +294,7 @@ async def test_an_update_in_the_middle_of_preemptions(make, model, store):
 async def test_between_turns_waits_for_the_preempted_too(make, model, store):
   """Completions keep one version each, however often they begin again."""
   engine = make(cache_tokens=72, update_policy="between_turns")
+  slow_down(engine)
   rng = np.random.default_rng(6)
   prompts = [
       micro.with_text(np.zeros(0, np.int32), rng, 9) for _ in range(4)
