@@ -57,9 +57,9 @@ def slow_down(engine):
   """Leaves the event loop time to see tokens before the next ones come."""
   decode = engine._programs.decode  # pylint: disable=protected-access
 
-  def slow(*args):
+  def slow(*args, **options):
     time.sleep(0.02)
-    return decode(*args)
+    return decode(*args, **options)
 
   engine._programs.decode = slow  # pylint: disable=protected-access
 
