@@ -2,7 +2,9 @@
 
 import datetime
 import json
+import pathlib
 import random
+import re
 import sqlite3
 import threading
 import time
@@ -401,6 +403,12 @@ def test_urls_that_are_none(tmp_path, url, says):
     client_of(url, tmp_path)
 
 
+def test_a_token_that_cannot_be_sent_is_refused_at_once(tmp_path):
+  for token in ("tm_\u2026", "a\nb"):
+    with pytest.raises(ValueError, match="copy it again"):
+      ingest_client.IngestClient(DEAD, token, spool_dir=tmp_path)
+
+
 def test_a_request_has_one_deadline_for_all_of_it():
   """Also when the answer comes a byte at a time."""
 
@@ -525,6 +533,22 @@ def test_the_life_of_a_training_through_the_hooks(server, tmp_path):
   assert found[0]["num_tokens"] == 7
   assert len(server.rows("task")) == len(server.rows("baseline")) == 1
   assert server.rows("eval")[0]["step"] == 2
+
+
+def test_the_code_in_the_documentation_runs(server, tmp_path, monkeypatch):
+  page = pathlib.Path(__file__).resolve().parents[2] / "docs" / "monitor.md"
+  (block,) = re.findall(
+      r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S
+  )
+  monkeypatch.setenv(ingest_client.SPOOL_VARIABLE, str(tmp_path / "spool"))
+  code = block.replace("http://127.0.0.1:8765", server.url)
+  exec(compile(code, "docs/monitor.md", "exec"), {})  # pylint: disable=exec-used
+  found = server.get("/api/v1/rollouts/an-id-of-its-own")
+  assert found["status"] == "completed" and found["task_success"] == 1
+  (body,) = re.findall(
+      r"^```json\n(.*?)^```", page.read_text("utf-8"), re.M | re.S
+  )
+  assert set(server.post(json.loads(body))) > {"rollouts", "turns"}
 
 
 # --- images -----------------------------------------------------------------

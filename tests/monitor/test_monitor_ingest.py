@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.schema import progress
 from tunix.rl.multi_turn.monitor.server import app as app_lib
+from tunix.rl.multi_turn.monitor.server import apply
 
 base, episode, joined = (
     monitor_server.base, monitor_server.episode, monitor_server.joined,
@@ -262,6 +263,8 @@ BAD = [
     ({"training": {"run_nam": "x"}}, "training.run_nam", "run_name"),
     ({"training": {"config_json": "{"}}, "training.config_json", "not JSON"),
     ({"training": []}, "training", "object"),
+    ({"training": {"run_name": "x" * 501}}, "training.run_name", "1 to 500"),
+    ({"rollouts": [{"rollout_id": ""}]}, "rollouts[0].rollout_id", "1 to 500"),
     ({"rollout": []}, "rollout", "rollouts"),
     ({"rollouts": {}}, "rollouts", "array"),
     ({"rollouts": [3]}, "rollouts[0]", "object"),
@@ -510,6 +513,28 @@ def test_many_clients_at_once_lose_and_repeat_nothing(server):
   assert counts["rollout"] == counts["environment"] == 60
   assert counts["turn"] == counts["action"] == counts["obs"] == 120
   assert server.app.writer.commits < 81 + 1
+
+
+def test_a_batch_that_nobody_thought_of_fails_alone(server, monkeypatch):
+  server.post(base())
+  real = apply._Work.apply  # pylint: disable=protected-access
+
+  def fail(self, batch):
+    reply = real(self, batch)
+    if any(i.client_id == "bad" for i in batch.items.get("rollout", ())):
+      raise KeyError("a bug")
+    return reply
+
+  monkeypatch.setattr(apply._Work, "apply", fail)
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    names = [f"r{n}" for n in range(10)] + ["bad"]
+    replies = list(pool.map(
+        lambda n: server.http.post("/api/ingest/batch", json=episode(n)), names
+    ))  # pyformat: disable
+  assert [r.status_code for r in replies] == [200] * 10 + [422]
+  assert "a bug" in replies[-1].json()["detail"]
+  stored = {r["rollout_id"] for r in server.rows("rollout")}
+  assert stored == {f"r{n}" for n in range(10)}
 
 
 # --- when the disk does not -------------------------------------------------

@@ -58,6 +58,10 @@ class Transport:
       raise ValueError(
           f"monitor URL {base_url!r}: give http://host:port or https://host"
       )
+    if token and not (token.isascii() and token.isprintable()):
+      raise ValueError(
+          "the token has characters that no token has; copy it again"
+      )
     if timeout_s <= 0:
       raise ValueError(f"timeout_seconds={timeout_s}: give more than 0")
     self._url = url

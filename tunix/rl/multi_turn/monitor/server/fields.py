@@ -17,6 +17,7 @@ from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 
 _MAX_TEXT = 4 << 20
+_MAX_KEY = 500  # An entry of PostgreSQL's indices is at most 2.7 kB.
 _INT64 = 1 << 63
 _UTC = datetime.timezone.utc
 _MILLISECONDS_FROM = 1e11
@@ -46,6 +47,14 @@ def text(value: Any) -> str:
     raise WrongValue(f"has {len(value)} characters; at most {_MAX_TEXT}")
   # No text of PostgreSQL holds it. Its picture says that it was there.
   return value.replace("\0", "\u2400") if "\0" in value else value
+
+
+def key(value: Any) -> str:
+  """Text that something is found by."""
+  value = text(value)
+  if not 0 < len(value) <= _MAX_KEY:
+    raise WrongValue(f"give text of 1 to {_MAX_KEY} characters")
+  return value
 
 
 def integer(value: Any) -> int:
@@ -174,6 +183,9 @@ _JSON = _JSON_ARRAYS | {
     "config_json", "rollout_progress", "training_progress", "metrics_json",
     "summary_json", "tool_args", "model_input_json", "details_json",
 }  # pyformat: disable
+_KEYS = frozenset({
+    ("training", "run_name"), ("task", "task_id"), ("rollout", "rollout_id"),
+})  # pyformat: disable
 _FLAGS = frozenset({
     "is_eval", "task_completed", "task_success", "agent_reported_success",
     "validation_passed", "ran_out_of_turns", "attempted_completion",
@@ -186,6 +198,8 @@ def reader(table: str, column: sa.Column) -> Callable[[Any], Any]:
   name = column.name
   if (table, name) in vocabulary.CHOICES:
     return choice(table, name)
+  if (table, name) in _KEYS:
+    return key
   if name in _JSON_ARRAYS:
     return json_array
   if name in _JSON:

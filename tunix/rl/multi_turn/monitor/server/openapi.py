@@ -67,9 +67,10 @@ def _operation(operation: Operation) -> dict[str, Any]:
   for part in operation.path.split("/"):
     if part.startswith("{"):
       name, _, kind = part.strip("{}").partition(":")
+      kind = "integer" if kind == "int" else name
       parameters.append({
           "name": name, "in": "path", "required": True,
-          "schema": _parameter("integer" if kind == "int" else "string"),
+          "schema": _parameter(kind),
       })  # pyformat: disable
   for name, kind in operation.query:
     parameters.append(

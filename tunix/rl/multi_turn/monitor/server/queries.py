@@ -89,6 +89,10 @@ class Queries:
     """
     r = tables.rollout
     query = _select(r, _HEAVY["rollout"]).where(self._is_mine(project))
+    if (training := filters.get("training_id")) is not None:
+      # Found by the training's steps, not by looking at every rollout.
+      own = _rollouts_of(training)
+      query = query.join(own, own.c.id == r.c.id)
     for kind in vocabulary.SOURCE_TYPES:
       if (id_ := filters.get(f"{kind}_id")) is not None:
         # Both columns, so that the index serves.
@@ -100,8 +104,6 @@ class Queries:
         query = query.where(r.c[name] == value)
     if (value := filters.get("success")) is not None:
       query = query.where(r.c.task_success == value)
-    if (training := filters.get("training_id")) is not None:
-      query = query.where(_in_training(training))
     return self._page(query, r.c.id, True, limit, after)
 
   def tasks(self, project: int, limit: int, after: str | None) -> Row:
@@ -392,19 +394,31 @@ class Queries:
       raise _absent(kind, id_)
 
 
-def _in_training(which: Any) -> sa.ColumnElement[bool]:
-  """Condition on rollouts: of a training, or of a SELECT of trainings."""
+def _rollouts_of(training: int) -> sa.Subquery:
+  """Ids of a training's rollouts, by the indices of their sources."""
   r = tables.rollout
   parts = []
   for kind in vocabulary.SOURCE_TYPES:
     t = tables.metadata.tables[kind]
-    own = (
-        t.c.training_id == which
-        if isinstance(which, int)
-        else t.c.training_id.in_(which)
-    )
+    own = sa.select(t.c.id).where(t.c.training_id == training)
     parts.append(
-        sa.exists().where(t.c.id == r.c[f"{kind}_id"], own).correlate(r)
+        sa.select(r.c.id).where(
+            r.c.source_type == kind, r.c[f"{kind}_id"].in_(own)
+        )
+    )
+  return sa.union_all(*parts).subquery("own")
+
+
+def _in_training(which: sa.Select) -> sa.ColumnElement[bool]:
+  """Condition on rollouts: of a SELECT of trainings."""
+  r = tables.rollout
+  parts = []
+  for kind in vocabulary.SOURCE_TYPES:
+    t = tables.metadata.tables[kind]
+    parts.append(
+        sa.exists()
+        .where(t.c.id == r.c[f"{kind}_id"], t.c.training_id.in_(which))
+        .correlate(r)
     )
   return sa.or_(*parts)
 

@@ -156,6 +156,7 @@ class Writer:
 
   def _write(self, work: list[Any]) -> None:
     answers: list[tuple[Any, Any]] = []
+    driver = self._engine.dialect.dbapi
     try:
       with database.writing(self._engine) as connection:
         if self._engine.dialect.name == "postgresql":
@@ -171,8 +172,14 @@ class Writer:
             answers.append((future, call(transaction)))
           except errors.ApiError as error:
             answers.append((future, error))
-          except self._engine.dialect.dbapi.IntegrityError as error:
+          except driver.IntegrityError as error:
             answers.append((future, _refused(error)))
+          except (driver.OperationalError, OSError):
+            raise  # Nobody's batch is at fault.
+          except Exception as error:  # pylint: disable=broad-except
+            # Sent again it would fail again, and all that wait behind it.
+            _LOG.exception("a batch cannot be applied")
+            answers.append((future, _impossible(error)))
         transaction.finish(prune=self.commits % _PRUNE_EVERY == 0)
         sql.close()
     except Exception as error:  # pylint: disable=broad-except
@@ -216,6 +223,15 @@ def _refused(error: Exception) -> errors.ApiError:
   """A rule of the schema that only the database could check."""
   return errors.ApiError(
       409, f"the database refuses the batch: {str(error).splitlines()[0]}"
+  )
+
+
+def _impossible(error: Exception) -> errors.ApiError:
+  """A batch that found something that was not thought of."""
+  return errors.ApiError(
+      422,
+      f"the server cannot apply the batch ({type(error).__name__}:"
+      f" {str(error)[:200]}); nothing of it was stored, and its log says more",
   )
 
 
