@@ -1,5 +1,6 @@
 """Episodes through a server: what goes over the wire, and what is left there."""
 
+import asyncio
 import contextlib
 
 import numpy as np
@@ -127,3 +128,39 @@ async def test_tool_outputs_go_through_the_server(served):
   assert len(shown) == 2 and "tool_call_id" not in shown[0]
   assert "result: 2" in str(shown[0]) and "result: 3" in str(shown[0])
   assert not held(served)
+
+
+# --- agents of somebody else's ------------------------------------------------
+
+
+async def test_an_agent_that_will_not_end_loses_nothing(served, monkeypatch):
+  monkeypatch.setattr(agent_session, "_GRACE_S", 0.05)
+  freed = asyncio.Event()
+
+  async def stubborn(client, model, computer, **options):
+    answer = await client.chat.completions.create(
+        model=model, messages=[await computer.reset()], **options
+    )
+    while not freed.is_set():
+      try:
+        await computer.act(answer.choices[0].message.content)
+        await asyncio.sleep(60)
+      except asyncio.CancelledError:
+        pass
+
+  async with connected(served, stubborn) as connection:
+    session = connection.model(SAMPLING).new_session("a", 1)
+    await session.reply(HELLO, 0, call)
+    assert held(served) == 1
+    (name,) = session.sessions()
+    async with asyncio.timeout(10):
+      # Told by who tears down the episode.
+      with pytest.raises(RuntimeError, match="after it was cancelled"):
+        await session.release(name)
+    assert session.build()[0].num_sampled
+    assert not held(served)
+    (left,) = agent_session._LEFT
+    freed.set()
+    left.cancel()
+    await asyncio.wait({left}, timeout=5)
+    assert left.done() and not agent_session._LEFT
