@@ -489,9 +489,8 @@ async def test_after_an_update_it_answers_with_the_new_weights(
           seen.append(got.tokens.tolist())
     # A path of its own each time, and the old ones go.
     assert len(set(fake.loaded)) == 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "v00000002", "v00000003",
-    ]  # pyformat: disable
+    left = sorted(str(p) for p in tmp_path.glob("*/*"))
+    assert left == fake.loaded[1:]
     if protocol == "vllm":
       assert fake.calls[:4] == [
           "pause keep", "reload_weights", "reset_prefix_cache", "resume",
@@ -600,20 +599,43 @@ def test_half_a_checkpoint_is_never_seen(ours, tmp_path):
   with pytest.raises(OSError, match="No space left"):
     weights.publish(1, broken).result(60)
   assert not told.found and not list(tmp_path.iterdir())
-  # What a run that was killed has left is no checkpoint of this one.
-  for name in ("v00000002", "v00000002.part"):
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "model.safetensors").write_text("half")
   assert weights.publish(2, ours.model).result(60) == 2
   weights.close()
   ((version, path, files),) = told.found
-  assert version == 2 and path == str(tmp_path / "v00000002")
+  assert version == 2 and path.startswith(f"{tmp_path}/")
   assert "model.safetensors" in files and "config.json" in files
   loaded, _, _ = checkpoint.load_policy(path)
   want = checkpoint.named_parameters(ours.model)
   for name, value in checkpoint.named_parameters(loaded).items():
     np.testing.assert_array_equal(value, want[name], err_msg=name)
-  assert [p.name for p in tmp_path.iterdir()] == ["v00000002"]
+  assert [str(p) for p in tmp_path.glob("*/*")] == [path]
+
+
+def test_a_path_is_told_with_one_content_only(tmp_path):
+  """Also by the next run in the same directory, or the same version again."""
+
+  def save(directory, params):
+    (directory / "w").write_text(params)
+
+  told = Told()
+  told.load = lambda path, version: told.found.append(path)
+  first = disk_weights.DiskWeights(tmp_path, save, [told])
+  for version in (98, 99, 100):
+    first.publish(version, f"first {version}").result(60)
+  first.close()
+  second = disk_weights.DiskWeights(tmp_path, save, [told])
+  texts = ["a", "b", "c", "d"]
+  for version, text in zip((0, 98, 99, 99), texts):
+    second.publish(version, text).result(60)
+    # Those of the other run are not this one's to count or delete.
+    assert (tmp_path / told.found[-1] / "w").read_text() == text
+  with pytest.raises(ValueError, match="98 is older than 99"):
+    second.publish(98, "old")
+  assert second.version == 99
+  second.close()
+  assert len(set(told.found)) == len(told.found) == 7
+  left = sorted(p.read_text() for p in tmp_path.glob("*/*/w"))
+  assert left == ["c", "d", "first 100", "first 99"]
 
 
 def test_engines_elsewhere_are_told_their_own_path(ours, tmp_path):
@@ -624,7 +646,8 @@ def test_engines_elsewhere_are_told_their_own_path(ours, tmp_path):
   )
   weights.publish(7, None).result(60)
   weights.close()
-  assert told.found == ["/mnt/weights/v00000007"]
+  (path,) = tmp_path.glob("*/*")
+  assert told.found == [f"/mnt/weights/{path.relative_to(tmp_path)}"]
 
 
 def test_an_adapter_is_written_into_the_weights(tmp_path):
@@ -640,7 +663,7 @@ def test_an_adapter_is_written_into_the_weights(tmp_path):
   )
   weights.publish(1, model).result(60)
   weights.close()
-  path = tmp_path / "v00000001"
+  (path,) = tmp_path.glob("*/*-v00000001")
   with safetensors.safe_open(path / "model.safetensors", "numpy") as file:
     names = list(file.keys())
   assert names and not any("lora" in name for name in names)

@@ -21,7 +21,8 @@ the episode.
 
 Promises: environment, deadlines, statuses and rewards are those of any other
 episode; an agent that raises is a model error; one that is not done when its
-episode is gets to know it (`act` returns None), and is cancelled if it goes on.
+episode is gets to know it (`act` returns None), is cancelled if it goes on, and
+left to itself, which is a fault, if it does not mind that either.
 
 Does not give answers to turns: an agent that asks several times before it acts
 makes more answers than steps, which `turn_returns` would take for turns.
@@ -42,7 +43,10 @@ from tunix.rl.multi_turn.trajectory_collector import model_calls
 Message = trajectory.Message
 Play = Callable[..., Coroutine[Any, Any, Any]]
 
-_GRACE_S = 1.0  # For an agent to end once its episode has.
+_GRACE_S = 1.0  # For an agent to end once its episode has, or is cancelled.
+
+# Agents that would not end; asyncio itself holds tasks weakly.
+_LEFT: set[asyncio.Task[Any]] = set()
 
 
 def load(name: str) -> Play:
@@ -152,13 +156,24 @@ class AgentSession(proxy.ProxySession):
     return model_calls.Reply("")
 
   async def release(self, session: str) -> None:
-    """Ends the agent, and fetches what was sampled for it."""
-    if self._agent is not None:
-      self._sights.put_nowait(None)
-      await asyncio.wait({self._agent}, timeout=_GRACE_S)
-      self._agent.cancel()
-      await asyncio.gather(self._agent, return_exceptions=True)
-    await super().release(session)
+    """Ends the agent, and fetches what was sampled for it.
+
+    Raises:
+      RuntimeError: the agent goes on though it was cancelled. What was sampled
+        has been fetched, and its session is gone.
+    """
+    ended = True
+    try:
+      if self._agent is not None:
+        self._sights.put_nowait(None)
+        ended = await _ended(self._agent)
+    finally:
+      await super().release(session)
+    if not ended:
+      raise RuntimeError(
+          f"the agent went on for {_GRACE_S:g} s after it was cancelled, and is"
+          " left to itself; let asyncio.CancelledError pass in it"
+      )
 
   async def _run(self) -> None:
     openai = self._connection.openai
@@ -187,6 +202,24 @@ class AgentSession(proxy.ProxySession):
   async def _acted(self, text: str) -> Message | None:
     self._acts.put_nowait(text)
     return await self._sights.get()
+
+
+async def _ended(agent: asyncio.Task[Any]) -> bool:
+  """Waits for it, then cancels it; False if it goes on nevertheless."""
+  try:
+    await asyncio.wait({agent}, timeout=_GRACE_S)
+  finally:
+    agent.cancel()
+    _LEFT.add(agent)
+    agent.add_done_callback(_forget)
+  await asyncio.wait({agent}, timeout=_GRACE_S)
+  return agent.done()
+
+
+def _forget(agent: asyncio.Task[Any]) -> None:
+  _LEFT.discard(agent)
+  if not agent.cancelled():
+    agent.exception()  # Retrieved, so that asyncio does not complain.
 
 
 def _joined(messages: Sequence[Message]) -> Message:

@@ -7,7 +7,9 @@
 Each version is a checkpoint in a directory of its own, written under another
 name and renamed when all of it is on the disk; then every engine is told to
 load it. An engine never sees half of a checkpoint, and never the same path
-twice: some keep what they have read of one.
+with other weights: some keep what they have read of one. So each DiskWeights
+writes into a folder that nobody had before it, and a version into one that
+this one had not.
 
 Promises: versions arrive in the order in which they were published; requests
 in flight go on after the change, where the engine can; clients record a version
@@ -21,11 +23,13 @@ Does not start engines. Needs httpx.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
-import re
+import secrets
 import shutil
 import threading
+import time
 from typing import Any, Callable, Protocol, Sequence
 
 from flax import nnx
@@ -35,8 +39,6 @@ from tunix.rl.multi_turn.policy import qwen_vl
 
 Save = Callable[[pathlib.Path, Any], None]
 """(new directory, parameters): writes a checkpoint into it."""
-
-_NAME = re.compile(r"v(\d{8})")
 
 
 class HandOverError(RuntimeError):
@@ -103,7 +105,7 @@ class DiskWeights:
       save: writes one.
       engines: are told of each.
       clients: their `version` is set to what the engines sample with.
-      keep: newest versions left on the disk.
+      keep: versions left on the disk, those published last.
       seen_at: `directory` as the engines call it; "" is the same.
 
     Raises:
@@ -115,11 +117,19 @@ class DiskWeights:
       raise ValueError("engines is empty; give those that sample")
     self._directory = pathlib.Path(directory).expanduser().absolute()
     self._seen_at = pathlib.PurePosixPath(seen_at or str(self._directory))
+    # The directory may be that of other runs too: before this one, or on
+    # another machine at the same time.
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    self._folder = f"{stamp}-{os.getpid()}-{secrets.token_hex(3)}"
     self._save = save
     self._engines = list(engines)
     self._clients = list(clients)
     self._keep = keep
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "tunix-weights")
+    self._lock = threading.Lock()
+    self._published = -1
+    self._times = 0
+    self._written: list[pathlib.Path] = []
     self.version = -1
     """What all engines sample with; -1 before anything was handed over."""
 
@@ -129,16 +139,31 @@ class DiskWeights:
     """Hands over weights; does not wait.
 
     Args:
-      version: >= 0, recorded for what is sampled with them.
+      version: >= 0 and never lower than the one before, recorded for what is
+        sampled with them.
       params: a copy that belongs to the receiver, or a module.
 
     Returns:
       A future of the version, done when all engines sample with it. Its
       exceptions: HandOverError, and what writing raises.
+
+    Raises:
+      ValueError: of the version.
     """
     if version < 0:
       raise ValueError(f"version must be >= 0, got {version}")
-    return self._thread.submit(self._hand_over, version, params)
+    with self._lock:
+      if version < self._published:
+        raise ValueError(
+            f"version {version} is older than {self._published}, which was"
+            " published before; a token's recorded version could be newer than"
+            " its weights. Give older weights a new version, or hand them over"
+            " by another DiskWeights"
+        )
+      # The future first: one that is closed has published nothing.
+      done = self._thread.submit(self._hand_over, version, params)
+      self._published = version
+    return done
 
   def close(self) -> None:
     """Waits for what is under way. Idempotent."""
@@ -146,7 +171,7 @@ class DiskWeights:
 
   def _hand_over(self, version: int, params: Any) -> int:
     path = self._write(version, params)
-    seen = str(self._seen_at / path.name)
+    seen = str(self._seen_at / self._folder / path.name)
     workers = len(self._engines)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
       loading = [pool.submit(e.load, seen, version) for e in self._engines]
@@ -160,12 +185,11 @@ class DiskWeights:
 
   def _write(self, version: int, params: Any) -> pathlib.Path:
     """The checkpoint, whole or not at all."""
-    final = self._directory / f"v{version:08d}"
-    part = self._directory / f"v{version:08d}.part"
-    self._directory.mkdir(parents=True, exist_ok=True)
-    for old in (part, final):  # Of a run that was ended.
-      if old.exists():
-        shutil.rmtree(old)
+    folder = self._directory / self._folder
+    folder.mkdir(parents=True, exist_ok=True)
+    self._times += 1  # A version may be published again.
+    final = folder / f"{self._times:06d}-v{version:08d}"
+    part = folder / f"{final.name}.part"
     try:
       part.mkdir()
       self._save(part, params)
@@ -174,20 +198,20 @@ class DiskWeights:
           _sync(file)
       _sync(part)
       part.rename(final)
+      self._written.append(final)
+      _sync(folder)
       _sync(self._directory)
     except BaseException:
       shutil.rmtree(part, ignore_errors=True)
+      with contextlib.suppress(OSError):
+        folder.rmdir()  # Unless there are others in it.
       raise
     return final
 
   def _forget(self) -> None:
-    found = sorted(
-        child
-        for child in self._directory.iterdir()
-        if _NAME.fullmatch(child.name)
-    )
-    for old in found[: -self._keep]:
+    for old in self._written[: -self._keep]:
       shutil.rmtree(old, ignore_errors=True)
+    del self._written[: -self._keep]
 
 
 class VllmEngine:

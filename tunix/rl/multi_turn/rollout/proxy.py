@@ -234,7 +234,11 @@ class ProxySession:
       content = message.get("content")
       if isinstance(content, list):
         content = await asyncio.gather(*map(self._part, content))
-      self._written.append((message, {**message, "content": content}))
+      written = {**message, "content": content}
+      if message["role"] != "tool":
+        # Agents mark their tools' outputs so; OpenAI knows it of "tool" only.
+        written.pop("tool_call_id", None)
+      self._written.append((message, written))
     return [written for _, written in self._written]
 
   async def _part(self, part: Mapping[str, Any]) -> dict[str, Any]:
