@@ -178,6 +178,27 @@ def test_a_grammar_that_cannot_be_is_refused(policy, make, words):
       policy.grammars.start(make(policy.grammars))
 
 
+@pytest.mark.parametrize("depth", [300, 3000])
+def test_a_schema_that_is_nested_too_deep_is_refused(policy, depth):
+  deep = {"type": "string"}
+  for _ in range(depth):
+    deep = {"type": "array", "items": deep}
+  with pytest.raises(grammars_lib.GrammarError, match="recursion"):
+    policy.grammars.start(policy.grammars.json(deep))
+  tools = [tool("f", {"properties": {"x": deep}})]
+  with pytest.raises(grammars_lib.GrammarError, match="recursion"):
+    policy.grammars.start(policy.grammars.calls(PARSER, tools))
+
+
+def test_a_text_without_bytes_is_no_grammar(policy):
+  for make in (
+      lambda: policy.grammars.json({"enum": ["\ud800"]}),
+      lambda: policy.grammars.regex("\ud800"),
+  ):
+    with pytest.raises(grammars_lib.GrammarError):
+      policy.grammars.start(make())
+
+
 def test_completions_of_one_grammar_do_not_share_their_state(policy):
   source = policy.grammars.regex("ab|cd")
   one, two = policy.grammars.start(source), policy.grammars.start(source)

@@ -20,6 +20,7 @@ from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn.rollout import interactions
 from tunix.rl.multi_turn.rollout import serve
 from tunix.rl.multi_turn.rollout.server import answers
+from tunix.rl.multi_turn.rollout.server import errors
 from tunix.rl.multi_turn.rollout.server import sessions
 from tunix.rl.multi_turn.rollout.server import streams
 
@@ -88,6 +89,79 @@ def test_half_a_character_is_refused(running):
   answer = running.post("/v1/chat/completions", content=body)
   assert answer.status_code == 400
   assert answer.json()["error"]["param"] == "messages[0].content"
+
+
+@pytest.mark.parametrize(
+    "path, field, param",
+    [
+        ("chat/completions", '"\\ud800": 1', "the body"),
+        ("responses", '"user": "\\ud800"', "user"),
+        ("responses", '"metadata": {"a": ["\\udfff"]}', "metadata.a[0]"),
+        ("responses", '"metadata": {"\\ud800": "a"}', "metadata"),
+        ("responses", '"metadata": {"a": NaN}', None),
+        ("responses", '"metadata": {"a": 1e999}', None),
+        ("completions", '"temperature": -Infinity', None),
+    ],
+)
+def test_what_could_not_be_written_back_is_refused_before_it_is_sampled(
+    running, path, field, param
+):
+  session = start(running)
+  asked = '"model": "nano", "messages": [{"role": "user", "content": "x"}]'
+  asked = '"model": "nano", "input": "x"' if path == "responses" else asked
+  answer = running.post(
+      f"/sessions/{session['session_id']}/v1/{path}",
+      content=f"{{{asked}, {field}}}".encode(),
+  )
+  assert answer.status_code == 400
+  assert answer.json()["error"]["param"] == param
+  assert not export(running, session)
+
+
+def test_a_whole_pair_of_escapes_is_a_character(running):
+  body = rb'{"model": "nano", "input": "x", "user": "\ud83d\ude00"}'
+  answer = running.post("/v1/responses", content=body)
+  assert answer.json()["user"] == "\U0001f600"
+
+
+def test_an_error_that_has_no_bytes_is_told_all_the_same():
+  error = errors.invalid("\ud800", "\ud800 is not known")
+  assert json.dumps(error.body(), ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "function": "f"},
+        {"type": "function", "function": ["f"]},
+        ["auto"],
+        True,
+    ],
+)
+def test_a_tool_choice_of_another_shape_is_refused(running, choice):
+  tool = {"type": "function", "function": {"name": "f"}}
+  with pytest.raises(openai.BadRequestError) as refused:
+    ask(
+        running.client(),
+        [{"role": "user", "content": "x"}],
+        tools=[tool],
+        tool_choice=choice,
+    )
+  assert refused.value.param.startswith("tool_choice")
+
+
+def test_a_schema_that_is_nested_too_deep_is_refused(running):
+  shape = {"name": "x", "schema": {"a": "X"}}
+  body = json.dumps({
+      "model": MODEL,
+      "messages": [{"role": "user", "content": "x"}],
+      "response_format": {"type": "json_schema", "json_schema": shape},
+  })
+  body = body.replace('"X"', "[" * 900 + "]" * 900)
+  answer = running.post("/v1/chat/completions", content=body.encode())
+  assert answer.status_code == 400
+  param = "response_format.json_schema.schema"
+  assert answer.json()["error"]["param"] == param
 
 
 # --- images -------------------------------------------------------------------
