@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 
 import httpx
 import numpy as np
@@ -428,6 +429,76 @@ def test_an_export_runs_in_a_thread_of_its_own(running, monkeypatch):
   ask(client, [{"role": "user", "content": "x"}])
   assert len(export(running, session)) == 1
   assert threads and all(name.startswith("tunix-export") for name in threads)
+
+
+def _held_up(monkeypatch):
+  """(set once an export is being put together, lets it go on)."""
+  begun, go = threading.Event(), threading.Event()
+  original = sessions._array
+
+  def array(values):
+    begun.set()
+    assert go.wait(30)
+    return original(values)
+
+  monkeypatch.setattr(sessions, "_array", array)
+  return begun, go
+
+
+def test_nothing_is_taken_that_a_dropping_export_would_lose(
+    running, monkeypatch
+):
+  session = start(running)
+  path = f"/sessions/{session['session_id']}"
+  client = running.client(path, max_retries=0)
+  ask(client, [{"role": "user", "content": "x"}])
+  begun, go = _held_up(monkeypatch)
+  found = []
+  sending = threading.Thread(
+      target=lambda: found.append(export(running, session, drop=True))
+  )
+  sending.start()
+  try:
+    assert begun.wait(30)
+    with pytest.raises(openai.ConflictError) as refused:
+      ask(client, [{"role": "user", "content": "y"}])
+    assert refused.value.code == "session_ended"
+    answer = running.post(f"{path}/rl/set_reward", {"reward": 1.0})
+    assert answer.status_code == 409
+  finally:
+    go.set()
+    sending.join()
+  assert len(found[0]) == 1
+  with pytest.raises(openai.NotFoundError):
+    ask(client, [{"role": "user", "content": "y"}])
+  with pytest.raises(openai.AuthenticationError):
+    ask(running.client(key=session["api_key"]), [
+        {"role": "user", "content": "y"}
+    ])  # pyformat: disable
+
+
+def test_a_dropping_export_that_was_cut_off_can_be_asked_for_again(
+    running, monkeypatch
+):
+  session = start(running)
+  path = f"/sessions/{session['session_id']}"
+  ask(running.client(path), [{"role": "user", "content": "x"}])
+  begun, go = _held_up(monkeypatch)
+  body = {"session_id": session["session_id"], "drop": True}
+  with httpx.stream(
+      "POST", f"{running.url}/export_trajectories", json=body, timeout=30
+  ):
+    assert begun.wait(30)
+  time.sleep(0.2)  # The server hears of it.
+  go.set()
+  assert len(export(running, session)) == 1
+  for _ in range(100):
+    answer = running.post(f"{path}/rl/set_reward", {"reward": 1.0})
+    if answer.status_code == 200:
+      break
+    time.sleep(0.01)
+  assert answer.status_code == 200
+  assert len(export(running, session, drop=True)) == 1
 
 
 # --- text and bytes -----------------------------------------------------------
