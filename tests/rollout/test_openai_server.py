@@ -272,6 +272,52 @@ def test_tools_that_may_not_be_called_do_not_break_the_sequence(running):
   assert len(export(running, session, style="concat")) == 1
 
 
+def _calls(count, **function):
+  call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+  call["function"] |= function
+  return [{"role": "assistant", "tool_calls": [call] * count}]
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        _calls(1, arguments="the cat " * 10_000),
+        _calls(1, name="f" * 80_000),
+        _calls(2_000),
+        [{"role": "user", "content": ""}] * 1_000,
+    ],
+)
+def test_what_cannot_fit_counts_whole_messages(
+    running, monkeypatch, messages, in_session
+):
+  renderer = running.app._service.policy.renderer
+  monkeypatch.setattr(renderer, "_encode_text", None)
+  session = start(running)
+  path = f"/sessions/{session['session_id']}" if in_session else ""
+  with pytest.raises(openai.BadRequestError, match="cannot fit the context"):
+    ask(running.client(path), messages)
+
+
+def test_tokens_that_cannot_fit_are_refused_before_they_are_looked_at(
+    running, monkeypatch
+):
+  renderer = running.app._service.policy.renderer
+  monkeypatch.setattr(renderer, "prompt_of_tokens", None)
+  told = "the context 256"
+  with pytest.raises(openai.BadRequestError, match=told) as refused:
+    ask(
+        running.client(),
+        [{"role": "user", "content": ""}],
+        extra_body={"prompt_token_ids": [renderer.image_token_id] * 300},
+    )
+  assert refused.value.param == "prompt_token_ids"
+  answer = running.post("/v1/completions", {
+      "model": MODEL, "prompt": [renderer.image_token_id] * 300
+  })  # pyformat: disable
+  assert told in answer.json()["error"]["message"]
+
+
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     running, monkeypatch
 ):

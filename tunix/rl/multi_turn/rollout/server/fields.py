@@ -22,6 +22,8 @@ NO_EFFECT = frozenset({"user", "metadata", "safety_identifier"})
 
 def shown(value: Any) -> str:
   """A value for an error message."""
+  if isinstance(value, (str, list)):
+    value = value[: _SHOWN + 1]  # More would not be shown.
   text = repr(value)
   return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
@@ -115,8 +117,12 @@ def number(
 
 def token_ids(where: str, value: Any) -> tuple[int, ...]:
   """A list of token ids, as far as that can be told without a vocabulary."""
-  good = isinstance(value, list) and all(
-      type(i) is int and 0 <= i < 2**31 for i in value  # A bool is an int, too.
+  # A bool is an int, too. There may be millions of them.
+  good = isinstance(value, list) and (
+      not value
+      or set(map(type, value)) == {int}
+      and 0 <= min(value)
+      and max(value) < 2**31
   )
   if not good:
     raise errors.invalid(

@@ -235,6 +235,8 @@ class Service:
   ) -> policy_client.TokenPrompt | interactions.PendingPrompt:
     """The prompt: a session's, or one of its own."""
     policy = self.policy
+    if request.tokens is not None:  # Before all of them are looked at.
+      self._check_room(len(request.tokens), request)
     if request.kept_by_client:
       pictures = [
           part["image"]
@@ -263,7 +265,9 @@ class Service:
         system = {"role": "system", "content": request.instructions}
         messages = [system, *messages]
       messages = _with_tools(messages, request.tools, policy.parser)
-      size = _characters(messages)
+      # A message is a token or more, whatever it says.
+      size = len(messages) * policy.renderer.longest_token
+      size += _characters(messages)
     if size > policy.context_length * policy.renderer.longest_token:
       # Tokenising it would hold up everybody else.
       raise errors.invalid(
@@ -286,6 +290,18 @@ class Service:
           "messages", f"the messages cannot be rendered: {error}"
       ) from None
 
+  def _check_room(self, length: int, request: requests.Request) -> int:
+    """How many tokens may follow a prompt of that length: one or more."""
+    room = self.policy.context_length - length
+    if room < 1:
+      raise errors.invalid(
+          request.prompt_field,
+          f"the prompt has {length} tokens, the context"
+          f" {self.policy.context_length}; shorten the {request.prompt_field}",
+          "context_length_exceeded",
+      )
+    return room
+
   async def _sample(
       self, request, messages, session, turns, on_tokens, answer_id
   ) -> answers.Answer:
@@ -299,14 +315,7 @@ class Service:
     if turns is not None:
       turns.count += 1
       number = turns.count
-    room = self.policy.context_length - len(prompt)
-    if room < 1:
-      raise errors.invalid(
-          request.prompt_field,
-          f"the prompt has {len(prompt)} tokens, the context"
-          f" {self.policy.context_length}; shorten the {request.prompt_field}",
-          "context_length_exceeded",
-      )
+    room = self._check_room(len(prompt), request)
     sampling = dataclasses.replace(
         request.sampling,
         max_new_tokens=min(request.sampling.max_new_tokens, room),
@@ -555,8 +564,11 @@ def _with_tools(
   return [{"role": "system", "content": text}, *messages[1:]]
 
 
+_CALL = 32  # Fewer characters than what any call is written in.
+
+
 def _characters(messages: Sequence[requests.Message]) -> int:
-  """Of the messages' text."""
+  """Of the messages' text, calls included."""
   total = 0
   for message in messages:
     content = message.get("content") or ""
@@ -564,6 +576,9 @@ def _characters(messages: Sequence[requests.Message]) -> int:
       total += len(content)
     else:
       total += sum(len(part.get("text", "")) for part in content)
+    for call in message.get("tool_calls") or ():
+      function = call["function"]
+      total += _CALL + len(function["name"]) + len(function["arguments"])
   return total
 
 
