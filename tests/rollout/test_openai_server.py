@@ -15,6 +15,7 @@ from rollout_server import Running
 from rollout_server import screenshot
 from rollout_server import SIZE
 from rollout_server import start
+from tunix.rl.multi_turn.rollout.server import turns as turns_lib
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -270,6 +271,28 @@ def test_tools_that_may_not_be_called_do_not_break_the_sequence(running):
   ]
   ask(client, history, tools=tools)
   assert len(export(running, session, style="concat")) == 1
+
+
+def test_answers_that_the_client_keeps_are_not_kept_for_ever(
+    running, monkeypatch
+):
+  monkeypatch.setattr(turns_lib.Turns, "_UNSTORED", 3)
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  empty = [{"role": "user", "content": ""}]
+  play = lambda i: ask(
+      client, empty, max_tokens=1, extra_body={"prompt_token_ids": [300 + i]}
+  )
+  told = [play(i).id for i in range(8)]
+  turns = running.app._service._turns[session["session_id"]]
+  assert len(turns.by_body) == 3
+  assert [play(i).id for i in (5, 6, 7)] == told[5:]
+  # Those of the session itself stay, however many follow.
+  stored = ask(client, [{"role": "user", "content": "x"}]).id
+  for i in range(4):
+    play(i)
+  assert ask(client, [{"role": "user", "content": "x"}]).id == stored
+  assert len(turns.by_body) == 4
 
 
 def _calls(count, **function):

@@ -140,7 +140,9 @@ class Service:
           name=answer_id,
       )
       turns.by_body[key] = task
-      task.add_done_callback(lambda done: turns.forget_failed(key, done))
+      task.add_done_callback(
+          lambda done: turns.ended(key, done, not request.kept_by_client)
+      )
     return await turns.wait_for(task, key)
 
   def known_id(
