@@ -443,6 +443,26 @@ def test_an_ended_session_refuses_and_still_exports(running):
   assert len(export(running, session)) == 1
 
 
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example:80", "10.0.0.1", "a@[", "["]
+)
+def test_without_a_token_only_names_of_the_loopback_interface_are_answered(
+    running, host
+):
+  for path in ("/rl/start_session", "/v1/completions"):
+    answer = running.post(path, host=host)
+    assert answer.status_code == 403
+    assert answer.json()["error"]["code"] == "wrong_host"
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "127.0.0.1:80", "127.8.0.1", "[::1]:9"]
+)
+def test_names_of_the_loopback_interface_are_answered(running, host):
+  answer = running.post("/rl/start_session", host=host)
+  assert answer.json()["base_url"].startswith(f"http://{host.lower()}/")
+
+
 def test_a_dropped_session_makes_room_and_its_key_opens_nothing(running):
   session = start(running)
   client = running.client(key=session["api_key"])
