@@ -168,6 +168,10 @@ def test_a_strict_tool_is_held_to_its_schema_where_it_is_called(policy):
         (lambda g: g.json({"type": "objekt"}), "objekt"),
         (lambda g: g.json({"not": {"type": "string"}}), "not"),
         (lambda g: g.json({"$ref": "#/nowhere"}), "nowhere"),
+        (lambda g: g.json({"$ref": "#"}), r"\$ref lead to itself"),
+        (lambda g: g.json({
+            "$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}
+        }), "nothing can be"),
         (lambda g: g.regex("a("), "unclosed"),
         (lambda g: g.calls(PARSER, [tool("f", {"properties": 3})]), "3"),
     ],

@@ -15,6 +15,7 @@ from rollout_server import Running
 from rollout_server import screenshot
 from rollout_server import SIZE
 from rollout_server import start
+from tunix.rl.multi_turn.rollout import programs
 from tunix.rl.multi_turn.rollout.server import turns as turns_lib
 
 pytestmark = pytest.mark.timeout(300)
@@ -295,6 +296,20 @@ def test_answers_that_the_client_keeps_are_not_kept_for_ever(
   assert len(turns.by_body) == 4
 
 
+def test_stop_tokens_are_counted_as_the_client_does(running):
+  client, own = running.client(), running.renderer.end_of_turn_id
+  most = programs.MAX_STOP_TOKENS - 1
+  user = [{"role": "user", "content": "x"}]
+  stop = lambda ids: ask(client, user, extra_body={"stop_token_ids": ids})
+  ids = list(range(300, 300 + most))
+  assert stop(ids + ids + [own] * 20)
+  with pytest.raises(openai.BadRequestError) as refused:
+    stop([*ids, 299, own])
+  assert refused.value.param == "stop_token_ids"
+  assert f"{most + 1} different ids" in refused.value.message
+  assert f"at most {most} " in refused.value.message
+
+
 def _calls(count, **function):
   call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
   call["function"] |= function
@@ -444,7 +459,8 @@ def test_an_ended_session_refuses_and_still_exports(running):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "localhost.evil.example:80", "10.0.0.1", "a@[", "["]
+    "host",
+    ["evil.example", "localhost.evil.example:80", "10.0.0.1", "a@[", "["],
 )
 def test_without_a_token_only_names_of_the_loopback_interface_are_answered(
     running, host
@@ -460,7 +476,8 @@ def test_without_a_token_only_names_of_the_loopback_interface_are_answered(
 )
 def test_names_of_the_loopback_interface_are_answered(running, host):
   answer = running.post("/rl/start_session", host=host)
-  assert answer.json()["base_url"].startswith(f"http://{host.lower()}/")
+  base = answer.json()["base_url"].lower()
+  assert base.startswith(f"http://{host.lower()}/")
 
 
 def test_a_dropped_session_makes_room_and_its_key_opens_nothing(running):

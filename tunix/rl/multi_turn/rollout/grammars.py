@@ -181,7 +181,10 @@ class Grammars:
     wrong = self._lib.LLMatcher.validate_grammar(source, self._tokens)
     if wrong:
       raise GrammarError(" ".join(wrong.split()))
-    return self._lib.LLMatcher(self._tokens, source, log_level=0)
+    made = self._lib.LLMatcher(self._tokens, source, log_level=0)
+    # Some that no text can be of are found out with the first token only.
+    Matcher(made.deep_copy(), self._fill, self._words).allowed()
+    return made
 
 
 class Matcher:
@@ -209,7 +212,13 @@ class Matcher:
 
   def _check(self) -> None:
     if self._matcher.is_error():
-      raise GrammarError(self._matcher.get_error().splitlines()[0])
+      error = self._matcher.get_error().splitlines()[0]
+      if error == "NoExtensionBias":
+        error = (
+            "nothing can be a text of it; does a $ref lead to itself, with"
+            " nothing between?"
+        )
+      raise GrammarError(error)
 
 
 @contextlib.contextmanager

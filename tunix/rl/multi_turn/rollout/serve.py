@@ -29,6 +29,7 @@ from tunix.rl.multi_turn.rollout import engine as engine_lib
 from tunix.rl.multi_turn.rollout import grammars
 from tunix.rl.multi_turn.rollout import loopback
 from tunix.rl.multi_turn.rollout import media
+from tunix.rl.multi_turn.rollout import programs
 from tunix.rl.multi_turn.rollout import session_store
 from tunix.rl.multi_turn.rollout import shapes
 from tunix.rl.multi_turn.rollout.server import answers
@@ -91,6 +92,7 @@ def make_app(
           decoder=decoder,
           grammars=known,
           context_length=engine.context_length,
+          max_stop_token_ids=programs.MAX_STOP_TOKENS,
           healthy=lambda: engine.healthy,
       ),
       session_store.SessionStore(

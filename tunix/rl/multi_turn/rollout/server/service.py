@@ -51,6 +51,8 @@ class Policy:
     decoder: tokens to text and bytes.
     grammars: what answers may be held to; None: nothing.
     context_length: tokens of a sequence.
+    max_stop_token_ids: that the client takes, the renderer's own included;
+      None: any number.
     healthy: whether the client can still sample.
     streams: whether `client.generate` tells of tokens as they come.
   """
@@ -62,6 +64,7 @@ class Policy:
   decoder: answers.Decoder
   context_length: int
   grammars: grammars_lib.Grammars | None = None
+  max_stop_token_ids: int | None = None
   healthy: Callable[[], bool] = lambda: True
   streams: bool = True
 
@@ -292,6 +295,20 @@ class Service:
           "messages", f"the messages cannot be rendered: {error}"
       ) from None
 
+  def _stop_token_ids(self, request: requests.Request) -> tuple[int, ...]:
+    """The renderer's, then what is asked for beside them."""
+    own = tuple(self.policy.renderer.stop_token_ids)
+    asked = dict.fromkeys(request.sampling.stop_token_ids)
+    more = tuple(token for token in asked if token not in own)
+    most = self.policy.max_stop_token_ids
+    if most is not None and len(own) + len(more) > most:
+      raise errors.invalid(
+          "stop_token_ids",
+          f"stop_token_ids holds {len(more)} different ids beside the end of a"
+          f" turn, at most {most - len(own)} are taken",
+      )
+    return own + more
+
   def _check_room(self, length: int, request: requests.Request) -> int:
     """How many tokens may follow a prompt of that length: one or more."""
     room = self.policy.context_length - length
@@ -321,10 +338,7 @@ class Service:
     sampling = dataclasses.replace(
         request.sampling,
         max_new_tokens=min(request.sampling.max_new_tokens, room),
-        stop_token_ids=(
-            *self.policy.renderer.stop_token_ids,
-            *request.sampling.stop_token_ids,
-        ),
+        stop_token_ids=self._stop_token_ids(request),
     )
     seed = request.sampling.seed
     if seed is None and session is not None:
