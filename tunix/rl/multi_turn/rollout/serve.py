@@ -166,6 +166,20 @@ def _screens(text: str) -> tuple[tuple[int, int], ...]:
   return tuple(sizes)
 
 
+def _check_screens(
+    text: str, sizes: Sequence[tuple[int, int]], processor: Any
+) -> None:
+  for size in sizes:
+    try:
+      processor.num_image_tokens(*size)
+    except ValueError as error:
+      why = str(error).partition(";")[0]
+      raise ValueError(
+          f"--screen={text}: {why}; name the sizes that clients send, none"
+          " larger, e.g. --screen 640x480"
+      ) from None
+
+
 def _features(text: str) -> tuple[str, ...]:
   names = tuple(n.strip() for n in text.split(",") if n.strip())
   if unknown := sorted(set(names) - set(shapes.FEATURES)):
@@ -257,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     policy = checkpoint.load_policy(
         args.policy, screen=largest, compute_dtype=args.dtype
     )
+    _check_screens(args.screen, screens, policy[1])
     store = images.ImageStore(args.image_dir, args.image_memory << 20)
     engine = engine_lib.RolloutEngine(
         policy[0],
