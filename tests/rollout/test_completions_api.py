@@ -109,6 +109,27 @@ def test_what_goes_on_with_a_completion_keeps_its_tokens(running, by):
   assert found["tensor_dict"]["loss_mask"] == [mask]
 
 
+@pytest.mark.parametrize("with_stop", [False, True])
+def test_a_text_goes_on_with_what_was_told_before_a_stop_string(
+    running, with_stop
+):
+  plain = complete(running.client(), "once upon").choices[0]
+  stop = next(c for c in plain.text if c != plain.text[0])
+  told = plain.text[: plain.text.index(stop)]
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  cut = complete(client, "once upon", stop=stop).choices[0]
+  assert cut.finish_reason == "stop" and cut.text == told
+  prompt = "once upon" + told + (stop if with_stop else "") + " then"
+  tokens = cut.prompt_token_ids + cut.token_ids
+  for _ in "ab":
+    new = complete(client, prompt).choices[0]
+    assert new.prompt_token_ids[: len(tokens)] == tokens
+    tokens = new.prompt_token_ids + new.token_ids
+    prompt += new.text + " more"
+  assert len(export(running, session, style="concat")) == 1
+
+
 def test_tokens_go_on_with_a_chat_and_the_end_of_a_turn_is_no_text(running):
   session = start(running)
   client = running.client(f"/sessions/{session['session_id']}")

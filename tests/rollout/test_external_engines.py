@@ -5,7 +5,9 @@ Against servers that speak their protocols (tests/helpers/fake_engines.py).
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -237,6 +239,17 @@ def test_the_model_is_asked_whether_it_can(tmp_path):
     launch.check_model()
   config(text_config={"max_position_embeddings": 262144}, vision_config={})
   launch.check_model()
+
+
+def test_every_option_says_what_it_is(capsys):
+  with pytest.raises(SystemExit):
+    external.main(["--help"])
+  said = capsys.readouterr().out
+  told = {name.replace("_", "-") for name in external._HELP}
+  for field in dataclasses.fields(Launch):
+    option = field.name.replace("_", "-")
+    assert option in told
+    assert re.search(rf"\n  --{option} \S[^\n]*\n? +[a-z]", said), option
 
 
 def test_the_module_prints_and_checks(capsys, monkeypatch, tmp_path):

@@ -168,6 +168,10 @@ def test_a_strict_tool_is_held_to_its_schema_where_it_is_called(policy):
         (lambda g: g.json({"type": "objekt"}), "objekt"),
         (lambda g: g.json({"not": {"type": "string"}}), "not"),
         (lambda g: g.json({"$ref": "#/nowhere"}), "nowhere"),
+        (lambda g: g.json({"$ref": "#"}), r"\$ref lead to itself"),
+        (lambda g: g.json({
+            "$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}
+        }), "nothing can be"),
         (lambda g: g.regex("a("), "unclosed"),
         (lambda g: g.calls(PARSER, [tool("f", {"properties": 3})]), "3"),
     ],
@@ -176,6 +180,27 @@ def test_a_grammar_that_cannot_be_is_refused(policy, make, words):
   for _ in "ab":  # The second time, too.
     with pytest.raises(grammars_lib.GrammarError, match=words):
       policy.grammars.start(make(policy.grammars))
+
+
+@pytest.mark.parametrize("depth", [300, 3000])
+def test_a_schema_that_is_nested_too_deep_is_refused(policy, depth):
+  deep = {"type": "string"}
+  for _ in range(depth):
+    deep = {"type": "array", "items": deep}
+  with pytest.raises(grammars_lib.GrammarError, match="recursion"):
+    policy.grammars.start(policy.grammars.json(deep))
+  tools = [tool("f", {"properties": {"x": deep}})]
+  with pytest.raises(grammars_lib.GrammarError, match="recursion"):
+    policy.grammars.start(policy.grammars.calls(PARSER, tools))
+
+
+def test_a_text_without_bytes_is_no_grammar(policy):
+  for make in (
+      lambda: policy.grammars.json({"enum": ["\ud800"]}),
+      lambda: policy.grammars.regex("\ud800"),
+  ):
+    with pytest.raises(grammars_lib.GrammarError):
+      policy.grammars.start(make())
 
 
 def test_completions_of_one_grammar_do_not_share_their_state(policy):

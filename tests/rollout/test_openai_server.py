@@ -15,6 +15,8 @@ from rollout_server import Running
 from rollout_server import screenshot
 from rollout_server import SIZE
 from rollout_server import start
+from tunix.rl.multi_turn.rollout import programs
+from tunix.rl.multi_turn.rollout.server import turns as turns_lib
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -272,6 +274,88 @@ def test_tools_that_may_not_be_called_do_not_break_the_sequence(running):
   assert len(export(running, session, style="concat")) == 1
 
 
+def test_answers_that_the_client_keeps_are_not_kept_for_ever(
+    running, monkeypatch
+):
+  monkeypatch.setattr(turns_lib.Turns, "_UNSTORED", 3)
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  empty = [{"role": "user", "content": ""}]
+  play = lambda i: ask(
+      client, empty, max_tokens=1, extra_body={"prompt_token_ids": [300 + i]}
+  )
+  told = [play(i).id for i in range(8)]
+  turns = running.app._service._turns[session["session_id"]]
+  assert len(turns.by_body) == 3
+  assert [play(i).id for i in (5, 6, 7)] == told[5:]
+  # Those of the session itself stay, however many follow.
+  stored = ask(client, [{"role": "user", "content": "x"}]).id
+  for i in range(4):
+    play(i)
+  assert ask(client, [{"role": "user", "content": "x"}]).id == stored
+  assert len(turns.by_body) == 4
+
+
+def test_stop_tokens_are_counted_as_the_client_does(running):
+  client, own = running.client(), running.renderer.end_of_turn_id
+  most = programs.MAX_STOP_TOKENS - 1
+  user = [{"role": "user", "content": "x"}]
+  stop = lambda ids: ask(client, user, extra_body={"stop_token_ids": ids})
+  ids = list(range(300, 300 + most))
+  assert stop(ids + ids + [own] * 20)
+  with pytest.raises(openai.BadRequestError) as refused:
+    stop([*ids, 299, own])
+  assert refused.value.param == "stop_token_ids"
+  assert f"{most + 1} different ids" in refused.value.message
+  assert f"at most {most} " in refused.value.message
+
+
+def _calls(count, **function):
+  call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+  call["function"] |= function
+  return [{"role": "assistant", "tool_calls": [call] * count}]
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        _calls(1, arguments="the cat " * 10_000),
+        _calls(1, name="f" * 80_000),
+        _calls(2_000),
+        [{"role": "user", "content": ""}] * 1_000,
+    ],
+)
+def test_what_cannot_fit_counts_whole_messages(
+    running, monkeypatch, messages, in_session
+):
+  renderer = running.app._service.policy.renderer
+  monkeypatch.setattr(renderer, "_encode_text", None)
+  session = start(running)
+  path = f"/sessions/{session['session_id']}" if in_session else ""
+  with pytest.raises(openai.BadRequestError, match="cannot fit the context"):
+    ask(running.client(path), messages)
+
+
+def test_tokens_that_cannot_fit_are_refused_before_they_are_looked_at(
+    running, monkeypatch
+):
+  renderer = running.app._service.policy.renderer
+  monkeypatch.setattr(renderer, "prompt_of_tokens", None)
+  told = "the context 256"
+  with pytest.raises(openai.BadRequestError, match=told) as refused:
+    ask(
+        running.client(),
+        [{"role": "user", "content": ""}],
+        extra_body={"prompt_token_ids": [renderer.image_token_id] * 300},
+    )
+  assert refused.value.param == "prompt_token_ids"
+  answer = running.post("/v1/completions", {
+      "model": MODEL, "prompt": [renderer.image_token_id] * 300
+  })  # pyformat: disable
+  assert told in answer.json()["error"]["message"]
+
+
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     running, monkeypatch
 ):
@@ -372,6 +456,28 @@ def test_an_ended_session_refuses_and_still_exports(running):
     ask(running.client(path), [{"role": "user", "content": "y"}])
   assert refused.value.code == "session_ended"
   assert len(export(running, session)) == 1
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "localhost.evil.example:80", "10.0.0.1", "a@[", "["],
+)
+def test_without_a_token_only_names_of_the_loopback_interface_are_answered(
+    running, host
+):
+  for path in ("/rl/start_session", "/v1/completions"):
+    answer = running.post(path, host=host)
+    assert answer.status_code == 403
+    assert answer.json()["error"]["code"] == "wrong_host"
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "127.0.0.1:80", "127.8.0.1", "[::1]:9"]
+)
+def test_names_of_the_loopback_interface_are_answered(running, host):
+  answer = running.post("/rl/start_session", host=host)
+  base = answer.json()["base_url"].lower()
+  assert base.startswith(f"http://{host.lower()}/")
 
 
 def test_a_dropped_session_makes_room_and_its_key_opens_nothing(running):

@@ -45,6 +45,14 @@ def test_a_wrong_argument_is_named_with_what_to_do(
     assert word in said
 
 
+def test_a_screen_that_the_policy_cannot_take_is_named_as_the_option(capsys):
+  assert serve.main(["tiny_vl", "--port", "0"]) == 2
+  said = capsys.readouterr().err
+  assert said.startswith("error: --screen=1280x720: ")
+  assert "3600 cells" in said and "--screen 640x480" in said
+  assert "gym" not in said and "max_cells" not in said
+
+
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys):
   with socket.socket() as taken:
     taken.bind(("127.0.0.1", 0))

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 
 import httpx
 import numpy as np
@@ -20,6 +21,7 @@ from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn.rollout import interactions
 from tunix.rl.multi_turn.rollout import serve
 from tunix.rl.multi_turn.rollout.server import answers
+from tunix.rl.multi_turn.rollout.server import errors
 from tunix.rl.multi_turn.rollout.server import sessions
 from tunix.rl.multi_turn.rollout.server import streams
 
@@ -88,6 +90,79 @@ def test_half_a_character_is_refused(running):
   answer = running.post("/v1/chat/completions", content=body)
   assert answer.status_code == 400
   assert answer.json()["error"]["param"] == "messages[0].content"
+
+
+@pytest.mark.parametrize(
+    "path, field, param",
+    [
+        ("chat/completions", '"\\ud800": 1', "the body"),
+        ("responses", '"user": "\\ud800"', "user"),
+        ("responses", '"metadata": {"a": ["\\udfff"]}', "metadata.a[0]"),
+        ("responses", '"metadata": {"\\ud800": "a"}', "metadata"),
+        ("responses", '"metadata": {"a": NaN}', None),
+        ("responses", '"metadata": {"a": 1e999}', None),
+        ("completions", '"temperature": -Infinity', None),
+    ],
+)
+def test_what_could_not_be_written_back_is_refused_before_it_is_sampled(
+    running, path, field, param
+):
+  session = start(running)
+  asked = '"model": "nano", "messages": [{"role": "user", "content": "x"}]'
+  asked = '"model": "nano", "input": "x"' if path == "responses" else asked
+  answer = running.post(
+      f"/sessions/{session['session_id']}/v1/{path}",
+      content=f"{{{asked}, {field}}}".encode(),
+  )
+  assert answer.status_code == 400
+  assert answer.json()["error"]["param"] == param
+  assert not export(running, session)
+
+
+def test_a_whole_pair_of_escapes_is_a_character(running):
+  body = rb'{"model": "nano", "input": "x", "user": "\ud83d\ude00"}'
+  answer = running.post("/v1/responses", content=body)
+  assert answer.json()["user"] == "\U0001f600"
+
+
+def test_an_error_that_has_no_bytes_is_told_all_the_same():
+  error = errors.invalid("\ud800", "\ud800 is not known")
+  assert json.dumps(error.body(), ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "function": "f"},
+        {"type": "function", "function": ["f"]},
+        ["auto"],
+        True,
+    ],
+)
+def test_a_tool_choice_of_another_shape_is_refused(running, choice):
+  tool = {"type": "function", "function": {"name": "f"}}
+  with pytest.raises(openai.BadRequestError) as refused:
+    ask(
+        running.client(),
+        [{"role": "user", "content": "x"}],
+        tools=[tool],
+        tool_choice=choice,
+    )
+  assert refused.value.param.startswith("tool_choice")
+
+
+def test_a_schema_that_is_nested_too_deep_is_refused(running):
+  shape = {"name": "x", "schema": {"a": "X"}}
+  body = json.dumps({
+      "model": MODEL,
+      "messages": [{"role": "user", "content": "x"}],
+      "response_format": {"type": "json_schema", "json_schema": shape},
+  })
+  body = body.replace('"X"', "[" * 900 + "]" * 900)
+  answer = running.post("/v1/chat/completions", content=body.encode())
+  assert answer.status_code == 400
+  param = "response_format.json_schema.schema"
+  assert answer.json()["error"]["param"] == param
 
 
 # --- images -------------------------------------------------------------------
@@ -354,6 +429,76 @@ def test_an_export_runs_in_a_thread_of_its_own(running, monkeypatch):
   ask(client, [{"role": "user", "content": "x"}])
   assert len(export(running, session)) == 1
   assert threads and all(name.startswith("tunix-export") for name in threads)
+
+
+def _held_up(monkeypatch):
+  """(set once an export is being put together, lets it go on)."""
+  begun, go = threading.Event(), threading.Event()
+  original = sessions._array
+
+  def array(values):
+    begun.set()
+    assert go.wait(30)
+    return original(values)
+
+  monkeypatch.setattr(sessions, "_array", array)
+  return begun, go
+
+
+def test_nothing_is_taken_that_a_dropping_export_would_lose(
+    running, monkeypatch
+):
+  session = start(running)
+  path = f"/sessions/{session['session_id']}"
+  client = running.client(path, max_retries=0)
+  ask(client, [{"role": "user", "content": "x"}])
+  begun, go = _held_up(monkeypatch)
+  found = []
+  sending = threading.Thread(
+      target=lambda: found.append(export(running, session, drop=True))
+  )
+  sending.start()
+  try:
+    assert begun.wait(30)
+    with pytest.raises(openai.ConflictError) as refused:
+      ask(client, [{"role": "user", "content": "y"}])
+    assert refused.value.code == "session_ended"
+    answer = running.post(f"{path}/rl/set_reward", {"reward": 1.0})
+    assert answer.status_code == 409
+  finally:
+    go.set()
+    sending.join()
+  assert len(found[0]) == 1
+  with pytest.raises(openai.NotFoundError):
+    ask(client, [{"role": "user", "content": "y"}])
+  with pytest.raises(openai.AuthenticationError):
+    ask(running.client(key=session["api_key"]), [
+        {"role": "user", "content": "y"}
+    ])  # pyformat: disable
+
+
+def test_a_dropping_export_that_was_cut_off_can_be_asked_for_again(
+    running, monkeypatch
+):
+  session = start(running)
+  path = f"/sessions/{session['session_id']}"
+  ask(running.client(path), [{"role": "user", "content": "x"}])
+  begun, go = _held_up(monkeypatch)
+  body = {"session_id": session["session_id"], "drop": True}
+  with httpx.stream(
+      "POST", f"{running.url}/export_trajectories", json=body, timeout=30
+  ):
+    assert begun.wait(30)
+  time.sleep(0.2)  # The server hears of it.
+  go.set()
+  assert len(export(running, session)) == 1
+  for _ in range(100):
+    answer = running.post(f"{path}/rl/set_reward", {"reward": 1.0})
+    if answer.status_code == 200:
+      break
+    time.sleep(0.01)
+  assert answer.status_code == 200
+  assert len(export(running, session, drop=True)) == 1
 
 
 # --- text and bytes -----------------------------------------------------------

@@ -394,6 +394,40 @@ def _read(variable: str, text: str, kind: str) -> Any:
   return text
 
 
+# What --help says of the fields.
+_METAVARS = {"int": "N", "bool": "true|false", "tuple[str, ...]": "WORD"}
+_HELP = {
+    "model": "directory or name of the policy that it starts with; required",
+    "served_name": "what clients call it (the model)",
+    "host": "where it listens; what other machines reach needs --api-key-file",
+    "port": "of that address",
+    "max_model_len": "tokens of a sequence, images included",
+    "images": "of a prompt; one more is refused",
+    "allowed_media_domains": (
+        "hosts that image URLs may name, compared exactly (none: images come"
+        " as data URLs)"
+    ),
+    "logprobs_mode": (
+        f"of which distribution: {', '.join(LOGPROBS_MODES)}; a learner needs"
+        " the first"
+    ),
+    "tensor_parallel": "devices a layer is divided among",
+    "dtype": f"of the weights: {', '.join(DTYPES)}",
+    "reload_weights": (
+        "open the endpoints that load new weights, to whoever reaches the port"
+    ),
+    "api_key_file": "holds what clients must present (nothing is asked for)",
+    "extra": "further arguments of vLLM, at the end",
+}
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+  if field.default in (dataclasses.MISSING, "", ()):
+    return ""
+  shown = str(field.default)
+  return f" ({shown.lower() if isinstance(field.default, bool) else shown})"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints the command; returns the exit status."""
   parser = argparse.ArgumentParser(
@@ -403,10 +437,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   for field in dataclasses.fields(VllmLaunch):
     option = "--" + field.name.replace("_", "-")
-    if str(field.type).startswith("tuple"):
-      parser.add_argument(option, nargs="+")
-    else:
-      parser.add_argument(option)
+    kind = str(field.type)
+    parser.add_argument(
+        option,
+        nargs="+" if kind.startswith("tuple") else None,
+        metavar=_METAVARS.get(kind, "TEXT"),
+        help=_HELP[field.name] + _default(field),
+    )
   parser.add_argument(
       "--check", metavar="COMMAND", help="say what is wrong with this one"
   )

@@ -10,10 +10,11 @@ refused by name. Needs llguidance (the extra `grammar`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import threading
-from typing import Any, Callable, Collection, Mapping, Sequence
+from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
@@ -82,15 +83,26 @@ class Grammars:
     self._compiled = functools.lru_cache(_KEPT)(self._compile)
 
   def json(self, schema: Any = None) -> str:
-    """Of JSON that a schema describes; None: any object."""
+    """Of JSON that a schema describes; None: any object.
+
+    Raises:
+      GrammarError: it is nested too deep, or cannot be written.
+    """
     if schema is None:
       schema = {"type": "object"}
-    return self._lib.LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), overrides=_JSON
-    )
+    with _refusing():
+      return self._lib.LLMatcher.grammar_from_json_schema(
+          json.dumps(schema), overrides=_JSON
+      )
 
   def regex(self, pattern: str) -> str:
-    return self._lib.LLMatcher.grammar_from_regex(pattern)
+    """Of what a pattern matches.
+
+    Raises:
+      GrammarError: it cannot be written.
+    """
+    with _refusing():
+      return self._lib.LLMatcher.grammar_from_regex(pattern)
 
   def calls(
       self,
@@ -110,7 +122,8 @@ class Grammars:
         schemas of `strict` tools only.
 
     Raises:
-      GrammarError: nothing is known of how this parser's calls are written.
+      GrammarError: nothing is known of how this parser's calls are written, or
+        a schema is nested too deep.
     """
     if not isinstance(parser, qwen.QwenToolParser) or parser.style != "json":
       raise GrammarError(
@@ -142,15 +155,16 @@ class Grammars:
           'head[lazy]: TEXT "<tool_call>"'
       )
       head = 'head "\\n"'
-    schemas = "\n".join(
-        f"c{i}: %json {json.dumps(way)}" for i, way in enumerate(ways)
-    )
-    return self._lib.LLMatcher.grammar_from_lark(
-        f"{start}\n"
-        f'call: {head} body "\\n</tool_call>"\n'
-        f"body: {' | '.join(f'c{i}' for i in range(len(ways)))}\n"
-        f"{schemas}\n"
-    )
+    with _refusing():
+      schemas = "\n".join(
+          f"c{i}: %json {json.dumps(way)}" for i, way in enumerate(ways)
+      )
+      return self._lib.LLMatcher.grammar_from_lark(
+          f"{start}\n"
+          f'call: {head} body "\\n</tool_call>"\n'
+          f"body: {' | '.join(f'c{i}' for i in range(len(ways)))}\n"
+          f"{schemas}\n"
+      )
 
   def start(self, source: str) -> Matcher:
     """A grammar for one completion. The first of a source takes a while: up
@@ -159,7 +173,7 @@ class Grammars:
     Raises:
       GrammarError: it cannot be.
     """
-    with self._lock:
+    with self._lock, _refusing():
       matcher = self._compiled(source).deep_copy()
     return Matcher(matcher, self._fill, self._words)
 
@@ -167,7 +181,10 @@ class Grammars:
     wrong = self._lib.LLMatcher.validate_grammar(source, self._tokens)
     if wrong:
       raise GrammarError(" ".join(wrong.split()))
-    return self._lib.LLMatcher(self._tokens, source, log_level=0)
+    made = self._lib.LLMatcher(self._tokens, source, log_level=0)
+    # Some that no text can be of are found out with the first token only.
+    Matcher(made.deep_copy(), self._fill, self._words).allowed()
+    return made
 
 
 class Matcher:
@@ -195,7 +212,24 @@ class Matcher:
 
   def _check(self) -> None:
     if self._matcher.is_error():
-      raise GrammarError(self._matcher.get_error().splitlines()[0])
+      error = self._matcher.get_error().splitlines()[0]
+      if error == "NoExtensionBias":
+        error = (
+            "nothing can be a text of it; does a $ref lead to itself, with"
+            " nothing between?"
+        )
+      raise GrammarError(error)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+  """Says of what a library cannot read that it cannot be a grammar."""
+  try:
+    yield
+  except GrammarError:
+    raise
+  except (ValueError, RecursionError) as error:
+    raise GrammarError(" ".join(str(error).split())) from None
 
 
 class _Tokens:

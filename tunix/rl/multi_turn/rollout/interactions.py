@@ -148,7 +148,7 @@ class Session:
     self._clock = clock
     self._root = _Node(None)
     self._by_tokens = prefixes.Prefixes[Interaction]()
-    self._by_text = prefixes.Prefixes[Interaction]()
+    self._by_text = prefixes.Prefixes[tuple[Interaction, prefixes.Running]]()
     self._reserved = 0
     self._interactions: dict[str, Interaction] = {}
     self._discounted = False
@@ -250,13 +250,13 @@ class Session:
   def prompt_text(self, text: str) -> PendingPrompt:
     """A request that is rendered as it stands, without a template.
 
-    It extends the interaction with the longest text, prompt and completion,
-    that it begins with: only what follows is tokenised.
+    It extends the interaction with the longest text, prompt and completion as
+    sampled or as told, that it begins with: only what follows is tokenised.
     """
     self._check_open()
     data = text.encode()
-    before, length = self._by_text.longest(data)
-    known = before._all_text if before else prefixes.Running()
+    found, length = self._by_text.longest(data)
+    before, known = found or (None, prefixes.Running())
     new = data[length:].decode()
     extension = TokenPrompt(self._renderer.encode(new))
     self.touch()
@@ -332,7 +332,12 @@ class Session:
     if made._all_tokens is not None:
       self._by_tokens.add(made._all_tokens, made)
     if made._all_text is not None:
-      self._by_text.add(made._all_text, made)
+      self._by_text.add(made._all_text, (made, made._all_text))
+      told = answer.get("content")
+      # As with messages: a stop string was sampled, and not told.
+      if isinstance(told, str) and told and told != text:
+        cut = pending._text.extended(told.encode())
+        self._by_text.add(cut, (made, cut))
     self._interactions[made.id] = made
     self.touch()
     return made

@@ -29,6 +29,7 @@ from tunix.rl.multi_turn.rollout import engine as engine_lib
 from tunix.rl.multi_turn.rollout import grammars
 from tunix.rl.multi_turn.rollout import loopback
 from tunix.rl.multi_turn.rollout import media
+from tunix.rl.multi_turn.rollout import programs
 from tunix.rl.multi_turn.rollout import session_store
 from tunix.rl.multi_turn.rollout import shapes
 from tunix.rl.multi_turn.rollout.server import answers
@@ -91,6 +92,7 @@ def make_app(
           decoder=decoder,
           grammars=known,
           context_length=engine.context_length,
+          max_stop_token_ids=programs.MAX_STOP_TOKENS,
           healthy=lambda: engine.healthy,
       ),
       session_store.SessionStore(
@@ -162,6 +164,20 @@ def _screens(text: str) -> tuple[tuple[int, int], ...]:
       raise ValueError(f"--screen={text}: write WIDTHxHEIGHT, e.g. 1280x720")
     sizes.append((int(width), int(height)))
   return tuple(sizes)
+
+
+def _check_screens(
+    text: str, sizes: Sequence[tuple[int, int]], processor: Any
+) -> None:
+  for size in sizes:
+    try:
+      processor.num_image_tokens(*size)
+    except ValueError as error:
+      why = str(error).partition(";")[0]
+      raise ValueError(
+          f"--screen={text}: {why}; name the sizes that clients send, none"
+          " larger, e.g. --screen 640x480"
+      ) from None
 
 
 def _features(text: str) -> tuple[str, ...]:
@@ -255,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     policy = checkpoint.load_policy(
         args.policy, screen=largest, compute_dtype=args.dtype
     )
+    _check_screens(args.screen, screens, policy[1])
     store = images.ImageStore(args.image_dir, args.image_memory << 20)
     engine = engine_lib.RolloutEngine(
         policy[0],

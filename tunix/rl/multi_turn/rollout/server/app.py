@@ -11,7 +11,9 @@ A session is named by its path, or by its key in place of the token
 (`Authorization: Bearer <key>`), whichever a client can be told.
 
 Promises: errors have OpenAI's shape, whatever failed; a client that goes away
-ends its sampling; `/health` is 503 when nothing can be sampled any more.
+ends its sampling; `/health` is 503 when nothing can be sampled any more;
+without a token only those are answered who call this machine by a name of its
+own, so that a web page that a browser shows here cannot ask for anything.
 
 Does not decide what is sampled (see `service`), or know the endpoints' bodies
 (see `chat`, `completions` and `responses`).
@@ -22,9 +24,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import logging
 import time
 from typing import Any, AsyncIterator, Awaitable, Callable
+from urllib import parse
 
 import prometheus_client
 from starlette import applications
@@ -166,6 +170,14 @@ class App:
   def _authorize(self, request: Request, route: str) -> None:
     """Finds the session that the request belongs to, if it names one."""
     request.state.session = None
+    host = request.headers.get("host", "")
+    if not self._token and not _is_local(host):
+      raise errors.ApiError(
+          403,
+          "without a token this server answers to localhost only, not to"
+          f" {fields.shown(host)}; give it a token, or ask for 127.0.0.1",
+          code="wrong_host",
+      )
     presented = request.headers.get("authorization", "")
     presented = presented.removeprefix("Bearer ").strip()
     by_key = self._service.by_key(presented) if presented else None
@@ -348,6 +360,18 @@ async def _body(request: Request, limits: requests.Limits) -> bytes:
     if size > limits.body_bytes:
       break  # What there is says enough.
   return b"".join(parts)
+
+
+def _is_local(host: str) -> bool:
+  """Whether a Host header names this machine's loopback interface, at any port;
+  browsers always send one."""
+  if not host:
+    return True
+  try:
+    name = parse.urlsplit(f"//{host}").hostname or ""
+    return name == "localhost" or ipaddress.ip_address(name).is_loopback
+  except ValueError:
+    return False
 
 
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:

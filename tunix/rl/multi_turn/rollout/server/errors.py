@@ -43,9 +43,9 @@ class ApiError(Exception):
   def body(self) -> dict[str, Any]:
     return {
         "error": {
-            "message": self.message,
+            "message": _whole(self.message),
             "type": self.type,
-            "param": self.param,
+            "param": None if self.param is None else _whole(self.param),
             "code": self.code,
         }
     }
@@ -55,6 +55,11 @@ class ApiError(Exception):
       # The client would repeat 409 and 5xx by itself, and sample once more.
       return {"x-should-retry": "false"}
     return {"retry-after": f"{self.retry_after_s:g}"}
+
+
+def _whole(text: str) -> str:
+  """The text with halves of surrogate pairs spelled out; they have no bytes."""
+  return text.encode(errors="backslashreplace").decode()
 
 
 def invalid(

@@ -7,11 +7,14 @@ taken; a field that is not known is refused, unless its value asks for nothing.
 from __future__ import annotations
 
 import json
+import math
+import re
 from typing import Any, Collection, Mapping, Sequence
 
 from tunix.rl.multi_turn.rollout.server import errors
 
 _SHOWN = 60  # Characters of a refused value.
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # Or one of a whole pair.
 
 # Fields about the caller and its bookkeeping: no sample depends on them.
 NO_EFFECT = frozenset({"user", "metadata", "safety_identifier"})
@@ -19,6 +22,8 @@ NO_EFFECT = frozenset({"user", "metadata", "safety_identifier"})
 
 def shown(value: Any) -> str:
   """A value for an error message."""
+  if isinstance(value, (str, list)):
+    value = value[: _SHOWN + 1]  # More would not be shown.
   text = repr(value)
   return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
@@ -112,8 +117,12 @@ def number(
 
 def token_ids(where: str, value: Any) -> tuple[int, ...]:
   """A list of token ids, as far as that can be told without a vocabulary."""
-  good = isinstance(value, list) and all(
-      type(i) is int and 0 <= i < 2**31 for i in value  # A bool is an int, too.
+  # A bool is an int, too. There may be millions of them.
+  good = isinstance(value, list) and (
+      not value
+      or set(map(type, value)) == {int}
+      and 0 <= min(value)
+      and max(value) < 2**31
   )
   if not good:
     raise errors.invalid(
@@ -124,6 +133,9 @@ def token_ids(where: str, value: Any) -> tuple[int, ...]:
 
 def read_json(body: bytes, max_bytes: int) -> dict[str, Any]:
   """The object that a request's body holds.
+
+  What comes out can be written again: its numbers are finite, its texts are
+  whole characters.
 
   Raises:
     ApiError: too large, or no JSON object.
@@ -136,7 +148,12 @@ def read_json(body: bytes, max_bytes: int) -> dict[str, Any]:
         code="request_too_large",
     )
   try:
-    found = json.loads(body)
+    written = body.decode(json.detect_encoding(body))
+    found = json.loads(
+        written, parse_constant=_finite, parse_float=_finite
+    )
+    if _ESCAPED_HALF.search(written):
+      _check_characters(found)
   except (ValueError, RecursionError) as error:
     raise errors.invalid(
         None, f"the body is not JSON: {error}", "invalid_json"
@@ -144,6 +161,33 @@ def read_json(body: bytes, max_bytes: int) -> dict[str, Any]:
   if not isinstance(found, dict):
     raise errors.invalid(None, "the body must be a JSON object", "invalid_json")
   return found
+
+
+def _finite(written: str) -> float:
+  value = float(written)
+  if not math.isfinite(value):
+    raise ValueError(f"{written[:_SHOWN]} is no finite number")
+  return value
+
+
+def _check_characters(body: Any) -> None:
+  """Refuses halves of surrogate pairs, naming the first field that has one."""
+  left = [("", body)]
+  while left:
+    where, value = left.pop()
+    if isinstance(value, str):
+      text(where, value)
+    elif isinstance(value, list):
+      inner = [(f"{where}[{i}]", one) for i, one in enumerate(value)]
+      left += reversed(inner)
+    elif isinstance(value, dict):
+      for name in value:
+        text(where or "the body", name)
+      inner = [
+          (f"{where}.{name}" if where else name, one)
+          for name, one in value.items()
+      ]
+      left += reversed(inner)
 
 
 def _in_range(

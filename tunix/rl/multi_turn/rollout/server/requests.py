@@ -281,7 +281,8 @@ def tool_choice(
     # Of a chat completion, or of a response.
     known = {"type", "function", "name"}
     fields.refuse_others(choice, known, where="tool_choice")
-    name = (choice.get("function") or choice).get("name")
+    function = choice.get("function") or choice
+    name = fields.mapping("tool_choice.function", function).get("name")
   called = [t for t in tools if t["function"]["name"] == name]
   if not called:
     raise errors.invalid(

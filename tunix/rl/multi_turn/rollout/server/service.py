@@ -51,6 +51,8 @@ class Policy:
     decoder: tokens to text and bytes.
     grammars: what answers may be held to; None: nothing.
     context_length: tokens of a sequence.
+    max_stop_token_ids: that the client takes, the renderer's own included;
+      None: any number.
     healthy: whether the client can still sample.
     streams: whether `client.generate` tells of tokens as they come.
   """
@@ -62,6 +64,7 @@ class Policy:
   decoder: answers.Decoder
   context_length: int
   grammars: grammars_lib.Grammars | None = None
+  max_stop_token_ids: int | None = None
   healthy: Callable[[], bool] = lambda: True
   streams: bool = True
 
@@ -140,7 +143,9 @@ class Service:
           name=answer_id,
       )
       turns.by_body[key] = task
-      task.add_done_callback(lambda done: turns.forget_failed(key, done))
+      task.add_done_callback(
+          lambda done: turns.ended(key, done, not request.kept_by_client)
+      )
     return await turns.wait_for(task, key)
 
   def known_id(
@@ -235,6 +240,8 @@ class Service:
   ) -> policy_client.TokenPrompt | interactions.PendingPrompt:
     """The prompt: a session's, or one of its own."""
     policy = self.policy
+    if request.tokens is not None:  # Before all of them are looked at.
+      self._check_room(len(request.tokens), request)
     if request.kept_by_client:
       pictures = [
           part["image"]
@@ -263,7 +270,9 @@ class Service:
         system = {"role": "system", "content": request.instructions}
         messages = [system, *messages]
       messages = _with_tools(messages, request.tools, policy.parser)
-      size = _characters(messages)
+      # A message is a token or more, whatever it says.
+      size = len(messages) * policy.renderer.longest_token
+      size += _characters(messages)
     if size > policy.context_length * policy.renderer.longest_token:
       # Tokenising it would hold up everybody else.
       raise errors.invalid(
@@ -286,6 +295,32 @@ class Service:
           "messages", f"the messages cannot be rendered: {error}"
       ) from None
 
+  def _stop_token_ids(self, request: requests.Request) -> tuple[int, ...]:
+    """The renderer's, then what is asked for beside them."""
+    own = tuple(self.policy.renderer.stop_token_ids)
+    asked = dict.fromkeys(request.sampling.stop_token_ids)
+    more = tuple(token for token in asked if token not in own)
+    most = self.policy.max_stop_token_ids
+    if most is not None and len(own) + len(more) > most:
+      raise errors.invalid(
+          "stop_token_ids",
+          f"stop_token_ids holds {len(more)} different ids beside the end of a"
+          f" turn, at most {most - len(own)} are taken",
+      )
+    return own + more
+
+  def _check_room(self, length: int, request: requests.Request) -> int:
+    """How many tokens may follow a prompt of that length: one or more."""
+    room = self.policy.context_length - length
+    if room < 1:
+      raise errors.invalid(
+          request.prompt_field,
+          f"the prompt has {length} tokens, the context"
+          f" {self.policy.context_length}; shorten the {request.prompt_field}",
+          "context_length_exceeded",
+      )
+    return room
+
   async def _sample(
       self, request, messages, session, turns, on_tokens, answer_id
   ) -> answers.Answer:
@@ -299,21 +334,11 @@ class Service:
     if turns is not None:
       turns.count += 1
       number = turns.count
-    room = self.policy.context_length - len(prompt)
-    if room < 1:
-      raise errors.invalid(
-          request.prompt_field,
-          f"the prompt has {len(prompt)} tokens, the context"
-          f" {self.policy.context_length}; shorten the {request.prompt_field}",
-          "context_length_exceeded",
-      )
+    room = self._check_room(len(prompt), request)
     sampling = dataclasses.replace(
         request.sampling,
         max_new_tokens=min(request.sampling.max_new_tokens, room),
-        stop_token_ids=(
-            *self.policy.renderer.stop_token_ids,
-            *request.sampling.stop_token_ids,
-        ),
+        stop_token_ids=self._stop_token_ids(request),
     )
     seed = request.sampling.seed
     if seed is None and session is not None:
@@ -555,8 +580,11 @@ def _with_tools(
   return [{"role": "system", "content": text}, *messages[1:]]
 
 
+_CALL = 32  # Fewer characters than what any call is written in.
+
+
 def _characters(messages: Sequence[requests.Message]) -> int:
-  """Of the messages' text."""
+  """Of the messages' text, calls included."""
   total = 0
   for message in messages:
     content = message.get("content") or ""
@@ -564,6 +592,9 @@ def _characters(messages: Sequence[requests.Message]) -> int:
       total += len(content)
     else:
       total += sum(len(part.get("text", "")) for part in content)
+    for call in message.get("tool_calls") or ():
+      function = call["function"]
+      total += _CALL + len(function["name"]) + len(function["arguments"])
   return total
 
 

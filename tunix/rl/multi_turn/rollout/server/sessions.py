@@ -2,12 +2,15 @@
 
 Promises: putting an export together holds up nobody: it is done in one thread
 for all of them, a sequence at a time, and sent as it is done; a client that
-reads slowly holds up itself.
+reads slowly holds up itself. An export that drops its session ends it first:
+nothing is answered or rewarded that is not in it. The session is forgotten once
+all of it was sent; when the connection breaks before, it can be exported again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import json
 from typing import Any, AsyncIterator, Callable, Iterator, Sequence
@@ -45,6 +48,7 @@ class SessionRoutes:
     self._service = service
     self._read = read_object
     self._check_own = check_own
+    self._going: collections.Counter[str] = collections.Counter()
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "tunix-export")
 
   def close(self) -> None:
@@ -74,8 +78,15 @@ class SessionRoutes:
     name = body.get("interaction_id")
     if name is not None:
       name = fields.string(body, "interaction_id")
+    session = request.state.session
+    if self._going[session.id]:
+      raise errors.ApiError(
+          409,
+          "the session is being exported and dropped; set rewards before that",
+          code="session_ended",
+      )
     with service_lib.told():
-      request.state.session.set_reward(name, float(reward))
+      session.set_reward(name, float(reward))
     return starlette_responses.JSONResponse({"message": "success"})
 
   async def end(self, request: Request) -> Response:
@@ -105,23 +116,37 @@ class SessionRoutes:
       )
     discount = fields.number(body, "discount", 1.0, 0.0, 1.0)
     drop = fields.flag(body, "drop")
-    with service_lib.told():
-      found = session.exporter(style, discount)
+    if drop:
+      # What is still on its way is told so, and is not in the export.
+      session.end()
+      await self._service.forget(name)
+      sent = self._dropping(session, style, discount)
+    else:
+      with service_lib.told():
+        sent = self._sent(session.exporter(style, discount))
     return starlette_responses.StreamingResponse(
-        self._sent(found, name if drop else None),
-        media_type="application/json",
+        sent, media_type="application/json"
     )
 
-  async def _sent(
-      self, found: exports.Exporter, drop: str | None
-  ) -> AsyncIterator[bytes]:
-    """The body; the session is dropped once all of it was taken."""
+  async def _sent(self, found: exports.Exporter) -> AsyncIterator[bytes]:
     pieces = _encoded(found)
     loop = asyncio.get_running_loop()
     while piece := await loop.run_in_executor(self._thread, next, pieces, b""):
       yield piece
-    if drop is not None:
-      await self._service.drop(drop)
+
+  async def _dropping(
+      self, session: Any, style: str, discount: float
+  ) -> AsyncIterator[bytes]:
+    """The body; the session, ended, is dropped once all of it was taken."""
+    self._going[session.id] += 1
+    try:
+      async for piece in self._sent(session.exporter(style, discount)):
+        yield piece
+      await self._service.drop(session.id)
+    finally:
+      self._going[session.id] -= 1
+      if not self._going[session.id]:
+        del self._going[session.id]
 
 
 def _encoded(found: exports.Exporter) -> Iterator[bytes]:

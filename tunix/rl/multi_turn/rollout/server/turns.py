@@ -19,15 +19,20 @@ class Turns:
 
   Attributes:
     by_body: hash of a body -> its answer, there or on its way. It is sampled
-      for all who ask, and cancelled when none of them is left.
+      for all who ask, and cancelled when none of them is left. Those that are
+      no interaction of the session are kept for the last few bodies only.
     count: requests so far, for their seeds.
     closed: no cache is kept any more.
   """
 
   _KEPT = 8  # Caches a session may hold; an engine evicts idle ones anyway.
+  _UNSTORED = 64  # Answers that nothing but a repeated request asks for.
 
   def __init__(self, session_id: str):
     self.by_body: dict[str, asyncio.Task[answers.Answer]] = {}
+    self._unstored: collections.OrderedDict[str, None] = (
+        collections.OrderedDict()
+    )
     self._asking: collections.Counter[asyncio.Task[Any]] = collections.Counter()
     self.count = 0
     self.closed = False
@@ -59,13 +64,20 @@ class Turns:
           task.cancel()
           await asyncio.wait({task})  # Its slot is free when this returns.
 
-  def forget_failed(
-      self, key: str, task: asyncio.Task[answers.Answer]
+  def ended(
+      self, key: str, task: asyncio.Task[answers.Answer], stored: bool
   ) -> None:
-    """A request that failed is a new one when it is repeated."""
+    """A request that failed is a new one when it is repeated; an answer that is
+    not `stored` as an interaction is kept for a while."""
     failed = task.cancelled() or task.exception() is not None
-    if failed and self.by_body.get(key) is task:
+    if self.by_body.get(key) is not task:
+      return
+    if failed:
       del self.by_body[key]
+    elif not stored:
+      self._unstored[key] = None
+      if len(self._unstored) > self._UNSTORED:
+        del self.by_body[self._unstored.popitem(last=False)[0]]
 
   def take_cache(self, parent: str | None) -> str:
     """The client's session that holds `parent`'s tokens, or a new one."""
