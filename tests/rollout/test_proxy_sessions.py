@@ -277,9 +277,9 @@ async def test_an_agent_that_will_not_end_loses_nothing(served, monkeypatch):
     answer = await client.chat.completions.create(
         model=model, messages=[await computer.reset()], **options
     )
+    await computer.act(answer.choices[0].message.content)
     while not freed.is_set():
       try:
-        await computer.act(answer.choices[0].message.content)
         await asyncio.sleep(60)
       except asyncio.CancelledError:
         pass
@@ -300,3 +300,42 @@ async def test_an_agent_that_will_not_end_loses_nothing(served, monkeypatch):
     left.cancel()
     await asyncio.wait({left}, timeout=5)
     assert left.done() and not agent_session._LEFT
+
+
+async def test_an_observation_answers_the_act_it_came_of(served):
+  log = []
+
+  async def impatient(client, model, computer, **options):
+    del client, model, options
+    log.append((await computer.reset())["content"])
+    try:
+      await asyncio.wait_for(computer.act("A"), 0.05)
+    except TimeoutError:
+      log.append("timeout")
+    try:
+      await computer.act("too early")
+    except RuntimeError as error:
+      log.append(str(error)[:14])
+    await asyncio.sleep(0.3)  # By then it is done.
+    log.append((await computer.reset())["content"])
+    log.append((await computer.act("B"))["content"])
+    log.append(await computer.act("C"))
+
+  async with connected(served, impatient) as connection:
+    session = connection.model(SAMPLING).new_session("a", 1)
+    messages = [{"role": "user", "content": "seen 0"}]
+    for turn, text in enumerate("ABC"):
+      reply = await session.reply(messages, turn, call)
+      assert reply.text == text
+      if not turn:
+        await asyncio.sleep(0.15)
+      messages = messages + [
+          {"role": "assistant", "content": text},
+          {"role": "user", "content": f"seen {turn + 1}"},
+      ]
+    for name in session.sessions():
+      await session.release(name)
+  assert log == [
+      "seen 0", "timeout", "act was called", "seen 0", "seen 2", None
+  ]  # pyformat: disable
+  assert not held(served)
