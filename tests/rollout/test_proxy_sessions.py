@@ -1,18 +1,21 @@
-"""Episodes through a server: what goes over the wire, and what is left there."""
+"""Episodes through a server: what goes over the wire, what is left there."""
 
 import asyncio
 import contextlib
 
 import numpy as np
+import openai
 import pytest
 import small_server
+from starlette import responses
 from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn import trajectory
 from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.environments import tool_environment
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.rollout import agent_session
-from tunix.rl.multi_turn.rollout import proxy
+from tunix.rl.multi_turn.rollout import loopback
+from tunix.rl.multi_turn.rollout import openai_client
 from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.trajectory_collector import engine as collector_lib
 from tunix.rl.multi_turn.trajectory_collector import model_calls
@@ -29,9 +32,9 @@ def _served():
 
 
 @contextlib.asynccontextmanager
-async def connected(served, play=None):
+async def connected(served, play=None, url=None):
   made = agent_session.AgentConnection(
-      served.url, small_server.MODEL, served.images, play=play
+      url or served.url, small_server.MODEL, served.images, play=play
   )
   try:
     yield made
@@ -130,6 +133,139 @@ async def test_tool_outputs_go_through_the_server(served):
   assert not held(served)
 
 
+# --- sessions -----------------------------------------------------------------
+
+
+class Losing:
+  """A server that loses answers to one path, but does what it is asked."""
+
+  def __init__(self, asgi, path, lost, status=None):
+    self.asgi = asgi
+    self.path = path
+    self.lost = lost  # Which, counted from 1.
+    self.status = status
+    self.asked = 0
+
+  async def __call__(self, scope, receive, send):
+    if scope["type"] != "http":
+      return  # It has begun, and goes on.
+    if scope["path"] != self.path:
+      await self.asgi(scope, receive, send)
+      return
+    self.asked += 1
+    if self.asked not in self.lost:
+      await self.asgi(scope, receive, send)
+      return
+    if self.status is not None:  # Or refuses.
+      answer = responses.JSONResponse({"error": {}}, self.status)
+      await answer(scope, receive, send)
+      return
+
+    async def lost(message):
+      del message
+
+    await self.asgi(scope, receive, lost)
+    raise ConnectionResetError  # Which is answered with a 500.
+
+
+@contextlib.contextmanager
+def losing(served, path, lost=(1,), **options):
+  asgi = Losing(served.app.asgi, path, lost, **options)
+  with loopback.LoopbackServer(asgi) as server:
+    yield asgi, server.url
+
+
+async def played(connection, name="e"):
+  """A session of one answer, released."""
+  session = connection.model(SAMPLING).new_session(name, 1)
+  try:
+    await session.reply(HELLO, 0, call)
+  finally:
+    for held_name in session.sessions():
+      await session.release(held_name)
+  return session
+
+
+@pytest.mark.parametrize("lost", [(1,), (1, 2), (2,), (1, 3)], ids=str)
+async def test_tokens_survive_lost_answers(served, lost):
+  with losing(served, "/export_trajectories", lost) as (asgi, url):
+    async with connected(served, url=url) as connection:
+      session = await played(connection)
+  assert session.build()[0].num_sampled
+  assert asgi.asked == len(lost) + 2  # Fetched, and dropped.
+  assert not held(served)
+
+
+async def test_tokens_that_cannot_be_had_leave_no_session(served):
+  with losing(served, "/export_trajectories", status=400) as (_, url):
+    async with connected(served, url=url) as connection:
+      with pytest.raises(openai.BadRequestError):
+        await played(connection)
+  assert not held(served)
+
+
+async def test_a_start_is_repeated_only_if_there_was_none(served):
+  path = "/rl/start_session"
+  with losing(served, path) as (asgi, url):
+    async with connected(served, url=url) as connection:
+      with pytest.raises(openai.APIError):
+        await played(connection)
+    client = openai_client.OpenAIClient(
+        f"{url}/v1", small_server.MODEL, served.images
+    )
+    asgi.lost = (2,)
+    with pytest.raises(openai_client.RemoteError):
+      await client.generate(served.prompt(), served.sampling(), session="s")
+    await client.aclose()
+  # Nobody knows their names: they end by themselves.
+  assert asgi.asked == held(served) == 2
+  for later in (1e12, 2e12):
+    served.app._service.store.sweep(later)
+  assert not held(served)
+  with losing(served, path, status=429) as (asgi, url):
+    async with connected(served, url=url) as connection:
+      assert (await played(connection)).build()
+  assert asgi.asked == 2 and not held(served)
+
+
+@pytest.mark.parametrize("via", ["proxy", "client"])
+async def test_who_goes_away_while_it_opens_leaves_no_session(served, via):
+  for number in range(12):
+    async with connected(served) as connection:
+      client = openai_client.OpenAIClient(
+          f"{served.url}/v1", small_server.MODEL, served.images
+      )
+      if via == "proxy":
+        session = connection.model(SAMPLING).new_session("e", 1)
+        asking = session.reply(HELLO, 0, call)
+      else:
+        asking = client.generate(
+            served.prompt(), served.sampling(), session="s"
+        )
+      task = asyncio.ensure_future(asking)
+      await asyncio.sleep(0.0006 * number)
+      task.cancel()
+      await asyncio.gather(task, return_exceptions=True)
+      if via == "proxy":
+        for name in session.sessions():
+          await session.release(name)
+      await client.aclose()
+    # All of it was waited for.
+    assert not held(served)
+
+
+async def test_a_release_that_is_cancelled_drops_its_session(served):
+  async with connected(served) as connection:
+    session = connection.model(SAMPLING).new_session("e", 1)
+    await session.reply(HELLO, 0, call)
+    (name,) = session.sessions()
+    task = asyncio.ensure_future(session.release(name))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+  assert not held(served)
+
+
 # --- agents of somebody else's ------------------------------------------------
 
 
@@ -141,9 +277,9 @@ async def test_an_agent_that_will_not_end_loses_nothing(served, monkeypatch):
     answer = await client.chat.completions.create(
         model=model, messages=[await computer.reset()], **options
     )
+    await computer.act(answer.choices[0].message.content)
     while not freed.is_set():
       try:
-        await computer.act(answer.choices[0].message.content)
         await asyncio.sleep(60)
       except asyncio.CancelledError:
         pass
@@ -164,3 +300,42 @@ async def test_an_agent_that_will_not_end_loses_nothing(served, monkeypatch):
     left.cancel()
     await asyncio.wait({left}, timeout=5)
     assert left.done() and not agent_session._LEFT
+
+
+async def test_an_observation_answers_the_act_it_came_of(served):
+  log = []
+
+  async def impatient(client, model, computer, **options):
+    del client, model, options
+    log.append((await computer.reset())["content"])
+    try:
+      await asyncio.wait_for(computer.act("A"), 0.05)
+    except TimeoutError:
+      log.append("timeout")
+    try:
+      await computer.act("too early")
+    except RuntimeError as error:
+      log.append(str(error)[:14])
+    await asyncio.sleep(0.3)  # By then it is done.
+    log.append((await computer.reset())["content"])
+    log.append((await computer.act("B"))["content"])
+    log.append(await computer.act("C"))
+
+  async with connected(served, impatient) as connection:
+    session = connection.model(SAMPLING).new_session("a", 1)
+    messages = [{"role": "user", "content": "seen 0"}]
+    for turn, text in enumerate("ABC"):
+      reply = await session.reply(messages, turn, call)
+      assert reply.text == text
+      if not turn:
+        await asyncio.sleep(0.15)
+      messages = messages + [
+          {"role": "assistant", "content": text},
+          {"role": "user", "content": f"seen {turn + 1}"},
+      ]
+    for name in session.sessions():
+      await session.release(name)
+  assert log == [
+      "seen 0", "timeout", "act was called", "seen 0", "seen 2", None
+  ]  # pyformat: disable
+  assert not held(served)

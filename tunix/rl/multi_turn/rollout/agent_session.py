@@ -78,7 +78,14 @@ class Computer:
     return await self._session._seen()
 
   async def act(self, text: str) -> Message | None:
-    """Acts as the policy's text says; what is seen then, or None at the end."""
+    """Acts as the policy's text says; what is seen then, or None at the end.
+
+    Who stops waiting for it (`asyncio.wait_for`) has acted all the same, and
+    does not see what came of it.
+
+    Raises:
+      RuntimeError: the act before is not done yet.
+    """
     if not isinstance(text, str):
       raise TypeError(f"act takes a text, got {type(text).__name__}")
     return await self._session._acted(text)
@@ -128,6 +135,8 @@ class AgentSession(proxy.ProxySession):
     # Of what is seen, and of what is done: at most one is waited for.
     self._sights: asyncio.Queue[Message | None] = asyncio.Queue()
     self._acts: asyncio.Queue[str] = asyncio.Queue()
+    self._first: Message | None = None
+    self._acting = False  # An act whose outcome is not seen yet.
 
   async def _reply(
       self, messages: Sequence[Message], turn: int
@@ -139,6 +148,7 @@ class AgentSession(proxy.ProxySession):
     written = await self._write(messages)
     new = [m for m in written[self._known :] if m["role"] == "user"]
     self._known = len(messages)
+    self._acting = False
     self._sights.put_nowait(_joined(new))
     acting = asyncio.ensure_future(self._acts.get())
     try:
@@ -197,9 +207,23 @@ class AgentSession(proxy.ProxySession):
       raise proxy.context_limit(error) from error
 
   async def _seen(self) -> Message | None:
-    return await self._sights.get()
+    if self._first is None:
+      self._first = await self._sights.get()
+    return self._first
 
   async def _acted(self, text: str) -> Message | None:
+    if self._acting:
+      raise RuntimeError(
+          "act was called while the act before it is not done; await that one,"
+          " and give it no deadline shorter than the run's own"
+          " (collect.step_timeout_s)"
+      )
+    if await self._seen() is None:  # It has not asked what there is.
+      return None
+    while not self._sights.empty():  # Of acts that nobody waits for any more.
+      if self._sights.get_nowait() is None:
+        return None
+    self._acting = True
     self._acts.put_nowait(text)
     return await self._sights.get()
 

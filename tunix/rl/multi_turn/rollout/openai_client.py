@@ -49,6 +49,7 @@ PROTOCOLS = ("tunix", "vllm", "sglang")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 _RELEASE_S = 10.0
 _RETRIED = (408, 429, 500, 502, 503, 504)
+_NOT_BEGUN = (429, 503)  # The server is full, or not ready.
 
 Recompute = Callable[
     [policy_client.TokenPrompt, np.ndarray],
@@ -75,6 +76,48 @@ def import_openai() -> Any:
         " install 'tunix-multi-turn[client]'"
     ) from error
   return openai
+
+
+def not_begun(error: Any) -> bool:
+  """Whether the server has done nothing of what failed with an `OpenAIError`,
+  so that even what must not be done twice may be asked again."""
+  import httpx  # pylint: disable=g-import-not-at-top
+
+  if getattr(error, "status_code", None) in _NOT_BEGUN:
+    return True
+  cause = error.__cause__
+  return isinstance(
+      cause, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+  )
+
+
+async def or_undone(
+    made: Awaitable[Any],
+    undo: Callable[[Any], Awaitable[Any]],
+    kept: set[asyncio.Future[Any]],
+) -> Any:
+  """Awaits what must not be made for nobody.
+
+  Args:
+    made: goes on when the caller is cancelled.
+    undo: is called then with what it gave.
+    kept: holds the task that does so until it is done.
+  """
+  making = asyncio.ensure_future(made)
+
+  async def undone() -> None:
+    try:
+      await undo(await making)
+    except Exception:  # pylint: disable=broad-except
+      pass  # Nothing was made, or it ends by its own timeout.
+
+  try:
+    return await asyncio.shield(making)
+  except asyncio.CancelledError:
+    undoing = asyncio.ensure_future(undone())
+    kept.add(undoing)
+    undoing.add_done_callback(kept.discard)
+    raise
 
 
 class OpenAIClient:
@@ -165,6 +208,7 @@ class OpenAIClient:
         base_url=base_url, api_key=api_key, timeout=timeout_s, max_retries=0
     )
     self._sessions: dict[str, asyncio.Future[str]] = {}
+    self._undoing: set[asyncio.Future[Any]] = set()
 
   # --- PolicyClient ----------------------------------------------------------
 
@@ -217,17 +261,11 @@ class OpenAIClient:
     found = self._sessions.pop(session, None)
     if found is None:
       return
-    if not found.done() or found.cancelled() or found.exception() is not None:
+    if not found.done() or _failed(found):
       found.cancel()
+      await asyncio.wait({found})  # At once; what it has begun is undone.
       return
-    async with asyncio.timeout(min(self._timeout_s, _RELEASE_S)):
-      try:
-        await self._post(
-            "/export_trajectories",
-            {"session_id": found.result(), "drop": True},
-        )
-      except ValueError:
-        pass  # It has ended by itself.
+    await self._drop(found.result())
 
   async def check(self) -> int | None:
     """Asks the server for its models; learns the context's length, and returns
@@ -266,6 +304,8 @@ class OpenAIClient:
         await self.release(session)
       except (RemoteError, TimeoutError):
         pass  # It ends by its own timeout.
+    if self._undoing:
+      await asyncio.wait(self._undoing, timeout=_RELEASE_S)
     self._urls.close()
     await self._client.close()
 
@@ -383,13 +423,28 @@ class OpenAIClient:
     try:
       return await asyncio.shield(found)
     except BaseException:
-      if found.done() and self._sessions.get(session) is found:
+      # One that was started is released, whoever has gone away.
+      if _failed(found) and self._sessions.get(session) is found:
         del self._sessions[session]
       raise
 
   async def _start(self, session: str) -> str:
-    answer = await self._post("/rl/start_session", {"task_id": session})
-    return remote_protocols.field(answer, "session_id", str)
+    answer = await self._request(
+        "post", "/rl/start_session", {"task_id": session}, made=self._unstart
+    )
+    return _id_of(answer)
+
+  async def _unstart(self, answer: Any) -> None:
+    await self._drop(_id_of(answer))
+
+  async def _drop(self, name: str) -> None:
+    async with asyncio.timeout(min(self._timeout_s, _RELEASE_S)):
+      try:
+        await self._post(
+            "/export_trajectories", {"session_id": name, "drop": True}
+        )
+      except ValueError:
+        pass  # It has ended by itself.
 
   async def _completion(
       self,
@@ -482,16 +537,28 @@ class OpenAIClient:
     return await self._request("post", path, body)
 
   async def _request(
-      self, method: str, path: str, body: Mapping[str, Any] | None
+      self,
+      method: str,
+      path: str,
+      body: Mapping[str, Any] | None,
+      made: Callable[[Any], Awaitable[Any]] | None = None,
   ) -> Any:
-    """The answer's JSON; repeats what may pass."""
+    """The answer's JSON; repeats what may pass.
+
+    Args:
+      made: undoes what the request makes, if nobody waits for it any more;
+        such a request is repeated only if the server had not begun.
+    """
     openai, url = self._openai, self._root + path
     wait, attempt = _FIRST_WAIT_S, 0
     while True:
       try:
         if method == "get":
           return await self._client.get(url, cast_to=object)
-        return await self._client.post(url, body=body, cast_to=object)
+        posting = self._client.post(url, body=body, cast_to=object)
+        if made is None:
+          return await posting
+        return await or_undone(posting, made, self._undoing)
       except openai.APIConnectionError as error:
         cause: Exception = error
         failure: Exception = RemoteError(
@@ -510,6 +577,8 @@ class OpenAIClient:
         )
       except openai.OpenAIError as error:
         raise RemoteError(f"{url}: {error}") from error
+      if made is not None and not not_begun(cause):
+        raise failure from cause
       if not full and attempt >= self._retries:
         raise failure from cause
       attempt += 1
@@ -519,6 +588,18 @@ class OpenAIClient:
 
 
 # --- pieces -------------------------------------------------------------------
+
+
+def _failed(started: asyncio.Future[str]) -> bool:
+  """Whether it is over without a session."""
+  return started.done() and (
+      started.cancelled() or started.exception() is not None
+  )
+
+
+def _id_of(answer: Any) -> str:
+  """Of a session that was started."""
+  return remote_protocols.field(answer, "session_id", str)
 
 
 def _rest(

@@ -7,9 +7,11 @@ episode is a session of the server. What the server has kept of it, token by
 token, becomes the trajectory's training sequences when the episode ends.
 
 Promises: nothing is rendered or tokenised on this side; a repeated request is
-no second sample (the server answers it with the same completion); every
-session is dropped at the server when its episode ends, however it ends; an
-episode whose tokens cannot be had is a model error, and not trained on.
+no second sample (the server answers it with the same completion), nor a second
+session; every session is dropped at the server when its episode ends, however
+it ends, and not before its tokens are here; an episode whose tokens cannot be
+had is a model error, and not trained on. (A session whose start was answered,
+and the answer lost, is nobody's: it ends by the server's timeout.)
 
 Does not sample, serve, or import JAX. Needs the `openai` package. Belongs to
 one event loop.
@@ -31,6 +33,8 @@ from tunix.rl.multi_turn.trajectory_collector import model_calls
 
 Message = trajectory.Message
 _CLIENTS = 16
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
+_CLOSE_S = 10.0
 
 
 class ProxyConnection:
@@ -76,6 +80,7 @@ class ProxyConnection:
         for _ in range(_CLIENTS)
     ]
     self._next = itertools.cycle(self._clients)
+    self._dropping: set[asyncio.Future[Any]] = set()
 
   def model(self, sampling: policy_client.SamplingParams) -> ProxyModel:
     """Asks for completions that are sampled so. Stop tokens are the server's
@@ -91,8 +96,60 @@ class ProxyConnection:
     found = await self.client.post(self.url + path, body=body, cast_to=object)
     return found if isinstance(found, dict) else {}
 
+  async def start(self, name: str) -> dict[str, Any]:
+    """A new session: its `session_id`, `api_key` and `base_url`.
+
+    One that its caller does not wait for any more is dropped.
+    """
+    wait, attempt = _FIRST_WAIT_S, 0
+    while True:
+      # The package would repeat it also where only the answer was lost, and
+      # with that the name of a session.
+      client = self.client.with_options(max_retries=0)
+      try:
+        return await openai_client.or_undone(
+            client.post(
+                f"{self.url}/rl/start_session",
+                body={"task_id": name},
+                cast_to=object,
+            ),
+            lambda started: self._drop(started["session_id"]),
+            self._dropping,
+        )
+      except self.openai.APIError as error:
+        if attempt >= self.openai.DEFAULT_MAX_RETRIES or (
+            not openai_client.not_begun(error)
+        ):
+          raise
+      attempt += 1
+      await asyncio.sleep(wait)
+      wait = min(2 * wait, _LONGEST_WAIT_S)
+
+  async def drop(self, session: str) -> None:
+    """Has the server forget a session, also if the caller is cancelled.
+    Unknown ids are fine."""
+    dropping = asyncio.ensure_future(self._drop(session))
+    self._dropping.add(dropping)
+    dropping.add_done_callback(self._dropping.discard)
+    await asyncio.shield(dropping)
+
+  async def _drop(self, session: str) -> None:
+    import httpx  # pylint: disable=g-import-not-at-top
+
+    # The answer is not parsed: who wants the tokens has had them.
+    try:
+      await self.client.post(
+          f"{self.url}/export_trajectories",
+          body={"session_id": session, "style": "concat", "drop": True},
+          cast_to=httpx.Response,
+      )
+    except self.openai.NotFoundError:
+      pass
+
   async def aclose(self) -> None:
     """Ends the connections. Idempotent."""
+    if self._dropping:
+      await asyncio.wait(self._dropping, timeout=_CLOSE_S)
     self.urls.close()
     for client in self._clients:
       await client.close()
@@ -204,18 +261,19 @@ class ProxySession:
 
   async def release(self, session: str) -> None:
     """Fetches the episode's tokens, and has the server forget them."""
-    answer = await self._connection.post(
-        "/export_trajectories",
-        {"session_id": session, "style": "concat", "drop": True},
-    )
-    self._sequences = [
-        sequence_of(found) for found in answer["interactions"].values()
-    ]
+    try:
+      # Dropped by a request of its own: this one may be repeated.
+      answer = await self._connection.post(
+          "/export_trajectories", {"session_id": session, "style": "concat"}
+      )
+      self._sequences = [
+          sequence_of(found) for found in answer["interactions"].values()
+      ]
+    finally:
+      await self._connection.drop(session)
 
   async def _open(self) -> None:
-    started = await self._connection.post(
-        "/rl/start_session", {"task_id": self._name}
-    )
+    started = await self._connection.start(self._name)
     self._id = started["session_id"]
     self._client = self._connection.client.copy(
         base_url=started["base_url"], api_key=started["api_key"]
