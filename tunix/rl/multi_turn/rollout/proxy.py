@@ -134,14 +134,12 @@ class ProxyConnection:
     await asyncio.shield(dropping)
 
   async def _drop(self, session: str) -> None:
-    import httpx  # pylint: disable=g-import-not-at-top
-
     # The answer is not parsed: who wants the tokens has had them.
     try:
       await self.client.post(
           f"{self.url}/export_trajectories",
           body={"session_id": session, "style": "concat", "drop": True},
-          cast_to=httpx.Response,
+          cast_to=str,
       )
     except self.openai.NotFoundError:
       pass
