@@ -255,7 +255,10 @@ async def test_a_cache_that_is_too_small_for_what_runs_changes_no_answer(
 ):
   """Room for one whole context and a bit: requests are preempted."""
   world = Qwen(qwen, store)
-  with make_engine(qwen, store, cache_tokens=CONTEXT + 64) as engine:
+  # A request is admitted with room for its first call: many short ones.
+  with make_engine(
+      qwen, store, cache_tokens=CONTEXT + 64, decode_steps_per_call=1
+  ) as engine:
     engine.warm_up()
     episodes = await play_groups(engine, world, 2000, 4, True, CONTEXT)
     mixed = await play_groups(engine, world, 3000, 2, False, CONTEXT)
