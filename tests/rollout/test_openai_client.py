@@ -279,7 +279,7 @@ async def test_who_goes_away_ends_the_sampling(served):
         for i in range(12)
     ]
     async def until(condition):
-      async with asyncio.timeout(60):
+      async with asyncio.timeout(90):
         while not condition(served.engine.stats()):
           await asyncio.sleep(0.005)
 
