@@ -9,6 +9,9 @@ import ipaddress
 import os
 import pathlib
 import socket
+from typing import Any
+
+import yaml
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -56,3 +59,18 @@ def token(file: pathlib.Path | None, host: str, variable: str) -> str:
         f" give --token-file, or set {variable}; or leave --host at 127.0.0.1"
     )
   return found
+
+
+def yaml_object(text: str, name: str) -> dict[str, Any]:
+  """A command's option that is an object.
+
+  Raises:
+    ValueError: it is none.
+  """
+  try:
+    data = yaml.safe_load(text)
+  except yaml.YAMLError:
+    data = None
+  if not isinstance(data, dict):
+    raise ValueError(f"{name}={text}: write an object such as '{{width: 256}}'")
+  return data

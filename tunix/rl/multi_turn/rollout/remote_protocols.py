@@ -50,6 +50,22 @@ class Answer:
 # --- requests -----------------------------------------------------------------
 
 
+def _sampling(sampling: policy_client.SamplingParams) -> dict[str, Any]:
+  """What both call alike. Everything is said: what is left out,
+  generation_config.json decides."""
+  return {
+      "temperature": sampling.temperature,
+      "top_p": sampling.top_p,
+      "top_k": sampling.top_k or -1,
+      "min_p": sampling.min_p,
+      "presence_penalty": 0.0,
+      "frequency_penalty": 0.0,
+      "repetition_penalty": 1.0,
+      "stop_token_ids": list(sampling.stop_token_ids),
+      "skip_special_tokens": False,
+  }
+
+
 def vllm_body(
     model: str,
     prompt: policy_client.TokenPrompt,
@@ -58,19 +74,10 @@ def vllm_body(
     banned: Sequence[int],
 ) -> dict[str, Any]:
   """Of /v1/completions, or with images of /inference/v1/generate."""
-  # Everything is said: what is left out, generation_config.json decides.
   params: dict[str, Any] = {
       "max_tokens": sampling.max_new_tokens,
-      "temperature": sampling.temperature,
-      "top_p": sampling.top_p,
-      "top_k": sampling.top_k or -1,
-      "min_p": sampling.min_p,
-      "presence_penalty": 0.0,
-      "frequency_penalty": 0.0,
-      "repetition_penalty": 1.0,
+      **_sampling(sampling),
       "seed": sampling.seed,
-      "stop_token_ids": list(sampling.stop_token_ids),
-      "skip_special_tokens": False,
       "logprobs": 0,  # Of the sampled token, and of no other.
   }
   if banned:
@@ -97,16 +104,8 @@ def sglang_body(
   """Of /generate."""
   params: dict[str, Any] = {
       "max_new_tokens": sampling.max_new_tokens,
-      "temperature": sampling.temperature,
-      "top_p": sampling.top_p,
-      "top_k": sampling.top_k or -1,
-      "min_p": sampling.min_p,
-      "presence_penalty": 0.0,
-      "frequency_penalty": 0.0,
-      "repetition_penalty": 1.0,
+      **_sampling(sampling),
       "sampling_seed": sampling.seed,
-      "stop_token_ids": list(sampling.stop_token_ids),
-      "skip_special_tokens": False,
       "no_stop_trim": True,
   }
   if banned:

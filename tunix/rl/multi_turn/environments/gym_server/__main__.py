@@ -73,16 +73,6 @@ def parser() -> argparse.ArgumentParser:
   return out  # pyformat: disable
 
 
-def _object(text: str, name: str) -> dict[str, Any]:
-  try:
-    data = yaml.safe_load(text)
-  except yaml.YAMLError:
-    data = None
-  if not isinstance(data, dict):
-    raise ValueError(f"{name}={text}: write an object such as '{{width: 256}}'")
-  return data
-
-
 def _names(text: str) -> tuple[str, ...]:
   return tuple(n.strip() for n in text.split(",") if n.strip())
 
@@ -99,8 +89,10 @@ def specs(args: argparse.Namespace) -> list[catalog.GymSpec]:
       "train_tasks": args.train_tasks,
       "eval_tasks": args.eval_tasks,
       "seed": args.seed,
-      "settings": _object(args.settings, "--settings"),
-      "task_settings": _object(args.task_settings, "--task-settings"),
+      "settings": serving.yaml_object(args.settings, "--settings"),
+      "task_settings": serving.yaml_object(
+          args.task_settings, "--task-settings"
+      ),
       "client_settings": _names(args.client_settings),
       "shape": args.shape,
   }

@@ -26,7 +26,6 @@ from tunix.rl.multi_turn.environments import serving
 from tunix.rl.multi_turn.environments.genv import wire
 from tunix.rl.multi_turn.environments.play import session as session_lib
 from tunix.rl.multi_turn.environments.play import terminal
-import yaml
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,16 +60,6 @@ def parser() -> argparse.ArgumentParser:
   add("--timeout", type=float, default=60.0, metavar="S",
       help="deadline of each call into the gym")
   return out  # pyformat: disable
-
-
-def _object(text: str, name: str) -> dict[str, Any]:
-  try:
-    data = yaml.safe_load(text)
-  except yaml.YAMLError:
-    data = None
-  if not isinstance(data, dict):
-    raise ValueError(f"{name}={text}: write an object such as '{{width: 256}}'")
-  return data
 
 
 def read_script(path: pathlib.Path) -> list[gui_action.GuiAction]:
@@ -111,8 +100,8 @@ async def _play(args: argparse.Namespace) -> int:
   """Raises ValueError, OSError, ImportError: naming what cannot be."""
   for name in args.imports:
     importlib.import_module(name)
-  settings = _object(args.settings, "--settings")
-  task_settings = _object(args.task_settings, "--task-settings")
+  settings = serving.yaml_object(args.settings, "--settings")
+  task_settings = serving.yaml_object(args.task_settings, "--task-settings")
   script = None
   if args.by == "script":
     if args.script is None:
