@@ -27,6 +27,8 @@ _LOG = logging.getLogger(__name__)
 _START_S = 60.0
 _STOP_S = 15.0
 _IDENTITY = "monitor.json"
+_PROGRAM = str(pathlib.Path(__file__).with_name("monitor") / "__main__.py")
+"""Run as a file it starts in a second: see there."""
 TOKEN_VARIABLE = "TUNIX_MONITOR_TOKEN"
 
 
@@ -143,9 +145,8 @@ class EmbeddedServer:
     with open(self._log, "ab") as log:
       self._process = subprocess.Popen(
           [
-              sys.executable, "-m", "tunix.rl.multi_turn.monitor", "serve",
-              "--database", str(database), "--port", "0", "--until-eof",
-              *known,
+              sys.executable, "-P", _PROGRAM, "serve", "--database",
+              str(database), "--port", "0", "--until-eof", *known,
           ],
           stdin=subprocess.PIPE,
           stdout=subprocess.PIPE,

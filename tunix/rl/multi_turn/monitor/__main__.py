@@ -1,8 +1,27 @@
-"""`python -m tunix.rl.multi_turn.monitor`; see `server.serve`."""
+"""`python -m tunix.rl.multi_turn.monitor`; see `server.serve`.
 
+Run as a file (`python -P …/monitor/__main__.py`) it does the same without the
+packages above it: upstream's `tunix` imports JAX, Flax and Orbax with its name,
+some seconds and 400 MB that a server of rows has no use for.
+"""
+
+import importlib.util
+import pathlib
 import sys
 
+
+def _alone() -> None:
+  """Makes `tunix.rl.multi_turn` importable without running `tunix` itself."""
+  here = pathlib.Path(__file__).absolute().parents[2]  # tunix/rl
+  for name, folder in (("tunix", here.parent), ("tunix.rl", here)):
+    spec = importlib.util.spec_from_loader(name, None, is_package=True)
+    spec.submodule_search_locations.append(str(folder))
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+
+
 if __name__ == "__main__":
+  if not __package__:
+    _alone()
   try:
     from tunix.rl.multi_turn.monitor.server import serve
   except ImportError as error:

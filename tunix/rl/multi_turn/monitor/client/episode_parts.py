@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn import trajectory as trajectory_lib
@@ -316,7 +316,7 @@ def _errors(
 # --- turns --------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Tokens:
   """A turn's tokens.
 
@@ -324,68 +324,65 @@ class _Tokens:
     ids: sampled.
     logprobs: nats, of each.
     versions: [version, how many in a row] of them.
-    entropies: nats, of each; None where the sampler told none.
+    entropies: nats, float32 of each; None where the sampler told none.
     prompt: what the turn added to the prompt before them, [id, how many in a
       row]: screenshots are long runs of one id.
   """
 
-  ids: list[int]
-  logprobs: list[float]
-  versions: list[list[int]]
-  entropies: list[float] | None = None
+  ids: list[int] = dataclasses.field(default_factory=list)
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  versions: list[list[int]] = dataclasses.field(default_factory=list)
+  entropies: np.ndarray | None = None
   prompt: list[list[int]] | None = None
 
 
-_NO_TOKENS = _Tokens([], [], [])
+_NO_TOKENS = _Tokens()
 
 
 def _sampled(episode: trajectory_lib.Trajectory) -> dict[int, _Tokens]:
   """Turn -> its tokens; each sampled one is in one sequence."""
-  found: dict[int, list[np.ndarray]] = {}
-  silent: set[int] = set()  # Turns of which no entropies are told.
+  sampled: dict[int, list[tuple[Any, slice]]] = {}
   prompts: dict[int, list[list[int]]] = {}
   for sequence in episode.sequences:
-    mask = sequence.loss_mask
-    turns = sequence.turn_ids[mask]
-    entropies = sequence.entropies
-    for turn in np.unique(turns).tolist():
-      chosen = np.flatnonzero(mask)[turns == turn]
-      if entropies is None:
-        silent.add(turn)
-      found.setdefault(turn, []).append(
-          np.stack([
-              sequence.tokens[chosen].astype(np.float64),
-              sequence.logprobs[chosen].astype(np.float64),
-              sequence.versions[chosen].astype(np.float64),
-              np.zeros(len(chosen)) if entropies is None else entropies[chosen],
-          ])
-      )
-      added = (sequence.turn_ids == turn) & ~mask
-      prompts.setdefault(turn, []).extend(_runs(sequence.tokens[added]))
-  result = {}
-  for turn, parts in found.items():
-    ids, logprobs, versions, entropy = np.concatenate(parts, axis=1)
-    result[turn] = _Tokens(
-        ids.astype(np.int64).tolist(),
-        logprobs.tolist(),
-        _runs(versions),
-        None if turn in silent else _float32s(entropy),
+    before: dict[int, list[list[int]]] = {}
+    for turn, chosen, part in _stretches(sequence):
+      if chosen:
+        sampled.setdefault(turn, []).append((sequence, part))
+        prompts.setdefault(turn, []).extend(before.pop(turn, ()))
+      else:
+        before.setdefault(turn, []).extend(_runs(sequence.tokens[part]))
+  found = {}
+  for turn, parts in sampled.items():
+    of = lambda name: np.concatenate([getattr(s, name)[p] for s, p in parts])  # pylint: disable=cell-var-from-loop
+    silent = any(s.entropies is None for s, _ in parts)
+    found[turn] = _Tokens(
+        of("tokens").tolist(),
+        of("logprobs").tolist(),
+        _runs(of("versions")),
+        None if silent else of("entropies"),
         prompts[turn],
     )
-  return result
+  return found
+
+
+def _stretches(sequence: Any) -> Iterator[tuple[int, bool, slice]]:
+  """(turn, whether sampled, where) of tokens in a row that agree in both."""
+  key = 2 * sequence.turn_ids.astype(np.int64) + sequence.loss_mask
+  cuts = [0, *(np.flatnonzero(key[1:] != key[:-1]) + 1).tolist(), len(key)]
+  for start, stop in zip(cuts, cuts[1:]):
+    if stop > start:
+      turn, sampled = divmod(int(key[start]), 2)
+      yield turn, bool(sampled), slice(start, stop)
 
 
 def _runs(values: np.ndarray) -> list[list[int]]:
   """[value, how many in a row] of integers."""
-  values = values.astype(np.int64)
-  starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
-  counts = np.diff(starts, append=len(values))
-  return np.stack([values[starts], counts], axis=1).tolist()
-
-
-def _float32s(values: np.ndarray) -> list[float]:
-  """Of float32 values, the shortest numbers that stand for them."""
-  return [float(str(v)) for v in values.astype(np.float32)]
+  cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()]
+  cuts.append(len(values))
+  return [
+      [value, stop - start]
+      for value, start, stop in zip(values[cuts[:-1]].tolist(), cuts, cuts[1:])
+  ] if len(values) else []
 
 
 def _turn_metrics(

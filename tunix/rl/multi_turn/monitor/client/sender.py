@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 import pathlib
 import random
 import sqlite3
 import threading
 import time
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
+import numpy as np
 import orjson
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.client import transport as transport_lib
@@ -35,6 +37,7 @@ _MOST_BACKOFF_S = 15.0
 _REFUSED_BACKOFF_S = 30.0
 _IMAGES_SHARE = 0.25
 _MOST_TEXT = 1 << 20
+_AS_IT_IS = frozenset({int, bool, type(None)})
 
 Part = Mapping[str, Any]
 """A part of a batch: `training` and arrays, as the protocol has them."""
@@ -498,17 +501,26 @@ def dumps(value: Any) -> bytes:
 
 def _plain(value: Any, strict: bool = False) -> Any:
   kind = type(value)
+  if kind is dict:
+    if strict:
+      return {_plain(str(k), True): _plain(v, True) for k, v in value.items()}
+    return {
+        str(k): v if type(v) in _AS_IT_IS else _plain(v)
+        for k, v in value.items()
+    }
+  if kind is str and not strict:
+    return value if len(value) <= _MOST_TEXT else _clipped(value)
   if kind is float:
     if value != value:
       return "NaN"
     if value in (float("inf"), float("-inf")):
       return "Infinity" if value > 0 else "-Infinity"
     return value
-  if kind is dict:
-    return {str(k): _plain(v, strict) for k, v in value.items()}
   if kind in (list, tuple):
+    if not strict and _finite_numbers(value):
+      return value
     return [_plain(v, strict) for v in value]
-  if kind is bool or value is None:
+  if kind in _AS_IT_IS and not (strict and kind is int):
     return value
   if strict:
     if isinstance(value, str):
@@ -523,15 +535,27 @@ def _plain(value: Any, strict: bool = False) -> Any:
     if hasattr(value, "isoformat"):
       return value.isoformat()
     return _plain(str(value), True)
-  if kind is str:
-    return value if len(value) <= _MOST_TEXT else _clipped(value)
-  if kind is int:
-    return value
   if isinstance(value, Mapping):
     return {str(k): _plain(v) for k, v in value.items()}
+  if kind is np.ndarray and value.dtype == np.float32 and value.ndim == 1:
+    # Written with as few digits as tell it from other float32 numbers.
+    if np.isfinite(value).all():
+      return np.ascontiguousarray(value)
   if hasattr(value, "tolist"):  # numpy's, whose NaN JSON has not either.
     return _plain(value.tolist())
   return value
+
+
+def _finite_numbers(values: Sequence[Any]) -> bool:
+  """Whether these are numbers that JSON has; some such are not found.
+
+  Tokens and log-probs are most of what there is to tell, and a sum is the
+  fastest look at all of them.
+  """
+  try:
+    return math.isfinite(sum(values))
+  except (TypeError, ValueError, OverflowError):
+    return False
 
 
 def _clipped(text: str) -> str:
