@@ -1,7 +1,10 @@
 """What the Training Monitor costs a training run, whatever state it is in.
 
-The same seeded synchronous training of a tiny policy on the embedded desktop
-is run as a user runs it, each time in a process of its own:
+The same seeded synchronous training on the embedded desktop is run as a user
+runs it, each time in a process of its own. `--size quickstart` is what `make
+train` runs (128 episodes a step); `--size small`, of a policy of some thousand
+parameters and 8 episodes a step, shows what the monitor's own work amounts to
+where there is next to no training:
 
   off     without a monitor
   again   without a monitor: what two equal runs differ by, here and now
@@ -24,7 +27,7 @@ and every run with the first: the same losses and rewards. Exits with 1 unless
 all of that is equal and no interval lies above 1.01.
 
     python benchmarks/bench_monitor_overhead.py [--rounds 3] [--steps 20]
-        [--arms off,on]
+        [--size small] [--arms off,on]
 """
 
 from __future__ import annotations
@@ -65,6 +68,11 @@ SETTINGS = (
     "report.progress=none", "eval.every=0", "eval.episodes_per_task=1",
     "queue.max_staleness=0", "seed=7", "monitor.close_timeout_s=2",
 )  # pyformat: disable
+QUICKSTART = (
+    "report.progress=none", "eval.every=0", "eval.episodes_per_task=1",
+    "eval.modes=[sampled]", "seed=7", "monitor.close_timeout_s=2",
+)  # pyformat: disable
+SIZES = {"small": SETTINGS, "quickstart": QUICKSTART}
 _RUN_S = 600.0
 _DRAIN_S = 120.0
 
@@ -72,7 +80,7 @@ _DRAIN_S = 120.0
 # --- the trainer's process ----------------------------------------------------
 
 
-def play(folder: pathlib.Path, url: str, steps: int) -> int:
+def play(folder: pathlib.Path, url: str, steps: int, size: str) -> int:
   """Trains, says each step's times, delivers, compares; JSON lines."""
   import told_run  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn import events  # pylint: disable=g-import-not-at-top
@@ -100,8 +108,8 @@ def play(folder: pathlib.Path, url: str, steps: int) -> int:
   train.Run.attach_observers = attach_both
   told = [f"monitor.url={url}"] if url else []
   status = train.main([
-      f"run.dir={folder / 'runs'}", "name=a", f"steps={steps}", *SETTINGS,
-      *told,
+      f"run.dir={folder / 'runs'}", "name=a", f"steps={steps}",
+      *SIZES[size], *told,
   ])  # pyformat: disable
   say(status=status)
   # The parent has brought the server back when it answers with the database.
@@ -211,13 +219,14 @@ def free_port() -> int:
 # --- one run ------------------------------------------------------------------
 
 
-def run(arm: str, nursery: Any, steps: int) -> dict[str, Any]:
+def run(arm: str, nursery: Any, steps: int, size: str) -> dict[str, Any]:
   """One training.
 
   Args:
     arm: of ARMS.
     nursery: starts the servers.
     steps: of it.
+    size: of SIZES.
 
   Returns:
     {wall_S, cpu_S: seconds of each step but the first; own_s, episodes: CPU
@@ -238,7 +247,7 @@ def run(arm: str, nursery: Any, steps: int) -> dict[str, Any]:
     with open(folder / "stderr", "w+", encoding="utf-8") as stderr:
       trainer = subprocess.Popen(
           [sys.executable, __file__, "--play", name, "--url", url, "--steps",
-           str(steps)],
+           str(steps), "--size", size],
           stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
           text=True,
       )  # pyformat: disable
@@ -352,6 +361,7 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--steps", type=int, default=20)
+  parser.add_argument("--size", choices=tuple(SIZES), default="quickstart")
   parser.add_argument("--arms", default=",".join(ARMS), help="(%(default)s)")
   parser.add_argument("--play", help=argparse.SUPPRESS)
   parser.add_argument("--url", default="", help=argparse.SUPPRESS)
@@ -362,7 +372,7 @@ def main() -> int:
   if "off" not in arms or set(arms) - set(ARMS):
     parser.error(f"--arms={args.arms}: give off and some of {', '.join(ARMS)}")
   if args.play:
-    return play(pathlib.Path(args.play), args.url, args.steps)
+    return play(pathlib.Path(args.play), args.url, args.steps, args.size)
   import monitor_kills  # pylint: disable=g-import-not-at-top
 
   results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
@@ -371,7 +381,7 @@ def main() -> int:
     for turn in range(args.rounds):
       for place in range(len(arms)):
         arm = arms[(place + turn) % len(arms)]
-        results[arm].append(run(arm, nursery, args.steps))
+        results[arm].append(run(arm, nursery, args.steps, args.size))
         print(
             f"round {turn + 1}, {arm}: {time.monotonic() - began:.0f} s",
             file=sys.stderr, flush=True,

@@ -279,6 +279,7 @@ class Run:
         ),
         self._demonstrations.tasks,
         config.warm_start,
+        longest=config.rollout.context_length,
         seed=config.run.seed,
         observers=self.observers,
     )

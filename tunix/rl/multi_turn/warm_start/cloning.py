@@ -24,7 +24,7 @@ Play = Callable[
 """(task, seed) pairs -> their demonstrations, in order. Tasks that nobody can
 solve, as some pages draw now and then, are left out."""
 
-_UNSOLVABLE_AT_MOST = 0.2
+_LEFT_OUT_AT_MOST = 0.2
 
 
 def clone(
@@ -33,6 +33,7 @@ def clone(
     tasks: Iterator[gym_base.Task],
     config: config_lib.WarmStartConfig,
     *,
+    longest: int,
     seed: int,
     observers: events.Observer,
 ) -> None:
@@ -44,26 +45,30 @@ def clone(
       the cloning.
     tasks: to demonstrate; never ends.
     config: steps, batch size and number of demonstrations.
+    longest: tokens of a sequence; a demonstration with a longer one, which
+      the policy itself could not play, is left out.
     seed: of the batches.
     observers: told the progress.
 
   Raises:
-    RuntimeError: too many tasks have no solution to be shown.
+    RuntimeError: too many tasks have no solution to be shown, or too long a
+      one.
   """
   played: list[trajectory_lib.Trajectory] = []
-  tried = 0
+  tried = too_long = 0
   rng = np.random.default_rng(seed)
   for step in range(config.steps):
     wanted = min(config.demonstrations, config.batch_size * (step + 1))
     pairs = [(next(tasks), i) for i in range(tried, max(tried, wanted))]
-    played += play(pairs)
+    shown = play(pairs)
+    fitting = [
+        e for e in shown if all(len(s) <= longest for s in e.sequences)
+    ]
+    played += fitting
+    too_long += len(shown) - len(fitting)
     tried += len(pairs)
-    if len(played) < (1 - _UNSOLVABLE_AT_MOST) * tried:
-      raise RuntimeError(
-          f"the oracle could demonstrate only {len(played)} of {tried} tasks,"
-          " the others offer it nothing to act on; leave out such gym.tasks or"
-          " set warm_start.steps=0"
-      )
+    if len(played) < (1 - _LEFT_OUT_AT_MOST) * tried:
+      raise RuntimeError(_too_few(len(played), tried, too_long, longest))
     chosen = rng.choice(len(played), config.batch_size)
     metrics = learner.update_on_sequences(
         [s for i in chosen for s in played[i].sequences]
@@ -73,6 +78,21 @@ def clone(
             "cloning demonstrations",
             step + 1,
             config.steps,
-            f"loss {metrics['loss']:.3f}",
+            f"loss {metrics['loss']:.3f}"
+            + (f", {too_long} too long" if too_long else ""),
         )
     )
+
+
+def _too_few(played: int, tried: int, too_long: int, longest: int) -> str:
+  if too_long > tried - played - too_long:
+    return (
+        f"{too_long} of {tried} demonstrations have sequences of more than"
+        f" {longest} tokens; raise rollout.context_length and"
+        " learner.row_length, or set warm_start.steps=0"
+    )
+  return (
+      f"the oracle could demonstrate only {played + too_long} of {tried} tasks,"
+      " the others offer it nothing to act on; leave out such gym.tasks or set"
+      " warm_start.steps=0"
+  )

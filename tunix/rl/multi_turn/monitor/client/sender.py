@@ -30,6 +30,7 @@ from tunix.rl.multi_turn.monitor.client import transport as transport_lib
 
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.05
+_BREATH_S = 1e-5
 _IDLE_S = 0.1
 _HEARTBEAT_S = 15.0
 _BATCH_BYTES = 1 << 20
@@ -253,6 +254,9 @@ class Sender:
       # Made once: a second try must not make it again.
       self._pending[taken - 1] = _again(made)
       bodies.append(body)
+      # Whoever waits for the interpreter gets it now, not after a switch
+      # interval, which is longer than a small training step's parts.
+      time.sleep(_BREATH_S)
       images.update(made.images)
       size += len(body) + sum(map(len, made.images.values()))
     if images and self.spool.room < _IMAGES_SHARE:
