@@ -29,14 +29,28 @@ def clone(play, seed=0, **settings):
       play,
       itertools.count(),
       config_lib.WarmStartConfig(**fields),
+      longest=10,
       seed=seed,
       observers=events.Observers(),
   )
   return learner.batches
 
 
-def shown(task):
-  return types.SimpleNamespace(sequences=(task,))
+class Sequence(int):
+  """The number of its task."""
+
+  length = 10
+
+  def __len__(self):
+    return self.length
+
+
+class LongSequence(Sequence):
+  length = 11
+
+
+def shown(task, kind=Sequence):
+  return types.SimpleNamespace(sequences=(Sequence(task), kind(task)))
 
 
 def test_demonstrations_are_played_once_and_drawn_again():
@@ -48,7 +62,7 @@ def test_demonstrations_are_played_once_and_drawn_again():
 
   batches = clone(play)
   assert played == [(i, i) for i in range(16)]
-  assert [len(b) for b in batches] == [8] * 4
+  assert [len(b) for b in batches] == [16] * 4
   assert set(batches[0]) <= set(range(8))
   assert max(itertools.chain(*batches)) > 7
   assert clone(play) == batches != clone(play, seed=1)
@@ -68,5 +82,18 @@ def test_tasks_that_cannot_be_shown_are_left_out():
 
 def test_an_oracle_that_mostly_fails_ends_the_cloning():
   with pytest.raises(RuntimeError, match="4 of 8 tasks.*warm_start.steps=0"):
-    clone(lambda pairs: [shown(t) for t, _ in pairs if t % 2])
-  assert np.isclose(1 - cloning._UNSOLVABLE_AT_MOST, 0.8)
+    clone(lambda pairs: [shown(t) for t, _ in pairs if t % 2 == 0])
+  assert np.isclose(1 - cloning._LEFT_OUT_AT_MOST, 0.8)
+
+
+def test_demonstrations_too_long_for_the_policy_are_left_out():
+  kinds = {1: LongSequence, 9: LongSequence}
+  batches = clone(
+      lambda pairs: [shown(t, kinds.get(t, Sequence)) for t, _ in pairs]
+  )
+  assert not set(itertools.chain(*batches)) & {1, 9}
+  assert max(itertools.chain(*batches)) > 9
+  with pytest.raises(
+      RuntimeError, match="8 of 8 demonstrations.*10 tokens; raise rollout"
+  ):
+    clone(lambda pairs: [shown(1, LongSequence) for _ in pairs])
