@@ -353,16 +353,19 @@ def _sampled(episode: trajectory_lib.Trajectory) -> dict[int, _Tokens]:
         before.setdefault(turn, []).extend(_runs(sequence.tokens[part]))
   found = {}
   for turn, parts in sampled.items():
-    of = lambda name: np.concatenate([getattr(s, name)[p] for s, p in parts])  # pylint: disable=cell-var-from-loop
     silent = any(s.entropies is None for s, _ in parts)
     found[turn] = _Tokens(
-        of("tokens").tolist(),
-        of("logprobs").tolist(),
-        _runs(of("versions")),
-        None if silent else of("entropies"),
+        _joined(parts, "tokens").tolist(),
+        _joined(parts, "logprobs").tolist(),
+        _runs(_joined(parts, "versions")),
+        None if silent else _joined(parts, "entropies"),
         prompts[turn],
     )
   return found
+
+
+def _joined(parts: Iterable[tuple[Any, slice]], name: str) -> np.ndarray:
+  return np.concatenate([getattr(s, name)[part] for s, part in parts])
 
 
 def _stretches(sequence: Any) -> Iterator[tuple[int, bool, slice]]:
