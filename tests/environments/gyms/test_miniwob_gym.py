@@ -419,6 +419,40 @@ async def test_a_larger_view_shows_the_same_area_and_what_is_around_it():
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("scale", [0.5, 1.5, 3])
+async def test_input_lands_where_it_was_meant_at_any_scale(scale):
+  """Also just after a screenshot by the other way, which once moved it."""
+  note = (
+      "window.seen = []; addEventListener('mousedown',"
+      " e => seen.push(e.clientX, e.clientY), true)"
+  )
+  task = miniwob.MiniWobTasks().task("scroll-text-2", 3)
+  scrolled = "document.querySelector('#text-area').scrollTop"
+  browser = miniwob.Browser()
+  gym = miniwob.MiniWobGym(
+      browser=browser, width=round(640 * scale), height=round(480 * scale),
+      scale=scale,
+  )  # pyformat: disable
+  try:
+    await gym.start(task)
+    await gym.page.evaluate(note)
+    for x, y in ((300, 3), (620, 470), (303, 202)):
+      await gym.page.post("Page.captureScreenshot", {"format": "png"})
+      await gym.act(Action(Kind.CLICK, x=x * scale, y=y * scale))
+      assert await gym.page.evaluate("seen.splice(0)") == [x, y]
+    top = await gym.page.evaluate(scrolled)
+    for dy in (-30, 20):
+      await gym.act(
+          Action(Kind.SCROLL, x=60 * scale, y=100 * scale, dx=0, dy=dy * scale)
+      )
+      top += dy
+      assert await gym.page.evaluate(scrolled) == top
+  finally:
+    await gym.close()
+    await browser.close()
+
+
+@pytest.mark.asyncio
 async def test_the_final_screenshot_may_be_spared():
   task = miniwob.MiniWobTasks().task("click-test", 0)
   async with gyms_on(miniwob.Browser(), 1, final_screenshot=False) as (gym,):

@@ -46,7 +46,6 @@ class WebTab(tab_lib.Tab):
 
   Attributes:
     width, height: of the viewport in CSS pixels.
-    scale: pixels of a screenshot for each of them.
   """
 
   VIEW = (1280, 720)
@@ -55,7 +54,6 @@ class WebTab(tab_lib.Tab):
     """Use `open`."""
     super().__init__(*args)
     self.width, self.height = self.VIEW
-    self.scale = 1.0
     self._proxy: socks.FilteringProxy | None = None
     self._hosts = hosts_lib.Hosts()
     self._accept = True
@@ -83,7 +81,7 @@ class WebTab(tab_lib.Tab):
       proxy: told what was refused.
       accept_dialogs: whether questions are answered with yes or no.
     """
-    self.width, self.height, self.scale = width, height, scale
+    self.width, self.height = width, height
     self._hosts, self._proxy, self._accept = hosts, proxy, accept_dialogs
     for method, callback in (
         ("Network.requestWillBeSent", self._on_request),

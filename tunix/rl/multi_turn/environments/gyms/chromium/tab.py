@@ -16,6 +16,7 @@ Does not know `GuiAction` (see `actions`) and takes no screenshots.
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any, Mapping, TypeVar
 
 import numpy as np
@@ -34,6 +35,7 @@ class Tab:
     target, context: its DevTools ids.
     url: of the page it shows, "" when it shows none.
     dead: why it is of no more use, or None.
+    scale: pixels of the screen for each CSS pixel.
     pointer: where the mouse is, in CSS pixels.
   """
 
@@ -55,6 +57,7 @@ class Tab:
     self.session = session
     self.url = ""
     self.dead: devtools.DevToolsError | None = None
+    self.scale = 1.0
     self.pointer = (0.0, 0.0)
     self._deadline_s = deadline_s
     self._listening: list[str] = []
@@ -116,15 +119,29 @@ class Tab:
 
   async def view(self, width: int, height: int, scale: float = 1.0) -> None:
     """Sets the viewport, in CSS pixels, and device pixels for each of them."""
-    await self.all(((
-        "Emulation.setDeviceMetricsOverride",
-        {
-            "width": width,
-            "height": height,
-            "deviceScaleFactor": scale,
-            "mobile": False,
-        },
-    ),))
+    # Were the view itself not scaled, too, each screenshot would scale it while
+    # it is taken, and input that comes before that is undone would be misplaced.
+    await self.all((
+        (
+            "Emulation.setDeviceMetricsOverride",
+            {
+                "width": width,
+                "height": height,
+                "deviceScaleFactor": scale,
+                "scale": scale,
+                "mobile": False,
+                "dontSetVisibleSize": True,
+            },
+        ),
+        (
+            "Emulation.setVisibleSize",
+            {
+                "width": math.ceil(width * scale),
+                "height": math.ceil(height * scale),
+            },
+        ),
+    ))
+    self.scale = scale
 
   async def evaluate(self, expression: str) -> Any:
     """The JSON value of a JavaScript expression in the page, or its promise.
@@ -226,7 +243,10 @@ class Tab:
       self, kind, x, y, button="none", count=0, modifiers=0
   ) -> keys_lib.Command:
     self.pointer = (x, y)
-    params = {"type": kind, "x": x, "y": y, "modifiers": modifiers}
+    params = {
+        "type": kind, "x": x * self.scale, "y": y * self.scale,
+        "modifiers": modifiers,
+    }  # pyformat: disable
     if button != "none":
       params["button"] = button
       params["clickCount"] = count

@@ -82,7 +82,6 @@ class WobPage(tab_lib.Tab):
   Attributes:
     url: of the page it shows, "" when it shows none.
     width, height: of what a screenshot shows, in CSS pixels.
-    scale: pixels of a screenshot for each of them.
   """
 
   VIEW = (_VIEW_WIDTH, _VIEW_HEIGHT)
@@ -90,7 +89,7 @@ class WobPage(tab_lib.Tab):
   def __init__(self, *args: Any):
     """Use `open`."""
     super().__init__(*args)
-    self.width, self.height, self.scale = WIDTH, HEIGHT, 1.0
+    self.width, self.height = WIDTH, HEIGHT
     self._view = self.VIEW
     self._number = 0
     self._starts = 0  # Since its page was loaded.
@@ -115,7 +114,7 @@ class WobPage(tab_lib.Tab):
       width, height: CSS pixels, at least those of the task's area.
       scale: pixels of a screenshot for each of them.
     """
-    self.width, self.height, self.scale = width, height, scale
+    self.width, self.height = width, height
     self.url = ""  # Laid out for another view: load it anew.
     self._view = (
         max(_VIEW_WIDTH, math.ceil(width) + _MARGIN),
@@ -198,8 +197,6 @@ class WobPage(tab_lib.Tab):
       settle: first let the browser draw once, which is when it tells the page
         that something was scrolled; costs a sixtieth of a second.
     """
-    if self.scale != 1:
-      return await self._captured(milliseconds, settle)
     for identifier in self._unacknowledged:
       self._acknowledge(identifier)
     self._unacknowledged.clear()
@@ -223,20 +220,6 @@ class WobPage(tab_lib.Tab):
         f"no screenshot of {self.url} in {sum(_FRAME_WAITS_S):.0f} s"
     )
 
-  async def _captured(self, milliseconds: float, settle: bool) -> Shot:
-    # Frames of a screencast have the size of CSS pixels, captures that of the
-    # device's; they wait for two frames, and the page's time stands still.
-    state = await self._step(milliseconds, settle)
-    captured = await self.post(
-        "Page.captureScreenshot", {"format": "png", "optimizeForSpeed": True}
-    )
-    return dataclasses.replace(state, pixels=self._crop(captured["data"]))
-
-  def _crop(self, data: str) -> np.ndarray:
-    picture = Image.open(io.BytesIO(base64.b64decode(data)))
-    width, height = (round(s * self.scale) for s in (self.width, self.height))
-    return np.array(picture.crop((0, 0, width, height)).convert("RGB"))
-
   async def _step(self, milliseconds: float, settle: bool) -> Shot:
     done, raw, timed, reason, page_ms = await self.evaluate(
         f"__tunix.step({self._number}, {milliseconds}, {json.dumps(settle)})"
@@ -256,11 +239,16 @@ class WobPage(tab_lib.Tab):
       return
     self._acknowledge(params["sessionId"])
     picture = Image.open(io.BytesIO(base64.b64decode(params["data"])))
+    if any(
+        abs(side - css * self.scale) >= 1
+        for side, css in zip(picture.size, self._view)
+    ):
+      return  # From before the view was changed.
     pixels = np.asarray(picture.convert("RGB"))
-    middle = _MARKER_SIZE // 2
+    middle = round(_MARKER_SIZE // 2 * self.scale)
     red, green, _ = pixels[middle, -middle].tolist()
     if red + 256 * green == self._number:
-      height, width = round(self.height), round(self.width)
+      height, width = (round(s * self.scale) for s in (self.height, self.width))
       self._frame.set_result(pixels[:height, :width].copy())
 
   def _on_load(self, _: dict[str, Any]) -> None:
