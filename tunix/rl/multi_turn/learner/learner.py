@@ -373,8 +373,8 @@ class Learner:
       raise ValueError(
           f"{len(long)} of {len(examples)} sequences are longer than"
           f" row_length={row_length} tokens (the longest has {worst}); raise"
-          " learner.row_length or lower rollout.context_length, or set"
-          " overlong='drop'"
+          " learner.row_length or lower rollout.context_length (in code:"
+          " LearnerConfig.overlong='drop')"
       )
     return (
         [e for i, e in enumerate(examples) if i not in long],
