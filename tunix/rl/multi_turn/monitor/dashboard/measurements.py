@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Mapping, Sequence
 
@@ -304,30 +305,12 @@ class MeasurementPages:
       before: int | None = None, most: int = _TRIES,
   ) -> list[Row]:  # pyformat: disable
     """A run's last attempts at a task, the oldest of them first."""
-    r = tables.rollout
-    recent = sa.select(
-        r.c.id, r.c.source_type, r.c.step_id, r.c.eval_id, r.c.baseline_id,
-        r.c.reward, r.c.task_success, r.c.status, r.c.num_turns,
-        r.c.status_message, r.c.start_time,
-    ).where(r.c.task_id == task)  # pyformat: disable
-    if before is not None:
-      recent = recent.where(r.c.id < before)
-    recent = (
-        recent.order_by(r.c.id.desc()).limit(_OTHER_RUNS * most).subquery()
-    )
-    s, e, b = tables.step, tables.eval_, tables.baseline
     rows = connection.execute(
-        sa.select(recent, s.c.step.label("step"), e.c.step.label("eval_step"))
-        .outerjoin(s, s.c.id == recent.c.step_id)
-        .outerjoin(e, e.c.id == recent.c.eval_id)
-        .outerjoin(b, b.c.id == recent.c.baseline_id)
-        .where(
-            sa.func.coalesce(
-                s.c.training_id, e.c.training_id, b.c.training_id
-            ) == training
-        )
-        .order_by(recent.c.id.desc())
-        .limit(most)
+        _tries_query(before is not None),
+        {
+            "training": training, "task": task, "before": before,
+            "most": most, "of_all": _OTHER_RUNS * most,
+        },
     )  # pyformat: disable
     found = []
     for row in rows:
@@ -351,6 +334,40 @@ class MeasurementPages:
             sum(x["valid"] for x in tries),
         ),
     })  # pyformat: disable
+
+
+@functools.cache
+def _tries_query(before: bool) -> sa.Select:
+  """A run's last attempts at a task, the last one first.
+
+  Built once: that takes ten times as long as the answer.
+
+  Args:
+    before: whether those from :before on are left out.
+  """
+  r, s, e, b = tables.rollout, tables.step, tables.eval_, tables.baseline
+  recent = sa.select(
+      r.c.id, r.c.source_type, r.c.step_id, r.c.eval_id, r.c.baseline_id,
+      r.c.reward, r.c.task_success, r.c.status, r.c.num_turns,
+      r.c.status_message, r.c.start_time,
+  ).where(r.c.task_id == sa.bindparam("task"))  # pyformat: disable
+  if before:
+    recent = recent.where(r.c.id < sa.bindparam("before"))
+  recent = (
+      recent.order_by(r.c.id.desc()).limit(sa.bindparam("of_all")).subquery()
+  )
+  return (
+      sa.select(recent, s.c.step.label("step"), e.c.step.label("eval_step"))
+      .outerjoin(s, s.c.id == recent.c.step_id)
+      .outerjoin(e, e.c.id == recent.c.eval_id)
+      .outerjoin(b, b.c.id == recent.c.baseline_id)
+      .where(
+          sa.func.coalesce(s.c.training_id, e.c.training_id, b.c.training_id)
+          == sa.bindparam("training")
+      )
+      .order_by(recent.c.id.desc())
+      .limit(sa.bindparam("most"))
+  )
 
 
 def paired(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:

@@ -120,7 +120,7 @@ class Tab:
   async def view(self, width: int, height: int, scale: float = 1.0) -> None:
     """Sets the viewport, in CSS pixels, and device pixels for each of them."""
     # Were the view itself not scaled, too, each screenshot would scale it while
-    # it is taken, and input that comes before that is undone would be misplaced.
+    # it is taken, and input that comes before that is undone be misplaced.
     await self.all((
         (
             "Emulation.setDeviceMetricsOverride",
