@@ -486,15 +486,6 @@ def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
   assert evaluations["warm_start"] == summary["eval"]["warm_start"]
 
 
-def test_a_resumed_run_makes_up_for_an_evaluation(tmp_path):
-  common = (NANO, "warm_start.source=none", "name=m", "steps=2")
-  assert run_train(tmp_path, *common) == 0
-  resume = f"resume={tmp_path / 'm'}"
-  assert train.main([resume, "steps=3", "eval.every=2"]) == 0
-  evaluations = summary_of(tmp_path / "m")["eval"]
-  assert set(evaluations) == {"initial", "warm_start", "step_2", "final"}
-
-
 def test_a_queue_file_is_of_one_run(tmp_path, capsys):
   common = (NANO, "warm_start.source=none", "steps=1")
   used = f"queue.path={tmp_path / 'q.db'}"
@@ -505,23 +496,6 @@ def test_a_queue_file_is_of_one_run(tmp_path, capsys):
     assert not (tmp_path / "b" / "metrics.jsonl").exists()
   assert train.main([f"resume={tmp_path / 'a'}", "queue.path="]) == 2
   assert "queue.path" in capsys.readouterr().err
-
-
-def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
-  measured = {}
-
-  def evaluate(run, name):
-    measured[name] = run.engine.version
-
-  monkeypatch.setattr(train.Run, "evaluate", evaluate)
-  assert run_train(
-      tmp_path, NANO, "name=v", "warm_start.source=none", "steps=3",
-      "learner.publish_every=2", "queue.max_staleness=1", "eval.every=1",
-  ) == 0  # pyformat: disable
-  assert measured == {
-      "initial": 0, "warm_start": 0,
-      "step_1": 1, "step_2": 2, "step_3": 3, "final": 3,
-  }  # pyformat: disable
 
 
 def test_a_warm_start_must_be_of_the_policys_architecture(tmp_path, capsys):

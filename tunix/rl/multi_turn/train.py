@@ -339,6 +339,20 @@ class Run:
       self._collect_loop.load_state_dict(
           extras.get("collect") or self._collect_loop.state_dict()
       )
+
+    def due() -> bool:
+      step = learner.counters.updates
+      if not (config.eval.every and step and step % config.eval.every == 0):
+        return False
+      # Else it was measured before the run was stopped.
+      return f"step_{step}" not in resuming.evaluations(self.directory)
+
+    def hold_when_due() -> None:
+      # Its episodes would wait for those of training, which hold what there is
+      # of engine slots and browser tabs, and in lockstep for those.
+      if due():
+        self._collect_loop.hold()
+
     loop = loop_lib.LearnerLoop(
         learner,
         queue,
@@ -350,6 +364,7 @@ class Run:
         checkpoint_every=config.checkpoint.every,
         publish_timeout_s=config.external.load_timeout_s,
         extras=lambda: {"collect": self._collect_loop.state_dict()},
+        updated=hold_when_due,
     )
 
     def publish_latest() -> None:
@@ -357,14 +372,11 @@ class Run:
         loop.publish()
 
     def evaluate_when_due() -> None:
-      step = learner.counters.updates
-      if not (config.eval.every and step and step % config.eval.every == 0):
-        return
-      if f"step_{step}" in resuming.evaluations(self.directory):
-        return  # Before the run was stopped.
-      self._updates = step
-      publish_latest()
-      self.evaluate(f"step_{step}")
+      if due():
+        self._updates = learner.counters.updates
+        publish_latest()
+        self.evaluate(f"step_{self._updates}")
+      self._collect_loop.release()
 
     started = time.monotonic()
     try:

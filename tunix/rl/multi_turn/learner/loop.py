@@ -59,6 +59,7 @@ class LearnerLoop:
       checkpoints: checkpoint_lib.LearnerCheckpoints | None = None,
       checkpoint_every: int = 0,
       extras: Callable[[], dict[str, Any]] | None = None,
+      updated: Callable[[], None] = lambda: None,
       wait_timeout_s: float | None = None,
       publish_timeout_s: float = 120.0,
   ):
@@ -76,6 +77,8 @@ class LearnerLoop:
         `save`.
       extras: called at each save for what goes into the checkpoint beside the
         learner and `CONSUMED`.
+      updated: called after each update, before the queue admits groups of its
+        version.
       wait_timeout_s: longest wait for one step's groups, in seconds; None
         waits until the queue closes or fails.
       publish_timeout_s: longest wait for published weights to arrive.
@@ -104,6 +107,7 @@ class LearnerLoop:
     self._checkpoints = checkpoints
     self._checkpoint_every = checkpoint_every
     self._extras = extras or dict
+    self._updated = updated
     self._wait_timeout_s = wait_timeout_s
     self._publish_timeout_s = publish_timeout_s
     self._pending: list[trajectory.TrajectoryGroup] = []
@@ -150,6 +154,7 @@ class LearnerLoop:
     waited = time.perf_counter() - started
     metrics = self.learner.update(groups)
     self._consumed |= self._delivered() - before
+    self._updated()
     step = self.learner.counters.updates
     published = time.perf_counter()
     if step % self._publish_every == 0:

@@ -183,6 +183,8 @@ class CollectLoop:
     self._feeder: asyncio.Task[None] | None = None
     self._running: dict[asyncio.Task[None], int] = {}
     self._changed: asyncio.Event | None = None
+    self._held = False
+    self._released: asyncio.Event | None = None
     self._crash: BaseException | None = None
     self._stopping = False
     self._cancelling = False
@@ -256,6 +258,7 @@ class CollectLoop:
     """
     self._loop = asyncio.get_running_loop()
     self._changed = asyncio.Event()
+    self._released = asyncio.Event()
     self._feeder = asyncio.ensure_future(self._feed())
     self._feeder.add_done_callback(self._ended_one)
     if self._stopping:
@@ -308,6 +311,20 @@ class CollectLoop:
       return
     try:
       loop.call_soon_threadsafe(self._stop_now)
+    except RuntimeError:  # The loop has ended already.
+      pass
+
+  def hold(self) -> None:
+    """Starts no group until `release`; those under way go on. Thread-safe."""
+    self._held = True
+
+  def release(self) -> None:
+    """Ends `hold`. Thread-safe, idempotent."""
+    self._held = False
+    if self._loop is None:
+      return
+    try:
+      self._loop.call_soon_threadsafe(self._released.set)
     except RuntimeError:  # The loop has ended already.
       pass
 
@@ -367,6 +384,8 @@ class CollectLoop:
             return
           self._pending.append(task)
       ticket = await self._queue.acquire_start_async(index=index)
+      if self._held:
+        ticket = await self._when_released(ticket)
       with self._lock:
         if index is None:
           self._pending.pop(0)  # This task: they are admitted in their order.
@@ -379,6 +398,19 @@ class CollectLoop:
           lambda ended, ticket=ticket: self._give_back(ended, ticket)
       )
       running.add_done_callback(self._ended_one)
+
+  async def _when_released(
+      self, ticket: group_queue.Ticket
+  ) -> group_queue.Ticket:
+    """The admission, as of the end of the hold."""
+    try:
+      while self._held:
+        self._released.clear()
+        await self._released.wait()
+    except asyncio.CancelledError:
+      self._queue.release_start(ticket)
+      raise
+    return self._queue.refresh_start(ticket)
 
   def _give_back(
       self, ended: asyncio.Task[None], ticket: group_queue.Ticket

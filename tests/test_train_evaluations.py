@@ -1,0 +1,84 @@
+"""Evaluations in the midst of a run: of which weights, and beside what."""
+
+import json
+import pathlib
+import time
+
+import pytest
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn import train
+
+pytestmark = pytest.mark.timeout(400)
+SMALL = (
+    "policy.config={width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,"
+    " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}",
+    "warm_start.source=none", "tasks=[click-color, enter-text]",
+    "collect.group_size=4", "collect.min_valid=2",
+    "learner.groups_per_step=2", "rollout.slots=8", "rollout.concurrency=8",
+    "rollout.context_length=384", "learner.row_length=384",
+    "eval.episodes_per_task=2", "report.progress=none",
+)  # pyformat: disable
+
+
+def run_train(tmp_path: pathlib.Path, *overrides: str) -> int:
+  return train.main([f"run.dir={tmp_path}", *SMALL, *overrides])
+
+
+def test_a_resumed_run_makes_up_for_an_evaluation(tmp_path):
+  assert run_train(tmp_path, "name=m", "steps=2") == 0
+  resume = f"resume={tmp_path / 'm'}"
+  assert train.main([resume, "steps=3", "eval.every=2"]) == 0
+  summary = json.loads((tmp_path / "m" / "summary.json").read_text())
+  assert set(summary["eval"]) == {"initial", "warm_start", "step_2", "final"}
+
+
+def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
+  measured = {}
+
+  def evaluate(run, name):
+    measured[name] = run.engine.version
+
+  monkeypatch.setattr(train.Run, "evaluate", evaluate)
+  assert run_train(
+      tmp_path, "name=v", "steps=3", "learner.publish_every=2",
+      "queue.max_staleness=1", "eval.every=1",
+  ) == 0  # pyformat: disable
+  assert measured == {
+      "initial": 0, "warm_start": 0,
+      "step_1": 1, "step_2": 2, "step_3": 3, "final": 3,
+  }  # pyformat: disable
+
+
+def test_no_training_episode_begins_during_an_evaluation(
+    tmp_path, monkeypatch
+):
+  """It would hold tabs that the evaluation's episodes wait for, while it waits
+  for them in lockstep: both would stand still until a deadline."""
+  seen = []
+  attach, evaluate = train.Run.attach_observers, train.Run.evaluate
+
+  class Witness:
+
+    def on_event(self, event):
+      if isinstance(event, events.EpisodeStarted):
+        seen.append(event.split)
+
+  def attach_both(run, resume_step):
+    attach(run, resume_step)
+    run.observers.add(Witness())
+
+  def evaluate_late(run, name):
+    seen.append(name)
+    time.sleep(1.0)  # In which groups of the next update would begin.
+    evaluate(run, name)
+    seen.append(name)
+
+  monkeypatch.setattr(train.Run, "attach_observers", attach_both)
+  monkeypatch.setattr(train.Run, "evaluate", evaluate_late)
+  assert run_train(
+      tmp_path, "name=h", "steps=2", "eval.every=1", "eval.modes=[sampled]"
+  ) == 0  # pyformat: disable
+  begun, ended = (i for i, what in enumerate(seen) if what == "step_1")
+  assert seen[begun + 1 : ended] == ["eval"] * 4
+  assert seen[:begun].count("train") >= 8
+  assert seen[ended:].count("train") >= 8
