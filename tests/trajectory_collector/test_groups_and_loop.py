@@ -419,6 +419,43 @@ def test_stop(drain):
       queue.get()
 
 
+def test_no_group_starts_during_a_hold():
+  started = []
+
+  def pair(task):
+    started.append(task)
+    return cases.good_pair(task)
+
+  queue = group_queue.GroupQueue(1)
+  client = cases.SeededClient()
+  loop = tc.CollectLoop(
+      cases.make_collector(client, pair=pair, group_size=2),
+      tc.TaskSampler(range(9), shuffle=False), queue,
+  )  # pyformat: disable
+  loop.start()
+  queue.get_batch(timeout=30)
+  loop.hold()
+  client.version = 1
+  queue.set_version(1)
+  assert fakes.wait_until(lambda: queue.counters()["running"] == 1)
+  assert not fakes.wait_until(lambda: len(started) > 2, 0.3)
+  state = loop.state_dict()
+  assert [i["task"] for i in state["unfinished"]] == [1]
+  client.version = 2  # Published while it is held.
+  queue.set_version(2)
+  loop.release()
+  assert [queue.get(timeout=30).start_version for _ in range(2)] == [2, 2]
+  loop.hold()
+  queue.set_version(3)
+  assert fakes.wait_until(lambda: queue.counters()["running"] == 1)
+  loop.stop()
+  assert loop.join(20)
+  counts = queue.counters()
+  assert (counts["running"], counts["released"]) == (0, 1)
+  assert [i["task"] for i in loop.state_dict()["unfinished"]] == [3]
+  loop.release()
+
+
 def test_stop_before_the_start_and_closing_the_queue_end_the_loop():
   queue = group_queue.GroupQueue(1)
   loop = tc.CollectLoop(cases.make_collector(), tc.TaskSampler([1]), queue)
