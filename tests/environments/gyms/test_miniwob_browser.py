@@ -356,6 +356,27 @@ async def test_pages_are_bounded_and_waited_for():
 
 
 @pytest.mark.asyncio
+async def test_a_tab_that_shows_the_family_already_is_taken_first():
+  browser, tasks = miniwob.Browser(), miniwob.MiniWobTasks()
+  families = ("click-test", "focus-text", "click-color")
+  gyms = [miniwob.MiniWobGym(browser=browser) for _ in families]
+  for gym, family in zip(gyms, families):
+    await gym.start(tasks.task(family, 1))
+  tab_of = {family: gym.page for gym, family in zip(gyms, families)}
+  for gym in gyms:
+    await gym.close()
+  for family in ("focus-text", "click-test", "click-color", "focus-text"):
+    await gyms[0].start(tasks.task(family, 2))
+    assert gyms[0].page is tab_of[family]
+    await gyms[0].close()
+  # For another family the one that has waited longest.
+  await gyms[0].start(tasks.task("click-dialog", 2))
+  assert gyms[0].page is tab_of["click-test"]
+  await gyms[0].close()
+  await browser.close()
+
+
+@pytest.mark.asyncio
 async def test_a_gym_has_the_shared_browser_allow_as_many_as_are_used_at_once():
   task = miniwob.MiniWobTasks().task(TASK, 1)
   more = [miniwob.MiniWobGym(max_pages=34) for _ in range(34)]

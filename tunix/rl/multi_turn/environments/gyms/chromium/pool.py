@@ -122,6 +122,7 @@ class Browser(Generic[T]):
       *,
       context: Mapping[str, Any] | None = None,
       settings: Mapping[str, Any] | None = None,
+      prefer: Callable[[T], bool] = lambda page: False,
   ) -> T:
     """A tab for the caller alone, to be given back with `release`.
 
@@ -130,6 +131,8 @@ class Browser(Generic[T]):
       context: of the browser context, e.g. its proxy. Given, the tab is a new
         one; so it is with settings.
       settings: that the tab is opened with.
+      prefer: says of a tab that waits to be used again whether it would suit
+        best. When none does, the one that has waited longest is taken.
 
     Raises:
       NoFreePage: none became free in `deadline_s` seconds.
@@ -146,7 +149,8 @@ class Browser(Generic[T]):
       self._stop_timer()
       page = None
       while self._idle and page is None:
-        page = self._idle.pop()
+        suits = (i for i, p in enumerate(self._idle) if prefer(p))
+        page = self._idle.pop(next(suits, 0))
         if context or settings or page.dead is not None:
           # Not what is wanted, and max_pages counts those that wait, too.
           self._forget(page)

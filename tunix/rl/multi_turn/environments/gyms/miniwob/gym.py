@@ -187,7 +187,9 @@ class MiniWobGym:
       self._discard()
     if self.page is None:
       self._browser = self._given_browser or shared_browser(self._max_pages)
-      self.page = await self._browser.acquire(self._page_deadline_s)
+      self.page = await self._browser.acquire(
+          self._page_deadline_s, prefer=lambda page: page.url == url
+      )
     page = self.page
     view = self.width / self.scale, self.height / self.scale, self.scale
     try:
