@@ -67,7 +67,10 @@ class EvalConfig:
       50, "Episodes of each family and mode.", at_least=1
   )
   every: int = _opt(
-      0, "Evaluate every this many updates. 0 = start and end.", at_least=0
+      0,
+      "Evaluate every this many updates; no episode of training begins"
+      " meanwhile. 0 = start and end.",
+      at_least=0,
   )
   modes: tuple[str, ...] = _opt(
       ("sampled", "greedy"),
