@@ -102,7 +102,7 @@ def _raw(gym: xdesktop.XDesktopGym) -> None:
       "PATH": os.environ.get("PATH", ""),
   }
   for i in range(_ROUNDS):
-    clicks.append(_timed(lambda i=i: display.click(900 + i % 9, 700)))
+    clicks.append(_timed(lambda i=i: display.click(600 + 40 * (i % 9), 700)))
     if xdotool and i % 5 == 0:
       command = [xdotool, "mousemove", "900", "700", "click", "1"]
       peer.append(_timed(

@@ -355,3 +355,44 @@ async def test_screens_have_a_size_and_a_scale(make, site):
   await gym.act(click({"x": 120, "y": 44}))
   await gym.act(Action(Kind.TYPE, text="7"))
   assert await gym.page.evaluate("field.value") == "7"
+
+
+DRAGGED = """
+  document.body.innerHTML = `
+    <p draggable=true style="position: absolute; left: 20px; top: 20px">A</p>
+    <a href=/second style="position: absolute; left: 20px; top: 80px">B</a>
+    <div id=zone style="position: absolute; left: 200px; top: 200px;
+      width: 12px; height: 12px; background: blue">`;
+  window.dropped = 0;
+  zone.ondragover = event => event.preventDefault();
+  zone.ondrop = event => { event.preventDefault(); ++dropped };
+  window.seen = [];
+  for (const kind of ['mousedown', 'mouseup', 'click'])
+    addEventListener(kind, e => seen.push(kind, e.clientX, e.clientY), true)
+"""
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+async def test_what_is_dragged_is_dropped_where_the_drag_ends(
+    make, site, scale
+):
+  gym = make(width=400 * scale, height=420 * scale, scale=scale)
+  await gym.start(task(site))
+
+  async def drag(x, y, x2, y2):
+    places = {"x": x, "y": y, "x2": x2, "y2": y2}
+    places = {name: scale * place for name, place in places.items()}
+    await gym.act(Action(Kind.DRAG, **places))
+
+  await gym.page.evaluate(DRAGGED)
+  for number, y in enumerate((45, 90, 45, 90)):
+    await drag(24, y, 206, 206)  # A target no larger than the last move.
+    assert await gym.page.evaluate("dropped") == number + 1, y
+    await drag(24, y, 300, 300)
+    assert await gym.page.evaluate("dropped") == number + 1, y
+    await gym.page.evaluate("seen.splice(0)")
+    await gym.act(click({"x": 300 * scale, "y": 300 * scale}))
+    log = await gym.page.evaluate("seen")
+    assert log[::3] == ["mousedown", "mouseup", "click"]
+    assert set(log[1::3] + log[2::3]) == {300}
+  assert gym.page.url.endswith("/")

@@ -158,6 +158,33 @@ async def test_screenshots_agree_with_the_browsers_own():
           observation = await gym.act(click)
 
 
+@pytest.mark.asyncio
+async def test_nothing_of_an_episode_is_pasted_or_undone_in_the_next():
+  tasks = miniwob.MiniWobTasks()
+
+  def press(*names):
+    return [Action(Kind.KEY, keys=("ctrl", name)) for name in names]
+
+  async def play(gym, seed, actions):
+    await gym.start(tasks.task("enter-text", seed))
+    await gym.page.evaluate("document.querySelector('#tt').focus()")
+    values = []
+    for action in actions:
+      await gym.act(action)
+      values.append(
+          await gym.page.evaluate("document.querySelector('#tt').value")
+      )
+    return values
+
+  secret = [Action(Kind.TYPE, text="secret"), *press("a", "c", "x")]
+  probe = [*press("v"), Action(Kind.TYPE, text="ab"), *press(*"zzyy")]
+  async with gyms_on(miniwob.Browser(), 1) as (gym,):
+    expected = await play(gym, 1, probe)
+    await play(gym, 2, secret)
+    assert await play(gym, 1, probe) == expected
+    assert expected == ["", "ab", "", "", "ab", "ab"]
+
+
 # Pages with timers, animations, dates, a blinking caret and scrolling.
 _SCRIPTS = {
     "chase-circle": [WAIT, Action(Kind.CLICK, x=80, y=120), WAIT],

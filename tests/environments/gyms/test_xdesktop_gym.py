@@ -150,6 +150,57 @@ async def test_text_of_any_script_reaches_a_program(gym):
 
 
 @marked
+async def test_one_action_is_one_whatever_the_time_between_and_within(
+    gym, monkeypatch
+):
+  await gym.start(TASKS.task("editor-append-line", 1))
+  display = gym.desktop.display
+  window = display.windows()[-1]
+
+  def click(column, count):
+    x, y = window.x + 40 + 14 * column, window.y + 80
+    return Action(Kind.CLICK, x=x, y=y, count=count)
+
+  async def text_after(*actions):
+    everything = Action(Kind.KEY, keys=("ctrl", "a"))
+    cut = Action(Kind.KEY, keys=("ctrl", "x"))
+    typed = Action(Kind.TYPE, text="wordwordword")
+    for action in (everything, typed, *actions, everything, cut):
+      await gym.act(action)
+    return await asyncio.to_thread(display.clipboard)
+
+  letter = Action(Kind.TYPE, text="X")
+  for column in range(2):  # A double click would choose the word.
+    one, two = click(column, 1), click(column, 2)
+    assert len(await text_after(one, one, letter)) == 13
+    assert await text_after(one, two, letter) == "X"  # A triple one the line.
+  # A process that is held up while a key is down: it repeats after 0.66 s.
+  sleep = time.sleep
+  monkeypatch.setattr(time, "sleep", lambda s: sleep(1.0 if s > 0.01 else s))
+  await gym.act(Action(Kind.KEY, keys=("ctrl", "end")))
+  back = Action(Kind.KEY, keys=("backspace",))
+  assert await text_after(back, back) == "wordwordwo"
+
+
+@marked
+async def test_keys_give_something_else_when_programs_are_at_rest(gym):
+  await gym.start(TASKS.task("editor-append-line", 1))
+  display, rests = gym.desktop.display, []
+  del display.keyboard._spare[3:]  # pylint: disable=protected-access
+  text = "αβγδεαβγδεζ"
+
+  def rest():
+    rests.append(gym.desktop.settle(0.04, 3.0))
+
+  display.chord(("ctrl", "a"))
+  await asyncio.to_thread(display.type, text, rest)
+  for keys in (("ctrl", "a"), ("ctrl", "x")):
+    await gym.act(Action(Kind.KEY, keys=keys))
+  assert len(rests) == 3
+  assert await asyncio.to_thread(display.clipboard) == text
+
+
+@marked
 async def test_what_does_nothing_says_why_and_the_edge_is_a_wall(gym):
   seen = await gym.start(TASKS.task("window-move", 1))
   assert seen.screenshot.shape == (768, 1024, 3)

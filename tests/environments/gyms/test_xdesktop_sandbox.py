@@ -390,6 +390,13 @@ def test_keys_are_found_by_any_name_and_characters_borrow_unused_ones():
   assert [[s.keysym for s in batch] for batch in batches] == [
       [0xE9, 0x10003BB], [0x1002713, 0xE9],
   ]  # pyformat: disable
+  # A key that lent a character keeps it until it is its turn again.
+  ((stroke,),) = keys.text("ñ")
+  assert (stroke.code, stroke.keysym) == (11, 0xF1)
+  assert [s.code for s in keys.text("éñé")[0]] == [12, 11, 12]
+  with pytest.raises(keyboard.UnknownKey):
+    keys.text("✓\x07")
+  assert keys.text("ñ")[0][0].code == 11
   for name in ("q", "hyper", ""):
     with pytest.raises(keyboard.UnknownKey):
       keys.key(name)

@@ -61,6 +61,7 @@ class Tab:
     self.pointer = (0.0, 0.0)
     self._deadline_s = deadline_s
     self._listening: list[str] = []
+    self._carried: Mapping[str, Any] | None = None  # By the drag going on.
 
   @classmethod
   async def open(
@@ -102,6 +103,7 @@ class Tab:
         chromium, context, target["targetId"], attached["sessionId"], deadline_s
     )
     self.listen("Page.javascriptDialogOpening", self._on_dialog)
+    self.listen("Input.dragIntercepted", self._on_carried)
     await self.all((
         ("Page.enable", {}),
         ("Emulation.setFocusEmulationEnabled", {"enabled": True}),
@@ -120,7 +122,7 @@ class Tab:
   async def view(self, width: int, height: int, scale: float = 1.0) -> None:
     """Sets the viewport, in CSS pixels, and device pixels for each of them."""
     # Were the view itself not scaled, too, each screenshot would scale it while
-    # it is taken, and input that comes before that is undone be misplaced.
+    # it is taken, and misplace input that comes before that is undone.
     await self.all((
         (
             "Emulation.setDeviceMetricsOverride",
@@ -140,6 +142,8 @@ class Tab:
                 "height": math.ceil(height * scale),
             },
         ),
+        # The browser's own drag and drop takes no notice of a view's scale.
+        ("Input.setInterceptDrags", {"enabled": scale != 1}),
     ))
     self.scale = scale
 
@@ -187,24 +191,32 @@ class Tab:
       self, x: float, y: float, x2: float, y2: float, button: str = "left"
   ) -> None:
     """Presses at (x, y), moves in a straight line and releases at the end."""
+    self._carried = None
     await self.all((
         self._mouse("mouseMoved", x, y),
         self._mouse("mousePressed", x, y, button, 1),
     ))
     steps = int(min(8, max(2, np.hypot(x2 - x, y2 - y) // 16)))
-    for step in range(1, steps + 1):
+    path = [
+        (x + (x2 - x) * step / steps, y + (y2 - y) * step / steps)
+        for step in range(1, steps + 1)
+    ]
+    # Once more: what takes a drop says so only when it is moved over, not yet
+    # when it is entered; and of a drag we may hear just after its move is over.
+    path.append((x2, y2))
+    kind = "dragEnter"
+    for place in path:
       # Awaited one by one: moves that queue up are merged into one.
-      part = step / steps
-      await self.all((
-          self._mouse(
-              "mouseMoved",
-              x + (x2 - x) * part,
-              y + (y2 - y) * part,
-              button,
-              0,
-          ),
-      ))
-    await self.all((self._mouse("mouseReleased", x2, y2, button, 1),))
+      if self._carried is None:
+        await self.all((self._mouse("mouseMoved", *place, button, 0),))
+      else:
+        await self.all((self._carry(kind, *place),))
+        kind = "dragOver"
+    if self._carried is None:
+      await self.all((self._mouse("mouseReleased", x2, y2, button, 1),))
+      return
+    kinds = (kind, "dragOver", "drop")
+    await self.all([self._carry(kind, x2, y2) for kind in kinds])
 
   async def scroll(self, x: float, y: float, dx: float, dy: float) -> None:
     """Turns the wheel at (x, y) by pixels; dy > 0 shows what is below."""
@@ -253,6 +265,15 @@ class Tab:
       if kind != "mouseReleased":
         params["buttons"] = _BUTTON_BITS[button]
     return "Input.dispatchMouseEvent", params
+
+  def _carry(self, kind: str, x: float, y: float) -> keys_lib.Command:
+    self.pointer = (x, y)
+    return "Input.dispatchDragEvent", {
+        "type": kind, "x": x, "y": y, "data": self._carried,
+    }  # pyformat: disable
+
+  def _on_carried(self, params: Mapping[str, Any]) -> None:
+    self._carried = params["data"]
 
   # Plumbing.
 

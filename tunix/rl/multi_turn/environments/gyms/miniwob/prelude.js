@@ -128,6 +128,20 @@
     document.body.removeEventListener('click', core.canvasDrawClick);
     limit = core.EPISODE_MAX_TIME;
   };
+  // Leaves nothing of the last instance to paste, to undo or, after an edit, to
+  // redo.
+  const forget = () => {
+    clip = '';
+    const undo = () => document.queryCommandEnabled('undo') &&
+        document.execCommand('undo');
+    while (undo()) {}
+    const field = document.createElement('input');
+    document.body.prepend(field);
+    field.focus();
+    document.execCommand('insertText', false, 'x');
+    undo();
+    field.remove();
+  };
   // Real time, so that a lost file cannot hold up the episode for ever.
   const loaded = picture => Promise.race([
     picture.decode().catch(() => null),
@@ -147,6 +161,7 @@
         });
         await Promise.all(pictures.map(loaded));
       } else {
+        forget();
         timers.clear();
         core.EP_TIMER = null;
         // Tab begins at the top again, as on a page that was never clicked.

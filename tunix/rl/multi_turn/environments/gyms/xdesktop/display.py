@@ -19,7 +19,7 @@ import select
 import socket
 import struct
 import time
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable
 
 import numpy as np
 from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
@@ -43,6 +43,10 @@ _REMAP_S = 0.05
 # A hand holds a key, and takes its time between two: programs count on it.
 _HOLD_S = 0.02
 _TYPE_S = 0.003
+# Two clicks nearer than this in time and place may pass for a double one: more
+# than the 250 ms of etc/ and of xterm, and than any program's few pixels.
+_APART_S = 0.28
+_APART_PIXELS = 16
 _MAX_PROPERTY = 1 << 16  # words
 _GONE = (
     xproto.BadWindow, xproto.WindowError, xproto.DrawableError,
@@ -112,6 +116,7 @@ class Display:
     self._atom_names: dict[int, str] = {}
     self._cursor: tuple[np.ndarray, np.ndarray, int, int] | None = None
     self._damaged = False
+    self._clicked = ("", 0, 0, 0.0)  # button, x, y, when it was over
     link = socket.socket(socket.AF_UNIX)
     try:
       link.settimeout(5.0)
@@ -282,8 +287,13 @@ class Display:
 
   # -- input -----------------------------------------------------------------
 
-  def _fake(self, kind: int, detail: int, x: int = 0, y: int = 0) -> None:
-    self._xtest.FakeInput(kind, detail, 0, self._root, x, y, 0)
+  def _fake(
+      self, kind: int, detail: int, x: int = 0, y: int = 0, after_s: float = 0.0
+  ) -> None:
+    """`after_s` passes in the server, however busy this process is."""
+    self._xtest.FakeInput(
+        kind, detail, round(1000 * after_s), self._root, x, y, 0
+    )
 
   def _flush(self) -> None:
     """Until the server has taken all input."""
@@ -307,8 +317,13 @@ class Display:
       self, x: int, y: int, button: str = "left", count: int = 1,
       held: Iterable[str] = (),
   ) -> None:  # pyformat: disable
-    """Raises UnknownKey: one of the keys `held` meanwhile is not there."""
+    """Clicks `count` times, which no click before or after adds to.
+
+    Raises:
+      UnknownKey: one of the keys `held` meanwhile is not there.
+    """
     codes = [self.keyboard.key(name).code for name in held]
+    self._keep_apart(x, y, button)
     self._fake(_MOTION, 0, x, y)
     for code in codes:
       self._fake(_PRESS, code)
@@ -318,20 +333,28 @@ class Display:
     for code in reversed(codes):
       self._fake(_RELEASE, code)
     self._flush()
+    self._clicked = (button, x, y, time.monotonic())
+
+  def _keep_apart(self, x: int, y: int, button: str) -> None:
+    """Waits until a press of the button cannot pass for a second click."""
+    last, last_x, last_y, when = self._clicked
+    if button == last and max(abs(x - last_x), abs(y - last_y)) < _APART_PIXELS:
+      time.sleep(max(0.0, when + _APART_S - time.monotonic()))
 
   def press(self, x: int, y: int, seconds: float) -> None:
     """Holds the left button."""
+    self._keep_apart(x, y, "left")
     self._fake(_MOTION, 0, x, y)
     self._fake(_BUTTON_PRESS, 1)
+    self._fake(_BUTTON_RELEASE, 1, after_s=seconds)
     self._flush()
-    time.sleep(seconds)
-    self._fake(_BUTTON_RELEASE, 1)
-    self._flush()
+    self._clicked = ("left", x, y, time.monotonic())
 
   def drag(
       self, x: int, y: int, x2: int, y2: int, button: str = "left"
   ) -> None:
     """As a hand does it: a drag needs several motions to be one."""
+    self._keep_apart(x, y, button)
     self._fake(_MOTION, 0, x, y)
     self._fake(_BUTTON_PRESS, BUTTONS[button])
     for step in range(1, _DRAG_STEPS + 1):
@@ -343,6 +366,7 @@ class Display:
       time.sleep(_DRAG_PAUSE_S)
     self._fake(_BUTTON_RELEASE, BUTTONS[button])
     self._flush()
+    self._clicked = (button, x, y, time.monotonic())
 
   def scroll(self, x: int, y: int, right: int, down: int) -> None:
     """Turns the wheel by so many notches."""
@@ -366,19 +390,27 @@ class Display:
       codes.insert(0, self.keyboard.shift)
     for code in codes:
       self._fake(_PRESS, code)
-    self._flush()
-    time.sleep(max(seconds, _HOLD_S))
+    # Not slept here: a key that is let go too late repeats.
+    after_s = max(seconds, _HOLD_S)
     for code in reversed(codes):
-      self._fake(_RELEASE, code)
+      self._fake(_RELEASE, code, after_s=after_s)
+      after_s = 0.0
     self._flush()
 
-  def type(self, text: str) -> None:
+  def type(self, text: str, rest: Callable[[], Any] = lambda: None) -> None:
     """Types text; a line break is Enter.
+
+    Args:
+      text: any Unicode.
+      rest: returns when the programs have taken what was typed so far, which
+        must be before keys give something else; called for long texts.
 
     Raises:
       UnknownKey: a control character; nothing is typed.
     """
-    for batch in self.keyboard.text(text):
+    for number, batch in enumerate(self.keyboard.text(text)):
+      if number:
+        rest()
       borrowed = {s.code: s.keysym for s in batch if s.keysym}
       for code, keysym in borrowed.items():
         self._connection.core.ChangeKeyboardMapping(

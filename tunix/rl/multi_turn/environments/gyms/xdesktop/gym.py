@@ -329,7 +329,7 @@ class XDesktopGym:
     self.desktop = desktop  # So that it can be ended while it comes up.
     desktop.start()
     families.furnish(desktop, instance)
-    desktop.settle(self._settle_s, self._settle_limit_s)
+    self._settled()
 
   def _shoot(self) -> np.ndarray:
     return self._reduced(self.desktop.display.screenshot(self._pointer))
@@ -385,7 +385,7 @@ class XDesktopGym:
         display.scroll(x, y, self._notches(action.dx),
                        self._notches(action.dy))  # pyformat: disable
       elif kind is _Kind.TYPE:
-        display.type(action.text)
+        display.type(action.text, self._settled)
       elif kind is _Kind.KEY:
         display.chord(action.keys, _seconds(action, 0.0))
       elif kind is _Kind.SYSTEM_BUTTON and action.text == "enter":
@@ -396,9 +396,12 @@ class XDesktopGym:
         return f"a desktop has no button {action.text!r}"
     except (keyboard.UnknownKey, ValueError) as error:
       return str(error)
-    if not self.desktop.settle(self._settle_s, self._settle_limit_s):
+    if not self._settled():
       info["unsettled"] = True
     return ""
+
+  def _settled(self) -> bool:
+    return self.desktop.settle(self._settle_s, self._settle_limit_s)
 
   def _notches(self, pixels: float) -> int:
     """Of the wheel; the smallest turn is one."""

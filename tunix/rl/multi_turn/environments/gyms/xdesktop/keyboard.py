@@ -2,7 +2,8 @@
 
 A `Keyboard` is made from the server's own mapping. Characters that no key
 gives borrow a key that is not used; whoever sends them changes the mapping
-first (`Stroke.keysym`).
+first (`Stroke.keysym`). A program looks at the mapping when it comes to a key,
+which may be long after: a key gives another character as late as can be.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _NAMED = {
     **{f"f{n}": 0xFFBD + n for n in range(1, 25)},
 }  # pyformat: disable
 _TYPED = {"\n": 0xFF0D, "\t": 0xFF09}
+# Of multimedia keyboards: "play", "mail". But for `_NAMED` nobody presses them.
+_MULTIMEDIA = range(0x1008FE00, 0x10090000)
 
 
 class UnknownKey(ValueError):
@@ -65,16 +68,23 @@ class Keyboard:
   def __init__(self, first: int, per_code: int, keysyms: Sequence[int]):
     """`keysyms`: `per_code` for each code from `first`, as X lists them."""
     self._strokes: dict[int, Stroke] = {}
-    self._spare: list[int] = []
+    self._spare: list[int] = []  # The next to be lent first.
+    self._borrowed: dict[int, int] = {}  # keysym -> its code
     codes = range(first, first + len(keysyms) // per_code)
     for row, code in enumerate(codes):
       levels = keysyms[row * per_code : row * per_code + per_code]
-      if not any(levels):
+      if all(self._unused(keysym) for keysym in levels):
         self._spare.append(code)
+        continue
       for shift, keysym in enumerate(levels[:2]):
         if keysym and keysym not in self._strokes:
           self._strokes[keysym] = Stroke(code, bool(shift))
     self.shift = self.key("shift").code
+
+  @staticmethod
+  def _unused(keysym: int) -> bool:
+    named = keysym in _NAMED.values()
+    return not keysym or (keysym in _MULTIMEDIA and not named)
 
   def key(self, name: str) -> Stroke:
     """The key of a name, in any dialect.
@@ -96,20 +106,28 @@ class Keyboard:
     Raises:
       UnknownKey: a control character.
     """
-    batches: list[list[Stroke]] = [[]]
-    borrowed: dict[int, int] = {}
-    for character in text.replace("\r\n", "\n").replace("\r", "\n"):
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    for character in text:
       if ord(character) < 0x20 and character not in _TYPED:
         raise UnknownKey(f"there is no key for {character!r}")
-      keysym = keysym_of(character)
+    batches: list[list[Stroke]] = [[]]
+    used: set[int] = set()
+    for keysym in map(keysym_of, text):
       stroke = self._strokes.get(keysym)
       if stroke is None:
-        if keysym not in borrowed and len(borrowed) == len(self._spare):
+        code = self._borrowed.get(keysym, self._spare[0])
+        if keysym not in self._borrowed and code in used:
           batches.append([])
-          borrowed = {}
-        if keysym not in borrowed:
-          borrowed[keysym] = self._spare[len(borrowed)]
-        code = borrowed[keysym]
+          used = set()
+        self._lend(code, keysym)
+        used.add(code)
         stroke = Stroke(code, False, keysym)
       batches[-1].append(stroke)
     return batches
+
+  def _lend(self, code: int, keysym: int) -> None:
+    self._spare.remove(code)
+    self._spare.append(code)
+    for old in [k for k, c in self._borrowed.items() if c == code]:
+      del self._borrowed[old]
+    self._borrowed[keysym] = code
