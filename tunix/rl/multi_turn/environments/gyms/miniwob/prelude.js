@@ -134,7 +134,7 @@
     clip = '';
     const undo = () => document.queryCommandEnabled('undo') &&
         document.execCommand('undo');
-    while (undo()) {}
+    for (let i = 0; i < 1000 && undo(); i++);  // A page may edit in answer.
     const field = document.createElement('input');
     document.body.prepend(field);
     field.focus();
