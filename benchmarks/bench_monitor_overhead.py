@@ -317,6 +317,7 @@ def interval(ratios_RS: np.ndarray) -> tuple[float, float, float]:
 def show(results: dict[str, list[dict[str, Any]]]) -> bool:
   """Prints the table; whether all is as it should be."""
   late, equal = [], True
+  print(f"\n{len(results['off'])} rounds")
   first = results["off"][0]
   skip = WARM - 1  # `wall_S` begins with the second step.
   of = lambda arm, key: np.array([r[key][skip:] for r in results[arm]])
@@ -386,7 +387,10 @@ def main() -> int:
             f"round {turn + 1}, {arm}: {time.monotonic() - began:.0f} s",
             file=sys.stderr, flush=True,
         )  # pyformat: disable
-  return 0 if show(results) else 1
+      # Of each round: what is ended before the last one has said something.
+      well = show(results)
+      sys.stdout.flush()
+  return 0 if well else 1
 
 
 if __name__ == "__main__":
