@@ -234,8 +234,7 @@ def test_the_embedded_server_ends_with_its_owner_however_that_ends(tmp_path):
   import httpx  # pylint: disable=g-import-not-at-top
 
   assert httpx.get(f"{url}/health", timeout=10).status_code == 200
-  for page in ("/", "/tasks", "/health"):
-    httpx.get(f"{url}{page}", timeout=30)
+  assert "<html" in httpx.get(url, timeout=30).text
   mapped = pathlib.Path(f"/proc/{pid}/maps").read_text()
   assert "sqlite" in mapped and "jaxlib" not in mapped
   owner.kill()

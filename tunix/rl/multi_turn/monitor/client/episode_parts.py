@@ -316,7 +316,7 @@ def _errors(
 # --- turns --------------------------------------------------------------------
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Tokens:
   """A turn's tokens.
 
@@ -329,14 +329,14 @@ class _Tokens:
       row]: screenshots are long runs of one id.
   """
 
-  ids: list[int] = dataclasses.field(default_factory=list)
-  logprobs: list[float] = dataclasses.field(default_factory=list)
-  versions: list[list[int]] = dataclasses.field(default_factory=list)
+  ids: list[int]
+  logprobs: list[float]
+  versions: list[list[int]]
   entropies: np.ndarray | None = None
   prompt: list[list[int]] | None = None
 
 
-_NO_TOKENS = _Tokens()
+_NO_TOKENS = _Tokens([], [], [])
 
 
 def _sampled(episode: trajectory_lib.Trajectory) -> dict[int, _Tokens]:

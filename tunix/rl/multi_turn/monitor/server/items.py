@@ -20,9 +20,9 @@ import hashlib
 from typing import Any, Callable, Mapping
 
 import orjson
+from tunix.rl.multi_turn import run_tags as tags_lib
 from tunix.rl.multi_turn.monitor.schema import progress
 from tunix.rl.multi_turn.monitor.schema import tables
-from tunix.rl.multi_turn import run_tags as tags_lib
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import fields
 
