@@ -26,3 +26,9 @@ def _extend_tunix() -> None:
 
 
 _extend_tunix()
+
+
+def pytest_collection_modifyitems(items) -> None:
+  """Files with slow tests come first: begun last, one would run alone."""
+  slow = {item.path for item in items if item.get_closest_marker("slow")}
+  items.sort(key=lambda item: item.path not in slow)
