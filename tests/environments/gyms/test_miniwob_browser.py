@@ -357,7 +357,7 @@ async def test_pages_are_bounded_and_waited_for():
 
 @pytest.mark.asyncio
 async def test_a_tab_that_shows_the_family_already_is_taken_first():
-  browser, tasks = miniwob.Browser(), miniwob.MiniWobTasks()
+  browser, tasks = miniwob.Browser(spare=0), miniwob.MiniWobTasks()
   families = ("click-test", "focus-text", "click-color")
   gyms = [miniwob.MiniWobGym(browser=browser) for _ in families]
   for gym, family in zip(gyms, families):
@@ -374,6 +374,29 @@ async def test_a_tab_that_shows_the_family_already_is_taken_first():
   assert gyms[0].page is tab_of["click-test"]
   await gyms[0].close()
   await browser.close()
+
+
+@pytest.mark.asyncio
+async def test_spare_tabs_keep_other_families_for_each_that_was_lent_at_once():
+  browser, tasks = miniwob.Browser(spare=2), miniwob.MiniWobTasks()
+  gym = miniwob.MiniWobGym(browser=browser)
+
+  async def tab_of(family):
+    await gym.start(tasks.task(family, 1))
+    page = gym.page
+    await gym.close()
+    return page
+
+  families = ("click-test", "focus-text", "click-color")
+  tabs = [await tab_of(family) for family in families]
+  assert len(set(tabs)) == 3  # One in use at once, and two besides.
+  assert [await tab_of(family) for family in families] == tabs
+  # No more than these: the one that has waited longest.
+  assert await tab_of("click-dialog") is tabs[0]
+  assert await tab_of("click-test") is tabs[1]
+  await browser.close()
+  with pytest.raises(ValueError, match="spare must be >= 0, got -1"):
+    miniwob.Browser(spare=-1)
 
 
 @pytest.mark.asyncio

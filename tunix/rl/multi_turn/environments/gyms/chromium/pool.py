@@ -4,8 +4,10 @@
 that one has died, and lends tabs, each in a browser context of its own.
 
 Promises:
-* At most `max_pages` tabs exist; who asks for one more waits, and gets a typed
-  error when the wait exceeds its deadline.
+* At most `max_pages` tabs are lent; who asks for one more waits, and gets a
+  typed error when the wait exceeds its deadline. With `spare`, more than these
+  may wait to be lent again, so that one which shows the page that is wanted is
+  among them: loading a page costs several times what starting it again does.
 * A crash of a tab ends that tab alone; a death of the browser ends its tabs,
   and the next `acquire` starts a new one, at most `max_launches` times in
   `launch_window_s`.
@@ -50,7 +52,7 @@ class Browser(Generic[T]):
   """See the module docstring. Belongs to the event loop that uses it first.
 
   Attributes:
-    max_pages: tabs at most.
+    max_pages: tabs lent at most.
     crashes: tabs lost to a crash so far.
     launches: browsers started so far.
     lent: tabs in use now.
@@ -61,6 +63,7 @@ class Browser(Generic[T]):
       tab: type[T],
       *,
       max_pages: int = 32,
+      spare: int = 0,
       executable: str | None = None,
       deadline_s: float = 60.0,
       idle_s: float = 30.0,
@@ -71,7 +74,10 @@ class Browser(Generic[T]):
     """Args:
 
       tab: the kind of tab that is lent.
-      max_pages: tabs that may exist at once; about 20 MB each.
+      max_pages: tabs that may be lent at once; about 20 MB each.
+      spare: tabs that may wait besides, for each of the most that were lent
+        at once; about 10 MB each. They are opened when none that waits is
+        what the caller prefers.
       executable: Chromium to run, None to look for one.
       deadline_s: for each command to a tab.
       idle_s: how long a browser without lent tabs stays up.
@@ -81,13 +87,18 @@ class Browser(Generic[T]):
       flags: of Chromium, besides those of `devtools`.
     """
     check_pages(max_pages)
+    if spare < 0:
+      raise ValueError(f"spare must be >= 0, got {spare}")
     if max_launches < 1:
       raise ValueError(f"max_launches must be >= 1, got {max_launches}")
     self.max_pages = max_pages
     self.launches = 0
     self.crashes = 0
     self._tab = tab
+    self._spare = spare
     self.lent = 0
+    self._most_lent = 0
+    self._opening = 0
     self._executable = executable
     self._deadline_s = deadline_s
     self._idle_s = idle_s
@@ -122,7 +133,7 @@ class Browser(Generic[T]):
       *,
       context: Mapping[str, Any] | None = None,
       settings: Mapping[str, Any] | None = None,
-      prefer: Callable[[T], bool] = lambda page: False,
+      prefer: Callable[[T], bool] | None = None,
   ) -> T:
     """A tab for the caller alone, to be given back with `release`.
 
@@ -132,7 +143,8 @@ class Browser(Generic[T]):
         one; so it is with settings.
       settings: that the tab is opened with.
       prefer: says of a tab that waits to be used again whether it would suit
-        best. When none does, the one that has waited longest is taken.
+        best. When none does, a spare one is opened, or the one that has waited
+        longest is taken.
 
     Raises:
       NoFreePage: none became free in `deadline_s` seconds.
@@ -149,8 +161,10 @@ class Browser(Generic[T]):
       self._stop_timer()
       page = None
       while self._idle and page is None:
-        suits = (i for i, p in enumerate(self._idle) if prefer(p))
-        page = self._idle.pop(next(suits, 0))
+        best = self._choose(prefer)
+        if best is None:
+          break
+        page = self._idle.pop(best)
         if context or settings or page.dead is not None:
           # Not what is wanted, and max_pages counts those that wait, too.
           self._forget(page)
@@ -162,7 +176,18 @@ class Browser(Generic[T]):
       self._start_timer()
       raise
     self.lent += 1
+    self._most_lent = max(self._most_lent, self.lent)
     return page
+
+  def _choose(self, prefer: Callable[[T], bool] | None) -> int | None:
+    """Which idle tab to lend; None to open a spare one."""
+    if prefer is None:
+      return 0
+    for index, page in enumerate(self._idle):
+      if prefer(page):
+        return index
+    room = self._most_lent * (1 + self._spare)
+    return None if len(self._pages) + self._opening < room else 0
 
   def release(self, page: T, *, reuse: bool = True) -> None:
     """Takes a tab back; one that is dead or of unknown state is closed."""
@@ -193,6 +218,13 @@ class Browser(Generic[T]):
       chromium.kill()
 
   async def _open_page(self, options, settings) -> T:
+    self._opening += 1
+    try:
+      return await self._open(options, settings)
+    finally:
+      self._opening -= 1
+
+  async def _open(self, options, settings) -> T:
     chromium = await self._running()
     created = await chromium.call(
         "Target.createBrowserContext",
