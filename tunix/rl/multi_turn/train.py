@@ -302,56 +302,16 @@ class Run:
       extras = checkpoints.restore(learner)
     if self._store is not None:
       self._store.remove(extras.get(loop_lib.CONSUMED, ()))
-
-    def dropped(group: trajectory_lib.TrajectoryGroup, reason: str) -> None:
-      self.observers.on_event(events.GroupFinished(group, "dropped", reason))
-
-    queue = group_queue.GroupQueue(
-        config.learner.groups_per_step,
-        config.queue.max_staleness,
-        capacity=config.queue_capacity,
-        order="admission" if config.lockstep else "ready",
-        stale_policy=config.queue.stale_policy,
-        version=learner.version,
-        store=self._store,
-        on_drop=dropped,
-    )
-    sampler = run_tasks.make_sampler(config, self.task_source)
-    if hasattr(sampler, "on_event"):
-      self.observers.add(sampler)
+    queue = self._make_queue(learner.version)
     metrics = step_metrics.StepMetrics(self.observers, queue, self.engine)
-    self._collect_loop = collect_loop.CollectLoop(
-        assembly.make_collector(
-            config,
-            self.episodes,
-            self.engine,
-            self.policy.renderer,
-            observers=metrics,
-            connection=self.connection,
-        ),
-        sampler,
-        queue,
-        max_requeues=config.collect.max_requeues,
-        task_from_json=gym_base.Task.from_json,
-    )
-    if self.resuming:
-      # Without a checkpoint from the first task: the store may hold groups.
-      self._collect_loop.load_state_dict(
-          extras.get("collect") or self._collect_loop.state_dict()
-      )
-
-    def due() -> bool:
-      step = learner.counters.updates
-      if not (config.eval.every and step and step % config.eval.every == 0):
-        return False
-      # Else it was measured before the run was stopped.
-      return f"step_{step}" not in resuming.evaluations(self.directory)
+    collecting = self._make_collect_loop(queue, metrics, extras.get("collect"))
 
     def hold_when_due() -> None:
-      # Its episodes would wait for those of training, which hold what there is
-      # of engine slots and browser tabs, and in lockstep for those.
-      if due():
-        self._collect_loop.hold()
+      # An evaluation's episodes would wait for those of training, which hold
+      # what there is of engine slots and browser tabs, and in lockstep for
+      # those.
+      if self._evaluation_due(learner.counters.updates):
+        collecting.hold()
 
     loop = loop_lib.LearnerLoop(
         learner,
@@ -363,7 +323,7 @@ class Run:
         checkpoints=checkpoints,
         checkpoint_every=config.checkpoint.every,
         publish_timeout_s=config.external.load_timeout_s,
-        extras=lambda: {"collect": self._collect_loop.state_dict()},
+        extras=lambda: {"collect": collecting.state_dict()},
         updated=hold_when_due,
     )
 
@@ -372,17 +332,18 @@ class Run:
         loop.publish()
 
     def evaluate_when_due() -> None:
-      if due():
-        self._updates = learner.counters.updates
+      self._updates = learner.counters.updates
+      if self._evaluation_due(self._updates):
         publish_latest()
         self.evaluate(f"step_{self._updates}")
-      self._collect_loop.release()
+      collecting.release()
 
     started = time.monotonic()
     try:
       loop.publish()
       evaluate_when_due()
-      self._collecting = self._loop.submit(self._collect_loop.run())
+      self._collect_loop = collecting
+      self._collecting = self._loop.submit(collecting.run())
       while learner.counters.updates < config.learner.steps:
         if self.stop.is_set() or loop.step(self.stop) is None:
           break
@@ -402,8 +363,61 @@ class Run:
       checkpoints.close()
     publish_latest()
     self.policy = dataclasses.replace(self.policy, model=learner.policy())
-    self._updates = learner.counters.updates
     return self._updates
+
+  def _make_queue(self, version: int) -> group_queue.GroupQueue:
+    config = self.config
+
+    def dropped(group: trajectory_lib.TrajectoryGroup, reason: str) -> None:
+      self.observers.on_event(events.GroupFinished(group, "dropped", reason))
+
+    return group_queue.GroupQueue(
+        config.learner.groups_per_step,
+        config.queue.max_staleness,
+        capacity=config.queue_capacity,
+        order="admission" if config.lockstep else "ready",
+        stale_policy=config.queue.stale_policy,
+        version=version,
+        store=self._store,
+        on_drop=dropped,
+    )
+
+  def _make_collect_loop(
+      self,
+      queue: group_queue.GroupQueue,
+      metrics: step_metrics.StepMetrics,
+      state: dict[str, Any] | None,
+  ) -> collect_loop.CollectLoop:
+    """What fills the queue; going on from `state` where a run is resumed."""
+    config = self.config
+    sampler = run_tasks.make_sampler(config, self.task_source)
+    if hasattr(sampler, "on_event"):
+      self.observers.add(sampler)
+    collecting = collect_loop.CollectLoop(
+        assembly.make_collector(
+            config,
+            self.episodes,
+            self.engine,
+            self.policy.renderer,
+            observers=metrics,
+            connection=self.connection,
+        ),
+        sampler,
+        queue,
+        max_requeues=config.collect.max_requeues,
+        task_from_json=gym_base.Task.from_json,
+    )
+    if self.resuming:
+      # Without a checkpoint from the first task: the store may hold groups.
+      collecting.load_state_dict(state or collecting.state_dict())
+    return collecting
+
+  def _evaluation_due(self, step: int) -> bool:
+    every = self.config.eval.every
+    if not (every and step and step % every == 0):
+      return False
+    # Else it was measured before the run was stopped.
+    return f"step_{step}" not in resuming.evaluations(self.directory)
 
   # --- helpers ----------------------------------------------------------------
 
