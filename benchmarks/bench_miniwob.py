@@ -20,6 +20,12 @@ environment of its own, as it pins an old playwright:
   python -m venv .venv-browsergym
   .venv-browsergym/bin/pip install browsergym-miniwob==0.14.3
 
+With `--in-turn` the families come round in groups of eight episodes, each of
+which takes a tab and gives it back, as a run's do; `--spare` is how many tabs
+wait for each in use:
+
+  python benchmarks/bench_miniwob.py --pages 32 --in-turn --spare 0 --seconds 20
+
 `cpu_ms_per_step` is the processor time of all processes of an environment for
 each step with its share of resets: what bounds steps a second where all cores
 are busy, and what other work on the machine changes least.
@@ -59,6 +65,8 @@ FAMILIES = (
 )  # pyformat: disable
 _WORKER = pathlib.Path(__file__).with_name("peers") / "miniwob_peer.py"
 _READY_S = 180.0
+_GROUP = 8
+_SETTLING_S = 15.0
 
 
 def memory_mb(members) -> float:
@@ -155,24 +163,44 @@ class Ours:
 
   name = "tunix miniwob"
 
-  def __init__(self, pages: int, families: tuple[str, ...], settings):
+  def __init__(
+      self,
+      pages: int,
+      families: tuple[str, ...],
+      settings,
+      *,
+      in_turn: bool = False,
+      spare: int = 0,
+  ):
     self._pages = pages
     self._families = families
     self._settings = settings
+    self._in_turn = in_turn
+    self._spare = spare
+    self._begun = 0
     self._tasks = miniwob.MiniWobTasks()
     self._episode = [0] * pages
 
   async def open(self) -> None:
     """Opening the tabs is not what is measured."""
-    self._browser = miniwob.Browser(max_pages=self._pages, idle_s=3600)
+    self._browser = miniwob.Browser(
+        max_pages=self._pages, spare=self._spare, idle_s=3600
+    )
     self._gyms = [
         miniwob.MiniWobGym(browser=self._browser, **self._settings)
         for _ in range(self._pages)
     ]
     for number, gym in enumerate(self._gyms):
       await gym.start(self._tasks.task(self._family(number), 0))
+    if self._in_turn:
+      for gym in self._gyms:
+        await gym.close()
+      await self.play(_SETTLING_S)  # Until the spare tabs are open.
 
   def _family(self, number: int) -> str:
+    if self._in_turn:
+      number = self._begun // _GROUP
+      self._begun += 1
     return self._families[number % len(self._families)]
 
   async def play(self, seconds: float) -> Times:
@@ -214,6 +242,8 @@ class Ours:
         steps.append(time.perf_counter() - at)
         if observation.done:
           break
+      if self._in_turn:
+        await gym.close()
     times.player(steps, starts, time.perf_counter() - began)
 
   async def close(self) -> None:
@@ -338,7 +368,11 @@ async def compare(
       "quick_restart": not args.always_load,
       "final_screenshot": not args.no_final_screenshot,
   }
-  playing: list[Any] = [Ours(pages, families, settings)]
+  playing: list[Any] = [
+      Ours(
+          pages, families, settings, in_turn=args.in_turn, spare=args.spare
+      )
+  ]
   for name in args.peers:
     own = {"browsergym": args.browsergym_python}
     python = own.get(name, sys.executable)
@@ -385,6 +419,8 @@ def main() -> None:
   parser.add_argument("--families", default=",".join(FAMILIES))
   parser.add_argument("--always-load", action="store_true")
   parser.add_argument("--no-final-screenshot", action="store_true")
+  parser.add_argument("--in-turn", action="store_true")
+  parser.add_argument("--spare", type=int, default=2)
   parser.add_argument(
       "--peers", nargs="*", default=[], choices=("selenium", "browsergym"),
       help="to compare with",

@@ -17,6 +17,7 @@ import types
 
 import numpy as np
 import pytest
+import small_runs
 from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import run_loop
@@ -30,61 +31,17 @@ from tunix.rl.queue import group_store
 # Each run compiles its own programs, on two cores perhaps shared with others.
 pytestmark = pytest.mark.timeout(400)
 
-NANO = (
-    "policy.config={width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,"
-    " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}"
-)
-SMALL = (
-    "tasks=[click-color, enter-text]",
-    "collect.group_size=4",
-    "collect.min_valid=2",
-    "learner.groups_per_step=2",
-    "learner.rows=4",
-    "rollout.slots=8",
-    "rollout.concurrency=8",
-    "rollout.context_length=384",
-    "learner.row_length=384",
-    "eval.episodes_per_task=2",
-    "report.progress=none",
-)
-
-
-def directory_of(tmp_path: pathlib.Path, overrides) -> list[str]:
-  """Where a run goes; a resumed one has its place."""
-  if any(o.startswith("resume=") for o in overrides):
-    return []
-  return [f"run.dir={tmp_path}"]
-
-
-def run_train(tmp_path: pathlib.Path, *overrides: str) -> int:
-  return train.main([*directory_of(tmp_path, overrides), *SMALL, *overrides])
-
-
-def make_run(tmp_path: pathlib.Path, *overrides: str) -> train.Run:
-  return train.Run(
-      config_lib.load_config([f"run.dir={tmp_path}", *SMALL, *overrides])
-  )
-
-
-def metrics_of(directory: pathlib.Path) -> list[dict]:
-  lines = (directory / "metrics.jsonl").read_text().splitlines()
-  return [json.loads(line) for line in lines]
-
-
-def summary_of(directory: pathlib.Path) -> dict:
-  return json.loads((directory / "summary.json").read_text())
-
 
 def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
   """Random weights, cloning, GRPO, evaluation, report."""
-  status = run_train(
-      tmp_path, NANO, "name=a", "warm_start.source=none",
+  status = small_runs.run_train(
+      tmp_path, small_runs.NANO, "name=a", "warm_start.source=none",
       "warm_start.steps=2", "warm_start.batch_size=4", "steps=2",
   )  # pyformat: disable
   assert status == 0
   directory = tmp_path / "a"
-  assert [m["step"] for m in metrics_of(directory)] == [1, 2]
-  summary = summary_of(directory)
+  assert [m["step"] for m in small_runs.metrics_of(directory)] == [1, 2]
+  summary = small_runs.summary_of(directory)
   assert summary["status"] == "completed"
   for name in ("initial", "warm_start", "final"):
     found = summary["eval"][name]
@@ -104,7 +61,7 @@ def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_a_qwen_policy_trains_an_adapter_saves_it_and_goes_on(tmp_path):
-  status = run_train(
+  status = small_runs.run_train(
       tmp_path, "name=q", "policy=qwen3_vl_tiny", "policy.lora_rank=4",
       "warm_start.source=none", "warm_start.steps=1",
       "warm_start.batch_size=4", "steps=2",
@@ -114,7 +71,7 @@ def test_a_qwen_policy_trains_an_adapter_saves_it_and_goes_on(tmp_path):
   )  # pyformat: disable
   assert status == 0
   directory = tmp_path / "q"
-  for metrics in metrics_of(directory):
+  for metrics in small_runs.metrics_of(directory):
     assert metrics["logprob_gap_max"] < 1e-4
     assert metrics["optimizer_steps"] == metrics["step"]
   base, _, _ = policy_checkpoint.load_policy(directory / "warm_start")
@@ -130,7 +87,7 @@ def test_a_qwen_policy_trains_an_adapter_saves_it_and_goes_on(tmp_path):
   for name, value in new.items():
     np.testing.assert_allclose(again[name], value, atol=1e-6, err_msg=name)
   assert train.main([f"resume={directory}", "steps=3"]) == 0
-  assert [m["step"] for m in metrics_of(directory)] == [1, 2, 3]
+  assert [m["step"] for m in small_runs.metrics_of(directory)] == [1, 2, 3]
 
 
 @pytest.mark.timeout(600)
@@ -138,7 +95,7 @@ def test_a_qwen_policy_trains_an_adapter_saves_it_and_goes_on(tmp_path):
 def test_a_directory_starts_from_its_weights_and_rolls_out_in_int8(tmp_path):
   model, _, _ = policy_checkpoint.create_policy("qwen3_vl_tiny", seed=7)
   policy_checkpoint.save_policy(tmp_path / "mine", model)
-  status = run_train(
+  status = small_runs.run_train(
       tmp_path, "name=d", f"policy={tmp_path / 'mine'}", "steps=1",
       "rollout.weights=int8", "algorithm.importance=tis",
       "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
@@ -146,9 +103,9 @@ def test_a_directory_starts_from_its_weights_and_rolls_out_in_int8(tmp_path):
   )  # pyformat: disable
   assert status == 0
   # No evaluation of random weights: there never are any.
-  evaluations = summary_of(tmp_path / "d")["eval"]
+  evaluations = small_runs.summary_of(tmp_path / "d")["eval"]
   assert set(evaluations) == {"warm_start", "final"}
-  (metrics,) = metrics_of(tmp_path / "d")
+  (metrics,) = small_runs.metrics_of(tmp_path / "d")
   # The sampler is another policy, and a near one.
   assert 1e-4 < metrics["logprob_gap_max"] < 0.5
 
@@ -157,13 +114,13 @@ def test_a_directory_starts_from_its_weights_and_rolls_out_in_int8(tmp_path):
 def test_equal_seeds_give_equal_runs(tmp_path):
   """C9: rewards to the bit, losses within 1e-6; another seed differs."""
   for name, seed, steps in (("a", 5, 2), ("b", 5, 2), ("c", 6, 1)):
-    status = run_train(
+    status = small_runs.run_train(
         tmp_path, f"name={name}", f"seed={seed}", f"steps={steps}",
         "tasks=[enter-text, open-icon]", "learner.groups_per_step=4",
         "eval.episodes_per_task=1",
     )  # pyformat: disable
     assert status == 0
-  a, b, c = (metrics_of(tmp_path / name) for name in "abc")
+  a, b, c = (small_runs.metrics_of(tmp_path / name) for name in "abc")
   assert len(a) == len(b) == 2
   for one, other in zip(a, b):
     assert one["reward_mean"] == other["reward_mean"]
@@ -212,7 +169,7 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
       super().close(*args)
 
   monkeypatch.setattr(run_loop, "LoopThread", CountingLoop)
-  status = run_train(
+  status = small_runs.run_train(
       tmp_path, "name=f", "run.imports=[faulty_gym]",
       "gym=faulty-desktop", "steps=8",
       "collect.reset_timeout_s=0.3", "collect.step_timeout_s=0.3",
@@ -224,9 +181,9 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
 
   assert set(faulty_gym.injected) == set(faulty_gym.FAULTS)
   assert tasks_left == [[]]
-  summary = summary_of(tmp_path / "f")
+  summary = small_runs.summary_of(tmp_path / "f")
   assert summary["status"] == "completed"
-  assert len(metrics_of(tmp_path / "f")) == 8
+  assert len(small_runs.metrics_of(tmp_path / "f")) == 8
   assert sum(summary["faults"].values()) >= 9
   assert summary["episodes"].get("train/env_error", 0) >= 3
   deadline = time.monotonic() + 10
@@ -243,18 +200,19 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
 
 
 def test_resume_goes_on_where_it_stopped(tmp_path, capsys):
-  common = (NANO, "warm_start.source=none")
-  assert run_train(tmp_path, *common, "name=r", "steps=2") == 0
+  common = (small_runs.NANO, "warm_start.source=none")
+  assert small_runs.run_train(tmp_path, *common, "name=r", "steps=2") == 0
   directory = tmp_path / "r"
   assert train.main([f"resume={directory}", "steps=4"]) == 0
-  assert [m["step"] for m in metrics_of(directory)] == [1, 2, 3, 4]
-  assert [m["version"] for m in metrics_of(directory)] == [1, 2, 3, 4]
-  assert set(summary_of(directory)["eval"]) >= {"initial", "final"}
+  metrics = small_runs.metrics_of(directory)
+  assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+  assert [m["version"] for m in metrics] == [1, 2, 3, 4]
+  assert set(small_runs.summary_of(directory)["eval"]) >= {"initial", "final"}
   # Its file repeats the run instead of going on with it.
   again = config_lib.load_config([str(directory / "config.yaml"), "name=new"])
   assert again.run_dir == tmp_path / "new" and again.learner.steps == 4
   # The name is taken now.
-  assert run_train(tmp_path, *common, "name=r", "steps=2") == 2
+  assert small_runs.run_train(tmp_path, *common, "name=r", "steps=2") == 2
   assert "resume=" in capsys.readouterr().err
 
 
@@ -262,7 +220,8 @@ def start(tmp_path: pathlib.Path, *overrides: str, **env: str):
   return subprocess.Popen(
       [
           sys.executable, "-m", "tunix.rl.multi_turn.train",
-          *directory_of(tmp_path, overrides), *SMALL, NANO,
+          *small_runs.directory_of(tmp_path, overrides), *small_runs.SMALL,
+          small_runs.NANO,
           "warm_start.source=none", *overrides,
       ],
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -292,17 +251,17 @@ def test_a_killed_run_goes_on_and_trains_on_no_group_twice(tmp_path):
   wait_for_steps(process, tmp_path / "k", 4)
   process.kill()
   process.communicate(timeout=60)
-  before = len(metrics_of(tmp_path / "k"))
+  before = len(small_runs.metrics_of(tmp_path / "k"))
   goal = before + 3
   process = start(
       tmp_path, f"resume={tmp_path / 'k'}", f"steps={goal}"
   )
   said, _ = process.communicate(timeout=300)
   assert process.returncode == 0, said
-  lines = metrics_of(tmp_path / "k")
+  lines = small_runs.metrics_of(tmp_path / "k")
   assert [m["step"] for m in lines] == list(range(1, goal + 1))
   assert [m["version"] for m in lines] == list(range(1, goal + 1))
-  assert summary_of(tmp_path / "k")["status"] == "completed"
+  assert small_runs.summary_of(tmp_path / "k")["status"] == "completed"
   store = group_store.SqliteGroupStore(str(database))
   known = sorted(store.known())
   left = store.load()
@@ -324,8 +283,8 @@ def test_a_run_on_a_mesh_of_two_devices(tmp_path):
     )  # pyformat: disable
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
-    assert len(summary_of(tmp_path / name)["devices"]) == 2
-    found[name] = metrics_of(tmp_path / name)
+    assert len(small_runs.summary_of(tmp_path / name)["devices"]) == 2
+    found[name] = small_runs.metrics_of(tmp_path / name)
   assert [m["step"] for m in found["data"]] == [1, 2]
   # Sharded one way or the other: the same random numbers, the same episodes.
   for one, other in zip(found["data"], found["fsdp"]):
@@ -333,12 +292,12 @@ def test_a_run_on_a_mesh_of_two_devices(tmp_path):
 
 
 def test_asynchronous_is_the_same_code(tmp_path):
-  status = run_train(
-      tmp_path, NANO, "name=s", "warm_start.source=none", "steps=4",
+  status = small_runs.run_train(
+      tmp_path, small_runs.NANO, "name=s", "warm_start.source=none", "steps=4",
       "queue.max_staleness=2", "learner.publish_every=2",
   )  # pyformat: disable
   assert status == 0
-  for step in metrics_of(tmp_path / "s"):
+  for step in small_runs.metrics_of(tmp_path / "s"):
     assert step["staleness_max"] <= 2
 
 
@@ -388,7 +347,7 @@ def test_asynchronous_is_the_same_code(tmp_path):
     ],
 )
 def test_wrong_input_is_one_clear_error(arguments, words, tmp_path, capsys):
-  arguments = [*directory_of(tmp_path, arguments), *arguments]
+  arguments = [*small_runs.directory_of(tmp_path, arguments), *arguments]
   assert train.main(arguments) == 2
   said = capsys.readouterr().err
   assert said.startswith("error")
@@ -399,7 +358,7 @@ def test_wrong_input_is_one_clear_error(arguments, words, tmp_path, capsys):
 
 
 def test_dry_run_shows_shapes_and_makes_nothing(tmp_path, capsys):
-  assert run_train(tmp_path, "--dry-run", "name=d") == 0
+  assert small_runs.run_train(tmp_path, "--dry-run", "name=d") == 0
   said = capsys.readouterr().out
   assert re.search(r"parameters", said)
   assert re.search(r"KV cache of \d+ tokens, [\d.]+ MiB", said)
@@ -418,14 +377,14 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path):
   assert process.returncode == 130, said
   assert f"resume={tmp_path / 'i'}" in said
   assert list((tmp_path / "i" / "checkpoints").iterdir())
-  assert summary_of(tmp_path / "i")["status"] == "interrupted"
+  assert small_runs.summary_of(tmp_path / "i")["status"] == "interrupted"
 
 
 def test_a_run_stopped_before_its_first_checkpoint_can_go_on(
     tmp_path, capsys
 ):
-  run = make_run(
-      tmp_path, NANO, "warm_start.source=none", "name=e", "steps=1"
+  run = small_runs.make_run(
+      tmp_path, small_runs.NANO, "warm_start.source=none", "name=e", "steps=1"
   )
   run.stop.set()
   assert train._run_to_end(run) == 130
@@ -442,8 +401,8 @@ def test_a_run_stopped_before_its_first_checkpoint_can_go_on(
     assert word in said and "cannot change" in said
   assert (directory / "config.yaml").read_text() == before
   assert train.main([f"resume={directory}", "learner.grad_clip=2"]) == 0
-  assert [m["step"] for m in metrics_of(directory)] == [1]
-  assert list(summary_of(directory)["eval"]) == [
+  assert [m["step"] for m in small_runs.metrics_of(directory)] == [1]
+  assert list(small_runs.summary_of(directory)["eval"]) == [
       "initial", "warm_start", "final",
   ]  # pyformat: disable
 
@@ -454,8 +413,8 @@ def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
   directory = tmp_path / "f"
   directory.mkdir()
   (directory / "checkpoints").write_text("in the way")
-  assert run_train(
-      tmp_path, NANO, "name=f", "warm_start.source=none",
+  assert small_runs.run_train(
+      tmp_path, small_runs.NANO, "name=f", "warm_start.source=none",
       "warm_start.steps=2", "warm_start.batch_size=4", "steps=1",
   ) == 1  # pyformat: disable
   said = capsys.readouterr()
@@ -464,7 +423,7 @@ def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
   assert f"resume={directory}" in said.out
   assert "Traceback" in (directory / "traceback.txt").read_text()
   assert (directory / "report.html").exists()
-  summary = summary_of(directory)
+  summary = small_runs.summary_of(directory)
   assert summary["status"] == "failed"
   assert set(summary["eval"]) == {"initial", "warm_start"}
 
@@ -479,19 +438,19 @@ def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
   ])  # pyformat: disable
   assert status == 0
   assert not (directory / "traceback.txt").exists()
-  (step,) = metrics_of(directory)
+  (step,) = small_runs.metrics_of(directory)
   # Before its first update the policy is the one it is held to.
   assert step["kl"] == pytest.approx(0.0, abs=1e-6)
-  evaluations = summary_of(directory)["eval"]
+  evaluations = small_runs.summary_of(directory)["eval"]
   assert evaluations["warm_start"] == summary["eval"]["warm_start"]
 
 
 def test_a_queue_file_is_of_one_run(tmp_path, capsys):
-  common = (NANO, "warm_start.source=none", "steps=1")
+  common = (small_runs.NANO, "warm_start.source=none", "steps=1")
   used = f"queue.path={tmp_path / 'q.db'}"
-  assert run_train(tmp_path, *common, "name=a", used) == 0
+  assert small_runs.run_train(tmp_path, *common, "name=a", used) == 0
   for path in (used, f"queue.path={tmp_path}"):
-    assert run_train(tmp_path, *common, "name=b", path) == 2
+    assert small_runs.run_train(tmp_path, *common, "name=b", path) == 2
     assert f"error: {path} " in capsys.readouterr().err
     assert not (tmp_path / "b" / "metrics.jsonl").exists()
   assert train.main([f"resume={tmp_path / 'a'}", "queue.path="]) == 2
@@ -503,14 +462,15 @@ def test_a_warm_start_must_be_of_the_policys_architecture(tmp_path, capsys):
   model, _, _ = policy_checkpoint.create_policy("nano")
   policy_checkpoint.save_policy(saved, model)
   path = ("warm_start.source=path", f"warm_start.path={saved}")
-  assert run_train(tmp_path, *path, "--dry-run") == 2
+  assert small_runs.run_train(tmp_path, *path, "--dry-run") == 2
   assert "width is 32 there, 160 here" in capsys.readouterr().err
-  assert run_train(tmp_path, *path, NANO, "--dry-run") == 0
+  nano = (*path, small_runs.NANO, "--dry-run")
+  assert small_runs.run_train(tmp_path, *nano) == 0
   own = (f"policy={saved}", "warm_start.source=none")
-  assert run_train(tmp_path, *own, "--dry-run") == 0
+  assert small_runs.run_train(tmp_path, *own, "--dry-run") == 0
   (tmp_path / "nano" / "model.safetensors").write_bytes(b"torn")
   capsys.readouterr()
-  assert run_train(tmp_path, *own, "--dry-run") == 2
+  assert small_runs.run_train(tmp_path, *own, "--dry-run") == 2
   assert saved in capsys.readouterr().err
 
 
@@ -518,8 +478,9 @@ def test_cloning_keeps_what_the_policy_knows_already(tmp_path):
   saved = str(tmp_path / "nano")
   model, _, _ = policy_checkpoint.create_policy("nano")
   policy_checkpoint.save_policy(saved, model)
-  for source, optimizer in ((f"policy={saved}", "adamw"), (NANO, "muon")):
-    run = make_run(
+  own, new = f"policy={saved}", small_runs.NANO
+  for source, optimizer in ((own, "adamw"), (new, "muon")):
+    run = small_runs.make_run(
         tmp_path, source, "warm_start.source=none", "warm_start.steps=2",
         "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
     )  # pyformat: disable
@@ -545,9 +506,9 @@ def test_an_interrupt_waits_for_the_browser(tmp_path, monkeypatch):
       raise RuntimeError("it is gone")
 
   monkeypatch.setattr(miniwob, "shared_browser", SlowBrowser)
-  run = make_run(
-      tmp_path, NANO, "gym=miniwob", "tasks=[click-test-2]", "name=w",
-      "warm_start.source=none",
+  run = small_runs.make_run(
+      tmp_path, small_runs.NANO, "gym=miniwob", "tasks=[click-test-2]",
+      "name=w", "warm_start.source=none",
   )  # pyformat: disable
   with run:
     run.stop.set()

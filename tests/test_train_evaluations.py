@@ -1,34 +1,21 @@
 """Evaluations in the midst of a run: of which weights, and beside what."""
 
-import json
-import pathlib
 import time
 
 import pytest
+import small_runs
 from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import train
 
 pytestmark = pytest.mark.timeout(400)
-SMALL = (
-    "policy.config={width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,"
-    " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}",
-    "warm_start.source=none", "tasks=[click-color, enter-text]",
-    "collect.group_size=4", "collect.min_valid=2",
-    "learner.groups_per_step=2", "rollout.slots=8", "rollout.concurrency=8",
-    "rollout.context_length=384", "learner.row_length=384",
-    "eval.episodes_per_task=2", "report.progress=none",
-)  # pyformat: disable
-
-
-def run_train(tmp_path: pathlib.Path, *overrides: str) -> int:
-  return train.main([f"run.dir={tmp_path}", *SMALL, *overrides])
+NEW = (small_runs.NANO, "warm_start.source=none")
 
 
 def test_a_resumed_run_makes_up_for_an_evaluation(tmp_path):
-  assert run_train(tmp_path, "name=m", "steps=2") == 0
+  assert small_runs.run_train(tmp_path, *NEW, "name=m", "steps=2") == 0
   resume = f"resume={tmp_path / 'm'}"
   assert train.main([resume, "steps=3", "eval.every=2"]) == 0
-  summary = json.loads((tmp_path / "m" / "summary.json").read_text())
+  summary = small_runs.summary_of(tmp_path / "m")
   assert set(summary["eval"]) == {"initial", "warm_start", "step_2", "final"}
 
 
@@ -39,8 +26,8 @@ def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
     measured[name] = run.engine.version
 
   monkeypatch.setattr(train.Run, "evaluate", evaluate)
-  assert run_train(
-      tmp_path, "name=v", "steps=3", "learner.publish_every=2",
+  assert small_runs.run_train(
+      tmp_path, *NEW, "name=v", "steps=3", "learner.publish_every=2",
       "queue.max_staleness=1", "eval.every=1",
   ) == 0  # pyformat: disable
   assert measured == {
@@ -75,8 +62,9 @@ def test_no_training_episode_begins_during_an_evaluation(
 
   monkeypatch.setattr(train.Run, "attach_observers", attach_both)
   monkeypatch.setattr(train.Run, "evaluate", evaluate_late)
-  assert run_train(
-      tmp_path, "name=h", "steps=2", "eval.every=1", "eval.modes=[sampled]"
+  assert small_runs.run_train(
+      tmp_path, *NEW, "name=h", "steps=2", "eval.every=1",
+      "eval.modes=[sampled]",
   ) == 0  # pyformat: disable
   begun, ended = (i for i, what in enumerate(seen) if what == "step_1")
   assert seen[begun + 1 : ended] == ["eval"] * 4

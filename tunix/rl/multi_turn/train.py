@@ -10,8 +10,9 @@ A run evaluates random weights (unless its policy is a directory, which brings
 its own), makes a warm start, evaluates that, trains with GRPO, and evaluates
 the result, all on the same held-out tasks. Its directory
 holds config.yaml, metrics.jsonl, summary.json, trajectories.jsonl, images/,
-warm_start/ (the policy after cloning), checkpoints/, policy/ (the trained
-policy) and report.html / report.png.
+cloning/ (checkpoints while demonstrations are cloned), warm_start/ (the policy
+after that), checkpoints/, policy/ (the trained policy) and report.html /
+report.png.
 
 Promises: an interrupt (Ctrl-C) or a failure saves a checkpoint, leaves a
 summary and a report that say what happened (the traceback is in
@@ -27,12 +28,13 @@ import dataclasses
 import importlib
 import logging
 import shlex
+import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from typing import Any, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 from tunix.rl.multi_turn import assembly
@@ -49,6 +51,7 @@ from tunix.rl.multi_turn import run_tasks
 from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
+from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
@@ -67,6 +70,7 @@ TrainConfig = config_lib.TrainConfig
 ConfigError = config_lib.ConfigError
 _LOG = logging.getLogger(__name__)
 TRACEBACK = "traceback.txt"
+_CLONING = "cloning"
 
 
 class Run:
@@ -272,21 +276,54 @@ class Run:
         self.images,
         grid=demonstrations.POINT_GRID,
     )
-    cloning.clone(
-        learner,
-        lambda tasks: self._loop.wait(
-            demonstrator.episodes(tasks, config.rollout.concurrency), self.stop
-        ),
-        self._demonstrations.tasks,
-        config.warm_start,
-        longest=config.rollout.context_length,
-        seed=config.run.seed,
-        observers=self.observers,
-    )
+    with self._cloning_checkpoints(learner) as save:
+      cloning.clone(
+          learner,
+          lambda tasks: self._loop.wait(
+              demonstrator.episodes(tasks, config.rollout.concurrency),
+              self.stop,
+          ),
+          self._demonstrations.tasks,
+          config.warm_start,
+          longest=config.rollout.context_length,
+          seed=config.run.seed,
+          observers=self.observers,
+          done=learner.version,
+          after_update=save,
+      )
     self.policy = dataclasses.replace(self.policy, model=learner.policy())
     # What a resumed run begins with, and its KL reference.
     assembly.save_policy(config, self._cloned, self.policy.model)
+    shutil.rmtree(self.directory / _CLONING)
     assembly.add_adapter(config, self.policy.model)
+
+  @contextlib.contextmanager
+  def _cloning_checkpoints(
+      self, learner: learner_lib.Learner
+  ) -> Iterator[Callable[[], None]]:
+    """Restores a learner that had begun, and saves it; also when it ends early.
+
+    Yields:
+      What saves it when that is due.
+    """
+    every = self.config.checkpoint.every
+    with checkpoint_lib.LearnerCheckpoints(
+        self.directory / _CLONING, keep=1
+    ) as checkpoints:
+      if self.resuming and checkpoints.steps():
+        checkpoints.restore(learner)
+
+      def save_when_due() -> None:
+        if every and learner.version % every == 0:
+          checkpoints.save(learner)
+
+      try:
+        yield save_when_due
+      except BaseException:
+        checkpoints.wait()
+        if learner.version and learner.version not in checkpoints.steps():
+          checkpoints.save(learner)
+        raise
 
   def train(self) -> int:
     """GRPO; returns the steps made in all."""

@@ -3,8 +3,9 @@
 Demonstrations are played while learning goes on, up to a number of distinct
 ones; each step learns from a batch drawn from all that were played so far.
 
-Promises: the batches are a function of the seed and the tasks. Does not play
-episodes (`demonstrations` does), nor build or save anything.
+Promises: the batches are a function of the seed and the tasks, also where
+cloning goes on after a stop. Does not play episodes (`demonstrations` does),
+nor build or save anything.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ def clone(
     longest: int,
     seed: int,
     observers: events.Observer,
+    done: int = 0,
+    after_update: Callable[[], None] = lambda: None,
 ) -> None:
-  """Makes `config.steps` updates of `learner`.
+  """Makes `config.steps` updates of `learner`, less the `done` ones.
 
   Args:
     learner: with the objective behaviour_cloning.
@@ -49,6 +52,9 @@ def clone(
       the policy itself could not play, is left out.
     seed: of the batches.
     observers: told the progress.
+    done: updates that the learner has made before; their demonstrations are
+      played again, which takes a fraction of the time.
+    after_update: called after each update.
 
   Raises:
     RuntimeError: too many tasks have no solution to be shown, or too long a
@@ -70,6 +76,11 @@ def clone(
     if len(played) < (1 - _LEFT_OUT_AT_MOST) * tried:
       raise RuntimeError(_too_few(len(played), tried, too_long, longest))
     chosen = rng.choice(len(played), config.batch_size)
+    if step < done:
+      observers.on_event(
+          events.Progress("playing demonstrations again", step + 1, done)
+      )
+      continue
     metrics = learner.update_on_sequences(
         [s for i in chosen for s in played[i].sequences]
     )
@@ -82,6 +93,7 @@ def clone(
             + (f", {too_long} too long" if too_long else ""),
         )
     )
+    after_update()
 
 
 def _too_few(played: int, tried: int, too_long: int, longest: int) -> str:

@@ -1,0 +1,57 @@
+"""Cloning that is stopped and goes on."""
+
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+import small_runs
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.policy import checkpoint
+
+pytestmark = pytest.mark.timeout(400)
+CLONED = (
+    small_runs.NANO, "warm_start.source=none", "warm_start.steps=4",
+    "warm_start.batch_size=4", "warm_start.demonstrations=12", "steps=0",
+    "checkpoint.every=3",
+)  # pyformat: disable
+
+
+class Stops:
+  """Stops a run after an update of cloning."""
+
+  def __init__(self, run, after):
+    self._run, self._after = run, after
+
+  def on_event(self, event):
+    cloning = isinstance(event, events.Progress) and "cloning" in event.stage
+    if cloning and event.done == self._after:
+      self._run.stop.set()
+
+
+def weights(directory):
+  return safetensors.load_file(directory / "warm_start" / "model.safetensors")
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, after):
+  """As if it had not, whether the last update was just saved or not."""
+  assert small_runs.run_train(tmp_path, *CLONED, "name=whole") == 0
+  run = small_runs.make_run(tmp_path, *CLONED, "name=parts")
+  run.observers.add(Stops(run, after))
+  assert train._run_to_end(run) == 130
+  directory = tmp_path / "parts"
+  assert not (directory / "warm_start").exists()
+  (step,) = (p.name for p in (directory / "cloning").iterdir())
+  assert step == str(after)
+  capsys.readouterr()
+  assert train.main([f"resume={directory}", "report.progress=lines"]) == 0
+  said = capsys.readouterr().err
+  assert f"playing demonstrations again {after}/{after}" in said
+  assert f"cloning demonstrations {after} " not in said
+  assert not (directory / "cloning").exists()
+  whole, parts = weights(tmp_path / "whole"), weights(directory)
+  assert whole.keys() == parts.keys()
+  for name, array in whole.items():
+    np.testing.assert_array_equal(parts[name], array, err_msg=name)
+  model, _, _ = checkpoint.load_policy(str(directory / "warm_start"))
+  assert model is not None
