@@ -31,6 +31,9 @@ from tunix.rl.multi_turn.environments.gyms.chromium import tab as tab_lib
 
 T = TypeVar("T", bound=tab_lib.Tab)
 
+_MOST_SPARE = 64
+"""Tabs that wait besides those in use, however many these are."""
+
 
 class NoFreePage(devtools.DevToolsError, TimeoutError):
   """All tabs were in use for too long."""
@@ -76,8 +79,8 @@ class Browser(Generic[T]):
       tab: the kind of tab that is lent.
       max_pages: tabs that may be lent at once; about 20 MB each.
       spare: tabs that may wait besides, for each of the most that were lent
-        at once; about 10 MB each. They are opened when none that waits is
-        what the caller prefers.
+        at once, 64 in all; about 10 MB each. They are opened when none that
+        waits is what the caller prefers.
       executable: Chromium to run, None to look for one.
       deadline_s: for each command to a tab.
       idle_s: how long a browser without lent tabs stays up.
@@ -186,7 +189,7 @@ class Browser(Generic[T]):
     for index, page in enumerate(self._idle):
       if prefer(page):
         return index
-    room = self._most_lent * (1 + self._spare)
+    room = self._most_lent + min(self._spare * self._most_lent, _MOST_SPARE)
     return None if len(self._pages) + self._opening < room else 0
 
   def release(self, page: T, *, reuse: bool = True) -> None:
