@@ -5,6 +5,7 @@ import pathlib
 
 import gym_servers
 import pytest
+import small_runs
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.environments import task_sources
 from tunix.rl.multi_turn.environments.gyms import desktop
@@ -12,23 +13,9 @@ from tunix.rl.multi_turn.environments.gyms import desktop
 pytestmark = pytest.mark.timeout(400)
 FAMILIES = ("click-color", "enter-text")
 NANO = (
-    "policy.config={width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,"
-    " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}"
-)
-SMALL = (
-    NANO,
+    small_runs.NANO,
     "warm_start.source=none",
-    "collect.group_size=4",
-    "collect.min_valid=2",
-    "learner.groups_per_step=2",
-    "learner.rows=4",
-    "rollout.slots=8",
-    "rollout.concurrency=8",
-    "rollout.context_length=384",
-    "learner.row_length=384",
-    "eval.episodes_per_task=2",
     "eval.modes=[sampled]",
-    "report.progress=none",
     "report.images=false",
 )
 # What is sampled and learned; only the clock may differ.
@@ -36,19 +23,7 @@ COMPARED = ("loss", "grad_norm", "entropy", "logprob", "top_token")
 
 
 def run(tmp_path: pathlib.Path, *overrides: str) -> int:
-  new = [f"run.dir={tmp_path}"]
-  if any(o.startswith("resume=") for o in overrides):
-    new = []
-  return train.main([*new, *SMALL, *overrides])
-
-
-def metrics_of(directory: pathlib.Path) -> list[dict]:
-  lines = (directory / "metrics.jsonl").read_text().splitlines()
-  return [json.loads(line) for line in lines]
-
-
-def summary_of(directory: pathlib.Path) -> dict:
-  return json.loads((directory / "summary.json").read_text())
+  return small_runs.run_train(tmp_path, *NANO, *overrides)
 
 
 @pytest.mark.slow
@@ -80,13 +55,17 @@ def test_a_run_behind_a_server_is_the_run_in_process(tmp_path):
       tmp_path, "name=inside", "task_source.source=jsonl",
       f"task_source.path={path}", *learn,
   ) == 0  # pyformat: disable
-  ours, theirs = (metrics_of(tmp_path / n) for n in ("inside", "behind"))
+  ours, theirs = (
+      small_runs.metrics_of(tmp_path / n) for n in ("inside", "behind")
+  )
   assert len(ours) == len(theirs) == 2
   for one, other in zip(ours, theirs):
     for key in COMPARED:
       assert one[key] == other[key], key
   assert ours[0]["loss"] != ours[1]["loss"]
-  ours, theirs = (summary_of(tmp_path / n) for n in ("inside", "behind"))
+  ours, theirs = (
+      small_runs.summary_of(tmp_path / n) for n in ("inside", "behind")
+  )
   for name in ("initial", "final"):
     assert ours["eval"][name]["by_task"].keys() == set(FAMILIES)
     assert ours["eval"][name]["by_task"] == theirs["eval"][name]["by_task"]
@@ -107,12 +86,11 @@ def test_a_list_trains_by_a_curriculum_and_goes_on(tmp_path):
       "task_source.order=curriculum", "task_source.limit=12",
   )  # pyformat: disable
   assert run(tmp_path, "name=l", "steps=1", *listed) == 0
-  assert sorted(summary_of(tmp_path / "l")["eval"]["final"]["by_task"]) == list(
-      FAMILIES
-  )
+  final = small_runs.summary_of(tmp_path / "l")["eval"]["final"]
+  assert sorted(final["by_task"]) == list(FAMILIES)
   directory = tmp_path / "l"
   assert train.main([f"resume={directory}", "steps=2"]) == 0
-  assert [m["step"] for m in metrics_of(directory)] == [1, 2]
+  assert [m["step"] for m in small_runs.metrics_of(directory)] == [1, 2]
   assert train.main([f"resume={directory}", "task_source.limit=3"]) == 2
 
 

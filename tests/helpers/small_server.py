@@ -18,9 +18,10 @@ CONTEXT = 256
 class SmallPolicy:
   """A policy with what belongs to it, and an engine around it."""
 
-  def __init__(self, seed=0, slots=4):
+  def __init__(self, seed=0, slots=4, store=None, features=()):
     self.policy = checkpoint.create_policy("nano", seed=seed, screen=SIZE)
-    self.images = images_lib.ImageStore()
+    # An empty store is false.
+    self.images = images_lib.ImageStore() if store is None else store
     self.model, self.processor, tokenizer = self.policy
     self.renderer = qwen.QwenRenderer(
         tokenizer, self.processor.num_image_tokens
@@ -33,6 +34,7 @@ class SmallPolicy:
         context_length=CONTEXT,
         image_sizes=(SIZE,),
         banned_token_ids=self.model.config.banned_token_ids,
+        features=features,
     )
 
   def prompt(self, *seeds, text="look"):
@@ -56,8 +58,8 @@ class SmallPolicy:
 class SmallServer(SmallPolicy):
   """That policy, served by this package's own server."""
 
-  def __init__(self, limits=None, **options):
-    super().__init__()
+  def __init__(self, limits=None, store=None, features=(), **options):
+    super().__init__(store=store, features=features)
     self.app = serve.make_app(
         MODEL,
         self.engine,

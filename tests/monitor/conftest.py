@@ -1,9 +1,11 @@
-"""Both databases, for every test that asks for `engine`."""
+"""Both databases, servers on them, and a browser, for tests that ask."""
 
+import chromium
 import monitor_databases
 import pytest
 
 pytest.importorskip("sqlalchemy", reason="needs the extra `monitor`")
+import monitor_server  # noqa: E402
 from tunix.rl.multi_turn.monitor.schema import database  # noqa: E402
 
 
@@ -35,3 +37,23 @@ def engine(target):
   found = database.connect(target)
   yield found
   found.dispose()
+
+
+@pytest.fixture
+def server(target, tmp_path):
+  with monitor_server.MonitorServer(target, tmp_path / "files") as found:
+    yield found
+
+
+@pytest.fixture
+def lite(tmp_path):
+  with monitor_server.sqlite_server(tmp_path) as found:
+    yield found
+
+
+@pytest.fixture(scope="module")
+def context():
+  with chromium.browser() as browser:
+    found = browser.new_context(viewport={"width": 1400, "height": 900})
+    yield found
+    found.close()

@@ -24,14 +24,6 @@ def recorded(tmp_path_factory):
     recorder.close()
 
 
-@pytest.fixture(scope="module")
-def context():
-  with chromium.browser() as browser:
-    found = browser.new_context(viewport={"width": 1400, "height": 900})
-    yield found
-    found.close()
-
-
 @pytest.fixture
 def tab(recorded, context):
   found = chromium.Tab(context, recorded[0].url)

@@ -45,14 +45,6 @@ def server(tmp_path_factory):
     yield found
 
 
-@pytest.fixture(scope="module")
-def context():
-  with chromium.browser() as browser:
-    found = browser.new_context(viewport={"width": 1400, "height": 900})
-    yield found
-    found.close()
-
-
 @pytest.fixture
 def tab(server, context):
   found = chromium.Tab(context, server.url)

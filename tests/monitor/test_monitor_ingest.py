@@ -21,18 +21,6 @@ PARTS = (
 )  # pyformat: disable
 
 
-@pytest.fixture
-def server(target, tmp_path):
-  with monitor_server.MonitorServer(target, tmp_path / "files") as found:
-    yield found
-
-
-@pytest.fixture
-def lite(tmp_path):
-  with monitor_server.sqlite_server(tmp_path) as found:
-    yield found
-
-
 def everything(server):
   return {part: server.rows(part) for part in PARTS}
 

@@ -10,6 +10,7 @@ import time
 
 import monitor_server
 import pytest
+import small_runs
 import synthetic_run
 import told_run
 from tunix.rl.multi_turn import config as config_lib
@@ -24,17 +25,9 @@ from tunix.rl.multi_turn.monitor.client import observer as observer_lib
 
 pytestmark = pytest.mark.timeout(400)
 Status = trajectory_lib.TrajectoryStatus
-NANO = (
-    "policy.config={width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,"
-    " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}"
-)
 SMALL = (
-    NANO, "tasks=[click-color, enter-text]", "warm_start.source=none",
-    "collect.group_size=4", "collect.min_valid=2",
-    "learner.groups_per_step=2", "rollout.slots=8", "rollout.concurrency=8",
-    "rollout.context_length=384", "learner.row_length=384",
-    "eval.episodes_per_task=2", "report.progress=none", "steps=2",
-    "eval.every=1",
+    *small_runs.SMALL, small_runs.NANO, "warm_start.source=none",
+    "steps=2", "eval.every=1",
 )  # pyformat: disable
 
 

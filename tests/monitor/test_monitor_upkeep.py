@@ -23,18 +23,6 @@ episode, joined = monitor_server.episode, monitor_server.joined
 LEAVES = ("turn", "action", "obs", "validation", "environment")
 
 
-@pytest.fixture
-def server(target, tmp_path):
-  with monitor_server.MonitorServer(target, tmp_path / "files") as found:
-    yield found
-
-
-@pytest.fixture
-def lite(tmp_path):
-  with monitor_server.sqlite_server(tmp_path) as found:
-    yield found
-
-
 def add_run(server, name, success=None, status="completed", shas=(), **more):
   """A run of two episodes which show these screenshots."""
   body = joined(

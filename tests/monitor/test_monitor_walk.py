@@ -21,21 +21,15 @@ import urllib.parse
 import chromium
 import httpx
 import pytest
+import small_runs
 
 pytestmark = [
     pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(900),
 ]  # pyformat: disable
-NANO = (
-    "policy.config={width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,"
-    " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}"
-)
 RUN = (
-    NANO, "tasks=[click-color, enter-text]", "warm_start.source=none",
-    "collect.group_size=4", "collect.min_valid=2",
-    "learner.groups_per_step=2", "rollout.slots=8", "rollout.concurrency=8",
-    "rollout.context_length=384", "learner.row_length=384",
-    "eval.episodes_per_task=2", "report.progress=none", "steps=100000",
-    "eval.every=3", "monitor.embedded=true", "monitor.close_timeout_s=120",
+    *small_runs.SMALL, small_runs.NANO, "warm_start.source=none",
+    "steps=100000", "eval.every=3", "monitor.embedded=true",
+    "monitor.close_timeout_s=120",
 )  # pyformat: disable
 MOST_OF_A_KIND = 2
 # Links in a picture have no text as their href.

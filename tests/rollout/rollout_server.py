@@ -5,59 +5,20 @@ import io
 import time
 
 import httpx
-import numpy as np
 import openai
 from PIL import Image
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import serving
-from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.rollout import engine as engine_lib
-from tunix.rl.multi_turn.rollout import serve
+import small_server
 from tunix.rl.multi_turn.rollout.server import requests as requests_lib
 
-MODEL = "nano"
-SIZE = (32, 32)
+MODEL, SIZE = small_server.MODEL, small_server.SIZE
 
 
-class Running:
+class Running(small_server.SmallServer):
   """A server in a thread of its own."""
 
-  def __init__(self, store=None, features=(), **options):
-    self.policy = checkpoint.create_policy("nano", screen=SIZE)
-    # An empty store is false.
-    self.images = images_lib.ImageStore() if store is None else store
-    model, processor, tokenizer = self.policy
-    self.renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
-    self.engine = engine_lib.RolloutEngine(
-        model,
-        processor,
-        self.images,
-        slots=4,
-        context_length=256,
-        image_sizes=(SIZE,),
-        banned_token_ids=model.config.banned_token_ids,
-        features=features,
-    )
-    self.app = serve.make_app(
-        MODEL,
-        self.engine,
-        self.policy,
-        self.images,
-        limits=requests_lib.Limits(max_new_tokens=96, n=4, images=3),
-        **options,
-    )
-    self.server = serving.LoopbackServer(self.app.asgi)
-    self.url = self.server.url
-
-  def __enter__(self):
-    self.engine.warm_up()
-    self.server.start()
-    return self
-
-  def __exit__(self, *exc_info):
-    self.server.close()
-    self.engine.close()
+  def __init__(self, **options):
+    limits = requests_lib.Limits(max_new_tokens=96, n=4, images=3)
+    super().__init__(limits=limits, **options)
 
   def client(self, path="", key="none", **options):
     return openai.OpenAI(
@@ -81,9 +42,8 @@ class Running:
 
 
 def data_url(seed=0):
-  pixels = np.random.default_rng(seed).integers(0, 256, (*SIZE, 3), np.uint8)
   out = io.BytesIO()
-  Image.fromarray(pixels).save(out, "PNG")
+  Image.fromarray(small_server.pixels(seed)).save(out, "PNG")
   return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 
 

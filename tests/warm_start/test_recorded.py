@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import gui_action
 from tunix.rl.multi_turn import images
@@ -21,10 +22,6 @@ from tunix.rl.multi_turn.warm_start import demonstrations
 from tunix.rl.multi_turn.warm_start import recorded
 
 FAMILIES = ("enter-text", "click-button", "open-icon", "drag-to-target")
-NANO = (
-    "policy.config={width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,"
-    " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}"
-)
 
 
 @pytest.fixture(scope="module", name="file")
@@ -173,10 +170,11 @@ def test_failures_are_not_cloned(tmp_path):
 @pytest.mark.slow
 def test_a_run_clones_them(tmp_path, file):
   status = train.main([
-      f"run.dir={tmp_path}", "name=r", NANO, "warm_start.source=none",
-      f"warm_start.recordings={file}", "warm_start.steps=2",
-      "warm_start.batch_size=4", "steps=0", "tasks=[enter-text]",
-      "eval.episodes_per_task=1", "eval.modes=[sampled]", "rollout.slots=4",
+      f"run.dir={tmp_path}", "name=r", small_runs.NANO,
+      "warm_start.source=none", f"warm_start.recordings={file}",
+      "warm_start.steps=2", "warm_start.batch_size=4", "steps=0",
+      "tasks=[enter-text]", "eval.episodes_per_task=1",
+      "eval.modes=[sampled]", "rollout.slots=4",
       "report.progress=none", "report.images=false",
   ])  # pyformat: disable
   assert status == 0
