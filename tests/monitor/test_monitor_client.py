@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import monitor_network
 import monitor_server
 import numpy as np
+import orjson
 import pytest
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import serving
@@ -136,6 +137,32 @@ def test_values_that_json_has_not(server, tmp_path):
   found = json.loads(row["config_json"])
   assert found["array"] == [1.0, "Infinity"] and found["5"] == {"t": [1]}
   assert server.rows("step")[0]["loss"] is None
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), 1 << 63)
+    | st.floats() | st.text(max_size=3) | st.just("x" * (1 << 20))
+    | st.just("x" * ((1 << 20) + 1)) | st.just(np.float32(0.1))
+    | st.lists(st.floats(width=32)).map(lambda x: np.array(x, np.float32))
+    | st.lists(st.integers(0, 9)).map(lambda x: np.array(x, np.int64)[::2]),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.tuples(inner, inner)
+    | st.dictionaries(st.text(max_size=2) | st.integers(0, 3), inner,
+                      max_size=4),
+    max_leaves=8,
+)  # pyformat: disable
+
+
+@given(_JSON)
+@settings(max_examples=300, deadline=None)
+def test_what_is_json_already_is_written_as_it_would_be_with_a_copy(value):
+  copied = sender_lib._plain(value)
+  options = orjson.OPT_SERIALIZE_NUMPY
+  try:
+    expected = orjson.dumps(copied, option=options)
+  except TypeError:  # For the strict way.
+    expected = None
+  assert expected in (None, sender_lib.dumps(value))
 
 
 # --- what can happen --------------------------------------------------------

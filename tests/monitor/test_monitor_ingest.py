@@ -21,6 +21,49 @@ PARTS = (
 )  # pyformat: disable
 
 
+PARTED = [base(), episode("a"), {"training": {"status": "running"}},
+          {"turns": None}, episode("b", turns=3)]  # pyformat: disable
+
+
+def test_parts_are_one_body(server):
+  server.post({"parts": PARTED})
+  (training,) = server.rows("training")
+  assert (training["run_name"], training["status"]) == ("run", "running")
+  assert [r["rollout_id"] for r in server.rows("rollout")] == ["a", "b"]
+  assert len(server.rows("turn")) == 5
+  before = everything(server)
+  server.post(joined(*PARTED[:2], {"training": base()["training"]}))
+  server.post({"parts": [episode("b", turns=3)]})  # Applied once.
+  after = everything(server)
+  assert {k: len(v) for k, v in after.items()} == {
+      k: len(v) for k, v in before.items()
+  }
+
+
+@pytest.mark.parametrize(
+    "body, field, says",
+    [
+        ({"parts": [], "turns": []}, "turns", "stands beside parts"),
+        ({"parts": {}}, "parts", "array of objects"),
+        ({"parts": [{}, []]}, "parts[1]", "give an object"),
+        ({"parts": [{"turn": []}]}, "parts[0].turn", "turns"),
+        ({"parts": [{"delivery": {}}]}, "parts[0].delivery", "no such field"),
+        ({"parts": [{"turns": []}, {"turns": 3}]}, "parts[1].turns", "own"),
+        ({"parts": [{"turns": 3}, {"turns": []}]}, "parts[1].turns", "own"),
+        ({"parts": [{"training_id": 1}, {"training_id": 2}]},
+         "parts[1].training_id", "own"),
+        ({"parts": [{"training": {"client_id": "T", "status": "running"}},
+                    {"training": {"client_id": "T", "status": "failed"}}]},
+         "parts[1].training.status", "says 'running'"),
+    ],
+)  # pyformat: disable
+def test_parts_that_are_not_one_body_are_refused(lite, body, field, says):
+  reply = lite.post(body, status=400)
+  assert field in [e["field"] for e in reply["errors"]], reply
+  assert says in reply["detail"], reply
+  assert not lite.rows("training")
+
+
 def everything(server):
   return {part: server.rows(part) for part in PARTS}
 

@@ -221,6 +221,22 @@ async def test_dialogs_are_answered_and_told(make, site, accept, title):
   assert await gym.page.evaluate("document.title") == title
 
 
+async def test_a_dialog_swallows_nothing_of_what_is_typed(make, site):
+  gym = make()
+  await gym.start(task(site))
+  await gym.act(click(TEXT))
+  await gym.page.evaluate(
+      "text.addEventListener('input', () => {"
+      " if (text.value.length % 5 == 3) alert(text.value); })"
+  )
+  words = "the quick brown fox jumps over the lazy dog"
+  for _ in range(5):
+    await gym.act(Action(Kind.KEY, keys=("ctrl", "a")))
+    seen = await gym.act(Action(Kind.TYPE, text=words))
+    assert "alert: the" in seen.text
+    assert await gym.page.evaluate("text.value") == words
+
+
 async def test_what_an_action_loads_is_waited_for(make, site):
   gym = make(settle_s=20)
   await gym.start(task(site))

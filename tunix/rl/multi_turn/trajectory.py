@@ -9,10 +9,11 @@ Imports numpy and `token_sequence` only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import enum
 import math
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any
 import uuid
 
 import numpy as np

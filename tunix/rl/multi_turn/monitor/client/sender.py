@@ -29,8 +29,13 @@ from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.client import transport as transport_lib
 
 _LOG = logging.getLogger(__name__)
-_TICK_S = 0.05
+# Each append is an fsync, and each delivery one of the server's: what comes
+# within these is taken together.
+_TICK_S = 0.25
+_PACE_S = 0.25
+_PLENTY = 100  # Entries that are not waited for.
 _BREATH_S = 1e-5
+_BREATH_EVERY_S = 1e-3
 _IDLE_S = 0.1
 _HEARTBEAT_S = 15.0
 _BATCH_BYTES = 1 << 20
@@ -38,7 +43,9 @@ _MOST_BACKOFF_S = 15.0
 _REFUSED_BACKOFF_S = 30.0
 _IMAGES_SHARE = 0.25
 _MOST_TEXT = 1 << 20
+_TRAINING = b'"training":{'
 _AS_IT_IS = frozenset({int, bool, type(None)})
+_NUMBERS = frozenset({int, float})
 
 Part = Mapping[str, Any]
 """A part of a batch: `training` and arrays, as the protocol has them."""
@@ -109,6 +116,8 @@ class Sender:
     self._closing = threading.Event()
     self._abandon = threading.Event()
     self._work = threading.Event()
+    self._keep_now = threading.Event()
+    self._hurry = threading.Event()
     self._delivered = threading.Event()
     self._complaints: set[str] = set()
     self._keeping = threading.Thread(
@@ -134,6 +143,8 @@ class Sender:
     with self._lock:
       pending.append(make)
       self._taken += 1
+    if len(pending) > self._max_pending // 4:
+      self._keep_now.set()
     return True
 
   def flush(self, timeout_s: float = 10.0) -> bool:
@@ -142,6 +153,7 @@ class Sender:
     while self._kept < wanted:
       if time.monotonic() > deadline or not self._keeping.is_alive():
         return self._kept >= wanted
+      self._keep_now.set()
       time.sleep(0.005)
     return True
 
@@ -150,6 +162,13 @@ class Sender:
     deadline = time.monotonic() + timeout_s
     if not self.flush(timeout_s):
       return False
+    self._hurry.set()
+    try:
+      return self._drain(deadline)
+    finally:
+      self._hurry.clear()
+
+  def _drain(self, deadline: float) -> bool:
     while True:
       self._delivered.clear()
       self._work.set()
@@ -175,9 +194,11 @@ class Sender:
     deadline = time.monotonic() + timeout_s
     kept = self.flush(timeout_s)
     self._closing.set()
+    self._keep_now.set()
     self._keeping.join(max(0.1, deadline - time.monotonic()))
     done = kept and self.drain(max(0.0, deadline - time.monotonic()))
     self._abandon.set()
+    self._hurry.set()
     self._work.set()
     self._transport.close()
     self._sending.join(5.0)
@@ -227,7 +248,9 @@ class Sender:
       elif closing:
         return
       if not closing:
-        self._closing.wait(_TICK_S)
+        if len(self._pending) < _PLENTY:
+          self._keep_now.wait(_TICK_S)
+        self._keep_now.clear()
       elif self._abandon.is_set():
         return
 
@@ -235,6 +258,7 @@ class Sender:
     bodies: list[bytes] = []
     images: dict[str, bytes] = {}
     size = taken = 0
+    breath = time.perf_counter()
     while taken < len(self._pending) and size < _BATCH_BYTES:
       make = self._pending[taken]  # Stays until it is on the disk.
       taken += 1
@@ -254,9 +278,11 @@ class Sender:
       # Made once: a second try must not make it again.
       self._pending[taken - 1] = _again(made)
       bodies.append(body)
-      # Whoever waits for the interpreter gets it now, not after a switch
-      # interval, which is longer than a small training step's parts.
-      time.sleep(_BREATH_S)
+      if time.perf_counter() - breath > _BREATH_EVERY_S:
+        # Whoever waits for the interpreter gets it now, not after a switch
+        # interval.
+        time.sleep(_BREATH_S)
+        breath = time.perf_counter()
       images.update(made.images)
       size += len(body) + sum(map(len, made.images.values()))
     if images and self.spool.room < _IMAGES_SHARE:
@@ -304,8 +330,9 @@ class Sender:
               )
           )
         for orphan in list(orphans or ()):
-          if self._send_some(orphan):
-            worked = True
+          found = self._send_some(orphan)
+          if found:
+            worked += found
           else:
             orphan.close()
             orphans.remove(orphan)
@@ -335,6 +362,8 @@ class Sender:
         self._delivered.set()
         self._work.wait(_IDLE_S)
         self._work.clear()
+      elif worked < _PLENTY:
+        self._hurry.wait(_PACE_S)
     for orphan in orphans or ():
       orphan.close()
 
@@ -347,25 +376,19 @@ class Sender:
     # Many trainers must not come back at the same moment.
     self._abandon.wait(delay * random.uniform(0.5, 1.0))
 
-  def _send_some(self, spool: spool_lib.Spool) -> bool:
-    """Sends the oldest entries or images; False when there are none."""
+  def _send_some(self, spool: spool_lib.Spool) -> int:
+    """Sends the oldest entries and images; returns how many there were."""
     entries = spool.entries(_BATCH_BYTES)
     if entries:
       self._deliver(spool, entries)
-    return self._send_images(spool) or bool(entries)
+    return len(entries) + self._send_images(spool)
 
   def _deliver(
       self, spool: spool_lib.Spool, entries: list[spool_lib.Entry]
   ) -> None:
-    wrong = entries[0] if object_of(entries[0].body) is None else None
-    if wrong is not None:
-      spool.bury(wrong, "the disk has garbled it: it is no JSON object")
-      self.counters["dead_letters"] += 1
-      self._complain("dead", f"an entry of {spool.path} is garbled")
-      return
-    merged, taken = merge(entries)
+    taken = together(entries)
     try:
-      reply = self._post(spool, merged, entries[0].seq, entries[taken - 1].seq)
+      reply = self._post(spool, entries[:taken])
     except transport_lib.TransportError as error:
       applied = error.body.get("applied_to")
       if error.status == 409 and isinstance(applied, int):
@@ -377,9 +400,12 @@ class Sender:
         for entry in entries[:taken]:
           self._deliver(spool, [entry])
         return
-      spool.bury(entries[0], str(error))
+      why = f"the monitor refuses something: {error}"
+      if object_of(entries[0].body) is None:
+        why = f"the disk has garbled an entry of {spool.path}: no JSON object"
+      spool.bury(entries[0], why)
       self.counters["dead_letters"] += 1
-      self._complain("dead", f"the monitor refuses something: {error}")
+      self._complain("dead", why)
       return
     last = entries[taken - 1].seq
     applied = reply.get("applied_to")
@@ -396,13 +422,18 @@ class Sender:
     self._on_reply(reply)
 
   def _post(
-      self, spool: spool_lib.Spool, body: dict[str, Any], first: int, last: int
+      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.Entry]
   ) -> dict[str, Any]:
-    body["delivery"] = {
-        "spool": spool.id, "first": first, "last": last,
+    delivery = {
+        "spool": spool.id, "first": entries[0].seq, "last": entries[-1].seq,
         "health": self.health(),
     }  # pyformat: disable
-    return self._transport.post("/api/ingest/batch", orjson.dumps(body))
+    # As they lie there: to read them would make a great many objects, which
+    # training's garbage collector would go through.
+    body = b'{"parts":[%b],"delivery":%b}' % (
+        b",".join(entry.body for entry in entries), orjson.dumps(delivery)
+    )
+    return self._transport.post("/api/ingest/batch", body)
 
   def _beat(self) -> None:
     body = {"training_id": self.training}
@@ -412,31 +443,34 @@ class Sender:
       if error.status not in (400, 404):  # Not told of it yet.
         raise
 
-  def _send_images(self, spool: spool_lib.Spool) -> bool:
+  def _send_images(self, spool: spool_lib.Spool) -> int:
     shas = spool.images()
     if not shas:
-      return False
+      return 0
     reply = self._transport.post(
         "/api/v1/screenshots/missing", orjson.dumps({"sha256": shas})
     )
     missing = set(reply.get("missing", ()))
-    spool.remove_images([sha for sha in shas if sha not in missing])
-    for sha in shas:
-      if sha not in missing:
-        continue
-      if self._abandon.is_set():
-        return True
-      try:
-        self._transport.put(
-            f"/api/v1/screenshots/{sha}", spool.image(sha), "image/png"
-        )
-      except transport_lib.TransportError as error:
-        if error.status not in (400, 404, 413):
-          raise
-        self.counters["dead_letters"] += 1
-        self._complain("image", f"the monitor refuses a screenshot: {error}")
-      spool.remove_images([sha])
-    return True
+    done = [sha for sha in shas if sha not in missing]
+    try:
+      for sha in shas:
+        if sha not in missing:
+          continue
+        if self._abandon.is_set():
+          break
+        try:
+          self._transport.put(
+              f"/api/v1/screenshots/{sha}", spool.image(sha), "image/png"
+          )
+        except transport_lib.TransportError as error:
+          if error.status not in (400, 404, 413):
+            raise
+          self.counters["dead_letters"] += 1
+          self._complain("image", f"the monitor refuses a screenshot: {error}")
+        done.append(sha)
+    finally:
+      spool.remove_images(done)  # At once: each removal would be an fsync.
+    return len(shas)
 
   def _complain(self, what: str, message: str) -> None:
     """Says it once, until it has been well again."""
@@ -453,29 +487,23 @@ def _again(made: Made) -> Callable[[], Made]:
   return lambda: made
 
 
-def merge(entries: list[spool_lib.Entry]) -> tuple[dict[str, Any], int]:
-  """(one batch of the first of these entries, how many they are).
+def together(entries: Sequence[spool_lib.Entry]) -> int:
+  """How many of the first of these entries can be one batch.
 
   A batch ends before a second status of the training, which the server would
   not see otherwise.
   """
-  merged: dict[str, Any] = {}
+  said: dict[str, Any] = {}
   for count, entry in enumerate(entries):
-    body = object_of(entry.body)
-    if body is None:  # To be dealt with when it is the first.
-      return merged, count
-    training = body.pop("training", None)
-    if training is not None:
-      before = merged.get("training", {})
-      if count and _differ(before, training):
-        return merged, count
-      merged["training"] = {**before, **training}
-    for key, value in body.items():
-      if isinstance(value, list):
-        merged.setdefault(key, []).extend(value)
-      else:
-        merged[key] = value
-  return merged, len(entries)
+    if _TRAINING not in entry.body:
+      continue
+    training = (object_of(entry.body) or {}).get("training") or {}
+    for key in ("client_id", "status"):
+      if key in training and said.setdefault(key, training[key]) != training[
+          key
+      ]:
+        return count
+  return len(entries)
 
 
 def object_of(body: bytes) -> dict[str, Any] | None:
@@ -487,20 +515,60 @@ def object_of(body: bytes) -> dict[str, Any] | None:
   return found if isinstance(found, dict) else None
 
 
-def _differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-  for key in ("client_id", "status"):
-    if key in before and key in after and before[key] != after[key]:
-      return True
-  return False
-
-
 def dumps(value: Any) -> bytes:
   """JSON, with what JSON has not made into what the server takes for it."""
   try:
-    return orjson.dumps(_plain(value), option=orjson.OPT_SERIALIZE_NUMPY)
+    # Mostly it is JSON already, and a copy of it would be more work than it.
+    plain = value if _is_plain(value) else _plain(value)
+    return orjson.dumps(plain, option=orjson.OPT_SERIALIZE_NUMPY)
   except (TypeError, ValueError):
     # A lone surrogate, or a number beyond 64 bits.
     return orjson.dumps(_plain(value, strict=True))
+
+
+def _is_plain(value: Any) -> bool:
+  """Whether `_plain` would return this as it is."""
+  kind = type(value)
+  if kind is dict:
+    for key in value:
+      if type(key) is not str:
+        return False
+    items = value.values()
+  elif kind is list or kind is tuple:
+    items = value
+  else:
+    items = (value,)
+  for item in items:
+    kind = type(item)
+    if kind is str:
+      if len(item) > _MOST_TEXT:
+        return False
+    elif kind is float:
+      if item - item != 0.0:
+        return False
+    elif kind is np.ndarray:
+      if not _numbers_as_they_are(item):
+        return False
+    elif kind is list or kind is tuple:
+      numbers = item and type(item[0]) in _NUMBERS and _finite_numbers(item)
+      if not numbers and not _is_plain(item):
+        return False
+    elif kind is dict:
+      if not _is_plain(item):
+        return False
+    elif kind not in _AS_IT_IS:
+      return False
+  return True
+
+
+def _numbers_as_they_are(array: np.ndarray) -> bool:
+  """Whether orjson writes an array as it should be read."""
+  return (
+      array.dtype == np.float32
+      and array.ndim == 1
+      and array.flags.c_contiguous
+      and bool(np.isfinite(array).all())
+  )
 
 
 def _plain(value: Any, strict: bool = False) -> Any:

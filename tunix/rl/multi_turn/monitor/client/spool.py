@@ -206,6 +206,8 @@ class Spool:
     ).fetchone()[0]
 
   def remove_images(self, shas: Sequence[str]) -> None:
+    if not shas:
+      return
     with self._writing() as db:
       freed = 0
       for sha in shas:

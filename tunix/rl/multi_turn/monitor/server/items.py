@@ -2,7 +2,8 @@
 
 The body is `training` (an object) and arrays `tasks, validators, baselines,
 evals, steps, rollouts, environments, turns, actions, observations,
-validations`. An item names itself by `client_id` and its parents by
+validations`; or `parts`, an array of such bodies, which is one body with all
+that they have. An item names itself by `client_id` and its parents by
 `<parent>_id`: a number is the server's id, text is a client id (or a rollout's
 or task's own name). Fields that other recorders use are mapped; those that the
 database has no column for are kept as raw values. A field of no known name is
@@ -137,9 +138,10 @@ KINDS: tuple[Kind, ...] = (
 """In an order in which parents come first."""
 
 BY_NAME = {kind.name: kind for kind in KINDS}
-_BODY = frozenset(
-    {k.plural for k in KINDS} | {"delivery", "training_id", "project_id"}
-)
+_PART = frozenset({k.plural for k in KINDS} | {"training_id", "project_id"})
+_BODY = _PART | {"delivery", "parts"}
+_ONCE = ("client_id", "id", "training_id", "status")
+"""Of a training, what a body can say once."""
 
 
 class Item:
@@ -236,6 +238,8 @@ def read(body: bytes) -> Batch:
   for key in data:
     if key not in _BODY:
       faults.add(key, "…", _unknown(key, _BODY))
+  if data.get("parts") is not None:
+    data = _joined(data, faults)
   try:
     return _batch(data, faults, len(body))
   except (orjson.JSONEncodeError, RecursionError):
@@ -244,6 +248,53 @@ def read(body: bytes) -> Batch:
         400, "something in the body is nested more than 250 levels deep; send"
         " it as text"
     ) from None
+
+
+def _joined(data: dict[str, Any], faults: _Faults) -> dict[str, Any]:
+  """A body of parts as one without."""
+  parts = data["parts"]
+  for key in data.keys() & _PART:
+    faults.add(key, "…", "stands beside parts; make it one of them")
+  if not isinstance(parts, list):
+    faults.add("parts", parts, "give an array of objects")
+    parts = []
+  joined: dict[str, Any] = {"delivery": data.get("delivery")}
+  for index, part in enumerate(parts):
+    if not isinstance(part, dict):
+      faults.add(f"parts[{index}]", part, "give an object")
+      continue
+    for key, value in part.items():
+      _join(joined, key, value, f"parts[{index}].{key}", faults)
+  return joined
+
+
+def _join(
+    joined: dict[str, Any], key: str, value: Any, path: str, faults: _Faults
+) -> None:
+  before = joined.get(key)
+  if key not in _PART:
+    faults.add(path, "…", _unknown(key, _PART))
+  elif value is None:
+    pass
+  elif before is None:
+    # Not the part's own: more may come into it.
+    joined[key] = value.copy() if isinstance(value, (dict, list)) else value
+  elif isinstance(value, list) and isinstance(before, list):
+    before.extend(value)
+  elif isinstance(value, dict) and isinstance(before, dict):
+    for name in _ONCE:
+      if name in before and name in value and before[name] != value[name]:
+        faults.add(
+            f"{path}.{name}", value[name],
+            f"a part before it says {before[name]!r}; send it in a batch of"
+            " its own",
+        )  # pyformat: disable
+    before.update(value)
+  elif before != value:
+    faults.add(
+        path, value, "is not that of a part before it; send it in a batch of"
+        " its own",
+    )  # pyformat: disable
 
 
 def _batch(data: dict[str, Any], faults: _Faults, size: int) -> Batch:

@@ -233,6 +233,8 @@ def _batch() -> dict[str, Any]:
   properties: dict[str, Any] = {
       "training_id": {"type": ["integer", "string", "null"]},
       "delivery": {"type": ["object", "null"]},
+      # Bodies of their own, in order; instead of the rest.
+      "parts": {"type": ["array", "null"], "items": {"type": "object"}},
   }
   for kind in items.KINDS:
     item = {

@@ -25,10 +25,13 @@ from PIL import Image
 from tunix.rl.multi_turn.environments.gyms.browser import hosts as hosts_lib
 from tunix.rl.multi_turn.environments.gyms.browser import socks
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
+from tunix.rl.multi_turn.environments.gyms.chromium import keys as keys_lib
 from tunix.rl.multi_turn.environments.gyms.chromium import tab as tab_lib
 
 _NOTES = 5
 _NOTE_CHARACTERS = 300
+# Keys of one text that are pressed one by one, at about a millisecond each.
+_MOST_AWAITED = 2 * keys_lib.MAX_TYPED
 # Connections that a page keeps open, and what it sends when it is left.
 _NOT_WAITED_FOR = frozenset({"WebSocket", "EventSource", "Ping", "Media"})
 _TWO_FRAMES = (
@@ -186,6 +189,15 @@ class WebTab(tab_lib.Tab):
     )
     # A large picture takes milliseconds: other episodes go on meanwhile.
     return await asyncio.to_thread(_decode, shot["data"])
+
+  async def type_text(self, text: str) -> None:
+    commands = keys_lib.text_events(text)
+    if len(commands) > _MOST_AWAITED:
+      await self.all(commands)
+      return
+    for command in commands:
+      # A dialog that one opens swallows what comes before it is answered.
+      await self.all((command,))
 
   async def back(self) -> str:
     history = await self.post("Page.getNavigationHistory")
