@@ -146,8 +146,8 @@ class Browser(Generic[T]):
         one; so it is with settings.
       settings: that the tab is opened with.
       prefer: says of a tab that waits to be used again whether it would suit
-        best. When none does, a spare one is opened, or the one that has waited
-        longest is taken.
+        best. When none does, a spare one is opened, or one is taken that shows
+        what most of them show, of these the one that has waited longest.
 
     Raises:
       NoFreePage: none became free in `deadline_s` seconds.
@@ -190,7 +190,15 @@ class Browser(Generic[T]):
       if prefer(page):
         return index
     room = self._most_lent + min(self._spare * self._most_lent, _MOST_SPARE)
-    return None if len(self._pages) + self._opening < room else 0
+    if len(self._pages) + self._opening < room:
+      return None
+    # Of what there is most: when families come round in turn, the one that has
+    # waited longest is the one that is wanted next.
+    shown = collections.Counter(page.url for page in self._idle)
+    most = max(shown.values())
+    return next(
+        i for i, page in enumerate(self._idle) if shown[page.url] == most
+    )
 
   def release(self, page: T, *, reuse: bool = True) -> None:
     """Takes a tab back; one that is dead or of unknown state is closed."""
