@@ -10,14 +10,6 @@ from tunix.rl.multi_turn.monitor.server import access
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def context():
-  with chromium.browser() as browser:
-    found = browser.new_context(viewport={"width": 1400, "height": 900})
-    yield found
-    found.close()
-
-
 # --- what is not to be trusted ----------------------------------------------
 
 XSS = (

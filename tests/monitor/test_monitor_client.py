@@ -22,6 +22,7 @@ from tunix.rl.multi_turn.monitor.client import http_rollout_recorder
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import monitor_context as context
 from tunix.rl.multi_turn.monitor.client import monitor_training_hooks as hooks
+from tunix.rl.multi_turn.monitor.client import plain_json
 from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.monitor.client import sender as sender_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
@@ -156,13 +157,13 @@ _JSON = st.recursive(
 @given(_JSON)
 @settings(max_examples=300, deadline=None)
 def test_what_is_json_already_is_written_as_it_would_be_with_a_copy(value):
-  copied = sender_lib._plain(value)
+  copied = plain_json._plain(value)
   options = orjson.OPT_SERIALIZE_NUMPY
   try:
     expected = orjson.dumps(copied, option=options)
   except TypeError:  # For the strict way.
     expected = None
-  assert expected in (None, sender_lib.dumps(value))
+  assert expected in (None, plain_json.dumps(value))
 
 
 # --- what can happen --------------------------------------------------------

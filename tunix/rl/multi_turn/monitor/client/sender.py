@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import math
 import pathlib
 import random
 import sqlite3
@@ -23,8 +22,8 @@ import threading
 import time
 from typing import Any, Callable, Mapping, Sequence
 
-import numpy as np
 import orjson
+from tunix.rl.multi_turn.monitor.client import plain_json
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.client import transport as transport_lib
 
@@ -42,10 +41,7 @@ _BATCH_BYTES = 1 << 20
 _MOST_BACKOFF_S = 15.0
 _REFUSED_BACKOFF_S = 30.0
 _IMAGES_SHARE = 0.25
-_MOST_TEXT = 1 << 20
 _TRAINING = b'"training":{'
-_AS_IT_IS = frozenset({int, bool, type(None)})
-_NUMBERS = frozenset({int, float})
 
 Part = Mapping[str, Any]
 """A part of a batch: `training` and arrays, as the protocol has them."""
@@ -268,7 +264,7 @@ class Sender:
           continue
         if not isinstance(made, Made):
           made = Made(made)
-        body = dumps(made.part)
+        body = plain_json.dumps(made.part)
       except Exception as error:  # pylint: disable=broad-except
         self.counters["failed"] += 1
         self._complain("make", f"something cannot be told: {error!r}")
@@ -513,123 +509,3 @@ def object_of(body: bytes) -> dict[str, Any] | None:
   except orjson.JSONDecodeError:
     return None
   return found if isinstance(found, dict) else None
-
-
-def dumps(value: Any) -> bytes:
-  """JSON, with what JSON has not made into what the server takes for it."""
-  try:
-    # Mostly it is JSON already, and a copy of it would be more work than it.
-    plain = value if _is_plain(value) else _plain(value)
-    return orjson.dumps(plain, option=orjson.OPT_SERIALIZE_NUMPY)
-  except (TypeError, ValueError):
-    # A lone surrogate, or a number beyond 64 bits.
-    return orjson.dumps(_plain(value, strict=True))
-
-
-def _is_plain(value: Any) -> bool:
-  """Whether `_plain` would return this as it is."""
-  kind = type(value)
-  if kind is dict:
-    for key in value:
-      if type(key) is not str:
-        return False
-    items = value.values()
-  elif kind is list or kind is tuple:
-    items = value
-  else:
-    items = (value,)
-  for item in items:
-    kind = type(item)
-    if kind is str:
-      if len(item) > _MOST_TEXT:
-        return False
-    elif kind is float:
-      if item - item != 0.0:
-        return False
-    elif kind is np.ndarray:
-      if not _numbers_as_they_are(item):
-        return False
-    elif kind is list or kind is tuple:
-      numbers = item and type(item[0]) in _NUMBERS and _finite_numbers(item)
-      if not numbers and not _is_plain(item):
-        return False
-    elif kind is dict:
-      if not _is_plain(item):
-        return False
-    elif kind not in _AS_IT_IS:
-      return False
-  return True
-
-
-def _numbers_as_they_are(array: np.ndarray) -> bool:
-  """Whether orjson writes an array as it should be read."""
-  return (
-      array.dtype == np.float32
-      and array.ndim == 1
-      and array.flags.c_contiguous
-      and bool(np.isfinite(array).all())
-  )
-
-
-def _plain(value: Any, strict: bool = False) -> Any:
-  kind = type(value)
-  if kind is dict:
-    if strict:
-      return {_plain(str(k), True): _plain(v, True) for k, v in value.items()}
-    return {
-        str(k): v if type(v) in _AS_IT_IS else _plain(v)
-        for k, v in value.items()
-    }
-  if kind is str and not strict:
-    return value if len(value) <= _MOST_TEXT else _clipped(value)
-  if kind is float:
-    if value != value:
-      return "NaN"
-    if value in (float("inf"), float("-inf")):
-      return "Infinity" if value > 0 else "-Infinity"
-    return value
-  if kind in (list, tuple):
-    if not strict and _finite_numbers(value):
-      return value
-    return [_plain(v, strict) for v in value]
-  if kind in _AS_IT_IS and not (strict and kind is int):
-    return value
-  if strict:
-    if isinstance(value, str):
-      value = value if len(value) <= _MOST_TEXT else _clipped(value)
-      return value.encode("utf-8", "replace").decode()
-    if isinstance(value, int):
-      return value if -(1 << 63) <= value < 1 << 63 else float(value)
-    if isinstance(value, Mapping):
-      return {_plain(str(k), True): _plain(v, True) for k, v in value.items()}
-    if hasattr(value, "tolist"):
-      return _plain(value.tolist(), True)
-    if hasattr(value, "isoformat"):
-      return value.isoformat()
-    return _plain(str(value), True)
-  if isinstance(value, Mapping):
-    return {str(k): _plain(v) for k, v in value.items()}
-  if kind is np.ndarray and value.dtype == np.float32 and value.ndim == 1:
-    # Written with as few digits as tell it from other float32 numbers.
-    if np.isfinite(value).all():
-      return np.ascontiguousarray(value)
-  if hasattr(value, "tolist"):  # numpy's, whose NaN JSON has not either.
-    return _plain(value.tolist())
-  return value
-
-
-def _finite_numbers(values: Sequence[Any]) -> bool:
-  """Whether these are numbers that JSON has; some such are not found.
-
-  Tokens and log-probs are most of what there is to tell, and a sum is the
-  fastest look at all of them.
-  """
-  try:
-    return math.isfinite(sum(values))
-  except (TypeError, ValueError, OverflowError):
-    return False
-
-
-def _clipped(text: str) -> str:
-  """The server refuses an item for a text of more than 4 million characters."""
-  return f"{text[: _MOST_TEXT - 100]} … [{len(text)} characters]"
