@@ -13,20 +13,22 @@ where there is next to no training:
   dead    with none at the address
   dying   with one that is killed half-way (SIGKILL)
 
-A round is all of them; the next round begins with another one. A step is
-compared with the same step of the same round without a monitor: of both the
-wall time and the CPU time of the trainer's process, all its threads, the
-monitor's own among them. Figures are medians of these ratios with 95 %
-intervals (bootstrap over rounds and their steps). The target is a ratio of wall
-time of 1.01 at most; where `again` strays further than that, the machine is
-too busy to tell, and the CPU time says more.
+All of them make the same step one after the other, each stopped (SIGSTOP, with
+its server) while another one makes it, in an order that turns: so that a step
+is compared with the same step without a monitor, made seconds before or after
+it, whatever else the machine does in an hour. Servers have the niceness of the
+one that a run starts for itself. Of a step both the wall time and the CPU time
+of the trainer's process are compared, all its threads, the monitor's own among
+them. Figures are medians of these ratios with 95 % intervals (bootstrap over
+rounds and their steps). The target is a ratio of wall time of 1.01 at most;
+`again` says how far from 1 the machine itself puts it.
 
-Then the server is there again, what waits is delivered, and the database is
-compared with the events that the run emitted, row by row and token by token;
+Then the servers are there again, what waits is delivered, and each database is
+compared with the events that its run emitted, row by row and token by token;
 and every run with the first: the same losses and rewards. Exits with 1 unless
 all of that is equal and no interval lies above 1.01.
 
-    python benchmarks/bench_monitor_overhead.py [--rounds 3] [--steps 20]
+    python benchmarks/bench_monitor_overhead.py [--rounds 1] [--steps 40]
         [--size small] [--arms off,on]
 """
 
@@ -49,6 +51,8 @@ import time
 from typing import Any
 
 import numpy as np
+from rich import console as rich_console
+from rich import progress as rich_progress
 
 sys.path.insert(
     0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
@@ -72,7 +76,17 @@ SMALL = (
     "rollout.context_length=384", "learner.row_length=384",
 )  # pyformat: disable
 SIZES = {"small": SMALL, "quickstart": QUICKSTART}
-_RUN_S = 600.0
+SERVER = """
+import logging, os
+logging.disable()  # It is all trouble, and meant.
+from tunix.rl.multi_turn import run_monitor
+from tunix.rl.multi_turn.monitor.server import serve
+def run(given):
+  os.nice(run_monitor.NICENESS)
+  serve.main(["serve", "--database", given[0], "--files", given[1], "--port",
+              given[2]])
+"""
+_STEP_S = 300.0
 _DRAIN_S = 120.0
 
 
@@ -80,22 +94,31 @@ _DRAIN_S = 120.0
 
 
 def play(folder: pathlib.Path, url: str, steps: int, size: str) -> int:
-  """Trains, says each step's times, delivers, compares; JSON lines."""
+  """Trains a step for each line read, says its times, delivers, compares."""
   import told_run  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn import events  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn import train  # pylint: disable=g-import-not-at-top
 
   class Witness(told_run.Log):
+    since = (0.0, 0.0, 0.0, 0)
+
+    def so_far(self):
+      return (
+          time.perf_counter(), time.process_time(), _own_cpu(),
+          len(self.of(events.EpisodeFinished)),
+      )  # pyformat: disable
 
     def on_event(self, event):
       super().on_event(event)
       if isinstance(event, events.StepFinished):
+        wall, cpu, own, episodes = np.subtract(self.so_far(), self.since)
         say(
-            step=event.step, wall=time.perf_counter(), cpu=time.process_time(),
-            own=_own_cpu(), episodes=len(self.of(events.EpisodeFinished)),
+            step=event.step, wall=wall, cpu=cpu, own=own, episodes=episodes,
             loss=event.metrics.get("loss"),
             reward=event.metrics.get("reward_mean"),
         )  # pyformat: disable
+        sys.stdin.readline()  # Others' turn.
+        self.since = self.so_far()
 
   log = Witness()
   attach = train.Run.attach_observers
@@ -170,6 +193,8 @@ class SlowFront:
   def __init__(self, port: int):
     front = self
     self.delay_s = 1.0
+    self.running = threading.Event()
+    self.running.set()
 
     class Handler(http.server.BaseHTTPRequestHandler):
       protocol_version = "HTTP/1.1"
@@ -184,7 +209,7 @@ class SlowFront:
         reply = line.getresponse()
         body = reply.read()
         line.close()
-        time.sleep(front.delay_s)
+        front.wait()
         self.send_response(reply.status)
         for name in ("content-type", "retry-after"):
           if reply.headers[name]:
@@ -204,6 +229,14 @@ class SlowFront:
     self.port = self._server.server_address[1]
     threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
+  def wait(self) -> None:
+    """`delay_s` of the time in which the trainer is not stopped."""
+    waited = 0.0
+    while waited < self.delay_s:
+      self.running.wait()
+      time.sleep(0.02)
+      waited += 0.02
+
   def close(self) -> None:
     self._server.shutdown()
     self._server.server_close()
@@ -218,79 +251,150 @@ def free_port() -> int:
 # --- one run ------------------------------------------------------------------
 
 
-def run(arm: str, nursery: Any, steps: int, size: str) -> dict[str, Any]:
-  """One training.
+class Training:
+  """One training, stopped but while it makes a step. Close it.
 
-  Args:
-    arm: of ARMS.
-    nursery: starts the servers.
-    steps: of it.
-    size: of SIZES.
-
-  Returns:
-    {wall_S, cpu_S: seconds of each step but the first; own_s, episodes: CPU
-    seconds of the monitor's threads and episodes in those compared; losses,
-    rewards: of each step; wrong: what is}.
-
-  Raises:
-    RuntimeError: it failed.
+  Attributes:
+    told: what it has said of each step: {wall, cpu, own: seconds of it, of the
+      CPU's in its process, of these in the monitor's threads; episodes; loss,
+      reward; server: CPU seconds of the server}.
+    wrong: what the database lacks; "" if nothing.
   """
-  with tempfile.TemporaryDirectory() as name:
-    folder, port = pathlib.Path(name), free_port()
-    serve = (folder / "m.db", folder / "files", port)
-    front = SlowFront(port) if arm == "slow" else None
-    told_port = front.port if front else port
-    url = "" if arm in SILENT else f"http://127.0.0.1:{told_port}"
+
+  def __init__(self, arm: str, steps: int, size: str):
+    """`arm` of ARMS, `size` of SIZES."""
+    import monitor_kills  # pylint: disable=g-import-not-at-top
+
+    self.arm, self._steps = arm, steps
+    self.told: list[dict[str, Any]] = []
+    self.wrong = ""
+    self._folder = tempfile.TemporaryDirectory()
+    folder, port = pathlib.Path(self._folder.name), free_port()
+    self._serve = (folder / "m.db", folder / "files", port)
+    self._nursery = monitor_kills.Nursery(SERVER)
+    self._serving = False
+    self._front = SlowFront(port) if arm == "slow" else None
+    told_port = self._front.port if self._front else port
+    self._told = arm not in SILENT
+    url = f"http://127.0.0.1:{told_port}" if self._told else ""
     if arm in ("on", "slow", "dying"):
-      nursery.start(*serve)
-    with open(folder / "stderr", "w+", encoding="utf-8") as stderr:
-      trainer = subprocess.Popen(
-          [sys.executable, __file__, "--play", name, "--url", url, "--steps",
-           str(steps), "--size", size],
+      self._start_server()
+    with open(folder / "stderr", "wb") as stderr:
+      self._trainer = subprocess.Popen(
+          [sys.executable, __file__, "--play", str(folder), "--url", url,
+           "--steps", str(steps), "--size", size],
           stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
           text=True,
       )  # pyformat: disable
-      late = threading.Timer(_RUN_S, trainer.kill)
-      late.start()
-      found = []
-      try:
-        for line in trainer.stdout:
-          if not line.startswith("bench "):
-            continue
-          found.append(json.loads(line[6:]))
-          if found[-1].get("step") == steps // 2 and arm == "dying":
-            nursery.end(signal.SIGKILL)
-          if "status" in found[-1]:
-            if arm in ("dead", "dying"):
-              nursery.start(*serve)
-            if front:
-              front.delay_s = 0.0
-            trainer.stdin.write(f"{folder / 'm.db'}\n" if url else "\n")
-            trainer.stdin.flush()
-        status = trainer.wait(30)
-      finally:
-        late.cancel()
-        trainer.kill()
-        trainer.wait(30)
-        trainer.stdin.close()
-        trainer.stdout.close()
-      if status:
-        stderr.seek(0)
-        raise RuntimeError(f"{arm}: status {status}: {stderr.read()[-2000:]}")
-    if url:
-      nursery.end(signal.SIGTERM)
-    if front:
-      front.close()
-  told = [f for f in found if "step" in f]
-  wall_S, cpu_S = (np.diff([f[k] for f in told]) for k in ("wall", "cpu"))
-  return {
-      "wall_S": wall_S, "cpu_S": cpu_S,
-      "own_s": told[-1]["own"] - told[WARM - 1]["own"],
-      "episodes": told[-1]["episodes"] - told[WARM - 1]["episodes"],
-      "losses": [f["loss"] for f in told],
-      "rewards": [f["reward"] for f in told],
-      "wrong": "".join(f.get("wrong", "") for f in found),
-  }  # pyformat: disable
+    self._stopped = False
+
+  def _start_server(self) -> None:
+    self._nursery.start(*self._serve)
+    self._serving = True
+
+  def step(self) -> None:
+    """Makes the next one.
+
+    Raises:
+      RuntimeError: it failed.
+    """
+    before = self._server_cpu()
+    if self._stopped:
+      self._go(signal.SIGCONT)
+      self._write("")
+    said = self._read("step")
+    self._go(signal.SIGSTOP)
+    self.told.append(said | {"server": self._server_cpu() - before})
+    if said["step"] == self._steps // 2 and self.arm == "dying":
+      self._nursery.end(signal.SIGKILL)
+      self._serving = False
+
+  def finish(self) -> None:
+    """Lets it end, delivers what waits, and compares.
+
+    Raises:
+      RuntimeError: it failed.
+    """
+    self._go(signal.SIGCONT)
+    self._write("")
+    self._read("status")
+    if self._told and not self._serving:
+      self._start_server()
+    if self._front:
+      self._front.delay_s = 0.0
+    self._write(str(self._serve[0]) if self._told else "")
+    if self._told:
+      self.wrong = self._read("wrong")["wrong"]
+    if status := self._trainer.wait(_DRAIN_S):
+      raise self._failed(f"status {status}")
+
+  def _go(self, number: int) -> None:
+    self._stopped = number == signal.SIGSTOP
+    os.kill(self._trainer.pid, number)
+    if self._serving:
+      os.kill(self._nursery.pid, number)
+    if self._front:
+      (self._front.running.clear if self._stopped else self._front.running.set)()
+
+  def _server_cpu(self) -> float:
+    if not self._serving:
+      return 0.0
+    stat = pathlib.Path(f"/proc/{self._nursery.pid}/stat").read_text()
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+  def _write(self, line: str) -> None:
+    self._trainer.stdin.write(f"{line}\n")
+    self._trainer.stdin.flush()
+
+  def _read(self, key: str) -> dict[str, Any]:
+    late = threading.Timer(_STEP_S, self._trainer.kill)
+    late.start()
+    try:
+      for line in self._trainer.stdout:
+        if line.startswith("bench ") and key in (said := json.loads(line[6:])):
+          return said
+    finally:
+      late.cancel()
+    raise self._failed(f"it ended, or took over {_STEP_S:g} s, before {key}")
+
+  def _failed(self, what: str) -> RuntimeError:
+    said = (pathlib.Path(self._folder.name) / "stderr").read_text()
+    return RuntimeError(f"{self.arm}: {what}: {said[-2000:]}")
+
+  def close(self) -> None:
+    self._trainer.kill()
+    self._trainer.wait(30)
+    self._trainer.stdin.close()
+    self._trainer.stdout.close()
+    self._nursery.__exit__()
+    if self._front:
+      self._front.close()
+    self._folder.cleanup()
+
+
+def play_round(
+    arms: list[str], steps: int, size: str, turn: int
+) -> dict[str, Training]:
+  """Runs them side by side, a step of each at a time; `turn` is who begins."""
+  trainings: dict[str, Training] = {}
+  with contextlib.ExitStack() as stack:
+    with rich_progress.Progress(
+        "[progress.description]{task.description}",
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeRemainingColumn(),
+        console=rich_console.Console(stderr=True),
+    ) as bar:
+      for step in bar.track(range(steps), description="steps"):
+        for place in range(len(arms)):
+          arm = arms[(place + step + turn) % len(arms)]
+          if arm not in trainings:
+            trainings[arm] = Training(arm, steps, size)
+            stack.callback(trainings[arm].close)
+          trainings[arm].step()
+      for training in bar.track(trainings.values(), description="deliveries"):
+        training.finish()
+  return trainings
 
 
 # --- figures ------------------------------------------------------------------
@@ -313,40 +417,41 @@ def interval(ratios_RS: np.ndarray) -> tuple[float, float, float]:
   return float(np.median(ratios_RS)), float(low), float(high)
 
 
-def show(results: dict[str, list[dict[str, Any]]]) -> bool:
+def show(results: dict[str, list[Training]]) -> bool:
   """Prints the table; whether all is as it should be."""
   late, equal = [], True
-  print(f"\n{len(results['off'])} rounds")
-  first = results["off"][0]
-  skip = WARM - 1  # `wall_S` begins with the second step.
-  of = lambda arm, key: np.array([r[key][skip:] for r in results[arm]])
+  print(f"\nrounds: {len(results['off'])}")
+  of = lambda arm, key: np.array(
+      [[told[key] for told in t.told[WARM:]] for t in results[arm]]
+  )
   print(
       f"{'arm':6} {'step ms':>7}     {'wall / off':20}     {'CPU / off':20}"
-      "   its threads"
+      "   CPU of an episode: its threads, its server"
   )
-  for arm in results:
-    line = f"{arm:6} {1e3 * np.median(of(arm, 'wall_S')):7.1f}"
-    for key in ("wall_S", "cpu_S"):
+  for arm, trainings in results.items():
+    line = f"{arm:6} {1e3 * np.median(of(arm, 'wall')):7.1f}"
+    for key in ("wall", "cpu"):
       if arm == "off":
         continue
       middle, low, high = interval(of(arm, key) / of("off", key))
       line += f"     {middle:.3f} [{low:.3f}, {high:.3f}]"
-      if key == "wall_S" and arm not in SILENT:
+      if key == "wall" and arm not in SILENT:
         late += [arm] if low > 1.01 else []
     if arm not in SILENT:
-      share = np.median(
-          [r["own_s"] / r["cpu_S"][skip:].sum() for r in results[arm]]
-      )
-      each = np.median([r["own_s"] / r["episodes"] for r in results[arm]])
-      line += f"   {100 * share:.2f} % of it, {1e3 * each:.1f} ms an episode"
+      episodes = of(arm, "episodes").sum()
+      own, server = (of(arm, k).sum() / episodes for k in ("own", "server"))
+      line += f"   {1e3 * own:.2f} ms, {1e3 * server:.2f} ms"
     print(line)
-  for arm, runs in results.items():
-    for number, one in enumerate(runs, 1):
-      if one["wrong"]:
+    for number, one in enumerate(trainings, 1):
+      if one.wrong:
         equal = False
-        print(f"{arm}, round {number}: {one['wrong']}")
-      same = all(one[k] == first[k] for k in ("losses", "rewards"))
-      if not same:
+        print(f"{arm}, round {number}: {one.wrong}")
+      first = results["off"][0].told
+      if any(
+          mine[k] != its[k]
+          for mine, its in zip(one.told, first, strict=True)
+          for k in ("loss", "reward")
+      ):
         equal = False
         print(f"{arm}, round {number}: other losses or rewards than the first")
   told = sum(len(runs) for a, runs in results.items() if a not in SILENT)
@@ -359,8 +464,8 @@ def show(results: dict[str, list[dict[str, Any]]]) -> bool:
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--rounds", type=int, default=3)
-  parser.add_argument("--steps", type=int, default=20)
+  parser.add_argument("--rounds", type=int, default=1)
+  parser.add_argument("--steps", type=int, default=40)
   parser.add_argument("--size", choices=tuple(SIZES), default="quickstart")
   parser.add_argument("--arms", default=",".join(ARMS), help="(%(default)s)")
   parser.add_argument("--play", help=argparse.SUPPRESS)
@@ -373,22 +478,13 @@ def main() -> int:
     parser.error(f"--arms={args.arms}: give off and some of {', '.join(ARMS)}")
   if args.play:
     return play(pathlib.Path(args.play), args.url, args.steps, args.size)
-  import monitor_kills  # pylint: disable=g-import-not-at-top
-
-  results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
-  with monitor_kills.Nursery(monitor_kills.SERVER) as nursery:
-    began = time.monotonic()
-    for turn in range(args.rounds):
-      for place in range(len(arms)):
-        arm = arms[(place + turn) % len(arms)]
-        results[arm].append(run(arm, nursery, args.steps, args.size))
-        print(
-            f"round {turn + 1}, {arm}: {time.monotonic() - began:.0f} s",
-            file=sys.stderr, flush=True,
-        )  # pyformat: disable
-      # Of each round: what is ended before the last one has said something.
-      well = show(results)
-      sys.stdout.flush()
+  results: dict[str, list[Training]] = {arm: [] for arm in arms}
+  for turn in range(args.rounds):
+    for arm, one in play_round(arms, args.steps, args.size, turn).items():
+      results[arm].append(one)
+    # Of each round: what is ended before the last one has said something.
+    well = show(results)
+    sys.stdout.flush()
   return 0 if well else 1
 
 

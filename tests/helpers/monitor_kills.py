@@ -134,6 +134,10 @@ class Nursery:
     return line.strip()
 
   @property
+  def pid(self) -> int:
+    return self._pid
+
+  @property
   def alive(self) -> bool:
     try:
       os.kill(self._pid, 0)

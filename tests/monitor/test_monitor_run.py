@@ -230,6 +230,15 @@ def test_the_embedded_server_ends_with_its_owner_however_that_ends(tmp_path):
   assert "<html" in httpx.get(url, timeout=30).text
   mapped = pathlib.Path(f"/proc/{pid}/maps").read_text()
   assert "sqlite" in mapped and "jaxlib" not in mapped
+  # Ctrl-C is not for it, and it has the CPU that its owner leaves: of that
+  # niceness decides, in all its threads, only within one session.
+  assert os.getpgid(int(pid)) == int(pid)
+  assert os.getsid(int(pid)) == os.getsid(owner.pid)
+  nice = [
+      (p / "stat").read_text().rpartition(")")[2].split()[16]
+      for p in pathlib.Path(f"/proc/{pid}/task").iterdir()
+  ]
+  assert len(nice) > 2 and set(nice) == {"19"}, nice
   owner.kill()
   owner.wait(10)
   owner.stdout.close()

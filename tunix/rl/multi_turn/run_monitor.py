@@ -29,6 +29,8 @@ _STOP_S = 15.0
 _IDENTITY = "monitor.json"
 _PROGRAM = str(pathlib.Path(__file__).with_name("monitor") / "__main__.py")
 """Run as a file it starts in a second: see there."""
+NICENESS = 19
+"""Of a server of the run's own: it has what training leaves."""
 TOKEN_VARIABLE = "TUNIX_MONITOR_TOKEN"
 
 
@@ -151,13 +153,15 @@ class EmbeddedServer:
           stdin=subprocess.PIPE,
           stdout=subprocess.PIPE,
           stderr=log,
-          # Ctrl-C is for the run, which ends its server itself.
-          start_new_session=True,
+          # Ctrl-C is for the run, which ends its server itself. A session of
+          # its own would make its niceness meaningless: Linux shares the CPU
+          # among sessions first (autogroup), among their processes then.
+          process_group=0,
           env={k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE},
       )  # pyformat: disable
     if hasattr(os, "setpriority"):
       try:  # Training comes first.
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, 10)
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
       except OSError:
         pass
     self.url = self._announced()
