@@ -27,6 +27,7 @@ from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.monitor.client import sender as sender_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.client import transport
+from tunix.rl.multi_turn.monitor.server import app as app_lib
 
 DEAD = "http://127.0.0.1:9"  # Nobody listens there.
 
@@ -562,3 +563,38 @@ def test_screenshots_are_sent_once_each(server, tmp_path):
     assert client.sender.counters["dead_letters"] == 1
   (row,) = server.rows("monitor_screenshot", order="sha256")
   assert (row["sha256"], row["width"], row["height"]) == (sha, 9, 8)
+
+
+def test_many_screenshots_are_few_requests(server, tmp_path):
+  rng = np.random.default_rng(0)
+  images = {}
+  for n in range(30):  # Noise, 120 kB each: some nine to a request.
+    pixels = rng.integers(0, 256, (200, 200, 3), np.uint8)
+    sha = images_lib.hash_pixels(pixels)
+    images[sha] = png.encode(pixels) if n != 4 else png.encode(pixels[1:])
+  with client_of(server.url, tmp_path / "spool") as client:
+    client.sender.put(sender_lib.Made({}, images))
+    assert client.drain(20)
+    assert client.sender.counters["dead_letters"] == 1
+    assert client.sender.spool.counts()["image"] == 0
+  bad = list(images)[4]
+  stored = {row["sha256"] for row in server.rows("monitor_screenshot", order=1)}
+  assert stored == set(images) - {bad}
+  for sha in stored:
+    assert server.http.get(f"/api/v1/screenshots/{sha}").content == images[sha]
+
+
+def test_a_screenshot_larger_than_the_server_takes_holds_up_none(tmp_path):
+  rng = np.random.default_rng(0)
+  images = {}
+  for size in (8, 100, 9):
+    pixels = rng.integers(0, 256, (size, size, 3), np.uint8)
+    images[images_lib.hash_pixels(pixels)] = png.encode(pixels)
+  limits = app_lib.Limits(screenshot=20_000)
+  with monitor_server.sqlite_server(tmp_path / "s", limits=limits) as server:
+    with client_of(server.url, tmp_path / "spool") as client:
+      client.sender.put(sender_lib.Made({}, images))
+      assert client.drain(20)
+      assert client.sender.counters["dead_letters"] == 1
+    stored = {r["sha256"] for r in server.rows("monitor_screenshot", order=1)}
+    assert stored == {list(images)[0], list(images)[2]}

@@ -121,6 +121,50 @@ def test_a_screenshot_whose_file_is_gone_is_missing_and_can_come_again(lite):
   assert lite.http.get(f"/api/v1/screenshots/{sha}").content == image
 
 
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        (b"", "begins with a line"),
+        (b"[]\n", "begins with a line"),
+        (b'{"images": [{}]}\n', "begins with a line"),
+        (b'{"images": [1]}\n', "begins with a line"),
+        (b'{"images": {"a": 1}}\n', "begins with a line"),
+        (b'{"images": [{"sha256": "x", "bytes": -1}]}\n', "begins with"),
+        (b'{"images": [{"sha256": "x", "bytes": true}]}\n1', "begins with"),
+        (b'{"images": [{"sha256": "x", "bytes": 1}]}\n1', "64 hexadecimal"),
+        (b'{"images": [{"sha256": "%b", "bytes": 2}]}\n1' % (b"0" * 64),
+         "the images have 2 bytes, and 1 follow"),
+        (b'{"images": [{"sha256": "%b", "bytes": 1}]}' % (b"0" * 64),
+         "the images have 1 bytes, and 0 follow"),
+    ],
+)  # pyformat: disable
+def test_screenshots_that_are_none_are_refused_by_name(lite, body, says):
+  reply = lite.http.post("/api/v1/screenshots", content=body)
+  assert reply.status_code == 400 and says in reply.json()["detail"]
+
+
+def test_screenshots_that_come_together_and_twice(lite):
+  shas, files = zip(*(monitor_server.screenshot(n) for n in range(70, 73)))
+
+  def post(names, files):
+    told = [{"sha256": s, "bytes": len(f)} for s, f in zip(names, files)]
+    reply = lite.http.post(
+        "/api/v1/screenshots",
+        content=json.dumps({"images": told}).encode() + b"\n" + b"".join(files),
+    )
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+  assert post((), ()) == {"stored": [], "refused": {}}
+  first = post((shas[0], shas[0], shas[1]), (files[0], files[0], files[2]))
+  assert first["stored"] == [shas[0]]
+  assert list(first["refused"]) == [shas[1]]
+  assert "neither the bytes nor" in first["refused"][shas[1]]
+  assert set(post(shas, files)["stored"]) == set(shas[1:])
+  for sha, file in zip(shas, files):
+    assert lite.http.get(f"/api/v1/screenshots/{sha}").content == file
+
+
 def test_readers_that_take_long_do_not_keep_a_batch_waiting(tmp_path):
   with monitor_server.sqlite_server(tmp_path) as server:
     server.post(base())

@@ -406,10 +406,7 @@ class Sender:
     last = entries[taken - 1].seq
     applied = reply.get("applied_to")
     if not isinstance(applied, int) or applied < last:
-      # Something that answers 200 to anything must not swallow a run.
-      raise transport_lib.TransportError(
-          "what answers there is no Training Monitor, or an answer was cut off"
-      )
+      raise _no_monitor()
     spool.remove_through(last)
     self.counters["sent"] += taken
     self._complaints.difference_update(
@@ -446,33 +443,67 @@ class Sender:
     reply = self._transport.post(
         "/api/v1/screenshots/missing", orjson.dumps({"sha256": shas})
     )
-    missing = set(reply.get("missing", ()))
-    done = [sha for sha in shas if sha not in missing]
-    try:
-      for sha in shas:
-        if sha not in missing:
-          continue
-        if self._abandon.is_set():
-          break
-        try:
-          self._transport.put(
-              f"/api/v1/screenshots/{sha}", spool.image(sha), "image/png"
-          )
-        except transport_lib.TransportError as error:
-          if error.status not in (400, 404, 413):
-            raise
-          self.counters["dead_letters"] += 1
-          self._complain("image", f"the monitor refuses a screenshot: {error}")
-        done.append(sha)
-    finally:
-      spool.remove_images(done)  # At once: each removal would be an fsync.
+    missing = set(_said(reply, "missing", list))
+    spool.remove_images([sha for sha in shas if sha not in missing])
+    images: dict[str, bytes] = {}
+    size = 0
+    for sha in filter(missing.__contains__, shas):
+      if self._abandon.is_set():
+        break
+      image = spool.image(sha)
+      if images and size + len(image) > _BATCH_BYTES:
+        self._deliver_images(spool, images)
+        images, size = {}, 0
+      images[sha] = image
+      size += len(image)
+    if images and not self._abandon.is_set():
+      self._deliver_images(spool, images)
     return len(shas)
+
+  def _deliver_images(
+      self, spool: spool_lib.Spool, images: Mapping[str, bytes]
+  ) -> None:
+    told = [{"sha256": k, "bytes": len(v)} for k, v in images.items()]
+    body = b"\n".join((
+        orjson.dumps({"images": told}), b"".join(images.values())
+    ))
+    try:
+      reply = self._transport.post(
+          "/api/v1/screenshots", body, "application/octet-stream"
+      )
+      refused = _said(reply, "refused", dict)
+    except transport_lib.TransportError as error:
+      if error.status not in (400, 413):
+        raise
+      if len(images) > 1:  # One of them is too large; the others are not.
+        for sha, image in images.items():
+          self._deliver_images(spool, {sha: image})
+        return
+      refused = {sha: str(error) for sha in images}
+    for why in refused.values():
+      self.counters["dead_letters"] += 1
+      self._complain("image", f"the monitor refuses a screenshot: {why}")
+    spool.remove_images(list(images))  # At once: each would be an fsync.
 
   def _complain(self, what: str, message: str) -> None:
     """Says it once, until it has been well again."""
     if what not in self._complaints:
       self._complaints.add(what)
       _LOG.warning("%s", message, exc_info=what in ("spool", "sending"))
+
+
+def _no_monitor() -> transport_lib.TransportError:
+  """Something that answers 200 to anything must not swallow a run."""
+  return transport_lib.TransportError(
+      "what answers there is no Training Monitor, or an answer was cut off"
+  )
+
+
+def _said(reply: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
+  found = reply.get(key)
+  if not isinstance(found, kind):
+    raise _no_monitor()
+  return found
 
 
 def _NOTHING() -> None:  # pylint: disable=invalid-name

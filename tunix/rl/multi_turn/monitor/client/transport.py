@@ -71,16 +71,15 @@ class Transport:
     self._timeout = timeout_s
     self._connection: http.client.HTTPConnection | None = None
 
-  def post(self, path: str, body: bytes) -> dict[str, Any]:
+  def post(
+      self, path: str, body: bytes, media_type: str = "application/json"
+  ) -> dict[str, Any]:
     """The reply's JSON.
 
     Raises:
       TransportError: no answer in time, or another than 200.
     """
-    return self._request("POST", path, body, "application/json")
-
-  def put(self, path: str, body: bytes, media_type: str) -> dict[str, Any]:
-    return self._request("PUT", path, body, media_type)
+    return self._request("POST", path, body, media_type)
 
   def close(self) -> None:
     """Ends the connection; from another thread, also a request under way."""

@@ -28,6 +28,7 @@ from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items
 from tunix.rl.multi_turn.monitor.server import screenshots
 from tunix.rl.multi_turn.monitor.server import statements
+from tunix.rl.multi_turn.monitor.server import writer as writer_lib
 
 _BATCH = 500
 _MAX_SCREENSHOT = 32 << 20
@@ -129,29 +130,14 @@ def _bring_screenshots(
       data = reader.file(name, _MAX_SCREENSHOT)
       try:
         screenshots.check_sha(sha)
-        media_type, width, height = folder.store(sha, data)
+        stored = folder.store(sha, data)
       except errors.ApiError as error:
         raise MaintenanceError(f"{name}: {error.message}") from None
-      rows.append({
-          "sha256": sha, "media_type": media_type, "num_bytes": len(data),
-          "width": width, "height": height, "created_at": _now(),
-      })  # pyformat: disable
-    fresh = [row for row in rows if row["sha256"] not in here]
+      rows.append((*stored, writer_lib.now()))
+    fresh = [row for row in rows if row[0] not in here]
     if fresh:
       with runs_lib.writing(engine) as connection:
-        statement = statements.upsert(
-            "monitor_screenshot", ("sha256",), tuple(fresh[0])[1:]
-        )
-        statements.Sql(connection).many(
-            statement,
-            [
-                [
-                    v.isoformat(" ") if isinstance(v, datetime.datetime) else v
-                    for v in row.values()
-                ]
-                for row in fresh
-            ],
-        )
+        statements.Sql(connection).many(screenshots.UPSERT, fresh)
     outcome.screenshots += len(rows)
 
 

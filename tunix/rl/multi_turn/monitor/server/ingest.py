@@ -1,7 +1,7 @@
 """What clients send: batches of the ingest protocol, and screenshots.
 
     POST /api/ingest/batch, /api/v1/ingest/batch
-    POST /api/v1/screenshots/missing
+    POST /api/v1/screenshots/missing, /api/v1/screenshots
     PUT  /api/v1/screenshots/{sha256}
 
 Promises: 200 means that it is on the disk; no request is larger than its
@@ -24,7 +24,6 @@ from tunix.rl.multi_turn.monitor.server import http_io
 from tunix.rl.multi_turn.monitor.server import items
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import screenshots
-from tunix.rl.multi_turn.monitor.server import statements
 from tunix.rl.multi_turn.monitor.server import writer as writer_lib
 
 _INLINE_BYTES = 512 << 10
@@ -74,6 +73,11 @@ class Ingest:
         "POST", f"{v1}/screenshots/missing", "missing_screenshots",
         "Which of these screenshots are not here yet.", self._missing,
         scope="ingest", body="hashes",
+    )  # pyformat: disable
+    add(
+        "POST", f"{v1}/screenshots", "post_screenshots",
+        "Stores screenshots.", self._post_screenshots, scope="ingest",
+        body="images",
     )  # pyformat: disable
     add(
         "PUT", f"{v1}/screenshots/{{sha256}}", "put_screenshot",
@@ -133,24 +137,45 @@ class Ingest:
     body = await http_io.read_body(
         request, self._limits.screenshot, self._limits.body_s
     )
-    if not await concurrency.run_in_threadpool(self._absent, [sha]):
-      return http_io.json_answer({"sha256": sha, "stored": False})
+    stored, refused = await self._store([(sha, body)])
+    if refused:
+      raise errors.ApiError(400, refused[sha])
+    return http_io.json_answer({"sha256": sha, "stored": bool(stored)})
+
+  async def _post_screenshots(
+      self, request: Request, who: access_lib.Principal
+  ) -> Response:
+    del who
+    body = await http_io.read_body(
+        request, self._limits.screenshot, self._limits.body_s
+    )
+    stored, refused = await self._store(screenshots.unpack(body))
+    return http_io.json_answer({"stored": stored, "refused": refused})
+
+  async def _store(
+      self, images: list[tuple[str, bytes]]
+  ) -> tuple[list[str], dict[str, str]]:
+    """Those that were stored, which were not here, and why others cannot be."""
     try:
       # Pixels are many times a file: of a few images at a time only.
       async with self._decoding:
-        media_type, width, height = await concurrency.run_in_threadpool(
-            self._files.store, sha, body
+        stored, refused = await concurrency.run_in_threadpool(
+            self._write_absent, images
         )
     except OSError as error:
       raise errors.ApiError(
           503, f"the screenshot cannot be written: {error}", retry_after_s=5
       ) from None
-    statement = statements.upsert(
-        "monitor_screenshot", ("sha256",),
-        ("media_type", "num_bytes", "width", "height", "created_at"),
-    )  # pyformat: disable
-    values = (sha, media_type, len(body), width, height, writer_lib.now())
-    await writer_lib.durable(
-        self._writer.run(lambda t: t.sql.run(statement, values))
-    )
-    return http_io.json_answer({"sha256": sha, "stored": True})
+    if stored:
+      rows = [(*image, writer_lib.now()) for image in stored]
+      await writer_lib.durable(
+          self._writer.run(lambda t: t.sql.many(screenshots.UPSERT, rows))
+      )
+    return [image.sha for image in stored], refused
+
+  def _write_absent(
+      self, images: list[tuple[str, bytes]]
+  ) -> tuple[list[screenshots.Stored], dict[str, str]]:
+    given = dict(images)
+    absent = self._absent(list(given))
+    return self._files.store_all([(sha, given[sha]) for sha in absent])

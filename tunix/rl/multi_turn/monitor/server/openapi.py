@@ -24,7 +24,7 @@ class Operation:
     scope: of the token, "" for none.
     query: names of its parameters in the URL's query, with their types.
     answer: a table, "page:<table>", "object", "tags", "image" or "events".
-    body: "batch", "image", "hashes", "tags" or "".
+    body: "batch", "image", "images", "hashes", "tags" or "".
   """
 
   method: str
@@ -155,6 +155,10 @@ def _body(kind: str) -> dict[str, Any]:
   if kind == "image":
     binary = {"schema": {"type": "string", "format": "binary"}}
     return {t: binary for t in ("image/png", "image/jpeg", "image/webp")}
+  if kind == "images":
+    return {"application/octet-stream": {
+        "schema": {"type": "string", "format": "binary"},
+    }}  # pyformat: disable
   if kind == "hashes":
     schema: Any = {
         "type": "object",

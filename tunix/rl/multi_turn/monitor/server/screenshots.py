@@ -16,16 +16,34 @@ import os
 import pathlib
 import re
 import threading
+from typing import NamedTuple, Sequence
 
 import numpy as np
+import orjson
 from PIL import Image
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn.monitor.server import errors
+from tunix.rl.multi_turn.monitor.server import statements
 
 SHA = re.compile(r"[0-9a-f]{64}")
 FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
 _MAX_PIXELS = 64 << 20
+UPSERT = statements.upsert(
+    "monitor_screenshot", ("sha256",),
+    ("media_type", "num_bytes", "width", "height", "created_at"),
+)  # pyformat: disable
+"""Of a row: a `Stored`'s fields, and when."""
+
+
+class Stored(NamedTuple):
+  """A screenshot that is on the disk; width and height in pixels."""
+
+  sha: str
+  media_type: str
+  num_bytes: int
+  width: int
+  height: int
 
 
 class ScreenshotFiles:
@@ -38,21 +56,58 @@ class ScreenshotFiles:
     """Where a screenshot is, or is to be."""
     return self._directory / sha[:2] / f"{sha}{_SUFFIXES[media_type]}"
 
-  def store(self, sha: str, data: bytes) -> tuple[str, int, int]:
+  def store(self, sha: str, data: bytes) -> Stored:
     """Writes a screenshot; it is durable when this returns.
-
-    Returns:
-      Its media type, width and height in pixels.
 
     Raises:
       ApiError: 400, it is not what `sha` names, or no image of a known kind.
       OSError: the disk's.
     """
-    media_type, width, height = _verify(sha, data)
-    path = self.path(sha, media_type)
+    stored, refused = self.store_all([(sha, data)])
+    if refused:
+      raise errors.ApiError(400, refused[sha])
+    return stored[0]
+
+  def store_all(
+      self, images: Sequence[tuple[str, bytes]]
+  ) -> tuple[list[Stored], dict[str, str]]:
+    """Writes screenshots; they are durable when this returns.
+
+    Args:
+      images: (name, file) of each.
+
+    Returns:
+      (those that are written, name -> why another one is not what it is named
+      after, or no image of a known kind).
+
+    Raises:
+      OSError: the disk's.
+    """
+    stored: list[Stored] = []
+    refused: dict[str, str] = {}
+    folders: dict[pathlib.Path, None] = {}
+    for sha, data in images:
+      try:
+        media_type, width, height = _verify(sha, data)
+      except errors.ApiError as error:
+        refused[sha] = error.message
+        continue
+      path = self.path(sha, media_type)
+      self._write(path, data)
+      folders[path.parent] = None
+      stored.append(Stored(sha, media_type, len(data), width, height))
+    for folder in (*folders, *([self._directory] if folders else ())):
+      handle = os.open(folder, os.O_RDONLY)
+      try:
+        os.fsync(handle)
+      finally:
+        os.close(handle)
+    return stored, refused
+
+  def _write(self, path: pathlib.Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     own = f"{os.getpid()}.{threading.get_ident()}"
-    partial = path.with_name(f"{sha}.{own}.part")
+    partial = path.with_name(f"{path.stem}.{own}.part")
     try:
       with open(partial, "wb") as file:
         file.write(data)
@@ -62,13 +117,42 @@ class ScreenshotFiles:
     except OSError:
       partial.unlink(missing_ok=True)
       raise
-    for folder in (path.parent, self._directory):
-      handle = os.open(folder, os.O_RDONLY)
-      try:
-        os.fsync(handle)
-      finally:
-        os.close(handle)
-    return media_type, width, height
+
+
+def unpack(body: bytes) -> list[tuple[str, bytes]]:
+  """(name, file) of each screenshot of a request that carries several.
+
+  A line of JSON, `{"images": [{"sha256": ..., "bytes": ...}, ...]}`, and the
+  files one after the other.
+
+  Raises:
+    ApiError: 400, it is nothing of the kind.
+  """
+  head, _, files = body.partition(b"\n")
+  try:
+    told = [
+        (str(image["sha256"]), image["bytes"])
+        for image in orjson.loads(head)["images"]
+    ]
+    if any(type(size) is not int or size < 0 for _, size in told):
+      raise ValueError
+  except (ValueError, TypeError, KeyError):
+    raise errors.ApiError(
+        400,
+        'the body begins with a line {"images": [{"sha256": text, "bytes":'
+        " number}, ...]}, and the files follow",
+    ) from None
+  for sha, _ in told:
+    check_sha(sha)
+  if (size := sum(size for _, size in told)) != len(files):
+    raise errors.ApiError(
+        400, f"the images have {size} bytes, and {len(files)} follow"
+    )
+  found, at = [], 0
+  for sha, size in told:
+    found.append((sha, files[at : at + size]))
+    at += size
+  return found
 
 
 def check_sha(sha: str) -> str:
