@@ -2,7 +2,8 @@
 
 The same seeded synchronous training on the embedded desktop is run as a user
 runs it, each time in a process of its own. `--size quickstart` is what `make
-train` runs (128 episodes a step); `--size small`, of a policy of some thousand
+train` runs (128 episodes a step), some 2.5 seconds each; `--size browser` the
+same with three families of MiniWoB++ pages; `--size small`, of a policy of some thousand
 parameters and 8 episodes a step, shows what the monitor's own work amounts to
 where there is next to no training:
 
@@ -23,13 +24,21 @@ them. Figures are medians of these ratios with 95 % intervals (bootstrap over
 rounds and their steps). The target is a ratio of wall time of 1.01 at most;
 `again` says how far from 1 the machine itself puts it.
 
+Equal processes differ, too, for as long as they live (`again` may stray from 1
+by some percent). `--crossover on`, or another arm, does without that: two equal
+runs, each with a monitor in every other block of steps, the one where the other
+one has none. Half of what lies between the blocks in the logarithm of the ratio
+of their times is what a monitor costs, whatever the processes are and whatever
+the steps are. A block of which was told is delivered before the next begins,
+which counts as nobody's time: some tenth of a second's work of a block.
+
 Then the servers are there again, what waits is delivered, and each database is
 compared with the events that its run emitted, row by row and token by token;
 and every run with the first: the same losses and rewards. Exits with 1 unless
 all of that is equal and no interval lies above 1.01.
 
     python benchmarks/bench_monitor_overhead.py [--rounds 1] [--steps 40]
-        [--size small] [--arms off,on]
+        [--size small|browser] [--arms off,on | --crossover on]
 """
 
 from __future__ import annotations
@@ -60,7 +69,9 @@ sys.path.insert(
 
 ARMS = ("off", "on", "slow", "dead", "dying", "again")
 SILENT = ("off", "again")
-WARM = 3
+BLOCK = 4
+"""Steps of a crossover's block."""
+WARM = 4
 """Steps that are not compared: they compile."""
 QUICKSTART = (
     "report.progress=none", "eval.every=0", "eval.episodes_per_task=1",
@@ -75,7 +86,10 @@ SMALL = (
     "learner.groups_per_step=2", "rollout.slots=8", "rollout.concurrency=8",
     "rollout.context_length=384", "learner.row_length=384",
 )  # pyformat: disable
-SIZES = {"small": SMALL, "quickstart": QUICKSTART}
+BROWSER = (
+    *QUICKSTART, "gym=miniwob", "tasks=[click-test-2,click-dialog,focus-text]",
+)  # pyformat: disable
+SIZES = {"small": SMALL, "quickstart": QUICKSTART, "browser": BROWSER}
 SERVER = """
 import logging, os
 logging.disable()  # It is all trouble, and meant.
@@ -93,23 +107,39 @@ _DRAIN_S = 120.0
 # --- the trainer's process ----------------------------------------------------
 
 
-def play(folder: pathlib.Path, url: str, steps: int, size: str) -> int:
-  """Trains a step for each line read, says its times, delivers, compares."""
+def play(
+    folder: pathlib.Path, url: str, steps: int, size: str, silent: int
+) -> int:
+  """Trains a step for each line read, says its times, delivers, compares.
+
+  Args:
+    folder: for everything.
+    url: of the server; "" for no monitor.
+    steps: of the training.
+    size: of SIZES.
+    silent: 0 or 1 are the first of every two blocks that are not told; -1 is
+      none.
+  """
   import told_run  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn import events  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn import train  # pylint: disable=g-import-not-at-top
 
   class Witness(told_run.Log):
     since = (0.0, 0.0, 0.0, 0)
+    episodes = 0
+    telling = True
 
     def so_far(self):
       return (
-          time.perf_counter(), time.process_time(), _own_cpu(),
-          len(self.of(events.EpisodeFinished)),
-      )  # pyformat: disable
+          time.perf_counter(), time.process_time(), _own_cpu(), self.episodes
+      )
 
     def on_event(self, event):
-      super().on_event(event)
+      self.episodes += isinstance(event, events.EpisodeFinished)
+      if self.telling:
+        super().on_event(event)
+        if monitor:
+          monitor[0].on_event(event)
       if isinstance(event, events.StepFinished):
         wall, cpu, own, episodes = np.subtract(self.so_far(), self.since)
         say(
@@ -117,14 +147,23 @@ def play(folder: pathlib.Path, url: str, steps: int, size: str) -> int:
             loss=event.metrics.get("loss"),
             reward=event.metrics.get("reward_mean"),
         )  # pyformat: disable
+        if silent >= 0 and event.step % BLOCK == 0:
+          monitor[0]._client.drain(2)  # pylint: disable=protected-access
+          self.telling = event.step // BLOCK % 2 != silent
         sys.stdin.readline()  # Others' turn.
         self.since = self.so_far()
 
-  log = Witness()
+  log, monitor = Witness(), []
   attach = train.Run.attach_observers
 
   def attach_both(self, resume_step):
     attach(self, resume_step)
+    # The witness passes on to the monitor what it is to be told.
+    held = self.observers._observers  # pylint: disable=protected-access
+    monitor.extend(
+        one for one in held if type(one).__name__ == "MonitorObserver"
+    )
+    held[:] = [one for one in held if one not in monitor]
     self.observers.add(log)
 
   train.Run.attach_observers = attach_both
@@ -261,11 +300,11 @@ class Training:
     wrong: what the database lacks; "" if nothing.
   """
 
-  def __init__(self, arm: str, steps: int, size: str):
-    """`arm` of ARMS, `size` of SIZES."""
+  def __init__(self, arm: str, steps: int, size: str, silent: int = -1):
+    """`arm` of ARMS, `size` of SIZES, `silent` as `play`'s."""
     import monitor_kills  # pylint: disable=g-import-not-at-top
 
-    self.arm, self._steps = arm, steps
+    self.arm, self._steps, self._silent = arm, steps, silent
     self.told: list[dict[str, Any]] = []
     self.wrong = ""
     self._folder = tempfile.TemporaryDirectory()
@@ -282,7 +321,7 @@ class Training:
     with open(folder / "stderr", "wb") as stderr:
       self._trainer = subprocess.Popen(
           [sys.executable, __file__, "--play", str(folder), "--url", url,
-           "--steps", str(steps), "--size", size],
+           "--steps", str(steps), "--size", size, "--silent", str(silent)],
           stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
           text=True,
       )  # pyformat: disable
@@ -322,8 +361,9 @@ class Training:
       self._start_server()
     if self._front:
       self._front.delay_s = 0.0
-    self._write(str(self._serve[0]) if self._told else "")
-    if self._told:
+    compared = self._told and self._silent < 0
+    self._write(str(self._serve[0]) if compared else "")
+    if compared:
       self.wrong = self._read("wrong")["wrong"]
     if status := self._trainer.wait(_DRAIN_S):
       raise self._failed(f"status {status}")
@@ -373,10 +413,21 @@ class Training:
     self._folder.cleanup()
 
 
-def play_round(
-    arms: list[str], steps: int, size: str, turn: int
+def side_by_side(
+    runs: dict[str, tuple[str, int]], steps: int, size: str, turn: int = 0
 ) -> dict[str, Training]:
-  """Runs them side by side, a step of each at a time; `turn` is who begins."""
+  """Runs trainings, a step of each at a time.
+
+  Args:
+    runs: name -> (arm, silent) of each, as `Training`'s.
+    steps: of each.
+    size: of SIZES.
+    turn: who begins.
+
+  Returns:
+    Those of `runs`, ended.
+  """
+  names = list(runs)
   trainings: dict[str, Training] = {}
   with contextlib.ExitStack() as stack:
     with rich_progress.Progress(
@@ -386,12 +437,13 @@ def play_round(
         console=rich_console.Console(stderr=True),
     ) as bar:
       for step in bar.track(range(steps), description="steps"):
-        for place in range(len(arms)):
-          arm = arms[(place + step + turn) % len(arms)]
-          if arm not in trainings:
-            trainings[arm] = Training(arm, steps, size)
-            stack.callback(trainings[arm].close)
-          trainings[arm].step()
+        for place in range(len(names)):
+          name = names[(place + step + turn) % len(names)]
+          if name not in trainings:
+            arm, silent = runs[name]
+            trainings[name] = Training(arm, steps, size, silent)
+            stack.callback(trainings[name].close)
+          trainings[name].step()
       for training in bar.track(trainings.values(), description="deliveries"):
         training.finish()
   return trainings
@@ -462,12 +514,59 @@ def show(results: dict[str, list[Training]]) -> bool:
   return equal and not late
 
 
+def crossover(arm: str, steps: int, size: str) -> int:
+  """One arm by two runs that are told of in turn; returns the exit status."""
+  runs = {"odd": (arm, 0), "even": (arm, 1)}
+  odd, even = side_by_side(runs, steps, size).values()
+  blocks = range(1, steps // BLOCK)  # The first one is warming up.
+  blocks = blocks[: len(blocks) // 2 * 2]
+  late = False
+  for key in ("wall", "cpu"):
+    ratio = [
+        np.log(a[key] / b[key])
+        for a, b in zip(odd.told, even.told, strict=True)
+    ]
+    # [pair of blocks, which of them, step]; the odd one comes first.
+    ratio_PBS = np.reshape(
+        ratio[BLOCK : BLOCK * (1 + len(blocks))], (-1, 2, BLOCK)
+    )
+    cost = lambda r: np.exp((np.median(r[:, 0]) - np.median(r[:, 1])) / 2)
+    rng = np.random.default_rng(0)
+    pairs = len(ratio_PBS)
+    low, high = np.percentile(
+        [cost(ratio_PBS[rng.integers(pairs, size=pairs)]) for _ in range(4000)],
+        (2.5, 97.5),
+    )
+    late |= key == "wall" and low > 1.01
+    print(
+        f"{arm} / off, {key}: {cost(ratio_PBS):.4f} [{low:.4f}, {high:.4f}],"
+        f" {pairs} pairs of blocks of {BLOCK} steps"
+    )
+  wall = np.median([told["wall"] for told in odd.told[WARM:]])
+  print(f"a step: {1e3 * wall:.0f} ms")
+  same = all(
+      a[k] == b[k]
+      for a, b in zip(odd.told, even.told, strict=True)
+      for k in ("loss", "reward")
+  )
+  if not same:
+    print("the two runs have other losses or rewards")
+  return 0 if same and not late else 1
+
+
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--rounds", type=int, default=1)
   parser.add_argument("--steps", type=int, default=40)
   parser.add_argument("--size", choices=tuple(SIZES), default="quickstart")
   parser.add_argument("--arms", default=",".join(ARMS), help="(%(default)s)")
+  parser.add_argument(
+      "--crossover", choices=("on", "slow", "dead"),
+      help="this arm alone, in every other block of steps",
+  )  # pyformat: disable
+  parser.add_argument(
+      "--silent", type=int, default=-1, help=argparse.SUPPRESS
+  )
   parser.add_argument("--play", help=argparse.SUPPRESS)
   parser.add_argument("--url", default="", help=argparse.SUPPRESS)
   args = parser.parse_args()
@@ -477,10 +576,15 @@ def main() -> int:
   if "off" not in arms or set(arms) - set(ARMS):
     parser.error(f"--arms={args.arms}: give off and some of {', '.join(ARMS)}")
   if args.play:
-    return play(pathlib.Path(args.play), args.url, args.steps, args.size)
+    return play(
+        pathlib.Path(args.play), args.url, args.steps, args.size, args.silent
+    )
   results: dict[str, list[Training]] = {arm: [] for arm in arms}
+  if args.crossover:
+    return crossover(args.crossover, args.steps, args.size)
   for turn in range(args.rounds):
-    for arm, one in play_round(arms, args.steps, args.size, turn).items():
+    runs = {arm: (arm, -1) for arm in arms}
+    for arm, one in side_by_side(runs, args.steps, args.size, turn).items():
       results[arm].append(one)
     # Of each round: what is ended before the last one has said something.
     well = show(results)
