@@ -15,7 +15,7 @@ where there is next to no training:
   dying   with one that is killed half-way (SIGKILL)
 
 All of them make the same step one after the other, each stopped (SIGSTOP, with
-its server) while another one makes it, in an order that turns: so that a step
+its courier and its server) while another one makes it, in an order that turns: so that a step
 is compared with the same step without a monitor, made seconds before or after
 it, whatever else the machine does in an hour. Servers have the niceness of the
 one that a run starts for itself. Of a step both the wall time and the CPU time
@@ -148,7 +148,7 @@ def play(
             reward=event.metrics.get("reward_mean"),
         )  # pyformat: disable
         if silent >= 0 and event.step % BLOCK == 0:
-          monitor[0]._client.drain(2)  # pylint: disable=protected-access
+          monitor[0].drain(2)
           self.telling = event.step // BLOCK % 2 != silent
         sys.stdin.readline()  # Others' turn.
         self.since = self.so_far()
@@ -161,7 +161,7 @@ def play(
     # The witness passes on to the monitor what it is to be told.
     held = self.observers._observers  # pylint: disable=protected-access
     monitor.extend(
-        one for one in held if type(one).__name__ == "MonitorObserver"
+        one for one in held if type(one).__name__ == "Relay"
     )
     held[:] = [one for one in held if one not in monitor]
     self.observers.add(log)
@@ -281,6 +281,12 @@ class SlowFront:
     self._server.server_close()
 
 
+def _cpu(pid: int) -> float:
+  stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+  fields = stat.rpartition(")")[2].split()
+  return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def free_port() -> int:
   with socket.socket() as found:
     found.bind(("127.0.0.1", 0))
@@ -296,7 +302,7 @@ class Training:
   Attributes:
     told: what it has said of each step: {wall, cpu, own: seconds of it, of the
       CPU's in its process, of these in the monitor's threads; episodes; loss,
-      reward; server: CPU seconds of the server}.
+      reward; courier, server: CPU seconds of these processes}.
     wrong: what the database lacks; "" if nothing.
   """
 
@@ -337,13 +343,14 @@ class Training:
     Raises:
       RuntimeError: it failed.
     """
-    before = self._server_cpu()
+    before = self._others_cpu()
     if self._stopped:
       self._go(signal.SIGCONT)
       self._write("")
     said = self._read("step")
     self._go(signal.SIGSTOP)
-    self.told.append(said | {"server": self._server_cpu() - before})
+    courier, server = self._others_cpu() - before
+    self.told.append(said | {"courier": courier, "server": server})
     if said["step"] == self._steps // 2 and self.arm == "dying":
       self._nursery.end(signal.SIGKILL)
       self._serving = False
@@ -370,18 +377,25 @@ class Training:
 
   def _go(self, number: int) -> None:
     self._stopped = number == signal.SIGSTOP
-    os.kill(self._trainer.pid, number)
+    for pid in (self._trainer.pid, *self._couriers()):
+      os.kill(pid, number)
     if self._serving:
       os.kill(self._nursery.pid, number)
     if self._front:
       (self._front.running.clear if self._stopped else self._front.running.set)()
 
-  def _server_cpu(self) -> float:
-    if not self._serving:
-      return 0.0
-    stat = pathlib.Path(f"/proc/{self._nursery.pid}/stat").read_text()
-    fields = stat.rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+  def _couriers(self) -> list[int]:
+    """Processes that the trainer has started."""
+    tasks = pathlib.Path(f"/proc/{self._trainer.pid}/task")
+    found = [(task / "children").read_text() for task in tasks.iterdir()]
+    return [int(pid) for pid in " ".join(found).split()]
+
+  def _others_cpu(self) -> np.ndarray:
+    """CPU seconds of (its couriers, its server) so far."""
+    return np.array([
+        sum(map(_cpu, self._couriers())),
+        _cpu(self._nursery.pid) if self._serving else 0.0,
+    ])
 
   def _write(self, line: str) -> None:
     self._trainer.stdin.write(f"{line}\n")
@@ -478,7 +492,7 @@ def show(results: dict[str, list[Training]]) -> bool:
   )
   print(
       f"{'arm':6} {'step ms':>7}     {'wall / off':20}     {'CPU / off':20}"
-      "   CPU of an episode: its threads, its server"
+      "  CPU of an episode: threads, courier, server"
   )
   for arm, trainings in results.items():
     line = f"{arm:6} {1e3 * np.median(of(arm, 'wall')):7.1f}"
@@ -491,8 +505,8 @@ def show(results: dict[str, list[Training]]) -> bool:
         late += [arm] if low > 1.01 else []
     if arm not in SILENT:
       episodes = of(arm, "episodes").sum()
-      own, server = (of(arm, k).sum() / episodes for k in ("own", "server"))
-      line += f"   {1e3 * own:.2f} ms, {1e3 * server:.2f} ms"
+      for key in ("own", "courier", "server"):
+        line += f"  {1e3 * of(arm, key).sum() / episodes:.2f} ms"
     print(line)
     for number, one in enumerate(trainings, 1):
       if one.wrong:

@@ -59,8 +59,7 @@ class RunMonitor:
         server of the run's own does not start.
     """
     try:
-      from tunix.rl.multi_turn.monitor.client import ingest_client  # pylint: disable=g-import-not-at-top
-      from tunix.rl.multi_turn.monitor.client import observer  # pylint: disable=g-import-not-at-top
+      from tunix.rl.multi_turn.monitor.client import relay  # pylint: disable=g-import-not-at-top
     except ImportError as error:
       raise config_lib.ConfigError([_missing(error)]) from None
     monitor = config.monitor
@@ -74,24 +73,27 @@ class RunMonitor:
       target = f"embedded:{database}"
     self.url = url
     try:
-      client = ingest_client.IngestClient(
-          url,
-          token,
-          timeout_seconds=monitor.timeout_s,
-          spool_dir=_root(config) / "monitor_spool",
-          name=f"{config.run_dir.name}-{uuid.uuid4().hex[:12]}",
-          target=target,
-          max_spool_bytes=monitor.spool_mb << 20,
-      )
       training, session = _identity(config.run_dir)
-      self.observer = observer.MonitorObserver(
-          client,
-          observer.RunIdentity(training, session),
-          _training(config),
-          image_store=images if monitor.images else None,
-          start_step=resume_step or 0,
-          task_source=config.gym.name,
-          max_turns=config.gym.max_turns,
+      self.observer = relay.Relay(
+          {
+              "url": url,
+              "token": token,
+              "client": {
+                  "timeout_seconds": monitor.timeout_s,
+                  "spool_dir": str(_root(config) / "monitor_spool"),
+                  "name": f"{config.run_dir.name}-{uuid.uuid4().hex[:12]}",
+                  "target": target,
+                  "max_spool_bytes": monitor.spool_mb << 20,
+              },
+              "identity": {"training": training, "session": session},
+              "training": _training(config),
+              "observer": {
+                  "start_step": resume_step or 0,
+                  "task_source": config.gym.name,
+                  "max_turns": config.gym.max_turns,
+              },
+          },
+          images=images if monitor.images else None,
           close_s=monitor.close_timeout_s,
       )
     except Exception as error:

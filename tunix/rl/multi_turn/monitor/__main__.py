@@ -1,5 +1,7 @@
 """`python -m tunix.rl.multi_turn.monitor`; see `server.serve`.
 
+`courier` as its only word is no command of a user's: see `client.courier`.
+
 Run as a file (`python -P …/monitor/__main__.py`) it does the same without the
 packages above it: upstream's `tunix` imports JAX, Flax and Orbax with its name,
 some seconds and 400 MB that a server of rows has no use for.
@@ -23,11 +25,14 @@ if __name__ == "__main__":
   if not __package__:
     _alone()
   try:
-    from tunix.rl.multi_turn.monitor.server import serve
+    if sys.argv[1:] == ["courier"]:
+      from tunix.rl.multi_turn.monitor.client import courier as program
+    else:
+      from tunix.rl.multi_turn.monitor.server import serve as program
   except ImportError as error:
     print(
         f"error: {error}; pip install 'tunix-multi-turn[monitor]'",
         file=sys.stderr,
     )
     sys.exit(2)
-  sys.exit(serve.main())
+  sys.exit(program.main())

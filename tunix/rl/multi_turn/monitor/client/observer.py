@@ -118,6 +118,10 @@ class MonitorObserver:
     }
     client.sender.training = identity.training
 
+  @property
+  def client(self) -> ingest_client.IngestClient:
+    return self._client
+
   def on_event(self, event: events.Event) -> None:
     handler = self._handlers.get(type(event))
     if handler is not None:

@@ -1,0 +1,293 @@
+"""The process that tells the monitor, and the way to it."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+import monitor_server
+import msgpack
+import numpy as np
+import pytest
+import synthetic_run
+from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor.client import event_frames
+from tunix.rl.multi_turn.monitor.client import relay as relay_lib
+
+
+@pytest.fixture(name="server")
+def _server(tmp_path):
+  with monitor_server.sqlite_server(tmp_path / "server") as server:
+    yield server
+
+
+def told(url, folder, **client):
+  return {
+      "url": url, "token": "",
+      "client": {"spool_dir": str(folder), "name": "a", **client},
+      "identity": {"training": "T", "session": 0},
+      "training": {"total_steps": 9, "group_size": 2, "groups_per_batch": 1},
+      "observer": {"start_step": 0},
+  }  # pyformat: disable
+
+
+def alive(pid):
+  stat = pathlib.Path(f"/proc/{pid}/stat")
+  return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_for(what, seconds=20):
+  deadline = time.monotonic() + seconds
+  while not what():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+
+
+def start(relay):
+  relay.on_event(events.RunStarted("run", {"lr": float("nan")}))
+
+
+def play(relay, *numbers):
+  for n in numbers:
+    relay.on_event(events.EpisodeStarted(f"g-{n}.0", f"g-{n}", "t"))
+
+
+def names(server):
+  return {
+      row["rollout_id"].rpartition("/")[2] for row in server.rows("rollout")
+  }
+
+
+# --- events as bytes ----------------------------------------------------------
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+    | st.just("\ud800 lone") | st.just({"$type": "ImageRef"})
+    | st.builds(trajectory_lib.ImageRef, st.just("a" * 64), st.just(2),
+                st.integers(1, 9))
+    | st.builds(trajectory_lib.ToolCall, st.just("f"), st.just({"x": 1})),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.text() | st.integers(-5, 5), inner, max_size=3),
+    max_leaves=12,
+)  # pyformat: disable
+
+
+def same(a, b):
+  """Equality in which NaN is NaN and tuples are lists."""
+  if isinstance(a, float) and a != a:
+    return isinstance(b, float) and b != b
+  if isinstance(a, dict):
+    return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+  if isinstance(a, (list, tuple)):
+    return len(a) == len(b) and all(map(same, a, b))
+  return type(a) is type(b) and a == b
+
+
+@settings(max_examples=200, deadline=None)
+@given(PLAIN)
+def test_what_an_event_holds_comes_back(value):
+  event = events.RunStarted("é", {"value": value}, time=5.0)
+  back = event_frames.load(event_frames.dump(event))
+  assert type(back) is events.RunStarted and back.time == 5.0
+  assert back.run_name == "é" and same(back.config["value"], value)
+
+
+def test_an_episode_comes_back():
+  store = images_lib.ImageStore()
+  for turns in range(5):
+    episode = synthetic_run.episode(store, seed=turns, turns=turns)
+    event = events.EpisodeFinished(episode, "g", "t", "eval")
+    back = event_frames.load(event_frames.dump(event)).trajectory
+    assert back.to_json() == episode.to_json()
+    assert [s.chat_completions for s in back.steps] == [
+        list(s.chat_completions) for s in episode.steps
+    ]
+
+
+def test_what_is_of_no_plain_kind_becomes_the_nearest():
+
+  class Word(str):
+    pass
+
+  @dataclasses.dataclass
+  class Own:
+    x: int
+
+  config = {
+      "path": pathlib.Path("/a"), "word": Word("w"), "own": Own(3),
+      "status": trajectory_lib.TrajectoryStatus.FAILED, "tuple": (1, 2),
+      "number": np.float32(0.5), "array": np.arange(3), "bytes": b"\xff",
+      "large": 1 << 200, "texts": np.array(["a"]), "flag": np.bool_(True),
+  }  # pyformat: disable
+  back = event_frames.load(
+      event_frames.dump(events.RunStarted("r", config))
+  ).config
+  assert np.array_equal(back.pop("array"), [0, 1, 2])
+  assert back == {
+      "path": "/a", "word": "w", "own": {"x": 3}, "status": "failed",
+      "tuple": [1, 2], "number": 0.5, "bytes": b"\xff", "large": 1 << 200,
+      "texts": ["a"], "flag": True,
+  }  # pyformat: disable
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\xc1", msgpack.packb(1), msgpack.packb({"a": 1}),
+        msgpack.packb(msgpack.ExtType(9, b"")),
+        msgpack.packb(msgpack.ExtType(1, msgpack.packb([99, []]))),
+        msgpack.packb(msgpack.ExtType(1, msgpack.packb([0, [1]]))),
+        msgpack.packb(msgpack.ExtType(1, msgpack.packb([17, []]))),
+        msgpack.packb(msgpack.ExtType(1, b"")),
+    ],
+)  # pyformat: disable
+def test_what_is_no_event_is_refused(data):
+  with pytest.raises(ValueError):
+    event_frames.load(data)
+
+
+# --- the process --------------------------------------------------------------
+
+
+def test_what_cannot_be_is_said_at_once(tmp_path):
+  with pytest.raises(ValueError, match="http://host:port"):
+    relay_lib.Relay(told("nowhere", tmp_path))
+  (tmp_path / "file").write_text("")
+  with pytest.raises(ValueError, match="file"):
+    relay_lib.Relay(told("http://127.0.0.1:9", tmp_path / "file"))
+
+
+def test_the_process_is_small_and_stands_back(server, tmp_path):
+  relay = relay_lib.Relay(told(server.url, tmp_path))
+  mapped = pathlib.Path(f"/proc/{relay.pid}/maps").read_text()
+  assert "sqlite" in mapped and "jaxlib" not in mapped
+  assert os.getsid(relay.pid) == os.getsid(0)
+  assert os.getpgid(relay.pid) == relay.pid  # Ctrl-C is not for it.
+  assert os.getpriority(os.PRIO_PROCESS, relay.pid) == relay_lib.NICENESS
+  start(relay)
+  play(relay, 1)
+  assert relay.drain(20) and names(server) == {"g-1.0"}
+  play(relay, 2)
+  assert relay.close() and not alive(relay.pid)
+  assert relay.close()
+  assert names(server) == {"g-1.0", "g-2.0"}
+  assert list(tmp_path.glob("*.spool")) == []
+
+
+def test_a_courier_that_is_killed_is_replaced(server, tmp_path, caplog):
+  relay = relay_lib.Relay(told(server.url, tmp_path))
+  start(relay)
+  relay.on_event(events.StepFinished(4, 4, {}))
+  relay.on_event(events.WeightsPublished(4, 0.1))
+  play(relay, 1)
+  assert relay.drain(20)
+  first = relay.pid
+  os.kill(first, signal.SIGKILL)
+  wait_for(lambda: not alive(first))
+  play(relay, 2)  # Or the next: the pipe may take one before it is known.
+  wait_for(lambda: (play(relay, 3), relay.pid != first)[1])
+  play(relay, 4)
+  assert relay.drain(20)
+  assert names(server) >= {"g-1.0", "g-4.0"}
+  (row,) = [r for r in server.rows("rollout") if "g-4.0" in r["rollout_id"]]
+  steps = {r["id"]: r["step"] for r in server.rows("step")}
+  assert steps[row["step_id"]] == 5 and row["model_path"] == "@4"
+  assert relay.close()
+  assert "started again" in caplog.text
+
+
+def test_a_courier_that_hangs_holds_up_nothing(
+    server, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(relay_lib, "_GRACE_S", 1.0)
+  store = images_lib.ImageStore()
+  relay = relay_lib.Relay(
+      told(server.url, tmp_path), images=store, close_s=0.5
+  )
+  start(relay)
+  assert relay.drain(20)
+  os.kill(relay.pid, signal.SIGSTOP)
+  rng = np.random.default_rng(0)
+  longest = 0.0
+  for n in range(6000):
+    began = time.perf_counter()
+    if n < 40:  # Pixels of 7 MB: the pipe takes one.
+      pixels = rng.integers(0, 256, (200, 300, 3), np.uint8)
+      relay.on_event(
+          events.EpisodeFinished(shown(store.put(pixels), n), "g", "t")
+      )
+    else:
+      play(relay, n)
+    longest = max(longest, time.perf_counter() - began)
+  assert longest < 0.5
+  assert relay.dropped > 1000
+  began = time.monotonic()
+  assert not relay.close()
+  assert time.monotonic() - began < 8
+  wait_for(lambda: not alive(relay.pid))
+
+
+def shown(ref, n):
+  """An episode that shows one screenshot."""
+  return trajectory_lib.Trajectory(
+      steps=[
+          trajectory_lib.Step(
+              observation={"screenshot": ref}, done=True, reward=1.0
+          )
+      ],
+      status=trajectory_lib.TrajectoryStatus.SUCCEEDED,
+      trajectory_id=f"s-{n}.0",
+  )
+
+
+def test_screenshots_come_with_the_episodes_that_show_them(server, tmp_path):
+  store = images_lib.ImageStore()
+  relay = relay_lib.Relay(told(server.url, tmp_path), images=store)
+  start(relay)
+  rng = np.random.default_rng(0)
+  pixels = [rng.integers(0, 256, (20, 30, 3), np.uint8) for _ in range(3)]
+  for n, image in enumerate([*pixels, pixels[0]]):
+    relay.on_event(
+        events.EpisodeFinished(shown(store.put(image), n), f"s-{n}", "t")
+    )
+  gone = trajectory_lib.ImageRef("0" * 64, 3, 3)
+  relay.on_event(events.EpisodeFinished(shown(gone, 9), "s-9", "t"))
+  assert relay.close()
+  assert {r["sha256"] for r in server.rows("monitor_screenshot", order=1)} == {
+      images_lib.hash_pixels(p) for p in pixels
+  }
+  assert len(server.rows("rollout")) == 5
+
+
+def test_a_trainer_that_is_killed_has_told_everything(server, tmp_path):
+  program = (
+      "import json, os, signal, sys\n"
+      "from tunix.rl.multi_turn import events\n"
+      "from tunix.rl.multi_turn.monitor.client import relay\n"
+      "r = relay.Relay(json.loads(sys.argv[1]))\n"
+      "print(r.pid, flush=True)\n"
+      "r.on_event(events.RunStarted('run', {}))\n"
+      "for n in range(1000):\n"
+      "  r.on_event(events.EpisodeStarted(f'g-{n}.0', 'g', 't'))\n"
+      "while r._waiting: pass\n"
+      "import time; time.sleep(0.3)\n"
+      "os.kill(os.getpid(), signal.SIGKILL)\n"
+  )
+  trainer = subprocess.run(
+      [sys.executable, "-c", program, json.dumps(told(server.url, tmp_path))],
+      stdout=subprocess.PIPE, text=True, timeout=100,
+  )  # pyformat: disable
+  assert trainer.returncode == -signal.SIGKILL
+  pid = int(trainer.stdout)
+  wait_for(lambda: not alive(pid), 40)
+  assert len(names(server)) == 1000
+  assert list(tmp_path.glob("*.spool")) == []

@@ -1,0 +1,150 @@
+"""The process that tells the monitor of a run, so that the run does not.
+
+    trainer: events ─► relay ─► pipe ─► here: rows ─► spool ─► server
+
+Making rows, JSON and requests takes a millisecond of an episode, most of it
+holding the interpreter; in the trainer's process every one of them would be
+training's. Here they are of a process that has the CPU nobody else wants.
+
+The standard input is frames (see `relay`), the standard output JSON lines:
+{"ready": true} or {"error": text} first, then {"log": text, "level": number}
+whenever there is something to say, and {"answer": number, "done": whether}
+when a drain or the end was asked for. The end of the input is the end of the
+trainer, however that came: what was told is kept, and delivered as far as the
+time allows.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import sys
+import threading
+from typing import Any, Mapping
+
+import msgpack
+import numpy as np
+import orjson
+from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor.client import event_frames
+from tunix.rl.multi_turn.monitor.client import ingest_client
+from tunix.rl.multi_turn.monitor.client import observer as observer_lib
+from tunix.rl.multi_turn.monitor.client import relay
+
+_MOST_PIXELS = 256 << 20
+_LOG = logging.getLogger(__name__)
+
+
+class _Pixels:
+  """Screenshots that came and were not asked for yet; the newest of them."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._pixels: collections.OrderedDict[str, np.ndarray] = (
+        collections.OrderedDict()
+    )
+    self._bytes = 0
+
+  def put(self, sha: str, pixels: np.ndarray) -> None:
+    with self._lock:
+      self._bytes += pixels.nbytes
+      if (old := self._pixels.pop(sha, None)) is not None:
+        self._bytes -= old.nbytes
+      self._pixels[sha] = pixels
+      while self._bytes > _MOST_PIXELS and len(self._pixels) > 1:
+        self._bytes -= self._pixels.popitem(last=False)[1].nbytes
+
+  def get(self, ref: trajectory_lib.ImageRef) -> np.ndarray:
+    """Raises KeyError."""
+    with self._lock:
+      found = self._pixels.pop(ref.sha256)
+      self._bytes -= found.nbytes
+    return found
+
+
+class _Says(logging.Handler):
+  """What is logged here is the trainer's to log."""
+
+  def emit(self, record: logging.LogRecord) -> None:
+    say(log=self.format(record), level=record.levelno)
+
+
+_SAYING = threading.Lock()
+
+
+def say(**fields: Any) -> None:
+  with _SAYING:
+    try:
+      sys.stdout.buffer.write(orjson.dumps(fields) + b"\n")
+      sys.stdout.buffer.flush()
+    except (OSError, ValueError):
+      pass  # Nobody listens any more.
+
+
+def _observer(
+    told: Mapping[str, Any], pixels: _Pixels
+) -> observer_lib.MonitorObserver:
+  """Raises ValueError, OSError or sqlite3.Error, as `IngestClient` does."""
+  client = ingest_client.IngestClient(
+      told["url"], told["token"], **told["client"]
+  )
+  return observer_lib.MonitorObserver(
+      client,
+      observer_lib.RunIdentity(**told["identity"]),
+      told["training"],
+      image_store=pixels if told["images"] else None,
+      **told["observer"],
+  )
+
+
+def main() -> int:
+  """Tells until the input ends; returns the exit status."""
+  logging.getLogger().addHandler(_Says())
+  frames = relay.frames(sys.stdin.buffer)
+  pixels = _Pixels()
+  try:
+    kind, body = next(frames)
+    assert kind == relay.Kind.BEGIN
+    observer = _observer(msgpack.unpackb(body), pixels)
+  except Exception as error:  # pylint: disable=broad-except
+    say(error=str(error))
+    return 2
+  say(ready=True)
+  try:
+    for kind, body in frames:
+      _take(observer, pixels, kind, body)
+      if kind == relay.Kind.CLOSE:
+        break
+  finally:
+    observer.close()
+  return 0
+
+
+def _take(
+    observer: observer_lib.MonitorObserver,
+    pixels: _Pixels,
+    kind: int,
+    body: bytes,
+) -> None:
+  if kind == relay.Kind.EVENT:
+    try:
+      event = event_frames.load(body)
+    except ValueError as error:
+      _LOG.warning("an event cannot be read: %s", error)
+      observer.client.sender.counters["failed"] += 1
+      return
+    observer.on_event(event)
+  elif kind == relay.Kind.IMAGE:
+    sha, height, width = relay.IMAGE_HEAD.unpack_from(body)
+    image = np.frombuffer(body, np.uint8, offset=relay.IMAGE_HEAD.size)
+    pixels.put(sha.decode(), image.reshape(height, width, 3))
+  elif kind == relay.Kind.COUNT:
+    observer.client.sender.counters.update(msgpack.unpackb(body))
+  elif kind == relay.Kind.DRAIN:
+    number, seconds = msgpack.unpackb(body)
+    say(answer=number, done=observer.client.drain(seconds))
+  elif kind == relay.Kind.CLOSE:
+    (number,) = msgpack.unpackb(body)
+    say(answer=number, done=observer.close())
+  else:
+    raise ValueError(f"frame kind {kind}: none of those there are")
