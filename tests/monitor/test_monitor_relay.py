@@ -249,6 +249,26 @@ def shown(ref, n):
   )
 
 
+def test_an_event_that_cannot_be_told_ends_nothing(server, tmp_path):
+  relay = relay_lib.Relay(
+      told(server.url, tmp_path), images=images_lib.ImageStore()
+  )
+  start(relay)
+  deep = {}
+  for _ in range(5000):
+    deep = {"in": deep}
+  relay.on_event(events.RunStarted("run", deep))
+  relay.on_event(events.EpisodeFinished(
+      trajectory_lib.Trajectory(
+          steps=[trajectory_lib.Step(chat_completions=[None])],
+          status=trajectory_lib.TrajectoryStatus.FAILED,
+      ), "g", "t",
+  ))  # pyformat: disable
+  play(relay, 1)
+  assert relay.close()
+  assert names(server) >= {"g-1.0"}
+
+
 def test_screenshots_come_with_the_episodes_that_show_them(server, tmp_path):
   store = images_lib.ImageStore()
   relay = relay_lib.Relay(told(server.url, tmp_path), images=store)

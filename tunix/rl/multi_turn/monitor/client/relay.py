@@ -125,6 +125,7 @@ class Relay:
     self._asked: list[bytes] = []
     self._work = threading.Event()
     self._closing = threading.Event()
+    self._delivered = False
     self._questions = 0
     self._starts = 0
     self._courier = self._start()
@@ -160,10 +161,10 @@ class Relay:
       Whether everything was delivered.
     """
     if self._closing.is_set():
-      return True
+      return self._delivered
     self._closing.set()
     deadline = time.monotonic() + self._close_s + _GRACE_S
-    done = self._ask(Kind.CLOSE, self._close_s + _GRACE_S)
+    self._delivered = self._ask(Kind.CLOSE, self._close_s + _GRACE_S)
     self._courier.end(max(1.0, deadline - time.monotonic()))
     self._work.set()
     self._thread.join(_GRACE_S)
@@ -171,7 +172,7 @@ class Relay:
       self._courier.release()
     if lost := self.dropped + len(self._waiting):
       _LOG.warning("the monitor was not told of %d events", lost)
-    return done
+    return self._delivered
 
   def _count(self, what: str, how_many: int) -> None:
     with self._lock:
@@ -232,7 +233,7 @@ class Relay:
     told["client"] = {**client, "name": name}
     courier = _Courier(told)
     if self._starts and self._published is not None:
-      courier.write([frame(Kind.EVENT, event_frames.dump(self._published))])
+      self._waiting.appendleft(self._published)
     self._starts += 1
     self._sent_images.clear()
     return courier
@@ -278,9 +279,9 @@ class Relay:
       )
     elif isinstance(event, events.WeightsPublished):
       self._published = event
-    elif isinstance(event, events.EpisodeFinished):
-      yield from self._pixels(event.trajectory)
     try:
+      if isinstance(event, events.EpisodeFinished):
+        yield from self._pixels(event.trajectory)
       yield frame(Kind.EVENT, event_frames.dump(event))
     except Exception as error:  # pylint: disable=broad-except
       # Nobody's mistake may end the thread that tells of all the others.
