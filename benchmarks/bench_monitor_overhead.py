@@ -32,6 +32,9 @@ of their times is what a monitor costs, whatever the processes are and whatever
 the steps are. A block of which was told is delivered before the next begins,
 which counts as nobody's time: some tenth of a second's work of a block.
 
+`--apart` gives the trainer one core, and its courier and server another one:
+what is left of the cost on a machine that has a core to spare.
+
 Then the servers are there again, what waits is delivered, and each database is
 compared with the events that its run emitted, row by row and token by token;
 and every run with the first: the same losses and rewards. Exits with 1 unless
@@ -39,14 +42,13 @@ all of that is equal and no interval lies above 1.01.
 
     python benchmarks/bench_monitor_overhead.py [--rounds 1] [--steps 40]
         [--size small|browser] [--arms off,on | --crossover on]
+        [--apart]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
-import http.server
 import json
 import os
 import pathlib
@@ -97,6 +99,8 @@ from tunix.rl.multi_turn import run_monitor
 from tunix.rl.multi_turn.monitor.server import serve
 def run(given):
   os.nice(run_monitor.NICENESS)
+  if given[3] == "True":
+    os.sched_setaffinity(0, {1})
   serve.main(["serve", "--database", given[0], "--files", given[1], "--port",
               given[2]])
 """
@@ -223,62 +227,7 @@ def _compare(folder: pathlib.Path, url: str, database: str, log: Any) -> str:
   return ""
 
 
-# --- servers ------------------------------------------------------------------
-
-
-class SlowFront:
-  """Passes requests on to a server and each reply back `delay_s` later."""
-
-  def __init__(self, port: int):
-    front = self
-    self.delay_s = 1.0
-    self.running = threading.Event()
-    self.running.set()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-      protocol_version = "HTTP/1.1"
-
-      def _pass(self):
-        size = int(self.headers.get("content-length", 0))
-        line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        line.request(
-            self.command, self.path, self.rfile.read(size),
-            {k: v for k, v in self.headers.items() if k.lower() != "host"},
-        )  # pyformat: disable
-        reply = line.getresponse()
-        body = reply.read()
-        line.close()
-        front.wait()
-        self.send_response(reply.status)
-        for name in ("content-type", "retry-after"):
-          if reply.headers[name]:
-            self.send_header(name, reply.headers[name])
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        with contextlib.suppress(ConnectionError):  # It may have ended.
-          self.wfile.write(body)
-
-      do_GET = do_POST = do_PUT = _pass
-
-      def log_message(self, *args):
-        del args
-
-    self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    self._server.daemon_threads = True
-    self.port = self._server.server_address[1]
-    threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-  def wait(self) -> None:
-    """`delay_s` of the time in which the trainer is not stopped."""
-    waited = 0.0
-    while waited < self.delay_s:
-      self.running.wait()
-      time.sleep(0.02)
-      waited += 0.02
-
-  def close(self) -> None:
-    self._server.shutdown()
-    self._server.server_close()
+# --- processes ----------------------------------------------------------------
 
 
 def _cpu(pid: int) -> float:
@@ -306,19 +255,23 @@ class Training:
     wrong: what the database lacks; "" if nothing.
   """
 
+  apart = False
+  """Whether trainers have the first core and their monitors the second."""
+
   def __init__(self, arm: str, steps: int, size: str, silent: int = -1):
     """`arm` of ARMS, `size` of SIZES, `silent` as `play`'s."""
     import monitor_kills  # pylint: disable=g-import-not-at-top
+    import monitor_network  # pylint: disable=g-import-not-at-top
 
     self.arm, self._steps, self._silent = arm, steps, silent
     self.told: list[dict[str, Any]] = []
     self.wrong = ""
     self._folder = tempfile.TemporaryDirectory()
     folder, port = pathlib.Path(self._folder.name), free_port()
-    self._serve = (folder / "m.db", folder / "files", port)
+    self._serve = (folder / "m.db", folder / "files", port, self.apart)
     self._nursery = monitor_kills.Nursery(SERVER)
     self._serving = False
-    self._front = SlowFront(port) if arm == "slow" else None
+    self._front = monitor_network.SlowFront(port) if arm == "slow" else None
     told_port = self._front.port if self._front else port
     self._told = arm not in SILENT
     url = f"http://127.0.0.1:{told_port}" if self._told else ""
@@ -331,6 +284,8 @@ class Training:
           stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
           text=True,
       )  # pyformat: disable
+    if self.apart:
+      os.sched_setaffinity(self._trainer.pid, {0})
     self._stopped = False
 
   def _start_server(self) -> None:
@@ -377,8 +332,13 @@ class Training:
 
   def _go(self, number: int) -> None:
     self._stopped = number == signal.SIGSTOP
-    for pid in (self._trainer.pid, *self._couriers()):
+    couriers = self._couriers()
+    for pid in (self._trainer.pid, *couriers):
       os.kill(pid, number)
+    if self.apart:
+      for pid in couriers:  # Each began where its trainer is.
+        for task in pathlib.Path(f"/proc/{pid}/task").iterdir():
+          os.sched_setaffinity(int(task.name), {1})
     if self._serving:
       os.kill(self._nursery.pid, number)
     if self._front:
@@ -579,6 +539,9 @@ def main() -> int:
       help="this arm alone, in every other block of steps",
   )  # pyformat: disable
   parser.add_argument(
+      "--apart", action="store_true", help="trainers and monitors have a core each",
+  )  # pyformat: disable
+  parser.add_argument(
       "--silent", type=int, default=-1, help=argparse.SUPPRESS
   )
   parser.add_argument("--play", help=argparse.SUPPRESS)
@@ -594,6 +557,7 @@ def main() -> int:
         pathlib.Path(args.play), args.url, args.steps, args.size, args.silent
     )
   results: dict[str, list[Training]] = {arm: [] for arm in arms}
+  Training.apart = args.apart
   if args.crossover:
     return crossover(args.crossover, args.steps, args.size)
   for turn in range(args.rounds):

@@ -1,8 +1,12 @@
 """A network that loses, repeats and reorders what is sent over it."""
 
 import asyncio
+import contextlib
+import http.client
+import http.server
 import pathlib
 import random
+import threading
 import time
 
 import monitor_faults
@@ -77,6 +81,64 @@ class Troubled:
                   "more_body": True})
       raise ConnectionResetError("in the middle")
     await self._app(scope, again, send)
+
+
+class SlowFront:
+  """Passes requests on to a server and each reply back `delay_s` later.
+
+  Time counts while `running` is set.
+  """
+
+  def __init__(self, port: int):
+    front = self
+    self.delay_s = 1.0
+    self.running = threading.Event()
+    self.running.set()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+      protocol_version = "HTTP/1.1"
+
+      def _pass(self):
+        size = int(self.headers.get("content-length", 0))
+        line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        line.request(
+            self.command, self.path, self.rfile.read(size),
+            {k: v for k, v in self.headers.items() if k.lower() != "host"},
+        )  # pyformat: disable
+        reply = line.getresponse()
+        body = reply.read()
+        line.close()
+        front.wait()
+        self.send_response(reply.status)
+        for name in ("content-type", "retry-after"):
+          if reply.headers[name]:
+            self.send_header(name, reply.headers[name])
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):  # It may have ended.
+          self.wfile.write(body)
+
+      do_GET = do_POST = do_PUT = _pass
+
+      def log_message(self, *args):
+        del args
+
+    self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    self._server.daemon_threads = True
+    self.port = self._server.server_address[1]
+    threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+  def wait(self) -> None:
+    """`delay_s` of the time in which the trainer is not stopped."""
+    waited = 0.0
+    while waited < self.delay_s:
+      self.running.wait()
+      time.sleep(0.02)
+      waited += 0.02
+
+  def close(self) -> None:
+    self._server.shutdown()
+    self._server.server_close()
 
 
 def soak(folder, episodes, share, seed=0) -> dict:
