@@ -227,6 +227,8 @@ class _Worker:
     if self._process.is_alive():
       self._process.kill()
       self._process.join(5.0)
+    # The loop that would be told of its end may have ended before.
+    self.alive = self._process.is_alive()
     self._pipe.close()
 
 

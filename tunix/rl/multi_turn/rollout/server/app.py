@@ -264,8 +264,7 @@ class App:
     """
     news: streams.News = asyncio.Queue()
     session = request.state.session
-    id_ = self._service.known_id(session, key)
-    id_ = id_ or service_lib.new_id(api.PREFIX)
+    id_ = service_lib.new_id(api.PREFIX)
     task = asyncio.ensure_future(
         self._service.complete(
             asked,
@@ -287,6 +286,8 @@ class App:
       raise
     if first is None:
       task.result()  # Or raises what the client is to be told.
+    # By now: of two that came together one is the other's repetition.
+    id_ = self._service.known_id(session, key) or id_
     writer = api.Stream(
         asked, id_, int(time.time()), self._service.policy.decoder
     )
