@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -20,6 +21,7 @@ import synthetic_run
 from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor.client import courier
 from tunix.rl.multi_turn.monitor.client import event_frames
 from tunix.rl.multi_turn.monitor.client import relay as relay_lib
 
@@ -164,6 +166,21 @@ def test_what_cannot_be_is_said_at_once(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(ValueError, match="file"):
     relay_lib.Relay(told("http://127.0.0.1:9", tmp_path / "file"))
+
+
+def test_who_starts_it_by_hand_is_told_what_it_is():
+  ran = subprocess.run(
+      [sys.executable, "-m", "tunix.rl.multi_turn.monitor", "courier"],
+      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=60,
+  )  # pyformat: disable
+  assert ran.returncode == 2
+  assert "monitor.url" in json.loads(ran.stdout)["error"]
+
+
+def test_what_is_logged_there_may_hold_anything(capfd):
+  record = logging.LogRecord("a", 30, "", 0, "odd: \ud800 %s", ("x",), None)
+  courier._Says().emit(record)
+  assert json.loads(capfd.readouterr().out) == {"log": "odd: ? x", "level": 30}
 
 
 def test_the_process_is_small_and_stands_back(server, tmp_path):

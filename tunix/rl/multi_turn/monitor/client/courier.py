@@ -66,7 +66,12 @@ class _Says(logging.Handler):
   """What is logged here is the trainer's to log."""
 
   def emit(self, record: logging.LogRecord) -> None:
-    say(log=self.format(record), level=record.levelno)
+    say(log=_clean(self.format(record)), level=record.levelno)
+
+
+def _clean(text: str) -> str:
+  """What JSON can say: an error may quote a lone surrogate."""
+  return text.encode("utf-8", "replace").decode()
 
 
 _SAYING = threading.Lock()
@@ -102,12 +107,14 @@ def main() -> int:
   logging.getLogger().addHandler(_Says())
   frames = relay.frames(sys.stdin.buffer)
   pixels = _Pixels()
+  kind, body = next(frames, (None, b""))
+  if kind != relay.Kind.BEGIN:
+    say(error="this is a run's own process: see monitor.url and .embedded")
+    return 2
   try:
-    kind, body = next(frames)
-    assert kind == relay.Kind.BEGIN
     observer = _observer(msgpack.unpackb(body), pixels)
   except Exception as error:  # pylint: disable=broad-except
-    say(error=str(error))
+    say(error=_clean(f"{error}" or type(error).__name__))
     return 2
   say(ready=True)
   try:

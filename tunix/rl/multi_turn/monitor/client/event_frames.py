@@ -6,8 +6,8 @@ same types; whatever else somebody put into an episode comes back as the
 nearest plain value, text at last.
 
 Promises: `dump` costs about as much as copying; it fails for nothing but what
-is nested hundreds deep. `load` runs nothing that the bytes name: it builds the types below
-and no others.
+is nested hundreds deep. `load` runs nothing that the bytes name: it builds the
+types below and no others.
 """
 
 from __future__ import annotations
