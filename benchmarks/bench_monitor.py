@@ -1,8 +1,8 @@
 """What the Training Monitor costs a run, and how much its server takes.
 
 Enqueue: what `on_event` takes of the thread that emits, while the way to the
-monitor is at work behind it; targets p50 <= 100 us, p99 <= 1 ms. Once with a server, once
-without one.
+monitor is at work behind it; targets p50 <= 100 us, p99 <= 1 ms. Once with a
+server, once without one.
 
 Server: a process of its own on SQLite with full synchronisation takes batches
 of episodes of 31 rows and 45 kB from several connections. Every answer means a

@@ -3,9 +3,9 @@
 The same seeded synchronous training on the embedded desktop is run as a user
 runs it, each time in a process of its own. `--size quickstart` is what `make
 train` runs (128 episodes a step), some 2.5 seconds each; `--size browser` the
-same with three families of MiniWoB++ pages; `--size small`, of a policy of some thousand
-parameters and 8 episodes a step, shows what the monitor's own work amounts to
-where there is next to no training:
+same with three families of MiniWoB++ pages; `--size small`, of a policy of
+some thousand parameters and 8 episodes a step, shows what the monitor's own
+work amounts to where there is next to no training:
 
   off     without a monitor
   again   without a monitor: what two equal runs differ by, here and now
@@ -15,14 +15,15 @@ where there is next to no training:
   dying   with one that is killed half-way (SIGKILL)
 
 All of them make the same step one after the other, each stopped (SIGSTOP, with
-its courier and its server) while another one makes it, in an order that turns: so that a step
-is compared with the same step without a monitor, made seconds before or after
-it, whatever else the machine does in an hour. Servers have the niceness of the
-one that a run starts for itself. Of a step both the wall time and the CPU time
-of the trainer's process are compared, all its threads, the monitor's own among
-them. Figures are medians of these ratios with 95 % intervals (bootstrap over
-rounds and their steps). The target is a ratio of wall time of 1.01 at most;
-`again` says how far from 1 the machine itself puts it.
+its courier and its server) while another one makes it, in an order that turns:
+so that a step is compared with the same step without a monitor, made seconds
+before or after it, whatever else the machine does in an hour. Servers have the
+niceness of the one that a run starts for itself. Of a step both the wall time
+and the CPU time of the trainer's process are compared, all its threads, the
+monitor's own among them. Figures are medians of these ratios with 95 %
+intervals (bootstrap over rounds and their steps). The target is a ratio of
+wall time of 1.01 at most; `again` says how far from 1 the machine itself puts
+it.
 
 Equal processes differ, too, for as long as they live (`again` may stray from 1
 by some percent). `--crossover on`, or another arm, does without that: two equal
@@ -342,7 +343,8 @@ class Training:
     if self._serving:
       os.kill(self._nursery.pid, number)
     if self._front:
-      (self._front.running.clear if self._stopped else self._front.running.set)()
+      running = self._front.running
+      (running.clear if self._stopped else running.set)()
 
   def _couriers(self) -> list[int]:
     """Processes that the trainer has started."""
@@ -539,7 +541,8 @@ def main() -> int:
       help="this arm alone, in every other block of steps",
   )  # pyformat: disable
   parser.add_argument(
-      "--apart", action="store_true", help="trainers and monitors have a core each",
+      "--apart", action="store_true",
+      help="trainers and monitors have a core each",
   )  # pyformat: disable
   parser.add_argument(
       "--silent", type=int, default=-1, help=argparse.SUPPRESS

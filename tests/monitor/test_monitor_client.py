@@ -16,18 +16,15 @@ import monitor_server
 import numpy as np
 import orjson
 import pytest
-from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import serving
 from tunix.rl.multi_turn.monitor.client import http_rollout_recorder
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import monitor_context as context
 from tunix.rl.multi_turn.monitor.client import monitor_training_hooks as hooks
 from tunix.rl.multi_turn.monitor.client import plain_json
-from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.monitor.client import sender as sender_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.client import transport
-from tunix.rl.multi_turn.monitor.server import app as app_lib
 
 DEAD = "http://127.0.0.1:9"  # Nobody listens there.
 
@@ -533,68 +530,3 @@ def test_the_code_in_the_documentation_runs(server, tmp_path, monkeypatch):
       r"^```json\n(.*?)^```", page.read_text("utf-8"), re.M | re.S
   )
   assert set(server.post(json.loads(body))) > {"rollouts", "turns"}
-
-
-# --- images -----------------------------------------------------------------
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 1000))
-def test_a_png_has_the_pixels(width, height, seed):
-  import io  # pylint: disable=g-import-not-at-top
-
-  from PIL import Image  # pylint: disable=g-import-not-at-top
-
-  rng = np.random.default_rng(seed)
-  pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
-  with Image.open(io.BytesIO(png.encode(pixels))) as image:
-    assert np.array_equal(np.asarray(image.convert("RGB")), pixels)
-
-
-def test_screenshots_are_sent_once_each(server, tmp_path):
-  pixels = np.full((8, 9, 3), 7, np.uint8)
-  sha = images_lib.hash_pixels(pixels)
-  with client_of(server.url, tmp_path / "spool") as client:
-    for _ in range(3):
-      client.sender.put(sender_lib.Made({}, {sha: png.encode(pixels)}))
-      assert client.drain(20)
-    client.sender.put(sender_lib.Made({}, {"0" * 64: png.encode(pixels)}))
-    assert client.drain(20)
-    assert client.sender.counters["dead_letters"] == 1
-  (row,) = server.rows("monitor_screenshot", order="sha256")
-  assert (row["sha256"], row["width"], row["height"]) == (sha, 9, 8)
-
-
-def test_many_screenshots_are_few_requests(server, tmp_path):
-  rng = np.random.default_rng(0)
-  images = {}
-  for n in range(30):  # Noise, 120 kB each: some nine to a request.
-    pixels = rng.integers(0, 256, (200, 200, 3), np.uint8)
-    sha = images_lib.hash_pixels(pixels)
-    images[sha] = png.encode(pixels) if n != 4 else png.encode(pixels[1:])
-  with client_of(server.url, tmp_path / "spool") as client:
-    client.sender.put(sender_lib.Made({}, images))
-    assert client.drain(20)
-    assert client.sender.counters["dead_letters"] == 1
-    assert client.sender.spool.counts()["image"] == 0
-  bad = list(images)[4]
-  stored = {row["sha256"] for row in server.rows("monitor_screenshot", order=1)}
-  assert stored == set(images) - {bad}
-  for sha in stored:
-    assert server.http.get(f"/api/v1/screenshots/{sha}").content == images[sha]
-
-
-def test_a_screenshot_larger_than_the_server_takes_holds_up_none(tmp_path):
-  rng = np.random.default_rng(0)
-  images = {}
-  for size in (8, 100, 9):
-    pixels = rng.integers(0, 256, (size, size, 3), np.uint8)
-    images[images_lib.hash_pixels(pixels)] = png.encode(pixels)
-  limits = app_lib.Limits(screenshot=20_000)
-  with monitor_server.sqlite_server(tmp_path / "s", limits=limits) as server:
-    with client_of(server.url, tmp_path / "spool") as client:
-      client.sender.put(sender_lib.Made({}, images))
-      assert client.drain(20)
-      assert client.sender.counters["dead_letters"] == 1
-    stored = {r["sha256"] for r in server.rows("monitor_screenshot", order=1)}
-    assert stored == {list(images)[0], list(images)[2]}

@@ -245,6 +245,32 @@ def test_a_screenshot_that_is_shown_at_this_moment_stays(server, monkeypatch):
   assert len(calls) == 2 and path.exists()
 
 
+def test_a_screenshot_that_is_about_to_be_shown_stays(server, monkeypatch):
+  """Who asks whether it is there need not bring it, and may rely on that."""
+  asked, path = put_screenshot(server, 1)
+  other, gone = put_screenshot(server, 2)
+  shown = pruning._shown
+  answers = []
+
+  def look_then_ask(connection, wanted, **options):
+    found = shown(connection, wanted, **options)
+    if not answers:
+      connection.rollback()
+      answers.append(
+          server.http.post(
+              "/api/v1/screenshots/missing", json={"sha256": [asked]}
+          ).json()
+      )
+    return found
+
+  monkeypatch.setattr(pruning, "_shown", look_then_ask)
+  assert prune(server).screenshots == 1
+  assert answers == [{"missing": []}]
+  assert path.exists() and not gone.exists()
+  (left,) = server.rows("monitor_screenshot", order=1)
+  assert left["sha256"] == asked != other
+
+
 def test_a_prune_that_was_killed_is_mended_by_the_next(lite):
   sha, path = put_screenshot(lite, 1)
   add_run(lite, "run", shas=(sha,))

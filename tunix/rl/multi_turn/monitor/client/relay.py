@@ -229,7 +229,7 @@ class Relay:
     told = dict(self._told)
     client = told["client"]
     # The one before may not have let its spool go yet.
-    name = f"{client['name']}-{self._starts}" if self._starts else client["name"]
+    name = client["name"] + (f"-{self._starts}" if self._starts else "")
     told["client"] = {**client, "name": name}
     courier = _Courier(told)
     if self._starts and self._published is not None:

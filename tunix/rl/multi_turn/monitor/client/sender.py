@@ -375,9 +375,22 @@ class Sender:
   def _send_some(self, spool: spool_lib.Spool) -> int:
     """Sends the oldest entries and images; returns how many there were."""
     entries = spool.entries(_BATCH_BYTES)
+    failure: transport_lib.TransportError | None = None
+    sent = 0
+    try:  # First: whoever sees an entry looks at its screenshots.
+      through = entries[-1].seq if entries else None
+      while shas := spool.images(through):
+        self._send_images(spool, shas)
+        sent += len(shas)
+        if self._abandon.is_set():
+          break
+    except transport_lib.TransportError as error:
+      failure = error  # Words need not wait for a disk that takes no pictures.
     if entries:
       self._deliver(spool, entries)
-    return len(entries) + self._send_images(spool)
+    if failure is not None:
+      raise failure
+    return len(entries) + sent
 
   def _deliver(
       self, spool: spool_lib.Spool, entries: list[spool_lib.Entry]
@@ -436,10 +449,7 @@ class Sender:
       if error.status not in (400, 404):  # Not told of it yet.
         raise
 
-  def _send_images(self, spool: spool_lib.Spool) -> int:
-    shas = spool.images()
-    if not shas:
-      return 0
+  def _send_images(self, spool: spool_lib.Spool, shas: list[str]) -> None:
     reply = self._transport.post(
         "/api/v1/screenshots/missing", orjson.dumps({"sha256": shas})
     )
@@ -458,7 +468,6 @@ class Sender:
       size += len(image)
     if images and not self._abandon.is_set():
       self._deliver_images(spool, images)
-    return len(shas)
 
   def _deliver_images(
       self, spool: spool_lib.Spool, images: Mapping[str, bytes]

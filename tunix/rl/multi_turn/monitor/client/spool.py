@@ -4,7 +4,8 @@ One SQLite file a process, in WAL mode with full synchronisation, claimed by a
 lock that ends with the process: `claim_orphans` finds those whose owner died.
 
 Promises: what `append` has returned for is on the disk; entries come out in
-the order in which they went in; beyond `max_bytes` nothing more goes in.
+the order in which they went in, and `images` tells which of the images came
+with them; beyond `max_bytes` nothing more goes in.
 Thread-safe, as SQLite is: each thread opens a connection of its own.
 """
 
@@ -25,6 +26,8 @@ _LOG = logging.getLogger(__name__)
 SUFFIX = ".spool"
 DAMAGED = ".damaged"
 """What is put behind the name of a spool that cannot be read."""
+_IMAGES_OF_ENTRY = 20
+"""Bits of an image's number below that of the first entry that it came with."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entry (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL);
@@ -138,12 +141,20 @@ class Spool:
     if self.bytes + size > self._max:
       raise SpoolFull(f"{self.bytes} of {self._max} bytes are taken")
     with self._writing() as db:
+      (entry,) = db.execute(
+          "SELECT 1 + coalesce((SELECT seq FROM sqlite_sequence WHERE name ="
+          " 'entry'), 0)"
+      ).fetchone()
       db.executemany(
           "INSERT INTO entry (body) VALUES (?)", [(b,) for b in bodies]
       )
+      (image,) = db.execute(
+          "SELECT max(?, 1 + coalesce(max(seq), 0)) FROM image",
+          (entry << _IMAGES_OF_ENTRY,),
+      ).fetchone()
       db.executemany(
-          "INSERT OR IGNORE INTO image (sha256, body) VALUES (?, ?)",
-          list(images.items()),
+          "INSERT OR IGNORE INTO image (seq, sha256, body) VALUES (?, ?, ?)",
+          [(image + n, *item) for n, item in enumerate(images.items())],
       )
     with self._lock:
       self.bytes += size
@@ -193,10 +204,17 @@ class Spool:
         "SELECT seq, body, reason FROM dead ORDER BY seq"
     ).fetchall()
 
-  def images(self, most: int = 100) -> list[str]:
-    """Hashes of the oldest images."""
+  def images(self, through: int | None = None, most: int = 100) -> list[str]:
+    """Hashes of the oldest images.
+
+    Args:
+      through: only what came with entries up to this one; None for any.
+      most: how many.
+    """
+    before = -1 if through is None else (through + 1) << _IMAGES_OF_ENTRY
     rows = self._db.execute(
-        "SELECT sha256 FROM image ORDER BY seq LIMIT ?", (most,)
+        "SELECT sha256 FROM image WHERE ? < 0 OR seq < ? ORDER BY seq LIMIT ?",
+        (before, before, most),
     )
     return [row[0] for row in rows.fetchall()]
 

@@ -237,6 +237,14 @@ def _prune_screenshots(
       with runs_lib.writing(engine) as connection:
         # While nobody else writes: has one of them been shown meanwhile?
         again, _ = _shown(connection, set(part), after=last)
+        # Or is somebody about to show one?
+        again |= set(part).difference(
+            connection.scalars(
+                sa.select(s.c.sha256).where(
+                    s.c.sha256.in_(part), s.c.created_at <= before
+                )
+            )
+        )
         for sha in again:
           outcome.screenshots -= 1
           outcome.bytes -= rows[sha].num_bytes

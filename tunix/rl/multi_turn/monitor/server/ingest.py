@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import datetime
 from typing import Callable
 
 import orjson
@@ -28,6 +29,8 @@ from tunix.rl.multi_turn.monitor.server import writer as writer_lib
 
 _INLINE_BYTES = 512 << 10
 _MOST_DECODING = 4
+_OLD = datetime.timedelta(minutes=15)
+"""From here on it matters to a prune whether a screenshot is shown."""
 
 Request = starlette_requests.Request
 Response = responses.Response
@@ -115,19 +118,31 @@ class Ingest:
       ) from None
     for sha in shas:
       screenshots.check_sha(str(sha))
-    missing = await concurrency.run_in_threadpool(self._absent, shas)
+    missing, old = await concurrency.run_in_threadpool(self._absent, shas)
+    if old:
+      # What asks is about to show them: young again, they are safe from a
+      # prune until it has.
+      time = writer_lib.now()
+      kept = await writer_lib.durable(
+          self._writer.run(lambda t: screenshots.renew(t.sql, old, time))
+      )
+      missing += [sha for sha in old if sha not in kept]
     return http_io.json_answer({"missing": missing})
 
-  def _absent(self, shas: list[str]) -> list[str]:
-    """Those of these screenshots that are not here, file and all."""
+  def _absent(self, shas: list[str]) -> tuple[list[str], list[str]]:
+    """Of these screenshots: not here, file and all; here for long."""
     known = self._queries.known_screenshots(shas)
-    return [
-        sha
-        for sha in dict.fromkeys(shas)
-        if sha not in known or not self._files.path(
-            sha, known[sha]
-        ).exists()
-    ]  # pyformat: disable
+    before = datetime.datetime.now(datetime.timezone.utc) - _OLD
+    before = before.replace(tzinfo=None)
+    absent: list[str] = []
+    old: list[str] = []
+    for sha in dict.fromkeys(shas):
+      row = known.get(sha)
+      if row is None or not self._files.path(sha, row.media_type).exists():
+        absent.append(sha)
+      elif row.created_at < before:
+        old.append(sha)
+    return absent, old
 
   async def _put_screenshot(
       self, request: Request, who: access_lib.Principal
@@ -177,5 +192,5 @@ class Ingest:
       self, images: list[tuple[str, bytes]]
   ) -> tuple[list[screenshots.Stored], dict[str, str]]:
     given = dict(images)
-    absent = self._absent(list(given))
+    absent, _ = self._absent(list(given))
     return self._files.store_all([(sha, given[sha]) for sha in absent])

@@ -302,12 +302,14 @@ class Queries:
       ).one_or_none()
     return None if row is None else _json(row)
 
-  def known_screenshots(self, shas: Sequence[str]) -> dict[str, str]:
-    """Hash -> media type, of those of these that are known."""
+  def known_screenshots(self, shas: Sequence[str]) -> dict[str, sa.Row]:
+    """Hash -> (media_type, created_at), of those of these that are known."""
     s = tables.screenshot
-    query = sa.select(s.c.sha256, s.c.media_type).where(s.c.sha256.in_(shas))
+    query = sa.select(s.c.sha256, s.c.media_type, s.c.created_at).where(
+        s.c.sha256.in_(shas)
+    )
     with database.reading(self._engine) as connection:
-      return {row.sha256: row.media_type for row in connection.execute(query)}
+      return {row.sha256: row for row in connection.execute(query)}
 
   def ready(self) -> None:
     """Raises what a database that cannot be read raises."""

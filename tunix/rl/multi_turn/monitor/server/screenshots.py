@@ -36,6 +36,20 @@ UPSERT = statements.upsert(
 """Of a row: a `Stored`'s fields, and when."""
 
 
+def renew(
+    sql: statements.Sql, shas: Sequence[str], time: str
+) -> set[str]:
+  """Those of these that are known; they count as stored at this time."""
+  sql.many(
+      "UPDATE monitor_screenshot SET created_at = ? WHERE sha256 = ?",
+      [(time, sha) for sha in shas],
+  )
+  rows = sql.among(
+      "SELECT sha256 FROM monitor_screenshot WHERE sha256 {among}", (), shas
+  )
+  return {sha for sha, in rows}
+
+
 class Stored(NamedTuple):
   """A screenshot that is on the disk; width and height in pixels."""
 
