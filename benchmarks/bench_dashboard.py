@@ -32,12 +32,12 @@ from starlette import routing
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import serving
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
+from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor.dashboard import pages as pages_lib
 from tunix.rl.multi_turn.monitor.dashboard import run_pages
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import triggers
 from tunix.rl.multi_turn.monitor.server import access
-from tunix.rl.multi_turn.monitor.server import app as app_lib
 
 RUNS, GROUPS, SIZE, TURNS, TASKS, SCREENS = 4, 8, 8, 10, 500, 64
 EVALS, EVAL_ROLLOUTS = 12, 500

@@ -97,7 +97,7 @@ SERVER = """
 import logging, os
 logging.disable()  # It is all trouble, and meant.
 from tunix.rl.multi_turn import run_monitor
-from tunix.rl.multi_turn.monitor.server import serve
+from tunix.rl.multi_turn.monitor import serve
 def run(given):
   os.nice(run_monitor.NICENESS)
   if given[3] == "True":

@@ -175,7 +175,7 @@ class Nursery:
 SERVER = """
 import logging
 logging.disable()  # It is all trouble, and meant.
-from tunix.rl.multi_turn.monitor.server import serve
+from tunix.rl.multi_turn.monitor import serve
 def run(given):
   serve.main(["serve", "--database", given[0], "--files", given[1], "--port",
               given[2]])

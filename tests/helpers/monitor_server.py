@@ -9,9 +9,9 @@ import numpy as np
 from PIL import Image
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.server import access
-from tunix.rl.multi_turn.monitor.server import app as app_lib
 
 
 class Stored:

@@ -8,13 +8,13 @@ import monitor_databases
 import monitor_server
 import pytest
 import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor import serve
 from tunix.rl.multi_turn.monitor.maintenance import archive
 from tunix.rl.multi_turn.monitor.maintenance import exporting
 from tunix.rl.multi_turn.monitor.maintenance import importing
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
-from tunix.rl.multi_turn.monitor.server import serve
 
 base, episode, joined = (
     monitor_server.base, monitor_server.episode, monitor_server.joined,

@@ -14,11 +14,11 @@ from PIL import Image
 import pytest
 from starlette import routing
 from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.monitor import app as app_lib
+from tunix.rl.multi_turn.monitor import serve
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.server import access
-from tunix.rl.multi_turn.monitor.server import app as app_lib
 from tunix.rl.multi_turn.monitor.server import connections
-from tunix.rl.multi_turn.monitor.server import serve
 
 pytestmark = pytest.mark.timeout(400)
 MARK = "only-for-project-A"

@@ -12,12 +12,12 @@ import time
 import httpx
 import monitor_server
 import pytest
+from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import sender as sender_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.server import access
-from tunix.rl.multi_turn.monitor.server import app as app_lib
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items
 

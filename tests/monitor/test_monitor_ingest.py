@@ -8,8 +8,8 @@ import sqlite3
 import monitor_server
 import pytest
 import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor.schema import progress
-from tunix.rl.multi_turn.monitor.server import app as app_lib
 from tunix.rl.multi_turn.monitor.server import apply
 
 base, episode, joined = (

@@ -13,10 +13,10 @@ import httpx
 import monitor_server
 from PIL import Image
 import pytest
+from tunix.rl.multi_turn.monitor import serve
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import access
-from tunix.rl.multi_turn.monitor.server import serve
 
 base, episode, joined = (
     monitor_server.base, monitor_server.episode, monitor_server.joined,

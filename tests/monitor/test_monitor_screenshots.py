@@ -13,11 +13,11 @@ from PIL import Image
 import pytest
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.monitor.client import sender as sender_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
-from tunix.rl.multi_turn.monitor.server import app as app_lib
 
 DEAD = "http://127.0.0.1:9"  # Nobody listens there.
 

@@ -11,13 +11,13 @@ import time
 import monitor_server
 import pytest
 import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor import serve
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.maintenance import doctor
 from tunix.rl.multi_turn.monitor.maintenance import pruning
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
-from tunix.rl.multi_turn.monitor.server import serve
 
 episode, joined = monitor_server.episode, monitor_server.joined
 LEAVES = ("turn", "action", "obs", "validation", "environment")

@@ -1,4 +1,4 @@
-"""`python -m tunix.rl.multi_turn.monitor`; see `server.serve`.
+"""`python -m tunix.rl.multi_turn.monitor`; see `serve`.
 
 `courier` as its only word is no command of a user's: see `client.courier`.
 
@@ -28,7 +28,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["courier"]:
       from tunix.rl.multi_turn.monitor.client import courier as program
     else:
-      from tunix.rl.multi_turn.monitor.server import serve as program
+      from tunix.rl.multi_turn.monitor import serve as program
   except ImportError as error:
     print(
         f"error: {error}; pip install 'tunix-multi-turn[monitor]'",

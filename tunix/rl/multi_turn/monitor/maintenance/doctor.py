@@ -17,7 +17,6 @@ from typing import Callable, Iterator, Sequence
 import orjson
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
-from tunix.rl.multi_turn.monitor.dashboard import thumbnails
 from tunix.rl.multi_turn.monitor.maintenance import exporting
 from tunix.rl.multi_turn.monitor.maintenance import pruning
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
@@ -26,6 +25,7 @@ from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import items
 from tunix.rl.multi_turn.monitor.server import screenshots
+from tunix.rl.multi_turn.monitor.server import thumbnails
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 _SILENT_S = 3600.0

@@ -16,11 +16,11 @@ import time
 from typing import Iterable
 
 import sqlalchemy as sa
-from tunix.rl.multi_turn.monitor.dashboard import thumbnails
 from tunix.rl.multi_turn.monitor.maintenance import exporting
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import screenshots
+from tunix.rl.multi_turn.monitor.server import thumbnails
 
 _BATCH = 500
 _GRACE_S = 3600.0

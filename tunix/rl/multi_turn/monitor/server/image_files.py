@@ -12,12 +12,12 @@ from typing import Callable
 from starlette import concurrency
 from starlette import requests as starlette_requests
 from starlette import responses
-from tunix.rl.multi_turn.monitor.dashboard import thumbnails as thumbnails_lib
 from tunix.rl.multi_turn.monitor.server import access as access_lib
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import http_io
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import screenshots
+from tunix.rl.multi_turn.monitor.server import thumbnails as thumbnails_lib
 
 _IMMUTABLE = {"cache-control": "private, max-age=31536000, immutable"}
 _VIDEOS = {".mp4": "video/mp4", ".webm": "video/webm"}

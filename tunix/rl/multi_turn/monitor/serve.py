@@ -15,10 +15,10 @@ import threading
 from typing import Sequence
 
 from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor.maintenance import commands as maintenance
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.server import access as access_lib
-from tunix.rl.multi_turn.monitor.server import app as app_lib
 from tunix.rl.multi_turn.monitor.server import connections
 import uvicorn
 

@@ -33,7 +33,6 @@ from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import health_page
 from tunix.rl.multi_turn.monitor.dashboard import pages as pages_lib
 from tunix.rl.multi_turn.monitor.dashboard import site as site_lib
-from tunix.rl.multi_turn.monitor.dashboard import thumbnails as thumbnails_lib
 from tunix.rl.multi_turn.monitor.dashboard import token_text
 from tunix.rl.multi_turn.monitor.server import access as access_lib
 from tunix.rl.multi_turn.monitor.server import elder
@@ -47,6 +46,7 @@ from tunix.rl.multi_turn.monitor.server import openapi
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import reading
 from tunix.rl.multi_turn.monitor.server import screenshots
+from tunix.rl.multi_turn.monitor.server import thumbnails as thumbnails_lib
 from tunix.rl.multi_turn.monitor.server import writer as writer_lib
 
 _LOG = logging.getLogger(__name__)
