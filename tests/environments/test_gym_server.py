@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import json
 import os
@@ -386,8 +387,8 @@ def test_the_command_serves_what_a_file_lists(tmp_path):
 # --- misbehaving gyms ---------------------------------------------------------
 
 
-@pytest.fixture(name="naughty")
-def _naughty():
+@contextlib.contextmanager
+def serving_naughty(lease):
   families = (
       "ok", "fail-start", "hang-start", "slow-start", "fail-step",
       "hang-step", "garbage-step", "nan-score", "fail-close",
@@ -395,8 +396,14 @@ def _naughty():
   Naughty.open_now = Naughty.closed = Naughty.starts = 0
   with gym_servers.serving(
       gym_servers.naughty(*families), gym_servers.desktop(),
-      start=0.8, step=0.5, evaluate=0.5, close=1.0, lease=2.0,
+      start=3.0, step=0.5, evaluate=0.5, close=1.0, lease=lease,
   ) as found:  # pyformat: disable
+    yield found
+
+
+@pytest.fixture(name="naughty")
+def _naughty():
+  with serving_naughty(lease=30.0) as found:
     yield found
 
 
@@ -470,24 +477,24 @@ async def test_a_gym_that_will_not_close_gives_its_place_back(naughty):
     assert app.store.open == 0
 
 
-async def test_executions_of_a_client_that_vanished_are_closed(naughty):
-  url, app = naughty
-  async with httpx.AsyncClient(base_url=url + "/api/v1", timeout=30) as http:
-    for _ in range(5):
-      await http.post("/naughty/tasks/ok-train-0")
-    kept = (await http.post("/desktop/tasks/001")).json()["execution_id"]
-    assert app.store.open == 6
-    began = time.monotonic()
-    while app.store.open > 1:
-      assert time.monotonic() - began < 20
-      await http.post(f"/desktop/executions/{kept}/heartbeat")
-      await asyncio.sleep(0.1)
-    assert Naughty.open_now == 0 and Naughty.closed == 5
-    metrics = (await http.get("/metrics".join([url, ""]))).text
-    assert 'gym_executions_ended_total{code="lease_expired"} 5.0' in metrics
-    assert "gym_executions_open 1" in metrics
-    alive = await http.get(f"/desktop/executions/{kept}")
-    assert alive.json()["status"] == "running"
+async def test_executions_of_a_client_that_vanished_are_closed():
+  with serving_naughty(lease=2.0) as (url, app):
+    async with httpx.AsyncClient(base_url=url + "/api/v1", timeout=30) as http:
+      for _ in range(5):
+        await http.post("/naughty/tasks/ok-train-0")
+      kept = (await http.post("/desktop/tasks/001")).json()["execution_id"]
+      assert app.store.open == 6
+      began = time.monotonic()
+      while app.store.open > 1:
+        assert time.monotonic() - began < 20
+        await http.post(f"/desktop/executions/{kept}/heartbeat")
+        await asyncio.sleep(0.1)
+      assert Naughty.open_now == 0 and Naughty.closed == 5
+      metrics = (await http.get("/metrics".join([url, ""]))).text
+      assert 'gym_executions_ended_total{code="lease_expired"} 5.0' in metrics
+      assert "gym_executions_open 1" in metrics
+      alive = await http.get(f"/desktop/executions/{kept}")
+      assert alive.json()["status"] == "running"
 
 
 async def test_a_full_server_says_when_to_come_again():
