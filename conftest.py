@@ -3,6 +3,9 @@
 import os
 import pathlib
 
+import hypothesis
+import pytest
+
 _HERE = pathlib.Path(__file__).resolve().parent
 
 # Before anything imports JAX. An explicit choice of the caller wins.
@@ -14,6 +17,20 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+# How long an example takes says how busy the machine is, not what is wrong. Of
+# what is loaded already, as by Hypothesis in CI, the rest stays as it is; and
+# tests that have settings of their own begin with these.
+hypothesis.settings.register_profile(
+    "any_machine",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("any_machine")
+
+SLOW_S = 600
+"""Limit of a slow test that names none, its fixtures included."""
 
 
 def _extend_tunix() -> None:
@@ -29,6 +46,14 @@ _extend_tunix()
 
 
 def pytest_collection_modifyitems(items) -> None:
-  """Files with slow tests come first: begun last, one would run alone."""
+  """Gives slow tests time, and puts their files first.
+
+  Begun last, one of them would run alone.
+  """
   slow = {item.path for item in items if item.get_closest_marker("slow")}
+  for item in items:
+    if item.get_closest_marker("slow") and not item.get_closest_marker(
+        "timeout"
+    ):
+      item.add_marker(pytest.mark.timeout(SLOW_S))
   items.sort(key=lambda item: item.path not in slow)

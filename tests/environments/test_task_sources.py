@@ -53,7 +53,10 @@ def test_the_split_is_seeded_complete_and_without_overlap(path):
 
 @hypothesis.settings(
     max_examples=60, deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+    suppress_health_check=[
+        hypothesis.HealthCheck.function_scoped_fixture,
+        hypothesis.HealthCheck.too_slow,
+    ],
 )  # pyformat: disable
 @hypothesis.given(
     seed=st.integers(0, 99),
