@@ -24,7 +24,7 @@ import pytest
 import small_runs
 
 pytestmark = [
-    pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(900),
+    pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(1800),
 ]  # pyformat: disable
 RUN = (
     *small_runs.SMALL, small_runs.NANO, "warm_start.source=none",
@@ -42,6 +42,7 @@ class Walker:
 
   def __init__(self, context, url, folder):
     self.tab = chromium.Tab(context, url)
+    self.tab.page.set_default_timeout(120_000)  # A trainer has the machine.
     self.url, self.folder = url, folder
     self.bad = []
     self.seen = collections.Counter()  # Kind of a link -> visits.

@@ -192,7 +192,7 @@ def test_a_hanging_environment_is_left_and_replaced():
   Hanging.made.clear()
 
   async def body():
-    gym = gymnasium_gym.GymnasiumGym(Hanging, KEYS, timeout=0.2)
+    gym = gymnasium_gym.GymnasiumGym(Hanging, KEYS, timeout=2.0)
     await gym.start(TASK)
     ticks = 0
 
@@ -203,7 +203,7 @@ def test_a_hanging_environment_is_left_and_replaced():
         await asyncio.sleep(0.01)
 
     ticking = asyncio.create_task(tick())
-    with pytest.raises(TimeoutError, match="timeout=0.2"):
+    with pytest.raises(TimeoutError, match="timeout=2.0"):
       await gym.act(key("right"))
     ticking.cancel()
     assert ticks >= 3  # the loop ran on
@@ -259,7 +259,7 @@ def test_threads_of_hanging_environments_are_bounded(monkeypatch):
 
   async def body():
     await none_abandoned()
-    gym = gymnasium_gym.GymnasiumGym(Hangs, KEYS, timeout=0.05)
+    gym = gymnasium_gym.GymnasiumGym(Hangs, KEYS, timeout=1.0)
     for lost in (1, 2):
       await gym.start(TASK)
       with pytest.raises(TimeoutError):
