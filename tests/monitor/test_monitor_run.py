@@ -226,8 +226,8 @@ def test_the_embedded_server_ends_with_its_owner_however_that_ends(tmp_path):
   pid, url = owner.stdout.readline().split()
   import httpx  # pylint: disable=g-import-not-at-top
 
-  assert httpx.get(f"{url}/health", timeout=10).status_code == 200
-  assert "<html" in httpx.get(url, timeout=30).text
+  assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+  assert "<html" in httpx.get(url, timeout=60).text
   mapped = pathlib.Path(f"/proc/{pid}/maps").read_text()
   assert "sqlite" in mapped and "jaxlib" not in mapped
   # Ctrl-C is not for it, and it has the CPU that its owner leaves: of that

@@ -53,8 +53,8 @@ class TestWorkerPool:
 
     async def both():
       return await asyncio.gather(
-        pool.arun(gate.wait, SHORT),
-        pool.arun(lambda: "in time", SHORT),
+        pool.arun(gate.wait, 2.5),
+        pool.arun(lambda: "in time", 1.5),
         return_exceptions=True,
       )
 

@@ -217,8 +217,11 @@ class TestRequest:
     assert request.state is State.FAILED and tool.count("release") == 1
 
   def test_cancelled_among_the_rewards_releases_everything(self):
+    judging = asyncio.Event()
+
     class SlowToJudge(RecordingTool):
       async def calc_reward(self, instance_id, **kwargs):
+        judging.set()
         await asyncio.sleep(60)
 
       async def release(self, instance_id, **kwargs):
@@ -232,7 +235,7 @@ class TestRequest:
       task = asyncio.create_task(
         request_lib.run_request(request, scripted(("done", "stop")), tools_)
       )
-      await asyncio.sleep(0.02)
+      await asyncio.wait_for(judging.wait(), 20)
       task.cancel()
       await asyncio.sleep(0)
       task.cancel()  # Not even a second one stops the releases.

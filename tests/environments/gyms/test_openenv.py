@@ -439,8 +439,9 @@ async def test_what_an_environment_has_not_is_told_and_not_sent():
     ],
 )  # pyformat: disable
 async def test_a_wrong_answer_is_a_typed_error(answer, kind, words):
+  start_s = 1.0 if answer is None else 20
   async with answering(answer) as (url, _):
-    far = openenv.OpenEnvGym(url, timeouts={"start": 0.4, "close": 0.2})
+    far = openenv.OpenEnvGym(url, timeouts={"start": start_s, "close": 0.2})
     with pytest.raises(kind, match=words) as caught:
       await far.start(base.Task("t", "f"))
     assert type(caught.value) is kind

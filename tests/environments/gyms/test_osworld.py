@@ -307,6 +307,7 @@ async def test_a_machine_has_one_episode_at_a_time(machine):
   with pytest.raises(osworld.OSWorldError, match="became free"):
     await second.start(task())
   await first.close()
+  second._start_s = 60.0  # It resets the machine, too.
   await second.start(task())
   await second.close()
 

@@ -288,7 +288,7 @@ async def test_a_server_that_hangs_is_ended_at_the_deadline(room):
     os.kill(pid, signal.SIGSTOP)
   with pytest.raises(concurrency.DeadlineExceeded, match="xdesktop"):
     await gym.act(Action(Kind.MOVE, x=5, y=5))
-  for _ in range(400):
+  for _ in range(3000):
     if not desktop.room.path.exists():
       break
     await asyncio.sleep(0.02)

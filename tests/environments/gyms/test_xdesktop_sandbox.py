@@ -55,7 +55,7 @@ def said(room, *command: str) -> str:
   done = f"{room.inside_tmp}/done"
   text = 'out="$1"; shift; "$@" > "$out" 2>&1; echo ok > "$out.ok"'
   room.run(("sh", "-c", text, "sh", done, *command), log="command.log")
-  for _ in range(500):
+  for _ in range(3000):
     if (room.tmp / "done.ok").exists():
       found = (room.tmp / "done").read_text(errors="replace")
       (room.tmp / "done.ok").unlink()
