@@ -240,6 +240,7 @@ def wait_for_steps(process, directory: pathlib.Path, steps: int) -> None:
   pytest.fail(f"no {steps} steps: {process.communicate()[0]}")
 
 
+@pytest.mark.timeout(700)
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_trains_on_no_group_twice(tmp_path):
   """C8: SIGKILL, then resume, with groups kept on disk."""
@@ -272,6 +273,7 @@ def test_a_killed_run_goes_on_and_trains_on_no_group_twice(tmp_path):
   assert known[: 2 * goal] == list(range(2 * goal))
 
 
+@pytest.mark.timeout(700)
 @pytest.mark.slow
 def test_a_run_on_a_mesh_of_two_devices(tmp_path):
   """The same command over data- and over weight-sharding devices."""
@@ -366,12 +368,13 @@ def test_dry_run_shows_shapes_and_makes_nothing(tmp_path, capsys):
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.timeout(600)
 def test_interrupt_saves_and_says_how_to_resume(tmp_path):
   process = start(tmp_path, "name=i", "steps=100000")
   wait_for_steps(process, tmp_path / "i", 2)
   try:
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=240)
   finally:
     process.kill()
   assert process.returncode == 130, said

@@ -1,6 +1,7 @@
 """Training on agents that have a loop of their own."""
 
 import asyncio
+import dataclasses
 import json
 import pathlib
 import sys
@@ -33,7 +34,7 @@ def _paths():
   sys.path.insert(0, EXAMPLES)
   try:
     with two_paths.Both(
-        "rollout.agent=openai_agent:play", "collect.model_timeout_s=5"
+        "rollout.agent=openai_agent:play", "collect.model_timeout_s=20"
     ) as paths:
       yield paths
   finally:
@@ -128,6 +129,13 @@ def test_an_agent_that_fails_ends_its_episode_and_no_other(
     finally:
       ended.append(fault)
 
+  if fault == "hangs":
+    collect = dataclasses.replace(
+        paths.config.collect, model_timeout_s=5.0
+    )
+    monkeypatch.setattr(
+        paths, "config", dataclasses.replace(paths.config, collect=collect)
+    )
   if fault == "goes on":  # Never told when to stop, it is cancelled.
     monkeypatch.setattr(agent_session, "_GRACE_S", 0.05)
   episodes = episodes_of(paths, monkeypatch, play)
