@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import threading
 import time
 
 from flax import nnx
@@ -62,6 +63,20 @@ def slow_down(engine, seconds):
     return decode(*args, **options)
 
   engine._programs.decode = slow  # pylint: disable=protected-access
+
+
+def hold_up(engine):
+  """(set once a decode call has begun, lets them all go on)."""
+  begun, go = threading.Event(), threading.Event()
+  decode = engine._programs.decode  # pylint: disable=protected-access
+
+  def held(*args, **options):
+    begun.set()
+    assert go.wait(100)
+    return decode(*args, **options)
+
+  engine._programs.decode = held  # pylint: disable=protected-access
+  return begun, go
 
 
 async def until(condition, seconds=100.0):

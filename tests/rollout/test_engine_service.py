@@ -3,6 +3,7 @@
 import asyncio
 import threading
 
+from engine_service import hold_up
 from engine_service import make_fixture  # noqa: F401
 from engine_service import model_fixture  # noqa: F401
 from engine_service import PROMPT
@@ -312,28 +313,32 @@ async def test_nobody_waits_for_a_pause_or_an_update(make, model):
   """Their futures may be cancelled at any time."""
   engine = make()
   done = await engine.generate(PROMPT, Sampling(3), session="a")
-  slow_down(engine, 0.2)
+  begun, go = hold_up(engine)
   running = asyncio.ensure_future(
       engine.generate(PROMPT, Sampling(20), session="b")
   )
-  await until(lambda: engine.stats()["active"])
+  await until(begun.is_set)
   for future in (engine.pause(), engine.update_weights(1, model)):
     assert future.cancel()
   engine.resume()
+  go.set()
   assert len((await asyncio.wait_for(running, 60)).tokens)
   assert len(done.tokens) and engine.healthy
 
 
 async def test_close_ends_requests_beside_cancelled_futures(make, model):
   engine = make()
-  slow_down(engine, 0.3)
+  begun, go = hold_up(engine)
   running = asyncio.ensure_future(
       engine.generate(PROMPT, Sampling(20), session="a")
   )
-  await until(lambda: engine.stats()["active"])
-  engine.update_weights(1, model).cancel()
+  await until(begun.is_set)
+  assert engine.update_weights(1, model).cancel()
   waiting = engine.pause()
-  await asyncio.to_thread(engine.close)
+  closing = asyncio.ensure_future(asyncio.to_thread(engine.close))
+  await until(lambda: not engine.healthy)
+  go.set()
+  await closing
   with pytest.raises(engine_lib.EngineError, match="closed"):
     await asyncio.wait_for(running, 60)
   with pytest.raises(engine_lib.EngineError, match="closed"):
