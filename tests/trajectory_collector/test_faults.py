@@ -14,10 +14,13 @@ from tunix.rl.multi_turn import trajectory_collector as tc
 
 pytestmark = pytest.mark.timeout(240)
 Status = trajectory_lib.TrajectoryStatus
-
-SHORT = tc.Deadlines(reset=0.3, model=0.3, step=0.3, reward=0.3, close=0.3)
 LONGER = tc.Deadlines(reset=4.0, model=4.0, step=4.0, reward=4.0, close=4.0)
 PATIENT = tc.Deadlines(reset=20, model=20, step=20, reward=20, close=20)
+
+
+def soon(stage):
+  """Deadlines that give up this stage soon, as it hangs, and no other."""
+  return dataclasses.replace(PATIENT, **{stage: 0.3})
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def runner():
 
 def run(agent, env, model=fakes.say_x, reward=None, *, runner, **kwargs):
   recorder = fakes.Recorder()
-  kwargs.setdefault("deadlines", SHORT)
+  kwargs.setdefault("deadlines", PATIENT)
 
   async def main():
     result = await tc.TrajectoryCollectEngine(
@@ -61,12 +64,10 @@ def run(agent, env, model=fakes.say_x, reward=None, *, runner, **kwargs):
 )
 def test_environment_faults(env_type, stage, fault, status, kind, runner):
   env = env_type(faults={stage: fault})
-  # Only what hangs is given up soon.
-  soon = {stage: 0.3} if fault == "hang" else {}
+  deadlines = soon(stage) if fault == "hang" else PATIENT
   result, faults = run(
-      fakes.ListAgent(), env, runner=runner,
-      deadlines=dataclasses.replace(PATIENT, **soon),
-  )  # pyformat: disable
+      fakes.ListAgent(), env, runner=runner, deadlines=deadlines
+  )
   assert result.status is status
   assert kind in [f.kind for f in faults]
   assert {f.trajectory_id for f in faults} == {result.trajectory_id}
@@ -100,7 +101,10 @@ async def _raise(*args):
 )
 def test_model_faults(model, status, kind, runner):
   env = fakes.ScriptEnv()
-  result, faults = run(fakes.ListAgent(), env, model, runner=runner)
+  deadlines = soon("model") if model is _hang else PATIENT
+  result, faults = run(
+      fakes.ListAgent(), env, model, runner=runner, deadlines=deadlines
+  )
   assert result.status is status
   assert result.error.startswith(kind)
   assert [f.stage for f in faults] == ["model"]
@@ -122,11 +126,14 @@ async def _nan(trajectory):
 )
 def test_reward_faults(reward, status, kind, runner):
   env = fakes.ScriptEnv()
+  deadlines = soon("reward") if reward is _hang else PATIENT
   if reward is _hang:
     reward = lambda trajectory: _hang()
   if reward is _raise:
     reward = lambda trajectory: _raise()
-  result, _ = run(fakes.ListAgent(), env, reward=reward, runner=runner)
+  result, _ = run(
+      fakes.ListAgent(), env, reward=reward, runner=runner, deadlines=deadlines
+  )
   assert result.status is status
   assert result.error.startswith(kind)
   assert env.closed == 1
@@ -141,7 +148,10 @@ def test_a_verdict_that_hangs_is_contained(runner):
       await asyncio.sleep(3600)
 
   env = Env((0.0,) * 5)
-  result, _ = run(fakes.ListAgent(), env, runner=runner, max_steps=2)
+  result, _ = run(
+      fakes.ListAgent(), env, runner=runner, max_steps=2,
+      deadlines=soon("reward"),
+  )  # pyformat: disable
   assert result.status is Status.TIMEOUT
   assert result.error.startswith("RewardTimeout")
   assert env.closed == 1
@@ -193,7 +203,9 @@ def test_turn_timeout(runner):
 def test_a_hanging_inline_environment_is_cancelled(runner):
   env = fakes.ScriptEnv(faults={"step": "hang"})
   env.runs_inline = True
-  result, _ = run(fakes.ListAgent(), env, runner=runner)
+  result, _ = run(
+      fakes.ListAgent(), env, runner=runner, deadlines=soon("step")
+  )
   assert result.error.startswith("EnvStepTimeout")
   assert env.closed == 1
 
@@ -271,7 +283,9 @@ def test_an_async_agent_that_hangs(method, limits, error, runner):
 
 def test_close_never_runs_beside_a_stuck_step(runner):
   env = fakes.SyncScriptEnv(faults={"step": "hang"})
-  result, faults = run(fakes.ListAgent(), env, runner=runner)
+  result, faults = run(
+      fakes.ListAgent(), env, runner=runner, deadlines=soon("step")
+  )
   assert result.status is Status.TIMEOUT
   assert result.metrics["quarantined"] == 1
   assert "Quarantined" in [f.kind for f in faults]
@@ -288,8 +302,9 @@ def test_close_follows_a_stuck_step_while_the_loop_lives(runner):
 
   async def main():
     result = await tc.TrajectoryCollectEngine(
-        fakes.ListAgent(), env, fakes.say_x, deadlines=SHORT, runner=runner
-    ).collect()
+        fakes.ListAgent(), env, fakes.say_x, deadlines=soon("step"),
+        runner=runner,
+    ).collect()  # pyformat: disable
     assert env.closed == 0
     env.release.set()
     while not env.closed or len(asyncio.all_tasks()) > 2:
@@ -320,8 +335,9 @@ def test_a_coroutine_that_refuses_to_be_cancelled_is_left(runner):
 
   async def main():
     result = await tc.TrajectoryCollectEngine(
-        fakes.ListAgent(), env, fakes.say_x, deadlines=SHORT, runner=runner
-    ).collect()
+        fakes.ListAgent(), env, fakes.say_x, deadlines=soon("step"),
+        runner=runner,
+    ).collect()  # pyformat: disable
     assert env.closed == 0 and len(runner.stuck) == 1
     env.stop = True
     while not env.closed or len(asyncio.all_tasks()) > 2:
@@ -435,11 +451,11 @@ def test_waiting_for_a_thread_does_not_count_as_running(runner):
   done = []
 
   def work(i):
-    threading.Event().wait(0.2)
+    threading.Event().wait(0.4)
     done.append(i)
 
   async def main():
-    await asyncio.gather(*(runner.call(work, i, limit=1.0) for i in range(8)))
+    await asyncio.gather(*(runner.call(work, i, limit=2.0) for i in range(8)))
 
   asyncio.run(main())
   assert done == list(range(8))
