@@ -396,7 +396,7 @@ def serving_naughty(lease):
   Naughty.open_now = Naughty.closed = Naughty.starts = 0
   with gym_servers.serving(
       gym_servers.naughty(*families), gym_servers.desktop(),
-      start=3.0, step=0.5, evaluate=0.5, close=1.0, lease=lease,
+      start=3.0, step=2.0, evaluate=2.0, close=1.0, lease=lease,
   ) as found:  # pyformat: disable
     yield found
 

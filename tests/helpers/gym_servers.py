@@ -45,7 +45,7 @@ class NaughtyGym:
     if self._family == "fail-step":
       raise ValueError("the window is gone")
     if self._family == "hang-step":
-      time.sleep(1.5)
+      time.sleep(4.0)
     if self._family == "garbage-step":
       return "garbage"
     return self._show()
