@@ -435,12 +435,14 @@ def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
 
   monkeypatch.setattr(cloning, "clone", not_again)
   (directory / "checkpoints").unlink()
+  (directory / "cloning" / "2").mkdir(parents=True)  # No time to remove it.
   status = train.main([
       f"resume={directory}", "algorithm.kl_coef=0.1",
       "learner.skip_zero_advantage=false",
   ])  # pyformat: disable
   assert status == 0
   assert not (directory / "traceback.txt").exists()
+  assert not (directory / "cloning").exists()
   (step,) = small_runs.metrics_of(directory)
   # Before its first update the policy is the one it is held to.
   assert step["kl"] == pytest.approx(0.0, abs=1e-6)

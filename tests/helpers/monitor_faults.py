@@ -372,6 +372,7 @@ def clock(folder, episodes=12, seed=0) -> dict:
   from tunix.rl.multi_turn import images as images_lib  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.monitor.client import ingest_client  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.monitor.client import observer as observer_lib  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.monitor.client import png  # pylint: disable=g-import-not-at-top
 
   faults, chance = _faults(), random.Random(seed)
   store, wrong, said = images_lib.ImageStore(), [], []
@@ -385,7 +386,7 @@ def clock(folder, episodes=12, seed=0) -> dict:
         client, observer_lib.RunIdentity("T"),
         {"model_name": "m", "group_size": 1, "groups_per_batch": 1,
          "total_steps": episodes},
-        image_store=store, close_s=60.0,
+        png_of=png.files_of(store), close_s=60.0,
     )  # pyformat: disable
 
     def tell(event, *args, **fields):

@@ -23,6 +23,7 @@ from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import observer as observer_lib
+from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
@@ -95,7 +96,7 @@ class Recorder:
         {"model_name": "tiny_vl", "group_size": GROUP, "total_steps": steps,
          "groups_per_batch": len(FAMILIES), "temperature": 1.0,
          "learning_rate": 3e-4},
-        image_store=self.store,
+        png_of=png.files_of(self.store),
         task_source="desktop",
         max_turns=6,
     )  # pyformat: disable

@@ -52,6 +52,23 @@ def sequence(
   )
 
 
+def showing(
+    *images: trajectory_lib.ImageRef, number: int = 0
+) -> trajectory_lib.Trajectory:
+  """An episode of a step for each of these screenshots."""
+  return trajectory_lib.Trajectory(
+      steps=[
+          trajectory_lib.Step(
+              observation={"screenshot": ref}, done=ref is images[-1]
+          )
+          for ref in images
+      ],
+      reward=1.0,
+      status=Status.SUCCEEDED,
+      trajectory_id=f"s-{number}.0",
+  )
+
+
 def episode(
     store: images_lib.ImageStore,
     *,

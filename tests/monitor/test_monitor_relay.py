@@ -26,6 +26,9 @@ from tunix.rl.multi_turn.monitor.client import event_frames
 from tunix.rl.multi_turn.monitor.client import relay as relay_lib
 
 
+pytestmark = pytest.mark.timeout(300)
+
+
 @pytest.fixture(name="server")
 def _server(tmp_path):
   with monitor_server.sqlite_server(tmp_path / "server") as server:
@@ -47,7 +50,7 @@ def alive(pid):
   return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_for(what, seconds=20):
+def wait_for(what, seconds=60):
   deadline = time.monotonic() + seconds
   while not what():
     assert time.monotonic() < deadline
@@ -222,6 +225,59 @@ def test_a_courier_that_is_killed_is_replaced(server, tmp_path, caplog):
   assert "started again" in caplog.text
 
 
+def test_measurements_go_on_in_another_courier(server, tmp_path):
+  relay = relay_lib.Relay(told(server.url, tmp_path))
+  start(relay)
+  relay.on_event(events.EvalStarted("step_4", "sampled", 2, 4))
+  assert relay.drain(60)
+  first = relay.pid
+  os.kill(first, signal.SIGKILL)
+  wait_for(lambda: (play(relay, 1), relay.pid != first)[1])
+  relay.on_event(events.EpisodeStarted("g-2.0", "g-2", "t", "eval"))
+  relay.on_event(events.EvalFinished("step_4", {"success_rate": 0.5}))
+  relay.on_event(events.EpisodeStarted("g-3.0", "g-3", "t"))
+  assert relay.close()
+  (measured,) = server.rows("eval")
+  assert (measured["step"], measured["status"]) == (4, "completed")
+  sources = {
+      row["rollout_id"].rpartition("/")[2]: row["source_type"]
+      for row in server.rows("rollout")
+  }
+  assert sources["g-2.0"] == "eval" and sources["g-3.0"] == "step"
+
+
+def test_what_waits_at_the_end_is_told_by_another_courier(server, tmp_path):
+  relay = relay_lib.Relay(told(server.url, tmp_path), close_s=60.0)
+  start(relay)
+  assert relay.drain(60)
+  os.kill(relay.pid, signal.SIGKILL)
+  wait_for(lambda: relay._courier.ended)
+  play(relay, 1, 2)
+  relay.on_event(events.RunFinished("completed"))
+  assert relay.close()
+  assert names(server) == {"g-1.0", "g-2.0"}
+  (run,) = server.rows("training")
+  assert run["status"] == "completed"
+  assert not alive(relay.pid)
+
+
+def test_who_ends_all_processes_of_a_job_does_not_end_this_one(
+    server, tmp_path
+):
+  relay = relay_lib.Relay(told(server.url, tmp_path))
+  start(relay)
+  play(relay, *range(100))
+  for number in (signal.SIGTERM, signal.SIGINT):
+    os.kill(relay.pid, number)
+  first = relay.pid
+  play(relay, *range(100, 200))
+  relay.on_event(events.RunFinished("interrupted"))
+  assert relay.close() and relay.pid == first and not relay.dropped
+  assert len(names(server)) == 200
+  (run,) = server.rows("training")
+  assert run["status"] == "paused"
+
+
 def test_a_courier_that_hangs_holds_up_nothing(
     server, tmp_path, monkeypatch
 ):
@@ -234,36 +290,23 @@ def test_a_courier_that_hangs_holds_up_nothing(
   assert relay.drain(20)
   os.kill(relay.pid, signal.SIGSTOP)
   rng = np.random.default_rng(0)
-  longest = 0.0
+  took = []
   for n in range(6000):
     began = time.perf_counter()
     if n < 40:  # Pixels of 7 MB: the pipe takes one.
       pixels = rng.integers(0, 256, (200, 300, 3), np.uint8)
-      relay.on_event(
-          events.EpisodeFinished(shown(store.put(pixels), n), "g", "t")
-      )
+      episode = synthetic_run.showing(store.put(pixels), number=n)
+      relay.on_event(events.EpisodeFinished(episode, "g", "t"))
     else:
       play(relay, n)
-    longest = max(longest, time.perf_counter() - began)
-  assert longest < 0.5
+    took.append(time.perf_counter() - began)
+  # A machine may stall; who waits for the pipe would wait for ever.
+  assert sorted(took)[-4] < 0.5 and max(took) < 10
   assert relay.dropped > 1000
   began = time.monotonic()
   assert not relay.close()
   assert time.monotonic() - began < 8
   wait_for(lambda: not alive(relay.pid))
-
-
-def shown(ref, n):
-  """An episode that shows one screenshot."""
-  return trajectory_lib.Trajectory(
-      steps=[
-          trajectory_lib.Step(
-              observation={"screenshot": ref}, done=True, reward=1.0
-          )
-      ],
-      status=trajectory_lib.TrajectoryStatus.SUCCEEDED,
-      trajectory_id=f"s-{n}.0",
-  )
 
 
 def test_an_event_that_cannot_be_told_ends_nothing(server, tmp_path):
@@ -293,16 +336,57 @@ def test_screenshots_come_with_the_episodes_that_show_them(server, tmp_path):
   rng = np.random.default_rng(0)
   pixels = [rng.integers(0, 256, (20, 30, 3), np.uint8) for _ in range(3)]
   for n, image in enumerate([*pixels, pixels[0]]):
-    relay.on_event(
-        events.EpisodeFinished(shown(store.put(image), n), f"s-{n}", "t")
-    )
+    episode = synthetic_run.showing(store.put(image), number=n)
+    relay.on_event(events.EpisodeFinished(episode, f"s-{n}", "t"))
   gone = trajectory_lib.ImageRef("0" * 64, 3, 3)
-  relay.on_event(events.EpisodeFinished(shown(gone, 9), "s-9", "t"))
+  episode = synthetic_run.showing(gone, number=9)
+  relay.on_event(events.EpisodeFinished(episode, "s-9", "t"))
   assert relay.close()
   assert {r["sha256"] for r in server.rows("monitor_screenshot", order=1)} == {
       images_lib.hash_pixels(p) for p in pixels
   }
   assert len(server.rows("rollout")) == 5
+
+
+def test_pixels_come_no_faster_than_they_can_be_kept(server, tmp_path):
+  """An episode of 300 MB of pixels, more than the courier holds at once."""
+  store = images_lib.ImageStore()
+  relay = relay_lib.Relay(
+      told(server.url, tmp_path), images=store, close_s=100.0
+  )
+  start(relay)
+  refs = [
+      store.put(np.full((640, 1024, 3), (n, 7, 9), np.uint8))
+      for n in range(150)
+  ]
+  relay.on_event(
+      events.EpisodeFinished(synthetic_run.showing(*refs), "s-0", "t")
+  )
+  assert relay.close()
+  assert len(server.rows("monitor_screenshot", order=1)) == 150
+
+
+def test_a_screenshot_that_was_lost_is_brought_again(server, tmp_path):
+  store = images_lib.ImageStore()
+  relay = relay_lib.Relay(
+      told(server.url, tmp_path, max_spool_bytes=60_000), images=store
+  )
+  start(relay)
+  rng = np.random.default_rng(0)
+  refs = [
+      store.put(rng.integers(0, 256, size, np.uint8))
+      for size in ((200, 200, 3), (20, 20, 3))
+  ]
+  for number in range(2):  # The first one never has room.
+    for n, ref in enumerate(refs):
+      episode = synthetic_run.showing(ref, number=2 * number + n)
+      relay.on_event(events.EpisodeFinished(episode, "g", "t"))
+      assert relay.drain(60)
+    wait_for(lambda: refs[0].sha256 not in relay._sent_images)
+    assert refs[1].sha256 in relay._sent_images
+  assert relay.close()
+  (row,) = server.rows("monitor_screenshot", order=1)
+  assert row["sha256"] == refs[1].sha256
 
 
 def test_a_trainer_that_is_killed_has_told_everything(server, tmp_path):

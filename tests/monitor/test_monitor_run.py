@@ -22,6 +22,7 @@ from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import observer as observer_lib
+from tunix.rl.multi_turn.monitor.client import png
 
 pytestmark = pytest.mark.timeout(400)
 Status = trajectory_lib.TrajectoryStatus
@@ -44,7 +45,7 @@ def observed(server, folder, store, **options):
       observer_lib.RunIdentity("T", options.pop("session", 0)),
       {"model_name": "m", "group_size": 4, "groups_per_batch": 1,
        "total_steps": options.pop("total_steps", 5), "temperature": 1.0},
-      image_store=store,
+      png_of=png.files_of(store),
       close_s=60.0,  # A busy machine is no failure.
       **options,
   )

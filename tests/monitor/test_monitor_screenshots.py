@@ -11,15 +11,20 @@ import monitor_server
 import numpy as np
 from PIL import Image
 import pytest
+import synthetic_run
+from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import serving
 from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor.client import ingest_client
+from tunix.rl.multi_turn.monitor.client import observer as observer_lib
 from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.monitor.client import sender as sender_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
+from tunix.rl.multi_turn.monitor.maintenance import pruning
 
 DEAD = "http://127.0.0.1:9"  # Nobody listens there.
+BATCH, IMAGES = "/api/ingest/batch", "/api/v1/screenshots"
 
 
 @pytest.fixture
@@ -45,23 +50,38 @@ def shown(count, seed=0):
 
 
 class Front:
-  """The server, and what it has not got of what it is told of."""
+  """The server, and what it has not got of what it is told of.
 
-  def __init__(self, server):
+  Attributes:
+    refused: paths that begin so are answered with 503.
+    hangs: these are not answered.
+    asked: paths, in order.
+    told: screenshots that were named.
+    early: those that were not there then.
+  """
+
+  def __init__(self, server, refused="-", hangs="-"):
     self.server = server
+    self.refused = refused
+    self.hangs = hangs
+    self.asked = []
     self.early = set()
     self.told = set()
-    self.refuse = False
 
   async def __call__(self, scope, receive, send):
     if scope["type"] == "lifespan":
       return  # The server's own is under way.
     path = scope["path"]
-    if self.refuse and path.startswith("/api/v1/screenshots"):
+    self.asked.append(path)
+    if path.startswith(self.hangs):
+      while (await receive())["type"] != "http.disconnect":
+        pass
+      return
+    if path.startswith(self.refused):
       await send({"type": "http.response.start", "status": 503, "headers": []})
       await send({"type": "http.response.body", "body": b"{}"})
       return
-    if path != "/api/ingest/batch":
+    if path != BATCH:
       await self.server.app.asgi(scope, receive, send)
       return
     messages = []
@@ -100,18 +120,148 @@ def test_a_screenshot_is_there_before_what_shows_it(server, tmp_path):
 
 
 def test_words_do_not_wait_for_a_disk_that_takes_no_pictures(server, tmp_path):
-  front = Front(server)
-  front.refuse = True
+  front = Front(server, refused=IMAGES)
+  with serving.LoopbackServer(front) as url:
+    with client_of(url.url, tmp_path / "spool") as client:
+      for made in shown(1600):
+        client.sender.put(made)
+      assert client.flush(60)
+      deadline = time.monotonic() + 30
+      while client.sender.spool.counts()["entry"]:
+        time.sleep(0.05)
+        assert time.monotonic() < deadline
+      assert len(server.rows("task", order="task_id")) == 1600
+      assert client.sender.spool.counts()["image"] == 1600
+      # Asked for now and then, not with each batch.
+      assert front.asked.count(f"{IMAGES}/missing") < front.asked.count(BATCH)
+      front.refused = "-"
+      assert client.drain(30)
+  assert len(server.rows("monitor_screenshot", order=1)) == 1600
+
+
+def test_words_do_not_wait_for_pictures_of_others(server, tmp_path):
+  """Those whose words went without them, and those that nothing names."""
+  front = Front(server, refused=IMAGES)
+  (word,) = shown(1, seed=1)
+  with serving.LoopbackServer(front) as url:
+    with client_of(url.url, tmp_path / "spool") as client:
+      for made in shown(800):
+        client.sender.put(made)
+      assert client.flush(60)
+      while client.sender.spool.counts()["entry"]:
+        time.sleep(0.01)
+      front.refused = "-"
+      while client.sender.spool.counts()["image"] == 800:
+        time.sleep(0.01)
+      before = len(front.asked)
+      client.sender.put(word)
+      assert client.flush()
+      while client.sender.spool.counts()["entry"]:
+        time.sleep(0.001)
+      assert len(front.asked) - before < 8
+      assert client.drain(30)
+  assert len(server.rows("monitor_screenshot", order=1)) == 801
+
+
+def test_a_picture_is_kept_until_its_words_have_gone(server, tmp_path):
+  front = Front(server, refused=BATCH)
   with serving.LoopbackServer(front) as url:
     with client_of(url.url, tmp_path / "spool") as client:
       for made in shown(3):
         client.sender.put(made)
-      assert not client.drain(2)
-      assert len(server.rows("task", order="task_id")) == 3
-      assert client.sender.spool.counts()["image"] == 3
-      front.refuse = False
+      while len(server.rows("monitor_screenshot", order=1)) < 3:
+        time.sleep(0.01)
+      pruning.prune(
+          server.engine, server.app._files, pruning.Criteria(), grace_s=-1.0
+      )
+      assert not server.rows("monitor_screenshot", order=1)
+      front.refused = "-"
       assert client.drain(30)
   assert len(server.rows("monitor_screenshot", order=1)) == 3
+  assert front.early == set()
+
+
+@pytest.mark.parametrize("hangs", [BATCH, IMAGES])
+def test_a_server_that_hangs_is_left_at_once(server, tmp_path, hangs):
+  front = Front(server)
+  with serving.LoopbackServer(front) as url:
+    client = client_of(url.url, tmp_path / "spool")
+    client.sender.put(next(shown(1)))  # The connection is one that was used.
+    assert client.drain(20)
+    front.hangs = hangs
+    client.sender.put(next(shown(1, seed=1)))
+    before = len(front.asked)
+    while not [p for p in front.asked[before:] if p.startswith(hangs)]:
+      time.sleep(0.01)
+    began = time.monotonic()
+    assert not client.close(0.2)
+    assert time.monotonic() - began < 4
+    # Nobody holds it any more.
+    again = spool_lib.Spool(client.sender.spool.path, "the monitor")
+    assert again.counts()["entry"] == 1
+    again.close()
+
+
+def test_a_picture_that_had_no_room_is_brought_again(server, tmp_path):
+  store = images_lib.ImageStore()
+  rng = np.random.default_rng(0)
+  pixels = [rng.integers(0, 256, (80, 80, 3), np.uint8) for _ in range(4)]
+  refs = [store.put(image) for image in pixels]
+  lost = []
+  front = Front(server, refused="/")
+  with serving.LoopbackServer(front) as url:
+    client = ingest_client.IngestClient(
+        url.url, timeout_seconds=10, spool_dir=tmp_path / "spool",
+        max_spool_bytes=60_000,
+    )  # pyformat: disable
+    observer = observer_lib.MonitorObserver(
+        client, observer_lib.RunIdentity("T"), {},
+        png_of=png.files_of(store), on_images_lost=lost.extend,
+    )  # pyformat: disable
+
+    def tell(number):
+      episode = synthetic_run.showing(refs[number % 4], number=number)
+      observer.on_event(events.EpisodeFinished(episode, "g", "t"))
+      assert client.flush()
+
+    observer.on_event(events.RunStarted("run", {}))
+    for number in range(4):
+      tell(number)
+    assert lost and set(lost) < {ref.sha256 for ref in refs}
+    front.refused = "-"
+    assert client.drain(30)
+    for number in range(4, 8):
+      tell(number)
+    assert observer.close()
+  assert {r["sha256"] for r in server.rows("monitor_screenshot", order=1)} == {
+      ref.sha256 for ref in refs
+  }
+
+
+def test_an_orphan_that_cannot_be_read_holds_up_no_other(server, tmp_path):
+  folder = tmp_path / "spool"
+  for n, made in enumerate(shown(2)):
+    left = ingest_client.IngestClient(
+        DEAD, timeout_seconds=10, spool_dir=folder, target="the monitor",
+        name=f"{n}",
+    )  # pyformat: disable
+    made.part["tasks"][0]["description"] += "x" * 30_000
+    left.sender.put(made)
+    assert left.flush() and not left.close(0.1)
+  bad, _ = sorted(folder.glob("*.spool"))
+  content = bytearray(bad.read_bytes())
+  # Where the entry goes on: what only looks for entries does not see it.
+  pages = range(0, len(content), 4096)
+  at = next(p for p in pages if content[p + 4 : p + 4096] == b"x" * 4092)
+  content[at : at + 4] = b"\xff" * 4  # The number of the next page.
+  bad.write_bytes(content)
+  with client_of(server.url, folder):
+    deadline = time.monotonic() + 20
+    while not server.rows("task", order="task_id"):
+      time.sleep(0.05)
+      assert time.monotonic() < deadline
+  left = {path.name for path in folder.iterdir() if path.suffix != ".lock"}
+  assert left == {f"0{spool_lib.SUFFIX}{spool_lib.DAMAGED}"}
 
 
 def test_images_of_a_spool_come_with_their_entries(tmp_path):
@@ -122,14 +272,20 @@ def test_images_of_a_spool_come_with_their_entries(tmp_path):
   spool.append([b"3"], {"b": b".", "e": b"."})
   spool.append([b"4"], {})
   spool.append([b"5"], {"f": b"."})
-  of = [spool.images(through) for through in range(6)]
+  names = lambda *args, **options: [
+      image.sha for image in spool.images(*args, **options)
+  ]
+  of = [names(through=through) for through in range(6)]
   assert of[:3] == [[], ["a", "b"], ["a", "b"]]
   assert of[3:] == [[*"abcde"], [*"abcde"], [*"abcdef"]]
-  assert spool.images(5, most=2) == ["a", "b"]
-  spool.remove_images(spool.images())
+  assert names(through=5, most=2) == ["a", "b"]
+  assert names(1, 2) == ["a", "b"] and names(2, 2) == [] and names(4) == ["f"]
+  assert names(after=spool.images()[3].seq) == ["e", "f"]
+  assert [image.entry for image in spool.images()] == [1, 1, 3, 3, 3, 5]
+  spool.remove_images(names())
   spool.remove_through(5)
   spool.append([b"6"], {"a": b"."})  # Numbers are not used again.
-  assert (spool.images(5), spool.images(6)) == ([], ["a"])
+  assert (names(through=5), names(through=6)) == ([], ["a"])
   spool.close()
 
 

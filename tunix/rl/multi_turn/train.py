@@ -103,6 +103,8 @@ class Run:
     self._cloned = self.directory / "warm_start"
     if self.resuming and (self._cloned / "config.json").exists():
       self._cloning_steps, self._start_from = 0, str(self._cloned)
+      # A run that ended just after it had saved them had no time for that.
+      shutil.rmtree(self.directory / _CLONING, ignore_errors=True)
     if self._start_from:
       assembly.check_weights(config, self.policy, self._start_from)
     self._demonstrations = None

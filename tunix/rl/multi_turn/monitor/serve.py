@@ -10,9 +10,10 @@ import argparse
 import logging
 import os
 import pathlib
+import signal
 import sys
 import threading
-from typing import Sequence
+from typing import Any, Sequence
 
 from tunix.rl.multi_turn import serving
 from tunix.rl.multi_turn.monitor import app as app_lib
@@ -136,7 +137,7 @@ def _serve(args: argparse.Namespace) -> int:
       app_lib.Limits(batch=args.max_body_mb << 20),
       tokenizers,
   )
-  server = _Server(app)
+  server = _Server(app, until_eof=args.until_eof)
   if args.until_eof:
     threading.Thread(
         target=_stop_at_eof, args=(server,), name="monitor-eof", daemon=True
@@ -172,6 +173,8 @@ class _Server(uvicorn.Server):
       self,
       app: app_lib.App,
       limits: connections.Limits = connections.Limits(),
+      *,
+      until_eof: bool = False,
   ):
     super().__init__(
         uvicorn.Config(
@@ -186,6 +189,13 @@ class _Server(uvicorn.Server):
         )
     )
     self._app = app
+    self._until_eof = until_eof
+
+  def handle_exit(self, sig: int, frame: Any) -> None:
+    # Who ends all processes of a job must not end a run's server before the
+    # run, which has its end to tell.
+    if not (self._until_eof and sig == signal.SIGTERM):
+      super().handle_exit(sig, frame)
 
   async def shutdown(self, sockets=None) -> None:
     self._app.stop_streams()

@@ -8,8 +8,9 @@ training's. Here they are of a process that has the CPU nobody else wants.
 
 The standard input is frames (see `relay`), the standard output JSON lines:
 {"ready": true} or {"error": text} first, then {"log": text, "level": number}
-whenever there is something to say, and {"answer": number, "done": whether}
-when a drain or the end was asked for. The end of the input is the end of the
+whenever there is something to say, {"lost": [hash]} of screenshots that it has
+not got any more, and {"answer": number, "done": whether} when a drain or the
+end was asked for. The end of the input is the end of the
 trainer, however that came: what was told is kept, and delivered as far as the
 time allows.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import signal
 import sys
 import threading
 from typing import Any, Mapping
@@ -29,36 +31,35 @@ from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.monitor.client import event_frames
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import observer as observer_lib
+from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.monitor.client import relay
 
-_MOST_PIXELS = 256 << 20
+_MOST_BYTES = 256 << 20  # Of screenshots that no episode has shown yet.
 _LOG = logging.getLogger(__name__)
 
 
-class _Pixels:
+class _Files:
   """Screenshots that came and were not asked for yet; the newest of them."""
 
   def __init__(self):
     self._lock = threading.Lock()
-    self._pixels: collections.OrderedDict[str, np.ndarray] = (
+    self._files: collections.OrderedDict[str, bytes] = (
         collections.OrderedDict()
     )
     self._bytes = 0
 
-  def put(self, sha: str, pixels: np.ndarray) -> None:
+  def put(self, sha: str, file: bytes) -> None:
     with self._lock:
-      self._bytes += pixels.nbytes
-      if (old := self._pixels.pop(sha, None)) is not None:
-        self._bytes -= old.nbytes
-      self._pixels[sha] = pixels
-      while self._bytes > _MOST_PIXELS and len(self._pixels) > 1:
-        self._bytes -= self._pixels.popitem(last=False)[1].nbytes
+      self._bytes += len(file) - len(self._files.pop(sha, b""))
+      self._files[sha] = file
+      while self._bytes > _MOST_BYTES and len(self._files) > 1:
+        self._bytes -= len(self._files.popitem(last=False)[1])
 
-  def get(self, ref: trajectory_lib.ImageRef) -> np.ndarray:
+  def pop(self, ref: trajectory_lib.ImageRef) -> bytes:
     """Raises KeyError."""
     with self._lock:
-      found = self._pixels.pop(ref.sha256)
-      self._bytes -= found.nbytes
+      found = self._files.pop(ref.sha256)
+      self._bytes -= len(found)
     return found
 
 
@@ -87,7 +88,7 @@ def say(**fields: Any) -> None:
 
 
 def _observer(
-    told: Mapping[str, Any], pixels: _Pixels
+    told: Mapping[str, Any], files: _Files
 ) -> observer_lib.MonitorObserver:
   """Raises ValueError, OSError or sqlite3.Error, as `IngestClient` does."""
   client = ingest_client.IngestClient(
@@ -97,29 +98,34 @@ def _observer(
       client,
       observer_lib.RunIdentity(**told["identity"]),
       told["training"],
-      image_store=pixels if told["images"] else None,
+      png_of=files.pop if told["images"] else None,
+      on_images_lost=lambda shas: say(lost=list(shas)),
       **told["observer"],
   )
 
 
 def main() -> int:
   """Tells until the input ends; returns the exit status."""
+  # Who ends all processes of a job must not end this one before the trainer
+  # has told it of its end. The end of the input is what it waits for.
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
   logging.getLogger().addHandler(_Says())
   frames = relay.frames(sys.stdin.buffer)
-  pixels = _Pixels()
+  files = _Files()
   kind, body = next(frames, (None, b""))
   if kind != relay.Kind.BEGIN:
     say(error="this is a run's own process: see monitor.url and .embedded")
     return 2
   try:
-    observer = _observer(msgpack.unpackb(body), pixels)
+    observer = _observer(msgpack.unpackb(body), files)
   except Exception as error:  # pylint: disable=broad-except
     say(error=_clean(f"{error}" or type(error).__name__))
     return 2
   say(ready=True)
   try:
     for kind, body in frames:
-      _take(observer, pixels, kind, body)
+      _take(observer, files, kind, body)
       if kind == relay.Kind.CLOSE:
         break
   finally:
@@ -129,7 +135,7 @@ def main() -> int:
 
 def _take(
     observer: observer_lib.MonitorObserver,
-    pixels: _Pixels,
+    files: _Files,
     kind: int,
     body: bytes,
 ) -> None:
@@ -143,8 +149,10 @@ def _take(
     observer.on_event(event)
   elif kind == relay.Kind.IMAGE:
     sha, height, width = relay.IMAGE_HEAD.unpack_from(body)
-    image = np.frombuffer(body, np.uint8, offset=relay.IMAGE_HEAD.size)
-    pixels.put(sha.decode(), image.reshape(height, width, 3))
+    pixels = np.frombuffer(body, np.uint8, offset=relay.IMAGE_HEAD.size)
+    # Here, so that pixels come no faster than they become small.
+    file = png.encode(pixels.reshape(height, width, 3))
+    files.put(sha.decode(), file)
   elif kind == relay.Kind.COUNT:
     observer.client.sender.counters.update(msgpack.unpackb(body))
   elif kind == relay.Kind.DRAIN:

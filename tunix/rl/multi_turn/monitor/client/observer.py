@@ -15,16 +15,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterable, Mapping
 
 import numpy as np
 from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.monitor.client import episode_parts
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import monitor_training_hooks as hooks
-from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.monitor.client import sender
 
 _LOG = logging.getLogger(__name__)
@@ -59,7 +57,8 @@ class MonitorObserver:
       identity: RunIdentity,
       training: Mapping[str, Any],
       *,
-      image_store: images_lib.ImageStore | None = None,
+      png_of: Callable[[trajectory_lib.ImageRef], bytes] | None = None,
+      on_images_lost: Callable[[Iterable[str]], None] = lambda shas: None,
       start_step: int = 0,
       environment: str = "linux",
       task_source: str = "gym",
@@ -71,7 +70,10 @@ class MonitorObserver:
       client: what tells; closed with this.
       identity: of the run.
       training: columns of the training, beyond what the events say.
-      image_store: where the screenshots' pixels are; None tells no pixels.
+      png_of: a screenshot's file, or raises KeyError, OSError or ValueError;
+        None tells no pixels.
+      on_images_lost: gets the hashes of screenshots that were not to be had or
+        had no room; they are told when an episode shows them again.
       start_step: updates made before this start.
       environment: "linux" or "android".
       task_source: where tasks are from.
@@ -81,7 +83,8 @@ class MonitorObserver:
     self._client = client
     self._identity = identity
     self._training = dict(training)
-    self._images = image_store
+    self._png_of = png_of
+    self._on_images_lost = on_images_lost
     self._environment = environment
     self._task_source = task_source
     self._max_turns = max_turns
@@ -117,6 +120,7 @@ class MonitorObserver:
         events.Progress: self._progress,
     }
     client.sender.training = identity.training
+    client.sender.on_images_lost = self._lost
 
   @property
   def client(self) -> ingest_client.IngestClient:
@@ -455,20 +459,25 @@ class MonitorObserver:
   def _pixels(self, episode: trajectory_lib.Trajectory) -> dict[str, bytes]:
     """Screenshots that the server may not have."""
     found: dict[str, bytes] = {}
-    if self._images is None:
+    if self._png_of is None:
       return found
     for sha, ref in episode_parts.images_of(episode).items():
       if sha in self._sent_images:
         continue
       try:
-        found[sha] = png.encode(self._images.get(ref))
+        found[sha] = self._png_of(ref)
       except (KeyError, OSError, ValueError):
         self._client.sender.counters["images_missing"] += 1
+        self._on_images_lost([sha])
         continue
       self._sent_images.add(sha)
     if len(self._sent_images) > _MOST_KNOWN:
       self._sent_images.clear()  # The server knows which it has.
     return found
+
+  def _lost(self, shas: Iterable[str]) -> None:
+    self._sent_images.difference_update(shas)
+    self._on_images_lost(shas)
 
   def _model_path(self) -> str:
     return f"{self._training.get('model_name', '')}@{self._version}"

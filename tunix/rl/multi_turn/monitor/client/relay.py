@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, BinaryIO, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, Callable, Iterator, Mapping, Sequence
 
 import msgpack
 import numpy as np
@@ -117,14 +117,16 @@ class Relay:
     self._close_s = close_s
     self._waiting: collections.deque[events.Event] = collections.deque()
     self._sent_images: set[str] = set()
-    self._published: events.WeightsPublished | None = None
+    self._again: dict[type[Any], events.Event] = {}
+    """What a courier that is started again must know: see `_frames_of`."""
     self.dropped = 0
-    """Events that there was no room for, or that a courier took with it."""
+    """Events that there was no room for."""
     self._untold: collections.Counter[str] = collections.Counter()
     self._lock = threading.Lock()
     self._asked: list[bytes] = []
     self._work = threading.Event()
     self._closing = threading.Event()
+    self._given_up = False
     self._delivered = False
     self._questions = 0
     self._starts = 0
@@ -165,6 +167,7 @@ class Relay:
     self._closing.set()
     deadline = time.monotonic() + self._close_s + _GRACE_S
     self._delivered = self._ask(Kind.CLOSE, self._close_s + _GRACE_S)
+    self._given_up = True
     self._courier.end(max(1.0, deadline - time.monotonic()))
     self._work.set()
     self._thread.join(_GRACE_S)
@@ -191,15 +194,21 @@ class Relay:
       answer = courier.answer(number, min(0.5, deadline - time.monotonic()))
       if answer is not None:
         return answer
-      if courier.ended and self._closing.is_set():
+      if self._closing.is_set() and not self._thread.is_alive():
         return False
+      if courier.ended:
+        time.sleep(0.02)  # Until there is another.
     return False
 
   # --- the relay's thread -----------------------------------------------------
 
   def _run(self) -> None:
     failures = 0
-    while not (self._closing.is_set() and self._courier.ended):
+    last = False
+    while True:
+      closing = self._closing.is_set()
+      if closing and self._courier.ended and not (self._asked or self._waiting):
+        return
       if not self._asked and len(self._waiting) < _PLENTY:
         self._work.wait(_TICK_S)
         self._work.clear()
@@ -209,8 +218,10 @@ class Relay:
         self._pass_on()
         failures = 0
       except (OSError, ValueError) as error:
-        if self._closing.is_set():
+        if last or self._given_up:
           return
+        # What waits at the end is worth one more courier.
+        last = closing
         if not failures:
           _LOG.warning(
               "what tells the monitor has ended (%s); it is started again, and"
@@ -221,8 +232,7 @@ class Relay:
           self._courier.release()
         failures += 1
         delay = min(_MOST_BACKOFF_S, 0.5 * 2 ** min(failures, 10))
-        if self._closing.wait(delay):
-          return
+        self._closing.wait(delay)
 
   def _start(self) -> _Courier:
     """Raises ValueError or OSError."""
@@ -231,9 +241,10 @@ class Relay:
     # The one before may not have let its spool go yet.
     name = client["name"] + (f"-{self._starts}" if self._starts else "")
     told["client"] = {**client, "name": name}
-    courier = _Courier(told)
-    if self._starts and self._published is not None:
-      self._waiting.appendleft(self._published)
+    # Whichever of its screenshots it loses are brought again.
+    courier = _Courier(told, self._sent_images.difference_update)
+    if self._starts:
+      self._waiting.extendleft(reversed(self._again.values()))
     self._starts += 1
     self._sent_images.clear()
     return courier
@@ -245,19 +256,21 @@ class Relay:
     parts: list[bytes | memoryview] = []
     if untold:
       parts.append(frame(Kind.COUNT, msgpack.packb(dict(untold))))
-    size = taken = 0
+    size = 0
+    taken: list[events.Event] = []
     breath = time.perf_counter()
     try:
       while self._waiting:
         event = self._waiting.popleft()
-        taken += 1
+        taken.append(event)
         for part in self._frames_of(event):
           parts.append(part)
           size += len(part)
         if size > _WRITE_BYTES:
           self._courier.write(parts)
           parts.clear()
-          size = taken = 0
+          taken.clear()
+          size = 0
         if time.perf_counter() - breath > _BREATH_EVERY_S:
           # Whoever waits for the interpreter gets it now, not after a switch
           # interval.
@@ -265,8 +278,9 @@ class Relay:
           breath = time.perf_counter()
       self._courier.write([*parts, *asked])
     except OSError:
-      self._count("dropped_memory", taken)
-      with self._lock:  # Questions are for the next one.
+      # For the next one, which knows some of them already: twice is once.
+      self._waiting.extendleft(reversed(taken))
+      with self._lock:
         self._asked = asked + self._asked
         self._untold.update(untold)
       raise
@@ -277,8 +291,10 @@ class Relay:
       self._told["observer"]["start_step"] = max(
           event.step, self._told["observer"].get("start_step", 0)
       )
-    elif isinstance(event, events.WeightsPublished):
-      self._published = event
+    elif isinstance(event, (events.WeightsPublished, events.EvalStarted)):
+      self._again[type(event)] = event
+    elif isinstance(event, events.EvalFinished):
+      self._again.pop(events.EvalStarted, None)
     try:
       if isinstance(event, events.EpisodeFinished):
         yield from self._pixels(event.trajectory)
@@ -312,7 +328,11 @@ class Relay:
 class _Courier:
   """One process. Written to by one thread at a time."""
 
-  def __init__(self, told: Mapping[str, Any]):
+  def __init__(
+      self,
+      told: Mapping[str, Any],
+      on_images_lost: Callable[[Sequence[str]], None],
+  ):
     """Starts it and waits for its word.
 
     Raises:
@@ -329,6 +349,7 @@ class _Courier:
     )
     self.pid = self._process.pid
     self.ended = False
+    self._on_images_lost = on_images_lost
     self._answers: dict[int, bool] = {}
     self._said = threading.Condition()
     self._first: dict[str, Any] | None = None
@@ -395,6 +416,9 @@ class _Courier:
         said = orjson.loads(line)
         if "log" in said:
           _LOG.log(said["level"], "%s", said["log"])
+          continue
+        if "lost" in said:
+          self._on_images_lost(said["lost"])
           continue
       except (ValueError, TypeError, KeyError):
         _LOG.warning("%s", line.decode("utf-8", "replace").rstrip())

@@ -4,11 +4,10 @@
 
 Promises: `put` takes microseconds and never waits; what the spool has taken
 (`flush`) survives the process; everything in the spool reaches the server at
-least once and is applied there once, in order, however often it is sent. What
-there is no room for, in memory or on the disk, is dropped and counted. An
-entry that the server refuses for what it says is put aside with the reason
-and holds up nothing. A server that is slow, dead or wrong is told to nobody
-but the log, once.
+least once and is applied there once, in order, however often it is sent (see
+`delivery`). What there is no room for, in memory or on the disk, is dropped
+and counted. A server that is slow, dead or wrong is told to nobody but the
+log, once.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import random
 import sqlite3
 import threading
 import time
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping
 
-import orjson
+from tunix.rl.multi_turn.monitor.client import delivery as delivery_lib
 from tunix.rl.multi_turn.monitor.client import plain_json
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.client import transport as transport_lib
@@ -37,11 +36,9 @@ _BREATH_S = 1e-5
 _BREATH_EVERY_S = 1e-3
 _IDLE_S = 0.1
 _HEARTBEAT_S = 15.0
-_BATCH_BYTES = 1 << 20
-_MOST_BACKOFF_S = 15.0
-_REFUSED_BACKOFF_S = 30.0
+_KEPT_BYTES = 1 << 20  # At once.
+_HURRIED_S = 1.0
 _IMAGES_SHARE = 0.25
-_TRAINING = b'"training":{'
 
 Part = Mapping[str, Any]
 """A part of a batch: `training` and arrays, as the protocol has them."""
@@ -106,6 +103,8 @@ class Sender:
     sent, retries."""
     self.training: str | int | None = None
     """Whose heart beats while nothing happens."""
+    self.on_images_lost: Callable[[Iterable[str]], None] = lambda shas: None
+    """Gets the names of images that were dropped, on the spool's thread."""
     self._lock = threading.Lock()
     self._taken = 0
     self._kept = 0
@@ -116,6 +115,11 @@ class Sender:
     self._hurry = threading.Event()
     self._delivered = threading.Event()
     self._complaints: set[str] = set()
+    self._delivery = delivery_lib.Delivery(
+        self._transport, self.counters, abandon=self._abandon,
+        hurry=self._hurry, health=self.health, on_reply=self._replied,
+        complain=self._complain,
+    )  # pyformat: disable
     self._keeping = threading.Thread(
         target=self._keep, name="monitor-spool", daemon=True
     )
@@ -207,7 +211,7 @@ class Sender:
       done = False
     lost = {
         k: v for k, v in self.counters.items()
-        if v and k.startswith(("dropped", "dead", "failed"))
+        if v and k.startswith(("dropped", "dead", "failed", "images_missing"))
     }  # pyformat: disable
     if lost:
       _LOG.warning("the monitor was not told of everything: %s", lost)
@@ -255,7 +259,7 @@ class Sender:
     images: dict[str, bytes] = {}
     size = taken = 0
     breath = time.perf_counter()
-    while taken < len(self._pending) and size < _BATCH_BYTES:
+    while taken < len(self._pending) and size < _KEPT_BYTES:
       make = self._pending[taken]  # Stays until it is on the disk.
       taken += 1
       try:
@@ -282,13 +286,13 @@ class Sender:
       images.update(made.images)
       size += len(body) + sum(map(len, made.images.values()))
     if images and self.spool.room < _IMAGES_SHARE:
-      self.counters["dropped_images"] += len(images)
+      self._lose(images)
       images = {}
     try:
       self.spool.append(bodies, images)
     except spool_lib.SpoolFull as error:
       self._complain("full", f"the monitor's spool is full: {error}")
-      self.counters["dropped_images"] += len(images)
+      self._lose(images)
       if not images or not self._append_words(bodies):
         self.counters["dropped_disk"] += len(bodies)
     except sqlite3.Error as error:
@@ -301,6 +305,12 @@ class Sender:
       self._pending.popleft()
     self._kept += taken
     self._work.set()
+
+  def _lose(self, images: Iterable[str]) -> None:
+    lost = list(images)
+    self.counters["dropped_images"] += len(lost)
+    if lost:
+      self.on_images_lost(lost)
 
   def _append_words(self, bodies: list[bytes]) -> bool:
     """Keeps what there was no room for with its images."""
@@ -318,35 +328,32 @@ class Sender:
     orphans: list[spool_lib.Spool] | None = None
     while not self._abandon.is_set():
       try:
-        worked = self._send_some(self.spool)
+        sent = self.counters["sent"]
+        worked = self._delivery.some(self.spool)
+        if self.counters["sent"] > sent:
+          beat = time.monotonic()
         if not worked and orphans is None:
           orphans = list(
               spool_lib.claim_orphans(
                   self._folder, self._target, self.spool.path
               )
           )
-        for orphan in list(orphans or ()):
-          found = self._send_some(orphan)
-          if found:
-            worked += found
-          else:
-            orphan.close()
-            orphans.remove(orphan)
+        worked += self._send_orphans(orphans or [])
         failures = 0
         now = time.monotonic()
-        if worked:
+        if now - beat > _HEARTBEAT_S and self.training is not None:
           beat = now
-        elif now - beat > _HEARTBEAT_S and self.training is not None:
-          beat = now
-          self._beat()
+          self._delivery.beat(self.training)
       except transport_lib.TransportError as error:
+        if self._abandon.is_set():
+          break
         failures += 1
         self.counters["retries"] += 1
         self._complain(
             f"send{error.status}",
             f"the monitor does not answer, training goes on: {error}",
         )
-        self._pause(error, failures)
+        self._pause(delivery_lib.backoff(error, failures))
         continue
       except Exception:  # pylint: disable=broad-except
         if self._abandon.is_set():
@@ -363,136 +370,42 @@ class Sender:
     for orphan in orphans or ():
       orphan.close()
 
-  def _pause(self, error: transport_lib.TransportError, failures: int) -> None:
-    delay = min(_MOST_BACKOFF_S, 0.2 * 2 ** min(failures, 10))
-    if error.status in (401, 403):
-      delay = _REFUSED_BACKOFF_S
-    if error.retry_after_s is not None:
-      delay = max(error.retry_after_s, min(delay, 1.0))
+  def _send_orphans(self, orphans: list[spool_lib.Spool]) -> int:
+    """A round of each; those that are empty, or cannot be read, leave."""
+    worked = 0
+    for orphan in list(orphans):
+      try:
+        found = self._delivery.some(orphan)
+        counts = orphan.counts()
+        empty = not counts["entry"] and not counts["image"]
+      except sqlite3.Error as error:
+        self._complain(
+            f"orphan {orphan.path}",
+            f"the spool {orphan.path} cannot be read: {error}",
+        )
+        orphan.close(remove_if_empty=False)
+        spool_lib.put_aside(orphan.path, error)
+        orphans.remove(orphan)
+        continue
+      worked += found
+      if empty:
+        orphan.close()
+        orphans.remove(orphan)
+    return worked
+
+  def _pause(self, seconds: float) -> None:
     # Many trainers must not come back at the same moment.
-    self._abandon.wait(delay * random.uniform(0.5, 1.0))
+    seconds *= random.uniform(0.5, 1.0)
+    if self._hurry.is_set():
+      self._abandon.wait(min(seconds, _HURRIED_S))
+    else:
+      self._hurry.wait(seconds)
 
-  def _send_some(self, spool: spool_lib.Spool) -> int:
-    """Sends the oldest entries and images; returns how many there were."""
-    entries = spool.entries(_BATCH_BYTES)
-    failure: transport_lib.TransportError | None = None
-    sent = 0
-    try:  # First: whoever sees an entry looks at its screenshots.
-      through = entries[-1].seq if entries else None
-      while shas := spool.images(through):
-        self._send_images(spool, shas)
-        sent += len(shas)
-        if self._abandon.is_set():
-          break
-    except transport_lib.TransportError as error:
-      failure = error  # Words need not wait for a disk that takes no pictures.
-    if entries:
-      self._deliver(spool, entries)
-    if failure is not None:
-      raise failure
-    return len(entries) + sent
-
-  def _deliver(
-      self, spool: spool_lib.Spool, entries: list[spool_lib.Entry]
-  ) -> None:
-    taken = together(entries)
-    try:
-      reply = self._post(spool, entries[:taken])
-    except transport_lib.TransportError as error:
-      applied = error.body.get("applied_to")
-      if error.status == 409 and isinstance(applied, int):
-        spool.remove_through(applied)
-        return
-      if error.status not in (400, 404, 409, 413, 422):
-        raise
-      if taken > 1:  # One of them is wrong; the others are not.
-        for entry in entries[:taken]:
-          self._deliver(spool, [entry])
-        return
-      why = f"the monitor refuses something: {error}"
-      if object_of(entries[0].body) is None:
-        why = f"the disk has garbled an entry of {spool.path}: no JSON object"
-      spool.bury(entries[0], why)
-      self.counters["dead_letters"] += 1
-      self._complain("dead", why)
-      return
-    last = entries[taken - 1].seq
-    applied = reply.get("applied_to")
-    if not isinstance(applied, int) or applied < last:
-      raise _no_monitor()
-    spool.remove_through(last)
-    self.counters["sent"] += taken
+  def _replied(self, reply: Mapping[str, Any]) -> None:
     self._complaints.difference_update(
         [c for c in self._complaints if c.startswith("send")]
     )
     self._on_reply(reply)
-
-  def _post(
-      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.Entry]
-  ) -> dict[str, Any]:
-    delivery = {
-        "spool": spool.id, "first": entries[0].seq, "last": entries[-1].seq,
-        "health": self.health(),
-    }  # pyformat: disable
-    # As they lie there: to read them would make a great many objects, which
-    # training's garbage collector would go through.
-    body = b'{"parts":[%b],"delivery":%b}' % (
-        b",".join(entry.body for entry in entries), orjson.dumps(delivery)
-    )
-    return self._transport.post("/api/ingest/batch", body)
-
-  def _beat(self) -> None:
-    body = {"training_id": self.training}
-    try:
-      self._transport.post("/api/ingest/batch", orjson.dumps(body))
-    except transport_lib.TransportError as error:
-      if error.status not in (400, 404):  # Not told of it yet.
-        raise
-
-  def _send_images(self, spool: spool_lib.Spool, shas: list[str]) -> None:
-    reply = self._transport.post(
-        "/api/v1/screenshots/missing", orjson.dumps({"sha256": shas})
-    )
-    missing = set(_said(reply, "missing", list))
-    spool.remove_images([sha for sha in shas if sha not in missing])
-    images: dict[str, bytes] = {}
-    size = 0
-    for sha in filter(missing.__contains__, shas):
-      if self._abandon.is_set():
-        break
-      image = spool.image(sha)
-      if images and size + len(image) > _BATCH_BYTES:
-        self._deliver_images(spool, images)
-        images, size = {}, 0
-      images[sha] = image
-      size += len(image)
-    if images and not self._abandon.is_set():
-      self._deliver_images(spool, images)
-
-  def _deliver_images(
-      self, spool: spool_lib.Spool, images: Mapping[str, bytes]
-  ) -> None:
-    told = [{"sha256": k, "bytes": len(v)} for k, v in images.items()]
-    body = b"\n".join((
-        orjson.dumps({"images": told}), b"".join(images.values())
-    ))
-    try:
-      reply = self._transport.post(
-          "/api/v1/screenshots", body, "application/octet-stream"
-      )
-      refused = _said(reply, "refused", dict)
-    except transport_lib.TransportError as error:
-      if error.status not in (400, 413):
-        raise
-      if len(images) > 1:  # One of them is too large; the others are not.
-        for sha, image in images.items():
-          self._deliver_images(spool, {sha: image})
-        return
-      refused = {sha: str(error) for sha in images}
-    for why in refused.values():
-      self.counters["dead_letters"] += 1
-      self._complain("image", f"the monitor refuses a screenshot: {why}")
-    spool.remove_images(list(images))  # At once: each would be an fsync.
 
   def _complain(self, what: str, message: str) -> None:
     """Says it once, until it has been well again."""
@@ -501,51 +414,9 @@ class Sender:
       _LOG.warning("%s", message, exc_info=what in ("spool", "sending"))
 
 
-def _no_monitor() -> transport_lib.TransportError:
-  """Something that answers 200 to anything must not swallow a run."""
-  return transport_lib.TransportError(
-      "what answers there is no Training Monitor, or an answer was cut off"
-  )
-
-
-def _said(reply: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
-  found = reply.get(key)
-  if not isinstance(found, kind):
-    raise _no_monitor()
-  return found
-
-
 def _NOTHING() -> None:  # pylint: disable=invalid-name
   return None
 
 
 def _again(made: Made) -> Callable[[], Made]:
   return lambda: made
-
-
-def together(entries: Sequence[spool_lib.Entry]) -> int:
-  """How many of the first of these entries can be one batch.
-
-  A batch ends before a second status of the training, which the server would
-  not see otherwise.
-  """
-  said: dict[str, Any] = {}
-  for count, entry in enumerate(entries):
-    if _TRAINING not in entry.body:
-      continue
-    training = (object_of(entry.body) or {}).get("training") or {}
-    for key in ("client_id", "status"):
-      if key in training and said.setdefault(key, training[key]) != training[
-          key
-      ]:
-        return count
-  return len(entries)
-
-
-def object_of(body: bytes) -> dict[str, Any] | None:
-  """An entry's JSON object; None if it is none."""
-  try:
-    found = orjson.loads(body)
-  except orjson.JSONDecodeError:
-    return None
-  return found if isinstance(found, dict) else None

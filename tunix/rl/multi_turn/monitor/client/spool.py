@@ -19,7 +19,7 @@ import pathlib
 import sqlite3
 import threading
 import time
-from typing import Iterator, Mapping, Sequence
+from typing import Iterator, Mapping, NamedTuple, Sequence
 import uuid
 
 _LOG = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ DAMAGED = ".damaged"
 """What is put behind the name of a spool that cannot be read."""
 _IMAGES_OF_ENTRY = 20
 """Bits of an image's number below that of the first entry that it came with."""
+_MOST = (1 << 63) - 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entry (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL);
@@ -51,6 +52,18 @@ class Entry:
 
   seq: int
   body: bytes
+
+
+class Image(NamedTuple):
+  """An image that waits."""
+
+  seq: int
+  sha: str
+
+  @property
+  def entry(self) -> int:
+    """Number of the first entry that it came with."""
+    return self.seq >> _IMAGES_OF_ENTRY
 
 
 class Spool:
@@ -204,19 +217,30 @@ class Spool:
         "SELECT seq, body, reason FROM dead ORDER BY seq"
     ).fetchall()
 
-  def images(self, through: int | None = None, most: int = 100) -> list[str]:
-    """Hashes of the oldest images.
+  def images(
+      self,
+      first: int = 0,
+      through: int | None = None,
+      *,
+      after: int = -1,
+      most: int = 100,
+  ) -> list[Image]:
+    """The oldest images that came with some entries.
 
     Args:
-      through: only what came with entries up to this one; None for any.
+      first: of these entries.
+      through: the last of them; None for all.
+      after: only images with numbers above this one.
       most: how many.
     """
-    before = -1 if through is None else (through + 1) << _IMAGES_OF_ENTRY
+    low = max(first << _IMAGES_OF_ENTRY, after + 1)
+    high = _MOST if through is None else (through + 1) << _IMAGES_OF_ENTRY
     rows = self._db.execute(
-        "SELECT sha256 FROM image WHERE ? < 0 OR seq < ? ORDER BY seq LIMIT ?",
-        (before, before, most),
+        "SELECT seq, sha256 FROM image WHERE seq >= ? AND seq < ?"
+        " ORDER BY seq LIMIT ?",
+        (low, high, most),
     )
-    return [row[0] for row in rows.fetchall()]
+    return [Image(*row) for row in rows.fetchall()]
 
   def image(self, sha: str) -> bytes:
     return self._db.execute(
@@ -308,7 +332,7 @@ def claim_orphans(
       continue  # Its owner lives.
     except (OSError, sqlite3.Error) as error:
       _LOG.warning("the spool %s cannot be read: %s", path, error)
-      _put_aside(path, error)
+      put_aside(path, error)
       continue
     if spool.target != target:
       spool.close(remove_if_empty=False)
@@ -318,7 +342,7 @@ def claim_orphans(
       spool.close()
 
 
-def _put_aside(path: pathlib.Path, error: Exception) -> None:
+def put_aside(path: pathlib.Path, error: Exception) -> None:
   """Gives a damaged file another name: it would be met at every start."""
   code = getattr(error, "sqlite_errorcode", 0) & 0xFF
   if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):

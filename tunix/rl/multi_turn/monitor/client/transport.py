@@ -70,6 +70,7 @@ class Transport:
     self._token = token
     self._timeout = timeout_s
     self._connection: http.client.HTTPConnection | None = None
+    self._closed = False
 
   def post(
       self, path: str, body: bytes, media_type: str = "application/json"
@@ -82,7 +83,11 @@ class Transport:
     return self._request("POST", path, body, media_type)
 
   def close(self) -> None:
-    """Ends the connection; from another thread, also a request under way."""
+    """Ends the request under way, from another thread, and those to come."""
+    self._closed = True
+    self._disconnect()
+
+  def _disconnect(self) -> None:
     connection, self._connection = self._connection, None
     if connection is not None:
       if connection.sock is not None:
@@ -95,6 +100,8 @@ class Transport:
   def _request(
       self, method: str, path: str, body: bytes, media_type: str
   ) -> dict[str, Any]:
+    if self._closed:
+      raise TransportError("nothing more is sent")
     deadline = time.monotonic() + self._timeout
     headers = {
         "content-type": media_type,
@@ -111,8 +118,8 @@ class Transport:
       except (http.client.RemoteDisconnected, BrokenPipeError,
               ConnectionResetError):
         # The server ends idle connections. What is sent twice counts once.
-        self.close()
-        if fresh:
+        self._disconnect()
+        if fresh or self._closed:
           raise
         connection = self._connected(deadline)
         connection.request(method, self._prefix + path, body, headers)
@@ -120,12 +127,12 @@ class Transport:
       data = self._read(connection, response, deadline)
     except (OSError, http.client.HTTPException, AttributeError) as error:
       # AttributeError: closed by another thread in the middle of it.
-      self.close()
+      self._disconnect()
       raise TransportError(
           f"{self._url.netloc}: {type(error).__name__}: {error}"
       ) from None
     if response.will_close:
-      self.close()
+      self._disconnect()
     try:
       reply = orjson.loads(data)
     except orjson.JSONDecodeError:

@@ -119,15 +119,22 @@ class Ingest:
     for sha in shas:
       screenshots.check_sha(str(sha))
     missing, old = await concurrency.run_in_threadpool(self._absent, shas)
-    if old:
-      # What asks is about to show them: young again, they are safe from a
-      # prune until it has.
-      time = writer_lib.now()
-      kept = await writer_lib.durable(
-          self._writer.run(lambda t: screenshots.renew(t.sql, old, time))
-      )
-      missing += [sha for sha in old if sha not in kept]
+    missing += await self._gone(old)
     return http_io.json_answer({"missing": missing})
+
+  async def _gone(self, old: list[str]) -> list[str]:
+    """Those that a prune has just taken; the others are safe from it.
+
+    Who asks for a screenshot or brings it is about to show it: it is young
+    again until that has come.
+    """
+    if not old:
+      return []
+    time = writer_lib.now()
+    kept = await writer_lib.durable(
+        self._writer.run(lambda t: screenshots.renew(t.sql, old, time))
+    )
+    return [sha for sha in old if sha not in kept]
 
   def _absent(self, shas: list[str]) -> tuple[list[str], list[str]]:
     """Of these screenshots: not here, file and all; here for long."""
@@ -174,8 +181,13 @@ class Ingest:
     try:
       # Pixels are many times a file: of a few images at a time only.
       async with self._decoding:
+        absent, old = await concurrency.run_in_threadpool(
+            self._absent, [sha for sha, _ in images]
+        )
+        absent += await self._gone(old)
+        given = dict(images)
         stored, refused = await concurrency.run_in_threadpool(
-            self._write_absent, images
+            self._files.store_all, [(sha, given[sha]) for sha in absent]
         )
     except OSError as error:
       raise errors.ApiError(
@@ -187,10 +199,3 @@ class Ingest:
           self._writer.run(lambda t: t.sql.many(screenshots.UPSERT, rows))
       )
     return [image.sha for image in stored], refused
-
-  def _write_absent(
-      self, images: list[tuple[str, bytes]]
-  ) -> tuple[list[screenshots.Stored], dict[str, str]]:
-    given = dict(images)
-    absent, _ = self._absent(list(given))
-    return self._files.store_all([(sha, given[sha]) for sha in absent])

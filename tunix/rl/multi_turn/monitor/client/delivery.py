@@ -1,0 +1,306 @@
+"""From spools to the server, in rounds.
+
+A round takes the oldest entries, the screenshots that came with them first:
+whoever sees an entry looks at its screenshots.
+
+Promises: what was not taken by the server stays in its spool. An entry that
+the server refuses for what it says is put aside with the reason and holds up
+nothing. Screenshots that the server does not take, while it takes words, hold
+up no words.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from typing import Any, Callable, Mapping, Sequence
+
+import orjson
+from tunix.rl.multi_turn.monitor.client import spool as spool_lib
+from tunix.rl.multi_turn.monitor.client import transport as transport_lib
+
+_BATCH_BYTES = 1 << 20
+_PAGE = 100  # Screenshots that are asked for at once.
+_MOST_BACKOFF_S = 15.0
+_MOST_ASKED_S = 60.0
+_REFUSED_BACKOFF_S = 30.0
+_HURRIED_S = 1.0
+_TRAINING = b'"training":{'
+
+Error = transport_lib.TransportError
+
+
+class Delivery:
+  """See the module docstring. For one thread."""
+
+  def __init__(
+      self,
+      transport: transport_lib.Transport,
+      counters: collections.Counter[str],
+      *,
+      abandon: threading.Event,
+      hurry: threading.Event,
+      health: Callable[[], Mapping[str, int]],
+      on_reply: Callable[[Mapping[str, Any]], None],
+      complain: Callable[[str, str], None],
+  ):
+    """Args:
+
+      transport: to the server.
+      counters: sent and dead_letters are counted there.
+      abandon: set when nothing more is to be sent.
+      hurry: set while somebody waits for the delivery.
+      health: what the server is told of the client with each batch.
+      on_reply: gets the reply to each batch.
+      complain: of what, and the words.
+    """
+    self._transport = transport
+    self._counters = counters
+    self._abandon = abandon
+    self._hurry = hurry
+    self._health = health
+    self._on_reply = on_reply
+    self._complain = complain
+    self._image_failures = 0
+    self._images_failed = 0.0
+    self._images_due = 0.0
+
+  def some(self, spool: spool_lib.Spool) -> int:
+    """One round.
+
+    Returns:
+      How many entries and screenshots it took out of the spool.
+
+    Raises:
+      TransportError: the server does not take words, or does not answer.
+    """
+    entries = spool.entries(_BATCH_BYTES)
+    entries = entries[: together(entries)]
+    if not entries:
+      return self._bring(spool, spool.images(most=_PAGE))
+    first = entries[0].seq
+    entries, images = self._covered(spool, entries)
+    well = self._try_to_take(spool, images)
+    self._deliver(spool, entries)
+    if not well:
+      return len(entries)
+    # Until here they kept a prune from deleting what nothing showed yet.
+    spool.remove_images([image.sha for image in images])
+    # Those whose words went without them.
+    older = self._bring(spool, spool.images(through=first - 1, most=_PAGE))
+    return len(entries) + len(images) + older
+
+  def beat(self, training: str | int) -> None:
+    """Says that a training lives; raises TransportError."""
+    body = {"training_id": training}
+    try:
+      self._transport.post("/api/ingest/batch", orjson.dumps(body))
+    except Error as error:
+      if error.status not in (400, 404):  # Not told of it yet.
+        raise
+
+  # --- entries ----------------------------------------------------------------
+
+  def _deliver(
+      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.Entry]
+  ) -> None:
+    try:
+      reply = self._post(spool, entries)
+    except Error as error:
+      applied = error.body.get("applied_to")
+      if error.status == 409 and isinstance(applied, int):
+        spool.remove_through(applied)
+        return
+      if error.status not in (400, 404, 409, 413, 422):
+        raise
+      if len(entries) > 1:  # One of them is wrong; the others are not.
+        for entry in entries:
+          self._deliver(spool, [entry])
+        return
+      why = f"the monitor refuses something: {error}"
+      if object_of(entries[0].body) is None:
+        why = f"the disk has garbled an entry of {spool.path}: no JSON object"
+      spool.bury(entries[0], why)
+      self._counters["dead_letters"] += 1
+      self._complain("dead", why)
+      return
+    last = entries[-1].seq
+    applied = reply.get("applied_to")
+    if not isinstance(applied, int) or applied < last:
+      raise _no_monitor()
+    spool.remove_through(last)
+    self._counters["sent"] += len(entries)
+    self._on_reply(reply)
+
+  def _post(
+      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.Entry]
+  ) -> dict[str, Any]:
+    delivery = {
+        "spool": spool.id, "first": entries[0].seq, "last": entries[-1].seq,
+        "health": self._health(),
+    }  # pyformat: disable
+    # As they lie there: to read them would make a great many objects, which
+    # training's garbage collector would go through.
+    body = b'{"parts":[%b],"delivery":%b}' % (
+        b",".join(entry.body for entry in entries), orjson.dumps(delivery)
+    )
+    return self._transport.post("/api/ingest/batch", body)
+
+  # --- screenshots ------------------------------------------------------------
+
+  def _covered(
+      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.Entry]
+  ) -> tuple[Sequence[spool_lib.Entry], list[spool_lib.Image]]:
+    """The first of these entries, and the images that came with them.
+
+    All entries if a page holds their images; else as many as came together.
+    """
+    first, last = entries[0].seq, entries[-1].seq
+    images: list[spool_lib.Image] = []
+    while True:
+      after = images[-1].seq if images else -1
+      page = spool.images(first, last, after=after, most=_PAGE)
+      images += page
+      if len(page) < _PAGE:
+        return entries, images
+      before = [e for e in entries if e.seq < images[-1].entry]
+      if before:
+        through = before[-1].seq
+        return before, [image for image in images if image.entry <= through]
+
+  def _bring(
+      self, spool: spool_lib.Spool, images: Sequence[spool_lib.Image]
+  ) -> int:
+    """Takes these out of the spool if they can be sent; how many that are."""
+    if not images or not self._try_to_take(spool, images):
+      return 0
+    spool.remove_images([image.sha for image in images])
+    return len(images)
+
+  def _try_to_take(
+      self, spool: spool_lib.Spool, images: Sequence[spool_lib.Image]
+  ) -> bool:
+    """Whether these are all with the server now, or never will be.
+
+    Raises:
+      TransportError: there is no answer.
+    """
+    if not images:
+      return True
+    now = time.monotonic()
+    pause = self._hurry.is_set() and now > self._images_failed + _HURRIED_S
+    if now < self._images_due and not pause:
+      return False
+    try:
+      for start in range(0, len(images), _PAGE):
+        self._take(spool, [i.sha for i in images[start : start + _PAGE]])
+    except Error as error:
+      self._image_failures += 1
+      self._images_failed = time.monotonic()
+      # Later than the next try of words, should pictures alone take too long.
+      delay = 2 * backoff(error, self._image_failures)
+      self._images_due = self._images_failed + delay
+      if not error.status:
+        raise
+      self._complain(
+          f"images{error.status}",
+          f"the monitor takes no screenshots, which wait: {error}",
+      )
+      return False
+    self._image_failures = 0
+    return True
+
+  def _take(self, spool: spool_lib.Spool, shas: Sequence[str]) -> None:
+    reply = self._transport.post(
+        "/api/v1/screenshots/missing", orjson.dumps({"sha256": shas})
+    )
+    missing = set(_said(reply, "missing", list))
+    images: dict[str, bytes] = {}
+    size = 0
+    for sha in filter(missing.__contains__, shas):
+      image = spool.image(sha)
+      if images and size + len(image) > _BATCH_BYTES:
+        self._upload(images)
+        images, size = {}, 0
+      images[sha] = image
+      size += len(image)
+    if images:
+      self._upload(images)
+
+  def _upload(self, images: Mapping[str, bytes]) -> None:
+    if self._abandon.is_set():
+      raise Error("nothing more is sent")
+    told = [{"sha256": k, "bytes": len(v)} for k, v in images.items()]
+    body = b"\n".join((
+        orjson.dumps({"images": told}), b"".join(images.values())
+    ))
+    try:
+      reply = self._transport.post(
+          "/api/v1/screenshots", body, "application/octet-stream"
+      )
+      refused = _said(reply, "refused", dict)
+    except Error as error:
+      if error.status not in (400, 413):
+        raise
+      if len(images) > 1:  # One of them is too large; the others are not.
+        for sha, image in images.items():
+          self._upload({sha: image})
+        return
+      refused = {sha: str(error) for sha in images}
+    for why in refused.values():
+      self._counters["dead_letters"] += 1
+      self._complain("image", f"the monitor refuses a screenshot: {why}")
+
+
+def backoff(error: Error, failures: int) -> float:
+  """Seconds until the next try, after so many failures in a row."""
+  delay = min(_MOST_BACKOFF_S, 0.2 * 2 ** min(failures, 10))
+  if error.status in (401, 403):
+    delay = _REFUSED_BACKOFF_S
+  if error.retry_after_s is not None:
+    asked = min(error.retry_after_s, _MOST_ASKED_S)
+    delay = max(asked, min(delay, 1.0))
+  return delay
+
+
+def _no_monitor() -> Error:
+  """Something that answers 200 to anything must not swallow a run."""
+  return Error(
+      "what answers there is no Training Monitor, or an answer was cut off"
+  )
+
+
+def _said(reply: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
+  found = reply.get(key)
+  if not isinstance(found, kind):
+    raise _no_monitor()
+  return found
+
+
+def together(entries: Sequence[spool_lib.Entry]) -> int:
+  """How many of the first of these entries can be one batch.
+
+  A batch ends before a second status of the training, which the server would
+  not see otherwise.
+  """
+  said: dict[str, Any] = {}
+  for count, entry in enumerate(entries):
+    if _TRAINING not in entry.body:
+      continue
+    training = (object_of(entry.body) or {}).get("training") or {}
+    for key in ("client_id", "status"):
+      if key in training and said.setdefault(key, training[key]) != training[
+          key
+      ]:
+        return count
+  return len(entries)
+
+
+def object_of(body: bytes) -> dict[str, Any] | None:
+  """An entry's JSON object; None if it is none."""
+  try:
+    found = orjson.loads(body)
+  except orjson.JSONDecodeError:
+    return None
+  return found if isinstance(found, dict) else None
