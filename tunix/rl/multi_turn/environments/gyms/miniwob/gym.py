@@ -40,8 +40,8 @@ _SCROLLING = frozenset({_Kind.SCROLL, _Kind.KEY, _Kind.DRAG, _Kind.SWIPE})
 # Screenshots beyond this many pixels a side are no use and cost memory.
 _MAX_SIDE = 4096
 
-# Tabs that wait, for each in use. With nine families in turn, 16 at once, a step
-# takes 56 ms of CPU without, 42 with two (bench_miniwob --in-turn).
+# Tabs that wait, for each in use. With nine families in turn, 16 at once, a
+# step takes 56 ms of CPU without, 42 with two (bench_miniwob --in-turn).
 _SPARE_TABS = 2
 
 
