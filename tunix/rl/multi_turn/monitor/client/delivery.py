@@ -188,9 +188,10 @@ class Delivery:
     """
     if not images:
       return True
-    now = time.monotonic()
-    pause = self._hurry.is_set() and now > self._images_failed + _HURRIED_S
-    if now < self._images_due and not pause:
+    due = self._images_due
+    if self._hurry.is_set():
+      due = min(due, self._images_failed + _HURRIED_S)
+    if time.monotonic() < due:
       return False
     try:
       for start in range(0, len(images), _PAGE):

@@ -278,7 +278,7 @@ class Relay:
           breath = time.perf_counter()
       self._courier.write([*parts, *asked])
     except OSError:
-      # For the next one, which knows some of them already: twice is once.
+      # For the next one. What this one has told of them counts once.
       self._waiting.extendleft(reversed(taken))
       with self._lock:
         self._asked = asked + self._asked
