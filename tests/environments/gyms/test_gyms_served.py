@@ -17,6 +17,7 @@ from tunix.rl.multi_turn.environments.gym_server import app as app_lib
 from tunix.rl.multi_turn.environments.gym_server import catalog
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import miniwob
+from tunix.rl.multi_turn.environments.gyms import seeds
 import web_sites
 
 
@@ -99,9 +100,10 @@ async def _play(url: str, workers: workers_lib.GymWorkers) -> None:
     assert observation.instruction == expected.instruction
   site = client(url, "site")
   shown = await site.start(named("greet@eval:0:0"))
-  assert shown.instruction.startswith("Greet seed 1000000000")
+  number = seeds.eval_seed("greet", 0, 0, 10**9)
+  assert shown.instruction.startswith(f"Greet seed {number}")
   for act in (
-      Action(Kind.CLICK, x=60, y=22), Action(Kind.TYPE, text="1000000000"),
+      Action(Kind.CLICK, x=60, y=22), Action(Kind.TYPE, text=str(number)),
       Action(Kind.CLICK, x=60, y=62),
   ):  # pyformat: disable
     await site.act(act)

@@ -517,7 +517,7 @@ class GymnasiumTasks:
 
   def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
     """The `index`-th held-out instance."""
-    number = seeds.eval_seed(index, seed, EVAL_SEEDS_FROM)
+    number = seeds.eval_seed(family, index, seed, EVAL_SEEDS_FROM)
     return self.task(family, number)
 
 

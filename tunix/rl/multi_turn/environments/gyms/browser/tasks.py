@@ -163,8 +163,8 @@ class WebTasks:
     return self.task(family, number)
 
   def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th held-out instance; distinct for index < 1,000,000."""
-    number = seeds.eval_seed(index, seed, EVAL_SEEDS_FROM)
+    """The `index`-th held-out instance; see `seeds`."""
+    number = seeds.eval_seed(family, index, seed, EVAL_SEEDS_FROM)
     return self.task(family, number)
 
   def _page(self, family: str) -> Page:

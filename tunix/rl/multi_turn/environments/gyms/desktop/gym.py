@@ -118,11 +118,11 @@ class DesktopTasks:
       self, family: str, index: int, seed: int = 0,
       difficulty: int | None = None,
   ) -> base.Task:
-    """The `index`-th held-out instance; distinct for index < 1,000,000.
+    """The `index`-th held-out instance; see `seeds`.
 
     Instance seeds lie in [EVAL_SEEDS_FROM, 2 * EVAL_SEEDS_FROM).
     """
-    number = seeds.eval_seed(index, seed, EVAL_SEEDS_FROM)
+    number = seeds.eval_seed(family, index, seed, EVAL_SEEDS_FROM)
     return self.task(family, number, difficulty)
 
 

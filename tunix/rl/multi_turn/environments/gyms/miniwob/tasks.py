@@ -184,8 +184,9 @@ class MiniWobTasks:
     return self.task(family, number)
 
   def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th held-out instance; distinct for index < 1,000,000.
+    """The `index`-th held-out instance; see `seeds`.
 
     Instance seeds lie in [EVAL_SEEDS_FROM, 2 * EVAL_SEEDS_FROM).
     """
-    return self.task(family, seeds.eval_seed(index, seed, EVAL_SEEDS_FROM))
+    number = seeds.eval_seed(family, index, seed, EVAL_SEEDS_FROM)
+    return self.task(family, number)
