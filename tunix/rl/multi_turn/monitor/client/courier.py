@@ -10,9 +10,8 @@ The standard input is frames (see `relay`), the standard output JSON lines:
 {"ready": true} or {"error": text} first, then {"log": text, "level": number}
 whenever there is something to say, {"lost": [hash]} of screenshots that it has
 not got any more, and {"answer": number, "done": whether} when a drain or the
-end was asked for. The end of the input is the end of the
-trainer, however that came: what was told is kept, and delivered as far as the
-time allows.
+end was asked for. The end of the input is the end of the trainer, however that
+came: what was told is kept, and delivered as far as the time allows.
 """
 
 from __future__ import annotations
