@@ -3,11 +3,13 @@
 import json
 import os
 import pathlib
+import signal
 import sqlite3
 import subprocess
 import sys
 import time
 
+import httpx
 import monitor_server
 import pytest
 import small_runs
@@ -291,3 +293,15 @@ def test_a_run_with_its_own_monitor(tmp_path, capsys):
 def test_settings_that_cannot_be(overrides, says):
   with pytest.raises(config_lib.ConfigError, match=says):
     config_lib.load_config([*SMALL, *overrides])
+
+
+def test_who_ends_all_processes_of_a_job_does_not_end_a_runs_server(tmp_path):
+  server = run_monitor.EmbeddedServer(tmp_path / "monitor.db")
+  try:
+    os.kill(server.pid, signal.SIGTERM)
+    for _ in range(20):
+      assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+      time.sleep(0.05)
+  finally:
+    server.close()
+  assert not pathlib.Path(f"/proc/{server.pid}").exists()

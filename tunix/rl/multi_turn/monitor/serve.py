@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   )  # pyformat: disable
   serve.add_argument(
       "--until-eof", action="store_true",
-      help="stop when the standard input ends, as its owner has",
+      help="stop when the standard input ends, as its owner has, and not at"
+      " SIGTERM, which may be meant for both",
   )  # pyformat: disable
   token.add_argument("--project", default=access_lib.DEFAULT_PROJECT)
   token.add_argument("--scopes", default="ingest,read")
@@ -115,6 +116,8 @@ def _token(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
   logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+  if args.until_eof:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Until `_Server` has it.
   if args.max_body_mb < 1:
     raise ValueError(f"--max-body-mb={args.max_body_mb}: give 1 or more")
   files = files_of(args.database, args.files)

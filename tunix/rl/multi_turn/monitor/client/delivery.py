@@ -25,7 +25,8 @@ _PAGE = 100  # Screenshots that are asked for at once.
 _MOST_BACKOFF_S = 15.0
 _MOST_ASKED_S = 60.0
 _REFUSED_BACKOFF_S = 30.0
-_HURRIED_S = 1.0
+HURRIED_S = 1.0
+"""Between tries while somebody waits."""
 _TRAINING = b'"training":{'
 
 Error = transport_lib.TransportError
@@ -190,7 +191,7 @@ class Delivery:
       return True
     due = self._images_due
     if self._hurry.is_set():
-      due = min(due, self._images_failed + _HURRIED_S)
+      due = min(due, self._images_failed + HURRIED_S)
     if time.monotonic() < due:
       return False
     try:
@@ -209,7 +210,7 @@ class Delivery:
           f"the monitor takes no screenshots, which wait: {error}",
       )
       return False
-    self._image_failures = 0
+    self._image_failures, self._images_due = 0, 0.0
     return True
 
   def _take(self, spool: spool_lib.Spool, shas: Sequence[str]) -> None:

@@ -37,7 +37,6 @@ _BREATH_EVERY_S = 1e-3
 _IDLE_S = 0.1
 _HEARTBEAT_S = 15.0
 _KEPT_BYTES = 1 << 20  # At once.
-_HURRIED_S = 1.0
 _IMAGES_SHARE = 0.25
 
 Part = Mapping[str, Any]
@@ -397,7 +396,7 @@ class Sender:
     # Many trainers must not come back at the same moment.
     seconds *= random.uniform(0.5, 1.0)
     if self._hurry.is_set():
-      self._abandon.wait(min(seconds, _HURRIED_S))
+      self._abandon.wait(min(seconds, delivery_lib.HURRIED_S))
     else:
       self._hurry.wait(seconds)
 
