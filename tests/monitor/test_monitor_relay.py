@@ -149,9 +149,12 @@ def test_what_is_of_no_plain_kind_becomes_the_nearest():
     [
         b"", b"\xc1", msgpack.packb(1), msgpack.packb({"a": 1}),
         msgpack.packb(msgpack.ExtType(9, b"")),
-        msgpack.packb(msgpack.ExtType(1, msgpack.packb([99, []]))),
-        msgpack.packb(msgpack.ExtType(1, msgpack.packb([0, [1]]))),
-        msgpack.packb(msgpack.ExtType(1, msgpack.packb([17, []]))),
+        msgpack.packb([msgpack.ExtType(1, bytes([99]))]),
+        msgpack.packb([msgpack.ExtType(1, bytes([0])), 1]),
+        msgpack.packb([msgpack.ExtType(1, bytes([4])), *"123456"]),
+        msgpack.packb([msgpack.ExtType(1, bytes([18])), 1, b"", []]),
+        msgpack.packb([msgpack.ExtType(1, bytes([1, 2])), "completed"]),
+        msgpack.packb(msgpack.ExtType(1, bytes([1]))),
         msgpack.packb(msgpack.ExtType(1, b"")),
     ],
 )  # pyformat: disable

@@ -1,9 +1,10 @@
 """Events as bytes, for the process that tells the monitor of them.
 
 MessagePack: it has what JSON has not (NaN, bytes, keys of any kind), and an
-array goes as it lies in memory. What an event is made of comes back as the
-same types; whatever else somebody put into an episode comes back as the
-nearest plain value, text at last.
+array goes as it lies in memory. An object is a list whose first item is an
+extension that no plain value has, and which says of what type it is. What an
+event is made of comes back as the same types; whatever else somebody put into
+an episode comes back as the nearest plain value, text at last.
 
 Promises: `dump` costs about as much as copying; it fails for nothing but what
 is nested hundreds deep. `load` runs nothing that the bytes name: it builds the
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Iterator, Mapping, Sequence
+import operator
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import msgpack
 import numpy as np
@@ -46,9 +48,10 @@ _TYPES: tuple[type[Any], ...] = (
     token_sequence.ImageSpan,
 )
 _FIELDS = tuple(
-    tuple(f.name for f in dataclasses.fields(kind)) for kind in _TYPES
+    # Steps first, the one that is not taken as it is.
+    tuple(sorted((f.name for f in dataclasses.fields(k)), key="steps".__ne__))
+    for k in _TYPES
 )
-_NUMBERS = {kind: number for number, kind in enumerate(_TYPES)}
 _STEP = tuple(
     f.name
     for f in dataclasses.fields(trajectory_lib.Step)
@@ -60,6 +63,29 @@ _ARRAYS = (
 )  # pyformat: disable
 TOLD = frozenset(kind for kind in _TYPES if issubclass(kind, events.Event))
 """Kinds of events that can be sent."""
+
+
+class _Mark:
+  """What the list of an object of `_TYPES[number]` begins with."""
+
+  __slots__ = ("number",)
+
+  def __init__(self, number: int):
+    self.number = number
+
+
+def _taking(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+  """Takes the attributes of these names."""
+  take = operator.attrgetter(*names)
+  return take if len(names) > 1 else lambda value: (take(value),)
+
+
+_MARKS = tuple(map(_Mark, range(len(_TYPES))))
+_TAKING = {
+    kind: (msgpack.ExtType(_TYPED, bytes([number])), _taking(_FIELDS[number]))
+    for number, kind in enumerate(_TYPES)
+}
+_OF_STEP = _taking(_STEP)
 
 
 def dump(event: events.Event) -> bytes:
@@ -86,22 +112,23 @@ def load(data: bytes) -> events.Event:
     ValueError: they are no event.
   """
   try:
-    found = msgpack.unpackb(
-        data, ext_hook=_back, strict_map_key=False, use_list=True,
-        unicode_errors="surrogatepass",
-    )  # pyformat: disable
-  except (TypeError, IndexError, msgpack.UnpackException) as error:
+    found = _unpack(data)
+  except (
+      TypeError, ValueError, IndexError, msgpack.UnpackException
+  ) as error:  # pyformat: disable
     raise ValueError(f"no event: {error}") from None
   if type(found) not in TOLD:
     raise ValueError(f"a {type(found).__name__} is no event")
   return found
 
 
+# --- there --------------------------------------------------------------------
+
+
 def _pack(value: Any) -> bytes:
-  # Lax about types: a tuple is a list, an enum its text or number. A packer
-  # each, as one does not pack while it packs.
+  # Lax about types: a tuple is a list, an enum its text or number.
   return msgpack.Packer(
-      default=_typed, unicode_errors="surrogatepass", buf_size=512
+      default=_typed, unicode_errors="surrogatepass", buf_size=1 << 14
   ).pack(value)
 
 
@@ -111,18 +138,18 @@ def _typed(value: Any) -> Any:
   if kind is token_sequence.ImageRef:
     told = f"{value.sha256} {value.width} {value.height}"
     return msgpack.ExtType(_IMAGE, told.encode())
-  number = _NUMBERS.get(kind)
-  if number is not None:
+  known = _TAKING.get(kind)
+  if known is not None:
+    mark, fields = known
     if kind is trajectory_lib.Trajectory:
-      fields = _fields_of_trajectory(value)
-    elif kind is token_sequence.TokenSequence:
-      fields = _fields_of_sequence(value)
-    else:
-      fields = [getattr(value, name) for name in _FIELDS[number]]
-    return msgpack.ExtType(_TYPED, _pack([number, fields]))
+      values = fields(value)
+      return mark, _steps(values[0]), *values[1:]
+    if kind is token_sequence.TokenSequence:
+      return mark, *_fields_of_sequence(value)
+    return mark, *fields(value)
   if kind is np.ndarray and value.dtype.kind in "biuf":
     body = [value.dtype.str, value.shape, value.tobytes()]
-    return msgpack.ExtType(_ARRAY, _pack(body))
+    return msgpack.ExtType(_ARRAY, msgpack.packb(body))
   return _nearest(value)
 
 
@@ -146,24 +173,20 @@ def _nearest(value: Any) -> Any:
   return str(value)
 
 
-def _fields_of_trajectory(episode: trajectory_lib.Trajectory) -> list[Any]:
+def _steps(steps: Sequence[trajectory_lib.Step]) -> list[Any]:
   """Messages that a step shares with the one before are sent once."""
-  steps = []
+  found = []
   previous: Sequence[Any] = ()
-  for step in episode.steps:
+  for step in steps:
     messages = step.chat_completions
     shared = 0
     for old, new in zip(previous, messages):
       if old is not new:
         break
       shared += 1
-    fields = [getattr(step, name) for name in _STEP]
-    steps.append([shared, list(messages[shared:]), fields])
+    found.append([shared, list(messages[shared:]), _OF_STEP(step)])
     previous = messages
-  return [
-      steps if name == "steps" else getattr(episode, name)
-      for name in _FIELDS[_NUMBERS[trajectory_lib.Trajectory]]
-  ]
+  return found
 
 
 def _fields_of_sequence(sequence: token_sequence.TokenSequence) -> list[Any]:
@@ -178,26 +201,50 @@ def _fields_of_sequence(sequence: token_sequence.TokenSequence) -> list[Any]:
   ]
 
 
-def _back(code: int, data: bytes) -> Any:
+def _names(group: trajectory_lib.TrajectoryGroup) -> Any:
+  return dataclasses.replace(
+      group,
+      trajectories=tuple(
+          trajectory_lib.Trajectory(
+              trajectory_id=episode.trajectory_id, status=episode.status
+          )
+          for episode in group
+      ),
+  )
+
+
+# --- and back -----------------------------------------------------------------
+
+
+def _unpack(data: bytes) -> Any:
+  return msgpack.unpackb(
+      data, ext_hook=_extension_back, list_hook=_object_back,
+      strict_map_key=False, unicode_errors="surrogatepass",
+  )  # pyformat: disable
+
+
+def _extension_back(code: int, data: bytes) -> Any:
+  if code == _TYPED:
+    (number,) = data
+    return _MARKS[number]
   if code == _NUMBER:
     return int(data, 16)
   if code == _IMAGE:
     sha, width, height = data.decode().split()
     return token_sequence.ImageRef(sha, int(width), int(height))
-  found = msgpack.unpackb(
-      data, ext_hook=_back, strict_map_key=False, use_list=True,
-      unicode_errors="surrogatepass",
-  )  # pyformat: disable
   if code == _ARRAY:
-    dtype, shape, body = found
+    dtype, shape, body = msgpack.unpackb(data)
     return np.frombuffer(body, dtype).reshape(shape)
-  if code != _TYPED:
-    raise ValueError(f"MessagePack extension {code} is none of an event's")
-  number, values = found
-  kind = _TYPES[number]
+  raise ValueError(f"MessagePack extension {code} is none of an event's")
+
+
+def _object_back(found: list[Any]) -> Any:
+  if not found or type(found[0]) is not _Mark:
+    return found
+  kind, values = _TYPES[found[0].number], found[1:]
   if kind is token_sequence.TokenSequence:
     return _sequence_back(*values)
-  named = dict(zip(_FIELDS[number], values, strict=True))
+  named = dict(zip(_FIELDS[found[0].number], values, strict=True))
   if kind is trajectory_lib.Trajectory:
     named["status"] = trajectory_lib.TrajectoryStatus(named["status"])
     named["steps"] = list(_steps_back(named["steps"]))
@@ -222,15 +269,3 @@ def _sequence_back(
       at += found[name].nbytes
   spans = tuple(token_sequence.ImageSpan(*span) for span in images)
   return token_sequence.TokenSequence(images=spans, **found)
-
-
-def _names(group: trajectory_lib.TrajectoryGroup) -> Any:
-  return dataclasses.replace(
-      group,
-      trajectories=tuple(
-          trajectory_lib.Trajectory(
-              trajectory_id=episode.trajectory_id, status=episode.status
-          )
-          for episode in group
-      ),
-  )

@@ -104,6 +104,9 @@ class Sender:
     """Whose heart beats while nothing happens."""
     self.on_images_lost: Callable[[Iterable[str]], None] = lambda shas: None
     """Gets the names of images that were dropped, on the spool's thread."""
+    self.held: Callable[[bool], Part] = lambda everything: {}
+    """Gives up what a producer holds back, on the spool's thread: what is due,
+    or everything."""
     self._lock = threading.Lock()
     self._taken = 0
     self._kept = 0
@@ -139,15 +142,20 @@ class Sender:
       with self._lock:
         self.counters["dropped_memory"] += 1
       return False
-    with self._lock:
-      pending.append(make)
-      self._taken += 1
+    self._take(make)
     if len(pending) > self._max_pending // 4:
       self._keep_now.set()
     return True
 
+  def _take(self, make: Callable[[], Made | Part | None] | Part) -> None:
+    with self._lock:
+      self._pending.append(make)
+      self._taken += 1
+
   def flush(self, timeout_s: float = 10.0) -> bool:
     """Waits until what was put is in the spool; False when time ran out."""
+    if not self._closing.is_set():
+      self._take(lambda: self.held(True))
     wanted, deadline = self._taken, time.monotonic() + timeout_s
     while self._kept < wanted:
       if time.monotonic() > deadline or not self._keeping.is_alive():
@@ -238,14 +246,18 @@ class Sender:
   def _keep(self) -> None:
     while True:
       closing = self._closing.is_set()
-      if self._pending:
-        try:
+      try:
+        if due := self.held(False):
+          with self._lock:  # Before what is said of it next.
+            self._pending.appendleft(due)
+            self._taken += 1
+        if self._pending:
           self._keep_some()
-        except Exception:  # pylint: disable=broad-except
-          self._complain("spool", "the monitor's spool failed")
-          time.sleep(0.5)
-      elif closing:
-        return
+        elif closing:
+          return
+      except Exception:  # pylint: disable=broad-except
+        self._complain("spool", "the monitor's spool failed")
+        time.sleep(0.5)
       if not closing:
         if len(self._pending) < _PLENTY:
           self._keep_now.wait(_TICK_S)
@@ -263,7 +275,8 @@ class Sender:
       taken += 1
       try:
         made = make() if callable(make) else make
-        if made is None:
+        if not made:
+          self._pending[taken - 1] = _NOTHING
           continue
         if not isinstance(made, Made):
           made = Made(made)
@@ -288,7 +301,8 @@ class Sender:
       self._lose(images)
       images = {}
     try:
-      self.spool.append(bodies, images)
+      if bodies:
+        self.spool.append(bodies, images)
     except spool_lib.SpoolFull as error:
       self._complain("full", f"the monitor's spool is full: {error}")
       self._lose(images)

@@ -153,6 +153,7 @@ class _Work:
         self._sql, project, transaction.now
     )
     self._taken: list[int] = []
+    self._new_rollouts: set[int] = set()
 
   @property
   def ids(self) -> references.Ids:
@@ -220,11 +221,11 @@ class _Work:
     parents = self._who.resolve_parents(kind, found)
     for item, refers in zip(found, parents):
       item.values.update(refers)
+    known = self._find(kind, found)
     if kind.parents.get("training_id") and self._training is not None:
       for item in found:
-        if self._who.known(kind.name, item.client_id) is None:
+        if item.client_id not in known:
           item.values.setdefault("training_id", self._training)
-    self._find(kind, found)
     inserts: list[tuple[int, Item]] = []
     updates: list[tuple[int, Item]] = []
     names: list[tuple[int, str, str, int]] = []
@@ -250,7 +251,7 @@ class _Work:
       else:
         updates.append((id_, item))
       name = item.client_id
-      if name is not None and self._who.known(kind.name, name) is None:
+      if name is not None and name not in known:
         self._who.learn(kind.name, name, id_)
         names.append((self._project, kind.name, name, id_))
       result.append(id_)
@@ -286,21 +287,17 @@ class _Work:
     key = tuple(item.values.get(c) for c in columns)
     return None if None in key else key
 
-  def _find(self, kind: Kind, found: list[Item]) -> None:
-    """Learns which items the database has already."""
-    self._who.look_up(
-        kind.name, [i.client_id for i in found if i.client_id is not None]
-    )
+  def _find(self, kind: Kind, found: list[Item]) -> Mapping[str, int]:
+    """Learns which items the database has already: client id -> id."""
+    names = [i.client_id for i in found if i.client_id is not None]
+    known = self._who.look_up(kind.name, names)
     ids = {i.id for i in found if i.id is not None}
     if ids:
       self._who.check_numbers(kind.name, sorted(ids))
-    for item in found:
-      if item.client_id is not None:
-        id_ = self._who.known(kind.name, item.client_id)
-        if id_ is not None:
-          ids.add(id_)
     if kind.name in states.COLUMNS:
+      ids.update(known[name] for name in names if name in known)
       self._load(kind.name, ids)
+    return known
 
   def _load(self, kind: str, ids: Iterable[int]) -> None:
     missing = [i for i in ids if (kind, i) not in self._state]
@@ -328,7 +325,7 @@ class _Work:
         )])  # pyformat: disable
       return item.id
     if item.client_id is not None:
-      id_ = self._who.known(kind.name, item.client_id)
+      id_ = self._who.found(kind.name).get(item.client_id)
       if id_ is not None:
         return id_
     key = self._natural(kind, item)
@@ -336,6 +333,8 @@ class _Work:
       return None
     if key in fresh:
       return fresh[key]
+    if item.values.get("rollout_id") in self._new_rollouts:
+      return None  # What it is of is not older than the batch.
     columns = _NATURAL[kind.name]
     where = " AND ".join(f"{c} = ?" for c in columns)
     rows = self._sql.rows(
@@ -403,8 +402,7 @@ class _Work:
         continue
       id_: int | str | None = item.environment
       if isinstance(id_, str):
-        self._who.look_up("environment", [id_])
-        id_ = self._who.known("environment", id_)
+        id_ = self._who.look_up("environment", [id_]).get(id_)
       if id_ is None or ("environment", id_) in self._state:
         continue
       waiting = self._waiting.get(id_)
@@ -420,27 +418,22 @@ class _Work:
     if not found:
       return
     now, names = self._tx.now, statements.columns(kind.name)
+    needs = (*kind.required, *_NEEDS.get(kind.name, ()))
+    stateful = kind.name in states.COLUMNS
     rows = []
     for id_, item in found:
       values = item.values
       defaults.fill(kind.name, item, self._tx.now, self._project)
       if kind.name in ("baseline", "eval"):
         values.setdefault("model_path", self._model_of(values))
-      for column in kind.required:
+      for column in needs:
         if values.get(column) is None:
           raise errors.invalid([errors.fault(
               f"{item.path}.{column}", None,
               f"a new {kind.name} needs it; no {kind.name} of client_id"
               f" {item.client_id!r} is known",
           )])  # pyformat: disable
-      for column in kind.parents:
-        if column not in values and column in _NEEDS.get(kind.name, ()):
-          raise errors.invalid([errors.fault(
-              f"{item.path}.{column}", None,
-              f"a new {kind.name} needs it; no {kind.name} of client_id"
-              f" {item.client_id!r} is known",
-          )])  # pyformat: disable
-      if kind.name in states.COLUMNS:
+      if stateful:
         row = states.Row(None, {})
         self._advance(kind.name, item, row)
         values.setdefault("status", vocabulary.STATUSES[kind.name][0])
@@ -450,7 +443,7 @@ class _Work:
       values["id"] = id_
       values["created_at"] = now
       values["updated_at"] = now
-      rows.append([values.get(name) for name in names])
+      rows.append(list(map(values.get, names)))
     self._sql.many(statements.insert(kind.name), rows)
     if kind.name == "training":
       self._sql.many(
@@ -458,16 +451,19 @@ class _Work:
           " VALUES (?, ?)",
           [(id_, self._project) for id_, _ in found],
       )
+    elif kind.name == "rollout":
+      self._new_rollouts.update(id_ for id_, _ in found)
     self._who.mine.update((kind.name, id_) for id_, _ in found)
     for id_, item in found:
       said.note_status(self._sql, kind.name, id_, item, None)
 
   def _update(self, kind: Kind, found: list[tuple[int, Item]]) -> None:
     stateful = kind.name in states.COLUMNS
+    dated = "updated_at" in statements.columns(kind.name)
     grouped: dict[tuple[str, ...], list[list[Any]]] = (
         collections.defaultdict(list)
     )
-    last: tuple[str, ...] | None = None
+    waiting: dict[int, tuple[str, ...]] = {}
     if stateful:
       self._load(kind.name, [id_ for id_, _ in found])
     noted = []
@@ -483,15 +479,15 @@ class _Work:
         self._advance(kind.name, item, row)
         row.status = values.get("status", row.status)
         self._own(kind.name, id_, values)
-      if "updated_at" in statements.columns(kind.name):
+      if dated:
         values["updated_at"] = self._tx.now
       if not values:
         continue
       names = tuple(sorted(values))
-      if last is not None and names != last and stateful:
+      if waiting.setdefault(id_, names) != names:
         # Two changes of one row must stay in their order.
         self._flush(kind, grouped)
-      last = names
+        waiting = {id_: names}
       grouped[names].append([*(values[n] for n in names), id_])
       if "status" in item.raw and old != values.get("status"):
         noted.append((id_, item, old))

@@ -41,18 +41,16 @@ class Kind:
     plural: of the array; "training" for the one object.
     parents: column -> kind that it refers to.
     required: columns that a new entity needs and nothing can stand in for.
-    aliases: field -> column.
     kept: fields that are kept as raw values.
-    readers: column -> its reader.
+    readers: field -> (column, its reader), by the column's other names too.
   """
 
   name: str
   plural: str
   parents: Mapping[str, str]
   required: tuple[str, ...]
-  aliases: Mapping[str, str]
   kept: frozenset[str]
-  readers: Mapping[str, Callable[[Any], Any]]
+  readers: Mapping[str, tuple[str, Callable[[Any], Any]]]
 
 
 _TIMING = (
@@ -71,13 +69,12 @@ def _kind(
   parents = parents or {}
   table = tables.metadata.tables[name]
   readers = {
-      str(c.name): fields.reader(name, c)
+      str(c.name): (str(c.name), fields.reader(name, c))
       for c in table.c
       if c.name != "id" and c.name not in parents
   }
-  return Kind(
-      name, plural, parents, required, aliases or {}, frozenset(kept), readers
-  )
+  readers |= {alias: readers[c] for alias, c in (aliases or {}).items()}
+  return Kind(name, plural, parents, required, frozenset(kept), readers)
 
 
 KINDS: tuple[Kind, ...] = (
@@ -344,13 +341,13 @@ def _read(
     kind: Kind, data: Mapping[str, Any], path: str, faults: _Faults
 ) -> Item | None:
   item = Item(path)
-  readers, values = kind.readers, item.values
+  known, values = kind.readers, item.values
   for field, value in data.items():
     if value is None:
       continue
-    name = kind.aliases.get(field, field)
-    reader = readers.get(name)
-    if reader is not None:
+    found = known.get(field)
+    if found is not None:
+      name, reader = found
       try:
         value = reader(value)
       except fields.WrongValue as error:
@@ -362,24 +359,24 @@ def _read(
         if value is None:
           continue
       values[name] = value
-    elif name in kind.parents:
-      item.parents[name] = _reference(f"{path}.{field}", value, faults)
-    elif name == "client_id":
+    elif field == "client_id":
       item.client_id = _client_id(f"{path}.{field}", value, faults)
-    elif (kind.name, name) == ("training", "training_id"):
+    elif field in kind.parents:
+      item.parents[field] = _reference(f"{path}.{field}", value, faults)
+    elif (kind.name, field) == ("training", "training_id"):
       own = _reference(f"{path}.{field}", value, faults)
       if isinstance(own, str):
         item.client_id = own
       else:
         item.id = own
-    elif (kind.name, name) == ("training", "tags"):
+    elif (kind.name, field) == ("training", "tags"):
       try:
         item.tags = tags_lib.clean_all(value)
       except ValueError as error:
         faults.add(f"{path}.{field}", value, str(error))
-    elif name == "id":
+    elif field == "id":
       item.id = _own_id(f"{path}.{field}", value, faults)
-    elif (kind.name, name) == ("rollout", "env_id"):
+    elif (kind.name, field) == ("rollout", "env_id"):
       item.environment = _reference(f"{path}.{field}", value, faults)
     elif field in kind.kept:
       item.raw[field] = (
@@ -388,9 +385,9 @@ def _read(
           else orjson.dumps(value).decode()
       )
     else:
-      known = [*readers, *kind.parents, *kind.aliases, *kind.kept, "client_id"]
-      known += ["tags"] if kind.name == "training" else []
-      faults.add(f"{path}.{field}", value, _unknown(field, known))
+      names = [*known, *kind.parents, *kind.kept, "client_id"]
+      names += ["tags"] if kind.name == "training" else []
+      faults.add(f"{path}.{field}", value, _unknown(field, names))
   _check(kind, item, data, faults)
   return item
 

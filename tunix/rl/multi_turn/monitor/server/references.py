@@ -75,27 +75,33 @@ class References:
     self._project = project
     self.ids: Ids = {}
     self.mine: set[tuple[str, int]] = set()
-    self._all = (self.ids, *known)
+    self._before = known
+    self._found: dict[str, dict[str, int]] = collections.defaultdict(dict)
 
-  def known(self, kind: str, name: str | None) -> int | None:
-    """The id of a client id, as far as it has been looked up."""
-    if name is not None:
-      key = (self._project, kind, name)
-      for known in self._all:
-        if (id_ := known.get(key)) is not None:
-          return id_
-    return None
+  def found(self, kind: str) -> Mapping[str, int]:
+    """client id -> id, of those that were looked up or learned."""
+    return self._found[kind]
 
   def learn(self, kind: str, name: str, id_: int) -> None:
+    self._found[kind][name] = id_
     self.ids[self._project, kind, name] = id_
 
-  def look_up(self, kind: str, names: Iterable[str]) -> None:
-    """Learns the ids of client ids that the database knows."""
-    unknown = {
-        n for n in names if self.known(kind, n) is None
-    }
+  def look_up(self, kind: str, names: Iterable[str]) -> Mapping[str, int]:
+    """Finds the ids of client ids that the database knows; see `found`."""
+    found = self._found[kind]
+    unknown = set()
+    for name in names:
+      if name in found or name in unknown:
+        continue
+      key = (self._project, kind, name)
+      for known in self._before:
+        if (id_ := known.get(key)) is not None:
+          found[name] = id_
+          break
+      else:
+        unknown.add(name)
     if not unknown:
-      return
+      return found
     rows = self._sql.among(
         "SELECT client_id, entity_id FROM monitor_client_id WHERE project_id ="
         " ? AND kind = ? AND client_id {among}",
@@ -103,7 +109,8 @@ class References:
         unknown,
     )
     for name, id_ in rows:
-      self.ids[self._project, kind, name] = id_
+      self.learn(kind, name, id_)
+    return found
 
   def resolve_parents(
       self, kind: Kind, found: list[Item]
@@ -124,7 +131,8 @@ class References:
       )
     return [
         {
-            column: self.resolve_one(
+            column: self._found[kind.parents[column]].get(value)
+            or self.resolve_one(
                 kind.parents[column], value, f"{item.path}.{column}"
             )
             for column, value in item.parents.items()
@@ -135,8 +143,7 @@ class References:
   def resolve_one(self, kind: str, value: int | str, path: str) -> int:
     """The id that a reference means; `path` says where it stands."""
     if isinstance(value, str):
-      self.look_up(kind, [value])
-      id_ = self.known(kind, value)
+      id_ = self.look_up(kind, [value]).get(value)
       if id_ is None and value.isascii() and value.isdigit():
         value = int(value)  # An id that went through somebody's JSON.
       else:

@@ -123,6 +123,7 @@ def update(table: str, names: tuple[str, ...]) -> str:
   return f'UPDATE "{table}" SET {sets} WHERE id = ?'
 
 
+@functools.cache
 def upsert(table: str, keys: tuple[str, ...], values: tuple[str, ...]) -> str:
   """Inserts, or replaces the values of the row with these keys."""
   names = keys + values

@@ -37,6 +37,7 @@ _INPUTS = {
     "rollout": {"status", "current_turn", "max_turns"},
 }
 """What progress is computed from."""
+_SOURCE_IDS = tuple((w, f"{w}_id") for w in vocabulary.SOURCE_TYPES)
 
 
 @dataclasses.dataclass(slots=True)
@@ -58,11 +59,9 @@ def check_source(item: items.Item, row: Row) -> None:
   Raises:
     ApiError: 400.
   """
-  now = {**row.fields, **item.values}
-  kind = now.get("source_type")
-  given = [
-      w for w in vocabulary.SOURCE_TYPES if now.get(f"{w}_id") is not None
-  ]
+  now = lambda name: item.values.get(name, row.fields.get(name))
+  kind = now("source_type")
+  given = [w for w, name in _SOURCE_IDS if now(name) is not None]
   if kind is None or given != [kind]:
     raise errors.invalid([errors.fault(
         f"{item.path}.source_type", kind,
@@ -98,19 +97,20 @@ def advance(kind: str, row: Row, values: dict[str, Any]) -> None:
   What a client says of progress wins; else it is computed, when something that
   it depends on is new.
   """
-  state = {**row.fields, **values}
+  before = row.fields
+  state = {n: values.get(n, before.get(n)) for n in COLUMNS[kind]}
   status = values.get("status", row.status)
   new = row.status is None or not _INPUTS.get(kind, set()).isdisjoint(values)
-  if "progress_percent" not in values and new:
+  if new and "progress_percent" not in values:
     percent = _percent(kind, status, state)
     if percent is not None:
       values["progress_percent"] = percent
   if kind == "step" and "progress_percent" in values:
     # Late news does not set a step back.
-    before = row.fields.get("progress_percent") or 0.0
-    values["progress_percent"] = max(values["progress_percent"], before)
-    state["progress_percent"] = values["progress_percent"]
-  row.fields = {name: state.get(name) for name in COLUMNS[kind]}
+    values["progress_percent"] = state["progress_percent"] = max(
+        values["progress_percent"], before.get("progress_percent") or 0.0
+    )
+  row.fields = state
 
 
 def _percent(
