@@ -36,6 +36,10 @@ which counts as nobody's time: some tenth of a second's work of a block.
 `--apart` gives the trainer one core, and its courier and server another one:
 what is left of the cost on a machine that has a core to spare.
 
+`--crossover busy` has no monitor, but a process of a server's niceness that
+only counts, for `--busy` of the time: what as much work of anybody's costs a
+training on this machine, whose cores share more than memory.
+
 Then the servers are there again, what waits is delivered, and each database is
 compared with the events that its run emitted, row by row and token by token;
 and every run with the first: the same losses and rewards. Exits with 1 unless
@@ -43,7 +47,7 @@ all of that is equal and no interval lies above 1.01.
 
     python benchmarks/bench_monitor_overhead.py [--rounds 1] [--steps 40]
         [--size small|browser] [--arms off,on | --crossover on]
-        [--apart]
+        [--apart] [--busy 0.2]
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ sys.path.insert(
 )
 
 ARMS = ("off", "on", "slow", "dead", "dying", "again")
-SILENT = ("off", "again")
+SILENT = ("off", "again", "busy")
 BLOCK = 4
 """Steps of a crossover's block."""
 WARM = 4
@@ -104,6 +108,16 @@ def run(given):
     os.sched_setaffinity(0, {1})
   serve.main(["serve", "--database", given[0], "--files", given[1], "--port",
               given[2]])
+"""
+COUNTER = """
+import os, sys, time
+from tunix.rl.multi_turn import run_monitor
+os.nice(run_monitor.NICENESS)
+while True:
+  end = time.thread_time() + 0.01
+  while time.thread_time() < end:
+    sum(range(1000))
+  time.sleep(0.01 * (1 / float(sys.argv[1]) - 1))
 """
 _STEP_S = 300.0
 _DRAIN_S = 120.0
@@ -143,8 +157,8 @@ def play(
       self.episodes += isinstance(event, events.EpisodeFinished)
       if self.telling:
         super().on_event(event)
-        if monitor:
-          monitor[0].on_event(event)
+        for one in monitor:
+          one.on_event(event)
       if isinstance(event, events.StepFinished):
         wall, cpu, own, episodes = np.subtract(self.so_far(), self.since)
         say(
@@ -153,7 +167,8 @@ def play(
             reward=event.metrics.get("reward_mean"),
         )  # pyformat: disable
         if silent >= 0 and event.step % BLOCK == 0:
-          monitor[0].drain(2)
+          for one in monitor:
+            one.drain(2)
           self.telling = event.step // BLOCK % 2 != silent
         sys.stdin.readline()  # Others' turn.
         self.since = self.so_far()
@@ -258,6 +273,8 @@ class Training:
 
   apart = False
   """Whether trainers have the first core and their monitors the second."""
+  busy = 0.2
+  """Share of a core that the counting process takes."""
 
   def __init__(self, arm: str, steps: int, size: str, silent: int = -1):
     """`arm` of ARMS, `size` of SIZES, `silent` as `play`'s."""
@@ -273,6 +290,12 @@ class Training:
     self._nursery = monitor_kills.Nursery(SERVER)
     self._serving = False
     self._front = monitor_network.SlowFront(port) if arm == "slow" else None
+    self._counter: subprocess.Popen[bytes] | None = None
+    if arm == "busy":
+      self._counter = subprocess.Popen(
+          [sys.executable, "-c", COUNTER, str(self.busy)]
+      )
+      self._counter.send_signal(signal.SIGSTOP)
     told_port = self._front.port if self._front else port
     self._told = arm not in SILENT
     url = f"http://127.0.0.1:{told_port}" if self._told else ""
@@ -288,6 +311,7 @@ class Training:
     if self.apart:
       os.sched_setaffinity(self._trainer.pid, {0})
     self._stopped = False
+    self._counting = True
 
   def _start_server(self) -> None:
     self._nursery.start(*self._serve)
@@ -307,6 +331,8 @@ class Training:
     self._go(signal.SIGSTOP)
     courier, server = self._others_cpu() - before
     self.told.append(said | {"courier": courier, "server": server})
+    if said["step"] % BLOCK == 0 and self._silent >= 0:
+      self._counting = said["step"] // BLOCK % 2 != self._silent
     if said["step"] == self._steps // 2 and self.arm == "dying":
       self._nursery.end(signal.SIGKILL)
       self._serving = False
@@ -342,15 +368,21 @@ class Training:
           os.sched_setaffinity(int(task.name), {1})
     if self._serving:
       os.kill(self._nursery.pid, number)
+    if self._counter and (self._counting or self._stopped):
+      self._counter.send_signal(number)
     if self._front:
       running = self._front.running
       (running.clear if self._stopped else running.set)()
 
   def _couriers(self) -> list[int]:
-    """Processes that the trainer has started."""
+    """Those that the trainer has started; a browser is its child, too."""
     tasks = pathlib.Path(f"/proc/{self._trainer.pid}/task")
     found = [(task / "children").read_text() for task in tasks.iterdir()]
-    return [int(pid) for pid in " ".join(found).split()]
+    return [
+        int(pid)
+        for pid in " ".join(found).split()
+        if b"\0courier\0" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
   def _others_cpu(self) -> np.ndarray:
     """CPU seconds of (its couriers, its server) so far."""
@@ -384,6 +416,9 @@ class Training:
     self._trainer.stdin.close()
     self._trainer.stdout.close()
     self._nursery.__exit__()
+    if self._counter:
+      self._counter.kill()
+      self._counter.wait(30)
     if self._front:
       self._front.close()
     self._folder.cleanup()
@@ -537,12 +572,16 @@ def main() -> int:
   parser.add_argument("--size", choices=tuple(SIZES), default="quickstart")
   parser.add_argument("--arms", default=",".join(ARMS), help="(%(default)s)")
   parser.add_argument(
-      "--crossover", choices=("on", "slow", "dead"),
+      "--crossover", choices=("on", "slow", "dead", "busy"),
       help="this arm alone, in every other block of steps",
   )  # pyformat: disable
   parser.add_argument(
       "--apart", action="store_true",
       help="trainers and monitors have a core each",
+  )  # pyformat: disable
+  parser.add_argument(
+      "--busy", type=float, default=0.2,
+      help="share of a core that is counted away (%(default)s)",
   )  # pyformat: disable
   parser.add_argument(
       "--silent", type=int, default=-1, help=argparse.SUPPRESS
@@ -560,7 +599,7 @@ def main() -> int:
         pathlib.Path(args.play), args.url, args.steps, args.size, args.silent
     )
   results: dict[str, list[Training]] = {arm: [] for arm in arms}
-  Training.apart = args.apart
+  Training.apart, Training.busy = args.apart, args.busy
   if args.crossover:
     return crossover(args.crossover, args.steps, args.size)
   for turn in range(args.rounds):
