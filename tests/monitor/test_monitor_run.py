@@ -11,6 +11,7 @@ import time
 
 import httpx
 import monitor_server
+import observed_run
 import pytest
 import small_runs
 import synthetic_run
@@ -21,10 +22,6 @@ from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import run_monitor
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn import trajectory as trajectory_lib
-from tunix.rl.multi_turn.learner import examples as example_lib
-from tunix.rl.multi_turn.monitor.client import ingest_client
-from tunix.rl.multi_turn.monitor.client import observer as observer_lib
-from tunix.rl.multi_turn.monitor.client import png
 
 pytestmark = pytest.mark.timeout(400)
 Status = trajectory_lib.TrajectoryStatus
@@ -40,80 +37,12 @@ def server(tmp_path):
     yield found
 
 
-def observed(server, folder, store, **options):
-  client = ingest_client.IngestClient(server.url, spool_dir=folder)
-  return observer_lib.MonitorObserver(
-      client,
-      observer_lib.RunIdentity("T", options.pop("session", 0)),
-      {"model_name": "m", "group_size": 4, "groups_per_batch": 1,
-       "total_steps": options.pop("total_steps", 5), "temperature": 1.0},
-      png_of=png.files_of(store),
-      close_s=60.0,  # A busy machine is no failure.
-      **options,
-  )
-
-
-def invented_run(tell, store, steps=5):
-  """What `train` would tell, with failures of every kind among it."""
-  tell(events.RunStarted("run", {"a": 1}))
-  kinds = [*Status]
-  kinds.remove(Status.RUNNING)
-
-  def play(name, split, step, seed, status):
-    success = status is Status.SUCCEEDED
-    episode = synthetic_run.episode(
-        store, seed=seed, success=success, status=status, version=step,
-        turns=1 + seed % 4,
-    )
-    episode.trajectory_id = name
-    common = dict(
-        group_id=name.partition(".")[0], task_id=episode.task["task_id"],
-        split=split,
-    )
-    tell(events.EpisodeStarted(trajectory_id=name, **common))
-    for turn in range(episode.num_turns):
-      tell(events.TurnFinished(name, turn, {"model": 1e-4, "env": 1e-5}))
-    if not status.is_policy_outcome:
-      tell(events.Fault("step", "EnvStepError", "gone", name))
-    tell(events.EpisodeFinished(episode, **common))
-    return episode
-
-  def measure(name, step):
-    for mode in ("sampled", "greedy"):
-      tell(events.EvalStarted(name, mode, 4, step))
-      for n in range(2):
-        play(f"eval-{n:06d}.0", "eval", step, n, Status.SUCCEEDED)
-    tell(events.EvalFinished(name, synthetic_run.results(0.5)))
-
-  measure("initial", 0)
-  tell(events.WeightsPublished(0, 0.1))
-  for step in range(1, steps + 1):
-    members = tuple(
-        play(f"train-{step:06d}.{i}", "train", step - 1, step * 4 + i,
-             kinds[(step * 4 + i) % len(kinds)])
-        for i in range(4)
-    )  # pyformat: disable
-    group = trajectory_lib.TrajectoryGroup(f"train-{step:06d}", "t", members)
-    tell(events.GroupFinished(group, "accepted"))
-    tell(events.WeightsPublished(step, 0.1))
-    tell(events.StepFinished(
-        step, step, {"loss": 0.5 / step, "grad_norm": 0.1}, (group,),
-        {m.trajectory_id: (0.25 * i,) * m.num_turns
-         for i, m in enumerate(members) if i},
-        example_lib.left_out((group,), ()),
-    ))  # pyformat: disable
-    if step == 3:
-      measure("step_3", 3)
-  measure("final", steps)
-  tell(events.RunFinished("completed"))
-
-
 def test_an_invented_run_with_every_failure_is_told_whole(server, tmp_path):
   store = images_lib.ImageStore()
   log = told_run.Log()
-  told = observed(server, tmp_path / "spool", store)
+  told = observed_run.observed(server, tmp_path / "spool", store)
   observers = events.Observers([log, told])
-  invented_run(observers.on_event, store)
+  observed_run.play(observers.on_event, store)
   assert told.close() and not observers.failures
   counters = told._client.sender.counters
   assert not counters["dead_letters"] and not counters["failed"]
@@ -135,7 +64,9 @@ def test_an_invented_run_with_every_failure_is_told_whole(server, tmp_path):
 def test_a_resumed_run_goes_on_in_the_same_training(server, tmp_path):
   store = images_lib.ImageStore()
   for session, status in enumerate(("failed", "completed")):
-    told = observed(server, tmp_path / "spool", store, session=session)
+    told = observed_run.observed(
+        server, tmp_path / "spool", store, session=session
+    )
     told.on_event(events.RunStarted("run", {}))
     common = dict(group_id="train-000001", task_id="t", split="train")
     episode = synthetic_run.episode(store)
@@ -265,7 +196,7 @@ def test_a_run_with_its_own_monitor(tmp_path, capsys):
   ])  # pyformat: disable
   store = images_lib.ImageStore()
   monitor = run_monitor.RunMonitor(config, store)
-  invented_run(monitor.observer.on_event, store, steps=2)
+  observed_run.play(monitor.observer.on_event, store, steps=2)
   pid = monitor.server.pid
   monitor.close()
   assert not alive(pid)
