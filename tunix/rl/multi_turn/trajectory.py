@@ -361,6 +361,7 @@ class TrajectoryGroup:
 # --- JSON ------------------------------------------------------------------
 
 _TAG = "$type"
+_AS_IT_IS = frozenset({str, int, bool, type(None)})
 
 
 def encode(value: Any) -> Any:
@@ -370,7 +371,9 @@ def encode(value: Any) -> Any:
   does a mapping that happens to have a key "$type".
   Arrays are not silently stringified: hold an ImageRef instead of pixels.
   """
-  if value is None or isinstance(value, (bool, int, str)):
+  if type(value) in _AS_IT_IS:
+    return value
+  if isinstance(value, (bool, int, str)):
     return value.value if isinstance(value, enum.Enum) else value
   if isinstance(value, float):
     if math.isfinite(value):

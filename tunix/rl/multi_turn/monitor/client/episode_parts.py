@@ -6,9 +6,10 @@ computed twice. Turns are numbered from 1.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
-from typing import Any, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from tunix.rl.multi_turn import trajectory as trajectory_lib

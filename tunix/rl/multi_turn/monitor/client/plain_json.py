@@ -6,8 +6,9 @@ whole numbers, lone surrogates. Texts are cut to what it accepts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 import math
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import orjson
@@ -52,7 +53,11 @@ def _is_plain(value: Any) -> bool:
       if not _numbers_as_they_are(item):
         return False
     elif kind is list or kind is tuple:
-      numbers = item and type(item[0]) in _NUMBERS and _finite_numbers(item)
+      first = type(item[0]) if item else None
+      numbers = (
+          first in _NUMBERS and _finite_numbers(item)
+          or first is list and _finite_rows(item)
+      )  # pyformat: disable
       if not numbers and not _is_plain(item):
         return False
     elif kind is dict:
@@ -128,6 +133,14 @@ def _finite_numbers(values: Sequence[Any]) -> bool:
   """
   try:
     return math.isfinite(sum(values))
+  except (TypeError, ValueError, OverflowError):
+    return False
+
+
+def _finite_rows(values: Sequence[Any]) -> bool:
+  """As `_finite_numbers`, of lists of numbers."""
+  try:
+    return math.isfinite(sum(map(sum, values)))
   except (TypeError, ValueError, OverflowError):
     return False
 

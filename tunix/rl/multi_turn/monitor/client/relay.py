@@ -39,7 +39,7 @@ from tunix.rl.multi_turn.monitor.client import event_frames
 _LOG = logging.getLogger(__name__)
 _PROGRAM = str(pathlib.Path(__file__).parents[1] / "__main__.py")
 _HEAD = struct.Struct(">BI")
-_TICK_S = 0.1
+_TICK_S = 0.25
 _PLENTY = 256  # Events that are not waited for.
 _MOST_WAITING = 4096
 _MOST_KNOWN = 100_000
