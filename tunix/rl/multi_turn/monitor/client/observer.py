@@ -356,12 +356,13 @@ class MonitorObserver:
 
   def _episode_started(self, event: events.EpisodeStarted) -> sender.Part:
     key, running, more = self._begin(event, event.time)
+    before = self._release([key])  # Of one whose end was dropped.
     task = episode_parts.task_part(
         event.task_id, None, self._task_source, event.split
     )
     part = episode_parts.begun(running, task, self._environment)
     self._held[key] = _Held(time.monotonic() + _HELD_S, part)
-    return more
+    return {**before, **more}
 
   def _due(self, everything: bool) -> sender.Part:
     """What was held for long enough, or all of it."""

@@ -247,7 +247,7 @@ class Sender:
     while True:
       closing = self._closing.is_set()
       try:
-        if due := self.held(False):
+        if due := self.held(closing):
           with self._lock:  # Before what is said of it next.
             self._pending.appendleft(due)
             self._taken += 1

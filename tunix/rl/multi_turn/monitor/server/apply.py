@@ -154,6 +154,7 @@ class _Work:
     )
     self._taken: list[int] = []
     self._new_rollouts: set[int] = set()
+    """Of this batch: nothing in the database is theirs."""
 
   @property
   def ids(self) -> references.Ids:
@@ -334,7 +335,7 @@ class _Work:
     if key in fresh:
       return fresh[key]
     if item.values.get("rollout_id") in self._new_rollouts:
-      return None  # What it is of is not older than the batch.
+      return None
     columns = _NATURAL[kind.name]
     where = " AND ".join(f"{c} = ?" for c in columns)
     rows = self._sql.rows(
@@ -409,6 +410,7 @@ class _Work:
       if waiting is not None:
         more = Item(f"{item.path}.env_id")
         more.values = {"rollout_id": rollout}
+        self._new_rollouts.discard(rollout)
         self._more_of_waiting(id_, more, waiting, inserts)
     self._insert(items_lib.BY_NAME["environment"], inserts)
 

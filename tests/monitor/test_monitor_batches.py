@@ -1,0 +1,100 @@
+"""What items of one batch say about the same things."""
+
+import monitor_server
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+
+FIELDS = {
+    "current_turn": st.integers(0, 9),
+    "max_turns": st.sampled_from((5, 20)),
+    "status": st.sampled_from(
+        ("agent_init", "running", "completed", "failed", "cancelled")
+    ),
+    "reward": st.sampled_from((0.0, 0.5, 1.0)),
+    "status_message": st.sampled_from(("a", "b")),
+    "current_phase": st.sampled_from(("env_creation", "validation")),
+}
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from("abc"), st.fixed_dictionaries({}, optional=FIELDS)
+    ),
+    min_size=1, max_size=12,
+)  # pyformat: disable
+TIMES = ("created_at", "updated_at")
+
+
+def stored(server, prefix):
+  """name -> (its row, its history), of rollouts of this prefix."""
+  found = {}
+  for row in server.rows("rollout"):
+    if row["rollout_id"].startswith(prefix):
+      history = [
+          (h["old_status"], h["new_status"], h["progress_percent"])
+          for h in server.rows("status_history")
+          if (h["entity_type"], h["entity_id"]) == ("rollout", row["id"])
+      ]
+      name = row["rollout_id"].removeprefix(prefix)
+      for field in ("id", "rollout_id", *TIMES):
+        del row[field]
+      found[name] = (row, history)
+  return found
+
+
+def test_changes_of_one_batch_come_in_their_order(lite):
+  """As if each were a batch of its own, whatever columns the others change."""
+  lite.post(monitor_server.base())
+  runs = 0
+
+  @settings(max_examples=60)
+  @given(CHANGES)
+  def check(changes):
+    nonlocal runs
+    runs += 1
+    for way in ("one", "each"):
+      prefix = f"{way}-{runs}-"
+      rows = [
+          {"client_id": f"{prefix}{name}", "step_id": "S",
+           "task_id": "open-door", "model_path": "m", **fields}
+          for name, fields in changes
+      ]  # pyformat: disable
+      for batch in [rows] if way == "one" else [[row] for row in rows]:
+        lite.post({"rollouts": batch})
+    assert stored(lite, f"one-{runs}-") == stored(lite, f"each-{runs}-")
+
+  check()
+
+
+def test_an_environment_that_waited_is_the_one_that_comes_with_its_rollout(
+    server,
+):
+  """Told before its rollout, and without a name once more beside it."""
+  server.post(monitor_server.base())
+  (waits,) = server.post({"environments": [
+      {"client_id": "w", "env_type": "android", "status": "creating"}
+  ]})["environments"]  # pyformat: disable
+  reply = server.post({
+      "rollouts": [{
+          "client_id": "r", "step_id": "S", "task_id": "open-door",
+          "env_id": "w",
+      }],
+      "environments": [{
+          "rollout_id": "r", "env_type": "android", "status": "running",
+      }],
+  })  # pyformat: disable
+  (environment,) = server.rows("environment")
+  assert environment["id"] == waits["id"] == reply["environments"][0]["id"]
+  assert environment["status"] == "running"
+
+
+def test_a_turn_said_twice_of_a_new_rollout_is_one(server):
+  server.post(monitor_server.base())
+  turn = {"rollout_id": "r", "turn": 1}
+  server.post({
+      "rollouts": [{"client_id": "r", "step_id": "S", "task_id": "open-door"}],
+      "turns": [{**turn, "reward": 0.5}, {**turn, "turn_time": 2.0}],
+  })  # pyformat: disable
+  server.post({"turns": [{**turn, "episode_done": True}]})
+  (row,) = server.rows("turn")
+  assert (row["reward"], row["turn_time"]) == (0.5, 2.0)
+  assert row["episode_done"]
