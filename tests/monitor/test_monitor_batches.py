@@ -7,19 +7,16 @@ from hypothesis import strategies as st
 
 FIELDS = {
     "current_turn": st.integers(0, 9),
-    "max_turns": st.sampled_from((5, 20)),
     "status": st.sampled_from(
         ("agent_init", "running", "completed", "failed", "cancelled")
     ),
     "reward": st.sampled_from((0.0, 0.5, 1.0)),
-    "status_message": st.sampled_from(("a", "b")),
-    "current_phase": st.sampled_from(("env_creation", "validation")),
 }
 CHANGES = st.lists(
     st.tuples(
-        st.sampled_from("abc"), st.fixed_dictionaries({}, optional=FIELDS)
+        st.sampled_from("ab"), st.fixed_dictionaries({}, optional=FIELDS)
     ),
-    min_size=1, max_size=12,
+    min_size=1, max_size=16,
 )  # pyformat: disable
 TIMES = ("created_at", "updated_at")
 
@@ -46,7 +43,7 @@ def test_changes_of_one_batch_come_in_their_order(lite):
   lite.post(monitor_server.base())
   runs = 0
 
-  @settings(max_examples=60)
+  @settings(max_examples=100)
   @given(CHANGES)
   def check(changes):
     nonlocal runs

@@ -161,8 +161,9 @@ def test_what_happened_counts_once_however_often_the_disk_fails(
   told.on_event(events.EpisodeStarted("train-000001.0", **NAMES))
   told.on_event(events.TurnFinished("train-000001.0", 0, {"model": 0.1}))
   told.on_event(events.Fault("step", "E", "once", "train-000001.0"))
+  until(lambda: len(failures) == 2)
   told.on_event(events.EpisodeFinished(episode, **NAMES))
-  assert told.close() and len(failures) == 2
+  assert told.close()
   row = rollouts(server)["train-000001.0"]
   assert [e["message"] for e in json.loads(row["errors"])] == ["once"]
   assert row["runtime_errors"] == 1
