@@ -167,3 +167,33 @@ def test_what_happened_counts_once_however_often_the_disk_fails(
   row = rollouts(server)["train-000001.0"]
   assert [e["message"] for e in json.loads(row["errors"])] == ["once"]
   assert row["runtime_errors"] == 1
+
+
+def test_a_beginning_comes_before_what_follows_it(
+    server, tmp_path, store, monkeypatch
+):
+  """What becomes due while more waits."""
+  monkeypatch.setattr(observer_lib, "_HELD_S", 0.0)
+  told = observed_run.observed(server, tmp_path / "spool", store)
+  told.on_event(events.RunStarted("run", {}))
+  for number in range(4):
+    name = f"train-{number:06d}.0"
+    told.on_event(events.EpisodeStarted(name, **NAMES))
+    until(lambda name=name: f"train/{name}" in told._names)
+    told.on_event(events.TurnFinished(name, 0, {"model": 0.1}))
+  assert told.close() and not told.client.sender.counters["dead_letters"]
+  assert {r["status"] for r in rollouts(server).values()} == {"running"}
+
+
+def test_what_begins_as_the_run_ends_is_told(
+    server, tmp_path, store, monkeypatch
+):
+  """Between the last flush and the end."""
+  told = observed_run.observed(server, tmp_path / "spool", store)
+  told.on_event(events.RunStarted("run", {}))
+  assert told.client.flush(60)
+  told.on_event(events.EpisodeStarted("train-000001.0", **NAMES))
+  until(lambda: told._held)
+  monkeypatch.setattr(told.client.sender, "flush", lambda timeout_s: True)
+  assert told.close()
+  assert set(rollouts(server)) == {"train-000001.0"}
