@@ -378,11 +378,13 @@ class Training:
     """Those that the trainer has started; a browser is its child, too."""
     tasks = pathlib.Path(f"/proc/{self._trainer.pid}/task")
     found = [(task / "children").read_text() for task in tasks.iterdir()]
-    return [
-        int(pid)
-        for pid in " ".join(found).split()
-        if b"\0courier\0" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    couriers = []
+    for pid in " ".join(found).split():
+      with contextlib.suppress(OSError):  # One that has just ended.
+        told = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"\0courier\0" in told:
+          couriers.append(int(pid))
+    return couriers
 
   def _others_cpu(self) -> np.ndarray:
     """CPU seconds of (its couriers, its server) so far."""

@@ -95,3 +95,22 @@ def test_a_turn_said_twice_of_a_new_rollout_is_one(server):
   (row,) = server.rows("turn")
   assert (row["reward"], row["turn_time"]) == (0.5, 2.0)
   assert row["episode_done"]
+
+
+def test_environments_that_wait_are_told_apart(server):
+  """One batch each: no row has their ids before their rollouts come."""
+  server.post(monitor_server.base())
+  ids = []
+  for name in ("v", "w"):
+    (waits,) = server.post({"environments": [{
+        "client_id": name, "env_type": "android", "gbox_id": f"box {name}",
+    }]})["environments"]  # pyformat: disable
+    ids.append(waits["id"])
+  server.post({"rollouts": [
+      {"client_id": f"r{name}", "step_id": "S", "task_id": "open-door",
+       "env_id": id_}
+      for name, id_ in zip("vw", ids)
+  ]})  # pyformat: disable
+  assert [(e["id"], e["gbox_id"]) for e in server.rows("environment")] == [
+      (ids[0], "box v"), (ids[1], "box w"),
+  ]  # pyformat: disable

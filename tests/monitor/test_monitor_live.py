@@ -1,4 +1,4 @@
-"""What is told of an episode while it runs, and what only when it has ended."""
+"""What is told of episodes while they run, and of those that end badly."""
 
 import json
 import sqlite3
@@ -8,18 +8,11 @@ import monitor_server
 import observed_run
 import pytest
 import synthetic_run
-import told_run
 from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import trajectory as trajectory_lib
-from tunix.rl.multi_turn.monitor.client import observer as observer_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 
-STORED = (
-    "training", "task", "baseline", "eval", "step", "rollout", "environment",
-    "turn", "action", "obs", "validation",
-)  # pyformat: disable
-LATER = {"created_at", "updated_at", "last_heartbeat"}
 NAMES = dict(group_id="train-000001", task_id="t")
 
 
@@ -47,61 +40,15 @@ def until(holds):
     time.sleep(0.02)
 
 
-def history(server, kind):
-  found = {}
-  for row in server.rows("status_history"):
-    if row["entity_type"] == kind:
-      found.setdefault(row["entity_id"], []).append(row["new_status"])
-  return found
-
-
-def test_told_as_a_whole_is_told_in_pieces(tmp_path, store, monkeypatch):
-  """The same rows, and of each the same last status, either way."""
-  log = told_run.Log()
-  observed_run.play(log.on_event, store)
-  episodes = len(log.of(events.EpisodeFinished))
-  found, statuses = [], []
-  for way, held_s in (("whole", 1e9), ("pieces", 0.0)):
-    monkeypatch.setattr(observer_lib, "_HELD_S", held_s)
-    with monitor_server.sqlite_server(tmp_path / way) as server:
-      told = observed_run.observed(server, tmp_path / f"{way} spool", store)
-      for event in log.events:
-        told.on_event(event)
-        if way == "pieces" and isinstance(event, events.EpisodeStarted):
-          assert told.client.flush(60)
-      assert told.close()
-      assert not told.client.sender.counters["dead_letters"]
-      told_run.compare(server, log)
-      found.append({
-          table: [
-              {k: v for k, v in row.items() if k not in LATER}
-              for row in server.rows(table)
-          ]
-          for table in STORED
-      })
-      statuses.append(history(server, "rollout"))
-  whole, pieces = statuses
-  assert found[0] == found[1]
-  assert len(whole) == len(pieces) == episodes
-  assert all(len(told) == 1 for told in whole.values())
-  assert all(
-      told[0] == "env_creation" and told[-1:] == whole[id_]
-      for id_, told in pieces.items()
-  )
-
-
-def test_what_runs_for_longer_is_seen_running(
-    server, tmp_path, store, monkeypatch
-):
-  monkeypatch.setattr(observer_lib, "_HELD_S", 0.2)
+def test_what_runs_is_seen_running(server, tmp_path, store):
   told = observed_run.observed(server, tmp_path / "spool", store)
   told.on_event(events.RunStarted("run", {}))
   told.on_event(events.EpisodeStarted("train-000001.0", **NAMES))
   told.on_event(events.TurnFinished("train-000001.0", 0, {"model": 0.1}))
   # Nothing more happens, and nobody asks.
-  until(lambda: rollouts(server))
-  (row,) = rollouts(server).values()
-  assert row["status"] == "running" and row["current_turn"] == 1
+  name = "train-000001.0"
+  until(lambda: rollouts(server).get(name, {}).get("current_turn") == 1)
+  assert rollouts(server)[name]["status"] == "running"
   (environment,) = server.rows("environment")
   assert environment["status"] == "running"
   told.on_event(events.TurnFinished("train-000001.0", 1, {"model": 0.1}))
@@ -169,31 +116,27 @@ def test_what_happened_counts_once_however_often_the_disk_fails(
   assert row["runtime_errors"] == 1
 
 
-def test_a_beginning_comes_before_what_follows_it(
-    server, tmp_path, store, monkeypatch
+@pytest.mark.parametrize("bad", ["refused", "not to be made"])
+def test_an_end_that_cannot_be_told_takes_nothing_else_with_it(
+    server, tmp_path, store, bad
 ):
-  """What becomes due while more waits."""
-  monkeypatch.setattr(observer_lib, "_HELD_S", 0.0)
   told = observed_run.observed(server, tmp_path / "spool", store)
   told.on_event(events.RunStarted("run", {}))
-  for number in range(4):
-    name = f"train-{number:06d}.0"
-    told.on_event(events.EpisodeStarted(name, **NAMES))
-    until(lambda name=name: f"train/{name}" in told._names)
-    told.on_event(events.TurnFinished(name, 0, {"model": 0.1}))
-  assert told.close() and not told.client.sender.counters["dead_letters"]
-  assert {r["status"] for r in rollouts(server).values()} == {"running"}
-
-
-def test_what_begins_as_the_run_ends_is_told(
-    server, tmp_path, store, monkeypatch
-):
-  """Between the last flush and the end."""
-  told = observed_run.observed(server, tmp_path / "spool", store)
-  told.on_event(events.RunStarted("run", {}))
-  assert told.client.flush(60)
   told.on_event(events.EpisodeStarted("train-000001.0", **NAMES))
-  until(lambda: told._held)
-  monkeypatch.setattr(told.client.sender, "flush", lambda timeout_s: True)
+  episode = synthetic_run.episode(store)
+  episode.trajectory_id = "train-000001.0"
+  if bad == "refused":
+    episode.task = {"max_turns": "20"}
+  else:
+    episode.steps[-1].info["evaluation"] = "fine"
+  told.on_event(events.EpisodeFinished(episode, **NAMES))
+  group = trajectory_lib.TrajectoryGroup("train-000001", "t", (episode,))
+  told.on_event(events.GroupFinished(group, "accepted"))
+  told.on_event(events.StepFinished(1, 1, {"loss": 0.5}, (group,)))
   assert told.close()
-  assert set(rollouts(server)) == {"train-000001.0"}
+  counters = told.client.sender.counters
+  assert counters["dead_letters"] + counters["failed"] == 1
+  (step,) = server.rows("step")
+  assert step["loss"] == 0.5 and step["status"] == "completed"
+  row = rollouts(server)["train-000001.0"]
+  assert row["batch"] == 1 and row["status"] == "env_creation"

@@ -153,6 +153,13 @@ def test_what_is_of_no_plain_kind_becomes_the_nearest():
         msgpack.packb([msgpack.ExtType(1, bytes([0])), 1]),
         msgpack.packb([msgpack.ExtType(1, bytes([4])), *"123456"]),
         msgpack.packb([msgpack.ExtType(1, bytes([18])), 1, b"", []]),
+        msgpack.packb([msgpack.ExtType(1, bytes([18])), 1 << 63, b"", []]),
+        msgpack.packb(
+            msgpack.ExtType(2, msgpack.packb(["(1 2)f4,i4", [1], b"1234"]))
+        ),
+        msgpack.packb(
+            msgpack.ExtType(2, msgpack.packb(["M8[2s/0]", [1], b"12345678"]))
+        ),
         msgpack.packb([msgpack.ExtType(1, bytes([1, 2])), "completed"]),
         msgpack.packb(msgpack.ExtType(1, bytes([1]))),
         msgpack.packb(msgpack.ExtType(1, b"")),

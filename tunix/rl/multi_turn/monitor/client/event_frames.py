@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
+import re
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import msgpack
@@ -61,6 +62,7 @@ _ARRAYS = (
     ("tokens", "i4"), ("loss_mask", "?"), ("logprobs", "f4"),
     ("versions", "i4"), ("turn_ids", "i4"),
 )  # pyformat: disable
+_DTYPE = re.compile(r"[<>|=][biuf]\d{1,2}")
 TOLD = frozenset(kind for kind in _TYPES if issubclass(kind, events.Event))
 """Kinds of events that can be sent."""
 
@@ -113,10 +115,9 @@ def load(data: bytes) -> events.Event:
   """
   try:
     found = _unpack(data)
-  except (
-      TypeError, ValueError, IndexError, msgpack.UnpackException
-  ) as error:  # pyformat: disable
-    raise ValueError(f"no event: {error}") from None
+  except Exception as error:  # pylint: disable=broad-except
+    # What builds the types may fail in any way at what it was not made for.
+    raise ValueError(f"no event: {error!r}") from None
   if type(found) not in TOLD:
     raise ValueError(f"a {type(found).__name__} is no event")
   return found
@@ -234,6 +235,8 @@ def _extension_back(code: int, data: bytes) -> Any:
     return token_sequence.ImageRef(sha, int(width), int(height))
   if code == _ARRAY:
     dtype, shape, body = msgpack.unpackb(data)
+    if not _DTYPE.fullmatch(dtype):
+      raise ValueError(f"no dtype of an event's: {dtype!r}")
     return np.frombuffer(body, dtype).reshape(shape)
   raise ValueError(f"MessagePack extension {code} is none of an event's")
 

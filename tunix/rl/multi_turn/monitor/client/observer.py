@@ -8,19 +8,13 @@ How a run becomes rows: its measurements before training are baselines, later
 ones evaluations of their step; an episode belongs to the step that was current
 when it began (`rollout.batch` says which update learned from it), and to the
 policy version that it began with (`model_path`).
-
-What is told of a running episode waits for two seconds: an episode that ends
-within it is told at once, as a whole, which is half the work of everybody
-behind here.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import logging
-import time
 from typing import Any, Callable, Iterable, Mapping
 
 import numpy as np
@@ -35,7 +29,6 @@ _LOG = logging.getLogger(__name__)
 _BEFORE_TRAINING = ("initial", "warm_start")
 _MESSAGE_EVERY_S = 1.0
 _MOST_KNOWN = 100_000
-_HELD_S = 2.0
 _STATUS = {
     "completed": "completed", "failed": "failed", "interrupted": "paused",
 }  # pyformat: disable
@@ -106,8 +99,6 @@ class MonitorObserver:
     self._evals = 0
     self._results: dict[str, dict[str, Any]] = {}
     self._running: dict[str, episode_parts.Running] = {}
-    self._held: dict[str, _Held] = {}
-    """Beginnings that are not told yet, the oldest first."""
     self._names: dict[str, str] = {}
     self._summaries: dict[str, dict[str, Any]] = {}
     """Of episodes that no update has learned from yet."""
@@ -130,7 +121,6 @@ class MonitorObserver:
     }
     client.sender.training = identity.training
     client.sender.on_images_lost = self._lost
-    client.sender.held = self._due
 
   @property
   def client(self) -> ingest_client.IngestClient:
@@ -270,41 +260,33 @@ class MonitorObserver:
         },
         "model_path": self._model_path(),
     }  # pyformat: disable
+    learned = []
+    for group in event.groups:
+      for episode in group.trajectories:
+        name = self._names.pop(f"train/{episode.trajectory_id}", None)
+        if name is None:
+          continue
+        row = {"client_id": name, "batch": event.step}
+        summary = self._summaries.pop(name, None)
+        weights = event.advantages.get(episode.trajectory_id)
+        left_out = event.left_out.get(episode.trajectory_id)
+        if (weights or left_out) and summary is not None:
+          # The column is replaced as a whole.
+          row["summary_json"] = summary = dict(summary)
+          if weights:
+            summary["advantage"] = sum(weights) / len(weights)
+            summary["advantages"] = list(weights)
+          if left_out:
+            summary["left_out"] = list(left_out)
+        learned.append(row)
     return {
         **part,
-        **self._learned(event),
+        "rollouts": learned,
         **self._training_part(
             current_step=event.step, current_phase="rollout",
             status_message=f"step {event.step}",
         ),
     }  # pyformat: disable
-
-  def _learned(self, event: events.StepFinished) -> dict[str, list[Any]]:
-    """What an update says of the episodes that it learned from."""
-    episodes = {
-        f"train/{episode.trajectory_id}": episode
-        for group in event.groups
-        for episode in group.trajectories
-    }
-    part = self._release(episodes)  # Of those whose end was dropped.
-    for key, episode in episodes.items():
-      name = self._names.pop(key, None)
-      if name is None:
-        continue
-      row = {"client_id": name, "batch": event.step}
-      summary = self._summaries.pop(name, None)
-      weights = event.advantages.get(episode.trajectory_id)
-      left_out = event.left_out.get(episode.trajectory_id)
-      if (weights or left_out) and summary is not None:
-        # The column is replaced as a whole.
-        row["summary_json"] = summary = dict(summary)
-        if weights:
-          summary["advantage"] = sum(weights) / len(weights)
-          summary["advantages"] = list(weights)
-        if left_out:
-          summary["left_out"] = list(left_out)
-      part["rollouts"].append(row)
-    return part
 
   def _step_name(self, step: int) -> str:
     return f"{self._identity.training}:step:{step}"
@@ -316,14 +298,13 @@ class MonitorObserver:
     }]}  # pyformat: disable
 
   def _group_finished(self, event: events.GroupFinished) -> sender.Part | None:
-    keys = [f"train/{e.trajectory_id}" for e in event.group]
-    names = [self._names.get(key) for key in keys]
+    names = [
+        self._names.get(f"train/{e.trajectory_id}") for e in event.group
+    ]
     found = [n for n in names if n is not None]
-    # Of those whose end was dropped.
-    begun = self._release(keys)
     if event.outcome != "accepted":
       told = f"group {event.outcome}: {event.reason}".rstrip(": ")
-      rows = begun["rollouts"]
+      rows = []
       for name in found:
         row = {"client_id": name, "status_message": told}
         # No update will learn from it: a requeued task is tried anew.
@@ -333,11 +314,11 @@ class MonitorObserver:
               **summary, "left_out": f"group_{event.outcome}",
           }  # pyformat: disable
         rows.append(row)
-      return begun
+      return {"rollouts": rows}
     step = self._current_step()
     progress = self._steps.get(step)
     if progress is None:
-      return begun
+      return None
     progress["completed_groups"] += 1
     progress["completed_envs"] += len(event.group)
     part = self._step_part(step)
@@ -345,7 +326,7 @@ class MonitorObserver:
         "rollout_progress": _capped(progress),
         "current_phase": "rollout_execution", "status": "rollout_running",
     }  # pyformat: disable
-    return {**begun, **part}
+    return part
 
   def _current_step(self) -> int:
     """Of an episode that begins now."""
@@ -356,29 +337,11 @@ class MonitorObserver:
 
   def _episode_started(self, event: events.EpisodeStarted) -> sender.Part:
     key, running, more = self._begin(event, event.time)
-    before = self._release([key])  # Of one whose end was dropped.
+    del key
     task = episode_parts.task_part(
         event.task_id, None, self._task_source, event.split
     )
-    part = episode_parts.begun(running, task, self._environment)
-    self._held[key] = _Held(time.monotonic() + _HELD_S, part)
-    return {**before, **more}
-
-  def _due(self, everything: bool) -> sender.Part:
-    """What was held for long enough, or all of it."""
-    now = time.monotonic()
-    return self._release([
-        k for k, held in self._held.items() if everything or held.until <= now
-    ])
-
-  def _release(self, keys: Iterable[str]) -> dict[str, list[Any]]:
-    """What is held of these episodes."""
-    part: dict[str, list[Any]] = collections.defaultdict(list)
-    for key in keys:
-      held = self._held.pop(key, None)
-      for what, rows in held.part.items() if held is not None else ():
-        part[what] += rows
-    return part
+    return {**more, **episode_parts.begun(running, task, self._environment)}
 
   def _begin(
       self, event: Any, started: float
@@ -439,14 +402,14 @@ class MonitorObserver:
     }
 
   def _turn_finished(self, event: events.TurnFinished) -> sender.Part | None:
-    key, running = self._find(event.trajectory_id)
+    running = self._find(event.trajectory_id)
     if running is None:
       return None
     running.turns.append((event.time, dict(event.seconds)))
     name = running.rollout_id
     first = len(running.turns) == 1
     begun = event.time - sum(event.seconds.values())
-    part = {
+    return {
         "rollouts": [{
             "client_id": name, "status": "running",
             "current_phase": "task_execution", "current_turn": event.turn + 1,
@@ -456,11 +419,6 @@ class MonitorObserver:
             {"client_id": f"{name}:env", "status": "running"}
         ] if first else [],
     }  # pyformat: disable
-    if key not in self._held:
-      return part
-    for what, rows in part.items():
-      self._held[key].part[what] += rows
-    return None
 
   def _episode_finished(
       self, event: events.EpisodeFinished
@@ -468,7 +426,6 @@ class MonitorObserver:
     episode = event.trajectory
     key = f"{event.split}/{episode.trajectory_id}"
     running = self._running.pop(key, None)
-    self._held.pop(key, None)
     more: dict[str, Any] = {}
     if running is None:  # Its beginning was dropped.
       seconds = float(episode.metrics.get("seconds", 0.0))
@@ -486,21 +443,18 @@ class MonitorObserver:
     return sender.Made({**more, **part}, self._pixels(episode))
 
   def _fault(self, event: events.Fault) -> None:
-    _, running = self._find(event.trajectory_id)
+    running = self._find(event.trajectory_id)
     if running is not None:
       running.faults.append({
           "stage": event.stage, "kind": event.kind, "message": event.message,
       })  # pyformat: disable
 
-  def _find(
-      self, trajectory_id: str | None
-  ) -> tuple[str, episode_parts.Running | None]:
+  def _find(self, trajectory_id: str | None) -> episode_parts.Running | None:
     for split in ("train", "eval"):
-      key = f"{split}/{trajectory_id}"
-      found = self._running.get(key)
+      found = self._running.get(f"{split}/{trajectory_id}")
       if found is not None:
-        return key, found
-    return "", None
+        return found
+    return None
 
   def _pixels(self, episode: trajectory_lib.Trajectory) -> dict[str, bytes]:
     """Screenshots that the server may not have."""
@@ -527,14 +481,6 @@ class MonitorObserver:
 
   def _model_path(self) -> str:
     return f"{self._training.get('model_name', '')}@{self._version}"
-
-
-@dataclasses.dataclass
-class _Held:
-  """The part that says that an episode has begun, until then not told."""
-
-  until: float
-  part: dict[str, list[Any]]
 
 
 class _Told:

@@ -104,9 +104,6 @@ class Sender:
     """Whose heart beats while nothing happens."""
     self.on_images_lost: Callable[[Iterable[str]], None] = lambda shas: None
     """Gets the names of images that were dropped, on the spool's thread."""
-    self.held: Callable[[bool], Part] = lambda everything: {}
-    """Gives up what a producer holds back, on the spool's thread: what is due,
-    or everything."""
     self._lock = threading.Lock()
     self._taken = 0
     self._kept = 0
@@ -142,20 +139,15 @@ class Sender:
       with self._lock:
         self.counters["dropped_memory"] += 1
       return False
-    self._take(make)
+    with self._lock:
+      pending.append(make)
+      self._taken += 1
     if len(pending) > self._max_pending // 4:
       self._keep_now.set()
     return True
 
-  def _take(self, make: Callable[[], Made | Part | None] | Part) -> None:
-    with self._lock:
-      self._pending.append(make)
-      self._taken += 1
-
   def flush(self, timeout_s: float = 10.0) -> bool:
     """Waits until what was put is in the spool; False when time ran out."""
-    if not self._closing.is_set():
-      self._take(lambda: self.held(True))
     wanted, deadline = self._taken, time.monotonic() + timeout_s
     while self._kept < wanted:
       if time.monotonic() > deadline or not self._keeping.is_alive():
@@ -246,18 +238,14 @@ class Sender:
   def _keep(self) -> None:
     while True:
       closing = self._closing.is_set()
-      try:
-        if due := self.held(closing):
-          with self._lock:  # Before what is said of it next.
-            self._pending.appendleft(due)
-            self._taken += 1
-        if self._pending:
+      if self._pending:
+        try:
           self._keep_some()
-        elif closing:
-          return
-      except Exception:  # pylint: disable=broad-except
-        self._complain("spool", "the monitor's spool failed")
-        time.sleep(0.5)
+        except Exception:  # pylint: disable=broad-except
+          self._complain("spool", "the monitor's spool failed")
+          time.sleep(0.5)
+      elif closing:
+        return
       if not closing:
         if len(self._pending) < _PLENTY:
           self._keep_now.wait(_TICK_S)

@@ -21,7 +21,8 @@ class WaitingEnvironments:
     self._now = now
 
   def keep(self, id_: int, values: dict[str, Any]) -> None:
-    """Keeps what is known of an environment."""
+    """Keeps what is known of an environment; the id is its own from now on."""
+    self._sql.reserve("environment", id_)
     self._sql.run(
         statements.upsert(
             "monitor_pending_environment", ("id",),

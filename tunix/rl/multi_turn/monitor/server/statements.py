@@ -78,6 +78,14 @@ class Sql:
     used[table] = last + count
     return range(last + 1, last + 1 + count)
 
+  def reserve(self, table: str, id_: int) -> None:
+    """No later `next_ids` has this one, though no row has it yet."""
+    if self.sqlite and not self.run(
+        "UPDATE sqlite_sequence SET seq = max(seq, ?) WHERE name = ?",
+        (id_, table),
+    ):
+      self.run("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, id_))
+
   def savepoint(self) -> None:
     self._cursor.execute("SAVEPOINT batch")
 
