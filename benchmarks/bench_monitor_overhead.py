@@ -591,6 +591,8 @@ def main() -> int:
   parser.add_argument("--play", help=argparse.SUPPRESS)
   parser.add_argument("--url", default="", help=argparse.SUPPRESS)
   args = parser.parse_args()
+  if not 0 < args.busy <= 1:
+    parser.error(f"--busy={args.busy:g}: give a share above 0, at most 1")
   if args.rounds < 1 or args.steps < WARM + 2:
     parser.error(f"--rounds: 1 or more; --steps: {WARM + 2} or more")
   arms = args.arms.split(",")

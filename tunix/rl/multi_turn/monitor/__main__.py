@@ -40,7 +40,7 @@ if __name__ == "__main__":
     )
     sys.exit(2)
   # Rows pass through here by the thousand and leave no circles behind. Looking
-  # for them, in all modules again and again, was a quarter of the work.
+  # for them, in all modules again and again, was a twelfth of the work.
   gc.collect()
   gc.freeze()
   gc.set_threshold(*_COLLECT)

@@ -20,7 +20,6 @@ _MAX_TEXT = 4 << 20
 _MAX_KEY = 500  # An entry of PostgreSQL's indices is at most 2.7 kB.
 _INT64 = 1 << 63
 _UTC = datetime.timezone.utc
-_FROM = datetime.datetime.fromtimestamp
 _MILLISECONDS_FROM = 1e11
 _LATEST = 253402300799.0  # The end of the year 9999.
 NOT_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
@@ -117,7 +116,8 @@ def time(value: Any) -> str:
     if not 0 <= value <= _LATEST:
       raise WrongValue("is no time since 1970")
     # The offset is cut off: of UTC it says nothing.
-    return _FROM(value, _UTC).isoformat(" ", "microseconds")[:26]
+    found = datetime.datetime.fromtimestamp(value, _UTC)
+    return found.isoformat(" ", "microseconds")[:26]
   else:
     raise WrongValue(
         f"give a time as ISO 8601 or seconds, not a {_kind(value)}"

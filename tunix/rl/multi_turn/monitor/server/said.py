@@ -27,15 +27,13 @@ def keep(
     sql: statements.Sql, kind: str, found: Iterable[tuple[int, items.Item]]
 ) -> None:
   """Keeps the raw values of entities of a kind."""
-  rows = [
-      (kind, id_, field, value)
-      for id_, item in found
-      if item.raw
-      for field, value in item.raw.items()
-  ]
   sql.many(
       statements.upsert(
           "monitor_raw_value", ("kind", "entity_id", "field"), ("value",)
       ),
-      rows,
+      [
+          (kind, id_, field, value)
+          for id_, item in found
+          for field, value in item.raw.items()
+      ],
   )
