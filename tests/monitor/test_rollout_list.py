@@ -114,7 +114,7 @@ def test_every_filter_in_every_order_page_by_page(server, monkeypatch):
   with database.reading(server.engine) as connection:
     for query, sort, order, training in combinations:
       # Short, so that both ways to the newest ones are taken.
-      monkeypatch.setattr(rollout_list, "_RECENT", 5 + len(query) % 20)
+      monkeypatch.setattr(rollout_list, "_NEAR", 5 + len(query) % 20)
       asks = wanted(f"{query}&sort={sort}&order={order}")
       sign = 1 if order == "up" else -1
       expected = [r for r in rows if FILTERS[query](r)

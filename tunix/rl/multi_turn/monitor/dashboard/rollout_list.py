@@ -8,7 +8,9 @@ and the following page what this one did (keyset pagination).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from typing import Any, Sequence
 
 import sqlalchemy as sa
@@ -20,8 +22,9 @@ from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 
 _PAGE = 50
-_RECENT = 5000
-"""Of the rollouts told last: a page is looked for among these first."""
+_NEAR = 5000
+"""Rollouts told last, or first, that a page is looked for among at first."""
+_ALL = 1 << 62
 _NOTHING = 1e308
 """Stands for NULL, which comes last either way."""
 
@@ -31,9 +34,12 @@ _R = tables.rollout
 # rows read one by one.
 _STATUS = sa.func.coalesce(_R.c.status, "")
 _TASK = _R.c.task_id + 0
-_FAULTY = sum(
-    (sa.func.coalesce(_R.c[name], 0) for name in tables.FAULTS),
-    sa.literal_column("0"),
+_FAULTY = functools.reduce(
+    operator.add,
+    (
+        sa.func.coalesce(_R.c[name], sa.literal_column("0"))
+        for name in tables.FAULTS
+    ),
 )
 SORTS = {
     "newest": None, "reward": _R.c.reward, "turns": _R.c.num_turns,
@@ -83,6 +89,8 @@ class Wanted:
       # Not the bare id: its own order would be taken for a short cut, past
       # all rollouts of other runs.
       return _R.c.id + 0
+    if column is _FAULTY:
+      return column
     return sa.func.coalesce(column, _real(_NOTHING if self.up else -_NOTHING))
 
   def beyond(self) -> list[sa.ColumnElement[bool]]:
@@ -200,32 +208,34 @@ def pick(
   """
   owner = tables.training_project
   mine = sa.select(owner.c.training_id).where(owner.c.project_id == project)
-  if training is None and wanted.sort == "newest" and not wanted.up and (
-      wanted.step is None
-  ):
-    found = _recent(connection, mine, wanted, count)
+  if training is None and wanted.sort == "newest" and wanted.step is None:
+    found = _nearest(connection, mine, wanted, count)
     if len(found) == count:
       return found
   found = []
   for source in wanted.sources:
     s = tables.metadata.tables[source]
-    query = (
+    own = sa.select(s.c.id).where(
+        s.c.training_id == training
+        if training is not None
+        else s.c.training_id.in_(mine)
+    )
+    if wanted.step is not None:
+      own = own.where(s.c.step == wanted.step)
+    own = _walked(own, s, wanted)
+    listed = (
         sa.select(wanted.key, _R.c.id)
-        .select_from(s.join(_R, _R.c[f"{source}_id"] == s.c.id))
+        .select_from(own.join(_R, _R.c[f"{source}_id"] == own.c.id))
         .where(
             # The index of the source's rollouts is of these only.
             _R.c[f"{source}_id"].is_not(None),
-            s.c.training_id == training
-            if training is not None
-            else s.c.training_id.in_(mine),
             *wanted.conditions,
             *wanted.beyond(),
         )
-        .order_by(*wanted.order())
-        .limit(count)
     )
-    if wanted.step is not None:
-      query = query.where(s.c.step == wanted.step)
+    if wanted.sort == "reward":
+      listed = listed.where(*_within(connection, listed, wanted.up, count))
+    query = listed.order_by(*wanted.order()).limit(count)
     found += [(value, id_) for value, id_ in connection.execute(query)]
   # Each is in order and as long as the page: so are the first of all.
   sign = 1 if wanted.up else -1
@@ -233,13 +243,53 @@ def pick(
   return found[:count]
 
 
-def _recent(
+def _walked(
+    own: sa.Select, source: sa.Table, wanted: Wanted
+) -> sa.Subquery:  # pyformat: disable
+  """Ids of the sources, in the order that their rollouts are best read in.
+
+  Of equal keys the newest is wanted: if it comes last, each one before it takes
+  a place of the page in vain.
+  """
+  oldest = wanted.sort == "newest" and wanted.up
+  by = source.c.id.asc() if oldest else source.c.id.desc()
+  # Without a limit SQLite would not keep the order.
+  return own.order_by(by).limit(_ALL).subquery()
+
+
+def _within(
+    connection: sa.Connection, listed: sa.Select, up: bool, count: int
+) -> list[sa.ColumnElement[bool]]:
+  """Conditions that the first `count` by their reward fulfil, and few more.
+
+  By this key alone a source's rollouts lie in the index in order, so that few
+  of each are read, as are few within these bounds afterwards.
+  """
+  reward = _R.c.reward
+  last = connection.execute(
+      listed.with_only_columns(reward)
+      .where(reward.is_not(None))
+      .order_by(reward.asc() if up else reward.desc())
+      .limit(1)
+      .offset(count - 1)
+  ).scalar()
+  if last is None:
+    return []
+  return [reward <= last if up else reward >= last]
+
+
+def _nearest(
     connection: sa.Connection, mine: sa.Select, wanted: Wanted, count: int
 ) -> list[tuple[float, int]]:
-  """The same among the rollouts told last, by their ids."""
-  last = connection.execute(sa.select(sa.func.max(_R.c.id))).scalar() or 0
-  if wanted.after is not None:
-    last = min(last, wanted.after[1] - 1)
+  """The same among the rollouts told last, or first, by their ids."""
+  if wanted.up:
+    end = wanted.after[1] if wanted.after is not None else 0
+    near = sa.and_(_R.c.id > end, _R.c.id <= end + _NEAR)
+  else:
+    end = connection.execute(sa.select(sa.func.max(_R.c.id))).scalar() or 0
+    if wanted.after is not None:
+      end = min(end, wanted.after[1] - 1)
+    near = sa.and_(_R.c.id <= end, _R.c.id > end - _NEAR)
   own = []
   for source in wanted.sources:
     s = tables.metadata.tables[source]
@@ -252,12 +302,11 @@ def _recent(
   ids = connection.scalars(
       sa.select(_R.c.id)
       .where(
-          _R.c.id <= last,
-          _R.c.id > last - _RECENT,
+          near,
           sa.or_(*own),
           *wanted.conditions,
       )
-      .order_by(_R.c.id.desc())
+      .order_by(_R.c.id.asc() if wanted.up else _R.c.id.desc())
       .limit(count)
   )
   return [(id_, id_) for id_ in ids]
