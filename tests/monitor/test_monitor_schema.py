@@ -194,13 +194,17 @@ def test_tables_have_the_documents_columns_and_constraints(engine):
 def test_there_are_the_25_indices_and_the_unique_ones_are_unique(engine):
   found = sa.inspect(engine)
   made = {
-      (table, tuple(i["column_names"])): bool(i["unique"])
+      i["name"]: (table, tuple(i["column_names"]), bool(i["unique"]))
       for table in COLUMNS
       for i in found.get_indexes(table)
   }
   assert len(tables.INDICES) == 25
-  expected = {(t, c): u for t, c, u in tables.INDICES}
-  expected |= {("rollout", c): False for c in tables.LISTINGS.values()}
+  expected = {tables.index_name(t, c): (t, c, u) for t, c, u in tables.INDICES}
+  for source in vocabulary.SOURCE_TYPES:
+    columns = (f"{source}_id", *tables.LISTED)
+    for kind in ("listed", "faulty"):
+      name = f"idx_rollout_{source}_{kind}"
+      expected[name] = ("rollout", columns, False)
   assert made == expected
 
 
@@ -220,9 +224,16 @@ def test_queries_use_the_indices(engine):
         f" WHERE {source}_id = 1",
     )
     assert f"COVERING INDEX idx_rollout_{source}_listed" in plan[0][3]
+    faulty = tables.FAULTY.compile(dialect=engine.dialect)
+    plan = sql(
+        engine,
+        f"EXPLAIN QUERY PLAN SELECT reward FROM rollout WHERE {source}_id = 1"
+        f" AND {source}_id IS NOT NULL AND {faulty}",
+    )
+    assert f"COVERING INDEX idx_rollout_{source}_faulty" in plan[0][3]
 
 
-@pytest.mark.parametrize("revision", ["0001", "0002", "0003"])
+@pytest.mark.parametrize("revision", ["0001", "0002", "0003", "0004"])
 def test_a_database_of_an_earlier_schema_is_brought_to_the_present(
     engine, revision
 ):

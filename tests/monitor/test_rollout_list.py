@@ -181,17 +181,18 @@ def test_lists_read_indices_and_no_rollout(server):
       def scalars(self, query):
         return self.execute(query).scalars()
 
-    for query in ("sort=reward", "sort=errors&order=up", "from=0.5",
+    for query in ("sort=errors", "sort=reward", "sort=errors&order=up", "from=0.5",
                   "error=any", "sort=newest&order=up", "status=failed",
                   "task=1", "q=mail&sort=turns", "step=2&outcome=failure"):
       for training in (None, 1):
         rollout_list.pick(Explained(), 1, training, wanted(query))
   assert len(plans) > 14
+  assert "idx_rollout_step_faulty" in str(plans[0])
   for plan in plans:
     for part in plan:
       if re.search(r"(SCAN|SEARCH) rollout", part):
         assert (
-            re.search(r"COVERING INDEX idx_rollout_\w+_listed", part)
+            re.search(r"COVERING INDEX idx_rollout_\w+_(listed|faulty)", part)
             # The newest are looked for among the last few thousand.
             or part.endswith("PRIMARY KEY (rowid>? AND rowid<?)")
             or part == "SEARCH rollout"  # The last id.

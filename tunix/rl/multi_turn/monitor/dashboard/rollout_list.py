@@ -1,16 +1,14 @@
 """Rollouts of a run, or of all runs, narrowed and sorted.
 
 Promises: everything that chooses and orders is in the URL; a page costs what
-reading the indices `tables.LISTINGS` costs, at most once, whatever is asked,
+reading the indices of `tables.LISTED` costs, at most once, whatever is asked,
 and the following page what this one did (keyset pagination).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import operator
 from typing import Any, Sequence
 
 import sqlalchemy as sa
@@ -34,16 +32,9 @@ _R = tables.rollout
 # rows read one by one.
 _STATUS = sa.func.coalesce(_R.c.status, "")
 _TASK = _R.c.task_id + 0
-_FAULTY = functools.reduce(
-    operator.add,
-    (
-        sa.func.coalesce(_R.c[name], sa.literal_column("0"))
-        for name in tables.FAULTS
-    ),
-)
 SORTS = {
     "newest": None, "reward": _R.c.reward, "turns": _R.c.num_turns,
-    "seconds": _R.c.rollout_time, "errors": _FAULTY,
+    "seconds": _R.c.rollout_time, "errors": tables.NUM_FAULTS,
 }  # pyformat: disable
 OUTCOMES = {
     "success": _R.c.task_success == 1,
@@ -52,7 +43,7 @@ OUTCOMES = {
     ),
 }  # pyformat: disable
 ERRORS = {
-    "any": sa.or_(_FAULTY > 0, _STATUS == "failed"),
+    "any": sa.or_(tables.FAULTY, _STATUS == "failed"),
     "broken": _STATUS == "failed",
     "parse": _R.c.parse_errors > 0,
     "tool name": _R.c.tool_name_errors > 0,
@@ -89,9 +80,13 @@ class Wanted:
       # Not the bare id: its own order would be taken for a short cut, past
       # all rollouts of other runs.
       return _R.c.id + 0
-    if column is _FAULTY:
+    if self.sort == "errors":
       return column
     return sa.func.coalesce(column, _real(_NOTHING if self.up else -_NOTHING))
+
+  def narrowed(self, condition: sa.ColumnElement[bool]) -> Wanted:
+    """The same, if they fulfil this, too."""
+    return dataclasses.replace(self, conditions=(*self.conditions, condition))
 
   def beyond(self) -> list[sa.ColumnElement[bool]]:
     """Conditions on what follows `after`."""
@@ -206,6 +201,29 @@ def pick(
     wanted: which, and in what order.
     count: at most.
   """
+  if wanted.sort != "errors" or wanted.up:
+    return _pick(connection, project, training, wanted, count)
+  found = _pick(
+      connection, project, training, wanted.narrowed(tables.FAULTY), count
+  )
+  if len(found) == count:
+    return found
+  # Those without a fault are as many as all, but for those there is no order
+  # but the newest first.
+  clean = wanted.narrowed(sa.not_(tables.FAULTY))
+  if wanted.after is not None:
+    id_ = wanted.after[1] if wanted.after[0] <= 0 else _ALL
+    clean = dataclasses.replace(clean, after=(float(id_), id_))
+  clean = dataclasses.replace(clean, sort="newest")
+  rest = _pick(connection, project, training, clean, count - len(found))
+  return found + [(0, id_) for _, id_ in rest]
+
+
+def _pick(
+    connection: sa.Connection, project: int, training: int | None,
+    wanted: Wanted, count: int,
+) -> list[tuple[float, int]]:  # pyformat: disable
+  """The same in one order."""
   owner = tables.training_project
   mine = sa.select(owner.c.training_id).where(owner.c.project_id == project)
   if training is None and wanted.sort == "newest" and wanted.step is None:

@@ -22,6 +22,8 @@ Transitions of statuses, their history and `updated_at` are `triggers`.
 
 from __future__ import annotations
 
+import functools
+import operator
 import types
 from typing import Mapping
 
@@ -407,16 +409,12 @@ LISTED = (
     "reward", "task_id", "status", "task_success", "num_turns",
     "rollout_time", *FAULTS,
 )  # pyformat: disable
-LISTINGS: Mapping[str, tuple[str, ...]] = types.MappingProxyType({
-    f"idx_rollout_{source}_listed": (f"{source}_id", *LISTED)
-    for source in vocabulary.SOURCE_TYPES
-})
-"""The monitor's own indices of rollouts: name -> columns.
-
-All that lists of rollouts are narrowed and sorted by, and that histograms of
-rewards count, is read from these alone, not from rows of two kilobytes. Each
-holds the rollouts of one kind of source (`<source>_id IS NOT NULL`).
-"""
+# A condition is only seen to be an index's own if its numbers are in the text.
+_ZERO = sa.literal_column("0")
+NUM_FAULTS: sa.ColumnElement[int] = functools.reduce(
+    operator.add, (sa.func.coalesce(rollout.c[c], _ZERO) for c in FAULTS)
+)
+FAULTY: sa.ColumnElement[bool] = NUM_FAULTS > _ZERO
 
 
 def index_name(table: str, columns: tuple[str, ...]) -> str:
@@ -430,14 +428,23 @@ for _name, _columns, _unique in INDICES:
       unique=_unique,
   )
 
-for _name, _columns in LISTINGS.items():
-  _listed = [rollout.c[c] for c in _columns]
-  sa.Index(
-      _name,
-      *_listed,
-      sqlite_where=_listed[0].is_not(None),
-      postgresql_where=_listed[0].is_not(None),
-  )
+for _source in vocabulary.SOURCE_TYPES:
+  # The monitor's own. All that lists of rollouts are narrowed and sorted by,
+  # and that histograms of rewards count, is read from these alone, not from
+  # rows of two kilobytes: all rollouts of a kind of source, and the ones in
+  # which something went wrong.
+  _own = rollout.c[f"{_source}_id"]
+  for _kind, _held in (
+      ("listed", _own.is_not(None)),
+      ("faulty", _own.is_not(None) & FAULTY),
+  ):
+    sa.Index(
+        f"idx_rollout_{_source}_{_kind}",
+        _own,
+        *(rollout.c[c] for c in LISTED),
+        sqlite_where=_held,
+        postgresql_where=_held,
+    )
 
 # --- the monitor's own ------------------------------------------------------
 
