@@ -181,9 +181,10 @@ def test_lists_read_indices_and_no_rollout(server):
       def scalars(self, query):
         return self.execute(query).scalars()
 
-    for query in ("sort=errors", "sort=reward", "sort=errors&order=up", "from=0.5",
-                  "error=any", "sort=newest&order=up", "status=failed",
-                  "task=1", "q=mail&sort=turns", "step=2&outcome=failure"):
+    for query in ("sort=errors", "sort=reward", "sort=errors&order=up",
+                  "from=0.5", "error=any", "sort=newest&order=up",
+                  "status=failed", "task=1", "q=mail&sort=turns",
+                  "step=2&outcome=failure"):
       for training in (None, 1):
         rollout_list.pick(Explained(), 1, training, wanted(query))
   assert len(plans) > 14

@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import types
-from typing import Mapping
 
 import sqlalchemy as sa
 from tunix.rl.multi_turn import run_tags as tags_lib
