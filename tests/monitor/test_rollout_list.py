@@ -126,6 +126,7 @@ def test_every_filter_in_every_order_page_by_page(server, monkeypatch):
       )  # pyformat: disable
       found = []
       while page := rollout_list.pick(connection, 1, training, asks, 5):
+        assert len(page) <= 5
         found += [id_ for _, id_ in page]
         asks = dataclasses.replace(asks, after=page[-1])
       assert found == [r["id"] for r in expected], (query, sort, order)
