@@ -130,8 +130,8 @@ def fill(path: pathlib.Path, files: pathlib.Path, rollouts: int) -> int:
     )
     each = (
         "'{kind}-' || i, {task}, 'm@3', 'completed', 'succeeded', 10, 10, 10,"
-        " (i * 7 % 11) / 10.0, i * 7 % 11 > 5, 2 + i * 37 % 1000 / 100.0, i % 9 = 0,"
-        " 1.0, {group}, {member}, '{kind}', {eval}, {batch}, ?,"
+        " (i * 7 % 11) / 10.0, i * 7 % 11 > 5, 2 + i * 37 % 1000 / 100.0,"
+        " i % 9 = 0, 1.0, {group}, {member}, '{kind}', {eval}, {batch}, ?,"
     )
     per = GROUPS * SIZE
     insert(
