@@ -151,10 +151,13 @@ def test_the_pages_lead_to_each_other(server, monkeypatch):
                  if (r["training"], r["source_type"]) == (2, "baseline")]
   for wrong in ("sort=nothing", "status=odd", "error=x", "from=a", "step=-1",
                 "after=1", "after=nan,1", "after=1,x", "source=z", "task=x",
-                f"after=1,{1 << 63}", "outcome=maybe"):  # pyformat: disable
+                f"after=1,{1 << 62}", "outcome=maybe"):  # pyformat: disable
     answer = server.http.get(f"/rollouts?{wrong}")
     assert answer.status_code == 400, wrong
     assert wrong.split("=")[0] in answer.text
+  for last in ("", "sort=reward&", "order=up&", "sort=errors&"):
+    answer = server.http.get(f"/rollouts?{last}after=1,{(1 << 62) - 1}")
+    assert answer.status_code == 200, (last, answer.text)
   assert server.http.get("/runs/9/rollouts").status_code == 404
 
 

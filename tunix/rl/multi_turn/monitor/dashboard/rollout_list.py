@@ -393,7 +393,7 @@ def _after(asked: asking.Asked) -> tuple[float, int] | None:
     found = float(value), int(id_)
   except ValueError:
     found = math.nan, 0
-  if not math.isfinite(found[0]) or not 0 <= found[1] < 1 << 63:
+  if not math.isfinite(found[0]) or not 0 <= found[1] < _ALL:
     raise errors.ApiError(
         400, f"after={given[:50]!r}: follow the link to the next page"
     )
