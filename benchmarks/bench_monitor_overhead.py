@@ -3,9 +3,10 @@
 The same seeded synchronous training on the embedded desktop is run as a user
 runs it, each time in a process of its own. `--size quickstart` is what `make
 train` runs (128 episodes a step), some 2.5 seconds each; `--size browser` the
-same with three families of MiniWoB++ pages; `--size small`, of a policy of
-some thousand parameters and 8 episodes a step, shows what the monitor's own
-work amounts to where there is next to no training:
+same with three families of MiniWoB++ pages; `--size larger`, of a policy of 20
+million parameters and 32 episodes a step, is a training that the model decides;
+`--size small`, of a policy of some thousand parameters and 8 episodes a step,
+shows what the monitor's own work amounts to where there is next to no training:
 
   off     without a monitor
   again   without a monitor: what two equal runs differ by, here and now
@@ -46,7 +47,7 @@ and every run with the first: the same losses and rewards. Exits with 1 unless
 all of that is equal and no interval lies above 1.01.
 
     python benchmarks/bench_monitor_overhead.py [--rounds 1] [--steps 40]
-        [--size small|browser] [--arms off,on | --crossover on]
+        [--size small|larger|browser] [--arms off,on | --crossover on]
         [--apart] [--busy 0.2]
 """
 
@@ -96,7 +97,14 @@ SMALL = (
 BROWSER = (
     *QUICKSTART, "gym=miniwob", "tasks=[click-test-2,click-dialog,focus-text]",
 )  # pyformat: disable
-SIZES = {"small": SMALL, "quickstart": QUICKSTART, "browser": BROWSER}
+LARGER = (
+    *QUICKSTART, "policy.config={width: 512, layers: 8, heads: 8, mlp: 1536}",
+    "warm_start.source=none", "learner.groups_per_step=4",
+)  # pyformat: disable
+SIZES = {
+    "small": SMALL, "quickstart": QUICKSTART, "larger": LARGER,
+    "browser": BROWSER,
+}  # pyformat: disable
 SERVER = """
 import logging, os
 logging.disable()  # It is all trouble, and meant.
