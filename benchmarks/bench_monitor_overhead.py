@@ -64,16 +64,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from typing import Any
 
 import numpy as np
 from rich import console as rich_console
 from rich import progress as rich_progress
 
-sys.path.insert(
-    0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
-)
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests" / "helpers"))
+TRAINER = HERE / "overhead_trainer.py"
 
 ARMS = ("off", "on", "slow", "dead", "dying", "again")
 SILENT = ("off", "again", "busy")
@@ -131,126 +130,6 @@ _STEP_S = 300.0
 _DRAIN_S = 120.0
 
 
-# --- the trainer's process ----------------------------------------------------
-
-
-def play(
-    folder: pathlib.Path, url: str, steps: int, size: str, silent: int
-) -> int:
-  """Trains a step for each line read, says its times, delivers, compares.
-
-  Args:
-    folder: for everything.
-    url: of the server; "" for no monitor.
-    steps: of the training.
-    size: of SIZES.
-    silent: 0 or 1 are the first of every two blocks that are not told; -1 is
-      none.
-  """
-  import told_run  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn import events  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn import train  # pylint: disable=g-import-not-at-top
-
-  class Witness(told_run.Log):
-    since = (0.0, 0.0, 0.0, 0)
-    episodes = 0
-    telling = True
-
-    def so_far(self):
-      return (
-          time.perf_counter(), time.process_time(), _own_cpu(), self.episodes
-      )
-
-    def on_event(self, event):
-      self.episodes += isinstance(event, events.EpisodeFinished)
-      if self.telling:
-        super().on_event(event)
-        for one in monitor:
-          one.on_event(event)
-      if isinstance(event, events.StepFinished):
-        wall, cpu, own, episodes = np.subtract(self.so_far(), self.since)
-        say(
-            step=event.step, wall=wall, cpu=cpu, own=own, episodes=episodes,
-            loss=event.metrics.get("loss"),
-            reward=event.metrics.get("reward_mean"),
-        )  # pyformat: disable
-        if silent >= 0 and event.step % BLOCK == 0:
-          for one in monitor:
-            one.drain(2)
-          self.telling = event.step // BLOCK % 2 != silent
-        sys.stdin.readline()  # Others' turn.
-        self.since = self.so_far()
-
-  log, monitor = Witness(), []
-  attach = train.Run.attach_observers
-
-  def attach_both(self, resume_step):
-    attach(self, resume_step)
-    # The witness passes on to the monitor what it is to be told.
-    held = self.observers._observers  # pylint: disable=protected-access
-    monitor.extend(
-        one for one in held if type(one).__name__ == "Relay"
-    )
-    held[:] = [one for one in held if one not in monitor]
-    self.observers.add(log)
-
-  train.Run.attach_observers = attach_both
-  told = [f"monitor.url={url}"] if url else []
-  status = train.main([
-      f"run.dir={folder / 'runs'}", "name=a", f"steps={steps}",
-      *SIZES[size], *told,
-  ])  # pyformat: disable
-  say(status=status)
-  # The parent has brought the server back when it answers with the database.
-  database = sys.stdin.readline().strip()
-  if database:
-    say(wrong=_compare(folder, url, database, log))
-  return status
-
-
-def say(**fields: Any) -> None:
-  print(f"bench {json.dumps(fields)}", flush=True)
-
-
-def _own_cpu() -> float:
-  """CPU seconds of the monitor's threads in this process, so far."""
-  total = 0.0
-  for thread in threading.enumerate():
-    if thread.name.startswith("monitor-"):
-      stat = pathlib.Path(f"/proc/self/task/{thread.native_id}/stat")
-      fields = stat.read_text().rpartition(")")[2].split()
-      total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-  return total
-
-
-def _compare(folder: pathlib.Path, url: str, database: str, log: Any) -> str:
-  """What the database lacks of the events once all is delivered; "" if
-  nothing."""
-  import monitor_server  # pylint: disable=g-import-not-at-top
-  import told_run  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.monitor.client import ingest_client  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.monitor.schema import database as database_lib  # pylint: disable=g-import-not-at-top
-
-  spools = folder / "runs" / "monitor_spool"
-  deadline = time.monotonic() + _DRAIN_S
-  with ingest_client.IngestClient(url, spool_dir=spools) as client:
-    while time.monotonic() < deadline:
-      client.drain(5)
-      if len(list(spools.glob("*.spool"))) == 1:  # Its own.
-        break
-      time.sleep(0.05)
-    else:
-      return f"not delivered within {_DRAIN_S:g} s"
-  engine = database_lib.connect(database)
-  try:
-    told_run.compare(monitor_server.Stored(engine), log)
-  except AssertionError as error:
-    return f"the database differs: {error!r}"
-  finally:
-    engine.dispose()
-  return ""
-
-
 # --- processes ----------------------------------------------------------------
 
 
@@ -285,7 +164,7 @@ class Training:
   """Share of a core that the counting process takes."""
 
   def __init__(self, arm: str, steps: int, size: str, silent: int = -1):
-    """`arm` of ARMS, `size` of SIZES, `silent` as `play`'s."""
+    """`arm` of ARMS, `size` of SIZES, `silent` as the trainer's."""
     import monitor_kills  # pylint: disable=g-import-not-at-top
     import monitor_network  # pylint: disable=g-import-not-at-top
 
@@ -311,8 +190,8 @@ class Training:
       self._start_server()
     with open(folder / "stderr", "wb") as stderr:
       self._trainer = subprocess.Popen(
-          [sys.executable, __file__, "--play", str(folder), "--url", url,
-           "--steps", str(steps), "--size", size, "--silent", str(silent)],
+          [sys.executable, str(TRAINER), "--url", url, "--silent", str(silent),
+           "--block", str(BLOCK), str(folder), f"steps={steps}", *SIZES[size]],
           stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
           text=True,
       )  # pyformat: disable
@@ -593,11 +472,6 @@ def main() -> int:
       "--busy", type=float, default=0.2,
       help="share of a core that is counted away (%(default)s)",
   )  # pyformat: disable
-  parser.add_argument(
-      "--silent", type=int, default=-1, help=argparse.SUPPRESS
-  )
-  parser.add_argument("--play", help=argparse.SUPPRESS)
-  parser.add_argument("--url", default="", help=argparse.SUPPRESS)
   args = parser.parse_args()
   if not 0 < args.busy <= 1:
     parser.error(f"--busy={args.busy:g}: give a share above 0, at most 1")
@@ -606,10 +480,6 @@ def main() -> int:
   arms = args.arms.split(",")
   if "off" not in arms or set(arms) - set(ARMS):
     parser.error(f"--arms={args.arms}: give off and some of {', '.join(ARMS)}")
-  if args.play:
-    return play(
-        pathlib.Path(args.play), args.url, args.steps, args.size, args.silent
-    )
   results: dict[str, list[Training]] = {arm: [] for arm in arms}
   Training.apart, Training.busy = args.apart, args.busy
   if args.crossover:
