@@ -133,6 +133,45 @@ def test_every_filter_in_every_order_page_by_page(server, monkeypatch):
     assert rollout_list.pick(connection, 99, None, wanted("")) == []
 
 
+EXTREMES = {
+    "reward": (None, None, 1.7e308, -1.7e308, 1e308, 0.5),
+    "rollout_time": (None, None, None, 1.7e308, -1.7e308),
+    "num_turns": (None, 3, 1 << 53, (1 << 53) + 1, (1 << 63) - 1),
+    "parse_errors": (None, 0, 1, -3, (1 << 63) - 1),
+    "runtime_errors": (None, 0, 1, (1 << 53) + 1),
+}  # pyformat: disable
+
+
+def test_no_page_loses_or_repeats_what_is_beyond_all_reason(server):
+  rng = random.Random(0)
+  server.post({
+      "training": {"client_id": "a", "run_name": "a"},
+      "tasks": [{"task_id": "t", "description": "d"}],
+      "steps": [{"client_id": f"S{n}", "step": n} for n in range(1, 8)],
+      "rollouts": [
+          {"rollout_id": f"r{n}", "task_id": "t",
+           "step_id": f"S{rng.randint(1, 7)}",
+           **{name: rng.choice(v) for name, v in EXTREMES.items()}}
+          for n in range(120)
+      ],
+  })  # pyformat: disable
+  ids = {row["id"] for row in server.rows("rollout")}
+  assert len(ids) == 120
+  for sort, order, training, count in itertools.product(
+      KEYS, ("up", "down"), (None, 1), (3, 51)
+  ):
+    asks = wanted(f"sort={sort}&order={order}")
+    with database.reading(server.engine) as connection:
+      whole = rollout_list.pick(connection, 1, training, asks, 200)
+      assert {id_ for _, id_ in whole} == ids and len(whole) == 120
+      found = []
+      while page := rollout_list.pick(connection, 1, training, asks, count):
+        found += page
+        assert len(found) <= 120, (sort, order, training, count)
+        asks = dataclasses.replace(asks, after=page[-1])
+      assert found == whole, (sort, order, training, count)
+
+
 def test_the_pages_lead_to_each_other(server, monkeypatch):
   fill(server)
   monkeypatch.setattr(rollout_list, "_PAGE", 7)

@@ -1,8 +1,8 @@
 """Rollouts of a run, or of all runs, narrowed and sorted.
 
 Promises: everything that chooses and orders is in the URL; a page costs what
-reading the indices of `tables.LISTED` costs, at most once, whatever is asked,
-and the following page what this one did (keyset pagination).
+reading an index of `tables.LISTED` costs, and of the newest, the best and the
+faulty ones few; the following page what this one did (keyset pagination).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 _PAGE = 50
 _NEAR = 5000
 """Rollouts told last, or first, that a page is looked for among at first."""
-_SOME, _ALL = 16, 1 << 62
-"""Sources. By the page of some, the others' rollouts are passed over early."""
+_ALL = 1 << 62
+"""More than there are, and an id that is beyond all."""
 _NOTHING = 1e308
 """Stands for NULL, which comes last either way."""
 
@@ -34,9 +34,12 @@ _R = tables.rollout
 _STATUS = sa.func.coalesce(_R.c.status, "")
 _TASK = _R.c.task_id + 0
 SORTS = {
-    "newest": None, "reward": _R.c.reward, "turns": _R.c.num_turns,
-    "seconds": _R.c.rollout_time, "errors": tables.NUM_FAULTS,
+    "newest": None, "reward": _R.c.reward,
+    "turns": sa.cast(_R.c.num_turns, sa.Double()),
+    "seconds": _R.c.rollout_time,
+    "errors": sa.cast(tables.NUM_FAULTS, sa.Double()),
 }  # pyformat: disable
+"""What the orders are by: as doubles, as the place of the next page says it."""
 OUTCOMES = {
     "success": _R.c.task_success == 1,
     "failure": sa.and_(
@@ -85,9 +88,9 @@ class Wanted:
       return column
     return sa.func.coalesce(column, _real(_NOTHING if self.up else -_NOTHING))
 
-  def narrowed(self, *conditions: sa.ColumnElement[bool]) -> Wanted:
-    """The same, if they fulfil these, too."""
-    return dataclasses.replace(self, conditions=self.conditions + conditions)
+  def narrowed(self, condition: sa.ColumnElement[bool]) -> Wanted:
+    """The same, if they fulfil this, too."""
+    return dataclasses.replace(self, conditions=(*self.conditions, condition))
 
   def beyond(self) -> list[sa.ColumnElement[bool]]:
     """Conditions on what follows `after`."""
@@ -96,27 +99,6 @@ class Wanted:
     value, id_ = _real(self.after[0]), self.after[1]
     past = self.key > value if self.up else self.key < value
     return [sa.or_(past, sa.and_(self.key == value, _R.c.id + 0 < id_))]
-
-  def as_good_as(
-      self, one: tuple[float, int]
-  ) -> list[sa.ColumnElement[bool]]:
-    """Conditions on what does not follow this one.
-
-    In terms of the bare column: they are quicker than sorting, and of the
-    reward, by which each source's rollouts lie in their index, few are read.
-    """
-    value, id_ = one
-    if abs(value) == _NOTHING:
-      return []
-    column = SORTS[self.sort]
-    if column is None:
-      column = _R.c.id + 0
-    bound = _real(value)
-    up = self.up
-    return [
-        column <= bound if up else column >= bound,
-        sa.or_(column < bound if up else column > bound, _R.c.id + 0 >= id_),
-    ]
 
   def order(self) -> list[sa.ColumnElement[Any]]:
     key = self.key.asc() if self.up else self.key.desc()
@@ -225,20 +207,22 @@ def pick(
   """
   if wanted.sort != "errors" or wanted.up:
     return _pick(connection, project, training, wanted, count)
-  found = _pick(
-      connection, project, training, wanted.narrowed(tables.FAULTY), count
-  )
+  found, last = [], wanted.after
+  if last is None or last[0] > 0:
+    found = _pick(
+        connection, project, training, wanted.narrowed(tables.FAULTY), count
+    )
   if len(found) == count:
     return found
-  # Those without a fault are as many as all, but for those there is no order
-  # but the newest first.
-  clean = wanted.narrowed(sa.not_(tables.FAULTY))
-  if wanted.after is not None:
-    id_ = wanted.after[1] if wanted.after[0] <= 0 else _ALL
-    clean = dataclasses.replace(clean, after=(float(id_), id_))
-  clean = dataclasses.replace(clean, sort="newest")
+  # Those without a fault (or with fewer than none) are nearly all, and have no
+  # order but the newest first, for which few need to be read.
+  id_ = _ALL if last is None or last[0] > 0 else last[1]
+  clean = dataclasses.replace(
+      wanted.narrowed(sa.not_(tables.FAULTY)), sort="newest",
+      after=(float(id_), id_),
+  )  # pyformat: disable
   rest = _pick(connection, project, training, clean, count - len(found))
-  return found + [(0, id_) for _, id_ in rest]
+  return found + [(0.0, id_) for _, id_ in rest]
 
 
 def _pick(
@@ -262,39 +246,62 @@ def _pick(
     )
     if wanted.step is not None:
       own = own.where(s.c.step == wanted.step)
-    # Of equal keys the newest is wanted: if it is read last, each one before
-    # it takes a place of the page in vain.
-    oldest = wanted.sort == "newest" and wanted.up
-    own = own.order_by(s.c.id.asc() if oldest else s.c.id.desc())
-    within = wanted
-    if wanted.sort != "errors":  # To add them up twice is dearer than to sort.
-      some = _of_sources(connection, source, own.limit(_SOME), wanted, count)
-      if len(some) == count:
-        within = wanted.narrowed(*wanted.as_good_as(some[-1]))
-    # Without a limit SQLite would not keep the order.
-    found += _of_sources(connection, source, own.limit(_ALL), within, count)
+    held = _R.c[f"{source}_id"]
+    ids = _walked(own, s, wanted)
+    listed = (
+        sa.select(wanted.key, _R.c.id)
+        .select_from(ids.join(_R, held == ids.c.id))
+        # The index of the source's rollouts is of these only.
+        .where(held.is_not(None), *wanted.conditions, *wanted.beyond())
+    )
+    if wanted.sort == "reward":
+      listed = listed.where(*_within(connection, listed, wanted.up, count))
+    found += [
+        (float(value), id_)
+        for value, id_ in connection.execute(
+            listed.order_by(*wanted.order()).limit(count)
+        )
+    ]
   # Each is in order and as long as the page: so are the first of all.
   sign = 1 if wanted.up else -1
   found.sort(key=lambda one: (sign * one[0], -one[1]))
   return found[:count]
 
 
-def _of_sources(
-    connection: sa.Connection, source: str, own: sa.Select, wanted: Wanted,
-    count: int,
-) -> list[tuple[float, int]]:  # pyformat: disable
-  """The same of these sources, read in this order."""
-  held = _R.c[f"{source}_id"]
-  ids = own.subquery()
-  query = (
-      sa.select(wanted.key, _R.c.id)
-      .select_from(ids.join(_R, held == ids.c.id))
-      # The index of the source's rollouts is of these only.
-      .where(held.is_not(None), *wanted.conditions, *wanted.beyond())
-      .order_by(*wanted.order())
-      .limit(count)
-  )
-  return [(value, id_) for value, id_ in connection.execute(query)]
+def _walked(
+    own: sa.Select, source: sa.Table, wanted: Wanted
+) -> sa.Subquery:  # pyformat: disable
+  """Ids of the sources, in the order that their rollouts are best read in.
+
+  Of equal keys the newest is wanted: if it comes last, each one before it takes
+  a place of the page in vain. By their index later steps come later.
+  """
+  by = [source.c[name] for name in ("training_id", "step") if name in source.c]
+  if wanted.sort != "newest" or not wanted.up:
+    by = [column.desc() for column in by]
+  # Without a limit SQLite would not keep the order.
+  return own.order_by(*by).limit(_ALL).subquery()
+
+
+def _within(
+    connection: sa.Connection, listed: sa.Select, up: bool, count: int
+) -> list[sa.ColumnElement[bool]]:
+  """Conditions that the first `count` by their reward fulfil, and few more.
+
+  By this key alone a source's rollouts lie in the index in order, so that few
+  of each are read, as are few within these bounds afterwards.
+  """
+  reward = _R.c.reward
+  last = connection.execute(
+      listed.with_only_columns(reward)
+      .where(reward.is_not(None))
+      .order_by(reward.asc() if up else reward.desc())
+      .limit(1)
+      .offset(count - 1)
+  ).scalar()
+  if last is None or not abs(last) < _NOTHING:  # Those without come before it.
+    return []
+  return [reward <= last if up else reward >= last]
 
 
 def _nearest(

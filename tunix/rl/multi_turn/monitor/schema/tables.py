@@ -408,7 +408,8 @@ LISTED = (
     "rollout_time", *FAULTS,
 )  # pyformat: disable
 # A condition is only seen to be an index's own if its numbers are in the text.
-_ZERO = sa.literal_column("0")
+# No whole number: a sum of these could be beyond what PostgreSQL holds.
+_ZERO = sa.literal_column("0.0")
 NUM_FAULTS: sa.ColumnElement[int] = functools.reduce(
     operator.add, (sa.func.coalesce(rollout.c[c], _ZERO) for c in FAULTS)
 )

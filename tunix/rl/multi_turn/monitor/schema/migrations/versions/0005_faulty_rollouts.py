@@ -14,8 +14,8 @@ LISTED = [
     "runtime_errors",
 ]  # pyformat: disable
 FAULTY = (
-    "coalesce(parse_errors, 0) + coalesce(tool_name_errors, 0)"
-    " + coalesce(tool_arg_errors, 0) + coalesce(runtime_errors, 0) > 0"
+    "coalesce(parse_errors, 0.0) + coalesce(tool_name_errors, 0.0)"
+    " + coalesce(tool_arg_errors, 0.0) + coalesce(runtime_errors, 0.0) > 0.0"
 )
 
 
