@@ -304,6 +304,7 @@ def browse(page, url: str, repeats: int) -> dict[str, float]:
     )
     interactive.append(ready)
     drawn.append(now)
+  page.goto("about:blank")  # Not to be drawn while the next one is asked for.
   return {
       "interactive": statistics.median(interactive),
       "drawn": statistics.median(drawn),
