@@ -407,13 +407,16 @@ LISTED = (
     "reward", "task_id", "status", "task_success", "num_turns",
     "rollout_time", *FAULTS,
 )  # pyformat: disable
+"""Columns of a rollout that lists are narrowed and sorted by."""
+
 # A condition is only seen to be an index's own if its numbers are in the text.
 # No whole number: a sum of these could be beyond what PostgreSQL holds.
 _ZERO = sa.literal_column("0.0")
-NUM_FAULTS: sa.ColumnElement[int] = functools.reduce(
+NUM_FAULTS: sa.ColumnElement[float] = functools.reduce(
     operator.add, (sa.func.coalesce(rollout.c[c], _ZERO) for c in FAULTS)
 )
 FAULTY: sa.ColumnElement[bool] = NUM_FAULTS > _ZERO
+"""Of a rollout: whether anything went wrong. The condition of an index."""
 
 
 def index_name(table: str, columns: tuple[str, ...]) -> str:
