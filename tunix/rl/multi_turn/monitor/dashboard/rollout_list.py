@@ -84,7 +84,7 @@ class Wanted:
       # Not the bare id: its own order would be taken for a short cut, past
       # all rollouts of other runs.
       return _R.c.id + 0
-    if self.sort == "errors":
+    if self.sort == "errors":  # A sum is never NULL.
       return column
     return sa.func.coalesce(column, _real(_NOTHING if self.up else -_NOTHING))
 
@@ -268,9 +268,7 @@ def _pick(
   return found[:count]
 
 
-def _walked(
-    own: sa.Select, source: sa.Table, wanted: Wanted
-) -> sa.Subquery:  # pyformat: disable
+def _walked(own: sa.Select, source: sa.Table, wanted: Wanted) -> sa.Subquery:
   """Ids of the sources, in the order that their rollouts are best read in.
 
   Of equal keys the newest is wanted: if it comes last, each one before it takes
