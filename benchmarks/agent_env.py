@@ -13,10 +13,10 @@ import time
 
 import numpy as np
 from tunix.rl.multi_turn import agents
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import images
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn import tools
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments.gyms import base
 

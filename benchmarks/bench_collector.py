@@ -27,9 +27,9 @@ import time
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
-from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn import trajectory_collector as tc
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 EOT = 1
 

@@ -29,8 +29,8 @@ import numpy as np
 from PIL import Image
 from starlette import datastructures
 from starlette import routing
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor.dashboard import pages as pages_lib
@@ -363,7 +363,7 @@ def measure(path: pathlib.Path, files: pathlib.Path, repeats: int) -> int:
       f"{'drawn':>9}   ms"
   )
   slow = []
-  with serving.LoopbackServer(app.asgi) as server, chromium() as browser:
+  with http_server.LoopbackServer(app.asgi) as server, chromium() as browser:
     for name, where in cases(steps, last).items():
       asked = ask(pages, where, repeats)
       seen = {"interactive": float("nan"), "drawn": float("nan")}

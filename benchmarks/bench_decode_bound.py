@@ -29,13 +29,13 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.engine import sampler
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import qwen_checkpoint
-from tunix.rl.multi_turn.rollout import engine as engine_lib
-from tunix.rl.multi_turn.rollout import sampler
 
 TARGET = 0.4
 

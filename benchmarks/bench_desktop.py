@@ -12,7 +12,7 @@ import json
 import random
 import time
 
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import desktop
 
 SIZES = ((128, 96), (160, 112), (224, 160), (640, 480), (1280, 720))

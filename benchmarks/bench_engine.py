@@ -20,12 +20,12 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.policy import vision_inputs
-from tunix.rl.multi_turn.rollout import engine as engine_lib
 
 IMAGE_TOKEN = 5
 

@@ -16,11 +16,11 @@ import json
 import statistics
 
 import numpy as np
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import host_memory
-from tunix.rl.multi_turn.rollout import engine as engine_lib
 
 
 def parse_args() -> argparse.Namespace:

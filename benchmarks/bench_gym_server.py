@@ -26,10 +26,10 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn.environments import genv
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.environments.gyms import genv
 
 FAMILY = "enter-text"
 MOVE = [gui_action.GuiAction("move", x=5 + i, y=9) for i in range(64)]

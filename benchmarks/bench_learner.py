@@ -20,8 +20,8 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tunix.rl.multi_turn import images as image_lib
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import images as image_lib
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.policy import checkpoint
 

@@ -55,7 +55,7 @@ import threading
 import time
 from typing import Any
 
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import miniwob
 from tunix.rl.multi_turn.environments.gyms.miniwob import tasks as tasks_lib
 

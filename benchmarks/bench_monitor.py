@@ -30,10 +30,10 @@ import time
 
 import numpy as np
 import orjson
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import trajectory as trajectory_lib
-from tunix.rl.multi_turn.monitor.client import relay
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor.client import event_log
 
 sys.path.insert(
     0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
@@ -118,7 +118,7 @@ def episode(number: int) -> trajectory_lib.Trajectory:
 def enqueue(url: str, folder: pathlib.Path, seconds: float, rate: float):
   """Microseconds of each `on_event`, at `rate` episodes a second."""
   episodes = [episode(n) for n in range(int(seconds * rate))]
-  observer = relay.Relay(
+  observer = event_log.Relay(
       {
           "url": url, "token": "", "identity": {"training": "T"},
           "client": {"spool_dir": str(folder), "name": "bench"},

@@ -29,7 +29,7 @@ from typing import Any, Iterator
 
 import numpy as np
 import psutil
-from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.environments import wire
 from websockets.asyncio import client
 
 HERE = pathlib.Path(__file__).resolve().parent

@@ -44,13 +44,13 @@ import numpy as np
 from peers import rollout_torch
 from peers import rollout_upstream
 from peers import rollout_workload
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.policy import qwen_checkpoint
-from tunix.rl.multi_turn.rollout import engine as engine_lib
 
 COLUMNS = ("ours", "transformers", "by hand", "ours, text", "upstream")
 BESIDE = {"upstream": "ours, text"}

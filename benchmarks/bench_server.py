@@ -35,17 +35,17 @@ from typing import Any, Callable
 import httpx
 import numpy as np
 from PIL import Image
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import host_memory
-from tunix.rl.multi_turn.rollout import engine as engine_lib
-from tunix.rl.multi_turn.rollout import media
-from tunix.rl.multi_turn.rollout import serve
-from tunix.rl.multi_turn.rollout.server import chat
-from tunix.rl.multi_turn.rollout.server import fields
-from tunix.rl.multi_turn.rollout.server import requests as requests_lib
+from tunix.rl.multi_turn.serving import chat
+from tunix.rl.multi_turn.serving import fields
+from tunix.rl.multi_turn.serving import media
+from tunix.rl.multi_turn.serving import requests as requests_lib
+from tunix.rl.multi_turn.serving import serve
 
 MODEL = "qwen"
 LARGE, SMALL = (1280, 720), (96, 64)
@@ -117,7 +117,7 @@ def serve_forever() -> None:
   app = serve.make_app(MODEL, timed, policy, store)
   with engine:
     engine.warm_up()
-    with serving.LoopbackServer(app.asgi) as server:
+    with http_server.LoopbackServer(app.asgi) as server:
       print(json.dumps({"port": server.port}), flush=True)
       version = 0
       for line in sys.stdin:

@@ -34,10 +34,10 @@ import time
 from typing import Any, Callable
 
 import numpy as np
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import xdesktop
-from tunix.rl.multi_turn.environments.gyms.xdesktop import hand
 from tunix.rl.multi_turn.environments.gyms.xdesktop import sandbox
+from tunix.rl.multi_turn.environments.gyms.xdesktop import scripted_actions
 import xcffib
 from xcffib import xproto
 
@@ -197,7 +197,9 @@ async def _tasks(args: argparse.Namespace) -> int:
             await gym.act(action)
             made += 1
           verdict = await gym.evaluate()
-        except (xdesktop.DesktopError, hand.Unsolvable, TimeoutError) as error:
+        except (
+            xdesktop.DesktopError, scripted_actions.Unsolvable, TimeoutError
+        ) as error:
           print(f"  {task.task_id}: {type(error).__name__}: {error}")
           wrong += 1
           continue

@@ -17,8 +17,8 @@ import time
 from typing import Any, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.schema import database as database_lib
 

@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import miniwob
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 

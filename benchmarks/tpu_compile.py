@@ -39,6 +39,7 @@ if _LIBRARY.is_file():
 import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+from tunix.rl.multi_turn.commands import memory_plan  # noqa: E402
 from tunix.rl.multi_turn.learner import batching  # noqa: E402
 from tunix.rl.multi_turn.learner import config as config_lib  # noqa: E402
 from tunix.rl.multi_turn.learner import logprobs  # noqa: E402
@@ -46,7 +47,6 @@ from tunix.rl.multi_turn.learner import update  # noqa: E402
 from tunix.rl.multi_turn.policy import base  # noqa: E402
 from tunix.rl.multi_turn.policy import hf_checkpoint  # noqa: E402
 from tunix.rl.multi_turn.policy import kernels  # noqa: E402
-from tunix.rl.multi_turn.policy import memory_plan  # noqa: E402
 from tunix.rl.multi_turn.policy import qwen_config  # noqa: E402
 from tunix.rl.multi_turn.policy import sharding  # noqa: E402
 

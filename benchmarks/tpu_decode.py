@@ -15,15 +15,17 @@ from __future__ import annotations
 import argparse
 
 import tpu_compile  # Beside this file; first, as it sets JAX's platform.
+
+# isort: split
 from flax import nnx  # noqa: E402
 import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+from tunix.rl.multi_turn.engine import sampler  # noqa: E402
 from tunix.rl.multi_turn.policy import hf_checkpoint  # noqa: E402
 from tunix.rl.multi_turn.policy import kernels  # noqa: E402
 from tunix.rl.multi_turn.policy import qwen_config  # noqa: E402
 from tunix.rl.multi_turn.policy import sharding  # noqa: E402
-from tunix.rl.multi_turn.rollout import sampler  # noqa: E402
 
 KERNEL = "ragged_paged_attention"
 

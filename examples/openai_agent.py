@@ -1,6 +1,6 @@
 """An agent that knows the policy as an OpenAI-compatible server only.
 
-    python -m tunix.rl.multi_turn.rollout.serve tiny_vl --screen 128x96
+    python -m tunix.rl.multi_turn.serving.serve tiny_vl --screen 128x96
     python examples/openai_agent.py --gym desktop --episodes 8
 
 It plays episodes on a computer, embedded (`desktop`) or a real browser
@@ -24,8 +24,8 @@ from typing import Any, Sequence
 import httpx
 import openai
 from PIL import Image
-from tunix.rl.multi_turn import images
 from tunix.rl.multi_turn import prompts
+from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms import miniwob

@@ -4,8 +4,8 @@ import pathlib
 import re
 
 import pytest
-from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.run import assembly
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -8,13 +8,13 @@ import sys
 import browsers
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import serving
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.clients import proxy
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.rollout import engine as engine_lib
-from tunix.rl.multi_turn.rollout import proxy
-from tunix.rl.multi_turn.rollout import serve
+from tunix.rl.multi_turn.serving import serve
 
 pytestmark = pytest.mark.timeout(400)
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -40,7 +40,7 @@ class Served:
     self.app = serve.make_app(
         "tiny_vl", self.engine, policy, self.images, token="secret"
     )
-    self.server = serving.LoopbackServer(self.app.asgi)
+    self.server = http_server.LoopbackServer(self.app.asgi)
 
   def __enter__(self):
     self.engine.warm_up()

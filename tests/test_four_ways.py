@@ -10,8 +10,8 @@ import dataclasses
 
 import gym_servers
 import pytest
-from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.run import assembly
 from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
 import two_paths
 

@@ -18,14 +18,14 @@ import types
 import numpy as np
 import pytest
 import small_runs
-from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import run_loop
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.environments.gyms import miniwob
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.warm_start import cloning
+from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import loop_thread
+from tunix.rl.multi_turn.run.warm_start import cloning
 from tunix.rl.queue import group_store
 
 # Each run compiles its own programs, on two cores perhaps shared with others.
@@ -156,7 +156,7 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
   before = set(threading.enumerate())
   tasks_left = []
 
-  class CountingLoop(run_loop.LoopThread):
+  class CountingLoop(loop_thread.LoopThread):
 
     def close(self, *args):
       async def left():
@@ -168,7 +168,7 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
       tasks_left.append(self.submit(left()).result(10))
       super().close(*args)
 
-  monkeypatch.setattr(run_loop, "LoopThread", CountingLoop)
+  monkeypatch.setattr(loop_thread, "LoopThread", CountingLoop)
   status = small_runs.run_train(
       tmp_path, "name=f", "run.imports=[faulty_gym]",
       "gym=faulty-desktop", "steps=8",
@@ -539,4 +539,4 @@ def test_work_that_ends_just_after_a_look_has_its_result():
     return JustLate()
 
   loop = types.SimpleNamespace(submit=submit)
-  assert run_loop.LoopThread.wait(loop, work(), threading.Event()) == 7
+  assert loop_thread.LoopThread.wait(loop, work(), threading.Event()) == 7

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import run_proxy
 from tunix.rl.multi_turn import train
-from tunix.rl.multi_turn import trajectory
-from tunix.rl.multi_turn.rollout import agent_session
+from tunix.rl.multi_turn.clients import agent_session
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.run import proxy
 import two_paths
 
 pytestmark = pytest.mark.timeout(400)
@@ -204,7 +204,7 @@ def test_an_agent_that_is_none_is_named(agent, words):
       ["rollout.via=proxy", f"rollout.agent={agent}"]
   )
   with pytest.raises(config_lib.ConfigError, match=words) as refused:
-    run_proxy.RunProxy(config, None, None, None)
+    proxy.RunProxy(config, None, None, None)
   assert agent in str(refused.value)
   with pytest.raises(config_lib.ConfigError, match="set rollout.via=proxy"):
     config_lib.load_config([f"rollout.agent={agent}"])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 import small_runs
-from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.policy import checkpoint
 
 pytestmark = pytest.mark.timeout(400)

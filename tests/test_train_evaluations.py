@@ -4,8 +4,8 @@ import time
 
 import pytest
 import small_runs
-from tunix.rl.multi_turn import events
 from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.core import events
 
 pytestmark = pytest.mark.timeout(400)
 NEW = (small_runs.NANO, "warm_start.source=none")

@@ -6,8 +6,8 @@ import fake_engines
 import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.rollout import external
 
 pytestmark = pytest.mark.timeout(400)
 POLICY = str(checkpoint.resolve("tiny_vl"))
@@ -33,7 +33,7 @@ def serving(protocol, context=512):
   options = {"size": (128, 96), "slots": 8}
   if protocol == "sglang":
     return fake_engines.FakeSglang(POLICY, context, **options)
-  launch = external.VllmLaunch(POLICY, max_model_len=context, images=9)
+  launch = vllm.VllmLaunch(POLICY, max_model_len=context, images=9)
   return fake_engines.FakeVllm(
       launch.argv(), launch.environment(), **options
   )

@@ -6,7 +6,7 @@ import json
 import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 import two_paths
 
 pytestmark = pytest.mark.timeout(400)

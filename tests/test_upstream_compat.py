@@ -13,8 +13,8 @@ from tunix.rl.agentic.environments import task_environment
 from tunix.rl.agentic.environments import tool_environment
 from tunix.rl.agentic.rewards import reward
 from tunix.rl.agentic.tools import calculator_tool
-from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn import trajectory_collector as tc
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.queue import data_queue
 from tunix.rl.queue import group_queue
 
@@ -158,7 +158,7 @@ def test_an_agent_that_returns_no_action():
 def test_upstream_agents_give_token_exact_sequences():
   """With a PolicyModel: their message lists extend, so nothing is redone."""
   import numpy as np  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn import policy_client  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.core import policy_client  # pylint: disable=g-import-not-at-top
 
   end = 1
 

@@ -45,8 +45,8 @@ def selenium_environment(family: str):
 def browsergym_environment(family: str):
   """BrowserGym's environment of the same pages."""
   _lend_chromium_to_playwright(os.environ["PEER_CHROMIUM"])
-  import browsergym.miniwob  # pylint: disable=g-import-not-at-top,unused-import  # noqa: F401
   from browsergym.core.action.highlevel import HighLevelActionSet  # pylint: disable=g-import-not-at-top
+  import browsergym.miniwob  # pylint: disable=g-import-not-at-top,unused-import  # noqa: F401
   import gymnasium  # pylint: disable=g-import-not-at-top
 
   environment = gymnasium.make(

@@ -14,7 +14,9 @@ import threading
 
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.types import Action, Observation, State
+from openenv.core.env_server.types import Action
+from openenv.core.env_server.types import Observation
+from openenv.core.env_server.types import State
 import uvicorn
 
 PORT, SESSIONS, SHOT = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

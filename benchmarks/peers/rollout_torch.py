@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from peers import rollout_workload
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 
 CHECKED = rollout_workload.CHECKED
 Workload = rollout_workload.Workload

@@ -5,7 +5,7 @@ import json
 import pytest
 from tunix.rl.multi_turn import agents
 from tunix.rl.multi_turn import tools
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser import tool_parser
 
 QWEN = tool_parser.make_tool_parser("qwen")

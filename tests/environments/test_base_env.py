@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from tunix.rl.multi_turn import concurrency
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.environments import base_env
 
 

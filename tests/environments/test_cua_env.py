@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn import agents
 from tunix.rl.multi_turn import environments
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import images
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn import tools
-from tunix.rl.multi_turn import trajectory
 from tunix.rl.multi_turn import trajectory_collector as tc
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.parser import tool_parser
 

@@ -11,16 +11,16 @@ from starlette import applications
 from starlette import requests as starlette_requests
 from starlette import responses
 from starlette import routing
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import images
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.environments import cua_env
-from tunix.rl.multi_turn.environments import genv
-from tunix.rl.multi_turn.environments.genv import execution
-from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.environments.gyms import openenv
+from tunix.rl.multi_turn.environments.gyms import genv
+from tunix.rl.multi_turn.environments.gyms.genv import execution
+from tunix.rl.multi_turn.environments.gyms.openenv import gym as openenv
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 from tunix.rl.multi_turn.tools import screenshot
 
@@ -58,7 +58,7 @@ async def flaky(*answers, **timeouts):
   routes = [
       routing.Route("/{rest:path}", server.answer, methods=["GET", "POST"])
   ]
-  with serving.LoopbackServer(applications.Starlette(routes=routes)) as at:
+  with http_server.LoopbackServer(applications.Starlette(routes=routes)) as at:
     client = genv.GenvClient(
         at.url, "g", retries=QUICK, timeouts=genv.Timeouts(**timeouts)
     )

@@ -17,7 +17,7 @@ import hypothesis
 from hypothesis import strategies as st
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gym_server import __main__ as command
 from tunix.rl.multi_turn.environments.gym_server import catalog
 from tunix.rl.multi_turn.environments.gym_server import executions

@@ -7,12 +7,12 @@ import signal
 import gym_servers
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import serving
-from tunix.rl.multi_turn.environments import genv
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments import workers as workers_lib
 from tunix.rl.multi_turn.environments.gym_server import app as app_lib
 from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.environments.gyms import genv
 
 # A process imports everything once, on two cores perhaps shared with others.
 pytestmark = pytest.mark.timeout(240)
@@ -67,7 +67,7 @@ async def test_kill_9_of_a_worker_ends_its_episodes_and_no_other():
   app = app_lib.App(
       [gym_servers.desktop()], make_gym=workers.make, close=workers.aclose
   )
-  with serving.LoopbackServer(app.asgi) as server:
+  with http_server.LoopbackServer(app.asgi) as server:
     gyms = [gym_servers.gym(server.url) for _ in range(6)]
     for i, gym in enumerate(gyms):
       await gym.start(gym_servers.instance("enter-text", i))

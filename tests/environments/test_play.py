@@ -14,8 +14,8 @@ import gym_servers
 import httpx
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments import recordings
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.play import __main__ as command
@@ -236,7 +236,7 @@ def test_the_picture_has_two_pixels_a_character():
 async def _page(tmp_path):
   playing = session(tmp_path / "d.jsonl")
   page = page_lib.Page(playing, task)
-  with serving.LoopbackServer(page.asgi) as server:
+  with http_server.LoopbackServer(page.asgi) as server:
     async with httpx.AsyncClient(
         base_url=server.url, headers={"x-play-key": page.key}, timeout=30
     ) as http:

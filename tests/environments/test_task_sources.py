@@ -7,11 +7,11 @@ import gym_servers
 import hypothesis
 from hypothesis import strategies as st
 import pytest
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import trajectory
-from tunix.rl.multi_turn.environments import genv
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import task_sources
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import genv
 from tunix.rl.multi_turn.environments.task_sources import listed
 from tunix.rl.multi_turn.environments.task_sources import source
 

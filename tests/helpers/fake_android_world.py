@@ -7,7 +7,7 @@ Queries and actions are held to the server's own types: a missing parameter is
 from starlette import applications
 from starlette import responses
 from starlette import routing
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import desktop
 
 _TYPES = (

@@ -13,13 +13,13 @@ import small_server
 from starlette import applications
 from starlette import responses
 from starlette import routing
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.rollout import engine as engine_lib
-from tunix.rl.multi_turn.rollout import media
+from tunix.rl.multi_turn.serving import media
 
 SIZE = small_server.SIZE
 
@@ -58,7 +58,7 @@ class FakeEngine:
     self.gate = asyncio.Event()
     self.gate.set()
     self.running = set()
-    self.server = serving.LoopbackServer(
+    self.server = http_server.LoopbackServer(
         applications.Starlette(
             routes=[
                 routing.Route(path, self._guarded(handler), methods=[method])

@@ -10,8 +10,8 @@ from starlette import applications
 from starlette import requests
 from starlette import responses
 from starlette import routing
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import desktop
 
 KEY = "gbox-key"

@@ -18,8 +18,8 @@ import urllib.parse
 from starlette import applications
 from starlette import responses
 from starlette import routing
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import desktop
 
 # The signatures are those of PyAutoGUI 0.9.54.

@@ -11,10 +11,10 @@ import asyncio
 import itertools
 import threading
 
-from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn.environments import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.run import assembly
 
 STAGES = ("reset", "step", "evaluate", "close")
 KINDS = ("raise", "hang", "garbage")

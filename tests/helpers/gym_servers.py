@@ -6,13 +6,13 @@ import threading
 import time
 
 import numpy as np
-from tunix.rl.multi_turn import serving as serving_lib
-from tunix.rl.multi_turn.environments import genv
+from tunix.rl.multi_turn.core import http_server as serving_lib
 from tunix.rl.multi_turn.environments import registry
 from tunix.rl.multi_turn.environments.gym_server import app as app_lib
 from tunix.rl.multi_turn.environments.gym_server import catalog
 from tunix.rl.multi_turn.environments.gym_server import executions
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import genv
 
 FAMILIES = ("click-button", "enter-text")
 

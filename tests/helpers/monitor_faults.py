@@ -368,8 +368,8 @@ def clock(folder, episodes=12, seed=0) -> dict:
   """A run under a wall clock that jumps by a day, either way."""
   import monitor_server  # pylint: disable=g-import-not-at-top
   import synthetic_run  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn import events  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn import images as images_lib  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.core import events  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.core import images as images_lib  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.monitor.client import ingest_client  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.monitor.client import observer as observer_lib  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.monitor.client import png  # pylint: disable=g-import-not-at-top

@@ -11,7 +11,7 @@ import time
 
 import monitor_faults
 import monitor_server
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.monitor.client import ingest_client
 
 
@@ -152,7 +152,7 @@ def soak(folder, episodes, share, seed=0) -> dict:
       if scope["type"] != "lifespan":  # The server's own is under way.
         await troubled(scope, receive, send)
 
-    with serving.LoopbackServer(no_lifespan) as front:
+    with http_server.LoopbackServer(no_lifespan) as front:
       with ingest_client.IngestClient(
           front.url, spool_dir=folder / "spool", timeout_seconds=10
       ) as client:

@@ -7,8 +7,8 @@ import pathlib
 import httpx
 import numpy as np
 from PIL import Image
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.server import access
@@ -41,7 +41,7 @@ class MonitorServer(Stored):
         access.Access(self.engine, token, open_to_all=not token),
         limits,
     )
-    self.server = serving.LoopbackServer(self.app.asgi)
+    self.server = http_server.LoopbackServer(self.app.asgi)
     self.url = self.server.url
 
   def __enter__(self):

@@ -1,8 +1,8 @@
 """Episodes of every kind, told to a monitor by an observer in this process."""
 
 import synthetic_run
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import observer as observer_lib

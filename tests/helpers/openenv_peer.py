@@ -17,7 +17,9 @@ from openenv.core.client_types import StepResult
 from openenv.core.env_client import EnvClient
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.types import Action, Observation, State
+from openenv.core.env_server.types import Action
+from openenv.core.env_server.types import Observation
+from openenv.core.env_server.types import State
 
 
 class GuiAction(Action):

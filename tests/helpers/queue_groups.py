@@ -1,7 +1,7 @@
 """Groups to put into queues."""
 
 import numpy as np
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 
 def sequence(version):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import qwen2_5_vl

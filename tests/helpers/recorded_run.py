@@ -12,22 +12,22 @@ import dataclasses
 import time
 
 import numpy as np
-from tunix.rl.multi_turn import evaluation
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import prompts
-from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.agents import tool_agent
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import success_rates
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner import examples as example_lib
+from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import observer as observer_lib
 from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
-from tunix.rl.multi_turn.warm_start import demonstrations
+from tunix.rl.multi_turn.run.warm_start import demonstrations
 
 FAMILIES = ("enter-text", "drag-to-target", "scroll-and-click")
 GROUP = 4
@@ -146,9 +146,9 @@ class Recorder:
             rate=rate,
         )  # pyformat: disable
         results.append(
-            evaluation.EpisodeResult.from_trajectory(played, family, mode)
+            success_rates.EpisodeResult.from_trajectory(played, family, mode)
         )
-    self.tell(events.EvalFinished(name, evaluation.summarise(results)))
+    self.tell(events.EvalFinished(name, success_rates.summarise(results)))
 
   def step(self, step):
     groups = []

@@ -1,14 +1,14 @@
 """A very small policy behind a real server on the loopback interface."""
 
 import numpy as np
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.rollout import engine as engine_lib
-from tunix.rl.multi_turn.rollout import serve
-from tunix.rl.multi_turn.rollout.server import requests as requests_lib
+from tunix.rl.multi_turn.serving import requests as requests_lib
+from tunix.rl.multi_turn.serving import serve
 
 MODEL = "nano"
 SIZE = (32, 32)
@@ -68,7 +68,7 @@ class SmallServer(SmallPolicy):
         limits=limits or requests_lib.Limits(max_new_tokens=32, n=4, images=8),
         **options,
     )
-    self.server = serving.LoopbackServer(self.app.asgi)
+    self.server = http_server.LoopbackServer(self.app.asgi)
     self.url = self.server.url
 
   def __enter__(self):

@@ -5,11 +5,11 @@ import pathlib
 import numpy as np
 from PIL import Image
 from PIL import ImageDraw
-from tunix.rl.multi_turn import evaluation
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import images as images_lib
 from tunix.rl.multi_turn import reporting
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import success_rates
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 
 Status = trajectory_lib.TrajectoryStatus
@@ -143,14 +143,14 @@ def results(rate: float, n: int = 40) -> dict:
   """An evaluation in which `rate` of each family's episodes succeed."""
   out = []
   for shift, family in enumerate(FAMILIES):
-    for mode in evaluation.MODES:
+    for mode in success_rates.MODES:
       wins = max(0, min(n, round(n * (rate - 0.08 * shift))))
       for i in range(n):
         status = Status.SUCCEEDED if i < wins else Status.FAILED
         out.append(
-            evaluation.EpisodeResult(family, mode, status, i < wins, turns=2)
+            success_rates.EpisodeResult(family, mode, status, i < wins, turns=2)
         )
-  return evaluation.summarise(out)
+  return success_rates.summarise(out)
 
 
 def write(

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 Status = trajectory_lib.TrajectoryStatus
 

@@ -1,6 +1,6 @@
 """A stateful tool that remembers, for the tests of what uses one."""
 
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.tools import stateful
 

@@ -3,10 +3,10 @@
 import asyncio
 
 import numpy as np
-from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import run_proxy
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import proxy
 from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
 
 SMALL = (
@@ -34,7 +34,7 @@ class Both:
         config, None, assembly.warm_start_source(config)
     )
     self.engine = assembly.make_engine(config, self.policy, self.images)
-    self.proxy = run_proxy.RunProxy(
+    self.proxy = proxy.RunProxy(
         config, self.policy, self.engine, self.images
     )
 

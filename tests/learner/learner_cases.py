@@ -4,8 +4,8 @@ import dataclasses
 import functools
 
 import numpy as np
-from tunix.rl.multi_turn import images
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner.algorithms import advantages

@@ -11,7 +11,6 @@ import sys
 
 import jax
 import numpy as np
-
 from tunix.rl.multi_turn.learner import checkpoint
 from tunix.rl.multi_turn.policy import sharding
 

@@ -9,7 +9,7 @@ import pytest
 from tunix.rl import algo_core
 from tunix.rl import common
 from tunix.rl.multi_turn import config as run_config
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import examples
 from tunix.rl.multi_turn.learner import optimizer

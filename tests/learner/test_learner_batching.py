@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import images
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner.algorithms import advantages

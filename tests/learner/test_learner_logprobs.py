@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.rollout import engine as engine_lib
 
 from tests.learner import learner_cases
 

@@ -7,7 +7,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.learner import checkpoint
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.queue import data_queue

@@ -13,7 +13,7 @@ import monitor_server
 from PIL import Image
 import pytest
 from starlette import routing
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor import serve
 from tunix.rl.multi_turn.monitor.schema import database
@@ -436,7 +436,7 @@ def served(folder, **limits):
   app = app_lib.App(
       engine, folder / "files", access.Access(engine, open_to_all=True)
   )
-  listening = serving.listen("127.0.0.1", 0, backlog=128)
+  listening = http_server.listen("127.0.0.1", 0, backlog=128)
   server = serve._Server(app, connections.Limits(**limits))
   thread = threading.Thread(
       target=server.run, kwargs={"sockets": [listening]}, daemon=True

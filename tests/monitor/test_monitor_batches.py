@@ -1,9 +1,9 @@
 """What items of one batch say about the same things."""
 
-import monitor_server
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
+import monitor_server
 
 FIELDS = {
     "current_turn": st.integers(0, 9),

@@ -16,7 +16,7 @@ import monitor_server
 import numpy as np
 import orjson
 import pytest
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.monitor.client import http_rollout_recorder
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import monitor_context as context
@@ -178,7 +178,7 @@ def test_lost_repeated_and_refused_requests_leave_the_same_database(
       return  # The server's own is under way.
     await troubled(scope, receive, send)
 
-  with serving.LoopbackServer(no_lifespan) as front:
+  with http_server.LoopbackServer(no_lifespan) as front:
     with client_of(front.url, tmp_path / "spool") as client:
       sent = 0
       while sent < 40 or not all(troubled.seen.values()):
@@ -251,7 +251,7 @@ def test_an_answer_from_something_else_is_none(tmp_path):
       await send({"type": "http.response.start", "status": 200})
       await send({"type": "http.response.body", "body": b"<html>welcome"})
 
-  with serving.LoopbackServer(portal) as front:
+  with http_server.LoopbackServer(portal) as front:
     client = client_of(front.url, tmp_path / "spool")
     tell(client)
     assert client.flush()
@@ -272,7 +272,7 @@ def test_a_server_that_never_answers_does_not_hold_up_the_end(tmp_path):
       while not stop.is_set():
         await asyncio.sleep(0.05)
 
-  with serving.LoopbackServer(silent) as front:
+  with http_server.LoopbackServer(silent) as front:
     client = client_of(front.url, tmp_path / "spool")
     tell(client)
     assert client.flush()
@@ -403,7 +403,7 @@ def test_a_request_has_one_deadline_for_all_of_it():
                     "more_body": True})
         await asyncio.sleep(0.05)
 
-  with serving.LoopbackServer(dripping) as front:
+  with http_server.LoopbackServer(dripping) as front:
     line = transport.Transport(front.url, "", 0.5)
     began = time.monotonic()
     with pytest.raises(transport.TransportError, match="TimeoutError"):

@@ -7,9 +7,9 @@ import time
 import observed_run
 import pytest
 import synthetic_run
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 
 NAMES = dict(group_id="train-000001", task_id="t")

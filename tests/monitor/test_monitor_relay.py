@@ -18,13 +18,12 @@ import msgpack
 import numpy as np
 import pytest
 import synthetic_run
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import trajectory as trajectory_lib
-from tunix.rl.multi_turn.monitor.client import courier
-from tunix.rl.multi_turn.monitor.client import event_frames
-from tunix.rl.multi_turn.monitor.client import relay as relay_lib
-
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor.client import event_codec
+from tunix.rl.multi_turn.monitor.client import event_log as relay_lib
+from tunix.rl.multi_turn.monitor.client import uploader
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -101,7 +100,7 @@ def same(a, b):
 @given(PLAIN)
 def test_what_an_event_holds_comes_back(value):
   event = events.RunStarted("é", {"value": value}, time=5.0)
-  back = event_frames.load(event_frames.dump(event))
+  back = event_codec.load(event_codec.dump(event))
   assert type(back) is events.RunStarted and back.time == 5.0
   assert back.run_name == "é" and same(back.config["value"], value)
 
@@ -111,7 +110,7 @@ def test_an_episode_comes_back():
   for turns in range(5):
     episode = synthetic_run.episode(store, seed=turns, turns=turns)
     event = events.EpisodeFinished(episode, "g", "t", "eval")
-    back = event_frames.load(event_frames.dump(event)).trajectory
+    back = event_codec.load(event_codec.dump(event)).trajectory
     assert back.to_json() == episode.to_json()
     assert [s.chat_completions for s in back.steps] == [
         list(s.chat_completions) for s in episode.steps
@@ -133,8 +132,8 @@ def test_what_is_of_no_plain_kind_becomes_the_nearest():
       "number": np.float32(0.5), "array": np.arange(3), "bytes": b"\xff",
       "large": 1 << 200, "texts": np.array(["a"]), "flag": np.bool_(True),
   }  # pyformat: disable
-  back = event_frames.load(
-      event_frames.dump(events.RunStarted("r", config))
+  back = event_codec.load(
+      event_codec.dump(events.RunStarted("r", config))
   ).config
   assert np.array_equal(back.pop("array"), [0, 1, 2])
   assert back == {
@@ -167,7 +166,7 @@ def test_what_is_of_no_plain_kind_becomes_the_nearest():
 )  # pyformat: disable
 def test_what_is_no_event_is_refused(data):
   with pytest.raises(ValueError):
-    event_frames.load(data)
+    event_codec.load(data)
 
 
 # --- the process --------------------------------------------------------------
@@ -192,7 +191,7 @@ def test_who_starts_it_by_hand_is_told_what_it_is():
 
 def test_what_is_logged_there_may_hold_anything(capfd):
   record = logging.LogRecord("a", 30, "", 0, "odd: \ud800 %s", ("x",), None)
-  courier._Says().emit(record)
+  uploader._Says().emit(record)
   assert json.loads(capfd.readouterr().out) == {"log": "odd: ? x", "level": 30}
 
 

@@ -17,11 +17,11 @@ import small_runs
 import synthetic_run
 import told_run
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import run_monitor
 from tunix.rl.multi_turn import train
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.run import monitor as monitor_lib
 
 pytestmark = pytest.mark.timeout(400)
 Status = trajectory_lib.TrajectoryStatus
@@ -185,7 +185,7 @@ def test_the_embedded_server_ends_with_its_owner_however_that_ends(tmp_path):
 def test_an_embedded_server_that_cannot_start_says_why(tmp_path):
   (tmp_path / "m.db").write_text("this is no database, it is a diary" * 100)
   with pytest.raises(config_lib.ConfigError, match="m.log says why"):
-    run_monitor.EmbeddedServer(tmp_path / "m.db")
+    monitor_lib.EmbeddedServer(tmp_path / "m.db")
   assert "not a database" in (tmp_path / "m.log").read_text()
 
 
@@ -195,7 +195,7 @@ def test_a_run_with_its_own_monitor(tmp_path, capsys):
       f"run.dir={tmp_path}", "name=a", "monitor.embedded=true", *SMALL,
   ])  # pyformat: disable
   store = images_lib.ImageStore()
-  monitor = run_monitor.RunMonitor(config, store)
+  monitor = monitor_lib.RunMonitor(config, store)
   observed_run.play(monitor.observer.on_event, store, steps=2)
   pid = monitor.server.pid
   monitor.close()
@@ -227,7 +227,7 @@ def test_settings_that_cannot_be(overrides, says):
 
 
 def test_who_ends_all_processes_of_a_job_does_not_end_a_runs_server(tmp_path):
-  server = run_monitor.EmbeddedServer(tmp_path / "monitor.db")
+  server = monitor_lib.EmbeddedServer(tmp_path / "monitor.db")
   try:
     os.kill(server.pid, signal.SIGTERM)
     for _ in range(20):

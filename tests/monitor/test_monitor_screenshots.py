@@ -12,9 +12,9 @@ import numpy as np
 from PIL import Image
 import pytest
 import synthetic_run
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import observer as observer_lib
@@ -101,7 +101,7 @@ class Front:
 
 def test_a_screenshot_is_there_before_what_shows_it(server, tmp_path):
   front = Front(server)
-  with serving.LoopbackServer(front) as url:
+  with http_server.LoopbackServer(front) as url:
     waited = client_of(DEAD, tmp_path / "spool")
     for made in shown(350):  # More than are asked for at once.
       waited.sender.put(made)
@@ -121,7 +121,7 @@ def test_a_screenshot_is_there_before_what_shows_it(server, tmp_path):
 
 def test_words_do_not_wait_for_a_disk_that_takes_no_pictures(server, tmp_path):
   front = Front(server, refused=IMAGES)
-  with serving.LoopbackServer(front) as url:
+  with http_server.LoopbackServer(front) as url:
     with client_of(url.url, tmp_path / "spool") as client:
       for made in shown(1600):
         client.sender.put(made)
@@ -143,7 +143,7 @@ def test_words_do_not_wait_for_pictures_of_others(server, tmp_path):
   """Those whose words went without them, and those that nothing names."""
   front = Front(server, refused=IMAGES)
   (word,) = shown(1, seed=1)
-  with serving.LoopbackServer(front) as url:
+  with http_server.LoopbackServer(front) as url:
     with client_of(url.url, tmp_path / "spool") as client:
       for made in shown(800):
         client.sender.put(made)
@@ -165,7 +165,7 @@ def test_words_do_not_wait_for_pictures_of_others(server, tmp_path):
 
 def test_a_picture_is_kept_until_its_words_have_gone(server, tmp_path):
   front = Front(server, refused=BATCH)
-  with serving.LoopbackServer(front) as url:
+  with http_server.LoopbackServer(front) as url:
     with client_of(url.url, tmp_path / "spool") as client:
       for made in shown(3):
         client.sender.put(made)
@@ -184,7 +184,7 @@ def test_a_picture_is_kept_until_its_words_have_gone(server, tmp_path):
 @pytest.mark.parametrize("hangs", [BATCH, IMAGES])
 def test_a_server_that_hangs_is_left_at_once(server, tmp_path, hangs):
   front = Front(server)
-  with serving.LoopbackServer(front) as url:
+  with http_server.LoopbackServer(front) as url:
     client = client_of(url.url, tmp_path / "spool")
     client.sender.put(next(shown(1)))  # The connection is one that was used.
     assert client.drain(20)
@@ -209,7 +209,7 @@ def test_a_picture_that_had_no_room_is_brought_again(server, tmp_path):
   refs = [store.put(image) for image in pixels]
   lost = []
   front = Front(server, refused="/")
-  with serving.LoopbackServer(front) as url:
+  with http_server.LoopbackServer(front) as url:
     client = ingest_client.IngestClient(
         url.url, timeout_seconds=10, spool_dir=tmp_path / "spool",
         max_spool_bytes=60_000,

@@ -7,11 +7,11 @@ import re
 
 import monitor_server
 import pytest
-from tunix.rl.multi_turn.monitor.dashboard import asking
+from starlette import datastructures
+from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import rollout_list
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
-from starlette import datastructures
 
 FAULTS = tables.FAULTS
 
@@ -59,7 +59,8 @@ def fill(server, runs=("a", "b"), episodes=12):
 
 def wanted(query):
   lists = rollout_list.RolloutLists(None, None, None)
-  asked = asking.Asked(1, {}, datastructures.QueryParams(query), "/rollouts")
+  params = datastructures.QueryParams(query)
+  asked = page_request.Asked(1, {}, params, "/rollouts")
   return lists._wanted(asked)
 
 

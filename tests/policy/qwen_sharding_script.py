@@ -13,7 +13,6 @@ import sys
 from flax import nnx
 import jax
 import numpy as np
-
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import qwen_vl

@@ -11,13 +11,13 @@ from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import policy_client
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import qwen_vl
-from tunix.rl.multi_turn.rollout import engine as engine_lib
 
 # The interpreter compiles for as long as a busy machine wants.
 pytestmark = pytest.mark.timeout(300)

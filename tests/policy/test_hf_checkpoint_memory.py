@@ -16,10 +16,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
-from tests.policy import test_hf_checkpoint as checkpoints
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import tensor_files
+
+from tests.policy import test_hf_checkpoint as checkpoints
 
 
 def write_random(directory, config, dtype):

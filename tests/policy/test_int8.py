@@ -3,21 +3,22 @@
 import asyncio
 
 from flax import nnx
-import jax
-import jax.numpy as jnp
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from tests.policy import test_lora as adapters
-from tunix.rl.multi_turn import images
-from tunix.rl.multi_turn import policy_client
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.rollout import engine as engine_lib
+
+from tests.policy import test_lora as adapters
 
 FAMILIES = adapters.FAMILIES
 pytestmark = pytest.mark.timeout(300)

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.policy import test_hf_checkpoint as checkpoints
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
+
+from tests.policy import test_hf_checkpoint as checkpoints
 
 FAMILIES = checkpoints.FAMILIES
 RANK, ALPHA = 4, 10.0
@@ -189,8 +190,8 @@ def test_the_saved_file_added_to_the_reference_gives_our_logits(
     family, tmp_path
 ):
   theirs = checkpoints.reference(checkpoints.tiny(family))
-  import torch
   from safetensors import torch as safetensors_torch
+  import torch
 
   theirs.save_pretrained(tmp_path / "base")
   ours = hf_checkpoint.load_model(tmp_path / "base", remat="none")

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
+from tunix.rl.multi_turn.policy import lora
+
 from tests.policy import test_hf_checkpoint as checkpoints
 from tests.policy import test_lora as cases
-from tunix.rl.multi_turn.policy import lora
 
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)

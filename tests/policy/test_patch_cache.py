@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import images
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import vision_pool
 from tunix.rl.multi_turn.policy import patch_cache
 from tunix.rl.multi_turn.policy import vision_inputs
-from tunix.rl.multi_turn.rollout import vision_pool
 
 PROCESSOR = vision_inputs.TinyVLProcessor()
 

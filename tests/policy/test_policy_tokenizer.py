@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 import pytest
 import tokenizers
 import transformers
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.commands import train_tokenizer
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms.desktop import words
 from tunix.rl.multi_turn.parser.tool_parser import computer_use
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import tokenizer_training
 
 DIRECTORY = policy_files.DATA / "tiny_vl"
 
@@ -27,8 +27,8 @@ def ids(tokenizer, text):
 
 
 def test_shipped_tokenizer_keeps_its_promises(tokenizer):
-  tokenizer_training.check(tokenizer)
-  assert tokenizer.get_vocab_size() == tokenizer_training.VOCAB_SIZE
+  train_tokenizer.check(tokenizer)
+  assert tokenizer.get_vocab_size() == train_tokenizer.VOCAB_SIZE
 
 
 @hypothesis.given(st.text())
@@ -92,31 +92,31 @@ def test_transformers_loads_it_and_agrees(tokenizer):
 
 
 def test_training_is_deterministic_and_exact_in_size():
-  corpus = tokenizer_training.corpus(seed=3)
+  corpus = train_tokenizer.corpus(seed=3)
   first, second = (
-      tokenizer_training.train(corpus, vocab_size=1800) for _ in range(2)
+      train_tokenizer.train(corpus, vocab_size=1800) for _ in range(2)
   )
   assert first.to_str() == second.to_str()
   assert first.get_vocab_size() == 1800
-  tokenizer_training.check(first)
+  train_tokenizer.check(first)
 
 
 def test_a_small_corpus_is_refused():
   with pytest.raises(ValueError, match="pieces"):
-    tokenizer_training.train(["too little text"])
+    train_tokenizer.train(["too little text"])
 
 
 def test_check_refuses_a_tokenizer_that_cuts_numbers():
-  plain = tokenizer_training._bare(
+  plain = train_tokenizer._bare(
       tokenizers.models.BPE(
           vocab={c: i for i, c in enumerate("0123456789,Ġ")}, merges=[]
       )
   )
   with pytest.raises(ValueError, match="number 10"):
-    tokenizer_training.check(plain)
+    train_tokenizer.check(plain)
 
 
 def test_saved_tokenizer_loads_again(tokenizer, tmp_path):
-  tokenizer_training.save(tokenizer, tmp_path)
+  train_tokenizer.save(tokenizer, tmp_path)
   again = checkpoint.load_tokenizer(tmp_path)
   assert again.get_vocab() == tokenizer.get_vocab()

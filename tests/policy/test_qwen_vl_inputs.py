@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import numpy as np
 from PIL import Image
 import pytest
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
 
 FAMILIES = {

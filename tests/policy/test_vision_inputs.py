@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import vision_inputs
 
 

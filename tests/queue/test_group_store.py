@@ -5,8 +5,8 @@ import sqlite3
 import threading
 
 import numpy as np
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
 

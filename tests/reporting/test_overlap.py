@@ -4,10 +4,10 @@ import asyncio
 import itertools
 
 import pytest
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.agents import base_agent
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.reporting import overlap

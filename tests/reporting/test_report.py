@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image
 import pytest
 import synthetic_run
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import report
 from tunix.rl.multi_turn.reporting import run_data
 from tunix.rl.multi_turn.reporting import svg

@@ -8,9 +8,9 @@ import numpy as np
 from PIL import Image
 import pytest
 import synthetic_run
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.reporting import metrics_writer

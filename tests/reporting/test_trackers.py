@@ -11,7 +11,7 @@ import time
 
 import pytest
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.reporting import trackers
 
 LOGGER = "tunix.rl.multi_turn.reporting.trackers"

@@ -4,8 +4,8 @@ import asyncio
 
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import concurrency
 from tunix.rl.multi_turn import rewards
+from tunix.rl.multi_turn.core import concurrency
 
 TASK = {"question": "What is 3 * (4 + 5)?", "ground_truth": "27"}
 

@@ -5,9 +5,9 @@ import threading
 
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import images
 from tunix.rl.multi_turn import tools
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.tools import calculator
 
 ToolCall = trajectory.ToolCall

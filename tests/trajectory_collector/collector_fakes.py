@@ -5,8 +5,8 @@ import threading
 import time
 
 import numpy as np
-from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 
 class ListAgent:

@@ -5,8 +5,8 @@ import random
 
 import collector_fakes as fakes
 import numpy as np
-from tunix.rl.multi_turn import policy_client
 from tunix.rl.multi_turn import trajectory_collector as tc
+from tunix.rl.multi_turn.core import policy_client
 
 
 class SeededClient:

@@ -7,10 +7,10 @@ import json
 import collector_fakes as fakes
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn import trajectory_collector as tc
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.rewards import RewardOutput
 

@@ -7,9 +7,9 @@ import threading
 import collector_fakes as fakes
 import loop_cases as cases
 import pytest
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn import trajectory_collector as tc
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store

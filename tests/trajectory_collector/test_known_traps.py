@@ -10,10 +10,10 @@ import threading
 import collector_fakes as fakes
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.agents import ToolAgent
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments import ToolEnvironment
 from tunix.rl.multi_turn.rewards import RewardOutput
 from tunix.rl.queue import group_queue

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 import numpy as np
 import tokenizers
 import tunix.rl.multi_turn as package
-from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.agents import ToolAgent
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 

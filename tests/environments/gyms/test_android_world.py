@@ -4,13 +4,17 @@ import asyncio
 
 import fake_android_world
 import pytest
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import serving
-from tunix.rl.multi_turn.environments.gyms import android_world
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms import machines
-from tunix.rl.multi_turn.environments.task_sources import android_world_tasks
+from tunix.rl.multi_turn.environments.gyms.android_world import (
+  gym as android_world,
+)
+from tunix.rl.multi_turn.environments.gyms.android_world import (
+  tasks as android_world_tasks,
+)
 
 GuiAction = gui_action.GuiAction
 
@@ -18,7 +22,7 @@ GuiAction = gui_action.GuiAction
 @pytest.fixture(name="phone")
 def _phone():
   fake = fake_android_world.FakeAndroidWorld()
-  with serving.LoopbackServer(fake.asgi) as server:
+  with http_server.LoopbackServer(fake.asgi) as server:
     yield fake, server.url
 
 

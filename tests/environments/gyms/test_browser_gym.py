@@ -9,12 +9,11 @@ import browsers
 import numpy as np
 import pytest
 import pytest_asyncio
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import browser
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 import web_sites
-
 
 pytestmark = [
     *browsers.needed(miniwob=False),

@@ -7,7 +7,6 @@ from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.play import __main__ as play
 import web_sites
 
-
 pytestmark = browsers.needed(miniwob=False)
 
 

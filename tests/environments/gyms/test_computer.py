@@ -8,14 +8,14 @@ import threading
 import numpy as np
 from PIL import Image
 import pytest
-from tunix.rl.multi_turn import assembly
-from tunix.rl.multi_turn import concurrency
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments import registry
 from tunix.rl.multi_turn.environments.gyms import base
-from tunix.rl.multi_turn.environments.gyms import computer as computer_lib
 from tunix.rl.multi_turn.environments.gyms import desktop
+from tunix.rl.multi_turn.environments.gyms.computer import gym as computer_lib
+from tunix.rl.multi_turn.run import assembly
 
 Action = gui_action.GuiAction
 TASK = desktop.DesktopTasks().train_task("click-button", 0, 0)

@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from tunix.rl.multi_turn.core.gui_action import GuiAction
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.desktop import canvas
 from tunix.rl.multi_turn.environments.gyms.desktop import family as family_lib
@@ -12,7 +13,6 @@ from tunix.rl.multi_turn.environments.gyms.desktop import items
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
 from tunix.rl.multi_turn.environments.gyms.desktop import words
-from tunix.rl.multi_turn.gui_action import GuiAction
 
 FAMILIES = desktop.families()
 SIZES = ((128, 96), (160, 112), (224, 160), (640, 480), (290, 500))

@@ -7,13 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+from tunix.rl.multi_turn.core.gui_action import GuiAction
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.desktop import containers
 from tunix.rl.multi_turn.environments.gyms.desktop import items
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
-from tunix.rl.multi_turn.gui_action import GuiAction
 
 TASKS = desktop.DesktopTasks()
 

@@ -5,12 +5,12 @@ import contextlib
 import fake_gbox
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import serving as serving_lib
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import http_server as serving_lib
 from tunix.rl.multi_turn.environments import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.environments.gyms import gbox
+from tunix.rl.multi_turn.environments.gyms.gbox import gym as gbox
 
 Action = gui_action.GuiAction
 CHECK = {"evaluate": {"command": "is-it-solved", "stdout": "True"}}

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+from tunix.rl.multi_turn.core.gui_action import GuiAction
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.desktop import env as env_lib
-from tunix.rl.multi_turn.gui_action import GuiAction
 
 
 def make(family="click-button", **kwargs):

@@ -8,11 +8,11 @@ import time
 import gymnasium
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import concurrency
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core.gui_action import GuiAction
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.environments.gyms import gymnasium_gym
-from tunix.rl.multi_turn.gui_action import GuiAction
+from tunix.rl.multi_turn.environments.gyms.gymnasium import gym as gymnasium_gym
 
 
 class Corridor(gymnasium.Env):

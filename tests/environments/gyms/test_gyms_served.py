@@ -9,17 +9,16 @@ import time
 import browsers
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import serving
-from tunix.rl.multi_turn.environments import genv
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments import workers as workers_lib
 from tunix.rl.multi_turn.environments.gym_server import app as app_lib
 from tunix.rl.multi_turn.environments.gym_server import catalog
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import genv
 from tunix.rl.multi_turn.environments.gyms import miniwob
 from tunix.rl.multi_turn.environments.gyms import seeds
 import web_sites
-
 
 # A process imports everything once, on two cores perhaps shared with others.
 pytestmark = [
@@ -79,7 +78,7 @@ async def test_both_are_served_from_processes_that_may_die():
   workers = workers_lib.GymWorkers(2, imports=("web_sites",))
   app = app_lib.App(specs, make_gym=workers.make, close=workers.aclose)
   try:
-    with serving.LoopbackServer(app.asgi) as server:
+    with http_server.LoopbackServer(app.asgi) as server:
       await _play(server.url, workers)
   finally:
     site.close()

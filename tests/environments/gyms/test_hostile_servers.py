@@ -19,17 +19,19 @@ import zlib
 import numpy as np
 from PIL import Image
 import pytest
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn.environments import genv
-from tunix.rl.multi_turn.environments import http_calls
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.environments import options
-from tunix.rl.multi_turn.environments.genv import wire
-from tunix.rl.multi_turn.environments.gyms import android_world
+from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
-from tunix.rl.multi_turn.environments.gyms import gbox
+from tunix.rl.multi_turn.environments.gyms import genv
 from tunix.rl.multi_turn.environments.gyms import machines
-from tunix.rl.multi_turn.environments.gyms import openenv
-from tunix.rl.multi_turn.environments.gyms import osworld
+from tunix.rl.multi_turn.environments.gyms.android_world import (
+  gym as android_world,
+)
+from tunix.rl.multi_turn.environments.gyms.gbox import gym as gbox
+from tunix.rl.multi_turn.environments.gyms.openenv import gym as openenv
+from tunix.rl.multi_turn.environments.gyms.osworld import gym as osworld
 from websockets.asyncio import server as ws_server
 
 GuiAction = gui_action.GuiAction
@@ -227,8 +229,8 @@ async def test_an_answer_beyond_the_limit_is_not_kept():
       await writer.drain()
 
   async with serving(flood) as (url, _):
-    calls = http_calls.Http()
-    with pytest.raises(http_calls.CallError, match="more than 1000000 bytes"):
+    calls = http_lib.Http()
+    with pytest.raises(http_lib.CallError, match="more than 1000000 bytes"):
       await calls.call("GET", url, 10.0, limit=1_000_000)
     await calls.aclose()
     assert sent < 50_000_000  # What the sockets' buffers take, at most.

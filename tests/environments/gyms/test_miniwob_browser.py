@@ -13,12 +13,11 @@ import time
 
 import browsers
 import pytest
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import miniwob
-from tunix.rl.multi_turn.environments.gyms.chromium import pool
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
+from tunix.rl.multi_turn.environments.gyms.chromium import pool
 from tunix.rl.multi_turn.environments.gyms.miniwob import page as page_lib
-
 
 pytestmark = browsers.needed()
 Action, Kind = gui_action.GuiAction, gui_action.GuiActionKind

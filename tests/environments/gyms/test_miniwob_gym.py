@@ -11,10 +11,9 @@ import browsers
 import numpy as np
 from PIL import Image
 import pytest
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import miniwob
 from tunix.rl.multi_turn.environments.gyms.miniwob import catalogue
-
 
 pytestmark = browsers.needed()
 Action, Kind = gui_action.GuiAction, gui_action.GuiActionKind

@@ -8,7 +8,6 @@ from tunix.rl.multi_turn.environments.gyms import miniwob
 from tunix.rl.multi_turn.environments.gyms.miniwob import __main__ as command
 from tunix.rl.multi_turn.environments.gyms.miniwob import smoke
 
-
 pytestmark = browsers.needed()
 
 

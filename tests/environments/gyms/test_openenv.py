@@ -10,12 +10,14 @@ import hypothesis
 from hypothesis import strategies as st
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.environments.gyms import openenv
-from tunix.rl.multi_turn.environments.gyms import openenv_actions
-from tunix.rl.multi_turn.environments.task_sources import openenv_tasks
+from tunix.rl.multi_turn.environments.gyms.openenv import (
+  actions as openenv_actions,
+)
+from tunix.rl.multi_turn.environments.gyms.openenv import gym as openenv
+from tunix.rl.multi_turn.environments.gyms.openenv import tasks as openenv_tasks
 from websockets.asyncio import client as ws_client
 from websockets.asyncio import server as ws_server
 

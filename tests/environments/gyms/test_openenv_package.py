@@ -13,11 +13,11 @@ import subprocess
 
 import gym_servers
 import pytest
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.environments.gyms import openenv
-from tunix.rl.multi_turn.environments.task_sources import openenv_tasks
+from tunix.rl.multi_turn.environments.gyms.openenv import gym as openenv
+from tunix.rl.multi_turn.environments.gyms.openenv import tasks as openenv_tasks
 
 _ROOT = pathlib.Path(__file__).parents[3]
 PYTHON = pathlib.Path(

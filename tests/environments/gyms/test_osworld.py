@@ -7,15 +7,19 @@ import fake_osworld
 import hypothesis
 from hypothesis import strategies as st
 import pytest
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms import machines
-from tunix.rl.multi_turn.environments.gyms import osworld
-from tunix.rl.multi_turn.environments.gyms import osworld_actions
-from tunix.rl.multi_turn.environments.gyms import osworld_evaluation
-from tunix.rl.multi_turn.environments.task_sources import osworld_tasks
+from tunix.rl.multi_turn.environments.gyms.osworld import (
+  actions as osworld_actions,
+)
+from tunix.rl.multi_turn.environments.gyms.osworld import (
+  evaluation as osworld_evaluation,
+)
+from tunix.rl.multi_turn.environments.gyms.osworld import gym as osworld
+from tunix.rl.multi_turn.environments.gyms.osworld import tasks as osworld_tasks
 
 GuiAction = gui_action.GuiAction
 
@@ -29,7 +33,7 @@ def _served(tmp_path_factory):
   fake = fake_osworld.FakeOSWorld(
       _desktop_task(), tmp_path_factory.mktemp("home")
   )
-  with serving.LoopbackServer(fake.asgi) as server:
+  with http_server.LoopbackServer(fake.asgi) as server:
     fake.url = server.url
     yield fake
 

@@ -8,9 +8,9 @@ import time
 
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import concurrency
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments import registry
 
 xdesktop = pytest.importorskip(

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 import transformers
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.commands import train_tokenizer
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import tokenizer_training
 
 
 def num_image_tokens(width, height):
@@ -19,10 +19,10 @@ def num_image_tokens(width, height):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
   path = tmp_path_factory.mktemp("tokenizer")
-  tokenizer = tokenizer_training.train(
-      tokenizer_training.corpus(), vocab_size=1800
+  tokenizer = train_tokenizer.train(
+      train_tokenizer.corpus(), vocab_size=1800
   )
-  tokenizer_training.save(tokenizer, path)
+  train_tokenizer.save(tokenizer, path)
   return transformers.AutoTokenizer.from_pretrained(str(path))
 
 
@@ -31,7 +31,7 @@ def renderer(reference):
   return qwen.QwenRenderer(reference, num_image_tokens)
 
 
-SPECIAL = tokenizer_training.SPECIAL_TOKENS
+SPECIAL = train_tokenizer.SPECIAL_TOKENS
 # Text as it occurs: newlines where templates have them, markup, numbers.
 PIECES = st.sampled_from([
     "\n", "\n\n", " ", "  \n", "Click", " the", '"OK"', "[512, 300]", "1, 2",
@@ -279,7 +279,7 @@ def test_bad_messages_are_refused_by_index(renderer, bad, error):
 
 
 def test_a_tokenizer_without_chat_tokens_is_refused():
-  bare = tokenizer_training._bare(tokenizer_training.models.BPE())
+  bare = train_tokenizer._bare(train_tokenizer.models.BPE())
   with pytest.raises(ValueError, match="im_start"):
     qwen.QwenRenderer(bare, num_image_tokens)
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 import pytest
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.tool_parser import computer_use
 from tunix.rl.multi_turn.parser.tool_parser import keys as keys_lib

@@ -37,18 +37,12 @@ import traceback
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
-from tunix.rl.multi_turn import assembly
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import dry_run
-from tunix.rl.multi_turn import evaluation
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import resuming
-from tunix.rl.multi_turn import run_loop
-from tunix.rl.multi_turn import run_observers
-from tunix.rl.multi_turn import run_proxy
-from tunix.rl.multi_turn import run_tasks
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.clients import proxy
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import success_rates
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
@@ -57,12 +51,18 @@ from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.reporting import report
 from tunix.rl.multi_turn.reporting import step_metrics
-from tunix.rl.multi_turn.rollout import proxy
+from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import dry_run
+from tunix.rl.multi_turn.run import loop_thread
+from tunix.rl.multi_turn.run import observers
+from tunix.rl.multi_turn.run import proxy as proxy_lib
+from tunix.rl.multi_turn.run import resuming
+from tunix.rl.multi_turn.run import tasks as run_tasks
+from tunix.rl.multi_turn.run.warm_start import cloning
+from tunix.rl.multi_turn.run.warm_start import demonstrations
+from tunix.rl.multi_turn.run.warm_start import recorded
 from tunix.rl.multi_turn.trajectory_collector import collect_loop
 from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
-from tunix.rl.multi_turn.warm_start import cloning
-from tunix.rl.multi_turn.warm_start import demonstrations
-from tunix.rl.multi_turn.warm_start import recorded
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
 
@@ -112,8 +112,8 @@ class Run:
       self._demonstrations = recorded.for_run(config, self.task_source)
     self.engine = assembly.make_engine(config, self.policy, self.images)
     self.observers = events.Observers()
-    self._loop: run_loop.LoopThread | None = None
-    self._proxy: run_proxy.RunProxy | None = None
+    self._loop: loop_thread.LoopThread | None = None
+    self._proxy: proxy_lib.RunProxy | None = None
     self._collecting: concurrent.futures.Future[None] | None = None
     self._collect_loop: collect_loop.CollectLoop | None = None
     self._writers: list[Any] = []
@@ -131,16 +131,16 @@ class Run:
     try:
       self._claim_directory()
       if self.config.rollout.via == "proxy":
-        self._proxy = run_proxy.RunProxy(
+        self._proxy = proxy_lib.RunProxy(
             self.config, self.policy, self.engine, self.images
         )
         self._proxy.start()
     except BaseException:
-      self.engine.close(run_loop.STOP_TIMEOUT_S)
+      self.engine.close(loop_thread.STOP_TIMEOUT_S)
       if self._store is not None:
         self._store.close()
       raise
-    self._loop = run_loop.LoopThread()
+    self._loop = loop_thread.LoopThread()
     return self
 
   def _claim_directory(self) -> None:
@@ -161,19 +161,21 @@ class Run:
   def __exit__(self, *exc_info: Any) -> None:
     self._stop_collecting()
     if self._loop is not None:
-      run_loop.close_shared_browser(self._loop, self.config.gym.name)
+      loop_thread.close_shared_browser(self._loop, self.config.gym.name)
       if self._proxy is not None:
         self._proxy.close(
-            lambda work: self._loop.submit(work).result(run_loop.STOP_TIMEOUT_S)
+            lambda work: self._loop.submit(work).result(
+                loop_thread.STOP_TIMEOUT_S
+            )
         )
       if self.config.rollout.via == "external":
         try:
-          self._loop.submit(self.engine.aclose()).result(run_loop.STOP_TIMEOUT_S)
+          self._loop.submit(self.engine.aclose()).result(loop_thread.STOP_TIMEOUT_S)
         except Exception as error:  # pylint: disable=broad-except
           # The files are yet to be closed.
           _LOG.warning("the external engine did not close: %r", error)
       self._loop.close()
-    self.engine.close(run_loop.STOP_TIMEOUT_S)
+    self.engine.close(loop_thread.STOP_TIMEOUT_S)
     for writer in self._writers:
       writer.close()
     if self._store is not None:
@@ -181,7 +183,7 @@ class Run:
 
   def attach_observers(self, resume_step: int | None) -> None:
     """Those who are told what the run does."""
-    run_observers.attach(
+    observers.attach(
         self.config,
         self.observers,
         self._writers,
@@ -213,7 +215,7 @@ class Run:
   def evaluate(self, name: str) -> dict[str, Any]:
     """Success on the held-out tasks in every configured mode."""
     tasks = assembly.eval_tasks(self.config, self.task_source)
-    results: list[evaluation.EpisodeResult] = []
+    results: list[success_rates.EpisodeResult] = []
     total = len(tasks) * len(self.config.eval.modes)
 
     async def run_all():
@@ -234,7 +236,7 @@ class Run:
           (episode,) = group.trajectories
           family = tasks[len(results) % len(tasks)].family
           results.append(
-              evaluation.EpisodeResult.from_trajectory(episode, family, mode)
+              success_rates.EpisodeResult.from_trajectory(episode, family, mode)
           )
           if len(results) % 20 == 0 or len(results) == total:
             self.observers.on_event(
@@ -242,7 +244,7 @@ class Run:
             )
 
     self._loop.wait(run_all(), self.stop)
-    summary = evaluation.summarise(results, self.config.eval.modes)
+    summary = success_rates.summarise(results, self.config.eval.modes)
     self.observers.on_event(events.EvalFinished(name, summary))
     return summary
 
@@ -463,7 +465,7 @@ class Run:
   def _stop_collecting(self) -> None:
     if self._collect_loop is not None and self._collecting is not None:
       self._collect_loop.stop()
-      timeout_s = run_loop.STOP_TIMEOUT_S
+      timeout_s = loop_thread.STOP_TIMEOUT_S
       done, _ = concurrent.futures.wait([self._collecting], timeout_s)
       if not done:
         _LOG.warning("collecting did not stop within %g s", timeout_s)
@@ -494,7 +496,7 @@ def execute(run: Run) -> tuple[str, str | None]:
     if config.learner.steps:
       run.train()
     run.evaluate("final")
-  except run_loop.Interrupted:
+  except loop_thread.Interrupted:
     status = "interrupted"
   except BaseException as failure:
     status, error = "failed", f"{type(failure).__name__}: {failure}"
@@ -570,7 +572,7 @@ def _run_to_end(run: Run) -> int:
   )
   summaries = resuming.stages_measured(run.directory)
   if summaries:
-    print(evaluation.format_table(summaries))
+    print(success_rates.format_table(summaries))
   print(f"report: {page}")
   if status != "completed":
     command = f"resume={shlex.quote(str(run.directory))}"

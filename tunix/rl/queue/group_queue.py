@@ -30,14 +30,14 @@ import math
 import queue as std_queue
 from typing import Any, Callable, Iterable
 
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.queue import admission
+from tunix.rl.queue import async_condition
 from tunix.rl.queue import data_queue
 from tunix.rl.queue import group_store
-from tunix.rl.queue import monitor
 
 _LOG = logging.getLogger(__name__)
-_WAIT = monitor.WAIT
+_WAIT = async_condition.WAIT
 
 TrajectoryGroup = trajectory.TrajectoryGroup
 GroupStore = group_store.GroupStore
@@ -107,7 +107,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     # Of its own, as an event loop's may be full of calls that hang.
     self._writer = concurrent.futures.ThreadPoolExecutor(1, "queue-store")
     self._on_drop = on_drop
-    self._monitor = monitor.Monitor()
+    self._monitor = async_condition.Monitor()
     self._version = version
     self._ready: collections.OrderedDict[int, _Entry] = (
         collections.OrderedDict()

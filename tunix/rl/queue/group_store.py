@@ -15,8 +15,8 @@ import sqlite3
 import threading
 from typing import Iterable, Protocol
 
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 
 
 class BaseAgent(abc.ABC):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections.abc
 from typing import Any, Iterator
 
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 
 Message = trajectory.Message
 

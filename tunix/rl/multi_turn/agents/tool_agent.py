@@ -20,9 +20,9 @@ from __future__ import annotations
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn import prompts
-from tunix.rl.multi_turn import trajectory as trajectory_lib
 from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.agents import history
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.tools import manager

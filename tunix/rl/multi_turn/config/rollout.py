@@ -300,7 +300,7 @@ def _external_problems(
   if not external.url:
     yield (
         "rollout.via=external needs external.url, where vLLM or SGLang listens;"
-        " python -m tunix.rl.multi_turn.rollout.external prints how to start it"
+        " python -m tunix.rl.multi_turn.clients.vllm prints how to start it"
     )
   if not is_directory(policy.name):
     yield (

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Iterator
 
-from tunix.rl.multi_turn import run_tags as tags_lib
 from tunix.rl.multi_turn.config import loader
+from tunix.rl.multi_turn.core import run_tags as tags_lib
 
 _opt = loader.option
 

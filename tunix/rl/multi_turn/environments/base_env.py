@@ -15,7 +15,7 @@ import asyncio
 import threading
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn import concurrency
+from tunix.rl.multi_turn.core import concurrency
 
 maybe_await = concurrency.maybe_await
 StepResult = tuple[Any, float, bool, dict[str, Any]]

@@ -24,11 +24,11 @@ import logging
 import threading
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn import concurrency
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import images
 from tunix.rl.multi_turn import rewards
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.environments import registry
 from tunix.rl.multi_turn.environments.gyms import base as gym_base

@@ -16,8 +16,8 @@ import os
 import pathlib
 from typing import Any, Mapping, Sequence
 
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
 
 VERSION = 1

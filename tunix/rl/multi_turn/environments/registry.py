@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from typing import Any, Callable, Mapping
 
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import registry
 
 _GYMS: registry.Registry[Callable[..., Any]] = registry.Registry("gym")
 _ENVS: registry.Registry[Any] = registry.Registry("environment")
 _HERE = "tunix.rl.multi_turn.environments"
 for _name, _path in {
     "desktop": "gyms.desktop:DesktopGym",
-    "gymnasium": "gyms.gymnasium_gym:GymnasiumGym",
+    "gymnasium": "gyms.gymnasium.gym:GymnasiumGym",
     "miniwob": "gyms.miniwob:MiniWobGym",
     "browser": "gyms.browser:WebGym",
     "xdesktop": "gyms.xdesktop:XDesktopGym",
-    "genv": "genv:GenvGym",
-    "openenv": "gyms.openenv:OpenEnvGym",
-    "osworld": "gyms.osworld:OSWorldGym",
-    "android_world": "gyms.android_world:AndroidWorldGym",
-    "gbox": "gyms.gbox:GboxGym",
-    "computer": "gyms.computer:ComputerGym",
+    "genv": "gyms.genv:GenvGym",
+    "openenv": "gyms.openenv.gym:OpenEnvGym",
+    "osworld": "gyms.osworld.gym:OSWorldGym",
+    "android_world": "gyms.android_world.gym:AndroidWorldGym",
+    "gbox": "gyms.gbox.gym:GboxGym",
+    "computer": "gyms.computer.gym:ComputerGym",
 }.items():
   _GYMS.register(_name, f"{_HERE}.{_path}")
 _TASK_SETS: registry.Registry[Callable[..., Any]] = registry.Registry(
@@ -32,7 +32,7 @@ _TASK_SETS: registry.Registry[Callable[..., Any]] = registry.Registry(
 )
 for _name, _path in {
     "desktop": "gyms.desktop:DesktopTasks",
-    "gymnasium": "gyms.gymnasium_gym:FamilyTasks",
+    "gymnasium": "gyms.gymnasium.gym:FamilyTasks",
     "miniwob": "gyms.miniwob:MiniWobTasks",
     "browser": "gyms.browser:WebTasks",
     "xdesktop": "gyms.xdesktop:XDesktopTasks",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from typing import Any, Iterable
 
-from tunix.rl.multi_turn import concurrency
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.environments import base_env
 
 

@@ -23,9 +23,9 @@ import asyncio
 import json
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn import concurrency
 from tunix.rl.multi_turn import rewards
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.tools import manager

@@ -13,7 +13,7 @@ import struct
 from typing import Any, Callable
 
 import numpy as np
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 
 _LENGTH = struct.Struct(">I")

@@ -20,8 +20,8 @@ import signal
 import threading
 from typing import Any, Mapping, Sequence
 
-from tunix.rl.multi_turn import concurrency
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments import worker_messages
 from tunix.rl.multi_turn.environments.gyms import base
 

@@ -28,8 +28,8 @@ from typing import Sequence
 
 import jax
 import numpy as np
-from tunix.rl.multi_turn import images as image_lib
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import images as image_lib
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.policy import base

@@ -14,7 +14,7 @@ import dataclasses
 from typing import Mapping, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner.algorithms import advantages
 
 

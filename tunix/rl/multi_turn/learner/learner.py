@@ -26,8 +26,8 @@ from flax import nnx
 import jax
 from jax.sharding import Mesh
 import numpy as np
-from tunix.rl.multi_turn import images as image_lib
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import images as image_lib
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import examples as example_lib

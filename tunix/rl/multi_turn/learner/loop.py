@@ -22,8 +22,8 @@ import time
 from typing import Any, Callable
 
 from flax import nnx
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.queue import data_queue

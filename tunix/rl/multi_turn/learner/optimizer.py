@@ -14,7 +14,6 @@ import optax
 import optax.contrib
 from tunix.rl.multi_turn.learner import config as config_lib
 
-
 _TABLES = re.compile(r"embed|axis|head")
 
 

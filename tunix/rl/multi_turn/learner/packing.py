@@ -17,7 +17,7 @@ import dataclasses
 from typing import Any, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import examples as example_lib
 
 Example = example_lib.Example

@@ -30,7 +30,7 @@ if __name__ == "__main__":
     _alone()
   try:
     if sys.argv[1:] == ["courier"]:
-      from tunix.rl.multi_turn.monitor.client import courier as program
+      from tunix.rl.multi_turn.monitor.client import uploader as program
     else:
       from tunix.rl.multi_turn.monitor import serve as program
   except ImportError as error:

@@ -35,17 +35,17 @@ from tunix.rl.multi_turn.monitor.dashboard import pages as pages_lib
 from tunix.rl.multi_turn.monitor.dashboard import site as site_lib
 from tunix.rl.multi_turn.monitor.dashboard import token_text
 from tunix.rl.multi_turn.monitor.server import access as access_lib
-from tunix.rl.multi_turn.monitor.server import elder
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import http_io
 from tunix.rl.multi_turn.monitor.server import image_files
 from tunix.rl.multi_turn.monitor.server import ingest
+from tunix.rl.multi_turn.monitor.server import legacy_routes
 from tunix.rl.multi_turn.monitor.server import live as live_lib
-from tunix.rl.multi_turn.monitor.server import marks
 from tunix.rl.multi_turn.monitor.server import openapi
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import reading
 from tunix.rl.multi_turn.monitor.server import screenshots
+from tunix.rl.multi_turn.monitor.server import tags_and_baseline
 from tunix.rl.multi_turn.monitor.server import thumbnails as thumbnails_lib
 from tunix.rl.multi_turn.monitor.server import writer as writer_lib
 
@@ -106,7 +106,7 @@ class App:
         thumbnails_lib.Thumbnails(self._files / thumbnails_lib.FOLDER),
         self._files / "videos",
     )
-    self._marks = marks.Marks(self.writer)
+    self._marks = tags_and_baseline.Marks(self.writer)
     site = site_lib.Site(access, self._pages, self._timings, self._marks)
     table = self._table()
     self._document = openapi.document([operation for operation, _ in table])
@@ -151,7 +151,7 @@ class App:
                ("points", "integer"), ("minus", "integer")),
     )  # pyformat: disable
     reading.add_routes(q, get)
-    elder.add_routes(
+    legacy_routes.add_routes(
         q, get, add, self._images.observed, self._images.video
     )
     add(

@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import Any, Sequence
 
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor.maintenance import commands as maintenance
 from tunix.rl.multi_turn.monitor.schema import database
@@ -125,14 +125,14 @@ def _serve(args: argparse.Namespace) -> int:
   engine = database.connect(args.database)
   database.upgrade(engine)
   guarded = bool(args.token) or access_lib.has_tokens(engine)
-  if not guarded and not serving.is_loopback(args.host):
+  if not guarded and not http_server.is_loopback(args.host):
     raise ValueError(
         f"--host={args.host} can be reached by others: give a --token (or"
         f" ${TOKEN_VARIABLE}), or make tokens with: python -m"
         " tunix.rl.multi_turn.monitor token"
     )
   # Whoever reads the URL may ask at once, and waits until it is served.
-  listening = serving.listen(args.host, args.port, backlog=128)
+  listening = http_server.listen(args.host, args.port, backlog=128)
   app = app_lib.App(
       engine,
       files,
@@ -145,9 +145,8 @@ def _serve(args: argparse.Namespace) -> int:
     threading.Thread(
         target=_stop_at_eof, args=(server,), name="monitor-eof", daemon=True
     ).start()
-  print(
-      f"Training Monitor: {serving.url_of(args.host, listening)}", flush=True
-  )
+  url = http_server.url_of(args.host, listening)
+  print(f"Training Monitor: {url}", flush=True)
   server.run(sockets=[listening])
   engine.dispose()
   return 0

@@ -19,7 +19,7 @@ from typing import Any, Protocol, Sequence
 
 import jax
 import numpy as np
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 
 Array = jax.Array | np.ndarray
 

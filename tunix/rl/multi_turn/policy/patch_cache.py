@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import collections
 
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import base
 
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Mapping, Sequence
 
 import numpy as np
 from PIL import Image
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import qwen_vl_sizes
 

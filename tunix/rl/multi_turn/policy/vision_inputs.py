@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Sequence
 
 import numpy as np
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import base
 
 CELL = 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 import string
 from typing import Any
 
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import registry
 
 TOOLS_FIELD = "$tools_prompt"
 

@@ -14,7 +14,7 @@ import dataclasses
 from typing import Any, Iterable, Mapping
 
 import numpy as np
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import logging
 import pathlib
 import threading
 
-from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Callable
 
-from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn.core import events
 
 STAGES = ("model", "env")
 

@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import Any, Mapping, TextIO
 
-from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn.core import events
 
 WINDOW = 10  # Updates that reward and success are averaged over.
 

@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import files
 
 Status = trajectory_lib.TrajectoryStatus

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.reporting import metrics
 from tunix.rl.multi_turn.reporting import overlap
 

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any, Callable, Mapping
 
-from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.reporting import files
 
 

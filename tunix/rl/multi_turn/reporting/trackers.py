@@ -33,7 +33,7 @@ from typing import Any, Callable, Mapping, Protocol
 from urllib import parse
 import uuid
 
-from tunix.rl.multi_turn import events
+from tunix.rl.multi_turn.core import events
 
 _LOG = logging.getLogger(__name__)
 _GIVE_UP_AFTER = 5

@@ -24,9 +24,9 @@ import threading
 import time
 from typing import Any
 
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 

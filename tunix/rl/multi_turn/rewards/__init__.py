@@ -9,4 +9,5 @@ from tunix.rl.multi_turn.rewards.registry import register
 from tunix.rl.multi_turn.rewards.registry import reward_names
 from tunix.rl.multi_turn.rewards.registry import RewardOutput
 from tunix.rl.multi_turn.rewards.registry import unregister
+
 from tunix.rl.multi_turn.rewards import functions  # isort: skip (registers)

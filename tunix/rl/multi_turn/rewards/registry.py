@@ -16,8 +16,8 @@ import inspect
 import math
 from typing import Any, Callable, Mapping
 
-from tunix.rl.multi_turn import concurrency
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import registry
 
 RewardFn = Callable[..., Any]
 

@@ -12,8 +12,8 @@ import asyncio
 import json
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn import concurrency
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import trajectory
 
 ToolCall = trajectory.ToolCall
 ToolOutput = trajectory.ToolOutput

@@ -13,8 +13,8 @@ import asyncio
 import logging
 from typing import Any, Mapping, Sequence
 
-from tunix.rl.multi_turn import concurrency
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.tools import base
 
 _LOG = logging.getLogger(__name__)

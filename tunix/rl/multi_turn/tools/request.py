@@ -26,9 +26,9 @@ import logging
 from typing import Any, Awaitable, Callable, Mapping, Sequence
 import uuid
 
-from tunix.rl.multi_turn import concurrency
-from tunix.rl.multi_turn import registry
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.tools import stateful
 

@@ -16,8 +16,8 @@ import math
 from typing import Any, Callable
 
 import numpy as np
-from tunix.rl.multi_turn import images
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.tools import base
 
 

@@ -6,7 +6,7 @@ from tunix.rl.multi_turn.trajectory_collector.collect_loop import TaskSampler
 from tunix.rl.multi_turn.trajectory_collector.deadlines import CallRunner
 from tunix.rl.multi_turn.trajectory_collector.deadlines import Deadlines
 from tunix.rl.multi_turn.trajectory_collector.deadlines import WorkerPool
-from tunix.rl.multi_turn.trajectory_collector.engine import (
+from tunix.rl.multi_turn.trajectory_collector.episode import (
     TrajectoryCollectEngine,
 )
 from tunix.rl.multi_turn.trajectory_collector.groups import collect_groups

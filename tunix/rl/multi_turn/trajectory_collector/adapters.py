@@ -12,7 +12,7 @@ import numbers
 from typing import Any, Callable, Mapping
 
 import numpy as np
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 
 
 def reward_value(value: Any) -> tuple[float, dict[str, Any]]:

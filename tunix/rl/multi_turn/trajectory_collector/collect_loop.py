@@ -17,8 +17,8 @@ import random
 import threading
 from typing import Any, Callable, Iterator, Mapping, Protocol, Sequence
 
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.trajectory_collector import groups
 from tunix.rl.queue import group_queue
 

@@ -24,7 +24,7 @@ import threading
 import time
 from typing import Any, Callable
 
-from tunix.rl.multi_turn import concurrency
+from tunix.rl.multi_turn.core import concurrency
 
 PoolExhaustedError = concurrency.PoolExhaustedError
 StuckCall = concurrency.StuckCall

@@ -18,11 +18,11 @@ import inspect
 import json
 from typing import Any, AsyncIterator, Callable, Iterable
 
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.trajectory_collector import adapters
 from tunix.rl.multi_turn.trajectory_collector import deadlines as deadlines_lib
-from tunix.rl.multi_turn.trajectory_collector import engine
+from tunix.rl.multi_turn.trajectory_collector import episode
 from tunix.rl.multi_turn.trajectory_collector import model_calls
 from tunix.rl.multi_turn.trajectory_collector import teardown
 
@@ -184,7 +184,7 @@ class GroupCollector:
         if inspect.isawaitable(pair):
           pair = await self._runner.run(pair, limit=settings.deadlines.reset)
         agent, env = pair
-        collecting = engine.TrajectoryCollectEngine(
+        collecting = episode.TrajectoryCollectEngine(
             agent,
             env,
             self._model_call,

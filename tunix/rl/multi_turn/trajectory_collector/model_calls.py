@@ -15,8 +15,8 @@ import hashlib
 import time
 from typing import Any, Callable, Sequence
 
-from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 
 Message = trajectory.Message

@@ -21,12 +21,12 @@ from __future__ import annotations
 from typing import Any, Protocol, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import sampled_turns
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import completion_checks
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory
 
 Message = trajectory.Message
-SamplingContractError = sampled_turns.SamplingContractError
+SamplingContractError = completion_checks.SamplingContractError
 TokenPrompt = policy_client.TokenPrompt
 
 
@@ -252,8 +252,8 @@ class SequenceBuilder:
     """
     if not self._awaiting:
       raise RuntimeError("append() needs a prompt() before it")
-    sampled_turns.check(completion, self._image_token)
-    text, ended = sampled_turns.read(completion, self._renderer, self._stop)
+    completion_checks.check(completion, self._image_token)
+    text, ended = completion_checks.read(completion, self._renderer, self._stop)
     self._current.sample(completion, self._turn)
     self._text = text
     self._ended = ended

@@ -12,7 +12,7 @@ import asyncio
 import inspect
 from typing import Any, Callable
 
-from tunix.rl.multi_turn import concurrency
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.trajectory_collector import adapters
 from tunix.rl.multi_turn.trajectory_collector import deadlines
 

@@ -16,7 +16,7 @@ import pathlib
 import sys
 from typing import Any, Mapping, Sequence
 
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments import options
 from tunix.rl.multi_turn.environments import workers as workers_lib
 from tunix.rl.multi_turn.environments.gym_server import app as app_lib
@@ -165,16 +165,16 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parser().parse_args(argv)
   listening = None
   try:
-    token = serving.token(args.token_file, args.host, TOKEN_VARIABLE)
+    token = http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
     app = make_app(args, token)
-    listening = serving.listen(args.host, args.port, _BACKLOG)
+    listening = http_server.listen(args.host, args.port, _BACKLOG)
   except (OSError, ValueError, ImportError) as error:
     if listening is not None:
       listening.close()
     print(f"error: {error}", file=sys.stderr)
     return 2
   # From the moment that the address is printed, clients may come.
-  url = serving.url_of(args.host, listening)
+  url = http_server.url_of(args.host, listening)
   print(f"serving {', '.join(args.gyms)} at {url}", flush=True)
   config = uvicorn.Config(
       app.asgi,

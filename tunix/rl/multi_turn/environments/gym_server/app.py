@@ -38,9 +38,9 @@ from starlette import exceptions as starlette_exceptions
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from starlette import routing
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments import registry
-from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gym_server import catalog as catalog_lib
 from tunix.rl.multi_turn.environments.gym_server import errors
 from tunix.rl.multi_turn.environments.gym_server import (
@@ -195,7 +195,7 @@ class App:
       ).inc()
       self._seconds.labels(route).observe(seconds)
 
-    return serving.guarded(run, failed, done)
+    return http_server.guarded(run, failed, done)
 
   def _authorize(self, headers: Mapping[str, str]) -> None:
     if "origin" in headers:
@@ -209,7 +209,7 @@ class App:
       )
     if not self._token:
       host = headers.get("host", "")
-      if not serving.names_loopback(host):
+      if not http_server.names_loopback(host):
         # A name of somebody's that leads here: a browser takes what answers
         # for a part of that site.
         raise errors.ApiError(
@@ -389,7 +389,9 @@ class App:
         )
     own: dict[str, Any] = {}
     if spec.gym == "gymnasium":
-      from tunix.rl.multi_turn.environments.gyms import gymnasium_gym  # pylint: disable=g-import-not-at-top
+      from tunix.rl.multi_turn.environments.gyms.gymnasium import (
+        gym as gymnasium_gym,  # pylint: disable=g-import-not-at-top
+      )
 
       own = {"env": task.family, **gymnasium_gym.default_settings(task.family)}
     return {"name": spec.gym, **own, **spec.settings, **asked}

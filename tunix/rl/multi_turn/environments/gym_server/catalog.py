@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import uuid
 from typing import Any, Mapping, Sequence
+import uuid
 
 from tunix.rl.multi_turn.environments import registry
 from tunix.rl.multi_turn.environments.gym_server import validators

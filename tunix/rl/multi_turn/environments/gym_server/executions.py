@@ -22,12 +22,12 @@ import inspect
 import logging
 import threading
 import time
-import uuid
 from typing import Any, Awaitable, Callable, Mapping
+import uuid
 
-from tunix.rl.multi_turn import concurrency
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gym_server import errors
 from tunix.rl.multi_turn.environments.gym_server import validators
 from tunix.rl.multi_turn.environments.gyms import base

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments import wire
 
 
 def _schema(name: str) -> dict[str, str]:

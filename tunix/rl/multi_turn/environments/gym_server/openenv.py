@@ -24,23 +24,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from importlib import metadata
 import json
 import logging
 import secrets
-import uuid
-from importlib import metadata
 from typing import Any, Awaitable, Callable, Mapping
+import uuid
 
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from starlette import routing
 from starlette import websockets as starlette_websockets
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gym_server import catalog as catalog_lib
 from tunix.rl.multi_turn.environments.gym_server import errors
 from tunix.rl.multi_turn.environments.gym_server import (
-    executions as executions_lib,
+  executions as executions_lib,
 )
 from tunix.rl.multi_turn.environments.gym_server import openapi
 from tunix.rl.multi_turn.environments.gym_server import reading

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from typing import Any, Callable, Mapping, Sequence
 
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 
 

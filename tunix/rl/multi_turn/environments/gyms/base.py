@@ -13,7 +13,7 @@ import dataclasses
 from typing import Any, Mapping, Protocol
 
 import numpy as np
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 
 
 @dataclasses.dataclass(frozen=True)

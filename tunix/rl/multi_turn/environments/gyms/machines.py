@@ -13,7 +13,7 @@ import asyncio
 import threading
 from typing import Any, Sequence
 
-from tunix.rl.multi_turn.environments import http_calls
+from tunix.rl.multi_turn.core import http
 
 _POLL_S = 0.05
 _taken: set[str] = set()
@@ -27,7 +27,7 @@ def addresses(given: Any, default: str) -> tuple[str, ...]:
     ValueError: one is no http address, or is there twice.
   """
   urls = [given] if isinstance(given, str) else list(given or [default])
-  out = [http_calls.address(url, "machines", default) for url in urls]
+  out = [http.address(url, "machines", default) for url in urls]
   if len(set(out)) < len(out):
     raise ValueError(f"machines: an address is there twice: {out}")
   return tuple(out)
@@ -62,7 +62,7 @@ class Http:
       **options: of `http_calls.Http`.
     """
     self._error = error
-    self._http = http_calls.Http(**options)
+    self._http = http.Http(**options)
 
   async def call(
       self, method: str, url: str, seconds: float, **more: Any
@@ -70,7 +70,7 @@ class Http:
     """The body of an answer that says it was done; made once."""
     try:
       reply = await self._http.call(method, url, seconds, **more)
-    except http_calls.CallError as error:
+    except http.CallError as error:
       raise self._error(str(error), 0) from error
     if not reply.ok:
       raise self._error(
@@ -84,8 +84,8 @@ class Http:
     """The JSON object of such an answer."""
     raw = await self.call(method, url, seconds, **more)
     try:
-      data = await http_calls.read(
-          lambda: http_calls.json_of(raw), len(raw), seconds, "an answer"
+      data = await http.read(
+          lambda: http.json_of(raw), len(raw), seconds, "an answer"
       )
     except ValueError:
       data = None

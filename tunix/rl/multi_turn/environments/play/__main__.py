@@ -20,11 +20,11 @@ import pathlib
 import sys
 from typing import Any, Iterator, Sequence
 
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments import options
 from tunix.rl.multi_turn.environments import registry
-from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.play import session as session_lib
 from tunix.rl.multi_turn.environments.play import terminal
 
@@ -153,12 +153,12 @@ async def _play(args: argparse.Namespace) -> int:
 async def _serve(
     args: argparse.Namespace, session: session_lib.Session, task: Any
 ) -> None:
-  import uvicorn  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.environments.play import page as page_lib  # pylint: disable=g-import-not-at-top
+  import uvicorn  # pylint: disable=g-import-not-at-top
 
-  listening = serving.listen("127.0.0.1", args.port, backlog=16)
+  listening = http_server.listen("127.0.0.1", args.port, backlog=16)
   page = page_lib.Page(session, task)
-  url = serving.url_of("127.0.0.1", listening)
+  url = http_server.url_of("127.0.0.1", listening)
   # Behind '#', the key is not sent, logged or passed on by the browser.
   print(f"open {url}/#{page.key}   (Ctrl-C ends)", flush=True)
   config = uvicorn.Config(

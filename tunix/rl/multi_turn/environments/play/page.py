@@ -19,7 +19,7 @@ from starlette import applications
 from starlette import requests as starlette_requests
 from starlette import responses
 from starlette import routing
-from tunix.rl.multi_turn.environments.genv import wire
+from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.play import session as session_lib
 

@@ -10,9 +10,9 @@ import inspect
 import pathlib
 from typing import Any, Callable
 
-from tunix.rl.multi_turn import concurrency
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import registry as names
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import registry as names
 from tunix.rl.multi_turn.environments import recordings
 from tunix.rl.multi_turn.environments import registry
 from tunix.rl.multi_turn.environments.gyms import base

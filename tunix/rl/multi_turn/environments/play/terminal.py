@@ -8,7 +8,7 @@ from typing import Callable, TextIO
 
 import numpy as np
 from PIL import Image
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.play import session as session_lib
 

@@ -21,8 +21,8 @@ import random
 import threading
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments.gyms import base
 
 Draw = Callable[[str, int], base.Task]

@@ -11,11 +11,11 @@ import collections
 import random
 from typing import Any, Mapping, Sequence
 
-from tunix.rl.multi_turn import concurrency
-from tunix.rl.multi_turn import registry
-from tunix.rl.multi_turn.environments.genv import client as genv_client
-from tunix.rl.multi_turn.environments.genv import gym as genv_gym
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms.genv import client as genv_client
+from tunix.rl.multi_turn.environments.gyms.genv import gym as genv_gym
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 from tunix.rl.multi_turn.environments.task_sources import source
 

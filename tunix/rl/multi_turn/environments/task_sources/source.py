@@ -25,9 +25,9 @@ import random
 import re
 from typing import Any, Iterable, Mapping, Sequence
 
-from tunix.rl.multi_turn import concurrency
-from tunix.rl.multi_turn.environments.genv import client as genv_client
-from tunix.rl.multi_turn.environments.genv import gym as genv_gym
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.environments.gyms.genv import client as genv_client
+from tunix.rl.multi_turn.environments.gyms.genv import gym as genv_gym
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 
 SOURCE_TYPES = ("gym", "jsonl", "huggingface")

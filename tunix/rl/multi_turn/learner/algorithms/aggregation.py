@@ -14,7 +14,7 @@ import dataclasses
 from typing import Callable
 
 import numpy as np
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import registry
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from typing import Callable
 
 import jax
 import jax.numpy as jnp
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import registry
 
 KlEstimator = Callable[[jax.Array, jax.Array], jax.Array]
 """(policy log-probs [M], reference log-probs [M]) -> [M], in nats."""

@@ -13,7 +13,7 @@ from typing import Callable
 
 import jax
 import jax.numpy as jnp
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.learner.algorithms import kl
 
 

@@ -18,10 +18,10 @@ import logging
 from typing import Any, Callable, Iterable, Mapping
 
 import numpy as np
-from tunix.rl.multi_turn import events
-from tunix.rl.multi_turn import trajectory as trajectory_lib
-from tunix.rl.multi_turn.monitor.client import episode_parts
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.monitor.client import ingest_client
+from tunix.rl.multi_turn.monitor.client import ingest_rows
 from tunix.rl.multi_turn.monitor.client import monitor_training_hooks as hooks
 from tunix.rl.multi_turn.monitor.client import sender
 
@@ -98,7 +98,7 @@ class MonitorObserver:
     self._eval_fields: dict[str, Any] = {}
     self._evals = 0
     self._results: dict[str, dict[str, Any]] = {}
-    self._running: dict[str, episode_parts.Running] = {}
+    self._running: dict[str, ingest_rows.Running] = {}
     self._names: dict[str, str] = {}
     self._summaries: dict[str, dict[str, Any]] = {}
     """Of episodes that no update has learned from yet."""
@@ -338,14 +338,14 @@ class MonitorObserver:
   def _episode_started(self, event: events.EpisodeStarted) -> sender.Part:
     key, running, more = self._begin(event, event.time)
     del key
-    task = episode_parts.task_part(
+    task = ingest_rows.task_part(
         event.task_id, None, self._task_source, event.split
     )
-    return {**more, **episode_parts.begun(running, task, self._environment)}
+    return {**more, **ingest_rows.begun(running, task, self._environment)}
 
   def _begin(
       self, event: Any, started: float
-  ) -> tuple[str, episode_parts.Running, dict[str, Any]]:
+  ) -> tuple[str, ingest_rows.Running, dict[str, Any]]:
     """Names an episode and says what it is part of."""
     trajectory_id = getattr(event, "trajectory_id", None)
     if trajectory_id is None:
@@ -364,7 +364,7 @@ class MonitorObserver:
       if step not in self._steps and step > self._done_step:
         more = self._begin_step(step, started)
     session = self._identity.session
-    running = episode_parts.Running(
+    running = ingest_rows.Running(
         f"{self._identity.training}/{session}/{place}/{trajectory_id}",
         source,
         started,
@@ -431,10 +431,10 @@ class MonitorObserver:
       seconds = float(episode.metrics.get("seconds", 0.0))
       key, running, more = self._begin(event, event.time - seconds)
       self._running.pop(key, None)
-    task = episode_parts.task_part(
+    task = ingest_rows.task_part(
         event.task_id, episode.task, self._task_source, event.split
     )
-    part = episode_parts.ended(
+    part = ingest_rows.ended(
         running, episode, event.time, task, self._environment, self._max_turns
     )
     if event.split == "train":
@@ -449,7 +449,7 @@ class MonitorObserver:
           "stage": event.stage, "kind": event.kind, "message": event.message,
       })  # pyformat: disable
 
-  def _find(self, trajectory_id: str | None) -> episode_parts.Running | None:
+  def _find(self, trajectory_id: str | None) -> ingest_rows.Running | None:
     for split in ("train", "eval"):
       found = self._running.get(f"{split}/{trajectory_id}")
       if found is not None:
@@ -461,7 +461,7 @@ class MonitorObserver:
     found: dict[str, bytes] = {}
     if self._png_of is None:
       return found
-    for sha, ref in episode_parts.images_of(episode).items():
+    for sha, ref in ingest_rows.images_of(episode).items():
       if sha in self._sent_images:
         continue
       try:

@@ -11,8 +11,8 @@ from typing import Callable
 import zlib
 
 import numpy as np
-from tunix.rl.multi_turn import images as images_lib
-from tunix.rl.multi_turn import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 _UP = 2
 

@@ -23,7 +23,7 @@ import jinja2
 import orjson
 from PIL import Image as pillow
 from PIL import ImageDraw
-from tunix.rl.multi_turn.monitor.dashboard import asking
+from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import pictures
 from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.server import errors
@@ -76,7 +76,7 @@ def make(
     rollout: Mapping[str, Any],
     training: Mapping[str, Any],
     images: Mapping[str, Image],
-) -> asking.File:
+) -> page_request.File:
   """A file of a rollout.
 
   Args:
@@ -102,7 +102,7 @@ def make(
     suffix = "html"
   else:
     data, kind, suffix = animation(rollout, images), "image/webp", "webp"
-  return asking.File(data, kind, f"{stem or 'rollout'}.{suffix}")
+  return page_request.File(data, kind, f"{stem or 'rollout'}.{suffix}")
 
 
 def _check_size(

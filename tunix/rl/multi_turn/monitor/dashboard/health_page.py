@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import sqlalchemy as sa
-from tunix.rl.multi_turn.monitor.dashboard import asking
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
+from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
@@ -69,7 +69,7 @@ class HealthPages:
     self._timings = timings
     self._writer = writer
 
-  def health(self, asked: asking.Asked) -> asking.Page:
+  def health(self, asked: page_request.Asked) -> page_request.Page:
     training = asked.id()
     run = self._head(asked.project, training)
     columns = self._curves.of(training)
@@ -89,7 +89,7 @@ class HealthPages:
     for sender in senders:
       health = sender["health_json"]
       sender["health"] = health if isinstance(health, dict) else {}
-    return asking.Page("health.html", {
+    return page_request.Page("health.html", {
         "run": run, "tab": "health", "environments": environments,
         "faults": faults, "turns": turns, "senders": senders,
         "lost": ("dropped", "images_dropped", "images_missing",

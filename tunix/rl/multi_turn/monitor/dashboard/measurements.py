@@ -7,9 +7,9 @@ import math
 from typing import Any, Mapping, Sequence
 
 import sqlalchemy as sa
-from tunix.rl.multi_turn import evaluation
-from tunix.rl.multi_turn.monitor.dashboard import asking
+from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
+from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
@@ -108,7 +108,7 @@ def cell(wins: int, tries: int) -> Row | None:
   """A success rate with Wilson's interval; None without a try."""
   if not tries:
     return None
-  low, high = evaluation.wilson_interval(wins, tries)
+  low, high = success_rates.wilson_interval(wins, tries)
   return {
       "wins": wins, "tries": tries, "rate": wins / tries, "low": low,
       "high": high,
@@ -129,7 +129,7 @@ class MeasurementPages:
 
   # --- evaluations ------------------------------------------------------------
 
-  def evals(self, asked: asking.Asked) -> asking.Page:
+  def evals(self, asked: page_request.Asked) -> page_request.Page:
     """Success by task family and checkpoint."""
     training = asked.id()
     run = self._head(asked.project, training)
@@ -156,7 +156,7 @@ class MeasurementPages:
         totals[one["key"]] = cell(
             sum(w for w, _ in sums.values()), sum(n for _, n in sums.values())
         )
-    return asking.Page("evals.html", {
+    return page_request.Page("evals.html", {
         "run": run, "tab": "evals", "shown": shown, "all": len(every),
         "families": sorted(cells), "cells": cells, "totals": totals,
         "mode": mode, "modes": [m for m in MODES if m in modes],
@@ -186,7 +186,7 @@ class MeasurementPages:
         )
     )
 
-  def eval_diff(self, asked: asking.Asked) -> asking.Page:
+  def eval_diff(self, asked: page_request.Asked) -> page_request.Page:
     """Two measurements, attempt by attempt: who flipped."""
     training = asked.id()
     run = self._head(asked.project, training)
@@ -208,7 +208,7 @@ class MeasurementPages:
     pairs = paired(attempts["a"], attempts["b"])
     gained = [p for p in pairs if p["b"]["won"] and not p["a"]["won"]]
     lost = [p for p in pairs if p["a"]["won"] and not p["b"]["won"]]
-    return asking.Page("eval_diff.html", {
+    return page_request.Page("eval_diff.html", {
         "run": run, "tab": "evals", "every": every, "a": known[keys["a"]],
         "b": known[keys["b"]], "pairs": len(pairs), "gained": gained,
         "lost": lost, "chance": sign_test(len(gained), len(lost)),
@@ -245,7 +245,7 @@ class MeasurementPages:
 
   # --- tasks ------------------------------------------------------------------
 
-  def tasks(self, asked: asking.Asked) -> asking.Page:
+  def tasks(self, asked: page_request.Asked) -> page_request.Page:
     """Families over the steps, and every task with its last attempts."""
     training = asked.id()
     run = self._head(asked.project, training)
@@ -273,7 +273,7 @@ class MeasurementPages:
     if after is not None:
       query = query.where(t.c.id > after)
     for word in search.split():
-      like = f"%{asking.escaped(word)}%"
+      like = f"%{page_request.escaped(word)}%"
       query = query.where(
           sa.or_(
               t.c.task_id.ilike(like, escape="\\"),
@@ -295,7 +295,7 @@ class MeasurementPages:
             sum(x["won"] for x in tries if x["valid"]),
             sum(x["valid"] for x in tries),
         )
-    return asking.Page("tasks.html", {
+    return page_request.Page("tasks.html", {
         "run": run, "tab": "tasks", "families": families, "q": search,
         "rows": rows[:_TASKS], "more": more, "most": _TRIES_LISTED,
     })  # pyformat: disable
@@ -320,13 +320,13 @@ class MeasurementPages:
       found.append(one)
     return found[::-1]
 
-  def task(self, asked: asking.Asked) -> asking.Page:
+  def task(self, asked: page_request.Asked) -> page_request.Page:
     training, task = asked.id(), asked.id("task")
     run = self._head(asked.project, training)
     found = self._queries.one(asked.project, "task", task)
     with database.reading(self._engine) as connection:
       tries = self._tries(connection, training, task, asked.integer("after"))
-    return asking.Page("task.html", {
+    return page_request.Page("task.html", {
         "run": run, "tab": "tasks", "task": found, "tries": tries[::-1],
         "more": tries[0]["id"] if len(tries) == _TRIES else None,
         "cell": cell(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sqlalchemy as sa
-from tunix.rl.multi_turn.monitor.dashboard import asking
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import health_page
 from tunix.rl.multi_turn.monitor.dashboard import measurements
+from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import rollout_list
 from tunix.rl.multi_turn.monitor.dashboard import rollout_page
 from tunix.rl.multi_turn.monitor.dashboard import run_pages
@@ -16,7 +16,8 @@ from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import screenshots as screenshots_lib
 
 Asked, File, Link, Moved = (
-    asking.Asked, asking.File, asking.Link, asking.Moved,
+    page_request.Asked, page_request.File,
+    page_request.Link, page_request.Moved,
 )  # pyformat: disable
 PATHS: tuple[tuple[str, str], ...] = (
     ("/", "runs"),

@@ -12,7 +12,7 @@ import math
 from typing import Any, Sequence
 
 import sqlalchemy as sa
-from tunix.rl.multi_turn.monitor.dashboard import asking
+from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
@@ -115,19 +115,19 @@ class RolloutLists:
     self._queries = queries
     self._head = head
 
-  def of_run(self, asked: asking.Asked) -> asking.Page:
+  def of_run(self, asked: page_request.Asked) -> page_request.Page:
     """Rollouts of one run."""
     run = self._head(asked.project, asked.id())
     values = self._values(asked, run["id"])
-    return asking.Page(
+    return page_request.Page(
         "run_rollouts.html", {"run": run, "tab": "rollouts", **values}
     )
 
-  def of_all(self, asked: asking.Asked) -> asking.Page:
+  def of_all(self, asked: page_request.Asked) -> page_request.Page:
     """Rollouts of the project's runs."""
-    return asking.Page("rollouts.html", self._values(asked, None))
+    return page_request.Page("rollouts.html", self._values(asked, None))
 
-  def _values(self, asked: asking.Asked, training: int | None) -> Row:
+  def _values(self, asked: page_request.Asked, training: int | None) -> Row:
     wanted = self._wanted(asked)
     with database.reading(self._engine) as connection:
       found = pick(connection, asked.project, training, wanted)
@@ -159,7 +159,7 @@ class RolloutLists:
         or len(wanted.sources) < len(vocabulary.SOURCE_TYPES),
     }  # pyformat: disable
 
-  def _wanted(self, asked: asking.Asked) -> Wanted:
+  def _wanted(self, asked: page_request.Asked) -> Wanted:
     conditions: list[sa.ColumnElement[bool]] = []
     status = asked.word("status", vocabulary.STATUSES["rollout"], "")
     if status:
@@ -372,7 +372,7 @@ def _tasks(search: str) -> sa.Select:
   t = tables.task
   query = sa.select(t.c.id)
   for word in search.split():
-    like = f"%{asking.escaped(word)}%"
+    like = f"%{page_request.escaped(word)}%"
     query = query.where(
         sa.or_(
             *(
@@ -389,7 +389,7 @@ def _real(value: float) -> sa.ColumnElement[float]:
   return sa.literal(value, sa.Double())
 
 
-def _after(asked: asking.Asked) -> tuple[float, int] | None:
+def _after(asked: page_request.Asked) -> tuple[float, int] | None:
   given = asked.query.get("after", "")
   if not given:
     return None

@@ -6,8 +6,8 @@ import threading
 from typing import Any, Mapping, Sequence
 
 import sqlalchemy as sa
-from tunix.rl.multi_turn.monitor.dashboard import asking
 from tunix.rl.multi_turn.monitor.dashboard import exports
+from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import pictures
 from tunix.rl.multi_turn.monitor.dashboard import step_page
 from tunix.rl.multi_turn.monitor.dashboard import token_text
@@ -39,7 +39,7 @@ class RolloutPages:
     self._head = head
     self._exporting = threading.BoundedSemaphore(_MOST_EXPORTS)
 
-  def rollout(self, asked: asking.Asked) -> asking.Page:
+  def rollout(self, asked: page_request.Asked) -> page_request.Page:
     """`turn` is the one that is shown, from 1; `heat` colours its tokens."""
     rollout = self._queries.rollout(asked.project, str(asked.id()))
     run = self._head(asked.project, rollout["training_id"])
@@ -56,7 +56,7 @@ class RolloutPages:
     if turn is not None:
       heat = asked.query.get("heat", "")
       view = self._token_view.of(rollout, turn, heat)
-    return asking.Page("rollout.html", {
+    return page_request.Page("rollout.html", {
         "run": run, "tab": "rollout", "rollout": rollout, "strip": strip,
         "turn": turn, "number": number, "view": view, "members": members,
         "place": place, "advantage_kind": step_page.advantage_kind(run),
@@ -70,7 +70,7 @@ class RolloutPages:
         ],
     })  # pyformat: disable
 
-  def export(self, asked: asking.Asked) -> asking.File:
+  def export(self, asked: page_request.Asked) -> page_request.File:
     name = asked.where["format"]
     if name not in exports.FORMATS:
       raise errors.ApiError(

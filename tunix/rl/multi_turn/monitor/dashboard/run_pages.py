@@ -6,10 +6,10 @@ import math
 from typing import Any, Mapping, Sequence
 
 import sqlalchemy as sa
-from tunix.rl.multi_turn import evaluation
-from tunix.rl.multi_turn.monitor.dashboard import asking
+from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import measurements
+from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
@@ -89,7 +89,7 @@ class RunPages:
 
   # --- the list ---------------------------------------------------------------
 
-  def runs(self, asked: asking.Asked) -> asking.Page:
+  def runs(self, asked: page_request.Asked) -> page_request.Page:
     """The pinned baseline, then newest first.
 
     `q` searches names and models, `state` and every `tag` choose.
@@ -108,7 +108,7 @@ class RunPages:
         .order_by(t.c.id.desc())
     )
     for word in search.split():
-      like = f"%{asking.escaped(word)}%"
+      like = f"%{page_request.escaped(word)}%"
       query = query.where(
           sa.or_(
               t.c.run_name.ilike(like, escape="\\"),
@@ -149,7 +149,7 @@ class RunPages:
           row["start_time"] or row["created_at"],
           row["end_time"] if row["end_time"] else row["last_heartbeat"],
       )
-    return asking.Page("runs.html", {
+    return page_request.Page("runs.html", {
         "rows": rows, "q": search, "state": wanted, "more": more,
         "states": STATES, "tags": tags,
         "every_tag": self._queries.tags(asked.project)["items"],
@@ -221,7 +221,7 @@ class RunPages:
     )
     return found
 
-  def run(self, asked: asking.Asked) -> asking.Page:
+  def run(self, asked: page_request.Asked) -> page_request.Page:
     training = asked.id()
     run = self.head(asked.project, training)
     columns = self._curves.of(training)
@@ -246,7 +246,7 @@ class RunPages:
       named.append({
           "id": against["id"], "name": against["run_name"], "baseline": True,
       })  # pyformat: disable
-    return asking.Page("run.html", {
+    return page_request.Page("run.html", {
         "run": run, "tab": "overview",
         "tiles": _tiles(columns, evals, theirs), "against": against,
         "difference": difference, "named": named,
@@ -256,7 +256,7 @@ class RunPages:
         "axis": asked.word("x", ("step", "time"), "step"),
     })  # pyformat: disable
 
-  def _against(self, asked: asking.Asked, training: int) -> Row | None:
+  def _against(self, asked: page_request.Asked, training: int) -> Row | None:
     """The run whose curves are shown too, or subtracted.
 
     Raises:
@@ -271,15 +271,15 @@ class RunPages:
       )
     return self._queries.one(asked.project, "training", other)
 
-  def config(self, asked: asking.Asked) -> asking.Page:
+  def config(self, asked: page_request.Asked) -> page_request.Page:
     run = self.head(asked.project, asked.id())
     config = run["config_json"]
-    return asking.Page("config.html", {
+    return page_request.Page("config.html", {
         "run": run, "tab": "config",
         "rows": sorted(flat(config).items()) if config else [],
     })  # pyformat: disable
 
-  def steps(self, asked: asking.Asked) -> asking.Page:
+  def steps(self, asked: page_request.Asked) -> page_request.Page:
     """Steps, the last one first."""
     training = asked.id()
     run = self.head(asked.project, training)
@@ -299,7 +299,7 @@ class RunPages:
     for row in rows:
       row["metrics"] = text.read_object(row["metrics_json"])
       row["progress"] = text.read_object(row["rollout_progress"])
-    return asking.Page("steps.html", {
+    return page_request.Page("steps.html", {
         "run": run, "tab": "steps", "rows": rows[:_PAGE], "more": more,
     })  # pyformat: disable
 
@@ -322,7 +322,7 @@ class RunPages:
     with database.reading(self._engine) as connection:
       for one in measurements.checkpoints(connection, training):
         if one["done"]:
-          low, high = evaluation.wilson_interval(one["wins"], one["done"])
+          low, high = success_rates.wilson_interval(one["wins"], one["done"])
           found.append({
               "step": one["step"], "name": one["name"], "kind": one["kind"],
               "id": one["id"], "rate": one["wins"] / one["done"], "low": low,
@@ -363,7 +363,9 @@ class RunPages:
 
   # --- several ----------------------------------------------------------------
 
-  def compare(self, asked: asking.Asked) -> asking.Page | asking.Moved:
+  def compare(
+      self, asked: page_request.Asked
+  ) -> page_request.Page | page_request.Moved:
     """Curves and configurations; `base` is the run that others differ from."""
     ids = []
     for given in asked.query.getlist("run"):
@@ -380,8 +382,8 @@ class RunPages:
     base = asked.integer("base")
     if base is None and pinned is not None and pinned["id"] in ids:
       # Into the URL, which shows the same when another run is pinned.
-      link = asking.Link(asked.path, asked.query)
-      return asking.Moved(link(base=pinned["id"]))
+      link = page_request.Link(asked.path, asked.query)
+      return page_request.Moved(link(base=pinned["id"]))
     base = ids[0] if base is None else base
     if base not in ids:
       raise errors.ApiError(400, f"base={base} is none of the runs compared")
@@ -414,7 +416,7 @@ class RunPages:
     points = {i: self.eval_points(i) for i in ids}
     for run in runs:
       run["eval"] = points[run["id"]][-1] if points[run["id"]] else None
-    return asking.Page("compare.html", {
+    return page_request.Page("compare.html", {
         "runs": runs, "named": [
             {"id": r["id"], "name": r["run_name"]} for r in runs
         ], "base": base, "rows": rows, "pinned": pinned,

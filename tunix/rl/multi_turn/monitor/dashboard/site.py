@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.server import access as access_lib
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import http_io
-from tunix.rl.multi_turn.monitor.server import marks as marks_lib
+from tunix.rl.multi_turn.monitor.server import tags_and_baseline as marks_lib
 
 _LOG = logging.getLogger(__name__)
 _HERE = pathlib.Path(__file__).parent

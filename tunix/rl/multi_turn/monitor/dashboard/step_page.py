@@ -7,8 +7,8 @@ import statistics
 from typing import Any, Sequence
 
 import sqlalchemy as sa
-from tunix.rl.multi_turn.monitor.dashboard import asking
 from tunix.rl.multi_turn.monitor.dashboard import measurements
+from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import pictures
 from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.schema import database
@@ -96,7 +96,7 @@ class StepPages:
     self._queries = queries
     self._head = head
 
-  def step(self, asked: asking.Asked) -> asking.Page:
+  def step(self, asked: page_request.Asked) -> page_request.Page:
     training, number = asked.id(), asked.id("step")
     run = self._head(asked.project, training)
     s, r = tables.step, tables.rollout
@@ -145,7 +145,7 @@ class StepPages:
         "following_name": f"step {near['following']}",
     })  # pyformat: disable
 
-  def measurement(self, asked: asking.Asked) -> asking.Page:
+  def measurement(self, asked: page_request.Asked) -> page_request.Page:
     """The rollouts of an evaluation or a baseline."""
     training = asked.id()
     kind, id_ = asked.where["kind"], asked.id("measurement")
@@ -177,8 +177,8 @@ class StepPages:
     })  # pyformat: disable
 
   def _page(
-      self, asked: asking.Asked, run: Row, members: list[Row], values: Row
-  ) -> asking.Page:
+      self, asked: page_request.Asked, run: Row, members: list[Row], values: Row
+  ) -> page_request.Page:
     outcome = asked.word("outcome", OUTCOMES, "")
     low, high = asked.real("from"), asked.real("to")
     family = asked.text("task")
@@ -218,7 +218,7 @@ class StepPages:
       member["screenshot"] = last.get(member["id"])
     valid = [m for m in members if m["status"] == "completed"]
     all_groups = grouped(members)
-    return asking.Page("step.html", {
+    return page_request.Page("step.html", {
         "run": run, **values, "groups": groups, "listed": listed,
         "sort": sort, "up": up, "outcome": outcome, "family": family,
         "low": low, "high": high, "page": page, "more": more, "pages": pages,

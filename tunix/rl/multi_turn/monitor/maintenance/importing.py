@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.monitor.server import access
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items
 from tunix.rl.multi_turn.monitor.server import screenshots
-from tunix.rl.multi_turn.monitor.server import statements
+from tunix.rl.multi_turn.monitor.server import sql
 from tunix.rl.multi_turn.monitor.server import writer as writer_lib
 
 _BATCH = 500
@@ -137,7 +137,7 @@ def _bring_screenshots(
     fresh = [row for row in rows if row[0] not in here]
     if fresh:
       with runs_lib.writing(engine) as connection:
-        statements.Sql(connection).many(screenshots.UPSERT, fresh)
+        sql.Sql(connection).many(screenshots.UPSERT, fresh)
     outcome.screenshots += len(rows)
 
 
@@ -170,7 +170,7 @@ class _RunImport:
     name = self._run["run_name"]
     with runs_lib.writing(self._engine) as connection:
       self._connection = connection
-      self._sql = statements.Sql(connection)
+      self._sql = sql.Sql(connection)
       (training,) = self._rows_of("training")
       here = self._here(training)
       marks: tuple[list[Row], bool] = [], False
@@ -439,7 +439,7 @@ class _RunImport:
     ):
       values.append(("training", training, "run_name", self._renamed))
     self._sql.many(
-        statements.upsert(
+        sql.upsert(
             "monitor_raw_value", ("kind", "entity_id", "field"), ("value",)
         ),
         values,

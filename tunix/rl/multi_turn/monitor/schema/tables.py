@@ -26,7 +26,7 @@ import functools
 import operator
 
 import sqlalchemy as sa
-from tunix.rl.multi_turn import run_tags as tags_lib
+from tunix.rl.multi_turn.core import run_tags as tags_lib
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 
 INTEGER = sa.BigInteger().with_variant(sa.Integer, "sqlite")

@@ -22,7 +22,7 @@ from typing import Mapping
 from urllib import parse
 
 import sqlalchemy as sa
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
@@ -247,7 +247,7 @@ def check_own_form(headers: Mapping[str, str]) -> None:
 def _check_browser(headers: Mapping[str, str]) -> None:
   """Refuses what a page of another site has a browser of this machine send."""
   host = headers.get("host", "")
-  if not host or not serving.names_loopback(host):
+  if not host or not http_server.names_loopback(host):
     raise errors.ApiError(
         403,
         f"Host: {host[:100]} is not this machine; a server without tokens"

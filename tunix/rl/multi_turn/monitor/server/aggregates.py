@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tunix.rl.multi_turn.monitor.schema import progress
-from tunix.rl.multi_turn.monitor.server import statements
+from tunix.rl.multi_turn.monitor.server import sql as sql_lib
 
 
-def update(sql: statements.Sql, kind: str, id_: int, now: str) -> None:
+def update(sql: sql_lib.Sql, kind: str, id_: int, now: str) -> None:
   """Brings the figures of a row in line with its rollouts.
 
   Rates are over the rollouts that are completed: one that failed says nothing

@@ -20,10 +20,10 @@ from tunix.rl.multi_turn.monitor.server import defaults
 from tunix.rl.multi_turn.monitor.server import environments
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items as items_lib
+from tunix.rl.multi_turn.monitor.server import raw_values
 from tunix.rl.multi_turn.monitor.server import references
-from tunix.rl.multi_turn.monitor.server import said
-from tunix.rl.multi_turn.monitor.server import statements
-from tunix.rl.multi_turn.monitor.server import states
+from tunix.rl.multi_turn.monitor.server import sql as sql_lib
+from tunix.rl.multi_turn.monitor.server import status_rules
 
 Item = items_lib.Item
 Kind = items_lib.Kind
@@ -49,7 +49,7 @@ _TABLE_SQL = {k.name: f'"{k.name}"' for k in items_lib.KINDS}
 class Transaction:
   """Batches that are committed together."""
 
-  def __init__(self, sql: statements.Sql, shared: references.Shared, now: str):
+  def __init__(self, sql: sql_lib.Sql, shared: references.Shared, now: str):
     """Args:
 
       sql: of the open transaction.
@@ -143,7 +143,7 @@ class _Work:
     self.measured: set[tuple[str, int]] = set()
     self.trainings: set[int] = set()
     self.changes: list[tuple[int, str, int]] = []
-    self._state: dict[tuple[str, int], states.Row] = {}
+    self._state: dict[tuple[str, int], status_rules.Row] = {}
     self._training: int | None = None
     self._ignored: list[dict[str, Any]] = []
     self._who = references.References(
@@ -197,7 +197,7 @@ class _Work:
     if delivery is not None:
       reply["applied_to"] = delivery.last
       self._sql.run(
-          statements.upsert(
+          sql_lib.upsert(
               "monitor_delivery", ("project_id", "spool"),
               ("last_seq", "health_json", "updated_at"),
           ),
@@ -263,7 +263,7 @@ class _Work:
         " entity_id) VALUES (?, ?, ?, ?)",
         names,
     )
-    said.keep(self._sql, kind.name, zip(result, found))
+    raw_values.keep(self._sql, kind.name, zip(result, found))
     if kind.name == "rollout":
       self._environments_of(zip(result, found))
     elif kind.name == "training":
@@ -295,7 +295,7 @@ class _Work:
     ids = {i.id for i in found if i.id is not None}
     if ids:
       self._who.check_numbers(kind.name, sorted(ids))
-    if kind.name in states.COLUMNS:
+    if kind.name in status_rules.COLUMNS:
       ids.update(known[name] for name in names if name in known)
       self._load(kind.name, ids)
     return known
@@ -304,7 +304,7 @@ class _Work:
     missing = [i for i in ids if (kind, i) not in self._state]
     if not missing:
       return
-    columns = states.COLUMNS[kind]
+    columns = status_rules.COLUMNS[kind]
     rows = self._sql.among(
         f"SELECT id, status, {', '.join(columns)} FROM {_TABLE_SQL[kind]}"
         " WHERE id {among}",
@@ -312,7 +312,9 @@ class _Work:
         missing,
     )
     for id_, status, *values in rows:
-      self._state[kind, id_] = states.Row(status, dict(zip(columns, values)))
+      self._state[kind, id_] = status_rules.Row(
+          status, dict(zip(columns, values))
+      )
 
   def _existing(
       self, kind: Kind, item: Item, fresh: Mapping[tuple[Any, ...], int]
@@ -354,7 +356,7 @@ class _Work:
             "another project has a rollout of this name; use one that is"
             " unique, such as a UUID",
         )])  # pyformat: disable
-    if kind.name in states.COLUMNS:
+    if kind.name in status_rules.COLUMNS:
       self._load(kind.name, [id_])
     return id_
 
@@ -419,9 +421,9 @@ class _Work:
   def _insert(self, kind: Kind, found: list[tuple[int, Item]]) -> None:
     if not found:
       return
-    now, names = self._tx.now, statements.columns(kind.name)
+    now, names = self._tx.now, sql_lib.columns(kind.name)
     needs = (*kind.required, *_NEEDS.get(kind.name, ()))
-    stateful = kind.name in states.COLUMNS
+    stateful = kind.name in status_rules.COLUMNS
     rows = []
     for id_, item in found:
       values = item.values
@@ -436,7 +438,7 @@ class _Work:
               f" {item.client_id!r} is known",
           )])  # pyformat: disable
       if stateful:
-        row = states.Row(None, {})
+        row = status_rules.Row(None, {})
         self._advance(kind.name, item, row)
         values.setdefault("status", vocabulary.STATUSES[kind.name][0])
         row.status = values["status"]
@@ -446,7 +448,7 @@ class _Work:
       values["created_at"] = now
       values["updated_at"] = now
       rows.append(list(map(values.get, names)))
-    self._sql.many(statements.insert(kind.name), rows)
+    self._sql.many(sql_lib.insert(kind.name), rows)
     if kind.name == "training":
       self._sql.many(
           "INSERT INTO monitor_training_project (training_id, project_id)"
@@ -457,11 +459,11 @@ class _Work:
       self._new_rollouts.update(id_ for id_, _ in found)
     self._who.mine.update((kind.name, id_) for id_, _ in found)
     for id_, item in found:
-      said.note_status(self._sql, kind.name, id_, item, None)
+      raw_values.note_status(self._sql, kind.name, id_, item, None)
 
   def _update(self, kind: Kind, found: list[tuple[int, Item]]) -> None:
-    stateful = kind.name in states.COLUMNS
-    dated = "updated_at" in statements.columns(kind.name)
+    stateful = kind.name in status_rules.COLUMNS
+    dated = "updated_at" in sql_lib.columns(kind.name)
     grouped: dict[tuple[str, ...], list[list[Any]]] = (
         collections.defaultdict(list)
     )
@@ -475,7 +477,7 @@ class _Work:
       if stateful:
         row = self._state[kind.name, id_]
         old = row.status
-        refused = states.refused_status(kind.name, item, row)
+        refused = status_rules.refused_status(kind.name, item, row)
         if refused is not None:
           self._ignored.append(refused)
         self._advance(kind.name, item, row)
@@ -495,13 +497,13 @@ class _Work:
         noted.append((id_, item, old))
     self._flush(kind, grouped)
     for id_, item, old in noted:
-      said.note_status(self._sql, kind.name, id_, item, old)
+      raw_values.note_status(self._sql, kind.name, id_, item, old)
 
   def _flush(
       self, kind: Kind, grouped: dict[tuple[str, ...], list[list[Any]]]
   ) -> None:
     for names, rows in grouped.items():
-      self._sql.many(statements.update(kind.name, names), rows)
+      self._sql.many(sql_lib.update(kind.name, names), rows)
     grouped.clear()
 
   def _model_of(self, values: Mapping[str, Any]) -> str:
@@ -514,14 +516,14 @@ class _Work:
 
   # --- statuses and progress ------------------------------------------------
 
-  def _advance(self, kind: str, item: Item, row: states.Row) -> None:
+  def _advance(self, kind: str, item: Item, row: status_rules.Row) -> None:
     if kind == "rollout":
-      states.check_source(item, row)
+      status_rules.check_source(item, row)
       source = row.fields.get("source_type")
       if source not in (None, "step"):
         # One that goes elsewhere counts there and no longer here.
         self.measured.add((source, row.fields[f"{source}_id"]))
-    states.advance(kind, row, item.values)
+    status_rules.advance(kind, row, item.values)
 
   def _own(self, kind: str, id_: int, values: Mapping[str, Any]) -> None:
     """Notes whose training an entity is, and that it changed."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from tunix.rl.multi_turn.monitor.server import statements
+from tunix.rl.multi_turn.monitor.server import sql as sql_lib
 
 
 class WaitingEnvironments:
   """Those of one project, in one transaction."""
 
-  def __init__(self, sql: statements.Sql, project: int, now: str):
+  def __init__(self, sql: sql_lib.Sql, project: int, now: str):
     self._sql = sql
     self._project = project
     self._now = now
@@ -24,7 +24,7 @@ class WaitingEnvironments:
     """Keeps what is known of an environment; the id is its own from now on."""
     self._sql.reserve("environment", id_)
     self._sql.run(
-        statements.upsert(
+        sql_lib.upsert(
             "monitor_pending_environment", ("id",),
             ("project_id", "fields_json", "created_at"),
         ),

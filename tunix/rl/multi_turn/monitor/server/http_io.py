@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from starlette import requests as starlette_requests
 from starlette import responses
-from tunix.rl.multi_turn import run_tags as tags_lib
+from tunix.rl.multi_turn.core import run_tags as tags_lib
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib

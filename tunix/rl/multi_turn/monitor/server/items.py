@@ -21,7 +21,7 @@ import hashlib
 from typing import Any, Callable, Mapping
 
 import orjson
-from tunix.rl.multi_turn import run_tags as tags_lib
+from tunix.rl.multi_turn.core import run_tags as tags_lib
 from tunix.rl.multi_turn.monitor.schema import progress
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors

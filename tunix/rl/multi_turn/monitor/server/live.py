@@ -13,7 +13,7 @@ from typing import Any, AsyncIterator
 import orjson
 import sqlalchemy as sa
 from starlette import concurrency
-from tunix.rl.multi_turn import serving
+from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
@@ -148,5 +148,5 @@ class Live:
 
 def _event(name: str, id_: int, data: dict[str, Any]) -> bytes:
   return b"id: %d\nevent: %s\ndata: %s\n\n" % (
-      id_, name.encode(), serving.event_data(orjson.dumps(data)),
+      id_, name.encode(), http_server.event_data(orjson.dumps(data)),
   )  # pyformat: disable

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import sqlalchemy as sa
-from tunix.rl.multi_turn import run_tags as tags_lib
+from tunix.rl.multi_turn.core import run_tags as tags_lib
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import items

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Callable
 
 from tunix.rl.multi_turn.monitor.schema import vocabulary
-from tunix.rl.multi_turn.monitor.server import elder
 from tunix.rl.multi_turn.monitor.server import http_io
+from tunix.rl.multi_turn.monitor.server import legacy_routes
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 
-_PAGE = elder.PAGE
+_PAGE = legacy_routes.PAGE
 # Short, as every route uses them.
 _id, _name = http_io.id_of, http_io.name_of
 _page, _status, _filters = http_io.page, http_io.status, http_io.filters

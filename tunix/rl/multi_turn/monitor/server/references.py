@@ -12,7 +12,7 @@ from typing import Any, Iterable, Mapping
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items as items_lib
-from tunix.rl.multi_turn.monitor.server import statements
+from tunix.rl.multi_turn.monitor.server import sql as sql_lib
 
 Item = items_lib.Item
 Kind = items_lib.Kind
@@ -33,7 +33,7 @@ class Shared:
     """(kind, id) -> training, of what others refer to."""
     self._generation: str | None = None
 
-  def check_generation(self, sql: statements.Sql) -> None:
+  def check_generation(self, sql: sql_lib.Sql) -> None:
     """Forgets everything when rows were taken away by somebody else."""
     rows = sql.rows(
         "SELECT value FROM monitor_meta WHERE key = ?", (database.GENERATION,)
@@ -64,7 +64,7 @@ class References:
     mine: (kind, id) that are the project's.
   """
 
-  def __init__(self, sql: statements.Sql, project: int, *known: Ids):
+  def __init__(self, sql: sql_lib.Sql, project: int, *known: Ids):
     """Args:
 
       sql: of the open transaction.

@@ -21,15 +21,15 @@ from typing import NamedTuple, Sequence
 import numpy as np
 import orjson
 from PIL import Image
-from tunix.rl.multi_turn import images as images_lib
+from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.monitor.server import errors
-from tunix.rl.multi_turn.monitor.server import statements
+from tunix.rl.multi_turn.monitor.server import sql as sql_lib
 
 SHA = re.compile(r"[0-9a-f]{64}")
 FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
 _MAX_PIXELS = 64 << 20
-UPSERT = statements.upsert(
+UPSERT = sql_lib.upsert(
     "monitor_screenshot", ("sha256",),
     ("media_type", "num_bytes", "width", "height", "created_at"),
 )  # pyformat: disable
@@ -37,7 +37,7 @@ UPSERT = statements.upsert(
 
 
 def renew(
-    sql: statements.Sql, shas: Sequence[str], time: str
+    sql: sql_lib.Sql, shas: Sequence[str], time: str
 ) -> set[str]:
   """Those of these that are known; they count as stored at this time."""
   sql.many(

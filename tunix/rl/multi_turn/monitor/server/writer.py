@@ -23,7 +23,7 @@ from tunix.rl.multi_turn.monitor.server import apply
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items
 from tunix.rl.multi_turn.monitor.server import references
-from tunix.rl.multi_turn.monitor.server import statements
+from tunix.rl.multi_turn.monitor.server import sql as sql_lib
 
 _LOG = logging.getLogger(__name__)
 _MOST_BATCHES = 256
@@ -161,7 +161,7 @@ class Writer:
     try:
       with database.writing(self._engine) as connection:
         database.hold_writers(connection)
-        sql = statements.Sql(connection)
+        sql = sql_lib.Sql(connection)
         self._shared.check_generation(sql)
         transaction = apply.Transaction(sql, self._shared, now())
         for call, _, future in work:

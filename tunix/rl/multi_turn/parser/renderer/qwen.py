@@ -21,8 +21,8 @@ from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 import tokenizers
-from tunix.rl.multi_turn import policy_client
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory
 
 _CACHED_CHARACTERS = 16384
 ROLES = ("system", "user", "assistant", "tool")

@@ -18,8 +18,8 @@ import dataclasses
 import json
 from typing import Any, Mapping, Sequence
 
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import trajectory
 
 ToolsSchema = str | Sequence[Mapping[str, Any]] | None
 """OpenAI tool schemas: a list of dicts, or the text to show as it is."""

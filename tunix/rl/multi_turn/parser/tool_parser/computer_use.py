@@ -24,9 +24,9 @@ import json
 import math
 from typing import Any, Sequence
 
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import registry
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.tool_parser import base
 from tunix.rl.multi_turn.parser.tool_parser import keys as keys_lib
 from tunix.rl.multi_turn.parser.tool_parser import qwen

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any, Iterable
 
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.parser.tool_parser import base
 
 _ALIASES = {

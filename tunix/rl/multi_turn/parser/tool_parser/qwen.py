@@ -22,7 +22,7 @@ import math
 import re
 from typing import Any, Mapping, Sequence
 
-from tunix.rl.multi_turn import trajectory
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.tool_parser import base
 
 _OPEN = "<tool_call>"

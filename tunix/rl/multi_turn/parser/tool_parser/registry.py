@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable
 
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.parser.tool_parser import base
 
 _PACKAGE = "tunix.rl.multi_turn.parser.tool_parser"

@@ -27,9 +27,9 @@ import dataclasses
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn import concurrency
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms.browser import hosts as hosts_lib
 from tunix.rl.multi_turn.environments.gyms.browser import page as page_lib

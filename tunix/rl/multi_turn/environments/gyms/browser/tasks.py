@@ -18,7 +18,7 @@ import dataclasses
 import pathlib
 from typing import Any, Mapping, Sequence
 
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.browser import hosts as hosts_lib

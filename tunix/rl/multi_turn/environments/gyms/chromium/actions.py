@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms.chromium import keys as keys_lib
 from tunix.rl.multi_turn.environments.gyms.chromium import tab as tab_lib
 

@@ -28,7 +28,6 @@ import weakref
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 from tunix.rl.multi_turn.environments.gyms.chromium import tab as tab_lib
 
-
 T = TypeVar("T", bound=tab_lib.Tab)
 
 _MOST_SPARE = 64

@@ -12,7 +12,9 @@ from tunix.rl.multi_turn.environments.gyms.desktop.gym import EVAL_SEEDS_FROM
 from tunix.rl.multi_turn.environments.gyms.desktop.gym import families
 from tunix.rl.multi_turn.environments.gyms.desktop.gym import instruction_corpus  # noqa: E501
 from tunix.rl.multi_turn.environments.gyms.desktop.gym import oracle_action
-from tunix.rl.multi_turn.environments.gyms.desktop.gym import QUICKSTART_FAMILIES  # noqa: E501
+from tunix.rl.multi_turn.environments.gyms.desktop.gym import (
+    QUICKSTART_FAMILIES,  # noqa: E501
+)
 
 __all__ = (
     "DesktopEnv", "DesktopGym", "DesktopTasks", "EVAL_SEEDS_FROM",

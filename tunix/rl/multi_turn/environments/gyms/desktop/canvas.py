@@ -13,7 +13,6 @@ import functools
 
 import numpy as np
 from PIL import Image
-
 from tunix.rl.multi_turn.environments.gyms.desktop import font
 
 Color = tuple[int, int, int]

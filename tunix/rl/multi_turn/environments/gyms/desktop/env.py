@@ -21,7 +21,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms.desktop import gym as gym_lib
 

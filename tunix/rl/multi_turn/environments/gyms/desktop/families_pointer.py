@@ -10,7 +10,9 @@ from tunix.rl.multi_turn.environments.gyms.desktop import layout
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
 from tunix.rl.multi_turn.environments.gyms.desktop import words
-from tunix.rl.multi_turn.environments.gyms.desktop.families_basic import add_buttons  # noqa: E501
+from tunix.rl.multi_turn.environments.gyms.desktop.families_basic import (
+  add_buttons,  # noqa: E501
+)
 from tunix.rl.multi_turn.environments.gyms.desktop.families_forms import form
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import random
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms.desktop import canvas
 from tunix.rl.multi_turn.environments.gyms.desktop import containers
 from tunix.rl.multi_turn.environments.gyms.desktop import layout

@@ -17,7 +17,7 @@ import dataclasses
 import random
 from typing import Any, Mapping, Sequence
 
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.desktop import families_basic  # noqa: F401

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms.chromium import actions
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms.miniwob import gym as gym_lib
 
 _Action = gui_action.GuiAction

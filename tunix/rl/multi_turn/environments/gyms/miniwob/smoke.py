@@ -14,7 +14,7 @@ import dataclasses
 import random
 import time
 
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 from tunix.rl.multi_turn.environments.gyms.miniwob import gym as gym_lib

@@ -13,7 +13,7 @@ import pathlib
 import re
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.miniwob import catalogue

@@ -26,10 +26,10 @@ from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
 from tunix.rl.multi_turn.environments.gyms.xdesktop import keyboard as keyboards
 from tunix.rl.multi_turn.environments.gyms.xdesktop import xcb
 import xcffib
+from xcffib import xproto
 import xcffib.damage
 import xcffib.shm
 import xcffib.xfixes
-from xcffib import xproto
 import xcffib.xtest
 
 COOKIE_NAME = b"MIT-MAGIC-COOKIE-1"

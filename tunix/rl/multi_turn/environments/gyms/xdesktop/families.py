@@ -15,10 +15,12 @@ import random
 from typing import Callable, Iterator, Mapping
 
 import numpy as np
-from tunix.rl.multi_turn import gui_action
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms.xdesktop import desktop as desktops
-from tunix.rl.multi_turn.environments.gyms.xdesktop import hand as hand_lib
+from tunix.rl.multi_turn.environments.gyms.xdesktop import (
+  scripted_actions as hand_lib,
+)
 from tunix.rl.multi_turn.environments.gyms.xdesktop import state as state_lib
 
 Script = Callable[[hand_lib.Hand], Iterator[gui_action.GuiAction]]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 
 from tunix.rl.multi_turn.environments.gyms.xdesktop import families
-from tunix.rl.multi_turn.environments.gyms.xdesktop import hand as hand_lib
 from tunix.rl.multi_turn.environments.gyms.xdesktop import programs
+from tunix.rl.multi_turn.environments.gyms.xdesktop import (
+  scripted_actions as hand_lib,
+)
 
 Hand = hand_lib.Hand
 Instance = families.Instance

@@ -24,8 +24,8 @@ from typing import Any, Callable, Iterator, Mapping, TypeVar
 
 import numpy as np
 from PIL import Image
-from tunix.rl.multi_turn import concurrency
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms.xdesktop import desktop as desktops
 from tunix.rl.multi_turn.environments.gyms.xdesktop import errors

@@ -7,8 +7,8 @@ another's mistakes.
 
 from __future__ import annotations
 
-from tunix.rl.multi_turn import concurrency
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms.xdesktop import gym as gym_lib
 
 _SECONDS = 30.0

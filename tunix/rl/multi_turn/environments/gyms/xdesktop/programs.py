@@ -10,7 +10,7 @@ import dataclasses
 import shutil
 from typing import Mapping
 
-from tunix.rl.multi_turn import registry
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
 
 SEARCH = "/usr/local/bin:/usr/bin:/bin"

@@ -39,8 +39,8 @@ import subprocess
 import tempfile
 import threading
 import time
-import weakref
 from typing import Mapping, Sequence
+import weakref
 
 from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
 from tunix.rl.multi_turn.environments.gyms.xdesktop import files

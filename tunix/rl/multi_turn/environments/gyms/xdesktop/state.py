@@ -7,7 +7,7 @@ import os
 import pathlib
 import stat
 
-from tunix.rl.multi_turn import gui_action
+from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms.xdesktop import desktop as desktops
 from tunix.rl.multi_turn.environments.gyms.xdesktop import display as displays
 from tunix.rl.multi_turn.environments.gyms.xdesktop import files as files_lib

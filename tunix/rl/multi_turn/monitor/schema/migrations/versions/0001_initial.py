@@ -4,8 +4,8 @@ Written by Alembic from `schema.tables` and frozen: what changes there later is
 a migration of its own.
 """
 
-import sqlalchemy as sa
 from alembic import op
+import sqlalchemy as sa
 
 revision = "0001"
 down_revision = None

@@ -1,7 +1,7 @@
 """Tags of runs, and the run that a project's others are compared with."""
 
-import sqlalchemy as sa
 from alembic import op
+import sqlalchemy as sa
 
 revision = "0003"
 down_revision = "0002"

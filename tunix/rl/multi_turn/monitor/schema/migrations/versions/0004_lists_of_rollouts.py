@@ -3,8 +3,8 @@
 That of the rewards of a step begins one of them, and goes.
 """
 
-import sqlalchemy as sa
 from alembic import op
+import sqlalchemy as sa
 
 revision = "0004"
 down_revision = "0003"

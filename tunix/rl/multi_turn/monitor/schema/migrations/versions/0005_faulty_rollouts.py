@@ -1,7 +1,7 @@
 """Indices of the rollouts in which something went wrong, of few among many."""
 
-import sqlalchemy as sa
 from alembic import op
+import sqlalchemy as sa
 
 revision = "0005"
 down_revision = "0004"

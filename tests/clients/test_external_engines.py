@@ -1,0 +1,506 @@
+"""vLLM and SGLang: how they are asked, and given new weights.
+
+Against servers that speak their protocols (tests/helpers/fake_engines.py).
+"""
+
+import asyncio
+import contextlib
+import json
+import threading
+
+import fake_engines
+import numpy as np
+import pytest
+import small_server
+from starlette import applications
+from starlette import responses
+from starlette import routing
+from tunix.rl.multi_turn.clients import disk_weights
+from tunix.rl.multi_turn.clients import openai_client
+from tunix.rl.multi_turn.clients import vllm as vllm_lib
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.policy import checkpoint
+
+pytestmark = pytest.mark.timeout(300)
+Launch = vllm_lib.VllmLaunch
+
+
+@pytest.fixture(scope="module", name="ours")
+def _ours():
+  """The policy that the others serve, and the engine that is the reference."""
+  ours = small_server.SmallPolicy()
+  with ours.engine:
+    ours.engine.warm_up()
+    yield ours
+
+
+@pytest.fixture(scope="module", name="saved")
+def _saved(ours, tmp_path_factory):
+  directory = tmp_path_factory.mktemp("policy")
+  return checkpoint.save_policy(directory / "first", ours.model)
+
+
+def launch_of(saved, **changes):
+  options = {
+      "served_name": "cua",
+      "max_model_len": small_server.CONTEXT,
+      "images": 3,
+  }
+  return Launch(str(saved), **(options | changes))
+
+
+@contextlib.contextmanager
+def vllm(launch, **options):
+  with fake_engines.FakeVllm(
+      launch.argv(), launch.environment(), **options
+  ) as fake:
+    yield fake
+
+
+@pytest.fixture(scope="module", name="fake")
+def _fake(saved):
+  with vllm(launch_of(saved)) as fake:
+    yield fake
+
+
+@pytest.fixture(scope="module", name="sglang")
+def _sglang(saved):
+  with fake_engines.FakeSglang(saved) as fake:
+    yield fake
+
+
+@contextlib.asynccontextmanager
+async def client_of(fake, ours, protocol="vllm", **options):
+  client = openai_client.OpenAIClient(
+      f"{fake.url}/v1",
+      "cua",
+      ours.images,
+      protocol=protocol,
+      banned_token_ids=ours.model.config.banned_token_ids,
+      **options,
+  )
+  try:
+    yield client
+  finally:
+    await client.aclose()
+
+
+# --- completions --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_it_is_asked_in_tokens_and_answers_as_ours_would(
+    request, ours, protocol, temperature
+):
+  fake = request.getfixturevalue("fake" if protocol == "vllm" else "sglang")
+  async with client_of(fake, ours, protocol, version=5) as client:
+    for seeds in ((), (1,), (2, 3)):
+      prompt = ours.prompt(*seeds)
+      sampling = ours.sampling(
+          temperature=temperature, top_p=0.9, top_k=99, min_p=0.02
+      )
+      got = await client.generate(prompt, sampling, session="s")
+      want = await ours.engine.generate(prompt, sampling, session="w")
+      assert got.tokens.tolist() == want.tokens.tolist()
+      np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+      assert got.finish_reason is want.finish_reason
+      # The server does not tell; the client knows what it was given.
+      assert set(got.versions.tolist()) == {5}
+      assert not got.fallback
+    assert not client.counts["prompt_mismatch"]
+    await ours.engine.release("w")
+  body = fake.bodies[-1]
+  ids = body.get("token_ids") or body["input_ids"]
+  # It expands placeholders itself: one for each image, not one a token.
+  assert ids.count(ours.renderer.image_token_id) == 2
+  bias = body["sampling_params"]["logit_bias"]
+  assert bias == {str(i): -100 for i in ours.model.config.banned_token_ids}
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+async def test_a_prompt_that_is_too_long_is_a_context_limit(
+    request, ours, protocol
+):
+  fake = request.getfixturevalue("fake" if protocol == "vllm" else "sglang")
+  long = policy_client.TokenPrompt(np.full(300, 5))
+  async with client_of(fake, ours, protocol) as client:
+    with pytest.raises(policy_client.ContextLimitError, match="256"):
+      await client.generate(long, ours.sampling(), session="s")
+    if protocol == "vllm":
+      await client.check()
+      assert client.context_length == 256
+
+
+@pytest.mark.slow
+async def test_the_65th_image_is_refused_and_64_are_not(ours, saved):
+  launch = launch_of(saved, images=64, max_model_len=1024)
+  with vllm(launch) as fake:
+    async with client_of(fake, ours, max_images=99) as client:
+      many = ours.prompt(*range(64))
+      got = await client.generate(many, ours.sampling(), session="s")
+      assert len(got.tokens)
+      with pytest.raises(ValueError, match=r"400.*At most 64 image\(s\)"):
+        await client.generate(
+            ours.prompt(*range(65)), ours.sampling(), session="s"
+        )
+    async with client_of(fake, ours) as client:  # Nor is it sent.
+      asked = len(fake.bodies)
+      with pytest.raises(ValueError, match="65 images.*max_images=64"):
+        await client.generate(
+            ours.prompt(*range(65)), ours.sampling(), session="s"
+        )
+      assert len(fake.bodies) == asked
+
+
+async def test_what_was_cut_off_goes_on(ours, saved):
+  """As a server does that aborts requests when it gets new weights."""
+  with vllm(launch_of(saved), abort_first=True) as fake:
+    async with client_of(fake, ours) as client:
+      prompt = ours.prompt(1)
+      sampling = ours.sampling(temperature=0.0, stop_token_ids=())
+      got = await client.generate(prompt, sampling, session="s")
+      assert client.counts["resumed"] == 1
+  want = await ours.engine.generate(prompt, sampling, session="w")
+  await ours.engine.release("w")
+  assert got.tokens.tolist() == want.tokens.tolist()
+  np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+  first, second = fake.bodies
+  resumed = second["sampling_params"]
+  assert resumed["max_tokens"] == 6
+  assert second["token_ids"][-2:] == got.tokens[:2].tolist()
+  # It would draw the random numbers of the first part again.
+  assert resumed["seed"] != first["sampling_params"]["seed"]
+
+
+async def test_a_server_that_read_another_prompt_is_found_out(
+    fake, ours, monkeypatch
+):
+  real = fake.expanded
+
+  async def twice(ids, urls):
+    prompt = await real(ids, urls)
+    return policy_client.TokenPrompt(
+        np.concatenate([[5], prompt.tokens]),
+        [span.shifted(1) for span in prompt.images],
+    )
+
+  monkeypatch.setattr(fake, "expanded", twice)
+  async with client_of(fake, ours) as client:
+    with pytest.raises(
+        openai_client.PromptMismatchError, match="image processor or tokenizer"
+    ):
+      await client.generate(ours.prompt(1), ours.sampling(), session="s")
+    assert client.counts["prompt_mismatch"] == 1
+
+
+# --- servers that tell less ---------------------------------------------------
+
+
+@contextlib.contextmanager
+def telling(**choice):
+  """A server whose one choice is this."""
+
+  async def complete(request):
+    del request
+    return responses.JSONResponse(
+        {"choices": [{"index": 0, "finish_reason": "stop", **choice}]}
+    )
+
+  app = applications.Starlette(
+      routes=[routing.Route("/v1/completions", complete, methods=["POST"])]
+  )
+  with http_server.LoopbackServer(app) as server:
+    yield server
+
+
+TEXT = "hello there"
+
+
+@pytest.mark.parametrize(
+    "cause, choice, exact",
+    [
+        ("", {"token_ids": [7, 8], "logprobs": {
+            "token_logprobs": [-0.5, -1.5]}}, True),
+        ("no_token_ids", {}, False),
+        ("no_logprobs", {"token_ids": [7, 8]}, True),
+        ("unequal_lengths", {"token_ids": [7, 8], "logprobs": {
+            "token_logprobs": [-0.5]}}, False),
+    ],
+)  # pyformat: disable
+async def test_what_is_not_told_is_made_up_flagged_and_counted(
+    ours, cause, choice, exact
+):
+  eot = ours.renderer.end_of_turn_id
+  with telling(text=TEXT, **choice) as server:
+    async with client_of(
+        server,
+        ours,
+        tokenize=ours.renderer.encode,
+        end_of_turn_id=eot,
+        recompute=lambda prompt, tokens: np.full(len(tokens), -0.25),
+    ) as client:
+      got = await client.generate(ours.prompt(), ours.sampling(), session="s")
+    assert got.fallback == cause
+    assert {k: v for k, v in client.counts.items() if k != "requests"} == (
+        {cause: 1} if cause else {}
+    )
+    encoded = [*ours.renderer.encode(TEXT).tolist(), eot]
+    assert got.tokens.tolist() == ([7, 8] if exact else encoded)
+    if cause:
+      assert set(got.logprobs.tolist()) == {-0.25}
+    else:
+      assert got.logprobs.tolist() == [-0.5, -1.5]
+    async with client_of(server, ours) as client:
+      if exact:
+        got = await client.generate(ours.prompt(), ours.sampling(), session="s")
+        if cause:
+          assert got.logprobs.tolist() == [0.0, 0.0]
+      else:
+        with pytest.raises(
+            openai_client.RemoteError, match="return_token_ids.*tokenize="
+        ):
+          await client.generate(ours.prompt(), ours.sampling(), session="s")
+
+
+# --- weights ------------------------------------------------------------------
+
+
+def other_weights(seed):
+  model, _, _ = checkpoint.create_policy(
+      "nano", seed=seed, screen=small_server.SIZE
+  )
+  return model
+
+
+@contextlib.contextmanager
+def weights_for(directory, ours, engines, clients, **options):
+  made = disk_weights.DiskWeights(
+      directory,
+      disk_weights.policy_saver(ours.model),
+      engines,
+      clients,
+      **options,
+  )
+  try:
+    yield made
+  finally:
+    made.close()
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+async def test_after_an_update_it_answers_with_the_new_weights(
+    ours, saved, tmp_path, protocol
+):
+  if protocol == "vllm":
+    server = vllm(launch_of(saved))
+    engine_of = disk_weights.VllmEngine
+  else:
+    server = fake_engines.FakeSglang(saved)
+    engine_of = disk_weights.SglangEngine
+  prompt = ours.prompt(1)
+  sampling = ours.sampling(stop_token_ids=())
+  seen = []
+  with server as fake:
+    async with client_of(fake, ours, protocol) as client:
+      with weights_for(
+          tmp_path, ours, [engine_of(fake.url)], [client]
+      ) as weights:
+        for version in (1, 2, 3):
+          model = other_weights(version)
+          done = weights.publish(version, model)
+          assert await asyncio.wrap_future(done) == version
+          assert client.version == weights.version == version
+          got = await client.generate(prompt, sampling, session="s")
+          assert set(got.versions.tolist()) == {version}
+          await asyncio.wrap_future(ours.engine.update_weights(version, model))
+          want = await ours.engine.generate(prompt, sampling, session="w")
+          await ours.engine.release("w")
+          assert got.tokens.tolist() == want.tokens.tolist()
+          np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+          seen.append(got.tokens.tolist())
+    # A path of its own each time, and the old ones go.
+    assert len(set(fake.loaded)) == 3
+    left = sorted(str(p) for p in tmp_path.glob("*/*"))
+    assert left == fake.loaded[1:]
+    if protocol == "vllm":
+      assert fake.calls[:4] == [
+          "pause keep", "reload_weights", "reset_prefix_cache", "resume",
+      ]  # pyformat: disable
+  assert len(set(map(tuple, seen))) > 1
+  await asyncio.wrap_future(ours.engine.update_weights(0, ours.model))
+
+
+async def test_a_request_during_an_update_waits_and_is_not_lost(
+    ours, saved, tmp_path
+):
+  entered, go_on = threading.Event(), threading.Event()
+  with vllm(launch_of(saved)) as fake:
+    real = fake.load
+
+    async def slowly(path):
+      entered.set()
+      await asyncio.to_thread(go_on.wait, 30)
+      await real(path)
+
+    fake.load = slowly
+    async with client_of(fake, ours) as client:
+      with weights_for(
+          tmp_path, ours, [disk_weights.VllmEngine(fake.url)], [client]
+      ) as weights:
+        done = weights.publish(1, other_weights(1))
+        await asyncio.to_thread(entered.wait, 30)
+        asked = asyncio.ensure_future(
+            client.generate(ours.prompt(1), ours.sampling(), session="s")
+        )
+        await asyncio.sleep(0.2)
+        assert not asked.done() and client.version == 0
+        go_on.set()
+        got = await asked
+        await asyncio.wrap_future(done)
+    # Asked before the update was done: never newer than its weights.
+    assert set(got.versions.tolist()) == {0} and client.version == 1
+
+
+@pytest.mark.parametrize("failure", ["out of memory", "older weights"])
+async def test_an_engine_that_cannot_load_is_not_told_to_go_on(
+    ours, saved, tmp_path, failure
+):
+  with vllm(launch_of(saved)) as fake:
+    if failure == "older weights":
+      fake.resets = False
+    else:
+      fake.load_failure = "CUDA out of memory"
+    async with client_of(fake, ours) as client:
+      with weights_for(
+          tmp_path, ours, [disk_weights.VllmEngine(fake.url)], [client]
+      ) as weights:
+        with pytest.raises(
+            disk_weights.HandOverError, match=f"{failure}.*restart it"
+        ):
+          await asyncio.wrap_future(weights.publish(1, other_weights(1)))
+      assert client.version == 0 and weights.version == -1
+    assert "resume" not in fake.calls
+
+
+def test_hand_overs_that_cannot_be_say_what_to_do(ours, saved, tmp_path):
+  closed = launch_of(saved, reload_weights=False)
+  with vllm(closed) as fake, weights_for(
+      tmp_path, ours, [disk_weights.VllmEngine(fake.url)], []
+  ) as weights:
+    done = weights.publish(0, ours.model)
+    with pytest.raises(disk_weights.HandOverError, match="SERVER_DEV_MODE"):
+      done.result(60)
+  gone = disk_weights.SglangEngine(fake.url, timeout_s=2)
+  with weights_for(tmp_path / "b", ours, [gone], []) as weights:
+    with pytest.raises(disk_weights.HandOverError, match="cannot be reached"):
+      weights.publish(0, ours.model).result(60)
+    with pytest.raises(ValueError, match="version must be"):
+      weights.publish(-1, ours.model)
+  with pytest.raises(ValueError, match="engines is empty"):
+    disk_weights.DiskWeights(tmp_path, lambda *_: None, [])
+  with pytest.raises(ValueError, match="no URL"):
+    disk_weights.VllmEngine("localhost:8000")
+
+
+class Told:
+  """An engine that notes what it is told, and what it finds there."""
+
+  url = "http://told"
+
+  def __init__(self):
+    self.found = []
+
+  def load(self, path, version):
+    import os  # pylint: disable=g-import-not-at-top
+
+    self.found.append((version, path, sorted(os.listdir(path))))
+
+
+def test_half_a_checkpoint_is_never_seen(ours, tmp_path):
+  told = Told()
+  real = disk_weights.policy_saver(ours.model)
+
+  def breaking(directory, params):
+    real(directory, params)
+    if params is broken:
+      raise OSError("No space left on device")
+
+  broken = other_weights(1)
+  weights = disk_weights.DiskWeights(tmp_path, breaking, [told], keep=1)
+  with pytest.raises(OSError, match="No space left"):
+    weights.publish(1, broken).result(60)
+  assert not told.found and not list(tmp_path.glob("[!.]*"))
+  assert weights.publish(2, ours.model).result(60) == 2
+  weights.close()
+  ((version, path, files),) = told.found
+  assert version == 2 and path.startswith(f"{tmp_path}/")
+  assert "model.safetensors" in files and "config.json" in files
+  loaded, _, _ = checkpoint.load_policy(path)
+  want = checkpoint.named_parameters(ours.model)
+  for name, value in checkpoint.named_parameters(loaded).items():
+    np.testing.assert_array_equal(value, want[name], err_msg=name)
+  assert [str(p) for p in tmp_path.glob("*/*")] == [path]
+
+
+def test_a_path_is_told_with_one_content_only(tmp_path):
+  """Also by the next run in the same directory, or the same version again."""
+
+  def save(directory, params):
+    (directory / "w").write_text(params)
+
+  told = Told()
+  told.load = lambda path, version: told.found.append(path)
+  first = disk_weights.DiskWeights(tmp_path, save, [told])
+  for version in (98, 99, 100):
+    first.publish(version, f"first {version}").result(60)
+  first.close()
+  second = disk_weights.DiskWeights(tmp_path, save, [told])
+  texts = ["a", "b", "c", "d"]
+  for version, text in zip((0, 98, 99, 99), texts):
+    second.publish(version, text).result(60)
+    assert (tmp_path / told.found[-1] / "w").read_text() == text
+  with pytest.raises(ValueError, match="98 is older than 99"):
+    second.publish(98, "old")
+  assert second.version == 99
+  second.close()
+  assert len(set(told.found)) == len(told.found) == 7
+  left = sorted(p.read_text() for p in tmp_path.glob("*/*/w"))
+  assert left == ["c", "d"]  # Those of the ended run went.
+
+
+def test_engines_elsewhere_are_told_their_own_path(ours, tmp_path):
+  told = Told()
+  told.load = lambda path, version: told.found.append(path)
+  weights = disk_weights.DiskWeights(
+      tmp_path, lambda d, p: None, [told], seen_at="/mnt/weights"
+  )
+  weights.publish(7, None).result(60)
+  weights.close()
+  (path,) = tmp_path.glob("*/*")
+  assert told.found == [f"/mnt/weights/{path.relative_to(tmp_path)}"]
+
+
+def test_an_adapter_is_written_into_the_weights(tmp_path):
+  """And the files are those that `transformers` reads."""
+  import safetensors  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.policy import lora  # pylint: disable=g-import-not-at-top
+
+  model, _, _ = checkpoint.create_policy("qwen3_vl_tiny", seed=3)
+  lora.add(model, rank=2, alpha=4.0, seed=0)
+  told = Told()
+  weights = disk_weights.DiskWeights(
+      tmp_path, disk_weights.policy_saver(model, dtype="bfloat16"), [told]
+  )
+  weights.publish(1, model).result(60)
+  weights.close()
+  (path,) = tmp_path.glob("*/*-v00000001")
+  with safetensors.safe_open(path / "model.safetensors", "numpy") as file:
+    names = list(file.keys())
+  assert names and not any("lora" in name for name in names)
+  assert all(
+      name.startswith(("model.", "lm_head")) for name in names
+  )
+  config = json.loads((path / "config.json").read_text())
+  assert config["model_type"] == "qwen3_vl"

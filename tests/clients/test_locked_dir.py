@@ -1,0 +1,87 @@
+"""Folders in a directory that runs share: whose they are, and until when."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tunix.rl.multi_turn.clients import locked_dir
+
+CHILD = """
+import pathlib, sys
+from tunix.rl.multi_turn.rollout import run_folder
+folder = run_folder.RunFolder(pathlib.Path(sys.argv[1]))
+(folder.make() / "w").write_text("theirs")
+print(folder.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def made(directory, text="x"):
+  folder = locked_dir.RunFolder(directory)
+  (folder.make() / "version").mkdir()
+  (folder.path / "version" / "w").write_text(text)
+  return folder
+
+
+def test_only_folders_of_ended_runs_are_deleted(tmp_path):
+  living, ended, mine = (made(tmp_path) for _ in range(3))
+  assert mine.delete_ended() == []
+  ended.release()
+  ended.release()
+  (tmp_path / "20260101-000000-1-abcdef").mkdir()  # Nobody says whose.
+  (tmp_path / "mine.txt").write_text("x")
+  assert mine.delete_ended() == [ended.name]
+  left = {p.name for p in tmp_path.iterdir() if p.name[0] != "."}
+  assert left == {
+      living.name, mine.name, "20260101-000000-1-abcdef", "mine.txt",
+  }  # pyformat: disable
+  assert mine.delete_ended() == []
+  assert (mine.make() / "version" / "w").read_text() == "x"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"machine": "elsewhere"}'])
+def test_what_is_another_machines_or_says_nothing_stays(tmp_path, text):
+  other, mine = made(tmp_path), made(tmp_path)
+  other.release()
+  (tmp_path / f".{other.name}.owner").write_text(text)
+  assert mine.delete_ended() == []
+  assert (other.path / "version" / "w").exists()
+
+
+def test_a_link_is_not_followed(tmp_path):
+  other, mine = made(tmp_path), made(tmp_path)
+  other.release()
+  owner = tmp_path / f".{other.name}.owner"
+  kept = tmp_path / "kept"
+  owner.rename(kept)
+  owner.symlink_to(kept)
+  assert mine.delete_ended() == []
+  assert "machine" in json.loads(kept.read_text())
+
+
+def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):
+  folder = locked_dir.RunFolder(tmp_path / "new")
+  folder.make().rmdir()
+  folder.release()
+  assert not list((tmp_path / "new").iterdir())
+
+
+def test_a_process_that_was_killed_owns_nothing_any_more(tmp_path):
+  child = subprocess.Popen(
+      [sys.executable, "-c", CHILD, str(tmp_path)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+      env=os.environ | {"JAX_PLATFORMS": "cpu"},
+  )
+  try:
+    name = child.stdout.readline().strip()
+    mine = made(tmp_path)
+    assert mine.delete_ended() == [] and (tmp_path / name / "w").exists()
+  finally:
+    child.kill()
+    child.wait(30)
+  assert mine.delete_ended() == [name]
+  assert not (tmp_path / name).exists()

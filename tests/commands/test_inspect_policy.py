@@ -1,0 +1,311 @@
+"""What a policy is and costs, said before it is trained."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import forced_devices
+import jax
+import numpy as np
+from PIL import Image
+import pytest
+from tunix.rl.multi_turn.commands import inspect_policy
+from tunix.rl.multi_turn.commands import memory_plan
+from tunix.rl.multi_turn.commands import policy_facts
+from tunix.rl.multi_turn.commands import try_policy
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import qwen_config
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def report(capsys, *arguments):
+  assert inspect_policy.main([*arguments, "--json"]) == 0
+  return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys, *arguments):
+  """What is printed to standard error when a command is refused."""
+  try:
+    status = inspect_policy.main(arguments)
+  except SystemExit as stopped:  # argparse's own.
+    status = stopped.code
+  assert status == 2
+  return capsys.readouterr().err
+
+
+# --- published sizes ----------------------------------------------------------
+
+BILLIONS = {
+    "Qwen3-VL-2B": 2.13,
+    "Qwen3-VL-4B": 4.44,
+    "Qwen3-VL-8B": 8.77,
+    "Qwen3-VL-32B": 33.4,
+    "Qwen3-VL-30B-A3B": 31.1,
+    "Qwen3-VL-235B-A22B": 235.7,
+    "Qwen2.5-VL-3B": 3.75,
+    "Qwen2.5-VL-7B": 8.29,
+    "Qwen2.5-VL-32B": 33.5,
+    "Qwen2.5-VL-72B": 73.4,
+}
+
+
+def test_every_published_size_is_known():
+  assert BILLIONS.keys() == qwen_config.SIZES.keys()
+
+
+# The others differ in numbers only.
+@pytest.mark.parametrize(
+    "name", ("Qwen3-VL-2B", "Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen2.5-VL-7B")
+)
+def test_parameters_of_published_sizes(name):
+  parts = policy_facts.parameters_by_part(policy_facts.find(name).model)
+  assert parts["total"] == pytest.approx(BILLIONS[name] * 1e9, rel=0.005)
+  counted = sum(
+      v for k, v in parts.items() if k not in ("total", "active")
+  )
+  assert counted == parts["total"]
+  if name.endswith("A3B"):
+    assert parts["active"] == pytest.approx(3.35e9, rel=0.05)
+  else:
+    outside = parts["vision tower"] + parts["mergers"]
+    assert parts["active"] == parts["total"] - outside
+  assert bool(parts["head"]) != qwen_config.SIZES[name].tie_word_embeddings
+
+
+def test_a_published_name_needs_no_files_and_no_weights(capsys):
+  found = report(capsys, "qwen3-vl-4b", "--mesh", "fsdp=16", "--images", "2")
+  assert found["name"] == "Qwen3-VL-4B"
+  assert found["screens"][0] == {
+      "screen": "1280x720",
+      "resized": "1280x704",
+      "tokens": 880,
+      "patches": 3520,
+  }
+  assert found["sequence"]["tokens"] == 2 * 880 + 2000
+  # 36 layers x keys and values x 8 heads of 128 in bfloat16.
+  assert found["sequence"]["kv_bytes_per_token"] == 36 * 2 * 8 * 128 * 2
+  total = found["parameters"]["total"]
+  assert found["checkpoint_bytes"] == {
+      "float32": 4 * total,
+      "bfloat16": 2 * total,
+  }
+  memory = found["memory"]["bytes"]
+  assert 4 * total / 16 < memory["parameters"] < 4.1 * total / 16
+  assert memory["optimizer"] == 2 * memory["gradients"]
+
+
+def test_the_command_prints_tables():
+  done = subprocess.run(
+      [
+          sys.executable,
+          "-m",
+          "tunix.rl.multi_turn.commands.inspect_policy",
+          "Qwen2.5-VL-3B",
+          "--screen",
+          "1920x1080",
+          "--lora",
+          "8",
+      ],
+      cwd=ROOT,
+      env=dict(os.environ, JAX_PLATFORMS="cpu"),
+      capture_output=True,
+      text=True,
+      check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  for piece in (
+      "qwen2_5_vl", "decoder layers", "1920x1080", "KV cache", "LoRA of rank 8",
+  ):  # pyformat: disable
+    assert piece in done.stdout
+
+
+# --- forward ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", policy_facts.BUILT_IN)
+def test_a_built_in_runs_on_a_generated_picture(name, capsys):
+  found = report(capsys, name, "--screen", "96x64", "--forward")["forward"]
+  chances = [t["probability"] for t in found["top"]]
+  assert len(chances) == 5
+  assert chances == sorted(chances, reverse=True)
+  assert 0 < sum(chances) <= 1 + 1e-9
+  assert found["random_weights"] == (name == "qwen2_5_vl_tiny")
+  assert inspect_policy.main([name, "--screen", "96x64"]) == 0
+  assert "forward" not in capsys.readouterr().out
+
+
+def test_a_saved_directory_is_read_and_run_on_a_picture(tmp_path, capsys):
+  model, _, _ = checkpoint.create_policy("qwen3_vl_tiny", screen=(64, 64))
+  checkpoint.save_policy(tmp_path / "p", model, dtype="bfloat16")
+  Image.new("RGB", (64, 48), (200, 10, 10)).save(tmp_path / "shot.png")
+  arguments = [
+      str(tmp_path / "p"),
+      "--screen=64x64",
+      "--forward",
+      f"--image={tmp_path / 'shot.png'}",
+      "--prompt=Click OK.",
+  ]
+  found = report(capsys, *arguments)
+  assert found["files"] == {"BF16": 2 * found["parameters"]["total"]}
+  assert found["forward"]["size"] == "64x48"
+  assert not found["forward"]["random_weights"]
+  assert inspect_policy.main(arguments) == 0
+  shown = capsys.readouterr().out
+  assert "files hold BF16" in shown and "next 5" in shown
+  bad = refusal(capsys, *arguments[:3], f"--image={tmp_path / 'none.png'}")
+  assert "none.png" in bad
+
+
+def test_forward_says_that_random_weights_mean_nothing(capsys):
+  arguments = ["qwen2_5_vl_tiny", "--screen=64x64", "--forward"]
+  assert inspect_policy.main(arguments) == 0
+  assert "mean nothing" in capsys.readouterr().out
+
+
+def test_forward_refuses_what_does_not_fit(capsys, tmp_path, monkeypatch):
+  """Before anything is loaded: the directory holds no weights."""
+  config = qwen_config.to_hf(qwen_config.SIZES["Qwen3-VL-8B"])
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  monkeypatch.setattr(try_policy, "free_bytes", lambda: 16 << 30)
+  said = refusal(capsys, str(tmp_path), "--forward")
+  assert "this host has 16.00 GiB free" in said and "needs about 3" in said
+
+
+def test_forward_of_a_published_size_asks_for_its_directory(
+    capsys, monkeypatch
+):
+  monkeypatch.setattr(try_policy, "free_bytes", lambda: 1 << 50)
+  assert "directory" in refusal(capsys, "Qwen3-VL-2B", "--forward")
+
+
+# --- refusals -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    (
+        (["Qwen3-VL-5B"], "Qwen3-VL-4B"),
+        (["tiny_vl", "--mesh", "fdsp=2"], "data=1,fsdp=8,sequence=2"),
+        (["tiny_vl", "--mesh", "fsdp=0"], "sizes >="),
+        (["tiny_vl", "--screen", "720p"], "1280x720"),
+        (["tiny_vl", "--screen", "1280x720"], "smaller"),
+        (["tiny_vl", "--images", "-1"], "number >= 0"),
+        (["tiny_vl", "--lora", "4"], "leave the rank at 0"),
+        (["tiny_vl", "--param-dtype", "bfloat16"], "param_dtype"),
+        ([], "policy"),
+    ),
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_a_refusal_names_the_fix(arguments, said, capsys):
+  assert said in refusal(capsys, *arguments)
+
+
+def test_a_directory_without_a_policy_is_refused(tmp_path, capsys):
+  assert "config.json" in refusal(capsys, str(tmp_path))
+
+
+# --- the plan -----------------------------------------------------------------
+
+PLACED = """
+import json
+import jax
+from flax import nnx
+from tunix.rl.multi_turn.policy import checkpoint, memory_plan, sharding
+out = {}
+for name in ("tiny_vl", "qwen3_vl_tiny", "qwen2_5_vl_tiny"):
+  make = checkpoint.load_policy if name == "tiny_vl" else (
+      checkpoint.create_policy)
+  for sizes in (dict(data=1, fsdp=8), dict(data=2, fsdp=2, tensor=2)):
+    model, _, _ = make(name)
+    mesh = sharding.make_mesh(**sizes)
+    sharding.shard_model(model, mesh)
+    here = sum(
+        s.data.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param))
+        for s in x.addressable_shards if s.device == jax.devices()[0])
+    abstract = memory_plan.abstract_mesh(**sizes)
+    out[f"{name} {sizes}"] = (
+        here, memory_plan.parameter_bytes(model, abstract))
+print(json.dumps(out))
+"""
+
+
+@pytest.mark.slow
+def test_planned_parameters_are_what_a_device_of_a_mesh_holds():
+  found = forced_devices.report("-c", PLACED)
+  assert len(found) == 6
+  for case, (real, planned) in found.items():
+    assert real == planned, case
+
+
+@pytest.fixture(scope="module")
+def published():
+  return policy_facts.find("Qwen3-VL-2B").model
+
+
+def test_a_plan_grows_with_what_it_is_for(published):
+  mesh = memory_plan.abstract_mesh(fsdp=4)
+
+  def total(**changes):
+    fields = dict(row_length=8192, patches=3520, targets=1024) | changes
+    return memory_plan.plan(published, mesh, memory_plan.Work(**fields)).total
+
+  for field, values in (
+      ("row_length", (1024, 8192, 16384, 65536)),
+      ("rows", (1, 2, 4)),
+      ("patches", (0, 3520, 35200)),
+      ("logit_chunk", (64, 512, 1024)),
+  ):
+    totals = [total(**{field: value}) for value in values]
+    assert totals == sorted(totals), field
+  assert total(row_length=16384) > total(row_length=8192)
+
+
+def test_remat_and_adapters_save_what_they_are_for(published):
+  work = memory_plan.Work(row_length=8192, patches=3520, targets=1024)
+  mesh = memory_plan.abstract_mesh(fsdp=4)
+  plans = {
+      remat: memory_plan.plan(published, mesh, work, remat=remat)
+      for remat in memory_plan.REMAT
+  }
+  residuals = [plans[r].layer_residuals for r in ("block", "dots", "none")]
+  assert residuals == sorted(residuals) and residuals[0] < residuals[2]
+  whole = plans["block"]
+  lora = memory_plan.plan(published, mesh, work, remat="block", lora_rank=16)
+  assert lora.gradients < whole.gradients / 30
+  assert lora.optimizer < whole.optimizer / 30
+  assert whole.parameters < lora.parameters < 1.05 * whole.parameters
+  half = memory_plan.plan(published, mesh, work, param_dtype="bfloat16")
+  assert half.parameters * 2 == whole.parameters
+  assert half.optimizer == whole.optimizer  # float32 moments.
+
+
+def test_the_parts_of_a_plan_are_its_total(published):
+  plan = memory_plan.plan(
+      published,
+      memory_plan.abstract_mesh(),
+      memory_plan.Work(row_length=4096, targets=512),
+  )
+  parts = dataclasses.asdict(plan)
+  assert all(v >= 0 for v in parts.values())
+  assert plan.accumulate + plan.optimizer == plan.total
+  assert plan.total <= sum(parts.values()) + plan.heap_gaps
+  with pytest.raises(ValueError, match="remat must be one of"):
+    memory_plan.plan(
+        published,
+        memory_plan.abstract_mesh(),
+        memory_plan.Work(row_length=1),
+        remat="some",
+    )
+
+
+def test_kv_cache_bytes_are_those_of_the_cache():
+  found = policy_facts.find("qwen3_vl_tiny", dtype="bfloat16")
+  cache = jax.eval_shape(lambda: found.model.init_cache(1, 64))
+  real = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in
+             jax.tree.leaves(cache))
+  sequence = inspect_policy.describe(found, (64, 64))["sequence"]
+  assert real == 64 * sequence["kv_bytes_per_token"]

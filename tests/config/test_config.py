@@ -1,0 +1,492 @@
+"""What loading a configuration promises: layers, types, refusals, help."""
+
+import dataclasses
+import pathlib
+import re
+
+import hypothesis
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+import pytest
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn import gym_facts
+from tunix.rl.multi_turn.config import documentation
+from tunix.rl.multi_turn.config import loader
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TrainConfig = config_lib.TrainConfig
+
+
+def load(*argv: str) -> TrainConfig:
+  return config_lib.load_config(argv)
+
+
+def refusal(*argv: str) -> str:
+  with pytest.raises(config_lib.ConfigError) as caught:
+    load(*argv)
+  return str(caught.value)
+
+
+# --- layers -----------------------------------------------------------------
+
+
+def test_defaults_file_overrides_in_this_order(tmp_path):
+  file = tmp_path / "c.yaml"
+  file.write_text("learner:\n  steps: 7\n  rows: 4\nrun:\n  seed: 3\n")
+  config = load(str(file), "learner.steps=9", "seed=5", "seed=6")
+  assert config.learner.steps == 9
+  assert config.learner.rows == 4
+  assert config.run.seed == 6
+  assert config.learner.grad_clip == config_lib.LearnerConfig().grad_clip
+
+
+def test_a_gym_brings_its_preset_and_anything_wins_over_it(tmp_path):
+  config = load("gym=miniwob")
+  assert config.gym.tasks == ("click-test-2", "click-dialog", "focus-text")
+  assert (config.gym.width, config.gym.height) == (160, 210)
+  file = tmp_path / "c.yaml"
+  file.write_text("gym: miniwob\nrollout: {slots: 4}\n")
+  config = load(str(file), "tasks=[click-test]")
+  assert config.gym.tasks == ("click-test",)
+  assert (config.rollout.slots, config.rollout.concurrency) == (4, 24)
+
+
+def test_pages_are_cloned_first_where_the_oracle_knows_every_one():
+  assert load("gym=miniwob").warm_start.steps > 0
+  assert load("gym=miniwob", "tasks=[click-test]").warm_start.steps > 0
+  assert load("gym=miniwob", "tasks=[tic-tac-toe]").warm_start.steps == 0
+  assert load(
+      "gym=miniwob", "tasks=[click-test, tic-tac-toe]"
+  ).warm_start.steps == 0
+  assert load("gym=miniwob", "warm_start.source=none").warm_start.steps == 0
+  assert load("gym=miniwob", "warm_start.steps=3").warm_start.steps == 3
+  assert load("gym=desktop").warm_start.steps == 0
+
+
+def test_a_policy_without_shipped_weights_starts_from_random_ones():
+  assert load("policy=qwen2_5_vl_tiny").warm_start.source == "none"
+  for name in ("tiny_vl", "qwen3_vl_tiny"):
+    assert load(f"policy={name}").warm_start.source == "embedded"
+
+
+def test_the_gym_of_an_override_decides_the_preset_over_the_file(tmp_path):
+  file = tmp_path / "c.yaml"
+  file.write_text("gym: miniwob\n")
+  desktop = load()
+  assert desktop.gym.width != load("gym=miniwob").gym.width
+  assert load(str(file), "gym=desktop").gym.width == desktop.gym.width
+
+
+@pytest.mark.parametrize("written", ["gym: miniwob", "gym:\n  name: miniwob"])
+def test_a_section_with_a_short_form_takes_a_plain_value(tmp_path, written):
+  file = tmp_path / "c.yaml"
+  file.write_text(written + "\n")
+  assert load(str(file)).gym.name == "miniwob"
+
+
+@pytest.mark.parametrize(
+    "text, tasks",
+    [
+        ("tasks=[a,b]", ("a", "b")),
+        ("tasks=a,b", ("a", "b")),
+        ("gym.tasks=a", ("a",)),
+        ("gym={tasks: [x]}", ("x",)),
+    ],
+)
+def test_lists_may_be_written_as_people_write_them(text, tasks):
+  assert load(text).gym.tasks == tasks
+
+
+def test_numbers_as_people_write_them():
+  config = load(
+      "learner.learning_rate=1e-4", "steps=1e3", "report.images=false"
+  )
+  assert config.learner.learning_rate == 1e-4
+  assert config.learner.steps == 1000
+  assert isinstance(config.learner.steps, int)
+  assert config.report.images is False
+
+
+def test_text_stays_text_whatever_yaml_would_make_of_it():
+  for name in ("007", "1e3", "2026-01-02", "on", "1_000"):
+    assert load(f"run.name={name}").run.name == name
+
+
+def test_a_mapping_is_merged_key_by_key(tmp_path):
+  file = tmp_path / "c.yaml"
+  file.write_text("gym:\n  options: {a: 1, b: {c: 2}}\n")
+  config = load(str(file), "gym.options.d=3", "gym.options.a=4")
+  assert config.gym.options == {"a": 4, "b": {"c": 2}, "d": 3}
+
+
+def test_keys_below_a_mapping_merge_deeply():
+  config = load("gym.options.a.b=1", "gym.options.a.c=2")
+  assert config.gym.options == {"a": {"b": 1, "c": 2}}
+
+
+def test_a_run_gets_a_name_and_a_directory():
+  config = load("gym=miniwob", "run.dir=/tmp/x")
+  assert re.fullmatch(r"miniwob-\d{8}-\d{6}", config.run.name)
+  assert config.run_dir == pathlib.Path("/tmp/x") / config.run.name
+
+
+def test_resume_starts_from_that_runs_configuration(tmp_path):
+  run = tmp_path / "runs" / "first"
+  run.mkdir(parents=True)
+  (run / "config.yaml").write_text(
+      load("name=first", "learner.rows=2", "seed=4").to_yaml()
+  )
+  config = load(f"resume={run}", "steps=500")
+  assert (config.learner.rows, config.run.seed) == (2, 4)
+  assert config.learner.steps == 500
+  assert config.run_dir == run
+  assert "no config.yaml" in refusal(f"resume={tmp_path / 'runs' / 'secnd'}")
+  # It would go on in one directory under the name of another.
+  for other in ("name=second", f"run.dir={tmp_path}"):
+    assert "own directory" in refusal(f"resume={run}", other)
+
+
+def test_resolved_values():
+  assert load().lockstep is True
+  assert load("queue.max_staleness=2").lockstep is False
+  assert load("rollout.lockstep=false").lockstep is False
+  config = load("queue.max_staleness=2", "learner.groups_per_step=4")
+  assert config.queue_capacity == 12
+  assert load("queue.capacity=50").queue_capacity == 50
+
+
+# --- round trip --------------------------------------------------------------
+
+
+def _values(f: dataclasses.Field, kind) -> st.SearchStrategy:
+  meta = f.metadata
+  if meta["choices"]:
+    one = st.sampled_from(meta["choices"])
+    many = st.lists(one, unique=True).map(tuple)
+    return one if kind is str else many
+  low = meta["at_least"] if meta["at_least"] is not None else meta["above"]
+  if kind is bool:
+    return st.booleans()
+  if kind is int:
+    first = int(low or 0) + (meta["above"] is not None)
+    return st.integers(first, int(meta["at_most"] or 10**6))
+  if kind is float:
+    high = meta["at_most"]
+    return st.floats(
+        low if low is not None else 0.0,
+        high if high is not None else 1e6,
+        exclude_min=meta["above"] is not None,
+        allow_subnormal=False,
+    )
+  if kind is str:
+    return st.text(max_size=12)
+  if kind == tuple[str, ...]:
+    return st.lists(st.text(min_size=1), unique=True).map(tuple)
+  if kind == tuple[int, ...]:
+    return st.lists(st.integers(1, 4096)).map(tuple)
+  leaf = st.none() | st.booleans() | st.integers() | st.text(max_size=8)
+  return st.dictionaries(
+      st.text(max_size=8),
+      st.recursive(
+          leaf,
+          lambda inner: st.lists(inner, max_size=3)
+          | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+          max_leaves=5,
+      ),
+      max_size=3,
+  )
+
+
+@st.composite
+def _configs(draw):
+  parts = {}
+  for name, cls in loader.sections(TrainConfig).items():
+    hints = loader.field_types(cls)
+    parts[name] = cls(**{
+        f.name: draw(_values(f, hints[f.name]))
+        for f in dataclasses.fields(cls)
+    })
+  return TrainConfig(**parts)
+
+
+# Shrinking a hundred fields takes minutes and says no more than the first.
+@settings(
+    max_examples=30,
+    deadline=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)
+@given(_configs())
+def test_yaml_round_trip_of_any_value(config):
+  # Below the checks for contradictions: only typing and syntax matter here.
+  flat = loader.flatten(
+      config_lib._parse_yaml(config.to_yaml(), "x"),  # pylint: disable=protected-access
+      TrainConfig,
+      config_lib.ALIASES,
+      "x",
+  )
+  again = loader.build(TrainConfig, flat, open_names=False)
+  assert again == config
+
+
+def test_from_yaml_is_the_inverse_of_to_yaml_and_checks():
+  config = load("gym=miniwob", "gym.options.a=1", "collect.group_size=4")
+  assert TrainConfig.from_yaml(config.to_yaml()) == config
+  with pytest.raises(config_lib.ConfigError, match="min_valid=9"):
+    TrainConfig.from_yaml("collect: {min_valid: 9}")
+
+
+def test_a_configuration_cannot_be_changed():
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    load().run.seed = 3
+
+
+# Tuning the defaults must not decide which values contradict each other.
+BASE = (
+    "collect.group_size=8",
+    "collect.min_valid=4",
+    "sampling.max_new_tokens=32",
+    "rollout.context_length=512",
+    "learner.row_length=512",
+    "learner.rows=8",
+    "learner.groups_per_step=8",
+    "learner.minibatches=1",
+    "learner.schedule=constant",
+    "learner.warmup_steps=0",
+    "learner.publish_every=1",
+    "learner.skip_zero_advantage=true",
+    "queue.max_staleness=0",
+    "warm_start.steps=0",
+    "collect.turn_timeout_s=180",
+    "collect.episode_timeout_s=600",
+)
+
+
+# --- refusals ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argument, suggestion",
+    [
+        ("learner.learning_rat=1", "'learner.learning_rate'"),
+        ("temperature=0.5", "'sampling.temperature'"),
+        ("agent.learning_rate=1", "'learner.learning_rate'"),
+        ("lerner.steps=3", "'learner.steps'"),
+        ("polic=x", "'policy'"),
+        ("sed=3", "'seed'"),
+        ("gym=minwob", "'miniwob'"),
+        ("algorithm.advantage=GRPO", "'grpo'"),
+        ("algorithm.loss_aggregation=token", "'token_mean'"),
+        ("eval.modes=[greedi]", "'greedy'"),
+        ("--dryrun", "'--dry-run'"),
+        ("learner.zzzzqq=1", "learner has steps"),
+        ("zzzzqq=1", "--help lists every key"),
+    ],
+)
+def test_what_is_unknown_is_refused_with_the_nearest_valid_one(
+    argument, suggestion
+):
+  assert suggestion in refusal(argument)
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("learner.steps=x", "learner.steps='x' must be a number"),
+        ("learner.steps=2.5", "must be a whole number"),
+        ("learner.steps=true", "must be a number"),
+        ("learner.learning_rate=0", "must be > 0"),
+        ("learner.learning_rate=.inf", "finite"),
+        ("sampling.top_p=1.5", "must be <= 1"),
+        ("rollout.prefill_buckets=[0]", "must be >= 1"),
+        ("report.images=3", "true or false"),
+        ("gym.options=3", "a mapping"),
+        ("gym.tasks=[1, [2]]", r"gym.tasks[1]=[2] must be text"),
+        ("learner=3", "learner is a section"),
+        ("steps", "write key=value"),
+        ("tasks=[a", "not valid YAML"),
+        ("gym.tasks=[a,a]", "names a family twice"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(argument, message):
+  assert message in refusal(argument)
+
+
+@pytest.mark.parametrize(
+    "argv, fields",
+    [
+        (["collect.group_size=1", "collect.min_valid=1"],
+         ["collect.group_size=1", ">= 2"]),
+        (["collect.min_valid=9"], ["collect.min_valid=9", "group_size=8"]),
+        (["collect.min_valid=1"], ["collect.min_valid=1"]),
+        (["sampling.max_new_tokens=512"],
+         ["sampling.max_new_tokens", "rollout.context_length"]),
+        (["learner.row_length=100"],
+         ["learner.row_length=100", "rollout.context_length"]),
+        (["rollout.prefill_buckets=[64,32]"], ["must ascend"]),
+        (["rollout.prefill_buckets=[64,9999]"], ["rollout.context_length"]),
+        (["rollout.lockstep=true", "queue.max_staleness=1"],
+         ["rollout.lockstep", "queue.max_staleness=0"]),
+        (["mesh.data=3"], ["learner.rows=8", "mesh.data"]),
+        (["learner.minibatches=3"],
+         ["learner.groups_per_step=8", "learner.minibatches=3"]),
+        (["steps=5", "learner.warmup_steps=6"], ["learner.warmup_steps=6"]),
+        (["steps=5", "learner.warmup_steps=5", "learner.schedule=cosine"],
+         ["learner.warmup_steps=5"]),
+        (["sampling.top_k=5"], ["sampling.top_k=5", "importance=tis"]),
+        (["learner.publish_every=2"],
+         ["learner.publish_every=2", "queue.max_staleness"]),
+        (["queue.capacity=3"], ["queue.capacity=3", ">= 8"]),
+        (["algorithm.kl_coef=0.1"],
+         ["algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false"]),
+        (["warm_start.source=path"], ["warm_start.path"]),
+        (["warm_start.path=x"], ["warm_start.source=path"]),
+        (
+            ["policy=./qwen", "warm_start.source=embedded"],
+            ["warm_start.source=embedded", "./qwen"],
+        ),
+        (
+            ["gym=gymnasium", "tasks=[CartPole-v1]", "warm_start.steps=10"],
+            ["has no oracle"],
+        ),
+        (["gym=gymnasium"], ["gym.tasks is empty"]),
+        (["collect.turn_timeout_s=1000"], ["collect.episode_timeout_s"]),
+        (["collect.model_timeout_s=400"], ["collect.turn_timeout_s"]),
+        (["eval.modes=[]"], ["eval.modes"]),
+        (["eval.modes=[greedy,greedy]"], ["eval.modes", "twice"]),
+        (["gym=miniwob", "gym.width=64"], ["gym.width=64", "160x210"]),
+        (["gym=miniwob", "gym.height=96"], ["gym.height=96", "160x210"]),
+        (
+            ["gym=miniwob", "gym.options={scale: 2}"],
+            ["gym.options.scale=2", "320x420"],
+        ),
+        (
+            ["gym=browser", "gym.options={width: 300}"],
+            ["gym.options.width=300", "set gym.width"],
+        ),
+        (["gym=miniwob", "gym.difficulty=1"], ["gym.difficulty=1", "miniwob"]),
+        (
+            ["gym=gymnasium", "tasks=[CartPole-v1]", "gym.difficulty=2"],
+            ["gym.difficulty=2", "gymnasium"],
+        ),
+        (["gym.options.width=256"], ["gym.options.width=256", "gym.width"]),
+        (["gym.options.height=192"], ["gym.options.height=192", "gym.height"]),
+        (
+            ["gym=gymnasium", "tasks=[CartPole-v1]", "gym.options.env=Other"],
+            ["gym.options.env=Other", "gym.tasks"],
+        ),
+        (
+            ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1",
+             "learner.skip_zero_advantage=false"],
+            ["algorithm.kl_estimator=k1", "k3"],
+        ),
+        (
+            ["monitor.embedded=true", f"monitor.tags=[lr, {'x' * 51}]"],
+            ["monitor.tags", "50 characters"],
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_contradictions_name_the_fields_and_the_fix(argv, fields):
+  load(*BASE)
+  text = refusal(*BASE, *argv)
+  for field in fields:
+    assert field in text
+
+
+def test_every_problem_is_reported_at_once():
+  text = refusal("learner.stps=3", "gim=desktop")
+  assert "2 problems" in text and "learner.steps" in text and "'gym'" in text
+  text = refusal("steps=-1", "algorithm.importance=is")
+  assert "learner.steps=-1" in text and "'tis'" in text
+
+
+def test_a_name_of_ones_own_is_accepted_once_something_is_imported():
+  assert "run.imports" in refusal("algorithm.advantage=mine")
+  config = load("algorithm.advantage=mine", "run.imports=my_module")
+  assert config.algorithm.advantage == "mine"
+  assert load("gym.reward=mine", "run.imports=[m]").gym.reward == "mine"
+  # Closed choices stay closed.
+  assert "cosine" in refusal("learner.schedule=mine", "run.imports=m")
+
+
+def test_the_examples_in_the_help_are_accepted():
+  """Each `section.field=value` in a text, with what that needs."""
+  named = re.compile(r"\b(\w+\.[\w.]+=[^\s,;:]*[^\s,;:.)])")
+  with_its_needs = {
+      "policy.config.layers=6": ["warm_start.source=none"],
+      "gym.options.seconds_per_action=0.2": ["gym=miniwob"],
+  }
+  found = set()
+  for cls in loader.sections(TrainConfig).values():
+    for f in dataclasses.fields(cls):
+      found |= set(named.findall(f.metadata["doc"]))
+  found |= set(named.findall(documentation.REFERENCE_HEAD))
+  assert {"gym.options.time_decay=0.1", *with_its_needs} <= found
+  for example in found:
+    load(example, *with_its_needs.get(example, ()))
+
+
+def test_a_directory_is_a_policy():
+  config = load("policy=./checkpoints/q")
+  assert config.policy.name == "./checkpoints/q"
+  assert config.warm_start.source == "none"  # It brings its weights.
+
+
+def test_a_key_twice_in_one_file_under_two_names_is_refused(tmp_path):
+  file = tmp_path / "c.yaml"
+  file.write_text("seed: 1\nrun: {seed: 2}\n")
+  assert "run.seed is given twice" in refusal(str(file))
+
+
+def test_files_that_cannot_be_read_say_which_and_where(tmp_path):
+  assert "cannot read" in refusal(str(tmp_path / "no.yaml"))
+  bad = tmp_path / "bad.yaml"
+  bad.write_text("a: [1\nb: 2\n")
+  assert "bad.yaml is not valid YAML at line 2" in refusal(str(bad))
+  bad.write_text("- 1\n")
+  assert "must hold sections" in refusal(str(bad))
+  bad.write_text("")
+  assert "two configuration files" in refusal(str(bad), str(bad))
+  assert load(str(bad)).gym.name == "desktop"
+
+
+# --- documentation -----------------------------------------------------------
+
+
+def test_help_lists_every_field_with_type_default_and_meaning(capsys):
+  with pytest.raises(SystemExit) as caught:
+    load("--help")
+  assert caught.value.code == 0
+  text = capsys.readouterr().out
+  joined = re.sub(r"\s+", " ", text)
+  for name, cls in loader.sections(TrainConfig).items():
+    hints = loader.field_types(cls)
+    for f in dataclasses.fields(cls):
+      head = f"  {name}.{f.name}={documentation.default_text(f)}  ("
+      assert head + documentation.type_name(hints[f.name], f.metadata) in text
+      assert len(f.metadata["doc"]) > 10
+      assert re.sub(r"\s+", " ", f.metadata["doc"]) in joined
+
+
+def test_aliases_and_presets_name_existing_fields_with_valid_values():
+  paths = loader.leaf_paths(TrainConfig)
+  assert set(config_lib.ALIASES.values()) <= set(paths)
+  gyms = config_lib.GymConfig.__dataclass_fields__["name"].metadata["choices"]
+  assert set(gym_facts.GYMS) == set(gyms)
+  for gym, facts in gym_facts.GYMS.items():
+    assert set(facts.preset) | set(facts.cloning_preset) <= set(paths)
+    if facts.lists_tasks or "gym.tasks" in facts.preset:
+      assert load(f"gym={gym}").gym.name == gym
+
+
+def test_dry_run_flag():
+  assert load("--dry-run").run.dry_run is True
+  assert load().run.dry_run is False
+
+
+def test_the_reference_in_docs_is_up_to_date():
+  written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+  assert written == config_lib.reference(), (
+      "run: python -m tunix.rl.multi_turn.config > docs/configuration.md"
+  )

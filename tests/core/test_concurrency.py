@@ -1,0 +1,284 @@
+"""Other people's code under a deadline: what it may and may not cost us."""
+
+import asyncio
+import threading
+
+import pytest
+from tunix.rl.multi_turn import tools
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import trajectory
+
+SHORT = 0.05
+
+
+def wait_until(condition):
+  pause = threading.Event()
+  for _ in range(1000):
+    if condition():
+      return True
+    pause.wait(0.01)
+  return False
+
+
+class TestWorkerPool:
+  def test_result_and_exception(self):
+    pool = concurrency.WorkerPool(max_threads=2)
+    assert pool.run(lambda: 3, 5.0) == 3
+    with pytest.raises(KeyError, match="x"):
+      pool.run(lambda: {}["x"], 5.0)
+
+  def test_hung_call_is_abandoned_and_its_slot_is_free_again(self):
+    pool = concurrency.WorkerPool(max_threads=1)
+    gate = threading.Event()
+    with pytest.raises(concurrency.DeadlineExceeded, match="tool 'f'.*0.05 s"):
+      pool.run(gate.wait, SHORT, "tool 'f'")
+    assert pool.lost == 1
+    assert pool.run(lambda: "served", 5.0) == "served"
+    gate.set()
+    assert wait_until(lambda: pool.lost == 0)
+
+  def test_threads_are_bounded(self):
+    pool = concurrency.WorkerPool(max_threads=3)
+    gate = threading.Event()
+    jobs = [pool.submit(gate.wait) for _ in range(20)]
+    assert pool.threads == 3
+    gate.set()
+    assert [pool.wait(job, 5.0) for job in jobs] == [True] * 20
+    assert pool.threads == 3
+
+  def test_deadline_counts_from_the_start_of_the_call(self):
+    # With one thread the second call waits for the first one's deadline.
+    pool = concurrency.WorkerPool(max_threads=1)
+    gate = threading.Event()
+
+    async def both():
+      return await asyncio.gather(
+        pool.arun(gate.wait, 2.5),
+        pool.arun(lambda: "in time", 1.5),
+        return_exceptions=True,
+      )
+
+    first, second = asyncio.run(both())
+    gate.set()
+    assert isinstance(first, concurrency.DeadlineExceeded)
+    assert second == "in time"
+
+  def test_too_many_hung_calls_are_refused(self):
+    pool = concurrency.WorkerPool(max_threads=1, max_lost=1)
+    gate = threading.Event()
+    for _ in range(2):
+      with pytest.raises(concurrency.DeadlineExceeded):
+        pool.run(gate.wait, SHORT)
+    with pytest.raises(concurrency.PoolExhaustedError, match="max_lost=1"):
+      pool.submit(lambda: 1)
+    gate.set()
+    assert wait_until(lambda: pool.lost == 0)
+    assert pool.run(lambda: 1, 5.0) == 1
+
+  def test_queued_call_that_is_abandoned_never_runs(self):
+    pool = concurrency.WorkerPool(max_threads=1)
+    gate, ran = threading.Event(), []
+    first = pool.submit(gate.wait)
+    second = pool.submit(lambda: ran.append(1))
+    pool.abandon(second)
+    gate.set()
+    pool.wait(first, 5.0)
+    assert pool.run(lambda: 1, 5.0) == 1
+    assert not ran
+
+  def test_cancelled_waiter_abandons_its_call(self):
+    pool = concurrency.WorkerPool(max_threads=1)
+    gate, started = threading.Event(), threading.Event()
+
+    def hang():
+      started.set()
+      gate.wait()
+
+    async def main():
+      task = asyncio.create_task(pool.arun(hang, None))
+      await asyncio.to_thread(started.wait)
+      task.cancel()
+      with pytest.raises(asyncio.CancelledError):
+        await task
+
+    asyncio.run(main())
+    assert pool.lost == 1
+    gate.set()
+
+  @pytest.mark.parametrize("error", [SystemExit(3), StopIteration(3)])
+  def test_exits_of_user_code_become_errors(self, error):
+    def leave():
+      raise error
+
+    pool = concurrency.WorkerPool(max_threads=1)
+    for run in (pool.run, lambda f, s: asyncio.run(pool.arun(f, s))):
+      with pytest.raises(RuntimeError, match=type(error).__name__):
+        run(leave, 5.0)
+
+  def test_own_timeout_error_is_not_taken_for_the_deadline(self):
+    def slow_socket():
+      raise TimeoutError("socket")
+
+    pool = concurrency.WorkerPool()
+    with pytest.raises(TimeoutError, match="socket"):
+      pool.run(slow_socket, 5.0)
+
+
+  def test_a_thread_that_cannot_be_started_costs_its_own_call_only(
+    self, monkeypatch
+  ):
+    pool = concurrency.WorkerPool(max_threads=2)
+    ran = []
+
+    def refuse(thread):
+      raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+      patch.setattr(threading.Thread, "start", refuse)
+      for _ in range(3):
+        with pytest.raises(RuntimeError, match="can't start"):
+          pool.submit(lambda: ran.append(1))
+    assert pool.threads == 0
+    assert pool.run(lambda: "served", 5.0) == "served"
+    assert not ran and pool.close()
+
+  def test_a_replacement_that_cannot_be_started_fails_the_queue(
+    self, monkeypatch
+  ):
+    pool = concurrency.WorkerPool(max_threads=1)
+    gate = threading.Event()
+    first = pool.submit(gate.wait)
+    assert first.started.wait(5.0)
+    second = pool.submit(lambda: 1)
+
+    def refuse(thread):
+      raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+      patch.setattr(threading.Thread, "start", refuse)
+      assert pool.abandon(first) is not None
+    with pytest.raises(RuntimeError, match="can't start"):
+      pool.wait(second, 5.0)
+    gate.set()
+    assert wait_until(lambda: pool.lost == 0)
+    assert pool.run(lambda: 2, 5.0) == 2
+
+  def test_who_gives_up_is_told_what_is_stuck(self):
+    pool = concurrency.WorkerPool(max_threads=1)
+    gate, stuck = threading.Event(), []
+
+    async def main():
+      with pytest.raises(concurrency.DeadlineExceeded):
+        await concurrency.acall(
+          gate.wait, seconds=SHORT, what="f", pool=pool, on_stuck=stuck.append
+        )
+
+    asyncio.run(main())
+    assert [s.description for s in stuck] == ["f"] and not stuck[0].returned
+    gate.set()
+    assert wait_until(lambda: stuck[0].returned)
+
+
+class TestWithDeadline:
+  def test_code_that_swallows_cancellation_is_left_behind(self):
+    async def stubborn(stop):
+      while not stop.is_set():
+        try:
+          await stop.wait()
+        except asyncio.CancelledError:
+          pass
+
+    async def main():
+      stop = asyncio.Event()
+      with pytest.raises(concurrency.DeadlineExceeded, match="env.step"):
+        await concurrency.with_deadline(stubborn(stop), SHORT, "env.step")
+      stop.set()
+      await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+  def test_exceptions_and_results_pass(self):
+    async def fail():
+      raise ValueError("no")
+
+    async def fine():
+      return 7
+
+    assert asyncio.run(concurrency.with_deadline(fine(), 5.0)) == 7
+    with pytest.raises(ValueError, match="no"):
+      asyncio.run(concurrency.with_deadline(fail(), 5.0))
+
+
+  @pytest.mark.parametrize("seconds", [None, 5.0])
+  def test_code_that_cancels_itself_does_not_cancel_the_caller(self, seconds):
+    async def leave():
+      raise asyncio.CancelledError("inner")
+
+    async def main():
+      with pytest.raises(RuntimeError, match="env.step cancelled itself"):
+        await concurrency.with_deadline(leave(), seconds, "env.step")
+
+    asyncio.run(main())
+
+  @pytest.mark.parametrize("seconds", [None, 5.0])
+  def test_the_callers_cancellation_goes_through(self, seconds):
+    async def main():
+      task = asyncio.create_task(
+        concurrency.with_deadline(asyncio.sleep(60), seconds)
+      )
+      await asyncio.sleep(0.01)
+      task.cancel()
+      with pytest.raises(asyncio.CancelledError):
+        await task
+
+    asyncio.run(main())
+
+  def test_a_tool_that_cancels_itself_is_an_error_output(self):
+    class Leaves(tools.BaseTool):
+      json = {"function": {"name": "leaves"}}
+
+      async def async_forward(self):
+        raise asyncio.CancelledError("inner")
+
+    manager = tools.ToolManager({"leaves": Leaves})
+    calls = [trajectory.ToolCall("leaves"), trajectory.ToolCall("leaves")]
+    outputs = asyncio.run(manager.outputs_async(calls))
+    assert len(outputs) == 2
+    assert all("cancelled itself" in o.error for o in outputs.values())
+
+
+class TestEitherKind:
+  @staticmethod
+  def sync(x):
+    return x + 1
+
+  @staticmethod
+  async def coroutine(x):
+    return x + 1
+
+  @staticmethod
+  def returns_awaitable(x):
+    return TestEitherKind.coroutine(x)
+
+  @pytest.mark.parametrize("name", ["sync", "coroutine", "returns_awaitable"])
+  def test_call_and_acall(self, name):
+    fn = getattr(self, name)
+    assert concurrency.call(fn, 1) == 2
+
+    async def inside_a_loop():
+      assert await concurrency.maybe_await(fn(1)) == 2
+      assert concurrency.call(fn, 1) == 2
+      return await concurrency.acall(fn, 1, seconds=5.0)
+
+    assert asyncio.run(inside_a_loop()) == 2
+
+  def test_sync_code_does_not_block_the_loop(self):
+    gate = threading.Event()
+
+    async def main():
+      task = asyncio.create_task(concurrency.acall(gate.wait, seconds=5.0))
+      await asyncio.sleep(0)
+      gate.set()  # Only reached when the loop is free.
+      return await task
+
+    assert asyncio.run(main())

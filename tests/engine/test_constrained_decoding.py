@@ -1,0 +1,213 @@
+"""What is sampled under a grammar is a text of it."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from tunix.rl.multi_turn.engine import constrained_decoding as grammars_lib
+from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.serving import answers
+
+pytestmark = pytest.mark.timeout(200)
+VOCABULARY = 2570  # Ten ids more than the tokenizer has.
+POINT = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer", "minimum": 0, "maximum": 99},
+        "to": {"enum": ["left", "right"]},
+    },
+    "required": ["x", "to"],
+    "additionalProperties": False,
+}
+PARSER = tool_parser.make_tool_parser("qwen")
+
+
+def tool(name, parameters=None, **options):
+  function = {"name": name, "parameters": parameters, **options}
+  return {"type": "function", "function": function}
+
+
+class Policy:
+  """A tokenizer, and one who says anything that he may."""
+
+  def __init__(self):
+    tokenizer = checkpoint.load_tokenizer("tiny_vl")
+    self.renderer = qwen.QwenRenderer(tokenizer, lambda width, height: 6)
+    self.decoder = answers.Decoder(self.renderer.decode, tokenizer)
+    self.end = self.renderer.end_of_turn_id
+    self.grammars = grammars_lib.Grammars(
+        self.decoder.bytes,
+        self.renderer.encode,
+        VOCABULARY,
+        self.decoder.special,
+        self.renderer.stop_token_ids,
+    )
+
+  def may(self, grammar):
+    bits = np.unpackbits(grammar.allowed().view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits)
+
+  def babble(self, source, seed, most=200):
+    """(text, whether it came to its end)"""
+    rng = np.random.default_rng(seed)
+    grammar, said = self.grammars.start(source), []
+    for _ in range(most):
+      may = self.may(grammar)
+      assert len(may) and may.max() < VOCABULARY - 10
+      assert not set(may) & (self.decoder.special - {self.end})
+      # The end is where the text may end, and only there.
+      assert (self.end in may) == grammar.may_end
+      token = int(rng.choice(may))
+      if token == self.end:
+        return self.renderer.decode(said), True
+      said.append(token)
+      grammar.advance(token)
+    return self.renderer.decode(said), False
+
+  def says(self, source, text):
+    """Whether the text, as it is tokenised, is one of the grammar."""
+    grammar = self.grammars.start(source)
+    for token in self.renderer.encode(text):
+      if token not in self.may(grammar):
+        return False
+      grammar.advance(int(token))
+    return grammar.may_end
+
+
+@pytest.fixture(scope="module", name="policy")
+def _policy():
+  return Policy()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_anything_that_may_be_said_is_of_the_schema(policy, seed):
+  text, ended = policy.babble(policy.grammars.json(POINT), seed)
+  found = json.loads(text)
+  assert ended and set(found) == {"x", "to"}
+  assert 0 <= found["x"] <= 99 and found["to"] in ("left", "right")
+  # Nobody can write blanks for ever.
+  assert not re.search(r"\s\s", text)
+
+
+def test_json_is_taken_as_it_is_written(policy):
+  source = policy.grammars.json(POINT)
+  value = {"x": 7, "to": "left"}
+  assert policy.says(source, json.dumps(value))
+  assert policy.says(source, json.dumps(value, separators=(",", ":")))
+  for wrong in (
+      '{"x": 100, "to": "left"}', '{"x": 7}', '{"x": 7, "to": "up"}',
+      '{"x": 7, "to": "left", "y": 1}', '{"x": 7, "to": "left"} ',
+  ):  # pyformat: disable
+    assert not policy.says(source, wrong), wrong
+  anything = policy.grammars.json()
+  assert policy.says(anything, '{"naïve ☃": [1, {"🦊": null}]}')
+  assert not policy.says(anything, "[1]")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pattern_is_matched(policy, seed):
+  pattern = "(a|🦊){1,3}-[0-9]{2}"
+  text, ended = policy.babble(policy.grammars.regex(pattern), seed)
+  assert ended and re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_that_must_be_made_are_read_by_the_parser(policy, seed):
+  tools = [tool("move", POINT), tool("shut", {
+      "type": "object", "properties": {}, "additionalProperties": False,
+  })]  # pyformat: disable
+  for many in (False, True):
+    source = policy.grammars.calls(PARSER, tools, many=many)
+    text, ended = policy.babble(source, seed, most=400)
+    found = PARSER.parse_result(text)
+    if ended:
+      assert not found.errors and not found.thought
+      assert len(found.calls) >= 1 if many else len(found.calls) == 1
+      for call in found.calls:
+        assert set(call.arguments) == (
+            {"x", "to"} if call.name == "move" else set()
+        )
+    assert not policy.says(source, "No.")
+  call = '<tool_call>\n{"name": "shut", "arguments": {}}\n</tool_call>'
+  assert policy.says(source, call) and policy.says(source, f"{call}\n{call}")
+  once = policy.grammars.calls(PARSER, tools)
+  assert policy.says(once, call) and not policy.says(once, f"{call}\n{call}")
+
+
+def test_a_strict_tool_is_held_to_its_schema_where_it_is_called(policy):
+  tools = [tool("move", POINT, strict=True), tool("say")]
+  source = policy.grammars.calls(PARSER, tools, free=True)
+  calls = lambda name, arguments: PARSER.format([
+      tool_parser.base.trajectory.ToolCall(name, arguments)
+  ])
+  good = calls("move", {"x": 3, "to": "left"})
+  for text in (
+      "",
+      "Nothing to do: 1 < 2 > 0.\nReally <tool",
+      good,
+      f"I go.\n{good}",
+      f"{good}\nThen {good} and on.",
+      calls("say", {"any": ["thing"]}),
+  ):
+    assert policy.says(source, text), text
+  for text in (
+      calls("move", {"x": 300, "to": "left"}),
+      "Hm. " + calls("move", {"x": 3}),
+      calls("jump", {}),
+      "<tool_call>oh",
+  ):
+    assert not policy.says(source, text), text
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda g: g.json({"type": "objekt"}), "objekt"),
+        (lambda g: g.json({"not": {"type": "string"}}), "not"),
+        (lambda g: g.json({"$ref": "#/nowhere"}), "nowhere"),
+        (lambda g: g.json({"$ref": "#"}), r"\$ref lead to itself"),
+        (lambda g: g.json({
+            "$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}
+        }), "nothing can be"),
+        (lambda g: g.regex("a("), "unclosed"),
+        (lambda g: g.calls(PARSER, [tool("f", {"properties": 3})]), "3"),
+    ],
+)
+def test_a_grammar_that_cannot_be_is_refused(policy, make, words):
+  for _ in "ab":  # The second time, too.
+    with pytest.raises(grammars_lib.GrammarError, match=words):
+      policy.grammars.start(make(policy.grammars))
+
+
+@pytest.mark.parametrize("depth", [300, 3000])
+def test_a_schema_that_is_nested_too_deep_is_refused(policy, depth):
+  deep = {"type": "string"}
+  for _ in range(depth):
+    deep = {"type": "array", "items": deep}
+  with pytest.raises(grammars_lib.GrammarError, match="recursion"):
+    policy.grammars.start(policy.grammars.json(deep))
+  tools = [tool("f", {"properties": {"x": deep}})]
+  with pytest.raises(grammars_lib.GrammarError, match="recursion"):
+    policy.grammars.start(policy.grammars.calls(PARSER, tools))
+
+
+def test_a_text_without_bytes_is_no_grammar(policy):
+  for make in (
+      lambda: policy.grammars.json({"enum": ["\ud800"]}),
+      lambda: policy.grammars.regex("\ud800"),
+  ):
+    with pytest.raises(grammars_lib.GrammarError):
+      policy.grammars.start(make())
+
+
+def test_completions_of_one_grammar_do_not_share_their_state(policy):
+  source = policy.grammars.regex("ab|cd")
+  one, two = policy.grammars.start(source), policy.grammars.start(source)
+  a, c = (int(policy.renderer.encode(x)[0]) for x in "ac")
+  one.advance(a)
+  assert c in policy.may(two)
+  with pytest.raises(grammars_lib.GrammarError):
+    one.advance(c)

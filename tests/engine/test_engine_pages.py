@@ -1,0 +1,475 @@
+"""Sequences share pages; a full cache costs time and nothing else."""
+
+import asyncio
+import time
+
+from flax import nnx
+import numpy as np
+import pytest
+import rollout_micro_policy as micro
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import slots as slots_lib
+
+pytestmark = pytest.mark.timeout(300)
+Sampling = policy_client.SamplingParams
+ONE_SHAPE = dict(
+    decode_rows=(4,), prefill_rows=(4,), window_buckets=(), patch_buckets=(16,)
+)
+PAGE = 8
+GREEDY = Sampling(max_new_tokens=6, temperature=0.0)
+
+
+@pytest.fixture(scope="module", name="model")
+def _model():
+  return micro.MicroPolicy(nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module", name="store")
+def _store():
+  return micro.new_store()
+
+
+@pytest.fixture(scope="module", name="compiled")
+def _compiled():
+  return {}
+
+
+@pytest.fixture(name="make")
+def _make(model, store, compiled):
+  """Makes engines; those with as much cache share compiled programs."""
+  made = []
+
+  def make(**changes):
+    engine = micro.make_engine(model, store, **(ONE_SHAPE | changes))
+    programs = engine._programs  # pylint: disable=protected-access
+    known = compiled.setdefault(programs.pages, {})
+    programs._compiled.update(known)  # pylint: disable=protected-access
+    made.append((engine, known))
+    return engine
+
+  yield make
+  for engine, known in made:
+    known.update(engine._programs._compiled)  # pylint: disable=protected-access
+    engine.close()
+
+
+def slow_down(engine):
+  """Leaves the event loop time to see tokens before the next ones come."""
+  decode = engine._programs.decode  # pylint: disable=protected-access
+
+  def slow(*args, **options):
+    time.sleep(0.02)
+    return decode(*args, **options)
+
+  engine._programs.decode = slow  # pylint: disable=protected-access
+
+
+def held(engine):
+  return engine.stats()["pages_held"]
+
+
+async def release(engine, names):
+  for name in names:
+    await engine.release(name)
+  async with asyncio.timeout(60):
+    while engine.stats()["sessions"]:
+      await asyncio.sleep(0.002)
+
+
+def prompt(store, rng, before=10, after=20, size=(16, 16)):
+  tokens = micro.with_text(np.zeros(0, np.int32), rng, before)
+  tokens, spans = micro.with_image(tokens, (), micro.picture(store, rng, size))
+  return micro.with_text(tokens, rng, after), spans
+
+
+def test_a_group_prefills_its_prompt_once(make, model, store):
+  tokens, spans = prompt(store, np.random.default_rng(0))
+  members = 7  # More than slots, than rows of a call.
+  engine = make()
+  requests = [
+      (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(members)
+  ]
+  for completion in micro.generate(engine, *requests):
+    micro.check_greedy(model, store, tokens, spans, completion)
+  stats = engine.stats()
+  n = len(tokens) - 1
+  assert stats["prefilled_tokens"] == n + (members - 1) * (n % PAGE)
+  assert stats["shared_tokens"] == (members - 1) * (n // PAGE * PAGE)
+  assert stats["images_encoded"] == 1
+
+
+def test_a_later_session_finds_what_a_released_one_left(make, model, store):
+  rng = np.random.default_rng(1)
+  tokens, spans = prompt(store, rng)
+  engine = make()
+  micro.generate(engine, ("a", micro.prompt_of(tokens, spans), GREEDY))
+  asyncio.run(release(engine, ["a"]))
+  assert held(engine) == 0
+  longer = micro.with_text(tokens, rng, 5)
+  (got,) = micro.generate(engine, ("b", micro.prompt_of(longer, spans), GREEDY))
+  micro.check_greedy(model, store, longer, spans, got)
+  assert engine.stats()["shared_tokens"] == len(tokens) // PAGE * PAGE
+  # Sampled tokens are found as well.
+  told = micro.with_text(np.append(longer, got.tokens), rng, 3)
+  before = engine.stats()["prefilled_tokens"]
+  (got,) = micro.generate(engine, ("c", micro.prompt_of(told, spans), GREEDY))
+  micro.check_greedy(model, store, told, spans, got)
+  assert engine.stats()["prefilled_tokens"] - before < 2 * PAGE
+
+
+def test_sharing_can_be_left(make, model, store):
+  """Off by itself in lockstep."""
+  tokens, spans = prompt(store, np.random.default_rng(2))
+  requests = [
+      (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(3)
+  ]
+  for options in (dict(share_prefixes=False), dict(lockstep=True)):
+    engine = make(**options)
+    for name, *_ in requests:
+      engine.open_session(name)
+    for completion in micro.generate(engine, *requests):
+      micro.check_greedy(model, store, tokens, spans, completion)
+    stats = engine.stats()
+    assert stats["shared_tokens"] == 0
+    assert stats["prefilled_tokens"] == 3 * (len(tokens) - 1)
+
+
+def test_other_pixels_are_not_shared(make, model, store):
+  rng = np.random.default_rng(3)
+  tokens, spans = prompt(store, rng, before=0)
+  _, others = prompt(store, rng, before=0)
+  engine = make()
+  requests = [
+      ("a", micro.prompt_of(tokens, spans), GREEDY),
+      ("b", micro.prompt_of(tokens, others), GREEDY),
+  ]
+  a, b = micro.generate(engine, *requests)
+  micro.check_greedy(model, store, tokens, spans, a)
+  micro.check_greedy(model, store, tokens, others, b)
+  assert engine.stats()["shared_tokens"] == 0
+
+
+@pytest.mark.parametrize("lockstep", (False, True))
+def test_a_full_cache_preempts_and_loses_nothing(make, lockstep):
+  """Four long completions in a cache that holds little more than one."""
+  rng = np.random.default_rng(4)
+  requests = []
+  for i in range(4):
+    tokens = micro.with_text(np.zeros(0, np.int32), rng, 9 + i)
+    requests.append((
+        f"s{i}",
+        micro.prompt_of(tokens),
+        Sampling(max_new_tokens=45, temperature=1.3, seed=i, top_k=9),
+    ))
+
+  def play(engine):
+    for name, *_ in requests:
+      engine.open_session(name)
+    return micro.generate(engine, *requests)
+
+  want = play(make())
+  engine = make(cache_tokens=80, lockstep=lockstep)
+  got = play(engine)
+  stats = engine.stats()
+  assert stats["preemptions"] > 0
+  assert stats["completed"] == 4 and not stats["failed"]
+  for a, b in zip(got, want):
+    assert len(a.tokens) == 45
+    np.testing.assert_array_equal(a.tokens, b.tokens)
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+  asyncio.run(release(engine, [name for name, *_ in requests]))
+  assert held(engine) == 0
+
+
+async def test_many_sessions_in_a_small_cache(make, model, store):
+  """Images, turns, cancellations; right to the token, and no page is lost."""
+  engine = make(cache_tokens=micro.CONTEXT + 2 * PAGE)
+
+  async def play(name, seed):
+    rng = np.random.default_rng(seed)
+    tokens, spans = prompt(store, rng, 3, 3, (16, 8))
+    for _ in range(3):
+      sampling = Sampling(int(rng.integers(2, 14)), temperature=0.0)
+      call = engine.generate(
+          micro.prompt_of(tokens, spans), sampling, session=name
+      )
+      if rng.random() < 0.2:
+        with pytest.raises(TimeoutError):
+          async with asyncio.timeout(0.001):
+            await call
+            raise TimeoutError  # Was as fast.
+        continue
+      done = await call
+      micro.check_greedy(model, store, tokens, spans, done)
+      tokens = micro.with_text(np.append(tokens, done.tokens), rng, 2)
+    if rng.random() < 0.7:
+      await engine.release(name)
+
+  names = [f"p{i}" for i in range(24)]
+  async with asyncio.timeout(250):
+    await asyncio.gather(*(play(name, i) for i, name in enumerate(names)))
+  stats = engine.stats()
+  assert stats["evictions"] > 0 and stats["preemptions"] > 0
+  assert stats["active"] == stats["waiting"] == 0
+  await release(engine, names)
+  assert held(engine) == 0
+
+
+@pytest.mark.parametrize("on_update", ("keep_kv", "recompute"))
+async def test_new_sessions_see_nothing_of_older_weights(
+    make, model, store, on_update
+):
+  engine = make(on_update=on_update)
+  tokens, spans = prompt(store, np.random.default_rng(5))
+  old = await engine.generate(
+      micro.prompt_of(tokens, spans), GREEDY, session="old"
+  )
+  micro.check_greedy(model, store, tokens, spans, old)
+  other = micro.MicroPolicy(nnx.Rngs(9))
+  engine.update_weights(1, other)
+  for name in ("new", "newer"):
+    got = await engine.generate(
+        micro.prompt_of(tokens, spans), GREEDY, session=name
+    )
+    micro.check_greedy(other, store, tokens, spans, got)
+  assert engine.stats()["shared_tokens"] == (len(tokens) - 1) // PAGE * PAGE
+  longer = np.append(tokens, [5, 6, 7]).astype(np.int32)
+  before = engine.stats()["prefilled_tokens"]
+  got = await engine.generate(
+      micro.prompt_of(longer, spans), GREEDY, session="old"
+  )
+  spent = engine.stats()["prefilled_tokens"] - before
+  if on_update == "keep_kv":
+    assert spent == 2  # The last one goes through decode.
+  else:
+    micro.check_greedy(other, store, longer, spans, got)
+
+
+async def test_an_update_in_the_middle_of_preemptions(make, model, store):
+  """Each token's version is that of the weights that drew it."""
+  engine = make(cache_tokens=72, on_update="recompute")
+  slow_down(engine)
+  other = micro.MicroPolicy(nnx.Rngs(9))
+  rng = np.random.default_rng(6)
+  prompts = [
+      micro.with_text(np.zeros(0, np.int32), rng, 9) for _ in range(4)
+  ]
+  seen = 0
+
+  def on_tokens(new):
+    nonlocal seen
+    seen += len(new)
+    if seen > 60 and engine.version == 0:
+      engine.update_weights(1, other)
+
+  async with asyncio.timeout(250):
+    done = await asyncio.gather(*(
+        engine.generate(
+            micro.prompt_of(p),
+            Sampling(max_new_tokens=45, temperature=0.0),
+            session=f"s{i}",
+            on_tokens=on_tokens,
+        )
+        for i, p in enumerate(prompts)
+    ))
+  assert engine.stats()["preemptions"] > 0
+  mixed = 0
+  for p, completion in zip(prompts, done):
+    full = np.append(p, completion.tokens)
+    by_weights = [
+        micro.reference_logprobs(m, store, full, ())[len(p) - 1 : -1]
+        for m in (model, other)
+    ]
+    assert (np.diff(completion.versions) >= 0).all()
+    mixed += len(set(completion.versions.tolist())) == 2
+    for i, (token, version) in enumerate(
+        zip(completion.tokens, completion.versions)
+    ):
+      row = by_weights[version][i]
+      assert token == row.argmax()
+      assert abs(completion.logprobs[i] - row.max()) < 1e-4
+  assert mixed
+
+
+async def test_between_turns_waits_for_the_preempted_too(make, model, store):
+  """Completions keep one version each, however often they begin again."""
+  engine = make(cache_tokens=72, update_policy="between_turns")
+  slow_down(engine)
+  rng = np.random.default_rng(6)
+  prompts = [
+      micro.with_text(np.zeros(0, np.int32), rng, 9) for _ in range(4)
+  ]
+  other = micro.MicroPolicy(nnx.Rngs(9))
+  told = []
+
+  def on_tokens(new):
+    del new
+    if not told and engine.stats()["preemptions"]:
+      told.append(engine.update_weights(1, other))
+
+  async with asyncio.timeout(250):
+    done = await asyncio.gather(*(
+        engine.generate(
+            micro.prompt_of(p),
+            Sampling(max_new_tokens=45, temperature=0.0),
+            session=f"s{i}",
+            on_tokens=on_tokens,
+        )
+        for i, p in enumerate(prompts)
+    ))
+    late = await engine.generate(
+        micro.prompt_of(prompts[0]), GREEDY, session="late"
+    )
+  assert told
+  for p, completion in zip(prompts, done):
+    (version,) = set(completion.versions.tolist())
+    weights = (model, other)[version]
+    micro.check_greedy(weights, store, p, (), completion)
+  assert set(late.versions.tolist()) == {1}
+
+
+async def test_a_prompt_that_cannot_be_placed_again_fails_alone(
+    make, model, store, monkeypatch
+):
+  """The second time it is asked, the processor raises."""
+  engine = make(cache_tokens=72, share_prefixes=False)
+  processor = engine._processor  # pylint: disable=protected-access
+  rng = np.random.default_rng(6)
+  prompts = [
+      micro.with_text(np.zeros(0, np.int32), rng, 9 + i) for i in range(4)
+  ]
+  asked, ask = set(), type(processor).positions
+
+  def positions(self, tokens, images, start=0):
+    if len(tokens) in asked and len(tokens) == 13:  # The last one's.
+      raise ValueError("not again")
+    asked.add(len(tokens))
+    return ask(self, tokens, images, start)
+
+  monkeypatch.setattr(type(processor), "positions", positions)
+  # As if what is known began later than where it is prefilled from.
+  placing = engine._scheduler._positions  # pylint: disable=protected-access
+  locate = placing.locate
+
+  def forgetful(request, start):
+    locate(request, start)
+    if len(request.prompt) == 12:
+      request.positions = request.positions[4:]
+      request.positions_from += 4
+
+  monkeypatch.setattr(placing, "locate", forgetful)
+  async with asyncio.timeout(100):
+    done = await asyncio.gather(
+        *(
+            engine.generate(
+                micro.prompt_of(p),
+                Sampling(max_new_tokens=20, temperature=0.0),
+                session=f"s{i}",
+            )
+            for i, p in enumerate(prompts)
+        ),
+        return_exceptions=True,
+    )
+  assert isinstance(done[3], ValueError) and "not again" in str(done[3])
+  for p, completion in zip(prompts[:3], done):
+    micro.check_greedy(model, store, p, (), completion)
+  assert engine.stats()["recoveries"] == 0
+
+
+def ends(engine, *requests):
+  """Sessions in the order in which they end, a round at a time."""
+  scheduler = engine._scheduler  # pylint: disable=protected-access
+  for request in requests:
+    scheduler.slots.enqueue(request)
+  order = []
+  for _ in range(100):
+    scheduler.step()
+    order += [r.session for r in scheduler.take_done()]
+    if len(order) == len(requests):
+      return order
+  raise AssertionError(f"only {order} ended")
+
+
+def test_priority_is_served_first(make):
+  engine = make(slots=1, decode_rows=(1,), prefill_rows=(1,))
+  requests = [
+      slots_lib.Request(f"p{p}", micro.prompt_of([3, 4]), GREEDY, priority=p)
+      for p in (3, 2, -1, 1)
+  ]
+  assert ends(engine, *requests) == ["p-1", "p1", "p2", "p3"]
+
+
+def test_a_later_request_of_less_weight_is_preempted(make):
+  engine = make(cache_tokens=micro.CONTEXT)
+  long = Sampling(max_new_tokens=50, temperature=0.0)
+  requests = [
+      slots_lib.Request(f"p{p}", micro.prompt_of([3, 4 + p]), long, priority=p)
+      for p in (2, 1, 0)
+  ]
+  assert ends(engine, *requests) == ["p0", "p1", "p2"]
+  assert engine.stats()["preemptions"] >= 2
+
+
+@pytest.mark.parametrize("urgent", (0, 1))
+def test_the_prompt_of_more_weight_is_prefilled_first(make, urgent):
+  engine = make(prefill_buckets=(8, 16), prefill_rows=(1,))
+  prefill, sizes = engine._programs.prefill, []  # pylint: disable=protected-access
+
+  def noted(pages, tokens, *rest):
+    sizes.append(tokens.shape[1])
+    prefill(pages, tokens, *rest)
+
+  engine._programs.prefill = noted  # pylint: disable=protected-access
+  rng = np.random.default_rng(9)
+  requests = [
+      slots_lib.Request(
+          f"{length}",
+          micro.prompt_of(micro.with_text(np.zeros(0, np.int32), rng, length)),
+          GREEDY,
+          priority=abs(i - urgent),
+      )
+      for i, length in enumerate((6, 33))
+  ]
+  ends(engine, *requests)
+  assert sizes == ([8, 16, 16] if urgent == 0 else [16, 16, 8])
+
+
+@pytest.mark.parametrize("calls", (1, None))
+def test_a_long_prompt_does_not_hold_up_the_others(make, calls):
+  engine = make(prefill_calls_per_round=calls)
+  rng = np.random.default_rng(7)
+  short, long = (
+      slots_lib.Request(
+          name,
+          micro.prompt_of(micro.with_text(np.zeros(0, np.int32), rng, length)),
+          Sampling(max_new_tokens=new, temperature=0.0),
+      )
+      for name, length, new in (("short", 5, 8), ("long", 56, 4))
+  )
+  # Seven chunks and one decode call, against one chunk and two.
+  order = ["long", "short"] if calls is None else ["short", "long"]
+  assert ends(engine, short, long) == order
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    (
+        (dict(cache_tokens=63), "cache_tokens must be >= context_length=64"),
+        (dict(page_size=0), "page_size must be >= 1, got 0"),
+    ),
+)
+def test_bad_sizes_are_refused(make, options, message):
+  with pytest.raises(ValueError, match=message):
+    make(**options)
+
+
+@pytest.mark.parametrize("page_size", (1, 5, 64, 200))
+def test_any_page_size_gives_the_same(make, model, store, page_size):
+  engine = make(page_size=page_size, window_buckets=(30,))
+  tokens, spans = prompt(store, np.random.default_rng(8))
+  for _ in range(2):
+    (got,) = micro.generate(
+        engine, ("s", micro.prompt_of(tokens, spans), GREEDY)
+    )
+    micro.check_greedy(model, store, tokens, spans, got)
+    tokens = np.append(tokens, got.tokens)

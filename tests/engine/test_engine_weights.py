@@ -1,0 +1,199 @@
+"""New weights under a running engine, and its rest between them."""
+
+import asyncio
+import time
+
+from engine_service import make_fixture  # noqa: F401
+from engine_service import model_fixture  # noqa: F401
+from engine_service import PROMPT
+from engine_service import scaled
+from engine_service import store_fixture  # noqa: F401
+from engine_service import until
+from engine_service import with_params
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rollout_micro_policy as micro
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import slots as slots_lib
+
+# Compiling takes seconds, on a busy machine minutes.
+pytestmark = pytest.mark.timeout(300)
+Sampling = policy_client.SamplingParams
+
+
+def drive(engine, request, updates):
+  """Runs rounds in this thread; `updates[i]` come before round i."""
+  scheduler = engine._scheduler  # pylint: disable=protected-access
+  scheduler.slots.enqueue(request)
+  for i in range(50):
+    if i in updates:
+      version, params = updates[i]
+      scheduler.set_weights(
+          version, engine._programs.prepare_params(params)  # pylint: disable=protected-access
+      )
+    scheduler.step()
+    if scheduler.take_done():
+      return request.outcome
+  raise AssertionError("the request did not end")
+
+
+def swap(make, model, **options):
+  params = scaled(model, 1.3)
+  request = slots_lib.Request(
+      "w", PROMPT, Sampling(max_new_tokens=10, temperature=0.0)
+  )
+  got = drive(make(**options), request, {1: (7, params)})
+  return got, with_params(params)
+
+
+def test_weights_swap_in_the_middle_of_a_completion(make, model):
+  got, new_model = swap(make, model)
+  assert got.versions.tolist() == [0] * 4 + [7] * 6
+  # By hand: old weights fill the cache up to the swap, new ones go on.
+  cache = model.init_cache(1, micro.CONTEXT)
+  known = [*PROMPT.tokens.tolist(), *got.tokens.tolist()]
+  for i in range(len(known) - 1):
+    policy = model if i < len(PROMPT) + 4 - 1 else new_model
+    place = jnp.full((1, 1, 3), i, jnp.int32)
+    hidden, cache = policy.extend(
+        jnp.asarray([[known[i]]]), place, jnp.asarray([i]), jnp.asarray([1]),
+        cache,
+    )  # fmt: skip
+    if i < len(PROMPT) - 1:
+      continue
+    logits = policy.logits(hidden)[0, 0]
+    logits = logits.at[jnp.array([micro.PAD, micro.IMAGE])].set(-jnp.inf)
+    logprobs = jax.nn.log_softmax(logits)
+    sampled = i - (len(PROMPT) - 1)
+    assert int(logprobs.argmax()) == got.tokens[sampled]
+    np.testing.assert_allclose(
+        logprobs.max(), got.logprobs[sampled], atol=1e-4
+    )
+
+
+def test_recompute_gives_what_the_new_weights_say(make, model, store):
+  got, new_model = swap(make, model, on_update="recompute")
+  kept, _ = swap(make, model)
+  full = np.append(PROMPT.tokens, got.tokens)
+  rows = micro.reference_logprobs(new_model, store, full, ())
+  rows = rows[len(PROMPT) - 1 : -1][4:]
+  np.testing.assert_array_equal(got.tokens[4:], rows.argmax(-1))
+  np.testing.assert_allclose(got.logprobs[4:], rows.max(-1), atol=1e-4)
+  assert not np.allclose(got.logprobs, kept.logprobs, atol=1e-4)
+
+
+def test_between_turns_never_mixes_versions(make, model):
+  got, _ = swap(make, model, update_policy="between_turns")
+  assert got.versions.tolist() == [0] * 10
+
+
+async def test_updates_under_load_are_monotonic(make, model):
+  engine = make(update_policy="immediate")
+  versions = []
+
+  async def play(i):
+    for _ in range(6):
+      got = await engine.generate(
+          PROMPT, Sampling(max_new_tokens=16), session=f"u{i}"
+      )
+      assert (np.diff(got.versions) >= 0).all()
+      versions.extend(got.versions.tolist())
+
+  def publish():
+    for version in range(1, 30):
+      # A learner that donates its buffers publishes copies.
+      params = scaled(model, 1 + version / 100)
+      engine.update_weights(version, params).result(100)
+      time.sleep(0.002)
+
+  publisher = asyncio.create_task(asyncio.to_thread(publish))
+  await asyncio.gather(*(play(i) for i in range(6)))
+  await publisher
+  assert len(set(versions)) > 3 and engine.version == 29
+  last = await engine.generate(PROMPT, Sampling(max_new_tokens=2), session="z")
+  assert last.versions.tolist() == [29, 29]
+
+
+async def test_an_update_precedes_requests_submitted_after_it(make, model):
+  engine = make()
+  for version in range(1, 6):
+    engine.update_weights(version, scaled(model, 1.0))
+    got = await engine.generate(
+        PROMPT, Sampling(max_new_tokens=2), session="a"
+    )
+    assert got.versions.tolist() == [version] * 2
+
+
+async def test_vision_follows_the_weights(make, model, store):
+  engine = make()
+  rng = np.random.default_rng(0)
+  tokens, spans = micro.with_image(
+      np.array([3], np.int32), (), micro.picture(store, rng)
+  )
+  prompt = micro.prompt_of(micro.with_text(tokens, rng, 2), spans)
+  greedy = Sampling(max_new_tokens=3, temperature=0.0)
+  await engine.generate(prompt, greedy, session="a")
+  params = scaled(model, 1.0)
+  params["vision"][...] = params["vision"][...] * -1.0
+  engine.update_weights(1, params)
+  got = await engine.generate(prompt, greedy, session="b")
+  full = np.append(prompt.tokens, got.tokens)
+  rows = micro.reference_logprobs(with_params(params), store, full, spans)
+  np.testing.assert_allclose(
+      got.logprobs, rows[len(prompt) - 1 : -1].max(-1), atol=1e-4
+  )
+
+
+async def test_a_pause_holds_requests_and_loses_none(make, model):
+  engine = make()
+  sampling = Sampling(max_new_tokens=30, temperature=0.0)
+  seen = []
+  running = asyncio.ensure_future(
+      engine.generate(
+          PROMPT, sampling, session="a", on_tokens=lambda t: seen.extend(t)
+      )
+  )
+  await until(lambda: seen)
+  await asyncio.wait_for(asyncio.wrap_future(engine.pause()), 60)
+  late = asyncio.ensure_future(
+      engine.generate(PROMPT, sampling, session="b")
+  )
+  await asyncio.sleep(0.05)
+  held, steps = len(seen), engine.stats()["decode_steps"]
+  await asyncio.sleep(0.1)
+  assert engine.stats()["decode_steps"] == steps
+  done = running.done()  # It may have been as fast as the pause.
+  assert not late.done() and (done or held < 30)
+  engine.update_weights(3, scaled(model, 1.3))
+  engine.resume()
+  first, second = await asyncio.wait_for(asyncio.gather(running, late), 60)
+  assert len(first.tokens) == 30
+  if not done:
+    assert first.versions.tolist() == [0] * held + [3] * (30 - held)
+  assert set(second.versions.tolist()) == {3}
+
+
+def test_weights_that_do_not_fit_are_refused(make, model):
+  engine = make()
+  pure = nnx.to_pure_dict(nnx.state(model))
+  with pytest.raises(ValueError, match="missing qkv"):
+    engine.update_weights(1, {k: v for k, v in pure.items() if k != "qkv"})
+  with pytest.raises(ValueError, match="unknown extra"):
+    engine.update_weights(1, pure | {"extra": jnp.zeros(2)})
+  with pytest.raises(ValueError, match=r"output has shape \(3,\)"):
+    engine.update_weights(1, pure | {"output": jnp.zeros(3)})
+  with pytest.raises(ValueError, match="version"):
+    engine.update_weights(-1, pure)
+  for params in (pure, model, nnx.state(model)):
+    assert engine.update_weights(2, params).result(100) == 2
+
+
+async def test_the_engine_copies_its_first_weights(make):
+  model = micro.MicroPolicy(nnx.Rngs(0))
+  engine = make(model=model)
+  for leaf in jax.tree.leaves(nnx.state(model)):
+    leaf.delete()
+  await engine.generate(PROMPT, Sampling(max_new_tokens=2), session="a")

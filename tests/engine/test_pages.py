@@ -1,0 +1,225 @@
+"""Pages of the KV cache: who holds them, and what is found in them."""
+
+import hypothesis
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import cached_sequence
+from tunix.rl.multi_turn.engine import pages as pages_lib
+
+SIZE = 4
+
+
+def image(seed, offset, count=3):
+  pixels = np.random.default_rng(seed).integers(0, 255, (8, 8, 3), np.uint8)
+  ref = images_lib.ImageStore().put(pixels)
+  return trajectory.ImageSpan(ref, offset, count)
+
+
+def sequence(pool, share=True):
+  return cached_sequence.CachedSequence(pool, share)
+
+
+def fill(seq, tokens, spans=()):
+  """Computes all but the last token, as the engine does."""
+  tokens = np.asarray(tokens, np.int32)
+  seq.begin(tokens, spans, len(tokens) - 1)
+  found = seq.cached
+  assert seq.grow(len(tokens))
+  seq.advance(len(tokens) - 1)
+  return found
+
+
+class Model:
+  """What every page of a pool holds, written by hand."""
+
+  def __init__(self, pages, share):
+    self.pool = pages_lib.PagePool(pages, SIZE)
+    self.share = share
+    self.content = [None] * (pages * SIZE)
+    self.sequences = {}
+    self.weights = 0
+
+  def check_found(self, seq, own):
+    """What came from others is all of the present weights."""
+    if seq.cached > own:
+      for i in range(seq.cached):
+        place = seq.pages[i // SIZE] * SIZE + i % SIZE
+        assert self.content[place][0] == self.weights
+
+  def check(self):
+    held = {}
+    for seq in self.sequences.values():
+      for page in seq.pages:
+        assert page != 0
+        held[page] = held.get(page, 0) + 1
+      # Everything before it, since keys and values depend on all of it.
+      for i in range(seq.cached):
+        place = seq.pages[i // SIZE] * SIZE + i % SIZE
+        assert self.content[place][1] == tuple(seq.tokens[: i + 1])
+    assert self.pool.available == self.pool.capacity - len(held)
+    if not self.share:
+      assert all(count == 1 for count in held.values())
+
+  def write(self, seq, start, end):
+    for i in range(start, end):
+      page = seq.pages[i // SIZE]
+      readers = [s for s in self.sequences.values() if page in s.pages]
+      assert readers == [seq]
+      computed = (self.weights, tuple(seq.tokens[: i + 1]))
+      self.content[page * SIZE + i % SIZE] = computed
+
+
+TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=18)
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(
+    pages=st.integers(6, 16),
+    share=st.booleans(),
+    steps=st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.sampled_from(("run", "run", "run", "rest", "clear", "forget")),
+            TOKENS,
+            st.integers(1, 18),
+        ),
+        max_size=30,
+    ),
+)
+def test_pages_hold_what_their_sequences_say(pages, share, steps):
+  """Any order of beginning, growing, resting, clearing and new weights."""
+  model = Model(pages, share)
+  for name, action, tokens, chunk in steps:
+    seq = model.sequences.setdefault(name, sequence(model.pool, share))
+    if action == "clear":
+      seq.clear()
+    elif action == "rest":
+      seq.rest()
+    elif action == "forget":  # New weights.
+      model.weights += 1
+      model.pool.forget()
+      for other in model.sequences.values():
+        other.outdate()
+    else:
+      tokens = np.asarray(tokens, np.int32)
+      before = seq.tokens[: seq.cached].copy()
+      common = seq.begin(tokens, (), len(tokens) - 1)
+      n = min(len(before), len(tokens))
+      differ = np.flatnonzero(before[:n] != tokens[:n])
+      assert common == (differ[0] if len(differ) else n)
+      assert seq.cached <= len(tokens) - 1
+      model.check()
+      model.check_found(seq, min(common, len(tokens) - 1))
+      if not seq.grow(len(tokens)):
+        seq.rest()
+        model.check()
+        continue
+      for start in range(seq.cached, len(tokens) - 1, chunk):
+        end = min(start + chunk, len(tokens) - 1)
+        model.write(seq, start, end)
+        seq.advance(end)
+        model.check()
+    model.check()
+  for seq in model.sequences.values():
+    seq.clear()
+  assert model.pool.available == model.pool.capacity
+
+
+def test_equal_beginnings_share_whole_pages():
+  pool = pages_lib.PagePool(32, SIZE)
+  a, b = sequence(pool), sequence(pool)
+  assert fill(a, range(10)) == 0
+  assert fill(b, [*range(8), 50, 51, 52]) == 8
+  assert a.pages[:2] == b.pages[:2] and a.pages[2] != b.pages[2]
+  assert pool.found == 2
+  alone = sequence(pool, share=False)
+  assert fill(alone, range(10)) == 0
+
+
+def test_the_last_token_is_never_taken_from_the_cache():
+  pool = pages_lib.PagePool(32, SIZE)
+  fill(sequence(pool), range(9))
+  for n in range(2, 9):
+    seq = sequence(pool)
+    seq.begin(np.arange(n, dtype=np.int32), (), n - 1)
+    assert seq.cached == (n - 1) // SIZE * SIZE
+    seq.clear()
+
+
+def test_pages_outlive_their_sequence_until_they_are_needed():
+  pool = pages_lib.PagePool(8, SIZE)
+  a = sequence(pool)
+  fill(a, range(13))
+  a.clear()
+  assert pool.available == pool.capacity and pool.kept == 3
+  b = sequence(pool)
+  assert fill(b, [*range(13), 90]) == 12
+  b.clear()
+  c = sequence(pool)
+  assert c.grow(28)  # All there is.
+  c.clear()
+  assert fill(sequence(pool), range(13)) == 0
+
+
+def test_the_end_of_a_sequence_goes_first():
+  pool = pages_lib.PagePool(8, SIZE)
+  a = sequence(pool)
+  fill(a, range(17))
+  a.clear()
+  other = sequence(pool)
+  assert other.grow(5 * SIZE)  # Three free ones, and two of the kept.
+  again = sequence(pool)
+  again.begin(np.arange(17, dtype=np.int32), (), 16)
+  assert again.cached == 8
+
+
+def test_other_pixels_are_another_page():
+  pool = pages_lib.PagePool(32, SIZE)
+  tokens = [7, 1, 1, 1, 8, 9, 10, 11, 12]
+  first = fill(sequence(pool), tokens, (image(0, 1),))
+  assert first == 0
+  assert fill(sequence(pool), tokens, (image(1, 1),)) == 0
+  assert fill(sequence(pool), tokens, (image(0, 1),)) == 8
+  # The same pixels one token later in the run are other vision tokens.
+  assert pages_lib.page_key(
+      b"", np.array([1, 1]), 4, (image(0, 3),)
+  ) != pages_lib.page_key(b"", np.array([1, 1]), 4, (image(0, 2, 4),))
+
+
+def test_what_others_may_read_is_not_written():
+  pool = pages_lib.PagePool(32, SIZE)
+  a, b = sequence(pool), sequence(pool)
+  fill(a, range(10))
+  fill(b, range(10))
+  # b goes on otherwise from the middle of a page that a reads too.
+  b.begin(np.array([0, 1, 2, 3, 4, 5, 60, 61, 62], np.int32), (), 8)
+  assert b.cached == 4 and b.pages == a.pages[:1]
+  b.clear()
+  # Held alone, the page is written, and found no more.
+  a.begin(np.array([0, 1, 2, 3, 4, 5, 60, 61, 62], np.int32), (), 8)
+  assert a.cached == 6
+  a.clear()
+  assert fill(sequence(pool), range(10)) == 4
+
+
+def test_older_weights_stay_with_their_sequence():
+  pool = pages_lib.PagePool(32, SIZE)
+  a = sequence(pool)
+  fill(a, range(9))
+  pool.forget()
+  a.outdate()
+  assert fill(a, range(17)) == 8  # Its own.
+  assert fill(sequence(pool), range(17)) == 0
+  a.begin(np.array([90, 91, 92, 93, 94], np.int32), (), 4)  # All is new.
+  a.grow(5)
+  a.advance(4)
+  assert fill(sequence(pool), [90, 91, 92, 93, 94]) == 4
+
+
+@pytest.mark.parametrize("pages", (0, 1))
+def test_a_pool_needs_pages(pages):
+  with pytest.raises(ValueError, match="pages must be >= 2"):
+    pages_lib.PagePool(pages, SIZE)

@@ -1,0 +1,14 @@
+"""Fixtures that the tests of the OpenAI-compatible server share."""
+
+import pytest
+
+
+@pytest.fixture(scope="session", name="running")
+def _running():
+  """A server; only what can be undone may be done to it."""
+  import rollout_server  # Not before a test asks for it: it is slow to import.
+
+  with rollout_server.Running(features=("details", "grammar")) as running:
+    yield running
+    stats = running.engine.stats()
+    assert stats["compiles_after_warm_up"] == stats["compiles_on_demand"] == 0

@@ -1,0 +1,370 @@
+"""How completions end, what they are held to and what is told of them, asked
+by the real `openai` client."""
+
+import json
+import re
+
+import numpy as np
+import openai
+import pytest
+from rollout_server import ask
+from rollout_server import export
+from rollout_server import MODEL
+from rollout_server import screenshot
+from rollout_server import start
+from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.tool_parser import qwen
+from tunix.rl.multi_turn.serving import stops
+
+pytestmark = pytest.mark.timeout(300)
+USER = [{"role": "user", "content": "go"}]
+POINT = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer", "minimum": 0, "maximum": 99},
+        "button": {"enum": ["left", "right"]},
+    },
+    "required": ["x", "button"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "click", "parameters": POINT}},
+    {"type": "function", "function": {"name": "wait", "parameters": {
+        "type": "object", "properties": {}, "additionalProperties": False}}},
+]  # pyformat: disable
+
+
+def schema(value):
+  return {
+      "type": "json_schema",
+      "json_schema": {"name": "point", "schema": value, "strict": True},
+  }
+
+
+# --- alternatives -------------------------------------------------------------
+
+
+def test_alternatives_are_told_in_every_shape(running):
+  client = running.client()
+  decoder = running.app._service.policy.decoder
+  chat = ask(
+      client,
+      USER,
+      logprobs=True,
+      top_logprobs=3,
+      extra_body={"return_raw_logprobs": True, "min_p": 0.001},
+  )
+  choice = chat.choices[0]
+  plain = ask(client, USER, logprobs=True, extra_body={"min_p": 0.001})
+  assert choice.token_ids == plain.choices[0].token_ids
+  for told in choice.logprobs.content:
+    assert len(told.top_logprobs) == 3
+    given = [t.logprob for t in told.top_logprobs]
+    assert given == sorted(given, reverse=True)
+    assert told.logprob <= given[0] + 1e-6
+  assert len(choice.raw_logprobs) == len(choice.token_ids)
+  assert not hasattr(plain.choices[0], "raw_logprobs")
+  old = client.completions.create(
+      model=MODEL,
+      prompt=chat.prompt_token_ids,
+      logprobs=3,
+      max_tokens=6,
+      seed=1,
+      extra_body={"min_p": 0.001},
+  )
+  new = client.responses.create(
+      model=MODEL,
+      input="go",
+      include=["message.output_text.logprobs"],
+      top_logprobs=3,
+      max_output_tokens=6,
+      extra_body={"seed": 1, "min_p": 0.001},
+  )
+  parts = new.output[0].content[0].logprobs
+  for i, told in enumerate(choice.logprobs.content):
+    want = {t.token: pytest.approx(t.logprob, abs=1e-4)
+            for t in told.top_logprobs}  # pyformat: disable
+    got = old.choices[0].logprobs.top_logprobs[i]
+    assert decoder.token(choice.token_ids[i]) in got or any(
+        name.startswith("bytes:") for name in got
+    )
+    assert {k: v for k, v in got.items() if k in want}.items() <= want.items()
+    assert {t.token: t.logprob for t in parts[i].top_logprobs} == want
+
+
+def test_what_cannot_be_sampled_is_no_alternative(running):
+  answer = ask(
+      running.client(),
+      USER,
+      logprobs=True,
+      top_logprobs=5,
+      extra_body={"top_k": 2},
+  )
+  for told in answer.choices[0].logprobs.content:
+    total = sum(np.exp(t.logprob) for t in told.top_logprobs)
+    assert len(told.top_logprobs) == 2 and total == pytest.approx(1, abs=1e-4)
+
+
+# --- stop strings -------------------------------------------------------------
+
+
+def long_answer(running, seed, **options):
+  client = running.client()
+  return ask(client, USER, max_tokens=32, seed=seed, **options).choices[0]
+
+
+def a_part(text, decode, ids):
+  """A string inside of a text that its own tokens show."""
+  for at in range(3, len(text) - 3):
+    part = text[at : at + 3]
+    if "\ufffd" not in part and part in decode(ids):
+      return part
+  raise AssertionError(text)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stop_string_ends_text_before_it_and_tokens_with_it(running, seed):
+  decode = running.renderer.decode
+  whole = long_answer(running, seed)
+  text = whole.message.content
+  stop = a_part(text, decode, whole.token_ids)
+  cut = long_answer(running, seed, stop=["not there", stop], logprobs=True)
+  assert cut.finish_reason == "stop"
+  assert cut.message.content == text[: text.index(stop)]
+  ids = cut.token_ids
+  assert ids == whole.token_ids[: len(ids)]
+  assert stop in decode(ids) and stop not in decode(ids[:-1])
+  assert len(cut.logprobs.content) == len(ids)
+  events = list(
+      ask(
+          running.client(),
+          USER,
+          max_tokens=32,
+          seed=seed,
+          stop=stop,
+          stream=True,
+      )
+  )
+  told = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
+  assert told == cut.message.content
+  assert events[-1].choices[0].token_ids == ids
+
+
+def test_what_comes_after_a_stop_string_keeps_its_tokens(running):
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  whole = long_answer(running, 1)
+  stop = a_part(whole.message.content, running.renderer.decode, whole.token_ids)
+  first = ask(client, USER, max_tokens=32, stop=stop, seed=1)
+  choice = first.choices[0]
+  told = {"role": "assistant", "content": choice.message.content}
+  second = ask(client, [*USER, told, *USER])
+  known = first.prompt_token_ids + choice.token_ids
+  assert second.prompt_token_ids[: len(known)] == known
+  (found,) = export(running, session, style="concat").values()
+  trained = np.sum(found["tensor_dict"]["loss_mask"])
+  assert trained == len(choice.token_ids) + len(second.choices[0].token_ids)
+
+
+def test_a_completion_whose_stop_string_is_told_again_goes_on(running):
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+
+  def complete(prompt, **options):
+    answer = client.completions.create(
+        model=MODEL, prompt=prompt, seed=2,
+        extra_body={"return_token_ids": True}, **options
+    )  # pyformat: disable
+    return answer.choices[0]
+
+  free = complete("Think:", max_tokens=32)
+  text = running.renderer.decode(free.token_ids)
+  # One that ends where its last token does, as an agent's "Observation:" may.
+  ends = [
+      running.renderer.decode(free.token_ids[:i]) for i in range(4, 30)
+  ]
+  end = next(e for e in ends if text.startswith(e) and text.find(e[-3:]) == (
+      len(e) - 3
+  ))  # pyformat: disable
+  stop = end[-3:]
+  cut = complete("Think:", max_tokens=32, stop=stop)
+  assert cut.text == end[:-3]
+  again = complete("Think:" + cut.text + stop + " seen", max_tokens=4)
+  known = cut.prompt_token_ids + cut.token_ids
+  assert again.prompt_token_ids[: len(known)] == known
+
+
+def test_strings_are_found_where_characters_are_split():
+  names = [b"a\xe2\x98", b"\x83b", b"\xe2", b"\x98\x83c"]
+  watch = stops.StopStrings(["\u2603c"], names.__getitem__, [9])
+  assert watch(np.array([0, 1])) is None
+  assert watch(np.array([0, 1, 9, 2])) is None
+  assert watch(np.array([0, 1, 9, 2, 3, 0])) == 5
+  assert watch.cut("a\u2603b\u2603c") == "a\u2603b"
+
+
+# --- grammars -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_is_what_its_schema_describes(running, seed):
+  answer = ask(
+      running.client(),
+      [screenshot(seed)],
+      response_format=schema(POINT),
+      max_tokens=32,
+      seed=seed,
+      logprobs=True,
+      top_logprobs=20,
+  )
+  choice = answer.choices[0]
+  assert choice.finish_reason == "stop"
+  found = json.loads(choice.message.content)
+  assert set(found) == {"x", "button"} and 0 <= found["x"] <= 99
+  assert found["button"] in ("left", "right")
+  assert choice.token_ids[-1] == running.renderer.end_of_turn_id
+  for told in choice.logprobs.content:
+    given = [t.logprob for t in told.top_logprobs]
+    if len(given) < 20:  # All that the grammar left.
+      assert sum(np.exp(given)) == pytest.approx(1, abs=1e-3)
+  assert running.renderer.image_token_id not in choice.token_ids
+
+
+def test_every_endpoint_can_hold_its_answers(running):
+  client = running.client()
+  pattern = "(left|right)-[0-9]{3}"
+  texts = [
+      ask(
+          client, USER, max_tokens=32, extra_body={"guided_regex": pattern}
+      ).choices[0].message.content,
+      client.completions.create(
+          model=MODEL, prompt="x", max_tokens=32,
+          extra_body={"guided_regex": pattern},
+      ).choices[0].text,
+      client.responses.create(
+          model=MODEL, input="x", extra_body={"guided_regex": pattern}
+      ).output_text,
+  ]  # pyformat: disable
+  assert all(re.fullmatch(pattern, text) for text in texts), texts
+  told = client.responses.create(
+      model=MODEL,
+      input="x",
+      text={"format": {"type": "json_schema", "name": "p", "schema": POINT}},
+  )
+  assert json.loads(told.output_text)["button"] in ("left", "right")
+  assert told.text.format.type == "json_schema"
+
+
+def test_a_tool_must_be_called_where_it_is_said_so(running, monkeypatch):
+  client = running.client()
+  policy = running.app._service.policy
+  # Leaves room in the small context.
+  monkeypatch.setattr(policy, "parser", qwen.QwenToolParser(compact=True))
+  strict = [{**t, "function": t["function"] | {"strict": True}} for t in TOOLS]
+  for stream in (False, True):
+    answer = ask(
+        client,
+        USER,
+        tools=strict,
+        tool_choice={"type": "function", "function": {"name": "click"}},
+        max_tokens=96,
+        stream=stream,
+    )
+    if stream:
+      deltas = [e.choices[0].delta for e in answer if e.choices]
+      (call,) = [c for d in deltas for c in d.tool_calls or ()]
+    else:
+      assert answer.choices[0].finish_reason == "tool_calls"
+      (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "click"
+    found = json.loads(call.function.arguments)
+    assert set(found) == {"x", "button"} and 0 <= found["x"] <= 99
+  names = set()
+  for seed in range(6):
+    answer = ask(
+        client,
+        USER,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=96,
+        seed=seed,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    names.add(call.function.name)
+  assert names <= {"click", "wait"}
+  answer = client.responses.create(
+      model=MODEL,
+      input="go",
+      tools=[{"type": "function", **TOOLS[0]["function"], "strict": True}],
+      tool_choice={"type": "function", "name": "click"},
+  )
+  (call,) = answer.output
+  assert call.type == "function_call"
+  assert set(json.loads(call.arguments)) == {"x", "button"}
+
+
+def test_a_strict_tool_need_not_be_called(running, monkeypatch):
+  policy = running.app._service.policy
+  monkeypatch.setattr(policy, "parser", qwen.QwenToolParser(compact=True))
+  strict = [{**t, "function": t["function"] | {"strict": True}} for t in TOOLS]
+  asked = []
+  monkeypatch.setattr(
+      policy.grammars, "start",
+      lambda source, start=policy.grammars.start: (
+          asked.append(source) or start(source)
+      ),
+  )  # pyformat: disable
+  held = ask(running.client(), USER, tools=strict)
+  free = ask(running.client(), USER, tools=TOOLS)
+  assert len(asked) == 1 and "lazy" in asked[0]
+  # What is strict is not for the policy to read.
+  assert held.prompt_token_ids == free.prompt_token_ids
+  assert held.choices[0].token_ids
+
+
+def test_held_answers_are_trained_on_with_their_log_probs(running):
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  answer = ask(
+      client, USER, n=2, response_format=schema(POINT), max_tokens=32,
+      logprobs=True, top_logprobs=2,
+  )  # pyformat: disable
+  assert len({tuple(c.token_ids) for c in answer.choices}) == 2
+  found = export(running, session)
+  for choice in answer.choices:
+    one = found[choice.interaction_id]["tensor_dict"]
+    mask = np.array(one["loss_mask"][0], bool)
+    assert np.array(one["input_ids"][0])[mask].tolist() == choice.token_ids
+    np.testing.assert_allclose(
+        np.array(one["logprobs"][0])[mask],
+        [t.logprob for t in choice.logprobs.content],
+        atol=1e-6,
+    )
+  held = running.app._service.store.get(session["session_id"]).interactions
+  assert all(i.completion.top_tokens is None for i in held)
+
+
+def test_without_the_library_a_grammar_is_refused(running, monkeypatch):
+  monkeypatch.setattr(running.app._service.policy, "grammars", None)
+  with pytest.raises(openai.BadRequestError) as refused:
+    ask(running.client(), USER, response_format=schema(POINT))
+  assert "tunix-multi-turn[grammar]" in refused.value.message
+
+
+def test_tools_that_a_parser_has_no_words_for_are_refused(
+    running, monkeypatch
+):
+  policy = running.app._service.policy
+  for parser, options, words in (
+      (tool_parser.make_tool_parser("ui_tars"), {}, "its own actions only"),
+      (
+          qwen.QwenToolParser("xml", compact=True),
+          {"tool_choice": "required"},
+          "no grammar",
+      ),
+  ):
+    monkeypatch.setattr(policy, "parser", parser)
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
+      ask(running.client(), USER, tools=TOOLS, **options)
+    assert refused.value.param == "tools"

@@ -1,0 +1,105 @@
+"""Requests' bodies are read as the standard library reads them, only faster."""
+
+import json
+
+import hypothesis
+from hypothesis import strategies
+import pytest
+from tunix.rl.multi_turn.serving import errors
+from tunix.rl.multi_turn.serving import fields
+
+MANY = 1 << 30
+SCALARS = (
+    strategies.none()
+    | strategies.booleans()
+    | strategies.integers(-(2**63), 2**64 - 1)
+    | strategies.floats(allow_nan=False, allow_infinity=False)
+    | strategies.text()
+)
+VALUES = strategies.recursive(
+    SCALARS,
+    lambda inner: strategies.lists(inner, max_size=4)
+    | strategies.dictionaries(strategies.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def read(body, **limits):
+  return fields.read_json(body, MANY, **limits)
+
+
+@hypothesis.settings(deadline=None, max_examples=200)
+@hypothesis.given(
+    strategies.dictionaries(strategies.text(), VALUES, max_size=4),
+    strategies.booleans(),
+    strategies.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32-le"]),
+)
+def test_every_object_is_read_and_written_as_it_is(value, ascii_, encoding):
+  body = json.dumps(value, ensure_ascii=ascii_).encode(encoding)
+  found = read(body)
+  assert found == value
+  # `1 == 1.0 == True`, but not to who reads a seed.
+  assert json.dumps(found) == json.dumps(value)
+  assert json.loads(fields.written(value)) == value
+
+
+def test_what_only_the_standard_library_reads_is_read():
+  deep = b'{"a": ' + b"[" * 2000 + b"]" * 2000 + b"}"
+  if isinstance(_loaded(deep), dict):
+    assert read(deep) == _loaded(deep)
+  pair = json.dumps({"a": "\U0001f642"})
+  assert "\\ud83d" in pair and read(pair.encode()) == {"a": "\U0001f642"}
+
+
+def _loaded(body):
+  try:
+    return json.loads(body)
+  except RecursionError:
+    return None
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        (b'{"a": NaN}', "NaN is no finite number"),
+        (b'{"a": -Infinity}', "-Infinity is no finite number"),
+        (b'{"a": 1e999}', "1e999 is no finite number"),
+        (b'{"a": "\\ud800"}', "a holds half a surrogate pair"),
+        (b'{"a": [{"b": "\\udc00"}]}', r"a\[0\].b holds half"),
+        (b'{"a": 1', "not JSON"),
+        (b'{"a": "\xff"}', "not JSON"),
+        (b'{"a": "\n"}', "not JSON"),
+        (b"", "not JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b'{"a": ' + b"[" * 200_000, "not JSON"),
+    ],
+)
+def test_what_is_wrong_is_said(body, words):
+  with pytest.raises(errors.ApiError, match=words) as refused:
+    read(body)
+  assert refused.value.status == 400
+
+
+def test_too_many_values_are_refused_before_they_are_parsed(monkeypatch):
+  monkeypatch.setattr(fields, "_COUNTED", 0)
+  ids = b'{"prompt": [%s]}' % b",".join([b"1"] * 1001)
+  assert len(read(ids, max_values=1000)["prompt"]) == 1001  # 1000 commas.
+  more = b'{"prompt": [%s]}' % b",".join([b"1"] * 1002)
+  monkeypatch.setattr(fields.orjson, "loads", None)
+  with pytest.raises(errors.ApiError, match="than 1,000 values") as refused:
+    read(more, max_values=1000)
+  assert refused.value.status == 413
+  with pytest.raises(errors.ApiError, match="more than 10 bytes"):
+    fields.read_json(more, 10)
+
+
+def test_too_many_tokens_are_refused_before_any_is_looked_at():
+  class Counting(int):
+    """Its type says that it was looked at."""
+
+  with pytest.raises(errors.ApiError, match="3 tokens, the context 2") as told:
+    fields.token_ids("prompt", [Counting(1)] * 3, 2)
+  assert told.value.code == "context_length_exceeded"
+  assert fields.token_ids("prompt", [1, 2], 2) == (1, 2)
+  with pytest.raises(errors.ApiError, match="list of token ids"):
+    fields.token_ids("prompt", [Counting(1)] * 2, 2)

@@ -1,0 +1,89 @@
+"""The command that serves a policy."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import openai
+import pytest
+from tunix.rl.multi_turn.serving import serve
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["no_such_policy"], ["no_such_policy", "tiny_vl"]),
+        (["tiny_vl", "--host", "0.0.0.0"], ["--host=0.0.0.0", "--token-file"]),
+        (["tiny_vl", "--screen", "big"], ["--screen=big", "1280x720"]),
+        (
+            ["tiny_vl", "--limit-mm-per-prompt", "64"],
+            ["--limit-mm-per-prompt=64", '{"image": 64}'],
+        ),
+        (["tiny_vl", "--allowed-media-domains", "*"], ["*"]),
+        (["tiny_vl", "--port", "99999"], ["--port=99999"]),
+        (["tiny_vl", "--features", "magic"], ["--features=magic", "grammar"]),
+        (["tiny_vl", "--image-memory", "0"], ["--image-memory=0", "MiB"]),
+        (["tiny_vl", "--weights", "int8"], ["int8", "TinyVL"]),
+        (["tiny_vl", "--tool-parser", "telepathy"], ["telepathy", "qwen"]),
+        (["tiny_vl", "--token-file", "/nonexistent"], ["/nonexistent"]),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_to_do(
+    argv, words, capsys, monkeypatch
+):
+  monkeypatch.delenv(serve.TOKEN_VARIABLE, raising=False)
+  if "--screen" not in argv:
+    argv = [*argv, "--screen=32x32"]
+  assert serve.main(argv) == 2
+  said = capsys.readouterr().err
+  assert said.startswith("error: ") and "Traceback" not in said
+  for word in words:
+    assert word in said
+
+
+def test_a_screen_that_the_policy_cannot_take_is_named_as_the_option(capsys):
+  assert serve.main(["tiny_vl", "--port", "0"]) == 2
+  said = capsys.readouterr().err
+  assert said.startswith("error: --screen=1280x720: ")
+  assert "3600 cells" in said and "--screen 640x480" in said
+  assert "gym" not in said and "max_cells" not in said
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys):
+  with socket.socket() as taken:
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    port = taken.getsockname()[1]
+    assert serve.main(["tiny_vl", "--port", str(port)]) == 2
+  assert f"--port={port}" in capsys.readouterr().err
+
+
+def test_the_command_serves_and_ends_when_told_to():
+  with subprocess.Popen(
+      [
+          sys.executable, "-m", "tunix.rl.multi_turn.serving.serve",
+          "tiny_vl", "--name", "mine", "--port", "0", "--screen", "32x32",
+          "--slots", "2", "--max-model-len", "128",
+      ],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      text=True,
+  ) as process:  # pyformat: disable
+    try:
+      line = process.stdout.readline()
+      url = re.fullmatch(r"serving mine at (http://127\S+:\d+/v1)\n", line)
+      assert url, line
+      client = openai.OpenAI(base_url=url[1], api_key="none", timeout=60)
+      answer = client.chat.completions.create(
+          model="mine",
+          messages=[{"role": "user", "content": "Say something."}],
+          max_tokens=4,
+      )
+      assert answer.usage.completion_tokens >= 1
+    finally:
+      process.send_signal(signal.SIGINT)
+      assert process.wait(30) in (0, -signal.SIGINT, 130)

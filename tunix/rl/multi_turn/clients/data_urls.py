@@ -1,0 +1,80 @@
+"""Images as the data URLs that OpenAI's clients send.
+
+Promises: an image is encoded once while it is remembered, whoever asks and how
+often; the encoding is lossless, so that what is decoded has the same SHA-256;
+nothing is encoded on an event loop; memory is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import collections
+import concurrent.futures
+import io
+import threading
+
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import trajectory
+
+_KEPT = 1024  # Images; a screenshot's URL has some 10 to 500 KB.
+
+
+class DataUrls:
+  """Of the images of one store. Thread-safe, for any number of loops."""
+
+  def __init__(self, store: images.ImageStore, kept: int = _KEPT):
+    """Args:
+
+      store: holds the pixels.
+      kept: URLs remembered, the least recently used go first.
+    """
+    if kept < 1:
+      raise ValueError(f"kept must be >= 1, got {kept}")
+    self._store = store
+    self._kept = kept
+    self._lock = threading.Lock()
+    self._urls: collections.OrderedDict[
+        str, concurrent.futures.Future[str]
+    ] = collections.OrderedDict()
+    self._threads = concurrent.futures.ThreadPoolExecutor(1, "tunix-data-urls")
+
+  async def of(self, image: trajectory.ImageRef) -> str:
+    """The URL.
+
+    Raises:
+      KeyError: the store does not have the image any more.
+    """
+    with self._lock:
+      found = self._urls.get(image.sha256)
+      if found is None:
+        found = self._threads.submit(self._encode, image)
+        self._urls[image.sha256] = found
+        if len(self._urls) > self._kept:
+          self._urls.popitem(last=False)
+      else:
+        self._urls.move_to_end(image.sha256)
+    if found.done() and found.exception() is None:
+      return found.result()
+    try:
+      # Others may wait for it: who goes away does not cancel it.
+      return await asyncio.shield(asyncio.wrap_future(found))
+    except Exception:  # The next to ask tries again.
+      with self._lock:
+        if self._urls.get(image.sha256) is found:
+          del self._urls[image.sha256]
+      raise
+
+  def close(self) -> None:
+    """Ends the thread. Idempotent."""
+    self._threads.shutdown(wait=False, cancel_futures=True)
+
+  def _encode(self, image: trajectory.ImageRef) -> str:
+    from PIL import Image  # pylint: disable=g-import-not-at-top
+
+    out = io.BytesIO()
+    Image.fromarray(self._store.get(image)).save(
+        out, format="PNG", compress_level=1
+    )
+    data = base64.b64encode(out.getvalue()).decode()
+    return f"data:image/png;base64,{data}"

@@ -1,0 +1,344 @@
+"""New weights for engines in other processes, handed over as files.
+
+    weights = DiskWeights("/shared/weights", policy_saver(model, tokenizer),
+                          [VllmEngine("http://127.0.0.1:8000")], [client])
+    LearnerLoop(learner, queue, weights.publish, …)
+
+Each version is a checkpoint in a directory of its own, written under another
+name and renamed when all of it is on the disk; then every engine is told to
+load it. An engine never sees half of a checkpoint, and never the same path
+with other weights: some keep what they have read of one. So each DiskWeights
+writes into a folder that nobody had before it, and a version into one that
+this one had not.
+
+Promises: versions arrive in the order in which they were published; requests
+in flight go on after the change, where the engine can; clients record a version
+only once all engines sample with it, so that a token's recorded version is
+never newer than its weights; an engine that failed to load is not told to go
+on. Every call has a deadline. The newest `keep` versions stay on the disk, also
+when the run has ended: until a later run on the same machine has handed over
+weights of its own (`run_folder`).
+
+Does not start engines. Needs httpx.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import pathlib
+import shutil
+import threading
+from typing import Any, Callable, Protocol, Sequence
+
+from flax import nnx
+from tunix.rl.multi_turn.clients import locked_dir
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import qwen_vl
+
+Save = Callable[[pathlib.Path, Any], None]
+"""(new directory, parameters): writes a checkpoint into it."""
+
+
+class HandOverError(RuntimeError):
+  """An engine did not take new weights; says which, and what to do."""
+
+
+class Engine(Protocol):
+  """An engine in another process."""
+
+  url: str
+
+  def load(self, path: str, version: int) -> None:
+    """Returns once the engine samples with the checkpoint at `path`.
+
+    Raises:
+      HandOverError: it does not.
+    """
+    ...
+
+
+def policy_saver(
+    model: Any,
+    tokenizer: str | pathlib.Path = "tiny_vl",
+    dtype: str = "float32",
+) -> Save:
+  """Writes parameters as `policy.checkpoint` does, for `transformers` to read.
+
+  Args:
+    model: of the architecture; its own parameters are not written. An adapter
+      is merged into what is written.
+    tokenizer: directory or shipped name whose files are copied.
+    dtype: of the stored tensors.
+  """
+  lock = threading.Lock()
+
+  def save(directory: pathlib.Path, params: Any) -> None:
+    with lock:
+      filled = nnx.clone(model)
+      state = nnx.state(params) if isinstance(params, nnx.Module) else params
+      nnx.update(filled, state)
+    if isinstance(filled, qwen_vl.QwenVL) and lora.has_adapter(filled):
+      lora.merge(filled)
+    checkpoint.save_policy(directory, filled, tokenizer, dtype)
+
+  return save
+
+
+class DiskWeights:
+  """See the module docstring. `close` it at the end."""
+
+  def __init__(
+      self,
+      directory: str | pathlib.Path,
+      save: Save,
+      engines: Sequence[Engine],
+      clients: Sequence[Any] = (),
+      *,
+      keep: int = 2,
+      seen_at: str = "",
+  ):
+    """Args:
+
+      directory: where versions are written; on a disk that the engines see.
+      save: writes one.
+      engines: are told of each.
+      clients: their `version` is set to what the engines sample with.
+      keep: versions left on the disk, those published last.
+      seen_at: `directory` as the engines call it; "" is the same.
+
+    Raises:
+      ValueError: naming the argument.
+    """
+    if keep < 1:
+      raise ValueError(f"keep must be >= 1, got {keep}")
+    if not engines:
+      raise ValueError("engines is empty; give those that sample")
+    self._directory = pathlib.Path(directory).expanduser().absolute()
+    self._seen_at = pathlib.PurePosixPath(seen_at or str(self._directory))
+    # The directory may be that of other runs too: before this one, or on
+    # another machine at the same time.
+    self._folder = locked_dir.RunFolder(self._directory)
+    self._save = save
+    self._engines = list(engines)
+    self._clients = list(clients)
+    self._keep = keep
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, "tunix-weights")
+    self._lock = threading.Lock()
+    self._published = -1
+    self._times = 0
+    self._written: list[pathlib.Path] = []
+    self._cleared = False
+    self.version = -1
+    """What all engines sample with; -1 before anything was handed over."""
+
+  def publish(
+      self, version: int, params: Any
+  ) -> concurrent.futures.Future[int]:
+    """Hands over weights; does not wait.
+
+    Args:
+      version: >= 0 and never lower than the one before, recorded for what is
+        sampled with them.
+      params: a copy that belongs to the receiver, or a module.
+
+    Returns:
+      A future of the version, done when all engines sample with it. Its
+      exceptions: HandOverError, and what writing raises.
+
+    Raises:
+      ValueError: of the version.
+    """
+    if version < 0:
+      raise ValueError(f"version must be >= 0, got {version}")
+    with self._lock:
+      if version < self._published:
+        raise ValueError(
+            f"version {version} is older than {self._published}, which was"
+            " published before; a token's recorded version could be newer than"
+            " its weights. Give older weights a new version, or hand them over"
+            " by another DiskWeights"
+        )
+      # The future first: one that is closed has published nothing.
+      done = self._thread.submit(self._hand_over, version, params)
+      self._published = version
+    return done
+
+  def close(self) -> None:
+    """Waits for what is under way. Idempotent."""
+    self._thread.shutdown(wait=True)
+    self._folder.release()
+
+  def _hand_over(self, version: int, params: Any) -> int:
+    path = self._write(version, params)
+    seen = str(self._seen_at / self._folder.name / path.name)
+    workers = len(self._engines)
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+      loading = [pool.submit(e.load, seen, version) for e in self._engines]
+    for done in loading:  # All have ended; the first that failed is told.
+      done.result()
+    self.version = version
+    for client in self._clients:
+      client.version = version
+    self._forget()
+    return version
+
+  def _write(self, version: int, params: Any) -> pathlib.Path:
+    """The checkpoint, whole or not at all."""
+    folder = self._folder.make()
+    self._times += 1  # A version may be published again.
+    final = folder / f"{self._times:06d}-v{version:08d}"
+    part = folder / f"{final.name}.part"
+    try:
+      part.mkdir()
+      self._save(part, params)
+      for file in sorted(part.rglob("*")):
+        if file.is_file():
+          _sync(file)
+      _sync(part)
+      part.rename(final)
+      self._written.append(final)
+      _sync(folder)
+      _sync(self._directory)
+    except BaseException:
+      shutil.rmtree(part, ignore_errors=True)
+      with contextlib.suppress(OSError):
+        folder.rmdir()  # Unless there are others in it.
+      raise
+    return final
+
+  def _forget(self) -> None:
+    for old in self._written[: -self._keep]:
+      shutil.rmtree(old, ignore_errors=True)
+    del self._written[: -self._keep]
+    if not self._cleared:  # Now that no engine is to load theirs any more.
+      self._cleared = True
+      self._folder.delete_ended()
+
+
+class VllmEngine:
+  """A vLLM server with its development endpoints open (`VllmLaunch`).
+
+  Requests in flight are frozen while weights change and go on with the new
+  ones; what was cached under the old ones is dropped.
+  """
+
+  def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0):
+    """Args:
+
+      url: without /v1.
+      api_key: presented as a bearer token; "" for none.
+      timeout_s: of loading.
+    """
+    self.url = _root(url)
+    self._http = _Http(self.url, api_key, timeout_s)
+
+  def load(self, path: str, version: int) -> None:
+    del version  # vLLM is not told; clients record it.
+    self._http.post("/pause?mode=keep&clear_cache=true")
+    try:
+      self._http.post(
+          "/collective_rpc",
+          {
+              "method": "reload_weights",
+              "kwargs": {"weights_path": path, "is_checkpoint_format": True},
+          },
+      )
+      # Those of frozen requests too: they are computed again.
+      answer = self._http.post(
+          "/reset_prefix_cache?reset_running_requests=true"
+      )
+      if isinstance(answer, dict) and answer.get("success") is False:
+        raise HandOverError(
+            f"{self.url} kept what it had cached under older weights"
+        )
+    except HandOverError as error:
+      raise HandOverError(
+          f"{error}. {self.url} stays paused, as it may hold half of these"
+          " weights; restart it"
+      ) from error
+    self._http.post("/resume")
+
+
+class SglangEngine:
+  """An SGLang server (also sglang-jax, where it has this endpoint)."""
+
+  def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0):
+    self.url = _root(url)
+    self._http = _Http(self.url, api_key, timeout_s)
+
+  def load(self, path: str, version: int) -> None:
+    answer = self._http.post(
+        "/update_weights_from_disk",
+        {
+            "model_path": path,
+            "weight_version": str(version),
+            "abort_all_requests": False,
+            "flush_cache": True,
+        },
+    )
+    if not isinstance(answer, dict) or answer.get("success") is not True:
+      said = answer.get("message") if isinstance(answer, dict) else answer
+      raise HandOverError(f"{self.url} did not load {path}: {said}")
+
+
+class _Http:
+  """Calls with a deadline, whose failures say what to do."""
+
+  def __init__(self, url: str, api_key: str, timeout_s: float):
+    if not timeout_s > 0:
+      raise ValueError(f"timeout_s must be > 0 seconds, got {timeout_s}")
+    try:
+      import httpx  # pylint: disable=g-import-not-at-top
+    except ImportError as error:
+      raise ImportError(
+          "handing over weights needs httpx; pip install"
+          " 'tunix-multi-turn[client]'"
+      ) from error
+    self._httpx = httpx
+    self._url = url
+    self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    self._timeout_s = timeout_s
+
+  def post(self, path: str, body: Any = None) -> Any:
+    url = self._url + path
+    try:
+      answer = self._httpx.post(
+          url, json=body, headers=self._headers, timeout=self._timeout_s
+      )
+    except self._httpx.TimeoutException:
+      raise HandOverError(
+          f"{url} did not answer within timeout_s={self._timeout_s:g} s"
+      ) from None
+    except self._httpx.HTTPError as error:
+      raise HandOverError(f"{url} cannot be reached: {error!r}") from error
+    if answer.status_code == 404:
+      raise HandOverError(
+          f"{url} is not served; start vLLM with VLLM_SERVER_DEV_MODE=1, as"
+          " rollout.external prints it"
+      )
+    if answer.is_error:
+      raise HandOverError(
+          f"{url} answered {answer.status_code}: {answer.text[:500]}"
+      )
+    try:
+      return answer.json()
+    except ValueError:
+      return None
+
+
+def _root(url: str) -> str:
+  if not url.startswith(("http://", "https://")):
+    raise ValueError(f"url={url!r} is no URL; give http://host:port")
+  return url.rstrip("/").removesuffix("/v1")
+
+
+def _sync(path: pathlib.Path) -> None:
+  """Returns once the file or folder is on the disk."""
+  handle = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(handle)
+  finally:
+    os.close(handle)

@@ -1,0 +1,509 @@
+"""A `PolicyClient` over HTTP: vLLM, SGLang, or this package's own server.
+
+    client = OpenAIClient("http://127.0.0.1:8000/v1", "my-model", images)
+
+What is sent are the prompt's tokens and its images, never text that would be
+tokenised again. Where the servers take those differs (`protocol`):
+
+    tunix   /sessions/{id}/v1/chat/completions, `prompt_token_ids`, the images
+            as the parts of one message; a session keeps its cache
+    vllm    /v1/completions with an array of ids; with images
+            /inference/v1/generate, `token_ids` and `content_parts`
+    sglang  /generate, `input_ids` and `image_data`
+
+vLLM and SGLang expand an image's placeholder themselves, so they are sent one
+for each image, and what they have read is compared with what was meant.
+
+Promises: a call returns one completion whose tokens, log-probs and versions
+are those of one continuous sampling, or raises; a request that is repeated
+after a broken connection is never counted twice (ours answers it with the same
+completion, the others give up what nobody waits for); a completion that was
+cut off by a weight update goes on where it was cut off; a server that has read
+other tokens than it was sent is an error. Every call has a deadline.
+
+Where a server tells no token ids (or ids and log-probs of unequal number), the
+reply is tokenised; where it tells no log-probs, they are recomputed or 0. Such
+a completion says so in `fallback`, and is counted in `counts`.
+
+Does not render, or load weights into the server (see `external`). Needs the
+`openai` package. Belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import hashlib
+import inspect
+import secrets
+from typing import Any, Awaitable, Callable, Mapping, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn.clients import data_urls
+from tunix.rl.multi_turn.clients import remote_http
+from tunix.rl.multi_turn.clients import remote_protocols
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+
+PROTOCOLS = ("tunix", "vllm", "sglang")
+_RELEASE_S = 10.0
+
+Recompute = Callable[
+    [policy_client.TokenPrompt, np.ndarray],
+    "np.ndarray | Awaitable[np.ndarray]",
+]
+"""(prompt, int32[S] sampled tokens) -> float32[S] log-probs."""
+
+RemoteError = remote_protocols.RemoteError
+PromptMismatchError = remote_protocols.PromptMismatchError
+SessionGoneError = remote_protocols.SessionGoneError
+
+
+class OpenAIClient:
+  """See the module docstring.
+
+  Attributes:
+    version: recorded for tokens whose version the server does not tell: that
+      of the weights it was last given. May be set at any time.
+    counts: requests, retries, resumed, and the causes of fallbacks.
+  """
+
+  def __init__(
+      self,
+      base_url: str,
+      model: str,
+      image_store: images_lib.ImageStore,
+      *,
+      protocol: str = "tunix",
+      api_key: str = "none",
+      timeout_s: float = 120.0,
+      retries: int = 5,
+      context_length: int | None = None,
+      max_images: int = 64,
+      banned_token_ids: Sequence[int] = (),
+      tokenize: Callable[[str], Sequence[int]] | None = None,
+      end_of_turn_id: int | None = None,
+      recompute: Recompute | None = None,
+      version: int = 0,
+  ):
+    """Args:
+
+      base_url: ends with /v1, as OpenAI's clients want it.
+      model: as the server calls it.
+      image_store: where prompts' images are found.
+      protocol: what the server is: "tunix", "vllm" or "sglang".
+      api_key: presented as a bearer token.
+      timeout_s: of a completion, all repetitions included.
+      retries: of a request that failed in a way that may pass. A server that
+        says it is full (429) is asked until time is up.
+      context_length: of a sequence, if known; `check` asks the server.
+      max_images: of a prompt.
+      banned_token_ids: never to be sampled, such as the image placeholder.
+        Our own server knows its own.
+      tokenize: text to ids, for replies without token ids, such as a
+        renderer's `encode`; None makes those an error.
+      end_of_turn_id: ends the ids of such a reply that was not cut off.
+      recompute: log-probs of tokens that came without; None makes them 0.
+      version: of the server's present weights.
+
+    Raises:
+      ImportError: the openai package is not installed.
+      ValueError: naming the argument.
+    """
+    if protocol not in PROTOCOLS:
+      raise ValueError(
+          f"protocol must be one of {', '.join(PROTOCOLS)}; got {protocol!r}"
+      )
+    base_url = base_url.rstrip("/")
+    if not base_url.startswith(("http://", "https://")):
+      raise ValueError(
+          f"base_url={base_url!r} is no URL; give http://host:port/v1"
+      )
+    if not base_url.endswith("/v1"):
+      raise ValueError(f"base_url={base_url!r} must end with /v1")
+    if not timeout_s > 0:
+      raise ValueError(f"timeout_s must be > 0 seconds, got {timeout_s}")
+    if retries < 0:
+      raise ValueError(f"retries must be >= 0, got {retries}")
+    self.model = model
+    self.version = version
+    self.context_length = context_length
+    self.counts: collections.Counter[str] = collections.Counter()
+    self._protocol = protocol
+    self._timeout_s = timeout_s
+    self._max_images = max_images
+    self._banned = tuple(banned_token_ids)
+    self._tokenize = tokenize
+    self._end_of_turn = end_of_turn_id
+    self._recompute = recompute
+    self._urls = data_urls.DataUrls(image_store)
+    self._http = remote_http.JsonRequests(
+        base_url.removesuffix("/v1"),
+        api_key=api_key,
+        timeout_s=timeout_s,
+        retries=retries,
+        counts=self.counts,
+    )
+    self._root = self._http.root
+    self._sessions: dict[str, asyncio.Future[str]] = {}
+
+  # --- PolicyClient ----------------------------------------------------------
+
+  def open_session(self, session: str) -> None:
+    """Nothing to prepare: a session begins with its first prompt."""
+
+  async def generate(
+      self,
+      prompt: policy_client.TokenPrompt,
+      sampling: policy_client.SamplingParams,
+      *,
+      session: str,
+  ) -> policy_client.Completion:
+    """Samples one completion; cancelling the await ends it at the server.
+
+    Raises:
+      ContextLimitError: the prompt leaves no room to sample.
+      ValueError: the server refuses the request; says why.
+      RemoteError: the server failed, cannot be reached, or has read another
+        prompt.
+      TimeoutError: no completion within the deadline.
+    """
+    if not len(prompt):
+      raise ValueError("prompt.tokens is empty; give at least one token")
+    if len(prompt.images) > self._max_images:
+      raise ValueError(
+          f"the prompt has {len(prompt.images)} images, at most"
+          f" max_images={self._max_images} are taken; drop older screenshots"
+      )
+    for name in ("top_logprobs", "raw_logprobs"):
+      if getattr(sampling, name):
+        raise ValueError(
+            f"{name}={getattr(sampling, name)} is told by the engine in this"
+            " process only; leave it out"
+        )
+    if sampling.seed is None:
+      # A repeated request must be the same, another call another one.
+      sampling = dataclasses.replace(sampling, seed=secrets.randbelow(1 << 31))
+    try:
+      async with asyncio.timeout(self._timeout_s):
+        return await self._generate(prompt, sampling, session)
+    except TimeoutError as error:
+      raise TimeoutError(
+          f"no completion from {self._root} within timeout_s="
+          f"{self._timeout_s:g} s"
+      ) from error
+
+  async def release(self, session: str) -> None:
+    """Forgets the session and frees what it held. Unknown ids are fine."""
+    found = self._sessions.pop(session, None)
+    if found is None:
+      return
+    if not found.done() or _failed(found):
+      found.cancel()
+      await asyncio.wait({found})  # At once; what it has begun is undone.
+      return
+    await self._drop(found.result())
+
+  async def check(self) -> int | None:
+    """Asks the server for its models; learns the context's length, and returns
+    it if it is told.
+
+    Raises:
+      ValueError: it does not serve `model`; says what it serves.
+      RemoteError, TimeoutError: it cannot be reached.
+    """
+    try:
+      async with asyncio.timeout(min(self._timeout_s, 30.0)):
+        answer = await self._http.request("get", "/v1/models", None)
+    except TimeoutError as error:
+      raise TimeoutError(f"{self._root} does not answer") from error
+    served = {
+        entry.get("id"): entry
+        for entry in (answer or {}).get("data", ())
+        if isinstance(entry, Mapping)
+    }
+    if self.model not in served:
+      raise ValueError(
+          f"model={self.model!r} is not served by {self._root}; it serves"
+          f" {', '.join(map(repr, served)) or 'none'}"
+      )
+    length = served[self.model].get("max_model_len")
+    if not isinstance(length, int):
+      return None
+    if self.context_length is None:
+      self.context_length = length
+    return length
+
+  async def aclose(self) -> None:
+    """Ends sessions and connections. Idempotent."""
+
+    async def end(session: str) -> None:
+      try:
+        await self.release(session)
+      except (RemoteError, TimeoutError):
+        pass  # It ends by its own timeout.
+
+    # All at once: a server that is gone is waited for once.
+    ending = [asyncio.ensure_future(end(s)) for s in list(self._sessions)]
+    for tasks in (ending, self._http.undoing):
+      if tasks:
+        _, late = await asyncio.wait(tasks, timeout=_RELEASE_S)
+        for task in late:
+          task.cancel()
+    self._urls.close()
+    await self._http.aclose()
+
+  # --- one completion --------------------------------------------------------
+
+  async def _generate(
+      self,
+      prompt: policy_client.TokenPrompt,
+      sampling: policy_client.SamplingParams,
+      session: str,
+  ) -> policy_client.Completion:
+    """Asks until the completion is whole."""
+    parts: list[policy_client.Completion] = []
+    wait = remote_http.FIRST_WAIT_S
+    while True:
+      done = [t for part in parts for t in part.tokens.tolist()]
+      at = prompt
+      if done:
+        tokens = np.concatenate([prompt.tokens, np.array(done, np.int32)])
+        at = policy_client.TokenPrompt(tokens, prompt.images)
+      if self.context_length is not None and len(at) >= self.context_length:
+        if parts:
+          break  # It was cut off at its very last token.
+        raise policy_client.ContextLimitError(
+            f"prompt of {len(at)} tokens leaves no room in the context of"
+            f" {self.context_length}; shorten the history"
+        )
+      # Weights may change on the way: the older version is the safe one.
+      version = self.version
+      answer = await self._ask(at, _rest(sampling, done, len(parts)), session)
+      part = await self._completion(at, answer, version)
+      parts.append(part)
+      left = sampling.max_new_tokens - len(done) - len(part.tokens)
+      if part.finish_reason is not policy_client.FinishReason.CANCELLED or (
+          left < 1
+      ):
+        break
+      # Cut off, as servers do when they get new weights.
+      self.counts["resumed"] += 1
+      await asyncio.sleep(wait)
+      wait = min(2 * wait, remote_http.LONGEST_WAIT_S)
+    last = parts[-1].finish_reason
+    if last is policy_client.FinishReason.CANCELLED:
+      last = policy_client.FinishReason.LENGTH
+    return policy_client.Completion(
+        tokens=np.concatenate([p.tokens for p in parts]),
+        logprobs=np.concatenate([p.logprobs for p in parts]),
+        versions=np.concatenate([p.versions for p in parts]),
+        finish_reason=last,
+        metrics={"requests": float(len(parts))},
+        fallback=next((p.fallback for p in parts if p.fallback), ""),
+    )
+
+  async def _ask(
+      self,
+      prompt: policy_client.TokenPrompt,
+      sampling: policy_client.SamplingParams,
+      session: str,
+  ) -> remote_protocols.Answer:
+    pictures = [await self._urls.of(span.image) for span in prompt.images]
+    self.counts["requests"] += 1
+    if self._protocol == "tunix":
+      return await self._ask_tunix(prompt, sampling, session, pictures)
+    if self._protocol == "sglang":
+      sglang = remote_protocols.sglang_body(
+          prompt, sampling, pictures, self._banned
+      )
+      answer = await self._http.post("/generate", sglang)
+      return remote_protocols.of_sglang(answer)
+    body = remote_protocols.vllm_body(
+        self.model, prompt, sampling, pictures, self._banned
+    )
+    path = "/inference/v1/generate" if pictures else "/v1/completions"
+    return remote_protocols.of_openai(await self._http.post(path, body))
+
+  async def _ask_tunix(
+      self, prompt, sampling, session, pictures
+  ) -> remote_protocols.Answer:
+    content = [
+        {"type": "image_url", "image_url": {"url": url}} for url in pictures
+    ]
+    body = {
+        "model": self.model,
+        "messages": [{"role": "user", "content": content or ""}],
+        "prompt_token_ids": prompt.tokens.tolist(),
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "logprobs": True,
+        "return_token_ids": True,
+    }
+    if sampling.min_p:
+      body["min_p"] = sampling.min_p
+    for attempt in range(2):
+      name = await self._session(session)
+      try:
+        return remote_protocols.of_openai(
+            await self._http.post(f"/sessions/{name}/v1/chat/completions", body)
+        )
+      except SessionGoneError:
+        # It was idle for too long. Nothing is lost but its cache.
+        self._sessions.pop(session, None)
+        if attempt:
+          raise
+    raise AssertionError("unreachable")
+
+  async def _session(self, session: str) -> str:
+    """The server's id of a session, which is started when it is new."""
+    found = self._sessions.get(session)
+    if found is None:
+      found = asyncio.ensure_future(self._start(session))
+      self._sessions[session] = found
+    try:
+      return await asyncio.shield(found)
+    except BaseException:
+      # One that was started is released, whoever has gone away.
+      if _failed(found) and self._sessions.get(session) is found:
+        del self._sessions[session]
+      raise
+
+  async def _start(self, session: str) -> str:
+    answer = await self._http.request(
+        "post", "/rl/start_session", {"task_id": session}, made=self._unstart
+    )
+    return _id_of(answer)
+
+  async def _unstart(self, answer: Any) -> None:
+    await self._drop(_id_of(answer))
+
+  async def _drop(self, name: str) -> None:
+    async with asyncio.timeout(min(self._timeout_s, _RELEASE_S)):
+      try:
+        await self._http.post(
+            "/export_trajectories", {"session_id": name, "drop": True}
+        )
+      except ValueError:
+        pass  # It has ended by itself.
+
+  async def _completion(
+      self,
+      prompt: policy_client.TokenPrompt,
+      answer: remote_protocols.Answer,
+      version: int,
+  ) -> policy_client.Completion:
+    self._compare(prompt, answer)
+    tokens, logprobs, cause = answer.tokens, answer.logprobs, ""
+    if tokens is None:
+      cause = "no_token_ids"
+    elif logprobs is None:
+      cause = "no_logprobs"
+    elif len(tokens) != len(logprobs):
+      cause = "unequal_lengths"
+    if cause:
+      self.counts[cause] += 1
+    if cause in ("no_token_ids", "unequal_lengths"):
+      tokens = self._tokenised(answer, cause)
+      if logprobs is not None and len(logprobs) != len(tokens):
+        logprobs = None
+    tokens_S = np.array(tokens, np.int32)
+    if logprobs is None:
+      logprobs = np.zeros(len(tokens_S), np.float32)
+      if self._recompute is not None:
+        logprobs = self._recompute(prompt, tokens_S)
+        if inspect.isawaitable(logprobs):
+          logprobs = await logprobs
+    starts = [(0, version), *answer.versions]
+    versions = np.empty(len(tokens_S), np.int32)
+    for first, of in starts:
+      versions[max(0, first) :] = of
+    return policy_client.Completion(
+        tokens_S,
+        logprobs,
+        versions,
+        remote_protocols.finish_reason(answer.reason),
+        fallback=cause,
+    )
+
+  def _tokenised(
+      self, answer: remote_protocols.Answer, cause: str
+  ) -> list[int]:
+    if self._tokenize is None:
+      said = {
+          "no_token_ids": "no token ids",
+          "unequal_lengths": (
+              f"{len(answer.tokens or ())} token ids and"
+              f" {len(answer.logprobs or ())} log-probs"
+          ),
+      }[cause]
+      raise RemoteError(
+          f"{self._root} returned {said}; use a server that has"
+          " return_token_ids, or give tokenize= to train on a re-tokenised"
+          " reply"
+      )
+    tokens = [int(i) for i in self._tokenize(answer.text)]
+    if answer.reason in ("stop", "tool_calls") and (
+        self._end_of_turn is not None
+    ):
+      tokens.append(self._end_of_turn)
+    if not tokens:
+      raise RemoteError(f"{self._root} returned neither token ids nor a text")
+    return tokens
+
+  def _compare(
+      self, prompt: policy_client.TokenPrompt, answer: remote_protocols.Answer
+  ) -> None:
+    """Refuses an answer to another prompt."""
+    if answer.prompt is not None:
+      same = np.array_equal(prompt.tokens, np.array(answer.prompt, np.int64))
+      length = len(answer.prompt)
+    else:
+      length = answer.prompt_length
+      same = length is None or length == len(prompt)
+    if same:
+      return
+    self.counts["prompt_mismatch"] += 1
+    raise PromptMismatchError(
+        f"{self._root} has read a prompt of {length} tokens, not the"
+        f" {len(prompt)} it was sent with {len(prompt.images)} images: its"
+        " image processor or tokenizer differs from the policy's; serve the"
+        " policy's own directory, and screenshots of sizes that both take as"
+        " they are"
+    )
+
+
+# --- pieces -------------------------------------------------------------------
+
+
+def _failed(started: asyncio.Future[str]) -> bool:
+  """Whether it is over without a session."""
+  return started.done() and (
+      started.cancelled() or started.exception() is not None
+  )
+
+
+def _id_of(answer: Any) -> str:
+  """Of a session that was started."""
+  return remote_protocols.field(answer, "session_id", str)
+
+
+def _rest(
+    sampling: policy_client.SamplingParams, done: Sequence[int], number: int
+) -> policy_client.SamplingParams:
+  """What is still to be sampled after `done`, with other random numbers."""
+  if not number:
+    return sampling
+  digest = hashlib.blake2b(
+      f"{sampling.seed}/{number}".encode(), digest_size=8
+  ).digest()
+  return dataclasses.replace(
+      sampling,
+      max_new_tokens=sampling.max_new_tokens - len(done),
+      seed=int.from_bytes(digest, "big") & 0x7FFFFFFF,
+  )

@@ -1,0 +1,326 @@
+"""Episodes whose agent knows the policy as an OpenAI-compatible server only.
+
+A `ProxyModel` is what a collector takes in place of a `PolicyModel`. The
+agent's messages go to the server through the `openai` package, screenshots as
+data URLs; what comes back to it is text, as any agent service would get it. An
+episode is a session of the server. What the server has kept of it, token by
+token, becomes the trajectory's training sequences when the episode ends.
+
+Promises: nothing is rendered or tokenised on this side; a repeated request is
+no second sample (the server answers it with the same completion), nor a second
+session; every session is dropped at the server when its episode ends, however
+it ends, and not before its tokens are here; an episode whose tokens cannot be
+had is a model error, and not trained on. (A session of which every answer to
+its start was lost is nobody's: it ends by the server's timeout.)
+
+Does not sample, serve, or import JAX. Needs the `openai` package. Belongs to
+one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any, Mapping, Sequence
+import uuid
+
+from tunix.rl.multi_turn.clients import data_urls
+from tunix.rl.multi_turn.clients import remote_http
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.trajectory_collector import model_calls
+
+Message = trajectory.Message
+_CLIENTS = 16
+_CLOSE_S = 10.0
+
+
+class ProxyConnection:
+  """The server, as its agents reach it."""
+
+  def __init__(
+      self,
+      url: str,
+      model: str,
+      image_store: images_lib.ImageStore,
+      *,
+      token: str = "none",
+      timeout_s: float = 120.0,
+  ):
+    """Args:
+
+      url: of the server, without /v1.
+      model: as the server calls it.
+      image_store: of the agents' screenshots. Exported sequences name them by
+        the SHA-256 of their pixels: whoever learns finds them here.
+      token: that the server wants before it opens a session.
+      timeout_s: of a request.
+
+    Raises:
+      ImportError: the openai package is not installed.
+      ValueError: naming the argument.
+    """
+    openai = remote_http.import_openai()
+    if not url.startswith(("http://", "https://")):
+      raise ValueError(f"url={url!r} is no URL; give http://host:port")
+    if not timeout_s > 0:
+      raise ValueError(f"timeout_s must be > 0 seconds, got {timeout_s}")
+    self.url = url.rstrip("/").removesuffix("/v1")
+    self.name = model
+    self.openai = openai
+    self.urls = data_urls.DataUrls(image_store)
+    # A client looks at each of its idle connections with every request: of a
+    # hundred episodes that would be most of what a turn costs here.
+    self._clients = [
+        openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key=token, timeout=timeout_s
+        )
+        for _ in range(_CLIENTS)
+    ]
+    self._next = itertools.cycle(self._clients)
+    self._dropping: set[asyncio.Future[Any]] = set()
+
+  def model(self, sampling: policy_client.SamplingParams) -> ProxyModel:
+    """Asks for completions that are sampled so. Stop tokens are the server's
+    own, and a seed is the episode's."""
+    return ProxyModel(self, sampling)
+
+  @property
+  def client(self) -> Any:
+    """An `openai.AsyncOpenAI` with the server's token."""
+    return next(self._next)
+
+  async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    found = await self.client.post(self.url + path, body=body, cast_to=object)
+    return found if isinstance(found, dict) else {}
+
+  async def start(self, name: str) -> dict[str, Any]:
+    """A new session: its `session_id`, `api_key` and `base_url`.
+
+    One that its caller does not wait for any more is dropped.
+    """
+    # Repeated where only the answer was lost, it gives the same session.
+    name_of_request = {"Idempotency-Key": uuid.uuid4().hex}
+    return await remote_http.or_undone(
+        self.client.post(
+            f"{self.url}/rl/start_session",
+            body={"task_id": name},
+            cast_to=object,
+            options={"headers": name_of_request},
+        ),
+        lambda started: self._drop(started["session_id"]),
+        self._dropping,
+    )
+
+  async def drop(self, session: str) -> None:
+    """Has the server forget a session, also if the caller is cancelled.
+    Unknown ids are fine."""
+    dropping = asyncio.ensure_future(self._drop(session))
+    self._dropping.add(dropping)
+    dropping.add_done_callback(self._dropping.discard)
+    await asyncio.shield(dropping)
+
+  async def _drop(self, session: str) -> None:
+    # The answer is not parsed: who wants the tokens has had them.
+    try:
+      await self.client.post(
+          f"{self.url}/export_trajectories",
+          body={"session_id": session, "style": "concat", "drop": True},
+          cast_to=str,
+      )
+    except self.openai.NotFoundError:
+      pass
+
+  async def aclose(self) -> None:
+    """Ends the connections. Idempotent."""
+    if self._dropping:
+      await asyncio.wait(self._dropping, timeout=_CLOSE_S)
+    self.urls.close()
+    for client in self._clients:
+      await client.close()
+
+
+class ProxyModel:
+  """See the module docstring."""
+
+  def __init__(
+      self,
+      connection: ProxyConnection,
+      sampling: policy_client.SamplingParams,
+  ):
+    self.connection = connection
+    self.sampling = sampling
+
+  def new_session(self, name: str, seed: int | None) -> ProxySession:
+    return ProxySession(self, name, seed)
+
+
+class ProxySession:
+  """One episode; see `model_calls.make_session`."""
+
+  def __init__(self, model: ProxyModel, name: str, seed: int | None):
+    self._connection = model.connection
+    self._sampling = model.sampling
+    self._name = name
+    self._seed = model.sampling.seed if seed is None else seed
+    self._id = ""
+    self._client: Any = None
+    self._written: list[tuple[Message, Message]] = []
+    self._answers = 0
+    self._sequences: list[trajectory.TokenSequence] | None = None
+    self.render_seconds = 0.0
+
+  @property
+  def num_rewrites(self) -> int:
+    """How often the agent's history no longer extended what it had asked."""
+    return max(0, len(self._sequences or ()) - 1)
+
+  async def reply(
+      self, messages: Sequence[Message], turn: int, call: Any
+  ) -> model_calls.Reply:
+    """Returns the turn's reply; `call` is the engine's guarded caller.
+
+    Raises:
+      ContextLimitError: no room to sample.
+    """
+    return await call(self._reply, messages, turn, inline=True)
+
+  async def _reply(
+      self, messages: Sequence[Message], turn: int
+  ) -> model_calls.Reply:
+    openai = self._connection.openai
+    if self._client is None:
+      await self._open()
+    started = time.perf_counter()
+    written = await self._write(messages)
+    self.render_seconds = time.perf_counter() - started
+    options: dict[str, Any] = {}
+    if self._seed is not None:
+      options["seed"] = model_calls.derive_seed(self._seed, turn)
+    sampling = self._sampling
+    extra: dict[str, Any] = {"top_k": sampling.top_k}
+    if sampling.min_p:
+      extra["min_p"] = sampling.min_p
+    try:
+      answer = await self._client.chat.completions.create(
+          model=self._connection.name,
+          messages=written,
+          max_tokens=sampling.max_new_tokens,
+          temperature=sampling.temperature,
+          top_p=sampling.top_p,
+          extra_body=extra,
+          **options,
+      )
+    except openai.BadRequestError as error:
+      if error.code != "context_length_exceeded":
+        raise
+      raise context_limit(error) from error
+    self._answers += 1
+    choice = answer.choices[0]
+    usage = answer.usage
+    return model_calls.Reply(
+        choice.message.content or "",
+        truncated=choice.finish_reason == "length",
+        cancelled=choice.finish_reason == "abort",
+        prompt_tokens=usage.prompt_tokens if usage else 0,
+        sampled_tokens=usage.completion_tokens if usage else 0,
+    )
+
+  def build(self) -> list[trajectory.TokenSequence]:
+    """What the server kept, once `release` has fetched it.
+
+    Raises:
+      ValueError: it could not be fetched.
+    """
+    if self._sequences is None:
+      if self._answers:
+        raise ValueError(
+            f"the server at {self._connection.url} did not hand over the"
+            f" tokens of {self._answers} answers"
+        )
+      return []
+    return list(self._sequences)
+
+  def sessions(self) -> list[str]:
+    return [self._id] if self._id else []
+
+  async def release(self, session: str) -> None:
+    """Fetches the episode's tokens, and has the server forget them."""
+    try:
+      # Dropped by a request of its own: this one may be repeated.
+      answer = await self._connection.post(
+          "/export_trajectories", {"session_id": session, "style": "concat"}
+      )
+      self._sequences = [
+          sequence_of(found) for found in answer["interactions"].values()
+      ]
+    finally:
+      await self._connection.drop(session)
+
+  async def _open(self) -> None:
+    started = await self._connection.start(self._name)
+    self._id = started["session_id"]
+    self._client = self._connection.client.copy(
+        base_url=started["base_url"], api_key=started["api_key"]
+    )
+
+  async def _write(self, messages: Sequence[Message]) -> list[Message]:
+    """The messages as OpenAI's clients send them; those that were sent before
+    are written once."""
+    kept = 0
+    for message, (old, _) in zip(messages, self._written):
+      if message is not old:
+        break
+      kept += 1
+    del self._written[kept:]
+    for message in messages[kept:]:
+      content = message.get("content")
+      if isinstance(content, list):
+        content = await asyncio.gather(*map(self._part, content))
+      written = {**message, "content": content}
+      if message["role"] != "tool":
+        # Agents mark their tools' outputs so; OpenAI knows it of "tool" only.
+        written.pop("tool_call_id", None)
+      self._written.append((message, written))
+    return [written for _, written in self._written]
+
+  async def _part(self, part: Mapping[str, Any]) -> dict[str, Any]:
+    if part.get("type") != "image":
+      return dict(part)
+    url = await self._connection.urls.of(part["image"])
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def context_limit(error: Any) -> policy_client.ContextLimitError:
+  """An `openai.BadRequestError` of that code, as the seam's error."""
+  said = error.body if isinstance(error.body, dict) else {}
+  return policy_client.ContextLimitError(said.get("message", error.message))
+
+
+def sequence_of(exported: Mapping[str, Any]) -> trajectory.TokenSequence:
+  """An entry of `/export_trajectories`, as it is trained on.
+
+  Raises:
+    ValueError, KeyError: it is none.
+  """
+  tensors = exported["tensor_dict"]
+  return trajectory.TokenSequence(
+      tokens=tensors["input_ids"][0],
+      loss_mask=tensors["loss_mask"][0],
+      logprobs=tensors["logprobs"][0],
+      versions=tensors["versions"][0],
+      turn_ids=exported["turn_ids"],
+      images=tuple(
+          trajectory.ImageSpan(
+              trajectory.ImageRef(
+                  image["sha256"], image["width"], image["height"]
+              ),
+              image["offset"],
+              image["num_tokens"],
+          )
+          for image in exported["images"]
+      ),
+      entropies=exported.get("entropies"),
+  )

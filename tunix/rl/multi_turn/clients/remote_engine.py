@@ -1,0 +1,130 @@
+"""An engine in another process, as a run knows its own.
+
+Completions are asked for by `openai_client`, weights are handed over by
+`disk_weights`. Promises: before a run begins, the server was asked whether it
+serves the model with a context that is long enough.
+
+Does not start the server (`external` prints the command).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+from typing import Any, Callable
+
+from tunix.rl.multi_turn.clients import disk_weights
+from tunix.rl.multi_turn.clients import openai_client
+from tunix.rl.multi_turn.core import policy_client
+
+
+class RemoteEngine:
+  """See the module docstring. `generate` belongs to one event loop."""
+
+  weight_bytes = cache_tokens = cache_bytes = 0  # In this process.
+
+  def __init__(
+      self,
+      make_client: Callable[[], openai_client.OpenAIClient],
+      weights: disk_weights.DiskWeights,
+      *,
+      context_length: int,
+  ):
+    """Args:
+
+      make_client: an unused client of the server at each call.
+      weights: hands over to the same server.
+      context_length: that the server must have at least.
+    """
+    self._make_client = make_client
+    self._client = make_client()
+    self._weights = weights
+    self._counts: collections.Counter[str] = collections.Counter()
+    self._closed = False
+    self.context_length = context_length
+
+  # --- PolicyClient ----------------------------------------------------------
+
+  def open_session(self, session: str) -> None:
+    self._client.open_session(session)
+
+  async def generate(
+      self,
+      prompt: policy_client.TokenPrompt,
+      sampling: policy_client.SamplingParams,
+      *,
+      session: str,
+  ) -> policy_client.Completion:
+    """See `OpenAIClient.generate`."""
+    # All engines have it by then; one that was asked before is older.
+    self._client.version = max(0, self._weights.version)
+    completion = await self._client.generate(
+        prompt, sampling, session=session
+    )
+    self._counts["decode_tokens"] += len(completion.tokens)
+    self._counts["prompt_tokens"] += len(prompt)
+    return completion
+
+  async def release(self, session: str) -> None:
+    await self._client.release(session)
+
+  # --- what a run asks of an engine ------------------------------------------
+
+  @property
+  def version(self) -> int:
+    """Of the weights that it samples with; -1 before any were handed over."""
+    return self._weights.version
+
+  @property
+  def healthy(self) -> bool:
+    return not self._closed
+
+  def update_weights(
+      self, version: int, params: Any
+  ) -> concurrent.futures.Future[int]:
+    """See `DiskWeights.publish`."""
+    return self._weights.publish(version, params)
+
+  def warm_up(
+      self, progress: Callable[[int, int, str], None] | None = None
+  ) -> float:
+    """Asks the server what it serves. Not from an event loop.
+
+    Raises:
+      ValueError: another model, or too short a context.
+      RemoteError, TimeoutError: it cannot be reached.
+    """
+
+    async def check() -> int | None:
+      client = self._make_client()  # Connections belong to a loop.
+      try:
+        return await client.check()
+      finally:
+        await client.aclose()
+
+    length = asyncio.run(check())
+    if length is not None and length < self.context_length:
+      raise ValueError(
+          f"the server's context has {length} tokens, the run's"
+          f" rollout.context_length={self.context_length}; start it with"
+          f" --max-model-len {self.context_length}, or lower the run's"
+      )
+    if progress is not None:
+      progress(1, 1, "the server answers")
+    return 0.0
+
+  def stats(self) -> dict[str, float]:
+    """Counters since the beginning."""
+    counts = {**self._counts, **self._client.counts}
+    return {**counts, "version": self.version}
+
+  async def aclose(self) -> None:
+    """Ends the connections, on the loop of `generate`. Idempotent."""
+    await self._client.aclose()
+
+  def close(self, timeout_s: float = 30.0) -> None:
+    """Ends handing over. Idempotent."""
+    del timeout_s  # Every call of it has a deadline of its own.
+    self._closed = True
+    self._weights.close()

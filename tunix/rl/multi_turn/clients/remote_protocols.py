@@ -1,0 +1,245 @@
+"""What vLLM, SGLang and our own server are sent, and what they say.
+
+Requests and answers of `openai_client`, without HTTP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn.core import policy_client
+
+_LONGEST_TOLD_S = 60.0  # That a server may ask for.
+_SESSION_GONE = ("unknown_session", "session_ended")
+_TOO_LONG = (
+    "context_length_exceeded",  # OpenAI's code, and ours.
+    "maximum context length",
+    "longer than the maximum model length",
+    "longer than the model's context length",
+    "exceeds the maximum allowed length",
+)
+
+
+class RemoteError(RuntimeError):
+  """The server failed, or cannot be reached."""
+
+
+class PromptMismatchError(RemoteError):
+  """The server has read other tokens than it was sent."""
+
+
+class SessionGoneError(ValueError):
+  """The server has no such session any more."""
+
+
+@dataclasses.dataclass
+class Answer:
+  """What a server said, in its own words; None where it said nothing."""
+
+  text: str
+  reason: str
+  tokens: list[int] | None
+  logprobs: list[float] | None
+  prompt: list[int] | None
+  prompt_length: int | None
+  versions: list[tuple[int, int]]  # (first token, version).
+
+
+# --- requests -----------------------------------------------------------------
+
+
+def _sampling(sampling: policy_client.SamplingParams) -> dict[str, Any]:
+  """What both call alike. Everything is said: what is left out,
+  generation_config.json decides."""
+  return {
+      "temperature": sampling.temperature,
+      "top_p": sampling.top_p,
+      "top_k": sampling.top_k or -1,
+      "min_p": sampling.min_p,
+      "presence_penalty": 0.0,
+      "frequency_penalty": 0.0,
+      "repetition_penalty": 1.0,
+      "stop_token_ids": list(sampling.stop_token_ids),
+      "skip_special_tokens": False,
+  }
+
+
+def vllm_body(
+    model: str,
+    prompt: policy_client.TokenPrompt,
+    sampling: policy_client.SamplingParams,
+    pictures: Sequence[str],
+    banned: Sequence[int],
+) -> dict[str, Any]:
+  """Of /v1/completions, or with images of /inference/v1/generate."""
+  params: dict[str, Any] = {
+      "max_tokens": sampling.max_new_tokens,
+      **_sampling(sampling),
+      "seed": sampling.seed,
+      "logprobs": 0,  # Of the sampled token, and of no other.
+  }
+  if banned:
+    params["logit_bias"] = {str(i): -100 for i in banned}
+  body = {"model": model, "return_token_ids": True}
+  if not pictures:
+    return body | params | {"prompt": prompt.tokens.tolist()}
+  return body | {
+      "token_ids": collapsed(prompt),
+      "content_parts": [
+          {"type": "image_url", "image_url": {"url": url}}
+          for url in pictures
+      ],
+      "sampling_params": params,
+  }
+
+
+def sglang_body(
+    prompt: policy_client.TokenPrompt,
+    sampling: policy_client.SamplingParams,
+    pictures: Sequence[str],
+    banned: Sequence[int],
+) -> dict[str, Any]:
+  """Of /generate."""
+  params: dict[str, Any] = {
+      "max_new_tokens": sampling.max_new_tokens,
+      **_sampling(sampling),
+      "sampling_seed": sampling.seed,
+      "no_stop_trim": True,
+  }
+  if banned:
+    params["logit_bias"] = {str(i): -100 for i in banned}
+  body = {
+      "input_ids": collapsed(prompt),
+      "sampling_params": params,
+      "return_logprob": True,
+  }
+  if pictures:
+    body["image_data"] = pictures
+  return body
+
+
+def collapsed(prompt: policy_client.TokenPrompt) -> list[int]:
+  """The tokens with one placeholder an image."""
+  keep = np.ones(len(prompt), np.bool_)
+  for span in prompt.images:
+    keep[span.offset + 1 : span.end] = False
+  return prompt.tokens[keep].tolist()
+
+
+# --- answers ------------------------------------------------------------------
+
+
+def finish_reason(reason: str) -> policy_client.FinishReason:
+  """Of a server's word for it."""
+  if reason == "length":
+    return policy_client.FinishReason.LENGTH
+  if reason in ("abort", "cancelled"):
+    return policy_client.FinishReason.CANCELLED
+  return policy_client.FinishReason.STOP
+
+
+def of_openai(answer: Any) -> Answer:
+  """Of completions, chat completions and vLLM's generate."""
+  choices = field(answer, "choices", list)
+  if not choices or not isinstance(choices[0], Mapping):
+    raise RemoteError("the server's answer has no choice")
+  choice = choices[0]
+  message = choice.get("message") or {}
+  logprobs = choice.get("logprobs") or {}
+  if logprobs.get("content") is not None:
+    found = [entry["logprob"] for entry in logprobs["content"]]
+  else:
+    found = logprobs.get("token_logprobs")
+  prompt = choice.get("prompt_token_ids")
+  if prompt is None:
+    prompt = answer.get("prompt_token_ids")
+  return Answer(
+      text=choice.get("text") or message.get("content") or "",
+      reason=choice.get("finish_reason") or "stop",
+      tokens=choice.get("token_ids"),
+      logprobs=found,
+      prompt=prompt,
+      prompt_length=(answer.get("usage") or {}).get("prompt_tokens"),
+      versions=(
+          [(int(a), int(v)) for a, v in choice.get("policy_versions") or ()]
+          or _spans(choice.get("weight_versions"))
+      ),
+  )
+
+
+def of_sglang(answer: Any) -> Answer:
+  """Of its own generate."""
+  about = field(answer, "meta_info", dict)
+  reason = about.get("finish_reason") or {}
+  sampled = about.get("output_token_logprobs")  # [[log-prob, id, text], …]
+  versions = _spans(about.get("weight_versions"))
+  if not versions:
+    versions = _spans([{"start": 0, "version": about.get("weight_version")}])
+  return Answer(
+      text=answer.get("text") or "",
+      reason=reason.get("type", "stop") if reason else "stop",
+      tokens=(
+          [int(entry[1]) for entry in sampled]
+          if sampled is not None
+          else answer.get("output_ids")
+      ),
+      logprobs=sampled and [float(entry[0]) for entry in sampled],
+      prompt=answer.get("prompt_token_ids"),
+      prompt_length=about.get("prompt_tokens"),
+      versions=versions,
+  )
+
+
+def _spans(found: Any) -> list[tuple[int, int]]:
+  """Versions as vLLM and SGLang tell them; names that are no number are not."""
+  spans = []
+  for entry in found or ():
+    if isinstance(entry, Mapping):
+      version, start = entry.get("version"), entry.get("start", 0)
+    else:
+      version, start = entry[0], entry[1]
+    if str(version).isdigit():
+      spans.append((int(start), int(version)))
+  return spans
+
+
+def field(answer: Any, name: str, kind: type) -> Any:
+  """A field that an answer must have.
+
+  Raises:
+    RemoteError: it has not.
+  """
+  found = answer.get(name) if isinstance(answer, Mapping) else None
+  if not isinstance(found, kind):
+    raise RemoteError(
+        f"the server's answer has no {name}: {str(answer)[:200]!r}; is it of"
+        " the protocol that was configured?"
+    )
+  return found
+
+
+def refusal(url: str, error: Any) -> Exception:
+  """An `openai.APIStatusError` as the seam's errors."""
+  body = error.body if isinstance(error.body, Mapping) else {}
+  body = body.get("error", body)
+  code = body.get("code") if isinstance(body, Mapping) else None
+  text = body.get("message") if isinstance(body, Mapping) else None
+  text = text or str(error)
+  if any(sign in f"{code} {text}" for sign in _TOO_LONG):
+    return policy_client.ContextLimitError(text)
+  said = f"{url} answered {error.status_code}: {text}"
+  if code in _SESSION_GONE:
+    return SessionGoneError(said)
+  if error.status_code in (400, 401, 403, 404, 409, 413, 422):
+    return ValueError(said)
+  return RemoteError(said)
+
+
+def seconds(text: str | None) -> float | None:
+  """Of a Retry-After; None where it is none, or a date."""
+  try:
+    return min(max(0.0, float(text)), _LONGEST_TOLD_S)
+  except (TypeError, ValueError):
+    return None

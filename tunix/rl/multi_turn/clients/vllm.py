@@ -1,0 +1,477 @@
+"""vLLM as the rollout engine: how it is started, and whether it was.
+
+    python -m tunix.rl.multi_turn.clients.vllm --model DIR
+
+prints the command that starts it for computer use: contexts that hold an
+episode's screenshots, as many images as an episode has, images from listed
+hosts only, log-probs of the distribution that was sampled from. Settings come
+from the command line or from TUNIX_VLLM_… variables; `--check` says what is
+wrong with a command that somebody else has written.
+
+Promises: what is printed means the same to a shell as the argument list, JSON
+included; a setting that cannot be is refused by name.
+
+Does not start vLLM, or need it. Weights are handed over by `disk_weights`,
+completions are asked for by `openai_client`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shlex
+import sys
+from typing import Any, Mapping, Sequence
+
+NO_HOST = "none.invalid"
+"""A host that cannot exist. vLLM fetches from anywhere unless it is given a
+list, and an empty one cannot be given. data: URLs are not fetched."""
+
+LOGPROBS_MODES = (
+    "processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits",
+)  # pyformat: disable
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+VARIABLE = "TUNIX_VLLM_"
+
+_HOST = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*"
+                   r"[a-z0-9])?)*")  # pyformat: disable
+
+
+@dataclasses.dataclass(frozen=True)
+class VllmLaunch:
+  """A vLLM server for computer use.
+
+  Attributes:
+    model: directory or name of the policy that it starts with.
+    served_name: what clients call it; "" is `model`.
+    host, port: where it listens. Another host than this machine needs
+      `api_key_file`.
+    max_model_len: tokens of a sequence, images included.
+    images: of a prompt; one more is refused.
+    allowed_media_domains: hosts that image URLs may name, compared exactly: a
+      subdomain is another host. None: images come as data URLs only.
+    logprobs_mode: of which distribution. Only processed_logprobs are those of
+      the distribution that was sampled from, which is what a learner needs.
+    tensor_parallel: devices a layer is divided among.
+    dtype: of the weights.
+    reload_weights: open the endpoints by which new weights are handed over.
+      Whoever reaches the port may then do it: keep it on this machine or in a
+      closed network.
+    api_key_file: holds what clients must present; "" asks for nothing.
+    extra: further arguments, at the end.
+  """
+
+  model: str
+  served_name: str = ""
+  host: str = "127.0.0.1"
+  port: int = 8000
+  max_model_len: int = 262144
+  images: int = 64
+  allowed_media_domains: tuple[str, ...] = ()
+  logprobs_mode: str = "processed_logprobs"
+  tensor_parallel: int = 1
+  dtype: str = "auto"
+  reload_weights: bool = True
+  api_key_file: str = ""
+  extra: tuple[str, ...] = ()
+
+  def __post_init__(self):
+    if not self.model:
+      raise ValueError("model='' names no policy; give its directory or name")
+    if self.model.startswith("-"):
+      raise ValueError(f"model={self.model!r} would be read as an option")
+    for name, low, high in (
+        ("port", 0, 65535),
+        ("max_model_len", 2, 1 << 31),
+        ("images", 0, 1 << 20),
+        ("tensor_parallel", 1, 1 << 16),
+    ):
+      value = getattr(self, name)
+      if type(value) is not int or not low <= value <= high:
+        raise ValueError(
+            f"{name}={value!r} must be an integer in [{low}, {high}]"
+        )
+    for name, known in (("logprobs_mode", LOGPROBS_MODES), ("dtype", DTYPES)):
+      if getattr(self, name) not in known:
+        raise ValueError(
+            f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}"
+        )
+    if self.logprobs_mode != "processed_logprobs":
+      raise ValueError(
+          f"logprobs_mode={self.logprobs_mode!r} are not those of the"
+          " distribution sampled from, so ratios to them are wrong; use"
+          " processed_logprobs"
+      )
+    if isinstance(self.allowed_media_domains, str):
+      raise ValueError(
+          f"allowed_media_domains={self.allowed_media_domains!r} must be a list"
+          f" of hosts: ({self.allowed_media_domains!r},)"
+      )
+    object.__setattr__(
+        self, "allowed_media_domains", tuple(self.allowed_media_domains)
+    )
+    object.__setattr__(self, "extra", tuple(self.extra))
+    for host in self.allowed_media_domains:
+      if why := _wrong_host(host):
+        raise ValueError(f"allowed_media_domains: {why}")
+    if not _is_local(self.host) and not self.api_key_file:
+      raise ValueError(
+          f"host={self.host!r} can be reached from elsewhere; give"
+          " api_key_file, or leave host at 127.0.0.1"
+      )
+    if not _is_local(self.host) and self.reload_weights:
+      raise ValueError(
+          f"host={self.host!r} with reload_weights=True: no key protects the"
+          " endpoints that load weights; listen on 127.0.0.1 behind a proxy of"
+          " your own, or set reload_weights=False"
+      )
+
+  # --- from elsewhere --------------------------------------------------------
+
+  @classmethod
+  def from_environment(
+      cls, environment: Mapping[str, str] | None = None, **given: Any
+  ) -> VllmLaunch:
+    """TUNIX_VLLM_<FIELD> variables, `given` wins.
+
+    Lists are written with commas or spaces, and become lists: one word with a
+    comma in it would be one host that does not exist.
+
+    Raises:
+      ValueError: naming the variable.
+    """
+    environment = os.environ if environment is None else environment
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    for variable, text in environment.items():
+      if not variable.startswith(VARIABLE):
+        continue
+      name = variable.removeprefix(VARIABLE).lower()
+      if name not in fields:
+        raise ValueError(
+            f"{variable}={text} is no setting; known:"
+            f" {', '.join(VARIABLE + f.upper() for f in fields)}"
+        )
+      values[name] = _read(variable, text, str(fields[name].type))
+    values |= given
+    if "model" not in values:
+      raise ValueError(f"no model was given; set {VARIABLE}MODEL")
+    return cls(**values)
+
+  # --- the command -----------------------------------------------------------
+
+  @property
+  def name(self) -> str:
+    """What clients call the model."""
+    return self.served_name or self.model
+
+  def argv(self) -> list[str]:
+    """The command, one string an argument."""
+    arguments = [
+        "vllm", "serve", self.model,
+        "--served-model-name", self.name,
+        "--host", self.host,
+        "--port", str(self.port),
+        "--max-model-len", str(self.max_model_len),
+        "--limit-mm-per-prompt", _json({"image": self.images}),
+        "--allowed-media-domains",
+        *(self.allowed_media_domains or (NO_HOST,)),
+        "--logprobs-mode", self.logprobs_mode,
+        # Else a penalty or a top-k of generation_config.json is applied to
+        # whoever leaves it out.
+        "--generation-config", "vllm",
+        "--dtype", self.dtype,
+        "--tensor-parallel-size", str(self.tensor_parallel),
+    ]  # pyformat: disable
+    return [*arguments, *self.extra]
+
+  def environment(self) -> dict[str, str]:
+    """Variables that the process needs besides.
+
+    Raises:
+      OSError, ValueError: the key's file cannot be read, or is empty.
+    """
+    # A listed host could send it anywhere.
+    found = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
+    if self.reload_weights:
+      found["VLLM_SERVER_DEV_MODE"] = "1"
+    if self.api_key_file:
+      key = pathlib.Path(self.api_key_file).read_text(encoding="utf-8").strip()
+      if not key:
+        raise ValueError(f"api_key_file={self.api_key_file} is empty")
+      found["VLLM_API_KEY"] = key
+    return found
+
+  def command(self) -> str:
+    """The command for a shell. The key is read when it runs, not shown."""
+    variables = {
+        k: shlex.quote(v)
+        for k, v in dataclasses.replace(self, api_key_file="", host="127.0.0.1")
+        .environment()
+        .items()
+    }
+    if self.api_key_file:
+      variables["VLLM_API_KEY"] = (
+          f'"$(cat {shlex.quote(self.api_key_file)})"'
+      )
+    shown = " ".join(f"{k}={v}" for k, v in variables.items())
+    return f"{shown} {shlex.join(self.argv())}"
+
+  def check_model(self) -> None:
+    """Compares with the model's own config.json, where it is a directory.
+
+    Raises:
+      ValueError: the model's positions end before `max_model_len`, or it takes
+        no images.
+    """
+    file = pathlib.Path(self.model) / "config.json"
+    if not file.is_file():
+      return
+    try:
+      config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+      raise ValueError(f"{file} is no JSON: {error}") from None
+    text = config.get("text_config") or config
+    longest = text.get("max_position_embeddings")
+    if isinstance(longest, int) and self.max_model_len > longest:
+      raise ValueError(
+          f"max_model_len={self.max_model_len} exceeds the {longest} positions"
+          f" of {self.model}; set max_model_len={longest} or less"
+      )
+    if self.images and "vision_config" not in config:
+      raise ValueError(
+          f"images={self.images}: {self.model} has no vision_config, so it"
+          " takes none; serve a vision-language policy"
+      )
+
+
+def check_command(
+    command: str | Sequence[str], environment: Mapping[str, str] | None = None
+) -> list[str]:
+  """What is wrong with a command that starts vLLM for computer use.
+
+  Args:
+    command: a shell's line, or its arguments.
+    environment: of the process; None is what the line itself sets.
+
+  Returns:
+    One sentence a problem, each with what to write instead; [] for none.
+  """
+  try:
+    words = shlex.split(command) if isinstance(command, str) else list(command)
+  except ValueError as error:
+    return [f"the shell cannot read it: {error}; close the quotes"]
+  own: dict[str, str] = {}
+  while words and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", words[0], re.S):
+    name, _, value = words.pop(0).partition("=")
+    own[name] = value
+  environment = {**(environment or {}), **own}
+  options = _options(words)
+  problems = []
+  if "--max-model-len" not in options:
+    problems.append(
+        "--max-model-len is missing: contexts are as short as memory makes"
+        " them; write --max-model-len 262144"
+    )
+  elif not _is_count(options["--max-model-len"]):
+    problems.append(
+        f"--max-model-len {' '.join(options['--max-model-len'])} is no number"
+        " of tokens; write --max-model-len 262144"
+    )
+  problems += _wrong_limit(options.get("--limit-mm-per-prompt"))
+  hosts = options.get("--allowed-media-domains")
+  if not hosts:
+    problems.append(
+        "--allowed-media-domains is missing: images are fetched from any host;"
+        f" list hosts, or write --allowed-media-domains {NO_HOST}"
+    )
+  for host in hosts or ():
+    if why := _wrong_host(host):
+      problems.append(f"--allowed-media-domains: {why}")
+  mode = options.get("--logprobs-mode")
+  if mode != ["processed_logprobs"]:
+    said = "is missing" if mode is None else " ".join(["is", *mode])
+    problems.append(
+        f"--logprobs-mode {said}: log-probs are not those of the distribution"
+        " sampled from; write --logprobs-mode processed_logprobs"
+    )
+  if options.get("--generation-config") != ["vllm"]:
+    problems.append(
+        "--generation-config is not vllm: penalties of generation_config.json"
+        " apply where a request says nothing; write --generation-config vllm"
+    )
+  if hosts and environment.get("VLLM_MEDIA_URL_ALLOW_REDIRECTS") != "0":
+    problems.append(
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS is not 0: a listed host can redirect"
+        " to any other; set it to 0"
+    )
+  return problems
+
+
+# --- pieces -------------------------------------------------------------------
+
+
+def _options(words: Sequence[str]) -> dict[str, list[str]]:
+  """--option -> its values; `--option=value` too, underscores as dashes."""
+  found: dict[str, list[str]] = {}
+  at: list[str] = []
+  for word in words:
+    if word.startswith("--"):
+      name, equals, value = word.partition("=")
+      at = found.setdefault(name.replace("_", "-"), [])
+      if equals:
+        at.append(value)
+    else:
+      at.append(word)
+  return found
+
+
+def _is_count(values: Sequence[str]) -> bool:
+  return len(values) == 1 and values[0].isdigit() and int(values[0]) > 0
+
+
+def _wrong_limit(values: Sequence[str] | None) -> list[str]:
+  fix = "write --limit-mm-per-prompt '{\"image\":64}', quoted for the shell"
+  if values is None:
+    return [
+        "--limit-mm-per-prompt is missing: how many images a prompt may have"
+        f" depends on vLLM's version; {fix}"
+    ]
+  text = " ".join(values)
+  try:
+    limit = json.loads(text)["image"]
+  except (ValueError, KeyError, TypeError):
+    limit = None
+  if type(limit) is not int or limit < 1:
+    return [f"--limit-mm-per-prompt {text} limits no images; {fix}"]
+  return []
+
+
+def _wrong_host(host: str) -> str:
+  """Why a word is no host that vLLM would compare with; "" if it is one."""
+  if "," in host:
+    return (
+        f"{host!r} is one host with a comma in its name; separate hosts by"
+        " spaces"
+    )
+  if "*" in host:
+    return f"{host!r}: names are compared exactly; list each host"
+  if not _HOST.fullmatch(host):
+    return (
+        f"{host!r} is no host name; write host.example, without scheme, port"
+        " or path, in lower case"
+    )
+  return ""
+
+
+def _is_local(host: str) -> bool:
+  return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _json(value: Any) -> str:
+  return json.dumps(value, separators=(",", ":"))
+
+
+def _read(variable: str, text: str, kind: str) -> Any:
+  """A variable's text as its field's type."""
+  if kind.startswith("tuple"):
+    return tuple(re.split(r"[,\s]+", text.strip())) if text.strip() else ()
+  if kind == "int":
+    try:
+      return int(text)
+    except ValueError:
+      raise ValueError(f"{variable}={text} must be an integer") from None
+  if kind == "bool":
+    if text.lower() in ("1", "true", "yes"):
+      return True
+    if text.lower() in ("0", "false", "no"):
+      return False
+    raise ValueError(f"{variable}={text} must be true or false")
+  return text
+
+
+# What --help says of the fields.
+_METAVARS = {"int": "N", "bool": "true|false", "tuple[str, ...]": "WORD"}
+_HELP = {
+    "model": "directory or name of the policy that it starts with; required",
+    "served_name": "what clients call it (the model)",
+    "host": "where it listens; what other machines reach needs --api-key-file",
+    "port": "of that address",
+    "max_model_len": "tokens of a sequence, images included",
+    "images": "of a prompt; one more is refused",
+    "allowed_media_domains": (
+        "hosts that image URLs may name, compared exactly (none: images come"
+        " as data URLs)"
+    ),
+    "logprobs_mode": (
+        f"of which distribution: {', '.join(LOGPROBS_MODES)}; a learner needs"
+        " the first"
+    ),
+    "tensor_parallel": "devices a layer is divided among",
+    "dtype": f"of the weights: {', '.join(DTYPES)}",
+    "reload_weights": (
+        "open the endpoints that load new weights, to whoever reaches the port"
+    ),
+    "api_key_file": "holds what clients must present (nothing is asked for)",
+    "extra": "further arguments of vLLM, at the end",
+}
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+  if field.default in (dataclasses.MISSING, "", ()):
+    return ""
+  shown = str(field.default)
+  return f" ({shown.lower() if isinstance(field.default, bool) else shown})"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Prints the command; returns the exit status."""
+  parser = argparse.ArgumentParser(
+      prog="python -m tunix.rl.multi_turn.clients.vllm",
+      description="The command that starts vLLM as the rollout engine.",
+      epilog=f"Each setting may also be a variable, {VARIABLE}MAX_MODEL_LEN.",
+  )
+  for field in dataclasses.fields(VllmLaunch):
+    option = "--" + field.name.replace("_", "-")
+    kind = str(field.type)
+    parser.add_argument(
+        option,
+        nargs="+" if kind.startswith("tuple") else None,
+        metavar=_METAVARS.get(kind, "TEXT"),
+        help=_HELP[field.name] + _default(field),
+    )
+  parser.add_argument(
+      "--check", metavar="COMMAND", help="say what is wrong with this one"
+  )
+  args = vars(parser.parse_args(argv))
+  checked = args.pop("check")
+  if checked is not None:
+    problems = check_command(checked, os.environ)
+    for problem in problems:
+      print(problem)
+    return 1 if problems else 0
+  given = {}
+  try:
+    for field in dataclasses.fields(VllmLaunch):
+      value = args[field.name]
+      if isinstance(value, list):
+        given[field.name] = tuple(value)
+      elif value is not None:
+        option = "--" + field.name.replace("_", "-")
+        given[field.name] = _read(option, value, str(field.type))
+    launch = VllmLaunch.from_environment(**given)
+    launch.check_model()
+    launch.environment()
+  except (OSError, ValueError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  print(launch.command())
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

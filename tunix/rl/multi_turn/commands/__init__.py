@@ -1,0 +1,1 @@
+"""Command-line tools around policies: inspect, try, pretrain, plan memory."""

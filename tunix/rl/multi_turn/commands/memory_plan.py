@@ -1,0 +1,392 @@
+"""How much memory a training step takes on each device, before it is run.
+
+Parameters, gradients and optimizer state are counted tensor by tensor with the
+shardings that training uses; activations follow from the sizes. What is
+predicted are the learner's two programs as compiled for TPU: `accumulate`, the
+forward and backward pass of a micro-batch, and `apply`, the optimizer step.
+docs/tpu.md holds the prediction against the compiler's own figures. Activations
+are what has to exist at a time; for the gaps that the compiler's heap has
+between them a measured share is added.
+
+Does not: count the rollout engine, the reference model of a KL term, or what
+the runtime keeps for itself. Arrays are counted without the padding of a TPU's
+tiles. On CPU, where attention is not a fused kernel, scores come on top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import sharding
+
+REMAT = ("none", "block", "dots")
+
+_GAPS = 0.28
+"""Of what is alive: three programs that fitted took 1.25, 1.31 and 1.32 times
+as much."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """What of a policy's architecture its activations depend on.
+
+  Attributes:
+    layers, width, heads, kv_heads, head_dim, mlp: of the decoder; `mlp` is the
+      hidden units a token goes through, of all its experts together.
+    mlp_copies: times a token's row is copied for its experts, 0 without them.
+    vocabulary: rows of the embedding.
+    blocks, vision_width, vision_mlp: of the vision tower.
+    deep: vision tokens' widths that are kept beside the first (deepstack).
+    patches_per_token: patches that become one vision token.
+    patch_bytes: uint8 numbers of a patch.
+  """
+
+  layers: int
+  width: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  mlp: int
+  mlp_copies: int
+  vocabulary: int
+  blocks: int
+  vision_width: int
+  vision_mlp: int
+  deep: int
+  patches_per_token: int
+  patch_bytes: int
+
+  @classmethod
+  def of(cls, config: Any) -> Sizes:
+    """Of a `QwenVLConfig` or a `TinyVLConfig`."""
+    if not hasattr(config, "vision"):
+      return cls(
+          layers=config.layers,
+          width=config.width,
+          heads=config.heads,
+          kv_heads=config.kv_heads,
+          head_dim=config.head_dim,
+          mlp=config.mlp,
+          mlp_copies=0,
+          vocabulary=config.vocab_size,
+          blocks=config.vision_layers,
+          vision_width=config.width,
+          vision_mlp=config.vision_mlp,
+          deep=0,
+          patches_per_token=1,
+          patch_bytes=24 * 24 * 3,
+      )
+    text, vision = config.text, config.vision
+    copies = text.num_experts_per_tok if text.num_experts else 0
+    return cls(
+        layers=text.num_hidden_layers,
+        width=text.hidden_size,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        head_dim=text.head_dim,
+        mlp=text.moe_intermediate_size * copies or text.intermediate_size,
+        mlp_copies=copies,
+        vocabulary=text.vocab_size,
+        blocks=vision.depth,
+        vision_width=vision.hidden_size,
+        vision_mlp=vision.intermediate_size,
+        deep=len(vision.deepstack_visual_indexes),
+        patches_per_token=vision.patches_per_token,
+        patch_bytes=3 * vision.patch_size**2,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """A micro-batch, as one batch shard sees it.
+
+  Attributes:
+    row_length: tokens of a row.
+    rows: rows a shard.
+    patches: patches of the shard's buffer.
+    targets: sampled tokens of the shard.
+    logit_chunk: targets whose logits exist at a time.
+  """
+
+  row_length: int
+  rows: int = 1
+  patches: int = 0
+  targets: int = 0
+  logit_chunk: int = 1024
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      least = 0 if field.name in ("patches", "targets") else 1
+      if value < least:
+        raise ValueError(f"{field.name} must be >= {least}, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+  """Predicted bytes of a training step on one device.
+
+  Attributes:
+    parameters: trained and frozen.
+    gradients: the running sum over micro-batches.
+    new_gradients: those of one micro-batch, until they are added.
+    cast: copies of the parameters in the compute dtype, which the compiler
+      makes of all stacked layers before their loop.
+    optimizer: AdamW's two moments.
+    layer_residuals: what the forward pass keeps of all decoder layers.
+    layer_peak: activations and their gradients inside the decoder layer that
+      is being computed again and differentiated.
+    vision_residuals: kept of the tower, its output and what is added to the
+      decoder's first layers.
+    vision_peak: inside the tower's block that is being differentiated.
+    logits: of one chunk and their gradients.
+    batch: tokens, positions, patches, targets.
+  """
+
+  parameters: int
+  gradients: int
+  new_gradients: int
+  cast: int
+  optimizer: int
+  layer_residuals: int
+  layer_peak: int
+  vision_residuals: int
+  vision_peak: int
+  logits: int
+  batch: int
+
+  @property
+  def activations(self) -> int:
+    """The most that `accumulate` holds beside arguments and gradients.
+
+    Decoder layers are differentiated before the tower, by when what was kept
+    of them is gone.
+    """
+    decoder = self.layer_residuals + max(self.layer_peak, self.logits)
+    return self.vision_residuals + max(decoder, self.vision_peak)
+
+  @property
+  def alive(self) -> int:
+    """The most that exists at a time beside the program's arguments."""
+    return self.new_gradients + self.cast + self.activations
+
+  @property
+  def heap_gaps(self) -> int:
+    """What the compiler takes beyond that."""
+    return round(_GAPS * self.alive)
+
+  @property
+  def accumulate(self) -> int:
+    """What the program of a micro-batch needs, without optimizer state."""
+    arguments = self.parameters + self.gradients + self.batch
+    return arguments + self.alive + self.heap_gaps
+
+  @property
+  def total(self) -> int:
+    """The most that a device holds during a step."""
+    return self.accumulate + self.optimizer
+
+  def as_dict(self) -> dict[str, int]:
+    return dataclasses.asdict(self) | {
+        "activations": self.activations,
+        "heap_gaps": self.heap_gaps,
+        "accumulate": self.accumulate,
+        "total": self.total,
+    }
+
+
+def abstract_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1
+) -> jax.sharding.AbstractMesh:
+  """A mesh of devices that need not exist.
+
+  Raises:
+    ValueError: a size below 1.
+  """
+  sizes = (data, fsdp, sequence, tensor)
+  for name, size in zip(sharding.AXES, sizes):
+    if size < 1:
+      raise ValueError(f"mesh axis {name} must be >= 1, got {size}")
+  return jax.sharding.AbstractMesh(
+      sizes, sharding.AXES, axis_types=(AxisType.Auto,) * len(sizes)
+  )
+
+
+def parameter_bytes(
+    model: nnx.Module,
+    mesh: Any,
+    kind: Any = nnx.Param,
+    itemsize: int = 0,
+) -> int:
+  """Bytes of a model's parameters on one device of `mesh`.
+
+  Args:
+    model: with weights, or with shapes only.
+    mesh: real or abstract.
+    kind: of variables that count.
+    itemsize: bytes a number; 0 = as the parameters are.
+  """
+  total = 0
+  for _, variable in nnx.to_flat_state(nnx.state(model, kind)):
+    place = sharding.parameter_sharding(variable, mesh)
+    size = itemsize or jnp.dtype(variable.dtype).itemsize
+    total += size * math.prod(place.shard_shape(tuple(variable.shape)))
+  return total
+
+
+def plan(
+    model: nnx.Module,
+    mesh: Any,
+    work: Work,
+    *,
+    remat: str | None = None,
+    param_dtype: str | None = None,
+    compute_dtype: str | None = None,
+    lora_rank: int = 0,
+) -> MemoryPlan:
+  """What a step of `model` on `mesh` takes on each device.
+
+  Args:
+    model: the policy, with shapes only will do; with a LoRA adapter its
+      matrices are what is trained.
+    mesh: real or abstract, with the axes of `sharding.AXES`.
+    work: of one batch shard.
+    remat: "none", "block" or "dots"; None = the config's.
+    param_dtype: of parameters and their gradients; None = as they are.
+    compute_dtype: of activations; None = the config's.
+    lora_rank: plans for an adapter of this rank, see `with_adapter`; 0 = as
+      the model is.
+
+  Raises:
+    ValueError: an unknown remat policy, or an adapter that cannot be.
+  """
+  config = model.config
+  remat = remat or getattr(config, "remat", "none")
+  if remat not in REMAT:
+    raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {remat!r}")
+  if lora_rank:
+    model = with_adapter(model, lora_rank)
+  sizes = Sizes.of(config)
+  wide = jnp.dtype(compute_dtype or config.compute_dtype).itemsize
+  item = jnp.dtype(param_dtype).itemsize if param_dtype else 0
+  parameters = parameter_bytes(model, mesh, itemsize=item)
+  adapted = bool(jax.tree.leaves(nnx.state(model, layers.LoRAParam)))
+  kind = layers.LoRAParam if adapted else nnx.Param
+  trained = parameter_bytes(model, mesh, kind, item)
+  copies = parameter_bytes(model, mesh, itemsize=wide)
+  return MemoryPlan(
+      parameters=parameters,
+      gradients=trained,
+      new_gradients=trained,
+      cast=copies if copies < parameters else 0,
+      optimizer=2 * parameter_bytes(model, mesh, kind, 4),
+      **_decoder(sizes, work, mesh, remat, wide),
+      **_tower(sizes, work, mesh, remat, wide),
+      logits=_logits(sizes, work, mesh),
+      batch=_batch(sizes, work),
+  )
+
+
+def with_adapter(model: qwen_vl.QwenVL, rank: int) -> qwen_vl.QwenVL:
+  """The shapes of a Qwen-VL policy with a LoRA adapter on its decoder.
+
+  Raises:
+    ValueError: another policy, or a rank below 1.
+  """
+  if not isinstance(model, qwen_vl.QwenVL):
+    raise ValueError(
+        f"LoRA is for Qwen-VL policies, got {type(model).__name__}; leave the"
+        " rank at 0"
+    )
+
+  def build() -> qwen_vl.QwenVL:
+    fresh = qwen_vl.QwenVL(model.config, nnx.Rngs(0))
+    lora.add(fresh, rank=rank)
+    return fresh
+
+  return nnx.eval_shape(build)
+
+
+def _decoder(
+    sizes: Sizes, work: Work, mesh: Any, remat: str, wide: int
+) -> dict[str, int]:
+  # Tokens are exchanged for heads around attention: as many bytes.
+  sequence, split = mesh.shape["sequence"], mesh.shape["tensor"]
+  tokens = -(-work.rows * work.row_length // sequence)
+  heads = sizes.heads * sizes.head_dim // split
+  kv = max(sizes.kv_heads // split, sequence) * sizes.head_dim
+  mlp = sizes.mlp // split
+  width = sizes.width
+  # Before and after norm and rotation: q and k; v; the kernel's output.
+  attention = 3 * heads + 3 * kv
+  hidden = 3 * mlp + sizes.mlp_copies * width
+  kept = {
+      "block": width,
+      "dots": 2 * width + heads + 2 * kv + 2 * mlp,
+      "none": 6 * width + attention + hidden,
+  }[remat]
+  # A layer that is differentiated has been computed again as a whole: while
+  # the MLP's gradients are made, attention's activations wait. q and the
+  # kernel's output exist in the kernel's layout, too.
+  inside = 2 * hidden + attention + 2 * heads + kv + 6 * width
+  return {
+      "layer_residuals": sizes.layers * tokens * kept * wide,
+      "layer_peak": tokens * inside * wide,
+  }
+
+
+def _tower(
+    sizes: Sizes, work: Work, mesh: Any, remat: str, wide: int
+) -> dict[str, int]:
+  sequence = mesh.shape["sequence"]
+  patches, width = -(-work.patches // sequence), sizes.vision_width
+  kept = {
+      "block": width,
+      "dots": 5 * width + sizes.vision_mlp,
+      "none": 9 * width + 2 * sizes.vision_mlp,
+  }[remat]
+  # Heads narrower than a tile of 128 take twice their bytes.
+  inside = 20 * width + 4 * sizes.vision_mlp
+  tokens = patches // sizes.patches_per_token * (1 + sizes.deep)
+  # What is added to the decoder's first layers, and its gradient.
+  seen = 2 * sizes.deep * work.rows * work.row_length // sequence
+  # Vision tokens are whole on each device of a row.
+  out = (tokens * sequence + (seen if patches else 0)) * sizes.width
+  # Mergers are not computed again: their hidden units are kept, once in
+  # float32 for GELU.
+  merged = tokens * sizes.patches_per_token * width * (3 * wide + 4)
+  return {
+      "vision_residuals": (
+          (sizes.blocks * patches * kept + out) * wide + merged
+      ),
+      "vision_peak": patches * inside * wide,
+  }
+
+
+def _logits(sizes: Sizes, work: Work, mesh: Any) -> int:
+  """float32 logits of a chunk, split along the vocabulary, and gradients.
+
+  Rows of a data shard are computed by all of its devices together.
+  """
+  together = mesh.shape["fsdp"]
+  shards = math.prod(mesh.shape[axis] for axis in sharding.MODEL_AXES)
+  chunk = min(work.logit_chunk, work.targets) * together
+  return 2 * 4 * chunk * -(-sizes.vocabulary // shards)
+
+
+def _batch(sizes: Sizes, work: Work) -> int:
+  tokens = work.rows * work.row_length
+  return (
+      tokens * 6 * 4
+      + work.patches * (sizes.patch_bytes + 5 * 4)
+      + work.targets * (10 * 4 + 1)
+  )

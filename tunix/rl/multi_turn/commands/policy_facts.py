@@ -1,0 +1,196 @@
+"""What a policy of any kind is: found by name, its sizes, counted by part.
+
+Nothing here allocates weights: a model is its shapes. Of a directory
+config.json and the headers of safetensors files are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from typing import Any
+
+from flax import nnx
+import safetensors
+from tunix.rl.multi_turn.commands import memory_plan
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy import qwen_checkpoint
+from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import tiny_vl
+from tunix.rl.multi_turn.policy import vision_inputs
+
+BUILT_IN = ("tiny_vl", *qwen_checkpoint.SMALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+  """A policy as it was named.
+
+  Attributes:
+    name: as published or shipped, or the directory.
+    model: with shapes in place of weights.
+    processor: its host side.
+    directory: of its files; None without any.
+  """
+
+  name: str
+  model: nnx.Module
+  processor: Any
+  directory: pathlib.Path | None
+
+
+def find(
+    name: str, dtype: str | None = None, param_dtype: str | None = None
+) -> Found:
+  """The policy of a published name, a built-in or a directory.
+
+  Args:
+    name: upper and lower case of published names are alike.
+    dtype: of activations; None = the config's, bfloat16 of a published size.
+    param_dtype: of weights; None = the config's.
+
+  Raises:
+    FileNotFoundError, ValueError: nothing of that name, or a directory that
+      holds no policy.
+  """
+  published = {key.lower(): key for key in qwen_config.SIZES}
+  key = published.get(name.lower().removesuffix("-instruct"))
+  change = {"compute_dtype": dtype, "param_dtype": param_dtype}
+  change = {field: value for field, value in change.items() if value}
+  directory = None
+  if key is not None:
+    name = key
+    # Stacked layers are made in a fraction of the time.
+    change = {"compute_dtype": "bfloat16", "scan_layers": True} | change
+    config = dataclasses.replace(qwen_config.SIZES[key], **change)
+  elif name in qwen_checkpoint.SMALL and not (
+      policy_files.DATA / name
+  ).is_dir():
+    config = qwen_checkpoint.small_config(name, **change)
+  else:
+    directory = _directory(name)
+    config = checkpoint.load_config(directory, **change)
+  if isinstance(config, qwen_config.QwenVLConfig):
+    model = hf_checkpoint.abstract_model(config)
+    processor = qwen_checkpoint.processor_of(config, directory)
+  else:
+    model = nnx.eval_shape(lambda: tiny_vl.TinyVL(config, nnx.Rngs(0)))
+    processor = vision_inputs.TinyVLProcessor(config.max_cells)
+  return Found(name, model, processor, directory)
+
+
+def _directory(name: str) -> pathlib.Path:
+  try:
+    return policy_files.resolve(name)
+  except FileNotFoundError:
+    raise FileNotFoundError(
+        f"{name!r} is no directory, no built-in policy"
+        f" ({', '.join(BUILT_IN)}) and no published size"
+        f" ({', '.join(qwen_config.SIZES)}); give one of these"
+    ) from None
+
+
+def parameters_by_part(model: nnx.Module) -> dict[str, int]:
+  """Part -> parameters; "total", and "active" ones a text token goes through.
+
+  A tied head is the embedding and counts once.
+  """
+  parts = dict.fromkeys(
+      ("vision tower", "mergers", "embedding", "decoder layers", "head"), 0
+  )
+  idle = 0
+  text = getattr(model.config, "text", None)
+  for path, variable in policy_files.parameters(model):
+    count = math.prod(variable.shape)
+    parts[_part(path)] += count
+    if "experts" in path:
+      idle += count - count * text.num_experts_per_tok // text.num_experts
+  total = sum(parts.values())
+  vision = parts["vision tower"] + parts["mergers"]
+  return parts | {"total": total, "active": total - idle - vision}
+
+
+def _part(path: tuple[Any, ...]) -> str:
+  first, second = str(path[0]), str(path[1]) if len(path) > 1 else ""
+  if first == "stem" and second in ("norm", "up", "down"):
+    return "mergers"
+  if first == "visual" and "merger" in second:
+    return "mergers"
+  if first in ("visual", "stem", "vision_blocks", "vision_norm"):
+    return "vision tower"
+  if first == "embedding" or second == "embed_tokens" or first in (
+      "axis_x", "axis_y", "axis_number",
+  ):  # pyformat: disable
+    return "embedding"
+  return "head" if first in ("lm_head", "axis_gate") else "decoder layers"
+
+
+def sizes_of(model: nnx.Module) -> dict[str, Any]:
+  """Family, layers, widths and heads."""
+  config = model.config
+  sizes = memory_plan.Sizes.of(config)
+  qwen = hasattr(config, "vision")
+  found = {
+      "family": config.family if qwen else "tiny_vl",
+      "layers": sizes.layers,
+      "width": sizes.width,
+      "heads": sizes.heads,
+      "kv_heads": sizes.kv_heads,
+      "head_dim": sizes.head_dim,
+      "mlp": config.text.intermediate_size if qwen else config.mlp,
+      "vocabulary": sizes.vocabulary,
+      "tied_head": config.tie_word_embeddings if qwen else True,
+      "vision_blocks": sizes.blocks,
+      "vision_width": sizes.vision_width,
+      "vision_heads": config.vision.num_heads if qwen else config.vision_heads,
+      "vision_mlp": sizes.vision_mlp,
+      "patch": config.vision.patch_size if qwen else vision_inputs.CELL,
+  }
+  if qwen and config.text.num_experts:
+    found |= {
+        "experts": config.text.num_experts,
+        "experts_per_token": config.text.num_experts_per_tok,
+        "expert_mlp": config.text.moe_intermediate_size,
+    }
+  return found
+
+
+def screenshot(processor: Any, width: int, height: int) -> dict[str, Any]:
+  """Tokens of a screenshot, and the size that the policy sees it at."""
+  resize = getattr(processor, "image_size", lambda w, h: (w, h))
+  try:
+    seen = resize(width, height)
+    tokens = processor.num_image_tokens(width, height)
+  except ValueError as error:
+    return {"screen": f"{width}x{height}", "refused": str(error)}
+  return {
+      "screen": f"{width}x{height}",
+      "resized": "{}x{}".format(*seen),
+      "tokens": tokens,
+      "patches": tokens * processor.patches_per_token,
+  }
+
+
+def stored_bytes(directory: pathlib.Path | None) -> dict[str, int]:
+  """Dtype -> bytes of a directory's safetensors files."""
+  found: dict[str, int] = {}
+  width = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+  for file in sorted(directory.glob("*.safetensors")) if directory else ():
+    with safetensors.safe_open(str(file), "numpy") as opened:
+      for key in opened.keys():
+        part = opened.get_slice(key)
+        size = width.get(part.get_dtype(), 1) * math.prod(part.get_shape())
+        found[part.get_dtype()] = found.get(part.get_dtype(), 0) + size
+  return found
+
+
+def human(size: float) -> str:
+  """Bytes as people read them."""
+  for unit in ("B", "KiB", "MiB"):
+    if abs(size) < 1024:
+      return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    size /= 1024
+  return f"{size:,.2f} GiB"

@@ -1,0 +1,242 @@
+"""Runs a policy once: a picture, a prompt, and what it would say next.
+
+Promises: a policy that does not fit this host's memory is refused with the
+figures before anything is allocated. Where weights are random the result says
+so. Probabilities are those samplers draw from: placeholders have none.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+from PIL import ImageDraw
+from tunix.rl.multi_turn.commands import memory_plan
+from tunix.rl.multi_turn.commands import policy_facts
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import qwen_checkpoint
+
+PROMPT = "What is on the screen?"
+_IMAGE = "<|image_pad|>"
+_CHAT = (
+    "<|im_start|>user\n<|vision_start|>{image}<|vision_end|>{prompt}<|im_end|>"
+    "\n<|im_start|>assistant\n"
+)
+
+
+def run(
+    found: policy_facts.Found,
+    screen: tuple[int, int],
+    image: pathlib.Path | None = None,
+    prompt: str = PROMPT,
+) -> dict[str, Any]:
+  """One forward pass on the default device.
+
+  Args:
+    found: the policy.
+    screen: (width, height) of the generated picture.
+    image: a picture file instead of that.
+    prompt: the user's words.
+
+  Raises:
+    ValueError: it does not fit this host, has no tokenizer here, or cannot
+      take the picture or the prompt.
+    OSError: the picture cannot be read.
+  """
+  pixels = picture(*screen) if image is None else _read(image)
+  height, width, _ = pixels.shape
+  count = found.processor.num_image_tokens(width, height)
+  need = needed_bytes(found, count)
+  have = free_bytes()
+  if need > have:
+    raise ValueError(
+        f"--forward of {found.name} needs about {policy_facts.human(need)},"
+        f" this host has {policy_facts.human(have)} free; use a larger host, a"
+        " smaller policy, or --param-dtype bfloat16"
+    )
+  random = False
+  if found.directory is not None:
+    config = found.model.config
+    change = {"compute_dtype": config.compute_dtype}
+    if hasattr(config, "param_dtype"):
+      change["param_dtype"] = config.param_dtype
+    model, processor, encoder = checkpoint.load_policy(
+        found.directory, screen=(width, height), **change
+    )
+  elif found.name in qwen_checkpoint.SMALL:
+    random = True
+    model, processor, encoder = checkpoint.create_policy(
+        found.name,
+        screen=(width, height),
+        compute_dtype=found.model.config.compute_dtype,
+        param_dtype=found.model.config.param_dtype,
+    )
+  else:
+    raise ValueError(
+        f"{found.name} is a size: its weights and tokenizer are not here. Give"
+        f" the directory of a checkpoint, or one of"
+        f" {', '.join(policy_facts.BUILT_IN)}"
+    )
+  inputs = make_inputs(processor, encoder, model.config, pixels, prompt)
+  graph, state = nnx.split(model)
+
+  @jax.jit
+  def forward(state: Any, inputs: base.PolicyInputs) -> jax.Array:
+    policy = nnx.merge(graph, state)
+    return policy.logits(policy(inputs)[:, -1:])[0, 0]
+
+  seconds = []
+  for _ in range(2):  # The first call compiles.
+    started = time.perf_counter()
+    logits = np.array(forward(state, inputs), np.float64)
+    seconds.append(time.perf_counter() - started)
+  logits[list(getattr(model.config, "banned_token_ids", ()))] = -np.inf
+  chances = np.exp(logits - logits.max())
+  chances /= chances.sum()
+  best = np.argsort(-chances, kind="stable")[:5]
+  return {
+      "picture": str(image or "generated"),
+      "size": f"{width}x{height}",
+      "tokens": int(inputs.tokens.shape[1]),
+      "image_tokens": count,
+      "compile_seconds": round(seconds[0] - seconds[1], 3),
+      "seconds": round(seconds[1], 3),
+      "random_weights": random,
+      "top": [
+          {
+              "id": int(i),
+              "token": encoder.decode([int(i)], skip_special_tokens=False),
+              "probability": float(chances[i]),
+          }
+          for i in best
+      ],
+  }
+
+
+def rows_of(result: dict[str, Any]) -> list[tuple[str, str]]:
+  """The result as lines of a table."""
+  rows = [
+      ("picture", f"{result['picture']}, {result['size']}"),
+      ("tokens", f"{result['tokens']}, of which the picture's are"
+       f" {result['image_tokens']}"),
+      ("time", f"{result['seconds']:.3f} s after"
+       f" {result['compile_seconds']:.1f} s of compiling"),
+  ]  # pyformat: disable
+  if result["random_weights"]:
+    rows.append(("weights", "random: the next tokens mean nothing"))
+  return rows + [
+      (f"next {i}", f"{t['probability']:.4f}  {t['token']!r} ({t['id']})")
+      for i, t in enumerate(result["top"], 1)
+  ]
+
+
+def make_inputs(
+    processor: base.Processor,
+    encoder: Any,
+    config: Any,
+    pixels: np.ndarray,
+    prompt: str,
+) -> base.PolicyInputs:
+  """One row: a user's turn of a picture and words, the answer to come.
+
+  Raises:
+    ValueError: the prompt holds a placeholder.
+  """
+  if _IMAGE in prompt:
+    raise ValueError(
+        f"--prompt must not hold {_IMAGE}; the picture has its own"
+    )
+  image = processor.patchify(pixels)
+  text = _CHAT.format(image=_IMAGE * image.num_tokens, prompt=prompt)
+  tokens = np.array(encoder.encode(text, add_special_tokens=False).ids)
+  seen = np.flatnonzero(tokens == config.image_token_id)
+  if len(seen) != image.num_tokens:
+    raise ValueError(
+        f"the tokenizer gives {len(seen)} placeholders for"
+        f" {image.num_tokens}; it does not belong to this config"
+    )
+  height, width, _ = pixels.shape
+  span = trajectory.ImageSpan(
+      image=trajectory.ImageRef(sha256="0" * 64, width=width, height=height),
+      offset=int(seen[0]),
+      num_tokens=image.num_tokens,
+  )
+  index = np.full(len(tokens), -1, np.int32)
+  index[seen] = np.arange(image.num_tokens)
+  return base.PolicyInputs(
+      tokens=tokens[None].astype(np.int32),
+      positions=processor.positions(tokens, [span])[None],
+      segment_ids=np.ones((1, len(tokens)), np.int32),
+      vision_index=index[None],
+      patches=image.patches[None],
+      patch_segments=np.ones((1, len(image.patches)), np.int32),
+      patch_positions=image.positions[None],
+  )
+
+
+def picture(width: int, height: int) -> np.ndarray:
+  """uint8[H, W, 3]: a window with a button and two lines of text."""
+  image = Image.new("RGB", (width, height), (40, 90, 150))
+  draw = ImageDraw.Draw(image)
+  left, top = width // 8, height // 8
+  right, bottom = width - left, height - top
+  draw.rectangle((left, top, right, bottom), (245, 245, 245), (20, 20, 20))
+  bar = top + max((bottom - top) // 8, 1)
+  draw.rectangle((left, top, right, bar), (70, 70, 80))
+  draw.text((left + 4, top + 2), "Settings", (255, 255, 255))
+  draw.text((left + 4, bar + 4), "Save changes?", (0, 0, 0))
+  middle = (left + right) // 2
+  draw.rectangle(
+      (middle, (bar + bottom) // 2, right - 2, bottom - 2), (60, 160, 80)
+  )
+  draw.text((middle + 4, (bar + bottom) // 2 + 2), "OK", (255, 255, 255))
+  return np.asarray(image)
+
+
+def _read(file: pathlib.Path) -> np.ndarray:
+  with Image.open(file.expanduser()) as image:
+    return np.asarray(image.convert("RGB"))
+
+
+def needed_bytes(found: policy_facts.Found, image_tokens: int) -> int:
+  """Weights, and the activations of the largest layer and a block's scores."""
+  model = found.model
+  mesh = memory_plan.abstract_mesh()
+  patches = image_tokens * found.processor.patches_per_token
+  tokens = image_tokens + 512
+  part = memory_plan.plan(
+      model,
+      mesh,
+      memory_plan.Work(row_length=tokens, patches=patches, targets=1),
+      remat="block",
+  )
+  sizes = memory_plan.Sizes.of(model.config)
+  scores = 4 * (patches**2 + sizes.heads * tokens * 1024) * 2
+  return (
+      part.parameters
+      + part.layer_peak
+      + part.vision_peak
+      + min(scores, 1 << 31)
+      + jnp.dtype(model.config.compute_dtype).itemsize * tokens * sizes.width
+  )
+
+
+def free_bytes() -> int:
+  """Memory that a new process could have on this host."""
+  try:
+    with open("/proc/meminfo", encoding="ascii") as file:
+      for line in file:
+        if line.startswith("MemAvailable:"):
+          return int(line.split()[1]) * 1024
+  except OSError:
+    pass
+  return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

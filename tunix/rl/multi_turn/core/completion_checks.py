@@ -1,0 +1,76 @@
+"""What every keeper of token-exact turns asks of a completion.
+
+Whether it can be trained on, and what it says: the collector's sequence
+builder and the store behind the rollout server both hold to it here.
+
+Does not: sample, tokenise, or keep anything. S = tokens sampled in a turn.
+"""
+
+from __future__ import annotations
+
+from typing import Collection, Protocol, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import token_sequence
+
+
+class SamplingContractError(ValueError):
+  """A completion that no training sequence can hold."""
+
+
+class Decoder(Protocol):
+  """What is needed of a renderer; see `parser/renderer`."""
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Text of sampled ids."""
+    ...
+
+
+def check(
+    completion: policy_client.Completion, image_token_id: int | None
+) -> None:
+  """Refuses ids, log-probs, versions or entropies that cannot be trained on.
+
+  Args:
+    completion: one of no token is fine: it trains nothing.
+    image_token_id: the placeholder, which stands for pixels only; None: the
+      policy sees no images.
+
+  Raises:
+    SamplingContractError: naming what.
+  """
+  tokens_S = completion.tokens
+  if image_token_id is not None and np.any(tokens_S == image_token_id):
+    raise SamplingContractError(
+        f"the policy sampled the image placeholder id {image_token_id}; ban it"
+        " in the sampler"
+    )
+  try:
+    token_sequence.TokenSequence(
+        tokens_S,
+        np.ones(len(tokens_S), np.bool_),
+        completion.logprobs,
+        completion.versions,
+        np.zeros(len(tokens_S), np.int32),
+        entropies=completion.entropies,
+    )
+  except ValueError as error:
+    raise SamplingContractError(
+        "the completion's tokens, log-probs or versions cannot be trained on:"
+        f" {error}"
+    ) from error
+
+
+def read(
+    completion: policy_client.Completion,
+    decoder: Decoder,
+    stop_token_ids: Collection[int],
+) -> tuple[str, bool]:
+  """The text that was sampled, and whether it ends with a stop token.
+
+  That token stays among the completion's ids and is not part of the text.
+  """
+  tokens_S = completion.tokens
+  closed = bool(len(tokens_S)) and int(tokens_S[-1]) in stop_token_ids
+  return decoder.decode(tokens_S[:-1] if closed else tokens_S), closed

@@ -1,0 +1,186 @@
+"""Typed events, the one way the running system tells anybody anything.
+
+Stages emit, observers listen (progress bar, metrics file, trajectory log,
+monitor). An observer must return at once and must not raise; one that raises
+is counted and reported once, and never stops a run.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import time
+from typing import Any, Mapping, Protocol, Sequence
+
+from tunix.rl.multi_turn.core import trajectory
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+  """Base of all events. `time` is seconds since the epoch."""
+
+  time: float = dataclasses.field(default_factory=time.time, kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunStarted(Event):
+  run_name: str
+  config: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFinished(Event):
+  status: str  # "completed", "interrupted" or "failed"
+  error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeStarted(Event):
+  trajectory_id: str
+  group_id: str
+  task_id: str
+  split: str = "train"  # "train" or "eval"
+
+
+@dataclasses.dataclass(frozen=True)
+class StageChanged(Event):
+  """An episode begins to wait for somebody, or no longer does.
+
+  `stage`: "model" (the policy, rendering and the engine's queue included),
+  "env" (reset, step, reward and closing), or "" for neither.
+  """
+
+  trajectory_id: str
+  stage: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnFinished(Event):
+  """`seconds` maps stage (model, env, render) to wall seconds."""
+
+  trajectory_id: str
+  turn: int
+  seconds: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeFinished(Event):
+  trajectory: trajectory.Trajectory
+  group_id: str
+  task_id: str
+  split: str = "train"
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupFinished(Event):
+  """A group is complete. `outcome`: "accepted", "dropped" or "requeued"."""
+
+  group: trajectory.TrajectoryGroup
+  outcome: str
+  reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault(Event):
+  """A failure that was contained. `kind` is an error class or stage name."""
+
+  stage: str  # "reset", "step", "evaluate", "reward", "close", "model", …
+  kind: str
+  message: str
+  trajectory_id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFinished(Event):
+  """One learner update, from `groups`.
+
+  `metrics` are documented in docs/metrics.md. `advantages` are of the turns of
+  the groups' valid members, by trajectory id: what the update weighed every
+  token sampled in that turn with. `left_out` is of the turns of all members:
+  why the update did not put that turn's tokens into its loss ("invalid",
+  "zero_advantage" or "too_long", see `learner.examples`), "" where it did.
+  """
+
+  step: int
+  version: int
+  metrics: Mapping[str, float]
+  groups: tuple[trajectory.TrajectoryGroup, ...] = ()
+  advantages: Mapping[str, tuple[float, ...]] = dataclasses.field(
+      default_factory=dict
+  )
+  left_out: Mapping[str, tuple[str, ...]] = dataclasses.field(
+      default_factory=dict
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsPublished(Event):
+  version: int
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalStarted(Event):
+  """The episodes of split "eval" that follow belong to it.
+
+  Emitted for each of its modes; `episodes` is of all of them. `step` is the
+  number of updates made before it.
+  """
+
+  name: str  # As in EvalFinished.
+  mode: str  # "sampled" or "greedy"
+  episodes: int
+  step: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalFinished(Event):
+  """`results` is the JSON that summary.json holds under eval.<name>."""
+
+  name: str  # "initial", "warm_start", "final" or "step_<n>"
+  results: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress(Event):
+  """Long work outside the training loop. `total` None = unknown."""
+
+  stage: str
+  done: int
+  total: int | None = None
+  message: str = ""
+
+
+class Observer(Protocol):
+  """Listens. Must return at once, must not raise, must be thread-safe."""
+
+  def on_event(self, event: Event) -> None:
+    ...
+
+
+class Observers:
+  """Fans events out to observers and contains their failures."""
+
+  def __init__(self, observers: Sequence[Observer] = ()):
+    self._observers = list(observers)
+    self.failures: collections.Counter[str] = collections.Counter()
+
+  def add(self, observer: Observer) -> None:
+    self._observers.append(observer)
+
+  def on_event(self, event: Event) -> None:
+    for observer in self._observers:
+      try:
+        observer.on_event(event)
+      except Exception:  # pylint: disable=broad-except
+        name = type(observer).__name__
+        if not self.failures[name]:
+          _LOG.exception(
+              "observer %s failed on %s; further failures are only counted",
+              name,
+              type(event).__name__,
+          )
+        self.failures[name] += 1

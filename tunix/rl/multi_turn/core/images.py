@@ -1,0 +1,274 @@
+"""Screenshots by content.
+
+An `ImageStore` keeps each distinct screenshot once, under the SHA-256 of its
+RGB bytes, and hands out `ImageRef`s. Memory is bounded; with a directory,
+what falls out of memory is written there as PNG (lossless: the hash holds) and
+read back on demand. Thread-safe.
+
+Promises: `put` writes nothing, as it is called on event loops; a thread in the
+background writes what is to be evicted. An image leaves the memory only once
+its file is there, so that it can be read at any time. A file that cannot be
+written keeps its image in memory, beyond the capacity if need be, and is
+reported in the log and in `write_failures`.
+
+Does not delete files.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import logging
+import os
+import pathlib
+import threading
+import time
+from typing import Iterable
+
+import numpy as np
+from tunix.rl.multi_turn.core import trajectory
+
+_LOG = logging.getLogger(__name__)
+
+
+def hash_pixels(pixels: np.ndarray) -> str:
+  """SHA-256 of `"rgb8 WxH\\n"` and the bytes of uint8[H, W, 3] pixels."""
+  height, width, _ = pixels.shape
+  digest = hashlib.sha256(f"rgb8 {width}x{height}\n".encode())
+  digest.update(np.ascontiguousarray(pixels))
+  return digest.hexdigest()
+
+
+def _is_constant(pixels: np.ndarray) -> bool:
+  """Whether nobody can write to them, and they hold on to no more than they
+  are: as decoders hand them out, rows of a `bytes`."""
+  base = pixels
+  while isinstance(base, np.ndarray):
+    base = base.base
+  return (
+      isinstance(base, bytes)
+      and len(base) == pixels.nbytes
+      and pixels.flags.c_contiguous
+  )
+
+
+class ImageStore:
+  """Bounded, content-addressed store of uint8[H, W, 3] screenshots."""
+
+  def __init__(
+      self,
+      directory: str | pathlib.Path | None = None,
+      capacity_bytes: int = 1 << 30,
+  ):
+    """Args:
+
+      directory: where evicted and persisted images are written as
+        `<sha256>.png`; None forgets evicted images.
+      capacity_bytes: pixels kept in memory, in bytes.
+    """
+    if capacity_bytes <= 0:
+      raise ValueError(f"capacity_bytes must be > 0, got {capacity_bytes}")
+    self._directory = pathlib.Path(directory) if directory else None
+    self._capacity = capacity_bytes
+    self._pixels: collections.OrderedDict[str, np.ndarray] = (
+        collections.OrderedDict()
+    )
+    self._bytes = 0
+    self._lock = threading.Lock()
+    self._evicting: threading.Thread | None = None
+    self._failing = False
+    self.write_failures = 0
+    """Attempts to write an evicted image that failed."""
+
+  def put(self, pixels: np.ndarray) -> trajectory.ImageRef:
+    """Stores uint8[H, W, 3] pixels and returns their reference."""
+    pixels = np.asarray(pixels)
+    if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
+      raise ValueError(
+          "a screenshot must be uint8[H, W, 3], got"
+          f" {pixels.dtype}{list(pixels.shape)}"
+      )
+    sha = hash_pixels(pixels)
+    ref = trajectory.ImageRef(sha, pixels.shape[1], pixels.shape[0])
+    with self._lock:
+      if sha in self._pixels:
+        self._pixels.move_to_end(sha)
+        return ref
+    kept = pixels
+    if not _is_constant(pixels):
+      kept = np.array(pixels, copy=True, order="C")
+      kept.flags.writeable = False
+    self._insert(sha, kept)
+    return ref
+
+  def get(self, ref: trajectory.ImageRef) -> np.ndarray:
+    """Returns the read-only uint8[H, W, 3] pixels of `ref`.
+
+    Raises:
+      KeyError: the image was never stored, or was evicted from a store
+        without a directory.
+    """
+    with self._lock:
+      pixels = self._pixels.get(ref.sha256)
+      if pixels is not None:
+        self._pixels.move_to_end(ref.sha256)
+        return pixels
+    path = self._path(ref.sha256)
+    if path is None or not path.exists():
+      raise KeyError(
+          f"image {ref.sha256[:12]}… is not in the store; raise its capacity"
+          f" (now {self._capacity} bytes) or give it a directory"
+      )
+    from PIL import Image  # pylint: disable=g-import-not-at-top
+
+    with Image.open(path) as image:
+      pixels = np.array(image.convert("RGB"))
+    pixels.flags.writeable = False
+    self._insert(ref.sha256, pixels)
+    return pixels
+
+  def persist(self, refs: Iterable[trajectory.ImageRef]) -> None:
+    """Returns once these images are on the disk, even through a power loss.
+
+    Encodes and writes what is not there yet: not for an event loop.
+
+    Raises:
+      ValueError: the store has no directory.
+      KeyError: an image was never stored.
+      OSError: the disk's.
+    """
+    if self._directory is None:
+      raise ValueError("an ImageStore without a directory persists nothing")
+    unique = {ref.sha256: ref for ref in refs}
+    for sha, ref in unique.items():
+      path = self._path(sha)
+      if not path.exists():
+        self._write(path, self.get(ref))
+      _sync(path)  # It may be another thread's, written and not synchronised.
+    if unique:
+      _sync(self._directory)
+
+  def flush(self, timeout: float | None = None) -> bool:
+    """Waits until no eviction is under way.
+
+    Args:
+      timeout: seconds; None waits for ever.
+
+    Returns:
+      False when time was up.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+      with self._lock:
+        thread = self._evicting
+      if thread is None:
+        return True
+      left = None if deadline is None else deadline - time.monotonic()
+      if left is not None and left <= 0:
+        return False
+      thread.join(left)
+
+  def __contains__(self, ref: trajectory.ImageRef) -> bool:
+    with self._lock:
+      if ref.sha256 in self._pixels:
+        return True
+    path = self._path(ref.sha256)
+    return path is not None and path.exists()
+
+  def __len__(self) -> int:
+    """Images held in memory."""
+    with self._lock:
+      return len(self._pixels)
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of pixels held in memory."""
+    with self._lock:
+      return self._bytes
+
+  def _path(self, sha: str) -> pathlib.Path | None:
+    return self._directory / f"{sha}.png" if self._directory else None
+
+  def _insert(self, sha: str, pixels: np.ndarray) -> None:
+    with self._lock:
+      if sha in self._pixels:
+        return
+      self._pixels[sha] = pixels
+      self._bytes += pixels.nbytes
+      if self._directory is None:
+        while self._is_over(self._capacity):
+          self._forget(next(iter(self._pixels)))
+      elif self._is_over(self._capacity) and self._evicting is None:
+        thread = threading.Thread(
+            target=self._evict, name="tunix-image-store", daemon=True
+        )
+        try:
+          thread.start()
+        except RuntimeError:  # No thread to be had; the next `put` tries again.
+          self._failed()
+        else:
+          self._evicting = thread
+
+  def _is_over(self, limit: int) -> bool:
+    """Under the lock. The newest image stays, whatever its size."""
+    return self._bytes > limit and len(self._pixels) > 1
+
+  def _forget(self, sha: str) -> None:
+    pixels = self._pixels.pop(sha, None)
+    if pixels is not None:
+      self._bytes -= pixels.nbytes
+
+  def _failed(self) -> None:
+    """Under the lock, in the handler of an exception."""
+    self.write_failures += 1
+    if not self._failing:  # Once, until it works again.
+      _LOG.warning(
+          "an evicted screenshot cannot be written to %s; screenshots stay in"
+          " memory, beyond the capacity of %d bytes",
+          self._directory,
+          self._capacity,
+          exc_info=True,
+      )
+    self._failing = True
+
+  def _evict(self) -> None:
+    """A thread's work: writes the oldest images and lets them go.
+
+    Ends below the capacity, so that a full store does not need a thread for
+    every image.
+    """
+    while True:
+      with self._lock:
+        if not self._is_over(self._capacity - self._capacity // 8):
+          self._evicting = None
+          return
+        sha, pixels = next(iter(self._pixels.items()))
+      try:
+        path = self._path(sha)
+        if not path.exists():
+          self._write(path, pixels)
+      except Exception:  # pylint: disable=broad-except
+        with self._lock:
+          self._failed()
+          self._evicting = None
+        return
+      with self._lock:
+        self._failing = False
+        self._forget(sha)
+
+  def _write(self, path: pathlib.Path, pixels: np.ndarray) -> None:
+    from PIL import Image  # pylint: disable=g-import-not-at-top
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{threading.get_ident()}.part")
+    Image.fromarray(pixels).save(partial, format="PNG", compress_level=1)
+    partial.replace(path)
+
+
+def _sync(path: pathlib.Path) -> None:
+  """Returns once the file or folder is on the disk."""
+  handle = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(handle)
+  finally:
+    os.close(handle)

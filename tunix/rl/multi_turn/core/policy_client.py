@@ -1,0 +1,194 @@
+"""The seam between whoever collects and whoever generates.
+
+A `PolicyClient` turns a token prompt with images into sampled tokens with
+their log-probs and policy versions. Implementations: the in-process engine
+(`rollout/`), an OpenAI-compatible server that returns token ids, a scripted
+one (oracles, replay). Numpy only: collecting never needs JAX.
+
+Axis names: T = prompt tokens, S = sampled tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Protocol
+
+import numpy as np
+from tunix.rl.multi_turn.core import trajectory
+
+MAX_TOP_LOGPROBS = 20
+
+
+class FinishReason(str, enum.Enum):
+  STOP = "stop"  # A stop token was sampled, or what completes a stop string.
+  LENGTH = "length"  # max_new_tokens or the context length was reached.
+  CANCELLED = "cancelled"
+
+
+class ContextLimitError(Exception):
+  """The prompt leaves no room to sample within the context length."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenPrompt:
+  """A rendered prompt.
+
+  Attributes:
+    tokens: int32[T], image placeholders expanded to their full runs.
+    images: spans of the placeholders.
+  """
+
+  tokens: np.ndarray
+  images: tuple[trajectory.ImageSpan, ...] = ()
+
+  def __post_init__(self):
+    tokens = np.array(self.tokens, dtype=np.int32)
+    tokens.flags.writeable = False
+    object.__setattr__(self, "tokens", tokens)
+    object.__setattr__(self, "images", tuple(self.images))
+    trajectory.check_spans(tokens, self.images)
+
+  def __len__(self) -> int:
+    return len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+  """How to sample.
+
+  Attributes:
+    max_new_tokens: at most this many tokens, the end-of-turn one included.
+    temperature: > 0; 0 means greedy (log-probs are then those at
+      temperature 1).
+    top_p: keep the smallest set of tokens with this probability mass.
+    top_k: keep this many most likely tokens; 0 keeps all.
+    min_p: keep tokens at least this likely, as a share of the likeliest one's
+      probability; 0 keeps all. Comes before top-k, as in vLLM.
+    seed: each request with the same seed, prompt and weights gives the same
+      tokens. None draws a fresh seed.
+    stop_token_ids: sampling ends with the first of these, which is kept.
+    top_logprobs: tell so many likeliest tokens beside each sampled one, at
+      most `MAX_TOP_LOGPROBS`.
+    raw_logprobs: tell the log-probs of the policy's own distribution, too:
+      nothing banned, at temperature 1.
+  """
+
+  max_new_tokens: int = 64
+  temperature: float = 1.0
+  top_p: float = 1.0
+  top_k: int = 0
+  seed: int | None = None
+  stop_token_ids: tuple[int, ...] = ()
+  min_p: float = 0.0
+  top_logprobs: int = 0
+  raw_logprobs: bool = False
+
+  def __post_init__(self):
+    if self.max_new_tokens < 1:
+      raise ValueError(
+          f"max_new_tokens must be >= 1, got {self.max_new_tokens}"
+      )
+    if not self.temperature >= 0:
+      raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+    if not 0 < self.top_p <= 1:
+      raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+    if self.top_k < 0:
+      raise ValueError(f"top_k must be >= 0, got {self.top_k}")
+    if not 0 <= self.min_p <= 1:
+      raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+    if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+      raise ValueError(
+          f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got"
+          f" {self.top_logprobs}"
+      )
+
+
+_REQUIRED = ("tokens", "logprobs", "versions")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Completion:
+  """What was sampled.
+
+  Attributes:
+    tokens: int32[S], the end-of-turn token included when sampled, and all of
+      the one that completes a stop string.
+    logprobs: float32[S], nats, of the distribution sampled from.
+    versions: int32[S], weights' version of each token.
+    finish_reason: why sampling ended.
+    metrics: numbers about the call (prefilled tokens, seconds).
+    fallback: why tokens or log-probs are not the sampler's own; "" when they
+      are. Such samples are counted, in `fallback_turns`.
+    raw_logprobs: float32[S], of the policy's own distribution; None unless
+      asked for.
+    top_tokens: int32[S, K], the likeliest tokens of the distribution sampled
+      from, best first; None unless asked for.
+    top_logprobs: float32[S, K], theirs; -inf where fewer could be sampled.
+    entropies: float32[S], nats, of the policy's distribution before each
+      token, at temperature 1, nothing truncated, over what is not banned.
+      None from whoever does not tell them.
+  """
+
+  tokens: np.ndarray
+  logprobs: np.ndarray
+  versions: np.ndarray
+  finish_reason: FinishReason
+  metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+  fallback: str = ""
+  raw_logprobs: np.ndarray | None = None
+  top_tokens: np.ndarray | None = None
+  top_logprobs: np.ndarray | None = None
+  entropies: np.ndarray | None = None
+
+  def __post_init__(self):
+    for name, dtype in (
+        ("tokens", np.int32),
+        ("logprobs", np.float32),
+        ("versions", np.int32),
+        ("raw_logprobs", np.float32),
+        ("top_tokens", np.int32),
+        ("top_logprobs", np.float32),
+        ("entropies", np.float32),
+    ):
+      if getattr(self, name) is None and name not in _REQUIRED:
+        continue
+      array = np.array(getattr(self, name), dtype=dtype)
+      array.flags.writeable = False
+      object.__setattr__(self, name, array)
+    if not len(self.tokens) == len(self.logprobs) == len(self.versions):
+      raise ValueError("Completion needs one log-prob and version a token")
+    for name in ("raw_logprobs", "top_tokens", "top_logprobs", "entropies"):
+      array = getattr(self, name)
+      if array is not None and len(array) != len(self.tokens):
+        raise ValueError(
+            f"Completion.{name} has {len(array)} entries for"
+            f" {len(self.tokens)} tokens"
+        )
+
+
+class PolicyClient(Protocol):
+  """Generates with the policy.
+
+  A session is one growing token sequence (an episode between two rewrites of
+  its history): its KV cache is kept between calls, so a prompt that extends
+  the session's tokens is prefilled from where it differs.
+  """
+
+  async def generate(
+      self,
+      prompt: TokenPrompt,
+      sampling: SamplingParams,
+      *,
+      session: str,
+  ) -> Completion:
+    """Samples one completion.
+
+    Raises:
+      ContextLimitError: no room to sample in the context length.
+    """
+    ...
+
+  async def release(self, session: str) -> None:
+    """Forgets the session and frees what it held. Unknown ids are fine."""
+    ...

@@ -1,0 +1,43 @@
+"""What a tag of a run may be. Knows neither SQL nor HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+import unicodedata
+
+LONGEST = 50
+"""Characters of a tag."""
+MOST = 50
+"""Tags of a run."""
+
+
+def clean(tag: Any) -> str:
+  """A tag as it is stored: in NFC, so that those that look alike are alike.
+
+  Raises:
+    ValueError: it can be none; says what can.
+  """
+  if not isinstance(tag, str):
+    raise ValueError(f"give text, not a {type(tag).__name__}")
+  found = unicodedata.normalize("NFC", tag).strip()
+  if not 0 < len(found) <= LONGEST:
+    raise ValueError(f"a tag has 1 to {LONGEST} characters, not {len(found)}")
+  if not found.isprintable():
+    raise ValueError(
+        "a tag has letters, digits, marks and spaces, and no character that"
+        " is not seen"
+    )
+  return found
+
+
+def clean_all(tags: Any) -> tuple[str, ...]:
+  """Several of them, each once, in their order.
+
+  Raises:
+    ValueError: no list, more than `MOST`, or one of them can be none.
+  """
+  if not isinstance(tags, (list, tuple)):
+    raise ValueError("give a list of texts")
+  if len(tags) > MOST:
+    raise ValueError(f"a run has at most {MOST} tags, not {len(tags)}")
+  return tuple(dict.fromkeys(clean(tag) for tag in tags))

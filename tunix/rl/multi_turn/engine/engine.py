@@ -1,0 +1,597 @@
+"""The rollout engine: many episodes, one policy, one batch.
+
+`RolloutEngine` is a `PolicyClient`. JAX runs in the engine's own thread; any
+number of event loops may await completions.
+
+Promises:
+- A prompt that extends its session's tokens is prefilled from where it
+  differs, images included, and so is one that begins as another session's
+  does: keys and values lie in pages that sequences share. More sessions than
+  there is room for is no error: requests wait in order, idle sessions lose
+  their pages, and the latest requests are preempted; all of it is computed
+  again later.
+- Equal (prompt, seed, weights) give equal tokens whatever else is in the
+  batch, up to the rounding of differently shaped programs; in lockstep mode
+  every result is equal to the bit. Without a seed, no two requests share
+  random numbers.
+- Log-probs are of the distribution sampled from; the end-of-turn token is
+  kept, as the last token; banned tokens are never sampled.
+- New weights take effect between two decode calls (or between completions,
+  by `update_policy`); each token carries its weights' version.
+- A bad request fails alone. A device failure fails what was running with an
+  `EngineError` and the engine goes on; only when it cannot is `healthy` False,
+  and every request is then refused at once.
+- After `warm_up` nothing is compiled again that it was told of; `stats()`
+  proves it.
+
+Does not tokenize, render, or serve HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import logging
+import threading
+import time
+from typing import Any, Callable, Sequence
+
+import jax
+import numpy as np
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import buckets as shapes_lib
+from tunix.rl.multi_turn.engine import guidance
+from tunix.rl.multi_turn.engine import lockstep as lockstep_lib
+from tunix.rl.multi_turn.engine import outcomes
+from tunix.rl.multi_turn.engine import programs as programs_lib
+from tunix.rl.multi_turn.engine import request_checks
+from tunix.rl.multi_turn.engine import scheduler as scheduler_lib
+from tunix.rl.multi_turn.engine import slots as slots_lib
+from tunix.rl.multi_turn.engine import vision_pool
+from tunix.rl.multi_turn.policy import base
+
+_LOG = logging.getLogger(__name__)
+_MAX_FAILURES = 3  # Device failures in a row that the engine recovers from.
+
+EngineError = scheduler_lib.EngineError
+
+
+class RolloutEngine:
+  """In-process `PolicyClient`; see the module docstring.
+
+  Use it as a context manager, or call `close`.
+  """
+
+  def __init__(
+      self,
+      model: base.Policy,
+      processor: base.Processor,
+      image_store: images_lib.ImageStore,
+      *,
+      slots: int = 32,
+      context_length: int = 512,
+      decode_rows: Sequence[int] | None = None,
+      prefill_rows: Sequence[int] | None = None,
+      prefill_buckets: Sequence[int] | None = None,
+      window_buckets: Sequence[int] | None = None,
+      image_buckets: Sequence[int] = (4,),
+      patch_buckets: Sequence[int] | None = None,
+      image_sizes: Sequence[tuple[int, int]] = (),
+      banned_token_ids: Sequence[int] = (),
+      seed: int = 0,
+      lockstep: bool = False,
+      max_wait_s: float = 60.0,
+      admission_wait_s: float = 0.003,
+      decode_steps_per_call: int = 8,
+      on_update: str = "keep_kv",
+      update_policy: str = "immediate",
+      page_size: int | None = None,
+      cache_tokens: int | None = None,
+      share_prefixes: bool | None = None,
+      prefill_calls_per_round: int | None = 16,
+      vision_cache_tokens: int | None = None,
+      patch_cache_bytes: int = 256 << 20,
+      version: int = 0,
+      weights: str = "same",
+      features: Sequence[str] = (),
+      entropies: bool = False,
+  ):
+    """Args:
+
+      model: a flax nnx policy; its parameters are copied now, later ones come
+        through `update_weights`.
+      processor: the policy's host side.
+      image_store: where prompts' images are found.
+      slots: requests that run at a time; more wait.
+      context_length: tokens a sequence may have, sampled ones included.
+      decode_rows: requests of one decode call; more go into further calls. An
+        accelerator wants all slots in one call; on a CPU a few rows are as
+        fast a row, and waste less when few episodes run. None: 16 on a CPU,
+        else `slots`.
+      prefill_rows: requests of one prefill call. None: 8 on a CPU, whose
+        caches then hold the activations, else `slots`.
+      prefill_buckets: tokens a row of a prefill call; the largest is the
+        chunk length. None: 32 and what the largest of `image_sizes` needs with
+        32 tokens of text on a CPU, else 64 and 256.
+      window_buckets: cache positions a call touches; `context_length` is
+        always among them. None: equal steps, of 256 at least, up to six on a
+        CPU, where they are soon compiled, else two.
+      image_buckets: images of one encode call.
+      patch_buckets: patches an image is padded to; the largest is the limit.
+        None: those of `image_sizes`, or what fills the context.
+      image_sizes: (width, height) in pixels of the screenshots to come.
+      banned_token_ids: never sampled; the image placeholder must be here.
+      seed: of the engine's own randomness, used by requests without a seed.
+      lockstep: deterministic mode. A batch starts when every open session has
+        a request waiting, in the order in which the sessions were opened, and
+        every call has the same shapes.
+      max_wait_s: lockstep starts without the missing sessions when no request
+        has come for so long, and counts a `lockstep_timeouts`.
+      admission_wait_s: an idle engine waits so long for company to the last
+        request that came, and ten times that at most since the first.
+      decode_steps_per_call: tokens sampled between two looks at the queue.
+      on_update: "keep_kv" keeps the keys and values of older weights;
+        "recompute" prefills everything again with the new ones.
+      update_policy: "immediate", also in the middle of a completion, or
+        "between_turns", once running completions have ended.
+      page_size: tokens of a page of the KV cache. None: as the smallest of
+        `prefill_buckets`.
+      cache_tokens: tokens whose keys and values are held at a time, by what
+        runs and by what rests. None: `slots` whole contexts.
+      share_prefixes: whether sessions whose tokens begin alike share pages.
+        None: unless in lockstep, where a result shall not depend, to the
+        bit, on who else is there.
+      prefill_calls_per_round: so many prefill calls, then whoever is ready
+        decodes, so that long prompts do not hold up the others. None: all.
+      vision_cache_tokens: vision tokens kept on the device; None: half of
+        all slots' contexts.
+      patch_cache_bytes: patches kept on the host.
+      version: of the model's present parameters.
+      weights: "same" as the model's, or "int8": a copy whose matrices take a
+        byte a number, see `policy.int8`.
+      features: of `shapes.FEATURES`, those that `warm_up` compiles, too.
+        Others are compiled when a request first asks for them, while all
+        requests wait.
+      entropies: completions have them, whoever asks; see
+        `policy_client.Completion`. A property of the compiled programs, so
+        that nothing is ever compiled for a request's sake.
+    """
+    if slots < 1:
+      raise ValueError(f"slots must be >= 1, got {slots}")
+    if context_length < 2:
+      raise ValueError(f"context_length must be >= 2, got {context_length}")
+    if on_update not in ("keep_kv", "recompute"):
+      raise ValueError(
+          f"on_update must be 'keep_kv' or 'recompute', got {on_update!r}"
+      )
+    if update_policy not in ("immediate", "between_turns"):
+      raise ValueError(
+          "update_policy must be 'immediate' or 'between_turns', got"
+          f" {update_policy!r}"
+      )
+    if unknown := sorted(set(features) - set(shapes_lib.FEATURES)):
+      raise ValueError(
+          f"features holds {unknown[0]!r}; there are"
+          f" {', '.join(shapes_lib.FEATURES)}"
+      )
+    if vision_cache_tokens is None:
+      vision_cache_tokens = max(context_length, slots * context_length // 2)
+    if vision_cache_tokens < 1:
+      raise ValueError("vision_cache_tokens must be >= 1")
+    self.context_length = context_length
+    self._processor = processor
+    self._lockstep = lockstep
+    shapes, page_size = shapes_lib.choose(
+        processor,
+        slots=slots,
+        context_length=context_length,
+        page_size=page_size,
+        decode_rows=decode_rows,
+        prefill_rows=prefill_rows,
+        prefill_buckets=prefill_buckets,
+        window_buckets=window_buckets,
+        image_buckets=image_buckets,
+        patch_buckets=patch_buckets,
+        image_sizes=image_sizes,
+        steps=decode_steps_per_call,
+        fixed_rows=lockstep,
+    )
+    if cache_tokens is None:
+      cache_tokens = slots * context_length
+    if cache_tokens < context_length:
+      raise ValueError(
+          f"cache_tokens must be >= context_length={context_length}, so that"
+          f" one sequence can always end; got {cache_tokens}"
+      )
+    pages_of = lambda tokens: -(-tokens // page_size)
+    self._programs = programs_lib.Programs(
+        model,
+        slots=slots,
+        context_length=context_length,
+        # Ends of pages stay empty, and page 0 altogether.
+        pages=1 + max(pages_of(cache_tokens), pages_of(context_length)),
+        page_size=page_size,
+        banned_token_ids=tuple(banned_token_ids),
+        vision_tokens=vision_cache_tokens,
+        patch_bytes=processor.patch_bytes,
+        patches_per_token=processor.patches_per_token,
+        position_axes=processor.position_axes,
+        weights=weights,
+        entropies=entropies,
+    )
+    self._scheduler = scheduler_lib.Scheduler(
+        self._programs,
+        processor,
+        vision_pool.PatchCache(image_store, processor, patch_cache_bytes),
+        shapes,
+        seed=seed,
+        on_update=on_update,
+        update_policy=update_policy,
+        share=not lockstep if share_prefixes is None else share_prefixes,
+        prefill_calls=None if lockstep else prefill_calls_per_round,
+    )
+    self._scheduler.version = version
+    self._rounds = lockstep_lib.Rounds(
+        self._scheduler,
+        lockstep=lockstep,
+        max_wait_s=max_wait_s,
+        admission_wait_s=admission_wait_s,
+    )
+    self._shapes = shapes
+    self._features = tuple(features)
+    self._warm: frozenset[programs_lib.Variant] | None = None
+    self._inbox: collections.deque[tuple[Any, ...]] = collections.deque()
+    self._wake = threading.Condition()
+    self._thread: threading.Thread | None = None
+    self._closed = False
+    self._fatal: BaseException | None = None
+    self._failures = 0
+
+  # --- PolicyClient ----------------------------------------------------------
+
+  def open_session(self, session: str) -> None:
+    """Announces a session, so that lockstep waits for it. Thread-safe."""
+    self._post(("open", session))
+
+  async def generate(
+      self,
+      prompt: policy_client.TokenPrompt,
+      sampling: policy_client.SamplingParams,
+      *,
+      session: str,
+      on_tokens: Callable[[np.ndarray], None] | None = None,
+      priority: int = 0,
+      stop_when: guidance.StopWhen | None = None,
+      grammar: guidance.Grammar | None = None,
+  ) -> policy_client.Completion:
+    """Samples one completion; cancelling the await frees its slot.
+
+    Args:
+      prompt: tokens and images.
+      sampling: how.
+      session: whose cache is extended.
+      on_tokens: called on the awaiting loop with int32[S] of new tokens, a
+        few at a time, before the completion of them all is returned.
+      priority: the lower is served first, and preempted last.
+      stop_when: ends the completion with one of the tokens it is shown.
+      grammar: says what may be sampled, a token a decode call; log-probs are
+        of what it leaves.
+
+    Raises:
+      ContextLimitError: the prompt leaves no room to sample.
+      ValueError: the request is wrong; the message names the field.
+      EngineError: the engine failed or is closed.
+    """
+    request_checks.check(
+        prompt,
+        sampling,
+        context_length=self.context_length,
+        vocabulary=self._programs.vocabulary,
+        processor=self._processor,
+    )
+    loop = asyncio.get_running_loop()
+    request = slots_lib.Request(
+        session,
+        prompt,
+        sampling,
+        loop,
+        loop.create_future(),
+        on_tokens,
+        priority,
+        stop_when,
+        grammar,
+    )
+    self._post(("submit", request))
+    try:
+      return await request.future
+    except asyncio.CancelledError:
+      self._post(("cancel", request), quiet=True)
+      raise
+
+  async def release(self, session: str) -> None:
+    """Forgets the session and frees its slot. Unknown ids are fine."""
+    self._post(("release", session), quiet=True)
+
+  # --- weights ---------------------------------------------------------------
+
+  @property
+  def version(self) -> int:
+    """Version of the weights in use. Lags `update_weights` by a decode call;
+    await the future that returns to be sure."""
+    return self._scheduler.version
+
+  def update_weights(
+      self, version: int, params: Any
+  ) -> concurrent.futures.Future[int]:
+    """Hands over new weights. Thread-safe, does not wait.
+
+    Requests submitted after this call are served with these weights or newer
+    ones.
+
+    Args:
+      version: recorded for each token they sample, >= 0.
+      params: nnx module, nnx.State (full, or Param only) or its pure dict.
+        Buffers already on the engine's device are used as they are: whoever
+        publishes must copy first what it is going to donate or delete.
+
+    Returns:
+      A future of the version, done when the engine has received them.
+
+    Raises:
+      ValueError: the parameters do not fit the policy.
+    """
+    if version < 0:
+      raise ValueError(f"version must be >= 0, got {version}")
+    prepared = self._programs.prepare_params(params)
+    done: concurrent.futures.Future[int] = concurrent.futures.Future()
+    self._post(("weights", version, prepared, done))
+    return done
+
+  # --- life cycle ------------------------------------------------------------
+
+  def pause(self) -> concurrent.futures.Future[None]:
+    """Stops sampling until `resume`; requests wait, none fails. Thread-safe.
+
+    Returns:
+      A future, done when the device is at rest.
+    """
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+    self._post(("pause", done))
+    return done
+
+  def resume(self) -> None:
+    """Goes on after `pause`, where it stopped."""
+    self._post(("resume",))
+
+  def warm_up(
+      self, progress: Callable[[int, int, str], None] | None = None
+  ) -> float:
+    """Compiles every shape, two at a time; returns the seconds it took.
+
+    Args:
+      progress: called with (done, total, what) from this thread.
+    """
+    started = time.monotonic()
+    variants = self._shapes.variants(self._features)
+    with concurrent.futures.ThreadPoolExecutor(2, "engine-compile") as pool:
+      futures = {pool.submit(self._programs.compile, v): v for v in variants}
+      finished = concurrent.futures.as_completed(futures)
+      for done, future in enumerate(finished, 1):
+        future.result()
+        if progress is not None:
+          v = futures[future]
+          what = f"{v.kind} {v.rows}x{v.tokens}"
+          what += " details" * v.details + " grammar" * v.masked
+          if v.window:
+            what += f" window {v.window}"
+          progress(done, len(variants), what)
+    self._warm = self._programs.compiled
+    return time.monotonic() - started
+
+  @property
+  def healthy(self) -> bool:
+    """False when closed, or failed beyond recovery."""
+    return not self._closed and self._fatal is None
+
+  @property
+  def vocabulary(self) -> int:
+    """Tokens that the policy knows."""
+    return self._programs.vocabulary
+
+  @property
+  def weight_bytes(self) -> int:
+    """Of the engine's own copy of the weights, on all devices together."""
+    return sum(x.nbytes for x in self._programs.params)
+
+  @property
+  def cache_tokens(self) -> int:
+    """Tokens whose keys and values fit the KV cache."""
+    return self._scheduler.pages.capacity * self._programs.page_size
+
+  @property
+  def cache_bytes(self) -> int:
+    """Of the KV cache, on one device where it is not split."""
+    return sum(x.nbytes for x in jax.tree.leaves(self._programs.cache))
+
+  def stats(self) -> dict[str, float]:
+    """A snapshot of counters and gauges; seconds are wall seconds."""
+    scheduler = self._scheduler
+    counters = scheduler.counters.to_dict()
+    places = max(1, counters["decode_places"])
+    compiled = self._programs.compiled
+    late = compiled - (compiled if self._warm is None else self._warm)
+    on_demand = sum(
+        not shapes_lib.announced(v, self._features) for v in late
+    )
+    return {
+        **counters,
+        "batch_occupancy": counters["decode_tokens"] / places,
+        "waiting": len(scheduler.slots.waiting),
+        "active": sum(r is not None for r in scheduler.slots.requests),
+        "sessions": len(scheduler.slots.sessions),
+        "pages": scheduler.pages.capacity,
+        "pages_held": scheduler.pages.capacity - scheduler.pages.available,
+        "shared_tokens": scheduler.pages.found * self._programs.page_size,
+        "version": scheduler.version,
+        "compile_count": self._programs.compile_count,
+        "compile_seconds": self._programs.compile_seconds,
+        "compiles_after_warm_up": len(late) - on_demand,
+        "compiles_on_demand": on_demand,
+    }
+
+  def close(self, timeout_s: float = 30.0) -> None:
+    """Fails what is pending and ends the thread. Idempotent.
+
+    Raises:
+      TimeoutError: the thread is stuck in a device call; it is a daemon, and
+        pending requests have failed all the same.
+    """
+    with self._wake:
+      self._closed = True
+      thread = self._thread
+      self._wake.notify_all()
+    if thread is None or thread is threading.current_thread():
+      return
+    thread.join(timeout_s)
+    if thread.is_alive():
+      self._fail_all(EngineError("the engine was closed"))
+      raise TimeoutError(
+          f"the engine's thread did not end within {timeout_s} s; a device call"
+          " is stuck"
+      )
+
+  def __enter__(self) -> RolloutEngine:
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    self.close()
+
+  # --- the engine's thread ---------------------------------------------------
+
+  def _post(self, command: tuple[Any, ...], quiet: bool = False) -> None:
+    """Leaves a command for the thread, which is started when need be."""
+    with self._wake:
+      if self._closed or self._fatal is not None:
+        if quiet:
+          return
+        if self._closed:
+          raise EngineError("the engine is closed")
+        raise EngineError(
+            "the engine has failed for good at"
+            f" {type(self._fatal).__name__}: {self._fatal}"
+        ) from self._fatal
+      self._inbox.append(command)
+      if self._thread is None:
+        self._thread = threading.Thread(
+            target=self._run, name="rollout-engine", daemon=True
+        )
+        self._thread.start()
+      self._wake.notify_all()
+
+  def _run(self) -> None:
+    reason: BaseException = EngineError("the engine was closed")
+    try:
+      while True:
+        with self._wake:
+          idle = time.perf_counter()
+          while not (self._inbox or self._closed):
+            wait = self._rounds.wait_time()
+            if wait is not None and wait <= 0:
+              break
+            self._wake.wait(wait)
+          self._scheduler.counters.seconds_idle += time.perf_counter() - idle
+          if self._closed:
+            return
+          commands = list(self._inbox)
+          self._inbox.clear()
+        for command in commands:
+          self._execute(command)
+        self._deliver()
+        wait = self._rounds.wait_time()
+        if wait is not None and wait <= 0:
+          self._step()
+    except BaseException as error:  # pylint: disable=broad-except
+      _LOG.exception("the rollout engine has failed for good")
+      reason = EngineError(
+          f"the engine has failed for good at {type(error).__name__}: {error}"
+      )
+      reason.__cause__ = error
+      self._fatal = error
+    finally:
+      self._fail_all(reason)
+
+  def _execute(self, command: tuple[Any, ...]) -> None:
+    kind, *args = command
+    scheduler = self._scheduler
+    if kind == "submit":
+      request = args[0]
+      self._rounds.last_arrival = time.monotonic()
+      scheduler.counters.requests += 1
+      try:
+        scheduler.slots.enqueue(request)
+      except ValueError as error:
+        request.outcome = error
+        scheduler.counters.failed += 1
+        outcomes.resolve([request])
+    elif kind == "cancel":
+      scheduler.cancel(args[0])
+    elif kind == "open":
+      scheduler.slots.open(args[0])
+    elif kind == "release":
+      scheduler.release(args[0])
+    elif kind == "pause":
+      self._rounds.paused = True
+      outcomes.settle(args[0], None)
+    elif kind == "resume":
+      self._rounds.paused = False
+    else:
+      version, params, done = args
+      scheduler.set_weights(version, params)
+      outcomes.settle(done, version)
+
+  def _step(self) -> None:
+    scheduler = self._scheduler
+    counters = scheduler.counters
+    started = time.perf_counter()
+    device = counters.seconds_decode + counters.seconds_prefill
+    device += counters.seconds_vision
+    try:
+      if self._lockstep:
+        self._rounds.start_lot()
+      scheduler.step()
+      self._failures = 0
+    except Exception as error:  # pylint: disable=broad-except
+      self._failures += 1
+      _LOG.exception("a round of the rollout engine failed")
+      if self._failures >= _MAX_FAILURES:
+        raise
+      scheduler.recover(error)
+    self._deliver()
+    now_device = counters.seconds_decode + counters.seconds_prefill
+    now_device += counters.seconds_vision
+    counters.seconds_host += (
+        time.perf_counter() - started - (now_device - device)
+    )
+
+  def _deliver(self) -> None:
+    done = self._scheduler.take_done()
+    if done:
+      outcomes.resolve(done)
+
+  def _fail_all(self, error: BaseException) -> None:
+    """Fails every request that has no outcome yet."""
+    slots = self._scheduler.slots
+    with self._wake:
+      commands = list(self._inbox)
+      self._inbox.clear()
+    pending = [*slots.waiting, *slots.active]
+    pending += [args[0] for kind, *args in commands if kind == "submit"]
+    for request in pending:
+      if request.outcome is None:
+        request.outcome = error
+    outcomes.resolve(pending)
+    for kind, *args in commands:
+      if kind in ("weights", "pause"):
+        outcomes.settle(args[-1], error)

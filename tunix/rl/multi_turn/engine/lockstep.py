@@ -1,0 +1,78 @@
+"""When the engine's next round starts, and in lockstep with whom.
+
+A round that starts at once leaves the first request alone; one that waits for
+long holds up whoever is there.
+
+Synchronous and single-threaded: the engine's.
+"""
+
+from __future__ import annotations
+
+import time
+
+from tunix.rl.multi_turn.engine import scheduler as scheduler_lib
+
+_MOST_WAITS = 10  # Of `admission_wait_s`, for one round of requests.
+
+
+class Rounds:
+  """See the module docstring.
+
+  Attributes:
+    last_arrival: `time.monotonic()` of the newest request.
+    paused: none starts.
+  """
+
+  def __init__(
+      self,
+      scheduler: scheduler_lib.Scheduler,
+      *,
+      lockstep: bool,
+      max_wait_s: float,
+      admission_wait_s: float,
+  ):
+    """As `RolloutEngine` has them."""
+    self.last_arrival = 0.0
+    self.paused = False
+    self._scheduler = scheduler
+    self._lockstep = lockstep
+    self._max_wait = max_wait_s
+    self._admission_wait = admission_wait_s
+
+  def wait_time(self) -> float | None:
+    """Seconds until the next round may start; None: not before news."""
+    slots = self._scheduler.slots
+    if self.paused:
+      return None
+    if self._scheduler.busy:
+      return 0.0
+    if not slots.waiting:
+      return None
+    now = time.monotonic()
+    if not self._lockstep:
+      # Where a session is new, more of them may be about to open.
+      known = all(slots.sessions[r.session].length for r in slots.waiting)
+      if len(slots.waiting) >= (
+          min(slots.size, len(slots.sessions)) if known else slots.size
+      ):
+        return 0.0
+      # While they keep coming: those of one round often answer together.
+      first = slots.waiting[0].submitted + _MOST_WAITS * self._admission_wait
+      return min(first, self.last_arrival + self._admission_wait) - now
+    if any(r in slots.waiting for r in self._scheduler.lot or ()):
+      return 0.0
+    if all(s.request is not None for s in slots.sessions.values()):
+      return 0.0
+    return self.last_arrival + self._max_wait - now
+
+  def start_lot(self) -> None:
+    """Lockstep: what waits now is the next batch, in session order."""
+    scheduler = self._scheduler
+    slots = scheduler.slots
+    if scheduler.busy or any(r in slots.waiting for r in scheduler.lot or ()):
+      return
+    if any(s.request is None for s in slots.sessions.values()):
+      scheduler.counters.lockstep_timeouts += 1
+    lot = sorted(slots.waiting, key=lambda r: slots.sessions[r.session].order)
+    slots.renumber(lot)
+    scheduler.lot = lot

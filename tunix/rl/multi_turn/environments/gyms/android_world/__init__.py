@@ -1,0 +1,1 @@
+"""The `android_world` gym: phones behind an AndroidWorld server."""

@@ -1,0 +1,1 @@
+"""The `computer` gym: any object with `screenshot()` and `act(action)`."""

@@ -1,0 +1,1 @@
+"""The `gbox` gym: one gbox.ai machine per episode."""

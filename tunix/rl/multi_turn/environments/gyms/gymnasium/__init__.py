@@ -1,0 +1,1 @@
+"""The `gymnasium` gym: any `gymnasium.Env` that renders `rgb_array`."""

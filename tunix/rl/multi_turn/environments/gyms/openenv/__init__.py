@@ -1,0 +1,1 @@
+"""The `openenv` gym: an environment behind an OpenEnv server."""

@@ -1,0 +1,174 @@
+"""The tasks of an OpenEnv server.
+
+Those of its task API, where it has one: the splits of type "train" to train on,
+the others held out (or every fifth task, of a server with nothing else). A
+server without one is given seeds: even ones to train, odd ones to evaluate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any, Mapping, Sequence
+import urllib.parse
+
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import http as http_lib
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms.genv import gym as genv_gym
+from tunix.rl.multi_turn.environments.gyms.openenv import gym as openenv
+
+_MOST = 4096  # Tasks that are read of a split.
+_SECONDS = 60.0
+
+
+class SeededTasks:
+  """Endless tasks of an environment that knows seeds only."""
+
+  def __init__(self, family: str):
+    self._family = family
+
+  def families(self) -> tuple[str, ...]:
+    return (self._family,)
+
+  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
+    return self._task(family, "train", index, seed)
+
+  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
+    return self._task(family, "eval", index, seed)
+
+  def _task(self, family: str, split: str, index: int, seed: int) -> base.Task:
+    text = f"{family}/{split}/{index}/{seed}".encode()
+    number = int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 2
+    number = 2 * number + (split == "eval")
+    return base.Task(
+        f"{family}/{split}/{number}", family, seed=number,
+        params={"openenv": {"seed": number}},
+    )  # pyformat: disable
+
+
+class IndexedTasks:
+  """Tasks of a task API, each a split and an index."""
+
+  def __init__(
+      self,
+      train: Mapping[str, Sequence[base.Task]],
+      held_out: Mapping[str, Sequence[base.Task]],
+  ):
+    """Both by family."""
+    self._tasks = {"train": train, "eval": held_out}
+
+  def families(self) -> tuple[str, ...]:
+    return tuple(f for f in self._tasks["train"] if f in self._tasks["eval"])
+
+  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
+    """The `index`-th of an endless sequence of shuffled passes."""
+    tasks = self._tasks["train"][family]
+    epoch, place = divmod(index, len(tasks))
+    order = list(range(len(tasks)))
+    random.Random(f"{seed}/{family}/{epoch}").shuffle(order)
+    return tasks[order[place]]
+
+  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
+    del seed  # All of them, so there is nothing to choose.
+    tasks = self._tasks["eval"][family]
+    return tasks[index % len(tasks)]
+
+
+def server_tasks(settings: Mapping[str, Any], families: Sequence[str]) -> Any:
+  """The tasks of the server that an `openenv` gym's settings name.
+
+  Raises:
+    ValueError: a setting that cannot be, or a family that it has not.
+    OpenEnvError: the server cannot be asked.
+  """
+  url = settings.get("base_url") or openenv.DEFAULT_BASE_URL
+  openenv.Session(url)  # Refuses what is no address.
+  token = genv_gym.read_token(settings.get("token_file") or "")
+  # A server's address may be given as that of its sessions.
+  url = "http" + url[2:] if url.startswith("ws") else url
+  found = concurrency.call(
+      lambda: _ask(url.rstrip("/"), token), seconds=_SECONDS + 5,
+      what=f"asking {url}",
+  )  # pyformat: disable
+  for family in families:
+    if family not in found.families():
+      wrong = registry.unknown_name("task family", family, found.families())
+      raise ValueError(f"{url}: {wrong}")
+  return found
+
+
+async def _ask(url: str, token: str) -> Any:
+  headers = {"authorization": f"Bearer {token}"} if token else {}
+  http = http_lib.Http(headers=headers)
+
+  async def call(method: str, path: str, body: Any = None) -> Any:
+    try:
+      reply = await http.call(method, url + path, _SECONDS, body=body)
+    except http_lib.CallError as error:
+      raise openenv.OpenEnvUnavailableError(
+          f"{error}; is that an OpenEnv server?"
+      ) from None
+    if reply.status in (404, 405, 501):
+      return None  # It has no task API, or none for this environment.
+    if not reply.ok:
+      raise openenv.OpenEnvRequestError(f"{url}{path}: {reply.quoted()}")
+    try:
+      return http_lib.json_of(reply.content)
+    except ValueError:
+      raise openenv.OpenEnvError(f"{url}{path}: no JSON") from None
+
+  try:
+    return await _listed(url, call)
+  finally:
+    await http.aclose()
+
+
+async def _listed(url: str, call: Any) -> Any:
+  """The tasks that the answers of `call(method, path, body)` name."""
+  about = await call("GET", "/metadata")
+  name = about.get("name") if isinstance(about, dict) else None
+  if not isinstance(name, str) or not name:
+    raise openenv.OpenEnvError(f"{url}/metadata names no environment")
+  names = await call("GET", "/list_environments")
+  address = names[0] if isinstance(names, list) and names else name
+  prefix = f"/{urllib.parse.quote(str(address), safe='')}"
+  splits = await call("GET", f"{prefix}/splits")
+  if not isinstance(splits, list) or not splits:
+    return SeededTasks(name)
+  train: dict[str, list[base.Task]] = {}
+  held_out: dict[str, list[base.Task]] = {}
+  for split in splits:
+    called = split.get("name") if isinstance(split, dict) else None
+    if not isinstance(called, str):
+      raise openenv.OpenEnvError(f"{url}: {split!r} is no split with a name")
+    rows = await call(
+        "POST", f"{prefix}/task_range",
+        {"split": called, "start": 0, "stop": _MOST},
+    )  # pyformat: disable
+    into = train if split.get("type") == "train" else held_out
+    listed = rows.get("tasks") if isinstance(rows, dict) else None
+    for i, row in enumerate(listed if isinstance(listed, list) else ()):
+      task = _task(name, called, i, row)
+      into.setdefault(task.family, []).append(task)
+  both = train or held_out
+  if not both:
+    return SeededTasks(name)
+  if not train or not held_out:
+    train = {f: [t for i, t in enumerate(ts) if i % 5 < 4]
+             for f, ts in both.items()}  # pyformat: disable
+    held_out = {f: ts[4::5] for f, ts in both.items() if len(ts) > 4}
+  return IndexedTasks(train, held_out)
+
+
+def _task(name: str, split: str, index: int, row: Any) -> base.Task:
+  row = row if isinstance(row, Mapping) else {}
+  family = row.get("family")
+  turns = row.get("max_turns")
+  return base.Task(
+      f"{name}/{split}/{row.get('id', index)}",
+      family if isinstance(family, str) and family else name,
+      max_turns=turns if isinstance(turns, int) and turns > 0 else None,
+      params={"openenv": {"split": split, "index": index}},
+  )

@@ -1,0 +1,1 @@
+"""The `osworld` gym: machines that run OSWorld's server."""

@@ -1,0 +1,99 @@
+"""OSWorld's task files as a task set.
+
+`gym.options.tasks_dir` is a directory `<domain>/<id>.json`, OSWorld's
+`evaluation_examples/examples`. Families are the domains. Every fifth task of a
+domain, by the hash of its id, is held out. Tasks that a machine's server alone
+cannot set up or judge are refused, or left out with `unsupported: skip`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import pathlib
+from typing import Any, Mapping, Sequence
+
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms.openenv import tasks as openenv_tasks
+from tunix.rl.multi_turn.environments.gyms.osworld import gym as osworld
+
+_LOG = logging.getLogger(__name__)
+_ON_UNSUPPORTED = ("refuse", "skip")
+
+
+def read_task(path: pathlib.Path) -> base.Task:
+  """The task of one file.
+
+  Raises:
+    ValueError: no task of OSWorld.
+  """
+  try:
+    data = json.loads(path.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise ValueError(f"{path}: no JSON: {error}") from None
+  for name in ("id", "instruction", "evaluator"):
+    if not isinstance(data, dict) or not data.get(name):
+      raise ValueError(f"{path}: {name!r} is missing; is that an OSWorld task?")
+  return base.Task(
+      f"osworld/{path.parent.name}/{data['id']}",
+      path.parent.name,
+      str(data["instruction"]),
+      params={"osworld": data},
+  )
+
+
+def tasks(
+    settings: Mapping[str, Any], families: Sequence[str]
+) -> openenv_tasks.IndexedTasks:
+  """The tasks that an `osworld` gym's settings name.
+
+  Raises:
+    ValueError: no directory, a file that is no task, a task that cannot be
+      played (with `unsupported: refuse`), or a domain without tasks.
+  """
+  root = pathlib.Path(str(settings.get("tasks_dir") or "")).expanduser()
+  if not settings.get("tasks_dir") or not root.is_dir():
+    raise ValueError(
+        f"gym.options.tasks_dir={settings.get('tasks_dir')!r} must be a"
+        " directory <domain>/<id>.json, as OSWorld's"
+        " evaluation_examples/examples"
+    )
+  on_unsupported = settings.get("unsupported", "refuse")
+  if on_unsupported not in _ON_UNSUPPORTED:
+    raise ValueError(
+        f"gym.options.unsupported={on_unsupported!r} must be one of"
+        f" {', '.join(_ON_UNSUPPORTED)}"
+    )
+  train: dict[str, list[base.Task]] = {}
+  held_out: dict[str, list[base.Task]] = {}
+  skipped = 0
+  for path in sorted(root.glob("*/*.json")):
+    if families and path.parent.name not in families:
+      continue
+    task = read_task(path)
+    try:
+      osworld.check_task(task.params["osworld"])
+    except ValueError as error:
+      if on_unsupported == "refuse":
+        raise ValueError(
+            f"{path}: {error}; gym.options.unsupported=skip leaves such tasks"
+            " out"
+        ) from None
+      skipped += 1
+      continue
+    digest = hashlib.sha256(task.task_id.encode()).digest()
+    into = held_out if digest[0] % 5 == 0 else train
+    into.setdefault(task.family, []).append(task)
+  if skipped:
+    _LOG.warning("%d tasks of %s cannot be played here", skipped, root)
+  found = openenv_tasks.IndexedTasks(train, held_out)
+  for family in families or found.families() or ("",):
+    if family not in found.families():
+      wrong = registry.unknown_name("domain", family, found.families())
+      raise ValueError(
+          f"{root}: {wrong}; a domain needs tasks to train on and tasks that"
+          " are held out"
+      )
+  return found

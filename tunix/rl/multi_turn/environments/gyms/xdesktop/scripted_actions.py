@@ -1,0 +1,158 @@
+"""What scripted oracles act with: they see screenshots and give actions.
+
+A script is a generator of `GuiAction`s. It knows its task, keyboard shortcuts
+and where things lie within a window; where the window is, and that one has
+come or gone, it reads from the screenshot, by the color that only the title
+bar of the window with the keyboard has.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Iterator
+
+import numpy as np
+from tunix.rl.multi_turn.core import gui_action
+
+Action = gui_action.GuiAction
+Kind = gui_action.GuiActionKind
+Script = Iterator[Action]
+TITLE_COLOR = (0x1F, 0x5F, 0xA8)
+TITLE_HEIGHT = 24
+"""Of a title bar, in pixels of the screen (etc/themerc.txt)."""
+_WAIT_S = 0.3
+_MAX_WAITS = 40
+
+
+class Unsolvable(LookupError):
+  """The script does not see what it needs."""
+
+
+class Hand:
+  """See the module docstring."""
+
+  def __init__(self, look: Callable[[], np.ndarray], zoom: int = 1):
+    """Args:
+
+      look: the newest screenshot, uint8[H, W, 3].
+      zoom: pixels of the screen a pixel of it.
+    """
+    self._look = look
+    self._zoom = zoom
+
+  # -- what is seen ------------------------------------------------------------
+
+  def frame(self) -> tuple[float, float] | None:
+    """Top left corner of the window that has the keyboard, or None.
+
+    In pixels of the screen.
+    """
+    screen = self._look()
+    near = np.ones(screen.shape[:2], bool)
+    # A reduced picture mixes the bar with the border around it.
+    mixed = self._zoom > 1
+    for channel, value in enumerate(TITLE_COLOR):
+      apart = np.abs(screen[..., channel].astype(np.int16) - value)
+      near &= apart <= (16 if mixed else 6)
+    rows = np.flatnonzero(near.sum(1) > 60 // self._zoom)
+    if not rows.size:
+      return None
+    bar = near[rows[0] : rows[0] + TITLE_HEIGHT // self._zoom]
+    left = int(np.flatnonzero(bar.any(0))[0])
+    border = 0.0 if mixed else 1.0
+    return left * self._zoom - border, int(rows[0]) * self._zoom - border
+
+  def corner(self) -> tuple[float, float]:
+    """`frame`, which must be there.
+
+    Raises:
+      Unsolvable: no window has the keyboard.
+    """
+    found = self.frame()
+    if found is None:
+      raise Unsolvable("no window has the keyboard")
+    return found
+
+  # -- single actions ----------------------------------------------------------
+
+  def key(self, chord: str) -> Action:
+    """Keys pressed together: "ctrl+s"."""
+    return Action(Kind.KEY, keys=tuple(chord.split("+")))
+
+  def type(self, text: str) -> Action:
+    return Action(Kind.TYPE, text=text)
+
+  def at(self, x: float, y: float) -> tuple[float, float]:
+    """Of the screenshot, for pixels of the screen."""
+    return x // self._zoom, y // self._zoom
+
+  def click(
+      self, dx: float, dy: float, *, button: str = "left", count: int = 1
+  ) -> Action:
+    """On a point of the window that has the keyboard, from its corner."""
+    left, top = self.corner()
+    x, y = self.at(left + dx, top + dy)
+    return Action(Kind.CLICK, x=x, y=y, button=button, count=count)
+
+  def drag(self, dx: float, dy: float, dx2: float, dy2: float) -> Action:
+    """Between two points of that window."""
+    left, top = self.corner()
+    x, y = self.at(left + dx, top + dy)
+    x2, y2 = self.at(left + dx2, top + dy2)
+    return Action(Kind.DRAG, x=x, y=y, x2=x2, y2=y2)
+
+  def click_desktop(
+      self, x: float, y: float, *, button: str = "left", count: int = 1
+  ) -> Action:
+    """On a point of the screen."""
+    x, y = self.at(x, y)
+    return Action(Kind.CLICK, x=x, y=y, button=button, count=count)
+
+  def wait(self, seconds: float = _WAIT_S) -> Action:
+    return Action(Kind.WAIT, duration=seconds)
+
+  # -- actions and what must follow --------------------------------------------
+
+  def switch(self, action: Action) -> Script:
+    """`action`, after which another window has the keyboard.
+
+    Raises:
+      Unsolvable: none does.
+    """
+    before = self.frame()
+    yield action
+    for _ in range(_MAX_WAITS):
+      if self.frame() not in (before, None):
+        return
+      yield self.wait()
+    raise Unsolvable(f"no window came after {action.to_json()}")
+
+  def insist(self, action: Action) -> Script:
+    """`switch`, with the action done again when it comes to nothing.
+
+    A file dialog that is still looking at its folder passes over Enter.
+
+    Raises:
+      Unsolvable: no window came.
+    """
+    before = self.frame()
+    for _ in range(_MAX_WAITS // 5):
+      yield action
+      for _ in range(5):
+        if self.frame() not in (before, None):
+          return
+        yield self.wait()
+    raise Unsolvable(f"no window came after {action.to_json()}")
+
+  def change(self, action: Action) -> Script:
+    """`action`, after which the picture differs.
+
+    Raises:
+      Unsolvable: it does not.
+    """
+    before = self._look()
+    yield action
+    for _ in range(_MAX_WAITS):
+      if not np.array_equal(self._look(), before):
+        return
+      yield self.wait()
+    raise Unsolvable(f"nothing changed after {action.to_json()}")

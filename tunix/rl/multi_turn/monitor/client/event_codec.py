@@ -1,0 +1,274 @@
+"""Events as bytes, for the process that tells the monitor of them.
+
+MessagePack: it has what JSON has not (NaN, bytes, keys of any kind), and an
+array goes as it lies in memory. An object is a list whose first item is an
+extension that no plain value has, and which says of what type it is. What an
+event is made of comes back as the same types; whatever else somebody put into
+an episode comes back as the nearest plain value, text at last.
+
+Promises: `dump` costs about as much as copying; it fails for nothing but what
+is nested hundreds deep. `load` runs nothing that the bytes name: it builds the
+types below and no others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import operator
+import re
+from typing import Any, Callable, Iterator, Mapping, Sequence
+
+import msgpack
+import numpy as np
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import token_sequence
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+
+_TYPED, _ARRAY, _NUMBER, _IMAGE = 1, 2, 3, 4
+_TYPES: tuple[type[Any], ...] = (
+    events.RunStarted,
+    events.RunFinished,
+    events.EpisodeStarted,
+    events.TurnFinished,
+    events.EpisodeFinished,
+    events.GroupFinished,
+    events.Fault,
+    events.StepFinished,
+    events.WeightsPublished,
+    events.EvalStarted,
+    events.EvalFinished,
+    events.Progress,
+    trajectory_lib.Trajectory,
+    trajectory_lib.TrajectoryGroup,
+    trajectory_lib.Step,
+    trajectory_lib.Action,
+    trajectory_lib.ToolCall,
+    trajectory_lib.ToolOutput,
+    token_sequence.TokenSequence,
+    token_sequence.ImageSpan,
+)
+_FIELDS = tuple(
+    # Steps first, the one that is not taken as it is.
+    tuple(sorted((f.name for f in dataclasses.fields(k)), key="steps".__ne__))
+    for k in _TYPES
+)
+_STEP = tuple(
+    f.name
+    for f in dataclasses.fields(trajectory_lib.Step)
+    if f.name != "chat_completions"
+)
+_ARRAYS = (
+    ("tokens", "i4"), ("loss_mask", "?"), ("logprobs", "f4"),
+    ("versions", "i4"), ("turn_ids", "i4"),
+)  # pyformat: disable
+_DTYPE = re.compile(r"[<>|=][biuf]\d{1,2}")
+TOLD = frozenset(kind for kind in _TYPES if issubclass(kind, events.Event))
+"""Kinds of events that can be sent."""
+
+
+class _Mark:
+  """What the list of an object of `_TYPES[number]` begins with."""
+
+  __slots__ = ("number",)
+
+  def __init__(self, number: int):
+    self.number = number
+
+
+def _taking(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+  """Takes the attributes of these names."""
+  take = operator.attrgetter(*names)
+  return take if len(names) > 1 else lambda value: (take(value),)
+
+
+_MARKS = tuple(map(_Mark, range(len(_TYPES))))
+_TAKING = {
+    kind: (msgpack.ExtType(_TYPED, bytes([number])), _taking(_FIELDS[number]))
+    for number, kind in enumerate(_TYPES)
+}
+_OF_STEP = _taking(_STEP)
+
+
+def dump(event: events.Event) -> bytes:
+  """An event of a kind in `TOLD`, as bytes.
+
+  Episodes of a group come as their names and how they ended: each was told
+  when it ended.
+
+  Raises:
+    ValueError: it is nested too deeply.
+  """
+  if isinstance(event, events.GroupFinished):
+    event = dataclasses.replace(event, group=_names(event.group))
+  elif isinstance(event, events.StepFinished):
+    groups = tuple(map(_names, event.groups))
+    event = dataclasses.replace(event, groups=groups)
+  return _pack(event)
+
+
+def load(data: bytes) -> events.Event:
+  """What `dump` made bytes of.
+
+  Raises:
+    ValueError: they are no event.
+  """
+  try:
+    found = _unpack(data)
+  except Exception as error:  # pylint: disable=broad-except
+    # What builds the types may fail in any way at what it was not made for.
+    raise ValueError(f"no event: {error!r}") from None
+  if type(found) not in TOLD:
+    raise ValueError(f"a {type(found).__name__} is no event")
+  return found
+
+
+# --- there --------------------------------------------------------------------
+
+
+def _pack(value: Any) -> bytes:
+  # Lax about types: a tuple is a list, an enum its text or number.
+  return msgpack.Packer(
+      default=_typed, unicode_errors="surrogatepass", buf_size=1 << 14
+  ).pack(value)
+
+
+def _typed(value: Any) -> Any:
+  """What MessagePack has for a value that it does not know."""
+  kind = type(value)
+  if kind is token_sequence.ImageRef:
+    told = f"{value.sha256} {value.width} {value.height}"
+    return msgpack.ExtType(_IMAGE, told.encode())
+  known = _TAKING.get(kind)
+  if known is not None:
+    mark, fields = known
+    if kind is trajectory_lib.Trajectory:
+      values = fields(value)
+      return mark, _steps(values[0]), *values[1:]
+    if kind is token_sequence.TokenSequence:
+      return mark, *_fields_of_sequence(value)
+    return mark, *fields(value)
+  if kind is np.ndarray and value.dtype.kind in "biuf":
+    body = [value.dtype.str, value.shape, value.tobytes()]
+    return msgpack.ExtType(_ARRAY, msgpack.packb(body))
+  return _nearest(value)
+
+
+def _nearest(value: Any) -> Any:
+  if isinstance(value, enum.Enum):
+    return value.value
+  if isinstance(value, np.generic):
+    return value.item()
+  if isinstance(value, int):  # Of more than 64 bits.
+    return msgpack.ExtType(_NUMBER, hex(value).encode())
+  if isinstance(value, Mapping):
+    return dict(value)
+  if isinstance(value, np.ndarray):
+    return value.tolist()
+  if isinstance(value, Sequence):
+    return list(value)
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    return {
+        f.name: getattr(value, f.name) for f in dataclasses.fields(value)
+    }
+  return str(value)
+
+
+def _steps(steps: Sequence[trajectory_lib.Step]) -> list[Any]:
+  """Messages that a step shares with the one before are sent once."""
+  found = []
+  previous: Sequence[Any] = ()
+  for step in steps:
+    messages = step.chat_completions
+    shared = 0
+    for old, new in zip(previous, messages):
+      if old is not new:
+        break
+      shared += 1
+    found.append([shared, list(messages[shared:]), _OF_STEP(step)])
+    previous = messages
+  return found
+
+
+def _fields_of_sequence(sequence: token_sequence.TokenSequence) -> list[Any]:
+  """Its arrays one after the other."""
+  arrays = [getattr(sequence, name) for name, _ in _ARRAYS]
+  if sequence.entropies is not None:
+    arrays.append(sequence.entropies)
+  return [
+      len(sequence),
+      b"".join(array.tobytes() for array in arrays),
+      [(span.image, span.offset, span.num_tokens) for span in sequence.images],
+  ]
+
+
+def _names(group: trajectory_lib.TrajectoryGroup) -> Any:
+  return dataclasses.replace(
+      group,
+      trajectories=tuple(
+          trajectory_lib.Trajectory(
+              trajectory_id=episode.trajectory_id, status=episode.status
+          )
+          for episode in group
+      ),
+  )
+
+
+# --- and back -----------------------------------------------------------------
+
+
+def _unpack(data: bytes) -> Any:
+  return msgpack.unpackb(
+      data, ext_hook=_extension_back, list_hook=_object_back,
+      strict_map_key=False, unicode_errors="surrogatepass",
+  )  # pyformat: disable
+
+
+def _extension_back(code: int, data: bytes) -> Any:
+  if code == _TYPED:
+    (number,) = data
+    return _MARKS[number]
+  if code == _NUMBER:
+    return int(data, 16)
+  if code == _IMAGE:
+    sha, width, height = data.decode().split()
+    return token_sequence.ImageRef(sha, int(width), int(height))
+  if code == _ARRAY:
+    dtype, shape, body = msgpack.unpackb(data)
+    if not _DTYPE.fullmatch(dtype):
+      raise ValueError(f"no dtype of an event's: {dtype!r}")
+    return np.frombuffer(body, dtype).reshape(shape)
+  raise ValueError(f"MessagePack extension {code} is none of an event's")
+
+
+def _object_back(found: list[Any]) -> Any:
+  if not found or type(found[0]) is not _Mark:
+    return found
+  kind, values = _TYPES[found[0].number], found[1:]
+  if kind is token_sequence.TokenSequence:
+    return _sequence_back(*values)
+  named = dict(zip(_FIELDS[found[0].number], values, strict=True))
+  if kind is trajectory_lib.Trajectory:
+    named["status"] = trajectory_lib.TrajectoryStatus(named["status"])
+    named["steps"] = list(_steps_back(named["steps"]))
+  return kind(**named)
+
+
+def _steps_back(told: list[Any]) -> Iterator[trajectory_lib.Step]:
+  messages: list[Any] = []
+  for shared, new, values in told:
+    messages = [*messages[:shared], *new]
+    named = dict(zip(_STEP, values, strict=True))
+    yield trajectory_lib.Step(chat_completions=messages, **named)
+
+
+def _sequence_back(
+    length: int, data: bytes, images: list[Any]
+) -> token_sequence.TokenSequence:
+  found, at = {}, 0
+  for name, dtype in (*_ARRAYS, ("entropies", "f4")):
+    if at < len(data) or name != "entropies":
+      found[name] = np.frombuffer(data, dtype, length, at)
+      at += found[name].nbytes
+  spans = tuple(token_sequence.ImageSpan(*span) for span in images)
+  return token_sequence.TokenSequence(images=spans, **found)

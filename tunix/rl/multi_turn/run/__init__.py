@@ -1,0 +1,1 @@
+"""Builds and drives one training run from its configuration."""

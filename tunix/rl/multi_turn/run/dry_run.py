@@ -1,0 +1,80 @@
+"""What `train --dry-run` prints: what a run would be, without running it."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.clients import remote_engine
+from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
+from tunix.rl.multi_turn.run import assembly
+
+
+def parameter_count(model: Any) -> int:
+  """Parameters of a policy."""
+  named = policy_checkpoint.named_parameters(model)
+  return sum(int(np.prod(p.shape)) for p in named.values())
+
+
+def describe(
+    config: config_lib.TrainConfig,
+    policy: assembly.Policy,
+    directory: pathlib.Path,
+    engine: engine_lib.RolloutEngine | remote_engine.RemoteEngine,
+) -> str:
+  """Configuration, shapes and memory.
+
+  Args:
+    config: of the run.
+    policy: its policy.
+    directory: of the run.
+    engine: that rolls out.
+  """
+  parameters = parameter_count(policy.model)
+  agent = assembly.make_agent(config)
+  cache = "KV cache in another process"
+  if engine.cache_tokens:
+    cache = f"KV cache of {engine.cache_tokens} tokens"
+  prompt = policy.renderer.render(agent.chat_completions)
+  image = policy.processor.num_image_tokens(
+      config.gym.width, config.gym.height
+  )
+  mib = 1 / (1 << 20)
+  copies = 3 + bool(config.algorithm.kl_coef)
+  rows = [
+      ("policy", f"{config.policy.name}, {parameters:,} parameters"),
+      ("devices", f"{jax.device_count()} x {jax.default_backend()}"),
+      ("system prompt", f"{len(prompt)} tokens"),
+      (
+          "screenshot",
+          f"{config.gym.width}x{config.gym.height}, {image} tokens",
+      ),
+      (
+          "rollout",
+          f"{config.rollout.slots} requests at a time of up to"
+          f" {config.rollout.context_length} tokens, {cache},"
+          f" {engine.cache_bytes * mib:.1f} MiB",
+      ),
+      (
+          "learner batch",
+          f"{config.learner.rows} rows x {config.learner.row_length} tokens",
+      ),
+      (
+          "step",
+          f"{config.learner.groups_per_step} groups x"
+          f" {config.collect.group_size} episodes",
+      ),
+      (
+          "weights and optimizer",
+          f"{parameters * 4 * copies * mib:.1f} MiB, rollout copy"
+          f" {engine.weight_bytes * mib:.1f} MiB",
+      ),
+      ("run directory", str(directory)),
+  ]
+  width = max(len(name) for name, _ in rows)
+  table = "\n".join(f"  {name.ljust(width)}  {text}" for name, text in rows)
+  return f"{config.to_yaml()}\n{table}"

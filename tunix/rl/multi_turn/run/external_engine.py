@@ -1,0 +1,72 @@
+"""The engine in another process that a run samples with
+(`rollout.via=external`)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.clients import disk_weights
+from tunix.rl.multi_turn.clients import openai_client
+from tunix.rl.multi_turn.clients import remote_engine
+from tunix.rl.multi_turn.core import images as images_lib
+
+
+def make_engine(
+    config: config_lib.TrainConfig,
+    policy: Any,
+    image_store: images_lib.ImageStore,
+    tokenizer: str,
+) -> remote_engine.RemoteEngine:
+  """The way to an engine that runs already; asks it nothing yet.
+
+  Args:
+    config: names it, in `external`.
+    policy: an `assembly.Policy`, of the architecture that it serves.
+    image_store: of the prompts.
+    tokenizer: directory whose files are put beside weights.
+
+  Raises:
+    ConfigError: naming the setting, or a package that is not installed.
+  """
+  external, renderer = config.external, policy.renderer
+  url = external.url.rstrip("/")
+  directory = external.weights_dir or str(config.run_dir / "weights")
+  timeout_s = external.load_timeout_s
+  # Of the server, as its own command sets it.
+  key = os.environ.get("VLLM_API_KEY", "")
+
+  def make_client() -> openai_client.OpenAIClient:
+    return openai_client.OpenAIClient(
+        url,
+        external.model or config.policy.name,
+        image_store,
+        protocol=external.protocol,
+        api_key=key or "none",
+        timeout_s=config.collect.model_timeout_s,
+        context_length=config.rollout.context_length,
+        max_images=config.gym.max_turns + 1,
+        banned_token_ids=policy.model.config.banned_token_ids,
+        tokenize=renderer.encode,
+        end_of_turn_id=renderer.end_of_turn_id,
+    )
+
+  kinds = {
+      "vllm": disk_weights.VllmEngine, "sglang": disk_weights.SglangEngine,
+  }  # pyformat: disable
+  try:
+    return remote_engine.RemoteEngine(
+        make_client,
+        disk_weights.DiskWeights(
+            directory,
+            disk_weights.policy_saver(
+                policy.model, tokenizer, external.dtype
+            ),
+            [kinds[external.protocol](url, api_key=key, timeout_s=timeout_s)],
+            seen_at=external.seen_at,
+        ),
+        context_length=config.rollout.context_length,
+    )
+  except (ImportError, OSError, ValueError) as error:
+    raise config_lib.ConfigError([f"rollout.via=external: {error}"]) from None

@@ -1,0 +1,282 @@
+"""The Training Monitor of a run: what tells it, and a server if it needs one.
+
+Promises: without `monitor.url` or `monitor.embedded` nothing of the monitor is
+imported. A server of the run's own ends with the run, however that ends: it
+reads the end of a pipe that only the run holds. What it stored stays, and what
+it had no time for waits in the run's folder for the next run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, Mapping
+import uuid
+
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.core import images as images_lib
+
+_LOG = logging.getLogger(__name__)
+_START_S = 60.0
+_STOP_S = 15.0
+_IDENTITY = "monitor.json"
+_PROGRAM = str(pathlib.Path(__file__).with_name("monitor") / "__main__.py")
+"""Run as a file it starts in a second: see there."""
+NICENESS = 19
+"""Of a server of the run's own: it has what training leaves."""
+TOKEN_VARIABLE = "TUNIX_MONITOR_TOKEN"
+
+
+class RunMonitor:
+  """See the module docstring; `observer` listens to the run's events."""
+
+  def __init__(
+      self,
+      config: config_lib.TrainConfig,
+      images: images_lib.ImageStore,
+      *,
+      resume_step: int | None = None,
+      tokenizer: pathlib.Path | None = None,
+  ):
+    """Starts what the configuration asks for.
+
+    Args:
+      config: of the run.
+      images: where screenshots' pixels are.
+      resume_step: updates made before this start.
+      tokenizer: the policy's tokenizer.json, for a server of the run's own to
+        show tokens as text; None shows ids where it knows no better.
+
+    Raises:
+      ConfigError: it cannot be: a package is missing, the URL is none, the
+        server of the run's own does not start.
+    """
+    try:
+      from tunix.rl.multi_turn.monitor.client import event_log  # pylint: disable=g-import-not-at-top
+    except ImportError as error:
+      raise config_lib.ConfigError([_missing(error)]) from None
+    monitor = config.monitor
+    self.server: EmbeddedServer | None = None
+    url, target, token = monitor.url, "", os.environ.get(TOKEN_VARIABLE, "")
+    if monitor.embedded:
+      database = _database(config)
+      known = {} if tokenizer is None else {config.policy.name: tokenizer}
+      self.server = EmbeddedServer(database, known)
+      url, token = self.server.url, ""
+      target = f"embedded:{database}"
+    self.url = url
+    try:
+      training, session = _identity(config.run_dir)
+      self.observer = event_log.Relay(
+          {
+              "url": url,
+              "token": token,
+              "client": {
+                  "timeout_seconds": monitor.timeout_s,
+                  "spool_dir": str(_root(config) / "monitor_spool"),
+                  "name": f"{config.run_dir.name}-{uuid.uuid4().hex[:12]}",
+                  "target": target,
+                  "max_spool_bytes": monitor.spool_mb << 20,
+              },
+              "identity": {"training": training, "session": session},
+              "training": _training(config),
+              "observer": {
+                  "start_step": resume_step or 0,
+                  "task_source": config.gym.name,
+                  "max_turns": config.gym.max_turns,
+              },
+          },
+          images=images if monitor.images else None,
+          close_s=monitor.close_timeout_s,
+      )
+    except Exception as error:
+      self._stop_server()
+      raise config_lib.ConfigError([f"monitor.url={url}: {error}"]) from error
+
+  def close(self) -> None:
+    """Delivers what it can in the time that it has, then ends its server."""
+    self.observer.close()
+    self._stop_server()
+    if self.server is not None:
+      print(
+          "training monitor: look at it again with: python -m"
+          " tunix.rl.multi_turn.monitor serve --database"
+          f" {shlex.quote(str(self.server.database))}",
+          file=sys.stderr,
+      )
+
+  def _stop_server(self) -> None:
+    if self.server is not None:
+      self.server.close()
+
+
+class EmbeddedServer:
+  """`monitor serve` in a process of its own, on a free port of this machine.
+
+  Attributes:
+    url: where it listens.
+    database: its SQLite file.
+  """
+
+  def __init__(
+      self,
+      database: pathlib.Path,
+      tokenizers: Mapping[str, pathlib.Path] | None = None,
+  ):
+    """Starts it.
+
+    Args:
+      database: its SQLite file, made with its folder when missing.
+      tokenizers: policy.name -> the tokenizer.json of its tokens.
+
+    Raises:
+      ConfigError: it does not start.
+    """
+    database.parent.mkdir(parents=True, exist_ok=True)
+    self.database = database
+    known = [
+        f"--tokenizer={name}={path.absolute()}"
+        for name, path in (tokenizers or {}).items()
+    ]
+    self._log = database.with_suffix(".log")
+    with open(self._log, "ab") as log:
+      self._process = subprocess.Popen(
+          [
+              sys.executable, "-P", _PROGRAM, "serve", "--database",
+              str(database), "--port", "0", "--until-eof", *known,
+          ],
+          stdin=subprocess.PIPE,
+          stdout=subprocess.PIPE,
+          stderr=log,
+          # Ctrl-C is for the run, which ends its server itself. A session of
+          # its own would make its niceness meaningless: Linux shares the CPU
+          # among sessions first (autogroup), among their processes then.
+          process_group=0,
+          env={k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE},
+      )  # pyformat: disable
+    if hasattr(os, "setpriority"):
+      try:  # Training comes first.
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
+      except OSError:
+        pass
+    self.url = self._announced()
+
+  @property
+  def pid(self) -> int:
+    return self._process.pid
+
+  def _announced(self) -> str:
+    found: list[str] = []
+    reading = threading.Thread(
+        target=lambda: found.append(
+            self._process.stdout.readline().decode("utf-8", "replace")
+        ),
+        daemon=True,
+    )
+    reading.start()
+    reading.join(_START_S)
+    line = found[0].strip() if found else ""
+    if "http://" not in line:
+      self.close()
+      raise config_lib.ConfigError([
+          f"monitor.embedded=true: the server did not start; {self._log} says"
+          " why, or set monitor.embedded=false"
+      ])
+    return line[line.index("http://") :]
+
+  def close(self) -> None:
+    """Ends it. Idempotent."""
+    if self._process.stdin is not None:
+      try:
+        self._process.stdin.close()
+      except OSError:
+        pass
+    try:
+      self._process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+      _LOG.warning("the monitor's server did not end by itself")
+      self._process.kill()
+      self._process.wait(_STOP_S)
+    if self._process.stdout is not None:
+      self._process.stdout.close()
+
+
+def _missing(error: ImportError) -> str:
+  return (
+      f"monitor: {error}; pip install 'tunix-multi-turn[monitor]', or leave"
+      " monitor.url and monitor.embedded as they are"
+  )
+
+
+def _root(config: config_lib.TrainConfig) -> pathlib.Path:
+  """Where the runs are: what a run leaves, the next one there delivers."""
+  return config.run_dir.absolute().parent
+
+
+def _database(config: config_lib.TrainConfig) -> pathlib.Path:
+  named = config.monitor.database
+  if named:
+    return pathlib.Path(named).expanduser().absolute()
+  return _root(config) / "monitor.db"
+
+
+def _identity(run_dir: pathlib.Path) -> tuple[str, int]:
+  """(the run's client id, how many starts it had), remembered in its folder."""
+  path = run_dir / _IDENTITY
+  try:
+    found = json.loads(path.read_text())
+    training, session = str(found["training"]), int(found["starts"])
+  except (OSError, ValueError, KeyError, TypeError):
+    training, session = uuid.uuid4().hex, 0
+  run_dir.mkdir(parents=True, exist_ok=True)
+  partial = path.with_suffix(".part")
+  partial.write_text(
+      json.dumps({
+          "training": training, "starts": session + 1, "time": time.time(),
+      })
+  )  # pyformat: disable
+  partial.replace(path)
+  return training, session
+
+
+def _tracked(config: config_lib.TrainConfig) -> dict[str, str]:
+  """Where W&B has this run, if it is told of it."""
+  if config.tracking.wandb == "off":
+    return {}
+  return {
+      "wandb_project": config.tracking.project,
+      "wandb_name": config.run.name,
+  }
+
+
+def _training(config: config_lib.TrainConfig) -> dict[str, Any]:
+  """Columns of the training that the configuration fills."""
+  learner, collect = config.learner, config.collect
+  return {
+      "log_path": str(config.run_dir.absolute()),
+      "model_name": config.policy.name,
+      # A server that knows no tags is disturbed by none that nobody gave.
+      **({"tags": list(config.monitor.tags)} if config.monitor.tags else {}),
+      **_tracked(config),
+      "lora_rank": config.policy.lora_rank or None,
+      "learning_rate": learner.learning_rate,
+      "batch_size": learner.groups_per_step * collect.group_size,
+      "group_size": collect.group_size,
+      "groups_per_batch": learner.groups_per_step,
+      "max_tokens": config.sampling.max_new_tokens,
+      "temperature": config.sampling.temperature,
+      "kl_penalty_coef": config.algorithm.kl_coef,
+      "num_substeps": learner.minibatches * learner.epochs,
+      "max_turns": config.gym.max_turns,
+      "seed": config.run.seed,
+      "box_type": "linux",
+      "renderer_name": config.agent.parser,
+      "total_steps": learner.steps,
+  }

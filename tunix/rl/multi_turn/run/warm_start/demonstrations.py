@@ -1,0 +1,514 @@
+"""Demonstrations, in the exact token format that the policy will act in.
+
+Two kinds:
+
+* `Demonstrator.episode` plays a task of a gym through the ordinary collector,
+  as a scripted policy that knows the right action. A demonstrator may have
+  habits, the slips that recorded human demonstrations are full of (a single
+  click where two are needed, typing without a focused field, a click on the
+  neighbour). A policy cloned from them knows every right move and prefers
+  some wrong ones; reinforcement learning mends that.
+* Conversations about one screenshot, which is read once and teaches several
+  points; they are how a small policy learns to see. `inventory_sequence` names
+  and points at what is visible, `question_sequence` answers questions ("Click
+  the Save button.", "What is at [512, 300]?").
+
+Promises: a demonstration is a function of its seed; its tokens carry log-prob
+0, as a demonstrator is certain. Does not train anything; no JAX.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any, Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn.clients import scripted_client
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.environments import cua_env
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.tools import screenshot
+from tunix.rl.multi_turn.trajectory_collector import episode as engine_lib
+from tunix.rl.multi_turn.trajectory_collector import model_calls
+from tunix.rl.multi_turn.trajectory_collector import sequence_builder
+
+GuiAction = gui_action.GuiAction
+Kind = gui_action.GuiActionKind
+
+Habit = Callable[[Any, GuiAction, np.random.Generator], GuiAction]
+"""(gym, right action, rng) -> what the demonstrator does instead."""
+
+
+# --- habits ----------------------------------------------------------------
+
+
+def single_click(
+    gym: Any, action: GuiAction, rng: np.random.Generator
+) -> GuiAction:
+  """Clicks once where a double click is needed."""
+  del gym, rng
+  if action.kind is Kind.CLICK and action.count > 1:
+    return dataclasses.replace(action, count=1)
+  return action
+
+
+def wrong_widget(
+    gym: Any, action: GuiAction, rng: np.random.Generator
+) -> GuiAction:
+  """Clicks another widget than the one asked for."""
+  if action.kind is not Kind.CLICK:
+    return action
+  others = [
+      (x, y)
+      for _, x, y in gym.referring_expressions()
+      if abs(x - action.x) + abs(y - action.y) > 4
+  ]
+  if not others:
+    return action
+  x, y = others[int(rng.integers(len(others)))]
+  return dataclasses.replace(action, x=float(x), y=float(y))
+
+
+def skip_focus(
+    gym: Any, action: GuiAction, rng: np.random.Generator
+) -> GuiAction:
+  """Types the quoted text at once instead of clicking the field first."""
+  del rng
+  if action.kind is not Kind.CLICK:
+    return action
+  parts = gym.episode.spec.instruction.split('"')
+  return GuiAction(Kind.TYPE, text=parts[1]) if len(parts) > 2 else action
+
+
+HABITS: dict[str, Habit] = {
+    "single_click": single_click,
+    "wrong_widget": wrong_widget,
+    "skip_focus": skip_focus,
+}
+
+
+# --- oracles -----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+  """What knows a gym from the inside. Both may be coroutine functions.
+
+  Attributes:
+    act: gym -> the next right action, None at the end.
+    describe: (gym, x, y) -> the phrase for what is at a pixel, or None.
+    families: what it can demonstrate; None = every family of the gym.
+  """
+
+  act: Callable[[Any], Any]
+  describe: Callable[[Any, float, float], Any]
+  families: tuple[str, ...] | None = None
+
+
+class UnsolvableError(LookupError):
+  """The oracle sees no way to solve this very task: it was drawn badly."""
+
+
+def oracle_of(gym_name: str) -> Oracle:
+  """The oracle of the gym of that name.
+
+  Raises:
+    ValueError: it has no oracle.
+  """
+  if gym_name == "desktop":
+    from tunix.rl.multi_turn.environments.gyms import desktop  # pylint: disable=g-import-not-at-top
+
+    return Oracle(desktop.oracle_action, desktop.DesktopGym.describe)
+  if gym_name == "miniwob":
+    from tunix.rl.multi_turn.environments.gyms import miniwob  # pylint: disable=g-import-not-at-top
+
+    return Oracle(
+        miniwob.oracle_action, miniwob.describe, miniwob.ORACLE_FAMILIES
+    )
+  if gym_name == "xdesktop":
+    from tunix.rl.multi_turn.environments.gyms import xdesktop  # pylint: disable=g-import-not-at-top
+
+    return Oracle(xdesktop.oracle_action, xdesktop.describe)
+  raise ValueError(
+      f"gym {gym_name!r} has no oracle to demonstrate; desktop, miniwob and"
+      " xdesktop do"
+  )
+
+
+POINT_GRID = (32, 24)
+"""Columns and rows that the shipped policy's points were snapped to in
+pretraining, at every screenshot size: it has met no other numbers."""
+
+
+# --- episodes ----------------------------------------------------------------
+
+_POINTING = (Kind.CLICK, Kind.DRAG)
+
+
+async def _value(found: Any) -> Any:
+  return await found if asyncio.iscoroutine(found) else found
+
+
+@dataclasses.dataclass(frozen=True)
+class Demonstrator:
+  """Plays tasks the right way, but for its habits.
+
+  Before it clicks or drags, it says in the text before the tool call what it
+  is about to touch ("the Save button"): to point at what was just named is
+  much easier to learn than to find the target and to name nothing.
+
+  Attributes:
+    renderer: messages to tokens.
+    make_agent: a fresh agent for an episode; its parser writes the actions.
+    make_gym: a fresh gym.
+    oracle: knows the right actions and what things are called.
+    image_store: where screenshots go.
+    habits: family -> (name in HABITS, probability in [0, 1] that an episode
+      is played with it).
+    grid: (columns, rows) that clicks are snapped to.
+  """
+
+  renderer: sequence_builder.Renderer
+  make_agent: Callable[[], Any]
+  make_gym: Callable[[], Any]
+  oracle: Oracle
+  image_store: images.ImageStore
+  habits: Mapping[str, tuple[str, float]] = dataclasses.field(
+      default_factory=dict
+  )
+  grid: tuple[int, int] | None = None
+  timeout_s: float = 60.0
+
+  def __post_init__(self):
+    for family, (name, rate) in self.habits.items():
+      if name not in HABITS:
+        raise ValueError(
+            f"habit {name!r} of {family!r} is unknown; known:"
+            f" {', '.join(HABITS)}"
+        )
+      if not 0 <= rate <= 1:
+        raise ValueError(
+            f"the rate of habit {name!r} must be in [0, 1], got {rate}"
+        )
+
+  async def episode(
+      self, task: gym_base.Task, seed: int
+  ) -> trajectory.Trajectory:
+    """One demonstration of `task`; `seed` decides whether a habit strikes.
+
+    Raises:
+      UnsolvableError: the oracle found nothing to act on (LookupError).
+    """
+    rng = np.random.default_rng((0x0DE3, seed))
+    habit, rate = self.habits.get(task.family, ("", 0.0))
+    habit_fn = HABITS[habit] if habit and rng.random() < rate else None
+    agent, gym = self.make_agent(), self.make_gym()
+    parser = agent.tool_parser
+    env = cua_env.CUAEnv(
+        gym,
+        screenshot.ScreenshotTool(self.image_store),
+        task,
+        action_parser=parser,
+    )
+
+    unsolvable: list[LookupError] = []
+
+    async def act(prompt: policy_client.TokenPrompt, session: str):
+      del prompt, session
+      try:
+        action = await _value(self.oracle.act(gym))
+      except LookupError as error:
+        unsolvable.append(error)
+        raise
+      if action is None:
+        action = GuiAction(Kind.TERMINATE)
+      if habit_fn is not None:
+        action = habit_fn(gym, action, rng)
+      target = None
+      if action.kind in _POINTING:
+        target = await _value(self.oracle.describe(gym, action.x, action.y))
+      text = parser.format_gui_action(
+          action, env.image.width, env.image.height, target, grid=self.grid
+      )
+      return completion_ids(self.renderer, text)
+
+    model = model_calls.PolicyModel(
+        scripted_client.ScriptedClient(act),
+        self.renderer,
+        policy_client.SamplingParams(max_new_tokens=1024),
+        runs_inline=True,
+    )
+    engine = engine_lib.TrajectoryCollectEngine(
+        agent, env, model, max_steps=env.max_steps, timeout=self.timeout_s
+    )
+    played = await engine.collect()
+    if unsolvable:
+      raise UnsolvableError(str(unsolvable[0])) from unsolvable[0]
+    return played
+
+  async def episodes(
+      self, tasks: Iterable[tuple[gym_base.Task, int]], at_once: int = 1
+  ) -> list[trajectory.Trajectory]:
+    """Demonstrations of (task, seed) pairs, in order, unsolvable ones left out.
+
+    Args:
+      tasks: what to play.
+      at_once: episodes in flight; more than one is for gyms that wait.
+
+    Raises:
+      RuntimeError: an episode failed for another reason than its habit.
+    """
+    slots = asyncio.Semaphore(at_once)
+
+    async def play(
+        task: gym_base.Task, seed: int
+    ) -> trajectory.Trajectory | None:
+      async with slots:
+        try:
+          played = await self.episode(task, seed)
+        except UnsolvableError:
+          return None
+      if not played.status.is_policy_outcome:
+        raise RuntimeError(
+            f"the demonstration of {task.task_id} broke: {played.error}"
+        )
+      return played
+
+    playing = [asyncio.ensure_future(play(*pair)) for pair in tasks]
+    try:
+      return [p for p in await asyncio.gather(*playing) if p is not None]
+    finally:
+      for task in playing:
+        task.cancel()
+      await asyncio.gather(*playing, return_exceptions=True)
+
+  async def sequences(
+      self, tasks: Iterable[tuple[gym_base.Task, int]]
+  ) -> list[trajectory.TokenSequence]:
+    """Training sequences of all `episodes` of the tasks."""
+    played = await self.episodes(tasks)
+    return [s for episode in played for s in episode.sequences]
+
+
+def completion_ids(
+    renderer: sequence_builder.Renderer, text: str
+) -> np.ndarray:
+  """int32[S] of a completion: the text and the end-of-turn token."""
+  return np.append(
+      renderer.encode(text), np.int32(renderer.stop_token_ids[0])
+  ).astype(np.int32)
+
+
+# --- conversations about a screenshot -----------------------------------------
+
+_CLICK_FORMS = (
+    "Click {}.",
+    "Click on {}.",
+    "Press {}.",
+    "Go to {}.",
+)
+
+_TYPE_FORMS = (
+    'Type "{}".',
+    'Enter "{}" in the field.',
+    'Type "{}" into the text field.',
+    'Click the field and type "{}".',
+)
+
+Expressions = Sequence[tuple[str, int, int]]
+"""(phrase, x, y): what is visible and where, in pixels."""
+
+
+def _sample(
+    expressions: Expressions, count: int, rng: np.random.Generator
+) -> Expressions:
+  """Up to `count` of them, in random order."""
+  if not expressions:
+    raise ValueError("a conversation needs something visible to talk about")
+  return [expressions[i] for i in rng.permutation(len(expressions))[:count]]
+
+
+def _learn_only(
+    sequence: trajectory.TokenSequence, keep_T: np.ndarray
+) -> trajectory.TokenSequence:
+  """The sequence with what is not kept as part of its prompt."""
+  mask = sequence.loss_mask & keep_T
+  entropies = sequence.entropies
+  return dataclasses.replace(
+      sequence,
+      loss_mask=mask,
+      logprobs=np.where(mask, sequence.logprobs, 0.0),
+      versions=np.where(mask, sequence.versions, -1),
+      entropies=None if entropies is None else np.where(mask, entropies, 0.0),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Grounder:
+  """Makes conversations about screenshots.
+
+  Attributes:
+    renderer: messages to tokens.
+    parser: a GUI-action parser; points are clicks in its grammar.
+    grid: (columns, rows) that points are snapped to.
+    words: to type, for questions that teach to copy.
+    type_rate: share of those among the questions, when there are words.
+    reverse_rate: share of items and questions that go from a point to a name.
+  """
+
+  renderer: sequence_builder.Renderer
+  parser: Any
+  grid: tuple[int, int] | None = None
+  words: Sequence[str] = ()
+  type_rate: float = 0.2
+  reverse_rate: float = 0.35
+
+  def inventory_sequence(
+      self,
+      image: trajectory.ImageRef,
+      expressions: Expressions,
+      rng: np.random.Generator,
+      items: int = 12,
+      point_rate: float = 0.0,
+  ) -> trajectory.TokenSequence:
+    """One answer that names up to `items` things and clicks on them.
+
+    Or the reverse, or (at `point_rate`) the point without a click. Nothing
+    twice, as a second time could be copied from the first.
+    """
+    lines = []
+    for phrase, x, y in _sample(expressions, items, rng):
+      if rng.random() < self.reverse_rate:
+        lines.append(f"{self._point(image, x, y)} {phrase}")
+      elif rng.random() < point_rate:
+        lines.append(f"{phrase} {self._point(image, x, y)}")
+      else:
+        lines.append(self._click(image, x, y, phrase))
+    turns = [("List what you see.", "\n".join(lines))]
+    return self._converse(image, turns)
+
+  def pairs_sequence(
+      self,
+      image: trajectory.ImageRef,
+      expressions: Expressions,
+      rng: np.random.Generator,
+  ) -> trajectory.TokenSequence:
+    """One answer of names run together with their points: "orange328,562".
+
+    The number follows the very token that says what to look for, and nothing
+    but the numbers is learned from: the shortest way to look something up,
+    which is where a small policy begins to tell things apart.
+    """
+    lines = []
+    for phrase, x, y in _sample(expressions, len(expressions), rng):
+      point = self._point(image, x, y).strip("[]").replace(" ", "")
+      name = phrase.split()[1]  # Without "the" and the kind.
+      lines.append(f" {name}{point}")
+    said = self._converse(image, [("List what you see.", "\n".join(lines))])
+    numbers = [self.renderer.decode([int(t)]).isdigit() for t in said.tokens]
+    return _learn_only(said, np.array(numbers))
+
+  def copies_sequence(
+      self, rng: np.random.Generator, words: int = 5
+  ) -> trajectory.TokenSequence:
+    """A conversation without a screenshot: what the user quotes is typed.
+
+    At once, or in half of the cases after a click. Nothing but the words is
+    learned from, for the same reason as in `pairs_sequence`.
+    """
+    turns = []
+    asked = [self.words[i] for i in rng.permutation(len(self.words))[:words]]
+    nowhere = trajectory.ImageRef("0" * 64, *(self.grid or POINT_GRID))
+    for word in asked:
+      question = _TYPE_FORMS[int(rng.integers(len(_TYPE_FORMS)))].format(word)
+      if rng.random() < 0.5:
+        x, y = rng.integers(nowhere.width), rng.integers(nowhere.height)
+        turns.append((question, self._click(nowhere, x, y, "the text field")))
+        question = "Go on."
+      answer = self._format(nowhere, GuiAction(Kind.TYPE, text=word))
+      turns.append((question, answer))
+    said = self._converse(None, turns)
+    is_word = [self.renderer.decode([int(t)]) in asked for t in said.tokens]
+    return _learn_only(said, np.array(is_word))
+
+  def question_sequence(
+      self,
+      image: trajectory.ImageRef,
+      expressions: Expressions,
+      rng: np.random.Generator,
+      questions: int = 6,
+  ) -> trajectory.TokenSequence:
+    """Up to `questions` of a user, each answered by one tool call."""
+    turns = []
+    for phrase, x, y in _sample(expressions, questions, rng):
+      draw = rng.random()
+      if self.words and draw < self.type_rate:
+        word = self.words[int(rng.integers(len(self.words)))]
+        answer = self._format(image, GuiAction(Kind.TYPE, text=word))
+        turns.append((f'Type "{word}".', answer))
+      elif draw < self.type_rate + self.reverse_rate:
+        question = f"What is at {self._point(image, x, y)}?"
+        answer = self._format(image, GuiAction(Kind.ANSWER, text=phrase))
+        turns.append((question, answer))
+      else:
+        form = _CLICK_FORMS[int(rng.integers(len(_CLICK_FORMS)))]
+        turns.append((form.format(phrase), self._click(image, x, y, phrase)))
+    return self._converse(image, turns)
+
+  def _format(
+      self,
+      image: trajectory.ImageRef,
+      action: GuiAction,
+      thought: str | None = None,
+  ) -> str:
+    return self.parser.format_gui_action(
+        action, image.width, image.height, thought, grid=self.grid
+    )
+
+  def _click(
+      self,
+      image: trajectory.ImageRef,
+      x: float,
+      y: float,
+      phrase: str | None = None,
+  ) -> str:
+    action = GuiAction(Kind.CLICK, x=float(x), y=float(y))
+    return self._format(image, action, phrase)
+
+  def _point(self, image: trajectory.ImageRef, x: float, y: float) -> str:
+    """"[x, y]" in the grammar's coordinates."""
+    call = self._click(image, x, y)
+    return call[call.rindex("[") : call.rindex("]") + 1]
+
+  def _converse(
+      self,
+      image: trajectory.ImageRef | None,
+      turns: Sequence[tuple[str, str]],
+  ) -> trajectory.TokenSequence:
+    builder = sequence_builder.SequenceBuilder(self.renderer)
+    messages: list[trajectory.Message] = []
+    for number, (question, answer) in enumerate(turns):
+      content: Any = question
+      if number == 0 and image is not None:
+        content = [
+            {"type": "image", "image": image},
+            {"type": "text", "text": question},
+        ]
+      messages.append({"role": "user", "content": content})
+      builder.prompt(messages)
+      ids = completion_ids(self.renderer, answer)
+      said = builder.append(
+          policy_client.Completion(
+              tokens=ids,
+              logprobs=np.zeros(len(ids), np.float32),
+              versions=np.zeros(len(ids), np.int32),
+              finish_reason=policy_client.FinishReason.STOP,
+          )
+      )
+      messages.append({"role": "assistant", "content": said})
+    (sequence,) = builder.build()
+    return sequence

@@ -1,0 +1,175 @@
+"""What a run clones before GRPO: an oracle's episodes, or recorded ones.
+
+Recorded episodes are shown again by a `ReplayGym`, so that they become tokens
+in the run's own grammar and format, wherever they were recorded. Points are
+said as they were made, with the name of what they hit where it was recorded.
+
+Does not play or clone anything; no JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any, Callable, Iterator, Sequence
+
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments import recordings as recordings_lib
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.run import tasks as run_tasks
+from tunix.rl.multi_turn.run.warm_start import demonstrations
+
+ConfigError = config_lib.ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """Where demonstrations come from.
+
+  Attributes:
+    oracle: knows the right actions.
+    tasks: to demonstrate, without end.
+    make_gym: a gym to demonstrate in; None for the run's own.
+  """
+
+  oracle: demonstrations.Oracle
+  tasks: Iterator[gym_base.Task]
+  make_gym: Callable[[], Any] | None = None
+
+
+def for_run(config: config_lib.TrainConfig, task_source: Any) -> Source:
+  """The source that `warm_start` describes.
+
+  Raises:
+    ConfigError: no oracle for the gym or its tasks, or a file without
+      episodes that this run could learn from.
+  """
+  if config.warm_start.recordings:
+    return _recorded(config)
+  return _oracle(config, task_source)
+
+
+def _oracle(config: config_lib.TrainConfig, task_source: Any) -> Source:
+  steps = config.warm_start.steps
+  try:
+    oracle = demonstrations.oracle_of(config.gym.name)
+  except ValueError as error:
+    raise ConfigError([
+        f"warm_start.steps={steps}: {error}; set warm_start.steps=0, or"
+        " warm_start.recordings"
+    ]) from None
+  known = oracle.families
+  unknown = [t for t in config.gym.tasks if known and t not in known]
+  if unknown:
+    raise ConfigError([
+        f"warm_start.steps={steps}: no oracle can demonstrate"
+        f" gym.tasks={unknown}, only {', '.join(known)}; leave those out or set"
+        " warm_start.steps=0"
+    ])
+  tasks = run_tasks.TrainTasks(
+      task_source, config.gym.tasks, config.run.seed + 1
+  )
+  return Source(oracle, tasks)
+
+
+def _recorded(config: config_lib.TrainConfig) -> Source:
+  path = config.warm_start.recordings
+  where = f"warm_start.recordings={path}"
+  try:
+    found = recordings_lib.read(path)
+  except (OSError, ValueError) as error:
+    raise ConfigError([f"{where}: {error}"]) from None
+  solved = [r for r in found if r.success and r.actions]
+  if not solved:
+    raise ConfigError([
+        f"{where}: none of its {len(found)} episodes was solved; record some"
+        " with python -m tunix.rl.multi_turn.environments.play"
+    ])
+  wanted = (config.gym.height, config.gym.width)
+  for recording in solved:
+    height, width = recording.observations[0].screenshot.shape[:2]
+    if (height, width) != wanted:
+      raise ConfigError([
+          f"{where}: {recording.task.task_id} shows {width}x{height}, the run"
+          f" {wanted[1]}x{wanted[0]} (gym.width, gym.height); they must be the"
+          " same"
+      ])
+  parser = tool_parser.make_tool_parser(config.agent.parser)
+  named = []
+  for i, recording in enumerate(solved):
+    try:
+      named.append(_renamed(_sayable(recording, parser), i))
+    except tool_parser.ToolParseError as error:
+      raise ConfigError([
+          f"{where}: {recording.task.task_id} was solved by what"
+          f" agent.parser={config.agent.parser} cannot say: {error}"
+      ]) from None
+  oracle = demonstrations.Oracle(
+      lambda gym: gym.next_action(), lambda gym, x, y: gym.target()
+  )
+  return Source(
+      oracle,
+      _endless([r.task for r in named], config.run.seed + 1),
+      lambda: recordings_lib.ReplayGym(named),
+  )
+
+
+def _sayable(
+    recording: recordings_lib.Recording, parser: Any
+) -> recordings_lib.Recording:
+  """The recording in the grammar's reach.
+
+  A person's "done" is left out where the grammar has no word for it: the
+  episode is over then with the action before.
+
+  Raises:
+    ToolParseError: the grammar has no word for another action.
+  """
+  height, width = recording.observations[0].screenshot.shape[:2]
+  kept = list(recording.actions)
+  shown = list(recording.observations)
+  for i, action in enumerate(recording.actions):
+    try:
+      parser.format_gui_action(action, width, height)
+    except tool_parser.ToolParseError:
+      last = i + 1 == len(recording.actions) and i > 0
+      if not last or action.kind is not gui_action.GuiActionKind.TERMINATE:
+        raise
+      kept.pop()
+      shown.pop()
+      shown[-1] = dataclasses.replace(shown[-1], done=True)
+  return dataclasses.replace(
+      recording,
+      actions=tuple(kept),
+      targets=recording.targets[: len(kept)],
+      observations=tuple(shown),
+  )
+
+
+def _renamed(
+    recording: recordings_lib.Recording, number: int
+) -> recordings_lib.Recording:
+  """A task that was played twice is two demonstrations."""
+  task = recording.task
+  return dataclasses.replace(
+      recording,
+      task=dataclasses.replace(
+          task,
+          task_id=f"recording-{number}/{task.task_id}",
+          # All of it, and the end that the demonstrator adds.
+          max_turns=len(recording.actions) + 1,
+      ),
+  )
+
+
+def _endless(
+    tasks: Sequence[gym_base.Task], seed: int
+) -> Iterator[gym_base.Task]:
+  epoch = 0
+  while True:
+    order = list(tasks)
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    yield from order
+    epoch += 1

@@ -1,0 +1,416 @@
+"""The server's HTTP side: routes, authorization, streams, metrics.
+
+    /v1/chat/completions, /v1/completions, /v1/responses
+                                         a request of its own
+    /sessions/{id}/v1/…                  the same as a turn of a trajectory
+    /v1/models, /health, /metrics
+    /rl/start_session, /sessions/{id}/rl/…, /export_trajectories
+                                         sessions, as AReaL calls them
+
+A session is named by its path, or by its key in place of the token
+(`Authorization: Bearer <key>`), whichever a client can be told.
+
+Promises: errors have OpenAI's shape, whatever failed; a client that goes away
+ends its sampling; `/health` is 503 when nothing can be sampled any more;
+without a token only those are answered who call this machine by a name of its
+own, so that a web page that a browser shows here cannot ask for anything.
+
+Does not decide what is sampled (see `service`), or know the endpoints' bodies
+(see `chat`, `completions` and `responses`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from typing import Any, AsyncIterator, Awaitable, Callable
+
+import prometheus_client
+from starlette import applications
+from starlette import requests as starlette_requests
+from starlette import responses as starlette_responses
+from starlette import routing
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.serving import chat
+from tunix.rl.multi_turn.serving import completions
+from tunix.rl.multi_turn.serving import errors
+from tunix.rl.multi_turn.serving import fields
+from tunix.rl.multi_turn.serving import requests
+from tunix.rl.multi_turn.serving import responses
+from tunix.rl.multi_turn.serving import service as service_lib
+from tunix.rl.multi_turn.serving import session_store
+from tunix.rl.multi_turn.serving import sessions
+from tunix.rl.multi_turn.serving import streams
+
+_LOG = logging.getLogger(__name__)
+_SWEEP_S = 5.0
+
+Request = starlette_requests.Request
+Response = starlette_responses.Response
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class App:
+  """The ASGI application of a `Service`; `asgi` is what a server runs."""
+
+  def __init__(
+      self,
+      service: service_lib.Service,
+      *,
+      token: str = "",
+      stats: Callable[[], dict[str, float]] | None = None,
+  ):
+    """Args:
+
+      service: answers.
+      token: what clients must present; "" asks for none.
+      stats: gauges for `/metrics`.
+    """
+    self._service = service
+    self._limits = service.limits
+    self._token = token
+    self._stats = stats or (lambda: {})
+    self._metrics = prometheus_client.CollectorRegistry()
+    self._requests = prometheus_client.Counter(
+        "rollout_requests", "Answered requests.", ("route", "status"),
+        registry=self._metrics,
+    )  # pyformat: disable
+    self._seconds = prometheus_client.Histogram(
+        "rollout_request_seconds", "From request to answer.", ("route",),
+        registry=self._metrics,
+        buckets=(.01, .03, .1, .3, 1, 3, 10, 30, 100, 300),
+    )  # pyformat: disable
+    self._sessions = sessions.SessionRoutes(
+        service, self._object, self._check_own
+    )
+    post, get = ["POST"], ["GET"]
+    endpoints = [
+        ("chat/completions", self._answering(chat), post),
+        ("completions", self._answering(completions), post),
+        ("responses", self._answering(responses), post),
+        ("models", self._models, get),
+    ]
+    routes = [(f"/v1/{path}", *rest) for path, *rest in endpoints]
+    routes += [
+        ("/health", self._health, get),
+        ("/metrics", self._show_metrics, get),
+        ("/rl/start_session", self._sessions.start, post),
+        ("/export_trajectories", self._sessions.export, post),
+    ]
+    for prefix in ("/sessions/{session}", "/{session}"):
+      for path, *rest in endpoints:
+        routes += [
+            (f"{prefix}/v1/{path}", *rest),
+            (f"{prefix}/{path}", *rest),
+        ]
+      routes += [
+          (f"{prefix}/rl/set_reward", self._sessions.set_reward, post),
+          (f"{prefix}/rl/end_session", self._sessions.end, post),
+      ]
+    self.asgi = applications.Starlette(
+        routes=[
+            routing.Route(path, self._guarded(path, handler), methods=methods)
+            for path, handler, methods in routes
+        ],
+        exception_handlers={
+            404: self._not_found,
+            405: self._not_found,
+        },
+        lifespan=self._lifespan,
+    )
+
+  # --- around every request ---------------------------------------------------
+
+  @contextlib.asynccontextmanager
+  async def _lifespan(self, app: Any) -> AsyncIterator[None]:
+    del app
+    sweeping = asyncio.create_task(self._sweep())
+    try:
+      yield
+    finally:
+      sweeping.cancel()
+      await asyncio.gather(sweeping, return_exceptions=True)
+      self._sessions.close()
+
+  async def _sweep(self) -> None:
+    while True:
+      await asyncio.sleep(_SWEEP_S)
+      for session in self._service.store.sweep():
+        try:
+          await self._service.forget(session)
+        except Exception:  # pylint: disable=broad-except
+          _LOG.exception("session %s was not freed", session)
+
+  def _guarded(self, route: str, handler: Handler) -> Handler:
+    """Authorizes, counts, and gives every failure OpenAI's shape."""
+
+    async def run(request: Request) -> Response:
+      self._authorize(request, route)
+      return await handler(request)
+
+    def failed(error: Exception) -> Response:
+      if isinstance(error, starlette_requests.ClientDisconnect):
+        error = _gone()
+      return _error(_as_api(error, route))
+
+    def done(request: Request, response: Response, seconds: float) -> None:
+      del request
+      self._requests.labels(route, response.status_code).inc()
+      self._seconds.labels(route).observe(seconds)
+
+    return http_server.guarded(run, failed, done)
+
+  def _authorize(self, request: Request, route: str) -> None:
+    """Finds the session that the request belongs to, if it names one."""
+    request.state.session = None
+    host = request.headers.get("host", "")
+    if not self._token and not http_server.names_loopback(host):
+      raise errors.ApiError(
+          403,
+          "without a token this server answers to localhost only, not to"
+          f" {fields.shown(host)}; give it a token, or ask for 127.0.0.1",
+          code="wrong_host",
+      )
+    presented = request.headers.get("authorization", "")
+    presented = presented.removeprefix("Bearer ").strip()
+    by_key = self._service.by_key(presented) if presented else None
+    trusted = not self._token or hmac.compare_digest(
+        presented.encode("latin-1", "replace"), self._token.encode()
+    )
+    if by_key is None and presented.startswith(session_store.KEY_PREFIX):
+      # Answered without its session, the request would be lost to training.
+      if not self._token or presented != self._token:
+        raise errors.ApiError(
+            401, "no session has this key any more", code="unknown_session"
+        )
+    # The route, not the URL: that is made of what the client says of itself.
+    if not trusted and by_key is None and route != "/health":
+      raise errors.ApiError(
+          401,
+          "give the server's token, or a session's key, as Authorization:"
+          " Bearer",
+          code="invalid_api_key",
+      )
+    # A key opens its own session and nothing else.
+    request.state.only = None if by_key is None else by_key.id
+    named = request.path_params.get("session")
+    if named is not None:
+      self._check_own(request, named)
+      request.state.session = self._service.session(named)
+    else:
+      request.state.session = by_key
+
+  def _check_own(self, request: Request, session: str | None) -> None:
+    """Refuses a session's key where another session is meant, or none is."""
+    if request.state.only not in (None, session):
+      raise errors.ApiError(
+          403,
+          "a session's key is for that session alone; use the server's token",
+          code="wrong_session",
+      )
+
+  async def _not_found(self, request: Request, error: Any) -> Response:
+    return _error(
+        errors.ApiError(
+            error.status_code,
+            f"{request.method} {request.url.path} is not served here",
+            code="not_found",
+        )
+    )
+
+  # --- completions ------------------------------------------------------------
+
+  def _answering(self, api: Any) -> Handler:
+    """The handler of an endpoint that samples."""
+
+    async def run(request: Request) -> Response:
+      body = await _body(request, self._limits)
+      asked = api.read(
+          fields.read_json(
+              body, self._limits.body_bytes, self._limits.values
+          ),
+          self._limits,
+      )
+      key = ""
+      if request.state.session is not None:
+        # The same body asks another endpoint for something else.
+        key = await service_lib.key_of(api.PREFIX, body)
+      del body
+      if asked.stream:
+        return await self._stream(request, api, asked, key)
+      answer = await _unless_gone(
+          request,
+          self._service.complete(
+              asked,
+              session=request.state.session,
+              key=key,
+              answer_id=service_lib.new_id(api.PREFIX),
+          ),
+      )
+      return _json(api.whole(asked, answer, self._service.policy.decoder))
+
+    return run
+
+  async def _stream(
+      self, request: Request, api: Any, asked: requests.Request, key: str
+  ) -> Response:
+    """Server-sent events; text comes as it is sampled, tool calls at the end.
+
+    A request that is refused is refused with a status: the stream begins with
+    the first token, or when somebody might take it for dead.
+    """
+    news: streams.News = asyncio.Queue()
+    session = request.state.session
+    id_ = service_lib.new_id(api.PREFIX)
+    task = asyncio.ensure_future(
+        self._service.complete(
+            asked,
+            session=session,
+            key=key,
+            on_tokens=lambda i, tokens: news.put_nowait((i, tokens)),
+            answer_id=id_,
+        )
+    )
+    task.add_done_callback(lambda _: news.put_nowait(None))
+    try:
+      first = await _unless_gone(
+          request, asyncio.wait_for(news.get(), streams.KEEP_ALIVE_S)
+      )
+    except asyncio.TimeoutError:
+      first = streams.NOTHING
+    except BaseException:
+      task.cancel()
+      raise
+    if first is None:
+      task.result()  # Or raises what the client is to be told.
+    # By now: of two that came together one is the other's repetition.
+    id_ = self._service.known_id(session, key) or id_
+    writer = api.Stream(
+        asked, id_, int(time.time()), self._service.policy.decoder
+    )
+    return starlette_responses.StreamingResponse(
+        streams.write(
+            writer, task, news, first, lambda error: _as_api(error, "a stream")
+        ),
+        media_type="text/event-stream",
+        headers={"cache-control": "no-cache"},
+    )
+
+  # --- about the server -------------------------------------------------------
+
+  async def _models(self, request: Request) -> Response:
+    del request
+    policy = self._service.policy
+    return starlette_responses.JSONResponse({
+        "object": "list",
+        "data": [{
+            "id": policy.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "tunix",
+            "max_model_len": policy.context_length,
+        }],
+    })
+
+  async def _health(self, request: Request) -> Response:
+    del request
+    healthy = self._service.policy.healthy()
+    return starlette_responses.JSONResponse(
+        {"status": "ok" if healthy else "the rollout engine has failed"},
+        200 if healthy else 503,
+    )
+
+  async def _show_metrics(self, request: Request) -> Response:
+    del request
+    lines = [prometheus_client.generate_latest(self._metrics).decode()]
+    lines.append(
+        "# HELP rollout_tokens Tokens of prompts and completions.\n"
+        "# TYPE rollout_tokens counter\n"
+    )
+    for kind, count in self._service.tokens.items():
+      lines.append(f'rollout_tokens_total{{kind="{kind}"}} {count}\n')
+    for name, value in sorted(self._stats().items()):
+      lines.append(
+          f"# TYPE rollout_engine_{name} gauge\nrollout_engine_{name} {value}\n"
+      )
+    lines.append(
+        "# TYPE rollout_running gauge\n"
+        f"rollout_running {self._service.running}\n"
+    )
+    return Response(
+        "".join(lines), media_type=prometheus_client.CONTENT_TYPE_LATEST
+    )
+
+  async def _object(self, request: Request) -> dict[str, Any]:
+    body = await _body(request, self._limits)
+    return fields.read_json(
+        body or b"{}", self._limits.body_bytes, self._limits.values
+    )
+
+
+# --- pieces -------------------------------------------------------------------
+
+
+async def _body(request: Request, limits: requests.Limits) -> bytes:
+  """The body, cut off where it grows too large."""
+  parts, size = [], 0
+  async for part in request.stream():
+    parts.append(part)
+    size += len(part)
+    if size > limits.body_bytes:
+      break  # What there is says enough.
+  return b"".join(parts)
+
+
+async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
+  """`work`, cancelled when the client goes away."""
+  task = asyncio.ensure_future(work)
+
+  async def gone() -> None:
+    # The body was read: what comes now is the end of the connection.
+    while (await request.receive())["type"] != "http.disconnect":
+      pass
+
+  watch = asyncio.ensure_future(gone())
+  try:
+    await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+      raise _gone()
+    return task.result()
+  finally:
+    for pending in (task, watch):
+      pending.cancel()
+    await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def _gone() -> errors.ApiError:
+  return errors.ApiError(499, "the client went away", code="cancelled")
+
+
+def _as_api(error: Exception, where: str) -> errors.ApiError:
+  """What the client is told of any failure."""
+  if isinstance(error, errors.ApiError):
+    return error
+  _LOG.error("%s failed", where, exc_info=error)
+  return errors.ApiError(
+      500,
+      f"the server failed: {type(error).__name__}: {error}",
+      code="internal_error",
+  )
+
+
+def _error(error: errors.ApiError) -> Response:
+  return _json(error.body(), error.status, error.headers())
+
+
+def _json(
+    told: dict[str, Any],
+    status: int = 200,
+    headers: dict[str, str] | None = None,
+) -> Response:
+  return Response(
+      fields.written(told), status, headers, media_type="application/json"
+  )

@@ -1,0 +1,286 @@
+"""Serves a policy to OpenAI clients.
+
+    python -m tunix.rl.multi_turn.serving.serve tiny_vl --port 8000
+
+Answers chat completions, completions and responses with the ids, log-probs and
+policy versions that training needs, and keeps sessions as trajectories (see
+`server.app`). Binds the loopback interface; another address needs a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from typing import Any, Sequence
+
+import tqdm
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.engine import buckets
+from tunix.rl.multi_turn.engine import constrained_decoding
+from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.engine import programs
+from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import compile_cache
+from tunix.rl.multi_turn.policy import host_memory
+from tunix.rl.multi_turn.serving import answers
+from tunix.rl.multi_turn.serving import app as app_lib
+from tunix.rl.multi_turn.serving import media
+from tunix.rl.multi_turn.serving import requests
+from tunix.rl.multi_turn.serving import service as service_lib
+from tunix.rl.multi_turn.serving import session_store
+
+TOKEN_VARIABLE = "TUNIX_ROLLOUT_TOKEN"
+_BACKLOG = 2048  # Connections that wait while the policy is compiled.
+
+
+def make_app(
+    name: str,
+    engine: engine_lib.RolloutEngine,
+    policy: tuple[Any, Any, Any],
+    image_store: images.ImageStore,
+    *,
+    parser: str = "qwen",
+    limits: requests.Limits = requests.Limits(),
+    media_limits: media.MediaLimits = media.MediaLimits(),
+    max_sessions: int = 1024,
+    session_timeout_s: float = 3600.0,
+    max_concurrent: int = 256,
+    token: str = "",
+) -> app_lib.App:
+  """The application around an engine.
+
+  Args:
+    name: what clients call the model.
+    engine: samples.
+    policy: (model, processor, tokenizer) that it serves.
+    image_store: where the engine finds images.
+    parser: registered tool parser that reads tool calls.
+    limits: of a request.
+    media_limits: of an image.
+    max_sessions: open at a time.
+    session_timeout_s: an idle session ends after so long.
+    max_concurrent: requests answered at a time; more are told to come again.
+    token: what clients must present; "" asks for none.
+  """
+  _, processor, tokenizer = policy
+  renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
+  decoder = answers.Decoder(
+      renderer.decode, tokenizer, renderer.end_of_turn_id
+  )
+  try:
+    known = constrained_decoding.Grammars(
+        decoder.bytes,
+        renderer.encode,
+        engine.vocabulary,
+        decoder.special,
+        renderer.stop_token_ids,
+    )
+  except ImportError:  # Requests that need one are refused, and say so.
+    known = None
+  service = service_lib.Service(
+      service_lib.Policy(
+          name=name,
+          client=engine,
+          renderer=renderer,
+          parser=tool_parser.make_tool_parser(parser),
+          decoder=decoder,
+          grammars=known,
+          context_length=engine.context_length,
+          max_stop_token_ids=programs.MAX_STOP_TOKENS,
+          healthy=lambda: engine.healthy,
+      ),
+      session_store.SessionStore(
+          renderer, max_sessions=max_sessions, timeout_s=session_timeout_s
+      ),
+      media.MediaLoader(image_store, media_limits),
+      limits=limits,
+      max_concurrent=max_concurrent,
+  )
+  return app_lib.App(service, token=token, stats=engine.stats)
+
+
+def parser() -> argparse.ArgumentParser:
+  out = argparse.ArgumentParser(
+      prog="python -m tunix.rl.multi_turn.serving.serve",
+      description="Serve a policy to OpenAI clients.",
+      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+  )
+  add = out.add_argument
+  add("policy", help="a directory, or a shipped policy such as tiny_vl")
+  add("--name", default="", help="what clients call the model (the policy)")
+  add("--host", default="127.0.0.1")
+  add("--port", type=int, default=8000)
+  add("--token-file", type=pathlib.Path,
+      help=f"holds what clients must present; or set {TOKEN_VARIABLE}")
+  add("--max-model-len", type=int, default=2048, metavar="TOKENS",
+      help="context of a sequence, images included")
+  add("--max-tokens", type=int, default=1024,
+      help="cap of a completion, and its length unless asked for")
+  add("--slots", type=int, default=32, help="requests sampled at a time")
+  add("--cache-tokens", type=int, default=None, metavar="TOKENS",
+      help="held by the KV cache (--slots times --max-model-len)")
+  add("--screen", default="1280x720", metavar="WxH[,WxH]",
+      help="sizes of screenshots, compiled before the first request")
+  add("--limit-mm-per-prompt", default='{"image": 64}', metavar="JSON",
+      help="images of a prompt")
+  add("--allowed-media-domains", default="", metavar="HOST[,HOST]",
+      help="https hosts that images are fetched from, matched exactly")
+  add("--image-memory", type=int, default=1024, metavar="MIB",
+      help="pixels of screenshots kept in memory")
+  add("--image-dir", type=pathlib.Path,
+      help="where screenshots beyond --image-memory are kept; else they are"
+      " forgotten, and a request that needs one fails")
+  add("--tool-parser", default="qwen",
+      help="grammar of tool calls, a registered tool parser")
+  add("--dtype", default="float32", choices=("float32", "bfloat16"),
+      help="of activations and KV cache")
+  add("--features", default="", metavar="NAME[,NAME]",
+      help="compiled before the first request: details are top_logprobs and raw"
+      " log-probs, grammar holds answers to schemas; else with the first that"
+      " asks, while all wait")
+  add("--weights", default="same", choices=("same", "int8"),
+      help="int8 halves the matrices' memory (Qwen-VL)")
+  add("--max-sessions", type=int, default=1024,
+      help="held at a time; ended ones count until they are dropped")
+  add("--session-timeout", type=float, default=3600.0, metavar="S",
+      help="an idle session ends after so long")
+  add("--seed", type=int, default=0)
+  add("--compile-cache", default=compile_cache.AUTO, metavar="DIR",
+      help="of compiled programs; auto: the user's cache directory; off: none")
+  return out  # pyformat: disable
+
+
+def _screens(text: str) -> tuple[tuple[int, int], ...]:
+  sizes = []
+  for part in text.split(","):
+    width, _, height = part.strip().lower().partition("x")
+    if not (width.isdigit() and height.isdigit()):
+      raise ValueError(f"--screen={text}: write WIDTHxHEIGHT, e.g. 1280x720")
+    sizes.append((int(width), int(height)))
+  return tuple(sizes)
+
+
+def _check_screens(
+    text: str, sizes: Sequence[tuple[int, int]], processor: Any
+) -> None:
+  for size in sizes:
+    try:
+      processor.num_image_tokens(*size)
+    except ValueError as error:
+      why = str(error).partition(";")[0]
+      raise ValueError(
+          f"--screen={text}: {why}; name the sizes that clients send, none"
+          " larger, e.g. --screen 640x480"
+      ) from None
+
+
+def _features(text: str) -> tuple[str, ...]:
+  names = tuple(n.strip() for n in text.split(",") if n.strip())
+  if unknown := sorted(set(names) - set(buckets.FEATURES)):
+    raise ValueError(
+        f"--features={text}: {unknown[0]!r} is none of"
+        f" {', '.join(buckets.FEATURES)}"
+    )
+  return names
+
+
+def _images_limit(text: str) -> int:
+  try:
+    limit = json.loads(text)["image"]
+  except (ValueError, KeyError, TypeError):
+    limit = None
+  if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+    raise ValueError(
+        f"--limit-mm-per-prompt={text}: write a JSON object such as"
+        ' {"image": 64}'
+    )
+  return limit
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns the exit status."""
+  import uvicorn  # pylint: disable=g-import-not-at-top
+
+  args = parser().parse_args(argv)
+  host_memory.tune()
+  compile_cache.enable(args.compile_cache)
+  listening = None
+  try:
+    token = http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
+    screens = _screens(args.screen)
+    features = _features(args.features)
+    limits = requests.Limits(
+        max_new_tokens=args.max_tokens,
+        images=_images_limit(args.limit_mm_per_prompt),
+    )
+    hosts = tuple(
+        h.strip() for h in args.allowed_media_domains.split(",") if h.strip()
+    )
+    media_limits = media.MediaLimits(allowed_hosts=hosts)
+    if args.image_memory < 1:
+      raise ValueError(
+          f"--image-memory={args.image_memory} must be 1 or more; it is in MiB"
+      )
+    if args.image_dir is not None:
+      args.image_dir.mkdir(parents=True, exist_ok=True)
+    listening = http_server.listen(args.host, args.port, _BACKLOG)
+    largest = max(screens, key=lambda s: s[0] * s[1])
+    policy = checkpoint.load_policy(
+        args.policy, screen=largest, compute_dtype=args.dtype
+    )
+    _check_screens(args.screen, screens, policy[1])
+    store = images.ImageStore(args.image_dir, args.image_memory << 20)
+    engine = engine_lib.RolloutEngine(
+        policy[0],
+        policy[1],
+        store,
+        slots=args.slots,
+        cache_tokens=args.cache_tokens,
+        context_length=args.max_model_len,
+        image_sizes=screens,
+        banned_token_ids=policy[0].config.banned_token_ids,
+        seed=args.seed,
+        weights=args.weights,
+        features=features,
+    )
+    app = make_app(
+        args.name or args.policy,
+        engine,
+        policy,
+        store,
+        parser=args.tool_parser,
+        limits=limits,
+        media_limits=media_limits,
+        max_sessions=args.max_sessions,
+        session_timeout_s=args.session_timeout,
+        token=token,
+    )
+  except (OSError, ValueError) as error:
+    if listening is not None:
+      listening.close()
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  with engine:
+    with tqdm.tqdm(desc="compiling", unit="program") as bar:
+
+      def progress(done: int, total: int, what: str) -> None:
+        bar.total = total
+        bar.set_postfix_str(what, refresh=False)
+        bar.update(done - bar.n)
+
+      engine.warm_up(progress)
+    url = http_server.url_of(args.host, listening)
+    print(f"serving {args.name or args.policy} at {url}/v1", flush=True)
+    # Requests that run have a moment to end; sessions do not outlive it.
+    config = uvicorn.Config(app.asgi, **http_server.SERVER_OPTIONS)
+    uvicorn.Server(config).run(sockets=[listening])
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

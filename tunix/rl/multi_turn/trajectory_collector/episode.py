@@ -1,0 +1,590 @@
+"""One episode: an agent and an environment, from reset to close.
+
+`TrajectoryCollectEngine(agent, env, model_call).collect()` always returns a
+finished `Trajectory`. What went wrong is its status and error, never an
+exception; only the cancellation of the caller's task is passed on, after the
+cleanup, with the trajectory left in `engine.trajectory`.
+
+Order of calls: env.reset, agent.reset, agent.update_from_env; then each turn
+agent.chat_completions, model_call, agent.update_from_model, env.step,
+agent.update_from_env; at the end the final reward, the returns and env.close.
+
+Promises: every call into the environment, the model and the reward function
+has a deadline; the environment is closed exactly once, and never while one of
+its own calls still runs; training sequences are token-exact; what a finished
+trajectory holds of the environment can be written as JSON (see
+`adapters.writable`).
+
+Does not: call an agent in a thread. Its methods are string handling and run
+on the event loop; async ones are awaited within the turn's deadline, those
+before the first turn within that of reset.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import time
+from typing import Any, Callable, Sequence
+import uuid
+
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.trajectory_collector import adapters
+from tunix.rl.multi_turn.trajectory_collector import deadlines as deadlines_lib
+from tunix.rl.multi_turn.trajectory_collector import model_calls
+from tunix.rl.multi_turn.trajectory_collector import stage_timer
+from tunix.rl.multi_turn.trajectory_collector import teardown
+
+Status = trajectory_lib.TrajectoryStatus
+Trajectory = trajectory_lib.Trajectory
+CallTimeout = deadlines_lib.CallTimeout
+
+
+class _Stop(Exception):
+  """Ends the episode early, as data."""
+
+  def __init__(self, status: Status, stage: str, kind: str, text: str):
+    super().__init__(text)
+    self.status = status
+    self.stage = stage
+    self.kind = kind
+    self.text = text
+
+
+class TrajectoryCollectEngine:
+  """Collects one episode; see the module docstring."""
+
+  def __init__(
+      self,
+      agent: Any,
+      env: Any,
+      model_call: model_calls.PolicyModel | Callable[..., Any],
+      final_reward_fn: Callable[..., Any] | None = None,
+      max_steps: int = 10,
+      gamma: float = 1.0,
+      timeout: float = 30.0,
+      *,
+      deadlines: deadlines_lib.Deadlines = deadlines_lib.Deadlines(),
+      seed: int | None = None,
+      task: Any = None,
+      success_reward: float = 0.0,
+      observers: events.Observer | Sequence[events.Observer] | None = None,
+      runner: deadlines_lib.CallRunner | None = None,
+      trajectory_id: str | None = None,
+      group_id: str = "",
+      task_id: str = "",
+      split: str = "train",
+  ):
+    """Args:
+
+      agent: a BaseAgent; upstream `tunix.rl.agentic` agents work too.
+      env: a BaseEnv whose reset, step and close are sync or async. With
+        `runs_inline = True` they are called on the event loop itself (they
+        must be cheap then); otherwise sync ones run in threads.
+      model_call: a `PolicyModel` or another with `new_session` (see
+        `model_calls.make_session`), or a sync or async callable from messages
+        to text (no training sequences then).
+      final_reward_fn: called once the policy has ended the episode, returns a
+        number or a RewardOutput that is added to the last step's reward. Its
+        arguments go by name: `trajectory`, `task`, `env`, and `action`,
+        `response` or `answer` for the last response; other names get the
+        trajectory if there is one, else (task, last response). None uses
+        `env.final_reward_fn` if it has one.
+      max_steps: turns an episode may take.
+      gamma: discount of `Step.mc_return`, in [0, 1].
+      timeout: seconds an episode may take, counted from the end of reset.
+      deadlines: of the single calls.
+      seed: of this episode's sampling.
+      task: what is recorded as the trajectory's task when the agent records
+        none.
+      success_reward: an episode that ended by itself counts as succeeded when
+        the environment's info says `success`, or, where it says nothing, when
+        its reward is above this.
+      observers: told about the episode, its turns and its faults.
+      runner: runs calls under deadlines; the process's own by default.
+      trajectory_id: a fresh one by default.
+      group_id, task_id, split: passed on in events.
+    """
+    if max_steps < 1:
+      raise ValueError(f"max_steps must be >= 1, got {max_steps}")
+    if not 0.0 <= gamma <= 1.0:
+      raise ValueError(f"gamma must be in [0, 1], got {gamma}")
+    if not timeout > 0:
+      raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
+    self.agent = agent
+    self.env = env
+    self.model_call = model_call
+    self.final_reward_fn = final_reward_fn
+    self.max_steps = max_steps
+    self.gamma = gamma
+    self.timeout = timeout
+    self.deadlines = deadlines
+    self.trajectory: Trajectory | None = None
+    """The outcome, also after a cancellation. None while it runs."""
+    self._task = task
+    self._seed = seed
+    self._success_reward = success_reward
+    if observers is not None and not hasattr(observers, "on_event"):
+      observers = events.Observers(observers)
+    self._observers = observers
+    self._runner = runner or deadlines_lib.default_runner()
+    self._id = trajectory_id or uuid.uuid4().hex
+    self._group_id = group_id
+    self._task_id = task_id
+    self._split = split
+    self._inline = bool(getattr(env, "runs_inline", False))
+    self._env_stuck: deadlines_lib.StuckCall | None = None
+    self._session: Any = None
+    self._started = False
+    self._steps: list[Any] = []
+    self._agent_trajectory: Any = None
+    self._done = False
+    self._info: dict[str, Any] = {}
+    self._hint: dict[str, Any] = {}
+    self._metrics: dict[str, float] = {}
+    self._stages = stage_timer.Stages(self._id, observers)
+    self._episode_at = math.inf
+    self._turn_at = math.inf
+
+  async def collect(self) -> Trajectory:
+    """Runs the episode, once, and returns its trajectory.
+
+    Raises:
+      asyncio.CancelledError: the calling task was cancelled; cleaned up.
+    """
+    if self._started:
+      raise RuntimeError(
+          "this engine has already collected its episode; make a new one with"
+          " a new environment"
+      )
+    self._started = True
+    started = time.perf_counter()
+    self._emit(
+        events.EpisodeStarted,
+        trajectory_id=self._id,
+        group_id=self._group_id,
+        task_id=self._task_id,
+        split=self._split,
+    )
+    status, error, cancelled = Status.FAILED, None, None
+    try:
+      status = await self._episode()
+    except _Stop as stop:
+      status, error = stop.status, f"{stop.kind}: {stop.text}"
+      if not status.is_policy_outcome:
+        self._fault(stop.stage, stop.kind, stop.text)
+    except (asyncio.CancelledError, Exception) as e:  # pylint: disable=broad-except
+      if (
+          isinstance(e, asyncio.CancelledError)
+          and not concurrency.is_own_cancellation()
+      ):
+        status, error, cancelled = Status.CANCELLED, "Cancelled: by caller", e
+      else:
+        # Nothing that an episode does may end training; say whose fault it is.
+        status = Status.ENV_ERROR
+        error = f"CollectError: {adapters.describe(e)}"
+        self._fault("collect", "CollectError", adapters.describe(e))
+    try:
+      with self._stages("env", "setup"):
+        self._metrics.update(await self._teardown())
+    except asyncio.CancelledError as e:
+      cancelled = e
+    self._metrics["seconds"] = time.perf_counter() - started
+    self._metrics.update(self._stages.metrics())
+    self.trajectory = self._finish(status, error)
+    self._emit(
+        events.EpisodeFinished,
+        trajectory=self.trajectory,
+        group_id=self._group_id,
+        task_id=self._task_id,
+        split=self._split,
+    )
+    if cancelled is not None:
+      raise cancelled
+    return self.trajectory
+
+  # --- The episode ----------------------------------------------------------
+
+  async def _episode(self) -> Status:
+    loop = asyncio.get_running_loop()
+    try:
+      self._session = model_calls.make_session(
+          self.model_call, self._id, self._seed
+      )
+    except Exception as e:
+      raise _Stop(
+          Status.MODEL_ERROR, "model", "ModelError", adapters.describe(e)
+      ) from e
+    await self._reset()
+    self._episode_at = loop.time() + self.timeout
+    status = Status.MAX_TURNS
+    for turn in range(self.max_steps):
+      if loop.time() >= self._episode_at:
+        self._mark_done()
+        raise self._timeout_stop("episode")
+      try:
+        done = await self._turn(turn)
+      except policy_client.ContextLimitError as e:
+        status = Status.CONTEXT_LIMIT
+        self._hint["error"] = f"ContextLimit: {e}"
+        break
+      if done:
+        status = Status.SUCCEEDED
+        break
+    await self._final_reward(ended_by_env=status is Status.SUCCEEDED)
+    return self._outcome(status)
+
+  async def _reset(self) -> None:
+    result = await self._env_call("reset", self.env.reset)
+    try:
+      observation, info = adapters.reset_result(result)
+    except (TypeError, ValueError) as e:
+      raise self._env_stop("reset", "EnvResetError", e) from e
+    self._info = info
+    limit = self.deadlines.reset
+    await self._agent_call(self.agent.reset, limit=limit)
+    self._steps = []
+    self._agent_trajectory = getattr(self.agent, "trajectory", None)
+    await self._agent_call(
+        self.agent.update_from_env, observation, 0.0, False, info, limit=limit
+    )
+
+  async def _turn(self, turn: int) -> bool:
+    """One turn; True when the environment has ended the episode."""
+    loop = asyncio.get_running_loop()
+    t0 = loop.time()
+    self._turn_at = min(self._episode_at, t0 + self.deadlines.turn)
+    try:
+      messages = self.agent.chat_completions
+    except Exception as e:
+      raise self._agent_stop(e) from e
+    reply = await self._reply(messages, turn)
+    t1 = loop.time()
+    action = await self._agent_call(self.agent.update_from_model, reply.text)
+    step = self._step_of(turn, messages, reply, action)
+    if reply.cancelled:
+      raise _Stop(
+          Status.CANCELLED, "model", "Cancelled", "the client stopped sampling"
+      )
+    t2 = loop.time()
+    try:
+      result = await self._env_call(
+          "step", self.env.step, adapters.env_action(action)
+      )
+      t3 = loop.time()
+      observation, reward, done, info = adapters.step_result(result)
+    except _Stop:
+      self._mark_done()
+      raise
+    except (TypeError, ValueError) as e:
+      self._mark_done()
+      raise self._env_stop("step", "EnvStepError", e) from e
+    self._info = info
+    await self._agent_call(
+        self.agent.update_from_env, observation, reward, done, info
+    )
+    step.reward = reward
+    step.done = self._done = done
+    if step.observation is None:
+      step.observation = observation
+    if not step.info:
+      step.info = dict(info)
+    if reply.truncated:
+      step.info = {**step.info, "response_truncated": True}
+    model, env = t1 - t0, t3 - t2
+    if self._observers is not None:
+      render = self._session.render_seconds
+      self._emit(
+          events.TurnFinished,
+          trajectory_id=self._id,
+          turn=turn,
+          seconds={"model": model - render, "env": env, "render": render},
+      )
+    return done
+
+  async def _reply(self, messages, turn: int) -> model_calls.Reply:
+    try:
+      with self._stages("model", "model"):
+        reply = await self._session.reply(messages, turn, self._model_call)
+    except policy_client.ContextLimitError:
+      raise
+    except CallTimeout as e:
+      if self._expired():
+        self._mark_done()
+        raise self._timeout_stop("model") from e
+      raise _Stop(
+          Status.TIMEOUT,
+          "model",
+          "ModelTimeout",
+          f"no reply within {self.deadlines.model:g} s (deadlines.model)",
+      ) from e
+    except Exception as e:
+      raise _Stop(
+          Status.MODEL_ERROR, "model", "ModelError", adapters.describe(e)
+      ) from e
+    metrics = self._metrics
+    if reply.truncated:
+      metrics["truncated_turns"] = metrics.get("truncated_turns", 0) + 1
+    if reply.fallback:
+      metrics["fallback_turns"] = metrics.get("fallback_turns", 0) + 1
+    metrics["prompt_tokens"] = reply.prompt_tokens
+    return reply
+
+  def _model_call(self, fn, *args, inline=False):
+    return self._runner.call(
+        fn,
+        *args,
+        limit=self.deadlines.model,
+        at=self._turn_at,
+        inline=inline,
+    )
+
+  async def _final_reward(self, ended_by_env: bool) -> None:
+    """Adds the reward of the episode as a whole to its last step."""
+    if not self._steps:
+      return
+    fn = self.final_reward_fn
+    if fn is None:
+      fn = getattr(self.env, "final_reward_fn", None)
+    inline = self._inline or bool(getattr(fn, "runs_inline", False))
+    if fn is None and not ended_by_env:
+      # The engine ended the episode, so nobody has evaluated it yet.
+      fn = adapters.env_evaluation(self.env)
+    if fn is None:
+      return
+    last = self._steps[-1]
+    try:
+      args = adapters.reward_arguments(fn, self._draft(), last, self.env)
+      with self._stages("env", "setup"):
+        value = await self._runner.call(
+            lambda: fn(*args[0], **args[1]),
+            limit=self.deadlines.reward,
+            inline=inline,
+            on_stuck=self._on_env_stuck,
+        )
+      reward, details = adapters.reward_value(value)
+    except CallTimeout as e:
+      raise _Stop(
+          Status.TIMEOUT,
+          "reward",
+          "RewardTimeout",
+          f"no reward within {self.deadlines.reward:g} s (deadlines.reward)",
+      ) from e
+    except Exception as e:
+      raise _Stop(
+          Status.ENV_ERROR, "reward", "RewardError", adapters.describe(e)
+      ) from e
+    last.reward = float(last.reward) + reward
+    if details:
+      last.info = {**(last.info or {}), "final_reward": details}
+      self._hint["final_reward"] = True
+      self._hint.update(
+          {k: details[k] for k in ("success", "parse_error") if k in details}
+      )
+
+  def _outcome(self, status: Status) -> Status:
+    """Settles what the environment's hints make of how the episode ended."""
+    hints = {**self._info, **self._hint}
+    total = math.fsum(float(s.reward) for s in self._steps)
+    success = hints.get("success")
+    if status is not Status.SUCCEEDED:
+      return Status.SUCCEEDED if success else status
+    said = hints.get("status")
+    if said is not None and said != Status.RUNNING:
+      said = Status(said)
+      if not said.is_policy_outcome:
+        raise _Stop(
+            said, "step", "EnvReported", f"the environment says {said.value}"
+        )
+      if "final_reward" not in self._hint or said is Status.SUCCEEDED:
+        return said
+    if total > self._success_reward if success is None else success:
+      return Status.SUCCEEDED
+    if said is not None:
+      return said
+    if hints.get("parse_error") or self._steps[-1].info.get("parse_errors"):
+      return Status.PARSE_ERROR
+    if hints.get("truncated"):
+      return Status.MAX_TURNS
+    return Status.FAILED
+
+  # --- Calls ----------------------------------------------------------------
+
+  async def _env_call(self, stage: str, fn, *args) -> Any:
+    limit = getattr(self.deadlines, stage)
+    at = self._turn_at if stage == "step" else math.inf
+    try:
+      with self._stages("env", "env" if stage == "step" else "setup"):
+        return await self._runner.call(
+            fn,
+            *args,
+            limit=limit,
+            at=at,
+            inline=self._inline,
+            on_stuck=self._on_env_stuck,
+        )
+    except CallTimeout as e:
+      if stage == "step" and self._expired():
+        raise self._timeout_stop(stage) from e
+      raise _Stop(
+          Status.TIMEOUT,
+          stage,
+          f"Env{stage.capitalize()}Timeout",
+          f"{type(self.env).__name__}.{stage} took longer than {limit:g} s"
+          f" (deadlines.{stage})",
+      ) from e
+    except Exception as e:
+      kind = f"Env{stage.capitalize()}Error"
+      raise self._env_stop(stage, kind, e) from e
+
+  async def _agent_call(self, fn, *args, limit: float = math.inf) -> Any:
+    try:
+      result = fn(*args)
+      if inspect.isawaitable(result):
+        result = await self._runner.run(result, limit=limit, at=self._turn_at)
+      return result
+    except CallTimeout as e:
+      self._mark_done()
+      if limit == math.inf:
+        raise self._timeout_stop("agent") from e
+      raise _Stop(
+          Status.TIMEOUT,
+          "agent",
+          "AgentTimeout",
+          f"{type(self.agent).__name__} took longer than {limit:g} s before"
+          " the first turn (deadlines.reset)",
+      ) from e
+    except Exception as e:
+      raise self._agent_stop(e) from e
+
+  def _teardown(self):
+    return teardown.run(
+        self.env,
+        self._session,
+        runner=self._runner,
+        limit=self.deadlines.close,
+        inline=self._inline,
+        stuck=self._env_stuck,
+        fault=self._fault,
+    )
+
+  def _on_env_stuck(self, stuck: deadlines_lib.StuckCall) -> None:
+    self._env_stuck = stuck
+
+  def _expired(self) -> bool:
+    return asyncio.get_running_loop().time() >= self._turn_at
+
+  def _timeout_stop(self, stage: str) -> _Stop:
+    now = asyncio.get_running_loop().time()
+    if now >= self._episode_at:
+      return _Stop(
+          Status.TIMEOUT,
+          stage,
+          "EpisodeTimeout",
+          f"the episode took longer than {self.timeout:g} s (timeout)",
+      )
+    return _Stop(
+        Status.TIMEOUT,
+        stage,
+        "TurnTimeout",
+        f"the turn took longer than {self.deadlines.turn:g} s"
+        " (deadlines.turn)",
+    )
+
+  def _env_stop(self, stage: str, kind: str, e: BaseException) -> _Stop:
+    return _Stop(Status.ENV_ERROR, stage, kind, adapters.describe(e))
+
+  def _agent_stop(self, e: BaseException) -> _Stop:
+    if adapters.is_parse_error(e):
+      status, kind = Status.PARSE_ERROR, "ParseError"
+    else:
+      status, kind = Status.ENV_ERROR, "AgentError"
+    return _Stop(status, "agent", kind, adapters.describe(e))
+
+  def _mark_done(self) -> None:
+    if self._steps:
+      self._steps[-1].done = True
+
+  # --- Records --------------------------------------------------------------
+
+  def _step_of(self, turn, messages, reply, action) -> Any:
+    """The agent's Step of this turn, or one made for an agent without."""
+    recorded = getattr(self._agent_trajectory, "steps", None)
+    if recorded is not None and len(recorded) == turn + 1:
+      step = recorded[turn]
+    else:
+      step = trajectory_lib.Step(
+          chat_completions=list(messages),
+          action=action,
+          model_response=reply.text,
+      )
+    if not step.model_response:
+      step.model_response = reply.text
+    self._steps.append(step)
+    return step
+
+  def _draft(self) -> Trajectory:
+    """The episode so far, as reward functions see it."""
+    draft = self._agent_trajectory
+    if not isinstance(draft, Trajectory):
+      draft = Trajectory(
+          steps=[adapters.convert_step(s) for s in self._steps],
+          trajectory_id=self._id,
+      )
+      recorded = getattr(self._agent_trajectory, "task", None)
+      draft.task = recorded
+    elif len(draft.steps) != len(self._steps):
+      draft.steps = list(self._steps)
+    if draft.task is None:
+      draft.task = (
+          self._task
+          if self._task is not None
+          else getattr(self.env, "task", None)
+      )
+    draft.reward = math.fsum(float(s.reward) for s in self._steps)
+    return draft
+
+  def _finish(self, status: Status, error: str | None) -> Trajectory:
+    result = self._draft()
+    result.trajectory_id = self._id
+    discounted = 0.0
+    for step in reversed(result.steps):
+      discounted = step.reward + self.gamma * discounted
+      step.mc_return = discounted
+      step.action = adapters.writable(step.action)
+      step.observation = adapters.writable(step.observation)
+      if step.info:
+        step.info = adapters.writable(step.info)
+    result.task = adapters.writable(result.task)
+    if self._session is not None:
+      try:
+        result.sequences = self._session.build()
+      except ValueError as e:
+        status, error = Status.MODEL_ERROR, f"SequenceError: {e}"
+        self._fault("model", "SequenceError", str(e))
+      self._metrics["history_rewrites"] = self._session.num_rewrites
+    result.status = status
+    result.error = error if error is not None else self._hint.get("error")
+    self._metrics["turns"] = len(result.steps)
+    self._metrics["sampled_tokens"] = result.num_sampled
+    result.metrics = {**result.metrics, **self._metrics}
+    return result
+
+  # --- Events ---------------------------------------------------------------
+
+  def _emit(self, event_type, **fields) -> None:
+    if self._observers is not None:
+      self._observers.on_event(event_type(**fields))
+
+  def _fault(self, stage: str, kind: str, message: str) -> None:
+    self._emit(
+        events.Fault,
+        stage=stage,
+        kind=kind,
+        message=message,
+        trajectory_id=self._id,
+    )
