@@ -27,7 +27,9 @@ _LOG = logging.getLogger(__name__)
 _START_S = 60.0
 _STOP_S = 15.0
 _IDENTITY = "monitor.json"
-_PROGRAM = str(pathlib.Path(__file__).with_name("monitor") / "__main__.py")
+_PROGRAM = str(
+    pathlib.Path(__file__).parents[1] / "monitor" / "__main__.py"
+)
 """Run as a file it starts in a second: see there."""
 NICENESS = 19
 """Of a server of the run's own: it has what training leaves."""
