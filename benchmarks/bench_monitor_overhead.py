@@ -90,8 +90,8 @@ SMALL = (
     " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}",
     "tasks=[click-color, enter-text]", "warm_start.source=none",
     "collect.group_size=4", "collect.min_valid=2",
-    "learner.groups_per_step=2", "rollout.slots=8", "rollout.concurrency=8",
-    "rollout.context_length=384", "learner.row_length=384",
+    "learner.groups_per_step=2", "engine.slots=8", "collect.concurrency=8",
+    "engine.context_length=384", "learner.row_length=384",
 )  # pyformat: disable
 BROWSER = (
     *QUICKSTART, "gym=miniwob", "tasks=[click-test-2,click-dialog,focus-text]",

@@ -97,7 +97,7 @@ def test_a_directory_starts_from_its_weights_and_rolls_out_in_int8(tmp_path):
   policy_checkpoint.save_policy(tmp_path / "mine", model)
   status = small_runs.run_train(
       tmp_path, "name=d", f"policy={tmp_path / 'mine'}", "steps=1",
-      "rollout.weights=int8", "algorithm.importance=tis",
+      "engine.weights=int8", "algorithm.importance=tis",
       "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
       "eval.modes=[sampled]", "eval.episodes_per_task=1",
   )  # pyformat: disable
@@ -172,9 +172,9 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
   status = small_runs.run_train(
       tmp_path, "name=f", "run.imports=[faulty_gym]",
       "gym=faulty-desktop", "steps=8",
-      "collect.reset_timeout_s=0.3", "collect.step_timeout_s=0.3",
-      "collect.evaluate_timeout_s=0.3", "collect.close_timeout_s=0.3",
-      "gym.max_turns=2",
+      "collect.deadlines.reset=0.3", "collect.deadlines.step=0.3",
+      "collect.deadlines.evaluate=0.3", "collect.deadlines.close=0.3",
+      "environment.max_turns=2",
   )  # pyformat: disable
   assert status == 0
   import faulty_gym  # pylint: disable=g-import-not-at-top
@@ -315,9 +315,9 @@ def test_asynchronous_is_the_same_code(tmp_path):
         (["agent.parser=qwen"], ["agent.parser"]),
         (["policy.lora_rank=8"], ["policy.lora_rank=8", "tiny_vl"]),
         (["policy.trajectory_pixels=9"], ["trajectory_pixels=9", "tiny_vl"]),
-        (["rollout.weights=int8"], ["rollout.weights", "importance=tis"]),
+        (["engine.weights=int8"], ["engine.weights", "importance=tis"]),
         (
-            ["rollout.weights=int8", "algorithm.importance=tis"],
+            ["engine.weights=int8", "algorithm.importance=tis"],
             ["rollout", "int8", "TinyVL"],
         ),
         (["policy.config.image_budget=9"], ["policy.trajectory_pixels"]),
@@ -396,7 +396,7 @@ def test_a_run_stopped_before_its_first_checkpoint_can_go_on(
   before = (directory / "config.yaml").read_text()
   for change, word in (
       ("seed=5", "run.seed=5"),
-      ("tasks=[click-button]", "gym.tasks=['click-button']"),
+      ("tasks=[click-button]", "task_source.families=['click-button']"),
       ("learner.grad_clip=0", "learner.grad_clip=0"),
   ):
     assert train.main([f"resume={directory}", change]) == 2

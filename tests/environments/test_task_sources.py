@@ -375,5 +375,5 @@ def test_broken_groups_and_evaluations_teach_nothing():
 
 def test_the_state_of_another_curriculum_is_refused():
   state = sampler(RATES).state_dict()
-  with pytest.raises(ValueError, match="same gym.tasks"):
+  with pytest.raises(ValueError, match="same task_source.families"):
     sampler({"a": 1}).load_state_dict(state)

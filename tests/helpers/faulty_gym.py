@@ -74,5 +74,5 @@ class FaultyDesktop:
 if "faulty-desktop" not in registry.gym_names():
   registry.register_gym("faulty-desktop", FaultyDesktop)
   assembly.register_tasks(
-      "faulty-desktop", lambda config: desktop.DesktopTasks(config.gym.tasks)
+      "faulty-desktop", lambda config: desktop.DesktopTasks(config.task_source.families)
   )

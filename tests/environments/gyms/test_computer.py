@@ -217,7 +217,7 @@ def test_a_screen_of_another_size_is_refused_before_anything_is_played(
   with pytest.raises(config_lib.ConfigError, match="first start"):
     assembly.try_gym(
         _config(
-            tmp_path, *sized, "collect.reset_timeout_s=0.3",
+            tmp_path, *sized, "collect.deadlines.reset=0.3",
             computer="SlowToStart",
         ),
         source,

@@ -339,7 +339,7 @@ def test_a_wrong_setting_is_named(settings, words):
 def test_a_run_brings_its_preset_and_refuses_what_has_another_key():
   config = config_lib.load_config(("gym=xdesktop",))
   assert (config.gym.width, config.gym.height) == (256, 192)
-  assert set(config.gym.tasks) <= set(TASKS.families())
-  for wrong in ("gym.options.width=300", "gym.difficulty=1"):
+  assert set(config.task_source.families) <= set(TASKS.families())
+  for wrong in ("gym.options.width=300", "gym.options.difficulty=1"):
     with pytest.raises(config_lib.ConfigError, match="gym"):
       config_lib.load_config(("gym=xdesktop", wrong))

@@ -174,7 +174,7 @@ def test_a_run_clones_them(tmp_path, file):
       "warm_start.source=none", f"warm_start.recordings={file}",
       "warm_start.steps=2", "warm_start.batch_size=4", "steps=0",
       "tasks=[enter-text]", "eval.episodes_per_task=1",
-      "eval.modes=[sampled]", "rollout.slots=4",
+      "eval.modes=[sampled]", "engine.slots=4",
       "report.progress=none", "report.images=false",
   ])  # pyformat: disable
   assert status == 0

@@ -14,7 +14,7 @@ from tunix.rl.multi_turn.environments.gyms import miniwob
 _SIZE = {"width": "gym.width", "height": "gym.height"}
 MINIWOB_SIZE = (160, 210)
 # Each episode holds a tab of the browser.
-_TABS = {**_SIZE, "max_pages": "rollout.concurrency"}
+_TABS = {**_SIZE, "max_pages": "collect.concurrency"}
 _none = lambda: dataclasses.field(default_factory=dict)
 
 
@@ -29,7 +29,7 @@ class GymFacts:
       seen, where that starts the run and the oracle knows every task.
     oracle: whether a script solves its tasks.
     oracle_families: those that it solves, where these are not all.
-    levels: whether `gym.difficulty` may be set.
+    levels: whether `gym.options.difficulty` may be set.
     lists_tasks: whether it, or its server, says which tasks there are.
     own_keys: settings that have a key of the configuration, which the rest of
       the run reads; the two must not differ.
@@ -56,7 +56,7 @@ _OTHERS = GymFacts(lists_tasks=True, own_keys=_SIZE, started_to_see=True)
 GYMS: dict[str, GymFacts] = {
     "desktop": GymFacts(
         preset={
-            "gym.tasks": (
+            "task_source.families": (
                 "click-button", "close-dialog", "enter-text", "open-icon",
             ),
             "learner.schedule": "cosine",
@@ -67,16 +67,16 @@ GYMS: dict[str, GymFacts] = {
     ),  # pyformat: disable
     "miniwob": GymFacts(
         preset={
-            "gym.tasks": ("click-test-2", "click-dialog", "focus-text"),
+            "task_source.families": ("click-test-2", "click-dialog", "focus-text"),
             "gym.width": MINIWOB_SIZE[0],
             "gym.height": MINIWOB_SIZE[1],
             # The pages' own reward punishes every wrong click with -1.
-            "gym.reward": "success",
+            "environment.reward": "success",
             "learner.steps": 220,
             "learner.learning_rate": 5e-4,
             "learner.schedule": "cosine",
-            "rollout.concurrency": 24,
-            "rollout.slots": 24,
+            "collect.concurrency": 24,
+            "engine.slots": 24,
         },
         cloning_preset={
             "warm_start.steps": 16,
@@ -95,25 +95,25 @@ GYMS: dict[str, GymFacts] = {
     ),
     "xdesktop": GymFacts(
         preset={
-            "gym.tasks": ("window-close", "window-maximize", "window-minimize"),
+            "task_source.families": ("window-close", "window-maximize", "window-minimize"),
             # A quarter of a screen of 1024x768, each way: four of them fit.
             "gym.width": 256,
             "gym.height": 192,
-            "gym.max_turns": 4,
-            "rollout.context_length": 1024,
+            "environment.max_turns": 4,
+            "engine.context_length": 1024,
             "learner.row_length": 1024,
             # A desktop is some processes and 100 MB, and takes a second to
             # start.
-            "rollout.concurrency": 8,
-            "rollout.slots": 8,
-            "collect.reset_timeout_s": 120.0,
-            "collect.step_timeout_s": 60.0,
+            "collect.concurrency": 8,
+            "engine.slots": 8,
+            "collect.deadlines.reset": 120.0,
+            "collect.deadlines.step": 60.0,
         },
         oracle=True,
         own_keys=_SIZE,
     ),
     "gymnasium": GymFacts(
-        own_keys={"env": "gym.tasks", "size": "gym.width and gym.height"}
+        own_keys={"env": "task_source.families", "size": "gym.width and gym.height"}
     ),
     "genv": GymFacts(lists_tasks=True, own_keys=_SIZE),
     "openenv": _OTHERS,

@@ -373,7 +373,7 @@ class Learner:
       raise ValueError(
           f"{len(long)} of {len(examples)} sequences are longer than"
           f" row_length={row_length} tokens (the longest has {worst}); raise"
-          " learner.row_length or lower rollout.context_length (in code:"
+          " learner.row_length or lower engine.context_length (in code:"
           " LearnerConfig.overlong='drop')"
       )
     return (

@@ -92,7 +92,7 @@ class RunMonitor:
               "observer": {
                   "start_step": resume_step or 0,
                   "task_source": config.gym.name,
-                  "max_turns": config.gym.max_turns,
+                  "max_turns": config.environment.max_turns,
               },
           },
           images=images if monitor.images else None,
@@ -276,7 +276,7 @@ def _training(config: config_lib.TrainConfig) -> dict[str, Any]:
       "temperature": config.sampling.temperature,
       "kl_penalty_coef": config.algorithm.kl_coef,
       "num_substeps": learner.minibatches * learner.epochs,
-      "max_turns": config.gym.max_turns,
+      "max_turns": config.environment.max_turns,
       "seed": config.run.seed,
       "box_type": "linux",
       "renderer_name": config.agent.parser,

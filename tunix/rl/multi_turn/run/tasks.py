@@ -54,36 +54,36 @@ def register_tasks(
 @register_tasks("desktop")
 def _desktop_tasks(config: TrainConfig) -> Any:
   return env_registry.make_task_set(
-      "desktop", config.gym.tasks, difficulty=config.gym.difficulty
+      "desktop", config.task_source.families, difficulty=config.gym.options.difficulty
   )
 
 
 @register_tasks("genv")
 def _genv_tasks(config: TrainConfig) -> Any:
-  return listed.server_tasks(config.gym.options, config.gym.tasks)
+  return listed.server_tasks(config.gym.options, config.task_source.families)
 
 
 @register_tasks("openenv")
 def _openenv_tasks(config: TrainConfig) -> Any:
-  return openenv_tasks.server_tasks(config.gym.options, config.gym.tasks)
+  return openenv_tasks.server_tasks(config.gym.options, config.task_source.families)
 
 
 @register_tasks("osworld")
 def _osworld_tasks(config: TrainConfig) -> Any:
-  return osworld_tasks.tasks(config.gym.options, config.gym.tasks)
+  return osworld_tasks.tasks(config.gym.options, config.task_source.families)
 
 
 @register_tasks("android_world")
 def _android_world_tasks(config: TrainConfig) -> Any:
   return android_world_tasks.server_tasks(
-      config.gym.options, config.gym.tasks
+      config.gym.options, config.task_source.families
   )
 
 
 @register_tasks("browser")
 def _browser_tasks(config: TrainConfig) -> Any:
   return env_registry.make_task_set(
-      "browser", config.gym.tasks, pages=config.gym.options.get("pages")
+      "browser", config.task_source.families, pages=config.gym.options.get("pages")
   )
 
 
@@ -95,7 +95,7 @@ def make_tasks(config: TrainConfig) -> Any:
       cannot be had, or that has nothing to train on.
   """
   name = config.gym.name
-  where = "gym.tasks"
+  where = "task_source.families"
   try:
     if config.task_source.source != "generated":
       where = "task_source"
@@ -103,7 +103,7 @@ def make_tasks(config: TrainConfig) -> Any:
     if name in _TASKS:
       return _TASKS.get(name)(config)
     if env_registry.has_task_set(name):
-      return env_registry.make_task_set(name, config.gym.tasks)
+      return env_registry.make_task_set(name, config.task_source.families)
     if name in env_registry.gym_names():
       raise ValueError(
           f"gym.name={name} makes no tasks of its own; set"
@@ -153,19 +153,19 @@ def _listed(config: TrainConfig) -> listed.ListedTasks:
       )
       for split in source_lib.SPLITS
   ]
-  return listed.ListedTasks(*lists, families=config.gym.tasks)
+  return listed.ListedTasks(*lists, families=config.task_source.families)
 
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, Any]:
   """(the configuration with its task families named, its task source).
 
-  Where gym.tasks is empty, all that the source has are meant.
+  Where task_source.families is empty, all that the source has are meant.
 
   Raises:
     ConfigError: as `make_tasks`.
   """
   source = make_tasks(config)
-  if not config.gym.tasks:
+  if not config.task_source.families:
     families = tuple(source.families())
     gym = dataclasses.replace(config.gym, tasks=families)
     config = dataclasses.replace(config, gym=gym)
@@ -199,7 +199,7 @@ class TrainTasks:
     if list(state["families"]) != list(self._families):
       raise ValueError(
           f"the checkpoint was training on {state['families']}, this run on"
-          f" {list(self._families)}; give the same gym.tasks to resume"
+          f" {list(self._families)}; give the same task_source.families to resume"
       )
     self._position = int(state["position"])
 
@@ -209,7 +209,7 @@ def make_sampler(config: TrainConfig, source: Any) -> Any:
 
   With task_source.order=curriculum also an observer, to be attached.
   """
-  families, seed = config.gym.tasks, config.run.seed
+  families, seed = config.task_source.families, config.run.seed
   chosen = config.task_source
   if chosen.order != "curriculum":
     return TrainTasks(source, families, seed)
@@ -240,6 +240,6 @@ def eval_tasks(config: TrainConfig, source: Any) -> list[gym_base.Task]:
   return [
       source.eval_task(family, index, config.eval.seed)
       for index, family in itertools.product(
-          range(config.eval.episodes_per_task), config.gym.tasks
+          range(config.eval.episodes_per_task), config.task_source.families
       )
   ]

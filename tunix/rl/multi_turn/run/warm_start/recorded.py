@@ -61,15 +61,15 @@ def _oracle(config: config_lib.TrainConfig, task_source: Any) -> Source:
         " warm_start.recordings"
     ]) from None
   known = oracle.families
-  unknown = [t for t in config.gym.tasks if known and t not in known]
+  unknown = [t for t in config.task_source.families if known and t not in known]
   if unknown:
     raise ConfigError([
         f"warm_start.steps={steps}: no oracle can demonstrate"
-        f" gym.tasks={unknown}, only {', '.join(known)}; leave those out or set"
+        f" task_source.families={unknown}, only {', '.join(known)}; leave those out or set"
         " warm_start.steps=0"
     ])
   tasks = run_tasks.TrainTasks(
-      task_source, config.gym.tasks, config.run.seed + 1
+      task_source, config.task_source.families, config.run.seed + 1
   )
   return Source(oracle, tasks)
 

@@ -179,7 +179,7 @@ class AndroidWorldGym:
       raise AndroidWorldError(
           f"none of {len(self._machines)} phones became free within"
           f" {self._start_s:g} s; use fewer episodes at a time"
-          " (rollout.concurrency) or more machines"
+          " (collect.concurrency) or more machines"
       )
     where = {"task_type": given["task_type"], "task_idx": index}
     start_s = self._start_s

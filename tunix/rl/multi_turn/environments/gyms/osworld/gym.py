@@ -204,7 +204,7 @@ class OSWorldGym:
       raise OSWorldError(
           f"none of {len(self._machines)} machines became free within"
           f" {self._start_s:g} s; use fewer episodes at a time"
-          " (rollout.concurrency) or more machines"
+          " (collect.concurrency) or more machines"
       )
     self.url = self._held
     if self._reset is not None:

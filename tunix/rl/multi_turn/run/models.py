@@ -1,15 +1,12 @@
-"""Builds the parts of a run from its configuration.
+"""Builds a run's policy, engine and learner from its configuration.
 
-Each function makes one part; `train.py` connects them. Nothing here runs,
-waits or owns a thread, except that an engine starts its own at the first
-request. A gym with a task source of its own is made known by
-`register_tasks`, beside `environments.register_gym`; see `run_tasks`.
+Nothing here runs, waits or owns a thread, except that an engine starts its own
+at the first request.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 import sqlite3
 from typing import Any
@@ -17,21 +14,11 @@ from typing import Any
 from flax import nnx
 import jax
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import gym_facts
-from tunix.rl.multi_turn import prompts
-from tunix.rl.multi_turn import rewards
-from tunix.rl.multi_turn.agents import tool_agent
-from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.clients import remote_engine
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.environments import cua_env
-from tunix.rl.multi_turn.environments import registry as env_registry
-from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import learner as learner_lib
-from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import lora
@@ -40,220 +27,10 @@ from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.run import external_engine
-from tunix.rl.multi_turn.run import tasks as run_tasks
-from tunix.rl.multi_turn.tools import screenshot
-from tunix.rl.multi_turn.trajectory_collector import deadlines
-from tunix.rl.multi_turn.trajectory_collector import groups
-from tunix.rl.multi_turn.trajectory_collector import model_calls
 from tunix.rl.queue import group_store
 
 TrainConfig = config_lib.TrainConfig
 ConfigError = config_lib.ConfigError
-
-
-# --- tasks and gyms ----------------------------------------------------------
-
-register_tasks = run_tasks.register_tasks
-make_tasks = run_tasks.make_tasks
-eval_tasks = run_tasks.eval_tasks
-TrainTasks = run_tasks.TrainTasks
-
-
-def make_gym(config: TrainConfig, family: str) -> Any:
-  """A gym for one episode of `family`."""
-  gym = config.gym
-  settings: dict[str, Any] = dict(gym.options)
-  facts = gym_facts.of(gym.name)
-  if "max_pages" in facts.own_keys:
-    settings["max_pages"] = config.rollout.concurrency
-  if facts.sized:
-    settings = {"width": gym.width, "height": gym.height, **settings}
-  elif gym.name == "gymnasium":
-    from tunix.rl.multi_turn.environments.gyms.gymnasium import (
-      gym as gymnasium_gym,  # pylint: disable=g-import-not-at-top
-    )
-
-    settings = {
-        "env": family,
-        "size": (gym.width, gym.height),
-        **gymnasium_gym.default_settings(family),
-        **settings,
-    }
-  try:
-    return env_registry.gym_from_config({"name": gym.name, **settings})
-  except (TypeError, ValueError) as error:
-    raise ConfigError([f"gym.options={gym.options}: {error}"]) from None
-
-
-def try_gym(config: TrainConfig, source: Any) -> None:
-  """Refuses now what would fail in every episode: settings, and the screen.
-
-  Gyms whose screens nobody knows before they start (objects and machines of
-  others) are started once, with a training task, and closed; not for a dry run.
-
-  Raises:
-    ConfigError: naming the setting, or the size that the screen has.
-  """
-  gym = make_gym(config, config.gym.tasks[0])
-  facts = gym_facts.of(config.gym.name)
-  if not facts.started_to_see or config.run.dry_run:
-    return
-  task = source.train_task(config.gym.tasks[0], 0, config.run.seed)
-
-  async def look() -> gym_base.Observation:
-    try:
-      return await gym.start(task)
-    finally:
-      await concurrency.with_deadline(
-          gym.close(), config.collect.close_timeout_s, "closing the gym"
-      )
-
-  seconds = config.collect.reset_timeout_s
-  try:
-    seen = concurrency.call(
-        lambda: concurrency.with_deadline(
-            look(), seconds, f"the first start of gym.name={config.gym.name}"
-        ),
-        seconds=seconds + config.collect.close_timeout_s + 5.0,
-        what="trying the gym",
-    )
-  except Exception as error:  # pylint: disable=broad-except
-    # Whatever a gym of others raises: no run can be made of it.
-    raise ConfigError([
-        f"gym.name={config.gym.name} does not start task {task.task_id}:"
-        f" {type(error).__name__}: {error}"
-    ]) from error
-  height, width = seen.screenshot.shape[:2]
-  if (width, height) != (config.gym.width, config.gym.height):
-    raise ConfigError([
-        f"gym.width={config.gym.width}, gym.height={config.gym.height}: the"
-        f" screen of gym.name={config.gym.name} is {width}x{height}; set"
-        f" gym.width={width} gym.height={height}, or the screen's size"
-    ])
-
-
-# --- agents and episodes -----------------------------------------------------
-
-
-def make_agent(config: TrainConfig) -> tool_agent.ToolAgent:
-  """An agent for one episode."""
-  return tool_agent.ToolAgent(
-      system_prompt(config.agent.system_prompt),
-      config.agent.parser,
-      on_parse_error=config.agent.on_parse_error,
-      max_images=config.agent.max_images or None,
-  )
-
-
-def system_prompt(name: str) -> str:
-  """Text of a named prompt, or of the file at that path."""
-  if not name:
-    return ""
-  if os.path.isfile(name):
-    with open(name, encoding="utf-8") as file:
-      return file.read()
-  try:
-    return prompts.get_prompt(name)
-  except ValueError as error:
-    raise ConfigError([f"agent.system_prompt: {error}, or a file"]) from None
-
-
-class EpisodeFactory:
-  """task -> (agent, environment), a fresh pair for each episode."""
-
-  def __init__(self, config: TrainConfig, image_store: images_lib.ImageStore):
-    self._config = config
-    self._screenshots = screenshot.ScreenshotTool(image_store)
-    # The embedded desktop needs no thread and well under a millisecond.
-    self._inline = config.gym.name == "desktop"
-    if config.gym.reward != "score":
-      try:
-        rewards.get_reward_fn(config.gym.reward)
-      except ValueError as error:
-        raise ConfigError([f"gym.reward: {error}"]) from None
-    parser = tool_parser.make_tool_parser(config.agent.parser)
-    if not isinstance(parser, tool_parser.GuiActionParser):
-      raise ConfigError([
-          f"agent.parser={config.agent.parser} has no GUI actions; use"
-          " computer_use_compact, computer_use or another GUI grammar"
-      ])
-
-  def __call__(self, task: gym_base.Task) -> tuple[Any, Any]:
-    agent = make_agent(self._config)
-    retry = self._config.agent.on_parse_error == "retry"
-    env = cua_env.CUAEnv(
-        make_gym(self._config, task.family),
-        self._screenshots,
-        task,
-        action_parser=agent.tool_parser,
-        max_steps=task.max_turns or self._config.gym.max_turns,
-        reward=self._config.gym.reward,
-        on_text="retry" if retry else "end",
-        on_invalid="observe" if retry else "end",
-    )
-    env.runs_inline = self._inline
-    return agent, env
-
-
-def make_collector(
-    config: TrainConfig,
-    episodes: EpisodeFactory,
-    client: policy_client.PolicyClient,
-    renderer: qwen.QwenRenderer,
-    *,
-    observers: Any,
-    mode: str = "train",
-    connection: proxy.ProxyConnection | None = None,
-) -> groups.GroupCollector:
-  """Collects groups; `mode` is "train", "sampled" or "greedy" (evaluation).
-
-  Episodes reach the policy through `connection` if there is one.
-  """
-  collect = config.collect
-  training = mode == "train"
-  sampling = policy_client.SamplingParams(
-      max_new_tokens=config.sampling.max_new_tokens,
-      temperature=0.0 if mode == "greedy" else config.sampling.temperature,
-      top_p=config.sampling.top_p,
-      top_k=config.sampling.top_k,
-  )
-  if connection is not None:
-    model: Any = connection.model(sampling)
-  else:
-    model = model_calls.PolicyModel(
-        client,
-        renderer,
-        sampling,
-        max_context_tokens=config.rollout.context_length,
-        runs_inline=True,
-    )
-  return groups.GroupCollector(
-      episodes,
-      model,
-      groups.GroupSettings(
-          group_size=collect.group_size if training else 1,
-          min_valid=collect.min_valid if training else 1,
-          max_steps=config.gym.max_turns,
-          gamma=collect.gamma,
-          timeout=collect.episode_timeout_s,
-          deadlines=deadlines.Deadlines(
-              reset=collect.reset_timeout_s,
-              model=collect.model_timeout_s,
-              step=collect.step_timeout_s,
-              reward=collect.evaluate_timeout_s,
-              close=collect.close_timeout_s,
-              turn=collect.turn_timeout_s,
-          ),
-          seed=config.run.seed,
-          max_episodes=config.rollout.concurrency,
-          split="train" if training else "eval",
-      ),
-      observers=observers,
-  )
-
-
-# --- policy, engine, learner --------------------------------------------------
-
 
 BUILT_IN = {
     "tiny_vl": "tiny",
@@ -264,7 +41,7 @@ BUILT_IN = {
 
 
 @dataclasses.dataclass
-class Policy:
+class LoadedPolicy:
   """A policy with what belongs to it.
 
   Attributes:
@@ -298,7 +75,7 @@ def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
 
 def make_policy(
     config: TrainConfig, mesh: jax.sharding.Mesh | None, source: str
-) -> Policy:
+) -> LoadedPolicy:
   """A policy with random weights (`source=""`) or those of a directory.
 
   Args:
@@ -336,7 +113,7 @@ def make_policy(
     ])
   add_adapter(config, model)
   renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
-  return Policy(model, processor, tokenizer, renderer)
+  return LoadedPolicy(model, processor, tokenizer, renderer)
 
 
 def add_adapter(config: TrainConfig, model: Any) -> None:
@@ -362,7 +139,7 @@ def add_adapter(config: TrainConfig, model: Any) -> None:
   )
 
 
-def without_adapter(policy: Policy) -> Policy:
+def without_adapter(policy: LoadedPolicy) -> LoadedPolicy:
   """The policy that the adapter was put on; weights are shared."""
   model = policy.model
   if isinstance(model, qwen_vl.QwenVL) and lora.has_adapter(model):
@@ -411,7 +188,7 @@ def _policy_changes(config: TrainConfig) -> dict[str, Any]:
           " policy"
       ])
     # A screenshot comes before the first turn and after each but the last.
-    images = config.agent.max_images or config.gym.max_turns
+    images = config.agent.max_images or config.environment.max_turns
     changes["image_budget"] = policy.trajectory_pixels, images
   return changes
 
@@ -437,7 +214,9 @@ def warm_start_source(config: TrainConfig) -> str:
   return name
 
 
-def check_weights(config: TrainConfig, policy: Policy, source: str) -> None:
+def check_weights(
+    config: TrainConfig, policy: LoadedPolicy, source: str
+) -> None:
   """Refuses weights that cannot take the place of `policy`'s; reads none.
 
   Raises:
@@ -454,42 +233,38 @@ def check_weights(config: TrainConfig, policy: Policy, source: str) -> None:
 
 
 def make_engine(
-    config: TrainConfig, policy: Policy, image_store: images_lib.ImageStore
+    config: TrainConfig, policy: LoadedPolicy, image_store: images_lib.ImageStore
 ) -> engine_lib.RolloutEngine | remote_engine.RemoteEngine:
   """The rollout engine; not warmed up yet."""
-  rollout = config.rollout
-  if rollout.via == "external":
+  if config.rollout.via == "external":
     return external_engine.make_engine(
         config, policy, image_store, tokenizer_source(config)
     )
-  options: dict[str, Any] = {}
-  if rollout.prefill_buckets:
-    options["prefill_buckets"] = rollout.prefill_buckets
+  settings = dataclasses.replace(
+      config.engine,
+      lockstep="true" if config.lockstep else "false",
+      entropies=config.engine.entropies
+      or (config.monitor.on and config.monitor.entropies),
+  )
+  screens = ((config.gym.width, config.gym.height),)
+  sees_gym = environment_spec.get(config.environment.name).gym
   try:
     return engine_lib.RolloutEngine(
         policy.model,
         policy.processor,
         image_store,
-        slots=rollout.slots,
-        context_length=rollout.context_length,
-        cache_tokens=rollout.cache_tokens or None,
-        image_sizes=((config.gym.width, config.gym.height),),
+        settings,
+        image_sizes=screens if sees_gym else (),
         banned_token_ids=policy.model.config.banned_token_ids,
         seed=config.run.seed,
-        lockstep=config.lockstep,
-        on_update=rollout.on_update,
-        update_policy=rollout.update_policy,
-        weights=rollout.weights,
-        entropies=config.monitor.on and config.monitor.entropies,
-        **options,
     )
   except ValueError as error:
-    raise ConfigError([f"rollout: {error}"]) from None
+    raise ConfigError([f"engine: {error}"]) from None
 
 
 def make_learner(
     config: TrainConfig,
-    policy: Policy,
+    policy: LoadedPolicy,
     image_store: images_lib.ImageStore,
     mesh: jax.sharding.Mesh | None,
     *,
