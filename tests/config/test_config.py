@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 import pytest
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import gym_facts
 from tunix.rl.multi_turn.config import documentation
 from tunix.rl.multi_turn.config import loader
+from tunix.rl.multi_turn.environments import gyms as gym_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TrainConfig = config_lib.TrainConfig
@@ -115,14 +115,21 @@ def test_text_stays_text_whatever_yaml_would_make_of_it():
 
 def test_a_mapping_is_merged_key_by_key(tmp_path):
   file = tmp_path / "c.yaml"
-  file.write_text("gym:\n  options: {a: 1, b: {c: 2}}\n")
-  config = load(str(file), "gym.options.d=3", "gym.options.a=4")
-  assert config.gym.options == {"a": 4, "b": {"c": 2}, "d": 3}
+  file.write_text("gym:\n  options: {timeout: 1, env_kwargs: {c: 2}}\n")
+  config = load(
+      str(file), "gym=gymnasium", "tasks=[A-v1]", "gym.options.score=return",
+      "gym.options.timeout=4",
+  )  # pyformat: disable
+  assert config.gym.options == {
+      "timeout": 4, "env_kwargs": {"c": 2}, "score": "return",
+  }  # pyformat: disable
 
 
 def test_keys_below_a_mapping_merge_deeply():
-  config = load("gym.options.a.b=1", "gym.options.a.c=2")
-  assert config.gym.options == {"a": {"b": 1, "c": 2}}
+  config = load(
+      "gym=gbox", "tasks=[a]", "gym.options.box.b=1", "gym.options.box.c=2"
+  )
+  assert config.gym.options == {"box": {"b": 1, "c": 2}}
 
 
 def test_a_run_gets_a_name_and_a_directory():
@@ -230,7 +237,7 @@ def test_yaml_round_trip_of_any_value(config):
 
 
 def test_from_yaml_is_the_inverse_of_to_yaml_and_checks():
-  config = load("gym=miniwob", "gym.options.a=1", "collect.group_size=4")
+  config = load("gym=miniwob", "gym.options.scale=1", "collect.group_size=4")
   assert TrainConfig.from_yaml(config.to_yaml()) == config
   with pytest.raises(config_lib.ConfigError, match="min_valid=9"):
     TrainConfig.from_yaml("collect: {min_valid: 9}")
@@ -364,11 +371,22 @@ def test_what_does_not_fit_is_refused_with_what_would(argument, message):
             ["gym=browser", "gym.options={width: 300}"],
             ["gym.options.width=300", "set gym.width"],
         ),
-        (["gym=miniwob", "gym.difficulty=1"], ["gym.difficulty=1", "miniwob"]),
         (
-            ["gym=gymnasium", "tasks=[CartPole-v1]", "gym.difficulty=2"],
-            ["gym.difficulty=2", "gymnasium"],
+            ["gym=miniwob", "gym.options.difficulty=1"],
+            ["gym.options.difficulty=1", "miniwob"],
         ),
+        (
+            [
+                "gym=gymnasium", "tasks=[CartPole-v1]",
+                "gym.options.difficulty=2",
+            ],
+            ["gym.options.difficulty=2", "gymnasium"],
+        ),
+        (
+            ["gym.options.dificulty=2"],
+            ["gym.options.dificulty=2", "did you mean 'difficulty'"],
+        ),
+        (["gym.options.difficulty=x"], ["gym.options.difficulty='x'", "int"]),
         (["gym.options.width=256"], ["gym.options.width=256", "gym.width"]),
         (["gym.options.height=192"], ["gym.options.height=192", "gym.height"]),
         (
@@ -412,7 +430,7 @@ def test_a_name_of_ones_own_is_accepted_once_something_is_imported():
 
 def test_the_examples_in_the_help_are_accepted():
   """Each `section.field=value` in a text, with what that needs."""
-  named = re.compile(r"\b(\w+\.[\w.]+=[^\s,;:]*[^\s,;:.)])")
+  named = re.compile(r"\b(\w+\.[\w.]+=[^\s,;:]*[^\s,;:.)`])")
   with_its_needs = {
       "policy.config.layers=6": ["warm_start.source=none"],
       "gym.options.seconds_per_action=0.2": ["gym=miniwob"],
@@ -422,7 +440,7 @@ def test_the_examples_in_the_help_are_accepted():
     for f in dataclasses.fields(cls):
       found |= set(named.findall(f.metadata["doc"]))
   found |= set(named.findall(documentation.REFERENCE_HEAD))
-  assert {"gym.options.time_decay=0.1", *with_its_needs} <= found
+  assert {"gym.options.difficulty=1", *with_its_needs} <= found
   for example in found:
     load(example, *with_its_needs.get(example, ()))
 
@@ -473,10 +491,11 @@ def test_aliases_and_presets_name_existing_fields_with_valid_values():
   paths = loader.leaf_paths(TrainConfig)
   assert set(config_lib.ALIASES.values()) <= set(paths)
   gyms = config_lib.GymConfig.__dataclass_fields__["name"].metadata["choices"]
-  assert set(gym_facts.GYMS) == set(gyms)
-  for gym, facts in gym_facts.GYMS.items():
-    assert set(facts.preset) | set(facts.cloning_preset) <= set(paths)
-    if facts.lists_tasks or "gym.tasks" in facts.preset:
+  assert tuple(gyms) == gym_lib.BUILT_IN
+  for gym in gyms:
+    spec = gym_lib.get(gym)
+    assert set(spec.preset) | set(spec.cloning_preset) <= set(paths)
+    if spec.lists_tasks or "gym.tasks" in spec.preset:
       assert load(f"gym={gym}").gym.name == gym
 
 

@@ -43,6 +43,7 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
@@ -161,7 +162,9 @@ class Run:
   def __exit__(self, *exc_info: Any) -> None:
     self._stop_collecting()
     if self._loop is not None:
-      loop_thread.close_shared_browser(self._loop, self.config.gym.name)
+      loop_thread.close_shared(
+          self._loop, gyms.get(self.config.gym.name).load_close_shared()
+      )
       if self._proxy is not None:
         self._proxy.close(
             lambda work: self._loop.submit(work).result(

@@ -16,7 +16,6 @@ import pathlib
 import time
 from typing import Any, Iterator, Mapping, Sequence
 
-from tunix.rl.multi_turn import gym_facts
 from tunix.rl.multi_turn.config import documentation
 from tunix.rl.multi_turn.config import learning
 from tunix.rl.multi_turn.config import loader
@@ -43,6 +42,7 @@ from tunix.rl.multi_turn.config.running import TrackingConfig
 from tunix.rl.multi_turn.config.tasks import AgentConfig
 from tunix.rl.multi_turn.config.tasks import GymConfig
 from tunix.rl.multi_turn.config.tasks import TaskSourceConfig
+from tunix.rl.multi_turn.environments import gyms
 import yaml
 
 
@@ -161,7 +161,7 @@ def _resolve(layers: Sequence[Mapping[str, Any]]) -> TrainConfig:
   name = loader.unwrap(merged.get("policy.name"))
   brings_weights = isinstance(name, str) and rollout.is_directory(name)
   merged = {
-      **gym_facts.of(str(gym)).preset,
+      **tasks.gym_spec(str(gym)).preset,
       **({"warm_start.source": "none"} if brings_weights else {}),
       **POLICY_PRESETS.get(str(name), {}),
       **merged,
@@ -183,7 +183,8 @@ def _resolve(layers: Sequence[Mapping[str, Any]]) -> TrainConfig:
         config, policy=dataclasses.replace(config.policy, name=name)
     )
   elif _can_clone(config):
-    config = build({**gym_facts.of(config.gym.name).cloning_preset, **merged})
+    spec = tasks.gym_spec(config.gym.name)
+    config = build({**spec.cloning_preset, **merged})
   problems = contradictions(config)
   if problems:
     raise ConfigError(problems)
@@ -194,8 +195,11 @@ def _can_clone(config: TrainConfig) -> bool:
   """Whether demonstrations for the embedded policy can be had."""
   if config.warm_start.source != "embedded" or not config.gym.tasks:
     return False
-  known = gym_facts.of(config.gym.name).oracle_families
-  return all(task in known for task in config.gym.tasks)
+  spec = tasks.gym_spec(config.gym.name)
+  if not spec.cloning_preset:
+    return False
+  known = spec.load_oracle().families
+  return known is None or all(task in known for task in config.gym.tasks)
 
 
 def contradictions(config: TrainConfig) -> list[str]:
@@ -267,7 +271,7 @@ def _warm_start_problems(c: TrainConfig) -> Iterator[str]:
     )
   if (
       start.steps > 0
-      and not gym_facts.of(c.gym.name).oracle
+      and tasks.gym_spec(c.gym.name).oracle is None
       and not start.recordings
       and not c.run.imports
   ):
@@ -367,16 +371,16 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 def reference() -> str:
   """docs/configuration.md."""
-  gyms = gym_facts.GYMS.items()
+  specs = {name: gyms.get(name) for name in gyms.BUILT_IN}.items()
   return documentation.reference(
       TrainConfig,
       ALIASES,
       {
-          **{f"`{name}`": facts.preset for name, facts in gyms},
+          **{f"`{name}`": spec.preset for name, spec in specs},
           **{f"`{name}`": preset for name, preset in POLICY_PRESETS.items()},
           **{
-              f"`{name}`, if its oracle knows every task": facts.cloning_preset
-              for name, facts in gyms
+              f"`{name}`, if its oracle knows every task": spec.cloning_preset
+              for name, spec in specs
           },
       },
   )

@@ -7,11 +7,10 @@ cannot go together. Loads nothing.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Iterator
 
-from tunix.rl.multi_turn import gym_facts
 from tunix.rl.multi_turn.config import loader
+from tunix.rl.multi_turn.environments import gyms
 
 _opt = loader.option
 
@@ -22,17 +21,8 @@ class GymConfig:
 
   name: str = _opt(
       "desktop",
-      "desktop: drawn by this package, needs nothing. miniwob: web pages in"
-      " headless Chromium. browser: any web pages, see docs/web.md. xdesktop: a"
-      " real Linux desktop on Xvfb, see docs/xdesktop.md. gymnasium: any"
-      " gymnasium.Env that renders rgb_array. genv: a gym server, see"
-      " docs/gym_server.md. openenv, osworld, android_world: servers of others,"
-      " see docs/outside_gyms.md. gbox: machines of gbox. computer: any object"
-      " with screenshot() and act().",
-      choices=(
-          "desktop", "miniwob", "browser", "xdesktop", "gymnasium", "genv",
-          "openenv", "osworld", "android_world", "gbox", "computer",
-      ),  # pyformat: disable
+      " ".join(f"{n}: {gyms.get(n).doc}." for n in gyms.BUILT_IN),
+      choices=gyms.BUILT_IN,
       open_choices=True,
   )
   tasks: tuple[str, ...] = _opt(
@@ -47,13 +37,6 @@ class GymConfig:
       at_least=16,
   )
   height: int = _opt(96, "Screenshot height.", unit="px", at_least=16)
-  difficulty: int = _opt(
-      0,
-      "Level of the desktop's tasks: 0 clean, 1 and 2 cluttered. Other gyms"
-      " have no levels.",
-      at_least=0,
-      at_most=2,
-  )
   max_turns: int = _opt(
       8, "Turns an episode may take; a task's own limit wins.", at_least=1
   )
@@ -67,8 +50,8 @@ class GymConfig:
   )
   options: dict[str, Any] = _opt(
       {},
-      "Passed to the gym as it is, e.g. gym.options.time_decay=0.1 (desktop)"
-      " or gym.options.seconds_per_action=0.2 (miniwob).",
+      "Options of the gym and of its tasks, e.g. gym.options.difficulty=1"
+      " (desktop) or gym.options.seconds_per_action=0.2 (miniwob).",
   )
 
 
@@ -169,44 +152,31 @@ class AgentConfig:
   )
 
 
+def gym_spec(name: str) -> gyms.GymSpec:
+  """The declaration of a gym.
+
+  One that a module in run.imports has yet to register takes any options.
+  """
+  if name in gyms.names() or ":" in name:
+    return gyms.get(name)
+  return gyms.GymSpec(make=lambda **options: None, name=name)
+
+
 def problems(gym: GymConfig, chosen: TaskSourceConfig) -> Iterator[str]:
   """Values that cannot go together: which fields, why, and what to change."""
-  facts = gym_facts.of(gym.name)
-  yield from _source_problems(chosen, gym.name)
-  if (
-      not gym.tasks
-      and chosen.source == "generated"
-      and not facts.lists_tasks
-  ):
-    yield (
-        f"gym.tasks is empty and gym.name={gym.name} has no default tasks;"
-        " list at least one, e.g. tasks=[FrozenLake-v1]"
-    )
+  spec = gym_spec(gym.name)
+  yield from _source_problems(chosen, spec)
+  generated = chosen.source == "generated"
+  yield from spec.problems(
+      gym.options, gym.width, gym.height, gym.tasks if generated else None
+  )
   if len(set(gym.tasks)) != len(gym.tasks):
     yield f"gym.tasks={list(gym.tasks)} names a family twice; name each once"
-  scale = gym.options.get("scale", 1)
-  if gym.name == "miniwob" and isinstance(scale, (int, float)):
-    width, height = (math.ceil(scale * side) for side in gym_facts.MINIWOB_SIZE)
-    if gym.width < width or gym.height < height:
-      yield (
-          f"gym.width={gym.width}, gym.height={gym.height}: the pages of"
-          f" miniwob need at least 160x210, at gym.options.scale={scale:g}"
-          f" {width}x{height}"
-      )
-  if not facts.levels and gym.difficulty > 0:
-    yield (
-        f"gym.difficulty={gym.difficulty}: gym.name={gym.name} has no levels;"
-        " leave it out, and choose harder gym.tasks instead"
-    )
-  for name, key in facts.own_keys.items():
-    if name in gym.options:
-      yield (
-          f"gym.options.{name}={gym.options[name]}: the whole run has to"
-          f" know this; set {key} instead"
-      )
 
 
-def _source_problems(chosen: TaskSourceConfig, gym: str) -> Iterator[str]:
+def _source_problems(
+    chosen: TaskSourceConfig, spec: gyms.GymSpec
+) -> Iterator[str]:
   file = chosen.source in ("jsonl", "huggingface")
   if file and not chosen.path:
     yield f"task_source.source={chosen.source} needs task_source.path"
@@ -215,10 +185,10 @@ def _source_problems(chosen: TaskSourceConfig, gym: str) -> Iterator[str]:
         f"task_source.path={chosen.path} is not read with"
         f" task_source.source={chosen.source}; set it to jsonl or huggingface"
     )
-  if chosen.source == "gym" and gym != "genv":
+  if chosen.source == "gym" and spec.task_list is None:
     yield (
         f"task_source.source=gym is the list of a gym server, but"
-        f" gym.name={gym}; set gym.name=genv, or another source"
+        f" gym.name={spec.name}; set gym.name=genv, or another source"
     )
   default = TaskSourceConfig()
   for name in ("eval_number_range", "names", "tags", "limit", "eval_limit"):

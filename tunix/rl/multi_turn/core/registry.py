@@ -1,4 +1,4 @@
-"""Names for things that users add: parsers, tools, rewards, gyms, prompts.
+"""Maps names to things that users add: parsers, tools, rewards, gyms, prompts.
 
 A `Registry` maps a name to an object, or to a dotted path "package.module:Name"
 that is imported on first use, so that naming a gym costs nothing until it is
@@ -46,6 +46,31 @@ def import_path(path: str) -> Any:
     except AttributeError as error:
       raise ImportError(f"module {module!r} has no {attribute!r}") from error
   return value
+
+
+def lazy_attributes(
+    package: str, **modules: str
+) -> Callable[[str], Any]:
+  """A package's `__getattr__` that imports public names on first use.
+
+  Args:
+    package: its `__name__`.
+    **modules: submodule -> the names in it, separated by spaces.
+  """
+  where = {
+      name: module
+      for module, names in modules.items()
+      for name in names.split()
+  }
+
+  def find(name: str) -> Any:
+    if name not in where:
+      raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return getattr(
+        importlib.import_module(f"{package}.{where[name]}"), name
+    )
+
+  return find
 
 
 class Registry(Generic[T]):

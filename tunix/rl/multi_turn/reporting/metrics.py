@@ -84,7 +84,7 @@ METRICS: dict[str, Metric] = {
         "Share of groups whose members got different rewards; only these have"
         " a policy gradient.",
         "Near 0 with low reward: tasks too hard, warm-start longer. Near 0"
-        " with high reward: solved, raise gym.difficulty.",
+        " with high reward: solved, raise gym.options.difficulty.",
     ),
     "groups": Metric("groups", "Groups of this update."),
     "zero_advantage_groups": Metric(

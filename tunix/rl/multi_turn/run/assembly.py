@@ -2,8 +2,7 @@
 
 Each function makes one part; `train.py` connects them. Nothing here runs,
 waits or owns a thread, except that an engine starts its own at the first
-request. A gym with a task source of its own is made known by
-`register_tasks`, beside `environments.register_gym`; see `run_tasks`.
+request.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 from flax import nnx
 import jax
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import gym_facts
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import tool_agent
@@ -28,7 +26,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.environments import cua_env
-from tunix.rl.multi_turn.environments import registry as env_registry
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser import tool_parser
@@ -53,7 +51,6 @@ ConfigError = config_lib.ConfigError
 
 # --- tasks and gyms ----------------------------------------------------------
 
-register_tasks = run_tasks.register_tasks
 make_tasks = run_tasks.make_tasks
 eval_tasks = run_tasks.eval_tasks
 TrainTasks = run_tasks.TrainTasks
@@ -62,25 +59,14 @@ TrainTasks = run_tasks.TrainTasks
 def make_gym(config: TrainConfig, family: str) -> Any:
   """A gym for one episode of `family`."""
   gym = config.gym
-  settings: dict[str, Any] = dict(gym.options)
-  facts = gym_facts.of(gym.name)
-  if "max_pages" in facts.own_keys:
-    settings["max_pages"] = config.rollout.concurrency
-  if facts.sized:
-    settings = {"width": gym.width, "height": gym.height, **settings}
-  elif gym.name == "gymnasium":
-    from tunix.rl.multi_turn.environments.gyms.gymnasium import (
-      gym as gymnasium_gym,  # pylint: disable=g-import-not-at-top
-    )
-
-    settings = {
-        "env": family,
-        "size": (gym.width, gym.height),
-        **gymnasium_gym.default_settings(family),
-        **settings,
-    }
+  spec = gyms.get(gym.name)
+  of_run = spec.options_of(
+      family,
+      size=(gym.width, gym.height),
+      concurrency=config.rollout.concurrency,
+  )
   try:
-    return env_registry.gym_from_config({"name": gym.name, **settings})
+    return spec.make_gym({**of_run, **gym.options})
   except (TypeError, ValueError) as error:
     raise ConfigError([f"gym.options={gym.options}: {error}"]) from None
 
@@ -95,8 +81,8 @@ def try_gym(config: TrainConfig, source: Any) -> None:
     ConfigError: naming the setting, or the size that the screen has.
   """
   gym = make_gym(config, config.gym.tasks[0])
-  facts = gym_facts.of(config.gym.name)
-  if not facts.started_to_see or config.run.dry_run:
+  spec = gyms.get(config.gym.name)
+  if not spec.size_known_after_start or config.run.dry_run:
     return
   task = source.train_task(config.gym.tasks[0], 0, config.run.seed)
 
@@ -164,8 +150,7 @@ class EpisodeFactory:
   def __init__(self, config: TrainConfig, image_store: images_lib.ImageStore):
     self._config = config
     self._screenshots = screenshot.ScreenshotTool(image_store)
-    # The embedded desktop needs no thread and well under a millisecond.
-    self._inline = config.gym.name == "desktop"
+    self._inline = gyms.get(config.gym.name).runs_inline
     if config.gym.reward != "score":
       try:
         rewards.get_reward_fn(config.gym.reward)

@@ -18,7 +18,6 @@ TrainConfig = config_lib.TrainConfig
 _TASKS = (
     "gym.width",
     "gym.height",
-    "gym.difficulty",
     "gym.max_turns",
     "gym.options",
     "gym.reward",
