@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 import time
 from typing import Any, Iterator, Mapping, Sequence
 
@@ -352,7 +353,8 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
   config = _resolve([*layers, *overrides])
   if not config.run.name:
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    name = f"{config.gym.name}-{stamp}"
+    # A gym may be named by a path.
+    name = f"{re.sub(r'[^A-Za-z0-9_]+', '-', config.gym.name)}-{stamp}"
     config = dataclasses.replace(
         config, run=dataclasses.replace(config.run, name=name)
     )

@@ -156,9 +156,15 @@ def gym_spec(name: str) -> gyms.GymSpec:
   """The declaration of a gym.
 
   One that a module in run.imports has yet to register takes any options.
+
+  Raises:
+    ConfigError: a path that leads to no gym.
   """
   if name in gyms.names() or ":" in name:
-    return gyms.get(name)
+    try:
+      return gyms.get(name)
+    except (ImportError, TypeError, ValueError) as error:
+      raise loader.ConfigError([f"gym.name={name}: {error}"]) from None
   return gyms.GymSpec(make=lambda **options: None, name=name)
 
 

@@ -12,3 +12,4 @@ from tunix.rl.multi_turn.environments.gyms.registry import register
 from tunix.rl.multi_turn.environments.gyms.registry import unregister
 from tunix.rl.multi_turn.environments.gyms.spec import GymSpec
 from tunix.rl.multi_turn.environments.gyms.spec import Oracle
+from tunix.rl.multi_turn.environments.gyms.spec import SIZE

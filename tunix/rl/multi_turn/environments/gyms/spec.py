@@ -361,8 +361,8 @@ class GymSpec:
   def _refuse(self, options: Mapping[str, Any], takes: _Takes) -> None:
     problems = [text for _, text in self._wrong(options)]
     problems += [
-        f"gym {self.name!r} needs {option.name!r} ({option.annotation or 'any'}"
-        " value), e.g. in gym.options"
+        f"gym {self.name!r} needs option {option.name!r}"
+        f" ({option.annotation or 'any value'}); set gym.options.{option.name}"
         for option in takes.options.values()
         if option.default is inspect.Parameter.empty
         and option.name not in options
