@@ -20,7 +20,7 @@ import pytest
 import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
-from tunix.rl.multi_turn.environments.gyms import miniwob
+from tunix.rl.multi_turn.environments.gyms.miniwob import gym as miniwob_gym
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.run import assembly
@@ -502,15 +502,13 @@ def test_an_interrupt_waits_for_the_browser(tmp_path, monkeypatch):
 
   class SlowBrowser:
 
-    def __init__(self):
-      asyncio.get_running_loop()  # As the real one, which is a loop's.
-
     async def close(self):
+      asyncio.get_running_loop()  # As the real one, which is a loop's.
       await asyncio.sleep(0.5)
       closed.append(True)
       raise RuntimeError("it is gone")
 
-  monkeypatch.setattr(miniwob, "shared_browser", SlowBrowser)
+  monkeypatch.setattr(miniwob_gym, "shared_browser", SlowBrowser())
   run = small_runs.make_run(
       tmp_path, small_runs.NANO, "gym=miniwob", "tasks=[click-test-2]",
       "name=w", "warm_start.source=none",

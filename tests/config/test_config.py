@@ -125,14 +125,21 @@ def test_text_stays_text_whatever_yaml_would_make_of_it():
 
 def test_a_mapping_is_merged_key_by_key(tmp_path):
   file = tmp_path / "c.yaml"
-  file.write_text("gym:\n  options: {a: 1, b: {c: 2}}\n")
-  config = load(str(file), "gym.options.d=3", "gym.options.a=4")
-  assert config.gym.options == {"a": 4, "b": {"c": 2}, "d": 3}
+  file.write_text("gym:\n  options: {timeout: 1, env_kwargs: {c: 2}}\n")
+  config = load(
+      str(file), "gym=gymnasium", "tasks=[A-v1]", "gym.options.score=return",
+      "gym.options.timeout=4",
+  )  # pyformat: disable
+  assert config.gym.options == {
+      "timeout": 4, "env_kwargs": {"c": 2}, "score": "return",
+  }  # pyformat: disable
 
 
 def test_keys_below_a_mapping_merge_deeply():
-  config = load("gym.options.a.b=1", "gym.options.a.c=2")
-  assert config.gym.options == {"a": {"b": 1, "c": 2}}
+  config = load(
+      "gym=gbox", "tasks=[a]", "gym.options.box.b=1", "gym.options.box.c=2"
+  )
+  assert config.gym.options == {"box": {"b": 1, "c": 2}}
 
 
 def test_a_run_gets_a_name_and_a_directory():
@@ -324,7 +331,7 @@ def test_every_settings_class_of_the_package_is_a_section():
 
 
 def test_from_yaml_is_the_inverse_of_to_yaml_and_checks():
-  config = load("gym=miniwob", "gym.options.a=1", "collect.group_size=4")
+  config = load("gym=miniwob", "gym.options.scale=1", "collect.group_size=4")
   assert config_lib.from_yaml(config.to_yaml()) == config
   with pytest.raises(config_lib.ConfigError, match="min_valid=9"):
     config_lib.from_yaml("collect: {min_valid: 9}")
@@ -458,11 +465,22 @@ def test_what_does_not_fit_is_refused_with_what_would(argument, message):
             ["gym=browser", "gym.options={width: 300}"],
             ["gym.options.width=300", "set gym.width"],
         ),
-        (["gym=miniwob", "gym.options.difficulty=1"], ["gym.options.difficulty=1", "miniwob"]),
         (
-            ["gym=gymnasium", "tasks=[CartPole-v1]", "gym.options.difficulty=2"],
+            ["gym=miniwob", "gym.options.difficulty=1"],
+            ["gym.options.difficulty=1", "miniwob"],
+        ),
+        (
+            [
+                "gym=gymnasium", "tasks=[CartPole-v1]",
+                "gym.options.difficulty=2",
+            ],
             ["gym.options.difficulty=2", "gymnasium"],
         ),
+        (
+            ["gym.options.dificulty=2"],
+            ["gym.options.dificulty=2", "did you mean 'difficulty'"],
+        ),
+        (["gym.options.difficulty=x"], ["gym.options.difficulty='x'", "int"]),
         (["gym.options.width=256"], ["gym.options.width=256", "gym.width"]),
         (["gym.options.height=192"], ["gym.options.height=192", "gym.height"]),
         (
@@ -506,17 +524,16 @@ def test_a_name_of_ones_own_is_accepted_once_something_is_imported():
 
 def test_the_examples_in_the_help_are_accepted():
   """Each `section.field=value` in a text, with what that needs."""
-  named = re.compile(r"\b(\w+\.[\w.]+=[^\s,;:]*[^\s,;:.)])")
+  named = re.compile(r"\b(\w+\.[\w.]+=[^\s,;:]*[^\s,;:.)`])")
   with_its_needs = {
       "policy.config.layers=6": ["warm_start.source=none"],
       "gym.options.seconds_per_action=0.2": ["gym=miniwob"],
   }
   found = set()
-  for cls in loader.sections(TrainConfig).values():
-    for f in dataclasses.fields(cls):
-      found |= set(named.findall(f.metadata["doc"]))
+  for field in loader.leaves(TrainConfig).values():
+    found |= set(named.findall(field.doc))
   found |= set(named.findall(documentation.REFERENCE_HEAD))
-  assert {"gym.options.time_decay=0.1", *with_its_needs} <= found
+  assert {"gym.options.difficulty=1", *with_its_needs} <= found
   for example in found:
     load(example, *with_its_needs.get(example, ()))
 
@@ -548,29 +565,41 @@ def test_files_that_cannot_be_read_say_which_and_where(tmp_path):
 # --- documentation -----------------------------------------------------------
 
 
-def test_help_lists_every_field_with_type_default_and_meaning(capsys):
+def help_of(capsys, *topic: str) -> str:
   with pytest.raises(SystemExit) as caught:
-    load("--help")
+    load("--help", *topic)
   assert caught.value.code == 0
-  text = capsys.readouterr().out
+  return capsys.readouterr().out
+
+
+def test_help_has_a_first_screen_and_every_field_behind_it(capsys):
+  first = help_of(capsys)
+  assert len(first.splitlines()) <= 60
+  for name in loader.sections(TrainConfig):
+    assert "." in name or re.search(rf"^  {name} ", first, re.M), name
+  text = help_of(capsys, "all")
   joined = re.sub(r"\s+", " ", text)
-  for name, cls in loader.sections(TrainConfig).items():
-    hints = loader.field_types(cls)
-    for f in dataclasses.fields(cls):
-      head = f"  {name}.{f.name}={documentation.default_text(f)}  ("
-      assert head + documentation.type_name(hints[f.name], f.metadata) in text
-      assert len(f.metadata["doc"]) > 10
-      assert re.sub(r"\s+", " ", f.metadata["doc"]) in joined
+  for path, field in loader.leaves(TrainConfig).items():
+    head = f"  {path}={documentation.default_text(field)}  ("
+    assert head + documentation.type_name(field) in text
+    assert len(field.doc) > 10
+    assert re.sub(r"\s+", " ", field.doc) in joined
+
+
+def test_help_of_a_section_is_that_section(capsys):
+  text = help_of(capsys, "learner")
+  assert "learner.learning_rate=" in text and "queue." not in text
+  assert "collect.deadlines.model=" in help_of(capsys, "collect")
+  assert "'learner'" in refusal("--help", "lerner")
 
 
 def test_aliases_and_presets_name_existing_fields_with_valid_values():
-  paths = loader.leaf_paths(TrainConfig)
+  paths = loader.leaves(TrainConfig)
   assert set(config_lib.ALIASES.values()) <= set(paths)
-  gyms = config_lib.GymConfig.__dataclass_fields__["name"].metadata["choices"]
-  assert set(gym_facts.GYMS) == set(gyms)
-  for gym, facts in gym_facts.GYMS.items():
-    assert set(facts.preset) | set(facts.cloning_preset) <= set(paths)
-    if facts.lists_tasks or "task_source.families" in facts.preset:
+  for gym in gyms.BUILT_IN:
+    spec = gyms.get(gym)
+    assert set(spec.preset) | set(spec.cloning_preset) <= set(paths)
+    if spec.lists_tasks or "task_source.families" in spec.preset:
       assert load(f"gym={gym}").gym.name == gym
 
 

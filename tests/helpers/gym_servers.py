@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 from tunix.rl.multi_turn.core import http_server as serving_lib
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gym_server import app as app_lib
 from tunix.rl.multi_turn.environments.gym_server import catalog
 from tunix.rl.multi_turn.environments.gym_server import executions
@@ -137,6 +137,5 @@ def threads():
   return sum(t.name.startswith("tunix") for t in threading.enumerate())
 
 
-if "naughty" not in registry.gym_names():
-  registry.register_gym("naughty", NaughtyGym)
-  registry.register_task_set("naughty", NaughtyTasks)
+if "naughty" not in gyms.names():
+  gyms.register("naughty", gyms.GymSpec(make=NaughtyGym, tasks=NaughtyTasks))

@@ -36,8 +36,8 @@ def test_the_documented_overrides_build():
       ["gym.options.headless=false"],
       ["gym=miniwob", "gym.options.headless=false"],
   ):
-    config = config_of(*argv)
     with pytest.raises(config_lib.ConfigError):
+      config = config_of(*argv)
       assembly.make_policy(config, None, "")
       assembly.make_gym(config, config.task_source.families[0])
 
@@ -136,7 +136,7 @@ def test_a_run_on_web_pages_reads_them_from_a_file(tmp_path):
   assert held_out.params["url"].endswith(f"?s={held_out.seed}")
   gym = assembly.make_gym(config, "greet")
   assert (gym.width, gym.height) == (640, 480)
-  with pytest.raises(config_lib.ConfigError, match="needs an evaluator"):
+  with pytest.raises(config_lib.ConfigError, match="needs option 'evaluator'"):
     assembly.make_gym(config_of(*argv), "greet")
   with pytest.raises(config_lib.ConfigError, match="gym.options.pages=FILE"):
     assembly.make_tasks(config_of("gym=browser", judge))

@@ -11,7 +11,7 @@ import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 
 xdesktop = pytest.importorskip(
     "tunix.rl.multi_turn.environments.gyms.xdesktop"
@@ -333,7 +333,7 @@ async def test_a_start_that_is_given_up_leaves_nothing(room):
 )
 def test_a_wrong_setting_is_named(settings, words):
   with pytest.raises(ValueError, match=words):
-    registry.gym_from_config({"name": "xdesktop", **settings})
+    gyms.from_config({"name": "xdesktop", **settings})
 
 
 def test_a_run_brings_its_preset_and_refuses_what_has_another_key():

@@ -71,7 +71,7 @@ def test_they_are_the_tokens_that_the_oracle_itself_would_give(file, grid):
   ]
   played = asyncio.run(
       demonstrator(
-          demonstrations.oracle_of("desktop"), desktop.DesktopGym, grid
+          desktop.GYM.load_oracle(), desktop.DesktopGym, grid
       ).episodes([(t, 0) for t in own])
   )
   assert {t.family for t in tasks} == set(FAMILIES)

@@ -48,6 +48,31 @@ def import_path(path: str) -> Any:
   return value
 
 
+def lazy_attributes(
+    package: str, **modules: str
+) -> Callable[[str], Any]:
+  """A package's `__getattr__` that imports public names on first use.
+
+  Args:
+    package: its `__name__`.
+    **modules: submodule -> the names in it, separated by spaces.
+  """
+  where = {
+      name: module
+      for module, names in modules.items()
+      for name in names.split()
+  }
+
+  def find(name: str) -> Any:
+    if name not in where:
+      raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return getattr(
+        importlib.import_module(f"{package}.{where[name]}"), name
+    )
+
+  return find
+
+
 class Registry(Generic[T]):
   """Name -> object. `kind` is what error messages call an entry."""
 

@@ -30,7 +30,7 @@ from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import base_env
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.tools import base as tools_base
@@ -254,7 +254,7 @@ class CUAEnv(base_env.BaseEnv):
         raise ValueError(f"a CUAEnv config needs {key!r}")
     gym = args.pop("gym")
     if isinstance(gym, (str, Mapping)):
-      gym = registry.gym_from_config(gym)
+      gym = gyms.from_config(gym)
     parser = args.get("action_parser")
     if isinstance(parser, Mapping):
       parser = dict(parser)

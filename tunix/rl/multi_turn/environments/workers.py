@@ -244,7 +244,7 @@ def _serve(pipe: Any, imports: tuple[str, ...]) -> None:
 
 
 async def _answer_calls(pipe: Any) -> None:
-  from tunix.rl.multi_turn.environments import registry  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.environments.gyms import registry  # pylint: disable=g-import-not-at-top
 
   loop = asyncio.get_running_loop()
   ended = asyncio.Event()
@@ -262,7 +262,7 @@ async def _answer_calls(pipe: Any) -> None:
   async def run(number: int, gym: int, name: str, argument: Any) -> None:
     try:
       if name == "make":
-        gyms[gym] = registry.gym_from_config(argument)
+        gyms[gym] = registry.from_config(argument)
         value = None
       else:
         target = gyms.pop(gym, None) if name == "close" else gyms[gym]

@@ -39,7 +39,7 @@ from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from starlette import routing
 from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gym_server import catalog as catalog_lib
 from tunix.rl.multi_turn.environments.gym_server import errors
@@ -80,7 +80,7 @@ class App:
       *,
       limits: executions_lib.Limits = executions_lib.Limits(),
       token: str = "",
-      make_gym: MakeGym = registry.gym_from_config,
+      make_gym: MakeGym = gyms.from_config,
       close: Callable[[], Awaitable[None]] | None = None,
   ):
     """Args:
@@ -387,13 +387,7 @@ class App:
             f"options.gym.{name}={value!r} must be a whole number in"
             " [16, 4096]"
         )
-    own: dict[str, Any] = {}
-    if spec.gym == "gymnasium":
-      from tunix.rl.multi_turn.environments.gyms.gymnasium import (
-        gym as gymnasium_gym,  # pylint: disable=g-import-not-at-top
-      )
-
-      own = {"env": task.family, **gymnasium_gym.default_settings(task.family)}
+    own = gyms.get(spec.gym).options_of(task.family)
     return {"name": spec.gym, **own, **spec.settings, **asked}
 
   def _found(self, request: Request) -> executions_lib.Execution:

@@ -14,7 +14,7 @@ import re
 from typing import Any, Mapping, Sequence
 import uuid
 
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gym_server import validators
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.task_sources import cua_task
@@ -148,8 +148,8 @@ class Catalog:
       ImportError: the gym's package is missing.
     """
     self.spec = spec
-    self._tasks = registry.make_task_set(
-        spec.gym, spec.families, **spec.task_settings
+    self._tasks = gyms.get(spec.gym).make_tasks(
+        spec.families, {**spec.settings, **spec.task_settings}
     )
     self.families: tuple[str, ...] = tuple(
         spec.families or self._tasks.families()

@@ -96,7 +96,7 @@ class CUATask:
   def to_task(self) -> base.Task:
     """The gym's view of it."""
     params = dict(self.params)
-    if self.gym_id:
+    if self.gym_id or self.genv_identifier:
       params["genv"] = {"identifier": self.identifier, "gym_id": self.gym_id}
     return base.Task(
         task_id=self.id,

@@ -222,7 +222,7 @@ class GymnasiumGym:
   def __init__(
       self,
       env: str | Callable[[], gymnasium.Env],
-      adapter: Adapter,
+      adapter: Adapter | Mapping[str, Any],
       *,
       env_kwargs: Mapping[str, Any] | None = None,
       instruction: str = "",
