@@ -21,7 +21,6 @@ from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.config import resolution
 from tunix.rl.multi_turn.core import settings as settings_lib
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
-
 import yaml  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -53,7 +52,9 @@ def test_defaults_file_overrides_in_this_order(tmp_path):
 
 def test_a_gym_brings_its_preset_and_anything_wins_over_it(tmp_path):
   config = load("gym=miniwob")
-  assert config.task_source.families == ("click-test-2", "click-dialog", "focus-text")
+  assert config.task_source.families == (
+      "click-test-2", "click-dialog", "focus-text",
+  )  # pyformat: disable
   assert (config.gym.width, config.gym.height) == (160, 210)
   file = tmp_path / "c.yaml"
   file.write_text("gym: miniwob\nrollout: {slots: 4}\n")
@@ -322,7 +323,9 @@ def test_every_settings_class_of_the_package_is_a_section():
   for module in pkgutil.walk_packages(
       multi_turn.__path__, "tunix.rl.multi_turn."
   ):
-    if not re.search(r"(settings|config|policy_client|admission)$", module.name):
+    if not re.search(
+        r"(settings|config|source|policy_client|admission)$", module.name
+    ):
       continue
     for value in vars(importlib.import_module(module.name)).values():
       if settings_lib.is_settings(value) and value not in nested:
@@ -402,7 +405,10 @@ def test_what_is_unknown_is_refused_with_the_nearest_valid_one(
         ("engine.prefill_buckets=[0]", "must be >= 1"),
         ("report.images=3", "true or false"),
         ("gym.options=3", "a mapping"),
-        ("task_source.families=[1, [2]]", r"task_source.families[1]=[2] must be text"),
+        (
+            "task_source.families=[1, [2]]",
+            "task_source.families=['1', [2]] must be item 1 text",
+        ),
         ("learner=3", "learner is a section"),
         ("steps", "write key=value"),
         ("tasks=[a", "not valid YAML"),
@@ -513,13 +519,24 @@ def test_every_problem_is_reported_at_once():
   assert "learner.steps=-1" in text and "'tis'" in text
 
 
-def test_a_name_of_ones_own_is_accepted_once_something_is_imported():
-  assert "run.imports" in refusal("algorithm.advantage=mine")
-  config = load("algorithm.advantage=mine", "run.imports=my_module")
+def test_a_name_of_ones_own_is_known_once_its_module_is_imported(
+    tmp_path, monkeypatch
+):
+  assert "'mine'" in refusal("algorithm.advantage=mine")
+  (tmp_path / "my_names.py").write_text(
+      "from tunix.rl.multi_turn import rewards\n"
+      "from tunix.rl.multi_turn.learner.algorithms import advantages\n"
+      "rewards.register('mine_too')(lambda task, action: 0.0)\n"
+      "advantages.ESTIMATORS.register('mine', advantages.grpo)\n"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  named = ("algorithm.advantage=mine", "reward=mine_too")
+  config = load(*named, "run.imports=my_names")
   assert config.algorithm.advantage == "mine"
-  assert load("environment.reward=mine", "run.imports=[m]").environment.reward == "mine"
+  assert config.environment.reward == "mine_too"
   # Closed choices stay closed.
-  assert "cosine" in refusal("learner.schedule=mine", "run.imports=m")
+  assert "cosine" in refusal("learner.schedule=mine", "run.imports=my_names")
+  assert "cannot import" in refusal("run.imports=[not_there]")
 
 
 def test_the_examples_in_the_help_are_accepted():

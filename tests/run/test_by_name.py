@@ -140,7 +140,8 @@ def test_one_file_of_a_user(tmp_path):
   last = trajectories[0]["steps"][-1]
   parts = last["info"]["reward_metadata"]
   assert set(parts) == {"success", "own_parts:brevity"}
-  total = parts["success"]["reward"] + 0.5 * parts["own_parts:brevity"]["reward"]
+  brevity = parts["own_parts:brevity"]["reward"]
+  total = parts["success"]["reward"] + 0.5 * brevity
   assert last["reward"] == pytest.approx(total)
   assert "reward_part/own_parts:brevity" in metrics[0]
 
@@ -155,7 +156,7 @@ def test_an_environment_of_a_user_with_its_own_reward(tmp_path):
   assert all(m["reward_mean"] >= 1.5 for m in metrics)
 
 
-# --- refusals -------------------------------------------------------------------
+# --- refusals ----------------------------------------------------------------
 
 
 def refusal(*overrides):

@@ -231,8 +231,8 @@ def test_what_belongs_to_the_run_is_set_by_the_run(lamps):
       lamps.problems({"width": 3, "pages": 2, "lamps": 999}, 64, 64, ())
   )
   assert [p.split(":")[0] for p in problems] == [
-      "task_source.families is empty and gym.name=lamps has no default tasks; list at"
-      " least one, e.g. tasks=[FrozenLake-v1]",
+      "task_source.families is empty and gym.name=lamps has no default tasks;"
+      " list at least one, e.g. tasks=[FrozenLake-v1]",
       "gym.options.width=3", "gym.options.pages=2", "gym.options.lamps",
   ]  # pyformat: disable
   assert "set collect.concurrency instead" in problems[2]

@@ -47,7 +47,7 @@ class Builder:
         each.
     """
     self.make = AGENTS.get(config.name)
-    known = arguments.parameters(self.make)
+    known = arguments.takes(self.make)
     values: dict[str, Any] = {
         "system_prompt": system_prompt,
         "parser": config.parser,
@@ -56,10 +56,13 @@ class Builder:
         "on_parse_error": config.on_parse_error,
     }
     default = settings.AgentConfig()
-    found = arguments.problems(self.make, config.options, "agent.options")
+    found = [
+        f"agent.options.{text}"
+        for _, text in known.wrong(config.options, f"agent.name={config.name}")
+    ]
     self._values: dict[str, Any] = {}
     for field, names in _PARAMETERS.items():
-      name = next((n for n in names if n in known), None)
+      name = next((n for n in names if n in known.options), None)
       if name is not None:
         self._values[name] = values[field]
       elif field in ("max_images", "image_stride") and (
@@ -69,7 +72,7 @@ class Builder:
             f"agent.{field}={getattr(config, field)}: agent.name={config.name}"
             f" takes no {names[0]}; leave it out"
         )
-    if tools is not None and "tool_map" in known:
+    if tools is not None and "tool_map" in known.options:
       self._values["tool_map"] = tools
     if found:
       raise ValueError("\n".join(found))

@@ -33,7 +33,7 @@ Sections:
 
 Examples:
   python -m tunix.rl.multi_turn.train steps=20 seed=3
-  python -m tunix.rl.multi_turn.train gym=miniwob tasks=click-test-2,click-dialog
+  python -m tunix.rl.multi_turn.train gym=miniwob tasks=click-dialog
   python -m tunix.rl.multi_turn.train environment=gsm8k policy=qwen3_text_tiny
   python -m tunix.rl.multi_turn.train resume=runs/<name> steps=200
 

@@ -23,7 +23,6 @@ from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
-from tunix.rl.multi_turn.policy import settings as policy_settings
 import yaml
 
 TrainConfig = train_config.TrainConfig

@@ -22,7 +22,7 @@ from tunix.rl.multi_turn.core.policy_client import SamplingConfig
 from tunix.rl.multi_turn.engine.config import EngineConfig
 from tunix.rl.multi_turn.environments.settings import EnvironmentConfig
 from tunix.rl.multi_turn.environments.settings import GymConfig
-from tunix.rl.multi_turn.environments.task_sources.settings import (
+from tunix.rl.multi_turn.environments.task_sources.source import (
   TaskSourceConfig,
 )
 from tunix.rl.multi_turn.learner.config import AlgorithmConfig

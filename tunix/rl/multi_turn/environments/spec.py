@@ -19,7 +19,7 @@ Does not: build agents, or import an environment that is not asked for.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Literal, Mapping, Protocol
+from typing import Any, Callable, Iterable, Literal, Mapping, Protocol
 
 from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.core import registry
@@ -136,15 +136,17 @@ class Builder:
     self._config = config
     self.spec = get(config.name)
     self._make = self.spec.factory
-    self._parameters = arguments.parameters(self._make)
+    self._takes = arguments.takes(self._make)
     self._options = dict(config.options)
     self.tools: tool_registry.ToolSet | None = None
-    if self._takes("tool_map") and "tools" in self._options:
+    if "tool_map" in self._takes.options and "tools" in self._options:
       self.tools = tool_registry.ToolSet(self._options.pop("tools"))
-    found = arguments.problems(
-        self._make, self._options, "environment.options"
-    )
-    if reward != "score" and not any(map(self._takes, REWARD_NAMES)):
+    name = f"environment.name={config.name}"
+    found = [
+        f"environment.options.{text}"
+        for _, text in self._takes.wrong(self._options, name)
+    ]
+    if reward != "score" and not self._takes_any(REWARD_NAMES):
       found.append(
           f"environment.reward={config.reward}: environment.name={config.name}"
           " takes no reward function and rewards by itself; leave it at score"
@@ -155,8 +157,8 @@ class Builder:
     if reward != "score" or self.spec.gym:
       self._provided |= {name: reward for name in REWARD_NAMES}
 
-  def _takes(self, name: str) -> bool:
-    return name in self._parameters
+  def _takes_any(self, names: Iterable[str]) -> bool:
+    return any(name in self._takes.options for name in names)
 
   def __call__(self, task: gym_base.Task, **provided: Any) -> Env:
     """An environment for one episode of `task`.
@@ -178,17 +180,15 @@ class Builder:
     }
     if self.tools is not None:
       offered["tool_map"] = self.tools.for_task(row)
-    if isinstance(row, Mapping) and not any(map(self._takes, TASK_NAMES)):
+    if isinstance(row, Mapping) and not self._takes_any(TASK_NAMES):
       from_dict = getattr(self._make, "from_dict", None)
-      if from_dict and not any(map(self._takes, row)):
+      if from_dict and not self._takes_any(row):
         return from_dict({**row, **self._options})
       offered = {**row, **offered}
     values = {
-        name: offered[name] for name in self._parameters if name in offered
+        name: offered[name] for name in self._takes.options if name in offered
     } | self._options
-    missing = [
-        name for name in arguments.required(self._make) if name not in values
-    ]
+    missing = [name for name in self._takes.required if name not in values]
     if missing:
       raise ValueError(
           f"environment.name={self._config.name} needs {missing[0]!r}, which"

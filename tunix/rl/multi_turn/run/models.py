@@ -233,7 +233,9 @@ def check_weights(
 
 
 def make_engine(
-    config: TrainConfig, policy: LoadedPolicy, image_store: images_lib.ImageStore
+    config: TrainConfig,
+    policy: LoadedPolicy,
+    image_store: images_lib.ImageStore,
 ) -> engine_lib.RolloutEngine | remote_engine.RemoteEngine:
   """The rollout engine; not warmed up yet."""
   if config.rollout.via == "external":

@@ -100,7 +100,7 @@ class Run:
     """
     return self.loop.wait(work, self.stop)
 
-  # --- life -------------------------------------------------------------------
+  # --- life ------------------------------------------------------------------
 
   def __enter__(self) -> Run:
     try:
@@ -164,7 +164,7 @@ class Run:
       try_to("the external engine", self.engine.aclose())
     loop.close()
 
-  # --- stages ------------------------------------------------------------------
+  # --- stages ----------------------------------------------------------------
 
   def attach_observers(self, resume_step: int | None) -> None:
     """Attaches the run's observers; `resume_step` None for a new run."""

@@ -1,7 +1,7 @@
 """Makes a run's tasks, and draws them in the configured order.
 
-They come from where `task_source.source` tells: the gym makes its own, without
-end, or there is a list (a gym server's, a file, a dataset).
+They come from where `task_source.source` names: the gym or environment makes
+its own, without end, or there is a list (a gym server's, a file, a dataset).
 
 Does not run anything; asks a gym server for its list where there is one.
 """
@@ -13,7 +13,9 @@ import itertools
 from typing import Any, Iterator, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments import gyms
+from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.task_sources import curriculum
 from tunix.rl.multi_turn.environments.task_sources import listed
@@ -27,17 +29,21 @@ def make_tasks(config: TrainConfig) -> Any:
   """The task source of the configured run.
 
   Raises:
-    ConfigError: unknown gym or task, naming the nearest one; or a list that
+    ConfigError: an unknown gym or task, naming the nearest one; or a list that
       cannot be read, or that has nothing to train on.
   """
   where = "task_source.families"
+  found = environment_spec.get(config.environment.name)
+  families = config.task_source.families
   try:
     if config.task_source.source != "generated":
       where = "task_source"
-      return _listed(config)
-    return gyms.get(config.gym.name).make_tasks(
-        config.task_source.families, config.gym.options
-    )
+      return _listed(config, found.gym)
+    if found.gym:
+      return gyms.get(config.gym.name).make_tasks(
+          families, config.gym.options
+      )
+    return registry.import_path(found.tasks)(families)
   except (
       ValueError, TypeError, ImportError, OSError, LookupError, RuntimeError
   ) as error:  # pyformat: disable
@@ -45,11 +51,14 @@ def make_tasks(config: TrainConfig) -> Any:
     raise ConfigError([f"{where}: {error}"]) from error
 
 
-def _listed(config: TrainConfig) -> listed.ListedTasks:
-  chosen = source_lib.TaskSourceConfig(
-      **dataclasses.asdict(config.task_source), families=config.task_source.families
-  )
-  tasks = source_lib.read(chosen, config.gym.name, config.gym.options)
+def _listed(config: TrainConfig, of_gym: bool) -> listed.ListedTasks:
+  chosen = config.task_source
+  if of_gym:
+    tasks = source_lib.read(chosen, config.gym.name, config.gym.options)
+  else:
+    tasks = source_lib.read(
+        chosen, as_task=source_lib.CUATask.from_fields
+    )
   lists = [source_lib.select(tasks, chosen, s) for s in source_lib.SPLITS]
   return listed.ListedTasks(*lists, families=chosen.families)
 
@@ -63,10 +72,10 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Any]:
     ConfigError: as `make_tasks`.
   """
   source = make_tasks(config)
-  if not config.task_source.families:
-    families = tuple(source.families())
-    gym = dataclasses.replace(config.gym, tasks=families)
-    config = dataclasses.replace(config, gym=gym)
+  chosen = config.task_source
+  if not chosen.families:
+    chosen = dataclasses.replace(chosen, families=tuple(source.families()))
+    config = dataclasses.replace(config, task_source=chosen)
   return config, source
 
 
@@ -97,7 +106,8 @@ class TrainTasks:
     if list(state["families"]) != list(self._families):
       raise ValueError(
           f"the checkpoint was training on {state['families']}, this run on"
-          f" {list(self._families)}; give the same task_source.families to resume"
+          f" {list(self._families)}; give the same task_source.families to"
+          " resume"
       )
     self._position = int(state["position"])
 

@@ -120,7 +120,7 @@ class Training:
     if self._run.engine.version != self._learner.version:
       self._loop.publish()
 
-  # --- evaluations --------------------------------------------------------------
+  # --- evaluations -----------------------------------------------------------
 
   def _hold_when_due(self) -> None:
     # Episodes of an evaluation would wait for those of training, which hold
@@ -144,7 +144,7 @@ class Training:
     measured = resuming.evaluations(self._run.directory)
     return f"step_{step}" not in measured
 
-  # --- parts -------------------------------------------------------------------
+  # --- parts -----------------------------------------------------------------
 
   def _make_queue(self, version: int) -> group_queue.GroupQueue:
     config, observers = self._config, self._run.observers

@@ -23,10 +23,9 @@ import dataclasses
 import functools
 import inspect
 import types
-import typing
 from typing import Any, Callable, Iterator, Literal, Mapping, Sequence
 
-import pydantic
+from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 
@@ -65,48 +64,6 @@ class Oracle:
   act: Callable[[Any], Any]
   describe: Callable[[Any, float, float], Any]
   families: tuple[str, ...] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-  """One option of a gym: a parameter of its factories.
-
-  Attributes:
-    name: of the parameter.
-    annotation: its type as written in the source, "" without one.
-    type: its type; Any where it has none, or none that can be checked.
-    default: its default; `inspect.Parameter.empty` = required.
-  """
-
-  name: str
-  annotation: str
-  type: Any
-  default: Any
-
-  def accepts(self, value: Any) -> bool:
-    """Whether a value, as YAML gives it, is of the type."""
-    if self.type is Any:
-      return True
-    check = _adapter(self.type)
-    # YAML has no tuples.
-    for form in (value, tuple(value)) if isinstance(value, list) else (value,):
-      try:
-        check.validate_python(form, strict=True)
-        return True
-      except pydantic.ValidationError:
-        pass
-    return False
-
-
-@dataclasses.dataclass(frozen=True)
-class _Takes:
-  """Parameters of a factory; `anything`: it has **kwargs."""
-
-  options: Mapping[str, Option]
-  anything: bool = False
-
-  def __contains__(self, name: str) -> bool:
-    return self.anything or name in self.options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +136,7 @@ class GymSpec:
   # --- options ---------------------------------------------------------------
 
   @functools.cached_property
-  def options(self) -> Mapping[str, Option]:
+  def options(self) -> Mapping[str, arguments.Option]:
     """The options of the gym and of its tasks, by name.
 
     Raises:
@@ -288,7 +245,7 @@ class GymSpec:
     self._refuse(options, self._tasks_take)
     own = {k: v for k, v in options.items() if k in self._tasks_take}
     factory = _loaded(self.tasks)
-    if self._tasks_take.anything or "families" in _parameters(factory):
+    if "families" in arguments.takes(factory):
       own["families"] = tuple(families) if families else None
     return factory(**own)
 
@@ -304,7 +261,7 @@ class GymSpec:
           f" gym.name={self.name}; set gym.name=genv, or another source"
       )
     factory = _loaded(self.task_list)
-    takes = _takes(factory)
+    takes = arguments.takes(factory)
     return factory(**{k: v for k, v in options.items() if k in takes})
 
   def load_oracle(self) -> Oracle:
@@ -331,34 +288,26 @@ class GymSpec:
   # --- inside ----------------------------------------------------------------
 
   @functools.cached_property
-  def _gym_takes(self) -> _Takes:
-    return _takes(_loaded(self.make))
+  def _gym_takes(self) -> arguments.Takes:
+    return arguments.takes(_loaded(self.make))
 
   @functools.cached_property
-  def _tasks_take(self) -> _Takes:
-    found = _takes(_loaded(self.tasks)) if self.tasks else _Takes({})
+  def _tasks_take(self) -> arguments.Takes:
+    found = arguments.Takes({})
+    if self.tasks is not None:
+      found = arguments.takes(_loaded(self.tasks))
     options = {k: v for k, v in found.options.items() if k != "families"}
-    return _Takes(options, found.anything)
+    return arguments.Takes(options, found.anything)
 
   def _wrong(self, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(option, message) of each that is unknown or of another type."""
     if not options:
       return  # Nothing is imported for nothing.
     anything = self._gym_takes.anything or self._tasks_take.anything
-    for name, value in options.items():
-      option = self.options.get(name)
-      if option is None:
-        if not anything:
-          known = registry.unknown_name(
-              f"option of gym {self.name!r}:", name, self.options
-          )
-          yield name, f"{name}={value}: {known}"
-      elif not option.accepts(value):
-        yield name, (
-            f"{name}={value!r}: gym {self.name!r} takes {option.annotation}"
-        )
+    known = arguments.Takes(self.options, anything)
+    yield from known.wrong(options, f"gym {self.name!r}")
 
-  def _refuse(self, options: Mapping[str, Any], takes: _Takes) -> None:
+  def _refuse(self, options: Mapping[str, Any], takes: arguments.Takes) -> None:
     problems = [text for _, text in self._wrong(options)]
     problems += [
         f"gym {self.name!r} needs option {option.name!r}"
@@ -389,52 +338,3 @@ def as_spec(value: Any, name: str = "") -> GymSpec:
 
 def _loaded(value: Any) -> Any:
   return registry.import_path(value) if isinstance(value, str) else value
-
-
-@functools.lru_cache(maxsize=None)
-def _adapter(kind: Any) -> pydantic.TypeAdapter:
-  return pydantic.TypeAdapter(
-      kind, config=pydantic.ConfigDict(arbitrary_types_allowed=True)
-  )
-
-
-def _parameters(factory: Callable[..., Any]) -> Mapping[str, Any]:
-  try:
-    return inspect.signature(factory).parameters
-  except (TypeError, ValueError):  # One of C's: it checks by itself.
-    return {
-        "options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)
-    }
-
-
-def _takes(factory: Callable[..., Any]) -> _Takes:
-  """The options that a factory's signature declares."""
-  function = factory.__init__ if inspect.isclass(factory) else factory
-  try:
-    hints = typing.get_type_hints(function)
-  except (NameError, TypeError):  # Names of type checkers only.
-    hints = {}
-  options, anything = {}, False
-  for name, parameter in _parameters(factory).items():
-    if parameter.kind is parameter.VAR_KEYWORD:
-      anything = True
-    elif parameter.kind not in (
-        parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY
-    ):
-      written = parameter.annotation
-      if written is parameter.empty:
-        written = ""
-      elif not isinstance(written, str):
-        written = inspect.formatannotation(written)
-      options[name] = Option(
-          name, written, _checkable(hints.get(name, Any)), parameter.default
-      )
-  return _Takes(options, anything)
-
-
-def _checkable(kind: Any) -> Any:
-  try:
-    _adapter(kind)
-  except (pydantic.PydanticUserError, TypeError):
-    return Any
-  return kind

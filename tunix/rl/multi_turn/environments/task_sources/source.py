@@ -22,7 +22,7 @@ import json
 import pathlib
 import random
 import re
-from typing import Any, Iterable, Iterator, Literal, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Literal, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import settings as settings_lib
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
@@ -215,14 +215,21 @@ def read(
     config: TaskSourceConfig,
     gym: str = "genv",
     options: Mapping[str, Any] = _NO_OPTIONS,
+    as_task: Callable[..., CUATask] = CUATask.from_row,
 ) -> list[CUATask]:
-  """Every task of the list, in its order; see `load_tasks_from_config`."""
+  """Every task of the list, in its order; see `load_tasks_from_config`.
+
+  `as_task` reads a row of a file or dataset: `CUATask.from_row` for a gym,
+  `CUATask.from_fields` for an environment without one.
+  """
   if config.source == "gym":
     tasks = list(gyms.get(gym).list_tasks(options))
   elif config.source == "jsonl":
-    tasks = _from_rows(_jsonl(config.path))
+    rows = _jsonl(config.path)
+    tasks = [as_task(row, where=where) for where, row in rows]
   elif config.source == "huggingface":
-    tasks = _from_rows(_dataset(config))
+    rows = _dataset(config)
+    tasks = [as_task(row, where=where) for where, row in rows]
   else:
     raise ValueError(
         f"source={config.source} is no list; set it to gym, jsonl or"
@@ -273,10 +280,6 @@ def _dataset(config: TaskSourceConfig) -> Iterable[tuple[str, Any]]:
     rows = datasets.load_dataset(config.path, split=config.dataset_split)
   for number, row in enumerate(rows, 1):
     yield f"{config.path}, row {number}", row
-
-
-def _from_rows(rows: Iterable[tuple[str, Any]]) -> list[CUATask]:
-  return [CUATask.from_row(row, where=where) for where, row in rows]
 
 
 def _name(config: TaskSourceConfig, tasks: Sequence[CUATask]) -> str:

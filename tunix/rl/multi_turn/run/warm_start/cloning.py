@@ -105,6 +105,6 @@ def _too_few(played: int, tried: int, too_long: int, longest: int) -> str:
     )
   return (
       f"the oracle could demonstrate only {played + too_long} of {tried} tasks,"
-      " the others offer it nothing to act on; leave out such task_source.families or set"
-      " warm_start.steps=0"
+      " the others offer it nothing to act on; leave out such"
+      " task_source.families or set warm_start.steps=0"
   )

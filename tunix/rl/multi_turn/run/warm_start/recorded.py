@@ -65,8 +65,8 @@ def _oracle(config: config_lib.TrainConfig, task_source: Any) -> Source:
   if unknown:
     raise ConfigError([
         f"warm_start.steps={steps}: no oracle can demonstrate"
-        f" task_source.families={unknown}, only {', '.join(known)}; leave those out or set"
-        " warm_start.steps=0"
+        f" task_source.families={unknown}, only {', '.join(known)}; leave"
+        " those out or set warm_start.steps=0"
     ])
   tasks = run_tasks.TrainTasks(
       task_source, config.task_source.families, config.run.seed + 1

@@ -11,7 +11,9 @@ GYM = spec.GymSpec(
     make=f"{__name__}.gym:XDesktopGym",
     tasks=f"{__name__}.tasks:XDesktopTasks",
     preset={
-        "task_source.families": ("window-close", "window-maximize", "window-minimize"),
+        "task_source.families": (
+            "window-close", "window-maximize", "window-minimize",
+        ),
         # A quarter of a screen of 1024x768, each way: four of them fit.
         "gym.width": 256,
         "gym.height": 192,
