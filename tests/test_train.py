@@ -493,7 +493,7 @@ def test_cloning_keeps_what_the_policy_knows_already(tmp_path):
         run.config, run.policy, run.images, None, cloning=True
     )
     assert learner.config.optimizer == optimizer
-    assert learner.config.entropy_coef == 0
+    assert learner.algorithm.config.entropy_coef == 0
     run.engine.close()
 
 

@@ -6,7 +6,7 @@ from tunix.rl.multi_turn.learner import checkpoint
 
 from tests.learner import learner_cases
 
-CONFIG = dict(minibatches=2, schedule="linear", total_steps=40, seed=7)
+CONFIG = dict(minibatches=2, schedule="linear", steps=20, seed=7)
 
 
 def _batches(case, count):

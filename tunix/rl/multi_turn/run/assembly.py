@@ -30,6 +30,7 @@ from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments import registry as env_registry
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.learner import config as learner_config
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
@@ -499,45 +500,50 @@ def make_learner(
 
   The KL term of a run is measured to `policy`.
   """
-  changes: dict[str, Any] = {
-      "seed": config.run.seed,
-      "gamma": config.collect.gamma,
-  }
-  if cloning:
-    changes |= {
-        "objective": "behaviour_cloning",
-        # Fast from nothing, but it would overwrite what is there already.
-        "optimizer": "adamw" if warm_start_source(config) else "muon",
-        "learning_rate": config.warm_start.learning_rate,
-        "schedule": "cosine",
-        "total_steps": config.warm_start.steps,
-        "warmup_steps": min(20, config.warm_start.steps // 2),
-        "kl_coef": 0.0,
-        "entropy_coef": 0.0,
-        "minibatches": 1,
-        "epochs": 1,
-    }
-  else:
-    optimizer_steps = (
-        config.learner.steps * config.learner.minibatches
-        * config.learner.epochs
-    )
-    changes["total_steps"] = max(1, optimizer_steps)
   try:
-    learner_config = learner_lib.LearnerConfig.from_sections(
-        config.algorithm, config.learner, config.sampling, **changes
+    settings = learner_config.LearnerConfig(
+        **dataclasses.asdict(config.learner)
+    )
+    algorithm = learner_config.AlgorithmConfig(
+        **dataclasses.asdict(config.algorithm)
+    )
+    if cloning:
+      steps = config.warm_start.steps
+      settings = dataclasses.replace(
+          settings,
+          steps=steps,
+          minibatches=1,
+          epochs=1,
+          # Fast from nothing, but it would overwrite what is there already.
+          optimizer="adamw" if warm_start_source(config) else "muon",
+          learning_rate=config.warm_start.learning_rate,
+          schedule="cosine",
+          warmup_steps=min(20, steps // 2),
+      )
+      algorithm = dataclasses.replace(
+          algorithm,
+          objective="behaviour_cloning",
+          kl_coef=0.0,
+          entropy_coef=0.0,
+      )
+    return learner_lib.Learner(
+        policy.model,
+        policy.processor,
+        image_store,
+        settings,
+        algorithm,
+        sampling=policy_client.SamplingParams(
+            temperature=config.sampling.temperature,
+            top_p=config.sampling.top_p,
+            top_k=config.sampling.top_k,
+        ),
+        gamma=config.collect.gamma,
+        seed=config.run.seed,
+        mesh=mesh,
+        reference=policy.model if algorithm.kl_coef else None,
     )
   except ValueError as error:
     raise ConfigError([f"learner: {error}"]) from None
-  reference = policy.model if learner_config.kl_coef else None
-  return learner_lib.Learner(
-      policy.model,
-      policy.processor,
-      image_store,
-      learner_config,
-      mesh=mesh,
-      reference=reference,
-  )
 
 
 def make_store(
