@@ -62,7 +62,7 @@ def _loop(case, queue, publish, **kwargs):
 def test_synchronous_training_in_order(case, tmp_path):
   log = []
   engine = _Engine(log)
-  queue = _Queue(log, groups_per_step=2, max_staleness=0)
+  queue = _Queue(log, 2)
   with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
     loop = _loop(
         case,
@@ -114,7 +114,9 @@ def test_synchronous_training_in_order(case, tmp_path):
 def test_asynchronous_training_is_the_same_loop(case):
   log = []
   engine = _Engine(log)
-  queue = group_queue.GroupQueue(groups_per_step=2, max_staleness=2)
+  queue = group_queue.GroupQueue(
+      2, group_queue.QueueConfig(max_staleness=2)
+  )
   loop = _loop(case, queue, engine.update_weights, publish_every=2)
   for _ in range(6):
     ticket = queue.acquire_start(timeout=1)
@@ -138,7 +140,10 @@ def test_what_the_last_checkpoint_holds_is_not_trained_on_again(
     store = group_store.SqliteGroupStore(tmp_path / "queue.sqlite")
     store.remove(consumed)
     return group_queue.GroupQueue(
-        groups_per_step=2, max_staleness=3, version=version, store=store
+        2,
+        group_queue.QueueConfig(max_staleness=3),
+        version=version,
+        store=store,
     )
 
   queue = parts(0)
@@ -171,7 +176,9 @@ def test_what_the_last_checkpoint_holds_is_not_trained_on_again(
 
 
 def test_a_batch_whose_update_failed_is_no_later_one_s(case, tmp_path):
-  queue = group_queue.GroupQueue(groups_per_step=2, max_staleness=3)
+  queue = group_queue.GroupQueue(
+      2, group_queue.QueueConfig(max_staleness=3)
+  )
   for i in range(6):
     queue.put(case.group([1.0, 0.0], f"g{i}"))
   with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
@@ -241,7 +248,7 @@ def test_weights_that_never_arrive_are_reported(case):
 
 
 def test_contradictions_are_refused(case):
-  queue = group_queue.GroupQueue(groups_per_step=2, max_staleness=0)
+  queue = group_queue.GroupQueue(2)
   with pytest.raises(ValueError, match="max_staleness=0"):
     _loop(case, queue, lambda *_: None, publish_every=2)
   with pytest.raises(ValueError, match="checkpoints"):

@@ -414,10 +414,8 @@ class Run:
 
     return group_queue.GroupQueue(
         config.learner.groups_per_step,
-        config.queue.max_staleness,
-        capacity=config.queue_capacity,
+        group_queue.QueueConfig(**dataclasses.asdict(config.queue)),
         order="admission" if config.lockstep else "ready",
-        stale_policy=config.queue.stale_policy,
         version=version,
         store=self._store,
         on_drop=dropped,
