@@ -1,7 +1,6 @@
 """From the queue to published weights."""
 
 import concurrent.futures
-import queue as std_queue
 import threading
 
 import jax
@@ -55,22 +54,25 @@ class _Queue(group_queue.GroupQueue):
 
 
 def _loop(case, queue, publish, **kwargs):
-  kwargs = dict(groups_per_step=2, wait_timeout_s=60) | kwargs
-  return loop_lib.LearnerLoop(case.learner(), queue, publish, **kwargs)
+  learner = case.learner(
+      groups_per_step=2, publish_every=kwargs.pop("publish_every", 1)
+  )
+  kwargs = dict(wait_timeout_s=60) | kwargs
+  return loop_lib.LearnerLoop(learner, queue, publish, **kwargs)
 
 
 def test_synchronous_training_in_order(case, tmp_path):
   log = []
   engine = _Engine(log)
   queue = _Queue(log, 2)
-  with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
+  config = checkpoint.CheckpointConfig(every=2)
+  with checkpoint.LearnerCheckpoints(tmp_path, config) as checkpoints:
     loop = _loop(
         case,
         queue,
         engine.update_weights,
         observers=events.Observers([_Log(log)]),
         checkpoints=checkpoints,
-        checkpoint_every=2,
         extras=lambda: {"position": len(log)},
     )
     loop.publish()
@@ -222,7 +224,7 @@ def test_any_upstream_queue_will_do(case):
 
 
 def test_waiting_ends(case):
-  queue = group_queue.GroupQueue(groups_per_step=2)
+  queue = group_queue.GroupQueue(2)
   loop = _loop(case, queue, lambda *_: None, wait_timeout_s=0.3)
   with pytest.raises(loop_lib.StarvedError, match="2 groups"):
     loop.step()
@@ -251,5 +253,3 @@ def test_contradictions_are_refused(case):
   queue = group_queue.GroupQueue(2)
   with pytest.raises(ValueError, match="max_staleness=0"):
     _loop(case, queue, lambda *_: None, publish_every=2)
-  with pytest.raises(ValueError, match="checkpoints"):
-    _loop(case, std_queue.Queue(), lambda *_: None, checkpoint_every=1)

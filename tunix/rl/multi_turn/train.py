@@ -312,7 +312,7 @@ class Run:
     """
     every = self.config.checkpoint.every
     with checkpoint_lib.LearnerCheckpoints(
-        self.directory / _CLONING, keep=1
+        self.directory / _CLONING, checkpoint_lib.CheckpointConfig(keep=1)
     ) as checkpoints:
       if self.resuming and checkpoints.steps():
         checkpoints.restore(learner)
@@ -336,7 +336,10 @@ class Run:
         config, self.policy, self.images, self.mesh
     )
     checkpoints = checkpoint_lib.LearnerCheckpoints(
-        self.directory / "checkpoints", keep=config.checkpoint.keep
+        self.directory / "checkpoints",
+        checkpoint_lib.CheckpointConfig(
+            **dataclasses.asdict(config.checkpoint)
+        ),
     )
     extras: dict[str, Any] = {}
     if self.resuming and checkpoints.steps():
@@ -358,11 +361,8 @@ class Run:
         learner,
         queue,
         self.engine.update_weights,
-        groups_per_step=config.learner.groups_per_step,
-        publish_every=config.learner.publish_every,
         observers=metrics,
         checkpoints=checkpoints,
-        checkpoint_every=config.checkpoint.every,
         publish_timeout_s=config.external.load_timeout_s,
         extras=lambda: {"collect": collecting.state_dict()},
         updated=hold_when_due,

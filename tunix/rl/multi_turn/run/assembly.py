@@ -36,6 +36,7 @@ from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import lora_files
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import sharding
@@ -378,7 +379,7 @@ def save_policy(
 ) -> None:
   """Writes a policy directory: an adapter merged, and by itself beside it."""
   if isinstance(model, qwen_vl.QwenVL) and lora.has_adapter(model):
-    lora.save(
+    lora_files.save(
         directory / "adapter", model, base_model_name=config.policy.name
     )
     lora.merge(model)
