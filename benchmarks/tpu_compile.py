@@ -99,7 +99,7 @@ def programs_of(model, args, mesh):
   learner = config_lib.LearnerConfig(
       row_length=args.row_length, logit_chunk=args.logit_chunk
   )
-  programs = update.Programs(
+  programs = update.UpdatePrograms(
       split,
       learner,
       parts.Algorithm.of(config_lib.AlgorithmConfig()),

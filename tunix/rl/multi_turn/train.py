@@ -93,7 +93,7 @@ class Run:
     self._start_from = assembly.warm_start_source(config)
     # A directory's own weights are there from the beginning.
     self.starts_random = self._start_from != config.policy.name or (
-        config.policy.name in assembly.BUILT_IN
+        config.policy.name in assembly.POLICIES
     )
     self.policy = assembly.make_policy(
         config, self.mesh, "" if self.starts_random else self._start_from

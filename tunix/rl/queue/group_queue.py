@@ -82,7 +82,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     self._condition = async_condition.AsyncCondition()
     self._ledger.restore(
         [
-            ledger.Entry(index, group, group.oldest_version)
+            ledger.QueuedGroup(index, group, group.oldest_version)
             for index, group in self._store.load()
         ],
         self._store.known(),
@@ -289,7 +289,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
       ValueError: `n` groups can never be ready.
     """
     n = self._ledger.check_batch(n)
-    dropped: list[ledger.Entry] = []
+    dropped: list[ledger.QueuedGroup] = []
     try:
       return self._condition.wait(
           lambda: self._take(n, dropped),
@@ -308,7 +308,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
   ) -> list[TrajectoryGroup]:
     """`get_batch` without blocking the event loop."""
     n = self._ledger.check_batch(n)
-    dropped: list[ledger.Entry] = []
+    dropped: list[ledger.QueuedGroup] = []
     try:
       return await self._condition.wait_async(
           lambda: self._take(n, dropped),
@@ -365,16 +365,16 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
   # --- Inside ---------------------------------------------------------------
 
   @staticmethod
-  def _entry(group: TrajectoryGroup) -> ledger.Entry:
+  def _entry(group: TrajectoryGroup) -> ledger.QueuedGroup:
     if not isinstance(group, TrajectoryGroup):
       raise TypeError(
           "a group queue holds TrajectoryGroups, got"
           f" {type(group).__name__}"
       )
-    return ledger.Entry(-1, group, group.oldest_version)
+    return ledger.QueuedGroup(-1, group, group.oldest_version)
 
   def _persist_and_commit(
-      self, entry: ledger.Entry, ticket: Ticket | None
+      self, entry: ledger.QueuedGroup, ticket: Ticket | None
   ) -> None:
     try:
       self._store.append(entry.index, entry.group)
@@ -390,7 +390,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     self._report(dropped)
 
   def _take(
-      self, n: int, dropped: list[ledger.Entry]
+      self, n: int, dropped: list[ledger.QueuedGroup]
   ) -> list[TrajectoryGroup] | None:
     """An attempt; adds groups found too old to `dropped`."""
     stale = self._ledger.purge()
@@ -403,7 +403,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     self._condition.notify()
     return [entry.group for entry in taken]
 
-  def _report(self, dropped: list[ledger.Entry]) -> None:
+  def _report(self, dropped: list[ledger.QueuedGroup]) -> None:
     """Outside the lock: frees stored groups and calls `on_drop`."""
     if not dropped:
       return

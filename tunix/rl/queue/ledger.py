@@ -26,7 +26,7 @@ _COUNTED = (
 
 
 @dataclasses.dataclass
-class Entry:
+class QueuedGroup:
   """A finished group with its place in the order of admission.
 
   Attributes:
@@ -80,7 +80,7 @@ class Ledger:
     self.closed = False
     self.error: BaseException | None = None
     self.counts: collections.Counter[str] = collections.Counter()
-    self._ready: collections.OrderedDict[int, Entry] = (
+    self._ready: collections.OrderedDict[int, QueuedGroup] = (
         collections.OrderedDict()
     )
     self._running: dict[int, Ticket] = {}
@@ -95,7 +95,7 @@ class Ledger:
     self._lag_sum = 0
 
   def restore(
-      self, entries: Iterable[Entry], known: Iterable[int], lost: int
+      self, entries: Iterable[QueuedGroup], known: Iterable[int], lost: int
   ) -> None:
     """Takes over a store's groups; `known` indices are never given again."""
     for entry in entries:
@@ -180,7 +180,9 @@ class Ledger:
 
   # --- Acceptance -----------------------------------------------------------
 
-  def reserve(self, entry: Entry, ticket: Ticket | None) -> Entry | None:
+  def reserve(
+      self, entry: QueuedGroup, ticket: Ticket | None
+  ) -> QueuedGroup | None:
     """Makes room for a group that is about to be stored; gives it an index."""
     self._check_open()
     if ticket is not None:
@@ -205,11 +207,11 @@ class Ledger:
     self._putting.add(entry.index)
     return entry
 
-  def cancel(self, entry: Entry) -> None:
+  def cancel(self, entry: QueuedGroup) -> None:
     """Gives the room of a group back that could not be stored."""
     self._putting.discard(entry.index)
 
-  def commit(self, entry: Entry, ticket: Ticket | None) -> None:
+  def commit(self, entry: QueuedGroup, ticket: Ticket | None) -> None:
     """Makes a stored group ready."""
     self._putting.discard(entry.index)
     if ticket is not None:
@@ -220,7 +222,7 @@ class Ledger:
 
   # --- Delivery -------------------------------------------------------------
 
-  def purge(self) -> list[Entry]:
+  def purge(self) -> list[QueuedGroup]:
     """Takes groups that are too old out of the ready ones."""
     bound = self.version - self.config.max_staleness
     dropped = [e for e in self._ready.values() if e.oldest < bound]
@@ -239,7 +241,7 @@ class Ledger:
       )
     return dropped
 
-  def take(self, n: int) -> list[Entry] | None:
+  def take(self, n: int) -> list[QueuedGroup] | None:
     """Takes `n` ready groups, ordered by admission.
 
     Raises:
@@ -266,7 +268,7 @@ class Ledger:
     self.counts["delivered"] += n
     return taken
 
-  def _select(self, n: int) -> list[Entry] | None:
+  def _select(self, n: int) -> list[QueuedGroup] | None:
     if len(self._ready) < n:
       return None
     if self.order == "ready":

@@ -47,7 +47,7 @@ Metrics = readings_lib.Metrics
 
 
 @dataclasses.dataclass
-class Counters:
+class LearnerCounters:
   """Integers that a checkpoint keeps.
 
   Attributes:
@@ -133,7 +133,7 @@ class Learner:
     self.algorithm.check_sampling(sampling)
     self.gamma = gamma
     self.seed = seed
-    self.counters = Counters()
+    self.counters = LearnerCounters()
     self.advantages: Mapping[str, np.ndarray] = {}
     self.left_out: Mapping[str, tuple[str, ...]] = {}
     self._split = update.SplitModel(model)
@@ -142,7 +142,7 @@ class Learner:
     _check_division(config, self._buffers, mesh)
     about = model.config
     banned = tuple(getattr(about, "banned_token_ids", ()))
-    self._programs = update.Programs(
+    self._programs = update.UpdatePrograms(
         self._split,
         config,
         self.algorithm,
@@ -528,7 +528,7 @@ class Learner:
       )
     self._params = arrays["params"]
     self._opt_state = arrays["optimizer"]
-    self.counters = Counters(**progress["counters"])
+    self.counters = LearnerCounters(**progress["counters"])
     if self.shape is None and progress["shape"] is not None:
       shape = batching.BatchShape(**progress["shape"])
       least = self._suggest(())

@@ -230,7 +230,7 @@ class Extra:
   reference: jax.Array
 
 
-class Programs:
+class UpdatePrograms:
   """The compiled programs of one model and configuration."""
 
   def __init__(

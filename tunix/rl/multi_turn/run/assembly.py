@@ -39,6 +39,7 @@ from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import lora_files
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import settings as policy_settings
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.run import external_engine
@@ -257,13 +258,7 @@ def make_collector(
 # --- policy, engine, learner --------------------------------------------------
 
 
-BUILT_IN = {
-    "tiny_vl": "tiny",
-    "qwen3_vl_tiny": "qwen3_vl_tiny",
-    "qwen2_5_vl_tiny": "qwen2_5_vl_tiny",
-}
-"""policy.name of what needs no directory -> its size."""
-
+POLICIES = policy_settings.POLICIES
 
 @dataclasses.dataclass
 class Policy:
@@ -284,18 +279,12 @@ class Policy:
 
 def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
   """The configured mesh; None for a single device."""
-  shape = config.mesh
-  count = shape.data * shape.fsdp * shape.sequence * shape.tensor
-  if count == 1:
-    return None
-  if count != jax.device_count():
-    raise ConfigError([
-        f"mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor = {count}, but"
-        f" JAX sees {jax.device_count()} {jax.default_backend()} devices"
-    ])
-  return sharding.make_mesh(
-      shape.data, shape.fsdp, shape.tensor, sequence=shape.sequence
-  )
+  try:
+    return sharding.mesh_of(
+        policy_settings.MeshConfig(**dataclasses.asdict(config.mesh))
+    )
+  except ValueError as error:
+    raise ConfigError([str(error)]) from None
 
 
 def make_policy(
@@ -319,9 +308,9 @@ def make_policy(
       loaded = policy_checkpoint.load_policy(source, mesh, screen, **changes)
     else:
       seed = config.run.seed
-      if name in BUILT_IN:
+      if name in POLICIES:
         loaded = policy_checkpoint.create_policy(
-            BUILT_IN[name], seed, tokenizer_source(config), mesh, screen,
+            POLICIES.get(name), seed, tokenizer_source(config), mesh, screen,
             **changes,
         )  # pyformat: disable
       else:  # A directory: its sizes, without its weights.
@@ -394,32 +383,26 @@ def tokenizer_file(config: TrainConfig) -> pathlib.Path | None:
 
 def tokenizer_source(config: TrainConfig) -> str:
   """Directory or shipped name whose tokenizer the policy uses."""
-  return "tiny_vl" if config.policy.name in BUILT_IN else config.policy.name
+  return "tiny_vl" if config.policy.name in POLICIES else config.policy.name
 
 
 def _policy_changes(config: TrainConfig) -> dict[str, Any]:
-  policy = config.policy
-  changes = {"compute_dtype": policy.dtype, **policy.config}
-  if "image_budget" in changes:
+  try:
+    policy = policy_settings.PolicyConfig(**dataclasses.asdict(config.policy))
+  except ValueError as error:
+    raise ConfigError([f"policy: {error}"]) from None
+  if policy.trajectory_pixels and _is_tiny_vl(policy.name):
     raise ConfigError([
-        "policy.config.image_budget is no field of a policy; use"
-        " policy.trajectory_pixels"
+        f"policy.trajectory_pixels={policy.trajectory_pixels}: tiny_vl sees"
+        " every screenshot at its own size; leave it at 0, or use a Qwen-VL"
+        " policy"
     ])
-  if policy.trajectory_pixels:
-    if _is_tiny_vl(policy.name):
-      raise ConfigError([
-          f"policy.trajectory_pixels={policy.trajectory_pixels}: tiny_vl sees"
-          " every screenshot at its own size; leave it at 0, or use a Qwen-VL"
-          " policy"
-      ])
-    # A screenshot comes before the first turn and after each but the last.
-    images = config.agent.max_images or config.gym.max_turns
-    changes["image_budget"] = policy.trajectory_pixels, images
-  return changes
+  # A screenshot comes before the first turn and after each but the last.
+  return policy.changes(config.agent.max_images or config.gym.max_turns)
 
 
 def _is_tiny_vl(name: str) -> bool:
-  if name in BUILT_IN:
+  if name in POLICIES:
     return name == "tiny_vl"
   try:
     found = policy_checkpoint.load_config(name)
@@ -434,7 +417,7 @@ def warm_start_source(config: TrainConfig) -> str:
   if warm.source == "path":
     return warm.path
   # A directory brings its weights.
-  if name in BUILT_IN:
+  if name in POLICIES:
     return name if warm.source == "embedded" else ""
   return name
 
