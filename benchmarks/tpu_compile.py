@@ -9,7 +9,7 @@ programs, `accumulate` (forward and backward pass of a micro-batch) and `apply`
 would hold, what it would send, and whether it fits. Nothing is executed: there
 is no speed here.
 
-Prints memory a device beside what `policy.memory_plan` predicts, collectives
+Prints memory a device beside what `commands.memory_plan` predicts, collectives
 by kind, and whether the embedding or the logits are ever gathered whole; the
 exit status is 1 if they are, or if a program does not fit its device.
 Compiling takes minutes and a few GB of memory.
@@ -44,6 +44,7 @@ from tunix.rl.multi_turn.learner import batching  # noqa: E402
 from tunix.rl.multi_turn.learner import config as config_lib  # noqa: E402
 from tunix.rl.multi_turn.learner import logprobs  # noqa: E402
 from tunix.rl.multi_turn.learner import update  # noqa: E402
+from tunix.rl.multi_turn.learner.algorithms import parts  # noqa: E402
 from tunix.rl.multi_turn.policy import base  # noqa: E402
 from tunix.rl.multi_turn.policy import hf_checkpoint  # noqa: E402
 from tunix.rl.multi_turn.policy import kernels  # noqa: E402
@@ -98,12 +99,12 @@ def programs_of(model, args, mesh):
   learner = config_lib.LearnerConfig(
       row_length=args.row_length, logit_chunk=args.logit_chunk
   )
-  programs = update.Programs(
+  programs = update.UpdatePrograms(
       split,
       learner,
+      parts.Algorithm.of(config_lib.AlgorithmConfig()),
       logprobs.banned_mask(config.vocab_size, config.banned_token_ids),
       placement,
-      proximal_is_current=True,
   )
 
   def placed(shape, place):

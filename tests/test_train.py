@@ -23,6 +23,7 @@ from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.environments.gyms.miniwob import gym as miniwob_gym
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import lora_files
 from tunix.rl.multi_turn.run import assembly
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run.warm_start import cloning
@@ -81,7 +82,7 @@ def test_a_qwen_policy_trains_an_adapter_saves_it_and_goes_on(tmp_path):
   changed = {n for n in old if not np.array_equal(old[n], new[n])}
   assert changed
   assert {n.split(".")[-2] for n in changed} <= set(lora.TARGETS)
-  lora.load(directory / "policy" / "adapter", base)
+  lora_files.load(directory / "policy" / "adapter", base)
   lora.merge(base)
   again = policy_checkpoint.named_parameters(base)
   for name, value in new.items():
@@ -493,7 +494,7 @@ def test_cloning_keeps_what_the_policy_knows_already(tmp_path):
         run.config, run.policy, run.images, None, cloning=True
     )
     assert learner.config.optimizer == optimizer
-    assert learner.config.entropy_coef == 0
+    assert learner.algorithm.config.entropy_coef == 0
     run.engine.close()
 
 

@@ -5,6 +5,7 @@ import functools
 
 import numpy as np
 from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
@@ -13,14 +14,10 @@ from tunix.rl.multi_turn.policy import checkpoint
 
 FIRST_ID, LAST_ID = 1100, 1400  # Ordinary tokens of the shipped tokenizer.
 
-# Fields that no compiled program depends on.
+# Fields that no compiled program depends on, except whether an update makes
+# several optimizer steps.
 HOST_ONLY = dict(
-    advantage="grpo",
-    loss_aggregation="token_mean",
-    std_eps=1e-6,
-    gamma=1.0,
-    loss_length=0,
-    row_length=1,
+    row_length=16,
     rows=1,
     patches=0,
     targets=0,
@@ -29,7 +26,12 @@ HOST_ONLY = dict(
     minibatches=1,
     epochs=1,
     skip_zero_advantage=True,
-    seed=0,
+)
+HOST_ONLY_ALGORITHM = dict(
+    advantage="grpo",
+    loss_aggregation="token_mean",
+    std_eps=1e-6,
+    loss_length=0,
 )
 
 
@@ -54,24 +56,42 @@ class Case:
         [i for i in range(FIRST_ID, LAST_ID) if i not in banned]
     )
 
-  def learner(self, mesh=None, reference=None, model=None, **config):
-    """A learner; the shape of its batches is the same in all tests."""
-    fields = dict(
-        rows=2, row_length=64, patches=32, targets=48, learning_rate=1e-2
+  def learner(self, mesh=None, reference=None, model=None, **given):
+    """A learner; the shape of its batches is the same in all tests.
+
+    Settings of `LearnerConfig`, `AlgorithmConfig` and `SamplingParams`, and
+    the learner's own arguments, are given by their names.
+    """
+    given = (
+        dict(rows=2, row_length=64, patches=32, targets=48, learning_rate=1e-2)
+        | given
     )
-    fields |= config
+
+    seed = given.pop("seed", 0)
+
+    def take(cls):
+      names = {f.name for f in dataclasses.fields(cls)} & given.keys()
+      return cls(**{name: given.pop(name) for name in names})
+
+    sampling = take(policy_client.SamplingParams)
     learner = learner_lib.Learner(
         model or self.model,
         self.processor,
         self.store,
-        learner_lib.LearnerConfig(**fields),
+        config := take(learner_lib.LearnerConfig),
+        algorithm := take(learner_lib.AlgorithmConfig),
+        sampling=sampling,
+        seed=seed,
         mesh=mesh,
         reference=reference,
+        **given,
     )
     # Compiling is all the time these tests take, and a program has no state.
     key = (
-        dataclasses.replace(learner.config, **HOST_ONLY),
-        learner.config.minibatches * learner.config.epochs == 1,
+        dataclasses.replace(config, **HOST_ONLY),
+        dataclasses.replace(algorithm, **HOST_ONLY_ALGORITHM),
+        config.steps_per_update == 1,
+        sampling.temperature,
         mesh,
     )
     learner._programs = self.programs.setdefault(key, learner._programs)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tunix.rl import algo_core
 from tunix.rl import common
-from tunix.rl.multi_turn import config as run_config
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import examples
@@ -18,6 +18,7 @@ from tunix.rl.multi_turn.learner.algorithms import aggregation
 from tunix.rl.multi_turn.learner.algorithms import importance
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import objectives
+from tunix.rl.multi_turn.learner.algorithms import parts
 
 OPTIONS = advantages.AdvantageOptions()
 
@@ -262,36 +263,76 @@ def test_behaviour_cloning_is_the_negative_log_likelihood():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        (dict(advantage="grop"), "grpo"),
-        (dict(objective="ppo"), "objective"),
-        (dict(temperature=0.0), "temperature"),
-        (dict(top_p=0.9), "tis"),
-        (dict(clip_low=1.5), "clip_low"),
-        (dict(schedule="cosine"), "total_steps"),
+        (dict(schedule="cosine", steps=4, warmup_steps=4), "warmup_steps=4"),
+        (dict(warmup_steps=5, steps=4), "warmup_steps=5"),
         (dict(overlong="cut"), "overlong"),
+        (dict(optimizer="sgd"), "muon"),
         (dict(rows=0), "rows"),
-        (dict(kl_estimator="k1", kl_coef=0.1), "k2 or k3"),
+        (dict(groups_per_step=8, minibatches=3), "minibatches=3"),
     ],
 )
-def test_config_refuses(fields, message):
+def test_the_learners_settings_refuse(fields, message):
   with pytest.raises(ValueError, match=message):
     config_lib.LearnerConfig(**fields)
 
 
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(clip_low=1.5), "clip_low"),
+        (dict(tis_cap=0.5), "tis_cap"),
+        (dict(kl_estimator="k1", kl_coef=0.1), "k2 or k3"),
+    ],
+)
+def test_the_algorithms_settings_refuse(fields, message):
+  with pytest.raises(ValueError, match=message):
+    config_lib.AlgorithmConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(advantage="grop"), "grpo"),
+        (dict(objective="ppo"), "objective"),
+        (dict(importance="iis"), "tis"),
+        (dict(kl_estimator="k9"), "KL estimator"),
+        (dict(loss_aggregation="mean"), "token_mean"),
+    ],
+)
+def test_an_algorithms_unknown_parts_are_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    parts.Algorithm.of(config_lib.AlgorithmConfig(**fields))
+
+
+def test_a_part_may_be_given_by_its_path():
+  module = "tunix.rl.multi_turn.learner.algorithms.advantages"
+  config = config_lib.AlgorithmConfig(advantage=f"{module}:dr_grpo")
+  assert parts.Algorithm.of(config).estimate is advantages.dr_grpo
+
+
+@pytest.mark.parametrize(
+    "fields, message", [(dict(temperature=0.0), "temperature"),
+                        (dict(top_p=0.9), "tis"), (dict(top_k=5), "tis")]
+)  # pyformat: disable
+def test_sampling_that_cannot_be_learned_from_is_refused(fields, message):
+  algorithm = parts.Algorithm.of(config_lib.AlgorithmConfig())
+  with pytest.raises(ValueError, match=message):
+    algorithm.check_sampling(policy_client.SamplingParams(**fields))
+
+
 def test_truncated_sampling_is_accepted_with_correction():
-  config = config_lib.LearnerConfig(top_p=0.9, importance="tis")
-  assert config.top_p == 0.9
-
-
-def test_config_from_the_runs_sections():
-  config = config_lib.LearnerConfig.from_sections(
-      run_config.AlgorithmConfig(clip_high=0.4),
-      run_config.LearnerConfig(rows=16),
-      run_config.SamplingConfig(temperature=0.7),
-      total_steps=9,
+  config = config_lib.AlgorithmConfig(importance="tis")
+  parts.Algorithm.of(config).check_sampling(
+      policy_client.SamplingParams(top_p=0.9)
   )
-  assert (config.clip_high, config.rows) == (0.4, 16)
-  assert (config.temperature, config.total_steps) == (0.7, 9)
+
+
+def test_the_schedule_ends_with_the_last_optimizer_step():
+  config = config_lib.LearnerConfig(
+      steps=5, groups_per_step=8, minibatches=2, epochs=3
+  )
+  assert config.optimizer_steps == 30
+  assert config_lib.LearnerConfig(steps=0).optimizer_steps == 1
 
 
 def test_schedules():
@@ -306,11 +347,11 @@ def test_schedules():
       rates(warmup_steps=4), [0.25, 0.5, 0.75, 1, 1, 1, 1], rtol=1e-6
   )
   np.testing.assert_allclose(
-      rates(schedule="linear", warmup_steps=2, total_steps=6),
+      rates(schedule="linear", warmup_steps=2, steps=6),
       [0.5, 1, 1, 0.75, 0.5, 0.25, 0],
       atol=1e-6,
   )
   cosine = [0.5 * (1 + np.cos(np.pi * i / 6)) for i in range(7)]
   np.testing.assert_allclose(
-      rates(schedule="cosine", total_steps=6), cosine, atol=1e-6
+      rates(schedule="cosine", steps=6), cosine, atol=1e-6
   )

@@ -6,7 +6,7 @@ from tunix.rl.multi_turn.learner import checkpoint
 
 from tests.learner import learner_cases
 
-CONFIG = dict(minibatches=2, schedule="linear", total_steps=40, seed=7)
+CONFIG = dict(minibatches=2, schedule="linear", steps=20, seed=7)
 
 
 def _batches(case, count):
@@ -77,7 +77,9 @@ def test_the_shape_of_the_configuration_wins_over_a_stored_one(case):
 def test_only_the_newest_are_kept_and_any_of_them_restored(case, tmp_path):
   learner = case.learner()
   versions = {}
-  with checkpoint.LearnerCheckpoints(tmp_path, keep=2) as checkpoints:
+  with checkpoint.LearnerCheckpoints(
+      tmp_path, checkpoint.CheckpointConfig(keep=2)
+  ) as checkpoints:
     for groups in _batches(case, 3):
       learner.update(groups)
       checkpoints.save(learner)
@@ -110,7 +112,7 @@ def test_what_does_not_fit_is_refused(case, tmp_path):
         learner_cases.largest_difference(before, other.parameters()) == 0
     )
   with pytest.raises(ValueError, match="keep"):
-    checkpoint.LearnerCheckpoints(tmp_path, keep=0)
+    checkpoint.CheckpointConfig(keep=0)
 
 
 def test_an_interrupted_save_leaves_the_last_complete_one(case, tmp_path):

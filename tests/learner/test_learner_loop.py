@@ -1,7 +1,6 @@
 """From the queue to published weights."""
 
 import concurrent.futures
-import queue as std_queue
 import threading
 
 import jax
@@ -55,22 +54,25 @@ class _Queue(group_queue.GroupQueue):
 
 
 def _loop(case, queue, publish, **kwargs):
-  kwargs = dict(groups_per_step=2, wait_timeout_s=60) | kwargs
-  return loop_lib.LearnerLoop(case.learner(), queue, publish, **kwargs)
+  learner = case.learner(
+      groups_per_step=2, publish_every=kwargs.pop("publish_every", 1)
+  )
+  kwargs = dict(wait_timeout_s=60) | kwargs
+  return loop_lib.LearnerLoop(learner, queue, publish, **kwargs)
 
 
 def test_synchronous_training_in_order(case, tmp_path):
   log = []
   engine = _Engine(log)
-  queue = _Queue(log, groups_per_step=2, max_staleness=0)
-  with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
+  queue = _Queue(log, 2)
+  config = checkpoint.CheckpointConfig(every=2)
+  with checkpoint.LearnerCheckpoints(tmp_path, config) as checkpoints:
     loop = _loop(
         case,
         queue,
         engine.update_weights,
         observers=events.Observers([_Log(log)]),
         checkpoints=checkpoints,
-        checkpoint_every=2,
         extras=lambda: {"position": len(log)},
     )
     loop.publish()
@@ -114,7 +116,9 @@ def test_synchronous_training_in_order(case, tmp_path):
 def test_asynchronous_training_is_the_same_loop(case):
   log = []
   engine = _Engine(log)
-  queue = group_queue.GroupQueue(groups_per_step=2, max_staleness=2)
+  queue = group_queue.GroupQueue(
+      2, group_queue.QueueConfig(max_staleness=2)
+  )
   loop = _loop(case, queue, engine.update_weights, publish_every=2)
   for _ in range(6):
     ticket = queue.acquire_start(timeout=1)
@@ -138,7 +142,10 @@ def test_what_the_last_checkpoint_holds_is_not_trained_on_again(
     store = group_store.SqliteGroupStore(tmp_path / "queue.sqlite")
     store.remove(consumed)
     return group_queue.GroupQueue(
-        groups_per_step=2, max_staleness=3, version=version, store=store
+        2,
+        group_queue.QueueConfig(max_staleness=3),
+        version=version,
+        store=store,
     )
 
   queue = parts(0)
@@ -171,7 +178,9 @@ def test_what_the_last_checkpoint_holds_is_not_trained_on_again(
 
 
 def test_a_batch_whose_update_failed_is_no_later_one_s(case, tmp_path):
-  queue = group_queue.GroupQueue(groups_per_step=2, max_staleness=3)
+  queue = group_queue.GroupQueue(
+      2, group_queue.QueueConfig(max_staleness=3)
+  )
   for i in range(6):
     queue.put(case.group([1.0, 0.0], f"g{i}"))
   with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
@@ -215,7 +224,7 @@ def test_any_upstream_queue_will_do(case):
 
 
 def test_waiting_ends(case):
-  queue = group_queue.GroupQueue(groups_per_step=2)
+  queue = group_queue.GroupQueue(2)
   loop = _loop(case, queue, lambda *_: None, wait_timeout_s=0.3)
   with pytest.raises(loop_lib.StarvedError, match="2 groups"):
     loop.step()
@@ -241,8 +250,6 @@ def test_weights_that_never_arrive_are_reported(case):
 
 
 def test_contradictions_are_refused(case):
-  queue = group_queue.GroupQueue(groups_per_step=2, max_staleness=0)
+  queue = group_queue.GroupQueue(2)
   with pytest.raises(ValueError, match="max_staleness=0"):
     _loop(case, queue, lambda *_: None, publish_every=2)
-  with pytest.raises(ValueError, match="checkpoints"):
-    _loop(case, std_queue.Queue(), lambda *_: None, checkpoint_every=1)

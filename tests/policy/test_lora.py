@@ -14,6 +14,7 @@ from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import lora_files
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
 
 from tests.policy import test_hf_checkpoint as checkpoints
@@ -50,7 +51,7 @@ def adapters(model):
 def train(model, seed=1):
   """Random B in place of the zeros, as if it had been trained."""
   rng = np.random.default_rng(seed)
-  for layer in lora._adapted(model):
+  for layer in lora.adapted(model):
     b = layer.linear.lora_b
     b.set_value(jnp.asarray(rng.normal(0, 0.05, b.shape), b.dtype))
 
@@ -119,7 +120,7 @@ def test_an_adapter_on_a_single_block_runs_where_blocks_are_scanned():
     lora.add(
         model, RANK, ALPHA, targets=(f"{depth - 1}.attn.qkv",), vision=True
     )
-    assert len(lora._adapted(model)) == 1
+    assert len(lora.adapted(model)) == 1
     train(model)
     batch = inputs(model.config)
     found.append(
@@ -170,7 +171,7 @@ def test_taking_it_off_copies_no_base_weight():
   for found in (inside, of(reference), of(model)):
     assert found.keys() == before.keys()
     assert all(found[path] is before[path] for path in before)
-  b = lora._adapted(model)[0].linear.lora_b
+  b = lora.adapted(model)[0].linear.lora_b
   assert np.abs(b[...]).max() > 0, "the reference's zeros are its own"
   with pytest.raises(KeyError):
     with lora.disabled(model):
@@ -197,12 +198,14 @@ def test_the_saved_file_added_to_the_reference_gives_our_logits(
   ours = hf_checkpoint.load_model(tmp_path / "base", remat="none")
   lora.add(ours, RANK, ALPHA, **ADAPTED[family])
   train(ours)
-  lora.save(tmp_path / "adapter", ours, "some/base")
+  lora_files.save(tmp_path / "adapter", ours, "some/base")
 
-  config = json.loads((tmp_path / "adapter" / lora.CONFIG).read_text())
+  config = json.loads((tmp_path / "adapter" / lora_files.CONFIG).read_text())
   assert config["base_model_name_or_path"] == "some/base"
   scale = config["lora_alpha"] / config["r"]
-  tensors = safetensors_torch.load_file(tmp_path / "adapter" / lora.WEIGHTS)
+  tensors = safetensors_torch.load_file(
+      tmp_path / "adapter" / lora_files.WEIGHTS
+  )
   before = _reference_logits(theirs, ours.config)
   for key, a in tensors.items():
     if ".lora_A." in key:
@@ -305,13 +308,13 @@ def test_gradients_are_those_of_the_product(scan):
 def test_merging_rounds_once(scan):
   model = adapted("qwen3_vl", param_dtype="bfloat16", scan_layers=scan)
   want = {}
-  for layer in lora._adapted(model):
+  for layer in lora.adapted(model):
     linear = layer.linear
     change = np.matmul(linear.lora_a[...], linear.lora_b[...])
     wide = np.asarray(linear.weight[...], np.float32)
     want[layer.names] = wide + linear.lora_scale * change
   lora.merge(model)
-  for layer in lora._layers(model):
+  for layer in lora.linears(model):
     if layer.names in want:
       weight = layer.linear.weight[...]
       assert weight.dtype == jnp.bfloat16
@@ -330,9 +333,9 @@ def test_fresh_numbers_are_peft_s_and_do_not_depend_on_stacking():
   for model, seed in ((stacked, 0), (listed, 0), (other, 1)):
     lora.add(model, 8, seed=seed)
   values = []
-  lists = {a.names[0]: a.linear for a in lora._adapted(listed)}
-  others = {a.names[0]: a.linear for a in lora._adapted(other)}
-  for layer in lora._adapted(stacked):
+  lists = {a.names[0]: a.linear for a in lora.adapted(listed)}
+  others = {a.names[0]: a.linear for a in lora.adapted(other)}
+  for layer in lora.adapted(stacked):
     assert layer.linear.lora_scale == 4.0
     wide, out = layer.sizes
     for name, a, b in zip(
@@ -353,12 +356,12 @@ def test_fresh_numbers_are_peft_s_and_do_not_depend_on_stacking():
 def test_only_the_decoder_unless_asked():
   model = policy("qwen2_5_vl")
   lora.add(model, RANK)
-  names = [n for a in lora._adapted(model) for n in a.names]
+  names = [n for a in lora.adapted(model) for n in a.names]
   assert len(names) == 3 * len(lora.TARGETS)
   assert all(name.startswith("model.language_model.") for name in names)
   lora.remove(model)
   lora.add(model, RANK, targets=["mlp.gate_proj"], vision=True)
-  names = [n for a in lora._adapted(model) for n in a.names]
+  names = [n for a in lora.adapted(model) for n in a.names]
   assert sorted(names) == [
       *(f"model.language_model.layers.{i}.mlp.gate_proj" for i in range(3)),
       *(f"model.visual.blocks.{i}.mlp.gate_proj" for i in range(2)),
@@ -368,7 +371,7 @@ def test_only_the_decoder_unless_asked():
 def test_experts_stay_as_they_are():
   model = policy("qwen3_vl_moe")
   lora.add(model, RANK)
-  short = {n.rsplit(".", 1)[-1] for a in lora._adapted(model) for n in a.names}
+  short = {n.rsplit(".", 1)[-1] for a in lora.adapted(model) for n in a.names}
   assert short == {"q_proj", "k_proj", "v_proj", "o_proj"}
   lora.remove(model)
   with pytest.raises(ValueError, match="experts, which are not.*k_proj, o_pro"):
@@ -397,10 +400,10 @@ def test_what_cannot_be_added_is_named(arguments, message):
 
 def test_one_adapter_at_a_time(tmp_path):
   model = adapted("qwen3_vl")
-  lora.save(tmp_path, model)
+  lora_files.save(tmp_path, model)
   for call in (
       lambda: lora.add(model),
-      lambda: lora.load(tmp_path, model),
+      lambda: lora_files.load(tmp_path, model),
   ):
     with pytest.raises(ValueError, match="adapter already; lora.merge or"):
       call()
@@ -410,7 +413,7 @@ def test_one_adapter_at_a_time(tmp_path):
   for call in (
       lambda: lora.remove(model),
       lambda: lora.merge(model),
-      lambda: lora.save(tmp_path, model),
+      lambda: lora_files.save(tmp_path, model),
       lambda: lora.reference(model),
       lambda: lora.disabled(model).__enter__(),
   ):
@@ -427,6 +430,7 @@ import jax
 import numpy as np
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import lora_files
 from tunix.rl.multi_turn.policy import sharding
 
 P = jax.sharding.PartitionSpec
@@ -436,7 +440,7 @@ for scan in (False, True):
   model = hf_checkpoint.load_model(directory, mesh, scan_layers=scan)
   lead = (None,) * scan
   def check():
-    for layer in lora._adapted(model):
+    for layer in lora.adapted(model):
       linear = layer.linear
       back = layer.names[0].rsplit(".", 1)[-1] in ("o_proj", "down_proj")
       into, out_ = ("tensor", "fsdp") if back else ("fsdp", "tensor")
@@ -449,15 +453,15 @@ for scan in (False, True):
         assert sharding.parameter_sharding(value, mesh).spec == spec
   lora.add(model, 4, 10.0)
   check()
-  for old, new in zip(lora._adapted(model),
-                      lora._adapted(lora.reference(model))):
+  for old, new in zip(lora.adapted(model),
+                      lora.adapted(lora.reference(model))):
     old, new = old.linear.lora_b[...], new.linear.lora_b[...]
     assert not new.any() and new.sharding == old.sharding
   lora.remove(model)
-  lora.load(adapter, model)
+  lora_files.load(adapter, model)
   check()
-  lora.save(out / "adapter", model, "base")
-  for name in (lora.CONFIG, lora.WEIGHTS):
+  lora_files.save(out / "adapter", model, "base")
+  for name in (lora_files.CONFIG, lora_files.WEIGHTS):
     assert (out / "adapter" / name).read_bytes() == (
         adapter / name).read_bytes()
   places = {t.path: t.variable[...].sharding
@@ -481,7 +485,7 @@ def test_on_a_mesh_the_adapter_lies_as_the_weights_do(tmp_path):
   hf_checkpoint.save_model(tmp_path / "base", model)
   lora.add(model, RANK, ALPHA)
   train(model)
-  lora.save(tmp_path / "adapter", model, "base")
+  lora_files.save(tmp_path / "adapter", model, "base")
   lora.merge(model)
   hf_checkpoint.save_model(tmp_path / "merged", model)
   names = ("base", "adapter", "merged", "out")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import lora_files
 
 from tests.policy import test_hf_checkpoint as checkpoints
 from tests.policy import test_lora as cases
@@ -18,12 +19,12 @@ from tests.policy import test_lora as cases
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 def test_saved_and_loaded_is_equal_to_the_bit(family, tmp_path):
   model = cases.adapted(family)
-  assert lora.save(tmp_path / "a", model) == tmp_path / "a"
+  assert lora_files.save(tmp_path / "a", model) == tmp_path / "a"
   assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
-      lora.CONFIG,
-      lora.WEIGHTS,
+      lora_files.CONFIG,
+      lora_files.WEIGHTS,
   ]
-  tensors = safetensors_numpy.load_file(tmp_path / "a" / lora.WEIGHTS)
+  tensors = safetensors_numpy.load_file(tmp_path / "a" / lora_files.WEIGHTS)
   key = (
       "base_model.model.model.language_model.layers.1.self_attn.q_proj.lora_{}"
       ".weight"
@@ -32,12 +33,12 @@ def test_saved_and_loaded_is_equal_to_the_bit(family, tmp_path):
   assert tensors[key.format("B")].shape == (32, cases.RANK)
   for scan in (False, True):
     other = cases.policy(family, seed=0, scan_layers=scan)
-    lora.load(tmp_path / "a", other)
+    lora_files.load(tmp_path / "a", other)
     if not scan:
       checkpoints.assert_same(model, other)
       assert nnx.graphdef(model) == nnx.graphdef(other)
-    lora.save(tmp_path / "b", other)
-    for name in (lora.CONFIG, lora.WEIGHTS):
+    lora_files.save(tmp_path / "b", other)
+    for name in (lora_files.CONFIG, lora_files.WEIGHTS):
       assert (tmp_path / "a" / name).read_bytes() == (
           tmp_path / "b" / name
       ).read_bytes()
@@ -48,21 +49,21 @@ def test_saved_and_loaded_is_equal_to_the_bit(family, tmp_path):
 )
 def test_alpha_gives_the_scale_again(alpha, rank):
   scale = float(alpha / rank)
-  assert lora._alpha(scale, rank) / rank == scale
+  assert lora_files._alpha(scale, rank) / rank == scale
 
 
 def test_target_modules_mean_what_is_adapted_and_no_more(tmp_path):
   def saved(family, **arguments):
     model = cases.policy(family)
     lora.add(model, cases.RANK, **arguments)
-    lora.save(tmp_path, model)
-    config = json.loads((tmp_path / lora.CONFIG).read_text())
+    lora_files.save(tmp_path, model)
+    config = json.loads((tmp_path / lora_files.CONFIG).read_text())
     return config["target_modules"], model
 
   assert saved("qwen3_vl")[0] == sorted(lora.TARGETS)
   # Here the tower's matrices are called as the decoder's,
   names, model = saved("qwen2_5_vl")
-  assert set(names) == {n for a in lora._adapted(model) for n in a.names}
+  assert set(names) == {n for a in lora.adapted(model) for n in a.names}
   # and here a convolution as a matrix.
   names, _ = saved("qwen3_vl", targets=["proj"], vision=True)
   assert names == [f"model.visual.blocks.{i}.attn.proj" for i in range(2)]
@@ -74,17 +75,17 @@ def saved_adapter(tmp_path_factory):
   model = cases.policy("qwen2_5_vl")
   lora.add(model, cases.RANK, cases.ALPHA)
   cases.train(model)
-  lora.save(directory, model, "some/base")
+  lora_files.save(directory, model, "some/base")
   return directory
 
 
 def edited(source, directory, tensors=None, **config):
   """A copy of an adapter with other config fields or tensors."""
-  fields = json.loads((source / lora.CONFIG).read_text()) | config
-  (directory / lora.CONFIG).write_text(json.dumps(fields))
-  found = safetensors_numpy.load_file(source / lora.WEIGHTS)
+  fields = json.loads((source / lora_files.CONFIG).read_text()) | config
+  (directory / lora_files.CONFIG).write_text(json.dumps(fields))
+  found = safetensors_numpy.load_file(source / lora_files.WEIGHTS)
   found = tensors(found) if tensors else found
-  safetensors_numpy.save_file(found, directory / lora.WEIGHTS)
+  safetensors_numpy.save_file(found, directory / lora_files.WEIGHTS)
   return directory
 
 
@@ -111,8 +112,8 @@ def test_what_is_not_computed_here_is_refused_by_name(
 ):
   edited(saved_adapter, tmp_path, **{field: value})
   model = cases.policy("qwen2_5_vl")
-  with pytest.raises(ValueError, match=re.escape(f"says {field}={value!r}")):
-    lora.load(tmp_path, model)
+  with pytest.raises(ValueError, match=re.escape(f"holds {field}={value!r}")):
+    lora_files.load(tmp_path, model)
   assert not lora.has_adapter(model)
 
 
@@ -134,8 +135,8 @@ def test_files_of_peft_load(saved_adapter, tmp_path):
       init_lora_weights="gaussian",
   )
   want, model = cases.policy("qwen2_5_vl"), cases.policy("qwen2_5_vl")
-  lora.load(saved_adapter, want)
-  lora.load(tmp_path, model)
+  lora_files.load(saved_adapter, want)
+  lora_files.load(tmp_path, model)
   pairs = zip(cases.adapters(want), cases.adapters(model), strict=True)
   for (path, a), (_, b) in pairs:
     rounded = np.asarray(a[...]).astype(np.float16).astype(np.float32)
@@ -185,19 +186,19 @@ def test_tensors_that_do_not_fit_are_named(
   edited(saved_adapter, tmp_path, tensors)
   model = cases.policy("qwen2_5_vl", scan_layers=scan)
   with pytest.raises(ValueError, match=message + r"[\s\S]*'some/base'"):
-    lora.load(tmp_path, model)
+    lora_files.load(tmp_path, model)
   assert not lora.has_adapter(model)
 
 
 def test_missing_and_cut_files_are_named(saved_adapter, tmp_path):
   model = cases.policy("qwen2_5_vl")
-  for name in (lora.WEIGHTS, lora.CONFIG):
+  for name in (lora_files.WEIGHTS, lora_files.CONFIG):
     edited(saved_adapter, tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(FileNotFoundError, match=f"has no {name}; give a dir"):
-      lora.load(tmp_path, model)
+      lora_files.load(tmp_path, model)
   edited(saved_adapter, tmp_path)
-  whole = (tmp_path / lora.WEIGHTS).read_bytes()
-  (tmp_path / lora.WEIGHTS).write_bytes(whole[:-1])
+  whole = (tmp_path / lora_files.WEIGHTS).read_bytes()
+  (tmp_path / lora_files.WEIGHTS).write_bytes(whole[:-1])
   with pytest.raises(ValueError, match="not a whole safetensors file"):
-    lora.load(tmp_path, model)
+    lora_files.load(tmp_path, model)

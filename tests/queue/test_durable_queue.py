@@ -9,6 +9,7 @@ from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
 
 GroupQueue = group_queue.GroupQueue
+QueueConfig = group_queue.QueueConfig
 group = queue_groups.group
 names = queue_groups.names
 sequence = queue_groups.sequence
@@ -20,7 +21,7 @@ def test_nothing_accepted_is_lost_and_nothing_consumed_comes_twice(tmp_path):
   def make(version):
     return GroupQueue(
         2,
-        max_staleness=2,
+        QueueConfig(max_staleness=2),
         version=version,
         store=group_store.SqliteGroupStore(path),
     )
@@ -53,7 +54,7 @@ def test_nothing_accepted_is_lost_and_nothing_consumed_comes_twice(tmp_path):
 
 def test_resumed_groups_wait_only_for_those_before_them():
   """What came after them must not keep them out; too early is no good."""
-  q = GroupQueue(1, max_staleness=1, order="admission")
+  q = GroupQueue(1, QueueConfig(max_staleness=1), order="admission")
   q.expect([0])
   for name in ("b", "c"):
     q.put(group(name))  # Restored: the gate is shut.
@@ -78,7 +79,9 @@ def test_stale_drops_do_not_come_back(tmp_path):
 
 def test_durable_put_from_a_loop(tmp_path):
   store = group_store.SqliteGroupStore(tmp_path / "queue.sqlite")
-  q = GroupQueue(2, max_staleness=3, store=store, order="admission")
+  q = GroupQueue(
+      2, QueueConfig(max_staleness=3), store=store, order="admission"
+  )
 
   async def main():
     tickets = [await q.acquire_start_async() for _ in range(6)]

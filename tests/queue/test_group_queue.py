@@ -15,12 +15,13 @@ from tunix.rl.queue import data_queue
 from tunix.rl.queue import group_queue
 
 GroupQueue = group_queue.GroupQueue
+QueueConfig = group_queue.QueueConfig
 group = queue_groups.group
 names = queue_groups.names
 
 
 def test_is_a_data_queue():
-  q = GroupQueue(1, max_staleness=1)
+  q = GroupQueue(1, QueueConfig(max_staleness=1))
   assert isinstance(q, data_queue.AbstractDataQueue)
   a, b = group("a"), group("b")
   q.put(a)
@@ -38,16 +39,17 @@ def test_is_a_data_queue():
     "kwargs, name",
     [
         ({"groups_per_step": 0}, "groups_per_step"),
-        ({"max_staleness": -1}, "max_staleness"),
-        ({"capacity": 1}, "capacity"),
+        ({"config": {"max_staleness": -1}}, "max_staleness"),
+        ({"config": {"capacity": 1}}, "capacity"),
+        ({"config": {"stale_policy": "wait"}}, "stale_policy"),
         ({"order": "random"}, "order"),
-        ({"stale_policy": "wait"}, "stale_policy"),
         ({"version": -1}, "version"),
     ],
 )
 def test_bad_settings_are_refused(kwargs, name):
   with pytest.raises(ValueError, match=name):
-    GroupQueue(**{"groups_per_step": 2, **kwargs})
+    config = QueueConfig(**kwargs.pop("config", {}))
+    GroupQueue(**{"groups_per_step": 2, "config": config, **kwargs})
 
 
 def test_only_groups_get_in():
@@ -56,7 +58,7 @@ def test_only_groups_get_in():
 
 
 def test_admission_gate_is_the_formula():
-  q = GroupQueue(2, max_staleness=1)
+  q = GroupQueue(2, QueueConfig(max_staleness=1))
   tickets = [q.acquire_start(timeout=0) for _ in range(4)]
   assert [t.index for t in tickets] == [0, 1, 2, 3]
   with pytest.raises(std_queue.Full, match="4 running"):
@@ -91,7 +93,9 @@ def test_tickets_are_used_once():
 def test_stale_groups_are_dropped_and_refunded():
   dropped = []
   q = GroupQueue(
-      1, max_staleness=1, on_drop=lambda g, why: dropped.append((g, why))
+      1,
+      QueueConfig(max_staleness=1),
+      on_drop=lambda g, why: dropped.append((g, why)),
   )
   t0, t1 = q.acquire_start(), q.acquire_start()
   q.put(group("old", 5, 0), t0)
@@ -115,7 +119,7 @@ def test_stale_groups_are_dropped_and_refunded():
 
 
 def test_stale_groups_may_fail_the_run():
-  q = GroupQueue(1, stale_policy="error")
+  q = GroupQueue(1, QueueConfig(stale_policy="error"))
   q.put(group("old", 0))
   q.set_version(1)
   with pytest.raises(group_queue.QueueFailed, match="'old'") as caught:
@@ -125,7 +129,7 @@ def test_stale_groups_may_fail_the_run():
 
 def test_the_gate_does_not_starve_after_drops():
   """All of a version's groups turn out stale: new ones are admitted."""
-  q = GroupQueue(2, max_staleness=0)
+  q = GroupQueue(2, QueueConfig(max_staleness=0))
   for ticket in [q.acquire_start(), q.acquire_start()]:
     q.put(group(ticket.index, 0), ticket)
   q.set_version(1)
@@ -150,7 +154,9 @@ def test_a_batch_is_ordered_by_admission():
 
 
 def test_admission_order_waits_for_the_slow_one():
-  q = GroupQueue(2, max_staleness=1, capacity=2, order="admission")
+  q = GroupQueue(
+      2, QueueConfig(max_staleness=1, capacity=2), order="admission"
+  )
   tickets = [q.acquire_start() for _ in range(4)]
   q.put(group(1), tickets[1])
   q.put(group(2), tickets[2])
@@ -164,7 +170,7 @@ def test_admission_order_waits_for_the_slow_one():
 
 
 def test_admission_order_forgets_released_tickets():
-  q = GroupQueue(1, max_staleness=1, order="admission")
+  q = GroupQueue(1, QueueConfig(max_staleness=1), order="admission")
   t0, t1 = q.acquire_start(), q.acquire_start()
   q.put(group("b"), t1)
   q.release_start(t0)
@@ -172,7 +178,7 @@ def test_admission_order_forgets_released_tickets():
 
 
 def test_batches_that_can_never_be_are_refused():
-  q = GroupQueue(2, max_staleness=0, capacity=8)
+  q = GroupQueue(2, QueueConfig(max_staleness=0, capacity=8))
   with pytest.raises(ValueError, match="capacity"):
     q.get_batch(9)
   q.acquire_start()
@@ -238,7 +244,7 @@ def _waiters(q):
   for thread in threads:
     thread.start()
   deadline = time.monotonic() + 10
-  while q._monitor.waiting < 6:
+  while q._condition.waiting < 6:
     assert time.monotonic() < deadline
     time.sleep(0.005)
   return threads, outcomes
@@ -252,7 +258,7 @@ def _join(threads):
 
 def _full_queue():
   """A queue on which every kind of call has to wait."""
-  q = GroupQueue(2, capacity=2, order="admission")
+  q = GroupQueue(2, QueueConfig(capacity=2), order="admission")
   tickets = [q.acquire_start(), q.acquire_start()]
   q.put(group("x"))
   q.put(group("y"))
@@ -312,7 +318,7 @@ def test_a_cancelled_waiter_takes_nothing():
     await asyncio.gather(waiter, return_exceptions=True)
     assert waiter.cancelled()
     await q.aput(group("a"))
-    assert not q._monitor.waiting
+    assert not q._condition.waiting
     with pytest.raises(std_queue.Full):
       await q.aput(group("b"), timeout=0.01)
     with pytest.raises(std_queue.Empty):
@@ -329,7 +335,9 @@ def test_a_cancelled_waiter_takes_nothing():
 def test_stress(order, max_staleness):
   """Producers in threads and on a loop, one learner: the hard bound holds."""
   per_step, steps = 4, 40
-  q = GroupQueue(per_step, max_staleness, order=order)
+  q = GroupQueue(
+      per_step, QueueConfig(max_staleness=max_staleness), order=order
+  )
   rng = random.Random(0)
   produced, lock = set(), threading.Lock()
 
@@ -416,7 +424,7 @@ class QueueMachine(stateful.RuleBasedStateMachine):
     self.dropped = []
     self.q = GroupQueue(
         per_step,
-        staleness,
+        QueueConfig(max_staleness=staleness),
         order=order,
         on_drop=lambda g, why: self.dropped.append(int(g.group_id)),
     )

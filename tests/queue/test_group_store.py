@@ -46,7 +46,7 @@ class Parts:
         path / "queue.sqlite", images=self.images
     )
     self.queue = group_queue.GroupQueue(
-        1, max_staleness=4, store=self.store, **kwargs
+        1, group_queue.QueueConfig(max_staleness=4), store=self.store, **kwargs
     )
 
 
@@ -133,7 +133,7 @@ def test_only_what_is_named_is_acknowledged(tmp_path):
 
 
 def test_new_groups_of_a_resumed_run_get_new_indices():
-  queue = group_queue.GroupQueue(1, max_staleness=3)
+  queue = group_queue.GroupQueue(1, group_queue.QueueConfig(max_staleness=3))
   queue.expect([2], next_index=5)
   assert queue.acquire_start(timeout=0).index == 5
   queue.expect([7])

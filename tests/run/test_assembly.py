@@ -22,7 +22,7 @@ def test_the_learner_discounts_as_the_collector_does():
   policy = assembly.make_policy(config, None, "")
   store = images.ImageStore()
   learner = assembly.make_learner(config, policy, store, None)
-  assert learner.config.gamma == 0.5
+  assert learner.gamma == 0.5
 
 
 def test_the_documented_overrides_build():

@@ -218,7 +218,9 @@ def test_sampler_shuffles_by_seed_and_resumes():
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_loop_and_learner(max_staleness):
   client = cases.SeededClient(jitter=0.004)
-  queue = group_queue.GroupQueue(2, max_staleness)
+  queue = group_queue.GroupQueue(
+      2, group_queue.QueueConfig(max_staleness=max_staleness)
+  )
   loop = tc.CollectLoop(
       cases.make_collector(client), tc.TaskSampler(range(5)), queue
   )

@@ -35,7 +35,7 @@ def model(script=None, **kwargs):
 def test_trainer_and_collector_on_one_loop_do_not_wait_for_each_other():
   """Deadlock: the loop blocked on a lock that waited for all rollouts."""
   policy, client = model()
-  queue = group_queue.GroupQueue(2, max_staleness=1)
+  queue = group_queue.GroupQueue(2, group_queue.QueueConfig(max_staleness=1))
   collector = tc.GroupCollector(
       pair, policy, tc.GroupSettings(group_size=3, max_episodes=1)
   )

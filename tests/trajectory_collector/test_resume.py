@@ -19,7 +19,7 @@ def test_a_crashed_run_resumes(tmp_path):
     client = cases.SeededClient(version, jitter=0.02)
     queue = group_queue.GroupQueue(
         2,
-        max_staleness=4,
+        group_queue.QueueConfig(max_staleness=4),
         order="admission",
         version=version,
         store=group_store.SqliteGroupStore(tmp_path / "queue.sqlite"),

@@ -1,11 +1,13 @@
-"""What a group queue is set to, what it hands out, and what it raises."""
+"""Declares a group queue's settings, its tickets and its errors."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
+
+from tunix.rl.multi_turn.core import settings
 
 ORDERS = ("ready", "admission")
-STALE_POLICIES = ("drop", "error")
 
 
 class QueueClosed(Exception):
@@ -13,11 +15,43 @@ class QueueClosed(Exception):
 
 
 class QueueFailed(RuntimeError):
-  """The other side of the queue failed; `__cause__` says how."""
+  """The other side of the queue failed; `__cause__` is its error."""
 
 
 class StaleGroupError(RuntimeError):
   """A group became too old and `stale_policy` is "error"."""
+
+
+@settings.settings
+class QueueConfig:
+  """The queue between collecting and learning."""
+
+  max_staleness: int = settings.setting(
+      0,
+      "Versions the oldest token of a batch may lag behind the learner. 0 ="
+      " synchronous.",
+      unit="versions",
+      ge=0,
+  )
+  capacity: int = settings.setting(
+      0,
+      "Groups held; finished ones wait beyond. 0 = (max_staleness + 1) *"
+      " groups_per_step, as many as are admitted.",
+      unit="groups",
+      ge=0,
+  )
+  stale_policy: Literal["drop", "error"] = settings.setting(
+      "drop",
+      "A group that became too old is dropped (and counted) or the run fails.",
+  )
+  path: str = settings.setting(
+      "",
+      'File that makes accepted groups survive a crash. "" = memory only.',
+  )
+
+  def capacity_for(self, groups_per_step: int) -> int:
+    """Groups held, 0 resolved."""
+    return self.capacity or (self.max_staleness + 1) * groups_per_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,31 +65,3 @@ class Ticket:
 
   index: int
   start_version: int
-
-
-def check_settings(
-    groups_per_step: int,
-    max_staleness: int,
-    capacity: int,
-    order: str,
-    stale_policy: str,
-    version: int,
-) -> None:
-  """Raises ValueError unless a queue can work like this."""
-  if groups_per_step < 1:
-    raise ValueError(f"groups_per_step must be >= 1, got {groups_per_step}")
-  if max_staleness < 0:
-    raise ValueError(f"max_staleness must be >= 0, got {max_staleness}")
-  if version < 0:
-    raise ValueError(f"version must be >= 0, got {version}")
-  if order not in ORDERS:
-    raise ValueError(f"order must be one of {ORDERS}, got {order!r}")
-  if stale_policy not in STALE_POLICIES:
-    raise ValueError(
-        f"stale_policy must be one of {STALE_POLICIES}, got {stale_policy!r}"
-    )
-  if capacity < groups_per_step:
-    raise ValueError(
-        f"capacity must be at least groups_per_step={groups_per_step}, or a"
-        f" batch never fits; got {capacity}"
-    )

@@ -1,12 +1,13 @@
-"""A lock with waiting, for threads and event loops alike.
+"""Waits for a condition from threads and event loops alike.
 
-What waits gives an `attempt`, which runs under the lock and says WAIT until it
-can do its work. Every change of state is announced with `notify`, and every
+A waiter passes an `attempt`, which runs under the lock and returns None until
+it can do its work. Every change of state is announced with `notify`, and every
 waiter then tries again.
 
-Promises: an attempt that succeeds has its result returned, whatever happens at
-the same time (a cancelled waiter has taken nothing); an event loop is never
-blocked while waiting; a closed loop's waiters are forgotten.
+Promises: an attempt that succeeds has its result returned, even when the
+waiter is cancelled or its time is up at that moment (a cancelled waiter has
+taken nothing); an event loop is never blocked while waiting; a closed loop's
+waiters are forgotten.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from typing import Any, Callable
+from typing import Any, Callable, TypeVar
 
-WAIT = object()
-"""What an attempt returns that cannot succeed yet."""
+T = TypeVar("T")
 
 
-class Monitor:
+class AsyncCondition:
   """A re-entrant lock (as a context manager) and its waiters."""
 
   def __init__(self):
@@ -29,7 +29,7 @@ class Monitor:
         tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
     ] = set()
 
-  def __enter__(self) -> Monitor:
+  def __enter__(self) -> AsyncCondition:
     self._cond.acquire()
     return self
 
@@ -49,27 +49,27 @@ class Monitor:
     for loop, future in waiters:
       try:
         loop.call_soon_threadsafe(_wake, future)
-      except RuntimeError:  # That loop is closed; nobody waits there.
+      except RuntimeError:  # That loop is closed, and so are its waiters.
         pass
 
   def wait(
       self,
-      attempt: Callable[[], Any],
+      attempt: Callable[[], T | None],
       timeout: float | None,
       expired: Callable[[], Exception],
-  ) -> Any:
+  ) -> T:
     """Blocks until `attempt` succeeds; returns its result.
 
     Args:
-      attempt: runs under the lock; returns WAIT to be tried again.
-      timeout: seconds; None waits for ever.
-      expired: makes the exception that ends a wait in vain, under the lock.
+      attempt: runs under the lock; returns None to be tried again.
+      timeout: seconds; None waits without end.
+      expired: makes the exception of a timeout, under the lock.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     with self._cond:
       while True:
         result = attempt()
-        if result is not WAIT:
+        if result is not None:
           return result
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
@@ -78,17 +78,17 @@ class Monitor:
 
   async def wait_async(
       self,
-      attempt: Callable[[], Any],
+      attempt: Callable[[], T | None],
       timeout: float | None,
       expired: Callable[[], Exception],
-  ) -> Any:
+  ) -> T:
     """`wait` without blocking the event loop."""
     loop = asyncio.get_running_loop()
     deadline = None if timeout is None else loop.time() + timeout
     while True:
       with self._cond:
         result = attempt()
-        if result is not WAIT:
+        if result is not None:
           return result
         if deadline is not None and loop.time() >= deadline:
           raise expired()

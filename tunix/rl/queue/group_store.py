@@ -1,4 +1,4 @@
-"""Where accepted groups stay, so that a crash loses none and repeats none.
+"""Stores accepted groups, so that a crash loses none and repeats none.
 
 `MemoryGroupStore` promises nothing beyond the process. `SqliteGroupStore` is
 one file in WAL mode with full synchronisation: a group and, in an `ImageStore`
@@ -33,7 +33,7 @@ CREATE TABLE IF NOT EXISTS groups (
 
 
 class GroupStore(Protocol):
-  """Where accepted groups survive a crash. Thread-safe.
+  """Stores accepted groups beyond a crash. Thread-safe.
 
   Attributes:
     lost: groups that `load` could not give back.
@@ -105,8 +105,8 @@ class SqliteGroupStore:
 
       path: database file, made with its folder when missing.
       timeout: seconds to wait for another connection's lock.
-      images: with a directory, where the images of the groups' training
-        sequences are; None leaves them to the caller.
+      images: store with a directory that keeps the images of the groups'
+        training sequences; None leaves them to the caller.
     """
     self.lost = 0
     self._images = images
@@ -197,7 +197,7 @@ class SqliteGroupStore:
 
 
 def _images_of(group: TrajectoryGroup) -> list[trajectory.ImageRef]:
-  """What the learner will look at, with repetitions."""
+  """Images of its training sequences, with repetitions."""
   return [
       span.image
       for member in group

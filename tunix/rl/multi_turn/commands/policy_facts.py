@@ -19,10 +19,11 @@ from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import settings
 from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.policy import vision_inputs
 
-BUILT_IN = ("tiny_vl", *qwen_checkpoint.SMALL)
+BUILT_IN = settings.POLICIES.names()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -363,21 +363,21 @@ def pretrain(
       processor,
       store,
       learner_lib.LearnerConfig(
-          objective="behaviour_cloning",
+          steps=recipe.steps,
           optimizer="muon",
           learning_rate=recipe.learning_rate,
           muon_learning_rate=recipe.muon_learning_rate,
           schedule="cosine",
           warmup_steps=min(recipe.warmup_steps, recipe.steps // 2),
-          total_steps=recipe.steps,
           b2=0.98,
           row_length=recipe.row_length,
           rows=recipe.rows,
           patches=recipe.patches,
           targets=recipe.targets,
           overlong="drop",
-          seed=recipe.seed,
       ),
+      learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
+      seed=recipe.seed,
   )
   data = DataMaker(recipe, renderer, store)
   heldout = DataMaker(

@@ -77,13 +77,6 @@ class TrainConfig:
     return pathlib.Path(self.run.dir).expanduser() / self.run.name
 
   @property
-  def queue_capacity(self) -> int:
-    """Groups that the queue holds, 0 resolved."""
-    return self.queue.capacity or (
-        (self.queue.max_staleness + 1) * self.learner.groups_per_step
-    )
-
-  @property
   def lockstep(self) -> bool:
     """engine.lockstep with auto resolved."""
     if self.engine.lockstep == "auto":

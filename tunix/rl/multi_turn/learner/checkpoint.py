@@ -1,14 +1,14 @@
-"""Checkpoints of a learner: parameters, optimizer state, counters, extras.
+"""Saves and restores a learner: parameters, optimizer, counters, extras.
 
-Written by orbax: a checkpoint is complete or does not exist, the newest `keep`
+Orbax writes them: a checkpoint is complete or does not exist, the newest `keep`
 stay, saving goes on in the background. Restoring places every array where the
 learner at hand wants it, whatever mesh it was saved from.
 
 Promises: a learner that is restored continues as if it had never stopped.
-Random state is in the counters (see `Learner.progress`); whatever else a run
-needs (a sampler's position, the queue's) goes into `extras`.
+Random state is in the counters (see `Learner.progress`); other state of a run
+(a sampler's position, the queue's) goes into `extras`.
 
-Does not save the model's architecture or tokenizer (see `policy.checkpoint`).
+Does not: save the model's architecture or tokenizer (see `policy.checkpoint`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+
+CheckpointConfig = config_lib.CheckpointConfig
 
 
 class LearnerCheckpoints:
@@ -27,24 +30,23 @@ class LearnerCheckpoints:
   def __init__(
       self,
       directory: str | pathlib.Path,
+      config: CheckpointConfig = CheckpointConfig(),
       *,
-      keep: int = 2,
       background: bool = True,
   ):
     """Args:
 
       directory: made if absent.
-      keep: newest checkpoints kept, >= 1.
+      config: how many stay; its `every` is for the learner's loop.
       background: return from `save` once arrays are copied, before they are
         written.
     """
-    if keep < 1:
-      raise ValueError(f"keep must be >= 1, got {keep}")
+    self.config = config
     self.directory = pathlib.Path(directory).absolute()
     self._manager = ocp.CheckpointManager(
         self.directory,
         options=ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
+            max_to_keep=config.keep,
             create=True,
             enable_async_checkpointing=background,
         ),
@@ -89,7 +91,7 @@ class LearnerCheckpoints:
 
     Args:
       learner: built with the model and configuration of the run.
-      step: which checkpoint; None is the newest.
+      step: number of the checkpoint; None is the newest.
 
     Raises:
       FileNotFoundError: no such checkpoint.
@@ -120,7 +122,7 @@ class LearnerCheckpoints:
     return progress["extras"]
 
   def wait(self) -> None:
-    """Until everything saved is on disk; raises what went wrong there."""
+    """Waits until everything saved is on disk; raises a failed write."""
     self._manager.wait_until_finished()
 
   def close(self) -> None:

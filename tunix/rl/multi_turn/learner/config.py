@@ -1,190 +1,231 @@
-"""What a learner is told: algorithm, optimiser, shape of batches.
+"""Declares the learner's settings: algorithm, optimizer, batches, checkpoints.
 
-Names and defaults follow the sections `algorithm`, `learner` and `sampling` of
-a run's configuration; `LearnerConfig.from_sections` copies them. Contradictory
-values are refused here, before anything is compiled.
+`AlgorithmConfig`, `LearnerConfig` and `CheckpointConfig` are sections of a
+run's configuration and, as they are, arguments of `Learner` and
+`LearnerCheckpoints`. Constructing one refuses values out of range and values
+of one section that contradict each other.
+
+Does not: resolve the names of algorithms (see `algorithms.parts`), or import
+JAX.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Iterator, Literal
 
-from tunix.rl.multi_turn.learner.algorithms import advantages
-from tunix.rl.multi_turn.learner.algorithms import aggregation
-from tunix.rl.multi_turn.learner.algorithms import importance as importance_lib
-from tunix.rl.multi_turn.learner.algorithms import kl
-from tunix.rl.multi_turn.learner.algorithms import objectives
+from tunix.rl.multi_turn.core import settings
 
-OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("constant", "linear", "cosine")
+_ALGORITHMS = "tunix.rl.multi_turn.learner.algorithms"
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.settings
+class AlgorithmConfig:
+  """How rewards become a loss."""
+
+  advantage: str = settings.setting(
+      "grpo",
+      "grpo: (r - mean) / std of the group. dr_grpo: r - mean. rloo: r - mean"
+      " of the others. turn_returns: each turn's discounted return, normalised"
+      " over the turns of the group.",
+      registry=f"{_ALGORITHMS}.advantages:ESTIMATORS",
+  )
+  objective: str = settings.setting(
+      "grpo",
+      "Policy objective; grpo is the clipped importance-weighted advantage,"
+      " behaviour_cloning imitates demonstrations (warm start).",
+      registry=f"{_ALGORITHMS}.objectives:OBJECTIVES",
+  )
+  clip_low: float = settings.setting(
+      0.2, "The ratio is clipped below at 1 - this.", ge=0, le=1
+  )
+  clip_high: float = settings.setting(
+      0.28, "The ratio is clipped above at 1 + this.", ge=0
+  )
+  std_eps: float = settings.setting(
+      1e-6, "Added to the standard deviation of a group's rewards.", ge=0
+  )
+  kl_coef: float = settings.setting(
+      0.0,
+      "Weight of the KL divergence from the policy at the start of GRPO. 0 ="
+      " no reference model is kept.",
+      ge=0,
+  )
+  kl_estimator: str = settings.setting(
+      "k3",
+      "Per-token estimator: k2 = (log r)^2 / 2, k3 = r - 1 - log r. k1 ="
+      " -log r has no gradient on average: not with kl_coef > 0.",
+      registry=f"{_ALGORITHMS}.kl:ESTIMATORS",
+  )
+  entropy_coef: float = settings.setting(
+      0.0, "Weight of the entropy bonus.", ge=0
+  )
+  importance: str = settings.setting(
+      "none",
+      "Correction for tokens sampled from other weights than the learner's."
+      " none: the ratio to the sampled log-probs is all. tis: times the"
+      " truncated ratio of learner to sampler.",
+      registry=f"{_ALGORITHMS}.importance:CORRECTIONS",
+  )
+  tis_cap: float = settings.setting(
+      2.0, "Truncation of the tis ratio.", ge=1
+  )
+  loss_aggregation: str = settings.setting(
+      "token_mean",
+      "token_mean: all tokens of the batch count equally. episode_mean: all"
+      " episodes do. sequence_mean: all sequences do. constant: sums over a"
+      " fixed length, no length bias.",
+      registry=f"{_ALGORITHMS}.aggregation:AGGREGATORS",
+  )
+  loss_length: int = settings.setting(
+      0,
+      "Length L that loss_aggregation=constant divides by. 0 ="
+      " learner.row_length.",
+      unit="tokens",
+      ge=0,
+  )
+
+  def problems(self) -> Iterator[str]:
+    if self.kl_coef > 0 and self.kl_estimator == "k1":
+      yield (
+          f"kl_estimator=k1 with kl_coef={self.kl_coef} would do nothing: its"
+          " gradient vanishes on average; set it to k2 or k3"
+      )
+
+
+@settings.settings
 class LearnerConfig:
-  """A learner's configuration.
+  """The optimizer and the shape of its batches."""
 
-  Attributes:
-    objective, advantage, importance, kl_estimator, loss_aggregation: names in
-      the registries of `algorithms`.
-    clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high].
-    std_eps: added to the standard deviation of a group's rewards.
-    gamma: discount a turn, for estimators of turns.
-    kl_coef: weight of the KL to the reference; 0 = no reference is needed.
-    entropy_coef: weight of the entropy bonus.
-    tis_cap: truncation of importance weights.
-    loss_length: tokens L of loss aggregation "constant"; 0 = row_length.
-    temperature: of the sampler.
-    top_k, top_p: of the sampler (0 and 1: no truncation).
-    row_length, rows: tokens of a row, rows of a micro-batch.
-    patches, targets: patches and sampled tokens a batch shard of a
-      micro-batch can hold; 0 = decided by the first batch seen and kept, but
-      never too few for a full row.
-    logit_chunk: sampled tokens of a shard whose logits exist at a time.
-    share_prompts: store prompts that sequences share once, for policies that
-      support it.
-    overlong: "error", or "drop" (and count) sequences longer than a row.
-    minibatches, epochs: optimizer steps an update's groups are divided into,
-      and passes over them.
-    optimizer: "adamw", or "muon": matrices by orthogonalised momentum, all
-      else by AdamW.
-    learning_rate: peak.
-    muon_learning_rate: peak for the matrices under "muon".
-    schedule: "constant", "linear" or "cosine" (to 0 at total_steps) after a
-      linear rise over warmup_steps; both in optimizer steps.
-    weight_decay: AdamW's, of parameters with at least two axes.
-    b1, b2, adam_eps: of Adam.
-    grad_clip: largest global gradient norm; 0 = none.
-    skip_zero_advantage: leave sequences without policy gradient out of
-      batches; they still count in the loss's normalisation.
-    seed: of the order of groups in minibatches.
-  """
+  steps: int = settings.setting(
+      150,
+      "Updates. 0 = no GRPO: warm start and evaluation only.",
+      ge=0,
+  )
+  groups_per_step: int = settings.setting(
+      16, "Groups an update learns from.", ge=1
+  )
+  publish_every: int = settings.setting(
+      1, "The engine gets new weights every this many updates.", ge=1
+  )
+  minibatches: int = settings.setting(
+      1, "Optimizer steps an update's groups are divided into.", ge=1
+  )
+  epochs: int = settings.setting(1, "Passes over an update's groups.", ge=1)
+  rows: int = settings.setting(
+      4,
+      "Rows of one compiled batch; gradients accumulate over batches.",
+      ge=1,
+  )
+  row_length: int = settings.setting(
+      512,
+      "Tokens of a packed row; sequences are never cut.",
+      unit="tokens",
+      ge=16,
+  )
+  patches: int = settings.setting(
+      0,
+      "Image patches that a batch shard holds. 0 = decided by the first batch"
+      " and kept, never too few for a full row.",
+      unit="patches",
+      ge=0,
+  )
+  targets: int = settings.setting(
+      0,
+      "Sampled tokens that a batch shard holds. 0 = decided by the first batch"
+      " and kept, never too few for a full row.",
+      unit="tokens",
+      ge=0,
+  )
+  logit_chunk: int = settings.setting(
+      1024,
+      "Sampled tokens of a batch shard whose logits exist at a time: fewer take"
+      " less memory, more are faster.",
+      unit="tokens",
+      ge=1,
+  )
+  share_prompts: bool = settings.setting(
+      True,
+      "Store a prompt once that several sequences of a row begin with, for"
+      " policies that support it.",
+  )
+  overlong: Literal["error", "drop"] = settings.setting(
+      "error",
+      "A sequence longer than a row ends the run (error), or is left out and"
+      " counted (drop).",
+  )
+  optimizer: Literal["adamw", "muon"] = settings.setting(
+      "adamw",
+      "muon: matrices by orthogonalised momentum, all else by AdamW.",
+  )
+  learning_rate: float = settings.setting(
+      3e-4, "Peak of the schedule; of AdamW's part under optimizer=muon.", gt=0
+  )
+  muon_learning_rate: float = settings.setting(
+      0.02, "Peak for the matrices under optimizer=muon.", gt=0
+  )
+  schedule: Literal["constant", "cosine", "linear"] = settings.setting(
+      "constant",
+      "After warm-up the learning rate is constant, or falls to 0 at the last"
+      " step by a cosine or a line.",
+  )
+  warmup_steps: int = settings.setting(
+      0, "Steps in which the learning rate rises linearly.", ge=0
+  )
+  weight_decay: float = settings.setting(
+      0.0, "AdamW's decay of matrices.", ge=0
+  )
+  b1: float = settings.setting(
+      0.9, "Decay of Adam's first moment.", ge=0, lt=1
+  )
+  b2: float = settings.setting(
+      0.999, "Decay of Adam's second moment.", ge=0, lt=1
+  )
+  adam_eps: float = settings.setting(
+      1e-8, "Added to the root of Adam's second moment.", ge=0
+  )
+  grad_clip: float = settings.setting(
+      1.0, "Largest global norm of the gradient. 0 = no clipping.", ge=0
+  )
+  skip_zero_advantage: bool = settings.setting(
+      True,
+      "Leave groups whose episodes all got the same reward out of the batch:"
+      " their policy gradient is 0. Not with a KL or entropy term.",
+  )
 
-  objective: str = "grpo"
-  advantage: str = "grpo"
-  importance: str = "none"
-  kl_estimator: str = "k3"
-  loss_aggregation: str = "token_mean"
-  clip_low: float = 0.2
-  clip_high: float = 0.28
-  std_eps: float = 1e-6
-  gamma: float = 1.0
-  kl_coef: float = 0.0
-  entropy_coef: float = 0.0
-  tis_cap: float = 2.0
-  loss_length: int = 0
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-  row_length: int = 512
-  rows: int = 8
-  patches: int = 0
-  targets: int = 0
-  logit_chunk: int = 1024
-  share_prompts: bool = True
-  overlong: str = "error"
-  minibatches: int = 1
-  epochs: int = 1
-  optimizer: str = "adamw"
-  learning_rate: float = 3e-4
-  muon_learning_rate: float = 0.02
-  schedule: str = "constant"
-  warmup_steps: int = 0
-  total_steps: int = 0
-  weight_decay: float = 0.0
-  b1: float = 0.9
-  b2: float = 0.999
-  adam_eps: float = 1e-8
-  grad_clip: float = 1.0
-  skip_zero_advantage: bool = True
-  seed: int = 0
-
-  def __post_init__(self):
-    # Unknown names raise, naming the nearest known one.
-    objectives.OBJECTIVES.get(self.objective)
-    advantages.ESTIMATORS.get(self.advantage)
-    importance_lib.CORRECTIONS.get(self.importance)
-    kl.ESTIMATORS.get(self.kl_estimator)
-    aggregation.AGGREGATORS.get(self.loss_aggregation)
-    for name in ("rows", "row_length", "logit_chunk", "minibatches", "epochs"):
-      self._need(name, getattr(self, name) >= 1, ">= 1")
-    for name in (
-        "patches",
-        "targets",
-        "loss_length",
-        "warmup_steps",
-        "total_steps",
-        "kl_coef",
-        "entropy_coef",
-        "weight_decay",
-        "grad_clip",
-        "std_eps",
-        "top_k",
-        "clip_high",
-    ):
-      self._need(name, getattr(self, name) >= 0, ">= 0")
-    self._need("clip_low", 0 <= self.clip_low <= 1, "in [0, 1]")
-    self._need("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
-    self._need("tis_cap", self.tis_cap >= 1, ">= 1")
-    self._need("learning_rate", self.learning_rate > 0, "> 0")
-    self._need("muon_learning_rate", self.muon_learning_rate > 0, "> 0")
-    self._need(
-        "optimizer", self.optimizer in OPTIMIZERS, f"one of {OPTIMIZERS}"
-    )
-    self._need(
-        "temperature",
-        self.temperature > 0,
-        "> 0: greedy samples carry no policy gradient",
-    )
-    self._need("top_p", 0 < self.top_p <= 1, "in (0, 1]")
-    self._need("overlong", self.overlong in ("error", "drop"), "error or drop")
-    self._need(
-        "kl_estimator",
-        self.kl_estimator != "k1" or not self.kl_coef,
-        f"k2 or k3 with kl_coef={self.kl_coef} (the gradient of k1 vanishes)",
-    )
-    self._need("schedule", self.schedule in SCHEDULES, f"one of {SCHEDULES}")
-    if self.schedule != "constant":
-      self._need(
-          "total_steps",
-          self.total_steps > self.warmup_steps,
-          f"> warmup_steps={self.warmup_steps} for schedule {self.schedule!r}",
+  def problems(self) -> Iterator[str]:
+    groups, parts = self.groups_per_step, self.minibatches
+    if groups % parts != 0:
+      yield (
+          f"groups_per_step={groups} cannot be divided into"
+          f" minibatches={parts}; make it a multiple"
       )
-    uses_ratio = objectives.OBJECTIVES.get(self.objective).uses_advantages
-    corrected = importance_lib.CORRECTIONS.get(self.importance).needs_proximal
-    if (self.top_k or self.top_p < 1) and uses_ratio and not corrected:
-      raise ValueError(
-          f"top_k={self.top_k}, top_p={self.top_p}: the sampler's log-probs are"
-          " of a truncated distribution, which the learner does not reproduce;"
-          " sample without truncation or set importance='tis'"
+    if self.warmup_steps > self.steps > 0:
+      yield (
+          f"warmup_steps={self.warmup_steps} outlasts steps={self.steps};"
+          " lower the first"
       )
-
-  def _need(self, name: str, ok: bool, what: str) -> None:
-    if not ok:
-      raise ValueError(
-          f"LearnerConfig.{name} must be {what}, got {getattr(self, name)!r}"
+    if self.schedule != "constant" and 0 < self.steps <= self.warmup_steps:
+      yield (
+          f"schedule={self.schedule} has no steps left after"
+          f" warmup_steps={self.warmup_steps}; lower it"
       )
 
   @property
-  def policy_gradient_only(self) -> bool:
-    """Whether a sequence of advantage 0 has no gradient at all."""
-    uses = objectives.OBJECTIVES.get(self.objective).uses_advantages
-    return uses and self.kl_coef == 0 and self.entropy_coef == 0
+  def steps_per_update(self) -> int:
+    """Optimizer steps that one update makes."""
+    return self.minibatches * self.epochs
 
-  @classmethod
-  def from_sections(cls, *sections: Any, **changes: Any) -> LearnerConfig:
-    """Takes every field that a section has under the same name.
+  @property
+  def optimizer_steps(self) -> int:
+    """Optimizer steps of all updates, where the schedule ends; at least 1."""
+    return max(1, self.steps * self.steps_per_update)
 
-    Args:
-      *sections: dataclasses, e.g. the run's `algorithm`, `learner` and
-        `sampling` sections; a later one wins. Fields unknown here are passed
-        over: sections hold more than the learner needs.
-      **changes: fields, checked.
-    """
-    known = {f.name for f in dataclasses.fields(cls)}
-    values = {}
-    for section in sections:
-      for field in dataclasses.fields(section):
-        if field.name in known:
-          values[field.name] = getattr(section, field.name)
-    return cls(**(values | changes))
+
+@settings.settings
+class CheckpointConfig:
+  """When checkpoints are written, and how many of them stay."""
+
+  every: int = settings.setting(
+      40, "Save every this many updates. 0 = only at the end.", ge=0
+  )
+  keep: int = settings.setting(2, "Newest checkpoints kept.", ge=1)

@@ -1,52 +1,53 @@
-"""The GRPO learner: groups of trajectories in, better weights out.
+"""Trains a policy on groups of trajectories: the GRPO learner.
 
-It owns the trained parameters, the optimizer state and the integer version.
-One `update` turns groups into advantages, packs them, adds up gradients over
-micro-batches, and makes one optimizer step a minibatch and epoch; then the
-version is one higher, whether or not anything could be learned (admission of
-new groups counts versions).
+The learner owns the trained parameters, the optimizer state and the integer
+version. One `update` computes the groups' advantages, packs their sequences,
+adds up gradients over micro-batches, and makes one optimizer step a minibatch
+and epoch; then the version is one higher, whether or not anything could be
+learned (admission of new groups counts versions).
 
 Promises: the caller's model is copied and never touched; `policy_state` is a
 copy that later updates, which work in place, cannot change; the same groups
 in the same state give the same bits; batches have one shape, so each program
 is compiled once (`compiles` counts).
 
-Does not know environments or queues (see `loop`). One caller at a time.
+Does not: know environments or queues (see `loop`), or serve two callers at a
+time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 import time
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 from flax import nnx
 import jax
 from jax.sharding import Mesh
 import numpy as np
 from tunix.rl.multi_turn.core import images as image_lib
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import optimizer
+from tunix.rl.multi_turn.learner import readings as readings_lib
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import aggregation
-from tunix.rl.multi_turn.learner.algorithms import importance
-from tunix.rl.multi_turn.learner.algorithms import objectives
+from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.policy import base
 
+AlgorithmConfig = config_lib.AlgorithmConfig
 LearnerConfig = config_lib.LearnerConfig
 Example = example_lib.Example
-Metrics = dict[str, float]
+Metrics = readings_lib.Metrics
 
 
 @dataclasses.dataclass
-class Counters:
+class LearnerCounters:
   """Integers that a checkpoint keeps.
 
   Attributes:
@@ -66,25 +67,9 @@ class Counters:
   dropped_sequences: int = 0
 
 
-class _Clock:
-  """Wall seconds by phase."""
-
-  def __init__(self):
-    self.seconds: dict[str, float] = {}
-
-  @contextlib.contextmanager
-  def __call__(self, phase: str) -> Iterator[None]:
-    started = time.perf_counter()
-    try:
-      yield
-    finally:
-      spent = time.perf_counter() - started
-      self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
-
-
 @dataclasses.dataclass
 class _Minibatch:
-  """What one optimizer step learns from, packed and on its devices."""
+  """Packed batches of one optimizer step, on their devices."""
 
   batches: list[batching.Batch]
   extras: list[update.Extra]
@@ -92,16 +77,31 @@ class _Minibatch:
 
 
 class Learner:
-  """See the module docstring."""
+  """See the module docstring.
+
+  Attributes:
+    config, algorithm: settings, and the resolved algorithm.
+    gamma, seed: as given.
+    counters: kept by checkpoints.
+    shape: of every batch; None until the first one decides it.
+    advantages: of the last `update`: trajectory id -> float32[turns], valid
+      members.
+    left_out: of the last `update`: see `examples.left_out`.
+  """
 
   def __init__(
       self,
-      model: Any,
+      model: base.Policy,
       processor: base.Processor,
       image_store: image_lib.ImageStore,
-      config: LearnerConfig,
+      config: LearnerConfig = LearnerConfig(),
+      algorithm: AlgorithmConfig = AlgorithmConfig(),
+      *,
+      sampling: policy_client.SamplingParams = policy_client.SamplingParams(),
+      gamma: float = 1.0,
+      seed: int = 0,
       mesh: Mesh | None = None,
-      reference: Any = None,
+      reference: base.Policy | None = None,
   ):
     """Args:
 
@@ -111,60 +111,53 @@ class Learner:
         `banned_token_ids`, `pad_token_id` and `vocab_size`.
       processor: its host side.
       image_store: pixels of the images that trajectories refer to.
-      config: see there.
+      config: optimizer and batches.
+      algorithm: names the parts of the loss.
+      sampling: parameters that the episodes are sampled with; read are
+        temperature, top_k and top_p.
+      gamma: discount a turn, for estimators of turns; in [0, 1].
+      seed: of the order of groups in minibatches.
       mesh: as of `sharding.make_mesh`; None is the default device.
       reference: module of the same structure that the KL term is measured to;
         copied. Needed when kl_coef > 0.
 
     Raises:
-      ValueError: rows that do not divide over the mesh, or a KL term without
-        a reference.
+      ValueError: an unknown algorithm, sampling that it cannot learn from,
+        rows that do not divide over the mesh, or a KL term without a
+        reference.
     """
+    if not 0 <= gamma <= 1:
+      raise ValueError(f"gamma must be in [0, 1], got {gamma}")
     self.config = config
-    self.mesh = mesh
-    self.counters = Counters()
+    self.algorithm = parts.Algorithm.of(algorithm)
+    self.algorithm.check_sampling(sampling)
+    self.gamma = gamma
+    self.seed = seed
+    self.counters = LearnerCounters()
     self.advantages: Mapping[str, np.ndarray] = {}
-    """Of the last `update`: trajectory id -> float32[turns], valid members."""
     self.left_out: Mapping[str, tuple[str, ...]] = {}
-    """Of the last `update`: see `examples.left_out`."""
-    self._processor = processor
     self._split = update.SplitModel(model)
     self._placement = update.Placement.of(self._split, model, mesh)
+    self._buffers = self._placement.shards
+    _check_division(config, self._buffers, mesh)
     about = model.config
     banned = tuple(getattr(about, "banned_token_ids", ()))
-    self._programs = update.Programs(
+    self._programs = update.UpdatePrograms(
         self._split,
         config,
+        self.algorithm,
         logprobs.banned_mask(about.vocab_size, banned) if banned else None,
         self._placement,
-        proximal_is_current=config.minibatches * config.epochs == 1,
+        temperature=sampling.temperature,
     )
     self._params = self._place(self._split.params_of(model))
     self._frozen = {
         name: jax.device_put(value, self._placement.frozen[name])
         for name, value in self._split.frozen_of(model).items()
     }
-    self._reference = None
-    if config.kl_coef:
-      if reference is None:
-        raise ValueError(
-            f"kl_coef={config.kl_coef} needs a reference model; pass reference="
-            " (the model itself, to stay near where training starts)"
-        )
-      self._reference = self._place(self._split.params_of(reference))
+    self._reference = self._reference_params(reference)
     self._opt_state = self._programs.init_optimizer(self._params)
     self._schedule = optimizer.make_schedule(config)
-    self._buffers = self._placement.shards
-    if config.rows % self._buffers:
-      raise ValueError(
-          f"rows={config.rows} must be a multiple of the {self._buffers} batch"
-          " shards of the mesh (data x fsdp)"
-      )
-    if mesh is not None and config.row_length % mesh.shape["sequence"]:
-      raise ValueError(
-          f"row_length={config.row_length} must be a multiple of the"
-          f" {mesh.shape['sequence']} shards of the mesh's axis sequence"
-      )
     self._packer = batching.Packer(
         processor,
         image_store,
@@ -183,7 +176,21 @@ class Learner:
           config.targets,
       )
 
-  # --- what others see ------------------------------------------------------
+  def _reference_params(
+      self, reference: base.Policy | None
+  ) -> update.Params | None:
+    """A copy of the reference's parameters; None without a KL term."""
+    kl_coef = self.algorithm.config.kl_coef
+    if not kl_coef:
+      return None
+    if reference is None:
+      raise ValueError(
+          f"kl_coef={kl_coef} needs a reference model; pass reference="
+          " (the model itself, to stay near where training starts)"
+      )
+    return self._place(self._split.params_of(reference))
+
+  # --- parameters -----------------------------------------------------------
 
   @property
   def version(self) -> int:
@@ -220,28 +227,30 @@ class Learner:
     """
     if not groups:
       raise ValueError("an update needs at least one group")
-    clock = _Clock()
+    clock = readings_lib.Clock()
     config = self.config
     with clock("pack"):
       per_group, stats = example_lib.from_groups(
           groups,
-          advantages.ESTIMATORS.get(config.advantage),
-          advantages.AdvantageOptions(config.std_eps, config.gamma),
+          self.algorithm.estimate,
+          advantages.AdvantageOptions(
+              self.algorithm.config.std_eps, self.gamma
+          ),
       )
     self.advantages = stats.advantages
     metrics = stats.metrics()
-    metrics |= _sampled_metrics(
+    metrics |= readings_lib.of_samples(
         [e for group in per_group for e in group], self.version
     )
     order = np.arange(len(per_group))
     if config.minibatches > 1:
-      rng = np.random.default_rng([config.seed, self.counters.updates])
+      rng = np.random.default_rng([self.seed, self.counters.updates])
       order = rng.permutation(order)
-    parts = [
+    minibatches = [
         [e for i in part for e in per_group[i]]
         for part in np.array_split(order, config.minibatches)
     ]
-    learned, skipped = self._learn(parts, clock)
+    learned, skipped = self._learn(minibatches, clock)
     self.left_out = example_lib.left_out(groups, skipped)
     return metrics | learned
 
@@ -253,23 +262,22 @@ class Learner:
     Raises:
       ValueError: the objective needs rewards, or as `update`.
     """
-    objective = objectives.OBJECTIVES.get(self.config.objective)
-    if objective.uses_advantages:
+    if self.algorithm.objective.uses_advantages:
       raise ValueError(
-          f"objective {self.config.objective!r} learns from rewarded groups;"
-          " use update(groups), or objective='behaviour_cloning'"
+          f"objective {self.algorithm.config.objective!r} learns from rewarded"
+          " groups; use update(groups), or objective='behaviour_cloning'"
       )
     if not sequences:
       raise ValueError("an update needs at least one sequence")
-    clock = _Clock()
+    clock = readings_lib.Clock()
     with clock("pack"):
       all_examples = example_lib.from_sequences(sequences)
-    parts = np.array_split(
-        np.arange(len(all_examples)), self.config.minibatches
-    )
-    learned, _ = self._learn(
-        [[all_examples[i] for i in p] for p in parts], clock
-    )
+    order = np.arange(len(all_examples))
+    minibatches = [
+        [all_examples[i] for i in part]
+        for part in np.array_split(order, self.config.minibatches)
+    ]
+    learned, _ = self._learn(minibatches, clock)
     return learned
 
   def sequence_logprobs(
@@ -293,7 +301,7 @@ class Learner:
     return out
 
   def _learn(
-      self, parts: Sequence[Sequence[Example]], clock: _Clock
+      self, minibatches: Sequence[Sequence[Example]], clock: readings_lib.Clock
   ) -> tuple[Metrics, list[tuple[Example, str]]]:
     """Optimizer steps on minibatches, `epochs` times.
 
@@ -301,33 +309,26 @@ class Learner:
       Readings, and the examples that were left out, with `examples`' reasons.
     """
     started = time.perf_counter()
-    before = dict(clock.seconds)
-    config, counters = self.config, self.counters
-    correction = importance.CORRECTIONS.get(config.importance)
+    before = sum(clock.seconds.values())
+    counters = self.counters
     skipped: list[tuple[Example, str]] = []
-    minibatches = []
+    packed: list[_Minibatch] = []
     with clock("pack"):
-      for part in parts:
-        kept, long = self._fitting(part)
-        skipped += [(e, example_lib.TOO_LONG) for e in long]
-        weighed = self._weigh(kept)
-        learned_from = {id(e) for e in weighed[0]} if weighed else set()
-        skipped += [
-            (e, example_lib.ZERO_ADVANTAGE)
-            for e in kept
-            if id(e) not in learned_from
-        ]
-        if weighed is not None:
-          minibatches.append(self._pack(*weighed))
-    if correction.needs_proximal and config.minibatches * config.epochs > 1:
+      for examples in minibatches:
+        minibatch, left = self._prepare(examples)
+        skipped += left
+        if minibatch is not None:
+          packed.append(minibatch)
+    corrected = self.algorithm.correction.needs_proximal
+    if corrected and self.config.steps_per_update > 1:
       with clock("score"):
-        self._score_into(minibatches, "proximal", self._params)
+        self._score_into(packed, "proximal", self._params)
     if self._reference is not None:
       with clock("score"):
-        self._score_into(minibatches, "reference", self._reference)
+        self._score_into(packed, "reference", self._reference)
     readings = []
-    for _ in range(config.epochs):
-      for minibatch in minibatches:
+    for _ in range(self.config.epochs):
+      for minibatch in packed:
         with clock("step"):
           readings.append(self._step(minibatch))
     counters.dropped_sequences += sum(
@@ -336,9 +337,9 @@ class Learner:
     counters.updates += 1
     counters.version += 1
     counters.empty_updates += not readings
-    stats = _add_stats([m.stats for m in minibatches])
-    seconds = time.perf_counter() - started + sum(before.values())
-    learned = _mean_readings(readings)
+    stats = batching.PackStats.total(m.stats for m in packed)
+    seconds = time.perf_counter() - started + before
+    learned = readings_lib.mean(readings)
     if learned:
       learned["learning_rate"] = float(
           self._schedule(max(counters.optimizer_steps - 1, 0))
@@ -355,12 +356,29 @@ class Learner:
             "version": float(counters.version),
             "seconds_learn": seconds,
             "learner_tokens_per_second": (
-                stats.sequence_tokens * config.epochs / max(seconds, 1e-9)
+                stats.sequence_tokens
+                * self.config.epochs
+                / max(seconds, 1e-9)
             ),
         }
         | {f"seconds_{k}": v for k, v in clock.seconds.items()}
     )
     return metrics, skipped
+
+  def _prepare(
+      self, examples: Sequence[Example]
+  ) -> tuple[_Minibatch | None, list[tuple[Example, str]]]:
+    """A minibatch, None if nothing in it has a gradient; and what it lacks."""
+    kept, long = self._fitting(examples)
+    skipped = [(e, example_lib.TOO_LONG) for e in long]
+    weighed = self._weigh(kept)
+    learned_from = {id(e) for e in weighed[0]} if weighed else set()
+    skipped += [
+        (e, example_lib.ZERO_ADVANTAGE)
+        for e in kept
+        if id(e) not in learned_from
+    ]
+    return None if weighed is None else self._pack(*weighed), skipped
 
   def _fitting(
       self, examples: Sequence[Example]
@@ -373,8 +391,8 @@ class Learner:
       raise ValueError(
           f"{len(long)} of {len(examples)} sequences are longer than"
           f" row_length={row_length} tokens (the longest has {worst}); raise"
-          " learner.row_length or lower engine.context_length (in code:"
-          " LearnerConfig.overlong='drop')"
+          " learner.row_length, lower rollout.context_length, or leave them"
+          " out with learner.overlong=drop"
       )
     return (
         [e for i, e in enumerate(examples) if i not in long],
@@ -391,14 +409,14 @@ class Learner:
     config = self.config
     if not examples:
       return None
-    weights_N = aggregation.AGGREGATORS.get(config.loss_aggregation)(
+    weights_N = self.algorithm.aggregate(
         aggregation.StepTokens(
             np.array([e.sequence.num_sampled for e in examples], np.int64),
             np.array([e.episode for e in examples], np.int64),
-            config.loss_length or config.row_length,
+            self.algorithm.config.loss_length or config.row_length,
         )
     )
-    if config.skip_zero_advantage and config.policy_gradient_only:
+    if config.skip_zero_advantage and self.algorithm.policy_gradient_only:
       keep = np.array([e.has_gradient for e in examples])
       weights_N = weights_N[keep]
       examples = [e for e, k in zip(examples, keep) if k]
@@ -488,14 +506,14 @@ class Learner:
     return {
         "counters": dataclasses.asdict(self.counters),
         "shape": dataclasses.asdict(self.shape) if self.shape else None,
-        "seed": self.config.seed,
+        "seed": self.seed,
     }
 
   def load(self, arrays: dict[str, Any], progress: dict[str, Any]) -> None:
     """Continues from `arrays` and `progress`, which are taken over.
 
     Raises:
-      ValueError: they are of another model, optimiser or seed.
+      ValueError: they are of another model, optimizer or seed.
     """
     old, new = jax.tree.structure(self.arrays()), jax.tree.structure(arrays)
     if old != new:
@@ -503,14 +521,14 @@ class Learner:
           "the checkpoint's arrays do not have this learner's structure;"
           " policy, optimizer, weight_decay and grad_clip must be as they were"
       )
-    if progress["seed"] != self.config.seed:
+    if progress["seed"] != self.seed:
       raise ValueError(
           f"the checkpoint was made with seed {progress['seed']}, this learner"
-          f" has seed {self.config.seed}"
+          f" has seed {self.seed}"
       )
     self._params = arrays["params"]
     self._opt_state = arrays["optimizer"]
-    self.counters = Counters(**progress["counters"])
+    self.counters = LearnerCounters(**progress["counters"])
     if self.shape is None and progress["shape"] is not None:
       shape = batching.BatchShape(**progress["shape"])
       least = self._suggest(())
@@ -526,46 +544,17 @@ class Learner:
         self.shape = shape
 
 
-# --- readings ---------------------------------------------------------------
-
-
-def _sampled_metrics(
-    examples: Sequence[Example], version: int
-) -> Metrics:
-  """About the sampled tokens of all valid episodes, skipped ones included."""
-  if not examples:
-    return {}
-  masks = [e.sequence.loss_mask for e in examples]
-  lag = version - np.concatenate(
-      [e.sequence.versions[m] for e, m in zip(examples, masks)]
-  )
-  values = np.concatenate([e.advantages[m] for e, m in zip(examples, masks)])
-  return {
-      "staleness_mean": float(lag.mean()),
-      "staleness_max": float(lag.max()),
-      "advantage_mean": float(values.mean()),
-      "advantage_std": float(values.std()),
-      "advantage_abs_max": float(np.abs(values).max()),
-      "completion_tokens": float(len(values)),
-  }
-
-
-def _mean_readings(readings: Sequence[Metrics]) -> Metrics:
-  """Means over optimizer steps, extremes of extremes; {} of no steps."""
-  out: Metrics = {}
-  for name in readings[0] if readings else ():
-    values = [r[name] for r in readings]
-    if name == "ratio_min":
-      out[name] = -max(values)
-    elif name.endswith("_max"):
-      out[name] = max(values)
-    else:
-      out[name] = math.fsum(values) / len(values)
-  return out
-
-
-def _add_stats(stats: Sequence[batching.PackStats]) -> batching.PackStats:
-  names = [f.name for f in dataclasses.fields(batching.PackStats)]
-  return batching.PackStats(
-      **{n: sum(getattr(s, n) for s in stats) for n in names}
-  )
+def _check_division(
+    config: LearnerConfig, buffers: int, mesh: Mesh | None
+) -> None:
+  """Raises ValueError unless rows and their tokens divide over the mesh."""
+  if config.rows % buffers:
+    raise ValueError(
+        f"rows={config.rows} must be a multiple of the {buffers} batch"
+        " shards of the mesh (data x fsdp)"
+    )
+  if mesh is not None and config.row_length % mesh.shape["sequence"]:
+    raise ValueError(
+        f"row_length={config.row_length} must be a multiple of the"
+        f" {mesh.shape['sequence']} shards of the mesh's axis sequence"
+    )

@@ -1,16 +1,16 @@
-"""From the queue to new weights, step after step.
+"""Runs the learner on the groups of a queue, step after step.
 
-One step: take groups, update, publish the weights, tell the queue the new
-version, emit events, save now and then. Synchronous and asynchronous training
-are this same loop; how far collecting may run ahead is the queue's business.
+One step: take groups, update, publish the weights, set the queue's version,
+emit events, save when a checkpoint is due. Synchronous and asynchronous
+training are this same loop; the queue decides how far collecting may run ahead.
 
 Promises: weights are published before the queue admits groups of their
 version; groups are acknowledged only when a checkpoint that contains them is
 on disk, and that checkpoint names them, for a process that dies in between; no
 wait is without a deadline or a way to stop it.
 
-Does not collect, evaluate, or decide when training ends: the caller does, with
-`step` or `run`.
+Does not: collect, evaluate, or decide when training ends: the caller does,
+with `step` or `run`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import concurrent.futures
 import queue as std_queue
 import threading
 import time
-from typing import Any, Callable
+from typing import Any, Callable, Iterable, Protocol, runtime_checkable
 
 from flax import nnx
 from tunix.rl.multi_turn.core import events
@@ -40,6 +40,27 @@ store before it takes a group."""
 _POLL_S = 0.2
 
 
+@runtime_checkable
+class GatedQueue(Protocol):
+  """The part of a `GroupQueue` that the loop uses beyond upstream's queue."""
+
+  max_staleness: int
+
+  def get_batch(
+      self, n: int | None = None, timeout: float | None = None
+  ) -> list[trajectory.TrajectoryGroup]:
+    ...
+
+  def set_version(self, version: int) -> None:
+    ...
+
+  def unacked(self) -> list[int]:
+    ...
+
+  def ack(self, indices: Iterable[int] | None = None) -> None:
+    ...
+
+
 class StarvedError(TimeoutError):
   """No complete batch of groups came within the deadline."""
 
@@ -53,11 +74,8 @@ class LearnerLoop:
       queue: data_queue.AbstractDataQueue[trajectory.TrajectoryGroup],
       publish: Publish,
       *,
-      groups_per_step: int,
-      publish_every: int = 1,
       observers: events.Observer | None = None,
       checkpoints: checkpoint_lib.LearnerCheckpoints | None = None,
-      checkpoint_every: int = 0,
       extras: Callable[[], dict[str, Any]] | None = None,
       updated: Callable[[], None] = lambda: None,
       wait_timeout_s: float | None = None,
@@ -65,47 +83,38 @@ class LearnerLoop:
   ):
     """Args:
 
-      learner: what is trained.
-      queue: of groups. A GroupQueue is also told versions and acknowledged
-        groups; of any other queue only `get` is used.
+      learner: the learner; its settings give `groups_per_step` and
+        `publish_every`.
+      queue: of groups. A `GatedQueue` also receives versions and
+        acknowledgements; of any other queue only `get` is used.
       publish: e.g. the rollout engine's `update_weights`.
-      groups_per_step: groups an update learns from.
-      publish_every: updates between two publications.
-      observers: get StepFinished and WeightsPublished.
-      checkpoints: where to save; None does not.
-      checkpoint_every: updates between two checkpoints; 0 leaves saving to
-        `save`.
-      extras: called at each save for what goes into the checkpoint beside the
-        learner and `CONSUMED`.
+      observers: receive StepFinished and WeightsPublished.
+      checkpoints: saved to every `checkpoints.config.every` updates; None
+        never saves.
+      extras: called at each save; returns values that the checkpoint holds
+        beside the learner and `CONSUMED`.
       updated: called after each update, before the queue admits groups of its
         version.
       wait_timeout_s: longest wait for one step's groups, in seconds; None
         waits until the queue closes or fails.
       publish_timeout_s: longest wait for published weights to arrive.
     """
-    for name, value in (
-        ("groups_per_step", groups_per_step),
-        ("publish_every", publish_every),
-    ):
-      if value < 1:
-        raise ValueError(f"{name} must be >= 1, got {value}")
-    staleness = getattr(queue, "max_staleness", None)
-    if staleness is not None and publish_every - 1 > staleness:
+    publish_every = learner.config.publish_every
+    gated = queue if isinstance(queue, GatedQueue) else None
+    if gated is not None and publish_every - 1 > gated.max_staleness:
       raise ValueError(
           f"publish_every={publish_every} lets tokens lag by"
-          f" {publish_every - 1} versions, but max_staleness={staleness}; every"
-          " group would be dropped"
+          f" {publish_every - 1} versions, but"
+          f" max_staleness={gated.max_staleness}; every group would be dropped"
       )
-    if checkpoint_every and checkpoints is None:
-      raise ValueError("checkpoint_every needs checkpoints")
     self.learner = learner
     self._queue = queue
+    self._gated = gated
     self._publish = publish
-    self._groups_per_step = groups_per_step
+    self._groups_per_step = learner.config.groups_per_step
     self._publish_every = publish_every
     self._observers = observers or events.Observers()
     self._checkpoints = checkpoints
-    self._checkpoint_every = checkpoint_every
     self._extras = extras or dict
     self._updated = updated
     self._wait_timeout_s = wait_timeout_s
@@ -115,7 +124,7 @@ class LearnerLoop:
     self._unacknowledged = False
 
   def publish(self) -> None:
-    """Publishes the present weights; also wanted once before the first step.
+    """Publishes the present weights. Call it once before the first step.
 
     Raises:
       TimeoutError: they did not arrive within the deadline.
@@ -142,8 +151,8 @@ class LearnerLoop:
 
     Raises:
       StarvedError: groups did not come within the deadline.
-      Exception: what the queue raises when it is closed or failed, and what
-        the learner raises about bad data.
+      Exception: the queue's, when it is closed or failed, and the learner's
+        about bad data.
     """
     self.settle()
     started = time.perf_counter()
@@ -159,9 +168,8 @@ class LearnerLoop:
     published = time.perf_counter()
     if step % self._publish_every == 0:
       self.publish()
-    set_version = getattr(self._queue, "set_version", None)
-    if set_version is not None:
-      set_version(self.learner.version)
+    if self._gated is not None:
+      self._gated.set_version(self.learner.version)
     metrics |= {
         "seconds_wait": waited,
         "seconds_publish": time.perf_counter() - published,
@@ -177,7 +185,8 @@ class LearnerLoop:
             self.learner.left_out,
         )
     )
-    if self._checkpoint_every and step % self._checkpoint_every == 0:
+    every = self._checkpoints.config.every if self._checkpoints else 0
+    if every and step % every == 0:
       self.save()
     return metrics
 
@@ -218,16 +227,14 @@ class LearnerLoop:
     if not self._unacknowledged or self._checkpoints is None:
       return
     self._checkpoints.wait()
-    acknowledge = getattr(self._queue, "ack", None)
-    if acknowledge is not None:
-      acknowledge(self._consumed)
+    if self._gated is not None:
+      self._gated.ack(self._consumed)
     self._consumed.clear()
     self._unacknowledged = False
 
   def _delivered(self) -> set[int]:
-    """What the queue has delivered to this loop and wants acknowledged."""
-    unacked = getattr(self._queue, "unacked", None)
-    return set() if unacked is None else set(unacked())
+    """Indices of delivered groups that the queue wants acknowledged."""
+    return set() if self._gated is None else set(self._gated.unacked())
 
   def _take(
       self, stop: threading.Event | None
@@ -236,11 +243,10 @@ class LearnerLoop:
     deadline = None
     if self._wait_timeout_s is not None:
       deadline = time.monotonic() + self._wait_timeout_s
-    get_batch = getattr(self._queue, "get_batch", None)
     while True:
       try:
-        if get_batch is not None:
-          return get_batch(self._groups_per_step, timeout=_POLL_S)
+        if self._gated is not None:
+          return self._gated.get_batch(self._groups_per_step, timeout=_POLL_S)
         self._pending.append(self._queue.get(block=True, timeout=_POLL_S))
         if len(self._pending) == self._groups_per_step:
           groups, self._pending = self._pending, []

@@ -1,4 +1,4 @@
-"""The optimiser: AdamW or Muon, a schedule, clipping by global norm.
+"""Builds the optimizer: AdamW or Muon, a schedule, clipping by global norm.
 
 Pure optax over a flat {name: array} of parameters. Muon (Jordan et al. 2024)
 orthogonalises the momentum of matrices; tables that are looked up rather than
@@ -23,11 +23,20 @@ def make_schedule(
   """Learning rate of optimizer step 0, 1, 2, …
 
   A linear rise over `warmup_steps` whose first step is not 0, then constant, or
-  falling by a line or a cosine to 0 at `total_steps`.
+  falling by a line or a cosine to 0 at `optimizer_steps`.
+
+  Raises:
+    ValueError: the schedule falls, and warm-up leaves no step for it.
   """
   peak = config.learning_rate if peak is None else peak
   warmup = config.warmup_steps
-  after = config.total_steps - warmup
+  after = config.optimizer_steps - warmup
+  if config.schedule != "constant" and after <= 0:
+    raise ValueError(
+        f"schedule={config.schedule!r} ends after"
+        f" {config.optimizer_steps} optimizer steps, but"
+        f" warmup_steps={warmup}; lower the second"
+    )
   if config.schedule == "constant":
     main = optax.constant_schedule(peak)
   elif config.schedule == "linear":

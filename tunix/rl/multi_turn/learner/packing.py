@@ -14,7 +14,7 @@ Axis names: R = rows of all batches opened so far; and those of `batching`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Sequence
+from typing import Any, Iterable, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory
@@ -82,6 +82,13 @@ class PackStats:
   targets: int
   patches: int
   patch_capacity: int
+
+  @classmethod
+  def total(cls, stats: Iterable[PackStats]) -> PackStats:
+    """Of several lists of batches together."""
+    stats = list(stats)
+    names = [field.name for field in dataclasses.fields(cls)]
+    return cls(**{n: sum(getattr(s, n) for s in stats) for n in names})
 
   def metrics(self) -> dict[str, float]:
     out = {

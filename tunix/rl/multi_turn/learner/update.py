@@ -28,6 +28,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+import numpy as np
 import optax
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
@@ -36,6 +37,7 @@ from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.learner.algorithms import importance
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import objectives
+from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import sharding
 
@@ -228,31 +230,33 @@ class Extra:
   reference: jax.Array
 
 
-class Programs:
+class UpdatePrograms:
   """The compiled programs of one model and configuration."""
 
   def __init__(
       self,
       split: SplitModel,
       config: config_lib.LearnerConfig,
-      banned_V: Any,
+      algorithm: parts.Algorithm,
+      banned_V: np.ndarray | None,
       placement: Placement,
-      proximal_is_current: bool,
+      temperature: float = 1.0,
   ):
     """Args:
 
       split: the model.
       config: of the learner.
+      algorithm: makes the loss.
       banned_V: bool[V] or None, see `logprobs.score`.
       placement: where arrays lie.
-      proximal_is_current: the proximal policy is the one being trained, as in
-        an update of a single optimizer step: no second forward pass.
+      temperature: of the sampler.
     """
     self._split = split
     self._config = config
+    self._algorithm = algorithm
     self._banned = banned_V
     self._placement = placement
-    self._proximal_is_current = proximal_is_current
+    self._temperature = temperature
     self._tx = optimizer.make_optimizer(config)
     params, one = placement.params, placement.replicated
     shapes = dict(zip(split.names, split.shapes))
@@ -311,25 +315,18 @@ class Programs:
       extra: Extra,
   ) -> tuple[jax.Array, Sums]:
     """Sum of weight x token loss over a batch, and its readings."""
-    config = self._config
-    model = self._split.merge(params, frozen)
-    scores = logprobs.batch_scores(
-        model,
-        batch,
-        temperature=config.temperature,
-        banned_V=self._banned,
-        chunk=config.logit_chunk,
-    )
+    algorithm, config = self._algorithm, self._algorithm.config
+    scores = self._scores(params, frozen, batch)
     lp = scores.logprobs
+    # In an update of a single step the proximal policy is the one being
+    # trained: no second forward pass.
     proximal = jax.lax.stop_gradient(lp)
-    if not self._proximal_is_current:
+    if self._config.steps_per_update > 1:
       proximal = extra.proximal
-    correction = importance.CORRECTIONS.get(config.importance)
-    anchor, weight = correction.apply(
+    anchor, weight = algorithm.correction.apply(
         proximal, batch.logprobs, importance.ImportanceOptions(config.tis_cap)
     )
-    objective = objectives.OBJECTIVES.get(config.objective)
-    token_loss, readings = objective.apply(
+    token_loss, readings = algorithm.objective.apply(
         objectives.TokenBatch(
             logprobs=lp,
             anchor=jax.lax.stop_gradient(anchor),
@@ -345,7 +342,7 @@ class Programs:
     readings["top_token"] = scores.top
     readings["logprob"] = lp
     most = {}
-    if objective.uses_advantages:
+    if algorithm.objective.uses_advantages:
       moved = jnp.clip(
           lp - batch.logprobs, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
       )
@@ -357,7 +354,7 @@ class Programs:
       most["ratio_min"] = -ratio
       most["logprob_gap_max"] = jnp.abs(moved)
     if config.kl_coef:
-      price = kl.ESTIMATORS.get(config.kl_estimator)(lp, extra.reference)
+      price = algorithm.kl(lp, extra.reference)
       token_loss = token_loss + config.kl_coef * price
       readings["kl"] = price
     if config.entropy_coef:
@@ -446,10 +443,15 @@ class Programs:
   def _score(
       self, params: Params, frozen: Params, batch: batching.Batch
   ) -> jax.Array:
+    return self._scores(params, frozen, batch).logprobs
+
+  def _scores(
+      self, params: Params, frozen: Params, batch: batching.Batch
+  ) -> logprobs.TokenScores:
     return logprobs.batch_scores(
         self._split.merge(params, frozen),
         batch,
-        temperature=self._config.temperature,
+        temperature=self._temperature,
         banned_V=self._banned,
         chunk=self._config.logit_chunk,
-    ).logprobs
+    )

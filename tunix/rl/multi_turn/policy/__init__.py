@@ -1,10 +1,28 @@
-"""Vision-language policies in flax nnx. Importing this costs a JAX import."""
+"""Vision-language policies in flax nnx, imported lazily.
 
-from tunix.rl.multi_turn.policy.base import PatchedImage
-from tunix.rl.multi_turn.policy.base import Policy
-from tunix.rl.multi_turn.policy.base import PolicyInputs
-from tunix.rl.multi_turn.policy.base import Processor
-from tunix.rl.multi_turn.policy.checkpoint import create_policy
-from tunix.rl.multi_turn.policy.checkpoint import load_policy
-from tunix.rl.multi_turn.policy.checkpoint import load_tokenizer
-from tunix.rl.multi_turn.policy.checkpoint import save_policy
+Naming one of `__all__` imports JAX; `policy.settings` does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "PatchedImage": "base",
+    "Policy": "base",
+    "PolicyInputs": "base",
+    "Processor": "base",
+    "create_policy": "checkpoint",
+    "load_policy": "checkpoint",
+    "load_tokenizer": "checkpoint",
+    "save_policy": "checkpoint",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _HOMES:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+  return getattr(module, name)

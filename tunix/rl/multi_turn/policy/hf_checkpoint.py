@@ -371,21 +371,11 @@ def save_model(
   if any(str(path[-1]).startswith("lora_") for path, _ in flat):
     raise ValueError(
         "the model has a LoRA adapter; merge it first (lora.merge) or save the"
-        " adapter alone (lora.save)"
+        " adapter alone (lora_files.save)"
     )
   directory = pathlib.Path(directory).expanduser()
   config = _config_json(model, source, stored)
   directory.mkdir(parents=True, exist_ok=True)
-  companions = {}
-  if source is not None:
-    source = pathlib.Path(source).expanduser()
-    if source.resolve() != directory.resolve():
-      companions = {
-          name: (source / name).read_bytes()
-          for name in _COMPANIONS
-          if (source / name).is_file()
-      }
-
   tensors = tensors_of(model)
   experts = [t for t in tensors if t.either_way]
   if any(t.square for t in experts):
@@ -397,7 +387,10 @@ def save_model(
   shapes = {key: where[key][0].shape for key in sorted(where)}
   sizes = {k: tensor_files.num_bytes(s, stored) for k, s in shapes.items()}
   files = tensor_files.split(sizes, max_file_bytes)
-  texts = {"config.json": tensor_files.json_bytes(config), **companions}
+  texts = {
+      "config.json": tensor_files.json_bytes(config),
+      **_companions(source, directory),
+  }
   if len(files) > 1:
     home = {key: name for name, keys in files.items() for key in keys}
     texts[INDEX] = tensor_files.json_bytes({
@@ -419,15 +412,38 @@ def save_model(
     for name in [*files, *texts]:
       part(name).unlink(missing_ok=True)
     raise
+  _take_place(directory, list(files), list(texts))
+  return directory
+
+
+def _companions(
+    source: str | pathlib.Path | None, directory: pathlib.Path
+) -> dict[str, bytes]:
+  """Tokenizer and processor files of `source`; {} if that is `directory`."""
+  if source is None:
+    return {}
+  source = pathlib.Path(source).expanduser()
+  if source.resolve() == directory.resolve():
+    return {}
+  return {
+      name: (source / name).read_bytes()
+      for name in _COMPANIONS
+      if (source / name).is_file()
+  }
+
+
+def _take_place(
+    directory: pathlib.Path, files: Sequence[str], texts: Sequence[str]
+) -> None:
+  """Puts a checkpoint's `*.part` files in the place of an older one's."""
   # The index is what makes several files a checkpoint: after the files.
   for name in [*files, *texts]:
-    part(name).replace(directory / name)
+    tensor_files.part(directory / name).replace(directory / name)
   if len(files) == 1:
     (directory / INDEX).unlink(missing_ok=True)
   for old in directory.iterdir():
     if _WEIGHT_FILE.fullmatch(old.name) and old.name not in files:
       old.unlink()
-  return directory
 
 
 def _config_json(

@@ -219,7 +219,7 @@ RUN_FIELDS = (
     "vision_tensor_parallel",
     "max_image_patches",
 )
-"""What may differ from a checkpoint's file: how it is run."""
+"""Fields that may differ from a checkpoint's file: those of running it."""
 
 
 def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
@@ -242,64 +242,12 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
   # Qwen2.5-VL of before transformers 4.52 has the decoder's fields at the top.
   text = dict(raw.get("text_config") or raw)
   vision = dict(raw.get("vision_config") or {})
-  rope = _rope(text, raw, family)
-  _refuse(
-      text.get("hidden_act", "silu") != "silu",
-      f"text hidden_act={text.get('hidden_act')!r}, only silu is known",
-  )
-  act = vision.get("hidden_act", _ACTIVATIONS[family])
-  _refuse(
-      act != _ACTIVATIONS[family],
-      f"vision hidden_act={act!r}, {family} has {_ACTIVATIONS[family]}",
-  )
-  _refuse(
-      bool(text.get("use_sliding_window")),
-      "use_sliding_window=true, the decoder has no windows here",
-  )
-  _refuse(
-      family != "qwen2_5_vl" and bool(text.get("attention_bias")),
-      "attention_bias=true, Qwen3-VL has none",
-  )
-  for name, want in (("temporal_patch_size", 2), ("in_channels", 3)):
-    got = vision.get(name, vision.get("in_chans", want) if want == 3 else want)
-    _refuse(got != want, f"vision {name}={got}, only {want} is known")
-  qwen2 = family == "qwen2_5_vl"
+  _check(family, text, vision)
   try:
-    heads, hidden = text["num_attention_heads"], text["hidden_size"]
     config = QwenVLConfig(
         family=family,
-        vision=VisionConfig(
-            depth=vision["depth"],
-            hidden_size=vision["hidden_size"],
-            intermediate_size=vision["intermediate_size"],
-            num_heads=vision["num_heads"],
-            out_hidden_size=vision["out_hidden_size"],
-            patch_size=vision.get("patch_size", 14 if qwen2 else 16),
-            spatial_merge_size=vision.get("spatial_merge_size", 2),
-            num_position_embeddings=(
-                0 if qwen2 else vision["num_position_embeddings"]
-            ),
-            deepstack_visual_indexes=(
-                () if qwen2 else tuple(vision["deepstack_visual_indexes"])
-            ),
-            window_size=vision.get("window_size", 112) if qwen2 else 0,
-            fullatt_block_indexes=(
-                tuple(vision["fullatt_block_indexes"]) if qwen2 else ()
-            ),
-        ),
-        text=TextConfig(
-            vocab_size=text["vocab_size"],
-            hidden_size=hidden,
-            intermediate_size=text["intermediate_size"],
-            num_hidden_layers=text["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=text.get("num_key_value_heads") or heads,
-            head_dim=text.get("head_dim") or hidden // heads,
-            rms_norm_eps=text.get("rms_norm_eps", 1e-5 if qwen2 else 1e-6),
-            rope_theta=float(rope["rope_theta"]),
-            mrope_section=tuple(rope["mrope_section"]),
-            **_experts(text, family),
-        ),
+        vision=_vision(vision, family),
+        text=_text(text, raw, family),
         tie_word_embeddings=bool(
             raw.get(
                 "tie_word_embeddings", text.get("tie_word_embeddings", False)
@@ -321,6 +269,79 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
         f" {', '.join(RUN_FIELDS)}"
     )
   return dataclasses.replace(config, **changes)
+
+
+def _check(
+    family: str, text: Mapping[str, Any], vision: Mapping[str, Any]
+) -> None:
+  """Refuses fields that ask for more than is computed here."""
+  _refuse(
+      text.get("hidden_act", "silu") != "silu",
+      f"text hidden_act={text.get('hidden_act')!r}, only silu is known",
+  )
+  act = vision.get("hidden_act", _ACTIVATIONS[family])
+  _refuse(
+      act != _ACTIVATIONS[family],
+      f"vision hidden_act={act!r}, {family} has {_ACTIVATIONS[family]}",
+  )
+  _refuse(
+      bool(text.get("use_sliding_window")),
+      "use_sliding_window=true, the decoder has no windows here",
+  )
+  _refuse(
+      family != "qwen2_5_vl" and bool(text.get("attention_bias")),
+      "attention_bias=true, Qwen3-VL has none",
+  )
+  for name, want in (("temporal_patch_size", 2), ("in_channels", 3)):
+    got = vision.get(name, vision.get("in_chans", want) if want == 3 else want)
+    _refuse(got != want, f"vision {name}={got}, only {want} is known")
+
+
+def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
+  """The tower; raises KeyError for a field that the file lacks."""
+  qwen2 = family == "qwen2_5_vl"
+  return VisionConfig(
+      depth=vision["depth"],
+      hidden_size=vision["hidden_size"],
+      intermediate_size=vision["intermediate_size"],
+      num_heads=vision["num_heads"],
+      out_hidden_size=vision["out_hidden_size"],
+      patch_size=vision.get("patch_size", 14 if qwen2 else 16),
+      spatial_merge_size=vision.get("spatial_merge_size", 2),
+      num_position_embeddings=(
+          0 if qwen2 else vision["num_position_embeddings"]
+      ),
+      deepstack_visual_indexes=(
+          () if qwen2 else tuple(vision["deepstack_visual_indexes"])
+      ),
+      window_size=vision.get("window_size", 112) if qwen2 else 0,
+      fullatt_block_indexes=(
+          tuple(vision["fullatt_block_indexes"]) if qwen2 else ()
+      ),
+  )
+
+
+def _text(
+    text: Mapping[str, Any], raw: Mapping[str, Any], family: str
+) -> TextConfig:
+  """The decoder; raises KeyError for a field that the file lacks."""
+  rope = _rope(text, raw, family)
+  heads, hidden = text["num_attention_heads"], text["hidden_size"]
+  return TextConfig(
+      vocab_size=text["vocab_size"],
+      hidden_size=hidden,
+      intermediate_size=text["intermediate_size"],
+      num_hidden_layers=text["num_hidden_layers"],
+      num_attention_heads=heads,
+      num_key_value_heads=text.get("num_key_value_heads") or heads,
+      head_dim=text.get("head_dim") or hidden // heads,
+      rms_norm_eps=text.get(
+          "rms_norm_eps", 1e-5 if family == "qwen2_5_vl" else 1e-6
+      ),
+      rope_theta=float(rope["rope_theta"]),
+      mrope_section=tuple(rope["mrope_section"]),
+      **_experts(text, family),
+  )
 
 
 def _rope(

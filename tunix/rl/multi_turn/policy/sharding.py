@@ -1,13 +1,13 @@
-"""Meshes and where arrays lie on them.
+"""Makes meshes, and places arrays on them.
 
 Axes: `data` copies the model and splits the batch, `fsdp` splits both,
 `sequence` splits the model and the tokens of a row, `tensor` splits the model
 within a layer. Every parameter carries the names of its dimensions' mesh axes
 (metadata `axes`, set where it is created): a name, a tuple of names, or None;
-what is split over `fsdp` is split over `sequence` too. A dimension that the
+a dimension split over `fsdp` is split over `sequence` too. A dimension that the
 mesh does not divide evenly is split over fewer of them, at worst replicated.
 
-Axis types are Auto: the compiler places what is not placed here.
+Axis types are Auto: the compiler places all other arrays.
 """
 
 from __future__ import annotations
@@ -21,14 +21,34 @@ from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+from tunix.rl.multi_turn.policy import settings
 
 AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH_AXES = ("data", "fsdp")
 MODEL_AXES = ("fsdp", "sequence", "tensor")
-"""All over which the model is split."""
+"""Axes over which the model is split."""
 
 TOKENS = (BATCH_AXES, "sequence")
 """Of activations [rows, tokens, …] between layers."""
+
+
+def mesh_of(config: settings.MeshConfig) -> Mesh | None:
+  """The configured mesh; None for a single device.
+
+  Raises:
+    ValueError: it is not made of all devices.
+  """
+  if config.devices == 1:
+    return None
+  if config.devices != jax.device_count():
+    raise ValueError(
+        "mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor ="
+        f" {config.devices}, but JAX sees {jax.device_count()}"
+        f" {jax.default_backend()} devices; set them to multiply to that"
+    )
+  return make_mesh(
+      config.data, config.fsdp, config.tensor, sequence=config.sequence
+  )
 
 
 def make_mesh(
@@ -43,7 +63,7 @@ def make_mesh(
 
   Args:
     data, fsdp, tensor, sequence: sizes; one of them may be -1, which takes
-      what is left.
+      the remaining devices.
     devices: default: all.
 
   Raises:

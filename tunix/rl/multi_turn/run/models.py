@@ -18,6 +18,7 @@ from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.environments import spec as environment_spec
+from tunix.rl.multi_turn.learner import config as learner_config
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
@@ -59,18 +60,10 @@ class LoadedPolicy:
 
 def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
   """The configured mesh; None for a single device."""
-  shape = config.mesh
-  count = shape.data * shape.fsdp * shape.sequence * shape.tensor
-  if count == 1:
-    return None
-  if count != jax.device_count():
-    raise ConfigError([
-        f"mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor = {count}, but"
-        f" JAX sees {jax.device_count()} {jax.default_backend()} devices"
-    ])
-  return sharding.make_mesh(
-      shape.data, shape.fsdp, shape.tensor, sequence=shape.sequence
-  )
+  try:
+    return sharding.mesh_of(config.mesh)
+  except ValueError as error:
+    raise ConfigError([str(error)]) from None
 
 
 def make_policy(
@@ -269,52 +262,76 @@ def make_learner(
     policy: LoadedPolicy,
     image_store: images_lib.ImageStore,
     mesh: jax.sharding.Mesh | None,
-    *,
-    cloning: bool = False,
 ) -> learner_lib.Learner:
-  """The learner of the run, or (`cloning`) of its warm start.
+  """The learner of GRPO; its KL term is measured to `policy`."""
+  return _make_learner(
+      config,
+      policy,
+      image_store,
+      mesh,
+      config.learner,
+      config.algorithm,
+      reference=policy.model if config.algorithm.kl_coef else None,
+  )
 
-  The KL term of a run is measured to `policy`.
-  """
-  changes: dict[str, Any] = {
-      "seed": config.run.seed,
-      "gamma": config.collect.gamma,
-  }
-  if cloning:
-    changes |= {
-        "objective": "behaviour_cloning",
-        # Fast from nothing, but it would overwrite what is there already.
-        "optimizer": "adamw" if warm_start_source(config) else "muon",
-        "learning_rate": config.warm_start.learning_rate,
-        "schedule": "cosine",
-        "total_steps": config.warm_start.steps,
-        "warmup_steps": min(20, config.warm_start.steps // 2),
-        "kl_coef": 0.0,
-        "entropy_coef": 0.0,
-        "minibatches": 1,
-        "epochs": 1,
-    }
-  else:
-    optimizer_steps = (
-        config.learner.steps * config.learner.minibatches
-        * config.learner.epochs
-    )
-    changes["total_steps"] = max(1, optimizer_steps)
+
+def make_cloning_learner(
+    config: TrainConfig,
+    policy: LoadedPolicy,
+    image_store: images_lib.ImageStore,
+    mesh: jax.sharding.Mesh | None,
+) -> learner_lib.Learner:
+  """The learner of the warm start's behaviour cloning."""
+  warm = config.warm_start
+  return _make_learner(
+      config,
+      policy,
+      image_store,
+      mesh,
+      dataclasses.replace(
+          config.learner,
+          steps=warm.steps,
+          minibatches=1,
+          epochs=1,
+          # Fast from nothing, but it would overwrite what is there already.
+          optimizer="adamw" if warm_start_source(config) else "muon",
+          learning_rate=warm.learning_rate,
+          schedule="cosine",
+          warmup_steps=min(20, warm.steps // 2),
+      ),
+      dataclasses.replace(
+          config.algorithm,
+          objective="behaviour_cloning",
+          kl_coef=0.0,
+          entropy_coef=0.0,
+      ),
+  )
+
+
+def _make_learner(
+    config: TrainConfig,
+    policy: LoadedPolicy,
+    image_store: images_lib.ImageStore,
+    mesh: jax.sharding.Mesh | None,
+    settings: learner_config.LearnerConfig,
+    algorithm: learner_config.AlgorithmConfig,
+    reference: Any = None,
+) -> learner_lib.Learner:
   try:
-    learner_config = learner_lib.LearnerConfig.from_sections(
-        config.algorithm, config.learner, config.sampling, **changes
+    return learner_lib.Learner(
+        policy.model,
+        policy.processor,
+        image_store,
+        settings,
+        algorithm,
+        sampling=config.sampling,
+        gamma=config.collect.gamma,
+        seed=config.run.seed,
+        mesh=mesh,
+        reference=reference,
     )
   except ValueError as error:
     raise ConfigError([f"learner: {error}"]) from None
-  reference = policy.model if learner_config.kl_coef else None
-  return learner_lib.Learner(
-      policy.model,
-      policy.processor,
-      image_store,
-      learner_config,
-      mesh=mesh,
-      reference=reference,
-  )
 
 
 def make_store(

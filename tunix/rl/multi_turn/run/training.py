@@ -44,7 +44,7 @@ class Training:
         config, run.policy, run.images, run.mesh
     )
     self._checkpoints = checkpoint_lib.LearnerCheckpoints(
-        run.directory / "checkpoints", keep=config.checkpoint.keep
+        run.directory / "checkpoints", config.checkpoint
     )
     extras: dict[str, Any] = {}
     if run.resuming and self._checkpoints.steps():
@@ -61,11 +61,8 @@ class Training:
         self._learner,
         self._queue,
         run.engine.update_weights,
-        groups_per_step=config.learner.groups_per_step,
-        publish_every=config.learner.publish_every,
         observers=metrics,
         checkpoints=self._checkpoints,
-        checkpoint_every=config.checkpoint.every,
         publish_timeout_s=config.external.load_timeout_s,
         extras=lambda: {"collect": self._collecting.state_dict()},
         updated=self._hold_when_due,
@@ -154,10 +151,8 @@ class Training:
 
     return group_queue.GroupQueue(
         config.learner.groups_per_step,
-        config.queue.max_staleness,
-        capacity=config.queue_capacity,
+        config.queue,
         order="admission" if config.lockstep else "ready",
-        stale_policy=config.queue.stale_policy,
         version=version,
         store=self._run.store,
         on_drop=dropped,

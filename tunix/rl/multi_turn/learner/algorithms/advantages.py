@@ -15,6 +15,9 @@ from typing import Callable
 
 import numpy as np
 from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.learner import config as config_lib
+
+_DEFAULTS = config_lib.AlgorithmConfig()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +52,7 @@ class GroupRewards:
 class AdvantageOptions:
   """`std_eps` is added to the standard deviation; `gamma` discounts a turn."""
 
-  std_eps: float = 1e-6
+  std_eps: float = _DEFAULTS.std_eps
   gamma: float = 1.0
 
 

@@ -17,14 +17,17 @@ from typing import Callable
 import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner.algorithms import kl
+
+_DEFAULTS = config_lib.AlgorithmConfig()
 
 
 @dataclasses.dataclass(frozen=True)
 class ImportanceOptions:
   """`cap` truncates the ratio of learner to sampler."""
 
-  cap: float = 2.0
+  cap: float = _DEFAULTS.tis_cap
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,10 @@ from typing import Callable
 import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner.algorithms import kl
+
+_DEFAULTS = config_lib.AlgorithmConfig()
 
 
 @jax.tree_util.register_dataclass
@@ -41,8 +44,8 @@ class TokenBatch:
 class ObjectiveOptions:
   """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
 
-  clip_low: float = 0.2
-  clip_high: float = 0.28
+  clip_low: float = _DEFAULTS.clip_low
+  clip_high: float = _DEFAULTS.clip_high
 
 
 Readings = dict[str, jax.Array]

@@ -99,12 +99,8 @@ class WarmStart:
     """Behaviour cloning on demonstrations."""
     config = self._config
     # Demonstrations may have to teach anything: all weights learn from them.
-    learner = models.make_learner(
-        config,
-        models.without_adapter(policy),
-        run.images,
-        self._mesh,
-        cloning=True,
+    learner = models.make_cloning_learner(
+        config, models.without_adapter(policy), run.images, self._mesh
     )
     source = self._demonstrations
     demonstrator = demonstrations.Demonstrator(
@@ -147,7 +143,9 @@ class WarmStart:
     """
     every = self._config.checkpoint.every
     with checkpoint_lib.LearnerCheckpoints(
-        self._directory / _CHECKPOINTS, keep=1
+        self._directory / _CHECKPOINTS, dataclasses.replace(
+            self._config.checkpoint, keep=1
+        )
     ) as checkpoints:
       if self._resuming and checkpoints.steps():
         checkpoints.restore(learner)

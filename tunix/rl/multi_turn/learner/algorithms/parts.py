@@ -1,0 +1,90 @@
+"""Resolves the names of an `AlgorithmConfig` to its five parts.
+
+A name is one of the part's registry, or "package.module:attribute". Refuses
+unknown names, naming the nearest known one, and sampling that the chosen parts
+cannot learn from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.learner import config as config_lib
+from tunix.rl.multi_turn.learner.algorithms import advantages
+from tunix.rl.multi_turn.learner.algorithms import aggregation
+from tunix.rl.multi_turn.learner.algorithms import importance
+from tunix.rl.multi_turn.learner.algorithms import kl
+from tunix.rl.multi_turn.learner.algorithms import objectives
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+  """An algorithm's settings and the functions that they name.
+
+  Attributes:
+    config: the settings.
+    estimate: advantages of a group's turns.
+    aggregate: weights of tokens in the loss.
+    correction: of tokens sampled by other weights.
+    objective: loss of a token.
+    kl: price of a token's distance to the reference.
+  """
+
+  config: config_lib.AlgorithmConfig
+  estimate: advantages.Estimator
+  aggregate: aggregation.Aggregator
+  correction: importance.Correction
+  objective: objectives.Objective
+  kl: kl.KlEstimator
+
+  @classmethod
+  def of(cls, config: config_lib.AlgorithmConfig) -> Algorithm:
+    """The algorithm that `config` names.
+
+    Raises:
+      ValueError: an unknown name.
+      ImportError: a path to nothing.
+    """
+    return cls(
+        config,
+        estimate=_find(advantages.ESTIMATORS, config.advantage),
+        aggregate=_find(aggregation.AGGREGATORS, config.loss_aggregation),
+        correction=_find(importance.CORRECTIONS, config.importance),
+        objective=_find(objectives.OBJECTIVES, config.objective),
+        kl=_find(kl.ESTIMATORS, config.kl_estimator),
+    )
+
+  @property
+  def policy_gradient_only(self) -> bool:
+    """Whether a sequence of advantage 0 has no gradient at all."""
+    config = self.config
+    return (
+        self.objective.uses_advantages
+        and config.kl_coef == 0
+        and config.entropy_coef == 0
+    )
+
+  def check_sampling(self, sampling: policy_client.SamplingParams) -> None:
+    """Raises ValueError unless tokens sampled like this can be learned from."""
+    if sampling.temperature <= 0:
+      raise ValueError(
+          f"temperature={sampling.temperature} must be > 0: greedy samples"
+          " carry no policy gradient"
+      )
+    truncated = sampling.top_k or sampling.top_p < 1
+    corrected = self.correction.needs_proximal
+    if truncated and self.objective.uses_advantages and not corrected:
+      raise ValueError(
+          f"top_k={sampling.top_k}, top_p={sampling.top_p}: the sampler's"
+          " log-probs are of a truncated distribution, which the learner does"
+          " not reproduce; sample without truncation or set importance='tis'"
+      )
+
+
+def _find(known: registry.Registry[T], name: str) -> T:
+  return registry.import_path(name) if ":" in name else known.get(name)

@@ -1,0 +1,114 @@
+"""Declares the policy's settings: the model, and the mesh that it lies on.
+
+`PolicyConfig` and `MeshConfig` are sections of a run's configuration.
+`POLICIES` holds the names of policies that need no directory.
+
+Does not: load anything, or import JAX.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Iterator, Literal
+
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.core import settings
+
+POLICIES: registry.Registry[str] = registry.Registry("policy", paths=False)
+"""Name -> size, as `checkpoint.create_policy` takes it."""
+
+POLICIES.register("tiny_vl", "tiny")
+POLICIES.register("qwen3_vl_tiny", "qwen3_vl_tiny")
+POLICIES.register("qwen2_5_vl_tiny", "qwen2_5_vl_tiny")
+
+
+def is_directory(policy_name: str) -> bool:
+  """Whether a policy's name is a path rather than a registered name."""
+  return os.sep in policy_name or policy_name.startswith((".", "~"))
+
+
+@settings.settings
+class PolicyConfig:
+  """The vision-language model."""
+
+  name: str = settings.setting(
+      "tiny_vl",
+      "tiny_vl: small, and shipped with weights. qwen3_vl_tiny: the published"
+      " architecture at a size for CPUs, shipped with weights too."
+      " qwen2_5_vl_tiny: likewise, random weights. Or a directory: one saved"
+      " here, or a checkpoint of Qwen2.5-VL or Qwen3-VL.",
+      registry="tunix.rl.multi_turn.policy.settings:POLICIES",
+  )
+  config: dict[str, Any] = settings.setting(
+      {},
+      "Overrides of the model's own configuration, e.g."
+      " policy.config.layers=6 with warm_start.source=none: weights of another"
+      " shape do not load.",
+  )
+  dtype: Literal["float32", "bfloat16"] = settings.setting(
+      "float32",
+      "Type of activations and matrix products; parameters and optimizer"
+      " state stay float32.",
+  )
+  trajectory_pixels: int = settings.setting(
+      0,
+      "Pixels that all screenshots of a prompt may have together; each is"
+      " resized to its share, by agent.max_images or gym.max_turns (Qwen-VL"
+      " only). 0 = as large as the policy takes them.",
+      unit="pixels",
+      ge=0,
+  )
+  lora_rank: int = settings.setting(
+      0,
+      "GRPO trains a low-rank adapter of this rank on frozen weights (Qwen-VL"
+      " only). 0 = all weights.",
+      ge=0,
+  )
+  lora_alpha: float = settings.setting(
+      0.0,
+      "The adapter counts alpha / rank times. 0 = twice the rank.",
+      ge=0,
+  )
+
+  def problems(self) -> Iterator[str]:
+    if "image_budget" in self.config:
+      yield (
+          "config.image_budget is no field of a policy; use trajectory_pixels"
+      )
+
+  def changes(self, images: int) -> dict[str, Any]:
+    """Fields of the model's configuration that differ from its own.
+
+    Args:
+      images: screenshots of a prompt that share `trajectory_pixels`.
+    """
+    changes = {"compute_dtype": self.dtype, **self.config}
+    if self.trajectory_pixels:
+      changes["image_budget"] = self.trajectory_pixels, images
+    return changes
+
+
+@settings.settings
+class MeshConfig:
+  """How devices are laid out; the product is the number of devices used."""
+
+  data: int = settings.setting(
+      1, "Batch shards with copies of the weights.", ge=1
+  )
+  fsdp: int = settings.setting(
+      1, "Batch shards that also shard weights.", ge=1
+  )
+  sequence: int = settings.setting(
+      1,
+      "Shards of a row's tokens, for rows too long for a device; weights are"
+      " sharded too.",
+      ge=1,
+  )
+  tensor: int = settings.setting(
+      1, "Shards of heads and hidden units.", ge=1
+  )
+
+  @property
+  def devices(self) -> int:
+    """Devices used."""
+    return self.data * self.fsdp * self.sequence * self.tensor
