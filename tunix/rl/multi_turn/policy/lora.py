@@ -34,7 +34,7 @@ from safetensors import numpy as safetensors_numpy
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import layers
-from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import tensor_files
 
@@ -135,7 +135,7 @@ def _ends_with(name: str, target: str) -> bool:
 
 
 def add(
-    model: qwen_vl.QwenVL,
+    model: qwen_text.QwenText,
     rank: int = 16,
     alpha: float = 32.0,
     targets: Sequence[str] = TARGETS,
@@ -357,7 +357,7 @@ def _merged(
 
 def save(
     directory: str | pathlib.Path,
-    model: qwen_vl.QwenVL,
+    model: qwen_text.QwenText,
     base_model_name: str = "",
 ) -> pathlib.Path:
   """Writes the adapter alone, as PEFT does.
@@ -446,7 +446,7 @@ def _target_modules(
   return short if meant == names else sorted(names)
 
 
-def load(directory: str | pathlib.Path, model: qwen_vl.QwenVL) -> None:
+def load(directory: str | pathlib.Path, model: qwen_text.QwenText) -> None:
   """Gives the model an adapter from PEFT's files, in place.
 
   Of any dtype there; float32 here, on the mesh that the weights lie on.
