@@ -92,8 +92,9 @@ class Run:
     self._cloning_steps = config.warm_start.steps
     self._start_from = assembly.warm_start_source(config)
     # A directory's own weights are there from the beginning.
-    self.starts_random = self._start_from != config.policy.name or (
-        config.policy.name in assembly.BUILT_IN
+    named = assembly.named_policy(config)
+    self.starts_random = not (
+        named.brings_weights and self._start_from == named.weights
     )
     self.policy = assembly.make_policy(
         config, self.mesh, "" if self.starts_random else self._start_from

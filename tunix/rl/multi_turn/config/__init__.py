@@ -127,6 +127,7 @@ ALIASES: dict[str, str] = {
 
 POLICY_PRESETS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_tiny": {"warm_start.source": "none"},
+    "qwen3_text_tiny": {"warm_start.source": "none"},
 }
 """Defaults that depend on policy.name: not all come with weights."""
 
@@ -159,15 +160,18 @@ def _resolve(layers: Sequence[Mapping[str, Any]]) -> TrainConfig:
       )
   gym = loader.unwrap(merged.get("gym.name", GymConfig.name))
   name = loader.unwrap(merged.get("policy.name"))
-  brings_weights = isinstance(name, str) and rollout.is_directory(name)
+  # Names that are none of ours, and start from no embedded weights.
+  is_open = isinstance(name, str) and (
+      rollout.is_directory(name) or rollout.is_factory(name)
+  )
   merged = {
       **gym_facts.of(str(gym)).preset,
-      **({"warm_start.source": "none"} if brings_weights else {}),
+      **({"warm_start.source": "none"} if is_open else {}),
       **POLICY_PRESETS.get(str(name), {}),
       **merged,
   }
   imports = merged.get("run.imports")
-  if brings_weights:
+  if is_open:
     merged.pop("policy.name")
   else:
     name = None

@@ -23,9 +23,13 @@ class PolicyConfig:
       "tiny_vl",
       "tiny_vl: small, and shipped with weights. qwen3_vl_tiny: the published"
       " architecture at a size for CPUs, shipped with weights too."
-      " qwen2_5_vl_tiny: likewise, random weights. Or a directory: one saved"
-      " here, or a checkpoint of Qwen2.5-VL or Qwen3-VL.",
-      choices=("tiny_vl", "qwen3_vl_tiny", "qwen2_5_vl_tiny"),
+      " qwen2_5_vl_tiny: likewise, random weights. qwen3_text_tiny: Qwen3"
+      " without a vision tower, random weights. Or a directory: one saved"
+      " here, or a checkpoint of Qwen2.5(-VL) or Qwen3(-VL). Or"
+      " package.module:factory, see docs/policies.md.",
+      choices=(
+          "tiny_vl", "qwen3_vl_tiny", "qwen2_5_vl_tiny", "qwen3_text_tiny",
+      ),
   )
   config: dict[str, Any] = _opt(
       {},
@@ -238,6 +242,11 @@ class CollectConfig:
 def is_directory(policy_name: str) -> bool:
   """Whether policy.name is a path, and not one of the names we know."""
   return os.sep in policy_name or policy_name.startswith((".", "~"))
+
+
+def is_factory(policy_name: str) -> bool:
+  """Whether policy.name is "package.module:factory", code of the user's."""
+  return ":" in policy_name and not is_directory(policy_name)
 
 
 def problems(

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import tokenizers
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import custom_policy
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
@@ -179,6 +180,8 @@ def _family(directory: pathlib.Path) -> Any:
   known |= dict.fromkeys(qwen_text_checkpoint.FAMILIES, qwen_text_checkpoint)
   if kind in known:
     return known[kind]
+  if kind == custom_policy.MODEL_TYPE:
+    raise ValueError(custom_policy.refusal(directory))
   raise ValueError(
       f"{directory} holds a model of type {kind!r}; policies here are"
       f" {', '.join(known)}"

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any, NoReturn, Sequence
+from typing import Any
 
 import jax
-import numpy as np
 import tokenizers
-from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
+from tunix.rl.multi_turn.policy import text_inputs
 
 FAMILIES = qwen_text_config.FAMILIES
 SMALL = ("qwen3_text_tiny",)
@@ -29,54 +27,9 @@ SMALL = ("qwen3_text_tiny",)
 _PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 
 
-@dataclasses.dataclass(frozen=True)
-class TextProcessor:
-  """`base.Processor` of a policy that reads text only.
-
-  Attributes:
-    policy: named by the error that refuses an image.
-  """
-
-  policy: str = "this policy"
-
-  patch_bytes: int = dataclasses.field(default=0, init=False)
-  patches_per_token: int = dataclasses.field(default=0, init=False)
-  position_axes: int = dataclasses.field(default=0, init=False)
-
-  def num_image_tokens(self, width: int, height: int) -> int:
-    """Refuses the image: raises a ValueError."""
-    self._refuse(width, height)
-
-  def patchify(self, pixels: np.ndarray) -> base.PatchedImage:
-    """Refuses the image: raises a ValueError."""
-    height, width = pixels.shape[:2]
-    self._refuse(width, height)
-
-  def positions(
-      self,
-      tokens: np.ndarray,
-      images: Sequence[trajectory.ImageSpan] = (),
-      start: int = 0,
-  ) -> np.ndarray:
-    """int32[T - start, 3]: start, start + 1, … on all three axes.
-
-    Raises:
-      ValueError: there are images.
-    """
-    for span in images:
-      self._refuse(span.image.width, span.image.height)
-    index = np.arange(start, len(tokens), dtype=np.int32)
-    return np.repeat(index[:, None], 3, axis=1)
-
-  def _refuse(self, width: int, height: int) -> NoReturn:
-    raise ValueError(
-        f"{self.policy} reads text only, and an image of {width}x{height} was"
-        " given; use a vision-language policy (policy=qwen3_vl_tiny, tiny_vl,"
-        " or a Qwen-VL checkpoint), or an environment without screenshots"
-    )
-
-
-Loaded = tuple[qwen_text.QwenText, TextProcessor, tokenizers.Tokenizer]
+Loaded = tuple[
+    qwen_text.QwenText, text_inputs.TextProcessor, tokenizers.Tokenizer
+]
 
 
 def small_config(
@@ -156,7 +109,7 @@ def load(
   model = hf_checkpoint.load_model(
       directory, mesh, **{name: getattr(config, name) for name in fields}
   )
-  return model, TextProcessor(str(directory)), encoder
+  return model, text_inputs.TextProcessor(str(directory)), encoder
 
 
 def save(
@@ -240,4 +193,4 @@ def _fresh(
     mesh: jax.sharding.Mesh | None,
 ) -> Loaded:
   model = qwen_checkpoint.random_model(config, seed, mesh)
-  return model, TextProcessor(name), encoder
+  return model, text_inputs.TextProcessor(name), encoder
