@@ -17,6 +17,7 @@ import types
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
@@ -24,6 +25,7 @@ from tunix.rl.multi_turn.environments.gyms.miniwob import gym as miniwob_gym
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import lora_files
+from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.run import assembly
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run.warm_start import cloning
@@ -304,9 +306,37 @@ def test_asynchronous_is_the_same_code(tmp_path):
     assert step["staleness_max"] <= 2
 
 
+def test_a_policy_of_the_users_trains_and_is_loaded_by_its_name(tmp_path):
+  policy = ["policy=their_policy:create", "policy.config.layers=1"]
+  assert small_runs.run_train(tmp_path, *policy, "name=a", "steps=2") == 0
+  saved = tmp_path / "a" / "policy"
+  assert small_runs.metrics_of(tmp_path / "a")[-1]["step"] == 2
+  again = [*policy, "warm_start.source=path", f"warm_start.path={saved}"]
+  with small_runs.make_run(tmp_path / "b", *again, "name=b") as run:
+    run.warm_start()
+    found = policy_files.named_parameters(run.policy.model)
+  with safe_open(saved / "model.safetensors", "numpy") as file:
+    assert set(file.keys()) == set(found)
+    for name, value in found.items():
+      np.testing.assert_array_equal(value, file.get_tensor(name))
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        (
+            ["policy=qwen3_text_tiny"],
+            ["qwen3_text_tiny reads text only", "vision-language"],
+        ),
+        (["policy=no_such:create"], ["policy.name", "no_such:create"]),
+        (
+            ["policy=their_policy:create", "policy.config.layer=1"],
+            ["their_policy:create", "'layer'", "'layers'"],
+        ),
+        (
+            ["policy=their_policy:create", "policy.trajectory_pixels=9"],
+            ["trajectory_pixels=9", "their_policy:create"],
+        ),
         (["tasks=[click-buton]"], ["click-buton", "click-button"]),
         (["learner.stepz=3"], ["stepz", "steps"]),
         (["collect.group_size=1"], ["group_size"]),

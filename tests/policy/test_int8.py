@@ -170,7 +170,7 @@ def test_what_did_not_change_is_not_rounded_again():
 
 def test_a_policy_without_such_matrices_is_refused():
   model, _, _ = checkpoint.create_policy("nano")
-  with pytest.raises(ValueError, match="int8 weights are for Qwen-VL"):
+  with pytest.raises(ValueError, match="int8 weights are for Qwen policies"):
     int8.quantized(model)
 
 

@@ -33,7 +33,8 @@ class Shapes:
     tokens: tokens a row of a prefill call; longer suffixes are chunked.
     windows: cache positions a call may touch; the last is the context length.
     images: images of an encode call.
-    patches: patches of an image; larger images are refused.
+    patches: patches of an image; larger images are refused. () for a text
+      policy.
     steps: tokens a decode call samples at most (K).
     fixed_rows: use only the largest rows and images. Windows and chunks follow
       from a request alone; with this all shapes it meets do, whoever shares
@@ -53,6 +54,8 @@ class Shapes:
     fixed = ("decode_rows", "prefill_rows", "images")
     for name in (*fixed, "tokens", "windows", "patches"):
       value = tuple(sorted(set(getattr(self, name))))
+      if name == "patches" and not value:
+        continue  # A text policy: nothing is ever encoded.
       if not value or value[0] < 1:
         raise ValueError(f"{name} buckets must be positive, got {value}")
       if self.fixed_rows and name in fixed:
@@ -116,6 +119,8 @@ def choose(
     patch_buckets = {n * per_token for n in image_tokens} or {
         context_length * per_token
     }
+  if not per_token:
+    patch_buckets = ()
   for patches in patch_buckets:
     if patches % per_token:
       raise ValueError(

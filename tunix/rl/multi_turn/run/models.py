@@ -21,25 +21,17 @@ from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import config as learner_config
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
-from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
+from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import lora_files
 from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
-from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.run import external_engine
 from tunix.rl.queue import group_store
 
 TrainConfig = config_lib.TrainConfig
 ConfigError = config_lib.ConfigError
-
-BUILT_IN = {
-    "tiny_vl": "tiny",
-    "qwen3_vl_tiny": "qwen3_vl_tiny",
-    "qwen2_5_vl_tiny": "qwen2_5_vl_tiny",
-}
-"""policy.name of what needs no directory -> its size."""
-
 
 @dataclasses.dataclass
 class LoadedPolicy:
@@ -80,29 +72,20 @@ def make_policy(
     ConfigError: no such directory, or weights of another shape.
   """
   changes = _policy_changes(config)
-  name = config.policy.name
+  name, named = config.policy.name, named_policy(config)
   screen = (config.gym.width, config.gym.height)
   try:
     if source:
-      loaded = policy_checkpoint.load_policy(source, mesh, screen, **changes)
+      loaded = named.load(source, mesh, screen, **changes)
     else:
-      seed = config.run.seed
-      if name in BUILT_IN:
-        loaded = policy_checkpoint.create_policy(
-            BUILT_IN[name], seed, tokenizer_source(config), mesh, screen,
-            **changes,
-        )  # pyformat: disable
-      else:  # A directory: its sizes, without its weights.
-        loaded = policy_checkpoint.create_like(
-            name, seed, mesh, screen, **changes
-        )
+      loaded = named.create(config.run.seed, mesh, screen, **changes)
   except (FileNotFoundError, ValueError, TypeError) as error:
     raise ConfigError([f"policy {source or name}: {error}"]) from None
   model, processor, tokenizer = loaded
-  if config.mesh.sequence > 1 and not isinstance(model, qwen_vl.QwenVL):
+  if config.mesh.sequence > 1 and not isinstance(model, qwen_text.QwenText):
     raise ConfigError([
         f"mesh.sequence={config.mesh.sequence}: {name} cannot split its rows;"
-        " use mesh.fsdp, or a Qwen-VL policy"
+        " use mesh.fsdp, or a Qwen policy"
     ])
   add_adapter(config, model)
   renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
@@ -118,11 +101,11 @@ def add_adapter(config: TrainConfig, model: Any) -> None:
   rank = config.policy.lora_rank
   if not rank:
     return
-  if not isinstance(model, qwen_vl.QwenVL):
+  if not isinstance(model, qwen_text.QwenText):
     raise ConfigError([
         f"policy.lora_rank={rank}: policy.name={config.policy.name} takes no"
         " adapter; train all its weights (policy.lora_rank=0), or use a"
-        " Qwen-VL policy"
+        " Qwen policy"
     ])
   lora.add(
       model,
@@ -135,7 +118,7 @@ def add_adapter(config: TrainConfig, model: Any) -> None:
 def without_adapter(policy: LoadedPolicy) -> LoadedPolicy:
   """The policy that the adapter was put on; weights are shared."""
   model = policy.model
-  if isinstance(model, qwen_vl.QwenVL) and lora.has_adapter(model):
+  if isinstance(model, qwen_text.QwenText) and lora.has_adapter(model):
     base = nnx.clone(model)
     lora.remove(base)
     policy = dataclasses.replace(policy, model=base)
@@ -146,65 +129,64 @@ def save_policy(
     config: TrainConfig, directory: pathlib.Path, model: Any
 ) -> None:
   """Writes a policy directory: an adapter merged, and by itself beside it."""
-  if isinstance(model, qwen_vl.QwenVL) and lora.has_adapter(model):
-    lora.save(
+  if isinstance(model, qwen_text.QwenText) and lora.has_adapter(model):
+    lora_files.save(
         directory / "adapter", model, base_model_name=config.policy.name
     )
     lora.merge(model)
-  policy_checkpoint.save_policy(directory, model, tokenizer_source(config))
+  named_policy(config).save(directory, model)
 
 
 def tokenizer_file(config: TrainConfig) -> pathlib.Path | None:
-  """The policy's tokenizer.json; None where its directory has none."""
-  path = policy_files.resolve(tokenizer_source(config)) / "tokenizer.json"
+  """The policy's tokenizer.json; None where it has no such file."""
+  source = named_policy(config).tokenizer
+  if not source:
+    return None
+  path = policy_files.resolve(source) / "tokenizer.json"
   return path if path.is_file() else None
 
 
-def tokenizer_source(config: TrainConfig) -> str:
-  """Directory or shipped name whose tokenizer the policy uses."""
-  return "tiny_vl" if config.policy.name in BUILT_IN else config.policy.name
+def named_policy(config: TrainConfig) -> by_name.NamedPolicy:
+  """The policy that policy.name stands for.
+
+  Raises:
+    ConfigError: it names a factory that is not there.
+  """
+  try:
+    return by_name.resolve(config.policy.name)
+  except ValueError as error:
+    raise ConfigError([f"policy.name: {error}"]) from error
 
 
 def _policy_changes(config: TrainConfig) -> dict[str, Any]:
   policy = config.policy
-  changes = {"compute_dtype": policy.dtype, **policy.config}
-  if "image_budget" in changes:
+  if policy.trajectory_pixels and not named_policy(config).takes_image_budget:
     raise ConfigError([
-        "policy.config.image_budget is no field of a policy; use"
-        " policy.trajectory_pixels"
+        f"policy.trajectory_pixels={policy.trajectory_pixels}:"
+        f" policy.name={policy.name} resizes no screenshot; leave it at 0, or"
+        " use a Qwen-VL policy"
     ])
-  if policy.trajectory_pixels:
-    if _is_tiny_vl(policy.name):
-      raise ConfigError([
-          f"policy.trajectory_pixels={policy.trajectory_pixels}: tiny_vl sees"
-          " every screenshot at its own size; leave it at 0, or use a Qwen-VL"
-          " policy"
-      ])
-    # A screenshot comes before the first turn and after each but the last.
-    images = config.agent.max_images or config.environment.max_turns
-    changes["image_budget"] = policy.trajectory_pixels, images
-  return changes
-
-
-def _is_tiny_vl(name: str) -> bool:
-  if name in BUILT_IN:
-    return name == "tiny_vl"
-  try:
-    found = policy_checkpoint.load_config(name)
-  except (OSError, ValueError):
-    return False  # Loading it will say what is wrong.
-  return isinstance(found, tiny_vl.TinyVLConfig)
+  # A screenshot comes before the first turn and after each but the last.
+  return policy.changes(
+      config.agent.max_images or config.environment.max_turns
+  )
 
 
 def warm_start_source(config: TrainConfig) -> str:
   """Directory or shipped name of the weights a run starts from; "" = none."""
-  warm, name = config.warm_start, config.policy.name
+  warm, named = config.warm_start, named_policy(config)
   if warm.source == "path":
     return warm.path
-  # A directory brings its weights.
-  if name in BUILT_IN:
-    return name if warm.source == "embedded" else ""
-  return name
+  if named.brings_weights or warm.source == "embedded":
+    return named.weights
+  return ""
+
+
+def starts_random(config: TrainConfig, source: str) -> bool:
+  """Whether a run begins with random weights, replaced by `source`'s later."""
+  named = named_policy(config)
+  # A directory's own weights are there from the beginning.
+  return not (named.brings_weights and source == named.weights)
 
 
 def check_weights(
@@ -216,7 +198,8 @@ def check_weights(
     ConfigError: no policy directory, or one of another architecture.
   """
   try:
-    policy_checkpoint.check(source, policy.model, **_policy_changes(config))
+    changes = _policy_changes(config)
+    named_policy(config).check(source, policy.model, **changes)
   except (OSError, ValueError, TypeError) as error:
     raise ConfigError([
         f"warm start from {source}: {error}; policy.name and policy.config must"
@@ -233,7 +216,7 @@ def make_engine(
   """The rollout engine; not warmed up yet."""
   if config.rollout.via == "external":
     return external_engine.make_engine(
-        config, policy, image_store, tokenizer_source(config)
+        config, policy, image_store, named_policy(config).tokenizer
     )
   settings = dataclasses.replace(
       config.engine,

@@ -56,8 +56,7 @@ class WarmStart:
     self._directory = config.run_dir
     self._steps = config.warm_start.steps
     source = models.warm_start_source(config)
-    # A directory's own weights are there from the beginning.
-    self.starts_random = models.replaces_weights(config, source)
+    self.starts_random = models.starts_random(config, source)
     self.policy = models.make_policy(
         config, mesh, "" if self.starts_random else source
     )
