@@ -20,6 +20,7 @@ from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import custom_policy
 from tunix.rl.multi_turn.policy import qwen_text
+from tunix.rl.multi_turn.policy import settings
 from tunix.rl.multi_turn.policy import tiny_vl
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "policies.md"
@@ -100,7 +101,7 @@ def test_a_directory_brings_its_weights(tmp_path):
     ],
 )
 def test_a_factory_is_told_from_a_path(name, is_factory):
-  assert by_name.is_factory(name) == is_factory
+  assert settings.is_factory(name) == is_factory
 
 
 # --- factories ---------------------------------------------------------------

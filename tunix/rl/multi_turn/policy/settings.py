@@ -14,6 +14,7 @@ from typing import Any, Iterator, Literal
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import settings
 
+
 def is_directory(policy_name: str) -> bool:
   """Whether a policy's name is a path rather than a registered name."""
   return os.sep in policy_name or policy_name.startswith((".", "~"))
@@ -71,8 +72,8 @@ class PolicyConfig:
   trajectory_pixels: int = settings.setting(
       0,
       "Pixels that all screenshots of a prompt may have together; each is"
-      " resized to its share, by agent.max_images or environment.max_turns (Qwen-VL"
-      " only). 0 = as large as the policy takes them.",
+      " resized to its share, by agent.max_images or environment.max_turns"
+      " (Qwen-VL only). 0 = as large as the policy takes them.",
       unit="pixels",
       ge=0,
   )
