@@ -445,7 +445,6 @@ class Run:
         ),
         sampler,
         queue,
-        max_requeues=config.collect.max_requeues,
         task_from_json=gym_base.Task.from_json,
     )
     if self.resuming:

@@ -42,9 +42,9 @@ from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.run import external_engine
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.tools import screenshot
-from tunix.rl.multi_turn.trajectory_collector import deadlines
 from tunix.rl.multi_turn.trajectory_collector import groups
 from tunix.rl.multi_turn.trajectory_collector import model_calls
+from tunix.rl.multi_turn.trajectory_collector import settings as collecting
 from tunix.rl.queue import group_store
 
 TrainConfig = config_lib.TrainConfig
@@ -230,24 +230,25 @@ def make_collector(
   return groups.GroupCollector(
       episodes,
       model,
-      groups.GroupSettings(
+      collecting.CollectConfig(
           group_size=collect.group_size if training else 1,
           min_valid=collect.min_valid if training else 1,
-          max_steps=config.gym.max_turns,
+          max_requeues=collect.max_requeues,
           gamma=collect.gamma,
-          timeout=collect.episode_timeout_s,
-          deadlines=deadlines.Deadlines(
+          concurrency=config.rollout.concurrency,
+          deadlines=collecting.Deadlines(
               reset=collect.reset_timeout_s,
               model=collect.model_timeout_s,
               step=collect.step_timeout_s,
-              reward=collect.evaluate_timeout_s,
+              evaluate=collect.evaluate_timeout_s,
               close=collect.close_timeout_s,
               turn=collect.turn_timeout_s,
+              episode=collect.episode_timeout_s,
           ),
-          seed=config.run.seed,
-          max_episodes=config.rollout.concurrency,
-          split="train" if training else "eval",
       ),
+      max_turns=config.gym.max_turns,
+      seed=config.run.seed,
+      split="train" if training else "eval",
       observers=observers,
   )
 
