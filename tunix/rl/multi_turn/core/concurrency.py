@@ -424,8 +424,9 @@ async def create_or_rollback(
 
 # --- Calls by the process's own runner -----------------------------------------
 
-# Of code that gives no runner of its own; it waits for no clean-up.
-_RUNNER = CallRunner(grace=0.0)
+# Of code that gives no runner of its own. Cancelled code that itself awaits
+# tasks needs a moment to let go; a caller waits no longer than that.
+_RUNNER = CallRunner(grace=0.05)
 
 EPISODE_RUNNER = CallRunner(WorkerPool(name="tunix-collector-worker"))
 """The process's runner of episodes.

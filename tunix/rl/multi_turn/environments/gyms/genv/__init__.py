@@ -13,7 +13,7 @@ from tunix.rl.multi_turn.environments.gyms.genv.client import (
 from tunix.rl.multi_turn.environments.gyms.genv.client import (
     GenvUnknownTaskError,
 )
-from tunix.rl.multi_turn.environments.gyms.genv.client import Retry
+from tunix.rl.multi_turn.environments.gyms.genv.client import RETRIES
 from tunix.rl.multi_turn.environments.gyms.genv.client import Timeouts
 from tunix.rl.multi_turn.environments.gyms.genv.execution import (
     evaluate_execution,
