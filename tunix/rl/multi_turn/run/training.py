@@ -177,7 +177,6 @@ class Training:
         ),
         sampler,
         self._queue,
-        max_requeues=config.collect.max_requeues,
         task_from_json=gym_base.Task.from_json,
     )
     if run.resuming:

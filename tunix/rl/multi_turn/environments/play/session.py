@@ -52,6 +52,7 @@ class Session:
     """
     self._gym_name = gym_name
     self._gym = gym
+    self._calls = concurrency.Guarded(gym, name="the gym")
     self._out = out
     self._by = by
     self._only_solved = only_solved
@@ -127,7 +128,7 @@ class Session:
 
   async def close(self) -> None:
     """Idempotent."""
-    await self._call("close")
+    await self._calls.close(seconds=self._seconds)
 
   async def _target(self, action: gui_action.GuiAction) -> str | None:
     if self._oracle is None or action.x is None:
@@ -137,10 +138,7 @@ class Session:
     )
 
   async def _call(self, name: str, *args: Any) -> Any:
-    return await concurrency.acall(
-        getattr(self._gym, name), *args, seconds=self._seconds,
-        what=f"the gym's {name}",
-    )  # pyformat: disable
+    return await self._calls.call(name, *args, seconds=self._seconds)
 
 
 async def _value(found: Any, seconds: float) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import machines as machines_lib
@@ -53,7 +54,7 @@ def server_tasks(
     )
 
   async def ask() -> dict[str, int]:
-    http = machines_lib.Http(android_world.AndroidWorldError)
+    http = http_lib.Http(android_world.AndroidWorldError)
 
     async def get(url: str, path: str, seconds: float, **params: Any) -> Any:
       return await http.ask("GET", url + path, seconds, params=params)

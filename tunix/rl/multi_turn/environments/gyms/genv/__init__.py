@@ -17,7 +17,7 @@ __getattr__ = registry.lazy_attributes(
     __name__,
     client=(
         "GenvCapacityError GenvClient GenvError GenvExecutionLostError"
-        " GenvRequestError GenvUnavailableError GenvUnknownTaskError Retry"
+        " GenvRequestError GenvUnavailableError GenvUnknownTaskError RETRIES"
         " Timeouts"
     ),
     execution=(

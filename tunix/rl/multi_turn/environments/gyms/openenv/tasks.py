@@ -115,19 +115,17 @@ async def _ask(url: str, token: str) -> Any:
 
   async def call(method: str, path: str, body: Any = None) -> Any:
     try:
-      reply = await http.call(method, url + path, _SECONDS, body=body)
+      return await http.json(method, url + path, _SECONDS, body=body)
     except http_lib.CallError as error:
-      raise openenv.OpenEnvUnavailableError(
-          f"{error}; is that an OpenEnv server?"
-      ) from None
-    if reply.status in (404, 405, 501):
-      return None  # It has no task API, or none for this environment.
-    if not reply.ok:
-      raise openenv.OpenEnvRequestError(f"{url}{path}: {reply.quoted()}")
-    try:
-      return http_lib.json_of(reply.content)
-    except ValueError:
-      raise openenv.OpenEnvError(f"{url}{path}: no JSON") from None
+      if error.answer is None:
+        raise openenv.OpenEnvUnavailableError(
+            f"{error}; is that an OpenEnv server?"
+        ) from None
+      if error.answer.ok:
+        raise openenv.OpenEnvError(f"{url}{path}: no JSON") from None
+      if error.status in (404, 405, 501):
+        return None  # It has no task API, or none for this environment.
+      raise openenv.OpenEnvRequestError(str(error)) from None
 
   try:
     return await _listed(url, call)
