@@ -26,6 +26,7 @@ from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments import registry as env_registry
@@ -462,26 +463,25 @@ def make_engine(
     return external_engine.make_engine(
         config, policy, image_store, tokenizer_source(config)
     )
-  options: dict[str, Any] = {}
-  if rollout.prefill_buckets:
-    options["prefill_buckets"] = rollout.prefill_buckets
   try:
     return engine_lib.RolloutEngine(
         policy.model,
         policy.processor,
         image_store,
-        slots=rollout.slots,
-        context_length=rollout.context_length,
-        cache_tokens=rollout.cache_tokens or None,
+        engine_config.EngineConfig(
+            slots=rollout.slots,
+            context_length=rollout.context_length,
+            cache_tokens=rollout.cache_tokens,
+            prefill_buckets=rollout.prefill_buckets,
+            lockstep="true" if config.lockstep else "false",
+            on_update=rollout.on_update,
+            update_policy=rollout.update_policy,
+            weights=rollout.weights,
+            entropies=config.monitor.on and config.monitor.entropies,
+        ),
         image_sizes=((config.gym.width, config.gym.height),),
         banned_token_ids=policy.model.config.banned_token_ids,
         seed=config.run.seed,
-        lockstep=config.lockstep,
-        on_update=rollout.on_update,
-        update_policy=rollout.update_policy,
-        weights=rollout.weights,
-        entropies=config.monitor.on and config.monitor.entropies,
-        **options,
     )
   except ValueError as error:
     raise ConfigError([f"rollout: {error}"]) from None
