@@ -11,8 +11,7 @@ its own), makes a warm start, evaluates that, trains with GRPO, and evaluates
 the result, all on the same held-out tasks. Its directory
 holds config.yaml, metrics.jsonl, summary.json, trajectories.jsonl, images/,
 cloning/ (checkpoints while demonstrations are cloned), warm_start/ (the policy
-after that), checkpoints/, policy/ (the trained policy) and report.html /
-report.png.
+after that), checkpoints/, policy/ (the trained policy) and report.html.
 
 Promises: an interrupt (Ctrl-C) or a failure saves a checkpoint, leaves a
 summary and a report that say what happened (the traceback is in
@@ -567,8 +566,8 @@ def _run_to_end(run: Run) -> int:
       signal.signal(number, handler)
   if error:
     print(f"error: {error} (see {run.directory / TRACEBACK})", file=sys.stderr)
-  page, _ = report.build_report(
-      run.directory, film_strips=run.config.report.film_strips
+  page = report.build_report(
+      run.directory, observers.report_settings(run.config)
   )
   summaries = resuming.stages_measured(run.directory)
   if summaries:
