@@ -52,7 +52,7 @@ def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
     assert set(found["by_task"]) == {"click-color", "enter-text"}
     assert 0 <= found["success_rate"] <= 1
   for path in (
-      "config.yaml", "trajectories.jsonl", "report.html", "report.png",
+      "config.yaml", "trajectories.jsonl", "report.html",
       "checkpoints", "policy/model.safetensors", "policy/config.json",
       "warm_start/model.safetensors",
   ):  # pyformat: disable

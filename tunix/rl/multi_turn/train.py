@@ -126,9 +126,7 @@ def _run_to_end(run: Run) -> int:
       signal.signal(number, handler)
   if error:
     print(f"error: {error} (see {run.directory / TRACEBACK})", file=sys.stderr)
-  page, _ = report.build_report(
-      run.directory, film_strips=run.config.report.film_strips
-  )
+  page = report.build_report(run.directory, run.config.report)
   summaries = resuming.stages_measured(run.directory)
   if summaries:
     print(success_rates.format_table(summaries))
