@@ -213,11 +213,11 @@ def test_clients_set_what_the_server_allows_and_nothing_else(http):
 @pytest.mark.parametrize(
     "body, words",
     [
-        ({}, "action must be an object"),
+        ({}, "action is missing"),
         ({"action": {"kind": "press"}}, "action"),
         ({"action": {"kind": "click", "x": 1}}, "needs 'y'"),
         ({"action": {"kind": "click", "x": "1", "y": 2}}, "action.x"),
-        ({"action": {"kind": "click", "x": 1e300, "y": 2}}, "out of range"),
+        ({"action": {"kind": "click", "x": 1e300, "y": 2}}, "action.x must be <= 1e+06"),
         ({"action": {"kind": "type", "text": 5}}, "action.text"),
         ({"action": {"kind": "key", "keys": "ab"}}, "action.keys"),
         ({"action": {"kind": "wait", "color": 1}}, "takes no 'color'"),

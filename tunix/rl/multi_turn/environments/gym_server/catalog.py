@@ -1,10 +1,11 @@
-"""The tasks that a gym server offers, and what they are called.
+"""Lists and names the tasks that a gym server offers.
 
 A gym makes tasks without end (`TaskSet`), a list has an end: the catalogue
 holds the first training and held-out tasks of each family, numbered "001",
 "002", …. Beyond the list, `<family>@<split>:<index>:<seed>` names any task of
-the set, so that a run behind a server draws the very tasks that it would draw
-in-process.
+the set, so a run behind a server draws the same tasks as in-process.
+
+Promises: a name leads to one task, or to none; the list never changes.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any, Mapping, Sequence
 import uuid
 
 from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments.gym_server import schemas
 from tunix.rl.multi_turn.environments.gym_server import validators
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 
-SHAPES = ("summary", "meta", "flat")
+SHAPES = schemas.SHAPES
 _NAMESPACE = uuid.UUID("4e1f5b0a-8f0e-5b55-9d0c-6f0b4b6c0a11")
 _INSTANCE = re.compile(r"(.+)@(train|eval):([0-9]{1,15}):([0-9]{1,15})")
 
@@ -70,7 +72,7 @@ class GymSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """A task with its names."""
+  """A task of the list, with its names."""
 
   task: base.Task
   number: str
@@ -80,8 +82,8 @@ class Entry:
 
   def to_json(
       self, shape: str, full: bool, env: Mapping[str, Any]
-  ) -> dict[str, Any]:
-    """The task in one of `SHAPES`; a summary without what is long."""
+  ) -> schemas.Task:
+    """The task in one of `SHAPES`; long fields only when `full`, or flat."""
     task = self.task
     common = {
         "family": task.family,
@@ -181,16 +183,16 @@ class Catalog:
   def _entry(
       self, task: base.Task, split: str, name: str, number: str
   ) -> Entry:
-    validators.specs(task)  # Wrong ones are refused before anybody plays.
+    validators.specs(task)  # Raises before a client plays a wrong one.
     uid = uuid.uuid5(_NAMESPACE, f"{self.spec.gym_id}/{task.task_id}")
     return Entry(task, number, name, str(uid), split)
 
   def find(self, identifier: str) -> Entry:
-    """The task that is called so: see the module docstring.
+    """The task of that id, name, number or instance.
 
     Raises:
-      UnknownTaskError: none is, or several are.
-      ValueError: an instance that cannot be.
+      UnknownTaskError: no task, or several.
+      ValueError: an impossible instance.
     """
     if (entry := self._exact.get(identifier)) is not None:
       return entry
@@ -208,25 +210,18 @@ class Catalog:
     )
 
   def env(self) -> dict[str, Any]:
-    """What `env_config` says of the gym itself."""
+    """The gym's own part of a task's `env_config`."""
     return {"gym": self.spec.gym, "gym_id": self.spec.gym_id}
 
   def list(
       self,
       shape: str,
       *,
-      split: str = "",
+      split: str | None = None,
       family: str = "",
       full: bool = False,
-  ) -> list[dict[str, Any]]:
-    """Raises:
-
-      ValueError: no such shape or split.
-    """
-    if shape not in SHAPES:
-      raise ValueError(f"shape={shape!r} must be one of {', '.join(SHAPES)}")
-    if split not in ("", "train", "eval"):
-      raise ValueError(f"split={split!r} must be train or eval")
+  ) -> list[schemas.Task]:
+    """The tasks of the list, in one of `SHAPES`; None and "" choose all."""
     return [
         e.to_json(shape, full, self.env())
         for e in self.entries
@@ -234,7 +229,7 @@ class Catalog:
         and (not family or e.task.family == family)
     ]
 
-  def describe(self) -> dict[str, Any]:
+  def describe(self) -> schemas.Gym:
     return {
         **self.env(),
         "families": list(self.families),

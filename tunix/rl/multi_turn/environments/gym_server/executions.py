@@ -1,15 +1,15 @@
-"""Executions: gyms that clients hold, one task each.
+"""Runs executions: one gym with one task each, held by a client.
 
 An execution is created, stepped, evaluated and terminated. Promises:
 
 * executions share nothing but the process (or, with workers, not even that):
-  what one does, raises or waits for, changes no other;
+  no action, exception or wait of one changes another;
 * every call into a gym has a deadline, closing included; after a failure or a
   missed deadline the execution is over, its gym is closed, and every later
-  call is told why (`code`);
-* steps with the same number are one step, however often they are sent.
+  call raises the reason (`code`);
+* steps with the same number are one step, however often a client sends them.
 
-Does not know HTTP, nor of other executions (`store` does).
+Does not know HTTP, nor other executions (`store` does).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import enum
 import inspect
 import logging
 import threading
@@ -29,20 +28,14 @@ from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gym_server import errors
+from tunix.rl.multi_turn.environments.gym_server import schemas
 from tunix.rl.multi_turn.environments.gym_server import validators
 from tunix.rl.multi_turn.environments.gyms import base
 
 _LOG = logging.getLogger(__name__)
 _INLINE_BYTES = 1 << 19  # Larger screenshots are encoded in a thread.
 Kind = gui_action.GuiActionKind
-
-
-class State(str, enum.Enum):
-  CREATING = "creating"
-  RUNNING = "running"
-  TERMINATED = "terminated"  # By its client.
-  FAILED = "failed"  # Its gym raised, or missed a deadline.
-  EXPIRED = "expired"  # Nobody called it, or it ran too long.
+State = schemas.State
 
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
@@ -140,7 +133,7 @@ class Execution:
     self._calls: set[asyncio.Task[Any]] = set()
     self._last_call = self.created
     self._last_action: gui_action.GuiAction | None = None
-    self._picture: tuple[base.Observation, dict[str, Any]] | None = None
+    self._picture: tuple[base.Observation, wire.Screenshot] | None = None
 
   @property
   def live(self) -> bool:
@@ -235,8 +228,8 @@ class Execution:
 
   async def judge(
       self, submission: validators.Submission
-  ) -> dict[str, Any]:
-    """What `validators.judge` makes of the gym's verdict, with its details."""
+  ) -> schemas.Result:
+    """The gym's verdict, weighed by `validators.judge`, with its details."""
     verdict = await self.evaluate(submission.answer_text)
     try:
       result = validators.judge(self.task, verdict, submission)
@@ -246,7 +239,7 @@ class Execution:
       ) from error
     return {**result, "details": wire.jsonable(verdict.details)}
 
-  async def picture(self) -> dict[str, Any]:
+  async def picture(self) -> wire.Screenshot:
     """The newest screenshot in JSON's form; encoded once."""
     seen = self.seen
     if self._picture is None or self._picture[0] is not seen:
@@ -402,19 +395,22 @@ class Execution:
       self._picture = None
       self.closed.set()
 
-  def describe(self) -> dict[str, Any]:
-    return {
+  def describe(self) -> schemas.Execution:
+    """The state of the execution, as clients see it."""
+    data: schemas.Execution = {
         "execution_id": self.id,
         "gym_id": self.gym_id,
         "task_id": self.task.task_id,
-        "status": self.state.value,
+        "status": self.state,
         "steps": self.steps,
         "done": bool(self.seen is not None and self.seen.done),
         "age_s": round(time.monotonic() - self.created, 3),
         "lease_s": self.lease,
         "lease_left_s": round(self.lease_left_s, 3) if self.live else 0.0,
-        **({"reason": self.reason, "code": self.code} if self.reason else {}),
     }
+    if self.reason:
+      data |= {"reason": self.reason, "code": self.code}
+    return data
 
 
 _CLOSING: set[asyncio.Task[None]] = set()
