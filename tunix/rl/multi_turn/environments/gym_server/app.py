@@ -81,9 +81,9 @@ class App:
 
   def __init__(
       self,
-      specs: Sequence[catalog_lib.GymSpec],
+      specs: Sequence[catalog_lib.ServedGym],
       *,
-      limits: executions_lib.Limits = executions_lib.Limits(),
+      limits: executions_lib.ExecutionLimits = executions_lib.ExecutionLimits(),
       token: str = "",
       make_gym: MakeGym = registry.gym_from_config,
       close: Callable[[], Awaitable[None]] | None = None,
@@ -365,7 +365,7 @@ class App:
 
   def _settings(
       self,
-      spec: catalog_lib.GymSpec,
+      spec: catalog_lib.ServedGym,
       task: base.Task,
       asked: Mapping[str, Any],
   ) -> dict[str, Any]:

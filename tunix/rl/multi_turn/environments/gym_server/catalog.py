@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 import uuid
 
+from tunix.rl.multi_turn.core import settings as settings_lib
 from tunix.rl.multi_turn.environments import registry
 from tunix.rl.multi_turn.environments.gym_server import schemas
 from tunix.rl.multi_turn.environments.gym_server import validators
@@ -26,48 +27,43 @@ _NAMESPACE = uuid.UUID("4e1f5b0a-8f0e-5b55-9d0c-6f0b4b6c0a11")
 _INSTANCE = re.compile(r"(.+)@(train|eval):([0-9]{1,15}):([0-9]{1,15})")
 
 
-@dataclasses.dataclass(frozen=True)
-class GymSpec:
-  """One gym of a server.
+@settings_lib.settings
+class ServedGym:
+  """One gym of a server."""
 
-  Attributes:
-    gym_id: its name in addresses.
-    gym: its registered name.
-    settings: of the gym, fixed for every execution.
-    families: of tasks that are offered; () = all.
-    train_tasks, eval_tasks: of each family in the list.
-    seed: of the list.
-    task_settings: of the gym's task set, e.g. {"difficulty": 1}.
-    client_settings: names of gym settings that `options` of a create may give.
-    shape: of the task list unless a request asks for another.
-  """
+  gym_id: str = settings_lib.setting("", "Name in addresses.")
+  gym: str = settings_lib.setting("", "Registered name.")
+  settings: dict[str, Any] = settings_lib.setting(
+      {}, "Settings of the gym, fixed for every execution."
+  )
+  families: tuple[str, ...] = settings_lib.setting(
+      (), "Task families to offer; none given: all."
+  )
+  train_tasks: int = settings_lib.setting(
+      16, "Training tasks of each family in the list.", ge=0
+  )
+  eval_tasks: int = settings_lib.setting(
+      4, "Held-out tasks of each family in the list.", ge=0
+  )
+  seed: int = settings_lib.setting(0, "Seed of the list.")
+  task_settings: dict[str, Any] = settings_lib.setting(
+      {}, "Settings of the gym's task set, e.g. {difficulty: 1}."
+  )
+  client_settings: tuple[str, ...] = settings_lib.setting(
+      (), "Gym settings that a create may choose."
+  )
+  shape: schemas.Shape = settings_lib.setting(
+      "summary", "Shape of task lists, unless a request names another."
+  )
 
-  gym_id: str
-  gym: str
-  settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  families: tuple[str, ...] = ()
-  train_tasks: int = 16
-  eval_tasks: int = 4
-  seed: int = 0
-  task_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  client_settings: tuple[str, ...] = ()
-  shape: str = "summary"
-
-  def __post_init__(self):
+  def problems(self) -> Iterator[str]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.gym_id):
-      raise ValueError(
+      yield (
           f"gym_id={self.gym_id!r} must be letters, digits, '.', '_' and '-',"
           " as it is part of an address"
       )
-    if self.shape not in SHAPES:
-      raise ValueError(
-          f"shape={self.shape!r} must be one of {', '.join(SHAPES)}"
-      )
-    for name in ("train_tasks", "eval_tasks"):
-      if getattr(self, name) < 0:
-        raise ValueError(f"{name}={getattr(self, name)} must be >= 0")
     if self.train_tasks + self.eval_tasks < 1:
-      raise ValueError("train_tasks and eval_tasks are both 0: no task is left")
+      yield "train_tasks and eval_tasks are both 0: no task is left"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +139,7 @@ class Entry:
 class Catalog:
   """The tasks of one gym; does not change."""
 
-  def __init__(self, spec: GymSpec):
+  def __init__(self, spec: ServedGym):
     """Raises:
 
       ValueError: no such gym or family, or a gym without tasks.
