@@ -106,7 +106,8 @@ async def play(
     try:
       if line == "help":
         action = await session.next_right()
-        print(f"  {action.to_json() if action else 'the episode is over'}", file=out)
+        shown = action.to_json() if action else "the episode is over"
+        print(f"  {shown}", file=out)
       else:
         await session.act(parse(line))
     except (ValueError, RuntimeError, LookupError) as error:
