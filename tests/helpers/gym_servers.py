@@ -93,13 +93,14 @@ class NaughtyTasks:
 
 
 def naughty(*families):
-  return catalog.GymSpec(
-      "naughty", "naughty", families=families, train_tasks=2, eval_tasks=0
+  return catalog.ServedGym(
+      gym_id="naughty", gym="naughty", families=families, train_tasks=2,
+      eval_tasks=0,
   )
 
 
 def desktop(**changes):
-  return catalog.GymSpec(
+  return catalog.ServedGym(
       **{"gym_id": "desktop", "gym": "desktop", "families": FAMILIES, **changes}
   )
 
@@ -108,7 +109,9 @@ def desktop(**changes):
 def serving(*specs, token="", **limits):
   """(url, app) of a server with these gyms."""
   app = app_lib.App(
-      specs or (desktop(),), limits=executions.Limits(**limits), token=token
+      specs or (desktop(),),
+      limits=executions.ExecutionLimits(**limits),
+      token=token,
   )
   with serving_lib.LoopbackServer(app.asgi) as server:
     yield server.url, app

@@ -40,8 +40,8 @@ def test_the_oracle_plays_and_is_recorded(tmp_path, capsys):
 
 
 async def test_a_server_serves_desktops():
-  spec = catalog.GymSpec(
-      "xdesktop", "xdesktop", families=("terminal-make-folders",),
+  spec = catalog.ServedGym(
+      gym_id="xdesktop", gym="xdesktop", families=("terminal-make-folders",),
       settings={"launch_s": 60.0},
   )  # pyformat: disable
   task = gym_servers.instance("terminal-make-folders", 0, "eval")
