@@ -15,7 +15,7 @@ from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import models
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,13 +24,13 @@ class RunProxy:
   """A server in front of the engine, and the way to it.
 
   Attributes:
-    connection: what `assembly.make_collector` takes.
+    connection: what `episodes.make_collector` takes.
   """
 
   def __init__(
       self,
       config: config_lib.TrainConfig,
-      policy: assembly.Policy,
+      policy: models.LoadedPolicy,
       engine: engine_lib.RolloutEngine,
       image_store: images_lib.ImageStore,
   ):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Callable, Iterator, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
@@ -32,7 +32,7 @@ def clone(
     learner: learner_lib.Learner,
     play: Play,
     tasks: Iterator[gym_base.Task],
-    config: config_lib.WarmStartConfig,
+    config: run_sections.WarmStartConfig,
     *,
     longest: int,
     seed: int,
