@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import (
   Any,
   Callable,
+  cast,
   Collection,
   Mapping,
   Protocol,
@@ -128,6 +129,7 @@ class DeviceState:
     params: the leaves of the policy's state.
     cache: KV cache, a tree of pages.
     pool: vision tokens, a tree of [1, vision_tokens, …].
+    merge: makes the policy of `params`, within a program.
     place: sharding of what is neither parameter nor cache; None on a single
       device.
     cache_place: the sharding of each leaf of the cache.
@@ -186,7 +188,7 @@ class DeviceState:
       raise ValueError("the policy's parameters do not have unique paths")
     order = {id(x): i for i, x in enumerate(leaves)}
     self._index = {path: order[id(leaf)] for path, leaf in named.items()}
-    self.merge: Callable[[tuple[jax.Array, ...]], Any] = (
+    self.merge: Callable[[tuple[jax.Array, ...]], base.Policy] = (
         lambda params: nnx.merge(
             graphdef, jax.tree.unflatten(treedef, params)
         )
@@ -212,7 +214,7 @@ class DeviceState:
     if reads_pages:
       # Where the policy wants it, else everywhere.
       self._init_cache = jax.jit(
-          lambda p: self.merge(p).init_pages(self.pages, n)
+          lambda p: cast(PagedPolicy, self.merge(p)).init_pages(self.pages, n)
       )
     else:
       self._init_cache = self.jit(

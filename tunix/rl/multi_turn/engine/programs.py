@@ -27,7 +27,7 @@ import dataclasses
 import functools
 import threading
 import time
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, cast, NamedTuple, Sequence
 
 import jax
 from jax import lax
@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import sampler
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import kernels
 
 MAX_STOP_TOKENS = 8
@@ -473,13 +474,14 @@ class Programs:
         details,
     )
 
-  def _extend(self, model: Any, cache: Any, pages_RN: jax.Array):
+  def _extend(self, model: base.Policy, cache: Any, pages_RN: jax.Array):
     """The policy's `extend`, and the cache to give it first."""
     if self.state.layout is not None:
       return model.extend, self.state.layout.take(cache, pages_RN)
+    paged = cast(device_state.PagedPolicy, model)
 
     def extend(tokens, positions, starts, lengths, cache, vision, pool):
-      return model.extend_pages(
+      return paged.extend_pages(
           tokens, positions, starts, lengths, cache, pages_RN, vision, pool
       )
 

@@ -1,11 +1,14 @@
-"""Grammars of JSON, of regular expressions and of tool calls, by llguidance.
+"""Compiles grammars of JSON, regular expressions and tool calls.
 
-Promises: what is sampled under a grammar is a text of it, unless sampling ends
-before; a stop token may be sampled only where the text may end, and must be
-where nothing can follow. A grammar that cannot be is refused when it is made.
+llguidance (the extra `grammar`) does the work; `engine.constrained_decoding`
+holds completions to the result.
 
-Does not take: a schema's keywords that llguidance does not hold to; they are
-refused by name. Needs llguidance (the extra `grammar`).
+Promises: a completion held to a grammar is a text of it, unless sampling ends
+before; the policy may sample a stop token only where the text may end, and must
+where nothing can follow. An impossible grammar is refused when it is made.
+
+Does not accept a schema's keywords that llguidance does not enforce; it refuses
+them by name.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ _JSON = {
 
 
 class GrammarError(ValueError):
-  """A grammar that cannot be, and why."""
+  """The grammar is impossible; the message gives the reason."""
 
 
 class Grammars:
@@ -47,11 +50,11 @@ class Grammars:
   ):
     """Args:
 
-      token_bytes: of an id; b"" for ids that stand for nothing.
-      encode: a text's ids.
-      vocabulary: ids that the policy has.
+      token_bytes: the bytes of an id; b"" for ids without text.
+      encode: text to ids.
+      vocabulary: number of the policy's ids.
       special: ids that are no text.
-      stop_token_ids: end a text.
+      stop_token_ids: ids that end a text.
 
     Raises:
       ImportError: llguidance is not installed.
@@ -67,7 +70,7 @@ class Grammars:
     self._fill = llguidance.numpy.fill_next_token_bitmask
     self._words = -(-vocabulary // 32)
     names = [token_bytes(i) for i in range(vocabulary)]
-    # What adds nothing to a text could be sampled for ever.
+    # A token without text could be sampled for ever.
     empty = {i for i, name in enumerate(names) if not name}
     names = _Tokens(
         [name or b"<%d>" % i for i, name in enumerate(names)],
@@ -83,10 +86,10 @@ class Grammars:
     self._compiled = functools.lru_cache(_KEPT)(self._compile)
 
   def json(self, schema: Any = None) -> str:
-    """Of JSON that a schema describes; None: any object.
+    """A grammar of the JSON that a schema describes; None: any object.
 
     Raises:
-      GrammarError: it is nested too deep, or cannot be written.
+      GrammarError: the schema is nested too deep, or has no grammar.
     """
     if schema is None:
       schema = {"type": "object"}
@@ -96,10 +99,10 @@ class Grammars:
       )
 
   def regex(self, pattern: str) -> str:
-    """Of what a pattern matches.
+    """A grammar of the texts that a pattern matches.
 
     Raises:
-      GrammarError: it cannot be written.
+      GrammarError: the pattern has no grammar.
     """
     with _refusing():
       return self._lib.LLMatcher.grammar_from_regex(pattern)
@@ -112,7 +115,7 @@ class Grammars:
       many: bool = False,
       free: bool = False,
   ) -> str:
-    """Of one call to one of the tools, or of several.
+    """A grammar of calls to these tools.
 
     Args:
       parser: reads the calls.
@@ -122,8 +125,8 @@ class Grammars:
         schemas of `strict` tools only.
 
     Raises:
-      GrammarError: nothing is known of how this parser's calls are written, or
-        a schema is nested too deep.
+      GrammarError: this parser's calls have no grammar, or a schema is nested
+        too deep.
     """
     if not isinstance(parser, qwen.QwenToolParser) or parser.style != "json":
       raise GrammarError(
@@ -149,7 +152,7 @@ class Grammars:
     head = '"<tool_call>\\n"'
     start = 'start: call ("\\n" call)*' if many else "start: call"
     if free:
-      # What a text is told from a call by is found at once, not at its end.
+      # Lazy, so that a call is recognised at its head and not at its end.
       start = (
           "start: call* TEXT\nTEXT: /(.|\\n)*/\n"
           'head[lazy]: TEXT "<tool_call>"'
@@ -167,11 +170,13 @@ class Grammars:
       )
 
   def start(self, source: str) -> Matcher:
-    """A grammar for one completion. The first of a source takes a while: up
-    to a second for a large schema.
+    """A grammar's state for one completion.
+
+    Compiles a source on its first use, which takes up to a second for a large
+    schema.
 
     Raises:
-      GrammarError: it cannot be.
+      GrammarError: the grammar is impossible.
     """
     with self._lock, _refusing():
       matcher = self._compiled(source).deep_copy()
@@ -182,7 +187,7 @@ class Grammars:
     if wrong:
       raise GrammarError(" ".join(wrong.split()))
     made = self._lib.LLMatcher(self._tokens, source, log_level=0)
-    # Some that no text can be of are found out with the first token only.
+    # Some grammars without any text fail at the first token only.
     Matcher(made.deep_copy(), self._fill, self._words).allowed()
     return made
 
@@ -207,7 +212,7 @@ class Matcher:
 
   @property
   def may_end(self) -> bool:
-    """Whether what was said is a text of the grammar."""
+    """Whether the text so far is a whole text of the grammar."""
     return self._matcher.is_accepting()
 
   def _check(self) -> None:
@@ -223,7 +228,7 @@ class Matcher:
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-  """Says of what a library cannot read that it cannot be a grammar."""
+  """Turns llguidance's errors into `GrammarError`."""
   try:
     yield
   except GrammarError:
@@ -233,7 +238,7 @@ def _refusing() -> Iterator[None]:
 
 
 class _Tokens:
-  """A vocabulary, as llguidance asks for it."""
+  """A vocabulary with the attributes that llguidance reads."""
 
   bos_token_id = None
 
@@ -250,6 +255,6 @@ class _Tokens:
     self._encode = encode
 
   def __call__(self, text: str | bytes) -> list[int]:
-    if isinstance(text, bytes):  # It asks whether bytes are taken.
+    if isinstance(text, bytes):  # llguidance tries bytes first.
       raise TypeError("a str is needed")
     return [int(i) for i in self._encode(text)]
