@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunix.rl.multi_turn.engine import constrained_decoding as grammars_lib
 from tunix.rl.multi_turn.serving import errors
+from tunix.rl.multi_turn.serving import grammars as grammars_lib
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import stops
 

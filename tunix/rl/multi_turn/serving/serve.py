@@ -19,7 +19,6 @@ import tqdm
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.engine import config as engine_config
-from tunix.rl.multi_turn.engine import constrained_decoding
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.engine import programs
 from tunix.rl.multi_turn.parser import tool_parser
@@ -29,6 +28,7 @@ from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.serving import answers
 from tunix.rl.multi_turn.serving import app as app_lib
+from tunix.rl.multi_turn.serving import grammars
 from tunix.rl.multi_turn.serving import media
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import service as service_lib
@@ -73,7 +73,7 @@ def make_app(
       renderer.decode, tokenizer, renderer.end_of_turn_id
   )
   try:
-    known = constrained_decoding.Grammars(
+    known = grammars.Grammars(
         decoder.bytes,
         renderer.encode,
         engine.vocabulary,

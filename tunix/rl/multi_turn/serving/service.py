@@ -23,11 +23,11 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.engine import constrained_decoding as grammars_lib
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.serving import answers
 from tunix.rl.multi_turn.serving import conversation_cache as remembered_lib
 from tunix.rl.multi_turn.serving import errors
+from tunix.rl.multi_turn.serving import grammars as grammars_lib
 from tunix.rl.multi_turn.serving import guides
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import media

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class StopStrings:
-  """Watches one completion; a `guidance.StopWhen`."""
+  """Watches one completion; a `constrained_decoding.StopWhen`."""
 
   def __init__(
       self,

@@ -5,11 +5,11 @@ import re
 
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.engine import constrained_decoding as grammars_lib
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.serving import answers
+from tunix.rl.multi_turn.serving import grammars as grammars_lib
 
 pytestmark = pytest.mark.timeout(200)
 VOCABULARY = 2570  # Ten ids more than the tokenizer has.
