@@ -39,11 +39,6 @@ from tunix.rl.multi_turn.environments.gyms.chromium import actions
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 from tunix.rl.multi_turn.environments.gyms.chromium import pool
 
-_SETTINGS = (
-    "start_urls", "hosts", "evaluator", "pages", "width", "height", "scale",
-    "settle_s", "load_s", "accept_dialogs", "end_on_success", "timeout_s",
-    "page_deadline_s", "max_pages",
-)  # pyformat: disable
 # Still no name is resolved by the browser; the proxies' address is none.
 _FLAGS = ("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",)
 _SIDES = (64, 4096)
@@ -211,17 +206,6 @@ class WebGym:
     self.task: base.Task | None = None
     self.page: page_lib.WebTab | None = None
     self.answer = ""
-
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> WebGym:
-    """Builds it from the settings of `__init__` that are JSON values."""
-    settings = base.known_only(config, _SETTINGS, "browser gym settings")
-    if "evaluator" not in settings:
-      raise ValueError(
-          "the browser gym needs an evaluator, the function that judges an"
-          " episode: evaluator=my_package.module:function"
-      )
-    return cls(**settings)
 
   async def start(self, task: base.Task) -> base.Observation:
     """Opens the page of `task.params["url"]` in a fresh browser context.

@@ -74,13 +74,6 @@ class DesktopTasks:
     self._families = names
     self._difficulty = _check_level(difficulty)
 
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> DesktopTasks:
-    """Builds it from `{"families": [...], "difficulty": 0}`."""
-    return cls(**base.known_only(
-        config, ("families", "difficulty"), "desktop tasks"
-    ))
-
   def families(self) -> tuple[str, ...]:
     return self._families
 
@@ -150,13 +143,6 @@ class DesktopGym:
     self.time_decay = float(time_decay)
     self.episode: family_lib.Episode | None = None
     self._scene: scene_lib.Scene | None = None
-
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> DesktopGym:
-    """Builds it from `{"width": …, "height": …, "time_decay": …}`."""
-    return cls(**base.known_only(
-        config, ("width", "height", "time_decay"), "desktop gym settings"
-    ))
 
   # -- synchronous ----------------------------------------------------------
 

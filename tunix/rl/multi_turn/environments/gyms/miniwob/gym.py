@@ -30,10 +30,6 @@ from tunix.rl.multi_turn.environments.gyms.miniwob import page as page_lib
 from tunix.rl.multi_turn.environments.gyms.miniwob import tasks as tasks_lib
 
 _Kind = gui_action.GuiActionKind
-_SETTINGS = (
-    "width", "height", "scale", "reward", "time_limit", "seconds_per_action",
-    "quick_restart", "final_screenshot", "page_deadline_s", "max_pages",
-)  # pyformat: disable
 # After these the page may still have to hear that something was scrolled.
 _SCROLLING = frozenset({_Kind.SCROLL, _Kind.KEY, _Kind.DRAG, _Kind.SWIPE})
 
@@ -149,13 +145,6 @@ class MiniWobGym:
           f" scale={self.scale:g}"
       )
     return int(given)
-
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> MiniWobGym:
-    """Builds it from the settings of `__init__` that are JSON values."""
-    return cls(
-        **base.known_only(config, _SETTINGS, "miniwob gym settings")
-    )
 
   async def start(self, task: base.Task) -> base.Observation:
     """Starts an instance; the observation carries the page's instruction.

@@ -11,7 +11,6 @@ import importlib.util
 import os
 import pathlib
 import re
-from typing import Any, Mapping
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
@@ -143,12 +142,6 @@ class MiniWobTasks:
       )
     self._families = names
     self._data_mode = data_mode
-
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> MiniWobTasks:
-    """Builds it from `{"families": [...], "data_mode": "default"}`."""
-    known = ("families", "data_mode")
-    return cls(**base.known_only(config, known, "miniwob tasks"))
 
   def families(self) -> tuple[str, ...]:
     return self._families

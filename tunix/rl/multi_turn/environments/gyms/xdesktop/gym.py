@@ -20,7 +20,7 @@ import asyncio
 import logging
 import math
 import threading
-from typing import Any, Callable, Iterator, Mapping, TypeVar
+from typing import Any, Callable, Iterator, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -37,10 +37,6 @@ from tunix.rl.multi_turn.environments.gyms.xdesktop import state as state_lib
 _LOG = logging.getLogger(__name__)
 _Kind = gui_action.GuiActionKind
 T = TypeVar("T")
-_SETTINGS = (
-    "width", "height", "zoom", "isolation", "directory", "settle_s",
-    "settle_limit_s", "launch_s", "call_s", "pointer",
-)  # pyformat: disable
 MIN_SCREEN = (800, 600)
 MAX_SCREEN = (4096, 4096)
 _MAX_WAIT_S = 60.0
@@ -141,11 +137,6 @@ class XDesktopGym:
     self._over = False
     self._turns = 0
     self._stuck: concurrency.StuckCall | None = None
-
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> XDesktopGym:
-    """Builds it from the settings of `__init__`."""
-    return cls(**base.known_only(config, _SETTINGS, "xdesktop gym settings"))
 
   # -- the protocol ------------------------------------------------------------
 
