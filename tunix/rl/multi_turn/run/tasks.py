@@ -1,7 +1,7 @@
 """Makes a run's tasks, and draws them in the configured order.
 
-They come from where `task_source.source` tells: the gym makes its own, without
-end, or there is a list (a gym server's, a file, a dataset).
+`task_source.source` decides where they come from: the gym makes its own,
+without end, or there is a list (a gym server's, a file, a dataset).
 
 Does not run anything; asks a gym server for its list where there is one.
 """

@@ -105,8 +105,16 @@ class _Takes:
   options: Mapping[str, Option]
   anything: bool = False
 
-  def __contains__(self, name: str) -> bool:
-    return self.anything or name in self.options
+  def of(
+      self, options: Mapping[str, Any], other: _Takes | None = None
+  ) -> dict[str, Any]:
+    """Those of the options that are the factory's, not the `other` one's."""
+    others = other.options if other is not None else {}
+    return {
+        name: value
+        for name, value in options.items()
+        if name in self.options or (self.anything and name not in others)
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +202,7 @@ class GymSpec:
       height: int,
       families: Sequence[str] | None,
   ) -> Iterator[str]:
-    """What a run's configuration of this gym has wrong, and what to change.
+    """Finds errors in a run's configuration of this gym, each with its fix.
 
     Args:
       options: gym.options.
@@ -259,7 +267,7 @@ class GymSpec:
     """
     self._refuse(options, self._gym_takes)
     factory = _loaded(self.make)
-    own = {k: v for k, v in options.items() if k in self._gym_takes}
+    own = self._gym_takes.of(options, self._tasks_take)
     from_dict = getattr(factory, "from_dict", None)
     return from_dict(own) if from_dict else factory(**own)
 
@@ -286,7 +294,7 @@ class GymSpec:
           " `tasks`"
       )
     self._refuse(options, self._tasks_take)
-    own = {k: v for k, v in options.items() if k in self._tasks_take}
+    own = self._tasks_take.of(options, self._gym_takes)
     factory = _loaded(self.tasks)
     if self._tasks_take.anything or "families" in _parameters(factory):
       own["families"] = tuple(families) if families else None
@@ -304,8 +312,7 @@ class GymSpec:
           f" gym.name={self.name}; set gym.name=genv, or another source"
       )
     factory = _loaded(self.task_list)
-    takes = _takes(factory)
-    return factory(**{k: v for k, v in options.items() if k in takes})
+    return factory(**_takes(factory).of(options))
 
   def load_oracle(self) -> Oracle:
     """The oracle, imported.

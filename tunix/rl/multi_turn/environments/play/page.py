@@ -1,7 +1,7 @@
-"""The page that a person plays on: the screenshot, and what it is clicked with.
+"""Serves the page on which a person plays: the screenshot, to be clicked.
 
-Served on the loopback interface, to whoever has the key in the page's address;
-requests that other sites make a browser send are refused.
+It is served on the loopback interface, to clients with the key in the page's
+address; requests that other sites make a browser send are refused.
 
 Does not carry out two actions at a time.
 """

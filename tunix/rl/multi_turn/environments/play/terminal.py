@@ -1,4 +1,4 @@
-"""Playing in a terminal: the picture in blocks of colour, actions as words."""
+"""Plays in a terminal: the picture in blocks of colour, actions as words."""
 
 from __future__ import annotations
 

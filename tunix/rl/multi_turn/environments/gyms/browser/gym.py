@@ -1,4 +1,4 @@
-"""The `browser` gym: any web page in headless Chromium, walled in.
+"""Plays any web page in headless Chromium, walled in: the `browser` gym.
 
 An episode starts at an address of an allow-list and is judged by a function
 of the user's. Each has a tab in a browser context of its own (no cookie,
@@ -294,7 +294,7 @@ class WebGym:
       if self._end_on_success and not self._over:
         self._over = (await self._verdict()).success
     except BaseException:
-      # Cancelled or failed half-way: nobody knows what the page is doing.
+      # Cancelled or failed half-way: the state of the page is unknown.
       self._discard()
       raise
     if self._proxy.blocked:

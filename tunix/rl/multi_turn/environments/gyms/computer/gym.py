@@ -1,4 +1,4 @@
-"""Any object with `screenshot()` and `act(action)` as a gym.
+"""Wraps any object with `screenshot()` and `act(action)` as a gym.
 
     class MyComputer:
       def screenshot(self): ...   # uint8[H, W, 3], a PIL image, a file's bytes

@@ -1,4 +1,4 @@
-"""The `desktop` gym and its tasks: the embedded, deterministic GUI.
+"""Implements the `desktop` gym and its tasks: an embedded, deterministic GUI.
 
 `DesktopGym` implements the asynchronous gym protocol without threads, as each
 turn takes well under a millisecond; the synchronous methods underneath
@@ -148,7 +148,7 @@ class DesktopGym:
 
   @property
   def scene(self) -> scene_lib.Scene:
-    """What is on the screen now."""
+    """The scene on the screen now."""
     if self._scene is None:
       raise RuntimeError(
           "the desktop shows nothing yet; call start(task) or"

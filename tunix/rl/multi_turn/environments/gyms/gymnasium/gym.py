@@ -1,4 +1,4 @@
-"""Any `gymnasium.Env` with `render_mode="rgb_array"` as a gym.
+"""Wraps any `gymnasium.Env` with `render_mode="rgb_array"` as a gym.
 
 The policy sees the rendered frame and acts with `GuiAction`s; an *adapter*, a
 function `(GuiAction) -> env action`, translates. `KeyAdapter` (keys to
@@ -174,13 +174,13 @@ class _Worker:
         result, error = None, e
       try:
         loop.call_soon_threadsafe(_settle, future, result, error)
-      except RuntimeError:  # the loop is gone, and with it who asked
+      except RuntimeError:  # the loop is gone, and with it the caller
         pass
     if self.env is not None:
       try:
         self.env.close()
       except Exception:  # pylint: disable=broad-exception-caught
-        pass  # nobody is left to be told
+        pass  # no caller is left
     self.abandoned.discard(self)
 
   def call(self, function: Callable[[], Any]) -> asyncio.Future:
@@ -206,7 +206,7 @@ class _Worker:
 
 
 def _settle(future: asyncio.Future, result, error) -> None:
-  if future.done():  # cancelled: nobody waits any more
+  if future.done():  # cancelled: no caller waits any more
     return
   if isinstance(error, Exception) and not isinstance(error, StopIteration):
     future.set_exception(error)
@@ -240,8 +240,8 @@ class GymnasiumGym:
         mapping of one: `{"type": "keys", "keys": {…}, "wait": …}` or
         `{"type": "desktop", "width": …, "height": …}`.
       env_kwargs: for `gymnasium.make` when `env` is an id.
-      instruction: what the policy is told when neither the task nor the
-        environment's `info["instruction"]` says it.
+      instruction: of episodes where neither the task nor the environment's
+        `info["instruction"]` has one.
       success_return: least sum of rewards of a success.
       success_end: how a successful episode ends: "terminated", "truncated"
         (surviving to the time limit, as in CartPole) or "any".
@@ -299,9 +299,9 @@ class GymnasiumGym:
 
     frame, info = await self._call(reset)
     self._keep(frame)
-    told = task.instruction or info.get("instruction") or self._instruction
+    found = task.instruction or info.get("instruction") or self._instruction
     self._started = True
-    return base.Observation(self._frame, str(told), info=dict(info))
+    return base.Observation(self._frame, str(found), info=dict(info))
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
     """Steps the environment with the translated action.
@@ -402,7 +402,7 @@ class GymnasiumGym:
     try:
       await asyncio.wait((future,), timeout=self._timeout)
     finally:
-      if not future.done():  # late, or whoever waits was cancelled
+      if not future.done():  # late, or the caller was cancelled
         future.cancel()
         worker.abandon()
         self._worker = None

@@ -1,4 +1,4 @@
-"""The `miniwob` gym: real MiniWoB++ pages in one shared headless Chromium.
+"""Plays real MiniWoB++ pages in one shared headless Chromium.
 
 `MiniWobGym` implements the gym protocol on the event loop, without threads:
 each gym has a tab, many gyms share a browser. The same task and the same
@@ -7,7 +7,7 @@ is followed by a fixed span of the page's virtual time, so a task's timers,
 animations and time limits count actions, not seconds.
 
 Positions outside the screenshot are clamped to its edge, as a real pointer is
-(`info["clamped"]`), and an action that does nothing says why in
+(`info["clamped"]`), and an action that does nothing reports why in
 `info["ignored"]`. Failures of the browser are `devtools.DevToolsError`s: the
 episode is lost, the next `start` gets a fresh tab or browser.
 
@@ -227,7 +227,7 @@ class MiniWobGym:
       else:
         self._shot = await self._look(page, action.kind in _SCROLLING)
     except BaseException:
-      # Cancelled or failed half-way: nobody knows what the page is doing.
+      # Cancelled or failed half-way: the state of the page is unknown.
       self._discard()
       raise
     return self._observe(info)

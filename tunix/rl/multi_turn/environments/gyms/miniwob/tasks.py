@@ -1,4 +1,4 @@
-"""MiniWoB++ task families, found in the installed `miniwob` package.
+"""Finds the MiniWoB++ task families in the installed `miniwob` package.
 
 Only the package's pages are used; it is located without importing it, so that
 its browser driver need not be there.
@@ -50,7 +50,7 @@ def _pages_in(override: str | None) -> pathlib.Path:
 
 
 def pages_directory() -> pathlib.Path:
-  """Where the pages `<family>.html` are.
+  """The directory of the pages `<family>.html`.
 
   Raises:
     PagesNotFound: with what to install.
@@ -82,7 +82,7 @@ def page_url(family: str) -> str:
 
 
 def about(family: str, oracle: bool = False) -> catalogue.Info:
-  """What is known of a family.
+  """The description of a family.
 
   Raises:
     ValueError: no such family; gives the nearest name.
@@ -118,7 +118,7 @@ class MiniWobTasks:
   `EVAL_SEEDS_FROM` are for training and those from it up to twice it for
   evaluation: `train_task` and `eval_task` never return the same seed. (Small
   families may still show the same instance.) A task's instruction is empty:
-  the page knows it, and the first observation carries it.
+  the page holds it, and the first observation carries it.
   """
 
   def __init__(

@@ -1,4 +1,4 @@
-"""The `xdesktop` gym: tasks on a real Linux desktop.
+"""Plays tasks on a real Linux desktop: the `xdesktop` gym.
 
 `XDesktopGym` makes a new desktop for each episode (display, home, processes)
 and ends it with the episode. What happens on it is real: programs take their
@@ -7,9 +7,9 @@ program works, with a limit; pictures of equal states are equal but for what
 programs themselves show of time and place.
 
 Positions outside the screenshot are clamped to its edge (`info["clamped"]`),
-and an action that does nothing says why in `info["ignored"]`. Failures of the
-desktop are `errors.DesktopError`s: the episode is lost, the next `start` gets
-a fresh one. A call that misses its deadline ends the desktop.
+and an action that does nothing reports why in `info["ignored"]`. Failures of
+the desktop are `errors.DesktopError`s: the episode is lost, the next `start`
+gets a fresh one. A call that misses its deadline ends the desktop.
 
 Does not enforce `max_turns` (the collector does).
 """
@@ -201,7 +201,7 @@ class XDesktopGym:
         info["ignored"] = ignored
       shot = await self._call("screenshot", self._shoot)
     except BaseException:
-      # Failed or cancelled half-way: nobody knows what the desktop is doing.
+      # Failed or cancelled half-way: the state of the desktop is unknown.
       await self._discard()
       raise
     return self._observe(shot, turn=self._turns, **info)

@@ -1,4 +1,4 @@
-"""Tasks of the `xdesktop` gym: which there are, and their splits."""
+"""Makes the tasks of the `xdesktop` gym, training and held-out ones."""
 
 from __future__ import annotations
 
