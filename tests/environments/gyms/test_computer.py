@@ -118,7 +118,7 @@ async def test_a_path_names_what_makes_it():
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({}, "needs 'computer'"),
+        ({}, "needs option 'computer'"),
         ({"computer": "nowhere"}, "nowhere"),
         ({"computer": "json:nothing"}, "nothing"),
         ({"computer": 5}, "computer=5"),
@@ -129,7 +129,7 @@ async def test_a_path_names_what_makes_it():
 )
 def test_settings_that_cannot_be_are_refused(settings, words):
   with pytest.raises(ValueError, match=words):
-    computer_lib.ComputerGym.from_dict(settings)
+    gyms.make("computer", **settings)
 
 
 async def test_what_nobody_can_judge_is_refused():

@@ -220,6 +220,15 @@ def test_a_factory_that_takes_anything_is_given_anything():
   assert not list(spec.problems({"a": 1}, 1, 1, ("f",)))
 
 
+def test_a_factory_that_takes_anything_is_spared_the_options_of_the_other():
+  spec = spec_lib.GymSpec(
+      make=lambda **options: options, tasks=LampTasks, name="any"
+  )
+  both = {"colour": "blue", "a": 1}
+  assert spec.make_gym(both) == {"a": 1}
+  assert spec.make_tasks((), both).colour == "blue"
+
+
 # --- what a run sets ----------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Behaviour cloning of a gym's oracle: what a run may do before GRPO.
+"""Clones demonstrations into a policy, as a run may do before GRPO.
 
 Demonstrations are played while learning goes on, up to a number of distinct
 ones; each step learns from a batch drawn from all that were played so far.

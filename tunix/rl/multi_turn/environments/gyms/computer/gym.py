@@ -1,4 +1,4 @@
-"""Any object with `screenshot()` and `act(action)` as a gym.
+"""Wraps any object with `screenshot()` and `act(action)` as a gym.
 
     class MyComputer:
       def screenshot(self): ...   # uint8[H, W, 3], a PIL image, a file's bytes
@@ -31,7 +31,6 @@ from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
 
 _LOG = logging.getLogger(__name__)
-SETTINGS = ("computer", "options", "evaluator", "timeout_s")
 _ENDS = (gui_action.GuiActionKind.ANSWER, gui_action.GuiActionKind.TERMINATE)
 
 
@@ -86,15 +85,6 @@ class ComputerGym:
     self._task: base.Task | None = None
     self._stuck: concurrency.StuckCall | None = None
     self.answer = ""
-
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> ComputerGym:
-    """Builds it from a mapping with some of `SETTINGS`."""
-    if "computer" not in config:
-      raise ValueError(
-          "the computer gym needs 'computer', e.g. my_package.module:MyComputer"
-      )
-    return cls(**base.known_only(config, SETTINGS, "computer gym settings"))
 
   async def start(self, task: base.Task) -> base.Observation:
     if self.computer is None:
