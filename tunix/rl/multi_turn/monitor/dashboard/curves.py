@@ -6,7 +6,7 @@ what the database says has changed since.
 
 Promises: what is answered is what the database held when the question began,
 also after a resumed run has made steps again. Memory is bounded: the runs
-asked for last are kept.
+request for last are kept.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 class Timings:
-  """Seconds of the server's answers, by what was asked. Thread-safe."""
+  """Seconds of the server's answers, by what was request. Thread-safe."""
 
   def __init__(self):
     self._lock = threading.Lock()
@@ -69,9 +69,9 @@ class HealthPages:
     self._timings = timings
     self._writer = writer
 
-  def health(self, asked: page_request.Asked) -> page_request.Page:
-    training = asked.id()
-    run = self._head(asked.project, training)
+  def health(self, request: page_request.PageRequest) -> page_request.Page:
+    training = request.id()
+    run = self._head(request.project, training)
     columns = self._curves.of(training)
     means, slow = self._timings.read()
     with database.reading(self._engine) as connection:
@@ -85,7 +85,7 @@ class HealthPages:
       )
       environments, faults = self._environments(connection, steps)
       turns = self._slow_turns(connection, steps)
-    senders = self._queries.clients(asked.project)["items"][:20]
+    senders = self._queries.clients(request.project)["items"][:20]
     for sender in senders:
       health = sender["health_json"]
       sender["health"] = health if isinstance(health, dict) else {}

@@ -37,7 +37,7 @@ Response = responses.Response
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class IngestLimits:
   """Of a request's body: bytes, and seconds until it is here."""
 
   batch: int = 16 << 20
@@ -54,7 +54,7 @@ class Ingest:
       writer: writer_lib.Writer,
       queries: queries_lib.Queries,
       files: screenshots.ScreenshotFiles,
-      limits: Limits,
+      limits: IngestLimits,
   ):
     self._writer = writer
     self._queries = queries
