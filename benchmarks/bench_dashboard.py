@@ -220,7 +220,7 @@ def cases(steps: int, rollout: int) -> dict[str, str]:
       "step, learned": f"{run}/steps/{steps - 1}?by=learned",
       "rollout": f"/rollouts/{rollout}",
       "evaluations": f"{run}/evals",
-      "who flipped": f"{run}/evals/diff",
+      "changed outcome": f"{run}/evals/diff",
       "evaluation": f"{run}/eval/{RUNS * EVALS}",
       "tasks": f"{run}/tasks",
       "task": f"{run}/tasks/7",

@@ -54,7 +54,7 @@ def test_parts_are_one_body(server):
          "parts[1].training_id", "own"),
         ({"parts": [{"training": {"client_id": "T", "status": "running"}},
                     {"training": {"client_id": "T", "status": "failed"}}]},
-         "parts[1].training.status", "says 'running'"),
+         "parts[1].training.status", "has 'running'"),
     ],
 )  # pyformat: disable
 def test_parts_that_are_not_one_body_are_refused(lite, body, field, says):

@@ -63,7 +63,7 @@ Operation = openapi.Operation
 
 
 class App:
-  """The ASGI application; `asgi` is what a server runs."""
+  """The ASGI application: a server runs `asgi`."""
 
   def __init__(
       self,
@@ -218,7 +218,7 @@ class App:
       except Exception:  # pylint: disable=broad-except
         _LOG.exception("%s failed", operation.name)
         response = _error(
-            errors.ApiError(500, "the server failed; its log says how")
+            errors.ApiError(500, "the server failed; read its log")
         )
       for name, value in http_io.PRIVATE.items():
         response.headers.setdefault(name, value)

@@ -1,8 +1,8 @@
 """Lists rollouts of a run, or of all runs, filtered and sorted.
 
-Promises: every filter and order is in the URL; a page costs what
-reading an index of `tables.LISTED` costs, and of the newest, the best and the
-faulty ones few; the following page what this one did (keyset pagination).
+Promises: every filter and order is in the URL; a page reads one
+index of `tables.LISTED`, and little of it for the newest, the best and the
+faulty ones; the following page costs the same (keyset pagination).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RolloutListQuery(query_lib.PageQuery):
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-  """What a list is request for.
+  """The rollouts of a list, and their order.
 
   Attributes:
     conditions: on rollouts.
@@ -119,7 +119,7 @@ class Selection:
 
   @property
   def key(self) -> sa.ColumnElement[Any]:
-    """What the order is by, beside ids."""
+    """The order's column, before ids."""
     column = SORTS[self.sort]
     if column is None:
       # Not the bare id: its own order would be taken for a short cut, past
@@ -134,7 +134,7 @@ class Selection:
     return dataclasses.replace(self, conditions=(*self.conditions, condition))
 
   def beyond(self) -> list[sa.ColumnElement[bool]]:
-    """Conditions on what follows `after`."""
+    """Conditions on rollouts behind `after`."""
     if self.after is None:
       return []
     value, id_ = _real(self.after[0]), self.after[1]
@@ -240,7 +240,7 @@ def pick(
     connection: to the database.
     project: whose.
     training: only its rollouts; None for those of all the project's runs.
-    wanted: which, and in what order.
+    wanted: filters and order.
     count: at most.
   """
   if wanted.sort != "errors" or wanted.up:
@@ -343,7 +343,7 @@ def _within(
 def _nearest(
     connection: sa.Connection, mine: sa.Select, wanted: Selection, count: int
 ) -> list[tuple[float, int]]:
-  """The same among the rollouts told last, or first, by their ids."""
+  """The same among the newest, or oldest, rollouts by their ids."""
   if wanted.up:
     end = wanted.after[1] if wanted.after is not None else 0
     near = sa.and_(_R.c.id > end, _R.c.id <= end + _NEAR)

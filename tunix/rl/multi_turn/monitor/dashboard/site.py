@@ -142,7 +142,7 @@ class Site:
       except Exception:  # pylint: disable=broad-except
         _LOG.exception("page %s failed", name)
         response = self._failed(
-            request, 500, "the server failed; its log says how"
+            request, 500, "the server failed; read its log"
         )
       self._timings.note(f"page {name}", time.perf_counter() - started)
       return response
@@ -234,7 +234,7 @@ class Site:
         return self._failed(request, error.status, error.message)
       except Exception:  # pylint: disable=broad-except
         _LOG.exception("the form %s failed", request.url.path)
-        return self._failed(request, 500, "the server failed; its log says how")
+        return self._failed(request, 500, "the server failed; read its log")
 
     return run
 

@@ -178,7 +178,7 @@ class PageQuery(Query):
 def refusal(
     model: type[pydantic.BaseModel], error: pydantic.ValidationError
 ) -> errors.ApiError:
-  """What a client reads when a model refuses its values: 400."""
+  """The error of a model that refuses its values: 400."""
   faults = []
   for found in error.errors(include_url=False):
     name = str(found["loc"][0]) if found["loc"] else "body"
@@ -206,7 +206,7 @@ def _message(
 
 
 def _plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
-  """Without what only Python knows: titles, and None for an absent value."""
+  """Without titles, and without None for an absent value."""
   found = {k: v for k, v in schema.items() if k != "title"}
   for branch in found.pop("anyOf", ()):
     if branch.get("type") != "null":
