@@ -1,19 +1,19 @@
-"""Examples to batches of one fixed shape.
+"""Packs examples into batches of one fixed shape.
 
 Sequences are packed into rows (see `packing`), images into one patch buffer a
 batch shard. Two things are stored once and used many times: an image
 that several sequences of a buffer show, and (for policies that support it) a
 prompt that several sequences begin with, whose completions then branch off
-it. The result does not depend on anything but the examples and their order.
+it. The result depends on the examples and their order only.
 
 Targets are flat: `index` points at the position whose hidden state predicts
 the token, so that log-probs are computed for sampled tokens only. Position t
-predicts token t + 1; what follows a sequence's last sampled token predicts
-nothing and is left out.
+predicts token t + 1; tokens after a sequence's last sampled one predict nothing
+and are left out.
 
 Promises: every sampled token of every packed example is a target exactly
-once; a batch has the shape it was asked for, what does not fit goes to a
-further batch; nothing is cut.
+once; a batch has the given shape, and examples that do not fit go to a further
+batch; nothing is cut.
 
 Axis names: B = rows, T = tokens of a row, S = buffers (one a batch shard, row
 b belongs to buffer b // (B // S)), P = patches of a buffer, F = bytes of a
@@ -46,7 +46,7 @@ class Batch:
   """A packed batch.
 
   Attributes:
-    inputs: what the policy reads.
+    inputs: of the policy.
     index: int32[S, M], position among the buffer's B/S * T tokens whose hidden
       state predicts the target.
     targets: int32[S, M], token ids.
@@ -134,11 +134,12 @@ class Packer:
       patches: int = 0,
       targets: int = 0,
   ) -> packing.BatchShape:
-    """The shape for examples like these; 0 = take what these need.
+    """The shape for examples like these; 0 = as these need.
 
     Rows are planned without limits on patches and targets, then the fullest
     buffer's need is rounded up by a tenth. A buffer never holds less than one
-    row may need, so whatever fits a row still fits later, in more batches.
+    row may need, so an example that fits a row still fits later, in more
+    batches.
     """
     ppt = self._processor.patches_per_token
     per_buffer = max(rows // max(buffers, 1), 1) * row_length

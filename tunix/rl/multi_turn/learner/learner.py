@@ -107,7 +107,7 @@ class Learner:
 
       model: the policy, an nnx module; its `nnx.Param`s are copied. With a
         LoRA adapter, the adapter's are, and the others are used as they are
-        and never trained; nobody may donate them. Its config may name
+        and never trained; no one may donate them. Its config may name
         `banned_token_ids`, `pad_token_id` and `vocab_size`.
       processor: its host side.
       image_store: pixels of the images that trajectories refer to.
@@ -368,7 +368,7 @@ class Learner:
   def _prepare(
       self, examples: Sequence[Example]
   ) -> tuple[_Minibatch | None, list[tuple[Example, str]]]:
-    """A minibatch, None if nothing in it has a gradient; and what it lacks."""
+    """A minibatch, None without a gradient; and the examples left out."""
     kept, long = self._fitting(examples)
     skipped = [(e, example_lib.TOO_LONG) for e in long]
     weighed = self._weigh(kept)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL as policies: tower, decoder and what joins them.
+"""Joins tower and decoder to the policies Qwen2.5-VL and Qwen3-VL.
 
 Implements `base.Policy`. Vision tokens take the place of the embeddings of
 their placeholders; those of deeper blocks (deepstack) are added after the
@@ -37,7 +37,7 @@ class QwenVL(nnx.Module):
 
   @property
   def supports_prefix_ids(self) -> bool:
-    """Not where a kernel is faster than what a shared prompt would spare."""
+    """Whether prompts are shared: not on TPU, whose kernel gains more."""
     return kernels.backend() != "tpu"
 
   def __init__(
@@ -141,7 +141,7 @@ class QwenVL(nnx.Module):
 
   @property
   def reads_pages(self) -> bool:
-    """Whether `extend_pages` is what to use on this backend."""
+    """Whether the engine should use `extend_pages` on this backend."""
     text = self.config.text
     return cached_attention.pages_apply(
         text.head_dim,
@@ -209,7 +209,7 @@ class QwenVL(nnx.Module):
       vision_index_BT: base.Array | None,
       vision_SVXD: base.Array | None,
   ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """[B, T, D], and what is added after each of the first layers."""
+    """[B, T, D], and the additions after each of the first layers."""
     dtype = jnp.dtype(self.config.compute_dtype)
     tokens_BT = jnp.asarray(tokens_BT)
     # Each device looks up its columns for all rows of its data shard, then
