@@ -117,7 +117,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
 
   @property
   def order(self) -> str:
-    """Of delivery."""
+    """Order of delivery."""
     return self._ledger.order
 
   def qsize(self) -> int:

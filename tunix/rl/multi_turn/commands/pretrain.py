@@ -224,7 +224,7 @@ class DataMaker:
     return self._store.put(seen.screenshot), self._gym.referring_expressions()
 
   def first_sequences(self, step: int) -> list[TokenSequence]:
-    """Of a first step: names and where their things are.
+    """Conversations of a first step: names and the places of their things.
 
     Colours alone to begin with, as they are easiest to see; when telling them
     apart has been learned, icons and buttons come in, and longer formats.

@@ -166,15 +166,7 @@ class Learner:
         pad_token_id=getattr(about, "pad_token_id", 0),
         banned_token_ids=banned,
     )
-    self.shape: batching.BatchShape | None = None
-    if config.patches and config.targets:
-      self.shape = batching.BatchShape(
-          config.rows,
-          config.row_length,
-          self._buffers,
-          config.patches,
-          config.targets,
-      )
+    self.shape = _fixed_shape(config, self._buffers)
 
   def _reference_params(
       self, reference: base.Policy | None
@@ -542,6 +534,17 @@ class Learner:
           shape.patches - least.patches, shape.targets - least.targets
       ) >= 0:
         self.shape = shape
+
+
+def _fixed_shape(
+    config: LearnerConfig, buffers: int
+) -> batching.BatchShape | None:
+  """The configured shape; None where the first batch decides it."""
+  if not (config.patches and config.targets):
+    return None
+  return batching.BatchShape(
+      config.rows, config.row_length, buffers, config.patches, config.targets
+  )
 
 
 def _check_division(

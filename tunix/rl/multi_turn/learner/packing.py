@@ -85,7 +85,7 @@ class PackStats:
 
   @classmethod
   def total(cls, stats: Iterable[PackStats]) -> PackStats:
-    """Of several lists of batches together."""
+    """The fill of several lists of batches together."""
     stats = list(stats)
     names = [field.name for field in dataclasses.fields(cls)]
     return cls(**{n: sum(getattr(s, n) for s in stats) for n in names})
@@ -128,7 +128,7 @@ class Item:
 
 
 def used_length(sequence: trajectory.TokenSequence) -> int:
-  """Tokens that predict something: all before the last sampled one."""
+  """Number of tokens that predict another: all before the last sampled one."""
   return int(np.flatnonzero(sequence.loss_mask)[-1])
 
 
@@ -280,7 +280,7 @@ class Bins:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-  """Where everything goes; `fill` makes the batches of it."""
+  """The place of every example; `Packer.fill` makes its batches."""
 
   shape: BatchShape
   placed: list[list[tuple[int, Item, list[str]]]]  # Per batch.

@@ -116,7 +116,7 @@ class SplitModel:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """Where arrays lie.
+  """Shardings of the arrays.
 
   Attributes:
     params: sharding of each trained parameter.

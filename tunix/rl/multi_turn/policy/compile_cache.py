@@ -37,7 +37,7 @@ def _processor() -> str:
 
 
 def directory(choice: str = AUTO) -> pathlib.Path | None:
-  """Where `enable` would put programs; None when it would not.
+  """The directory that `enable` would use; None if it would use none.
 
   Args:
     choice: a directory, "off", or "auto": that of the environment variable

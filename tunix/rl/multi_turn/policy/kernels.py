@@ -204,7 +204,7 @@ def causal_attention(
 def _causal_local(
     q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT=None, *, flash=None
 ) -> jax.Array:
-  """In chunks of queries, by XLA or an implementation that `jax.nn` names."""
+  """Attends in chunks of queries, by XLA or an implementation of `jax.nn`."""
   b, t = segments_BT.shape
   if flash:
     k, v, axis = k_BTKH, v_BTKH, 1

@@ -25,7 +25,7 @@ Axes = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Init:
-  """How new parameters are made.
+  """Makes new parameters.
 
   Attributes:
     rngs: random numbers.

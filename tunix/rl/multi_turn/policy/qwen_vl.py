@@ -29,7 +29,7 @@ from tunix.rl.multi_turn.policy import sharding
 _VOCABULARY = sharding.MODEL_AXES
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...] | tuple[jax.Array, jax.Array]
-"""Of each layer as of `init_rows`, or stacked, [L, …], of all."""
+"""A cache of each layer as of `init_rows`, or one of all, [L, …]."""
 
 
 class QwenVL(nnx.Module):

@@ -163,7 +163,7 @@ def split(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-  """Of a name, "bfloat16" among them."""
+  """The dtype of a name, "bfloat16" among them."""
   return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
