@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.engine import sampler
 from tunix.rl.multi_turn.policy import host_memory
@@ -146,11 +147,13 @@ def run_engine(args, model, processor, options) -> dict[str, float]:
       model,
       processor,
       images_lib.ImageStore(),
-      slots=args.batch,
-      context_length=args.context,
-      patch_buckets=(64,),
+      engine_config.EngineConfig(
+          slots=args.batch,
+          context_length=args.context,
+          patch_buckets=(64,),
+          **options,
+      ),
       banned_token_ids=model.config.banned_token_ids,
-      **options,
   )
   found = []
   with engine:

@@ -23,6 +23,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.policy import vision_inputs
@@ -134,13 +135,15 @@ def main() -> None:
       model,
       vision_inputs.TinyVLProcessor(),
       store,
-      slots=args.slots,
-      context_length=args.context,
-      decode_steps_per_call=args.steps,
+      engine_config.EngineConfig(
+          slots=args.slots,
+          context_length=args.context,
+          decode_steps_per_call=args.steps,
+          lockstep="true" if args.lockstep else "false",
+          **{k: v for k, v in options.items() if v is not None},
+      ),
       image_sizes=[tuple(args.screen)],
       banned_token_ids=config.banned_token_ids,
-      lockstep=args.lockstep,
-      **{k: v for k, v in options.items() if v is not None},
   )
   with engine:
     warm_up = engine.warm_up()

@@ -18,6 +18,7 @@ import statistics
 import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import host_memory
@@ -43,14 +44,16 @@ def make_engine(
       model,
       processor,
       images_lib.ImageStore(),
-      slots=args.rows,
-      context_length=args.prompt + args.sampled,
-      decode_rows=(args.rows,),
-      window_buckets=(),
+      engine_config.EngineConfig(
+          slots=args.rows,
+          context_length=args.prompt + args.sampled,
+          decode_rows=(args.rows,),
+          window_buckets=(args.prompt + args.sampled,),
+          admission_wait_s=0.05,  # All rows begin together.
+          entropies=entropies,
+      ),
       image_sizes=((64, 64),),
       banned_token_ids=model.config.banned_token_ids,
-      admission_wait_s=0.05,  # All rows begin together.
-      entropies=entropies,
   )
   engine.warm_up()
   return engine

@@ -33,6 +33,7 @@ import orjson
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import event_log
 
 sys.path.insert(
@@ -118,18 +119,16 @@ def episode(number: int) -> trajectory_lib.Trajectory:
 def enqueue(url: str, folder: pathlib.Path, seconds: float, rate: float):
   """Microseconds of each `on_event`, at `rate` episodes a second."""
   episodes = [episode(n) for n in range(int(seconds * rate))]
-  observer = event_log.Relay(
-      {
-          "url": url, "token": "", "identity": {"training": "T"},
-          "client": {"spool_dir": str(folder), "name": "bench"},
-          "training": {
+  observer = event_log.EventLog(
+      event_log.RunSpec(
+          url=url, spool_dir=str(folder), name="bench", training_id="T",
+          training={
               "model_name": "m", "group_size": 8, "groups_per_batch": 8,
               "total_steps": 100,
           },
-          "observer": {},
-      },
+      ),
+      settings_lib.MonitorConfig(close_timeout_s=5.0),
       images=images_lib.ImageStore(),
-      close_s=5.0,
   )  # pyformat: disable
   taken = []
 

@@ -16,7 +16,7 @@ shows what the monitor's own work amounts to where there is next to no training:
   dying   with one that is killed half-way (SIGKILL)
 
 All of them make the same step one after the other, each stopped (SIGSTOP, with
-its courier and its server) while another one makes it, in an order that turns:
+its uploader and its server) while another one makes it, in an order that turns:
 so that a step is compared with the same step without a monitor, made seconds
 before or after it, whatever else the machine does in an hour. Servers have the
 niceness of the one that a run starts for itself. Of a step both the wall time
@@ -34,7 +34,7 @@ of their times is what a monitor costs, whatever the processes are and whatever
 the steps are. A block of which was told is delivered before the next begins,
 which counts as nobody's time: some tenth of a second's work of a block.
 
-`--apart` gives the trainer one core, and its courier and server another one:
+`--apart` gives the trainer one core, and its uploader and server another one:
 what is left of the cost on a machine that has a core to spare.
 
 `--crossover busy` has no monitor, but a process of a server's niceness that
@@ -90,8 +90,8 @@ SMALL = (
     " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}",
     "tasks=[click-color, enter-text]", "warm_start.source=none",
     "collect.group_size=4", "collect.min_valid=2",
-    "learner.groups_per_step=2", "rollout.slots=8", "rollout.concurrency=8",
-    "rollout.context_length=384", "learner.row_length=384",
+    "learner.groups_per_step=2", "engine.slots=8", "collect.concurrency=8",
+    "engine.context_length=384", "learner.row_length=384",
 )  # pyformat: disable
 BROWSER = (
     *QUICKSTART, "gym=miniwob", "tasks=[click-test-2,click-dialog,focus-text]",
@@ -107,10 +107,10 @@ SIZES = {
 SERVER = """
 import logging, os
 logging.disable()  # It is all trouble, and meant.
-from tunix.rl.multi_turn import run_monitor
 from tunix.rl.multi_turn.monitor import serve
+from tunix.rl.multi_turn.monitor import settings
 def run(given):
-  os.nice(run_monitor.NICENESS)
+  os.nice(settings.MonitorConfig().server_niceness)
   if given[3] == "True":
     os.sched_setaffinity(0, {1})
   serve.main(["serve", "--database", given[0], "--files", given[1], "--port",
@@ -118,8 +118,8 @@ def run(given):
 """
 COUNTER = """
 import os, sys, time
-from tunix.rl.multi_turn import run_monitor
-os.nice(run_monitor.NICENESS)
+from tunix.rl.multi_turn.monitor import settings
+os.nice(settings.MonitorConfig().server_niceness)
 while True:
   end = time.thread_time() + 0.01
   while time.thread_time() < end:
@@ -154,7 +154,7 @@ class Training:
   Attributes:
     told: what it has said of each step: {wall, cpu, own: seconds of it, of the
       CPU's in its process, of these in the monitor's threads; episodes; loss,
-      reward; courier, server: CPU seconds of these processes}.
+      reward; uploader, server: CPU seconds of these processes}.
     wrong: what the database lacks; "" if nothing.
   """
 
@@ -216,8 +216,8 @@ class Training:
       self._write("")
     said = self._read("step")
     self._go(signal.SIGSTOP)
-    courier, server = self._others_cpu() - before
-    self.told.append(said | {"courier": courier, "server": server})
+    uploader, server = self._others_cpu() - before
+    self.told.append(said | {"uploader": uploader, "server": server})
     if said["step"] % BLOCK == 0 and self._silent >= 0:
       self._counting = said["step"] // BLOCK % 2 != self._silent
     if said["step"] == self._steps // 2 and self.arm == "dying":
@@ -246,11 +246,11 @@ class Training:
 
   def _go(self, number: int) -> None:
     self._stopped = number == signal.SIGSTOP
-    couriers = self._couriers()
-    for pid in (self._trainer.pid, *couriers):
+    uploaders = self._uploaders()
+    for pid in (self._trainer.pid, *uploaders):
       os.kill(pid, number)
     if self.apart:
-      for pid in couriers:  # Each began where its trainer is.
+      for pid in uploaders:  # Each began where its trainer is.
         for task in pathlib.Path(f"/proc/{pid}/task").iterdir():
           os.sched_setaffinity(int(task.name), {1})
     if self._serving:
@@ -261,22 +261,22 @@ class Training:
       running = self._front.running
       (running.clear if self._stopped else running.set)()
 
-  def _couriers(self) -> list[int]:
+  def _uploaders(self) -> list[int]:
     """Those that the trainer has started; a browser is its child, too."""
     tasks = pathlib.Path(f"/proc/{self._trainer.pid}/task")
     found = [(task / "children").read_text() for task in tasks.iterdir()]
-    couriers = []
+    uploaders = []
     for pid in " ".join(found).split():
       with contextlib.suppress(OSError):  # One that has just ended.
         told = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-        if b"\0courier\0" in told:
-          couriers.append(int(pid))
-    return couriers
+        if b"\0uploader\0" in told:
+          uploaders.append(int(pid))
+    return uploaders
 
   def _others_cpu(self) -> np.ndarray:
-    """CPU seconds of (its couriers, its server) so far."""
+    """CPU seconds of (its uploaders, its server) so far."""
     return np.array([
-        sum(map(_cpu, self._couriers())),
+        sum(map(_cpu, self._uploaders())),
         _cpu(self._nursery.pid) if self._serving else 0.0,
     ])
 
@@ -378,7 +378,7 @@ def show(results: dict[str, list[Training]]) -> bool:
   )
   print(
       f"{'arm':6} {'step ms':>7}     {'wall / off':20}     {'CPU / off':20}"
-      "  CPU of an episode: threads, courier, server"
+      "  CPU of an episode: threads, uploader, server"
   )
   for arm, trainings in results.items():
     line = f"{arm:6} {1e3 * np.median(of(arm, 'wall')):7.1f}"
@@ -391,7 +391,7 @@ def show(results: dict[str, list[Training]]) -> bool:
         late += [arm] if low > 1.01 else []
     if arm not in SILENT:
       episodes = of(arm, "episodes").sum()
-      for key in ("own", "courier", "server"):
+      for key in ("own", "uploader", "server"):
         line += f"  {1e3 * of(arm, key).sum() / episodes:.2f} ms"
     print(line)
     for number, one in enumerate(trainings, 1):

@@ -47,6 +47,7 @@ from peers import rollout_workload
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import host_memory
@@ -132,11 +133,13 @@ class Ours:
         model,
         processor,
         self._store,
-        slots=args.episodes,
-        context_length=workload.context,
+        engine_config.EngineConfig(
+            slots=args.episodes,
+            context_length=workload.context,
+            **{k: v for k, v in options.items() if v is not None},
+        ),
         image_sizes=[tuple(args.screen)],
         banned_token_ids=model.config.banned_token_ids,
-        **{k: v for k, v in options.items() if v is not None},
     )
     self.engine.warm_up()
     self._runs = 0

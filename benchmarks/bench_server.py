@@ -37,6 +37,7 @@ import numpy as np
 from PIL import Image
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
@@ -105,11 +106,13 @@ def serve_forever() -> None:
       model,
       processor,
       store,
-      slots=32,
-      context_length=2560,
-      window_buckets=(320, 1280),
-      decode_rows=(2, 16),  # One at a time, and many.
-      prefill_rows=(2, 8),
+      engine_config.EngineConfig(
+          slots=32,
+          context_length=2560,
+          window_buckets=(320, 1280),
+          decode_rows=(2, 16),  # One at a time, and many.
+          prefill_rows=(2, 8),
+      ),
       image_sizes=(LARGE, SMALL),
       banned_token_ids=model.config.banned_token_ids,
   )

@@ -87,7 +87,7 @@ def play(
     # The witness passes on to the monitor what it is to be told.
     held = self.observers._observers  # pylint: disable=protected-access
     monitor.extend(
-        one for one in held if type(one).__name__ == "Relay"
+        one for one in held if type(one).__name__ == "EventLog"
     )
     held[:] = [one for one in held if one not in monitor]
     self.observers.add(log)

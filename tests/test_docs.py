@@ -24,7 +24,7 @@ def test_the_code_in_extending_runs_from_top_to_bottom(capsys):
       ["run.imports=[my_lamps]", "gym=lamps", "tasks=[lamps]"]
   )
   source = assembly.make_tasks(config)
-  assert next(assembly.TrainTasks(source, config.gym.tasks, 0)).seed == 0
+  assert next(assembly.TrainTasks(source, config.task_source.families, 0)).seed == 0
   assert all(task.seed % 2 for task in assembly.eval_tasks(config, source))
   assert assembly.make_gym(config, "lamps").start(
       assembly.eval_tasks(config, source)[0]

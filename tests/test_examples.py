@@ -12,6 +12,7 @@ from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.serving import serve
@@ -31,8 +32,7 @@ class Served:
         policy[0],
         policy[1],
         self.images,
-        slots=4,
-        context_length=768,
+        engine_config.EngineConfig(slots=4, context_length=768),
         image_sizes=SCREENS,
         banned_token_ids=policy[0].config.banned_token_ids,
         version=4,

@@ -17,13 +17,15 @@ import types
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
-from tunix.rl.multi_turn.environments.gyms import miniwob
+from tunix.rl.multi_turn.environments.gyms.miniwob import gym as miniwob_gym
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import lora_files
+from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.run import assembly
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run.warm_start import cloning
@@ -50,7 +52,7 @@ def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
     assert set(found["by_task"]) == {"click-color", "enter-text"}
     assert 0 <= found["success_rate"] <= 1
   for path in (
-      "config.yaml", "trajectories.jsonl", "report.html", "report.png",
+      "config.yaml", "trajectories.jsonl", "report.html",
       "checkpoints", "policy/model.safetensors", "policy/config.json",
       "warm_start/model.safetensors",
   ):  # pyformat: disable
@@ -98,7 +100,7 @@ def test_a_directory_starts_from_its_weights_and_rolls_out_in_int8(tmp_path):
   policy_checkpoint.save_policy(tmp_path / "mine", model)
   status = small_runs.run_train(
       tmp_path, "name=d", f"policy={tmp_path / 'mine'}", "steps=1",
-      "rollout.weights=int8", "algorithm.importance=tis",
+      "engine.weights=int8", "algorithm.importance=tis",
       "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
       "eval.modes=[sampled]", "eval.episodes_per_task=1",
   )  # pyformat: disable
@@ -173,9 +175,9 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
   status = small_runs.run_train(
       tmp_path, "name=f", "run.imports=[faulty_gym]",
       "gym=faulty-desktop", "steps=8",
-      "collect.reset_timeout_s=0.3", "collect.step_timeout_s=0.3",
-      "collect.evaluate_timeout_s=0.3", "collect.close_timeout_s=0.3",
-      "gym.max_turns=2",
+      "collect.deadlines.reset=0.3", "collect.deadlines.step=0.3",
+      "collect.deadlines.evaluate=0.3", "collect.deadlines.close=0.3",
+      "environment.max_turns=2",
   )  # pyformat: disable
   assert status == 0
   import faulty_gym  # pylint: disable=g-import-not-at-top
@@ -304,9 +306,37 @@ def test_asynchronous_is_the_same_code(tmp_path):
     assert step["staleness_max"] <= 2
 
 
+def test_a_policy_of_the_users_trains_and_is_loaded_by_its_name(tmp_path):
+  policy = ["policy=their_policy:create", "policy.config.layers=1"]
+  assert small_runs.run_train(tmp_path, *policy, "name=a", "steps=2") == 0
+  saved = tmp_path / "a" / "policy"
+  assert small_runs.metrics_of(tmp_path / "a")[-1]["step"] == 2
+  again = [*policy, "warm_start.source=path", f"warm_start.path={saved}"]
+  with small_runs.make_run(tmp_path / "b", *again, "name=b") as run:
+    run.warm_start()
+    found = policy_files.named_parameters(run.policy.model)
+  with safe_open(saved / "model.safetensors", "numpy") as file:
+    assert set(file.keys()) == set(found)
+    for name, value in found.items():
+      np.testing.assert_array_equal(value, file.get_tensor(name))
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        (
+            ["policy=qwen3_text_tiny"],
+            ["qwen3_text_tiny reads text only", "vision-language"],
+        ),
+        (["policy=no_such:create"], ["policy.name", "no_such:create"]),
+        (
+            ["policy=their_policy:create", "policy.config.layer=1"],
+            ["their_policy:create", "'layer'", "'layers'"],
+        ),
+        (
+            ["policy=their_policy:create", "policy.trajectory_pixels=9"],
+            ["trajectory_pixels=9", "their_policy:create"],
+        ),
         (["tasks=[click-buton]"], ["click-buton", "click-button"]),
         (["learner.stepz=3"], ["stepz", "steps"]),
         (["collect.group_size=1"], ["group_size"]),
@@ -316,9 +346,9 @@ def test_asynchronous_is_the_same_code(tmp_path):
         (["agent.parser=qwen"], ["agent.parser"]),
         (["policy.lora_rank=8"], ["policy.lora_rank=8", "tiny_vl"]),
         (["policy.trajectory_pixels=9"], ["trajectory_pixels=9", "tiny_vl"]),
-        (["rollout.weights=int8"], ["rollout.weights", "importance=tis"]),
+        (["engine.weights=int8"], ["engine.weights", "importance=tis"]),
         (
-            ["rollout.weights=int8", "algorithm.importance=tis"],
+            ["engine.weights=int8", "algorithm.importance=tis"],
             ["rollout", "int8", "TinyVL"],
         ),
         (["policy.config.image_budget=9"], ["policy.trajectory_pixels"]),
@@ -397,7 +427,7 @@ def test_a_run_stopped_before_its_first_checkpoint_can_go_on(
   before = (directory / "config.yaml").read_text()
   for change, word in (
       ("seed=5", "run.seed=5"),
-      ("tasks=[click-button]", "gym.tasks=['click-button']"),
+      ("tasks=[click-button]", "task_source.families=['click-button']"),
       ("learner.grad_clip=0", "learner.grad_clip=0"),
   ):
     assert train.main([f"resume={directory}", change]) == 2
@@ -503,15 +533,13 @@ def test_an_interrupt_waits_for_the_browser(tmp_path, monkeypatch):
 
   class SlowBrowser:
 
-    def __init__(self):
-      asyncio.get_running_loop()  # As the real one, which is a loop's.
-
     async def close(self):
+      asyncio.get_running_loop()  # As the real one, which is a loop's.
       await asyncio.sleep(0.5)
       closed.append(True)
       raise RuntimeError("it is gone")
 
-  monkeypatch.setattr(miniwob, "shared_browser", SlowBrowser)
+  monkeypatch.setattr(miniwob_gym, "shared_browser", SlowBrowser())
   run = small_runs.make_run(
       tmp_path, small_runs.NANO, "gym=miniwob", "tasks=[click-test-2]",
       "name=w", "warm_start.source=none",

@@ -34,7 +34,7 @@ def _paths():
   sys.path.insert(0, EXAMPLES)
   try:
     with two_paths.Both(
-        "rollout.agent=openai_agent:play", "collect.model_timeout_s=20"
+        "rollout.agent=openai_agent:play", "collect.deadlines.model=20"
     ) as paths:
       yield paths
   finally:

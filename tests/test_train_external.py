@@ -18,7 +18,7 @@ SMALL = (
     "collect.group_size=4",
     "collect.min_valid=2",
     "learner.groups_per_step=2",
-    "rollout.concurrency=8",
+    "collect.concurrency=8",
     "eval.episodes_per_task=2",
     "eval.modes=[sampled]",
     "report.progress=none",
@@ -75,7 +75,7 @@ def test_a_server_that_does_not_do_ends_the_run_at_once(tmp_path, capsys):
   with serving("vllm", context=256) as server:
     url = f"external.url={server.url}/v1"
     for name, change, words in (
-        ("short", [], "256 tokens, the run's rollout.context_length=512"),
+        ("short", [], "256 tokens, the run's engine.context_length=512"),
         ("other", ["external.model=gpt-5"], "'gpt-5' is not served"),
     ):
       status = train.main(
@@ -94,9 +94,9 @@ def test_a_server_that_does_not_do_ends_the_run_at_once(tmp_path, capsys):
         (["external.url="], "needs external.url"),
         (["policy=tiny_vl"], "policy.name=tiny_vl is no directory"),
         (["rollout.via=in_process"], "set rollout.via=external"),
-        (["rollout.lockstep=true"], "rollout.via=external does not tell"),
+        (["engine.lockstep=true"], "rollout.via=external does not tell"),
         (["external.protocol=telepathy"], "external.protocol"),
-        (["rollout.weights=int8", "algorithm.importance=tis"],
+        (["engine.weights=int8", "algorithm.importance=tis"],
          "of the engine in this process"),
     ],
 )  # pyformat: disable

@@ -47,7 +47,8 @@ def test_a_run_behind_a_server_is_the_run_in_process(tmp_path):
     ) == 0  # pyformat: disable
     assert app.store.open == 0
     tasks = task_sources.load_tasks_from_config(
-        task_sources.TaskSourceConfig(gym_base_url=url)
+        task_sources.TaskSourceConfig(source="gym"),
+        options={"base_url": url},
     )
     rows = [{**t.to_row(), "split": t.split, "gym_id": ""} for t in tasks]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

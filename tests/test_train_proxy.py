@@ -21,7 +21,7 @@ Status = trajectory.TrajectoryStatus
         # Complaints, and completions that are cut.
         ("agent.on_parse_error=retry", "sampling.max_new_tokens=6"),
         # Prompts that do not fit any more.
-        ("rollout.context_length=220", "agent.on_parse_error=retry",
+        ("engine.context_length=220", "agent.on_parse_error=retry",
          "sampling.temperature=3.0"),
     ],
     ids=["plain", "window", "cut", "context"],
@@ -51,7 +51,7 @@ def test_trajectories_are_those_of_the_path_in_process(overrides):
     assert not paths.engine.stats()["sessions"]
   if "agent.max_images=1" in overrides:
     assert max(sequences) > 1
-  if "rollout.context_length=220" in overrides:
+  if "engine.context_length=220" in overrides:
     assert Status.CONTEXT_LIMIT in statuses
   if not overrides:
     assert statuses >= {Status.SUCCEEDED, Status.FAILED}
@@ -113,8 +113,8 @@ def test_a_run_through_the_proxy_trains(tmp_path):
 
 
 def test_what_cannot_go_with_the_proxy_is_refused():
-  with pytest.raises(config_lib.ConfigError, match="rollout.lockstep=true"):
-    config_lib.load_config(["rollout.via=proxy", "rollout.lockstep=true"])
+  with pytest.raises(config_lib.ConfigError, match="engine.lockstep=true"):
+    config_lib.load_config(["rollout.via=proxy", "engine.lockstep=true"])
   with pytest.raises(config_lib.ConfigError, match="rollout.via"):
     config_lib.load_config(["rollout.via=carrier_pigeon"])
   config = config_lib.load_config(["rollout.via=proxy"])

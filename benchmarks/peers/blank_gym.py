@@ -4,7 +4,7 @@ Imported by the gym server (`--import`), which then knows a gym "blank".
 """
 
 import numpy as np
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 
 WIDTH, HEIGHT = 128, 96
@@ -50,5 +50,4 @@ class BlankTasks:
     return base.Task(f"blank/eval/{index}", family, seed=index)
 
 
-registry.register_gym("blank", BlankGym)
-registry.register_task_set("blank", BlankTasks)
+gyms.register("blank", gyms.GymSpec(make=BlankGym, tasks=BlankTasks))

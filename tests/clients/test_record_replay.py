@@ -19,11 +19,11 @@ async def collect(client, renderer, images):
   config = config_lib.load_config([
       "tasks=[click-button, enter-text]",
       "collect.group_size=3", "collect.min_valid=2",
-      "agent.on_parse_error=retry", "gym.max_turns=3",
-      "rollout.context_length=2048", "learner.row_length=2048",
+      "agent.on_parse_error=retry", "environment.max_turns=3",
+      "engine.context_length=2048", "learner.row_length=2048",
   ])  # pyformat: disable
   source = assembly.make_tasks(config)
-  tasks = assembly.TrainTasks(source, config.gym.tasks, 0)
+  tasks = assembly.TrainTasks(source, config.task_source.families, 0)
   collector = assembly.make_collector(
       config,
       assembly.EpisodeFactory(config, images),

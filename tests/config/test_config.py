@@ -1,18 +1,27 @@
 """What loading a configuration promises: layers, types, refusals, help."""
 
 import dataclasses
+import functools
+import importlib
 import pathlib
+import pkgutil
 import re
+import types
+import typing
 
 import hypothesis
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 import pytest
+from tunix.rl import multi_turn
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn import gym_facts
 from tunix.rl.multi_turn.config import documentation
 from tunix.rl.multi_turn.config import loader
+from tunix.rl.multi_turn.config import resolution
+from tunix.rl.multi_turn.core import settings as settings_lib
+from tunix.rl.multi_turn.environments.gyms import registry as gyms
+import yaml  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TrainConfig = config_lib.TrainConfig
@@ -38,18 +47,20 @@ def test_defaults_file_overrides_in_this_order(tmp_path):
   assert config.learner.steps == 9
   assert config.learner.rows == 4
   assert config.run.seed == 6
-  assert config.learner.grad_clip == config_lib.LearnerConfig().grad_clip
+  assert config.learner.grad_clip == TrainConfig().learner.grad_clip
 
 
 def test_a_gym_brings_its_preset_and_anything_wins_over_it(tmp_path):
   config = load("gym=miniwob")
-  assert config.gym.tasks == ("click-test-2", "click-dialog", "focus-text")
+  assert config.task_source.families == (
+      "click-test-2", "click-dialog", "focus-text",
+  )  # pyformat: disable
   assert (config.gym.width, config.gym.height) == (160, 210)
   file = tmp_path / "c.yaml"
   file.write_text("gym: miniwob\nrollout: {slots: 4}\n")
   config = load(str(file), "tasks=[click-test]")
-  assert config.gym.tasks == ("click-test",)
-  assert (config.rollout.slots, config.rollout.concurrency) == (4, 24)
+  assert config.task_source.families == ("click-test",)
+  assert (config.engine.slots, config.collect.concurrency) == (4, 24)
 
 
 def test_pages_are_cloned_first_where_the_oracle_knows_every_one():
@@ -90,12 +101,12 @@ def test_a_section_with_a_short_form_takes_a_plain_value(tmp_path, written):
     [
         ("tasks=[a,b]", ("a", "b")),
         ("tasks=a,b", ("a", "b")),
-        ("gym.tasks=a", ("a",)),
+        ("task_source.families=a", ("a",)),
         ("gym={tasks: [x]}", ("x",)),
     ],
 )
 def test_lists_may_be_written_as_people_write_them(text, tasks):
-  assert load(text).gym.tasks == tasks
+  assert load(text).task_source.families == tasks
 
 
 def test_numbers_as_people_write_them():
@@ -115,14 +126,21 @@ def test_text_stays_text_whatever_yaml_would_make_of_it():
 
 def test_a_mapping_is_merged_key_by_key(tmp_path):
   file = tmp_path / "c.yaml"
-  file.write_text("gym:\n  options: {a: 1, b: {c: 2}}\n")
-  config = load(str(file), "gym.options.d=3", "gym.options.a=4")
-  assert config.gym.options == {"a": 4, "b": {"c": 2}, "d": 3}
+  file.write_text("gym:\n  options: {timeout: 1, env_kwargs: {c: 2}}\n")
+  config = load(
+      str(file), "gym=gymnasium", "tasks=[A-v1]", "gym.options.score=return",
+      "gym.options.timeout=4",
+  )  # pyformat: disable
+  assert config.gym.options == {
+      "timeout": 4, "env_kwargs": {"c": 2}, "score": "return",
+  }  # pyformat: disable
 
 
 def test_keys_below_a_mapping_merge_deeply():
-  config = load("gym.options.a.b=1", "gym.options.a.c=2")
-  assert config.gym.options == {"a": {"b": 1, "c": 2}}
+  config = load(
+      "gym=gbox", "tasks=[a]", "gym.options.box.b=1", "gym.options.box.c=2"
+  )
+  assert config.gym.options == {"box": {"b": 1, "c": 2}}
 
 
 def test_a_run_gets_a_name_and_a_directory():
@@ -150,7 +168,7 @@ def test_resume_starts_from_that_runs_configuration(tmp_path):
 def test_resolved_values():
   assert load().lockstep is True
   assert load("queue.max_staleness=2").lockstep is False
-  assert load("rollout.lockstep=false").lockstep is False
+  assert load("engine.lockstep=false").lockstep is False
   config = load("queue.max_staleness=2", "learner.groups_per_step=4")
   assert config.queue_capacity == 12
   assert load("queue.capacity=50").queue_capacity == 50
@@ -159,24 +177,26 @@ def test_resolved_values():
 # --- round trip --------------------------------------------------------------
 
 
-def _values(f: dataclasses.Field, kind) -> st.SearchStrategy:
-  meta = f.metadata
-  if meta["choices"]:
-    one = st.sampled_from(meta["choices"])
-    many = st.lists(one, unique=True).map(tuple)
-    return one if kind is str else many
-  low = meta["at_least"] if meta["at_least"] is not None else meta["above"]
+def _values(f: settings_lib.Setting) -> st.SearchStrategy:
+  choices = loader.literal_choices(f.type)
+  kind = f.type
+  if choices:
+    one = st.sampled_from(choices)
+    is_list = typing.get_origin(kind) is tuple
+    return st.lists(one, unique=True, min_size=1).map(tuple) if is_list else one
+  low = f.bounds.get("ge", f.bounds.get("gt"))
+  high = f.bounds.get("le", f.bounds.get("lt"))
   if kind is bool:
     return st.booleans()
   if kind is int:
-    first = int(low or 0) + (meta["above"] is not None)
-    return st.integers(first, int(meta["at_most"] or 10**6))
+    first = int(low or 0) + ("gt" in f.bounds)
+    return st.integers(first, int(10**6 if high is None else high))
   if kind is float:
-    high = meta["at_most"]
     return st.floats(
-        low if low is not None else 0.0,
-        high if high is not None else 1e6,
-        exclude_min=meta["above"] is not None,
+        0.0 if low is None else low,
+        1e6 if high is None else high,
+        exclude_min="gt" in f.bounds,
+        exclude_max="lt" in f.bounds,
         allow_subnormal=False,
     )
   if kind is str:
@@ -185,6 +205,13 @@ def _values(f: dataclasses.Field, kind) -> st.SearchStrategy:
     return st.lists(st.text(min_size=1), unique=True).map(tuple)
   if kind == tuple[int, ...]:
     return st.lists(st.integers(1, 4096)).map(tuple)
+  if kind == str | dict[str, float]:
+    return st.text(min_size=1, max_size=8) | st.dictionaries(
+        st.text(min_size=1, max_size=8), st.floats(-9, 9)
+    )
+  if typing.get_origin(kind) in (typing.Union, types.UnionType):
+    (inner,) = (k for k in typing.get_args(kind) if k is not type(None))
+    return st.none() | _values(dataclasses.replace(f, type=inner))
   leaf = st.none() | st.booleans() | st.integers() | st.text(max_size=8)
   return st.dictionaries(
       st.text(max_size=8),
@@ -199,15 +226,20 @@ def _values(f: dataclasses.Field, kind) -> st.SearchStrategy:
 
 
 @st.composite
-def _configs(draw):
-  parts = {}
-  for name, cls in loader.sections(TrainConfig).items():
-    hints = loader.field_types(cls)
-    parts[name] = cls(**{
-        f.name: draw(_values(f, hints[f.name]))
-        for f in dataclasses.fields(cls)
-    })
-  return TrainConfig(**parts)
+def _instances(draw, cls):
+  """An instance; what its own checks refuse is drawn again, field by field."""
+  values = {}
+  for f in settings_lib.fields(cls):
+    if f.nested:
+      values[f.name] = draw(_instances(f.nested))
+      continue
+    value = draw(_values(f))
+    try:
+      cls(**{**values, f.name: value})
+    except ValueError:
+      continue
+    values[f.name] = value
+  return cls(**values)
 
 
 # Shrinking a hundred fields takes minutes and says no more than the first.
@@ -216,24 +248,96 @@ def _configs(draw):
     deadline=None,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
-@given(_configs())
+@given(_instances(TrainConfig))
 def test_yaml_round_trip_of_any_value(config):
   # Below the checks for contradictions: only typing and syntax matter here.
+  problems = []
   flat = loader.flatten(
-      config_lib._parse_yaml(config.to_yaml(), "x"),  # pylint: disable=protected-access
+      resolution.parse_yaml(config.to_yaml(), "x"),
       TrainConfig,
       config_lib.ALIASES,
       "x",
+      problems,
   )
-  again = loader.build(TrainConfig, flat, open_names=False)
+  again = loader.build(TrainConfig, flat, problems)
+  assert not problems
   assert again == config
 
 
+def _another(f: settings_lib.Setting):
+  """A valid value that is not the default."""
+  choices = loader.literal_choices(f.type)
+  if choices and typing.get_origin(f.type) is not tuple:
+    return next(c for c in choices if c != f.default)
+  if choices:
+    return [next(c for c in choices if (c,) != f.default)]
+  kinds = loader._members(f.type)  # pylint: disable=protected-access
+  if bool in kinds:
+    return not f.default
+  if int in kinds or float in kinds:
+    low = f.bounds.get("ge", f.bounds.get("gt"))
+    high = f.bounds.get("le", f.bounds.get("lt"))
+    for value in (1, 2, 0.5, low, high):
+      if value is not None and value != f.default and not loader.field_problem(
+          *_class_of(f), value, ""
+      ):
+        return value
+  if any(typing.get_origin(k) is dict for k in kinds) and str not in kinds:
+    return {"a": 1}
+  if any(typing.get_origin(k) is tuple for k in kinds):
+    return [7] if kinds[0] == tuple[int, ...] else ["x"]
+  return "x"
+
+
+def _class_of(f):
+  for cls in loader.sections(TrainConfig).values():
+    if f in settings_lib.fields(cls):
+      return cls, f
+  raise AssertionError(f.name)
+
+
+@pytest.mark.parametrize("path", loader.leaves(TrainConfig))
+def test_every_field_is_reached_by_key_value(path):
+  """The value arrives in the object that the component itself takes."""
+  field = loader.leaves(TrainConfig)[path]
+  value = _another(field)
+  problems = []
+  key, raw = loader.parse_override(f"{path}={yaml.safe_dump(value).strip()}"
+                                   .removesuffix("\n...").replace("\n...", ""))
+  flat = loader.flatten({key: raw}, TrainConfig, {}, "x", problems)
+  section, _, name = path.rpartition(".")
+  cls = loader.sections(TrainConfig)[section]
+  assert not problems
+  wanted = loader.coerce(raw, field.type)
+  assert wanted != field.default
+  assert loader.field_problem(cls, field, wanted, path) is None
+  made = loader.build(TrainConfig, flat, problems)
+  found = functools.reduce(getattr, path.split("."), made)
+  # Fields that need others are refused by their section, by name.
+  assert found == wanted or any(name in p for p in problems)
+
+
+def test_every_settings_class_of_the_package_is_a_section():
+  """What a component is set by, a run can set: no class stands outside."""
+  nested = set(loader.sections(TrainConfig).values()) | {TrainConfig}
+  for module in pkgutil.walk_packages(
+      multi_turn.__path__, "tunix.rl.multi_turn."
+  ):
+    if not re.search(
+        r"(settings|config|source|policy_client|admission)$", module.name
+    ):
+      continue
+    for value in vars(importlib.import_module(module.name)).values():
+      if settings_lib.is_settings(value) and value not in nested:
+        # A request's own part: its base class is the section.
+        assert value.__name__ == "SamplingParams", value
+
+
 def test_from_yaml_is_the_inverse_of_to_yaml_and_checks():
-  config = load("gym=miniwob", "gym.options.a=1", "collect.group_size=4")
-  assert TrainConfig.from_yaml(config.to_yaml()) == config
+  config = load("gym=miniwob", "gym.options.scale=1", "collect.group_size=4")
+  assert config_lib.from_yaml(config.to_yaml()) == config
   with pytest.raises(config_lib.ConfigError, match="min_valid=9"):
-    TrainConfig.from_yaml("collect: {min_valid: 9}")
+    config_lib.from_yaml("collect: {min_valid: 9}")
 
 
 def test_a_configuration_cannot_be_changed():
@@ -246,7 +350,7 @@ BASE = (
     "collect.group_size=8",
     "collect.min_valid=4",
     "sampling.max_new_tokens=32",
-    "rollout.context_length=512",
+    "engine.context_length=512",
     "learner.row_length=512",
     "learner.rows=8",
     "learner.groups_per_step=8",
@@ -257,8 +361,8 @@ BASE = (
     "learner.skip_zero_advantage=true",
     "queue.max_staleness=0",
     "warm_start.steps=0",
-    "collect.turn_timeout_s=180",
-    "collect.episode_timeout_s=600",
+    "collect.deadlines.turn=180",
+    "collect.deadlines.episode=600",
 )
 
 
@@ -298,14 +402,17 @@ def test_what_is_unknown_is_refused_with_the_nearest_valid_one(
         ("learner.learning_rate=0", "must be > 0"),
         ("learner.learning_rate=.inf", "finite"),
         ("sampling.top_p=1.5", "must be <= 1"),
-        ("rollout.prefill_buckets=[0]", "must be >= 1"),
+        ("engine.prefill_buckets=[0]", "must be >= 1"),
         ("report.images=3", "true or false"),
         ("gym.options=3", "a mapping"),
-        ("gym.tasks=[1, [2]]", r"gym.tasks[1]=[2] must be text"),
+        (
+            "task_source.families=[1, [2]]",
+            "task_source.families=['1', [2]] must be item 1 text",
+        ),
         ("learner=3", "learner is a section"),
         ("steps", "write key=value"),
         ("tasks=[a", "not valid YAML"),
-        ("gym.tasks=[a,a]", "names a family twice"),
+        ("task_source.families=[a,a]", "names a family twice"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(argument, message):
@@ -320,13 +427,13 @@ def test_what_does_not_fit_is_refused_with_what_would(argument, message):
         (["collect.min_valid=9"], ["collect.min_valid=9", "group_size=8"]),
         (["collect.min_valid=1"], ["collect.min_valid=1"]),
         (["sampling.max_new_tokens=512"],
-         ["sampling.max_new_tokens", "rollout.context_length"]),
+         ["sampling.max_new_tokens", "engine.context_length"]),
         (["learner.row_length=100"],
-         ["learner.row_length=100", "rollout.context_length"]),
-        (["rollout.prefill_buckets=[64,32]"], ["must ascend"]),
-        (["rollout.prefill_buckets=[64,9999]"], ["rollout.context_length"]),
-        (["rollout.lockstep=true", "queue.max_staleness=1"],
-         ["rollout.lockstep", "queue.max_staleness=0"]),
+         ["learner.row_length=100", "engine.context_length"]),
+        (["engine.prefill_buckets=[64,32]"], ["must ascend"]),
+        (["engine.prefill_buckets=[64,9999]"], ["engine.context_length"]),
+        (["engine.lockstep=true", "queue.max_staleness=1"],
+         ["engine.lockstep", "queue.max_staleness=0"]),
         (["mesh.data=3"], ["learner.rows=8", "mesh.data"]),
         (["learner.minibatches=3"],
          ["learner.groups_per_step=8", "learner.minibatches=3"]),
@@ -349,9 +456,9 @@ def test_what_does_not_fit_is_refused_with_what_would(argument, message):
             ["gym=gymnasium", "tasks=[CartPole-v1]", "warm_start.steps=10"],
             ["has no oracle"],
         ),
-        (["gym=gymnasium"], ["gym.tasks is empty"]),
-        (["collect.turn_timeout_s=1000"], ["collect.episode_timeout_s"]),
-        (["collect.model_timeout_s=400"], ["collect.turn_timeout_s"]),
+        (["gym=gymnasium"], ["task_source.families is empty"]),
+        (["collect.deadlines.turn=1000"], ["collect.deadlines.episode"]),
+        (["collect.deadlines.model=400"], ["collect.deadlines.turn"]),
         (["eval.modes=[]"], ["eval.modes"]),
         (["eval.modes=[greedy,greedy]"], ["eval.modes", "twice"]),
         (["gym=miniwob", "gym.width=64"], ["gym.width=64", "160x210"]),
@@ -364,16 +471,27 @@ def test_what_does_not_fit_is_refused_with_what_would(argument, message):
             ["gym=browser", "gym.options={width: 300}"],
             ["gym.options.width=300", "set gym.width"],
         ),
-        (["gym=miniwob", "gym.difficulty=1"], ["gym.difficulty=1", "miniwob"]),
         (
-            ["gym=gymnasium", "tasks=[CartPole-v1]", "gym.difficulty=2"],
-            ["gym.difficulty=2", "gymnasium"],
+            ["gym=miniwob", "gym.options.difficulty=1"],
+            ["gym.options.difficulty=1", "miniwob"],
         ),
+        (
+            [
+                "gym=gymnasium", "tasks=[CartPole-v1]",
+                "gym.options.difficulty=2",
+            ],
+            ["gym.options.difficulty=2", "gymnasium"],
+        ),
+        (
+            ["gym.options.dificulty=2"],
+            ["gym.options.dificulty=2", "did you mean 'difficulty'"],
+        ),
+        (["gym.options.difficulty=x"], ["gym.options.difficulty='x'", "int"]),
         (["gym.options.width=256"], ["gym.options.width=256", "gym.width"]),
         (["gym.options.height=192"], ["gym.options.height=192", "gym.height"]),
         (
             ["gym=gymnasium", "tasks=[CartPole-v1]", "gym.options.env=Other"],
-            ["gym.options.env=Other", "gym.tasks"],
+            ["gym.options.env=Other", "task_source.families"],
         ),
         (
             ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1",
@@ -401,28 +519,38 @@ def test_every_problem_is_reported_at_once():
   assert "learner.steps=-1" in text and "'tis'" in text
 
 
-def test_a_name_of_ones_own_is_accepted_once_something_is_imported():
-  assert "run.imports" in refusal("algorithm.advantage=mine")
-  config = load("algorithm.advantage=mine", "run.imports=my_module")
+def test_a_name_of_ones_own_is_known_once_its_module_is_imported(
+    tmp_path, monkeypatch
+):
+  assert "'mine'" in refusal("algorithm.advantage=mine")
+  (tmp_path / "my_names.py").write_text(
+      "from tunix.rl.multi_turn import rewards\n"
+      "from tunix.rl.multi_turn.learner.algorithms import advantages\n"
+      "rewards.register('mine_too')(lambda task, action: 0.0)\n"
+      "advantages.ESTIMATORS.register('mine', advantages.grpo)\n"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  named = ("algorithm.advantage=mine", "reward=mine_too")
+  config = load(*named, "run.imports=my_names")
   assert config.algorithm.advantage == "mine"
-  assert load("gym.reward=mine", "run.imports=[m]").gym.reward == "mine"
+  assert config.environment.reward == "mine_too"
   # Closed choices stay closed.
-  assert "cosine" in refusal("learner.schedule=mine", "run.imports=m")
+  assert "cosine" in refusal("learner.schedule=mine", "run.imports=my_names")
+  assert "cannot import" in refusal("run.imports=[not_there]")
 
 
 def test_the_examples_in_the_help_are_accepted():
   """Each `section.field=value` in a text, with what that needs."""
-  named = re.compile(r"\b(\w+\.[\w.]+=[^\s,;:]*[^\s,;:.)])")
+  named = re.compile(r"\b(\w+\.[\w.]+=[^\s,;:]*[^\s,;:.)`])")
   with_its_needs = {
       "policy.config.layers=6": ["warm_start.source=none"],
       "gym.options.seconds_per_action=0.2": ["gym=miniwob"],
   }
   found = set()
-  for cls in loader.sections(TrainConfig).values():
-    for f in dataclasses.fields(cls):
-      found |= set(named.findall(f.metadata["doc"]))
+  for field in loader.leaves(TrainConfig).values():
+    found |= set(named.findall(field.doc))
   found |= set(named.findall(documentation.REFERENCE_HEAD))
-  assert {"gym.options.time_decay=0.1", *with_its_needs} <= found
+  assert {"gym.options.difficulty=1", *with_its_needs} <= found
   for example in found:
     load(example, *with_its_needs.get(example, ()))
 
@@ -454,29 +582,41 @@ def test_files_that_cannot_be_read_say_which_and_where(tmp_path):
 # --- documentation -----------------------------------------------------------
 
 
-def test_help_lists_every_field_with_type_default_and_meaning(capsys):
+def help_of(capsys, *topic: str) -> str:
   with pytest.raises(SystemExit) as caught:
-    load("--help")
+    load("--help", *topic)
   assert caught.value.code == 0
-  text = capsys.readouterr().out
+  return capsys.readouterr().out
+
+
+def test_help_has_a_first_screen_and_every_field_behind_it(capsys):
+  first = help_of(capsys)
+  assert len(first.splitlines()) <= 60
+  for name in loader.sections(TrainConfig):
+    assert "." in name or re.search(rf"^  {name} ", first, re.M), name
+  text = help_of(capsys, "all")
   joined = re.sub(r"\s+", " ", text)
-  for name, cls in loader.sections(TrainConfig).items():
-    hints = loader.field_types(cls)
-    for f in dataclasses.fields(cls):
-      head = f"  {name}.{f.name}={documentation.default_text(f)}  ("
-      assert head + documentation.type_name(hints[f.name], f.metadata) in text
-      assert len(f.metadata["doc"]) > 10
-      assert re.sub(r"\s+", " ", f.metadata["doc"]) in joined
+  for path, field in loader.leaves(TrainConfig).items():
+    head = f"  {path}={documentation.default_text(field)}  ("
+    assert head + documentation.type_name(field) in text
+    assert len(field.doc) > 10
+    assert re.sub(r"\s+", " ", field.doc) in joined
+
+
+def test_help_of_a_section_is_that_section(capsys):
+  text = help_of(capsys, "learner")
+  assert "learner.learning_rate=" in text and "queue." not in text
+  assert "collect.deadlines.model=" in help_of(capsys, "collect")
+  assert "'learner'" in refusal("--help", "lerner")
 
 
 def test_aliases_and_presets_name_existing_fields_with_valid_values():
-  paths = loader.leaf_paths(TrainConfig)
+  paths = loader.leaves(TrainConfig)
   assert set(config_lib.ALIASES.values()) <= set(paths)
-  gyms = config_lib.GymConfig.__dataclass_fields__["name"].metadata["choices"]
-  assert set(gym_facts.GYMS) == set(gyms)
-  for gym, facts in gym_facts.GYMS.items():
-    assert set(facts.preset) | set(facts.cloning_preset) <= set(paths)
-    if facts.lists_tasks or "gym.tasks" in facts.preset:
+  for gym in gyms.BUILT_IN:
+    spec = gyms.get(gym)
+    assert set(spec.preset) | set(spec.cloning_preset) <= set(paths)
+    if spec.lists_tasks or "task_source.families" in spec.preset:
       assert load(f"gym={gym}").gym.name == gym
 
 

@@ -48,13 +48,13 @@ class TestWorkerPool:
 
   def test_deadline_counts_from_the_start_of_the_call(self):
     # With one thread the second call waits for the first one's deadline.
-    pool = concurrency.WorkerPool(max_threads=1)
+    runner = concurrency.CallRunner(concurrency.WorkerPool(max_threads=1))
     gate = threading.Event()
 
     async def both():
       return await asyncio.gather(
-        pool.arun(gate.wait, 2.5),
-        pool.arun(lambda: "in time", 1.5),
+        runner.call(gate.wait, seconds=2.5),
+        runner.call(lambda: "in time", seconds=1.5),
         return_exceptions=True,
       )
 
@@ -95,7 +95,8 @@ class TestWorkerPool:
       gate.wait()
 
     async def main():
-      task = asyncio.create_task(pool.arun(hang, None))
+      runner = concurrency.CallRunner(pool, grace=0.0)
+      task = asyncio.create_task(runner.call(hang))
       await asyncio.to_thread(started.wait)
       task.cancel()
       with pytest.raises(asyncio.CancelledError):
@@ -111,7 +112,10 @@ class TestWorkerPool:
       raise error
 
     pool = concurrency.WorkerPool(max_threads=1)
-    for run in (pool.run, lambda f, s: asyncio.run(pool.arun(f, s))):
+    runner = concurrency.CallRunner(pool)
+    for run in (
+      pool.run, lambda f, s: asyncio.run(runner.call(f, seconds=s))
+    ):
       with pytest.raises(RuntimeError, match=type(error).__name__):
         run(leave, 5.0)
 
@@ -169,8 +173,8 @@ class TestWorkerPool:
 
     async def main():
       with pytest.raises(concurrency.DeadlineExceeded):
-        await concurrency.acall(
-          gate.wait, seconds=SHORT, what="f", pool=pool, on_stuck=stuck.append
+        await concurrency.CallRunner(pool, grace=0.0).call(
+          gate.wait, seconds=SHORT, what="f", on_stuck=stuck.append
         )
 
     asyncio.run(main())

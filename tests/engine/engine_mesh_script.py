@@ -13,6 +13,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import sharding
@@ -57,12 +58,11 @@ def sample(mesh, weights):
       model,
       processor,
       store,
-      slots=4,
-      context_length=64,
+      engine_config.EngineConfig(
+          slots=4, context_length=64, prefill_buckets=(32,), weights=weights
+      ),
       image_sizes=(SIZE,),
-      prefill_buckets=(32,),
       banned_token_ids=model.config.banned_token_ids,
-      weights=weights,
   ) as engine:
     engine.warm_up()
 

@@ -22,7 +22,6 @@ import rollout_server_runner
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.engine import engine as engine_lib
 
 # Compiling takes seconds, on a busy machine minutes.
 pytestmark = pytest.mark.timeout(300)
@@ -52,9 +51,7 @@ def make_engine(policy, store, **changes):
       decode_steps_per_call=4,
       page_size=PAGE,
   )
-  return engine_lib.RolloutEngine(
-      model, processor, store, **(options | changes)
-  )
+  return micro.engine_of(model, processor, store, **(options | changes))
 
 
 @pytest.fixture(scope="module", name="engine")
@@ -236,7 +233,11 @@ async def test_200_prompts_of_the_micro_policy_equal_its_forward_pass(greedy):
   model, store = micro.MicroPolicy(nnx.Rngs(0)), micro.new_store()
   world = Micro(store)
   with micro.make_engine(
-      model, store, patch_buckets=(16,), decode_rows=(4,), window_buckets=()
+      model,
+      store,
+      patch_buckets=(16,),
+      decode_rows=(4,),
+      window_buckets=(micro.CONTEXT,),
   ) as engine:
     episodes = await play_groups(
         engine, world, 0, 20, greedy, micro.CONTEXT, most=1

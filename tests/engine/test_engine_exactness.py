@@ -11,6 +11,7 @@ import rollout_micro_policy as micro
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import tiny_vl
@@ -18,7 +19,9 @@ from tunix.rl.multi_turn.policy import vision_inputs
 
 # Compiling takes seconds, on a busy machine minutes.
 pytestmark = pytest.mark.timeout(300)
-ONE_SHAPE = dict(decode_rows=(4,), window_buckets=(), patch_buckets=(16,))
+ONE_SHAPE = dict(
+    decode_rows=(4,), window_buckets=(micro.CONTEXT,), patch_buckets=(16,)
+)
 GREEDY = policy_client.SamplingParams(max_new_tokens=5, temperature=0.0)
 FinishReason = policy_client.FinishReason
 
@@ -316,13 +319,15 @@ def test_tiny_vl_equals_its_own_forward_pass():
       model,
       processor,
       store,
-      slots=2,
-      context_length=context,
-      prefill_rows=(2,),
-      prefill_buckets=(16,),
-      image_buckets=(2,),
+      engine_config.EngineConfig(
+          slots=2,
+          context_length=context,
+          prefill_rows=(2,),
+          prefill_buckets=(16,),
+          image_buckets=(2,),
+          decode_steps_per_call=4,
+      ),
       image_sizes=[(48, 32)],
       banned_token_ids=config.banned_token_ids,
-      decode_steps_per_call=4,
   ) as engine:
     asyncio.run(asyncio.wait_for(play_all(engine), 250))

@@ -27,7 +27,7 @@ def _engine(model):
       model,
       micro.new_store(),
       decode_rows=(4,),
-      window_buckets=(),
+      window_buckets=(micro.CONTEXT,),
       features=("details", "grammar"),
   ) as engine:
     engine.warm_up()
@@ -356,7 +356,7 @@ def test_what_is_preempted_loses_no_detail_and_no_state(model):
       model,
       micro.new_store(),
       decode_rows=(4,),
-      window_buckets=(),
+      window_buckets=(micro.CONTEXT,),
       cache_tokens=micro.CONTEXT + 24,
   ) as small:
     options = [{"grammar": EvenOdd(60)}, {}, {"stop_when": Pair((-1, -1))}]
@@ -376,7 +376,10 @@ def test_what_is_preempted_loses_no_detail_and_no_state(model):
 
 def test_compiling_on_demand_is_told_apart(model):
   with micro.make_engine(
-      model, micro.new_store(), decode_rows=(4,), window_buckets=()
+      model,
+      micro.new_store(),
+      decode_rows=(4,),
+      window_buckets=(micro.CONTEXT,),
   ) as engine:
     engine.warm_up()
     generate(engine, (PROMPT, Sampling(max_new_tokens=4), {}))

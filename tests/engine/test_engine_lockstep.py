@@ -51,15 +51,15 @@ def play_lockstep(engine, store, delay_seed):
 
 
 def test_lockstep_runs_are_equal_to_the_bit(make, store):
-  first = make(lockstep=True, seed=9)  # Six sessions on four slots.
+  first = make(lockstep="true", seed=9)  # Six sessions on four slots.
   want = play_lockstep(first, store, 1)
-  assert want == play_lockstep(make(lockstep=True, seed=9), store, 2)
-  assert want != play_lockstep(make(lockstep=True, seed=8), store, 1)
+  assert want == play_lockstep(make(lockstep="true", seed=9), store, 2)
+  assert want != play_lockstep(make(lockstep="true", seed=8), store, 1)
   assert first.stats()["lockstep_timeouts"] == 0
 
 
 async def test_lockstep_outlives_a_hanging_episode(make):
-  engine = make(lockstep=True, max_wait_s=0.05)
+  engine = make(lockstep="true", max_wait_s=0.05)
   engine.open_session("hangs")
   got = await asyncio.wait_for(
       engine.generate(PROMPT, Sampling(max_new_tokens=3), session="a"), 20
@@ -82,13 +82,15 @@ def test_nothing_compiles_after_warm_up(model, store):
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:
     shapes = dict(
-        decode_rows=(1, 3), window_buckets=(), prefill_rows=(1, 4),
+        decode_rows=(1, 3),
+        window_buckets=(micro.CONTEXT,),
+        prefill_rows=(1, 4),
         prefill_buckets=(16,),
-    )  # fmt: skip
+    )
     with micro.make_engine(model, store, **shapes) as engine:
       progress = []
       engine.warm_up(lambda done, total, what: progress.append((done, total)))
-      total = len(engine._shapes.variants())  # pylint: disable=protected-access
+      total = len(engine._buckets.variants())  # pylint: disable=protected-access
       assert progress == [(i + 1, total) for i in range(total)]
       assert engine.stats()["compile_count"] == total <= len(compiled)
       compiled.clear()
@@ -128,7 +130,7 @@ def test_nothing_compiles_after_warm_up(model, store):
       assert engine.stats()["compiles_after_warm_up"] == 0
       # The counter does count.
       engine._programs.compile(  # pylint: disable=protected-access
-          engine._shapes.variants()[0].__class__("encode", 3, 8)  # pylint: disable=protected-access
+          engine._buckets.variants()[0].__class__("encode", 3, 8)  # pylint: disable=protected-access
       )
       assert compiled and engine.stats()["compiles_after_warm_up"] == 1
   finally:

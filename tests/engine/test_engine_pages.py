@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import rollout_micro_policy as micro
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.engine import slots as slots_lib
+from tunix.rl.multi_turn.engine import requests as requests_lib
 
 pytestmark = pytest.mark.timeout(300)
 Sampling = policy_client.SamplingParams
 ONE_SHAPE = dict(
-    decode_rows=(4,), prefill_rows=(4,), window_buckets=(), patch_buckets=(16,)
+    decode_rows=(4,),
+    prefill_rows=(4,),
+    window_buckets=(micro.CONTEXT,),
+    patch_buckets=(16,),
 )
 PAGE = 8
 GREEDY = Sampling(max_new_tokens=6, temperature=0.0)
@@ -123,7 +126,7 @@ def test_sharing_can_be_left(make, model, store):
   requests = [
       (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(3)
   ]
-  for options in (dict(share_prefixes=False), dict(lockstep=True)):
+  for options in (dict(share_prefixes="false"), dict(lockstep="true")):
     engine = make(**options)
     for name, *_ in requests:
       engine.open_session(name)
@@ -149,7 +152,7 @@ def test_other_pixels_are_not_shared(make, model, store):
   assert engine.stats()["shared_tokens"] == 0
 
 
-@pytest.mark.parametrize("lockstep", (False, True))
+@pytest.mark.parametrize("lockstep", ("false", "true"))
 def test_a_full_cache_preempts_and_loses_nothing(make, lockstep):
   """Four long completions in a cache that holds little more than one."""
   rng = np.random.default_rng(4)
@@ -332,7 +335,7 @@ async def test_a_prompt_that_cannot_be_placed_again_fails_alone(
     make, model, store, monkeypatch
 ):
   """The second time it is asked, the processor raises."""
-  engine = make(cache_tokens=72, share_prefixes=False)
+  engine = make(cache_tokens=72, share_prefixes="false")
   processor = engine._processor  # pylint: disable=protected-access
   rng = np.random.default_rng(6)
   prompts = [
@@ -393,7 +396,7 @@ def ends(engine, *requests):
 def test_priority_is_served_first(make):
   engine = make(slots=1, decode_rows=(1,), prefill_rows=(1,))
   requests = [
-      slots_lib.Request(f"p{p}", micro.prompt_of([3, 4]), GREEDY, priority=p)
+      requests_lib.Request(f"p{p}", micro.prompt_of([3, 4]), GREEDY, priority=p)
       for p in (3, 2, -1, 1)
   ]
   assert ends(engine, *requests) == ["p-1", "p1", "p2", "p3"]
@@ -403,7 +406,9 @@ def test_a_later_request_of_less_weight_is_preempted(make):
   engine = make(cache_tokens=micro.CONTEXT)
   long = Sampling(max_new_tokens=50, temperature=0.0)
   requests = [
-      slots_lib.Request(f"p{p}", micro.prompt_of([3, 4 + p]), long, priority=p)
+      requests_lib.Request(
+          f"p{p}", micro.prompt_of([3, 4 + p]), long, priority=p
+      )
       for p in (2, 1, 0)
   ]
   assert ends(engine, *requests) == ["p0", "p1", "p2"]
@@ -422,7 +427,7 @@ def test_the_prompt_of_more_weight_is_prefilled_first(make, urgent):
   engine._programs.prefill = noted  # pylint: disable=protected-access
   rng = np.random.default_rng(9)
   requests = [
-      slots_lib.Request(
+      requests_lib.Request(
           f"{length}",
           micro.prompt_of(micro.with_text(np.zeros(0, np.int32), rng, length)),
           GREEDY,
@@ -434,12 +439,12 @@ def test_the_prompt_of_more_weight_is_prefilled_first(make, urgent):
   assert sizes == ([8, 16, 16] if urgent == 0 else [16, 16, 8])
 
 
-@pytest.mark.parametrize("calls", (1, None))
+@pytest.mark.parametrize("calls", (1, 0))
 def test_a_long_prompt_does_not_hold_up_the_others(make, calls):
   engine = make(prefill_calls_per_round=calls)
   rng = np.random.default_rng(7)
   short, long = (
-      slots_lib.Request(
+      requests_lib.Request(
           name,
           micro.prompt_of(micro.with_text(np.zeros(0, np.int32), rng, length)),
           Sampling(max_new_tokens=new, temperature=0.0),
@@ -447,15 +452,15 @@ def test_a_long_prompt_does_not_hold_up_the_others(make, calls):
       for name, length, new in (("short", 5, 8), ("long", 56, 4))
   )
   # Seven chunks and one decode call, against one chunk and two.
-  order = ["long", "short"] if calls is None else ["short", "long"]
+  order = ["long", "short"] if calls == 0 else ["short", "long"]
   assert ends(engine, short, long) == order
 
 
 @pytest.mark.parametrize(
     "options, message",
     (
-        (dict(cache_tokens=63), "cache_tokens must be >= context_length=64"),
-        (dict(page_size=0), "page_size must be >= 1, got 0"),
+        (dict(cache_tokens=63), "cache_tokens=63 is below context_length=64"),
+        (dict(page_size=-1), "page_size\n.*greater than or equal to 0"),
     ),
 )
 def test_bad_sizes_are_refused(make, options, message):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import rollout_micro_policy as micro
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.engine import slots as slots_lib
+from tunix.rl.multi_turn.engine import requests as requests_lib
 
 # Compiling takes seconds, on a busy machine minutes.
 pytestmark = pytest.mark.timeout(300)
@@ -42,7 +42,7 @@ def drive(engine, request, updates):
 
 def swap(make, model, **options):
   params = scaled(model, 1.3)
-  request = slots_lib.Request(
+  request = requests_lib.Request(
       "w", PROMPT, Sampling(max_new_tokens=10, temperature=0.0)
   )
   got = drive(make(**options), request, {1: (7, params)})

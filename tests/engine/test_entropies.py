@@ -42,7 +42,7 @@ def _engine(model):
       model,
       micro.new_store(),
       decode_rows=(4,),
-      window_buckets=(),
+      window_buckets=(micro.CONTEXT,),
       # Room for one whole context and a little more: some are preempted.
       cache_tokens=micro.CONTEXT + 24,
       features=("grammar",),
@@ -158,7 +158,10 @@ def test_with_a_grammar_it_is_of_what_may_be_drawn(engine, model):
 
 def test_an_engine_that_is_not_asked_tells_none(model):
   with micro.make_engine(
-      model, micro.new_store(), decode_rows=(4,), window_buckets=()
+      model,
+      micro.new_store(),
+      decode_rows=(4,),
+      window_buckets=(micro.CONTEXT,),
   ) as silent:
     prompt = micro.prompt_of([3, 4, 5])
     (found,) = micro.generate(

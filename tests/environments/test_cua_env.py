@@ -14,6 +14,7 @@ from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.parser import tool_parser
 
@@ -457,7 +458,7 @@ class TestBrokenGym:
 
 class TestConfig:
   def test_from_dict_builds_everything_by_name(self):
-    environments.register_gym("button", ButtonGym)
+    gyms.register("button", ButtonGym)
     try:
       config = {
         "type": "cua",
@@ -475,7 +476,7 @@ class TestConfig:
       (observation, _), (result,) = run(env, [HIT])
       assert observation["screenshot"].width == 50 and result[1] == 0.75
     finally:
-      environments.registry.unregister_gym("button")
+      gyms.unregister("button")
 
   def test_real_desktop_from_a_config(self):
     env = environments.BaseEnv.from_dict(
@@ -494,22 +495,20 @@ class TestConfig:
 
   def test_gym_settings_that_are_wrong_are_refused(self):
     with pytest.raises(ValueError, match="widht"):
-      environments.gym_from_config({"name": "desktop", "widht": 224})
+      gyms.from_config({"name": "desktop", "widht": 224})
 
   def test_dotted_path_is_imported_when_made(self):
-    environments.register_gym("later", "no.such.module:Gym")
+    gyms.register("later", "no.such.module:Gym")
     try:
       with pytest.raises(ImportError):
-        environments.make_gym("later")
+        gyms.make("later")
     finally:
-      environments.registry.unregister_gym("later")
+      gyms.unregister("later")
 
   def test_named_gyms(self):
-    assert {"desktop", "gymnasium", "miniwob"} <= set(
-      environments.registry.gym_names()
-    )
+    assert {"desktop", "gymnasium", "miniwob"} <= set(gyms.names())
     with pytest.raises(ValueError, match="did you mean 'miniwob'"):
-      environments.make_gym("miniwobb")
+      gyms.make("miniwobb")
 
   @pytest.mark.parametrize(
     "kwargs, reason",

@@ -11,7 +11,9 @@ from starlette import applications
 from starlette import requests as starlette_requests
 from starlette import responses
 from starlette import routing
+import tenacity
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.environments import cua_env
@@ -24,7 +26,12 @@ from tunix.rl.multi_turn.environments.gyms.openenv import gym as openenv
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 from tunix.rl.multi_turn.tools import screenshot
 
-QUICK = {kind: genv.Retry(3, 0.01) for kind in ("tasks", "create", "step")}
+QUICK = {
+  kind: dataclasses.replace(
+    genv.RETRIES[kind], tries=3, wait=tenacity.wait_fixed(0.01)
+  )
+  for kind in ("tasks", "create", "step")
+}
 
 
 class Flaky:
@@ -368,14 +375,14 @@ async def test_an_episode_is_these_calls_and_no_others():
   with gym_servers.serving() as (url, app):
     del app
     gym = gym_servers.gym(url)
-    client = gym._client  # pylint: disable=protected-access
-    once = client._once  # pylint: disable=protected-access
+    calls_of = gym._client._http  # pylint: disable=protected-access
+    once = calls_of._exchange  # pylint: disable=protected-access
 
-    async def noted(method, path, *args):
-      calls.append(path.rsplit("/", 1)[1].partition("%")[0])
-      return await once(method, path, *args)
+    async def noted(method, url, **request):
+      calls.append(url.rsplit("/", 1)[1].partition("%")[0])
+      return await once(method, url, **request)
 
-    client._once = noted  # pylint: disable=protected-access
+    calls_of._exchange = noted  # pylint: disable=protected-access
     env = cua_env.CUAEnv(
         gym,
         screenshot.ScreenshotTool(images.ImageStore()),
@@ -395,17 +402,17 @@ async def test_an_action_whose_answer_was_lost_is_made_once():
   with gym_servers.serving() as (url, app):
     gym = gym_servers.gym(url)
     await gym.start(gym_servers.instance("enter-text", 0))
-    client = gym._client  # pylint: disable=protected-access
-    once, lost = client._once, []  # pylint: disable=protected-access
+    calls_of = gym._client._http  # pylint: disable=protected-access
+    once, lost = calls_of._exchange, []  # pylint: disable=protected-access
 
-    async def unlucky(method, path, *args):
-      answer = await once(method, path, *args)
-      if path.endswith("/step") and not lost:
-        lost.append(path)
-        raise genv.GenvUnavailableError("the connection broke")
+    async def unlucky(method, url, **request):
+      answer = await once(method, url, **request)
+      if url.endswith("/step") and not lost:
+        lost.append(url)
+        raise http_lib.CallError("the connection broke")
       return answer
 
-    client._once = unlucky  # pylint: disable=protected-access
+    calls_of._exchange = unlucky  # pylint: disable=protected-access
     await gym.act(gui_action.GuiAction("type", text="a"))
     assert lost and app.store.live()[0].steps == 1
     await gym.act(gui_action.GuiAction("type", text="b"))

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 import pytest
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import task_sources
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import genv
-from tunix.rl.multi_turn.environments.task_sources import listed
 from tunix.rl.multi_turn.environments.task_sources import source
 
 Config = task_sources.TaskSourceConfig
@@ -37,18 +37,22 @@ def _path(tmp_path):
 
 
 def load(path, **changes):
-  config = Config(source_type="jsonl", path=path, **changes)
-  return [t.id for t in task_sources.load_tasks_from_config(config)]
+  split = changes.pop("split", None)
+  config = Config(source="jsonl", path=path, **changes)
+  return [t.id for t in task_sources.load_tasks_from_config(config, split)]
 
 
 def test_the_split_is_seeded_complete_and_without_overlap(path):
-  train, held = load(path, split_type="train"), load(path, split_type="eval")
+  train, held = load(path, split="train"), load(path, split="eval")
   assert (len(train), len(held)) == (32, 8)
   assert not set(train) & set(held)
   assert set(train) | set(held) == set(load(path))
-  assert train == load(path, split_type="train")
-  assert held != load(path, split_type="eval", seed=7)
-  assert len(load(path, split_type="train", train_ratio=0.51)) == 20
+  assert train == load(path, split="train")
+  assert held != load(path, split="eval", seed=7)
+  assert len(load(path, split="train", train_ratio=0.51)) == 20
+
+
+_LIMITS = {"train": "limit", "eval": "eval_limit"}
 
 
 @hypothesis.settings(
@@ -77,7 +81,9 @@ def test_no_choice_of_tags_and_limits_trains_on_what_is_held_out(
   for split, chosen in zip(("train", "eval"), choices):
     try:
       found.append(set(load(
-          path, split_type=split, seed=seed, train_ratio=ratio, **chosen
+          path, split=split, seed=seed, train_ratio=ratio,
+          **{_LIMITS[split] if k == "limit" else k: v
+             for k, v in chosen.items()},
       )))  # pyformat: disable
     except ValueError as error:
       assert "none of 40 tasks is left" in str(error)
@@ -88,15 +94,15 @@ def test_no_choice_of_tags_and_limits_trains_on_what_is_held_out(
 
 
 def test_a_range_of_numbers_is_held_out_whatever_the_ratio(path):
-  held = load(path, split_type="eval", eval_number_range="005-008")
+  held = load(path, split="eval", eval_number_range="005-008")
   assert held == ["t5", "t6", "t7", "t8"]
-  train = load(path, split_type="train", eval_number_range="005-008")
+  train = load(path, split="train", eval_number_range="005-008")
   assert len(train) == 36 and not set(train) & set(held)
 
 
 def test_tags_names_and_limits_choose(path):
   assert load(path, tags=["tag1"]) == [f"t{i}" for i in range(1, 41, 4)]
-  assert load(path, task_names=["name 7", "3", "t9"]) == ["t3", "t7", "t9"]
+  assert load(path, names=["name 7", "3", "t9"]) == ["t3", "t7", "t9"]
   some = load(path, limit=5)
   assert len(some) == 5 and some == load(path, limit=5)
   assert some == sorted(some, key=lambda t: int(t[1:]))
@@ -108,25 +114,40 @@ def test_a_split_that_the_list_tells_is_kept(tmp_path):
       {"task_id": f"t{i}", "split": "eval" if i < 3 else "train"}
       for i in range(10)
   ])  # pyformat: disable
-  assert load(path, split_type="eval") == ["t0", "t1", "t2"]
+  assert load(path, split="eval") == ["t0", "t1", "t2"]
 
 
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"source_type": "json"}, "source_type='json'"),
-        ({"split_type": "test"}, "split_type='test'"),
-        ({"train_ratio": 1.5}, "train_ratio=1.5"),
-        ({"limit": 0}, "limit=0"),
+        ({"source": "json"}, "source(.|\n)*'json'"),
+        ({"train_ratio": 1.5}, "train_ratio(.|\n)*1.5"),
+        ({"limit": -1}, "limit(.|\n)*-1"),
         ({"eval_number_range": "9-3"}, "eval_number_range='9-3'"),
         ({"eval_number_range": "a"}, "eval_number_range='a'"),
-        ({"tags": "x"}, "tags='x'"),
-        ({"source_type": "jsonl", "path": ""}, "needs path"),
+        ({"tags": "x"}, "tags(.|\n)*'x'"),
+        ({"path": ""}, "needs path"),
+        ({"source": "generated"}, "path=x is not read"),
+        ({"source": "gym"}, "path=x is not read"),
+        ({"source": "generated", "path": "", "limit": 3}, "limit=3 chooses"),
+        ({"families": ["a", "a"]}, "families.*twice"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(changes, words):
   with pytest.raises(ValueError, match=words):
-    Config(**{"path": "x", **changes})
+    Config(**{"source": "jsonl", "path": "x", **changes})
+
+
+def test_a_split_that_cannot_be_is_refused(path):
+  with pytest.raises(ValueError, match="split='test'"):
+    load(path, split="test")
+
+
+def test_what_is_no_list_is_not_read():
+  with pytest.raises(ValueError, match="source=generated is no list"):
+    task_sources.load_tasks_from_config(Config())
+  with pytest.raises(ValueError, match="gym.name=desktop; set gym.name=genv"):
+    task_sources.load_tasks_from_config(Config(source="gym"), gym="desktop")
 
 
 @pytest.mark.parametrize(
@@ -147,13 +168,13 @@ def test_a_file_that_is_wrong_says_where(tmp_path, text, words):
 
 def test_a_name_that_nothing_has_is_an_error(path):
   with pytest.raises(task_sources.UnknownTaskError, match="'nobody'"):
-    load(path, task_names=["t1", "nobody"])
+    load(path, names=["t1", "nobody"])
 
 
 def test_a_dataset_has_the_rows_of_its_tasks(tmp_path, path):
   datasets = pytest.importorskip("datasets")
   tasks = task_sources.load_tasks_from_config(
-      Config(source_type="jsonl", path=path, gym_id="g", limit=6)
+      Config(source="jsonl", path=path, limit=6)
   )
   made = task_sources.to_dataset(tasks)
   assert {
@@ -164,12 +185,12 @@ def test_a_dataset_has_the_rows_of_its_tasks(tmp_path, path):
   datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "dict"))
   for name in ("plain", "dict"):
     again = task_sources.load_tasks_from_config(
-        Config(source_type="huggingface", path=str(tmp_path / name))
+        Config(source="huggingface", path=str(tmp_path / name))
     )
     assert [t.to_task() for t in again] == [t.to_task() for t in tasks]
   with pytest.raises(ValueError, match="dataset_split='test'"):
     task_sources.load_tasks_from_config(Config(
-        source_type="huggingface", path=str(tmp_path / "dict"),
+        source="huggingface", path=str(tmp_path / "dict"),
         dataset_split="test",
     ))  # pyformat: disable
 
@@ -180,9 +201,9 @@ def test_several_sources_are_one_list_in_their_order(tmp_path, path):
       gym_servers.desktop(train_tasks=2, eval_tasks=1)
   ) as (url, _):
     tasks = task_sources.load_tasks_from_multiple_sources([
-        Config(source_type="jsonl", path=path, limit=None),
-        Config(source_type="jsonl", path=other),
-        Config(gym_base_url=url, split_type="train"),
+        Config(source="jsonl", path=path),
+        Config(source="jsonl", path=other),
+        (Config(source="gym", tags=["train"]), {"base_url": url}),
     ])
   ids = [t.id for t in tasks]
   assert ids[:40] == [f"t{i}" for i in range(1, 41)]
@@ -191,21 +212,24 @@ def test_several_sources_are_one_list_in_their_order(tmp_path, path):
   clash = write(tmp_path / "c.jsonl", [{"task_id": "t1", "gym_id": "b"}])
   with pytest.raises(ValueError, match="two sources have a task 't1'"):
     task_sources.load_tasks_from_multiple_sources([
-        Config(source_type="jsonl", path=path),
-        Config(source_type="jsonl", path=clash),
+        Config(source="jsonl", path=path),
+        Config(source="jsonl", path=clash),
     ])
 
 
 def test_a_server_that_is_not_there_is_given_up_in_time():
   with pytest.raises(genv.GenvError):
     task_sources.load_tasks_from_config(
-        Config(gym_base_url="http://127.0.0.1:9", timeout_s=1.0)
-    )
+        Config(source="gym"),
+        options={
+            "base_url": "http://127.0.0.1:9", "timeouts": {"tasks": 1.0},
+        },
+    )  # pyformat: disable
 
 
 def test_batches_of_groups_have_an_end(path):
   tasks = task_sources.load_tasks_from_config(
-      Config(source_type="jsonl", path=path, limit=6)
+      Config(source="jsonl", path=path, limit=6)
   )
   batches = task_sources.TaskBatches(tasks, groups_per_batch=4, group_size=3)
   assert len(batches) == 2
@@ -262,13 +286,13 @@ def test_a_server_without_instances_is_played_by_its_list():
   with gym_servers.serving(
       gym_servers.desktop(train_tasks=3, eval_tasks=2)
   ) as (url, app):
-    settings = {"base_url": url}
-    assert isinstance(listed.server_tasks(settings, ()), listed.GenvTasks)
+    make = lambda: gyms.get("genv").make_tasks((), {"base_url": url})
+    assert isinstance(make(), genv.GenvTasks)
     described = app._catalogs["desktop"].describe  # pylint: disable=protected-access
     app._catalogs["desktop"].describe = lambda: {  # pylint: disable=protected-access
         k: v for k, v in described().items() if k != "instances"
     }
-    tasks = listed.server_tasks(settings, ())
+    tasks = make()
   assert isinstance(tasks, task_sources.ListedTasks)
   assert sorted(tasks.families()) == list(gym_servers.FAMILIES)
   assert "eval" in source.SPLITS
@@ -375,5 +399,5 @@ def test_broken_groups_and_evaluations_teach_nothing():
 
 def test_the_state_of_another_curriculum_is_refused():
   state = sampler(RATES).state_dict()
-  with pytest.raises(ValueError, match="same gym.tasks"):
+  with pytest.raises(ValueError, match="same task_source.families"):
     sampler({"a": 1}).load_state_dict(state)

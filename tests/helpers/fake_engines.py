@@ -16,6 +16,7 @@ from starlette import routing
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
@@ -46,7 +47,8 @@ class FakeEngine:
         tokenizer, self.processor.num_image_tokens
     )
     self.engine = engine_lib.RolloutEngine(
-        module, self.processor, self.store, slots=slots, context_length=context,
+        module, self.processor, self.store,
+        engine_config.EngineConfig(slots=slots, context_length=context),
         image_sizes=(size,), banned_token_ids=module.config.banned_token_ids,
     )  # pyformat: disable
     self.loader = media.MediaLoader(self.store)

@@ -11,10 +11,9 @@ import asyncio
 import itertools
 import threading
 
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.run import assembly
 
 STAGES = ("reset", "step", "evaluate", "close")
 KINDS = ("raise", "hang", "garbage")
@@ -71,8 +70,8 @@ class FaultyDesktop:
     await self._gym.close()
 
 
-if "faulty-desktop" not in registry.gym_names():
-  registry.register_gym("faulty-desktop", FaultyDesktop)
-  assembly.register_tasks(
-      "faulty-desktop", lambda config: desktop.DesktopTasks(config.gym.tasks)
+if "faulty-desktop" not in gyms.names():
+  gyms.register(
+      "faulty-desktop",
+      gyms.GymSpec(make=FaultyDesktop, tasks=desktop.DesktopTasks),
   )

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 from tunix.rl.multi_turn.core import http_server as serving_lib
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gym_server import app as app_lib
 from tunix.rl.multi_turn.environments.gym_server import catalog
 from tunix.rl.multi_turn.environments.gym_server import executions
@@ -93,13 +93,14 @@ class NaughtyTasks:
 
 
 def naughty(*families):
-  return catalog.GymSpec(
-      "naughty", "naughty", families=families, train_tasks=2, eval_tasks=0
+  return catalog.ServedGym(
+      gym_id="naughty", gym="naughty", families=families, train_tasks=2,
+      eval_tasks=0,
   )
 
 
 def desktop(**changes):
-  return catalog.GymSpec(
+  return catalog.ServedGym(
       **{"gym_id": "desktop", "gym": "desktop", "families": FAMILIES, **changes}
   )
 
@@ -108,7 +109,9 @@ def desktop(**changes):
 def serving(*specs, token="", **limits):
   """(url, app) of a server with these gyms."""
   app = app_lib.App(
-      specs or (desktop(),), limits=executions.Limits(**limits), token=token
+      specs or (desktop(),),
+      limits=executions.ExecutionLimits(**limits),
+      token=token,
   )
   with serving_lib.LoopbackServer(app.asgi) as server:
     yield server.url, app
@@ -137,6 +140,5 @@ def threads():
   return sum(t.name.startswith("tunix") for t in threading.enumerate())
 
 
-if "naughty" not in registry.gym_names():
-  registry.register_gym("naughty", NaughtyGym)
-  registry.register_task_set("naughty", NaughtyTasks)
+if "naughty" not in gyms.names():
+  gyms.register("naughty", gyms.GymSpec(make=NaughtyGym, tasks=NaughtyTasks))

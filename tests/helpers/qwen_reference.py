@@ -1,4 +1,4 @@
-"""Tiny Qwen-VLs of transformers, and packed batches to hold policies to them.
+"""Tiny Qwens of transformers, and packed batches to hold policies to them.
 
 A reference model gets random weights of such a size that its logits are of
 order 1, and is saved for `hf_checkpoint.load_model`. `draw_batch` packs random
@@ -27,7 +27,8 @@ from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import qwen2_5_vl
 from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import qwen_text
+from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
 
 torch.set_num_threads(1)
@@ -98,6 +99,33 @@ CONFIGS = {
     "qwen3_vl tied": _config("qwen3_vl", tie_word_embeddings=True),
     "qwen3_vl_moe": _config("qwen3_vl_moe"),
     "qwen2_5_vl": _config("qwen2_5_vl"),
+}
+
+
+def _text_config(family: str, **changes) -> qwen_text_config.QwenTextConfig:
+  qwen3 = family == "qwen3"
+  return qwen_text_config.QwenTextConfig(
+      family=family,
+      text=qwen_config.TextConfig(
+          vocab_size=VOCABULARY,
+          hidden_size=48 if qwen3 else 64,
+          intermediate_size=72,
+          num_hidden_layers=4,
+          num_attention_heads=4,
+          num_key_value_heads=2,
+          head_dim=16,
+          mrope_section=qwen_text_config.plain_rotary(16),
+          rope_theta=1e6,
+      ),
+      **changes,
+  )
+
+
+TEXT_CONFIGS = {
+    "qwen3": _text_config("qwen3"),
+    "qwen3 tied": _text_config("qwen3", tie_word_embeddings=True),
+    "qwen2": _text_config("qwen2"),
+    "qwen2 tied": _text_config("qwen2", tie_word_embeddings=True),
 }
 PROCESSOR = qwen_vl_inputs.QwenVLProcessor(
     patch_size=PATCH,
@@ -309,7 +337,7 @@ class Reference:
 
   def __init__(
       self,
-      config: qwen_config.QwenVLConfig,
+      config: qwen_text_config.AnyConfig,
       directory: pathlib.Path,
       seed: int = 0,
   ):
@@ -328,11 +356,11 @@ class Reference:
     )
 
   @functools.cache  # noqa: B019
-  def policy(self, **changes: Any) -> qwen_vl.QwenVL:
+  def policy(self, **changes: Any) -> qwen_text.QwenText:
     """Ours with the same weights; `changes` as of `load_model`."""
-    return hf_checkpoint.load_model(
-        self.directory, max_image_patches=MAX_PATCHES, **changes
-    )
+    if isinstance(self.config, qwen_config.QwenVLConfig):
+      changes = {"max_image_patches": MAX_PATCHES} | changes
+    return hf_checkpoint.load_model(self.directory, **changes)
 
   def run(
       self,
@@ -358,17 +386,18 @@ class Reference:
     for case in batch.cases:
       ids = torch.tensor(batch.inputs.tokens[case.place]).long()[None]
       images = {}
+      if isinstance(self.config, qwen_config.QwenVLConfig):
+        images["mm_token_type_ids"] = (ids == IMAGE).int()
       if case.images:
         shown = [pixels[i.buffer, i.patches] for i in case.images]
         grids = [(1, i.rows, i.columns) for i in case.images]
-        images = {
+        images |= {
             "pixel_values": self._normalised(torch.cat(shown)).to(dtype),
             "image_grid_thw": torch.tensor(grids),
         }
       out = module(
           input_ids=ids,
           attention_mask=torch.ones_like(ids),
-          mm_token_type_ids=(ids == IMAGE).int(),
           **images,
       ).logits[0]
       scores = torch.log_softmax(out.float(), -1)[:-1]
@@ -395,8 +424,12 @@ class Reference:
     return pixels.expand(-1, -1, 2, -1).reshape(len(patches_PF), -1)
 
 
-def build(config: qwen_config.QwenVLConfig) -> torch.nn.Module:
+def build(config: qwen_text_config.AnyConfig) -> torch.nn.Module:
   """The model that transformers makes of our `config.json`."""
+  if isinstance(config, qwen_text_config.QwenTextConfig):
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**qwen_text_config.to_hf(config))
+    )
   return transformers.AutoModelForImageTextToText.from_config(
       transformers.AutoConfig.for_model(**qwen_config.to_hf(config))
   )
@@ -415,7 +448,7 @@ def _initial(
 
 
 def compiled(
-    model: qwen_vl.QwenVL, f: Callable[..., Any]
+    model: qwen_text.QwenText, f: Callable[..., Any]
 ) -> Callable[..., Any]:
   """f(model, *args) as a jitted function of `args`."""
   graph, state = nnx.split(model)
@@ -423,7 +456,7 @@ def compiled(
   return functools.partial(jax.jit(run, compiler_options=CHEAP), state)
 
 
-def scorer(model: qwen_vl.QwenVL) -> Callable[[Batch], Results]:
+def scorer(model: qwen_text.QwenText) -> Callable[[Batch], Results]:
   """Logits and log-probs of packed batches, compiled once for each shape."""
 
   def score(model, inputs, following):
@@ -441,7 +474,7 @@ def scorer(model: qwen_vl.QwenVL) -> Callable[[Batch], Results]:
 
 
 def differentiator(
-    model: qwen_vl.QwenVL,
+    model: qwen_text.QwenText,
 ) -> Callable[[Batch, np.ndarray, Results], Results]:
   """`scorer` with gradients: (batch, weights [B, T], reference) -> results.
 
@@ -488,7 +521,7 @@ def _results(batch: Batch, logits, logprobs) -> Results:
 
 
 def _by_key(
-    model: qwen_vl.QwenVL, state: nnx.State, like: dict[str, np.ndarray]
+    model: qwen_text.QwenText, state: nnx.State, like: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
   """The arrays of a state by their keys in the checkpoint."""
   arrays = {path: np.asarray(v[...]) for path, v in nnx.to_flat_state(state)}

@@ -43,7 +43,7 @@ def _demonstrator(store, rate):
           prompts.get_prompt("desktop_compact"), "computer_use_compact"
       ),
       make_gym=desktop.DesktopGym,
-      oracle=demonstrations.oracle_of("desktop"),
+      oracle=desktop.GYM.load_oracle(),
       image_store=store,
       habits={f: (habit, rate) for f, habit in _HABITS.items()},
       grid=demonstrations.POINT_GRID,

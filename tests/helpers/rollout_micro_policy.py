@@ -16,6 +16,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import base
 
@@ -187,8 +188,18 @@ def make_engine(model, store, **changes):
       banned_token_ids=(PAD, IMAGE),
       decode_steps_per_call=4,
   )
+  return engine_of(model, PROCESSOR, store, **(options | changes))
+
+
+def engine_of(model, processor, store, **options):
+  """An engine; options are fields of `EngineConfig` and facts of a run."""
+  facts = {
+      name: options.pop(name)
+      for name in ("image_sizes", "banned_token_ids", "seed", "version")
+      if name in options
+  }
   return engine_lib.RolloutEngine(
-      model, PROCESSOR, store, **(options | changes)
+      model, processor, store, engine_config.EngineConfig(**options), **facts
   )
 
 

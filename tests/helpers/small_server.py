@@ -4,6 +4,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
@@ -30,11 +31,11 @@ class SmallPolicy:
         self.model,
         self.processor,
         self.images,
-        slots=slots,
-        context_length=CONTEXT,
+        engine_config.EngineConfig(
+            slots=slots, context_length=CONTEXT, features=features
+        ),
         image_sizes=(SIZE,),
         banned_token_ids=self.model.config.banned_token_ids,
-        features=features,
     )
 
   def prompt(self, *seeds, text="look"):

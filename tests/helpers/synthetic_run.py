@@ -11,6 +11,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
+from tunix.rl.multi_turn.reporting import settings as settings_lib
 
 Status = trajectory_lib.TrajectoryStatus
 FAMILIES = ("click-button", "enter-text", "drag-<b>file</b>")
@@ -165,7 +166,9 @@ def write(
   store = images_lib.ImageStore()
   observers = events.Observers([
       reporting.MetricsWriter(directory / "metrics.jsonl"),
-      reporting.TrajectoryWriter(directory, store, limit=limit),
+      reporting.TrajectoryWriter(
+          directory, store, settings_lib.ReportConfig(episodes=limit)
+      ),
       reporting.SummaryWriter(directory / "summary.json"),
   ])
   (directory / "config.yaml").write_text("run:\n  name: <synthetic>\n")

@@ -14,8 +14,8 @@ SMALL = (
     "collect.group_size=4",
     "collect.min_valid=2",
     "learner.groups_per_step=2",
-    "rollout.slots=8",
-    "rollout.concurrency=8",
+    "engine.slots=8",
+    "collect.concurrency=8",
     "report.progress=none",
 )
 
@@ -65,7 +65,7 @@ class Both:
 
   def collect(self, mode, through_proxy, number=4):
     source = assembly.make_tasks(self.config)
-    tasks = assembly.TrainTasks(source, self.config.gym.tasks, 3)
+    tasks = assembly.TrainTasks(source, self.config.task_source.families, 3)
     connection = self.proxy.connection if through_proxy else None
     collector = self.collector(mode, connection)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.policy import base
@@ -217,11 +218,13 @@ def test_log_probs_equal_those_the_engine_sampled_with(case):
       case.model,
       case.processor,
       case.store,
-      slots=episodes,
-      context_length=64,
-      prefill_rows=(episodes,),
-      prefill_buckets=(16,),
-      image_buckets=(1,),
+      engine_config.EngineConfig(
+          slots=episodes,
+          context_length=64,
+          prefill_rows=(episodes,),
+          prefill_buckets=(16,),
+          image_buckets=(1,),
+      ),
       image_sizes=((32, 32),),
       banned_token_ids=case.model.config.banned_token_ids,
   ) as engine:

@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 import pytest
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import http_rollout_recorder
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import monitor_context as context
@@ -26,6 +27,8 @@ from tunix.rl.multi_turn.monitor.client import sender as sender_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.client import transport
 
+Config = settings_lib.MonitorConfig
+SMALL = Config(spool_mb=20_000 / (1 << 20))
 DEAD = "http://127.0.0.1:9"  # Nobody listens there.
 
 
@@ -283,7 +286,7 @@ def test_a_server_that_never_answers_does_not_hold_up_the_end(tmp_path):
 
 
 def test_memory_is_bounded_and_drops_are_counted(tmp_path):
-  client = client_of(DEAD, tmp_path / "spool", max_pending=10)
+  client = client_of(DEAD, tmp_path / "spool", config=Config(max_pending=10))
   held = threading.Event()
   client.sender.put(lambda: held.wait(20) and None)
   time.sleep(0.2)
@@ -296,7 +299,7 @@ def test_memory_is_bounded_and_drops_are_counted(tmp_path):
 
 
 def test_the_disk_is_bounded_and_drops_are_counted(tmp_path):
-  client = client_of(DEAD, tmp_path / "spool", max_spool_bytes=20_000)
+  client = client_of(DEAD, tmp_path / "spool", config=SMALL)
   for n in range(40):
     client.post_task({"task_id": f"t{n}", "description": "x" * 1000})
     client.flush()
@@ -306,10 +309,10 @@ def test_the_disk_is_bounded_and_drops_are_counted(tmp_path):
 
 
 def test_images_stop_before_the_space_is_gone(tmp_path):
-  client = client_of(DEAD, tmp_path / "spool", max_spool_bytes=20_000)
+  client = client_of(DEAD, tmp_path / "spool", config=SMALL)
   for n in range(10):
     client.sender.put(
-        sender_lib.Made(
+        sender_lib.Item(
             {"tasks": [{"task_id": f"t{n}"}]}, {f"{n}": b"x" * 4000}
         )
     )

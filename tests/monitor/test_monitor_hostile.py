@@ -13,6 +13,7 @@ import httpx
 import monitor_server
 import pytest
 from tunix.rl.multi_turn.monitor import app as app_lib
+from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import sender as sender_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
@@ -21,6 +22,8 @@ from tunix.rl.multi_turn.monitor.server import access
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items
 
+Config = settings_lib.MonitorConfig
+SMALL = Config(spool_mb=20_000 / (1 << 20))
 base, episode, joined = (
     monitor_server.base, monitor_server.episode, monitor_server.joined,
 )  # pyformat: disable
@@ -344,7 +347,7 @@ def test_a_huge_text_does_not_take_its_episode_with_it(lite, tmp_path):
 
 def test_images_that_do_not_fit_do_not_take_the_words_with_them(tmp_path):
   with client_of(
-      "http://127.0.0.1:9", tmp_path, max_spool_bytes=20_000
+      "http://127.0.0.1:9", tmp_path, config=SMALL
   ) as client:
     client.sender.put(lambda: _made({"tasks": [{"task_id": "t"}]}, 30_000))
     client.flush()
@@ -355,7 +358,7 @@ def test_images_that_do_not_fit_do_not_take_the_words_with_them(tmp_path):
 
 
 def _made(part, size):
-  return sender_lib.Made(part, {"a" * 64: bytes(size)})
+  return sender_lib.Item(part, {"a" * 64: bytes(size)})
 
 
 def test_what_is_refused_still_counts_as_taken_space(tmp_path):
@@ -373,7 +376,8 @@ def test_what_is_refused_still_counts_as_taken_space(tmp_path):
 
 def test_numbering_ones_own_items_takes_bounded_memory(tmp_path, monkeypatch):
   monkeypatch.setattr(ingest_client, "_MOST_LOCAL", 100)
-  with client_of("http://127.0.0.1:9", tmp_path, max_pending=9) as client:
+  config = Config(max_pending=9)
+  with client_of("http://127.0.0.1:9", tmp_path, config=config) as client:
     client.record("training", 0, {"run_name": "r"})
     for n in range(300):
       client.record("step", n, {"training_id": 0, "step": n})

@@ -148,8 +148,8 @@ def alive(pid):
 def test_the_embedded_server_ends_with_its_owner_however_that_ends(tmp_path):
   program = (
       "import pathlib, sys, time\n"
-      "from tunix.rl.multi_turn import run_monitor\n"
-      "s = run_monitor.EmbeddedServer(pathlib.Path(sys.argv[1]))\n"
+      "from tunix.rl.multi_turn.run import monitor\n"
+      "s = monitor.EmbeddedServer(pathlib.Path(sys.argv[1]))\n"
       "print(s.pid, s.url, flush=True)\n"
       "time.sleep(100)\n"
   )
@@ -184,7 +184,7 @@ def test_the_embedded_server_ends_with_its_owner_however_that_ends(tmp_path):
 
 def test_an_embedded_server_that_cannot_start_says_why(tmp_path):
   (tmp_path / "m.db").write_text("this is no database, it is a diary" * 100)
-  with pytest.raises(config_lib.ConfigError, match="m.log says why"):
+  with pytest.raises(config_lib.ConfigError, match="read .*m.log"):
     monitor_lib.EmbeddedServer(tmp_path / "m.db")
   assert "not a database" in (tmp_path / "m.log").read_text()
 

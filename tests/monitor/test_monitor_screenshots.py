@@ -16,6 +16,7 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.monitor import app as app_lib
+from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import observer as observer_lib
 from tunix.rl.multi_turn.monitor.client import png
@@ -46,7 +47,7 @@ def shown(count, seed=0):
     pixels = rng.integers(0, 256, (8, 9, 3), np.uint8)
     sha = images_lib.hash_pixels(pixels)
     task = {"task_id": f"t{n}", "description": f"sha256:{sha}"}
-    yield sender_lib.Made({"tasks": [task]}, {sha: png.encode(pixels)})
+    yield sender_lib.Item({"tasks": [task]}, {sha: png.encode(pixels)})
 
 
 class Front:
@@ -212,7 +213,7 @@ def test_a_picture_that_had_no_room_is_brought_again(server, tmp_path):
   with http_server.LoopbackServer(front) as url:
     client = ingest_client.IngestClient(
         url.url, timeout_seconds=10, spool_dir=tmp_path / "spool",
-        max_spool_bytes=60_000,
+        config=settings_lib.MonitorConfig(spool_mb=60_000 / (1 << 20)),
     )  # pyformat: disable
     observer = observer_lib.MonitorObserver(
         client, observer_lib.RunIdentity("T"), {},
@@ -303,9 +304,9 @@ def test_screenshots_are_sent_once_each(server, tmp_path):
   sha = images_lib.hash_pixels(pixels)
   with client_of(server.url, tmp_path / "spool") as client:
     for _ in range(3):
-      client.sender.put(sender_lib.Made({}, {sha: png.encode(pixels)}))
+      client.sender.put(sender_lib.Item({}, {sha: png.encode(pixels)}))
       assert client.drain(20)
-    client.sender.put(sender_lib.Made({}, {"0" * 64: png.encode(pixels)}))
+    client.sender.put(sender_lib.Item({}, {"0" * 64: png.encode(pixels)}))
     assert client.drain(20)
     assert client.sender.counters["dead_letters"] == 1
   (row,) = server.rows("monitor_screenshot", order="sha256")
@@ -320,7 +321,7 @@ def test_many_screenshots_are_few_requests(server, tmp_path):
     sha = images_lib.hash_pixels(pixels)
     images[sha] = png.encode(pixels) if n != 4 else png.encode(pixels[1:])
   with client_of(server.url, tmp_path / "spool") as client:
-    client.sender.put(sender_lib.Made({}, images))
+    client.sender.put(sender_lib.Item({}, images))
     assert client.drain(20)
     assert client.sender.counters["dead_letters"] == 1
     assert client.sender.spool.counts()["image"] == 0
@@ -340,7 +341,7 @@ def test_a_screenshot_larger_than_the_server_takes_holds_up_none(tmp_path):
   limits = app_lib.Limits(screenshot=20_000)
   with monitor_server.sqlite_server(tmp_path / "s", limits=limits) as server:
     with client_of(server.url, tmp_path / "spool") as client:
-      client.sender.put(sender_lib.Made({}, images))
+      client.sender.put(sender_lib.Item({}, images))
       assert client.drain(20)
       assert client.sender.counters["dead_letters"] == 1
     stored = {r["sha256"] for r in server.rows("monitor_screenshot", order=1)}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import checkpoint
@@ -167,13 +168,15 @@ def test_an_engine_reads_pages_where_they_lie(interpreted, small, monkeypatch):
         small,
         processor,
         images_lib.ImageStore(),
-        slots=2,
-        context_length=64,
-        prefill_buckets=(8,),
-        window_buckets=(),
-        patch_buckets=(16,),
+        engine_config.EngineConfig(
+            slots=2,
+            context_length=64,
+            prefill_buckets=(8,),
+            window_buckets=(64,),
+            patch_buckets=(16,),
+            decode_steps_per_call=4,
+        ),
         banned_token_ids=small.config.banned_token_ids,
-        decode_steps_per_call=4,
     ) as engine:
 
       async def both():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import int8
@@ -170,7 +171,7 @@ def test_what_did_not_change_is_not_rounded_again():
 
 def test_a_policy_without_such_matrices_is_refused():
   model, _, _ = checkpoint.create_policy("nano")
-  with pytest.raises(ValueError, match="int8 weights are for Qwen-VL"):
+  with pytest.raises(ValueError, match="int8 weights are for Qwen policies"):
     int8.quantized(model)
 
 
@@ -210,12 +211,11 @@ def test_the_engine_samples_from_the_rounded_weights_also_of_an_update():
       model,
       processor,
       images.ImageStore(),
-      slots=2,
-      context_length=32,
+      engine_config.EngineConfig(
+          slots=2, context_length=32, weights="int8", on_update="recompute"
+      ),
       image_sizes=((16, 16),),
       banned_token_ids=model.config.banned_token_ids,
-      weights="int8",
-      on_update="recompute",
   ) as engine:
     engine.warm_up()
     check(restored(model))
@@ -234,8 +234,5 @@ def test_the_engine_samples_from_the_rounded_weights_also_of_an_update():
 
 
 def test_unknown_weights_are_refused():
-  model, processor, _ = checkpoint.create_policy("qwen3_vl_tiny")
-  with pytest.raises(ValueError, match="weights must be one of same, int8"):
-    engine_lib.RolloutEngine(
-        model, processor, images.ImageStore(), weights="int4"
-    )
+  with pytest.raises(ValueError, match="weights\n.*'same' or 'int8'.*int4"):
+    engine_config.EngineConfig(weights="int4")

@@ -101,12 +101,9 @@ def test_failures_and_successes_of_a_family_are_told_together(made):
   assert not run_data.choose_episodes(episodes, 0)
 
 
-def test_files_are_built_and_the_picture_is_not_blank(made, capsys):
+def test_the_command_writes_the_page_and_nothing_else(made, capsys):
   assert report.main([str(made)]) == 0
   assert "report.html" in capsys.readouterr().out
-  with Image.open(made / "report.png") as image:
-    pixels = np.asarray(image.convert("RGB"))
-  assert pixels.shape[1] > 1000 and len(np.unique(pixels[::7, ::7])) > 50
   assert (made / "report.html").stat().st_size < 2_000_000
   assert not list(made.glob("*.part"))
 
@@ -119,15 +116,14 @@ def test_an_unfinished_torn_run_still_has_a_report(made, tmp_path):
   for name in ("metrics.jsonl", "trajectories.jsonl"):
     text = (run / name).read_text()
     (run / name).write_text(text[: len(text) * 2 // 3])
-  page, picture = report.build_report(run)
+  page = report.build_report(run)
   assert "screenshot not kept" in page.read_text()
-  assert picture.exists()
 
 
 def test_a_run_that_has_only_begun_has_a_report(tmp_path):
   (tmp_path / "summary.json").write_text(json.dumps({"run_name": "new"}))
-  page, picture = report.build_report(tmp_path)
-  assert "<h1>new</h1>" in page.read_text() and picture.exists()
+  page = report.build_report(tmp_path)
+  assert "<h1>new</h1>" in page.read_text()
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
@@ -144,7 +140,7 @@ def test_a_large_screenshot_is_shrunk_in_the_page(tmp_path):
   (tmp_path / "images").mkdir()
   Image.fromarray(pixels).save(tmp_path / "images" / f"{ref.sha256}.png")
   run = run_data.Run(tmp_path, {}, (), (), "")
-  uri = report.data_uri(run, run_data.Frame(ref, (), "", "", ""))
+  uri = report.data_uri(run, run_data.Frame(ref, (), "", "", ""), 960)
   assert uri.startswith("data:image/jpeg") and len(uri) < 1_500_000
 
 

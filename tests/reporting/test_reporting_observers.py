@@ -15,12 +15,14 @@ from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.reporting import metrics_writer
 from tunix.rl.multi_turn.reporting import progress
+from tunix.rl.multi_turn.reporting import settings as settings_lib
 from tunix.rl.multi_turn.reporting import step_metrics
 from tunix.rl.multi_turn.reporting import summary_writer
 from tunix.rl.multi_turn.reporting import trajectory_writer
 from tunix.rl.queue import group_queue
 
 Status = trajectory_lib.TrajectoryStatus
+Config = settings_lib.ReportConfig
 
 
 def step(number, time=0.0, **metrics):
@@ -192,7 +194,9 @@ def test_a_step_is_described_by_the_groups_it_learned_from():
 def test_episodes_come_back_as_they_were_with_their_screenshots(tmp_path):
   store = images_lib.ImageStore()
   episode = synthetic_run.episode(store, turns=3)
-  writer = trajectory_writer.TrajectoryWriter(tmp_path, store, limit=8)
+  writer = trajectory_writer.TrajectoryWriter(
+      tmp_path, store, Config(episodes=8)
+  )
   writer.on_event(events.WeightsPublished(7, 0.0))
   writer.on_event(synthetic_run.finished(episode))
   assert writer.close()
@@ -214,7 +218,7 @@ def test_episodes_come_back_as_they_were_with_their_screenshots(tmp_path):
 def test_a_long_run_keeps_few_episodes_evenly_and_only_their_images(tmp_path):
   store = images_lib.ImageStore()
   writer = trajectory_writer.TrajectoryWriter(
-      tmp_path, store, limit=16, max_pending=1000
+      tmp_path, store, Config(episodes=16, max_pending=1000)
   )
   for i in range(150):
     writer.on_event(
@@ -247,11 +251,12 @@ def test_a_resumed_run_goes_on_where_the_file_ends(tmp_path):
       )
     assert writer.close()
 
-  tell(trajectory_writer.TrajectoryWriter(tmp_path, store, limit=16), 20)
+  config = Config(episodes=16)
+  tell(trajectory_writer.TrajectoryWriter(tmp_path, store, config), 20)
   with (tmp_path / "trajectories.jsonl").open("a") as file:
     file.write('{"index": 99, "torn')
   writer = trajectory_writer.TrajectoryWriter(
-      tmp_path, store, limit=16, resume=True
+      tmp_path, store, Config(episodes=16), resume=True
   )
   tell(writer, 20)
   index = [line["index"] for line in lines(tmp_path / "trajectories.jsonl")]
@@ -273,7 +278,7 @@ class _SlowStore:
 def test_a_slow_disk_drops_and_counts_but_never_blocks(tmp_path):
   store = _SlowStore()
   writer = trajectory_writer.TrajectoryWriter(
-      tmp_path, store, limit=1000, max_pending=4
+      tmp_path, store, Config(episodes=1000, max_pending=4)
   )
   episode = synthetic_run.episode(images_lib.ImageStore())
   for _ in range(50):
@@ -291,7 +296,9 @@ def test_what_cannot_be_written_is_counted_and_the_rest_goes_on(
     tmp_path, caplog
 ):
   store = images_lib.ImageStore()
-  writer = trajectory_writer.TrajectoryWriter(tmp_path, store, limit=8)
+  writer = trajectory_writer.TrajectoryWriter(
+      tmp_path, store, Config(episodes=8)
+  )
   bad = synthetic_run.episode(store)
   bad.steps[0].info["pixels"] = np.zeros((200, 200))
   for episode in (bad, bad, synthetic_run.episode(store)):
@@ -304,7 +311,9 @@ def test_what_cannot_be_written_is_counted_and_the_rest_goes_on(
 
 def test_no_thread_outlives_the_writer_and_zero_keeps_nothing(tmp_path):
   before = set(threading.enumerate())
-  writer = trajectory_writer.TrajectoryWriter(tmp_path, None, limit=0)
+  writer = trajectory_writer.TrajectoryWriter(
+      tmp_path, None, Config(episodes=0)
+  )
   writer.on_event(
       synthetic_run.finished(synthetic_run.episode(images_lib.ImageStore()))
   )
@@ -406,7 +415,7 @@ def test_a_broken_source_of_extras_costs_only_the_extras(tmp_path):
 
 def test_plain_lines_are_few_and_say_what_matters():
   out = io.StringIO()
-  bar = progress.ProgressBar(100, stream=out, interval_s=5)
+  bar = progress.ProgressBar(100, Config(progress_s=5.0), stream=out)
   for number in range(1, 101):
     bar.on_event(
         step(
@@ -415,13 +424,17 @@ def test_plain_lines_are_few_and_say_what_matters():
             reward_mean=0.5,
             success_rate=0.25,
             rollout_tokens_per_second=812.3,
+            turn_seconds_model=0.519,
+            turn_seconds_env=0.0,
+            overlap=0.13,
             staleness_mean=0.5,
         )
     )
   written = out.getvalue().splitlines()
   assert len(written) == 21
   assert written[1] == (
-      "step 6/100 reward 0.50, success 0.25, 812 tok/s, stale 0.5 eta 1m34s"
+      "step 6/100 · reward 0.50 · success 0.25 · 812 tok/s · turn: model 519"
+      " ms, env 0 ms · overlap 13 % · staleness 0.5 · eta 1m34s"
   )
   assert written[-1].startswith("step 100/100")
   assert "eta" not in written[-1]
@@ -448,7 +461,7 @@ def test_stages_and_evaluations_are_told():
 
 def test_a_terminal_gets_a_bar_and_none_is_silent():
   out = io.StringIO()
-  bar = progress.ProgressBar(10, mode="bar", stream=out)
+  bar = progress.ProgressBar(10, Config(progress="bar"), stream=out)
   bar.on_event(events.Progress("compile", 1, 2))
   bar.on_event(step(3, reward_mean=0.5))
   bar.on_event(events.RunFinished("completed"))
@@ -456,10 +469,12 @@ def test_a_terminal_gets_a_bar_and_none_is_silent():
   assert "compile 1/2" in text and "train 3/10" in text
   assert "reward 0.50" in text and "run completed" in text
   silent = io.StringIO()
-  progress.ProgressBar(10, mode="none", stream=silent).on_event(step(1))
+  progress.ProgressBar(10, Config(progress="none"), stream=silent).on_event(
+      step(1)
+  )
   assert not silent.getvalue()
-  with pytest.raises(ValueError, match="mode must be"):
-    progress.ProgressBar(10, mode="fancy")
+  with pytest.raises(ValueError, match="progress"):
+    Config(progress="fancy")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import time
 import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.reporting import settings as settings_lib
 from tunix.rl.multi_turn.reporting import trackers
 
 LOGGER = "tunix.rl.multi_turn.reporting.trackers"
@@ -38,7 +39,7 @@ def told(observers, steps=3, status="completed", first=1):
 def of_run(folder, resume_step=None, **tracking):
   tracking = {"close_timeout_s": 60.0} | tracking
   return trackers.of_run(
-      config_lib.TrackingConfig(**tracking), folder, resume_step
+      settings_lib.TrackingConfig(**tracking), folder, resume_step
   )
 
 
@@ -244,7 +245,7 @@ def test_a_backend_that_fails(fails, calls, warnings, caplog):
   assert len(backend.calls) == calls
   assert len(caplog.records) == warnings
   if warnings:
-    assert "It is not told of this run any more" in caplog.text
+    assert "It receives nothing more of this run" in caplog.text
 
 
 def test_a_package_that_is_absent_is_named_with_the_way_to_get_it(
@@ -269,7 +270,11 @@ def test_a_backend_that_hangs_holds_up_nobody(caplog):
     def scalars(self, step, values):
       hang.wait(60)
 
-  tracker = trackers.Tracker("It", lambda: Hanging(()), close_s=0.2)
+  tracker = trackers.Tracker(
+      "It",
+      lambda: Hanging(()),
+      settings_lib.TrackingConfig(close_timeout_s=0.2),
+  )
   began = time.monotonic()
   for step in range(12_000):
     tracker.on_event(events.StepFinished(step, step, {}))

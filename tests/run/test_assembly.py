@@ -36,23 +36,23 @@ def test_the_documented_overrides_build():
       ["gym.options.headless=false"],
       ["gym=miniwob", "gym.options.headless=false"],
   ):
-    config = config_of(*argv)
     with pytest.raises(config_lib.ConfigError):
+      config = config_of(*argv)
       assembly.make_policy(config, None, "")
-      assembly.make_gym(config, config.gym.tasks[0])
+      assembly.make_gym(config, config.task_source.families[0])
 
 
 def test_screenshots_share_the_pixels_of_a_trajectory():
   limit = ["policy=qwen3_vl_tiny", "policy.trajectory_pixels=12288"]
   for argv, tokens in (
-      (["gym.max_turns=1"], 48),  # 128x96 as it is.
-      (["gym.max_turns=4"], 12),  # 64x48.
-      (["gym.max_turns=8", "agent.max_images=1"], 48),
+      (["environment.max_turns=1"], 48),  # 128x96 as it is.
+      (["environment.max_turns=4"], 12),  # 64x48.
+      (["environment.max_turns=8", "agent.max_images=1"], 48),
   ):
     policy = assembly.make_policy(config_of(*limit, *argv), None, "")
     assert policy.processor.num_image_tokens(128, 96) == tokens, argv
   with pytest.raises(config_lib.ConfigError, match="keep fewer images"):
-    assembly.make_policy(config_of(*limit, "gym.max_turns=99"), None, "")
+    assembly.make_policy(config_of(*limit, "environment.max_turns=99"), None, "")
 
 
 @hypothesis.settings(max_examples=100, deadline=None)
@@ -113,14 +113,14 @@ def play(config):
 def test_the_reward_is_the_configured_one(registered):
   for name, want in (("score", 0.0), ("success", 0.0), (registered, -0.1)):
     reward, done, info = play(
-        config_of("run.imports=[mine]", f"gym.reward={name}")
+        config_of("run.imports=[mine]", f"environment.reward={name}")
     )
     assert done and not info["success"]
     assert reward == pytest.approx(want)
 
 
 def test_an_unknown_reward_is_refused_before_anything_runs(registered):
-  config = config_of("run.imports=[mine]", "gym.reward=test_finish_fe")
+  config = config_of("run.imports=[mine]", "environment.reward=test_finish_fe")
   with pytest.raises(config_lib.ConfigError, match=registered):
     assembly.EpisodeFactory(config, images.ImageStore())
 
@@ -131,12 +131,12 @@ def test_a_run_on_web_pages_reads_them_from_a_file(tmp_path):
   argv = ["gym=browser", f"gym.options.pages={file}"]
   judge = "gym.options.evaluator=web_sites:greeted"
   config, tasks = assembly.run_tasks.resolve(config_of(*argv, judge))
-  assert config.gym.tasks == ("greet",)
+  assert config.task_source.families == ("greet",)
   held_out = tasks.eval_task("greet", 0, 0)
   assert held_out.params["url"].endswith(f"?s={held_out.seed}")
   gym = assembly.make_gym(config, "greet")
   assert (gym.width, gym.height) == (640, 480)
-  with pytest.raises(config_lib.ConfigError, match="needs an evaluator"):
+  with pytest.raises(config_lib.ConfigError, match="needs option 'evaluator'"):
     assembly.make_gym(config_of(*argv), "greet")
   with pytest.raises(config_lib.ConfigError, match="gym.options.pages=FILE"):
     assembly.make_tasks(config_of("gym=browser", judge))

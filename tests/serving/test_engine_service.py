@@ -158,11 +158,11 @@ async def test_one_session_has_one_request(make):
         {"on_update": "forget"},
         {"update_policy": "never"},
         {"decode_steps_per_call": 0},
-        {"prefill_buckets": ()},
+        {"prefill_buckets": (0,)},
         {"patch_buckets": (3,)},
         {"banned_token_ids": (40,)},
         {"banned_token_ids": tuple(range(40))},
-        {"vision_cache_tokens": 0},
+        {"vision_cache_tokens": -1},
         {"features": ("telepathy",)},
     ],
 )

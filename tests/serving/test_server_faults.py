@@ -25,6 +25,7 @@ import rollout_references as references
 import rollout_server_runner
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.serving import requests as requests_lib
 
@@ -46,11 +47,11 @@ def _server(policy):
       model,
       processor,
       store,
-      slots=SLOTS,
-      context_length=CONTEXT,
+      engine_config.EngineConfig(
+          slots=SLOTS, context_length=CONTEXT, decode_steps_per_call=4
+      ),
       image_sizes=references.SIZES[:1],
       banned_token_ids=model.config.banned_token_ids,
-      decode_steps_per_call=4,
   ) as engine:
     engine.warm_up()
     with rollout_server_runner.Server(

@@ -45,12 +45,13 @@ def good_pair(task):
 
 
 def make_collector(client=None, pair=good_pair, **kwargs):
-  observers = kwargs.pop("observers", None)
+  names = ("observers", "seed", "split")
+  facts = {name: kwargs.pop(name) for name in names if name in kwargs}
   return tc.GroupCollector(
       pair,
       model_of(client or SeededClient()),
-      tc.GroupSettings(**{"group_size": 4, **kwargs}),
-      observers=observers,
+      tc.CollectConfig(**{"group_size": 4, "min_valid": 2, **kwargs}),
+      **facts,
   )
 
 

@@ -9,13 +9,14 @@ import threading
 import collector_fakes as fakes
 import pytest
 from tunix.rl.multi_turn import trajectory_collector as tc
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 pytestmark = pytest.mark.timeout(240)
 Status = trajectory_lib.TrajectoryStatus
-LONGER = tc.Deadlines(reset=4.0, model=4.0, step=4.0, reward=4.0, close=4.0)
-PATIENT = tc.Deadlines(reset=20, model=20, step=20, reward=20, close=20)
+LONGER = tc.Deadlines(reset=4.0, model=4.0, step=4.0, evaluate=4.0, close=4.0)
+PATIENT = tc.Deadlines(reset=20, model=20, step=20, evaluate=20, close=20)
 
 
 def soon(stage):
@@ -126,7 +127,7 @@ async def _nan(trajectory):
 )
 def test_reward_faults(reward, status, kind, runner):
   env = fakes.ScriptEnv()
-  deadlines = soon("reward") if reward is _hang else PATIENT
+  deadlines = soon("evaluate") if reward is _hang else PATIENT
   if reward is _hang:
     reward = lambda trajectory: _hang()
   if reward is _raise:
@@ -150,7 +151,7 @@ def test_a_verdict_that_hangs_is_contained(runner):
   env = Env((0.0,) * 5)
   result, _ = run(
       fakes.ListAgent(), env, runner=runner, max_steps=2,
-      deadlines=soon("reward"),
+      deadlines=soon("evaluate"),
   )  # pyformat: disable
   assert result.status is Status.TIMEOUT
   assert result.error.startswith("RewardTimeout")
@@ -194,7 +195,7 @@ def test_turn_timeout(runner):
       fakes.ListAgent(),
       env,
       runner=runner,
-      deadlines=tc.Deadlines(turn=0.1),
+      deadlines=tc.Deadlines(turn=0.1, model=0.1, step=0.1),
   )
   assert result.error.startswith("TurnTimeout")
   assert env.closed == 1
@@ -261,7 +262,7 @@ def test_code_that_cancels_itself_does_not_cancel_the_episode(
         ("update_from_model", {"timeout": 0.2}, "EpisodeTimeout: "),
         (
             "update_from_model",
-            {"deadlines": tc.Deadlines(turn=0.2)},
+            {"deadlines": tc.Deadlines(turn=0.2, model=0.2, step=0.2)},
             "TurnTimeout: ",
         ),
         (
@@ -425,16 +426,16 @@ def test_many_lost_threads_are_replaced_and_bounded():
 
   async def main():
     for lost in range(1, 5):
-      with pytest.raises(tc.deadlines.CallTimeout) as caught:
-        await call(lambda: hung.wait(30), limit=0.02)
+      with pytest.raises(concurrency.CallTimeout) as caught:
+        await call(lambda: hung.wait(30), seconds=0.02)
       assert caught.value.stuck is not None
       assert pool.lost == lost
       if lost < 5:
         assert await call(lambda: 7) == 7
-    with pytest.raises(tc.deadlines.CallTimeout):
-      await call(lambda: hung.wait(30), limit=0.02)
+    with pytest.raises(concurrency.CallTimeout):
+      await call(lambda: hung.wait(30), seconds=0.02)
     # Five are lost, two more than allowed: the two threads are gone.
-    with pytest.raises(tc.deadlines.PoolExhaustedError, match="max_lost=3"):
+    with pytest.raises(concurrency.PoolExhaustedError, match="max_lost=3"):
       await call(lambda: 1)
     hung.set()
     while pool.lost:
@@ -455,7 +456,7 @@ def test_waiting_for_a_thread_does_not_count_as_running(runner):
     done.append(i)
 
   async def main():
-    await asyncio.gather(*(runner.call(work, i, limit=2.0) for i in range(8)))
+    await asyncio.gather(*(runner.call(work, i, seconds=2.0) for i in range(8)))
 
   asyncio.run(main())
   assert done == list(range(8))
@@ -519,9 +520,8 @@ def test_faults_in_a_fifth_of_all_episodes(runner):
   collector = tc.GroupCollector(
       make,
       model,
-      tc.GroupSettings(
-          group_size=4, max_steps=4, deadlines=LONGER, max_episodes=64
-      ),
+      tc.CollectConfig(group_size=4, deadlines=LONGER, concurrency=64),
+      max_turns=4,
       final_reward_fn=reward,
       observers=recorder,
       runner=runner,

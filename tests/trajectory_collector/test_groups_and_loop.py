@@ -102,7 +102,7 @@ def test_an_episode_that_cannot_begin_is_data_and_closes_its_env(kind, fault):
 
 def test_episodes_in_flight_are_bounded():
   client = cases.SeededClient(jitter=0.005)
-  collector = cases.make_collector(client, max_episodes=3)
+  collector = cases.make_collector(client, concurrency=3)
   asyncio.run(tc.collect_groups(collector, range(6)))
   assert client.peak == 3
 
@@ -186,7 +186,7 @@ def test_async_factories_and_factories_that_fail():
 )
 def test_bad_settings_are_refused(kwargs, name):
   with pytest.raises(ValueError, match=name):
-    tc.GroupSettings(**{"group_size": 4, **kwargs})
+    tc.CollectConfig(**{"group_size": 4, "min_valid": 2, **kwargs})
 
 
 # --- The sampler ------------------------------------------------------------
@@ -253,10 +253,9 @@ def test_two_synchronous_runs_are_equal():
     client = cases.SeededClient(jitter=0.01)
     queue = group_queue.GroupQueue(3)
     loop = tc.CollectLoop(
-        cases.make_collector(client, pair, seed=7),
+        cases.make_collector(client, pair, seed=7, max_requeues=1),
         tc.TaskSampler(range(7), seed=1),
         queue,
-        max_requeues=1,
         backoff=0,
     )
     loop.start()
@@ -289,7 +288,6 @@ def test_dropped_groups_are_tried_again_and_then_given_up():
       cases.make_collector(pair=pair, observers=recorder),
       tc.TaskSampler(["broken", "a", "b"], shuffle=False, epochs=1),
       queue,
-      max_requeues=2,
       backoff=0,
   )
   asyncio.run(loop.run())
@@ -339,10 +337,9 @@ def test_a_world_in_which_nothing_works_is_reported():
 
   queue = group_queue.GroupQueue(2)
   loop = tc.CollectLoop(
-      cases.make_collector(pair=pair),
+      cases.make_collector(pair=pair, max_requeues=1),
       tc.TaskSampler(range(3)),
       queue,
-      max_requeues=1,
       backoff=0,
       max_failed_groups=6,
   )

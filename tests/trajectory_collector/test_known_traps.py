@@ -37,7 +37,7 @@ def test_trainer_and_collector_on_one_loop_do_not_wait_for_each_other():
   policy, client = model()
   queue = group_queue.GroupQueue(2, group_queue.QueueConfig(max_staleness=1))
   collector = tc.GroupCollector(
-      pair, policy, tc.GroupSettings(group_size=3, max_episodes=1)
+      pair, policy, tc.CollectConfig(group_size=3, min_valid=2, concurrency=1)
   )
   loop = tc.CollectLoop(collector, tc.TaskSampler(range(3)), queue)
 
@@ -66,7 +66,7 @@ def test_a_blocking_model_does_not_block_other_episodes():
 
   async def main():
     collector = tc.GroupCollector(
-        pair, blocking, tc.GroupSettings(group_size=8)
+        pair, blocking, tc.CollectConfig(group_size=8, min_valid=2)
     )
     collecting = asyncio.ensure_future(collector.collect("t"))
     while len(started) < 8:
@@ -81,7 +81,9 @@ def test_a_blocking_model_does_not_block_other_episodes():
 def test_members_of_a_group_are_sampled_with_different_seeds():
   """Without any seed in the settings, all members were identical."""
   policy, client = model()
-  collector = tc.GroupCollector(pair, policy, tc.GroupSettings(group_size=6))
+  collector = tc.GroupCollector(
+      pair, policy, tc.CollectConfig(group_size=6, min_valid=2)
+  )
   asyncio.run(collector.collect("t"))
   seeds = [sampling.seed for _, sampling in client.requests]
   assert None not in seeds
@@ -106,7 +108,9 @@ def test_a_slow_consumer_gets_every_ready_group():
   """A clearing flag outranked ready groups: 1 of 10 was delivered."""
   policy, _ = model()
   queue = group_queue.GroupQueue(10)
-  collector = tc.GroupCollector(pair, policy, tc.GroupSettings(group_size=2))
+  collector = tc.GroupCollector(
+      pair, policy, tc.CollectConfig(group_size=2, min_valid=2)
+  )
   loop = tc.CollectLoop(collector, tc.TaskSampler(range(10), epochs=1), queue)
   loop.start()
   assert loop.join(30)  # It has ended before anything is consumed.
@@ -142,7 +146,7 @@ def test_one_exception_in_a_step_does_not_end_training():
   policy, client = model()
   queue = group_queue.GroupQueue(2)
   collector = tc.GroupCollector(
-      sometimes, policy, tc.GroupSettings(group_size=4)
+      sometimes, policy, tc.CollectConfig(group_size=4, min_valid=2)
   )
   loop = tc.CollectLoop(collector, tc.TaskSampler(range(4)), queue)
   loop.start()
@@ -220,7 +224,9 @@ def test_reward_functions_see_every_turn():
 def test_the_queue_is_bounded():
   queue = group_queue.GroupQueue(2)
   policy, _ = model()
-  collector = tc.GroupCollector(pair, policy, tc.GroupSettings(group_size=2))
+  collector = tc.GroupCollector(
+      pair, policy, tc.CollectConfig(group_size=2, min_valid=2)
+  )
   group = asyncio.run(collector.collect("t"))
   queue.put(group)
   queue.put(group)
@@ -273,11 +279,11 @@ def test_a_group_without_enough_members_is_not_statistics():
   policy, _ = model()
   queue = group_queue.GroupQueue(1)
   collector = tc.GroupCollector(
-      mostly_broken, policy, tc.GroupSettings(group_size=4)
+      mostly_broken,
+      policy,
+      tc.CollectConfig(group_size=4, min_valid=2, max_requeues=1),
   )
-  loop = tc.CollectLoop(
-      collector, iter(["a"]), queue, max_requeues=1, backoff=0
-  )
+  loop = tc.CollectLoop(collector, iter(["a"]), queue, backoff=0)
   asyncio.run(loop.run())
   with pytest.raises(group_queue.QueueClosed):
     queue.get()

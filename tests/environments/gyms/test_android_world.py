@@ -6,14 +6,12 @@ import fake_android_world
 import pytest
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms import machines
 from tunix.rl.multi_turn.environments.gyms.android_world import (
   gym as android_world,
-)
-from tunix.rl.multi_turn.environments.gyms.android_world import (
-  tasks as android_world_tasks,
 )
 
 GuiAction = gui_action.GuiAction
@@ -155,8 +153,10 @@ async def test_failures_are_errors_and_give_the_phone_back(phone):
 
 async def test_the_suite_is_a_task_set(phone):
   fake, url = phone
-  ask = lambda settings, families=(): asyncio.to_thread(
-      android_world_tasks.server_tasks, {"machines": url, **settings}, families
+  ask = lambda options, families=(): asyncio.to_thread(
+      gyms.get("android_world").make_tasks,
+      families,
+      {"machines": url, **options},
   )
   found = await ask({})
   assert found.families() == ("click-button", "enter-text")

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import browser
 from tunix.rl.multi_turn.environments.gyms.browser import hosts
 from tunix.rl.multi_turn.environments.gyms.browser import socks
@@ -229,7 +229,7 @@ class TestTasks:
   def test_a_file_is_read_and_its_mistakes_are_named(self, tmp_path):
     file = tmp_path / "pages.yaml"
     file.write_text("buy: {url: 'http://shop.test/{seed}'}\n")
-    tasks = registry.make_task_set("browser", ("buy",), pages=str(file))
+    tasks = gyms.get("browser").make_tasks(("buy",), {"pages": str(file)})
     assert tasks.task("buy", 1).params["url"] == "http://shop.test/1"
     for text, words in (
         ("buy: {url: 'file:///x'}", "'buy': url='file:///x' must begin"),

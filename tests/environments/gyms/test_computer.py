@@ -11,7 +11,7 @@ import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.computer import gym as computer_lib
@@ -107,7 +107,7 @@ async def test_an_async_object_and_an_evaluator():
 
 
 async def test_a_path_names_what_makes_it():
-  gym = registry.gym_from_config({
+  gym = gyms.from_config({
       "name": "computer",
       "computer": "tunix.rl.multi_turn.environments.gyms.desktop:DesktopGym",
   })
@@ -217,7 +217,7 @@ def test_a_screen_of_another_size_is_refused_before_anything_is_played(
   with pytest.raises(config_lib.ConfigError, match="first start"):
     assembly.try_gym(
         _config(
-            tmp_path, *sized, "collect.reset_timeout_s=0.3",
+            tmp_path, *sized, "collect.deadlines.reset=0.3",
             computer="SlowToStart",
         ),
         source,

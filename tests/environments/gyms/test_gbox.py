@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import http_server as serving_lib
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.gbox import gym as gbox
@@ -36,7 +36,7 @@ async def test_a_task_is_played_in_a_box_of_its_own(monkeypatch):
   own = desktop.DesktopGym()
   seen = own.start_sync(own_task())
   with serving(monkeypatch) as (fake, url):
-    gym = registry.gym_from_config({"name": "gbox", "base_url": url})
+    gym = gyms.from_config({"name": "gbox", "base_url": url})
     shown = await gym.start(task(setup=["true"]))
     np.testing.assert_array_equal(shown.screenshot, seen.screenshot)
     assert not (await gym.evaluate()).success

@@ -32,7 +32,7 @@ def test_passes_gymnasiums_own_checker(family):
 
 def test_made_by_module_and_id():
   env = gymnasium.make(
-      "tunix.rl.multi_turn.environments.gyms.desktop:"
+      "tunix.rl.multi_turn.environments.gyms.desktop.env:"
       "TunixDesktop/open-icon-v0"
   )
   assert env.unwrapped.family == "open-icon"

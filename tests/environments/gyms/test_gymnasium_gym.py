@@ -192,7 +192,7 @@ def test_a_hanging_environment_is_left_and_replaced():
   Hanging.made.clear()
 
   async def body():
-    gym = gymnasium_gym.GymnasiumGym(Hanging, KEYS, timeout=2.0)
+    gym = gymnasium_gym.GymnasiumGym(Hanging, KEYS)
     await gym.start(TASK)
     ticks = 0
 
@@ -203,8 +203,10 @@ def test_a_hanging_environment_is_left_and_replaced():
         await asyncio.sleep(0.01)
 
     ticking = asyncio.create_task(tick())
-    with pytest.raises(TimeoutError, match="timeout=2.0"):
-      await gym.act(key("right"))
+    with pytest.raises(concurrency.DeadlineExceeded, match="act .* 2 s"):
+      await concurrency.acall(
+          gym.act, key("right"), seconds=2.0, what="the gym's act"
+      )
     ticking.cancel()
     assert ticks >= 3  # the loop ran on
     with pytest.raises(RuntimeError, match="start"):
@@ -248,23 +250,23 @@ def test_threads_of_hanging_environments_are_bounded(monkeypatch):
       free.wait(30)
       return super().step(action)
 
-  worker = gymnasium_gym._Worker
+  world = gymnasium_gym._World
   monkeypatch.setattr(gymnasium_gym, "MAX_ABANDONED", 2)
 
   async def none_abandoned():
     deadline = time.monotonic() + 10  # Threads of earlier tests end soon.
-    while worker.abandoned:
-      assert time.monotonic() < deadline, worker.abandoned
+    while world.abandoned:
+      assert time.monotonic() < deadline, world.abandoned
       await asyncio.sleep(0.01)
 
   async def body():
     await none_abandoned()
-    gym = gymnasium_gym.GymnasiumGym(Hangs, KEYS, timeout=1.0)
+    gym = gymnasium_gym.GymnasiumGym(Hangs, KEYS)
     for lost in (1, 2):
       await gym.start(TASK)
-      with pytest.raises(TimeoutError):
-        await gym.act(key("right"))
-      assert len(worker.abandoned) == lost
+      with pytest.raises(concurrency.DeadlineExceeded):
+        await concurrency.acall(gym.act, key("right"), seconds=1.0)
+      assert len(world.abandoned) == lost
     with pytest.raises(concurrency.PoolExhaustedError, match="mend the env"):
       await gym.start(TASK)
     await gym.close()

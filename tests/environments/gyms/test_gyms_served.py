@@ -59,11 +59,11 @@ async def test_both_are_served_from_processes_that_may_die():
   ears = web_sites.Ears()
   site = web_sites.Site(ears.port)
   specs = [
-      catalog.GymSpec(
+      catalog.ServedGym(
           gym_id="miniwob", gym="miniwob", families=("click-test", "click-tab"),
           train_tasks=2, eval_tasks=1,
       ),
-      catalog.GymSpec(
+      catalog.ServedGym(
           gym_id="site", gym="browser",
           settings={
               "evaluator": "web_sites:greeted", "width": 400, "height": 420,

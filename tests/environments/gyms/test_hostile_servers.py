@@ -8,6 +8,7 @@ and never do an action twice.
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import gzip
 import io
 import json
@@ -126,7 +127,10 @@ def make_android(url):
 
 
 def make_genv(url):
-  quick = {k: genv.Retry(1) for k in ("tasks", "create", "step", "terminate")}
+  quick = {
+      kind: dataclasses.replace(policy, tries=1)
+      for kind, policy in genv.RETRIES.items()
+  }
   limits = dict(tasks=SECONDS, create=SECONDS, step=SECONDS, terminate=0.2)
   client = genv.GenvClient(
       url, "g", timeouts=genv.Timeouts(**limits), retries=quick

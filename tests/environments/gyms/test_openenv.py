@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.openenv import (
@@ -341,9 +342,9 @@ def test_the_http_side_answers_as_openenvs_servers_do(server):
 
 async def test_a_run_draws_the_tasks_that_the_server_lists(server):
   url, _ = server
-  settings = {"base_url": f"{url}/openenv/desktop"}
+  options = {"base_url": f"{url}/openenv/desktop"}
   ask = lambda families: asyncio.to_thread(
-      openenv_tasks.server_tasks, settings, families
+      gyms.get("openenv").make_tasks, families, options
   )
   found = await ask(())
   assert set(found.families()) == set(gym_servers.FAMILIES)

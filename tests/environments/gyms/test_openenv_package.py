@@ -133,7 +133,7 @@ async def test_its_refusals_and_failures_are_typed_errors(lamps):
 
 async def test_a_server_without_tasks_is_given_seeds(lamps):
   tasks = await asyncio.to_thread(
-      openenv_tasks.server_tasks, {"base_url": lamps}, ()
+      openenv_tasks.server_tasks, (), base_url=lamps
   )
   assert isinstance(tasks, openenv_tasks.SeededTasks)
   (family,) = tasks.families()

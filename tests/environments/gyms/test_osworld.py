@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import pytest
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms import machines
@@ -19,7 +20,6 @@ from tunix.rl.multi_turn.environments.gyms.osworld import (
   evaluation as osworld_evaluation,
 )
 from tunix.rl.multi_turn.environments.gyms.osworld import gym as osworld
-from tunix.rl.multi_turn.environments.gyms.osworld import tasks as osworld_tasks
 
 GuiAction = gui_action.GuiAction
 
@@ -335,8 +335,10 @@ def test_task_files_are_a_task_set(tmp_path):
   for i in range(30):
     data = dict(task().params["osworld"], id=f"id-{i}")
     (domain / f"{i}.json").write_text(json.dumps(data))
-  settings = {"tasks_dir": str(tmp_path)}
-  found = osworld_tasks.tasks(settings, ())
+  options = {"tasks_dir": str(tmp_path)}
+  skip = {**options, "unsupported": "skip"}
+  make = gyms.get("osworld").make_tasks
+  found = make((), options)
   train = {found.train_task("os", i).task_id for i in range(60)}
   held_out = {found.eval_task("os", i).task_id for i in range(60)}
   assert len(train) + len(held_out) == 30 and not train & held_out and held_out
@@ -344,13 +346,13 @@ def test_task_files_are_a_task_set(tmp_path):
       "id": "x", "instruction": "i", "evaluator": {"func": "compare_table"},
   }))  # pyformat: disable
   with pytest.raises(ValueError, match="x.json.*compare_table.*skip"):
-    osworld_tasks.tasks(settings, ())
-  skipped = osworld_tasks.tasks({**settings, "unsupported": "skip"}, ("os",))
+    make((), options)
+  skipped = make(("os",), skip)
   assert skipped.families() == ("os",)
   with pytest.raises(ValueError, match="tasks_dir"):
-    osworld_tasks.tasks({}, ())
+    make()
   with pytest.raises(ValueError, match="chrome"):
-    osworld_tasks.tasks({**settings, "unsupported": "skip"}, ("chrome",))
+    make(("chrome",), skip)
 
 
 def test_metrics_are_a_registry():

@@ -11,7 +11,7 @@ import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 
 xdesktop = pytest.importorskip(
     "tunix.rl.multi_turn.environments.gyms.xdesktop"
@@ -333,13 +333,13 @@ async def test_a_start_that_is_given_up_leaves_nothing(room):
 )
 def test_a_wrong_setting_is_named(settings, words):
   with pytest.raises(ValueError, match=words):
-    registry.gym_from_config({"name": "xdesktop", **settings})
+    gyms.from_config({"name": "xdesktop", **settings})
 
 
 def test_a_run_brings_its_preset_and_refuses_what_has_another_key():
   config = config_lib.load_config(("gym=xdesktop",))
   assert (config.gym.width, config.gym.height) == (256, 192)
-  assert set(config.gym.tasks) <= set(TASKS.families())
-  for wrong in ("gym.options.width=300", "gym.difficulty=1"):
+  assert set(config.task_source.families) <= set(TASKS.families())
+  for wrong in ("gym.options.width=300", "gym.options.difficulty=1"):
     with pytest.raises(config_lib.ConfigError, match="gym"):
       config_lib.load_config(("gym=xdesktop", wrong))

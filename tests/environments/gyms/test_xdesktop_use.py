@@ -5,8 +5,8 @@
 import gym_servers
 import numpy as np
 import pytest
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import recordings
-from tunix.rl.multi_turn.environments import registry
 from tunix.rl.multi_turn.environments.gym_server import catalog
 from tunix.rl.multi_turn.environments.play import __main__ as command
 
@@ -40,12 +40,12 @@ def test_the_oracle_plays_and_is_recorded(tmp_path, capsys):
 
 
 async def test_a_server_serves_desktops():
-  spec = catalog.GymSpec(
-      "xdesktop", "xdesktop", families=("terminal-make-folders",),
+  spec = catalog.ServedGym(
+      gym_id="xdesktop", gym="xdesktop", families=("terminal-make-folders",),
       settings={"launch_s": 60.0},
   )  # pyformat: disable
   task = gym_servers.instance("terminal-make-folders", 0, "eval")
-  local = registry.make_task_set("xdesktop").eval_task(
+  local = gyms.get("xdesktop").make_tasks().eval_task(
       "terminal-make-folders", 0
   )
   with gym_servers.serving(spec) as (url, _):

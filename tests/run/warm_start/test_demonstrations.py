@@ -13,6 +13,7 @@ from tunix.rl.multi_turn.commands import pretrain
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.desktop import scenes
 from tunix.rl.multi_turn.parser import tool_parser
@@ -42,7 +43,7 @@ def make(renderer, **changes):
       "renderer": renderer,
       "make_agent": make_agent,
       "make_gym": desktop.DesktopGym,
-      "oracle": demonstrations.oracle_of("desktop"),
+      "oracle": desktop.GYM.load_oracle(),
       "image_store": images.ImageStore(),
       "grid": demonstrations.POINT_GRID,
       **changes,
@@ -68,7 +69,7 @@ def said(episode):
 
 
 def test_a_task_without_a_solution_is_left_out(renderer):
-  right = demonstrations.oracle_of("desktop")
+  right = desktop.GYM.load_oracle()
   tasks = [TASKS.train_task("click-button", i) for i in range(3)]
   episodes = []
 
@@ -147,14 +148,14 @@ def test_unknown_habits_and_oracles_are_refused(renderer):
   with pytest.raises(ValueError, match="in \\[0, 1\\], got 2"):
     make(renderer, habits={"open-icon": ("single_click", 2)})
   with pytest.raises(ValueError, match="'chess' has no oracle"):
-    demonstrations.oracle_of("chess")
+    gyms.GymSpec(name="chess", make=desktop.DesktopGym).load_oracle()
 
 
 def test_a_broken_demonstration_is_an_error(renderer):
   def broken(gym):
     raise OSError("no oracle today")
 
-  oracle = dataclasses.replace(demonstrations.oracle_of("desktop"), act=broken)
+  oracle = dataclasses.replace(desktop.GYM.load_oracle(), act=broken)
   tasks = [TASKS.train_task("click-button", i) for i in range(3)]
   with pytest.raises(RuntimeError, match="click-button/0/.*no oracle today"):
     play(make(renderer, oracle=oracle), tasks, at_once=2)

@@ -71,7 +71,7 @@ def test_they_are_the_tokens_that_the_oracle_itself_would_give(file, grid):
   ]
   played = asyncio.run(
       demonstrator(
-          demonstrations.oracle_of("desktop"), desktop.DesktopGym, grid
+          desktop.GYM.load_oracle(), desktop.DesktopGym, grid
       ).episodes([(t, 0) for t in own])
   )
   assert {t.family for t in tasks} == set(FAMILIES)
@@ -174,7 +174,7 @@ def test_a_run_clones_them(tmp_path, file):
       "warm_start.source=none", f"warm_start.recordings={file}",
       "warm_start.steps=2", "warm_start.batch_size=4", "steps=0",
       "tasks=[enter-text]", "eval.episodes_per_task=1",
-      "eval.modes=[sampled]", "rollout.slots=4",
+      "eval.modes=[sampled]", "engine.slots=4",
       "report.progress=none", "report.images=false",
   ])  # pyformat: disable
   assert status == 0

@@ -216,7 +216,7 @@ class AgentSession(proxy.ProxySession):
       raise RuntimeError(
           "act was called while the act before it is not done; await that one,"
           " and give it no deadline shorter than the run's own"
-          " (collect.step_timeout_s)"
+          " (collect.deadlines.step)"
       )
     if await self._seen() is None:  # It has not asked what there is.
       return None

@@ -36,7 +36,7 @@ from flax import nnx
 from tunix.rl.multi_turn.clients import locked_dir
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import qwen_text
 
 Save = Callable[[pathlib.Path, Any], None]
 """(new directory, parameters): writes a checkpoint into it."""
@@ -80,7 +80,7 @@ def policy_saver(
       filled = nnx.clone(model)
       state = nnx.state(params) if isinstance(params, nnx.Module) else params
       nnx.update(filled, state)
-    if isinstance(filled, qwen_vl.QwenVL) and lora.has_adapter(filled):
+    if isinstance(filled, qwen_text.QwenText) and lora.has_adapter(filled):
       lora.merge(filled)
     checkpoint.save_policy(directory, filled, tokenizer, dtype)
 

@@ -107,7 +107,7 @@ class RemoteEngine:
     if length is not None and length < self.context_length:
       raise ValueError(
           f"the server's context has {length} tokens, the run's"
-          f" rollout.context_length={self.context_length}; start it with"
+          f" engine.context_length={self.context_length}; start it with"
           f" --max-model-len {self.context_length}, or lower the run's"
       )
     if progress is not None:

@@ -174,7 +174,7 @@ class DataMaker:
         renderer,
         self._agent,
         self._make_gym,
-        demonstrations.oracle_of("desktop"),
+        desktop.GYM.load_oracle(),
         image_store,
         habits=recipe.habits,
         grid=recipe.grid,

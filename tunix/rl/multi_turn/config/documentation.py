@@ -1,29 +1,49 @@
-"""The configuration as people read it: `--help` and docs/configuration.md.
+"""Writes the configuration for people: `--help` and docs/configuration.md.
 
-Written from the fields' own documentation, so that neither can lag behind.
+Both are made from the settings' own documentation, so neither can lag behind.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 import types
 import typing
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn.config import loader
+from tunix.rl.multi_turn.core import settings
 
-USAGE = """\
+FIRST_SCREEN = """\
 Trains a vision-language policy to use a computer.
 
 usage: python -m tunix.rl.multi_turn.train [config.yaml] [key=value ...]
 
-  --help      this text
-  --dry-run   build everything, print configuration, shapes and memory, exit
+  --help             this text; --help all: every key; --help SECTION: one
+                     section's keys, e.g. --help learner
+  --dry-run          build everything, print configuration, shapes and memory
 
-Values are YAML (tasks='[a,b]'). Later wins: defaults, the gym's preset, the
-file, overrides. Short keys:
-"""
+Later wins: defaults, presets of the chosen environment, gym and policy, the
+file, overrides. Values are YAML (tasks='[a,b]' or tasks=a,b).
+
+Most used keys:
+{keys}
+
+Sections:
+{sections}
+
+Examples:
+  python -m tunix.rl.multi_turn.train steps=20 seed=3
+  python -m tunix.rl.multi_turn.train gym=miniwob tasks=click-dialog
+  python -m tunix.rl.multi_turn.train environment=gsm8k policy=qwen3_text_tiny
+  python -m tunix.rl.multi_turn.train resume=runs/<name> steps=200
+
+Every key with its meaning: --help all, or docs/configuration.md."""
+
+MOST_USED = (
+    "gym", "tasks", "policy", "environment", "reward", "steps",
+    "learner.learning_rate", "learner.groups_per_step", "collect.group_size",
+    "queue.max_staleness", "name", "resume",
+)  # pyformat: disable
 
 REFERENCE_HEAD = """\
 # Configuration
@@ -32,39 +52,64 @@ Written by `python -m tunix.rl.multi_turn.config > docs/configuration.md`.
 
     python -m tunix.rl.multi_turn.train [config.yaml] [key=value ...]
 
-Later wins: the defaults below, the preset of the chosen gym, the YAML file,
-overrides from left to right. Values of overrides are YAML, so lists are
-written `tasks='[a,b]'` (or `tasks=a,b`). A mapping is merged key by key, and
-`gym.options.time_decay=0.1` sets one key of it. Unknown keys, values out of
-range and values that contradict each other are refused before anything is
-built. The resolved configuration is kept as `config.yaml` in the run directory
-and is itself a valid file.
+Later wins: the defaults below, the presets of the chosen environment, gym and
+policy, the YAML file, overrides from left to right. Values of overrides are
+YAML, so lists are written `tasks='[a,b]'` (or `tasks=a,b`). A mapping is merged
+key by key, and `gym.options.time_decay=0.1` sets one key of it. Unknown keys,
+values out of range and values that contradict each other are refused before
+anything is built, all of them at once. The resolved configuration is kept as
+`config.yaml` in the run directory and is itself a valid file.
+
+Where a name is expected (`environment`, `gym`, `agent`, `policy`, `reward`,
+`agent.parser`, the names of `algorithm`), `package.module:attribute` is one as
+well.
 
 | short key | means |
 |---|---|
 {short}
 
-| gym or policy | preset |
+| choice | preset |
 |---|---|
 {presets}
 
 """
 
 
-def help_text(cls: type, aliases: Mapping[str, str]) -> str:
-  """`--help`: usage and every field of `cls` with type, default and meaning."""
-  short = "\n".join(f"  {a} = {p}" for a, p in aliases.items())
-  return (
-      USAGE
-      + short
-      + "\n\n"
-      + describe(cls)
-      + "\n\nExamples:\n"
-      "  python -m tunix.rl.multi_turn.train steps=20 seed=3\n"
-      "  python -m tunix.rl.multi_turn.train gym=miniwob"
-      " tasks='[click-test-2,click-dialog]'\n"
-      "  python -m tunix.rl.multi_turn.train resume=runs/<name> steps=200\n"
-  )
+def help_text(cls: type, aliases: Mapping[str, str], topic: str = "") -> str:
+  """`--help`: a first screen, or the keys of `topic`.
+
+  Args:
+    cls: the root class.
+    aliases: short keys and the dotted keys they mean.
+    topic: "" for the first screen, "all", or a section.
+
+  Raises:
+    ConfigError: no such section.
+  """
+  known = loader.sections(cls)
+  if topic == "all":
+    return describe(cls)
+  if topic and "=" not in topic:
+    section = topic.rstrip(".")
+    if section not in known:
+      raise loader.ConfigError([
+          f"--help {topic}: no such section"
+          f"{loader.nearest(topic, [*known, 'all'])} There are"
+          f" {', '.join(known)}, and all"
+      ])
+    return describe(cls, section)
+  keys = loader.leaves(cls)
+  lines = []
+  for key in MOST_USED:
+    field = keys[aliases.get(key, key)]
+    head = f"{key}={default_text(field)}"
+    lines.append(f"  {head:<32} {_first_sentence(field.doc)}")
+  names = [
+      f"  {name:<12} {_summary(section)}"
+      for name, section in known.items()
+      if "." not in name
+  ]
+  return FIRST_SCREEN.format(keys="\n".join(lines), sections="\n".join(names))
 
 
 def reference(
@@ -72,10 +117,10 @@ def reference(
     aliases: Mapping[str, str],
     presets: Mapping[str, Mapping[str, Any]],
 ) -> str:
-  """docs/configuration.md: every section as a table.
+  """The text of docs/configuration.md: every section as a table.
 
   Args:
-    cls: the root dataclass.
+    cls: the root class.
     aliases: short keys and the dotted keys they mean.
     presets: defaults that depend on a choice, by the Markdown that names it.
   """
@@ -92,33 +137,48 @@ def reference(
   )
 
 
+def _summary(section: type) -> str:
+  return (section.__doc__ or "").strip().splitlines()[0]
+
+
+def _first_sentence(text: str, width: int = 44) -> str:
+  return textwrap.shorten(text.split(". ")[0], width, placeholder=" …")
+
+
 def _plain(value: Any) -> str:
-  if isinstance(value, tuple):
-    return "[" + ",".join(value) + "]"
+  if isinstance(value, (tuple, list)):
+    return "[" + ",".join(map(str, value)) + "]"
   return str(value)
 
 
-def type_name(kind: Any, metadata: Mapping[str, Any]) -> str:
-  """How a field's type reads in the help."""
+def type_name(field: settings.Setting) -> str:
+  """The field's type, or its choices."""
+  choices = loader.literal_choices(field.type)
+  if choices and typing.get_origin(field.type) is not tuple:
+    return "|".join(choices)
+  return _type_name(field.type)
+
+
+def _type_name(kind: Any) -> str:
   origin = typing.get_origin(kind)
   if origin in (typing.Union, types.UnionType):
-    inner = [k for k in typing.get_args(kind) if k is not type(None)][0]
-    return type_name(inner, metadata) + " or null"
+    names = [
+        "null" if member is type(None) else _type_name(member)
+        for member in typing.get_args(kind)
+    ]
+    return " or ".join(names)
   if origin is tuple:
-    return f"list of {typing.get_args(kind)[0].__name__}"
+    return f"list of {_type_name(typing.get_args(kind)[0])}"
+  if origin is typing.Literal:
+    return "|".join(map(str, typing.get_args(kind)))
   if origin is dict:
     return "mapping"
-  if metadata["choices"]:
-    extra = "|…" if metadata["open"] else ""
-    return "|".join(metadata["choices"]) + extra
   return kind.__name__
 
 
-def default_text(f: dataclasses.Field) -> str:
-  if f.default is dataclasses.MISSING:
-    value = f.default_factory()  # pytype: disable=not-callable
-  else:
-    value = f.default
+def default_text(field: settings.Setting) -> str:
+  """The default as it would be written in an override."""
+  value = field.default
   if isinstance(value, tuple):
     return "[" + ", ".join(str(v) for v in value) + "]"
   if isinstance(value, bool) or value is None:
@@ -126,32 +186,29 @@ def default_text(f: dataclasses.Field) -> str:
   return '""' if value == "" else str(value)
 
 
-def range_text(metadata: Mapping[str, Any]) -> str:
-  parts = []
-  if metadata["at_least"] is not None:
-    parts.append(f">= {metadata['at_least']}")
-  if metadata["above"] is not None:
-    parts.append(f"> {metadata['above']}")
-  if metadata["at_most"] is not None:
-    parts.append(f"<= {metadata['at_most']}")
-  return ", ".join(parts)
+def describe(cls: type, only: str = "") -> str:
+  """Every field with its type, default and meaning, as plain text.
 
-
-def describe(cls: type) -> str:
-  """Every field with its type, default and meaning, as plain text."""
+  Args:
+    cls: the root class.
+    only: a section; "" for all.
+  """
   lines = []
   for section, section_cls in loader.sections(cls).items():
-    doc = (section_cls.__doc__ or "").strip().splitlines()[0]
-    lines += ["", f"{section}: {doc}"]
-    hints = loader.field_types(section_cls)
-    for f in dataclasses.fields(section_cls):
-      kind = type_name(hints[f.name], f.metadata)
-      limits = range_text(f.metadata)
-      notes = ", ".join(x for x in (f.metadata["unit"], limits) if x)
-      head = f"  {section}.{f.name}={default_text(f)}  ({kind}"
+    if only and section != only and not section.startswith(only + "."):
+      continue
+    lines += ["", f"{section}: {_summary(section_cls)}"]
+    for field in settings.fields(section_cls):
+      if field.nested:
+        continue
+      notes = ", ".join(x for x in (field.unit, field.range) if x)
+      head = (
+          f"  {section}.{field.name}={default_text(field)} "
+          f" ({type_name(field)}"
+      )
       lines.append(head + (f"; {notes})" if notes else ")"))
       lines += textwrap.wrap(
-          f.metadata["doc"],
+          field.doc,
           width=78,
           initial_indent=" " * 6,
           subsequent_indent=" " * 6,
@@ -163,18 +220,16 @@ def describe_markdown(cls: type) -> str:
   """The same as one Markdown table a section."""
   lines = []
   for section, section_cls in loader.sections(cls).items():
-    doc = (section_cls.__doc__ or "").strip().splitlines()[0]
-    lines += [f"## {section}", "", doc, ""]
+    fields = [f for f in settings.fields(section_cls) if not f.nested]
+    lines += [f"## {section}", "", _summary(section_cls), ""]
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-    hints = loader.field_types(section_cls)
-    for f in dataclasses.fields(section_cls):
-      kind = type_name(hints[f.name], f.metadata).replace("|", " \\| ")
-      limits = range_text(f.metadata)
-      notes = ", ".join(x for x in (f.metadata["unit"], limits) if x)
-      meaning = f.metadata["doc"].replace("|", "\\|")
+    for field in fields:
+      kind = type_name(field).replace("|", " \\| ")
+      notes = ", ".join(x for x in (field.unit, field.range) if x)
+      meaning = field.doc.replace("|", "\\|")
       lines.append(
-          f"| `{section}.{f.name}` | {kind}"
-          f" | `{default_text(f)}` | {meaning}"
+          f"| `{section}.{field.name}` | {kind}"
+          f" | `{default_text(field)}` | {meaning}"
           + (f" ({notes})" if notes else "")
           + " |"
       )

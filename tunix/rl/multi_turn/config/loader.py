@@ -1,11 +1,14 @@
-"""Layers of configuration over typed, nested, frozen dataclasses.
+"""Reads layers of plain mappings into nested settings classes.
 
-Turns plain mappings (YAML, overrides) into dataclasses whose fields were made
-with `option`, and refuses what does not fit: an unknown key or choice is
-answered with the nearest valid one, a value of the wrong type or outside its
-range with what would be right. All problems are reported at once.
+Turns YAML and `key=value` overrides into classes made with `core.settings`,
+and refuses what does not fit: an unknown key or choice is answered with the
+nearest valid one, a value of the wrong type or out of range with what would
+be right.
 
-Does not know any particular section: those are in the modules beside it.
+Promises: reading never stops at the first problem; `Problems` collects all of
+them, and what was readable is returned beside them.
+
+Does not: know any particular section, or build anything from them.
 """
 
 from __future__ import annotations
@@ -14,12 +17,16 @@ import collections.abc
 import dataclasses
 import difflib
 import functools
-import math
 import types
 import typing
-from typing import Any, Mapping, Sequence
+from typing import Any, Literal, Mapping, Sequence
 
+import pydantic
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.core import settings
 import yaml
+
+MISSING = object()
 
 
 class ConfigError(ValueError):
@@ -47,68 +54,36 @@ class Raw:
   value: Any
 
 
-def option(
-    default: Any,
-    doc: str,
-    *,
-    unit: str = "",
-    choices: Sequence[str] = (),
-    open_choices: bool = False,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-) -> Any:
-  """A dataclass field with its documentation and its bounds.
+def unwrap(value: Any) -> Any:
+  return value.value if isinstance(value, Raw) else value
 
-  Args:
-    default: immutable value, or a dict (copied for each instance).
-    doc: what it means, and what 0, null or "" mean where they are special.
-    unit: of a number, e.g. "px", "s", "tokens".
-    choices: the valid values of a text field.
-    open_choices: other values are valid too once a run imports the modules
-      that register them.
-    at_least: smallest valid number.
-    above: every valid number is larger than this.
-    at_most: largest valid number.
-  """
-  metadata = {
-      "doc": doc,
-      "unit": unit,
-      "choices": tuple(choices),
-      "open": open_choices,
-      "at_least": at_least,
-      "above": above,
-      "at_most": at_most,
-  }
-  if isinstance(default, dict):
-    return dataclasses.field(
-        default_factory=lambda: dict(default), metadata=metadata
-    )
-  return dataclasses.field(default=default, metadata=metadata)
+
+# --- keys ---------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=None)
-def field_types(cls: type) -> dict[str, Any]:
-  return typing.get_type_hints(cls)
-
-
-def sections(cls: type) -> dict[str, type]:
-  """The nested dataclasses of `cls`, by field name, in order."""
-  hints = field_types(cls)
-  return {
-      f.name: hints[f.name]
-      for f in dataclasses.fields(cls)
-      if dataclasses.is_dataclass(hints[f.name])
-  }
+def leaves(cls: type, prefix: str = "") -> Mapping[str, settings.Setting]:
+  """Every dotted key of `cls` with its field, sections expanded, in order."""
+  found: dict[str, settings.Setting] = {}
+  for field in settings.fields(cls):
+    path = prefix + field.name
+    if field.nested:
+      found |= leaves(field.nested, path + ".")
+    else:
+      found[path] = field
+  return found
 
 
 @functools.lru_cache(maxsize=None)
-def leaf_paths(cls: type) -> tuple[str, ...]:
-  """Every dotted key of `cls`, sections expanded."""
-  paths = []
-  for section, section_cls in sections(cls).items():
-    paths += [f"{section}.{f.name}" for f in dataclasses.fields(section_cls)]
-  return tuple(paths)
+def sections(cls: type, prefix: str = "") -> Mapping[str, type]:
+  """Every nested settings class by its dotted key, outer ones first."""
+  found: dict[str, type] = {}
+  for field in settings.fields(cls):
+    if field.nested:
+      path = prefix + field.name
+      found[path] = field.nested
+      found |= sections(field.nested, path + ".")
+  return found
 
 
 def nearest(word: str, valid: Sequence[str]) -> str:
@@ -120,26 +95,26 @@ def nearest(word: str, valid: Sequence[str]) -> str:
 
 def nearest_key(path: str, cls: type, aliases: Mapping[str, str]) -> str:
   """As `nearest` for a dotted key: a right name in a wrong place counts."""
+  known, keys = sections(cls), leaves(cls)
   leaf = path.rpartition(".")[2]
-  same = [p for p in leaf_paths(cls) if p.rpartition(".")[2] == leaf]
+  same = [p for p in keys if p.rpartition(".")[2] == leaf]
   if same:
     return "; did you mean " + " or ".join(repr(p) for p in same) + "?"
-  section = path.partition(".")[0]
-  known = sections(cls)
-  if "." in path and section in known:
-    names = [f.name for f in dataclasses.fields(known[section])]
+  section = path.rpartition(".")[0]
+  if section in known:
+    names = [f.name for f in settings.fields(known[section])]
     match = difflib.get_close_matches(leaf, names, n=1, cutoff=0.55)
     if match:
       return f"; did you mean '{section}.{match[0]}'?"
     return f"; {section} has {', '.join(names)}"
-  leaves = {p.rpartition(".")[2]: p for p in leaf_paths(cls)}
-  words = [*leaf_paths(cls), *known, *aliases, *leaves]
+  by_leaf = {p.rpartition(".")[2]: p for p in keys}
+  words = [*keys, *known, *aliases, *by_leaf]
   match = difflib.get_close_matches(path, words, n=1, cutoff=0.55)
   if not match:
-    return "; --help lists every key"
+    return "; --help all lists every key"
   best = match[0]
   if best not in aliases:
-    best = leaves.get(best, best)
+    best = by_leaf.get(best, best)
   return f"; did you mean {best!r}?"
 
 
@@ -162,13 +137,10 @@ def parse_override(text: str) -> tuple[str, Raw]:
   return key, Raw(value, parsed)
 
 
-def unwrap(value: Any) -> Any:
-  return value.value if isinstance(value, Raw) else value
-
-
 def merge(old: Any, new: Any) -> Any:
   """`new`, or both key by key where both are mappings."""
   plain = unwrap(new)
+  old = unwrap(old)
   if not (isinstance(old, dict) and isinstance(plain, dict)):
     return new
   return {**old, **{k: merge(old.get(k), v) for k, v in plain.items()}}
@@ -179,20 +151,22 @@ def flatten(
     cls: type,
     aliases: Mapping[str, str],
     source: str,
+    problems: list[str],
 ) -> dict[str, Any]:
   """One layer as `{"section.field": value}`.
 
   Accepts nested mappings, dotted keys, the aliases, and a plain value for a
-  section that has an alias (`gym: miniwob`). `source` names the layer in
-  errors.
+  section that has an alias (`gym: miniwob`).
 
-  Raises:
-    ConfigError: unknown keys, or a field given twice.
+  Args:
+    data: of the layer.
+    cls: the root class.
+    aliases: short key -> dotted key.
+    source: names the layer in problems.
+    problems: gets unknown keys, and fields given twice.
   """
-  problems: list[str] = []
   flat: dict[str, Any] = {}
-  known = sections(cls)
-  paths = leaf_paths(cls)
+  known, paths = sections(cls), leaves(cls)
 
   def put(path: str, value: Any, written: str) -> None:
     if path in flat:
@@ -200,6 +174,19 @@ def flatten(
           f"{source}: {path} is given twice (again as {written!r}); keep one"
       )
     flat[path] = value
+
+  def below_mapping(parent: str, path: str, value: Any) -> None:
+    inner = unwrap(flat.setdefault(parent, {}))
+    if not isinstance(inner, dict):
+      problems.append(f"{source}: {parent} is given twice; keep one")
+      return
+    inner = flat[parent] = dict(inner)
+    names = path[len(parent) + 1 :].split(".")
+    for name in names[:-1]:
+      below = inner.get(name)
+      inner[name] = dict(below) if isinstance(below, dict) else {}
+      inner = inner[name]
+    inner[names[-1]] = value
 
   def visit(path: str, value: Any) -> None:
     plain = unwrap(value)
@@ -209,174 +196,268 @@ def flatten(
     elif path in aliases:
       put(aliases[path], value, path)
     elif path in known:
-      if plain is None:  # An empty section in a YAML file.
-        return
-      problems.append(
-          f"{source}: {path} is a section, not a value; set one of its fields,"
-          f" e.g. {path}.{dataclasses.fields(known[path])[0].name}"
-      )
+      if plain is not None:  # None: an empty section in a YAML file.
+        first = settings.fields(known[path])[0].name
+        problems.append(
+            f"{source}: {path} is a section, not a value; set one of its"
+            f" fields, e.g. {path}.{first}"
+        )
     elif path in paths:
       put(path, value, path)
+    elif parent := _mapping_above(path, paths):
+      below_mapping(parent, path, plain)
     else:
-      parent = _dict_parent(path, cls)
-      if parent:
-        inner = flat.setdefault(parent, {})
-        if not isinstance(unwrap(inner), dict):
-          problems.append(f"{source}: {parent} is given twice; keep one")
-          return
-        inner = flat[parent] = dict(unwrap(inner))
-        names = path[len(parent) + 1 :].split(".")
-        for name in names[:-1]:
-          inner[name] = dict(inner.get(name) or {})
-          inner = inner[name]
-        inner[names[-1]] = plain
-      else:
-        problems.append(
-            f"{source}: unknown key {path!r}{nearest_key(path, cls, aliases)}"
-        )
+      problems.append(
+          f"{source}: unknown key {path!r}{nearest_key(path, cls, aliases)}"
+      )
 
   for key, value in data.items():
     visit(str(key), value)
-  if problems:
-    raise ConfigError(problems)
   return flat
 
 
-def _dict_parent(path: str, cls: type) -> str | None:
-  """The dict-valued field that `path` reaches into, or None."""
+def _mapping_above(
+    path: str, paths: Mapping[str, settings.Setting]
+) -> str | None:
+  """The field holding a mapping that `path` reaches into, or None."""
   parts = path.split(".")
-  if len(parts) < 3:
-    return None
-  section = sections(cls).get(parts[0])
-  if section is None:
-    return None
-  kind = field_types(section).get(parts[1])
-  if typing.get_origin(kind) is dict:
-    return f"{parts[0]}.{parts[1]}"
+  for end in range(len(parts) - 1, 0, -1):
+    field = paths.get(".".join(parts[:end]))
+    if field is not None:
+      kinds = _members(field.type)
+      holds = any(typing.get_origin(kind) is dict for kind in kinds)
+      return ".".join(parts[:end]) if holds else None
   return None
 
 
-def build(cls: type, flat: Mapping[str, Any], *, open_names: bool) -> Any:
+# --- values -------------------------------------------------------------------
+
+
+def build(
+    cls: type, flat: Mapping[str, Any], problems: list[str], prefix: str = ""
+) -> Any:
   """An instance of `cls` from dotted keys; absent ones keep their default.
 
   Args:
-    cls: the root dataclass.
+    cls: a settings class.
     flat: as from `flatten`.
-    open_names: whether fields with open choices accept unlisted names.
-
-  Raises:
-    ConfigError: listing every value of a wrong type, choice or range.
+    problems: gets every value of a wrong type, choice or range, and what the
+      classes themselves refuse; the instance has defaults in their place.
+    prefix: of the class's own keys.
   """
-  problems: list[str] = []
-  built = {}
-  for section, section_cls in sections(cls).items():
-    hints = field_types(section_cls)
-    values = {}
-    for f in dataclasses.fields(section_cls):
-      path = f"{section}.{f.name}"
-      if path not in flat:
+  values: dict[str, Any] = {}
+  for field in settings.fields(cls):
+    path = prefix + field.name
+    if field.nested:
+      values[field.name] = build(field.nested, flat, problems, path + ".")
+      continue
+    if path not in flat:
+      continue
+    value = coerce(flat[path], field.type)
+    if wrong := field_problem(cls, field, value, path):
+      problems.append(wrong)
+    else:
+      values[field.name] = value
+  try:
+    return cls(**values)
+  except pydantic.ValidationError as error:
+    section = prefix.rstrip(".")
+    for detail in error.errors():
+      text = str(detail.get("ctx", {}).get("error", detail["msg"]))
+      problems += [
+          f"{section}: {line}" if section else line
+          for line in text.splitlines()
+      ]
+    nested = {f.name for f in settings.fields(cls) if f.nested}
+    return cls(**{k: v for k, v in values.items() if k in nested})
+
+
+def field_problem(
+    cls: type, field: settings.Setting, value: Any, path: str
+) -> str | None:
+  """What is wrong with `value` for the field, and what would be right."""
+  try:
+    # The field by itself: what depends on others is not asked here.
+    _adapter(cls, field.name).validate_python(value)
+  except pydantic.ValidationError as error:
+    return f"{path}={_shown(value)} must be {_wanted(field, error)}"
+  for name, bound in field.item_bounds.items():
+    for item in value:
+      if not settings.holds(name, item, bound):
+        return f"{path}: {item!r} must be {settings.sign(name)} {bound:g}"
+  return None
+
+
+@functools.lru_cache(maxsize=None)
+def _adapter(cls: type, name: str) -> pydantic.TypeAdapter:
+  info = cls.__pydantic_fields__[name]  # type: ignore[attr-defined]
+  kind = typing.get_type_hints(cls)[name]
+  constraints = tuple(info.metadata)
+  annotated = typing.Annotated[(kind, *constraints)] if constraints else kind
+  return pydantic.TypeAdapter(
+      annotated,
+      config=pydantic.ConfigDict(
+          strict=True, allow_inf_nan=False, arbitrary_types_allowed=True
+      ),
+  )
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+  if typing.get_origin(kind) in (typing.Union, types.UnionType):
+    return typing.get_args(kind)
+  return (kind,)
+
+
+def coerce(value: Any, kind: Any) -> Any:
+  """`value` as people write it, as the field's type wants it.
+
+  A float may be written 1e-3 and an int 1e3; a list as a,b; text as anything.
+  What cannot be read stays as it is, for validation to refuse.
+  """
+  plain = unwrap(value)
+  members = _members(kind)
+  if type(None) in members and plain in (None, "none"):
+    return None
+  for member in members:
+    read = _coerce_one(value, member)
+    if read is not MISSING:
+      return read
+  return plain
+
+
+def _coerce_one(value: Any, kind: Any) -> Any:
+  plain = unwrap(value)
+  origin = typing.get_origin(kind)
+  if origin is tuple:
+    return _coerce_items(plain, typing.get_args(kind)[0])
+  if origin is dict or kind is dict:
+    if plain is None:
+      return {}
+    if isinstance(plain, collections.abc.Mapping):
+      return {str(k): v for k, v in plain.items()}
+    return MISSING
+  if kind is str or origin is Literal:
+    return _coerce_text(value)
+  if kind in (int, float) and not isinstance(plain, bool):
+    try:
+      number = float(plain)
+    except (TypeError, ValueError, OverflowError):
+      return MISSING
+    if kind is float or isinstance(plain, int):
+      return plain if isinstance(plain, int) else number
+    if number.is_integer():
+      return int(number)
+  return MISSING
+
+
+def _coerce_items(plain: Any, kind: Any) -> Any:
+  if isinstance(plain, str):
+    plain = [item.strip() for item in plain.split(",") if item.strip()]
+  elif plain is None:
+    plain = []
+  elif isinstance(plain, collections.abc.Mapping):
+    return MISSING
+  elif not isinstance(plain, (list, tuple)):
+    plain = [plain]
+  return tuple(coerce(item, kind) for item in plain)
+
+
+def _coerce_text(value: Any) -> Any:
+  plain = unwrap(value)
+  if isinstance(plain, (collections.abc.Mapping, list, tuple)):
+    return MISSING
+  if isinstance(plain, str):
+    return plain
+  if isinstance(value, Raw):
+    text = value.text.strip()
+    return "" if text in ("null", "~") else text
+  if plain is None:
+    return ""
+  if isinstance(plain, bool):
+    return str(plain).lower()
+  return str(plain)
+
+
+def _shown(value: Any) -> str:
+  return repr(list(value) if isinstance(value, tuple) else value)
+
+
+def _wanted(field: settings.Setting, error: pydantic.ValidationError) -> str:
+  """What a field takes, in the words of the person who set it."""
+  details = error.errors()
+  kinds = {detail["type"] for detail in details}
+  choices = literal_choices(field.type)
+  if choices and kinds & {"literal_error"}:
+    wrong = str(details[0]["input"])
+    return f"one of {', '.join(choices)}{nearest(wrong, choices)}"
+  if kinds & {"finite_number"}:
+    return "a finite number"
+  bounds = ("greater_than", "greater_than_equal", "less_than",
+            "less_than_equal")
+  if kinds & set(bounds):
+    return field.range
+  where = next((d["loc"] for d in details if d["loc"]), ())
+  item = f"item {where[0]} " if where and isinstance(where[0], int) else ""
+  return item + _type_words(field.type, bool(item))
+
+
+def _type_words(kind: Any, item: bool = False) -> str:
+  words = []
+  for member in _members(kind):
+    origin = typing.get_origin(member)
+    if origin is tuple:
+      inner = _type_words(typing.get_args(member)[0])
+      words.append(inner if item else f"a list of {inner.split(' ', 1)[-1]}")
+    elif origin is dict or member is dict:
+      words.append("a mapping, e.g. {key: value}")
+    elif member is bool:
+      words.append("true or false")
+    elif member is int:
+      words.append("a whole number")
+    elif member is float:
+      words.append("a number")
+    elif member is str or origin is Literal:
+      words.append("text; put quotes around it")
+    elif member is type(None):
+      words.append("null")
+  return " or ".join(words)
+
+
+def literal_choices(kind: Any) -> tuple[str, ...]:
+  """The values of a `Literal`, or of the `Literal`s in a tuple; else ()."""
+  for member in _members(kind):
+    if typing.get_origin(member) is tuple:
+      member = typing.get_args(member)[0]
+    if typing.get_origin(member) is Literal:
+      return tuple(str(value) for value in typing.get_args(member))
+  return ()
+
+
+def name_problems(config: Any) -> list[str]:
+  """Names that no registry knows: field, value, and the nearest known one.
+
+  Imports the registries, so call it after the user's modules are imported.
+  """
+  problems = []
+  for path, field in leaves(type(config)).items():
+    if not field.registry:
+      continue
+    value = functools.reduce(getattr, path.split("."), config)
+    names = (
+        tuple(value) if isinstance(value, (tuple, dict)) else (value,)
+    )
+    known = registry.import_path(field.registry)
+    for name in names:
+      if not name:
         continue
       try:
-        value = _coerce(path, flat[path], hints[f.name])
-        _check(path, value, f.metadata, open_names)
-        values[f.name] = value
-      except ConfigError as error:
-        problems += error.problems
-    built[section] = section_cls(**values)
-  if problems:
-    raise ConfigError(problems)
-  return cls(**built)
+        known.get(name)
+      except (ValueError, ImportError) as error:
+        problems.append(f"{path}={name}: {error}")
+  return problems
 
 
-def _coerce(path: str, value: Any, kind: Any) -> Any:
-  """`value` as the field's type; a float may be written 1e-3, an int 1e3."""
-  raw_text = value.text if isinstance(value, Raw) else None
-  value = unwrap(value)
-  origin = typing.get_origin(kind)
-  if origin in (typing.Union, types.UnionType):
-    inner = [k for k in typing.get_args(kind) if k is not type(None)]
-    if value is None or value == "none" and inner[0] is not str:
-      return None
-    return _coerce(path, value, inner[0])
-  if origin is tuple:
-    item = typing.get_args(kind)[0]
-    if isinstance(value, str):
-      value = [v.strip() for v in value.split(",") if v.strip()]
-    elif value is None:
-      value = []
-    elif not isinstance(value, (list, tuple)):
-      value = [value]
-    return tuple(
-        _coerce(f"{path}[{i}]", v, item) for i, v in enumerate(value)
-    )
-  if origin is dict or kind is dict:
-    if value is None:
-      return {}
-    if not isinstance(value, collections.abc.Mapping):
-      raise _wrong(path, value, "a mapping, e.g. {key: value}")
-    return {str(k): v for k, v in value.items()}
-  if kind is str:
-    if isinstance(value, str):
-      return value
-    if raw_text is not None and not isinstance(value, (dict, list)):
-      return "" if raw_text.strip() in ("null", "~") else raw_text.strip()
-    if value is None:
-      return ""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-      raise _wrong(path, value, "text; put quotes around it")
-    return str(value)
-  if kind is bool:
-    if isinstance(value, bool):
-      return value
-    raise _wrong(path, value, "true or false")
-  if isinstance(value, bool) or value is None:
-    raise _wrong(path, value, "a number")
-  try:
-    number = float(value)
-  except (TypeError, ValueError):
-    raise _wrong(path, value, "a number") from None
-  if not math.isfinite(number):
-    raise _wrong(path, value, "a finite number")
-  if kind is float:
-    return number
-  if isinstance(value, int):
-    return value
-  if number != int(number):
-    raise _wrong(path, value, "a whole number")
-  return int(number)
-
-
-def _wrong(path: str, value: Any, wanted: str) -> ConfigError:
-  return ConfigError([f"{path}={value!r} must be {wanted}"])
-
-
-def _check(
-    path: str, value: Any, metadata: Mapping[str, Any], open_names: bool
-) -> None:
-  choices = metadata["choices"]
-  if choices and not (metadata["open"] and open_names):
-    for item in value if isinstance(value, tuple) else (value,):
-      if item not in choices:
-        hint = nearest(str(item), choices)
-        more = (
-            " (a name of your own is known once run.imports lists the module"
-            " that registers it)"
-            if metadata["open"]
-            else ""
-        )
-        raise ConfigError([
-            f"{path}={item!r} is not one of {', '.join(choices)}{hint}{more}"
-        ])
-  numbers = value if isinstance(value, tuple) else (value,)
-  for number in numbers:
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-      continue
-    if metadata["at_least"] is not None and number < metadata["at_least"]:
-      raise _wrong(path, number, f">= {metadata['at_least']}")
-    if metadata["above"] is not None and number <= metadata["above"]:
-      raise _wrong(path, number, f"> {metadata['above']}")
-    if metadata["at_most"] is not None and number > metadata["at_most"]:
-      raise _wrong(path, number, f"<= {metadata['at_most']}")
+# --- out ----------------------------------------------------------------------
 
 
 def to_dict(config: Any) -> dict[str, Any]:

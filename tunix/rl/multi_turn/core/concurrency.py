@@ -1,20 +1,23 @@
-"""Running other people's code: sync or async, under a deadline.
+"""Calls other people's code, sync or async, under a deadline.
 
-Promises: a deadline always ends the wait, whatever the code does. A coroutine
-is cancelled and, if it swallows that, left behind; a thread cannot be
-cancelled, so it is abandoned: its slot is given to a fresh thread, it is
-counted, and it ends by itself when its code returns. Threads are daemons and
-bounded, abandoned ones too.
+`CallRunner` is the one way to give up on a call. Asynchronous code gets a task
+of its own, which is cancelled when time is up; synchronous code runs in a
+bounded pool of daemon threads. `Guarded` gives an object with sync or async
+methods an async face and keeps it to itself while a call of it is stuck.
+`acall`, `call` and `with_deadline` use the process's own runner.
 
-Does not: kill threads. Code that never returns keeps its thread until the
-process ends; `WorkerPool.lost` tells how many there are.
+Promises: a call returns or raises `CallTimeout` within its deadline plus the
+runner's grace; a call that cannot be stopped is reported as a `StuckCall`, and
+its `Guarded` object is never called beside it; a lost thread is replaced, up to
+a bound; nothing in here blocks the event loop but `call` and `drive`.
+
+Does not: stop a thread (Python cannot), or interrupt inline synchronous code.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
-import concurrent.futures
+import functools
 import inspect
 import logging
 import math
@@ -22,12 +25,34 @@ import threading
 import time
 from typing import Any, Awaitable, Callable, TypeVar
 
+from tunix.rl.multi_turn.core import worker_pool
+
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+DeadlineExceeded = worker_pool.DeadlineExceeded
+PoolExhaustedError = worker_pool.PoolExhaustedError
+StuckCall = worker_pool.StuckCall
+WorkerPool = worker_pool.WorkerPool
+_INF = math.inf
 
 
-class DeadlineExceeded(TimeoutError):
-  """A call did not return within its deadline."""
+class CallTimeout(DeadlineExceeded):
+  """The deadline that a runner was given for a call has passed.
+
+  Inside another call it arrives as a plain `DeadlineExceeded`, so that nobody
+  takes it for a deadline of their own.
+
+  Attributes:
+    stuck: the call when it could not be stopped, else None.
+  """
+
+  def __init__(self, message: str, stuck: StuckCall | None = None):
+    super().__init__(message)
+    self.stuck = stuck
+
+
+class StillRunningError(RuntimeError):
+  """The object is held by a call that was given up and still runs."""
 
 
 async def maybe_await(value: Any) -> Any:
@@ -45,17 +70,6 @@ def is_async(fn: Callable[..., Any]) -> bool:
   return inspect.iscoroutinefunction(call)
 
 
-# Tasks that swallowed their cancellation: referenced, so that the event loop
-# cannot drop them half-run, until they end.
-_LEFT_BEHIND: set[asyncio.Future] = set()
-
-
-def _forget(task: asyncio.Future) -> None:
-  _LEFT_BEHIND.discard(task)
-  if not task.cancelled():
-    task.exception()  # Retrieved, so that asyncio does not log it.
-
-
 def is_own_cancellation() -> bool:
   """Whether a CancelledError, just caught, is the awaited code's own doing.
 
@@ -65,34 +79,362 @@ def is_own_cancellation() -> bool:
   return task is not None and not task.cancelling()
 
 
-async def done_by(task: asyncio.Future[Any], due: float) -> bool:
-  """Waits for `task`, but not past `loop.time() == due`; whether it is done."""
-  loop = asyncio.get_running_loop()
-  waiter = loop.create_future()
+class CallRunner:
+  """Runs calls under deadlines; see the module docstring. Thread-safe."""
 
-  def wake(_=None):
-    if not waiter.done():
-      waiter.set_result(None)
+  def __init__(self, pool: WorkerPool | None = None, grace: float = 1.0):
+    """Args:
 
-  task.add_done_callback(wake)
-  timer = loop.call_at(due, wake) if due != math.inf else None
-  try:
-    await waiter
-  finally:
-    if timer is not None:
-      timer.cancel()
-  return task.done()
+      pool: threads for synchronous code; a new one by default.
+      grace: seconds that cancelled code may take to clean up after itself
+        before it counts as stuck.
+    """
+    if not grace >= 0:
+      raise ValueError(f"grace must be >= 0 seconds, got {grace!r}")
+    self.pool = pool or WorkerPool()
+    self._grace = grace
+    self._stuck: set[StuckCall] = set()
+    self._tasks: set[asyncio.Future[Any]] = set()
+
+  @property
+  def stuck(self) -> list[StuckCall]:
+    """Calls that outlived their deadlines and have not returned."""
+    return list(self._stuck)
+
+  def close(self, timeout: float = 5.0) -> bool:
+    """Ends idle threads; True when only lost ones are left."""
+    return self.pool.close(timeout)
+
+  async def call(
+      self,
+      fn: Callable[..., Any],
+      *args: Any,
+      seconds: float | None = None,
+      at: float = _INF,
+      inline: bool = False,
+      what: str = "",
+      on_stuck: Callable[[StuckCall], None] | None = None,
+  ) -> Any:
+    """Returns `fn(*args)`, awaited when it is awaitable.
+
+    Args:
+      fn: synchronous or asynchronous function.
+      *args: its arguments.
+      seconds: it may run, None for no limit. Time in the queue for a thread is
+        not counted.
+      at: `loop.time()` when it must be over in any case.
+      inline: no task and no thread. Only for code that is cheap and, if
+        asynchronous, honours cancellation.
+      what: names the call in errors; the function's name by default.
+      on_stuck: receives the call if it cannot be stopped, whether time was up
+        or the caller was cancelled.
+
+    Raises:
+      CallTimeout: time was up.
+      PoolExhaustedError: stuck calls hold every thread there may be.
+      Exception: whatever `fn` raised; a RuntimeError if it cancelled itself.
+    """
+    what = what or _name(fn)
+    more = dict(seconds=seconds, at=at, what=what, on_stuck=on_stuck)
+    if is_async(fn):
+      return await self.run(fn(*args), inline=inline, **more)
+    if inline:
+      try:
+        result = fn(*args)
+      except asyncio.CancelledError:  # Nothing was awaited: it is its own.
+        raise RuntimeError(f"{what} cancelled itself") from None
+    else:
+      result = await self._run_in_thread(fn, args, **more)
+    if inspect.isawaitable(result):
+      return await self.run(result, inline=inline, **more)
+    return result
+
+  async def run(
+      self,
+      awaitable: Awaitable[T],
+      *,
+      seconds: float | None = None,
+      at: float = _INF,
+      inline: bool = False,
+      what: str = "",
+      on_stuck: Callable[[StuckCall], None] | None = None,
+  ) -> T:
+    """Awaits under a deadline; arguments and errors as for `call`.
+
+    Without a deadline the caller's own task awaits.
+    """
+    what = what or _name(awaitable)
+    due = at
+    if seconds is not None:
+      due = min(at, asyncio.get_running_loop().time() + seconds)
+    if inline or due == _INF:
+      return await _run_inline(awaitable, due, seconds, what)
+    task = asyncio.ensure_future(awaitable)
+    try:
+      done = await _done_by(task, due)
+    except asyncio.CancelledError:
+      await self._stop(task, what, on_stuck)
+      raise
+    if not done:
+      stuck = await self._stop(task, what, on_stuck)
+      raise CallTimeout(_late(what, seconds), stuck)
+    if task.cancelled():
+      raise RuntimeError(f"{what} cancelled itself")
+    return _outcome(task)
+
+  async def _stop(self, task, what, on_stuck) -> StuckCall | None:
+    """Cancels and waits `grace` seconds; reports a task that does not end."""
+    task.cancel()
+    stuck = None
+    try:
+      await asyncio.wait({task}, timeout=self._grace)
+    finally:
+      if not task.done():
+        stuck = StuckCall(what)
+        self._note(stuck, on_stuck)
+        self._tasks.add(task)  # asyncio itself holds tasks weakly.
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: stuck.mark_returned())
+      task.add_done_callback(_retrieve)
+    return stuck
+
+  async def _run_in_thread(
+      self, fn, args, seconds, at, what, on_stuck
+  ) -> Any:
+    job = self.pool.submit(lambda: fn(*args))
+    limit = _INF if seconds is None else seconds
+    try:
+      done = await self.pool.finished(job, limit, at)
+    except asyncio.CancelledError:
+      await self._give_up(job, what, on_stuck, self._grace)
+      raise
+    if done:
+      return _outcome(job.future)
+    stuck = await self._give_up(job, what, on_stuck)
+    raise CallTimeout(_late(what, seconds), stuck)
+
+  async def _give_up(
+      self, job, what, on_stuck, grace: float = 0.0
+  ) -> StuckCall | None:
+    """Leaves a thread to itself, after `grace` seconds."""
+    try:
+      due = time.monotonic() + grace
+      while job.running and time.monotonic() < due:
+        await asyncio.sleep(min(0.01, grace))
+    finally:
+      stuck = self.pool.abandon(job, what)
+      if stuck is not None:
+        self._note(stuck, on_stuck)
+    return stuck
+
+  def _note(self, stuck: StuckCall, on_stuck) -> None:
+    self._stuck.add(stuck)
+    stuck.then(lambda: self._stuck.discard(stuck))
+    if on_stuck is not None:
+      on_stuck(stuck)
 
 
-def outcome(task: asyncio.Future[T], what: str) -> T:
-  """Result or exception of a task that is done.
+class Guarded:
+  """The async face of an object whose methods may block, hang or be async.
 
-  Raises:
-    RuntimeError: naming `what`; its code cancelled itself.
+  Promises: a call that could not be stopped keeps the object to itself until
+  it returns: other calls raise StillRunningError, and `close` happens then.
+
+  Attributes:
+    target: the object.
+    inline: its methods are called on the event loop (they must be cheap).
   """
-  if task.cancelled():
-    raise RuntimeError(f"{what} cancelled itself")
-  return task.result()
+
+  def __init__(
+      self,
+      target: Any,
+      *,
+      runner: CallRunner | None = None,
+      inline: bool = False,
+      name: str = "",
+  ):
+    """Args:
+
+      target: the object; its methods are looked up at each call.
+      runner: of the process by default.
+      inline: see the attributes.
+      name: of the object in errors, e.g. "the gym"; its class by default.
+    """
+    self.target = target
+    self.inline = inline
+    self._runner = runner or _RUNNER
+    self._name = name or type(target).__name__
+    self._stuck: StuckCall | None = None
+    self._closes_later = False
+
+  @property
+  def stuck(self) -> StuckCall | None:
+    """The call that holds the object, None when it is free."""
+    if self._stuck is not None and self._stuck.returned:
+      self._stuck = None
+    return self._stuck
+
+  async def call(self, method: str, *args: Any, **limits: Any) -> Any:
+    """`run` for the object's method of that name."""
+    what = f"{type(self.target).__name__}.{method}"
+    return await self.run(
+        getattr(self.target, method), *args, what=what, **limits
+    )
+
+  async def run(
+      self, fn: Callable[..., Any], *args: Any, inline: bool = False,
+      **limits: Any,
+  ) -> Any:  # pyformat: disable
+    """Calls `fn`, which uses the object; see `CallRunner.call`.
+
+    Raises:
+      StillRunningError: an earlier call has not returned.
+    """
+    self._check()
+    return await self._runner.call(
+        fn, *args, inline=inline or self.inline, on_stuck=self._hold, **limits
+    )
+
+  async def close(
+      self,
+      *,
+      seconds: float | None = None,
+      closed_late: Callable[[Exception | None], None] | None = None,
+  ) -> None:
+    """Calls the object's `close`, if it has one.
+
+    Args:
+      seconds: deadline.
+      closed_late: called with the error, or None, of a close that had to wait
+        for a stuck call; by default errors are logged.
+
+    Raises:
+      StillRunningError: an earlier call has not returned; the object is closed
+        when it does.
+      CallTimeout, Exception: as `CallRunner.call`.
+    """
+    stuck = self.stuck
+    if stuck is None:
+      await self._close(seconds)
+      return
+    if not self._closes_later:
+      self._closes_later = True
+      self._close_after(stuck, seconds, closed_late or self._log)
+    self._check()
+
+  async def _close(self, seconds: float | None) -> None:
+    if getattr(self.target, "close", None) is not None:
+      await self.call("close", seconds=seconds)
+
+  def _close_after(self, stuck, seconds, closed_late) -> None:
+    loop = asyncio.get_running_loop()
+
+    async def close() -> None:
+      error = None
+      try:
+        await self._close(seconds)
+      except Exception as e:  # pylint: disable=broad-except
+        error = e
+      closed_late(error)
+
+    def on_loop() -> None:
+      task = loop.create_task(close())
+      _BACKGROUND.add(task)
+      task.add_done_callback(_BACKGROUND.discard)
+      # A loop that ends cancels its tasks: the object must be closed still.
+      task.add_done_callback(lambda t: t.cancelled() and in_thread())
+
+    def in_thread() -> None:
+      threading.Thread(
+          target=lambda: asyncio.run(close()), name="tunix-close", daemon=True
+      ).start()
+
+    def returned() -> None:
+      try:
+        loop.call_soon_threadsafe(on_loop)
+      except RuntimeError:  # The loop is gone.
+        in_thread()
+
+    stuck.then(returned)
+
+  def _hold(self, stuck: StuckCall) -> None:
+    self._stuck = stuck
+    self._closes_later = False
+
+  def _check(self) -> None:
+    if self.stuck is not None:
+      raise StillRunningError(
+          f"{self.stuck.description} was given up and still runs;"
+          f" {self._name} can only be closed when it returns"
+      )
+
+  def _log(self, error: Exception | None) -> None:
+    if error is not None:
+      _LOG.error("closing %s failed", self._name, exc_info=error)
+
+
+# Work that outlives the task that began it; asyncio itself holds tasks weakly.
+_BACKGROUND: set[asyncio.Future[Any]] = set()
+
+
+async def to_the_end(awaitable: Awaitable[T]) -> T:
+  """Awaits work that must not be given up half-way, such as a cleanup.
+
+  When the caller is cancelled it goes on by itself, referenced until it ends.
+  """
+  task = asyncio.ensure_future(awaitable)
+  try:
+    return await asyncio.shield(task)
+  except asyncio.CancelledError:
+    if not task.done():
+      _BACKGROUND.add(task)
+      task.add_done_callback(_BACKGROUND.discard)
+      task.add_done_callback(_retrieve)
+    raise
+
+
+async def create_or_rollback(
+    created: Awaitable[T],
+    undo: Callable[[T], Awaitable[Any]],
+    undoing: set[asyncio.Future[Any]],
+) -> T:
+  """Awaits a creation; if the caller is cancelled, undoes it once it completes.
+
+  Args:
+    created: goes on when the caller is cancelled.
+    undo: is called then with its result.
+    undoing: holds the task that does so until it is done.
+  """
+  creating = asyncio.ensure_future(created)
+
+  async def rollback() -> None:
+    try:
+      await undo(await creating)
+    except Exception:  # pylint: disable=broad-except
+      pass  # Nothing was made, or it ends by its own timeout.
+
+  try:
+    return await asyncio.shield(creating)
+  except asyncio.CancelledError:
+    task = asyncio.ensure_future(rollback())
+    undoing.add(task)
+    task.add_done_callback(undoing.discard)
+    raise
+
+
+# --- Calls by the process's own runner -----------------------------------------
+
+# Of code that gives no runner of its own. Cancelled code that itself awaits
+# tasks needs a moment to let go; a caller waits no longer than that.
+_RUNNER = CallRunner(grace=0.05)
+
+EPISODE_RUNNER = CallRunner(WorkerPool(name="tunix-collector-worker"))
+"""The process's runner of episodes.
+
+Its threads are not those of `acall`: an environment's step in one of these may
+wait for a tool in one of those, and a bounded pool whose calls wait for calls
+of the same pool comes to a standstill.
+"""
 
 
 async def with_deadline(
@@ -107,417 +449,7 @@ async def with_deadline(
     DeadlineExceeded: naming `what`.
     RuntimeError: naming `what`; the awaited code cancelled itself.
   """
-  if seconds is None:
-    try:
-      return await awaitable
-    except asyncio.CancelledError:
-      if is_own_cancellation():
-        raise RuntimeError(f"{what} cancelled itself") from None
-      raise
-  task = asyncio.ensure_future(awaitable)
-  due = asyncio.get_running_loop().time() + seconds
-  try:
-    done = await done_by(task, due)
-  except asyncio.CancelledError:
-    _leave(task)
-    raise
-  if done:
-    return outcome(task, what)
-  _leave(task)
-  raise DeadlineExceeded(f"{what} did not finish within {seconds:g} s")
-
-
-def _leave(task: asyncio.Future) -> None:
-  _LEFT_BEHIND.add(task)
-  task.add_done_callback(_forget)
-  task.cancel()
-
-
-async def to_the_end(awaitable: Awaitable[T]) -> T:
-  """Awaits what must not be given up half-way, such as a cleanup.
-
-  When the caller is cancelled it goes on by itself, referenced until it ends.
-  """
-  task = asyncio.ensure_future(awaitable)
-  try:
-    return await asyncio.shield(task)
-  except asyncio.CancelledError:
-    if not task.done():
-      _LEFT_BEHIND.add(task)
-      task.add_done_callback(_forget)
-    raise
-
-
-class PoolExhaustedError(RuntimeError):
-  """Too many threads are held by calls that outlived their deadlines."""
-
-
-class StuckCall:
-  """A call that could not be stopped and may still come back one day."""
-
-  def __init__(self, description: str):
-    self.description = description
-    self.since = time.time()
-    self._lock = threading.Lock()
-    self._returned = False
-    self._callbacks: list[Callable[[], None]] = []
-
-  @property
-  def returned(self) -> bool:
-    return self._returned
-
-  def then(self, callback: Callable[[], None]) -> None:
-    """Runs `callback` once the call has returned, in whatever thread it did.
-
-    Runs it now when the call has already returned.
-    """
-    with self._lock:
-      if not self._returned:
-        self._callbacks.append(callback)
-        return
-    callback()
-
-  def mark_returned(self) -> None:
-    """Told by whoever saw the call come back."""
-    with self._lock:
-      self._returned = True
-      callbacks, self._callbacks = self._callbacks, []
-    for callback in callbacks:
-      callback()
-
-
-class Job:
-  """A call handed to a `WorkerPool`.
-
-  Attributes:
-    future: its outcome; cancelled when the call was given up.
-    started_at: `time.monotonic()` when a thread took it up, else None.
-    started: set then.
-  """
-
-  def __init__(self, fn: Callable[[], Any]):
-    self.fn = fn
-    self.future: concurrent.futures.Future = concurrent.futures.Future()
-    self.started = threading.Event()
-    self.started_at: float | None = None
-    self.stuck: StuckCall | None = None
-
-  @property
-  def running(self) -> bool:
-    return self.started_at is not None and not self.future.done()
-
-
-class WorkerPool:
-  """Daemon threads that may be lost one by one.
-
-  At most `max_threads` work at a time. A thread whose call was abandoned no
-  longer counts and is replaced, until `max_lost` are lost at once; from there
-  every further loss shrinks the pool, and an empty pool refuses calls. Idle
-  threads end after `idle` seconds.
-  """
-
-  def __init__(
-      self,
-      max_threads: int = 64,
-      max_lost: int = 64,
-      idle: float = 10.0,
-      name: str = "tunix-call",
-  ):
-    if max_threads < 1 or max_lost < 0:
-      raise ValueError(
-          "WorkerPool needs max_threads >= 1 and max_lost >= 0, got"
-          f" {max_threads} and {max_lost}"
-      )
-    self._max_threads = max_threads
-    self._max_lost = max_lost
-    self._idle = idle
-    self._name = name
-    self._cond = threading.Condition()
-    self._jobs: collections.deque[Job] = collections.deque()
-    self._threads = 0
-    self._waiting = 0
-    self._lost = 0
-    self._closed = False
-    self._alive: set[threading.Thread] = set()
-
-  @property
-  def lost(self) -> int:
-    """Threads held by calls that outlived their deadlines, now."""
-    with self._cond:
-      return self._lost
-
-  @property
-  def threads(self) -> int:
-    """Threads that work or wait for work; lost ones do not count."""
-    with self._cond:
-      return self._threads
-
-  def submit(self, fn: Callable[[], Any]) -> Job:
-    """Queues `fn()`.
-
-    Raises:
-      PoolExhaustedError: hung calls hold every thread there may be.
-      RuntimeError: the pool is closed, or the system starts no more threads;
-        `fn` is not called then.
-    """
-    job = Job(fn)
-    with self._cond:
-      if self._closed:
-        raise RuntimeError("the worker pool is closed")
-      if self._limit() < 1:
-        raise self._exhausted()
-      self._jobs.append(job)
-      if self._waiting >= len(self._jobs):
-        self._cond.notify()
-      else:
-        try:
-          self._spawn()
-        except Exception:
-          self._jobs.remove(job)
-          raise
-    return job
-
-  def abandon(self, job: Job, what: str = "call") -> StuckCall | None:
-    """Gives `job` up: None when it never ran or is done, else what is stuck."""
-    doomed: list[Job] = []
-    with self._cond:
-      if job.future.done() or job.stuck is not None:
-        return job.stuck
-      if job.started_at is None:
-        self._jobs.remove(job)
-        doomed.append(job)
-        stuck = None
-      else:
-        stuck = job.stuck = StuckCall(what)
-        self._threads -= 1
-        self._lost += 1
-        if self._limit() < 1:
-          error = self._exhausted()
-          doomed.extend(self._jobs)
-          self._jobs.clear()
-        elif self._jobs:
-          try:
-            self._spawn()
-          except Exception as e:  # pylint: disable=broad-except
-            if not self._threads:  # Nobody is left to take them up.
-              error = e
-              doomed.extend(self._jobs)
-              self._jobs.clear()
-    # Outside the lock: whoever waits may call back into the pool.
-    if stuck is None:
-      job.future.cancel()
-      return None
-    for other in doomed:
-      other.future.set_exception(error)
-    return stuck
-
-  def run(
-      self, fn: Callable[[], T], seconds: float | None, what: str = "call"
-  ) -> T:
-    """Runs `fn()` in a thread and waits. See `wait`."""
-    return self.wait(self.submit(fn), seconds, what)
-
-  def wait(self, job: Job, seconds: float | None, what: str = "call") -> Any:
-    """Waits for `job`; its deadline counts from when it began to run.
-
-    Raises:
-      DeadlineExceeded: naming `what`; the call is abandoned.
-    """
-    try:
-      if seconds is None:
-        return job.future.result()
-      # A queued call is taken up, or fails when the pool is exhausted.
-      while not job.started.wait(0.2) and not job.future.done():
-        pass
-      began = job.started_at or time.monotonic()
-      left = began + seconds - time.monotonic()
-      try:
-        return job.future.result(timeout=max(0.0, left))
-      except concurrent.futures.TimeoutError:
-        if job.future.done():  # Its own TimeoutError, or done just now.
-          return job.future.result()
-        raise DeadlineExceeded(
-            f"{what} did not finish within {seconds:g} s"
-        ) from None
-    finally:
-      self.abandon(job, what)
-
-  async def arun(
-      self,
-      fn: Callable[[], T],
-      seconds: float | None,
-      what: str = "call",
-      on_stuck: Callable[[StuckCall], None] | None = None,
-  ) -> T:
-    """`run` for the event loop, which it does not block.
-
-    `on_stuck` is told about a call that still runs when the wait is over,
-    because its time was up or the caller was cancelled.
-    """
-    job = self.submit(fn)
-    try:
-      if await self.finished(job, math.inf if seconds is None else seconds):
-        return job.future.result()
-      raise DeadlineExceeded(f"{what} did not finish within {seconds:g} s")
-    finally:
-      stuck = self.abandon(job, what)
-      if stuck is not None and on_stuck is not None:
-        on_stuck(stuck)
-
-  async def finished(
-      self, job: Job, seconds: float = math.inf, at: float = math.inf
-  ) -> bool:
-    """Waits until `job` is done or its time is up; whether it is done.
-
-    Args:
-      job: of this pool; it is not abandoned.
-      seconds: it may run; its time in the queue is not counted.
-      at: `loop.time()` when the wait ends in any case.
-    """
-    loop = asyncio.get_running_loop()
-    waiter = loop.create_future()
-    timer: asyncio.TimerHandle | None = None
-
-    def wake():
-      if not waiter.done():
-        waiter.set_result(None)
-
-    def returned(_):
-      try:
-        loop.call_soon_threadsafe(wake)
-      except RuntimeError:  # The loop was closed; nobody waits any more.
-        pass
-
-    def check():
-      nonlocal timer
-      now = loop.time()
-      began = job.started_at
-      due = min(at, (now if began is None else began) + seconds)
-      if due > now:
-        timer = loop.call_at(due, check)
-      else:
-        wake()
-
-    job.future.add_done_callback(returned)
-    first = min(at, loop.time() + seconds)
-    if first != math.inf:
-      timer = loop.call_at(first, check)
-    try:
-      await waiter
-    finally:
-      if timer is not None:
-        timer.cancel()
-    return job.future.done()
-
-  def close(self, timeout: float = 5.0) -> bool:
-    """Ends the idle threads; True when none is left but the lost ones."""
-    with self._cond:
-      self._closed = True
-      self._cond.notify_all()
-    deadline = time.monotonic() + timeout
-    while True:
-      with self._cond:
-        if not self._threads:
-          return True
-        threads = list(self._alive)
-      for thread in threads:
-        thread.join(max(0.0, min(0.05, deadline - time.monotonic())))
-      if time.monotonic() >= deadline:
-        with self._cond:
-          return not self._threads
-
-  def _limit(self) -> int:
-    return self._max_threads - max(0, self._lost - self._max_lost)
-
-  def _exhausted(self) -> PoolExhaustedError:
-    return PoolExhaustedError(
-        f"{self._lost} calls outlived their deadlines and still hold their"
-        " threads, more than the pool may lose"
-        f" (max_lost={self._max_lost}, max_threads={self._max_threads}); mend"
-        " the code that hangs, or make it async so that it can be cancelled"
-    )
-
-  def _spawn(self) -> None:
-    if self._threads >= self._limit():
-      return
-    self._threads += 1
-    thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-    self._alive.add(thread)
-    try:
-      thread.start()
-    except Exception:
-      self._alive.discard(thread)
-      self._threads -= 1
-      raise
-
-  def _take(self) -> Job | None:
-    """The next call; None when this thread is no longer needed."""
-    with self._cond:
-      while not self._jobs:
-        if self._closed or self._threads > self._limit():
-          self._threads -= 1
-          return None
-        self._waiting += 1
-        woken = self._cond.wait(self._idle)
-        self._waiting -= 1
-        if not woken and not self._jobs:
-          self._threads -= 1
-          return None
-      job = self._jobs.popleft()
-      job.started_at = time.monotonic()
-      return job
-
-  def _work(self) -> None:
-    try:
-      while (job := self._take()) is not None:
-        job.started.set()
-        result, error = None, None
-        try:
-          result = job.fn()
-        except BaseException as raised:  # pylint: disable=broad-except
-          error = raised
-          if not isinstance(raised, Exception) or isinstance(
-              raised, StopIteration
-          ):
-            # sys.exit() in a tool must not end the trainer, and asyncio's
-            # futures cannot carry StopIteration.
-            error = RuntimeError(f"{type(raised).__name__}: {raised}")
-            error.__cause__ = raised
-        with self._cond:
-          stuck = job.stuck
-          if stuck is not None:
-            self._lost -= 1
-          elif error is None:
-            job.future.set_result(result)
-          else:
-            job.future.set_exception(error)
-        if stuck is not None:
-          # A replacement may already stand in for this thread.
-          _LOG.warning(
-              "%s had passed its deadline and returned after %.1f s",
-              stuck.description,
-              time.monotonic() - job.started_at,
-          )
-          job.future.cancel()
-          stuck.mark_returned()
-          return
-        del job, result, error
-    finally:
-      with self._cond:
-        self._alive.discard(threading.current_thread())
-
-
-_DEFAULT_POOL: WorkerPool | None = None
-_DEFAULT_LOCK = threading.Lock()
-
-
-def default_pool() -> WorkerPool:
-  """The process-wide pool for user code that gives no pool of its own."""
-  global _DEFAULT_POOL
-  with _DEFAULT_LOCK:
-    if _DEFAULT_POOL is None:
-      _DEFAULT_POOL = WorkerPool()
-    return _DEFAULT_POOL
+  return await _RUNNER.run(awaitable, seconds=seconds, what=what)
 
 
 async def acall(
@@ -525,28 +457,19 @@ async def acall(
     *args: Any,
     seconds: float | None = None,
     what: str = "call",
-    pool: WorkerPool | None = None,
     on_stuck: Callable[[StuckCall], None] | None = None,
     **kwargs: Any,
 ) -> T:
-  """Calls sync or async `fn` without blocking the loop, under a deadline.
-
-  An async function runs on the loop, a sync one in a thread of `pool`; a sync
-  one that returns an awaitable is awaited as well. `on_stuck` is told about a
-  sync call that still runs when the wait is over, see `WorkerPool.arun`.
+  """Calls sync or async `fn` without blocking the loop; see `CallRunner.call`.
 
   Raises:
     DeadlineExceeded: naming `what`.
     RuntimeError: naming `what`; an async `fn` cancelled itself.
   """
-  if is_async(fn):
-    return await with_deadline(fn(*args, **kwargs), seconds, what)
-  result = await (pool or default_pool()).arun(
-      lambda: fn(*args, **kwargs), seconds, what, on_stuck
-  )
-  if inspect.isawaitable(result):
-    result = await with_deadline(result, seconds, what)
-  return result
+  return await _RUNNER.call(
+      functools.partial(fn, **kwargs) if kwargs else fn,
+      *args, seconds=seconds, what=what, on_stuck=on_stuck,
+  )  # pyformat: disable
 
 
 def call(
@@ -554,19 +477,91 @@ def call(
     *args: Any,
     seconds: float | None = None,
     what: str = "call",
-    pool: WorkerPool | None = None,
     **kwargs: Any,
 ) -> T:
   """`acall` for code without an event loop (or inside one, blocking it)."""
 
   def run() -> Any:
     result = fn(*args, **kwargs)
-    if inspect.isawaitable(result):
-      return asyncio.run(_drive(result))
-    return result
+    return drive(result) if inspect.isawaitable(result) else result
 
-  return (pool or default_pool()).run(run, seconds, what)
+  return _RUNNER.pool.run(run, seconds, what)
 
 
-async def _drive(awaitable: Awaitable[T]) -> T:
-  return await awaitable
+def drive(awaitable: Awaitable[T]) -> T:
+  """Awaits from code without an event loop (or inside one, blocking it)."""
+
+  async def main() -> T:
+    return await awaitable
+
+  try:
+    asyncio.get_running_loop()
+  except RuntimeError:
+    return asyncio.run(main())
+  # A thread outside every pool: a bounded pool whose calls wait for calls of
+  # the same pool comes to a standstill.
+  pool = WorkerPool(max_threads=1, max_lost=0)
+  try:
+    return pool.run(lambda: asyncio.run(main()), None)
+  finally:
+    pool.close(0.0)
+
+
+async def _run_inline(awaitable, due, seconds, what) -> Any:
+  try:
+    if due == _INF:
+      return await awaitable
+    async with asyncio.timeout_at(due) as scope:
+      return await awaitable
+  except CallTimeout as e:
+    raise DeadlineExceeded(str(e)) from e
+  except TimeoutError:
+    if due != _INF and scope.expired():
+      raise CallTimeout(_late(what, seconds)) from None
+    raise
+  except asyncio.CancelledError:
+    if is_own_cancellation():
+      raise RuntimeError(f"{what} cancelled itself") from None
+    raise
+
+
+async def _done_by(task: asyncio.Future[Any], due: float) -> bool:
+  """Waits for `task`, but not past `loop.time() == due`; whether it is done."""
+  loop = asyncio.get_running_loop()
+  waiter = loop.create_future()
+
+  def wake(_=None):
+    if not waiter.done():
+      waiter.set_result(None)
+
+  task.add_done_callback(wake)
+  timer = loop.call_at(due, wake)
+  try:
+    await waiter
+  finally:
+    timer.cancel()
+  return task.done()
+
+
+def _outcome(done: Any) -> Any:
+  try:
+    return done.result()
+  except CallTimeout as e:
+    raise DeadlineExceeded(str(e)) from e
+
+
+def _retrieve(task: asyncio.Future) -> None:
+  if not task.cancelled():
+    task.exception()  # Retrieved, so that asyncio does not log it.
+
+
+def _late(what: str, seconds: float | None) -> str:
+  if seconds is None:
+    return f"{what} did not finish in time"
+  return f"{what} did not finish within {seconds:g} s"
+
+
+def _name(thing: Any) -> str:
+  if isinstance(thing, asyncio.Task):
+    thing = thing.get_coro()
+  return getattr(thing, "__qualname__", None) or type(thing).__qualname__

@@ -1,13 +1,13 @@
-"""HTTP calls to servers that others run: in time, once, and bounded.
+"""Makes HTTP calls to servers that others run: in time and bounded.
 
-Promises, whatever a server answers: a call ends within its deadline, however
-slowly the answer drips; a request is sent once, never again by itself and never
-to where a redirect points; an answer is not kept beyond `limit` bytes, and is
-not unpacked (a compressed one was not asked for, and may be a bomb); what goes
-wrong raises one kind of error. JSON is sent as ASCII, so that any text a policy
-types can be sent.
+Promises, whatever a server answers: a call ends within its deadline, all
+attempts included, however slowly the answer drips; a request is sent once
+unless its `RetryPolicy` repeats it, and never to where a redirect points; an
+answer is not kept beyond `limit` bytes, and is not unpacked (a compressed one
+was not asked for, and may be a bomb); every failure raises the client's kind of
+`CallError`. JSON is sent as ASCII, so that any text a policy types can be sent.
 
-Does not try again: a caller knows what may be done twice.
+Does not: decide which calls may be repeated; the caller's policy does.
 """
 
 from __future__ import annotations
@@ -16,39 +16,33 @@ import asyncio
 import dataclasses
 import functools
 import json
+import math
+import random
 import ssl
-from typing import Any, Callable, Mapping, TypeVar
+from typing import Any, Awaitable, Callable, Mapping, TypeVar
 import urllib.parse
 
+import httpx
+import tenacity
 from tunix.rl.multi_turn.core import concurrency
 
 T = TypeVar("T")
 MAX_BODY = 256 << 20
 """Bytes of an answer; the largest are screenshots as lists of numbers."""
 _MAX_FAILURE = 64 << 10  # Of an answer that is only to be quoted.
-# Above this many bytes an answer is read in a thread.
+# Above these many bytes an answer is read in a thread.
 _INLINE_BYTES = 1 << 15
-
-
-class CallError(RuntimeError):
-  """There is no answer, or none that can be used.
-
-  Attributes:
-    late: whether its deadline ended the call.
-  """
-
-  def __init__(self, message: str, late: bool = False):
-    super().__init__(message)
-    self.late = late
+_INLINE_JSON_BYTES = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """Attributes:
+  """A server's answer.
 
-  status: HTTP's.
-  headers: names in any case.
-  content: the body, or the beginning of a failure's.
+  Attributes:
+    status: HTTP's.
+    headers: names in any case.
+    content: the body, or the beginning of a failure's.
   """
 
   status: int
@@ -57,15 +51,116 @@ class Answer:
 
   @property
   def ok(self) -> bool:
-    """Whether it did what it was asked to; a redirect did not."""
+    """Whether the request succeeded; a redirect did not."""
     return 200 <= self.status < 300
 
-  def quoted(self, length: int = 300) -> str:
-    """Why it failed, for people."""
+  def quoted(self, length: int = 500) -> str:
+    """The failure, for people."""
     if 300 <= self.status < 400:
       where = self.headers.get("location", "")[:200]
       return f"{self.status} a redirect to {where!r}, which is not followed"
     return f"{self.status} {self.content.decode('utf-8', 'replace')[:length]}"
+
+
+class CallError(RuntimeError):
+  """A call has no answer, or none that can be used.
+
+  Attributes:
+    status: HTTP status, 0 without an answer.
+    answer: the server's, None without one.
+    late: whether the deadline ended the call.
+    retry_after_s: pause that the server asks for, None without one.
+  """
+
+  answer: Answer | None = None
+  late = False
+  retry_after_s: float | None = None
+
+  def __init__(self, message: str, status: int = 0):
+    super().__init__(message)
+    self.status = status
+
+  @property
+  def full(self) -> bool:
+    """Whether the server has no room now (429)."""
+    return self.status == 429
+
+  @classmethod
+  def of(cls, error: CallError) -> CallError:
+    """`error` as one of this class; subclasses may tell kinds apart."""
+    made = cls(str(error), error.status)
+    made.answer, made.late = error.answer, error.late
+    made.retry_after_s = error.retry_after_s
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class RetryPolicy:
+  """Decides whether, when and how often a failed call is made again.
+
+  A server that is full is asked on until the deadline: that passes when others
+  let go, and is no failed try.
+
+  Attributes:
+    tries: attempts that may fail, the first included.
+    wait: tenacity's strategy for the pause before the next attempt; a pause
+      that the server asks for goes before.
+    retry: tenacity's strategy for the failures that may pass.
+    jitter: largest share added to a pause that the server asks for.
+  """
+
+  tries: int = 1
+  wait: tenacity.wait.wait_base = tenacity.wait_none()
+  retry: tenacity.retry_base = tenacity.retry_never
+  jitter: float = 0.0
+
+  async def run(
+      self,
+      attempt: Callable[[], Awaitable[T]],
+      *,
+      due: float = math.inf,
+      before_sleep: Callable[[tenacity.RetryCallState], None] | None = None,
+  ) -> T:
+    """Awaits `attempt()` until it succeeds or must not be made again.
+
+    Args:
+      attempt: makes the call once.
+      due: `loop.time()` after which a full server is not asked again.
+      before_sleep: called before each pause.
+
+    Raises:
+      CallError, Exception: the last attempt's.
+    """
+    failures = 0
+
+    def wait(state: tenacity.RetryCallState) -> float:
+      pause = state.outcome.exception().retry_after_s
+      if pause is None:
+        return self.wait(state)
+      return pause * (1 + self.jitter * random.random())
+
+    def stop(state: tenacity.RetryCallState) -> bool:
+      nonlocal failures
+      if state.outcome.exception().full:
+        now = asyncio.get_running_loop().time()
+        return now + state.upcoming_sleep > due
+      failures += 1
+      return failures >= self.tries
+
+    retrying = tenacity.AsyncRetrying(
+        stop=stop,
+        wait=wait,
+        retry=tenacity.retry_any(_IS_FULL, self.retry),
+        before_sleep=before_sleep,
+        sleep=asyncio.sleep,
+        reraise=True,
+    )
+    return await retrying(attempt)
+
+
+_IS_FULL = tenacity.retry_if_exception(
+    lambda error: isinstance(error, CallError) and error.full
+)
 
 
 def address(url: Any, name: str, example: str) -> str:
@@ -91,9 +186,10 @@ def address(url: Any, name: str, example: str) -> str:
 
 
 def json_of(raw: str | bytes) -> Any:
-  """Raises:
+  """Parses JSON.
 
-  ValueError: no JSON, or none that can be read.
+  Raises:
+    ValueError: no JSON, or none that can be read.
   """
   try:
     return json.loads(raw)
@@ -101,11 +197,23 @@ def json_of(raw: str | bytes) -> Any:
     raise ValueError("it is nested too deeply") from None
 
 
+def seconds_of(text: str | None) -> float | None:
+  """A Retry-After, 60 s at most; None where it is none, or a date."""
+  try:
+    return min(max(0.0, float(text)), 60.0)
+  except (TypeError, ValueError):
+    return None
+
+
 async def read(
-    fn: Callable[[], T], size: int, seconds: float, what: str
+    fn: Callable[[], T],
+    size: int,
+    seconds: float | None,
+    what: str,
+    inline_bytes: int = _INLINE_BYTES,
 ) -> T:
   """`fn()`, which reads `size` bytes; in a thread when these are many."""
-  if size <= _INLINE_BYTES:
+  if size <= inline_bytes:
     return fn()
   return await concurrency.acall(fn, seconds=seconds, what=f"reading {what}")
 
@@ -115,32 +223,123 @@ class Http:
 
   def __init__(
       self,
+      error: type[CallError] = CallError,
       *,
       headers: Mapping[str, str] | None = None,
       connect_s: float | None = None,
       proxies: bool = False,
+      connections: int = 100,
   ):
     """Args:
 
+      error: raised for every failure, see `CallError.of`.
       headers: of every call.
       connect_s: deadline of a connection, None for the call's own.
       proxies: of a service somewhere in the web: a proxy that the environment
         names is used, and certificates of the web are.
-
-    Raises:
-      ImportError: httpx is not installed.
+      connections: open at a time; further calls wait.
     """
-    self._httpx = _httpx()
+    self._error = error
     self._headers = dict(headers or {})
     self._connect_s = connect_s
     self._proxies = proxies
-    self._client: Any = None
+    self._connections = connections
+    self._client: httpx.AsyncClient | None = None
 
   async def call(
+      self, method: str, url: str, seconds: float | None, **request: Any
+  ) -> bytes:
+    """The body of a successful answer.
+
+    Args:
+      method, url: of the request.
+      seconds: deadline of all of it, None when the caller has one.
+      **request: `params` of the query; `body`, sent as JSON; `data` and
+        `files` of a form; `headers`; `limit`, bytes of the answer; `retry`, a
+        RetryPolicy (default: made once).
+
+    Raises:
+      CallError: of the client's kind.
+    """
+    answer = await self._within(seconds, method, url, _keep, **request)
+    return answer.content
+
+  async def json(
+      self, method: str, url: str, seconds: float | None, **request: Any
+  ) -> Any:
+    """The JSON of a successful answer; see `call`."""
+
+    async def parse(answer: Answer) -> Any:
+      raw = answer.content
+      try:
+        return await read(
+            lambda: json_of(raw), len(raw), seconds, "an answer",
+            _INLINE_JSON_BYTES,
+        )  # pyformat: disable
+      except ValueError as error:
+        kind = answer.headers.get("content-type")
+        wrong = CallError(
+            f"{method} {url} answered with {kind}, not JSON"
+            f" ({str(error)[:80]}): {raw[:80]!r}",
+            answer.status,
+        )
+        wrong.answer = answer
+        raise wrong from None
+
+    return await self._within(seconds, method, url, parse, **request)
+
+  async def ask(
+      self, method: str, url: str, seconds: float | None, **request: Any
+  ) -> dict[str, Any]:
+    """The JSON object of a successful answer; see `call`."""
+    data = await self.json(method, url, seconds, **request)
+    if not isinstance(data, dict):
+      raise self._error(
+          f"{method} {url} answered with no object of JSON, but"
+          f" {str(data)[:80]!r}"
+      )
+    return data
+
+  async def aclose(self) -> None:
+    """Ends the connections. Idempotent."""
+    client, self._client = self._client, None
+    if client is not None:
+      await client.aclose()
+
+  async def _within(
+      self,
+      seconds: float | None,
+      method: str,
+      url: str,
+      parse: Callable[[Answer], Awaitable[T]],
+      *,
+      retry: RetryPolicy | None = None,
+      **request: Any,
+  ) -> T:
+    """Makes the call under its deadline, as often as `retry` makes it."""
+
+    async def attempt() -> T:
+      try:
+        return await parse(await self._exchange(method, url, **request))
+      except CallError as error:
+        raise self._error.of(error) from error.__cause__
+
+    try:
+      async with asyncio.timeout(seconds) as scope:
+        if retry is None:
+          return await attempt()
+        return await retry.run(attempt, due=scope.when() or math.inf)
+    except TimeoutError:
+      if not scope.expired():
+        raise
+      late = CallError(f"{method} {url} did not answer within {seconds:g} s")
+      late.late = True
+      raise self._error.of(late) from None
+
+  async def _exchange(
       self,
       method: str,
       url: str,
-      seconds: float | None,
       *,
       params: Mapping[str, Any] | None = None,
       body: Any = None,
@@ -149,20 +348,6 @@ class Http:
       headers: Mapping[str, str] | None = None,
       limit: int = MAX_BODY,
   ) -> Answer:
-    """Makes a call, once.
-
-    Args:
-      method, url: what is called.
-      seconds: deadline of all of it, None when the caller has one.
-      params: of the query.
-      body: sent as JSON, None for none.
-      data, files: of a form.
-      headers: of this call.
-      limit: bytes of the answer's body.
-
-    Raises:
-      CallError: no answer, or one that is too large or compressed.
-    """
     what = f"{method} {url}"
     sent = {**self._headers, **(headers or {}), "accept-encoding": "identity"}
     content = None
@@ -175,41 +360,44 @@ class Http:
     if self._client is None:
       self._client = self._open(url)
     try:
-      async with asyncio.timeout(seconds):
-        async with self._client.stream(
-            method, url, params=params, content=content, data=data,
-            files=files, headers=sent,
-        ) as reply:  # pyformat: disable
-          return await _received(reply, what, limit)
-    except TimeoutError:
-      raise CallError(
-          f"{what} did not answer within {seconds:g} s", late=True
-      ) from None
-    except (self._httpx.HTTPError, self._httpx.InvalidURL) as error:
+      async with self._client.stream(
+          method, url, params=params, content=content, data=data,
+          files=files, headers=sent,
+      ) as reply:  # pyformat: disable
+        answer = await _received(reply, what, limit)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
       raise CallError(
           f"{what} failed: {type(error).__name__}: {error}"
       ) from error
+    if not answer.ok:
+      failure = CallError(f"{what}: {answer.quoted()}", answer.status)
+      failure.answer = answer
+      failure.retry_after_s = seconds_of(answer.headers.get("retry-after"))
+      raise failure
+    return answer
 
-  def _open(self, url: str) -> Any:
+  def _open(self, url: str) -> httpx.AsyncClient:
     # A pool of one's own: finding a connection in one that hundreds of
     # episodes share takes longer than the call.
-    return self._httpx.AsyncClient(
+    return httpx.AsyncClient(
         # Deadlines are the calls', but a connection may have its own.
-        timeout=self._httpx.Timeout(None, connect=self._connect_s),
+        timeout=httpx.Timeout(None, connect=self._connect_s),
+        limits=httpx.Limits(
+            max_connections=self._connections,
+            max_keepalive_connections=max(20, self._connections // 10),
+        ),
         verify=url.startswith("https:") and _certificates(self._proxies),
         # Machines are near: a proxy of the environment is for others.
         trust_env=self._proxies,
         follow_redirects=False,
     )
 
-  async def aclose(self) -> None:
-    """Idempotent."""
-    client, self._client = self._client, None
-    if client is not None:
-      await client.aclose()
+
+async def _keep(answer: Answer) -> Answer:
+  return answer
 
 
-async def _received(reply: Any, what: str, limit: int) -> Answer:
+async def _received(reply: httpx.Response, what: str, limit: int) -> Answer:
   failed = not 200 <= reply.status_code < 300
   kind = reply.headers.get("content-encoding", "identity").strip().lower()
   if kind not in ("", "identity") and not failed:
@@ -221,22 +409,11 @@ async def _received(reply: Any, what: str, limit: int) -> Answer:
   async for part in reply.aiter_raw():
     size += len(part)
     if failed and size > _MAX_FAILURE:
-      break  # Enough to say why.
+      break  # Enough to quote.
     if size > limit:
       raise CallError(f"{what} answered with more than {limit} bytes")
     parts.append(part)
   return Answer(reply.status_code, reply.headers, b"".join(parts))
-
-
-def _httpx() -> Any:
-  try:
-    import httpx  # pylint: disable=g-import-not-at-top
-  except ImportError as error:
-    raise ImportError(
-        "environments behind servers need httpx; pip install"
-        " 'tunix-multi-turn[client]'"
-    ) from error
-  return httpx
 
 
 @functools.lru_cache(maxsize=2)
@@ -248,5 +425,5 @@ def _certificates(of_the_web: bool) -> ssl.SSLContext:
       services of others need; else this system's.
   """
   if of_the_web:
-    return _httpx().create_ssl_context()
+    return httpx.create_ssl_context()
   return ssl.create_default_context()

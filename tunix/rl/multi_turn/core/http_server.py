@@ -1,16 +1,15 @@
-"""What everything here that serves HTTP has in common.
+"""Serves HTTP: addresses, tokens, routes that always answer, a server thread.
 
-Who may ask: the loopback interface unless told otherwise, and any other address
-needs a token; without one, only those are answered who call this machine by a
-name of its own, so that a web page that a browser shows here cannot ask for
-anything. How routes fail: with an answer, whatever failed. And an ASGI
-application served by a thread, for agents of the same machine: a run that
-trains on what they do, notebooks, tests.
+A server binds the loopback interface by default; any other address needs a
+token. Without a token it answers only to Host headers that name this machine,
+so a web page in a browser on this machine cannot read from it. `LoopbackServer`
+runs an ASGI application in a thread, for clients of the same machine: agents
+that a run trains on, notebooks, tests.
 
-Promises: when `LoopbackServer.start` returns, the server answers; when `close`
+Promises: once `LoopbackServer.start` returns, the server answers; once `close`
 returns, its thread has ended or its deadline is over.
 
-Does not import a package for serving before one is needed.
+Does not import a serving package before one is needed.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ from urllib import parse
 _START_S = 30.0
 SERVER_OPTIONS = dict(
     log_level="warning",
-    # An agent may think for long between two turns; and a client that reuses a
-    # connection should be the one that gives it up.
+    # A policy may think for long between two turns; and a client that reuses
+    # a connection should close it first.
     timeout_keep_alive=300,
     timeout_graceful_shutdown=5,
 )
-"""Of uvicorn, in a thread and in commands."""
+"""Options of uvicorn, in a thread and in commands."""
 
 
 # --- addresses and tokens -----------------------------------------------------
 
 
 def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
-  """The address, taken before anything slow begins.
+  """Binds the address, before anything slow begins.
 
   Args:
     host: name or address.
-    port: 0 is any that is free.
-    backlog: connections that wait until they are served; None: none can be
-      made before the server begins.
+    port: 0 chooses a free one.
+    backlog: connections that may wait for the server; None: clients cannot
+      connect before the server starts.
 
   Raises:
-    ValueError: it cannot be had.
+    ValueError: the address is taken or invalid.
   """
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
   listening = socket.socket(family)
@@ -57,25 +56,25 @@ def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
   try:
     listening.bind((host, port))
     if backlog is not None:
-      # Until somebody listens, another process may bind it, too.
+      # Until a socket listens, another process can bind the port, too.
       listening.listen(backlog)
   except (OSError, OverflowError) as error:
     listening.close()
     raise ValueError(
         f"cannot listen at --host={host} --port={port}: {error}; choose"
-        " another port (0: any that is free)"
+        " another port (0: any free one)"
     ) from None
   return listening
 
 
 def url_of(host: str, listening: socket.socket) -> str:
-  """The URL of a socket that `listen` gave for a host."""
+  """The URL of a socket that `listen` returned for this host."""
   name = f"[{host}]" if ":" in host else host
   return f"http://{name}:{listening.getsockname()[1]}"
 
 
 def is_loopback(host: str) -> bool:
-  """Whether a name or address is this machine's own."""
+  """Whether a name or address is this machine's loopback interface."""
   try:
     return host == "localhost" or ipaddress.ip_address(host).is_loopback
   except ValueError:
@@ -83,8 +82,10 @@ def is_loopback(host: str) -> bool:
 
 
 def names_loopback(host: str) -> bool:
-  """Whether a Host header names this machine's own interface, at any port.
-  Without one, it was no browser: they always send it."""
+  """Whether a Host header names the loopback interface, at any port.
+
+  True for an empty one as well: browsers always send the header.
+  """
   try:
     return not host or is_loopback(parse.urlsplit(f"//{host}").hostname or "")
   except ValueError:
@@ -92,21 +93,21 @@ def names_loopback(host: str) -> bool:
 
 
 def token(file: pathlib.Path | None, host: str, variable: str) -> str:
-  """The token of `file`, else of the environment; "" for none.
+  """The token of `file`, else of the environment variable; "" for none.
 
   Raises:
-    ValueError: an empty file, or none where the address needs one.
+    ValueError: an empty file, or no token where the address needs one.
     OSError: the file cannot be read.
   """
   found = os.environ.get(variable, "")
   if file is not None:
     found = file.read_text(encoding="utf-8").strip()
     if not found:
-      raise ValueError(f"--token-file={file} is empty")
+      raise ValueError(f"--token-file={file} is empty; write the token to it")
   if not found and not is_loopback(host):
     raise ValueError(
-        f"--host={host} can be reached from elsewhere, which needs a token:"
-        f" give --token-file, or set {variable}; or leave --host at 127.0.0.1"
+        f"--host={host} is reachable from other machines, which needs a token:"
+        f" give --token-file, set {variable}, or leave --host at 127.0.0.1"
     )
   return found
 
@@ -120,13 +121,13 @@ _BREAKS = {
 
 
 def event_data(written: bytes) -> bytes:
-  """JSON text for one line of a stream of events.
+  """JSON text as one line of a stream of events.
 
-  Its own line breaks are escaped already. Those that only Unicode calls so are
-  here, as much-used clients (httpx's `aiter_lines`) end a line at them.
+  JSON escapes ASCII line breaks; this escapes Unicode's, at which much-used
+  clients (httpx's `aiter_lines`) end a line, too.
   """
   for raw, escaped in _BREAKS.items():
-    if raw in written:  # In a text: nothing else in JSON is not ASCII.
+    if raw in written:  # Within a string: the rest of JSON is ASCII.
       written = written.replace(raw, escaped)
   return written
 
@@ -142,10 +143,10 @@ def guarded(
   """A route's handler that always answers.
 
   Args:
-    handler: makes a response of a request.
-    failed: makes one of what it raised, also of `ClientDisconnect`, whose
-      response nobody reads.
-    done: told of request, response and seconds.
+    handler: turns a request into a response.
+    failed: turns an exception of the handler into a response; a
+      `ClientDisconnect` too, though that response reaches no client.
+    done: receives request, response and seconds.
   """
 
   async def run(request: Any) -> Any:
@@ -166,14 +167,14 @@ def guarded(
 
 
 class LoopbackServer:
-  """See the module docstring. Use it as a context manager."""
+  """An ASGI application served by a thread; a context manager."""
 
   def __init__(self, asgi: Any, *, host: str = "127.0.0.1", port: int = 0):
     """Args:
 
       asgi: the application.
       host: an address of this machine only.
-      port: 0 takes one that is free.
+      port: 0 chooses a free one.
 
     Raises:
       ImportError: uvicorn is not installed.
@@ -195,7 +196,7 @@ class LoopbackServer:
     self.port: int = self._socket.getsockname()[1]
     self.url = f"http://{host}:{self.port}"
     self._server = uvicorn.Server(
-        # The logging of the program around it stays as it is.
+        # The program around it configures logging.
         uvicorn.Config(asgi, log_config=None, **SERVER_OPTIONS)
     )
     self._thread = threading.Thread(
@@ -206,10 +207,10 @@ class LoopbackServer:
     )
 
   def start(self) -> LoopbackServer:
-    """Serves from now on.
+    """Starts the thread and waits until the server answers.
 
     Raises:
-      TimeoutError: it did not start.
+      TimeoutError: the server did not start.
     """
     self._thread.start()
     deadline = time.monotonic() + _START_S
@@ -223,7 +224,7 @@ class LoopbackServer:
     return self
 
   def close(self, timeout_s: float = 15.0) -> None:
-    """Ends what is running, and the thread. Idempotent."""
+    """Ends running requests and the thread. Idempotent."""
     self._server.should_exit = True
     if self._thread.ident is not None:
       self._thread.join(timeout_s)

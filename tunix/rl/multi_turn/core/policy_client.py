@@ -1,8 +1,8 @@
-"""The seam between whoever collects and whoever generates.
+"""Defines the seam between collecting and generating.
 
 A `PolicyClient` turns a token prompt with images into sampled tokens with
 their log-probs and policy versions. Implementations: the in-process engine
-(`rollout/`), an OpenAI-compatible server that returns token ids, a scripted
+(`engine/`), an OpenAI-compatible server that returns token ids, a scripted
 one (oracles, replay). Numpy only: collecting never needs JAX.
 
 Axis names: T = prompt tokens, S = sampled tokens.
@@ -15,6 +15,7 @@ import enum
 from typing import Protocol
 
 import numpy as np
+from tunix.rl.multi_turn.core import settings
 from tunix.rl.multi_turn.core import trajectory
 
 MAX_TOP_LOGPROBS = 20
@@ -53,55 +54,63 @@ class TokenPrompt:
     return len(self.tokens)
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-  """How to sample.
+@settings.settings
+class SamplingConfig:
+  """The distribution that completions are sampled from."""
 
-  Attributes:
-    max_new_tokens: at most this many tokens, the end-of-turn one included.
-    temperature: > 0; 0 means greedy (log-probs are then those at
-      temperature 1).
-    top_p: keep the smallest set of tokens with this probability mass.
-    top_k: keep this many most likely tokens; 0 keeps all.
-    min_p: keep tokens at least this likely, as a share of the likeliest one's
-      probability; 0 keeps all. Comes before top-k, as in vLLM.
-    seed: each request with the same seed, prompt and weights gives the same
-      tokens. None draws a fresh seed.
-    stop_token_ids: sampling ends with the first of these, which is kept.
-    top_logprobs: tell so many likeliest tokens beside each sampled one, at
-      most `MAX_TOP_LOGPROBS`.
-    raw_logprobs: tell the log-probs of the policy's own distribution, too:
-      nothing banned, at temperature 1.
-  """
+  temperature: float = settings.setting(
+      1.0,
+      "Softens (> 1) or sharpens (< 1) the distribution. 0 = the likeliest"
+      " token; log-probs are then those at temperature 1.",
+      ge=0,
+  )
+  top_p: float = settings.setting(
+      1.0,
+      "Keep the smallest set of tokens with this probability. 1 = all.",
+      gt=0,
+      le=1,
+  )
+  top_k: int = settings.setting(
+      0, "Keep this many tokens, the likeliest. 0 = all.", ge=0
+  )
+  min_p: float = settings.setting(
+      0.0,
+      "Keep tokens at least this likely, as a share of the likeliest one's"
+      " probability; before top_k, as in vLLM. 0 = all.",
+      ge=0,
+      le=1,
+  )
+  max_new_tokens: int = settings.setting(
+      32,
+      "A turn's completion is cut here, the end-of-turn token included.",
+      unit="tokens",
+      ge=1,
+  )
 
-  max_new_tokens: int = 64
-  temperature: float = 1.0
-  top_p: float = 1.0
-  top_k: int = 0
-  seed: int | None = None
-  stop_token_ids: tuple[int, ...] = ()
-  min_p: float = 0.0
-  top_logprobs: int = 0
-  raw_logprobs: bool = False
 
-  def __post_init__(self):
-    if self.max_new_tokens < 1:
-      raise ValueError(
-          f"max_new_tokens must be >= 1, got {self.max_new_tokens}"
-      )
-    if not self.temperature >= 0:
-      raise ValueError(f"temperature must be >= 0, got {self.temperature}")
-    if not 0 < self.top_p <= 1:
-      raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-    if self.top_k < 0:
-      raise ValueError(f"top_k must be >= 0, got {self.top_k}")
-    if not 0 <= self.min_p <= 1:
-      raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-    if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
-      raise ValueError(
-          f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got"
-          f" {self.top_logprobs}"
-      )
+@settings.settings
+class SamplingParams(SamplingConfig):
+  """How one request samples: a `SamplingConfig` and the request's own part."""
+
+  seed: int | None = settings.setting(
+      None,
+      "Each request with the same seed, prompt and weights gives the same"
+      " tokens. None draws a fresh seed.",
+  )
+  stop_token_ids: tuple[int, ...] = settings.setting(
+      (), "Sampling ends with the first of these, which is kept."
+  )
+  top_logprobs: int = settings.setting(
+      0,
+      "Record so many likeliest tokens beside each sampled one.",
+      ge=0,
+      le=MAX_TOP_LOGPROBS,
+  )
+  raw_logprobs: bool = settings.setting(
+      False,
+      "Record the log-probs of the policy's own distribution, too: nothing"
+      " banned, at temperature 1.",
+  )
 
 
 _REQUIRED = ("tokens", "logprobs", "versions")

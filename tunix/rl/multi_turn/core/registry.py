@@ -1,9 +1,9 @@
-"""Names for things that users add: parsers, tools, rewards, gyms, prompts.
+"""Registers by name what users add: parsers, tools, rewards, gyms, prompts.
 
-A `Registry` maps a name to an object, or to a dotted path "package.module:Name"
-that is imported on first use, so that naming a gym costs nothing until it is
-wanted. Promises: a name is taken once; an unknown name is refused with the
-nearest known one.
+A `Registry` maps a name to an object, or to a path "package.module:Name" that
+is imported on first use, so that naming a gym costs nothing until it is
+wanted. Wherever a name is expected, such a path is one too. Promises: a name
+is taken once; an unknown name is refused with the nearest known one.
 
 Does not: construct what it holds, or scan packages.
 """
@@ -46,6 +46,31 @@ def import_path(path: str) -> Any:
     except AttributeError as error:
       raise ImportError(f"module {module!r} has no {attribute!r}") from error
   return value
+
+
+def lazy_attributes(
+    package: str, **modules: str
+) -> Callable[[str], Any]:
+  """A package's `__getattr__` that imports public names on first use.
+
+  Args:
+    package: its `__name__`.
+    **modules: submodule -> the names in it, separated by spaces.
+  """
+  where = {
+      name: module
+      for module, names in modules.items()
+      for name in names.split()
+  }
+
+  def find(name: str) -> Any:
+    if name not in where:
+      raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return getattr(
+        importlib.import_module(f"{package}.{where[name]}"), name
+    )
+
+  return find
 
 
 class Registry(Generic[T]):
@@ -94,11 +119,14 @@ class Registry(Generic[T]):
     return self._entries.pop(name, None) is not None
 
   def get(self, name: str) -> T:
-    """Returns the entry.
+    """Returns the entry, or what a path "package.module:Name" leads to.
 
     Raises:
       ValueError: no such name; the message gives the nearest one.
+      ImportError: nothing at that path.
     """
+    if self._paths and isinstance(name, str) and ":" in name:
+      return import_path(name)
     try:
       value = self._entries[name]
     except (KeyError, TypeError):

@@ -113,8 +113,18 @@ def _bad_items(value: Any) -> Iterator[str]:
       continue
     for item in getattr(value, field.name):
       for name, bound in field.item_bounds.items():
-        if not _HOLDS[name](item, bound):
-          yield f"{field.name}: {item!r} must be {_SIGNS[name]} {bound}"
+        if not holds(name, item, bound):
+          yield f"{field.name}: {item!r} must be {sign(name)} {bound:g}"
+
+
+def holds(name: str, item: Any, bound: float) -> bool:
+  """Whether `item` keeps a bound called "ge", "gt", "le" or "lt"."""
+  return _HOLDS[name](item, bound)
+
+
+def sign(name: str) -> str:
+  """The sign of a bound called "ge", "gt", "le" or "lt"."""
+  return _SIGNS[name]
 
 
 _HOLDS: Mapping[str, Callable[[Any, Any], bool]] = {

@@ -1,4 +1,8 @@
-"""The shapes of the engine's calls: which there are, and what needs which."""
+"""Chooses the shapes of the engine's calls, and lists the programs they need.
+
+Promises: every call has one of these shapes, so that a program is compiled
+once for each; a window is a whole number of pages.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,46 @@ import dataclasses
 from typing import Collection, Sequence
 
 import jax
+from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import programs
 from tunix.rl.multi_turn.policy import base
 
-FEATURES = ("details", "grammar")
-"""What only some requests ask for, with programs of their own: log-probs of
-more than the sampled tokens, and masks of tokens."""
+_PLAIN_TEXT = 32  # Tokens of text that come with a screenshot.
 
 
-def announced(
-    variant: programs.Variant, features: Collection[str]
-) -> bool:
-  """Whether it is among the variants of these features."""
+def smallest(buckets: Sequence[int], need: int) -> int:
+  """The smallest of the ascending buckets that holds `need`, else the last."""
+  for size in buckets:
+    if size >= need:
+      return size
+  return buckets[-1]
+
+
+def announced(variant: programs.Variant, features: Collection[str]) -> bool:
+  """Whether warm-up compiles the variant for these features."""
   return (not variant.details or "details" in features) and (
       not variant.masked or "grammar" in features
   )
 
 
 @dataclasses.dataclass(frozen=True)
-class Shapes:
-  """Every shape the engine may compile; all tuples ascend.
+class Buckets:
+  """The shapes of an engine's calls; all tuples ascend.
 
   Attributes:
     decode_rows: rows of a decode call; more rows go into further calls.
     prefill_rows: rows of a prefill call, likewise.
     tokens: tokens a row of a prefill call; longer suffixes are chunked.
-    windows: cache positions a call may touch; the last is the context length.
+    windows: cache positions a call reads; the last holds a whole context.
     images: images of an encode call.
-    patches: patches of an image; larger images are refused.
+    patches: patches of an image; larger images are refused. () for a text
+      policy.
     steps: tokens a decode call samples at most (K).
+    page_size: tokens of a page of the KV cache.
     fixed_rows: use only the largest rows and images. Windows and chunks follow
-      from a request alone; with this all shapes it meets do, whoever shares
-      its batch, and equal requests give results equal to the bit.
+      from a request alone; with this all shapes it meets do, whichever
+      requests share its batch, and equal requests give results equal to the
+      bit.
   """
 
   decode_rows: tuple[int, ...]
@@ -47,31 +59,30 @@ class Shapes:
   images: tuple[int, ...]
   patches: tuple[int, ...]
   steps: int
+  page_size: int
   fixed_rows: bool = False
 
   def __post_init__(self):
     fixed = ("decode_rows", "prefill_rows", "images")
     for name in (*fixed, "tokens", "windows", "patches"):
       value = tuple(sorted(set(getattr(self, name))))
-      if not value or value[0] < 1:
-        raise ValueError(f"{name} buckets must be positive, got {value}")
       if self.fixed_rows and name in fixed:
         value = value[-1:]
       object.__setattr__(self, name, value)
-    if self.steps < 1:
-      raise ValueError(f"decode_steps_per_call must be >= 1, got {self.steps}")
 
-  def variants(
-      self, features: Sequence[str] = ()
-  ) -> list[programs.Variant]:
-    """All of them, the ones every run needs first; and those of `FEATURES`."""
+  def variants(self, features: Sequence[str] = ()) -> list[programs.Variant]:
+    """All programs, the ones every run needs first; and those of `features`.
+
+    Args:
+      features: of `config.FEATURES`.
+    """
     found = []
     decodes = [(self.steps, False, False)]
     if "details" in features:
       decodes.append((self.steps, True, False))
     if "grammar" in features:
       decodes.append((1, False, True))
-    if set(FEATURES) <= set(features):
+    if set(config_lib.FEATURES) <= set(features):
       decodes.append((1, True, True))
     for window in reversed(self.windows):
       for rows in reversed(self.decode_rows):
@@ -91,69 +102,59 @@ class Shapes:
 
 def choose(
     processor: base.Processor,
-    *,
-    slots: int,
-    context_length: int,
-    page_size: int | None,
-    decode_rows: Sequence[int] | None,
-    prefill_rows: Sequence[int] | None,
-    prefill_buckets: Sequence[int] | None,
-    window_buckets: Sequence[int] | None,
-    image_buckets: Sequence[int],
-    patch_buckets: Sequence[int] | None,
+    config: config_lib.EngineConfig,
     image_sizes: Sequence[tuple[int, int]],
-    steps: int,
-    fixed_rows: bool,
-) -> tuple[Shapes, int]:
-  """The shapes and the page size of an engine, see `RolloutEngine`.
+) -> Buckets:
+  """The shapes of an engine: those of its config, the rest by the device.
+
+  Args:
+    processor: the policy's host side.
+    config: the engine's settings.
+    image_sizes: (width, height) in pixels of the screenshots to come.
 
   Raises:
-    ValueError: a setting that cannot be.
+    ValueError: a bucket of patches is no whole number of vision tokens.
   """
+  context, slots = config.context_length, config.slots
   per_token = processor.patches_per_token
   image_tokens = [processor.num_image_tokens(*size) for size in image_sizes]
-  if patch_buckets is None:
-    patch_buckets = {n * per_token for n in image_tokens} or {
-        context_length * per_token
-    }
-  for patches in patch_buckets:
-    if patches % per_token:
+  patches = config.patch_buckets or tuple(
+      n * per_token for n in image_tokens or [context]
+  )
+  if not per_token:
+    patches = ()  # A text policy: nothing is ever encoded.
+  for count in patches:
+    if count % per_token:
       raise ValueError(
-          f"patch_buckets holds {patches}, no multiple of the"
-          f" {per_token} patches of a vision token"
+          f"patch_buckets holds {count}, no multiple of the {per_token} patches"
+          " of a vision token"
       )
   on_cpu = jax.default_backend() == "cpu"
-  if decode_rows is None:
-    decode_rows = (16 if on_cpu else slots,)
-  if prefill_rows is None:
-    prefill_rows = (8 if on_cpu else slots,)
-  if prefill_buckets is None:
-    prefill_buckets = (64, 256)
-    if on_cpu:
-      # A call reads its rows' whole windows: the fewer to a turn, which is a
-      # screenshot and some words, the better.
-      turn = -(-(max(image_tokens, default=64) + 32) // 32) * 32
-      prefill_buckets = (32, min(turn, 256))
-  if window_buckets is None:
-    parts = min(6 if on_cpu else 2, context_length // 256)
-    window_buckets = [context_length * i // parts for i in range(1, parts)]
-  if page_size is None:
-    page_size = min(min(prefill_buckets), context_length)
-  if page_size < 1:
-    raise ValueError(f"page_size must be >= 1, got {page_size}")
-  # A window is a whole number of pages.
-  pages_of = lambda tokens: -(-tokens // page_size)
-  shapes = Shapes(
+  decode_rows = config.decode_rows or (16 if on_cpu else slots,)
+  prefill_rows = config.prefill_rows or (8 if on_cpu else slots,)
+  tokens = config.prefill_buckets or (64, 256)
+  if on_cpu and not config.prefill_buckets:
+    # A call reads its rows' whole windows: one call a turn, which is a
+    # screenshot and some text, is fastest.
+    turn = max(image_tokens, default=64) + _PLAIN_TEXT
+    tokens = (32, min(-(-turn // 32) * 32, 256))
+  windows = config.window_buckets
+  if not windows:
+    parts = min(6 if on_cpu else 2, context // 256)
+    windows = tuple(context * i // parts for i in range(1, parts))
+  page_size = config.page_size or min(min(tokens), context)
+  pages_of = lambda positions: -(-positions // page_size)
+  return Buckets(
       decode_rows=tuple(min(r, slots) for r in decode_rows),
       prefill_rows=tuple(min(r, slots) for r in prefill_rows),
-      tokens=tuple(min(t, context_length) for t in prefill_buckets),
+      tokens=tuple(min(t, context) for t in tokens),
       windows=tuple(
-          min(pages_of(w), pages_of(context_length)) * page_size
-          for w in (*window_buckets, context_length)
+          min(pages_of(w), pages_of(context)) * page_size
+          for w in (*windows, context)
       ),
-      images=tuple(image_buckets),
-      patches=tuple(patch_buckets),
-      steps=steps,
-      fixed_rows=fixed_rows,
+      images=config.image_buckets,
+      patches=patches,
+      steps=config.decode_steps_per_call,
+      page_size=page_size,
+      fixed_rows=config.is_lockstep,
   )
-  return shapes, page_size

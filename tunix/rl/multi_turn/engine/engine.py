@@ -41,14 +41,15 @@ import jax
 import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.engine import buckets as shapes_lib
+from tunix.rl.multi_turn.engine import buckets as buckets_lib
+from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import guidance
 from tunix.rl.multi_turn.engine import lockstep as lockstep_lib
 from tunix.rl.multi_turn.engine import outcomes
 from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.engine import request_checks
+from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.engine import scheduler as scheduler_lib
-from tunix.rl.multi_turn.engine import slots as slots_lib
 from tunix.rl.multi_turn.engine import vision_pool
 from tunix.rl.multi_turn.policy import base
 
@@ -69,178 +70,66 @@ class RolloutEngine:
       model: base.Policy,
       processor: base.Processor,
       image_store: images_lib.ImageStore,
+      config: config_lib.EngineConfig = config_lib.EngineConfig(),
       *,
-      slots: int = 32,
-      context_length: int = 512,
-      decode_rows: Sequence[int] | None = None,
-      prefill_rows: Sequence[int] | None = None,
-      prefill_buckets: Sequence[int] | None = None,
-      window_buckets: Sequence[int] | None = None,
-      image_buckets: Sequence[int] = (4,),
-      patch_buckets: Sequence[int] | None = None,
       image_sizes: Sequence[tuple[int, int]] = (),
       banned_token_ids: Sequence[int] = (),
       seed: int = 0,
-      lockstep: bool = False,
-      max_wait_s: float = 60.0,
-      admission_wait_s: float = 0.003,
-      decode_steps_per_call: int = 8,
-      on_update: str = "keep_kv",
-      update_policy: str = "immediate",
-      page_size: int | None = None,
-      cache_tokens: int | None = None,
-      share_prefixes: bool | None = None,
-      prefill_calls_per_round: int | None = 16,
-      vision_cache_tokens: int | None = None,
-      patch_cache_bytes: int = 256 << 20,
       version: int = 0,
-      weights: str = "same",
-      features: Sequence[str] = (),
-      entropies: bool = False,
   ):
     """Args:
 
       model: a flax nnx policy; its parameters are copied now, later ones come
         through `update_weights`.
       processor: the policy's host side.
-      image_store: where prompts' images are found.
-      slots: requests that run at a time; more wait.
-      context_length: tokens a sequence may have, sampled ones included.
-      decode_rows: requests of one decode call; more go into further calls. An
-        accelerator wants all slots in one call; on a CPU a few rows are as
-        fast a row, and waste less when few episodes run. None: 16 on a CPU,
-        else `slots`.
-      prefill_rows: requests of one prefill call. None: 8 on a CPU, whose
-        caches then hold the activations, else `slots`.
-      prefill_buckets: tokens a row of a prefill call; the largest is the
-        chunk length. None: 32 and what the largest of `image_sizes` needs with
-        32 tokens of text on a CPU, else 64 and 256.
-      window_buckets: cache positions a call touches; `context_length` is
-        always among them. None: equal steps, of 256 at least, up to six on a
-        CPU, where they are soon compiled, else two.
-      image_buckets: images of one encode call.
-      patch_buckets: patches an image is padded to; the largest is the limit.
-        None: those of `image_sizes`, or what fills the context.
+      image_store: holds the images that prompts refer to.
+      config: the settings.
       image_sizes: (width, height) in pixels of the screenshots to come.
       banned_token_ids: never sampled; the image placeholder must be here.
-      seed: of the engine's own randomness, used by requests without a seed.
-      lockstep: deterministic mode. A batch starts when every open session has
-        a request waiting, in the order in which the sessions were opened, and
-        every call has the same shapes.
-      max_wait_s: lockstep starts without the missing sessions when no request
-        has come for so long, and counts a `lockstep_timeouts`.
-      admission_wait_s: an idle engine waits so long for company to the last
-        request that came, and ten times that at most since the first.
-      decode_steps_per_call: tokens sampled between two looks at the queue.
-      on_update: "keep_kv" keeps the keys and values of older weights;
-        "recompute" prefills everything again with the new ones.
-      update_policy: "immediate", also in the middle of a completion, or
-        "between_turns", once running completions have ended.
-      page_size: tokens of a page of the KV cache. None: as the smallest of
-        `prefill_buckets`.
-      cache_tokens: tokens whose keys and values are held at a time, by what
-        runs and by what rests. None: `slots` whole contexts.
-      share_prefixes: whether sessions whose tokens begin alike share pages.
-        None: unless in lockstep, where a result shall not depend, to the
-        bit, on who else is there.
-      prefill_calls_per_round: so many prefill calls, then whoever is ready
-        decodes, so that long prompts do not hold up the others. None: all.
-      vision_cache_tokens: vision tokens kept on the device; None: half of
-        all slots' contexts.
-      patch_cache_bytes: patches kept on the host.
-      version: of the model's present parameters.
-      weights: "same" as the model's, or "int8": a copy whose matrices take a
-        byte a number, see `policy.int8`.
-      features: of `shapes.FEATURES`, those that `warm_up` compiles, too.
-        Others are compiled when a request first asks for them, while all
-        requests wait.
-      entropies: completions have them, whoever asks; see
-        `policy_client.Completion`. A property of the compiled programs, so
-        that nothing is ever compiled for a request's sake.
+      seed: of the engine's own randomness, for requests without a seed.
+      version: of the model's present parameters, >= 0.
+
+    Raises:
+      ValueError: a setting does not go together with the policy.
     """
-    if slots < 1:
-      raise ValueError(f"slots must be >= 1, got {slots}")
-    if context_length < 2:
-      raise ValueError(f"context_length must be >= 2, got {context_length}")
-    if on_update not in ("keep_kv", "recompute"):
-      raise ValueError(
-          f"on_update must be 'keep_kv' or 'recompute', got {on_update!r}"
-      )
-    if update_policy not in ("immediate", "between_turns"):
-      raise ValueError(
-          "update_policy must be 'immediate' or 'between_turns', got"
-          f" {update_policy!r}"
-      )
-    if unknown := sorted(set(features) - set(shapes_lib.FEATURES)):
-      raise ValueError(
-          f"features holds {unknown[0]!r}; there are"
-          f" {', '.join(shapes_lib.FEATURES)}"
-      )
-    if vision_cache_tokens is None:
-      vision_cache_tokens = max(context_length, slots * context_length // 2)
-    if vision_cache_tokens < 1:
-      raise ValueError("vision_cache_tokens must be >= 1")
-    self.context_length = context_length
+    self.config = config
     self._processor = processor
-    self._lockstep = lockstep
-    shapes, page_size = shapes_lib.choose(
-        processor,
-        slots=slots,
-        context_length=context_length,
-        page_size=page_size,
-        decode_rows=decode_rows,
-        prefill_rows=prefill_rows,
-        prefill_buckets=prefill_buckets,
-        window_buckets=window_buckets,
-        image_buckets=image_buckets,
-        patch_buckets=patch_buckets,
-        image_sizes=image_sizes,
-        steps=decode_steps_per_call,
-        fixed_rows=lockstep,
-    )
-    if cache_tokens is None:
-      cache_tokens = slots * context_length
-    if cache_tokens < context_length:
-      raise ValueError(
-          f"cache_tokens must be >= context_length={context_length}, so that"
-          f" one sequence can always end; got {cache_tokens}"
-      )
+    self._buckets = buckets_lib.choose(processor, config, image_sizes)
+    slots, context_length = config.slots, config.context_length
+    page_size = self._buckets.page_size
     pages_of = lambda tokens: -(-tokens // page_size)
     self._programs = programs_lib.Programs(
         model,
         slots=slots,
         context_length=context_length,
         # Ends of pages stay empty, and page 0 altogether.
-        pages=1 + max(pages_of(cache_tokens), pages_of(context_length)),
+        pages=1
+        + max(
+            pages_of(config.cache_tokens or slots * context_length),
+            pages_of(context_length),
+        ),
         page_size=page_size,
         banned_token_ids=tuple(banned_token_ids),
-        vision_tokens=vision_cache_tokens,
+        vision_tokens=config.vision_cache_tokens
+        or max(context_length, slots * context_length // 2),
         patch_bytes=processor.patch_bytes,
         patches_per_token=processor.patches_per_token,
         position_axes=processor.position_axes,
-        weights=weights,
-        entropies=entropies,
+        weights=config.weights,
+        entropies=config.entropies,
     )
     self._scheduler = scheduler_lib.Scheduler(
         self._programs,
         processor,
-        vision_pool.PatchCache(image_store, processor, patch_cache_bytes),
-        shapes,
+        vision_pool.PatchCache(
+            image_store, processor, config.patch_cache_mib << 20
+        ),
+        self._buckets,
+        config,
         seed=seed,
-        on_update=on_update,
-        update_policy=update_policy,
-        share=not lockstep if share_prefixes is None else share_prefixes,
-        prefill_calls=None if lockstep else prefill_calls_per_round,
     )
     self._scheduler.version = version
-    self._rounds = lockstep_lib.Rounds(
-        self._scheduler,
-        lockstep=lockstep,
-        max_wait_s=max_wait_s,
-        admission_wait_s=admission_wait_s,
-    )
-    self._shapes = shapes
-    self._features = tuple(features)
+    self._rounds = lockstep_lib.Rounds(self._scheduler, config)
     self._warm: frozenset[programs_lib.Variant] | None = None
     self._inbox: collections.deque[tuple[Any, ...]] = collections.deque()
     self._wake = threading.Condition()
@@ -248,6 +137,11 @@ class RolloutEngine:
     self._closed = False
     self._fatal: BaseException | None = None
     self._failures = 0
+
+  @property
+  def context_length(self) -> int:
+    """Tokens that a sequence may have, sampled ones included."""
+    return self.config.context_length
 
   # --- PolicyClient ----------------------------------------------------------
 
@@ -292,7 +186,7 @@ class RolloutEngine:
         processor=self._processor,
     )
     loop = asyncio.get_running_loop()
-    request = slots_lib.Request(
+    request = requests_lib.Request(
         session,
         prompt,
         sampling,
@@ -374,7 +268,7 @@ class RolloutEngine:
       progress: called with (done, total, what) from this thread.
     """
     started = time.monotonic()
-    variants = self._shapes.variants(self._features)
+    variants = self._buckets.variants(self.config.features)
     with concurrent.futures.ThreadPoolExecutor(2, "engine-compile") as pool:
       futures = {pool.submit(self._programs.compile, v): v for v in variants}
       finished = concurrent.futures.as_completed(futures)
@@ -423,7 +317,7 @@ class RolloutEngine:
     compiled = self._programs.compiled
     late = compiled - (compiled if self._warm is None else self._warm)
     on_demand = sum(
-        not shapes_lib.announced(v, self._features) for v in late
+        not buckets_lib.announced(v, self.config.features) for v in late
     )
     return {
         **counters,
@@ -558,7 +452,7 @@ class RolloutEngine:
     device = counters.seconds_decode + counters.seconds_prefill
     device += counters.seconds_vision
     try:
-      if self._lockstep:
+      if self.config.is_lockstep:
         self._rounds.start_lot()
       scheduler.step()
       self._failures = 0

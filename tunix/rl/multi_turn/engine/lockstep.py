@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 
+from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import scheduler as scheduler_lib
 
 _MOST_WAITS = 10  # Of `admission_wait_s`, for one round of requests.
@@ -26,18 +27,12 @@ class Rounds:
   def __init__(
       self,
       scheduler: scheduler_lib.Scheduler,
-      *,
-      lockstep: bool,
-      max_wait_s: float,
-      admission_wait_s: float,
+      config: config_lib.EngineConfig,
   ):
-    """As `RolloutEngine` has them."""
     self.last_arrival = 0.0
     self.paused = False
     self._scheduler = scheduler
-    self._lockstep = lockstep
-    self._max_wait = max_wait_s
-    self._admission_wait = admission_wait_s
+    self._config = config
 
   def wait_time(self) -> float | None:
     """Seconds until the next round may start; None: not before news."""
@@ -49,7 +44,7 @@ class Rounds:
     if not slots.waiting:
       return None
     now = time.monotonic()
-    if not self._lockstep:
+    if not self._config.is_lockstep:
       # Where a session is new, more of them may be about to open.
       known = all(slots.sessions[r.session].length for r in slots.waiting)
       if len(slots.waiting) >= (
@@ -57,13 +52,14 @@ class Rounds:
       ):
         return 0.0
       # While they keep coming: those of one round often answer together.
-      first = slots.waiting[0].submitted + _MOST_WAITS * self._admission_wait
-      return min(first, self.last_arrival + self._admission_wait) - now
+      wait = self._config.admission_wait_s
+      first = slots.waiting[0].submitted + _MOST_WAITS * wait
+      return min(first, self.last_arrival + wait) - now
     if any(r in slots.waiting for r in self._scheduler.lot or ()):
       return 0.0
     if all(s.request is not None for s in slots.sessions.values()):
       return 0.0
-    return self.last_arrival + self._max_wait - now
+    return self.last_arrival + self._config.max_wait_s - now
 
   def start_lot(self) -> None:
     """Lockstep: what waits now is the next batch, in session order."""

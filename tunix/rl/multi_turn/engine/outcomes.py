@@ -9,12 +9,12 @@ import asyncio
 import concurrent.futures
 from typing import Any, Sequence
 
-from tunix.rl.multi_turn.engine import slots as slots_lib
+from tunix.rl.multi_turn.engine import requests as requests_lib
 
 
-def resolve(requests: Sequence[slots_lib.Request]) -> None:
+def resolve(requests: Sequence[requests_lib.Request]) -> None:
   """Hands outcomes to the event loops that await them."""
-  by_loop: dict[asyncio.AbstractEventLoop, list[slots_lib.Request]] = {}
+  by_loop: dict[asyncio.AbstractEventLoop, list[requests_lib.Request]] = {}
   for request in requests:
     by_loop.setdefault(request.loop, []).append(request)
   for loop, group in by_loop.items():
@@ -36,7 +36,7 @@ def settle(
     future.set_result(outcome)
 
 
-def _set_outcomes(requests: Sequence[slots_lib.Request]) -> None:
+def _set_outcomes(requests: Sequence[requests_lib.Request]) -> None:
   for request in requests:
     if request.future.done():
       continue

@@ -7,7 +7,7 @@ from its end.
 from __future__ import annotations
 
 import numpy as np
-from tunix.rl.multi_turn.engine import slots as slots_lib
+from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.policy import base
 
 
@@ -23,7 +23,7 @@ class Positions:
     self._processor = processor
     self._text_token = text_token
 
-  def locate(self, request: slots_lib.Request, start: int) -> None:
+  def locate(self, request: requests_lib.Request, start: int) -> None:
     """Rotary positions from token `start` to one past the prompt."""
     prompt = request.prompt
     extended = np.append(prompt.tokens, np.int32(self._text_token))
@@ -38,7 +38,7 @@ class Positions:
     request.positions, request.positions_from = positions, start
 
   def between(
-      self, request: slots_lib.Request, start: int, end: int
+      self, request: requests_lib.Request, start: int, end: int
   ) -> np.ndarray:
     """int32[end - start, 3]; sampled tokens count on from the prompt."""
     if start < request.positions_from:

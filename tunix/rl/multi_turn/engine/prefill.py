@@ -17,11 +17,11 @@ from typing import Callable, Sequence
 import jax
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.engine import buckets as shapes_lib
+from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import pages as pages_lib
 from tunix.rl.multi_turn.engine import positions as positions_lib
 from tunix.rl.multi_turn.engine import programs as programs_lib
-from tunix.rl.multi_turn.engine import slots as slots_lib
+from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.engine import vision_feed
 
 P = programs_lib
@@ -33,32 +33,32 @@ class Prefill:
   def __init__(
       self,
       programs: P.Programs,
-      shapes: shapes_lib.Shapes,
-      slots: slots_lib.SlotTable,
+      buckets: buckets_lib.Buckets,
+      slots: requests_lib.SlotTable,
       table: np.ndarray,
       pages: pages_lib.PagePool,
       vision: vision_feed.VisionFeed,
       positions: positions_lib.Positions,
-      counters: slots_lib.Counters,
+      counters: requests_lib.Counters,
       *,
-      most_calls: int | None,
-      fail: Callable[[slots_lib.Request, Exception], None],
+      most_calls: int,
+      fail: Callable[[requests_lib.Request, Exception], None],
   ):
     """Args:
 
       programs: the device side.
-      shapes: of calls.
+      buckets: shapes of calls.
       slots: the requests; those that are active are served.
       table: int32[slots, COLUMNS], whose START says how far each is.
       pages: that sequences hold.
       vision: where images' vision tokens are.
       positions: of tokens.
       counters: added to.
-      most_calls: of a round while others could decode; None: no limit.
+      most_calls: of a round while others could decode; 0: no limit.
       fail: ends a request.
     """
     self._programs = programs
-    self._shapes = shapes
+    self._buckets = buckets
     self._slots = slots
     self._table = table
     self._pages = pages
@@ -90,10 +90,10 @@ class Prefill:
 
   def _wanting(
       self,
-  ) -> tuple[dict[tuple[int, int], list[slots_lib.Request]], bool]:
+  ) -> tuple[dict[tuple[int, int], list[requests_lib.Request]], bool]:
     """Who needs a chunk, by (chunk, window); and whether anybody is ready."""
     # Shapes follow from a request alone.
-    groups: dict[tuple[int, int], list[slots_lib.Request]] = {}
+    groups: dict[tuple[int, int], list[requests_lib.Request]] = {}
     coming: set[bytes] = set()  # Pages that somebody is about to fill.
     ready = False
     for request in sorted(self._slots.active, key=lambda r: r.turn):
@@ -109,14 +109,14 @@ class Prefill:
         if key in coming:
           continue  # Will be adopted.
         coming.add(key)
-      size = slots_lib.bucket(self._shapes.tokens, need)
+      size = buckets_lib.smallest(self._buckets.tokens, need)
       end = max(size, sequence.cached + min(need, size))
-      window = slots_lib.bucket(self._shapes.windows, end)
+      window = buckets_lib.smallest(self._buckets.windows, end)
       groups.setdefault((size, window), []).append(request)
     return groups, ready
 
   def _chunks(
-      self, requests: Sequence[slots_lib.Request], size: int, window: int
+      self, requests: Sequence[requests_lib.Request], size: int, window: int
   ) -> int:
     """Appends the next up to `size` tokens of each of these requests.
 
@@ -145,14 +145,14 @@ class Prefill:
       spans += own
       rows.append((request, start, end, own, placed))
     self._vision.ensure(spans)
-    most = self._shapes.prefill_rows[-1]
+    most = self._buckets.prefill_rows[-1]
     for i in range(0, len(rows), most):
       self._call(rows[i : i + most], size, window)
     return -(-len(rows) // most)
 
   def _call(self, rows, size: int, window: int) -> None:
     """One call for (request, start, end, images, positions) of each row."""
-    count = slots_lib.bucket(self._shapes.prefill_rows, len(rows))
+    count = buckets_lib.smallest(self._buckets.prefill_rows, len(rows))
     starts = np.zeros(count, np.int32)
     lengths = np.zeros(count, np.int32)
     tokens = np.zeros((count, size), np.int32)

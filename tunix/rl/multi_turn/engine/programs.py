@@ -43,7 +43,6 @@ from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import kernels
 
 MAX_STOP_TOKENS = 8
-WEIGHTS = ("same", "int8")
 
 # Columns of the int32 table that describes rows to `decode`.
 TOKEN, VISION, POS_T, POS_H, POS_W, NEXT_POS = 0, 1, 2, 3, 4, 5
@@ -148,10 +147,6 @@ class Programs:
     Raises:
       ValueError: a setting that cannot be, or not with this policy.
     """
-    if weights not in WEIGHTS:
-      raise ValueError(
-          f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}"
-      )
     self.slots = slots
     self.context_length = context_length
     self.pages = pages

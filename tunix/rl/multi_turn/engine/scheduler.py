@@ -26,14 +26,15 @@ from typing import Any, Sequence
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.engine import buckets as shapes_lib
+from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import cached_sequence
+from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import guidance
 from tunix.rl.multi_turn.engine import pages as pages_lib
 from tunix.rl.multi_turn.engine import positions as positions_lib
 from tunix.rl.multi_turn.engine import prefill as prefill_lib
 from tunix.rl.multi_turn.engine import programs as programs_lib
-from tunix.rl.multi_turn.engine import slots as slots_lib
+from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.engine import vision_feed
 from tunix.rl.multi_turn.engine import vision_pool
 from tunix.rl.multi_turn.policy import base
@@ -53,41 +54,36 @@ class Scheduler:
       programs: P.Programs,
       processor: base.Processor,
       patches: vision_pool.PatchCache,
-      shapes: shapes_lib.Shapes,
+      buckets: buckets_lib.Buckets,
+      config: config_lib.EngineConfig,
       *,
       seed: int,
-      on_update: str,
-      update_policy: str,
-      share: bool,
-      prefill_calls: int | None,
   ):
     """Args:
 
       programs: the device side.
       processor: the policy's host side.
       patches: where images' patches come from.
-      shapes: of calls.
+      buckets: shapes of calls.
+      config: the engine's settings.
       seed: of requests that bring none.
-      on_update: "keep_kv" or "recompute".
-      update_policy: "immediate" or "between_turns".
-      share: whether prompts that begin alike share pages.
-      prefill_calls: most of a round while others could decode; None: no limit.
     """
     self.programs = programs
-    self.shapes = shapes
-    self.counters = slots_lib.Counters()
+    self.buckets = buckets
+    self._config = config
+    self.counters = requests_lib.Counters()
     self.version = 0
     self._vision = vision_feed.VisionFeed(
-        programs, patches, self.counters, shapes.images, shapes.patches
+        programs, patches, self.counters, buckets.images, buckets.patches
     )
-    self._on_update = on_update
-    self._update_policy = update_policy
     self._rng = np.random.default_rng(seed)
     self.pages = pages_lib.PagePool(programs.pages, programs.page_size)
-    self.slots = slots_lib.SlotTable(
+    self.slots = requests_lib.SlotTable(
         programs.slots,
-        programs.context_length + shapes.steps,
-        lambda: cached_sequence.CachedSequence(self.pages, share),
+        programs.context_length + buckets.steps,
+        lambda: cached_sequence.CachedSequence(
+            self.pages, config.shares_prefixes
+        ),
         programs.entropies,
     )
     self._table = np.zeros((programs.slots, P.COLUMNS), np.int32)
@@ -96,21 +92,21 @@ class Scheduler:
     )
     self._prefill = prefill_lib.Prefill(
         programs,
-        shapes,
+        buckets,
         self.slots,
         self._table,
         self.pages,
         self._vision,
         self._positions,
         self.counters,
-        most_calls=prefill_calls,
+        most_calls=0 if config.is_lockstep else config.prefill_calls_per_round,
         fail=self._end,
     )
     self._unbanned = guidance.pack(~programs.banned)
     # None admits any waiting request, else only these (lockstep).
-    self.lot: list[slots_lib.Request] | None = None
+    self.lot: list[requests_lib.Request] | None = None
     self._weights: tuple[int, Any] | None = None
-    self._done: list[slots_lib.Request] = []
+    self._done: list[requests_lib.Request] = []
     self._poisoned = False  # The caches hold values that are not finite.
 
   # --- state changes between rounds ------------------------------------------
@@ -127,7 +123,7 @@ class Scheduler:
   def _apply_weights(self) -> None:
     if self._weights is None:
       return
-    if self._update_policy == "between_turns" and (
+    if self._config.update_policy == "between_turns" and (
         self.busy or any(r.preempted for r in self.slots.waiting)
     ):
       return
@@ -137,12 +133,12 @@ class Scheduler:
     self.counters.weight_updates += 1
     self._vision.clear()
     self.pages.forget()
-    if self._on_update == "recompute":
+    if self._config.on_update == "recompute":
       self._clear_sequences()
     for session in self.slots.sessions.values():
       session.sequence.outdate()
 
-  def cancel(self, request: slots_lib.Request) -> None:
+  def cancel(self, request: requests_lib.Request) -> None:
     """Frees the request's row; its session keeps its pages, idle."""
     if request.outcome is None:
       self.counters.cancelled += 1
@@ -181,7 +177,7 @@ class Scheduler:
     for session in self.slots.sessions.values():
       session.sequence.clear()
 
-  def take_done(self) -> list[slots_lib.Request]:
+  def take_done(self) -> list[requests_lib.Request]:
     """Requests that have an outcome now, to be delivered."""
     done, self._done = self._done, []
     return done
@@ -213,7 +209,7 @@ class Scheduler:
       except Exception as error:  # pylint: disable=broad-except
         self._end(request, error)
 
-  def _load(self, request: slots_lib.Request) -> bool:
+  def _load(self, request: requests_lib.Request) -> bool:
     """Gives the request pages and a row; False when pages are wanting."""
     prompt = request.prompt
     n = max(len(prompt), request.length)
@@ -226,7 +222,7 @@ class Scheduler:
     left = self.programs.context_length - n
     if request.preempted:
       left = int(request.preempted[0][P.REMAINING])
-    left = min(left, request.sampling.max_new_tokens, self.shapes.steps)
+    left = min(left, request.sampling.max_new_tokens, self.buckets.steps)
     if not self._make_room(request, n - 1 + left):
       sequence.rest()
       return False
@@ -253,7 +249,7 @@ class Scheduler:
     row[P.START] = sequence.cached
     return True
 
-  def _describe(self, request: slots_lib.Request, row: np.ndarray) -> None:
+  def _describe(self, request: requests_lib.Request, row: np.ndarray) -> None:
     """Writes the table row of a request that has sampled nothing yet."""
     prompt, sampling = request.prompt, request.sampling
     n = len(prompt)
@@ -281,7 +277,7 @@ class Scheduler:
 
   # --- pages -----------------------------------------------------------------
 
-  def _make_room(self, request: slots_lib.Request, tokens: int) -> bool:
+  def _make_room(self, request: requests_lib.Request, tokens: int) -> bool:
     """Pages for so many tokens, from whoever does not run; else False."""
     sequence = self.slots.sequence(request)
     while not sequence.grow(tokens):
@@ -293,7 +289,7 @@ class Scheduler:
     return True
 
   def _make_room_running(
-      self, request: slots_lib.Request, tokens: int
+      self, request: requests_lib.Request, tokens: int
   ) -> bool:
     """As `_make_room`, if need be from later ones; False: was preempted."""
     while not self._make_room(request, tokens):
@@ -304,7 +300,7 @@ class Scheduler:
         return False
     return True
 
-  def _preempt(self, request: slots_lib.Request) -> None:
+  def _preempt(self, request: requests_lib.Request) -> None:
     """Back into the queue, with what it has sampled."""
     slot, n = request.slot, request.length
     rows = (self.slots.tokens, *self.slots.told)
@@ -315,7 +311,7 @@ class Scheduler:
     self.slots.displace(request)
     self.slots.sequence(request).clear()
 
-  def _advance(self, request: slots_lib.Request, cached: int) -> None:
+  def _advance(self, request: requests_lib.Request, cached: int) -> None:
     self._table[request.slot, P.START] = cached
     self.slots.sequence(request).advance(cached)
 
@@ -323,7 +319,7 @@ class Scheduler:
 
   def _decode(self) -> None:
     # What a request asks for alone decides on its program.
-    groups: dict[tuple[int, bool, bool], list[slots_lib.Request]] = {}
+    groups: dict[tuple[int, bool, bool], list[requests_lib.Request]] = {}
     ready = self._with_pending_images()
     for request in sorted(ready, key=lambda r: r.turn):
       if request.slot is None:
@@ -332,31 +328,31 @@ class Scheduler:
     for request in ready:
       if request.slot is not None:
         end = self._decode_end(request)
-        window = slots_lib.bucket(self.shapes.windows, end)
+        window = buckets_lib.smallest(self.buckets.windows, end)
         kind = window, request.detailed, request.grammar is not None
         groups.setdefault(kind, []).append(request)
-    most = self.shapes.decode_rows[-1]
+    most = self.buckets.decode_rows[-1]
     for kind, group in groups.items():
       for i in range(0, len(group), most):
         self._decode_call(group[i : i + most], *kind)
 
-  def _decode_end(self, request: slots_lib.Request) -> int:
+  def _decode_end(self, request: requests_lib.Request) -> int:
     """Tokens that its cache has after the next call."""
     row = self._table[request.slot]
     # A grammar must see a token before it can tell of the next.
-    steps = 1 if request.grammar is not None else self.shapes.steps
+    steps = 1 if request.grammar is not None else self.buckets.steps
     return int(row[P.START] + min(row[P.REMAINING], steps))
 
   def _decode_call(
       self,
-      active: Sequence[slots_lib.Request],
+      active: Sequence[requests_lib.Request],
       window: int,
       details: bool,
       masked: bool,
   ) -> None:
     """Samples up to K tokens for each of these requests."""
     started = time.perf_counter()
-    steps, allowed = self.shapes.steps, None
+    steps, allowed = self.buckets.steps, None
     if masked:
       steps = 1
       masks, failed = guidance.masks(active, self._unbanned)
@@ -366,7 +362,7 @@ class Scheduler:
       if not active:
         return
     rows_A = np.array([r.slot for r in active], np.int32)
-    count = slots_lib.bucket(self.shapes.decode_rows, len(active))
+    count = buckets_lib.smallest(self.buckets.decode_rows, len(active))
     table = np.zeros((count, P.COLUMNS), np.int32)  # Others rest.
     table[: len(active)] = self._table[rows_A]
     held = [self.slots.sequence(request).pages for request in active]
@@ -392,7 +388,7 @@ class Scheduler:
 
   def _check_images(
       self,
-      request: slots_lib.Request,
+      request: requests_lib.Request,
       spans: Sequence[trajectory.ImageSpan],
   ) -> bool:
     """Fails the request, and says so, when an image of it cannot be had."""
@@ -403,7 +399,7 @@ class Scheduler:
       self._end(request, error)
       return False
 
-  def _with_pending_images(self) -> list[slots_lib.Request]:
+  def _with_pending_images(self) -> list[requests_lib.Request]:
     """The requests that may decode now.
 
     A prompt that ends in an image needs that image's last vision token in the
@@ -432,7 +428,7 @@ class Scheduler:
 
   def _harvest(
       self,
-      active: Sequence[slots_lib.Request],
+      active: Sequence[requests_lib.Request],
       rows_A: np.ndarray,
       decoded: P.Decoded,
   ) -> None:
@@ -507,7 +503,7 @@ class Scheduler:
 
   def _end(
       self,
-      request: slots_lib.Request,
+      request: requests_lib.Request,
       outcome: policy_client.Completion | BaseException,
       deliver: bool = True,
   ) -> None:

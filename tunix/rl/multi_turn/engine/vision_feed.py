@@ -16,8 +16,9 @@ from typing import Sequence
 import jax
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import programs as programs_lib
-from tunix.rl.multi_turn.engine import slots as slots_lib
+from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.engine import vision_pool
 
 
@@ -28,7 +29,7 @@ class VisionFeed:
       self,
       programs: programs_lib.Programs,
       patches: vision_pool.PatchCache,
-      counters: slots_lib.Counters,
+      counters: requests_lib.Counters,
       image_buckets: tuple[int, ...],
       patch_buckets: tuple[int, ...],
   ):
@@ -94,7 +95,7 @@ class VisionFeed:
     try:
       for span in new:
         patched = self._patches.get(span)
-        size = slots_lib.bucket(self._patch_buckets, len(patched.patches))
+        size = buckets_lib.smallest(self._patch_buckets, len(patched.patches))
         groups.setdefault(size, []).append(span)
       for size, group in groups.items():
         most = self._image_buckets[-1]
@@ -110,7 +111,7 @@ class VisionFeed:
   def _encode(
       self, spans: Sequence[trajectory.ImageSpan], size: int
   ) -> None:
-    count = slots_lib.bucket(self._image_buckets, len(spans))
+    count = buckets_lib.smallest(self._image_buckets, len(spans))
     programs = self._programs
     patches = np.zeros((count, size, programs.patch_bytes), np.uint8)
     real = np.zeros((count, size), bool)

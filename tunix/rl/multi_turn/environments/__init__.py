@@ -4,9 +4,5 @@ from tunix.rl.multi_turn.environments.base_env import BaseEnv
 from tunix.rl.multi_turn.environments.base_env import maybe_await
 from tunix.rl.multi_turn.environments.base_env import SyncEnv
 from tunix.rl.multi_turn.environments.cua_env import CUAEnv
-from tunix.rl.multi_turn.environments.registry import gym_from_config
-from tunix.rl.multi_turn.environments.registry import make_gym
 from tunix.rl.multi_turn.environments.registry import register_env
-from tunix.rl.multi_turn.environments.registry import register_gym
-from tunix.rl.multi_turn.environments.registry import register_task_set
 from tunix.rl.multi_turn.environments.tool_environment import ToolEnvironment

@@ -1,8 +1,8 @@
-"""What an environment is: reset, step, close; sync or async, as it likes.
+"""Defines environments: reset, step, close; sync or async, as they like.
 
 `reset() -> (observation, info)`, `step(action) -> (observation, reward, done,
 info)`. Everything in this package awaits what needs awaiting (`maybe_await`);
-`SyncEnv` is for callers without an event loop.
+`SyncEnv` serves callers without an event loop.
 
 `info` may hold `success` (bool) and `status` (a `TrajectoryStatus` value, how
 the episode ended as the environment sees it).
@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import threading
-from typing import Any, Mapping
+from typing import Any, Coroutine, Mapping
 
 from tunix.rl.multi_turn.core import concurrency
 
@@ -65,9 +65,8 @@ class SyncEnv:
 
   Coroutines run on one event loop in a thread of its own, so that an
   environment that keeps connections finds the same loop at every call. With a
-  timeout, sync methods run in threads of the process-wide pool; one that does
-  not return in time runs on in its thread, so the environment is not to be
-  used any more.
+  timeout, sync methods run in threads; one that does not return in time keeps
+  the environment to itself, see `concurrency.Guarded`.
 
   Attributes:
     env: the environment.
@@ -77,18 +76,24 @@ class SyncEnv:
   def __init__(self, env: Any, timeout: float | None = None):
     self.env = env
     self.timeout = timeout
+    self._calls = concurrency.Guarded(env, inline=timeout is None)
     self._loop: asyncio.AbstractEventLoop | None = None
 
   def reset(self) -> tuple[Any, dict[str, Any]]:
-    return self._call("reset")
+    return self._wait(self._calls.call("reset", seconds=self.timeout))
 
   def step(self, action: Any) -> StepResult:
-    return self._call("step", action)
+    return self._wait(self._calls.call("step", action, seconds=self.timeout))
 
   def close(self) -> None:
-    """Closes the environment and the loop; idempotent."""
+    """Closes the environment and the loop; idempotent.
+
+    An environment whose call is stuck is closed when that returns.
+    """
     try:
-      self._call("close")
+      self._wait(self._calls.close(seconds=self.timeout))
+    except concurrency.StillRunningError:
+      pass
     finally:
       if self._loop is not None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -103,19 +108,7 @@ class SyncEnv:
   def __getattr__(self, name: str) -> Any:
     return getattr(self.env, name)
 
-  def _call(self, name: str, *args: Any) -> Any:
-    what = f"{type(self.env).__name__}.{name}"
-
-    async def run() -> Any:
-      method = getattr(self.env, name)
-      if self.timeout is None:
-        return await concurrency.with_deadline(
-            maybe_await(method(*args)), None, what
-        )
-      return await concurrency.acall(
-          method, *args, seconds=self.timeout, what=what
-      )
-
+  def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
     if self._loop is None:
       self._loop = asyncio.new_event_loop()
       threading.Thread(
@@ -124,7 +117,7 @@ class SyncEnv:
           name="tunix-sync-env",
           daemon=True,
       ).start()
-    return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+    return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

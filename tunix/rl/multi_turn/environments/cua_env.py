@@ -1,4 +1,4 @@
-"""A computer to be used: a gym, its screenshots and a GUI-action grammar.
+"""Makes a gym an environment: screenshots out, GUI actions in.
 
 The policy sees the screenshot at the screenshot tool's size and acts in tool
 calls; the environment turns them into `GuiAction`s in the gym's pixels. The
@@ -6,22 +6,18 @@ episode ends when the policy answers or terminates, when the gym says so, when
 the policy gives plain text (see `on_text`), or when its steps are used; then
 the gym evaluates the state it is in.
 
-Promises: a call that is no GUI action never raises: the policy reads what was
-wrong (or the episode ends, see `on_invalid`), and the gym is not touched. What
-the gym raises goes through: that is the environment's failure, not a reward.
-
-A sync gym runs in a thread of the process-wide pool, so that it never blocks
-the event loop. A call of it that its caller gave up keeps the gym to itself
-until it returns: other calls are refused, and the gym is closed then.
+Promises: a call that is no GUI action never raises: the policy reads the error
+(or the episode ends, see `on_invalid`), and the gym is not touched. Errors of
+the gym go through: they are the environment's failure, not a reward. A sync gym
+runs in threads (`concurrency.Guarded`): it never blocks the event loop, and a
+call of it that its caller gave up keeps the gym to itself until it returns;
+the gym is closed then.
 
 Does not: impose deadlines; the collector does.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import threading
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn import rewards
@@ -30,13 +26,12 @@ from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import base_env
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.tools import screenshot
 
-_LOG = logging.getLogger(__name__)
 Kind = gui_action.GuiActionKind
 Status = trajectory.TrajectoryStatus
 _ON_TEXT = ("end", "answer", "retry")
@@ -52,7 +47,7 @@ class CUAEnv(base_env.BaseEnv):
     gym: see `gyms.base.Gym`; its methods may also be sync. With
       `runs_inline = True` they are called on the event loop itself (they must
       be cheap then).
-    task: what is to be done.
+    task: the task of the episode.
     action_parser: the grammar.
     max_steps: turns an episode may take.
     step_count: turns taken.
@@ -83,7 +78,7 @@ class CUAEnv(base_env.BaseEnv):
         function or its registered name, called with the task's JSON, the
         answer and an info with `success`, `evaluation` and `step_count`.
       on_text: a plain text action "end"s the episode as a parse error, is an
-        "answer" that the gym gets, or is told to "retry".
+        "answer" that the gym gets, or lets the policy "retry".
       on_invalid: after a call that is no GUI action, "observe" goes on and
         "end" ends the episode as a parse error, without carrying out the
         turn's other calls.
@@ -132,15 +127,15 @@ class CUAEnv(base_env.BaseEnv):
     self._scale = (1.0, 1.0)
     self._answer = ""
     self._running = False
-    self._inline = bool(getattr(gym, "runs_inline", False))
-    self._stuck: concurrency.StuckCall | None = None
-    self._closes_later = False
+    self._calls = concurrency.Guarded(
+        gym, inline=bool(getattr(gym, "runs_inline", False)), name="the gym"
+    )
 
   async def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
     self._running = False
     self.step_count = 0
     self._answer = ""
-    seen = await self._call("start", self.task)
+    seen = await self._calls.call("start", self.task)
     observation = {"screenshot": await self._capture(seen)}
     instruction = self.task.instruction or seen.instruction
     if instruction:
@@ -176,7 +171,7 @@ class CUAEnv(base_env.BaseEnv):
       if gui.kind is Kind.ANSWER:
         self._answer = gui.text
       if gui.kind is not Kind.SCREENSHOT:
-        seen = await self._call("act", gui.scaled(*self._scale))
+        seen = await self._calls.call("act", gui.scaled(*self._scale))
         if not isinstance(seen, gym_base.Observation):
           raise TypeError(
               f"{type(self.gym).__name__}.act must return an Observation, got"
@@ -211,7 +206,7 @@ class CUAEnv(base_env.BaseEnv):
     return observation, reward, True, info
 
   async def evaluate(self) -> rewards.RewardOutput:
-    """Reward of the present state, for whoever ends an episode from outside.
+    """Reward of the present state, for a caller that ends the episode.
 
     `step` has done it already for episodes that ended by themselves.
     """
@@ -224,16 +219,11 @@ class CUAEnv(base_env.BaseEnv):
     """Closes the gym.
 
     Raises:
-      RuntimeError: a call of the gym still runs; it is closed when that
+      StillRunningError: a call of the gym still runs; it is closed when that
         returns.
     """
     self._running = False
-    stuck = self._stuck
-    if stuck is not None and not stuck.returned and not self._closes_later:
-      self._closes_later = True
-      close = threading.Thread(target=self._close_late, daemon=True)
-      stuck.then(close.start)
-    await self._call("close")
+    await self._calls.close()
 
   @classmethod
   def from_dict(cls, env_args: Mapping[str, Any]) -> CUAEnv:
@@ -254,7 +244,7 @@ class CUAEnv(base_env.BaseEnv):
         raise ValueError(f"a CUAEnv config needs {key!r}")
     gym = args.pop("gym")
     if isinstance(gym, (str, Mapping)):
-      gym = registry.gym_from_config(gym)
+      gym = gyms.from_config(gym)
     parser = args.get("action_parser")
     if isinstance(parser, Mapping):
       parser = dict(parser)
@@ -275,7 +265,7 @@ class CUAEnv(base_env.BaseEnv):
   def _read(
       self, action: Any
   ) -> tuple[list[gui_action.GuiAction], list[str], Status | None]:
-    """(actions, what was wrong, status when the episode must end)."""
+    """(actions, errors, status when the episode must end)."""
     if isinstance(action, gui_action.GuiAction):
       action = [action]
     if isinstance(action, str):
@@ -311,33 +301,6 @@ class CUAEnv(base_env.BaseEnv):
       actions, status = [], Status.PARSE_ERROR
     return actions, errors, status
 
-  async def _call(self, name: str, *args: Any) -> Any:
-    """Calls the gym, sync code in a thread."""
-    if self._stuck is not None and not self._stuck.returned:
-      raise RuntimeError(
-          f"{self._stuck.description} was given up and still runs; the gym can"
-          " only be closed when it returns"
-      )
-    method = getattr(self.gym, name)
-    if self._inline or concurrency.is_async(method):
-      return await base_env.maybe_await(method(*args))
-    return await concurrency.acall(
-        method,
-        *args,
-        what=f"{type(self.gym).__name__}.{name}",
-        on_stuck=self._on_stuck,
-    )
-
-  def _on_stuck(self, stuck: concurrency.StuckCall) -> None:
-    self._stuck = stuck
-
-  def _close_late(self) -> None:
-    """Closes the gym, from a thread, once the stuck call has returned."""
-    try:
-      asyncio.run(base_env.maybe_await(self.gym.close()))
-    except Exception:  # pylint: disable=broad-except
-      _LOG.exception("closing %s failed", type(self.gym).__name__)
-
   async def _capture(
       self, seen: gym_base.Observation
   ) -> trajectory.ImageRef:
@@ -356,8 +319,8 @@ class CUAEnv(base_env.BaseEnv):
     return shot.image
 
   async def _evaluate(self, info: dict[str, Any]) -> float:
-    """Asks the gym, fills `info`, returns the reward."""
-    evaluation = await self._call("evaluate")
+    """Evaluates the gym's state, fills `info`, returns the reward."""
+    evaluation = await self._calls.call("evaluate")
     if not isinstance(evaluation, gym_base.Evaluation):
       raise TypeError(
           f"{type(self.gym).__name__}.evaluate must return an Evaluation, got"

@@ -1,4 +1,4 @@
-"""Options of commands and clients of environments, checked."""
+"""Parses options of environment commands; checks deadlines of clients."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import yaml
 
-_LONGEST_S = 10**7  # Four months: beyond it, somebody meant "never".
+_LONGEST_S = 10**7  # Four months; a longer one is a mistake for "never".
 
 
 def yaml_object(text: str, name: str) -> dict[str, Any]:
-  """A command's option that is an object.
+  """The object that a command's option holds as YAML.
 
   Raises:
-    ValueError: it is none.
+    ValueError: `text` is no object.
   """
   try:
     data = yaml.safe_load(text)
@@ -26,12 +26,12 @@ def yaml_object(text: str, name: str) -> dict[str, Any]:
 
 
 def check_seconds(seconds: Any, prefix: str = "") -> None:
-  """Holds deadlines to be finite numbers above 0.
+  """Checks that deadlines are finite numbers above 0.
 
   Args:
-    seconds: a dataclass of them, whose fields a user writes as `timeouts.x`,
-      or a mapping by name.
-    prefix: of the names in a mapping.
+    seconds: a dataclass of deadlines, which a user writes as `timeouts.x`, or
+      a mapping by name.
+    prefix: put before the names of a mapping.
 
   Raises:
     ValueError: naming the field and its value.

@@ -1,11 +1,10 @@
-"""Recorded episodes: what was shown, what was done, how it ended.
+"""Records episodes (screenshots, actions, verdict) and replays them as a gym.
 
-A file has one episode a line, as JSON, screenshots included, so that it can be
-read where the gym is not, and whatever the gym would show today. `ReplayGym`
-plays one again behind the `Gym` protocol.
+A file has one episode a line, as JSON with its screenshots, so that reading it
+needs no gym. `ReplayGym` plays recordings behind the `Gym` protocol.
 
-Promises: what was appended is there whole or not at all, also after a crash;
-a line that is no recording is refused with its number.
+Promises: an appended episode is in the file whole or not at all, also after a
+crash; a line that is no recording raises with its number.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class Recording:
   """One episode.
 
   Attributes:
-    gym: its registered name.
-    task: what was to be done, with the instruction that was shown.
+    gym: registered name of the gym.
+    task: with the instruction that the player saw.
     observations: the first, and one after each action.
     actions: in pixels of the screenshot before them.
-    targets: what each pointed at, in words; None where nobody knows.
-    evaluation: how it ended.
-    by: "person", "oracle" or "script".
+    targets: name of the element that each action hit; None: unknown.
+    evaluation: the gym's verdict.
+    by: the player: "person", "oracle" or "script".
   """
 
   gym: str
@@ -50,13 +49,13 @@ class Recording:
       object.__setattr__(self, name, tuple(getattr(self, name)))
     if len(self.observations) != len(self.actions) + 1:
       raise ValueError(
-          f"a recording has one observation more than actions, got"
+          "a recording needs one observation more than actions, got"
           f" {len(self.observations)} and {len(self.actions)}"
       )
     if len(self.targets) != len(self.actions):
       raise ValueError(
-          f"a recording has a target an action, got {len(self.targets)} and"
-          f" {len(self.actions)}"
+          f"a recording needs one target an action, got {len(self.targets)}"
+          f" and {len(self.actions)}"
       )
 
   @property
@@ -88,7 +87,7 @@ class Recording:
   def from_json(cls, data: Any, where: str = "a recording") -> Recording:
     """Raises:
 
-      ValueError: naming `where` and what is wrong.
+      ValueError: naming `where` and the wrong field.
     """
     if not isinstance(data, Mapping) or data.get("version") != VERSION:
       raise ValueError(
@@ -116,12 +115,12 @@ class Recording:
 
 
 def append(path: str | os.PathLike[str], recording: Recording) -> None:
-  """Adds a line to the file, which is made if it is not there."""
+  """Adds a line to the file; makes the file if needed."""
   line = json.dumps(recording.to_json(), separators=(",", ":")) + "\n"
   file = pathlib.Path(path).expanduser()
   file.parent.mkdir(parents=True, exist_ok=True)
   with open(file, "ab") as out:
-    # A line that a crash cut is ended first, and dropped when it is read.
+    # Ends a line that a crash cut; `read` drops it.
     if out.tell() and not _ends_with_newline(file):
       out.write(b"\n")
     out.write(line.encode("utf-8"))
@@ -136,11 +135,11 @@ def _ends_with_newline(file: pathlib.Path) -> bool:
 
 
 def read(path: str | os.PathLike[str]) -> list[Recording]:
-  """All episodes of a file, in order; a line that a crash cut is left out.
+  """All episodes of a file, in order, without lines that a crash cut.
 
   Raises:
     OSError: the file cannot be read.
-    ValueError: a line that is whole and no recording.
+    ValueError: a whole line is no recording.
   """
   found = []
   file = pathlib.Path(path).expanduser()
@@ -157,16 +156,18 @@ def read(path: str | os.PathLike[str]) -> list[Recording]:
 
 
 class ReplayGym:
-  """Shows a recording again; one that plays it must act as it was acted.
+  """Plays recordings; accepts the recorded kinds of actions only.
 
-  Points may differ a little (grammars round them), kinds may not.
+  Points may differ a little, as grammars round them.
   """
 
   def __init__(self, recordings: Sequence[Recording]):
-    """`recordings` are found by their tasks' ids, which must differ."""
+    """`recordings` must have different task ids, which `start` looks up."""
     self._all = {r.task.task_id: r for r in recordings}
     if len(self._all) != len(recordings):
-      raise ValueError("two recordings are of one task id")
+      raise ValueError(
+          "two recordings have the same task id; replay them with two gyms"
+      )
     self._now: Recording | None = None
     self._step = 0
 
@@ -176,7 +177,7 @@ class ReplayGym:
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
     expected = self.next_action()
-    if expected is None:  # The end that a demonstrator adds.
+    if expected is None:  # The `terminate` that a demonstrator adds.
       return dataclasses.replace(self._now.observations[-1], done=True)
     if action.kind is not expected.kind:
       raise ValueError(
@@ -193,13 +194,13 @@ class ReplayGym:
     self._now = None
 
   def next_action(self) -> gui_action.GuiAction | None:
-    """What was done next; None at the end."""
+    """The recorded next action; None at the end."""
     if self._now is None or self._step == len(self._now.actions):
       return None
     return self._now.actions[self._step]
 
   def target(self) -> str | None:
-    """What the next action pointed at."""
+    """The element that the next action hits; None: unknown, or the end."""
     if self._now is None or self._step == len(self._now.actions):
       return None
     return self._now.targets[self._step]

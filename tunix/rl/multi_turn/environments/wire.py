@@ -1,8 +1,9 @@
-"""What genv's messages hold: screenshots, actions, observations, verdicts.
+"""Reads and writes gym messages: screenshots, actions, observations, verdicts.
 
-Both ends of the protocol read and write with the functions here. Promises: a
-screenshot arrives with the pixels it left with (PNG); a value of the wrong
-type, out of range or unknown is refused with its field's name (`WireError`).
+Both ends of genv's and OpenEnv's protocols use the functions and models here.
+Promises: a screenshot arrives with the pixels it left with (PNG); a value of
+the wrong type, out of range or unknown raises a `WireError` that names its
+field.
 
 Actions come in two vocabularies: `GuiAction`'s own JSON, in pixels
 (`{"kind": "click", "x": 12, "y": 30}`), and genv's five (`tap`, `swipe`,
@@ -14,48 +15,46 @@ from __future__ import annotations
 
 import base64
 import binascii
-import dataclasses
 import io
 import math
-from typing import Any, Mapping
+from typing import Annotated, Any, Literal, Mapping, NotRequired
 
 import numpy as np
 from PIL import Image
+import pydantic
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.environments.gyms import base
+from typing_extensions import TypedDict
 
 Kind = gui_action.GuiActionKind
 
 MAX_TEXT = 16_384
 MAX_KEYS = 8
 MAX_PIXELS = 8_192 * 8_192
-"""Of a picture that is read: 200 MB when it is decoded, as a bomb may be."""
-# Others, such as EPS, are read by programs of this machine.
+"""Of a picture that is decoded: 200 MB of pixels."""
+# Pillow reads others, such as EPS, with programs of this machine.
 _FORMATS = ("PNG", "JPEG", "WEBP")
-_FAR = 1e6  # Pixels; nothing on a screen is farther away.
-_LONGEST_S = 3_600.0
-
-_NUMBERS = ("x", "y", "x2", "y2", "dx", "dy", "duration")
-_FIELDS = tuple(f.name for f in dataclasses.fields(gui_action.GuiAction))
-_SYSTEM_KEYS = ("home", "back", "menu", "enter")
-_GENV = {
-    "tap": ("x_norm", "y_norm"),
-    "swipe": ("x_norm", "y_norm", "x2_norm", "y2_norm", "duration_ms"),
-    "type": ("text",),
-    "key": ("key",),
-    "long_press": ("x_norm", "y_norm", "duration_ms"),
-}
 
 
 class WireError(ValueError):
-  """A message is not what the protocol says; names the field."""
+  """A message violates the protocol; names the field."""
 
 
-# --- pictures -----------------------------------------------------------------
+# --- screenshots --------------------------------------------------------------
+
+
+class Screenshot(TypedDict):
+  """A picture in JSON: exact pixels, as PNG in base64."""
+
+  format: Literal["png"]
+  width: int
+  height: int
+  data: str
 
 
 def to_png(pixels: np.ndarray) -> bytes:
-  """uint8[H, W, 3] as PNG, made for speed and not for size."""
+  """uint8[H, W, 3] as PNG; favours speed over size."""
   out = io.BytesIO()
   Image.fromarray(pixels).save(out, "png", compress_level=1)
   return out.getvalue()
@@ -72,14 +71,14 @@ def from_png(data: bytes, what: str = "screenshot") -> np.ndarray:
     with Image.open(io.BytesIO(data), formats=_FORMATS) as picture:
       if picture.width * picture.height > MAX_PIXELS:
         raise WireError(
-            f"{what} has {picture.width}x{picture.height} pixels, more than"
-            f" the {MAX_PIXELS} that are read"
+            f"{what} has {picture.width}x{picture.height} pixels; send at most"
+            f" {MAX_PIXELS}"
         )
       return np.asarray(picture.convert("RGB"))
   except WireError:
     raise
   except Exception as error:  # pylint: disable=broad-except
-    # Decoders raise what they like for bytes that are no picture.
+    # Decoders raise all kinds of exceptions for bytes that are no picture.
     raise WireError(f"{what} is no picture: {error}") from error
 
 
@@ -101,7 +100,8 @@ def from_numbers(
   return np.ascontiguousarray(pixels[:, :, :3], dtype=np.uint8)
 
 
-def screenshot_to_json(pixels: np.ndarray) -> dict[str, Any]:
+def screenshot_to_json(pixels: np.ndarray) -> Screenshot:
+  """uint8[H, W, 3] in JSON's form."""
   return {
       "format": "png",
       "width": int(pixels.shape[1]),
@@ -111,41 +111,59 @@ def screenshot_to_json(pixels: np.ndarray) -> dict[str, Any]:
 
 
 def screenshot_from_json(data: Any, what: str = "screenshot") -> np.ndarray:
-  """The pixels of `screenshot_to_json`'s form.
+  """uint8[H, W, 3] of a `Screenshot`, a base64 text or a data URI.
 
   Raises:
-    WireError: not of that form.
+    WireError: none of these.
+  """
+  return from_png(screenshot_file(data, what), what)
+
+
+def screenshot_file(data: Any, what: str = "screenshot") -> bytes:
+  """The picture file inside a `Screenshot`, a base64 text or a data URI.
+
+  Raises:
+    WireError: none of these.
   """
   text = data.get("data") if isinstance(data, Mapping) else data
   if not isinstance(text, str):
     raise WireError(
         f"{what} must be an object with 'data', a picture in base64; got"
-        f" {_short(data)}"
+        f" {json_models.short(data)}"
     )
   if text.startswith("data:"):
     text = text.partition(",")[2]
   try:
-    raw = base64.b64decode(text, validate=True)
+    return base64.b64decode(text, validate=True)
   except (binascii.Error, ValueError) as error:
     raise WireError(f"{what}.data is not base64: {error}") from None
-  return from_png(raw, what)
 
 
 # --- observations and verdicts ------------------------------------------------
 
 
+class Observation(TypedDict):
+  """What a gym shows after a start or a step."""
+
+  instruction: str
+  text: str
+  done: bool
+  info: dict[str, Any]
+  screenshot: NotRequired[Screenshot]
+
+
 def observation_to_json(
-    seen: base.Observation, *, picture: Mapping[str, Any] | None
-) -> dict[str, Any]:
+    seen: base.Observation, *, picture: Screenshot | None
+) -> Observation:
   """`picture` is `screenshot_to_json`'s, or None to leave it out."""
-  data: dict[str, Any] = {
+  data: Observation = {
       "instruction": seen.instruction,
       "text": seen.text,
       "done": bool(seen.done),
       "info": jsonable(seen.info),
   }
   if picture is not None:
-    data["screenshot"] = dict(picture)
+    data["screenshot"] = picture
   return data
 
 
@@ -155,10 +173,14 @@ def observation_from_json(data: Any) -> base.Observation:
     WireError: no observation with a screenshot.
   """
   if not isinstance(data, Mapping):
-    raise WireError(f"observation must be an object, got {_short(data)}")
+    raise WireError(
+        f"observation must be an object, got {json_models.short(data)}"
+    )
   info = data.get("info")
   if info is not None and not isinstance(info, Mapping):
-    raise WireError(f"observation.info must be an object, got {_short(info)}")
+    raise WireError(
+        f"observation.info must be an object, got {json_models.short(info)}"
+    )
   return base.Observation(
       screenshot_from_json(data.get("screenshot"), "observation.screenshot"),
       instruction=str(data.get("instruction") or ""),
@@ -179,7 +201,9 @@ def reward_of(reply: Any) -> tuple[float, bool]:
     WireError: none of them is there, or the score is no finite number.
   """
   if not isinstance(reply, Mapping):
-    raise WireError(f"an evaluation must be an object, got {_short(reply)}")
+    raise WireError(
+        f"an evaluation must be an object, got {json_models.short(reply)}"
+    )
   result = reply.get("result")
   result = result if isinstance(result, Mapping) else {}
   success = result.get("success")
@@ -198,7 +222,7 @@ def reward_of(reply: Any) -> tuple[float, bool]:
   if success is None:
     raise WireError(
         "an evaluation needs result.score, result.validators, reward, score or"
-        f" success; got {_short(reply)}"
+        f" success; got {json_models.short(reply)}"
     )
   return float(bool(success)), bool(success)
 
@@ -225,6 +249,118 @@ def _weighted(validators: Any) -> float | None:
 # --- actions ------------------------------------------------------------------
 
 
+Text = Annotated[str, pydantic.Field(max_length=MAX_TEXT)]
+_Key = Annotated[str, pydantic.Field(max_length=64)]
+_Pixels = Annotated[float, pydantic.Field(ge=-1e6, le=1e6)]
+_Share = Annotated[float, pydantic.Field(ge=0, le=1)]
+_MAX_S = 3_600.0
+_STRICT = pydantic.ConfigDict(
+    strict=True, allow_inf_nan=False, extra="forbid"
+)
+
+
+class _Fields(TypedDict, total=False):
+  """The fields of `GuiAction`, as a message may hold them."""
+
+  __pydantic_config__ = _STRICT
+
+  kind: Annotated[Kind, pydantic.Field(strict=False)]
+  x: _Pixels
+  y: _Pixels
+  x2: _Pixels
+  y2: _Pixels
+  button: Literal["left", "right", "middle", "back", "forward"]
+  count: Annotated[int, pydantic.Field(ge=1, le=3)]
+  dx: _Pixels
+  dy: _Pixels
+  text: Text
+  keys: Annotated[list[_Key], pydantic.Field(max_length=MAX_KEYS)]
+  duration: Annotated[float, pydantic.Field(ge=0, le=_MAX_S)]
+  success: bool
+
+
+class _GenvArgs(json_models.Request):
+  """Arguments of one of genv's actions."""
+
+  model_config = _STRICT
+
+  def to_action(self, width: int, height: int) -> gui_action.GuiAction:
+    """The action in pixels of a `width` x `height` screen."""
+    raise NotImplementedError
+
+
+class _Point(_GenvArgs):
+  x_norm: _Share
+  y_norm: _Share
+
+  def _xy(self, width: int, height: int) -> dict[str, float]:
+    return {"x": _pixel(self.x_norm, width), "y": _pixel(self.y_norm, height)}
+
+
+class _Tap(_Point):
+
+  def to_action(self, width, height):
+    return gui_action.GuiAction(Kind.CLICK, **self._xy(width, height))
+
+
+class _LongPress(_Point):
+  duration_ms: Annotated[
+      float, pydantic.Field(ge=0, le=_MAX_S * 1000)
+  ] | None = None
+
+  @property
+  def _seconds(self) -> float | None:
+    return None if self.duration_ms is None else self.duration_ms / 1000
+
+  def to_action(self, width, height):
+    return gui_action.GuiAction(
+        Kind.LONG_PRESS, **self._xy(width, height), duration=self._seconds
+    )
+
+
+class _Swipe(_LongPress):
+  x2_norm: _Share
+  y2_norm: _Share
+
+  def to_action(self, width, height):
+    return gui_action.GuiAction(
+        Kind.SWIPE,
+        **self._xy(width, height),
+        x2=_pixel(self.x2_norm, width),
+        y2=_pixel(self.y2_norm, height),
+        duration=self._seconds,
+    )
+
+
+class _Type(_GenvArgs):
+  text: Text
+
+  def to_action(self, width, height):
+    del width, height
+    return gui_action.GuiAction(Kind.TYPE, text=self.text)
+
+
+class _SystemKey(_GenvArgs):
+  key: Literal["home", "back", "menu", "enter"]
+
+  def to_action(self, width, height):
+    del width, height
+    return gui_action.GuiAction(Kind.SYSTEM_BUTTON, text=self.key)
+
+
+_GENV: dict[str, type[_GenvArgs]] = {
+    "tap": _Tap,
+    "swipe": _Swipe,
+    "type": _Type,
+    "key": _SystemKey,
+    "long_press": _LongPress,
+}
+
+
+def _pixel(share: float, size: int) -> float:
+  return min(share * size, size - 1.0)
+
+
 def action_from_json(
     data: Any, width: int, height: int
 ) -> gui_action.GuiAction:
@@ -234,11 +370,35 @@ def action_from_json(
     WireError: naming the field and what it may be.
   """
   if not isinstance(data, Mapping):
-    raise WireError(f"action must be an object, got {_short(data)}")
-  if "kind" in data:
-    return _own(data)
+    raise WireError(f"action must be an object, got {json_models.short(data)}")
+  try:
+    if "kind" in data:
+      given = {
+          k: v for k, v in data.items() if v is not None or k == "kind"
+      }
+      fields = json_models.validate(_Fields, given, "action")
+      return gui_action.GuiAction(**fields)
+    name = data.get("name")
+    if isinstance(name, str) and name in _GENV:
+      args = data.get("args")
+      if args is None:
+        args = {k: v for k, v in data.items() if k not in ("name", "args")}
+      if not isinstance(args, Mapping):
+        raise WireError(
+            f"action.args must be an object, got {json_models.short(args)}"
+        )
+      made = json_models.validate(_GENV[name], args, "action")
+      return made.to_action(width, height)
+  except ValueError as error:
+    text = str(error)
+    raise WireError(
+        text if text.startswith("action") else f"action: {text}"
+    ) from None
   if "name" in data:
-    return _genv(data, width, height)
+    raise WireError(
+        f"action.name must be one of {', '.join(_GENV)}; got"
+        f" {json_models.short(name)}"
+    )
   raise WireError(
       "action needs 'kind' (one of"
       f" {', '.join(k.value for k in Kind)}) or 'name' (one of"
@@ -246,99 +406,46 @@ def action_from_json(
   )
 
 
-def _own(data: Mapping[str, Any]) -> gui_action.GuiAction:
-  unknown = sorted(str(k) for k in data if k not in _FIELDS)
-  if unknown:
-    raise WireError(
-        f"action takes no {unknown[0]!r}; known: {', '.join(_FIELDS)}"
-    )
-  fields: dict[str, Any] = {}
-  for name, value in data.items():
-    if value is None and name != "kind":
-      continue
-    what = f"action.{name}"
-    if name in _NUMBERS:
-      value = number(value, what)
-      limit = _LONGEST_S if name == "duration" else _FAR
-      if abs(value) > limit or (name == "duration" and value < 0):
-        raise WireError(f"{what}={value:g} is out of range (up to {limit:g})")
-    elif name == "count":
-      if isinstance(value, bool) or not isinstance(value, int):
-        raise WireError(f"{what} must be 1, 2 or 3, got {_short(value)}")
-    elif name == "success":
-      if not isinstance(value, bool):
-        raise WireError(f"{what} must be true or false, got {_short(value)}")
-    elif name == "keys":
-      if not isinstance(value, (list, tuple)) or len(value) > MAX_KEYS:
-        raise WireError(
-            f"{what} must be a list of up to {MAX_KEYS} key names, got"
-            f" {_short(value)}"
-        )
-      value = tuple(_text(k, what, 64) for k in value)
-    else:
-      value = _text(value, what, MAX_TEXT)
-    fields[name] = value
-  try:
-    return gui_action.GuiAction(**fields)
-  except ValueError as error:
-    raise WireError(f"action: {error}") from None
+def kind_schemas(extra: Mapping[str, Any] | None = None) -> list[Any]:
+  """A JSON Schema of each kind of `GuiAction`, with `extra` properties."""
+  known = json_models.adapter(_Fields).json_schema()["properties"]
+  known["keys"]["minItems"] = 1
+  found = []
+  for kind in Kind:
+    required, optional = gui_action.fields_of(kind)
+    fields = {
+        n: s for n, s in known.items() if n in required or n in optional
+    }
+    found.append({
+        "type": "object",
+        "properties": {
+            "kind": {"const": kind.value}, **fields, **(extra or {}),
+        },
+        "required": ["kind", *sorted(required)],
+        "additionalProperties": False,
+    })  # pyformat: disable
+  return found
 
 
-def _genv(
-    data: Mapping[str, Any], width: int, height: int
-) -> gui_action.GuiAction:
-  name = data["name"]
-  if not isinstance(name, str) or name not in _GENV:
-    raise WireError(
-        f"action.name must be one of {', '.join(_GENV)}; got {_short(name)}"
-    )
-  args = data.get("args")
-  if args is None:
-    args = {k: v for k, v in data.items() if k != "name"}
-  if not isinstance(args, Mapping):
-    raise WireError(f"action.args must be an object, got {_short(args)}")
-  unknown = sorted(str(k) for k in args if k not in _GENV[name])
-  if unknown:
-    raise WireError(
-        f"action {name!r} takes no {unknown[0]!r}; known:"
-        f" {', '.join(_GENV[name])}"
-    )
+def _action_schema() -> dict[str, Any]:
+  """JSON Schema of both vocabularies."""
+  genv = []
+  for name, args in _GENV.items():
+    genv.append({
+        "type": "object",
+        "properties": {
+            "name": {"const": name},
+            "args": json_models.adapter(args).json_schema(),
+        },
+        "required": ["name", "args"],
+    })
+  return {"anyOf": [*kind_schemas(), *genv]}
 
-  def pixel(axis: str, size: int) -> float:
-    share = number(args.get(axis), f"action.{axis}")
-    if not 0 <= share <= 1:
-      raise WireError(f"action.{axis} must be in [0, 1], got {share:g}")
-    return min(share * size, size - 1.0)
 
-  if name == "type":
-    return gui_action.GuiAction(
-        Kind.TYPE, text=_text(args.get("text"), "action.text", MAX_TEXT)
-    )
-  if name == "key":
-    key = args.get("key")
-    if key not in _SYSTEM_KEYS:
-      raise WireError(
-          f"action.key must be one of {', '.join(_SYSTEM_KEYS)}; got"
-          f" {_short(key)}"
-      )
-    return gui_action.GuiAction(Kind.SYSTEM_BUTTON, text=key)
-  x, y = pixel("x_norm", width), pixel("y_norm", height)
-  if name == "tap":
-    return gui_action.GuiAction(Kind.CLICK, x=x, y=y)
-  duration = None
-  if args.get("duration_ms") is not None:
-    duration = number(args["duration_ms"], "action.duration_ms") / 1000
-    if not 0 <= duration <= _LONGEST_S:
-      raise WireError(
-          f"action.duration_ms must be in [0, {_LONGEST_S * 1000:g}], got"
-          f" {duration * 1000:g}"
-      )
-  if name == "long_press":
-    return gui_action.GuiAction(Kind.LONG_PRESS, x=x, y=y, duration=duration)
-  return gui_action.GuiAction(
-      Kind.SWIPE, x=x, y=y, x2=pixel("x2_norm", width),
-      y2=pixel("y2_norm", height), duration=duration,
-  )  # pyformat: disable
+Action = Annotated[
+    dict[str, Any], pydantic.WithJsonSchema(_action_schema())
+]
+"""An action in a message; `action_from_json` checks and converts it."""
 
 
 # --- values -------------------------------------------------------------------
@@ -371,33 +478,12 @@ def number(value: Any, what: str) -> float:
   """
   try:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-      raise WireError(f"{what} must be a number, got {_short(value)}")
+      raise WireError(
+          f"{what} must be a number, got {json_models.short(value)}"
+      )
     found = float(value)
   except OverflowError:
     found = math.inf
   if not math.isfinite(found):
-    raise WireError(f"{what} must be finite, got {_short(value)}")
+    raise WireError(f"{what} must be finite, got {json_models.short(value)}")
   return found
-
-
-def _text(value: Any, what: str, limit: int) -> str:
-  if not isinstance(value, str):
-    raise WireError(f"{what} must be a string, got {_short(value)}")
-  if len(value) > limit:
-    raise WireError(
-        f"{what} has {len(value)} characters, more than the {limit} that a"
-        " message may have"
-    )
-  try:
-    value.encode()
-  except UnicodeEncodeError as error:
-    # Nothing that is written or shown later could hold it.
-    raise WireError(
-        f"{what} has half a surrogate pair at character {error.start}"
-    ) from None
-  return value
-
-
-def _short(value: Any) -> str:
-  text = repr(value)
-  return text if len(text) <= 80 else text[:77] + "..."

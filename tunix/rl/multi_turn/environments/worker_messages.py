@@ -1,8 +1,9 @@
-"""What parent and worker tell each other: JSON, and pixels as they are.
+"""Encodes messages between a server and its workers: JSON and raw pixels.
 
 A message is the length of its JSON (4 bytes, big-endian), the JSON, and the
-bytes of the screenshot whose shape the JSON gives, if there is one. Nothing of
-a message is ever evaluated or imported, whoever wrote it.
+bytes of the screenshot whose shape the JSON gives, if there is one.
+
+Promises: decoding never evaluates or imports any part of a message.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ def encode(message: dict[str, Any], value: Any = None) -> bytes:
   """A message.
 
   Args:
-    message: JSON values, but for `value`.
-    value: what is sent with it: None, JSON, or a Task, GuiAction, Observation
-      or Evaluation.
+    message: JSON values.
+    value: sent with it: None, JSON, or a Task, GuiAction, Observation or
+      Evaluation.
 
   Raises:
-    TypeError: something in it has no JSON.
+    TypeError: it holds a value that JSON cannot.
   """
   pixels = b""
   kind = "json"
@@ -64,7 +65,7 @@ def decode(data: bytes) -> tuple[dict[str, Any], Any]:
   """(message, value) of `encode`.
 
   Raises:
-    ValueError: it is no such message.
+    ValueError: `data` is no such message.
   """
   try:
     (length,) = _LENGTH.unpack_from(data)
@@ -81,10 +82,10 @@ def decode(data: bytes) -> tuple[dict[str, Any], Any]:
 
 
 def _plain(value: Any) -> Any:
-  """JSON of what gyms like to put into `info`."""
+  """JSON of the arrays that gyms put into `info`."""
   if isinstance(value, (np.ndarray, np.generic)):
     return value.tolist()
   raise TypeError(
-      f"{type(value).__name__} {value!r:.80} has no JSON; a gym in a process of"
-      " its own is told, and tells, JSON values only"
+      f"{type(value).__name__} {value!r:.80} has no JSON; a gym in a worker"
+      " process receives and returns JSON values only"
   )

@@ -1,12 +1,14 @@
-"""Gyms in processes of their own, behind the `Gym` protocol.
+"""Runs gyms in worker processes, behind the `Gym` protocol.
 
 `GymWorkers` keeps a number of processes; each gym that it makes lives in the
-least busy one. Promises: when a process dies, whatever the cause, the calls
-into its gyms raise `WorkerDiedError` at once, gyms of other processes do not
-notice, and a new process takes its place; a process ends with its parent.
+least busy one.
 
-Does not protect the machine from what a gym does: a process is a wall against
-crashes and memory, not against malice.
+Promises: when a process dies, whatever the cause, the calls into its gyms raise
+`WorkerDiedError` at once, gyms of other processes go on, and a new process
+takes its place; a process ends with its parent.
+
+Does not protect the machine from a gym: a process is a wall against crashes
+and memory, not against malice.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ _LOG = logging.getLogger(__name__)
 
 
 class WorkerDiedError(RuntimeError):
-  """The process that held the gym is gone."""
+  """The worker process of the gym has ended."""
 
   code = "worker_died"
 
 
 class WorkerGymError(RuntimeError):
-  """The gym raised, in its process; the message names what."""
+  """The gym raised, in its process; the message holds the exception."""
 
 
 class WorkerGym:
-  """A gym that lives in a worker; see `GymWorkers.make`."""
+  """A gym in a worker process; `GymWorkers.make` returns it."""
 
   def __init__(self, worker: _Worker, settings: Mapping[str, Any]):
     self._worker = worker
@@ -50,7 +52,7 @@ class WorkerGym:
 
   @property
   def lost(self) -> bool:
-    """Whether its process is gone."""
+    """Whether its process has ended."""
     return not self._worker.alive
 
   async def start(self, task: base.Task) -> base.Observation:
@@ -66,7 +68,7 @@ class WorkerGym:
     return await self._worker.call(self._id, "evaluate")
 
   async def close(self) -> None:
-    """Idempotent; a gym whose process is gone is closed."""
+    """Idempotent; a no-op when the process has ended."""
     if self._id not in self._worker.gyms:
       return
     self._worker.gyms.discard(self._id)
@@ -77,13 +79,13 @@ class WorkerGym:
 
 
 class GymWorkers:
-  """Processes that hold gyms; belongs to one event loop."""
+  """A pool of gym processes; belongs to one event loop."""
 
   def __init__(self, count: int, *, imports: Sequence[str] = ()):
     """Args:
 
-      count: of processes.
-      imports: modules that they import first, e.g. to register gyms.
+      count: number of processes.
+      imports: modules that each imports first, e.g. to register gyms.
 
     Raises:
       ValueError: count < 1.
@@ -91,8 +93,8 @@ class GymWorkers:
     if count < 1:
       raise ValueError(f"workers={count} must be >= 1")
     self._imports = tuple(imports)
-    # Forked from a process that has imported what all of them need, and that
-    # has no threads; importing anew takes seconds.
+    # The fork server has imported the gyms' packages and has no threads: a
+    # fork of it starts at once, importing takes seconds.
     self._context = multiprocessing.get_context("forkserver")
     self._context.set_forkserver_preload([__name__, *self._imports])
     self._workers: list[_Worker | None] = [None] * count
@@ -101,17 +103,17 @@ class GymWorkers:
 
   @property
   def pids(self) -> tuple[int, ...]:
-    """Of the processes that run, in no order."""
+    """Process ids of the live workers, unordered."""
     return tuple(w.pid for w in self._workers if w is not None and w.alive)
 
   async def make(self, settings: Mapping[str, Any]) -> WorkerGym:
-    """A gym of `{"name": …, and its settings}`, in the least busy process.
+    """A gym in the least busy process; `settings` hold its name, too.
 
     Raises:
-      RuntimeError: closed, or no process can be started.
+      RuntimeError: closed, or no process starts.
     """
     if self._closed:
-      raise RuntimeError("the workers are closed")
+      raise RuntimeError("the gym workers are closed; make new ones")
     for i, worker in enumerate(self._workers):
       if worker is None or not worker.alive:
         self.deaths += worker is not None
@@ -119,7 +121,7 @@ class GymWorkers:
     return WorkerGym(min(self._workers, key=lambda w: len(w.gyms)), settings)
 
   async def aclose(self) -> None:
-    """Ends the processes, by force after a few seconds."""
+    """Ends the processes; kills them after a few seconds."""
     self._closed = True
     workers = [w for w in self._workers if w is not None]
     await asyncio.gather(
@@ -154,10 +156,10 @@ class _Worker:
       raise self._died()
     number = next(self._numbers)
     message = {"number": number, "gym": gym, "name": name}
-    told = worker_messages.encode(message, argument)
+    sent = worker_messages.encode(message, argument)
     future = self._calls[number] = self._loop.create_future()
     try:
-      self._pipe.send_bytes(told)
+      self._pipe.send_bytes(sent)
       return await future
     except (OSError, ValueError) as error:
       self._lost()
@@ -175,7 +177,7 @@ class _Worker:
       self._calls.pop(number, None)
 
   def _read(self) -> None:
-    """In a thread: answers to whom they are for, until the process ends."""
+    """Thread: hands answers to their callers until the process ends."""
     try:
       while True:
         message, value = worker_messages.decode(self._pipe.recv_bytes())
@@ -183,13 +185,13 @@ class _Worker:
             self._answer, message["number"], value, message["error"]
         )
     except Exception as error:  # pylint: disable=broad-except
-      # The end of the pipe, or half a message of a process that was killed.
+      # End of the pipe, or half a message from a killed process.
       if not isinstance(error, (EOFError, OSError)):
-        _LOG.error("worker %s sent what cannot be read: %r", self.pid, error)
+        _LOG.error("worker %s sent an unreadable message: %r", self.pid, error)
     try:
       self._loop.call_soon_threadsafe(self._lost)
     except RuntimeError:
-      pass  # The loop is closed: nobody waits.
+      pass  # The loop is closed: no caller waits.
 
   def _answer(self, number: int, value: Any, error: Any) -> None:
     future = self._calls.get(number)
@@ -218,7 +220,7 @@ class _Worker:
     )
 
   def close(self) -> None:
-    """Blocks for a few seconds at most."""
+    """Ends the process; blocks for up to 10 seconds."""
     try:
       self._pipe.send_bytes(worker_messages.encode({"name": "end"}))
     except (OSError, ValueError):
@@ -227,7 +229,7 @@ class _Worker:
     if self._process.is_alive():
       self._process.kill()
       self._process.join(5.0)
-    # The loop that would be told of its end may have ended before.
+    # The loop that `_read` reports to may have ended before.
     self.alive = self._process.is_alive()
     self._pipe.close()
 
@@ -237,14 +239,14 @@ class _Worker:
 
 def _serve(pipe: Any, imports: tuple[str, ...]) -> None:
   """The process's main function."""
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent says when.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
   for name in imports:
     importlib.import_module(name)
   asyncio.run(_answer_calls(pipe))
 
 
 async def _answer_calls(pipe: Any) -> None:
-  from tunix.rl.multi_turn.environments import registry  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.environments.gyms import registry  # pylint: disable=g-import-not-at-top
 
   loop = asyncio.get_running_loop()
   ended = asyncio.Event()
@@ -253,16 +255,16 @@ async def _answer_calls(pipe: Any) -> None:
 
   def send(number: int, value: Any, error: Any) -> None:
     message = {"number": number, "error": error}
-    told = worker_messages.encode(message, value)
+    sent = worker_messages.encode(message, value)
     try:
-      pipe.send_bytes(told)
+      pipe.send_bytes(sent)
     except OSError:
       ended.set()
 
   async def run(number: int, gym: int, name: str, argument: Any) -> None:
     try:
       if name == "make":
-        gyms[gym] = registry.gym_from_config(argument)
+        gyms[gym] = registry.from_config(argument)
         value = None
       else:
         target = gyms.pop(gym, None) if name == "close" else gyms[gym]
@@ -282,7 +284,7 @@ async def _answer_calls(pipe: Any) -> None:
     try:
       message, argument = worker_messages.decode(pipe.recv_bytes())
     except (EOFError, OSError):
-      message = {"name": "end"}  # The parent is gone.
+      message = {"name": "end"}  # The parent has ended.
     if message["name"] == "end":
       loop.remove_reader(pipe.fileno())
       ended.set()
@@ -304,4 +306,4 @@ async def _answer_calls(pipe: Any) -> None:
     try:
       await concurrency.acall(gym.close, seconds=2.0)
     except Exception:  # pylint: disable=broad-except
-      pass  # The process ends; so does what it holds.
+      pass  # The process ends, with all that it holds.

@@ -157,7 +157,7 @@ class Packer:
         targets_by[buffer] += item.targets
       used_patches = max(used_patches, *by_buffer.values())
       used_targets = max(used_targets, *targets_by.values())
-    roomy_patches = _round_up(used_patches, 1.1, 32 * ppt)
+    roomy_patches = _round_up(used_patches, 1.1, 32 * max(ppt, 1))
     roomy_targets = _round_up(used_targets, 1.1, 32)
     return dataclasses.replace(
         most,

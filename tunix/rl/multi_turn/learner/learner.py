@@ -383,7 +383,7 @@ class Learner:
       raise ValueError(
           f"{len(long)} of {len(examples)} sequences are longer than"
           f" row_length={row_length} tokens (the longest has {worst}); raise"
-          " learner.row_length, lower rollout.context_length, or leave them"
+          " learner.row_length, lower engine.context_length, or leave them"
           " out with learner.overlong=drop"
       )
     return (

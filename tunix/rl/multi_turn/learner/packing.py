@@ -32,7 +32,8 @@ class BatchShape:
     rows: B, a multiple of `buffers`.
     row_length: T.
     buffers: S.
-    patches: P, a multiple of the processor's patches a token.
+    patches: P, a multiple of the processor's patches a token; 0 for a text
+      policy.
     targets: M.
   """
 
@@ -44,9 +45,10 @@ class BatchShape:
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
-      if getattr(self, field.name) <= 0:
+      least = 0 if field.name == "patches" else 1
+      if getattr(self, field.name) < least:
         raise ValueError(
-            f"BatchShape.{field.name} must be > 0, got"
+            f"BatchShape.{field.name} must be >= {least}, got"
             f" {getattr(self, field.name)}"
         )
     if self.rows % self.buffers:
@@ -100,7 +102,8 @@ class PackStats:
     }
     if self.batches:
       out["packing_efficiency"] = self.row_tokens / self.row_capacity
-      out["patch_efficiency"] = self.patches / self.patch_capacity
+      if self.patch_capacity:
+        out["patch_efficiency"] = self.patches / self.patch_capacity
     return out
 
 

@@ -1,8 +1,8 @@
-"""The Training Monitor: what a run did, in a database that people can read.
+"""The Training Monitor: records runs in a database and shows them.
 
-`schema` is the database, `server` takes batches and answers questions about
-them, `dashboard` is pages over it, `app` serves both and `serve` is the
-command; `client` is what a training process holds. The arrows point one way:
-`train` attaches the client as an observer; the collector and the learner know
-nothing of it. No JAX here.
+`schema` defines the database, `server` takes batches and answers queries,
+`dashboard` renders pages, `app` serves both and `serve` is the command;
+`client` sends a training's events. `settings` is the run's section `monitor`.
+Imports point one way: `run` attaches the client as an observer; the collector
+and the learner do not import it. No JAX here.
 """

@@ -1,6 +1,6 @@
 """`python -m tunix.rl.multi_turn.monitor`; see `serve`.
 
-`courier` as its only word is no command of a user's: see `client.courier`.
+`uploader` as its only argument starts a run's uploader: see `client.uploader`.
 
 Run as a file (`python -P …/monitor/__main__.py`) it does the same without the
 packages above it: upstream's `tunix` imports JAX, Flax and Orbax with its name,
@@ -29,7 +29,7 @@ if __name__ == "__main__":
   if not __package__:
     _alone()
   try:
-    if sys.argv[1:] == ["courier"]:
+    if sys.argv[1:] == ["uploader"]:
       from tunix.rl.multi_turn.monitor.client import uploader as program
     else:
       from tunix.rl.multi_turn.monitor import serve as program
@@ -39,8 +39,8 @@ if __name__ == "__main__":
         file=sys.stderr,
     )
     sys.exit(2)
-  # Rows pass through here by the thousand and leave no circles behind. Looking
-  # for them, in all modules again and again, was a twelfth of the work.
+  # Rows pass through by the thousand and leave no cycles. Looking for cycles in
+  # all modules again and again was a twelfth of the work.
   gc.collect()
   gc.freeze()
   gc.set_threshold(*_COLLECT)

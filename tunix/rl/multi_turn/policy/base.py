@@ -1,4 +1,4 @@
-"""Defines the interface of every VL policy: inputs, processor, model.
+"""Defines the protocols of a policy, its processor and their batches.
 
 `PolicyInputs` is the one batch format: training packs several sequences into
 a row, the rollout engine pads one to a row. All data that depends on image
@@ -76,7 +76,12 @@ class PatchedImage:
 
 
 class Processor(Protocol):
-  """Host side of a policy: sizes, patches, positions. Numpy only."""
+  """Host side of a policy: sizes, patches, positions. Numpy only.
+
+  A text policy's `patches_per_token` is 0: there are no patch buffers, nothing
+  is encoded, and `num_image_tokens` and `patchify` raise a ValueError that
+  names the policy.
+  """
 
   patch_bytes: int  # F
   patches_per_token: int  # P / V
@@ -116,7 +121,8 @@ class Policy(Protocol):
 
     Segments are int32 numbers of images, 0 for padding; or bool, where each
     buffer holds one image, True on its patches.
-    The policy decides the axes after V: D, or several of them.
+    The policy decides the axes after V: D, or several of them. A text policy
+    gives an array without elements.
     """
     ...
 

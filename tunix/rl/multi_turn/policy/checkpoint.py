@@ -2,7 +2,8 @@
 
 The rest of the project gets a model here, with the host side and the tokenizer
 that belong to it. `model_type` in a directory's config.json names its
-architecture: TinyVL, or a checkpoint of Qwen2.5-VL or Qwen3-VL as published.
+architecture: TinyVL, or a checkpoint of Qwen2.5(-VL) or Qwen3(-VL) as
+published.
 
 Loading is strict: a missing, extra or misshapen tensor is an error that names
 it. With a mesh each tensor goes straight to its shards.
@@ -17,15 +18,21 @@ from typing import Any
 import jax
 import tokenizers
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import custom_policy
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import qwen_text
+from tunix.rl.multi_turn.policy import qwen_text_checkpoint
+from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.policy import tiny_vl_checkpoint
 
 Loaded = tuple[Any, base.Processor, tokenizers.Tokenizer]
 """(model, processor, tokenizer); the model is a `base.Policy`."""
+
+SMALL = (*qwen_checkpoint.SMALL, *qwen_text_checkpoint.SMALL)
+"""Published architectures at sizes for a CPU, by name."""
 
 resolve = policy_files.resolve
 load_tokenizer = policy_files.load_tokenizer
@@ -43,7 +50,7 @@ def create_policy(
   """A policy with fresh weights.
 
   Args:
-    size: a key of `tiny_vl.SIZES` or of `qwen_checkpoint.SMALL`.
+    size: a key of `tiny_vl.SIZES`, or of `SMALL`.
     seed: of the weights.
     tokenizer: a directory with the tokenizer's files, or a shipped name.
     mesh: where to put the weights; None is the default device.
@@ -57,12 +64,13 @@ def create_policy(
   for family, sizes in (
       (tiny_vl_checkpoint, tiny_vl.SIZES),
       (qwen_checkpoint, qwen_checkpoint.SMALL),
+      (qwen_text_checkpoint, qwen_text_checkpoint.SMALL),
   ):
     if size in sizes:
       return family.create(size, seed, tokenizer, mesh, screen, **changes)
   raise ValueError(
       f"no policy is called {size!r}; known:"
-      f" {', '.join([*tiny_vl.SIZES, *qwen_checkpoint.SMALL])}"
+      f" {', '.join([*tiny_vl.SIZES, *SMALL])}"
   )
 
 
@@ -116,15 +124,18 @@ def save_policy(
     model: the policy.
     tokenizer: directory or shipped name whose tokenizer files are copied.
     dtype: of the stored tensors: "float32", or "float16" (TinyVL), or
-      "bfloat16" (Qwen-VL).
+      "bfloat16" (Qwen).
 
   Returns:
     The directory.
   """
   directory = pathlib.Path(path)
   directory.mkdir(parents=True, exist_ok=True)
-  qwen = isinstance(model, qwen_vl.QwenVL)
-  family = qwen_checkpoint if qwen else tiny_vl_checkpoint
+  if isinstance(model.config, qwen_text_config.QwenTextConfig):
+    family: Any = qwen_text_checkpoint
+  else:
+    qwen = isinstance(model, qwen_text.QwenText)
+    family = qwen_checkpoint if qwen else tiny_vl_checkpoint
   family.save(directory, model, tokenizer, dtype)
   return directory
 
@@ -150,7 +161,8 @@ def check(path: str | pathlib.Path, model: Any, **changes: Any) -> None:
   differing = [
       name
       for name in {**old, **new}
-      if name not in qwen_config.RUN_FIELDS and old.get(name) != new.get(name)
+      if name not in (*qwen_config.RUN_FIELDS, "banned_token_ids")
+      and old.get(name) != new.get(name)
   ]
   if differing:
     name = differing[0]
@@ -163,11 +175,13 @@ def check(path: str | pathlib.Path, model: Any, **changes: Any) -> None:
 
 def _family(directory: pathlib.Path) -> Any:
   kind = policy_files.model_type(directory)
-  if kind == tiny_vl_checkpoint.MODEL_TYPE:
-    return tiny_vl_checkpoint
-  if kind in qwen_checkpoint.FAMILIES:
-    return qwen_checkpoint
-  known = (tiny_vl_checkpoint.MODEL_TYPE, *qwen_checkpoint.FAMILIES)
+  known = {tiny_vl_checkpoint.MODEL_TYPE: tiny_vl_checkpoint}
+  known |= dict.fromkeys(qwen_checkpoint.FAMILIES, qwen_checkpoint)
+  known |= dict.fromkeys(qwen_text_checkpoint.FAMILIES, qwen_text_checkpoint)
+  if kind in known:
+    return known[kind]
+  if kind == custom_policy.MODEL_TYPE:
+    raise ValueError(custom_policy.refusal(directory))
   raise ValueError(
       f"{directory} holds a model of type {kind!r}; policies here are"
       f" {', '.join(known)}"

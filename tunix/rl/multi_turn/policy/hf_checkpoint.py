@@ -31,6 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_text
+from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import tensor_files
@@ -82,7 +84,8 @@ class Tensor:
     self.stacked = bool(metadata.get("stacked"))
     shape = tuple(variable.shape)
     names = [str(part) for part in path]
-    prefix = "" if names[0] == "lm_head" else "model."
+    # A text model's decoder is called "model" already.
+    prefix = "" if names[0] in ("lm_head", "model") else "model."
     if self.stacked:
       at = names.index("layers") + 1
       self.keys = tuple(
@@ -207,13 +210,13 @@ def load_model(
     directory: str | pathlib.Path,
     mesh: jax.sharding.Mesh | None = None,
     **changes: Any,
-) -> qwen_vl.QwenVL:
+) -> qwen_text.QwenText:
   """A policy with the weights of a checkpoint directory.
 
   Args:
     directory: with config.json and safetensors files.
     mesh: where the weights lie; None is the default device.
-    **changes: run-time fields of `QwenVLConfig`: compute_dtype, param_dtype,
+    **changes: run-time fields of the config: compute_dtype, param_dtype,
       remat, ….
 
   Raises:
@@ -234,7 +237,7 @@ def load_model(
   return model
 
 
-def check(directory: str | pathlib.Path, model: qwen_vl.QwenVL) -> None:
+def check(directory: str | pathlib.Path, model: qwen_text.QwenText) -> None:
   """Whether a directory's tensors fit `model`; reads none of them.
 
   Raises:
@@ -245,16 +248,24 @@ def check(directory: str | pathlib.Path, model: qwen_vl.QwenVL) -> None:
   _resolve_keys(tensors_of(model), files, model.config.tie_word_embeddings)
 
 
+def model_class(config: qwen_text_config.AnyConfig) -> type:
+  """The policy class of a config."""
+  if isinstance(config, qwen_text_config.QwenTextConfig):
+    return qwen_text.QwenText
+  return qwen_vl.QwenVL
+
+
 def abstract_model(
-    config: qwen_config.QwenVLConfig, mesh: jax.sharding.Mesh | None = None
-) -> qwen_vl.QwenVL:
+    config: qwen_text_config.AnyConfig, mesh: jax.sharding.Mesh | None = None
+) -> qwen_text.QwenText:
   """The policy with shapes in place of weights."""
-  return nnx.eval_shape(lambda: qwen_vl.QwenVL(config, nnx.Rngs(0), mesh))
+  kind = model_class(config)
+  return nnx.eval_shape(lambda: kind(config, nnx.Rngs(0), mesh))
 
 
 def load_config(
     directory: str | pathlib.Path, **changes: Any
-) -> qwen_config.QwenVLConfig:
+) -> qwen_text_config.AnyConfig:
   """The configuration of a checkpoint directory.
 
   Raises:
@@ -269,12 +280,13 @@ def load_config(
     )
   raw = tensor_files.read_json(file)
   family = raw.get("model_type")
-  if family not in qwen_config.FAMILIES:
-    raise ValueError(
-        f"{file} holds model_type={family!r}; give a checkpoint of one of"
-        f" {', '.join(qwen_config.FAMILIES)}"
-    )
-  return qwen_config.from_hf(raw, **changes)
+  for families in (qwen_config, qwen_text_config):
+    if family in families.FAMILIES:
+      return families.from_hf(raw, **changes)
+  raise ValueError(
+      f"{file} holds model_type={family!r}; give a checkpoint of one of"
+      f" {', '.join((*qwen_config.FAMILIES, *qwen_text_config.FAMILIES))}"
+  )
 
 
 def _read_placed(
@@ -338,7 +350,7 @@ def _read_part(
 
 def save_model(
     directory: str | pathlib.Path,
-    model: qwen_vl.QwenVL,
+    model: qwen_text.QwenText,
     source: str | pathlib.Path | None = None,
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -447,7 +459,7 @@ def _take_place(
 
 
 def _config_json(
-    model: qwen_vl.QwenVL, source: str | pathlib.Path | None, stored: str
+    model: qwen_text.QwenText, source: str | pathlib.Path | None, stored: str
 ) -> dict[str, Any]:
   """The content of config.json: the source's own, or the model's.
 
@@ -455,12 +467,16 @@ def _config_json(
     ValueError: the source's is of another model.
   """
   if source is None:
-    config = qwen_config.to_hf(model.config)
+    config = _to_hf(model.config)
   else:
-    run = {f: getattr(model.config, f) for f in qwen_config.RUN_FIELDS}
-    theirs = load_config(source, **run)
+    theirs = load_config(source)
+    decided = qwen_text_config.run_fields(theirs)
     for field in dataclasses.fields(theirs):
-      got, want = (getattr(c, field.name) for c in (theirs, model.config))
+      if field.name in decided:
+        continue
+      got, want = (
+          getattr(c, field.name, "absent") for c in (theirs, model.config)
+      )
       if got != want:
         raise ValueError(
             f"config.json in {source} is of another model: {field.name} is"
@@ -478,6 +494,12 @@ def _config_json(
           for k, v in config[part].items()
       }
   return config
+
+
+def _to_hf(config: qwen_text_config.AnyConfig) -> dict[str, Any]:
+  if isinstance(config, qwen_text_config.QwenTextConfig):
+    return qwen_text_config.to_hf(config)
+  return qwen_config.to_hf(config)
 
 
 def _on_host(tensor: Tensor, layer: int, dtype: str) -> np.ndarray:

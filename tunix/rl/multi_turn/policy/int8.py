@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen_decoder
-from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import qwen_text
 
 Path = tuple[str, ...]
 
@@ -61,11 +61,11 @@ class Converter:
       model: the policy that is copied; held until `copy`.
 
     Raises:
-      ValueError: not a Qwen-VL policy, or an int8 copy already.
+      ValueError: not a Qwen policy, or an int8 copy already.
     """
-    if not isinstance(model, qwen_vl.QwenVL):
+    if not isinstance(model, qwen_text.QwenText):
       raise ValueError(
-          f"int8 weights are for Qwen-VL policies, not {type(model).__name__};"
+          f"int8 weights are for Qwen policies, not {type(model).__name__};"
           " roll out with the weights as they are"
       )
     refuse(model)
@@ -73,7 +73,7 @@ class Converter:
     self._paths = {(*path, name) for path, _, name in _matrices(model)}
     self._last: dict[Path, tuple[Any, jax.Array, jax.Array]] = {}
 
-  def copy(self) -> qwen_vl.QwenVL:
+  def copy(self) -> qwen_text.QwenText:
     """The copy of the policy; shares arrays that are not rounded."""
     copy = nnx.clone(self._model)
     self._model = None
@@ -108,7 +108,7 @@ class Converter:
     return last[1:]
 
 
-def quantized(model: Any) -> qwen_vl.QwenVL:
+def quantized(model: Any) -> qwen_text.QwenText:
   """A copy of a policy whose decoder's matrices are int8; see `Converter`."""
   return Converter(model).copy()
 
@@ -129,12 +129,14 @@ def refuse(model: nnx.Module) -> None:
 
 
 def _matrices(
-    model: qwen_vl.QwenVL,
+    model: qwen_text.QwenText,
 ) -> Iterator[tuple[Path, nnx.Module, str]]:
   """(path, module, attribute) of each matrix to round."""
-  for path, module in nnx.iter_modules(model.language_model):
+  for path, module in nnx.iter_modules(model):
+    if path[:1] == ("visual",):
+      continue
     for name in _names(module):
-      yield ("language_model", *map(str, path)), module, name
+      yield tuple(map(str, path)), module, name
 
 
 @functools.singledispatch

@@ -27,7 +27,7 @@ import numpy as np
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import layers
-from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
 
 TARGETS = (
@@ -105,7 +105,7 @@ def ends_with(name: str, target: str) -> bool:
 
 
 def add(
-    model: qwen_vl.QwenVL,
+    model: qwen_text.QwenText,
     rank: int = 16,
     alpha: float = 32.0,
     targets: Sequence[str] = TARGETS,

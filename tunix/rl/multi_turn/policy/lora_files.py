@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import numpy as safetensors_numpy
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import tensor_files
 
 CONFIG = "adapter_config.json"
@@ -53,7 +53,7 @@ _NEUTRAL = {
 
 def save(
     directory: str | pathlib.Path,
-    model: qwen_vl.QwenVL,
+    model: qwen_text.QwenText,
     base_model_name: str = "",
 ) -> pathlib.Path:
   """Writes the adapter alone, as PEFT does.
@@ -142,7 +142,7 @@ def _target_modules(
   return short if meant == names else sorted(names)
 
 
-def load(directory: str | pathlib.Path, model: qwen_vl.QwenVL) -> None:
+def load(directory: str | pathlib.Path, model: qwen_text.QwenText) -> None:
   """Gives the model an adapter from PEFT's files, in place.
 
   Of any dtype there; float32 here, on the mesh that the weights lie on.

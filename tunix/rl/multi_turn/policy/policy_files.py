@@ -65,11 +65,17 @@ def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
 def copy_tokenizer(
     source: str | pathlib.Path, directory: pathlib.Path
 ) -> None:
-  """Copies the tokenizer's files of a policy directory or shipped name."""
+  """Copies the tokenizer's files of a policy directory or shipped name.
+
+  Only tokenizer.json has to be there: published checkpoints differ in where
+  they keep the chat template.
+  """
   source = resolve(source)
   if source.resolve() != directory.resolve():
+    file_of(source, "tokenizer.json")
     for name in TOKENIZER_FILES:
-      shutil.copyfile(file_of(source, name), directory / name)
+      if (source / name).is_file():
+        shutil.copyfile(source / name, directory / name)
 
 
 def named_parameters(model: nnx.Module) -> dict[str, jax.Array]:

@@ -18,6 +18,8 @@ import tokenizers
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_text
+from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
 from tunix.rl.multi_turn.policy import qwen_vl_sizes
@@ -298,13 +300,14 @@ def _fresh(
 
 
 def random_model(
-    config: qwen_config.QwenVLConfig,
+    config: qwen_text_config.AnyConfig,
     seed: int = 0,
     mesh: jax.sharding.Mesh | None = None,
-) -> qwen_vl.QwenVL:
+) -> qwen_text.QwenText:
   """Fresh weights, made where they shall lie: none is ever whole elsewhere."""
+  kind = hf_checkpoint.model_class(config)
   if mesh is None:
-    return qwen_vl.QwenVL(config, nnx.Rngs(seed))
+    return kind(config, nnx.Rngs(seed))
   abstract = hf_checkpoint.abstract_model(config, mesh)
   graph, state = nnx.split(abstract)
   place = jax.tree.map(
@@ -314,6 +317,6 @@ def random_model(
   )
 
   def build() -> nnx.State:
-    return nnx.state(qwen_vl.QwenVL(config, nnx.Rngs(seed), mesh))
+    return nnx.state(kind(config, nnx.Rngs(seed), mesh))
 
   return nnx.merge(graph, jax.jit(build, out_shardings=place)())

@@ -277,26 +277,26 @@ def _check(
     family: str, text: Mapping[str, Any], vision: Mapping[str, Any]
 ) -> None:
   """Refuses fields that ask for more than is computed here."""
-  _refuse(
+  refuse(
       text.get("hidden_act", "silu") != "silu",
       f"text hidden_act={text.get('hidden_act')!r}, only silu is known",
   )
   act = vision.get("hidden_act", _ACTIVATIONS[family])
-  _refuse(
+  refuse(
       act != _ACTIVATIONS[family],
       f"vision hidden_act={act!r}, {family} has {_ACTIVATIONS[family]}",
   )
-  _refuse(
+  refuse(
       bool(text.get("use_sliding_window")),
       "use_sliding_window=true, the decoder has no windows here",
   )
-  _refuse(
+  refuse(
       family != "qwen2_5_vl" and bool(text.get("attention_bias")),
       "attention_bias=true, Qwen3-VL has none",
   )
   for name, want in (("temporal_patch_size", 2), ("in_channels", 3)):
     got = vision.get(name, vision.get("in_chans", want) if want == 3 else want)
-    _refuse(got != want, f"vision {name}={got}, only {want} is known")
+    refuse(got != want, f"vision {name}={got}, only {want} is known")
 
 
 def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
@@ -357,7 +357,7 @@ def _rope(
       or {}
   )
   kind = rope.get("rope_type", rope.get("type", "default"))
-  _refuse(
+  refuse(
       kind not in ("default", "mrope"),
       f"rope_type={kind!r}, scaled rotary positions are not implemented",
   )
@@ -375,7 +375,7 @@ def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
   count = text.get("num_experts", text.get("num_local_experts"))
   if count is None:
     raise KeyError("num_experts")
-  _refuse(
+  refuse(
       text.get("norm_topk_prob", True) is False,
       "norm_topk_prob=false, routing weights always add up to 1 here",
   )
@@ -388,7 +388,8 @@ def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
   }
 
 
-def _refuse(bad: bool, problem: str) -> None:
+def refuse(bad: bool, problem: str) -> None:
+  """Raises a ValueError that names a field of config.json, if `bad`."""
   if bad:
     raise ValueError(f"config.json: {problem}")
 

@@ -1,4 +1,4 @@
-"""Implements the decoder of Qwen2.5-VL and Qwen3-VL, dense or with experts.
+"""Implements the decoder of Qwen2.5(-VL) and Qwen3(-VL), with experts or not.
 
 Reads like the forward pass: attention, the mixture of experts, a layer, the
 stack. The families differ in where q, k and v get a bias (Qwen2.5) or a norm
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import sharding
 
 Rotation = tuple[jax.Array, jax.Array]
@@ -32,7 +33,7 @@ Mix = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 class Attention(nnx.Module):
   """Grouped-query attention; `mix` decides which tokens attend to which."""
 
-  def __init__(self, config: qwen_config.QwenVLConfig, init: layers.Init):
+  def __init__(self, config: qwen_text_config.AnyConfig, init: layers.Init):
     text = config.text
     self.head_dim = text.head_dim
     width = text.hidden_size
@@ -201,7 +202,7 @@ class DecoderLayer(nnx.Module):
 
   def __init__(
       self,
-      config: qwen_config.QwenVLConfig,
+      config: qwen_text_config.AnyConfig,
       init: layers.Init,
       sparse: bool,
       mesh: jax.sharding.Mesh | None,
@@ -238,7 +239,7 @@ class Decoder(nnx.Module):
 
   def __init__(
       self,
-      config: qwen_config.QwenVLConfig,
+      config: qwen_text_config.AnyConfig,
       init: layers.Init,
       mesh: jax.sharding.Mesh | None,
   ):

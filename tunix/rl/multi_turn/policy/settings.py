@@ -14,17 +14,34 @@ from typing import Any, Iterator, Literal
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import settings
 
-POLICIES: registry.Registry[str] = registry.Registry("policy", paths=False)
-"""Name -> size, as `checkpoint.create_policy` takes it."""
-
-POLICIES.register("tiny_vl", "tiny")
-POLICIES.register("qwen3_vl_tiny", "qwen3_vl_tiny")
-POLICIES.register("qwen2_5_vl_tiny", "qwen2_5_vl_tiny")
-
 
 def is_directory(policy_name: str) -> bool:
   """Whether a policy's name is a path rather than a registered name."""
   return os.sep in policy_name or policy_name.startswith((".", "~"))
+
+
+def is_factory(policy_name: str) -> bool:
+  """Whether a policy's name is "package.module:factory"."""
+  module, colon, attribute = policy_name.partition(":")
+  parts = (*module.split("."), *attribute.split("."))
+  return bool(colon) and all(part.isidentifier() for part in parts)
+
+
+class _PolicyNames(registry.Registry[str]):
+  """Name -> size; a directory and a factory are names of themselves."""
+
+  def get(self, name: str) -> str:
+    if is_directory(name) or is_factory(name):
+      return name
+    return super().get(name)
+
+
+POLICIES = _PolicyNames("policy", paths=False)
+"""Name -> size, as `checkpoint.create_policy` takes it."""
+
+POLICIES.register("tiny_vl", "tiny")
+for _name in ("qwen3_vl_tiny", "qwen2_5_vl_tiny", "qwen3_text_tiny"):
+  POLICIES.register(_name, _name)
 
 
 @settings.settings
@@ -35,8 +52,10 @@ class PolicyConfig:
       "tiny_vl",
       "tiny_vl: small, and shipped with weights. qwen3_vl_tiny: the published"
       " architecture at a size for CPUs, shipped with weights too."
-      " qwen2_5_vl_tiny: likewise, random weights. Or a directory: one saved"
-      " here, or a checkpoint of Qwen2.5-VL or Qwen3-VL.",
+      " qwen2_5_vl_tiny: likewise, random weights. qwen3_text_tiny: Qwen3"
+      " without a vision tower, random weights. Or a directory: one saved"
+      " here, or a checkpoint of Qwen2.5(-VL) or Qwen3(-VL). Or"
+      " package.module:factory, see docs/policies.md.",
       registry="tunix.rl.multi_turn.policy.settings:POLICIES",
   )
   config: dict[str, Any] = settings.setting(
@@ -53,8 +72,8 @@ class PolicyConfig:
   trajectory_pixels: int = settings.setting(
       0,
       "Pixels that all screenshots of a prompt may have together; each is"
-      " resized to its share, by agent.max_images or gym.max_turns (Qwen-VL"
-      " only). 0 = as large as the policy takes them.",
+      " resized to its share, by agent.max_images or environment.max_turns"
+      " (Qwen-VL only). 0 = as large as the policy takes them.",
       unit="pixels",
       ge=0,
   )

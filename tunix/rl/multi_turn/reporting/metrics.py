@@ -33,9 +33,9 @@ class Metric:
 
 
 _STATUS_ADVICE = {
-    "max_turns": "High: raise gym.max_turns, or the policy dithers.",
+    "max_turns": "High: raise environment.max_turns, or the policy dithers.",
     "context_limit": (
-        "Above a few percent: raise rollout.context_length or lower"
+        "Above a few percent: raise engine.context_length or lower"
         " agent.max_images."
     ),
     "parse_error": (
@@ -61,7 +61,7 @@ METRICS: dict[str, Metric] = {
         "s",
         "The learner waited for groups.",
         "Most of seconds_total: collecting is the bottleneck; raise"
-        " rollout.concurrency, or queue.max_staleness to overlap.",
+        " collect.concurrency, or queue.max_staleness to overlap.",
     ),
     "seconds_publish": Metric(
         "s", "Handing the weights to the engine, reshard included."
@@ -84,7 +84,7 @@ METRICS: dict[str, Metric] = {
         "Share of groups whose members got different rewards; only these have"
         " a policy gradient.",
         "Near 0 with low reward: tasks too hard, warm-start longer. Near 0"
-        " with high reward: solved, raise gym.difficulty.",
+        " with high reward: solved, raise gym.options.difficulty.",
     ),
     "groups": Metric("groups", "Groups of this update."),
     "zero_advantage_groups": Metric(
@@ -114,25 +114,25 @@ METRICS: dict[str, Metric] = {
     "episode_seconds_max": Metric(
         "s",
         "The slowest episode.",
-        "Far above the mean: stragglers; lower gym.max_turns or use"
+        "Far above the mean: stragglers; lower environment.max_turns or use"
         " queue.max_staleness.",
     ),
     "model_share": Metric(
         "",
         "Share of episodes' time spent waiting for the policy.",
-        "Low: gyms are the bottleneck; raise rollout.concurrency.",
+        "Low: gyms are the bottleneck; raise collect.concurrency.",
     ),
     "env_share": Metric(
         "",
         "Share of episodes' time spent in the environment: steps, reset,"
         " reward and closing.",
-        "High: gyms are the bottleneck; raise rollout.concurrency.",
+        "High: gyms are the bottleneck; raise collect.concurrency.",
     ),
     "turn_seconds_model": Metric(
         "s",
         "Mean seconds of a turn waiting for the policy: rendering, the"
         " engine's queue and sampling.",
-        "Most of a turn: a larger rollout.slots, or fewer"
+        "Most of a turn: a larger engine.slots, or fewer"
         " sampling.max_new_tokens.",
     ),
     "turn_seconds_env": Metric(
@@ -143,7 +143,7 @@ METRICS: dict[str, Metric] = {
         "Mean seconds of a turn in neither: parsing, bookkeeping, waiting for"
         " the event loop. An episode's setup is not in it.",
         "Not small against the other two: the host is too busy; lower"
-        " rollout.concurrency.",
+        " collect.concurrency.",
     ),
     "episode_seconds_setup": Metric(
         "s",
@@ -155,14 +155,14 @@ METRICS: dict[str, Metric] = {
         "Seconds that environments and the policy worked for training"
         " episodes, summed over the episodes, a second of wall time since the"
         " last step: the mean number of episodes in work.",
-        "Far below rollout.concurrency: episodes wait for admission; raise"
+        "Far below collect.concurrency: episodes wait for admission; raise"
         " queue.max_staleness.",
     ),
     "overlap": Metric(
         "",
         "Share of wall time since the last step in which at least one"
         " environment and the policy worked at once.",
-        "Near 0 with slow gyms: raise rollout.concurrency.",
+        "Near 0 with slow gyms: raise collect.concurrency.",
     ),
     "truncated_turns": Metric(
         "turns",
@@ -193,12 +193,12 @@ METRICS: dict[str, Metric] = {
         "",
         "Share of prompt tokens whose KV cache was kept from earlier turns.",
         "Low with several turns: sessions lose their pages; raise"
-        " rollout.cache_tokens.",
+        " engine.cache_tokens.",
     ),
     "batch_occupancy": Metric(
         "",
         "Share of computed decode places that were real tokens.",
-        "Low: raise rollout.concurrency or lower rollout.slots.",
+        "Low: raise collect.concurrency or lower engine.slots.",
     ),
     "engine_busy": Metric(
         "", "Share of wall time the engine was not idle."
@@ -219,7 +219,7 @@ METRICS: dict[str, Metric] = {
         "groups",
         "Groups dropped for their age by this process; a resumed run counts"
         " anew.",
-        "Growing: wasted work; lower rollout.concurrency.",
+        "Growing: wasted work; lower collect.concurrency.",
     ),
     "staleness_mean": Metric(
         "versions", "Mean lag of sampled tokens behind the learner."

@@ -1,8 +1,9 @@
-"""What a person watches: a bar on a terminal, plain lines elsewhere.
+"""Shows a run's progress: a bar on a terminal, plain lines elsewhere.
 
 Shows reward and success (means of the last updates), sampled tokens a second,
-staleness and the time left; before training, the stage that runs. Lines come
-at most every few seconds, so that a log stays readable.
+a turn's seconds by stage, overlap, staleness and the time left; before
+training, the running stage. Lines come at most every few seconds, so that a log
+stays readable.
 
 Does not write files.
 """
@@ -15,6 +16,7 @@ import threading
 from typing import Any, Mapping, TextIO
 
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.reporting import settings as settings_lib
 
 WINDOW = 10  # Updates that reward and success are averaged over.
 
@@ -36,29 +38,26 @@ class ProgressBar:
   def __init__(
       self,
       total: int,
+      config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
       *,
-      mode: str = "auto",
-      interval_s: float = 5.0,
       stream: TextIO | None = None,
       start: int = 0,
   ):
     """Args:
 
       total: learner steps of the run.
-      mode: "bar", "lines", "none", or "auto": a bar on a terminal.
-      interval_s: smallest time between two lines.
+      config: `progress` and `progress_s`.
       stream: where to write; None = stderr.
       start: steps already made, when resuming.
     """
-    if mode not in ("auto", "bar", "lines", "none"):
-      raise ValueError(f"mode must be auto, bar, lines or none, got {mode!r}")
     self._stream = stream or sys.stderr
+    mode = config.progress
     if mode == "auto":
       mode = "bar" if self._stream.isatty() else "lines"
     self._mode = mode
     self._total = total
     self._start = start
-    self._interval = interval_s
+    self._interval = config.progress_s
     self._lock = threading.RLock()
     self._bar: Any = None
     self._bar_stage = ""
@@ -79,13 +78,13 @@ class ProgressBar:
       elif isinstance(event, events.Progress):
         self._progress(event)
       elif isinstance(event, events.EvalFinished):
-        self._say(_evaluation(event))
+        self._print(_evaluation(event))
       elif isinstance(event, events.RunStarted):
-        self._say(f"run {event.run_name}")
+        self._print(f"run {event.run_name}")
       elif isinstance(event, events.RunFinished):
         self._close_bar()
         error = f": {event.error}" if event.error else ""
-        self._say(f"run {event.status}{error}")
+        self._print(f"run {event.status}{error}")
 
   def _step(self, event: events.StepFinished) -> None:
     now = event.time
@@ -108,8 +107,9 @@ class ProgressBar:
       left = ""
       if 0 < done and event.step < self._total:
         pace = (now - self._first) / done
-        left = f" eta {duration(pace * (self._total - event.step))}"
-      self._say(f"step {event.step}/{self._total} {figures}{left}")
+        left = f"eta {duration(pace * (self._total - event.step))}"
+      parts = [f"step {event.step}/{self._total}", figures, left]
+      self._print(" · ".join(filter(None, parts)))
 
   def _figures(self, metrics: Mapping[str, float]) -> str:
     parts = []
@@ -121,19 +121,19 @@ class ProgressBar:
     if speed is not None:
       parts.append(f"{speed:.0f} tok/s")
     turn = [
-        f"{name} {1000 * seconds:.0f}ms"
+        f"{name} {1000 * seconds:.0f} ms"
         for name in ("model", "env")
         if (seconds := metrics.get(f"turn_seconds_{name}")) is not None
     ]
     if turn:
-      parts.append(f"a turn {' '.join(turn)}")
-    both = metrics.get("overlap")
-    if both is not None:
-      parts.append(f"overlap {both:.2f}")
-    stale = metrics.get("staleness_mean")
-    if stale is not None:
-      parts.append(f"stale {stale:.1f}")
-    return ", ".join(parts)
+      parts.append(f"turn: {', '.join(turn)}")
+    overlap = metrics.get("overlap")
+    if overlap is not None:
+      parts.append(f"overlap {100 * overlap:.0f} %")
+    staleness = metrics.get("staleness_mean")
+    if staleness is not None:
+      parts.append("staleness " + f"{staleness:.1f}".removesuffix(".0"))
+    return " · ".join(parts)
 
   def _progress(self, event: events.Progress) -> None:
     if self._mode == "bar":
@@ -142,15 +142,15 @@ class ProgressBar:
       bar.set_postfix_str(event.message, refresh=False)
       bar.refresh()
       return
-    stage, said = self._stage_line
+    stage, printed = self._stage_line
     ends = event.total is not None and event.done >= event.total
     now = event.time
-    if stage == event.stage and not ends and now - said < self._interval:
+    if stage == event.stage and not ends and now - printed < self._interval:
       return
     self._stage_line = (event.stage, now)
     total = f"/{event.total}" if event.total is not None else ""
     message = f" {event.message}" if event.message else ""
-    self._say(f"{event.stage} {event.done}{total}{message}")
+    self._print(f"{event.stage} {event.done}{total}{message}")
 
   def _open(self, stage: str, total: int | None) -> Any:
     if self._bar is None or self._bar_stage != stage:
@@ -176,7 +176,7 @@ class ProgressBar:
       self._bar.close()
       self._bar = None
 
-  def _say(self, text: str) -> None:
+  def _print(self, text: str) -> None:
     if self._bar is not None:
       self._bar.write(text, file=self._stream)
     else:

@@ -1,12 +1,12 @@
-"""report.html and report.png of a run directory.
-
-The page stands alone: styles, charts (SVG) and screenshots are inside, no
-network, no scripts, dark and light. Everything that a model, a task or a
-configuration wrote is escaped. The picture holds the same story in one image.
+"""Writes report.html, the page of a run directory.
 
     python -m tunix.rl.multi_turn.reporting.report runs/<name>
 
-Does not need the run to have ended, and changes nothing but these two files.
+Promises: the page stands alone: styles, charts (SVG) and screenshots are
+inside; no network, no scripts; dark and light. Every text that a model, a task
+or a configuration wrote is escaped.
+
+Does not: need the run to have ended, or change another file.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from typing import Any, Sequence
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.reporting import progress
 from tunix.rl.multi_turn.reporting import run_data
+from tunix.rl.multi_turn.reporting import settings as settings_lib
 from tunix.rl.multi_turn.reporting import svg
 
-_LARGEST = 960  # Screenshots wider than this are scaled down in the page, px.
-_FRAMES = 12  # Turns of an episode that are shown.
-_WORDS = 220  # Characters of a completion that are shown.
+_TEXT = 220  # Characters of a completion that are shown.
 _DETAILS = (
     "entropy",
     "grad_norm",
@@ -46,31 +45,30 @@ _DETAILS = (
 
 
 def build_report(
-    directory: str | pathlib.Path, *, film_strips: int = 8
-) -> tuple[pathlib.Path, pathlib.Path]:
-  """Writes report.html and report.png into the run directory.
+    directory: str | pathlib.Path,
+    config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+) -> pathlib.Path:
+  """Writes report.html into the run directory, and returns its path.
 
   Args:
     directory: the run directory.
-    film_strips: episodes shown, at most.
-
-  Returns:
-    The two paths.
+    config: `film_strips`, `film_turns` and `image_width`.
 
   Raises:
     FileNotFoundError: the directory holds no run.
   """
-  from tunix.rl.multi_turn.reporting import picture  # pylint: disable=g-import-not-at-top
-
   run = run_data.load(directory)
   page = run.directory / "report.html"
   partial = page.with_suffix(".part")
-  partial.write_text(render(run, film_strips=film_strips), encoding="utf-8")
+  partial.write_text(render(run, config), encoding="utf-8")
   partial.replace(page)
-  return page, picture.draw(run, film_strips=min(film_strips, 4))
+  return page
 
 
-def render(run: run_data.Run, *, film_strips: int = 8) -> str:
+def render(
+    run: run_data.Run,
+    config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
+) -> str:
   """The page as one string."""
   style = pathlib.Path(__file__).with_name("report_style.css").read_text(
       encoding="utf-8"
@@ -85,7 +83,7 @@ def render(run: run_data.Run, *, film_strips: int = 8) -> str:
       _tiles(run),
       _training(run),
       _evaluation(run),
-      _films(run, film_strips),
+      _films(run, config),
       _small_multiples(run),
       _troubles(run),
       _config(run),
@@ -145,12 +143,12 @@ def _tiles(run: run_data.Run) -> str:
   )
 
 
-def span_of(count: int) -> int:
+def _span_of(count: int) -> int:
   """Updates that curves of `count` points are averaged over."""
   return max(1, min(20, count // 8))
 
 
-def curve(
+def _curve(
     run: run_data.Run, metric: str, label: str, colour: int
 ) -> svg.Line:
   steps, values = run.series(metric)
@@ -158,12 +156,12 @@ def curve(
       label,
       steps,
       values,
-      run_data.smooth(values, span_of(len(values))),
+      run_data.smooth(values, _span_of(len(values))),
       colour,
   )
 
 
-def evaluation_marks(run: run_data.Run) -> list[svg.Mark]:
+def _evaluation_marks(run: run_data.Run) -> list[svg.Mark]:
   """Evaluations at the steps they belong to."""
   last = run.metrics[-1]["step"] if run.metrics else 0
   marks = []
@@ -183,8 +181,8 @@ def evaluation_marks(run: run_data.Run) -> list[svg.Mark]:
 
 def _training(run: run_data.Run) -> str:
   lines = [
-      curve(run, "success_rate", "success rate", 2),
-      curve(run, "reward_mean", "reward", 1),
+      _curve(run, "success_rate", "success rate", 2),
+      _curve(run, "reward_mean", "reward", 1),
   ]
   lines = [line for line in lines if line.x]
   if not lines:
@@ -198,7 +196,7 @@ def _training(run: run_data.Run) -> str:
   chart = svg.line_chart(
       lines,
       y_range=(0.0, 1.0) if inside else None,
-      marks=evaluation_marks(run),
+      marks=_evaluation_marks(run),
       width=1060,
       height=300,
   )
@@ -222,7 +220,7 @@ def _headline_names(run: run_data.Run) -> list[str]:
   return names or list(run.evaluations)[-3:]
 
 
-def bars(run: run_data.Run) -> tuple[list[str], list[tuple[str, list[Any]]]]:
+def _bars(run: run_data.Run) -> tuple[list[str], list[tuple[str, list[Any]]]]:
   """Groups and series for bars: tasks and "all" by evaluation."""
   names = _headline_names(run)
   rates = run.evaluations
@@ -245,7 +243,7 @@ def _cell(figures: Any) -> tuple[float, float, float] | None:
 def _evaluation(run: run_data.Run) -> str:
   if not run.evaluations:
     return ""
-  groups, series = bars(run)
+  groups, series = _bars(run)
   chart = svg.interval_bars(groups, series, width=1060, height=280)
   names = list(run.evaluations)
   modes = [
@@ -285,20 +283,24 @@ def _rate(figures: Any) -> str:
 # --- film strips -------------------------------------------------------------
 
 
-def _films(run: run_data.Run, count: int) -> str:
-  stories = run_data.choose_episodes(run.episodes, count) if count else []
+def _films(run: run_data.Run, config: settings_lib.ReportConfig) -> str:
+  stories = run_data.choose_episodes(run.episodes, config.film_strips)
   if not stories:
     return ""
   parts = ["<h2>Episodes</h2>"]
   for story in stories:
     parts.append("<div class=card>")
     parts.append(f"<h3>{html.escape(story[0].family or 'task')}</h3>")
-    parts += [_film(run, episode) for episode in story]
+    parts += [_film(run, episode, config) for episode in story]
     parts.append("</div>")
   return "\n".join(parts)
 
 
-def _film(run: run_data.Run, episode: run_data.Episode) -> str:
+def _film(
+    run: run_data.Run,
+    episode: run_data.Episode,
+    config: settings_lib.ReportConfig,
+) -> str:
   good = "good" if episode.success else "bad"
   title = (
       f"<p><span class={good}>{html.escape(episode.status.value)}</span>"
@@ -307,17 +309,18 @@ def _film(run: run_data.Run, episode: run_data.Episode) -> str:
       f" {episode.version}, reward {episode.reward:g}</small></p>"
   )
   frames = episode.frames
-  shown = frames if len(frames) <= _FRAMES else frames[: _FRAMES - 1]
-  figures = [_figure(run, frame) for frame in shown]
-  if len(frames) > _FRAMES:
-    left = len(frames) - _FRAMES
+  most, width = config.film_turns, config.image_width
+  shown = frames if len(frames) <= most else frames[: most - 1]
+  figures = [_figure(run, frame, width) for frame in shown]
+  if len(frames) > most:
+    left = len(frames) - most
     figures.append(f"<figure><div class=none>{left} more</div></figure>")
-    figures.append(_figure(run, frames[-1]))
+    figures.append(_figure(run, frames[-1], width))
   return f"{title}<div class=strip>{''.join(figures)}</div>"
 
 
-def _figure(run: run_data.Run, frame: run_data.Frame) -> str:
-  uri = data_uri(run, frame)
+def _figure(run: run_data.Run, frame: run_data.Frame, width: int) -> str:
+  uri = data_uri(run, frame, width)
   if uri is None or frame.image is None:
     picture = "<div class=none>screenshot not kept</div>"
   else:
@@ -337,10 +340,10 @@ def _figure(run: run_data.Run, frame: run_data.Frame) -> str:
 
 def _cut(text: str) -> str:
   text = " ".join(text.split())
-  return text if len(text) <= _WORDS else text[: _WORDS - 1] + "…"
+  return text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"
 
 
-def open_image(run: run_data.Run, frame: run_data.Frame) -> Any | None:
+def _open_image(run: run_data.Run, frame: run_data.Frame) -> Any | None:
   """The frame's screenshot as a PIL image, None when it is not there."""
   from PIL import Image  # pylint: disable=g-import-not-at-top
 
@@ -353,14 +356,16 @@ def open_image(run: run_data.Run, frame: run_data.Frame) -> Any | None:
     return None
 
 
-def data_uri(run: run_data.Run, frame: run_data.Frame) -> str | None:
-  """The frame's screenshot as a data URI; large ones smaller and as JPEG."""
-  image = open_image(run, frame)
+def data_uri(
+    run: run_data.Run, frame: run_data.Frame, width: int
+) -> str | None:
+  """The frame's screenshot as a data URI; above `width` px smaller, as JPEG."""
+  image = _open_image(run, frame)
   if image is None:
     return None
   buffer = io.BytesIO()
-  if image.width > _LARGEST:
-    image.thumbnail((_LARGEST, 16 * _LARGEST))
+  if image.width > width:
+    image.thumbnail((width, 16 * width))
     image.save(buffer, format="JPEG", quality=85)
     kind = "jpeg"
   else:
@@ -376,7 +381,7 @@ def data_uri(run: run_data.Run, frame: run_data.Frame) -> str | None:
 def _small_multiples(run: run_data.Run) -> str:
   cards = []
   for name in _DETAILS:
-    line = curve(run, name, name, 2)
+    line = _curve(run, name, name, 2)
     if not line.x:
       continue
     metric = metrics_lib.METRICS.get(name)
@@ -428,11 +433,11 @@ def main(argv: Sequence[str]) -> int:
     return 0 if argv else 2
   for directory in argv:
     try:
-      page, picture = build_report(directory)
+      page = build_report(directory)
     except FileNotFoundError as error:
       print(f"error: {error}", file=sys.stderr)
       return 1
-    print(f"{page}\n{picture}")
+    print(page)
   return 0
 
 

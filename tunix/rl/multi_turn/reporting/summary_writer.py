@@ -1,11 +1,11 @@
-"""summary.json: the state of a run in one object, replaced in one step.
+"""Writes summary.json, the state of a run in one object, replaced atomically.
 
 Written when the run starts and ends, after each evaluation, and at most every
 few seconds while it learns; a reader never sees half a file. Holds the
 evaluations under `eval.<name>`, the last metrics, counts of episodes, groups
 and contained faults, and what was dropped by other observers.
 
-Does not judge: thresholds and verdicts are the reader's.
+Does not: judge; thresholds and verdicts are the reader's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Callable, Mapping
 
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.reporting import files
+from tunix.rl.multi_turn.reporting import settings as settings_lib
 
 
 class SummaryWriter:
@@ -26,23 +27,23 @@ class SummaryWriter:
   def __init__(
       self,
       path: str | pathlib.Path,
+      config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
       *,
       resume_step: int | None = None,
-      interval_s: float = 5.0,
       extra: Callable[[], Mapping[str, Any]] | None = None,
   ):
     """Args:
 
       path: the file.
+      config: `summary_s`.
       resume_step: continue an existing file at this step: its counts, and
         the evaluations of weights that the run still goes through; later
         steps and the end will come again. None = begin a new file.
-      interval_s: smallest time between two writes caused by learner steps.
-      extra: asked at each write for more keys (parameters, devices, counters
-        of other parts); its failure leaves them out.
+      extra: called at each write for more keys (parameters, devices, counters
+        of other parts); when it fails they are left out.
     """
     self._path = pathlib.Path(path)
-    self._interval = interval_s
+    self._interval = config.summary_s
     self._extra = extra
     self._lock = threading.Lock()
     self._written = 0.0
@@ -133,7 +134,7 @@ class SummaryWriter:
 
 
 def _as_of(data: dict[str, Any], step: int) -> dict[str, Any]:
-  """What of a summary still holds when its run goes on after `step`."""
+  """A summary's entries that still hold when its run resumes after `step`."""
   data = dict(data)
   if data.get("step", 0) > step:
     data |= {"step": step, "version": step, "last_metrics": {}}

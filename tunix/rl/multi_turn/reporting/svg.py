@@ -1,7 +1,7 @@
-"""Charts and marked screenshots as inline SVG.
+"""Draws charts and marked screenshots as inline SVG.
 
 Colours are CSS variables (`--ink`, `--faint`, `--grid`, `--c0` …), so that a
-page decides about dark and light. All text is escaped.
+page decides on dark and light. All text is escaped.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import dataclasses
 import html
 import math
 from typing import Any, Sequence
+
+from tunix.rl.multi_turn.core import click_overlay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +209,7 @@ def legend(labels: Sequence[str]) -> str:
 def marked_screenshot(
     data_uri: str, width: int, height: int, actions: Sequence[dict[str, Any]]
 ) -> str:
-  """A screenshot with where it was acted on.
+  """A screenshot with the actions drawn over it.
 
   Args:
     data_uri: the picture.
@@ -215,64 +217,16 @@ def marked_screenshot(
     height: of the screenshot, px.
     actions: GuiActions as JSON.
   """
-  unit = max(width, height) / 100  # Marks keep their size on any screen.
-  out = [
+  gestures = [
+      click_overlay.gesture(str(action.get("kind", "?")), action)
+      for action in actions
+  ]
+  # Larger marks: a film strip shows the screenshot small.
+  marks = click_overlay.marks(gestures, width, height, scale=1.8)
+  return (
       f'<svg class="screen" viewBox="0 0 {width} {height}" role="img">'
       f'<image href="{data_uri}" width="{width}" height="{height}"/>'
-  ]
-  for i, action in enumerate(actions, 1):
-    out.append(_action(action, i if len(actions) > 1 else 0, unit))
-  return "".join(out) + "</svg>"
-
-
-def _action(action: dict[str, Any], order: int, unit: float) -> str:
-  x, y = action.get("x"), action.get("y")
-  x2, y2 = action.get("x2"), action.get("y2")
-  dx, dy = action.get("dx", 0.0), action.get("dy", 0.0)
-  shapes = []
-  if x is not None and y is not None:
-    shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{4 * unit:.1f}"/>')
-    shapes.append(
-        f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="{unit:.1f}"/>'
-    )
-    if x2 is None and (dx or dy):
-      size = math.hypot(dx, dy)
-      x2, y2 = x + dx / size * 14 * unit, y + dy / size * 14 * unit
-  if x2 is not None and y2 is not None:
-    if x is None or y is None:
-      shapes.append(
-          f'<circle cx="{x2:.1f}" cy="{y2:.1f}" r="{4 * unit:.1f}"/>'
-      )
-    else:
-      shapes.append(_arrow(x, y, x2, y2, unit))
-  if not shapes:
-    return ""
-  if order:
-    shapes.append(
-        f'<text x="{(x or x2) + 5 * unit:.1f}" y="{(y or y2):.1f}"'
-        f' font-size="{8 * unit:.1f}">{order}</text>'
-    )
-  # Twice: a light rim below makes the mark visible on any background.
-  body = "".join(shapes)
-  return (
-      f'<g class="rim" stroke-width="{2.2 * unit:.2f}">{body}</g>'
-      f'<g class="act" stroke-width="{1.1 * unit:.2f}">{body}</g>'
-  )
-
-
-def _arrow(x: float, y: float, x2: float, y2: float, unit: float) -> str:
-  angle = math.atan2(y2 - y, x2 - x)
-  wings = [
-      (
-          x2 - 5 * unit * math.cos(angle + turn),
-          y2 - 5 * unit * math.sin(angle + turn),
-      )
-      for turn in (0.5, -0.5)
-  ]
-  (ax, ay), (bx, by) = wings
-  return (
-      f'<path d="M{x:.1f} {y:.1f}L{x2:.1f} {y2:.1f}M{ax:.1f} {ay:.1f}'
-      f'L{x2:.1f} {y2:.1f}L{bx:.1f} {by:.1f}"/>'
+      f"{click_overlay.svg(marks, width, height)}</svg>"
   )
 
 

@@ -1,19 +1,18 @@
-"""TensorBoard, Weights & Biases and MLflow, told of a run.
+"""Sends a run's numbers to TensorBoard, Weights & Biases and MLflow.
 
-Each is an observer with a thread of its own: `on_event` puts what there is to
-tell into bounded memory, and that thread speaks to the backend. Told are the
-configuration, the metrics of every step (`train/<metric>`), the figures of
-every evaluation (`eval/<figure>`) at its step, and how the run ended. A run
-that resumes goes on in the same tracked run.
+Each tracker is an observer with a thread of its own: `on_event` puts calls into
+bounded memory, and the thread makes them. A tracker receives the configuration,
+the metrics of every step (`train/<metric>`), the figures of every evaluation
+(`eval/<figure>`) at its step, and the run's final status. A resumed run
+continues the same tracked run.
 
 Promises: a backend that is absent, unreachable, slow or broken is named in one
-warning and disturbs nothing: it is given up after a few failures in a row, and
-closing waits no longer than it may.
+warning and disturbs nothing: it is abandoned after a few failures in a row, and
+closing waits no longer than `TrackingConfig.close_timeout_s`.
 
-Upstream's `MetricsLogger` is not what carries this: it listens to all of the
-process's `jax.monitoring`, keeps every value for good, and takes away everybody
-else's listeners when it is closed. The Training Monitor has the episodes;
-trackers have numbers.
+Does not: use upstream's `MetricsLogger`, which listens to all of the process's
+`jax.monitoring`, keeps every value forever, and removes all other listeners
+when it is closed. Does not send episodes; the Training Monitor has those.
 """
 
 from __future__ import annotations
@@ -34,12 +33,10 @@ from urllib import parse
 import uuid
 
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.reporting import settings as settings_lib
 
 _LOG = logging.getLogger(__name__)
-_GIVE_UP_AFTER = 5
-_MOST_PENDING = 10_000
 _IDENTITY = "tracking.json"
-_REQUEST_S = 10
 _STATUSES = {
     "completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED",
 }  # pyformat: disable
@@ -47,7 +44,7 @@ _STOP = object()
 
 
 class Backend(Protocol):
-  """Where numbers go. Called by one thread; may raise and may take its time."""
+  """A tracking service. One thread calls it; calls may raise or be slow."""
 
   def start(self, run_name: str, config: Mapping[str, Any]) -> None:
     ...
@@ -64,30 +61,32 @@ class Tracker:
 
   Attributes:
     failures: calls of the backend that raised.
-    dropped: what was not told, for want of room or as the backend was given
-      up.
+    dropped: calls not made, for want of room or as the backend was abandoned.
   """
 
   def __init__(
-      self, name: str, open_: Callable[[], Backend], *, close_s: float = 10.0
+      self,
+      name: str,
+      open_: Callable[[], Backend],
+      config: settings_lib.TrackingConfig = settings_lib.TrackingConfig(),
   ):
     """Args:
 
       name: of the backend, for people.
       open_: makes it; called by the tracker's thread.
-      close_s: how long `close` may wait for what is not told yet.
+      config: `close_timeout_s`, `max_pending` and `give_up_after`.
     """
     self.name = name
     self.failures = 0
     self.dropped = 0
     self._open = open_
-    self._close_s = close_s
+    self._config = config
     self._backend: Backend | None = None
     self._eval_step: dict[str, int] = {}
     self._step = 0
     self._in_a_row = 0
     self._given_up = False
-    self._queue: queue.Queue[Any] = queue.Queue(_MOST_PENDING)
+    self._queue: queue.Queue[Any] = queue.Queue(config.max_pending)
     self._closed = False
     self._thread = threading.Thread(
         target=self._run, name=f"tracker-{name}", daemon=True
@@ -110,15 +109,16 @@ class Tracker:
       self._put("finish", event.status)
 
   def close(self) -> None:
-    """Tells what it can in the time that it has. Idempotent."""
+    """Makes pending calls for `close_timeout_s`. Idempotent."""
     if not self._closed:
       self._closed = True
-      # Without room for the word, the thread is stuck; it is left behind.
+      # Without room for this, the thread is stuck; it is left behind.
       with contextlib.suppress(queue.Full):
         self._queue.put_nowait(_STOP)
-    self._thread.join(self._close_s)
+    allowed = self._config.close_timeout_s
+    self._thread.join(allowed)
     if self._thread.is_alive() and not self._given_up:
-      self._complain(f"did not take everything within {self._close_s:g} s")
+      self._complain(f"did not take everything within {allowed:g} s")
 
   def _put(self, *call: Any) -> None:
     try:
@@ -145,10 +145,10 @@ class Tracker:
         self.failures += 1
         self._give_up(str(error))
       except BaseException as error:  # pylint: disable=broad-except
-        # SystemExit is among what libraries raise for want of a login.
+        # Libraries raise SystemExit, too, for want of a login.
         self.failures += 1
         self._in_a_row += 1
-        if method == "start" or self._in_a_row >= _GIVE_UP_AFTER:
+        if method == "start" or self._in_a_row >= self._config.give_up_after:
           self._give_up(f"{type(error).__name__}: {error}")
 
   def _give_up(self, reason: str) -> None:
@@ -158,7 +158,7 @@ class Tracker:
 
   def _complain(self, reason: str) -> None:
     _LOG.warning(
-        "%s is not told of this run any more, training goes on: %s",
+        "%s receives nothing more of this run, training goes on: %s",
         self.name,
         " ".join(reason.split())[:500],
     )
@@ -201,11 +201,10 @@ class TensorBoard:
     """Args:
 
       folder: of the files.
-      resume_step: what was told of later steps is to be forgotten; None for a
-        new run.
+      resume_step: later steps are removed from the files; None for a new run.
     """
     writer = _import("tensorboardX", "tensorboardX")
-    folder.mkdir(parents=True, exist_ok=True)  # Says why it cannot be.
+    folder.mkdir(parents=True, exist_ok=True)  # Raises with the reason.
     self._writer = writer.SummaryWriter(
         str(folder),
         purge_step=None if resume_step is None else resume_step + 1,
@@ -239,8 +238,8 @@ class WeightsAndBiases:
       folder: that gets the folder `wandb`.
       project: of W&B.
       mode: "online" or "offline".
-      id_: of the run; one that is known goes on.
-      close_s: how long it may take to end.
+      id_: of the run; a known one continues.
+      close_s: deadline of its end.
     """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     self._wandb = _import("wandb", "tunix-multi-turn[tracking]")
@@ -314,16 +313,19 @@ def _not_stopped() -> None:
 class MLflow:
   """A run of an MLflow tracking server, or of a database file."""
 
-  def __init__(self, uri: str, experiment: str, identity: _Identity):
+  def __init__(
+      self, uri: str, experiment: str, identity: _Identity, request_s: int
+  ):
     """Args:
 
       uri: of the tracking server: http(s)://host:port or sqlite:///file.
       experiment: its name; made if it is new.
-      identity: remembers the run.
+      identity: keeps the run's id.
+      request_s: deadline of a request.
     """
     for name, value in (
         ("MLFLOW_DISABLE_TELEMETRY", "true"),
-        ("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_REQUEST_S)),
+        ("MLFLOW_HTTP_REQUEST_TIMEOUT", str(request_s)),
         ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2"),
     ):
       os.environ.setdefault(name, value)
@@ -345,7 +347,7 @@ class MLflow:
     if known:
       self._run = known
       self._client.update_run(known, status="RUNNING")
-      return  # Parameters cannot be told twice.
+      return  # MLflow refuses parameters that it has.
     run = self._client.create_run(self._experiment, run_name=run_name)
     self._run = run.info.run_id
     self._identity.set("mlflow", self._run)
@@ -361,7 +363,7 @@ class MLflow:
     found = [
         self._entities.Metric(name, value, now, step)
         for name, value in values.items()
-        if math.isfinite(value)  # No store of MLflow's has all of them.
+        if math.isfinite(value)  # No MLflow store takes them all.
     ]
     for start in range(0, len(found), 1000):
       self._client.log_batch(self._run, metrics=found[start : start + 1000])
@@ -381,7 +383,7 @@ def _import(module: str, package: str) -> Any:
 
 
 class _Identity:
-  """What a run is called by trackers, in its folder."""
+  """Keeps the trackers' ids of a run in its directory."""
 
   def __init__(self, run_dir: pathlib.Path, resuming: bool):
     self._path = run_dir / _IDENTITY
@@ -408,27 +410,30 @@ class _Identity:
 
 
 def of_run(
-    tracking: Any, run_dir: pathlib.Path, resume_step: int | None
+    config: settings_lib.TrackingConfig,
+    run_dir: pathlib.Path,
+    resume_step: int | None,
 ) -> list[Tracker]:
-  """The trackers that a configuration asks for.
+  """Starts the configured trackers of a run.
 
   Args:
-    tracking: `config.TrackingConfig`.
+    config: the section `tracking`.
     run_dir: of the run.
-    resume_step: updates that were made before; None for a new run.
+    resume_step: step of the checkpoint that the run resumes from; None for a
+      new run.
   """
   identity = _Identity(run_dir, resume_step is not None)
   found = []
 
   def add(name: str, open_: Callable[[], Backend]) -> None:
-    found.append(Tracker(name, open_, close_s=tracking.close_timeout_s))
+    found.append(Tracker(name, open_, config))
 
-  if tracking.tensorboard:
+  if config.tensorboard:
     add(
         "TensorBoard",
         lambda: TensorBoard(run_dir / "tensorboard", resume_step),
     )
-  if tracking.wandb != "off":
+  if config.wandb != "off":
 
     def open_wandb() -> Backend:
       id_ = identity.get("wandb")
@@ -436,14 +441,15 @@ def of_run(
         id_ = uuid.uuid4().hex[:12]
         identity.set("wandb", id_)
       return WeightsAndBiases(
-          run_dir, tracking.project, tracking.wandb, id_,
-          tracking.close_timeout_s,
+          run_dir, config.project, config.wandb, id_, config.close_timeout_s,
       )  # pyformat: disable
 
     add("Weights & Biases", open_wandb)
-  if tracking.mlflow:
+  if config.mlflow:
     add(
         "MLflow",
-        lambda: MLflow(tracking.mlflow, tracking.project, identity),
+        lambda: MLflow(
+            config.mlflow, config.project, identity, config.request_timeout_s
+        ),
     )
   return found

@@ -1,11 +1,11 @@
-"""trajectories.jsonl and images/: episodes to look at.
+"""Writes trajectories.jsonl and images/: a bounded sample of the episodes.
 
-Promises: at most `limit` episodes are kept, spread evenly over the run,
-however long it becomes: when there are too many, every second one goes, with
-the screenshots nobody refers to any more. Nothing is encoded or written by
-the thread that emits the event; a bounded queue stands between, and what does
-not fit is dropped and counted. A failure to write is counted and never stops
-a run. The end of the run is the one event that waits, under a deadline, until
+Promises: at most `ReportConfig.episodes` are kept, spread evenly over the run,
+however long it becomes: when there are too many, every second one is deleted,
+with the screenshots that no episode refers to any more. The emitting thread
+encodes and writes nothing; a bounded queue stands between, and episodes that do
+not fit are dropped and counted. A failure to write is counted and never stops a
+run. The end of the run is the one event that waits, under a deadline, until
 everything is written.
 
 A line is the trajectory's JSON (`Trajectory.from_json` reads it) with
@@ -29,6 +29,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
+from tunix.rl.multi_turn.reporting import settings as settings_lib
 
 _LOG = logging.getLogger(__name__)
 _STOP = object()
@@ -51,7 +52,7 @@ def image_refs(record: Any) -> dict[str, trajectory_lib.ImageRef]:
 
 
 class _Thinner:
-  """Which of an unknown number of items to keep so that few remain."""
+  """Chooses which of an unknown number of items to keep, so that few remain."""
 
   def __init__(self, limit: int):
     self.limit = limit
@@ -73,33 +74,30 @@ class TrajectoryWriter:
       self,
       directory: str | pathlib.Path,
       image_store: images_lib.ImageStore | None,
+      config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
       *,
-      limit: int = 400,
       resume: bool = False,
-      max_pending: int = 256,
   ):
     """Args:
 
       directory: the run directory.
-      image_store: where the pixels are. None keeps no screenshots. Its own
+      image_store: pixels of the screenshots; None keeps none. Its own
         directory, if it has one, must be another than `directory`/images:
-        what is thinned out is deleted here.
-      limit: episodes kept, a quarter of them from evaluations. 0 = none.
+        thinning deletes files there.
+      config: `episodes`, `images` and `max_pending`.
       resume: append to an existing file.
-      max_pending: episodes waiting to be written.
     """
-    if limit < 0 or max_pending < 1:
-      raise ValueError(
-          f"need limit >= 0 and max_pending >= 1, got {limit}, {max_pending}"
-      )
     self._directory = pathlib.Path(directory)
     self._path = self._directory / "trajectories.jsonl"
     self._images = self._directory / "images"
-    self._store = image_store
-    quarter = limit // 4
-    self._thin = {"train": _Thinner(limit - quarter), "eval": _Thinner(quarter)}
+    self._store = image_store if config.images else None
+    quarter = config.episodes // 4
+    self._thin = {
+        "train": _Thinner(config.episodes - quarter),
+        "eval": _Thinner(quarter),
+    }
     self._lock = threading.Lock()
-    self._pending: queue.Queue[Any] = queue.Queue(max_pending)
+    self._pending: queue.Queue[Any] = queue.Queue(config.max_pending)
     self.counters: collections.Counter[str] = collections.Counter()
     self._references: collections.Counter[str] = collections.Counter()
     self._version = 0
@@ -130,7 +128,7 @@ class TrajectoryWriter:
         self.counters["dropped"] += 1
 
   def flush(self, timeout_s: float = 30.0) -> bool:
-    """Waits until what was accepted is written; False when time ran out."""
+    """Waits until accepted episodes are written; False when time ran out."""
     deadline = time.monotonic() + timeout_s
     while self._pending.unfinished_tasks:
       if time.monotonic() > deadline or not self._thread.is_alive():
@@ -139,7 +137,7 @@ class TrajectoryWriter:
     return True
 
   def close(self, timeout_s: float = 30.0) -> bool:
-    """Writes what is pending and ends the thread; False when it could not.
+    """Writes pending episodes and ends the thread; False when it could not.
 
     Idempotent. Later episodes are not recorded.
     """
@@ -162,7 +160,7 @@ class TrajectoryWriter:
           return
         self._write(*item)
       except Exception as error:  # pylint: disable=broad-except
-        # Recording is a service to people; training goes on without it.
+        # Recording serves people; training goes on without it.
         if not self.counters["failed"]:
           _LOG.warning("an episode was not recorded: %r", error)
         self.counters["failed"] += 1

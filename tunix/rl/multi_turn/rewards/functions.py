@@ -92,6 +92,24 @@ def success(
   return RewardOutput(score, {"success": score})
 
 
+@registry.register("score")
+def score(
+    task: Any, action: Any, info: Mapping[str, Any] | None = None
+) -> RewardOutput:
+  """The score that the environment's own evaluation gave.
+
+  Raises:
+    ValueError: the environment has none.
+  """
+  del task, action
+  evaluation = (info or {}).get("evaluation")
+  if not isinstance(evaluation, Mapping) or "score" not in evaluation:
+    raise ValueError(
+        "the environment has no score of its own; name another reward"
+    )
+  return RewardOutput(float(evaluation["score"]))
+
+
 @registry.register("zero")
 def zero(task: Any, action: Any) -> RewardOutput:
   """Always 0: for environments that reward by themselves."""

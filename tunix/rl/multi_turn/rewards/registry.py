@@ -48,7 +48,7 @@ class RewardOutput:
     return self.reward
 
 
-_REGISTRY: registry.Registry[RewardFn] = registry.Registry("reward")
+REWARDS: registry.Registry[RewardFn] = registry.Registry("reward")
 
 
 def register(name: str) -> Callable[[RewardFn], RewardFn]:
@@ -57,12 +57,12 @@ def register(name: str) -> Callable[[RewardFn], RewardFn]:
   Raises:
     ValueError: the name is taken.
   """
-  return _REGISTRY.register(name)
+  return REWARDS.register(name)
 
 
 def unregister(name: str) -> bool:
   """Removes a reward function; False when there was none of that name."""
-  return _REGISTRY.unregister(name)
+  return REWARDS.unregister(name)
 
 
 def get_reward_fn(name: str) -> RewardFn:
@@ -71,11 +71,11 @@ def get_reward_fn(name: str) -> RewardFn:
   Raises:
     ValueError: unknown; the message names the nearest one.
   """
-  return _REGISTRY.get(name)
+  return REWARDS.get(name)
 
 
 def reward_names() -> tuple[str, ...]:
-  return _REGISTRY.names()
+  return REWARDS.names()
 
 
 def as_reward(value: Any, source: str = "reward function") -> RewardOutput:
@@ -159,24 +159,62 @@ async def evaluate_async(
   return as_reward(value, name)
 
 
-def combine_rewards(weights: Mapping[str, float]) -> RewardFn:
-  """A weighted sum of registered rewards; metadata keep each one's name.
+def make_reward(spec: str | Mapping[str, float]) -> RewardFn | str:
+  """The function that `environment.reward` describes.
+
+  Args:
+    spec: a registered name, "package.module:function", or weights of several.
+      The names "score" and "success" are returned as they are: environments
+      with an evaluation of their own know them.
 
   Raises:
-    ValueError: an unknown name.
+    ValueError: an unknown name, or no part at all.
+    ImportError: nothing at a path.
   """
-  for name in weights:
-    get_reward_fn(name)
+  if isinstance(spec, str):
+    return spec if spec in ("score", "success") else get_reward_fn(spec)
+  if not spec:
+    raise ValueError("environment.reward={} has no part; name a reward")
+  return combine_rewards(spec)
 
-  async def combined(
+
+def combine_rewards(weights: Mapping[str, float]) -> RewardFn:
+  """A weighted sum of rewards; metadata keep each one's name.
+
+  The sum is a plain function if all of its parts are.
+
+  Args:
+    weights: registered name or "package.module:function" -> weight.
+
+  Raises:
+    ValueError: an unknown name, naming the nearest one.
+    ImportError: nothing at a path.
+  """
+  parts = {name: (get_reward_fn(name), w) for name, w in weights.items()}
+
+  def total(outputs: Mapping[str, RewardOutput]) -> RewardOutput:
+    metadata: dict[str, Any] = {
+        name: {"reward": out.reward, **out.metadata}
+        for name, out in outputs.items()
+    }
+    value = sum(parts[name][1] * out.reward for name, out in outputs.items())
+    return RewardOutput(value, metadata)
+
+  def combined(
       task: Any, action: Any, info: Mapping[str, Any] | None = None
   ) -> RewardOutput:
-    total = 0.0
-    metadata: dict[str, Any] = {}
-    for name, weight in weights.items():
-      out = await evaluate_async(name, task, action, info)
-      total += weight * out.reward
-      metadata[name] = {"reward": out.reward, **out.metadata}
-    return RewardOutput(total, metadata)
+    return total({
+        name: evaluate(fn, task, action, info)
+        for name, (fn, _) in parts.items()
+    })
 
-  return combined
+  async def combined_async(
+      task: Any, action: Any, info: Mapping[str, Any] | None = None
+  ) -> RewardOutput:
+    return total({
+        name: await evaluate_async(fn, task, action, info)
+        for name, (fn, _) in parts.items()
+    })
+
+  is_async = any(concurrency.is_async(fn) for fn, _ in parts.values())
+  return combined_async if is_async else combined

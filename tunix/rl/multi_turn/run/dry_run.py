@@ -55,8 +55,8 @@ def describe(
       ),
       (
           "rollout",
-          f"{config.rollout.slots} requests at a time of up to"
-          f" {config.rollout.context_length} tokens, {cache},"
+          f"{config.engine.slots} requests at a time of up to"
+          f" {config.engine.context_length} tokens, {cache},"
           f" {engine.cache_bytes * mib:.1f} MiB",
       ),
       (

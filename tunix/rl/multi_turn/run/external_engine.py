@@ -44,9 +44,9 @@ def make_engine(
         image_store,
         protocol=external.protocol,
         api_key=key or "none",
-        timeout_s=config.collect.model_timeout_s,
-        context_length=config.rollout.context_length,
-        max_images=config.gym.max_turns + 1,
+        timeout_s=config.collect.deadlines.model,
+        context_length=config.engine.context_length,
+        max_images=config.environment.max_turns + 1,
         banned_token_ids=policy.model.config.banned_token_ids,
         tokenize=renderer.encode,
         end_of_turn_id=renderer.end_of_turn_id,
@@ -66,7 +66,7 @@ def make_engine(
             [kinds[external.protocol](url, api_key=key, timeout_s=timeout_s)],
             seen_at=external.seen_at,
         ),
-        context_length=config.rollout.context_length,
+        context_length=config.engine.context_length,
     )
   except (ImportError, OSError, ValueError) as error:
     raise config_lib.ConfigError([f"rollout.via=external: {error}"]) from None

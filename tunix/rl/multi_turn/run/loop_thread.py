@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import importlib
 import logging
 import threading
-from typing import Any, Coroutine
+from typing import Any, Awaitable, Callable, Coroutine
 
 _LOG = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
 """In which what belongs to a run ends."""
-
-_WITH_BROWSER = ("miniwob", "browser")
 
 
 class Interrupted(Exception):
@@ -84,19 +81,18 @@ class LoopThread:
       self._loop.close()
 
 
-def close_shared_browser(loop: LoopThread, gym: str) -> None:
-  """Ends the browser that the gym's episodes shared on this loop, if any."""
-  if gym not in _WITH_BROWSER:
+def close_shared(
+    loop: LoopThread, close: Callable[[], Awaitable[None]] | None
+) -> None:
+  """Closes, on this loop, what its gyms shared; see `GymSpec.close_shared`."""
+  if close is None:
     return
-  module = importlib.import_module(
-      f"tunix.rl.multi_turn.environments.gyms.{gym}"
-  )
 
-  async def close():
-    await module.shared_browser().close()  # There is one for each loop.
+  async def run():
+    await close()
 
   try:
-    loop.submit(close()).result(STOP_TIMEOUT_S)
+    loop.submit(run()).result(STOP_TIMEOUT_S)
   except Exception as error:  # pylint: disable=broad-except
     # The loop, the engine and the files have yet to be closed.
-    _LOG.warning("the browser did not close: %r", error)
+    _LOG.warning("what the gyms share did not close: %r", error)

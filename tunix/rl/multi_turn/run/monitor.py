@@ -1,9 +1,9 @@
-"""The Training Monitor of a run: what tells it, and a server if it needs one.
+"""Attaches the Training Monitor to a run, and starts its embedded server.
 
 Promises: without `monitor.url` or `monitor.embedded` nothing of the monitor is
-imported. A server of the run's own ends with the run, however that ends: it
-reads the end of a pipe that only the run holds. What it stored stays, and what
-it had no time for waits in the run's folder for the next run.
+imported. The embedded server ends with the run, however that ends: it reads the
+end of a pipe that only the run holds. Its database stays; undelivered events
+wait in the runs' folder for the next run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
 
 _LOG = logging.getLogger(__name__)
-_START_S = 60.0
 _STOP_S = 15.0
 _IDENTITY = "monitor.json"
-_PROGRAM = str(pathlib.Path(__file__).with_name("monitor") / "__main__.py")
-"""Run as a file it starts in a second: see there."""
-NICENESS = 19
-"""Of a server of the run's own: it has what training leaves."""
+_PROGRAM = str(
+    pathlib.Path(__file__).parents[1] / "monitor" / "__main__.py"
+)
+"""As a file it starts in a second: see its docstring."""
 TOKEN_VARIABLE = "TUNIX_MONITOR_TOKEN"
 
 
@@ -45,18 +44,18 @@ class RunMonitor:
       resume_step: int | None = None,
       tokenizer: pathlib.Path | None = None,
   ):
-    """Starts what the configuration asks for.
+    """Starts the uploader, and the embedded server if it is configured.
 
     Args:
       config: of the run.
-      images: where screenshots' pixels are.
+      images: pixels of the screenshots.
       resume_step: updates made before this start.
-      tokenizer: the policy's tokenizer.json, for a server of the run's own to
-        show tokens as text; None shows ids where it knows no better.
+      tokenizer: the policy's tokenizer.json, for the embedded server to show
+        tokens as text; None shows ids where it has no other tokenizer.
 
     Raises:
-      ConfigError: it cannot be: a package is missing, the URL is none, the
-        server of the run's own does not start.
+      ConfigError: a package is missing, the URL is none, or the embedded server
+        does not start.
     """
     try:
       from tunix.rl.multi_turn.monitor.client import event_log  # pylint: disable=g-import-not-at-top
@@ -68,40 +67,40 @@ class RunMonitor:
     if monitor.embedded:
       database = _database(config)
       known = {} if tokenizer is None else {config.policy.name: tokenizer}
-      self.server = EmbeddedServer(database, known)
+      self.server = EmbeddedServer(
+          database,
+          known,
+          niceness=monitor.server_niceness,
+          start_s=monitor.start_timeout_s,
+      )
       url, token = self.server.url, ""
       target = f"embedded:{database}"
     self.url = url
     try:
       training, session = _identity(config.run_dir)
-      self.observer = event_log.Relay(
-          {
-              "url": url,
-              "token": token,
-              "client": {
-                  "timeout_seconds": monitor.timeout_s,
-                  "spool_dir": str(_root(config) / "monitor_spool"),
-                  "name": f"{config.run_dir.name}-{uuid.uuid4().hex[:12]}",
-                  "target": target,
-                  "max_spool_bytes": monitor.spool_mb << 20,
-              },
-              "identity": {"training": training, "session": session},
-              "training": _training(config),
-              "observer": {
-                  "start_step": resume_step or 0,
-                  "task_source": config.gym.name,
-                  "max_turns": config.gym.max_turns,
-              },
-          },
+      self.observer = event_log.EventLog(
+          event_log.RunSpec(
+              url=url,
+              token=token,
+              target=target,
+              spool_dir=str(_root(config) / "monitor_spool"),
+              name=f"{config.run_dir.name}-{uuid.uuid4().hex[:12]}",
+              training_id=training,
+              session=session,
+              training=_training(config),
+              start_step=resume_step or 0,
+              task_source=config.gym.name,
+              max_turns=config.environment.max_turns,
+          ),
+          monitor,
           images=images if monitor.images else None,
-          close_s=monitor.close_timeout_s,
       )
     except Exception as error:
       self._stop_server()
       raise config_lib.ConfigError([f"monitor.url={url}: {error}"]) from error
 
   def close(self) -> None:
-    """Delivers what it can in the time that it has, then ends its server."""
+    """Delivers for `monitor.close_timeout_s`, then ends the embedded server."""
     self.observer.close()
     self._stop_server()
     if self.server is not None:
@@ -118,10 +117,10 @@ class RunMonitor:
 
 
 class EmbeddedServer:
-  """`monitor serve` in a process of its own, on a free port of this machine.
+  """Runs `monitor serve` as a process on a free port of this machine.
 
   Attributes:
-    url: where it listens.
+    url: its address.
     database: its SQLite file.
   """
 
@@ -129,12 +128,17 @@ class EmbeddedServer:
       self,
       database: pathlib.Path,
       tokenizers: Mapping[str, pathlib.Path] | None = None,
+      *,
+      niceness: int = 19,
+      start_s: float = 60.0,
   ):
     """Starts it.
 
     Args:
       database: its SQLite file, made with its folder when missing.
       tokenizers: policy.name -> the tokenizer.json of its tokens.
+      niceness: its CPU priority; by default it takes only idle CPU.
+      start_s: deadline of its start.
 
     Raises:
       ConfigError: it does not start.
@@ -157,22 +161,22 @@ class EmbeddedServer:
           stderr=log,
           # Ctrl-C is for the run, which ends its server itself. A session of
           # its own would make its niceness meaningless: Linux shares the CPU
-          # among sessions first (autogroup), among their processes then.
+          # among sessions first (autogroup), then among their processes.
           process_group=0,
           env={k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE},
       )  # pyformat: disable
     if hasattr(os, "setpriority"):
       try:  # Training comes first.
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
       except OSError:
         pass
-    self.url = self._announced()
+    self.url = self._announced(start_s)
 
   @property
   def pid(self) -> int:
     return self._process.pid
 
-  def _announced(self) -> str:
+  def _announced(self, start_s: float) -> str:
     found: list[str] = []
     reading = threading.Thread(
         target=lambda: found.append(
@@ -181,13 +185,13 @@ class EmbeddedServer:
         daemon=True,
     )
     reading.start()
-    reading.join(_START_S)
+    reading.join(start_s)
     line = found[0].strip() if found else ""
     if "http://" not in line:
       self.close()
       raise config_lib.ConfigError([
-          f"monitor.embedded=true: the server did not start; {self._log} says"
-          " why, or set monitor.embedded=false"
+          f"monitor.embedded=true: the server did not start; read {self._log},"
+          " or set monitor.embedded=false"
       ])
     return line[line.index("http://") :]
 
@@ -201,7 +205,7 @@ class EmbeddedServer:
     try:
       self._process.wait(_STOP_S)
     except subprocess.TimeoutExpired:
-      _LOG.warning("the monitor's server did not end by itself")
+      _LOG.warning("the embedded monitor server did not end by itself; killed")
       self._process.kill()
       self._process.wait(_STOP_S)
     if self._process.stdout is not None:
@@ -216,7 +220,7 @@ def _missing(error: ImportError) -> str:
 
 
 def _root(config: config_lib.TrainConfig) -> pathlib.Path:
-  """Where the runs are: what a run leaves, the next one there delivers."""
+  """The runs' folder: the next run in it delivers what this one could not."""
   return config.run_dir.absolute().parent
 
 
@@ -228,7 +232,7 @@ def _database(config: config_lib.TrainConfig) -> pathlib.Path:
 
 
 def _identity(run_dir: pathlib.Path) -> tuple[str, int]:
-  """(the run's client id, how many starts it had), remembered in its folder."""
+  """(client id of the run, earlier starts), kept in the run directory."""
   path = run_dir / _IDENTITY
   try:
     found = json.loads(path.read_text())
@@ -247,7 +251,7 @@ def _identity(run_dir: pathlib.Path) -> tuple[str, int]:
 
 
 def _tracked(config: config_lib.TrainConfig) -> dict[str, str]:
-  """Where W&B has this run, if it is told of it."""
+  """The run's project and name at W&B, if it is tracked there."""
   if config.tracking.wandb == "off":
     return {}
   return {
@@ -257,12 +261,12 @@ def _tracked(config: config_lib.TrainConfig) -> dict[str, str]:
 
 
 def _training(config: config_lib.TrainConfig) -> dict[str, Any]:
-  """Columns of the training that the configuration fills."""
+  """Columns of the training's row that the configuration fills."""
   learner, collect = config.learner, config.collect
   return {
       "log_path": str(config.run_dir.absolute()),
       "model_name": config.policy.name,
-      # A server that knows no tags is disturbed by none that nobody gave.
+      # Left out when empty: an older server refuses the field.
       **({"tags": list(config.monitor.tags)} if config.monitor.tags else {}),
       **_tracked(config),
       "lora_rank": config.policy.lora_rank or None,
@@ -274,7 +278,7 @@ def _training(config: config_lib.TrainConfig) -> dict[str, Any]:
       "temperature": config.sampling.temperature,
       "kl_penalty_coef": config.algorithm.kl_coef,
       "num_substeps": learner.minibatches * learner.epochs,
-      "max_turns": config.gym.max_turns,
+      "max_turns": config.environment.max_turns,
       "seed": config.run.seed,
       "box_type": "linux",
       "renderer_name": config.agent.parser,

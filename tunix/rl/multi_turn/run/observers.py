@@ -1,6 +1,7 @@
-"""Who is told what a run does: the run directory, trackers, the monitor.
+"""Attaches a run's observers: progress, metrics and trajectory files, summary,
+trackers, the Training Monitor.
 
-Does not make events.
+Does not: make events.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tunix.rl.multi_turn import reporting
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.reporting import trackers
-from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import monitor as monitor_lib
 
 
@@ -26,23 +27,24 @@ def attach(
     resume_step: int | None,
     facts: Callable[[], dict[str, Any]],
 ) -> None:
-  """Progress, metrics, trajectories and summary into the run directory, and
-  who else is configured.
+  """Opens the configured observers and adds them.
 
   Args:
-    config: names them.
-    observers: to which they are added.
-    writers: to which is added what has to be closed when the run is over, as
-      soon as it is open: a later one may fail.
+    config: of the run.
+    observers: receives them.
+    writers: receives each one that must be closed after the run, as soon as it
+      is open: a later one may fail.
     images: screenshots of the trajectories.
-    resume_step: updates that a run had when it is gone on with; None: new.
-    facts: what the summary says beside what it hears.
+    resume_step: step of the checkpoint that the run resumes from; None for a
+      new run.
+    facts: more keys of summary.json.
   """
   directory = config.run_dir
+  report = config.report
   trajectories = reporting.TrajectoryWriter(
       directory,
-      images if config.report.images else None,
-      limit=config.report.episodes,
+      images,
+      report,
       resume=bool(config.run.resume),
   )
   metrics = reporting.MetricsWriter(
@@ -53,12 +55,13 @@ def attach(
       metrics,
       trajectories,
       reporting.SummaryWriter(
-          directory / "summary.json", resume_step=resume_step, extra=facts
+          directory / "summary.json",
+          report,
+          resume_step=resume_step,
+          extra=facts,
       ),
       reporting.ProgressBar(
-          config.learner.steps,
-          mode=config.report.progress,
-          start=resume_step or 0,
+          config.learner.steps, report, start=resume_step or 0
       ),
   ):
     observers.add(observer)
@@ -70,7 +73,7 @@ def attach(
         config,
         images,
         resume_step=resume_step,
-        tokenizer=assembly.tokenizer_file(config),
+        tokenizer=models.tokenizer_file(config),
     )
     writers.append(monitor)
     observers.add(monitor.observer)

@@ -47,7 +47,7 @@ class RunProxy:
         raise config_lib.ConfigError([f"rollout.agent: {error}"]) from None
     token = secrets.token_urlsafe(32)
     # Evaluations run beside training.
-    most = 2 * config.rollout.concurrency + 16
+    most = 2 * config.collect.concurrency + 16
     try:
       from tunix.rl.multi_turn.serving import requests  # pylint: disable=g-import-not-at-top
       from tunix.rl.multi_turn.serving import serve  # pylint: disable=g-import-not-at-top
@@ -60,11 +60,11 @@ class RunProxy:
           parser=config.agent.parser,
           limits=requests.Limits(
               max_new_tokens=config.sampling.max_new_tokens,
-              images=max(64, config.gym.max_turns + 1),
+              images=max(64, config.environment.max_turns + 1),
           ),
           max_sessions=most,
           max_concurrent=most,
-          session_timeout_s=config.collect.episode_timeout_s + 60.0,
+          session_timeout_s=config.collect.deadlines.episode + 60.0,
           token=token,
       )
       self._server = http_server.LoopbackServer(self.app.asgi)
@@ -73,7 +73,7 @@ class RunProxy:
           config.policy.name,
           image_store,
           token=token,
-          timeout_s=config.collect.model_timeout_s,
+          timeout_s=config.collect.deadlines.model,
           play=play,
       )
     except ImportError as error:

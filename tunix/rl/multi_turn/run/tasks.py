@@ -1,8 +1,7 @@
-"""The tasks of a run, from its configuration.
+"""Makes a run's tasks, and draws them in the configured order.
 
-`task_source.source` says where they come from: the gym makes its own, without
-end, or there is a list (a gym server's, a file, a dataset). `register_tasks`
-makes a gym's own known.
+They come from where `task_source.source` names: the gym or environment makes
+its own, without end, or there is a list (a gym server's, a file, a dataset).
 
 Does not run anything; asks a gym server for its list where there is one.
 """
@@ -11,23 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import registry
-from tunix.rl.multi_turn.environments import registry as env_registry
+from tunix.rl.multi_turn.environments import gyms
+from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
-from tunix.rl.multi_turn.environments.gyms import genv
-from tunix.rl.multi_turn.environments.gyms.android_world import (
-  gym as android_world,
-)
-from tunix.rl.multi_turn.environments.gyms.android_world import (
-  tasks as android_world_tasks,
-)
-from tunix.rl.multi_turn.environments.gyms.openenv import gym as openenv
-from tunix.rl.multi_turn.environments.gyms.openenv import tasks as openenv_tasks
-from tunix.rl.multi_turn.environments.gyms.osworld import tasks as osworld_tasks
-from tunix.rl.multi_turn.environments.task_sources import cua_task
 from tunix.rl.multi_turn.environments.task_sources import curriculum
 from tunix.rl.multi_turn.environments.task_sources import listed
 from tunix.rl.multi_turn.environments.task_sources import source as source_lib
@@ -35,140 +24,58 @@ from tunix.rl.multi_turn.environments.task_sources import source as source_lib
 TrainConfig = config_lib.TrainConfig
 ConfigError = config_lib.ConfigError
 
-_TASKS: registry.Registry[Callable[[TrainConfig], Any]] = registry.Registry(
-    "task source"
-)
-
-
-def register_tasks(
-    name: str, factory: Callable[[TrainConfig], Any] | None = None
-) -> Any:
-  """Adds `config -> task source` for the gym of that name; a decorator too.
-
-  A task source has `train_task(family, index, seed)` and
-  `eval_task(family, index, seed)`, each returning a `gyms.base.Task`.
-  """
-  return _TASKS.register(name, factory)
-
-
-@register_tasks("desktop")
-def _desktop_tasks(config: TrainConfig) -> Any:
-  return env_registry.make_task_set(
-      "desktop", config.gym.tasks, difficulty=config.gym.difficulty
-  )
-
-
-@register_tasks("genv")
-def _genv_tasks(config: TrainConfig) -> Any:
-  return listed.server_tasks(config.gym.options, config.gym.tasks)
-
-
-@register_tasks("openenv")
-def _openenv_tasks(config: TrainConfig) -> Any:
-  return openenv_tasks.server_tasks(config.gym.options, config.gym.tasks)
-
-
-@register_tasks("osworld")
-def _osworld_tasks(config: TrainConfig) -> Any:
-  return osworld_tasks.tasks(config.gym.options, config.gym.tasks)
-
-
-@register_tasks("android_world")
-def _android_world_tasks(config: TrainConfig) -> Any:
-  return android_world_tasks.server_tasks(
-      config.gym.options, config.gym.tasks
-  )
-
-
-@register_tasks("browser")
-def _browser_tasks(config: TrainConfig) -> Any:
-  return env_registry.make_task_set(
-      "browser", config.gym.tasks, pages=config.gym.options.get("pages")
-  )
-
 
 def make_tasks(config: TrainConfig) -> Any:
   """The task source of the configured run.
 
   Raises:
-    ConfigError: unknown gym or task, naming the nearest one; or a list that
-      cannot be had, or that has nothing to train on.
+    ConfigError: an unknown gym or task, naming the nearest one; or a list that
+      cannot be read, or that has nothing to train on.
   """
-  name = config.gym.name
-  where = "gym.tasks"
+  where = "task_source.families"
+  found = environment_spec.get(config.environment.name)
+  families = config.task_source.families
   try:
     if config.task_source.source != "generated":
       where = "task_source"
-      return _listed(config)
-    if name in _TASKS:
-      return _TASKS.get(name)(config)
-    if env_registry.has_task_set(name):
-      return env_registry.make_task_set(name, config.gym.tasks)
-    if name in env_registry.gym_names():
-      raise ValueError(
-          f"gym.name={name} makes no tasks of its own; set"
-          " task_source.source=jsonl and task_source.path, or register some"
-          " (environments.register_task_set)"
+      return _listed(config, found.gym)
+    if found.gym:
+      return gyms.get(config.gym.name).make_tasks(
+          families, config.gym.options
       )
-    return _TASKS.get(name)(config)  # Says what there is.
+    return registry.import_path(found.tasks)(families)
   except (
-      ValueError, ImportError, OSError, cua_task.UnknownTaskError,
-      genv.GenvError, openenv.OpenEnvError, android_world.AndroidWorldError,
-      TimeoutError,
+      ValueError, TypeError, ImportError, OSError, LookupError, RuntimeError
   ) as error:  # pyformat: disable
-    raise ConfigError([f"{where}: {error}"]) from None
+    # RuntimeError: of a gym's own kind, e.g. its server is not there.
+    raise ConfigError([f"{where}: {error}"]) from error
 
 
-def _listed(config: TrainConfig) -> listed.ListedTasks:
+def _listed(config: TrainConfig, of_gym: bool) -> listed.ListedTasks:
   chosen = config.task_source
-  options = config.gym.options
-  common = {
-      "source_type": chosen.source,
-      "gym_base_url": options.get("base_url")
-      or genv.client.DEFAULT_BASE_URL,
-      "gym_id": options.get("gym_id") or "desktop",
-      "token_file": options.get("token_file") or "",
-      "path": chosen.path,
-      "dataset_split": chosen.dataset_split,
-      "train_ratio": chosen.train_ratio,
-      "eval_number_range": chosen.eval_number_range or None,
-      "task_names": chosen.names or None,
-      "tags": chosen.tags or None,
-      "seed": chosen.seed,
-  }
-  everything = source_lib.read_all(source_lib.TaskSourceConfig(**common))
-  if config.gym.name == "genv":
-    # A file names tasks of the server that is played on.
-    everything = [
-        dataclasses.replace(t, gym_id=t.gym_id or common["gym_id"])
-        for t in everything
-    ]
-  limits = {"train": chosen.limit or None, "eval": chosen.eval_limit or None}
-  lists = [
-      source_lib.select(
-          everything,
-          source_lib.TaskSourceConfig(
-              split_type=split, limit=limits[split], **common
-          ),
-      )
-      for split in source_lib.SPLITS
-  ]
-  return listed.ListedTasks(*lists, families=config.gym.tasks)
+  if of_gym:
+    tasks = source_lib.read(chosen, config.gym.name, config.gym.options)
+  else:
+    tasks = source_lib.read(
+        chosen, as_task=source_lib.CUATask.from_fields
+    )
+  lists = [source_lib.select(tasks, chosen, s) for s in source_lib.SPLITS]
+  return listed.ListedTasks(*lists, families=chosen.families)
 
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, Any]:
   """(the configuration with its task families named, its task source).
 
-  Where gym.tasks is empty, all that the source has are meant.
+  An empty task_source.families becomes all families of the source.
 
   Raises:
     ConfigError: as `make_tasks`.
   """
   source = make_tasks(config)
-  if not config.gym.tasks:
-    families = tuple(source.families())
-    gym = dataclasses.replace(config.gym, tasks=families)
-    config = dataclasses.replace(config, gym=gym)
+  chosen = config.task_source
+  if not chosen.families:
+    chosen = dataclasses.replace(chosen, families=tuple(source.families()))
+    config = dataclasses.replace(config, task_source=chosen)
   return config, source
 
 
@@ -199,7 +106,8 @@ class TrainTasks:
     if list(state["families"]) != list(self._families):
       raise ValueError(
           f"the checkpoint was training on {state['families']}, this run on"
-          f" {list(self._families)}; give the same gym.tasks to resume"
+          f" {list(self._families)}; give the same task_source.families to"
+          " resume"
       )
     self._position = int(state["position"])
 
@@ -209,7 +117,7 @@ def make_sampler(config: TrainConfig, source: Any) -> Any:
 
   With task_source.order=curriculum also an observer, to be attached.
   """
-  families, seed = config.gym.tasks, config.run.seed
+  families, seed = config.task_source.families, config.run.seed
   chosen = config.task_source
   if chosen.order != "curriculum":
     return TrainTasks(source, families, seed)
@@ -240,6 +148,6 @@ def eval_tasks(config: TrainConfig, source: Any) -> list[gym_base.Task]:
   return [
       source.eval_task(family, index, config.eval.seed)
       for index, family in itertools.product(
-          range(config.eval.episodes_per_task), config.gym.tasks
+          range(config.eval.episodes_per_task), config.task_source.families
       )
   ]

@@ -181,7 +181,9 @@ class MediaLoader:
     self._ssl_context = _ssl_context
     self._threads = concurrent.futures.ThreadPoolExecutor(2, "tunix-media")
     # Resolving may hang, and these threads can be given up.
-    self._resolvers = concurrency.WorkerPool(8, 8, name="tunix-media-resolve")
+    self._resolvers = concurrency.CallRunner(
+        concurrency.WorkerPool(8, 8, name="tunix-media-resolve"), grace=0.0
+    )
     self._known: collections.OrderedDict[bytes, trajectory.ImageRef] = (
         collections.OrderedDict()
     )
@@ -371,8 +373,8 @@ class MediaLoader:
     )
 
   async def _getaddrinfo(self, host: str, port: int) -> list[str]:
-    found = await self._resolvers.arun(
-        lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), None
+    found = await self._resolvers.call(
+        lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     )
     return list(dict.fromkeys(info[4][0] for info in found))
 

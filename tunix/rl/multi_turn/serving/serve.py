@@ -18,7 +18,7 @@ from typing import Any, Sequence
 import tqdm
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
-from tunix.rl.multi_turn.engine import buckets
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import constrained_decoding
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.engine import programs
@@ -122,8 +122,8 @@ def parser() -> argparse.ArgumentParser:
   add("--max-tokens", type=int, default=1024,
       help="cap of a completion, and its length unless asked for")
   add("--slots", type=int, default=32, help="requests sampled at a time")
-  add("--cache-tokens", type=int, default=None, metavar="TOKENS",
-      help="held by the KV cache (--slots times --max-model-len)")
+  add("--cache-tokens", type=int, default=0, metavar="TOKENS",
+      help="held by the KV cache; 0: --slots times --max-model-len")
   add("--screen", default="1280x720", metavar="WxH[,WxH]",
       help="sizes of screenshots, compiled before the first request")
   add("--limit-mm-per-prompt", default='{"image": 64}', metavar="JSON",
@@ -181,10 +181,10 @@ def _check_screens(
 
 def _features(text: str) -> tuple[str, ...]:
   names = tuple(n.strip() for n in text.split(",") if n.strip())
-  if unknown := sorted(set(names) - set(buckets.FEATURES)):
+  if unknown := sorted(set(names) - set(engine_config.FEATURES)):
     raise ValueError(
         f"--features={text}: {unknown[0]!r} is none of"
-        f" {', '.join(buckets.FEATURES)}"
+        f" {', '.join(engine_config.FEATURES)}"
     )
   return names
 
@@ -239,14 +239,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         policy[0],
         policy[1],
         store,
-        slots=args.slots,
-        cache_tokens=args.cache_tokens,
-        context_length=args.max_model_len,
+        engine_config.EngineConfig(
+            slots=args.slots,
+            cache_tokens=args.cache_tokens,
+            context_length=args.max_model_len,
+            weights=args.weights,
+            features=features,
+        ),
         image_sizes=screens,
         banned_token_ids=policy[0].config.banned_token_ids,
         seed=args.seed,
-        weights=args.weights,
-        features=features,
     )
     app = make_app(
         args.name or args.policy,

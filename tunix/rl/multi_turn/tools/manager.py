@@ -1,4 +1,4 @@
-"""Running the tool calls of a turn.
+"""Runs the tool calls of a turn.
 
 Promises: every call gives an output, in the order of the calls, under its own
 id, within its deadline. An exception, an unknown tool and a hang are error
@@ -10,6 +10,7 @@ Does not: retry, or undo what a hung tool goes on doing in its thread.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from typing import Any, Mapping, Sequence
 
@@ -33,14 +34,12 @@ class ToolManager:
       tool_map: Mapping[str, type[base.BaseTool] | base.BaseTool] | None = None,
       *,
       timeout: float | None = 30.0,
-      pool: concurrency.WorkerPool | None = None,
   ):
     """Args:
 
       tool_map: name -> tool class, built with that name and its docstring's
         first paragraph as description, or a ready tool.
       timeout: deadline of each call, in seconds.
-      pool: threads for sync tools; None for the process-wide ones.
 
     Raises:
       TypeError: an entry is neither.
@@ -49,7 +48,6 @@ class ToolManager:
     if timeout is not None and not timeout > 0:
       raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
     self.timeout = timeout
-    self._pool = pool or concurrency.default_pool()
     self.tools: dict[str, base.BaseTool] = {}
     for name, tool in (tool_map or {}).items():
       if isinstance(tool, type) and issubclass(tool, base.BaseTool):
@@ -69,20 +67,19 @@ class ToolManager:
   def json(self) -> list[dict[str, Any]]:
     """Schemas of all tools, in the order of the map and under its names.
 
-    What the policy is shown is what it can call, whatever a ready tool calls
-    itself.
+    The policy is shown the names that it can call, not a ready tool's own.
     """
     return [base.renamed(tool.json, name) for name, tool in self.tools.items()]
 
   def run(self, tool_name: str, /, **kwargs: Any) -> base.ToolOutput:
     """Runs one tool with `kwargs` and waits for it."""
-    return self.outputs([base.ToolCall(tool_name, kwargs)]).popitem()[1]
+    return concurrency.drive(self.run_async(tool_name, **kwargs))
 
   async def run_async(
       self, tool_name: str, /, **kwargs: Any
   ) -> base.ToolOutput:
     """`run` for the event loop."""
-    return await self._output_async(base.ToolCall(tool_name, kwargs))
+    return await self._output(base.ToolCall(tool_name, kwargs))
 
   def execute_calls(self, calls: Any, parallel: bool = True) -> dict[str, str]:
     """{call id: text of the output}, in the order of the calls.
@@ -105,21 +102,7 @@ class ToolManager:
       self, calls: Any, parallel: bool = True
   ) -> dict[str, base.ToolOutput]:
     """`execute_calls` with the outputs themselves."""
-    calls = base.normalize_calls(calls)
-    if not parallel:
-      return {call.call_id: self._output(call) for call in calls}
-    jobs: list[concurrency.Job | base.ToolOutput] = []
-    for call in calls:
-      jobs.append(self._refusal(call) or self._submit(call))
-    try:
-      return {
-          call.call_id: self._collect(call, job)
-          for call, job in zip(calls, jobs)
-      }
-    finally:
-      for job in jobs:
-        if isinstance(job, concurrency.Job):
-          self._pool.abandon(job)
+    return concurrency.drive(self.outputs_async(calls, parallel))
 
   async def outputs_async(
       self, calls: Any, parallel: bool = True
@@ -128,10 +111,10 @@ class ToolManager:
     calls = base.normalize_calls(calls)
     if parallel and len(calls) > 1:
       results: Sequence[base.ToolOutput] = await asyncio.gather(
-          *(self._output_async(call) for call in calls)
+          *(self._output(call) for call in calls)
       )
     else:
-      results = [await self._output_async(call) for call in calls]
+      results = [await self._output(call) for call in calls]
     return {call.call_id: out for call, out in zip(calls, results)}
 
   def _refusal(self, call: base.ToolCall) -> base.ToolOutput | None:
@@ -150,55 +133,18 @@ class ToolManager:
       )
     return None
 
-  def _submit(self, call: base.ToolCall) -> concurrency.Job | base.ToolOutput:
-    tool = self.tools[call.name]
-
-    def run() -> Any:
-      if tool.is_sync:
-        return tool.forward(**call.arguments)
-      # A coroutine can be cancelled, so it must not cost its thread.
-      return asyncio.run(self._guarded(tool, call))
-
-    try:
-      return self._pool.submit(run)
-    except RuntimeError as error:
-      return _failure(call, error)
-
-  async def _guarded(self, tool: base.BaseTool, call: base.ToolCall) -> Any:
-    return await concurrency.with_deadline(
-        tool.async_forward(**call.arguments),
-        self.timeout,
-        f"tool {call.name!r}",
-    )
-
-  def _collect(
-      self, call: base.ToolCall, job: concurrency.Job | base.ToolOutput
-  ) -> base.ToolOutput:
-    if isinstance(job, base.ToolOutput):
-      return job
-    try:
-      value = self._pool.wait(job, self.timeout, f"tool {call.name!r}")
-    except Exception as error:  # pylint: disable=broad-except
-      return _failure(call, error)
-    return base.as_output(call.name, value)
-
-  def _output(self, call: base.ToolCall) -> base.ToolOutput:
-    return self._collect(call, self._refusal(call) or self._submit(call))
-
-  async def _output_async(self, call: base.ToolCall) -> base.ToolOutput:
+  async def _output(self, call: base.ToolCall) -> base.ToolOutput:
     refusal = self._refusal(call)
     if refusal is not None:
       return refusal
     tool = self.tools[call.name]
+    forward = tool.async_forward if tool.is_async else tool.forward
     try:
-      if tool.is_async:
-        value = await self._guarded(tool, call)
-      else:
-        value = await self._pool.arun(
-            lambda: tool.forward(**call.arguments),
-            self.timeout,
-            f"tool {call.name!r}",
-        )
+      value = await concurrency.acall(
+          functools.partial(forward, **call.arguments),
+          seconds=self.timeout,
+          what=f"tool {call.name!r}",
+      )
     except Exception as error:  # pylint: disable=broad-except
       return _failure(call, error)
     return base.as_output(call.name, value)

@@ -1,23 +1,23 @@
-"""Collecting: episodes, groups of them, and the loop that feeds the queue."""
+"""Collects episodes and groups of them, and feeds the queue."""
 
+from tunix.rl.multi_turn.core.concurrency import CallRunner
+from tunix.rl.multi_turn.core.worker_pool import WorkerPool
 from tunix.rl.multi_turn.trajectory_collector.collect_loop import CollectError
 from tunix.rl.multi_turn.trajectory_collector.collect_loop import CollectLoop
 from tunix.rl.multi_turn.trajectory_collector.collect_loop import TaskSampler
-from tunix.rl.multi_turn.trajectory_collector.deadlines import CallRunner
-from tunix.rl.multi_turn.trajectory_collector.deadlines import Deadlines
-from tunix.rl.multi_turn.trajectory_collector.deadlines import WorkerPool
 from tunix.rl.multi_turn.trajectory_collector.episode import (
     TrajectoryCollectEngine,
 )
 from tunix.rl.multi_turn.trajectory_collector.groups import collect_groups
 from tunix.rl.multi_turn.trajectory_collector.groups import GroupCollector
-from tunix.rl.multi_turn.trajectory_collector.groups import GroupSettings
 from tunix.rl.multi_turn.trajectory_collector.groups import iterate_groups
 from tunix.rl.multi_turn.trajectory_collector.model_calls import derive_seed
 from tunix.rl.multi_turn.trajectory_collector.model_calls import PolicyModel
 from tunix.rl.multi_turn.trajectory_collector.sequence_builder import (
     SequenceBuilder,
 )
+from tunix.rl.multi_turn.trajectory_collector.settings import CollectConfig
+from tunix.rl.multi_turn.trajectory_collector.settings import Deadlines
 
 TrajectoryCollector = TrajectoryCollectEngine
 """The source document's name for the collecting layer."""

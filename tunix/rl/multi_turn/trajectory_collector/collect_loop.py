@@ -1,12 +1,12 @@
-"""Collecting, for ever: tasks in, groups into the queue.
+"""Feeds the queue with groups of episodes, task after task, for ever.
 
 Promises: a group starts only when the queue admits it; a group with too few
 valid members is tried again under the same admission, a bounded number of
 times, and then given up; the consumer never waits for a loop that has ended:
-it learns of a crash (`queue.fail`) and of the end of the tasks
-(`queue.close`); `stop` is clean; the state that a resumed run needs is JSON.
+a crash reaches it through `queue.fail`, the end of the tasks through
+`queue.close`; `stop` is clean; the state that a resumed run needs is JSON.
 
-Does not: know what a group is trained for.
+Does not: know how a group is trained on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CollectError(RuntimeError):
 
 
 class Sampler(Protocol):
-  """Where tasks come from. `state_dict` is JSON."""
+  """Yields tasks. `state_dict` is JSON."""
 
   def __next__(self) -> Any:
     """The next task; StopIteration ends the run."""
@@ -130,7 +130,6 @@ class CollectLoop:
       queue: group_queue.GroupQueue,
       *,
       max_groups: int | None = None,
-      max_requeues: int = 2,
       backoff: float = 0.5,
       max_failed_groups: int = 64,
       task_to_json: Callable[[Any], Any] | None = None,
@@ -138,13 +137,13 @@ class CollectLoop:
   ):
     """Args:
 
-      collector: collects one group.
+      collector: collects one group; its config holds min_valid and
+        max_requeues.
       tasks: an iterator; with `state_dict` and `load_state_dict` a run can be
         resumed.
       queue: takes the groups.
       max_groups: groups in flight beside what the queue admits; None for no
         bound of its own.
-      max_requeues: how often the task of a dropped group is tried again.
       backoff: seconds before the first retry, doubled for each further one.
       max_failed_groups: groups dropped in a row, retries included, before the
         loop gives up with a CollectError: a world in which nothing works must
@@ -155,8 +154,6 @@ class CollectLoop:
     """
     if max_groups is not None and max_groups < 1:
       raise ValueError(f"max_groups must be >= 1 or None, got {max_groups}")
-    if max_requeues < 0:
-      raise ValueError(f"max_requeues must be >= 0, got {max_requeues}")
     if not backoff >= 0:
       raise ValueError(f"backoff must be >= 0 seconds, got {backoff}")
     if max_failed_groups < 1:
@@ -167,7 +164,7 @@ class CollectLoop:
     self._tasks = tasks
     self._queue = queue
     self._max_groups = max_groups
-    self._max_requeues = max_requeues
+    self._max_requeues = collector.config.max_requeues
     self._backoff = backoff
     self._max_failed = max_failed_groups
     self._to_json = task_to_json or _task_to_json
@@ -254,7 +251,7 @@ class CollectLoop:
     """Collects until the tasks end, `stop` is called or the queue closes.
 
     Raises:
-      Exception: what crashed the loop; the queue's consumer learns of it too.
+      Exception: the loop's crash; the queue's consumer gets it too.
     """
     self._loop = asyncio.get_running_loop()
     self._changed = asyncio.Event()
@@ -470,7 +467,7 @@ class CollectLoop:
     )
 
   def _refusal(self, group: trajectory_lib.TrajectoryGroup) -> str | None:
-    wanted = self._collector.settings.min_valid
+    wanted = self._collector.config.min_valid
     valid = len(group.valid)
     if valid >= wanted:
       return None

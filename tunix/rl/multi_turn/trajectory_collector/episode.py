@@ -23,10 +23,11 @@ before the first turn within that of reset.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import time
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 import uuid
 
 from tunix.rl.multi_turn.core import concurrency
@@ -34,14 +35,45 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.trajectory_collector import adapters
-from tunix.rl.multi_turn.trajectory_collector import deadlines as deadlines_lib
 from tunix.rl.multi_turn.trajectory_collector import model_calls
-from tunix.rl.multi_turn.trajectory_collector import stage_timer
+from tunix.rl.multi_turn.trajectory_collector import settings
 from tunix.rl.multi_turn.trajectory_collector import teardown
 
 Status = trajectory_lib.TrajectoryStatus
 Trajectory = trajectory_lib.Trajectory
-CallTimeout = deadlines_lib.CallTimeout
+CallTimeout = concurrency.CallTimeout
+
+
+class StageTimer:
+  """Times an episode's stages (model, env).
+
+  An episode is in one stage at a time; time in none is its own.
+  """
+
+  def __init__(self, trajectory_id: str, observers: events.Observer | None):
+    self._id = trajectory_id
+    self._observers = observers
+    self._seconds: dict[str, float] = {}
+
+  @contextlib.contextmanager
+  def __call__(self, stage: str, counted: str) -> Iterator[None]:
+    """A stage of `events.StageChanged`; its time counts as `counted`."""
+    started = time.perf_counter()
+    self._emit(stage)
+    try:
+      yield
+    finally:
+      spent = time.perf_counter() - started
+      self._seconds[counted] = self._seconds.get(counted, 0.0) + spent
+      self._emit("")
+
+  def metrics(self) -> dict[str, float]:
+    """`seconds_<counted>`, wall seconds; a stage that never was is left out."""
+    return {f"seconds_{k}": v for k, v in self._seconds.items()}
+
+  def _emit(self, stage: str) -> None:
+    if self._observers is not None:
+      self._observers.on_event(events.StageChanged(self._id, stage))
 
 
 class _Stop(Exception):
@@ -68,12 +100,12 @@ class TrajectoryCollectEngine:
       gamma: float = 1.0,
       timeout: float = 30.0,
       *,
-      deadlines: deadlines_lib.Deadlines = deadlines_lib.Deadlines(),
+      deadlines: settings.Deadlines = settings.Deadlines(),
       seed: int | None = None,
       task: Any = None,
       success_reward: float = 0.0,
       observers: events.Observer | Sequence[events.Observer] | None = None,
-      runner: deadlines_lib.CallRunner | None = None,
+      runner: concurrency.CallRunner | None = None,
       trajectory_id: str | None = None,
       group_id: str = "",
       task_id: str = "",
@@ -96,7 +128,8 @@ class TrajectoryCollectEngine:
         `env.final_reward_fn` if it has one.
       max_steps: turns an episode may take.
       gamma: discount of `Step.mc_return`, in [0, 1].
-      timeout: seconds an episode may take, counted from the end of reset.
+      timeout: seconds an episode may take, counted from the end of reset; in
+        a group `deadlines.episode`, which is not read here.
       deadlines: of the single calls.
       seed: of this episode's sampling.
       task: what is recorded as the trajectory's task when the agent records
@@ -104,7 +137,7 @@ class TrajectoryCollectEngine:
       success_reward: an episode that ended by itself counts as succeeded when
         the environment's info says `success`, or, where it says nothing, when
         its reward is above this.
-      observers: told about the episode, its turns and its faults.
+      observers: receive the events of the episode, its turns and its faults.
       runner: runs calls under deadlines; the process's own by default.
       trajectory_id: a fresh one by default.
       group_id, task_id, split: passed on in events.
@@ -123,21 +156,21 @@ class TrajectoryCollectEngine:
     self.gamma = gamma
     self.timeout = timeout
     self.deadlines = deadlines
-    self.trajectory: Trajectory | None = None
-    """The outcome, also after a cancellation. None while it runs."""
+    self.trajectory: Trajectory | None = None  # None while it runs.
     self._task = task
     self._seed = seed
     self._success_reward = success_reward
     if observers is not None and not hasattr(observers, "on_event"):
       observers = events.Observers(observers)
     self._observers = observers
-    self._runner = runner or deadlines_lib.default_runner()
+    self._runner = runner or concurrency.EPISODE_RUNNER
     self._id = trajectory_id or uuid.uuid4().hex
-    self._group_id = group_id
-    self._task_id = task_id
-    self._split = split
-    self._inline = bool(getattr(env, "runs_inline", False))
-    self._env_stuck: deadlines_lib.StuckCall | None = None
+    self._ids = {"group_id": group_id, "task_id": task_id, "split": split}
+    self._guarded = concurrency.Guarded(
+        env,
+        runner=self._runner,
+        inline=bool(getattr(env, "runs_inline", False)),
+    )
     self._session: Any = None
     self._started = False
     self._steps: list[Any] = []
@@ -146,7 +179,7 @@ class TrajectoryCollectEngine:
     self._info: dict[str, Any] = {}
     self._hint: dict[str, Any] = {}
     self._metrics: dict[str, float] = {}
-    self._stages = stage_timer.Stages(self._id, observers)
+    self._stages = StageTimer(self._id, observers)
     self._episode_at = math.inf
     self._turn_at = math.inf
 
@@ -163,13 +196,7 @@ class TrajectoryCollectEngine:
       )
     self._started = True
     started = time.perf_counter()
-    self._emit(
-        events.EpisodeStarted,
-        trajectory_id=self._id,
-        group_id=self._group_id,
-        task_id=self._task_id,
-        split=self._split,
-    )
+    self._emit(events.EpisodeStarted, trajectory_id=self._id, **self._ids)
     status, error, cancelled = Status.FAILED, None, None
     try:
       status = await self._episode()
@@ -184,7 +211,7 @@ class TrajectoryCollectEngine:
       ):
         status, error, cancelled = Status.CANCELLED, "Cancelled: by caller", e
       else:
-        # Nothing that an episode does may end training; say whose fault it is.
+        # Nothing that an episode does may end training.
         status = Status.ENV_ERROR
         error = f"CollectError: {adapters.describe(e)}"
         self._fault("collect", "CollectError", adapters.describe(e))
@@ -197,11 +224,7 @@ class TrajectoryCollectEngine:
     self._metrics.update(self._stages.metrics())
     self.trajectory = self._finish(status, error)
     self._emit(
-        events.EpisodeFinished,
-        trajectory=self.trajectory,
-        group_id=self._group_id,
-        task_id=self._task_id,
-        split=self._split,
+        events.EpisodeFinished, trajectory=self.trajectory, **self._ids
     )
     if cancelled is not None:
       raise cancelled
@@ -243,7 +266,9 @@ class TrajectoryCollectEngine:
     try:
       observation, info = adapters.reset_result(result)
     except (TypeError, ValueError) as e:
-      raise self._env_stop("reset", "EnvResetError", e) from e
+      raise _Stop(
+          Status.ENV_ERROR, "reset", "EnvResetError", adapters.describe(e)
+      ) from e
     self._info = info
     limit = self.deadlines.reset
     await self._agent_call(self.agent.reset, limit=limit)
@@ -282,7 +307,9 @@ class TrajectoryCollectEngine:
       raise
     except (TypeError, ValueError) as e:
       self._mark_done()
-      raise self._env_stop("step", "EnvStepError", e) from e
+      raise _Stop(
+          Status.ENV_ERROR, "step", "EnvStepError", adapters.describe(e)
+      ) from e
     self._info = info
     await self._agent_call(
         self.agent.update_from_env, observation, reward, done, info
@@ -327,10 +354,9 @@ class TrajectoryCollectEngine:
           Status.MODEL_ERROR, "model", "ModelError", adapters.describe(e)
       ) from e
     metrics = self._metrics
-    if reply.truncated:
-      metrics["truncated_turns"] = metrics.get("truncated_turns", 0) + 1
-    if reply.fallback:
-      metrics["fallback_turns"] = metrics.get("fallback_turns", 0) + 1
+    for name in ("truncated", "fallback"):
+      if getattr(reply, name):
+        metrics[f"{name}_turns"] = metrics.get(f"{name}_turns", 0) + 1
     metrics["prompt_tokens"] = reply.prompt_tokens
     return reply
 
@@ -338,7 +364,7 @@ class TrajectoryCollectEngine:
     return self._runner.call(
         fn,
         *args,
-        limit=self.deadlines.model,
+        seconds=self.deadlines.model,
         at=self._turn_at,
         inline=inline,
     )
@@ -350,9 +376,8 @@ class TrajectoryCollectEngine:
     fn = self.final_reward_fn
     if fn is None:
       fn = getattr(self.env, "final_reward_fn", None)
-    inline = self._inline or bool(getattr(fn, "runs_inline", False))
     if fn is None and not ended_by_env:
-      # The engine ended the episode, so nobody has evaluated it yet.
+      # The engine ended the episode, so it has not been evaluated yet.
       fn = adapters.env_evaluation(self.env)
     if fn is None:
       return
@@ -360,11 +385,10 @@ class TrajectoryCollectEngine:
     try:
       args = adapters.reward_arguments(fn, self._draft(), last, self.env)
       with self._stages("env", "setup"):
-        value = await self._runner.call(
+        value = await self._guarded.run(
             lambda: fn(*args[0], **args[1]),
-            limit=self.deadlines.reward,
-            inline=inline,
-            on_stuck=self._on_env_stuck,
+            seconds=self.deadlines.evaluate,
+            inline=bool(getattr(fn, "runs_inline", False)),
         )
       reward, details = adapters.reward_value(value)
     except CallTimeout as e:
@@ -372,7 +396,8 @@ class TrajectoryCollectEngine:
           Status.TIMEOUT,
           "reward",
           "RewardTimeout",
-          f"no reward within {self.deadlines.reward:g} s (deadlines.reward)",
+          f"no reward within {self.deadlines.evaluate:g} s"
+          " (deadlines.evaluate)",
       ) from e
     except Exception as e:
       raise _Stop(
@@ -419,14 +444,7 @@ class TrajectoryCollectEngine:
     at = self._turn_at if stage == "step" else math.inf
     try:
       with self._stages("env", "env" if stage == "step" else "setup"):
-        return await self._runner.call(
-            fn,
-            *args,
-            limit=limit,
-            at=at,
-            inline=self._inline,
-            on_stuck=self._on_env_stuck,
-        )
+        return await self._guarded.run(fn, *args, seconds=limit, at=at)
     except CallTimeout as e:
       if stage == "step" and self._expired():
         raise self._timeout_stop(stage) from e
@@ -439,41 +457,36 @@ class TrajectoryCollectEngine:
       ) from e
     except Exception as e:
       kind = f"Env{stage.capitalize()}Error"
-      raise self._env_stop(stage, kind, e) from e
+      raise _Stop(Status.ENV_ERROR, stage, kind, adapters.describe(e)) from e
 
-  async def _agent_call(self, fn, *args, limit: float = math.inf) -> Any:
+  async def _agent_call(self, fn, *args, limit: float | None = None) -> Any:
     try:
       result = fn(*args)
       if inspect.isawaitable(result):
-        result = await self._runner.run(result, limit=limit, at=self._turn_at)
+        result = await self._runner.run(result, seconds=limit, at=self._turn_at)
       return result
     except CallTimeout as e:
       self._mark_done()
-      if limit == math.inf:
+      if limit is None:
         raise self._timeout_stop("agent") from e
       raise _Stop(
           Status.TIMEOUT,
           "agent",
           "AgentTimeout",
-          f"{type(self.agent).__name__} took longer than {limit:g} s before"
-          " the first turn (deadlines.reset)",
+          f"{type(self.agent).__name__} took longer than {limit:g} s before the"
+          " first turn (deadlines.reset)",
       ) from e
     except Exception as e:
       raise self._agent_stop(e) from e
 
   def _teardown(self):
     return teardown.run(
-        self.env,
+        self._guarded,
         self._session,
         runner=self._runner,
-        limit=self.deadlines.close,
-        inline=self._inline,
-        stuck=self._env_stuck,
+        seconds=self.deadlines.close,
         fault=self._fault,
     )
-
-  def _on_env_stuck(self, stuck: deadlines_lib.StuckCall) -> None:
-    self._env_stuck = stuck
 
   def _expired(self) -> bool:
     return asyncio.get_running_loop().time() >= self._turn_at
@@ -485,7 +498,8 @@ class TrajectoryCollectEngine:
           Status.TIMEOUT,
           stage,
           "EpisodeTimeout",
-          f"the episode took longer than {self.timeout:g} s (timeout)",
+          f"the episode took longer than {self.timeout:g} s"
+          " (deadlines.episode)",
       )
     return _Stop(
         Status.TIMEOUT,
@@ -494,9 +508,6 @@ class TrajectoryCollectEngine:
         f"the turn took longer than {self.deadlines.turn:g} s"
         " (deadlines.turn)",
     )
-
-  def _env_stop(self, stage: str, kind: str, e: BaseException) -> _Stop:
-    return _Stop(Status.ENV_ERROR, stage, kind, adapters.describe(e))
 
   def _agent_stop(self, e: BaseException) -> _Stop:
     if adapters.is_parse_error(e):
@@ -535,8 +546,7 @@ class TrajectoryCollectEngine:
           steps=[adapters.convert_step(s) for s in self._steps],
           trajectory_id=self._id,
       )
-      recorded = getattr(self._agent_trajectory, "task", None)
-      draft.task = recorded
+      draft.task = getattr(self._agent_trajectory, "task", None)
     elif len(draft.steps) != len(self._steps):
       draft.steps = list(self._steps)
     if draft.task is None:

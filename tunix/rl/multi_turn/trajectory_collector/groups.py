@@ -12,18 +12,18 @@ is trained on.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import inspect
 import json
 from typing import Any, AsyncIterator, Callable, Iterable
 
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.trajectory_collector import adapters
-from tunix.rl.multi_turn.trajectory_collector import deadlines as deadlines_lib
 from tunix.rl.multi_turn.trajectory_collector import episode
 from tunix.rl.multi_turn.trajectory_collector import model_calls
+from tunix.rl.multi_turn.trajectory_collector import settings
 from tunix.rl.multi_turn.trajectory_collector import teardown
 
 Trajectory = trajectory_lib.Trajectory
@@ -33,46 +33,6 @@ Status = trajectory_lib.TrajectoryStatus
 EpisodeFactory = Callable[[Any], Any]
 """task -> (agent, env), or an awaitable of it. A sync factory runs on the
 event loop: what takes time belongs into the environment's reset."""
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupSettings:
-  """How groups are collected.
-
-  Attributes:
-    group_size: episodes of a group.
-    min_valid: a group with fewer trainable members teaches nothing.
-    max_steps: turns of an episode, unless the task has its own `max_turns`.
-    gamma: discount of the returns.
-    timeout: seconds of an episode.
-    deadlines: of the single calls.
-    seed: the run's.
-    success_reward: see the engine.
-    max_episodes: episodes in flight at once, over all groups.
-    split: "train" or "eval", for events and seeds.
-  """
-
-  group_size: int = 8
-  min_valid: int = 2
-  max_steps: int = 10
-  gamma: float = 1.0
-  timeout: float = 600.0
-  deadlines: deadlines_lib.Deadlines = deadlines_lib.Deadlines()
-  seed: int = 0
-  success_reward: float = 0.0
-  max_episodes: int = 64
-  split: str = "train"
-
-  def __post_init__(self):
-    for name in ("group_size", "max_steps", "max_episodes", "min_valid"):
-      value = getattr(self, name)
-      if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-    if self.min_valid > self.group_size:
-      raise ValueError(
-          f"min_valid={self.min_valid} can never be reached with"
-          f" group_size={self.group_size}"
-      )
 
 
 def task_id_of(task: Any) -> str:
@@ -105,24 +65,38 @@ class GroupCollector:
       self,
       make_episode: EpisodeFactory,
       model_call: model_calls.PolicyModel | Callable[..., Any],
-      settings: GroupSettings = GroupSettings(),
+      config: settings.CollectConfig = settings.CollectConfig(),
       *,
+      max_turns: int = 10,
+      seed: int = 0,
+      split: str = "train",
+      success_reward: float = 0.0,
       final_reward_fn: Callable[..., Any] | None = None,
       observers: events.Observer | None = None,
-      runner: deadlines_lib.CallRunner | None = None,
+      runner: concurrency.CallRunner | None = None,
   ):
     """Args:
 
       make_episode: see `EpisodeFactory`; called once an episode.
-      model_call, final_reward_fn, observers, runner: see the engine.
-      settings: see `GroupSettings`.
+      model_call, success_reward, final_reward_fn, observers, runner: see
+        `TrajectoryCollectEngine`.
+      config: groups, episodes in flight, deadlines.
+      max_turns: turns of an episode, unless the task has its own `max_turns`.
+      seed: the run's.
+      split: "train" or "eval", for events and seeds.
     """
-    self.settings = settings
+    if max_turns < 1:
+      raise ValueError(f"max_turns must be >= 1, got {max_turns}")
+    self.config = config
+    self._max_turns = max_turns
+    self._seed = seed
+    self._split = split
+    self._success_reward = success_reward
     self._make_episode = make_episode
     self._model_call = model_call
     self._final_reward_fn = final_reward_fn
     self.observers = observers
-    self._runner = runner or deadlines_lib.default_runner()
+    self._runner = runner or concurrency.EPISODE_RUNNER
     self._slots: asyncio.Semaphore | None = None
     self._slots_loop: asyncio.AbstractEventLoop | None = None
 
@@ -142,16 +116,16 @@ class GroupCollector:
       index: the group's number in the run; decides its seeds.
       attempt: 0, or how often this task's group was dropped before.
       start_version: recorded in the group.
-      group_size: instead of the settings'.
+      group_size: instead of the config's.
     """
     task_id = task_id_of(task)
     suffix = f"-r{attempt}" if attempt else ""
-    group_id = f"{self.settings.split}-{index:06d}{suffix}"
+    group_id = f"{self._split}-{index:06d}{suffix}"
     members = [
         asyncio.ensure_future(
             self._episode(task, task_id, group_id, index, attempt, sample)
         )
-        for sample in range(group_size or self.settings.group_size)
+        for sample in range(group_size or self.config.group_size)
     ]
     try:
       trajectories = await asyncio.gather(*members)
@@ -175,35 +149,35 @@ class GroupCollector:
   async def _episode(
       self, task, task_id, group_id, index, attempt, sample
   ) -> Trajectory:
-    settings = self.settings
+    deadlines = self.config.deadlines
     async with self._gate():
       name = f"{group_id}.{sample}"
       env = None
       try:
         pair = self._make_episode(task)
         if inspect.isawaitable(pair):
-          pair = await self._runner.run(pair, limit=settings.deadlines.reset)
+          pair = await self._runner.run(pair, seconds=deadlines.reset)
         agent, env = pair
         collecting = episode.TrajectoryCollectEngine(
             agent,
             env,
             self._model_call,
             self._final_reward_fn,
-            max_steps=getattr(task, "max_turns", None) or settings.max_steps,
-            gamma=settings.gamma,
-            timeout=settings.timeout,
-            deadlines=settings.deadlines,
+            max_steps=getattr(task, "max_turns", None) or self._max_turns,
+            gamma=self.config.gamma,
+            timeout=deadlines.episode,
+            deadlines=deadlines,
             seed=model_calls.derive_seed(
-                settings.seed, settings.split, index, task_id, attempt, sample
+                self._seed, self._split, index, task_id, attempt, sample
             ),
             task=task,
-            success_reward=settings.success_reward,
+            success_reward=self._success_reward,
             observers=self.observers,
             runner=self._runner,
             trajectory_id=name,
             group_id=group_id,
             task_id=task_id,
-            split=settings.split,
+            split=self._split,
         )
       except Exception as e:  # pylint: disable=broad-except
         if env is not None:
@@ -218,19 +192,21 @@ class GroupCollector:
       self.emit(events.Fault(stage, kind, message, trajectory_id=name))
 
     await teardown.run(
-        env,
+        concurrency.Guarded(
+            env,
+            runner=self._runner,
+            inline=bool(getattr(env, "runs_inline", False)),
+        ),
         None,
         runner=self._runner,
-        limit=self.settings.deadlines.close,
-        inline=bool(getattr(env, "runs_inline", False)),
-        stuck=None,
+        seconds=self.config.deadlines.close,
         fault=fault,
     )
 
   def _gate(self) -> asyncio.Semaphore:
     loop = asyncio.get_running_loop()
     if self._slots_loop is not loop:
-      self._slots = asyncio.Semaphore(self.settings.max_episodes)
+      self._slots = asyncio.Semaphore(self.config.concurrency)
       self._slots_loop = loop
     return self._slots
 
@@ -244,7 +220,7 @@ class GroupCollector:
         trajectory_id=name,
     )
     common = dict(
-        group_id=group_id, task_id=task_id, split=self.settings.split
+        group_id=group_id, task_id=task_id, split=self._split
     )
     self.emit(events.EpisodeStarted(trajectory_id=name, **common))
     self.emit(
@@ -272,15 +248,15 @@ async def iterate_groups(
   dropped.
 
   Args:
-    collector: whose settings hold.
+    collector: collects each group.
     tasks: pulled as they are needed.
-    group_size: episodes a task, instead of the settings'.
+    group_size: episodes a task, instead of the config's.
     max_groups: groups in flight; by default as many as fill
-      `settings.max_episodes`.
+      `config.concurrency`.
   """
-  size = group_size or collector.settings.group_size
+  size = group_size or collector.config.group_size
   if max_groups is None:
-    max_groups = -(-collector.settings.max_episodes // size) + 1
+    max_groups = -(-collector.config.concurrency // size) + 1
   if max_groups < 1:
     raise ValueError(f"max_groups must be >= 1, got {max_groups}")
   running: list[asyncio.Task[TrajectoryGroup]] = []

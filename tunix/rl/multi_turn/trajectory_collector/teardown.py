@@ -1,4 +1,4 @@
-"""The end of an episode: the policy's session released, the environment closed.
+"""Ends an episode: releases the policy's session and closes the environment.
 
 Promises: both are tried under their own deadline, whatever went wrong before
 and even if the caller is cancelled meanwhile; an environment with a call that
@@ -8,42 +8,31 @@ Failures are reported as faults, never raised.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from typing import Any, Callable
 
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.trajectory_collector import adapters
-from tunix.rl.multi_turn.trajectory_collector import deadlines
 
 FaultFn = Callable[[str, str, str], None]
 """(stage, kind, message) -> None."""
 
-# Cleanups that outlived the task that asked for them; asyncio itself holds
-# tasks weakly.
-_BACKGROUND: set[asyncio.Future[Any]] = set()
-
 
 async def run(
-    env: Any,
+    env: concurrency.Guarded,
     session: Any,
     *,
-    runner: deadlines.CallRunner,
-    limit: float,
-    inline: bool,
-    stuck: deadlines.StuckCall | None,
+    runner: concurrency.CallRunner,
+    seconds: float,
     fault: FaultFn,
 ) -> dict[str, float]:
   """Cleans up after an episode.
 
   Args:
-    env: closed if it has a `close`.
+    env: the environment; closed if it has a `close`.
     session: with `sessions()` to be released by `release(name)`, or None.
-    runner: runs the calls.
-    limit: seconds for each of them.
-    inline: the environment is cheap, see the engine.
-    stuck: a call into the environment that still runs.
-    fault: told about failures.
+    runner: runs the releases.
+    seconds: deadline of each call.
+    fault: receives the failures.
 
   Returns:
     Metrics: `close_failed` and `quarantined`, 1 where it happened.
@@ -52,89 +41,41 @@ async def run(
     asyncio.CancelledError: the caller was cancelled; the cleanup goes on by
       itself.
   """
-  close = getattr(env, "close", None)
-  names = session.sessions() if session is not None else []
-  if not names and stuck is None and close is not None:
-    if inline and not deadlines.is_async(close):
-      # The fast way, without a task.
-      try:
-        result = close()
-      except (Exception, asyncio.CancelledError) as e:  # pylint: disable=broad-except
-        # Nothing was awaited: a cancellation is close's own.
-        fault("close", "EnvCloseError", adapters.describe(e))
-        return {"close_failed": 1}
-      if not inspect.isawaitable(result):
-        return {}
-      close = lambda: result
   return await concurrency.to_the_end(
-      _release_and_close(
-          env, close, session, names, runner, limit, inline, stuck, fault
-      )
+      _release_and_close(env, session, runner, seconds, fault)
   )
 
 
 async def _release_and_close(
-    env, close, session, names, runner, limit, inline, stuck, fault
+    env, session, runner, seconds, fault
 ) -> dict[str, float]:
-  for name in names:
+  for name in session.sessions() if session is not None else ():
     try:
-      await runner.call(session.release, name, limit=limit)
+      await runner.call(session.release, name, seconds=seconds)
     except Exception as e:  # pylint: disable=broad-except
       fault("release", type(e).__name__, adapters.describe(e))
-  if close is None:
-    return {}
-  if stuck is not None:
-    fault(
-        "close",
-        "Quarantined",
-        f"{stuck.description} did not stop; {type(env).__name__} stays open"
-        " until it returns",
-    )
-    _close_later(env, close, runner, limit, stuck, fault)
-    return {"quarantined": 1}
-  return await _close(env, close, runner, limit, inline, fault)
+  name = type(env.target).__name__
 
+  def closed(error: Exception | None) -> dict[str, float]:
+    if error is None:
+      return {}
+    if isinstance(error, concurrency.CallTimeout):
+      kind = "EnvCloseTimeout"
+      text = f"{name}.close took longer than {seconds:g} s (deadlines.close)"
+    else:
+      kind, text = "EnvCloseError", adapters.describe(error)
+    fault("close", kind, text)
+    return {"close_failed": 1}
 
-async def _close(env, close, runner, limit, inline, fault) -> dict[str, float]:
+  stuck = env.stuck
   try:
-    await runner.call(close, limit=limit, inline=inline)
-    return {}
-  except deadlines.CallTimeout:
-    fault(
-        "close",
-        "EnvCloseTimeout",
-        f"{type(env).__name__}.close took longer than {limit:g} s"
-        " (deadlines.close)",
-    )
+    await env.close(seconds=seconds, closed_late=closed)
+  except concurrency.StillRunningError as e:
+    if stuck is None:  # One of the environment's own, inside its close.
+      return closed(e)
+    text = f"{stuck.description} did not stop; {name} stays open until it returns"
+    fault("close", "Quarantined", text)
+    return {"quarantined": 1}
   except Exception as e:  # pylint: disable=broad-except
-    fault("close", "EnvCloseError", adapters.describe(e))
-  return {"close_failed": 1}
-
-
-def _close_later(env, close, runner, limit, stuck, fault) -> None:
-  """Closes the environment when its stuck call comes back, if ever."""
-  loop = asyncio.get_running_loop()
-
-  def start():
-    _keep(loop.create_task(_close(env, close, runner, limit, False, fault)))
-
-  def returned():
-    try:
-      loop.call_soon_threadsafe(start)
-      return
-    except RuntimeError:
-      pass  # The loop is gone; close where the call returned.
-    if deadlines.is_async(close):
-      fault("close", "Abandoned", "the event loop ended before the stuck call")
-      return
-    try:
-      close()
-    except Exception as e:  # pylint: disable=broad-except
-      fault("close", "EnvCloseError", adapters.describe(e))
-
-  stuck.then(returned)
-
-
-def _keep(work: asyncio.Future[Any]) -> None:
-  _BACKGROUND.add(work)
-  work.add_done_callback(_BACKGROUND.discard)
+    return closed(e)
+  return {}

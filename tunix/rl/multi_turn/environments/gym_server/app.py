@@ -1,6 +1,6 @@
-"""The server's HTTP side: routes, authorization, errors, metrics.
+"""Serves gyms over HTTP: routes, authorization, errors, metrics.
 
-    GET  /api/v1/gyms                                   what is served
+    GET  /api/v1/gyms                                   the gyms
     GET  /api/v1/{gym}/tasks                            a list of tasks
     GET  /api/v1/{gym}/tasks/{identifier}               a full task
     POST /api/v1/{gym}/tasks/{identifier}               create an execution
@@ -9,17 +9,18 @@
     POST /api/v1/{gym}/executions/{id}/step             act
     GET  /api/v1/{gym}/executions/{id}/screenshot       see
     POST /api/v1/{gym}/executions/{id}/heartbeat        renew the lease
-    POST /api/v1/{gym}/executions/{id}/evaluate         judge
+    POST /api/v1/{gym}/executions/{id}/evaluate         evaluate
     POST /api/v1/{gym}/executions/{id}/terminate        end
     GET  /health, /metrics, /openapi.json
     …    /openenv/{gym}/…                               see `openenv`
 
-docs/gym_server.md describes each; `/openapi.json` does it for machines.
+`openapi.OPERATIONS` lists the routes, `schemas` declares their bodies;
+docs/gym_server.md describes them for people.
 
 Promises: every failure is `{"detail": …, "code": …}`, whatever failed; a
-request body is bounded; a create that is asked for is answered.
+request body is bounded; every create gets an answer.
 
-Does not decide what an execution does (see `executions`).
+Does not run executions (`executions` does).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from starlette import routing
 from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gym_server import catalog as catalog_lib
 from tunix.rl.multi_turn.environments.gym_server import errors
@@ -49,83 +50,88 @@ from tunix.rl.multi_turn.environments.gym_server import (
 from tunix.rl.multi_turn.environments.gym_server import openapi
 from tunix.rl.multi_turn.environments.gym_server import openenv
 from tunix.rl.multi_turn.environments.gym_server import reading
+from tunix.rl.multi_turn.environments.gym_server import schemas
 from tunix.rl.multi_turn.environments.gym_server import store as store_lib
 from tunix.rl.multi_turn.environments.gym_server import validators
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 
 _LOG = logging.getLogger(__name__)
-_MAX_KEY = 256
-_OPEN = ("/health", "/openenv/{gym_id}/health")
+_PUBLIC = (
+    "/openenv/{gym_id}/health",
+    *(op.path for op in openapi.OPERATIONS if op.public),
+)
 
 Request = starlette_requests.Request
 Response = starlette_responses.Response
 Json = starlette_responses.JSONResponse
 Handler = Callable[[Request], Awaitable[Response]]
 MakeGym = Callable[[Mapping[str, Any]], Any]
-"""{"name": …, and settings} -> a gym, perhaps awaitable."""
+"""{"name": …, and settings} -> a gym, or an awaitable of one."""
 
 
 class App:
-  """The ASGI application; `asgi` is what a server runs.
+  """The gym server.
 
   Attributes:
+    asgi: the ASGI application.
     store: the executions.
-    openenv: the server's sessions of OpenEnv's clients.
+    openenv: the sessions of OpenEnv's clients.
   """
 
   def __init__(
       self,
-      specs: Sequence[catalog_lib.GymSpec],
+      specs: Sequence[catalog_lib.ServedGym],
       *,
-      limits: executions_lib.Limits = executions_lib.Limits(),
+      limits: executions_lib.ExecutionLimits = executions_lib.ExecutionLimits(),
       token: str = "",
-      make_gym: MakeGym = registry.gym_from_config,
+      make_gym: MakeGym = gyms.from_config,
       close: Callable[[], Awaitable[None]] | None = None,
   ):
     """Args:
 
-      specs: the gyms that are served.
+      specs: the gyms to serve.
       limits: of executions.
-      token: what clients must present; "" asks for none.
-      make_gym: builds one.
-      close: called when the server has ended its executions.
+      token: the bearer token of clients; "" asks for none.
+      make_gym: builds a gym.
+      close: called once the server has ended its executions.
 
     Raises:
       ValueError: no gym, two of one name, an unknown gym or family.
     """
     if not specs:
-      raise ValueError("a gym server needs at least one gym")
+      raise ValueError("a gym server needs at least one gym; name one")
     self._catalogs: dict[str, catalog_lib.Catalog] = {}
     for spec in specs:
       if spec.gym_id in self._catalogs:
-        raise ValueError(f"two gyms are called {spec.gym_id!r}")
+        raise ValueError(
+            f"two gyms are called {spec.gym_id!r}; give each its own gym_id"
+        )
       self._catalogs[spec.gym_id] = catalog_lib.Catalog(spec)
     self._token = token
     self._make_gym = make_gym
     self._close = close
     self._make_metrics()
     self.store = store_lib.ExecutionStore(limits, on_end=self._on_end)
-    get, post = ["GET"], ["POST"]
-    tasks = "/api/v1/{gym_id}/tasks"
-    one = "/api/v1/{gym_id}/executions/{execution_id}"
+    handlers: dict[str, Handler] = {
+        "health": self._health,
+        "metrics": self._show_metrics,
+        "gyms": self._gyms,
+        "tasks": self._tasks,
+        "task": self._task,
+        "create": self._create,
+        "executions": self._executions,
+        "execution": self._execution,
+        "step": self._step,
+        "screenshot": self._screenshot,
+        "heartbeat": self._heartbeat,
+        "evaluate": self._evaluate,
+        "terminate": self._terminate,
+    }
     routes = [
-        ("/health", self._health, get),
-        ("/metrics", self._show_metrics, get),
-        ("/openapi.json", self._openapi, get),
-        ("/api/v1/gyms", self._gyms, get),
-        (tasks, self._tasks, get),
-        # Ids of tasks have slashes.
-        (tasks + "/{identifier:path}", self._task, get),
-        (tasks + "/{identifier:path}", self._create, post),
-        ("/api/v1/{gym_id}/executions", self._executions, get),
-        (one, self._execution, get),
-        (one + "/step", self._step, post),
-        (one + "/screenshot", self._screenshot, get),
-        (one + "/heartbeat", self._heartbeat, post),
-        (one + "/evaluate", self._evaluate, post),
-        (one + "/terminate", self._terminate, post),
+        (op.path, handlers[op.name], [op.method]) for op in openapi.OPERATIONS
     ]
+    routes.append(("/openapi.json", self._openapi, ["GET"]))
     self.openenv = openenv.OpenEnv(
         openenv.Host(
             self._catalog, self._entry, self._begin, self._authorize, self.store
@@ -170,10 +176,10 @@ class App:
         _LOG.exception("reaping failed")
 
   def _guarded(self, route: str, handler: Handler) -> Handler:
-    """Authorizes, counts, and gives every failure its shape."""
+    """A handler that authorizes, counts and shapes failures."""
 
     async def run(request: Request) -> Response:
-      if route not in _OPEN:
+      if route not in _PUBLIC:
         self._authorize(request.headers)
       return await handler(request)
 
@@ -199,8 +205,8 @@ class App:
 
   def _authorize(self, headers: Mapping[str, str]) -> None:
     if "origin" in headers:
-      # The server has no pages: a browser that calls it was made to by one of
-      # another site, as on the machine that shows pages to the policy.
+      # The server has no pages: another site's page makes this browser call
+      # it, as on the machine that shows pages to the policy.
       raise errors.ApiError(
           403,
           f"a request of a web page (Origin: {headers['origin'][:80]}) is not"
@@ -210,13 +216,13 @@ class App:
     if not self._token:
       host = headers.get("host", "")
       if not http_server.names_loopback(host):
-        # A name of somebody's that leads here: a browser takes what answers
-        # for a part of that site.
+        # DNS rebinding: a browser would take this server for a part of the
+        # site whose name resolves to it.
         raise errors.ApiError(
             403,
-            f"without a token this server answers at its own machine's names"
-            f" only, not {host[:80]!r}; call 127.0.0.1, or start it with a"
-            " token",
+            f"without a token this server answers at names of its own machine"
+            f" only, not Host: {host[:80]!r}; call 127.0.0.1, or start it with"
+            " a token",
             code="cross_site",
         )
       return
@@ -271,28 +277,20 @@ class App:
 
   async def _tasks(self, request: Request) -> Response:
     catalog = self._catalog(request.path_params["gym_id"])
-    asked = request.query_params
-    try:
-      tasks = catalog.list(
-          asked.get("shape") or catalog.spec.shape,
-          split=asked.get("split", ""),
-          family=asked.get("family", ""),
-          full=reading.flag(asked, "full"),
-      )
-    except ValueError as error:
-      raise errors.invalid(str(error)) from None
-    if reading.flag(asked, "bare"):
-      return Json(tasks)
-    return Json({"tasks": tasks})
+    asked = reading.query(request, schemas.TasksQuery)
+    tasks = catalog.list(
+        asked.shape or catalog.spec.shape,
+        split=asked.split,
+        family=asked.family,
+        full=asked.full,
+    )
+    return Json(tasks if asked.bare else {"tasks": tasks})
 
   async def _task(self, request: Request) -> Response:
     catalog = self._catalog(request.path_params["gym_id"])
     entry = self._entry(catalog, request.path_params["identifier"])
-    shape = request.query_params.get("shape") or catalog.spec.shape
-    if shape not in catalog_lib.SHAPES:
-      raise errors.invalid(
-          f"shape={shape!r} must be one of {', '.join(catalog_lib.SHAPES)}"
-      )
+    asked = reading.query(request, schemas.ShapeQuery)
+    shape = asked.shape or catalog.spec.shape
     return Json(entry.to_json(shape, True, catalog.env()))
 
   # --- executions -------------------------------------------------------------
@@ -302,15 +300,15 @@ class App:
     catalog = self._catalog(request.path_params["gym_id"])
     entry = self._entry(catalog, request.path_params["identifier"])
     body = await reading.read_object(request)
-    options = reading.mapping(body, "options")
-    key = request.headers.get("idempotency-key") or body.get("idempotency_key")
-    if key is not None and (not isinstance(key, str) or len(key) > _MAX_KEY):
-      raise errors.invalid(
-          f"idempotency_key must be a string of up to {_MAX_KEY} characters"
-      )
-    execution, replayed = await self._begin(catalog, entry, options, key or "")
+    if key := request.headers.get("idempotency-key"):
+      body["idempotency_key"] = key
+    asked = reading.validated(schemas.Create, body)
+    options = asked.options
+    execution, replayed = await self._begin(
+        catalog, entry, options, asked.idempotency_key or ""
+    )
     height, width = execution.seen.screenshot.shape[:2]
-    reply = {
+    reply: schemas.Created = {
         **execution.describe(),
         "box_id": execution.id,
         "task": entry.to_json("summary", True, catalog.env()),
@@ -329,22 +327,23 @@ class App:
             "prehook_output": "",
         },
     }
-    if reading.flag(options, "observe"):
-      reply["observation"] = await self._seen(execution, options)
+    if options.observe:
+      reply["observation"] = await _observation(execution, options.screenshot)
     return Json(reply)
 
   async def _begin(
       self,
       catalog: catalog_lib.Catalog,
       entry: catalog_lib.Entry,
-      options: Mapping[str, Any],
+      options: schemas.CreateOptions,
       key: str,
   ) -> tuple[executions_lib.Execution, bool]:
     """(an execution of the task, whether the key had it already)."""
-    lease = reading.seconds(options.get("lease_s"), "options.lease_s")
+    lease = options.lease_s
     if lease is not None:
       lease = min(lease, self.store.limits.max_lease)
-    settings = self._settings(catalog.spec, entry.task, options)
+    settings = self._settings(catalog.spec, entry.task, options.gym)
+    request = json.dumps(options.model_dump(), sort_keys=True)
     try:
       execution, replayed = await self.store.create(
           catalog.spec.gym_id,
@@ -353,7 +352,7 @@ class App:
           lambda: self._make_gym(settings),
           lease=lease,
           key=key,
-          request=(entry.task.task_id, json.dumps(options, sort_keys=True)),
+          request=(entry.task.task_id, request),
       )
     except errors.ApiError as error:
       if error.code == "no_capacity":
@@ -366,12 +365,11 @@ class App:
 
   def _settings(
       self,
-      spec: catalog_lib.GymSpec,
+      spec: catalog_lib.ServedGym,
       task: base.Task,
-      options: Mapping[str, Any],
+      asked: Mapping[str, Any],
   ) -> dict[str, Any]:
-    """Settings of the gym of an execution."""
-    asked = reading.mapping(options, "gym")
+    """Settings of an execution's gym; a client asks for some of them."""
     refused = sorted(set(asked) - set(spec.client_settings))
     if refused:
       allowed = ", ".join(spec.client_settings) or "none"
@@ -387,13 +385,7 @@ class App:
             f"options.gym.{name}={value!r} must be a whole number in"
             " [16, 4096]"
         )
-    own: dict[str, Any] = {}
-    if spec.gym == "gymnasium":
-      from tunix.rl.multi_turn.environments.gyms.gymnasium import (
-        gym as gymnasium_gym,  # pylint: disable=g-import-not-at-top
-      )
-
-      own = {"env": task.family, **gymnasium_gym.default_settings(task.family)}
+    own = gyms.get(spec.gym).options_of(task.family)
     return {"name": spec.gym, **own, **spec.settings, **asked}
 
   def _found(self, request: Request) -> executions_lib.Execution:
@@ -415,49 +407,31 @@ class App:
     execution = self._found(request)
     body = await reading.read_object(request)
     execution.check()
+    asked = reading.validated(schemas.Step, body)
     height, width = execution.seen.screenshot.shape[:2]
     try:
-      action = wire.action_from_json(body.get("action"), width, height)
+      action = wire.action_from_json(asked.action, width, height)
     except wire.WireError as error:
       raise errors.invalid(str(error)) from None
-    number = body.get("step")
-    if number is not None and (
-        isinstance(number, bool) or not isinstance(number, int) or number < 1
-    ):
-      raise errors.invalid(
-          f"step must be a whole number >= 1 or left out, got {number!r}"
-      )
     began = time.monotonic()
-    await execution.step(action, number)
+    await execution.step(action, asked.step)
     self._steps.observe(time.monotonic() - began)
-    return Json({
+    reply: schemas.Stepped = {
         "step": execution.steps,
-        "observation": await self._seen(execution, body),
-    })
-
-  async def _seen(
-      self, execution: executions_lib.Execution, asked: Mapping[str, Any]
-  ) -> dict[str, Any]:
-    """The newest observation; with its screenshot unless told otherwise."""
-    seen = execution.seen
-    picture = None
-    if reading.flag(asked, "screenshot", True):
-      picture = await execution.picture()
-    return wire.observation_to_json(seen, picture=picture)
+        "observation": await _observation(execution, asked.screenshot),
+    }
+    return Json(reply)
 
   async def _screenshot(self, request: Request) -> Response:
     execution = self._found(request)
     execution.check()
     execution.touch()
+    asked = reading.query(request, schemas.ScreenshotQuery)
     picture = await execution.picture()
-    wanted = request.query_params.get("format", "png")
-    if wanted == "json":
-      return Json({"step": execution.steps, "screenshot": picture})
-    if wanted != "png":
-      raise errors.invalid(f"format={wanted!r} must be png or json")
-    return Response(
-        wire.base64.b64decode(picture["data"]), media_type="image/png"
-    )
+    if asked.format == "json":
+      reply: schemas.Shown = {"step": execution.steps, "screenshot": picture}
+      return Json(reply)
+    return Response(wire.screenshot_file(picture), media_type="image/png")
 
   async def _heartbeat(self, request: Request) -> Response:
     execution = self._found(request)
@@ -467,31 +441,25 @@ class App:
 
   async def _evaluate(self, request: Request) -> Response:
     execution = self._found(request)
-    body = await reading.read_object(request)
-    data = reading.mapping(body, "execution_data")
-    answer = body.get("answer_text")
-    for name in ("answer_text", "answer"):  # Clients write it both ways.
-      answer = data.get(name) if answer is None else answer
-    answer = "" if answer is None else answer
-    context = body.get("context_text") or ""
-    if not isinstance(answer, str) or not isinstance(context, str) or (
-        len(answer) > wire.MAX_TEXT
-    ):
-      raise errors.invalid(
-          "answer_text and context_text must be strings, the first of up to"
-          f" {wire.MAX_TEXT} characters"
-      )
+    asked = await reading.read(request, schemas.Evaluate)
     result = await execution.judge(
         validators.Submission(
-            answer, context, reading.mapping(body, "facts"), data
+            asked.answer_text,
+            asked.context_text,
+            asked.facts,
+            asked.execution_data,
         )
     )
-    return Json({"success": result["success"], "result": result})
+    reply: schemas.Evaluated = {
+        "success": result["success"], "result": result,
+    }  # pyformat: disable
+    return Json(reply)
 
   async def _terminate(self, request: Request) -> Response:
     execution = self._found(request)
     await self.store.terminate(execution)
-    return Json({"success": True, **execution.describe()})
+    reply: schemas.Terminated = {"success": True, **execution.describe()}
+    return Json(reply)
 
   # --- about the server -------------------------------------------------------
 
@@ -506,15 +474,15 @@ class App:
         "gym_requests", "Answered requests.", ("method", "route", "status")
     )
     self._seconds = histogram(
-        "gym_request_seconds", "From request to answer.", ("route",)
+        "gym_request_seconds", "Time from request to answer.", ("route",)
     )
     self._created = counter("gym_executions_created", "Gyms started.")
     self._refused = counter("gym_creates_refused", "Creates without room.")
     self._ended = counter(
-        "gym_executions_ended", "Executions that ended, by why.", ("code",)
+        "gym_executions_ended", "Ended executions, by reason.", ("code",)
     )
-    self._starts = histogram("gym_start_seconds", "A gym's start.")
-    self._steps = histogram("gym_step_seconds", "A step, waiting included.")
+    self._starts = histogram("gym_start_seconds", "Starts of gyms.")
+    self._steps = histogram("gym_step_seconds", "Steps, with waiting.")
 
   def _on_end(self, execution: executions_lib.Execution) -> None:
     self._ended.labels(execution.code).inc()
@@ -533,15 +501,24 @@ class App:
 
   async def _health(self, request: Request) -> Response:
     del request
-    return Json({
+    reply: schemas.Health = {
         "status": "ok",
         "executions": self.store.open,
         "capacity": self.store.limits.capacity,
-    })
+    }
+    return Json(reply)
 
   async def _openapi(self, request: Request) -> Response:
     del request
     return Json(openapi.document(list(self._catalogs), bool(self._token)))
+
+
+async def _observation(
+    execution: executions_lib.Execution, screenshot: bool
+) -> wire.Observation:
+  """The newest observation, with its screenshot or without."""
+  picture = await execution.picture() if screenshot else None
+  return wire.observation_to_json(execution.seen, picture=picture)
 
 
 def _error(error: errors.ApiError) -> Response:

@@ -1,76 +1,74 @@
-"""The tasks that a gym server offers, and what they are called.
+"""Lists and names the tasks that a gym server offers.
 
 A gym makes tasks without end (`TaskSet`), a list has an end: the catalogue
 holds the first training and held-out tasks of each family, numbered "001",
 "002", …. Beyond the list, `<family>@<split>:<index>:<seed>` names any task of
-the set, so that a run behind a server draws the very tasks that it would draw
-in-process.
+the set, so a run behind a server draws the same tasks as in-process.
+
+Promises: a name leads to one task, or to none; the list never changes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 import uuid
 
-from tunix.rl.multi_turn.environments import registry
+from tunix.rl.multi_turn.core import settings as settings_lib
+from tunix.rl.multi_turn.environments import gyms
+from tunix.rl.multi_turn.environments.gym_server import schemas
 from tunix.rl.multi_turn.environments.gym_server import validators
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 
-SHAPES = ("summary", "meta", "flat")
+SHAPES = schemas.SHAPES
 _NAMESPACE = uuid.UUID("4e1f5b0a-8f0e-5b55-9d0c-6f0b4b6c0a11")
 _INSTANCE = re.compile(r"(.+)@(train|eval):([0-9]{1,15}):([0-9]{1,15})")
 
 
-@dataclasses.dataclass(frozen=True)
-class GymSpec:
-  """One gym of a server.
+@settings_lib.settings
+class ServedGym:
+  """One gym of a server."""
 
-  Attributes:
-    gym_id: its name in addresses.
-    gym: its registered name.
-    settings: of the gym, fixed for every execution.
-    families: of tasks that are offered; () = all.
-    train_tasks, eval_tasks: of each family in the list.
-    seed: of the list.
-    task_settings: of the gym's task set, e.g. {"difficulty": 1}.
-    client_settings: names of gym settings that `options` of a create may give.
-    shape: of the task list unless a request asks for another.
-  """
+  gym_id: str = settings_lib.setting("", "Name in addresses.")
+  gym: str = settings_lib.setting("", "Registered name.")
+  settings: dict[str, Any] = settings_lib.setting(
+      {}, "Settings of the gym, fixed for every execution."
+  )
+  families: tuple[str, ...] = settings_lib.setting(
+      (), "Task families to offer; none given: all."
+  )
+  train_tasks: int = settings_lib.setting(
+      16, "Training tasks of each family in the list.", ge=0
+  )
+  eval_tasks: int = settings_lib.setting(
+      4, "Held-out tasks of each family in the list.", ge=0
+  )
+  seed: int = settings_lib.setting(0, "Seed of the list.")
+  task_settings: dict[str, Any] = settings_lib.setting(
+      {}, "Settings of the gym's task set, e.g. {difficulty: 1}."
+  )
+  client_settings: tuple[str, ...] = settings_lib.setting(
+      (), "Gym settings that a create may choose."
+  )
+  shape: schemas.Shape = settings_lib.setting(
+      "summary", "Shape of task lists, unless a request names another."
+  )
 
-  gym_id: str
-  gym: str
-  settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  families: tuple[str, ...] = ()
-  train_tasks: int = 16
-  eval_tasks: int = 4
-  seed: int = 0
-  task_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  client_settings: tuple[str, ...] = ()
-  shape: str = "summary"
-
-  def __post_init__(self):
+  def problems(self) -> Iterator[str]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.gym_id):
-      raise ValueError(
+      yield (
           f"gym_id={self.gym_id!r} must be letters, digits, '.', '_' and '-',"
           " as it is part of an address"
       )
-    if self.shape not in SHAPES:
-      raise ValueError(
-          f"shape={self.shape!r} must be one of {', '.join(SHAPES)}"
-      )
-    for name in ("train_tasks", "eval_tasks"):
-      if getattr(self, name) < 0:
-        raise ValueError(f"{name}={getattr(self, name)} must be >= 0")
     if self.train_tasks + self.eval_tasks < 1:
-      raise ValueError("train_tasks and eval_tasks are both 0: no task is left")
+      yield "train_tasks and eval_tasks are both 0: no task is left"
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """A task with its names."""
+  """A task of the list, with its names."""
 
   task: base.Task
   number: str
@@ -80,8 +78,8 @@ class Entry:
 
   def to_json(
       self, shape: str, full: bool, env: Mapping[str, Any]
-  ) -> dict[str, Any]:
-    """The task in one of `SHAPES`; a summary without what is long."""
+  ) -> schemas.Task:
+    """The task in one of `SHAPES`; long fields only when `full`, or flat."""
     task = self.task
     common = {
         "family": task.family,
@@ -141,15 +139,15 @@ class Entry:
 class Catalog:
   """The tasks of one gym; does not change."""
 
-  def __init__(self, spec: GymSpec):
+  def __init__(self, spec: ServedGym):
     """Raises:
 
       ValueError: no such gym or family, or a gym without tasks.
       ImportError: the gym's package is missing.
     """
     self.spec = spec
-    self._tasks = registry.make_task_set(
-        spec.gym, spec.families, **spec.task_settings
+    self._tasks = gyms.get(spec.gym).make_tasks(
+        spec.families, {**spec.settings, **spec.task_settings}
     )
     self.families: tuple[str, ...] = tuple(
         spec.families or self._tasks.families()
@@ -181,16 +179,16 @@ class Catalog:
   def _entry(
       self, task: base.Task, split: str, name: str, number: str
   ) -> Entry:
-    validators.specs(task)  # Wrong ones are refused before anybody plays.
+    validators.specs(task)  # Raises before a client plays a wrong one.
     uid = uuid.uuid5(_NAMESPACE, f"{self.spec.gym_id}/{task.task_id}")
     return Entry(task, number, name, str(uid), split)
 
   def find(self, identifier: str) -> Entry:
-    """The task that is called so: see the module docstring.
+    """The task of that id, name, number or instance.
 
     Raises:
-      UnknownTaskError: none is, or several are.
-      ValueError: an instance that cannot be.
+      UnknownTaskError: no task, or several.
+      ValueError: an impossible instance.
     """
     if (entry := self._exact.get(identifier)) is not None:
       return entry
@@ -208,25 +206,18 @@ class Catalog:
     )
 
   def env(self) -> dict[str, Any]:
-    """What `env_config` says of the gym itself."""
+    """The gym's own part of a task's `env_config`."""
     return {"gym": self.spec.gym, "gym_id": self.spec.gym_id}
 
   def list(
       self,
       shape: str,
       *,
-      split: str = "",
+      split: str | None = None,
       family: str = "",
       full: bool = False,
-  ) -> list[dict[str, Any]]:
-    """Raises:
-
-      ValueError: no such shape or split.
-    """
-    if shape not in SHAPES:
-      raise ValueError(f"shape={shape!r} must be one of {', '.join(SHAPES)}")
-    if split not in ("", "train", "eval"):
-      raise ValueError(f"split={split!r} must be train or eval")
+  ) -> list[schemas.Task]:
+    """The tasks of the list, in one of `SHAPES`; None and "" choose all."""
     return [
         e.to_json(shape, full, self.env())
         for e in self.entries
@@ -234,7 +225,7 @@ class Catalog:
         and (not family or e.task.family == family)
     ]
 
-  def describe(self) -> dict[str, Any]:
+  def describe(self) -> schemas.Gym:
     return {
         **self.env(),
         "families": list(self.families),

@@ -1,16 +1,16 @@
-"""What a request is answered with when it cannot be served."""
+"""Errors that the gym server answers with: `{"detail": …, "code": …}`."""
 
 from __future__ import annotations
 
 
 class ApiError(Exception):
-  """An answer `{"detail": …, "code": …}`.
+  """A failed request.
 
   Attributes:
     status: HTTP status.
     detail: for people.
     code: short, stable, for programs: see the table in docs/gym_server.md.
-    retry_after_s: when the same request may succeed, None when never.
+    retry_after_s: seconds until the same request may succeed; None: never.
   """
 
   def __init__(
@@ -33,14 +33,14 @@ class ApiError(Exception):
   def headers(self) -> dict[str, str]:
     out = {}
     if self.retry_after_s is not None:
-      # Whole seconds, as the header has it; never "at once".
+      # The header holds whole seconds; 0 would make clients spin.
       out["retry-after"] = str(max(1, round(self.retry_after_s)))
     if self.status in (408, 413):
-      # The rest of the body is not read.
+      # The rest of the body stays unread.
       out["connection"] = "close"
     return out
 
 
 def invalid(detail: str) -> ApiError:
-  """The request is not what the protocol says."""
+  """A 422: the request violates the protocol."""
   return ApiError(422, detail, code="invalid_request")

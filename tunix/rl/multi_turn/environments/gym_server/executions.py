@@ -1,48 +1,41 @@
-"""Executions: gyms that clients hold, one task each.
+"""Runs executions: one gym with one task each, held by a client.
 
 An execution is created, stepped, evaluated and terminated. Promises:
 
 * executions share nothing but the process (or, with workers, not even that):
-  what one does, raises or waits for, changes no other;
+  no action, exception or wait of one changes another;
 * every call into a gym has a deadline, closing included; after a failure or a
   missed deadline the execution is over, its gym is closed, and every later
-  call is told why (`code`);
-* steps with the same number are one step, however often they are sent.
+  call raises the reason (`code`);
+* steps with the same number are one step, however often a client sends them.
 
-Does not know HTTP, nor of other executions (`store` does).
+Does not know HTTP, nor other executions (`store` does).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import enum
 import inspect
 import logging
 import threading
 import time
-from typing import Any, Awaitable, Callable, Mapping
+from typing import Any, Awaitable, Callable, Iterator, Mapping
 import uuid
 
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import settings as settings_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gym_server import errors
+from tunix.rl.multi_turn.environments.gym_server import schemas
 from tunix.rl.multi_turn.environments.gym_server import validators
 from tunix.rl.multi_turn.environments.gyms import base
 
 _LOG = logging.getLogger(__name__)
 _INLINE_BYTES = 1 << 19  # Larger screenshots are encoded in a thread.
 Kind = gui_action.GuiActionKind
-
-
-class State(str, enum.Enum):
-  CREATING = "creating"
-  RUNNING = "running"
-  TERMINATED = "terminated"  # By its client.
-  FAILED = "failed"  # Its gym raised, or missed a deadline.
-  EXPIRED = "expired"  # Nobody called it, or it ran too long.
+State = schemas.State
 
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
@@ -56,58 +49,67 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """What executions may take; seconds unless said otherwise.
+@settings_lib.settings
+class ExecutionLimits:
+  """Bounds of a server's executions."""
 
-  Attributes:
-    capacity: executions held at a time.
-    creating: gyms that start at a time; more wait for their turn.
-    lease: an execution that is not called for so long is closed; clients may
-      ask for another up to `max_lease`.
-    max_seconds: an execution's whole life.
-    start, step, evaluate, close: deadlines of the gym's calls.
-    retry_after: what a create is told when there is no room.
-    remembered: ended executions whose end is still told.
-  """
+  capacity: int = settings_lib.setting(
+      256, "Executions held at a time.", ge=1
+  )
+  creating: int = settings_lib.setting(
+      32, "Gyms that start at a time; further creates wait.", ge=1
+  )
+  lease: float = settings_lib.setting(
+      300.0, "Close an execution that gets no call for so long.",
+      unit="s", gt=0,
+  )
+  max_lease: float = settings_lib.setting(
+      3600.0, "Longest lease that a client may ask for.", unit="s", gt=0
+  )
+  max_seconds: float = settings_lib.setting(
+      7200.0, "Longest life of an execution.", unit="s", gt=0
+  )
+  start: float = settings_lib.setting(
+      120.0, "Deadline of a gym's start.", unit="s", gt=0
+  )
+  step: float = settings_lib.setting(
+      60.0, "Deadline of a gym's step.", unit="s", gt=0
+  )
+  evaluate: float = settings_lib.setting(
+      60.0, "Deadline of a gym's evaluation.", unit="s", gt=0
+  )
+  close: float = settings_lib.setting(
+      30.0, "Deadline of a gym's close.", unit="s", gt=0
+  )
+  retry_after: float = settings_lib.setting(
+      1.0, "Retry-After of a create without room.", unit="s", gt=0
+  )
+  remembered: int = settings_lib.setting(
+      2048, "Ended executions whose reason the server still knows.", ge=1
+  )
 
-  capacity: int = 256
-  creating: int = 32
-  lease: float = 300.0
-  max_lease: float = 3600.0
-  max_seconds: float = 7200.0
-  start: float = 120.0
-  step: float = 60.0
-  evaluate: float = 60.0
-  close: float = 30.0
-  retry_after: float = 1.0
-  remembered: int = 2048
-
-  def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if not value > 0:
-        raise ValueError(f"{field.name}={value} must be > 0")
+  def problems(self) -> Iterator[str]:
     if self.lease > self.max_lease:
-      raise ValueError(
-          f"lease={self.lease} exceeds max_lease={self.max_lease}"
+      yield (
+          f"lease={self.lease} exceeds max_lease={self.max_lease}; raise the"
+          " second"
       )
 
 
 class Execution:
-  """One gym with one task; made by a `store.ExecutionStore`.
+  """One gym with one task; `store.ExecutionStore` makes it.
 
   Attributes:
-    id: in addresses.
-    gym_id: whose gym it is.
-    task: what is to be done.
-    names: {"identifier", "number", "split"} of the task in its catalogue.
+    id: name in addresses.
+    gym_id: the served gym's name.
+    task: given to the gym's `start`.
+    names: {"identifier", "number", "key"} of the task and the create.
     state: see `TRANSITIONS`.
-    reason: why it ended, "" while it runs.
+    reason: for its end, in words; "" while it runs.
     code: of that reason, for programs.
     steps: actions carried out.
     seen: the newest observation.
-    started_s: seconds that the gym took to start.
+    started_s: duration of the gym's start.
   """
 
   def __init__(
@@ -116,7 +118,7 @@ class Execution:
       task: base.Task,
       names: Mapping[str, str],
       lease: float,
-      limits: Limits,
+      limits: ExecutionLimits,
   ):
     self.id = uuid.uuid4().hex
     self.gym_id = gym_id
@@ -140,7 +142,7 @@ class Execution:
     self._calls: set[asyncio.Task[Any]] = set()
     self._last_call = self.created
     self._last_action: gui_action.GuiAction | None = None
-    self._picture: tuple[base.Observation, dict[str, Any]] | None = None
+    self._picture: tuple[base.Observation, wire.Screenshot] | None = None
 
   @property
   def live(self) -> bool:
@@ -148,7 +150,7 @@ class Execution:
 
   @property
   def idle_s(self) -> float:
-    """Since the last call; 0 while one is under way."""
+    """Seconds since the last call; 0 during one."""
     return 0.0 if self._calls else time.monotonic() - self._last_call
 
   @property
@@ -157,7 +159,7 @@ class Execution:
 
   @property
   def gym_is_lost(self) -> bool:
-    """Whether the process that held the gym is gone."""
+    """Whether the gym's worker process has ended."""
     return bool(getattr(self._gym, "lost", False))
 
   def touch(self) -> None:
@@ -187,8 +189,8 @@ class Execution:
 
     Args:
       action: in pixels of the gym's screen.
-      number: of this step, from 1; the one before it again, with the same
-        action, is answered with what was seen then. None: the next one.
+      number: of this step, from 1; the previous number with the same action
+        returns the same observation again. None: the next one.
 
     Raises:
       ApiError: out of order, after the end, or a failure of the gym.
@@ -199,14 +201,14 @@ class Execution:
           return self.seen
         raise errors.ApiError(
             409,
-            f"step {number} is out of order: {self.steps} are done, so it is"
-            f" step {self.steps + 1} that comes next",
+            f"step {number} is out of order: {self.steps} are done; send step"
+            f" {self.steps + 1}",
             code="step_out_of_order",
         )
       if self.seen.done:
         raise errors.ApiError(
             409,
-            "the task has ended; evaluate and terminate are what is left",
+            "the task has ended; evaluate or terminate the execution",
             code="task_ended",
         )
       self.seen = await self._guard(
@@ -219,7 +221,7 @@ class Execution:
       return self.seen
 
   async def evaluate(self, answer: str) -> base.Evaluation:
-    """The gym's verdict; an answer that it has not got yet is given first."""
+    """The gym's verdict; the gym receives an outstanding answer first."""
     async with self._turn():
       if answer and not self.answered and not self.seen.done:
         say = gui_action.GuiAction(Kind.ANSWER, text=answer)
@@ -235,8 +237,8 @@ class Execution:
 
   async def judge(
       self, submission: validators.Submission
-  ) -> dict[str, Any]:
-    """What `validators.judge` makes of the gym's verdict, with its details."""
+  ) -> schemas.Result:
+    """The gym's verdict, weighed by `validators.judge`, with its details."""
     verdict = await self.evaluate(submission.answer_text)
     try:
       result = validators.judge(self.task, verdict, submission)
@@ -246,7 +248,7 @@ class Execution:
       ) from error
     return {**result, "details": wire.jsonable(verdict.details)}
 
-  async def picture(self) -> dict[str, Any]:
+  async def picture(self) -> wire.Screenshot:
     """The newest screenshot in JSON's form; encoded once."""
     seen = self.seen
     if self._picture is None or self._picture[0] is not seen:
@@ -262,7 +264,7 @@ class Execution:
 
   @contextlib.asynccontextmanager
   async def _turn(self):
-    """One call at a time, of an execution that runs."""
+    """Admits one call at a time, while the execution runs."""
     self.check()
     self.touch()
     async with self._lock:
@@ -273,7 +275,7 @@ class Execution:
   def check(self) -> None:
     """Raises:
 
-      ApiError: the execution is over, with the reason, or not begun.
+      ApiError: the execution is over, with the reason, or still starting.
     """
     if self.state is State.RUNNING:
       return
@@ -300,13 +302,13 @@ class Execution:
           "the gym's evaluate must return an Evaluation, got"
           f" {type(verdict).__name__}"
       )
-    wire.reward_of({"score": verdict.score})  # A number, and finite.
+    wire.number(verdict.score, "score")  # Raises unless it is finite.
     return verdict
 
   async def _guard(
       self, work: Callable[[], Awaitable[Any]], seconds: float, what: str
   ) -> Any:
-    """Runs `work` under a deadline; what it raises ends the execution."""
+    """Runs `work` under a deadline; a failure ends the execution."""
     task = asyncio.ensure_future(
         concurrency.with_deadline(work(), seconds, f"the gym's {what}")
     )
@@ -320,7 +322,7 @@ class Execution:
     self.touch()
     if not self.live:
       if not task.cancelled():
-        task.exception()  # Of no interest any more.
+        task.exception()  # Retrieved; the execution's reason replaces it.
       self.check()
     try:
       if task.cancelled():
@@ -343,7 +345,7 @@ class Execution:
       ) from error
 
   async def _invoke(self, name: str, *args: Any) -> Any:
-    """Calls the gym; sync code in a thread."""
+    """Calls the gym; sync methods run in a thread."""
     method = getattr(self._gym, name)
     if concurrency.is_async(method):
       return await method(*args)
@@ -358,7 +360,7 @@ class Execution:
   # --- the end ----------------------------------------------------------------
 
   def end(self, state: State, reason: str, code: str) -> bool:
-    """Ends it and begins to close the gym; False when it had ended before."""
+    """Ends the execution, closes its gym; False when it had ended before."""
     if not self.live:
       return False
     self._become(state)
@@ -376,10 +378,10 @@ class Execution:
     self.state = state
 
   async def _close(self) -> None:
-    """Closes the gym; a call that is stuck in it must return first."""
+    """Closes the gym, once a call stuck in it has returned."""
     try:
       if self._calls:
-        # What was cancelled has a moment to let go of the gym.
+        # Cancelled calls have a moment to release the gym.
         await asyncio.wait(set(self._calls), timeout=self._limits.close)
       gym = self._gym
       if gym is None:
@@ -402,19 +404,22 @@ class Execution:
       self._picture = None
       self.closed.set()
 
-  def describe(self) -> dict[str, Any]:
-    return {
+  def describe(self) -> schemas.Execution:
+    """The state of the execution, as clients see it."""
+    data: schemas.Execution = {
         "execution_id": self.id,
         "gym_id": self.gym_id,
         "task_id": self.task.task_id,
-        "status": self.state.value,
+        "status": self.state,
         "steps": self.steps,
         "done": bool(self.seen is not None and self.seen.done),
         "age_s": round(time.monotonic() - self.created, 3),
         "lease_s": self.lease,
         "lease_left_s": round(self.lease_left_s, 3) if self.live else 0.0,
-        **({"reason": self.reason, "code": self.code} if self.reason else {}),
     }
+    if self.reason:
+      data |= {"reason": self.reason, "code": self.code}
+    return data
 
 
 _CLOSING: set[asyncio.Task[None]] = set()

@@ -1,197 +1,146 @@
-"""The server's OpenAPI document, for clients' generators and for fuzzers.
+"""Lists the server's operations and writes its OpenAPI document from them.
 
-Written by hand, as the protocol is: a test holds the server to it.
+An `Operation` names a route, its models (see `schemas`) and the statuses of
+its failures: the application serves the list, `document` describes it.
+
+Promises: what a model declares is what the document holds; nothing is written
+twice.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Sequence
 
-from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.environments import wire
+import pydantic
+from tunix.rl.multi_turn.core import json_models
+from tunix.rl.multi_turn.environments.gym_server import schemas
 
-
-def _schema(name: str) -> dict[str, str]:
-  return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _body(schema: Any, required: bool = False) -> dict[str, Any]:
-  return {
-      "required": required,
-      "content": {"application/json": {"schema": schema}},
-  }
-
-
-def _object(
-    properties: dict[str, Any], required: Sequence[str] = (), **more: Any
-) -> dict[str, Any]:
-  out: dict[str, Any] = {"type": "object", "properties": properties, **more}
-  if required:
-    out["required"] = list(required)
-  return out
-
-
-_TEXT = {"type": "string"}
-_FLAG = {"type": "boolean"}
-_NUMBER = {"type": "number"}
-_MANY = _object({})
-_PIXELS = {"type": "number", "minimum": -1e6, "maximum": 1e6}
-_SHARE = {"type": "number", "minimum": 0, "maximum": 1}
-
-
-def _answers(ok: Any, *codes: int, media: str = "application/json") -> Any:
-  out: dict[str, Any] = {
-      "200": {
-          "description": "OK",
-          "content": {media: {"schema": ok}},
-      }
-  }
-  for code in sorted({401, 403, *codes}):
-    out[str(code)] = {
-        "description": _WHY[code],
-        "content": {"application/json": {"schema": _schema("Error")}},
-    }
-  return out
-
-
-_WHY = {
+_EXECUTION = "/api/v1/{gym_id}/executions/{execution_id}"
+_TASK = "/api/v1/{gym_id}/tasks/{identifier:path}"  # Ids have slashes.
+_BODY = (400, 408, 413, 422)
+_CALL = (404, 409, 410)
+_STATUS = {
     400: "The body is no JSON.",
     401: "The token is missing or wrong.",
-    403: "The request is a web page's.",
-    404: "There is no such gym, task or execution.",
+    403: "The request comes from a web page.",
+    404: "No such gym, task or execution.",
     408: "The body is too slow.",
-    409: "Out of order, or a key that was used for something else.",
-    410: "The execution is over; `code` and `detail` say why.",
+    409: "Out of order, or a key of another request.",
+    410: "The execution is over; `code` and `detail` give the reason.",
     413: "The body is too long.",
-    422: "A value that cannot be; `detail` names the field.",
-    429: "No room; ask again after Retry-After seconds.",
+    422: "An invalid value; `detail` names the field.",
+    429: "No room; try again after Retry-After seconds.",
     502: "The gym failed.",
-    503: "The server is ending.",
+    503: "The server is stopping.",
     504: "The gym missed its deadline.",
 }
-_BAD = (400, 404, 408, 413, 422)
+_KEY = {
+    "name": "Idempotency-Key", "in": "header", "required": False,
+    "schema": {
+        "type": "string", "maxLength": schemas.MAX_KEY,
+        "pattern": "^[A-Za-z0-9._:-]+$",
+    },
+}  # pyformat: disable
 
 
-def _parameter(name: str, where: str, schema: Any) -> dict[str, Any]:
-  return {
-      "name": name, "in": where, "required": where == "path", "schema": schema,
-  }  # pyformat: disable
+@dataclasses.dataclass(frozen=True)
+class Operation:
+  """One route.
+
+  Attributes:
+    name: of the operation and of its handler.
+    method: HTTP method.
+    path: as Starlette has it.
+    answer: model of a 200; None where `media` are not JSON.
+    failures: statuses beside 401 and 403.
+    query: model of the address's parameters.
+    body: model of the request's body.
+    body_required: whether an empty body is refused.
+    media: types of a 200.
+    headers: further parameters.
+    public: served without a token.
+  """
+
+  name: str
+  method: str
+  path: str
+  answer: Any = None
+  failures: tuple[int, ...] = ()
+  query: type[schemas.Query] | None = None
+  body: type[json_models.Request] | None = None
+  body_required: bool = False
+  media: tuple[str, ...] = ("application/json",)
+  headers: tuple[dict[str, Any], ...] = ()
+  public: bool = False
+
+
+OPERATIONS = (
+    Operation("health", "GET", "/health", schemas.Health, public=True),
+    Operation("metrics", "GET", "/metrics", media=("text/plain",)),
+    Operation("gyms", "GET", "/api/v1/gyms", schemas.Gyms),
+    Operation(
+        "tasks", "GET", "/api/v1/{gym_id}/tasks",
+        schemas.Tasks | list[schemas.Task], (404, 422),
+        query=schemas.TasksQuery,
+    ),
+    Operation(
+        "task", "GET", _TASK, schemas.Task, (404, 422),
+        query=schemas.ShapeQuery,
+    ),
+    Operation(
+        "create", "POST", _TASK, schemas.Created,
+        (*_BODY, *_CALL, 429, 502, 503, 504), body=schemas.Create,
+        headers=(_KEY,),
+    ),
+    Operation(
+        "executions", "GET", "/api/v1/{gym_id}/executions",
+        schemas.Executions, (404,),
+    ),
+    Operation("execution", "GET", _EXECUTION, schemas.Execution, (404,)),
+    Operation(
+        "step", "POST", _EXECUTION + "/step", schemas.Stepped,
+        (*_BODY, *_CALL, 502, 504), body=schemas.Step, body_required=True,
+    ),
+    Operation(
+        "screenshot", "GET", _EXECUTION + "/screenshot", schemas.Shown,
+        (*_CALL, 422), query=schemas.ScreenshotQuery,
+        media=("image/png", "application/json"),
+    ),
+    Operation(
+        "heartbeat", "POST", _EXECUTION + "/heartbeat", schemas.Execution,
+        _CALL,
+    ),
+    Operation(
+        "evaluate", "POST", _EXECUTION + "/evaluate", schemas.Evaluated,
+        (*_BODY, *_CALL, 502, 504), body=schemas.Evaluate,
+    ),
+    Operation(
+        "terminate", "POST", _EXECUTION + "/terminate", schemas.Terminated,
+        (404,),
+    ),
+)  # pyformat: disable
+_OF_EXECUTIONS = ("step", "screenshot", "evaluate", "heartbeat", "terminate")
 
 
 def document(gym_ids: Sequence[str], token: bool) -> dict[str, Any]:
-  """OpenAPI 3.1 of a server with these gyms."""
-  gym = _parameter("gym_id", "path", {**_TEXT, "enum": list(gym_ids)})
-  task = _parameter("identifier", "path", {**_TEXT, "minLength": 1})
-  execution = _parameter("execution_id", "path", {**_TEXT, "minLength": 1})
-  shape = _parameter(
-      "shape", "query", {**_TEXT, "enum": ["summary", "meta", "flat"]}
-  )
+  """OpenAPI 3.1 of a server with these gyms.
 
-  def operation(name: str, parameters: Any, answers: Any, body: Any = None):
-    out = {
-        "operationId": name, "parameters": parameters, "responses": answers,
-    }  # pyformat: disable
-    if body is not None:
-      out["requestBody"] = body
-    if name == "health":
-      out["security"] = []
-    return out
-
-  one = "/api/v1/{gym_id}/executions/{execution_id}"
-  listed = [
-      gym, shape,
-      _parameter("split", "query", {**_TEXT, "enum": ["train", "eval"]}),
-      _parameter("family", "query", _TEXT),
-      _parameter("full", "query", _FLAG),
-      _parameter("bare", "query", _FLAG),
-  ]  # pyformat: disable
-  both = [gym, execution]
-  paths = {
-      "/health": {"get": operation("health", [], _answers(_MANY))},
-      "/metrics": {
-          "get": operation("metrics", [], _answers(_TEXT, media="text/plain"))
-      },
-      "/api/v1/gyms": {"get": operation("gyms", [], _answers(_MANY))},
-      "/api/v1/{gym_id}/tasks": {
-          "get": operation(
-              "tasks", listed,
-              _answers({"anyOf": [
-                  _object({"tasks": {"type": "array"}}, ["tasks"]),
-                  {"type": "array"},
-              ]}, 404, 422),
-          )
-      },
-      "/api/v1/{gym_id}/tasks/{identifier}": {
-          "get": operation(
-              "task", [gym, task, shape], _answers(_MANY, 404, 422)
-          ),
-          "post": operation(
-              "create",
-              [
-                  gym, task,
-                  _parameter("Idempotency-Key", "header",
-                             {**_TEXT, "maxLength": 256,
-                              "pattern": "^[A-Za-z0-9._:-]+$"}),
-              ],
-              _answers(
-                  _schema("Created"), *_BAD, 409, 410, 429, 502, 503, 504
-              ),
-              _body(_schema("Create")),
-          ),
-      },
-      "/api/v1/{gym_id}/executions": {
-          "get": operation("executions", [gym], _answers(_MANY, 404))
-      },
-      one: {"get": operation(
-          "execution", both, _answers(_schema("Execution"), 404)
-      )},
-      one + "/step": {"post": operation(
-          "step", both,
-          _answers(_schema("Stepped"), *_BAD, 409, 410, 502, 504),
-          _body(_schema("Step"), True),
-      )},
-      one + "/screenshot": {"get": operation(
-          "screenshot",
-          [*both, _parameter("format", "query",
-                             {**_TEXT, "enum": ["png", "json"]})],
-          {
-              **_answers(_MANY, 404, 409, 410, 422),
-              "200": {"description": "OK", "content": {
-                  "image/png": {"schema": {**_TEXT, "format": "binary"}},
-                  "application/json": {"schema": _MANY},
-              }},
-          },
-      )},
-      one + "/heartbeat": {"post": operation(
-          "heartbeat", both, _answers(_schema("Execution"), 404, 409, 410)
-      )},
-      one + "/evaluate": {"post": operation(
-          "evaluate", both,
-          _answers(_schema("Evaluated"), *_BAD, 409, 410, 502, 504),
-          _body(_schema("Evaluate")),
-      )},
-      one + "/terminate": {"post": operation(
-          "terminate", both, _answers(_schema("Execution"), 404)
-      )},
-  }  # pyformat: disable
-  # What a client gets to know by a create is what its next calls are about.
-  links = {
-      name: {
-          "operationId": name,
-          "parameters": {
-              "path.gym_id": "$response.body#/gym_id",
-              "path.execution_id": "$response.body#/execution_id",
-          },
-      }
-      for name in ("step", "screenshot", "evaluate", "heartbeat", "terminate")
-  }
-  create = paths["/api/v1/{gym_id}/tasks/{identifier}"]["post"]
-  create["responses"]["200"]["links"] = links
+  Args:
+    gym_ids: names in addresses.
+    token: whether the server asks for one.
+  """
+  models, components = _models()
+  paths: dict[str, dict[str, Any]] = {}
+  for op in OPERATIONS:
+    described = _describe(op, gym_ids, models)
+    path = op.path.replace(":path", "")
+    paths.setdefault(path, {})[op.method.lower()] = described
   out: dict[str, Any] = {
       "openapi": "3.1.0",
       "info": {"title": "Gym server", "version": "1"},
       "paths": paths,
-      "components": {"schemas": _schemas()},
+      "components": {"schemas": components},
   }
   if token:
     out["components"]["securitySchemes"] = {
@@ -201,162 +150,85 @@ def document(gym_ids: Sequence[str], token: bool) -> dict[str, Any]:
   return out
 
 
-_FIELDS: dict[str, Any] = {
-    "x": _PIXELS, "y": _PIXELS, "x2": _PIXELS, "y2": _PIXELS,
-    "dx": _PIXELS, "dy": _PIXELS,
-    "button": {
-        **_TEXT, "enum": ["left", "right", "middle", "back", "forward"],
-    },
-    "count": {"type": "integer", "minimum": 1, "maximum": 3},
-    "text": {**_TEXT, "maxLength": wire.MAX_TEXT},
-    "keys": {
-        "type": "array", "minItems": 1, "maxItems": wire.MAX_KEYS,
-        "items": {**_TEXT, "maxLength": 64},
-    },
-    "duration": {"type": "number", "minimum": 0, "maximum": 3600},
-    "success": _FLAG,
-}  # pyformat: disable
-
-
-def _own(kind: wire.Kind) -> dict[str, Any]:
-  """An action of our own vocabulary."""
-  required, optional = gui_action.fields_of(kind)
-  return _object(
-      {
-          "kind": {"const": kind.value},
-          **{n: s for n, s in _FIELDS.items() if n in required | optional},
-      },
-      ["kind", *sorted(required)],
-      additionalProperties=False,
+def _models() -> tuple[dict[str, Any], dict[str, Any]]:
+  """(schema by "<operation>.<body|answer>", components) of all operations."""
+  inputs: list[tuple[str, Any, pydantic.TypeAdapter[Any]]] = []
+  declared = {"Error": schemas.Error}
+  for op in OPERATIONS:
+    declared |= {f"{op.name}.body": op.body, f"{op.name}.answer": op.answer}
+  for key, model in declared.items():
+    if model is not None:
+      inputs.append((key, "validation", json_models.adapter(model)))
+  found, rest = pydantic.TypeAdapter.json_schemas(
+      inputs, ref_template="#/components/schemas/{model}"
   )
+  return {key: schema for (key, _), schema in found.items()}, rest["$defs"]
 
 
-def openenv_schemas() -> dict[str, Any]:
-  """JSON Schemas of an OpenEnv environment's action, observation and state."""
-  observation = _schemas()["Observation"]
-  fields = {k: v for k, v in observation["properties"].items() if k != "done"}
-  # Beside the observation OpenEnv sends done and reward.
-  fields |= {"metadata": _MANY, "done": _FLAG, "reward": _NUMBER}
-  shown = _object(fields, ["screenshot", "instruction", "text"])
-  actions = [_own(kind) for kind in wire.Kind]
-  for action in actions:
-    action["properties"]["metadata"] = _MANY
+def _describe(
+    op: Operation, gym_ids: Sequence[str], models: dict[str, Any]
+) -> dict[str, Any]:
+  parameters = [
+      {"name": name, "in": "path", "required": True, "schema": schema}
+      for name, schema in (
+          ("gym_id", {"type": "string", "enum": list(gym_ids)}),
+          ("identifier", {"type": "string", "minLength": 1}),
+          ("execution_id", {"type": "string", "minLength": 1}),
+      )
+      if f"{{{name}" in op.path
+  ]
+  if op.query is not None:
+    fields = op.query.model_json_schema()["properties"]
+    for name, schema in fields.items():
+      # A parameter that is not given is null in the model only.
+      schema = schema.get("anyOf", [schema])[0]
+      parameters.append({"name": name, "in": "query", "schema": schema})
+  answers: dict[str, Any] = {
+      "200": {
+          "description": "OK",
+          "content": {
+              media: {"schema": _content(op, media, models)}
+              for media in op.media
+          },
+      }
+  }
+  for status in sorted({401, 403, *op.failures}):
+    answers[str(status)] = {
+        "description": _STATUS[status],
+        "content": {"application/json": {"schema": models["Error"]}},
+    }
+  out: dict[str, Any] = {
+      "operationId": op.name,
+      "parameters": [*parameters, *op.headers],
+      "responses": answers,
+  }
+  if op.body is not None:
+    body = {"application/json": {"schema": models[f"{op.name}.body"]}}
+    out["requestBody"] = {"required": op.body_required, "content": body}
+  if op.public:
+    out["security"] = []
+  if op.name == "create":
+    answers["200"]["links"] = _links()
+  return out
+
+
+def _content(op: Operation, media: str, models: dict[str, Any]) -> Any:
+  if media == "application/json":
+    return models[f"{op.name}.answer"]
+  if media.startswith("image/"):
+    return {"type": "string", "format": "binary"}
+  return {"type": "string"}
+
+
+def _links() -> dict[str, Any]:
+  """A create's answer holds the addresses of the calls that follow it."""
   return {
-      "action": {**_object({"kind": _TEXT}, ["kind"]), "anyOf": actions},
-      "observation": shown,
-      "reset_observation": shown,
-      "state": _object({
-          "episode_id": {"type": ["string", "null"]},
-          "step_count": {"type": "integer", "minimum": 0},
-          "task_id": _TEXT, "family": _TEXT, "seed": {"type": "integer"},
-          "done": _FLAG, "status": _TEXT, "lease_left_s": _NUMBER,
-          "evaluation": {"type": ["object", "null"]},
-      }, ["episode_id", "step_count"]),
-  }  # pyformat: disable
-
-
-def _schemas() -> dict[str, Any]:
-  genv = _object(
-      {
-          "name": {
-              **_TEXT, "enum": ["tap", "swipe", "type", "key", "long_press"],
+      name: {
+          "operationId": name,
+          "parameters": {
+              "path.gym_id": "$response.body#/gym_id",
+              "path.execution_id": "$response.body#/execution_id",
           },
-          "args": _object({
-              "x_norm": _SHARE, "y_norm": _SHARE,
-              "x2_norm": _SHARE, "y2_norm": _SHARE,
-              "duration_ms": {"type": "number", "minimum": 0},
-              "text": _TEXT,
-              "key": {**_TEXT, "enum": ["home", "back", "menu", "enter"]},
-          }),
-      },
-      ["name", "args"],
-  )  # pyformat: disable
-  execution = {
-      "execution_id": _TEXT, "gym_id": _TEXT, "task_id": _TEXT,
-      "status": {
-          **_TEXT,
-          "enum": ["creating", "running", "terminated", "failed", "expired"],
-      },
-      "steps": {"type": "integer"}, "done": _FLAG, "age_s": _NUMBER,
-      "lease_s": _NUMBER, "lease_left_s": _NUMBER,
-      "reason": _TEXT, "code": _TEXT,
-  }  # pyformat: disable
-  known = ["execution_id", "gym_id", "task_id", "status", "steps", "done"]
-  observation = _object(
-      {
-          "instruction": _TEXT, "text": _TEXT, "done": _FLAG, "info": _MANY,
-          "screenshot": _object(
-              {
-                  "format": {**_TEXT, "enum": ["png"]},
-                  "width": {"type": "integer"}, "height": {"type": "integer"},
-                  "data": _TEXT,
-              },
-              ["format", "width", "height", "data"],
-          ),
-      },
-      ["instruction", "text", "done"],
-  )  # pyformat: disable
-  validator = _object(
-      {
-          "id": _TEXT, "type": _TEXT, "pass": _FLAG, "score": _NUMBER,
-          "weight": _NUMBER,
-      },
-      ["id", "pass", "score", "weight"],
-  )  # pyformat: disable
-  return {
-      "Error": _object({"detail": _TEXT, "code": _TEXT}, ["detail", "code"]),
-      "Create": _object({
-          "options": _object({
-              "observe": _FLAG,
-              "screenshot": _FLAG,
-              "lease_s": {"type": "number", "exclusiveMinimum": 0},
-              "gym": _MANY,
-          }),
-          "idempotency_key": {**_TEXT, "maxLength": 256},
-      }),
-      "Created": _object(
-          {
-              **execution, "box_id": _TEXT, "task": _MANY, "screen": _MANY,
-              "env_build": _MANY, "observation": _schema("Observation"),
-              "replayed": _FLAG,
-          },
-          [*known, "box_id", "task", "env_build"],
-      ),
-      "Execution": _object(execution, known),
-      "Action": {"anyOf": [*map(_own, wire.Kind), genv]},
-      "Step": _object(
-          {
-              "action": _schema("Action"),
-              "step": {"type": "integer", "minimum": 1},
-              "screenshot": _FLAG,
-          },
-          ["action"],
-      ),
-      "Observation": observation,
-      "Stepped": _object(
-          {
-              "step": {"type": "integer"},
-              "observation": _schema("Observation"),
-          },
-          ["step", "observation"],
-      ),
-      "Evaluate": _object({
-          "execution_data": _MANY,
-          "answer_text": {**_TEXT, "maxLength": wire.MAX_TEXT},
-          "context_text": _TEXT,
-          "facts": _MANY,
-      }),
-      "Evaluated": _object(
-          {
-              "success": _FLAG,
-              "result": _object(
-                  {
-                      "score": _NUMBER, "success": _FLAG, "details": _MANY,
-                      "validators": {"type": "array", "items": validator},
-                  },
-                  ["score", "success", "validators"],
-              ),
-          },
-          ["success", "result"],
-      ),
-  }  # pyformat: disable
+      }
+      for name in _OF_EXECUTIONS
+  }

@@ -1,4 +1,4 @@
-"""Each gym of the server as an OpenEnv environment, at /openenv/{gym_id}.
+"""Serves each gym as an OpenEnv environment, at /openenv/{gym_id}.
 
     WS   /ws                                     a session: reset, step, state
     POST /reset                                  a first observation
@@ -6,14 +6,14 @@
     GET  /{gym_id}/splits                        the task API:
     POST /{gym_id}/tasks, /num_tasks, /task, /task_range
 
-A client is given `http://host:port/openenv/{gym_id}` as its base URL. The
-messages are those of the package `openenv` 0.3 to 0.10; docs/gym_server.md says
-what they hold here. Nothing of that package is needed.
+A client takes `http://host:port/openenv/{gym_id}` as its base URL. The messages
+are those of the package `openenv` 0.3 to 0.10, which the server does not need;
+`schemas` declares them and docs/outside_gyms.md describes them.
 
 Promises: a session's episodes are executions of the server's store, under the
-same capacity, deadlines and token as those of genv's protocol; one that is
-over, or whose client has gone, leaves no execution behind; every message is
-answered once, in order, an error with OpenEnv's code and the server's own
+same capacity, deadlines and token as those of genv's protocol; a session that
+ended, or whose client has gone, leaves no execution behind; every message gets
+one answer, in order, an error with OpenEnv's code and the server's own
 (`cause`).
 
 Does not serve MCP tools or harness sessions: actions are GUI actions.
@@ -28,7 +28,7 @@ from importlib import metadata
 import json
 import logging
 import secrets
-from typing import Any, Awaitable, Callable, Mapping
+from typing import Any, Awaitable, Callable, Mapping, TypeVar
 import uuid
 
 from starlette import requests as starlette_requests
@@ -36,14 +36,15 @@ from starlette import responses as starlette_responses
 from starlette import routing
 from starlette import websockets as starlette_websockets
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gym_server import catalog as catalog_lib
 from tunix.rl.multi_turn.environments.gym_server import errors
 from tunix.rl.multi_turn.environments.gym_server import (
   executions as executions_lib,
 )
-from tunix.rl.multi_turn.environments.gym_server import openapi
 from tunix.rl.multi_turn.environments.gym_server import reading
+from tunix.rl.multi_turn.environments.gym_server import schemas
 from tunix.rl.multi_turn.environments.gym_server import store as store_lib
 from tunix.rl.multi_turn.environments.gym_server import validators
 
@@ -52,12 +53,9 @@ Kind = gui_action.GuiActionKind
 Request = starlette_requests.Request
 Json = starlette_responses.JSONResponse
 _PREFIX = "/openenv/{gym_id}"
-_RESET = (
-    "task", "split", "index", "family", "seed", "episode_id", "gym", "lease_s",
-)  # pyformat: disable
-_LARGEST_SEED = 10**15 - 1
-_INBOX = 8  # Messages read ahead of the one that is worked on.
-# What sending raises when the client has gone, or the socket is closed.
+Body = TypeVar("Body", bound=schemas.SplitBody)
+_INBOX = 8  # Messages read ahead of the running one.
+# Sending raises these when the client has gone, or the socket is closed.
 _GONE = (starlette_websockets.WebSocketDisconnect, RuntimeError)
 _CODES = {
     "invalid_json": "INVALID_JSON",
@@ -73,12 +71,12 @@ _CODES = {
     "server_ended": "SESSION_ERROR",
     "ending": "SESSION_ERROR",
 }
-"""The server's codes in OpenEnv's words; others are EXECUTION_ERROR."""
+"""The server's codes -> OpenEnv's; others are EXECUTION_ERROR."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-  """What the server lends to its OpenEnv side.
+  """The parts of the server that OpenEnv's side uses.
 
   Attributes:
     catalog: gym_id -> its tasks.
@@ -97,10 +95,10 @@ class Host:
 
 
 class OpenEnv:
-  """See the module docstring.
+  """The OpenEnv routes of a server.
 
   Attributes:
-    sessions: that are open.
+    sessions: how many are open.
   """
 
   def __init__(self, host: Host):
@@ -160,20 +158,20 @@ class OpenEnv:
 
   async def _schema(self, request: Request) -> Any:
     self._catalog(request)
-    return Json(openapi.openenv_schemas())
+    return Json(schemas.openenv_schemas())
 
   async def _environments(self, request: Request) -> Any:
     return Json([self._catalog(request).spec.gym_id])
 
   async def _no_state(self, request: Request) -> Any:
-    """As OpenEnv's own servers answer: of an environment nobody has reset."""
+    """The state before a reset, as OpenEnv's own servers answer."""
     self._catalog(request)
     return Json(_state(None))
 
   async def _reset_once(self, request: Request) -> Any:
     """A first observation of an environment that ends with the answer."""
     catalog = self._catalog(request)
-    session = _Session(self._host, catalog)
+    session = _Connection(self._host, catalog)
     try:
       return Json(await session.reset(await reading.read_object(request)))
     finally:
@@ -184,7 +182,7 @@ class OpenEnv:
     raise errors.ApiError(
         409,
         f"{request.url.path}: an HTTP request has an environment of its own,"
-        " which nobody has reset; step in a session, at /ws",
+        " which was never reset; step in a session, at /ws",
         code="not_started",
     )
 
@@ -198,34 +196,31 @@ class OpenEnv:
     ])  # pyformat: disable
 
   async def _entries(
-      self, request: Request
-  ) -> tuple[catalog_lib.Catalog, list[catalog_lib.Entry], dict[str, Any]]:
+      self, request: Request, model: type[Body]
+  ) -> tuple[catalog_lib.Catalog, list[catalog_lib.Entry], Body]:
     catalog = self._catalog(request)
-    body = await reading.read_object(request)
-    return catalog, _entries(catalog, body.get("split")), body
+    body = await reading.read(request, model)
+    return catalog, _of_split(catalog, body.split), body
 
   async def _tasks(self, request: Request) -> Any:
-    catalog, entries, _ = await self._entries(request)
+    catalog, entries, _ = await self._entries(request, schemas.SplitBody)
     return Json({
         "tasks": [_row(catalog, e, i) for i, e in enumerate(entries)],
         "env_name": catalog.spec.gym_id,
     })
 
   async def _num_tasks(self, request: Request) -> Any:
-    _, entries, _ = await self._entries(request)
+    _, entries, _ = await self._entries(request, schemas.SplitBody)
     return Json({"num_tasks": len(entries)})
 
   async def _task(self, request: Request) -> Any:
-    catalog, entries, body = await self._entries(request)
-    entry = _at(entries, body.get("index"))
-    return Json({"task": _row(catalog, entry, body["index"])})
+    catalog, entries, body = await self._entries(request, schemas.IndexBody)
+    entry = _at(entries, body.index)
+    return Json({"task": _row(catalog, entry, body.index)})
 
   async def _task_range(self, request: Request) -> Any:
-    catalog, entries, body = await self._entries(request)
-    bounds = []
-    for name in ("start", "stop"):
-      bounds.append(_whole(body.get(name), name, -len(entries), 10**9))
-    indices = range(len(entries))[slice(*bounds)]
+    catalog, entries, body = await self._entries(request, schemas.RangeBody)
+    indices = range(len(entries))[slice(body.start, body.stop)]
     return Json({"tasks": [_row(catalog, entries[i], i) for i in indices]})
 
   # --- sessions ---------------------------------------------------------------
@@ -245,12 +240,12 @@ class OpenEnv:
       await self._refuse(socket, limit)
       return
     self.sessions += 1
-    session = _Session(self._host, catalog)
+    session = _Connection(self._host, catalog)
     inbox: asyncio.Queue[str] = asyncio.Queue(_INBOX)
     reader = asyncio.ensure_future(_read(socket, inbox))
     worker = asyncio.ensure_future(session.work(inbox, socket.send_text))
     try:
-      # A client that goes away does not wait for the step it asked for.
+      # A client that goes away does not wait for its step.
       await asyncio.wait({reader, worker}, return_when=asyncio.FIRST_COMPLETED)
     finally:
       reader.cancel()
@@ -267,7 +262,7 @@ class OpenEnv:
   async def _refuse(self, socket: Any, limit: int) -> None:
     error = errors.ApiError(
         429,
-        f"all {limit} sessions are taken; close one, or come again",
+        f"all {limit} sessions are taken; close one, or try again later",
         code="no_capacity",
         retry_after_s=self._host.store.limits.retry_after,
     )
@@ -276,8 +271,8 @@ class OpenEnv:
       await socket.close(1013)  # Try again later.
 
 
-class _Session:
-  """One episode at a time."""
+class _Connection:
+  """One client's episodes, one at a time."""
 
   def __init__(self, host: Host, catalog: catalog_lib.Catalog):
     self._host = host
@@ -286,12 +281,12 @@ class _Session:
     self._key = ""
     self._episode_id = ""
     self._answer = ""
-    self._result: dict[str, Any] | None = None
+    self._result: schemas.Result | None = None
 
   async def work(
       self, inbox: asyncio.Queue[str], send: Callable[[str], Awaitable[None]]
   ) -> None:
-    """Answers messages until one says "close"."""
+    """Answers messages until a "close"."""
     while True:
       text = await inbox.get()
       try:
@@ -299,7 +294,7 @@ class _Session:
       except errors.ApiError as error:
         answer = _error(error, self._host.store)
       except Exception as error:  # pylint: disable=broad-except
-        _LOG.error("a message of OpenEnv failed", exc_info=error)
+        _LOG.error("an OpenEnv message failed", exc_info=error)
         answer = _error(
             errors.ApiError(
                 500,
@@ -313,99 +308,68 @@ class _Session:
       await send(_dumps(answer))
 
   async def _answer_to(self, text: str) -> dict[str, Any] | None:
-    message = reading.object_of(text, "the message")
-    unknown = sorted(set(message) - {"type", "data"})
-    if unknown:
-      raise errors.invalid(f"a message has type and data, no {unknown[0]!r}")
-    data = reading.mapping(message, "data")
-    kind = message.get("type")
-    if kind == "reset":
-      return {"type": "observation", "data": await self.reset(data)}
-    if kind == "step":
-      return {"type": "observation", "data": await self.step(data)}
-    if kind == "state":
+    given = reading.object_of(text, "the message")
+    message = reading.validated(schemas.Message, given, "message")
+    if message.type == "reset":
+      return {"type": "observation", "data": await self.reset(message.data)}
+    if message.type == "step":
+      return {"type": "observation", "data": await self.step(message.data)}
+    if message.type == "state":
       return {"type": "state", "data": self.state()}
-    if kind == "close":
+    if message.type == "close":
       return None
     raise errors.ApiError(
         422,
-        f"type={_short(kind)} is not served; there is reset, step, state and"
-        " close",
+        f"message.type={json_models.short(message.type)} must be one of reset,"
+        " step, state, close",
         code="unknown_type",
     )
 
-  async def reset(self, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Ends the episode that runs, and begins one."""
-    unknown = sorted(set(data) - set(_RESET))
-    if unknown:
-      raise errors.invalid(
-          f"a reset takes no {unknown[0]!r}; known: {', '.join(_RESET)}"
-      )
-    entry = self._entry(data)
-    episode = data.get("episode_id")
-    if episode is not None and not (
-        isinstance(episode, str) and 0 < len(episode) <= 255
-    ):
-      raise errors.invalid(
-          "episode_id must be a string of 1 to 255 characters, got"
-          f" {_short(episode)}"
-      )
-    options = {k: data[k] for k in ("gym", "lease_s") if data.get(k)}
+  async def reset(self, data: Mapping[str, Any]) -> schemas.EpisodeStep:
+    """Ends the running episode and begins another."""
+    asked = reading.validated(schemas.Reset, data, "reset")
+    entry = self._entry(asked)
     await self.end()
-    # Until it has started, the key is all that it can be found by.
+    # Until the execution has started, only the key leads to it.
     self._key = f"openenv-{uuid.uuid4().hex}"
     self._answer, self._result = "", None
     self._execution, _ = await self._host.begin(
-        self._catalog, entry, options, self._key
+        self._catalog,
+        entry,
+        schemas.CreateOptions(gym=asked.gym, lease_s=asked.lease_s),
+        self._key,
     )
-    self._episode_id = episode or self._execution.id
+    self._episode_id = asked.episode_id or self._execution.id
     return await self._observation(None)
 
-  def _entry(self, data: Mapping[str, Any]) -> catalog_lib.Entry:
+  def _entry(self, asked: schemas.Reset) -> catalog_lib.Entry:
     """The task that a reset asks for."""
-    task, index, seed = (data.get(n) for n in ("task", "index", "seed"))
-    family, split = data.get("family"), data.get("split")
-    ways = [("task", task), ("index", index), ("seed", seed)]
-    given = [name for name, value in ways if value is not None]
-    if len(given) > 1:
-      raise errors.invalid(
-          f"{given[0]} and {given[1]} both choose the task; give one"
-      )
-    if given[:1] in (["task"], ["index"]) and family is not None:
-      raise errors.invalid(f"{given[0]} chooses the task; leave family out")
-    if task is not None:
-      if split is not None:
-        raise errors.invalid("task chooses the task; leave split out")
-      if not isinstance(task, str):
-        raise errors.invalid(f"task must be a string, got {_short(task)}")
-      return self._host.entry(self._catalog, task)
-    if index is not None:
-      return _at(_entries(self._catalog, split), index)
+    if asked.task is not None:
+      return self._host.entry(self._catalog, asked.task)
+    if asked.index is not None:
+      return _at(_of_split(self._catalog, asked.split), asked.index)
     families = self._catalog.families
-    if split is None:
-      split = "train"
-    _check_split(split)
-    if seed is None:
-      seed = secrets.randbelow(2**31)
-    seed = _whole(seed, "seed", 0, _LARGEST_SEED)
+    seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
+    family = asked.family
     if family is None:
       family = families[seed % len(families)]
     elif family not in families:
       raise errors.invalid(
-          f"family={_short(family)} must be one of {', '.join(families)}"
+          f"reset.family={json_models.short(family)} must be one of"
+          f" {', '.join(families)}"
       )
+    split = asked.split or "train"
     name = f"{family}@{split}:{seed}:{self._catalog.spec.seed}"
     return self._host.entry(self._catalog, name)
 
-  async def step(self, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Carries out an action; its fields are the data's."""
+  async def step(self, data: Mapping[str, Any]) -> schemas.EpisodeStep:
+    """Carries out the action that the data's fields describe."""
     execution = self._running()
     if self._result is not None:
       raise errors.ApiError(
           409, "the episode is over; reset begins another", code="task_ended"
       )
     execution.check()
-    about = reading.mapping(data, "metadata")
     height, width = execution.seen.screenshot.shape[:2]
     try:
       action = wire.action_from_json(
@@ -413,8 +377,8 @@ class _Session:
       )
     except wire.WireError as error:
       raise errors.invalid(str(error)) from None
-    if action.kind is Kind.TERMINATE and reading.flag(about, "truncated"):
-      # It is the trainer that stops, not the policy: the gym is not told.
+    if action.kind is Kind.TERMINATE and _truncated(data):
+      # The trainer stops, not the policy: the gym does not see the action.
       return await self._over()
     if action.kind is Kind.ANSWER:
       self._answer = action.text or ""
@@ -423,20 +387,20 @@ class _Session:
       return await self._over()
     return await self._observation(0.0)
 
-  async def _over(self) -> dict[str, Any]:
+  async def _over(self) -> schemas.EpisodeStep:
     result = await self._execution.judge(
         validators.Submission(answer_text=self._answer)
     )
     self._result = result
     return await self._observation(result["score"])
 
-  async def _observation(self, reward: float | None) -> dict[str, Any]:
+  async def _observation(self, reward: float | None) -> schemas.EpisodeStep:
     execution = self._execution
     seen = wire.observation_to_json(
         execution.seen, picture=await execution.picture()
     )
     done = seen.pop("done") or self._result is not None
-    about: dict[str, Any] = {
+    about: schemas.EpisodeMetadata = {
         "episode_id": self._episode_id, "task_id": execution.task.task_id,
     }  # pyformat: disable
     if self._result is not None:
@@ -448,7 +412,8 @@ class _Session:
         "metadata": about,
     }
 
-  def state(self) -> dict[str, Any]:
+  def state(self) -> schemas.EpisodeState:
+    """The episode's state; of no episode before the first reset."""
     execution = self._execution
     if execution is None:
       return _state(None)
@@ -458,7 +423,7 @@ class _Session:
         "family": execution.task.family,
         "seed": execution.task.seed,
         "done": self._result is not None or bool(execution.seen.done),
-        "status": execution.state.value,
+        "status": execution.state,
         "lease_left_s": round(execution.lease_left_s, 3),
         "evaluation": self._result,
     }
@@ -471,11 +436,11 @@ class _Session:
     return self._execution
 
   async def end(self) -> None:
-    """Ends the execution, one that has not started yet too; idempotent."""
+    """Ends the execution, even one that is still starting; idempotent."""
     key, self._key, self._execution = self._key, "", None
     if not key:
       return
-    with contextlib.suppress(errors.ApiError):  # It failed, or is forgotten.
+    with contextlib.suppress(errors.ApiError):  # Failed or forgotten.
       gym_id = self._catalog.spec.gym_id
       store = self._host.store
       await store.terminate(store.get(gym_id, f"key:{key}"))
@@ -513,41 +478,32 @@ def _dumps(data: Any) -> str:
   return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
-def _state(episode_id: str | None, steps: int = 0) -> dict[str, Any]:
+def _state(episode_id: str | None, steps: int = 0) -> schemas.EpisodeState:
   return {"episode_id": episode_id, "step_count": steps}
 
 
-def _check_split(split: Any) -> None:
-  if split not in ("train", "eval"):
-    raise errors.invalid(f"split={_short(split)} must be train or eval")
+def _truncated(data: Mapping[str, Any]) -> bool:
+  """Whether the trainer cuts the episode with this action."""
+  metadata = data.get("metadata") or {}
+  read = reading.validated(schemas.StepMetadata, metadata, "metadata")
+  return read.truncated
 
 
-def _entries(
-    catalog: catalog_lib.Catalog, split: Any
+def _of_split(
+    catalog: catalog_lib.Catalog, split: str | None
 ) -> list[catalog_lib.Entry]:
-  _check_split(split)
   return [e for e in catalog.entries if e.split == split]
 
 
-def _at(entries: list[catalog_lib.Entry], index: Any) -> catalog_lib.Entry:
+def _at(entries: list[catalog_lib.Entry], index: int) -> catalog_lib.Entry:
   if not entries:
     raise errors.invalid("the server lists no tasks of that split")
-  number = _whole(index, "index", 0, len(entries) - 1)
-  if number is None:
-    raise errors.invalid("index is missing")
-  return entries[number]
-
-
-def _whole(value: Any, name: str, low: int, high: int) -> int | None:
-  if value is None:
-    return None
-  if isinstance(value, bool) or not isinstance(value, int) or not (
-      low <= value <= high
-  ):
+  if not 0 <= index < len(entries):
     raise errors.invalid(
-        f"{name} must be a whole number in [{low}, {high}], got {_short(value)}"
+        f"index must be in [0, {len(entries) - 1}], got"
+        f" {json_models.short(index)}"
     )
-  return value
+  return entries[index]
 
 
 def _row(
@@ -555,8 +511,3 @@ def _row(
 ) -> dict[str, Any]:
   row = entry.to_json("summary", True, catalog.env())
   return {"id": entry.task.task_id, "index": index, **row}
-
-
-def _short(value: Any) -> str:
-  text = repr(value)
-  return text if len(text) <= 80 else text[:77] + "..."

@@ -1,26 +1,24 @@
-"""Reads what requests hold; names the field of what cannot be."""
+"""Reads requests into models; a refusal is an `ApiError` with its field.
+
+Promises: a body is bounded in size and time; one that is no JSON is a 400, one
+that violates its model a 422.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
-import re
-from typing import Any, Mapping
+from typing import Any, Mapping, TypeVar
 
 from starlette import requests as starlette_requests
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.environments.gym_server import errors
+
+T = TypeVar("T")
 
 MAX_BODY = 4 << 20
 """Bytes of a request's body, or of a message."""
 BODY_S = 60.0
-"""For a request's body to come: who drips it holds a connection."""
-
-
-_SURROGATE = {
-    str: re.compile(r"\\u[dD][89a-fA-F]"),
-    bytes: re.compile(rb"\\u[dD][89a-fA-F]"),
-}
+"""Seconds for a request's body to arrive: a slow sender holds a connection."""
 
 
 async def read_object(request: starlette_requests.Request) -> dict[str, Any]:
@@ -36,17 +34,15 @@ async def read_object(request: starlette_requests.Request) -> dict[str, Any]:
         size += len(part)
         if size > MAX_BODY:
           raise errors.ApiError(
-              413, f"a body may have {MAX_BODY} bytes", code="too_large"
+              413, f"the body exceeds {MAX_BODY} bytes", code="too_large"
           )
         parts.append(part)
   except TimeoutError:
     raise errors.ApiError(
-        408, f"the body did not come within {BODY_S:g} s", code="too_slow"
+        408, f"the body did not arrive within {BODY_S:g} s", code="too_slow"
     ) from None
   body = b"".join(parts)
-  if not body.strip():
-    return {}
-  return object_of(body, "the body")
+  return object_of(body, "the body") if body.strip() else {}
 
 
 def object_of(text: str | bytes, what: str) -> dict[str, Any]:
@@ -56,11 +52,8 @@ def object_of(text: str | bytes, what: str) -> dict[str, Any]:
     ApiError: no JSON, or no object.
   """
   try:
-    data = json.loads(text, parse_constant=_no_constant)
-    if _SURROGATE[type(text)].search(text):
-      # Half a pair has no bytes, and what quotes it could not be answered.
-      json.dumps(data, ensure_ascii=False).encode()
-  except (ValueError, RecursionError) as error:
+    data = json_models.parse(text)
+  except ValueError as error:
     raise errors.ApiError(
         400, f"{what} is no JSON: {error}", code="invalid_json"
     ) from None
@@ -73,37 +66,23 @@ def object_of(text: str | bytes, what: str) -> dict[str, Any]:
   return data
 
 
-def _no_constant(name: str) -> Any:
-  raise ValueError(f"{name} is no JSON number")
+def validated(model: type[T], data: Mapping[str, Any], what: str = "") -> T:
+  """`data` as the model; `what` names it where its fields do not.
+
+  Raises:
+    ApiError: 422, with the first wrong field.
+  """
+  try:
+    return json_models.validate(model, data, what)
+  except ValueError as error:
+    raise errors.invalid(str(error)) from None
 
 
-def mapping(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-  value = data.get(name)
-  if value is None:
-    return {}
-  if not isinstance(value, dict):
-    raise errors.invalid(
-        f"{name} must be an object, got a {type(value).__name__}"
-    )
-  return value
+async def read(request: starlette_requests.Request, model: type[T]) -> T:
+  """The body as the model."""
+  return validated(model, await read_object(request))
 
 
-def flag(data: Mapping[str, Any], name: str, default: bool = False) -> bool:
-  value = data.get(name)
-  if value is None:
-    return default
-  if isinstance(value, bool):
-    return value
-  if value in ("true", "1", "false", "0"):
-    return value in ("true", "1")
-  raise errors.invalid(f"{name} must be true or false, got {value!r}")
-
-
-def seconds(value: Any, name: str) -> float | None:
-  if value is None:
-    return None
-  if isinstance(value, bool) or not isinstance(value, (int, float)) or not (
-      0 < value < math.inf
-  ):
-    raise errors.invalid(f"{name} must be a number of seconds > 0")
-  return float(value)
+def query(request: starlette_requests.Request, model: type[T]) -> T:
+  """The parameters of the address as the model."""
+  return validated(model, dict(request.query_params))

@@ -1,8 +1,8 @@
-"""All executions of a server: created, found, ended, forgotten.
+"""Stores a server's executions: creates, finds, ends and forgets them.
 
-Promises: no more than `Limits.capacity` gyms are held, those that are still
-closing included; creates under one key are one execution; what nobody calls is
-closed, and what has ended is remembered for a while, to say why.
+Promises: the store holds at most `capacity` gyms, those that are still closing
+included; creates under one key are one execution; an execution without calls
+is closed; the store keeps the reason of an ended one for a while.
 
 Belongs to one event loop.
 """
@@ -21,13 +21,13 @@ from tunix.rl.multi_turn.environments.gym_server import executions
 from tunix.rl.multi_turn.environments.gyms import base
 
 Execution = executions.Execution
-Limits = executions.Limits
+ExecutionLimits = executions.ExecutionLimits
 State = executions.State
 
 
 @dataclasses.dataclass(frozen=True)
 class _Keyed:
-  """A create that was asked for under a key."""
+  """A create with a key."""
 
   request: Any
   execution: Execution
@@ -35,15 +35,15 @@ class _Keyed:
 
 
 class ExecutionStore:
-  """See the module docstring."""
+  """A server's executions."""
 
   def __init__(
       self,
-      limits: Limits = Limits(),
+      limits: ExecutionLimits = ExecutionLimits(),
       *,
       on_end: Callable[[Execution], None] | None = None,
   ):
-    """`on_end` is told of each execution that has ended, once."""
+    """`on_end` receives each execution once, after its end."""
     self.limits = limits
     self._all: dict[str, Execution] = {}
     self._ended: collections.OrderedDict[str, Execution] = (
@@ -51,7 +51,7 @@ class ExecutionStore:
     )
     self._keys: dict[tuple[str, str], _Keyed] = {}
     self._starting = asyncio.Semaphore(limits.creating)
-    # Referenced, so that the event loop cannot drop them half-run.
+    # Referenced: the event loop keeps only weak references to tasks.
     self._starts: set[asyncio.Task[None]] = set()
     self._following: set[asyncio.Task[None]] = set()
     self._on_end = on_end or (lambda execution: None)
@@ -68,11 +68,11 @@ class ExecutionStore:
   def get(self, gym_id: str, execution_id: str) -> Execution:
     """Raises:
 
-      ApiError: there is, and was not lately, an execution of that id.
+      ApiError: no execution has that id, or it ended too long ago.
     """
     kind, _, key = execution_id.partition(":")
     if kind == "key" and (keyed := self._keys.get((gym_id, key))):
-      # Asked for by one who never got the answer to its create.
+      # The client never got the answer to its create.
       return keyed.execution
     found = self._all.get(execution_id) or self._ended.get(execution_id)
     if found is None or found.gym_id != gym_id:
@@ -97,14 +97,14 @@ class ExecutionStore:
     """Starts an execution, or finds the one that `key` stands for.
 
     Args:
-      gym_id, task, names: what it is.
-      make_gym: a gym of its own, perhaps awaitable.
-      lease: seconds, the limits' own when None.
+      gym_id, task, names: attributes of the execution.
+      make_gym: returns a new gym, or an awaitable of one.
+      lease: seconds; None: the limits' own.
       key: chosen by the client, "" for none.
-      request: what was asked for; the same key must come with the same.
+      request: the create's content; a key must come with the same one again.
 
     Returns:
-      (the execution, whether it was there already).
+      (the execution, whether it existed before).
 
     Raises:
       ApiError: no room (429), another request under the key (409), the gym
@@ -125,13 +125,13 @@ class ExecutionStore:
       return known.execution, True
     if self._closed:
       raise errors.ApiError(
-          503, "the server is ending", code="ending", retry_after_s=10.0
+          503, "the server is stopping", code="ending", retry_after_s=10.0
       )
     if self.open >= self.limits.capacity:
       raise errors.ApiError(
           429,
           f"all {self.limits.capacity} executions are taken; terminate one, or"
-          " ask again",
+          " try again later",
           code="no_capacity",
           retry_after_s=self.limits.retry_after,
       )
@@ -144,11 +144,11 @@ class ExecutionStore:
       try:
         async with self._starting:
           if not execution.live:
-            execution.check()  # It ended while it waited for its turn.
+            execution.check()  # Ended while it waited for its turn.
           execution.touch()
           await execution.start(make_gym)
       except BaseException:
-        # A gym that failed to start is no use to a second try.
+        # A second create under the key makes a new gym.
         self._keys.pop((gym_id, key), None)
         raise
 
@@ -161,18 +161,18 @@ class ExecutionStore:
     if key:
       self._keys[gym_id, key] = _Keyed(request, execution, started)
       execution.names["key"] = key
-    # Shielded: a client that goes away does not spoil the start for another
-    # that asks under the same key.
+    # Shielded: a client that goes away must not cancel the start for another
+    # create under the same key.
     await asyncio.shield(started)
     return execution, False
 
   def _started(self, task: asyncio.Task[None]) -> None:
     self._starts.discard(task)
     if not task.cancelled():
-      task.exception()  # Whoever waits has it.
+      task.exception()  # Retrieved: those that wait raise it.
 
   async def _follow(self, execution: Execution) -> None:
-    """Forgets the execution once it has ended and its gym is closed."""
+    """Moves the execution to the ended ones once its gym is closed."""
     await execution.closed.wait()
     self._all.pop(execution.id, None)
     execution.seen = execution.seen and dataclasses.replace(
@@ -195,12 +195,12 @@ class ExecutionStore:
       await asyncio.wait_for(execution.closed.wait(), self.limits.close)
 
   def reap(self) -> list[Execution]:
-    """Ends what nobody calls, what is too old and what is lost; those."""
+    """Ends executions that are idle, too old or lost; returns them."""
     now = time.monotonic()
     reaped = []
     for execution in self.live():
       if execution.state is State.RUNNING and not execution.lease_left_s:
-        reason = f"not called for {execution.lease:g} s, its lease"
+        reason = f"no call for {execution.lease:g} s, its lease"
         code = "lease_expired"
       elif now - execution.created > self.limits.max_seconds:
         reason = f"older than {self.limits.max_seconds:g} s"
@@ -216,7 +216,7 @@ class ExecutionStore:
     return reaped
 
   async def close(self) -> None:
-    """Ends everything; waits for the gyms to close, under their deadline."""
+    """Ends all executions; waits for their gyms up to the close deadline."""
     self._closed = True
     waiting = list(self._all.values())
     for execution in waiting:

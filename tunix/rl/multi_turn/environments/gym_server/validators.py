@@ -1,4 +1,4 @@
-"""Validators: parts of a verdict, each with a weight.
+"""Scores executions with validators: parts of a verdict, each with a weight.
 
 A gym's own verdict is the validator "state". A task may name more of them in
 `params["validators"]`, a list of `{"type": …, "weight": …, and its settings}`;
@@ -14,17 +14,18 @@ import math
 from typing import Any, Callable, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.environments.gym_server import schemas
 from tunix.rl.multi_turn.environments.gyms import base
 
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-  """What a client says at the end.
+  """What a client submits at the end.
 
   Attributes:
     answer_text: the policy's answer, "" for none.
-    context_text: what else it read or said.
-    facts: what is known, by name.
+    context_text: further text of the policy.
+    facts: values by name.
     data: the request's execution_data.
   """
 
@@ -37,7 +38,7 @@ class Submission:
 Check = Callable[
     [base.Evaluation, Submission, Mapping[str, Any]], tuple[float, bool]
 ]
-"""(the gym's verdict, what was submitted, settings) -> (score, passed)."""
+"""(the gym's verdict, a submission, settings) -> (score, passed)."""
 
 CHECKS: registry.Registry[Check] = registry.Registry("validator")
 
@@ -51,16 +52,16 @@ def state(verdict, submission, settings):
 
 @CHECKS.register("answer")
 def answer(verdict, submission, settings):
-  """The answer is `expected`, or one of them; or (`contains`) has it in it."""
+  """The answer equals one of `expected`, or (`contains`) holds one."""
   del verdict
   expected = settings.get("expected", "")
   options = expected if isinstance(expected, (list, tuple)) else [expected]
-  said = " ".join(submission.answer_text.casefold().split())
+  given = " ".join(submission.answer_text.casefold().split())
   wanted = [" ".join(str(o).casefold().split()) for o in options]
   if settings.get("contains"):
-    passed = any(w in said for w in wanted)
+    passed = any(w in given for w in wanted)
   else:
-    passed = said in wanted
+    passed = given in wanted
   return float(passed), passed
 
 
@@ -78,7 +79,7 @@ def specs(task: base.Task) -> list[dict[str, Any]]:
   """A task's validators with their ids and weights; the state by default.
 
   Raises:
-    ValueError: naming the entry that cannot be.
+    ValueError: naming the wrong entry.
   """
   given = task.params.get("validators")
   if given is None:
@@ -104,13 +105,13 @@ def specs(task: base.Task) -> list[dict[str, Any]]:
 
 def judge(
     task: base.Task, verdict: base.Evaluation, submission: Submission
-) -> dict[str, Any]:
-  """`{score, success, validators: [{id, type, pass, score, weight}]}`.
+) -> schemas.Result:
+  """The weighted mean of the task's validators; success is that all pass.
 
   Raises:
-    ValueError: the task's validators cannot be.
+    ValueError: the task's validators are wrong.
   """
-  found: list[dict[str, Any]] = []
+  found: list[schemas.ValidatorResult] = []
   for one in specs(task):
     score, passed = CHECKS.get(one["type"])(verdict, submission, one)
     found.append({
@@ -127,7 +128,7 @@ def judge(
   }
 
 
-def _mean(found: Sequence[Mapping[str, Any]]) -> float:
+def _mean(found: Sequence[schemas.ValidatorResult]) -> float:
   if len(found) == 1:
     return found[0]["score"]  # To the last bit.
   weights = sum(v["weight"] for v in found)

@@ -1,4 +1,4 @@
-"""What a gym is: the thing a `CUAEnv` wraps.
+"""Defines the protocols of gyms and task sets, and the data they exchange.
 
 A gym starts one task at a time, carries out `GuiAction`s, shows screenshots
 and evaluates the state it is in. Single use is not required: `start` may be
@@ -120,7 +120,7 @@ class Gym(Protocol):
 
 
 class TaskSet(Protocol):
-  """Makes a family's tasks: what `assembly.register_tasks` gives a run.
+  """Makes a family's tasks: `GymSpec.tasks`.
 
   `train_task(family, index, seed)` is the `index`-th training task of the run
   with this `seed`, `eval_task` the `index`-th held-out one; both always give

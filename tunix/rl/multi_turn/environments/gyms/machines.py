@@ -1,10 +1,9 @@
-"""Machines behind HTTP servers that hold one episode each.
+"""Lends machines behind HTTP servers, each to one episode at a time.
 
-`take` gives an episode a machine of its own and waits for a free one; what is
-taken is known in the whole process, whatever gym or event loop took it. `Http`
-makes `http_calls`, and what fails raises the gym's error.
+`take` gives an episode a machine of its own and waits for a free one; loans
+are known in the whole process, whatever gym or event loop took them.
 
-Does not start machines, and does not know of other processes that use them.
+Does not: start machines, or know of other processes that use them.
 """
 
 from __future__ import annotations
@@ -50,53 +49,3 @@ async def take(urls: Sequence[str], seconds: float) -> str | None:
 def give_back(url: str) -> None:
   with _lock:
     _taken.discard(url)
-
-
-class Http:
-  """Calls of one gym; belongs to one event loop."""
-
-  def __init__(self, error: type[RuntimeError], **options: Any):
-    """Args:
-
-      error: `error(message, status)` is raised for what fails.
-      **options: of `http_calls.Http`.
-    """
-    self._error = error
-    self._http = http.Http(**options)
-
-  async def call(
-      self, method: str, url: str, seconds: float, **more: Any
-  ) -> bytes:
-    """The body of an answer that says it was done; made once."""
-    try:
-      reply = await self._http.call(method, url, seconds, **more)
-    except http.CallError as error:
-      raise self._error(str(error), 0) from error
-    if not reply.ok:
-      raise self._error(
-          f"{method} {url}: {reply.quoted(500)}", reply.status
-      )
-    return reply.content
-
-  async def ask(
-      self, method: str, url: str, seconds: float, **more: Any
-  ) -> dict[str, Any]:
-    """The JSON object of such an answer."""
-    raw = await self.call(method, url, seconds, **more)
-    try:
-      data = await http.read(
-          lambda: http.json_of(raw), len(raw), seconds, "an answer"
-      )
-    except ValueError:
-      data = None
-    if not isinstance(data, dict):
-      raise self._error(
-          f"{method} {url} answered with no object of JSON, but"
-          f" {raw[:80]!r}",
-          0,
-      )
-    return data
-
-  async def aclose(self) -> None:
-    """Idempotent."""
-    await self._http.aclose()

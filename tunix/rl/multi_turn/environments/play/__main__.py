@@ -22,8 +22,8 @@ from typing import Any, Iterator, Sequence
 
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import options
-from tunix.rl.multi_turn.environments import registry
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.play import session as session_lib
 from tunix.rl.multi_turn.environments.play import terminal
@@ -52,9 +52,8 @@ def parser() -> argparse.ArgumentParser:
   add("--index", type=int, default=0, help="of the first task in its family")
   add("--seed", type=int, default=0, help="of the run whose tasks they are")
   add("--settings", default="{}", metavar="YAML",
-      help="of the gym, e.g. '{width: 256, height: 192}'")
-  add("--task-settings", default="{}", metavar="YAML",
-      help="of its task set, e.g. '{difficulty: 1}'")
+      help="options of the gym and its tasks, e.g. '{width: 256, height: 192,"
+           " difficulty: 1}'")
   add("--import", dest="imports", action="append", default=[],
       metavar="MODULE", help="imported first: registers gyms of your own")
   add("--port", type=int, default=0, help="of the page; 0: any that is free")
@@ -102,23 +101,19 @@ async def _play(args: argparse.Namespace) -> int:
   for name in args.imports:
     importlib.import_module(name)
   settings = options.yaml_object(args.settings, "--settings")
-  task_settings = options.yaml_object(args.task_settings, "--task-settings")
   script = None
   if args.by == "script":
     if args.script is None:
       raise ValueError("--by script needs --script FILE")
     script = read_script(args.script)
-  if args.by == "oracle" and args.gym not in session_lib.ORACLES:
-    raise ValueError(
-        f"gym {args.gym!r} has no oracle;"
-        f" {' and '.join(session_lib.ORACLES)} do"
-    )
-
+  spec = gyms.get(args.gym)
+  if args.by == "oracle":
+    spec.load_oracle()  # Refuses a gym that has none.
   task = session_lib.find_tasks(
       args.gym, args.task, split=args.split, index=args.index,
-      seed=args.seed, settings=settings, task_settings=task_settings,
+      seed=args.seed, options=settings,
   )  # pyformat: disable
-  gym = registry.gym_from_config({"name": args.gym, **settings})
+  gym = spec.make_gym({**spec.options_of(args.task), **settings})
   session = session_lib.Session(
       args.gym, gym, out=args.out, by=args.by, only_solved=args.only_solved,
       timeout_s=args.timeout,

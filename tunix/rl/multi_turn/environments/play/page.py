@@ -1,16 +1,13 @@
-"""The page that a person plays on: the screenshot, and what it is clicked with.
+"""Serves the page on which a person plays: a screenshot to click and type on.
 
-Served on the loopback interface, to whoever has the key in the page's address;
-requests that other sites make a browser send are refused.
-
-Does not carry out two actions at a time.
+Promises: only requests with the key of the page's address are answered, so
+another site's page cannot act; actions run one at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import pathlib
 import secrets
 from typing import Any, Awaitable, Callable
@@ -19,6 +16,7 @@ from starlette import applications
 from starlette import requests as starlette_requests
 from starlette import responses
 from starlette import routing
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.play import session as session_lib
@@ -28,10 +26,11 @@ _MAX_BODY = 1 << 16
 
 
 class Page:
-  """The ASGI application around a `Session`.
+  """The application around a `Session`.
 
   Attributes:
-    key: that the address carries.
+    asgi: the ASGI application.
+    key: secret part of the page's address.
   """
 
   def __init__(
@@ -56,7 +55,7 @@ class Page:
     ])
 
   async def _page(self, request: starlette_requests.Request) -> Any:
-    del request  # The page itself holds nothing; the key is in its address.
+    del request  # The page holds no secret; the key is in its address.
     return responses.HTMLResponse(
         _PAGE.read_text(encoding="utf-8"),
         headers={
@@ -71,26 +70,26 @@ class Page:
   def _guarded(self, work: Callable[[Any], Awaitable[None]]) -> Any:
 
     async def run(request: starlette_requests.Request) -> Any:
-      # A header of one's own cannot be sent by another site's form.
+      # Another site's form cannot send a custom header.
       given = request.headers.get("x-play-key", "")
       if not hmac.compare_digest(given.encode(), self.key.encode()):
-        return _said(401, "open the address that was printed")
+        return _error(401, "open the address that the command printed")
       try:
         body = b""
         async for part in request.stream():
           body += part
           if len(body) > _MAX_BODY:
-            return _said(413, f"a request may have {_MAX_BODY} bytes")
-        data = json.loads(body or b"{}")
+            return _error(413, f"the body exceeds {_MAX_BODY} bytes")
+        data = json_models.parse(body or b"{}")
         async with self._busy:
           if self._number < 0:
             await self._next({})
           await work(data)
           return responses.JSONResponse(self._describe())
       except wire.WireError as error:
-        return _said(422, str(error))
+        return _error(422, str(error))
       except (ValueError, RuntimeError, LookupError) as error:
-        return _said(409, f"{type(error).__name__}: {error}")
+        return _error(409, f"{type(error).__name__}: {error}")
 
     return run
 
@@ -124,7 +123,7 @@ class Page:
     await self._session.act(wire.action_from_json(data, width, height))
 
   async def _help(self, data: Any) -> None:
-    """The oracle makes a move."""
+    """Carries out the oracle's next action."""
     del data
     action = await self._session.next_right()
     if action is not None:
@@ -135,5 +134,5 @@ class Page:
     await self._session.finish()
 
 
-def _said(status: int, detail: str) -> responses.JSONResponse:
+def _error(status: int, detail: str) -> responses.JSONResponse:
   return responses.JSONResponse({"detail": detail}, status)

@@ -1,6 +1,6 @@
-"""One task at a time, played by whoever acts, and recorded.
+"""Plays and records the tasks of a gym, one at a time.
 
-Does not know how actions come in; `page` and `terminal` do.
+Does not know where actions come from; `page` and `terminal` do.
 """
 
 from __future__ import annotations
@@ -8,35 +8,23 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pathlib
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.core import registry as names
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import recordings
-from tunix.rl.multi_turn.environments import registry
 from tunix.rl.multi_turn.environments.gyms import base
 
 Kind = gui_action.GuiActionKind
 ENDS = (Kind.ANSWER, Kind.TERMINATE)
-_GYMS = "tunix.rl.multi_turn.environments.gyms"
-ORACLES = {
-    "desktop": (
-        f"{_GYMS}.desktop:oracle_action", f"{_GYMS}.desktop:DesktopGym.describe"
-    ),
-    "miniwob": (f"{_GYMS}.miniwob:oracle_action", f"{_GYMS}.miniwob:describe"),
-    "xdesktop": (
-        f"{_GYMS}.xdesktop:oracle_action", f"{_GYMS}.xdesktop:describe"
-    ),
-}  # pyformat: disable
-"""Gym -> what knows the next right action, and what things are called."""
 
 
 class Session:
   """Plays and records the tasks of one gym.
 
   Attributes:
-    task: that is played, with the instruction that was shown.
+    task: the current one, with the instruction that was shown.
     seen: the newest observation.
     actions: made so far.
     evaluation: of the task when it is over, else None.
@@ -56,7 +44,7 @@ class Session:
     """Args:
 
       gym_name: the registered name.
-      gym: it.
+      gym: built from its declaration.
       out: file that episodes are appended to; None records nothing.
       by: who plays.
       only_solved: write episodes that are solved and no others.
@@ -64,13 +52,13 @@ class Session:
     """
     self._gym_name = gym_name
     self._gym = gym
+    self._calls = concurrency.Guarded(gym, name="the gym")
     self._out = out
     self._by = by
     self._only_solved = only_solved
     self._seconds = timeout_s
-    self._describe: Callable[..., Any] | None = None
-    if gym_name in ORACLES:
-      self._describe = names.import_path(ORACLES[gym_name][1])
+    spec = gyms.get(gym_name)
+    self._oracle = spec.load_oracle() if spec.oracle is not None else None
     self.task: base.Task | None = None
     self.seen: base.Observation | None = None
     self.evaluation: base.Evaluation | None = None
@@ -135,29 +123,22 @@ class Session:
     Raises:
       ValueError: the gym has no oracle.
     """
-    if self._gym_name not in ORACLES:
-      raise ValueError(
-          f"gym {self._gym_name!r} has no oracle; {' and '.join(ORACLES)} do"
-      )
-    oracle = names.import_path(ORACLES[self._gym_name][0])
-    return await _value(oracle(self._gym), self._seconds)
+    oracle = self._oracle or gyms.get(self._gym_name).load_oracle()
+    return await _value(oracle.act(self._gym), self._seconds)
 
   async def close(self) -> None:
     """Idempotent."""
-    await self._call("close")
+    await self._calls.close(seconds=self._seconds)
 
   async def _target(self, action: gui_action.GuiAction) -> str | None:
-    if self._describe is None or action.x is None:
+    if self._oracle is None or action.x is None:
       return None
     return await _value(
-        self._describe(self._gym, action.x, action.y), self._seconds
+        self._oracle.describe(self._gym, action.x, action.y), self._seconds
     )
 
   async def _call(self, name: str, *args: Any) -> Any:
-    return await concurrency.acall(
-        getattr(self._gym, name), *args, seconds=self._seconds,
-        what=f"the gym's {name}",
-    )  # pyformat: disable
+    return await self._calls.call(name, *args, seconds=self._seconds)
 
 
 async def _value(found: Any, seconds: float) -> Any:
@@ -168,29 +149,27 @@ async def _value(found: Any, seconds: float) -> Any:
 
 def find_tasks(
     gym_name: str, identifier: str, *, split: str, index: int, seed: int,
-    settings: dict[str, Any], task_settings: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> Callable[[int], base.Task]:  # pyformat: disable
   """n -> the n-th of the tasks that the command line names.
 
   Args:
     gym_name: the registered name.
-    identifier: a family of the gym; with genv, anything the server has.
+    identifier: a family of the gym; where a task's id is enough to start it,
+      also such an id.
     split, index, seed: which of the family's comes first.
-    settings: of the gym.
-    task_settings: of its task set.
+    options: of the gym and its tasks.
 
   Raises:
     ValueError: no such gym or family.
   """
-  if gym_name == "genv":
-    from tunix.rl.multi_turn.environments.task_sources import listed  # pylint: disable=g-import-not-at-top
-
-    try:
-      tasks = listed.server_tasks(settings, (identifier,))
-    except ValueError:
-      # No family: the server finds it, or says that it has none.
-      return lambda number: base.Task(identifier, "genv")
-  else:
-    tasks = registry.make_task_set(gym_name, (identifier,), **task_settings)
+  spec = gyms.get(gym_name)
+  try:
+    tasks = spec.make_tasks((identifier,), options)
+  except ValueError:
+    if not spec.starts_by_id:
+      raise
+    # No family: the gym finds it, or reports that it has none.
+    return lambda number: base.Task(identifier, gym_name)
   draw = tasks.train_task if split == "train" else tasks.eval_task
   return lambda number: draw(identifier, index + number, seed)

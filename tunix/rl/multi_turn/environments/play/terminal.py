@@ -1,4 +1,4 @@
-"""Playing in a terminal: the picture in blocks of colour, actions as words."""
+"""Plays in a terminal: draws screenshots in colour, reads actions as words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELP = """\
 
 
 class Quit(Exception):
-  """The player has had enough."""
+  """The player leaves."""
 
 
 def picture(pixels: np.ndarray, columns: int) -> str:
@@ -43,7 +43,7 @@ def parse(line: str) -> Action:
   """An action in words; see `HELP`.
 
   Raises:
-    ValueError: saying what is wrong.
+    ValueError: naming the word and its arguments.
   """
   word, _, rest = line.strip().partition(" ")
   word = word.lower()
@@ -60,7 +60,7 @@ def parse(line: str) -> Action:
       "click": 2, "double": 2, "right": 2, "move": 2, "drag": 4, "scroll": 3,
   }  # pyformat: disable
   if word not in counts:
-    raise ValueError(f"{word!r} is no action; there are\n{HELP}")
+    raise ValueError(f"{word!r} is no action; write one of\n{HELP}")
   try:
     numbers = [float(n) for n in shlex.split(rest)]
   except ValueError:
@@ -87,10 +87,10 @@ async def play(
     read: Callable[[str], str] = input,
     out: TextIO,
 ) -> None:
-  """One task, to its end.
+  """Plays one task to its end.
 
   Raises:
-    Quit: the player left; nothing is recorded of this task.
+    Quit: the player left; this task is not recorded.
   """
   await session.start(task)
   print(f"\n{session.task.task_id}: {session.task.instruction}", file=out)
@@ -106,14 +106,15 @@ async def play(
     try:
       if line == "help":
         action = await session.next_right()
-        print(f"  {action.to_json() if action else 'it is over'}", file=out)
+        shown = action.to_json() if action else "the episode is over"
+        print(f"  {shown}", file=out)
       else:
         await session.act(parse(line))
     except (ValueError, RuntimeError, LookupError) as error:
       print(f"{type(error).__name__}: {error}", file=out)
   verdict = session.evaluation
-  said = "solved" if verdict.success else "not solved"
-  print(f"{said}, score {verdict.score:g}", file=out)
+  outcome = "solved" if verdict.success else "not solved"
+  print(f"{outcome}, score {verdict.score:g}", file=out)
 
 
 def _show(session: session_lib.Session, out: TextIO) -> None:

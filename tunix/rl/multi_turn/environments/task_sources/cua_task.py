@@ -96,7 +96,7 @@ class CUATask:
   def to_task(self) -> base.Task:
     """The gym's view of it."""
     params = dict(self.params)
-    if self.gym_id:
+    if self.gym_id or self.genv_identifier:
       params["genv"] = {"identifier": self.identifier, "gym_id": self.gym_id}
     return base.Task(
         task_id=self.id,
@@ -212,6 +212,40 @@ class CUATask:
         gym_base_url=read.text("gym_base_url") or gym_base_url,
         seed=read.count("seed", default=_whole(config.get("seed")), at_least=0),
         params=dict(params),
+    )
+
+  @classmethod
+  def from_fields(cls, row: Any, *, where: str = "task") -> CUATask:
+    """A row whose fields an environment without a gym reads itself.
+
+    All of the row is kept as `params`. Its id is `task_id`, `id` or
+    `extra_info.index`, else its place in the list.
+
+    Raises:
+      ValueError: naming the field, its value and what it may be.
+    """
+    if not isinstance(row, Mapping):
+      raise ValueError(f"{where} must be an object, got {type(row).__name__}")
+    read = _Reader(row, where)
+    extra = row.get("extra_info")
+    extra = extra if isinstance(extra, Mapping) else {}
+    index = extra.get("index")
+    place = where.rpartition(" ")[2]
+    split = read.text("split")
+    if split not in ("", "train", "eval"):
+      raise ValueError(
+          f"{where}: split={split!r} must be train or eval, or left out"
+      )
+    return cls(
+        id=read.text("task_id", "id") or str(place if index is None else index),
+        max_steps=read.count("max_steps", "max_turns"),
+        tags=read.texts("tags"),
+        family=read.text("family", "data_source") or DEFAULT_FAMILY,
+        instruction=read.text("question", "instruction"),
+        split=split,
+        genv_task_data=dict(row),
+        seed=read.count("seed", at_least=0) or 0,
+        params=dict(row),
     )
 
 

@@ -158,7 +158,7 @@ class CurriculumSampler:
     if list(state.get("arms") or ()) != list(self._arms):
       raise ValueError(
           "the checkpoint's curriculum has other tasks than this run; give the"
-          " same gym.tasks and task_source to resume"
+          " same task_source.families and task_source to resume"
       )
     with self._lock:
       self._position = int(state["position"])

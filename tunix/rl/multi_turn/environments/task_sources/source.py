@@ -1,4 +1,4 @@
-"""Lists of tasks from gym servers, files and datasets, split and filtered.
+"""Reads lists of tasks (a gym's own, files, datasets), splits and filters them.
 
 Promises: the same configuration and the same list give the same tasks in the
 same order. A task's split depends on the whole list and the seed alone: names,
@@ -8,99 +8,124 @@ held-out task into training.
 The steps, in this order:
 
 1. the list is read, its own order kept; two tasks of one id are refused;
-2. the split: by `eval_number_range` if given; else as the list itself says, if
-   it does for every task; else the list is shuffled by `seed` and cut at
+2. the split: by `eval_number_range` if given; else by the list's own field, if
+   every task has it; else the list is shuffled by `seed` and cut at
    `int(len * train_ratio)`;
-3. `task_names`, each resolved as `cua_task.resolve` does;
+3. `names`, each resolved as `cua_task.resolve` does;
 4. `tags`, any of them, whatever their case;
-5. `limit`, a sample drawn by `seed`.
+5. `limit` or `eval_limit`, a sample drawn by `seed`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 import random
 import re
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Literal, Mapping, Sequence
 
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.environments.gyms.genv import client as genv_client
-from tunix.rl.multi_turn.environments.gyms.genv import gym as genv_gym
+from tunix.rl.multi_turn.core import settings as settings_lib
+from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 
-SOURCE_TYPES = ("gym", "jsonl", "huggingface")
-SPLITS = ("train", "eval")
+Split = Literal["train", "eval"]
+SPLITS: tuple[Split, ...] = ("train", "eval")
 CUATask = cua_task.CUATask
+_FILES = ("jsonl", "huggingface")
+_OF_LISTS = ("eval_number_range", "names", "tags", "limit", "eval_limit")
+_NO_OPTIONS: Mapping[str, Any] = {}
+_set = settings_lib.setting
 
 
-@dataclasses.dataclass(frozen=True)
+@settings_lib.settings
 class TaskSourceConfig:
-  """Where tasks come from, and which of them.
+  """Which tasks a run trains and is evaluated on, and in which order."""
 
-  Attributes:
-    source_type: "gym", a server's list; "jsonl", a file with a row a line;
-      "huggingface", a dataset saved to a directory, or its name.
-    gym_base_url, gym_id: of the server; for the other types, recorded in
-      tasks that name none.
-    train_ratio: share of the tasks that are for training.
-    split_type: "train", "eval", or None for both.
-    task_names: ids, names or numbers; None for all.
-    limit: at most so many; None for all.
-    eval_number_range: "001-032", numbers of the held-out tasks; None splits
-      by ratio.
-    tags: None for all.
-    seed: of the split and of the limit's sample.
-    path: file, directory or dataset's name.
-    dataset_split: of a dataset with several, e.g. "train".
-    token_file: holds the server's token; else $TUNIX_GYM_TOKEN does.
-    timeout_s: deadline of reading the list, tries included.
-  """
+  families: tuple[str, ...] = _set(
+      (),
+      "Task families to train and evaluate on, each equally often. [] = all"
+      " that the gym or the list has.",
+  )
+  source: Literal["generated", "gym", "jsonl", "huggingface"] = _set(
+      "generated",
+      "generated: the gym makes them, without end. gym: the list of the gym"
+      " server in gym.options. jsonl, huggingface: task_source.path.",
+  )
+  path: str = _set(
+      "", "A file with a JSON object a line; a dataset's directory or name."
+  )
+  dataset_split: str = _set("train", "Of a dataset with several.")
+  train_ratio: float = _set(
+      0.8,
+      "Share of a list that is for training, drawn by task_source.seed, unless"
+      " the list has a split of its own.",
+      gt=0,
+      le=1,
+  )
+  eval_number_range: str = _set(
+      "",
+      'Numbers of the tasks that are held out, e.g. "001-032". "" = by'
+      " task_source.train_ratio.",
+  )
+  names: tuple[str, ...] = _set(
+      (), "Ids, names or numbers of a list's tasks. [] = all."
+  )
+  tags: tuple[str, ...] = _set(
+      (), "Only tasks of a list with one of these tags. [] = all."
+  )
+  limit: int = _set(0, "Most training tasks of a list. 0 = all.", ge=0)
+  eval_limit: int = _set(0, "Most held-out tasks of a list. 0 = all.", ge=0)
+  seed: int = _set(42, "Of the split and the limits.", ge=0)
+  order: Literal["in_turn", "curriculum"] = _set(
+      "in_turn",
+      "in_turn: the families one after the other, a list shuffled anew each"
+      " time. curriculum: tasks that are neither hopeless nor always solved are"
+      " drawn more often; of a list each task, else each family by itself.",
+  )
+  curriculum_floor: float = _set(
+      0.1,
+      "Least weight of a task in the curriculum; one that is solved half of"
+      " the time has 1.",
+      gt=0,
+      le=1,
+  )
+  curriculum_decay: float = _set(
+      0.7,
+      "Share that a task's success rate keeps when a group of it comes in.",
+      ge=0,
+      le=0.999,
+  )
 
-  source_type: str = "gym"
-  gym_base_url: str = genv_client.DEFAULT_BASE_URL
-  gym_id: str = "desktop"
-  train_ratio: float = 0.8
-  split_type: str | None = None
-  task_names: Sequence[str] | None = None
-  limit: int | None = None
-  eval_number_range: str | None = None
-  tags: Sequence[str] | None = None
-  seed: int = 42
-  path: str = ""
-  dataset_split: str = "train"
-  token_file: str = ""
-  timeout_s: float = 120.0
-
-  def __post_init__(self):
-    if self.source_type not in SOURCE_TYPES:
-      raise ValueError(
-          f"source_type={self.source_type!r} must be one of"
-          f" {', '.join(SOURCE_TYPES)}"
+  def problems(self) -> Iterator[str]:
+    file = self.source in _FILES
+    if file and not self.path:
+      yield (
+          f"source={self.source} needs path, a"
+          f" {'file' if self.source == 'jsonl' else 'dataset'}"
       )
-    if self.split_type not in (None, *SPLITS):
-      raise ValueError(
-          f"split_type={self.split_type!r} must be train, eval or None"
+    if self.path and not file:
+      yield (
+          f"path={self.path} is not read with source={self.source}; set it to"
+          " jsonl or huggingface"
       )
-    if not 0 <= self.train_ratio <= 1:
-      raise ValueError(f"train_ratio={self.train_ratio} must be in [0, 1]")
-    if self.limit is not None and self.limit < 1:
-      raise ValueError(f"limit={self.limit} must be >= 1, or None for all")
-    if self.source_type != "gym" and not self.path:
-      raise ValueError(
-          f"source_type={self.source_type} needs path, a"
-          f" {'file' if self.source_type == 'jsonl' else 'dataset'}"
-      )
-    for name in ("task_names", "tags"):
+    for name in _OF_LISTS:
+      if self.source == "generated" and getattr(self, name):
+        yield (
+            f"{name}={getattr(self, name)} chooses from a list, and"
+            " source=generated has none; set it to gym, jsonl or huggingface"
+        )
+    for name in ("families", "names"):
       value = getattr(self, name)
-      if isinstance(value, str):
-        raise ValueError(f"{name}={value!r} must be a list of strings")
-    number_range(self.eval_number_range)
+      if len(set(value)) != len(value):
+        yield f"{name}={list(value)} has one twice; name each once"
+    try:
+      number_range(self.eval_number_range)
+    except ValueError as error:
+      yield str(error)
 
 
-def number_range(text: str | None) -> range | None:
-  """"001-032" as the numbers 1 to 32; "7" is that one; None stays None.
+def number_range(text: str) -> range | None:
+  """"001-032" as the numbers 1 to 32; "7" is that one; "" is None.
 
   Raises:
     ValueError: not of that form, or its end comes before its beginning.
@@ -118,39 +143,63 @@ def number_range(text: str | None) -> range | None:
   return range(first, last + 1)
 
 
-def load_tasks_from_config(config: TaskSourceConfig) -> list[CUATask]:
-  """The tasks; see the module docstring. Blocks.
+def load_tasks_from_config(
+    config: TaskSourceConfig,
+    split: Split | None = None,
+    *,
+    gym: str = "genv",
+    options: Mapping[str, Any] = _NO_OPTIONS,
+) -> list[CUATask]:
+  """The tasks of a list; see the module docstring. Blocks.
+
+  Args:
+    config: whose source is not "generated".
+    split: "train" or "eval"; None for both.
+    gym: whose list is read, for source="gym".
+    options: of that gym, e.g. base_url, gym_id, token_file.
 
   Raises:
     ValueError: a row that is no task, or nothing is left.
     UnknownTaskError: a name that no task, or several, have.
-    GenvError: the server's list cannot be had.
+    GenvError: the server's list cannot be read.
     OSError: the file cannot be read.
   """
-  return select(read_all(config), config)
+  return select(read(config, gym, options), config, split)
 
 
 def load_tasks_from_multiple_sources(
-    configs: Iterable[TaskSourceConfig],
+    sources: Iterable[
+        TaskSourceConfig | tuple[TaskSourceConfig, Mapping[str, Any]]
+    ],
+    split: Split | None = None,
+    *,
+    gym: str = "genv",
 ) -> list[CUATask]:
-  """The tasks of several sources, one after the other.
+  """The tasks of several lists, one after the other.
 
-  A task that two sources have (the same id of the same server) is taken from
-  the first.
+  A task that two lists have (the same id of the same server) is taken from the
+  first.
+
+  Args:
+    sources: configurations, one with source="gym" in a pair with its gym's
+      options.
+    split, gym: as in `load_tasks_from_config`.
 
   Raises:
     ValueError: two servers or files have different tasks of one id; and as
       `load_tasks_from_config`.
   """
   found: dict[str, CUATask] = {}
-  for config in configs:
-    for task in load_tasks_from_config(config):
+  for item in sources:
+    config, options = item if isinstance(item, tuple) else (item, _NO_OPTIONS)
+    tasks = load_tasks_from_config(config, split, gym=gym, options=options)
+    for task in tasks:
       other = found.setdefault(task.id, task)
       if (other.gym_base_url, other.gym_id) != (task.gym_base_url, task.gym_id):
         raise ValueError(
             f"two sources have a task {task.id!r}:"
             f" {_place(other)} and {_place(task)}; leave it out of one, by"
-            " task_names or tags"
+            " names or tags"
         )
   return list(found.values())
 
@@ -162,43 +211,39 @@ def _place(task: CUATask) -> str:
 # --- reading ------------------------------------------------------------------
 
 
-def read_all(config: TaskSourceConfig) -> list[CUATask]:
-  """Every task of the source, in its order; see `load_tasks_from_config`."""
-  if config.source_type == "gym":
-    tasks = concurrency.call(
-        _read_server, config, seconds=config.timeout_s + 10.0,
-        what=f"the task list of {config.gym_base_url}",
-    )  # pyformat: disable
-  elif config.source_type == "jsonl":
-    tasks = _from_rows(_jsonl(config.path), config)
+def read(
+    config: TaskSourceConfig,
+    gym: str = "genv",
+    options: Mapping[str, Any] = _NO_OPTIONS,
+    as_task: Callable[..., CUATask] = CUATask.from_row,
+) -> list[CUATask]:
+  """Every task of the list, in its order; see `load_tasks_from_config`.
+
+  `as_task` reads a row of a file or dataset: `CUATask.from_row` for a gym,
+  `CUATask.from_fields` for an environment without one.
+  """
+  if config.source == "gym":
+    tasks = list(gyms.get(gym).list_tasks(options))
+  elif config.source == "jsonl":
+    rows = _jsonl(config.path)
+    tasks = [as_task(row, where=where) for where, row in rows]
+  elif config.source == "huggingface":
+    rows = _dataset(config)
+    tasks = [as_task(row, where=where) for where, row in rows]
   else:
-    tasks = _from_rows(_dataset(config), config)
+    raise ValueError(
+        f"source={config.source} is no list; set it to gym, jsonl or"
+        " huggingface"
+    )
   seen: dict[str, int] = {}
   for i, task in enumerate(tasks, 1):
     if task.id in seen:
       raise ValueError(
-          f"{_name(config)}: tasks {seen[task.id]} and {i} have one id,"
+          f"{_name(config, tasks)}: tasks {seen[task.id]} and {i} have one id,"
           f" {task.id!r}; an id stands for one task"
       )
     seen[task.id] = i
   return tasks
-
-
-async def _read_server(config: TaskSourceConfig) -> list[CUATask]:
-  client = genv_client.GenvClient(
-      config.gym_base_url,
-      config.gym_id,
-      token=genv_gym.read_token(config.token_file),
-      timeouts=genv_client.Timeouts(tasks=config.timeout_s),
-  )
-  try:
-    return await concurrency.with_deadline(
-        # Later than that of a single call, which says more.
-        client.list_tasks(full=True), config.timeout_s + 2.0,
-        f"the task list of {config.gym_base_url}",
-    )  # pyformat: disable
-  finally:
-    await client.aclose()
 
 
 def _jsonl(path: str) -> Iterable[tuple[str, Any]]:
@@ -218,8 +263,8 @@ def _dataset(config: TaskSourceConfig) -> Iterable[tuple[str, Any]]:
     import datasets  # pylint: disable=g-import-not-at-top
   except ImportError as error:
     raise ImportError(
-        "source_type=huggingface needs the datasets package; pip install"
-        " datasets, or use jsonl"
+        "source=huggingface needs the datasets package; pip install datasets,"
+        " or use jsonl"
     ) from error
   path = pathlib.Path(config.path).expanduser()
   if path.is_dir():
@@ -237,48 +282,49 @@ def _dataset(config: TaskSourceConfig) -> Iterable[tuple[str, Any]]:
     yield f"{config.path}, row {number}", row
 
 
-def _from_rows(
-    rows: Iterable[tuple[str, Any]], config: TaskSourceConfig
-) -> list[CUATask]:
-  return [CUATask.from_row(row, where=where) for where, row in rows]
-
-
-def _name(config: TaskSourceConfig) -> str:
-  return config.path or f"{config.gym_base_url} ({config.gym_id})"
+def _name(config: TaskSourceConfig, tasks: Sequence[CUATask]) -> str:
+  if config.path or not tasks:
+    return config.path or "the gym's list"
+  return f"{tasks[0].gym_base_url} ({tasks[0].gym_id})"
 
 
 # --- choosing -----------------------------------------------------------------
 
 
 def select(
-    tasks: Sequence[CUATask], config: TaskSourceConfig
+    tasks: Sequence[CUATask],
+    config: TaskSourceConfig,
+    split: Split | None = None,
 ) -> list[CUATask]:
-  """Steps 2 to 5 of the module docstring.
+  """Steps 2 to 5 of the module docstring; `split` None takes both.
 
   Raises:
-    ValueError: nothing is left.
+    ValueError: no such split, or nothing is left.
     UnknownTaskError: a name that no task, or several, have.
   """
+  if split not in (None, *SPLITS):
+    raise ValueError(f"split={split!r} must be train, eval or None")
   chosen = list(range(len(tasks)))
-  if config.split_type is not None:
-    chosen = sorted(_split(tasks, config)[config.split_type])
-  if config.task_names is not None:
-    wanted = {cua_task.resolve(n, tasks).id for n in config.task_names}
+  if split is not None:
+    chosen = sorted(_split(tasks, config)[split])
+  if config.names:
+    wanted = {cua_task.resolve(n, tasks).id for n in config.names}
     chosen = [i for i in chosen if tasks[i].id in wanted]
-  if config.tags is not None:
+  if config.tags:
     tags = {t.lower() for t in config.tags}
     chosen = [
         i for i in chosen if tags & {t.lower() for t in tasks[i].tags}
     ]
-  if config.limit is not None and config.limit < len(chosen):
-    drawn = random.Random(f"{config.seed}/limit").sample(chosen, config.limit)
+  limit = config.eval_limit if split == "eval" else config.limit
+  if limit and limit < len(chosen):
+    drawn = random.Random(f"{config.seed}/limit").sample(chosen, limit)
     chosen = sorted(drawn)
   if not chosen:
     raise ValueError(
-        f"{_name(config)}: none of {len(tasks)} tasks is left by"
-        f" split_type={config.split_type}, train_ratio={config.train_ratio},"
-        f" eval_number_range={config.eval_number_range},"
-        f" task_names={config.task_names}, tags={config.tags}"
+        f"{_name(config, tasks)}: none of {len(tasks)} tasks is left by"
+        f" split={split}, train_ratio={config.train_ratio},"
+        f" eval_number_range={config.eval_number_range!r},"
+        f" names={list(config.names)}, tags={list(config.tags)}"
     )
   return [tasks[i] for i in chosen]
 

@@ -1,1 +1,1 @@
-"""What a training process holds: a spool, and ways to fill it."""
+"""The monitor's client: event log, uploader, spool, and `IngestClient`."""

@@ -1,12 +1,11 @@
-"""From spools to the server, in rounds.
+"""Delivers spools to the server, in rounds.
 
-A round takes the oldest entries, the screenshots that came with them first:
-whoever sees an entry looks at its screenshots.
+A round sends the oldest entries, and the screenshots that came with them first:
+a reader of an entry looks at its screenshots.
 
-Promises: what was not taken by the server stays in its spool. An entry that
-the server refuses for what it says is put aside with the reason and holds up
-nothing. Screenshots that the server does not take, while it takes words, hold
-up no words.
+Promises: an entry stays in its spool until the server has taken it. An entry
+that the server refuses is put aside with the reason and delays nothing.
+Screenshots that the server refuses, while it takes entries, delay no entries.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MOST_BACKOFF_S = 15.0
 _MOST_ASKED_S = 60.0
 _REFUSED_BACKOFF_S = 30.0
 HURRIED_S = 1.0
-"""Between tries while somebody waits."""
+"""Between attempts while a drain waits."""
 _TRAINING = b'"training":{'
 
 Error = transport_lib.TransportError
@@ -51,10 +50,10 @@ class Delivery:
       transport: to the server.
       counters: sent and dead_letters are counted there.
       abandon: set when nothing more is to be sent.
-      hurry: set while somebody waits for the delivery.
-      health: what the server is told of the client with each batch.
-      on_reply: gets the reply to each batch.
-      complain: of what, and the words.
+      hurry: set while a drain waits for the delivery.
+      health: counters of the client, sent with each batch.
+      on_reply: receives the reply to each batch.
+      complain: logs a problem, once for each key.
     """
     self._transport = transport
     self._counters = counters
@@ -74,10 +73,10 @@ class Delivery:
       How many entries and screenshots it took out of the spool.
 
     Raises:
-      TransportError: the server does not take words, or does not answer.
+      TransportError: the server does not take entries, or does not answer.
     """
     entries = spool.entries(_BATCH_BYTES)
-    entries = entries[: together(entries)]
+    entries = entries[: batch_length(entries)]
     if not entries:
       return self._bring(spool, spool.images(most=_PAGE))
     first = entries[0].seq
@@ -86,19 +85,19 @@ class Delivery:
     self._deliver(spool, entries)
     if not well:
       return len(entries)
-    # Until here they kept a prune from deleting what nothing showed yet.
+    # Until now they kept a prune from deleting them as unreferenced.
     spool.remove_images([image.sha for image in images])
-    # Those whose words went without them.
+    # Screenshots whose entries went without them.
     older = self._bring(spool, spool.images(through=first - 1, most=_PAGE))
     return len(entries) + len(images) + older
 
   def beat(self, training: str | int) -> None:
-    """Says that a training lives; raises TransportError."""
+    """Sends a training's heartbeat; raises TransportError."""
     body = {"training_id": training}
     try:
       self._transport.post("/api/ingest/batch", orjson.dumps(body))
     except Error as error:
-      if error.status not in (400, 404):  # Not told of it yet.
+      if error.status not in (400, 404):  # The server does not know it yet.
         raise
 
   # --- entries ----------------------------------------------------------------
@@ -119,7 +118,7 @@ class Delivery:
         for entry in entries:
           self._deliver(spool, [entry])
         return
-      why = f"the monitor refuses something: {error}"
+      why = f"the monitor refuses an entry: {error}"
       if object_of(entries[0].body) is None:
         why = f"the disk has garbled an entry of {spool.path}: no JSON object"
       spool.bury(entries[0], why)
@@ -141,8 +140,8 @@ class Delivery:
         "spool": spool.id, "first": entries[0].seq, "last": entries[-1].seq,
         "health": self._health(),
     }  # pyformat: disable
-    # As they lie there: to read them would make a great many objects, which
-    # training's garbage collector would go through.
+    # Joined as bytes: parsing them would make many objects for the garbage
+    # collector.
     body = b'{"parts":[%b],"delivery":%b}' % (
         b",".join(entry.body for entry in entries), orjson.dumps(delivery)
     )
@@ -173,7 +172,7 @@ class Delivery:
   def _bring(
       self, spool: spool_lib.Spool, images: Sequence[spool_lib.Image]
   ) -> int:
-    """Takes these out of the spool if they can be sent; how many that are."""
+    """Sends these and removes them from the spool; returns how many."""
     if not images or not self._try_to_take(spool, images):
       return 0
     spool.remove_images([image.sha for image in images])
@@ -182,7 +181,7 @@ class Delivery:
   def _try_to_take(
       self, spool: spool_lib.Spool, images: Sequence[spool_lib.Image]
   ) -> bool:
-    """Whether these are all with the server now, or never will be.
+    """Whether the server now has, or has refused, all of these.
 
     Raises:
       TransportError: there is no answer.
@@ -200,14 +199,14 @@ class Delivery:
     except Error as error:
       self._image_failures += 1
       self._images_failed = time.monotonic()
-      # Later than the next try of words, should pictures alone take too long.
+      # Later than the entries' next attempt: images alone may take too long.
       delay = 2 * backoff(error, self._image_failures)
       self._images_due = self._images_failed + delay
       if not error.status:
         raise
       self._complain(
           f"images{error.status}",
-          f"the monitor takes no screenshots, which wait: {error}",
+          f"the monitor takes no screenshots, the spool keeps them: {error}",
       )
       return False
     self._image_failures, self._images_due = 0, 0.0
@@ -217,7 +216,7 @@ class Delivery:
     reply = self._transport.post(
         "/api/v1/screenshots/missing", orjson.dumps({"sha256": shas})
     )
-    missing = set(_said(reply, "missing", list))
+    missing = set(_member(reply, "missing", list))
     images: dict[str, bytes] = {}
     size = 0
     for sha in filter(missing.__contains__, shas):
@@ -232,16 +231,16 @@ class Delivery:
 
   def _upload(self, images: Mapping[str, bytes]) -> None:
     if self._abandon.is_set():
-      raise Error("nothing more is sent")
-    told = [{"sha256": k, "bytes": len(v)} for k, v in images.items()]
+      raise Error("the client is closing")
+    listed = [{"sha256": k, "bytes": len(v)} for k, v in images.items()]
     body = b"\n".join((
-        orjson.dumps({"images": told}), b"".join(images.values())
+        orjson.dumps({"images": listed}), b"".join(images.values())
     ))
     try:
       reply = self._transport.post(
           "/api/v1/screenshots", body, "application/octet-stream"
       )
-      refused = _said(reply, "refused", dict)
+      refused = _member(reply, "refused", dict)
     except Error as error:
       if error.status not in (400, 413):
         raise
@@ -256,7 +255,7 @@ class Delivery:
 
 
 def backoff(error: Error, failures: int) -> float:
-  """Seconds until the next try, after so many failures in a row."""
+  """Seconds until the next attempt, after `failures` in a row."""
   delay = min(_MOST_BACKOFF_S, 0.2 * 2 ** min(failures, 10))
   if error.status in (401, 403):
     delay = _REFUSED_BACKOFF_S
@@ -267,32 +266,32 @@ def backoff(error: Error, failures: int) -> float:
 
 
 def _no_monitor() -> Error:
-  """Something that answers 200 to anything must not swallow a run."""
+  """A server that answers 200 to everything must not swallow a run."""
   return Error(
       "what answers there is no Training Monitor, or an answer was cut off"
   )
 
 
-def _said(reply: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
+def _member(reply: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
   found = reply.get(key)
   if not isinstance(found, kind):
     raise _no_monitor()
   return found
 
 
-def together(entries: Sequence[spool_lib.Entry]) -> int:
+def batch_length(entries: Sequence[spool_lib.Entry]) -> int:
   """How many of the first of these entries can be one batch.
 
   A batch ends before a second status of the training, which the server would
   not see otherwise.
   """
-  said: dict[str, Any] = {}
+  seen: dict[str, Any] = {}
   for count, entry in enumerate(entries):
     if _TRAINING not in entry.body:
       continue
     training = (object_of(entry.body) or {}).get("training") or {}
     for key in ("client_id", "status"):
-      if key in training and said.setdefault(key, training[key]) != training[
+      if key in training and seen.setdefault(key, training[key]) != training[
           key
       ]:
         return count

@@ -1,14 +1,14 @@
-"""Events as bytes, for the process that tells the monitor of them.
+"""Encodes events as bytes for the uploader process, and decodes them there.
 
-MessagePack: it has what JSON has not (NaN, bytes, keys of any kind), and an
-array goes as it lies in memory. An object is a list whose first item is an
-extension that no plain value has, and which says of what type it is. What an
-event is made of comes back as the same types; whatever else somebody put into
-an episode comes back as the nearest plain value, text at last.
+MessagePack has values that JSON lacks (NaN, bytes, keys of any kind), and takes
+an array's memory as it is. An object is a list whose first item is an extension
+that no plain value has, with the number of its type. The types of events come
+back as they were; a value of any other type comes back as the nearest plain
+value, or else as text.
 
-Promises: `dump` costs about as much as copying; it fails for nothing but what
-is nested hundreds deep. `load` runs nothing that the bytes name: it builds the
-types below and no others.
+Promises: `dump` costs about as much as copying; it fails only for values nested
+hundreds deep. `load` runs nothing that the bytes name: it builds the types
+below and no others.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _ARRAYS = (
     ("versions", "i4"), ("turn_ids", "i4"),
 )  # pyformat: disable
 _DTYPE = re.compile(r"[<>|=][biuf]\d{1,2}")
-TOLD = frozenset(kind for kind in _TYPES if issubclass(kind, events.Event))
-"""Kinds of events that can be sent."""
+RECORDED = frozenset(kind for kind in _TYPES if issubclass(kind, events.Event))
+"""Types of events that the uploader takes."""
 
 
 class _Mark:
@@ -91,10 +91,10 @@ _OF_STEP = _taking(_STEP)
 
 
 def dump(event: events.Event) -> bytes:
-  """An event of a kind in `TOLD`, as bytes.
+  """An event of a kind in `RECORDED`, as bytes.
 
-  Episodes of a group come as their names and how they ended: each was told
-  when it ended.
+  Episodes of a group become their ids and statuses: each was recorded when it
+  ended.
 
   Raises:
     ValueError: it is nested too deeply.
@@ -108,7 +108,7 @@ def dump(event: events.Event) -> bytes:
 
 
 def load(data: bytes) -> events.Event:
-  """What `dump` made bytes of.
+  """Decodes an event that `dump` encoded.
 
   Raises:
     ValueError: they are no event.
@@ -116,9 +116,9 @@ def load(data: bytes) -> events.Event:
   try:
     found = _unpack(data)
   except Exception as error:  # pylint: disable=broad-except
-    # What builds the types may fail in any way at what it was not made for.
+    # Constructors may fail in any way at values that they were not made for.
     raise ValueError(f"no event: {error!r}") from None
-  if type(found) not in TOLD:
+  if type(found) not in RECORDED:
     raise ValueError(f"a {type(found).__name__} is no event")
   return found
 

@@ -1,10 +1,10 @@
-"""`IngestClient`: what programs tell the monitor with.
+"""`IngestClient`: sends a program's items to the monitor.
 
 The names are those of the ingest protocol's clients, so that a training script
 written for one works here. The difference: nothing waits for the server. A
-`post_…` puts its item into a spool and returns at once; what it returns is the
-item's client id, which serves wherever an id does (`training_id`, `step_id`,
-…), before the server has ever heard of it.
+`post_…` puts its item into a spool and returns its client id at once, which
+serves wherever an id does (`training_id`, `step_id`, …), before the server has
+received it.
 
 Promises: those of `sender`.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import collections
 import copy
+import dataclasses
 import logging
 import os
 import pathlib
@@ -21,6 +22,7 @@ import threading
 from typing import Any, Mapping
 import uuid
 
+from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import sender as sender_lib
 
 _LOG = logging.getLogger(__name__)
@@ -55,25 +57,23 @@ class IngestClient:
       spool_dir: str | pathlib.Path | None = None,
       name: str = "",
       target: str = "",
-      max_pending: int = 4096,
-      max_spool_bytes: int = 2 << 30,
+      config: settings_lib.MonitorConfig = settings_lib.MonitorConfig(),
   ):
     """Args:
 
       base_url: of the server, http(s)://host:port.
       token: of the project; "" for a server of this machine without tokens.
       timeout_seconds: of each request to it.
-      spool_dir: where what waits is kept; what other processes left there for
-        the same server is delivered, too. None: $TUNIX_MONITOR_SPOOL, else a
-        folder of the user's cache.
+      spool_dir: keeps undelivered items; spools that ended processes left
+        there for the same server are delivered, too. None:
+        $TUNIX_MONITOR_SPOOL, else a folder of the user's cache.
       name: of this process's spool; "" makes one up.
-      target: what tells spools for this server from others; "" takes the URL.
-      max_pending: items that wait in memory; more are dropped, and counted.
-      max_spool_bytes: of what waits on the disk; more is dropped, and counted.
+      target: identifies the server in its spools; "" takes the URL.
+      config: its limits: `max_pending`, `spool_mb` and `heartbeat_s`.
 
     Raises:
-      ValueError: the URL is none.
-      OSError, sqlite3.Error: there can be no spool there.
+      ValueError: `base_url` is no URL.
+      OSError, sqlite3.Error: the spool cannot be opened.
     """
     self.base_url = base_url.rstrip("/")
     self._ids: collections.OrderedDict[tuple[str, str], int] = (
@@ -87,16 +87,14 @@ class IngestClient:
         base_url,
         token,
         spool_dir or default_spool_dir(),
+        dataclasses.replace(config, timeout_s=float(timeout_seconds)),
         name=name or uuid.uuid4().hex,
         target=target,
-        timeout_s=timeout_seconds,
-        max_pending=max_pending,
-        max_spool_bytes=max_spool_bytes,
         on_reply=self._learn,
     )
     atexit.register(self.close)
 
-  # --- what there is to tell --------------------------------------------------
+  # --- items ----------------------------------------------------------------
 
   def post_training(
       self,
@@ -104,15 +102,15 @@ class IngestClient:
       client_id: str | None = None,
       **fields: Any,
   ) -> Reference | None:
-    """A training, or what changes of it.
+    """Posts a training, or changes of it.
 
     Args:
       payload: fields of the training. `training_id` names one that is known.
-      client_id: what to call it; its run name by default.
+      client_id: its own; its run name by default.
       **fields: more fields.
 
     Returns:
-      What it is called from now on; None when it was dropped.
+      Its client id; None when it was dropped.
     """
     item = copy.copy({**(payload or {}), **fields})
     known = item.pop("training_id", None)
@@ -170,12 +168,12 @@ class IngestClient:
 
     Args:
       kind: of the item.
-      payload: its fields; None says nothing. What it holds must not change
-        afterwards.
-      client_id: what to call it; one is made up if None.
+      payload: its fields; a None leaves its column alone. Its values must not
+        change afterwards.
+      client_id: its own; None makes one up.
 
     Returns:
-      What to call it; None when it was dropped.
+      Its client id; None when it was dropped.
     """
     item = dict(payload)
     client_id = client_id or item.get("client_id") or uuid.uuid4().hex
@@ -188,16 +186,16 @@ class IngestClient:
   def record(
       self, kind: str, local_id: Any, payload: Mapping[str, Any]
   ) -> Reference | None:
-    """Posts what somebody knows by an id of their own.
+    """Posts an item that the caller numbers itself.
 
     Args:
       kind: "training", "task", …, "validation".
-      local_id: that id.
+      local_id: the caller's id.
       payload: its fields, whose `<parent>_id` are such ids too.
 
     Returns:
-      What it is called; None when it is dropped, as for an item whose parent
-      was never told of (counted as `skipped`).
+      Its client id; None when it is dropped, as for an item whose parent was
+      never posted (counted as `skipped`).
     """
     item = dict(payload)
     for field, parent in self._parents_of(kind, item):
@@ -272,7 +270,7 @@ class IngestClient:
   def remote_id(
       self, kind: str, client_id: str, timeout_s: float = 0.0
   ) -> int | None:
-    """The server's own id of something; None while it has not answered.
+    """The server's id of an item; None while it has not answered.
 
     Args:
       kind: "training", "task", …, "validation".
@@ -285,15 +283,15 @@ class IngestClient:
       return self._ids.get(key)
 
   def flush(self, timeout_s: float = 10.0) -> bool:
-    """Waits until what was posted is durable; False when time ran out."""
+    """Waits until every item is durable; False when time ran out."""
     return self.sender.flush(timeout_s)
 
   def drain(self, timeout_s: float = 10.0) -> bool:
-    """Waits until what was posted is at the server; False if time ran out."""
+    """Waits until every item is at the server; False if time ran out."""
     return self.sender.drain(timeout_s)
 
   def close(self, timeout_s: float = 10.0) -> bool:
-    """Delivers what it can in that time; the rest waits on the disk."""
+    """Delivers for `timeout_s`; the spool keeps the rest."""
     atexit.unregister(self.close)
     return self.sender.close(timeout_s)
 
@@ -319,7 +317,7 @@ class IngestClient:
 
 
 def default_spool_dir() -> pathlib.Path:
-  """Where spools are kept that nobody says a place for."""
+  """Folder of the spools when none is given."""
   named = os.environ.get(SPOOL_VARIABLE)
   if named:
     return pathlib.Path(named).expanduser()

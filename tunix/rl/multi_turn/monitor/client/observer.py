@@ -1,7 +1,7 @@
-"""A run's events, told to the monitor.
+"""Turns a run's events into rows of the monitor.
 
-Promises: `on_event` only puts the event into bounded memory; what it becomes
-is made on the spool's thread, in the order of the events. What is not told is
+Promises: `on_event` only puts the event into bounded memory; its rows are made
+on the spool's thread, in the order of the events. An event that is lost is
 counted and never stops a run.
 
 How a run becomes rows: its measurements before training are baselines, later
@@ -36,7 +36,7 @@ _STATUS = {
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
-  """What a run is called, through all its starts.
+  """Identifies a run through all its starts.
 
   Attributes:
     training: client id of the training.
@@ -67,18 +67,18 @@ class MonitorObserver:
   ):
     """Args:
 
-      client: what tells; closed with this.
+      client: sends the rows; closed with this.
       identity: of the run.
       training: columns of the training, beyond what the events say.
-      png_of: a screenshot's file, or raises KeyError, OSError or ValueError;
-        None tells no pixels.
-      on_images_lost: gets the hashes of screenshots that were not to be had or
-        had no room; they are told when an episode shows them again.
+      png_of: returns a screenshot's file, or raises KeyError, OSError or
+        ValueError; None sends no pixels.
+      on_images_lost: receives the hashes of screenshots that were missing or
+        had no room; they are sent when an episode shows them again.
       start_step: updates made before this start.
       environment: "linux" or "android".
-      task_source: where tasks are from.
-      max_turns: of an episode whose task does not say.
-      close_s: how long `close` may deliver.
+      task_source: source of the tasks.
+      max_turns: of an episode whose task has no limit of its own.
+      close_s: seconds that `close` delivers for.
     """
     self._client = client
     self._identity = identity
@@ -104,7 +104,7 @@ class MonitorObserver:
     """Of episodes that no update has learned from yet."""
     self._steps: dict[int, dict[str, int]] = {}
     self._sent_images: set[str] = set()
-    self._said = 0.0
+    self._reported_at = 0.0
     self._handlers: dict[type, Callable[[Any], Any]] = {
         events.RunStarted: self._run_started,
         events.RunFinished: self._run_finished,
@@ -129,10 +129,10 @@ class MonitorObserver:
   def on_event(self, event: events.Event) -> None:
     handler = self._handlers.get(type(event))
     if handler is not None:
-      self._client.sender.put(_Told(handler, event))
+      self._client.sender.put(_Deferred(handler, event))
 
   def close(self) -> bool:
-    """Delivers what it can; the rest waits on the disk. Idempotent."""
+    """Delivers for `close_s`; the spool keeps the rest. Idempotent."""
     return self._client.close(self._close_s)
 
   # --- the run ----------------------------------------------------------------
@@ -162,10 +162,10 @@ class MonitorObserver:
   def _progress(self, event: events.Progress) -> sender.Part | None:
     now = event.time
     # A clock that went back does not silence it.
-    recent = 0 <= now - self._said < _MESSAGE_EVERY_S
+    recent = 0 <= now - self._reported_at < _MESSAGE_EVERY_S
     if recent and event.done != event.total:
       return None
-    self._said = now
+    self._reported_at = now
     total = "" if event.total is None else f" of {event.total}"
     return self._training_part(
         status_message=f"{event.stage}: {event.done}{total} {event.message}"
@@ -303,10 +303,10 @@ class MonitorObserver:
     ]
     found = [n for n in names if n is not None]
     if event.outcome != "accepted":
-      told = f"group {event.outcome}: {event.reason}".rstrip(": ")
+      message = f"group {event.outcome}: {event.reason}".rstrip(": ")
       rows = []
       for name in found:
-        row = {"client_id": name, "status_message": told}
+        row = {"client_id": name, "status_message": message}
         # No update will learn from it: a requeued task is tried anew.
         summary = self._summaries.pop(name, None)
         if summary is not None:
@@ -346,7 +346,7 @@ class MonitorObserver:
   def _begin(
       self, event: Any, started: float
   ) -> tuple[str, ingest_rows.Running, dict[str, Any]]:
-    """Names an episode and says what it is part of."""
+    """Names an episode, and finds its step or evaluation."""
     trajectory_id = getattr(event, "trajectory_id", None)
     if trajectory_id is None:
       trajectory_id = event.trajectory.trajectory_id
@@ -422,7 +422,7 @@ class MonitorObserver:
 
   def _episode_finished(
       self, event: events.EpisodeFinished
-  ) -> sender.Made:
+  ) -> sender.Item:
     episode = event.trajectory
     key = f"{event.split}/{episode.trajectory_id}"
     running = self._running.pop(key, None)
@@ -440,7 +440,7 @@ class MonitorObserver:
     if event.split == "train":
       (rollout,) = part["rollouts"]
       self._summaries[running.rollout_id] = rollout["summary_json"]
-    return sender.Made({**more, **part}, self._pixels(episode))
+    return sender.Item({**more, **part}, self._pixels(episode))
 
   def _fault(self, event: events.Fault) -> None:
     running = self._find(event.trajectory_id)
@@ -483,8 +483,8 @@ class MonitorObserver:
     return f"{self._training.get('model_name', '')}@{self._version}"
 
 
-class _Told:
-  """What a handler makes of an event, when it is called."""
+class _Deferred:
+  """Calls a handler with an event, later and on another thread."""
 
   __slots__ = ("_handler", "_event")
 
@@ -497,7 +497,7 @@ class _Told:
 
 
 def _capped(progress: Mapping[str, int]) -> dict[str, int]:
-  """No more is complete than there is; requeued groups run again."""
+  """Caps progress at its total; requeued groups run again."""
   found = dict(progress)
   for what in ("groups", "envs"):
     if f"total_{what}" in found:

@@ -1,6 +1,6 @@
-"""What is told, as JSON.
+"""Encodes items as JSON.
 
-What JSON has not, the server takes as text: "NaN", "Infinity", times, long
+Values that JSON lacks are sent as text: "NaN", "Infinity", times, long
 whole numbers, lone surrogates. Texts are cut to what it accepts.
 """
 
@@ -19,7 +19,7 @@ _NUMBERS = frozenset({int, float})
 
 
 def dumps(value: Any) -> bytes:
-  """JSON, with what JSON has not made into what the server takes for it."""
+  """Encodes a value; values that JSON lacks become text."""
   try:
     # Mostly it is JSON already, and a copy of it would be more work than it.
     plain = value if _is_plain(value) else _plain(value)

@@ -1,13 +1,13 @@
-"""From what happens to the server: memory, spool, network, each at its pace.
+"""Queues a client's items: memory, then spool, then server, each at its pace.
 
     put ─► bounded memory ─► spool (a thread) ─► server (another thread)
 
-Promises: `put` takes microseconds and never waits; what the spool has taken
-(`flush`) survives the process; everything in the spool reaches the server at
-least once and is applied there once, in order, however often it is sent (see
-`delivery`). What there is no room for, in memory or on the disk, is dropped
-and counted. A server that is slow, dead or wrong is told to nobody but the
-log, once.
+Promises: `put` takes microseconds and never waits; an item that the spool has
+taken (`flush`) survives the process; everything in the spool reaches the server
+at least once and is applied there once, in order, however often it is sent (see
+`delivery`). Items that memory or the disk has no room for are dropped and
+counted. A server that is slow, dead or wrong is logged once and affects nothing
+else.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import threading
 import time
 from typing import Any, Callable, Iterable, Mapping
 
+from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import delivery as delivery_lib
 from tunix.rl.multi_turn.monitor.client import plain_json
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.client import transport as transport_lib
 
 _LOG = logging.getLogger(__name__)
-# Each append is an fsync, and each delivery one of the server's: what comes
-# within these is taken together.
+# Each append is an fsync, and each delivery one on the server: items within
+# these times go together.
 _TICK_S = 0.25
 _PACE_S = 0.25
-_PLENTY = 100  # Entries that are not waited for.
-_BREATH_S = 1e-5
-_BREATH_EVERY_S = 1e-3
+_PLENTY = 100  # Entries that are handled without waiting for the tick.
+_YIELD_S = 1e-5
+_YIELD_EVERY_S = 1e-3
 _IDLE_S = 0.1
-_HEARTBEAT_S = 15.0
-_KEPT_BYTES = 1 << 20  # At once.
+_APPEND_BYTES = 1 << 20  # Of one append.
 _IMAGES_SHARE = 0.25
 
 Part = Mapping[str, Any]
 """A part of a batch: `training` and arrays, as the protocol has them."""
 
 
-class Made:
-  """What a `put` callable may return: a part, and images that it shows."""
+class Item:
+  """A part of a batch with its images; a `put` callable may return it."""
 
   __slots__ = ("part", "images")
 
@@ -61,49 +61,49 @@ class Sender:
       base_url: str,
       token: str,
       folder: str | pathlib.Path,
+      config: settings_lib.MonitorConfig,
       *,
       name: str,
       target: str = "",
-      timeout_s: float = 120.0,
-      max_pending: int = 4096,
-      max_spool_bytes: int = 2 << 30,
       on_reply: Callable[[Mapping[str, Any]], None] = lambda reply: None,
   ):
     """Args:
 
       base_url: of the server.
       token: of the project.
-      folder: of spools; those that others left there are delivered, too.
+      folder: of spools; those that ended processes left there are delivered,
+        too.
+      config: `timeout_s`, `max_pending`, `heartbeat_s`, and `spool_mb`, of
+        which screenshots fill three quarters.
       name: of this process's spool, unique in the folder.
-      target: what tells spools for one server from others; the URL if "".
-      timeout_s: of a request.
-      max_pending: of what waits in memory; more is dropped.
-      max_spool_bytes: of what waits on the disk; more is dropped. Images stop
-        at three quarters of it.
-      on_reply: gets the reply to each batch, on the sending thread.
+      target: identifies the server in its spools; "" takes the URL.
+      on_reply: receives the reply to each batch, on the sending thread.
 
     Raises:
-      ValueError: no URL.
-      OSError, sqlite3.Error: there can be no spool.
+      ValueError: `base_url` is no URL.
+      OSError, sqlite3.Error: the spool cannot be opened.
     """
-    self._transport = transport_lib.Transport(base_url, token, timeout_s)
+    self._transport = transport_lib.Transport(
+        base_url, token, config.timeout_s
+    )
     self._folder = pathlib.Path(folder)
     self._target = target or base_url.rstrip("/")
     self.spool = spool_lib.Spool(
         self._folder / f"{name}{spool_lib.SUFFIX}",
         self._target,
-        max_bytes=max_spool_bytes,
+        max_bytes=config.spool_bytes,
     )
-    self._max_pending = max_pending
+    self._max_pending = config.max_pending
+    self._heartbeat_s = config.heartbeat_s
     self._on_reply = on_reply
     self._pending: collections.deque[Any] = collections.deque()
     self.counters: collections.Counter[str] = collections.Counter()
     """dropped_memory, dropped_disk, dropped_images, dead_letters, failed,
     sent, retries."""
     self.training: str | int | None = None
-    """Whose heart beats while nothing happens."""
+    """Training that heartbeats are sent for."""
     self.on_images_lost: Callable[[Iterable[str]], None] = lambda shas: None
-    """Gets the names of images that were dropped, on the spool's thread."""
+    """Receives the hashes of dropped images, on the spool's thread."""
     self._lock = threading.Lock()
     self._taken = 0
     self._kept = 0
@@ -128,8 +128,8 @@ class Sender:
     self._keeping.start()
     self._sending.start()
 
-  def put(self, make: Callable[[], Made | Part | None] | Part) -> bool:
-    """Takes a part of a batch, or what makes one on another thread.
+  def put(self, make: Callable[[], Item | Part | None] | Part) -> bool:
+    """Takes a part of a batch, or a callable that makes one on another thread.
 
     Returns:
       False when it was dropped.
@@ -174,7 +174,7 @@ class Sender:
       try:
         counts = self.spool.counts()
       except sqlite3.Error:
-        return False  # Said already, by who tried to read it.
+        return False  # Logged already, where reading it failed.
       if not counts["entry"] and not counts["image"]:
         return True
       left = deadline - time.monotonic()
@@ -213,7 +213,7 @@ class Sender:
         if v and k.startswith(("dropped", "dead", "failed", "images_missing"))
     }  # pyformat: disable
     if lost:
-      _LOG.warning("the monitor was not told of everything: %s", lost)
+      _LOG.warning("the monitor did not receive everything: %s", lost)
     if not done:
       _LOG.warning(
           "%d parts wait in %s for the monitor; the next run from there"
@@ -226,7 +226,7 @@ class Sender:
     return done
 
   def health(self) -> dict[str, int]:
-    """Counters and fill, for whoever looks."""
+    """Counters and fill of memory and spool, sent with each batch."""
     return {
         **self.counters,
         "pending": len(self._pending),
@@ -257,34 +257,33 @@ class Sender:
     bodies: list[bytes] = []
     images: dict[str, bytes] = {}
     size = taken = 0
-    breath = time.perf_counter()
-    while taken < len(self._pending) and size < _KEPT_BYTES:
+    yielded = time.perf_counter()
+    while taken < len(self._pending) and size < _APPEND_BYTES:
       make = self._pending[taken]  # Stays until it is on the disk.
       taken += 1
       try:
-        made = make() if callable(make) else make
-        if not made:
+        item = make() if callable(make) else make
+        if not item:
           self._pending[taken - 1] = _NOTHING
           continue
-        if not isinstance(made, Made):
-          made = Made(made)
-        body = plain_json.dumps(made.part)
+        if not isinstance(item, Item):
+          item = Item(item)
+        body = plain_json.dumps(item.part)
       except Exception as error:  # pylint: disable=broad-except
         self.counters["failed"] += 1
-        self._complain("make", f"something cannot be told: {error!r}")
-        # It would fail again, and has perhaps changed what makes it.
+        self._complain("make", f"an item cannot be sent: {error!r}")
+        # It would fail again, and may have changed the callable's state.
         self._pending[taken - 1] = _NOTHING
         continue
-      # Made once: a second try must not make it again.
-      self._pending[taken - 1] = _again(made)
+      # Made once: a second attempt must not make it again.
+      self._pending[taken - 1] = _again(item)
       bodies.append(body)
-      if time.perf_counter() - breath > _BREATH_EVERY_S:
-        # Whoever waits for the interpreter gets it now, not after a switch
-        # interval.
-        time.sleep(_BREATH_S)
-        breath = time.perf_counter()
-      images.update(made.images)
-      size += len(body) + sum(map(len, made.images.values()))
+      if time.perf_counter() - yielded > _YIELD_EVERY_S:
+        # Another thread gets the interpreter now, not after a switch interval.
+        time.sleep(_YIELD_S)
+        yielded = time.perf_counter()
+      images.update(item.images)
+      size += len(body) + sum(map(len, item.images.values()))
     if images and self.spool.room < _IMAGES_SHARE:
       self._lose(images)
       images = {}
@@ -297,7 +296,7 @@ class Sender:
       if not images or not self._append_words(bodies):
         self.counters["dropped_disk"] += len(bodies)
     except sqlite3.Error as error:
-      # What waits stays in memory, which is bounded.
+      # Pending items stay in memory, which is bounded.
       self.counters["spool_failures"] += 1
       self._complain("disk", f"{self.spool.path} cannot be written: {error}")
       time.sleep(0.5)
@@ -314,7 +313,7 @@ class Sender:
       self.on_images_lost(lost)
 
   def _append_words(self, bodies: list[bytes]) -> bool:
-    """Keeps what there was no room for with its images."""
+    """Appends items without the images that there was no room for."""
     try:
       self.spool.append(bodies, {})
     except (spool_lib.SpoolFull, sqlite3.Error):
@@ -342,7 +341,7 @@ class Sender:
         worked += self._send_orphans(orphans or [])
         failures = 0
         now = time.monotonic()
-        if now - beat > _HEARTBEAT_S and self.training is not None:
+        if now - beat > self._heartbeat_s and self.training is not None:
           beat = now
           self._delivery.beat(self.training)
       except transport_lib.TransportError as error:
@@ -372,7 +371,7 @@ class Sender:
       orphan.close()
 
   def _send_orphans(self, orphans: list[spool_lib.Spool]) -> int:
-    """A round of each; those that are empty, or cannot be read, leave."""
+    """A round of each; empty and unreadable ones are removed."""
     worked = 0
     for orphan in list(orphans):
       try:
@@ -395,7 +394,7 @@ class Sender:
     return worked
 
   def _pause(self, seconds: float) -> None:
-    # Many trainers must not come back at the same moment.
+    # Many trainers must not retry at the same moment.
     seconds *= random.uniform(0.5, 1.0)
     if self._hurry.is_set():
       self._abandon.wait(min(seconds, delivery_lib.HURRIED_S))
@@ -409,7 +408,7 @@ class Sender:
     self._on_reply(reply)
 
   def _complain(self, what: str, message: str) -> None:
-    """Says it once, until it has been well again."""
+    """Logs it once, until it has worked again."""
     if what not in self._complaints:
       self._complaints.add(what)
       _LOG.warning("%s", message, exc_info=what in ("spool", "sending"))
@@ -419,5 +418,5 @@ def _NOTHING() -> None:  # pylint: disable=invalid-name
   return None
 
 
-def _again(made: Made) -> Callable[[], Made]:
-  return lambda: made
+def _again(item: Item) -> Callable[[], Item]:
+  return lambda: item

@@ -1,9 +1,9 @@
-"""What waits to be sent, in a file that survives the process.
+"""Spools undelivered entries and screenshots in a file that outlives a process.
 
 One SQLite file a process, in WAL mode with full synchronisation, claimed by a
 lock that ends with the process: `claim_orphans` finds those whose owner died.
 
-Promises: what `append` has returned for is on the disk; entries come out in
+Promises: entries are on the disk when `append` returns; entries come out in
 the order in which they went in, and `images` tells which of the images came
 with them; beyond `max_bytes` nothing more goes in.
 Thread-safe, as SQLite is: each thread opens a connection of its own.
@@ -25,7 +25,7 @@ import uuid
 _LOG = logging.getLogger(__name__)
 SUFFIX = ".spool"
 DAMAGED = ".damaged"
-"""What is put behind the name of a spool that cannot be read."""
+"""Suffix that a spool gets when it cannot be read."""
 _IMAGES_OF_ENTRY = 20
 """Bits of an image's number below that of the first entry that it came with."""
 _MOST = (1 << 63) - 1
@@ -43,7 +43,7 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 
 
 class SpoolFull(Exception):
-  """There is no room for what is to be kept."""
+  """The spool has no room for an entry."""
 
 
 @dataclasses.dataclass(frozen=True)

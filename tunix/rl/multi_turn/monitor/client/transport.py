@@ -1,4 +1,8 @@
-"""Requests to the server: with a deadline each, over one connection."""
+"""Sends requests to the server over one connection, each with a deadline.
+
+On the standard library, not on `core.http`: the uploader starts with every run,
+and importing httpx would take longer than the rest of its start.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ class Transport:
       timeout_s: of each request, from its beginning to its end.
 
     Raises:
-      ValueError: that is no URL.
+      ValueError: `base_url` is no URL, or the token cannot be one.
     """
     url = parse.urlsplit(base_url)
     try:
@@ -63,7 +67,7 @@ class Transport:
           "the token has characters that no token has; copy it again"
       )
     if timeout_s <= 0:
-      raise ValueError(f"timeout_seconds={timeout_s}: give more than 0")
+      raise ValueError(f"timeout_s={timeout_s}: give more than 0")
     self._url = url
     self._port = port
     self._prefix = url.path.rstrip("/")
@@ -101,7 +105,7 @@ class Transport:
       self, method: str, path: str, body: bytes, media_type: str
   ) -> dict[str, Any]:
     if self._closed:
-      raise TransportError("nothing more is sent")
+      raise TransportError("the client is closing")
     deadline = time.monotonic() + self._timeout
     headers = {
         "content-type": media_type,
@@ -117,7 +121,7 @@ class Transport:
         response = connection.getresponse()
       except (http.client.RemoteDisconnected, BrokenPipeError,
               ConnectionResetError):
-        # The server ends idle connections. What is sent twice counts once.
+        # The server ends idle connections. A batch sent twice is applied once.
         self._disconnect()
         if fresh or self._closed:
           raise

@@ -1,17 +1,17 @@
-"""The process that tells the monitor of a run, so that the run does not.
+"""Uploader process: sends a run's events as rows, off the trainer's CPU.
 
-    trainer: events ─► relay ─► pipe ─► here: rows ─► spool ─► server
+    trainer: events ─► event log ─► pipe ─► here: rows ─► spool ─► server
 
-Making rows, JSON and requests takes a millisecond of an episode, most of it
-holding the interpreter; in the trainer's process every one of them would be
-training's. Here they are of a process that has the CPU nobody else wants.
+Making an episode's rows, JSON and requests takes a millisecond, most of it
+holding the interpreter; the trainer's own interpreter would lose it. This
+process runs at low priority instead.
 
-The standard input is frames (see `relay`), the standard output JSON lines:
+Standard input carries frames (see `event_log`), standard output JSON lines:
 {"ready": true} or {"error": text} first, then {"log": text, "level": number}
-whenever there is something to say, {"lost": [hash]} of screenshots that it has
-not got any more, and {"answer": number, "done": whether} when a drain or the
-end was asked for. The end of the input is the end of the trainer, however that
-came: what was told is kept, and delivered as far as the time allows.
+for each log record, {"lost": [hash]} for screenshots that it has dropped, and
+{"answer": number, "done": bool} for each drain and close request. The input
+ends when the trainer ends, however that happens: the uploader keeps what it
+received, and delivers as much as time allows.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ import msgpack
 import numpy as np
 import orjson
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import event_codec
 from tunix.rl.multi_turn.monitor.client import event_log
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import observer as observer_lib
 from tunix.rl.multi_turn.monitor.client import png
 
-_MOST_BYTES = 256 << 20  # Of screenshots that no episode has shown yet.
 _LOG = logging.getLogger(__name__)
 
 
-class _Files:
-  """Screenshots that came and were not asked for yet; the newest of them."""
+class _Screenshots:
+  """Received screenshots that no episode has shown yet; keeps the newest."""
 
-  def __init__(self):
+  def __init__(self, max_bytes: int):
+    self._max = max_bytes
     self._lock = threading.Lock()
     self._files: collections.OrderedDict[str, bytes] = (
         collections.OrderedDict()
@@ -51,7 +52,7 @@ class _Files:
     with self._lock:
       self._bytes += len(file) - len(self._files.pop(sha, b""))
       self._files[sha] = file
-      while self._bytes > _MOST_BYTES and len(self._files) > 1:
+      while self._bytes > self._max and len(self._files) > 1:
         self._bytes -= len(self._files.popitem(last=False)[1])
 
   def pop(self, ref: trajectory_lib.ImageRef) -> bytes:
@@ -62,69 +63,77 @@ class _Files:
     return found
 
 
-class _Says(logging.Handler):
-  """What is logged here is the trainer's to log."""
+class _LogForwarder(logging.Handler):
+  """Sends log records to the trainer, which logs them."""
 
   def emit(self, record: logging.LogRecord) -> None:
-    say(log=_clean(self.format(record)), level=record.levelno)
+    send(log=_encodable(self.format(record)), level=record.levelno)
 
 
-def _clean(text: str) -> str:
-  """What JSON can say: an error may quote a lone surrogate."""
+def _encodable(text: str) -> str:
+  """Text that JSON can hold: an error may quote a lone surrogate."""
   return text.encode("utf-8", "replace").decode()
 
 
-_SAYING = threading.Lock()
+_SENDING = threading.Lock()
 
 
-def say(**fields: Any) -> None:
-  with _SAYING:
+def send(**fields: Any) -> None:
+  """Writes a line to the trainer."""
+  with _SENDING:
     try:
       sys.stdout.buffer.write(orjson.dumps(fields) + b"\n")
       sys.stdout.buffer.flush()
     except (OSError, ValueError):
-      pass  # Nobody listens any more.
+      pass  # The trainer has ended.
 
 
 def _observer(
-    told: Mapping[str, Any], files: _Files
-) -> observer_lib.MonitorObserver:
+    begin: Mapping[str, Any],
+) -> tuple[observer_lib.MonitorObserver, _Screenshots]:
   """Raises ValueError, OSError or sqlite3.Error, as `IngestClient` does."""
+  run = event_log.RunSpec(**begin["run"])
+  config = settings_lib.MonitorConfig(**begin["config"])
+  files = _Screenshots(config.image_memory_mb << 20)
   client = ingest_client.IngestClient(
-      told["url"], told["token"], **told["client"]
-  )
-  return observer_lib.MonitorObserver(
+      run.url, run.token, config.timeout_s, spool_dir=run.spool_dir,
+      name=run.name, target=run.target, config=config,
+  )  # pyformat: disable
+  observer = observer_lib.MonitorObserver(
       client,
-      observer_lib.RunIdentity(**told["identity"]),
-      told["training"],
-      png_of=files.pop if told["images"] else None,
-      on_images_lost=lambda shas: say(lost=list(shas)),
-      **told["observer"],
+      observer_lib.RunIdentity(run.training_id, run.session),
+      run.training,
+      png_of=files.pop if begin["images"] else None,
+      on_images_lost=lambda shas: send(lost=list(shas)),
+      start_step=run.start_step,
+      task_source=run.task_source,
+      max_turns=run.max_turns,
+      close_s=config.close_timeout_s,
   )
+  return observer, files
 
 
 def main() -> int:
-  """Tells until the input ends; returns the exit status."""
-  # Who ends all processes of a job must not end this one before the trainer
-  # has told it of its end. The end of the input is what it waits for.
+  """Uploads until the input ends; returns the exit status."""
+  # A signal to all processes of a job must not end this one before the trainer
+  # has sent its end. It ends with its input.
   for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, signal.SIG_IGN)
-  logging.getLogger().addHandler(_Says())
+  logging.getLogger().addHandler(_LogForwarder())
   frames = event_log.frames(sys.stdin.buffer)
-  files = _Files()
   kind, body = next(frames, (None, b""))
   if kind != event_log.Kind.BEGIN:
-    say(error="this is a run's own process: see monitor.url and .embedded")
+    send(error="a run starts this process itself: set monitor.url or .embedded")
     return 2
   try:
-    observer = _observer(msgpack.unpackb(body), files)
+    observer, files = _observer(msgpack.unpackb(body))
   except Exception as error:  # pylint: disable=broad-except
-    say(error=_clean(f"{error}" or type(error).__name__))
+    send(error=_encodable(f"{error}" or type(error).__name__))
     return 2
-  say(ready=True)
+  send(ready=True)
   try:
     for kind, body in frames:
-      _take(observer, files, kind, body)
+      _handle(observer, files, kind, body)
       if kind == event_log.Kind.CLOSE:
         break
   finally:
@@ -132,9 +141,9 @@ def main() -> int:
   return 0
 
 
-def _take(
+def _handle(
     observer: observer_lib.MonitorObserver,
-    files: _Files,
+    files: _Screenshots,
     kind: int,
     body: bytes,
 ) -> None:
@@ -149,16 +158,17 @@ def _take(
   elif kind == event_log.Kind.IMAGE:
     sha, height, width = event_log.IMAGE_HEAD.unpack_from(body)
     pixels = np.frombuffer(body, np.uint8, offset=event_log.IMAGE_HEAD.size)
-    # Here, so that pixels come no faster than they become small.
+    # Encoded here, so that pixels arrive no faster than they become small.
     file = png.encode(pixels.reshape(height, width, 3))
     files.put(sha.decode(), file)
   elif kind == event_log.Kind.COUNT:
     observer.client.sender.counters.update(msgpack.unpackb(body))
   elif kind == event_log.Kind.DRAIN:
     number, seconds = msgpack.unpackb(body)
-    say(answer=number, done=observer.client.drain(seconds))
+    send(answer=number, done=observer.client.drain(seconds))
   elif kind == event_log.Kind.CLOSE:
     (number,) = msgpack.unpackb(body)
-    say(answer=number, done=observer.close())
+    send(answer=number, done=observer.close())
   else:
-    raise ValueError(f"frame kind {kind}: none of those there are")
+    known = ", ".join(map(str, event_log.Kind))
+    raise ValueError(f"frame kind {kind} is unknown; known: {known}")

@@ -1,10 +1,10 @@
-"""A rollout as a file.
+"""Exports a rollout as a file.
 
-    json  what the database holds
+    json  the rows of the database
     atif  Harbor's Agent Trajectory Interchange Format, version 1.7
           (github.com/laude-institute/harbor, docs/rfcs/0001-trajectory-format)
     html  a page that needs no server: pictures are in it, no script is
-    webp  the screens as an animation, with what was done drawn on them
+    webp  the screens as an animation, with the actions drawn on them
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import jinja2
 import orjson
 from PIL import Image as pillow
 from PIL import ImageDraw
+from tunix.rl.multi_turn.core import click_overlay
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import pictures
 from tunix.rl.multi_turn.monitor.dashboard import text
@@ -311,13 +312,13 @@ def animation(
     rollout: Mapping[str, Any], images: Mapping[str, Image]
 ) -> bytes:
   """Each turn's screen with its action, and the last screen without one."""
-  plan: list[tuple[Image, Sequence[Mapping[str, Any]], str]] = []
+  plan: list[tuple[Image, Sequence[click_overlay.Gesture], str]] = []
   for turn in rollout["turns"][:_MOST_FRAMES]:
     shown = [images[h] for h in hashes_of(turn) if h in images]
     gestures = [pictures.gesture(a) for a in turn["actions"]]
     if shown:
       labels = ", ".join(
-          g["label"] + (f" {g['said']!r}" if g.get("said") else "")
+          g.label + (f" {g.text!r}" if g.text else "")
           for g in gestures
       )
       plan.append((shown[0], gestures, f"{turn['turn']}  {labels}"))
@@ -355,7 +356,7 @@ def _frame_size(image: Image, count: int) -> tuple[int, int]:
 
 def _frame(
     image: Image,
-    gestures: Sequence[Mapping[str, Any]],
+    gestures: Sequence[click_overlay.Gesture],
     label: str,
     size: tuple[int, int],
 ) -> pillow.Image:
@@ -366,24 +367,16 @@ def _frame(
     )
   pen = ImageDraw.Draw(frame)
   sx, sy = size[0] / image.width, size[1] / image.height
-  unit = max(size) / 100
-  for found in gestures:
-    at, to = (
-        None if found.get(k) is None
-        else (found[k][0] * sx, found[k][1] * sy)
-        for k in ("at", "to")
-    )
+  for mark in click_overlay.marks(gestures, image.width, image.height):
     for colour, width in ((_WHITE, 5), (_RED, 3)):
-      if at is not None:
-        r = 2.2 * unit
-        pen.ellipse((at[0] - r, at[1] - r, at[0] + r, at[1] + r),
+      if mark.ring is not None:
+        (x, y), r = mark.ring, mark.radius
+        pen.ellipse(((x - r) * sx, (y - r) * sy, (x + r) * sx, (y + r) * sy),
                     outline=colour, width=width)  # pyformat: disable
-      if to is not None:
-        start = at or (to[0] - 1, to[1])
-        if at is not None:
-          pen.line((at, to), fill=colour, width=width)
-        pen.line(pictures.arrow_points(start, to, 2.5 * unit), fill=colour,
-                 width=width)  # pyformat: disable
+      for line in (mark.line, mark.head):
+        if line is not None:
+          pen.line([(x * sx, y * sy) for x, y in line], fill=colour,
+                   width=width)  # pyformat: disable
   said = label.encode("ascii", "replace").decode()[:120]
   pen.rectangle((0, size[1] - 16, size[0], size[1]), fill=(20, 24, 32))
   pen.text((6, size[1] - 14), said, fill=_WHITE)

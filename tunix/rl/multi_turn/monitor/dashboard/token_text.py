@@ -16,7 +16,10 @@ _BUILT_IN = (
     pathlib.Path(__file__).parents[2] / "policy" / "data" / "tiny_vl"
     / "tokenizer.json"
 )  # pyformat: disable
-_BUILT_IN_NAMES = ("tiny", "tiny_vl", "qwen3_vl_tiny", "qwen2_5_vl_tiny", "")
+_BUILT_IN_NAMES = (
+    "tiny", "tiny_vl", "qwen3_vl_tiny", "qwen2_5_vl_tiny", "qwen3_text_tiny",
+    "",
+)  # pyformat: disable
 
 
 class TokenTexts:

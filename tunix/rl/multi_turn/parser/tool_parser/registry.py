@@ -8,7 +8,7 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.parser.tool_parser import base
 
 _PACKAGE = "tunix.rl.multi_turn.parser.tool_parser"
-_PARSERS: registry.Registry[type[base.ToolParser]] = registry.Registry(
+PARSERS: registry.Registry[type[base.ToolParser]] = registry.Registry(
     "tool parser"
 )
 for _name, _path in {
@@ -20,7 +20,7 @@ for _name, _path in {
     "ui_tars": "ui_tars:UiTarsParser",
     "ui_tars_absolute": "ui_tars:UiTarsAbsoluteParser",
 }.items():
-  _PARSERS.register(_name, f"{_PACKAGE}.{_path}")
+  PARSERS.register(_name, f"{_PACKAGE}.{_path}")
 
 
 def register_tool_parser(
@@ -31,12 +31,12 @@ def register_tool_parser(
   Raises:
     ValueError: the name is taken.
   """
-  return _PARSERS.register(name, parser)
+  return PARSERS.register(name, parser)
 
 
 def unregister_tool_parser(name: str) -> bool:
   """Removes a parser; False when there was none of that name."""
-  return _PARSERS.unregister(name)
+  return PARSERS.unregister(name)
 
 
 def get_tool_parser(parser_name: str = "qwen") -> type[base.ToolParser]:
@@ -45,11 +45,11 @@ def get_tool_parser(parser_name: str = "qwen") -> type[base.ToolParser]:
   Raises:
     ValueError: unknown; the message names the nearest one.
   """
-  return _PARSERS.get(parser_name)
+  return PARSERS.get(parser_name)
 
 
 def tool_parser_names() -> tuple[str, ...]:
-  return _PARSERS.names()
+  return PARSERS.names()
 
 
 def make_tool_parser(

@@ -101,11 +101,11 @@ def _too_few(played: int, tried: int, too_long: int, longest: int) -> str:
   if too_long > tried - played - too_long:
     return (
         f"{too_long} of {tried} demonstrations have sequences of more than"
-        f" {longest} tokens; raise rollout.context_length and"
+        f" {longest} tokens; raise engine.context_length and"
         " learner.row_length, or set warm_start.steps=0"
     )
   return (
       f"the oracle could demonstrate only {played + too_long} of {tried} tasks,"
-      " the others offer it nothing to act on; leave out such gym.tasks or set"
-      " warm_start.steps=0"
+      " the others offer it nothing to act on; leave out such"
+      " task_source.families or set warm_start.steps=0"
   )

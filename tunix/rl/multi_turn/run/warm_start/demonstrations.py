@@ -30,6 +30,7 @@ from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import cua_env
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.trajectory_collector import episode as engine_lib
@@ -91,52 +92,8 @@ HABITS: dict[str, Habit] = {
 }
 
 
-# --- oracles -----------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Oracle:
-  """What knows a gym from the inside. Both may be coroutine functions.
-
-  Attributes:
-    act: gym -> the next right action, None at the end.
-    describe: (gym, x, y) -> the phrase for what is at a pixel, or None.
-    families: what it can demonstrate; None = every family of the gym.
-  """
-
-  act: Callable[[Any], Any]
-  describe: Callable[[Any, float, float], Any]
-  families: tuple[str, ...] | None = None
-
-
 class UnsolvableError(LookupError):
   """The oracle sees no way to solve this very task: it was drawn badly."""
-
-
-def oracle_of(gym_name: str) -> Oracle:
-  """The oracle of the gym of that name.
-
-  Raises:
-    ValueError: it has no oracle.
-  """
-  if gym_name == "desktop":
-    from tunix.rl.multi_turn.environments.gyms import desktop  # pylint: disable=g-import-not-at-top
-
-    return Oracle(desktop.oracle_action, desktop.DesktopGym.describe)
-  if gym_name == "miniwob":
-    from tunix.rl.multi_turn.environments.gyms import miniwob  # pylint: disable=g-import-not-at-top
-
-    return Oracle(
-        miniwob.oracle_action, miniwob.describe, miniwob.ORACLE_FAMILIES
-    )
-  if gym_name == "xdesktop":
-    from tunix.rl.multi_turn.environments.gyms import xdesktop  # pylint: disable=g-import-not-at-top
-
-    return Oracle(xdesktop.oracle_action, xdesktop.describe)
-  raise ValueError(
-      f"gym {gym_name!r} has no oracle to demonstrate; desktop, miniwob and"
-      " xdesktop do"
-  )
 
 
 POINT_GRID = (32, 24)
@@ -175,7 +132,7 @@ class Demonstrator:
   renderer: sequence_builder.Renderer
   make_agent: Callable[[], Any]
   make_gym: Callable[[], Any]
-  oracle: Oracle
+  oracle: gyms.Oracle
   image_store: images.ImageStore
   habits: Mapping[str, tuple[str, float]] = dataclasses.field(
       default_factory=dict

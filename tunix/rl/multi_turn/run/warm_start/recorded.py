@@ -15,11 +15,11 @@ from typing import Any, Callable, Iterator, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import recordings as recordings_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.run import tasks as run_tasks
-from tunix.rl.multi_turn.run.warm_start import demonstrations
 
 ConfigError = config_lib.ConfigError
 
@@ -34,7 +34,7 @@ class Source:
     make_gym: a gym to demonstrate in; None for the run's own.
   """
 
-  oracle: demonstrations.Oracle
+  oracle: gyms.Oracle
   tasks: Iterator[gym_base.Task]
   make_gym: Callable[[], Any] | None = None
 
@@ -54,22 +54,22 @@ def for_run(config: config_lib.TrainConfig, task_source: Any) -> Source:
 def _oracle(config: config_lib.TrainConfig, task_source: Any) -> Source:
   steps = config.warm_start.steps
   try:
-    oracle = demonstrations.oracle_of(config.gym.name)
+    oracle = gyms.get(config.gym.name).load_oracle()
   except ValueError as error:
     raise ConfigError([
         f"warm_start.steps={steps}: {error}; set warm_start.steps=0, or"
         " warm_start.recordings"
     ]) from None
   known = oracle.families
-  unknown = [t for t in config.gym.tasks if known and t not in known]
+  unknown = [t for t in config.task_source.families if known and t not in known]
   if unknown:
     raise ConfigError([
         f"warm_start.steps={steps}: no oracle can demonstrate"
-        f" gym.tasks={unknown}, only {', '.join(known)}; leave those out or set"
-        " warm_start.steps=0"
+        f" task_source.families={unknown}, only {', '.join(known)}; leave"
+        " those out or set warm_start.steps=0"
     ])
   tasks = run_tasks.TrainTasks(
-      task_source, config.gym.tasks, config.run.seed + 1
+      task_source, config.task_source.families, config.run.seed + 1
   )
   return Source(oracle, tasks)
 
@@ -106,7 +106,7 @@ def _recorded(config: config_lib.TrainConfig) -> Source:
           f"{where}: {recording.task.task_id} was solved by what"
           f" agent.parser={config.agent.parser} cannot say: {error}"
       ]) from None
-  oracle = demonstrations.Oracle(
+  oracle = gyms.Oracle(
       lambda gym: gym.next_action(), lambda gym, x, y: gym.target()
   )
   return Source(

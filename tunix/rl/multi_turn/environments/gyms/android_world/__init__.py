@@ -1,1 +1,12 @@
-"""The `android_world` gym: phones behind an AndroidWorld server."""
+"""Declares the `android_world` gym: phones behind an AndroidWorld server."""
+
+from tunix.rl.multi_turn.environments.gyms import spec
+
+GYM = spec.GymSpec(
+    doc="phones of AndroidWorld, see docs/outside_gyms.md",
+    make=f"{__name__}.gym:AndroidWorldGym",
+    tasks=f"{__name__}.tasks:server_tasks",
+    set_by_run=spec.SIZE,
+    lists_tasks=True,
+    size_known_after_start=True,
+)

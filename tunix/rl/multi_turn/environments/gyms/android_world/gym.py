@@ -39,16 +39,8 @@ _BUTTONS = {
 }  # pyformat: disable
 
 
-class AndroidWorldError(RuntimeError):
-  """A server did not do what it was asked to.
-
-  Attributes:
-    status: HTTP status, 0 without an answer.
-  """
-
-  def __init__(self, message: str, status: int = 0):
-    super().__init__(message)
-    self.status = status
+class AndroidWorldError(http_lib.CallError):
+  """A server did not do what it was asked to."""
 
 
 def to_action(action: gui_action.GuiAction) -> dict[str, Any]:
@@ -145,7 +137,7 @@ class AndroidWorldGym:
     self._size = (width, height)
     self._stabilize = bool(stabilize)
     self._call_s, self._start_s, self._close_s = call_s, start_s, close_s
-    self._http: machines_lib.Http | None = None
+    self._http: http_lib.Http | None = None
     self._where: dict[str, Any] | None = None
     self._initialized = False
     self._ended = False
@@ -179,7 +171,7 @@ class AndroidWorldGym:
       raise AndroidWorldError(
           f"none of {len(self._machines)} phones became free within"
           f" {self._start_s:g} s; use fewer episodes at a time"
-          " (rollout.concurrency) or more machines"
+          " (collect.concurrency) or more machines"
       )
     where = {"task_type": given["task_type"], "task_idx": index}
     start_s = self._start_s
@@ -275,9 +267,9 @@ class AndroidWorldGym:
         method, f"{self.url}{path}", seconds, **more
     )
 
-  def _client(self) -> machines_lib.Http:
+  def _client(self) -> http_lib.Http:
     if self._http is None:
-      self._http = machines_lib.Http(AndroidWorldError)
+      self._http = http_lib.Http(AndroidWorldError)
     return self._http
 
 

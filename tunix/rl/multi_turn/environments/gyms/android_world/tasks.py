@@ -1,4 +1,4 @@
-"""The suite of an AndroidWorld server as a task set.
+"""Makes a task set of an AndroidWorld server's suite.
 
 Families are the suite's task types. Of each type's instances the last is held
 out and the others train. `gym.options.combinations` (with `suite_seed`) makes
@@ -7,9 +7,10 @@ every server build its suite anew, with so many instances of each type.
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from typing import Any, Sequence
 
 from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import machines as machines_lib
@@ -23,19 +24,27 @@ _SUITE_S = 600.0
 
 
 def server_tasks(
-    settings: Mapping[str, Any], families: Sequence[str]
+    families: Sequence[str] | None = None,
+    *,
+    machines: Any = android_world.DEFAULT_URL,
+    combinations: int = 0,
+    suite_seed: int = 0,
 ) -> openenv_tasks.IndexedTasks:
-  """The tasks of the servers that an `android_world` gym's settings name.
+  """The tasks of AndroidWorld servers.
+
+  Args:
+    families: task types to offer, none or () for all.
+    machines: addresses of servers, one or a list of them.
+    combinations, suite_seed: see the module docstring.
 
   Raises:
     ValueError: an unknown type, or one with a single instance.
     AndroidWorldError: a server cannot be asked.
   """
   urls = machines_lib.addresses(
-      settings.get("machines") or android_world.DEFAULT_URL,
-      android_world.DEFAULT_URL,
+      machines or android_world.DEFAULT_URL, android_world.DEFAULT_URL
   )
-  count = settings.get("combinations", 0)
+  count, seed = combinations, suite_seed
   if isinstance(count, bool) or not isinstance(count, int) or count < 0 or (
       count == 1
   ):
@@ -43,10 +52,9 @@ def server_tasks(
         f"gym.options.combinations={count!r} must be 0 (the suite as it is) or"
         " at least 2: one instance is held out"
     )
-  seed = settings.get("suite_seed", 0)
 
   async def ask() -> dict[str, int]:
-    http = machines_lib.Http(android_world.AndroidWorldError)
+    http = http_lib.Http(android_world.AndroidWorldError)
 
     async def get(url: str, path: str, seconds: float, **params: Any) -> Any:
       return await http.ask("GET", url + path, seconds, params=params)
@@ -65,7 +73,7 @@ def server_tasks(
             f"{urls[0]}/suite/task_list answered with no list 'task_list'"
         )
       names = [str(n) for n in found]
-      for family in families:
+      for family in families or ():
         if family not in names:
           wrong = registry.unknown_name("task type", family, names)
           raise ValueError(f"{urls[0]}: {wrong}")

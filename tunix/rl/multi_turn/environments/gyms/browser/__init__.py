@@ -1,8 +1,22 @@
-"""Any web page in headless Chromium, from an allow-list and walled in."""
+"""Declares the `browser` gym: any web page in headless Chromium, walled in."""
 
-from tunix.rl.multi_turn.environments.gyms.browser.gym import Browser
-from tunix.rl.multi_turn.environments.gyms.browser.gym import PageState
-from tunix.rl.multi_turn.environments.gyms.browser.gym import shared_browser
-from tunix.rl.multi_turn.environments.gyms.browser.gym import WebGym
-from tunix.rl.multi_turn.environments.gyms.browser.page import PageUnreachable
-from tunix.rl.multi_turn.environments.gyms.browser.tasks import WebTasks
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.environments.gyms import spec
+
+GYM = spec.GymSpec(
+    doc="any web pages, see docs/web.md",
+    make=f"{__name__}.gym:WebGym",
+    tasks=f"{__name__}.tasks:WebTasks",
+    preset={"gym.width": 640, "gym.height": 480},
+    lists_tasks=True,
+    # Each episode holds a tab of the browser.
+    set_by_run={**spec.SIZE, "max_pages": "concurrency"},
+    close_shared=f"{__name__}.gym:shared_browser.close",
+)
+
+__getattr__ = registry.lazy_attributes(
+    __name__,
+    gym="Browser PageState WebGym shared_browser",
+    page="PageUnreachable",
+    tasks="WebTasks",
+)

@@ -122,7 +122,7 @@ class WebTasks:
     if pages is None:
       raise ValueError(
           "the browser gym needs pages: a YAML file with a name and a url for"
-          " each task; gym.options.pages=FILE in a run, --task-settings"
+          " each task; gym.options.pages=FILE in a run, --settings"
           " '{pages: FILE}' elsewhere"
       )
     try:

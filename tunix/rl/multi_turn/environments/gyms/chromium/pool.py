@@ -371,3 +371,9 @@ class Shared(Generic[T]):
     browser = self._browsers[loop]
     browser.allow(pages or 0)
     return browser
+
+  async def close(self) -> None:
+    """Closes the running loop's browser, if it has one."""
+    browser = self._browsers.get(asyncio.get_running_loop())
+    if browser is not None:
+      await browser.close()

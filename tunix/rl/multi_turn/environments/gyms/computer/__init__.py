@@ -1,1 +1,9 @@
-"""The `computer` gym: any object with `screenshot()` and `act(action)`."""
+"""Declares the `computer` gym: any object with `screenshot()` and `act()`."""
+
+from tunix.rl.multi_turn.environments.gyms import spec
+
+GYM = spec.GymSpec(
+    doc="any object with screenshot() and act()",
+    make=f"{__name__}.gym:ComputerGym",
+    size_known_after_start=True,
+)

@@ -1,25 +1,32 @@
-"""The embedded desktop: a deterministic GUI, its tasks and their oracle.
+"""Declares the embedded desktop: a deterministic GUI, its tasks, its oracle.
 
-Importing it makes `gymnasium.make("TunixDesktop/<family>-v0")` work.
+`desktop.env` is the same as a `gymnasium.Env`.
 """
 
-from tunix.rl.multi_turn.environments.gyms.desktop import words
-from tunix.rl.multi_turn.environments.gyms.desktop.env import DesktopEnv
-from tunix.rl.multi_turn.environments.gyms.desktop.env import register_envs
-from tunix.rl.multi_turn.environments.gyms.desktop.gym import DesktopGym
-from tunix.rl.multi_turn.environments.gyms.desktop.gym import DesktopTasks
-from tunix.rl.multi_turn.environments.gyms.desktop.gym import EVAL_SEEDS_FROM
-from tunix.rl.multi_turn.environments.gyms.desktop.gym import families
-from tunix.rl.multi_turn.environments.gyms.desktop.gym import instruction_corpus  # noqa: E501
-from tunix.rl.multi_turn.environments.gyms.desktop.gym import oracle_action
-from tunix.rl.multi_turn.environments.gyms.desktop.gym import (
-    QUICKSTART_FAMILIES,  # noqa: E501
-)
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.environments.gyms import spec
 
-__all__ = (
-    "DesktopEnv", "DesktopGym", "DesktopTasks", "EVAL_SEEDS_FROM",
-    "QUICKSTART_FAMILIES", "families", "instruction_corpus", "oracle_action",
-    "register_envs", "words",
+GYM = spec.GymSpec(
+    doc="drawn by this package, needs nothing",
+    make=f"{__name__}.gym:DesktopGym",
+    tasks=f"{__name__}.gym:DesktopTasks",
+    preset={
+        "task_source.families": (
+            "click-button", "close-dialog", "enter-text", "open-icon",
+        ),
+        "learner.schedule": "cosine",
+    },
+    oracle=f"{__name__}.gym:oracle_action",
+    describe=f"{__name__}.gym:DesktopGym.describe",
+    set_by_run=spec.SIZE,
+    runs_inline=True,
 )  # pyformat: disable
 
-register_envs()
+__getattr__ = registry.lazy_attributes(
+    __name__,
+    gym=(
+        "DesktopGym DesktopTasks EVAL_SEEDS_FROM QUICKSTART_FAMILIES families"
+        " instruction_corpus oracle_action"
+    ),
+    env="DesktopEnv register_envs",
+)

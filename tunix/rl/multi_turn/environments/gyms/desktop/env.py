@@ -1,8 +1,8 @@
 """The desktop as a `gymnasium.Env`: `TunixDesktop/<family>-v0`.
 
-Registered when `tunix.rl.multi_turn.environments.gyms.desktop` is imported;
-`gymnasium.make` imports it by itself when the id is written as
-`"tunix.rl.multi_turn.environments.gyms.desktop:TunixDesktop/<family>-v0"`.
+Registered when this module is imported; `gymnasium.make` imports it by itself
+when the id is written as
+`"tunix.rl.multi_turn.environments.gyms.desktop.env:TunixDesktop/<family>-v0"`.
 
 Observation: `{"screenshot": uint8[height, width, 3], "instruction": text}`.
 Action: `{"kind": index into ACTION_KINDS, "position": float32[2], "target":
@@ -243,3 +243,6 @@ def register_envs() -> None:
           entry_point=f"{__name__}:DesktopEnv",
           kwargs={"family": name},
       )
+
+
+register_envs()

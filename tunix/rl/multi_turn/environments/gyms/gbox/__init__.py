@@ -1,1 +1,9 @@
-"""The `gbox` gym: one gbox.ai machine per episode."""
+"""Declares the `gbox` gym: one gbox.ai machine per episode."""
+
+from tunix.rl.multi_turn.environments.gyms import spec
+
+GYM = spec.GymSpec(
+    doc="machines of gbox",
+    make=f"{__name__}.gym:GboxGym",
+    size_known_after_start=True,
+)

@@ -31,7 +31,6 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
-from tunix.rl.multi_turn.environments.gyms import machines as machines_lib
 
 _LOG = logging.getLogger(__name__)
 Kind = gui_action.GuiActionKind
@@ -45,16 +44,8 @@ _ANDROID_BUTTONS = ("home", "back", "menu")
 _LONGEST_WAIT_S = 30.0
 
 
-class GboxError(RuntimeError):
-  """gbox refused, failed, or did not answer in time.
-
-  Attributes:
-    status: HTTP status, 0 without an answer.
-  """
-
-  def __init__(self, message: str, status: int = 0):
-    super().__init__(message)
-    self.status = status
+class GboxError(http_lib.CallError):
+  """gbox refused, failed, or did not answer in time."""
 
 
 class GboxGym:
@@ -115,7 +106,7 @@ class GboxGym:
     self._evaluator = evaluator
     self._settle_s = settle_s
     self._call_s, self._create_s, self._close_s = call_s, create_s, close_s
-    self._http: machines_lib.Http | None = None
+    self._http: http_lib.Http | None = None
     self._task: base.Task | None = None
     self._pointer = (0.0, 0.0)
     self._answer = ""
@@ -353,7 +344,7 @@ class GboxGym:
         waits, self._http = False, None  # The connections are `make`'s now.
       raise
 
-  async def _end(self, http: machines_lib.Http | None = None) -> None:
+  async def _end(self, http: http_lib.Http | None = None) -> None:
     """Terminates the box, if there is one, and closes `http`."""
     box, self.box_id, self._task = self.box_id, None, None
     calls = http or self._http
@@ -367,7 +358,7 @@ class GboxGym:
     # Whoever gives `close` up still wants the box gone.
     await concurrency.to_the_end(end())
 
-  async def _terminate(self, http: machines_lib.Http, box: str) -> None:
+  async def _terminate(self, http: http_lib.Http, box: str) -> None:
     where = f"{self._url}/boxes/{urllib.parse.quote(box, safe='')}/terminate"
     try:
       await http.call("POST", where, self._close_s, body={"wait": False})
@@ -376,10 +367,10 @@ class GboxGym:
         # It expires by itself; an episode is not undone by that.
         _LOG.warning("box %s was not terminated: %s", box, error)
 
-  def _client(self) -> machines_lib.Http:
+  def _client(self) -> http_lib.Http:
     if self._http is None:
       key = os.environ.get(KEY_VARIABLE, "")
-      self._http = machines_lib.Http(
+      self._http = http_lib.Http(
           GboxError,
           headers={"authorization": f"Bearer {key}"} if key else {},
           proxies=True,
@@ -393,7 +384,7 @@ class GboxGym:
 
 
 async def _post(
-    http: machines_lib.Http, url: str, body: Mapping[str, Any], seconds: float
+    http: http_lib.Http, url: str, body: Mapping[str, Any], seconds: float
 ) -> dict[str, Any]:
   try:
     return await http.ask("POST", url, seconds, body=body)

@@ -1,30 +1,29 @@
-"""Gym servers, seen from a client: genv's HTTP protocol."""
+"""Declares the `genv` gym: a gym server, over genv's HTTP protocol."""
 
-from tunix.rl.multi_turn.environments.gyms.genv.client import GenvCapacityError
-from tunix.rl.multi_turn.environments.gyms.genv.client import GenvClient
-from tunix.rl.multi_turn.environments.gyms.genv.client import GenvError
-from tunix.rl.multi_turn.environments.gyms.genv.client import (
-    GenvExecutionLostError,
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.environments.gyms import spec
+
+GYM = spec.GymSpec(
+    doc="a gym server, see docs/gym_server.md",
+    make=f"{__name__}.gym:GenvGym",
+    tasks=f"{__name__}.tasks:server_tasks",
+    set_by_run=spec.SIZE,
+    lists_tasks=True,
+    task_list=f"{__name__}.tasks:list_tasks",
+    starts_by_id=True,
 )
-from tunix.rl.multi_turn.environments.gyms.genv.client import GenvRequestError
-from tunix.rl.multi_turn.environments.gyms.genv.client import (
-    GenvUnavailableError,
+
+__getattr__ = registry.lazy_attributes(
+    __name__,
+    client=(
+        "GenvCapacityError GenvClient GenvError GenvExecutionLostError"
+        " GenvRequestError GenvUnavailableError GenvUnknownTaskError RETRIES"
+        " Timeouts"
+    ),
+    execution=(
+        "GenvExecutionContext evaluate_execution start_genv_execution"
+        " terminate_execution"
+    ),
+    gym="GenvGym",
+    tasks="GenvTasks",
 )
-from tunix.rl.multi_turn.environments.gyms.genv.client import (
-    GenvUnknownTaskError,
-)
-from tunix.rl.multi_turn.environments.gyms.genv.client import Retry
-from tunix.rl.multi_turn.environments.gyms.genv.client import Timeouts
-from tunix.rl.multi_turn.environments.gyms.genv.execution import (
-    evaluate_execution,
-)
-from tunix.rl.multi_turn.environments.gyms.genv.execution import (
-    GenvExecutionContext,
-)
-from tunix.rl.multi_turn.environments.gyms.genv.execution import (
-    start_genv_execution,
-)
-from tunix.rl.multi_turn.environments.gyms.genv.execution import (
-    terminate_execution,
-)
-from tunix.rl.multi_turn.environments.gyms.genv.gym import GenvGym

@@ -1,4 +1,4 @@
-"""A client of genv's HTTP protocol: tries again, in time, and never twice.
+"""Calls gym servers by genv's HTTP protocol; repeats no effect.
 
 Promises: every call ends within its deadline, all tries included; a create is
 sent with a key, so that trying again makes no second execution; a step is sent
@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import random
 from typing import Any, Mapping
 import urllib.parse
 import uuid
 
+import tenacity
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.environments import options as options_lib
@@ -27,21 +27,28 @@ _LOG = logging.getLogger(__name__)
 DEFAULT_BASE_URL = "http://127.0.0.1:5010"
 
 
-class GenvError(RuntimeError):
-  """A gym server did not do what it was asked to.
+class GenvError(http.CallError):
+  """A gym server did not do a call.
 
   Attributes:
-    status: HTTP status, 0 when there was no answer.
-    code: the server's own word for it, "" without one.
-    detail: what the server says, without what it was asked.
+    code: the server's own word for the failure, "" without one.
+    detail: the server's text, without the request it refers to.
   """
 
   detail = ""
 
   def __init__(self, message: str, status: int = 0, code: str = ""):
-    super().__init__(message)
-    self.status = status
+    super().__init__(message, status)
     self.code = code
+
+  @classmethod
+  def of(cls, error: http.CallError) -> GenvError:
+    made = _kind_of(error)
+    made.answer, made.late = error.answer, error.late
+    if isinstance(made, GenvCapacityError):
+      pause = error.retry_after_s
+      made.retry_after_s = 1.0 if pause is None else max(0.05, pause)
+    return made
 
 
 class GenvUnavailableError(GenvError):
@@ -52,10 +59,8 @@ class GenvCapacityError(GenvError):
   """The server had no room until the deadline.
 
   Attributes:
-    retry_after_s: when it says that there may be.
+    retry_after_s: when there may be, by the server.
   """
-
-  retry_after_s = 1.0
 
 
 class GenvExecutionLostError(GenvError):
@@ -70,14 +75,6 @@ class GenvUnknownTaskError(GenvError, cua_task.UnknownTaskError):
 
 class GenvRequestError(GenvError):
   """The server refused what it was asked."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Retry:
-  """`tries` in all; before the n-th repetition `pause_s` * n seconds pass."""
-
-  tries: int = 1
-  pause_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +97,27 @@ class Timeouts:
     options_lib.check_seconds(self)
 
 
-RETRIES: Mapping[str, Retry] = {
-    "tasks": Retry(3, 2.0),
-    "create": Retry(3, 10.0),
-    "step": Retry(3, 0.5),
-    "evaluate": Retry(1),
-    "terminate": Retry(2, 0.5),
+def _retry(
+    tries: int, pause_s: float = 0.0, after_500: bool = False
+) -> http.RetryPolicy:
+  """Repeats calls that no server answered, `after_500` failed ones too."""
+  return http.RetryPolicy(
+      tries,
+      tenacity.wait_incrementing(pause_s, pause_s),
+      tenacity.retry_if_exception(
+          lambda error: isinstance(error, GenvUnavailableError)
+          or after_500 and isinstance(error, GenvError) and error.status >= 500
+      ),
+      jitter=0.5,
+  )
+
+
+RETRIES: Mapping[str, http.RetryPolicy] = {
+    "tasks": _retry(3, 2.0, after_500=True),
+    "create": _retry(3, 10.0, after_500=True),
+    "step": _retry(3, 0.5),
+    "evaluate": _retry(1),
+    "terminate": _retry(2, 0.5),
 }
 
 
@@ -119,7 +131,7 @@ class GenvClient:
       *,
       token: str = "",
       timeouts: Timeouts = Timeouts(),
-      retries: Mapping[str, Retry] = RETRIES,
+      retries: Mapping[str, http.RetryPolicy] = RETRIES,
   ):
     """Args:
 
@@ -131,7 +143,6 @@ class GenvClient:
 
     Raises:
       ValueError: no http address, or an empty gym_id.
-      ImportError: httpx is not installed.
     """
     self.base_url = http.address(base_url, "base_url", DEFAULT_BASE_URL)
     if not gym_id or "/" in gym_id:
@@ -140,6 +151,7 @@ class GenvClient:
     self.timeouts = timeouts
     self._retries = {**RETRIES, **retries}
     self._http = http.Http(
+        GenvError,
         headers={"authorization": f"Bearer {token}"} if token else {},
         connect_s=timeouts.connect,
     )
@@ -328,82 +340,45 @@ class GenvClient:
     """The reply's JSON, after as many tries as there may be."""
     if not path.startswith("/"):
       path = f"/api/v1/{urllib.parse.quote(self.gym_id, safe='')}/{path}"
-    what = f"{method} {self.base_url}{path}"
-    deadline = getattr(self.timeouts, kind)
+    seconds = getattr(self.timeouts, kind)
     try:
-      async with asyncio.timeout(deadline):
-        return await self._try(kind, method, path, body, headers, what)
-    except TimeoutError:
-      raise GenvUnavailableError(
-          f"{what} did not answer within {deadline:g} s; is the server at"
-          f" {self.base_url} up, and is timeouts.{kind} long enough?"
-      ) from None
-
-  async def _try(
-      self, kind: str, method: str, path: str, body: Any, headers: Any,
-      what: str,
-  ) -> Any:  # pyformat: disable
-    retry = self._retries[kind]
-    failures = 0
-    deadline = asyncio.get_running_loop().time() + getattr(
-        self.timeouts, kind
-    )
-    while True:
-      try:
-        return await self._once(method, path, body, headers, what)
-      except GenvCapacityError as error:
-        # Being full is no failure: it passes when others terminate.
-        pause = error.retry_after_s * (1 + random.random() / 2)
-        if asyncio.get_running_loop().time() + pause > deadline:
-          raise
-      except GenvError as error:
-        failures += 1
-        again = isinstance(error, GenvUnavailableError) or (
-            kind in ("tasks", "create") and error.status >= 500
-        )
-        if not again or failures >= retry.tries:
-          raise
-        pause = retry.pause_s * failures
-        _LOG.info("%s; trying again in %g s", error, pause)
-      await asyncio.sleep(pause)
-
-  async def _once(
-      self, method: str, path: str, body: Any, headers: Any, what: str
-  ) -> Any:
-    try:
-      reply = await self._http.call(
-          method, self.base_url + path, None, body=body, headers=headers
+      return await self._http.json(
+          method,
+          self.base_url + path,
+          seconds,
+          body=body,
+          headers=headers,
+          retry=self._retries[kind],
       )
-    except http.CallError as error:
-      raise GenvUnavailableError(str(error)) from error
-    if not reply.ok:
-      raise _failure(reply, what)
-    try:
-      return http.json_of(reply.content)
-    except ValueError as error:
-      raise GenvError(
-          f"{what} answered with {reply.headers.get('content-type')}, not"
-          f" JSON ({str(error)[:80]}); is that a gym server?",
-          reply.status,
+    except GenvError as error:
+      if not error.late:
+        raise
+      raise GenvUnavailableError(
+          f"{error}; is the server at {self.base_url} up, and is"
+          f" timeouts.{kind} long enough?"
       ) from None
 
 
-def _failure(reply: Any, what: str) -> GenvError:
-  """The error that an answer of 4xx or 5xx stands for."""
-  status = reply.status
+def _kind_of(error: http.CallError) -> GenvError:
+  """The error that no answer, or an answer of 3xx to 5xx, stands for."""
+  answer = error.answer
+  if answer is None:
+    return GenvUnavailableError(str(error))
+  status = answer.status
+  if answer.ok:
+    return GenvError(f"{error}; is that a gym server?", status)
   try:
-    data = http.json_of(reply.content)
+    data = http.json_of(answer.content)
   except ValueError:
     data = {}
   data = data if isinstance(data, Mapping) else {}
   detail = data.get("detail")
   code = str(data.get("code") or "")
-  said = f"{status} {str(detail)[:2000]}" if detail else reply.quoted(200)
-  text = f"{what}: {said}"
+  what = str(error).partition(": ")[0]
+  quoted = f"{status} {str(detail)[:2000]}" if detail else answer.quoted(200)
+  text = f"{what}: {quoted}"
   if status == 429:
-    error = GenvCapacityError(text, status, code)
-    error.retry_after_s = _seconds(reply.headers.get("retry-after"))
-    return error
+    return GenvCapacityError(text, status, code)
   if code == "unknown_task":
     return GenvUnknownTaskError(text, status, code)
   over = status in (410, 502, 504) and "/executions/" in what
@@ -412,17 +387,10 @@ def _failure(reply: Any, what: str) -> GenvError:
   if status in (503, 504, 408) or status == 502 and not code:
     return GenvUnavailableError(text, status, code)
   if status < 500:
-    error = GenvRequestError(text, status, code)
-    error.detail = said if detail is None else str(detail)[:2000]
-    return error
+    refused = GenvRequestError(text, status, code)
+    refused.detail = quoted if detail is None else str(detail)[:2000]
+    return refused
   return GenvError(text, status, code)
-
-
-def _seconds(value: str | None) -> float:
-  try:
-    return min(60.0, max(0.05, float(value)))
-  except (TypeError, ValueError):
-    return 1.0
 
 
 def _quoted(text: str) -> str:

@@ -1,1 +1,12 @@
-"""The `gymnasium` gym: any `gymnasium.Env` that renders `rgb_array`."""
+"""Declares the `gymnasium` gym: any `gymnasium.Env` that renders frames."""
+
+from tunix.rl.multi_turn.environments.gyms import spec
+
+GYM = spec.GymSpec(
+    doc="any gymnasium.Env that renders rgb_array",
+    make=f"{__name__}.gym:GymnasiumGym",
+    tasks=f"{__name__}.gym:FamilyTasks",
+    # A family is an environment.
+    set_by_run={"env": "family", "size": "size"},
+    family_options=f"{__name__}.gym:default_settings",
+)

@@ -1,4 +1,4 @@
-"""Any `gymnasium.Env` with `render_mode="rgb_array"` as a gym.
+"""Makes any `gymnasium.Env` with `render_mode="rgb_array"` a gym.
 
 The policy sees the rendered frame and acts with `GuiAction`s; an *adapter*, a
 function `(GuiAction) -> env action`, translates. `KeyAdapter` (keys to
@@ -8,20 +8,18 @@ the environment does not step.
 
 Every call into the environment runs on one daemon thread of the gym's own, so
 a slow or hanging environment never blocks the event loop, and environments
-with thread affinity work. A call that outlives `timeout` seconds raises
-`TimeoutError`; the gym then abandons that thread with its environment and
-makes new ones at the next `start`, unless the process already holds
-`MAX_ABANDONED` such threads. Not done: rendering without a frame
-(`None`), vector environments.
+with thread affinity work. When a caller gives up on a call, the gym abandons
+that thread with its environment and makes new ones at the next `start`, unless
+the process already holds `MAX_ABANDONED` such threads.
+
+Does not: impose deadlines; the collector does. Not done: rendering without a
+frame (`None`), vector environments.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
-import queue
-import threading
 from typing import Any, Callable, Mapping, Sequence
 
 import gymnasium
@@ -138,16 +136,15 @@ def default_settings(env_id: str) -> dict[str, Any]:
   return dict(_KNOWN.get(env_id.rsplit("-v", 1)[0], {}))
 
 
-class _Worker:
-  """One daemon thread, the environment it owns, and its calls in order.
-
-  `env` is set and used on the thread only.
+class _World:
+  """An environment and the one daemon thread that makes and uses it.
 
   Attributes:
-    abandoned: workers of the process whose environments hang, now.
+    env: set and used on the thread only.
+    abandoned: worlds of the process whose environments hang, now.
   """
 
-  abandoned: set[_Worker] = set()
+  abandoned: set[_World] = set()
 
   def __init__(self):
     if len(self.abandoned) >= MAX_ABANDONED:
@@ -155,65 +152,35 @@ class _Worker:
           f"{len(self.abandoned)} calls into gymnasium environments outlived"
           " their deadlines and still hold their threads, as many as a process"
           f" may lose (MAX_ABANDONED={MAX_ABANDONED}); mend the environment"
-          " that hangs, or raise the gym's timeout if it is only slow"
+          " that hangs, or raise collect.deadlines if it is only slow"
       )
     self.env: gymnasium.Env | None = None
-    self._calls: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(
-        target=self._run, name="gymnasium-gym", daemon=True
-    ).start()
+    pool = concurrency.WorkerPool(1, 0, idle=None, name="gymnasium-gym")
+    self.runner = concurrency.CallRunner(pool, grace=0.0)
 
-  def _run(self) -> None:
-    while True:
-      function, loop, future = self._calls.get()
-      if function is None:
-        break
-      try:
-        result, error = function(), None
-      except BaseException as e:  # pylint: disable=broad-exception-caught
-        result, error = None, e
-      try:
-        loop.call_soon_threadsafe(_settle, future, result, error)
-      except RuntimeError:  # the loop is gone, and with it who asked
-        pass
-    if self.env is not None:
-      try:
-        self.env.close()
-      except Exception:  # pylint: disable=broad-exception-caught
-        pass  # nobody is left to be told
-    self.abandoned.discard(self)
+  def close_env(self) -> None:
+    """On the thread; idempotent."""
+    env, self.env = self.env, None
+    if env is not None:
+      env.close()
 
-  def call(self, function: Callable[[], Any]) -> asyncio.Future:
-    """Runs `function` after all earlier calls."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-    self._calls.put((function, loop, future))
-    return future
-
-  def stop(self) -> None:
-    """Ends the thread after its calls; an environment left is closed."""
-    self._calls.put((None, None, None))
-
-  def abandon(self) -> None:
-    """`stop` for a worker whose call does not return; it counts until then."""
+  def abandon(self, stuck: concurrency.StuckCall) -> None:
+    """Leaves the environment to its thread, which closes it once it is free."""
     self.abandoned.add(self)
-    self.stop()
+    stuck.then(self._freed)
+    self.runner.close(0.0)
     _LOG.warning(
         "%s was given up in a call; %d threads are held by such environments",
         type(self.env).__name__ if self.env else "an environment",
         len(self.abandoned),
     )
 
-
-def _settle(future: asyncio.Future, result, error) -> None:
-  if future.done():  # cancelled: nobody waits any more
-    return
-  if isinstance(error, Exception) and not isinstance(error, StopIteration):
-    future.set_exception(error)
-  elif error is not None:  # a future cannot carry the others safely
-    future.set_exception(RuntimeError(f"the environment raised {error!r}"))
-  else:
-    future.set_result(result)
+  def _freed(self) -> None:
+    try:
+      self.close_env()
+    except Exception:  # pylint: disable=broad-except
+      _LOG.exception("closing an environment that had hung failed")
+    self.abandoned.discard(self)
 
 
 class GymnasiumGym:
@@ -222,7 +189,7 @@ class GymnasiumGym:
   def __init__(
       self,
       env: str | Callable[[], gymnasium.Env],
-      adapter: Adapter,
+      adapter: Adapter | Mapping[str, Any],
       *,
       env_kwargs: Mapping[str, Any] | None = None,
       instruction: str = "",
@@ -230,7 +197,6 @@ class GymnasiumGym:
       success_end: str = "terminated",
       score: str = "success",
       size: Sequence[int] | None = None,
-      timeout: float | None = 30.0,
   ):
     """Args:
 
@@ -246,7 +212,6 @@ class GymnasiumGym:
       score: "success" (0 or 1) or "return" (the sum of rewards itself).
       size: (width, height) to resize frames to; positions of actions are
         scaled back. None keeps the environment's.
-      timeout: seconds a call into the environment may take, None for ever.
     """
     if success_end not in _ENDINGS:
       raise ValueError(
@@ -255,8 +220,6 @@ class GymnasiumGym:
       )
     if score not in ("success", "return"):
       raise ValueError(f'score must be "success" or "return", got {score!r}')
-    if timeout is not None and timeout <= 0:
-      raise ValueError(f"timeout must be > 0 seconds or None, got {timeout}")
     if size is not None and (len(size) != 2 or min(size) < 1):
       raise ValueError(f"size must be (width, height) > 0, got {size!r}")
     if not isinstance(env, str) and env_kwargs:
@@ -271,8 +234,7 @@ class GymnasiumGym:
     self._success_end = success_end
     self._score = score
     self._size = tuple(size) if size is not None else None
-    self._timeout = timeout
-    self._worker: _Worker | None = None
+    self._world: _World | None = None
     self._frame: np.ndarray | None = None
     self._frame_size = (0, 0)
     self._clear()
@@ -304,7 +266,7 @@ class GymnasiumGym:
       adapter = makers[kind](**settings)
     known = (
         "env", "env_kwargs", "instruction", "success_return", "success_end",
-        "score", "size", "timeout",
+        "score", "size",
     )  # pyformat: disable
     for name in config:
       if name not in known:
@@ -324,17 +286,17 @@ class GymnasiumGym:
     self._clear()
     options = task.params.get("options")
 
-    def reset(worker):
-      if worker.env is None:
-        worker.env = self._new_env()
-      _, info = worker.env.reset(seed=task.seed, options=options)
-      return _render(worker.env), info
+    def reset(world):
+      if world.env is None:
+        world.env = self._new_env()
+      _, info = world.env.reset(seed=task.seed, options=options)
+      return _render(world.env), info
 
     frame, info = await self._call(reset)
     self._keep(frame)
-    told = task.instruction or info.get("instruction") or self._instruction
+    text = task.instruction or info.get("instruction") or self._instruction
     self._started = True
-    return base.Observation(self._frame, str(told), info=dict(info))
+    return base.Observation(self._frame, str(text), info=dict(info))
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
     """Steps the environment with the translated action.
@@ -356,9 +318,9 @@ class GymnasiumGym:
     except Untranslatable as e:
       return self._observe({"ignored": str(e)})
 
-    def step(worker):
-      _, reward, terminated, truncated, info = worker.env.step(move)
-      frame = _render(worker.env)
+    def step(world):
+      _, reward, terminated, truncated, info = world.env.step(move)
+      frame = _render(world.env)
       return frame, float(reward), terminated, truncated, info
 
     frame, reward, terminated, truncated, info = await self._call(step)
@@ -387,20 +349,14 @@ class GymnasiumGym:
   async def close(self) -> None:
     """Closes the environment; idempotent."""
     self._started = False
-    if self._worker is None:
+    if self._world is None:
       return
-
-    def shut(worker):
-      env, worker.env = worker.env, None
-      if env is not None:
-        env.close()
-
     try:
-      await self._call(shut)
+      await self._call(_World.close_env)
     finally:
-      if self._worker is not None:
-        self._worker.stop()
-        self._worker = None
+      if self._world is not None:
+        self._world.runner.close(0.0)
+        self._world = None
 
   # -- inside ------------------------------------------------------------------
 
@@ -426,26 +382,19 @@ class GymnasiumGym:
       )
     return env
 
-  async def _call(self, function: Callable[[_Worker], Any]) -> Any:
-    """Runs it on the worker; leaves thread and environment when it is late."""
-    if self._worker is None:
-      self._worker = _Worker()
-    worker = self._worker
-    future = worker.call(lambda: function(worker))
-    try:
-      await asyncio.wait((future,), timeout=self._timeout)
-    finally:
-      if not future.done():  # late, or whoever waits was cancelled
-        future.cancel()
-        worker.abandon()
-        self._worker = None
-        self._started = False
-    if future.cancelled():
-      raise TimeoutError(
-          f"the environment took more than timeout={self._timeout} s; its"
-          " thread was abandoned"
-      )
-    return future.result()
+  async def _call(self, function: Callable[[_World], Any]) -> Any:
+    """Runs it on the world's thread; leaves a world that a call holds."""
+    if self._world is None:
+      self._world = _World()
+    return await self._world.runner.call(
+        function, self._world, what="the environment's call",
+        on_stuck=self._abandon,
+    )  # pyformat: disable
+
+  def _abandon(self, stuck: concurrency.StuckCall) -> None:
+    world, self._world = self._world, None
+    self._started = False
+    world.abandon(stuck)
 
   def _keep(self, frame: np.ndarray) -> None:
     self._frame_size = (frame.shape[1], frame.shape[0])

@@ -33,10 +33,11 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from tunix.rl.multi_turn.environments.gyms import miniwob
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 from tunix.rl.multi_turn.environments.gyms.chromium import tab as tab_lib
 
-WIDTH, HEIGHT = 160, 210  # The task's area, which is all that a policy sees.
+WIDTH, HEIGHT = miniwob.PAGE_SIZE  # All that a policy sees.
 _VIEW_WIDTH, _VIEW_HEIGHT = 360, 240  # Smaller ones make pages scroll.
 _MARGIN = 40  # Beside what a screenshot shows; the marker is there.
 _MARKER_SIZE = 8

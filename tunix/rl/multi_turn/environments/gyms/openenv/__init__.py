@@ -1,1 +1,12 @@
-"""The `openenv` gym: an environment behind an OpenEnv server."""
+"""Declares the `openenv` gym: an environment behind an OpenEnv server."""
+
+from tunix.rl.multi_turn.environments.gyms import spec
+
+GYM = spec.GymSpec(
+    doc="OpenEnv servers, see docs/outside_gyms.md",
+    make=f"{__name__}.gym:OpenEnvGym",
+    tasks=f"{__name__}.tasks:server_tasks",
+    set_by_run=spec.SIZE,
+    lists_tasks=True,
+    size_known_after_start=True,
+)

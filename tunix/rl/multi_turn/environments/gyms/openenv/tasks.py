@@ -1,8 +1,9 @@
-"""The tasks of an OpenEnv server.
+"""Reads the tasks of an OpenEnv server.
 
-Those of its task API, where it has one: the splits of type "train" to train on,
-the others held out (or every fifth task, of a server with nothing else). A
-server without one is given seeds: even ones to train, odd ones to evaluate.
+They come from its task API, where it has one: the splits of type "train" are
+for training, the others are held out (or every fifth task, of a server with
+nothing else). A server without one gets seeds: even ones to train, odd ones to
+evaluate.
 """
 
 from __future__ import annotations
@@ -76,23 +77,32 @@ class IndexedTasks:
     return tasks[index % len(tasks)]
 
 
-def server_tasks(settings: Mapping[str, Any], families: Sequence[str]) -> Any:
-  """The tasks of the server that an `openenv` gym's settings name.
+def server_tasks(
+    families: Sequence[str] | None = None,
+    *,
+    base_url: str = openenv.DEFAULT_BASE_URL,
+    token_file: str = "",
+) -> base.TaskSet:
+  """The tasks of an OpenEnv server.
+
+  Args:
+    families: that must be among them, none or () for any.
+    base_url, token_file: see `OpenEnvGym`.
 
   Raises:
-    ValueError: a setting that cannot be, or a family that it has not.
+    ValueError: an option that cannot be, or a family that it has not.
     OpenEnvError: the server cannot be asked.
   """
-  url = settings.get("base_url") or openenv.DEFAULT_BASE_URL
+  url = base_url or openenv.DEFAULT_BASE_URL
   openenv.Session(url)  # Refuses what is no address.
-  token = genv_gym.read_token(settings.get("token_file") or "")
+  token = genv_gym.read_token(token_file)
   # A server's address may be given as that of its sessions.
   url = "http" + url[2:] if url.startswith("ws") else url
   found = concurrency.call(
       lambda: _ask(url.rstrip("/"), token), seconds=_SECONDS + 5,
       what=f"asking {url}",
   )  # pyformat: disable
-  for family in families:
+  for family in families or ():
     if family not in found.families():
       wrong = registry.unknown_name("task family", family, found.families())
       raise ValueError(f"{url}: {wrong}")
@@ -105,19 +115,17 @@ async def _ask(url: str, token: str) -> Any:
 
   async def call(method: str, path: str, body: Any = None) -> Any:
     try:
-      reply = await http.call(method, url + path, _SECONDS, body=body)
+      return await http.json(method, url + path, _SECONDS, body=body)
     except http_lib.CallError as error:
-      raise openenv.OpenEnvUnavailableError(
-          f"{error}; is that an OpenEnv server?"
-      ) from None
-    if reply.status in (404, 405, 501):
-      return None  # It has no task API, or none for this environment.
-    if not reply.ok:
-      raise openenv.OpenEnvRequestError(f"{url}{path}: {reply.quoted()}")
-    try:
-      return http_lib.json_of(reply.content)
-    except ValueError:
-      raise openenv.OpenEnvError(f"{url}{path}: no JSON") from None
+      if error.answer is None:
+        raise openenv.OpenEnvUnavailableError(
+            f"{error}; is that an OpenEnv server?"
+        ) from None
+      if error.answer.ok:
+        raise openenv.OpenEnvError(f"{url}{path}: no JSON") from None
+      if error.status in (404, 405, 501):
+        return None  # It has no task API, or none for this environment.
+      raise openenv.OpenEnvRequestError(str(error)) from None
 
   try:
     return await _listed(url, call)

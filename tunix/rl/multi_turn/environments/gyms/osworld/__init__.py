@@ -1,1 +1,12 @@
-"""The `osworld` gym: machines that run OSWorld's server."""
+"""Declares the `osworld` gym: machines that run OSWorld's server."""
+
+from tunix.rl.multi_turn.environments.gyms import spec
+
+GYM = spec.GymSpec(
+    doc="machines of OSWorld, see docs/outside_gyms.md",
+    make=f"{__name__}.gym:OSWorldGym",
+    tasks=f"{__name__}.tasks:file_tasks",
+    set_by_run=spec.SIZE,
+    lists_tasks=True,
+    size_known_after_start=True,
+)

@@ -68,16 +68,8 @@ _STEPS = {
 }
 
 
-class OSWorldError(RuntimeError):
-  """A machine did not do what it was asked to.
-
-  Attributes:
-    status: HTTP status, 0 without an answer.
-  """
-
-  def __init__(self, message: str, status: int = 0):
-    super().__init__(message)
-    self.status = status
+class OSWorldError(http_lib.CallError):
+  """A machine did not do what it was asked to."""
 
 
 def check_task(task: Mapping[str, Any]) -> None:
@@ -172,7 +164,7 @@ class OSWorldGym:
     self._settle_s, self._scroll_px = settle_s, scroll_px
     self._root = pathlib.Path(upload_root).resolve() if upload_root else None
     self._call_s, self._start_s, self._python = call_s, start_s, python
-    self._http: machines_lib.Http | None = None
+    self._http: http_lib.Http | None = None
     self._held: str | None = None
     self._task: Mapping[str, Any] | None = None
     self._failed = False
@@ -204,7 +196,7 @@ class OSWorldGym:
       raise OSWorldError(
           f"none of {len(self._machines)} machines became free within"
           f" {self._start_s:g} s; use fewer episodes at a time"
-          " (rollout.concurrency) or more machines"
+          " (collect.concurrency) or more machines"
       )
     self.url = self._held
     if self._reset is not None:
@@ -310,9 +302,9 @@ class OSWorldGym:
       raise RuntimeError("no episode is running; call start(task) first")
     return self.url + path
 
-  def _client(self) -> machines_lib.Http:
+  def _client(self) -> http_lib.Http:
     if self._http is None:
-      self._http = machines_lib.Http(OSWorldError)
+      self._http = http_lib.Http(OSWorldError)
     return self._http
 
   async def _ready(self) -> None:

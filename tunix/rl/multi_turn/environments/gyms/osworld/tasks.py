@@ -1,4 +1,4 @@
-"""OSWorld's task files as a task set.
+"""Makes a task set of OSWorld's task files.
 
 `gym.options.tasks_dir` is a directory `<domain>/<id>.json`, OSWorld's
 `evaluation_examples/examples`. Families are the domains. Every fifth task of a
@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import pathlib
-from typing import Any, Mapping, Sequence
+from typing import Sequence
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
@@ -44,26 +44,33 @@ def read_task(path: pathlib.Path) -> base.Task:
   )
 
 
-def tasks(
-    settings: Mapping[str, Any], families: Sequence[str]
+def file_tasks(
+    families: Sequence[str] | None = None,
+    *,
+    tasks_dir: str = "",
+    unsupported: str = "refuse",
 ) -> openenv_tasks.IndexedTasks:
-  """The tasks that an `osworld` gym's settings name.
+  """The tasks of a directory.
+
+  Args:
+    families: domains to offer, none or () for all.
+    tasks_dir: the directory, see the module docstring.
+    unsupported: "refuse" or "skip" tasks that cannot be played.
 
   Raises:
     ValueError: no directory, a file that is no task, a task that cannot be
       played (with `unsupported: refuse`), or a domain without tasks.
   """
-  root = pathlib.Path(str(settings.get("tasks_dir") or "")).expanduser()
-  if not settings.get("tasks_dir") or not root.is_dir():
+  root = pathlib.Path(tasks_dir).expanduser()
+  if not tasks_dir or not root.is_dir():
     raise ValueError(
-        f"gym.options.tasks_dir={settings.get('tasks_dir')!r} must be a"
+        f"gym.options.tasks_dir={tasks_dir!r} must be a"
         " directory <domain>/<id>.json, as OSWorld's"
         " evaluation_examples/examples"
     )
-  on_unsupported = settings.get("unsupported", "refuse")
-  if on_unsupported not in _ON_UNSUPPORTED:
+  if unsupported not in _ON_UNSUPPORTED:
     raise ValueError(
-        f"gym.options.unsupported={on_unsupported!r} must be one of"
+        f"gym.options.unsupported={unsupported!r} must be one of"
         f" {', '.join(_ON_UNSUPPORTED)}"
     )
   train: dict[str, list[base.Task]] = {}
@@ -76,7 +83,7 @@ def tasks(
     try:
       osworld.check_task(task.params["osworld"])
     except ValueError as error:
-      if on_unsupported == "refuse":
+      if unsupported == "refuse":
         raise ValueError(
             f"{path}: {error}; gym.options.unsupported=skip leaves such tasks"
             " out"

@@ -1,11 +1,41 @@
-"""A real Linux desktop on Xvfb: its own display, home and processes."""
+"""Declares the `xdesktop` gym: a real Linux desktop on Xvfb.
 
-from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
-from tunix.rl.multi_turn.environments.gyms.xdesktop.gym import XDesktopGym
-from tunix.rl.multi_turn.environments.gyms.xdesktop.oracle import describe
-from tunix.rl.multi_turn.environments.gyms.xdesktop.oracle import oracle_action
-from tunix.rl.multi_turn.environments.gyms.xdesktop.programs import missing
-from tunix.rl.multi_turn.environments.gyms.xdesktop.tasks import XDesktopTasks
+Each episode has its own display, home and processes.
+"""
 
-DesktopError = errors.DesktopError
-ProgramsNotFound = errors.ProgramsNotFound
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.environments.gyms import spec
+
+GYM = spec.GymSpec(
+    doc="a real Linux desktop on Xvfb, see docs/xdesktop.md",
+    make=f"{__name__}.gym:XDesktopGym",
+    tasks=f"{__name__}.tasks:XDesktopTasks",
+    preset={
+        "task_source.families": (
+            "window-close", "window-maximize", "window-minimize",
+        ),
+        # A quarter of a screen of 1024x768, each way: four of them fit.
+        "gym.width": 256,
+        "gym.height": 192,
+        "environment.max_turns": 4,
+        "engine.context_length": 1024,
+        "learner.row_length": 1024,
+        # A desktop is some processes and 100 MB, and takes a second to start.
+        "collect.concurrency": 8,
+        "engine.slots": 8,
+        "collect.deadlines.reset": 120.0,
+        "collect.deadlines.step": 60.0,
+    },
+    oracle=f"{__name__}.oracle:oracle_action",
+    describe=f"{__name__}.oracle:describe",
+    set_by_run=spec.SIZE,
+)
+
+__getattr__ = registry.lazy_attributes(
+    __name__,
+    errors="DesktopError ProgramsNotFound",
+    gym="XDesktopGym",
+    oracle="describe oracle_action",
+    programs="missing",
+    tasks="XDesktopTasks",
+)

@@ -14,7 +14,7 @@ import bisect
 import dataclasses
 import itertools
 import time
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
@@ -244,14 +244,6 @@ class SlotTable:
     self.requests[request.slot] = None
     self._free.append(request.slot)
     request.slot = None
-
-
-def bucket(buckets: Sequence[int], need: int) -> int:
-  """The smallest of the ascending buckets that holds `need`, else the last."""
-  for size in buckets:
-    if size >= need:
-      return size
-  return buckets[-1]
 
 
 @dataclasses.dataclass

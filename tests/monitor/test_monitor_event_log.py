@@ -1,4 +1,4 @@
-"""The process that tells the monitor, and the way to it."""
+"""The event log, its codec, and the uploader process."""
 
 import dataclasses
 import json
@@ -21,10 +21,12 @@ import synthetic_run
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import event_codec
-from tunix.rl.multi_turn.monitor.client import event_log as relay_lib
+from tunix.rl.multi_turn.monitor.client import event_log
 from tunix.rl.multi_turn.monitor.client import uploader
 
+Config = settings_lib.MonitorConfig
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -34,14 +36,11 @@ def _server(tmp_path):
     yield server
 
 
-def told(url, folder, **client):
-  return {
-      "url": url, "token": "",
-      "client": {"spool_dir": str(folder), "name": "a", **client},
-      "identity": {"training": "T", "session": 0},
-      "training": {"total_steps": 9, "group_size": 2, "groups_per_batch": 1},
-      "observer": {"start_step": 0},
-  }  # pyformat: disable
+def run(url, folder):
+  return event_log.RunSpec(
+      url=url, spool_dir=str(folder), name="a", training_id="T",
+      training={"total_steps": 9, "group_size": 2, "groups_per_batch": 1},
+  )  # pyformat: disable
 
 
 def alive(pid):
@@ -56,13 +55,13 @@ def wait_for(what, seconds=60):
     time.sleep(0.02)
 
 
-def start(relay):
-  relay.on_event(events.RunStarted("run", {"lr": float("nan")}))
+def start(log):
+  log.on_event(events.RunStarted("run", {"lr": float("nan")}))
 
 
-def play(relay, *numbers):
+def play(log, *numbers):
   for n in numbers:
-    relay.on_event(events.EpisodeStarted(f"g-{n}.0", f"g-{n}", "t"))
+    log.on_event(events.EpisodeStarted(f"g-{n}.0", f"g-{n}", "t"))
 
 
 def names(server):
@@ -174,15 +173,15 @@ def test_what_is_no_event_is_refused(data):
 
 def test_what_cannot_be_is_said_at_once(tmp_path):
   with pytest.raises(ValueError, match="http://host:port"):
-    relay_lib.Relay(told("nowhere", tmp_path))
+    event_log.EventLog(run("nowhere", tmp_path))
   (tmp_path / "file").write_text("")
   with pytest.raises(ValueError, match="file"):
-    relay_lib.Relay(told("http://127.0.0.1:9", tmp_path / "file"))
+    event_log.EventLog(run("http://127.0.0.1:9", tmp_path / "file"))
 
 
 def test_who_starts_it_by_hand_is_told_what_it_is():
   ran = subprocess.run(
-      [sys.executable, "-m", "tunix.rl.multi_turn.monitor", "courier"],
+      [sys.executable, "-m", "tunix.rl.multi_turn.monitor", "uploader"],
       stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=60,
   )  # pyformat: disable
   assert ran.returncode == 2
@@ -191,61 +190,61 @@ def test_who_starts_it_by_hand_is_told_what_it_is():
 
 def test_what_is_logged_there_may_hold_anything(capfd):
   record = logging.LogRecord("a", 30, "", 0, "odd: \ud800 %s", ("x",), None)
-  uploader._Says().emit(record)
+  uploader._LogForwarder().emit(record)
   assert json.loads(capfd.readouterr().out) == {"log": "odd: ? x", "level": 30}
 
 
 def test_the_process_is_small_and_stands_back(server, tmp_path):
-  relay = relay_lib.Relay(told(server.url, tmp_path))
-  mapped = pathlib.Path(f"/proc/{relay.pid}/maps").read_text()
+  log = event_log.EventLog(run(server.url, tmp_path))
+  mapped = pathlib.Path(f"/proc/{log.pid}/maps").read_text()
   assert "sqlite" in mapped and "jaxlib" not in mapped
-  assert os.getsid(relay.pid) == os.getsid(0)
-  assert os.getpgid(relay.pid) == relay.pid  # Ctrl-C is not for it.
-  assert os.getpriority(os.PRIO_PROCESS, relay.pid) == relay_lib.NICENESS
-  start(relay)
-  play(relay, 1)
-  assert relay.drain(20) and names(server) == {"g-1.0"}
-  play(relay, 2)
-  assert relay.close() and not alive(relay.pid)
-  assert relay.close()
+  assert os.getsid(log.pid) == os.getsid(0)
+  assert os.getpgid(log.pid) == log.pid  # Ctrl-C is not for it.
+  assert os.getpriority(os.PRIO_PROCESS, log.pid) == Config().uploader_niceness
+  start(log)
+  play(log, 1)
+  assert log.drain(20) and names(server) == {"g-1.0"}
+  play(log, 2)
+  assert log.close() and not alive(log.pid)
+  assert log.close()
   assert names(server) == {"g-1.0", "g-2.0"}
   assert list(tmp_path.glob("*.spool")) == []
 
 
-def test_a_courier_that_is_killed_is_replaced(server, tmp_path, caplog):
-  relay = relay_lib.Relay(told(server.url, tmp_path))
-  start(relay)
-  relay.on_event(events.StepFinished(4, 4, {}))
-  relay.on_event(events.WeightsPublished(4, 0.1))
-  play(relay, 1)
-  assert relay.drain(20)
-  first = relay.pid
+def test_an_uploader_that_is_killed_is_replaced(server, tmp_path, caplog):
+  log = event_log.EventLog(run(server.url, tmp_path))
+  start(log)
+  log.on_event(events.StepFinished(4, 4, {}))
+  log.on_event(events.WeightsPublished(4, 0.1))
+  play(log, 1)
+  assert log.drain(20)
+  first = log.pid
   os.kill(first, signal.SIGKILL)
   wait_for(lambda: not alive(first))
-  play(relay, 2)  # Or the next: the pipe may take one before it is known.
-  wait_for(lambda: (play(relay, 3), relay.pid != first)[1])
-  play(relay, 4)
-  assert relay.drain(20)
+  play(log, 2)  # Or the next: the pipe may take one before it is known.
+  wait_for(lambda: (play(log, 3), log.pid != first)[1])
+  play(log, 4)
+  assert log.drain(20)
   assert names(server) >= {"g-1.0", "g-4.0"}
   (row,) = [r for r in server.rows("rollout") if "g-4.0" in r["rollout_id"]]
   steps = {r["id"]: r["step"] for r in server.rows("step")}
   assert steps[row["step_id"]] == 5 and row["model_path"] == "@4"
-  assert relay.close()
+  assert log.close()
   assert "started again" in caplog.text
 
 
-def test_measurements_go_on_in_another_courier(server, tmp_path):
-  relay = relay_lib.Relay(told(server.url, tmp_path))
-  start(relay)
-  relay.on_event(events.EvalStarted("step_4", "sampled", 2, 4))
-  assert relay.drain(60)
-  first = relay.pid
+def test_measurements_go_on_in_another_uploader(server, tmp_path):
+  log = event_log.EventLog(run(server.url, tmp_path))
+  start(log)
+  log.on_event(events.EvalStarted("step_4", "sampled", 2, 4))
+  assert log.drain(60)
+  first = log.pid
   os.kill(first, signal.SIGKILL)
-  wait_for(lambda: (play(relay, 1), relay.pid != first)[1])
-  relay.on_event(events.EpisodeStarted("g-2.0", "g-2", "t", "eval"))
-  relay.on_event(events.EvalFinished("step_4", {"success_rate": 0.5}))
-  relay.on_event(events.EpisodeStarted("g-3.0", "g-3", "t"))
-  assert relay.close()
+  wait_for(lambda: (play(log, 1), log.pid != first)[1])
+  log.on_event(events.EpisodeStarted("g-2.0", "g-2", "t", "eval"))
+  log.on_event(events.EvalFinished("step_4", {"success_rate": 0.5}))
+  log.on_event(events.EpisodeStarted("g-3.0", "g-3", "t"))
+  assert log.close()
   (measured,) = server.rows("eval")
   assert (measured["step"], measured["status"]) == (4, "completed")
   sources = {
@@ -255,49 +254,51 @@ def test_measurements_go_on_in_another_courier(server, tmp_path):
   assert sources["g-2.0"] == "eval" and sources["g-3.0"] == "step"
 
 
-def test_what_waits_at_the_end_is_told_by_another_courier(server, tmp_path):
-  relay = relay_lib.Relay(told(server.url, tmp_path), close_s=60.0)
-  start(relay)
-  assert relay.drain(60)
-  os.kill(relay.pid, signal.SIGKILL)
-  wait_for(lambda: relay._courier.ended)
-  play(relay, 1, 2)
-  relay.on_event(events.RunFinished("completed"))
-  assert relay.close()
+def test_what_waits_at_the_end_is_told_by_another_uploader(server, tmp_path):
+  log = event_log.EventLog(
+      run(server.url, tmp_path), Config(close_timeout_s=60.0)
+  )
+  start(log)
+  assert log.drain(60)
+  os.kill(log.pid, signal.SIGKILL)
+  wait_for(lambda: log._uploader.ended)
+  play(log, 1, 2)
+  log.on_event(events.RunFinished("completed"))
+  assert log.close()
   assert names(server) == {"g-1.0", "g-2.0"}
-  (run,) = server.rows("training")
-  assert run["status"] == "completed"
-  assert not alive(relay.pid)
+  (training,) = server.rows("training")
+  assert training["status"] == "completed"
+  assert not alive(log.pid)
 
 
 def test_who_ends_all_processes_of_a_job_does_not_end_this_one(
     server, tmp_path
 ):
-  relay = relay_lib.Relay(told(server.url, tmp_path))
-  start(relay)
-  play(relay, *range(100))
+  log = event_log.EventLog(run(server.url, tmp_path))
+  start(log)
+  play(log, *range(100))
   for number in (signal.SIGTERM, signal.SIGINT):
-    os.kill(relay.pid, number)
-  first = relay.pid
-  play(relay, *range(100, 200))
-  relay.on_event(events.RunFinished("interrupted"))
-  assert relay.close() and relay.pid == first and not relay.dropped
+    os.kill(log.pid, number)
+  first = log.pid
+  play(log, *range(100, 200))
+  log.on_event(events.RunFinished("interrupted"))
+  assert log.close() and log.pid == first and not log.dropped
   assert len(names(server)) == 200
-  (run,) = server.rows("training")
-  assert run["status"] == "paused"
+  (training,) = server.rows("training")
+  assert training["status"] == "paused"
 
 
-def test_a_courier_that_hangs_holds_up_nothing(
+def test_an_uploader_that_hangs_holds_up_nothing(
     server, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(relay_lib, "_GRACE_S", 1.0)
+  monkeypatch.setattr(event_log, "_GRACE_S", 1.0)
   store = images_lib.ImageStore()
-  relay = relay_lib.Relay(
-      told(server.url, tmp_path), images=store, close_s=0.5
+  log = event_log.EventLog(
+      run(server.url, tmp_path), Config(close_timeout_s=0.5), images=store
   )
-  start(relay)
-  assert relay.drain(20)
-  os.kill(relay.pid, signal.SIGSTOP)
+  start(log)
+  assert log.drain(20)
+  os.kill(log.pid, signal.SIGSTOP)
   rng = np.random.default_rng(0)
   took = []
   for n in range(6000):
@@ -305,52 +306,52 @@ def test_a_courier_that_hangs_holds_up_nothing(
     if n < 40:  # Pixels of 7 MB: the pipe takes one.
       pixels = rng.integers(0, 256, (200, 300, 3), np.uint8)
       episode = synthetic_run.showing(store.put(pixels), number=n)
-      relay.on_event(events.EpisodeFinished(episode, "g", "t"))
+      log.on_event(events.EpisodeFinished(episode, "g", "t"))
     else:
-      play(relay, n)
+      play(log, n)
     took.append(time.perf_counter() - began)
   # A machine may stall; who waits for the pipe would wait for ever.
   assert sorted(took)[-4] < 0.5 and max(took) < 10
-  assert relay.dropped > 1000
+  assert log.dropped > 1000
   began = time.monotonic()
-  assert not relay.close()
+  assert not log.close()
   assert time.monotonic() - began < 8
-  wait_for(lambda: not alive(relay.pid))
+  wait_for(lambda: not alive(log.pid))
 
 
 def test_an_event_that_cannot_be_told_ends_nothing(server, tmp_path):
-  relay = relay_lib.Relay(
-      told(server.url, tmp_path), images=images_lib.ImageStore()
+  log = event_log.EventLog(
+      run(server.url, tmp_path), images=images_lib.ImageStore()
   )
-  start(relay)
+  start(log)
   deep = {}
   for _ in range(5000):
     deep = {"in": deep}
-  relay.on_event(events.RunStarted("run", deep))
-  relay.on_event(events.EpisodeFinished(
+  log.on_event(events.RunStarted("run", deep))
+  log.on_event(events.EpisodeFinished(
       trajectory_lib.Trajectory(
           steps=[trajectory_lib.Step(chat_completions=[None])],
           status=trajectory_lib.TrajectoryStatus.FAILED,
       ), "g", "t",
   ))  # pyformat: disable
-  play(relay, 1)
-  assert relay.close()
+  play(log, 1)
+  assert log.close()
   assert names(server) >= {"g-1.0"}
 
 
 def test_screenshots_come_with_the_episodes_that_show_them(server, tmp_path):
   store = images_lib.ImageStore()
-  relay = relay_lib.Relay(told(server.url, tmp_path), images=store)
-  start(relay)
+  log = event_log.EventLog(run(server.url, tmp_path), images=store)
+  start(log)
   rng = np.random.default_rng(0)
   pixels = [rng.integers(0, 256, (20, 30, 3), np.uint8) for _ in range(3)]
   for n, image in enumerate([*pixels, pixels[0]]):
     episode = synthetic_run.showing(store.put(image), number=n)
-    relay.on_event(events.EpisodeFinished(episode, f"s-{n}", "t"))
+    log.on_event(events.EpisodeFinished(episode, f"s-{n}", "t"))
   gone = trajectory_lib.ImageRef("0" * 64, 3, 3)
   episode = synthetic_run.showing(gone, number=9)
-  relay.on_event(events.EpisodeFinished(episode, "s-9", "t"))
-  assert relay.close()
+  log.on_event(events.EpisodeFinished(episode, "s-9", "t"))
+  assert log.close()
   assert {r["sha256"] for r in server.rows("monitor_screenshot", order=1)} == {
       images_lib.hash_pixels(p) for p in pixels
   }
@@ -358,29 +359,31 @@ def test_screenshots_come_with_the_episodes_that_show_them(server, tmp_path):
 
 
 def test_pixels_come_no_faster_than_they_can_be_kept(server, tmp_path):
-  """An episode of 300 MB of pixels, more than the courier holds at once."""
+  """An episode of 300 MB of pixels, more than the uploader holds at once."""
   store = images_lib.ImageStore()
-  relay = relay_lib.Relay(
-      told(server.url, tmp_path), images=store, close_s=100.0
+  log = event_log.EventLog(
+      run(server.url, tmp_path), Config(close_timeout_s=100.0), images=store
   )
-  start(relay)
+  start(log)
   refs = [
       store.put(np.full((640, 1024, 3), (n, 7, 9), np.uint8))
       for n in range(150)
   ]
-  relay.on_event(
+  log.on_event(
       events.EpisodeFinished(synthetic_run.showing(*refs), "s-0", "t")
   )
-  assert relay.close()
+  assert log.close()
   assert len(server.rows("monitor_screenshot", order=1)) == 150
 
 
 def test_a_screenshot_that_was_lost_is_brought_again(server, tmp_path):
   store = images_lib.ImageStore()
-  relay = relay_lib.Relay(
-      told(server.url, tmp_path, max_spool_bytes=60_000), images=store
+  log = event_log.EventLog(
+      run(server.url, tmp_path),
+      Config(spool_mb=60_000 / (1 << 20)),
+      images=store,
   )
-  start(relay)
+  start(log)
   rng = np.random.default_rng(0)
   refs = [
       store.put(rng.integers(0, 256, size, np.uint8))
@@ -389,11 +392,11 @@ def test_a_screenshot_that_was_lost_is_brought_again(server, tmp_path):
   for number in range(2):  # The first one never has room.
     for n, ref in enumerate(refs):
       episode = synthetic_run.showing(ref, number=2 * number + n)
-      relay.on_event(events.EpisodeFinished(episode, "g", "t"))
-      assert relay.drain(60)
-    wait_for(lambda: refs[0].sha256 not in relay._sent_images)
-    assert refs[1].sha256 in relay._sent_images
-  assert relay.close()
+      log.on_event(events.EpisodeFinished(episode, "g", "t"))
+      assert log.drain(60)
+    wait_for(lambda: refs[0].sha256 not in log._sent_images)
+    assert refs[1].sha256 in log._sent_images
+  assert log.close()
   (row,) = server.rows("monitor_screenshot", order=1)
   assert row["sha256"] == refs[1].sha256
 
@@ -401,9 +404,10 @@ def test_a_screenshot_that_was_lost_is_brought_again(server, tmp_path):
 def test_a_trainer_that_is_killed_has_told_everything(server, tmp_path):
   program = (
       "import json, os, signal, sys\n"
-      "from tunix.rl.multi_turn import events\n"
-      "from tunix.rl.multi_turn.monitor.client import relay\n"
-      "r = relay.Relay(json.loads(sys.argv[1]))\n"
+      "from tunix.rl.multi_turn.core import events\n"
+      "from tunix.rl.multi_turn.monitor.client import event_log\n"
+      "run = event_log.RunSpec(**json.loads(sys.argv[1]))\n"
+      "r = event_log.EventLog(run)\n"
       "print(r.pid, flush=True)\n"
       "r.on_event(events.RunStarted('run', {}))\n"
       "for n in range(1000):\n"
@@ -413,7 +417,8 @@ def test_a_trainer_that_is_killed_has_told_everything(server, tmp_path):
       "os.kill(os.getpid(), signal.SIGKILL)\n"
   )
   trainer = subprocess.run(
-      [sys.executable, "-c", program, json.dumps(told(server.url, tmp_path))],
+      [sys.executable, "-c", program,
+       json.dumps(dataclasses.asdict(run(server.url, tmp_path)))],
       stdout=subprocess.PIPE, text=True, timeout=100,
   )  # pyformat: disable
   assert trainer.returncode == -signal.SIGKILL

@@ -1,0 +1,275 @@
+"""Finds values of different sections that cannot go together.
+
+Each problem names the fields, why, and what to change. What one section can
+know by itself is checked in its own class.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator
+
+from tunix.rl.multi_turn.config import train_config
+from tunix.rl.multi_turn.core import settings
+from tunix.rl.multi_turn.environments import spec as environment_spec
+from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.policy import settings as policy_settings
+
+TrainConfig = train_config.TrainConfig
+SHIPPED = ("tiny_vl", "qwen3_vl_tiny")
+"""Policies whose weights are in this package."""
+
+
+def contradictions(config: TrainConfig) -> list[str]:
+  """Every contradiction between the sections."""
+  return [
+      *_episode(config),
+      *_tasks(config),
+      *_engine(config),
+      *_external(config),
+      *_learning(config),
+      *_algorithm(config),
+      *_queue(config),
+      *_warm_start(config),
+  ]
+
+
+def _environment(c: TrainConfig) -> environment_spec.EnvironmentSpec | None:
+  try:
+    return environment_spec.get(c.environment.name)
+  except (ValueError, ImportError):
+    return None  # Its name is a problem of its own.
+
+
+def _gym(c: TrainConfig) -> gyms.GymSpec | None:
+  try:
+    return gyms.get(c.gym.name)
+  except (ValueError, ImportError):
+    return None
+
+
+def _episode(c: TrainConfig) -> Iterator[str]:
+  """The environment against the grammar, the gym and the policy's images."""
+  found = _environment(c)
+  if found is None:
+    return
+  try:
+    parser = tool_parser.get_tool_parser(c.agent.parser)
+  except (ValueError, ImportError):
+    parser = None
+  name = f"environment.name={c.environment.name}"
+  if parser is not None and c.agent.name == "tool":
+    is_gui = isinstance(parser, type) and issubclass(
+        parser, tool_parser.GuiActionParser
+    )
+    if found.grammar == "gui" and not is_gui:
+      yield (
+          f"agent.parser={c.agent.parser} has no GUI actions, which {name}"
+          " needs; use computer_use_compact, computer_use or another GUI"
+          " grammar"
+      )
+    if found.grammar == "tool" and is_gui:
+      yield (
+          f"agent.parser={c.agent.parser} has GUI actions only, and {name}"
+          " needs calls of tools; use qwen or qwen_xml"
+      )
+  if not found.gym:
+    default = train_config.GymConfig()
+    for field in settings.fields(train_config.GymConfig):
+      value = getattr(c.gym, field.name)
+      if value != getattr(default, field.name):
+        yield (
+            f"gym.{field.name}={value}: {name} has no gym; leave it out, or"
+            " set environment=cua"
+        )
+    if c.agent.on_parse_error == "end" and c.agent.name == "tool":
+      yield (
+          f"agent.on_parse_error=end ends an episode of {name} at its answer,"
+          " which is text without a call; set it to answer or retry"
+      )
+
+
+def _tasks(c: TrainConfig) -> Iterator[str]:
+  """The gym's own options and size, and where its tasks come from."""
+  found, spec = _environment(c), _gym(c)
+  if found is None or (found.gym and spec is None):
+    return
+  families = c.task_source.families
+  generated = c.task_source.source == "generated"
+  if found.gym:
+    yield from spec.problems(
+        c.gym.options,
+        c.gym.width,
+        c.gym.height,
+        families if generated else None,
+    )
+    if c.task_source.source == "gym" and spec.task_list is None:
+      yield (
+          f"task_source.source=gym is the list of a gym server, but"
+          f" gym.name={c.gym.name}; set gym.name=genv, or another source"
+      )
+  elif generated and not found.tasks:
+    yield (
+        f"environment.name={c.environment.name} makes no tasks of its own; set"
+        " task_source.source=jsonl and task_source.path"
+    )
+  elif c.task_source.source == "gym":
+    yield (
+        "task_source.source=gym is the list of a gym server, but"
+        f" environment.name={c.environment.name} has no gym; set"
+        " task_source.source=jsonl or huggingface"
+    )
+
+
+def _engine(c: TrainConfig) -> Iterator[str]:
+  context = c.engine.context_length
+  if c.sampling.max_new_tokens >= context:
+    yield (
+        f"sampling.max_new_tokens={c.sampling.max_new_tokens} leaves no room"
+        f" for a prompt in engine.context_length={context}; lower the first or"
+        " raise the second"
+    )
+  if c.engine.lockstep == "true" and c.rollout.via != "in_process":
+    yield (
+        "engine.lockstep=true waits for sessions in the order in which they"
+        f" open, which rollout.via={c.rollout.via} does not tell the engine;"
+        " set engine.lockstep=auto (equal seeds still give equal tokens, up to"
+        " rounding)"
+    )
+  if c.engine.lockstep == "true" and c.queue.max_staleness > 0:
+    yield (
+        "engine.lockstep=true is for repeatable runs, which"
+        f" queue.max_staleness={c.queue.max_staleness} cannot give (new"
+        " weights arrive at any time); set queue.max_staleness=0 or"
+        " engine.lockstep=auto"
+    )
+  if c.learner.row_length < context:
+    yield (
+        f"learner.row_length={c.learner.row_length} is shorter than"
+        f" engine.context_length={context}, and sequences are never cut; raise"
+        " the first or lower the second"
+    )
+
+
+def _external(c: TrainConfig) -> Iterator[str]:
+  if c.rollout.via != "external":
+    if c.external.url:
+      yield (
+          f"external.url={c.external.url} is not asked with"
+          f" rollout.via={c.rollout.via}; set rollout.via=external"
+      )
+    return
+  if not c.external.url:
+    yield (
+        "rollout.via=external needs external.url, where vLLM or SGLang listens;"
+        " python -m tunix.rl.multi_turn.clients.vllm prints how to start it"
+    )
+  if not policy_settings.is_directory(c.policy.name):
+    yield (
+        f"rollout.via=external: policy.name={c.policy.name} is no directory"
+        " that another process could load; save one and give its path"
+    )
+  if c.engine.weights != "same":
+    yield (
+        f"engine.weights={c.engine.weights} is of the engine in this process;"
+        " leave it at same with rollout.via=external"
+    )
+
+
+def _learning(c: TrainConfig) -> Iterator[str]:
+  size, valid = c.collect.group_size, c.collect.min_valid
+  if c.learner.steps > 0 and size < 2:
+    yield (
+        f"collect.group_size={size}: {c.algorithm.advantage} compares the"
+        " episodes of a group, so it needs >= 2 (or steps=0)"
+    )
+  if c.learner.steps > 0 and valid < 2:
+    yield (
+        f"collect.min_valid={valid}: one episode has nothing to be compared"
+        " with; set it >= 2"
+    )
+  shards = c.mesh.data * c.mesh.fsdp
+  if c.learner.rows % shards != 0:
+    yield (
+        f"learner.rows={c.learner.rows} cannot be divided among mesh.data *"
+        f" mesh.fsdp = {shards} shards; set learner.rows to a multiple"
+    )
+  if c.learner.row_length % c.mesh.sequence != 0:
+    yield (
+        f"learner.row_length={c.learner.row_length} cannot be divided among"
+        f" mesh.sequence={c.mesh.sequence} shards; make it a multiple"
+    )
+
+
+def _algorithm(c: TrainConfig) -> Iterator[str]:
+  extra = [
+      f"algorithm.{name}={getattr(c.algorithm, name)}"
+      for name in ("kl_coef", "entropy_coef")
+      if getattr(c.algorithm, name) > 0
+  ]
+  if c.learner.skip_zero_advantage and extra:
+    yield (
+        "learner.skip_zero_advantage=true would also skip the term of"
+        f" {' and '.join(extra)} on those groups; set"
+        " learner.skip_zero_advantage=false"
+    )
+  if c.engine.weights == "int8" and c.algorithm.importance == "none":
+    yield (
+        "engine.weights=int8 samples from another policy than the one that"
+        " learns; set algorithm.importance=tis"
+    )
+  s = c.sampling
+  truncated = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
+  if (
+      truncated and c.algorithm.importance == "none" and c.learner.steps > 0
+  ):
+    yield (
+        f"sampling.top_k={s.top_k}, sampling.top_p={s.top_p},"
+        f" sampling.min_p={s.min_p} sample from a truncated distribution that"
+        " the learner does not reproduce; set them to 0, 1 and 0, or"
+        " algorithm.importance=tis"
+    )
+
+
+def _queue(c: TrainConfig) -> Iterator[str]:
+  every = c.learner.publish_every
+  if every > c.queue.max_staleness + 1:
+    yield (
+        f"learner.publish_every={every} makes tokens up to {every - 1} versions"
+        f" old, more than queue.max_staleness={c.queue.max_staleness} accepts:"
+        " nothing would ever be trained on; raise queue.max_staleness or lower"
+        " publish_every"
+    )
+  groups = c.learner.groups_per_step
+  if 0 < c.queue.capacity < groups:
+    yield (
+        f"queue.capacity={c.queue.capacity} can never hold the"
+        f" learner.groups_per_step={groups} groups of one update; set it to 0"
+        f" or >= {groups}"
+    )
+
+
+def _warm_start(c: TrainConfig) -> Iterator[str]:
+  start = c.warm_start
+  if start.source == "embedded" and c.policy.name not in SHIPPED:
+    yield (
+        f"warm_start.source=embedded holds weights of {' and '.join(SHIPPED)},"
+        f" not of policy.name={c.policy.name}; set warm_start.source=none (a"
+        " directory brings its own weights) or path"
+    )
+  if not start.steps or start.recordings:
+    return
+  found, spec = _environment(c), _gym(c)
+  if found is not None and not found.gym:
+    yield (
+        f"warm_start.steps={start.steps} needs demonstrations, and"
+        f" environment.name={c.environment.name} has no oracle; set"
+        " warm_start.steps=0"
+    )
+  elif spec is not None and spec.oracle is None:
+    yield (
+        f"warm_start.steps={start.steps} needs demonstrations, and"
+        f" gym.name={c.gym.name} has no oracle; set warm_start.steps=0 or"
+        " warm_start.recordings, or clone on desktop first and start from its"
+        " checkpoint"
+    )

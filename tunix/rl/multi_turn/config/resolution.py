@@ -1,0 +1,267 @@
+"""Resolves layers of settings to one checked configuration.
+
+`load_config(argv)` merges, later wins: the defaults of the settings classes,
+the presets of the chosen environment, gym and policy, a YAML file,
+`key=value` overrides.
+
+Promises: all problems of a command line and its file are reported at once:
+unknown keys, values of a wrong type or range, unknown names, contradictions.
+A contradiction with a value that is wrong by itself is not reported beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pathlib
+import time
+from typing import Any, Mapping, Sequence
+
+from tunix.rl.multi_turn.config import checks
+from tunix.rl.multi_turn.config import documentation
+from tunix.rl.multi_turn.config import loader
+from tunix.rl.multi_turn.config import train_config
+from tunix.rl.multi_turn.environments import spec as environment_spec
+from tunix.rl.multi_turn.environments.gyms import registry as gyms
+import yaml
+
+TrainConfig = train_config.TrainConfig
+ConfigError = loader.ConfigError
+ALIASES = train_config.ALIASES
+
+
+def from_dict(
+    data: Mapping[str, Any], source: str = "config"
+) -> TrainConfig:
+  """From nested or dotted keys; what is absent has its default.
+
+  Raises:
+    ConfigError: naming every unknown key and wrong or contradictory value.
+  """
+  problems: list[str] = []
+  flat = loader.flatten(data, TrainConfig, ALIASES, source, problems)
+  return _resolve([flat], problems)
+
+
+def from_yaml(text: str, source: str = "config") -> TrainConfig:
+  """As `from_dict`, of a YAML text."""
+  return from_dict(parse_yaml(text, source), source)
+
+
+def parse_yaml(text: str, source: str) -> dict[str, Any]:
+  """The sections of a YAML text.
+
+  Raises:
+    ConfigError: not YAML, or no sections.
+  """
+  try:
+    data = yaml.safe_load(text)
+  except yaml.YAMLError as error:
+    mark = getattr(error, "problem_mark", None)
+    where = f" at line {mark.line + 1}" if mark else ""
+    raise ConfigError([f"{source} is not valid YAML{where}: {error}"]) from None
+  if data is None:
+    return {}
+  if not isinstance(data, dict):
+    raise ConfigError(
+        [f"{source} must hold sections, got a {type(data).__name__}"]
+    )
+  return data
+
+
+def _resolve(
+    layers: Sequence[Mapping[str, Any]], problems: list[str]
+) -> TrainConfig:
+  """Presets of what is chosen, then the layers; built and checked.
+
+  Raises:
+    ConfigError: `problems` and whatever else is found.
+  """
+  given: dict[str, Any] = {}
+  for layer in layers:
+    for path, value in layer.items():
+      given[path] = loader.merge(given.get(path), value)
+  _import_modules(given, problems)
+  merged = {**_presets(given), **given}
+  config = loader.build(TrainConfig, merged, [])
+  if _can_clone(config):
+    merged = {**gyms.get(config.gym.name).cloning_preset, **merged}
+  config = loader.build(TrainConfig, merged, problems)
+  problems += loader.name_problems(config)
+  wrong = [p.partition("=")[0].split(":")[0] for p in problems]
+  problems += [
+      p
+      for p in checks.contradictions(config)
+      if not any(key and key in p for key in wrong)
+  ]
+  if problems:
+    raise ConfigError(list(dict.fromkeys(problems)))
+  return config
+
+
+def _import_modules(given: Mapping[str, Any], problems: list[str]) -> None:
+  """Imports run.imports: names of the user's own are known from here on."""
+  names = loader.coerce(given.get("run.imports", ()), tuple[str, ...])
+  for name in names if isinstance(names, tuple) else ():
+    try:
+      importlib.import_module(str(name))
+    except ImportError as error:
+      problems.append(f"run.imports: cannot import {name}: {error}")
+
+
+def _presets(given: Mapping[str, Any]) -> dict[str, Any]:
+  """Defaults that depend on the chosen environment, gym and policy."""
+
+  def chosen(path: str) -> str:
+    default = loader.leaves(TrainConfig)[path].default
+    return str(loader.unwrap(given.get(path, default)))
+
+  found: dict[str, Any] = {}
+  try:
+    environment = environment_spec.get(chosen("environment.name"))
+    if environment.gym:
+      found |= gyms.get(chosen("gym.name")).preset
+    found |= environment.preset
+  except (ValueError, ImportError):
+    pass  # An unknown name is reported with all other names.
+  policy = chosen("policy.name")
+  if policy not in checks.SHIPPED:
+    found["warm_start.source"] = "none"
+  return found
+
+
+def _can_clone(config: TrainConfig) -> bool:
+  """Whether demonstrations for the embedded policy can be had."""
+  families = config.task_source.families
+  if config.warm_start.source != "embedded" or not families:
+    return False
+  try:
+    if not environment_spec.get(config.environment.name).gym:
+      return False
+    known = gyms.get(config.gym.name).load_oracle().families
+  except (ValueError, ImportError):
+    return False
+  return known is None or all(family in known for family in families)
+
+
+def load_config(argv: Sequence[str]) -> TrainConfig:
+  """`[config.yaml] key=value … [--dry-run]` to a checked configuration.
+
+  `run.name` is filled in when absent. With `run.resume`, that run's
+  config.yaml is the base unless a file is given.
+
+  Raises:
+    ConfigError: listing every problem.
+    SystemExit: after `--help` was printed.
+  """
+  problems: list[str] = []
+  overrides, files = _read_arguments(argv, problems)
+  if len(files) > 1:
+    problems.append(
+        f"two configuration files, {files[0]} and {files[1]}; give one"
+    )
+  layers = [_read(pathlib.Path(file), problems) for file in files[:1]]
+  resume = ""
+  for layer in [*layers, *overrides]:
+    resume = str(loader.unwrap(layer.get("run.resume", resume)) or "")
+  if resume:
+    layers = _resumed(resume, overrides, problems) if not files else layers
+  config = _resolve([*layers, *overrides], problems)
+  if not config.run.name:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    found = environment_spec.get(config.environment.name)
+    what = config.gym.name if found.gym else config.environment.name
+    name = f"{what.replace(':', '.').replace('/', '.')}-{stamp}"
+    config = dataclasses.replace(
+        config, run=dataclasses.replace(config.run, name=name)
+    )
+  return config
+
+
+def _read_arguments(
+    argv: Sequence[str], problems: list[str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+  """(overrides, files) of a command line."""
+  overrides: list[dict[str, Any]] = []
+  files: list[str] = []
+  for place, argument in enumerate(argv):
+    if argument in ("--help", "-h"):
+      topic = next(iter(argv[place + 1 : place + 2]), "")
+      print(documentation.help_text(TrainConfig, ALIASES, topic))
+      raise SystemExit(0)
+    if argument == "--dry-run":
+      overrides.append({"run.dry_run": True})
+    elif argument.startswith("-"):
+      hint = loader.nearest(argument, ("--help", "--dry-run"))
+      problems.append(
+          f"unknown option {argument}{hint or '.'} Settings are key=value,"
+          " without dashes"
+      )
+    elif "=" not in argument and argument.endswith((".yaml", ".yml")):
+      files.append(argument)
+    else:
+      try:
+        key, value = loader.parse_override(argument)
+      except ConfigError as error:
+        problems += error.problems
+        continue
+      overrides.append(
+          loader.flatten(
+              {key: value}, TrainConfig, ALIASES, "command line", problems
+          )
+      )
+  return overrides, files
+
+
+def _resumed(
+    resume: str,
+    overrides: Sequence[Mapping[str, Any]],
+    problems: list[str],
+) -> list[dict[str, Any]]:
+  """The layer of the run that is resumed."""
+  given = {path for layer in overrides for path in layer}
+  elsewhere = sorted(given & {"run.name", "run.dir"})
+  if elsewhere:
+    problems.append(
+        f"{' and '.join(elsewhere)} together with run.resume={resume}: a"
+        " resumed run goes on in its own directory; leave out one of them"
+    )
+  file = pathlib.Path(resume).expanduser() / "config.yaml"
+  if not file.is_file():
+    problems.append(
+        f"run.resume={resume} is not a run directory (no config.yaml in it);"
+        " give runs/<name>"
+    )
+    return []
+  return [_read(file, problems)]
+
+
+def _read(path: pathlib.Path, problems: list[str]) -> dict[str, Any]:
+  try:
+    data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+  except UnicodeDecodeError as error:
+    problems.append(f"{path} is no text in UTF-8: {error}")
+  except OSError as error:
+    problems.append(f"cannot read {path}: {error.strerror}")
+  except ConfigError as error:
+    problems += error.problems
+  else:
+    return loader.flatten(data, TrainConfig, ALIASES, str(path), problems)
+  return {}
+
+
+def reference() -> str:
+  """The text of docs/configuration.md."""
+  presets: dict[str, Mapping[str, Any]] = {}
+  for name in environment_spec.ENVIRONMENTS.names():
+    presets[f"`environment={name}`"] = environment_spec.get(name).preset
+  for name in gyms.names():
+    presets[f"`gym={name}`"] = gyms.get(name).preset
+  for name in gyms.names():
+    presets[f"`gym={name}`, if its oracle knows every task"] = gyms.get(
+        name
+    ).cloning_preset
+  presets["a policy without weights in this package"] = {
+      "warm_start.source": "none"
+  }
+  return documentation.reference(TrainConfig, ALIASES, presets)

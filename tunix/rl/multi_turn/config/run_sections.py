@@ -1,0 +1,161 @@
+"""Declares the settings that belong to the run itself, not to one component.
+
+Does not load anything; imports no JAX.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator, Literal
+
+from tunix.rl.multi_turn.core import settings
+
+setting = settings.setting
+
+
+@settings.settings
+class RunConfig:
+  """The run: where it writes, its seed, how long it may take."""
+
+  name: str = setting(
+      "", 'Directory below run.dir. "" = gym name and the time of start.'
+  )
+  dir: str = setting("runs", "Where run directories are made.")
+  seed: int = setting(
+      0,
+      "Every random choice derives from it. Two synchronous runs with one"
+      " seed are equal.",
+      ge=0,
+  )
+  resume: str = setting(
+      "",
+      "Run directory to continue from its last checkpoint; its config.yaml is"
+      ' the base that overrides apply to. "" = a new run.',
+  )
+  time_budget_s: float = setting(
+      0.0,
+      "Training stops after the update in which this much time has passed,"
+      " then evaluates and saves. 0 = no limit.",
+      unit="s",
+      ge=0,
+  )
+  compile_cache: str = setting(
+      "auto",
+      "Directory of compiled programs, which the next start need not compile"
+      " again. auto: $JAX_COMPILATION_CACHE_DIR, else one below the user's"
+      " cache directory. off: none.",
+  )
+  imports: tuple[str, ...] = setting(
+      (),
+      "Python modules imported first, e.g. to register gyms, parsers, rewards"
+      " or algorithms under short names. A setting that takes a name takes"
+      " package.module:attribute as well, without this.",
+  )
+  dry_run: bool = setting(
+      False,
+      "Build everything, print the resolved configuration, shapes and memory,"
+      " and exit. Same as --dry-run.",
+  )
+
+
+@settings.settings
+class RolloutConfig:
+  """How episodes reach the engine."""
+
+  via: Literal["in_process", "proxy", "external"] = setting(
+      "in_process",
+      "in_process: as tokens. proxy: through an OpenAI-compatible server that"
+      " the run opens on the loopback interface, as messages with screenshots;"
+      " what the server keeps is trained on. Needs the extras serve and"
+      " client. external: the engine is vLLM or SGLang in another process, see"
+      " external.",
+  )
+  agent: str = setting(
+      "",
+      "With via=proxy: module:function of a coroutine function that plays"
+      " episodes in its own loop, with an openai client and a computer; see"
+      ' clients/agent_session.py. "" = agent.name plays them.',
+  )
+
+  def problems(self) -> Iterator[str]:
+    if self.agent and self.via != "proxy":
+      yield (
+          f"agent={self.agent} asks an OpenAI-compatible server, which"
+          f" via={self.via} does not open; set rollout.via=proxy"
+      )
+
+
+@settings.settings
+class WarmStartConfig:
+  """What the policy can do before GRPO."""
+
+  source: Literal["none", "embedded", "path"] = setting(
+      "embedded",
+      "embedded: the small checkpoint in this package. path: warm_start.path."
+      " none: random weights, or those that a policy's directory brings.",
+  )
+  path: str = setting(
+      "", "Directory of a saved policy, for source=path: e.g. runs/x/policy."
+  )
+  steps: int = setting(
+      0,
+      "Updates of behaviour cloning on demonstrations by the gym's oracle, on"
+      " top of the source. 0 = none.",
+      ge=0,
+  )
+  recordings: str = setting(
+      "",
+      "File of recorded episodes that are cloned instead of an oracle's, those"
+      " that were solved; environments.play records them.",
+  )
+  batch_size: int = setting(64, "Demonstrated episodes an update.", ge=1)
+  learning_rate: float = setting(1e-3, "Peak of a cosine schedule.", gt=0)
+  demonstrations: int = setting(
+      4096, "Distinct demonstrated episodes, drawn in turn.", ge=1
+  )
+
+  def problems(self) -> Iterator[str]:
+    if self.source == "path" and not self.path:
+      yield (
+          "source=path needs warm_start.path; give the checkpoint directory"
+      )
+    if self.source != "path" and self.path:
+      yield (
+          f"path={self.path} is ignored by source={self.source}; set"
+          " warm_start.source=path"
+      )
+    if self.recordings and not self.steps:
+      yield (
+          f"recordings={self.recordings} are not read with steps=0; set"
+          " warm_start.steps"
+      )
+
+
+@settings.settings
+class EvalConfig:
+  """Success on held-out tasks."""
+
+  episodes_per_task: int = setting(
+      50, "Episodes of each family and mode.", ge=1
+  )
+  every: int = setting(
+      0,
+      "Evaluate every this many updates; no episode of training begins"
+      " meanwhile. 0 = start and end.",
+      ge=0,
+  )
+  modes: tuple[Literal["greedy", "sampled"], ...] = setting(
+      ("sampled", "greedy"),
+      "sampled: as in training. greedy: the likeliest token. The first is the"
+      " one reported as success_rate.",
+  )
+  seed: int = setting(
+      1,
+      "Chooses the held-out tasks; the same for every evaluation.",
+      ge=0,
+  )
+
+  def problems(self) -> Iterator[str]:
+    if not self.modes:
+      yield "modes is empty; keep greedy, sampled, or both"
+    if len(set(self.modes)) != len(self.modes):
+      yield f"modes={list(self.modes)} names a mode twice; name each once"

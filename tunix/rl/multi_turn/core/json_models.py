@@ -1,0 +1,159 @@
+"""Validates JSON with pydantic models; an error names field, value and fix.
+
+`parse` turns bytes into JSON values, `validate` turns those into a model, and
+`problem` words a `ValidationError` as one line for the client that caused it:
+
+    action.x must be <= 1e+06, got 1e+300
+    options.gym must be an object, got [1]
+
+Promises: text with half a surrogate pair, NaN and infinities are no JSON here,
+so a value that was parsed can always be written again.
+
+Does not know HTTP statuses: callers choose the error to raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Annotated, Any, Mapping, TypeVar
+
+import pydantic
+import pydantic_core
+
+T = TypeVar("T")
+
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
+Flag = Annotated[
+    bool,
+    pydantic.BeforeValidator(
+        lambda v: _FLAGS.get(v, v) if isinstance(v, str) else v
+    ),
+]
+"""true or false; also as text, as addresses have it."""
+
+
+class Request(pydantic.BaseModel):
+  """Base of what clients send: strict types, null means "not given"."""
+
+  model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
+
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def _drop_nulls(cls, data: Any) -> Any:
+    if not isinstance(data, Mapping):
+      return data
+    declared = cls.model_fields
+    return {
+        k: v for k, v in data.items() if v is not None or k not in declared
+    }
+
+
+def parse(text: str | bytes) -> Any:
+  """The value that JSON text holds.
+
+  Raises:
+    ValueError: it is no JSON, or nests deeper than 200; quotes the place.
+  """
+  try:
+    return pydantic_core.from_json(text, allow_inf_nan=False)
+  except ValueError as error:
+    raise ValueError(f"{error}{_near(text, str(error))}") from None
+
+
+def _near(text: str | bytes, message: str) -> str:
+  """The text before the place that the parser's message names."""
+  place = re.search(r"line (\d+) column (\d+)", message)
+  if place is None:
+    return ""
+  raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
+  line = raw.split(b"\n")[int(place[1]) - 1]
+  end = int(place[2])
+  cut = line[max(0, end - 20) : end].decode("utf-8", "replace")
+  return f", after {cut!r}"
+
+
+@functools.lru_cache(maxsize=None)
+def adapter(model: Any) -> pydantic.TypeAdapter[Any]:
+  """The validator of a model or annotated type, built once."""
+  return pydantic.TypeAdapter(model)
+
+
+def validate(model: type[T], data: Any, what: str = "") -> T:
+  """`data` as the model.
+
+  Args:
+    model: a model, or another type that pydantic knows.
+    data: JSON values.
+    what: name of the whole, "" where fields stand for themselves.
+
+  Raises:
+    ValueError: `problem` of the first wrong field.
+  """
+  try:
+    return adapter(model).validate_python(data)
+  except pydantic.ValidationError as error:
+    raise ValueError(problem(error, what, _fields(model))) from None
+
+
+def _fields(model: Any) -> tuple[str, ...]:
+  known = getattr(model, "model_fields", None)
+  return tuple(model.__annotations__ if known is None else known)
+
+
+_PROBLEMS = {
+    "missing": "is missing",
+    "string_type": "must be a string",
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "list_type": "must be a list",
+    "finite_number": "must be finite",
+    "greater_than": "must be > {gt:g}",
+    "greater_than_equal": "must be >= {ge:g}",
+    "less_than": "must be < {lt:g}",
+    "less_than_equal": "must be <= {le:g}",
+    "string_unicode": "must not hold half a surrogate pair",
+    "string_too_long": "must have up to {max_length} characters",
+    "string_too_short": "must have at least {min_length} characters",
+    "too_long": "must have up to {max_length} items",
+}
+
+
+def problem(
+    error: pydantic.ValidationError, what: str = "", known: tuple[str, ...] = ()
+) -> str:
+  """One line about the first wrong field.
+
+  Args:
+    error: of a validation.
+    what: name of the whole, put before the fields.
+    known: the fields there are, listed for one that is not.
+  """
+  first = error.errors(include_url=False)[0]
+  kind, value, context = first["type"], first["input"], first.get("ctx", {})
+  if kind == "extra_forbidden":
+    *parents, name = first["loc"]
+    where = ".".join(map(str, [what, *parents] if what else parents))
+    listed = f"; known: {', '.join(known)}" if known else ""
+    return f"{where or 'the request'} takes no {name!r}{listed}"
+  path = [what, *first["loc"]] if what else list(first["loc"])
+  where = ".".join(map(str, path)) or "the request"
+  if kind in ("literal_error", "enum"):
+    expected = context["expected"].replace("'", "").replace(" or ", ", ")
+    return f"{where}={short(value)} must be one of {expected}"
+  if kind == "value_error":
+    return f"{where}: {context['error']}" if path else str(context["error"])
+  text = _PROBLEMS.get(kind)
+  text = first["msg"] if text is None else text.format(**context)
+  got = "" if kind == "missing" else f", got {short(value)}"
+  return f"{where} {text}{got}"
+
+
+def short(value: Any) -> str:
+  """`repr`, of 80 characters at most."""
+  text = repr(value)
+  return text if len(text) <= 80 else text[:77] + "..."

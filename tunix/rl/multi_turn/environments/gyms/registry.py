@@ -1,0 +1,98 @@
+"""Gyms by name: each is declared once, by a `GymSpec`.
+
+`GYMS` maps a name to a spec, or to the "module:GYM" path of one, which is
+imported on first use. Wherever a gym's name is read, a "module:attribute" path
+is valid too: it holds a spec, or a plain class or function that makes a gym.
+
+Promises: naming a gym imports its declaration and nothing else of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping
+
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import spec as spec_lib
+
+GymSpec = spec_lib.GymSpec
+
+BUILT_IN = (
+    "desktop", "miniwob", "browser", "xdesktop", "gymnasium", "genv",
+    "openenv", "osworld", "android_world", "gbox", "computer",
+)  # pyformat: disable
+"""The gyms of this package, those that need the least first."""
+
+GYMS: registry.Registry[Any] = registry.Registry("gym")
+for _name in BUILT_IN:
+  GYMS.register(_name, f"tunix.rl.multi_turn.environments.gyms.{_name}:GYM")
+
+
+def register(
+    name: str, gym: GymSpec | Callable[..., base.Gym] | str | None = None
+) -> Any:
+  """Adds a gym; without one, a decorator of a gym class.
+
+  Args:
+    name: to register.
+    gym: its spec; a class or function that makes it; or the "module:attribute"
+      path of one of these.
+
+  Raises:
+    ValueError: the name is taken.
+    TypeError: `gym` is none of these.
+  """
+  if gym is not None and not isinstance(gym, str):
+    spec_lib.as_spec(gym, name)
+  return GYMS.register(name, gym)
+
+
+def unregister(name: str) -> bool:
+  """Removes a gym; False when there was none of that name."""
+  return GYMS.unregister(name)
+
+
+def names() -> tuple[str, ...]:
+  """Registered names, sorted."""
+  return GYMS.names()
+
+
+def get(name: str) -> GymSpec:
+  """The declaration of a gym.
+
+  Args:
+    name: registered, or a "module:attribute" path.
+
+  Raises:
+    ValueError: unknown; the message names the nearest one.
+    ImportError: no such module or attribute.
+    TypeError: the path holds no gym.
+  """
+  if name not in GYMS and isinstance(name, str) and ":" in name:
+    return spec_lib.as_spec(registry.import_path(name), name)
+  found = spec_lib.as_spec(GYMS.get(name), name)
+  # Its signatures are read once.
+  GYMS.register(name, found, replace=True)
+  return found
+
+
+def make(name: str, **options: Any) -> base.Gym:
+  """Builds a gym.
+
+  Raises:
+    ValueError: an unknown gym, or an unknown, missing or wrong option.
+    ImportError: the gym's package is missing.
+  """
+  return get(name).make_gym(options)
+
+
+def from_config(config: str | Mapping[str, Any]) -> base.Gym:
+  """Builds a gym from its name, or from {"name": …, and its options}.
+
+  Raises:
+    ValueError: no name; and as `make`.
+  """
+  options = {"name": config} if isinstance(config, str) else dict(config)
+  if "name" not in options:
+    raise ValueError(f"the gym config needs 'name': {options!r}")
+  return get(options.pop("name")).make_gym(options)

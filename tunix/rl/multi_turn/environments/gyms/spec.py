@@ -1,0 +1,340 @@
+"""Declares a gym: one frozen `GymSpec` holds all that the rest must know of it.
+
+    GYM = GymSpec(
+        doc="a dark screen with one lit lamp",
+        make="my_lamps.gym:LampGym",
+        tasks="my_lamps.gym:LampTasks",
+    )
+
+A gym's options are the parameters of `make` and of `tasks`: there is no second
+declaration. An option that neither takes, or of another type than annotated, is
+refused before anything is built. One mapping of options serves both factories;
+each gets those that it takes.
+
+Promises: a "module:attribute" path is imported when it is first needed, so that
+importing a declaration imports neither a browser, a desktop nor their drivers.
+
+Does not: know its users (runs, the gym server, play), or the other gyms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from typing import Any, Callable, Iterator, Literal, Mapping, Sequence
+
+from tunix.rl.multi_turn.core import arguments
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.environments.gyms import base
+
+RunFact = Literal["family", "width", "height", "size", "concurrency"]
+"""A value that belongs to the whole run, not to the gym alone. `size` is
+(width, height), `concurrency` the number of episodes that run at a time."""
+
+RUN_KEYS: Mapping[RunFact, str] = types.MappingProxyType({
+    "family": "task_source.families",
+    "width": "gym.width",
+    "height": "gym.height",
+    "size": "gym.width and gym.height",
+    "concurrency": "collect.concurrency",
+})
+"""Keys of a run's configuration that set these."""
+
+SIZE: Mapping[str, RunFact] = types.MappingProxyType(
+    {"width": "width", "height": "height"}
+)
+"""`set_by_run` of a gym with options `width` and `height`."""
+
+_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+  """Solves a gym's tasks by looking into it. Both may be coroutine functions.
+
+  Attributes:
+    act: gym -> the next right action, None at the end. LookupError: this task
+      cannot be solved.
+    describe: (gym, x, y) -> the phrase for the thing at a pixel, or None.
+    families: those that it solves; None = every family of the gym.
+  """
+
+  act: Callable[[Any], Any]
+  describe: Callable[[Any, float, float], Any]
+  families: tuple[str, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GymSpec:
+  """Declares a gym. All but `make` is optional.
+
+  A field that holds a function may hold its "module:attribute" path instead.
+
+  Attributes:
+    make: `(**options) -> Gym`, a class or function. A class with `from_dict`
+      is built by that, from a mapping of its options.
+    doc: one line for lists of gyms.
+    tasks: `(**options) -> TaskSet`; one with a parameter `families` gets the
+      chosen ones, None for all. None: the gym makes no tasks of its own.
+    name: the registered one; the registry fills it in.
+    preset: configuration keys and their defaults where this gym is chosen;
+      files and overrides win over them.
+    cloning_preset: more of them, where the run starts from the embedded
+      weights and the oracle knows every task of it: those weights have never
+      seen the gym.
+    oracle, describe: see `Oracle.act` and `Oracle.describe`; None: no oracle.
+    oracle_families: see `Oracle.families`.
+    set_by_run: options that a run sets itself, with the fact they are set to;
+      `gym.options` must not contain them.
+    family_options: `family -> options`, defaults for a family's episodes.
+    check: `(options, width, height) -> problems`, an iterator of texts: option
+      values that do not go with one another, or with the screen's size.
+    lists_tasks: whether the gym itself lists its families, so that a run need
+      not name any.
+    task_list: `(**options) -> list of CUATask`, for task_source.source=gym;
+      None: the gym has no such list.
+    starts_by_id: whether a task's id alone is enough for `start`, whatever its
+      family.
+    size_known_after_start: whether the size of its screen is unknown until it
+      has started; a run then starts it once to check the size.
+    close_shared: coroutine function that closes what the gyms of an event loop
+      share (a browser); called on that loop after the last episode.
+    runs_inline: whether its calls are cheap enough (well under a millisecond)
+      for the event loop itself, without a task each.
+  """
+
+  make: Callable[..., base.Gym] | str
+  doc: str = ""
+  tasks: Callable[..., base.TaskSet] | str | None = None
+  name: str = ""
+  preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  cloning_preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  oracle: Callable[[Any], Any] | str | None = None
+  describe: Callable[[Any, float, float], Any] | str | None = None
+  oracle_families: tuple[str, ...] | str | None = None
+  set_by_run: Mapping[str, RunFact] = dataclasses.field(default_factory=dict)
+  family_options: Callable[[str], Mapping[str, Any]] | str | None = None
+  check: (
+      Callable[[Mapping[str, Any], int, int], Iterator[str]] | str | None
+  ) = None
+  lists_tasks: bool = False
+  task_list: Callable[..., Sequence[Any]] | str | None = None
+  starts_by_id: bool = False
+  size_known_after_start: bool = False
+  close_shared: Callable[[], Any] | str | None = None
+  runs_inline: bool = False
+
+  def __post_init__(self):
+    if (self.oracle is None) != (self.describe is None):
+      raise ValueError(
+          f"gym {self.name!r}: oracle={self.oracle!r} and"
+          f" describe={self.describe!r} need each other; set both or none"
+      )
+
+  # --- options ---------------------------------------------------------------
+
+  @functools.cached_property
+  def options(self) -> Mapping[str, arguments.Option]:
+    """The options of the gym and of its tasks, by name.
+
+    Raises:
+      ImportError: the gym's package is missing.
+    """
+    return {**self._tasks_take.options, **self._gym_takes.options}
+
+  def problems(
+      self,
+      options: Mapping[str, Any],
+      width: int,
+      height: int,
+      families: Sequence[str] | None,
+  ) -> Iterator[str]:
+    """What a run's configuration of this gym has wrong, and what to change.
+
+    Args:
+      options: gym.options.
+      width, height: of the screenshots, in pixels.
+      families: that the run names; None where a list of tasks names them.
+    """
+    if families is not None and not families and not self.lists_tasks:
+      yield (
+          f"{RUN_KEYS['family']} is empty and gym.name={self.name} has no"
+          " default tasks; list at least one, e.g. tasks=[FrozenLake-v1]"
+      )
+    of_run = [name for name in self.set_by_run if name in options]
+    for name in of_run:
+      yield (
+          f"gym.options.{name}={options[name]}: the whole run has to know"
+          f" this; set {RUN_KEYS[self.set_by_run[name]]} instead"
+      )
+    own = {k: v for k, v in options.items() if k not in of_run}
+    try:
+      found = dict(self._wrong(own))
+    except ImportError:
+      return  # Building the gym reports what to install.
+    yield from (f"gym.options.{text}" for text in found.values())
+    if self.check is not None and not found:
+      yield from _loaded(self.check)(own, width, height)
+
+  def options_of(
+      self,
+      family: str,
+      *,
+      size: tuple[int, int] | None = None,
+      concurrency: int | None = None,
+  ) -> dict[str, Any]:
+    """Options for episodes of a family: its defaults, and the run's facts.
+
+    Args:
+      family: of the tasks.
+      size: (width, height) of the screenshots; None leaves it to the gym.
+      concurrency: episodes that run at a time; None leaves it to the gym.
+    """
+    facts: dict[str, Any] = {"family": family}
+    if size is not None:
+      facts |= {"width": size[0], "height": size[1], "size": size}
+    if concurrency is not None:
+      facts["concurrency"] = concurrency
+    defaults = self.family_options and _loaded(self.family_options)(family)
+    of_run = {
+        option: facts[fact]
+        for option, fact in self.set_by_run.items()
+        if fact in facts
+    }
+    return {**(defaults or {}), **of_run}
+
+  # --- what it makes ---------------------------------------------------------
+
+  def make_gym(self, options: Mapping[str, Any] = _NOTHING) -> base.Gym:
+    """Builds the gym; options of its tasks alone are left out.
+
+    Raises:
+      ValueError: an unknown, missing or wrong option.
+      ImportError: the gym's package is missing.
+    """
+    self._refuse(options, self._gym_takes)
+    factory = _loaded(self.make)
+    own = {k: v for k, v in options.items() if k in self._gym_takes}
+    from_dict = getattr(factory, "from_dict", None)
+    return from_dict(own) if from_dict else factory(**own)
+
+  def make_tasks(
+      self,
+      families: Sequence[str] | None = None,
+      options: Mapping[str, Any] = _NOTHING,
+  ) -> base.TaskSet:
+    """Builds the tasks of the gym; options of the gym alone are left out.
+
+    Args:
+      families: those to offer; none or empty for all.
+      options: of the gym and its tasks.
+
+    Raises:
+      ValueError: a gym without tasks, an unknown family, or an unknown,
+        missing or wrong option.
+      ImportError: the gym's package is missing.
+    """
+    if self.tasks is None:
+      raise ValueError(
+          f"gym.name={self.name} makes no tasks of its own; set"
+          " task_source.source=jsonl and task_source.path, or give its GymSpec"
+          " `tasks`"
+      )
+    self._refuse(options, self._tasks_take)
+    own = {k: v for k, v in options.items() if k in self._tasks_take}
+    factory = _loaded(self.tasks)
+    if "families" in arguments.takes(factory):
+      own["families"] = tuple(families) if families else None
+    return factory(**own)
+
+  def list_tasks(self, options: Mapping[str, Any] = _NOTHING) -> Sequence[Any]:
+    """The `CUATask`s of the gym's own list.
+
+    Raises:
+      ValueError: the gym has no list, or a wrong option.
+    """
+    if self.task_list is None:
+      raise ValueError(
+          f"task_source.source=gym is the list of a gym server, but"
+          f" gym.name={self.name}; set gym.name=genv, or another source"
+      )
+    factory = _loaded(self.task_list)
+    takes = arguments.takes(factory)
+    return factory(**{k: v for k, v in options.items() if k in takes})
+
+  def load_oracle(self) -> Oracle:
+    """The oracle, imported.
+
+    Raises:
+      ValueError: the gym has none.
+    """
+    if self.oracle is None or self.describe is None:
+      raise ValueError(
+          f"gym {self.name!r} has no oracle to demonstrate it; play it"
+          " yourself, or give its GymSpec `oracle` and `describe`"
+      )
+    return Oracle(
+        _loaded(self.oracle),
+        _loaded(self.describe),
+        _loaded(self.oracle_families),
+    )
+
+  def load_close_shared(self) -> Callable[[], Any] | None:
+    """`close_shared`, imported."""
+    return _loaded(self.close_shared)
+
+  # --- inside ----------------------------------------------------------------
+
+  @functools.cached_property
+  def _gym_takes(self) -> arguments.Takes:
+    return arguments.takes(_loaded(self.make))
+
+  @functools.cached_property
+  def _tasks_take(self) -> arguments.Takes:
+    found = arguments.Takes({})
+    if self.tasks is not None:
+      found = arguments.takes(_loaded(self.tasks))
+    options = {k: v for k, v in found.options.items() if k != "families"}
+    return arguments.Takes(options, found.anything)
+
+  def _wrong(self, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(option, message) of each that is unknown or of another type."""
+    if not options:
+      return  # Nothing is imported for nothing.
+    anything = self._gym_takes.anything or self._tasks_take.anything
+    known = arguments.Takes(self.options, anything)
+    yield from known.wrong(options, f"gym {self.name!r}")
+
+  def _refuse(self, options: Mapping[str, Any], takes: arguments.Takes) -> None:
+    problems = [text for _, text in self._wrong(options)]
+    problems += [
+        f"gym {self.name!r} needs option {option.name!r}"
+        f" ({option.annotation or 'any value'}); set gym.options.{option.name}"
+        for option in takes.options.values()
+        if option.default is inspect.Parameter.empty
+        and option.name not in options
+    ]
+    if problems:
+      raise ValueError("\n".join(problems))
+
+
+def as_spec(value: Any, name: str = "") -> GymSpec:
+  """`value` as a spec: itself, or a plain gym class or factory with defaults.
+
+  Raises:
+    TypeError: it is neither.
+  """
+  if isinstance(value, GymSpec):
+    return value if value.name else dataclasses.replace(value, name=name)
+  if callable(value):
+    return GymSpec(make=value, name=name)
+  raise TypeError(
+      f"gym {name!r} must be a GymSpec, or a class or function that makes a"
+      f" gym; got {value!r}"
+  )
+
+
+def _loaded(value: Any) -> Any:
+  return registry.import_path(value) if isinstance(value, str) else value

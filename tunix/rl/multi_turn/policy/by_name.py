@@ -1,0 +1,153 @@
+"""Resolves policy.name: a built-in policy, a directory, or module:factory.
+
+`resolve` is the one place that knows what a name stands for. The three kinds
+answer the same questions (`NamedPolicy`): fresh weights, weights of a
+directory, saving, the tokenizer's files, and what weights the name brings.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any, Protocol
+
+from flax import nnx
+import jax
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import custom_policy
+from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy import qwen_checkpoint
+from tunix.rl.multi_turn.policy import settings
+
+BUILT_IN = {name: settings.POLICIES.get(name) for name in settings.POLICIES}
+"""policy.name of what needs no directory -> its size."""
+
+SHIPPED = tuple(
+    name for name in BUILT_IN if (policy_files.DATA / name).is_dir()
+)
+"""Of these, the ones that come with weights."""
+
+
+class NamedPolicy(Protocol):
+  """A policy by its name.
+
+  Attributes:
+    name: as given.
+    tokenizer: directory or shipped name with its tokenizer's files; "" where
+      there are none.
+    weights: directory or shipped name of the weights that the name comes with;
+      "" for none.
+    brings_weights: whether it starts from them whatever the run says.
+    takes_image_budget: whether `image_budget` can be given.
+  """
+
+  name: str
+  tokenizer: str
+  weights: str
+  brings_weights: bool
+
+  @property
+  def takes_image_budget(self) -> bool:
+    ...
+
+  def create(
+      self,
+      seed: int = 0,
+      mesh: jax.sharding.Mesh | None = None,
+      screen: tuple[int, int] | None = None,
+      **changes: Any,
+  ) -> checkpoint.Loaded:
+    """The policy with random weights; `changes` to its config."""
+    ...
+
+  def load(
+      self,
+      source: str | pathlib.Path,
+      mesh: jax.sharding.Mesh | None = None,
+      screen: tuple[int, int] | None = None,
+      **changes: Any,
+  ) -> checkpoint.Loaded:
+    """The policy with the weights of a directory or shipped name."""
+    ...
+
+  def check(
+      self, source: str | pathlib.Path, model: nnx.Module, **changes: Any
+  ) -> None:
+    """Refuses weights that cannot take the place of `model`'s."""
+    ...
+
+  def save(self, directory: str | pathlib.Path, model: nnx.Module) -> None:
+    """Writes a policy directory that `load` reads."""
+    ...
+
+
+def resolve(name: str) -> NamedPolicy:
+  """The policy that a name stands for; imports a factory, reads no weights.
+
+  Args:
+    name: of `BUILT_IN`, a directory, or "package.module:factory".
+
+  Raises:
+    ValueError: no such factory.
+  """
+  if name in BUILT_IN:
+    return _BuiltIn(name)
+  if settings.is_factory(name):
+    return custom_policy.CustomPolicy(name)
+  return _Directory(name)
+
+
+class _Files:
+  """What built-in policies and directories have in common: `checkpoint`."""
+
+  brings_weights = False
+
+  def __init__(self, name: str):
+    self.name = name
+    self.tokenizer = name
+
+  def load(self, source, mesh=None, screen=None, **changes):
+    return checkpoint.load_policy(source, mesh, screen, **changes)
+
+  def check(self, source, model, **changes):
+    checkpoint.check(source, model, **changes)
+
+  def save(self, directory, model):
+    checkpoint.save_policy(directory, model, self.tokenizer)
+
+
+class _BuiltIn(_Files):
+
+  def __init__(self, name: str):
+    super().__init__(name)
+    self.tokenizer = "tiny_vl"
+    self.weights = name
+
+  @property
+  def takes_image_budget(self) -> bool:
+    return self.name in qwen_checkpoint.SMALL
+
+  def create(self, seed=0, mesh=None, screen=None, **changes):
+    return checkpoint.create_policy(
+        BUILT_IN[self.name], seed, self.tokenizer, mesh, screen, **changes
+    )
+
+
+class _Directory(_Files):
+  """Its sizes, and its weights."""
+
+  brings_weights = True
+
+  def __init__(self, name: str):
+    super().__init__(name)
+    self.weights = name
+
+  @property
+  def takes_image_budget(self) -> bool:
+    try:
+      kind = policy_files.model_type(policy_files.resolve(self.name))
+    except (OSError, ValueError):
+      return True  # Loading it raises what is wrong.
+    return kind in qwen_checkpoint.FAMILIES
+
+  def create(self, seed=0, mesh=None, screen=None, **changes):
+    return checkpoint.create_like(self.name, seed, mesh, screen, **changes)

@@ -1,0 +1,349 @@
+"""Policies made by a user's factory, `policy.name=package.module:factory`.
+
+`factory(**policy.config)` returns (model, processor, tokenizer): a flax nnx
+module with the methods of `base.Policy`, a `base.Processor`, and a
+`tokenizers.Tokenizer` with Qwen's chat tokens, which the renderer writes.
+Arguments `seed`, `mesh`, `compute_dtype`, `screen` and `image_budget` come from
+the run, each if the factory's signature names it.
+
+A saved policy is a directory with config.json, which names the factory, and
+model.safetensors with every parameter under its path in the module. A factory
+that has the attributes `save(directory, model)` and `load(directory, model)`
+(which fills the model in place) writes and reads the weights itself.
+
+Promises: what the factory returns is checked before anything runs, and an
+error names what is missing; a missing, extra or misshapen tensor is an error
+that names it. The factory named in a saved directory is never imported: only
+`policy.name` decides what code runs.
+
+Does not: merge adapters, or save the tokenizer; the factory brings it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import pathlib
+from typing import Any, Callable, Mapping
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from safetensors import numpy as safetensors_numpy
+import tokenizers
+from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy import sharding
+
+MODEL_TYPE = "tunix_custom"
+WEIGHTS = "model.safetensors"
+Loaded = tuple[Any, base.Processor, tokenizers.Tokenizer]
+
+FROM_RUN = ("seed", "mesh", "compute_dtype", "screen", "image_budget")
+"""Arguments that the run gives to a factory that takes them."""
+
+_MODEL_METHODS = (
+    "__call__", "encode_images", "init_cache", "extend", "logits",
+)  # pyformat: disable
+_CONFIG_FIELDS = ("vocab_size", "banned_token_ids")
+_PROCESSOR_METHODS = ("num_image_tokens", "patchify", "positions")
+_PROCESSOR_SIZES = ("patch_bytes", "patches_per_token", "position_axes")
+_CHAT_TOKENS = (
+    "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+    "<|image_pad|>",
+)  # pyformat: disable
+
+
+class CustomPolicy:
+  """A factory, and the files of the policies it makes.
+
+  A `by_name.NamedPolicy`: the name comes with neither tokenizer files nor
+  weights.
+
+  Attributes:
+    name: "package.module:factory".
+  """
+
+  tokenizer = ""
+  weights = ""
+  brings_weights = False
+
+  def __init__(self, name: str):
+    """Imports the factory.
+
+    Raises:
+      ValueError: there is none, or not one that can be called by keywords.
+    """
+    self.name = name
+    try:
+      self._factory: Callable[..., Loaded] = registry.import_path(name)
+    except (ImportError, ValueError) as error:
+      raise ValueError(
+          f"{name}: {error}; give package.module:factory of a module that"
+          " Python finds (PYTHONPATH, or the working directory)"
+      ) from error
+    if not callable(self._factory):
+      raise ValueError(
+          f"{name} is a {type(self._factory).__name__}; give a function or"
+          " class that returns (model, processor, tokenizer)"
+      )
+    try:
+      signature = inspect.signature(self._factory)
+    except ValueError:
+      raise ValueError(f"{name} has no signature in Python") from None
+    self._takes = {
+        parameter.name: parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind
+        in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    self._takes_any = any(
+        parameter.kind is parameter.VAR_KEYWORD
+        for parameter in signature.parameters.values()
+    )
+    hooks = [
+        hook for hook in ("save", "load") if hasattr(self._factory, hook)
+    ]
+    if len(hooks) == 1:
+      raise ValueError(
+          f"{name} has the attribute {hooks[0]}, but not its counterpart; give"
+          " it both save(directory, model) and load(directory, model), or"
+          " neither"
+      )
+    self._own_files = bool(hooks)
+
+  @property
+  def takes_image_budget(self) -> bool:
+    return "image_budget" in self._takes
+
+  # --- making ----------------------------------------------------------------
+
+  def create(
+      self,
+      seed: int = 0,
+      mesh: jax.sharding.Mesh | None = None,
+      screen: tuple[int, int] | None = None,
+      **changes: Any,
+  ) -> Loaded:
+    """Calls the factory and checks what it returns.
+
+    Args:
+      seed, mesh, screen: of the run, given to a factory that takes them.
+      **changes: policy.config, and of the run compute_dtype and image_budget.
+
+    Raises:
+      ValueError: an argument that the factory does not take or lacks, or a
+        result that lacks something; names it.
+    """
+    given = {"seed": seed, "mesh": mesh, "screen": screen, **changes}
+    dtype = given.get("compute_dtype", "float32")
+    if "compute_dtype" not in self._takes and dtype != "float32":
+      raise ValueError(
+          f"{self.name} takes no compute_dtype, so policy.dtype={dtype} would"
+          " have no effect; add the argument, or leave policy.dtype=float32"
+      )
+    self._check_arguments(given)
+    model, processor, tokenizer = self._checked(
+        self._factory(**{
+            key: value
+            for key, value in given.items()
+            if key in self._takes or key not in FROM_RUN
+        })
+    )
+    if mesh is not None and "mesh" not in self._takes:
+      sharding.shard_model(model, mesh)
+    return model, processor, tokenizer
+
+  def _check_arguments(self, given: Mapping[str, Any]) -> None:
+    own = [name for name in self._takes if name not in FROM_RUN]
+    for key in given:
+      if key in FROM_RUN or key in self._takes or self._takes_any:
+        continue
+      near = difflib.get_close_matches(key, own, 1, 0.0)
+      raise ValueError(
+          f"{self.name} takes no argument {key!r}"
+          + (f"; did you mean {near[0]!r}?" if near else "")
+          + f" policy.config may hold: {', '.join(own) or 'nothing'}"
+      )
+    for key in own:
+      needed = self._takes[key].default is inspect.Parameter.empty
+      if needed and key not in given:
+        raise ValueError(
+            f"{self.name} needs the argument {key!r}; set policy.config.{key}"
+        )
+
+  def _checked(self, made: Any) -> Loaded:
+    if not isinstance(made, tuple) or len(made) != 3:
+      raise ValueError(
+          f"{self.name} returned a {type(made).__name__}; it must return the"
+          " tuple (model, processor, tokenizer)"
+      )
+    model, processor, tokenizer = made
+    if not isinstance(model, nnx.Module):
+      raise ValueError(
+          f"{self.name}: the model is a {type(model).__name__}; it must be a"
+          " flax.nnx.Module"
+      )
+    self._need(model, "model", _MODEL_METHODS, method=True)
+    self._need(model, "model", ("config",))
+    self._need(model.config, "model.config", _CONFIG_FIELDS)
+    self._need(processor, "processor", _PROCESSOR_SIZES)
+    self._need(processor, "processor", _PROCESSOR_METHODS, method=True)
+    if not isinstance(tokenizer, tokenizers.Tokenizer):
+      raise ValueError(
+          f"{self.name}: the tokenizer is a {type(tokenizer).__name__}; it must"
+          " be a tokenizers.Tokenizer"
+      )
+    lacking = [t for t in _CHAT_TOKENS if tokenizer.token_to_id(t) is None]
+    if lacking:
+      raise ValueError(
+          f"{self.name}: the tokenizer has no token {', '.join(lacking)}, which"
+          " the renderer writes; add them (add_special_tokens) or use the"
+          " shipped one, policy.load_tokenizer('tiny_vl')"
+      )
+    if tokenizer.get_vocab_size() > model.config.vocab_size:
+      raise ValueError(
+          f"{self.name}: model.config.vocab_size={model.config.vocab_size} is"
+          f" below the tokenizer's {tokenizer.get_vocab_size()} tokens"
+      )
+    placeholder = tokenizer.token_to_id("<|image_pad|>")
+    if placeholder not in tuple(model.config.banned_token_ids):
+      raise ValueError(
+          f"{self.name}: model.config.banned_token_ids lacks {placeholder}, the"
+          " id of <|image_pad|>, which stands for pixels and must never be"
+          " sampled"
+      )
+    return model, processor, tokenizer
+
+  def _need(
+      self,
+      found: Any,
+      what: str,
+      names: tuple[str, ...],
+      method: bool = False,
+  ) -> None:
+    for name in names:
+      # A class, not its instance, has __call__.
+      value = getattr(found, name, None)
+      if value is None or (method and not callable(value)):
+        kind = "method" if method else "attribute"
+        raise ValueError(
+            f"{self.name}: {what} ({type(found).__name__}) has no {kind}"
+            f" {name!r}; policy/base.py documents the protocol"
+        )
+
+  # --- files -----------------------------------------------------------------
+
+  def load(
+      self,
+      source: str | pathlib.Path,
+      mesh: jax.sharding.Mesh | None = None,
+      screen: tuple[int, int] | None = None,
+      **changes: Any,
+  ) -> Loaded:
+    """A policy of the factory with the weights of a saved directory.
+
+    Raises:
+      FileNotFoundError, ValueError: as `check` and `create`.
+    """
+    directory = _directory(source)
+    model, processor, tokenizer = self.create(0, mesh, screen, **changes)
+    if self._own_files:
+      self._factory.load(directory, model)
+    else:
+      self.check(directory, model)
+      tensors = safetensors_numpy.load_file(directory / WEIGHTS)
+      filled = []
+      for path, variable in policy_files.parameters(model):
+        old = variable.get_value()
+        value = tensors[".".join(map(str, path))].astype(old.dtype)
+        if isinstance(old.sharding, jax.sharding.NamedSharding):
+          value = jax.device_put(value, old.sharding)
+        filled.append((path, variable.replace(jnp.asarray(value))))
+      nnx.update(model, nnx.from_flat_state(filled))
+    return model, processor, tokenizer
+
+  def check(
+      self, source: str | pathlib.Path, model: nnx.Module, **changes: Any
+  ) -> None:
+    """Refuses weights that cannot take the place of `model`'s; reads none.
+
+    Of a directory that the factory's own `save` has written, only whether it
+    is there.
+
+    Raises:
+      FileNotFoundError: the directory or a file of it is missing.
+      ValueError: naming the first tensor that differs.
+    """
+    del changes  # The model was made with them.
+    directory = _directory(source)
+    if self._own_files:
+      return
+    file = policy_files.file_of(directory, WEIGHTS)
+    try:
+      with safetensors.safe_open(str(file), "numpy") as opened:
+        there = {
+            key: tuple(opened.get_slice(key).get_shape())
+            for key in opened.keys()
+        }
+    except safetensors.SafetensorError as error:
+      raise ValueError(
+          f"{file} is not a whole safetensors file ({error}); copy it again"
+      ) from None
+    wanted = {
+        name: tuple(value.shape)
+        for name, value in policy_files.named_parameters(model).items()
+    }
+    for name in sorted({*there, *wanted}):
+      if there.get(name) != wanted.get(name):
+        raise ValueError(
+            f"{directory} does not fit {self.name}: tensor {name} is"
+            f" {there.get(name, 'absent')} there,"
+            f" {wanted.get(name, 'absent')} here"
+        )
+
+  def save(self, directory: str | pathlib.Path, model: nnx.Module) -> None:
+    """Writes a directory that `load` reads; its policy files are replaced."""
+    directory = pathlib.Path(directory).expanduser()
+    directory.mkdir(parents=True, exist_ok=True)
+    if self._own_files:
+      self._factory.save(directory, model)
+    else:
+      tensors = {
+          name: _as_stored(value)
+          for name, value in policy_files.named_parameters(model).items()
+      }
+      partial = directory / f"{WEIGHTS}.part"
+      safetensors_numpy.save_file(tensors, partial)
+      partial.replace(directory / WEIGHTS)
+    config = {"model_type": MODEL_TYPE, "factory": self.name}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def refusal(directory: pathlib.Path) -> str:
+  """Tells how to load a custom policy's directory, which names no code."""
+  raw = json.loads((directory / "config.json").read_text())
+  return (
+      f"{directory} holds weights of a custom policy; load them with"
+      f" policy={raw.get('factory')} warm_start.source=path"
+      f" warm_start.path={directory}"
+  )
+
+
+def _directory(source: str | pathlib.Path) -> pathlib.Path:
+  directory = pathlib.Path(source).expanduser()
+  if not directory.is_dir():
+    raise FileNotFoundError(
+        f"{str(source)!r} is no directory; give that of a saved policy"
+    )
+  return directory
+
+
+def _as_stored(value: jax.Array) -> np.ndarray:
+  """As it is, but for dtypes that numpy has no name for: exactly in float32."""
+  narrow = jnp.issubdtype(value.dtype, jnp.floating) and value.itemsize < 4
+  return np.asarray(value, np.float32 if narrow else None)

@@ -1,0 +1,287 @@
+"""Qwen2.5's and Qwen3's text models as policies.
+
+`QwenText` implements `base.Policy` on `qwen_decoder`: cache, pages, logits.
+`qwen_vl.QwenVL` adds a vision tower to it. A text policy has no images: it
+makes no vision tokens and reads none.
+
+Promises: a token attends to earlier tokens of its own segment only; `extend`
+equals the full forward pass; with a mesh neither the embedding nor the logits
+are ever gathered whole on a device.
+
+Axis names: see `base`.
+"""
+
+from __future__ import annotations
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import cached_attention
+from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import qwen_decoder
+from tunix.rl.multi_turn.policy import qwen_text_config
+from tunix.rl.multi_turn.policy import sharding
+
+_VOCABULARY = sharding.MODEL_AXES
+
+Cache = tuple[tuple[jax.Array, jax.Array], ...] | tuple[jax.Array, jax.Array]
+"""Of each layer as of `init_rows`, or stacked, [L, …], of all."""
+
+
+class QwenText(nnx.Module):
+  """See the module docstring.
+
+  Attributes:
+    config: sizes.
+    mesh: where the weights lie, or None.
+    lm_head: output matrix; None where it is the embedding.
+  """
+
+  @property
+  def supports_prefix_ids(self) -> bool:
+    """Not where a kernel is faster than what a shared prompt would spare."""
+    return kernels.backend() != "tpu"
+
+  def __init__(
+      self,
+      config: qwen_text_config.QwenTextConfig,
+      rngs: nnx.Rngs,
+      mesh: jax.sharding.Mesh | None = None,
+  ):
+    """Args:
+
+      config: sizes.
+      rngs: of fresh weights.
+      mesh: as of `sharding.make_mesh`, if the weights lie on one.
+
+    Raises:
+      ValueError: heads that cannot be divided among the mesh.
+    """
+    self.config = config
+    self.mesh = mesh
+    check_heads(mesh, "attention", config.text.num_attention_heads)
+    init = layers.Init(rngs, config.param_dtype)
+    self.model = qwen_decoder.Decoder(config, init, mesh)
+    self.lm_head = output_matrix(config, init)
+
+  @property
+  def decoder(self) -> qwen_decoder.Decoder:
+    """The decoder, under whatever name the checkpoint has it."""
+    return self.model
+
+  def __call__(self, inputs: base.PolicyInputs) -> jax.Array:
+    vision = None
+    if inputs.patches.shape[1]:
+      vision = self.encode_images(
+          inputs.patches, inputs.patch_segments, inputs.patch_positions
+      )
+    x, early = self._embed(inputs.tokens, inputs.vision_index, vision)
+    segments = jnp.asarray(inputs.segment_ids)
+    prefix = inputs.prefix_ids
+    prefix = None if prefix is None else jnp.asarray(prefix)
+
+    def mix(q, k, v, nothing, layer):
+      del layer
+      mixed = kernels.causal_attention(q, k, v, segments, prefix, self.mesh)
+      return mixed, nothing
+
+    hidden, _ = self.decoder(x, inputs.positions, mix, early=early)
+    return hidden
+
+  def encode_images(
+      self,
+      patches: base.Array,
+      patch_segments: base.Array,
+      patch_positions: base.Array,
+  ) -> jax.Array:
+    """[S, 0, 0]: no vision tokens."""
+    del patch_segments, patch_positions
+    return jnp.zeros((patches.shape[0], 0, 0), self.config.compute_dtype)
+
+  def init_cache(self, batch: int, length: int) -> Cache:
+    text = self.config.text
+    layers_ = tuple(
+        cached_attention.init_rows(
+            batch,
+            length,
+            text.num_key_value_heads,
+            text.head_dim,
+            jnp.dtype(self.config.compute_dtype),
+        )
+        for _ in range(text.num_hidden_layers)
+    )
+    if self.decoder.stacked:
+      return jax.tree.map(lambda *x: jnp.stack(x), *layers_)
+    return layers_
+
+  def extend(
+      self,
+      tokens: base.Array,
+      positions: base.Array,
+      starts: base.Array,
+      lengths: base.Array,
+      cache: Cache,
+      vision_index: base.Array | None = None,
+      vision: base.Array | None = None,
+  ) -> tuple[jax.Array, Cache]:
+    def mix(q, k, v, cache, layer):
+      kept = _of_layer(cache, layer)
+      mixed, kept = cached_attention.attend_rows(
+          q, k, v, kept, starts, lengths
+      )
+      return mixed, _with_layer(cache, layer, kept)
+
+    x, early = self._embed(tokens, vision_index, vision)
+    return self.decoder(x, positions, mix, cache, early)
+
+  @property
+  def reads_pages(self) -> bool:
+    """Whether `extend_pages` is what to use on this backend."""
+    text = self.config.text
+    return cached_attention.pages_apply(
+        text.head_dim,
+        text.num_key_value_heads,
+        jnp.dtype(self.config.compute_dtype),
+    )
+
+  def init_pages(self, pages: int, page_size: int) -> jax.Array:
+    text = self.config.text
+    cache = cached_attention.init_pages(
+        text.num_hidden_layers,
+        pages,
+        page_size,
+        text.num_key_value_heads,
+        text.head_dim,
+        jnp.dtype(self.config.compute_dtype),
+    )
+    return sharding.constrain(cache, self.mesh, *self._page_axes)
+
+  def extend_pages(
+      self,
+      tokens: base.Array,
+      positions: base.Array,
+      starts: base.Array,
+      lengths: base.Array,
+      cache: jax.Array,
+      table: base.Array,
+      vision_index: base.Array | None = None,
+      vision: base.Array | None = None,
+  ) -> tuple[jax.Array, jax.Array]:
+    pages = cache.shape[0] // self.config.text.num_hidden_layers
+
+    def mix(q, k, v, cache, layer):
+      return cached_attention.attend_pages(
+          q, k, v, cache, table + layer * pages, starts, lengths, self.mesh
+      )
+
+    x, early = self._embed(tokens, vision_index, vision)
+    hidden, cache = self.decoder(x, positions, mix, cache, early)
+    return hidden, sharding.constrain(cache, self.mesh, *self._page_axes)
+
+  @property
+  def _page_axes(self) -> tuple[str | None, ...]:
+    if self.mesh is None:
+      return ()
+    heads = self.config.text.num_key_value_heads
+    return None, None, cached_attention.split_axis(heads, self.mesh), None
+
+  def logits(self, hidden: jax.Array) -> jax.Array:
+    """float32[..., vocabulary]; split along the vocabulary on a mesh."""
+    head = self.lm_head
+    table = (self.decoder.embed_tokens if head is None else head).weight
+    if hidden.ndim != 3:
+      return kernels.dot_wide(hidden, table[...])
+    hidden = sharding.constrain(hidden, self.mesh, "data")
+    # Said once more for its gradient: that of a tied table would lie as the
+    # embedding's lookup wants it, for which logits would be gathered.
+    rows = sharding.constrain(table[...], self.mesh, _VOCABULARY)
+    logits = kernels.dot_wide(hidden, rows)
+    return sharding.constrain(logits, self.mesh, "data", None, _VOCABULARY)
+
+  def _embed(
+      self,
+      tokens_BT: base.Array,
+      vision_index_BT: base.Array | None,
+      vision_SVXD: base.Array | None,
+  ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """[B, T, D], and what is added after each of the first layers."""
+    del vision_index_BT, vision_SVXD
+    return self._look_up(tokens_BT), ()
+
+  def _look_up(self, tokens_BT: base.Array) -> jax.Array:
+    """The embeddings [B, T, D] of tokens."""
+    dtype = jnp.dtype(self.config.compute_dtype)
+    tokens_BT = jnp.asarray(tokens_BT)
+    # Each device looks up its columns for all rows of its data shard, then
+    # columns are exchanged for rows. Looking up in a part of the vocabulary
+    # would leave every device with a sum over all rows, for which the compiler
+    # rightly prefers to gather the table.
+    table = self.decoder.embed_tokens.weight[...]
+    columns = ("fsdp", "tensor", "sequence")
+    table = sharding.constrain(table, self.mesh, None, columns)
+    x = table[sharding.constrain(tokens_BT, self.mesh, "data")].astype(dtype)
+    # An axis at a time, the innermost first: exchanges, where all at once
+    # would be done by gathering everything.
+    for axes in (
+        ("data", None, columns),
+        ("data", "sequence", ("fsdp", "tensor")),
+        ("data", "sequence", "fsdp"),
+        sharding.TOKENS,
+    ):
+      x = sharding.constrain(x, self.mesh, *axes)
+    return x
+
+
+def output_matrix(
+    config: qwen_text_config.AnyConfig, init: layers.Init
+) -> layers.Embedding | None:
+  """[vocabulary, width], lying like the embedding; None if it is that."""
+  if config.tie_word_embeddings:
+    return None
+  text = config.text
+  return layers.Embedding(
+      text.vocab_size, text.hidden_size, init, (_VOCABULARY, None)
+  )
+
+
+def _of_layer(cache: Cache, layer: int | jax.Array):
+  """Keys and values of a layer: one of several, or a slice of all."""
+  if isinstance(layer, int):
+    return cache[layer]
+  at = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+  return jax.tree.map(at, cache)
+
+
+def _with_layer(cache: Cache, layer: int | jax.Array, kept) -> Cache:
+  if isinstance(layer, int):
+    return (*cache[:layer], kept, *cache[layer + 1 :])
+  put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, layer, 0)
+  return jax.tree.map(put, cache, kept)
+
+
+def check_heads(
+    mesh: jax.sharding.Mesh | None, what: str, heads: int, tensor: bool = True
+) -> None:
+  """Refuses heads that attention cannot exchange for a row's tokens.
+
+  Args:
+    mesh: of the weights; None has nothing to divide among.
+    what: kind of attention, for the error.
+    heads: their number.
+    tensor: whether the mesh's axis tensor splits them as well.
+
+  Raises:
+    ValueError: they do not divide.
+  """
+  if mesh is None or mesh.shape["sequence"] == 1:
+    return
+  sequence = mesh.shape["sequence"]
+  split = sequence * (mesh.shape["tensor"] if tensor else 1)
+  if heads % split:
+    raise ValueError(
+        f"{heads} {what} heads cannot be divided among mesh.sequence="
+        f"{sequence} times mesh.tensor={split // sequence}; choose sizes"
+        f" whose product divides {heads}"
+    )

@@ -1,0 +1,222 @@
+"""Sizes of Qwen2.5's and Qwen3's text models, read from their `config.json`.
+
+The decoder is that of the vision-language models (`qwen_config.TextConfig`)
+without a tower. Field names follow the checkpoints' own `config.json`;
+`from_hf` and `to_hf` are inverse for everything the policy reads.
+
+Promises: a configuration that the decoder would compute wrongly (another
+activation, scaled rotary positions, sliding windows, experts) is refused by
+the name of its field. No JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping
+
+from tunix.rl.multi_turn.policy import qwen_config
+
+FAMILIES = ("qwen3", "qwen2")
+
+RUN_FIELDS = ("compute_dtype", "param_dtype", "remat", "scan_layers")
+"""What may differ from a checkpoint's file: how it is run."""
+
+_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenTextConfig:
+  """A text policy of one of the `FAMILIES`.
+
+  Attributes:
+    family: `model_type` of the checkpoint; Qwen2.5's is qwen2.
+    text: the decoder.
+    tie_word_embeddings: the output matrix is the embedding.
+    banned_token_ids: tokens that no sampler may draw: the tokenizer's image
+      and video placeholders. Not in config.json.
+    compute_dtype: of activations; sums are taken in float32.
+    param_dtype: of the weights that are trained.
+    remat: results that the backward pass computes again: "none", "block" (all
+      of a layer) or "dots" (all but the results of matrix products).
+    scan_layers: one loop over stacked layers, which compiles faster; unrolled
+      layers run faster on a CPU.
+  """
+
+  family: str
+  text: qwen_config.TextConfig
+  tie_word_embeddings: bool = False
+  banned_token_ids: tuple[int, ...] = ()
+  compute_dtype: str = "float32"
+  param_dtype: str = "float32"
+  remat: str = "block"
+  scan_layers: bool = False
+
+  def __post_init__(self):
+    if self.family not in FAMILIES:
+      raise ValueError(
+          f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
+      )
+    if self.remat not in ("none", "block", "dots"):
+      raise ValueError(
+          f"remat must be none, block or dots, got {self.remat!r}"
+      )
+    text = self.text
+    for name in ("num_attention_heads", "num_key_value_heads"):
+      if getattr(text, name) < 1:
+        raise ValueError(f"{name} must be >= 1, got {getattr(text, name)}")
+    if text.num_attention_heads % text.num_key_value_heads:
+      raise ValueError(
+          f"num_attention_heads={text.num_attention_heads} is not a multiple"
+          f" of num_key_value_heads={text.num_key_value_heads}"
+      )
+    if text.head_dim % 2:
+      raise ValueError(
+          f"head_dim={text.head_dim} must be even: rotary positions turn pairs"
+      )
+
+  @property
+  def vocab_size(self) -> int:
+    return self.text.vocab_size
+
+  @property
+  def is_qwen3(self) -> bool:
+    """Whether q and k have a norm; else q, k and v have a bias."""
+    return self.family == "qwen3"
+
+
+AnyConfig = qwen_config.QwenVLConfig | QwenTextConfig
+"""What `qwen_decoder` reads its sizes from."""
+
+
+def run_fields(config: AnyConfig) -> tuple[str, ...]:
+  """The fields of a config that its file does not decide."""
+  if isinstance(config, QwenTextConfig):
+    return (*RUN_FIELDS, "banned_token_ids")
+  return qwen_config.RUN_FIELDS
+
+
+def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
+  """The configuration of a checkpoint's `config.json`.
+
+  Args:
+    raw: the file's content.
+    **changes: `RUN_FIELDS` or banned_token_ids.
+
+  Raises:
+    ValueError: another model, or one that would be computed wrongly; the
+      message names the field.
+  """
+  family = raw.get("model_type")
+  if family not in FAMILIES:
+    raise ValueError(
+        f"model_type={family!r} is none of {', '.join(FAMILIES)}; other"
+        " architectures have no text policy here"
+    )
+  qwen3 = family == "qwen3"
+  refuse = qwen_config.refuse
+  act = raw.get("hidden_act", "silu")
+  refuse(act != "silu", f"hidden_act={act!r}, only silu is known")
+  refuse(
+      bool(raw.get("use_sliding_window")),
+      "use_sliding_window=true, the decoder has no windows here",
+  )
+  kinds = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
+  refuse(
+      bool(kinds), f"layer_types holds {kinds}, only full_attention is known"
+  )
+  refuse(
+      qwen3 and bool(raw.get("attention_bias")),
+      "attention_bias=true, Qwen3's projections have none here",
+  )
+  try:
+    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+    head_dim = raw.get("head_dim") or (128 if qwen3 else hidden // heads)
+    text = qwen_config.TextConfig(
+        vocab_size=raw["vocab_size"],
+        hidden_size=hidden,
+        intermediate_size=raw["intermediate_size"],
+        num_hidden_layers=raw["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=raw["num_key_value_heads"] or heads,
+        head_dim=head_dim,
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=_rope_theta(raw),
+        mrope_section=plain_rotary(head_dim),
+    )
+  except KeyError as error:
+    raise ValueError(
+        f"config.json of {family} lacks {error.args[0]!r}"
+    ) from None
+  refuse(
+      not qwen3 and head_dim * heads != hidden,
+      f"head_dim={head_dim}, qwen2's is hidden_size / num_attention_heads ="
+      f" {hidden} / {heads}",
+  )
+  unknown = sorted(set(changes) - {*RUN_FIELDS, "banned_token_ids"})
+  if unknown:
+    raise ValueError(
+        f"{unknown[0]!r} of a checkpoint cannot be changed; what can:"
+        f" {', '.join(RUN_FIELDS)}"
+    )
+  return QwenTextConfig(
+      family=family,
+      text=text,
+      tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+      **changes,
+  )
+
+
+def plain_rotary(head_dim: int) -> tuple[int, int, int]:
+  """The `mrope_section` of one-axis positions: every frequency follows it."""
+  return (head_dim // 2, 0, 0)
+
+
+def _rope_theta(raw: Mapping[str, Any]) -> float:
+  """The base of the rotary frequencies, of either transformers' spelling."""
+  rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+  kind = rope.get("rope_type", rope.get("type", "default"))
+  qwen_config.refuse(
+      kind != "default",
+      f"rope_type={kind!r}, scaled rotary positions are not implemented",
+  )
+  found = {
+      float(value)
+      for value in (raw.get("rope_theta"), rope.get("rope_theta"))
+      if value is not None
+  }
+  if not found:
+    raise KeyError("rope_theta")
+  qwen_config.refuse(
+      len(found) > 1,
+      f"rope_theta={raw.get('rope_theta')} but rope_parameters.rope_theta="
+      f"{rope.get('rope_theta')}",
+  )
+  return found.pop()
+
+
+def to_hf(config: QwenTextConfig) -> dict[str, Any]:
+  """A `config.json` that `transformers` builds the same model from."""
+  text = config.text
+  raw: dict[str, Any] = {
+      "architectures": [_ARCHITECTURES[config.family]],
+      "model_type": config.family,
+      "vocab_size": text.vocab_size,
+      "hidden_size": text.hidden_size,
+      "intermediate_size": text.intermediate_size,
+      "num_hidden_layers": text.num_hidden_layers,
+      "num_attention_heads": text.num_attention_heads,
+      "num_key_value_heads": text.num_key_value_heads,
+      "rms_norm_eps": text.rms_norm_eps,
+      "hidden_act": "silu",
+      "tie_word_embeddings": config.tie_word_embeddings,
+      "use_sliding_window": False,
+      # Twice: transformers 4 and what builds on it reads the first only.
+      "rope_theta": text.rope_theta,
+      "rope_parameters": {
+          "rope_type": "default",
+          "rope_theta": text.rope_theta,
+      },
+  }
+  if config.is_qwen3:
+    raw |= {"head_dim": text.head_dim, "attention_bias": False}
+  return raw

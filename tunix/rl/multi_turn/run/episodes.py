@@ -1,0 +1,224 @@
+"""Builds the episodes of a run: agents, environments, and their collector.
+
+An episode is (task, agent, environment), each by name; see
+`environments.spec` and `agents.registry`. Does not play any, except
+`try_first_episode`, which starts a gym whose screen size is unknown until it
+has started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn import prompts
+from tunix.rl.multi_turn import rewards
+from tunix.rl.multi_turn.agents import registry as agent_registry
+from tunix.rl.multi_turn.clients import proxy
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.environments import spec as environment_spec
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.tools import screenshot
+from tunix.rl.multi_turn.trajectory_collector import groups
+from tunix.rl.multi_turn.trajectory_collector import model_calls
+
+TrainConfig = config_lib.TrainConfig
+ConfigError = config_lib.ConfigError
+
+
+def system_prompt(name: str) -> str:
+  """Text of a named prompt, or of the file at that path.
+
+  Raises:
+    ConfigError: neither.
+  """
+  if not name:
+    return ""
+  try:
+    if os.path.isfile(name):
+      with open(name, encoding="utf-8") as file:
+        return file.read()
+    return prompts.get_prompt(name)
+  except (OSError, ValueError) as error:
+    raise ConfigError([
+        f"agent.system_prompt={name}: {error}; give a prompt's name or a text"
+        " file"
+    ]) from None
+
+
+def make_gym(config: TrainConfig, family: str) -> gym_base.Gym:
+  """A gym for one episode of `family`.
+
+  Raises:
+    ConfigError: an option that the gym does not take.
+  """
+  spec = gyms.get(config.gym.name)
+  facts = spec.options_of(
+      family,
+      size=(config.gym.width, config.gym.height),
+      concurrency=config.collect.concurrency,
+  )
+  try:
+    return spec.make_gym({**facts, **config.gym.options})
+  except (TypeError, ValueError) as error:
+    raise ConfigError([f"gym.options={config.gym.options}: {error}"]) from None
+
+
+class EpisodeFactory:
+  """task -> (agent, environment), a fresh pair for each episode."""
+
+  def __init__(self, config: TrainConfig, image_store: images_lib.ImageStore):
+    """Raises:
+
+      ConfigError: listing what cannot be built, by setting.
+    """
+    self._config = config
+    self._screenshots = screenshot.ScreenshotTool(image_store)
+    try:
+      reward = rewards.make_reward(config.environment.reward)
+      self._make_environment = environment_spec.Builder(
+          config.environment, reward=reward
+      )
+      tools = self._make_environment.tools
+      self.make_agent = agent_registry.Builder(
+          config.agent,
+          system_prompt=system_prompt(config.agent.system_prompt),
+          tools=tools.for_task({}) if tools is not None else None,
+      )
+    except (ValueError, ImportError) as error:
+      if isinstance(error, ConfigError):
+        raise
+      raise ConfigError(str(error).splitlines()) from None
+
+  @property
+  def acts_on_gym(self) -> bool:
+    """Whether its environments act on the gym of the section `gym`."""
+    return self._make_environment.spec.gym
+
+  def __call__(self, task: gym_base.Task) -> tuple[Any, Any]:
+    agent = self.make_agent()
+    if not self.acts_on_gym:
+      return agent, self._make_environment(task)
+    config = self._config
+    retry = config.agent.on_parse_error == "retry"
+    env = self._make_environment(
+        task,
+        gym=make_gym(config, task.family),
+        screenshot_tool=self._screenshots,
+        action_parser=getattr(agent, "tool_parser", config.agent.parser),
+        on_text="retry" if retry else "end",
+        on_invalid="observe" if retry else "end",
+    )
+    env.runs_inline = gyms.get(config.gym.name).runs_inline
+    return agent, env
+
+
+def try_first_episode(
+    config: TrainConfig, episodes: EpisodeFactory, source: Any
+) -> None:
+  """Refuses now what would fail in every episode: settings, and the screen.
+
+  A gym whose screen size is unknown until it has started is started once, with
+  a training task, and closed; not for a dry run.
+
+  Raises:
+    ConfigError: naming the setting, or the size that the screen has.
+  """
+  family = config.task_source.families[0]
+  task = source.train_task(family, 0, config.run.seed)
+  try:
+    episodes(task)
+  except (TypeError, ValueError) as error:
+    if isinstance(error, ConfigError):
+      raise
+    raise ConfigError([f"task {task.task_id}: {error}"]) from None
+  if not episodes.acts_on_gym or config.run.dry_run:
+    return
+  if gyms.get(config.gym.name).size_known_after_start:
+    _check_screen(config, task)
+
+
+def _check_screen(config: TrainConfig, task: gym_base.Task) -> None:
+  gym = make_gym(config, task.family)
+  deadlines = config.collect.deadlines
+
+  async def look() -> gym_base.Observation:
+    try:
+      return await gym.start(task)
+    finally:
+      await concurrency.with_deadline(
+          gym.close(), deadlines.close, "closing the gym"
+      )
+
+  try:
+    seen = concurrency.call(
+        lambda: concurrency.with_deadline(
+            look(),
+            deadlines.reset,
+            f"the first start of gym.name={config.gym.name}",
+        ),
+        seconds=deadlines.reset + deadlines.close + 5.0,
+        what="trying the gym",
+    )
+  except Exception as error:  # pylint: disable=broad-except
+    # A user's gym may raise anything; no run can be made of it.
+    raise ConfigError([
+        f"gym.name={config.gym.name} does not start task {task.task_id}:"
+        f" {type(error).__name__}: {error}"
+    ]) from error
+  height, width = seen.screenshot.shape[:2]
+  if (width, height) != (config.gym.width, config.gym.height):
+    raise ConfigError([
+        f"gym.width={config.gym.width}, gym.height={config.gym.height}: the"
+        f" screen of gym.name={config.gym.name} is {width}x{height}; set"
+        f" gym.width={width} gym.height={height}, or the screen's size"
+    ])
+
+
+def make_collector(
+    config: TrainConfig,
+    episodes: EpisodeFactory,
+    client: policy_client.PolicyClient,
+    renderer: qwen.QwenRenderer,
+    *,
+    observers: Any,
+    mode: str = "train",
+    connection: proxy.ProxyConnection | None = None,
+) -> groups.GroupCollector:
+  """Collects groups; `mode` is "train", "sampled" or "greedy" (evaluation).
+
+  Episodes reach the policy through `connection` if there is one.
+  """
+  training = mode == "train"
+  sampled = dataclasses.asdict(config.sampling)
+  if mode == "greedy":
+    sampled["temperature"] = 0.0
+  sampling = policy_client.SamplingParams(**sampled)
+  if connection is not None:
+    model: Any = connection.model(sampling)
+  else:
+    model = model_calls.PolicyModel(
+        client,
+        renderer,
+        sampling,
+        max_context_tokens=config.engine.context_length,
+        runs_inline=True,
+    )
+  collect = config.collect
+  if not training:
+    collect = dataclasses.replace(collect, group_size=1, min_valid=1)
+  return groups.GroupCollector(
+      episodes,
+      model,
+      collect,
+      max_turns=config.environment.max_turns,
+      seed=config.run.seed,
+      split="train" if training else "eval",
+      observers=observers,
+  )

@@ -1,0 +1,347 @@
+"""Builds a run's policy, engine and learner from its configuration.
+
+Nothing here runs, waits or owns a thread, except that an engine starts its own
+at the first request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sqlite3
+from typing import Any
+
+from flax import nnx
+import jax
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.clients import remote_engine
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.environments import spec as environment_spec
+from tunix.rl.multi_turn.learner import config as learner_config
+from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.policy import by_name
+from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import lora_files
+from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy import qwen_text
+from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.run import external_engine
+from tunix.rl.queue import group_store
+
+TrainConfig = config_lib.TrainConfig
+ConfigError = config_lib.ConfigError
+
+@dataclasses.dataclass
+class LoadedPolicy:
+  """A policy with what belongs to it.
+
+  Attributes:
+    model: flax nnx module, on the mesh if there is one.
+    processor: its host side.
+    tokenizer: `tokenizers.Tokenizer`.
+    renderer: messages to its tokens.
+  """
+
+  model: Any
+  processor: Any
+  tokenizer: Any
+  renderer: qwen.QwenRenderer
+
+
+def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
+  """The configured mesh; None for a single device."""
+  try:
+    return sharding.mesh_of(config.mesh)
+  except ValueError as error:
+    raise ConfigError([str(error)]) from None
+
+
+def make_policy(
+    config: TrainConfig, mesh: jax.sharding.Mesh | None, source: str
+) -> LoadedPolicy:
+  """A policy with random weights (`source=""`) or those of a directory.
+
+  Args:
+    config: names the architecture and its changes.
+    mesh: where weights lie.
+    source: directory or shipped name whose weights are loaded.
+
+  Raises:
+    ConfigError: no such directory, or weights of another shape.
+  """
+  changes = _policy_changes(config)
+  name, named = config.policy.name, named_policy(config)
+  screen = (config.gym.width, config.gym.height)
+  try:
+    if source:
+      loaded = named.load(source, mesh, screen, **changes)
+    else:
+      loaded = named.create(config.run.seed, mesh, screen, **changes)
+  except (FileNotFoundError, ValueError, TypeError) as error:
+    raise ConfigError([f"policy {source or name}: {error}"]) from None
+  model, processor, tokenizer = loaded
+  if config.mesh.sequence > 1 and not isinstance(model, qwen_text.QwenText):
+    raise ConfigError([
+        f"mesh.sequence={config.mesh.sequence}: {name} cannot split its rows;"
+        " use mesh.fsdp, or a Qwen policy"
+    ])
+  add_adapter(config, model)
+  renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
+  return LoadedPolicy(model, processor, tokenizer, renderer)
+
+
+def add_adapter(config: TrainConfig, model: Any) -> None:
+  """Gives the model the adapter that GRPO trains, if one is configured.
+
+  Raises:
+    ConfigError: the policy cannot have one.
+  """
+  rank = config.policy.lora_rank
+  if not rank:
+    return
+  if not isinstance(model, qwen_text.QwenText):
+    raise ConfigError([
+        f"policy.lora_rank={rank}: policy.name={config.policy.name} takes no"
+        " adapter; train all its weights (policy.lora_rank=0), or use a"
+        " Qwen policy"
+    ])
+  lora.add(
+      model,
+      rank=rank,
+      alpha=config.policy.lora_alpha or 2.0 * rank,
+      seed=config.run.seed,
+  )
+
+
+def without_adapter(policy: LoadedPolicy) -> LoadedPolicy:
+  """The policy that the adapter was put on; weights are shared."""
+  model = policy.model
+  if isinstance(model, qwen_text.QwenText) and lora.has_adapter(model):
+    base = nnx.clone(model)
+    lora.remove(base)
+    policy = dataclasses.replace(policy, model=base)
+  return policy
+
+
+def save_policy(
+    config: TrainConfig, directory: pathlib.Path, model: Any
+) -> None:
+  """Writes a policy directory: an adapter merged, and by itself beside it."""
+  if isinstance(model, qwen_text.QwenText) and lora.has_adapter(model):
+    lora_files.save(
+        directory / "adapter", model, base_model_name=config.policy.name
+    )
+    lora.merge(model)
+  named_policy(config).save(directory, model)
+
+
+def tokenizer_file(config: TrainConfig) -> pathlib.Path | None:
+  """The policy's tokenizer.json; None where it has no such file."""
+  source = named_policy(config).tokenizer
+  if not source:
+    return None
+  path = policy_files.resolve(source) / "tokenizer.json"
+  return path if path.is_file() else None
+
+
+def named_policy(config: TrainConfig) -> by_name.NamedPolicy:
+  """The policy that policy.name stands for.
+
+  Raises:
+    ConfigError: it names a factory that is not there.
+  """
+  try:
+    return by_name.resolve(config.policy.name)
+  except ValueError as error:
+    raise ConfigError([f"policy.name: {error}"]) from error
+
+
+def _policy_changes(config: TrainConfig) -> dict[str, Any]:
+  policy = config.policy
+  if policy.trajectory_pixels and not named_policy(config).takes_image_budget:
+    raise ConfigError([
+        f"policy.trajectory_pixels={policy.trajectory_pixels}:"
+        f" policy.name={policy.name} resizes no screenshot; leave it at 0, or"
+        " use a Qwen-VL policy"
+    ])
+  # A screenshot comes before the first turn and after each but the last.
+  return policy.changes(
+      config.agent.max_images or config.environment.max_turns
+  )
+
+
+def warm_start_source(config: TrainConfig) -> str:
+  """Directory or shipped name of the weights a run starts from; "" = none."""
+  warm, named = config.warm_start, named_policy(config)
+  if warm.source == "path":
+    return warm.path
+  if named.brings_weights or warm.source == "embedded":
+    return named.weights
+  return ""
+
+
+def starts_random(config: TrainConfig, source: str) -> bool:
+  """Whether a run begins with random weights, replaced by `source`'s later."""
+  named = named_policy(config)
+  # A directory's own weights are there from the beginning.
+  return not (named.brings_weights and source == named.weights)
+
+
+def check_weights(
+    config: TrainConfig, policy: LoadedPolicy, source: str
+) -> None:
+  """Refuses weights that cannot take the place of `policy`'s; reads none.
+
+  Raises:
+    ConfigError: no policy directory, or one of another architecture.
+  """
+  try:
+    changes = _policy_changes(config)
+    named_policy(config).check(source, policy.model, **changes)
+  except (OSError, ValueError, TypeError) as error:
+    raise ConfigError([
+        f"warm start from {source}: {error}; policy.name and policy.config must"
+        " describe the weights, or start from random ones with"
+        " warm_start.source=none"
+    ]) from None
+
+
+def make_engine(
+    config: TrainConfig,
+    policy: LoadedPolicy,
+    image_store: images_lib.ImageStore,
+) -> engine_lib.RolloutEngine | remote_engine.RemoteEngine:
+  """The rollout engine; not warmed up yet."""
+  if config.rollout.via == "external":
+    return external_engine.make_engine(
+        config, policy, image_store, named_policy(config).tokenizer
+    )
+  settings = dataclasses.replace(
+      config.engine,
+      lockstep="true" if config.lockstep else "false",
+      entropies=config.engine.entropies
+      or (config.monitor.on and config.monitor.entropies),
+  )
+  screens = ((config.gym.width, config.gym.height),)
+  sees_gym = environment_spec.get(config.environment.name).gym
+  try:
+    return engine_lib.RolloutEngine(
+        policy.model,
+        policy.processor,
+        image_store,
+        settings,
+        image_sizes=screens if sees_gym else (),
+        banned_token_ids=policy.model.config.banned_token_ids,
+        seed=config.run.seed,
+    )
+  except ValueError as error:
+    raise ConfigError([f"engine: {error}"]) from None
+
+
+def make_learner(
+    config: TrainConfig,
+    policy: LoadedPolicy,
+    image_store: images_lib.ImageStore,
+    mesh: jax.sharding.Mesh | None,
+) -> learner_lib.Learner:
+  """The learner of GRPO; its KL term is measured to `policy`."""
+  return _make_learner(
+      config,
+      policy,
+      image_store,
+      mesh,
+      config.learner,
+      config.algorithm,
+      reference=policy.model if config.algorithm.kl_coef else None,
+  )
+
+
+def make_cloning_learner(
+    config: TrainConfig,
+    policy: LoadedPolicy,
+    image_store: images_lib.ImageStore,
+    mesh: jax.sharding.Mesh | None,
+) -> learner_lib.Learner:
+  """The learner of the warm start's behaviour cloning."""
+  warm = config.warm_start
+  return _make_learner(
+      config,
+      policy,
+      image_store,
+      mesh,
+      dataclasses.replace(
+          config.learner,
+          steps=warm.steps,
+          minibatches=1,
+          epochs=1,
+          # Fast from nothing, but it would overwrite what is there already.
+          optimizer="adamw" if warm_start_source(config) else "muon",
+          learning_rate=warm.learning_rate,
+          schedule="cosine",
+          warmup_steps=min(20, warm.steps // 2),
+      ),
+      dataclasses.replace(
+          config.algorithm,
+          objective="behaviour_cloning",
+          kl_coef=0.0,
+          entropy_coef=0.0,
+      ),
+  )
+
+
+def _make_learner(
+    config: TrainConfig,
+    policy: LoadedPolicy,
+    image_store: images_lib.ImageStore,
+    mesh: jax.sharding.Mesh | None,
+    settings: learner_config.LearnerConfig,
+    algorithm: learner_config.AlgorithmConfig,
+    reference: Any = None,
+) -> learner_lib.Learner:
+  try:
+    return learner_lib.Learner(
+        policy.model,
+        policy.processor,
+        image_store,
+        settings,
+        algorithm,
+        sampling=config.sampling,
+        gamma=config.collect.gamma,
+        seed=config.run.seed,
+        mesh=mesh,
+        reference=reference,
+    )
+  except ValueError as error:
+    raise ConfigError([f"learner: {error}"]) from None
+
+
+def make_store(
+    config: TrainConfig, images: images_lib.ImageStore
+) -> group_store.SqliteGroupStore | None:
+  """Where the queue's groups survive a crash; None without `queue.path`.
+
+  Raises:
+    ConfigError: the file cannot be one, or holds another run's groups.
+  """
+  path = config.queue.path
+  if not path:
+    return None
+  try:
+    store = group_store.SqliteGroupStore(
+        pathlib.Path(path).expanduser(), images=images
+    )
+    known = store.known()
+  except (OSError, sqlite3.Error) as error:
+    raise ConfigError([
+        f"queue.path={path} cannot be a queue's file: {error}; give a file"
+        " that is new, in a folder that can be written"
+    ]) from error
+  if known and not config.run.resume:
+    store.close()
+    raise ConfigError([
+        f"queue.path={path} holds the {len(known)} groups of another run;"
+        " give a file that is new, or go on with that run by resume="
+    ])
+  return store

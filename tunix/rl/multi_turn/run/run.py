@@ -1,0 +1,203 @@
+"""Holds the parts of one training run, and opens and closes them.
+
+Two loops meet at the queue and at the weights: collecting, on an event loop in
+a thread of its own, and learning, in the main thread. The stages themselves
+are elsewhere: `warm_start.stage`, `evaluation`, `training`.
+
+Promises: a bad configuration is refused before the run directory is touched;
+every part that was opened is closed, each under its deadline, whatever the
+stages do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from typing import Any, Coroutine
+
+import jax
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.clients import proxy as proxy_lib
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.run import dry_run
+from tunix.rl.multi_turn.run import episodes
+from tunix.rl.multi_turn.run import loop_thread
+from tunix.rl.multi_turn.run import models
+from tunix.rl.multi_turn.run import observers as observers_lib
+from tunix.rl.multi_turn.run import proxy
+from tunix.rl.multi_turn.run import resuming
+from tunix.rl.multi_turn.run import tasks as run_tasks
+from tunix.rl.multi_turn.run.warm_start import stage as warm_start_lib
+from tunix.rl.queue import group_store
+
+_LOG = logging.getLogger(__name__)
+
+
+class Run:
+  """One training run; use as a context manager.
+
+  Attributes:
+    config: complete, with the task families named.
+    directory: of the run.
+    resuming: whether it continues a run that began before.
+    stop: set to end the run after the present update.
+    policy: the present one, on `mesh`.
+    engine: rolls out.
+    episodes: task -> (agent, environment).
+    updates: made so far, as far as evaluations are concerned.
+    store: accepted groups that survive a crash, or None.
+  """
+
+  def __init__(self, config: config_lib.TrainConfig):
+    """Builds the parts; touches no directory.
+
+    Raises:
+      ConfigError: listing what cannot be built.
+    """
+    config, self.task_source = run_tasks.resolve(config)
+    self.config = config
+    self.directory = config.run_dir
+    self.resuming = bool(config.run.resume)
+    self.stop = threading.Event()
+    if self.resuming:
+      resuming.check(config)
+    self.mesh = models.make_mesh(config)
+    self.images = images_lib.ImageStore(self.directory / "image_cache")
+    self.episodes = episodes.EpisodeFactory(config, self.images)
+    episodes.try_first_episode(config, self.episodes, self.task_source)
+    self.warm_start = warm_start_lib.WarmStart(
+        config, self.mesh, self.task_source
+    )
+    self.policy = self.warm_start.policy
+    self.engine = models.make_engine(config, self.policy, self.images)
+    self.observers = events.Observers()
+    self.updates = 0
+    self.store: group_store.SqliteGroupStore | None = None
+    self._loop: loop_thread.LoopThread | None = None
+    self._proxy: proxy.RunProxy | None = None
+    self._writers: list[Any] = []
+
+  @property
+  def connection(self) -> proxy_lib.ProxyConnection | None:
+    """The episodes' way to the engine; None where they ask it directly."""
+    return None if self._proxy is None else self._proxy.connection
+
+  @property
+  def loop(self) -> loop_thread.LoopThread:
+    """The event loop of the episodes; only inside the context."""
+    if self._loop is None:
+      raise RuntimeError("enter the run first: with run: …")
+    return self._loop
+
+  def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+    """Runs `work` on the episodes' loop and returns its result.
+
+    Raises:
+      loop_thread.Interrupted: the run was asked to stop.
+    """
+    return self.loop.wait(work, self.stop)
+
+  # --- life ------------------------------------------------------------------
+
+  def __enter__(self) -> Run:
+    try:
+      self._claim_directory()
+      if self.config.rollout.via == "proxy":
+        self._proxy = proxy.RunProxy(
+            self.config, self.policy, self.engine, self.images
+        )
+        self._proxy.start()
+    except BaseException:
+      self.engine.close(loop_thread.STOP_TIMEOUT_S)
+      if self.store is not None:
+        self.store.close()
+      raise
+    self._loop = loop_thread.LoopThread()
+    return self
+
+  def _claim_directory(self) -> None:
+    config = self.config
+    if not self.resuming and (self.directory / "metrics.jsonl").exists():
+      raise config_lib.ConfigError([
+          f"run.name={config.run.name}: {self.directory} holds a run already;"
+          f" choose another name, or go on with resume={self.directory}"
+      ])
+    self.store = models.make_store(config, self.images)
+    self.directory.mkdir(parents=True, exist_ok=True)
+    # The file repeats the run, it does not go on with it.
+    repeat = dataclasses.replace(config.run, resume="", dry_run=False)
+    (self.directory / "config.yaml").write_text(
+        dataclasses.replace(config, run=repeat).to_yaml()
+    )
+
+  def __exit__(self, *exc_info: Any) -> None:
+    if self._loop is not None:
+      self._close_loop(self._loop)
+    self.engine.close(loop_thread.STOP_TIMEOUT_S)
+    for writer in self._writers:
+      writer.close()
+    if self.store is not None:
+      self.store.close()
+
+  def _close_loop(self, loop: loop_thread.LoopThread) -> None:
+    def wait(work: Coroutine[Any, Any, Any]) -> Any:
+      return loop.submit(work).result(loop_thread.STOP_TIMEOUT_S)
+
+    def try_to(what: str, work: Coroutine[Any, Any, Any]) -> None:
+      try:
+        wait(work)
+      except Exception as error:  # pylint: disable=broad-except
+        # The remaining parts have yet to be closed.
+        _LOG.warning("%s did not close: %r", what, error)
+
+    close_shared = None
+    if self.episodes.acts_on_gym:
+      close_shared = gyms.get(self.config.gym.name).load_close_shared()
+    if close_shared is not None:
+      try_to(f"what gym.name={self.config.gym.name} shares", close_shared())
+    if self._proxy is not None:
+      self._proxy.close(wait)
+    if self.config.rollout.via == "external":
+      try_to("the external engine", self.engine.aclose())
+    loop.close()
+
+  # --- stages ----------------------------------------------------------------
+
+  def attach_observers(self, resume_step: int | None) -> None:
+    """Attaches the run's observers; `resume_step` None for a new run."""
+    observers_lib.attach(
+        self.config,
+        self.observers,
+        self._writers,
+        self.images,
+        resume_step=resume_step,
+        facts=self._facts,
+    )
+
+  def _facts(self) -> dict[str, Any]:
+    return {
+        "parameters": dry_run.parameter_count(self.policy.model),
+        "devices": [str(d) for d in jax.devices()],
+        "engine": dict(self.engine.stats()),
+        "observer_failures": dict(self.observers.failures),
+    }
+
+  def warm_up(self) -> None:
+    """Compiles the engine's programs."""
+
+    def progress(done: int, total: int, what: str) -> None:
+      self.observers.on_event(
+          events.Progress("compiling the engine", done, total, what)
+      )
+
+    self.engine.warm_up(progress)
+
+  def apply_warm_start(self) -> None:
+    """Replaces the present weights by those that GRPO begins with."""
+    self.policy = self.warm_start.apply(self)
+    self.engine.update_weights(0, self.policy.model).result(
+        self.config.external.load_timeout_s
+    )

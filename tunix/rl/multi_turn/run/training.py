@@ -1,0 +1,185 @@
+"""Trains with GRPO: the collecting loop and the learner's, joined by the queue.
+
+Promises: an interrupt or a failure leaves a checkpoint and the policy after
+the last update; a resumed run trains on no group twice, goes on with the next
+task, and makes the evaluations that it lacks.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import time
+from typing import Any
+
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
+from tunix.rl.multi_turn.learner import loop as loop_lib
+from tunix.rl.multi_turn.reporting import step_metrics
+from tunix.rl.multi_turn.run import episodes
+from tunix.rl.multi_turn.run import evaluation
+from tunix.rl.multi_turn.run import loop_thread
+from tunix.rl.multi_turn.run import models
+from tunix.rl.multi_turn.run import resuming
+from tunix.rl.multi_turn.run import run as run_lib
+from tunix.rl.multi_turn.run import tasks as run_tasks
+from tunix.rl.multi_turn.trajectory_collector import collect_loop
+from tunix.rl.queue import group_queue
+
+_LOG = logging.getLogger(__name__)
+
+
+class Training:
+  """The GRPO stage of a run; call `run` once."""
+
+  def __init__(self, run: run_lib.Run):
+    """Builds the learner, queue and collecting loop, restored if resuming."""
+    self._run = run
+    config = run.config
+    self._config = config
+    self._learner = models.make_learner(
+        config, run.policy, run.images, run.mesh
+    )
+    self._checkpoints = checkpoint_lib.LearnerCheckpoints(
+        run.directory / "checkpoints", config.checkpoint
+    )
+    extras: dict[str, Any] = {}
+    if run.resuming and self._checkpoints.steps():
+      extras = self._checkpoints.restore(self._learner)
+    if run.store is not None:
+      run.store.remove(extras.get(loop_lib.CONSUMED, ()))
+    self._queue = self._make_queue(self._learner.version)
+    metrics = step_metrics.StepMetrics(
+        run.observers, self._queue, run.engine
+    )
+    self._collecting = self._make_collect_loop(metrics, extras.get("collect"))
+    self._collected: concurrent.futures.Future[None] | None = None
+    self._loop = loop_lib.LearnerLoop(
+        self._learner,
+        self._queue,
+        run.engine.update_weights,
+        observers=metrics,
+        checkpoints=self._checkpoints,
+        publish_timeout_s=config.external.load_timeout_s,
+        extras=lambda: {"collect": self._collecting.state_dict()},
+        updated=self._hold_when_due,
+    )
+
+  def run(self) -> None:
+    """Updates until learner.steps, an interrupt or the time budget."""
+    run, config = self._run, self._config
+    budget, started = config.run.time_budget_s, time.monotonic()
+    try:
+      self._loop.publish()
+      self._evaluate_when_due()
+      self._collected = run.loop.submit(self._collecting.run())
+      while self._learner.counters.updates < config.learner.steps:
+        if run.stop.is_set() or self._loop.step(run.stop) is None:
+          break
+        self._evaluate_when_due()
+        if budget and time.monotonic() - started > budget:
+          break
+    finally:
+      self._end()
+    self._publish_latest()
+    run.policy = dataclasses.replace(
+        run.policy, model=self._learner.policy()
+    )
+
+  def _end(self) -> None:
+    """Stops collecting and saves; also after a failure."""
+    self._stop_collecting()
+    self._queue.close()
+    if self._learner.counters.updates:
+      self._loop.save()
+      self._loop.settle()
+      models.save_policy(
+          self._config,
+          self._run.directory / "policy",
+          self._learner.policy(),
+      )
+    self._checkpoints.close()
+
+  def _stop_collecting(self) -> None:
+    if self._collected is None:
+      return
+    self._collecting.stop()
+    timeout_s = loop_thread.STOP_TIMEOUT_S
+    done, _ = concurrent.futures.wait([self._collected], timeout_s)
+    if not done:
+      _LOG.warning("collecting did not stop within %g s", timeout_s)
+    self._collected = None
+
+  def _publish_latest(self) -> None:
+    if self._run.engine.version != self._learner.version:
+      self._loop.publish()
+
+  # --- evaluations -----------------------------------------------------------
+
+  def _hold_when_due(self) -> None:
+    # Episodes of an evaluation would wait for those of training, which hold
+    # all engine slots and browser tabs, and in lockstep for their sessions.
+    if self._evaluation_due(self._learner.counters.updates):
+      self._collecting.hold()
+
+  def _evaluate_when_due(self) -> None:
+    run = self._run
+    run.updates = self._learner.counters.updates
+    if self._evaluation_due(run.updates):
+      self._publish_latest()
+      evaluation.evaluate(run, f"step_{run.updates}")
+    self._collecting.release()
+
+  def _evaluation_due(self, step: int) -> bool:
+    every = self._config.eval.every
+    if not (every and step and step % every == 0):
+      return False
+    # Measured already if the run was stopped after it.
+    measured = resuming.evaluations(self._run.directory)
+    return f"step_{step}" not in measured
+
+  # --- parts -----------------------------------------------------------------
+
+  def _make_queue(self, version: int) -> group_queue.GroupQueue:
+    config, observers = self._config, self._run.observers
+
+    def dropped(group: trajectory_lib.TrajectoryGroup, reason: str) -> None:
+      observers.on_event(events.GroupFinished(group, "dropped", reason))
+
+    return group_queue.GroupQueue(
+        config.learner.groups_per_step,
+        config.queue,
+        order="admission" if config.lockstep else "ready",
+        version=version,
+        store=self._run.store,
+        on_drop=dropped,
+    )
+
+  def _make_collect_loop(
+      self, metrics: step_metrics.StepMetrics, state: dict[str, Any] | None
+  ) -> collect_loop.CollectLoop:
+    """The loop that fills the queue, from `state` where a run is resumed."""
+    run, config = self._run, self._config
+    sampler = run_tasks.make_sampler(config, run.task_source)
+    if hasattr(sampler, "on_event"):
+      run.observers.add(sampler)
+    collecting = collect_loop.CollectLoop(
+        episodes.make_collector(
+            config,
+            run.episodes,
+            run.engine,
+            run.policy.renderer,
+            observers=metrics,
+            connection=run.connection,
+        ),
+        sampler,
+        self._queue,
+        task_from_json=gym_base.Task.from_json,
+    )
+    if run.resuming:
+      # Also without a checkpoint: the store may hold groups.
+      collecting.load_state_dict(state or collecting.state_dict())
+    return collecting

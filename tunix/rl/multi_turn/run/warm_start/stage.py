@@ -1,0 +1,162 @@
+"""Brings a policy to its start: weights loaded, demonstrations cloned, saved.
+
+The one stage before GRPO. It decides which weights a run begins with, which of
+them are loaded before the first evaluation and which after it, and what a
+resumed run need not do again.
+
+Promises: `warm_start/` of the run directory holds the policy after cloning,
+which a resumed run begins with and which is its KL reference; a stage that was
+interrupted goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from typing import Any, Callable, Iterator
+
+import jax
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
+from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.run import episodes
+from tunix.rl.multi_turn.run import models
+from tunix.rl.multi_turn.run.warm_start import cloning
+from tunix.rl.multi_turn.run.warm_start import demonstrations
+from tunix.rl.multi_turn.run.warm_start import recorded
+
+_CHECKPOINTS = "cloning"
+_RESULT = "warm_start"
+
+
+class WarmStart:
+  """See the module docstring.
+
+  Attributes:
+    starts_random: whether the run begins with random weights, which it
+      evaluates first.
+    policy: as the run begins; `apply` gives the one that GRPO begins with.
+  """
+
+  def __init__(
+      self,
+      config: config_lib.TrainConfig,
+      mesh: jax.sharding.Mesh | None,
+      task_source: Any,
+  ):
+    """Builds the policy with the weights that the run begins with.
+
+    Raises:
+      ConfigError: no such weights, or no demonstrations.
+    """
+    self._config = config
+    self._mesh = mesh
+    self._resuming = bool(config.run.resume)
+    self._directory = config.run_dir
+    self._steps = config.warm_start.steps
+    source = models.warm_start_source(config)
+    self.starts_random = models.starts_random(config, source)
+    self.policy = models.make_policy(
+        config, mesh, "" if self.starts_random else source
+    )
+    self._load_later = source if self.starts_random else ""
+    if self._resuming and (self._result / "config.json").exists():
+      self._steps, self._load_later = 0, str(self._result)
+      # A run that ended just after the result was saved kept its checkpoints.
+      shutil.rmtree(self._directory / _CHECKPOINTS, ignore_errors=True)
+    if self._load_later:
+      models.check_weights(config, self.policy, self._load_later)
+    self._demonstrations = None
+    if self._steps:
+      self._demonstrations = recorded.for_run(config, task_source)
+
+  @property
+  def _result(self):
+    return self._directory / _RESULT
+
+  def apply(self, run: Any) -> models.LoadedPolicy:
+    """The policy that GRPO begins with.
+
+    Args:
+      run: a `run.Run`, entered.
+
+    Raises:
+      loop_thread.Interrupted: the run was asked to stop; what was cloned is in
+        a checkpoint.
+    """
+    policy = self.policy
+    if self._load_later:
+      policy = models.make_policy(self._config, self._mesh, self._load_later)
+    if self._steps:
+      policy = self._clone(run, policy)
+    return policy
+
+  def _clone(
+      self, run: Any, policy: models.LoadedPolicy
+  ) -> models.LoadedPolicy:
+    """Behaviour cloning on demonstrations."""
+    config = self._config
+    # Demonstrations may have to teach anything: all weights learn from them.
+    learner = models.make_cloning_learner(
+        config, models.without_adapter(policy), run.images, self._mesh
+    )
+    source = self._demonstrations
+    demonstrator = demonstrations.Demonstrator(
+        policy.renderer,
+        run.episodes.make_agent,
+        source.make_gym
+        or (lambda: episodes.make_gym(config, config.task_source.families[0])),
+        source.oracle,
+        run.images,
+        grid=demonstrations.POINT_GRID,
+    )
+    with self._checkpoints(learner) as save_when_due:
+      cloning.clone(
+          learner,
+          lambda tasks: run.wait(
+              demonstrator.episodes(tasks, config.collect.concurrency)
+          ),
+          source.tasks,
+          config.warm_start,
+          longest=config.engine.context_length,
+          seed=config.run.seed,
+          observers=run.observers,
+          done=learner.version,
+          after_update=save_when_due,
+      )
+    policy = dataclasses.replace(policy, model=learner.policy())
+    models.save_policy(config, self._result, policy.model)
+    shutil.rmtree(self._directory / _CHECKPOINTS)
+    models.add_adapter(config, policy.model)
+    return policy
+
+  @contextlib.contextmanager
+  def _checkpoints(
+      self, learner: learner_lib.Learner
+  ) -> Iterator[Callable[[], None]]:
+    """Restores the learner if it had begun, and saves it, also at a failure.
+
+    Yields:
+      A function that saves when a checkpoint is due.
+    """
+    every = self._config.checkpoint.every
+    with checkpoint_lib.LearnerCheckpoints(
+        self._directory / _CHECKPOINTS, dataclasses.replace(
+            self._config.checkpoint, keep=1
+        )
+    ) as checkpoints:
+      if self._resuming and checkpoints.steps():
+        checkpoints.restore(learner)
+
+      def save_when_due() -> None:
+        if every and learner.version % every == 0:
+          checkpoints.save(learner)
+
+      try:
+        yield save_when_due
+      except BaseException:
+        checkpoints.wait()
+        if learner.version and learner.version not in checkpoints.steps():
+          checkpoints.save(learner)
+        raise
