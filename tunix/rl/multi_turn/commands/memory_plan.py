@@ -146,7 +146,7 @@ class MemoryPlan:
     layer_residuals: kept by the forward pass of all decoder layers.
     layer_peak: activations and their gradients inside the decoder layer that
       is being computed again and differentiated.
-    vision_residuals: kept of the tower, its output and what is added to the
+    vision_residuals: kept of the tower, its output and its additions to the
       decoder's first layers.
     vision_peak: inside the tower's block that is being differentiated.
     logits: of one chunk and their gradients.

@@ -257,14 +257,14 @@ class Packer:
     ):
       return [item]
     if len(item.branches) == 1:
-      for what, need, have, field in (
+      for kind, need, have, field in (
           ("tokens", item.length, shape.row_length, "row_length"),
           ("patches", patches, shape.patches, "patches"),
           ("sampled tokens", item.targets, shape.targets, "targets"),
       ):
         if need > have:
           raise ValueError(
-              f"example {item.branches[0].example} has {need} {what}, a batch"
+              f"example {item.branches[0].example} has {need} {kind}, a batch"
               f" takes {have}; raise {field}"
           )
     members = [p.example for p in item.branches]

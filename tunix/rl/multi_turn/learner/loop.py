@@ -219,7 +219,7 @@ class LearnerLoop:
     self._unacknowledged = True
 
   def settle(self) -> None:
-    """Waits until what was saved is on disk, then lets its groups go.
+    """Waits until the saved checkpoint is on disk, then lets its groups go.
 
     `step` begins with it: no group is trained on between a save and its
     acknowledgement. Groups taken for an update that failed are not let go.

@@ -170,10 +170,10 @@ def _resolve_keys(
   if tied:  # Some exporters write the tied matrix twice.
     extra = [key for key in extra if key != "lm_head.weight"]
   counted = []
-  for what, keys in (("missing", missing), ("unexpected", extra)):
+  for problem, keys in (("missing", missing), ("unexpected", extra)):
     if keys:
       more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-      counted.append(f"{what} tensors {', '.join(keys[:5])}{more}")
+      counted.append(f"{problem} tensors {', '.join(keys[:5])}{more}")
   if problems or counted:
     raise ValueError(
         f"{files.directory} does not fit its config.json: "
