@@ -214,7 +214,8 @@ PLACED = """
 import json
 import jax
 from flax import nnx
-from tunix.rl.multi_turn.policy import checkpoint, memory_plan, sharding
+from tunix.rl.multi_turn.commands import memory_plan
+from tunix.rl.multi_turn.policy import checkpoint, sharding
 out = {}
 for name in ("tiny_vl", "qwen3_vl_tiny", "qwen2_5_vl_tiny"):
   make = checkpoint.load_policy if name == "tiny_vl" else (

@@ -5,8 +5,8 @@ gated both ways so that no batch is trained on data older than the run allows:
 
 * Admission. A producer calls `acquire_start` before it starts a group and is
   held until `accepted + running < (max_staleness + version + 1) *
-  groups_per_step`. `version` is the learner's, `groups_per_step` what it
-  consumes per version.
+  groups_per_step`. `version` is the learner's, `groups_per_step` the
+  number that it consumes per version.
 * Delivery. A group whose oldest token lags the version by more than
   `max_staleness` is dropped, counted, and its admission refunded. This is a
   hard bound; admission alone is not, because episodes take their time.
@@ -117,7 +117,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
 
   @property
   def order(self) -> str:
-    """Of delivery."""
+    """Order of delivery."""
     return self._ledger.order
 
   def qsize(self) -> int:

@@ -1,1 +1,31 @@
-"""Command-line tools around policies: inspect, try, pretrain, plan memory."""
+"""Commands around policies: inspect, pretrain, train a tokenizer.
+
+    python -m tunix.rl.multi_turn.commands
+
+lists them, with the commands of other rooms. `memory_plan`, `policy_facts` and
+`try_policy` are parts of `inspect_policy`.
+"""
+
+_HERE = "tunix.rl.multi_turn"
+
+COMMANDS = {
+    f"{_HERE}.train": "Trains a policy.",
+    f"{_HERE}.environments.play": "Plays a gym by hand and records episodes.",
+    f"{_HERE}.environments.gym_server": "Serves gyms over HTTP.",
+    f"{_HERE}.serving.serve": "Serves a policy by OpenAI's protocol.",
+    f"{_HERE}.monitor": "Stores and shows runs: the Training Monitor.",
+    f"{_HERE}.commands.inspect_policy": (
+        "Reports a policy's sizes, tokens and memory; runs it once."
+    ),
+}
+"""Module of a user's command -> its purpose."""
+
+MAINTAINERS = {
+    f"{_HERE}.commands.pretrain": (
+        "Pretrains the small policies that the package ships."
+    ),
+    f"{_HERE}.commands.train_tokenizer": (
+        "Trains the tokenizer of the small policies."
+    ),
+}
+"""Module of a maintainer's command -> its purpose."""

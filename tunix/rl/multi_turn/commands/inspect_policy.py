@@ -1,16 +1,16 @@
-"""Says what a policy is and what it costs, before anything is trained.
+"""Reports a policy's sizes, tokens and memory, before anything is trained.
 
     python -m tunix.rl.multi_turn.commands.inspect_policy Qwen3-VL-8B \\
         --mesh fsdp=16
     python -m tunix.rl.multi_turn.commands.inspect_policy ~/checkpoints/ui-agent
     python -m tunix.rl.multi_turn.commands.inspect_policy tiny_vl --forward
 
-A published size needs no files: its weights are shapes. `describe` gives the
-same as a dict. `--forward` runs the policy once on a picture and a prompt,
+A published size needs no files: its weights are shapes. `describe` returns the
+report as a dict. `--forward` runs the policy once on a picture and a prompt,
 see `try_policy`.
 
-Does not download anything, and does not run a published size: that takes the
-directory of a checkpoint.
+Does not: download anything, or run a published size, which needs the directory
+of a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 from typing import Any, Sequence
 
 import jax.numpy as jnp
+from tunix.rl.multi_turn import commands
 from tunix.rl.multi_turn.commands import memory_plan
 from tunix.rl.multi_turn.commands import policy_facts
 from tunix.rl.multi_turn.commands import try_policy
@@ -60,7 +61,7 @@ def describe(
     remat: str | None = None,
     lora_rank: int = 0,
 ) -> dict[str, Any]:
-  """Everything but the forward pass.
+  """The report without the forward pass.
 
   Args:
     found: the policy.
@@ -71,7 +72,7 @@ def describe(
     remat, lora_rank: see `memory_plan.plan`.
 
   Raises:
-    ValueError: a screenshot, mesh or adapter that cannot be.
+    ValueError: a screenshot, mesh or adapter that the policy cannot have.
   """
   model, processor = found.model, found.processor
   sizes = memory_plan.Sizes.of(model.config)
@@ -187,7 +188,7 @@ def _screen(text: str) -> tuple[int, int]:
   parts = text.lower().split("x")
   if len(parts) != 2 or not all(p.isdigit() and int(p) for p in parts):
     raise argparse.ArgumentTypeError(
-        f"{text!r} is no size; write WIDTHxHEIGHT, for example 1280x720"
+        f"{text!r} is not a size; write WIDTHxHEIGHT, for example 1280x720"
     )
   return int(parts[0]), int(parts[1])
 
@@ -198,8 +199,8 @@ def _mesh(text: str) -> dict[str, int]:
     name, _, size = part.strip().partition("=")
     if name not in sharding.AXES or not (size.isdigit() and int(size)):
       raise argparse.ArgumentTypeError(
-          f"{part!r} is no mesh axis; write data=1,fsdp=8,sequence=2,tensor=1"
-          " (sizes >= 1; what is left out is 1)"
+          f"{part!r} is not a mesh axis; write"
+          " data=1,fsdp=8,sequence=2,tensor=1 (sizes >= 1; others are 1)"
       )
     mesh[name] = int(size)
   return mesh
@@ -207,14 +208,16 @@ def _mesh(text: str) -> dict[str, int]:
 
 def _count(text: str) -> int:
   if not text.isdigit():
-    raise argparse.ArgumentTypeError(f"{text!r} is no number >= 0")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
   return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
   out = argparse.ArgumentParser(
       prog="python -m tunix.rl.multi_turn.commands.inspect_policy",
-      description="Sizes, tokens and memory of a policy.",
+      description=commands.COMMANDS[
+          "tunix.rl.multi_turn.commands.inspect_policy"
+      ],
       epilog=_EXAMPLES,
       formatter_class=argparse.RawDescriptionHelpFormatter,
   )
@@ -234,18 +237,18 @@ def parser() -> argparse.ArgumentParser:
       help="devices that training memory is planned for (one)")
   add("--dtype", choices=_DTYPES,
       help="of activations and KV cache (bfloat16 of a published size, else"
-      " what the config says)")
+      " as its config)")
   add("--param-dtype", choices=_DTYPES,
-      help="of weights and gradients (what the config says: float32)")
+      help="of weights and gradients (as its config: float32)")
   add("--remat", choices=memory_plan.REMAT,
-      help="what the backward pass computes again (as the config says)")
+      help="what the backward pass computes again (as its config)")
   add("--lora", type=_count, default=0, metavar="RANK",
       help="train an adapter of this rank (0: all parameters)")
   add("--forward", action="store_true", help="run it once")
   add("--image", type=pathlib.Path, metavar="FILE",
-      help="what --forward looks at (a generated picture)")
+      help="picture for --forward (a generated one)")
   add("--prompt", default=try_policy.PROMPT,
-      help="what --forward is asked (%(default)r)")
+      help="prompt for --forward (%(default)r)")
   add("--json", action="store_true", help="print one JSON object")
   return out  # pyformat: disable
 

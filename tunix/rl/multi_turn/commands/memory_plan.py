@@ -1,16 +1,17 @@
-"""How much memory a training step takes on each device, before it is run.
+"""Predicts the memory of a training step on each device, without running it.
 
 Parameters, gradients and optimizer state are counted tensor by tensor with the
-shardings that training uses; activations follow from the sizes. What is
-predicted are the learner's two programs as compiled for TPU: `accumulate`, the
-forward and backward pass of a micro-batch, and `apply`, the optimizer step.
-docs/tpu.md holds the prediction against the compiler's own figures. Activations
-are what has to exist at a time; for the gaps that the compiler's heap has
-between them a measured share is added.
+shardings that training uses; activations follow from the sizes. The plan covers
+the learner's two programs as compiled for TPU: `accumulate`, the forward and
+backward pass of a micro-batch, and `apply`, the optimizer step. docs/tpu.md
+compares it with the compiler's own figures. Activations are counted at the
+moment when most of them are alive; a measured share is added for the gaps that
+the compiler's heap has between them.
 
-Does not: count the rollout engine, the reference model of a KL term, or what
-the runtime keeps for itself. Arrays are counted without the padding of a TPU's
-tiles. On CPU, where attention is not a fused kernel, scores come on top.
+Does not: count the rollout engine, the reference model of a KL term, or the
+memory that the runtime keeps for itself. Arrays are counted without the padding
+of a TPU's tiles. On CPU, where attention is not a fused kernel, scores come on
+top.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from tunix.rl.multi_turn.policy import sharding
 REMAT = ("none", "block", "dots")
 
 _GAPS = 0.28
-"""Of what is alive: three programs that fitted took 1.25, 1.31 and 1.32 times
-as much."""
+"""Share of live memory: three programs that fitted took 1.25, 1.31 and 1.32
+times as much."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """What of a policy's architecture its activations depend on.
+  """Sizes of an architecture that its activations depend on.
 
   Attributes:
     layers, width, heads, kv_heads, head_dim, mlp: of the decoder; `mlp` is the
@@ -142,10 +143,10 @@ class MemoryPlan:
     cast: copies of the parameters in the compute dtype, which the compiler
       makes of all stacked layers before their loop.
     optimizer: AdamW's two moments.
-    layer_residuals: what the forward pass keeps of all decoder layers.
+    layer_residuals: kept by the forward pass of all decoder layers.
     layer_peak: activations and their gradients inside the decoder layer that
       is being computed again and differentiated.
-    vision_residuals: kept of the tower, its output and what is added to the
+    vision_residuals: kept of the tower, its output and its additions to the
       decoder's first layers.
     vision_peak: inside the tower's block that is being differentiated.
     logits: of one chunk and their gradients.
@@ -168,8 +169,8 @@ class MemoryPlan:
   def activations(self) -> int:
     """The most that `accumulate` holds beside arguments and gradients.
 
-    Decoder layers are differentiated before the tower, by when what was kept
-    of them is gone.
+    Decoder layers are differentiated before the tower, by when their residuals
+    are freed.
     """
     decoder = self.layer_residuals + max(self.layer_peak, self.logits)
     return self.vision_residuals + max(decoder, self.vision_peak)
@@ -181,12 +182,12 @@ class MemoryPlan:
 
   @property
   def heap_gaps(self) -> int:
-    """What the compiler takes beyond that."""
+    """Memory that the compiler takes beyond that."""
     return round(_GAPS * self.alive)
 
   @property
   def accumulate(self) -> int:
-    """What the program of a micro-batch needs, without optimizer state."""
+    """Memory of a micro-batch's program, without optimizer state."""
     arguments = self.parameters + self.gradients + self.batch
     return arguments + self.alive + self.heap_gaps
 
@@ -253,11 +254,11 @@ def plan(
     compute_dtype: str | None = None,
     lora_rank: int = 0,
 ) -> MemoryPlan:
-  """What a step of `model` on `mesh` takes on each device.
+  """Plans the memory of a step of `model` on each device of `mesh`.
 
   Args:
-    model: the policy, with shapes only will do; with a LoRA adapter its
-      matrices are what is trained.
+    model: the policy; shapes are enough. With a LoRA adapter only its
+      matrices are trained.
     mesh: real or abstract, with the axes of `sharding.AXES`.
     work: of one batch shard.
     remat: "none", "block" or "dots"; None = the config's.
@@ -357,7 +358,7 @@ def _tower(
   # Heads narrower than a tile of 128 take twice their bytes.
   inside = 20 * width + 4 * sizes.vision_mlp
   tokens = patches // sizes.patches_per_token * (1 + sizes.deep)
-  # What is added to the decoder's first layers, and its gradient.
+  # Additions to the decoder's first layers, and their gradients.
   seen = 2 * sizes.deep * work.rows * work.row_length // sequence
   # Vision tokens are whole on each device of a row.
   out = (tokens * sequence + (seen if patches else 0)) * sizes.width

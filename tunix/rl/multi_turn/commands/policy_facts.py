@@ -1,7 +1,7 @@
-"""What a policy of any kind is: found by name, its sizes, counted by part.
+"""Finds a policy of any kind by name, and counts its parameters by part.
 
-Nothing here allocates weights: a model is its shapes. Of a directory
-config.json and the headers of safetensors files are read.
+Does not: allocate weights (a model is its shapes here), or read more of a
+directory than config.json and the headers of safetensors files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUILT_IN = settings.POLICIES.names()
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-  """A policy as it was named.
+  """A policy that a name stands for.
 
   Attributes:
     name: as published or shipped, or the directory.

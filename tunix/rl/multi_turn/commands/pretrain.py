@@ -1,12 +1,12 @@
-"""Pretrains the small policies that the package ships.
+"""Pretrains the small policies that the package ships. A maintainer's command.
 
     python -m tunix.rl.multi_turn.commands.pretrain --out DIR
     python -m tunix.rl.multi_turn.commands.pretrain --out DIR \\
         --policy qwen3_vl_tiny
 
-A stand-in for the pretrained model that a real user starts from, made by
-imitation alone: grounding conversations about random desktops, so that the
-policy reads and points, and demonstrations of every task family by a
+The result stands in for the pretrained model that a real user starts from. It
+is made by imitation alone: grounding conversations about random desktops, so
+that the policy reads and points, and demonstrations of every task family by a
 demonstrator with habits, so that it knows the moves and prefers some wrong
 ones. No reward is used. The same learner as in training runs it, with the
 objective `behaviour_cloning`.
@@ -29,6 +29,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 import tqdm
+from tunix.rl.multi_turn import commands
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.core import images
@@ -43,6 +44,7 @@ from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 
 TokenSequence = trajectory.TokenSequence
+_NAME = "tunix.rl.multi_turn.commands.pretrain"
 
 HABITS = {
     "open-icon": ("single_click", 0.7),
@@ -56,7 +58,7 @@ HABITS = {
 CHANGES: dict[str, dict[str, Any]] = {
     "tiny_vl": {"size": "tiny"},
     # Four patches a vision token, where tiny_vl has one. Attention within
-    # images costs what the largest one needs: screenshots of one size.
+    # images costs as much as the largest needs: screenshots of one size.
     "qwen3_vl_tiny": {
         "size": "qwen3_vl_tiny",
         "patches": 16384,
@@ -75,7 +77,7 @@ _PAIR_KINDS = ("color", "icon", "button", "check box")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """Everything that decides the result.
+  """Settings and seeds of a pretraining; they decide its result.
 
   Attributes:
     steps: optimizer steps.
@@ -103,7 +105,7 @@ class Recipe:
       cosine to 0 follows.
     row_length, rows, patches, targets: capacities of a packed batch.
     size: of the policy, as `checkpoint.create_policy` takes it.
-    system_prompt, parser: what episodes begin with, and their grammar.
+    system_prompt, parser: first message of episodes, and their grammar.
   """
 
   steps: int = 2000
@@ -187,7 +189,7 @@ class DataMaker:
     return desktop.DesktopGym(self._recipe.width, self._recipe.height)
 
   def _scene(self, rng: np.random.Generator, other: bool = False):
-    """(image, what is visible) of a task's start or a random scene."""
+    """(image, referring expressions) of a task's start or a random scene."""
     gym = self._gym
     if other:
       gym = self._other_gyms[int(rng.integers(len(self._other_gyms)))]
@@ -216,13 +218,13 @@ class DataMaker:
     )
 
   def _field(self, rng: np.random.Generator, kinds: Sequence[str]):
-    """(image, what is visible) of things of one kind."""
+    """(image, referring expressions) of things of one kind."""
     kind = kinds[int(rng.integers(len(kinds)))]
     seen = self._gym.field(int(rng.integers(2**31)), kind)
     return self._store.put(seen.screenshot), self._gym.referring_expressions()
 
   def first_sequences(self, step: int) -> list[TokenSequence]:
-    """Of a first step: names and where their things are.
+    """Conversations of a first step: names and the places of their things.
 
     Colours alone to begin with, as they are easiest to see; when telling them
     apart has been learned, icons and buttons come in, and longer formats.
@@ -319,7 +321,7 @@ def heldout_report(
   Of "mixed" sequences as `number_logprob` and `other_logprob`, of the words of
   "copies" as `copies_logprob`, of the number tokens of every other kind as
   `<kind>_logprob`: it stands still while a policy points at things of the kind
-  but cannot tell which is which.
+  but cannot distinguish them.
   """
   report = {}
   for kind, some in sequences.items():
@@ -421,15 +423,26 @@ def pretrain(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-  parser.add_argument("--out", type=pathlib.Path, required=True)
+  parser = argparse.ArgumentParser(
+      prog=f"python -m {_NAME}",
+      description=f"{commands.MAINTAINERS[_NAME]} A maintainer's command.",
+  )
+  parser.add_argument(
+      "--out", type=pathlib.Path, required=True, help="directory to write"
+  )
   parser.add_argument(
       "--policy", choices=sorted(CHANGES), default="tiny_vl",
-      help="which of the shipped policies",
+      help="the shipped policy to make (%(default)s)",
   )  # pyformat: disable
   parser.add_argument("--steps", type=int, help="default: the recipe's")
-  parser.add_argument("--seed", type=int, default=Recipe.seed)
-  parser.add_argument("--save-every", type=int, default=250)
+  parser.add_argument(
+      "--seed", type=int, default=Recipe.seed,
+      help="of weights and data (%(default)s)",
+  )  # pyformat: disable
+  parser.add_argument(
+      "--save-every", type=int, default=250, metavar="STEPS",
+      help="steps between two saves (%(default)s)",
+  )  # pyformat: disable
   args = parser.parse_args(argv)
   host_memory.tune()
   changes = dict(CHANGES[args.policy], seed=args.seed)

@@ -1,10 +1,10 @@
-"""Trains the byte-level BPE tokenizer of the small policy.
+"""Trains the tokenizer of the small policies. A maintainer's command.
 
     python -m tunix.rl.multi_turn.commands.train_tokenizer --out DIR
 
-Qwen's special tokens, split rule (with one change), NFC and ChatML template,
-over a vocabulary small enough for a policy of two million parameters. What
-differs, and why:
+A byte-level BPE with Qwen's special tokens, split rule (with one change), NFC
+and ChatML template, over a vocabulary small enough for a policy of two million
+parameters. The differences, and their reasons:
 
 - Every integer 0..999 is exactly one token, and their ids are consecutive. A
   coordinate on the 0..999 grid is then one decision, and the policy can give
@@ -31,6 +31,9 @@ from tokenizers import models
 from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 from tokenizers import trainers
+from tunix.rl.multi_turn import commands
+
+_NAME = "tunix.rl.multi_turn.commands.train_tokenizer"
 
 # Qwen's rule, except that numbers are cut every three digits, and that the
 # separator of two numbers is one piece.
@@ -200,7 +203,7 @@ def train(
 
 
 def save(tokenizer: tokenizers.Tokenizer, out: str | pathlib.Path) -> None:
-  """Writes what `transformers.AutoTokenizer.from_pretrained(out)` reads."""
+  """Writes files for `transformers.AutoTokenizer.from_pretrained(out)`."""
   from transformers import PreTrainedTokenizerFast  # pylint: disable=g-import-not-at-top
 
   fast = PreTrainedTokenizerFast(
@@ -447,10 +450,18 @@ def gym_texts() -> tuple[list[str], list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+  parser = argparse.ArgumentParser(
+      prog=f"python -m {_NAME}",
+      description=f"{commands.MAINTAINERS[_NAME]} A maintainer's command.",
+  )
   parser.add_argument("--out", required=True, help="directory to write")
-  parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
-  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument(
+      "--vocab-size", type=int, default=VOCAB_SIZE,
+      help="entries (%(default)s)",
+  )  # pyformat: disable
+  parser.add_argument(
+      "--seed", type=int, default=0, help="of the corpus (%(default)s)"
+  )
   args = parser.parse_args(argv)
   words, instructions = gym_texts()
   tokenizer = train(corpus(words, instructions, args.seed), args.vocab_size)

@@ -1,8 +1,9 @@
-"""Runs a policy once: a picture, a prompt, and what it would say next.
+"""Runs a policy once on a picture and a prompt; ranks its next tokens.
 
 Promises: a policy that does not fit this host's memory is refused with the
-figures before anything is allocated. Where weights are random the result says
-so. Probabilities are those samplers draw from: placeholders have none.
+figures before anything is allocated; `random_weights` marks a result of random
+weights; probabilities are those that samplers draw from: placeholders have
+none.
 """
 
 from __future__ import annotations
@@ -63,30 +64,58 @@ def run(
         f" this host has {policy_facts.human(have)} free; use a larger host, a"
         " smaller policy, or --param-dtype bfloat16"
     )
-  random = False
+  random = found.directory is None
+  model, processor, encoder = _load(found, (width, height))
+  inputs = make_inputs(processor, encoder, model.config, pixels, prompt)
+  chances, compile_seconds, seconds = _next_tokens(model, inputs)
+  best = np.argsort(-chances, kind="stable")[:5]
+  return {
+      "picture": str(image or "generated"),
+      "size": f"{width}x{height}",
+      "tokens": int(inputs.tokens.shape[1]),
+      "image_tokens": count,
+      "compile_seconds": round(compile_seconds, 3),
+      "seconds": round(seconds, 3),
+      "random_weights": random,
+      "top": [
+          {
+              "id": int(i),
+              "token": encoder.decode([int(i)], skip_special_tokens=False),
+              "probability": float(chances[i]),
+          }
+          for i in best
+      ],
+  }
+
+
+def _load(
+    found: policy_facts.Found, screen: tuple[int, int]
+) -> checkpoint.Loaded:
+  """The policy with weights: its directory's, or random ones."""
+  config = found.model.config
   if found.directory is not None:
-    config = found.model.config
     change = {"compute_dtype": config.compute_dtype}
     if hasattr(config, "param_dtype"):
       change["param_dtype"] = config.param_dtype
-    model, processor, encoder = checkpoint.load_policy(
-        found.directory, screen=(width, height), **change
-    )
-  elif found.name in qwen_checkpoint.SMALL:
-    random = True
-    model, processor, encoder = checkpoint.create_policy(
+    return checkpoint.load_policy(found.directory, screen=screen, **change)
+  if found.name in qwen_checkpoint.SMALL:
+    return checkpoint.create_policy(
         found.name,
-        screen=(width, height),
-        compute_dtype=found.model.config.compute_dtype,
-        param_dtype=found.model.config.param_dtype,
+        screen=screen,
+        compute_dtype=config.compute_dtype,
+        param_dtype=config.param_dtype,
     )
-  else:
-    raise ValueError(
-        f"{found.name} is a size: its weights and tokenizer are not here. Give"
-        f" the directory of a checkpoint, or one of"
-        f" {', '.join(policy_facts.BUILT_IN)}"
-    )
-  inputs = make_inputs(processor, encoder, model.config, pixels, prompt)
+  raise ValueError(
+      f"{found.name} is a size: its weights and tokenizer are not here. Give"
+      f" the directory of a checkpoint, or one of"
+      f" {', '.join(policy_facts.BUILT_IN)}"
+  )
+
+
+def _next_tokens(
+    model: Any, inputs: base.PolicyInputs
+) -> tuple[np.ndarray, float, float]:
+  """float64[V] probabilities, seconds of compiling, seconds of the pass."""
   graph, state = nnx.split(model)
 
   @jax.jit
@@ -101,25 +130,7 @@ def run(
     seconds.append(time.perf_counter() - started)
   logits[list(getattr(model.config, "banned_token_ids", ()))] = -np.inf
   chances = np.exp(logits - logits.max())
-  chances /= chances.sum()
-  best = np.argsort(-chances, kind="stable")[:5]
-  return {
-      "picture": str(image or "generated"),
-      "size": f"{width}x{height}",
-      "tokens": int(inputs.tokens.shape[1]),
-      "image_tokens": count,
-      "compile_seconds": round(seconds[0] - seconds[1], 3),
-      "seconds": round(seconds[1], 3),
-      "random_weights": random,
-      "top": [
-          {
-              "id": int(i),
-              "token": encoder.decode([int(i)], skip_special_tokens=False),
-              "probability": float(chances[i]),
-          }
-          for i in best
-      ],
-  }
+  return chances / chances.sum(), seconds[0] - seconds[1], seconds[1]
 
 
 def rows_of(result: dict[str, Any]) -> list[tuple[str, str]]:

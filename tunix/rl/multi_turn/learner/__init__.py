@@ -1,1 +1,1 @@
-"""Learning from groups of trajectories, in JAX."""
+"""Trains policies on groups of trajectories, in JAX."""

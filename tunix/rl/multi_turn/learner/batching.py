@@ -1,19 +1,19 @@
-"""Examples to batches of one fixed shape.
+"""Packs examples into batches of one fixed shape.
 
 Sequences are packed into rows (see `packing`), images into one patch buffer a
 batch shard. Two things are stored once and used many times: an image
 that several sequences of a buffer show, and (for policies that support it) a
 prompt that several sequences begin with, whose completions then branch off
-it. The result does not depend on anything but the examples and their order.
+it. The result depends on the examples and their order only.
 
 Targets are flat: `index` points at the position whose hidden state predicts
 the token, so that log-probs are computed for sampled tokens only. Position t
-predicts token t + 1; what follows a sequence's last sampled token predicts
-nothing and is left out.
+predicts token t + 1; tokens after a sequence's last sampled one predict nothing
+and are left out.
 
 Promises: every sampled token of every packed example is a target exactly
-once; a batch has the shape it was asked for, what does not fit goes to a
-further batch; nothing is cut.
+once; a batch has the given shape, and examples that do not fit go to a further
+batch; nothing is cut.
 
 Axis names: B = rows, T = tokens of a row, S = buffers (one a batch shard, row
 b belongs to buffer b // (B // S)), P = patches of a buffer, F = bytes of a
@@ -46,7 +46,7 @@ class Batch:
   """A packed batch.
 
   Attributes:
-    inputs: what the policy reads.
+    inputs: of the policy.
     index: int32[S, M], position among the buffer's B/S * T tokens whose hidden
       state predicts the target.
     targets: int32[S, M], token ids.
@@ -134,11 +134,12 @@ class Packer:
       patches: int = 0,
       targets: int = 0,
   ) -> packing.BatchShape:
-    """The shape for examples like these; 0 = take what these need.
+    """The shape for examples like these; 0 = as these need.
 
     Rows are planned without limits on patches and targets, then the fullest
     buffer's need is rounded up by a tenth. A buffer never holds less than one
-    row may need, so whatever fits a row still fits later, in more batches.
+    row may need, so an example that fits a row still fits later, in more
+    batches.
     """
     ppt = self._processor.patches_per_token
     per_buffer = max(rows // max(buffers, 1), 1) * row_length
@@ -256,14 +257,14 @@ class Packer:
     ):
       return [item]
     if len(item.branches) == 1:
-      for what, need, have, field in (
+      for kind, need, have, field in (
           ("tokens", item.length, shape.row_length, "row_length"),
           ("patches", patches, shape.patches, "patches"),
           ("sampled tokens", item.targets, shape.targets, "targets"),
       ):
         if need > have:
           raise ValueError(
-              f"example {item.branches[0].example} has {need} {what}, a batch"
+              f"example {item.branches[0].example} has {need} {kind}, a batch"
               f" takes {have}; raise {field}"
           )
     members = [p.example for p in item.branches]
@@ -286,98 +287,53 @@ class Packer:
       examples: Sequence[Example],
       weights_N: np.ndarray,
   ) -> Batch:
-    b, t, s, m = shape.rows, shape.row_length, shape.buffers, shape.targets
-    tokens = np.full((b, t), self._pad, np.int32)
-    positions = np.zeros((b, t, 3), np.int32)
-    segments = np.zeros((b, t), np.int32)
-    prefixes = np.full((b, t), -1, np.int32)
-    vision = np.full((b, t), -1, np.int32)
-    ints = {
-        name: np.full((s, m), fill, np.int32)
-        for name, fill in (
-            ("index", 0),
-            ("targets", 0),
-            ("versions", -1),
-            ("sequences", -1),
-            ("groups", -1),
-        )
-    }
-    floats = {
-        name: np.zeros((s, m), np.float32)
-        for name in ("logprobs", "advantages", "weights")
-    }
-    mask = np.zeros((s, m), bool)
     patches, patch_segments, patch_positions, first_token = self._buffers(
         shape, placed, examples
     )
-    row_used = np.zeros(b, np.int64)
-    row_segments = np.zeros(b, np.int64)
-    filled = np.zeros(s, np.int64)
-
+    rows = _Rows(shape, self._pad)
     for row, item, _ in placed:
       buffer = row // shape.rows_per_buffer
-      base_index = row % shape.rows_per_buffer * t
-      trunk_end = trunk_segment = -1
-      pieces = ((item.trunk,) if item.trunk else ()) + item.branches
-      for piece in pieces:
-        example = examples[piece.example]
-        sequence = example.sequence
-        start, end = piece.start, piece.end
-        at = int(row_used[row])
-        stop = at + end - start
-        row_used[row] = stop
-        row_segments[row] += 1
-        here = slice(at, stop)
-        tokens[row, here] = sequence.tokens[start:end]
-        positions[row, here] = self._processor.positions(
-            sequence.tokens[:end],
-            [i for i in sequence.images if i.offset < end],
-            start,
+      trunk = None
+      for piece in ((item.trunk,) if item.trunk else ()) + item.branches:
+        sequence = examples[piece.example].sequence
+        here, segment = rows.take(row, piece.end - piece.start)
+        rows.tokens[row, here] = sequence.tokens[piece.start : piece.end]
+        rows.positions[row, here] = self._processor.positions(
+            sequence.tokens[: piece.end],
+            [i for i in sequence.images if i.offset < piece.end],
+            piece.start,
         )
-        segments[row, here] = row_segments[row]
         for span in sequence.images:
-          if start <= span.offset < end:
-            where = at + span.offset - start
-            vision[row, where : where + span.num_tokens] = first_token[
+          if piece.start <= span.offset < piece.end:
+            where = here.start + span.offset - piece.start
+            rows.vision[row, where : where + span.num_tokens] = first_token[
                 buffer, span.image.sha256
             ] + np.arange(span.num_tokens)
         if piece is item.trunk:
-          trunk_end, trunk_segment = stop, int(row_segments[row])
+          trunk = here.stop, segment
           continue
-        if trunk_segment >= 0:
-          prefixes[row, here] = trunk_segment
-        sampled = np.flatnonzero(sequence.loss_mask)
-        # The position before the sampled token, which for the first token of
-        # a branch is the end of the trunk.
-        source = at + sampled - 1 - start
-        if trunk_segment >= 0:
-          source[sampled == start] = trunk_end - 1
-        low = int(filled[buffer])
-        high = low + len(sampled)
-        filled[buffer] = high
-        out = (buffer, slice(low, high))
-        ints["index"][out] = base_index + source
-        ints["targets"][out] = sequence.tokens[sampled]
-        ints["versions"][out] = sequence.versions[sampled]
-        ints["sequences"][out] = piece.example
-        ints["groups"][out] = example.group
-        floats["logprobs"][out] = sequence.logprobs[sampled]
-        floats["advantages"][out] = example.advantages[sampled]
-        floats["weights"][out] = weights_N[piece.example]
-        mask[out] = True
-
-    extra = {"prefix_ids": prefixes} if self._share else {}
+        if trunk is not None:
+          rows.prefixes[row, here] = trunk[1]
+        rows.add_targets(
+            row,
+            piece,
+            examples[piece.example],
+            here.start,
+            trunk_end=None if trunk is None else trunk[0],
+            weight=weights_N[piece.example],
+        )
+    extra = {"prefix_ids": rows.prefixes} if self._share else {}
     inputs = base.PolicyInputs(
-        tokens=tokens,
-        positions=positions,
-        segment_ids=segments,
-        vision_index=vision,
+        tokens=rows.tokens,
+        positions=rows.positions,
+        segment_ids=rows.segments,
+        vision_index=rows.vision,
         patches=patches,
         patch_segments=patch_segments,
         patch_positions=patch_positions,
         **extra,
     )
-    return Batch(inputs=inputs, mask=mask, **ints, **floats)
+    return Batch(inputs=inputs, mask=rows.mask, **rows.ints, **rows.floats)
 
   def _buffers(
       self,
@@ -414,6 +370,89 @@ class Packer:
         segments[buffer, at:stop] = count[buffer]
         first_token[buffer, sha] = at // ppt
     return patches, segments, positions, first_token
+
+
+class _Rows:
+  """Rows and targets of one batch while they are filled."""
+
+  def __init__(self, shape: packing.BatchShape, pad: int):
+    b, t, s, m = shape.rows, shape.row_length, shape.buffers, shape.targets
+    self._shape = shape
+    self.tokens = np.full((b, t), pad, np.int32)
+    self.positions = np.zeros((b, t, 3), np.int32)
+    self.segments = np.zeros((b, t), np.int32)
+    self.prefixes = np.full((b, t), -1, np.int32)
+    self.vision = np.full((b, t), -1, np.int32)
+    self.ints = {
+        name: np.full((s, m), fill, np.int32)
+        for name, fill in (
+            ("index", 0),
+            ("targets", 0),
+            ("versions", -1),
+            ("sequences", -1),
+            ("groups", -1),
+        )
+    }
+    self.floats = {
+        name: np.zeros((s, m), np.float32)
+        for name in ("logprobs", "advantages", "weights")
+    }
+    self.mask = np.zeros((s, m), bool)
+    self._used = np.zeros(b, np.int64)
+    self._segments = np.zeros(b, np.int64)
+    self._filled = np.zeros(s, np.int64)
+
+  def take(self, row: int, length: int) -> tuple[slice, int]:
+    """The next free tokens of a row, as a new segment, and its number."""
+    start = int(self._used[row])
+    here = slice(start, start + length)
+    self._used[row] = here.stop
+    self._segments[row] += 1
+    segment = int(self._segments[row])
+    self.segments[row, here] = segment
+    return here, segment
+
+  def add_targets(
+      self,
+      row: int,
+      piece: packing.Piece,
+      example: Example,
+      at: int,
+      *,
+      trunk_end: int | None,
+      weight: float,
+  ) -> None:
+    """Adds the sampled tokens of a piece that lies at `at` in its row.
+
+    Args:
+      row: number of the row.
+      piece: part of the example's sequence, with all its sampled tokens.
+      example: the example.
+      at: where in the row the piece begins.
+      trunk_end: where its prompt ends, if that is stored apart from it.
+      weight: of each token in the loss.
+    """
+    sequence = example.sequence
+    sampled = np.flatnonzero(sequence.loss_mask)
+    # The position before the sampled token, which for the first token of a
+    # branch is the end of the trunk.
+    source = at + sampled - 1 - piece.start
+    if trunk_end is not None:
+      source[sampled == piece.start] = trunk_end - 1
+    buffer, place = divmod(row, self._shape.rows_per_buffer)
+    low = int(self._filled[buffer])
+    high = low + len(sampled)
+    self._filled[buffer] = high
+    out = (buffer, slice(low, high))
+    self.ints["index"][out] = place * self._shape.row_length + source
+    self.ints["targets"][out] = sequence.tokens[sampled]
+    self.ints["versions"][out] = sequence.versions[sampled]
+    self.ints["sequences"][out] = piece.example
+    self.ints["groups"][out] = example.group
+    self.floats["logprobs"][out] = sequence.logprobs[sampled]
+    self.floats["advantages"][out] = example.advantages[sampled]
+    self.floats["weights"][out] = weight
+    self.mask[out] = True
 
 
 def _round_up(need: int, slack: float, multiple: int) -> int:

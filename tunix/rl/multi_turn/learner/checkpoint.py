@@ -2,7 +2,7 @@
 
 Orbax writes them: a checkpoint is complete or does not exist, the newest `keep`
 stay, saving goes on in the background. Restoring places every array where the
-learner at hand wants it, whatever mesh it was saved from.
+learner at hand wants it, from any mesh.
 
 Promises: a learner that is restored continues as if it had never stopped.
 Random state is in the counters (see `Learner.progress`); other state of a run

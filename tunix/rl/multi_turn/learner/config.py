@@ -20,7 +20,7 @@ _ALGORITHMS = "tunix.rl.multi_turn.learner.algorithms"
 
 @settings.settings
 class AlgorithmConfig:
-  """How rewards become a loss."""
+  """The algorithm that turns rewards into a loss."""
 
   advantage: str = settings.setting(
       "grpo",

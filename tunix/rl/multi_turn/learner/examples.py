@@ -1,9 +1,9 @@
-"""Groups of trajectories to training examples: which tokens, what advantage.
+"""Turns groups of trajectories into training examples with advantages.
 
 Promises: only valid members count, and each group is normalised over its own
 valid members; every sampled token of theirs carries its turn's advantage.
 
-Does not pack anything, and knows no algorithm: the estimator is passed in.
+Does not: pack anything, or know an algorithm: the estimator is passed in.
 
 Axis names: T = tokens of a sequence, K = turns of an episode.
 """
@@ -61,7 +61,7 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class GroupStats:
-  """What the groups of a step were like.
+  """Statistics of the groups of a step.
 
   Attributes:
     groups: all groups; `zero_groups` of them have advantage 0 throughout.
@@ -101,8 +101,8 @@ def turn_rewards(episode: trajectory.Trajectory) -> np.ndarray:
   """float64[K]: rewards of the turns; they sum to the episode's reward.
 
   K covers every turn in which a token was sampled, also one that did not
-  become a step (a completion that could not be parsed). What of the episode's
-  reward no step accounts for is given to the last turn.
+  become a step (a completion that could not be parsed). The rest of the
+  episode's reward that no step accounts for is given to the last turn.
   """
   turns = len(episode.steps)
   for sequence in episode.sequences:
@@ -120,7 +120,7 @@ def from_groups(
     estimator: advantages.Estimator,
     options: advantages.AdvantageOptions,
 ) -> tuple[list[list[Example]], GroupStats]:
-  """Examples of each group, and what the groups were like.
+  """Examples of each group, and the groups' statistics.
 
   Raises:
     ValueError: a reward or advantage is not finite, naming the group.
@@ -178,22 +178,22 @@ def from_groups(
 
 
 INVALID, ZERO_ADVANTAGE, TOO_LONG = "invalid", "zero_advantage", "too_long"
-"""Why sampled tokens are left out of an update: their episode was ended by
-infrastructure; no token of their sequence has an advantage; their sequence is
-longer than a row of the batch."""
+"""Reasons to leave sampled tokens out of an update: infrastructure ended their
+episode; no token of their sequence has an advantage; their sequence is longer
+than a row of the batch."""
 
 
 def left_out(
     groups: Sequence[trajectory.TrajectoryGroup],
     skipped: Sequence[tuple[Example, str]],
 ) -> dict[str, tuple[str, ...]]:
-  """Trajectory id -> of each turn, why its tokens were left out; "" trained.
+  """Trajectory id -> of each turn, the reason to leave it out; "" if trained.
 
   Of every member of the groups, and as long as `turn_rewards`.
 
   Args:
     groups: of an update.
-    skipped: examples of theirs that it left out, and why.
+    skipped: examples of theirs that it left out, and the reasons.
   """
   found: dict[str, list[str]] = {}
   for group in groups:

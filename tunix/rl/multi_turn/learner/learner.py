@@ -107,7 +107,7 @@ class Learner:
 
       model: the policy, an nnx module; its `nnx.Param`s are copied. With a
         LoRA adapter, the adapter's are, and the others are used as they are
-        and never trained; nobody may donate them. Its config may name
+        and never trained; no one may donate them. Its config may name
         `banned_token_ids`, `pad_token_id` and `vocab_size`.
       processor: its host side.
       image_store: pixels of the images that trajectories refer to.
@@ -166,15 +166,7 @@ class Learner:
         pad_token_id=getattr(about, "pad_token_id", 0),
         banned_token_ids=banned,
     )
-    self.shape: batching.BatchShape | None = None
-    if config.patches and config.targets:
-      self.shape = batching.BatchShape(
-          config.rows,
-          config.row_length,
-          self._buffers,
-          config.patches,
-          config.targets,
-      )
+    self.shape = _fixed_shape(config, self._buffers)
 
   def _reference_params(
       self, reference: base.Policy | None
@@ -368,7 +360,7 @@ class Learner:
   def _prepare(
       self, examples: Sequence[Example]
   ) -> tuple[_Minibatch | None, list[tuple[Example, str]]]:
-    """A minibatch, None if nothing in it has a gradient; and what it lacks."""
+    """A minibatch, None without a gradient; and the examples left out."""
     kept, long = self._fitting(examples)
     skipped = [(e, example_lib.TOO_LONG) for e in long]
     weighed = self._weigh(kept)
@@ -542,6 +534,17 @@ class Learner:
           shape.patches - least.patches, shape.targets - least.targets
       ) >= 0:
         self.shape = shape
+
+
+def _fixed_shape(
+    config: LearnerConfig, buffers: int
+) -> batching.BatchShape | None:
+  """The configured shape; None where the first batch decides it."""
+  if not (config.patches and config.targets):
+    return None
+  return batching.BatchShape(
+      config.rows, config.row_length, buffers, config.patches, config.targets
+  )
 
 
 def _check_division(

@@ -1,4 +1,4 @@
-"""Log-probs of sampled tokens, without a [tokens, vocabulary] array.
+"""Scores sampled tokens without a [tokens, vocabulary] array.
 
 Hidden states are gathered at the positions that predict a target, then the
 vocabulary is read in chunks of targets under a scan whose body is recomputed
@@ -9,7 +9,7 @@ The distribution is the sampler's: banned ids have probability 0, logits are
 divided by the temperature, everything in float32. Truncation (top-k, top-p) is
 not reproduced: the support it keeps depends on the sampler's weights. Log-probs
 of truncated samples are corrected by importance weights or refused, see
-`LearnerConfig`.
+`algorithms.parts`.
 
 Axis names: S = buffers (batch shards), M = targets of a buffer, C = targets of
 a chunk, B = rows, T = tokens of a row, D = width, V = vocabulary.
@@ -33,7 +33,7 @@ _BANNED = -1e30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenScores:
-  """How the policy sees given tokens; each float32[S, M].
+  """Scores of given tokens by the policy; each float32[S, M].
 
   Attributes:
     logprobs: nats, of the target.

@@ -33,9 +33,9 @@ Publish = Callable[[int, nnx.State], Any]
 The parameters are a copy that belongs to the receiver."""
 
 CONSUMED = "consumed_groups"
-"""Where a checkpoint's extras name the groups to be acknowledged with it, by
-their indices in the queue. A run that resumes removes them from the queue's
-store before it takes a group."""
+"""Key of a checkpoint's extras: the groups to be acknowledged with it, by their
+indices in the queue. A run that resumes removes them from the queue's store
+before it takes a group."""
 
 _POLL_S = 0.2
 
@@ -219,7 +219,7 @@ class LearnerLoop:
     self._unacknowledged = True
 
   def settle(self) -> None:
-    """Waits until what was saved is on disk, then lets its groups go.
+    """Waits until the saved checkpoint is on disk, then lets its groups go.
 
     `step` begins with it: no group is trained on between a save and its
     acknowledgement. Groups taken for an update that failed are not let go.

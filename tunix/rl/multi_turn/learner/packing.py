@@ -1,12 +1,12 @@
-"""Where sequences go: rows first-fit decreasing, images once a buffer.
+"""Places sequences: rows first-fit decreasing, images once a buffer.
 
-An item is what is placed as a whole: a sequence, or a prompt that several
-sequences begin with (the trunk) and what each of them adds (the branches).
+An item is placed as a whole: a sequence, or a prompt that several sequences
+begin with (the trunk) and the rest of each of them (the branches).
 
 Promises: every example is in exactly one item; nothing is cut; the result
 depends on the examples and their order only.
 
-Does not touch pixels or make arrays (see `batching`).
+Does not: touch pixels or make arrays (see `batching`).
 
 Axis names: R = rows of all batches opened so far; and those of `batching`.
 """
@@ -26,7 +26,7 @@ _EMPTY = np.zeros(0, np.int64)
 
 @dataclasses.dataclass(frozen=True)
 class BatchShape:
-  """The shape of every batch: what a compile depends on.
+  """The shape of every batch; programs are compiled for it.
 
   Attributes:
     rows: B, a multiple of `buffers`.
@@ -64,13 +64,13 @@ class BatchShape:
 
 @dataclasses.dataclass(frozen=True)
 class PackStats:
-  """How well a list of batches is filled.
+  """Fill of a list of batches.
 
   Attributes:
     batches: their number.
     sequences: examples packed.
-    sequence_tokens: tokens these hold on their own (without what follows the
-      last sampled one).
+    sequence_tokens: tokens these hold on their own (up to the last sampled
+      one).
     row_tokens: tokens in rows, shared prompts once; of `row_capacity`.
     targets: sampled tokens.
     patches: patches in buffers; of `patch_capacity`.
@@ -87,7 +87,7 @@ class PackStats:
 
   @classmethod
   def total(cls, stats: Iterable[PackStats]) -> PackStats:
-    """Of several lists of batches together."""
+    """The fill of several lists of batches together."""
     stats = list(stats)
     names = [field.name for field in dataclasses.fields(cls)]
     return cls(**{n: sum(getattr(s, n) for s in stats) for n in names})
@@ -107,7 +107,7 @@ class PackStats:
     return out
 
 
-# --- items: what is placed as a whole ---------------------------------------
+# --- items: placed as a whole -----------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Item:
-  """A sequence, or a shared prompt (`trunk`) and what branches off it."""
+  """A sequence, or a shared prompt (`trunk`) and its branches."""
 
   trunk: Piece | None
   branches: tuple[Piece, ...]
@@ -131,7 +131,7 @@ class Item:
 
 
 def used_length(sequence: trajectory.TokenSequence) -> int:
-  """Tokens that predict something: all before the last sampled one."""
+  """Number of tokens that predict another: all before the last sampled one."""
   return int(np.flatnonzero(sequence.loss_mask)[-1])
 
 
@@ -159,7 +159,7 @@ def make_items(
   """Items of at most `row_length` tokens where sequences allow it.
 
   Args:
-    examples: what is packed.
+    examples: to pack.
     row_length: T.
     share: make trunks of prompts that are equal in tokens and pixels.
   """
@@ -283,7 +283,7 @@ class Bins:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-  """Where everything goes; `fill` makes the batches of it."""
+  """The place of every example; `Packer.fill` makes its batches."""
 
   shape: BatchShape
   placed: list[list[tuple[int, Item, list[str]]]]  # Per batch.

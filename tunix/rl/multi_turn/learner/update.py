@@ -1,4 +1,4 @@
-"""The device side of learning: loss, gradients, optimizer step.
+"""Computes loss, gradients and optimizer steps on the devices.
 
 Three programs of fixed shape: `accumulate` adds a micro-batch's gradients and
 readings to running sums, `apply` makes the optimizer step, `score` gives
@@ -6,14 +6,15 @@ log-probs only. Parameters travel as a flat {name: array}: all `nnx.Param`s,
 or, when the model has a LoRA adapter, those of the adapter; the base weights
 are then frozen and travel beside them.
 
-Promises: a program is compiled ahead of time for the shapes it meets, and
-then refuses arrays that lie elsewhere instead of compiling again unnoticed:
-`compiles` is the truth. The loss of a step is a weighted sum over tokens with
-weights from the host, so micro-batches add up to the big batch. A gradient that
-is not finite leaves parameters and optimizer state as they were. Parameters,
-optimizer state and running gradients are donated, hence updated in place.
+Promises: a program is compiled ahead of time for the shapes it meets, and then
+refuses arrays that lie elsewhere instead of compiling again unnoticed:
+`compiles` counts every compilation. The loss of a step is a weighted sum over
+tokens with weights from the host, so micro-batches add up to the big batch. A
+gradient that is not finite leaves parameters and optimizer state as they were.
+Parameters, optimizer state and running gradients are donated, hence updated in
+place.
 
-Does not know groups, rewards or versions.
+Does not: know groups, rewards or versions.
 
 Axis names: S = buffers (batch shards), M = targets of a buffer.
 """
@@ -115,7 +116,7 @@ class SplitModel:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """Where arrays lie.
+  """Shardings of the arrays.
 
   Attributes:
     params: sharding of each trained parameter.

@@ -1,14 +1,14 @@
-"""The protocols of a policy, its processor and their batches.
+"""Defines the protocols of a policy, its processor and their batches.
 
 `PolicyInputs` is the one batch format: training packs several sequences into
 a row, the rollout engine pads one to a row. All data that depends on image
 sizes (patch coordinates, which vision token feeds which placeholder) is
-computed on the host, so that shapes are the only thing a compile depends on.
+computed on the host, so that a compilation depends on shapes only.
 
 Axis names: B = rows, T = tokens of a row, S = patch buffers (one a data
 shard; B % S == 0 and row b reads buffer b // (B // S)), P = patches of a
-buffer, F = bytes of a patch, V = vision tokens of a buffer, A = numbers that
-say where a patch is, D = model width, L = layers, C = cache length, K = KV
+buffer, F = bytes of a patch, V = vision tokens of a buffer, A = numbers of a
+patch's place, D = model width, L = layers, C = cache length, K = KV
 heads, H = head width.
 """
 
@@ -42,7 +42,7 @@ class PolicyInputs:
       padding; vision attention stays within an image.
     patch_positions: int32[S, P, A], (row, column) as the policy's processor
       counts them: patches of the grid, or fractions of the image's sides; and
-      whatever else of a patch's place the policy wants to know.
+      further numbers of a patch's place that the policy reads.
     prefix_ids: int32[B, T] or None, id of one more segment that the token may
       attend to, -1 for none. A prompt stored once is thereby the prefix of
       several completions, which are segments of their own after it. Read by
@@ -121,8 +121,8 @@ class Policy(Protocol):
 
     Segments are int32 numbers of images, 0 for padding; or bool, where each
     buffer holds one image, True on its patches.
-    What follows V is the policy's own affair: D, or several of them. A text
-    policy gives an array without elements.
+    The policy decides the axes after V: D, or several of them. A text policy
+    gives an array without elements.
     """
     ...
 
@@ -158,8 +158,8 @@ class Policy(Protocol):
     """
     ...
 
-  # A policy may have three more: `reads_pages`, whether it wants to be asked
-  # for them on this backend, `init_pages(pages, page_size)`, and
+  # A policy may have three more: `reads_pages`, whether the engine should use
+  # pages on this backend, `init_pages(pages, page_size)`, and
   # `extend_pages(…, cache, table, …)`, which is `extend` with a cache in pages
   # and, after it, int32[B, M] the pages of each row.
 

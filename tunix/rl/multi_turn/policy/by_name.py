@@ -1,8 +1,8 @@
 """Resolves policy.name: a built-in policy, a directory, or module:factory.
 
-`resolve` is the one place that knows what a name stands for. The three kinds
-answer the same questions (`NamedPolicy`): fresh weights, weights of a
-directory, saving, the tokenizer's files, and what weights the name brings.
+Only `resolve` distinguishes the three kinds of names. Each kind implements
+`NamedPolicy`: fresh weights, weights of a directory, saving, the tokenizer's
+files, and the weights that come with the name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import settings
 
 BUILT_IN = {name: settings.POLICIES.get(name) for name in settings.POLICIES}
-"""policy.name of what needs no directory -> its size."""
+"""policy.name of a policy that needs no directory -> its size."""
 
 SHIPPED = tuple(
     name for name in BUILT_IN if (policy_files.DATA / name).is_dir()
@@ -36,7 +36,7 @@ class NamedPolicy(Protocol):
       there are none.
     weights: directory or shipped name of the weights that the name comes with;
       "" for none.
-    brings_weights: whether it starts from them whatever the run says.
+    brings_weights: whether it starts from them in every run.
     takes_image_budget: whether `image_budget` can be given.
   """
 
@@ -146,7 +146,7 @@ class _Directory(_Files):
     try:
       kind = policy_files.model_type(policy_files.resolve(self.name))
     except (OSError, ValueError):
-      return True  # Loading it raises what is wrong.
+      return True  # Loading it raises the error.
     return kind in qwen_checkpoint.FAMILIES
 
   def create(self, seed=0, mesh=None, screen=None, **changes):

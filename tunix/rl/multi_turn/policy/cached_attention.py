@@ -1,11 +1,11 @@
-"""Attention of new tokens to a KV cache, of rows or of pages.
+"""Computes attention of new tokens to a KV cache, of rows or of pages.
 
 Rows: keys and values of a sequence side by side, plain XLA, any backend.
 Pages: of all layers in one array, read where they lie by the ragged paged
 attention kernel that ships with JAX, on TPU.
 
-Promises: the same numbers either way, up to rounding; what is written lies
-where `starts` say, and tokens that are not real write nothing.
+Promises: the same numbers either way, up to rounding; new keys and values are
+written at `starts`, and tokens that are not real write nothing.
 
 Axis names: B = rows, T = new tokens of a row, C = places of a row's cache,
 N = query heads, K = KV heads, H = head width, L = layers, P = pages of a
@@ -67,7 +67,7 @@ def attend_rows(
 
 
 def pages_apply(head_dim: int, kv_heads: int, dtype: jnp.dtype) -> bool:
-  """Whether the kernel takes such heads, on what is compiled for."""
+  """Whether the kernel takes such heads, on the backend compiled for."""
   packed = 4 // jnp.dtype(dtype).itemsize
   tiles, rest = divmod(2 * kv_heads, packed)
   fits = not rest and (tiles in (1, 2, 4) or tiles % 8 == 0)
@@ -105,7 +105,7 @@ def attend_pages(
     mesh: over whose axis `tensor` heads are split where that divides them.
 
   Returns:
-    [B, T, N, H] (whatever, where tokens are not real), and the new cache.
+    [B, T, N, H] (undefined where tokens are not real), and the new cache.
   """
   size, total = cache.shape[1], cache.shape[0]
   b, t, _, h = q_BTNH.shape
@@ -150,7 +150,7 @@ def _ragged(q_BTNH, cache, table_BM, queries_B, keys_B) -> jax.Array:
     first = (ends_B - queries_B)[row]
     flat = flat[jnp.minimum(row * t + place - first, b * t - 1)]
   blocks = {}
-  if jax.default_backend() != "tpu":  # Else it knows what is tuned for it.
+  if jax.default_backend() != "tpu":  # On TPU the kernel has tuned defaults.
     blocks = dict(
         num_kv_pages_per_block=min(8, table_BM.shape[1]),
         num_queries_per_block=min(32, b * t),

@@ -1,9 +1,9 @@
-"""Policies by name or directory, whatever their architecture.
+"""Creates, loads and saves policies of every architecture.
 
-The one door through which the rest of the project gets a model with the host
-side and the tokenizer that belong to it. A directory says itself what it holds
-(`model_type` in config.json): TinyVL, or a checkpoint of Qwen2.5(-VL) or
-Qwen3(-VL) as published.
+The rest of the project gets a model here, with the host side and the tokenizer
+that belong to it. `model_type` in a directory's config.json names its
+architecture: TinyVL, or a checkpoint of Qwen2.5(-VL) or Qwen3(-VL) as
+published.
 
 Loading is strict: a missing, extra or misshapen tensor is an error that names
 it. With a mesh each tensor goes straight to its shards.
@@ -55,7 +55,7 @@ def create_policy(
     tokenizer: a directory with the tokenizer's files, or a shipped name.
     mesh: where to put the weights; None is the default device.
     screen: (width, height) of the largest screenshot, if known: attention
-      within an image costs what the largest image needs.
+      within an image costs as much as the largest image needs.
     **changes: config fields that differ from the size's.
 
   Raises:
@@ -100,7 +100,7 @@ def load_policy(
     path: directory, or name.
     mesh: where to put the weights; None is the default device.
     screen: (width, height) of the largest screenshot, if known: attention
-      within an image costs what the largest image needs.
+      within an image costs as much as the largest image needs.
     **changes: config fields to override (compute_dtype, …).
 
   Raises:
@@ -151,7 +151,7 @@ def check(path: str | pathlib.Path, model: Any, **changes: Any) -> None:
 
   Raises:
     FileNotFoundError: the directory or a file of it is missing.
-    ValueError: they are of another architecture; says what differs.
+    ValueError: they are of another architecture; names the difference.
   """
   directory = resolve(path)
   family = _family(directory)

@@ -1,8 +1,8 @@
-"""Compiled programs on disk, so that the next start does not compile again.
+"""Keeps compiled programs on disk, so that the next start need not compile.
 
-JAX's own cache, given a place of its own for each kind of processor: programs
-compiled for a CPU use its instructions, and a home directory may be shared by
-machines that differ.
+The cache is JAX's own, in a directory for each kind of processor: programs
+compiled for a CPU use its instructions, and different machines may share a home
+directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CPU_FACTS = pathlib.Path("/proc/cpuinfo")
 
 
 def _processor() -> str:
-  """A name for what programs may use of this machine's CPU."""
+  """A name for the instructions that this machine's CPU has."""
   facts = platform.machine()
   try:
     for line in _CPU_FACTS.read_text(encoding="utf-8").splitlines():
@@ -37,7 +37,7 @@ def _processor() -> str:
 
 
 def directory(choice: str = AUTO) -> pathlib.Path | None:
-  """Where `enable` would put programs; None when it would not.
+  """The directory that `enable` would use; None if it would use none.
 
   Args:
     choice: a directory, "off", or "auto": that of the environment variable
@@ -56,8 +56,8 @@ def directory(choice: str = AUTO) -> pathlib.Path | None:
 def enable(choice: str = AUTO) -> pathlib.Path | None:
   """Turns the cache on for this process, unless it is on already.
 
-  A directory that cannot be written is no error: programs are then compiled
-  as without it, and a warning says so.
+  A directory that cannot be written is no error: a warning reports it, and
+  programs are compiled as without it.
 
   Returns:
     The directory in use, or None.

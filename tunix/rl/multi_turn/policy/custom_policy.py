@@ -1,4 +1,4 @@
-"""Policies made by a user's factory, `policy.name=package.module:factory`.
+"""Makes policies by a user's factory, `policy.name=package.module:factory`.
 
 `factory(**policy.config)` returns (model, processor, tokenizer): a flax nnx
 module with the methods of `base.Policy`, a `base.Processor`, and a
@@ -11,10 +11,10 @@ model.safetensors with every parameter under its path in the module. A factory
 that has the attributes `save(directory, model)` and `load(directory, model)`
 (which fills the model in place) writes and reads the weights itself.
 
-Promises: what the factory returns is checked before anything runs, and an
-error names what is missing; a missing, extra or misshapen tensor is an error
-that names it. The factory named in a saved directory is never imported: only
-`policy.name` decides what code runs.
+Promises: the factory's result is checked before anything runs, and an error
+names a missing method or attribute; a missing, extra or misshapen tensor is an
+error that names it. The factory named in a saved directory is never imported:
+only `policy.name` chooses the code that runs.
 
 Does not: merge adapters, or save the tokenizer; the factory brings it.
 """
@@ -129,7 +129,7 @@ class CustomPolicy:
       screen: tuple[int, int] | None = None,
       **changes: Any,
   ) -> Loaded:
-    """Calls the factory and checks what it returns.
+    """Calls the factory and checks its result.
 
     Args:
       seed, mesh, screen: of the run, given to a factory that takes them.
@@ -222,7 +222,7 @@ class CustomPolicy:
   def _need(
       self,
       found: Any,
-      what: str,
+      part: str,
       names: tuple[str, ...],
       method: bool = False,
   ) -> None:
@@ -232,7 +232,7 @@ class CustomPolicy:
       if value is None or (method and not callable(value)):
         kind = "method" if method else "attribute"
         raise ValueError(
-            f"{self.name}: {what} ({type(found).__name__}) has no {kind}"
+            f"{self.name}: {part} ({type(found).__name__}) has no {kind}"
             f" {name!r}; policy/base.py documents the protocol"
         )
 

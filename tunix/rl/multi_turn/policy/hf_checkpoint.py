@@ -1,20 +1,20 @@
-"""Checkpoints as `transformers` writes and reads them.
+"""Loads and saves checkpoints in the format of `transformers`.
 
-A directory with `config.json`, one or several safetensors files and the
-tokenizer's files. A parameter's path is its key in the file, but for prefixes
-that differ between families and versions, and for matrices, which the files
-hold transposed.
+A checkpoint is a directory with `config.json`, one or several safetensors files
+and the tokenizer's files. A parameter's path is its key in the file, but for
+prefixes that differ between families and versions, and for matrices, which the
+files hold transposed.
 
 Promises: each device reads its own slice of each tensor, and host memory holds
 one device's slice at a time (beside pages of the mapped file, which are
 released with it); saving holds one tensor. A missing, extra or misshapen
-tensor is an error that names it. What was loaded and saved again in the same
-dtype is equal to the bit. Until all of a new checkpoint is written the one
-that it replaces stays as it is; several files are then renamed one by one,
+tensor is an error that names it. Weights loaded and saved again in the same
+dtype are equal to the bit. Until all of a new checkpoint is written the one
+that it replaces stays unchanged; several files are then renamed one by one,
 which is not atomic.
 
-Does not know optimizers (see `learner.checkpoint`) or adapters (see `lora`).
-Saving needs every device to belong to this process.
+Does not: know optimizers (see `learner.checkpoint`) or adapters (see
+`lora_files`), or save a model whose devices belong to several processes.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from tunix.rl.multi_turn.policy import tensor_files
 
 INDEX, SINGLE = tensor_files.INDEX, tensor_files.SINGLE
 DTYPES = tuple(tensor_files.DTYPES)
-"""What can be written."""
+"""Types of stored tensors."""
 MAX_FILE_BYTES = 5 << 30
 
-# What belongs to a checkpoint besides weights; copied as it is.
+# Files of a checkpoint besides weights; copied unchanged.
 _COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
     "chat_template.jinja", "chat_template.json", "special_tokens_map.json",
@@ -51,7 +51,7 @@ _COMPANIONS = (
 )  # pyformat: disable
 
 # Other spellings of a key, for reading: of Qwen2.5-VL before transformers
-# 4.52, which is what the published files hold.
+# 4.52, as in the published files.
 _OLD_PREFIXES = (
     ("model.language_model.", "model."),
     ("model.visual.", "visual."),
@@ -122,7 +122,7 @@ def tensors_of(model: nnx.Module) -> list[Tensor]:
 
 
 def spellings(key: str) -> list[str]:
-  """How files may call what we call `key`, ours first."""
+  """Names that files may use for `key`, ours first."""
   return [key] + [
       old + key[len(new) :] for new, old in _OLD_PREFIXES if key.startswith(new)
   ]
@@ -170,10 +170,10 @@ def _resolve_keys(
   if tied:  # Some exporters write the tied matrix twice.
     extra = [key for key in extra if key != "lm_head.weight"]
   counted = []
-  for what, keys in (("missing", missing), ("unexpected", extra)):
+  for problem, keys in (("missing", missing), ("unexpected", extra)):
     if keys:
       more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-      counted.append(f"{what} tensors {', '.join(keys[:5])}{more}")
+      counted.append(f"{problem} tensors {', '.join(keys[:5])}{more}")
   if problems or counted:
     raise ValueError(
         f"{files.directory} does not fit its config.json: "
@@ -191,8 +191,8 @@ def _orient(
   """Sets which way round the files hold the experts' matrices.
 
   The published files hold [experts, in, out], as the module; transformers 5
-  saves [experts, out, in]. A square matrix does not tell, but never are both
-  matrices of an expert square, and a checkpoint has one layout.
+  saves [experts, out, in]. A square matrix does not reveal its layout, but
+  never are both matrices of an expert square, and a checkpoint has one layout.
   """
   experts = [t for t in tensors if t.either_way]
   for tensor in experts:
@@ -284,7 +284,7 @@ def load_config(
     if family in families.FAMILIES:
       return families.from_hf(raw, **changes)
   raise ValueError(
-      f"{file} says model_type={family!r}; give a checkpoint of one of"
+      f"{file} holds model_type={family!r}; give a checkpoint of one of"
       f" {', '.join((*qwen_config.FAMILIES, *qwen_text_config.FAMILIES))}"
   )
 
@@ -358,14 +358,14 @@ def save_model(
   """Writes a checkpoint that `transformers` loads.
 
   Until everything is written, into files called `*.part`, an older checkpoint
-  in the directory stays what it was.
+  in the directory stays unchanged.
 
   Args:
     directory: made if absent; weights and config.json in it are replaced.
     model: on one device or on a mesh; adapters must have been merged
       (`lora.merge`).
     source: directory whose config.json, tokenizer and processor files are
-      copied; None writes a config.json of what the model knows.
+      copied; None writes a config.json from the model's configuration.
     dtype: of the stored tensors; None = as the parameters are.
     max_file_bytes: larger models are split into several files and an index.
 
@@ -391,7 +391,7 @@ def save_model(
   tensors = tensors_of(model)
   experts = [t for t in tensors if t.either_way]
   if any(t.square for t in experts):
-    # What can be read either way, transformers 5 reads as its own layout.
+    # transformers 5 reads an ambiguous tensor as its own layout.
     for tensor in experts:
       tensor.transposed = True
   # By key, so that stacked layers are written as a list of them is.
@@ -448,7 +448,7 @@ def _take_place(
     directory: pathlib.Path, files: Sequence[str], texts: Sequence[str]
 ) -> None:
   """Puts a checkpoint's `*.part` files in the place of an older one's."""
-  # The index is what makes several files a checkpoint: after the files.
+  # The index makes several files a checkpoint: it comes after them.
   for name in [*files, *texts]:
     tensor_files.part(directory / name).replace(directory / name)
   if len(files) == 1:
@@ -461,7 +461,7 @@ def _take_place(
 def _config_json(
     model: qwen_text.QwenText, source: str | pathlib.Path | None, stored: str
 ) -> dict[str, Any]:
-  """The content of config.json: the source's own, or what the model knows.
+  """The content of config.json: the source's own, or the model's.
 
   Raises:
     ValueError: the source's is of another model.
@@ -488,7 +488,7 @@ def _config_json(
   config = {**config, "dtype": stored}
   config.pop("torch_dtype", None)
   for part in ("text_config", "vision_config"):
-    if part in config:  # Files of transformers 4 say it there as well.
+    if part in config:  # Files of transformers 4 hold it there as well.
       config[part] = {
           k: stored if k in ("dtype", "torch_dtype") else v
           for k, v in config[part].items()
@@ -526,8 +526,8 @@ def _as_stored(
 ) -> jax.Array:
   """A tensor as the file has it, made where it lies: quicker than in numpy.
 
-  Always a copy: an array on several devices keeps what it was read as by the
-  host, and saving would leave the whole model there.
+  Always a copy: an array on several devices keeps the host's copy of it, and
+  saving would leave the whole model on the host.
   """
   if stacked:
     array = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)

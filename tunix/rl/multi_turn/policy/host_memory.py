@@ -1,16 +1,16 @@
-"""Keeps XLA's CPU buffers from being handed back to the kernel.
+"""Tunes glibc to keep XLA's CPU buffers instead of freeing them each step.
 
 XLA:CPU allocates its temporaries anew at every call. glibc serves such sizes
 with mmap, so each training step pays a page fault for every 4 KiB it touches:
 for a policy of two million parameters a third of the step's CPU time (1.9 s
-against 1.3 s a step, 320,000 faults against 75). `tune` tells glibc to keep
+against 1.3 s a step, 320,000 faults against 75). `tune` makes glibc keep
 freed memory. It changes speed only; the process holds on to its peak memory.
 
 Only glibc's main arena can keep such blocks, and libraries that start threads
 when they are imported (pyarrow, by way of upstream's package) make others
 before anything here runs; which arena a thread gets is then chance. The
 environment variable MALLOC_ARENA_MAX=1, read when a process starts, leaves no
-choice. The Makefile sets it; `advice` tells whoever starts Python otherwise.
+choice. The Makefile sets it; `advice` recommends it where it is not set.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def tune() -> bool:
 
 
 def advice() -> str | None:
-  """What would make this process faster next time; None when nothing would."""
+  """Advice to make this process faster next time; None if there is none."""
   if not sys.platform.startswith("linux") or os.environ.get(_VARIABLE) == "1":
     return None
   if jax.default_backend() != "cpu":

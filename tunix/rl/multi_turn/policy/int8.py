@@ -1,4 +1,4 @@
-"""Int8 copies of Qwen-VL policies, for rollout.
+"""Makes int8 copies of Qwen-VL policies, for rollout.
 
 Decoding reads all weights for each token; at a byte a number it reads a half
 of bfloat16's, and a device keeps room for more KV cache. The matrices of the
@@ -6,8 +6,8 @@ decoder (attention, MLP, experts) are rounded to 255 levels, symmetric about 0,
 with a float32 scale for each output channel; embeddings, head, norms, router
 and vision tower stay as they are. Activations are not rounded.
 
-The copy is another policy than the one trained, if a near one: its log-probs
-are those of what it samples, and `algorithm.importance=tis` corrects for the
+The copy is another policy than the one trained, though a near one: the recorded
+log-probs are its own, and `algorithm.importance=tis` corrects for the
 difference.
 
 Promises: a weight is off by at most half a level, 1/254 of its channel's
@@ -74,7 +74,7 @@ class Converter:
     self._last: dict[Path, tuple[Any, jax.Array, jax.Array]] = {}
 
   def copy(self) -> qwen_text.QwenText:
-    """The copy of the policy; shares what is not rounded, adapters too."""
+    """The copy of the policy; shares arrays that are not rounded."""
     copy = nnx.clone(self._model)
     self._model = None
     for path, module, name in _matrices(copy):
@@ -114,7 +114,7 @@ def quantized(model: Any) -> qwen_text.QwenText:
 
 
 def refuse(model: nnx.Module) -> None:
-  """For whoever needs the weights themselves.
+  """Refuses an int8 copy, for callers that need the exact weights.
 
   Raises:
     ValueError: the model is an int8 copy.

@@ -1,17 +1,17 @@
-"""Attention and matrix products, the best way each backend has for them.
+"""Computes attention and matrix products by each backend's best kernel.
 
-The one place that asks what the program is compiled for. On TPU attention, of
-rows and of images, is the splash kernel that ships with JAX; on GPU it is
-cuDNN's flash attention, in chunks of queries whose masks are affordable;
-everywhere else (and where a kernel does not apply) attention is plain XLA in
-chunks of queries, whose scores are computed again in the backward pass. On
-CPU, products of bfloat16 operands are summed into float32 outputs, which is
-several times faster there than bfloat16 outputs.
+No other module asks for the backend that a program is compiled for. On TPU
+attention, of rows and of images, is the splash kernel that ships with JAX; on
+GPU it is cuDNN's flash attention, in chunks of queries whose masks are
+affordable; everywhere else (and where a kernel does not apply) attention is
+plain XLA in chunks of queries, whose scores are computed again in the backward
+pass. On CPU, products of bfloat16 operands are summed into float32 outputs,
+which is several times faster there than bfloat16 outputs.
 
 On a mesh, attention runs on all tokens of a device's rows with a part of the
-heads: what is split along the tokens (axis `sequence`) is exchanged for heads
-and back (Jacobs et al. 2023, DeepSpeed-Ulysses), so that a causal mask loads
-devices alike and no kernel need know of other devices' tokens.
+heads: parts of the tokens (axis `sequence`) are exchanged for parts of the
+heads and back (Jacobs et al. 2023, DeepSpeed-Ulysses), so that a causal mask
+loads devices alike and no kernel need know of other devices' tokens.
 
 Promises: the same numbers on every backend, up to rounding. Every function is
 differentiable.
@@ -48,7 +48,7 @@ _target: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 
 
 def backend() -> str:
-  """"cpu", "gpu" or "tpu": what is being compiled for."""
+  """The backend compiled for: "cpu", "gpu" or "tpu"."""
   return _target.get() or jax.default_backend()
 
 
@@ -63,10 +63,10 @@ def compile_for(platform: str) -> Iterator[None]:
 
 
 def compiler_options() -> dict[str, int]:
-  """For programs that are compiled while somebody waits.
+  """Options for programs that are compiled while a user waits.
 
-  On a CPU libraries do what takes time, and LLVM's later optimisations of the
-  rest cost a quarter of the time to compile for nothing that can be measured.
+  On a CPU libraries take most of the time, and LLVM's later optimisations of
+  the rest cost a quarter of the compile time for no measurable gain.
   """
   chosen = jax.config.read("jax_disable_most_optimizations") or (
       "xla_backend_optimization_level" in os.environ.get("XLA_FLAGS", "")
@@ -123,7 +123,7 @@ _wide_dot.defvjp(_wide_dot_forward, _wide_dot_backward)
 
 
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  """Summed into float32 where that is what the backend is fast at."""
+  """An einsum; of bfloat16 operands, summed into float32."""
   if a.dtype == jnp.bfloat16:
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
   return jnp.einsum(spec, a, b)
@@ -204,7 +204,7 @@ def causal_attention(
 def _causal_local(
     q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT=None, *, flash=None
 ) -> jax.Array:
-  """In chunks of queries, by XLA or an implementation that `jax.nn` names."""
+  """Attends in chunks of queries, by XLA or an implementation of `jax.nn`."""
   b, t = segments_BT.shape
   if flash:
     k, v, axis = k_BTKH, v_BTKH, 1
@@ -249,10 +249,10 @@ def image_attention(
     k_SPNH: keys.
     v_SPNH: values.
     segments_SP: int32; equal ids see each other. Or bool: a buffer's True
-      places see each other, and nobody looks at what the others get.
+      places see each other, and the outputs of others are not read.
     reach: see above.
     cut: whether patches further apart do not see each other although they are
-      of one segment; else nothing is said about them.
+      of one segment; else they may or may not.
     mesh: over which buffers, patches and heads are split.
     tensor: the mesh's axis that heads are split over beside `sequence`, if
       any.
@@ -321,8 +321,8 @@ def _image_local(
 def _attend_where(q_SPNH, k_SPNH, v_SPNH, real_SP) -> jax.Array:
   """All queries to the same keys, those of real places.
 
-  What is added to a key's scores is one more of its features, against a one
-  of each query: on a CPU a mask of all scores takes as long as the scores.
+  A key's mask is added to its scores as one more feature, against a one of
+  each query: on a CPU a mask of all scores takes as long as the scores.
   """
   s, p, n, h = q_SPNH.shape
   q = (q_SPNH * h**-0.5).astype(q_SPNH.dtype)

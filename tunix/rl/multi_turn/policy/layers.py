@@ -1,7 +1,7 @@
-"""Parts that the Qwen policies are made of.
+"""Implements the layers that the Qwen policies are made of.
 
 Attribute names are those of the published checkpoints, so that the path of a
-parameter is its key there. A parameter's metadata says where it lies on a mesh
+parameter is its key there. A parameter's metadata holds its place on a mesh
 (`axes`: mesh axis, or tuple of them, of each dimension) and whether the
 checkpoint holds it transposed (`transposed`).
 
@@ -25,7 +25,7 @@ Axes = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Init:
-  """How new parameters are made.
+  """Makes new parameters.
 
   Attributes:
     rngs: random numbers.
@@ -59,7 +59,7 @@ class Init:
 
 
 class LoRAParam(nnx.Param):
-  """A parameter of an adapter: what LoRA trains."""
+  """A parameter of an adapter, which LoRA trains."""
 
 
 class Linear(nnx.Module):
@@ -233,7 +233,7 @@ def mrope_axes(section: tuple[int, int, int], interleaved: bool) -> np.ndarray:
   """int32[H / 2]: which of (time, height, width) each frequency follows.
 
   In chunks (Qwen2.5-VL), or interleaved as time, height, width, time, … with
-  what is left over following time (Qwen3-VL).
+  the remaining frequencies following time (Qwen3-VL).
   """
   half = sum(section)
   if not interleaved:

@@ -112,7 +112,7 @@ def add(
     seed: int = 0,
     vision: bool = False,
 ) -> None:
-  """Gives the model a fresh adapter, in place; what it computes stays equal.
+  """Gives the model a fresh adapter, in place; its outputs stay equal.
 
   A is drawn as PEFT draws it: Kaiming-uniform with a = sqrt(5), which is
   uniform within +-1 / sqrt(in). B is zero. Both are float32 and lie on the
@@ -130,7 +130,7 @@ def add(
 
   Raises:
     ValueError: rank < 1, an adapter is there already, or a target is found
-      nowhere; names what comes nearest.
+      nowhere; names the nearest one.
   """
   if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
     raise ValueError(f"rank must be an int >= 1, got {rank!r}")
@@ -267,7 +267,7 @@ def reference(model: nnx.Module) -> Any:
   """A second module that computes the base: a KL reference.
 
   It has the model's structure, so that the same compiled programs run it, and
-  the same arrays in memory, which nobody may donate; only B is replaced, by
+  the same arrays in memory, which no one may donate; only B is replaced, by
   zeros.
 
   Raises:

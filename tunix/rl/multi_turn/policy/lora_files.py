@@ -27,8 +27,8 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}
 
-# Fields of PEFT's LoraConfig that change what is computed, and the values with
-# which they do not. Others (dropout, who wrote it, …) make no difference.
+# Fields of PEFT's LoraConfig that change the computation, and the values with
+# which they do not. Others (dropout, author, …) make no difference.
 _NEUTRAL = {
     "use_dora": (False, None),
     "use_rslora": (False, None),
@@ -61,7 +61,7 @@ def save(
   Args:
     directory: made if absent; an adapter in it is replaced.
     model: with an adapter.
-    base_model_name: what the adapter belongs to, a name or directory.
+    base_model_name: name or directory of the adapter's base.
 
   Returns:
     The directory.
@@ -128,8 +128,8 @@ def _target_modules(
 ) -> list[str]:
   """Short names if they mean just these layers, else the layers' own.
 
-  PEFT would put (idle) adapters on whatever else a name fits: on a tower whose
-  MLP is called as the decoder's, on a convolution.
+  PEFT would put (idle) adapters on all modules that a name fits: on a tower
+  whose MLP is named as the decoder's, on a convolution.
   """
   names = {name for layer in found for name in layer.names}
   short = sorted({name.rsplit(".", 1)[-1] for name in names})
@@ -238,7 +238,7 @@ def _find(tensors: Mapping[str, Any], key: str) -> str | None:
 
 
 def _read_config(file: pathlib.Path) -> dict[str, Any]:
-  """adapter_config.json, of what can be computed here.
+  """adapter_config.json, if it can be computed here.
 
   Raises:
     ValueError: names the field that asks for more.

@@ -1,9 +1,9 @@
-"""Patched images by content: the engine and the learner each keep one.
+"""Caches patched images by content; the engine and the learner each own one.
 
-Promises: an image is patchified once while it stays in the cache; what the
-cache holds is bounded in bytes, except that one image always fits.
+Promises: an image is patchified once while it stays in the cache; the cache is
+bounded in bytes, except that one image always fits.
 
-Not thread-safe.
+Does not: lock; one thread uses a cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tunix.rl.multi_turn.policy import base
 
 
 class PatchCache:
-  """Patched images by hash, the least recently used leave first."""
+  """Patched images by hash, the least recently used leaves first."""
 
   def __init__(
       self,

@@ -1,4 +1,4 @@
-"""What policy directories of every architecture have in common."""
+"""Finds policy directories; reads and copies their files."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def file_of(directory: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def model_type(directory: pathlib.Path) -> str:
-  """Which architecture a directory holds, from its config.json.
+  """The architecture of a directory, from its config.json.
 
   Raises:
     FileNotFoundError: no config.json.
-    ValueError: it does not say.
+    ValueError: it names none.
   """
   file = file_of(directory, "config.json")
   try:

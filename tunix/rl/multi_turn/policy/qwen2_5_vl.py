@@ -1,4 +1,4 @@
-"""The vision tower of Qwen2.5-VL.
+"""Implements the vision tower of Qwen2.5-VL.
 
 Reads like the forward pass: patches, blocks of attention within windows of
 112 pixels (a few within the whole image), merging of 2x2 patches into a

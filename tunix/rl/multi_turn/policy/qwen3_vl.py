@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL.
+"""Implements the vision tower of Qwen3-VL.
 
 Reads like the forward pass: patches and their learned positions, blocks of
 full attention within an image, merging of 2x2 patches into a vision token. The

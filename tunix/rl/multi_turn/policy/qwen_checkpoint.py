@@ -1,7 +1,7 @@
-"""Qwen policies with the host side and tokenizer that belong to them.
+"""Builds Qwen policies with the host side and tokenizer that belong to them.
 
-Puts together what `hf_checkpoint` (weights), `qwen_vl_inputs` (host side) and
-the tokenizer's files hold; `checkpoint` is the door to it.
+Joins weights (`hf_checkpoint`), host side (`qwen_vl_inputs`) and the
+tokenizer's files; callers use `checkpoint`.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ def _apply(
   unknown = sorted(set(rest) - set(qwen_config.RUN_FIELDS))
   if unknown:
     raise ValueError(
-        f"{unknown[0]!r} cannot be changed in a {config.family} policy; what"
-        f" can: {', '.join((*qwen_config.RUN_FIELDS, *_PIXELS))}"
+        f"{unknown[0]!r} cannot be changed in a {config.family} policy; change"
+        f" one of: {', '.join((*qwen_config.RUN_FIELDS, *_PIXELS))}"
     )
   return dataclasses.replace(config, **rest), pixels
 
@@ -210,7 +210,7 @@ def _run_fields(config: qwen_config.QwenVLConfig) -> dict[str, Any]:
 
 
 def _default_settings(config: qwen_config.QwenVLConfig) -> dict[str, Any]:
-  """What stands in for a preprocessor_config.json."""
+  """Settings in place of a missing preprocessor_config.json."""
   settings = dict(
       qwen_vl_inputs.QWEN3_VL if config.is_qwen3 else qwen_vl_inputs.QWEN2_5_VL
   )
@@ -238,7 +238,8 @@ def _settings_of(
   ):
     if settings.get(name, want) != want:
       raise ValueError(
-          f"{file} says {name}={settings[name]}, config.json {want}"
+          f"{file} has {name}={settings[name]}, config.json {want}; make them"
+          " equal"
       )
   return settings
 
@@ -272,7 +273,7 @@ def _fit_screen(
     screen: tuple[int, int] | None,
     changes: dict[str, Any],
 ) -> qwen_config.QwenVLConfig:
-  """Tells the tower how many patches the largest image has."""
+  """The configuration with the number of patches of the largest image."""
   if "max_image_patches" in changes:
     return config
   if screen is not None:

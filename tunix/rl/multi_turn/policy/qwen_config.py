@@ -1,13 +1,15 @@
-"""Sizes of Qwen2.5-VL and Qwen3-VL, and the `config.json` they are read from.
+"""Declares sizes of Qwen2.5-VL and Qwen3-VL; reads and writes config.json.
 
 Field names follow the checkpoints' own `config.json`. `from_hf` and `to_hf`
-are inverse for everything the policies read; what a checkpoint holds beyond
-that (initialisation, dropout, generation defaults) is kept by `hf_checkpoint`,
-which writes the original file back.
+are inverse for every field that the policies read; `hf_checkpoint` keeps other
+fields of a checkpoint (initialisation, dropout, generation defaults) and writes
+the original file back.
 
 Promises: a configuration that the models here would compute wrongly (another
 activation, scaled rotary embeddings, sliding windows in the decoder) is
-refused by name. No JAX.
+refused by name.
+
+Does not: import JAX.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ class QwenVLConfig:
     vision_end_token_id: ends it.
     compute_dtype: of activations; sums are taken in float32.
     param_dtype: of the weights that are trained.
-    remat: what the backward pass computes again: "none", "block" (all of a
+    remat: recomputed by the backward pass: "none", "block" (all of a
       layer) or "dots" (all but the results of matrix products).
     scan_layers: one loop over stacked layers, which compiles faster; unrolled
       layers run faster on a CPU.
@@ -265,7 +267,7 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
   unknown = sorted(set(changes) - set(RUN_FIELDS))
   if unknown:
     raise ValueError(
-        f"{unknown[0]!r} of a checkpoint cannot be changed; what can:"
+        f"{unknown[0]!r} of a checkpoint cannot be changed; change one of:"
         f" {', '.join(RUN_FIELDS)}"
     )
   return dataclasses.replace(config, **changes)
@@ -386,10 +388,10 @@ def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
   }
 
 
-def refuse(bad: bool, what: str) -> None:
+def refuse(bad: bool, problem: str) -> None:
   """Raises a ValueError that names a field of config.json, if `bad`."""
   if bad:
-    raise ValueError(f"config.json: {what}")
+    raise ValueError(f"config.json: {problem}")
 
 
 def to_hf(config: QwenVLConfig) -> dict[str, Any]:

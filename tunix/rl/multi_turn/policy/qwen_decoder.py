@@ -1,9 +1,9 @@
-"""The decoder of Qwen2.5(-VL) and Qwen3(-VL), dense or with experts.
+"""Implements the decoder of Qwen2.5(-VL) and Qwen3(-VL), with experts or not.
 
 Reads like the forward pass: attention, the mixture of experts, a layer, the
 stack. The families differ in where q, k and v get a bias (Qwen2.5) or a norm
 (Qwen3), and in how the three rotary axes share a head's frequencies; the
-configuration says which.
+configuration decides.
 
 Layers lie in a list (unrolled), or stacked along a leading axis of each
 parameter and run by one scan, which compiles in a fraction of the time.
@@ -31,7 +31,7 @@ Mix = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 class Attention(nnx.Module):
-  """Grouped-query attention; `mix` decides what attends to what."""
+  """Grouped-query attention; `mix` decides which tokens attend to which."""
 
   def __init__(self, config: qwen_text_config.AnyConfig, init: layers.Init):
     text = config.text
@@ -93,7 +93,7 @@ class Experts(nnx.Module):
     count, width = text.num_experts, text.hidden_size
     hidden = text.moe_intermediate_size
     # Gate and up lie side by side on the last axis: split over "tensor" they
-    # would come apart, so experts themselves are what is split.
+    # would come apart, so the axis of experts is split instead.
     self.gate_up_proj = init.normal(
         (count, width, 2 * hidden), ("tensor", "fsdp", None)
     )
@@ -291,7 +291,7 @@ class Decoder(nnx.Module):
       Hidden states after the final norm, and the new cache.
     """
     rotation = self.rotation(positions_BT3)
-    # Rematerialising is for training, which is what goes without a cache.
+    # Only training rematerialises, and it runs without a cache.
     wrap = layers.remat(self.config.remat) if cache is None else (lambda f: f)
 
     def run(layer, x, extra, cache, i):

@@ -1,4 +1,4 @@
-"""Qwen2.5's and Qwen3's text models as policies.
+"""Implements Qwen2.5's and Qwen3's text models as policies.
 
 `QwenText` implements `base.Policy` on `qwen_decoder`: cache, pages, logits.
 `qwen_vl.QwenVL` adds a vision tower to it. A text policy has no images: it
@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.policy import sharding
 _VOCABULARY = sharding.MODEL_AXES
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...] | tuple[jax.Array, jax.Array]
-"""Of each layer as of `init_rows`, or stacked, [L, …], of all."""
+"""A cache of each layer as of `init_rows`, or one of all, [L, …]."""
 
 
 class QwenText(nnx.Module):
@@ -41,7 +41,7 @@ class QwenText(nnx.Module):
 
   @property
   def supports_prefix_ids(self) -> bool:
-    """Not where a kernel is faster than what a shared prompt would spare."""
+    """Whether prompts are shared: not on TPU, whose kernel gains more."""
     return kernels.backend() != "tpu"
 
   def __init__(
@@ -68,7 +68,7 @@ class QwenText(nnx.Module):
 
   @property
   def decoder(self) -> qwen_decoder.Decoder:
-    """The decoder, under whatever name the checkpoint has it."""
+    """The decoder, whose attribute is named as in the checkpoint."""
     return self.model
 
   def __call__(self, inputs: base.PolicyInputs) -> jax.Array:
@@ -138,7 +138,7 @@ class QwenText(nnx.Module):
 
   @property
   def reads_pages(self) -> bool:
-    """Whether `extend_pages` is what to use on this backend."""
+    """Whether the engine should use `extend_pages` on this backend."""
     text = self.config.text
     return cached_attention.pages_apply(
         text.head_dim,
@@ -194,8 +194,8 @@ class QwenText(nnx.Module):
     if hidden.ndim != 3:
       return kernels.dot_wide(hidden, table[...])
     hidden = sharding.constrain(hidden, self.mesh, "data")
-    # Said once more for its gradient: that of a tied table would lie as the
-    # embedding's lookup wants it, for which logits would be gathered.
+    # Constrained once more for its gradient: that of a tied table would lie
+    # as the embedding's lookup wants it, for which logits would be gathered.
     rows = sharding.constrain(table[...], self.mesh, _VOCABULARY)
     logits = kernels.dot_wide(hidden, rows)
     return sharding.constrain(logits, self.mesh, "data", None, _VOCABULARY)
@@ -206,7 +206,7 @@ class QwenText(nnx.Module):
       vision_index_BT: base.Array | None,
       vision_SVXD: base.Array | None,
   ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """[B, T, D], and what is added after each of the first layers."""
+    """[B, T, D], and the additions after each of the first layers."""
     del vision_index_BT, vision_SVXD
     return self._look_up(tokens_BT), ()
 
@@ -262,13 +262,13 @@ def _with_layer(cache: Cache, layer: int | jax.Array, kept) -> Cache:
 
 
 def check_heads(
-    mesh: jax.sharding.Mesh | None, what: str, heads: int, tensor: bool = True
+    mesh: jax.sharding.Mesh | None, kind: str, heads: int, tensor: bool = True
 ) -> None:
   """Refuses heads that attention cannot exchange for a row's tokens.
 
   Args:
     mesh: of the weights; None has nothing to divide among.
-    what: kind of attention, for the error.
+    kind: of attention, for the error.
     heads: their number.
     tensor: whether the mesh's axis tensor splits them as well.
 
@@ -281,7 +281,7 @@ def check_heads(
   split = sequence * (mesh.shape["tensor"] if tensor else 1)
   if heads % split:
     raise ValueError(
-        f"{heads} {what} heads cannot be divided among mesh.sequence="
+        f"{heads} {kind} heads cannot be divided among mesh.sequence="
         f"{sequence} times mesh.tensor={split // sequence}; choose sizes"
         f" whose product divides {heads}"
     )

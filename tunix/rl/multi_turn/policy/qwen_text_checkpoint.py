@@ -1,7 +1,7 @@
-"""Qwen text policies with the processor and tokenizer that belong to them.
+"""Builds Qwen text policies with the processor and tokenizer of each.
 
 The counterpart of `qwen_checkpoint` for models without a tower: weights come
-from `hf_checkpoint`, the tokenizer from its files. `checkpoint` opens it.
+from `hf_checkpoint`, the tokenizer from its files. callers use `checkpoint`.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _changed(
   if unknown:
     raise ValueError(
         f"{unknown[0]!r} cannot be changed in a {config.family} text policy;"
-        f" what can: {', '.join(qwen_text_config.RUN_FIELDS)}"
+        f" change one of: {', '.join(qwen_text_config.RUN_FIELDS)}"
     )
   return dataclasses.replace(config, **changes)
 

@@ -1,4 +1,4 @@
-"""Sizes of Qwen2.5's and Qwen3's text models, read from their `config.json`.
+"""Declares sizes of Qwen text models; reads and writes their config.json.
 
 The decoder is that of the vision-language models (`qwen_config.TextConfig`)
 without a tower. Field names follow the checkpoints' own `config.json`;
@@ -6,7 +6,9 @@ without a tower. Field names follow the checkpoints' own `config.json`;
 
 Promises: a configuration that the decoder would compute wrongly (another
 activation, scaled rotary positions, sliding windows, experts) is refused by
-the name of its field. No JAX.
+the name of its field.
+
+Does not: import JAX.
 """
 
 from __future__ import annotations
@@ -155,7 +157,7 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
   unknown = sorted(set(changes) - {*RUN_FIELDS, "banned_token_ids"})
   if unknown:
     raise ValueError(
-        f"{unknown[0]!r} of a checkpoint cannot be changed; what can:"
+        f"{unknown[0]!r} of a checkpoint cannot be changed; change one of:"
         f" {', '.join(RUN_FIELDS)}"
     )
   return QwenTextConfig(

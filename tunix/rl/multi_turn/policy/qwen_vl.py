@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL as policies: tower, decoder and what joins them.
+"""Joins tower and decoder to the policies Qwen2.5-VL and Qwen3-VL.
 
 Implements `base.Policy`. Vision tokens take the place of the embeddings of
 their placeholders; those of deeper blocks (deepstack) are added after the
@@ -80,7 +80,7 @@ class QwenVL(qwen_text.QwenText):
       vision_index_BT: base.Array | None,
       vision_SVXD: base.Array | None,
   ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """[B, T, D], and what is added after each of the first layers."""
+    """[B, T, D], and the additions after each of the first layers."""
     x = self._look_up(tokens_BT)
     if vision_index_BT is None or vision_SVXD is None:
       return x, ()

@@ -1,4 +1,4 @@
-"""Host side of Qwen2.5-VL and Qwen3-VL: sizes, patches, M-RoPE positions.
+"""Prepares inputs of Qwen-VL policies: sizes, patches, M-RoPE positions.
 
 Promises: an image's size, its patches and their order, and the rotary
 positions are those of transformers' `Qwen2VLImageProcessorPil` and
@@ -39,7 +39,7 @@ QWEN2_5_VL: Mapping[str, Any] = types.MappingProxyType({
     "image_mean": (0.48145466, 0.4578275, 0.40821073),
     "image_std": (0.26862954, 0.26130258, 0.27577711),
 })
-"""What Qwen2.5-VL's checkpoints say."""
+"""Settings in Qwen2.5-VL's checkpoints."""
 
 QWEN3_VL: Mapping[str, Any] = types.MappingProxyType({
     "patch_size": 16,
@@ -50,7 +50,7 @@ QWEN3_VL: Mapping[str, Any] = types.MappingProxyType({
     "image_mean": (0.5, 0.5, 0.5),
     "image_std": (0.5, 0.5, 0.5),
 })
-"""What Qwen3-VL's checkpoints say."""
+"""Settings in Qwen3-VL's checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,9 +67,9 @@ class QwenVLProcessor:
     max_pixels: larger images are shrunk to at most this area, see
       `smart_resize`.
     image_token_id: the placeholder's id; None leaves it unchecked.
-    mean: of each channel, as a fraction of 255; None where nobody said. Not
-      applied here: it is what the model on the device subtracts.
-    std: likewise what the model divides by.
+    mean: of each channel, as a fraction of 255; None if unknown. Not applied
+      here: the model subtracts it on the device.
+    std: likewise; the model divides by it.
   """
 
   patch_size: int
@@ -125,7 +125,8 @@ class QwenVLProcessor:
       max_pixels: likewise.
 
     Raises:
-      ValueError: a field is missing, or asks for what is not done here.
+      ValueError: a field is missing, or asks for a step that is not
+        implemented.
     """
     for name, want in (
         ("do_resize", True),
@@ -245,8 +246,8 @@ class QwenVLProcessor:
     """M-RoPE positions (time, height, width) of tokens[start:].
 
     Text counts up on all axes alike. An image that begins at position p stands
-    at time p, its rows at p, p + 1, … and its columns likewise; what follows
-    goes on at p + max(rows, columns), in vision tokens.
+    at time p, its rows at p, p + 1, … and its columns likewise; the text after
+    it goes on at p + max(rows, columns), in vision tokens.
 
     Args:
       tokens: int[T] of one sequence, from its beginning.
@@ -258,7 +259,7 @@ class QwenVLProcessor:
 
     Raises:
       ValueError: `start` is out of range, or a span overlaps an earlier one,
-        leaves the tokens, is not as long as its image's size says, or holds
+        leaves the tokens, is not as long as its image's size makes it, or holds
         tokens other than `image_token_id`.
     """
     tokens = np.asarray(tokens)

@@ -1,9 +1,9 @@
-"""What size Qwen2.5-VL and Qwen3-VL see an image at.
+"""Computes the size at which Qwen2.5-VL and Qwen3-VL see an image.
 
 Promises: `smart_resize` gives what the reference of that name gives, for every
 size that it takes.
 
-Does not: touch pixels (see `qwen_vl_inputs`). Pure Python.
+Does not: touch pixels (see `qwen_vl_inputs`), or import numpy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def smart_resize(
   """The size an image is resized to before it is cut into patches.
 
   Sides become multiples of `factor`, the area lies between the limits, and the
-  aspect ratio stays near what it was. Sides are rounded half to even, as
+  aspect ratio stays near the original. Sides are rounded half to even, as
   Python rounds: 720 / 32 = 22.5 becomes 22, so 720 rows become 704.
 
   The result exceeds max_pixels, as the source's does, where a side would
@@ -78,8 +78,8 @@ def pixel_budget(
     factor: pixels of a vision token's side; Qwen3-VL's unless given.
 
   Returns:
-    Pixels an image may have. What `smart_resize` says of its max_pixels holds
-    for it.
+    Pixels an image may have, with the exceptions of `smart_resize`'s
+    max_pixels.
 
   Raises:
     ValueError: `images` is not positive, or a vision token's factor**2 pixels

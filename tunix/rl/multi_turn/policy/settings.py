@@ -79,8 +79,8 @@ class PolicyConfig:
   )
   lora_rank: int = settings.setting(
       0,
-      "GRPO trains a low-rank adapter of this rank on frozen weights (Qwen-VL"
-      " only). 0 = all weights.",
+      "GRPO trains a low-rank adapter of this rank on frozen weights (Qwen"
+      " policies only). 0 = all weights.",
       ge=0,
   )
   lora_alpha: float = settings.setting(
@@ -109,7 +109,7 @@ class PolicyConfig:
 
 @settings.settings
 class MeshConfig:
-  """How devices are laid out; the product is the number of devices used."""
+  """The layout of devices; the product is the number of devices used."""
 
   data: int = settings.setting(
       1, "Batch shards with copies of the weights.", ge=1

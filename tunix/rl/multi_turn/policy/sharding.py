@@ -29,7 +29,7 @@ MODEL_AXES = ("fsdp", "sequence", "tensor")
 """Axes over which the model is split."""
 
 TOKENS = (BATCH_AXES, "sequence")
-"""Of activations [rows, tokens, …] between layers."""
+"""Axes of activations [rows, tokens, …] between layers."""
 
 
 def mesh_of(config: settings.MeshConfig) -> Mesh | None:
@@ -99,7 +99,7 @@ def make_mesh(
 
 
 def parameter_sharding(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
-  """Where a parameter lies, from its `axes` metadata and its shape."""
+  """A parameter's sharding, from its `axes` metadata and its shape."""
   axes = variable.get_metadata().get("axes", (None,) * len(variable.shape))
   if mesh.shape["sequence"] > 1:
     axes = [_with_sequence(axis) for axis in axes]

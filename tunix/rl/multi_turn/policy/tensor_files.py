@@ -1,8 +1,10 @@
-"""safetensors files: reading slices, writing a tensor at a time.
+"""Reads slices of safetensors files, and writes a tensor at a time.
 
-A directory holds its tensors in one file, or in several and an index that says
-which tensor is in which. Knows names, shapes and bytes, not what they mean:
-that is for `hf_checkpoint` and `lora`.
+A directory holds its tensors in one file, or in several and an index of which
+tensor is in which file.
+
+Does not: know more than names, shapes and bytes; `hf_checkpoint` and
+`lora_files` interpret them.
 
 Promises: reading a slice allocates the slice; nothing stays mapped between
 reads; writing holds the tensor that is being written.
@@ -26,10 +28,10 @@ import safetensors
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""What can be written, and its name in a safetensors file."""
+"""Types that can be written -> their names in a safetensors file."""
 
 READABLE = ("F64", *DTYPES.values())
-"""What can be read."""
+"""Types that can be read."""
 
 
 class Reader:
@@ -71,7 +73,7 @@ class Reader:
         )
       with opened(path) as file:
         for key in file.keys():
-          # Two files may hold a tensor; the index says which one counts.
+          # Two files may hold a tensor; the index decides.
           if listed.get(key, name) == name:
             found = file.get_slice(key)
             self._home[key] = path
@@ -161,12 +163,12 @@ def split(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-  """Of a name, "bfloat16" among them."""
+  """The dtype of a name, "bfloat16" among them."""
   return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
 def part(path: pathlib.Path) -> pathlib.Path:
-  """What a file is called until all of it is there."""
+  """A file's name until all of it is written."""
   return path.with_name(path.name + ".part")
 
 

@@ -1,7 +1,8 @@
-"""The processor of policies that read text only.
+"""Prepares inputs of policies that read text only.
 
-Promises: an image anywhere is refused by an error that names the policy. No
-JAX.
+Promises: an image anywhere is refused by an error that names the policy.
+
+Does not: import JAX.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TinyVL: a vision-language policy of two million parameters.
+"""Implements TinyVL, a vision-language policy of two million parameters.
 
 Reads top to bottom like the forward pass: geometry, stem and merger, vision
 blocks, embedding of tokens, decoder, logits. Two ideas make a model of this
@@ -8,8 +8,8 @@ size learn to point in minutes:
 - Number tokens 0..999 and screen positions share one geometry. A smooth basis
   f: [0, 1] -> R^F describes a position on an axis; a cell at (x, y) carries
   W_x f(x) + W_y f(y), number token n carries W_n f(n), and the logit of n is
-  a product with f(n) of what the hidden state holds along W_x or W_y. To
-  point is to copy the position of the cell that is looked at.
+  a product of f(n) and the hidden state's part along W_x or W_y. To point is
+  to copy the position of the cell that is looked at.
 
 Promises: a token attends to earlier tokens of its own segment only, a vision
 token to its own image only; `extend` equals the full forward pass.
@@ -387,7 +387,7 @@ class TinyVL(nnx.Module):
       vision_index_BT: base.Array | None,
       vision_SVD: base.Array | None,
   ) -> jax.Array:
-    """[B, T, D] from token rows, vision tokens where an index says so."""
+    """[B, T, D] from token rows, vision tokens at their indices."""
     c = self.config
     dtype = jnp.dtype(c.compute_dtype)
     tokens_BT = jnp.asarray(tokens_BT)

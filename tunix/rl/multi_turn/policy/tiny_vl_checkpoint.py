@@ -1,4 +1,6 @@
-"""TinyVL's policy directory: config.json, model.safetensors, tokenizer files.
+"""Creates, loads and saves TinyVL policies and their directories.
+
+A directory holds config.json, model.safetensors and the tokenizer's files.
 
 Loading is strict: a missing, extra or misshapen tensor is an error that names
 it. With a mesh each tensor goes straight to its shards.
@@ -56,7 +58,7 @@ def create_like(
 ) -> Loaded:
   """A policy of a directory's sizes with fresh weights."""
   fields = dataclasses.asdict(load_config(directory)) | changes
-  for name in ("vocab_size", "number_start"):  # The tokenizer's to say.
+  for name in ("vocab_size", "number_start"):  # Decided by the tokenizer.
     fields.pop(name)
   return create("tiny", seed, directory, mesh, screen, **fields)
 

@@ -1,4 +1,4 @@
-"""TinyVL's sizes and token ids. Does not import JAX itself."""
+"""Declares TinyVL's sizes and token ids. Does not import JAX itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TinyVLConfig:
     vocab_size: entries of the tokenizer.
     number_start: id of number token "0"; "0".."999" are consecutive.
     image_token_id: placeholder of a vision token.
-    pad_token_id: what fills rows; never attended to.
+    pad_token_id: fills rows; never attended to.
     banned_token_ids: ids that must never be sampled; samplers and log-probs
       both exclude them.
     width: D.
@@ -101,7 +101,7 @@ SIZES: dict[str, dict[str, Any]] = {
         stem=(8, 8, 16),
     ),
 }
-"""Named sizes: "tiny" is what ships, "nano" is for tests."""
+"""Named sizes: "tiny" is shipped, "nano" is for tests."""
 
 
 def config_for(tokenizer: Any, size: str = "tiny", **changes) -> TinyVLConfig:

@@ -1,4 +1,4 @@
-"""Host side of TinyVL: screenshots to patches and positions. Numpy only.
+"""Prepares TinyVL's inputs: screenshots to patches and positions. Numpy only.
 
 A patch is a cell of 16x16 pixels with a halo of 4 pixels on each side, so
 that the convolutional stem sees across cell borders although patches lie in
@@ -6,9 +6,9 @@ one flat buffer. Outside the image the edge pixel is repeated; sides that are
 no multiple of 16 are filled up on the right and below in the same way. One
 patch becomes one vision token.
 
-A patch's position is the centre of what its cell shows of the image, as a
+A patch's position is the centre of its cell's part of the image, as a
 fraction of the image's height and width, in units of 1/POSITION_UNIT: a
-coordinate means the same whatever the size of the screenshot.
+coordinate means the same for screenshots of every size.
 """
 
 from __future__ import annotations

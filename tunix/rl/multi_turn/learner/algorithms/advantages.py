@@ -1,9 +1,9 @@
-"""Advantages: a group's rewards to a number for each turn of each member.
+"""Computes advantages: a number for each turn of each member of a group.
 
-Only valid members enter (see `TrajectoryGroup.valid`): what broke outside the
-policy is no evidence about it. Statistics are over the group at hand,
-whatever its size; a group of one has nothing to be compared with and gets 0,
-and so does, exactly, a group of equal rewards (learners skip those).
+Only valid members enter (see `TrajectoryGroup.valid`): a failure outside the
+policy is no evidence about it. Statistics are over the group at hand, of any
+size; a group of one has nothing to be compared with and gets 0, and so does,
+exactly, a group of equal rewards (learners skip those).
 
 Axis names: N = valid members of a group, K = turns of one member.
 """

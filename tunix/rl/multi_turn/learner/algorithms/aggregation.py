@@ -1,9 +1,9 @@
-"""Loss aggregation: what each sampled token weighs in the loss of a step.
+"""Weighs each sampled token in the loss of a step.
 
 The loss is the sum of weight x token loss, with weights made here from the
-whole step's token counts. Therefore it does not matter how tokens are packed
-into rows or split over micro-batches and devices, and tokens left out of the
-batch because their gradient is 0 still count.
+whole step's token counts. Therefore the packing of tokens into rows,
+micro-batches and devices does not matter, and tokens left out of the batch
+because their gradient is 0 still count.
 
 Axis names: N = training sequences of an optimizer step.
 """

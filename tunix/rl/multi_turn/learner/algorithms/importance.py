@@ -1,10 +1,9 @@
-"""Importance correction: which policy the ratio is to, and how much a token
-counts that was sampled by other weights, another engine or a truncated
-distribution.
+"""Corrects for tokens that another distribution than the policy's sampled.
 
+Other weights, another engine or truncation make the difference. A correction
+chooses the policy that the objective's ratio is to, and weighs tokens.
 `sampled` are the log-probs the sampler reported; `proximal` are those of the
-learner's weights at the beginning of the update. Nothing here carries a
-gradient.
+learner's weights at the beginning of the update. Neither carries a gradient.
 
 Axis names: M = tokens.
 """
@@ -32,7 +31,7 @@ class ImportanceOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-  """How to correct.
+  """A correction.
 
   Attributes:
     apply: (proximal [M], sampled [M], options) -> (anchor [M], weight [M]);

@@ -1,4 +1,4 @@
-"""Per-token estimators of KL(policy || reference) from one sampled token.
+"""Estimates KL(policy || reference), a number for each sampled token.
 
 With d = log p_reference - log p_policy of the sampled token, and r = exp(d):
 J. Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx).

@@ -1,4 +1,4 @@
-"""Policy objectives: a loss for each token, to be minimised.
+"""Computes policy objectives: a loss for each token, to be minimised.
 
 An objective sees tokens only. Masking, weighting and summing are done by the
 caller (see `aggregation`), and so are the KL and entropy terms.
@@ -23,7 +23,7 @@ _DEFAULTS = config_lib.AlgorithmConfig()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenBatch:
-  """What an objective may use; all float32[M] unless said otherwise.
+  """Inputs of an objective; all float32[M] unless said otherwise.
 
   Attributes:
     logprobs: of the weights being trained; carries the gradient.

@@ -4,8 +4,9 @@ Demonstrations are played while learning goes on, up to a number of distinct
 ones; each step learns from a batch drawn from all that were played so far.
 
 Promises: the batches are a function of the seed and the tasks, also where
-cloning goes on after a stop. Does not play episodes (`demonstrations` does),
-nor build or save anything.
+cloning goes on after a stop.
+
+Does not: play episodes (`demonstrations` does), or build or save anything.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from tunix.rl.multi_turn.learner import learner as learner_lib
 Play = Callable[
     [Sequence[tuple[gym_base.Task, int]]], list[trajectory_lib.Trajectory]
 ]
-"""(task, seed) pairs -> their demonstrations, in order. Tasks that nobody can
-solve, as some pages draw now and then, are left out."""
+"""(task, seed) pairs -> their demonstrations, in order. Tasks without a
+solution, which some pages draw now and then, are left out."""
 
 _LEFT_OUT_AT_MOST = 0.2
 
@@ -44,14 +45,14 @@ def clone(
 
   Args:
     learner: with the objective behaviour_cloning.
-    play: called once a step, also with nothing to play; what it raises ends
-      the cloning.
+    play: called once a step, also with nothing to play; its errors end the
+      cloning.
     tasks: to demonstrate; never ends.
     config: steps, batch size and number of demonstrations.
     longest: tokens of a sequence; a demonstration with a longer one, which
       the policy itself could not play, is left out.
     seed: of the batches.
-    observers: told the progress.
+    observers: receive the progress.
     done: updates that the learner has made before; their demonstrations are
       played again, which takes a fraction of the time.
     after_update: called after each update.
