@@ -53,7 +53,7 @@ class PolicyConfig:
   )
   lora_rank: int = _opt(
       0,
-      "GRPO trains a low-rank adapter of this rank on frozen weights (Qwen-VL"
+      "GRPO trains a low-rank adapter of this rank on frozen weights (Qwen"
       " only). 0 = all weights.",
       at_least=0,
   )

@@ -1,4 +1,4 @@
-"""Vision-language policies in flax nnx. Importing this costs a JAX import."""
+"""Vision-language and text policies in flax nnx; importing this imports JAX."""
 
 from tunix.rl.multi_turn.policy.base import PatchedImage
 from tunix.rl.multi_turn.policy.base import Policy
