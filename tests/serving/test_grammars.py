@@ -36,7 +36,7 @@ class Policy:
   def __init__(self):
     tokenizer = checkpoint.load_tokenizer("tiny_vl")
     self.renderer = qwen.QwenRenderer(tokenizer, lambda width, height: 6)
-    self.decoder = answers.Decoder(self.renderer.decode, tokenizer)
+    self.decoder = answers.TokenDecoder(self.renderer.decode, tokenizer)
     self.end = self.renderer.end_of_turn_id
     self.grammars = grammars_lib.Grammars(
         self.decoder.bytes,

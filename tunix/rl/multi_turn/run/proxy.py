@@ -50,15 +50,15 @@ class RunProxy:
     most = 2 * config.collect.concurrency + 16
     try:
       from tunix.rl.multi_turn.serving import requests  # pylint: disable=g-import-not-at-top
-      from tunix.rl.multi_turn.serving import serve  # pylint: disable=g-import-not-at-top
+      from tunix.rl.multi_turn.serving import server  # pylint: disable=g-import-not-at-top
 
-      self.app = serve.make_app(
+      self.app = server.make_app(
           config.policy.name,
           engine,
           (policy.model, policy.processor, policy.tokenizer),
           image_store,
           parser=config.agent.parser,
-          limits=requests.Limits(
+          limits=requests.RequestLimits(
               max_new_tokens=config.sampling.max_new_tokens,
               images=max(64, config.environment.max_turns + 1),
           ),
