@@ -126,7 +126,9 @@ def test_text_stays_text_whatever_yaml_would_make_of_it():
 
 def test_a_mapping_is_merged_key_by_key(tmp_path):
   file = tmp_path / "c.yaml"
-  file.write_text("gym:\n  options: {success_return: 1.0, env_kwargs: {c: 2}}\n")
+  file.write_text(
+      "gym: {options: {success_return: 1.0, env_kwargs: {c: 2}}}\n"
+  )
   config = load(
       str(file), "gym=gymnasium", "tasks=[A-v1]", "gym.options.score=return",
       "gym.options.success_return=4.0",

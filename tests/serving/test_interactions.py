@@ -119,7 +119,9 @@ def test_finding_the_parent_costs_a_step_a_message(monkeypatch):
   steps = []
   follow = session_store._Node.follow
   monkeypatch.setattr(
-      session_store._Node, "follow", lambda n, k: steps.append(k) or follow(n, k)
+      session_store._Node,
+      "follow",
+      lambda node, key: steps.append(key) or follow(node, key),
   )
   pending = session.prompt(history)
   assert len(pending.ancestors) == 40
