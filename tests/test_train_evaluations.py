@@ -6,6 +6,7 @@ import pytest
 import small_runs
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.run import evaluation
 
 pytestmark = pytest.mark.timeout(400)
 NEW = (small_runs.NANO, "warm_start.source=none")
@@ -25,7 +26,7 @@ def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
   def evaluate(run, name):
     measured[name] = run.engine.version
 
-  monkeypatch.setattr(train.Run, "evaluate", evaluate)
+  monkeypatch.setattr(evaluation, "evaluate", evaluate)
   assert small_runs.run_train(
       tmp_path, *NEW, "name=v", "steps=3", "learner.publish_every=2",
       "queue.max_staleness=1", "eval.every=1",
@@ -42,7 +43,7 @@ def test_no_training_episode_begins_during_an_evaluation(
   """It would hold tabs that the evaluation's episodes wait for, while it waits
   for them in lockstep: both would stand still until a deadline."""
   seen = []
-  attach, evaluate = train.Run.attach_observers, train.Run.evaluate
+  attach, evaluate = train.Run.attach_observers, evaluation.evaluate
 
   class Witness:
 
@@ -61,7 +62,7 @@ def test_no_training_episode_begins_during_an_evaluation(
     seen.append(name)
 
   monkeypatch.setattr(train.Run, "attach_observers", attach_both)
-  monkeypatch.setattr(train.Run, "evaluate", evaluate_late)
+  monkeypatch.setattr(evaluation, "evaluate", evaluate_late)
   assert small_runs.run_train(
       tmp_path, *NEW, "name=h", "steps=2", "eval.every=1",
       "eval.modes=[sampled]",
