@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any, Mapping
 
+from tunix.rl.multi_turn.core import arithmetic
 from tunix.rl.multi_turn.rewards import registry
-from tunix.rl.multi_turn.tools import calculator
 
 RewardOutput = registry.RewardOutput
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
@@ -70,7 +70,7 @@ def calculate(task: Mapping[str, Any], action: str) -> RewardOutput:
       reverse=True,
   ):
     try:
-      best = calculator.evaluate(match.strip().rstrip("."))
+      best = arithmetic.evaluate(match.strip().rstrip("."))
       break
     except ValueError:
       continue
