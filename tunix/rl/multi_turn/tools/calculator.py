@@ -9,11 +9,11 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from typing import Any
+from typing import Any, Callable
 
 from tunix.rl.multi_turn.tools import base
 
-_BINARY = {
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -22,7 +22,10 @@ _BINARY = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-_UNARY = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
 _MAX_CHARS = 1000
 _MAX_BITS = 4096
 
@@ -107,7 +110,7 @@ class CalculatorTool(base.BaseTool):
         },
     }
 
-  def forward(self, expression: str) -> base.ToolOutput:  # pylint: disable=arguments-differ
+  def forward(self, expression: str) -> base.ToolOutput:
     try:
       value = evaluate(expression)
     except ValueError as error:
