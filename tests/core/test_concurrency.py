@@ -286,3 +286,74 @@ class TestEitherKind:
       return await task
 
     assert asyncio.run(main())
+
+
+class TestCallRunner:
+  def test_a_deadline_inside_a_call_is_not_the_calls_own(self):
+    runner = concurrency.CallRunner(grace=0.0)
+
+    async def impatient():
+      await runner.run(asyncio.sleep(60), seconds=SHORT, what="inner")
+
+    async def main():
+      for inline in (False, True):
+        with pytest.raises(concurrency.DeadlineExceeded, match="inner") as got:
+          await runner.call(impatient, seconds=5.0, inline=inline)
+        assert not isinstance(got.value, concurrency.CallTimeout)
+      with pytest.raises(concurrency.CallTimeout, match="outer"):
+        await runner.run(asyncio.sleep(60), seconds=SHORT, what="outer")
+
+    asyncio.run(main())
+
+
+class TestGuarded:
+  @staticmethod
+  def make():
+    gate = threading.Event()
+
+    class Door:
+      closed = 0
+
+      def knock(self):
+        gate.wait(30)
+
+      def close(self):
+        self.closed += 1
+
+    door = Door()
+    runner = concurrency.CallRunner(grace=0.0)
+    return gate, door, concurrency.Guarded(door, runner=runner, name="the door")
+
+  def test_a_stuck_call_keeps_the_object_and_close_follows_it(self):
+    gate, door, guarded = self.make()
+    late = []
+
+    async def main():
+      with pytest.raises(concurrency.CallTimeout):
+        await guarded.call("knock", seconds=SHORT)
+      with pytest.raises(concurrency.StillRunningError, match="Door.knock"):
+        await guarded.call("knock", seconds=SHORT)
+      for _ in range(2):  # Closed once, however often it is asked for.
+        with pytest.raises(concurrency.StillRunningError, match="the door"):
+          await guarded.close(closed_late=late.append)
+      assert not door.closed
+      gate.set()
+      while not late:
+        await asyncio.sleep(0.01)
+      assert late == [None] and door.closed == 1
+      await guarded.call("knock", seconds=5.0)
+
+    asyncio.run(main())
+
+  def test_close_follows_a_stuck_call_without_its_loop(self):
+    gate, door, guarded = self.make()
+
+    async def main():
+      with pytest.raises(concurrency.CallTimeout):
+        await guarded.call("knock", seconds=SHORT)
+      with pytest.raises(concurrency.StillRunningError):
+        await guarded.close()
+
+    asyncio.run(main())
+    gate.set()
+    assert wait_until(lambda: door.closed == 1)

@@ -189,6 +189,19 @@ def test_bad_settings_are_refused(kwargs, name):
     tc.CollectConfig(**{"group_size": 4, "min_valid": 2, **kwargs})
 
 
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        ({"turn": 700.0}, "turn=700.0 s exceeds episode=600.0 s"),
+        ({"model": 200.0}, r"turn=180.0 s is shorter .* \(200.0 s"),
+        ({"close": 0.0}, "close"),
+    ],
+)
+def test_deadlines_that_cannot_go_together_are_refused(kwargs, words):
+  with pytest.raises(ValueError, match=words):
+    tc.Deadlines(**kwargs)
+
+
 # --- The sampler ------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 
 class BaseAgent(abc.ABC):
@@ -19,7 +19,7 @@ class BaseAgent(abc.ABC):
 
   @property
   @abc.abstractmethod
-  def chat_completions(self) -> list[trajectory.Message]:
+  def chat_completions(self) -> list[trajectory_lib.Message]:
     """Messages for the model, OpenAI format.
 
     From turn to turn the same message objects, with new ones at the end; an
@@ -28,7 +28,7 @@ class BaseAgent(abc.ABC):
 
   @property
   @abc.abstractmethod
-  def trajectory(self) -> trajectory.Trajectory:
+  def trajectory(self) -> trajectory_lib.Trajectory:
     """The episode so far."""
 
   @abc.abstractmethod
@@ -42,7 +42,7 @@ class BaseAgent(abc.ABC):
     """Takes in the environment's answer; the first time, the task."""
 
   @abc.abstractmethod
-  def update_from_model(self, response: str) -> trajectory.Action:
+  def update_from_model(self, response: str) -> trajectory_lib.Action:
     """Takes in the model's text, appends a step, returns its action."""
 
   @abc.abstractmethod
@@ -50,7 +50,7 @@ class BaseAgent(abc.ABC):
     """Forgets the episode."""
 
   @property
-  def current_step(self) -> trajectory.Step | None:
+  def current_step(self) -> trajectory_lib.Step | None:
     """The newest step, None before the model's first response."""
     steps = self.trajectory.steps
     return steps[-1] if steps else None

@@ -53,7 +53,7 @@ class MessageView(collections.abc.Sequence):
       return list(self) == other
     return NotImplemented
 
-  __hash__ = None
+  __hash__ = None  # type: ignore[assignment]
 
   def __add__(self, other: Any) -> list[Message]:
     return self[:] + list(other)

@@ -36,7 +36,6 @@ import asyncio
 import collections
 import dataclasses
 import hashlib
-import inspect
 import secrets
 from typing import Any, Awaitable, Callable, Mapping, Sequence
 
@@ -44,6 +43,7 @@ import numpy as np
 from tunix.rl.multi_turn.clients import data_urls
 from tunix.rl.multi_turn.clients import remote_http
 from tunix.rl.multi_turn.clients import remote_protocols
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 
@@ -410,19 +410,21 @@ class OpenAIClient:
       if logprobs is not None and len(logprobs) != len(tokens):
         logprobs = None
     tokens_S = np.array(tokens, np.int32)
-    if logprobs is None:
-      logprobs = np.zeros(len(tokens_S), np.float32)
-      if self._recompute is not None:
-        logprobs = self._recompute(prompt, tokens_S)
-        if inspect.isawaitable(logprobs):
-          logprobs = await logprobs
+    if logprobs is not None:
+      logprobs_S = np.array(logprobs, np.float32)
+    elif self._recompute is not None:
+      logprobs_S = await concurrency.maybe_await(
+          self._recompute(prompt, tokens_S)
+      )
+    else:
+      logprobs_S = np.zeros(len(tokens_S), np.float32)
     starts = [(0, version), *answer.versions]
     versions = np.empty(len(tokens_S), np.int32)
     for first, of in starts:
       versions[max(0, first) :] = of
     return policy_client.Completion(
         tokens_S,
-        logprobs,
+        logprobs_S,
         versions,
         remote_protocols.finish_reason(answer.reason),
         fallback=cause,
@@ -461,8 +463,8 @@ class OpenAIClient:
       same = np.array_equal(prompt.tokens, np.array(answer.prompt, np.int64))
       length = len(answer.prompt)
     else:
-      length = answer.prompt_length
-      same = length is None or length == len(prompt)
+      length = answer.prompt_length or 0
+      same = answer.prompt_length in (None, len(prompt))
     if same:
       return
     self.counts["prompt_mismatch"] += 1

@@ -135,7 +135,9 @@ class CallRunner:
       Exception: whatever `fn` raised; a RuntimeError if it cancelled itself.
     """
     what = what or _name(fn)
-    more = dict(seconds=seconds, at=at, what=what, on_stuck=on_stuck)
+    more: dict[str, Any] = dict(
+        seconds=seconds, at=at, what=what, on_stuck=on_stuck
+    )
     if is_async(fn):
       return await self.run(fn(*args), inline=inline, **more)
     if inline:
@@ -342,7 +344,7 @@ class Guarded:
       _BACKGROUND.add(task)
       task.add_done_callback(_BACKGROUND.discard)
       # A loop that ends cancels its tasks: the object must be closed still.
-      task.add_done_callback(lambda t: t.cancelled() and in_thread())
+      task.add_done_callback(lambda t: in_thread() if t.cancelled() else None)
 
     def in_thread() -> None:
       threading.Thread(
@@ -453,13 +455,13 @@ async def with_deadline(
 
 
 async def acall(
-    fn: Callable[..., T],
+    fn: Callable[..., Any],
     *args: Any,
     seconds: float | None = None,
     what: str = "call",
     on_stuck: Callable[[StuckCall], None] | None = None,
     **kwargs: Any,
-) -> T:
+) -> Any:
   """Calls sync or async `fn` without blocking the loop; see `CallRunner.call`.
 
   Raises:
@@ -473,12 +475,12 @@ async def acall(
 
 
 def call(
-    fn: Callable[..., T],
+    fn: Callable[..., Any],
     *args: Any,
     seconds: float | None = None,
     what: str = "call",
     **kwargs: Any,
-) -> T:
+) -> Any:
   """`acall` for code without an event loop (or inside one, blocking it)."""
 
   def run() -> Any:

@@ -134,14 +134,16 @@ class RetryPolicy:
     failures = 0
 
     def wait(state: tenacity.RetryCallState) -> float:
-      pause = state.outcome.exception().retry_after_s
+      error = _error_of(state)
+      pause = error.retry_after_s if error is not None else None
       if pause is None:
         return self.wait(state)
       return pause * (1 + self.jitter * random.random())
 
     def stop(state: tenacity.RetryCallState) -> bool:
       nonlocal failures
-      if state.outcome.exception().full:
+      error = _error_of(state)
+      if error is not None and error.full:
         now = asyncio.get_running_loop().time()
         return now + state.upcoming_sleep > due
       failures += 1
@@ -156,6 +158,11 @@ class RetryPolicy:
         reraise=True,
     )
     return await retrying(attempt)
+
+
+def _error_of(state: tenacity.RetryCallState) -> CallError | None:
+  error = state.outcome.exception() if state.outcome is not None else None
+  return error if isinstance(error, CallError) else None
 
 
 _IS_FULL = tenacity.retry_if_exception(
@@ -200,8 +207,8 @@ def json_of(raw: str | bytes) -> Any:
 def seconds_of(text: str | None) -> float | None:
   """A Retry-After, 60 s at most; None where it is none, or a date."""
   try:
-    return min(max(0.0, float(text)), 60.0)
-  except (TypeError, ValueError):
+    return min(max(0.0, float(text or "")), 60.0)
+  except ValueError:
     return None
 
 

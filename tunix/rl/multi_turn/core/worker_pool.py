@@ -172,7 +172,7 @@ class WorkerPool:
         self._threads -= 1
         self._lost += 1
         if self._limit() < 1:
-          error = self._exhausted()
+          error: Exception = self._exhausted()
           doomed.extend(self._jobs)
           self._jobs.clear()
         elif self._jobs:
@@ -352,9 +352,9 @@ class WorkerPool:
         if stuck is not None:
           # A replacement may already stand in for this thread.
           _LOG.warning(
-              "%s had passed its deadline and returned after %.1f s",
+              "%s returned %.1f s after it was given up",
               stuck.description,
-              time.monotonic() - job.started_at,
+              time.time() - stuck.since,
           )
           job.future.cancel()
           stuck.mark_returned()

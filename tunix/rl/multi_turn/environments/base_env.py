@@ -13,11 +13,12 @@ from __future__ import annotations
 import abc
 import asyncio
 import threading
-from typing import Any, Coroutine, Mapping
+from typing import Any, Awaitable, Coroutine, Mapping
 
 from tunix.rl.multi_turn.core import concurrency
 
 maybe_await = concurrency.maybe_await
+ResetResult = tuple[Any, dict[str, Any]]
 StepResult = tuple[Any, float, bool, dict[str, Any]]
 
 
@@ -25,11 +26,11 @@ class BaseEnv(abc.ABC):
   """One environment plays one episode at a time."""
 
   @abc.abstractmethod
-  def reset(self) -> tuple[Any, dict[str, Any]]:
+  def reset(self) -> ResetResult | Awaitable[ResetResult]:
     """Starts an episode. May be async."""
 
   @abc.abstractmethod
-  def step(self, action: Any) -> StepResult:
+  def step(self, action: Any) -> StepResult | Awaitable[StepResult]:
     """Carries out an action. May be async."""
 
   def close(self) -> Any:

@@ -136,7 +136,7 @@ class CUAEnv(base_env.BaseEnv):
     self.step_count = 0
     self._answer = ""
     seen = await self._calls.call("start", self.task)
-    observation = {"screenshot": await self._capture(seen)}
+    observation: dict[str, Any] = {"screenshot": await self._capture(seen)}
     instruction = self.task.instruction or seen.instruction
     if instruction:
       observation["instruction"] = instruction
@@ -157,19 +157,19 @@ class CUAEnv(base_env.BaseEnv):
       RuntimeError: no episode is running.
       ValueError: no such action.
     """
-    if not self._running:
+    if not self._running or self.image is None:
       raise RuntimeError("no episode is running; call reset first")
     if not isinstance(action, str) and hasattr(action, "action"):
       action = action.action
     self.step_count += 1
-    actions, errors, status = self._read(action)
+    actions, errors, status = self._read(action, self.image)
     carried_out: list[dict[str, Any]] = []
     seen = None
     done = status is not None
     for gui in actions:
       carried_out.append(gui.to_json())
       if gui.kind is Kind.ANSWER:
-        self._answer = gui.text
+        self._answer = gui.text or ""
       if gui.kind is not Kind.SCREENSHOT:
         seen = await self._calls.call("act", gui.scaled(*self._scale))
         if not isinstance(seen, gym_base.Observation):
@@ -263,7 +263,7 @@ class CUAEnv(base_env.BaseEnv):
     return cls(gym, tool, args.pop("task"), **args)
 
   def _read(
-      self, action: Any
+      self, action: Any, image: trajectory.ImageRef
   ) -> tuple[list[gui_action.GuiAction], list[str], Status | None]:
     """(actions, errors, status when the episode must end)."""
     if isinstance(action, gui_action.GuiAction):
@@ -289,7 +289,7 @@ class CUAEnv(base_env.BaseEnv):
       try:
         actions.append(
             self.action_parser.to_gui_action(
-                call, self.image.width, self.image.height
+                call, image.width, image.height
             )
         )
       except tool_parser.ToolParseError as error:

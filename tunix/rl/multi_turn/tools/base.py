@@ -8,7 +8,6 @@ with an instance a request.
 from __future__ import annotations
 
 import abc
-import asyncio
 import json
 from typing import Any, Mapping
 
@@ -53,18 +52,14 @@ class BaseTool(abc.ABC):
     """Whether the tool implements `async_forward` itself."""
     return type(self).async_forward is not BaseTool.async_forward
 
-  def forward(self, **kwargs: Any) -> ToolOutput:
+  def forward(self, *args: Any, **kwargs: Any) -> ToolOutput:
     """Runs the tool; an async-only tool gets an event loop of its own."""
-    try:
-      asyncio.get_running_loop()
-    except RuntimeError:
-      return asyncio.run(self.async_forward(**kwargs))
-    # A lambda: the tool's arguments must not become arguments of `call`.
-    return concurrency.call(lambda: self.async_forward(**kwargs))
+    return concurrency.drive(self.async_forward(*args, **kwargs))
 
-  async def async_forward(self, **kwargs: Any) -> ToolOutput:
+  async def async_forward(self, *args: Any, **kwargs: Any) -> ToolOutput:
     """Runs the tool; a sync-only tool runs in a thread."""
-    return await concurrency.acall(lambda: self.forward(**kwargs))
+    # A lambda: the tool's arguments must not become arguments of `acall`.
+    return await concurrency.acall(lambda: self.forward(*args, **kwargs))
 
 
 def renamed(schema: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class CalculatorTool(base.BaseTool):
         },
     }
 
-  def forward(self, expression: str) -> base.ToolOutput:  # pylint: disable=arguments-differ
+  def forward(self, expression: str) -> base.ToolOutput:
     try:
       value = arithmetic.evaluate(expression)
     except ValueError as error:

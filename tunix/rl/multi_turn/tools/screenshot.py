@@ -101,7 +101,7 @@ class ScreenshotTool(base.BaseTool):
       raise ValueError("give size, or factor and pixel limits, not both")
     self.image_store = image_store
     self.size = size
-    self._fit = {
+    self._fit: dict[str, Any] = {
         "factor": factor,
         "min_pixels": min_pixels,
         "max_pixels": max_pixels,
@@ -140,7 +140,7 @@ class ScreenshotTool(base.BaseTool):
       pixels = np.asarray(image)
     return Screenshot(self.image_store.put(pixels), width, height)
 
-  def forward(self) -> base.ToolOutput:  # pylint: disable=arguments-differ
+  def forward(self) -> base.ToolOutput:
     if self._source is None:
       raise ValueError(f"tool {self.name!r} has no source of pixels")
     shot = self.capture(self._source())

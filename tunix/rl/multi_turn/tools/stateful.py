@@ -63,7 +63,7 @@ class BaseTool(abc.ABC):
       raise ValueError(f"{type(self).__name__} has no name in its schema")
     return name
 
-  def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+  def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
     """The schema given at construction."""
     return self.tool_schema
 
@@ -181,7 +181,7 @@ class StatefulToolAdapter(plain.BaseTool):
 
   @property
   def json(self) -> dict[str, Any]:
-    return plain.renamed(self.tool.get_openai_tool_schema(), self.name)
+    return plain.renamed(self.tool.get_openai_tool_schema() or {}, self.name)
 
   async def async_forward(self, **kwargs: Any) -> plain.ToolOutput:
     text, reward, metrics = await self.tool.execute(
@@ -214,7 +214,7 @@ class StatefulToolAdapter(plain.BaseTool):
     with self._lock:
       creation = self._creation
       first = creation is None
-      if first:
+      if creation is None:
         creation = self._creation = concurrent.futures.Future()
         creation.set_running_or_notify_cancel()  # No waiter can cancel it.
         self._open.append(instance_id)

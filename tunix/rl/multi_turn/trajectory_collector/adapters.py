@@ -216,7 +216,7 @@ def convert_step(step: Any) -> trajectory.Step:
   """Our Step from any object with the source document's fields."""
   if isinstance(step, trajectory.Step):
     return step
-  action = getattr(step, "action", None)
+  action: Any = getattr(step, "action", None)
   if type(action).__name__ == "Action" and hasattr(action, "action"):
     action = trajectory.Action(action.action)
   return trajectory.Step(

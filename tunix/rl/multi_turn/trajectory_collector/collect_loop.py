@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import random
 import threading
-from typing import Any, Callable, Iterator, Mapping, Protocol, Sequence
+from typing import Any, Callable, cast, Iterator, Mapping, Protocol, Sequence
 
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
@@ -179,9 +180,9 @@ class CollectLoop:
     self._loop: asyncio.AbstractEventLoop | None = None
     self._feeder: asyncio.Task[None] | None = None
     self._running: dict[asyncio.Task[None], int] = {}
-    self._changed: asyncio.Event | None = None
+    self._changed = asyncio.Event()
     self._held = False
-    self._released: asyncio.Event | None = None
+    self._released = asyncio.Event()
     self._crash: BaseException | None = None
     self._stopping = False
     self._cancelling = False
@@ -194,14 +195,10 @@ class CollectLoop:
 
   def state_dict(self) -> dict[str, Any]:
     """JSON: the sampler's position and the tasks that are under way."""
+    sampler = self._sampler()
     with self._lock:
-      if not hasattr(self._tasks, "state_dict"):
-        raise TypeError(
-            f"the task iterator {type(self._tasks).__name__} has no"
-            " state_dict; use TaskSampler to be able to resume"
-        )
       return {
-          "sampler": self._tasks.state_dict(),
+          "sampler": sampler.state_dict(),
           "next_index": self._next_index,
           "unfinished": [
               {"index": index, "task": self._to_json(task)}
@@ -221,7 +218,7 @@ class CollectLoop:
     """
     if self._loop is not None:
       raise RuntimeError("load_state_dict must be called before the loop runs")
-    self._tasks.load_state_dict(state["sampler"])
+    self._sampler().load_state_dict(state["sampler"])
     known = self._queue.known()
     drawn: list[tuple[int | None, Any]] = [
         (item["index"], self._from_json(item["task"]))
@@ -245,6 +242,14 @@ class CollectLoop:
     self._pending = list(pending)
     self._resumed = [*resumed, *((None, task) for task in pending)]
 
+  def _sampler(self) -> Sampler:
+    if not hasattr(self._tasks, "state_dict"):
+      raise TypeError(
+          f"the task iterator {type(self._tasks).__name__} has no state_dict;"
+          " use TaskSampler to be able to resume"
+      )
+    return cast(Sampler, self._tasks)
+
   # --- Running --------------------------------------------------------------
 
   async def run(self) -> None:
@@ -254,16 +259,14 @@ class CollectLoop:
       Exception: the loop's crash; the queue's consumer gets it too.
     """
     self._loop = asyncio.get_running_loop()
-    self._changed = asyncio.Event()
-    self._released = asyncio.Event()
-    self._feeder = asyncio.ensure_future(self._feed())
-    self._feeder.add_done_callback(self._ended_one)
+    feeder = self._feeder = asyncio.ensure_future(self._feed())
+    feeder.add_done_callback(self._ended_one)
     if self._stopping:
-      self._feeder.cancel()
+      feeder.cancel()
     try:
-      await self._watch()
+      await self._watch(feeder)
     except BaseException as e:
-      await self._cancel_all()
+      await self._cancel_all(feeder)
       if isinstance(e, (group_queue.QueueClosed, asyncio.CancelledError)):
         self._queue.close()
         if isinstance(e, asyncio.CancelledError):
@@ -340,14 +343,14 @@ class CollectLoop:
       for task in self._running:
         task.cancel()
 
-  async def _watch(self) -> None:
+  async def _watch(self, feeder: asyncio.Task[None]) -> None:
     """Waits for the feeder and every group; the first failure goes through."""
-    while self._running or not self._feeder.done():
+    while self._running or not feeder.done():
       await self._changed.wait()
       self._changed.clear()
       if self._crash is not None:
         raise self._crash
-    if self._feeder.cancelled() and not self._stopping:
+    if feeder.cancelled() and not self._stopping:
       raise asyncio.CancelledError("the collect loop's feeder was cancelled")
 
   def _ended_one(self, task: asyncio.Task[None]) -> None:
@@ -356,8 +359,8 @@ class CollectLoop:
       self._crash = self._crash or task.exception()
     self._changed.set()
 
-  async def _cancel_all(self) -> None:
-    tasks = [*self._running, self._feeder]
+  async def _cancel_all(self, feeder: asyncio.Task[None]) -> None:
+    tasks = [*self._running, feeder]
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -392,7 +395,7 @@ class CollectLoop:
       self._running[running] = ticket.index
       running.add_done_callback(lambda _: slots.release())
       running.add_done_callback(
-          lambda ended, ticket=ticket: self._give_back(ended, ticket)
+          functools.partial(self._give_back, ticket=ticket)
       )
       running.add_done_callback(self._ended_one)
 
@@ -450,7 +453,7 @@ class CollectLoop:
           self._collector.emit(
               events.GroupFinished(group, outcome="requeued", reason=reason)
           )
-      self._finished(group, ticket, "dropped", reason)
+      self._finished(group, ticket, "dropped", reason or "")
     finally:
       if not settled:
         try:

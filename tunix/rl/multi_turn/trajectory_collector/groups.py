@@ -205,7 +205,7 @@ class GroupCollector:
 
   def _gate(self) -> asyncio.Semaphore:
     loop = asyncio.get_running_loop()
-    if self._slots_loop is not loop:
+    if self._slots is None or self._slots_loop is not loop:
       self._slots = asyncio.Semaphore(self.config.concurrency)
       self._slots_loop = loop
     return self._slots

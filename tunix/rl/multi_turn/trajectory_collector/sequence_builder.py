@@ -208,7 +208,7 @@ class SequenceBuilder:
     Calling it again before `append` (a retried model call) gives the prompt
     of the same turn.
     """
-    if self._awaiting:
+    if self._awaiting and self._current is not None:
       if len(messages) == len(self._seen) and self._extends(messages):
         return self._current.prompt()
       self._awaiting = False
@@ -250,7 +250,7 @@ class SequenceBuilder:
       SamplingContractError: ids, log-probs or versions that cannot be
         trained on. Nothing of the completion is kept then.
     """
-    if not self._awaiting:
+    if not self._awaiting or self._current is None:
       raise RuntimeError("append() needs a prompt() before it")
     completion_checks.check(completion, self._image_token)
     text, ended = completion_checks.read(completion, self._renderer, self._stop)

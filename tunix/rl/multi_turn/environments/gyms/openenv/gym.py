@@ -54,7 +54,7 @@ _SCORES = ("return", "last")
 _ANSWERS = {"reset": "observation", "step": "observation", "state": "state"}
 
 
-class OpenEnvError(RuntimeError):
+class OpenEnvError(http.CallError):
   """An OpenEnv server did not do what it was asked to.
 
   Attributes:
@@ -78,6 +78,7 @@ class OpenEnvUnavailableError(OpenEnvError):
 class OpenEnvCapacityError(OpenEnvError):
   """The server had no session to give until the deadline."""
 
+  full = True
   retry_after_s = 1.0
 
 
@@ -385,27 +386,28 @@ class OpenEnvGym:
       )
     loop = asyncio.get_running_loop()
     deadline = loop.time() + self._timeouts.start
-    full = None
-    while True:
+    full: OpenEnvCapacityError | None = None
+
+    async def attempt() -> Any:
+      nonlocal full
       await self.close()
       left = deadline - loop.time()
       try:
         await self._session.connect(min(self._timeouts.connect, max(left, .01)))
         left = max(deadline - loop.time(), .01)
-        data = await self._session.ask(
+        return await self._session.ask(
             "reset", {**self._reset, **arguments}, left
         )
-        break
       except OpenEnvCapacityError as error:
-        # Being full is no failure: it passes when others close.
-        if loop.time() + error.retry_after_s > deadline:
-          raise
         full = error
-        await asyncio.sleep(error.retry_after_s)
-      except OpenEnvUnavailableError:
-        if full is not None:  # The time was spent on waiting for a place.
-          raise full from None
         raise
+
+    try:
+      data = await http.RetryPolicy().run(attempt, due=deadline)
+    except OpenEnvUnavailableError:
+      if full is not None:  # The time was spent on waiting for a place.
+        raise full from None
+      raise
     self._rewards, self._evaluation = [], None
     seen = await self._take(data, True)
     height, width = seen.screenshot.shape[:2]

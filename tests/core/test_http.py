@@ -1,0 +1,86 @@
+"""Which failed calls are made again, when and how often."""
+
+import asyncio
+
+import pytest
+import tenacity
+from tunix.rl.multi_turn.core import http
+
+PASSES = tenacity.retry_if_exception(
+    lambda error: isinstance(error, http.CallError) and error.status != 400
+)
+
+
+def failing(*statuses, pause=None):
+  """Fails with these statuses in turn, then returns the number of calls."""
+  made = []
+
+  async def attempt():
+    made.append(len(made))
+    if len(made) <= len(statuses):
+      error = http.CallError("no", statuses[len(made) - 1])
+      error.retry_after_s = pause
+      raise error
+    return len(made)
+
+  return made, attempt
+
+
+def run(policy, attempt, **more):
+  async def main():
+    return await policy.run(attempt, **more)
+
+  return asyncio.run(main())
+
+
+def test_a_call_that_may_pass_is_made_as_often_as_there_are_tries():
+  policy = http.RetryPolicy(3, retry=PASSES)
+  assert run(policy, failing(0, 500)[1]) == 3
+  made, attempt = failing(500, 0, 503, 500)
+  with pytest.raises(http.CallError) as raised:
+    run(policy, attempt)
+  assert raised.value.status == 503 and len(made) == 3
+
+
+@pytest.mark.parametrize("policy", [
+    http.RetryPolicy(3, retry=PASSES), http.RetryPolicy()
+])  # pyformat: disable
+def test_a_refusal_is_not_repeated(policy):
+  made, attempt = failing(400)
+  with pytest.raises(http.CallError):
+    run(policy, attempt)
+  assert len(made) == 1
+
+
+def test_waiting_for_a_full_server_is_no_failed_try():
+  policy = http.RetryPolicy(2, retry=PASSES)
+  assert run(policy, failing(*[429] * 9, 500, pause=0.0)[1]) == 11
+
+
+def test_a_full_server_is_not_asked_beyond_the_deadline():
+  async def main():
+    made, attempt = failing(*[429] * 99, pause=5.0)
+    due = asyncio.get_running_loop().time() + 1.0
+    with pytest.raises(http.CallError) as raised:
+      await http.RetryPolicy(jitter=0.5).run(attempt, due=due)
+    assert raised.value.full and len(made) == 1
+
+  asyncio.run(main())
+
+
+def test_other_errors_and_cancellations_go_through():
+  async def broken():
+    raise KeyError("x")
+
+  with pytest.raises(KeyError):
+    run(http.RetryPolicy(3, retry=PASSES), broken)
+
+  async def main():
+    policy = http.RetryPolicy(3, tenacity.wait_fixed(60), PASSES)
+    task = asyncio.create_task(policy.run(failing(500)[1]))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await task
+
+  asyncio.run(main())
