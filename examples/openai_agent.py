@@ -1,6 +1,6 @@
 """An agent that knows the policy as an OpenAI-compatible server only.
 
-    python -m tunix.rl.multi_turn.serving.serve tiny_vl --screen 128x96
+    python -m tunix.rl.multi_turn.serving tiny_vl --screen 128x96
     python examples/openai_agent.py --gym desktop --episodes 8
 
 It plays episodes on a computer, embedded (`desktop`) or a real browser

@@ -194,8 +194,8 @@ def test_a_run_trains_on_what_the_example_does(tmp_path):
     "agent, words",
     [
         ("play", "write module:function"),
-        ("no_such_module:play", "cannot be had"),
-        ("openai_agent:dance", "cannot be had"),
+        ("no_such_module:play", "cannot be imported"),
+        ("openai_agent:dance", "cannot be imported"),
         ("openai_agent:main", "must be a coroutine function"),
     ],
 )

@@ -85,7 +85,7 @@ def test_tokens_that_the_server_lost_are_not_trained_on(monkeypatch):
     (group,) = paths.run(paths.collect("train", True, 1))
   for episode in group:
     assert episode.status is Status.MODEL_ERROR
-    assert "did not hand over" in episode.error
+    assert "did not return the tokens" in episode.error
     assert episode.steps and not episode.sequences
 
 

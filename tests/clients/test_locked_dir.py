@@ -19,7 +19,7 @@ sys.stdin.read()
 
 
 def made(directory, text="x"):
-  folder = locked_dir.RunFolder(directory)
+  folder = locked_dir.LockedDir(directory)
   (folder.make() / "version").mkdir()
   (folder.path / "version" / "w").write_text(text)
   return folder
@@ -62,7 +62,7 @@ def test_a_link_is_not_followed(tmp_path):
 
 
 def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):
-  folder = locked_dir.RunFolder(tmp_path / "new")
+  folder = locked_dir.LockedDir(tmp_path / "new")
   folder.make().rmdir()
   folder.release()
   assert not list((tmp_path / "new").iterdir())

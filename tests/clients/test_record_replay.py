@@ -52,7 +52,7 @@ async def test_groups_of_episodes_are_equal_without_the_policy(tmp_path):
   images = images_lib.ImageStore()
   want = await collect(recorder, renderer, images)
   recorder.recording.save(tmp_path / "seen.jsonl")
-  loaded = record_replay.Recording.load(tmp_path / "seen.jsonl")
+  loaded = record_replay.RecordedCompletions.load(tmp_path / "seen.jsonl")
   assert len(loaded) == len(recorder.recording) > 12
   got = await collect(
       record_replay.ReplayClient(loaded.completions, record_replay.by_prompt),
@@ -73,7 +73,7 @@ async def test_groups_of_episodes_are_equal_without_the_policy(tmp_path):
 
 
 async def test_what_was_not_recorded_is_an_error():
-  made = record_replay.Recording()
+  made = record_replay.RecordedCompletions()
   prompt = policy_client.TokenPrompt([1, 2, 3])
   stop = policy_client.FinishReason.STOP
   made.add(
@@ -95,4 +95,4 @@ def test_a_file_that_is_no_recording_is_named(tmp_path):
   path = tmp_path / "bad.jsonl"
   path.write_text('{"prompt": "x"}\n')
   with pytest.raises(ValueError, match="bad.jsonl, line 1"):
-    record_replay.Recording.load(path)
+    record_replay.RecordedCompletions.load(path)

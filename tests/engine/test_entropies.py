@@ -256,11 +256,11 @@ def test_they_survive_json_and_the_queues_file(tmp_path):
 
 
 def test_a_recording_keeps_them(tmp_path):
-  made = record_replay.Recording()
+  made = record_replay.RecordedCompletions()
   made.add("a", completion_of([4, 5], [0.5, 1.0]))
   made.add("b", completion_of([4, 5], None))
   made.save(tmp_path / "r.jsonl")
-  found = record_replay.Recording.load(tmp_path / "r.jsonl").completions
+  found = record_replay.RecordedCompletions.load(tmp_path / "r.jsonl").completions
   assert found["a"][0].entropies.tolist() == [0.5, 1.0]
   assert found["b"][0].entropies is None
 

@@ -1,4 +1,4 @@
-"""Episodes that an agent of somebody else's plays, in its own loop.
+"""Plays episodes with an outside agent, which runs a loop of its own.
 
 An agent is a coroutine function:
 
@@ -14,18 +14,18 @@ An agent is a coroutine function:
         messages += [{"role": "assistant", "content": text}, seen]
 
 `client` is an `openai.AsyncOpenAI` of the episode's session, `computer` the
-environment of the run; messages come in OpenAI's form, screenshots as data
-URLs. What the agent asks, how often, and what it shows the policy is its own
-affair: all that was sampled in its session is trained on, with the reward of
-the episode.
+environment of the run; messages have OpenAI's form, screenshots are data URLs.
+The agent decides what it asks, how often, and what it shows the policy: the
+learner trains on all that was sampled in its session, with the episode's
+reward.
 
 Promises: environment, deadlines, statuses and rewards are those of any other
-episode; an agent that raises is a model error; one that is not done when its
-episode is gets to know it (`act` returns None), is cancelled if it goes on, and
-left to itself, which is a fault, if it does not mind that either.
+episode; an agent that raises is a model error. When the episode ends first,
+`act` returns None, and an agent that continues is cancelled; one that ignores
+that is abandoned, and reported as a fault.
 
-Does not give answers to turns: an agent that asks several times before it acts
-makes more answers than steps, which `turn_returns` would take for turns.
+Does not assign answers to turns: an agent that asks several times before it
+acts makes more answers than steps, which `turn_returns` would take for turns.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from tunix.rl.multi_turn.trajectory_collector import model_calls
 Message = trajectory.Message
 Play = Callable[..., Coroutine[Any, Any, Any]]
 
-_GRACE_S = 1.0  # For an agent to end once its episode has, or is cancelled.
+_GRACE_S = 1.0  # For an agent to end after its episode, or after cancelling.
 
-# Agents that would not end; asyncio itself holds tasks weakly.
+# Agents that did not end; asyncio itself holds tasks weakly.
 _LEFT: set[asyncio.Task[Any]] = set()
 
 
 def load(name: str) -> Play:
-  """The agent that "module:function" names.
+  """Imports the agent that "module:function" names.
 
   Raises:
-    ValueError: there is none; says what to write.
+    ValueError: no such coroutine function.
   """
   module, _, function = name.partition(":")
   if not module or not function:
@@ -61,41 +61,41 @@ def load(name: str) -> Play:
   try:
     found = getattr(importlib.import_module(module), function)
   except (ImportError, AttributeError) as error:
-    raise ValueError(f"{name!r} cannot be had: {error}") from error
+    raise ValueError(f"{name!r} cannot be imported: {error}") from error
   if not inspect.iscoroutinefunction(found):
     raise ValueError(f"{name!r} must be a coroutine function (async def)")
   return found
 
 
 class Computer:
-  """The environment, as an agent has it."""
+  """The agent's view of the environment."""
 
   def __init__(self, session: AgentSession):
     self._session = session
 
   async def reset(self) -> Message:
-    """What is seen first, with the task; a user message."""
+    """The first observation with the task, as a user message."""
     return await self._session._seen()
 
   async def act(self, text: str) -> Message | None:
-    """Acts as the policy's text says; what is seen then, or None at the end.
+    """Acts by the policy's text; returns the next observation, None at the end.
 
-    Who stops waiting for it (`asyncio.wait_for`) has acted all the same, and
-    does not see what came of it.
+    A caller that stops waiting (`asyncio.wait_for`) has acted all the same, and
+    misses the observation.
 
     Raises:
-      RuntimeError: the act before is not done yet.
+      RuntimeError: the previous act is not done yet.
     """
     if not isinstance(text, str):
       raise TypeError(f"act takes a text, got {type(text).__name__}")
     return await self._session._acted(text)
 
   async def close(self) -> None:
-    """The run closes it."""
+    """Does nothing: the run closes the environment."""
 
 
 class AgentConnection(proxy.ProxyConnection):
-  """The server, as its agents reach it; theirs is the loop, if `play` is."""
+  """Connects agents to the server; `play` is the agent's own loop, or None."""
 
   def __init__(self, *args: Any, play: Play | None = None, **options: Any):
     super().__init__(*args, **options)
@@ -108,7 +108,7 @@ class AgentConnection(proxy.ProxyConnection):
 
 
 class AgentModel:
-  """What a collector takes as its model call."""
+  """The model of a collector whose episodes an outside agent plays."""
 
   def __init__(
       self,
@@ -131,12 +131,12 @@ class AgentSession(proxy.ProxySession):
     super().__init__(model, name, seed)
     self._play = model.play
     self._agent: asyncio.Task[Any] | None = None
-    self._known = 0  # Messages that the agent has been given.
-    # Of what is seen, and of what is done: at most one is waited for.
+    self._known = 0  # Messages that the agent has received.
+    # Observations and acts: the agent waits for at most one.
     self._sights: asyncio.Queue[Message | None] = asyncio.Queue()
     self._acts: asyncio.Queue[str] = asyncio.Queue()
     self._first: Message | None = None
-    self._acting = False  # An act whose outcome is not seen yet.
+    self._acting = False  # An act without an observation yet.
 
   async def _reply(
       self, messages: Sequence[Message], turn: int
@@ -160,17 +160,17 @@ class AgentSession(proxy.ProxySession):
         return model_calls.Reply(acting.result())
     finally:
       acting.cancel()
-    self._agent.result()  # Raises what the agent did.
-    # It has given up: there is nothing that could be done.
+    self._agent.result()  # Raises the agent's error.
+    # The agent has returned before the end: an empty reply does nothing.
     self._answers += 1
     return model_calls.Reply("")
 
   async def release(self, session: str) -> None:
-    """Ends the agent, and fetches what was sampled for it.
+    """Ends the agent, and fetches its session's tokens.
 
     Raises:
-      RuntimeError: the agent goes on though it was cancelled. What was sampled
-        has been fetched, and its session is gone.
+      RuntimeError: the agent ignores its cancellation. Its tokens have been
+        fetched, and its session is dropped.
     """
     ended = True
     try:
@@ -181,8 +181,8 @@ class AgentSession(proxy.ProxySession):
       await super().release(session)
     if not ended:
       raise RuntimeError(
-          f"the agent went on for {_GRACE_S:g} s after it was cancelled, and is"
-          " left to itself; let asyncio.CancelledError pass in it"
+          f"the agent went on for {_GRACE_S:g} s after it was cancelled and is"
+          " abandoned; let asyncio.CancelledError pass in it"
       )
 
   async def _run(self) -> None:
@@ -214,13 +214,13 @@ class AgentSession(proxy.ProxySession):
   async def _acted(self, text: str) -> Message | None:
     if self._acting:
       raise RuntimeError(
-          "act was called while the act before it is not done; await that one,"
-          " and give it no deadline shorter than the run's own"
+          "act was called before the previous act was done; await that one,"
+          " with no deadline shorter than the run's own"
           " (collect.deadlines.step)"
       )
-    if await self._seen() is None:  # It has not asked what there is.
+    if await self._seen() is None:  # It has not called reset.
       return None
-    while not self._sights.empty():  # Of acts that nobody waits for any more.
+    while not self._sights.empty():  # Of acts whose caller stopped waiting.
       if self._sights.get_nowait() is None:
         return None
     self._acting = True
@@ -229,7 +229,7 @@ class AgentSession(proxy.ProxySession):
 
 
 async def _ended(agent: asyncio.Task[Any]) -> bool:
-  """Waits for it, then cancels it; False if it goes on nevertheless."""
+  """Waits for the agent, then cancels it; False if it goes on all the same."""
   try:
     await asyncio.wait({agent}, timeout=_GRACE_S)
   finally:

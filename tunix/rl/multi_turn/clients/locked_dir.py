@@ -1,13 +1,12 @@
-"""A folder of one run's own in a directory that runs share.
+"""Gives a run a folder of its own in a directory that runs share.
 
-A file beside it is locked for as long as its run lives, and names the machine.
-The lock is the kernel's: it ends with the process, however that ends. So a
-later run on the same machine can tell which folders nobody owns any more, and
-delete them.
+A file beside the folder names the machine, and is locked while its run lives.
+The kernel releases the lock with the process, however that ends, so a later run
+on the same machine can find folders without an owner, and delete them.
 
-Promises: what a living run owns is not deleted, nor another machine's folder
-(file systems differ in whether they tell its locks), nor anything that does not
-look like such a folder.
+Promises: a living run's folder is never deleted, nor another machine's (some
+file systems do not show its locks), nor anything that does not look like such a
+folder.
 
 Where there are no such locks (Windows), nothing is deleted.
 """
@@ -31,8 +30,8 @@ except ImportError:
 _OWNER = re.compile(r"\.(\d{8}-\d{6}-\d+-[0-9a-f]{6})\.owner")
 
 
-class RunFolder:
-  """See the module docstring. `release` it when the run has ended.
+class LockedDir:
+  """A run's folder and its lock; `release` it when the run has ended.
 
   Attributes:
     path: of the folder; `make` makes it.
@@ -49,17 +48,17 @@ class RunFolder:
     self._held: int | None = None
 
   def make(self) -> pathlib.Path:
-    """The folder, there and owned.
+    """Creates and locks the folder.
 
     Raises:
-      OSError: the disk's.
+      OSError: from the disk.
     """
     self._directory.mkdir(parents=True, exist_ok=True)
     if self._held is None and fcntl is not None:
       held = os.open(self._owner, os.O_RDWR | os.O_CREAT, 0o644)
       try:
-        # Who it is of is written once it is locked: one that says nothing yet
-        # is nobody's to delete.
+        # Written after locking: no run deletes a folder whose owner file is
+        # still empty.
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         who = {"machine": socket.gethostname(), "process": os.getpid()}
         os.pwrite(held, json.dumps(who).encode(), 0)
@@ -71,9 +70,9 @@ class RunFolder:
     return self.path
 
   def release(self) -> None:
-    """The run has ended: the next may delete the folder. Idempotent."""
+    """Unlocks the folder, which a later run may then delete. Idempotent."""
     if self._held is not None:
-      if not self.path.exists():  # Nothing was written, or all went wrong.
+      if not self.path.exists():  # Nothing was written.
         self._owner.unlink(missing_ok=True)
       os.close(self._held)
       self._held = None
@@ -93,7 +92,7 @@ def _delete_if_ended(owner: pathlib.Path, name: str) -> bool:
     return False
   try:
     held = os.open(owner, os.O_RDWR | os.O_NOFOLLOW)
-  except OSError:  # Gone by now, or not ours to write to.
+  except OSError:  # Deleted meanwhile, or of another user.
     return False
   try:
     who = json.loads(os.pread(held, 4096, 0))
@@ -103,9 +102,9 @@ def _delete_if_ended(owner: pathlib.Path, name: str) -> bool:
     folder = owner.with_name(name)
     if folder.exists():
       shutil.rmtree(folder)
-    owner.unlink()  # Last: what fails to go is tried again by the next run.
+    owner.unlink()  # Last: if anything stays, the next run tries again.
     return True
-  except (OSError, KeyError, TypeError, ValueError):  # It lives, or says else.
+  except (OSError, KeyError, TypeError, ValueError):  # Locked, or unreadable.
     return False
   finally:
     os.close(held)

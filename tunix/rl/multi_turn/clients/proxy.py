@@ -1,17 +1,16 @@
-"""Episodes whose agent knows the policy as an OpenAI-compatible server only.
+"""Plays episodes through this package's OpenAI-compatible server.
 
-A `ProxyModel` is what a collector takes in place of a `PolicyModel`. The
-agent's messages go to the server through the `openai` package, screenshots as
-data URLs; what comes back to it is text, as any agent service would get it. An
-episode is a session of the server. What the server has kept of it, token by
-token, becomes the trajectory's training sequences when the episode ends.
+A collector takes a `ProxyModel` in place of a `PolicyModel`. The agent's
+messages reach the server through the `openai` package, screenshots as data
+URLs; text comes back, as from any agent service. An episode is a session of the
+server. When it ends, the tokens that the server recorded become the
+trajectory's training sequences.
 
-Promises: nothing is rendered or tokenised on this side; a repeated request is
-no second sample (the server answers it with the same completion), nor a second
-session; every session is dropped at the server when its episode ends, however
-it ends, and not before its tokens are here; an episode whose tokens cannot be
-had is a model error, and not trained on. (A session of which every answer to
-its start was lost is nobody's: it ends by the server's timeout.)
+Promises: nothing is rendered or tokenised on this side; a repeated request
+causes no second sample and no second session; every session is dropped at the
+server after its episode, however that ends, and not before its tokens are here;
+an episode whose tokens cannot be fetched is a model error, and not trained on.
+(A session whose start lost every answer ends by the server's timeout.)
 
 Does not sample, serve, or import JAX. Needs the `openai` package. Belongs to
 one event loop.
@@ -38,7 +37,7 @@ _CLOSE_S = 10.0
 
 
 class ProxyConnection:
-  """The server, as its agents reach it."""
+  """Connects agents to the server."""
 
   def __init__(
       self,
@@ -52,10 +51,10 @@ class ProxyConnection:
     """Args:
 
       url: of the server, without /v1.
-      model: as the server calls it.
+      model: the server's name of it.
       image_store: of the agents' screenshots. Exported sequences name them by
-        the SHA-256 of their pixels: whoever learns finds them here.
-      token: that the server wants before it opens a session.
+        the SHA-256 of their pixels, by which the learner finds them here.
+      token: that the server asks for before it opens a session.
       timeout_s: of a request.
 
     Raises:
@@ -77,8 +76,8 @@ class ProxyConnection:
     self.name = model
     self.openai = openai
     self.urls = data_urls.DataUrls(image_store)
-    # A client looks at each of its idle connections with every request: of a
-    # hundred episodes that would be most of what a turn costs here.
+    # A client checks each of its idle connections at every request: with a
+    # hundred episodes that would be most of a turn's cost here.
     self._clients = [
         openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key=token, timeout=timeout_s
@@ -89,8 +88,8 @@ class ProxyConnection:
     self._dropping: set[asyncio.Future[Any]] = set()
 
   def model(self, sampling: policy_client.SamplingParams) -> ProxyModel:
-    """Asks for completions that are sampled so. Stop tokens are the server's
-    own, and a seed is the episode's."""
+    """A model with that sampling. Stop tokens are the server's own, and a seed
+    is the episode's."""
     return ProxyModel(self, sampling)
 
   @property
@@ -103,11 +102,11 @@ class ProxyConnection:
     return found if isinstance(found, dict) else {}
 
   async def start(self, name: str) -> dict[str, Any]:
-    """A new session: its `session_id`, `api_key` and `base_url`.
+    """Opens a session: its `session_id`, `api_key` and `base_url`.
 
-    One that its caller does not wait for any more is dropped.
+    The session is dropped if the caller is cancelled.
     """
-    # Repeated where only the answer was lost, it gives the same session.
+    # Repeated because the answer was lost, the call returns the same session.
     name_of_request = {"Idempotency-Key": uuid.uuid4().hex}
     return await concurrency.create_or_rollback(
         self.client.post(
@@ -121,15 +120,15 @@ class ProxyConnection:
     )
 
   async def drop(self, session: str) -> None:
-    """Has the server forget a session, also if the caller is cancelled.
-    Unknown ids are fine."""
+    """Drops a session at the server, also if the caller is cancelled. Unknown
+    ids are fine."""
     dropping = asyncio.ensure_future(self._drop(session))
     self._dropping.add(dropping)
     dropping.add_done_callback(self._dropping.discard)
     await asyncio.shield(dropping)
 
   async def _drop(self, session: str) -> None:
-    # The answer is not parsed: who wants the tokens has had them.
+    # The answer is not parsed: `release` has fetched the tokens.
     try:
       await self.client.post(
           f"{self.url}/export_trajectories",
@@ -149,7 +148,7 @@ class ProxyConnection:
 
 
 class ProxyModel:
-  """See the module docstring."""
+  """The model of a collector whose policy is behind the server."""
 
   def __init__(
       self,
@@ -180,7 +179,7 @@ class ProxySession:
 
   @property
   def num_rewrites(self) -> int:
-    """How often the agent's history no longer extended what it had asked."""
+    """How often the agent's history did not extend its earlier requests."""
     return max(0, len(self._sequences or ()) - 1)
 
   async def reply(
@@ -235,16 +234,16 @@ class ProxySession:
     )
 
   def build(self) -> list[trajectory.TokenSequence]:
-    """What the server kept, once `release` has fetched it.
+    """The server's training sequences, once `release` has fetched them.
 
     Raises:
-      ValueError: it could not be fetched.
+      ValueError: they could not be fetched.
     """
     if self._sequences is None:
       if self._answers:
         raise ValueError(
-            f"the server at {self._connection.url} did not hand over the"
-            f" tokens of {self._answers} answers"
+            f"the server at {self._connection.url} did not return the tokens"
+            f" of {self._answers} answers; look into its log for the export"
         )
       return []
     return list(self._sequences)
@@ -253,9 +252,9 @@ class ProxySession:
     return [self._id] if self._id else []
 
   async def release(self, session: str) -> None:
-    """Fetches the episode's tokens, and has the server forget them."""
+    """Fetches the episode's tokens, then drops its session at the server."""
     try:
-      # Dropped by a request of its own: this one may be repeated.
+      # The session is dropped by another request: this one may be repeated.
       answer = await self._connection.post(
           "/export_trajectories", {"session_id": session, "style": "concat"}
       )
@@ -273,8 +272,8 @@ class ProxySession:
     )
 
   async def _write(self, messages: Sequence[Message]) -> list[Message]:
-    """The messages as OpenAI's clients send them; those that were sent before
-    are written once."""
+    """The messages in OpenAI's form; those sent before are not written again.
+    """
     kept = 0
     for message, (old, _) in zip(messages, self._written):
       if message is not old:
@@ -287,7 +286,7 @@ class ProxySession:
         content = await asyncio.gather(*map(self._part, content))
       written = {**message, "content": content}
       if message["role"] != "tool":
-        # Agents mark their tools' outputs so; OpenAI knows it of "tool" only.
+        # Agents mark outputs of tools with it; OpenAI has it for "tool" only.
         written.pop("tool_call_id", None)
       self._written.append((message, written))
     return [written for _, written in self._written]
@@ -300,16 +299,16 @@ class ProxySession:
 
 
 def context_limit(error: Any) -> policy_client.ContextLimitError:
-  """An `openai.BadRequestError` of that code, as the seam's error."""
-  said = error.body if isinstance(error.body, dict) else {}
-  return policy_client.ContextLimitError(said.get("message", error.message))
+  """The `PolicyClient` error for an `openai.BadRequestError` of that code."""
+  body = error.body if isinstance(error.body, dict) else {}
+  return policy_client.ContextLimitError(body.get("message", error.message))
 
 
 def sequence_of(exported: Mapping[str, Any]) -> trajectory.TokenSequence:
-  """An entry of `/export_trajectories`, as it is trained on.
+  """The training sequence of an entry of `/export_trajectories`.
 
   Raises:
-    ValueError, KeyError: it is none.
+    ValueError, KeyError: malformed.
   """
   tensors = exported["tensor_dict"]
   return trajectory.TokenSequence(

@@ -1,12 +1,11 @@
-"""Completions kept by their prompts, to be given again.
+"""Records a client's completions and replays them without a policy.
 
-`RecordingClient` writes down what another client answered, `Recording` holds
-it and is a file, `ReplayClient` answers from it: an episode plays again
-without a policy, whatever its sessions are called and in whatever order they
-ask (`by_prompt`). The same prompt asked several times (members of a group) has
-as many answers, given in turn.
+`RecordingClient` records the completions of another client into
+`RecordedCompletions`, which are saved as a file; `ReplayClient` returns them.
+With `by_prompt`, episodes replay under any session names and in any order; a
+prompt sent several times (members of a group) gets its completions in turn.
 
-Does not keep pixels: images are told apart by their SHA-256. No JAX.
+Does not keep pixels: images are identified by their SHA-256. No JAX.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tunix.rl.multi_turn.core import policy_client
 
 
 def prompt_key(prompt: policy_client.TokenPrompt) -> str:
-  """Of the prompt's tokens and images."""
+  """A digest of the prompt's tokens and images."""
   digest = hashlib.sha256(prompt.tokens.tobytes())
   for span in prompt.images:
     digest.update(f"{span.image.sha256}/{span.offset};".encode())
@@ -29,19 +28,19 @@ def prompt_key(prompt: policy_client.TokenPrompt) -> str:
 
 
 def by_session(prompt: policy_client.TokenPrompt, session: str) -> str:
-  """Key of completions that belong to their session, whatever it asks."""
+  """Replays by session, whatever its prompts."""
   del prompt
   return session
 
 
 def by_prompt(prompt: policy_client.TokenPrompt, session: str) -> str:
-  """Key of completions that belong to their prompt, whoever asks."""
+  """Replays by prompt, whatever its session."""
   del session
   return prompt_key(prompt)
 
 
-class Recording:
-  """Prompt's key -> its completions, in the order in which they came."""
+class RecordedCompletions:
+  """Completions by their prompt's key, in the order of arrival."""
 
   def __init__(self):
     self._found: dict[str, list[policy_client.Completion]] = {}
@@ -56,14 +55,14 @@ class Recording:
 
   @property
   def completions(self) -> dict[str, list[policy_client.Completion]]:
-    """By their prompt's key."""
+    """Completions by their prompt's key."""
     return {key: list(found) for key, found in self._found.items()}
 
   def add(self, key: str, completion: policy_client.Completion) -> None:
     self._found.setdefault(key, []).append(completion)
 
   def save(self, path: str | pathlib.Path) -> None:
-    """JSON lines; a file that is there is replaced when all is written."""
+    """Writes JSON lines; replaces an existing file once all is written."""
     path = pathlib.Path(path)
     part = path.with_name(path.name + ".part")
     with part.open("w", encoding="utf-8") as file:
@@ -82,8 +81,8 @@ class Recording:
     part.replace(path)
 
   @classmethod
-  def load(cls, path: str | pathlib.Path) -> Recording:
-    """Raises ValueError, naming the line, for a file that is none."""
+  def load(cls, path: str | pathlib.Path) -> RecordedCompletions:
+    """Reads a saved file; raises ValueError, naming the line, if malformed."""
     made = cls()
     lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
     for number, text in enumerate(lines, 1):
@@ -102,16 +101,17 @@ class Recording:
         )
       except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}, line {number} is no completion: {error!r}"
+            f"{path}, line {number} is no completion: {error!r}; record it"
+            " again"
         ) from error
     return made
 
 
 class RecordingClient:
-  """Passes everything on to a client; `recording` is what it answered."""
+  """Forwards requests to a client; records its completions in `recording`."""
 
   def __init__(self, client: policy_client.PolicyClient):
-    self.recording = Recording()
+    self.recording = RecordedCompletions()
     self._client = client
 
   def open_session(self, session: str) -> None:
@@ -127,7 +127,7 @@ class RecordingClient:
       session: str,
       **options: Any,
   ) -> policy_client.Completion:
-    """What the client raises is not recorded."""
+    """The client's completion. Errors are not recorded."""
     completion = await self._client.generate(
         prompt, sampling, session=session, **options
     )
@@ -139,7 +139,7 @@ class RecordingClient:
 
 
 class ReplayClient:
-  """Answers with completions that were recorded, each once."""
+  """Returns recorded completions, each once."""
 
   def __init__(
       self,
@@ -155,7 +155,7 @@ class ReplayClient:
     self._key = key
 
   def open_session(self, session: str) -> None:
-    """Nothing to prepare."""
+    """Does nothing."""
 
   async def generate(
       self,
@@ -164,22 +164,21 @@ class ReplayClient:
       *,
       session: str,
   ) -> policy_client.Completion:
-    """The next completion that was recorded under the key.
+    """The next completion recorded under the key.
 
     Raises:
-      LookupError: nothing (more) was recorded for it.
+      LookupError: none is left.
     """
     del sampling
     left = self._left.get(self._key(prompt, session))
     if not left:
-      said = "no" if left is None else "no further"
+      which = "no" if left is None else "no further"
       raise LookupError(
-          f"{said} completion was recorded for what session {session!r} asks, a"
+          f"{which} completion was recorded for session {session!r} with a"
           f" prompt of {len(prompt)} tokens and {len(prompt.images)} images;"
-          " record it again if the renderer, the gym or the prompts have"
-          " changed"
+          " record again if the renderer, the gym or the prompts have changed"
       )
     return left.popleft()
 
   async def release(self, session: str) -> None:
-    """Nothing is held; the recording stays."""
+    """Does nothing; the recording stays."""

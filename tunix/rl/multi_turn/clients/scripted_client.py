@@ -1,7 +1,7 @@
-"""A PolicyClient without a model: an oracle's.
+"""Implements a PolicyClient by a function, without a model.
 
-For demonstrations, null-model benchmarks and tests of everything above the
-policy. Every token is certain: log-prob 0. No JAX.
+It serves demonstrations by oracles, benchmarks without a model, and tests of
+everything above the policy. Every token is certain: log-prob 0. No JAX.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PolicyFn = Callable[
 
 
 class ScriptedClient:
-  """Answers with the tokens that a function of (prompt, session) returns."""
+  """Samples the tokens that a function of (prompt, session) returns."""
 
   def __init__(
       self,
@@ -31,9 +31,9 @@ class ScriptedClient:
 
       policy_fn: returns the completion's token ids, end-of-turn id included;
         may be a coroutine function.
-      version: recorded for every token; may be changed at any time.
-      context_length: prompts that leave no room in it are refused as an
-        engine would; None accepts any.
+      version: of every token; may be changed at any time.
+      context_length: a prompt that leaves no room in it is refused, as by an
+        engine; None accepts any.
     """
     if version < 0:
       raise ValueError(f"version must be >= 0, got {version}")
@@ -42,7 +42,7 @@ class ScriptedClient:
     self.version = version
 
   def open_session(self, session: str) -> None:
-    """Nothing to prepare."""
+    """Does nothing."""
 
   async def generate(
       self,
@@ -51,10 +51,10 @@ class ScriptedClient:
       *,
       session: str,
   ) -> policy_client.Completion:
-    """The scripted tokens, cut as an engine would cut them.
+    """The scripted tokens, cut as an engine cuts them.
 
-    They end with the first stop token, at `max_new_tokens`, or where the
-    context is full; the last two finish with LENGTH.
+    They end with the first stop token (STOP), or at `max_new_tokens` or the end
+    of the context (LENGTH).
     """
     room = sampling.max_new_tokens
     if self._context_length is not None:
@@ -87,4 +87,4 @@ class ScriptedClient:
     )
 
   async def release(self, session: str) -> None:
-    """Nothing is held."""
+    """Does nothing."""

@@ -1,18 +1,18 @@
-"""vLLM as the rollout engine: how it is started, and whether it was.
+"""Builds and checks the command that starts vLLM as the rollout engine.
 
     python -m tunix.rl.multi_turn.clients.vllm --model DIR
 
-prints the command that starts it for computer use: contexts that hold an
-episode's screenshots, as many images as an episode has, images from listed
-hosts only, log-probs of the distribution that was sampled from. Settings come
-from the command line or from TUNIX_VLLM_… variables; `--check` says what is
-wrong with a command that somebody else has written.
+prints the command for computer use: contexts that hold an episode's
+screenshots, as many images as an episode has, images from listed hosts only,
+log-probs of the distribution that was sampled from. Settings come from the
+command line or from TUNIX_VLLM_… variables; `--check` lists the problems of
+another command.
 
-Promises: what is printed means the same to a shell as the argument list, JSON
-included; a setting that cannot be is refused by name.
+Promises: a shell reads the printed command as the same argument list, JSON
+included; an impossible setting is refused by name.
 
-Does not start vLLM, or need it. Weights are handed over by `disk_weights`,
-completions are asked for by `openai_client`.
+Does not start vLLM, or need it. `disk_weights` hands over weights,
+`openai_client` asks for completions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import sys
 from typing import Any, Mapping, Sequence
 
 NO_HOST = "none.invalid"
-"""A host that cannot exist. vLLM fetches from anywhere unless it is given a
-list, and an empty one cannot be given. data: URLs are not fetched."""
+"""A host that cannot exist. Without a list of hosts vLLM fetches from any, and
+the list cannot be empty. data: URLs are not fetched."""
 
 LOGPROBS_MODES = (
     "processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits",
@@ -47,21 +47,21 @@ class VllmLaunch:
 
   Attributes:
     model: directory or name of the policy that it starts with.
-    served_name: what clients call it; "" is `model`.
-    host, port: where it listens. Another host than this machine needs
+    served_name: the model's name for clients; "" is `model`.
+    host, port: address to listen on. Another host than this machine needs
       `api_key_file`.
     max_model_len: tokens of a sequence, images included.
-    images: of a prompt; one more is refused.
+    images: most images of a prompt.
     allowed_media_domains: hosts that image URLs may name, compared exactly: a
       subdomain is another host. None: images come as data URLs only.
-    logprobs_mode: of which distribution. Only processed_logprobs are those of
-      the distribution that was sampled from, which is what a learner needs.
-    tensor_parallel: devices a layer is divided among.
+    logprobs_mode: the distribution of log-probs. Only processed_logprobs are
+      those of the distribution sampled from, which a learner needs.
+    tensor_parallel: devices that share each layer.
     dtype: of the weights.
-    reload_weights: open the endpoints by which new weights are handed over.
-      Whoever reaches the port may then do it: keep it on this machine or in a
+    reload_weights: open the endpoints that load new weights. Anyone who
+      reaches the port can then load some: keep it on this machine or in a
       closed network.
-    api_key_file: holds what clients must present; "" asks for nothing.
+    api_key_file: holds the key that clients must present; "" asks for none.
     extra: further arguments, at the end.
   """
 
@@ -136,10 +136,10 @@ class VllmLaunch:
   def from_environment(
       cls, environment: Mapping[str, str] | None = None, **given: Any
   ) -> VllmLaunch:
-    """TUNIX_VLLM_<FIELD> variables, `given` wins.
+    """Reads TUNIX_VLLM_<FIELD> variables; `given` takes precedence.
 
-    Lists are written with commas or spaces, and become lists: one word with a
-    comma in it would be one host that does not exist.
+    Lists are separated by commas or spaces: vLLM would read one word with
+    commas as one host.
 
     Raises:
       ValueError: naming the variable.
@@ -166,7 +166,7 @@ class VllmLaunch:
 
   @property
   def name(self) -> str:
-    """What clients call the model."""
+    """The model's name for clients."""
     return self.served_name or self.model
 
   def argv(self) -> list[str]:
@@ -181,8 +181,8 @@ class VllmLaunch:
         "--allowed-media-domains",
         *(self.allowed_media_domains or (NO_HOST,)),
         "--logprobs-mode", self.logprobs_mode,
-        # Else a penalty or a top-k of generation_config.json is applied to
-        # whoever leaves it out.
+        # Else penalties and top-k of generation_config.json apply to requests
+        # without them.
         "--generation-config", "vllm",
         "--dtype", self.dtype,
         "--tensor-parallel-size", str(self.tensor_parallel),
@@ -190,12 +190,12 @@ class VllmLaunch:
     return [*arguments, *self.extra]
 
   def environment(self) -> dict[str, str]:
-    """Variables that the process needs besides.
+    """The process's environment variables.
 
     Raises:
       OSError, ValueError: the key's file cannot be read, or is empty.
     """
-    # A listed host could send it anywhere.
+    # A listed host could redirect to any other.
     found = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
     if self.reload_weights:
       found["VLLM_SERVER_DEV_MODE"] = "1"
@@ -207,7 +207,7 @@ class VllmLaunch:
     return found
 
   def command(self) -> str:
-    """The command for a shell. The key is read when it runs, not shown."""
+    """The command for a shell, which reads the key's file when it runs."""
     variables = {
         k: shlex.quote(v)
         for k, v in dataclasses.replace(self, api_key_file="", host="127.0.0.1")
@@ -252,14 +252,14 @@ class VllmLaunch:
 def check_command(
     command: str | Sequence[str], environment: Mapping[str, str] | None = None
 ) -> list[str]:
-  """What is wrong with a command that starts vLLM for computer use.
+  """Lists the problems of a command that starts vLLM for computer use.
 
   Args:
     command: a shell's line, or its arguments.
-    environment: of the process; None is what the line itself sets.
+    environment: of the process, beside the variables that the line sets.
 
   Returns:
-    One sentence a problem, each with what to write instead; [] for none.
+    One sentence a problem, each with the fix; [] for none.
   """
   try:
     words = shlex.split(command) if isinstance(command, str) else list(command)
@@ -294,15 +294,15 @@ def check_command(
       problems.append(f"--allowed-media-domains: {why}")
   mode = options.get("--logprobs-mode")
   if mode != ["processed_logprobs"]:
-    said = "is missing" if mode is None else " ".join(["is", *mode])
+    found = "is missing" if mode is None else " ".join(["is", *mode])
     problems.append(
-        f"--logprobs-mode {said}: log-probs are not those of the distribution"
+        f"--logprobs-mode {found}: log-probs are not those of the distribution"
         " sampled from; write --logprobs-mode processed_logprobs"
     )
   if options.get("--generation-config") != ["vllm"]:
     problems.append(
         "--generation-config is not vllm: penalties of generation_config.json"
-        " apply where a request says nothing; write --generation-config vllm"
+        " apply to requests without them; write --generation-config vllm"
     )
   if hosts and environment.get("VLLM_MEDIA_URL_ALLOW_REDIRECTS") != "0":
     problems.append(
@@ -352,7 +352,7 @@ def _wrong_limit(values: Sequence[str] | None) -> list[str]:
 
 
 def _wrong_host(host: str) -> str:
-  """Why a word is no host that vLLM would compare with; "" if it is one."""
+  """The problem of a host's name; "" for none."""
   if "," in host:
     return (
         f"{host!r} is one host with a comma in its name; separate hosts by"
@@ -394,29 +394,29 @@ def _read(variable: str, text: str, kind: str) -> Any:
   return text
 
 
-# What --help says of the fields.
+# The texts of --help.
 _METAVARS = {"int": "N", "bool": "true|false", "tuple[str, ...]": "WORD"}
 _HELP = {
     "model": "directory or name of the policy that it starts with; required",
-    "served_name": "what clients call it (the model)",
-    "host": "where it listens; what other machines reach needs --api-key-file",
+    "served_name": "the model's name for clients (--model)",
+    "host": "address to listen on; one for other machines needs --api-key-file",
     "port": "of that address",
     "max_model_len": "tokens of a sequence, images included",
-    "images": "of a prompt; one more is refused",
+    "images": "most images of a prompt",
     "allowed_media_domains": (
         "hosts that image URLs may name, compared exactly (none: images come"
         " as data URLs)"
     ),
     "logprobs_mode": (
-        f"of which distribution: {', '.join(LOGPROBS_MODES)}; a learner needs"
-        " the first"
+        f"distribution of log-probs: {', '.join(LOGPROBS_MODES)}; a learner"
+        " needs the first"
     ),
-    "tensor_parallel": "devices a layer is divided among",
+    "tensor_parallel": "devices that share each layer",
     "dtype": f"of the weights: {', '.join(DTYPES)}",
     "reload_weights": (
-        "open the endpoints that load new weights, to whoever reaches the port"
+        "open the endpoints that load new weights to anyone on the port"
     ),
-    "api_key_file": "holds what clients must present (nothing is asked for)",
+    "api_key_file": "holds the key that clients must present (none)",
     "extra": "further arguments of vLLM, at the end",
 }
 
@@ -432,7 +432,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Prints the command; returns the exit status."""
   parser = argparse.ArgumentParser(
       prog="python -m tunix.rl.multi_turn.clients.vllm",
-      description="The command that starts vLLM as the rollout engine.",
+      description="Print the command that starts vLLM as the rollout engine.",
       epilog=f"Each setting may also be a variable, {VARIABLE}MAX_MODEL_LEN.",
   )
   for field in dataclasses.fields(VllmLaunch):
@@ -445,7 +445,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=_HELP[field.name] + _default(field),
     )
   parser.add_argument(
-      "--check", metavar="COMMAND", help="say what is wrong with this one"
+      "--check", metavar="COMMAND", help="list the problems of this command"
   )
   args = vars(parser.parse_args(argv))
   checked = args.pop("check")

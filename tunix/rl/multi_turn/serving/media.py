@@ -1,20 +1,20 @@
-"""Image URLs of chat requests, turned into `ImageRef`s of an `ImageStore`.
+"""Loads the images of requests' URLs into an `ImageStore`.
 
-A `data:` URL is decoded; an `https:` URL is fetched if its host is on the
-list, and fetching is off while the list is empty. Both are a stranger's input.
+A `data:` URL is decoded; an `https:` URL is fetched if its host is on the list,
+and fetching is off while the list is empty. Both are untrusted input.
 
 Promises: sizes are checked before the work they cost: bytes before base64 is
 decoded or a body read to its end, pixels before they are decoded. Nothing is
 decoded on the event loop. One data URL is decoded once, also by concurrent
 calls, while the store has its image. Every hop of a fetch goes to a listed
 host at a public address: its name is resolved once, all addresses are checked,
-one of them is connected to, and the certificate is verified for the name. A
+the connection uses one of them, and the certificate is verified for the name. A
 deadline ends a fetch, whatever the other side does. An error shows the head of
 a URL only, without password and query.
 
-Does not: believe a content type; play animations (refused); apply EXIF
-rotation; keep what was fetched, as a URL's content may change; bound how many
-loads run at once, which is the server's to do; know a network's own NAT64
+Does not: read content types; play animations (refused); apply EXIF rotation;
+cache fetched images, as a URL's content may change; bound the number of
+concurrent loads, which is the server's task; know a network's own NAT64
 prefix. A loader belongs to one event loop. Fetching needs httpx.
 """
 
@@ -60,7 +60,7 @@ _NOT_PUBLIC = tuple(
 
 
 class MediaError(ValueError):
-  """An image that cannot be had.
+  """An image that cannot be loaded.
 
   `code` is invalid_image_url, image_host_not_allowed, image_too_large,
   invalid_image or image_fetch_failed; `retryable` tells whether the same URL
@@ -75,12 +75,12 @@ class MediaError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class MediaLimits:
-  """What a request may make this process fetch and decode.
+  """Bounds of the images that requests make this process fetch and decode.
 
   Attributes:
     allowed_hosts: "host" (at its scheme's own port) or "host:port", compared
       exactly: a subdomain is another host. Empty: nothing is fetched.
-    max_bytes: of an image as it is encoded.
+    max_bytes: of an encoded image.
     max_pixels: width times height.
     timeout_s: seconds from resolving the name to the last byte, all redirects
       included.
@@ -121,7 +121,7 @@ class MediaLimits:
 
 
 def _is_public(address: str) -> bool:
-  """Whether an IP address is the public internet's, with nothing embedded."""
+  """Whether an IP address is public, and embeds no other address."""
   ip = ipaddress.ip_address(address)
   if not ip.is_global or ip.is_multicast or ip.is_reserved:
     return False
@@ -131,7 +131,7 @@ def _is_public(address: str) -> bool:
 
 
 def _shown(url: str) -> str:
-  """The head of a URL, for people: no password, no query with a signature."""
+  """The head of a URL for messages, without password, query and signature."""
   text = re.sub(r"//[^/?#]*@", "//…@", url[:4096])
   text = re.split("[?#]", text, maxsplit=1)[0]
   return repr(text if text == url and len(text) <= 60 else text[:59] + "…")
@@ -149,7 +149,7 @@ def _digest(url: str) -> bytes:
 
 
 class MediaLoader:
-  """Puts the images that URLs stand for into a store, which it does not own.
+  """Loads images by URL into a store, which it does not own.
 
   The arguments with an underscore are for tests, whose servers have neither
   public addresses nor public certificates.
@@ -180,7 +180,7 @@ class MediaLoader:
     self._is_allowed_address = _is_allowed_address
     self._ssl_context = _ssl_context
     self._threads = concurrent.futures.ThreadPoolExecutor(2, "tunix-media")
-    # Resolving may hang, and these threads can be given up.
+    # Resolving may hang; threads of this pool can be abandoned.
     self._resolvers = concurrency.CallRunner(
         concurrency.WorkerPool(8, 8, name="tunix-media-resolve"), grace=0.0
     )
@@ -210,10 +210,10 @@ class MediaLoader:
   async def load_all(
       self, urls: Iterable[str]
   ) -> list[trajectory.ImageRef | MediaError | None]:
-    """Of each URL its image, or why it cannot be had.
+    """The image of each URL, or its error.
 
-    data: URLs are decoded side by side; then the others are fetched, one after
-    the other, until one cannot be had. What is not tried any more is None.
+    data: URLs are decoded concurrently; then the others are fetched one by one
+    until one fails. The result of those not tried is None.
     """
     urls = list(urls)
     found: list[Any] = [None] * len(urls)
@@ -237,7 +237,7 @@ class MediaLoader:
     return all(ref in self._store for ref in refs)
 
   async def aclose(self) -> None:
-    """Ends the threads; a load under way fails or is done. Idempotent."""
+    """Ends the threads; a load in flight fails or completes. Idempotent."""
     self._threads.shutdown(wait=False, cancel_futures=True)
     self._resolvers.close(0.0)
 
@@ -265,7 +265,7 @@ class MediaLoader:
 
   def _decoded(self, key: bytes, pending: asyncio.Future) -> None:
     del self._decoding[key]
-    # `exception` also tells asyncio that somebody saw it.
+    # `exception` also marks it as retrieved for asyncio.
     if not pending.cancelled() and pending.exception() is None:
       self._known[key] = pending.result()
       self._known.move_to_end(key)
@@ -280,7 +280,7 @@ class MediaLoader:
       raise MediaError("image_fetch_failed", "loader is closed", True) from None
 
   async def _wait(self, pending: asyncio.Future) -> Any:
-    """`pending`, which goes on for others when this caller is cancelled."""
+    """Awaits `pending`, which survives this caller's cancellation."""
     try:
       return await asyncio.shield(pending)
     except asyncio.CancelledError:
@@ -342,7 +342,7 @@ class MediaLoader:
     )
 
   def _check(self, url: str) -> httpx.URL:
-    """One hop's URL, as it may be fetched; checked as it will be sent."""
+    """Checks one hop's URL, in the form in which it will be sent."""
     hosts, scheme = self._limits.allowed_hosts, url.partition(":")[0].lower()
     if scheme != "https" and not (scheme == "http" and self._limits.allow_http):
       raise MediaError(

@@ -1,16 +1,15 @@
-"""Encoded pictures of strangers to opaque RGB, by Pillow.
+"""Decodes untrusted encoded pictures to opaque RGB with Pillow.
 
-Most of a screenshot's time in Pillow is inflating: its wheels take the
-system's zlib, which is several times slower than zlib-ng. So a PNG of the plain
-kind (one run of pixel data, not interlaced) is inflated here, and Pillow is
-given the same file with its pixel data stored instead of compressed. It undoes
-the filters, and reads palettes, transparency and depths, as ever: the pixels
-are its own. A file that is in any way unusual is given to it as it came, so
-that what is refused is refused by it.
+Pillow spends most of a screenshot's time inflating: its wheels use the system's
+zlib, several times slower than zlib-ng. So a plain PNG (one run of pixel data,
+not interlaced) is inflated here, and Pillow reads the same file with its pixel
+data stored instead of compressed: filters, palettes, transparency and depths
+stay Pillow's work. Any other file goes to Pillow unchanged, which also decides
+what to refuse.
 
-Promises: pixels are counted before they are decoded; what inflates to more
-than a picture's pixels is cut off there; pixels equal those that Pillow makes
-of the file. Inflating lets other threads go on.
+Promises: pixels are counted before they are decoded; inflating stops after a
+picture's pixels; pixels equal those that Pillow decodes from the file itself.
+Inflating releases the GIL.
 
 Does not apply EXIF rotation, or play animations (refused).
 """
@@ -29,11 +28,11 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # By colour type.
 _END = b"\0\0\0\0IEND\xaeB`\x82"
-_SMALL = 1 << 16  # Bytes of pixels below which the detour costs as much.
+_SMALL = 1 << 16  # Bytes of pixels below which inflating here gains nothing.
 
 
 class PictureError(ValueError):
-  """A picture that is not taken; `code` is image_too_large or invalid_image."""
+  """A refused picture; `code` is image_too_large or invalid_image."""
 
   def __init__(self, code: str, message: str):
     super().__init__(message)
@@ -80,7 +79,7 @@ def decode(data: bytes, max_pixels: int) -> np.ndarray:
 
 
 def stored(data: bytes) -> bytes | None:
-  """A PNG with its pixel data stored; None: Pillow is to read it as it is.
+  """The PNG with its pixel data stored; None: Pillow reads it as it is.
 
   Args:
     data: a PNG whose size was checked.
@@ -92,7 +91,7 @@ def stored(data: bytes) -> bytes | None:
       return None
     inflate = zlib_ng.decompressobj()
     raw = inflate.decompress(compressed, size + 1)
-    # One byte more or less, and what is right is Pillow's to say.
+    # With one byte more or less, Pillow decides.
     if len(raw) != size or not inflate.eof or inflate.unused_data:
       return None
     body = zlib_ng.compress(raw, 0)
@@ -107,7 +106,7 @@ def stored(data: bytes) -> bytes | None:
 
 
 def _raw_size(data: bytes) -> int:
-  """Bytes of the pixel data once inflated; 0 where it is of no plain kind."""
+  """Bytes of the inflated pixel data; 0 for a PNG that is not plain."""
   if data[:8] != _SIGNATURE or data[12:16] != b"IHDR":
     return 0
   width, height, depth, colour, _, _, interlaced = struct.unpack_from(
@@ -120,7 +119,8 @@ def _raw_size(data: bytes) -> int:
 
 
 def _pixel_data(data: bytes) -> tuple[bytes, bytes]:
-  """What is before it, and it, if nothing but the end comes after."""
+  """The bytes before the pixel data, and the pixel data; empty where anything
+  but the end comes after it."""
   at, begin, parts = 8, 0, []
   view = memoryview(data)
   while at < len(data):
