@@ -21,8 +21,8 @@ from typing import Any, Mapping, Sequence
 
 import jinja2
 import orjson
+from PIL import Image as pillow
 from PIL import ImageDraw
-from PIL import StoredImage as pillow
 from tunix.rl.multi_turn.core import click_overlay
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import pictures
