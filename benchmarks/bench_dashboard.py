@@ -356,7 +356,9 @@ def measure(path: pathlib.Path, files: pathlib.Path, repeats: int) -> int:
         "SELECT max(id) FROM rollout WHERE source_type = 'step'"
     ).scalar()
   print(f"{rollouts:,} rollouts, {turns:,} turns, {steps:,} steps a run")
-  app = app_lib.App(engine, files, access.Access(engine, open_to_all=True))
+  app = app_lib.MonitorApp(
+      engine, files, access.Access(engine, open_to_all=True)
+  )
   pages = app._pages  # pylint: disable=protected-access
   print(
       f"{'page':<16}{'first':>9}{'wall':>9}{'CPU':>9}{'interactive':>13}"

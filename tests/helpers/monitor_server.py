@@ -35,7 +35,7 @@ class MonitorServer(Stored):
     super().__init__(database.connect(target))
     database.upgrade(self.engine)
     self.token = token
-    self.app = app_lib.App(
+    self.app = app_lib.MonitorApp(
         self.engine,
         files,
         access.Access(self.engine, token, open_to_all=not token),

@@ -253,7 +253,7 @@ def test_another_run_of_the_same_name_gets_a_number_and_stays_known(
 def test_an_export_is_one_moment_of_the_database(source, tmp_path):
   fill(source)
   expected = contents(source.engine)
-  rows = archive.Writer.rows
+  rows = archive.ArchiveWriter.rows
 
   def rows_and_more(self, name, found):
     count = rows(self, name, found)
@@ -263,11 +263,11 @@ def test_an_export_is_one_moment_of_the_database(source, tmp_path):
            "task_id": "open-door"}]})  # pyformat: disable
     return count
 
-  archive.Writer.rows = rows_and_more
+  archive.ArchiveWriter.rows = rows_and_more
   try:
     export(source, tmp_path / "runs.zip")
   finally:
-    archive.Writer.rows = rows
+    archive.ArchiveWriter.rows = rows
   assert len(source.rows("rollout")) == 6
   engine = database.connect(tmp_path / "to.db")
   database.upgrade(engine)
@@ -360,7 +360,7 @@ def test_an_archive_that_is_cut_off_is_none(exported, tmp_path):
   path = tmp_path / "runs.zip"
   path.write_bytes(exported.read_bytes()[:-100])
   with pytest.raises(runs_lib.MaintenanceError, match="no whole archive"):
-    archive.Reader(path)
+    archive.ArchiveReader(path)
 
 
 def test_a_failed_export_leaves_what_was_there(source, tmp_path, monkeypatch):
@@ -372,7 +372,7 @@ def test_a_failed_export_leaves_what_was_there(source, tmp_path, monkeypatch):
     del self, name, found
     raise OSError(28, "No space left on device")
 
-  monkeypatch.setattr(archive.Writer, "rows", full)
+  monkeypatch.setattr(archive.ArchiveWriter, "rows", full)
   with pytest.raises(OSError):
     export(source, path)
   assert path.read_bytes() == b"precious"

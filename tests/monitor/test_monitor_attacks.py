@@ -419,7 +419,7 @@ def test_pictures_that_are_bombs_are_refused_and_long_films_made_small(lite):
 
   for shape, count in (((1280, 720), 300), ((1, 60_000), 1), ((60_000, 1), 300),
                        ((16, 12), 300), ((8192, 8192), 2)):  # pyformat: disable
-    image = exports.Image("", "image/png", *shape, None)
+    image = exports.StoredImage("", "image/png", *shape, None)
     width, height = exports._frame_size(image, count)
     assert 1 <= width * height * count <= 1.05 * exports._ANIMATION_PIXELS
     assert max(width, height) <= 1280
@@ -433,7 +433,7 @@ def served(folder, **limits):
   """The server as the command makes it, with these limits."""
   engine = database.connect(folder / "m.db")
   database.upgrade(engine)
-  app = app_lib.App(
+  app = app_lib.MonitorApp(
       engine, folder / "files", access.Access(engine, open_to_all=True)
   )
   listening = http_server.listen("127.0.0.1", 0, backlog=128)

@@ -312,7 +312,7 @@ def test_images_stop_before_the_space_is_gone(tmp_path):
   client = client_of(DEAD, tmp_path / "spool", config=SMALL)
   for n in range(10):
     client.sender.put(
-        sender_lib.Item(
+        sender_lib.SpoolItem(
             {"tasks": [{"task_id": f"t{n}"}]}, {f"{n}": b"x" * 4000}
         )
     )

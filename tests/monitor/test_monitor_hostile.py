@@ -358,7 +358,7 @@ def test_images_that_do_not_fit_do_not_take_the_words_with_them(tmp_path):
 
 
 def _made(part, size):
-  return sender_lib.Item(part, {"a" * 64: bytes(size)})
+  return sender_lib.SpoolItem(part, {"a" * 64: bytes(size)})
 
 
 def test_what_is_refused_still_counts_as_taken_space(tmp_path):

@@ -47,7 +47,7 @@ def shown(count, seed=0):
     pixels = rng.integers(0, 256, (8, 9, 3), np.uint8)
     sha = images_lib.hash_pixels(pixels)
     task = {"task_id": f"t{n}", "description": f"sha256:{sha}"}
-    yield sender_lib.Item({"tasks": [task]}, {sha: png.encode(pixels)})
+    yield sender_lib.SpoolItem({"tasks": [task]}, {sha: png.encode(pixels)})
 
 
 class Front:
@@ -304,9 +304,9 @@ def test_screenshots_are_sent_once_each(server, tmp_path):
   sha = images_lib.hash_pixels(pixels)
   with client_of(server.url, tmp_path / "spool") as client:
     for _ in range(3):
-      client.sender.put(sender_lib.Item({}, {sha: png.encode(pixels)}))
+      client.sender.put(sender_lib.SpoolItem({}, {sha: png.encode(pixels)}))
       assert client.drain(20)
-    client.sender.put(sender_lib.Item({}, {"0" * 64: png.encode(pixels)}))
+    client.sender.put(sender_lib.SpoolItem({}, {"0" * 64: png.encode(pixels)}))
     assert client.drain(20)
     assert client.sender.counters["dead_letters"] == 1
   (row,) = server.rows("monitor_screenshot", order="sha256")
@@ -321,7 +321,7 @@ def test_many_screenshots_are_few_requests(server, tmp_path):
     sha = images_lib.hash_pixels(pixels)
     images[sha] = png.encode(pixels) if n != 4 else png.encode(pixels[1:])
   with client_of(server.url, tmp_path / "spool") as client:
-    client.sender.put(sender_lib.Item({}, images))
+    client.sender.put(sender_lib.SpoolItem({}, images))
     assert client.drain(20)
     assert client.sender.counters["dead_letters"] == 1
     assert client.sender.spool.counts()["image"] == 0
@@ -341,7 +341,7 @@ def test_a_screenshot_larger_than_the_server_takes_holds_up_none(tmp_path):
   limits = app_lib.IngestLimits(screenshot=20_000)
   with monitor_server.sqlite_server(tmp_path / "s", limits=limits) as server:
     with client_of(server.url, tmp_path / "spool") as client:
-      client.sender.put(sender_lib.Item({}, images))
+      client.sender.put(sender_lib.SpoolItem({}, images))
       assert client.drain(20)
       assert client.sender.counters["dead_letters"] == 1
     stored = {r["sha256"] for r in server.rows("monitor_screenshot", order=1)}

@@ -139,7 +139,7 @@ def test_a_large_screenshot_is_shrunk_in_the_page(tmp_path):
   ref = trajectory_lib.ImageRef(images_lib.hash_pixels(pixels), 1920, 1080)
   (tmp_path / "images").mkdir()
   Image.fromarray(pixels).save(tmp_path / "images" / f"{ref.sha256}.png")
-  run = run_data.Run(tmp_path, {}, (), (), "")
+  run = run_data.RunDirectory(tmp_path, {}, (), (), "")
   uri = report.data_uri(run, run_data.Frame(ref, (), "", "", ""), 960)
   assert uri.startswith("data:image/jpeg") and len(uri) < 1_500_000
 

@@ -62,7 +62,7 @@ Handler = Callable[[Request, access_lib.Principal], Awaitable[Response]]
 Operation = openapi.Operation
 
 
-class App:
+class MonitorApp:
   """The ASGI application: a server runs `asgi`."""
 
   def __init__(

@@ -133,7 +133,7 @@ def _serve(args: argparse.Namespace) -> int:
     )
   # A reader of the URL may connect at once, and waits until it is served.
   listening = http_server.listen(args.host, args.port, backlog=128)
-  app = app_lib.App(
+  app = app_lib.MonitorApp(
       engine,
       files,
       access_lib.Access(engine, args.token, open_to_all=not guarded),
@@ -173,7 +173,7 @@ class _Server(uvicorn.Server):
 
   def __init__(
       self,
-      app: app_lib.App,
+      app: app_lib.MonitorApp,
       limits: connections.SocketLimits = connections.SocketLimits(),
       *,
       until_eof: bool = False,

@@ -66,7 +66,7 @@ def build_report(
 
 
 def render(
-    run: run_data.Run,
+    run: run_data.RunDirectory,
     config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
 ) -> str:
   """The page as one string."""
@@ -92,7 +92,7 @@ def render(
   return "\n".join(p for p in parts if p)
 
 
-def _subtitle(run: run_data.Run) -> str:
+def _subtitle(run: run_data.RunDirectory) -> str:
   summary = run.summary
   words = [str(summary.get("status", "unfinished"))]
   if isinstance(summary.get("started"), (int, float)):
@@ -105,7 +105,7 @@ def _subtitle(run: run_data.Run) -> str:
   return f"<p class=faint>{html.escape(' · '.join(words))}</p>"
 
 
-def _tiles(run: run_data.Run) -> str:
+def _tiles(run: run_data.RunDirectory) -> str:
   tiles: list[tuple[str, str]] = []
   rates = run.evaluations
   if rates:
@@ -149,7 +149,7 @@ def _span_of(count: int) -> int:
 
 
 def _curve(
-    run: run_data.Run, metric: str, label: str, colour: int
+    run: run_data.RunDirectory, metric: str, label: str, colour: int
 ) -> svg.Line:
   steps, values = run.series(metric)
   return svg.Line(
@@ -161,7 +161,7 @@ def _curve(
   )
 
 
-def _evaluation_marks(run: run_data.Run) -> list[svg.Mark]:
+def _evaluation_marks(run: run_data.RunDirectory) -> list[svg.Interval]:
   """Evaluations at the steps they belong to."""
   last = run.metrics[-1]["step"] if run.metrics else 0
   marks = []
@@ -175,11 +175,11 @@ def _evaluation_marks(run: run_data.Run) -> list[svg.Mark]:
     low, high = results["interval"]
     rate = results["success_rate"]
     label = f"{name}: {rate:.3f} [{low:.3f}, {high:.3f}]"
-    marks.append(svg.Mark(step, rate, low, high, label))
+    marks.append(svg.Interval(step, rate, low, high, label))
   return marks
 
 
-def _training(run: run_data.Run) -> str:
+def _training(run: run_data.RunDirectory) -> str:
   lines = [
       _curve(run, "success_rate", "success rate", 2),
       _curve(run, "reward_mean", "reward", 1),
@@ -213,14 +213,16 @@ def _training(run: run_data.Run) -> str:
   )
 
 
-def _headline_names(run: run_data.Run) -> list[str]:
+def _headline_names(run: run_data.RunDirectory) -> list[str]:
   names = [
       n for n in ("initial", "warm_start", "final") if n in run.evaluations
   ]
   return names or list(run.evaluations)[-3:]
 
 
-def _bars(run: run_data.Run) -> tuple[list[str], list[tuple[str, list[Any]]]]:
+def _bars(
+    run: run_data.RunDirectory,
+) -> tuple[list[str], list[tuple[str, list[Any]]]]:
   """Groups and series for bars: tasks and "all" by evaluation."""
   names = _headline_names(run)
   rates = run.evaluations
@@ -240,7 +242,7 @@ def _cell(figures: Any) -> tuple[float, float, float] | None:
   return figures["success_rate"], low, high
 
 
-def _evaluation(run: run_data.Run) -> str:
+def _evaluation(run: run_data.RunDirectory) -> str:
   if not run.evaluations:
     return ""
   groups, series = _bars(run)
@@ -283,7 +285,9 @@ def _rate(figures: Any) -> str:
 # --- film strips -------------------------------------------------------------
 
 
-def _films(run: run_data.Run, config: settings_lib.ReportConfig) -> str:
+def _films(
+    run: run_data.RunDirectory, config: settings_lib.ReportConfig
+) -> str:
   stories = run_data.choose_episodes(run.episodes, config.film_strips)
   if not stories:
     return ""
@@ -297,8 +301,8 @@ def _films(run: run_data.Run, config: settings_lib.ReportConfig) -> str:
 
 
 def _film(
-    run: run_data.Run,
-    episode: run_data.Episode,
+    run: run_data.RunDirectory,
+    episode: run_data.ShownEpisode,
     config: settings_lib.ReportConfig,
 ) -> str:
   good = "good" if episode.success else "bad"
@@ -319,7 +323,9 @@ def _film(
   return f"{title}<div class=strip>{''.join(figures)}</div>"
 
 
-def _figure(run: run_data.Run, frame: run_data.Frame, width: int) -> str:
+def _figure(
+    run: run_data.RunDirectory, frame: run_data.Frame, width: int
+) -> str:
   uri = data_uri(run, frame, width)
   if uri is None or frame.image is None:
     picture = "<div class=none>screenshot not kept</div>"
@@ -343,7 +349,9 @@ def _cut(text: str) -> str:
   return text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"
 
 
-def _open_image(run: run_data.Run, frame: run_data.Frame) -> Any | None:
+def _open_image(
+    run: run_data.RunDirectory, frame: run_data.Frame
+) -> Any | None:
   """The frame's screenshot as a PIL image, None when it is not there."""
   from PIL import Image  # pylint: disable=g-import-not-at-top
 
@@ -357,7 +365,7 @@ def _open_image(run: run_data.Run, frame: run_data.Frame) -> Any | None:
 
 
 def data_uri(
-    run: run_data.Run, frame: run_data.Frame, width: int
+    run: run_data.RunDirectory, frame: run_data.Frame, width: int
 ) -> str | None:
   """The frame's screenshot as a data URI; above `width` px smaller, as JPEG."""
   image = _open_image(run, frame)
@@ -378,7 +386,7 @@ def data_uri(
 # --- the rest ----------------------------------------------------------------
 
 
-def _small_multiples(run: run_data.Run) -> str:
+def _small_multiples(run: run_data.RunDirectory) -> str:
   cards = []
   for name in _DETAILS:
     line = _curve(run, name, name, 2)
@@ -397,7 +405,7 @@ def _small_multiples(run: run_data.Run) -> str:
   return "<h2>Readings</h2><div class=multiples>" + "".join(cards) + "</div>"
 
 
-def _troubles(run: run_data.Run) -> str:
+def _troubles(run: run_data.RunDirectory) -> str:
   rows = []
   for kind in ("episodes", "groups", "faults"):
     counts = run.summary.get(kind) or {}
@@ -417,7 +425,7 @@ def _troubles(run: run_data.Run) -> str:
   )
 
 
-def _config(run: run_data.Run) -> str:
+def _config(run: run_data.RunDirectory) -> str:
   if not run.config:
     return ""
   return (

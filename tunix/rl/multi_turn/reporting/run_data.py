@@ -36,7 +36,7 @@ class Frame:
 
 
 @dataclasses.dataclass(frozen=True)
-class Episode:
+class ShownEpisode:
   """One line of trajectories.jsonl, as far as it is shown."""
 
   index: int
@@ -57,7 +57,7 @@ class Episode:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunDirectory:
   """The content of a run directory.
 
   Attributes:
@@ -71,7 +71,7 @@ class Run:
   directory: pathlib.Path
   summary: dict[str, Any]
   metrics: tuple[dict[str, Any], ...]
-  episodes: tuple[Episode, ...]
+  episodes: tuple[ShownEpisode, ...]
   config: str
 
   @property
@@ -113,7 +113,7 @@ def _order(name: str) -> tuple[int, int, str]:
   return ranks.get(name, 3), 0, name
 
 
-def load(directory: str | pathlib.Path) -> Run:
+def load(directory: str | pathlib.Path) -> RunDirectory:
   """Reads a run directory.
 
   Raises:
@@ -138,7 +138,7 @@ def load(directory: str | pathlib.Path) -> Run:
     except (KeyError, TypeError, ValueError):
       continue  # Written by another version, or torn.
   config = directory / "config.yaml"
-  return Run(
+  return RunDirectory(
       directory=directory,
       summary=summary,
       metrics=tuple(sorted(metrics, key=lambda line: line["step"])),
@@ -152,13 +152,13 @@ _BESIDE = (
 )
 
 
-def _episode(line: dict[str, Any]) -> Episode:
+def _episode(line: dict[str, Any]) -> ShownEpisode:
   trajectory = trajectory_lib.Trajectory.from_json(
       # The tokens are not shown, and the largest part to check.
       {k: v for k, v in line.items() if k not in _BESIDE} | {"sequences": []}
   )
   task = trajectory.task if isinstance(trajectory.task, dict) else {}
-  return Episode(
+  return ShownEpisode(
       index=int(line["index"]),
       split=str(line["split"]),
       family=str(line["family"]),
@@ -235,8 +235,8 @@ def _image(value: Any) -> trajectory_lib.ImageRef | None:
 
 
 def choose_episodes(
-    episodes: tuple[Episode, ...], count: int
-) -> list[tuple[Episode, ...]]:
+    episodes: tuple[ShownEpisode, ...], count: int
+) -> list[tuple[ShownEpisode, ...]]:
   """Chooses episodes to draw: of each family an early failure, a late success.
 
   Args:
@@ -247,7 +247,7 @@ def choose_episodes(
     One tuple a family, in order of time; families that have both come first,
     then those with more turns.
   """
-  families: dict[str, list[Episode]] = {}
+  families: dict[str, list[ShownEpisode]] = {}
   for episode in episodes:
     if episode.status.is_policy_outcome and episode.frames:
       families.setdefault(episode.family, []).append(episode)

@@ -26,7 +26,7 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mark:
+class Interval:
   """A point with an interval, e.g. an evaluation at a step."""
 
   x: float
@@ -70,7 +70,7 @@ def line_chart(
     height: int = 260,
     y_range: tuple[float, float] | None = None,
     x_label: str = "step",
-    marks: Sequence[Mark] = (),
+    marks: Sequence[Interval] = (),
 ) -> str:
   """Curves over a common x axis; "" when there is nothing to draw."""
   lines = [line for line in lines if line.x]

@@ -103,7 +103,7 @@ class Delivery:
   # --- entries ----------------------------------------------------------------
 
   def _deliver(
-      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.Entry]
+      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.SpoolEntry]
   ) -> None:
     try:
       reply = self._post(spool, entries)
@@ -134,7 +134,7 @@ class Delivery:
     self._on_reply(reply)
 
   def _post(
-      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.Entry]
+      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.SpoolEntry]
   ) -> dict[str, Any]:
     delivery = {
         "spool": spool.id, "first": entries[0].seq, "last": entries[-1].seq,
@@ -150,14 +150,14 @@ class Delivery:
   # --- screenshots ------------------------------------------------------------
 
   def _covered(
-      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.Entry]
-  ) -> tuple[Sequence[spool_lib.Entry], list[spool_lib.Image]]:
+      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.SpoolEntry]
+  ) -> tuple[Sequence[spool_lib.SpoolEntry], list[spool_lib.SpooledImage]]:
     """The first of these entries, and the images that came with them.
 
     All entries if a page holds their images; else as many as came together.
     """
     first, last = entries[0].seq, entries[-1].seq
-    images: list[spool_lib.Image] = []
+    images: list[spool_lib.SpooledImage] = []
     while True:
       after = images[-1].seq if images else -1
       page = spool.images(first, last, after=after, most=_PAGE)
@@ -170,7 +170,7 @@ class Delivery:
         return before, [image for image in images if image.entry <= through]
 
   def _bring(
-      self, spool: spool_lib.Spool, images: Sequence[spool_lib.Image]
+      self, spool: spool_lib.Spool, images: Sequence[spool_lib.SpooledImage]
   ) -> int:
     """Sends these and removes them from the spool; returns how many."""
     if not images or not self._try_to_take(spool, images):
@@ -179,7 +179,7 @@ class Delivery:
     return len(images)
 
   def _try_to_take(
-      self, spool: spool_lib.Spool, images: Sequence[spool_lib.Image]
+      self, spool: spool_lib.Spool, images: Sequence[spool_lib.SpooledImage]
   ) -> bool:
     """Whether the server now has, or has refused, all of these.
 
@@ -279,7 +279,7 @@ def _member(reply: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
   return found
 
 
-def batch_length(entries: Sequence[spool_lib.Entry]) -> int:
+def batch_length(entries: Sequence[spool_lib.SpoolEntry]) -> int:
   """How many of the first of these entries can be one batch.
 
   A batch ends before a second status of the training, which the server would

@@ -54,7 +54,7 @@ COMMAND = "uploader"
 """Argument of `monitor/__main__.py` that starts the uploader."""
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
   """Kind of a frame; its body is MessagePack unless noted."""
 
   BEGIN = 0  # {"run": RunSpec, "config": MonitorConfig, "images": bool}
@@ -101,7 +101,7 @@ class RunSpec:
   max_turns: int | None = None
 
 
-def frame(kind: Kind, body: bytes) -> bytes:
+def frame(kind: FrameKind, body: bytes) -> bytes:
   return _HEAD.pack(kind, len(body)) + body
 
 
@@ -182,7 +182,7 @@ class EventLog:
 
   def drain(self, timeout_s: float = 10.0) -> bool:
     """Waits until everything is delivered; False when time ran out."""
-    return self._request(Kind.DRAIN, timeout_s, timeout_s)
+    return self._request(FrameKind.DRAIN, timeout_s, timeout_s)
 
   def close(self) -> bool:
     """Delivers for `close_timeout_s`; the spool keeps the rest. Idempotent.
@@ -195,7 +195,7 @@ class EventLog:
     self._closing.set()
     allowed = self._config.close_timeout_s + _GRACE_S
     deadline = time.monotonic() + allowed
-    self._delivered = self._request(Kind.CLOSE, allowed)
+    self._delivered = self._request(FrameKind.CLOSE, allowed)
     self._given_up = True
     self._uploader.end(max(1.0, deadline - time.monotonic()))
     self._work.set()
@@ -211,7 +211,7 @@ class EventLog:
       self._uncounted[name] += increment
       self.dropped += increment if name == "dropped_memory" else 0
 
-  def _request(self, kind: Kind, wait_s: float, *more: float) -> bool:
+  def _request(self, kind: FrameKind, wait_s: float, *more: float) -> bool:
     deadline = time.monotonic() + wait_s
     with self._lock:
       self._last_request += 1
@@ -291,7 +291,7 @@ class EventLog:
       uncounted, self._uncounted = self._uncounted, collections.Counter()
     parts: list[bytes | memoryview] = []
     if uncounted:
-      parts.append(frame(Kind.COUNT, msgpack.packb(dict(uncounted))))
+      parts.append(frame(FrameKind.COUNT, msgpack.packb(dict(uncounted))))
     size = 0
     taken: list[events.Event] = []
     yielded = time.perf_counter()
@@ -334,7 +334,7 @@ class EventLog:
     try:
       if isinstance(event, events.EpisodeFinished):
         yield from self._pixels(event.trajectory)
-      yield frame(Kind.EVENT, event_codec.dump(event))
+      yield frame(FrameKind.EVENT, event_codec.dump(event))
     except Exception as error:  # pylint: disable=broad-except
       # One bad event must not kill the forwarding thread.
       _LOG.warning("an event cannot be recorded: %r", error)
@@ -357,7 +357,7 @@ class EventLog:
         self._sent_images.clear()  # The server knows which it has.
       self._sent_images.add(sha)
       head = IMAGE_HEAD.pack(sha.encode(), *pixels.shape[:2])
-      yield _HEAD.pack(Kind.IMAGE, len(head) + pixels.nbytes) + head
+      yield _HEAD.pack(FrameKind.IMAGE, len(head) + pixels.nbytes) + head
       yield memoryview(np.ascontiguousarray(pixels)).cast("B")
 
 
@@ -410,7 +410,7 @@ class _UploaderProcess:
         target=self._listen, name="monitor-uploader-output", daemon=True
     ).start()
     try:
-      self.write([frame(Kind.BEGIN, msgpack.packb(begin))])
+      self.write([frame(FrameKind.BEGIN, msgpack.packb(begin))])
     except OSError:
       pass  # Its first line has the reason.
     with self._changed:

@@ -22,7 +22,7 @@ _DECIDED = frozenset({Status.SUCCEEDED, Status.FAILED})
 
 
 @dataclasses.dataclass
-class Running:
+class RunningEpisode:
   """An episode before it ends.
 
   Attributes:
@@ -71,7 +71,9 @@ def task_part(
   }
 
 
-def begun(running: Running, task: Mapping[str, Any], environment: str) -> dict:
+def begun(
+    running: RunningEpisode, task: Mapping[str, Any], environment: str
+) -> dict[str, Any]:
   """The part of an episode's start."""
   name = running.rollout_id
   return {
@@ -95,7 +97,7 @@ def begun(running: Running, task: Mapping[str, Any], environment: str) -> dict:
 
 
 def ended(
-    running: Running,
+    running: RunningEpisode,
     episode: trajectory_lib.Trajectory,
     time: float,
     task: Mapping[str, Any],
@@ -196,7 +198,7 @@ def images_of(
 
 
 def _turn_times(
-    running: Running, episode: trajectory_lib.Trajectory, end: float
+    running: RunningEpisode, episode: trajectory_lib.Trajectory, end: float
 ) -> list[tuple[float, float, Mapping[str, float]]]:
   """(start, end, seconds by stage) of each turn; never before the last one."""
   found = []
@@ -212,7 +214,7 @@ def _turn_times(
   return found
 
 
-def _times(running: Running, turns: Sequence[Any], end: float) -> dict:
+def _times(running: RunningEpisode, turns: Sequence[Any], end: float) -> dict:
   end = max(end, running.started)
   first = turns[0][0] if turns else None
   last = turns[-1][1] if turns else None
@@ -273,7 +275,7 @@ def _outcome(
 
 
 def _counts(
-    episode: trajectory_lib.Trajectory, running: Running
+    episode: trajectory_lib.Trajectory, running: RunningEpisode
 ) -> dict[str, int]:
   actions = [a for step in episode.steps for a in _gui_actions(step)]
   unparsed = named = argued = 0
@@ -300,7 +302,7 @@ def _counts(
 
 
 def _errors(
-    episode: trajectory_lib.Trajectory, running: Running
+    episode: trajectory_lib.Trajectory, running: RunningEpisode
 ) -> list[dict[str, Any]]:
   found: list[dict[str, Any]] = list(running.faults)
   if episode.error and not found:

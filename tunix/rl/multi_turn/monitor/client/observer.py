@@ -98,7 +98,7 @@ class MonitorObserver:
     self._eval_fields: dict[str, Any] = {}
     self._evals = 0
     self._results: dict[str, dict[str, Any]] = {}
-    self._running: dict[str, ingest_rows.Running] = {}
+    self._running: dict[str, ingest_rows.RunningEpisode] = {}
     self._names: dict[str, str] = {}
     self._summaries: dict[str, dict[str, Any]] = {}
     """Of episodes that no update has learned from yet."""
@@ -345,7 +345,7 @@ class MonitorObserver:
 
   def _begin(
       self, event: Any, started: float
-  ) -> tuple[str, ingest_rows.Running, dict[str, Any]]:
+  ) -> tuple[str, ingest_rows.RunningEpisode, dict[str, Any]]:
     """Names an episode, and finds its step or evaluation."""
     trajectory_id = getattr(event, "trajectory_id", None)
     if trajectory_id is None:
@@ -364,7 +364,7 @@ class MonitorObserver:
       if step not in self._steps and step > self._done_step:
         more = self._begin_step(step, started)
     session = self._identity.session
-    running = ingest_rows.Running(
+    running = ingest_rows.RunningEpisode(
         f"{self._identity.training}/{session}/{place}/{trajectory_id}",
         source,
         started,
@@ -422,7 +422,7 @@ class MonitorObserver:
 
   def _episode_finished(
       self, event: events.EpisodeFinished
-  ) -> sender.Item:
+  ) -> sender.SpoolItem:
     episode = event.trajectory
     key = f"{event.split}/{episode.trajectory_id}"
     running = self._running.pop(key, None)
@@ -440,7 +440,7 @@ class MonitorObserver:
     if event.split == "train":
       (rollout,) = part["rollouts"]
       self._summaries[running.rollout_id] = rollout["summary_json"]
-    return sender.Item({**more, **part}, self._pixels(episode))
+    return sender.SpoolItem({**more, **part}, self._pixels(episode))
 
   def _fault(self, event: events.Fault) -> None:
     running = self._find(event.trajectory_id)
@@ -449,7 +449,9 @@ class MonitorObserver:
           "stage": event.stage, "kind": event.kind, "message": event.message,
       })  # pyformat: disable
 
-  def _find(self, trajectory_id: str | None) -> ingest_rows.Running | None:
+  def _find(
+      self, trajectory_id: str | None
+  ) -> ingest_rows.RunningEpisode | None:
     for split in ("train", "eval"):
       found = self._running.get(f"{split}/{trajectory_id}")
       if found is not None:

@@ -43,7 +43,7 @@ Part = Mapping[str, Any]
 """A part of a batch: `training` and arrays, as the protocol has them."""
 
 
-class Item:
+class SpoolItem:
   """A part of a batch with its images; a `put` callable may return it."""
 
   __slots__ = ("part", "images")
@@ -128,7 +128,7 @@ class Sender:
     self._keeping.start()
     self._sending.start()
 
-  def put(self, make: Callable[[], Item | Part | None] | Part) -> bool:
+  def put(self, make: Callable[[], SpoolItem | Part | None] | Part) -> bool:
     """Takes a part of a batch, or a callable that makes one on another thread.
 
     Returns:
@@ -266,8 +266,8 @@ class Sender:
         if not item:
           self._pending[taken - 1] = _NOTHING
           continue
-        if not isinstance(item, Item):
-          item = Item(item)
+        if not isinstance(item, SpoolItem):
+          item = SpoolItem(item)
         body = plain_json.dumps(item.part)
       except Exception as error:  # pylint: disable=broad-except
         self.counters["failed"] += 1
@@ -418,5 +418,5 @@ def _NOTHING() -> None:  # pylint: disable=invalid-name
   return None
 
 
-def _again(item: Item) -> Callable[[], Item]:
+def _again(item: SpoolItem) -> Callable[[], SpoolItem]:
   return lambda: item

@@ -47,14 +47,14 @@ class SpoolFull(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class SpoolEntry:
   """A part of a batch, as the JSON that was accepted."""
 
   seq: int
   body: bytes
 
 
-class Image(NamedTuple):
+class SpooledImage(NamedTuple):
   """An image that waits."""
 
   seq: int
@@ -177,9 +177,9 @@ class Spool:
     """Share of the space that is free."""
     return max(0.0, 1.0 - self.bytes / self._max)
 
-  def entries(self, max_bytes: int, max_count: int = 500) -> list[Entry]:
+  def entries(self, max_bytes: int, max_count: int = 500) -> list[SpoolEntry]:
     """The oldest entries, at least one if there is any."""
-    found: list[Entry] = []
+    found: list[SpoolEntry] = []
     size = 0
     rows = self._db.execute(
         "SELECT seq, body FROM entry ORDER BY seq LIMIT ?", (max_count,)
@@ -188,7 +188,7 @@ class Spool:
       size += len(body)
       if found and size > max_bytes:
         break
-      found.append(Entry(seq, body))
+      found.append(SpoolEntry(seq, body))
     rows.close()
     return found
 
@@ -202,7 +202,7 @@ class Spool:
     with self._lock:
       self.bytes -= freed
 
-  def bury(self, entry: Entry, reason: str) -> None:
+  def bury(self, entry: SpoolEntry, reason: str) -> None:
     """Takes an entry that the server will never accept out of the way."""
     with self._writing() as db:
       db.execute(
@@ -224,7 +224,7 @@ class Spool:
       *,
       after: int = -1,
       most: int = 100,
-  ) -> list[Image]:
+  ) -> list[SpooledImage]:
     """The oldest images that came with some entries.
 
     Args:
@@ -240,7 +240,7 @@ class Spool:
         " ORDER BY seq LIMIT ?",
         (low, high, most),
     )
-    return [Image(*row) for row in rows.fetchall()]
+    return [SpooledImage(*row) for row in rows.fetchall()]
 
   def image(self, sha: str) -> bytes:
     return self._db.execute(

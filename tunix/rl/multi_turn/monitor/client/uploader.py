@@ -122,7 +122,7 @@ def main() -> int:
   logging.getLogger().addHandler(_LogForwarder())
   frames = event_log.frames(sys.stdin.buffer)
   kind, body = next(frames, (None, b""))
-  if kind != event_log.Kind.BEGIN:
+  if kind != event_log.FrameKind.BEGIN:
     send(error="a run starts this process itself: set monitor.url or .embedded")
     return 2
   try:
@@ -134,7 +134,7 @@ def main() -> int:
   try:
     for kind, body in frames:
       _handle(observer, files, kind, body)
-      if kind == event_log.Kind.CLOSE:
+      if kind == event_log.FrameKind.CLOSE:
         break
   finally:
     observer.close()
@@ -147,7 +147,7 @@ def _handle(
     kind: int,
     body: bytes,
 ) -> None:
-  if kind == event_log.Kind.EVENT:
+  if kind == event_log.FrameKind.EVENT:
     try:
       event = event_codec.load(body)
     except ValueError as error:
@@ -155,20 +155,20 @@ def _handle(
       observer.client.sender.counters["failed"] += 1
       return
     observer.on_event(event)
-  elif kind == event_log.Kind.IMAGE:
+  elif kind == event_log.FrameKind.IMAGE:
     sha, height, width = event_log.IMAGE_HEAD.unpack_from(body)
     pixels = np.frombuffer(body, np.uint8, offset=event_log.IMAGE_HEAD.size)
     # Encoded here, so that pixels arrive no faster than they become small.
     file = png.encode(pixels.reshape(height, width, 3))
     files.put(sha.decode(), file)
-  elif kind == event_log.Kind.COUNT:
+  elif kind == event_log.FrameKind.COUNT:
     observer.client.sender.counters.update(msgpack.unpackb(body))
-  elif kind == event_log.Kind.DRAIN:
+  elif kind == event_log.FrameKind.DRAIN:
     number, seconds = msgpack.unpackb(body)
     send(answer=number, done=observer.client.drain(seconds))
-  elif kind == event_log.Kind.CLOSE:
+  elif kind == event_log.FrameKind.CLOSE:
     (number,) = msgpack.unpackb(body)
     send(answer=number, done=observer.close())
   else:
-    known = ", ".join(map(str, event_log.Kind))
+    known = ", ".join(map(str, event_log.FrameKind))
     raise ValueError(f"frame kind {kind} is unknown; known: {known}")

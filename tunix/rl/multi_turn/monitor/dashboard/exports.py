@@ -45,7 +45,7 @@ _RED, _WHITE = (224, 32, 42), (255, 255, 255)
 
 
 @dataclasses.dataclass(frozen=True)
-class Image:
+class StoredImage:
   """A stored screenshot: its hash, kind, size in pixels and file."""
 
   sha: str
@@ -76,7 +76,7 @@ def make(
     name: str,
     rollout: Mapping[str, Any],
     training: Mapping[str, Any],
-    images: Mapping[str, Image],
+    images: Mapping[str, StoredImage],
 ) -> page_request.File:
   """A file of a rollout.
 
@@ -107,7 +107,7 @@ def make(
 
 
 def _check_size(
-    rollout: Mapping[str, Any], images: Mapping[str, Image]
+    rollout: Mapping[str, Any], images: Mapping[str, StoredImage]
 ) -> None:
   """Raises ApiError 413 if too much would be inside a file."""
   total = 0
@@ -135,7 +135,7 @@ def _json(value: Any) -> bytes:
 def atif(
     rollout: Mapping[str, Any],
     training: Mapping[str, Any],
-    images: Mapping[str, Image],
+    images: Mapping[str, StoredImage],
 ) -> dict[str, Any]:
   """The rollout as an ATIF trajectory.
 
@@ -189,7 +189,7 @@ def atif(
 
 
 def _atif_step(
-    turn: Mapping[str, Any], number: int, images: Mapping[str, Image]
+    turn: Mapping[str, Any], number: int, images: Mapping[str, StoredImage]
 ) -> tuple[dict[str, Any], int]:
   metrics = turn["metrics_json"] if isinstance(
       turn["metrics_json"], dict) else {}
@@ -244,7 +244,7 @@ def _atif_step(
   return step, len(ids or ())
 
 
-def _part(image: Image) -> dict[str, Any]:
+def _part(image: StoredImage) -> dict[str, Any]:
   return {
       "type": "image",
       "source": {"media_type": image.media_type, "path": image.data_url()},
@@ -268,7 +268,7 @@ def _version() -> str:
 def page(
     rollout: Mapping[str, Any],
     training: Mapping[str, Any],
-    images: Mapping[str, Image],
+    images: Mapping[str, StoredImage],
 ) -> str:
   """HTML with everything inside and nothing that runs."""
   style = (_HERE / "templates" / "export.css").read_text(encoding="utf-8")
@@ -309,10 +309,10 @@ def page(
 
 
 def animation(
-    rollout: Mapping[str, Any], images: Mapping[str, Image]
+    rollout: Mapping[str, Any], images: Mapping[str, StoredImage]
 ) -> bytes:
   """Each turn's screen with its action, and the last screen without one."""
-  plan: list[tuple[Image, Sequence[click_overlay.Gesture], str]] = []
+  plan: list[tuple[StoredImage, Sequence[click_overlay.Gesture], str]] = []
   for turn in rollout["turns"][:_MAX_FRAMES]:
     shown = [images[h] for h in hashes_of(turn) if h in images]
     gestures = [pictures.gesture(a) for a in turn["actions"]]
@@ -341,7 +341,7 @@ def animation(
   return file.getvalue()
 
 
-def _frame_size(image: Image, count: int) -> tuple[int, int]:
+def _frame_size(image: StoredImage, count: int) -> tuple[int, int]:
   """Small screens are enlarged so that text can be read over them."""
   larger = max(image.width, image.height)
   scale = _LARGEST_FRAME / larger if larger > _LARGEST_FRAME else max(
@@ -355,7 +355,7 @@ def _frame_size(image: Image, count: int) -> tuple[int, int]:
 
 
 def _frame(
-    image: Image,
+    image: StoredImage,
     gestures: Sequence[click_overlay.Gesture],
     label: str,
     size: tuple[int, int],

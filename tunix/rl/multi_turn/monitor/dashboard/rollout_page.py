@@ -179,14 +179,14 @@ class RolloutPages:
     )
     return described(turn, self._images(exports.hashes_of(turn)))
 
-  def _images(self, hashes: Sequence[str]) -> dict[str, exports.Image]:
+  def _images(self, hashes: Sequence[str]) -> dict[str, exports.StoredImage]:
     s = tables.screenshot
     with database.reading(self._engine) as connection:
       rows = list(
           connection.execute(sa.select(s).where(s.c.sha256.in_(hashes)))
       )
     found = {
-        row.sha256: exports.Image(
+        row.sha256: exports.StoredImage(
             row.sha256, row.media_type, row.width, row.height,
             self._files.path(row.sha256, row.media_type),
         )

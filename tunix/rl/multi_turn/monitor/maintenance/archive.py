@@ -37,7 +37,7 @@ MaintenanceError = runs_lib.MaintenanceError
 Row = dict[str, Any]
 
 
-class Writer:
+class ArchiveWriter:
   """Makes an archive. A context manager: a failure leaves no file."""
 
   def __init__(self, path: pathlib.Path):
@@ -46,7 +46,7 @@ class Writer:
     self._zip: zipfile.ZipFile | None = None
     self._members: dict[str, dict[str, Any]] = {}
 
-  def __enter__(self) -> Writer:
+  def __enter__(self) -> ArchiveWriter:
     self._path.parent.mkdir(parents=True, exist_ok=True)
     self._zip = zipfile.ZipFile(
         self._partial, "w", zipfile.ZIP_DEFLATED, compresslevel=4
@@ -100,7 +100,7 @@ class Writer:
       self._partial.unlink(missing_ok=True)
 
 
-class Reader:
+class ArchiveReader:
   """Reads an archive. A context manager.
 
   Attributes:
@@ -196,7 +196,7 @@ class Reader:
         " again"
     )
 
-  def __enter__(self) -> Reader:
+  def __enter__(self) -> ArchiveReader:
     return self
 
   def __exit__(self, *exc_info: Any) -> None:

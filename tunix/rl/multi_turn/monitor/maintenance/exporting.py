@@ -57,7 +57,7 @@ def export(
     chosen = runs_lib.find(connection, project, names)
     if not chosen:
       raise runs_lib.MaintenanceError("there are no runs to export")
-    with archive.Writer(path) as writer, tqdm_auto.tqdm(
+    with archive.ArchiveWriter(path) as writer, tqdm_auto.tqdm(
         total=_count(connection, chosen), unit="row", disable=quiet,
         desc="exporting",
     ) as bar:  # pyformat: disable
@@ -90,7 +90,7 @@ def revision(connection: sa.Connection) -> str:
   ).scalar_one()
 
 
-def _count(connection: sa.Connection, chosen: list[runs_lib.Run]) -> int:
+def _count(connection: sa.Connection, chosen: list[runs_lib.StoredRun]) -> int:
   return sum(
       connection.execute(
           sa.select(sa.func.count()).select_from(
@@ -113,8 +113,8 @@ def stream(
 
 def _write_run(
     connection: sa.Connection,
-    writer: archive.Writer,
-    run: runs_lib.Run,
+    writer: archive.ArchiveWriter,
+    run: runs_lib.StoredRun,
     shas: set[str],
     bar: Any,
 ) -> int:
@@ -189,8 +189,8 @@ def references(row: dict[str, Any]) -> set[str]:
 
 def _write_tasks(
     connection: sa.Connection,
-    writer: archive.Writer,
-    chosen: list[runs_lib.Run],
+    writer: archive.ArchiveWriter,
+    chosen: list[runs_lib.StoredRun],
     bar: Any,
 ) -> None:
   t, v, r = tables.task, tables.validator, tables.rollout
@@ -220,7 +220,7 @@ def _write_tasks(
 
 def _write_screenshots(
     connection: sa.Connection,
-    writer: archive.Writer,
+    writer: archive.ArchiveWriter,
     folder: screenshots.ScreenshotFiles,
     shas: set[str],
     bar: Any,

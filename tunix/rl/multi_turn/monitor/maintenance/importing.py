@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 @dataclasses.dataclass
-class Outcome:
+class ImportResult:
   """Result of an import.
 
   Attributes:
@@ -64,7 +64,7 @@ def import_(
     *,
     project: str = "",
     quiet: bool = False,
-) -> Outcome:
+) -> ImportResult:
   """Reads an archive into a database.
 
   Args:
@@ -80,8 +80,8 @@ def import_(
     ValueError: `project` is no name of a project.
     OSError: the disk's.
   """
-  outcome = Outcome()
-  with archive.Reader(path) as reader:
+  outcome = ImportResult()
+  with archive.ArchiveReader(path) as reader:
     known = database.revisions()
     schema = reader.manifest.get("schema")
     if schema not in known:
@@ -103,9 +103,9 @@ def import_(
 
 def _bring_screenshots(
     engine: sa.Engine,
-    reader: archive.Reader,
+    reader: archive.ArchiveReader,
     files: pathlib.Path,
-    outcome: Outcome,
+    outcome: ImportResult,
     bar: Any,
 ) -> None:
   """Before the rows that refer to them, as a client's would come."""
@@ -147,10 +147,10 @@ class _RunImport:
   def __init__(
       self,
       engine: sa.Engine,
-      reader: archive.Reader,
+      reader: archive.ArchiveReader,
       run: Mapping[str, Any],
       project: str,
-      outcome: Outcome,
+      outcome: ImportResult,
       bar: Any,
   ):
     self._engine = engine

@@ -59,7 +59,7 @@ class Criteria:
 
 
 @dataclasses.dataclass
-class Outcome:
+class PruneResult:
   """Rows and files deleted, or to be deleted.
 
   Attributes:
@@ -72,9 +72,9 @@ class Outcome:
     bytes: of these files.
   """
 
-  runs: list[runs_lib.Run] = dataclasses.field(default_factory=list)
-  active: list[runs_lib.Run] = dataclasses.field(default_factory=list)
-  pinned: list[runs_lib.Run] = dataclasses.field(default_factory=list)
+  runs: list[runs_lib.StoredRun] = dataclasses.field(default_factory=list)
+  active: list[runs_lib.StoredRun] = dataclasses.field(default_factory=list)
+  pinned: list[runs_lib.StoredRun] = dataclasses.field(default_factory=list)
   rows: int = 0
   screenshots: int = 0
   thumbnails: int = 0
@@ -95,7 +95,9 @@ def seconds(text: str) -> float:
 
 def choose(
     engine: sa.Engine, criteria: Criteria, now: datetime.datetime | None = None
-) -> tuple[list[runs_lib.Run], list[runs_lib.Run], list[runs_lib.Run]]:
+) -> tuple[
+    list[runs_lib.StoredRun], list[runs_lib.StoredRun], list[runs_lib.StoredRun]
+]:
   """(runs that go, those that would but are under way, or are pinned).
 
   Raises:
@@ -134,7 +136,7 @@ def prune(
     dry_run: bool = False,
     vacuum: bool = True,
     grace_s: float = _GRACE_S,
-) -> Outcome:
+) -> PruneResult:
   """Takes runs and screenshots away.
 
   Args:
@@ -150,7 +152,7 @@ def prune(
   Raises:
     MaintenanceError: there is no such project or run, or no room to vacuum.
   """
-  outcome = Outcome()
+  outcome = PruneResult()
   if criteria.chooses:
     outcome.runs, outcome.active, outcome.pinned = choose(engine, criteria)
   gone = [run.id for run in outcome.runs]
@@ -206,7 +208,7 @@ def _shown(
 def _prune_screenshots(
     engine: sa.Engine,
     directory: pathlib.Path,
-    outcome: Outcome,
+    outcome: PruneResult,
     without: list[int],
     dry_run: bool,
     grace_s: float,
@@ -323,7 +325,7 @@ def stray_thumbnails(
 
 
 def _prune_thumbnails(
-    engine: sa.Engine, files: pathlib.Path, outcome: Outcome, dry_run: bool
+    engine: sa.Engine, files: pathlib.Path, outcome: PruneResult, dry_run: bool
 ) -> None:
   """After the screenshots; a dry run counts those that are stray now."""
   for path in stray_thumbnails(engine, files):

@@ -33,7 +33,7 @@ class MaintenanceError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class StoredRun:
   """A run, as the commands choose and name it.
 
   Attributes:
@@ -60,7 +60,7 @@ def find(
     connection: sa.Connection,
     project: str = "",
     names: Sequence[str] = (),
-) -> list[Run]:
+) -> list[StoredRun]:
   """Runs, oldest first.
 
   Args:
@@ -98,7 +98,7 @@ def find(
       )
     query = query.where(p.c.name == project)
   found = [
-      Run(
+      StoredRun(
           row.id,
           row.run_name,
           row.project,

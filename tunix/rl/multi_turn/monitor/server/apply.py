@@ -23,7 +23,7 @@ from tunix.rl.multi_turn.monitor.server import sql as sql_lib
 from tunix.rl.multi_turn.monitor.server import status_rules
 
 Item = items_lib.Item
-Kind = items_lib.Kind
+Kind = items_lib.ItemKind
 _CHANGES_KEPT = 500_000
 _WATCHED = frozenset(
     {"training", "baseline", "eval", "step", "rollout", "environment"}
@@ -46,7 +46,9 @@ _TABLE_SQL = {k.name: f'"{k.name}"' for k in items_lib.KINDS}
 class Transaction:
   """Batches that are committed together."""
 
-  def __init__(self, sql: sql_lib.Sql, shared: references.Shared, now: str):
+  def __init__(
+      self, sql: sql_lib.Sql, shared: references.CommittedIds, now: str
+  ):
     """Args:
 
       sql: of the open transaction.
@@ -63,7 +65,7 @@ class Transaction:
     self._alive: set[int] = set()
     self._changes: dict[tuple[int, str, int], None] = {}
 
-  def apply(self, batch: items_lib.Batch, project: int) -> dict[str, Any]:
+  def apply(self, batch: items_lib.IngestBatch, project: int) -> dict[str, Any]:
     """Applies one batch and returns the reply.
 
     Raises:
@@ -140,7 +142,7 @@ class _Work:
     self.measured: set[tuple[str, int]] = set()
     self.trainings: set[int] = set()
     self.changes: list[tuple[int, str, int]] = []
-    self._state: dict[tuple[str, int], status_rules.Row] = {}
+    self._state: dict[tuple[str, int], status_rules.EntityState] = {}
     self._training: int | None = None
     self._ignored: list[dict[str, Any]] = []
     self._who = references.References(
@@ -157,7 +159,7 @@ class _Work:
   def ids(self) -> references.Ids:
     return self._who.ids
 
-  def apply(self, batch: items_lib.Batch) -> dict[str, Any]:
+  def apply(self, batch: items_lib.IngestBatch) -> dict[str, Any]:
     delivery = batch.delivery
     if delivery is not None:
       done = self._delivered(delivery)
@@ -205,7 +207,7 @@ class _Work:
       )  # pyformat: disable
     return reply
 
-  def _delivered(self, delivery: items_lib.Delivery) -> int:
+  def _delivered(self, delivery: items_lib.SpoolRange) -> int:
     rows = self._sql.rows(
         "SELECT last_seq FROM monitor_delivery WHERE project_id = ? AND spool"
         " = ?",
@@ -309,7 +311,7 @@ class _Work:
         missing,
     )
     for id_, status, *values in rows:
-      self._state[kind, id_] = status_rules.Row(
+      self._state[kind, id_] = status_rules.EntityState(
           status, dict(zip(columns, values))
       )
 
@@ -435,7 +437,7 @@ class _Work:
               f" {item.client_id!r} is known",
           )])  # pyformat: disable
       if stateful:
-        row = status_rules.Row(None, {})
+        row = status_rules.EntityState(None, {})
         self._advance(kind.name, item, row)
         values.setdefault("status", vocabulary.STATUSES[kind.name][0])
         row.status = values["status"]
@@ -513,7 +515,9 @@ class _Work:
 
   # --- statuses and progress ------------------------------------------------
 
-  def _advance(self, kind: str, item: Item, row: status_rules.Row) -> None:
+  def _advance(
+      self, kind: str, item: Item, row: status_rules.EntityState
+  ) -> None:
     if kind == "rollout":
       status_rules.check_source(item, row)
       source = row.fields.get("source_type")

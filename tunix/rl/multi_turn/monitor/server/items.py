@@ -33,7 +33,7 @@ _MAX_ID = 500
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class ItemKind:
   """A kind of item, one array of the body.
 
   Attributes:
@@ -65,7 +65,7 @@ def _kind(
     required: tuple[str, ...] = (),
     aliases: Mapping[str, str] | None = None,
     kept: tuple[str, ...] = (),
-) -> Kind:
+) -> ItemKind:
   parents = parents or {}
   table = tables.metadata.tables[name]
   readers = {
@@ -74,10 +74,10 @@ def _kind(
       if c.name != "id" and c.name not in parents
   }
   readers |= {alias: readers[c] for alias, c in (aliases or {}).items()}
-  return Kind(name, plural, parents, required, frozenset(kept), readers)
+  return ItemKind(name, plural, parents, required, frozenset(kept), readers)
 
 
-KINDS: tuple[Kind, ...] = (
+KINDS: tuple[ItemKind, ...] = (
     _kind("training", "training", kept=(*_TIMING, "project_id")),
     _kind(
         "task", "tasks", required=("task_id",),
@@ -172,7 +172,7 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class Delivery:
+class SpoolRange:
   """The entries of a client's spool that a batch has.
 
   Attributes:
@@ -188,7 +188,7 @@ class Delivery:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class IngestBatch:
   """All of a body.
 
   Attributes:
@@ -200,7 +200,7 @@ class Batch:
 
   items: Mapping[str, list[Item]]
   training: int | str | None
-  delivery: Delivery | None
+  delivery: SpoolRange | None
   size: int
 
 
@@ -216,7 +216,7 @@ class _Faults:
       raise errors.invalid(self.found)
 
 
-def read(body: bytes) -> Batch:
+def read(body: bytes) -> IngestBatch:
   """The batch of a request's body.
 
   Raises:
@@ -293,7 +293,7 @@ def _join(
     )  # pyformat: disable
 
 
-def _batch(data: dict[str, Any], faults: _Faults, size: int) -> Batch:
+def _batch(data: dict[str, Any], faults: _Faults, size: int) -> IngestBatch:
   items: dict[str, list[Item]] = {}
   count = 0
   for kind in KINDS:
@@ -317,10 +317,10 @@ def _batch(data: dict[str, Any], faults: _Faults, size: int) -> Batch:
   delivery = _delivery(data.get("delivery"), faults)
   if faults.found:
     raise errors.invalid(faults.found)
-  return Batch(items, training, delivery, size)
+  return IngestBatch(items, training, delivery, size)
 
 
-def _read_all(kind: Kind, found: list[Any], faults: _Faults) -> list[Item]:
+def _read_all(kind: ItemKind, found: list[Any], faults: _Faults) -> list[Item]:
   result = []
   single = kind.name == "training"
   for index, data in enumerate(found):
@@ -337,7 +337,7 @@ def _read_all(kind: Kind, found: list[Any], faults: _Faults) -> list[Item]:
 
 
 def _read(
-    kind: Kind, data: Mapping[str, Any], path: str, faults: _Faults
+    kind: ItemKind, data: Mapping[str, Any], path: str, faults: _Faults
 ) -> Item | None:
   item = Item(path)
   known, values = kind.readers, item.values
@@ -392,7 +392,7 @@ def _read(
 
 
 def _check(
-    kind: Kind, item: Item, data: Mapping[str, Any], faults: _Faults
+    kind: ItemKind, item: Item, data: Mapping[str, Any], faults: _Faults
 ) -> None:
   """Checks across the fields of an item."""
   values, name = item.values, kind.name
@@ -490,7 +490,7 @@ def _own_id(path: str, value: Any, faults: _Faults) -> int:
   return 0
 
 
-def _delivery(value: Any, faults: _Faults) -> Delivery | None:
+def _delivery(value: Any, faults: _Faults) -> SpoolRange | None:
   if value is None:
     return None
   if isinstance(value, dict):
@@ -504,7 +504,7 @@ def _delivery(value: Any, faults: _Faults) -> Delivery | None:
         and 0 < first <= last < 1 << 63
     ):
       health = value.get("health")
-      return Delivery(
+      return SpoolRange(
           spool, first, last,
           None if health is None else orjson.dumps(health).decode(),
       )  # pyformat: disable

@@ -15,12 +15,12 @@ from tunix.rl.multi_turn.monitor.server import items as items_lib
 from tunix.rl.multi_turn.monitor.server import sql as sql_lib
 
 Item = items_lib.Item
-Kind = items_lib.Kind
+Kind = items_lib.ItemKind
 Ids = dict[tuple[int, str, str], int]
 """(project, kind, client id) -> id."""
 
 
-class Shared:
+class CommittedIds:
   """Ids that a writer's transactions share: committed, and never changing."""
 
   def __init__(self, most: int = 200_000):

@@ -41,7 +41,7 @@ _SOURCE_IDS = tuple((w, f"{w}_id") for w in vocabulary.SOURCE_TYPES)
 
 
 @dataclasses.dataclass(slots=True)
-class Row:
+class EntityState:
   """An entity while a batch is applied.
 
   Attributes:
@@ -53,7 +53,7 @@ class Row:
   fields: dict[str, Any]
 
 
-def check_source(item: items.Item, row: Row) -> None:
+def check_source(item: items.Item, row: EntityState) -> None:
   """Refuses a rollout unless it has exactly the source that it names.
 
   Raises:
@@ -72,7 +72,7 @@ def check_source(item: items.Item, row: Row) -> None:
 
 
 def refused_status(
-    kind: str, item: items.Item, row: Row
+    kind: str, item: items.Item, row: EntityState
 ) -> dict[str, Any] | None:
   """Takes a status out of a change that may not follow the present one.
 
@@ -91,7 +91,7 @@ def refused_status(
   }  # pyformat: disable
 
 
-def advance(kind: str, row: Row, values: dict[str, Any]) -> None:
+def advance(kind: str, row: EntityState, values: dict[str, Any]) -> None:
   """Updates `row` with a change; adds progress to the change's `values`.
 
   A client's own progress wins; else it is computed, when one of its inputs is

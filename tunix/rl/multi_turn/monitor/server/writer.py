@@ -52,7 +52,7 @@ class Writer:
     self._engine = engine
     self._max_waiting = max_waiting_bytes
     self._on_commit = on_commit
-    self._shared = references.Shared()
+    self._shared = references.CommittedIds()
     self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._lock = threading.Lock()
     self._waiting = 0
@@ -77,7 +77,7 @@ class Writer:
     return self._waiting
 
   def submit(
-      self, batch: items.Batch, project: int
+      self, batch: items.IngestBatch, project: int
   ) -> concurrent.futures.Future[dict[str, Any]]:
     """The reply to a batch, once it is durable.
 
