@@ -220,7 +220,7 @@ def cases(steps: int, rollout: int) -> dict[str, str]:
       "step, learned": f"{run}/steps/{steps - 1}?by=learned",
       "rollout": f"/rollouts/{rollout}",
       "evaluations": f"{run}/evals",
-      "who flipped": f"{run}/evals/diff",
+      "changed outcome": f"{run}/evals/diff",
       "evaluation": f"{run}/eval/{RUNS * EVALS}",
       "tasks": f"{run}/tasks",
       "task": f"{run}/tasks/7",
@@ -256,11 +256,11 @@ def matched(path: str):
 def ask(pages, path: str, repeats: int) -> dict[str, float]:
   """Milliseconds of a page's questions."""
   name, where, query, bare = matched(path)
-  asked = pages_lib.Asked(1, where, query, bare)
+  request = pages_lib.PageRequest(1, where, query, bare)
   wall, cpu = [], []
   for _ in range(repeats + 1):
     start, spent = time.perf_counter(), time.process_time()
-    getattr(pages, name)(asked)
+    getattr(pages, name)(request)
     wall.append(1000 * (time.perf_counter() - start))
     cpu.append(1000 * (time.process_time() - spent))
   return {
@@ -304,7 +304,7 @@ def browse(page, url: str, repeats: int) -> dict[str, float]:
     )
     interactive.append(ready)
     drawn.append(now)
-  page.goto("about:blank")  # Not to be drawn while the next one is asked for.
+  page.goto("about:blank")  # Not to be drawn while the next one is request for.
   return {
       "interactive": statistics.median(interactive),
       "drawn": statistics.median(drawn),
@@ -365,16 +365,16 @@ def measure(path: pathlib.Path, files: pathlib.Path, repeats: int) -> int:
   slow = []
   with http_server.LoopbackServer(app.asgi) as server, chromium() as browser:
     for name, where in cases(steps, last).items():
-      asked = ask(pages, where, repeats)
+      request = ask(pages, where, repeats)
       seen = {"interactive": float("nan"), "drawn": float("nan")}
       if browser is not None:
         seen = browse(browser, server.url + where, 3)
       print(
-          f"{name:<16}{asked['first']:>9.1f}{asked['wall']:>9.1f}"
-          f"{asked['cpu']:>9.1f}{seen['interactive']:>13.0f}"
+          f"{name:<16}{request['first']:>9.1f}{request['wall']:>9.1f}"
+          f"{request['cpu']:>9.1f}{seen['interactive']:>13.0f}"
           f"{seen['drawn']:>9.0f}"
       )
-      if asked["cpu"] > QUERY_MS or seen["drawn"] > BROWSER_MS:
+      if request["cpu"] > QUERY_MS or seen["drawn"] > BROWSER_MS:
         slow.append(name)
     app.stop_streams()
   engine.dispose()

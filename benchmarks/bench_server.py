@@ -43,10 +43,9 @@ from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.serving import chat
-from tunix.rl.multi_turn.serving import fields
 from tunix.rl.multi_turn.serving import media
 from tunix.rl.multi_turn.serving import requests as requests_lib
-from tunix.rl.multi_turn.serving import serve
+from tunix.rl.multi_turn.serving import server as server_lib
 
 MODEL = "qwen"
 LARGE, SMALL = (1280, 720), (96, 64)
@@ -117,7 +116,7 @@ def serve_forever() -> None:
       banned_token_ids=model.config.banned_token_ids,
   )
   timed = Timed(engine)
-  app = serve.make_app(MODEL, timed, policy, store)
+  app = server_lib.make_app(MODEL, timed, policy, store)
   with engine:
     engine.warm_up()
     with http_server.LoopbackServer(app.asgi) as server:
@@ -292,7 +291,7 @@ def where(server: Server, kind: str, count: int = 40) -> dict[str, float]:
       "qwen3_vl_tiny", screen=LARGE, max_pixels=PIXELS
   )
   renderer = qwen.QwenRenderer(policy[2], policy[1].num_image_tokens)
-  limits = requests_lib.Limits()
+  limits = requests_lib.RequestLimits()
   source = Requests(kind)
   bodies = [source.body(i) for i in range(count)]
   loader = media.MediaLoader(images_lib.ImageStore(), media.MediaLimits())
@@ -331,7 +330,7 @@ def where(server: Server, kind: str, count: int = 40) -> dict[str, float]:
   read, _ = timed(refused, bodies)
   connection.close()
   parse, asked = timed(
-      lambda b: chat.read(fields.read_json(b, limits.body_bytes), limits),
+      lambda b: chat.read(bodies.read_json(b, limits.body_bytes), limits),
       bodies,
   )
   with asyncio.Runner() as runner:

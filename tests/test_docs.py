@@ -5,7 +5,8 @@ import re
 
 import pytest
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import episodes as episodes_lib
+from tunix.rl.multi_turn.run import tasks as run_tasks
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -23,11 +24,12 @@ def test_the_code_in_extending_runs_from_top_to_bottom(capsys):
   config = config_lib.load_config(
       ["run.imports=[my_lamps]", "gym=lamps", "tasks=[lamps]"]
   )
-  source = assembly.make_tasks(config)
-  assert next(assembly.TrainTasks(source, config.task_source.families, 0)).seed == 0
-  assert all(task.seed % 2 for task in assembly.eval_tasks(config, source))
-  assert assembly.make_gym(config, "lamps").start(
-      assembly.eval_tasks(config, source)[0]
+  source = run_tasks.make_tasks(config)
+  families = config.task_source.families
+  assert next(run_tasks.TrainTasks(source, families, 0)).seed == 0
+  assert all(task.seed % 2 for task in run_tasks.eval_tasks(config, source))
+  assert episodes_lib.make_gym(config, "lamps").start(
+      run_tasks.eval_tasks(config, source)[0]
   ).screenshot.shape == (config.gym.height, config.gym.width, 3)
   assert "final: 0.93" in capsys.readouterr().out
 

@@ -15,7 +15,7 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.serving import serve
+from tunix.rl.multi_turn.serving import server as server_lib
 
 pytestmark = pytest.mark.timeout(400)
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -37,7 +37,7 @@ class Served:
         banned_token_ids=policy[0].config.banned_token_ids,
         version=4,
     )
-    self.app = serve.make_app(
+    self.app = server_lib.make_app(
         "tiny_vl", self.engine, policy, self.images, token="secret"
     )
     self.server = http_server.LoopbackServer(self.app.asgi)

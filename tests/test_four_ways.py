@@ -11,7 +11,8 @@ import dataclasses
 import gym_servers
 import pytest
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import episodes as episodes_lib
+from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
 import two_paths
 
@@ -32,7 +33,7 @@ def _server():
 
 def _tasks(config):
   """The run's own tasks, with what each server calls them."""
-  source = assembly.make_tasks(config)
+  source = run_tasks.make_tasks(config)
   found = []
   for index in range(2):
     for family in FAMILIES:
@@ -55,9 +56,9 @@ def _played(both, overrides, mode, through_proxy=False):
   config = config_lib.load_config([
       *two_paths.SMALL, "rollout.via=proxy", *overrides,
   ])  # pyformat: disable
-  collector = assembly.make_collector(
+  collector = episodes_lib.make_collector(
       config,
-      assembly.EpisodeFactory(config, both.images),
+      episodes_lib.EpisodeFactory(config, both.images),
       both.engine,
       both.policy.renderer,
       observers=None,

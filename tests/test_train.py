@@ -26,8 +26,8 @@ from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import lora_files
 from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.run import assembly
 from tunix.rl.multi_turn.run import loop_thread
+from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run.warm_start import cloning
 from tunix.rl.queue import group_store
 
@@ -313,7 +313,7 @@ def test_a_policy_of_the_users_trains_and_is_loaded_by_its_name(tmp_path):
   assert small_runs.metrics_of(tmp_path / "a")[-1]["step"] == 2
   again = [*policy, "warm_start.source=path", f"warm_start.path={saved}"]
   with small_runs.make_run(tmp_path / "b", *again, "name=b") as run:
-    run.warm_start()
+    run.apply_warm_start()
     found = policy_files.named_parameters(run.policy.model)
   with safe_open(saved / "model.safetensors", "numpy") as file:
     assert set(file.keys()) == set(found)
@@ -520,8 +520,8 @@ def test_cloning_keeps_what_the_policy_knows_already(tmp_path):
         tmp_path, source, "warm_start.source=none", "warm_start.steps=2",
         "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
     )  # pyformat: disable
-    learner = assembly.make_learner(
-        run.config, run.policy, run.images, None, cloning=True
+    learner = models.make_cloning_learner(
+        run.config, run.policy, run.images, None
     )
     assert learner.config.optimizer == optimizer
     assert learner.algorithm.config.entropy_coef == 0

@@ -9,7 +9,8 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import episodes as episodes_lib
+from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.trajectory_collector import groups
 
 WORDS = ("left_click 30 20", "type_text hello", "wait", "hm")
@@ -22,11 +23,11 @@ async def collect(client, renderer, images):
       "agent.on_parse_error=retry", "environment.max_turns=3",
       "engine.context_length=2048", "learner.row_length=2048",
   ])  # pyformat: disable
-  source = assembly.make_tasks(config)
-  tasks = assembly.TrainTasks(source, config.task_source.families, 0)
-  collector = assembly.make_collector(
+  source = run_tasks.make_tasks(config)
+  tasks = run_tasks.TrainTasks(source, config.task_source.families, 0)
+  collector = episodes_lib.make_collector(
       config,
-      assembly.EpisodeFactory(config, images),
+      episodes_lib.EpisodeFactory(config, images),
       client,
       renderer,
       observers=None,

@@ -16,6 +16,7 @@ from tunix.rl.multi_turn.commands import inspect_policy
 from tunix.rl.multi_turn.commands import memory_plan
 from tunix.rl.multi_turn.commands import policy_facts
 from tunix.rl.multi_turn.commands import try_policy
+from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
 
@@ -133,7 +134,8 @@ def test_a_built_in_runs_on_a_generated_picture(name, capsys):
   assert len(chances) == 5
   assert chances == sorted(chances, reverse=True)
   assert 0 < sum(chances) <= 1 + 1e-9
-  assert found["random_weights"] == (name == "qwen2_5_vl_tiny")
+  assert found["random_weights"] == (name not in by_name.SHIPPED)
+  assert bool(found["image_tokens"]) == ("_text_" not in name)
   assert inspect_policy.main([name, "--screen", "96x64"]) == 0
   assert "forward" not in capsys.readouterr().out
 
@@ -310,3 +312,19 @@ def test_kv_cache_bytes_are_those_of_the_cache():
              jax.tree.leaves(cache))
   sequence = inspect_policy.describe(found, (64, 64))["sequence"]
   assert real == 64 * sequence["kv_bytes_per_token"]
+
+
+def test_a_text_policy_has_sequences_without_screenshots(capsys):
+  found = report(capsys, "qwen3_text_tiny", "--text-tokens=300", "--lora=4")
+  assert found["sizes"]["family"] == "qwen3"
+  assert not any("vision" in name for name in found["sizes"])
+  parts = found["parameters"]
+  assert parts["vision tower"] == parts["mergers"] == 0
+  assert parts["total"] == parts["embedding"] + parts["decoder layers"]
+  assert found["screens"] == []
+  assert found["sequence"]["tokens"] == 300 and not found["sequence"]["images"]
+  assert found["memory"]["bytes"]["vision_residuals"] == 0
+  assert inspect_policy.main(["qwen3_text_tiny"]) == 0
+  assert "2,000 tokens: 2000 of text" in capsys.readouterr().out
+  bad = refusal(capsys, "qwen3_text_tiny", "--forward", "--image=shot.png")
+  assert "reads text only" in bad

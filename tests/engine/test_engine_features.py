@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import rollout_micro_policy as micro
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.engine import guidance
+from tunix.rl.multi_turn.engine import constrained_decoding
 
 # Compiling takes seconds, on a busy machine minutes.
 pytestmark = pytest.mark.timeout(300)
@@ -263,7 +263,7 @@ class EvenOdd:
     else:
       mask[len(self.taken) % 2 :: 2] = True
       mask[micro.STOP] = False
-    return guidance.pack(mask)
+    return constrained_decoding.pack(mask)
 
   def advance(self, token):
     self.taken.append(token)
@@ -327,7 +327,7 @@ def test_a_grammar_that_leaves_nothing_fails_its_request(engine):
     def allowed(self):
       mask = np.zeros(micro.VOCAB, bool)
       mask[list(BANNED)] = True
-      return guidance.pack(mask)
+      return constrained_decoding.pack(mask)
 
   async def run():
     return await asyncio.gather(
@@ -428,7 +428,8 @@ WORDS = -(-micro.VOCAB // 32)
 ))  # pyformat: disable
 def test_who_steers_wrongly_fails_alone(engine, options, words):
   sampling = Sampling(max_new_tokens=9, seed=1)
-  right = dict(grammar=Says(guidance.pack(np.ones(micro.VOCAB, bool))))
+  everything = constrained_decoding.pack(np.ones(micro.VOCAB, bool))
+  right = dict(grammar=Says(everything))
 
   async def run():
     return await asyncio.gather(

@@ -45,7 +45,7 @@ def _make(model, store, compiled):
   def make(**changes):
     engine = micro.make_engine(model, store, **(ONE_SHAPE | changes))
     programs = engine._programs  # pylint: disable=protected-access
-    known = compiled.setdefault(programs.pages, {})
+    known = compiled.setdefault(programs.state.pages, {})
     programs._compiled.update(known)  # pylint: disable=protected-access
     made.append((engine, known))
     return engine
@@ -420,9 +420,9 @@ def test_the_prompt_of_more_weight_is_prefilled_first(make, urgent):
   engine = make(prefill_buckets=(8, 16), prefill_rows=(1,))
   prefill, sizes = engine._programs.prefill, []  # pylint: disable=protected-access
 
-  def noted(pages, tokens, *rest):
-    sizes.append(tokens.shape[1])
-    prefill(pages, tokens, *rest)
+  def noted(pages, rows):
+    sizes.append(rows["tokens"].shape[1])
+    prefill(pages, rows)
 
   engine._programs.prefill = noted  # pylint: disable=protected-access
   rng = np.random.default_rng(9)

@@ -32,7 +32,7 @@ def drive(engine, request, updates):
     if i in updates:
       version, params = updates[i]
       scheduler.set_weights(
-          version, engine._programs.prepare_params(params)  # pylint: disable=protected-access
+          version, engine._state.prepare(params)  # pylint: disable=protected-access
       )
     scheduler.step()
     if scheduler.take_done():

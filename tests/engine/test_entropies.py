@@ -12,7 +12,7 @@ import rollout_micro_policy as micro
 from tunix.rl.multi_turn.clients import record_replay
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.engine import guidance
+from tunix.rl.multi_turn.engine import constrained_decoding
 from tunix.rl.multi_turn.engine import sampler
 from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 from tunix.rl.queue import group_store
@@ -130,7 +130,7 @@ class Every:
     self.kept = np.arange(micro.VOCAB) % number == 0
 
   def allowed(self):
-    return guidance.pack(self.kept)
+    return constrained_decoding.pack(self.kept)
 
   def advance(self, token):
     assert self.kept[token]

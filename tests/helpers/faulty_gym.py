@@ -35,10 +35,6 @@ class FaultyDesktop:
     if number % 5 == 4:
       self._fault = FAULTS[number // 5 % len(FAULTS)]
 
-  @classmethod
-  def from_dict(cls, config):
-    return cls(**config)
-
   async def _maybe_break(self, stage: str):
     if self._fault is None or self._fault[0] != stage:
       return None

@@ -31,7 +31,7 @@ class Stored:
 class MonitorServer(Stored):
   """A real server; `http` speaks to it."""
 
-  def __init__(self, target, files, *, token="", limits=app_lib.Limits()):
+  def __init__(self, target, files, *, token="", limits=app_lib.IngestLimits()):
     super().__init__(database.connect(target))
     database.upgrade(self.engine)
     self.token = token

@@ -17,7 +17,7 @@ class Running(small_server.SmallServer):
   """A server in a thread of its own."""
 
   def __init__(self, **options):
-    limits = requests_lib.Limits(max_new_tokens=96, n=4, images=3)
+    limits = requests_lib.RequestLimits(max_new_tokens=96, n=4, images=3)
     super().__init__(limits=limits, **options)
 
   def client(self, path="", key="none", **options):

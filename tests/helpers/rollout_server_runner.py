@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.serving import serve
+from tunix.rl.multi_turn.serving import server as server_lib
 
 
 class Server:
@@ -12,7 +12,7 @@ class Server:
 
   def __init__(self, name, engine, policy, store, **options):
     self.engine = engine
-    self.app = serve.make_app(name, engine, policy, store, **options)
+    self.app = server_lib.make_app(name, engine, policy, store, **options)
     self._server = http_server.LoopbackServer(self.app.asgi)
     self.url = self._server.url
 

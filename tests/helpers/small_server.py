@@ -9,7 +9,7 @@ from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.serving import requests as requests_lib
-from tunix.rl.multi_turn.serving import serve
+from tunix.rl.multi_turn.serving import server as server_lib
 
 MODEL = "nano"
 SIZE = (32, 32)
@@ -61,12 +61,13 @@ class SmallServer(SmallPolicy):
 
   def __init__(self, limits=None, store=None, features=(), **options):
     super().__init__(store=store, features=features)
-    self.app = serve.make_app(
+    self.app = server_lib.make_app(
         MODEL,
         self.engine,
         self.policy,
         self.images,
-        limits=limits or requests_lib.Limits(max_new_tokens=32, n=4, images=8),
+        limits=limits
+        or requests_lib.RequestLimits(max_new_tokens=32, n=4, images=8),
         **options,
     )
     self.server = http_server.LoopbackServer(self.app.asgi)

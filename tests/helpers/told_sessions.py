@@ -7,7 +7,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.serving import interactions
+from tunix.rl.multi_turn.serving import session_store
 
 FinishReason = policy_client.FinishReason
 IMAGES = [trajectory.ImageRef(c * 64, 64, 32) for c in "ab"]
@@ -68,7 +68,7 @@ class Clock:
 
 
 def new_session(**kwargs):
-  return interactions.Session(renderer(), "s", **kwargs)
+  return session_store.ServedSession(renderer(), "s", **kwargs)
 
 
 def answer(session, messages, text, told=None, closed=True, **kwargs):

@@ -5,8 +5,10 @@ import asyncio
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import episodes as episodes_lib
+from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import proxy
+from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
 
 SMALL = (
@@ -30,10 +32,10 @@ class Both:
     )
     config = self.config
     self.images = images_lib.ImageStore()
-    self.policy = assembly.make_policy(
-        config, None, assembly.warm_start_source(config)
+    self.policy = models.make_policy(
+        config, None, models.warm_start_source(config)
     )
-    self.engine = assembly.make_engine(config, self.policy, self.images)
+    self.engine = models.make_engine(config, self.policy, self.images)
     self.proxy = proxy.RunProxy(
         config, self.policy, self.engine, self.images
     )
@@ -53,9 +55,9 @@ class Both:
 
   def collector(self, mode, connection):
     config = self.config
-    return assembly.make_collector(
+    return episodes_lib.make_collector(
         config,
-        assembly.EpisodeFactory(config, self.images),
+        episodes_lib.EpisodeFactory(config, self.images),
         self.engine,
         self.policy.renderer,
         observers=None,
@@ -64,8 +66,8 @@ class Both:
     )
 
   def collect(self, mode, through_proxy, number=4):
-    source = assembly.make_tasks(self.config)
-    tasks = assembly.TrainTasks(source, self.config.task_source.families, 3)
+    source = run_tasks.make_tasks(self.config)
+    tasks = run_tasks.TrainTasks(source, self.config.task_source.families, 3)
     connection = self.proxy.connection if through_proxy else None
     collector = self.collector(mode, connection)
 

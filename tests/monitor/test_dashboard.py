@@ -318,7 +318,7 @@ def test_tokens_are_those_that_were_sampled(recorded, tab):
       told["metrics_json"]["model_response"].strip()
   )
   assert "typed" in page.locator("#turn").inner_text() or page.locator(
-      ".said kbd"
+      ".typed kbd"
   ).count()
   title = tokens.first.get_attribute("title")
   assert f"id {told['actions'][0]['tokens'][0]}" in title

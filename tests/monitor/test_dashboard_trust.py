@@ -235,7 +235,7 @@ def test_a_project_sees_its_own_runs_only(tmp_path):
     other = access.make_token(server.engine, "other", ("read",))
     headers = {"authorization": "", "cookie": f"{access.COOKIE}={other}"}
     get = lambda path: server.http.get(path, headers=headers)
-    assert "No run has been told" in get("/").text
+    assert "No run yet" in get("/").text
     for path in ("/runs/1", "/runs/1/steps/1", "/rollouts/1",
                  "/rollouts/1/export/json", "/runs/1/health",
                  "/api/v1/trainings/1/curves?names=loss"):  # pyformat: disable

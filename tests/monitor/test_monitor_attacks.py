@@ -437,7 +437,7 @@ def served(folder, **limits):
       engine, folder / "files", access.Access(engine, open_to_all=True)
   )
   listening = http_server.listen("127.0.0.1", 0, backlog=128)
-  server = serve._Server(app, connections.Limits(**limits))
+  server = serve._Server(app, connections.SocketLimits(**limits))
   thread = threading.Thread(
       target=server.run, kwargs={"sockets": [listening]}, daemon=True
   )

@@ -50,7 +50,7 @@ class Told:
         {"rollout_id": f"g{group}-{n}", "task_id": names[group],
          "model_path": "m", "step_id": "S20", "group": group, "env_index": n,
          "status": "failed" if broke else "completed",
-         # What broke has a reward too, and it says nothing of the policy.
+         # A broken rollout has a reward, too, which the policy did not decide.
          "reward": 0.0 if broke else reward,
          "task_success": not broke and reward == 1.0,
          "summary_json": {} if broke else {
@@ -179,7 +179,8 @@ def test_a_steps_figures_are_of_the_members_that_count(told):
   flat = np.array([r for rewards in valid for r in rewards])
   assert sum(b for group in told.groups for b, _ in group) > 0
   head = re.search(
-      r"reward ([\d.]+) success (\d+ %) (\d+)/(\d+) groups that teach (\d+) of"
+      r"reward ([\d.]+) success (\d+ %) (\d+)/(\d+) groups with a gradient"
+      r" (\d+) of"
       r" (\d+) (\d+) broke", page
   )  # pyformat: disable
   assert float(head.group(1)) == pytest.approx(flat.mean(), rel=0.006)

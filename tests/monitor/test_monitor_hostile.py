@@ -190,7 +190,7 @@ def test_readers_that_take_long_do_not_keep_a_batch_waiting(tmp_path):
 
 
 def test_a_body_that_never_ends_is_given_up(tmp_path):
-  limits = app_lib.Limits(body_s=0.5)
+  limits = app_lib.IngestLimits(body_s=0.5)
   with monitor_server.sqlite_server(tmp_path, limits=limits) as server:
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=20) as line:

@@ -54,7 +54,7 @@ def test_parts_are_one_body(server):
          "parts[1].training_id", "own"),
         ({"parts": [{"training": {"client_id": "T", "status": "running"}},
                     {"training": {"client_id": "T", "status": "failed"}}]},
-         "parts[1].training.status", "says 'running'"),
+         "parts[1].training.status", "has 'running'"),
     ],
 )  # pyformat: disable
 def test_parts_that_are_not_one_body_are_refused(lite, body, field, says):
@@ -374,7 +374,7 @@ def test_bodies_that_are_none(lite):
 
 
 def test_a_body_beyond_the_limit_is_refused_whether_announced_or_not(tmp_path):
-  limits = app_lib.Limits(batch=1000)
+  limits = app_lib.IngestLimits(batch=1000)
   with monitor_server.sqlite_server(tmp_path, limits=limits) as server:
     body = b'{"training": {"run_name": "' + b"x" * 2000 + b'"}}'
     send = lambda content: server.http.post(

@@ -338,7 +338,7 @@ def test_a_screenshot_larger_than_the_server_takes_holds_up_none(tmp_path):
   for size in (8, 100, 9):
     pixels = rng.integers(0, 256, (size, size, 3), np.uint8)
     images[images_lib.hash_pixels(pixels)] = png.encode(pixels)
-  limits = app_lib.Limits(screenshot=20_000)
+  limits = app_lib.IngestLimits(screenshot=20_000)
   with monitor_server.sqlite_server(tmp_path / "s", limits=limits) as server:
     with client_of(server.url, tmp_path / "spool") as client:
       client.sender.put(sender_lib.Item({}, images))

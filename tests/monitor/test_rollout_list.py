@@ -8,7 +8,6 @@ import re
 import monitor_server
 import pytest
 from starlette import datastructures
-from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import rollout_list
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
@@ -58,10 +57,8 @@ def fill(server, runs=("a", "b"), episodes=12):
 
 
 def wanted(query):
-  lists = rollout_list.RolloutLists(None, None, None)
   params = datastructures.QueryParams(query)
-  asked = page_request.Asked(1, {}, params, "/rollouts")
-  return lists._wanted(asked)
+  return rollout_list.selection(rollout_list.RolloutListQuery.read(params))
 
 
 def every(server):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.engine import vision_pool
+from tunix.rl.multi_turn.engine import vision_cache
 from tunix.rl.multi_turn.policy import patch_cache
 from tunix.rl.multi_turn.policy import vision_inputs
 
@@ -42,7 +42,7 @@ def test_missing_and_mismatched_images_are_refused():
   wrong = trajectory.ImageSpan(span.image, 7, 3)
   for cache in (
       patch_cache.PatchCache(store, PROCESSOR),
-      vision_pool.PatchCache(store, PROCESSOR),
+      vision_cache.PatchCache(store, PROCESSOR),
   ):
     for _ in range(2):  # Patchified and from the cache.
       with pytest.raises(ValueError, match="4 tokens, the prompt holds 3"):
@@ -53,4 +53,4 @@ def test_missing_and_mismatched_images_are_refused():
     patch_cache.PatchCache(empty, PROCESSOR).get(span)
   # To the engine it is a bad request.
   with pytest.raises(ValueError, match="at token 0 is not in the engine"):
-    vision_pool.PatchCache(empty, PROCESSOR).get(span)
+    vision_cache.PatchCache(empty, PROCESSOR).get(span)

@@ -10,7 +10,7 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
-from tunix.rl.multi_turn.reporting import overlap
+from tunix.rl.multi_turn.reporting import step_metrics
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Told:
 
   def __init__(self):
     self.clock = Clock()
-    self.meter = overlap.Overlap(self.clock)
+    self.meter = step_metrics.Overlap(self.clock)
 
   def at(self, seconds, episode, stage):
     self.clock.now = 1000.0 + seconds
@@ -132,7 +132,7 @@ async def model(messages):
 
 
 def test_a_gym_of_known_delays_is_measured_turn_by_turn():
-  meter = overlap.Overlap()
+  meter = step_metrics.Overlap()
   told = []
 
   class Listener:
@@ -191,7 +191,7 @@ def test_a_gym_of_known_delays_is_measured_turn_by_turn():
 
 
 def test_with_one_episode_nothing_overlaps_and_with_two_it_may():
-  meter = overlap.Overlap()
+  meter = step_metrics.Overlap()
 
   class Listener:
 

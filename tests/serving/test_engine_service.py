@@ -220,7 +220,7 @@ async def test_a_device_failure_is_contained(make):
 
   def broken(*args, **options):
     programs.decode = decode
-    for leaf in jax.tree.leaves(programs.cache):
+    for leaf in jax.tree.leaves(programs.state.cache):
       leaf.delete()  # As a failed call leaves a donated buffer.
     raise RuntimeError("RESOURCE_EXHAUSTED: no memory")
 

@@ -14,7 +14,7 @@ from rollout_server import screenshot
 from rollout_server import start
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.tool_parser import qwen
-from tunix.rl.multi_turn.serving import stops
+from tunix.rl.multi_turn.serving import answers
 
 pytestmark = pytest.mark.timeout(300)
 USER = [{"role": "user", "content": "go"}]
@@ -196,7 +196,7 @@ def test_a_completion_whose_stop_string_is_told_again_goes_on(running):
 
 def test_strings_are_found_where_characters_are_split():
   names = [b"a\xe2\x98", b"\x83b", b"\xe2", b"\x98\x83c"]
-  watch = stops.StopStrings(["\u2603c"], names.__getitem__, [9])
+  watch = answers.StopStrings(["\u2603c"], names.__getitem__, [9])
   assert watch(np.array([0, 1])) is None
   assert watch(np.array([0, 1, 9, 2])) is None
   assert watch(np.array([0, 1, 9, 2, 3, 0])) == 5

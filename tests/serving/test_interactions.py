@@ -22,10 +22,9 @@ from told_sessions import spoken
 from told_sessions import TOOLS
 from told_sessions import user
 from tunix.rl.multi_turn.clients import proxy
-from tunix.rl.multi_turn.serving import exports
 from tunix.rl.multi_turn.serving import interactions
+from tunix.rl.multi_turn.serving import session_routes
 from tunix.rl.multi_turn.serving import session_store
-from tunix.rl.multi_turn.serving import sessions
 
 
 def test_three_turns_with_the_last_rewarded():
@@ -118,9 +117,11 @@ def test_finding_the_parent_costs_a_step_a_message(monkeypatch):
       answer(session, history, CALL, calling(f"{turn}.{number}"))
     history += [calling(f"{turn}.{turn % 5}"), NEXT]
   steps = []
-  follow = interactions._Node.follow
+  follow = session_store._Node.follow
   monkeypatch.setattr(
-      interactions._Node, "follow", lambda n, k: steps.append(k) or follow(n, k)
+      session_store._Node,
+      "follow",
+      lambda node, key: steps.append(key) or follow(node, key),
   )
   pending = session.prompt(history)
   assert len(pending.ancestors) == 40
@@ -174,7 +175,7 @@ def test_each_refusal_has_its_code_and_changes_nothing():
   for message in ("x", user("x")):
     with refused("bad_message"):
       add(assistant_message=message)
-  other = interactions.Session(renderer(), "t")
+  other = session_store.ServedSession(renderer(), "t")
   with refused("unknown_prompt"):
     other.add(pending, spoken("x"), assistant_message=say("x"))
   for reward in (np.nan, np.inf, -np.inf, 1e39, "1", None):
@@ -300,7 +301,7 @@ def test_tensor_dict_is_a_row_of_areals_batch():
     seen.extend(spans)
     return {"pixel_values": 1, "image_grid_thw": 2}
 
-  row = exports.to_tensor_dict(pictured, multi_modal)
+  row = interactions.to_tensor_dict(pictured, multi_modal)
   length = len(pictured.sequence)
   for name, dtype in (
       ("input_ids", np.int32),
@@ -322,12 +323,12 @@ def test_tensor_dict_is_a_row_of_areals_batch():
   assert row["multi_modal_input"] == [
       {"pixel_values": 1, "image_grid_thw": 2}
   ]
-  assert exports.to_tensor_dict(plain)["multi_modal_input"] == [{}]
+  assert interactions.to_tensor_dict(plain)["multi_modal_input"] == [{}]
   with pytest.raises(ValueError, match="multi_modal"):
-    exports.to_tensor_dict(pictured)
+    interactions.to_tensor_dict(pictured)
 
 
-@pytest.mark.parametrize("style", exports.STYLES)
+@pytest.mark.parametrize("style", interactions.STYLES)
 def test_entropies_go_the_whole_way_of_an_export(style):
   """As a run's own server tells them, and its client reads them."""
   session = new_session()
@@ -341,7 +342,9 @@ def test_entropies_go_the_whole_way_of_an_export(style):
         session.prompt(messages), made, assistant_message=say(text)
     )
     messages += [say(text), user("Go on.")]
-  whole = json.loads(b"".join(sessions._encoded(session.exporter(style, 1.0))))
+  whole = json.loads(
+      b"".join(session_routes._encoded(session.exporter(style, 1.0)))
+  )
   sequences = [
       proxy.sequence_of(one) for one in whole["interactions"].values()
   ]
@@ -352,7 +355,9 @@ def test_entropies_go_the_whole_way_of_an_export(style):
   answer(session, messages, "three")
   last = session.export(style=style)[-1].sequence
   assert last.entropies is None
-  whole = json.loads(b"".join(sessions._encoded(session.exporter(style, 1.0))))
+  whole = json.loads(
+      b"".join(session_routes._encoded(session.exporter(style, 1.0)))
+  )
   silent = list(whole["interactions"].values())[-1]
   assert "entropies" not in silent and "entropies" not in silent["tensor_dict"]
   assert proxy.sequence_of(silent).entropies is None

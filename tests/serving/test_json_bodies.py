@@ -5,8 +5,8 @@ import json
 import hypothesis
 from hypothesis import strategies
 import pytest
+from tunix.rl.multi_turn.serving import bodies
 from tunix.rl.multi_turn.serving import errors
-from tunix.rl.multi_turn.serving import fields
 
 MANY = 1 << 30
 SCALARS = (
@@ -25,7 +25,7 @@ VALUES = strategies.recursive(
 
 
 def read(body, **limits):
-  return fields.read_json(body, MANY, **limits)
+  return bodies.read_json(body, MANY, **limits)
 
 
 @hypothesis.settings(deadline=None, max_examples=200)
@@ -40,7 +40,7 @@ def test_every_object_is_read_and_written_as_it_is(value, ascii_, encoding):
   assert found == value
   # `1 == 1.0 == True`, but not to who reads a seed.
   assert json.dumps(found) == json.dumps(value)
-  assert json.loads(fields.written(value)) == value
+  assert json.loads(bodies.write_json(value)) == value
 
 
 def test_what_only_the_standard_library_reads_is_read():
@@ -81,16 +81,16 @@ def test_what_is_wrong_is_said(body, words):
 
 
 def test_too_many_values_are_refused_before_they_are_parsed(monkeypatch):
-  monkeypatch.setattr(fields, "_COUNTED", 0)
+  monkeypatch.setattr(bodies, "_COUNTED", 0)
   ids = b'{"prompt": [%s]}' % b",".join([b"1"] * 1001)
   assert len(read(ids, max_values=1000)["prompt"]) == 1001  # 1000 commas.
   more = b'{"prompt": [%s]}' % b",".join([b"1"] * 1002)
-  monkeypatch.setattr(fields.orjson, "loads", None)
+  monkeypatch.setattr(bodies.orjson, "loads", None)
   with pytest.raises(errors.ApiError, match="than 1,000 values") as refused:
     read(more, max_values=1000)
   assert refused.value.status == 413
   with pytest.raises(errors.ApiError, match="more than 10 bytes"):
-    fields.read_json(more, 10)
+    bodies.read_json(more, 10)
 
 
 def test_too_many_tokens_are_refused_before_any_is_looked_at():
@@ -98,8 +98,8 @@ def test_too_many_tokens_are_refused_before_any_is_looked_at():
     """Its type says that it was looked at."""
 
   with pytest.raises(errors.ApiError, match="3 tokens, the context 2") as told:
-    fields.token_ids("prompt", [Counting(1)] * 3, 2)
+    bodies.token_ids("prompt", [Counting(1)] * 3, 2)
   assert told.value.code == "context_length_exceeded"
-  assert fields.token_ids("prompt", [1, 2], 2) == (1, 2)
+  assert bodies.token_ids("prompt", [1, 2], 2) == (1, 2)
   with pytest.raises(errors.ApiError, match="list of token ids"):
-    fields.token_ids("prompt", [Counting(1)] * 2, 2)
+    bodies.token_ids("prompt", [Counting(1)] * 2, 2)

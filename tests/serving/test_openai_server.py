@@ -16,7 +16,7 @@ from rollout_server import screenshot
 from rollout_server import SIZE
 from rollout_server import start
 from tunix.rl.multi_turn.engine import programs
-from tunix.rl.multi_turn.serving import turns as turns_lib
+from tunix.rl.multi_turn.serving import caches
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -277,7 +277,7 @@ def test_tools_that_may_not_be_called_do_not_break_the_sequence(running):
 def test_answers_that_the_client_keeps_are_not_kept_for_ever(
     running, monkeypatch
 ):
-  monkeypatch.setattr(turns_lib.Turns, "_UNSTORED", 3)
+  monkeypatch.setattr(caches.SessionCache, "_UNSTORED", 3)
   session = start(running)
   client = running.client(f"/sessions/{session['session_id']}")
   empty = [{"role": "user", "content": ""}]
@@ -285,7 +285,7 @@ def test_answers_that_the_client_keeps_are_not_kept_for_ever(
       client, empty, max_tokens=1, extra_body={"prompt_token_ids": [300 + i]}
   )
   told = [play(i).id for i in range(8)]
-  turns = running.app._service._turns[session["session_id"]]
+  turns = running.app._service._caches[session["session_id"]]
   assert len(turns.by_body) == 3
   assert [play(i).id for i in (5, 6, 7)] == told[5:]
   # Those of the session itself stay, however many follow.
@@ -528,7 +528,7 @@ def test_a_dropped_session_makes_room_and_its_key_opens_nothing(running):
       "/export_trajectories", {"session_id": session["session_id"]}
   )
   assert gone.status_code == 404
-  assert not running.app._service._turns.get(session["session_id"])
+  assert not running.app._service._caches.get(session["session_id"])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from rollout_server import export
 from rollout_server import MODEL
 from rollout_server import SIZE
 from rollout_server import start
-from tunix.rl.multi_turn.serving import conversation_cache
+from tunix.rl.multi_turn.serving import caches
 from tunix.rl.multi_turn.serving import errors
 
 pytestmark = pytest.mark.timeout(300)
@@ -258,31 +258,31 @@ def test_a_stream_that_fails_says_so(running, monkeypatch):
     [
         ({"input": ""}, "input", "not empty"),
         ({"input": []}, "input", "not empty"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]",
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type",
          "item_reference"),
         ({"input": [{"type": "reasoning", "id": "x", "summary": []}]},
-         "input[0]", "reasoning"),
+         "input[0].type", "reasoning"),
         ({"input": [{"role": "cook", "content": "x"}]}, "input[0].role",
          "cook"),
         ({"input": [{"role": "user", "content": "x", "name": "y"}]},
          "input[0].name", "not supported"),
         ({"input": [{"role": "user", "content": [
             {"type": "input_file", "file_id": "x"}]}]},
-         "input[0].content[0]", "input_file"),
+         "input[0].content[0].type", "input_file"),
         ({"input": [{"role": "user", "content": [
             {"type": "input_image", "file_id": "x"}]}]},
          "input[0].content[0].file_id", "not supported"),
         ({"input": [{"type": "function_call_output", "output": "x"}]},
          "input[0].call_id", "must be a string"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]},
-         "input[0]", "arguments"),
+         "input[0].arguments", "JSON text"),
         ({"background": True}, "background", "not supported"),
         ({"truncation": "auto"}, "truncation", "not supported"),
         ({"reasoning": {"effort": "high"}}, "reasoning", "not supported"),
         ({"include": ["file_search_call.results"]}, "include",
          "message.output_text.logprobs"),
         ({"max_output_tokens": 100}, "max_output_tokens", "[1, 96]"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "web_search"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"top_logprobs": 2}, "top_logprobs", "include="),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
         ({"extra_body": {"n": 2}}, "n", "not supported"),
@@ -301,7 +301,7 @@ def test_what_is_not_served_is_refused_by_its_name(
 
 
 def test_what_is_remembered_is_bounded():
-  kept = conversation_cache.Remembered(max_answers=3, max_characters=2000)
+  kept = caches.ConversationCache(max_answers=3, max_characters=2000)
   say = lambda text: [{"role": "assistant", "content": text}]
   for i in range(4):
     kept.put(f"r{i}", None, say(str(i)))

@@ -23,7 +23,8 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.serving import answers
 from tunix.rl.multi_turn.serving import errors
 from tunix.rl.multi_turn.serving import interactions
-from tunix.rl.multi_turn.serving import sessions
+from tunix.rl.multi_turn.serving import session_routes
+from tunix.rl.multi_turn.serving import session_store
 from tunix.rl.multi_turn.serving import streams
 
 pytestmark = pytest.mark.timeout(300)
@@ -64,7 +65,7 @@ def test_a_field_of_a_message_that_is_not_used_is_refused(
 
 def test_a_tool_that_cannot_be_shown_as_meant_is_refused(running):
   for change, param in (
-      ({"strict": "yes"}, "strict"),
+      ({"strict": "yes"}, "tools[0].function.strict"),
       ({"returns": {}}, "tools[0].function.returns"),
       ({"parameters": "x"}, "tools[0].function.parameters"),
       ({"name": ""}, "tools[0].function.name"),
@@ -329,7 +330,7 @@ def test_requests_at_a_time_do_not_take_the_same_room(running, narrow):
 
 
 def test_room_is_given_back_when_sampling_fails():
-  session = interactions.Session(None, "s", max_interactions=2)
+  session = session_store.ServedSession(None, "s", max_interactions=2)
   with pytest.raises(KeyError), session.reserve(2):
     raise KeyError
   with session.reserve(1), session.reserve(1):
@@ -367,7 +368,7 @@ def test_answers_kept_for_repeats_share_their_prompts_tokens(running):
     history.append({"role": "user", "content": f"turn {turn}"})
     answer = ask(client, history)
     history.append(answer.choices[0].message.model_dump())
-  turns = running.app._service._turns[session["session_id"]]
+  turns = running.app._service._caches[session["session_id"]]
   kept = [task.result() for task in turns.by_body.values()]
   held = {id(a.prompt.extension.tokens): a.prompt.extension for a in kept}
   for a in kept:
@@ -378,7 +379,7 @@ def test_answers_kept_for_repeats_share_their_prompts_tokens(running):
 
 
 def test_an_export_is_what_json_would_write_and_holds_up_nobody(running):
-  session = interactions.Session(running.renderer, "s")
+  session = session_store.ServedSession(running.renderer, "s")
   length = 20_000
   messages = []
   for turn in range(2):
@@ -400,7 +401,7 @@ def test_an_export_is_what_json_would_write_and_holds_up_nobody(running):
   session.set_reward(None, 1.0)
   for style, count in (("individual", 2), ("concat", 1)):
     exporter = session.exporter(style, 0.5)
-    pieces = list(sessions._encoded(exporter))
+    pieces = list(session_routes._encoded(exporter))
     assert len(pieces) == count + 1
     found = json.loads(b"".join(pieces))["interactions"]
     expected = {one.id: one for one in session.export(style, 0.5)}
@@ -413,20 +414,20 @@ def test_an_export_is_what_json_would_write_and_holds_up_nobody(running):
       assert tensors["logprobs"] == [sequence.logprobs.tolist()]
       assert tensors["loss_mask"] == [[int(m) for m in sequence.loss_mask]]
       assert tensors["attention_mask"] == [[True] * len(sequence)]
-  assert json.loads(b"".join(sessions._encoded(
-      interactions.Session(running.renderer, "t").exporter()
+  assert json.loads(b"".join(session_routes._encoded(
+      session_store.ServedSession(running.renderer, "t").exporter()
   ))) == {"interactions": {}}  # pyformat: disable
 
 
 def test_an_export_runs_in_a_thread_of_its_own(running, monkeypatch):
   threads = []
-  original = sessions._array
+  original = session_routes._array
 
   def array(values):
     threads.append(threading.current_thread().name)
     return original(values)
 
-  monkeypatch.setattr(sessions, "_array", array)
+  monkeypatch.setattr(session_routes, "_array", array)
   session = start(running)
   client = running.client(f"/sessions/{session['session_id']}")
   ask(client, [{"role": "user", "content": "x"}])
@@ -437,14 +438,14 @@ def test_an_export_runs_in_a_thread_of_its_own(running, monkeypatch):
 def _held_up(monkeypatch):
   """(set once an export is being put together, lets it go on)."""
   begun, go = threading.Event(), threading.Event()
-  original = sessions._array
+  original = session_routes._array
 
   def array(values):
     begun.set()
     assert go.wait(30)
     return original(values)
 
-  monkeypatch.setattr(sessions, "_array", array)
+  monkeypatch.setattr(session_routes, "_array", array)
   return begun, go
 
 

@@ -59,7 +59,7 @@ def _server(policy):
         engine,
         policy,
         store,
-        limits=requests_lib.Limits(max_new_tokens=256),
+        limits=requests_lib.RequestLimits(max_new_tokens=256),
     ) as server:
       yield server
     assert engine.stats()["compiles_after_warm_up"] == 0

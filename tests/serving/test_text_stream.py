@@ -8,7 +8,6 @@ import numpy as np
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.serving import answers
-from tunix.rl.multi_turn.serving import stops
 from tunix.rl.multi_turn.serving import streams
 
 
@@ -34,7 +33,7 @@ def test_streamed_text_never_has_to_be_taken_back():
       for i in range(0, len(text), size):
         told += stream.feed(text[i : i + size].encode())
         assert text[:end].startswith(told) or end == text.find("STOP a")
-      want = text[: stops.first(text, strings)]
+      want = text[: answers.first_of(text, strings)]
       assert told == want and stream.rest(want) == ""
 
 
@@ -42,7 +41,7 @@ def test_streamed_text_is_the_whole_text_wherever_tokens_split_it():
   _, _, tokenizer = checkpoint.create_policy("nano", screen=(32, 32))
   renderer = qwen.QwenRenderer(tokenizer, lambda width, height: 1)
   end = renderer.end_of_turn_id
-  decoder = answers.Decoder(renderer.decode, tokenizer, end)
+  decoder = answers.TokenDecoder(renderer.decode, tokenizer, end)
   rng = np.random.default_rng(0)
   known = [
       t for t in range(tokenizer.get_vocab_size())

@@ -270,7 +270,6 @@ class TestSettings:
   @pytest.mark.parametrize(
       "settings, words",
       [
-          ({}, "needs an evaluator"),
           ({"evaluator": "web_sites:none"}, "evaluator='web_sites:none'"),
           ({"evaluator": "web_sites"}, "package.module:attribute"),
           ({"evaluator": 3}, "evaluator=3 must be a function"),
@@ -284,13 +283,27 @@ class TestSettings:
           ({"width": 401, "scale": 2}, "no multiples of scale=2"),
           ({"settle_s": "3"}, "settle_s='3' must be in"),
           ({"timeout_s": 0}, "timeout_s=0 must be in"),
-          ({"starturls": []}, "take no 'starturls'"),
       ],
   )
   def test_bad_values_are_refused(self, settings, words):
     good = {"evaluator": "web_sites:greeted", "start_urls": ["http://a/"]}
     with pytest.raises(ValueError) as caught:
-      browser.WebGym.from_dict({**good, **settings} if settings else {})
+      browser.WebGym(**{**good, **settings})
+    assert words in str(caught.value)
+
+  @pytest.mark.parametrize(
+      "options, words",
+      [
+          ({}, "needs option 'evaluator'"),
+          ({"evaluator": "a:b", "starturls": []}, "did you mean 'start_urls'"),
+          ({"evaluator": 3}, "evaluator=3: gym 'browser' takes str"),
+          ({"evaluator": "a:b", "settle_s": "3"}, "takes float"),
+          ({"evaluator": "a:b", "hosts": "a"}, "takes Sequence[str]"),
+      ],
+  )
+  def test_options_are_held_to_the_signature(self, options, words):
+    with pytest.raises(ValueError) as caught:
+      gyms.make("browser", **options)
     assert words in str(caught.value)
 
   def test_pages_may_be_the_allow_list(self):

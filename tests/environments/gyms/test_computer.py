@@ -11,11 +11,13 @@ import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.computer import gym as computer_lib
-from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import episodes as episodes_lib
+from tunix.rl.multi_turn.run import tasks as run_tasks
 
 Action = gui_action.GuiAction
 TASK = desktop.DesktopTasks().train_task("click-button", 0, 0)
@@ -118,7 +120,7 @@ async def test_a_path_names_what_makes_it():
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({}, "needs 'computer'"),
+        ({}, "needs option 'computer'"),
         ({"computer": "nowhere"}, "nowhere"),
         ({"computer": "json:nothing"}, "nothing"),
         ({"computer": 5}, "computer=5"),
@@ -129,7 +131,7 @@ async def test_a_path_names_what_makes_it():
 )
 def test_settings_that_cannot_be_are_refused(settings, words):
   with pytest.raises(ValueError, match=words):
-    computer_lib.ComputerGym.from_dict(settings)
+    gyms.make("computer", **settings)
 
 
 async def test_what_nobody_can_judge_is_refused():
@@ -205,20 +207,22 @@ def _config(tmp_path, *more, computer="Canvas"):
 def test_a_screen_of_another_size_is_refused_before_anything_is_played(
     tmp_path,
 ):
-  config = _config(tmp_path)
-  source = assembly.make_tasks(config)
+  def try_it(config):
+    config, source = run_tasks.resolve(config)
+    factory = episodes_lib.EpisodeFactory(config, images_lib.ImageStore())
+    episodes_lib.try_first_episode(config, factory, source)
+
   with pytest.raises(config_lib.ConfigError, match="40x30; set gym.width=40"):
-    assembly.try_gym(config, source)
+    try_it(_config(tmp_path))
   sized = ("gym.width=40", "gym.height=30")
-  assembly.try_gym(_config(tmp_path, *sized), source)
-  assembly.try_gym(_config(tmp_path, "run.dry_run=true"), source)
+  try_it(_config(tmp_path, *sized))
+  try_it(_config(tmp_path, "run.dry_run=true"))
   with pytest.raises(config_lib.ConfigError, match="OSError: no display"):
-    assembly.try_gym(_config(tmp_path, *sized, computer="CannotStart"), source)
+    try_it(_config(tmp_path, *sized, computer="CannotStart"))
   with pytest.raises(config_lib.ConfigError, match="first start"):
-    assembly.try_gym(
+    try_it(
         _config(
             tmp_path, *sized, "collect.deadlines.reset=0.3",
             computer="SlowToStart",
-        ),
-        source,
+        )
     )  # pyformat: disable

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.core.gui_action import GuiAction
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.desktop import containers
@@ -435,11 +436,11 @@ def test_unsupported_kinds_are_ignored_with_a_reason():
 @pytest.mark.parametrize("call,message", (
     (lambda: desktop.DesktopGym(64, 48), "width=64, height=48"),
     (lambda: desktop.DesktopGym(time_decay=1.0), "time_decay"),
-    (lambda: desktop.DesktopGym.from_dict({"widht": 3}), "widht"),
+    (lambda: gyms.make("desktop", widht=3), "widht"),
     (lambda: desktop.DesktopTasks(("nope",)), "nope"),
     (lambda: desktop.DesktopTasks(difficulty=3), "difficulty"),
     (lambda: TASKS.task("click-button", -1), "seed"),
-    (lambda: desktop.DesktopTasks.from_dict({"x": 1}), "'x'"),
+    (lambda: gyms.get("desktop").make_tasks((), {"x": 1}), "'x'"),
 ))
 def test_wrong_settings_are_named(call, message):
   with pytest.raises(ValueError, match=message):

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from tunix.rl.multi_turn.core.gui_action import GuiAction
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.desktop import containers
@@ -94,14 +95,12 @@ def test_train_and_eval_seeds_never_meet():
 
 
 def test_tasks_are_data():
-  tasks = desktop.DesktopTasks.from_dict(
-      {"families": ["open-icon"], "difficulty": 2}
-  )
+  tasks = gyms.get("desktop").make_tasks(["open-icon"], {"difficulty": 2})
   task = tasks.train_task("open-icon", 3)
   assert task == tasks.train_task("open-icon", 3)
   assert task.task_id == f"desktop/open-icon/2/{task.seed}"
   assert base.Task.from_json(task.to_json()) == task
-  gym = desktop.DesktopGym.from_dict({"width": 160, "height": 112})
+  gym = gyms.make("desktop", width=160, height=112)
   assert gym.start_sync(task).instruction == task.instruction
 
 

@@ -11,7 +11,7 @@ from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import registry
 from tunix.rl.multi_turn.environments.gyms import spec as spec_lib
-from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
 
 HERE = __name__
@@ -220,6 +220,15 @@ def test_a_factory_that_takes_anything_is_given_anything():
   assert not list(spec.problems({"a": 1}, 1, 1, ("f",)))
 
 
+def test_a_factory_that_takes_anything_is_spared_the_options_of_the_other():
+  spec = spec_lib.GymSpec(
+      make=lambda **options: options, tasks=LampTasks, name="any"
+  )
+  both = {"colour": "blue", "a": 1}
+  assert spec.make_gym(both) == {"a": 1}
+  assert spec.make_tasks((), both).colour == "blue"
+
+
 # --- what a run sets ----------------------------------------------------------
 
 
@@ -246,7 +255,7 @@ def test_one_registered_object_is_all_that_a_run_needs(lamps):
       "run.imports=[mine]", "collect.concurrency=7",
   ]))  # pyformat: disable
   assert tasks.train_task("abc", 2).task_id == "abc/2/blue"
-  gym = assembly.make_gym(config, "abc")
+  gym = episodes_lib.make_gym(config, "abc")
   assert (gym.lamps, gym.size, gym.pages) == (3, (128, 96), 7)
   with pytest.raises(config_lib.ConfigError, match="did you mean 'colour'"):
     config_lib.load_config([
@@ -261,7 +270,7 @@ def test_a_path_names_a_gym_of_a_run():
   assert config.run.name.startswith(HERE.replace(".", "-") + "-GYM-")
   config, tasks = run_tasks.resolve(config)
   assert tasks.families() == ("abc",)
-  assert isinstance(assembly.make_gym(config, "abc"), LampGym)
+  assert isinstance(episodes_lib.make_gym(config, "abc"), LampGym)
   for wrong in (f"{HERE}:HERE", f"{HERE}:Nothing", "no.such:GYM"):
     with pytest.raises(config_lib.ConfigError, match="gym.name="):
       config_lib.load_config([f"gym={wrong}", "tasks=[abc]"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core.gui_action import GuiAction
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.gymnasium import gym as gymnasium_gym
@@ -329,7 +330,7 @@ def test_environments_without_frames_are_refused(make, message):
 ))
 def test_wrong_settings_are_named(config, message):
   with pytest.raises(ValueError, match=message):
-    gymnasium_gym.GymnasiumGym.from_dict(config)
+    gyms.make("gymnasium", **config)
 
 
 def test_our_desktop_through_gymnasium():
@@ -358,9 +359,9 @@ def test_our_desktop_through_gymnasium():
   run(body())
 
 
-def test_from_dict_builds_the_desktop():
+def test_a_config_builds_the_desktop():
   async def body():
-    gym = gymnasium_gym.GymnasiumGym.from_dict({
+    gym = gyms.from_config({
         "name": "gymnasium", "env": "TunixDesktop/press-key-v0",
         "env_kwargs": {"width": 160}, "adapter": {"type": "desktop",
                                                   "width": 160},

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import miniwob
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 from tunix.rl.multi_turn.environments.gyms.chromium import keys
@@ -65,11 +66,11 @@ class TestTasks:
       miniwob.MiniWobTasks().task("click-test", seed)
 
   def test_settings_are_checked(self):
-    with pytest.raises(ValueError, match="take no 'familie'"):
-      miniwob.MiniWobTasks.from_dict({"familie": ["click-test"]})
+    with pytest.raises(ValueError, match="did you mean 'data_mode'"):
+      gyms.get("miniwob").make_tasks((), {"datamode": "test"})
     with pytest.raises(ValueError, match="data_mode must be one of"):
       miniwob.MiniWobTasks(data_mode="eval")
-    made = miniwob.MiniWobTasks.from_dict({"families": ["click-test"]})
+    made = gyms.get("miniwob").make_tasks(["click-test"])
     assert made.families() == ("click-test",)
 
   def test_pictures_that_a_page_makes_later_are_known(self):
@@ -118,8 +119,8 @@ class TestGymSettings:
       miniwob.MiniWobGym(height=300, scale=2)
     with pytest.raises(ValueError, match="scale=9 must be in"):
       miniwob.MiniWobGym(scale=9)
-    with pytest.raises(ValueError, match="take no 'rewards'"):
-      miniwob.MiniWobGym.from_dict({"rewards": "raw"})
+    with pytest.raises(ValueError, match="'rewards'; did you mean 'reward'"):
+      gyms.make("miniwob", rewards="raw")
 
 
 @needs_pages

@@ -109,8 +109,8 @@ def test_what_is_no_task_is_refused():
     TASKS.task("files-renam", 0)
   with pytest.raises(ValueError, match="seed must be"):
     TASKS.task("files-rename", -1)
-  with pytest.raises(ValueError, match="no 'level'"):
-    xdesktop.XDesktopTasks.from_dict({"level": 1})
+  with pytest.raises(ValueError, match="'level'"):
+    gyms.get("xdesktop").make_tasks((), {"level": 1})
 
 
 @marked
@@ -328,7 +328,7 @@ async def test_a_start_that_is_given_up_leaves_nothing(room):
         ({"width": 320, "height": 240, "zoom": 2}, "set zoom=3, or 0"),
         ({"width": 5000}, "at most 4096x4096"),
         ({"width": 0}, "width=0"),
-        ({"colour": 1}, "take no 'colour'"),
+        ({"colour": 1}, "'colour'; did you mean"),
     ],
 )
 def test_a_wrong_setting_is_named(settings, words):

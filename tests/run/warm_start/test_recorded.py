@@ -129,7 +129,7 @@ def test_what_the_grammar_cannot_say_is_refused(tmp_path):
       await session.act(action)
 
   asyncio.run(play())
-  with pytest.raises(config_lib.ConfigError, match="cannot say.*wait"):
+  with pytest.raises(config_lib.ConfigError, match="cannot write.*wait"):
     recorded.for_run(config(path), None)
 
 

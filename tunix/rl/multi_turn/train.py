@@ -90,7 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.run.dry_run:
       print(
           dry_run.describe(
-              config, run.policy, run.directory, run.engine
+              run.config,
+              run.policy,
+              run.episodes,
+              run.directory,
+              run.engine,
           )
       )
       run.engine.close()

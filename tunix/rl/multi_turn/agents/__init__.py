@@ -1,4 +1,4 @@
-"""Agents: keepers of an episode's messages and steps."""
+"""Keeps an episode's messages and steps, and reads the policy's actions."""
 
 from tunix.rl.multi_turn.agents.base_agent import BaseAgent
 from tunix.rl.multi_turn.agents.history import MessageHistory

@@ -1,4 +1,4 @@
-"""What an agent is: the keeper of one episode's messages and steps.
+"""Defines agents, which keep one episode's messages and steps.
 
 The engine drives it: `reset`, `update_from_env` with the first observation,
 then `chat_completions` to the model, `update_from_model` with its text, the
@@ -39,11 +39,11 @@ class BaseAgent(abc.ABC):
       done: bool,
       info: Mapping[str, Any] | None = None,
   ) -> None:
-    """Takes in what the environment answered; the first time, the task."""
+    """Takes in the environment's answer; the first time, the task."""
 
   @abc.abstractmethod
   def update_from_model(self, response: str) -> trajectory.Action:
-    """Takes in what the model wrote, appends a step, returns its action."""
+    """Takes in the model's text, appends a step, returns its action."""
 
   @abc.abstractmethod
   def reset(self) -> None:
@@ -51,6 +51,6 @@ class BaseAgent(abc.ABC):
 
   @property
   def current_step(self) -> trajectory.Step | None:
-    """The newest step, or None before the model has spoken."""
+    """The newest step, None before the model's first response."""
     steps = self.trajectory.steps
     return steps[-1] if steps else None

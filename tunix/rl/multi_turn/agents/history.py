@@ -1,4 +1,4 @@
-"""An append-only list of messages with snapshots that cost nothing.
+"""Keeps an append-only list of messages, with snapshots that cost nothing.
 
 A `MessageView` is the first n messages of a list that only grows: taking one
 a turn keeps an episode's memory linear in its turns, where a copy a turn would
@@ -101,7 +101,7 @@ class MessageHistory:
 
   @property
   def seen(self) -> list[Message]:
-    """What the policy sees now. A list of its own; the messages are shared."""
+    """Messages the policy sees now: a list of its own, shared messages."""
     if self._snapshot is None or len(self._snapshot) != len(self._seen):
       self._snapshot = list(self._seen)
     return self._snapshot

@@ -1,6 +1,6 @@
-"""An agent that calls tools, with or without screenshots.
+"""Plays an episode by tool calls, with or without screenshots.
 
-Observations it understands, a str or a dict with any of:
+`ToolAgent` takes observations that are a str or a dict with any of:
 - `question` or `instruction`: the task, a user message.
 - `tool_outputs` {call id: text}: one user message each, with its
   `tool_call_id`, "Tool returned result: …".
@@ -8,9 +8,9 @@ Observations it understands, a str or a dict with any of:
   texts of the same observation.
 - `text`: anything else for the policy to read.
 
-Promises: messages are kept in full and never copied; whatever the model wrote,
-`update_from_model` returns an action, and a malformed call is recorded in the
-step's `info["parse_errors"]`.
+Promises: messages are kept in full and never copied; `update_from_model`
+returns an action for any text, and a malformed call is recorded in the step's
+`info["parse_errors"]`.
 
 Does not: run tools or judge answers; environments do.
 """
@@ -42,7 +42,7 @@ class ToolAgent(base_agent.BaseAgent):
   """See the module docstring.
 
   Attributes:
-    tool_manager: knows the tools' schemas; it runs nothing here.
+    tool_manager: holds the tools' schemas; it runs nothing here.
     tool_parser: reads and writes tool calls.
     tools_prompt: the part of the system prompt that shows the tools.
   """
@@ -70,7 +70,7 @@ class ToolAgent(base_agent.BaseAgent):
       on_parse_error: what a response without a well-formed call becomes:
         "answer" and "end": an Action with the text, which ends the episode
         ("end" also records it as a parse error); "retry": an Action without
-        calls, and the next user message says what was wrong.
+        calls, and the next user message names the error.
       max_images: screenshots the policy sees at once; None for all.
       image_stride, image_note: see `history.MessageHistory`.
 
@@ -148,7 +148,7 @@ class ToolAgent(base_agent.BaseAgent):
       step.reward = float(reward)
       step.done = bool(done)
       step.info.update(info)
-    if done:  # No model will read it.
+    if done:  # No model reads it.
       return
     complaint, self._complaint = self._complaint, ""
     for message in _to_messages(observation, complaint):

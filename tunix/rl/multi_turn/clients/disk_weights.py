@@ -1,25 +1,24 @@
-"""New weights for engines in other processes, handed over as files.
+"""Hands new weights to engines in other processes, as files.
 
     weights = DiskWeights("/shared/weights", policy_saver(model, tokenizer),
                           [VllmEngine("http://127.0.0.1:8000")], [client])
     LearnerLoop(learner, queue, weights.publish, …)
 
 Each version is a checkpoint in a directory of its own, written under another
-name and renamed when all of it is on the disk; then every engine is told to
-load it. An engine never sees half of a checkpoint, and never the same path
-with other weights: some keep what they have read of one. So each DiskWeights
-writes into a folder that nobody had before it, and a version into one that
-this one had not.
+name and renamed when all of it is on the disk; then every engine loads it. An
+engine never sees half of a checkpoint, and never the same path with other
+weights, which some keep by path: each DiskWeights writes into a folder of its
+own, and each version into a new one in it.
 
 Promises: versions arrive in the order in which they were published; requests
 in flight go on after the change, where the engine can; clients record a version
 only once all engines sample with it, so that a token's recorded version is
-never newer than its weights; an engine that failed to load is not told to go
-on. Every call has a deadline. The newest `keep` versions stay on the disk, also
+never newer than its weights; an engine that failed to load does not resume.
+Every call has a deadline. The newest `keep` versions stay on the disk, also
 when the run has ended: until a later run on the same machine has handed over
-weights of its own (`run_folder`).
+weights of its own (`locked_dir`).
 
-Does not start engines. Needs httpx.
+Does not: start engines.
 """
 
 from __future__ import annotations
@@ -34,6 +33,8 @@ from typing import Any, Callable, Protocol, Sequence
 
 from flax import nnx
 from tunix.rl.multi_turn.clients import locked_dir
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import qwen_text
@@ -43,7 +44,7 @@ Save = Callable[[pathlib.Path, Any], None]
 
 
 class HandOverError(RuntimeError):
-  """An engine did not take new weights; says which, and what to do."""
+  """An engine did not take new weights; names it and the fix."""
 
 
 class Engine(Protocol):
@@ -290,43 +291,38 @@ class _Http:
   def __init__(self, url: str, api_key: str, timeout_s: float):
     if not timeout_s > 0:
       raise ValueError(f"timeout_s must be > 0 seconds, got {timeout_s}")
-    try:
-      import httpx  # pylint: disable=g-import-not-at-top
-    except ImportError as error:
-      raise ImportError(
-          "handing over weights needs httpx; pip install"
-          " 'tunix-multi-turn[client]'"
-      ) from error
-    self._httpx = httpx
     self._url = url
     self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     self._timeout_s = timeout_s
 
   def post(self, path: str, body: Any = None) -> Any:
+    """The answer's JSON, None for an answer without."""
     url = self._url + path
     try:
-      answer = self._httpx.post(
-          url, json=body, headers=self._headers, timeout=self._timeout_s
-      )
-    except self._httpx.TimeoutException:
-      raise HandOverError(
-          f"{url} did not answer within timeout_s={self._timeout_s:g} s"
-      ) from None
-    except self._httpx.HTTPError as error:
-      raise HandOverError(f"{url} cannot be reached: {error!r}") from error
-    if answer.status_code == 404:
-      raise HandOverError(
-          f"{url} is not served; start vLLM with VLLM_SERVER_DEV_MODE=1, as"
-          " rollout.external prints it"
-      )
-    if answer.is_error:
-      raise HandOverError(
-          f"{url} answered {answer.status_code}: {answer.text[:500]}"
-      )
+      return concurrency.drive(self._post(url, body))
+    except http.CallError as error:
+      answer = error.answer
+      if answer is not None and answer.ok:
+        return None
+      if error.late:
+        text = f"{url} did not answer within timeout_s={self._timeout_s:g} s"
+      elif answer is None:
+        text = f"{url} cannot be reached: {error}"
+      elif error.status == 404:
+        text = (
+            f"{url} is not served; start vLLM with VLLM_SERVER_DEV_MODE=1, as"
+            " rollout.external prints it"
+        )
+      else:
+        text = f"{url} answered {answer.quoted()}"
+      raise HandOverError(text) from error
+
+  async def _post(self, url: str, body: Any) -> Any:
+    calls = http.Http(headers=self._headers, proxies=True)
     try:
-      return answer.json()
-    except ValueError:
-      return None
+      return await calls.json("POST", url, self._timeout_s, body=body)
+    finally:
+      await calls.aclose()
 
 
 def _root(url: str) -> str:

@@ -1,9 +1,10 @@
-"""A `PolicyClient` over HTTP: vLLM, SGLang, or this package's own server.
+"""Asks an inference server for completions: vLLM, SGLang, or our own.
 
     client = OpenAIClient("http://127.0.0.1:8000/v1", "my-model", images)
 
-What is sent are the prompt's tokens and its images, never text that would be
-tokenised again. Where the servers take those differs (`protocol`):
+A `PolicyClient` over HTTP. It sends the prompt's tokens and images, never text
+that would be tokenised again. Servers take those in different places
+(`protocol`):
 
     tunix   /sessions/{id}/v1/chat/completions, `prompt_token_ids`, the images
             as the parts of one message; a session keeps its cache
@@ -11,8 +12,8 @@ tokenised again. Where the servers take those differs (`protocol`):
             /inference/v1/generate, `token_ids` and `content_parts`
     sglang  /generate, `input_ids` and `image_data`
 
-vLLM and SGLang expand an image's placeholder themselves, so they are sent one
-for each image, and what they have read is compared with what was meant.
+vLLM and SGLang expand an image's placeholder themselves: they get one for each
+image, and the prompt they report is compared with the one that was meant.
 
 Promises: a call returns one completion whose tokens, log-probs and versions
 are those of one continuous sampling, or raises; a request that is repeated
@@ -21,12 +22,12 @@ completion, the others give up what nobody waits for); a completion that was
 cut off by a weight update goes on where it was cut off; a server that has read
 other tokens than it was sent is an error. Every call has a deadline.
 
-Where a server tells no token ids (or ids and log-probs of unequal number), the
-reply is tokenised; where it tells no log-probs, they are recomputed or 0. Such
-a completion says so in `fallback`, and is counted in `counts`.
+Where a server returns no token ids (or ids and log-probs of unequal number),
+the reply is tokenised; where it returns no log-probs, they are recomputed or 0.
+Such a completion has its `fallback` set, and is counted in `counts`.
 
-Does not render, or load weights into the server (see `external`). Needs the
-`openai` package. Belongs to one event loop.
+Does not: render, or load weights into the server (`disk_weights` does). Belongs
+to one event loop.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class OpenAIClient:
   """See the module docstring.
 
   Attributes:
-    version: recorded for tokens whose version the server does not tell: that
-      of the weights it was last given. May be set at any time.
+    version: recorded for tokens without a version of the server's: that of
+      the weights it was last given. May be set at any time.
     counts: requests, retries, resumed, and the causes of fallbacks.
   """
 
@@ -92,7 +93,7 @@ class OpenAIClient:
       base_url: ends with /v1, as OpenAI's clients want it.
       model: as the server calls it.
       image_store: where prompts' images are found.
-      protocol: what the server is: "tunix", "vllm" or "sglang".
+      protocol: of the server: "tunix", "vllm" or "sglang".
       api_key: presented as a bearer token.
       timeout_s: of a completion, all repetitions included.
       retries: of a request that failed in a way that may pass. A server that
@@ -108,7 +109,6 @@ class OpenAIClient:
       version: of the server's present weights.
 
     Raises:
-      ImportError: the openai package is not installed.
       ValueError: naming the argument.
     """
     if protocol not in PROTOCOLS:
@@ -179,8 +179,8 @@ class OpenAIClient:
     for name in ("top_logprobs", "raw_logprobs"):
       if getattr(sampling, name):
         raise ValueError(
-            f"{name}={getattr(sampling, name)} is told by the engine in this"
-            " process only; leave it out"
+            f"{name}={getattr(sampling, name)} is returned by the engine in"
+            " this process only; leave it out"
         )
     if sampling.seed is None:
       # A repeated request must be the same, another call another one.
@@ -206,11 +206,10 @@ class OpenAIClient:
     await self._drop(found.result())
 
   async def check(self) -> int | None:
-    """Asks the server for its models; learns the context's length, and returns
-    it if it is told.
+    """Asks the server for its models; returns the context's length if known.
 
     Raises:
-      ValueError: it does not serve `model`; says what it serves.
+      ValueError: it does not serve `model`; names the models it serves.
       RemoteError, TimeoutError: it cannot be reached.
     """
     try:
@@ -264,7 +263,6 @@ class OpenAIClient:
   ) -> policy_client.Completion:
     """Asks until the completion is whole."""
     parts: list[policy_client.Completion] = []
-    wait = remote_http.FIRST_WAIT_S
     while True:
       done = [t for part in parts for t in part.tokens.tolist()]
       at = prompt
@@ -290,8 +288,7 @@ class OpenAIClient:
         break
       # Cut off, as servers do when they get new weights.
       self.counts["resumed"] += 1
-      await asyncio.sleep(wait)
-      wait = min(2 * wait, remote_http.LONGEST_WAIT_S)
+      await asyncio.sleep(min(0.1 * 2 ** (len(parts) - 1), 5.0))
     last = parts[-1].finish_reason
     if last is policy_client.FinishReason.CANCELLED:
       last = policy_client.FinishReason.LENGTH
@@ -376,7 +373,7 @@ class OpenAIClient:
 
   async def _start(self, session: str) -> str:
     answer = await self._http.request(
-        "post", "/rl/start_session", {"task_id": session}, made=self._unstart
+        "post", "/rl/start_session", {"task_id": session}, undo=self._unstart
     )
     return _id_of(answer)
 
@@ -435,7 +432,7 @@ class OpenAIClient:
       self, answer: remote_protocols.Answer, cause: str
   ) -> list[int]:
     if self._tokenize is None:
-      said = {
+      found = {
           "no_token_ids": "no token ids",
           "unequal_lengths": (
               f"{len(answer.tokens or ())} token ids and"
@@ -443,7 +440,7 @@ class OpenAIClient:
           ),
       }[cause]
       raise RemoteError(
-          f"{self._root} returned {said}; use a server that has"
+          f"{self._root} returned {found}; use a server that has"
           " return_token_ids, or give tokenize= to train on a re-tokenised"
           " reply"
       )
@@ -496,7 +493,7 @@ def _id_of(answer: Any) -> str:
 def _rest(
     sampling: policy_client.SamplingParams, done: Sequence[int], number: int
 ) -> policy_client.SamplingParams:
-  """What is still to be sampled after `done`, with other random numbers."""
+  """Parameters of the rest after `done`, with other random numbers."""
   if not number:
     return sampling
   digest = hashlib.blake2b(

@@ -26,7 +26,7 @@ from typing import Any, Mapping, Sequence
 import uuid
 
 from tunix.rl.multi_turn.clients import data_urls
-from tunix.rl.multi_turn.clients import remote_http
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
@@ -62,7 +62,13 @@ class ProxyConnection:
       ImportError: the openai package is not installed.
       ValueError: naming the argument.
     """
-    openai = remote_http.import_openai()
+    try:
+      import openai  # pylint: disable=g-import-not-at-top
+    except ImportError as error:
+      raise ImportError(
+          "rollout.via=proxy needs the openai package; pip install"
+          " 'tunix-multi-turn[client]'"
+      ) from error
     if not url.startswith(("http://", "https://")):
       raise ValueError(f"url={url!r} is no URL; give http://host:port")
     if not timeout_s > 0:
@@ -103,7 +109,7 @@ class ProxyConnection:
     """
     # Repeated where only the answer was lost, it gives the same session.
     name_of_request = {"Idempotency-Key": uuid.uuid4().hex}
-    return await remote_http.or_undone(
+    return await concurrency.create_or_rollback(
         self.client.post(
             f"{self.url}/rl/start_session",
             body={"task_id": name},

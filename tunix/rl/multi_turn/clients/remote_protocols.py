@@ -1,6 +1,6 @@
-"""What vLLM, SGLang and our own server are sent, and what they say.
+"""Writes requests to vLLM, SGLang and our own server, and reads answers.
 
-Requests and answers of `openai_client`, without HTTP.
+Does not: send them; `remote_http` does.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import dataclasses
 from typing import Any, Mapping, Sequence
 
 import numpy as np
+from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import policy_client
 
-_LONGEST_TOLD_S = 60.0  # That a server may ask for.
 _SESSION_GONE = ("unknown_session", "session_ended")
 _TOO_LONG = (
     "context_length_exceeded",  # OpenAI's code, and ours.
@@ -22,12 +22,12 @@ _TOO_LONG = (
 )
 
 
-class RemoteError(RuntimeError):
+class RemoteError(http.CallError):
   """The server failed, or cannot be reached."""
 
 
 class PromptMismatchError(RemoteError):
-  """The server has read other tokens than it was sent."""
+  """The server has read other tokens than the prompt's."""
 
 
 class SessionGoneError(ValueError):
@@ -36,7 +36,7 @@ class SessionGoneError(ValueError):
 
 @dataclasses.dataclass
 class Answer:
-  """What a server said, in its own words; None where it said nothing."""
+  """A server's answer in its own words; None for what it left out."""
 
   text: str
   reason: str
@@ -51,8 +51,8 @@ class Answer:
 
 
 def _sampling(sampling: policy_client.SamplingParams) -> dict[str, Any]:
-  """What both call alike. Everything is said: what is left out,
-  generation_config.json decides."""
+  """Parameters of the same name in both. All are sent: a server takes one that
+  is left out from generation_config.json."""
   return {
       "temperature": sampling.temperature,
       "top_p": sampling.top_p,
@@ -220,26 +220,26 @@ def field(answer: Any, name: str, kind: type) -> Any:
   return found
 
 
-def refusal(url: str, error: Any) -> Exception:
-  """An `openai.APIStatusError` as the seam's errors."""
-  body = error.body if isinstance(error.body, Mapping) else {}
-  body = body.get("error", body)
+def refusal(url: str, error: http.CallError) -> Exception:
+  """A failed call as the seam's errors."""
+  answer = error.answer
+  if answer is None:
+    return RemoteError(f"{url} cannot be reached: {error}")
+  if answer.ok:  # No JSON.
+    return RemoteError(str(error), answer.status)
+  try:
+    body = http.json_of(answer.content)
+  except ValueError:
+    body = None
+  body = body.get("error", body) if isinstance(body, Mapping) else {}
   code = body.get("code") if isinstance(body, Mapping) else None
   text = body.get("message") if isinstance(body, Mapping) else None
-  text = text or str(error)
+  text = text or answer.quoted()
   if any(sign in f"{code} {text}" for sign in _TOO_LONG):
     return policy_client.ContextLimitError(text)
-  said = f"{url} answered {error.status_code}: {text}"
+  reason = f"{url} answered {error.status}: {text}"
   if code in _SESSION_GONE:
-    return SessionGoneError(said)
-  if error.status_code in (400, 401, 403, 404, 409, 413, 422):
-    return ValueError(said)
-  return RemoteError(said)
-
-
-def seconds(text: str | None) -> float | None:
-  """Of a Retry-After; None where it is none, or a date."""
-  try:
-    return min(max(0.0, float(text)), _LONGEST_TOLD_S)
-  except (TypeError, ValueError):
-    return None
+    return SessionGoneError(reason)
+  if error.status in (400, 401, 403, 404, 409, 413, 422):
+    return ValueError(reason)
+  return RemoteError(reason, error.status)

@@ -76,10 +76,14 @@ def describe(
   """
   model, processor = found.model, found.processor
   sizes = memory_plan.Sizes.of(model.config)
-  screen = screen or usual_screen(processor)
-  shot = policy_facts.screenshot(processor, *screen)
-  if "refused" in shot:
-    raise ValueError(shot["refused"])
+  if processor.patches_per_token:
+    screen = screen or usual_screen(processor)
+    shot = policy_facts.screenshot(processor, *screen)
+    if "refused" in shot:
+      raise ValueError(shot["refused"])
+    screens = [tuple(screen), *(s for s in SCREENS if s != tuple(screen))]
+  else:  # A text policy has no screenshots.
+    images, screens, shot = 0, [], {"tokens": 0, "patches": 0}
   parameters = policy_facts.parameters_by_part(model)
   compute = model.config.compute_dtype
   per_token = (
@@ -99,7 +103,6 @@ def describe(
       remat=remat,
       lora_rank=lora_rank,
   )
-  screens = [tuple(screen), *(s for s in SCREENS if s != tuple(screen))]
   return {
       "name": found.name,
       "sizes": policy_facts.sizes_of(model),
@@ -158,9 +161,10 @@ def text_of(report: dict[str, Any]) -> str:
       ]),
       ("sequence", [
           ("length", f"{sequence['tokens']:,} tokens:"
-           f" {sequence['images']} screenshots of"
-           f" {report['screens'][0]['screen']} and"
-           f" {sequence['text_tokens']} of text"),
+           + (f" {sequence['images']} screenshots of"
+              f" {report['screens'][0]['screen']} and"
+              if report["screens"] else "")
+           + f" {sequence['text_tokens']} of text"),
           ("KV cache", f"{human(sequence['kv_bytes_per_token'])} a token,"
            f" {human(sequence['kv_bytes'])} in {sequence['kv_dtype']}"),
       ]),

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import lora
-from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import qwen_text
+from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import sharding
 
 REMAT = ("none", "block", "dots")
@@ -68,7 +69,25 @@ class Sizes:
 
   @classmethod
   def of(cls, config: Any) -> Sizes:
-    """Of a `QwenVLConfig` or a `TinyVLConfig`."""
+    """Of a `QwenVLConfig`, a `QwenTextConfig` or a `TinyVLConfig`."""
+    if isinstance(config, qwen_text_config.QwenTextConfig):
+      text = config.text
+      return cls(
+          layers=text.num_hidden_layers,
+          width=text.hidden_size,
+          heads=text.num_attention_heads,
+          kv_heads=text.num_key_value_heads,
+          head_dim=text.head_dim,
+          mlp=text.intermediate_size,
+          mlp_copies=0,
+          vocabulary=text.vocab_size,
+          blocks=0,
+          vision_width=0,
+          vision_mlp=0,
+          deep=0,
+          patches_per_token=1,
+          patch_bytes=0,
+      )
     if not hasattr(config, "vision"):
       return cls(
           layers=config.layers,
@@ -297,20 +316,22 @@ def plan(
   )
 
 
-def with_adapter(model: qwen_vl.QwenVL, rank: int) -> qwen_vl.QwenVL:
-  """The shapes of a Qwen-VL policy with a LoRA adapter on its decoder.
+def with_adapter(
+    model: qwen_text.QwenText, rank: int
+) -> qwen_text.QwenText:
+  """The shapes of a Qwen policy with a LoRA adapter on its decoder.
 
   Raises:
     ValueError: another policy, or a rank below 1.
   """
-  if not isinstance(model, qwen_vl.QwenVL):
+  if not isinstance(model, qwen_text.QwenText):
     raise ValueError(
-        f"LoRA is for Qwen-VL policies, got {type(model).__name__}; leave the"
+        f"LoRA is for Qwen policies, got {type(model).__name__}; leave the"
         " rank at 0"
     )
 
-  def build() -> qwen_vl.QwenVL:
-    fresh = qwen_vl.QwenVL(model.config, nnx.Rngs(0))
+  def build() -> qwen_text.QwenText:
+    fresh = type(model)(model.config, nnx.Rngs(0))
     lora.add(fresh, rank=rank)
     return fresh
 

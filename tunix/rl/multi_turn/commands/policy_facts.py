@@ -14,16 +14,19 @@ from typing import Any
 from flax import nnx
 import safetensors
 from tunix.rl.multi_turn.commands import memory_plan
+from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import settings
+from tunix.rl.multi_turn.policy import qwen_text_checkpoint
+from tunix.rl.multi_turn.policy import qwen_text_config
+from tunix.rl.multi_turn.policy import text_inputs
 from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.policy import vision_inputs
 
-BUILT_IN = settings.POLICIES.names()
+BUILT_IN = tuple(by_name.BUILT_IN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +74,15 @@ def find(
       policy_files.DATA / name
   ).is_dir():
     config = qwen_checkpoint.small_config(name, **change)
+  elif name in qwen_text_checkpoint.SMALL:
+    config = qwen_text_checkpoint.small_config(name, **change)
   else:
     directory = _directory(name)
     config = checkpoint.load_config(directory, **change)
-  if isinstance(config, qwen_config.QwenVLConfig):
+  if isinstance(config, qwen_text_config.QwenTextConfig):
+    model = hf_checkpoint.abstract_model(config)
+    processor: Any = text_inputs.TextProcessor(name)
+  elif isinstance(config, qwen_config.QwenVLConfig):
     model = hf_checkpoint.abstract_model(config)
     processor = qwen_checkpoint.processor_of(config, directory)
   else:
@@ -133,7 +141,7 @@ def sizes_of(model: nnx.Module) -> dict[str, Any]:
   """Family, layers, widths and heads."""
   config = model.config
   sizes = memory_plan.Sizes.of(config)
-  qwen = hasattr(config, "vision")
+  qwen, vision = hasattr(config, "text"), getattr(config, "vision", None)
   found = {
       "family": config.family if qwen else "tiny_vl",
       "layers": sizes.layers,
@@ -144,12 +152,15 @@ def sizes_of(model: nnx.Module) -> dict[str, Any]:
       "mlp": config.text.intermediate_size if qwen else config.mlp,
       "vocabulary": sizes.vocabulary,
       "tied_head": config.tie_word_embeddings if qwen else True,
-      "vision_blocks": sizes.blocks,
-      "vision_width": sizes.vision_width,
-      "vision_heads": config.vision.num_heads if qwen else config.vision_heads,
-      "vision_mlp": sizes.vision_mlp,
-      "patch": config.vision.patch_size if qwen else vision_inputs.CELL,
   }
+  if vision is not None or not qwen:
+    found |= {
+        "vision_blocks": sizes.blocks,
+        "vision_width": sizes.vision_width,
+        "vision_heads": vision.num_heads if qwen else config.vision_heads,
+        "vision_mlp": sizes.vision_mlp,
+        "patch": vision.patch_size if qwen else vision_inputs.CELL,
+    }
   if qwen and config.text.num_experts:
     found |= {
         "experts": config.text.num_experts,

@@ -24,10 +24,10 @@ from tunix.rl.multi_turn.commands import policy_facts
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import qwen_checkpoint
 
 PROMPT = "What is on the screen?"
 _IMAGE = "<|image_pad|>"
+_NO_IMAGE = "<|vision_start|><|vision_end|>"
 _CHAT = (
     "<|im_start|>user\n<|vision_start|>{image}<|vision_end|>{prompt}<|im_end|>"
     "\n<|im_start|>assistant\n"
@@ -53,9 +53,15 @@ def run(
       take the picture or the prompt.
     OSError: the picture cannot be read.
   """
-  pixels = picture(*screen) if image is None else _read(image)
-  height, width, _ = pixels.shape
-  count = found.processor.num_image_tokens(width, height)
+  pixels, count, size = None, 0, None
+  if found.processor.patches_per_token:
+    pixels = picture(*screen) if image is None else _read(image)
+    size = (pixels.shape[1], pixels.shape[0])
+    count = found.processor.num_image_tokens(*size)
+  elif image is not None:
+    raise ValueError(
+        f"--image={image}: {found.name} reads text only; leave it out"
+    )
   need = needed_bytes(found, count)
   have = free_bytes()
   if need > have:
@@ -65,13 +71,13 @@ def run(
         " smaller policy, or --param-dtype bfloat16"
     )
   random = found.directory is None
-  model, processor, encoder = _load(found, (width, height))
+  model, processor, encoder = _load(found, size)
   inputs = make_inputs(processor, encoder, model.config, pixels, prompt)
   chances, compile_seconds, seconds = _next_tokens(model, inputs)
   best = np.argsort(-chances, kind="stable")[:5]
   return {
-      "picture": str(image or "generated"),
-      "size": f"{width}x{height}",
+      "picture": "none" if size is None else str(image or "generated"),
+      "size": "" if size is None else "{}x{}".format(*size),
       "tokens": int(inputs.tokens.shape[1]),
       "image_tokens": count,
       "compile_seconds": round(compile_seconds, 3),
@@ -89,7 +95,7 @@ def run(
 
 
 def _load(
-    found: policy_facts.Found, screen: tuple[int, int]
+    found: policy_facts.Found, screen: tuple[int, int] | None
 ) -> checkpoint.Loaded:
   """The policy with weights: its directory's, or random ones."""
   config = found.model.config
@@ -98,7 +104,7 @@ def _load(
     if hasattr(config, "param_dtype"):
       change["param_dtype"] = config.param_dtype
     return checkpoint.load_policy(found.directory, screen=screen, **change)
-  if found.name in qwen_checkpoint.SMALL:
+  if found.name in checkpoint.SMALL:
     return checkpoint.create_policy(
         found.name,
         screen=screen,
@@ -136,7 +142,7 @@ def _next_tokens(
 def rows_of(result: dict[str, Any]) -> list[tuple[str, str]]:
   """The result as lines of a table."""
   rows = [
-      ("picture", f"{result['picture']}, {result['size']}"),
+      ("picture", f"{result['picture']}, {result['size']}".rstrip(", ")),
       ("tokens", f"{result['tokens']}, of which the picture's are"
        f" {result['image_tokens']}"),
       ("time", f"{result['seconds']:.3f} s after"
@@ -154,10 +160,10 @@ def make_inputs(
     processor: base.Processor,
     encoder: Any,
     config: Any,
-    pixels: np.ndarray,
+    pixels: np.ndarray | None,
     prompt: str,
 ) -> base.PolicyInputs:
-  """One row: a user's turn of a picture and words, the answer to come.
+  """One row: a user's turn of a picture (or none) and words, then the answer.
 
   Raises:
     ValueError: the prompt holds a placeholder.
@@ -166,6 +172,10 @@ def make_inputs(
     raise ValueError(
         f"--prompt must not hold {_IMAGE}; the picture has its own"
     )
+  if pixels is None:
+    text = _CHAT.format(image="", prompt=prompt).replace(_NO_IMAGE, "")
+    tokens = np.array(encoder.encode(text, add_special_tokens=False).ids)
+    return _inputs_of_text(processor, tokens)
   image = processor.patchify(pixels)
   text = _CHAT.format(image=_IMAGE * image.num_tokens, prompt=prompt)
   tokens = np.array(encoder.encode(text, add_special_tokens=False).ids)
@@ -191,6 +201,21 @@ def make_inputs(
       patches=image.patches[None],
       patch_segments=np.ones((1, len(image.patches)), np.int32),
       patch_positions=image.positions[None],
+  )
+
+
+def _inputs_of_text(
+    processor: base.Processor, tokens: np.ndarray
+) -> base.PolicyInputs:
+  nothing = (1, 0)
+  return base.PolicyInputs(
+      tokens=tokens[None].astype(np.int32),
+      positions=processor.positions(tokens, [])[None],
+      segment_ids=np.ones((1, len(tokens)), np.int32),
+      vision_index=np.full((1, len(tokens)), -1, np.int32),
+      patches=np.zeros((*nothing, processor.patch_bytes), np.uint8),
+      patch_segments=np.zeros(nothing, np.int32),
+      patch_positions=np.zeros((*nothing, processor.position_axes), np.int32),
   )
 
 

@@ -17,6 +17,7 @@ import collections.abc
 import dataclasses
 import difflib
 import functools
+import re
 import types
 import typing
 from typing import Any, Literal, Mapping, Sequence
@@ -261,15 +262,21 @@ def build(
   try:
     return cls(**values)
   except pydantic.ValidationError as error:
-    section = prefix.rstrip(".")
     for detail in error.errors():
       text = str(detail.get("ctx", {}).get("error", detail["msg"]))
-      problems += [
-          f"{section}: {line}" if section else line
-          for line in text.splitlines()
-      ]
+      problems += [_dotted(cls, line, prefix) for line in text.splitlines()]
     nested = {f.name for f in settings.fields(cls) if f.nested}
     return cls(**{k: v for k, v in values.items() if k in nested})
+
+
+def _dotted(cls: type, problem: str, prefix: str) -> str:
+  """A class's own problem, with its fields under their dotted keys."""
+  names = "|".join(re.escape(f.name) for f in settings.fields(cls))
+  named = re.compile(rf"(?<![\w.])({names})(?==)|^({names})(?=[ :])")
+  text = named.sub(lambda match: prefix + match.group(0), problem)
+  if text == problem and prefix:
+    return f"{prefix.rstrip('.')}: {problem}"
+  return text
 
 
 def field_problem(

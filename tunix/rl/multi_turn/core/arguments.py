@@ -59,6 +59,17 @@ class Takes:
   def __contains__(self, name: str) -> bool:
     return self.anything or name in self.options
 
+  def of(
+      self, values: Mapping[str, Any], other: Takes | None = None
+  ) -> dict[str, Any]:
+    """Those of the values that are the factory's, not the `other` one's."""
+    others = other.options if other is not None else {}
+    return {
+        name: value
+        for name, value in values.items()
+        if name in self.options or (self.anything and name not in others)
+    }
+
   @property
   def required(self) -> tuple[str, ...]:
     """Names of the parameters without a default."""

@@ -422,7 +422,7 @@ async def create_or_rollback(
     raise
 
 
-# --- Calls by the process's own runner -----------------------------------------
+# --- Calls by the process's own runner --------------------------------------
 
 # Of code that gives no runner of its own. Cancelled code that itself awaits
 # tasks needs a moment to let go; a caller waits no longer than that.

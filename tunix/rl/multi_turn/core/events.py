@@ -1,8 +1,9 @@
-"""Typed events, the one way the running system tells anybody anything.
+"""Typed events: stages emit them, observers receive them.
 
-Stages emit, observers listen (progress bar, metrics file, trajectory log,
-monitor). An observer must return at once and must not raise; one that raises
-is counted and reported once, and never stops a run.
+Observers are the progress bar, the metrics file, the trajectory log, trackers
+and the monitor; no stage calls them directly. An observer must return at once
+and must not raise; one that raises is counted and reported once, and never
+stops a run.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class EpisodeStarted(Event):
 
 @dataclasses.dataclass(frozen=True)
 class StageChanged(Event):
-  """An episode begins to wait for somebody, or no longer does.
+  """An episode begins to wait for the model or its environment, or stops.
 
   `stage`: "model" (the policy, rendering and the engine's queue included),
   "env" (reset, step, reward and closing), or "" for neither.
@@ -98,8 +99,8 @@ class StepFinished(Event):
   """One learner update, from `groups`.
 
   `metrics` are documented in docs/metrics.md. `advantages` are of the turns of
-  the groups' valid members, by trajectory id: what the update weighed every
-  token sampled in that turn with. `left_out` is of the turns of all members:
+  the groups' valid members, by trajectory id: the weight of every token
+  sampled in that turn in the update. `left_out` is of the turns of all members:
   why the update did not put that turn's tokens into its loss ("invalid",
   "zero_advantage" or "too_long", see `learner.examples`), "" where it did.
   """
@@ -155,7 +156,7 @@ class Progress(Event):
 
 
 class Observer(Protocol):
-  """Listens. Must return at once, must not raise, must be thread-safe."""
+  """Receives events. Must return at once, not raise, and be thread-safe."""
 
   def on_event(self, event: Event) -> None:
     ...

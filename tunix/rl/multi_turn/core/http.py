@@ -36,7 +36,7 @@ _INLINE_JSON_BYTES = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
   """A server's answer.
 
   Attributes:
@@ -72,7 +72,7 @@ class CallError(RuntimeError):
     retry_after_s: pause that the server asks for, None without one.
   """
 
-  answer: Answer | None = None
+  answer: HttpAnswer | None = None
   late = False
   retry_after_s: float | None = None
 
@@ -269,7 +269,7 @@ class Http:
   ) -> Any:
     """The JSON of a successful answer; see `call`."""
 
-    async def parse(answer: Answer) -> Any:
+    async def parse(answer: HttpAnswer) -> Any:
       raw = answer.content
       try:
         return await read(
@@ -311,7 +311,7 @@ class Http:
       seconds: float | None,
       method: str,
       url: str,
-      parse: Callable[[Answer], Awaitable[T]],
+      parse: Callable[[HttpAnswer], Awaitable[T]],
       *,
       retry: RetryPolicy | None = None,
       **request: Any,
@@ -347,7 +347,7 @@ class Http:
       files: Mapping[str, Any] | None = None,
       headers: Mapping[str, str] | None = None,
       limit: int = MAX_BODY,
-  ) -> Answer:
+  ) -> HttpAnswer:
     what = f"{method} {url}"
     sent = {**self._headers, **(headers or {}), "accept-encoding": "identity"}
     content = None
@@ -393,11 +393,11 @@ class Http:
     )
 
 
-async def _keep(answer: Answer) -> Answer:
+async def _keep(answer: HttpAnswer) -> HttpAnswer:
   return answer
 
 
-async def _received(reply: httpx.Response, what: str, limit: int) -> Answer:
+async def _received(reply: httpx.Response, what: str, limit: int) -> HttpAnswer:
   failed = not 200 <= reply.status_code < 300
   kind = reply.headers.get("content-encoding", "identity").strip().lower()
   if kind not in ("", "identity") and not failed:
@@ -413,7 +413,7 @@ async def _received(reply: httpx.Response, what: str, limit: int) -> Answer:
     if size > limit:
       raise CallError(f"{what} answered with more than {limit} bytes")
     parts.append(part)
-  return Answer(reply.status_code, reply.headers, b"".join(parts))
+  return HttpAnswer(reply.status_code, reply.headers, b"".join(parts))
 
 
 @functools.lru_cache(maxsize=2)

@@ -6,8 +6,8 @@
     action.x must be <= 1e+06, got 1e+300
     options.gym must be an object, got [1]
 
-Promises: text with half a surrogate pair, NaN and infinities are no JSON here,
-so a value that was parsed can always be written again.
+Promises: text with half a surrogate pair, `NaN` and `Infinity` are no JSON, so
+parsed text can always be written again.
 
 Does not know HTTP statuses: callers choose the error to raise.
 """
@@ -34,7 +34,7 @@ Flag = Annotated[
 
 
 class Request(pydantic.BaseModel):
-  """Base of what clients send: strict types, null means "not given"."""
+  """Base of requests: strict types; null means "not given"."""
 
   model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 

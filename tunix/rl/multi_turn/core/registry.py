@@ -20,7 +20,11 @@ T = TypeVar("T")
 def unknown_name(kind: str, name: Any, known: Iterable[str]) -> str:
   """The message for a name that is not among `known`."""
   known = sorted(known)
-  near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
+  lower = {k.lower(): k for k in known}
+  match = difflib.get_close_matches(
+      str(name).lower(), lower, n=1, cutoff=0.0
+  )
+  near = [lower[word] for word in match]
   if not near:
     return f"unknown {kind} {name!r}; none is registered"
   return (

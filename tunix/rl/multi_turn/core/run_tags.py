@@ -1,4 +1,4 @@
-"""What a tag of a run may be. Knows neither SQL nor HTTP."""
+"""Checks tags of runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def clean(tag: Any) -> str:
   """A tag as it is stored: in NFC, so that those that look alike are alike.
 
   Raises:
-    ValueError: it can be none; says what can.
+    ValueError: it is no valid tag; the text has the fix.
   """
   if not isinstance(tag, str):
     raise ValueError(f"give text, not a {type(tag).__name__}")
@@ -34,7 +34,7 @@ def clean_all(tags: Any) -> tuple[str, ...]:
   """Several of them, each once, in their order.
 
   Raises:
-    ValueError: no list, more than `MOST`, or one of them can be none.
+    ValueError: no list, more than `MOST`, or one of them is invalid.
   """
   if not isinstance(tags, (list, tuple)):
     raise ValueError("give a list of texts")

@@ -1,14 +1,19 @@
-"""The in-process rollout engine: many episodes, one policy, one batch.
+"""Samples completions of the policy in the process, for many episodes at once.
 
-`RolloutEngine` imports JAX and is loaded on first use.
+`EngineConfig` loads no JAX. `RolloutEngine` does, on first use.
 """
 
-__all__ = ["EngineError", "RolloutEngine"]
+import importlib
+
+_HOMES = {
+    "EngineConfig": "config",
+    "EngineError": "engine",
+    "RolloutEngine": "engine",
+}
+__all__ = list(_HOMES)
 
 
-def __getattr__(name):
-  if name in __all__:
-    from tunix.rl.multi_turn.engine import engine  # pylint: disable=g-import-not-at-top
-
-    return getattr(engine, name)
+def __getattr__(name: str):
+  if name in _HOMES:
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

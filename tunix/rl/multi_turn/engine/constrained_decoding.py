@@ -1,255 +1,145 @@
-"""Grammars of JSON, of regular expressions and of tool calls, by llguidance.
+"""Steers completions by grammars and ends them by stop conditions.
 
-Promises: what is sampled under a grammar is a text of it, unless sampling ends
-before; a stop token may be sampled only where the text may end, and must be
-where nothing can follow. A grammar that cannot be is refused when it is made.
+The engine knows tokens, not text. A `StopWhen` sees the sampled tokens and may
+end the completion; a `Grammar` allows the tokens that may come next. The engine
+calls both in its own thread, between decode calls, while all requests wait:
+they must be quick.
 
-Does not take: a schema's keywords that llguidance does not hold to; they are
-refused by name. Needs llguidance (the extra `grammar`).
+Promises: a grammar or stop condition that raises fails its request alone.
+
+Does not parse grammars: `serving.grammars` makes them with llguidance.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
-import threading
-from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
+import operator
+from typing import Any, Callable, Hashable, Protocol, Sequence, TypeVar
 
 import numpy as np
-from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
-from tunix.rl.multi_turn.parser.tool_parser import qwen
+from tunix.rl.multi_turn.core import policy_client
 
-_KEPT = 64  # Grammars, compiled.
-# JSON as `json.dumps` writes it, or without blanks: a policy that may write
-# blanks at will may never end.
-_JSON = {
-    "whitespace_flexible": False,
-    "item_separator": ", ?",
-    "key_separator": ": ?",
-}
+StopWhen = Callable[[np.ndarray], "int | None"]
+"""Maps all int32[S] tokens sampled so far to the number of them to keep when
+one of them ends the completion, else to None."""
 
 
-class GrammarError(ValueError):
-  """A grammar that cannot be, and why."""
-
-
-class Grammars:
-  """Makes grammars for one vocabulary. Thread-safe."""
-
-  def __init__(
-      self,
-      token_bytes: Callable[[int], bytes],
-      encode: Callable[[str], Sequence[int]],
-      vocabulary: int,
-      special: Collection[int],
-      stop_token_ids: Sequence[int],
-  ):
-    """Args:
-
-      token_bytes: of an id; b"" for ids that stand for nothing.
-      encode: a text's ids.
-      vocabulary: ids that the policy has.
-      special: ids that are no text.
-      stop_token_ids: end a text.
-
-    Raises:
-      ImportError: llguidance is not installed.
-    """
-    try:
-      import llguidance  # pylint: disable=g-import-not-at-top
-      import llguidance.numpy  # pylint: disable=g-import-not-at-top
-    except ImportError as error:
-      raise ImportError(
-          "grammars need llguidance; pip install 'tunix-multi-turn[grammar]'"
-      ) from error
-    self._lib = llguidance
-    self._fill = llguidance.numpy.fill_next_token_bitmask
-    self._words = -(-vocabulary // 32)
-    names = [token_bytes(i) for i in range(vocabulary)]
-    # What adds nothing to a text could be sampled for ever.
-    empty = {i for i, name in enumerate(names) if not name}
-    names = _Tokens(
-        [name or b"<%d>" % i for i, name in enumerate(names)],
-        sorted({*special, *stop_token_ids, *empty}),
-        stop_token_ids[0],
-        encode,
-    )
-    self._tokens = llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(names),
-        eos_token=list(stop_token_ids),
-    )
-    self._lock = threading.Lock()
-    self._compiled = functools.lru_cache(_KEPT)(self._compile)
-
-  def json(self, schema: Any = None) -> str:
-    """Of JSON that a schema describes; None: any object.
-
-    Raises:
-      GrammarError: it is nested too deep, or cannot be written.
-    """
-    if schema is None:
-      schema = {"type": "object"}
-    with _refusing():
-      return self._lib.LLMatcher.grammar_from_json_schema(
-          json.dumps(schema), overrides=_JSON
-      )
-
-  def regex(self, pattern: str) -> str:
-    """Of what a pattern matches.
-
-    Raises:
-      GrammarError: it cannot be written.
-    """
-    with _refusing():
-      return self._lib.LLMatcher.grammar_from_regex(pattern)
-
-  def calls(
-      self,
-      parser: parser_base.ToolParser,
-      tools: Sequence[Mapping[str, Any]],
-      *,
-      many: bool = False,
-      free: bool = False,
-  ) -> str:
-    """Of one call to one of the tools, or of several.
-
-    Args:
-      parser: reads the calls.
-      tools: OpenAI schemas.
-      many: whether more calls may follow the first.
-      free: any text, with calls in it or none; arguments are then held to the
-        schemas of `strict` tools only.
-
-    Raises:
-      GrammarError: nothing is known of how this parser's calls are written, or
-        a schema is nested too deep.
-    """
-    if not isinstance(parser, qwen.QwenToolParser) or parser.style != "json":
-      raise GrammarError(
-          f"calls of {type(parser).__name__} have no grammar; use the tool"
-          " parser qwen"
-      )
-    ways = []
-    for tool in tools:
-      function = tool["function"]
-      arguments = {"type": "object"}
-      if function.get("strict") or not free:
-        arguments |= function.get("parameters") or {}
-      ways.append({
-          "x-guidance": _JSON,
-          "type": "object",
-          "properties": {
-              "name": {"const": function["name"]},
-              "arguments": arguments,
-          },
-          "required": ["name", "arguments"],
-          "additionalProperties": False,
-      })
-    head = '"<tool_call>\\n"'
-    start = 'start: call ("\\n" call)*' if many else "start: call"
-    if free:
-      # What a text is told from a call by is found at once, not at its end.
-      start = (
-          "start: call* TEXT\nTEXT: /(.|\\n)*/\n"
-          'head[lazy]: TEXT "<tool_call>"'
-      )
-      head = 'head "\\n"'
-    with _refusing():
-      schemas = "\n".join(
-          f"c{i}: %json {json.dumps(way)}" for i, way in enumerate(ways)
-      )
-      return self._lib.LLMatcher.grammar_from_lark(
-          f"{start}\n"
-          f'call: {head} body "\\n</tool_call>"\n'
-          f"body: {' | '.join(f'c{i}' for i in range(len(ways)))}\n"
-          f"{schemas}\n"
-      )
-
-  def start(self, source: str) -> Matcher:
-    """A grammar for one completion. The first of a source takes a while: up
-    to a second for a large schema.
-
-    Raises:
-      GrammarError: it cannot be.
-    """
-    with self._lock, _refusing():
-      matcher = self._compiled(source).deep_copy()
-    return Matcher(matcher, self._fill, self._words)
-
-  def _compile(self, source: str) -> Any:
-    wrong = self._lib.LLMatcher.validate_grammar(source, self._tokens)
-    if wrong:
-      raise GrammarError(" ".join(wrong.split()))
-    made = self._lib.LLMatcher(self._tokens, source, log_level=0)
-    # Some that no text can be of are found out with the first token only.
-    Matcher(made.deep_copy(), self._fill, self._words).allowed()
-    return made
-
-
-class Matcher:
-  """A `guidance.Grammar`."""
-
-  def __init__(self, matcher: Any, fill: Callable[..., None], words: int):
-    self._matcher = matcher
-    self._fill = fill
-    self._mask = np.zeros((1, words), np.int32)
+class Grammar(Protocol):
+  """The tokens that one completion may go on with, one at a time."""
 
   def allowed(self) -> np.ndarray:
-    """uint32[ceil(V / 32)]."""
-    self._fill(self._matcher, self._mask, 0)
-    self._check()
-    return self._mask[0].view(np.uint32).copy()
+    """uint32[ceil(V / 32)], bit t % 32 of word t // 32 set when token t may
+    come next. Where the text may end, a stop token of the request is one."""
+    ...
 
   def advance(self, token: int) -> None:
-    self._matcher.consume_token(token)
-    self._check()
+    """Takes note of a sampled token, unless that was a stop token."""
+    ...
+
+
+class Steered(Hashable, Protocol):
+  """A request, as far as grammars and stop conditions concern it."""
+
+  prompt: policy_client.TokenPrompt
+  stop_when: StopWhen | None
+  grammar: Grammar | None
+  length: int  # Prompt and sampled tokens.
 
   @property
-  def may_end(self) -> bool:
-    """Whether what was said is a text of the grammar."""
-    return self._matcher.is_accepting()
-
-  def _check(self) -> None:
-    if self._matcher.is_error():
-      error = self._matcher.get_error().splitlines()[0]
-      if error == "NoExtensionBias":
-        error = (
-            "nothing can be a text of it; does a $ref lead to itself, with"
-            " nothing between?"
-        )
-      raise GrammarError(error)
+  def sampled(self) -> int:
+    ...
 
 
-@contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-  """Says of what a library cannot read that it cannot be a grammar."""
+_S = TypeVar("_S", bound=Steered)
+
+
+def pack(tokens_V: np.ndarray) -> np.ndarray:
+  """bool[V] to a grammar's mask, uint32[ceil(V / 32)]."""
+  padded = np.pad(tokens_V, (0, -len(tokens_V) % 32))
+  return np.packbits(padded, bitorder="little").view(np.uint32)
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+  """The function's result; native panics become `RuntimeError`.
+
+  Native code may raise a `BaseException` of its own, which must fail its
+  request alone as well.
+  """
   try:
-    yield
-  except GrammarError:
+    return function(*args)
+  except (Exception, KeyboardInterrupt, SystemExit):
     raise
-  except (ValueError, RecursionError) as error:
-    raise GrammarError(" ".join(str(error).split())) from None
+  except BaseException as error:
+    raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
-class _Tokens:
-  """A vocabulary, as llguidance asks for it."""
+def masks(
+    requests: Sequence[_S], unbanned: np.ndarray
+) -> tuple[dict[_S, np.ndarray], dict[_S, Exception]]:
+  """Each request's mask of allowed tokens, and the errors of the others.
 
-  bos_token_id = None
+  Args:
+    requests: each with a grammar.
+    unbanned: uint32[ceil(V / 32)], the tokens that may be sampled at all.
+  """
+  found: dict[_S, np.ndarray] = {}
+  failed: dict[_S, Exception] = {}
+  for request in requests:
+    try:
+      assert request.grammar is not None
+      mask = np.asarray(_call(request.grammar.allowed))
+      if mask.shape != unbanned.shape or mask.dtype not in (
+          np.uint32, np.int32
+      ):  # pyformat: disable
+        raise ValueError(
+            f"grammar allows {mask.dtype}{list(mask.shape)}, which is no"
+            f" uint32{list(unbanned.shape)}, a bit a token"
+        )
+      mask = mask.view(np.uint32)
+      if not np.any(mask & unbanned):
+        raise ValueError(
+            "grammar allows no token that may be sampled after"
+            f" {request.sampled} tokens; let it end with a stop token"
+        )
+      found[request] = mask
+    except Exception as error:  # pylint: disable=broad-except
+      failed[request] = error
+  return found, failed
 
-  def __init__(
-      self,
-      tokens: list[bytes],
-      special_token_ids: list[int],
-      eos_token_id: int,
-      encode: Callable[[str], Sequence[int]],
-  ):
-    self.tokens = tokens
-    self.special_token_ids = special_token_ids
-    self.eos_token_id = eos_token_id
-    self._encode = encode
 
-  def __call__(self, text: str | bytes) -> list[int]:
-    if isinstance(text, bytes):  # It asks whether bytes are taken.
-      raise TypeError("a str is needed")
-    return [int(i) for i in self._encode(text)]
+def ends(
+    request: Steered, tokens: np.ndarray, start: int, stopped: bool
+) -> bool:
+  """Shows the tokens sampled from `start` on to grammar and stop condition.
+
+  Args:
+    request: its length becomes that of the tokens to keep. Its cache keeps
+      all, as a sequence that the next turn does not extend.
+    tokens: int32, prompt and sampled tokens.
+    start: where the new tokens begin.
+    stopped: whether the last one is a stop token.
+
+  Returns:
+    Whether the stop condition ends the completion.
+  """
+  if request.grammar is not None and not stopped:
+    for token in tokens[start : request.length]:
+      _call(request.grammar.advance, int(token))
+  if request.stop_when is None:
+    return False
+  begin = len(request.prompt)
+  keep = _call(request.stop_when, tokens[begin : request.length].copy())
+  if keep is None:
+    return False
+  try:
+    end = begin + operator.index(keep)
+  except TypeError:
+    raise ValueError(
+        f"stop_when returned {keep!r}, which is no number of tokens"
+    ) from None
+  if not start < end <= request.length:
+    raise ValueError(
+        f"stop_when returned {keep}, which is none of the new tokens: it was"
+        f" shown {start - begin} before, and now {request.length - begin}"
+    )
+  request.length = end
+  return True

@@ -1,4 +1,4 @@
-"""The rollout engine: many episodes, one policy, one batch.
+"""Samples completions for many episodes in one batch, in the process.
 
 `RolloutEngine` is a `PolicyClient`. JAX runs in the engine's own thread; any
 number of event loops may await completions.
@@ -8,9 +8,9 @@ Promises:
   differs, images included, and so is one that begins as another session's
   does: keys and values lie in pages that sequences share. More sessions than
   there is room for is no error: requests wait in order, idle sessions lose
-  their pages, and the latest requests are preempted; all of it is computed
-  again later.
-- Equal (prompt, seed, weights) give equal tokens whatever else is in the
+  their pages, and the latest requests are preempted; the engine computes all of
+  it again later.
+- Equal (prompt, seed, weights) give equal tokens whichever requests share the
   batch, up to the rounding of differently shaped programs; in lockstep mode
   every result is equal to the bit. Without a seed, no two requests share
   random numbers.
@@ -18,11 +18,11 @@ Promises:
   kept, as the last token; banned tokens are never sampled.
 - New weights take effect between two decode calls (or between completions,
   by `update_policy`); each token carries its weights' version.
-- A bad request fails alone. A device failure fails what was running with an
-  `EngineError` and the engine goes on; only when it cannot is `healthy` False,
-  and every request is then refused at once.
-- After `warm_up` nothing is compiled again that it was told of; `stats()`
-  proves it.
+- A bad request fails alone. A device failure fails the running requests with an
+  `EngineError` and the engine goes on; after several failures in a row
+  `healthy` is False, and every request is refused at once.
+- After `warm_up` nothing is compiled again, except for features that the config
+  does not name; `stats()` counts both.
 
 Does not tokenize, render, or serve HTTP.
 """
@@ -32,6 +32,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import dataclasses
 import logging
 import threading
 import time
@@ -43,24 +44,66 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import config as config_lib
-from tunix.rl.multi_turn.engine import guidance
-from tunix.rl.multi_turn.engine import lockstep as lockstep_lib
-from tunix.rl.multi_turn.engine import outcomes
+from tunix.rl.multi_turn.engine import constrained_decoding
+from tunix.rl.multi_turn.engine import device_state
+from tunix.rl.multi_turn.engine import lockstep
 from tunix.rl.multi_turn.engine import programs as programs_lib
-from tunix.rl.multi_turn.engine import request_checks
 from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.engine import scheduler as scheduler_lib
-from tunix.rl.multi_turn.engine import vision_pool
+from tunix.rl.multi_turn.engine import vision_cache
 from tunix.rl.multi_turn.policy import base
 
 _LOG = logging.getLogger(__name__)
 _MAX_FAILURES = 3  # Device failures in a row that the engine recovers from.
 
-EngineError = scheduler_lib.EngineError
+EngineError = requests_lib.EngineError
+
+
+# --- commands to the engine's thread -----------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Open:
+  session: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Submit:
+  request: requests_lib.Request
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Cancel:
+  request: requests_lib.Request
+
+
+@dataclasses.dataclass(frozen=True)
+class _Release:
+  session: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _SetWeights:
+  version: int
+  params: scheduler_lib.Weights
+  done: concurrent.futures.Future[int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pause:
+  done: concurrent.futures.Future[None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Resume:
+  pass
+
+
+_Command = _Open | _Submit | _Cancel | _Release | _SetWeights | _Pause | _Resume
 
 
 class RolloutEngine:
-  """In-process `PolicyClient`; see the module docstring.
+  """The in-process `PolicyClient`; see the module docstring.
 
   Use it as a context manager, or call `close`.
   """
@@ -95,43 +138,37 @@ class RolloutEngine:
     self.config = config
     self._processor = processor
     self._buckets = buckets_lib.choose(processor, config, image_sizes)
-    slots, context_length = config.slots, config.context_length
-    page_size = self._buckets.page_size
-    pages_of = lambda tokens: -(-tokens // page_size)
-    self._programs = programs_lib.Programs(
+    slots, context = config.slots, config.context_length
+    pages_of = lambda tokens: -(-tokens // self._buckets.page_size)
+    cached = max(pages_of(config.cache_tokens or slots * context),
+                 pages_of(context))  # pyformat: disable
+    self._state = device_state.DeviceState(
         model,
-        slots=slots,
-        context_length=context_length,
-        # Ends of pages stay empty, and page 0 altogether.
-        pages=1
-        + max(
-            pages_of(config.cache_tokens or slots * context_length),
-            pages_of(context_length),
-        ),
-        page_size=page_size,
-        banned_token_ids=tuple(banned_token_ids),
+        processor,
+        pages=1 + cached,  # Page 0 stays empty.
+        page_size=self._buckets.page_size,
         vision_tokens=config.vision_cache_tokens
-        or max(context_length, slots * context_length // 2),
-        patch_bytes=processor.patch_bytes,
-        patches_per_token=processor.patches_per_token,
-        position_axes=processor.position_axes,
+        or max(context, slots * context // 2),
         weights=config.weights,
+    )
+    self._programs = programs_lib.Programs(
+        self._state,
+        banned_token_ids=banned_token_ids,
         entropies=config.entropies,
     )
     self._scheduler = scheduler_lib.Scheduler(
         self._programs,
-        processor,
-        vision_pool.PatchCache(
+        vision_cache.PatchCache(
             image_store, processor, config.patch_cache_mib << 20
         ),
         self._buckets,
         config,
         seed=seed,
+        version=version,
     )
-    self._scheduler.version = version
-    self._rounds = lockstep_lib.Rounds(self._scheduler, config)
+    self._rounds = lockstep.RoundTimer(self._scheduler, config)
     self._warm: frozenset[programs_lib.Variant] | None = None
-    self._inbox: collections.deque[tuple[Any, ...]] = collections.deque()
+    self._inbox: collections.deque[_Command] = collections.deque()
     self._wake = threading.Condition()
     self._thread: threading.Thread | None = None
     self._closed = False
@@ -146,8 +183,8 @@ class RolloutEngine:
   # --- PolicyClient ----------------------------------------------------------
 
   def open_session(self, session: str) -> None:
-    """Announces a session, so that lockstep waits for it. Thread-safe."""
-    self._post(("open", session))
+    """Opens a session, so that lockstep waits for it. Thread-safe."""
+    self._post(_Open(session))
 
   async def generate(
       self,
@@ -157,32 +194,32 @@ class RolloutEngine:
       session: str,
       on_tokens: Callable[[np.ndarray], None] | None = None,
       priority: int = 0,
-      stop_when: guidance.StopWhen | None = None,
-      grammar: guidance.Grammar | None = None,
+      stop_when: constrained_decoding.StopWhen | None = None,
+      grammar: constrained_decoding.Grammar | None = None,
   ) -> policy_client.Completion:
     """Samples one completion; cancelling the await frees its slot.
 
     Args:
       prompt: tokens and images.
-      sampling: how.
-      session: whose cache is extended.
+      sampling: how to sample.
+      session: the session whose cache the prompt extends.
       on_tokens: called on the awaiting loop with int32[S] of new tokens, a
-        few at a time, before the completion of them all is returned.
+        few at a time, before this returns the completion of them all.
       priority: the lower is served first, and preempted last.
-      stop_when: ends the completion with one of the tokens it is shown.
-      grammar: says what may be sampled, a token a decode call; log-probs are
-        of what it leaves.
+      stop_when: ends the completion at one of the sampled tokens.
+      grammar: allows the tokens that may come next, a token a decode call;
+        log-probs are of the distribution over these.
 
     Raises:
       ContextLimitError: the prompt leaves no room to sample.
       ValueError: the request is wrong; the message names the field.
       EngineError: the engine failed or is closed.
     """
-    request_checks.check(
+    requests_lib.check(
         prompt,
         sampling,
         context_length=self.context_length,
-        vocabulary=self._programs.vocabulary,
+        vocabulary=self._state.vocabulary,
         processor=self._processor,
     )
     loop = asyncio.get_running_loop()
@@ -197,16 +234,16 @@ class RolloutEngine:
         stop_when,
         grammar,
     )
-    self._post(("submit", request))
+    self._post(_Submit(request))
     try:
       return await request.future
     except asyncio.CancelledError:
-      self._post(("cancel", request), quiet=True)
+      self._post(_Cancel(request), quiet=True)
       raise
 
   async def release(self, session: str) -> None:
-    """Forgets the session and frees its slot. Unknown ids are fine."""
-    self._post(("release", session), quiet=True)
+    """Forgets the session and its pages. Unknown ids are fine."""
+    self._post(_Release(session), quiet=True)
 
   # --- weights ---------------------------------------------------------------
 
@@ -217,7 +254,7 @@ class RolloutEngine:
     return self._scheduler.version
 
   def update_weights(
-      self, version: int, params: Any
+      self, version: int, params: device_state.Params
   ) -> concurrent.futures.Future[int]:
     """Hands over new weights. Thread-safe, does not wait.
 
@@ -227,8 +264,8 @@ class RolloutEngine:
     Args:
       version: recorded for each token they sample, >= 0.
       params: nnx module, nnx.State (full, or Param only) or its pure dict.
-        Buffers already on the engine's device are used as they are: whoever
-        publishes must copy first what it is going to donate or delete.
+        The engine uses buffers that are already on its device as they are:
+        the publisher must first copy those that it will donate or delete.
 
     Returns:
       A future of the version, done when the engine has received them.
@@ -238,9 +275,9 @@ class RolloutEngine:
     """
     if version < 0:
       raise ValueError(f"version must be >= 0, got {version}")
-    prepared = self._programs.prepare_params(params)
+    prepared = self._state.prepare(params)
     done: concurrent.futures.Future[int] = concurrent.futures.Future()
-    self._post(("weights", version, prepared, done))
+    self._post(_SetWeights(version, prepared, done))
     return done
 
   # --- life cycle ------------------------------------------------------------
@@ -252,12 +289,12 @@ class RolloutEngine:
       A future, done when the device is at rest.
     """
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
-    self._post(("pause", done))
+    self._post(_Pause(done))
     return done
 
   def resume(self) -> None:
-    """Goes on after `pause`, where it stopped."""
-    self._post(("resume",))
+    """Ends a `pause`: sampling goes on where it stopped."""
+    self._post(_Resume())
 
   def warm_up(
       self, progress: Callable[[int, int, str], None] | None = None
@@ -292,22 +329,22 @@ class RolloutEngine:
   @property
   def vocabulary(self) -> int:
     """Tokens that the policy knows."""
-    return self._programs.vocabulary
+    return self._state.vocabulary
 
   @property
   def weight_bytes(self) -> int:
-    """Of the engine's own copy of the weights, on all devices together."""
-    return sum(x.nbytes for x in self._programs.params)
+    """Bytes of the engine's own weights, on all devices together."""
+    return sum(x.nbytes for x in self._state.params)
 
   @property
   def cache_tokens(self) -> int:
     """Tokens whose keys and values fit the KV cache."""
-    return self._scheduler.pages.capacity * self._programs.page_size
+    return self._scheduler.pages.capacity * self._state.page_size
 
   @property
   def cache_bytes(self) -> int:
-    """Of the KV cache, on one device where it is not split."""
-    return sum(x.nbytes for x in jax.tree.leaves(self._programs.cache))
+    """Bytes of the KV cache, on one device where it is not split."""
+    return sum(x.nbytes for x in jax.tree.leaves(self._state.cache))
 
   def stats(self) -> dict[str, float]:
     """A snapshot of counters and gauges; seconds are wall seconds."""
@@ -327,7 +364,7 @@ class RolloutEngine:
         "sessions": len(scheduler.slots.sessions),
         "pages": scheduler.pages.capacity,
         "pages_held": scheduler.pages.capacity - scheduler.pages.available,
-        "shared_tokens": scheduler.pages.found * self._programs.page_size,
+        "shared_tokens": scheduler.pages.found * self._state.page_size,
         "version": scheduler.version,
         "compile_count": self._programs.compile_count,
         "compile_seconds": self._programs.compile_seconds,
@@ -364,8 +401,12 @@ class RolloutEngine:
 
   # --- the engine's thread ---------------------------------------------------
 
-  def _post(self, command: tuple[Any, ...], quiet: bool = False) -> None:
-    """Leaves a command for the thread, which is started when need be."""
+  def _post(self, command: _Command, quiet: bool = False) -> None:
+    """Leaves a command for the thread; starts that if need be.
+
+    Raises:
+      EngineError: the engine is closed or has failed; not if `quiet`.
+    """
     with self._wake:
       if self._closed or self._fatal is not None:
         if quiet:
@@ -416,34 +457,32 @@ class RolloutEngine:
     finally:
       self._fail_all(reason)
 
-  def _execute(self, command: tuple[Any, ...]) -> None:
-    kind, *args = command
+  def _execute(self, command: _Command) -> None:
     scheduler = self._scheduler
-    if kind == "submit":
-      request = args[0]
-      self._rounds.last_arrival = time.monotonic()
-      scheduler.counters.requests += 1
-      try:
-        scheduler.slots.enqueue(request)
-      except ValueError as error:
-        request.outcome = error
-        scheduler.counters.failed += 1
-        outcomes.resolve([request])
-    elif kind == "cancel":
-      scheduler.cancel(args[0])
-    elif kind == "open":
-      scheduler.slots.open(args[0])
-    elif kind == "release":
-      scheduler.release(args[0])
-    elif kind == "pause":
-      self._rounds.paused = True
-      outcomes.settle(args[0], None)
-    elif kind == "resume":
-      self._rounds.paused = False
-    else:
-      version, params, done = args
-      scheduler.set_weights(version, params)
-      outcomes.settle(done, version)
+    match command:
+      case _Submit(request):
+        self._rounds.last_arrival = time.monotonic()
+        scheduler.counters.requests += 1
+        try:
+          scheduler.slots.enqueue(request)
+        except ValueError as error:
+          request.outcome = error
+          scheduler.counters.failed += 1
+          requests_lib.deliver([request])
+      case _Cancel(request):
+        scheduler.cancel(request)
+      case _Open(session):
+        scheduler.slots.open(session)
+      case _Release(session):
+        scheduler.release(session)
+      case _Pause(done):
+        self._rounds.paused = True
+        requests_lib.settle(done, None)
+      case _Resume():
+        self._rounds.paused = False
+      case _SetWeights(version, params, done):
+        scheduler.set_weights(version, params)
+        requests_lib.settle(done, version)
 
   def _step(self) -> None:
     scheduler = self._scheduler
@@ -453,7 +492,7 @@ class RolloutEngine:
     device += counters.seconds_vision
     try:
       if self.config.is_lockstep:
-        self._rounds.start_lot()
+        self._rounds.start_lockstep_batch()
       scheduler.step()
       self._failures = 0
     except Exception as error:  # pylint: disable=broad-except
@@ -472,7 +511,7 @@ class RolloutEngine:
   def _deliver(self) -> None:
     done = self._scheduler.take_done()
     if done:
-      outcomes.resolve(done)
+      requests_lib.deliver(done)
 
   def _fail_all(self, error: BaseException) -> None:
     """Fails every request that has no outcome yet."""
@@ -481,11 +520,11 @@ class RolloutEngine:
       commands = list(self._inbox)
       self._inbox.clear()
     pending = [*slots.waiting, *slots.active]
-    pending += [args[0] for kind, *args in commands if kind == "submit"]
+    pending += [c.request for c in commands if isinstance(c, _Submit)]
     for request in pending:
       if request.outcome is None:
         request.outcome = error
-    outcomes.resolve(pending)
-    for kind, *args in commands:
-      if kind in ("weights", "pause"):
-        outcomes.settle(args[-1], error)
+    requests_lib.deliver(pending)
+    for command in commands:
+      if isinstance(command, (_SetWeights, _Pause)):
+        requests_lib.settle(command.done, error)

@@ -1,7 +1,8 @@
-"""When the engine's next round starts, and in lockstep with whom.
+"""Decides when the engine's next round starts, and with which requests.
 
-A round that starts at once leaves the first request alone; one that waits for
-long holds up whoever is there.
+A round that starts at once leaves the first request alone in its batch; one
+that waits for long holds up the requests that are there. In lockstep a round
+waits for all open sessions.
 
 Synchronous and single-threaded: the engine's.
 """
@@ -13,15 +14,15 @@ import time
 from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import scheduler as scheduler_lib
 
-_MOST_WAITS = 10  # Of `admission_wait_s`, for one round of requests.
+_MOST_WAITS = 10  # Of `admission_wait_s`, from a round's oldest request on.
 
 
-class Rounds:
-  """See the module docstring.
+class RoundTimer:
+  """Times the rounds of a scheduler.
 
   Attributes:
     last_arrival: `time.monotonic()` of the newest request.
-    paused: none starts.
+    paused: no round starts.
   """
 
   def __init__(
@@ -53,22 +54,29 @@ class Rounds:
         return 0.0
       # While they keep coming: those of one round often answer together.
       wait = self._config.admission_wait_s
-      first = slots.waiting[0].submitted + _MOST_WAITS * wait
-      return min(first, self.last_arrival + wait) - now
-    if any(r in slots.waiting for r in self._scheduler.lot or ()):
+      latest = slots.waiting[0].submitted + _MOST_WAITS * wait
+      return min(latest, self.last_arrival + wait) - now
+    if self._batch_waits():
       return 0.0
     if all(s.request is not None for s in slots.sessions.values()):
       return 0.0
     return self.last_arrival + self._config.max_wait_s - now
 
-  def start_lot(self) -> None:
-    """Lockstep: what waits now is the next batch, in session order."""
+  def start_lockstep_batch(self) -> None:
+    """Makes the waiting requests the next batch, in session order."""
     scheduler = self._scheduler
     slots = scheduler.slots
-    if scheduler.busy or any(r in slots.waiting for r in scheduler.lot or ()):
+    if scheduler.busy or self._batch_waits():
       return
     if any(s.request is None for s in slots.sessions.values()):
       scheduler.counters.lockstep_timeouts += 1
-    lot = sorted(slots.waiting, key=lambda r: slots.sessions[r.session].order)
-    slots.renumber(lot)
-    scheduler.lot = lot
+    batch = sorted(
+        slots.waiting, key=lambda r: slots.sessions[r.session].order
+    )
+    slots.renumber(batch)
+    scheduler.lockstep_batch = batch
+
+  def _batch_waits(self) -> bool:
+    """Whether requests of the present batch still wait."""
+    waiting = self._scheduler.slots.waiting
+    return any(r in waiting for r in self._scheduler.lockstep_batch or ())

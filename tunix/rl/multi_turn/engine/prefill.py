@@ -1,8 +1,8 @@
-"""Keys and values of what active requests have read, in chunks.
+"""Prefills the prompts of active requests, in chunks.
 
 Promises: tokens that several prompts begin with are computed once; the most
-urgent come first; a request whose images or positions cannot be had fails
-alone. The shapes of a request's calls follow from the request.
+urgent requests come first; a request whose images or positions cannot be had
+fails alone. The shapes of a request's calls follow from the request.
 
 Synchronous and single-threaded: the scheduler's.
 
@@ -12,33 +12,87 @@ Axis names: see `scheduler`.
 from __future__ import annotations
 
 import time
-from typing import Callable, Sequence
+from typing import Callable, NamedTuple, Sequence
 
 import jax
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
-from tunix.rl.multi_turn.engine import pages as pages_lib
-from tunix.rl.multi_turn.engine import positions as positions_lib
+from tunix.rl.multi_turn.engine import kv_cache
 from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.engine import requests as requests_lib
-from tunix.rl.multi_turn.engine import vision_feed
+from tunix.rl.multi_turn.engine import vision_cache
+from tunix.rl.multi_turn.policy import base
 
-P = programs_lib
+
+class Positions:
+  """Computes rotary positions of requests' tokens.
+
+  The processor knows those of a prompt, images included; sampled tokens count
+  on from its end.
+  """
+
+  def __init__(self, processor: base.Processor, text_token: int):
+    """Args:
+
+      processor: the policy's host side.
+      text_token: any id of text, to stand for the first sampled one.
+    """
+    self._processor = processor
+    self._text_token = text_token
+
+  def locate(self, request: requests_lib.Request, start: int) -> None:
+    """Fills in the positions from token `start` to one past the prompt."""
+    prompt = request.prompt
+    extended = np.append(prompt.tokens, np.int32(self._text_token))
+    positions = np.asarray(
+        self._processor.positions(extended, prompt.images, start), np.int32
+    )
+    if positions.shape != (len(extended) - start, 3):
+      raise ValueError(
+          f"processor.positions returned shape {positions.shape} for tokens"
+          f" {start} to {len(extended)}"
+      )
+    request.positions, request.positions_from = positions, start
+
+  def between(
+      self, request: requests_lib.Request, start: int, end: int
+  ) -> np.ndarray:
+    """int32[end - start, 3]; sampled tokens count on from the prompt."""
+    if start < request.positions_from:
+      self.locate(request, start)
+    assert request.positions is not None
+    known = request.positions[:-1]
+    first = request.positions_from
+    n = len(request.prompt)
+    if end <= n:
+      return known[start - first : end - first]
+    after = int(request.positions[-1, 0]) + np.arange(end - n, dtype=np.int32)
+    joined = np.concatenate([known, np.repeat(after[:, None], 3, axis=1)])
+    return joined[start - first : end - first]
+
+
+class _Chunk(NamedTuple):
+  """Tokens [start, end) of a request, with their images and positions."""
+
+  request: requests_lib.Request
+  start: int
+  end: int
+  images: list[trajectory.ImageSpan]
+  positions: np.ndarray
 
 
 class Prefill:
-  """See the module docstring."""
+  """Fills the caches of active requests up to their last token."""
 
   def __init__(
       self,
-      programs: P.Programs,
+      programs: programs_lib.Programs,
       buckets: buckets_lib.Buckets,
       slots: requests_lib.SlotTable,
-      table: np.ndarray,
-      pages: pages_lib.PagePool,
-      vision: vision_feed.VisionFeed,
-      positions: positions_lib.Positions,
+      pages: kv_cache.PagePool,
+      vision: vision_cache.VisionCache,
+      positions: Positions,
       counters: requests_lib.Counters,
       *,
       most_calls: int,
@@ -48,11 +102,10 @@ class Prefill:
 
       programs: the device side.
       buckets: shapes of calls.
-      slots: the requests; those that are active are served.
-      table: int32[slots, COLUMNS], whose START says how far each is.
-      pages: that sequences hold.
-      vision: where images' vision tokens are.
-      positions: of tokens.
+      slots: the requests; active ones are served.
+      pages: held by the sequences.
+      vision: holds images' vision tokens.
+      positions: computes tokens' positions.
       counters: added to.
       most_calls: of a round while others could decode; 0: no limit.
       fail: ends a request.
@@ -60,16 +113,15 @@ class Prefill:
     self._programs = programs
     self._buckets = buckets
     self._slots = slots
-    self._table = table
     self._pages = pages
     self._vision = vision
     self._positions = positions
     self._counters = counters
     self._most_calls = most_calls
-    self._end = fail
+    self._fail = fail
 
   def run(self) -> None:
-    """Fills what is wanting, or as much as a round may."""
+    """Prefills until all requests are ready, or as much as a round may."""
     started = time.perf_counter()
     vision = self._counters.seconds_vision
     calls = 0
@@ -81,9 +133,9 @@ class Prefill:
         break
       # The most urgent first; among equals long chunks, which fill calls.
       urgency = {k: (-group[0].priority, k) for k, group in groups.items()}
-      size, window = max(groups, key=urgency.get)
+      size, window = max(groups, key=urgency.__getitem__)
       calls += self._chunks(groups[size, window], size, window)
-    jax.block_until_ready(self._programs.cache)
+    jax.block_until_ready(self._programs.state.cache)
     self._counters.seconds_prefill += time.perf_counter() - started - (
         self._counters.seconds_vision - vision
     )
@@ -91,15 +143,15 @@ class Prefill:
   def _wanting(
       self,
   ) -> tuple[dict[tuple[int, int], list[requests_lib.Request]], bool]:
-    """Who needs a chunk, by (chunk, window); and whether anybody is ready."""
+    """Requests that need a chunk, by (chunk, window); whether any is ready."""
     # Shapes follow from a request alone.
     groups: dict[tuple[int, int], list[requests_lib.Request]] = {}
-    coming: set[bytes] = set()  # Pages that somebody is about to fill.
+    coming: set[bytes] = set()  # Pages that an earlier request will fill.
     ready = False
     for request in sorted(self._slots.active, key=lambda r: r.turn):
       sequence, goal = self._slots.sequence(request), request.length - 1
       if sequence.adopt(goal):
-        self._table[request.slot, P.START] = sequence.cached
+        self._slots.start[request.slot] = sequence.cached
       need = goal - sequence.cached
       if need <= 0:
         ready = True
@@ -120,61 +172,61 @@ class Prefill:
   ) -> int:
     """Appends the next up to `size` tokens of each of these requests.
 
-    Of all whose images fit the pool together: encode calls are full then.
+    Serves all requests whose images fit the pool together, so that encode
+    calls are full.
 
     Returns:
-      How many calls that took.
+      The number of calls.
     """
-    rows = []
+    chunks: list[_Chunk] = []
     spans: list[trajectory.ImageSpan] = []
     for request in requests:
-      start = int(self._table[request.slot, P.START])
+      start = int(self._slots.start[request.slot])
       end = min(start + size, request.length - 1)
       own = [
           s for s in request.prompt.images if s.offset < end and s.end > start
       ]
-      if rows and not self._vision.fits(spans + own):
+      if chunks and not self._vision.fits(spans + own):
         continue  # Another time.
       try:
         if own:
           self._vision.check(own)
-        placed = self._positions.between(request, start, end)
+        positions = self._positions.between(request, start, end)
       except Exception as error:  # pylint: disable=broad-except
-        self._end(request, error)
+        self._fail(request, error)
         continue
       spans += own
-      rows.append((request, start, end, own, placed))
+      chunks.append(_Chunk(request, start, end, own, positions))
     self._vision.ensure(spans)
     most = self._buckets.prefill_rows[-1]
-    for i in range(0, len(rows), most):
-      self._call(rows[i : i + most], size, window)
-    return -(-len(rows) // most)
+    for i in range(0, len(chunks), most):
+      self._call(chunks[i : i + most], size, window)
+    return -(-len(chunks) // most)
 
-  def _call(self, rows, size: int, window: int) -> None:
-    """One call for (request, start, end, images, positions) of each row."""
-    count = buckets_lib.smallest(self._buckets.prefill_rows, len(rows))
-    starts = np.zeros(count, np.int32)
-    lengths = np.zeros(count, np.int32)
-    tokens = np.zeros((count, size), np.int32)
-    positions = np.zeros((count, size, 3), np.int32)
-    vision = np.full((count, size), -1, np.int32)
-    for r, (request, start, end, own, placed) in enumerate(rows):
-      starts[r], lengths[r] = start, end - start
+  def _call(self, chunks: Sequence[_Chunk], size: int, window: int) -> None:
+    """Prefills one chunk a row."""
+    count = buckets_lib.smallest(self._buckets.prefill_rows, len(chunks))
+    rows = np.zeros(count, programs_lib.prefill_row(size))
+    tokens, positions = rows["tokens"], rows["positions"]
+    vision = rows["vision"]
+    vision[:] = -1
+    for r, (request, start, end, images, placed) in enumerate(chunks):
+      rows["start"][r], rows["length"][r] = start, end - start
       tokens[r, : end - start] = self._slots.tokens[request.slot, start:end]
       positions[r, : end - start] = placed
-      for span in own:
+      for span in images:
         a, b = max(start, span.offset), min(end, span.end)
         places = self._vision.places(span)
         vision[r, a - start : b - start] = places[
             a - span.offset : b - span.offset
         ]
-    held = [self._slots.sequence(row[0]).pages for row in rows]
+    held = [self._slots.sequence(chunk.request).pages for chunk in chunks]
     pages = self._pages.rows(held, count, window)
-    self._programs.prefill(pages, tokens, positions, vision, starts, lengths)
-    for request, start, end, *_ in rows:
-      self._table[request.slot, P.START] = end
+    self._programs.prefill(pages, rows)
+    for request, start, end, *_ in chunks:
+      self._slots.start[request.slot] = end
       self._slots.sequence(request).advance(end)
       request.prefilled += end - start
     self._counters.prefill_calls += 1
     self._counters.prefill_places += count * size
-    self._counters.prefilled_tokens += int(lengths.sum())
+    self._counters.prefilled_tokens += int(rows["length"].sum())

@@ -1,30 +1,73 @@
-"""Requests, sessions, and the rows of the decode table they hold.
+"""Follows requests from arrival to outcome, with their sessions and slots.
 
-Promises: a row belongs to at most one request, and to it only while it runs;
-waiting requests are served by priority, then first come first served; one
-that is preempted loses nothing but time.
+`check` refuses a bad request, `SlotTable` queues requests and gives them slots
+(rows of the running batch), `deliver` and `settle` hand outcomes to the threads
+that await them.
 
-Host side only (numpy); not thread-safe: the engine's thread owns it.
+Promises: a slot belongs to at most one request, and to it only while it runs;
+waiting requests are served by priority, then first come first served; a
+preempted request loses nothing but time. Delivering an outcome that is no
+longer awaited is no error.
+
+Host side only (numpy). `SlotTable` is not thread-safe: the engine's thread owns
+it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import bisect
+import concurrent.futures
 import dataclasses
 import itertools
 import time
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.engine import cached_sequence
-from tunix.rl.multi_turn.engine import guidance
+from tunix.rl.multi_turn.engine import constrained_decoding
+from tunix.rl.multi_turn.engine import kv_cache
+from tunix.rl.multi_turn.engine import programs as programs_lib
+from tunix.rl.multi_turn.policy import base
+
+
+class EngineError(RuntimeError):
+  """The engine, not the request, failed; the message names the cause."""
+
+
+class Preempted(NamedTuple):
+  """State of a preempted request.
+
+  Attributes:
+    row: its `DECODE_ROW`.
+    tokens: int32, prompt and sampled tokens.
+    sampled: log-probs and the other arrays of `SlotTable.sampled`.
+  """
+
+  row: np.void
+  tokens: np.ndarray
+  sampled: tuple[np.ndarray, ...]
 
 
 @dataclasses.dataclass(eq=False)
 class Request:
-  """One `generate` call on its way through the engine."""
+  """One `generate` call on its way through the engine.
+
+  Attributes:
+    session, prompt, sampling, on_tokens, priority, stop_when, grammar: as of
+      `RolloutEngine.generate`.
+    loop, future: deliver the outcome.
+    submitted, admitted: `time.monotonic()`.
+    number: in the order of arrival.
+    slot: while it runs.
+    length: prompt and sampled tokens so far.
+    positions: int32[., 3], rotary positions from `positions_from` to one past
+      the prompt.
+    prefilled, reused: prompt tokens computed, and found in the cache.
+    preempted: state to go on with.
+    details: of its decode calls, each array [sampled tokens, …].
+    outcome: its completion or error.
+  """
 
   session: str
   prompt: policy_client.TokenPrompt
@@ -33,20 +76,19 @@ class Request:
   future: asyncio.Future[policy_client.Completion] | None = None
   on_tokens: Callable[[np.ndarray], None] | None = None
   priority: int = 0  # The lower is served first.
-  stop_when: guidance.StopWhen | None = None
-  grammar: guidance.Grammar | None = None
+  stop_when: constrained_decoding.StopWhen | None = None
+  grammar: constrained_decoding.Grammar | None = None
   submitted: float = dataclasses.field(default_factory=time.monotonic)
   # Filled in by the scheduler.
-  number: int = 0  # In the order of arrival.
+  number: int = 0
   slot: int | None = None
   admitted: float = 0.0
-  length: int = 0  # Prompt and sampled tokens so far.
-  positions: np.ndarray | None = None  # int32[., 3] from `positions_from` on,
-  positions_from: int = 0  # with one entry past the prompt.
+  length: int = 0
+  positions: np.ndarray | None = None
+  positions_from: int = 0
   prefilled: int = 0
   reused: int = 0
-  preempted: tuple[np.ndarray, ...] | None = None  # What its rows held.
-  # Of its decode calls, each array [sampled tokens, …].
+  preempted: Preempted | None = None
   details: list[tuple[np.ndarray, ...]] = dataclasses.field(
       default_factory=list
   )
@@ -54,15 +96,17 @@ class Request:
 
   @property
   def sampled(self) -> int:
+    """Tokens sampled so far."""
     return max(0, self.length - len(self.prompt))
 
   @property
   def detailed(self) -> bool:
+    """Whether it asks for log-probs of more than the sampled tokens."""
     return bool(self.sampling.top_logprobs or self.sampling.raw_logprobs)
 
   @property
   def turn(self) -> tuple[int, int]:
-    """Whose turn it is: the smallest."""
+    """Order of service: the smallest first."""
     return self.priority, self.number
 
 
@@ -72,30 +116,43 @@ class Session:
 
   name: str
   order: int
-  sequence: cached_sequence.CachedSequence
+  sequence: kv_cache.CachedSequence
   request: Request | None = None
   length: int = 0  # Tokens seen in its last request, for statistics.
   last_used: int = 0
 
 
 class SlotTable:
-  """Who runs in which row, who waits, and what rows have sampled."""
+  """Queues requests, gives them slots, and keeps the slots' tokens.
+
+  Attributes:
+    size: requests that run at a time.
+    rows: of `programs.DECODE_ROW`, one a slot.
+    start, remaining: views of these fields, to read single ones fast.
+    tokens: int32[slots, width], prompt and sampled tokens.
+    logprobs, versions, entropies: of the sampled ones; entropies may be None.
+    requests: those that run, by slot.
+    sessions: by name.
+    waiting: in order of service.
+  """
 
   def __init__(
       self,
       slots: int,
       width: int,
-      new_sequence: Callable[[], cached_sequence.CachedSequence],
+      new_sequence: Callable[[], kv_cache.CachedSequence],
       entropies: bool = False,
   ):
     """Args:
 
-      slots: rows, that is, requests that run at a time.
-      width: tokens of a row.
+      slots: requests that run at a time.
+      width: tokens of a slot.
       new_sequence: makes a session's empty cache.
-      entropies: whether what is sampled comes with its entropy.
+      entropies: whether sampled tokens come with their entropies.
     """
     self.size = slots
+    self.rows = np.zeros(slots, programs_lib.DECODE_ROW)
+    self.start, self.remaining = self.rows["start"], self.rows["remaining"]
     self.tokens = np.zeros((slots, width), np.int32)
     self.logprobs = np.zeros((slots, width), np.float32)
     self.versions = np.zeros((slots, width), np.int32)
@@ -112,10 +169,10 @@ class SlotTable:
     self._arrived = itertools.count()
 
   @property
-  def told(self) -> tuple[np.ndarray, ...]:
-    """What stands beside the sampled tokens, each [slots, width]."""
-    told = (self.logprobs, self.versions)
-    return told if self.entropies is None else (*told, self.entropies)
+  def sampled(self) -> tuple[np.ndarray, ...]:
+    """The arrays beside `tokens`, each [slots, width]."""
+    arrays = (self.logprobs, self.versions)
+    return arrays if self.entropies is None else (*arrays, self.entropies)
 
   @property
   def active(self) -> list[Request]:
@@ -133,7 +190,7 @@ class SlotTable:
       self.sessions[name] = session
     return session
 
-  def sequence(self, request: Request) -> cached_sequence.CachedSequence:
+  def sequence(self, request: Request) -> kv_cache.CachedSequence:
     return self.sessions[request.session].sequence
 
   def enqueue(self, request: Request) -> None:
@@ -153,25 +210,48 @@ class SlotTable:
     bisect.insort(self.waiting, request, key=lambda r: r.turn)
 
   def renumber(self, order: list[Request]) -> None:
-    """Those that wait are served in this order, which is all of them."""
+    """Serves the waiting requests in this order, which holds all of them."""
     numbers = sorted(r.number for r in order)
     for request, number in zip(order, numbers, strict=True):
       request.number = number
     self.waiting = sorted(order, key=lambda r: r.turn)
 
   def place(self, request: Request) -> int:
-    """Gives the queue's `request` a row; there must be one."""
+    """Gives the queue's `request` a slot; there must be one."""
     self.waiting.remove(request)
     request.slot = slot = self._free.pop()
     self.requests[slot] = request
     return slot
 
+  def restore(self, request: Request) -> None:
+    """Fills a preempted request's slot with its state."""
+    assert request.preempted is not None
+    row, tokens, sampled = request.preempted
+    slot, n = request.slot, len(tokens)
+    self.rows[slot] = row
+    self.tokens[slot, :n] = tokens
+    for array, held in zip(self.sampled, sampled):
+      array[slot, :n] = held
+    request.preempted = None
+
+  def preempt(self, request: Request) -> None:
+    """Puts a running request back into the queue, with its state."""
+    slot, n = request.slot, request.length
+    request.preempted = Preempted(
+        self.rows[slot].copy(),
+        self.tokens[slot, :n].copy(),
+        tuple(array[slot, :n].copy() for array in self.sampled),
+    )
+    self._leave(request)
+    bisect.insort(self.waiting, request, key=lambda r: r.turn)
+    self.sequence(request).clear()
+
   def completion(
       self, request: Request, stopped: bool
   ) -> policy_client.Completion:
-    """What a running request has sampled, as its caller is told of it."""
+    """The completion of a running request."""
     span = slice(len(request.prompt), request.length)
-    told: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if request.detailed:
       raw, tops, top_logprobs = (
           np.concatenate(arrays)[: request.sampled]
@@ -179,11 +259,11 @@ class SlotTable:
       )
       k = request.sampling.top_logprobs
       if k:
-        told = {"top_tokens": tops[:, :k], "top_logprobs": top_logprobs[:, :k]}
+        more = {"top_tokens": tops[:, :k], "top_logprobs": top_logprobs[:, :k]}
       if request.sampling.raw_logprobs:
-        told["raw_logprobs"] = raw
+        more["raw_logprobs"] = raw
     if self.entropies is not None:
-      told["entropies"] = self.entropies[request.slot, span]
+      more["entropies"] = self.entropies[request.slot, span]
     reason = policy_client.FinishReason
     return policy_client.Completion(
         tokens=self.tokens[request.slot, span],
@@ -196,13 +276,8 @@ class SlotTable:
             "queue_seconds": request.admitted - request.submitted,
             "seconds": time.monotonic() - request.submitted,
         },
-        **told,
+        **more,
     )
-
-  def displace(self, request: Request) -> None:
-    """Puts a running request back to where it stood in the queue."""
-    self._leave(request)
-    bisect.insort(self.waiting, request, key=lambda r: r.turn)
 
   def finish(self, request: Request) -> None:
     """Ends a request, waiting or active; its session keeps its cache."""
@@ -211,6 +286,7 @@ class SlotTable:
       session.request = None
       session.last_used = next(self._clock)
     if request.slot is not None:
+      self.remaining[request.slot] = 0
       self._leave(request)
       if session is not None:
         session.sequence.rest()
@@ -224,23 +300,29 @@ class SlotTable:
       session.sequence.clear()
 
   def victim(self, request: Request) -> Session | None:
-    """Whose cache gives room for `request`, if it is not to run short.
+    """The session whose cache makes room for `request`, if there is one.
 
     The session idle for longest, else that of the last in the queue.
     """
-    holders = [
+    idle = [
         s
         for s in self.sessions.values()
-        if s.sequence.pages
-        and s.request is not request
-        and (s.request is None or s.request.slot is None)
+        if s.sequence.pages and s.request is None
     ]
-    idle = [s for s in holders if s.request is None]
     if idle:
       return min(idle, key=lambda s: s.last_used)
-    return max(holders, key=lambda s: s.request.turn, default=None)
+    waiting = [
+        (r.turn, s)
+        for s in self.sessions.values()
+        if s.sequence.pages
+        and (r := s.request) is not None
+        and r is not request
+        and r.slot is None
+    ]
+    return max(waiting, key=lambda pair: pair[0], default=(None, None))[1]
 
   def _leave(self, request: Request) -> None:
+    assert request.slot is not None
     self.requests[request.slot] = None
     self._free.append(request.slot)
     request.slot = None
@@ -248,7 +330,7 @@ class SlotTable:
 
 @dataclasses.dataclass
 class Counters:
-  """What the engine has done; all grow only. Seconds are wall seconds."""
+  """Counts the engine's work; all only grow. Seconds are wall seconds."""
 
   requests: int = 0
   completed: int = 0
@@ -269,7 +351,7 @@ class Counters:
   weight_updates: int = 0
   lockstep_timeouts: int = 0
   recoveries: int = 0
-  evictions: int = 0  # Resting or waiting sessions that lost their pages.
+  evictions: int = 0  # Idle or waiting sessions that lost their pages.
   preemptions: int = 0  # Running requests that did.
   seconds_vision: float = 0.0
   seconds_prefill: float = 0.0
@@ -279,3 +361,98 @@ class Counters:
 
   def to_dict(self) -> dict[str, Any]:
     return dataclasses.asdict(self)
+
+
+# --- arrival and outcome -----------------------------------------------------
+
+
+def check(
+    prompt: policy_client.TokenPrompt,
+    sampling: policy_client.SamplingParams,
+    *,
+    context_length: int,
+    vocabulary: int,
+    processor: base.Processor,
+) -> None:
+  """Refuses a request that the policy cannot read or the engine not sample.
+
+  Args:
+    prompt: tokens and images.
+    sampling: how to sample.
+    context_length: tokens of a sequence, sampled ones included.
+    vocabulary: tokens that the policy knows.
+    processor: the policy's host side.
+
+  Raises:
+    ContextLimitError: the prompt leaves no room to sample.
+    ValueError: naming the field.
+  """
+  n = len(prompt)
+  if n < 1:
+    raise ValueError("prompt.tokens is empty; give at least one token")
+  if n >= context_length:
+    raise policy_client.ContextLimitError(
+        f"prompt of {n} tokens leaves no room to sample in the context of"
+        f" {context_length}; shorten the history or raise"
+        " context_length"
+    )
+  low, high = int(prompt.tokens.min()), int(prompt.tokens.max())
+  if low < 0 or high >= vocabulary:
+    raise ValueError(
+        f"prompt.tokens holds id {low if low < 0 else high}, outside of the"
+        f" policy's vocabulary [0, {vocabulary})"
+    )
+  most = programs_lib.MAX_STOP_TOKENS
+  if len(sampling.stop_token_ids) > most:
+    raise ValueError(
+        f"stop_token_ids has {len(sampling.stop_token_ids)} entries, the"
+        f" engine takes at most {most}"
+    )
+  for token in sampling.stop_token_ids:
+    if not 0 <= token < vocabulary:
+      raise ValueError(
+          f"stop_token_ids holds {token}, outside of the policy's vocabulary"
+          f" [0, {vocabulary})"
+      )
+  for span in prompt.images:
+    image = span.image
+    tokens = processor.num_image_tokens(image.width, image.height)
+    if tokens != span.num_tokens:
+      raise ValueError(
+          f"an image of {image.width}x{image.height} becomes {tokens} tokens;"
+          f" the prompt holds {span.num_tokens} placeholders for it at token"
+          f" {span.offset}"
+      )
+
+
+def deliver(requests: Sequence[Request]) -> None:
+  """Hands outcomes to the event loops that await them."""
+  by_loop: dict[asyncio.AbstractEventLoop | None, list[Request]] = {}
+  for request in requests:
+    by_loop.setdefault(request.loop, []).append(request)
+  for loop, group in by_loop.items():
+    try:
+      if loop is not None:
+        loop.call_soon_threadsafe(_set_outcomes, group)
+    except RuntimeError:  # The loop was closed; nothing awaits any more.
+      pass
+
+
+def _set_outcomes(requests: Sequence[Request]) -> None:
+  for request in requests:
+    if request.future is None or request.future.done():
+      continue
+    if isinstance(request.outcome, BaseException):
+      request.future.set_exception(request.outcome)
+    elif request.outcome is not None:
+      request.future.set_result(request.outcome)
+
+
+def settle(future: concurrent.futures.Future[Any], outcome: Any) -> None:
+  """Sets a future's result or exception, unless it was cancelled."""
+  if not future.set_running_or_notify_cancel():
+    return
+  if isinstance(outcome, BaseException):
+    future.set_exception(outcome)
+  else:
+    future.set_result(outcome)

@@ -1,21 +1,19 @@
-"""Draws one token a row, and says how likely it was.
+"""Samples one token a row, with its log-prob.
 
-Promises: the log-prob is that of the distribution the token was drawn from
-(after ban, temperature, min-p, top-k and top-p, renormalised); a token of
+Promises: the log-prob is that of the distribution that `sample` drew the token
+from (after ban, temperature, min-p, top-k and top-p, renormalised); a token of
 probability zero is never drawn; a row's draw depends only on its own logits,
 key and index, never on the rest of the batch. Randomness is counter-based:
 row r's draw number i uses the bits of `fold_in(key_r, i)`.
 
-Truncation is by threshold, found exactly by bisection over the bit patterns
-of the logits instead of a sort of the vocabulary; tokens that tie with the
-threshold are all kept.
-
-`entropy` says how sure the policy was of each draw, whatever the temperature.
+A bisection over the bit patterns of the logits finds the threshold of a
+truncation exactly, without sorting the vocabulary; all tokens that tie with the
+threshold are kept.
 
 Does not know stop tokens, lengths or slots.
 
 Axis names: R = rows, V = vocabulary, N = blocks, M = tokens of a block,
-K = alternatives that are told.
+K = alternatives that are reported.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ MAX_TOP_LOGPROBS = policy_client.MAX_TOP_LOGPROBS
 
 
 class Details(NamedTuple):
-  """What may be told of a draw beside its log-prob.
+  """More of a draw than its log-prob.
 
   Attributes:
-    raw_R: float32, the token's log-prob by the logits as they came.
+    raw_R: float32, the token's log-prob by the unchanged logits.
     top_tokens_RK: int32, likeliest tokens of the distribution drawn from.
-    top_RK: float32, their log-probs, -inf for what could not be drawn.
+    top_RK: float32, their log-probs, -inf for tokens of probability zero.
   """
 
   raw_R: jax.Array
@@ -71,7 +69,7 @@ def truncate(
     top_p_R: jax.Array,
     min_p_R: jax.Array,
 ) -> jax.Array:
-  """Sets what min-p, then top-k, then top-p of the rest leaves out to -inf.
+  """Truncates by min-p, then top-k, then top-p of the rest: -inf elsewhere.
 
   Args:
     scaled_RV: float32 logits after temperature, the highest being 0, -inf
@@ -136,15 +134,15 @@ def uniforms(keys_R2: jax.Array, index_R: jax.Array) -> jax.Array:
 
 
 def entropy(logits_RV: jax.Array, banned_V: jax.Array) -> jax.Array:
-  """float32[R], nats: of the policy's distribution before a draw.
+  """float32[R], nats: entropy of the policy's distribution before a draw.
 
-  At temperature 1, before min-p, top-k and top-p, over what is not banned:
-  what the learner's entropy is of. 0 … log(tokens that are not banned); NaN
-  when the row's logits are.
+  At temperature 1, before min-p, top-k and top-p, over the tokens that are not
+  banned, as the learner's entropy is. In [0, log(tokens that are not banned)];
+  NaN when the row's logits are.
 
   Args:
     logits_RV: as of `sample`.
-    banned_V: likewise; leaves at least one token a row.
+    banned_V: as of `sample`; leaves at least one token a row.
   """
   peaked_RV = _peaked(logits_RV, banned_V)
   return _entropy(peaked_RV, jnp.exp(peaked_RV))
@@ -157,9 +155,9 @@ def _peaked(logits_RV: jax.Array, banned_V: jax.Array) -> jax.Array:
 
 
 def _entropy(peaked_RV: jax.Array, weights_RV: jax.Array) -> jax.Array:
-  """Of rows whose weights are exp(peaked)."""
+  """Entropy of rows whose weights are exp(peaked)."""
   total_R = jnp.sum(weights_RV, axis=-1)
-  # 0 times -inf is to be 0: what cannot be drawn adds nothing.
+  # 0 times -inf must be 0: a token of probability zero adds nothing.
   terms_RV = weights_RV * jnp.maximum(peaked_RV, jnp.finfo(jnp.float32).min)
   entropy_R = jnp.log(total_R) - jnp.sum(terms_RV, axis=-1) / total_R
   # Rounding may leave a certain draw a hair below 0; NaN passes.
@@ -183,8 +181,7 @@ def sample(
 
   Args:
     logits_RV: float32.
-    banned_V: bool, True where a token must never be drawn; also one a row,
-      [R, V].
+    banned_V: bool, True where a token must never be drawn; or [R, V].
     keys_R2: uint32, each row's key.
     index_R: int32, number of the draw within the row's completion.
     temperature_R: float32; 0 takes the most likely token, with its log-prob
@@ -194,12 +191,12 @@ def sample(
     min_p_R: float32, 0 keeps all.
     any_truncated: bool scalar; False skips min-p, top-k and top-p for all
       rows.
-    details: say more of the distributions; static.
-    entropies: say `entropy`; static.
+    details: return `Details`; static.
+    entropies: return `entropy`; static.
 
   Returns:
     int32[R] tokens, float32[R] log-probs in nats (NaN when the row's logits
-    are), and float32[R] entropies and `Details` if they are asked for.
+    are), float32[R] entropies or None, `Details` or None.
   """
   greedy_R = temperature_R <= 0
   # The peak goes first: a tiny temperature then underflows to the best token
@@ -231,8 +228,8 @@ def sample(
   logprob_R = jnp.minimum(chosen_R - log_sum_R, 0.0)
   entropy_R = None
   if entropies:
-    # Mostly the weights of the draw are those of the distribution itself; exp
-    # of a whole vocabulary is what this would cost.
+    # Without temperature and truncation the draw's weights are those of the
+    # distribution itself, which saves exp of a whole vocabulary.
     own = ~any_truncated & jnp.all(greedy_R | (temperature_R == 1.0))
     entropy_R = lax.cond(
         own,

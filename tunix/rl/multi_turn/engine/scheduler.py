@@ -1,100 +1,100 @@
-"""What the engine runs next: admission, prefill, decode, results.
+"""Runs the engine's rounds: admission, prefill, decode, results.
 
-`Scheduler.step` is one round: waiting requests get rows and pages, what their
-caches lack is prefilled in chunks, and one decode call samples up to K tokens
-for every request that is ready. New weights are taken up between rounds.
+`Scheduler.step` is one round: waiting requests get slots and pages, `prefill`
+computes in chunks what their caches lack, and one decode call samples up to K
+tokens for every request that is ready. New weights take over between rounds.
 
-Promises: a request that cannot be served fails alone; the tokens of a
-request depend on its own prompt, seed and the weights, not on who shares the
-batch (up to rounding: see `fixed_rows`). When pages run short, sessions that
-rest lose theirs first, then the last in the queue, then the last that run:
-these are computed again later, and the first of all always goes on. Tokens
-that several prompts begin with are prefilled once.
+Promises: a request that cannot be served fails alone; the tokens of a request
+depend on its own prompt, seed and the weights, not on the other requests of
+the batch (up to rounding: see `buckets.Buckets.fixed_rows`). When pages run
+short, idle sessions lose theirs first, then the last in the queue, then the
+last that run: these are computed again later, and the first of all always goes
+on. Tokens that several prompts begin with are prefilled once.
 
 Synchronous and single-threaded; threads, futures and deadlines are the
 engine's business.
 
-Axis names: R = rows, T = tokens of a row, K = steps of a decode call.
+Axis names: A = active slots, R = rows, T = tokens of a row, K = steps of a
+decode call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, Sequence
+from typing import Sequence
 
+import jax
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
-from tunix.rl.multi_turn.engine import cached_sequence
 from tunix.rl.multi_turn.engine import config as config_lib
-from tunix.rl.multi_turn.engine import guidance
-from tunix.rl.multi_turn.engine import pages as pages_lib
-from tunix.rl.multi_turn.engine import positions as positions_lib
+from tunix.rl.multi_turn.engine import constrained_decoding
+from tunix.rl.multi_turn.engine import kv_cache
 from tunix.rl.multi_turn.engine import prefill as prefill_lib
 from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.engine import requests as requests_lib
-from tunix.rl.multi_turn.engine import vision_feed
-from tunix.rl.multi_turn.engine import vision_pool
-from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.engine import vision_cache
 
-P = programs_lib
-
-
-class EngineError(RuntimeError):
-  """The engine, not the request, failed; the message names the cause."""
+EngineError = requests_lib.EngineError
+Weights = tuple[jax.Array, ...]
 
 
 class Scheduler:
-  """See the module docstring."""
+  """Decides what the device runs next, for whichever requests wait.
+
+  Attributes:
+    slots: requests and sessions.
+    pages: of the KV cache.
+    counters: of the engine's work.
+    version: of the weights in use.
+    lockstep_batch: the waiting requests that may be admitted; None: any.
+  """
 
   def __init__(
       self,
-      programs: P.Programs,
-      processor: base.Processor,
-      patches: vision_pool.PatchCache,
+      programs: programs_lib.Programs,
+      patches: vision_cache.PatchCache,
       buckets: buckets_lib.Buckets,
       config: config_lib.EngineConfig,
       *,
       seed: int,
+      version: int = 0,
   ):
     """Args:
 
       programs: the device side.
-      processor: the policy's host side.
-      patches: where images' patches come from.
+      patches: makes images' patches.
       buckets: shapes of calls.
       config: the engine's settings.
-      seed: of requests that bring none.
+      seed: of requests without one.
+      version: of the present weights.
     """
-    self.programs = programs
-    self.buckets = buckets
-    self._config = config
+    self.version = version
     self.counters = requests_lib.Counters()
-    self.version = 0
-    self._vision = vision_feed.VisionFeed(
-        programs, patches, self.counters, buckets.images, buckets.patches
+    self._programs = programs
+    self._buckets = buckets
+    self._config = config
+    self._vision = vision_cache.VisionCache(
+        programs, patches, self.counters, buckets
     )
     self._rng = np.random.default_rng(seed)
-    self.pages = pages_lib.PagePool(programs.pages, programs.page_size)
+    state = programs.state
+    self.pages = kv_cache.PagePool(state.pages, state.page_size)
     self.slots = requests_lib.SlotTable(
-        programs.slots,
-        programs.context_length + buckets.steps,
-        lambda: cached_sequence.CachedSequence(
-            self.pages, config.shares_prefixes
-        ),
+        config.slots,
+        config.context_length + buckets.steps,
+        lambda: kv_cache.CachedSequence(self.pages, config.shares_prefixes),
         programs.entropies,
     )
-    self._table = np.zeros((programs.slots, P.COLUMNS), np.int32)
-    self._positions = positions_lib.Positions(
-        processor, int(np.argmin(programs.banned))
+    self._positions = prefill_lib.Positions(
+        state.processor, int(np.argmin(programs.banned))
     )
     self._prefill = prefill_lib.Prefill(
         programs,
         buckets,
         self.slots,
-        self._table,
         self.pages,
         self._vision,
         self._positions,
@@ -102,10 +102,9 @@ class Scheduler:
         most_calls=0 if config.is_lockstep else config.prefill_calls_per_round,
         fail=self._end,
     )
-    self._unbanned = guidance.pack(~programs.banned)
-    # None admits any waiting request, else only these (lockstep).
-    self.lot: list[requests_lib.Request] | None = None
-    self._weights: tuple[int, Any] | None = None
+    self._unbanned = constrained_decoding.pack(~programs.banned)
+    self.lockstep_batch: list[requests_lib.Request] | None = None
+    self._weights: tuple[int, Weights] | None = None
     self._done: list[requests_lib.Request] = []
     self._poisoned = False  # The caches hold values that are not finite.
 
@@ -115,8 +114,13 @@ class Scheduler:
   def busy(self) -> bool:
     return any(r is not None for r in self.slots.requests)
 
-  def set_weights(self, version: int, params: Any) -> None:
-    """Takes up new weights as soon as the update policy allows."""
+  def set_weights(self, version: int, params: Weights) -> None:
+    """Takes new weights into use as soon as the update policy allows.
+
+    Args:
+      version: of the weights.
+      params: as `DeviceState.prepare` returns them.
+    """
     self._weights = (version, params)
     self._apply_weights()
 
@@ -127,9 +131,8 @@ class Scheduler:
         self.busy or any(r.preempted for r in self.slots.waiting)
     ):
       return
-    self.version, params = self._weights
+    self.version, self._programs.state.params = self._weights
     self._weights = None
-    self.programs.set_params(params)
     self.counters.weight_updates += 1
     self._vision.clear()
     self.pages.forget()
@@ -139,12 +142,13 @@ class Scheduler:
       session.sequence.outdate()
 
   def cancel(self, request: requests_lib.Request) -> None:
-    """Frees the request's row; its session keeps its pages, idle."""
+    """Frees the request's slot; its session keeps its pages, idle."""
     if request.outcome is None:
       self.counters.cancelled += 1
       self._end(request, EngineError("cancelled"), deliver=False)
 
   def release(self, session: str) -> None:
+    """Forgets a session; fails its request, if it has one."""
     held = self.slots.sessions.get(session)
     if held is not None and held.request is not None:
       self._end(
@@ -154,7 +158,7 @@ class Scheduler:
     self.slots.release(session)
 
   def recover(self, error: BaseException) -> None:
-    """After a device failure: fails what was active, starts from empty."""
+    """After a device failure: fails active requests, starts from empty."""
     for request in self.slots.active:
       wrapped = EngineError(
           f"the engine failed at {type(error).__name__}: {error}"
@@ -169,21 +173,21 @@ class Scheduler:
     self.pages.forget()
     self._clear_sequences()
     self._vision.clear()
-    self.programs.reset()
+    self._programs.state.reset()
 
   def _clear_sequences(self) -> None:
     for request in self.slots.active:
-      self._preempt(request)
+      self.slots.preempt(request)
     for session in self.slots.sessions.values():
       session.sequence.clear()
 
   def take_done(self) -> list[requests_lib.Request]:
-    """Requests that have an outcome now, to be delivered."""
+    """Requests that have got an outcome since the last call."""
     done, self._done = self._done, []
     return done
 
   def step(self) -> None:
-    """One round; leaves finished requests for `take_done`."""
+    """Runs one round; leaves finished requests for `take_done`."""
     self._apply_weights()
     self._admit()
     self._prefill.run()
@@ -196,89 +200,87 @@ class Scheduler:
   # --- admission -------------------------------------------------------------
 
   def _admit(self) -> None:
+    batch = self.lockstep_batch
     for request in list(self.slots.waiting):
-      if self.lot is not None and request not in self.lot:
+      if batch is not None and request not in batch:
         continue
       if self._weights is not None and not request.preempted:
-        continue  # Those that have begun end with the weights they have.
+        continue  # Requests that have begun end with the present weights.
       if not self.slots.has_room:
         break
       try:
         if not self._load(request):
-          break  # Nobody overtakes it.
+          break  # FIFO: never admit a later request first.
       except Exception as error:  # pylint: disable=broad-except
         self._end(request, error)
 
   def _load(self, request: requests_lib.Request) -> bool:
-    """Gives the request pages and a row; False when pages are wanting."""
-    prompt = request.prompt
+    """Gives the request pages and a slot; False when pages are wanting."""
+    prompt, preempted = request.prompt, request.preempted
     n = max(len(prompt), request.length)
     session = self.slots.sessions[request.session]
     sequence = session.sequence
-    tokens = request.preempted[1] if request.preempted else prompt.tokens
+    tokens = preempted.tokens if preempted else prompt.tokens
     before = sequence.cached
     shared = sequence.begin(tokens, prompt.images, n - 1)
     # For the first decode call too, or it would be preempted there.
-    left = self.programs.context_length - n
-    if request.preempted:
-      left = int(request.preempted[0][P.REMAINING])
-    left = min(left, request.sampling.max_new_tokens, self.buckets.steps)
+    left = self._config.context_length - n
+    if preempted:
+      left = int(preempted.row["remaining"])
+    left = min(left, request.sampling.max_new_tokens, self._buckets.steps)
     if not self._make_room(request, n - 1 + left):
       sequence.rest()
       return False
     slot = self.slots.place(request)
-    row = self._table[slot]
     self.slots.tokens[slot, :n] = tokens
-    sequence.tokens = self.slots.tokens[slot]  # Sampled ones will stand there.
-    if request.preempted:
-      row[:] = request.preempted[0]
-      for array, held in zip(self.slots.told, request.preempted[2:]):
-        array[slot, :n] = held
-      request.preempted = None
+    sequence.tokens = self.slots.tokens[slot]  # Grows with the sampled ones.
+    if preempted:
+      self.slots.restore(request)
     else:
       request.length = n
       request.reused = sequence.cached
       request.admitted = time.monotonic()
       self._positions.locate(request, sequence.cached)
-      self._describe(request, row)
+      self._describe(request)
       self.counters.prompt_tokens += n
       self.counters.unique_prompt_tokens += max(
           0, n - (min(session.length, n) if shared >= before else shared)
       )
       session.length = n
-    row[P.START] = sequence.cached
+    self.slots.start[slot] = sequence.cached
     return True
 
-  def _describe(self, request: requests_lib.Request, row: np.ndarray) -> None:
-    """Writes the table row of a request that has sampled nothing yet."""
+  def _describe(self, request: requests_lib.Request) -> None:
+    """Fills in the row of a request that has sampled nothing yet."""
+    assert request.positions is not None
     prompt, sampling = request.prompt, request.sampling
+    row = self.slots.rows[request.slot]
     n = len(prompt)
     seed = sampling.seed
     if seed is None:
       seed = int(self._rng.integers(0, 1 << 64, dtype=np.uint64))
-    key = np.array([seed >> 32, seed], object) & 0xFFFFFFFF
-    row[P.KEY_HI : P.KEY_LO + 1] = key.astype(np.uint32).view(np.int32)
-    row[P.TOKEN] = prompt.tokens[-1]
-    row[P.VISION] = -1
+    row["key"] = (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
+    row["token"] = prompt.tokens[-1]
+    row["vision"] = -1
     offset = n - 1 - request.positions_from
-    row[P.POS_T : P.POS_W + 1] = request.positions[offset]
-    row[P.NEXT_POS] = request.positions[offset + 1, 0]
-    row[P.INDEX] = 0
-    row[[P.TEMPERATURE, P.TOP_P, P.MIN_P]] = np.array(
-        [sampling.temperature, sampling.top_p, sampling.min_p], np.float32
-    ).view(np.int32)
-    row[P.TOP_K] = min(sampling.top_k, self.programs.vocabulary)
-    row[P.STOP :] = -1
+    row["position"] = request.positions[offset]
+    row["next_position"] = request.positions[offset + 1, 0]
+    row["index"] = 0
+    row["temperature"] = sampling.temperature
+    row["top_p"] = sampling.top_p
+    row["min_p"] = sampling.min_p
+    row["top_k"] = min(sampling.top_k, self._programs.state.vocabulary)
+    row["stops"] = -1
     stops = sampling.stop_token_ids
-    row[P.STOP : P.STOP + len(stops)] = stops
-    row[P.REMAINING] = min(
-        sampling.max_new_tokens, self.programs.context_length - n
+    row["stops"][: len(stops)] = stops
+    row["remaining"] = min(
+        sampling.max_new_tokens, self._config.context_length - n
     )
 
   # --- pages -----------------------------------------------------------------
 
   def _make_room(self, request: requests_lib.Request, tokens: int) -> bool:
-    """Pages for so many tokens, from whoever does not run; else False."""
+    """Pages for so many tokens, from sessions that do not run; else False."""
     sequence = self.slots.sequence(request)
     while not sequence.grow(tokens):
       victim = self.slots.victim(request)
@@ -291,34 +293,23 @@ class Scheduler:
   def _make_room_running(
       self, request: requests_lib.Request, tokens: int
   ) -> bool:
-    """As `_make_room`, if need be from later ones; False: was preempted."""
+    """As `_make_room`, if need be from later requests that run.
+
+    Returns:
+      False when the request itself was preempted.
+    """
     while not self._make_room(request, tokens):
       last = max(self.slots.active, key=lambda r: r.turn)
-      self._preempt(last)
+      self.slots.preempt(last)
       self.counters.preemptions += 1
       if last is request:
         return False
     return True
 
-  def _preempt(self, request: requests_lib.Request) -> None:
-    """Back into the queue, with what it has sampled."""
-    slot, n = request.slot, request.length
-    rows = (self.slots.tokens, *self.slots.told)
-    request.preempted = (
-        self._table[slot].copy(),
-        *(array[slot, :n].copy() for array in rows),
-    )
-    self.slots.displace(request)
-    self.slots.sequence(request).clear()
-
-  def _advance(self, request: requests_lib.Request, cached: int) -> None:
-    self._table[request.slot, P.START] = cached
-    self.slots.sequence(request).advance(cached)
-
   # --- decode ----------------------------------------------------------------
 
   def _decode(self) -> None:
-    # What a request asks for alone decides on its program.
+    # A request's program follows from the request alone.
     groups: dict[tuple[int, bool, bool], list[requests_lib.Request]] = {}
     ready = self._with_pending_images()
     for request in sorted(ready, key=lambda r: r.turn):
@@ -328,20 +319,20 @@ class Scheduler:
     for request in ready:
       if request.slot is not None:
         end = self._decode_end(request)
-        window = buckets_lib.smallest(self.buckets.windows, end)
+        window = buckets_lib.smallest(self._buckets.windows, end)
         kind = window, request.detailed, request.grammar is not None
         groups.setdefault(kind, []).append(request)
-    most = self.buckets.decode_rows[-1]
+    most = self._buckets.decode_rows[-1]
     for kind, group in groups.items():
       for i in range(0, len(group), most):
         self._decode_call(group[i : i + most], *kind)
 
   def _decode_end(self, request: requests_lib.Request) -> int:
-    """Tokens that its cache has after the next call."""
-    row = self._table[request.slot]
-    # A grammar must see a token before it can tell of the next.
-    steps = 1 if request.grammar is not None else self.buckets.steps
-    return int(row[P.START] + min(row[P.REMAINING], steps))
+    """Tokens that the request's cache has after the next call."""
+    slots, slot = self.slots, request.slot
+    # A grammar must see a token before it can allow the next.
+    steps = 1 if request.grammar is not None else self._buckets.steps
+    return int(slots.start[slot] + min(slots.remaining[slot], steps))
 
   def _decode_call(
       self,
@@ -352,46 +343,46 @@ class Scheduler:
   ) -> None:
     """Samples up to K tokens for each of these requests."""
     started = time.perf_counter()
-    steps, allowed = self.buckets.steps, None
+    steps, allowed = self._buckets.steps, None
     if masked:
       steps = 1
-      masks, failed = guidance.masks(active, self._unbanned)
+      masks, failed = constrained_decoding.masks(active, self._unbanned)
       for request, error in failed.items():
         self._end(request, error)
       active = list(masks)
       if not active:
         return
-    rows_A = np.array([r.slot for r in active], np.int32)
-    count = buckets_lib.smallest(self.buckets.decode_rows, len(active))
-    table = np.zeros((count, P.COLUMNS), np.int32)  # Others rest.
-    table[: len(active)] = self._table[rows_A]
+    slots_A = np.array([r.slot for r in active], np.int32)
+    count = buckets_lib.smallest(self._buckets.decode_rows, len(active))
     held = [self.slots.sequence(request).pages for request in active]
-    pages = self.pages.rows(held, count, window)
     if masked:
-      allowed = np.full(
-          (count, self.programs.mask_words), 0xFFFFFFFF, np.uint32
-      )
+      words = self._programs.mask_words
+      allowed = np.full((count, words), 0xFFFFFFFF, np.uint32)
       allowed[: len(active)] = list(masks.values())
-    decoded = self.programs.decode(
-        pages, table, steps, details=details, allowed=allowed
+    decoded = self._programs.decode(
+        self.pages.rows(held, count, window),
+        programs_lib.pick(self.slots.rows, slots_A, count),
+        steps,
+        details=details,
+        allowed=allowed,
     )
     self.counters.seconds_decode += time.perf_counter() - started
     self.counters.decode_calls += 1
     self.counters.decode_steps += decoded.steps
     self.counters.decode_places += decoded.steps * count
-    if details:
+    if decoded.details is not None:
       for i, request in enumerate(active):
         request.details.append(
             tuple(array[i, : decoded.counts[i]] for array in decoded.details)
         )
-    self._harvest(active, rows_A, decoded)
+    self._harvest(active, slots_A, decoded)
 
   def _check_images(
       self,
       request: requests_lib.Request,
       spans: Sequence[trajectory.ImageSpan],
   ) -> bool:
-    """Fails the request, and says so, when an image of it cannot be had."""
+    """Whether these images can be had; fails the request if not."""
     try:
       self._vision.check(spans)
       return True
@@ -403,13 +394,13 @@ class Scheduler:
     """The requests that may decode now.
 
     A prompt that ends in an image needs that image's last vision token in the
-    pool; should they not all fit, some wait for the next round.
+    pool; when they do not all fit, some wait for the next round.
     """
     ready = []
     spans: list[trajectory.ImageSpan] = []
     ending = []
     for request in self.slots.active:
-      if self._table[request.slot, P.START] < request.length - 1:
+      if self.slots.start[request.slot] < request.length - 1:
         continue  # Still to be prefilled.
       images = request.prompt.images
       if request.sampled or not images or (
@@ -423,74 +414,50 @@ class Scheduler:
     self._vision.ensure(spans)
     for request in ending:
       places = self._vision.places(request.prompt.images[-1])
-      self._table[request.slot, P.VISION] = places[-1]
+      self.slots.rows[request.slot]["vision"] = places[-1]
     return ready + ending
 
   def _harvest(
       self,
       active: Sequence[requests_lib.Request],
-      rows_A: np.ndarray,
-      decoded: P.Decoded,
+      slots_A: np.ndarray,
+      decoded: programs_lib.Decoded,
   ) -> None:
-    """Books what a decode call sampled."""
+    """Records the tokens of a decode call; ends requests that are over."""
     at = slice(len(active))
     tokens_AK, logprobs_AK = decoded.tokens[at], decoded.logprobs[at]
     counts_A = decoded.counts[at].astype(np.int32)
     lengths_A = np.array([r.length for r in active])
-    steps = np.arange(tokens_AK.shape[1])
-    real_AK = steps < counts_A[:, None]
+    real_AK = np.arange(tokens_AK.shape[1]) < counts_A[:, None]
     row, step = np.nonzero(real_AK)
-    place = (rows_A[row], lengths_A[row] + step)
-    self.slots.tokens[place] = tokens_AK[row, step]
-    self.slots.logprobs[place] = logprobs_AK[row, step]
-    self.slots.versions[place] = self.version
-    if decoded.entropies is not None:
-      self.slots.entropies[place] = decoded.entropies[row, step]
+    place = (slots_A[row], lengths_A[row] + step)
+    slots = self.slots
+    slots.tokens[place] = tokens_AK[row, step]
+    slots.logprobs[place] = logprobs_AK[row, step]
+    slots.versions[place] = self.version
+    if slots.entropies is not None and decoded.entropies is not None:
+      slots.entropies[place] = decoded.entropies[row, step]
     last_A = tokens_AK[np.arange(len(active)), np.maximum(counts_A - 1, 0)]
     finite_A = np.isfinite(np.where(real_AK, logprobs_AK, 0.0)).all(axis=1)
-    table = self._table[rows_A]
-    table[:, P.TOKEN] = last_A
-    table[:, P.VISION] = -1
-    table[:, P.START] += counts_A
-    table[:, P.INDEX] += counts_A
-    table[:, P.REMAINING] -= counts_A
-    table[:, P.POS_T : P.POS_W + 1] = (
-        table[:, P.NEXT_POS] + counts_A - 1
-    )[:, None]
-    table[:, P.NEXT_POS] += counts_A
-    self._table[rows_A] = table
-    stopped_A = (table[:, P.STOP :] == last_A[:, None]).any(axis=1)
-    over_A = stopped_A | (table[:, P.REMAINING] <= 0) | ~finite_A
+    rows = programs_lib.pick(slots.rows, slots_A, len(active))
+    rows["token"] = last_A
+    rows["vision"] = -1
+    rows["start"] += counts_A
+    rows["index"] += counts_A
+    rows["remaining"] -= counts_A
+    rows["position"] = (rows["next_position"] + counts_A - 1)[:, None]
+    rows["next_position"] += counts_A
+    programs_lib.words(slots.rows)[slots_A] = programs_lib.words(rows)
+    stopped_A = (rows["stops"] == last_A[:, None]).any(axis=1)
+    over_A = stopped_A | (rows["remaining"] <= 0) | ~finite_A
     self.counters.decode_tokens += int(counts_A.sum())
+    self._poisoned |= not finite_A.all()
+    cached_A = rows["start"].tolist()
     for i, request in enumerate(active):
+      slots.sequence(request).advance(cached_A[i])
       start = request.length
       request.length += int(counts_A[i])
-      self._advance(request, int(table[i, P.START]))
-      if counts_A[i] and finite_A[i]:
-        try:
-          ended = guidance.show(
-              request, self.slots.tokens[request.slot], start, stopped_A[i]
-          )
-        except Exception as error:  # pylint: disable=broad-except
-          self._end(request, error)
-          continue
-        if ended:
-          self.counters.surplus_tokens += (
-              start + int(counts_A[i]) - request.length
-          )
-        stopped_A[i] |= ended
-        over_A[i] |= ended
-        if request.on_tokens is not None:
-          span = slice(start, request.length)
-          new = self.slots.tokens[request.slot, span].copy()
-          with contextlib.suppress(RuntimeError):  # The loop was closed.
-            request.loop.call_soon_threadsafe(request.on_tokens, new)
-      if not over_A[i]:
-        continue
-      if finite_A[i]:
-        outcome = self.slots.completion(request, bool(stopped_A[i]))
-        self._end(request, outcome)
-      else:
+      if not finite_A[i]:
         self._end(
             request,
             EngineError(
@@ -499,7 +466,36 @@ class Scheduler:
                 " broken"
             ),
         )
-    self._poisoned |= not finite_A.all()
+        continue
+      if counts_A[i]:
+        try:
+          ended = self._show(request, start, bool(stopped_A[i]))
+        except Exception as error:  # pylint: disable=broad-except
+          self._end(request, error)
+          continue
+        stopped_A[i] |= ended
+        over_A[i] |= ended
+      if over_A[i]:
+        self._end(request, slots.completion(request, bool(stopped_A[i])))
+
+  def _show(
+      self, request: requests_lib.Request, start: int, stopped: bool
+  ) -> bool:
+    """Shows the tokens from `start` on to grammar, stop condition and caller.
+
+    Returns:
+      Whether the stop condition ends the completion.
+    """
+    tokens = self.slots.tokens[request.slot]
+    sampled = request.length
+    ended = constrained_decoding.ends(request, tokens, start, stopped)
+    if ended:
+      self.counters.surplus_tokens += sampled - request.length
+    if request.on_tokens is not None and request.loop is not None:
+      new = tokens[start : request.length].copy()
+      with contextlib.suppress(RuntimeError):  # The loop was closed.
+        request.loop.call_soon_threadsafe(request.on_tokens, new)
+    return ended
 
   def _end(
       self,
@@ -508,8 +504,6 @@ class Scheduler:
       deliver: bool = True,
   ) -> None:
     request.outcome = outcome
-    if request.slot is not None:
-      self._table[request.slot, P.REMAINING] = 0
     self.slots.finish(request)
     if deliver:
       ok = isinstance(outcome, policy_client.Completion)

@@ -31,8 +31,8 @@ class EnvironmentConfig:
       "What an episode is rewarded with. score: the environment's own reward."
       " success: 1 when the environment calls the task solved, else 0. A"
       " registered reward function, or package.module:function. Or a mapping"
-      " of these to weights, e.g. environment.reward={success: 1,"
-      " my_module:brevity: 0.1}, whose parts are logged.",
+      " of these to weights, e.g. '{success: 1, my_module:brevity: 0.1}',"
+      " whose parts are logged.",
       registry="tunix.rl.multi_turn.rewards.registry:REWARDS",
   )
   options: dict[str, Any] = setting(

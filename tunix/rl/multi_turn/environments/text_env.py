@@ -1,4 +1,4 @@
-"""Environments whose observation is one string.
+"""Adapts environments whose observation is one string.
 
 The second family of environments: `await reset() -> str`, lines "role: text",
 and `await step(text) -> (str, reward, done, info)`. `TextEnvAdapter` makes one

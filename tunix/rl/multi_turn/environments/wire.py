@@ -143,7 +143,7 @@ def screenshot_file(data: Any, what: str = "screenshot") -> bytes:
 
 
 class Observation(TypedDict):
-  """What a gym shows after a start or a step."""
+  """A gym's answer to a start or a step."""
 
   instruction: str
   text: str
@@ -194,8 +194,8 @@ def reward_of(reply: Any) -> tuple[float, bool]:
   """(score, success) of an evaluate reply, current or legacy.
 
   The score is `result.score`, else the weighted mean of the validators, else
-  a top-level `reward` or `score`, else 1 or 0 by `success`. What is absent or
-  null falls through; a zero is a score.
+  a top-level `reward` or `score`, else 1 or 0 by `success`. An absent or null
+  one falls through; a zero is a score.
 
   Raises:
     WireError: none of them is there, or the score is no finite number.
@@ -259,10 +259,9 @@ _STRICT = pydantic.ConfigDict(
 )
 
 
+@pydantic.with_config(_STRICT)
 class _Fields(TypedDict, total=False):
   """The fields of `GuiAction`, as a message may hold them."""
-
-  __pydantic_config__ = _STRICT
 
   kind: Annotated[Kind, pydantic.Field(strict=False)]
   x: _Pixels
@@ -279,86 +278,76 @@ class _Fields(TypedDict, total=False):
   success: bool
 
 
-class _GenvArgs(json_models.Request):
-  """Arguments of one of genv's actions."""
-
-  model_config = _STRICT
-
-  def to_action(self, width: int, height: int) -> gui_action.GuiAction:
-    """The action in pixels of a `width` x `height` screen."""
-    raise NotImplementedError
-
-
-class _Point(_GenvArgs):
+@pydantic.with_config(_STRICT)
+class _Tap(TypedDict):
   x_norm: _Share
   y_norm: _Share
 
-  def _xy(self, width: int, height: int) -> dict[str, float]:
-    return {"x": _pixel(self.x_norm, width), "y": _pixel(self.y_norm, height)}
+
+@pydantic.with_config(_STRICT)
+class _LongPress(_Tap):
+  duration_ms: NotRequired[
+      Annotated[float, pydantic.Field(ge=0, le=_MAX_S * 1000)]
+  ]
 
 
-class _Tap(_Point):
-
-  def to_action(self, width, height):
-    return gui_action.GuiAction(Kind.CLICK, **self._xy(width, height))
-
-
-class _LongPress(_Point):
-  duration_ms: Annotated[
-      float, pydantic.Field(ge=0, le=_MAX_S * 1000)
-  ] | None = None
-
-  @property
-  def _seconds(self) -> float | None:
-    return None if self.duration_ms is None else self.duration_ms / 1000
-
-  def to_action(self, width, height):
-    return gui_action.GuiAction(
-        Kind.LONG_PRESS, **self._xy(width, height), duration=self._seconds
-    )
-
-
+@pydantic.with_config(_STRICT)
 class _Swipe(_LongPress):
   x2_norm: _Share
   y2_norm: _Share
 
-  def to_action(self, width, height):
-    return gui_action.GuiAction(
-        Kind.SWIPE,
-        **self._xy(width, height),
-        x2=_pixel(self.x2_norm, width),
-        y2=_pixel(self.y2_norm, height),
-        duration=self._seconds,
-    )
 
-
-class _Type(_GenvArgs):
+@pydantic.with_config(_STRICT)
+class _Type(TypedDict):
   text: Text
 
-  def to_action(self, width, height):
-    del width, height
-    return gui_action.GuiAction(Kind.TYPE, text=self.text)
 
-
-class _SystemKey(_GenvArgs):
+@pydantic.with_config(_STRICT)
+class _SystemKey(TypedDict):
   key: Literal["home", "back", "menu", "enter"]
 
-  def to_action(self, width, height):
-    del width, height
-    return gui_action.GuiAction(Kind.SYSTEM_BUTTON, text=self.key)
 
-
-_GENV: dict[str, type[_GenvArgs]] = {
-    "tap": _Tap,
-    "swipe": _Swipe,
-    "type": _Type,
-    "key": _SystemKey,
-    "long_press": _LongPress,
+_GENV: dict[str, tuple[Kind, Any]] = {
+    "tap": (Kind.CLICK, _Tap),
+    "swipe": (Kind.SWIPE, _Swipe),
+    "type": (Kind.TYPE, _Type),
+    "key": (Kind.SYSTEM_BUTTON, _SystemKey),
+    "long_press": (Kind.LONG_PRESS, _LongPress),
 }
 
 
-def _pixel(share: float, size: int) -> float:
-  return min(share * size, size - 1.0)
+def _genv_action(
+    data: Mapping[str, Any], width: int, height: int
+) -> gui_action.GuiAction:
+  name, args = data["name"], data.get("args")
+  if not isinstance(name, str) or name not in _GENV:
+    raise WireError(
+        f"action.name={json_models.short(name)} must be one of"
+        f" {', '.join(_GENV)}"
+    )
+  if args is None:
+    args = {k: v for k, v in data.items() if k not in ("name", "args")}
+  if not isinstance(args, Mapping):
+    raise WireError(
+        f"action.args must be an object, got {json_models.short(args)}"
+    )
+  kind, model = _GENV[name]
+  args = json_models.validate(model, _given(args), "action")
+  fields: dict[str, Any] = {}
+  sizes = {"x": width, "y": height, "x2": width, "y2": height}
+  for axis, size in sizes.items():
+    if (share := args.get(f"{axis}_norm")) is not None:
+      fields[axis] = min(share * size, size - 1.0)
+  if "duration_ms" in args:
+    fields["duration"] = args["duration_ms"] / 1000
+  if kind in (Kind.TYPE, Kind.SYSTEM_BUTTON):
+    fields["text"] = args["text" if kind is Kind.TYPE else "key"]
+  return gui_action.GuiAction(kind, **fields)
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """The fields without those that are null, which means "not given"."""
+  return {k: v for k, v in fields.items() if v is not None}
 
 
 def action_from_json(
@@ -371,39 +360,23 @@ def action_from_json(
   """
   if not isinstance(data, Mapping):
     raise WireError(f"action must be an object, got {json_models.short(data)}")
+  if "kind" not in data and "name" not in data:
+    raise WireError(
+        "action needs 'kind' (one of"
+        f" {', '.join(k.value for k in Kind)}) or 'name' (one of"
+        f" {', '.join(_GENV)})"
+    )
   try:
-    if "kind" in data:
-      given = {
-          k: v for k, v in data.items() if v is not None or k == "kind"
-      }
-      fields = json_models.validate(_Fields, given, "action")
-      return gui_action.GuiAction(**fields)
-    name = data.get("name")
-    if isinstance(name, str) and name in _GENV:
-      args = data.get("args")
-      if args is None:
-        args = {k: v for k, v in data.items() if k not in ("name", "args")}
-      if not isinstance(args, Mapping):
-        raise WireError(
-            f"action.args must be an object, got {json_models.short(args)}"
-        )
-      made = json_models.validate(_GENV[name], args, "action")
-      return made.to_action(width, height)
+    if "kind" not in data:
+      return _genv_action(data, width, height)
+    given = {**_given(data), "kind": data["kind"]}
+    fields = json_models.validate(_Fields, given, "action")
+    return gui_action.GuiAction(**fields)
   except ValueError as error:
-    text = str(error)
+    text = str(error)  # `GuiAction` raises without the word "action".
     raise WireError(
         text if text.startswith("action") else f"action: {text}"
     ) from None
-  if "name" in data:
-    raise WireError(
-        f"action.name must be one of {', '.join(_GENV)}; got"
-        f" {json_models.short(name)}"
-    )
-  raise WireError(
-      "action needs 'kind' (one of"
-      f" {', '.join(k.value for k in Kind)}) or 'name' (one of"
-      f" {', '.join(_GENV)})"
-  )
 
 
 def kind_schemas(extra: Mapping[str, Any] | None = None) -> list[Any]:
@@ -430,7 +403,7 @@ def kind_schemas(extra: Mapping[str, Any] | None = None) -> list[Any]:
 def _action_schema() -> dict[str, Any]:
   """JSON Schema of both vocabularies."""
   genv = []
-  for name, args in _GENV.items():
+  for name, (_, args) in _GENV.items():
     genv.append({
         "type": "object",
         "properties": {

@@ -1,17 +1,17 @@
-"""The server's HTTP side.
+"""Serves the monitor over HTTP: ingest, the read API and the dashboard.
 
     POST /api/ingest/batch                a batch of the ingest protocol
     PUT  /api/v1/screenshots/{sha256}     a screenshot, once
     POST /api/v1/trainings/{id}/tags, …   tags and the pinned baseline
-    GET  /api/v1/…                        pages of everything
+    GET  /api/v1/…                        rows of every table
     GET  /api/v1/events                   server-sent events
-    GET  /api/…                           what other monitors' pages read
+    GET  /api/…                           routes of other monitors' pages
     GET  /, /runs/…, /rollouts/…          the dashboard's pages
     GET  /api/v1/openapi.json, /health
 
 Promises: an answer 200 to a batch or a screenshot means that it is on the
-disk; an error is `{"detail", "errors"}` and says what to do; no request is
-larger than its limit; every question is asked of the database in a thread.
+disk; an error is `{"detail", "errors"}` and names the fix; no request is larger
+than its limit; every query of the database runs in a thread.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from tunix.rl.multi_turn.monitor.server import legacy_routes
 from tunix.rl.multi_turn.monitor.server import live as live_lib
 from tunix.rl.multi_turn.monitor.server import openapi
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 from tunix.rl.multi_turn.monitor.server import reading
 from tunix.rl.multi_turn.monitor.server import screenshots
 from tunix.rl.multi_turn.monitor.server import tags_and_baseline
@@ -51,9 +52,9 @@ from tunix.rl.multi_turn.monitor.server import writer as writer_lib
 
 _LOG = logging.getLogger(__name__)
 # Short, as every route uses them.
-_id, _number = http_io.id_of, http_io.number
+_id = http_io.id_of
 _json, _error = http_io.json_answer, http_io.refusal
-Limits = ingest.Limits
+IngestLimits = ingest.IngestLimits
 
 Request = starlette_requests.Request
 Response = responses.Response
@@ -62,21 +63,21 @@ Operation = openapi.Operation
 
 
 class App:
-  """The ASGI application; `asgi` is what a server runs."""
+  """The ASGI application: a server runs `asgi`."""
 
   def __init__(
       self,
       engine: sa.Engine,
       files: str | pathlib.Path,
       access: access_lib.Access,
-      limits: Limits = Limits(),
+      limits: IngestLimits = IngestLimits(),
       tokenizers: Mapping[str, str | pathlib.Path] | None = None,
   ):
     """Args:
 
       engine: of the upgraded database.
       files: folder of screenshots and videos.
-      access: who may do what.
+      access: checks tokens.
       limits: of requests.
       tokenizers: model name -> its tokenizer.json, for tokens as text.
 
@@ -106,8 +107,10 @@ class App:
         thumbnails_lib.Thumbnails(self._files / thumbnails_lib.FOLDER),
         self._files / "videos",
     )
-    self._marks = tags_and_baseline.Marks(self.writer)
-    site = site_lib.Site(access, self._pages, self._timings, self._marks)
+    self._tags_and_baseline = tags_and_baseline.TagsAndBaseline(self.writer)
+    site = site_lib.Site(
+        access, self._pages, self._timings, self._tags_and_baseline
+    )
     table = self._table()
     self._document = openapi.document([operation for operation, _ in table])
     self.asgi = applications.Starlette(
@@ -138,17 +141,16 @@ class App:
       found.append((Operation(method, path, name, summary, **more), handler))
 
     def get(path, name, summary, ask, **more):
-      add("GET", path, name, summary, self._asking(ask), **more)
+      handler = self._asking(ask, more.get("query"))
+      add("GET", path, name, summary, handler, **more)
 
     self._ingest.add_routes(add)
     self._images.add_routes(add)
-    self._marks.add_routes(add)
+    self._tags_and_baseline.add_routes(add)
     get(
         f"{v1}/trainings/{{id:int}}/curves", "training_curves",
         "Metrics over a training's steps; a name that ends in / is a prefix.",
-        self._curve_points,
-        query=(("names", "string"), ("first", "integer"), ("last", "integer"),
-               ("points", "integer"), ("minus", "integer")),
+        self._curve_points, query=query_lib.CurvesQuery,
     )  # pyformat: disable
     reading.add_routes(q, get)
     legacy_routes.add_routes(
@@ -156,9 +158,8 @@ class App:
     )
     add(
         "GET", f"{v1}/events", "events",
-        "What changes, as server-sent events; resumes after Last-Event-ID.",
-        self._events, answer="events",
-        query=(("training_id", "integer"), ("after", "integer")),
+        "Changes, as server-sent events; resumes after Last-Event-ID.",
+        self._events, answer="events", query=query_lib.EventsQuery,
     )  # pyformat: disable
     add(
         "GET", f"{v1}/openapi.json", "openapi", "This document.",
@@ -190,7 +191,7 @@ class App:
       try:
         who = access_lib.Principal(0, frozenset())
         if operation.scope:
-          # Asks the database once in a while only, which may be away.
+          # Reads the database only once in a while; it may be away.
           check = self._access.check
           if self._access.remembers(request.headers):
             who = check(request.headers, operation.scope)
@@ -217,7 +218,7 @@ class App:
       except Exception:  # pylint: disable=broad-except
         _LOG.exception("%s failed", operation.name)
         response = _error(
-            errors.ApiError(500, "the server failed; its log says how")
+            errors.ApiError(500, "the server failed; read its log")
         )
       for name, value in http_io.PRIVATE.items():
         response.headers.setdefault(name, value)
@@ -226,11 +227,16 @@ class App:
 
     return run
 
-  def _asking(self, ask: Callable[[int, Request], Any]) -> Handler:
+  def _asking(
+      self, ask: Callable[..., Any], model: type[query_lib.Query] | None
+  ) -> Handler:
+    """A handler that calls `ask(project, request[, query])` in a thread."""
+
     async def run(request: Request, who: access_lib.Principal) -> Response:
-      return _json(
-          await concurrency.run_in_threadpool(ask, who.project, request)
-      )
+      given: list[Any] = [who.project, request]
+      if model is not None:
+        given.append(model.read(request.query_params))
+      return _json(await concurrency.run_in_threadpool(ask, *given))
 
     return run
 
@@ -243,40 +249,36 @@ class App:
         )
     )
 
-  # --- what is shown --------------------------------------------------------
+  # --- answers --------------------------------------------------------------
 
-  def _curve_points(self, project: int, request: Request) -> dict[str, Any]:
-    training = _id(request)
+  def _curve_points(
+      self, project: int, request: Request, wanted: query_lib.CurvesQuery
+  ) -> dict[str, Any]:
+    training, minus = _id(request), wanted.minus
     self._queries.one(project, "training", training)
-    points = _number(request, "points")
-    if points is None:
-      points = 1200
-    if not 2 <= points <= 10_000:
-      raise errors.ApiError(400, f"points={points}: give 2 to 10000")
-    minus = _number(request, "minus")
     if minus is not None:
       self._queries.one(project, "training", minus)
-    names = [n for n in request.query_params.get("names", "").split(",") if n]
+    names = [name for name in wanted.names.split(",") if name]
     found = curves_lib.chart(
-        self._curves.of(training), names[:200], _number(request, "first"),
-        _number(request, "last"), points,
-        None if minus is None else self._curves.of(minus),
+        self._curves.of(training), names[:200], wanted.first, wanted.last,
+        wanted.points, None if minus is None else self._curves.of(minus),
     )  # pyformat: disable
     return {**found, "evals": self._pages.eval_points(training, minus)}
 
   async def _events(
       self, request: Request, who: access_lib.Principal
   ) -> Response:
-    after = _number(request, "after")
+    wanted = query_lib.EventsQuery.read(request.query_params)
+    after = wanted.after
     last = request.headers.get("last-event-id", "")
     if last:
-      if not http_io.is_id(last):
+      if not query_lib.is_id(last):
         raise errors.ApiError(
             400, f"Last-Event-ID={last[:30]!r}: give an event's id"
         )
       after = int(last)
     stream = await self._live.stream(
-        who.project, _number(request, "training_id"), after
+        who.project, wanted.training_id, after
     )
     return responses.StreamingResponse(
         stream, media_type="text/event-stream"

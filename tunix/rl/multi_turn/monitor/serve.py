@@ -1,7 +1,7 @@
-"""`python -m tunix.rl.multi_turn.monitor`: the server, its tokens, its upkeep.
+"""Runs `python -m tunix.rl.multi_turn.monitor`: the server, tokens, upkeep.
 
-A server for this machine asks for no token unless there are some; on any other
-address it does not start without.
+Promises: a server on the loopback address asks for no token unless the database
+has some; on any other address it does not start without one.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"error: {error}", file=sys.stderr)
     return 2
   except Exception as error:  # pylint: disable=broad-except
-    # A database that is not there fails in many ways, all the user's to see.
+    # A missing database fails in many ways, all for the user to see.
     print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
     return 1
 
@@ -99,7 +99,7 @@ def files_of(target: str, files: str) -> pathlib.Path:
     return pathlib.Path(files).expanduser()
   url = database.url_of(target)
   if url.get_backend_name() != "sqlite":
-    raise ValueError("--files: PostgreSQL has no folder; say where images go")
+    raise ValueError("--files: PostgreSQL has no folder; give one for images")
   path = pathlib.Path(url.database)
   return path.with_name(f"{path.stem}_files")
 
@@ -131,13 +131,13 @@ def _serve(args: argparse.Namespace) -> int:
         f" ${TOKEN_VARIABLE}), or make tokens with: python -m"
         " tunix.rl.multi_turn.monitor token"
     )
-  # Whoever reads the URL may ask at once, and waits until it is served.
+  # A reader of the URL may connect at once, and waits until it is served.
   listening = http_server.listen(args.host, args.port, backlog=128)
   app = app_lib.App(
       engine,
       files,
       access_lib.Access(engine, args.token, open_to_all=not guarded),
-      app_lib.Limits(batch=args.max_body_mb << 20),
+      app_lib.IngestLimits(batch=args.max_body_mb << 20),
       tokenizers,
   )
   server = _Server(app, until_eof=args.until_eof)
@@ -169,12 +169,12 @@ def _tokenizer(given: str) -> tuple[str, str]:
 
 
 class _Server(uvicorn.Server):
-  """Ends the streams before it waits for requests to end."""
+  """Ends event streams before it waits for requests to end."""
 
   def __init__(
       self,
       app: app_lib.App,
-      limits: connections.Limits = connections.Limits(),
+      limits: connections.SocketLimits = connections.SocketLimits(),
       *,
       until_eof: bool = False,
   ):
@@ -194,8 +194,8 @@ class _Server(uvicorn.Server):
     self._until_eof = until_eof
 
   def handle_exit(self, sig: int, frame: Any) -> None:
-    # Who ends all processes of a job must not end a run's server before the
-    # run, which has its end to tell.
+    # A signal to all processes of a job must not end a run's server before the
+    # run, which still has events to send.
     if not (self._until_eof and sig == signal.SIGTERM):
       super().handle_exit(sig, frame)
 

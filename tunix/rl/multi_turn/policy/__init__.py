@@ -1,4 +1,4 @@
-"""Vision-language policies in flax nnx, imported lazily.
+"""Vision-language and text policies in flax nnx, imported lazily.
 
 Naming one of `__all__` imports JAX; `policy.settings` does not.
 """

@@ -1,7 +1,6 @@
-"""What a run shows and leaves behind: observers and the report.
+"""Reports on a run: observers of the run directory, trackers, the report.
 
-The observers are found here by name and imported when first asked for, so
-that the modules below can also be run as programs.
+Names are imported on first use, so that the modules also run as programs.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Small file helpers of the observers: atomic JSON, tolerant JSON lines."""
+"""File helpers of the observers: atomic JSON, tolerant JSON lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-  """`value` as strict JSON: numpy as numbers, what is not finite as null."""
+  """`value` as strict JSON: numpy as numbers, non-finite ones as null."""
   if isinstance(value, Mapping):
     return {str(k): plain(v) for k, v in value.items()}
   if isinstance(value, (list, tuple, set, frozenset)):

@@ -1,4 +1,4 @@
-"""What is measured at each learner step, and what each reading means.
+"""Defines the metrics of a learner step: unit, meaning, advice.
 
 `METRICS` documents every name that may stand in metrics.jsonl (docs/metrics.md
 is written from it); `group_metrics` and `engine_metrics` make the readings
@@ -23,8 +23,8 @@ class Metric:
 
   Attributes:
     unit: "" for a plain ratio or a mean without unit.
-    meaning: what is measured.
-    advice: what to do about it.
+    meaning: the measured quantity.
+    advice: the action to take.
   """
 
   unit: str
@@ -33,7 +33,7 @@ class Metric:
 
 
 _STATUS_ADVICE = {
-    "max_turns": "High: raise environment.max_turns, or the policy dithers.",
+    "max_turns": "High: raise environment.max_turns, or the policy wanders.",
     "context_limit": (
         "Above a few percent: raise engine.context_length or lower"
         " agent.max_images."
@@ -42,7 +42,7 @@ _STATUS_ADVICE = {
         "Should fall early. If it rises again the policy is breaking:"
         " lower learner.learning_rate or add algorithm.kl_coef."
     ),
-    "timeout": "See collect.*_timeout_s; not learned from.",
+    "timeout": "See collect.deadlines; not trained on.",
     "env_error": "A gym fails; see the faults in summary.json.",
     "model_error": "The engine fails; see the faults in summary.json.",
 }
@@ -55,7 +55,7 @@ METRICS: dict[str, Metric] = {
     "seconds_total": Metric(
         "s",
         "The whole step: waiting, learning, publishing.",
-        "Compare with seconds_wait and seconds_learn for what to speed up.",
+        "Compare with seconds_wait and seconds_learn to find the bottleneck.",
     ),
     "seconds_wait": Metric(
         "s",
@@ -76,21 +76,23 @@ METRICS: dict[str, Metric] = {
     "reward_std": Metric("reward", "Standard deviation of the same."),
     "success_rate": Metric(
         "",
-        "Share of valid episodes the gym called solved.",
+        "Share of valid episodes that the gym judged solved.",
         "Noisy with few episodes: judge by the evaluation.",
     ),
     "informative_groups": Metric(
         "",
-        "Share of groups whose members got different rewards; only these have"
-        " a policy gradient.",
+        "Share of groups with a gradient: their members got different"
+        " rewards.",
         "Near 0 with low reward: tasks too hard, warm-start longer. Near 0"
         " with high reward: solved, raise gym.options.difficulty.",
     ),
     "groups": Metric("groups", "Groups of this update."),
     "zero_advantage_groups": Metric(
-        "groups", "Groups of this update without a policy gradient."
+        "groups", "Groups of this update without a gradient."
     ),
-    "episodes": Metric("episodes", "Episodes of this update, invalid too."),
+    "episodes": Metric(
+        "episodes", "Episodes of this update, invalid ones included."
+    ),
     "valid_episodes": Metric(
         "episodes", "Episodes of this update that may be trained on."
     ),
@@ -103,7 +105,7 @@ METRICS: dict[str, Metric] = {
     "refused_groups": Metric(
         "groups",
         "Groups collected since the last step with fewer valid episodes than"
-        " collect.min_valid; their tasks are tried again or given up.",
+        " collect.min_valid; their tasks are re-queued or given up.",
         "Above 0: look at the faults in summary.json.",
     ),
     "turns_mean": Metric("turns", "Mean turns of a valid episode."),
@@ -154,7 +156,7 @@ METRICS: dict[str, Metric] = {
         "episodes",
         "Seconds that environments and the policy worked for training"
         " episodes, summed over the episodes, a second of wall time since the"
-        " last step: the mean number of episodes in work.",
+        " last step: the mean number of episodes in flight.",
         "Far below collect.concurrency: episodes wait for admission; raise"
         " queue.max_staleness.",
     ),
@@ -172,7 +174,7 @@ METRICS: dict[str, Metric] = {
     "fallback_turns": Metric(
         "turns",
         "Completions whose tokens or log-probs are not the sampler's own, as"
-        " its server did not tell them, mean an episode.",
+        " its server did not return them, mean an episode.",
         "Above 0: the server must return token ids and log-probs; see"
         " docs/serving.md.",
     ),
@@ -211,7 +213,7 @@ METRICS: dict[str, Metric] = {
     "engine_compiles": Metric(
         "",
         "Programs compiled since warm-up, by this process.",
-        "Must stay 0: a shape was not foreseen.",
+        "Must stay 0: above it, the engine met an unplanned shape.",
     ),
     # The queue.
     "queue_size": Metric("groups", "Groups waiting for the learner."),
@@ -231,7 +233,7 @@ METRICS: dict[str, Metric] = {
     "loss": Metric(
         "",
         "The objective with all its terms.",
-        "Its size says little in policy gradient; watch the ratios.",
+        "Its size means little in policy gradient; watch the ratios.",
     ),
     "policy_loss": Metric("", "The objective without KL and entropy terms."),
     "grad_norm": Metric(
@@ -319,7 +321,7 @@ METRICS: dict[str, Metric] = {
         "Growing: the run has diverged.",
     ),
     "empty_updates": Metric(
-        "", "Updates without any informative group, in all."
+        "", "Updates without a group with a gradient, in all."
     ),
     "dropped_sequences": Metric(
         "",
@@ -419,10 +421,10 @@ def group_metrics(
 def _stage_metrics(
     episodes: Iterable[trajectory_lib.Trajectory],
 ) -> dict[str, float]:
-  """Where the time of episodes went that say how long they took.
+  """Shares and seconds of the stages of episodes that recorded their time.
 
-  Readings of the environment are left out when no episode tells of it: agents
-  of others do not.
+  Readings of the environment are left out when no episode recorded it: outside
+  agents do not.
   """
   known = [t for t in episodes if "seconds" in t.metrics]
   total, model, env, setup = (
@@ -491,13 +493,12 @@ def reference() -> str:
       " docs/metrics.md`.",
       "",
       "`runs/<name>/metrics.jsonl` holds one JSON object a learner step, each",
-      "line complete as soon as it is written. A reading that does not exist",
-      "at a step (no valid episode, nothing to learn from, no reference",
-      'policy) is absent; one that is not finite is null. "In all" means',
-      "counted since the run began; all but what says otherwise is of this",
-      "step alone.",
+      "line complete as soon as it is written. A reading without a value at a",
+      "step (no valid episode, nothing to learn from, no reference policy) is",
+      'absent; a non-finite one is null. "In all" means counted since the run',
+      "began; all other readings are of this step alone.",
       "",
-      "| name | unit | meaning | what to do about it |",
+      "| name | unit | meaning | action |",
       "|---|---|---|---|",
   ]
   rows: list[tuple[str, Metric]] = list(METRICS.items())

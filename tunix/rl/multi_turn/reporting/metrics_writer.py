@@ -1,9 +1,9 @@
-"""metrics.jsonl: one JSON object a learner step.
+"""Writes metrics.jsonl, one JSON object a learner step.
 
 A line is complete on disk as soon as its step has ended. Resuming removes the
 lines of steps that will be made again, so that a step stands there once.
 
-Does not average, smooth or drop anything.
+Does not: average, smooth or drop anything.
 """
 
 from __future__ import annotations

@@ -399,11 +399,11 @@ def _small_multiples(run: run_data.Run) -> str:
 
 def _troubles(run: run_data.Run) -> str:
   rows = []
-  for what in ("episodes", "groups", "faults"):
-    counts = run.summary.get(what) or {}
+  for kind in ("episodes", "groups", "faults"):
+    counts = run.summary.get(kind) or {}
     for name, count in sorted(counts.items()):
       rows.append(
-          f"<tr><td>{what}</td><td>{html.escape(str(name))}</td>"
+          f"<tr><td>{kind}</td><td>{html.escape(str(name))}</td>"
           f"<td>{html.escape(str(count))}</td></tr>"
       )
   if not rows:
@@ -411,7 +411,7 @@ def _troubles(run: run_data.Run) -> str:
   return (
       "<h2>Counts</h2><details class=card><summary>How episodes and groups"
       " ended, and which faults were contained</summary><table><tr>"
-      "<th>what</th><th>outcome</th><th>count</th></tr>"
+      "<th>kind</th><th>outcome</th><th>count</th></tr>"
       + "".join(rows)
       + "</table></details>"
   )

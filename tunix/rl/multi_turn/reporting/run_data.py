@@ -1,4 +1,4 @@
-"""A run directory, read for people.
+"""Reads a run directory for the report.
 
 Tolerant where a run may have been cut off: a missing or torn file means less
 to show, not an error. Only a directory that holds no run at all is refused.
@@ -18,13 +18,13 @@ Status = trajectory_lib.TrajectoryStatus
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-  """One turn of an episode as a picture with what was done on it.
+  """One turn of an episode: its screenshot and the actions on it.
 
   Attributes:
     image: the screen the policy saw, None when it was not kept.
     actions: GuiActions as JSON, in pixels of that screen.
-    text: what the policy wrote.
-    note: what went wrong in this turn, "".
+    text: the policy's completion.
+    note: faults of this turn, "" for none.
     label: "turn 1", or the outcome for the last screen.
   """
 
@@ -58,7 +58,7 @@ class Episode:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a run directory holds.
+  """The content of a run directory.
 
   Attributes:
     directory: where.
@@ -237,7 +237,7 @@ def _image(value: Any) -> trajectory_lib.ImageRef | None:
 def choose_episodes(
     episodes: tuple[Episode, ...], count: int
 ) -> list[tuple[Episode, ...]]:
-  """Stories to tell: of each family an early failure and a late success.
+  """Chooses episodes to draw: of each family an early failure, a late success.
 
   Args:
     episodes: in order of time.

@@ -1,35 +1,108 @@
-"""Puts the readings of episodes, queue and engine beside the learner's.
+"""Adds readings of episodes, queue and engine to the learner's metrics.
 
-Those of episodes are of the groups that the update learned from, whenever
-they were collected.
+Readings of episodes are of the groups that the update learned from, whenever
+they were collected. `Overlap` measures the shares of wall time in which
+environments and the policy work, exactly.
+
+Does not: see outside agents, whose turns emit no `StageChanged`.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
 import time
-from typing import Any
+from typing import Callable, Mapping, Protocol
 
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.reporting import metrics
-from tunix.rl.multi_turn.reporting import overlap
+
+STAGES = ("model", "env")
+
+
+class Overlap:
+  """Adds up episodes' stages over the time between two readings.
+
+  Counts how many episodes an environment or the policy works for, and how long
+  both work at once. Reads the monotonic clock. Thread-safe.
+  """
+
+  def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    self._clock = clock
+    self._lock = threading.Lock()
+    self._stage: dict[str, str] = {}  # Of each episode that is in one.
+    self._now_in: collections.Counter[str] = collections.Counter()
+    self._since = self._at = clock()
+    self._seen = False
+    self._episode_seconds = self._both_seconds = 0.0
+
+  def on_event(self, event: events.StageChanged) -> None:
+    with self._lock:
+      self._seen = True
+      self._advance()
+      left = self._stage.pop(event.trajectory_id, "")
+      if left:
+        self._now_in[left] -= 1
+      if event.stage:
+        self._stage[event.trajectory_id] = event.stage
+        self._now_in[event.stage] += 1
+
+  def take(self) -> dict[str, float]:
+    """Readings since the last call, or the beginning; {} without
+    an event.
+
+    episodes_busy: seconds that environments and the policy worked for
+    episodes, summed over the episodes, a second of wall time.
+    overlap: share of wall time in which an environment and the policy worked
+    at once, for whichever episodes.
+    """
+    with self._lock:
+      self._advance()
+      seconds, self._since = self._at - self._since, self._at
+      spent, both = self._episode_seconds, self._both_seconds
+      self._episode_seconds = self._both_seconds = 0.0
+      if not self._seen or seconds <= 0:
+        return {}
+      return {"episodes_busy": spent / seconds, "overlap": both / seconds}
+
+  def _advance(self) -> None:
+    now = self._clock()
+    passed, self._at = now - self._at, now
+    model, env = (self._now_in[stage] for stage in STAGES)
+    self._episode_seconds += passed * (model + env)
+    if model and env:
+      self._both_seconds += passed
+
+
+class _Engine(Protocol):
+
+  def stats(self) -> Mapping[str, float]:
+    ...
+
+
+class _Queue(Protocol):
+
+  def counters(self) -> Mapping[str, int]:
+    ...
 
 
 class StepMetrics:
   """Adds the readings of episodes, queue and engine to each StepFinished.
 
-  Stands between the learner loop and the observers. Changes of stages end
-  here: there are several in each turn, and the readings are all of them.
+  Stands between the learner loop and the observers. `StageChanged` events end
+  here: there are several in each turn, and observers need only the readings.
   """
 
-  def __init__(self, downstream: events.Observers, queue: Any, engine: Any):
+  def __init__(
+      self, downstream: events.Observers, queue: _Queue, engine: _Engine
+  ):
     self._downstream = downstream
     self._queue = queue
     self._engine = engine
     self._refused = 0
     self._lock = threading.Lock()
-    self._overlap = overlap.Overlap()
+    self._overlap = Overlap()
     self._stats = dict(engine.stats())
     self._since = time.perf_counter()
 

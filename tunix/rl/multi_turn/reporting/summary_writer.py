@@ -3,7 +3,7 @@
 Written when the run starts and ends, after each evaluation, and at most every
 few seconds while it learns; a reader never sees half a file. Holds the
 evaluations under `eval.<name>`, the last metrics, counts of episodes, groups
-and contained faults, and what was dropped by other observers.
+and contained faults, and drops of other observers.
 
 Does not: judge; thresholds and verdicts are the reader's.
 """

@@ -1,4 +1,4 @@
-"""Rewards by name; see `registry`."""
+"""Judges answers by reward functions with names; see `registry`."""
 
 from tunix.rl.multi_turn.rewards.registry import as_reward
 from tunix.rl.multi_turn.rewards.registry import combine_rewards

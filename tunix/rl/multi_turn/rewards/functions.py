@@ -1,4 +1,4 @@
-"""The rewards that come with the package.
+"""Registers the rewards that come with the package.
 
 Each reads the task's `ground_truth` (or `answer`) where it needs one.
 """

@@ -1,11 +1,11 @@
-"""Rewards: plain functions by name.
+"""Registers reward functions by name and calls them.
 
 A reward function takes `(task, action)`, the task and the policy's answer, and
 returns a `RewardOutput` or a number; it may be async. One that also takes an
 `info` argument gets the environment's last info. `evaluate` calls any of them.
 
-Promises: what comes out is a `RewardOutput` with a finite reward, or an error
-naming the function.
+Promises: a call returns a `RewardOutput` with a finite reward, or raises an
+error that names the function.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RewardFn = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class RewardOutput:
-  """A reward and what it was made of.
+  """A reward and its parts.
 
   Attributes:
     reward: scalar.
@@ -79,7 +79,7 @@ def reward_names() -> tuple[str, ...]:
 
 
 def as_reward(value: Any, source: str = "reward function") -> RewardOutput:
-  """What a reward function returned, as a RewardOutput.
+  """A reward function's result as a RewardOutput.
 
   Raises:
     ValueError: no finite number in it, naming `source`.

@@ -1,4 +1,4 @@
-"""What `train --dry-run` prints: what a run would be, without running it."""
+"""Describes a run without running it: configuration, shapes, memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
-from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import episodes as episodes_lib
+from tunix.rl.multi_turn.run import models
 
 
 def parameter_count(model: Any) -> int:
@@ -22,7 +23,8 @@ def parameter_count(model: Any) -> int:
 
 def describe(
     config: config_lib.TrainConfig,
-    policy: assembly.Policy,
+    policy: models.LoadedPolicy,
+    episodes: episodes_lib.EpisodeFactory,
     directory: pathlib.Path,
     engine: engine_lib.RolloutEngine | remote_engine.RemoteEngine,
 ) -> str:
@@ -31,28 +33,28 @@ def describe(
   Args:
     config: of the run.
     policy: its policy.
+    episodes: its agents and environments.
     directory: of the run.
     engine: that rolls out.
   """
   parameters = parameter_count(policy.model)
-  agent = assembly.make_agent(config)
+  agent = episodes.make_agent()
   cache = "KV cache in another process"
   if engine.cache_tokens:
     cache = f"KV cache of {engine.cache_tokens} tokens"
   prompt = policy.renderer.render(agent.chat_completions)
-  image = policy.processor.num_image_tokens(
-      config.gym.width, config.gym.height
-  )
+  screen = "none"
+  if episodes.acts_on_gym:
+    width, height = config.gym.width, config.gym.height
+    tokens = policy.processor.num_image_tokens(width, height)
+    screen = f"{width}x{height}, {tokens} tokens"
   mib = 1 / (1 << 20)
   copies = 3 + bool(config.algorithm.kl_coef)
   rows = [
       ("policy", f"{config.policy.name}, {parameters:,} parameters"),
       ("devices", f"{jax.device_count()} x {jax.default_backend()}"),
       ("system prompt", f"{len(prompt)} tokens"),
-      (
-          "screenshot",
-          f"{config.gym.width}x{config.gym.height}, {image} tokens",
-      ),
+      ("screenshot", screen),
       (
           "rollout",
           f"{config.engine.slots} requests at a time of up to"

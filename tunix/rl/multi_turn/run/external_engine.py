@@ -23,7 +23,7 @@ def make_engine(
 
   Args:
     config: names it, in `external`.
-    policy: an `assembly.Policy`, of the architecture that it serves.
+    policy: a `models.LoadedPolicy`, of the architecture that it serves.
     image_store: of the prompts.
     tokenizer: directory whose files are put beside weights.
 

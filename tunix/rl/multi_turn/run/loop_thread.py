@@ -1,9 +1,9 @@
-"""The event loop on which a run's episodes live, in a thread of its own.
+"""Runs the event loop of a run's episodes in a thread of its own.
 
-Promises: what the main thread waits for there ends when the run is told to
-stop; closing has a deadline, and says what did not keep it.
+Promises: a `wait` of the main thread ends when the run is to stop; closing has
+a deadline, and logs what missed it.
 
-Does not know what an episode is.
+Does not: depend on what an episode is.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import models
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,13 +24,13 @@ class RunProxy:
   """A server in front of the engine, and the way to it.
 
   Attributes:
-    connection: what `assembly.make_collector` takes.
+    connection: what `episodes.make_collector` takes.
   """
 
   def __init__(
       self,
       config: config_lib.TrainConfig,
-      policy: assembly.Policy,
+      policy: models.LoadedPolicy,
       engine: engine_lib.RolloutEngine,
       image_store: images_lib.ImageStore,
   ):
@@ -50,15 +50,15 @@ class RunProxy:
     most = 2 * config.collect.concurrency + 16
     try:
       from tunix.rl.multi_turn.serving import requests  # pylint: disable=g-import-not-at-top
-      from tunix.rl.multi_turn.serving import serve  # pylint: disable=g-import-not-at-top
+      from tunix.rl.multi_turn.serving import server  # pylint: disable=g-import-not-at-top
 
-      self.app = serve.make_app(
+      self.app = server.make_app(
           config.policy.name,
           engine,
           (policy.model, policy.processor, policy.tokenizer),
           image_store,
           parser=config.agent.parser,
-          limits=requests.Limits(
+          limits=requests.RequestLimits(
               max_new_tokens=config.sampling.max_new_tokens,
               images=max(64, config.environment.max_turns + 1),
           ),

@@ -1,15 +1,16 @@
-"""Going on with a run: where it stands, and what must not change.
+"""Finds where a run stands, and refuses settings that must not change.
 
-Does not restore anything; `train` does.
+Does not restore anything; `training` and `warm_start.stage` do.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from typing import Any
 
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.core import settings
+from tunix.rl.multi_turn.environments.task_sources import source
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.reporting import files
 
@@ -32,13 +33,12 @@ _TASKS = (
 )
 _SOURCE = tuple(
     f"task_source.{field.name}"
-    for field in dataclasses.fields(config_lib.TaskSourceConfig)
+    for field in settings.fields(source.TaskSourceConfig)
 )
 _EVALUATION = ("eval.seed", "eval.episodes_per_task", "eval.modes")
 _FIXED = (
     "run.seed",
     "gym.name",
-    "task_source.families",
     "policy.name",
     "policy.config",
     "policy.trajectory_pixels",
@@ -68,7 +68,7 @@ def check(config: TrainConfig) -> None:
     ConfigError: naming each with its value of before.
   """
   file = config.run_dir / "config.yaml"
-  before = TrainConfig.from_yaml(
+  before = config_lib.from_yaml(
       file.read_text(encoding="utf-8"), source=str(file)
   )
   problems = []
@@ -97,13 +97,13 @@ def _text(value: Any) -> str:
 
 
 def checkpoint_step(directory: pathlib.Path) -> int:
-  """Updates in a run's newest checkpoint; 0 without one."""
+  """Updates in the newest checkpoint of a run; 0 without one."""
   with checkpoint_lib.LearnerCheckpoints(directory / "checkpoints") as found:
     return max(found.steps(), default=0)
 
 
 def stages_measured(directory: pathlib.Path) -> dict[str, Any]:
-  """What a run has measured of its stages so far, in their order."""
+  """The evaluations of a run's stages so far, in their order."""
   found = evaluations(directory)
   stages = ("initial", "warm_start", "final")
   return {name: found[name] for name in stages if name in found}

@@ -1,7 +1,9 @@
-"""What was sampled for a request, before it takes an endpoint's shape.
+"""Represents answers before they take an endpoint's shape; decodes their text.
 
 Promises: bytes of tokens concatenate to the bytes of their text, also where a
-character is split over tokens.
+character is split over tokens. With stop strings, the tokens end with the one
+that completes a string; the text ends before the string, also where it is sent
+in parts.
 
 Does not sample, or know sessions.
 """
@@ -12,15 +14,13 @@ import codecs
 import dataclasses
 import json
 import secrets
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
-from tunix.rl.multi_turn.serving import errors
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import requests
-from tunix.rl.multi_turn.serving import stops
 
 _REASONS = {
     policy_client.FinishReason.STOP: "stop",
@@ -34,8 +34,8 @@ class Choice:
   """One of a request's completions.
 
   Attributes:
-    completion: what was sampled.
-    message: what the client is told, an OpenAI assistant message.
+    completion: as sampled.
+    message: the OpenAI assistant message that the client receives.
     finish_reason: "stop", "length", "tool_calls".
   """
 
@@ -45,15 +45,15 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class SampledAnswer:
   """A request's answer.
 
   Attributes:
     id: of the answer.
     created: Unix seconds.
     model: name.
-    prompt: what was asked. A session's, which shares its tokens with those
-      before it: an answer is kept for as long as its session.
+    prompt: of the request. A session's shares its tokens with the prompts
+      before it, as answers are kept as long as their session.
     num_prompt_tokens: image placeholders expanded.
     reused_tokens: of them, those whose keys and values were cached.
     choices: completions.
@@ -69,7 +69,7 @@ class Answer:
 
   @property
   def prompt_tokens(self) -> np.ndarray:
-    """int32[T], put together at each call."""
+    """int32[T], concatenated at each call."""
     if isinstance(self.prompt, interactions.PendingPrompt):
       return self.prompt.prompt.tokens
     return self.prompt.tokens
@@ -87,8 +87,8 @@ def make_choice(
   """Cuts the text into content and tool calls.
 
   Args:
-    completion: what was sampled.
-    text: of it, without the end of the turn.
+    completion: as sampled.
+    text: of the completion, without the end of the turn.
     parser: reads tool calls; None leaves all text as content.
   """
   message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -112,7 +112,7 @@ def make_choice(
   return Choice(completion, message, reason)
 
 
-def usage(answer: Answer) -> dict[str, Any]:
+def usage(answer: SampledAnswer) -> dict[str, Any]:
   sampled, prompt = answer.num_sampled, answer.num_prompt_tokens
   return {
       "prompt_tokens": prompt,
@@ -123,23 +123,23 @@ def usage(answer: Answer) -> dict[str, Any]:
 
 
 def extras(
-    asked: requests.Request, answer: Answer, index: int
+    asked: requests.SamplingRequest, answer: SampledAnswer, index: int
 ) -> dict[str, Any]:
-  """What is told of a choice beyond OpenAI's fields."""
+  """A choice's fields beyond OpenAI's."""
   completion = answer.choices[index].completion
-  told: dict[str, Any] = {
+  found: dict[str, Any] = {
       "policy_versions": version_spans(completion.versions),
       "interaction_id": interaction_id(answer.id, index),
   }
   if asked.return_token_ids:
-    told["token_ids"] = completion.tokens.tolist()
+    found["token_ids"] = completion.tokens.tolist()
   if completion.raw_logprobs is not None:
-    told["raw_logprobs"] = completion.raw_logprobs.tolist()
-  return told
+    found["raw_logprobs"] = completion.raw_logprobs.tolist()
+  return found
 
 
 def interaction_id(answer_id: str, index: int) -> str:
-  """Under which a choice is stored, and can be rewarded."""
+  """The id under which a choice is stored, and can be rewarded."""
   return f"{answer_id}-{index}" if index else answer_id
 
 
@@ -153,20 +153,20 @@ def version_spans(versions_S: np.ndarray) -> list[list[int]]:
 
 
 def _byte_of_character() -> dict[str, int]:
-  """How byte-level BPE spells bytes: printable ones as they are."""
+  """The byte that each character of byte-level BPE's vocabulary stands for."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [b for b in range(256) if b not in printable]
   spelled = {chr(b): b for b in printable}
   return spelled | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-class Decoder:
-  """Text and bytes of tokens.
+class TokenDecoder:
+  """Decodes tokens to text and bytes.
 
   Attributes:
-    text: of a completion's tokens, without the end of its turn.
-    special: ids that are no text.
-    end: id of the end of a turn, which is no text where it comes last.
+    text: text of a completion's tokens, without the end of its turn.
+    special: ids without text.
+    end: id of the end of a turn, which has no text where it comes last.
   """
 
   _BYTES = _byte_of_character()
@@ -193,7 +193,7 @@ class Decoder:
     self.special = frozenset(i for i, token in added.items() if token.special)
 
   def bytes(self, token: int) -> bytes:
-    """Of one token; of an id that is none, none."""
+    """The bytes of one token; b"" for an id outside the vocabulary."""
     if token in self._added:
       return self._added[token]
     spelled = self._spelling(token) or ""
@@ -202,14 +202,14 @@ class Decoder:
     return spelled.encode()
 
   def token(self, token: int) -> str:
-    """One token for people; U+FFFD stands for part of a character."""
+    """The printable text of one token; U+FFFD is part of a character."""
     return self.bytes(token).decode(errors="replace")
 
 
 def logprobs(
-    completion: policy_client.Completion, decoder: Decoder
+    completion: policy_client.Completion, decoder: TokenDecoder
 ) -> list[dict[str, Any]]:
-  """A completion's tokens, as chat completions tell them."""
+  """A completion's tokens in the shape of chat completions' `logprobs`."""
   of = lambda token, logprob: {
       "token": decoder.token(token),
       "logprob": logprob,
@@ -228,8 +228,8 @@ def logprobs(
 def alternatives(
     completion: policy_client.Completion,
 ) -> list[list[tuple[int, float]]]:
-  """For each token the likeliest ones that could be sampled; none unless they
-  were asked for."""
+  """For each token the likeliest ones that could be sampled; empty unless the
+  request asks for them."""
   if completion.top_tokens is None:
     return [[] for _ in completion.tokens]
   return [
@@ -240,8 +240,8 @@ def alternatives(
   ]
 
 
-def text_offsets(tokens: Sequence[int], decoder: Decoder) -> list[int]:
-  """How many characters of the text each token has before it."""
+def text_offsets(tokens: Sequence[int], decoder: TokenDecoder) -> list[int]:
+  """The number of characters of the text before each token."""
   decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
   offsets, at = [], 0
   for token in tokens:
@@ -251,23 +251,23 @@ def text_offsets(tokens: Sequence[int], decoder: Decoder) -> list[int]:
 
 
 class TextStream:
-  """Text of tokens that arrive a few at a time, each looked at once.
+  """Decodes tokens that arrive a few at a time, reading each once.
 
-  Held back is what later tokens may still change: the bytes of a character
-  that has begun, an end-of-turn token, and what may become a stop string.
+  Holds back text that later tokens may still change: the bytes of a character
+  that has begun, an end-of-turn token, and the beginning of a stop string.
   """
 
-  def __init__(self, decoder: Decoder, strings: Sequence[str] = ()):
+  def __init__(self, decoder: TokenDecoder, strings: Sequence[str] = ()):
     self._decoder = decoder
     self._strings = strings
     self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    self._ended = False  # By a token that is not told if it is the last.
+    self._ended = False  # By a token without text where it is the last.
     self._held = ""
     self._sent = 0
     self._stopped = False
 
   def feed(self, tokens: Sequence[int]) -> str:
-    """The text that is new and certain."""
+    """The new text that later tokens cannot change."""
     parts = [self._held]
     for token in map(int, tokens):
       if self._ended:
@@ -278,83 +278,80 @@ class TextStream:
     text = "".join(parts)
     if self._stopped:
       return ""
-    certain = stops.certain(text, self._strings)
-    # What begins in `text` and is there in full: nothing follows that is told.
-    self._stopped = stops.first(text, self._strings) < len(text)
-    self._held = text[certain:]
-    self._sent += certain
-    return text[:certain]
+    sure = certain(text, self._strings)
+    # A stop string that is complete in `text`: no text is sent after it.
+    self._stopped = first_of(text, self._strings) < len(text)
+    self._held = text[sure:]
+    self._sent += sure
+    return text[:sure]
 
   def rest(self, text: str) -> str:
-    """What of the whole text has not been sent."""
+    """The part of the whole text that has not been sent."""
     return text[self._sent :]
 
   def _text(self, token: int) -> str:
     return self._characters.decode(self._decoder.bytes(token))
 
 
-class ChoiceStream:
-  """The events of an answer in choices, as it is sampled: what chat completions
-  and completions have in common (a `streams.Writer`).
+# --- stop strings -------------------------------------------------------------
 
-  Attributes:
-    kind: of an event's object.
-  """
 
-  last = b"data: [DONE]\n\n"
-  kind: str
+class StopStrings:
+  """Watches one completion for stop strings; a `guidance.StopWhen`."""
 
   def __init__(
       self,
-      asked: requests.Request,
-      answer_id: str,
-      created: int,
-      decoder: Decoder,
+      strings: Sequence[str],
+      token_bytes: Callable[[int], bytes],
+      ends: Sequence[int],
   ):
-    self._asked = asked
-    self._head = {
-        "id": answer_id,
-        "object": self.kind,
-        "created": created,
-        "model": asked.model,
-    }
-    self._decoder = decoder
-    self._texts = [TextStream(decoder, asked.stop) for _ in range(asked.n)]
+    """Args:
 
-  def start(self) -> Iterator[dict[str, Any]]:
-    return iter(())
+      strings: none empty.
+      token_bytes: the bytes of an id.
+      ends: ids that end a turn, and have no text.
+    """
+    self._strings = tuple(strings)
+    self._bytes = [s.encode() for s in strings]
+    self._longest = max(map(len, self._bytes))
+    self._token_bytes = token_bytes
+    self._ends = frozenset(ends)
+    self._seen = 0
+    self._tail = b""  # The last bytes, in which a string may begin.
+    self.found = False
 
-  def tokens(self, index: int, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
-    if self._asked.parse_tools:  # Calls and content are told apart at the end.
-      return
-    if new := self._texts[index].feed(tokens):
-      yield self._chunk(index, self._new(new))
+  def __call__(self, tokens: np.ndarray) -> int | None:
+    """How many of the int32[S] tokens to keep, once a string is complete."""
+    for i in range(self._seen, len(tokens)):
+      token = int(tokens[i])
+      if token in self._ends:
+        continue
+      text = self._tail + self._token_bytes(token)
+      if any(s in text for s in self._bytes):
+        self.found = True
+        return i + 1
+      self._tail = text[-(self._longest - 1) :] if self._longest > 1 else b""
+    self._seen = len(tokens)
+    return None
 
-  def finish(self, answer: Answer) -> Iterator[dict[str, Any]]:
-    for i in range(self._asked.n):
-      yield from self._ending(answer, i)
-    if self._asked.include_usage:
-      yield {**self._head, "choices": [], "usage": usage(answer)}
+  def cut(self, text: str) -> str:
+    """A completion's text up to the stop string."""
+    return text[: first_of(text, self._strings)] if self.found else text
 
-  def failed(self, error: errors.ApiError) -> Iterator[dict[str, Any]]:
-    yield error.body()
 
-  def _new(self, text: str) -> dict[str, Any]:
-    """The field that tells of new text."""
-    raise NotImplementedError
+def first_of(text: str, strings: Sequence[str], start: int = 0) -> int:
+  """Where the first of the strings begins in the text; else its length."""
+  places = (text.find(s, start) for s in strings)
+  return min((p for p in places if p >= 0), default=len(text))
 
-  def _ending(self, answer: Answer, index: int) -> Iterator[dict[str, Any]]:
-    """A choice's last events."""
-    raise NotImplementedError
 
-  def _chunk(
-      self, index: int, new: Mapping[str, Any], **ending: Any
-  ) -> dict[str, Any]:
-    choice = {
-        "index": index,
-        **new,
-        "finish_reason": None,
-        "logprobs": None,
-        **ending,
-    }
-    return {**self._head, "choices": [choice]}
+def certain(text: str, strings: Sequence[str]) -> int:
+  """How many characters of a text stay, whatever comes after it."""
+  end = first_of(text, strings)
+  if end < len(text):
+    return end
+  most = max(map(len, strings), default=1) - 1
+  for size in range(min(most, len(text)), 0, -1):
+    if any(s.startswith(text[-size:]) for s in strings):
+      return len(text) - size
+  return len(text)

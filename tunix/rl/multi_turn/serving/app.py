@@ -1,22 +1,23 @@
-"""The server's HTTP side: routes, authorization, streams, metrics.
+"""Serves a `Service` over HTTP: routes, authorization, streams, metrics.
 
     /v1/chat/completions, /v1/completions, /v1/responses
                                          a request of its own
     /sessions/{id}/v1/…                  the same as a turn of a trajectory
-    /v1/models, /health, /metrics
+    /v1/models, /health, /metrics, /openapi.json
     /rl/start_session, /sessions/{id}/rl/…, /export_trajectories
-                                         sessions, as AReaL calls them
+                                         sessions, with AReaL's calls
 
-A session is named by its path, or by its key in place of the token
-(`Authorization: Bearer <key>`), whichever a client can be told.
+A request names its session by the path, or by the session's key in place of the
+token (`Authorization: Bearer <key>`), whichever the client can be configured
+with.
 
-Promises: errors have OpenAI's shape, whatever failed; a client that goes away
-ends its sampling; `/health` is 503 when nothing can be sampled any more;
-without a token only those are answered who call this machine by a name of its
-own, so that a web page that a browser shows here cannot ask for anything.
+Promises: every failure is answered in OpenAI's shape; a client that disconnects
+ends its sampling; `/health` is 503 once the engine cannot sample any more;
+without a token, only requests to a loopback host name are answered, so that a
+web page in a browser of this machine cannot send any.
 
-Does not decide what is sampled (see `service`), or know the endpoints' bodies
-(see `chat`, `completions` and `responses`).
+Does not sample (see `service`), or know the endpoints' bodies (see `chat`,
+`completions` and `responses`).
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from starlette import routing
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.serving import bodies
 from tunix.rl.multi_turn.serving import chat
 from tunix.rl.multi_turn.serving import completions
 from tunix.rl.multi_turn.serving import errors
-from tunix.rl.multi_turn.serving import fields
+from tunix.rl.multi_turn.serving import openapi
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import responses
 from tunix.rl.multi_turn.serving import service as service_lib
+from tunix.rl.multi_turn.serving import session_routes
 from tunix.rl.multi_turn.serving import session_store
-from tunix.rl.multi_turn.serving import sessions
 from tunix.rl.multi_turn.serving import streams
 
 _LOG = logging.getLogger(__name__)
@@ -53,8 +55,11 @@ Response = starlette_responses.Response
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class App:
-  """The ASGI application of a `Service`; `asgi` is what a server runs."""
+ENDPOINTS = (chat.ENDPOINT, completions.ENDPOINT, responses.ENDPOINT)
+
+
+class OpenAIApp:
+  """The ASGI application of a `Service`, in the attribute `asgi`."""
 
   def __init__(
       self,
@@ -65,8 +70,8 @@ class App:
   ):
     """Args:
 
-      service: answers.
-      token: what clients must present; "" asks for none.
+      service: answers requests.
+      token: that clients must present; "" asks for none.
       stats: gauges for `/metrics`.
     """
     self._service = service
@@ -83,20 +88,19 @@ class App:
         registry=self._metrics,
         buckets=(.01, .03, .1, .3, 1, 3, 10, 30, 100, 300),
     )  # pyformat: disable
-    self._sessions = sessions.SessionRoutes(
+    self._sessions = session_routes.SessionRoutes(
         service, self._object, self._check_own
     )
     post, get = ["POST"], ["GET"]
     endpoints = [
-        ("chat/completions", self._answering(chat), post),
-        ("completions", self._answering(completions), post),
-        ("responses", self._answering(responses), post),
+        *((api.path, self._answering(api), post) for api in ENDPOINTS),
         ("models", self._models, get),
     ]
     routes = [(f"/v1/{path}", *rest) for path, *rest in endpoints]
     routes += [
         ("/health", self._health, get),
         ("/metrics", self._show_metrics, get),
+        ("/openapi.json", self._openapi, get),
         ("/rl/start_session", self._sessions.start, post),
         ("/export_trajectories", self._sessions.export, post),
     ]
@@ -145,7 +149,7 @@ class App:
           _LOG.exception("session %s was not freed", session)
 
   def _guarded(self, route: str, handler: Handler) -> Handler:
-    """Authorizes, counts, and gives every failure OpenAI's shape."""
+    """Authorizes and counts requests; answers failures in OpenAI's shape."""
 
     async def run(request: Request) -> Response:
       self._authorize(request, route)
@@ -170,8 +174,8 @@ class App:
     if not self._token and not http_server.names_loopback(host):
       raise errors.ApiError(
           403,
-          "without a token this server answers to localhost only, not to"
-          f" {fields.shown(host)}; give it a token, or ask for 127.0.0.1",
+          "without a token this server answers on localhost only, not on"
+          f" {bodies.shown(host)}; start it with a token, or ask 127.0.0.1",
           code="wrong_host",
       )
     presented = request.headers.get("authorization", "")
@@ -181,12 +185,14 @@ class App:
         presented.encode("latin-1", "replace"), self._token.encode()
     )
     if by_key is None and presented.startswith(session_store.KEY_PREFIX):
-      # Answered without its session, the request would be lost to training.
+      # Without its session, the request would be lost to training.
       if not self._token or presented != self._token:
         raise errors.ApiError(
-            401, "no session has this key any more", code="unknown_session"
+            401,
+            "no session has this key any more; start another one",
+            code="unknown_session",
         )
-    # The route, not the URL: that is made of what the client says of itself.
+    # The route, not the URL, which contains the client's Host header.
     if not trusted and by_key is None and route != "/health":
       raise errors.ApiError(
           401,
@@ -204,11 +210,11 @@ class App:
       request.state.session = by_key
 
   def _check_own(self, request: Request, session: str | None) -> None:
-    """Refuses a session's key where another session is meant, or none is."""
+    """Refuses a session's key for another session, or for none."""
     if request.state.only not in (None, session):
       raise errors.ApiError(
           403,
-          "a session's key is for that session alone; use the server's token",
+          "a session's key opens that session only; use the server's token",
           code="wrong_session",
       )
 
@@ -223,13 +229,13 @@ class App:
 
   # --- completions ------------------------------------------------------------
 
-  def _answering(self, api: Any) -> Handler:
+  def _answering(self, api: streams.Endpoint) -> Handler:
     """The handler of an endpoint that samples."""
 
     async def run(request: Request) -> Response:
       body = await _body(request, self._limits)
       asked = api.read(
-          fields.read_json(
+          bodies.read_json(
               body, self._limits.body_bytes, self._limits.values
           ),
           self._limits,
@@ -237,7 +243,7 @@ class App:
       key = ""
       if request.state.session is not None:
         # The same body asks another endpoint for something else.
-        key = await service_lib.key_of(api.PREFIX, body)
+        key = await service_lib.key_of(api.prefix, body)
       del body
       if asked.stream:
         return await self._stream(request, api, asked, key)
@@ -247,7 +253,7 @@ class App:
               asked,
               session=request.state.session,
               key=key,
-              answer_id=service_lib.new_id(api.PREFIX),
+              answer_id=service_lib.new_id(api.prefix),
           ),
       )
       return _json(api.whole(asked, answer, self._service.policy.decoder))
@@ -255,16 +261,20 @@ class App:
     return run
 
   async def _stream(
-      self, request: Request, api: Any, asked: requests.Request, key: str
+      self,
+      request: Request,
+      api: streams.Endpoint,
+      asked: requests.SamplingRequest,
+      key: str,
   ) -> Response:
     """Server-sent events; text comes as it is sampled, tool calls at the end.
 
-    A request that is refused is refused with a status: the stream begins with
-    the first token, or when somebody might take it for dead.
+    A refused request gets an HTTP status: the stream begins with the first
+    token, or with the first keep-alive.
     """
     news: streams.News = asyncio.Queue()
     session = request.state.session
-    id_ = service_lib.new_id(api.PREFIX)
+    id_ = service_lib.new_id(api.prefix)
     task = asyncio.ensure_future(
         self._service.complete(
             asked,
@@ -285,10 +295,10 @@ class App:
       task.cancel()
       raise
     if first is None:
-      task.result()  # Or raises what the client is to be told.
-    # By now: of two that came together one is the other's repetition.
+      task.result()  # Or raises the client's error.
+    # Only now: one of two equal requests may repeat the other.
     id_ = self._service.known_id(session, key) or id_
-    writer = api.Stream(
+    writer = api.stream(
         asked, id_, int(time.time()), self._service.policy.decoder
     )
     return starlette_responses.StreamingResponse(
@@ -314,6 +324,10 @@ class App:
             "max_model_len": policy.context_length,
         }],
     })
+
+  async def _openapi(self, request: Request) -> Response:
+    del request
+    return _json(openapi.document(ENDPOINTS))
 
   async def _health(self, request: Request) -> Response:
     del request
@@ -346,7 +360,7 @@ class App:
 
   async def _object(self, request: Request) -> dict[str, Any]:
     body = await _body(request, self._limits)
-    return fields.read_json(
+    return bodies.read_json(
         body or b"{}", self._limits.body_bytes, self._limits.values
     )
 
@@ -354,23 +368,23 @@ class App:
 # --- pieces -------------------------------------------------------------------
 
 
-async def _body(request: Request, limits: requests.Limits) -> bytes:
+async def _body(request: Request, limits: requests.RequestLimits) -> bytes:
   """The body, cut off where it grows too large."""
   parts, size = [], 0
   async for part in request.stream():
     parts.append(part)
     size += len(part)
     if size > limits.body_bytes:
-      break  # What there is says enough.
+      break  # `read_json` refuses it.
   return b"".join(parts)
 
 
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-  """`work`, cancelled when the client goes away."""
+  """`work`, cancelled when the client disconnects."""
   task = asyncio.ensure_future(work)
 
   async def gone() -> None:
-    # The body was read: what comes now is the end of the connection.
+    # After the body, the next message is the end of the connection.
     while (await request.receive())["type"] != "http.disconnect":
       pass
 
@@ -391,7 +405,7 @@ def _gone() -> errors.ApiError:
 
 
 def _as_api(error: Exception, where: str) -> errors.ApiError:
-  """What the client is told of any failure."""
+  """The client's error for any failure."""
   if isinstance(error, errors.ApiError):
     return error
   _LOG.error("%s failed", where, exc_info=error)
@@ -412,5 +426,5 @@ def _json(
     headers: dict[str, str] | None = None,
 ) -> Response:
   return Response(
-      fields.written(told), status, headers, media_type="application/json"
+      bodies.write_json(told), status, headers, media_type="application/json"
   )

@@ -1,255 +1,269 @@
-"""`/v1/chat/completions`: its bodies, answers and streams.
+"""Implements `/v1/chat/completions`: its bodies, answers and streams.
 
-Promises: what a client is told is the sampled text, cut into content and tool
-calls and otherwise unchanged; text that is streamed adds up to that of the
-whole answer.
+Promises: an answer holds the sampled text, cut into content and tool calls and
+otherwise unchanged; streamed text adds up to that of the whole answer.
 """
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Iterator, Literal, Mapping
 
+import pydantic
 from tunix.rl.multi_turn.serving import answers
+from tunix.rl.multi_turn.serving import bodies
 from tunix.rl.multi_turn.serving import errors
-from tunix.rl.multi_turn.serving import fields
 from tunix.rl.multi_turn.serving import requests
+from tunix.rl.multi_turn.serving import streams
 
-PREFIX = "chatcmpl-"
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-_KNOWN = requests.COMMON | {
-    "messages", "max_tokens", "max_completion_tokens", "n", "stream_options",
-    "logprobs", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
-    "stop", "response_format", "prompt_token_ids",
-}  # pyformat: disable
-_NEUTRAL = requests.NEUTRAL | {
-    "store": (False,),
-    "modalities": (["text"],),
-    "functions": ([],),
-    "function_call": ("auto", "none"),
-    "reasoning_effort": ("none",),
-}
-# Of a message; its empty fields come back from clients that dump the answer.
-_FIELDS = {
-    "system": {"content"},
-    "developer": {"content"},
-    "user": {"content"},
-    "assistant": {"content", "tool_calls"},
-    "tool": {"content", "tool_call_id"},
-}
-_EMPTY = {"annotations": ([],), "tool_calls": ([],), "refusal": ("",)}
+# --- bodies -------------------------------------------------------------------
 
 
-def read(body: Mapping[str, Any], limits: requests.Limits) -> requests.Request:
+class TextPart(bodies.Body):
+  """Text of a message."""
+
+  type: Literal["text"]
+  text: bodies.AnyText
+
+  def part(self) -> dict[str, Any]:
+    return {"type": "text", "text": self.text}
+
+
+class ImageUrl(bodies.Body):
+  """An image by its URL; every `detail` but "low" is served."""
+
+  url: bodies.AnyText
+  detail: requests.Detail = "auto"
+
+
+class ImagePart(bodies.Body):
+  """An image of a message, as its URL or an object with it."""
+
+  type: Literal["image_url"]
+  image_url: Annotated[
+      bodies.AnyText | ImageUrl,
+      bodies.ByShape("must be a URL or an object with one"),
+  ]
+
+  def part(self) -> dict[str, Any]:
+    image = self.image_url
+    url = image if isinstance(image, str) else image.url
+    return {"type": "image_url", "url": url}
+
+
+_CONTENT = bodies.ByShape("must be a string or a list of parts")
+_TextPart = Annotated[TextPart, bodies.ByField("type", "unsupported_content")]
+_AnyPart = Annotated[
+    TextPart | ImagePart, bodies.ByField("type", "unsupported_content")
+]
+_LIST = bodies.Items("must be a list of parts")
+Texts = Annotated[str | Annotated[list[_TextPart], _LIST], _CONTENT]
+Parts = Annotated[str | Annotated[list[_AnyPart], _LIST], _CONTENT]
+
+
+class _Message(bodies.Body):
+  """A message. Clients that dump an answer send its empty fields, too."""
+
+  annotations: Annotated[Any, bodies.Neutral([])] = None
+  refusal: Annotated[Any, bodies.Neutral("")] = None
+
+  def message(self) -> requests.Message:
+    """The message as renderers read it, image parts with their URL."""
+    role, content = self.role, self.content
+    if isinstance(content, list):
+      content = [part.part() for part in content]
+    role = "system" if role == "developer" else role
+    return {"role": role, "content": content}
+
+
+class SystemMessage(_Message):
+  """Instructions."""
+
+  role: Literal["system", "developer"]
+  content: Texts
+  tool_calls: Annotated[Any, bodies.Neutral([])] = None
+
+
+class UserMessage(_Message):
+  """Text and screenshots of the user, or of the environment."""
+
+  role: Literal["user"]
+  content: Parts
+  tool_calls: Annotated[Any, bodies.Neutral([])] = None
+
+
+class CalledFunction(bodies.Body):
+  """A call's function, with its arguments as JSON text."""
+
+  name: bodies.Text
+  arguments: Annotated[str, bodies.Must("must be JSON text")]
+
+
+class ToolCall(bodies.Body):
+  """A call; `index` comes from clients that put a stream together."""
+
+  id: bodies.Text | None = None
+  type: Annotated[
+      Literal["function"], bodies.Must("", "unsupported_parameter")
+  ] = "function"
+  function: CalledFunction
+  index: Any = None
+
+  def call(self) -> dict[str, Any]:
+    return tool_call(self.id, self.function.name, self.function.arguments)
+
+
+class AssistantMessage(_Message):
+  """An earlier answer: text, tool calls, or both."""
+
+  role: Literal["assistant"]
+  content: Texts | None = None
+  tool_calls: Annotated[
+      list[ToolCall], bodies.Items("must be a list of calls")
+  ] = []
+
+  @pydantic.model_validator(mode="after")
+  def _check_said(self) -> AssistantMessage:
+    if self.content is None and not self.tool_calls:
+      raise bodies.refusal(
+          "must be given where there are no tool_calls", field="content"
+      )
+    return self
+
+  def message(self) -> requests.Message:
+    message = super().message()
+    if self.tool_calls:
+      message["tool_calls"] = [one.call() for one in self.tool_calls]
+    return message
+
+
+class ToolMessage(_Message):
+  """What a call returned, screenshots included."""
+
+  role: Literal["tool"]
+  content: Parts
+  tool_call_id: bodies.Text | None = None
+  tool_calls: Annotated[Any, bodies.Neutral([])] = None
+
+  def message(self) -> requests.Message:
+    message = super().message()
+    if self.tool_call_id is not None:
+      message["tool_call_id"] = self.tool_call_id
+    return message
+
+
+class Tool(bodies.Body):
+  """A tool that the policy may call."""
+
+  type: Literal["function"]
+  function: requests.Function
+
+
+_ChatMessage = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage,
+    bodies.ByField("role"),
+]
+
+
+class ChatBody(requests.ChoicesBody, requests.ToolsBody):
+  """A body of `/v1/chat/completions`."""
+
+  messages: Annotated[
+      list[_ChatMessage], bodies.Items("must be a list with an entry", 1)
+  ]
+  max_completion_tokens: (
+      Annotated[int, bodies.UpTo("max_new_tokens")] | None
+  ) = None
+  logprobs: bodies.Flag = False
+  tools: Annotated[
+      list[Annotated[Tool, bodies.ByField("type")]],
+      bodies.Items("must be a list of tools"),
+  ] = []
+  prompt_token_ids: Annotated[tuple[int, ...], bodies.TokenIds()] | None = None
+  store: Annotated[Any, bodies.Neutral(False)] = None
+  modalities: Annotated[Any, bodies.Neutral(["text"])] = None
+  functions: Annotated[Any, bodies.Neutral([])] = None
+  function_call: Annotated[Any, bodies.Neutral("auto", "none")] = None
+  reasoning_effort: Annotated[Any, bodies.Neutral("none")] = None
+
+
+def read(
+    body: Mapping[str, Any], limits: requests.RequestLimits
+) -> requests.SamplingRequest:
   """Checks a body.
 
   Raises:
     ApiError: naming the field.
   """
-  fields.refuse_others(body, _KNOWN, _NEUTRAL)
-  tools = _tools(body)
-  if None not in (body.get("max_tokens"), body.get("max_completion_tokens")):
+  asked = bodies.parse(ChatBody, body, limits)
+  if None not in (asked.max_tokens, asked.max_completion_tokens):
     raise errors.invalid(
         "max_tokens", "give max_tokens or max_completion_tokens, not both"
     )
-  length = "max_tokens"
-  if body.get("max_completion_tokens") is not None:
-    length = "max_completion_tokens"
-  logprobs = fields.flag(body, "logprobs")
-  alternatives = requests.alternatives(body, logprobs, "logprobs=true")
-  sampling = requests.sampling(body, limits, length, alternatives)
-  parse_tools, calls = requests.tool_choice(body, tools)
-  shape = requests.json_format("response_format", body.get("response_format"))
-  guide = requests.guide(body, calls, shape)
-  if parse_tools and guide is not None and guide is not calls:
-    raise errors.invalid(
-        guide.field,
-        f"{guide.field} leaves no room for tool calls; leave tools out, or set"
-        " tool_choice to none",
-    )
-  messages = _messages(body.get("messages"), limits)
-  tokens = _prompt_tokens(body, messages, tools, limits)
-  return requests.Request(
-      model=fields.string(body, "model"),
+  length = asked.max_tokens
+  if length is None:
+    length = asked.max_completion_tokens
+  # As sent: the policy reads the tools' fields in the client's order.
+  tools = tuple(body.get("tools") or ())
+  parse_tools, guide = asked.guide_with_calls(tools, asked.format_guide)
+  messages = tuple(one.message() for one in asked.messages)
+  limits.check_images(requests.count_images(messages), "messages")
+  asked.check_n()
+  if asked.prompt_token_ids is not None:
+    _check_images_only(asked.prompt_token_ids, messages, tools)
+  return requests.SamplingRequest(
+      model=asked.model,
       messages=messages,
-      tokens=tokens,
-      kept_by_client=tokens is not None,
-      sampling=sampling,
-      n=requests.choices(body, limits, sampling),
-      stream=fields.flag(body, "stream"),
-      include_usage=requests.include_usage(body),
-      logprobs=logprobs,
-      stop=requests.stop(body),
+      tokens=asked.prompt_token_ids,
+      kept_by_client=asked.prompt_token_ids is not None,
+      sampling=asked.sampling(
+          length, limits, asked.alternatives(asked.logprobs, "logprobs=true")
+      ),
+      n=asked.n,
+      stream=asked.stream,
+      include_usage=asked.include_usage,
+      logprobs=asked.logprobs,
+      stop=asked.stops,
       guide=guide,
       # Shown also where none may be called: hidden, they would break the
       # session's sequence.
-      tools=requests.shown(tools),
+      tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
-      return_token_ids=fields.flag(body, "return_token_ids"),
+      return_token_ids=asked.return_token_ids,
   )
 
 
-def _prompt_tokens(
-    body: Mapping[str, Any],
-    messages: Sequence[requests.Message],
-    tools: Sequence[Any],
-    limits: requests.Limits,
-) -> tuple[int, ...] | None:
-  """A prompt that is tokens already; its messages may only hold its images."""
-  name = "prompt_token_ids"
-  if body.get(name) is None:
-    return None
-  ids = fields.token_ids(name, body[name], limits.prompt_tokens)
-  if not ids:
-    raise errors.invalid(name, f"{name} must be a list of token ids, not empty")
-  says = tools or any(
-      message["role"] != "user"
-      or (message["content"] if isinstance(message["content"], str) else any(
-          part["type"] != "image_url" for part in message["content"]
-      ))
-      for message in messages
-  )
-  if says:  # It would not be read, or read twice.
+def _check_images_only(
+    tokens: tuple[int, ...],
+    messages: tuple[requests.Message, ...],
+    tools: tuple[Any, ...],
+) -> None:
+  """Of a prompt in tokens: messages hold the images of its placeholders."""
+  if not tokens:
     raise errors.invalid(
-        "messages",
-        f"with {name}, messages hold the images of its placeholders and"
-        " nothing else; put texts and tools into the tokens",
+        "prompt_token_ids",
+        "prompt_token_ids must be a list of token ids, not empty",
     )
-  return ids
-
-
-def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-  tools = body.get("tools") or []
-  if not isinstance(tools, list):
-    raise errors.invalid("tools", "tools must be a list")
-  for i, tool in enumerate(tools):
-    where = f"tools[{i}]"
-    tool = fields.mapping(where, tool)
-    if tool.get("type") != "function":
-      raise errors.invalid(
-          where,
-          f"{where}.type must be 'function', got"
-          f" {fields.shown(tool.get('type'))}",
-      )
-    fields.refuse_others(tool, {"type", "function"}, where=where)
-    where += ".function"
-    requests.check_tool(where, fields.mapping(where, tool.get("function")))
-  return tuple(tools)
-
-
-def _messages(
-    found: Any, limits: requests.Limits
-) -> tuple[requests.Message, ...]:
-  if not isinstance(found, list) or not found:
-    raise errors.invalid("messages", "messages must be a list with an entry")
-  result = []
-  for i, message in enumerate(found):
-    where = f"messages[{i}]"
-    message = fields.mapping(where, message)
-    role = message.get("role")
-    if role not in ROLES:
-      raise errors.invalid(
-          f"{where}.role",
-          f"{where}.role must be one of {', '.join(ROLES)}, got"
-          f" {fields.shown(role)}",
-      )
-    fields.refuse_others(message, _FIELDS[role] | {"role"}, _EMPTY, where)
-    kept: requests.Message = {
-        "role": "system" if role == "developer" else role,
-        "content": _content(where, role, message.get("content")),
-    }
-    if message.get("tool_calls"):
-      kept["tool_calls"] = _tool_calls(where, message["tool_calls"])
-    elif kept["content"] is None:
-      raise errors.invalid(f"{where}.content", f"{where} has no content")
-    if message.get("tool_call_id") is not None:
-      kept["tool_call_id"] = fields.string(message, "tool_call_id", where)
-    result.append(kept)
-  limits.check_images(requests.count_images(result), "messages")
-  return tuple(result)
-
-
-def _content(where: str, role: str, content: Any) -> Any:
-  """A string, a list of text and image_url parts, or None."""
-  at = f"{where}.content"
-  if content is None:
-    return None
-  if isinstance(content, str):
-    return fields.text(at, content)
-  if not isinstance(content, list):
-    raise errors.invalid(
-        at, f"{at} must be a string or a list, got {fields.shown(content)}"
-    )
-  parts = []
-  for j, part in enumerate(content):
-    at = f"{where}.content[{j}]"
-    part = fields.mapping(at, part)
-    kind = part.get("type")
-    if kind == "text" and isinstance(part.get("text"), str):
-      fields.refuse_others(part, {"type", "text"}, where=at)
-      text = fields.text(f"{at}.text", part["text"])
-      parts.append({"type": "text", "text": text})
-    elif kind == "image_url" and role in ("user", "tool"):
-      fields.refuse_others(part, {"type", "image_url"}, where=at)
-      image = part.get("image_url")
-      if not isinstance(image, Mapping):
-        image = {"url": image}
-      fields.refuse_others(
-          image, {"url", "detail"}, where=f"{at}.image_url"
-      )
-      parts.append(
-          requests.image_url(at, image.get("url"), image.get("detail"))
-      )
+  for message in messages:
+    content = message["content"]
+    if isinstance(content, list):
+      texts = any(part["type"] != "image_url" for part in content)
     else:
+      texts = bool(content)
+    if texts or tools or message["role"] != "user":
+      # They would not be read, or read twice.
       raise errors.invalid(
-          at,
-          f"{at}.type={fields.shown(kind)} is not taken in a message of role"
-          f" {role!r}; parts are text and, from user and tool, image_url",
-          "unsupported_content",
+          "messages",
+          "with prompt_token_ids, messages hold the images of its placeholders"
+          " and nothing else; put texts and tools into the tokens",
       )
-  return parts
 
 
-def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-  if not isinstance(calls, list):
-    raise errors.invalid(
-        f"{where}.tool_calls", f"{where}.tool_calls must be a list"
-    )
-  kept = []
-  for j, call in enumerate(calls):
-    at = f"{where}.tool_calls[{j}]"
-    call = fields.mapping(at, call)
-    # The index is a stream's, and is kept by some who put one together.
-    fields.refuse_others(call, {"id", "type", "function", "index"}, where=at)
-    if call.get("type") not in (None, "function"):
-      raise fields.unsupported(f"{at}.type", call["type"])
-    if call.get("id") is not None:
-      fields.string(call, "id", at)
-    call_id, at = call.get("id"), f"{at}.function"
-    function = fields.mapping(at, call.get("function"))
-    fields.refuse_others(function, {"name", "arguments"}, where=at)
-    kept.append(tool_call(at, call_id, function))
-  return kept
-
-
-def tool_call(
-    where: str, call_id: str | None, function: Mapping[str, Any]
-) -> dict[str, Any]:
-  """A call as assistant messages hold it, checked."""
-  fields.string(function, "name", where)
-  arguments = function.get("arguments")
-  if not isinstance(arguments, str):
-    raise errors.invalid(
-        where,
-        f"{where}.arguments must be JSON text, got {fields.shown(arguments)}",
-    )
+def tool_call(call_id: str | None, name: str, arguments: str) -> dict[str, Any]:
+  """A call as assistant messages hold it."""
   return {
       "id": call_id,
       "type": "function",
-      "function": {
-          "name": function["name"],
-          "arguments": fields.text(f"{where}.arguments", arguments),
-      },
+      "function": {"name": name, "arguments": arguments},
   }
 
 
@@ -257,7 +271,9 @@ def tool_call(
 
 
 def whole(
-    asked: requests.Request, answer: answers.Answer, decoder: answers.Decoder
+    asked: requests.SamplingRequest,
+    answer: answers.SampledAnswer,
+    decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
   """The JSON object of an answer that is not streamed."""
   choices = []
@@ -289,7 +305,7 @@ def whole(
   return result
 
 
-class Stream(answers.ChoiceStream):
+class ChatStream(streams.ChoiceStream):
   """The events of an answer as it is sampled; tool calls come at the end."""
 
   kind = "chat.completion.chunk"
@@ -302,7 +318,7 @@ class Stream(answers.ChoiceStream):
     return self._delta({"content": text})
 
   def _ending(
-      self, answer: answers.Answer, index: int
+      self, answer: answers.SampledAnswer, index: int
   ) -> Iterator[dict[str, Any]]:
     asked, choice = self._asked, answer.choices[index]
     for delta in self._rest(index, choice):
@@ -331,3 +347,8 @@ class Stream(answers.ChoiceStream):
 
   def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
     return {"delta": delta}
+
+
+ENDPOINT = streams.Endpoint(
+    "chat/completions", "chatcmpl-", ChatBody, read, whole, ChatStream
+)

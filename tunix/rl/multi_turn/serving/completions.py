@@ -1,68 +1,86 @@
-"""`/v1/completions`: its bodies, answers and streams.
+"""Implements `/v1/completions`: its bodies, answers and streams.
 
-A prompt is a text or a list of token ids, and is sampled on as it stands: no
-template, and no special token that is spelled in a text. Only sampled tokens
-come back (no `echo`).
+A prompt is a text or a list of token ids, and is sampled from as it stands:
+without a template, and special tokens spelled in a text stay text. Only sampled
+tokens come back (no `echo`).
 
-Promises: text that is streamed adds up to that of the whole answer.
+Promises: streamed text adds up to that of the whole answer.
 """
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Mapping
+from typing import Annotated, Any, Iterator, Mapping
 
+from pydantic_core import core_schema
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.serving import answers
+from tunix.rl.multi_turn.serving import bodies
 from tunix.rl.multi_turn.serving import errors
-from tunix.rl.multi_turn.serving import fields
 from tunix.rl.multi_turn.serving import requests
+from tunix.rl.multi_turn.serving import streams
 
-PREFIX = "cmpl-"
-
-_KNOWN = requests.COMMON | {
-    "prompt", "max_tokens", "n", "stream_options", "logprobs", "best_of",
-    "stop", "response_format",
-}  # pyformat: disable
-_NEUTRAL = requests.NEUTRAL | {"echo": (False,), "suffix": ("",)}
+# --- bodies -------------------------------------------------------------------
 
 
-def read(body: Mapping[str, Any], limits: requests.Limits) -> requests.Request:
+class _Prompt:
+  """A text, or token ids; each also as the only one of a list."""
+
+  text = "must be a text or a list of token ids, not empty"
+
+  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+    del source, handler
+    return core_schema.with_info_plain_validator_function(
+        lambda value, info: _prompt(value, info.context.prompt_tokens)
+    )
+
+  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+    one = [{"type": "string", "minLength": 1}, bodies.TOKEN_IDS_SCHEMA]
+    listed = {"type": "array", "items": {"anyOf": one}, "maxItems": 1}
+    return {"anyOf": [*one, listed]}
+
+
+class CompletionBody(requests.ChoicesBody):
+  """A body of `/v1/completions`."""
+
+  prompt: Annotated[str | tuple[int, ...], _Prompt()]
+  # The number of alternatives, beside what was sampled.
+  logprobs: (
+      Annotated[int, bodies.Range(0, policy_client.MAX_TOP_LOGPROBS)] | None
+  ) = None
+  best_of: Any = None
+  echo: Annotated[Any, bodies.Neutral(False)] = None
+  suffix: Annotated[Any, bodies.Neutral("")] = None
+
+
+def read(
+    body: Mapping[str, Any], limits: requests.RequestLimits
+) -> requests.SamplingRequest:
   """Checks a body.
 
   Raises:
     ApiError: naming the field.
   """
-  fields.refuse_others(body, _KNOWN, _NEUTRAL)
-  # A number here: of alternatives, beside what was sampled.
-  most = policy_client.MAX_TOP_LOGPROBS
-  alternatives = fields.integer(body, "logprobs", 0, 0, most)
-  sampling = requests.sampling(body, limits, "max_tokens", alternatives)
-  n = requests.choices(body, limits, sampling)
-  if body.get("best_of") not in (None, n):
-    raise fields.unsupported("best_of", body["best_of"])
-  text, tokens = _prompt(body.get("prompt"), limits)
-  return requests.Request(
-      model=fields.string(body, "model"),
-      text=text,
-      tokens=tokens,
-      sampling=sampling,
-      n=n,
-      stream=fields.flag(body, "stream"),
-      include_usage=requests.include_usage(body),
-      logprobs=body.get("logprobs") is not None,
-      stop=requests.stop(body),
-      guide=requests.guide(
-          body,
-          requests.json_format("response_format", body.get("response_format")),
-      ),
-      return_token_ids=fields.flag(body, "return_token_ids"),
+  asked = bodies.parse(CompletionBody, body, limits)
+  asked.check_n()
+  if asked.best_of not in (None, asked.n):
+    raise bodies.unsupported("best_of", asked.best_of)
+  is_text = isinstance(asked.prompt, str)
+  return requests.SamplingRequest(
+      model=asked.model,
+      text=asked.prompt if is_text else None,
+      tokens=None if is_text else asked.prompt,
+      sampling=asked.sampling(asked.max_tokens, limits, asked.logprobs or 0),
+      n=asked.n,
+      stream=asked.stream,
+      include_usage=asked.include_usage,
+      logprobs=asked.logprobs is not None,
+      stop=asked.stops,
+      guide=asked.guide(asked.format_guide),
+      return_token_ids=asked.return_token_ids,
   )
 
 
-def _prompt(
-    given: Any, limits: requests.Limits
-) -> tuple[str | None, tuple[int, ...] | None]:
-  """A text, or tokens; each also as the only one of a list."""
+def _prompt(given: Any, most: int | None) -> str | tuple[int, ...]:
   if isinstance(given, list) and any(isinstance(p, (str, list)) for p in given):
     if len(given) != 1:
       raise errors.invalid(
@@ -72,21 +90,17 @@ def _prompt(
       )
     given = given[0]
   if isinstance(given, str) and given:
-    return fields.text("prompt", given), None
+    return given
   if isinstance(given, list) and given:
-    return None, fields.token_ids("prompt", given, limits.prompt_tokens)
-  raise errors.invalid(
-      "prompt",
-      "prompt must be a text or a list of token ids, not empty; got"
-      f" {fields.shown(given)}",
-  )
+    return bodies.token_ids("prompt", given, most)
+  raise bodies.refusal(_Prompt.text)
 
 
 # --- answers ------------------------------------------------------------------
 
 
 def _logprobs(
-    choice: answers.Choice, decoder: answers.Decoder
+    choice: answers.Choice, decoder: answers.TokenDecoder
 ) -> dict[str, Any]:
   tokens = choice.completion.tokens.tolist()
   return {
@@ -98,7 +112,7 @@ def _logprobs(
 
 
 def _alternatives(
-    choice: answers.Choice, decoder: answers.Decoder
+    choice: answers.Choice, decoder: answers.TokenDecoder
 ) -> list[dict[str, float]] | None:
   """By their text, the sampled token among them; by bytes what is no text."""
   completion = choice.completion
@@ -122,9 +136,9 @@ def _alternatives(
 
 
 def _ending(
-    asked: requests.Request,
-    answer: answers.Answer,
-    decoder: answers.Decoder,
+    asked: requests.SamplingRequest,
+    answer: answers.SampledAnswer,
+    decoder: answers.TokenDecoder,
     index: int,
 ) -> dict[str, Any]:
   """What a choice holds beside its index and text."""
@@ -140,7 +154,9 @@ def _ending(
 
 
 def whole(
-    asked: requests.Request, answer: answers.Answer, decoder: answers.Decoder
+    asked: requests.SamplingRequest,
+    answer: answers.SampledAnswer,
+    decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
   """The JSON object of an answer that is not streamed."""
   return {
@@ -160,7 +176,7 @@ def whole(
   }
 
 
-class Stream(answers.ChoiceStream):
+class CompletionStream(streams.ChoiceStream):
   """The events of an answer as it is sampled."""
 
   kind = "text_completion"
@@ -169,8 +185,13 @@ class Stream(answers.ChoiceStream):
     return {"text": text}
 
   def _ending(
-      self, answer: answers.Answer, index: int
+      self, answer: answers.SampledAnswer, index: int
   ) -> Iterator[dict[str, Any]]:
     rest = self._texts[index].rest(answer.choices[index].message["content"])
     ending = _ending(self._asked, answer, self._decoder, index)
     yield self._chunk(index, self._new(rest), **ending)
+
+
+ENDPOINT = streams.Endpoint(
+    "completions", "cmpl-", CompletionBody, read, whole, CompletionStream
+)

@@ -1,4 +1,4 @@
-"""Errors in the shape that OpenAI's clients understand."""
+"""Defines errors in the shape that OpenAI's clients understand."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 
 class ApiError(Exception):
-  """What a request is answered with instead of a completion.
+  """An error answer to a request.
 
   Attributes:
     status: HTTP status.
     code: short, stable, for programs.
-    param: the field that is wrong, if it is one.
-    retry_after_s: whether, and when, the same request may succeed. Clients
-      are told not to repeat any other.
+    param: path of the wrong field, if a field is wrong.
+    retry_after_s: seconds after which the same request may succeed; None: the
+      answer asks clients not to repeat it.
   """
 
   def __init__(
@@ -52,7 +52,7 @@ class ApiError(Exception):
 
   def headers(self) -> dict[str, str]:
     if self.retry_after_s is None:
-      # The client would repeat 409 and 5xx by itself, and sample once more.
+      # Else clients repeat 409 and 5xx by themselves, and sample once more.
       return {"x-should-retry": "false"}
     return {"retry-after": f"{self.retry_after_s:g}"}
 
@@ -65,5 +65,5 @@ def _whole(text: str) -> str:
 def invalid(
     param: str | None, message: str, code: str = "invalid_value"
 ) -> ApiError:
-  """A request that cannot be served as it is."""
+  """The error of a request whose field `param` has to change."""
   return ApiError(400, message, code=code, param=param)

@@ -1,8 +1,8 @@
 """Finds which known sequence a new one begins with.
 
-Sequences are known by the hash of their bytes and by their length, so that
-what is remembered of one does not grow with it, and a sequence is read once
-however many are known.
+A sequence is stored as its length and the hash of its bytes, so memory does not
+grow with its length, and a search reads the new sequence once, however many are
+known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Running:
+class RunningHash:
   """The hash of a sequence that grows; extending a copy leaves it alone."""
 
   __slots__ = ("_hash", "length")
@@ -22,9 +22,9 @@ class Running:
     self._hash = hashlib.blake2b(digest_size=16)
     self.length = 0
 
-  def extended(self, *parts: bytes) -> Running:
+  def extended(self, *parts: bytes) -> RunningHash:
     """This sequence and `parts`."""
-    longer = Running()
+    longer = RunningHash()
     longer._hash = self._hash.copy()
     longer.length = self.length
     for part in parts:
@@ -37,19 +37,19 @@ class Running:
 
 
 class Prefixes(Generic[T]):
-  """Values by the sequence that they belong to; the newest of equal ones."""
+  """A value for each sequence; the newest for equal ones."""
 
   def __init__(self):
     self._by_length: dict[int, dict[bytes, T]] = {}
 
-  def add(self, sequence: Running, value: T) -> None:
+  def add(self, sequence: RunningHash, value: T) -> None:
     found = self._by_length.setdefault(sequence.length, {})
     found[sequence.digest()] = value
 
   def longest(self, data: bytes) -> tuple[T | None, int]:
     """The value of the longest sequence that `data` begins with, and its
     length in bytes; (None, 0) when there is none."""
-    view, at = memoryview(data), Running()
+    view, at = memoryview(data), RunningHash()
     best: tuple[T | None, int] = None, 0
     for length in sorted(self._by_length):
       if length > len(data):

@@ -1,20 +1,167 @@
-"""Messages on their way to the renderer: what tools add, how long they are."""
+"""Turns a checked request into the prompt and the constraints of its sampling.
+
+Promises: a prompt that cannot fit the context is refused before it is
+tokenised, as that blocks the event loop.
+
+Does not sample, or fetch images.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+import dataclasses
+from typing import Any, Callable, Sequence
 
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
+from tunix.rl.multi_turn.serving import answers
 from tunix.rl.multi_turn.serving import errors
+from tunix.rl.multi_turn.serving import grammars as grammars_lib
+from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import requests
+from tunix.rl.multi_turn.serving import session_store
+
+_CALL = 32  # Fewer characters than any call is written in.
 
 
-def with_tools(
+@dataclasses.dataclass
+class ServedPolicy:
+  """The policy that a server samples from.
+
+  Attributes:
+    name: of the model.
+    client: samples; `generate` takes `on_tokens` where `streams`.
+    renderer: messages to tokens.
+    parser: reads tool calls.
+    decoder: tokens to text and bytes.
+    context_length: tokens of a sequence.
+    grammars: compiles the grammars of answers; None: none can be asked for.
+    max_stop_token_ids: that the client takes, the renderer's own included;
+      None: any number.
+    healthy: whether the client can still sample.
+    streams: whether `client.generate` reports tokens as they are sampled.
+  """
+
+  name: str
+  client: policy_client.PolicyClient
+  renderer: Any
+  parser: parser_base.ToolParser
+  decoder: answers.TokenDecoder
+  context_length: int
+  grammars: grammars_lib.Grammars | None = None
+  max_stop_token_ids: int | None = None
+  healthy: Callable[[], bool] = lambda: True
+  streams: bool = True
+
+
+# --- prompts ------------------------------------------------------------------
+
+
+def render(
+    request: requests.SamplingRequest,
+    messages: Sequence[requests.Message] | None,
+    session: session_store.ServedSession | None,
+    policy: ServedPolicy,
+) -> policy_client.TokenPrompt | interactions.PendingPrompt:
+  """The prompt: the next one of a session, or one of its own.
+
+  Args:
+    request: checked.
+    messages: of the request and of the conversation before it, with images in
+      place of their URLs; None: the prompt is a text or tokens.
+    session: of the request, if it has one.
+    policy: that samples.
+
+  Raises:
+    ApiError: naming the prompt's field.
+    InteractionError: the session refuses it.
+  """
+  renderer = policy.renderer
+  if request.tokens is not None:
+    return _token_prompt(request, messages, session, policy)
+  if request.text is not None:
+    _check_characters(len(request.text), request, policy)
+    if session is not None:
+      return session.prompt_text(request.text)
+    return policy_client.TokenPrompt(renderer.encode(request.text))
+  if request.instructions:
+    messages = [{"role": "system", "content": request.instructions}, *messages]
+  messages = _with_tools(messages, request.tools, policy.parser)
+  # A message is a token or more, whatever its text.
+  size = len(messages) * renderer.longest_token + _characters(messages)
+  _check_characters(size, request, policy)
+  if session is not None:
+    return session.prompt(messages)
+  try:
+    return renderer.render(messages)
+  except (KeyError, RecursionError, TypeError, ValueError) as error:
+    raise errors.invalid(
+        "messages", f"the messages cannot be rendered: {error}"
+    ) from None
+
+
+def check_room(
+    length: int, request: requests.SamplingRequest, policy: ServedPolicy
+) -> int:
+  """How many tokens fit after a prompt of that length: one or more."""
+  room = policy.context_length - length
+  if room < 1:
+    raise errors.invalid(
+        request.prompt_field,
+        f"the prompt has {length} tokens, the context {policy.context_length};"
+        f" shorten the {request.prompt_field}",
+        "context_length_exceeded",
+    )
+  return room
+
+
+def _token_prompt(
+    request: requests.SamplingRequest,
+    messages: Sequence[requests.Message] | None,
+    session: session_store.ServedSession | None,
+    policy: ServedPolicy,
+) -> policy_client.TokenPrompt | interactions.PendingPrompt:
+  check_room(len(request.tokens), request, policy)  # Before reading them.
+  renderer = policy.renderer
+  if request.kept_by_client:
+    pictures = [
+        part["image"]
+        for message in messages
+        if isinstance(message["content"], list)
+        for part in message["content"]
+    ]
+    try:
+      return renderer.prompt_of_tokens(request.tokens, pictures)
+    except ValueError as error:
+      raise errors.invalid(request.prompt_field, str(error)) from None
+  if renderer.image_token_id in request.tokens:
+    raise errors.invalid(
+        "prompt",
+        f"prompt holds {renderer.image_token_id}, which stands for an image;"
+        " send images in the messages of a chat completion",
+    )
+  if session is not None:
+    return session.prompt_tokens(request.tokens)
+  return policy_client.TokenPrompt(request.tokens)
+
+
+def _check_characters(
+    size: int, request: requests.SamplingRequest, policy: ServedPolicy
+) -> None:
+  if size > policy.context_length * policy.renderer.longest_token:
+    raise errors.invalid(
+        request.prompt_field,
+        f"the {request.prompt_field} cannot fit the context of"
+        f" {policy.context_length} tokens; shorten the {request.prompt_field}",
+        "context_length_exceeded",
+    )
+
+
+def _with_tools(
     messages: Sequence[requests.Message],
     tools: Sequence[Any],
     parser: parser_base.ToolParser,
 ) -> list[requests.Message]:
-  """The messages with the tools shown where Qwen's template shows them."""
+  """The messages with the tools where Qwen's template shows them."""
   messages = list(messages)
   if not tools:
     return messages
@@ -33,11 +180,8 @@ def with_tools(
   return [{"role": "system", "content": text}, *messages[1:]]
 
 
-_CALL = 32  # Fewer characters than what any call is written in.
-
-
-def characters(messages: Sequence[requests.Message]) -> int:
-  """Of the messages' text, calls included."""
+def _characters(messages: Sequence[requests.Message]) -> int:
+  """Characters of the messages' text, calls included."""
   total = 0
   for message in messages:
     content = message.get("content") or ""
@@ -49,3 +193,72 @@ def characters(messages: Sequence[requests.Message]) -> int:
       function = call["function"]
       total += _CALL + len(function["name"]) + len(function["arguments"])
   return total
+
+
+# --- constraints --------------------------------------------------------------
+
+
+def stop_token_ids(
+    request: requests.SamplingRequest, policy: ServedPolicy
+) -> tuple[int, ...]:
+  """The renderer's own ids, then those that the request adds."""
+  own = tuple(policy.renderer.stop_token_ids)
+  asked = dict.fromkeys(request.sampling.stop_token_ids)
+  more = tuple(token for token in asked if token not in own)
+  most = policy.max_stop_token_ids
+  if most is not None and len(own) + len(more) > most:
+    raise errors.invalid(
+        "stop_token_ids",
+        f"stop_token_ids holds {len(more)} different ids beside the end of a"
+        f" turn, at most {most - len(own)} are accepted",
+    )
+  return own + more
+
+
+def stop_strings(
+    request: requests.SamplingRequest, policy: ServedPolicy
+) -> answers.StopStrings | None:
+  """Watches one completion for the request's stop strings."""
+  if not request.stop:
+    return None
+  return answers.StopStrings(
+      request.stop, policy.decoder.bytes, policy.renderer.stop_token_ids
+  )
+
+
+def start_grammar(
+    guide: requests.Guide, policy: ServedPolicy
+) -> grammars_lib.Matcher:
+  """Compiles a grammar for one completion. Slow: not for an event loop.
+
+  Raises:
+    ApiError: naming the field that asks for it.
+  """
+  grammars = policy.grammars
+  if grammars is None:
+    raise errors.invalid(
+        guide.field,
+        f"{guide.field} needs a server with llguidance; install"
+        " 'tunix-multi-turn[grammar]' where it runs",
+        "unsupported_parameter",
+    )
+  try:
+    if guide.kind == "json":
+      source = grammars.json(guide.value)
+    elif guide.kind == "regex":
+      source = grammars.regex(guide.value)
+    else:
+      source = grammars.calls(
+          policy.parser, guide.value, many=guide.many, free=guide.free
+      )
+    return grammars.start(source)
+  except grammars_lib.GrammarError as error:
+    raise refused_grammar(guide, error) from None
+
+
+def refused_grammar(
+    guide: requests.Guide, error: grammars_lib.GrammarError
+) -> errors.ApiError:
+  return errors.invalid(
+      guide.field, f"{guide.field} cannot constrain the answer: {error}"
+  )

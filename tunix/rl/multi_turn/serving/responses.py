@@ -1,246 +1,292 @@
-"""`/v1/responses`: its bodies, answers and streams.
+"""Implements `/v1/responses`: its bodies, answers and streams.
 
-Items are put together to the messages that a chat completion would have: an
-assistant message and the function calls after it are one.
+Items become the messages that a chat completion would have: an assistant
+message and the function calls after it are one.
 
-Promises: text that is streamed adds up to that of the whole answer, and every
-event carries the next `sequence_number`.
+Promises: streamed text adds up to that of the whole answer, and every event
+carries the next `sequence_number`.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, Iterator, Mapping
+from typing import Annotated, Any, Iterator, Literal, Mapping
 
 import numpy as np
 from tunix.rl.multi_turn.serving import answers
+from tunix.rl.multi_turn.serving import bodies
 from tunix.rl.multi_turn.serving import chat
 from tunix.rl.multi_turn.serving import errors
-from tunix.rl.multi_turn.serving import fields
 from tunix.rl.multi_turn.serving import requests
+from tunix.rl.multi_turn.serving import streams
 
 PREFIX = "resp_"
-ROLES = ("system", "developer", "user", "assistant")
-
 _LOGPROBS = "message.output_text.logprobs"
-_KNOWN = requests.COMMON | {
-    "input", "instructions", "max_output_tokens", "tools", "tool_choice",
-    "previous_response_id", "store", "include", "stream_options",
-    "top_logprobs", "parallel_tool_calls", "text",
-}  # pyformat: disable
-_NEUTRAL = requests.NEUTRAL | {
-    "background": (False,),
-    "reasoning": ({}, {"effort": None}, {"effort": "none"}),
-    "truncation": ("disabled",),
-}
-# What items say about themselves, and what no sample depends on.
-_OF_ITEM = {"id", "type", "status"}
+
+# --- bodies -------------------------------------------------------------------
 
 
-def read(body: Mapping[str, Any], limits: requests.Limits) -> requests.Request:
+class InputText(bodies.Body):
+  """Text of a message that the client wrote."""
+
+  type: Literal["input_text"]
+  text: bodies.AnyText
+
+  def part(self) -> dict[str, Any]:
+    return {"type": "text", "text": self.text}
+
+
+class OutputText(bodies.Body):
+  """Text of an earlier answer, as it was returned."""
+
+  type: Literal["output_text"]
+  text: bodies.AnyText
+  annotations: Any = None
+  logprobs: Any = None
+
+  def part(self) -> dict[str, Any]:
+    return {"type": "text", "text": self.text}
+
+
+class InputImage(bodies.Body):
+  """An image by its URL; every `detail` but "low" is served."""
+
+  type: Literal["input_image"]
+  image_url: bodies.AnyText
+  detail: requests.Detail = "auto"
+
+  def part(self) -> dict[str, Any]:
+    return {"type": "image_url", "url": self.image_url}
+
+
+_CONTENT = bodies.ByShape("must be a string or a list of parts, not empty")
+_LIST = bodies.Items("must be a string or a list of parts, not empty", 1)
+_PART = bodies.ByField("type", "unsupported_content")
+_Texts = Annotated[
+    str | Annotated[list[Annotated[InputText, _PART]], _LIST], _CONTENT
+]
+_Outputs = Annotated[
+    str | Annotated[list[Annotated[OutputText, _PART]], _LIST], _CONTENT
+]
+_Parts = Annotated[
+    str | Annotated[list[Annotated[InputText | InputImage, _PART]], _LIST],
+    _CONTENT,
+]
+
+
+def _content(given: Any) -> Any:
+  """A string, or a list of text and image_url parts."""
+  return given if isinstance(given, str) else [one.part() for one in given]
+
+
+class _Item(bodies.Body):
+  """The fields of items that no sample depends on."""
+
+  id: Any = None
+  status: Any = None
+
+
+class _MessageItem(_Item):
+  type: Literal["message"] = "message"
+
+  def add_to(self, messages: list[requests.Message]) -> None:
+    role = "system" if self.role == "developer" else self.role
+    messages.append({"role": role, "content": _content(self.content)})
+
+
+class SystemItem(_MessageItem):
+  """Instructions."""
+
+  role: Literal["system", "developer"]
+  content: _Texts
+
+
+class UserItem(_MessageItem):
+  """Text and screenshots of the user, or of the environment."""
+
+  role: Literal["user"]
+  content: _Parts
+
+
+class AssistantItem(_MessageItem):
+  """An earlier answer's text."""
+
+  role: Literal["assistant"]
+  content: _Outputs
+
+
+class FunctionCall(_Item):
+  """An earlier answer's call, with its arguments as JSON text."""
+
+  type: Literal["function_call"]
+  call_id: bodies.Text
+  name: bodies.Text
+  arguments: Annotated[str, bodies.Must("must be JSON text")]
+
+  def add_to(self, messages: list[requests.Message]) -> None:
+    # An answer's text and the calls after it are one message.
+    if not messages or messages[-1]["role"] != "assistant":
+      messages.append({"role": "assistant", "content": None})
+    messages[-1].setdefault("tool_calls", []).append(
+        chat.tool_call(self.call_id, self.name, self.arguments)
+    )
+
+
+class FunctionOutput(_Item):
+  """What a call returned, screenshots included."""
+
+  type: Literal["function_call_output"]
+  call_id: bodies.Text
+  output: _Parts
+
+  def add_to(self, messages: list[requests.Message]) -> None:
+    messages.append({
+        "role": "tool",
+        "content": _content(self.output),
+        "tool_call_id": self.call_id,
+    })
+
+
+_Message = Annotated[
+    SystemItem | UserItem | AssistantItem, bodies.ByField("role")
+]
+_InputItem = Annotated[
+    _Message | FunctionCall | FunctionOutput,
+    bodies.ByField(
+        "type",
+        "unsupported_content",
+        lambda item: "message" if "role" in item else None,
+    ),
+]
+
+
+class ResponseTool(requests.Function):
+  """A tool that the policy may call."""
+
+  type: Literal["function"]
+
+
+class TextOptions(bodies.Body):
+  """`text`."""
+
+  format: (
+      Annotated[
+          requests.TextFormat
+          | requests.JsonFormat
+          | requests.FlatSchemaFormat,
+          bodies.ByField("type"),
+      ]
+      | None
+  ) = None
+
+
+_INPUT = "must be a text or a list of items, not empty"
+
+
+class ResponseBody(requests.ToolsBody):
+  """A body of `/v1/responses`."""
+
+  input: Annotated[
+      bodies.Text | Annotated[list[_InputItem], bodies.Items(_INPUT, 1)],
+      bodies.ByShape(_INPUT),
+  ]
+  instructions: bodies.Text | None = None
+  max_output_tokens: (
+      Annotated[int, bodies.UpTo("max_new_tokens")] | None
+  ) = None
+  tools: Annotated[
+      list[Annotated[ResponseTool, bodies.ByField("type")]],
+      bodies.Items("must be a list of tools"),
+  ] = []
+  previous_response_id: bodies.Text | None = None
+  store: bodies.Flag = True
+  include: Annotated[
+      list[Literal["message.output_text.logprobs"]],
+      bodies.Must(
+          f"may hold {_LOGPROBS!r} and nothing else",
+          "unsupported_parameter",
+      ),
+  ] = []
+  text: TextOptions = TextOptions()
+  background: Annotated[Any, bodies.Neutral(False)] = None
+  reasoning: Annotated[
+      Any, bodies.Neutral({}, {"effort": None}, {"effort": "none"})
+  ] = None
+  truncation: Annotated[Any, bodies.Neutral("disabled")] = None
+
+
+def read(
+    body: Mapping[str, Any], limits: requests.RequestLimits
+) -> requests.SamplingRequest:
   """Checks a body.
 
   Raises:
     ApiError: naming the field.
   """
-  fields.refuse_others(body, _KNOWN, _NEUTRAL)
-  tools = _tools(body)
-  if requests.include_usage(body):
-    raise fields.unsupported("stream_options.include_usage", True)
-  include = body.get("include") or []
-  if include not in ([], [_LOGPROBS]):
-    raise errors.invalid(
-        "include",
-        f"include may hold {_LOGPROBS!r}, got {fields.shown(include)}",
-        "unsupported_parameter",
-    )
-  instructions = body.get("instructions")
-  if instructions is not None:
-    instructions = fields.string(body, "instructions")
-  previous = body.get("previous_response_id")
-  if previous is not None:
-    previous = fields.string(body, "previous_response_id")
-  alternatives = requests.alternatives(
-      body, bool(include), f"include=[{_LOGPROBS!r}]"
+  asked = bodies.parse(ResponseBody, body, limits)
+  if asked.include_usage:
+    raise bodies.unsupported("stream_options.include_usage", True)
+  logprobs = bool(asked.include)
+  alternatives = asked.alternatives(logprobs, f"include=[{_LOGPROBS!r}]")
+  # As sent: the policy reads the tools' fields in the client's order.
+  tools = tuple(map(_chat_tool, body.get("tools") or ()))
+  shape = asked.text.format
+  parse_tools, guide = asked.guide_with_calls(
+      tools, None if shape is None else shape.guide("text.format")
   )
-  parse_tools, calls = requests.tool_choice(body, tools)
-  text = fields.mapping("text", body.get("text") or {})
-  fields.refuse_others(text, {"format"}, where="text")
-  shape = requests.json_format(
-      "text.format", text.get("format"), text.get("format")
-  )
-  guide = requests.guide(body, calls, shape)
-  if parse_tools and guide is not None and guide is not calls:
-    raise errors.invalid(
-        guide.field,
-        f"{guide.field} leaves no room for tool calls; leave tools out, or set"
-        " tool_choice to none",
-    )
-  return requests.Request(
-      model=fields.string(body, "model"),
-      messages=_messages(body.get("input"), limits),
-      sampling=requests.sampling(
-          body, limits, "max_output_tokens", alternatives
-      ),
-      stream=fields.flag(body, "stream"),
-      logprobs=bool(include),
+  messages = _messages(asked.input)
+  limits.check_images(requests.count_images(messages), "input")
+  return requests.SamplingRequest(
+      model=asked.model,
+      messages=tuple(messages),
+      sampling=asked.sampling(asked.max_output_tokens, limits, alternatives),
+      stream=asked.stream,
+      logprobs=logprobs,
       guide=guide,
-      tools=requests.shown(tools),
+      tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
-      return_token_ids=fields.flag(body, "return_token_ids"),
-      instructions=instructions,
-      previous=previous,
-      remember=fields.flag(body, "store", True),
-      told={
-          "instructions": instructions,
-          "max_output_tokens": body.get("max_output_tokens"),
-          "metadata": body.get("metadata") or {},
-          "previous_response_id": previous,
-          "store": fields.flag(body, "store", True),
-          "temperature": body.get("temperature", 1.0),
+      return_token_ids=asked.return_token_ids,
+      instructions=asked.instructions,
+      previous=asked.previous_response_id,
+      remember=asked.store,
+      echo={
+          "instructions": asked.instructions,
+          "max_output_tokens": asked.max_output_tokens,
+          "metadata": asked.metadata or {},
+          "previous_response_id": asked.previous_response_id,
+          "store": asked.store,
+          "temperature": asked.temperature,
           "tool_choice": body.get("tool_choice") or "auto",
-          "parallel_tool_calls": fields.flag(body, "parallel_tool_calls", True),
-          "text": {"format": {"type": "text"}, **text},
+          "parallel_tool_calls": asked.parallel_tool_calls,
+          "text": {"format": {"type": "text"}, **(body.get("text") or {})},
           "top_logprobs": alternatives,
           "tools": body.get("tools") or [],
-          "top_p": body.get("top_p", 1.0),
-          "user": body.get("user"),
+          "top_p": asked.top_p,
+          "user": asked.user,
       },
   )
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-  """Functions, in the shape that chat completions have them."""
-  tools = body.get("tools") or []
-  if not isinstance(tools, list):
-    raise errors.invalid("tools", "tools must be a list")
-  shaped = []
-  for i, tool in enumerate(tools):
-    where = f"tools[{i}]"
-    function = {**fields.mapping(where, tool)}
-    kind = function.pop("type", None)
-    if kind != "function":
-      raise errors.invalid(
-          where, f"{where}.type must be 'function', got {fields.shown(kind)}"
-      )
-    requests.check_tool(where, function)
-    shaped.append({"type": "function", "function": function})
-  return tuple(shaped)
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+  """A function in the shape of chat completions."""
+  function = {name: value for name, value in tool.items() if name != "type"}
+  return {"type": "function", "function": function}
 
 
-# --- items --------------------------------------------------------------------
-
-
-def _messages(
-    found: Any, limits: requests.Limits
-) -> tuple[requests.Message, ...]:
-  if isinstance(found, str) and found:
-    return ({"role": "user", "content": fields.text("input", found)},)
-  if not isinstance(found, list) or not found:
-    raise errors.invalid(
-        "input",
-        "input must be a text or a list of items, not empty; got"
-        f" {fields.shown(found)}",
-    )
+def _messages(given: Any) -> list[requests.Message]:
+  if isinstance(given, str):
+    return [{"role": "user", "content": given}]
   messages: list[requests.Message] = []
-  for i, item in enumerate(found):
-    where = f"input[{i}]"
-    item = fields.mapping(where, item)
-    kind = item.get("type", "message" if "role" in item else None)
-    if kind == "message":
-      messages.append(_message(where, item))
-    elif kind == "function_call":
-      call = _function_call(where, item)
-      # What was said before a call belongs to it, as it was one answer.
-      if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": None})
-      messages[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
-      messages.append(_function_output(where, item))
-    else:
-      raise errors.invalid(
-          where,
-          f"{where}.type={fields.shown(kind)} is not taken; items are message,"
-          " function_call and function_call_output",
-          "unsupported_content",
-      )
-  limits.check_images(requests.count_images(messages), "input")
-  return tuple(messages)
-
-
-def _message(where: str, item: Mapping[str, Any]) -> requests.Message:
-  fields.refuse_others(item, _OF_ITEM | {"role", "content"}, where=where)
-  role = item.get("role")
-  if role not in ROLES:
-    raise errors.invalid(
-        f"{where}.role",
-        f"{where}.role must be one of {', '.join(ROLES)}, got"
-        f" {fields.shown(role)}",
-    )
-  return {
-      "role": "system" if role == "developer" else role,
-      "content": _content(f"{where}.content", role, item.get("content")),
-  }
-
-
-def _content(where: str, role: str, content: Any) -> Any:
-  """A string, or a list of text and image_url parts."""
-  if isinstance(content, str):
-    return fields.text(where, content)
-  if not isinstance(content, list) or not content:
-    raise errors.invalid(
-        where,
-        f"{where} must be a string or a list of parts, got"
-        f" {fields.shown(content)}",
-    )
-  parts = []
-  for j, part in enumerate(content):
-    at = f"{where}[{j}]"
-    part = fields.mapping(at, part)
-    kind = part.get("type")
-    text = "output_text" if role == "assistant" else "input_text"
-    if kind == text and isinstance(part.get("text"), str):
-      # An answer's own parts come back with what was told beside the text.
-      told = {"annotations", "logprobs"} if role == "assistant" else set()
-      fields.refuse_others(part, {"type", "text"} | told, where=at)
-      shown = fields.text(f"{at}.text", part["text"])
-      parts.append({"type": "text", "text": shown})
-    elif kind == "input_image" and role in ("user", "tool"):
-      fields.refuse_others(part, {"type", "image_url", "detail"}, where=at)
-      parts.append(
-          requests.image_url(at, part.get("image_url"), part.get("detail"))
-      )
-    else:
-      raise errors.invalid(
-          at,
-          f"{at}.type={fields.shown(kind)} is not taken from role {role!r};"
-          f" parts are {text} and, from user and tools, input_image",
-          "unsupported_content",
-      )
-  return parts
-
-
-def _function_call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
-  fields.refuse_others(
-      item, _OF_ITEM | {"call_id", "name", "arguments"}, where=where
-  )
-  return chat.tool_call(where, fields.string(item, "call_id", where), item)
-
-
-def _function_output(where: str, item: Mapping[str, Any]) -> requests.Message:
-  fields.refuse_others(item, _OF_ITEM | {"call_id", "output"}, where=where)
-  return {
-      "role": "tool",
-      "content": _content(f"{where}.output", "tool", item.get("output")),
-      "tool_call_id": fields.string(item, "call_id", where),
-  }
+  for item in given:
+    item.add_to(messages)
+  return messages
 
 
 # --- answers ------------------------------------------------------------------
 
 
 def _response(
-    asked: requests.Request, answer_id: str, created: float
+    asked: requests.SamplingRequest, answer_id: str, created: float
 ) -> dict[str, Any]:
   """The object of an answer that has not begun."""
   return {
@@ -256,7 +302,7 @@ def _response(
       "reasoning": {"effort": None, "summary": None},
       "truncation": "disabled",
       "usage": None,
-      **asked.told,
+      **asked.echo,
   }
 
 
@@ -283,7 +329,7 @@ def _message_item(
   }
 
 
-def _call_items(answer: answers.Answer) -> list[dict[str, Any]]:
+def _call_items(answer: answers.SampledAnswer) -> list[dict[str, Any]]:
   return [
       {
           "id": f"fc_{answer.id.removeprefix(PREFIX)}_{i}",
@@ -298,7 +344,9 @@ def _call_items(answer: answers.Answer) -> list[dict[str, Any]]:
 
 
 def whole(
-    asked: requests.Request, answer: answers.Answer, decoder: answers.Decoder
+    asked: requests.SamplingRequest,
+    answer: answers.SampledAnswer,
+    decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
   """The JSON object of an answer that is not streamed."""
   choice = answer.choices[0]
@@ -331,7 +379,7 @@ def whole(
   return result
 
 
-class Stream:
+class ResponseStream:
   """The events of an answer as it is sampled; function calls come at the end.
 
   Text begins its message with the first of it: with tools, what is a message
@@ -342,10 +390,10 @@ class Stream:
 
   def __init__(
       self,
-      asked: requests.Request,
+      asked: requests.SamplingRequest,
       answer_id: str,
       created: int,
-      decoder: answers.Decoder,
+      decoder: answers.TokenDecoder,
   ):
     self._asked = asked
     self._id = answer_id
@@ -371,7 +419,7 @@ class Stream:
       if new := self._text.feed(tokens):
         yield from self._delta(new)
 
-  def finish(self, answer: answers.Answer) -> Iterator[dict[str, Any]]:
+  def finish(self, answer: answers.SampledAnswer) -> Iterator[dict[str, Any]]:
     response = whole(self._asked, answer, self._decoder)
     for place, item in enumerate(response["output"]):
       if item["type"] == "message":
@@ -439,3 +487,8 @@ class Stream:
     yield self._event(
         "response.output_item.done", output_index=place, item=item
     )
+
+
+ENDPOINT = streams.Endpoint(
+    "responses", PREFIX, ResponseBody, read, whole, ResponseStream
+)

@@ -1,9 +1,9 @@
-"""What the server does with a checked request, without HTTP.
+"""Answers checked requests from a policy and keeps sessions, without HTTP.
 
-A request in a session continues the token sequence of the turn before it where
-its messages do; any other starts one of its own. The same body again gets the
-completion that is there, or the one that is on its way: a client that repeats
-a request after a timeout causes no second sample.
+A request in a session continues the token sequence of an earlier turn if its
+messages continue that turn's; any other starts a sequence of its own. An equal
+body in a session gets the completion that exists or is being sampled, so a
+client that repeats a request after a timeout causes no second sample.
 
 Promises: nothing sampled in a session is lost or stored twice; a request that
 is cancelled frees its slot and leaves no trace.
@@ -23,75 +23,42 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.engine import constrained_decoding as grammars_lib
-from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.serving import answers
-from tunix.rl.multi_turn.serving import conversation_cache as remembered_lib
+from tunix.rl.multi_turn.serving import caches
 from tunix.rl.multi_turn.serving import errors
-from tunix.rl.multi_turn.serving import guides
+from tunix.rl.multi_turn.serving import grammars as grammars_lib
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import media
 from tunix.rl.multi_turn.serving import prompts
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import session_store
-from tunix.rl.multi_turn.serving import turns as turns_lib
 
 OnTokens = Callable[[int, np.ndarray], None]
 """(number of the choice, int32[S] new tokens)."""
 
 
-@dataclasses.dataclass
-class Policy:
-  """What is served.
-
-  Attributes:
-    name: of the model.
-    client: samples; `generate` takes `on_tokens` where `streams`.
-    renderer: messages to tokens.
-    parser: tool calls.
-    decoder: tokens to text and bytes.
-    grammars: what answers may be held to; None: nothing.
-    context_length: tokens of a sequence.
-    max_stop_token_ids: that the client takes, the renderer's own included;
-      None: any number.
-    healthy: whether the client can still sample.
-    streams: whether `client.generate` tells of tokens as they come.
-  """
-
-  name: str
-  client: policy_client.PolicyClient
-  renderer: Any
-  parser: parser_base.ToolParser
-  decoder: answers.Decoder
-  context_length: int
-  grammars: grammars_lib.Grammars | None = None
-  max_stop_token_ids: int | None = None
-  healthy: Callable[[], bool] = lambda: True
-  streams: bool = True
-
-
 class Service:
-  """See the module docstring."""
+  """Answers requests; see the module docstring."""
 
   def __init__(
       self,
-      policy: Policy,
+      policy: prompts.ServedPolicy,
       store: session_store.SessionStore,
       loader: media.MediaLoader,
       *,
-      limits: requests.Limits = requests.Limits(),
+      limits: requests.RequestLimits = requests.RequestLimits(),
       max_concurrent: int = 256,
       seed: int = 0,
   ):
     """Args:
 
-      policy: what is served.
+      policy: samples.
       store: of sessions.
       loader: fetches and decodes images.
       limits: of a request.
-      max_concurrent: requests that are being answered at a time.
-      seed: of requests in sessions that bring none, so that a repeated request
-        samples the same.
+      max_concurrent: requests answered at a time.
+      seed: for requests in sessions without a seed of their own, so that a
+        repeated request samples the same.
     """
     self.policy = policy
     self.store = store
@@ -100,76 +67,76 @@ class Service:
           limits, prompt_tokens=policy.context_length
       )
     self.limits = limits
-    self.remembered = remembered_lib.Remembered()
+    self.conversations = caches.ConversationCache()
     self.tokens = dict.fromkeys(("prompt", "reused", "sampled"), 0)
-    """Of answers so far; what is repeated counts once."""
+    """Totals of answers; a repeated request counts once."""
     self._loader = loader
     self._max = max_concurrent
     self._seed = seed
-    self._turns: dict[str, turns_lib.Turns] = {}
+    self._caches: dict[str, caches.SessionCache] = {}
     self.running = 0
 
   # --- completions ------------------------------------------------------------
 
   async def complete(
       self,
-      request: requests.Request,
+      request: requests.SamplingRequest,
       *,
       answer_id: str,
-      session: interactions.Session | None = None,
+      session: session_store.ServedSession | None = None,
       key: str = "",
       on_tokens: OnTokens | None = None,
-  ) -> answers.Answer:
+  ) -> answers.SampledAnswer:
     """Answers a request.
 
     Args:
       request: checked.
-      answer_id: of a fresh answer, from `new_id`.
+      answer_id: of a new answer, from `new_id`.
       session: of the request, if it has one.
-      key: of the body, from `key_of`: tells a repeated request of a session.
-      on_tokens: told of tokens as they are sampled. A repeated request is
-        answered without.
+      key: of the body, from `key_of`: equal for a repeated request.
+      on_tokens: receives tokens as they are sampled; not called for a repeated
+        request.
 
     Raises:
-      ApiError: what the client is to be told.
+      ApiError: the client's error.
     """
     if session is None:
       return await self._fresh(request, None, None, on_tokens, answer_id)
-    turns = self._turns.get(session.id)
-    if turns is None:
-      turns = turns_lib.Turns(session.id)
+    cache = self._caches.get(session.id)
+    if cache is None:
+      cache = caches.SessionCache(session.id)
       if not session.ended:
-        self._turns[session.id] = turns
-    task = turns.by_body.get(key)
+        self._caches[session.id] = cache
+    task = cache.by_body.get(key)
     if task is None:
       task = asyncio.create_task(
-          self._fresh(request, session, turns, on_tokens, answer_id),
+          self._fresh(request, session, cache, on_tokens, answer_id),
           name=answer_id,
       )
-      turns.by_body[key] = task
+      cache.by_body[key] = task
       task.add_done_callback(
-          lambda done: turns.ended(key, done, not request.kept_by_client)
+          lambda done: cache.ended(key, done, not request.kept_by_client)
       )
-    return await turns.wait_for(task, key)
+    return await cache.wait_for(task, key)
 
   def known_id(
-      self, session: interactions.Session | None, key: str
+      self, session: session_store.ServedSession | None, key: str
   ) -> str | None:
-    """Id of the answer that a body has in its session, there or coming."""
-    turns = self._turns.get(session.id) if session else None
-    if turns is None:
+    """Id of the answer to a body in its session, finished or not."""
+    cache = self._caches.get(session.id) if session else None
+    if cache is None:
       return None
-    task = turns.by_body.get(key)
+    task = cache.by_body.get(key)
     return None if task is None else task.get_name()
 
   async def _fresh(
       self,
-      request: requests.Request,
-      session: interactions.Session | None,
-      turns: turns_lib.Turns | None,
+      request: requests.SamplingRequest,
+      session: session_store.ServedSession | None,
+      cache: caches.SessionCache | None,
       on_tokens: OnTokens | None,
       answer_id: str,
-  ) -> answers.Answer:
+  ) -> answers.SampledAnswer:
     if not self.policy.healthy():
       raise errors.ApiError(
           503, "the rollout engine has failed", code="engine_dead"
@@ -185,7 +152,8 @@ class Service:
     if self.running >= self._max:
       raise errors.ApiError(
           429,
-          f"{self.running} requests are being answered, no more are taken",
+          f"{self.running} requests are being answered, no more are accepted;"
+          " repeat this one later",
           code="too_many_requests",
           retry_after_s=1.0,
       )
@@ -195,16 +163,16 @@ class Service:
     try:
       with contextlib.ExitStack() as held:
         if session is not None:
-          with told():
-            # All that is sampled can be stored.
+          with api_errors():
+            # Before sampling, so that every completion can be stored.
             room = 0 if request.kept_by_client else request.n
             held.enter_context(session.reserve(room))
         messages = await self._messages(request, session)
         answer = await self._sample(
-            request, messages, session, turns, on_tokens, answer_id
+            request, messages, session, cache, on_tokens, answer_id
         )
         if request.remember:
-          self.remembered.put(
+          self.conversations.put(
               answer_id,
               session.id if session else None,
               [*messages, answer.choices[0].message],
@@ -221,141 +189,52 @@ class Service:
 
   async def _messages(
       self,
-      request: requests.Request,
-      session: interactions.Session | None,
+      request: requests.SamplingRequest,
+      session: session_store.ServedSession | None,
   ) -> list[requests.Message] | None:
     """The conversation, with images in place of their URLs."""
     if request.messages is None:
       return None
     before: Sequence[requests.Message] = ()
     if request.previous is not None:
-      before = self.remembered.get(
+      before = self.conversations.get(
           request.previous, session.id if session else None
       )
       images = requests.count_images([*before, *request.messages])
       self.limits.check_images(images, "the conversation")
     return [*before, *await self._load_images(request.messages)]
 
-  def _render(
-      self,
-      request: requests.Request,
-      messages: Sequence[requests.Message] | None,
-      session: interactions.Session | None,
-  ) -> policy_client.TokenPrompt | interactions.PendingPrompt:
-    """The prompt: a session's, or one of its own."""
-    policy = self.policy
-    if request.tokens is not None:  # Before all of them are looked at.
-      self._check_room(len(request.tokens), request)
-    if request.kept_by_client:
-      pictures = [
-          part["image"]
-          for message in messages
-          if isinstance(message["content"], list)
-          for part in message["content"]
-      ]
-      try:
-        return policy.renderer.prompt_of_tokens(request.tokens, pictures)
-      except ValueError as error:
-        raise errors.invalid(request.prompt_field, str(error)) from None
-    if request.tokens is not None:
-      if policy.renderer.image_token_id in request.tokens:
-        raise errors.invalid(
-            "prompt",
-            f"prompt holds {policy.renderer.image_token_id}, which stands for"
-            " an image; send images in the messages of a chat completion",
-        )
-      if session is not None:
-        return session.prompt_tokens(request.tokens)
-      return policy_client.TokenPrompt(request.tokens)
-    if request.text is not None:
-      size = len(request.text)
-    else:
-      if request.instructions:
-        system = {"role": "system", "content": request.instructions}
-        messages = [system, *messages]
-      messages = prompts.with_tools(messages, request.tools, policy.parser)
-      # A message is a token or more, whatever it says.
-      size = len(messages) * policy.renderer.longest_token
-      size += prompts.characters(messages)
-    if size > policy.context_length * policy.renderer.longest_token:
-      # Tokenising it would hold up everybody else.
-      raise errors.invalid(
-          request.prompt_field,
-          f"the {request.prompt_field} cannot fit the context of"
-          f" {policy.context_length} tokens; shorten the"
-          f" {request.prompt_field}",
-          "context_length_exceeded",
-      )
-    if request.text is not None:
-      if session is not None:
-        return session.prompt_text(request.text)
-      return policy_client.TokenPrompt(policy.renderer.encode(request.text))
-    if session is not None:
-      return session.prompt(messages)
-    try:
-      return policy.renderer.render(messages)
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
-      raise errors.invalid(
-          "messages", f"the messages cannot be rendered: {error}"
-      ) from None
-
-  def _stop_token_ids(self, request: requests.Request) -> tuple[int, ...]:
-    """The renderer's, then what is asked for beside them."""
-    own = tuple(self.policy.renderer.stop_token_ids)
-    asked = dict.fromkeys(request.sampling.stop_token_ids)
-    more = tuple(token for token in asked if token not in own)
-    most = self.policy.max_stop_token_ids
-    if most is not None and len(own) + len(more) > most:
-      raise errors.invalid(
-          "stop_token_ids",
-          f"stop_token_ids holds {len(more)} different ids beside the end of a"
-          f" turn, at most {most - len(own)} are taken",
-      )
-    return own + more
-
-  def _check_room(self, length: int, request: requests.Request) -> int:
-    """How many tokens may follow a prompt of that length: one or more."""
-    room = self.policy.context_length - length
-    if room < 1:
-      raise errors.invalid(
-          request.prompt_field,
-          f"the prompt has {length} tokens, the context"
-          f" {self.policy.context_length}; shorten the {request.prompt_field}",
-          "context_length_exceeded",
-      )
-    return room
-
   async def _sample(
-      self, request, messages, session, turns, on_tokens, answer_id
-  ) -> answers.Answer:
-    with told():
-      asked = self._render(request, messages, session)
+      self, request, messages, session, cache, on_tokens, answer_id
+  ) -> answers.SampledAnswer:
+    with api_errors():
+      asked = prompts.render(request, messages, session, self.policy)
     pending = None
     number = 0
     prompt = asked
     if isinstance(asked, interactions.PendingPrompt):
       pending, prompt = asked, asked.prompt
-    if turns is not None:
-      turns.count += 1
-      number = turns.count
-    room = self._check_room(len(prompt), request)
+    if cache is not None:
+      cache.count += 1
+      number = cache.count
+    room = prompts.check_room(len(prompt), request, self.policy)
     sampling = dataclasses.replace(
         request.sampling,
         max_new_tokens=min(request.sampling.max_new_tokens, room),
-        stop_token_ids=self._stop_token_ids(request),
+        stop_token_ids=prompts.stop_token_ids(request, self.policy),
     )
     seed = request.sampling.seed
     if seed is None and session is not None:
       seed = _seed_of(self._seed, session.id, number)
     ids = [answers.interaction_id(answer_id, i) for i in range(request.n)]
-    if turns is None:
+    if cache is None:
       names = [f"request/{i}" for i in ids]
     else:
       parent = pending.parent if pending else _TOKENS
-      names = [turns.take_cache(parent) for _ in ids]
+      names = [cache.take_cache(parent) for _ in ids]
     stored = False
     try:
-      watches = [guides.watch(request, self.policy) for _ in names]
+      watches = [prompts.stop_strings(request, self.policy) for _ in names]
       completions = await self._generate(
           request, prompt, sampling, seed, names, on_tokens, watches
       )
@@ -366,7 +245,7 @@ class Service:
         parser = self.policy.parser if request.parse_tools else None
         choices.append(answers.make_choice(completion, text, parser))
       if pending is not None:
-        with told():
+        with api_errors():
           for choice, number_id in zip(choices, ids):
             session.add(
                 pending,
@@ -376,19 +255,19 @@ class Service:
             )
       stored = True
     finally:
-      if turns is None:
+      if cache is None:
         gone = names
       else:
         gone = [
             old
             for name, kept in zip(names, ids)
-            for old in turns.give_back(
+            for old in cache.give_back(
                 name, (kept if pending else _TOKENS) if stored else None
             )
         ]
       for name in gone:
         await self.policy.client.release(name)
-    return answers.Answer(
+    return answers.SampledAnswer(
         id=answer_id,
         created=int(time.time()),
         model=self.policy.name,
@@ -405,7 +284,9 @@ class Service:
     grammars = [None] * len(names)
     if request.guide is not None:
       grammars = await asyncio.to_thread(
-          lambda: [guides.start(request.guide, self.policy) for _ in names]
+          lambda: [
+              prompts.start_grammar(request.guide, self.policy) for _ in names
+          ]
       )
 
     async def one(i: int, name: str) -> policy_client.Completion:
@@ -432,18 +313,17 @@ class Service:
       raise errors.invalid(
           request.prompt_field, str(error), "context_length_exceeded"
       ) from None
-    except grammars_lib.GrammarError as error:  # It has become too large.
-      raise guides.refused(request.guide, error) from None
+    except grammars_lib.GrammarError as error:  # Too large by now.
+      raise prompts.refused_grammar(request.guide, error) from None
     except ValueError as error:
       if self._loader.has(span.image for span in prompt.images):
         raise errors.invalid(_param(str(error), request), str(error)) from None
-      # Not the client's fault. Images that it sends with each request are
-      # there again with the next one.
+      # Not the client's fault. It sends the images again with the next request,
+      # unless it names the conversation.
       raise errors.ApiError(
           503,
-          "the server does not hold an image of this prompt any more; send it"
-          " again, or start the server with more --image-memory or with an"
-          " --image-dir",
+          "the server no longer holds an image of this prompt; send it again,"
+          " or start the server with more --image-memory or an --image-dir",
           code="image_lost",
           retry_after_s=1.0 if request.previous is None else None,
       ) from None
@@ -490,26 +370,26 @@ class Service:
 
   def start(
       self, task_id: str = "", request: str = ""
-  ) -> interactions.Session:
-    """Opens a session; the same `request` again gives the same one.
+  ) -> session_store.ServedSession:
+    """Opens a session, or returns the one that `request` opened before.
 
     Raises:
-      ApiError: 429, no room; 422, `request` was one of another task.
+      ApiError: 429, no room; 422, `request` opened a session of another task.
     """
-    with told():
+    with api_errors():
       return self.store.start(task_id, request)
 
-  def session(self, session_id: str) -> interactions.Session:
-    with told():
+  def session(self, session_id: str) -> session_store.ServedSession:
+    with api_errors():
       return self.store.get(session_id)
 
   async def drop(self, session_id: str) -> None:
     """Forgets a session and all of its interactions."""
     await self.forget(session_id)
     self.store.drop(session_id)
-    self.remembered.drop_session(session_id)
+    self.conversations.drop_session(session_id)
 
-  def by_key(self, key: str) -> interactions.Session | None:
+  def by_key(self, key: str) -> session_store.ServedSession | None:
     """The session whose secret this is, if it is one."""
     try:
       return self.store.by_key(key)
@@ -517,26 +397,26 @@ class Service:
       return None
 
   async def forget(self, session_id: str) -> None:
-    """Frees what a session held of the client; its interactions stay."""
-    turns = self._turns.pop(session_id, None)
-    for name in turns.close() if turns else ():
+    """Releases a session's caches in the client; its interactions stay."""
+    cache = self._caches.pop(session_id, None)
+    for name in cache.close() if cache else ():
       await self.policy.client.release(name)
 
 
 async def key_of(prefix: str, body: bytes) -> str:
-  """What tells a body, sent to an endpoint, from all others."""
+  """A digest of a body and its endpoint."""
 
   def digest() -> str:
     found = hashlib.sha256(prefix.encode())
     found.update(body)
     return found.hexdigest()
 
-  # Of screenshots it takes longer than changing threads.
+  # Hashing screenshots takes longer than changing threads.
   return digest() if len(body) < 1 << 16 else await asyncio.to_thread(digest)
 
 
 def new_id(prefix: str) -> str:
-  """Of an answer, and of its first interaction."""
+  """An id for an answer and its first interaction."""
   return prefix + secrets.token_hex(12)
 
 
@@ -552,8 +432,8 @@ _STATUS = {
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
-  """A session's refusal, as the client is told of it."""
+def api_errors() -> Iterator[None]:
+  """Turns a session's refusal into the client's error."""
   try:
     yield
   except interactions.InteractionError as error:
@@ -569,19 +449,18 @@ def told() -> Iterator[None]:
 def _without_details(
     completion: policy_client.Completion,
 ) -> policy_client.Completion:
-  """What training needs; a session is not to hold more."""
+  """The fields that training needs; a session holds no others."""
   return dataclasses.replace(
       completion, raw_logprobs=None, top_tokens=None, top_logprobs=None
   )
 
 
 _TOKENS = "token prompts"
-"""What caches of a session's token prompts are kept under, as if it were an
-interaction."""
+"""Cache key for token prompts, which have no interaction id."""
 
 
-def _param(message: str, request: requests.Request) -> str | None:
-  """The field that a client's error is about; its message begins with it."""
+def _param(message: str, request: requests.SamplingRequest) -> str | None:
+  """The field of a client's error, which its message begins with."""
   if message.startswith("prompt"):
     return request.prompt_field
   return "stop_token_ids" if message.startswith("stop_token_ids") else None

@@ -1,32 +1,386 @@
-"""The sessions of a proxy, by their ids and by their keys.
+"""Holds a server's sessions: the turns of each, and all by id and key.
 
-Promises: ids and keys cannot be guessed; how many sessions are held is bounded,
-and one that nobody uses any more is ended, and dropped later.
+A `ServedSession` is one episode of an agent that runs elsewhere. A request that
+begins with the messages of an earlier one and its answer extends that one. Any
+other request is rendered anew and starts a chain of its own. A request without
+messages, as text or tokens, extends the interaction whose text or tokens it
+begins with.
 
-Does not lock: a store belongs to one event loop.
+Promises: a refused call changes nothing; finding the parent reads each message
+once, however many interactions there are (more only where ids cannot tell equal
+answers apart); memory is bounded and grows with what a request adds; sessions'
+ids and keys cannot be guessed, and their number is bounded: an idle one is
+ended, and dropped later.
+
+Does not: speak HTTP, sample, parse tool calls, write tools into messages, hold
+pixels, import JAX, or lock: a store belongs to one event loop.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import json
+import numbers
 import secrets
 import time
-from typing import Any, Callable
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
+import numpy as np
+from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.serving import interactions
+from tunix.rl.multi_turn.serving import prefixes
 
-Session = interactions.Session
+Completion = interactions.Completion
+Interaction = interactions.Interaction
 InteractionError = interactions.InteractionError
+Key = interactions.Key
+Message = interactions.Message
+PendingPrompt = interactions.PendingPrompt
+TokenPrompt = interactions.TokenPrompt
 
 KEY_PREFIX = "tunix-"
-"""What sessions' keys begin with, to be told from a server's token."""
+"""Prefix of sessions' keys, which tells them apart from a server's token."""
+
+
+class ServedSession:
+  """The turns of one episode; a `SessionStore` makes them.
+
+  Once `ended`, prompts and answers are refused; rewards and exports are not.
+  `last_active` is the time of its last prompt, answer or reward, in seconds.
+  """
+
+  def __init__(
+      self,
+      renderer: Any,
+      session_id: str,
+      key: str = "",
+      task_id: str = "",
+      max_interactions: int = 1024,
+      clock: Callable[[], float] = time.monotonic,
+  ):
+    """`renderer` is one of `parser/renderer`: render, bridge, decode."""
+    self.id, self.key, self.task_id = session_id, key, task_id
+    self.ended = False
+    self.busy = 0  # Requests being answered.
+    self._renderer = renderer
+    self._max_interactions = max_interactions
+    self._clock = clock
+    self._root = _Node(None)
+    self._by_tokens = prefixes.Prefixes[Interaction]()
+    self._by_text = prefixes.Prefixes[
+        tuple[Interaction, prefixes.RunningHash]
+    ]()
+    self._reserved = 0
+    self._interactions: dict[str, Interaction] = {}
+    self._discounted = False
+    self.touch()
+
+  @property
+  def interactions(self) -> tuple[Interaction, ...]:
+    """In order of creation."""
+    return tuple(self._interactions.values())
+
+  def get(self, interaction_id: str | None = None) -> Interaction:
+    """The interaction of that id; the last one for None."""
+    if interaction_id is None:
+      interaction_id = next(reversed(self._interactions), None)
+    if interaction_id not in self._interactions:
+      raise InteractionError(
+          "unknown_interaction",
+          f"session {self.id!r} has no answer {interaction_id!r}",
+      )
+    return self._interactions[interaction_id]
+
+  def touch(self) -> None:
+    """Postpones the expiry."""
+    self.last_active = self._clock()
+
+  def end(self) -> None:
+    self.ended = True
+    self.touch()
+
+  @contextlib.contextmanager
+  def reserve(self, count: int) -> Iterator[None]:
+    """Reserves room for `count` answers while they are sampled."""
+    self._check_open()
+    free = self._max_interactions - len(self._interactions) - self._reserved
+    if count > free:
+      raise InteractionError(
+          "session_full",
+          f"session {self.id!r} has room for {max(0, free)} more answers of"
+          f" {self._max_interactions}, {count} are asked for; continue in a"
+          " new session",
+      )
+    self._reserved += count
+    try:
+      yield
+    finally:
+      self._reserved -= count
+
+  def prompt(
+      self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+  ) -> PendingPrompt:
+    """Renders a request.
+
+    It extends the deepest interaction with the same `tools` whose messages and
+    answer `messages` begin with; of equally deep ones, the one whose answer was
+    sent exactly as it stands in `messages`, then the newest. The caller has
+    written the tools' text into `messages`.
+    """
+    self._check_open()
+    messages = list(messages)
+    try:
+      if not messages:
+        raise ValueError("messages must not be empty")
+      read = [_read(m, f"messages[{i}]") for i, m in enumerate(messages)]
+      told_of = json.dumps(list(tools or ()), sort_keys=True)
+      keys = (("tools", told_of), None), *(key for _, key in read)
+      before, depth = self._find(keys)
+      if before is None:
+        extension = self._renderer.render(messages, add_generation_prompt=True)
+      else:
+        extension = self._renderer.bridge(
+            messages[depth:], last_sampled_is_eot=before.closed
+        )
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+      raise InteractionError(
+          "bad_message", f"the request cannot be rendered: {error}"
+      ) from error
+    self.touch()
+    return PendingPrompt(
+        session_id=self.id,
+        before=before,
+        new_messages=tuple(copy for copy, _ in read[max(depth - 1, 0) :]),
+        extension=extension,
+        _path=keys if before is None else keys[depth + 1 :],
+    )
+
+  def prompt_tokens(self, tokens: Sequence[int]) -> PendingPrompt:
+    """Takes a request that is rendered already.
+
+    It extends the interaction with the most tokens, prompt and completion,
+    that it begins with, and has that one's images.
+    """
+    self._check_open()
+    tokens_T = np.asarray(tokens, np.int32)
+    before, length = self._by_tokens.longest(tokens_T.tobytes())
+    extension = TokenPrompt(tokens_T[length // tokens_T.itemsize :])
+    self.touch()
+    return self._raw_prompt(before, extension)
+
+  def prompt_text(self, text: str) -> PendingPrompt:
+    """Tokenises a request as it stands, without a template.
+
+    It extends the interaction with the longest text, prompt and completion as
+    sampled or as sent, that it begins with: only the rest is tokenised.
+    """
+    self._check_open()
+    data = text.encode()
+    found, length = self._by_text.longest(data)
+    before, known = found or (None, prefixes.RunningHash())
+    new = data[length:].decode()
+    extension = TokenPrompt(self._renderer.encode(new))
+    self.touch()
+    return self._raw_prompt(
+        before, extension, known.extended(data[length:])
+    )
+
+  def _raw_prompt(
+      self,
+      before: Interaction | None,
+      extension: TokenPrompt,
+      text: prefixes.RunningHash | None = None,
+  ) -> PendingPrompt:
+    return PendingPrompt(
+        session_id=self.id,
+        before=before,
+        new_messages=(),
+        extension=extension,
+        _raw=True,
+        _text=text,
+    )
+
+  def add(
+      self,
+      pending: PendingPrompt,
+      completion: Completion,
+      *,
+      assistant_message: Message,
+      id: str | None = None,  # pylint: disable=redefined-builtin
+  ) -> Interaction:
+    """Records an answer to a request of this session.
+
+    A request that holds `assistant_message` (as sent to the client), or the
+    sampled text as its content, extends this interaction. None makes up an
+    `id`.
+    """
+    self._check_open()
+    if pending.session_id != self.id:
+      raise InteractionError(
+          "unknown_prompt", f"pending is of session {pending.session_id!r}"
+      )
+    if id in self._interactions:
+      raise InteractionError(
+          "duplicate_interaction", f"id {id!r} is taken; use another one"
+      )
+    self._check_completion(completion)
+    answer, said = _read(assistant_message, "assistant_message")
+    if (role := answer["role"]) != "assistant":
+      raise InteractionError("bad_message", f"role of the answer: {role!r}")
+    text, closed = completion_checks.read(
+        completion, self._renderer, self._renderer.stop_token_ids
+    )
+    _, raw = _read({"role": "assistant", "content": text}, "text")
+    node = None if pending._raw else self._answer_node(pending, said, raw)
+    all_text = None
+    if pending._text is not None and not closed:  # No text stands for the end.
+      all_text = pending._text.extended(text.encode())
+    made = Interaction(
+        **vars(pending),
+        id=secrets.token_urlsafe(18) if id is None else id,
+        index=len(self._interactions),
+        completion=completion,
+        text=text,
+        answer=answer,
+        closed=closed,
+        created=self._clock(),
+        _node=node,
+        _all_tokens=_all_tokens(pending, completion),
+        _all_text=all_text,
+    )
+    if node is not None:
+      node.interaction = made
+    if made._all_tokens is not None:
+      self._by_tokens.add(made._all_tokens, made)
+    if made._all_text is not None:
+      self._by_text.add(made._all_text, (made, made._all_text))
+      told = answer.get("content")
+      # As with messages: a stop string was sampled, and not sent.
+      if isinstance(told, str) and told and told != text:
+        cut = pending._text.extended(told.encode())
+        self._by_text.add(cut, (made, cut))
+    self._interactions[made.id] = made
+    self.touch()
+    return made
+
+  def set_reward(self, interaction_id: str | None, reward: float) -> None:
+    """Sets or replaces a reward; None is the last interaction."""
+    self._check_not_discounted()
+    found = self.get(interaction_id)
+    # Exports hold float32, in which a larger one is infinite.
+    if not isinstance(reward, numbers.Real) or not abs(reward) < 3e38:
+      raise InteractionError(
+          "bad_reward", f"reward must be a finite number, got {reward!r}"
+      )
+    self._replace_rewards({found.id: float(reward)})
+    self.touch()
+
+  def apply_reward_discount(self, discount: float) -> None:
+    """Turns rewards into discounted returns, in the order of creation, once.
+
+    R_t = r_t + discount * R_{t+1}, r_t being 0 where unset. Afterwards answers
+    cannot be added.
+    """
+    self._check_not_discounted()
+    self._replace_rewards(self._returns(discount))
+    self._discounted = True
+
+  def exporter(
+      self, style: str = "individual", discount: float | None = 1.0
+  ) -> interactions.Exporter:
+    """A snapshot as training sequences, see `interactions.Exporter`.
+
+    `discount` is applied as by `apply_reward_discount`, unless that was called
+    before; None leaves rewards as they were set, or 0.
+    """
+    if style not in interactions.STYLES:
+      raise InteractionError(
+          "bad_style", f"style must be 'individual' or 'concat', got {style!r}"
+      )
+    rewards = {i.id: i.reward or 0.0 for i in self.interactions}
+    if discount is not None and not self._discounted:
+      rewards = self._returns(discount)
+    return interactions.Exporter(self.interactions, rewards, style)
+
+  def export(
+      self, style: str = "individual", discount: float | None = 1.0
+  ) -> list[interactions.Exported]:
+    """All sequences of `exporter`. Changes nothing."""
+    return list(self.exporter(style, discount))
+
+  def _find(self, keys: Sequence[Key]) -> tuple[Interaction | None, int]:
+    """The parent, and the number of messages up to its answer."""
+    nodes, answers, depth = [self._root], [], 0
+    for at, key in enumerate(keys):
+      nodes = [after for node in nodes for after in node.follow(key)]
+      if found := [node for node in nodes if node.interaction]:
+        answers, depth = found, at
+    if not answers:
+      return None, 0
+    value, _ = given = keys[depth]
+    # Equal; equal but for ids left out; the newest.
+    rank = lambda n: (n.key == given, n.key[0] == value, n.interaction.index)
+    return max(answers, key=rank).interaction, depth
+
+  def _answer_node(
+      self, pending: PendingPrompt, said: Key, raw: Key
+  ) -> _Node:
+    node = pending.before._node if pending.before else self._root
+    for key in pending._path:
+      node = node.child(key)
+    return node.child(said, raw)
+
+  def _check_open(self) -> None:
+    self._check_not_discounted()
+    if self.ended:
+      raise InteractionError("session_ended", f"session {self.id!r} has ended")
+    if len(self._interactions) >= self._max_interactions:
+      raise InteractionError(
+          "session_full",
+          f"session {self.id!r} is full; continue in a new session, or raise"
+          " max_interactions",
+      )
+
+  def _check_not_discounted(self) -> None:
+    if self._discounted:
+      raise InteractionError(
+          "reward_already_discounted",
+          f"rewards of session {self.id!r} are final: they were discounted;"
+          " set all rewards before",
+      )
+
+  def _check_completion(self, completion: Completion) -> None:
+    try:
+      if not len(completion.tokens):
+        raise ValueError("no token was sampled; record answers only")
+      completion_checks.check(completion, self._renderer.image_token_id)
+    except ValueError as error:
+      raise InteractionError("bad_completion", str(error)) from error
+
+  def _replace_rewards(self, rewards: Mapping[str, float]) -> None:
+    for key, reward in rewards.items():
+      found = self._interactions[key]
+      self._interactions[key] = dataclasses.replace(found, reward=reward)
+
+  def _returns(self, discount: float) -> dict[str, float]:
+    if not isinstance(discount, numbers.Real) or not 0 <= discount <= 1:
+      raise InteractionError(
+          "bad_discount", f"discount must be in [0, 1], got {discount!r}"
+      )
+    returns, later = {}, 0.0
+    for found in reversed(self.interactions):
+      later = (found.reward or 0.0) + float(discount) * later
+      returns[found.id] = later
+    return returns
 
 
 class SessionStore:
-  """The sessions of a proxy.
+  """Sessions by id and key.
 
-  Idle for `timeout_s`, a session is ended by the next `sweep`; ended and idle
-  for that long, it is dropped. All that are held count as `max_sessions`.
+  The next `sweep` ends a session that was idle for `timeout_s`, and drops an
+  ended one that was. All sessions held count against `max_sessions`.
   """
 
   def __init__(
@@ -41,38 +395,40 @@ class SessionStore:
       limits = f"{max_sessions=}, {max_interactions=}, {timeout_s=}"
       raise ValueError(f"limits must be positive, got {limits}")
     self._new_session = functools.partial(
-        Session, renderer, max_interactions=max_interactions, clock=clock
+        ServedSession, renderer, max_interactions=max_interactions, clock=clock
     )
     self._max_sessions = max_sessions
     self._timeout_s = timeout_s
     self._clock = clock
-    self._sessions: dict[str, Session] = {}
-    self._by_key: dict[str, Session] = {}
-    self._by_request: dict[str, Session] = {}
+    self._sessions: dict[str, ServedSession] = {}
+    self._by_key: dict[str, ServedSession] = {}
+    self._by_request: dict[str, ServedSession] = {}
     self._request_of: dict[str, str] = {}
 
   def __len__(self) -> int:
     return len(self._sessions)
 
-  def start(self, task_id: str = "", request: str = "") -> Session:
-    """A session whose id and key nobody can guess.
+  def start(self, task_id: str = "", request: str = "") -> ServedSession:
+    """Opens a session with an id and a key that cannot be guessed.
 
     Args:
       task_id: of its client.
-      request: names the call: as long as the session is held, another call of
-        that name gives the same one. "" names none.
+      request: the client's name for this call: as long as the session is held,
+        another call with it returns the same session. "" is no name.
     """
     if (known := self._by_request.get(request)) is not None:
       if known.task_id != task_id:
         raise InteractionError(
             "request_differs",
             f"the same request started a session of task {known.task_id!r}, not"
-            f" of {task_id!r}; name this one otherwise",
+            f" of {task_id!r}; send another Idempotency-Key",
         )
       return known
     if len(self) >= self._max_sessions:
       raise InteractionError(
-          "capacity", f"{len(self)} sessions are held; drop ended ones or wait"
+          "capacity",
+          f"{len(self)} sessions are held, no more are accepted; drop ended"
+          " ones, or wait",
       )
     session = self._new_session(
         secrets.token_urlsafe(18),
@@ -85,15 +441,16 @@ class SessionStore:
       self._request_of[session.id] = request
     return session
 
-  def get(self, session_id: str) -> Session:
+  def get(self, session_id: str) -> ServedSession:
     if session_id not in self._sessions:
       raise InteractionError(
-          "unknown_session", f"no session {session_id!r}, or not any more"
+          "unknown_session",
+          f"no session {session_id!r} is held any more; start another one",
       )
     return self._sessions[session_id]
 
-  def by_key(self, key: str) -> Session:
-    if key not in self._by_key:  # What may be a secret is not repeated.
+  def by_key(self, key: str) -> ServedSession:
+    if key not in self._by_key:  # A key is a secret: not in the error.
       raise InteractionError("unknown_session", "no session has this key")
     return self._by_key[key]
 
@@ -109,7 +466,7 @@ class SessionStore:
       self._by_request.pop(self._request_of.pop(session_id, ""), None)
 
   def sweep(self, now: float | None = None) -> list[str]:
-    """Ends, later drops, what was idle; returns the ids that it ended."""
+    """Ends idle sessions, drops ended ones; returns the ids it ended."""
     now = self._clock() if now is None else now
     idle = lambda s: not s.busy and now - s.last_active >= self._timeout_s
     ended = []
@@ -121,3 +478,102 @@ class SessionStore:
         session.last_active = now
         ended.append(session.id)
     return ended
+
+
+# --- histories ----------------------------------------------------------------
+
+
+def _all_tokens(
+    pending: PendingPrompt, completion: Completion
+) -> prefixes.RunningHash | None:
+  """The hash of prompt and completion; None where there are images."""
+  if pending.before is not None:
+    before = pending.before._all_tokens
+  else:
+    before = prefixes.RunningHash()
+  if before is None or pending.extension.images:
+    return None
+  return before.extended(
+      pending.extension.tokens.tobytes(), completion.tokens.tobytes()
+  )
+
+
+_ANY = object()
+
+
+class _Node:
+  """A history, with the edges by which requests continued it.
+
+  An answer has a node of its own, which only equal answers share. The message
+  that was sent and the sampled text both lead to it, so that a continuation
+  follows the sampled tokens, however the client spells the answer.
+  """
+
+  __slots__ = ("key", "interaction", "_children", "_edges")
+
+  def __init__(self, key: Key | None):
+    self.key = key
+    self.interaction: Interaction | None = None  # The newest answer's.
+    self._children: dict[tuple[Key, Key | None], _Node] = {}
+    self._edges: dict[tuple[tuple, Any], list[_Node]] = {}
+
+  def child(self, key: Key, raw: Key | None = None) -> _Node:
+    """After a message, or after an answer whose sampled text is `raw`."""
+    if (key, raw) not in self._children:
+      made = self._children[key, raw] = _Node(key)
+      for value, ids in {key[0]: key, (raw or key)[0]: raw or key}.values():
+        self._edges.setdefault((value, ids), []).append(made)
+        self._edges.setdefault((value, _ANY), []).append(made)
+    return self._children[key, raw]
+
+  def follow(self, key: Key) -> list[_Node]:
+    """The nodes that a message may lead to."""
+    value, ids = key
+    if ids is None:
+      return self._edges.get((value, _ANY), [])
+    exact = self._edges.get((value, ids), [])
+    return exact + self._edges.get((value, None), [])
+
+
+def _read(message: Message, where: str) -> tuple[Message, Key]:
+  """A snapshot, calls in OpenAI's form, and the key."""
+  try:
+    copy = {**message}
+    content = copy.get("content") or ""
+    if not isinstance(content, str):
+      copy["content"] = [{**part} for part in content]
+      content = tuple(
+          part["text"] if part["type"] == "text" else (part["image"],)
+          for part in content
+      )
+      if len(content) == 1 and isinstance(content[0], str):
+        content = content[0]
+    calls = [_call(call) for call in copy.get("tool_calls") or ()]
+    if calls:
+      copy["tool_calls"] = calls
+    value = tuple(_asked(**call["function"]) for call in calls)
+    ids = tuple(call["id"] for call in calls) or (copy.get("tool_call_id"),)
+    key = (copy["role"], content, value), ids if all(ids) else None
+    hash(key)
+  except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as e:
+    raise InteractionError(
+        "bad_message",
+        f"{where} is not one of text, ImageRefs and tool calls: {e!r}",
+    ) from e
+  return copy, key
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+  function = call.get("function") or call
+  arguments = function["arguments"]
+  if not isinstance(arguments, str):  # As renderers write them.
+    arguments = json.dumps(arguments, ensure_ascii=False)
+  function = {"name": function["name"], "arguments": arguments}
+  return {"id": call.get("id"), "type": "function", "function": function}
+
+
+def _asked(name: str, arguments: str) -> tuple[str, str, str]:
+  try:
+    return name, "json", json.dumps(json.loads(arguments), sort_keys=True)
+  except (RecursionError, ValueError):  # Not JSON; equal only as text.
+    return name, "text", arguments

@@ -1,4 +1,4 @@
-"""Tools and how their calls are run."""
+"""Offers tools to the policy and runs its calls."""
 
 from tunix.rl.multi_turn.tools.base import BaseTool
 from tunix.rl.multi_turn.tools.base import normalize_calls

@@ -1,7 +1,7 @@
-"""What a tool is: a name, a description, a schema and one call.
+"""Defines tools: a name, a description, a schema and one call.
 
-A tool implements `forward` (sync) or `async_forward` (async), or both; whoever
-calls may use either. `StatefulTool` (see `stateful.py`) is the other family,
+A tool implements `forward` (sync) or `async_forward` (async), or both; a
+caller may use either. `StatefulTool` (see `stateful.py`) is the other family,
 with an instance a request.
 """
 
@@ -23,8 +23,8 @@ class BaseTool(abc.ABC):
   """A tool.
 
   Attributes:
-    name: what the policy calls it.
-    description: what the policy is told about it.
+    name: by which the policy calls it.
+    description: shown to the policy.
   """
 
   def __init__(self, name: str, description: str):
@@ -75,7 +75,7 @@ def renamed(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def as_output(name: str, value: Any) -> ToolOutput:
-  """Whatever a tool returned, as a ToolOutput that can be written as text."""
+  """A tool's result as a ToolOutput that can be written as text."""
   if not isinstance(value, ToolOutput):
     if isinstance(value, (bool, int, float)):
       value = json.dumps(value)

@@ -1,4 +1,4 @@
-"""Arithmetic on an expression, by walking its syntax tree; nothing is eval'd.
+"""Evaluates arithmetic by walking its syntax tree; nothing is eval'd.
 
 Numbers, + - * / // % **, parentheses and unary signs. Sizes are bounded, so
 that `9**9**9` is an error and not a hang.

@@ -1,4 +1,4 @@
-"""The answer box of a GSM8K problem, as a stateful tool.
+"""Checks answers to a GSM8K problem, as a stateful tool.
 
 `create(ground_truth=…)`, then `execute(id, {"answer": …})`: reward 1 when the
 last number of the answer is the last number of the ground truth (so GSM8K's

@@ -1,8 +1,8 @@
-"""One request with stateful tools, from the first prompt to the last release.
+"""Runs one request with stateful tools, from first prompt to last release.
 
 States: PENDING (nothing done) -> RUNNING (the model's turn) <-> TOOL_CALLING
-(the tools' turn) -> COMPLETED or FAILED. `TRANSITIONS` is the whole truth;
-other moves are refused.
+(the tools' turn) -> COMPLETED or FAILED. `TRANSITIONS` lists every move; others
+are refused.
 
 Promises:
 - Every tool of the request is created before the first generation, and
@@ -67,7 +67,7 @@ class IllegalTransitionError(RuntimeError):
 
 
 class FinishReason(str, enum.Enum):
-  """Why generation stopped. TOOL_CALL goes on, the others end the request."""
+  """Reasons for a stop. TOOL_CALL goes on, the others end the request."""
 
   STOP = "stop"
   LENGTH = "length"
@@ -86,13 +86,13 @@ class ToolRequest:
   Attributes:
     messages: OpenAI format, grows.
     tools_kwargs: tool name -> `{"create_kwargs": {…}, …}`.
-    data_source: where the row came from.
+    data_source: data set of the row.
     index: of the row.
     state: see the module docstring; change it with `move`.
-    finish_reason: why it ended.
+    finish_reason: of the last generation.
     rewards: tool name -> `calc_reward`, filled at the end.
     call_rewards: reward of each execution, in order.
-    error: what made it fail.
+    error: kind and text of the failure, None without one.
   """
 
   messages: list[trajectory.Message]
@@ -303,7 +303,7 @@ async def _create(
     except concurrency.DeadlineExceeded:
       raise
     except Exception:
-      del instances[name]  # It says itself that it made nothing.
+      del instances[name]  # An error of its own: it made nothing.
       raise
 
 

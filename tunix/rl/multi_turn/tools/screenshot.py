@@ -1,12 +1,13 @@
-"""Screenshots: what a gym drew becomes what the policy sees.
+"""Turns a gym's pixels into the stored screenshots that the policy sees.
 
 A `ScreenshotTool` brings pixels to the size the policy wants, stores them once
-by content and hands out the reference. It is also an ordinary tool: with a
+by content and returns the reference. It is also an ordinary tool: with a
 source of pixels, a policy may call it.
 
-Resizing is done here and nowhere later, so that the stored bytes are the bytes
-the policy saw. Coordinates are pixels of the stored screenshot; `scale` leads
-back to the gym's.
+The policy gets the stored bytes. Its processor may resize them once more when
+it cuts patches (Qwen-VL does, to multiples of its patch size); sizes of
+`fit_size` are left alone. Coordinates are pixels of the stored screenshot;
+`scale` leads back to the gym's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Screenshot:
   """A stored screenshot.
 
   Attributes:
-    image: what the policy sees.
+    image: the stored screenshot, at the policy's size.
     width: of the gym's own picture, in pixels.
     height: likewise.
   """
@@ -89,7 +90,7 @@ class ScreenshotTool(base.BaseTool):
   ):
     """Args:
 
-      image_store: where screenshots are kept.
+      image_store: keeps the screenshots.
       name, description: as for any tool.
       size: (width, height) every screenshot is brought to.
       factor, min_pixels, max_pixels: otherwise, see `fit_size`.

@@ -1,9 +1,9 @@
-"""Tools with an instance a request: create, execute, calc_reward, release.
+"""Defines tools with an instance a request: create, execute, release.
 
-The second family of tools. Here a tool carries part of what an environment
-does: it keeps state for each request (the answer so far, a session) and says
-what it was worth. The first family (`base.BaseTool`) is a plain function; the
-adapter at the end makes a stateful tool one of those.
+The second family of tools. A stateful tool does part of an environment's work:
+it keeps state for each request (the answer so far, a session) and rewards it.
+The first family (`base.BaseTool`) is a plain function; the adapter at the end
+makes a stateful tool one of those.
 
 Promises: instances never share state; `release` may be called twice.
 """
@@ -82,7 +82,7 @@ class BaseTool(abc.ABC):
     """
 
   async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-    """What the instance was worth; 0 unless the tool says otherwise."""
+    """The instance's reward; 0 unless the tool defines one."""
     del instance_id, kwargs
     return 0.0
 
@@ -209,7 +209,7 @@ class StatefulToolAdapter(plain.BaseTool):
       await self.tool.release(instance_id, **self._kwargs["release_kwargs"])
 
   async def _instance(self) -> str:
-    """The instance's id; the first to ask creates it, the others wait."""
+    """The instance's id; the first caller creates it, the others wait."""
     kwargs, instance_id = with_instance_id(self._kwargs["create_kwargs"])
     with self._lock:
       creation = self._creation
@@ -247,7 +247,7 @@ async def release_all(
     releases: Iterable[tuple[str, Callable[[], Awaitable[None]]]],
     seconds: float | None,
 ) -> None:
-  """Releases at once what several tools hold.
+  """Releases the instances of several tools at once.
 
   Failures are logged, none is raised. A cancellation waits for the releases,
   and is raised after them.

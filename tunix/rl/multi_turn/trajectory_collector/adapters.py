@@ -1,7 +1,7 @@
-"""What environments, agents and reward functions hand to the engine.
+"""Converts results of environments, agents and rewards to our types.
 
-Turns it into the engine's own types or refuses it with a message that names
-the method, what came and what was expected. Nothing here knows a deadline.
+Refuses others with a message that names the method, the value and the expected
+type. Does not: know deadlines.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def step_result(result: Any) -> tuple[Any, float, bool, dict[str, Any]]:
 
 
 def env_action(action: Any) -> Any:
-  """What `env.step` is called with.
+  """The argument of `env.step`.
 
   Our environments take the agent's `Action`; upstream's engine hands its
   environments the payload of its own Action class, [] for None.
@@ -115,10 +115,10 @@ def reward_arguments(
     last_step: Any,
     env: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-  """Arguments a final reward function is called with, by its signature.
+  """Arguments of a final reward function, by its signature.
 
-  Known names get what they say. Of functions with other names, one argument
-  is the trajectory, two are (task, last response).
+  Known names get their values. Of functions with other names, one argument is
+  the trajectory, two are (task, last response).
   """
   values = {
       "trajectory": episode,
@@ -160,7 +160,7 @@ _MAX_DEPTH = 100
 
 
 def writable(value: Any) -> Any:
-  """`value` with what cannot be written as JSON shown as text: "<Type>".
+  """`value`, its parts that cannot be written as JSON shown as "<Type>".
 
   Typed values that `trajectory.encode` writes (ImageRef, ToolCall, …) and
   small arrays stay what they are. A dict stays one, whatever is in it.
@@ -208,7 +208,7 @@ def _as_text(value: Any) -> str:
 
 
 def is_parse_error(e: BaseException) -> bool:
-  """The agent says that the policy's text cannot be parsed."""
+  """Whether an agent raised it because the policy's text cannot be parsed."""
   return any("ParseError" in t.__name__ for t in type(e).__mro__)
 
 

@@ -1,8 +1,8 @@
-"""One episode: an agent and an environment, from reset to close.
+"""Plays one episode of an agent in an environment, from reset to close.
 
 `TrajectoryCollectEngine(agent, env, model_call).collect()` always returns a
-finished `Trajectory`. What went wrong is its status and error, never an
-exception; only the cancellation of the caller's task is passed on, after the
+finished `Trajectory`. Failures are its status and error, never an exception;
+only the cancellation of the caller's task is passed on, after the
 cleanup, with the trajectory left in `engine.trajectory`.
 
 Order of calls: env.reset, agent.reset, agent.update_from_env; then each turn
@@ -132,10 +132,9 @@ class TrajectoryCollectEngine:
         a group `deadlines.episode`, which is not read here.
       deadlines: of the single calls.
       seed: of this episode's sampling.
-      task: what is recorded as the trajectory's task when the agent records
-        none.
+      task: recorded as the trajectory's when the agent records none.
       success_reward: an episode that ended by itself counts as succeeded when
-        the environment's info says `success`, or, where it says nothing, when
+        the environment's info has a true `success`, or, without that key, when
         its reward is above this.
       observers: receive the events of the episode, its turns and its faults.
       runner: runs calls under deadlines; the process's own by default.
@@ -412,7 +411,7 @@ class TrajectoryCollectEngine:
       )
 
   def _outcome(self, status: Status) -> Status:
-    """Settles what the environment's hints make of how the episode ended."""
+    """The final status, by the way the episode ended and the env's hints."""
     hints = {**self._info, **self._hint}
     total = math.fsum(float(s.reward) for s in self._steps)
     success = hints.get("success")

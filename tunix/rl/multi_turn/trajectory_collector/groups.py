@@ -1,12 +1,12 @@
-"""Groups: n episodes of one task, each with random numbers of its own.
+"""Collects groups: n episodes of one task, each with its own random numbers.
 
 Promises: a group always completes, whatever its environments do; episodes in
 flight are bounded; every seed is a hash of (run seed, split, group index,
 attempt, sample), so members differ and a run repeats; cancelling a group
 closes its episodes.
 
-Does not: decide what happens to a group (`collect_loop` does), or know how it
-is trained on.
+Does not: accept, requeue or drop groups (`collect_loop` does), or know how they
+are trained on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Status = trajectory_lib.TrajectoryStatus
 
 EpisodeFactory = Callable[[Any], Any]
 """task -> (agent, env), or an awaitable of it. A sync factory runs on the
-event loop: what takes time belongs into the environment's reset."""
+event loop: slow work belongs into the environment's reset."""
 
 
 def task_id_of(task: Any) -> str:
@@ -211,7 +211,7 @@ class GroupCollector:
     return self._slots
 
   def _stillborn(self, task, task_id, group_id, name, e) -> Trajectory:
-    """The outcome of an episode that could not be built."""
+    """The trajectory of an episode that could not be built."""
     text = f"{type(e).__name__}: {e}"
     result = Trajectory(
         task=adapters.writable(task),

@@ -1,8 +1,8 @@
-"""How an episode asks the policy for a turn.
+"""Asks the policy for an episode's turns.
 
-Two kinds here, one interface towards the engine: `PolicyModel` speaks tokens
-to a `PolicyClient` and yields training sequences; any plain callable, messages
-to text, works too and yields none.
+`PolicyModel` sends tokens to a `PolicyClient` and yields training sequences;
+any plain callable, messages to text, works too and yields none. The engine uses
+both through one interface.
 
 Promises: the seed of each turn is a function of the episode's seed, so that
 members of a group differ and a run repeats; sessions are released.
@@ -31,10 +31,10 @@ def derive_seed(*parts: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyModel:
-  """A policy that is asked in tokens.
+  """A policy behind a `PolicyClient`.
 
   Attributes:
-    client: where tokens come from.
+    client: samples the tokens.
     renderer: messages to tokens, see `sequence_builder.Renderer`.
     sampling: parameters of every turn. `seed` is used when the episode has
       none; empty `stop_token_ids` become the renderer's.
@@ -91,7 +91,7 @@ def make_session(model_call: Any, name: str, seed: int | None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-  """What a turn's model call gave.
+  """The result of a turn's model call.
 
   Attributes:
     text: the response without its end-of-turn token.
@@ -150,7 +150,7 @@ class TokenSession:
     self._open()
 
   def _open(self) -> None:
-    """Names a session; engines that batch in lockstep want to know early."""
+    """Names a session; engines that batch in lockstep count it from here."""
     name = f"{self._name}/{len(self._sessions)}"
     self._sessions.append(name)
     announce = getattr(self._model.client, "open_session", None)
@@ -171,7 +171,7 @@ class TokenSession:
     prompt = self._builder.prompt(messages)
     self.render_seconds = time.perf_counter() - started
     if self._builder.num_sequences > len(self._sessions):
-      # The history was rewritten: what the old session cached is of no use.
+      # The history was rewritten: the old session's cache is of no use.
       self._open()
       await call(self.release, self._sessions[-2], inline=True)
     completion = await call(

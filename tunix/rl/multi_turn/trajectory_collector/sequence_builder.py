@@ -1,7 +1,7 @@
 """Turns the turns of an episode into token-exact training sequences.
 
-The builder knows what the policy has read and written so far. While the
-agent's messages extend that, the next prompt is the old tokens plus the
+The builder keeps the tokens that the policy has read and written so far. While
+the agent's messages extend them, the next prompt is the old tokens plus the
 renderer's bridge for the new messages; sampled ids are never re-tokenised.
 When the agent has changed anything that was already rendered (a sliding
 window of screenshots, a summary, a rewritten answer), a new sequence starts.
@@ -31,7 +31,7 @@ TokenPrompt = policy_client.TokenPrompt
 
 
 class Renderer(Protocol):
-  """What the builder needs of a renderer; see `parser/renderer`."""
+  """Renders messages to tokens; see `parser/renderer`."""
 
   stop_token_ids: Sequence[int]
   image_token_id: int | None
@@ -65,7 +65,7 @@ def _snapshot(message: Message) -> Message:
 
 
 def _is_sampled_text(message: Message, text: str) -> bool:
-  """The message is the assistant's, and says what was sampled."""
+  """Whether the message is the assistant's, with the sampled text."""
   if message.get("role") != "assistant":
     return False
   content = message.get("content")
@@ -180,8 +180,8 @@ class SequenceBuilder:
     self._image_token = getattr(renderer, "image_token_id", None)
     self._done: list[_Growing] = []
     self._current: _Growing | None = None
-    # What the current sequence covers: snapshots of the messages, then the
-    # text that was sampled on top of them (None before the first sample).
+    # The current sequence covers these messages (snapshots), then the text
+    # that was sampled on top of them (None before the first sample).
     self._seen: list[Message] = []
     self._text: str | None = None
     self._ended = False
@@ -194,7 +194,7 @@ class SequenceBuilder:
 
   @property
   def num_rewrites(self) -> int:
-    """How often the agent's history no longer extended what was rendered."""
+    """Times that the agent's history did not extend the rendered one."""
     return len(self._done)
 
   @property
@@ -242,7 +242,7 @@ class SequenceBuilder:
     return self._current.prompt()
 
   def append(self, completion: policy_client.Completion) -> str:
-    """Ends the turn with what was sampled; returns it as text.
+    """Ends the turn with a completion; returns its text.
 
     The end-of-turn token is kept in the sequence and not part of the text.
 
@@ -269,7 +269,7 @@ class SequenceBuilder:
         continue
       built = sequence.build()
       if not built.loss_mask[-1]:
-        # A prompt that was extended but never answered teaches nothing.
+        # A prompt that was extended but never answered has no gradient.
         last = int(np.flatnonzero(built.loss_mask)[-1]) + 1
         entropies = built.entropies
         built = trajectory.TokenSequence(
@@ -285,7 +285,7 @@ class SequenceBuilder:
     return sequences
 
   def _extends(self, messages: Sequence[Any]) -> bool:
-    """messages[:len(seen)] are what was rendered.
+    """Whether messages[:len(seen)] are the rendered ones.
 
     One comparison in C; unchanged strings compare by identity.
     """

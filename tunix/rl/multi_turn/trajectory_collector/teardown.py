@@ -73,8 +73,11 @@ async def _release_and_close(
   except concurrency.StillRunningError as e:
     if stuck is None:  # One of the environment's own, inside its close.
       return closed(e)
-    text = f"{stuck.description} did not stop; {name} stays open until it returns"
-    fault("close", "Quarantined", text)
+    fault(
+        "close",
+        "Quarantined",
+        f"{stuck.description} did not stop; {name} stays open until it returns",
+    )
     return {"quarantined": 1}
   except Exception as e:  # pylint: disable=broad-except
     return closed(e)

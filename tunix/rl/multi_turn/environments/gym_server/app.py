@@ -277,20 +277,20 @@ class App:
 
   async def _tasks(self, request: Request) -> Response:
     catalog = self._catalog(request.path_params["gym_id"])
-    asked = reading.query(request, schemas.TasksQuery)
+    query = reading.query(request, schemas.TasksQuery)
     tasks = catalog.list(
-        asked.shape or catalog.spec.shape,
-        split=asked.split,
-        family=asked.family,
-        full=asked.full,
+        query.shape or catalog.spec.shape,
+        split=query.split,
+        family=query.family,
+        full=query.full,
     )
-    return Json(tasks if asked.bare else {"tasks": tasks})
+    return Json(tasks if query.bare else {"tasks": tasks})
 
   async def _task(self, request: Request) -> Response:
     catalog = self._catalog(request.path_params["gym_id"])
     entry = self._entry(catalog, request.path_params["identifier"])
-    asked = reading.query(request, schemas.ShapeQuery)
-    shape = asked.shape or catalog.spec.shape
+    query = reading.query(request, schemas.ShapeQuery)
+    shape = query.shape or catalog.spec.shape
     return Json(entry.to_json(shape, True, catalog.env()))
 
   # --- executions -------------------------------------------------------------
@@ -299,13 +299,13 @@ class App:
     began = time.monotonic()
     catalog = self._catalog(request.path_params["gym_id"])
     entry = self._entry(catalog, request.path_params["identifier"])
-    body = await reading.read_object(request)
+    data = await reading.read_object(request)
     if key := request.headers.get("idempotency-key"):
-      body["idempotency_key"] = key
-    asked = reading.validated(schemas.Create, body)
-    options = asked.options
+      data["idempotency_key"] = key
+    body = reading.validated(schemas.Create, data)
+    options = body.options
     execution, replayed = await self._begin(
-        catalog, entry, options, asked.idempotency_key or ""
+        catalog, entry, options, body.idempotency_key or ""
     )
     height, width = execution.seen.screenshot.shape[:2]
     reply: schemas.Created = {
@@ -367,17 +367,17 @@ class App:
       self,
       spec: catalog_lib.ServedGym,
       task: base.Task,
-      asked: Mapping[str, Any],
+      chosen: Mapping[str, Any],
   ) -> dict[str, Any]:
-    """Settings of an execution's gym; a client asks for some of them."""
-    refused = sorted(set(asked) - set(spec.client_settings))
+    """Settings of an execution's gym; a client chose some of them."""
+    refused = sorted(set(chosen) - set(spec.client_settings))
     if refused:
       allowed = ", ".join(spec.client_settings) or "none"
       raise errors.invalid(
           f"options.gym.{refused[0]} is not a client's to set; the server"
           f" allows {allowed}"
       )
-    for name, value in asked.items():
+    for name, value in chosen.items():
       if name in ("width", "height") and not (
           isinstance(value, int) and 16 <= value <= 4096
       ):
@@ -386,7 +386,7 @@ class App:
             " [16, 4096]"
         )
     own = gyms.get(spec.gym).options_of(task.family)
-    return {"name": spec.gym, **own, **spec.settings, **asked}
+    return {"name": spec.gym, **own, **spec.settings, **chosen}
 
   def _found(self, request: Request) -> executions_lib.Execution:
     gym_id = self._catalog(request.path_params["gym_id"]).spec.gym_id
@@ -405,20 +405,20 @@ class App:
 
   async def _step(self, request: Request) -> Response:
     execution = self._found(request)
-    body = await reading.read_object(request)
+    data = await reading.read_object(request)
     execution.check()
-    asked = reading.validated(schemas.Step, body)
+    body = reading.validated(schemas.Step, data)
     height, width = execution.seen.screenshot.shape[:2]
     try:
-      action = wire.action_from_json(asked.action, width, height)
+      action = wire.action_from_json(body.action, width, height)
     except wire.WireError as error:
       raise errors.invalid(str(error)) from None
     began = time.monotonic()
-    await execution.step(action, asked.step)
+    await execution.step(action, body.step)
     self._steps.observe(time.monotonic() - began)
     reply: schemas.Stepped = {
         "step": execution.steps,
-        "observation": await _observation(execution, asked.screenshot),
+        "observation": await _observation(execution, body.screenshot),
     }
     return Json(reply)
 
@@ -426,9 +426,9 @@ class App:
     execution = self._found(request)
     execution.check()
     execution.touch()
-    asked = reading.query(request, schemas.ScreenshotQuery)
+    query = reading.query(request, schemas.ScreenshotQuery)
     picture = await execution.picture()
-    if asked.format == "json":
+    if query.format == "json":
       reply: schemas.Shown = {"step": execution.steps, "screenshot": picture}
       return Json(reply)
     return Response(wire.screenshot_file(picture), media_type="image/png")
@@ -441,13 +441,13 @@ class App:
 
   async def _evaluate(self, request: Request) -> Response:
     execution = self._found(request)
-    asked = await reading.read(request, schemas.Evaluate)
+    body = await reading.read(request, schemas.Evaluate)
     result = await execution.judge(
         validators.Submission(
-            asked.answer_text,
-            asked.context_text,
-            asked.facts,
-            asked.execution_data,
+            body.answer_text,
+            body.context_text,
+            body.facts,
+            body.execution_data,
         )
     )
     reply: schemas.Evaluated = {

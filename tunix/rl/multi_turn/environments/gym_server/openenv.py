@@ -327,8 +327,8 @@ class _Connection:
 
   async def reset(self, data: Mapping[str, Any]) -> schemas.EpisodeStep:
     """Ends the running episode and begins another."""
-    asked = reading.validated(schemas.Reset, data, "reset")
-    entry = self._entry(asked)
+    body = reading.validated(schemas.Reset, data, "reset")
+    entry = self._entry(body)
     await self.end()
     # Until the execution has started, only the key leads to it.
     self._key = f"openenv-{uuid.uuid4().hex}"
@@ -336,21 +336,21 @@ class _Connection:
     self._execution, _ = await self._host.begin(
         self._catalog,
         entry,
-        schemas.CreateOptions(gym=asked.gym, lease_s=asked.lease_s),
+        schemas.CreateOptions(gym=body.gym, lease_s=body.lease_s),
         self._key,
     )
-    self._episode_id = asked.episode_id or self._execution.id
+    self._episode_id = body.episode_id or self._execution.id
     return await self._observation(None)
 
-  def _entry(self, asked: schemas.Reset) -> catalog_lib.Entry:
+  def _entry(self, body: schemas.Reset) -> catalog_lib.Entry:
     """The task that a reset asks for."""
-    if asked.task is not None:
-      return self._host.entry(self._catalog, asked.task)
-    if asked.index is not None:
-      return _at(_of_split(self._catalog, asked.split), asked.index)
+    if body.task is not None:
+      return self._host.entry(self._catalog, body.task)
+    if body.index is not None:
+      return _at(_of_split(self._catalog, body.split), body.index)
     families = self._catalog.families
-    seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
-    family = asked.family
+    seed = secrets.randbelow(2**31) if body.seed is None else body.seed
+    family = body.family
     if family is None:
       family = families[seed % len(families)]
     elif family not in families:
@@ -358,7 +358,7 @@ class _Connection:
           f"reset.family={json_models.short(family)} must be one of"
           f" {', '.join(families)}"
       )
-    split = asked.split or "train"
+    split = body.split or "train"
     name = f"{family}@{split}:{seed}:{self._catalog.spec.seed}"
     return self._host.entry(self._catalog, name)
 

@@ -273,7 +273,7 @@ MAX_SEED = 10**15 - 1
 
 
 class Message(json_models.Request):
-  """What a client sends over the WebSocket."""
+  """A client's message over the WebSocket."""
 
   model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -338,7 +338,7 @@ class EpisodeMetadata(TypedDict):
 
 
 class EpisodeObservation(TypedDict):
-  """What OpenEnv's clients see; beside it OpenEnv sends done and reward."""
+  """An observation; OpenEnv sends done and reward beside it."""
 
   screenshot: wire.Screenshot
   instruction: str

@@ -20,7 +20,7 @@ from tunix.rl.multi_turn.environments.gyms import base
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-  """What a client submits at the end.
+  """A client's submission at the end.
 
   Attributes:
     answer_text: the policy's answer, "" for none.

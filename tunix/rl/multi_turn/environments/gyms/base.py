@@ -47,7 +47,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Observation:
-  """What the gym shows after `start` or `act`.
+  """The gym's answer to `start` or `act`.
 
   Attributes:
     screenshot: uint8[H, W, 3].
@@ -80,7 +80,7 @@ class Evaluation:
 
 
 def as_evaluation(verdict: Any, **details: Any) -> Evaluation:
-  """What an evaluator of a user's gave, as an Evaluation.
+  """Turns the verdict of a user's evaluator into an Evaluation.
 
   Args:
     verdict: an Evaluation, a bool, or a number in [0, 1], which is a success

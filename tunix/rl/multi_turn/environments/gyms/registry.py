@@ -1,4 +1,4 @@
-"""Gyms by name: each is declared once, by a `GymSpec`.
+"""Maps names to gyms: each is declared once, by a `GymSpec`.
 
 `GYMS` maps a name to a spec, or to the "module:GYM" path of one, which is
 imported on first use. Wherever a gym's name is read, a "module:attribute" path

@@ -1,4 +1,4 @@
-"""Which instances of a task family are trained on, and which are held out.
+"""Draws the seeds of training instances and of held-out ones.
 
 The seeds of training instances lie in [0, bound), those of held-out ones in
 [bound, 2 * bound): the two never share one.

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import types
 from typing import Any, Callable, Iterator, Literal, Mapping, Sequence
 
@@ -151,7 +150,7 @@ class GymSpec:
       height: int,
       families: Sequence[str] | None,
   ) -> Iterator[str]:
-    """What a run's configuration of this gym has wrong, and what to change.
+    """Finds errors in a run's configuration of this gym, each with its fix.
 
     Args:
       options: gym.options.
@@ -216,7 +215,7 @@ class GymSpec:
     """
     self._refuse(options, self._gym_takes)
     factory = _loaded(self.make)
-    own = {k: v for k, v in options.items() if k in self._gym_takes}
+    own = self._gym_takes.of(options, self._tasks_take)
     from_dict = getattr(factory, "from_dict", None)
     return from_dict(own) if from_dict else factory(**own)
 
@@ -243,7 +242,7 @@ class GymSpec:
           " `tasks`"
       )
     self._refuse(options, self._tasks_take)
-    own = {k: v for k, v in options.items() if k in self._tasks_take}
+    own = self._tasks_take.of(options, self._gym_takes)
     factory = _loaded(self.tasks)
     if "families" in arguments.takes(factory):
       own["families"] = tuple(families) if families else None
@@ -261,8 +260,7 @@ class GymSpec:
           f" gym.name={self.name}; set gym.name=genv, or another source"
       )
     factory = _loaded(self.task_list)
-    takes = arguments.takes(factory)
-    return factory(**{k: v for k, v in options.items() if k in takes})
+    return factory(**arguments.takes(factory).of(options))
 
   def load_oracle(self) -> Oracle:
     """The oracle, imported.
@@ -310,11 +308,11 @@ class GymSpec:
   def _refuse(self, options: Mapping[str, Any], takes: arguments.Takes) -> None:
     problems = [text for _, text in self._wrong(options)]
     problems += [
-        f"gym {self.name!r} needs option {option.name!r}"
-        f" ({option.annotation or 'any value'}); set gym.options.{option.name}"
-        for option in takes.options.values()
-        if option.default is inspect.Parameter.empty
-        and option.name not in options
+        f"gym {self.name!r} needs option {name!r}"
+        f" ({takes.options[name].annotation or 'any value'}); set"
+        f" gym.options.{name}"
+        for name in takes.required
+        if name not in options
     ]
     if problems:
       raise ValueError("\n".join(problems))

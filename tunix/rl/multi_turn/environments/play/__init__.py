@@ -1,1 +1,1 @@
-"""Tasks played by a person, an oracle or a script, and recorded."""
+"""Lets a person, an oracle or a script play tasks, and records them."""

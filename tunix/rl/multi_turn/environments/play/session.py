@@ -46,7 +46,7 @@ class Session:
       gym_name: the registered name.
       gym: built from its declaration.
       out: file that episodes are appended to; None records nothing.
-      by: who plays.
+      by: the player, e.g. "person" or "oracle".
       only_solved: write episodes that are solved and no others.
       timeout_s: deadline of each call into the gym.
     """

@@ -1,4 +1,4 @@
-"""A computer-use task as task lists have it, in any of their shapes.
+"""Reads computer-use tasks from task lists, in any of their shapes.
 
 Gym servers, files and datasets describe tasks in three shapes: `{task_id,
 name}`; `{meta: {id, number, name, displayName, description}}`; and flat
@@ -43,9 +43,9 @@ class CUATask:
     id: unique in its list.
     name: short, for people.
     description: what is to be done, or about it.
-    difficulty, category: of the source's vocabularies, "" when not told.
-    max_steps: turns an episode may take; None when not told.
-    validation_type: how success is decided, "" when not told.
+    difficulty, category: of the source's vocabularies, "" when not given.
+    max_steps: turns an episode may take; None when not given.
+    validation_type: how success is decided, "" when not given.
     validation_query, expected_result: of that decision.
     tags: for filters.
     prerequisites: what must hold before.
@@ -53,7 +53,7 @@ class CUATask:
     instruction: what the policy reads; "" = the description.
     number: as written ("011"), "" for none.
     family: the unit that success is reported by.
-    split: "train" or "eval" when the list says so, else "".
+    split: "train" or "eval" when the list has a split, else "".
     genv_task_data: the row as it came.
     gym_id, gym_base_url: of the server that has it, "" for none.
     seed, params: of the gym's `Task`.

@@ -1,4 +1,4 @@
-"""Which task next: those that are neither hopeless nor won already.
+"""Draws tasks that are neither hopeless nor solved already more often.
 
 An arm (a task of a list, or a family of a gym that makes its own) is drawn
 with a weight of `4 p (1 - p)`, at least `floor`, where p is its success rate,
@@ -99,7 +99,7 @@ class CurriculumSampler:
       return task
 
   def weight(self, arm: str) -> float:
-    """How likely the arm is, relative to others."""
+    """The arm's weight among the others."""
     rate = self._rates[arm]
     return max(self._floor, 4 * rate * (1 - rate))
 
@@ -132,7 +132,7 @@ class CurriculumSampler:
       index, arm = waiting.pop(0)
       if not waiting:
         del self._drawn[group.task_id]
-      # A broken gym says nothing about the task.
+      # A broken gym is no evidence about the task.
       decided = [t.status for t in group if t.status.is_policy_outcome]
       if event.outcome == "accepted" and decided:
         won = sum(s is trajectory.TrajectoryStatus.SUCCEEDED for s in decided)

@@ -39,7 +39,7 @@ _set = settings_lib.setting
 
 @settings_lib.settings
 class TaskSourceConfig:
-  """Which tasks a run trains and is evaluated on, and in which order."""
+  """The tasks that a run trains and is evaluated on, and their order."""
 
   families: tuple[str, ...] = _set(
       (),

@@ -268,7 +268,7 @@ def backoff(error: Error, failures: int) -> float:
 def _no_monitor() -> Error:
   """A server that answers 200 to everything must not swallow a run."""
   return Error(
-      "what answers there is no Training Monitor, or an answer was cut off"
+      "the server there is no Training Monitor, or an answer was truncated"
   )
 
 

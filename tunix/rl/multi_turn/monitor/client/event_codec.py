@@ -68,7 +68,7 @@ RECORDED = frozenset(kind for kind in _TYPES if issubclass(kind, events.Event))
 
 
 class _Mark:
-  """What the list of an object of `_TYPES[number]` begins with."""
+  """First item of the list of an object of `_TYPES[number]`."""
 
   __slots__ = ("number",)
 
@@ -134,11 +134,11 @@ def _pack(value: Any) -> bytes:
 
 
 def _typed(value: Any) -> Any:
-  """What MessagePack has for a value that it does not know."""
+  """Encodes a value that MessagePack does not know."""
   kind = type(value)
   if kind is token_sequence.ImageRef:
-    told = f"{value.sha256} {value.width} {value.height}"
-    return msgpack.ExtType(_IMAGE, told.encode())
+    line = f"{value.sha256} {value.width} {value.height}"
+    return msgpack.ExtType(_IMAGE, line.encode())
   known = _TAKING.get(kind)
   if known is not None:
     mark, fields = known
@@ -254,9 +254,9 @@ def _object_back(found: list[Any]) -> Any:
   return kind(**named)
 
 
-def _steps_back(told: list[Any]) -> Iterator[trajectory_lib.Step]:
+def _steps_back(packed: list[Any]) -> Iterator[trajectory_lib.Step]:
   messages: list[Any] = []
-  for shared, new, values in told:
+  for shared, new, values in packed:
     messages = [*messages[:shared], *new]
     named = dict(zip(_STEP, values, strict=True))
     yield trajectory_lib.Step(chat_completions=messages, **named)

@@ -1,7 +1,7 @@
-"""`HttpRolloutRecorder`: one episode, told as it happens.
+"""`HttpRolloutRecorder`: records one episode as it happens.
 
 For agents and workflows that run outside this package's collector, under the
-names that they know. Nothing waits, nothing raises for the monitor's sake.
+protocol's names. Nothing waits, and nothing raises on the monitor's behalf.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HttpRolloutRecorder:
       training_id: whose it is.
       source_type: "step", "eval" or "baseline"; the id of that name must be
         there when the rollout starts.
-      model_path: what acts.
+      model_path: the acting policy.
     """
     self.ingest_client = ingest_client
     self.rollout_uuid = rollout_uuid
@@ -77,7 +77,7 @@ class HttpRolloutRecorder:
     Returns:
       False when it is not recorded: no client, no source, or no room.
     """
-    del is_eval  # What the source says.
+    del is_eval  # The source decides it.
     self.source_type, self.model_path = source_type, model_path
     self.step_id, self.eval_id = step_id, eval_id
     self.baseline_id = baseline_id
@@ -119,7 +119,7 @@ class HttpRolloutRecorder:
       config_json: Any = None,
       **kwargs: Any,
   ) -> None:
-    """What changes of the environment, and only that."""
+    """A change of the environment."""
     if self._started:
       self.ingest_client.post_environment(
           {
@@ -155,7 +155,7 @@ class HttpRolloutRecorder:
   def start_turn(
       self, turn_num: int, start_time: Any = None
   ) -> Reference | None:
-    """A turn begins; returns what it is called."""
+    """Begins a turn; returns its client id."""
     return self._turn(turn_num, start_time=_time(start_time) or time.time())
 
   def end_turn(
@@ -219,7 +219,7 @@ class HttpRolloutRecorder:
       details_json: Any = None,
       screenshot_uri: str | None = None,
   ) -> None:
-    """What validation found; nothing when it found neither."""
+    """Records a validation; nothing without a verdict."""
     if success is None or not self._started:
       return
     self.ingest_client.post_validation(

@@ -274,7 +274,7 @@ class IngestClient:
 
     Args:
       kind: "training", "task", …, "validation".
-      client_id: what `post_…` returned.
+      client_id: as `post_…` returned it.
       timeout_s: how long to wait for it.
     """
     key = (kind, client_id)
@@ -313,7 +313,7 @@ class IngestClient:
         self._ids.popitem(last=False)
       self._answered.notify_all()
     for ignored in reply.get("ignored", ()):
-      _LOG.info("the monitor keeps what it has: %s", ignored)
+      _LOG.info("the monitor ignored a change: %s", ignored)
 
 
 def default_spool_dir() -> pathlib.Path:

@@ -1,7 +1,7 @@
-"""An episode of this package as parts of the ingest protocol.
+"""Makes parts of the ingest protocol from episodes.
 
-Counts and flags are read from what the episode recorded of itself; nothing is
-computed twice. Turns are numbered from 1.
+Counts and flags are the episode's own records; nothing is computed twice. Turns
+are numbered from 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DECIDED = frozenset({Status.SUCCEEDED, Status.FAILED})
 
 @dataclasses.dataclass
 class Running:
-  """What is known of an episode before it ends.
+  """An episode before it ends.
 
   Attributes:
     rollout_id: its name at the monitor.
@@ -45,7 +45,7 @@ class Running:
 
 
 def rollout_status(status: Status) -> str:
-  """What the database calls the end of an episode."""
+  """The database's status of an ended episode."""
   if status.is_policy_outcome:
     return "completed"
   return "cancelled" if status in _CANCELLED else "failed"
@@ -54,7 +54,7 @@ def rollout_status(status: Status) -> str:
 def task_part(
     task_id: str, task: Any, source: str, split: str
 ) -> dict[str, Any]:
-  """The task of an episode, as far as it says."""
+  """The task of an episode, as far as it is recorded."""
   found = task if isinstance(task, Mapping) else {}
   instruction = str(found.get("instruction") or task_id)
   family = str(found.get("family") or "")
@@ -72,7 +72,7 @@ def task_part(
 
 
 def begun(running: Running, task: Mapping[str, Any], environment: str) -> dict:
-  """The part that says that an episode has begun."""
+  """The part of an episode's start."""
   name = running.rollout_id
   return {
       "tasks": [{
@@ -248,7 +248,7 @@ def _outcome(
   ]  # pyformat: disable
   claimed = None
   if claims:
-    # Who answers says that it is done, unless it says that it failed.
+    # An answer claims success, unless it claims failure.
     claimed = claims[-1].get("success") is not False
   won = [n for n, s in enumerate(episode.steps, 1) if s.info.get("success")]
   paid = [n for n, s in enumerate(episode.steps, 1) if s.reward > 0]
@@ -325,8 +325,8 @@ class _Tokens:
     ids: sampled.
     logprobs: nats, of each.
     versions: [version, how many in a row] of them.
-    entropies: nats, float32 of each; None where the sampler told none.
-    prompt: what the turn added to the prompt before them, [id, how many in a
+    entropies: nats, float32 of each; None where the sampler has none.
+    prompt: tokens that the turn added to the prompt, [id, how many in a
       row]: screenshots are long runs of one id.
   """
 
@@ -433,7 +433,7 @@ def _actions(
     rows.append({
         "action_type": gui["kind"] if gui else "invalid",
         "tool_name": call.name if call else None,
-        # What was carried out, in pixels; else what was asked for.
+        # The executed action, in pixels; else the requested one.
         "tool_args": (
             {k: v for k, v in gui.items() if k != "kind"}
             if gui
@@ -465,13 +465,13 @@ def _new_messages(
   return (_writable(new) or None), len(step.chat_completions)
 
 
-# --- what is shown ------------------------------------------------------------
+# --- screenshots --------------------------------------------------------------
 
 
 def _first_image(
     episode: trajectory_lib.Trajectory,
 ) -> trajectory_lib.ImageRef | None:
-  """What the policy saw before its first turn."""
+  """The policy's input before its first turn."""
   if not episode.steps:
     return None
   return next(
@@ -521,7 +521,7 @@ def _uri(image: trajectory_lib.ImageRef | None) -> str | None:
 
 
 def _writable(value: Any) -> Any:
-  """JSON values, with text for what cannot be."""
+  """JSON values, with text for the rest."""
   try:
     return trajectory_lib.encode(value)
   except TypeError:

@@ -1,8 +1,7 @@
-"""What is being trained right now, for whoever records.
+"""Holds the current training, step and evaluation for recorders.
 
-One holder a process, alive: who starts an episode reads it then, and sees the
-step that is current at that moment, whatever was current when the episode's
-arguments were made. Thread-safe.
+One holder a process, live: an episode reads it when it starts, and gets the
+step of that moment, not of the moment its arguments were made. Thread-safe.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a training loop calls at its stages; each does nothing without a client.
+"""Hooks that a training loop calls at its stages; no-ops without a client.
 
 The names are those of the ingest protocol's hooks. They read and set
 `monitor_context`. None of them raises or waits.

@@ -6,7 +6,7 @@ counted and never stops a run.
 
 How a run becomes rows: its measurements before training are baselines, later
 ones evaluations of their step; an episode belongs to the step that was current
-when it began (`rollout.batch` says which update learned from it), and to the
+when it began (`rollout.batch` is the update that learned from it), and to the
 policy version that it began with (`model_path`).
 """
 
@@ -69,7 +69,7 @@ class MonitorObserver:
 
       client: sends the rows; closed with this.
       identity: of the run.
-      training: columns of the training, beyond what the events say.
+      training: columns of the training, beyond what events carry.
       png_of: returns a screenshot's file, or raises KeyError, OSError or
         ValueError; None sends no pixels.
       on_images_lost: receives the hashes of screenshots that were missing or

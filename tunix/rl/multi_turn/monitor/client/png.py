@@ -1,4 +1,4 @@
-"""Pixels as a PNG, without holding up the process.
+"""Encodes pixels as PNG, without blocking the process.
 
 Lossless, so the hash of the pixels holds. zlib lets other threads run while
 it works; filtering is numpy's.
@@ -20,7 +20,7 @@ _UP = 2
 def files_of(
     images: images_lib.ImageStore,
 ) -> Callable[[trajectory_lib.ImageRef], bytes]:
-  """Screenshots of a store as files; raises what the store raises."""
+  """Screenshots of a store as files; raises the store's errors."""
   return lambda ref: encode(images.get(ref))
 
 

@@ -81,7 +81,7 @@ class Spool:
     Args:
       path: the file.
       target: the server that it is for.
-      max_bytes: of what waits, images included.
+      max_bytes: of entries and images together.
 
     Raises:
       BlockingIOError: another process has it.
@@ -212,7 +212,7 @@ class Spool:
       db.execute("DELETE FROM entry WHERE seq = ?", (entry.seq,))
 
   def dead(self) -> list[tuple[int, bytes, str]]:
-    """(number, body, reason) of what was taken out of the way."""
+    """(number, body, reason) of entries that were put aside."""
     return self._db.execute(
         "SELECT seq, body, reason FROM dead ORDER BY seq"
     ).fetchall()

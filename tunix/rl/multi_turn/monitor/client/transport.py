@@ -23,7 +23,7 @@ class TransportError(Exception):
 
   Attributes:
     status: of HTTP; 0 when there was no answer.
-    retry_after_s: what the server asks for, or None.
+    retry_after_s: the server's Retry-After, or None.
     body: the reply's JSON object, {} if it is none.
   """
 

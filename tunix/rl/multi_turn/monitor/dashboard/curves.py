@@ -1,12 +1,12 @@
-"""A run's metrics as columns over its steps.
+"""Keeps runs' metrics as columns over their steps.
 
 A step's metrics are one JSON document; a chart wants one number of each of
-thousands. So a run's columns are kept in memory, and brought up to date by
-what the database says has changed since.
+thousands. So a run's columns are kept in memory, and brought up to date from
+the database's list of changes.
 
-Promises: what is answered is what the database held when the question began,
-also after a resumed run has made steps again. Memory is bounded: the runs
-asked for last are kept.
+Promises: an answer is the state of the database when the query began, also
+after a resumed run has made steps again. Memory is bounded: the most recently
+used runs are kept.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def _means(column: np.ndarray, bucket: int) -> np.ndarray:
 
 
 def _readable(column: np.ndarray) -> list[float | None]:
-  """Float values at the precision of a float32, which is what they were."""
+  """Float values at the precision of the float32 that they were."""
   return [
       float(f"{v:.7g}") if f else None
       for v, f in zip(column.tolist(), np.isfinite(column).tolist())

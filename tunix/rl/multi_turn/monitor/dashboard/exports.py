@@ -33,7 +33,7 @@ from tunix.rl.multi_turn.monitor.server import screenshots as screenshots_lib
 FORMATS = ("json", "atif", "html", "webp")
 ATIF_VERSION = "ATIF-v1.7"
 _HERE = pathlib.Path(__file__).parent
-_MOST_FRAMES = 300
+_MAX_FRAMES = 300
 _ANIMATION_PIXELS = 80_000_000
 """Of all frames of an animation together, which are in memory at once: a
 quarter of a gigabyte. Longer ones have smaller frames."""
@@ -84,7 +84,7 @@ def make(
     name: one of FORMATS.
     rollout: as `Queries.rollout` answers, with `turns` as `Queries.turns`.
     training: its run.
-    images: screenshots by hash; what is not there is left out.
+    images: screenshots by hash; missing ones are left out.
 
   Raises:
     ApiError: 404, there is nothing to make an animation of.
@@ -140,7 +140,7 @@ def atif(
   """The rollout as an ATIF trajectory.
 
   The task is the user's message, with the first screenshot; a turn is a step
-  of the agent, what it led to its observation. Screenshots are inside as data
+  of the agent, its effect the observation. Screenshots are inside as data
   URLs, so that the file is whole.
   """
   task = rollout["task"]
@@ -313,7 +313,7 @@ def animation(
 ) -> bytes:
   """Each turn's screen with its action, and the last screen without one."""
   plan: list[tuple[Image, Sequence[click_overlay.Gesture], str]] = []
-  for turn in rollout["turns"][:_MOST_FRAMES]:
+  for turn in rollout["turns"][:_MAX_FRAMES]:
     shown = [images[h] for h in hashes_of(turn) if h in images]
     gestures = [pictures.gesture(a) for a in turn["actions"]]
     if shown:
@@ -377,7 +377,7 @@ def _frame(
         if line is not None:
           pen.line([(x * sx, y * sy) for x, y in line], fill=colour,
                    width=width)  # pyformat: disable
-  said = label.encode("ascii", "replace").decode()[:120]
+  caption = label.encode("ascii", "replace").decode()[:120]
   pen.rectangle((0, size[1] - 16, size[0], size[1]), fill=(20, 24, 32))
-  pen.text((6, size[1] - 14), said, fill=_WHITE)
+  pen.text((6, size[1] - 14), caption, fill=_WHITE)
   return frame

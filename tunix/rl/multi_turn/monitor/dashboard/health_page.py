@@ -1,4 +1,4 @@
-"""How the machinery is: environments, senders, the server itself."""
+"""Renders a run's health: environments, clients, the server itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 class Timings:
-  """Seconds of the server's answers, by what was asked. Thread-safe."""
+  """Seconds of the server's answers, by route. Thread-safe."""
 
   def __init__(self):
     self._lock = threading.Lock()
@@ -69,9 +69,9 @@ class HealthPages:
     self._timings = timings
     self._writer = writer
 
-  def health(self, asked: page_request.Asked) -> page_request.Page:
-    training = asked.id()
-    run = self._head(asked.project, training)
+  def health(self, request: page_request.PageRequest) -> page_request.Page:
+    training = request.id()
+    run = self._head(request.project, training)
     columns = self._curves.of(training)
     means, slow = self._timings.read()
     with database.reading(self._engine) as connection:
@@ -85,13 +85,13 @@ class HealthPages:
       )
       environments, faults = self._environments(connection, steps)
       turns = self._slow_turns(connection, steps)
-    senders = self._queries.clients(asked.project)["items"][:20]
-    for sender in senders:
-      health = sender["health_json"]
-      sender["health"] = health if isinstance(health, dict) else {}
+    clients = self._queries.clients(request.project)["items"][:20]
+    for client in clients:
+      health = client["health_json"]
+      client["health"] = health if isinstance(health, dict) else {}
     return page_request.Page("health.html", {
         "run": run, "tab": "health", "environments": environments,
-        "faults": faults, "turns": turns, "senders": senders,
+        "faults": faults, "turns": turns, "clients": clients,
         "lost": ("dropped", "images_dropped", "images_missing",
                  "dead_letters", "failed"),
         "steps": _STEPS, "means": means, "slow": slow,
@@ -116,7 +116,7 @@ class HealthPages:
   def _environments(
       self, connection: sa.Connection, steps: list[int]
   ) -> tuple[list[Row], list[Row]]:
-    """States of the environments of some steps, and what broke."""
+    """States of the environments of some steps, and their faults."""
     r, e = tables.rollout, tables.environment
     own = sa.and_(r.c.source_type == "step", r.c.step_id.in_(steps))
     states = [
@@ -142,8 +142,8 @@ class HealthPages:
     )
     found = []
     for row in broken:
-      said = text.read_json(row.errors)
-      first = said[0] if isinstance(said, list) and said else {}
+      found = text.read_json(row.errors)
+      first = found[0] if isinstance(found, list) and found else {}
       first = first if isinstance(first, dict) else {}
       found.append({
           "id": row.id, "status": row.status_message, "end": row.end_time,

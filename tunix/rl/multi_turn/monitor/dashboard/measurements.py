@@ -1,4 +1,4 @@
-"""Evaluations, baselines and tasks: who succeeds at what, and since when."""
+"""Renders evaluations, baselines and tasks: success by task and checkpoint."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _COLUMNS_SHOWN = 8
 _MOST_CHECKPOINTS = 500
@@ -29,6 +30,33 @@ Row = dict[str, Any]
 MODES = ("sampled", "greedy")
 
 
+class EvalsQuery(query_lib.PageQuery):
+  """Evaluations of a mode; page 0 has the newest."""
+
+  mode: query_lib.one_of(MODES) | None = None
+  page: query_lib.Id = 0
+
+
+class EvalDiffQuery(query_lib.PageQuery):
+  """Keys of the two measurements that are compared, `<kind>-<id>`."""
+
+  a: str | None = None
+  b: str | None = None
+
+
+class TasksQuery(query_lib.PageQuery):
+  """Tasks with all words of `q`, behind number `after`."""
+
+  q: query_lib.Search = ""
+  after: query_lib.Id | None = None
+
+
+class TaskQuery(query_lib.PageQuery):
+  """Attempts at a task, before number `after`."""
+
+  after: query_lib.Id | None = None
+
+
 def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
   """Every measurement of a run, baselines first, then by step."""
   found = []
@@ -36,7 +64,7 @@ def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
   for kind, t in (("baseline", tables.baseline), ("eval", tables.eval_)):
     step = t.c.step if kind == "eval" else sa.literal(0)
     order = t.c.step if kind == "eval" else t.c.id
-    # A rate and its successes say of how many it is, unless there are none.
+    # The count follows from a rate and its successes, unless there are none.
     tries = sa.case((
         t.c.success_rate == 0,
         sa.select(sa.func.count())
@@ -61,7 +89,7 @@ def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
     for row in reversed(list(rows)):
       one = dict(row._mapping)  # pylint: disable=protected-access
       wins, rate = one["successful_tasks"] or 0, one["success_rate"]
-      # Rates are over completed rollouts; failed ones say nothing.
+      # Rates are over completed rollouts; failed ones do not count.
       done = round(wins / rate) if rate else one["tries"] or 0
       name = one["status_message"] or kind
       if kind == "eval":
@@ -129,12 +157,12 @@ class MeasurementPages:
 
   # --- evaluations ------------------------------------------------------------
 
-  def evals(self, asked: page_request.Asked) -> page_request.Page:
+  def evals(self, request: page_request.PageRequest) -> page_request.Page:
     """Success by task family and checkpoint."""
-    training = asked.id()
-    run = self._head(asked.project, training)
-    mode = asked.word("mode", MODES, "")
-    page = asked.integer("page", 0)
+    training = request.id()
+    run = self._head(request.project, training)
+    asks = request.read(EvalsQuery)
+    mode, page = asks.mode or "", asks.page
     with database.reading(self._engine) as connection:
       every = checkpoints(connection, training)
       end = len(every) - page * _COLUMNS_SHOWN
@@ -186,10 +214,10 @@ class MeasurementPages:
         )
     )
 
-  def eval_diff(self, asked: page_request.Asked) -> page_request.Page:
-    """Two measurements, attempt by attempt: who flipped."""
-    training = asked.id()
-    run = self._head(asked.project, training)
+  def eval_diff(self, request: page_request.PageRequest) -> page_request.Page:
+    """Compares two measurements attempt by attempt."""
+    training = request.id()
+    run = self._head(request.project, training)
     with database.reading(self._engine) as connection:
       every = checkpoints(connection, training)
       known = {one["key"]: one for one in every}
@@ -197,10 +225,17 @@ class MeasurementPages:
         raise errors.ApiError(
             404, "this run has fewer than two evaluations or baselines yet"
         )
+      asks = request.read(EvalDiffQuery)
       keys = {
-          "a": asked.word("a", known, every[0]["key"]),
-          "b": asked.word("b", known, every[-1]["key"]),
-      }
+          "a": asks.a or every[0]["key"], "b": asks.b or every[-1]["key"],
+      }  # pyformat: disable
+      wrong = [
+          errors.fault(side, key, f"give one of {', '.join(known)}")
+          for side, key in keys.items()
+          if key not in known
+      ]
+      if wrong:
+        raise errors.wrong(wrong)
       attempts = {
           side: self._attempts(connection, known[key])
           for side, key in keys.items()
@@ -245,11 +280,12 @@ class MeasurementPages:
 
   # --- tasks ------------------------------------------------------------------
 
-  def tasks(self, asked: page_request.Asked) -> page_request.Page:
+  def tasks(self, request: page_request.PageRequest) -> page_request.Page:
     """Families over the steps, and every task with its last attempts."""
-    training = asked.id()
-    run = self._head(asked.project, training)
-    search = asked.text("q")
+    training = request.id()
+    run = self._head(request.project, training)
+    asks = request.read(TasksQuery)
+    search = asks.q
     columns = self._curves.of(training)
     families = []
     for name in sorted(columns.values):
@@ -264,12 +300,12 @@ class MeasurementPages:
         })  # pyformat: disable
     ids, t = tables.client_ids, tables.task
     mine = sa.select(ids.c.entity_id).where(
-        ids.c.project_id == asked.project, ids.c.kind == "task"
+        ids.c.project_id == request.project, ids.c.kind == "task"
     )
     query = sa.select(
         t.c.id, t.c.task_id, t.c.description, t.c.app_name
     ).where(t.c.id.in_(mine)).order_by(t.c.id)  # pyformat: disable
-    after = asked.integer("after")
+    after = asks.after
     if after is not None:
       query = query.where(t.c.id > after)
     for word in search.split():
@@ -320,12 +356,13 @@ class MeasurementPages:
       found.append(one)
     return found[::-1]
 
-  def task(self, asked: page_request.Asked) -> page_request.Page:
-    training, task = asked.id(), asked.id("task")
-    run = self._head(asked.project, training)
-    found = self._queries.one(asked.project, "task", task)
+  def task(self, request: page_request.PageRequest) -> page_request.Page:
+    training, task = request.id(), request.id("task")
+    run = self._head(request.project, training)
+    found = self._queries.one(request.project, "task", task)
     with database.reading(self._engine) as connection:
-      tries = self._tries(connection, training, task, asked.integer("after"))
+      after = request.read(TaskQuery).after
+      tries = self._tries(connection, training, task, after)
     return page_request.Page("task.html", {
         "run": run, "tab": "tasks", "task": found, "tries": tries[::-1],
         "more": tries[0]["id"] if len(tries) == _TRIES else None,

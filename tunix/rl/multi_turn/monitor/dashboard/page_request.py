@@ -1,95 +1,49 @@
-"""What a page is asked, and what comes back."""
+"""A request for a page of the dashboard, and a page's possible answers."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Iterable, Mapping
+from typing import Any, Mapping, TypeVar
 from urllib import parse
 
-from tunix.rl.multi_turn.core import run_tags as tags_lib
+from starlette import datastructures
 from tunix.rl.multi_turn.monitor.server import errors
-from tunix.rl.multi_turn.monitor.server import http_io
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 
-_MAX_ID = (1 << 63) - 1
+Q = TypeVar("Q", bound=query_lib.PageQuery)
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class PageRequest:
   """A request for a page.
 
   Attributes:
-    project: whose data may be seen.
+    project: whose data may be shown.
     where: parameters of the path.
-    query: those behind the question mark.
+    query: parameters behind the question mark; pages `read` them.
     path: of the request.
-    may_edit: whether who asks may change tags and the baseline.
+    may_edit: whether the client may change tags and the baseline.
   """
 
   project: int
   where: Mapping[str, Any]
-  query: Any  # Starlette's QueryParams: a mapping with several of a name.
+  query: datastructures.QueryParams
   path: str
   may_edit: bool = False
 
   def id(self, name: str = "id") -> int:
     value = self.where[name]
-    if value > _MAX_ID:
+    if value > query_lib.MAX_ID:
       raise errors.ApiError(404, f"there is no {name} {str(value)[:30]}")
     return value
 
-  def word(self, name: str, choices: Iterable[str], default: str) -> str:
-    """One of several words.
+  def read(self, model: type[Q]) -> Q:
+    """The query as this model.
 
     Raises:
-      ApiError: 400, another.
+      ApiError: 400, with every wrong parameter.
     """
-    given = self.query.get(name, "")
-    if not given:
-      return default
-    choices = tuple(choices)
-    if given not in choices:
-      raise errors.ApiError(
-          400, f"{name}={given[:30]!r}: give one of {', '.join(choices)}"
-      )
-    return given
-
-  def integer(self, name: str, default: int | None = None) -> int | None:
-    given = self.query.get(name, "")
-    if not given:
-      return default
-    if http_io.is_id(given):
-      return int(given)
-    raise errors.ApiError(400, f"{name}={given[:30]!r}: give a number")
-
-  def real(self, name: str) -> float | None:
-    given = self.query.get(name, "")
-    if not given:
-      return None
-    try:
-      found = float(given)
-    except ValueError:
-      found = float("nan")
-    if found != found or abs(found) == float("inf"):
-      raise errors.ApiError(400, f"{name}={given[:30]!r}: give a number")
-    return found
-
-  def flag(self, name: str) -> bool:
-    return self.word(name, ("0", "1"), "0") == "1"
-
-  def tags(self) -> tuple[str, ...]:
-    """Every `tag`.
-
-    Raises:
-      ApiError: 400, one of them can be none.
-    """
-    given = [tag for tag in self.query.getlist("tag") if tag]
-    try:
-      return tags_lib.clean_all(given)
-    except ValueError as error:
-      raise errors.ApiError(400, f"tag: {error}") from None
-
-  def text(self, name: str) -> str:
-    return self.query.get(name, "").replace("\0", "")[:200].strip()
+    return model.read(self.query)
 
 
 def escaped(word: str) -> str:
@@ -101,13 +55,15 @@ def escaped(word: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
+  """A template and its values."""
+
   template: str
   values: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
-  """To be saved by whoever asked for it. `name` is plain ASCII."""
+  """A download. `name` is plain ASCII."""
 
   data: bytes
   media_type: str
@@ -115,7 +71,9 @@ class File:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
+class Redirect:
+  """Another address of this server."""
+
   to: str
 
 

@@ -1,4 +1,4 @@
-"""All pages by their paths."""
+"""Lists every page by its path."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tunix.rl.multi_turn.monitor.dashboard import token_text
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import screenshots as screenshots_lib
 
-Asked, File, Link, Moved = (
-    page_request.Asked, page_request.File,
-    page_request.Link, page_request.Moved,
+PageRequest, File, Link, Redirect = (
+    page_request.PageRequest, page_request.File,
+    page_request.Link, page_request.Redirect,
 )  # pyformat: disable
 PATHS: tuple[tuple[str, str], ...] = (
     ("/", "runs"),
@@ -37,7 +37,7 @@ PATHS: tuple[tuple[str, str], ...] = (
     ("/rollouts/{id:int}", "rollout"),
     ("/rollouts/{id:int}/export/{format}", "export"),
 )
-"""Path -> the method of `Pages` that makes the page."""
+"""Path -> the method of `Pages` that renders it."""
 
 
 class Pages:
@@ -59,7 +59,7 @@ class Pages:
       queries: about it.
       files: where screenshots are.
       curves: columns of runs, shared with the API.
-      texts: what tokens say.
+      texts: tokens as text.
       timings: of the server.
       writer: of the server, for its counters.
     """

@@ -1,27 +1,28 @@
-"""Rollouts of a run, or of all runs, narrowed and sorted.
+"""Lists rollouts of a run, or of all runs, filtered and sorted.
 
-Promises: everything that chooses and orders is in the URL; a page costs what
-reading an index of `tables.LISTED` costs, and of the newest, the best and the
-faulty ones few; the following page what this one did (keyset pagination).
+Promises: every filter and order is in the URL; a page reads one
+index of `tables.LISTED`, and little of it for the newest, the best and the
+faulty ones; the following page costs the same (keyset pagination).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Sequence
+from typing import Annotated, Any, Sequence
 
+import pydantic
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
-from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _PAGE = 50
 _NEAR = 5000
-"""Rollouts told last, or first, that a page is looked for among at first."""
+"""Newest, or oldest, rollouts that are searched for a page first."""
 _ALL = 1 << 62
 """More than there are, and an id that is beyond all."""
 _NOTHING = 1e308
@@ -39,7 +40,7 @@ SORTS = {
     "seconds": _R.c.rollout_time,
     "errors": sa.cast(tables.NUM_FAULTS, sa.Double()),
 }  # pyformat: disable
-"""What the orders are by: as doubles, as the place of the next page says it."""
+"""The orders' columns, as doubles: the next page's URL holds one."""
 OUTCOMES = {
     "success": _R.c.task_success == 1,
     "failure": sa.and_(
@@ -56,9 +57,49 @@ ERRORS = {
 }  # pyformat: disable
 
 
+def _place(text: Any) -> tuple[float, int]:
+  value, _, id_ = text.partition(",")
+  try:
+    found = float(value), int(id_)
+  except ValueError:
+    found = math.nan, 0
+  if not math.isfinite(found[0]) or not 0 <= found[1] < _ALL:
+    raise ValueError("follow the link to the next page")
+  return found
+
+
+class RolloutListQuery(query_lib.PageQuery):
+  """Filters and order of a list of rollouts.
+
+  Attributes:
+    error: a kind of fault, of `ERRORS`.
+    source: kind of the step, evaluation or baseline.
+    low: smallest reward, `from` in the URL.
+    high: largest reward, `to`.
+    step: number of the step or evaluation.
+    q: words of the task.
+    after: (value of the order, id) of the last rollout of the page before.
+  """
+
+  status: query_lib.one_of(vocabulary.STATUSES["rollout"]) | None = None
+  outcome: query_lib.one_of(OUTCOMES) | None = None
+  error: query_lib.one_of(ERRORS) | None = None
+  source: query_lib.one_of(vocabulary.SOURCE_TYPES) | None = None
+  low: Annotated[query_lib.Real | None, pydantic.Field(alias="from")] = None
+  high: Annotated[query_lib.Real | None, pydantic.Field(alias="to")] = None
+  step: query_lib.Id | None = None
+  task: query_lib.Id | None = None
+  q: query_lib.Search = ""
+  sort: query_lib.one_of(SORTS) = "newest"
+  order: query_lib.Order = "down"
+  after: Annotated[
+      tuple[float, int] | None, *query_lib.textual(_place)
+  ] = None
+
+
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-  """What a list is asked for.
+class Selection:
+  """The rollouts of a list, and their order.
 
   Attributes:
     conditions: on rollouts.
@@ -78,7 +119,7 @@ class Wanted:
 
   @property
   def key(self) -> sa.ColumnElement[Any]:
-    """What the order is by, beside ids."""
+    """The order's column, before ids."""
     column = SORTS[self.sort]
     if column is None:
       # Not the bare id: its own order would be taken for a short cut, past
@@ -88,12 +129,12 @@ class Wanted:
       return column
     return sa.func.coalesce(column, _real(_NOTHING if self.up else -_NOTHING))
 
-  def narrowed(self, condition: sa.ColumnElement[bool]) -> Wanted:
+  def narrowed(self, condition: sa.ColumnElement[bool]) -> Selection:
     """The same, if they fulfil this, too."""
     return dataclasses.replace(self, conditions=(*self.conditions, condition))
 
   def beyond(self) -> list[sa.ColumnElement[bool]]:
-    """Conditions on what follows `after`."""
+    """Conditions on rollouts behind `after`."""
     if self.after is None:
       return []
     value, id_ = _real(self.after[0]), self.after[1]
@@ -115,28 +156,31 @@ class RolloutLists:
     self._queries = queries
     self._head = head
 
-  def of_run(self, asked: page_request.Asked) -> page_request.Page:
+  def of_run(self, request: page_request.PageRequest) -> page_request.Page:
     """Rollouts of one run."""
-    run = self._head(asked.project, asked.id())
-    values = self._values(asked, run["id"])
+    run = self._head(request.project, request.id())
+    values = self._values(request, run["id"])
     return page_request.Page(
         "run_rollouts.html", {"run": run, "tab": "rollouts", **values}
     )
 
-  def of_all(self, asked: page_request.Asked) -> page_request.Page:
+  def of_all(self, request: page_request.PageRequest) -> page_request.Page:
     """Rollouts of the project's runs."""
-    return page_request.Page("rollouts.html", self._values(asked, None))
+    return page_request.Page("rollouts.html", self._values(request, None))
 
-  def _values(self, asked: page_request.Asked, training: int | None) -> Row:
-    wanted = self._wanted(asked)
+  def _values(
+      self, request: page_request.PageRequest, training: int | None
+  ) -> Row:
+    asks = request.read(RolloutListQuery)
+    wanted = selection(asks)
     with database.reading(self._engine) as connection:
-      found = pick(connection, asked.project, training, wanted)
+      found = pick(connection, request.project, training, wanted)
       rows = _described(connection, [id_ for _, id_ in found[:_PAGE]])
       task = None
-      if asked.integer("task") is not None:
+      if asks.task is not None:
         task = connection.execute(
             sa.select(tables.task.c.description).where(
-                tables.task.c.id == asked.integer("task")
+                tables.task.c.id == asks.task
             )
         ).scalar()
     more = None
@@ -145,12 +189,12 @@ class RolloutLists:
       more = f"{value!r},{id_}"
     return {
         "rows": rows, "more": more, "sort": wanted.sort, "up": wanted.up,
-        "q": asked.text("q"), "task": task, "sorts": tuple(SORTS),
+        "q": asks.q, "task": task, "sorts": tuple(SORTS),
         "outcomes": tuple(OUTCOMES), "faults": tuple(ERRORS),
         "statuses": vocabulary.STATUSES["rollout"],
         "sources": vocabulary.SOURCE_TYPES,
         "asks": {
-            name: asked.query.get(name, "")
+            name: request.query.get(name, "")
             for name in (
                 "status", "outcome", "error", "source", "from", "to", "step",
             )
@@ -159,50 +203,44 @@ class RolloutLists:
         or len(wanted.sources) < len(vocabulary.SOURCE_TYPES),
     }  # pyformat: disable
 
-  def _wanted(self, asked: page_request.Asked) -> Wanted:
-    conditions: list[sa.ColumnElement[bool]] = []
-    status = asked.word("status", vocabulary.STATUSES["rollout"], "")
-    if status:
-      conditions.append(_STATUS == status)
-    for name, known in (("outcome", OUTCOMES), ("error", ERRORS)):
-      word = asked.word(name, known, "")
-      if word:
-        conditions.append(known[word])
-    low, high = asked.real("from"), asked.real("to")
-    if low is not None:
-      conditions.append(_R.c.reward >= low)
-    if high is not None:
-      conditions.append(_R.c.reward <= high)
-    task = asked.integer("task")
-    if task is not None:
-      conditions.append(_TASK == task)
-    search = asked.text("q")
-    if search:
-      conditions.append(_TASK.in_(_tasks(search)))
-    source = asked.word("source", vocabulary.SOURCE_TYPES, "")
-    step = asked.integer("step")
-    sources = (source,) if source else vocabulary.SOURCE_TYPES
-    if step is not None:  # A baseline is before all of them.
-      sources = tuple(s for s in sources if s != "baseline")
-    return Wanted(
-        tuple(conditions), step, sources,
-        asked.word("sort", SORTS, "newest"),
-        asked.word("order", ("up", "down"), "down") == "up",
-        _after(asked),
-    )  # pyformat: disable
+
+def selection(asks: RolloutListQuery) -> Selection:
+  """The rollouts that a query selects."""
+  conditions: list[sa.ColumnElement[bool]] = []
+  if asks.status is not None:
+    conditions.append(_STATUS == asks.status)
+  if asks.outcome is not None:
+    conditions.append(OUTCOMES[asks.outcome])
+  if asks.error is not None:
+    conditions.append(ERRORS[asks.error])
+  if asks.low is not None:
+    conditions.append(_R.c.reward >= asks.low)
+  if asks.high is not None:
+    conditions.append(_R.c.reward <= asks.high)
+  if asks.task is not None:
+    conditions.append(_TASK == asks.task)
+  if asks.q:
+    conditions.append(_TASK.in_(_tasks(asks.q)))
+  sources = (asks.source,) if asks.source else vocabulary.SOURCE_TYPES
+  if asks.step is not None:  # A baseline is before all of them.
+    sources = tuple(s for s in sources if s != "baseline")
+  return Selection(
+      tuple(conditions), asks.step, sources, asks.sort, asks.order == "up",
+      asks.after,
+  )  # pyformat: disable
 
 
 def pick(
     connection: sa.Connection, project: int, training: int | None,
-    wanted: Wanted, count: int = _PAGE + 1,
+    wanted: Selection, count: int = _PAGE + 1,
 ) -> list[tuple[float, int]]:  # pyformat: disable
-  """(value of the order, id) of the first rollouts that are wanted.
+  """(value of the order, id) of the first selected rollouts.
 
   Args:
     connection: to the database.
     project: whose.
     training: only its rollouts; None for those of all the project's runs.
-    wanted: which, and in what order.
+    wanted: filters and order.
     count: at most.
   """
   if wanted.sort != "errors" or wanted.up:
@@ -227,7 +265,7 @@ def pick(
 
 def _pick(
     connection: sa.Connection, project: int, training: int | None,
-    wanted: Wanted, count: int,
+    wanted: Selection, count: int,
 ) -> list[tuple[float, int]]:  # pyformat: disable
   """The same in one order."""
   owner = tables.training_project
@@ -268,7 +306,7 @@ def _pick(
   return found[:count]
 
 
-def _walked(own: sa.Select, source: sa.Table, wanted: Wanted) -> sa.Subquery:
+def _walked(own: sa.Select, source: sa.Table, wanted: Selection) -> sa.Subquery:
   """Ids of the sources, in the order that their rollouts are best read in.
 
   Of equal keys the newest is wanted: if it comes last, each one before it takes
@@ -303,9 +341,9 @@ def _within(
 
 
 def _nearest(
-    connection: sa.Connection, mine: sa.Select, wanted: Wanted, count: int
+    connection: sa.Connection, mine: sa.Select, wanted: Selection, count: int
 ) -> list[tuple[float, int]]:
-  """The same among the rollouts told last, or first, by their ids."""
+  """The same among the newest, or oldest, rollouts by their ids."""
   if wanted.up:
     end = wanted.after[1] if wanted.after is not None else 0
     near = sa.and_(_R.c.id > end, _R.c.id <= end + _NEAR)
@@ -387,19 +425,3 @@ def _tasks(search: str) -> sa.Select:
 def _real(value: float) -> sa.ColumnElement[float]:
   """A number that PostgreSQL does not read as a whole one."""
   return sa.literal(value, sa.Double())
-
-
-def _after(asked: page_request.Asked) -> tuple[float, int] | None:
-  given = asked.query.get("after", "")
-  if not given:
-    return None
-  value, _, id_ = given.partition(",")
-  try:
-    found = float(value), int(id_)
-  except ValueError:
-    found = math.nan, 0
-  if not math.isfinite(found[0]) or not 0 <= found[1] < _ALL:
-    raise errors.ApiError(
-        400, f"after={given[:50]!r}: follow the link to the next page"
-    )
-  return found

@@ -1,4 +1,4 @@
-"""A rollout: what was seen, thought, done and sampled, turn by turn."""
+"""Renders a rollout turn by turn: screens, thoughts, actions, tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,20 @@ from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 from tunix.rl.multi_turn.monitor.server import screenshots as screenshots_lib
 
 _MOST_TURNS = 1000
 _MOST_EXPORTS = 2
 _EXPORT_WAIT_S = 10.0
 Row = dict[str, Any]
+
+
+class RolloutQuery(query_lib.PageQuery):
+  """A rollout's page: the turn that is shown, from 1; `heat` colours tokens."""
+
+  turn: query_lib.Id = 1
+  heat: str = ""
 
 
 class RolloutPages:
@@ -39,10 +47,10 @@ class RolloutPages:
     self._head = head
     self._exporting = threading.BoundedSemaphore(_MOST_EXPORTS)
 
-  def rollout(self, asked: page_request.Asked) -> page_request.Page:
-    """`turn` is the one that is shown, from 1; `heat` colours its tokens."""
-    rollout = self._queries.rollout(asked.project, str(asked.id()))
-    run = self._head(asked.project, rollout["training_id"])
+  def rollout(self, request: page_request.PageRequest) -> page_request.Page:
+    asks = request.read(RolloutQuery)
+    rollout = self._queries.rollout(request.project, str(request.id()))
+    run = self._head(request.project, rollout["training_id"])
     with database.reading(self._engine) as connection:
       strip = self._strip(connection, rollout["id"])
       members = self._group(connection, rollout)
@@ -50,12 +58,11 @@ class RolloutPages:
         (n for n, m in enumerate(members) if m["id"] == rollout["id"]), 0
     )
     rollout["advantage"] = members[place]["advantage"] if members else None
-    number = min(max(1, asked.integer("turn", 1)), max(1, len(strip)))
-    turn = self._turn(asked.project, rollout, strip, number)
+    number = min(max(1, asks.turn), max(1, len(strip)))
+    turn = self._turn(request.project, rollout, strip, number)
     view: Row = {}
     if turn is not None:
-      heat = asked.query.get("heat", "")
-      view = self._token_view.of(rollout, turn, heat)
+      view = self._token_view.of(rollout, turn, asks.heat)
     return page_request.Page("rollout.html", {
         "run": run, "tab": "rollout", "rollout": rollout, "strip": strip,
         "turn": turn, "number": number, "view": view, "members": members,
@@ -70,18 +77,18 @@ class RolloutPages:
         ],
     })  # pyformat: disable
 
-  def export(self, asked: page_request.Asked) -> page_request.File:
-    name = asked.where["format"]
+  def export(self, request: page_request.PageRequest) -> page_request.File:
+    name = request.where["format"]
     if name not in exports.FORMATS:
       raise errors.ApiError(
           404, f"format={name[:30]!r}: give one of {', '.join(exports.FORMATS)}"
       )
-    rollout = self._queries.rollout(asked.project, str(asked.id()))
-    rollout["turns"] = self._queries.turns(asked.project, str(asked.id()))[
+    rollout = self._queries.rollout(request.project, str(request.id()))
+    rollout["turns"] = self._queries.turns(request.project, str(request.id()))[
         "items"
     ]
     training = self._queries.one(
-        asked.project, "training", rollout["training_id"]
+        request.project, "training", rollout["training_id"]
     )
     hashes = sorted({
         sha for turn in rollout["turns"] for sha in exports.hashes_of(turn)
@@ -89,7 +96,7 @@ class RolloutPages:
     images = self._images(hashes)
     if name == "json":
       return exports.make(name, rollout, training, images)
-    # Pictures are many times a page: of a few files at a time only.
+    # Images take many times a page's memory: a few files at a time.
     if not self._exporting.acquire(timeout=_EXPORT_WAIT_S):
       raise errors.ApiError(503, "other files are being made; try again soon")
     try:
@@ -135,7 +142,7 @@ class RolloutPages:
     return list(turns.values())
 
   def _group(self, connection: sa.Connection, rollout: Row) -> list[Row]:
-    """The rollout and those that it is compared with."""
+    """The rollout's group, itself included."""
     r = tables.rollout
     kind = rollout["source_type"]
     condition = sa.and_(
@@ -189,7 +196,7 @@ class RolloutPages:
 
 
 def described(turn: Row, images: Mapping[str, Any]) -> Row:
-  """A turn with what a page says of it, by name."""
+  """Adds the values that the page shows to a turn."""
   metrics = turn["metrics_json"]
   turn["metrics"] = metrics if isinstance(metrics, dict) else {}
   raw = turn.get("raw") or {}

@@ -1,10 +1,11 @@
-"""Runs: the list of them, one of them, several compared."""
+"""Renders runs: the list, one run, several compared."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Mapping, Sequence
+from typing import Annotated, Any, Literal, Mapping, Sequence
 
+import pydantic
 import sqlalchemy as sa
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
@@ -16,9 +17,10 @@ from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 SILENT_S = 60.0
-"""A client's heart beats every 15 s; a run is called silent after this."""
+"""A run is called silent after this; see `MonitorConfig.heartbeat_s`."""
 MOST_COMPARED = 10
 _PAGE = 50
 _SPARK_POINTS = 40
@@ -50,16 +52,16 @@ CHARTS: tuple[dict[str, Any], ...] = (
     {"key": "share", "title": "Model, environment, idle",
      "names": ("model_share", "env_share", "engine_idle", "overlap"),
      "unit": "share"},
-    {"key": "turn_seconds", "title": "Seconds of a turn",
+    {"key": "turn_seconds", "title": "Turn time",
      "names": ("turn_seconds_model", "turn_seconds_env",
                "turn_seconds_other")},
-    {"key": "busy", "title": "Episodes in work", "names": ("episodes_busy",)},
-    {"key": "seconds", "title": "Seconds of a step",
+    {"key": "busy", "title": "Episodes in flight", "names": ("episodes_busy",)},
+    {"key": "seconds", "title": "Step time",
      "names": ("seconds_wait", "seconds_learn", "seconds_publish")},
     {"key": "turns", "title": "Turns of an episode", "names": ("turns_mean",)},
-    {"key": "groups", "title": "Informative groups",
+    {"key": "groups", "title": "Groups with a gradient",
      "names": ("informative_groups",), "unit": "share"},
-    {"key": "ends", "title": "How episodes end", "names": ("status/",),
+    {"key": "ends", "title": "Episode outcomes", "names": ("status/",),
      "unit": "share"},
 )  # pyformat: disable
 """Charts of a run, in order; docs/metrics.md explains the readings."""
@@ -67,8 +69,78 @@ CHARTS: tuple[dict[str, Any], ...] = (
 Row = dict[str, Any]
 
 
+class RunsQuery(query_lib.PageQuery):
+  """The list of runs.
+
+  Attributes:
+    q: words of names, models and messages.
+    tag: tags that a run has all of.
+    run: runs that are ticked for comparison.
+    after: a page begins behind this run.
+  """
+
+  q: query_lib.Search = ""
+  state: query_lib.one_of(STATES) | None = None
+  tag: query_lib.Tags = ()
+  run: tuple[str, ...] = ()
+  after: query_lib.Id | None = None
+
+
+class CurvesPageQuery(query_lib.PageQuery):
+  """How curves are drawn; `smooth` is read by the page's script."""
+
+  smooth: str = ""
+  x: Literal["step", "time"] = "step"
+
+
+class RunQuery(CurvesPageQuery):
+  """One run.
+
+  Attributes:
+    more: metrics with a chart of their own.
+    against: a run whose curves are drawn, too.
+    difference: whether they are subtracted instead.
+  """
+
+  more: tuple[str, ...] = ()
+  against: query_lib.Id | None = None
+  difference: query_lib.Flag = False
+
+
+class StepsQuery(query_lib.PageQuery):
+  """Steps of a run, before number `after`."""
+
+  after: query_lib.Id | None = None
+
+
+class CompareQuery(CurvesPageQuery):
+  """Several runs.
+
+  Attributes:
+    run: the runs, each once.
+    base: the run that the others differ from.
+    differences: whether equal settings are left out.
+  """
+
+  run: Annotated[
+      tuple[query_lib.Id, ...], pydantic.Field(validate_default=True)
+  ] = ()
+  base: query_lib.Id | None = None
+  differences: query_lib.Flag = False
+
+  @pydantic.field_validator("run")
+  @classmethod
+  def _several(cls, runs: tuple[int, ...]) -> tuple[int, ...]:
+    found = tuple(dict.fromkeys(runs))
+    if not 2 <= len(found) <= MOST_COMPARED:
+      raise ValueError(
+          f"choose 2 to {MOST_COMPARED} runs to compare, not {len(found)}"
+      )
+    return found
+
+
 def state(training: Mapping[str, Any]) -> str:
-  """A run's status, doubted when nothing has been heard of it for long."""
+  """A run's status, or "silent" when its client has not sent for long."""
   status = training["status"]
   if status in vocabulary.FINISHED["training"] or status == "paused":
     return status
@@ -89,25 +161,20 @@ class RunPages:
 
   # --- the list ---------------------------------------------------------------
 
-  def runs(self, asked: page_request.Asked) -> page_request.Page:
-    """The pinned baseline, then newest first.
-
-    `q` searches names and models, `state` and every `tag` choose.
-    """
-    search = asked.text("q")
-    tags = asked.tags()
-    wanted = asked.word("state", STATES, "")
-    after = asked.integer("after")
+  def runs(self, request: page_request.PageRequest) -> page_request.Page:
+    """The pinned baseline, then newest first."""
+    asks = request.read(RunsQuery)
+    wanted, after = asks.state, asks.after
     t, owner = tables.training, tables.training_project
     query = (
         sa.select(*(c for c in t.c if c.name != "config_json"))
         .join(owner, owner.c.training_id == t.c.id)
         .where(
-            owner.c.project_id == asked.project, *queries_lib.tagged(tags)
+            owner.c.project_id == request.project, *queries_lib.tagged(asks.tag)
         )
         .order_by(t.c.id.desc())
     )
-    for word in search.split():
+    for word in asks.q.split():
       like = f"%{page_request.escaped(word)}%"
       query = query.where(
           sa.or_(
@@ -122,7 +189,7 @@ class RunPages:
       )
     elif wanted:
       query = query.where(t.c.status == wanted)
-    pinned = self._queries.pinned(asked.project)
+    pinned = self._queries.pinned(request.project)
     first = None
     if pinned is not None:
       first = query.where(t.c.id == pinned["id"])
@@ -135,7 +202,7 @@ class RunPages:
       rows = rows[:_PAGE]
       if first is not None and after is None:
         rows = _rows(connection, first) + rows
-      queries_lib.add_marks(connection, asked.project, rows)
+      queries_lib.add_tags_and_pin(connection, request.project, rows)
       for row in rows:
         row["state"] = state(row)
       if wanted in ("running", "silent"):
@@ -150,10 +217,10 @@ class RunPages:
           row["end_time"] if row["end_time"] else row["last_heartbeat"],
       )
     return page_request.Page("runs.html", {
-        "rows": rows, "q": search, "state": wanted, "more": more,
-        "states": STATES, "tags": tags,
-        "every_tag": self._queries.tags(asked.project)["items"],
-        "chosen": {i for i in asked.query.getlist("run") if i.isdigit()},
+        "rows": rows, "q": asks.q, "state": wanted or "", "more": more,
+        "states": STATES, "tags": asks.tag,
+        "every_tag": self._queries.tags(request.project)["items"],
+        "chosen": {i for i in asks.run if i.isdigit()},
     })  # pyformat: disable
 
   def _sparks(
@@ -205,7 +272,7 @@ class RunPages:
   # --- one run ----------------------------------------------------------------
 
   def head(self, project: int, training: int) -> Row:
-    """What every page of a run shows above.
+    """The header of a run's pages.
 
     Raises:
       ApiError: 404.
@@ -221,9 +288,10 @@ class RunPages:
     )
     return found
 
-  def run(self, asked: page_request.Asked) -> page_request.Page:
-    training = asked.id()
-    run = self.head(asked.project, training)
+  def run(self, request: page_request.PageRequest) -> page_request.Page:
+    training = request.id()
+    asks = request.read(RunQuery)
+    run = self.head(request.project, training)
     columns = self._curves.of(training)
     evals = self.eval_points(training)
     shown = [
@@ -236,12 +304,12 @@ class RunPages:
         if n not in charted and not n.startswith(("success_rate/", "status/"))
         and n not in ("step", "version", "time")
     )  # pyformat: disable
-    more = [n for n in asked.query.getlist("more") if n in others]
+    more = [n for n in asks.more if n in others]
     shown += [{"key": n, "title": n, "names": (n,)} for n in more]
-    against = self._against(asked, training)
+    against = self._against(request.project, training, asks.against)
     theirs = None if against is None else self._curves.of(against["id"])
     named = [{"id": training, "name": run["run_name"]}]
-    difference = against is not None and asked.flag("difference")
+    difference = against is not None and asks.difference
     if against is not None and not difference:
       named.append({
           "id": against["id"], "name": against["run_name"], "baseline": True,
@@ -252,38 +320,38 @@ class RunPages:
         "difference": difference, "named": named,
         "charts": shown, "others": others, "more": more,
         "latest": self._latest(training), "columns": columns,
-        "smooth": asked.query.get("smooth", ""),
-        "axis": asked.word("x", ("step", "time"), "step"),
+        "smooth": asks.smooth, "axis": asks.x,
     })  # pyformat: disable
 
-  def _against(self, asked: page_request.Asked, training: int) -> Row | None:
-    """The run whose curves are shown too, or subtracted.
+  def _against(
+      self, project: int, training: int, other: int | None
+  ) -> Row | None:
+    """The run whose curves are drawn too, or subtracted.
 
     Raises:
       ApiError: 404, there is none; 400, it is this run.
     """
-    other = asked.integer("against")
     if other is None:
       return None
     if other == training:
       raise errors.ApiError(
           400, f"against={other}: give another run than this one"
       )
-    return self._queries.one(asked.project, "training", other)
+    return self._queries.one(project, "training", other)
 
-  def config(self, asked: page_request.Asked) -> page_request.Page:
-    run = self.head(asked.project, asked.id())
+  def config(self, request: page_request.PageRequest) -> page_request.Page:
+    run = self.head(request.project, request.id())
     config = run["config_json"]
     return page_request.Page("config.html", {
         "run": run, "tab": "config",
         "rows": sorted(flat(config).items()) if config else [],
     })  # pyformat: disable
 
-  def steps(self, asked: page_request.Asked) -> page_request.Page:
+  def steps(self, request: page_request.PageRequest) -> page_request.Page:
     """Steps, the last one first."""
-    training = asked.id()
-    run = self.head(asked.project, training)
-    before = asked.integer("after")
+    training = request.id()
+    run = self.head(request.project, training)
+    before = request.read(StepsQuery).after
     s = tables.step
     query = sa.select(s).where(s.c.training_id == training)
     if before is not None:
@@ -364,30 +432,22 @@ class RunPages:
   # --- several ----------------------------------------------------------------
 
   def compare(
-      self, asked: page_request.Asked
-  ) -> page_request.Page | page_request.Moved:
+      self, request: page_request.PageRequest
+  ) -> page_request.Page | page_request.Redirect:
     """Curves and configurations; `base` is the run that others differ from."""
-    ids = []
-    for given in asked.query.getlist("run"):
-      if not given.isascii() or not given.isdigit() or len(given) > 18:
-        raise errors.ApiError(400, f"run={given[:30]!r}: give runs' numbers")
-      ids.append(int(given))
-    ids = list(dict.fromkeys(ids))
-    if not 2 <= len(ids) <= MOST_COMPARED:
-      raise errors.ApiError(
-          400, f"choose 2 to {MOST_COMPARED} runs to compare, not {len(ids)}"
-      )
-    runs = [self.head(asked.project, i) for i in ids]
-    pinned = self._queries.pinned(asked.project)
-    base = asked.integer("base")
+    asks = request.read(CompareQuery)
+    ids = asks.run
+    runs = [self.head(request.project, i) for i in ids]
+    pinned = self._queries.pinned(request.project)
+    base = asks.base
     if base is None and pinned is not None and pinned["id"] in ids:
       # Into the URL, which shows the same when another run is pinned.
-      link = page_request.Link(asked.path, asked.query)
-      return page_request.Moved(link(base=pinned["id"]))
+      link = page_request.Link(request.path, request.query)
+      return page_request.Redirect(link(base=pinned["id"]))
     base = ids[0] if base is None else base
     if base not in ids:
       raise errors.ApiError(400, f"base={base} is none of the runs compared")
-    only = asked.flag("differences")
+    only = asks.differences
     configs = {r["id"]: flat(r["config_json"] or {}) for r in runs}
     names = sorted({name for config in configs.values() for name in config})
     rows = []
@@ -424,15 +484,14 @@ class RunPages:
         and len(ids) < MOST_COMPARED,
         "base_place": ids.index(base), "only": only,
         "all": len(names), "charts": shown, "results": results,
-        "smooth": asked.query.get("smooth", ""),
-        "axis": asked.word("x", ("step", "time"), "step"),
+        "smooth": asks.smooth, "axis": asks.x,
     })  # pyformat: disable
 
 
 def eta(
     training: Mapping[str, Any], columns: curves_lib.Columns
 ) -> float | None:
-  """Seconds that a running run still needs, as its last steps went."""
+  """Seconds that a running run still needs, at the pace of its last steps."""
   total, times = training["total_steps"], columns.values.get("time")
   if not total or times is None or training["state"] != "running":
     return None
@@ -472,12 +531,12 @@ def _tiles(
     evals: Sequence[Row],
     theirs: curves_lib.Columns | None = None,
 ) -> list[Row]:
-  """The few figures that say how a run is.
+  """The headline figures of a run.
 
   Args:
     columns: of the run.
     evals: of the run.
-    theirs: of another one: `ahead` of a tile is (step, how much more than it).
+    theirs: of another one; `ahead` of a tile is (step, difference to it).
   """
   found = []
   for name, title, kind in (
@@ -485,8 +544,8 @@ def _tiles(
       ("success_rate", "success", "percent"),
       ("entropy", "entropy", "number"),
       ("rollout_tokens_per_second", "tokens/s", "number"),
-      ("staleness_max", "staleness, most", "number"),
-      ("seconds_total", "a step", "seconds"),
+      ("staleness_max", "staleness, max", "number"),
+      ("seconds_total", "step time", "seconds"),
   ):
     column = columns.values.get(name)
     if column is None:

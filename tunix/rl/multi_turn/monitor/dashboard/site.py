@@ -1,9 +1,9 @@
-"""The dashboard's pages as routes.
+"""Serves the dashboard's pages.
 
-Promises: a page is rendered from one or a few indexed questions, in a thread;
+Promises: a page is rendered from one or a few indexed queries, in a thread;
 it carries a policy under which a browser runs and styles nothing but this
-package's files; what is not found or not allowed is a page that says so and
-what to do. Without a valid token there is the login page and nothing else.
+package's files; a missing or forbidden page is a page that names the reason and
+the fix. Without a valid token there is the login page and nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.server import access as access_lib
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import http_io
-from tunix.rl.multi_turn.monitor.server import tags_and_baseline as marks_lib
+from tunix.rl.multi_turn.monitor.server import tags_and_baseline as tags_lib
 
 _LOG = logging.getLogger(__name__)
 _HERE = pathlib.Path(__file__).parent
@@ -65,17 +65,17 @@ class Site:
 
   def __init__(
       self, access: access_lib.Access, pages: pages_lib.Pages, timings: Any,
-      marks: marks_lib.Marks,
+      tags_and_baseline: tags_lib.TagsAndBaseline,
   ):  # pyformat: disable
     """Args:
 
-      access: who may see what.
-      pages: what is on them.
-      timings: where the seconds of each page are noted.
-      marks: what forms change.
+      access: checks tokens.
+      pages: makes the pages.
+      timings: records the seconds of each page.
+      tags_and_baseline: changed by forms.
     """
     self._access = access
-    self._marks = marks
+    self._tags_and_baseline = tags_and_baseline
     self._pages = pages
     self._timings = timings
     self._files = _static_files()
@@ -114,7 +114,7 @@ class Site:
     async def run(request: Request) -> Response:
       started = time.perf_counter()
       try:
-        # Asks the database once in a while only, which may be away.
+        # Reads the database only once in a while; it may be away.
         check = self._access.check
         if self._access.remembers(request.headers):
           who = check(request.headers, "read")
@@ -142,7 +142,7 @@ class Site:
       except Exception:  # pylint: disable=broad-except
         _LOG.exception("page %s failed", name)
         response = self._failed(
-            request, 500, "the server failed; its log says how"
+            request, 500, "the server failed; read its log"
         )
       self._timings.note(f"page {name}", time.perf_counter() - started)
       return response
@@ -153,11 +153,11 @@ class Site:
       self, make: Callable[..., Any], who: access_lib.Principal,
       request: Request,
   ) -> Response:  # pyformat: disable
-    asked = pages_lib.Asked(
+    page_request = pages_lib.PageRequest(
         who.project, dict(request.path_params), request.query_params,
         request.url.path, "ingest" in who.scopes,
     )  # pyformat: disable
-    made = make(asked)
+    made = make(page_request)
     if isinstance(made, pages_lib.File):
       return Response(
           made.data,
@@ -167,9 +167,11 @@ class Site:
               **http_io.PRIVATE,
           },
       )
-    if isinstance(made, pages_lib.Moved):
+    if isinstance(made, pages_lib.Redirect):
       return responses.RedirectResponse(made.to, 303)
-    return self._render(request, made.template, made.values, asked=asked)
+    return self._render(
+        request, made.template, made.values, page_request=page_request
+    )
 
   def _render(
       self,
@@ -177,7 +179,7 @@ class Site:
       template: str,
       values: Mapping[str, Any],
       status: int = 200,
-      asked: Any = None,
+      page_request: pages_lib.PageRequest | None = None,
   ) -> Response:
     theme = request.cookies.get("theme", "")
     html = self._templates.get_template(template).render(
@@ -185,7 +187,7 @@ class Site:
         path=request.url.path,
         query=dict(request.query_params),
         link=pages_lib.Link(request.url.path, request.query_params),
-        asked=asked,
+        request=page_request,
         **values,
     )
     return responses.HTMLResponse(
@@ -211,7 +213,7 @@ class Site:
   def _form_of(
       self, change: Callable[..., Awaitable[None]]
   ) -> Callable[[Request], Awaitable[Response]]:
-    """A form's handler, which goes on to the page that the form names."""
+    """A form's handler; it redirects to the page that the form names."""
 
     async def run(request: Request) -> Response:
       if request.method != "POST":
@@ -232,7 +234,7 @@ class Site:
         return self._failed(request, error.status, error.message)
       except Exception:  # pylint: disable=broad-except
         _LOG.exception("the form %s failed", request.url.path)
-        return self._failed(request, 500, "the server failed; its log says how")
+        return self._failed(request, 500, "the server failed; read its log")
 
     return run
 
@@ -240,7 +242,7 @@ class Site:
       self, project: int, training: int, form: Mapping[str, str]
   ) -> None:
     add = form.get("add", "").split(",")
-    await self._marks.tag(
+    await self._tags_and_baseline.tag(
         project,
         training,
         [tag for tag in add if tag.strip()],
@@ -252,7 +254,7 @@ class Site:
   ) -> None:
     if form.get("pinned") not in ("0", "1"):
       raise errors.ApiError(400, "pinned: give 1 or 0")
-    await self._marks.pin(project, training, form["pinned"] == "1")
+    await self._tags_and_baseline.pin(project, training, form["pinned"] == "1")
 
   # --- login ----------------------------------------------------------------
 
@@ -353,7 +355,7 @@ def _static_files() -> dict[str, tuple[bytes, str]]:
 
 
 def _local(target: str) -> str:
-  """A path of this server, whatever the URL said."""
+  """The path if it is on this server, else "/"."""
   if not target.startswith("/") or target.startswith(("//", "/\\")):
     return "/"
   if not target.isprintable() or not target.isascii():

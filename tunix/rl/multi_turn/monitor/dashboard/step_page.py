@@ -1,11 +1,12 @@
-"""The rollouts of a step, an evaluation or a baseline, group by group."""
+"""Renders the rollouts of a step, evaluation or baseline, group by group."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from typing import Any, Sequence
+from typing import Annotated, Any, Literal, Sequence
 
+import pydantic
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.dashboard import measurements
 from tunix.rl.multi_turn.monitor.dashboard import page_request
@@ -15,12 +16,13 @@ from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _MOST_ROLLOUTS = 5000
 _GROUPS = 16
 _LISTED = 96
 _LOOK_BACK = 64
-"""Steps before an update in which what it learned from may have begun."""
+"""Steps before an update in which its episodes may have begun."""
 
 Row = dict[str, Any]
 SORTS = {
@@ -41,8 +43,29 @@ _COLUMNS = (
 )  # pyformat: disable
 
 
+class StepQuery(query_lib.PageQuery):
+  """Rollouts of a step or a measurement.
+
+  Attributes:
+    by: rollouts that began in the step, or that its update learned from.
+    low: smallest reward, `from` in the URL.
+    high: largest reward, `to`.
+    task: a task family.
+    page: from 0.
+  """
+
+  by: Literal["begun", "learned"] = "begun"
+  outcome: query_lib.one_of(OUTCOMES) | None = None
+  low: Annotated[query_lib.Real | None, pydantic.Field(alias="from")] = None
+  high: Annotated[query_lib.Real | None, pydantic.Field(alias="to")] = None
+  task: query_lib.Search = ""
+  sort: query_lib.one_of(SORTS) = "group"
+  order: query_lib.Order = "down"
+  page: query_lib.Id = 0
+
+
 def advantage_kind(run: Row) -> str | None:
-  """`algorithm.advantage` of the run's configuration, if it says."""
+  """`algorithm.advantage` of the run's configuration, if it has one."""
   config = run.get("config_json")
   algorithm = config.get("algorithm") if isinstance(config, dict) else None
   found = algorithm.get("advantage") if isinstance(algorithm, dict) else None
@@ -50,13 +73,13 @@ def advantage_kind(run: Row) -> str | None:
 
 
 def recorded_advantage(summary: Any) -> float | None:
-  """What the update weighed an episode with, the mean of its turns.
+  """An episode's advantage in its update, the mean of its turns.
 
   Args:
     summary: the rollout's `summary_json`.
 
   Returns:
-    None before an update has learned from it, and for what none learns from.
+    None before an update has learned from it, and where none does.
   """
   found = text.read_object(summary).get("advantage")
   if isinstance(found, bool) or not isinstance(found, (int, float)):
@@ -96,9 +119,10 @@ class StepPages:
     self._queries = queries
     self._head = head
 
-  def step(self, asked: page_request.Asked) -> page_request.Page:
-    training, number = asked.id(), asked.id("step")
-    run = self._head(asked.project, training)
+  def step(self, request: page_request.PageRequest) -> page_request.Page:
+    training, number = request.id(), request.id("step")
+    by = request.read(StepQuery).by
+    run = self._head(request.project, training)
     s, r = tables.step, tables.rollout
     with database.reading(self._engine) as connection:
       id_ = connection.execute(
@@ -119,7 +143,6 @@ class StepPages:
             .order_by(order)
             .limit(1)
         ).scalar()
-      by = asked.word("by", ("begun", "learned"), "begun")
       if by == "begun":
         condition = sa.and_(r.c.source_type == "step", r.c.step_id == id_)
       else:
@@ -132,9 +155,9 @@ class StepPages:
             r.c.batch == number,
         )  # pyformat: disable
       members = members_of(connection, condition)
-    step = self._queries.one(asked.project, "step", id_)
+    step = self._queries.one(request.project, "step", id_)
     base = f"/runs/{training}/steps/"
-    return self._page(asked, run, members, {
+    return self._page(request, run, members, {
         "tab": "steps", "kind": "step", "one": step, "by": by,
         "title": f"Step {number}",
         "previous": None if near["previous"] is None
@@ -145,13 +168,13 @@ class StepPages:
         "following_name": f"step {near['following']}",
     })  # pyformat: disable
 
-  def measurement(self, asked: page_request.Asked) -> page_request.Page:
+  def measurement(self, request: page_request.PageRequest) -> page_request.Page:
     """The rollouts of an evaluation or a baseline."""
-    training = asked.id()
-    kind, id_ = asked.where["kind"], asked.id("measurement")
+    training = request.id()
+    kind, id_ = request.where["kind"], request.id("measurement")
     if kind not in ("eval", "baseline"):
       raise errors.ApiError(404, f"{kind[:30]!r} is neither eval nor baseline")
-    run = self._head(asked.project, training)
+    run = self._head(request.project, training)
     r = tables.rollout
     with database.reading(self._engine) as connection:
       every = measurements.checkpoints(connection, training)
@@ -163,7 +186,7 @@ class StepPages:
           connection,
           sa.and_(r.c.source_type == kind, r.c[f"{kind}_id"] == id_),
       )
-    one = self._queries.one(asked.project, kind, id_)
+    one = self._queries.one(request.project, kind, id_)
     near = {}
     for name, where in (("previous", place - 1), ("following", place + 1)):
       other = every[where] if 0 <= where < len(every) else None
@@ -171,19 +194,21 @@ class StepPages:
           f"/runs/{training}/{other['kind']}/{other['id']}"
       )
       near[f"{name}_name"] = other and f"{other['kind']} {other['name']}"
-    return self._page(asked, run, members, {
+    return self._page(request, run, members, {
         "tab": "evals", "kind": kind, "one": one, "by": "begun",
         "title": f"{kind.capitalize()}, {every[place]['name']}", **near,
     })  # pyformat: disable
 
   def _page(
-      self, asked: page_request.Asked, run: Row, members: list[Row], values: Row
+      self,
+      request: page_request.PageRequest,
+      run: Row,
+      members: list[Row],
+      values: Row,
   ) -> page_request.Page:
-    outcome = asked.word("outcome", OUTCOMES, "")
-    low, high = asked.real("from"), asked.real("to")
-    family = asked.text("task")
-    sort = asked.word("sort", SORTS, "group")
-    up = asked.word("order", ("up", "down"), "down") == "up"
+    asks = request.read(StepQuery)
+    outcome, family, sort = asks.outcome or "", asks.task, asks.sort
+    low, high, up = asks.low, asks.high, asks.order == "up"
     rewards = [m["reward"] for m in members if m["reward"] is not None]
     chosen = [
         m for m in members
@@ -192,7 +217,7 @@ class StepPages:
         and (low is None or (m["reward"] is not None and m["reward"] >= low))
         and (high is None or (m["reward"] is not None and m["reward"] <= high))
     ]  # pyformat: disable
-    page = asked.integer("page", 0)
+    page = asks.page
     groups: list[Row] = []
     listed: list[Row] = []
     if sort == "group":
@@ -242,14 +267,14 @@ class StepPages:
             m["status"] not in ("completed", "failed", "cancelled")
             for m in members
         ),
-        "informative": sum(g["informative"] for g in all_groups),
+        "with_gradient": sum(g["has_gradient"] for g in all_groups),
         "all_groups": len(all_groups), "outcomes": OUTCOMES,
         "sorts": tuple(SORTS), "truncated": len(members) >= _MOST_ROLLOUTS,
     })  # pyformat: disable
 
 
 def grouped(members: Sequence[Row]) -> list[Row]:
-  """Attempts at one task that are compared with each other."""
+  """Groups of attempts at one task that are compared with each other."""
   found: dict[Any, Row] = {}
   for member in members:
     key = member["group"], member["task_id"]
@@ -266,7 +291,7 @@ def grouped(members: Sequence[Row]) -> list[Row]:
         if m["status"] == "completed" and m["reward"] is not None
     ]  # pyformat: disable
     group["mean"] = statistics.fmean(valid) if valid else None
-    group["informative"] = len(valid) > 1 and max(valid) > min(valid)
+    group["has_gradient"] = len(valid) > 1 and max(valid) > min(valid)
   return list(found.values())
 
 

@@ -1,7 +1,7 @@
-"""Values as a page shows them. Pure functions.
+"""Formats values for a page. Pure functions.
 
-`visible` is what every text from outside goes through: a reader sees each
-character that would otherwise hide, reorder or imitate something.
+Every text from outside goes through `visible`, which shows each character that
+would otherwise hide, reorder or imitate something.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def plain(value: Any, most: int = 300) -> str:
 
 
 def dump(value: Any) -> str:
-  """JSON, indented; text for what JSON cannot say."""
+  """JSON, indented; text for values that JSON lacks."""
   try:
     return orjson.dumps(
         value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS,
@@ -98,7 +98,7 @@ def _no_number(value: Any) -> str | None:
   if value is None:
     return NOTHING
   if isinstance(value, bool) or not isinstance(value, (int, float)):
-    return plain(value, 40)  # What a client said in a number's place.
+    return plain(value, 40)  # A client's text in a number's place.
   return None if math.isfinite(value) else str(value)
 
 
@@ -183,7 +183,7 @@ def ago(value: Any) -> markupsafe.Markup:
 
 
 def read_json(value: Any) -> Any:
-  """A JSON column; None for what is none."""
+  """A JSON column; None when it is no JSON."""
   if not isinstance(value, (str, bytes)):
     return value
   try:
@@ -193,6 +193,6 @@ def read_json(value: Any) -> Any:
 
 
 def read_object(value: Any) -> dict[str, Any]:
-  """A JSON column that should hold an object; {} for what is none."""
+  """A JSON column that should hold an object; {} when it does not."""
   found = read_json(value)
   return found if isinstance(found, dict) else {}

@@ -1,7 +1,7 @@
-"""What token ids say, where a tokenizer of the run's model is at hand.
+"""Decodes token ids, where a tokenizer of the run's model is known.
 
-The built-in policies' is in the package. Others are named when the server
-starts: a client's word is never taken for a path.
+The built-in policies' is in the package. Others are given when the server
+starts: a name from a client never becomes a path.
 """
 
 from __future__ import annotations

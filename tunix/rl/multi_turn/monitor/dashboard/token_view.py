@@ -1,8 +1,8 @@
-"""A turn's tokens, and what was recorded of each, to be shown as heat.
+"""Prepares a turn's tokens and their recorded values for the heat view.
 
-Promises: what was not recorded is said to be, never shown as 0. The loss mask
+Promises: a missing value is shown as missing, never as 0. The loss mask
 is the learner's: 1 where an update put the token into its loss, 0 for prompts
-and for what was left out, and the reason beside it.
+and for tokens that were left out, with the reason.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class TokenView:
     ]  # pyformat: disable
 
   def _prompt(self, rollout: Row, runs: Any) -> list[Row]:
-    """What the turn added to the prompt; long runs of one token are one."""
+    """Tokens that the turn added to the prompt; repeats of one are joined."""
     try:
       pairs = [(int(i), int(n)) for i, n in runs or ()]
     except (TypeError, ValueError):
@@ -115,7 +115,7 @@ class TokenView:
 def _known(
     rollout: Row, turn: Row, action: Row, count: int
 ) -> tuple[dict[str, list[float]], str]:
-  """What is known of each of `count` tokens; why they are not in the loss."""
+  """Values of each of `count` tokens; why they are not in the loss."""
   known: dict[str, list[float]] = {}
   metrics = turn["metrics"]
   logprobs = _numbers(action["logprobs"], count)
@@ -133,14 +133,14 @@ def _known(
   trained, reason = _trained(rollout, turn, summary)
   if trained is not None:
     known[MASK] = [float(trained)] * count
-  # What other recorders tell of each token, whatever they call it.
-  said = {**(turn.get("raw") or {}), **(action.get("raw") or {})}
+  # Other recorders' values of each token, under any name.
+  raw = {**(turn.get("raw") or {}), **(action.get("raw") or {})}
   for field, name in (
       ("entropies", "entropy"), ("entropy", "entropy"),
       ("loss_mask", MASK), ("mask", MASK),
       ("advantages", "advantage"), ("versions", "policy version"),
   ):  # pyformat: disable
-    values = _numbers(text.read_json(said.get(field)), count)
+    values = _numbers(text.read_json(raw.get(field)), count)
     if values is None:
       values = _numbers(metrics.get(field), count)
     if values is not None:
@@ -153,7 +153,7 @@ def _trained(
 ) -> tuple[bool | None, str]:
   """Whether an update put the turn's tokens into its loss, and why not.
 
-  None where nobody said.
+  None where it was not recorded.
   """
   if rollout["source_type"] != "step":
     return False, REASONS["measurement"]

@@ -1,16 +1,16 @@
-"""The file in which runs travel.
+"""Reads and writes the archive file of exported runs.
 
-    manifest.json                      what is in it
+    manifest.json                      its content
     tasks.jsonl, validators.jsonl      those that the runs refer to
     runs/<id>/<table>.jsonl            a row a line, by the columns' names;
                                        training_tag among them
     screenshots/<aa>/<sha256>.<kind>   as the server keeps them
 
-A ZIP file: `unzip -p run.zip 'runs/*/rollout.jsonl'` is what any tool reads.
+A ZIP file: `unzip -p run.zip 'runs/*/rollout.jsonl'` works with any tool.
 Times are ISO 8601 in UTC; columns that hold JSON hold it as text, to the byte.
 
 Promises: the file appears under its name when it is whole and on the disk; a
-table that is not what the manifest says raises while it is read. Holds no
+table that differs from the manifest raises while it is read. Holds no
 more than a row in memory.
 """
 
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 class Writer:
-  """Makes an archive. A context manager: what fails leaves no file."""
+  """Makes an archive. A context manager: a failure leaves no file."""
 
   def __init__(self, path: pathlib.Path):
     self._path = path
@@ -72,7 +72,7 @@ class Writer:
     self._zip.write(source, name, zipfile.ZIP_STORED)
 
   def finish(self, manifest: Mapping[str, Any]) -> None:
-    """Writes what is in it, and lets the file appear."""
+    """Writes the manifest, and lets the file appear."""
     whole = {
         "format": FORMAT, "version": VERSION, **manifest,
         "tables": self._members,
@@ -104,7 +104,7 @@ class Reader:
   """Reads an archive. A context manager.
 
   Attributes:
-    manifest: what is in it.
+    manifest: its content.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -153,11 +153,11 @@ class Reader:
     """The rows of a table.
 
     Raises:
-      MaintenanceError: it is not what the manifest says; after the last row,
+      MaintenanceError: it differs from the manifest; after the last row,
         so trust none before that.
     """
-    said = self.manifest["tables"].get(name)
-    if said is None:
+    listed = self.manifest["tables"].get(name)
+    if listed is None:
       return
     digest, count = hashlib.sha256(), 0
     try:
@@ -171,7 +171,7 @@ class Reader:
         zipfile.zlib.error,
     ) as error:  # pyformat: disable
       raise self._damaged(name, error) from None
-    if (count, digest.hexdigest()) != (said["rows"], said["sha256"]):
+    if (count, digest.hexdigest()) != (listed["rows"], listed["sha256"]):
       raise self._damaged(name, "its hash is another one")
 
   def file(self, name: str, most: int) -> bytes:

@@ -36,7 +36,7 @@ def add(commands: Any) -> list[argparse.ArgumentParser]:
   bring.add_argument("file", type=pathlib.Path)
   prune = commands.add_parser(
       "prune",
-      help="delete runs, and screenshots that nobody shows",
+      help="delete runs, and screenshots that no episode shows",
       description="Deletes the runs that all given criteria hold for, then"
       " screenshots that no observation shows. Runs under way and pinned"
       " baselines stay.",
@@ -55,15 +55,15 @@ def add(commands: Any) -> list[argparse.ArgumentParser]:
       " observations",
   )  # pyformat: disable
   prune.add_argument(
-      "--dry-run", action="store_true", help="only say what would go"
+      "--dry-run", action="store_true", help="only list what would be deleted"
   )
   prune.add_argument(
       "--no-vacuum", action="store_true",
-      help="keep the space for what comes, which is faster",
+      help="keep the space for later rows, which is faster",
   )  # pyformat: disable
   look = commands.add_parser(
       "doctor",
-      help="say what is wrong and what to do",
+      help="find faults and their fixes",
       description="Exits with 1 if something is lost, damaged or about to be.",
   )
   look.add_argument(

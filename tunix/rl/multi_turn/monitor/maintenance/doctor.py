@@ -1,7 +1,9 @@
-"""`monitor doctor`: what is wrong with a monitor, and what to do about it.
+"""`monitor doctor`: finds faults of a monitor, and their fixes.
 
-Looks at the database, the folder of screenshots, the spools of those that
-send, the disk and the clock. Changes nothing.
+Checks the database, the folder of screenshots, the clients' spools, the disk
+and the clock.
+
+Does not: change anything.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ class Finding:
   Attributes:
     level: OK, WARNING (something to know of) or ERROR (something is lost,
       damaged or about to be).
-    subject: what was looked at.
-    text: what was found.
-    advice: what to do; "" when there is nothing.
+    subject: the checked part.
+    text: the finding.
+    advice: the fix; "" when there is none.
   """
 
   level: str
@@ -64,7 +66,7 @@ def examine(
     *,
     deep: bool = False,
 ) -> Iterator[Finding]:
-  """Looks at everything, in an order in which the first error says most.
+  """Checks everything, the most telling error first.
 
   Args:
     target: of the database.
@@ -260,7 +262,7 @@ def _integrity(engine: sa.Engine) -> Iterator[Finding]:
 
 
 def _loose_ends(engine: sa.Engine) -> Iterator[Finding]:
-  """What no foreign key holds."""
+  """Rows that no foreign key protects."""
   found: dict[str, int] = {}
 
   def count(what: str, query: sa.Select) -> None:
@@ -454,7 +456,7 @@ def _thumbnails(
 
 
 def _clients(engine: sa.Engine) -> Iterator[Finding]:
-  """What those that sent lately have said of themselves."""
+  """Counters of the clients that sent lately."""
   d = tables.delivery
   with runs_lib.reading(engine) as connection:
     lately = _now() - datetime.timedelta(days=_LATELY_DAYS)

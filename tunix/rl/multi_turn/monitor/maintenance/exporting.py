@@ -1,7 +1,7 @@
-"""`monitor export`: runs into an archive.
+"""`monitor export`: writes runs into an archive.
 
-Promises: the archive is one moment of the database, whatever is written
-meanwhile; it appears when it is whole. What a run refers to comes with it;
+Promises: the archive is one moment of the database, whatever changes
+meanwhile; it appears when it is whole. Rows that a run refers to come with it;
 screenshots that are not here are named in the manifest and left out.
 """
 

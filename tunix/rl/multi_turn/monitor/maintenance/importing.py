@@ -1,4 +1,4 @@
-"""`monitor import`: an archive into a database.
+"""`monitor import`: reads an archive into a database.
 
 Promises: a run is imported whole or not at all, and once however often: one
 that is here already is left, or replaced where the archive has a later state
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass
 class Outcome:
-  """What an import did.
+  """Result of an import.
 
   Attributes:
     imported, replaced, kept: names of runs that came in, took the place of an
@@ -213,7 +213,7 @@ class _RunImport:
     self._outcome.rows += self._rows
     self._outcome.renumbered += self._renumbered
 
-  # --- what is here -----------------------------------------------------------
+  # --- existing rows ----------------------------------------------------------
 
   def _here(
       self, training: Row
@@ -236,7 +236,7 @@ class _RunImport:
             t.c.created_at == training["created_at"],
         )
     ).fetchall()
-    said = {training["run_name"], self._said_name()}
+    names = {training["run_name"], self._raw_name()}
     for row in rows:
       others = set(
           self._connection.scalars(
@@ -246,12 +246,12 @@ class _RunImport:
               )
           )
       )  # pyformat: disable
-      if said & ({row.run_name} | others):
+      if names & ({row.run_name} | others):
         return row.id, row.updated_at
     return None
 
-  def _said_name(self) -> str:
-    """What the client called the run, if the database called it otherwise."""
+  def _raw_name(self) -> str:
+    """The client's name of the run, if the database has another."""
     for row in self._reader.rows(
         archive.run_table(self._run["id"], "raw_value")
     ):
@@ -283,7 +283,7 @@ class _RunImport:
     return self._ids.get(kind, {}).get(id_, id_)
 
   def _bring_tasks(self) -> None:
-    """Tasks are known by their name; what is here stays as it is."""
+    """Tasks are known by their name; existing ones stay as they are."""
     t, v = tables.task, tables.validator
     fresh = []
     for row in _typed(self._reader.rows("tasks.jsonl"), t, "task"):
@@ -407,7 +407,7 @@ class _RunImport:
           f' 1) FROM "{kind}"), (SELECT last_value FROM {kind}_id_seq)))'
       )
 
-  # --- what is said of the rows -----------------------------------------------
+  # --- rows beside the entities ----------------------------------------------
 
   def _bring_history(self) -> None:
     """The archive's history instead of what the triggers just wrote."""
@@ -430,7 +430,7 @@ class _RunImport:
     self._write("status_history", h, part)
 
   def _bring_names(self) -> None:
-    """What clients call things, and said of them beyond the columns."""
+    """Client ids, and raw values beyond the columns."""
     training = self._mapped("training", self._run["id"])
     raw = list(self._named("raw_value"))
     values = [(r["kind"], r["entity_id"], r["field"], r["value"]) for r in raw]

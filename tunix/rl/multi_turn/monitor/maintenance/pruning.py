@@ -1,8 +1,8 @@
-"""`monitor prune`: runs away, and the screenshots that nobody shows any more.
+"""`monitor prune`: deletes runs, and screenshots that no episode refers to.
 
-Promises: a run that is under way stays, and so does a pinned baseline; what
-has the same screenshot keeps it; a screenshot that a server is being told of at
-this moment stays. `dry_run` says what would go, and changes nothing.
+Promises: a run that is under way stays, and so does a pinned baseline; a
+screenshot that another episode refers to stays, and so does one that a client
+is sending. `dry_run` lists what would be deleted, and changes nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Criteria:
 
 @dataclasses.dataclass
 class Outcome:
-  """What went, or would go.
+  """Rows and files deleted, or to be deleted.
 
   Attributes:
     runs: that were chosen.
@@ -141,7 +141,7 @@ def prune(
     engine: of the database.
     files: the server's folder.
     criteria: which runs; one that chooses none leaves all of them.
-    dry_run: only say what would go. Screenshots are counted as they would be
+    dry_run: only count. Screenshots are counted as they would be
       without these runs.
     vacuum: give the space back to the disk, too.
     grace_s: screenshots younger than this stay, as what shows them may be on
@@ -235,9 +235,9 @@ def _prune_screenshots(
     moved: list[pathlib.Path] = []
     try:
       with runs_lib.writing(engine) as connection:
-        # While nobody else writes: has one of them been shown meanwhile?
+        # While no other program writes: has an episode shown one meanwhile?
         again, _ = _shown(connection, set(part), after=last)
-        # Or is somebody about to show one?
+        # Or is a client about to show one?
         again |= set(part).difference(
             connection.scalars(
                 sa.select(s.c.sha256).where(
@@ -271,7 +271,7 @@ def _prune_screenshots(
 def _empty_trash(
     engine: sa.Engine, directory: pathlib.Path, dry_run: bool
 ) -> None:
-  """What a prune that was killed has left, and files that nobody knows.
+  """Remains of a killed prune, and files without a row.
 
   A file whose row is still there goes back; the others go.
   """
@@ -295,13 +295,13 @@ def _empty_trash(
       ):
         path.unlink()
     except FileNotFoundError:
-      continue  # Somebody was faster.
+      continue  # Another prune was faster.
 
 
 def stray_thumbnails(
     engine: sa.Engine, files: pathlib.Path
 ) -> list[pathlib.Path]:
-  """Thumbnails whose screenshots are gone, and parts that nobody writes."""
+  """Thumbnails whose screenshots are gone, and abandoned partial files."""
   s = tables.screenshot
   old = time.time() - _GRACE_S
   # Files first: one that comes meanwhile is of a screenshot that is here.
@@ -332,7 +332,7 @@ def _prune_thumbnails(
       if not dry_run:
         path.unlink()
     except FileNotFoundError:
-      continue  # Somebody was faster.
+      continue  # Another prune was faster.
     outcome.thumbnails += 1
     outcome.bytes += size
 

@@ -1,4 +1,4 @@
-"""What belongs to a run, and how to take it away.
+"""Finds the rows of a run, and deletes them.
 
 A run is a row of `training` and all that refers to it, directly or not. Tasks
 and their validators are shared by runs and belong to none.
@@ -23,13 +23,13 @@ OWN = tuple(
 )
 """Kinds that belong to a run, parents before children."""
 EPISODE_PARTS = ("validation", "obs", "action", "turn", "environment")
-"""What an episode consists of, children before parents."""
+"""Tables of an episode, children before parents."""
 ACTIVE = frozenset({"pending", "initializing", "running"})
 _CHUNK = 200
 
 
 class MaintenanceError(Exception):
-  """Something that cannot be done; says why and what to do."""
+  """An operation is refused; the text has the reason and the fix."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Run:
     last_sign: when it was last heard of, UTC.
     score: success rate of its last evaluation, else the mean reward of its
       last step; None without either.
-    pinned: it is what its project's others are compared with.
+    pinned: it is its project's baseline.
   """
 
   id: int
@@ -224,7 +224,7 @@ def delete_whole(connection: sa.Connection, training: int) -> int:
 
 
 def delete_parts(connection: sa.Connection, rollouts: Sequence[int]) -> int:
-  """Takes away what these rollouts consist of; returns rows deleted."""
+  """Deletes the rows of these rollouts; returns how many."""
   count = 0
   turn = tables.turn
   turns = sa.select(turn.c.id).where(turn.c.rollout_id.in_(rollouts))
@@ -240,7 +240,7 @@ def delete_parts(connection: sa.Connection, rollouts: Sequence[int]) -> int:
 
 
 def _delete(connection: sa.Connection, kind: str, rows: Sequence[int]) -> int:
-  """Rows of a table, and what is known of them elsewhere."""
+  """Rows of a table, and rows beside them."""
   t, raw, h = (
       tables.metadata.tables[kind], tables.raw_value, tables.status_history,
   )  # pyformat: disable
@@ -260,7 +260,7 @@ def _delete(connection: sa.Connection, kind: str, rows: Sequence[int]) -> int:
 
 
 def forget_names(connection: sa.Connection) -> int:
-  """Forgets what clients called things that are gone.
+  """Forgets the client ids of deleted entities.
 
   One pass over all names: there is no index by what they mean, which every
   batch would have to keep.

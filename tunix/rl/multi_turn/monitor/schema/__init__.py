@@ -1,1 +1,1 @@
-"""The database: 13 tables, their rules, and how to open them."""
+"""The monitor's database: 13 tables, their rules, and connections."""

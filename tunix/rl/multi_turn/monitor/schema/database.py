@@ -1,6 +1,6 @@
-"""Opening the database: SQLite by a path, PostgreSQL by a URL.
+"""Opens the database: SQLite by a path, PostgreSQL by a URL.
 
-Promises: on SQLite, WAL with full synchronisation, so that what was committed
+Promises: on SQLite, WAL with full synchronisation, so that a commit
 survives a power loss; a transaction that writes takes its lock at once
 (BEGIN IMMEDIATE), so that it waits its turn instead of failing in the middle;
 foreign keys hold. On both, a database is brought to the present schema before
@@ -28,7 +28,7 @@ from tunix.rl.multi_turn.monitor.schema import triggers
 
 _MIGRATIONS = pathlib.Path(__file__).parent / "migrations"
 _BUSY_S = 30.0
-_POSTGRES_LOCK = 0x74756E6978  # Any number: who upgrades holds it.
+_POSTGRES_LOCK = 0x74756E6978  # Any number: an upgrade holds it.
 _WRITERS_LOCK = 0x6D6F6E69746F72  # One writer at a time.
 GENERATION = "generation"
 """Key of `monitor_meta`: its value is another one after rows have been taken
@@ -43,7 +43,7 @@ _readers: weakref.WeakKeyDictionary[sa.Engine, threading.Semaphore] = (
 
 
 class DatabaseError(Exception):
-  """The database cannot be used; says which, why, and what to do."""
+  """The database cannot be used; the text has the reason and the fix."""
 
 
 def url_of(target: str | pathlib.Path) -> sa.URL:
@@ -123,7 +123,7 @@ def _limit_readers(engine: sa.Engine, pool_size: int) -> None:
 
 def _set_up_sqlite(connection: Any, record: Any) -> None:
   del record
-  # SQLAlchemy says when transactions begin, not the driver.
+  # SQLAlchemy begins transactions, not the driver.
   connection.isolation_level = None
   for pragma in (
       "journal_mode=WAL",
@@ -192,7 +192,7 @@ def upgrade(engine: sa.Engine) -> None:
   """Brings the database to the present schema; several may do so at once.
 
   Raises:
-    DatabaseError: it has a newer schema, or holds tables of somebody else.
+    DatabaseError: it has a newer schema, or tables of another program.
   """
   with _upgrading, engine.connect() as connection:
     connection = connection.execution_options(monitor_writes=True)

@@ -1,6 +1,6 @@
-"""How far something is, in percent.
+"""Computes the progress of entities, in percent.
 
-Pure functions. All return a number in [0, 100] and take what is unknown as
+Pure functions. All return a number in [0, 100] and take unknown values as
 None; nothing divides by zero.
 """
 

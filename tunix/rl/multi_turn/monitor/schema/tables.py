@@ -14,8 +14,7 @@ SQLite and PostgreSQL alike. What it leaves open is decided so:
 
 Tables named `monitor_…` hold what the document has no place for: projects and
 their tokens, tags of runs and the run that a project's others are compared
-with, what clients call things and said of them, and what to tell those who
-watch.
+with, clients' ids and original values, and changes for listeners.
 
 Transitions of statuses, their history and `updated_at` are `triggers`.
 """
@@ -401,7 +400,7 @@ INDICES: tuple[tuple[str, tuple[str, ...], bool], ...] = (
 FAULTS = (
     "parse_errors", "tool_name_errors", "tool_arg_errors", "runtime_errors",
 )  # pyformat: disable
-"""Columns of a rollout that count what went wrong."""
+"""Columns of a rollout that count faults."""
 
 LISTED = (
     "reward", "task_id", "status", "task_success", "num_turns",
@@ -462,7 +461,7 @@ access_token = _table(
     _id(),
     _refers("project_id", "monitor_project"),
     _text("note"),
-    # SHA-256 of the token: who reads the database learns no token.
+    # SHA-256 of the token: a reader of the database learns no token.
     sa.Column("token_hash", sa.Text, nullable=False, unique=True),
     _required("scopes"),
     _now("created_at", nullable=False),
@@ -504,7 +503,7 @@ training_tag = sa.Table(
     ),
     sa.Index("idx_monitor_training_tag", "tag", "training_id"),
 )
-"""What people call runs to find them again; `tags` says what a tag may be."""
+"""Tags that runs are found by; see `core.run_tags`."""
 
 pinned_baseline = sa.Table(
     "monitor_pinned_baseline",
@@ -536,7 +535,7 @@ client_ids = sa.Table(
     sa.Column("entity_id", INTEGER, nullable=False),
     sqlite_with_rowid=False,
 )
-"""What a project's clients call things."""
+"""Client ids of a project's entities."""
 
 delivery = sa.Table(
     "monitor_delivery",
@@ -559,7 +558,7 @@ pending_environment = sa.Table(
     sa.Column("fields_json", sa.Text, nullable=False),
     _now("created_at", nullable=False),
 )
-"""Environments told before their rollout, under the id that they will have."""
+"""Environments sent before their rollout, under the id that they will have."""
 
 raw_value = sa.Table(
     "monitor_raw_value",
@@ -569,7 +568,7 @@ raw_value = sa.Table(
     sa.Column("field", sa.Text, primary_key=True),
     sa.Column("value", sa.Text, nullable=False),
 )
-"""What a client said where the database has another word, or no column."""
+"""Clients' original values that were normalised or have no column."""
 
 change = _table(
     "monitor_change",
@@ -579,7 +578,7 @@ change = _table(
     sa.Column("entity_id", INTEGER, nullable=False),
     _now("changed_at", nullable=False),
 )
-"""What changed, in order: those who watch begin again where they stopped."""
+"""Changes in order, so that a listener continues where it stopped."""
 
 screenshot = sa.Table(
     "monitor_screenshot",

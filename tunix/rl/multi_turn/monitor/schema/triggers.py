@@ -1,6 +1,6 @@
-"""Rules that hold whoever writes: triggers, on SQLite and PostgreSQL.
+"""Triggers of SQLite and PostgreSQL: rules that hold for every writer.
 
-- A status follows another only as `vocabulary.TRANSITIONS` says.
+- A status follows another only along `vocabulary.TRANSITIONS`.
 - `status_history` gets a row when an entity is made and when its status
   changes, and none otherwise.
 - `updated_at` moves with every change that does not set it.

@@ -1,7 +1,7 @@
 """The words of the database: statuses, phases, transitions, aliases.
 
-The canonical words are the source document's. What clients say instead is an
-alias: the server stores the canonical word, and beside it what was said.
+The canonical words are the source document's. Clients' other words are
+aliases: the server stores the canonical word, and the original beside it.
 
 Does not know SQL or HTTP.
 """
@@ -47,7 +47,7 @@ PHASES: Mapping[str, tuple[str, ...]] = types.MappingProxyType({
 """Table -> the values of its `current_phase`."""
 
 SOURCE_TYPES = ("step", "eval", "baseline")
-"""What a rollout was made for: the one of `<word>_id` that it has."""
+"""Sources of a rollout: it has exactly one `<word>_id`."""
 
 BOX_TYPES = ("android", "linux")
 
@@ -90,7 +90,7 @@ def _environment() -> dict[str, set[str]]:
   table = _forward(
       "pending", "creating", "running", ends=("terminated", "error")
   )
-  table["error"] = {"terminated"}  # What is left of it is cleared away.
+  table["error"] = {"terminated"}  # Its remains are cleared away.
   return table
 
 
@@ -121,7 +121,7 @@ TRANSITIONS: Mapping[str, Mapping[str, frozenset[str]]] = (
 )  # pyformat: disable
 """Table -> status -> the statuses that may follow. To stay is no transition.
 
-Words may be skipped, as a client need not tell everything; none may be taken
+Words may be skipped, as a client need not send them all; none may be taken
 back, and an end stays, except as the tables above say.
 """
 
@@ -212,11 +212,11 @@ ALIASES: Mapping[tuple[str, str], Mapping[str, str]] = types.MappingProxyType({
     },
     ("task", "difficulty"): {"simple": "easy", "difficult": "hard"},
 })  # pyformat: disable
-"""(table, column) -> what clients say -> the word of the database."""
+"""(table, column) -> alias -> the word of the database."""
 
 
 def canonical(table: str, column: str, value: str) -> str | None:
-  """The database's word for what a client said; None if there is none."""
+  """The database's word for a client's; None if there is none."""
   choices = CHOICES[table, column]
   if value in choices:
     return value

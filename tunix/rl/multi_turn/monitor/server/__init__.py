@@ -1,1 +1,1 @@
-"""The server: takes batches, keeps them, answers questions about them."""
+"""The monitor's server: stores batches and answers queries."""

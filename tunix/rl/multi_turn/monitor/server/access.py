@@ -1,4 +1,4 @@
-"""Who may do what: projects, and the tokens that open them.
+"""Authorises requests: projects, and the tokens that open them.
 
 A token belongs to one project and has the scopes `ingest` (to send), `read`
 (to look), or both. The database holds its hash, never the token. A server
@@ -37,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,99}")
 
 @dataclasses.dataclass(frozen=True)
 class Principal:
-  """Who a request is from."""
+  """The project and scopes of a request."""
 
   project: int
   scopes: frozenset[str]
@@ -68,7 +68,7 @@ def project_id(connection: sa.Connection, name: str) -> int:
 def make_token(
     engine: sa.Engine, project: str, scopes: tuple[str, ...], note: str = ""
 ) -> str:
-  """A new token, which nobody can find out again.
+  """Makes a token; only its hash is stored.
 
   Raises:
     ValueError: an unknown scope or a wrong project name.
@@ -101,15 +101,15 @@ def has_tokens(engine: sa.Engine) -> bool:
 
 
 class Access:
-  """Finds out who a request is from."""
+  """Finds the principal of a request."""
 
   def __init__(self, engine: sa.Engine, token: str = "", open_to_all=False):
     """Args:
 
       engine: of the upgraded database.
       token: one more, of the default project, with all scopes.
-      open_to_all: ask for no token; only for a server that nobody else can
-        reach.
+      open_to_all: ask for no token; only for a server that is not reachable
+        from other machines.
     """
     self._engine = engine
     self._own = token.encode()
@@ -227,7 +227,7 @@ def check_same_site(headers: Mapping[str, str]) -> None:
 
 
 def check_own_form(headers: Mapping[str, str]) -> None:
-  """Refuses a form unless the browser says that a page of this server sent it.
+  """Refuses a form unless the browser names this server as its origin.
 
   The cookie is not sent from other sites (SameSite=Strict), but from other
   ports of the same machine, which are the same site and another origin.
@@ -239,13 +239,13 @@ def check_own_form(headers: Mapping[str, str]) -> None:
   if not headers.get("origin") and not headers.get("sec-fetch-site"):
     raise errors.ApiError(
         403,
-        "nothing says that a page of this server sent this form (no Origin);"
+        "this form has no Origin header, which a browser sends;"
         " programs use /api/v1, see /api/v1/openapi.json",
     )
 
 
 def _check_browser(headers: Mapping[str, str]) -> None:
-  """Refuses what a page of another site has a browser of this machine send."""
+  """Refuses requests that another site's page makes a local browser send."""
   host = headers.get("host", "")
   if not host or not http_server.names_loopback(host):
     raise errors.ApiError(

@@ -1,8 +1,8 @@
-"""A batch into the database.
+"""Applies batches to the database.
 
 Promises: an item that the database knows (by its client id, or by the key that
 its table has: a run's name, a step's number, …) changes that row, any other
-makes one, so that a batch applied twice leaves what it left the first time. A
+makes one, so that a batch applied twice has the effect of one. A
 batch is applied whole or not at all. A status that may not follow the present
 one is left out and named in the reply; an end stays an end.
 
@@ -15,13 +15,10 @@ import collections
 from typing import Any, Iterable, Mapping
 
 from tunix.rl.multi_turn.monitor.schema import vocabulary
-from tunix.rl.multi_turn.monitor.server import aggregates
-from tunix.rl.multi_turn.monitor.server import defaults
-from tunix.rl.multi_turn.monitor.server import environments
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items as items_lib
-from tunix.rl.multi_turn.monitor.server import raw_values
 from tunix.rl.multi_turn.monitor.server import references
+from tunix.rl.multi_turn.monitor.server import side_rows
 from tunix.rl.multi_turn.monitor.server import sql as sql_lib
 from tunix.rl.multi_turn.monitor.server import status_rules
 
@@ -53,7 +50,7 @@ class Transaction:
     """Args:
 
       sql: of the open transaction.
-      shared: what is known already.
+      shared: committed ids, from earlier transactions.
       now: the time, in the database's form.
     """
     self.sql = sql
@@ -70,7 +67,7 @@ class Transaction:
     """Applies one batch and returns the reply.
 
     Raises:
-      ApiError: it cannot be; nothing of it is in the database.
+      ApiError: the batch is refused; nothing of it is in the database.
     """
     self.sql.savepoint()
     work = _Work(self, project)
@@ -88,7 +85,7 @@ class Transaction:
     return reply
 
   def finish(self, prune: bool = False) -> None:
-    """What is done once, for all batches, before the commit.
+    """Finishes all batches together, before the commit.
 
     Args:
       prune: forget the oldest changes, too.
@@ -99,7 +96,7 @@ class Transaction:
           f" monitor_change) - {_CHANGES_KEPT:d}"
       )
     for kind, id_ in sorted(self._measured):
-      aggregates.update(self.sql, kind, id_, self.now)
+      side_rows.update_figures(self.sql, kind, id_, self.now)
       if (owner := self._owner(kind, id_)) is not None:
         self._changes[owner, kind, id_] = None
     self.sql.many(
@@ -113,11 +110,11 @@ class Transaction:
     )
 
   def changed(self, training: int, kind: str, id_: int) -> None:
-    """Tells those who watch that something of a training changed."""
+    """Records a change of a training for its listeners."""
     self._changes[training, kind, id_] = None
 
   def tag(self, tags: list[tuple[int, str]]) -> None:
-    """Adds (training, tag); what is there stays."""
+    """Adds (training, tag) pairs; existing ones stay."""
     self.sql.many(
         "INSERT INTO monitor_training_tag (training_id, tag, created_at)"
         " VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
@@ -149,7 +146,7 @@ class _Work:
     self._who = references.References(
         self._sql, project, transaction.ids, transaction.shared.ids
     )
-    self._waiting = environments.WaitingEnvironments(
+    self._waiting = side_rows.PendingEnvironments(
         self._sql, project, transaction.now
     )
     self._taken: list[int] = []
@@ -263,7 +260,7 @@ class _Work:
         " entity_id) VALUES (?, ?, ?, ?)",
         names,
     )
-    raw_values.keep(self._sql, kind.name, zip(result, found))
+    side_rows.keep_raw_values(self._sql, kind.name, zip(result, found))
     if kind.name == "rollout":
       self._environments_of(zip(result, found))
     elif kind.name == "training":
@@ -427,7 +424,7 @@ class _Work:
     rows = []
     for id_, item in found:
       values = item.values
-      defaults.fill(kind.name, item, self._tx.now, self._project)
+      status_rules.fill_defaults(kind.name, item, self._tx.now, self._project)
       if kind.name in ("baseline", "eval"):
         values.setdefault("model_path", self._model_of(values))
       for column in needs:
@@ -459,7 +456,7 @@ class _Work:
       self._new_rollouts.update(id_ for id_, _ in found)
     self._who.mine.update((kind.name, id_) for id_, _ in found)
     for id_, item in found:
-      raw_values.note_status(self._sql, kind.name, id_, item, None)
+      side_rows.note_raw_status(self._sql, kind.name, id_, item, None)
 
   def _update(self, kind: Kind, found: list[tuple[int, Item]]) -> None:
     stateful = kind.name in status_rules.COLUMNS
@@ -497,7 +494,7 @@ class _Work:
         noted.append((id_, item, old))
     self._flush(kind, grouped)
     for id_, item, old in noted:
-      raw_values.note_status(self._sql, kind.name, id_, item, old)
+      side_rows.note_raw_status(self._sql, kind.name, id_, item, old)
 
   def _flush(
       self, kind: Kind, grouped: dict[tuple[str, ...], list[list[Any]]]
@@ -537,7 +534,7 @@ class _Work:
       if source != "step" and _MEASURED & values.keys():
         self.measured.add((source, parent))
     elif kind == "environment":
-      owner = None  # Its rollout is told of with it.
+      owner = None  # Its rollout comes with it.
     else:
       owner = row.fields.get("training_id")
       if owner is not None:

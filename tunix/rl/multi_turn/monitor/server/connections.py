@@ -1,10 +1,11 @@
-"""Connections that cost a server more than they bring.
+"""Closes connections that cost the server too much.
 
-Promises: a client that sends the head of a request too slowly, or does not
-take what it asked for, is cut off after a while, and so is one that comes when
-too many are here already; what it held, memory among it, is free then. How
-long a body may take is `app.Limits`'; how long an idle connection is kept,
-uvicorn's.
+Promises: a client that sends the head of a request too slowly, or does not read
+its answer, is disconnected after a while, and so is one that connects when too
+many are connected; its memory is then free.
+
+Does not: limit a body's time (`ingest.IngestLimits`) or an idle connection's
+(uvicorn).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _KEPT_FILES = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class SocketLimits:
   """Of connections.
 
   Attributes:
@@ -44,7 +45,7 @@ class Limits:
     return min(10_000, max(16, soft - _KEPT_FILES))
 
 
-def protocol(limits: Limits = Limits()) -> type[asyncio.Protocol]:
+def protocol(limits: SocketLimits = SocketLimits()) -> type[asyncio.Protocol]:
   """For uvicorn's `http`: HTTP/1.1 with these limits.
 
   It is h11, which bounds the size of a head as well (16 KiB).

@@ -1,4 +1,4 @@
-"""What a request is answered with when it cannot be served."""
+"""Errors of the API: an HTTP status with a reason, and every wrong field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class ApiError(Exception):
 
   Attributes:
     status: HTTP status.
-    message: what is wrong and what to do.
+    message: the fault, and the fix.
     faults: every wrong field: {"field", "value", "message"}.
     retry_after_s: when the same request may succeed; None if never.
     extra: more members of the body.
@@ -55,13 +55,17 @@ def fault(field: str, value: Any, message: str) -> dict[str, Any]:
   return {"field": field, "value": shown, "message": message}
 
 
-def invalid(faults: list[dict[str, Any]]) -> ApiError:
-  """A batch that is refused as a whole, with everything that is wrong."""
+def wrong(faults: list[dict[str, Any]], ending: str = "") -> ApiError:
+  """A request that is refused, with every wrong field."""
   first = faults[0]
   more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
   return ApiError(
       400,
-      f"{first['field']}={first['value']!r}: {first['message']}{more}; nothing"
-      " of the batch was stored",
+      f"{first['field']}={first['value']!r}: {first['message']}{more}{ending}",
       faults=faults,
   )
+
+
+def invalid(faults: list[dict[str, Any]]) -> ApiError:
+  """A batch that is refused as a whole, with every wrong field."""
+  return wrong(faults, "; nothing of the batch was stored")

@@ -1,8 +1,8 @@
-"""Values as clients send them, in the form that the database holds.
+"""Converts values of clients to the form that the database holds.
 
-Each reader takes what was sent and returns what is stored, or raises
-`WrongValue` saying what to send instead. None means "not said" everywhere:
-an absent value changes nothing.
+Each reader takes a client's value and returns the stored one, or raises
+`WrongValue` with the fix. None means "not given" everywhere: an absent value
+changes nothing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _UTC = datetime.timezone.utc
 _MILLISECONDS_FROM = 1e11
 _LATEST = 253402300799.0  # The end of the year 9999.
 NOT_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
-"""How numbers are written that JSON does not have; stored as NULL."""
+"""Spellings of numbers that JSON lacks; stored as NULL."""
 
 
 class WrongValue(ValueError):
-  """A value that its field cannot have; says what it can."""
+  """A value that its field cannot have; the text has the fix."""
 
 
-class Said:
-  """A value, and what the client said instead of it."""
+class Normalised:
+  """A stored value, and the client's original."""
 
   __slots__ = ("value", "raw")
 
@@ -45,7 +45,7 @@ def text(value: Any) -> str:
     raise WrongValue(f"give text, not a {_kind(value)}")
   if len(value) > _MAX_TEXT:
     raise WrongValue(f"has {len(value)} characters; at most {_MAX_TEXT}")
-  # No text of PostgreSQL holds it. Its picture says that it was there.
+  # PostgreSQL's text cannot hold NUL; its symbol stands for it.
   return value.replace("\0", "\u2400") if "\0" in value else value
 
 
@@ -78,7 +78,7 @@ def real(value: Any) -> Any:
       return value
     raise WrongValue("give a finite number")
   if kind is str and value in NOT_FINITE:
-    return Said(None, value)
+    return Normalised(None, value)
   raise WrongValue(
       f"give a number, or one of {', '.join(sorted(NOT_FINITE))}, not a"
       f" {_kind(value)}"
@@ -115,7 +115,7 @@ def time(value: Any) -> str:
       value /= 1000
     if not 0 <= value <= _LATEST:
       raise WrongValue("is no time since 1970")
-    # The offset is cut off: of UTC it says nothing.
+    # Without the offset, which is always UTC's.
     found = datetime.datetime.fromtimestamp(value, _UTC)
     return found.isoformat(" ", "microseconds")[:26]
   else:
@@ -173,7 +173,7 @@ def choice(table: str, column: str) -> Callable[[Any], Any]:
     if found is None and column in _STRICT:
       more = vocabulary.ALIASES.get((table, column), {})
       raise WrongValue(f"give one of {', '.join([*words, *more])}")
-    return Said(found, text(value))
+    return Normalised(found, text(value))
 
   return read
 

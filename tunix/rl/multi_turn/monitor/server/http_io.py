@@ -1,7 +1,6 @@
-"""Reading requests and writing answers.
+"""Reads request bodies and path parameters, and writes answers.
 
-Promises: what a request says is read or refused with what to give instead;
-nothing here asks the database.
+Promises: a malformed value is refused with the fix; the database is not asked.
 """
 
 from __future__ import annotations
@@ -12,13 +11,10 @@ from typing import Any
 import orjson
 from starlette import requests as starlette_requests
 from starlette import responses
-from tunix.rl.multi_turn.core import run_tags as tags_lib
-from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import errors
-from tunix.rl.multi_turn.monitor.server import queries as queries_lib
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 
-_MAX_ID = (1 << 63) - 1
-_MOST_PATH = 4000
+_MAX_PATH = 4000
 
 PRIVATE = {
     "x-content-type-options": "nosniff",
@@ -26,47 +22,47 @@ PRIVATE = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-"""Headers of every answer that does not say otherwise: nothing in it runs, no
-page of another site shows it, nobody keeps it."""
+"""Default headers of every answer: nothing in it runs, no page of another site
+shows it, no cache keeps it."""
 
 Request = starlette_requests.Request
 Response = responses.Response
 
 
 class ShortPaths:
-  """Answers paths that nothing has; the router reads numbers of any length."""
+  """Refuses long paths, as the router would read numbers of any length."""
 
   def __init__(self, app: Any):
     self._app = app
 
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-    if scope["type"] == "http" and len(scope["path"]) > _MOST_PATH:
+    if scope["type"] == "http" and len(scope["path"]) > _MAX_PATH:
       error = errors.ApiError(
-          414, f"the path has more than {_MOST_PATH} characters"
+          414, f"the path has more than {_MAX_PATH} characters"
       )
       await refusal(error)(scope, receive, send)
     else:
       await self._app(scope, receive, send)
 
 
-async def read_body(request: Request, limit: int, most_s: float) -> bytes:
-  """The request's body.
+async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+  """Reads the request's body.
 
   Args:
     request: whose.
-    limit: most bytes.
-    most_s: seconds until it is here.
+    limit: bytes, at most.
+    timeout_s: deadline of its arrival.
 
   Raises:
     ApiError: 408, 413, 415.
   """
   try:
-    async with asyncio.timeout(most_s):
+    async with asyncio.timeout(timeout_s):
       return await _read_body(request, limit)
   except TimeoutError:
     raise errors.ApiError(
         408,
-        f"the body did not arrive within {most_s:g} s; send it again",
+        f"the body did not arrive within {timeout_s:g} s; send it again",
     ) from None
 
 
@@ -99,7 +95,7 @@ def json_answer(data: Any) -> Response:
 
 
 def refusal(error: errors.ApiError) -> Response:
-  """What an error is answered with."""
+  """The answer for an error."""
   return Response(
       orjson.dumps(error.body()),
       status_code=error.status,
@@ -115,7 +111,7 @@ def id_of(request: Request, name: str = "id") -> int:
     ApiError: 404, it is larger than any.
   """
   value = request.path_params[name]
-  if value > _MAX_ID:
+  if value > query_lib.MAX_ID:
     raise errors.ApiError(404, f"there is no {name} {str(value)[:30]}")
   return value
 
@@ -126,69 +122,3 @@ def name_of(request: Request) -> str:
   if "\0" in name:
     raise errors.ApiError(404, "there is no rollout of this name")
   return name
-
-
-def is_id(text: str) -> bool:
-  """Whether this is the number of something."""
-  # Python refuses to read numbers of thousands of digits.
-  return (
-      text.isascii() and text.isdigit() and len(text) < 20
-      and int(text) <= _MAX_ID
-  )  # pyformat: disable
-
-
-def number(request: Request, name: str) -> int | None:
-  """A number of the URL's query; None without.
-
-  Raises:
-    ApiError: 400.
-  """
-  value = request.query_params.get(name)
-  if value is None:
-    return None
-  if is_id(value):
-    return int(value)
-  raise errors.ApiError(400, f"{name}={value[:30]!r}: give a number")
-
-
-def page(request: Request) -> tuple[int, str | None]:
-  """(most items, where they begin) of a list's page."""
-  limit = number(request, "limit")
-  if limit is None:
-    limit = 50
-  if not 1 <= limit <= queries_lib.MAX_LIMIT:
-    raise errors.ApiError(
-        400, f"limit={limit}: give 1 to {queries_lib.MAX_LIMIT}"
-    )
-  return limit, request.query_params.get("after")
-
-
-def tags(request: Request) -> tuple[str, ...]:
-  """Every `tag` of the URL's query.
-
-  Raises:
-    ApiError: 400.
-  """
-  try:
-    return tags_lib.clean_all(request.query_params.getlist("tag"))
-  except ValueError as error:
-    raise errors.ApiError(400, f"tag: {error}") from None
-
-
-def status(request: Request, kind: str) -> str | None:
-  """`status` of the URL's query, a word of this kind's."""
-  found = request.query_params.get("status")
-  if found is not None and found not in vocabulary.STATUSES[kind]:
-    words = ", ".join(vocabulary.STATUSES[kind])
-    raise errors.ApiError(400, f"status={found[:30]!r}: give one of {words}")
-  return found
-
-
-def filters(request: Request, ids: tuple[str, ...]) -> dict[str, Any]:
-  """What a list of rollouts is narrowed by."""
-  found: dict[str, Any] = {name: number(request, name) for name in ids}
-  found["status"] = status(request, "rollout")
-  found["success"] = number(request, "success")
-  if found["success"] not in (None, 0, 1):
-    raise errors.ApiError(400, "success: give 0 or 1")
-  return found

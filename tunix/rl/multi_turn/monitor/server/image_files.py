@@ -1,4 +1,4 @@
-"""Screenshots and videos, as files.
+"""Serves screenshots and videos as files.
 
     GET /api/v1/screenshots/{sha256}, …/thumbnail, /api/screenshots/{sha256}
     GET /api/rollouts/{name}/screenshot/{obs}, /api/videos
@@ -16,6 +16,7 @@ from tunix.rl.multi_turn.monitor.server import access as access_lib
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import http_io
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 from tunix.rl.multi_turn.monitor.server import screenshots
 from tunix.rl.multi_turn.monitor.server import thumbnails as thumbnails_lib
 
@@ -27,7 +28,7 @@ Response = responses.Response
 
 
 class Images:
-  """Handlers of what is shown; `observed` and `video` are other routes'."""
+  """Handlers; `legacy_routes` adds `observed` and `video`."""
 
   def __init__(
       self,
@@ -99,8 +100,7 @@ class Images:
     ):
       raise errors.ApiError(
           404,
-          f"the file of screenshot {sha} is gone; monitor doctor says what to"
-          " do",
+          f"the file of screenshot {sha} is gone; run monitor doctor",
       )
     return responses.FileResponse(
         self._files.path(sha, found["media_type"]),
@@ -129,7 +129,7 @@ class Images:
       self, request: Request, who: access_lib.Principal
   ) -> Response:
     del who
-    asked = request.query_params.get("path", "")
+    asked = query_lib.VideoQuery.read(request.query_params).path
     folder = self._videos.resolve()
 
     def find() -> pathlib.Path | None:

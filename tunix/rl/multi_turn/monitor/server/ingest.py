@@ -1,11 +1,11 @@
-"""What clients send: batches of the ingest protocol, and screenshots.
+"""Receives clients' batches of the ingest protocol, and their screenshots.
 
     POST /api/ingest/batch, /api/v1/ingest/batch
     POST /api/v1/screenshots/missing, /api/v1/screenshots
     PUT  /api/v1/screenshots/{sha256}
 
 Promises: 200 means that it is on the disk; no request is larger than its
-limit, and none is waited for longer than its time.
+limit, and none takes longer than its deadline to arrive.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tunix.rl.multi_turn.monitor.server import writer as writer_lib
 _INLINE_BYTES = 512 << 10
 _MOST_DECODING = 4
 _OLD = datetime.timedelta(minutes=15)
-"""From here on it matters to a prune whether a screenshot is shown."""
+"""A prune may delete an unreferenced screenshot of this age."""
 
 Request = starlette_requests.Request
 Response = responses.Response
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-  """Of a request's body: bytes, and seconds until it is here."""
+class IngestLimits:
+  """Limits of a request's body: bytes, and seconds until it has arrived."""
 
   batch: int = 16 << 20
   screenshot: int = 32 << 20
@@ -47,14 +47,14 @@ class Limits:
 
 
 class Ingest:
-  """Handlers of what is sent."""
+  """Handlers of ingest requests."""
 
   def __init__(
       self,
       writer: writer_lib.Writer,
       queries: queries_lib.Queries,
       files: screenshots.ScreenshotFiles,
-      limits: Limits,
+      limits: IngestLimits,
   ):
     self._writer = writer
     self._queries = queries
@@ -74,7 +74,7 @@ class Ingest:
       )  # pyformat: disable
     add(
         "POST", f"{v1}/screenshots/missing", "missing_screenshots",
-        "Which of these screenshots are not here yet.", self._missing,
+        "The hashes among these whose screenshots are missing.", self._missing,
         scope="ingest", body="hashes",
     )  # pyformat: disable
     add(
@@ -123,10 +123,10 @@ class Ingest:
     return http_io.json_answer({"missing": missing})
 
   async def _gone(self, old: list[str]) -> list[str]:
-    """Those that a prune has just taken; the others are safe from it.
+    """Screenshots that a prune has just deleted; the others are safe from it.
 
-    Who asks for a screenshot or brings it is about to show it: it is young
-    again until that has come.
+    A client that asks for a screenshot or brings it is about to refer to it:
+    the screenshot counts as young again.
     """
     if not old:
       return []
@@ -137,7 +137,7 @@ class Ingest:
     return [sha for sha in old if sha not in kept]
 
   def _absent(self, shas: list[str]) -> tuple[list[str], list[str]]:
-    """Of these screenshots: not here, file and all; here for long."""
+    """(missing, with or without a row; stored long ago) of these."""
     known = self._queries.known_screenshots(shas)
     before = datetime.datetime.now(datetime.timezone.utc) - _OLD
     before = before.replace(tzinfo=None)
@@ -177,9 +177,9 @@ class Ingest:
   async def _store(
       self, images: list[tuple[str, bytes]]
   ) -> tuple[list[str], dict[str, str]]:
-    """Those that were stored, which were not here, and why others cannot be."""
+    """(hashes stored now, hash -> why it is refused)."""
     try:
-      # Pixels are many times a file: of a few images at a time only.
+      # Pixels take many times a file's memory: a few images at a time.
       async with self._decoding:
         absent, old = await concurrency.run_in_threadpool(
             self._absent, [sha for sha, _ in images]

@@ -1,4 +1,4 @@
-"""A batch of the ingest protocol, checked and in the database's words.
+"""Reads a batch of the ingest protocol, checked and in the database's words.
 
 The body is `training` (an object) and arrays `tasks, validators, baselines,
 evals, steps, rollouts, environments, turns, actions, observations,
@@ -9,8 +9,8 @@ or task's own name). Fields that other recorders use are mapped; those that the
 database has no column for are kept as raw values. A field of no known name is
 refused.
 
-Promises: reads a body without the database, and either finds all that is wrong
-with it or returns all of it.
+Promises: reads a body without the database, and either raises with every fault
+or returns all of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_ID = 500
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """What items of one array are.
+  """A kind of item, one array of the body.
 
   Attributes:
     name: of the kind and its table, "obs" for observations.
@@ -138,20 +138,20 @@ BY_NAME = {kind.name: kind for kind in KINDS}
 _PART = frozenset({k.plural for k in KINDS} | {"training_id", "project_id"})
 _BODY = _PART | {"delivery", "parts"}
 _ONCE = ("client_id", "id", "training_id", "status")
-"""Of a training, what a body can say once."""
+"""Fields of a training that a body has at most once."""
 
 
 class Item:
-  """One entity, or what changes of it.
+  """One entity, or a change of it.
 
   Attributes:
-    client_id: what the client calls it.
+    client_id: the client's own id.
     values: column -> value, in the database's form; parents not among them.
     parents: column -> server id (int) or client id (str).
-    raw: field -> what was said, where that differs.
-    id: the server's own id, where the client gave that.
-    environment: of a rollout: the environment told before it.
-    tags: of a training: what it is tagged with beside what it has.
+    raw: field -> the original value, where it differs.
+    id: the server's id, where the client gave it.
+    environment: of a rollout: its environment, sent before it.
+    tags: of a training: tags to add.
     path: where the item is in the body, for errors.
   """
 
@@ -173,12 +173,12 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Delivery:
-  """Which entries of which client's spool a batch is.
+  """The entries of a client's spool that a batch has.
 
   Attributes:
     spool: the spool's own name.
     first, last: its entries, both included.
-    health: what the client says of itself, JSON text.
+    health: counters of the client, JSON text.
   """
 
   spool: str
@@ -193,8 +193,7 @@ class Batch:
 
   Attributes:
     items: kind -> its items, in the body's order.
-    training: what the items belong to that do not say so: an id, or "" for
-      the batch's own training.
+    training: of items that name none: an id, or "" for the batch's own.
     delivery: of a spool, or None.
     size: bytes of the body.
   """
@@ -206,7 +205,7 @@ class Batch:
 
 
 class _Faults:
-  """What is wrong with a body, so far."""
+  """Faults of a body, so far."""
 
   def __init__(self):
     self.found: list[dict[str, Any]] = []
@@ -283,7 +282,7 @@ def _join(
       if name in before and name in value and before[name] != value[name]:
         faults.add(
             f"{path}.{name}", value[name],
-            f"a part before it says {before[name]!r}; send it in a batch of"
+            f"a part before it has {before[name]!r}; send it in a batch of"
             " its own",
         )  # pyformat: disable
     before.update(value)
@@ -353,7 +352,7 @@ def _read(
       except fields.WrongValue as error:
         faults.add(f"{path}.{field}", value, str(error))
         continue
-      if value.__class__ is fields.Said:
+      if value.__class__ is fields.Normalised:
         item.raw[name] = value.raw
         value = value.value
         if value is None:
@@ -395,7 +394,7 @@ def _read(
 def _check(
     kind: Kind, item: Item, data: Mapping[str, Any], faults: _Faults
 ) -> None:
-  """What one field cannot tell."""
+  """Checks across the fields of an item."""
   values, name = item.values, kind.name
   if name == "rollout":
     item.client_id = item.client_id or values.get("rollout_id")
@@ -434,7 +433,7 @@ def _check_tokens(
     if size != wanted:
       faults.add(
           f"{item.path}.{field}", f"{size} entries",
-          f"must have as many entries as num_tokens says, {wanted}",
+          f"must have as many entries as num_tokens, {wanted}",
       )  # pyformat: disable
 
 
@@ -451,7 +450,7 @@ def _check_progress(
 
 
 def _name_the_nameless(found: list[Any], items: list[Item]) -> None:
-  """Names items by what they say, so that a batch sent twice counts once.
+  """Names items by their content, so that a repeated batch counts once.
 
   Two equal ones of a batch are two.
   """

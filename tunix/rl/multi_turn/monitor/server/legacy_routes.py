@@ -1,4 +1,4 @@
-"""What the pages of other monitors read."""
+"""Routes that the pages of other monitors read, `/api/…`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any, Callable
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import http_io
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
-
-PAGE = (("limit", "limit"), ("after", "string"))
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 
 def add_routes(
@@ -21,18 +20,16 @@ def add_routes(
   """Adds them.
 
   Args:
-    q: answers.
-    get: adds a question.
-    add: adds any operation.
+    q: the queries.
+    get: adds a GET route.
+    add: adds any route.
     observed: handler of an observation's screenshot.
     video: handler of a video.
   """
   get(
       "/api/trainings", "trainings_0", "Trainings, newest first.",
-      lambda p, r: q.trainings(
-          p, http_io.status(r, "training"), *http_io.page(r)
-      ),
-      query=(("status", "string"), *PAGE), answer="page:training",
+      lambda p, r, wanted: q.trainings(p, wanted),
+      query=query_lib.TrainingsQuery, answer="page:training",
   )  # pyformat: disable
   get(
       "/api/trainings/{id:int}", "training_0", "One training.",
@@ -40,7 +37,7 @@ def add_routes(
   )  # pyformat: disable
   get(
       "/api/trainings/{id:int}/timeline", "training_timeline",
-      "What a training did, in order.",
+      "A training's baselines, evaluations and steps, in order.",
       lambda p, r: {"timeline": q.timeline(p, http_io.id_of(r))},
   )  # pyformat: disable
   for kind in vocabulary.SOURCE_TYPES:
@@ -52,14 +49,14 @@ def add_routes(
   one = "/api/rollouts/{name}"
   get(
       f"{one}/model-input/{{turn:int}}", "rollout_model_input",
-      "What the model was given in a turn.",
+      "The model's input in a turn.",
       lambda p, r: _model_input(
           q.turn(p, http_io.name_of(r), http_io.id_of(r, "turn"))
       ),
   )  # pyformat: disable
   get(
       f"{one}/validation-override", "rollout_validation",
-      "What was validated, the last of it being what counts.",
+      "A rollout's validations; the last one counts.",
       lambda p, r: _validations(q.rollout(p, http_io.name_of(r))),
   )  # pyformat: disable
   add(
@@ -68,13 +65,13 @@ def add_routes(
   )  # pyformat: disable
   add(
       "GET", "/api/videos", "video", "A video of the server's folder.",
-      video, answer="image", query=(("path", "string"),),
+      video, answer="image", query=query_lib.VideoQuery,
   )  # pyformat: disable
 
 
 def _model_input(turn: dict[str, Any]) -> dict[str, Any]:
-  told = [o["model_input_json"] for o in turn["observations"]]
-  return {"model_input": [t for t in told if t is not None]}
+  inputs = [o["model_input_json"] for o in turn["observations"]]
+  return {"model_input": [i for i in inputs if i is not None]}
 
 
 def _validations(rollout: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Server-sent events: what changed, from where the listener stopped.
+"""Streams changes as server-sent events, from where a listener stopped.
 
 An event's id is the change's number in the database, so a browser that
-reconnects (`Last-Event-ID`), even to a restarted server, misses nothing. What
-is too old to be known any more is answered with one event `reset`: load again.
+reconnects (`Last-Event-ID`), even to a restarted server, misses nothing. A
+listener whose last change is too old gets one event `reset`: load again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FOREIGN_WRITER_S = 2.0
 
 
 class Live:
-  """Wakes listeners after commits, and tells them what changed."""
+  """Wakes listeners after commits, and sends them the changes."""
 
   def __init__(self, engine: sa.Engine, max_listeners: int = 200):
     self._engine = engine
@@ -62,7 +62,7 @@ class Live:
     Args:
       project: whose changes.
       training: only of this one; None for all.
-      after: number of the last change that is known; None begins now.
+      after: number of the last change received; None begins now.
 
     Raises:
       ApiError: 503, there are too many listeners.

@@ -1,4 +1,6 @@
-"""The OpenAPI document, made from the routes and the tables."""
+"""Makes the OpenAPI document from the routes, their query models, the tables
+and the kinds of items.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +8,23 @@ import dataclasses
 from typing import Any
 
 import sqlalchemy as sa
-from tunix.rl.multi_turn.core import run_tags as tags_lib
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import items
 from tunix.rl.multi_turn.monitor.server import queries
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-  """What a route is to those who call it.
+  """A route as the document describes it.
 
   Attributes:
     method, path: as Starlette writes them.
     name: of the operation, unique.
     summary: one sentence.
     scope: of the token, "" for none.
-    query: names of its parameters in the URL's query, with their types.
+    query: model of the URL's query; None takes no parameters.
     answer: a table, "page:<table>", "object", "tags", "image" or "events".
     body: "batch", "image", "images", "hashes", "tags" or "".
   """
@@ -32,7 +34,7 @@ class Operation:
   name: str
   summary: str
   scope: str = "read"
-  query: tuple[tuple[str, str], ...] = ()
+  query: type[query_lib.Query] | None = None
   answer: str = "object"
   body: str = ""
 
@@ -77,12 +79,11 @@ def _operation(operation: Operation) -> dict[str, Any]:
       kind = "integer" if kind == "int" else name
       parameters.append({
           "name": name, "in": "path", "required": True,
-          "schema": _parameter(kind),
+          "schema": _path_parameter(kind),
       })  # pyformat: disable
-  for name, kind in operation.query:
-    parameters.append(
-        {"name": name, "in": "query", "schema": _parameter(kind)}
-    )
+  if operation.query is not None:
+    for name, schema in operation.query.parameters().items():
+      parameters.append({"name": name, "in": "query", "schema": schema})
   failed = {
       "description": "refused",
       "content": {
@@ -108,16 +109,9 @@ def _operation(operation: Operation) -> dict[str, Any]:
   return found
 
 
-def _parameter(kind: str) -> dict[str, Any]:
+def _path_parameter(kind: str) -> dict[str, Any]:
   if kind == "integer":
-    return {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
-  if kind == "limit":
-    return {
-        "type": "integer", "minimum": 1, "maximum": queries.MAX_LIMIT,
-        "default": 50,
-    }  # pyformat: disable
-  if kind == "flag":
-    return {"type": "integer", "enum": [0, 1]}
+    return {"type": "integer", "minimum": 0, "maximum": query_lib.MAX_ID}
   if kind == "sha256":
     return {"type": "string", "pattern": "^[0-9a-f]{64}$"}
   return {"type": "string"}
@@ -167,27 +161,19 @@ def _body(kind: str) -> dict[str, Any]:
             "sha256": {
                 "type": "array",
                 "maxItems": 1000,
-                "items": _parameter("sha256"),
+                "items": _path_parameter("sha256"),
             }
         },
     }
   elif kind == "tags":
-    schema = {
-        "type": "object", "additionalProperties": False,
-        "properties": {"add": _tags(), "remove": _tags()},
-    }  # pyformat: disable
+    schema = query_lib.TagChange.model_json_schema()
   else:
     schema = {"$ref": "#/components/schemas/Batch"}
   return {"application/json": {"schema": schema}}
 
 
 def _tags() -> dict[str, Any]:
-  return {
-      "type": "array", "maxItems": tags_lib.MOST,
-      "items": {
-          "type": "string", "minLength": 1, "maxLength": tags_lib.LONGEST,
-      },
-  }  # pyformat: disable
+  return dict(query_lib.TagChange.model_json_schema()["properties"]["add"])
 
 
 def _schemas() -> dict[str, Any]:
@@ -216,7 +202,7 @@ def _schemas() -> dict[str, Any]:
 
 
 def _column(table: str, column: sa.Column) -> dict[str, Any]:
-  if column.name in queries._JSON:  # pylint: disable=protected-access
+  if column.name in queries.JSON_COLUMNS:
     return {}
   kind = "string"
   if column.type is tables.INTEGER:

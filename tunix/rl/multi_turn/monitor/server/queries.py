@@ -1,15 +1,13 @@
-"""Questions about the database, each answered from one consistent view.
+"""Queries the database, each query from one consistent view.
 
-A project sees its own runs only. Rows come as JSON objects with the columns'
-names: times as ISO 8601 in UTC, JSON columns as JSON. Lists come in pages; a
-page's `next` is where the following one begins, whatever was added meanwhile
-(keyset pagination: no page is slower than the first).
+A project sees its own runs only. Rows are JSON objects with the columns' names:
+times as ISO 8601 in UTC, JSON columns as JSON. Lists come in pages; a page's
+`next` points to the following one, whatever was added meanwhile (keyset
+pagination: no page is slower than the first).
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import datetime
 from typing import Any, Sequence
 
@@ -19,9 +17,9 @@ from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import errors
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 
-MAX_LIMIT = 500
-_JSON = frozenset({
+JSON_COLUMNS = frozenset({
     "config_json", "tags", "prerequisites", "rollout_progress",
     "training_progress", "metrics_json", "errors", "summary_json", "tool_args",
     "tokens", "logprobs", "model_input_json", "details_json", "metadata_json",
@@ -37,7 +35,7 @@ Row = dict[str, Any]
 
 
 class Queries:
-  """What may be asked."""
+  """The queries of the API and of the dashboard."""
 
   def __init__(self, engine: sa.Engine):
     self._engine = engine
@@ -45,22 +43,17 @@ class Queries:
   # --- lists ----------------------------------------------------------------
 
   def trainings(
-      self,
-      project: int,
-      status: str | None,
-      limit: int,
-      after: str | None,
-      tags: Sequence[str] = (),
+      self, project: int, wanted: query_lib.TrainingsQuery
   ) -> Row:
-    """Newest first; `tags` are those that a training has all of."""
+    """Newest first."""
     t, owner = tables.training, tables.training_project
     query = _select(t).join(owner, owner.c.training_id == t.c.id)
-    query = query.where(owner.c.project_id == project, *tagged(tags))
-    if status is not None:
-      query = query.where(t.c.status == status)
-    found = self._page(query, t.c.id, True, limit, after)
+    query = query.where(owner.c.project_id == project, *tagged(wanted.tag))
+    if wanted.status is not None:
+      query = query.where(t.c.status == wanted.status)
+    found = self._page(query, t.c.id, True, wanted)
     with database.reading(self._engine) as connection:
-      add_marks(connection, project, found["items"])
+      add_tags_and_pin(connection, project, found["items"])
     return found
 
   def tags(self, project: int) -> Row:
@@ -93,8 +86,7 @@ class Queries:
       project: int,
       kind: str,
       training: int,
-      limit: int,
-      after: str | None,
+      page: query_lib.ListQuery,
   ) -> Row:
     """Its steps or evaluations by their step, its baselines by their id."""
     t = tables.metadata.tables[kind]
@@ -102,79 +94,64 @@ class Queries:
       self._require(connection, project, "training", training)
     key = t.c.id if kind == "baseline" else t.c.step
     query = _select(t).where(t.c.training_id == training)
-    return self._page(query, key, False, limit, after)
+    return self._page(query, key, False, page)
 
-  def rollouts(
-      self,
-      project: int,
-      filters: dict[str, Any],
-      limit: int,
-      after: str | None,
-  ) -> Row:
-    """Newest first.
-
-    Args:
-      project: whose.
-      filters: training_id, step_id, eval_id, baseline_id, task_id, batch,
-        group, status, success (0 or 1); absent ones do not filter.
-      limit: of the page.
-      after: where it begins.
-    """
+  def rollouts(self, project: int, wanted: query_lib.RolloutsQuery) -> Row:
+    """Newest first."""
     r = tables.rollout
     query = _select(r, _HEAVY["rollout"]).where(self._is_mine(project))
-    if (training := filters.get("training_id")) is not None:
-      # Found by the training's steps, not by looking at every rollout.
-      own = _rollouts_of(training)
+    if wanted.training_id is not None:
+      # By the training's steps, not by reading every rollout.
+      own = _rollouts_of(wanted.training_id)
       query = query.join(own, own.c.id == r.c.id)
     for kind in vocabulary.SOURCE_TYPES:
-      if (id_ := filters.get(f"{kind}_id")) is not None:
+      if (id_ := getattr(wanted, f"{kind}_id")) is not None:
         # Both columns, so that the index serves.
         query = query.where(
             r.c.source_type == kind, r.c[f"{kind}_id"] == id_
         )
     for name in ("task_id", "batch", "group", "status"):
-      if (value := filters.get(name)) is not None:
+      if (value := getattr(wanted, name)) is not None:
         query = query.where(r.c[name] == value)
-    if (value := filters.get("success")) is not None:
-      query = query.where(r.c.task_success == value)
-    return self._page(query, r.c.id, True, limit, after)
+    if wanted.success is not None:
+      query = query.where(r.c.task_success == int(wanted.success))
+    return self._page(query, r.c.id, True, wanted)
 
-  def tasks(self, project: int, limit: int, after: str | None) -> Row:
-    """Those that the project's clients told of."""
+  def tasks(self, project: int, page: query_lib.ListQuery) -> Row:
+    """Tasks that the project's clients have sent."""
     t, ids = tables.task, tables.client_ids
     mine = sa.select(ids.c.entity_id).where(
         ids.c.project_id == project, ids.c.kind == "task"
     )
-    return self._page(
-        _select(t).where(t.c.id.in_(mine)), t.c.id, False, limit, after
-    )
+    query = _select(t).where(t.c.id.in_(mine))
+    return self._page(query, t.c.id, False, page)
 
   def history(
-      self, project: int, kind: str, id_: int, limit: int, after: str | None
+      self, project: int, kind: str, id_: int, page: query_lib.ListQuery
   ) -> Row:
     """Every status that an entity had, in order."""
     h = tables.status_history
     with database.reading(self._engine) as connection:
       self._require(connection, project, kind, id_)
     query = _select(h).where(h.c.entity_type == kind, h.c.entity_id == id_)
-    return self._page(query, h.c.id, False, limit, after)
+    return self._page(query, h.c.id, False, page)
 
   def clients(self, project: int) -> Row:
-    """How the project's clients fare: spools, drops, dead letters."""
+    """State of the project's clients: spools, drops, dead letters."""
     d = tables.delivery
     with database.reading(self._engine) as connection:
       rows = connection.execute(
           _select(d)
           .where(d.c.project_id == project)
           .order_by(d.c.updated_at.desc())
-          .limit(MAX_LIMIT)
+          .limit(query_lib.MAX_LIMIT)
       )
       return {"items": [_json(row) for row in rows]}
 
   # --- one of them -----------------------------------------------------------
 
   def one(self, project: int, kind: str, id_: int) -> Row:
-    """An entity with what was said of it beyond its columns.
+    """An entity, with its raw values beside its columns.
 
     Raises:
       ApiError: 404.
@@ -183,7 +160,7 @@ class Queries:
       self._require(connection, project, kind, id_)
       found = self._entity(connection, kind, id_)
       if kind == "training":
-        add_marks(connection, project, [found])
+        add_tags_and_pin(connection, project, [found])
       return found
 
   def rollout(self, project: int, name: str) -> Row:
@@ -265,7 +242,7 @@ class Queries:
       return _json(row)
 
   def timeline(self, project: int, training: int) -> list[Row]:
-    """What a training did, in the order of time."""
+    """A training's baselines, evaluations and steps, in order of time."""
     found = []
     with database.reading(self._engine) as connection:
       self._require(connection, project, "training", training)
@@ -312,7 +289,7 @@ class Queries:
       return {row.sha256: row for row in connection.execute(query)}
 
   def ready(self) -> None:
-    """Raises what a database that cannot be read raises."""
+    """Reads once; raises the database's error when it cannot be read."""
     with database.reading(self._engine) as connection:
       connection.execute(sa.select(sa.func.count()).select_from(tables.meta))
 
@@ -323,19 +300,17 @@ class Queries:
       query: sa.Select,
       key: sa.Column,
       newest_first: bool,
-      limit: int,
-      after: str | None,
+      page: query_lib.ListQuery,
   ) -> Row:
-    start = _cursor(after)
-    if start is not None:
-      query = query.where(key < start if newest_first else key > start)
+    limit, after = page.limit, page.after
+    if after is not None:
+      query = query.where(key < after if newest_first else key > after)
     query = query.order_by(key.desc() if newest_first else key)
     with database.reading(self._engine) as connection:
       rows = [_json(r) for r in connection.execute(query.limit(limit + 1))]
     found: Row = {"items": rows[:limit], "next": None}
     if len(rows) > limit:
-      last = str(rows[limit - 1][key.name]).encode()
-      found["next"] = base64.urlsafe_b64encode(last).decode().rstrip("=")
+      found["next"] = query_lib.cursor_of(rows[limit - 1][key.name])
     return found
 
   def _entity(self, connection: sa.Connection, kind: str, id_: int) -> Row:
@@ -347,7 +322,7 @@ class Queries:
   def _add_raw(
       self, connection: sa.Connection, kind: str, rows: list[Row]
   ) -> None:
-    """What clients said that the columns do not hold, as `raw`."""
+    """Adds `raw`: original values that the columns do not hold."""
     raw = tables.raw_value
     by_id = {row["id"]: row for row in rows}
     found = connection.execute(
@@ -440,10 +415,10 @@ def tagged(tags: Sequence[str]) -> list[sa.ColumnElement[bool]]:
   ]
 
 
-def add_marks(
+def add_tags_and_pin(
     connection: sa.Connection, project: int, rows: Sequence[Row]
 ) -> None:
-  """Sets `tags`, sorted, and `pinned` of trainings of a project."""
+  """Adds `tags`, sorted, and `pinned` to trainings of a project."""
   g, pin = tables.training_tag, tables.pinned_baseline
   found: dict[int, list[str]] = {}
   for id_, tag in connection.execute(
@@ -508,27 +483,12 @@ def _json(row: sa.Row) -> Row:
   for name, value in row._mapping.items():  # pylint: disable=protected-access
     if isinstance(value, datetime.datetime):
       value = value.isoformat(timespec="microseconds") + "Z"
-    elif name in _JSON and isinstance(value, str):
+    elif name in JSON_COLUMNS and isinstance(value, str):
       try:
         value = orjson.loads(value)
       except orjson.JSONDecodeError:
-        pass  # Written by raw SQL; shown as the text that it is.
+        pass  # Written by raw SQL; shown as text.
     found[str(name)] = value  # SQLAlchemy's names are a kind of str.
-  return found
-
-
-def _cursor(after: str | None) -> int | None:
-  if not after:
-    return None
-  try:
-    padded = after + "=" * (-len(after) % 4)
-    found = int(base64.urlsafe_b64decode(padded.encode("ascii")))
-  except (ValueError, binascii.Error, UnicodeEncodeError):
-    found = None
-  if found is None or not -(1 << 63) <= found < 1 << 63:
-    raise errors.ApiError(
-        400, f"after={after[:50]!r}: give the `next` of the page before"
-    )
   return found
 
 

@@ -1,4 +1,4 @@
-"""The pages of everything that a client may read, `/api/v1/…`."""
+"""Routes of the read API, `/api/v1/…`."""
 
 from __future__ import annotations
 
@@ -6,30 +6,27 @@ from typing import Callable
 
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import http_io
-from tunix.rl.multi_turn.monitor.server import legacy_routes
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 
-_PAGE = legacy_routes.PAGE
 # Short, as every route uses them.
 _id, _name = http_io.id_of, http_io.name_of
-_page, _status, _filters = http_io.page, http_io.status, http_io.filters
+_List = query_lib.ListQuery
 
 
 def add_routes(q: queries_lib.Queries, get: Callable[..., None]) -> None:
   """Adds them.
 
   Args:
-    q: answers.
-    get: adds a question, `get(path, name, summary, ask, ...)`.
+    q: the queries.
+    get: adds a route, `get(path, name, summary, answer, ...)`; see
+      `app.App`.
   """
   v1 = "/api/v1"
   get(
       f"{v1}/trainings", "trainings", "Trainings, newest first.",
-      lambda p, r: q.trainings(
-          p, _status(r, "training"), *_page(r), http_io.tags(r)
-      ),
-      query=(("status", "string"), ("tag", "string"), *_PAGE),
-      answer="page:training",
+      lambda p, r, wanted: q.trainings(p, wanted),
+      query=query_lib.TrainingsQuery, answer="page:training",
   )  # pyformat: disable
   get(
       f"{v1}/tags", "tags", "Tags of trainings, with how many have them.",
@@ -41,8 +38,8 @@ def add_routes(q: queries_lib.Queries, get: Callable[..., None]) -> None:
     get(
         f"{v1}/trainings/{{id:int}}/{plural}", f"training_{plural}",
         f"A training's {plural}.",
-        lambda p, r, kind=kind: q.of_training(p, kind, _id(r), *_page(r)),
-        query=_PAGE, answer=f"page:{kind}",
+        lambda p, r, wanted, kind=kind: q.of_training(p, kind, _id(r), wanted),
+        query=_List, answer=f"page:{kind}",
     )  # pyformat: disable
   for kind, plural in (
       ("training", "trainings"), ("step", "steps"), ("eval", "evals"),
@@ -56,23 +53,17 @@ def add_routes(q: queries_lib.Queries, get: Callable[..., None]) -> None:
     get(
         f"{v1}/{kind}s/{{id:int}}/history", f"{kind}_history",
         f"Every status of one {kind}.",
-        lambda p, r, kind=kind: q.history(p, kind, _id(r), *_page(r)),
-        query=_PAGE, answer="page:status_history",
+        lambda p, r, wanted, kind=kind: q.history(p, kind, _id(r), wanted),
+        query=_List, answer="page:status_history",
     )  # pyformat: disable
   get(
-      f"{v1}/tasks", "tasks", "Tasks.", lambda p, r: q.tasks(p, *_page(r)),
-      query=_PAGE, answer="page:task",
+      f"{v1}/tasks", "tasks", "Tasks.", lambda p, r, wanted: q.tasks(p, wanted),
+      query=_List, answer="page:task",
   )  # pyformat: disable
-  ids = ("training_id", "step_id", "eval_id", "baseline_id", "task_id",
-         "batch", "group")  # pyformat: disable
   get(
       f"{v1}/rollouts", "rollouts", "Rollouts, newest first.",
-      lambda p, r: q.rollouts(p, _filters(r, ids), *_page(r)),
-      query=(
-          *((i, "integer") for i in ids), ("status", "string"),
-          ("success", "flag"), *_PAGE,
-      ),
-      answer="page:rollout",
+      lambda p, r, wanted: q.rollouts(p, wanted),
+      query=query_lib.RolloutsQuery, answer="page:rollout",
   )  # pyformat: disable
   for base, suffix in ((v1, ""), ("/api", "_0")):
     one = f"{base}/rollouts/{{name}}"
@@ -91,6 +82,7 @@ def add_routes(q: queries_lib.Queries, get: Callable[..., None]) -> None:
       lambda p, r: q.turns(p, _name(r)),
   )  # pyformat: disable
   get(
-      f"{v1}/clients", "clients", "How those that send fare.",
+      f"{v1}/clients", "clients",
+      "State of the clients: spools, drops, dead letters.",
       lambda p, r: q.clients(p),
   )  # pyformat: disable

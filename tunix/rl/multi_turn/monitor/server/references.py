@@ -1,7 +1,7 @@
-"""Which entity of the database an item or a reference means.
+"""Resolves items and references to entities of the database.
 
-A client names things by its own ids, a project sees its own things only, and
-what was looked up is remembered for as long as it cannot become wrong.
+A client uses ids of its own, a project sees its own entities only, and a result
+is cached as long as it cannot become wrong.
 """
 
 from __future__ import annotations
@@ -21,20 +21,17 @@ Ids = dict[tuple[int, str, str], int]
 
 
 class Shared:
-  """What several transactions of a writer know of the database.
-
-  Only of what is committed, and only of what never changes.
-  """
+  """Ids that a writer's transactions share: committed, and never changing."""
 
   def __init__(self, most: int = 200_000):
     self._most = most
     self.ids: dict[tuple[int, str, str], int] = {}
     self.owners: dict[tuple[str, int], int] = {}
-    """(kind, id) -> training, of what others refer to."""
+    """(kind, id) -> training, of entities with children."""
     self._generation: str | None = None
 
   def check_generation(self, sql: sql_lib.Sql) -> None:
-    """Forgets everything when rows were taken away by somebody else."""
+    """Forgets everything when another program has deleted rows."""
     rows = sql.rows(
         "SELECT value FROM monitor_meta WHERE key = ?", (database.GENERATION,)
     )
@@ -57,10 +54,10 @@ class Shared:
 
 
 class References:
-  """What one batch means.
+  """Resolves the references of one batch.
 
   Attributes:
-    ids: client ids that it taught; true once the batch is committed.
+    ids: client ids of its new entities; valid once it is committed.
     mine: (kind, id) that are the project's.
   """
 
@@ -69,7 +66,7 @@ class References:
 
       sql: of the open transaction.
       project: whose batch it is.
-      *known: what was learned before.
+      *known: ids found before.
     """
     self._sql = sql
     self._project = project
@@ -141,11 +138,11 @@ class References:
     ]
 
   def resolve_one(self, kind: str, value: int | str, path: str) -> int:
-    """The id that a reference means; `path` says where it stands."""
+    """The id of a reference; `path` is its place in the body."""
     if isinstance(value, str):
       id_ = self.look_up(kind, [value]).get(value)
       if id_ is None and value.isascii() and value.isdigit():
-        value = int(value)  # An id that went through somebody's JSON.
+        value = int(value)  # An id that a client's JSON made text.
       else:
         if id_ is None:
           raise errors.invalid([errors.fault(
@@ -192,7 +189,7 @@ _OF_PROJECT = {
         )
         for kind in ("baseline", "eval", "step")
     },
-    # Tasks are what runs of all projects are compared on.
+    # Runs of all projects share tasks.
     "task": "SELECT id FROM task WHERE ? > 0 AND id {among}",
     "validator": "SELECT id FROM validator WHERE ? > 0 AND id {among}",
     "rollout": (

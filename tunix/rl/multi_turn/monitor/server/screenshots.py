@@ -1,11 +1,10 @@
-"""Screenshots: once each, by the hash of what the policy saw.
+"""Stores screenshots once each, by the hash of the policy's pixels.
 
 The name of a screenshot is the SHA-256 of its pixels (`images.hash_pixels`),
 or of the file's own bytes where the client knows no pixels.
 
-Promises: a file is on the disk, whole and of the right content, before it is
-known to anybody; what comes twice is stored once. Nothing that is served here
-is treated as anything but an image.
+Promises: a file is on the disk, whole and of the right content, before a
+row names it; a repeated one is stored once. Files are served as images only.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class ScreenshotFiles:
     """Writes a screenshot; it is durable when this returns.
 
     Raises:
-      ApiError: 400, it is not what `sha` names, or no image of a known kind.
+      ApiError: 400, `sha` is not its hash, or it is no image of a known kind.
       OSError: the disk's.
     """
     stored, refused = self.store_all([(sha, data)])
@@ -144,11 +143,11 @@ def unpack(body: bytes) -> list[tuple[str, bytes]]:
   """
   head, _, files = body.partition(b"\n")
   try:
-    told = [
+    listed = [
         (str(image["sha256"]), image["bytes"])
         for image in orjson.loads(head)["images"]
     ]
-    if any(type(size) is not int or size < 0 for _, size in told):
+    if any(type(size) is not int or size < 0 for _, size in listed):
       raise ValueError
   except (ValueError, TypeError, KeyError):
     raise errors.ApiError(
@@ -156,14 +155,14 @@ def unpack(body: bytes) -> list[tuple[str, bytes]]:
         'the body begins with a line {"images": [{"sha256": text, "bytes":'
         " number}, ...]}, and the files follow",
     ) from None
-  for sha, _ in told:
+  for sha, _ in listed:
     check_sha(sha)
-  if (size := sum(size for _, size in told)) != len(files):
+  if (size := sum(size for _, size in listed)) != len(files):
     raise errors.ApiError(
         400, f"the images have {size} bytes, and {len(files)} follow"
     )
   found, at = [], 0
-  for sha, size in told:
+  for sha, size in listed:
     found.append((sha, files[at : at + size]))
     at += size
   return found
@@ -179,7 +178,7 @@ def check_sha(sha: str) -> str:
 
 
 def problem(sha: str, data: bytes) -> str:
-  """Why these bytes are not what `sha` names; "" if they are."""
+  """Why `sha` is not the hash of these bytes; "" if it is."""
   try:
     _verify(sha, data)
   except errors.ApiError as error:
@@ -209,7 +208,7 @@ def _verify(sha: str, data: bytes) -> tuple[str, int, int]:
   except errors.ApiError:
     raise
   except Exception as error:  # pylint: disable=broad-except
-    # Pillow raises nearly anything for what is no image.
+    # Pillow raises nearly any error for a file that is no image.
     raise errors.ApiError(
         400,
         "the body is no whole PNG, JPEG or WebP image"

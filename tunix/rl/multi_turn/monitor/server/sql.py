@@ -1,6 +1,6 @@
-"""SQL of the writer, by the driver's own cursor.
+"""Runs the writer's SQL on the driver's own cursor.
 
-Thousands of rows a second pass here; what SQLAlchemy adds to each statement
+Thousands of rows a second pass through; SQLAlchemy's overhead of each statement
 would cost as much as the rows. The text is made once, from the metadata.
 """
 
@@ -62,7 +62,7 @@ class Sql:
           f" {count:d})"
       )
       ids = [row[0] for row in rows]
-      if ids[-1] - ids[0] + 1 != count:  # Whoever else writes took some.
+      if ids[-1] - ids[0] + 1 != count:  # Another writer took some.
         ((start,),) = self.rows(
             f"SELECT setval('{table}_id_seq', (SELECT last_value FROM"
             f" {table}_id_seq) + {count:d}) - {count:d} + 1"

@@ -1,6 +1,6 @@
-"""What a change does to an entity that has a status.
+"""Rules of entities: defaults, status transitions, sources, progress.
 
-Pure: nothing here asks the database.
+Does not: ask the database.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLUMNS = {
     ),
     "environment": ("rollout_id",),
 }  # pyformat: disable
-"""What must be known of an entity, beside its status, to change it."""
+"""Columns that a change of an entity needs, beside its status."""
 _INPUTS = {
     "training": {"status", "current_step", "total_steps"},
     "baseline": {"status", "completed_tasks", "total_tasks"},
@@ -36,7 +36,7 @@ _INPUTS = {
     "step": {"status", "rollout_progress", "training_progress"},
     "rollout": {"status", "current_turn", "max_turns"},
 }
-"""What progress is computed from."""
+"""Columns that progress is computed from."""
 _SOURCE_IDS = tuple((w, f"{w}_id") for w in vocabulary.SOURCE_TYPES)
 
 
@@ -54,7 +54,7 @@ class Row:
 
 
 def check_source(item: items.Item, row: Row) -> None:
-  """Refuses a rollout that has not exactly the source that it names.
+  """Refuses a rollout unless it has exactly the source that it names.
 
   Raises:
     ApiError: 400.
@@ -77,7 +77,7 @@ def refused_status(
   """Takes a status out of a change that may not follow the present one.
 
   Returns:
-    What to tell the client; None when nothing was taken out.
+    The reply's entry on it; None when nothing was taken out.
   """
   new = item.values.get("status")
   if new is None or row.status is None:
@@ -92,10 +92,10 @@ def refused_status(
 
 
 def advance(kind: str, row: Row, values: dict[str, Any]) -> None:
-  """Brings `row` to what it will be; adds progress to a change's `values`.
+  """Updates `row` with a change; adds progress to the change's `values`.
 
-  What a client says of progress wins; else it is computed, when something that
-  it depends on is new.
+  A client's own progress wins; else it is computed, when one of its inputs is
+  new.
   """
   before = row.fields
   state = {n: values.get(n, before.get(n)) for n in COLUMNS[kind]}
@@ -106,7 +106,7 @@ def advance(kind: str, row: Row, values: dict[str, Any]) -> None:
     if percent is not None:
       values["progress_percent"] = percent
   if kind == "step" and "progress_percent" in values:
-    # Late news does not set a step back.
+    # A late change does not set a step back.
     values["progress_percent"] = state["progress_percent"] = max(
         values["progress_percent"], before.get("progress_percent") or 0.0
     )
@@ -139,3 +139,37 @@ def _percent(
 
 def _loads(value: str | None) -> Any:
   return None if value is None else orjson.loads(value)
+
+
+def fill_defaults(kind: str, item: items.Item, now: str, project: int) -> None:
+  """Sets the columns of a new entity that its client left out.
+
+  Args:
+    kind: of the entity.
+    item: of the client; its values are completed.
+    now: the time, in the database's form.
+    project: whose it is.
+  """
+  values = item.values
+  if kind == "training":
+    values.setdefault("run_name", item.client_id or f"run {now} #{project}")
+    values.setdefault("log_path", "")
+    values.setdefault("model_name", "")
+    values.setdefault("last_heartbeat", now)
+  elif kind == "task":
+    values.setdefault("name", values.get("task_id"))
+    values.setdefault("description", values["name"])
+  elif kind == "rollout":
+    given = [
+        w
+        for w in vocabulary.SOURCE_TYPES
+        if values.get(f"{w}_id") is not None
+    ]
+    if len(given) == 1:
+      values.setdefault("source_type", given[0])
+    values["is_eval"] = int(values.get("source_type") != "step")
+    values.setdefault("model_path", "")
+  elif kind == "turn":
+    values.setdefault("start_time", now)
+  elif kind == "validation":
+    values.setdefault("validation_time", now)

@@ -1,9 +1,9 @@
-"""What people say of runs: tags, and which one others are compared with.
+"""Changes tags of runs, and the pinned baseline.
 
     POST        /api/v1/trainings/{id}/tags   {"add": […], "remove": […]}
     PUT, DELETE /api/v1/trainings/{id}/pin
 
-Promises: an answer 200 means that it is on the disk; saying the same again
+Promises: an answer 200 means that it is on the disk; a repeated change
 changes nothing. A project has at most one pinned baseline: pinning another run
 takes the first one's place.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, Callable, Iterable, Sequence
 
 import orjson
+import pydantic
 from starlette import requests as starlette_requests
 from starlette import responses
 from tunix.rl.multi_turn.core import run_tags as tags_lib
@@ -20,6 +21,7 @@ from tunix.rl.multi_turn.monitor.server import access as access_lib
 from tunix.rl.multi_turn.monitor.server import apply
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import http_io
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 from tunix.rl.multi_turn.monitor.server import writer as writer_lib
 
 _MAX_BODY = 64 << 10
@@ -29,8 +31,8 @@ Request = starlette_requests.Request
 Response = responses.Response
 
 
-class Marks:
-  """Changes them; the API's handlers among it."""
+class TagsAndBaseline:
+  """Changes tags and the baseline; has the API's handlers, too."""
 
   def __init__(self, writer: writer_lib.Writer):
     self._writer = writer
@@ -44,10 +46,18 @@ class Marks:
       ApiError: 400, one of them can be no tag or they are too many; 404, the
         project has no such run.
     """
-    added, removed = _cleaned("add", add), _cleaned("remove", remove)
+    return await self._change(
+        project, training, _tag_change({"add": add, "remove": remove})
+    )
+
+  async def _change(
+      self, project: int, training: int, change: query_lib.TagChange
+  ) -> list[str]:
     return await writer_lib.durable(
         self._writer.run(
-            lambda t: _change_tags(t, project, training, added, removed)
+            lambda t: _change_tags(
+                t, project, training, change.add, change.remove
+            )
         )
     )
 
@@ -82,19 +92,12 @@ class Marks:
   ) -> Response:
     body = await http_io.read_body(request, _MAX_BODY, _BODY_S)
     try:
-      asked = orjson.loads(body)
-      if not isinstance(asked, dict) or not asked.keys() <= {"add", "remove"}:
-        raise ValueError
+      change = _tag_change(orjson.loads(body))
     except ValueError:
       raise errors.ApiError(
-          400, 'give {"add": [tags], "remove": [tags]}'
+          400, 'the body is no JSON; give {"add": [tags], "remove": [tags]}'
       ) from None
-    found = await self.tag(
-        who.project,
-        http_io.id_of(request),
-        asked.get("add", ()),
-        asked.get("remove", ()),
-    )
+    found = await self._change(who.project, http_io.id_of(request), change)
     return http_io.json_answer({"tags": found})
 
   async def _pin(
@@ -105,11 +108,11 @@ class Marks:
     return http_io.json_answer({"pinned": pinned})
 
 
-def _cleaned(field: str, tags: Any) -> tuple[str, ...]:
+def _tag_change(body: Any) -> query_lib.TagChange:
   try:
-    return tags_lib.clean_all(tags)
-  except ValueError as error:
-    raise errors.invalid([errors.fault(field, tags, str(error))]) from None
+    return query_lib.TagChange.model_validate(body)
+  except pydantic.ValidationError as error:
+    raise query_lib.refusal(query_lib.TagChange, error) from None
 
 
 def _require(t: apply.Transaction, project: int, training: int) -> None:
@@ -143,7 +146,7 @@ def _change_tags(
   before = _tags_of(t, training)
   after = (set(before) | set(add)) - set(remove)
   if len(after) > max(tags_lib.MOST, len(before)):
-    raise errors.invalid([errors.fault(
+    raise errors.wrong([errors.fault(
         "add", list(add),
         f"a run has at most {tags_lib.MOST} tags; this one would have"
         f" {len(after)}, take some away",
@@ -186,7 +189,7 @@ def _pin(
 
 
 def _changed(t: apply.Transaction, training: int) -> None:
-  """A later state of the run, which those who watch are told of."""
+  """Records a change of the run, which its listeners receive."""
   t.sql.run(
       "UPDATE training SET updated_at = ? WHERE id = ?", (t.now, training)
   )

@@ -1,7 +1,7 @@
-"""Small copies of screenshots, made when first asked for and kept.
+"""Makes small copies of screenshots on first use, and keeps them.
 
 A page shows hundreds of screens at once; whole, they would be a hundred
-megabytes. A copy is lossy, for looking at only, and may be deleted at any time.
+megabytes. A copy is lossy, for display only, and may be deleted at any time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One thread writes; what waits together is committed together.
+"""Writes on one thread; batches that wait together are committed together.
 
-Promises: `submit`'s answer comes after the commit, on a database that has it
-on the disk by then, and never for what was not committed. A batch that is
-wrong fails alone. What cannot be written (a full disk, a lost connection) is
-answered with 503 and leaves nothing; the client sends it again.
+Promises: `submit` answers after the commit, when the database has it on the
+disk, and never for an uncommitted batch. A wrong batch fails alone. A batch
+that cannot be written (a full disk, a lost connection) is answered with 503 and
+leaves nothing; the client sends it again.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Writer:
   def run(
       self, work: Callable[[apply.Transaction], Any], size: int = 1000
   ) -> concurrent.futures.Future[Any]:
-    """What `work` returns, once what it wrote is durable.
+    """The result of `work`, once its writes are durable.
 
     Args:
       work: called by the writing thread, in a transaction with others.
@@ -119,7 +119,7 @@ class Writer:
     return future
 
   def close(self, timeout_s: float = 30.0) -> bool:
-    """Writes what waits and ends; False when time ran out. Idempotent."""
+    """Writes pending work and ends; False when time ran out. Idempotent."""
     with self._lock:
       if not self._closed:
         self._closed = True
@@ -174,7 +174,7 @@ class Writer:
           except driver.IntegrityError as error:
             answers.append((future, _refused(error)))
           except (driver.OperationalError, OSError):
-            raise  # Nobody's batch is at fault.
+            raise  # No batch is at fault.
           except Exception as error:  # pylint: disable=broad-except
             # Sent again it would fail again, and all that wait behind it.
             _LOG.exception("a batch cannot be applied")
@@ -182,7 +182,7 @@ class Writer:
         transaction.finish(prune=self.commits % _PRUNE_EVERY == 0)
         sql.close()
     except Exception as error:  # pylint: disable=broad-except
-      # What was answered to nobody yet was not committed either.
+      # Work that is not answered yet was not committed either.
       if not isinstance(error, (sa.exc.DBAPIError, OSError)) and not (
           isinstance(error, self._engine.dialect.dbapi.Error)
       ):
@@ -215,14 +215,14 @@ class Writer:
                 retry_after_s=2,
             )
         )
-    time.sleep(0.05)  # What is broken is not tried without a pause.
+    time.sleep(0.05)  # Pauses before the next attempt.
 
 
 async def durable(future: concurrent.futures.Future[Any]) -> Any:
-  """What a writer answers, once it is on the disk.
+  """Awaits a writer's answer, which comes once it is on the disk.
 
   Raises:
-    ApiError: 503, that takes too long; what the work raised.
+    ApiError: 503, it takes too long; or the error of the work.
   """
   try:
     return await asyncio.wait_for(asyncio.wrap_future(future), _COMMIT_S)
@@ -246,7 +246,7 @@ def _impossible(error: Exception) -> errors.ApiError:
   return errors.ApiError(
       422,
       f"the server cannot apply the batch ({type(error).__name__}:"
-      f" {str(error)[:200]}); nothing of it was stored, and its log says more",
+      f" {str(error)[:200]}); nothing of it was stored; read the server's log",
   )
 
 

@@ -1,1 +1,1 @@
-"""Warm start: what a policy imitates before it is rewarded."""
+"""Warm start: clones demonstrations before reinforcement learning."""

@@ -1,4 +1,4 @@
-"""Clones the behaviour of a gym's oracle, before GRPO begins.
+"""Clones demonstrations into a policy, as a run may do before GRPO.
 
 Demonstrations are played while learning goes on, up to a number of distinct
 ones; each step learns from a batch drawn from all that were played so far.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Callable, Iterator, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
@@ -33,7 +33,7 @@ def clone(
     learner: learner_lib.Learner,
     play: Play,
     tasks: Iterator[gym_base.Task],
-    config: config_lib.WarmStartConfig,
+    config: run_sections.WarmStartConfig,
     *,
     longest: int,
     seed: int,

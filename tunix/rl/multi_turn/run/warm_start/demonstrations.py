@@ -1,4 +1,4 @@
-"""Demonstrations, in the exact token format that the policy will act in.
+"""Makes demonstrations in the exact token format that the policy acts in.
 
 Two kinds:
 
@@ -114,15 +114,15 @@ async def _value(found: Any) -> Any:
 class Demonstrator:
   """Plays tasks the right way, but for its habits.
 
-  Before it clicks or drags, it says in the text before the tool call what it
-  is about to touch ("the Save button"): to point at what was just named is
-  much easier to learn than to find the target and to name nothing.
+  Before it clicks or drags, it names in the text before the tool call the thing
+  that it is about to touch ("the Save button"): to point at what was just named
+  is much easier to learn than to find the target and to name nothing.
 
   Attributes:
     renderer: messages to tokens.
     make_agent: a fresh agent for an episode; its parser writes the actions.
     make_gym: a fresh gym.
-    oracle: knows the right actions and what things are called.
+    oracle: gives the right actions and the names of things.
     image_store: where screenshots go.
     habits: family -> (name in HABITS, probability in [0, 1] that an episode
       is played with it).
@@ -356,7 +356,7 @@ class Grounder:
   ) -> trajectory.TokenSequence:
     """One answer of names run together with their points: "orange328,562".
 
-    The number follows the very token that says what to look for, and nothing
+    The number follows the very token that names its target, and nothing
     but the numbers is learned from: the shortest way to look something up,
     which is where a small policy begins to tell things apart.
     """

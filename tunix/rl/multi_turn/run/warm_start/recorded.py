@@ -1,8 +1,8 @@
-"""What a run clones before GRPO: an oracle's episodes, or recorded ones.
+"""Finds demonstrations for a run to clone: an oracle's, or recorded ones.
 
 Recorded episodes are shown again by a `ReplayGym`, so that they become tokens
 in the run's own grammar and format, wherever they were recorded. Points are
-said as they were made, with the name of what they hit where it was recorded.
+written as they were made, with the name of their target where it was recorded.
 
 Does not play or clone anything; no JAX.
 """
@@ -26,10 +26,10 @@ ConfigError = config_lib.ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """Where demonstrations come from.
+  """A source of demonstrations.
 
   Attributes:
-    oracle: knows the right actions.
+    oracle: gives the right actions.
     tasks: to demonstrate, without end.
     make_gym: a gym to demonstrate in; None for the run's own.
   """
@@ -104,7 +104,7 @@ def _recorded(config: config_lib.TrainConfig) -> Source:
     except tool_parser.ToolParseError as error:
       raise ConfigError([
           f"{where}: {recording.task.task_id} was solved by what"
-          f" agent.parser={config.agent.parser} cannot say: {error}"
+          f" agent.parser={config.agent.parser} cannot write: {error}"
       ]) from None
   oracle = gyms.Oracle(
       lambda gym: gym.next_action(), lambda gym, x, y: gym.target()

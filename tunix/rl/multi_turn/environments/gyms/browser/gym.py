@@ -1,4 +1,4 @@
-"""The `browser` gym: any web page in headless Chromium, walled in.
+"""Plays any web page in headless Chromium, walled in: the `browser` gym.
 
 An episode starts at an address of an allow-list and is judged by a function
 of the user's. Each has a tab in a browser context of its own (no cookie,
@@ -39,11 +39,6 @@ from tunix.rl.multi_turn.environments.gyms.chromium import actions
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 from tunix.rl.multi_turn.environments.gyms.chromium import pool
 
-_SETTINGS = (
-    "start_urls", "hosts", "evaluator", "pages", "width", "height", "scale",
-    "settle_s", "load_s", "accept_dialogs", "end_on_success", "timeout_s",
-    "page_deadline_s", "max_pages",
-)  # pyformat: disable
 # Still no name is resolved by the browser; the proxies' address is none.
 _FLAGS = ("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",)
 _SIDES = (64, 4096)
@@ -212,17 +207,6 @@ class WebGym:
     self.page: page_lib.WebTab | None = None
     self.answer = ""
 
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> WebGym:
-    """Builds it from the settings of `__init__` that are JSON values."""
-    settings = base.known_only(config, _SETTINGS, "browser gym settings")
-    if "evaluator" not in settings:
-      raise ValueError(
-          "the browser gym needs an evaluator, the function that judges an"
-          " episode: evaluator=my_package.module:function"
-      )
-    return cls(**settings)
-
   async def start(self, task: base.Task) -> base.Observation:
     """Opens the page of `task.params["url"]` in a fresh browser context.
 
@@ -310,7 +294,7 @@ class WebGym:
       if self._end_on_success and not self._over:
         self._over = (await self._verdict()).success
     except BaseException:
-      # Cancelled or failed half-way: nobody knows what the page is doing.
+      # Cancelled or failed half-way: the state of the page is unknown.
       self._discard()
       raise
     if self._proxy.blocked:

@@ -1,4 +1,4 @@
-"""Where an episode may start, and which hosts its pages may talk to.
+"""Checks where an episode may start, and which hosts its pages may reach.
 
 Addresses are taken apart strictly: what Python and a browser might read
 differently (user names, backslashes, control characters, dot segments) is

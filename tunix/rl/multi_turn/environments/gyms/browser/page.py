@@ -1,4 +1,4 @@
-"""One browser tab that shows a site: navigation, quiet, screenshots.
+"""Drives one browser tab that shows a site: navigation, screenshots.
 
 Promises:
 * No window opens beside it: what a click opens is shown in this tab, what a
@@ -6,8 +6,7 @@ Promises:
 * Dialogs are answered at once, downloads and file choosers are refused, and a
   link to a host that is not allowed leaves the page as it is. What happened is
   kept for `notes`.
-* `settle` waits for what an action has set going, and for no longer than it is
-  told.
+* `settle` waits until an action's effects are over, up to its time limit.
 
 Does not decide which hosts are allowed, nor what an episode is.
 """
@@ -81,7 +80,7 @@ class WebTab(tab_lib.Tab):
     Args:
       width, height, scale: of the view; see the attributes.
       hosts: those that documents may be loaded from.
-      proxy: told what was refused.
+      proxy: records the refused connections.
       accept_dialogs: whether questions are answered with yes or no.
     """
     self.width, self.height = width, height
@@ -211,7 +210,7 @@ class WebTab(tab_lib.Tab):
     return ""
 
   def notes(self) -> list[str]:
-    """What happened since the last call that no screenshot shows."""
+    """Events since the last call that no screenshot shows."""
     notes, self._notes = self._notes, []
     return notes
 
@@ -254,7 +253,7 @@ class WebTab(tab_lib.Tab):
     frame = params["frame"]
     if frame["id"] == self.target:
       self.url = frame["url"]
-      # Nobody says how requests of the document that was left have ended.
+      # Requests of the document that was left send no end event.
       self._requests = {
           request: document
           for request, document in self._requests.items()
@@ -300,7 +299,7 @@ class WebTab(tab_lib.Tab):
 
   def _on_dialog(self, params: Mapping[str, Any]) -> None:
     kind = params["type"]
-    # There is no staying on a page that is left, as nobody sees the question.
+    # A page cannot keep its user from leaving: its question is not shown.
     accept = kind in ("alert", "beforeunload") or self._accept
     answer: dict[str, Any] = {"accept": accept}
     if kind == "prompt":

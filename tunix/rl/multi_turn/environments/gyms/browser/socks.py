@@ -1,4 +1,4 @@
-"""A SOCKS5 proxy on the loopback interface that lets few hosts through.
+"""Runs a SOCKS5 proxy on the loopback interface that allows few hosts.
 
 All of a browser context's connections go through one: pages, scripts, images,
 web sockets, workers, redirects, whatever opens them. It resolves no name and
@@ -14,7 +14,7 @@ Promises: bounds on connections and on how long each takes to open; `close`
 ends all of them.
 
 Does not look into what is sent, and is not meant for other clients than its
-browser: who can reach the port can reach the allowed hosts.
+browser: any program that reaches the port reaches the allowed hosts.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class FilteringProxy:
     return upstream
 
   async def _lookup(self, host: str, port: int) -> list[str]:
-    """Where a host is, asked once; [] when it may not be there."""
+    """The addresses of a host, resolved once; [] when none is allowed."""
     try:
       return [ipaddress.ip_address(host).compressed]
     except ValueError:

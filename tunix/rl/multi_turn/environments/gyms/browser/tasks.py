@@ -1,4 +1,4 @@
-"""Tasks of the `browser` gym: pages and what to do on them, listed in YAML.
+"""Makes tasks of the `browser` gym from a YAML list of pages.
 
     buy-lamp:
       url: http://127.0.0.1:8000/shop?seed={seed}
@@ -8,7 +8,7 @@
 `{seed}` in the address becomes the instance's seed, so that a site can show
 another instance each time. Seeds below `EVAL_SEEDS_FROM` are for training and
 those from it on for evaluation: the two never share one. A page whose
-instruction depends on the seed says it itself, in
+instruction depends on the seed carries it in
 `<meta name="instruction" content="…">`, and has none here.
 """
 
@@ -35,7 +35,7 @@ class Page:
 
   Attributes:
     url: http or https; may hold "{seed}".
-    instruction: "" where the page says it.
+    instruction: "" where the page carries it.
     max_turns: that an episode may take.
   """
 

@@ -1,7 +1,7 @@
-"""`GuiAction`s carried out on a tab.
+"""Carries out `GuiAction`s on a tab.
 
 Positions are pixels of a screenshot; those outside it are clamped to its edge,
-as a real pointer is. An action that does nothing says why.
+as a real pointer is. An action that does nothing reports why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMBERS = ("x", "y", "x2", "y2", "dx", "dy", "duration")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What became of an action.
+  """The outcome of an action.
 
   Attributes:
     ignored: why nothing was done, "" where something was.
@@ -35,9 +35,9 @@ class Outcome:
   clamped: bool = False
 
   def info(self) -> dict[str, str | bool]:
-    """Only what is to be told."""
-    told = {"ignored": self.ignored, "clamped": self.clamped}
-    return {name: value for name, value in told.items() if value}
+    """The notes that are not empty."""
+    notes = {"ignored": self.ignored, "clamped": self.clamped}
+    return {name: value for name, value in notes.items() if value}
 
 
 async def perform(

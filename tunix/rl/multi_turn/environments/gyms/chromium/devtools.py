@@ -1,4 +1,4 @@
-"""One headless Chromium process and the pipe that commands it.
+"""Runs one headless Chromium process and sends it commands over a pipe.
 
 `Chromium` speaks the DevTools protocol over the two pipes of
 `--remote-debugging-pipe` (file descriptors 3 and 4 of the child, JSON messages
@@ -6,7 +6,7 @@ that end in NUL, flat sessions), on the event loop that launched it.
 
 Promises:
 * Every command has a deadline and ends: with its result, or with a
-  `DevToolsError` that says what happened. The process dying, the pipe closing
+  `DevToolsError` that names the cause. The process dying, the pipe closing
   and a page crashing fail everything that waits for them, at once.
 * Nothing stays behind: `close` (and the interpreter's exit) kill the whole
   process group and remove the profile directory. A browser whose owner was
@@ -216,7 +216,8 @@ class Chromium:
   def _spawn(self, path: str, extra_flags: tuple[str, ...]) -> None:
     self.profile = pathlib.Path(tempfile.mkdtemp(prefix=PROFILE_PREFIX))
     _OPEN.add(self)
-    # Held while this process lives; whoever can take it may sweep the profile.
+    # Held while this process lives; a process that can take it may sweep
+    # the profile.
     self._lock_fd = os.open(self.profile / "owner.lock", os.O_CREAT | os.O_RDWR)
     fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     flags = [*_FLAGS, f"--user-data-dir={self.profile}", *extra_flags]
@@ -323,7 +324,7 @@ class Chromium:
       params: Mapping[str, Any] | None = None,
       session: str | None = None,
   ) -> None:
-    """Sends a command whose outcome nobody waits for."""
+    """Sends a command without waiting for its outcome."""
     if self.death is None:
       self._next_id += 1
       self._send(self._next_id, method, params, session)
@@ -500,7 +501,7 @@ class Chromium:
     _OPEN.discard(self)
 
   def _exit_status(self, wait_s: float) -> str | None:
-    """How the process ended, in words, or None while it runs."""
+    """The process's end in words, or None while it runs."""
     end = time.monotonic() + wait_s
     while self._exit is None:
       try:

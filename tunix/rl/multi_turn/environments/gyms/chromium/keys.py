@@ -1,4 +1,4 @@
-"""Key names of `GuiAction` in the terms of a DevTools key event.
+"""Translates key names of `GuiAction` into DevTools key events.
 
 A US keyboard: `key_events` presses keys together (the last released first) and
 `text_events` types text as a person would, so that pages which listen to

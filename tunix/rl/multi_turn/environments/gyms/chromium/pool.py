@@ -1,10 +1,10 @@
-"""A browser shared by many gyms on one event loop: a pool of tabs.
+"""Shares a browser among the gyms of an event loop: a pool of tabs.
 
 `Browser` starts Chromium when the first tab is asked for, starts another when
 that one has died, and lends tabs, each in a browser context of its own.
 
 Promises:
-* At most `max_pages` tabs are lent; who asks for one more waits, and gets a
+* At most `max_pages` tabs are lent; a further `acquire` waits, and raises a
   typed error when the wait exceeds its deadline. With `spare`, more than these
   may wait to be lent again, so that one which shows the page that is wanted is
   among them: loading a page costs several times what starting it again does.
@@ -14,7 +14,7 @@ Promises:
 * When no tab is lent for `idle_s` the browser is closed, and it is at the
   latest when the interpreter exits.
 
-Does not retry what was going on in a tab: that is lost, and the error says so.
+Does not retry what was going on in a tab: that is lost, and the error names it.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Browser(Generic[T]):
       context: of the browser context, e.g. its proxy. Given, the tab is a new
         one; so it is with settings.
       settings: that the tab is opened with.
-      prefer: says of a tab that waits to be used again whether it would suit
+      prefer: tab -> whether one that waits to be used again would suit
         best. When none does, a spare one is opened, or one is taken that shows
         what most of them show, of these the one that has waited longest.
 
@@ -182,7 +182,7 @@ class Browser(Generic[T]):
     return page
 
   def _choose(self, prefer: Callable[[T], bool] | None) -> int | None:
-    """Which idle tab to lend; None to open a spare one."""
+    """The idle tab to lend; None to open a spare one."""
     if prefer is None:
       return 0
     for index, page in enumerate(self._idle):
@@ -286,7 +286,7 @@ class Browser(Generic[T]):
         await chromium.call("Target.setDiscoverTargets", {"discover": True})
         await chromium.call("Browser.setDownloadBehavior", {"behavior": "deny"})
       except BaseException:
-        chromium.kill()  # Half set up: nobody may use it.
+        chromium.kill()  # Half set up: unusable.
         raise
       chromium.on_death = self._drop_pages
       self._chromium = chromium

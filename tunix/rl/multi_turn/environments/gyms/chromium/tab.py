@@ -1,4 +1,4 @@
-"""One browser tab: what is common to all pages that a gym shows.
+"""Drives one browser tab: the part common to all pages that a gym shows.
 
 `Tab` opens a target in a browser context of its own, carries out mouse and
 keyboard input by the DevTools protocol and runs scripts. `pool.Browser` lends
@@ -117,7 +117,7 @@ class Tab:
     return self
 
   async def _prepare(self) -> None:
-    """What a kind of tab sets up before anything is shown."""
+    """Sets up a kind of tab, before anything is shown."""
 
   async def view(self, width: int, height: int, scale: float = 1.0) -> None:
     """Sets the viewport, in CSS pixels, and device pixels for each of them."""
@@ -201,7 +201,7 @@ class Tab:
         (x + (x2 - x) * step / steps, y + (y2 - y) * step / steps)
         for step in range(1, steps + 1)
     ]
-    # Once more: what takes a drop says so only when it is moved over, not yet
+    # Once more: a drop target accepts only when it is moved over, not yet
     # when it is entered; and of a drag we may hear just after its move is over.
     path.append((x2, y2))
     kind = "dragEnter"
@@ -294,7 +294,7 @@ class Tab:
     return self.chromium.post(method, params, self.session, self._deadline_s)
 
   def send(self, method: str, params: Mapping[str, Any] | None = None) -> None:
-    """Sends a command whose outcome nobody waits for."""
+    """Sends a command without waiting for its outcome."""
     self.chromium.send(method, params, self.session)
 
   async def all(self, commands) -> None:

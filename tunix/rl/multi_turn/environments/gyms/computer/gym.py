@@ -1,4 +1,4 @@
-"""Any object with `screenshot()` and `act(action)` as a gym.
+"""Wraps any object with `screenshot()` and `act(action)` as a gym.
 
     class MyComputer:
       def screenshot(self): ...   # uint8[H, W, 3], a PIL image, a file's bytes
@@ -15,10 +15,7 @@ until it returns, and the computer is closed then.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import logging
-import threading
 from typing import Any, Callable, Mapping
 
 import numpy as np
@@ -30,8 +27,6 @@ from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
 
-_LOG = logging.getLogger(__name__)
-SETTINGS = ("computer", "options", "evaluator", "timeout_s")
 _ENDS = (gui_action.GuiActionKind.ANSWER, gui_action.GuiActionKind.TERMINATE)
 
 
@@ -84,21 +79,13 @@ class ComputerGym:
     self._evaluator = evaluator
     self._seconds = timeout_s
     self._task: base.Task | None = None
-    self._stuck: concurrency.StuckCall | None = None
+    self._calls = concurrency.Guarded(self.computer, name="the computer")
     self.answer = ""
-
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> ComputerGym:
-    """Builds it from a mapping with some of `SETTINGS`."""
-    if "computer" not in config:
-      raise ValueError(
-          "the computer gym needs 'computer', e.g. my_package.module:MyComputer"
-      )
-    return cls(**base.known_only(config, SETTINGS, "computer gym settings"))
 
   async def start(self, task: base.Task) -> base.Observation:
     if self.computer is None:
       self.computer = await self._call(self._make, "making the computer")
+      self._calls = concurrency.Guarded(self.computer, name="the computer")
       for name in ("screenshot", "act"):
         if not callable(getattr(self.computer, name, None)):
           raise TypeError(f"{type(self.computer).__name__} has no {name}()")
@@ -146,18 +133,12 @@ class ComputerGym:
     computer = self.computer
     if self._make is not None:
       self.computer = None  # A next start makes a new one.
-    if computer is None or not hasattr(computer, "close"):
+    if computer is None:
       return
-    stuck = self._stuck
-    if stuck is not None and not stuck.returned:
-      later = threading.Thread(
-          target=_close_late, args=(computer,), daemon=True
-      )
-      stuck.then(later.start)
-      return
-    await concurrency.acall(
-        computer.close, seconds=self._seconds, what="the computer's close"
-    )
+    try:
+      await self._calls.close(seconds=self._seconds)
+    except concurrency.StillRunningError:
+      pass  # It is closed when its call returns.
 
   async def _look(self, **more: Any) -> base.Observation:
     shot = await self._method("screenshot")
@@ -185,15 +166,7 @@ class ComputerGym:
     )
 
   async def _call(self, fn: Any, what: str, *args: Any) -> Any:
-    if self._stuck is not None and not self._stuck.returned:
-      raise RuntimeError(f"{self._stuck.description} still runs")
-
-    def note(stuck: concurrency.StuckCall) -> None:
-      self._stuck = stuck
-
-    return await concurrency.acall(
-        fn, *args, seconds=self._seconds, what=what, on_stuck=note
-    )
+    return await self._calls.run(fn, *args, seconds=self._seconds, what=what)
 
 
 def _imported(name: str, path: str) -> Any:
@@ -201,16 +174,3 @@ def _imported(name: str, path: str) -> Any:
     return registry.import_path(path)
   except ImportError as error:
     raise ValueError(f"{name}={path}: {error}") from None
-
-
-def _close_late(computer: Any) -> None:
-  try:
-    result = computer.close()
-    if inspect.isawaitable(result):
-
-      async def drive():
-        await result
-
-      asyncio.run(drive())
-  except Exception:  # pylint: disable=broad-except
-    _LOG.exception("closing %s failed", type(computer).__name__)

@@ -1,4 +1,4 @@
-"""What the desktop is drawn with: rectangles, masks, text and themes.
+"""Draws the desktop: rectangles, masks, text and themes.
 
 A `Canvas` draws in layout units ("dp") and multiplies by a whole factor, so a
 picture at 640x480 has the same crisp edges as one at 128x96. Only filled
@@ -76,7 +76,7 @@ def _inside(points: tuple[tuple[int, int], ...], x: np.ndarray, y: np.ndarray):
     if y0 == y1:
       continue
     crosses = (y0 > y) != (y1 > y)
-    # The sign of the edge function says on which side of the edge x lies.
+    # The sign of the edge function is the side of the edge on which x lies.
     side = (x - x0) * (y1 - y0) - (y - y0) * (x1 - x0)
     inside ^= crosses & ((side < 0) == (y1 > y0))
   return inside

@@ -1,4 +1,4 @@
-"""The desktop as a `gymnasium.Env`: `TunixDesktop/<family>-v0`.
+"""Wraps the desktop as a `gymnasium.Env`: `TunixDesktop/<family>-v0`.
 
 Registered when this module is imported; `gymnasium.make` imports it by itself
 when the id is written as

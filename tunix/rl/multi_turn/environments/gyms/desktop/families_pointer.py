@@ -357,7 +357,7 @@ class MoveWindow(family.Family):
     ep.w["target"] = target
 
   def _offsets(self, ep):
-    """How far the window must move in x and y to stand at the goal."""
+    """The distance in x and y that the window must move to its goal."""
     scene, win, goal = ep.scene, ep.w["target"], ep.spec.data["goal"]
     x, y = win.x, win.y
     if "left" in goal:

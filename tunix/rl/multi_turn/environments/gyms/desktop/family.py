@@ -1,9 +1,9 @@
-"""What a task family is, and the episode it runs in.
+"""Defines task families and the episodes that they run in.
 
 A family samples a `Spec` (the instruction and what it is about) from a seed
 and a level, builds the scene for it at any screen size, judges events and
-states, and knows the next right action. Reward is 0 or 1: an episode is won
-when `solved` holds or `judge` says True, and lost when `judge` says False.
+states, and computes the next right action. Reward is 0 or 1: an episode is won
+when `solved` holds or `judge` returns True, lost when `judge` returns False.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Episode:
 
 
 class Family:
-  """Base of all families; the subclass's docstring says what is asked."""
+  """Base of all families; the subclass's docstring describes the task."""
 
   name = ""
   max_turns = (3, 3, 3)  # by level; about twice what the oracle needs

@@ -1,4 +1,4 @@
-"""A proportional bitmap font of its own, so pixels are equal everywhere.
+"""Holds a proportional bitmap font, so that pixels are equal everywhere.
 
 Capitals are 7 pixels high, descenders go 2 below the base line; a line is
 `LINE` pixels. Larger text is the same bitmap enlarged by whole factors with

@@ -1,4 +1,4 @@
-"""The `desktop` gym and its tasks: the embedded, deterministic GUI.
+"""Implements the `desktop` gym and its tasks: an embedded, deterministic GUI.
 
 `DesktopGym` implements the asynchronous gym protocol without threads, as each
 turn takes well under a millisecond; the synchronous methods underneath
@@ -74,13 +74,6 @@ class DesktopTasks:
     self._families = names
     self._difficulty = _check_level(difficulty)
 
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> DesktopTasks:
-    """Builds it from `{"families": [...], "difficulty": 0}`."""
-    return cls(**base.known_only(
-        config, ("families", "difficulty"), "desktop tasks"
-    ))
-
   def families(self) -> tuple[str, ...]:
     return self._families
 
@@ -151,18 +144,11 @@ class DesktopGym:
     self.episode: family_lib.Episode | None = None
     self._scene: scene_lib.Scene | None = None
 
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> DesktopGym:
-    """Builds it from `{"width": …, "height": …, "time_decay": …}`."""
-    return cls(**base.known_only(
-        config, ("width", "height", "time_decay"), "desktop gym settings"
-    ))
-
   # -- synchronous ----------------------------------------------------------
 
   @property
   def scene(self) -> scene_lib.Scene:
-    """What is on the screen now."""
+    """The scene on the screen now."""
     if self._scene is None:
       raise RuntimeError(
           "the desktop shows nothing yet; call start(task) or"

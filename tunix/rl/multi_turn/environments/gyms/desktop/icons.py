@@ -1,4 +1,4 @@
-"""Pictures of the desktop icons, 20 x 20 layout units each.
+"""Holds the pictures of the desktop icons, 20 x 20 layout units each.
 
 Drawn from rectangles and masks so that they stay crisp at every factor. An
 unknown name is refused by `draw`.

@@ -1,4 +1,4 @@
-"""Where things go: random places that never overlap, on any size of screen."""
+"""Draws random places that never overlap, on a screen of any size."""
 
 from __future__ import annotations
 

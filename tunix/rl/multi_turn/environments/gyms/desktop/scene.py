@@ -1,9 +1,9 @@
-"""The desktop itself: widgets in order, focus, menu, and what actions do.
+"""Holds the desktop's state, widgets, focus and menu, and applies actions.
 
 A `Scene` carries out one `GuiAction` at a time and reports what happened as
-events; it knows nothing of tasks. Deterministic: the state after a sequence
+events; it has no tasks. Deterministic: the state after a sequence
 of actions, and its picture, depend on nothing else. No action raises: one that
-does nothing says why in the returned info (`{"ignored": reason}`).
+does nothing returns why in the info (`{"ignored": reason}`).
 
 Positions outside the screenshot are clamped to its edge, as a real pointer
 cannot leave the screen. Time does not pass: `wait` changes nothing, and two

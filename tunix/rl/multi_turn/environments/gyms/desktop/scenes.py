@@ -1,4 +1,4 @@
-"""Random scenes without a task: pictures to learn grounding from.
+"""Makes random scenes without a task: pictures to learn grounding from.
 
 `fill` lays a random mixture of every kind of widget out on a desktop. Names
 are distinct, so nearly all phrases of `Scene.referring_expressions` hold.

@@ -1,10 +1,10 @@
-"""Single widgets: how each looks and what it does when touched.
+"""Implements single widgets: their looks and their reactions.
 
 A widget lives in layout units, draws itself from its state and answers to
-`press`, `drag`, `key` and `insert`; what happened is reported to the scene
-with `ui.emit(kind, widget, value)`, which is all that a task's judge sees.
+`press`, `drag`, `key` and `insert`; it reports events to the scene with
+`ui.emit(kind, widget, value)`, which is all that a task's judge sees.
 The controls of forms are here; shapes, icons, rows and tabs are in `items.py`,
-what holds other widgets in `containers.py`.
+widgets that hold others in `containers.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Widget:
     yield self
 
   def phrases(self) -> tuple[str, ...]:
-    """How a person would refer to it; empty when it has no name."""
+    """The phrase by which a person refers to it; empty without a name."""
     return (f"the {self.name} {self.kind}",) if self.name else ()
 
   def _named_or_kind(self) -> tuple[str, ...]:
@@ -401,7 +401,7 @@ class Slider(Widget):
     return self.knob_x(), self.y + 19
 
   def at(self, value: int) -> tuple[int, int]:
-    """Where the knob's centre would be at `value`."""
+    """The place of the knob's centre at `value`."""
     return self.knob_x(value), self.y + 19
 
   def draw(self, c, ui):

@@ -1,4 +1,4 @@
-"""Every word that the desktop's tasks and scenes are made of.
+"""Lists every word that the desktop's tasks and scenes are made of.
 
 One place, so that a tokenizer can be trained on all of them and a test can
 count them. Does not decide which family uses which word.

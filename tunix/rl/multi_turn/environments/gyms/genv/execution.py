@@ -1,4 +1,4 @@
-"""Executions for agents that act by themselves: start, evaluate, terminate.
+"""Starts, evaluates and ends executions for agents that act by themselves.
 
 `start_genv_execution` takes a task in whatever form a program has it: an
 environment with a `task`, a task, a dataset's row, or just an id.
@@ -35,7 +35,7 @@ class GenvExecutionContext:
     task_identifier, task_number: what it was made from.
     env_build: `{status, total_time, stages, prehook_executed,
       prehook_output}`, the server's or the client's own measure.
-    box_id: of the machine behind it, "" when the server does not tell.
+    box_id: of the machine behind it, "" when the server does not send it.
     reply: the server's whole answer.
   """
 
@@ -49,7 +49,7 @@ class GenvExecutionContext:
   reply: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def agent_env(self) -> dict[str, str]:
-    """What an agent service is told to act on."""
+    """Variables for the agent service that acts on it."""
     return {
         "type": "genv",
         "gymBaseUrl": self.gym_base_url,
@@ -59,7 +59,7 @@ class GenvExecutionContext:
 
 
 def identifier_of(task: Any) -> str:
-  """What a gym server is asked for, of any form of task.
+  """The identifier by which a gym server finds any form of task.
 
   Args:
     task: an environment with a `task`, a `CUATask`, a `gyms.base.Task`, a

@@ -1,4 +1,4 @@
-"""A gym behind a gym server: `gym.name=genv`.
+"""Plays a gym behind a gym server: `gym.name=genv`.
 
 Each episode is an execution: created at `start`, stepped by `act`, judged by
 `evaluate`, terminated by `close` (also when `start` was given up before its

@@ -202,10 +202,12 @@ class GymnasiumGym:
 
       env: gymnasium id, or a function that makes an environment whose render
         mode is rgb_array.
-      adapter: GuiAction -> environment action; raises `Untranslatable`.
+      adapter: GuiAction -> environment action; raises `Untranslatable`. Or a
+        mapping of one: `{"type": "keys", "keys": {…}, "wait": …}` or
+        `{"type": "desktop", "width": …, "height": …}`.
       env_kwargs: for `gymnasium.make` when `env` is an id.
-      instruction: what the policy is told when neither the task nor the
-        environment's `info["instruction"]` says it.
+      instruction: of episodes where neither the task nor the environment's
+        `info["instruction"]` has one.
       success_return: least sum of rewards of a success.
       success_end: how a successful episode ends: "terminated", "truncated"
         (surviving to the time limit, as in CartPole) or "any".
@@ -224,6 +226,8 @@ class GymnasiumGym:
       raise ValueError(f"size must be (width, height) > 0, got {size!r}")
     if not isinstance(env, str) and env_kwargs:
       raise ValueError("env_kwargs are for an env given by its id")
+    if isinstance(adapter, Mapping):
+      adapter = _adapter(adapter)
     if not callable(adapter):
       raise ValueError(f"adapter must be callable, got {adapter!r}")
     self._make = env
@@ -238,43 +242,6 @@ class GymnasiumGym:
     self._frame: np.ndarray | None = None
     self._frame_size = (0, 0)
     self._clear()
-
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> GymnasiumGym:
-    """Builds it from its arguments; `adapter` is described by a mapping.
-
-    `{"type": "keys", "keys": {...}, "wait": …}` or `{"type": "desktop",
-    "width": …, "height": …}`.
-    """
-    config = {k: v for k, v in config.items() if k not in ("name", "type")}
-    for name in ("env", "adapter"):
-      if name not in config:
-        raise ValueError(
-            f"a gymnasium gym needs {name!r} in its config, e.g."
-            ' {"env": "CartPole-v1", "adapter": {"type": "keys", "keys":'
-            ' {"left": 0, "right": 1}}}'
-        )
-    adapter = config.pop("adapter")
-    if isinstance(adapter, Mapping):
-      settings = dict(adapter)
-      kind = settings.pop("type", None)
-      makers = {"keys": KeyAdapter, "desktop": DesktopAdapter}
-      if kind not in makers:
-        raise ValueError(
-            f"adapter type must be one of {', '.join(makers)}, got {kind!r}"
-        )
-      adapter = makers[kind](**settings)
-    known = (
-        "env", "env_kwargs", "instruction", "success_return", "success_end",
-        "score", "size",
-    )  # pyformat: disable
-    for name in config:
-      if name not in known:
-        raise ValueError(
-            f"a gymnasium gym takes no {name!r}; known: adapter,"
-            f" {', '.join(known)}"
-        )
-    return cls(config.pop("env"), adapter, **config)
 
   # -- the protocol ------------------------------------------------------------
 
@@ -414,6 +381,18 @@ class GymnasiumGym:
     width, height = self._frame.shape[1], self._frame.shape[0]
     sx, sy = self._frame_size[0] / width, self._frame_size[1] / height
     return action.scaled(sx, sy)
+
+
+def _adapter(settings: Mapping[str, Any]) -> Adapter:
+  """The adapter that a mapping describes."""
+  settings = dict(settings)
+  kind = settings.pop("type", None)
+  makers = {"keys": KeyAdapter, "desktop": DesktopAdapter}
+  if kind not in makers:
+    raise ValueError(
+        f"adapter type must be one of {', '.join(makers)}, got {kind!r}"
+    )
+  return makers[kind](**settings)
 
 
 def _render(env: gymnasium.Env) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""Lists the MiniWoB++ tasks, and tries them.
+"""Lists and tries the MiniWoB++ tasks: the `miniwob` command.
 
     python -m tunix.rl.multi_turn.environments.gyms.miniwob list
     python -m tunix.rl.multi_turn.environments.gyms.miniwob list email --json
     python -m tunix.rl.multi_turn.environments.gyms.miniwob smoke
 
-`smoke` plays one instance of each with a scripted policy, says which passed,
+`smoke` plays one instance of each with a scripted policy, lists which passed,
 and exits with 1 when one did not.
 """
 

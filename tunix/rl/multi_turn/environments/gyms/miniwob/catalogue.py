@@ -1,4 +1,4 @@
-"""What is known of each MiniWoB++ task family: limits, words, an oracle.
+"""Describes each MiniWoB++ task family: turn limit, words, oracle or not.
 
 The package describes most of its tasks in the docstrings of its environments;
 they are read from its source, which is not imported.
@@ -102,7 +102,7 @@ class Info:
       `time_limit` is set.
     quick: whether an instance may be started without loading the page anew.
     oracle: whether `oracle_action` can play it.
-    words: what is to be done, "" where nobody says.
+    words: description of the task, "" where there is none.
   """
 
   family: str
@@ -114,7 +114,7 @@ class Info:
 
 
 def about(family: str, page: pathlib.Path, oracle: bool = False) -> Info:
-  """What is known of the family whose page this is."""
+  """The description of the family whose page this is."""
   found = _LIMIT.search(page.read_text(encoding="utf-8", errors="replace"))
   words = _WORDS.get(family) or _described(page.parents[2]).get(family, "")
   return Info(

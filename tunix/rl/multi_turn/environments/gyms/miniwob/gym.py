@@ -1,4 +1,4 @@
-"""The `miniwob` gym: real MiniWoB++ pages in one shared headless Chromium.
+"""Plays real MiniWoB++ pages in one shared headless Chromium.
 
 `MiniWobGym` implements the gym protocol on the event loop, without threads:
 each gym has a tab, many gyms share a browser. The same task and the same
@@ -7,7 +7,7 @@ is followed by a fixed span of the page's virtual time, so a task's timers,
 animations and time limits count actions, not seconds.
 
 Positions outside the screenshot are clamped to its edge, as a real pointer is
-(`info["clamped"]`), and an action that does nothing says why in
+(`info["clamped"]`), and an action that does nothing reports why in
 `info["ignored"]`. Failures of the browser are `devtools.DevToolsError`s: the
 episode is lost, the next `start` gets a fresh tab or browser.
 
@@ -30,10 +30,6 @@ from tunix.rl.multi_turn.environments.gyms.miniwob import page as page_lib
 from tunix.rl.multi_turn.environments.gyms.miniwob import tasks as tasks_lib
 
 _Kind = gui_action.GuiActionKind
-_SETTINGS = (
-    "width", "height", "scale", "reward", "time_limit", "seconds_per_action",
-    "quick_restart", "final_screenshot", "page_deadline_s", "max_pages",
-)  # pyformat: disable
 # After these the page may still have to hear that something was scrolled.
 _SCROLLING = frozenset({_Kind.SCROLL, _Kind.KEY, _Kind.DRAG, _Kind.SWIPE})
 
@@ -150,13 +146,6 @@ class MiniWobGym:
       )
     return int(given)
 
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> MiniWobGym:
-    """Builds it from the settings of `__init__` that are JSON values."""
-    return cls(
-        **base.known_only(config, _SETTINGS, "miniwob gym settings")
-    )
-
   async def start(self, task: base.Task) -> base.Observation:
     """Starts an instance; the observation carries the page's instruction.
 
@@ -238,7 +227,7 @@ class MiniWobGym:
       else:
         self._shot = await self._look(page, action.kind in _SCROLLING)
     except BaseException:
-      # Cancelled or failed half-way: nobody knows what the page is doing.
+      # Cancelled or failed half-way: the state of the page is unknown.
       self._discard()
       raise
     return self._observe(info)

@@ -1,10 +1,10 @@
-"""The next right action of some MiniWoB++ families, read from the page.
+"""Reads the next right action of some MiniWoB++ families from the page.
 
 For warm starts and tests. Reads the document of a gym's tab through
 `WobPage.evaluate` and returns a `GuiAction` for what is on the screen now; it
 keeps no state, so it also goes on from where a policy has erred.
 
-Knows only `ORACLE_FAMILIES`.
+Does not solve other families than `ORACLE_FAMILIES`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
 async def describe(
     gym: gym_lib.MiniWobGym, x: float, y: float
 ) -> str | None:
-  """What a person would call the thing at a pixel; None when it has no name.
+  """The name of the thing at a pixel; None when it has none.
 
   Raises:
     RuntimeError: no episode is running.

@@ -1,4 +1,4 @@
-"""One browser tab that shows MiniWoB++ pages, one episode after another.
+"""Drives a browser tab that shows MiniWoB++ pages, episode after episode.
 
 `WobPage` loads a task's page, starts an instance of it, carries out mouse and
 keyboard input, lets the page's time pass and takes screenshots.
@@ -57,14 +57,14 @@ _PRELUDE = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shot:
-  """What the page shows and what it says about the episode.
+  """A screenshot, and the page's state of the episode.
 
   Attributes:
     pixels: uint8[H, W, 3], see `WobPage.show`; None where no screenshot was
       asked for.
     done: the episode has ended.
     raw_reward: the page's verdict, -1 to 1; 0 until it is done.
-    timed_reward: the same, smaller the later the page says it was earned.
+    timed_reward: the same, smaller the later in page time it was earned.
     reason: the page's own words, mostly None.
     page_ms: page time since the instance's start.
   """
@@ -195,8 +195,8 @@ class WobPage(tab_lib.Tab):
 
     Args:
       milliseconds: page time to let pass first.
-      settle: first let the browser draw once, which is when it tells the page
-        that something was scrolled; costs a sixtieth of a second.
+      settle: first let the browser draw once, when it notifies the page that
+        something was scrolled; costs a sixtieth of a second.
     """
     for identifier in self._unacknowledged:
       self._acknowledge(identifier)

@@ -1,8 +1,8 @@
-"""A scripted policy that tries every task: does it start, act and end?
+"""Tries every task with a scripted policy: does it start, act and end?
 
-It knows no task. It clicks what can be clicked, types into fields, drags and
-scrolls, drawn by a seed, and where there is an oracle it plays that. What is
-checked is the gym: that the instance says what is to be done and shows
+The policy has no knowledge of the task. It clicks on elements, types into
+fields, drags and scrolls, drawn by a seed; where there is an oracle, the oracle
+plays. The gym is checked: that the instance has an instruction and shows
 something, that it is the same when started again, that actions change it
 without an error, that its verdict is in [-1, 1], and that the page's own time
 limit ends it with -1.
@@ -41,7 +41,7 @@ _USABLE = """[...document.querySelectorAll('#area button, #area input, #area a,'
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What became of one family.
+  """The outcome of one family.
 
   Attributes:
     family: its name.

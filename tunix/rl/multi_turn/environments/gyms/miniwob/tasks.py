@@ -1,4 +1,4 @@
-"""MiniWoB++ task families, found in the installed `miniwob` package.
+"""Finds the MiniWoB++ task families in the installed `miniwob` package.
 
 Only the package's pages are used; it is located without importing it, so that
 its browser driver need not be there.
@@ -11,7 +11,6 @@ import importlib.util
 import os
 import pathlib
 import re
-from typing import Any, Mapping
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
@@ -51,7 +50,7 @@ def _pages_in(override: str | None) -> pathlib.Path:
 
 
 def pages_directory() -> pathlib.Path:
-  """Where the pages `<family>.html` are.
+  """The directory of the pages `<family>.html`.
 
   Raises:
     PagesNotFound: with what to install.
@@ -83,7 +82,7 @@ def page_url(family: str) -> str:
 
 
 def about(family: str, oracle: bool = False) -> catalogue.Info:
-  """What is known of a family.
+  """The description of a family.
 
   Raises:
     ValueError: no such family; gives the nearest name.
@@ -119,7 +118,7 @@ class MiniWobTasks:
   `EVAL_SEEDS_FROM` are for training and those from it up to twice it for
   evaluation: `train_task` and `eval_task` never return the same seed. (Small
   families may still show the same instance.) A task's instruction is empty:
-  the page knows it, and the first observation carries it.
+  the page holds it, and the first observation carries it.
   """
 
   def __init__(
@@ -143,12 +142,6 @@ class MiniWobTasks:
       )
     self._families = names
     self._data_mode = data_mode
-
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> MiniWobTasks:
-    """Builds it from `{"families": [...], "data_mode": "default"}`."""
-    known = ("families", "data_mode")
-    return cls(**base.known_only(config, known, "miniwob tasks"))
 
   def families(self) -> tuple[str, ...]:
     return self._families

@@ -1,4 +1,4 @@
-"""A real Linux desktop: an X server, a window manager and applications.
+"""Runs a real Linux desktop: an X server, a window manager, applications.
 
 Each desktop is made for one episode, in a `sandbox.Room` of its own, and ends
 with it. Its methods block, each with a deadline of its own but for those that
@@ -98,7 +98,7 @@ class Desktop:
 
   @property
   def room(self) -> sandbox.Room:
-    """Where its programs run. Raises DesktopLost: there is none yet."""
+    """The room its programs run in. Raises DesktopLost: none yet."""
     if self._room is None:
       raise errors.DesktopLost("the desktop has not been started")
     return self._room
@@ -252,7 +252,7 @@ class Desktop:
       self._number = int(self._await(self._told_number, "Xvfb"))
       address = sandbox.SOCKETS / f"X{self._number}"
       self._socket = sandbox.socket_identity(self._number)
-      # For whoever finds this room without its owner.
+      # For the process that finds this room without its owner.
       (self.room.path / "display").write_text(f"{self._number} {self._socket}")
 
     def connect() -> displays.Display | None:
@@ -287,7 +287,7 @@ class Desktop:
     return found
 
   def _within(self, seconds: float, look: Callable[[], T]) -> T | None:
-    """What `look` finds, as soon as it finds something."""
+    """Waits until `look` finds something, and returns that."""
     due = time.monotonic() + seconds
     while True:
       found = look()

@@ -1,12 +1,12 @@
-"""An X display as its user has it: a picture, a pointer and a keyboard.
+"""Connects to an X display: its picture, pointer and keyboard.
 
 Pictures come through MIT-SHM into memory shared with the server, input goes
 through XTEST, changes are heard of through DAMAGE. Nothing is started: no
 process, no helper.
 
 Belongs to one thread at a time. Its calls wait for the server without a
-deadline of their own: whoever calls has one, and ends the server when it
-passes, upon which they raise `DesktopLost`.
+deadline of their own: the caller has one, and ends the server when it passes,
+upon which they raise `DesktopLost`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Display:
     """`address`: the server's socket.
 
     Raises:
-      OSError: nobody answers there, yet.
+      OSError: no server answers there, yet.
       LaunchError: the server refuses, or lacks an extension.
     """
     self._shm: mmap.mmap | None = None
@@ -201,7 +201,7 @@ class Display:
   # -- pictures --------------------------------------------------------------
 
   def screenshot(self, pointer: bool = True) -> np.ndarray:
-    """What is on the screen now: uint8[height, width, 3].
+    """The screen's pixels now: uint8[height, width, 3].
 
     Args:
       pointer: draw the mouse pointer, which is no part of the picture in X.
@@ -267,7 +267,7 @@ class Display:
     return True
 
   def _read_events(self) -> list[Any]:
-    """Takes what the server has told; returns the rest of it."""
+    """Takes the server's pending events; returns the rest of them."""
     others = []
     while True:
       try:
@@ -447,7 +447,7 @@ class Display:
   def managed(self) -> bool:
     """Whether a window manager is ready for windows.
 
-    It says that it is there (_NET_SUPPORTING_WM_CHECK) long before: a window
+    It announces itself (_NET_SUPPORTING_WM_CHECK) long before: a window
     that opens in between may never be managed.
     """
     core = self._connection.core

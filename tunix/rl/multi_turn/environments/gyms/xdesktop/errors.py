@@ -1,4 +1,4 @@
-"""What can go wrong with a desktop, by type.
+"""Defines the errors of desktops, by type.
 
 A `DesktopError` is the environment's failure: the collector leaves the episode
 out of training. Settings that cannot be are plain `ValueError`s.

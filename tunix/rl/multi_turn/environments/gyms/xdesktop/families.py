@@ -1,9 +1,9 @@
-"""Task families: what a desktop is made ready with, and what solves it.
+"""Defines task families: the setup of a desktop, and its check.
 
 A family is a function of a random generator that gives an `Instance`: the same
-seed, the same instance. What it checks is state (files, settings, windows),
-never pixels, and all of it: an episode that does the task and damages another
-file has not solved it.
+seed, the same instance. It checks state (files, settings, windows), never
+pixels, and all of it: an episode that does the task and damages another file
+has not solved it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def furnish(desktop: desktops.Desktop, task: Instance) -> None:
 
 
 def tree_of(files: Mapping[str, str | None]) -> dict[str, str | None]:
-  """What `State.tree` says when a home holds just these files."""
+  """`State.tree` of a home that holds just these files."""
   found: dict[str, str | None] = {}
   for name, text in files.items():
     for parent in pathlib.PurePosixPath(name).parents:
@@ -148,7 +148,7 @@ def tree_of(files: Mapping[str, str | None]) -> dict[str, str | None]:
 def expect_tree(
     state: state_lib.State, wanted: Mapping[str, str | None]
 ) -> str:
-  """How the files of the home differ from `wanted`, "" if they do not."""
+  """Differences of the home's files from `wanted`, "" for none."""
   wanted = tree_of(wanted)
   found = state.tree()
   for name in sorted({*wanted, *found}):

@@ -1,6 +1,6 @@
-"""Files that programs of a desktop had their hands on, read with care.
+"""Reads files that programs of a desktop may have written or replaced.
 
-They may have left links to anywhere: none is followed.
+Promises: no link is followed, wherever it leads.
 """
 
 from __future__ import annotations

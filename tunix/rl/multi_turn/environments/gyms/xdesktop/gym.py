@@ -1,4 +1,4 @@
-"""The `xdesktop` gym: tasks on a real Linux desktop.
+"""Plays tasks on a real Linux desktop: the `xdesktop` gym.
 
 `XDesktopGym` makes a new desktop for each episode (display, home, processes)
 and ends it with the episode. What happens on it is real: programs take their
@@ -7,9 +7,9 @@ program works, with a limit; pictures of equal states are equal but for what
 programs themselves show of time and place.
 
 Positions outside the screenshot are clamped to its edge (`info["clamped"]`),
-and an action that does nothing says why in `info["ignored"]`. Failures of the
-desktop are `errors.DesktopError`s: the episode is lost, the next `start` gets
-a fresh one. A call that misses its deadline ends the desktop.
+and an action that does nothing reports why in `info["ignored"]`. Failures of
+the desktop are `errors.DesktopError`s: the episode is lost, the next `start`
+gets a fresh one. A call that misses its deadline ends the desktop.
 
 Does not enforce `max_turns` (the collector does).
 """
@@ -20,7 +20,7 @@ import asyncio
 import logging
 import math
 import threading
-from typing import Any, Callable, Iterator, Mapping, TypeVar
+from typing import Any, Callable, Iterator, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -37,10 +37,6 @@ from tunix.rl.multi_turn.environments.gyms.xdesktop import state as state_lib
 _LOG = logging.getLogger(__name__)
 _Kind = gui_action.GuiActionKind
 T = TypeVar("T")
-_SETTINGS = (
-    "width", "height", "zoom", "isolation", "directory", "settle_s",
-    "settle_limit_s", "launch_s", "call_s", "pointer",
-)  # pyformat: disable
 MIN_SCREEN = (800, 600)
 MAX_SCREEN = (4096, 4096)
 _MAX_WAIT_S = 60.0
@@ -142,11 +138,6 @@ class XDesktopGym:
     self._turns = 0
     self._stuck: concurrency.StuckCall | None = None
 
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> XDesktopGym:
-    """Builds it from the settings of `__init__`."""
-    return cls(**base.known_only(config, _SETTINGS, "xdesktop gym settings"))
-
   # -- the protocol ------------------------------------------------------------
 
   async def start(self, task: base.Task) -> base.Observation:
@@ -210,7 +201,7 @@ class XDesktopGym:
         info["ignored"] = ignored
       shot = await self._call("screenshot", self._shoot)
     except BaseException:
-      # Failed or cancelled half-way: nobody knows what the desktop is doing.
+      # Failed or cancelled half-way: the state of the desktop is unknown.
       await self._discard()
       raise
     return self._observe(shot, turn=self._turns, **info)

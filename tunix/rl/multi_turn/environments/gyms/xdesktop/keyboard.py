@@ -1,7 +1,7 @@
-"""Keys as an X server knows them: key codes and the modifiers they need.
+"""Translates keys into an X server's key codes and modifiers.
 
 A `Keyboard` is made from the server's own mapping. Characters that no key
-gives borrow a key that is not used; whoever sends them changes the mapping
+gives borrow a key that is not used; their sender changes the mapping
 first (`Stroke.keysym`). A program looks at the mapping when it comes to a key,
 which may be long after: a key gives another character as late as can be.
 """
@@ -25,7 +25,7 @@ _NAMED = {
     **{f"f{n}": 0xFFBD + n for n in range(1, 25)},
 }  # pyformat: disable
 _TYPED = {"\n": 0xFF0D, "\t": 0xFF09}
-# Of multimedia keyboards: "play", "mail". But for `_NAMED` nobody presses them.
+# Of multimedia keyboards: "play", "mail". But for `_NAMED` no task needs them.
 _MULTIMEDIA = range(0x1008FE00, 0x10090000)
 
 

@@ -1,8 +1,8 @@
-"""The next right action of an episode, and what things are called.
+"""Gives the next right action of an episode, and the names of things.
 
-The scripts are in the families. One goes on from where the episode is: it is
-for whoever plays an episode from its start with it, and knows no way back from
-another's mistakes.
+The scripts are in the families. A script continues from where it left the
+episode: it must play the episode from the start, and cannot undo the mistakes
+of another policy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def oracle_action(
 async def describe(
     gym: gym_lib.XDesktopGym, x: float, y: float
 ) -> str | None:
-  """What a person would call the thing at a pixel; None when it has no name.
+  """The name of the thing at a pixel; None when it has none.
 
   Raises:
     RuntimeError: no episode is running.

@@ -1,4 +1,4 @@
-"""Processes as /proc shows them: which belong together, and what they do."""
+"""Reads /proc: which processes belong together, and what they do."""
 
 from __future__ import annotations
 

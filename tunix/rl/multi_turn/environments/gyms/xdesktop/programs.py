@@ -1,4 +1,4 @@
-"""The programs of a desktop: what they are called, and whether they are there.
+"""Finds the programs that a desktop needs.
 
 Debian's names; `make desktop` installs them.
 """
@@ -14,7 +14,7 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
 
 SEARCH = "/usr/local/bin:/usr/bin:/bin"
-"""Where programs are looked for, whatever the caller's own PATH."""
+"""Directories in which programs are found, whatever the caller's own PATH."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""A room of its own for the programs of one desktop.
+"""Isolates the programs of one desktop in a room of their own.
 
 Each room has a directory of its own below `directory`: a home, a /tmp and
-configuration, removed at close. `isolation` says what else keeps its programs
-apart:
+configuration, removed at close. `isolation` decides what else separates its
+programs:
 
 - "namespaces": bubblewrap gives them their own users, processes, network (with
   no way out), IPC and host name, no capabilities, no way to more namespaces,
@@ -259,7 +259,7 @@ class Room:
     return files.read_text(self.tmp, name, "")[-500:].strip()
 
   def last_words(self) -> str:
-    """What the room itself said, for messages."""
+    """Output of the room itself, for messages."""
     said = files.read_text(self.path, "log", "")[-500:].strip()
     return f"it said: {said}" if said else "it said nothing"
 
@@ -270,7 +270,7 @@ class Room:
     return processes.marked(self._mark)
 
   def activity(self, without: str = "Xvfb") -> tuple[int, bool]:
-    """What the programs have done: (nanoseconds on a CPU or waiting for one,
+    """Work of the programs: (nanoseconds on a CPU or waiting for one,
     whether one is at it now).
 
     Args:
@@ -498,7 +498,7 @@ SOCKETS = pathlib.Path("/tmp/.X11-unix")
 
 
 def socket_identity(number: int) -> str:
-  """Which socket a display has: another server's is another; "" for none."""
+  """Identity of a display's socket: each server's differs; "" for none."""
   try:
     found = (SOCKETS / f"X{number}").lstat()
   except OSError:

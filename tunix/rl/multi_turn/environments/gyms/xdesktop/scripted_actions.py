@@ -1,6 +1,6 @@
-"""What scripted oracles act with: they see screenshots and give actions.
+"""Helps scripted oracles to read screenshots and to make actions.
 
-A script is a generator of `GuiAction`s. It knows its task, keyboard shortcuts
+A script is a generator of `GuiAction`s. It has its task, keyboard shortcuts
 and where things lie within a window; where the window is, and that one has
 come or gone, it reads from the screenshot, by the color that only the title
 bar of the window with the keyboard has.

@@ -1,4 +1,4 @@
-"""The state that a task is judged by: files, settings, windows, clipboard."""
+"""Reads the state that judges a task: files, settings, windows, clipboard."""
 
 from __future__ import annotations
 

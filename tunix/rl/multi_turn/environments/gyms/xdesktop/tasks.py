@@ -1,8 +1,6 @@
-"""Tasks of the `xdesktop` gym: which there are, and their splits."""
+"""Makes the tasks of the `xdesktop` gym, training and held-out ones."""
 
 from __future__ import annotations
-
-from typing import Any, Mapping
 
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
@@ -32,11 +30,6 @@ class XDesktopTasks:
     for name in names:
       known.get(name)
     self._families = names
-
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> XDesktopTasks:
-    """Builds it from `{"families": [...]}`."""
-    return cls(**base.known_only(config, ("families",), "xdesktop tasks"))
 
   def families(self) -> tuple[str, ...]:
     return self._families

@@ -1,4 +1,4 @@
-"""The two calls to libxcb that xcffib does not have, or not whole.
+"""Makes the two calls to libxcb that xcffib lacks, or has in part.
 
 Descriptors cannot be sent with it, which sharing memory takes. And its
 `Connection(auth=…)` frees the credentials before libxcb reads them.

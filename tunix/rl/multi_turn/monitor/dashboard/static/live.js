@@ -114,8 +114,8 @@ function refresh() {
   });
 }
 
-// Calls `told` with the kinds that changed, at most once in EVERY_MS.
-function gather(told) {
+// Calls `notify` with the kinds that changed, at most once in EVERY_MS.
+function gather(notify) {
   let timer = null;
   let kinds = new Set();
   return (kind) => {
@@ -124,7 +124,7 @@ function gather(told) {
       const now = kinds;
       timer = null;
       kinds = new Set();
-      told(now);
+      notify(now);
     }, EVERY_MS);
   };
 }

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.engine import cached_sequence
-from tunix.rl.multi_turn.engine import pages as pages_lib
+from tunix.rl.multi_turn.engine import kv_cache
 
 SIZE = 4
 
@@ -19,7 +18,7 @@ def image(seed, offset, count=3):
 
 
 def sequence(pool, share=True):
-  return cached_sequence.CachedSequence(pool, share)
+  return kv_cache.CachedSequence(pool, share)
 
 
 def fill(seq, tokens, spans=()):
@@ -36,7 +35,7 @@ class Model:
   """What every page of a pool holds, written by hand."""
 
   def __init__(self, pages, share):
-    self.pool = pages_lib.PagePool(pages, SIZE)
+    self.pool = kv_cache.PagePool(pages, SIZE)
     self.share = share
     self.content = [None] * (pages * SIZE)
     self.sequences = {}
@@ -129,7 +128,7 @@ def test_pages_hold_what_their_sequences_say(pages, share, steps):
 
 
 def test_equal_beginnings_share_whole_pages():
-  pool = pages_lib.PagePool(32, SIZE)
+  pool = kv_cache.PagePool(32, SIZE)
   a, b = sequence(pool), sequence(pool)
   assert fill(a, range(10)) == 0
   assert fill(b, [*range(8), 50, 51, 52]) == 8
@@ -140,7 +139,7 @@ def test_equal_beginnings_share_whole_pages():
 
 
 def test_the_last_token_is_never_taken_from_the_cache():
-  pool = pages_lib.PagePool(32, SIZE)
+  pool = kv_cache.PagePool(32, SIZE)
   fill(sequence(pool), range(9))
   for n in range(2, 9):
     seq = sequence(pool)
@@ -150,7 +149,7 @@ def test_the_last_token_is_never_taken_from_the_cache():
 
 
 def test_pages_outlive_their_sequence_until_they_are_needed():
-  pool = pages_lib.PagePool(8, SIZE)
+  pool = kv_cache.PagePool(8, SIZE)
   a = sequence(pool)
   fill(a, range(13))
   a.clear()
@@ -165,7 +164,7 @@ def test_pages_outlive_their_sequence_until_they_are_needed():
 
 
 def test_the_end_of_a_sequence_goes_first():
-  pool = pages_lib.PagePool(8, SIZE)
+  pool = kv_cache.PagePool(8, SIZE)
   a = sequence(pool)
   fill(a, range(17))
   a.clear()
@@ -177,20 +176,20 @@ def test_the_end_of_a_sequence_goes_first():
 
 
 def test_other_pixels_are_another_page():
-  pool = pages_lib.PagePool(32, SIZE)
+  pool = kv_cache.PagePool(32, SIZE)
   tokens = [7, 1, 1, 1, 8, 9, 10, 11, 12]
   first = fill(sequence(pool), tokens, (image(0, 1),))
   assert first == 0
   assert fill(sequence(pool), tokens, (image(1, 1),)) == 0
   assert fill(sequence(pool), tokens, (image(0, 1),)) == 8
   # The same pixels one token later in the run are other vision tokens.
-  assert pages_lib.page_key(
+  assert kv_cache.page_key(
       b"", np.array([1, 1]), 4, (image(0, 3),)
-  ) != pages_lib.page_key(b"", np.array([1, 1]), 4, (image(0, 2, 4),))
+  ) != kv_cache.page_key(b"", np.array([1, 1]), 4, (image(0, 2, 4),))
 
 
 def test_what_others_may_read_is_not_written():
-  pool = pages_lib.PagePool(32, SIZE)
+  pool = kv_cache.PagePool(32, SIZE)
   a, b = sequence(pool), sequence(pool)
   fill(a, range(10))
   fill(b, range(10))
@@ -206,7 +205,7 @@ def test_what_others_may_read_is_not_written():
 
 
 def test_older_weights_stay_with_their_sequence():
-  pool = pages_lib.PagePool(32, SIZE)
+  pool = kv_cache.PagePool(32, SIZE)
   a = sequence(pool)
   fill(a, range(9))
   pool.forget()
@@ -222,4 +221,4 @@ def test_older_weights_stay_with_their_sequence():
 @pytest.mark.parametrize("pages", (0, 1))
 def test_a_pool_needs_pages(pages):
   with pytest.raises(ValueError, match="pages must be >= 2"):
-    pages_lib.PagePool(pages, SIZE)
+    kv_cache.PagePool(pages, SIZE)

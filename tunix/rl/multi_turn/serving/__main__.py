@@ -1,10 +1,10 @@
 """Serves a policy to OpenAI clients.
 
-    python -m tunix.rl.multi_turn.serving.serve tiny_vl --port 8000
+    python -m tunix.rl.multi_turn.serving tiny_vl --port 8000
 
 Answers chat completions, completions and responses with the ids, log-probs and
 policy versions that training needs, and keeps sessions as trajectories (see
-`server.app`). Binds the loopback interface; another address needs a token.
+`app`). Binds the loopback interface; another address needs a token.
 """
 
 from __future__ import annotations
@@ -19,104 +19,31 @@ import tqdm
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.engine import config as engine_config
-from tunix.rl.multi_turn.engine import constrained_decoding
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.engine import programs
-from tunix.rl.multi_turn.parser import tool_parser
-from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
-from tunix.rl.multi_turn.serving import answers
-from tunix.rl.multi_turn.serving import app as app_lib
 from tunix.rl.multi_turn.serving import media
 from tunix.rl.multi_turn.serving import requests
-from tunix.rl.multi_turn.serving import service as service_lib
-from tunix.rl.multi_turn.serving import session_store
+from tunix.rl.multi_turn.serving import server
 
 TOKEN_VARIABLE = "TUNIX_ROLLOUT_TOKEN"
 _BACKLOG = 2048  # Connections that wait while the policy is compiled.
 
 
-def make_app(
-    name: str,
-    engine: engine_lib.RolloutEngine,
-    policy: tuple[Any, Any, Any],
-    image_store: images.ImageStore,
-    *,
-    parser: str = "qwen",
-    limits: requests.Limits = requests.Limits(),
-    media_limits: media.MediaLimits = media.MediaLimits(),
-    max_sessions: int = 1024,
-    session_timeout_s: float = 3600.0,
-    max_concurrent: int = 256,
-    token: str = "",
-) -> app_lib.App:
-  """The application around an engine.
-
-  Args:
-    name: what clients call the model.
-    engine: samples.
-    policy: (model, processor, tokenizer) that it serves.
-    image_store: where the engine finds images.
-    parser: registered tool parser that reads tool calls.
-    limits: of a request.
-    media_limits: of an image.
-    max_sessions: open at a time.
-    session_timeout_s: an idle session ends after so long.
-    max_concurrent: requests answered at a time; more are told to come again.
-    token: what clients must present; "" asks for none.
-  """
-  _, processor, tokenizer = policy
-  renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
-  decoder = answers.Decoder(
-      renderer.decode, tokenizer, renderer.end_of_turn_id
-  )
-  try:
-    known = constrained_decoding.Grammars(
-        decoder.bytes,
-        renderer.encode,
-        engine.vocabulary,
-        decoder.special,
-        renderer.stop_token_ids,
-    )
-  except ImportError:  # Requests that need one are refused, and say so.
-    known = None
-  service = service_lib.Service(
-      service_lib.Policy(
-          name=name,
-          client=engine,
-          renderer=renderer,
-          parser=tool_parser.make_tool_parser(parser),
-          decoder=decoder,
-          grammars=known,
-          context_length=engine.context_length,
-          max_stop_token_ids=programs.MAX_STOP_TOKENS,
-          healthy=lambda: engine.healthy,
-      ),
-      session_store.SessionStore(
-          renderer, max_sessions=max_sessions, timeout_s=session_timeout_s
-      ),
-      media.MediaLoader(image_store, media_limits),
-      limits=limits,
-      max_concurrent=max_concurrent,
-  )
-  return app_lib.App(service, token=token, stats=engine.stats)
-
-
 def parser() -> argparse.ArgumentParser:
   out = argparse.ArgumentParser(
-      prog="python -m tunix.rl.multi_turn.serving.serve",
+      prog="python -m tunix.rl.multi_turn.serving",
       description="Serve a policy to OpenAI clients.",
       formatter_class=argparse.ArgumentDefaultsHelpFormatter,
   )
   add = out.add_argument
   add("policy", help="a directory, or a shipped policy such as tiny_vl")
-  add("--name", default="", help="what clients call the model (the policy)")
+  add("--name", default="", help="the model's name for clients (the policy)")
   add("--host", default="127.0.0.1")
   add("--port", type=int, default=8000)
   add("--token-file", type=pathlib.Path,
-      help=f"holds what clients must present; or set {TOKEN_VARIABLE}")
+      help=f"holds the token of clients; or set {TOKEN_VARIABLE}")
   add("--max-model-len", type=int, default=2048, metavar="TOKENS",
       help="context of a sequence, images included")
   add("--max-tokens", type=int, default=1024,
@@ -133,22 +60,22 @@ def parser() -> argparse.ArgumentParser:
   add("--image-memory", type=int, default=1024, metavar="MIB",
       help="pixels of screenshots kept in memory")
   add("--image-dir", type=pathlib.Path,
-      help="where screenshots beyond --image-memory are kept; else they are"
+      help="holds the screenshots beyond --image-memory; without it they are"
       " forgotten, and a request that needs one fails")
   add("--tool-parser", default="qwen",
       help="grammar of tool calls, a registered tool parser")
   add("--dtype", default="float32", choices=("float32", "bfloat16"),
       help="of activations and KV cache")
   add("--features", default="", metavar="NAME[,NAME]",
-      help="compiled before the first request: details are top_logprobs and raw"
-      " log-probs, grammar holds answers to schemas; else with the first that"
-      " asks, while all wait")
+      help="compiled before the first request: details (top_logprobs and raw"
+      " log-probs), grammar (answers that follow a schema); others are compiled"
+      " at the first request for them, while all wait")
   add("--weights", default="same", choices=("same", "int8"),
       help="int8 halves the matrices' memory (Qwen-VL)")
   add("--max-sessions", type=int, default=1024,
       help="held at a time; ended ones count until they are dropped")
   add("--session-timeout", type=float, default=3600.0, metavar="S",
-      help="an idle session ends after so long")
+      help="an idle session ends after this long")
   add("--seed", type=int, default=0)
   add("--compile-cache", default=compile_cache.AUTO, metavar="DIR",
       help="of compiled programs; auto: the user's cache directory; off: none")
@@ -214,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     token = http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
     screens = _screens(args.screen)
     features = _features(args.features)
-    limits = requests.Limits(
+    limits = requests.RequestLimits(
         max_new_tokens=args.max_tokens,
         images=_images_limit(args.limit_mm_per_prompt),
     )
@@ -250,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         banned_token_ids=policy[0].config.banned_token_ids,
         seed=args.seed,
     )
-    app = make_app(
+    app = server.make_app(
         args.name or args.policy,
         engine,
         policy,

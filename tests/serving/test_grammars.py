@@ -5,11 +5,11 @@ import re
 
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.engine import constrained_decoding as grammars_lib
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.serving import answers
+from tunix.rl.multi_turn.serving import grammars as grammars_lib
 
 pytestmark = pytest.mark.timeout(200)
 VOCABULARY = 2570  # Ten ids more than the tokenizer has.
@@ -36,7 +36,7 @@ class Policy:
   def __init__(self):
     tokenizer = checkpoint.load_tokenizer("tiny_vl")
     self.renderer = qwen.QwenRenderer(tokenizer, lambda width, height: 6)
-    self.decoder = answers.Decoder(self.renderer.decode, tokenizer)
+    self.decoder = answers.TokenDecoder(self.renderer.decode, tokenizer)
     self.end = self.renderer.end_of_turn_id
     self.grammars = grammars_lib.Grammars(
         self.decoder.bytes,

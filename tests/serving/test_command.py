@@ -8,7 +8,7 @@ import sys
 
 import openai
 import pytest
-from tunix.rl.multi_turn.serving import serve
+from tunix.rl.multi_turn.serving import __main__ as command
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -35,10 +35,10 @@ pytestmark = pytest.mark.timeout(300)
 def test_a_wrong_argument_is_named_with_what_to_do(
     argv, words, capsys, monkeypatch
 ):
-  monkeypatch.delenv(serve.TOKEN_VARIABLE, raising=False)
+  monkeypatch.delenv(command.TOKEN_VARIABLE, raising=False)
   if "--screen" not in argv:
     argv = [*argv, "--screen=32x32"]
-  assert serve.main(argv) == 2
+  assert command.main(argv) == 2
   said = capsys.readouterr().err
   assert said.startswith("error: ") and "Traceback" not in said
   for word in words:
@@ -46,7 +46,7 @@ def test_a_wrong_argument_is_named_with_what_to_do(
 
 
 def test_a_screen_that_the_policy_cannot_take_is_named_as_the_option(capsys):
-  assert serve.main(["tiny_vl", "--port", "0"]) == 2
+  assert command.main(["tiny_vl", "--port", "0"]) == 2
   said = capsys.readouterr().err
   assert said.startswith("error: --screen=1280x720: ")
   assert "3600 cells" in said and "--screen 640x480" in said
@@ -58,14 +58,14 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys):
     taken.bind(("127.0.0.1", 0))
     taken.listen()
     port = taken.getsockname()[1]
-    assert serve.main(["tiny_vl", "--port", str(port)]) == 2
+    assert command.main(["tiny_vl", "--port", str(port)]) == 2
   assert f"--port={port}" in capsys.readouterr().err
 
 
 def test_the_command_serves_and_ends_when_told_to():
   with subprocess.Popen(
       [
-          sys.executable, "-m", "tunix.rl.multi_turn.serving.serve",
+          sys.executable, "-m", "tunix.rl.multi_turn.serving",
           "tiny_vl", "--name", "mine", "--port", "0", "--screen", "32x32",
           "--slots", "2", "--max-model-len", "128",
       ],

@@ -10,7 +10,9 @@ from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.run import assembly
+from tunix.rl.multi_turn.run import episodes as episodes_lib
+from tunix.rl.multi_turn.run import models
+from tunix.rl.multi_turn.run import tasks as run_tasks
 
 
 def config_of(*argv):
@@ -19,18 +21,18 @@ def config_of(*argv):
 
 def test_the_learner_discounts_as_the_collector_does():
   config = config_of("collect.gamma=0.5", "algorithm.advantage=turn_returns")
-  policy = assembly.make_policy(config, None, "")
+  policy = models.make_policy(config, None, "")
   store = images.ImageStore()
-  learner = assembly.make_learner(config, policy, store, None)
+  learner = models.make_learner(config, policy, store, None)
   assert learner.gamma == 0.5
 
 
 def test_the_documented_overrides_build():
   config = config_of("policy.config.layers=2", "gym.options.time_decay=0.1")
-  assert assembly.make_policy(config, None, "").model.config.layers == 2
-  assert assembly.make_gym(config, "enter-text").time_decay == 0.1
+  assert models.make_policy(config, None, "").model.config.layers == 2
+  assert episodes_lib.make_gym(config, "enter-text").time_decay == 0.1
   config = config_of("gym=miniwob", "gym.options.seconds_per_action=0.2")
-  assembly.make_gym(config, "click-dialog")
+  episodes_lib.make_gym(config, "click-dialog")
   for argv in (
       ["policy.config.num_layers=2"],
       ["gym.options.headless=false"],
@@ -38,8 +40,8 @@ def test_the_documented_overrides_build():
   ):
     with pytest.raises(config_lib.ConfigError):
       config = config_of(*argv)
-      assembly.make_policy(config, None, "")
-      assembly.make_gym(config, config.task_source.families[0])
+      models.make_policy(config, None, "")
+      episodes_lib.make_gym(config, config.task_source.families[0])
 
 
 def test_screenshots_share_the_pixels_of_a_trajectory():
@@ -49,10 +51,10 @@ def test_screenshots_share_the_pixels_of_a_trajectory():
       (["environment.max_turns=4"], 12),  # 64x48.
       (["environment.max_turns=8", "agent.max_images=1"], 48),
   ):
-    policy = assembly.make_policy(config_of(*limit, *argv), None, "")
+    policy = models.make_policy(config_of(*limit, *argv), None, "")
     assert policy.processor.num_image_tokens(128, 96) == tokens, argv
   with pytest.raises(config_lib.ConfigError, match="keep fewer images"):
-    assembly.make_policy(config_of(*limit, "environment.max_turns=99"), None, "")
+    models.make_policy(config_of(*limit, "environment.max_turns=99"), None, "")
 
 
 @hypothesis.settings(max_examples=100, deadline=None)
@@ -78,7 +80,7 @@ def test_a_screenshot_stays_within_its_share_whatever_its_size(
 def test_rows_of_tiny_vl_are_not_split():
   config = config_of("mesh.sequence=2")
   with pytest.raises(config_lib.ConfigError, match="cannot split its rows"):
-    assembly.make_policy(config, None, "")
+    models.make_policy(config, None, "")
 
 
 @pytest.fixture
@@ -96,8 +98,8 @@ def registered():
 
 def play(config):
   """An episode in which the policy gives up at once."""
-  factory = assembly.EpisodeFactory(config, images.ImageStore())
-  task = assembly.make_tasks(config).train_task("enter-text", 0, 0)
+  factory = episodes_lib.EpisodeFactory(config, images.ImageStore())
+  task = run_tasks.make_tasks(config).train_task("enter-text", 0, 0)
   _, env = factory(task)
 
   async def episode():
@@ -113,16 +115,15 @@ def play(config):
 def test_the_reward_is_the_configured_one(registered):
   for name, want in (("score", 0.0), ("success", 0.0), (registered, -0.1)):
     reward, done, info = play(
-        config_of("run.imports=[mine]", f"environment.reward={name}")
+        config_of(f"environment.reward={name}")
     )
     assert done and not info["success"]
     assert reward == pytest.approx(want)
 
 
 def test_an_unknown_reward_is_refused_before_anything_runs(registered):
-  config = config_of("run.imports=[mine]", "environment.reward=test_finish_fe")
   with pytest.raises(config_lib.ConfigError, match=registered):
-    assembly.EpisodeFactory(config, images.ImageStore())
+    config_of("environment.reward=test_finish_fe")
 
 
 def test_a_run_on_web_pages_reads_them_from_a_file(tmp_path):
@@ -130,13 +131,13 @@ def test_a_run_on_web_pages_reads_them_from_a_file(tmp_path):
   file.write_text("greet: {url: 'http://127.0.0.1:1/?s={seed}'}\n")
   argv = ["gym=browser", f"gym.options.pages={file}"]
   judge = "gym.options.evaluator=web_sites:greeted"
-  config, tasks = assembly.run_tasks.resolve(config_of(*argv, judge))
+  config, tasks = run_tasks.resolve(config_of(*argv, judge))
   assert config.task_source.families == ("greet",)
   held_out = tasks.eval_task("greet", 0, 0)
   assert held_out.params["url"].endswith(f"?s={held_out.seed}")
-  gym = assembly.make_gym(config, "greet")
+  gym = episodes_lib.make_gym(config, "greet")
   assert (gym.width, gym.height) == (640, 480)
   with pytest.raises(config_lib.ConfigError, match="needs option 'evaluator'"):
-    assembly.make_gym(config_of(*argv), "greet")
+    episodes_lib.make_gym(config_of(*argv), "greet")
   with pytest.raises(config_lib.ConfigError, match="gym.options.pages=FILE"):
-    assembly.make_tasks(config_of("gym=browser", judge))
+    run_tasks.make_tasks(config_of("gym=browser", judge))

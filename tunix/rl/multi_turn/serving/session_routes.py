@@ -1,10 +1,10 @@
-"""Sessions over HTTP, as AReaL calls them: started, rewarded, ended, exported.
+"""Serves sessions over HTTP with AReaL's calls: start, reward, end, export.
 
-Promises: putting an export together holds up nobody: it is done in one thread
-for all of them, a sequence at a time, and sent as it is done; a client that
-reads slowly holds up itself. An export that drops its session ends it first:
-nothing is answered or rewarded that is not in it. The session is forgotten once
-all of it was sent; when the connection breaks before, it can be exported again.
+Promises: one thread puts all exports together, a sequence at a time, and each
+is sent as it is made, so that neither an export nor a slow reader delays other
+requests. An export that drops its session ends it first: it holds every answer
+and reward that was accepted. The session is dropped once all of it was sent;
+if the connection breaks before, it can be exported again.
 """
 
 from __future__ import annotations
@@ -12,26 +12,59 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
-from typing import Any, AsyncIterator, Callable, Iterator
+from typing import Annotated, Any, AsyncIterator, Callable, Iterator, Literal
 
 import numpy as np
 import orjson
+import pydantic
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
+from tunix.rl.multi_turn.serving import bodies
 from tunix.rl.multi_turn.serving import errors
-from tunix.rl.multi_turn.serving import exports
-from tunix.rl.multi_turn.serving import fields
+from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import service as service_lib
 
 Request = starlette_requests.Request
 Response = starlette_responses.Response
 
 _LONGEST_NAME = 256  # Characters of a request's name.
-_AT_ONCE = 4096  # Numbers that are encoded without letting others go on.
+_AT_ONCE = 4096  # Numbers encoded in one call, which holds the GIL.
+_MAX_REWARD = 1e30
+
+
+class StartBody(bodies.Body):
+  """A body of `/rl/start_session`."""
+
+  task_id: Annotated[str, bodies.Must("must be a string")] = ""
+
+
+class RewardBody(bodies.Body):
+  """A body of `/sessions/{id}/rl/set_reward`; None is the last answer's."""
+
+  reward: Annotated[
+      float,
+      pydantic.Field(gt=-_MAX_REWARD, lt=_MAX_REWARD),
+      bodies.Must("must be a number"),
+  ]
+  interaction_id: bodies.Text | None = None
+
+
+class ExportBody(bodies.Body):
+  """A body of `/export_trajectories`."""
+
+  KEEPS_NULL = frozenset({"style", "discount"})
+
+  session_id: bodies.Text
+  style: Annotated[
+      Literal["individual", "concat"],
+      bodies.Must("must be one of individual, concat"),
+  ] = "individual"
+  discount: Annotated[float, bodies.Range(0.0, 1.0)] = 1.0
+  drop: bodies.Flag = False
 
 
 class SessionRoutes:
-  """The handlers of these routes."""
+  """Handles the routes of sessions."""
 
   def __init__(
       self,
@@ -42,14 +75,14 @@ class SessionRoutes:
     """Args:
 
       service: holds the sessions.
-      read_object: the JSON object of a request.
-      check_own: refuses a session's key where another session is meant, or
-        none is.
+      read_object: reads the JSON object of a request.
+      check_own: refuses a session's key where the request is about another
+        session, or about none.
     """
     self._service = service
     self._read = read_object
     self._check_own = check_own
-    self._going: collections.Counter[str] = collections.Counter()
+    self._dropped: collections.Counter[str] = collections.Counter()
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "tunix-export")
 
   def close(self) -> None:
@@ -57,18 +90,15 @@ class SessionRoutes:
 
   async def start(self, request: Request) -> Response:
     self._check_own(request, None)
-    body = await self._read(request)
-    fields.refuse_others(body, {"task_id"})
-    task = body.get("task_id")
-    task = "" if task in (None, "") else fields.string(body, "task_id")
+    asked = bodies.parse(StartBody, await self._read(request))
     name = request.headers.get("idempotency-key", "")
     if len(name) > _LONGEST_NAME:
       raise errors.invalid(
           "Idempotency-Key",
           f"Idempotency-Key has {len(name)} characters, at most"
-          f" {_LONGEST_NAME} are taken",
+          f" {_LONGEST_NAME} are accepted",
       )
-    session = self._service.start(task, name)
+    session = self._service.start(asked.task_id, name)
     base = str(request.base_url).rstrip("/")
     return starlette_responses.JSONResponse({
         "session_id": session.id,
@@ -77,69 +107,42 @@ class SessionRoutes:
     })
 
   async def set_reward(self, request: Request) -> Response:
-    body = await self._read(request)
-    fields.refuse_others(body, {"reward", "interaction_id"})
-    reward = body.get("reward")
-    if not isinstance(reward, (int, float)) or isinstance(reward, bool) or (
-        not abs(reward) < 1e30
-    ):
-      raise errors.invalid(
-          "reward", f"reward must be a number, got {fields.shown(reward)}"
-      )
-    name = body.get("interaction_id")
-    if name is not None:
-      name = fields.string(body, "interaction_id")
+    asked = bodies.parse(RewardBody, await self._read(request))
     session = request.state.session
-    if self._going[session.id]:
+    if self._dropped[session.id]:
       raise errors.ApiError(
           409,
           "the session is being exported and dropped; set rewards before that",
           code="session_ended",
       )
-    with service_lib.told():
-      session.set_reward(name, float(reward))
+    with service_lib.api_errors():
+      session.set_reward(asked.interaction_id, asked.reward)
     return starlette_responses.JSONResponse({"message": "success"})
 
   async def end(self, request: Request) -> Response:
     session = request.state.session
-    with service_lib.told():
+    with service_lib.api_errors():
       session.end()
     await self._service.forget(session.id)
     return starlette_responses.JSONResponse({"message": "success"})
 
   async def export(self, request: Request) -> Response:
-    body = await self._read(request)
-    fields.refuse_others(body, {"session_id", "style", "discount", "drop"})
-    name = fields.string(body, "session_id")
-    self._check_own(request, name)
-    session = self._service.session(name)
-    style = body.get("style", "individual")
-    if style not in exports.STYLES:
-      raise errors.invalid(
-          "style",
-          f"style must be one of {', '.join(exports.STYLES)}, got"
-          f" {fields.shown(style)}",
-      )
-    discount = body.get("discount", 1.0)
-    if discount is None:
-      raise errors.invalid(
-          "discount", "discount must be a number in [0, 1], got None"
-      )
-    discount = fields.number(body, "discount", 1.0, 0.0, 1.0)
-    drop = fields.flag(body, "drop")
-    if drop:
-      # What is still on its way is told so, and is not in the export.
+    asked = bodies.parse(ExportBody, await self._read(request))
+    self._check_own(request, asked.session_id)
+    session = self._service.session(asked.session_id)
+    if asked.drop:
+      # Requests in flight are refused, and are not in the export.
       session.end()
-      await self._service.forget(name)
-      sent = self._dropping(session, style, discount)
+      await self._service.forget(session.id)
+      sent = self._dropping(session, asked.style, asked.discount)
     else:
-      with service_lib.told():
-        sent = self._sent(session.exporter(style, discount))
+      with service_lib.api_errors():
+        sent = self._sent(session.exporter(asked.style, asked.discount))
     return starlette_responses.StreamingResponse(
         sent, media_type="application/json"
     )
 
-  async def _sent(self, found: exports.Exporter) -> AsyncIterator[bytes]:
+  async def _sent(self, found: interactions.Exporter) -> AsyncIterator[bytes]:
     pieces = _encoded(found)
     loop = asyncio.get_running_loop()
     while piece := await loop.run_in_executor(self._thread, next, pieces, b""):
@@ -148,24 +151,24 @@ class SessionRoutes:
   async def _dropping(
       self, session: Any, style: str, discount: float
   ) -> AsyncIterator[bytes]:
-    """The body; the session, ended, is dropped once all of it was taken."""
-    self._going[session.id] += 1
+    """The body; the ended session is dropped once all of it was read."""
+    self._dropped[session.id] += 1
     try:
       async for piece in self._sent(session.exporter(style, discount)):
         yield piece
       await self._service.drop(session.id)
     finally:
-      self._going[session.id] -= 1
-      if not self._going[session.id]:
-        del self._going[session.id]
+      self._dropped[session.id] -= 1
+      if not self._dropped[session.id]:
+        del self._dropped[session.id]
 
 
-def _encoded(found: exports.Exporter) -> Iterator[bytes]:
+def _encoded(found: interactions.Exporter) -> Iterator[bytes]:
   """The JSON text of an export, a sequence at a time."""
   separator = b'{"interactions": {'
   for one in found:
-    # AReaL's arrays as lists; images are told by reference, beside them.
-    row = exports.to_tensor_dict(one, lambda spans: {})
+    # AReaL's arrays as lists; images by reference, beside them.
+    row = interactions.to_tensor_dict(one, lambda spans: {})
     tensors = b", ".join(
         b"%s: %s" % (orjson.dumps(k), _array(v))
         for k, v in row.items()
@@ -185,7 +188,7 @@ def _encoded(found: exports.Exporter) -> Iterator[bytes]:
             for span in one.sequence.images
         ],
     })
-    # Beside the tensors, all of which every row of AReaL's batches must have.
+    # Beside the tensors: a row of AReaL's batches must have all of those.
     known = b'"turn_ids": ' + _array(one.sequence.turn_ids)
     if one.sequence.entropies is not None:
       known += b', "entropies": ' + _array(one.sequence.entropies)
@@ -205,7 +208,7 @@ def _array(values: np.ndarray) -> bytes:
   if values.ndim > 1:
     return b"[%s]" % b", ".join(map(_array, values))
   if values.dtype == np.float32:
-    values = values.astype(np.float64)  # All digits, as answers tell them.
+    values = values.astype(np.float64)  # All digits, as in answers.
   parts = (
       orjson.dumps(
           np.ascontiguousarray(values[i : i + _AT_ONCE]),

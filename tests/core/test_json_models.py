@@ -1,0 +1,103 @@
+"""JSON becomes models; errors name field, value and fix."""
+
+import json
+from typing import Annotated, Literal
+
+import hypothesis
+from hypothesis import strategies as st
+import pydantic
+import pytest
+from tunix.rl.multi_turn.core import json_models
+
+
+class Inner(json_models.Request):
+  model_config = pydantic.ConfigDict(extra="forbid")
+
+  share: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.5
+  name: Annotated[str, pydantic.Field(max_length=3)] = ""
+
+
+class Outer(json_models.Request):
+  count: Annotated[int, pydantic.Field(gt=0)]
+  flag: json_models.Flag = False
+  shape: Literal["a", "b"] = "a"
+  inner: Inner = Inner()
+  more: dict[str, object] = {}
+
+
+@pytest.mark.parametrize(
+    "data, text",
+    [
+        ({}, "count is missing"),
+        ({"count": None}, "count is missing"),
+        ({"count": True}, "count must be a whole number, got True"),
+        ({"count": 1.0}, "count must be a whole number, got 1.0"),
+        ({"count": 0}, "count must be > 0, got 0"),
+        ({"count": 1, "flag": "yes"}, "flag must be true or false, got 'yes'"),
+        ({"count": 1, "shape": "c"}, "shape='c' must be one of a, b"),
+        ({"count": 1, "inner": []}, "inner must be an object, got []"),
+        (
+            {"count": 1, "inner": {"share": 2}},
+            "inner.share must be <= 1, got 2",
+        ),
+        (
+            {"count": 1, "inner": {"share": float("inf")}},
+            "inner.share must be finite, got inf",
+        ),
+        (
+            {"count": 1, "inner": {"name": "long"}},
+            "inner.name must have up to 3 characters, got 'long'",
+        ),
+        (
+            {"count": 1, "inner": {"name": "\ud800"}},
+            "inner.name must not hold half a surrogate pair, got '\\ud800'",
+        ),
+        ([], "the request must be an object, got []"),
+    ],
+)
+def test_a_problem_names_the_field_and_its_value(data, text):
+  with pytest.raises(ValueError) as caught:
+    json_models.validate(Outer, data)
+  assert str(caught.value) == text
+
+
+def test_a_field_that_is_not_known_is_refused_with_those_that_are():
+  with pytest.raises(ValueError) as caught:
+    json_models.validate(Inner, {"sahre": 1}, "inner")
+  assert str(caught.value) == "inner takes no 'sahre'; known: share, name"
+
+
+def test_flags_may_be_text_and_null_means_not_given():
+  made = json_models.validate(
+      Outer, {"count": 3, "flag": "1", "inner": None, "more": {"a": None}}
+  )
+  assert made.flag is True
+  assert made.inner == Inner()
+  assert made.more == {"a": None}  # Of a free object nothing is dropped.
+
+
+@pytest.mark.parametrize(
+    "text, place",
+    [
+        (b'{"a": NaN}', "after '{\"a\": N'"),
+        (b'{"a": "\\ud800"}', "ud800"),
+        ('[1,\n 2 3]', "after ' 2 3'"),
+        (b"\xff\xfe", "\N{REPLACEMENT CHARACTER}"),
+        (b"[" * 10_000, "recursion"),
+        (b"", "EOF"),
+    ],
+)
+def test_what_is_no_json_is_refused_with_its_place(text, place):
+  with pytest.raises(ValueError) as caught:
+    json_models.parse(text)
+  assert place in str(caught.value)
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(st.binary(max_size=40) | st.text(max_size=40))
+def test_every_text_is_a_value_that_can_be_written_or_a_value_error(text):
+  try:
+    value = json_models.parse(text)
+  except ValueError:
+    return
+  json.dumps(value, ensure_ascii=False).encode()

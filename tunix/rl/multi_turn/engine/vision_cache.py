@@ -1,0 +1,238 @@
+"""Keeps the vision tokens of prompts' images on the device.
+
+`PatchCache` keeps patches on the host, `VisionPool` hands out places in the
+device's pool of vision tokens, `VisionCache` encodes what is not there yet.
+
+Promises: an image is encoded once while it stays in the pool and the weights
+are the same; no image of the call at hand is evicted for another of its images;
+an image that cannot be had fails with an error that names it.
+
+Not thread-safe: the engine's thread owns it.
+
+Axis names: see `programs`.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from typing import Iterable, Sequence
+
+import jax
+import numpy as np
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import buckets as buckets_lib
+from tunix.rl.multi_turn.engine import programs as programs_lib
+from tunix.rl.multi_turn.engine import requests as requests_lib
+from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import patch_cache
+
+
+class PatchCache(patch_cache.PatchCache):
+  """A patch cache whose missing images are errors of their requests."""
+
+  def get(self, span: trajectory.ImageSpan) -> base.PatchedImage:
+    """Patches of the span's image.
+
+    Raises:
+      ValueError: the image is unknown, or does not become as many tokens as
+        the span holds.
+    """
+    try:
+      return super().get(span)
+    except KeyError as error:
+      raise ValueError(
+          f"image {span.image.sha256[:12]}… at token {span.offset} is not in"
+          f" the engine's ImageStore: {error.args[0]}"
+      ) from error
+
+
+class VisionPool:
+  """Hands out places (indices of vision tokens) to images, by content.
+
+  Does not touch the device: its caller fills the places.
+  """
+
+  def __init__(self, capacity: int):
+    """Args:
+
+      capacity: vision tokens that the pool holds.
+    """
+    self.capacity = capacity
+    self._places: collections.OrderedDict[str, np.ndarray] = (
+        collections.OrderedDict()
+    )
+    self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+    self._num_free = capacity
+
+  def clear(self) -> None:
+    """Forgets every image: the weights changed, or the pool was reset."""
+    self._places.clear()
+    self._free = np.arange(self.capacity - 1, -1, -1, dtype=np.int32)
+    self._num_free = self.capacity
+
+  def __len__(self) -> int:
+    return len(self._places)
+
+  def __contains__(self, sha: str) -> bool:
+    return sha in self._places
+
+  def places(self, sha: str) -> np.ndarray:
+    """int32[num_tokens] places of an image that `reserve` has admitted."""
+    return self._places[sha]
+
+  def fits(self, spans: Iterable[trajectory.ImageSpan]) -> bool:
+    """Whether the pool can hold these images at one time."""
+    sizes = {s.image.sha256: s.num_tokens for s in spans}
+    return sum(sizes.values()) <= self.capacity
+
+  def reserve(
+      self, spans: Sequence[trajectory.ImageSpan]
+  ) -> list[trajectory.ImageSpan]:
+    """Gives every image a place; returns one span of each new image.
+
+    The caller encodes the new ones into `places` before anything reads them.
+
+    Raises:
+      ValueError: the images do not fit.
+    """
+    needed = {s.image.sha256: s for s in spans}
+    new = []
+    for sha, span in needed.items():
+      if sha in self._places:
+        self._places.move_to_end(sha)
+      else:
+        new.append(span)
+    room = sum(s.num_tokens for s in new)
+    for sha in list(self._places):
+      if self._num_free >= room:
+        break
+      if sha not in needed:
+        self._release(sha)
+    if self._num_free < room:
+      raise ValueError(
+          f"{len(needed)} images need {room} more vision tokens than the pool"
+          f" of {self.capacity} can free; raise vision_cache_tokens"
+      )
+    for span in new:
+      self._num_free -= span.num_tokens
+      end = self._num_free + span.num_tokens
+      self._places[span.image.sha256] = self._free[self._num_free : end].copy()
+    return new
+
+  def forget(self, sha: str) -> None:
+    """Takes a place back, e.g. when encoding failed."""
+    if sha in self._places:
+      self._release(sha)
+
+  def _release(self, sha: str) -> None:
+    places = self._places.pop(sha)
+    self._free[self._num_free : self._num_free + len(places)] = places
+    self._num_free += len(places)
+
+
+class VisionCache:
+  """Encodes images into the device's pool and finds their places."""
+
+  def __init__(
+      self,
+      programs: programs_lib.Programs,
+      patches: PatchCache,
+      counters: requests_lib.Counters,
+      buckets: buckets_lib.Buckets,
+  ):
+    """Args:
+
+      programs: the device side.
+      patches: makes images' patches.
+      counters: added to.
+      buckets: shapes of encode calls.
+    """
+    self._programs = programs
+    self._patches = patches
+    self._counters = counters
+    self._buckets = buckets
+    self._pool = VisionPool(programs.state.vision_tokens)
+
+  def clear(self) -> None:
+    """Forgets every image: the weights changed, or the pool was reset."""
+    self._pool.clear()
+
+  def fits(self, spans: Sequence[trajectory.ImageSpan]) -> bool:
+    """Whether the device can hold these images at one time."""
+    return self._pool.fits(spans)
+
+  def places(self, span: trajectory.ImageSpan) -> np.ndarray:
+    """int32[num_tokens] places in the pool of an image that `ensure` put."""
+    return self._pool.places(span.image.sha256)
+
+  def check(self, spans: Sequence[trajectory.ImageSpan]) -> None:
+    """Patches the images that are not on the device yet.
+
+    Raises:
+      ValueError: an image cannot be had, or they do not fit.
+    """
+    largest = self._buckets.patches[-1]
+    for span in spans:
+      if span.image.sha256 in self._pool:
+        continue
+      patched = self._patches.get(span)
+      if len(patched.patches) > largest:
+        raise ValueError(
+            f"an image of {span.image.width}x{span.image.height} has"
+            f" {len(patched.patches)} patches, more than the engine's largest"
+            f" patch bucket, {largest}; raise patch_buckets"
+        )
+    if not self._pool.fits(spans):
+      raise ValueError(
+          f"{len(spans)} images of one chunk do not fit the vision pool of"
+          f" {self._pool.capacity} tokens; raise vision_cache_tokens"
+      )
+
+  def ensure(self, spans: Sequence[trajectory.ImageSpan]) -> None:
+    """Encodes those images whose vision tokens are not in the pool."""
+    if not spans:
+      return
+    started = time.perf_counter()
+    distinct = len({s.image.sha256 for s in spans})
+    new = self._pool.reserve(spans)
+    self._counters.vision_cache_hits += distinct - len(new)
+    groups: dict[int, list[trajectory.ImageSpan]] = {}
+    try:
+      for span in new:
+        count = len(self._patches.get(span).patches)
+        size = buckets_lib.smallest(self._buckets.patches, count)
+        groups.setdefault(size, []).append(span)
+      for size, group in groups.items():
+        most = self._buckets.images[-1]
+        for i in range(0, len(group), most):
+          self._encode(group[i : i + most], size)
+      jax.block_until_ready(self._programs.state.pool)
+    except BaseException:
+      for span in new:
+        self._pool.forget(span.image.sha256)
+      raise
+    self._counters.seconds_vision += time.perf_counter() - started
+
+  def _encode(self, spans: Sequence[trajectory.ImageSpan], size: int) -> None:
+    count = buckets_lib.smallest(self._buckets.images, len(spans))
+    state = self._programs.state
+    processor = state.processor
+    patches = np.zeros((count, size, processor.patch_bytes), np.uint8)
+    real = np.zeros((count, size), bool)
+    positions = np.zeros((count, size, processor.position_axes), np.int32)
+    destination = np.full(
+        (count, size // processor.patches_per_token),
+        state.vision_tokens,
+        np.int32,
+    )
+    for i, span in enumerate(spans):
+      patched = self._patches.get(span)
+      n = len(patched.patches)
+      patches[i, :n] = patched.patches
+      real[i, :n] = True
+      positions[i, :n] = patched.positions
+      places = self.places(span)
+      destination[i, : len(places)] = places
+    self._programs.encode(patches, real, positions, destination)
+    self._counters.images_encoded += len(spans)

@@ -1,0 +1,288 @@
+"""Parses the parameters of a URL's query into typed models.
+
+    class StepsQuery(query.PageQuery):
+      after: query.Id | None = None
+
+    steps = StepsQuery.read(request.query_params)
+
+Promises: an error names every wrong parameter with its value and the values
+that it takes (400); unknown parameters are ignored. The OpenAPI document has
+the same models.
+
+Does not: ask the database.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import typing
+from typing import Annotated, Any, Callable, ClassVar, Literal, Mapping
+
+import pydantic
+from starlette import datastructures
+from tunix.rl.multi_turn.core import run_tags as tags_lib
+from tunix.rl.multi_turn.monitor.schema import vocabulary
+from tunix.rl.multi_turn.monitor.server import errors
+import typing_extensions
+
+MAX_ID = (1 << 63) - 1
+MAX_LIMIT = 500
+_MAX_SEARCH = 200
+
+
+def is_id(text: str) -> bool:
+  """Whether a text is the number of a row."""
+  # Python refuses to read numbers of thousands of digits.
+  return (
+      text.isascii() and text.isdigit() and len(text) < 20
+      and int(text) <= MAX_ID
+  )  # pyformat: disable
+
+
+# --- types of parameters ------------------------------------------------------
+# The validator that reads text is the last of a type's metadata: it runs first.
+
+
+def _whole(text: Any) -> int:
+  if isinstance(text, str) and is_id(text):
+    return int(text)
+  raise ValueError("give a number")
+
+
+def _finite(text: Any) -> float:
+  try:
+    found = float(text)
+  except ValueError:
+    found = math.nan
+  if not math.isfinite(found):
+    raise ValueError("give a number")
+  return found
+
+
+def _flag(text: Any) -> bool:
+  if text not in ("0", "1"):
+    raise ValueError("give 0 or 1")
+  return text == "1"
+
+
+def _search(text: Any) -> str:
+  return text.replace("\0", "")[:_MAX_SEARCH].strip()
+
+
+def _cursor(text: Any) -> int | None:
+  if not text:
+    return None
+  try:
+    padded = text + "=" * (-len(text) % 4)
+    found = int(base64.urlsafe_b64decode(padded.encode("ascii")))
+  except (ValueError, binascii.Error, UnicodeEncodeError):
+    found = None
+  if found is None or not -(1 << 63) <= found < 1 << 63:
+    raise ValueError("give the `next` of the page before")
+  return found
+
+
+def cursor_of(key: Any) -> str:
+  """The `next` of a page whose last row has this key."""
+  return base64.urlsafe_b64encode(str(key).encode()).decode().rstrip("=")
+
+
+def textual(parse: Callable[[Any], Any]) -> Any:
+  """Metadata of a parameter that `parse` reads and a client sends as text."""
+  return (
+      pydantic.BeforeValidator(parse),
+      pydantic.WithJsonSchema({"type": "string"}),
+  )
+
+
+Id = Annotated[
+    int, pydantic.Field(ge=0, le=MAX_ID), pydantic.BeforeValidator(_whole)
+]
+"""The number of a row, or of a step or page."""
+Real = Annotated[float, pydantic.BeforeValidator(_finite)]
+Flag = Annotated[
+    bool,
+    pydantic.BeforeValidator(_flag),
+    pydantic.WithJsonSchema({"type": "integer", "enum": [0, 1]}),
+]
+Search = Annotated[str, pydantic.BeforeValidator(_search)]
+"""Words; too many and NUL are cut, not refused."""
+Tags = Annotated[
+    tuple[str, ...],
+    pydantic.BeforeValidator(tags_lib.clean_all),
+    pydantic.WithJsonSchema({
+        "type": "array",
+        "maxItems": tags_lib.MOST,
+        "items": {
+            "type": "string", "minLength": 1, "maxLength": tags_lib.LONGEST,
+        },
+    }),  # pyformat: disable
+]
+Order = Literal["up", "down"]
+
+
+def one_of(words: typing.Iterable[str]) -> Any:
+  """The type of a parameter that takes one of these words."""
+  return Literal[tuple(words)]
+
+
+# --- models -------------------------------------------------------------------
+
+
+class Query(pydantic.BaseModel):
+  """Parameters of a request. A tuple takes every value of its name."""
+
+  model_config = pydantic.ConfigDict(frozen=True, extra="ignore")
+  blank_is_absent: ClassVar[bool] = False
+  """Whether `name=` counts as no value, as a form sends its empty fields."""
+
+  @classmethod
+  def read(
+      cls, params: datastructures.QueryParams
+  ) -> typing_extensions.Self:
+    """Parses a URL's query.
+
+    Raises:
+      ApiError: 400, with every wrong parameter.
+    """
+    given: dict[str, Any] = {}
+    for name, field in cls.model_fields.items():
+      name = field.alias or name
+      values = params.getlist(name)
+      if cls.blank_is_absent:
+        values = [value for value in values if value]
+      if not values:
+        continue
+      several = typing.get_origin(field.annotation) is tuple
+      given[name] = values if several else values[-1]
+    try:
+      return cls.model_validate(given)
+    except pydantic.ValidationError as error:
+      raise refusal(cls, error) from None
+
+  @classmethod
+  def parameters(cls) -> dict[str, dict[str, Any]]:
+    """JSON Schema of each parameter by its name."""
+    found = cls.model_json_schema(mode="validation")["properties"]
+    return {name: _plain_schema(schema) for name, schema in found.items()}
+
+
+class PageQuery(Query):
+  """Parameters of a page of the dashboard."""
+
+  blank_is_absent: ClassVar[bool] = True
+
+
+def refusal(
+    model: type[pydantic.BaseModel], error: pydantic.ValidationError
+) -> errors.ApiError:
+  """The error of a model that refuses its values: 400."""
+  faults = []
+  for found in error.errors(include_url=False):
+    name = str(found["loc"][0]) if found["loc"] else "body"
+    faults.append(
+        errors.fault(name, found["input"], _message(model, name, found))
+    )
+  return errors.wrong(faults)
+
+
+def _message(
+    model: type[pydantic.BaseModel], name: str, found: Mapping[str, Any]
+) -> str:
+  kind, context = found["type"], found.get("ctx", {})
+  if kind == "value_error":
+    return str(context["error"])
+  if kind == "literal_error":
+    words = context["expected"].replace("'", "")
+    return f"give {'one of ' if ',' in words else ''}{words}"
+  if kind in ("greater_than_equal", "less_than_equal"):
+    schema = model.model_json_schema()["properties"][name]
+    return f"give {schema['minimum']} to {schema['maximum']}"
+  if kind in ("extra_forbidden", "model_type"):
+    return f"give an object with {' and '.join(model.model_fields)}"
+  return found["msg"][0].lower() + found["msg"][1:]
+
+
+def _plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
+  """Without titles, and without None for an absent value."""
+  found = {k: v for k, v in schema.items() if k != "title"}
+  for branch in found.pop("anyOf", ()):
+    if branch.get("type") != "null":
+      found |= branch
+  if found.get("default", 0) is None:
+    del found["default"]
+  return found
+
+
+# --- of the API ---------------------------------------------------------------
+
+
+class ListQuery(Query):
+  """A page of a list: at most `limit` rows behind `after`."""
+
+  limit: Annotated[
+      int,
+      pydantic.Field(ge=1, le=MAX_LIMIT),
+      pydantic.BeforeValidator(_whole),
+  ] = 50
+  after: Annotated[int | None, *textual(_cursor)] = None
+
+
+class TrainingsQuery(ListQuery):
+  """Trainings with a status and every `tag`."""
+
+  status: one_of(vocabulary.STATUSES["training"]) | None = None
+  tag: Tags = ()
+
+
+class RolloutsQuery(ListQuery):
+  """Rollouts; each parameter that is given narrows the list."""
+
+  training_id: Id | None = None
+  step_id: Id | None = None
+  eval_id: Id | None = None
+  baseline_id: Id | None = None
+  task_id: Id | None = None
+  batch: Id | None = None
+  group: Id | None = None
+  status: one_of(vocabulary.STATUSES["rollout"]) | None = None
+  success: Flag | None = None
+
+
+class CurvesQuery(Query):
+  """Metrics of the steps `first` to `last`, in at most `points` points.
+
+  Attributes:
+    names: separated by commas; one that ends in / is a prefix.
+    minus: a training whose values are subtracted.
+  """
+
+  names: str = ""
+  first: Id | None = None
+  last: Id | None = None
+  points: Annotated[
+      int, pydantic.Field(ge=2, le=10_000), pydantic.BeforeValidator(_whole)
+  ] = 1200
+  minus: Id | None = None
+
+
+class EventsQuery(Query):
+  """Changes behind number `after`, of all trainings or one."""
+
+  training_id: Id | None = None
+  after: Id | None = None
+
+
+class VideoQuery(Query):
+  path: str = ""
+
+
+class TagChange(pydantic.BaseModel):
+  """The body of a change of a training's tags."""
+
+  model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+  add: Tags = ()
+  remove: Tags = ()

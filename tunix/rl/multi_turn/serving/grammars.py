@@ -1,0 +1,260 @@
+"""Compiles grammars of JSON, regular expressions and tool calls.
+
+llguidance (the extra `grammar`) does the work; `engine.constrained_decoding`
+holds completions to the result.
+
+Promises: a completion held to a grammar is a text of it, unless sampling ends
+before; the policy may sample a stop token only where the text may end, and must
+where nothing can follow. An impossible grammar is refused when it is made.
+
+Does not accept a schema's keywords that llguidance does not enforce; it refuses
+them by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
+from tunix.rl.multi_turn.parser.tool_parser import qwen
+
+_KEPT = 64  # Grammars, compiled.
+# JSON as `json.dumps` writes it, or without blanks: a policy that may write
+# blanks at will may never end.
+_JSON = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+}
+
+
+class GrammarError(ValueError):
+  """The grammar is impossible; the message gives the reason."""
+
+
+class Grammars:
+  """Makes grammars for one vocabulary. Thread-safe."""
+
+  def __init__(
+      self,
+      token_bytes: Callable[[int], bytes],
+      encode: Callable[[str], Sequence[int]],
+      vocabulary: int,
+      special: Collection[int],
+      stop_token_ids: Sequence[int],
+  ):
+    """Args:
+
+      token_bytes: the bytes of an id; b"" for ids without text.
+      encode: text to ids.
+      vocabulary: number of the policy's ids.
+      special: ids that are no text.
+      stop_token_ids: ids that end a text.
+
+    Raises:
+      ImportError: llguidance is not installed.
+    """
+    try:
+      import llguidance  # pylint: disable=g-import-not-at-top
+      import llguidance.numpy  # pylint: disable=g-import-not-at-top
+    except ImportError as error:
+      raise ImportError(
+          "grammars need llguidance; pip install 'tunix-multi-turn[grammar]'"
+      ) from error
+    self._lib = llguidance
+    self._fill = llguidance.numpy.fill_next_token_bitmask
+    self._words = -(-vocabulary // 32)
+    names = [token_bytes(i) for i in range(vocabulary)]
+    # A token without text could be sampled for ever.
+    empty = {i for i, name in enumerate(names) if not name}
+    names = _Tokens(
+        [name or b"<%d>" % i for i, name in enumerate(names)],
+        sorted({*special, *stop_token_ids, *empty}),
+        stop_token_ids[0],
+        encode,
+    )
+    self._tokens = llguidance.LLTokenizer(
+        llguidance.TokenizerWrapper(names),
+        eos_token=list(stop_token_ids),
+    )
+    self._lock = threading.Lock()
+    self._compiled = functools.lru_cache(_KEPT)(self._compile)
+
+  def json(self, schema: Any = None) -> str:
+    """A grammar of the JSON that a schema describes; None: any object.
+
+    Raises:
+      GrammarError: the schema is nested too deep, or has no grammar.
+    """
+    if schema is None:
+      schema = {"type": "object"}
+    with _refusing():
+      return self._lib.LLMatcher.grammar_from_json_schema(
+          json.dumps(schema), overrides=_JSON
+      )
+
+  def regex(self, pattern: str) -> str:
+    """A grammar of the texts that a pattern matches.
+
+    Raises:
+      GrammarError: the pattern has no grammar.
+    """
+    with _refusing():
+      return self._lib.LLMatcher.grammar_from_regex(pattern)
+
+  def calls(
+      self,
+      parser: parser_base.ToolParser,
+      tools: Sequence[Mapping[str, Any]],
+      *,
+      many: bool = False,
+      free: bool = False,
+  ) -> str:
+    """A grammar of calls to these tools.
+
+    Args:
+      parser: reads the calls.
+      tools: OpenAI schemas.
+      many: whether more calls may follow the first.
+      free: any text, with calls in it or none; arguments are then held to the
+        schemas of `strict` tools only.
+
+    Raises:
+      GrammarError: this parser's calls have no grammar, or a schema is nested
+        too deep.
+    """
+    if not isinstance(parser, qwen.QwenToolParser) or parser.style != "json":
+      raise GrammarError(
+          f"calls of {type(parser).__name__} have no grammar; use the tool"
+          " parser qwen"
+      )
+    ways = []
+    for tool in tools:
+      function = tool["function"]
+      arguments = {"type": "object"}
+      if function.get("strict") or not free:
+        arguments |= function.get("parameters") or {}
+      ways.append({
+          "x-guidance": _JSON,
+          "type": "object",
+          "properties": {
+              "name": {"const": function["name"]},
+              "arguments": arguments,
+          },
+          "required": ["name", "arguments"],
+          "additionalProperties": False,
+      })
+    head = '"<tool_call>\\n"'
+    start = 'start: call ("\\n" call)*' if many else "start: call"
+    if free:
+      # Lazy, so that a call is recognised at its head and not at its end.
+      start = (
+          "start: call* TEXT\nTEXT: /(.|\\n)*/\n"
+          'head[lazy]: TEXT "<tool_call>"'
+      )
+      head = 'head "\\n"'
+    with _refusing():
+      schemas = "\n".join(
+          f"c{i}: %json {json.dumps(way)}" for i, way in enumerate(ways)
+      )
+      return self._lib.LLMatcher.grammar_from_lark(
+          f"{start}\n"
+          f'call: {head} body "\\n</tool_call>"\n'
+          f"body: {' | '.join(f'c{i}' for i in range(len(ways)))}\n"
+          f"{schemas}\n"
+      )
+
+  def start(self, source: str) -> Matcher:
+    """A grammar's state for one completion.
+
+    Compiles a source on its first use, which takes up to a second for a large
+    schema.
+
+    Raises:
+      GrammarError: the grammar is impossible.
+    """
+    with self._lock, _refusing():
+      matcher = self._compiled(source).deep_copy()
+    return Matcher(matcher, self._fill, self._words)
+
+  def _compile(self, source: str) -> Any:
+    wrong = self._lib.LLMatcher.validate_grammar(source, self._tokens)
+    if wrong:
+      raise GrammarError(" ".join(wrong.split()))
+    made = self._lib.LLMatcher(self._tokens, source, log_level=0)
+    # Some grammars without any text fail at the first token only.
+    Matcher(made.deep_copy(), self._fill, self._words).allowed()
+    return made
+
+
+class Matcher:
+  """A `constrained_decoding.Grammar`."""
+
+  def __init__(self, matcher: Any, fill: Callable[..., None], words: int):
+    self._matcher = matcher
+    self._fill = fill
+    self._mask = np.zeros((1, words), np.int32)
+
+  def allowed(self) -> np.ndarray:
+    """uint32[ceil(V / 32)]."""
+    self._fill(self._matcher, self._mask, 0)
+    self._check()
+    return self._mask[0].view(np.uint32).copy()
+
+  def advance(self, token: int) -> None:
+    self._matcher.consume_token(token)
+    self._check()
+
+  @property
+  def may_end(self) -> bool:
+    """Whether the text so far is a whole text of the grammar."""
+    return self._matcher.is_accepting()
+
+  def _check(self) -> None:
+    if self._matcher.is_error():
+      error = self._matcher.get_error().splitlines()[0]
+      if error == "NoExtensionBias":
+        error = (
+            "nothing can be a text of it; does a $ref lead to itself, with"
+            " nothing between?"
+        )
+      raise GrammarError(error)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+  """Turns llguidance's errors into `GrammarError`."""
+  try:
+    yield
+  except GrammarError:
+    raise
+  except (ValueError, RecursionError) as error:
+    raise GrammarError(" ".join(str(error).split())) from None
+
+
+class _Tokens:
+  """A vocabulary with the attributes that llguidance reads."""
+
+  bos_token_id = None
+
+  def __init__(
+      self,
+      tokens: list[bytes],
+      special_token_ids: list[int],
+      eos_token_id: int,
+      encode: Callable[[str], Sequence[int]],
+  ):
+    self.tokens = tokens
+    self.special_token_ids = special_token_ids
+    self.eos_token_id = eos_token_id
+    self._encode = encode
+
+  def __call__(self, text: str | bytes) -> list[int]:
+    if isinstance(text, bytes):  # llguidance tries bytes first.
+      raise TypeError("a str is needed")
+    return [int(i) for i in self._encode(text)]

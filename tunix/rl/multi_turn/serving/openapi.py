@@ -1,0 +1,108 @@
+"""Makes the server's OpenAPI document from the models of its bodies.
+
+Does not describe answers beyond their media type: they are OpenAI's, with the
+fields that docs/serving.md adds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterable
+
+from pydantic import json_schema
+from tunix.rl.multi_turn.serving import bodies
+from tunix.rl.multi_turn.serving import session_routes
+from tunix.rl.multi_turn.serving import streams
+
+_SCHEMAS = "#/components/schemas/"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def document(endpoints: Iterable[streams.Endpoint]) -> dict[str, Any]:
+  """The OpenAPI 3.1 document; `endpoints` are those that sample."""
+  posts: dict[str, tuple[type[bodies.Body] | None, str]] = {}
+  for api in endpoints:
+    posts[f"/v1/{api.path}"] = api.body, "Samples an answer."
+    posts[f"/sessions/{{session}}/v1/{api.path}"] = (
+        api.body,
+        "Samples the next turn of a session.",
+    )
+  rewards = "/sessions/{session}/rl/set_reward"
+  posts |= {
+      "/rl/start_session": (session_routes.StartBody, "Starts a session."),
+      rewards: (session_routes.RewardBody, "Sets the reward of an answer."),
+      "/sessions/{session}/rl/end_session": (None, "Ends a session."),
+      "/export_trajectories": (
+          session_routes.ExportBody,
+          "Exports a session as training sequences.",
+      ),
+  }
+  gets = {
+      "/v1/models": "Lists the one model.",
+      "/health": "Whether the engine can still sample.",
+      "/metrics": "Metrics in Prometheus' text format.",
+      "/openapi.json": "This document.",
+  }
+  models = dict.fromkeys(model for model, _ in posts.values() if model)
+  refs, schemas = json_schema.models_json_schema(
+      [(model, "validation") for model in models],
+      ref_template=_SCHEMAS + "{model}",
+  )
+  paths: dict[str, Any] = {}
+  for path, (model, summary) in posts.items():
+    paths[path] = {"post": _operation(path, summary)}
+    if model is not None:
+      content = {"application/json": {"schema": refs[model, "validation"]}}
+      paths[path]["post"]["requestBody"] = {
+          "content": content,
+          "required": True,
+      }
+  for path, summary in gets.items():
+    paths[path] = {"get": _operation(path, summary)}
+  return {
+      "openapi": "3.1.0",
+      "info": {"title": "tunix.rl.multi_turn.serving", "version": "1"},
+      "paths": paths,
+      "components": {"schemas": schemas["$defs"] | {"Error": _ERROR}},
+  }
+
+
+def _operation(path: str, summary: str) -> dict[str, Any]:
+  kind = "text/plain" if path == "/metrics" else "application/json"
+  kinds = [kind]
+  if summary.startswith("Samples"):
+    kinds.append("text/event-stream")  # Where the body asks for a stream.
+  error = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}}
+  found: dict[str, Any] = {
+      "summary": summary,
+      "responses": {
+          "200": {"description": "Done.", "content": {k: {} for k in kinds}},
+          "4XX": {
+              "description": "Refused; `param` is the field.",
+              "content": error,
+          },
+          "5XX": {"description": "The server failed.", "content": error},
+      },
+  }
+  if "{session}" in path:
+    found["parameters"] = [{
+        "name": "session",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string"},
+    }]
+  return found

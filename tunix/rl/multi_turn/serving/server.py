@@ -1,0 +1,86 @@
+"""Builds the OpenAI-compatible application around a rollout engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.engine import programs
+from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.serving import answers
+from tunix.rl.multi_turn.serving import app as app_lib
+from tunix.rl.multi_turn.serving import grammars as grammars_lib
+from tunix.rl.multi_turn.serving import media
+from tunix.rl.multi_turn.serving import prompts
+from tunix.rl.multi_turn.serving import requests
+from tunix.rl.multi_turn.serving import service as service_lib
+from tunix.rl.multi_turn.serving import session_store
+
+
+def make_app(
+    name: str,
+    engine: engine_lib.RolloutEngine,
+    policy: tuple[Any, Any, Any],
+    image_store: images.ImageStore,
+    *,
+    parser: str = "qwen",
+    limits: requests.RequestLimits = requests.RequestLimits(),
+    media_limits: media.MediaLimits = media.MediaLimits(),
+    max_sessions: int = 1024,
+    session_timeout_s: float = 3600.0,
+    max_concurrent: int = 256,
+    token: str = "",
+) -> app_lib.OpenAIApp:
+  """Builds the application around an engine.
+
+  Args:
+    name: of the model, as clients ask for it.
+    engine: samples.
+    policy: (model, processor, tokenizer) of the engine.
+    image_store: of the engine.
+    parser: registered tool parser that reads tool calls.
+    limits: of a request.
+    media_limits: of an image.
+    max_sessions: held at a time.
+    session_timeout_s: an idle session ends after this long.
+    max_concurrent: requests answered at a time; others get 429 and a time to
+      retry.
+    token: that clients must present; "" asks for none.
+  """
+  _, processor, tokenizer = policy
+  renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
+  decoder = answers.TokenDecoder(
+      renderer.decode, tokenizer, renderer.end_of_turn_id
+  )
+  try:
+    known = grammars_lib.Grammars(
+        decoder.bytes,
+        renderer.encode,
+        engine.vocabulary,
+        decoder.special,
+        renderer.stop_token_ids,
+    )
+  except ImportError:  # Requests that need one are refused with the reason.
+    known = None
+  service = service_lib.Service(
+      prompts.ServedPolicy(
+          name=name,
+          client=engine,
+          renderer=renderer,
+          parser=tool_parser.make_tool_parser(parser),
+          decoder=decoder,
+          grammars=known,
+          context_length=engine.context_length,
+          max_stop_token_ids=programs.MAX_STOP_TOKENS,
+          healthy=lambda: engine.healthy,
+      ),
+      session_store.SessionStore(
+          renderer, max_sessions=max_sessions, timeout_s=session_timeout_s
+      ),
+      media.MediaLoader(image_store, media_limits),
+      limits=limits,
+      max_concurrent=max_concurrent,
+  )
+  return app_lib.OpenAIApp(service, token=token, stats=engine.stats)
