@@ -64,8 +64,9 @@ def learner(parts):
       processor,
       images_lib.ImageStore(),
       learner_lib.LearnerConfig(
-          rows=2, row_length=CONTEXT, learning_rate=1e-2, advantage="rloo"
+          rows=2, row_length=CONTEXT, learning_rate=1e-2
       ),
+      learner_lib.AlgorithmConfig(advantage="rloo"),
   )
 
 

@@ -336,9 +336,8 @@ def test_the_documented_policy_is_sampled_from_and_learns(example, tmp_path):
       model,
       processor,
       store,
-      learner_lib.LearnerConfig(
-          rows=1, row_length=64, objective="behaviour_cloning"
-      ),
+      learner_lib.LearnerConfig(rows=1, row_length=64),
+      learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
   )
   (again,) = learner.sequence_logprobs([sequence])
   np.testing.assert_allclose(again, sequence.logprobs, rtol=0, atol=1e-5)

@@ -12,8 +12,11 @@ COMMANDS = {
     f"{_HERE}.train": "Trains a policy.",
     f"{_HERE}.environments.play": "Plays a gym by hand and records episodes.",
     f"{_HERE}.environments.gym_server": "Serves gyms over HTTP.",
-    f"{_HERE}.serving.serve": "Serves a policy by OpenAI's protocol.",
+    f"{_HERE}.environments.gyms.miniwob": "Lists and tries MiniWoB++'s tasks.",
+    f"{_HERE}.serving": "Serves a policy by OpenAI's protocol.",
+    f"{_HERE}.clients.vllm": "Prints the command that starts vLLM for a run.",
     f"{_HERE}.monitor": "Stores and shows runs: the Training Monitor.",
+    f"{_HERE}.reporting.report": "Writes report.html of a run directory.",
     f"{_HERE}.commands.inspect_policy": (
         "Reports a policy's sizes, tokens and memory; runs it once."
     ),

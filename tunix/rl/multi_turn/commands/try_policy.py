@@ -119,7 +119,7 @@ def _load(
 
 
 def _next_tokens(
-    model: Any, inputs: base.PolicyInputs
+    model: base.Policy, inputs: base.PolicyInputs
 ) -> tuple[np.ndarray, float, float]:
   """float64[V] probabilities, seconds of compiling, seconds of the pass."""
   graph, state = nnx.split(model)
@@ -134,7 +134,7 @@ def _next_tokens(
     started = time.perf_counter()
     logits = np.array(forward(state, inputs), np.float64)
     seconds.append(time.perf_counter() - started)
-  logits[list(getattr(model.config, "banned_token_ids", ()))] = -np.inf
+  logits[list(model.config.banned_token_ids)] = -np.inf
   chances = np.exp(logits - logits.max())
   return chances / chances.sum(), seconds[0] - seconds[1], seconds[1]
 

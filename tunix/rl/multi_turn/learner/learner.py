@@ -107,8 +107,7 @@ class Learner:
 
       model: the policy, an nnx module; its `nnx.Param`s are copied. With a
         LoRA adapter, the adapter's are, and the others are used as they are
-        and never trained; no one may donate them. Its config may name
-        `banned_token_ids`, `pad_token_id` and `vocab_size`.
+        and never trained; no one may donate them.
       processor: its host side.
       image_store: pixels of the images that trajectories refer to.
       config: optimizer and batches.
@@ -141,12 +140,12 @@ class Learner:
     self._buffers = self._placement.shards
     _check_division(config, self._buffers, mesh)
     about = model.config
-    banned = tuple(getattr(about, "banned_token_ids", ()))
+    banned = tuple(about.banned_token_ids)
     self._programs = update.UpdatePrograms(
         self._split,
         config,
         self.algorithm,
-        logprobs.banned_mask(about.vocab_size, banned) if banned else None,
+        logprobs.banned_mask(about.vocab_size, banned),
         self._placement,
         temperature=sampling.temperature,
     )

@@ -18,13 +18,14 @@ a chunk, B = rows, T = tokens of a row, D = width, V = vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Sequence
+from typing import Sequence
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.learner import batching
+from tunix.rl.multi_turn.policy import base
 
 # Finite, so that 0 x logit is 0 and not NaN in sums over the vocabulary.
 _BANNED = -1e30
@@ -86,7 +87,7 @@ def score(
 
 
 def token_scores(
-    model: Any,
+    model: base.Policy,
     hidden_SMD: jax.Array,
     targets_SM: jax.Array,
     *,
@@ -126,7 +127,7 @@ def token_scores(
 
 
 def batch_scores(
-    model: Any,
+    model: base.Policy,
     batch: batching.Batch,
     *,
     temperature: float = 1.0,

@@ -105,10 +105,24 @@ class Processor(Protocol):
     ...
 
 
-class Policy(Protocol):
-  """A flax nnx module."""
+class ModelConfig(Protocol):
+  """The configuration of a policy's model, as learner and engine read it.
 
-  config: Any
+  `pad_token_id`, which fills rows (0 unless given), is optional.
+  """
+
+  vocab_size: int
+  banned_token_ids: tuple[int, ...]  # Never sampled, of probability 0.
+
+
+class Policy(Protocol):
+  """A flax nnx module.
+
+  `supports_prefix_ids` (False unless given) is optional: whether it reads
+  `PolicyInputs.prefix_ids`.
+  """
+
+  config: ModelConfig
 
   def __call__(self, inputs: PolicyInputs) -> jax.Array:
     """Hidden states [B, T, D] after the final norm, without a cache."""
