@@ -2,6 +2,7 @@
 
 import asyncio
 
+import forced_devices
 import numpy as np
 import pytest
 import rollout_references as references
@@ -200,3 +201,17 @@ def test_screenshots_are_refused_when_the_engine_is_made(parts):
         context_length=64,
         image_sizes=((320, 240),),
     )
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_numbers_of_one_device():
+  report = forced_devices.report(
+      "-m", "tests.engine.text_mesh_script", devices=4, seconds=250,
+      flags="--xla_backend_optimization_level=0",
+  )  # pyformat: disable
+  assert len(report["sampled"]) == 8
+  for name in ("mesh", "one"):
+    np.testing.assert_allclose(
+        report[name], report["sampled"], rtol=0, atol=1e-5
+    )
+  assert report["mesh_norm"] == pytest.approx(report["one_norm"], rel=1e-5)

@@ -227,7 +227,6 @@ class CustomPolicy:
       method: bool = False,
   ) -> None:
     for name in names:
-      # A class, not its instance, has __call__.
       value = getattr(found, name, None)
       if value is None or (method and not callable(value)):
         kind = "method" if method else "attribute"
