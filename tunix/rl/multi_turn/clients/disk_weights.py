@@ -33,8 +33,6 @@ from typing import Any, Callable, Protocol, Sequence
 
 from flax import nnx
 from tunix.rl.multi_turn.clients import locked_dir
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import qwen_text
