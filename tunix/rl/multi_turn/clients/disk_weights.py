@@ -18,7 +18,7 @@ has a deadline. The newest `keep` versions stay on the disk, also after the run,
 until a later run on the same machine has handed over weights of its own
 (`locked_dir`).
 
-Does not: start engines.
+Does not start engines. Needs httpx.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from typing import Any, Callable, Protocol, Sequence
 
 from flax import nnx
 from tunix.rl.multi_turn.clients import locked_dir
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import qwen_text
@@ -42,7 +44,7 @@ Save = Callable[[pathlib.Path, Any], None]
 
 
 class HandOverError(RuntimeError):
-  """An engine did not load new weights; names it, and the fix."""
+  """An engine did not take new weights; names it and the fix."""
 
 
 class Engine(Protocol):
@@ -54,7 +56,7 @@ class Engine(Protocol):
     """Returns once the engine samples with the checkpoint at `path`.
 
     Raises:
-      HandOverError: the engine did not load it.
+      HandOverError: it does not.
     """
     ...
 
@@ -64,11 +66,11 @@ def policy_saver(
     tokenizer: str | pathlib.Path = "tiny_vl",
     dtype: str = "float32",
 ) -> Save:
-  """A `Save` that writes checkpoints as `policy.checkpoint` does.
+  """Writes parameters as `policy.checkpoint` does, for `transformers` to read.
 
   Args:
     model: of the architecture; its own parameters are not written. An adapter
-      is merged into the checkpoint.
+      is merged into what is written.
     tokenizer: directory or shipped name whose files are copied.
     dtype: of the stored tensors.
   """
@@ -87,7 +89,7 @@ def policy_saver(
 
 
 class DiskWeights:
-  """Publishes weights to engines; `close` it at the end."""
+  """See the module docstring. `close` it at the end."""
 
   def __init__(
       self,
@@ -101,12 +103,12 @@ class DiskWeights:
   ):
     """Args:
 
-      directory: of all versions; on a disk that the engines read.
-      save: writes one version.
-      engines: load each version.
-      clients: their `version` is set once all engines sample with it.
-      keep: newest versions left on the disk.
-      seen_at: `directory` as the engines see it; "" is the same.
+      directory: where versions are written; on a disk that the engines see.
+      save: writes one.
+      engines: are told of each.
+      clients: their `version` is set to what the engines sample with.
+      keep: versions left on the disk, those published last.
+      seen_at: `directory` as the engines call it; "" is the same.
 
     Raises:
       ValueError: naming the argument.
@@ -117,8 +119,9 @@ class DiskWeights:
       raise ValueError("engines is empty; give those that sample")
     self._directory = pathlib.Path(directory).expanduser().absolute()
     self._seen_at = pathlib.PurePosixPath(seen_at or str(self._directory))
-    # Other runs may share the directory: earlier ones, or another machine's.
-    self._folder = locked_dir.LockedDir(self._directory)
+    # The directory may be that of other runs too: before this one, or on
+    # another machine at the same time.
+    self._folder = locked_dir.RunFolder(self._directory)
     self._save = save
     self._engines = list(engines)
     self._clients = list(clients)
@@ -130,7 +133,7 @@ class DiskWeights:
     self._written: list[pathlib.Path] = []
     self._cleared = False
     self.version = -1
-    """The version that all engines sample with; -1 before the first."""
+    """What all engines sample with; -1 before anything was handed over."""
 
   def publish(
       self, version: int, params: Any
@@ -138,12 +141,13 @@ class DiskWeights:
     """Hands over weights; does not wait.
 
     Args:
-      version: >= 0 and never lower than the previous one.
+      version: >= 0 and never lower than the one before, recorded for what is
+        sampled with them.
       params: a copy that belongs to the receiver, or a module.
 
     Returns:
       A future of the version, done when all engines sample with it. Its
-      exceptions: HandOverError, and those of `save`.
+      exceptions: HandOverError, and what writing raises.
 
     Raises:
       ValueError: of the version.
@@ -155,16 +159,16 @@ class DiskWeights:
         raise ValueError(
             f"version {version} is older than {self._published}, which was"
             " published before; a token's recorded version could be newer than"
-            " its weights. Give older weights a new version, or publish them"
-            " with another DiskWeights"
+            " its weights. Give older weights a new version, or hand them over"
+            " by another DiskWeights"
         )
-      # Submitted first: a closed executor raises, and nothing is published.
+      # The future first: one that is closed has published nothing.
       done = self._thread.submit(self._hand_over, version, params)
       self._published = version
     return done
 
   def close(self) -> None:
-    """Waits for the version in flight. Idempotent."""
+    """Waits for what is under way. Idempotent."""
     self._thread.shutdown(wait=True)
     self._folder.release()
 
@@ -174,7 +178,7 @@ class DiskWeights:
     workers = len(self._engines)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
       loading = [pool.submit(e.load, seen, version) for e in self._engines]
-    for done in loading:  # All have ended; raises the first failure.
+    for done in loading:  # All have ended; the first that failed is told.
       done.result()
     self.version = version
     for client in self._clients:
@@ -183,7 +187,7 @@ class DiskWeights:
     return version
 
   def _write(self, version: int, params: Any) -> pathlib.Path:
-    """Writes the checkpoint, whole or not at all."""
+    """The checkpoint, whole or not at all."""
     folder = self._folder.make()
     self._times += 1  # A version may be published again.
     final = folder / f"{self._times:06d}-v{version:08d}"
@@ -210,7 +214,7 @@ class DiskWeights:
     for old in self._written[: -self._keep]:
       shutil.rmtree(old, ignore_errors=True)
     del self._written[: -self._keep]
-    if not self._cleared:  # No engine will load their versions any more.
+    if not self._cleared:  # Now that no engine is to load theirs any more.
       self._cleared = True
       self._folder.delete_ended()
 
@@ -218,8 +222,8 @@ class DiskWeights:
 class VllmEngine:
   """A vLLM server with its development endpoints open (`VllmLaunch`).
 
-  Requests in flight are frozen while weights change and continue with the new
-  ones; caches of the old ones are dropped.
+  Requests in flight are frozen while weights change and go on with the new
+  ones; what was cached under the old ones is dropped.
   """
 
   def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0):
@@ -233,7 +237,7 @@ class VllmEngine:
     self._http = _Http(self.url, api_key, timeout_s)
 
   def load(self, path: str, version: int) -> None:
-    del version  # vLLM has no use for it; clients record it.
+    del version  # vLLM is not told; clients record it.
     self._http.post("/pause?mode=keep&clear_cache=true")
     try:
       self._http.post(
@@ -243,13 +247,13 @@ class VllmEngine:
               "kwargs": {"weights_path": path, "is_checkpoint_format": True},
           },
       )
-      # Frozen requests compute their caches again.
+      # Those of frozen requests too: they are computed again.
       answer = self._http.post(
           "/reset_prefix_cache?reset_running_requests=true"
       )
       if isinstance(answer, dict) and answer.get("success") is False:
         raise HandOverError(
-            f"{self.url} did not drop the caches of older weights"
+            f"{self.url} kept what it had cached under older weights"
         )
     except HandOverError as error:
       raise HandOverError(
@@ -277,12 +281,12 @@ class SglangEngine:
         },
     )
     if not isinstance(answer, dict) or answer.get("success") is not True:
-      why = answer.get("message") if isinstance(answer, dict) else answer
-      raise HandOverError(f"{self.url} did not load {path}: {why}")
+      said = answer.get("message") if isinstance(answer, dict) else answer
+      raise HandOverError(f"{self.url} did not load {path}: {said}")
 
 
 class _Http:
-  """Posts with a deadline; failures become `HandOverError`s."""
+  """Calls with a deadline, whose failures say what to do."""
 
   def __init__(self, url: str, api_key: str, timeout_s: float):
     if not timeout_s > 0:
@@ -295,25 +299,26 @@ class _Http:
     """The answer's JSON, None for an answer without."""
     url = self._url + path
     try:
-      answer = self._httpx.post(
-          url, json=body, headers=self._headers, timeout=self._timeout_s
-      )
-    except self._httpx.TimeoutException:
-      raise HandOverError(
-          f"{url} did not answer within timeout_s={self._timeout_s:g} s;"
-          " raise it, or look into the engine's log"
-      ) from None
-    except self._httpx.HTTPError as error:
-      raise HandOverError(f"{url} cannot be reached: {error!r}") from error
-    if answer.status_code == 404:
-      raise HandOverError(
-          f"{url} is not served; start vLLM with VLLM_SERVER_DEV_MODE=1, as"
-          " python -m tunix.rl.multi_turn.clients.vllm prints it"
-      )
-    if answer.is_error:
-      raise HandOverError(
-          f"{url} answered {answer.status_code}: {answer.text[:500]}"
-      )
+      return concurrency.drive(self._post(url, body))
+    except http.CallError as error:
+      answer = error.answer
+      if answer is not None and answer.ok:
+        return None
+      if error.late:
+        text = f"{url} did not answer within timeout_s={self._timeout_s:g} s"
+      elif answer is None:
+        text = f"{url} cannot be reached: {error}"
+      elif error.status == 404:
+        text = (
+            f"{url} is not served; start vLLM with VLLM_SERVER_DEV_MODE=1, as"
+            " rollout.external prints it"
+        )
+      else:
+        text = f"{url} answered {answer.quoted()}"
+      raise HandOverError(text) from error
+
+  async def _post(self, url: str, body: Any) -> Any:
+    calls = http.Http(headers=self._headers, proxies=True)
     try:
       return await calls.json("POST", url, self._timeout_s, body=body)
     finally:
