@@ -136,7 +136,6 @@ def test_one_file_of_a_user(tmp_path):
       "environment.max_turns=3",
   )  # pyformat: disable
   assert [m["step"] for m in metrics] == [1, 2]
-  assert "Kindly. You see" in json.dumps(trajectories[0])
   last = trajectories[0]["steps"][-1]
   parts = last["info"]["reward_metadata"]
   assert set(parts) == {"success", "own_parts:brevity"}
@@ -211,3 +210,18 @@ def test_agents_get_every_setting_that_they_take(tmp_path):
   finally:
     made.engine.close()
   assert episodes.system_prompt("") == ""
+
+
+def test_an_agent_of_a_user_gets_its_own_options(tmp_path):
+  made = run_lib.Run(
+      config_lib.load_config([
+          f"run.dir={tmp_path}", "agent=own_parts:PoliteAgent",
+          "agent.options.please=Kindly. ",
+      ])
+  )  # pyformat: disable
+  try:
+    first = made.episodes.make_agent().chat_completions[0]["content"]
+    assert first.startswith("Kindly. You see a computer's screen.")
+    assert "computer_use" in first or "click" in first  # The grammar's tools.
+  finally:
+    made.engine.close()

@@ -352,8 +352,15 @@ PATTERNS: dict[str, Metric] = {
     "success_rate/": Metric(
         "", "success_rate of one task family, `success_rate/<family>`."
     ),
+    "reward_part/": Metric(
+        "reward",
+        "Mean of one part of a weighted environment.reward, before its weight,"
+        " `reward_part/<name>`.",
+        "One part rises while success_rate does not: the policy found a way to"
+        " that part alone; change the weights.",
+    ),
 }
-"""Prefixes of names that depend on the task."""
+"""Prefixes of names that depend on the task or the reward."""
 
 
 def is_documented(name: str) -> bool:
@@ -402,6 +409,8 @@ def group_metrics(
   rewards = np.array([t.reward for t in valid], np.float64)
   out["reward_mean"] = float(rewards.mean())
   out["reward_std"] = float(rewards.std())
+  for name, values in sorted(_reward_parts(valid).items()):
+    out[f"reward_part/{name}"] = float(np.mean(values))
   solved = collections.defaultdict(list)
   for t in valid:
     solved[family_of(t)].append(
@@ -416,6 +425,24 @@ def group_metrics(
   for name in ("truncated_turns", "fallback_turns", "history_rewrites"):
     out[name] = sum(t.metrics.get(name, 0.0) for t in valid) / len(valid)
   return out
+
+
+def _reward_parts(
+    episodes: Iterable[trajectory_lib.Trajectory],
+) -> dict[str, list[float]]:
+  """Values of each part of a weighted reward, by its name."""
+  found: dict[str, list[float]] = collections.defaultdict(list)
+  for episode in episodes:
+    info = episode.steps[-1].info if episode.steps else {}
+    parts = info.get("reward_metadata")
+    if not isinstance(parts, Mapping):
+      continue
+    for name, part in parts.items():
+      if isinstance(part, Mapping) and isinstance(
+          part.get("reward"), (int, float)
+      ):
+        found[name].append(float(part["reward"]))
+  return found
 
 
 def _stage_metrics(
