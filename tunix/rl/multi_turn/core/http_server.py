@@ -25,7 +25,7 @@ from typing import Any, Awaitable, Callable
 from urllib import parse
 
 _START_S = 30.0
-SERVER_OPTIONS = dict(
+SERVER_OPTIONS: dict[str, Any] = dict(
     log_level="warning",
     # A policy may think for long between two turns; and a client that reuses
     # a connection should close it first.

@@ -90,8 +90,9 @@ def validate(model: type[T], data: Any, what: str = "") -> T:
   Raises:
     ValueError: `problem` of the first wrong field.
   """
+  known: Any = model  # Of any type that pydantic takes; hashable.
   try:
-    return adapter(model).validate_python(data)
+    return adapter(known).validate_python(data)
   except pydantic.ValidationError as error:
     raise ValueError(problem(error, what, _fields(model))) from None
 

@@ -176,22 +176,28 @@ class ReplayGym:
     return self._now.observations[0]
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
-    expected = self.next_action()
+    expected, now = self.next_action(), self._playing
     if expected is None:  # The `terminate` that a demonstrator adds.
-      return dataclasses.replace(self._now.observations[-1], done=True)
+      return dataclasses.replace(now.observations[-1], done=True)
     if action.kind is not expected.kind:
       raise ValueError(
-          f"step {self._step + 1} of {self._now.task.task_id} was a"
+          f"step {self._step + 1} of {now.task.task_id} was a"
           f" {expected.kind.value}, not a {action.kind.value}"
       )
     self._step += 1
-    return self._now.observations[self._step]
+    return now.observations[self._step]
 
   async def evaluate(self) -> base.Evaluation:
-    return self._now.evaluation
+    return self._playing.evaluation
 
   async def close(self) -> None:
     self._now = None
+
+  @property
+  def _playing(self) -> Recording:
+    if self._now is None:
+      raise RuntimeError("no recording is playing; start a task")
+    return self._now
 
   def next_action(self) -> gui_action.GuiAction | None:
     """The recorded next action; None at the end."""

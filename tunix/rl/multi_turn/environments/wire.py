@@ -71,8 +71,8 @@ def from_png(data: bytes, what: str = "screenshot") -> np.ndarray:
     with Image.open(io.BytesIO(data), formats=_FORMATS) as picture:
       if picture.width * picture.height > MAX_PIXELS:
         raise WireError(
-            f"{what} has {picture.width}x{picture.height} pixels; send at most"
-            f" {MAX_PIXELS}"
+            f"{what} has {picture.width}x{picture.height} pixels, more than"
+            f" {MAX_PIXELS}; send a smaller one"
         )
       return np.asarray(picture.convert("RGB"))
   except WireError:

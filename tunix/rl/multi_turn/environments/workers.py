@@ -37,7 +37,15 @@ class WorkerDiedError(RuntimeError):
 
 
 class WorkerGymError(RuntimeError):
-  """The gym raised, in its process; the message holds the exception."""
+  """The gym raised, in its process; the message holds the exception.
+
+  Attributes:
+    code: of the gym's exception, None when it has none.
+  """
+
+  def __init__(self, message: str, code: str | None = None):
+    super().__init__(message)
+    self.code = code
 
 
 class WorkerGym:
@@ -118,7 +126,8 @@ class GymWorkers:
       if worker is None or not worker.alive:
         self.deaths += worker is not None
         self._workers[i] = _Worker(self._context, self._imports)
-    return WorkerGym(min(self._workers, key=lambda w: len(w.gyms)), settings)
+    live = [worker for worker in self._workers if worker is not None]
+    return WorkerGym(min(live, key=lambda w: len(w.gyms)), settings)
 
   async def aclose(self) -> None:
     """Ends the processes; kills them after a few seconds."""
@@ -200,10 +209,7 @@ class _Worker:
     if error is None:
       future.set_result(value)
     else:
-      raised = WorkerGymError(error[0])
-      if error[1]:
-        raised.code = error[1]
-      future.set_exception(raised)
+      future.set_exception(WorkerGymError(error[0], error[1] or None))
 
   def _lost(self) -> None:
     self.alive = False

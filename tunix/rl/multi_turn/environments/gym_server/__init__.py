@@ -1,1 +1,1 @@
-"""A gym server: any registered gym over genv's HTTP protocol."""
+"""Serves registered gyms over HTTP, in genv's and OpenEnv's protocols."""

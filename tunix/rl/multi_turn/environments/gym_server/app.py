@@ -307,7 +307,7 @@ class App:
     execution, replayed = await self._begin(
         catalog, entry, options, body.idempotency_key or ""
     )
-    height, width = execution.seen.screenshot.shape[:2]
+    height, width = execution.shown.screenshot.shape[:2]
     reply: schemas.Created = {
         **execution.describe(),
         "box_id": execution.id,
@@ -408,7 +408,7 @@ class App:
     data = await reading.read_object(request)
     execution.check()
     body = reading.validated(schemas.Step, data)
-    height, width = execution.seen.screenshot.shape[:2]
+    height, width = execution.shown.screenshot.shape[:2]
     try:
       action = wire.action_from_json(body.action, width, height)
     except wire.WireError as error:
@@ -510,7 +510,11 @@ class App:
 
   async def _openapi(self, request: Request) -> Response:
     del request
-    return Json(openapi.document(list(self._catalogs), bool(self._token)))
+    return Json(
+        await asyncio.to_thread(
+            openapi.document, tuple(self._catalogs), bool(self._token)
+        )
+    )
 
 
 async def _observation(
@@ -518,7 +522,7 @@ async def _observation(
 ) -> wire.Observation:
   """The newest observation, with its screenshot or without."""
   picture = await execution.picture() if screenshot else None
-  return wire.observation_to_json(execution.seen, picture=picture)
+  return wire.observation_to_json(execution.shown, picture=picture)
 
 
 def _error(error: errors.ApiError) -> Response:

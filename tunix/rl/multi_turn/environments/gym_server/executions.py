@@ -149,6 +149,13 @@ class Execution:
     return bool(TRANSITIONS[self.state])
 
   @property
+  def shown(self) -> base.Observation:
+    """The newest observation of an execution that has started."""
+    if self.seen is None:
+      raise RuntimeError(f"execution {self.id} has shown nothing yet")
+    return self.seen
+
+  @property
   def idle_s(self) -> float:
     """Seconds since the last call; 0 during one."""
     return 0.0 if self._calls else time.monotonic() - self._last_call
@@ -198,14 +205,14 @@ class Execution:
     async with self._turn():
       if number is not None and number != self.steps + 1:
         if number == self.steps and self.steps and action == self._last_action:
-          return self.seen
+          return self.shown
         raise errors.ApiError(
             409,
             f"step {number} is out of order: {self.steps} are done; send step"
             f" {self.steps + 1}",
             code="step_out_of_order",
         )
-      if self.seen.done:
+      if self.shown.done:
         raise errors.ApiError(
             409,
             "the task has ended; evaluate or terminate the execution",
@@ -218,12 +225,12 @@ class Execution:
       self._last_action = action
       self.verdict = None
       self.answered = self.answered or action.kind is Kind.ANSWER
-      return self.seen
+      return self.shown
 
   async def evaluate(self, answer: str) -> base.Evaluation:
     """The gym's verdict; the gym receives an outstanding answer first."""
     async with self._turn():
-      if answer and not self.answered and not self.seen.done:
+      if answer and not self.answered and not self.shown.done:
         say = gui_action.GuiAction(Kind.ANSWER, text=answer)
         self.seen = await self._guard(
             lambda: self._observe("act", say), self._limits.step, "act"
@@ -250,7 +257,7 @@ class Execution:
 
   async def picture(self) -> wire.Screenshot:
     """The newest screenshot in JSON's form; encoded once."""
-    seen = self.seen
+    seen = self.shown
     if self._picture is None or self._picture[0] is not seen:
       encode = lambda: wire.screenshot_to_json(seen.screenshot)
       if seen.screenshot.nbytes > _INLINE_BYTES:

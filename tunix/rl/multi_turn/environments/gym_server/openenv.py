@@ -253,9 +253,9 @@ class OpenEnv:
       ended = await asyncio.gather(reader, worker, return_exceptions=True)
       self.sessions -= 1
       await asyncio.shield(session.end())
-    for error in ended:
-      if isinstance(error, Exception) and not isinstance(error, _GONE):
-        _LOG.error("an OpenEnv session failed", exc_info=error)
+    for failure in ended:
+      if isinstance(failure, Exception) and not isinstance(failure, _GONE):
+        _LOG.error("an OpenEnv session failed", exc_info=failure)
     with contextlib.suppress(*_GONE):
       await socket.close()
 
@@ -370,7 +370,7 @@ class _Connection:
           409, "the episode is over; reset begins another", code="task_ended"
       )
     execution.check()
-    height, width = execution.seen.screenshot.shape[:2]
+    height, width = execution.shown.screenshot.shape[:2]
     try:
       action = wire.action_from_json(
           {k: v for k, v in data.items() if k != "metadata"}, width, height
@@ -388,25 +388,30 @@ class _Connection:
     return await self._observation(0.0)
 
   async def _over(self) -> schemas.EpisodeStep:
-    result = await self._execution.judge(
+    result = await self._running().judge(
         validators.Submission(answer_text=self._answer)
     )
     self._result = result
     return await self._observation(result["score"])
 
   async def _observation(self, reward: float | None) -> schemas.EpisodeStep:
-    execution = self._execution
-    seen = wire.observation_to_json(
-        execution.seen, picture=await execution.picture()
-    )
-    done = seen.pop("done") or self._result is not None
+    execution = self._running()
+    picture = await execution.picture()
+    seen = wire.observation_to_json(execution.shown, picture=None)
+    done = seen["done"] or self._result is not None
     about: schemas.EpisodeMetadata = {
         "episode_id": self._episode_id, "task_id": execution.task.task_id,
     }  # pyformat: disable
     if self._result is not None:
       about["evaluation"] = self._result
     return {
-        "observation": {**seen, "metadata": about},
+        "observation": {
+            "instruction": seen["instruction"],
+            "text": seen["text"],
+            "info": seen["info"],
+            "screenshot": picture,
+            "metadata": about,
+        },
         "reward": reward,
         "done": done,
         "metadata": about,
@@ -422,7 +427,7 @@ class _Connection:
         "task_id": execution.task.task_id,
         "family": execution.task.family,
         "seed": execution.task.seed,
-        "done": self._result is not None or bool(execution.seen.done),
+        "done": self._result is not None or bool(execution.shown.done),
         "status": execution.state,
         "lease_left_s": round(execution.lease_left_s, 3),
         "evaluation": self._result,
@@ -461,7 +466,7 @@ async def _read(socket: Any, inbox: asyncio.Queue[str]) -> None:
 def _error(
     error: errors.ApiError, store: store_lib.ExecutionStore
 ) -> dict[str, Any]:
-  data = {
+  data: dict[str, Any] = {
       "message": error.detail,
       "code": _CODES.get(error.code, "EXECUTION_ERROR"),
       "cause": error.code,

@@ -12,6 +12,7 @@ ignored, unless its model forbids them.
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Annotated, Any, Literal, NotRequired
 
 import pydantic
@@ -370,6 +371,7 @@ class EpisodeState(TypedDict):
   evaluation: NotRequired[Result | None]
 
 
+@functools.cache
 def openenv_schemas() -> dict[str, Any]:
   """JSON Schemas of an OpenEnv environment's action, observation and state."""
   observation = json_models.adapter(EpisodeObservation).json_schema()
