@@ -142,8 +142,8 @@ class HealthPages:
     )
     found = []
     for row in broken:
-      found = text.read_json(row.errors)
-      first = found[0] if isinstance(found, list) and found else {}
+      faults = text.read_json(row.errors)
+      first = faults[0] if isinstance(faults, list) and faults else {}
       first = first if isinstance(first, dict) else {}
       found.append({
           "id": row.id, "status": row.status_message, "end": row.end_time,
