@@ -216,7 +216,7 @@ def test_an_agent_of_a_user_gets_its_own_options(tmp_path):
   made = run_lib.Run(
       config_lib.load_config([
           f"run.dir={tmp_path}", "agent=own_parts:PoliteAgent",
-          "agent.options.please=Kindly. ",
+          "agent.options.please='Kindly. '",
       ])
   )  # pyformat: disable
   try:
