@@ -26,6 +26,11 @@ pytestmark = pytest.mark.timeout(300)
         (["tiny_vl", "--allowed-media-domains", "*"], ["*"]),
         (["tiny_vl", "--port", "99999"], ["--port=99999"]),
         (["tiny_vl", "--features", "magic"], ["--features=magic", "grammar"]),
+        (["tiny_vl", "--slots", "0"], ["--slots=0: ", "equal to 1"]),
+        (
+            ["tiny_vl", "--cache-tokens", "10"],
+            ["--cache-tokens=10 is below --max-model-len=2048", "raise"],
+        ),
         (["tiny_vl", "--image-memory", "0"], ["--image-memory=0", "MiB"]),
         (["tiny_vl", "--weights", "int8"], ["int8", "TinyVL"]),
         (["tiny_vl", "--tool-parser", "telepathy"], ["telepathy", "qwen"]),

@@ -223,12 +223,13 @@ class RolloutEngine:
         processor=self._processor,
     )
     loop = asyncio.get_running_loop()
+    future: asyncio.Future[policy_client.Completion] = loop.create_future()
     request = requests_lib.Request(
         session,
         prompt,
         sampling,
         loop,
-        loop.create_future(),
+        future,
         on_tokens,
         priority,
         stop_when,
@@ -236,7 +237,7 @@ class RolloutEngine:
     )
     self._post(_Submit(request))
     try:
-      return await request.future
+      return await future
     except asyncio.CancelledError:
       self._post(_Cancel(request), quiet=True)
       raise

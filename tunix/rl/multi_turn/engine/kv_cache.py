@@ -322,9 +322,9 @@ class CachedSequence:
     return self._keys[block]
 
 
-def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int | None]:
-  """Per leaf the one axis on which two shape trees differ, or None."""
-  axes = []
+def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int]:
+  """Per leaf the one axis on which two shape trees differ."""
+  axes: list[int] = []
   for a, b in zip(jax.tree.leaves(shapes_a), jax.tree.leaves(shapes_b)):
     differ = [i for i, (x, y) in enumerate(zip(a.shape, b.shape)) if x != y]
     if len(differ) > 1:
@@ -332,7 +332,9 @@ def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int | None]:
           f"init_cache made a leaf of shapes {a.shape} and {b.shape}; more than"
           " one axis depends on one argument"
       )
-    axes.append(differ[0] if differ else None)
+    if not differ:
+      raise ValueError("every leaf of init_cache needs a batch and a length")
+    axes.append(differ[0])
   return axes
 
 
@@ -360,8 +362,6 @@ class PageLayout:
     self._page_size = n
     self._page_axis = _axis_of(shape_of(2, n), shape_of(3, n))
     self._token_axis = _axis_of(shape_of(2, n), shape_of(2, n + 1))
-    if None in (*self._page_axis, *self._token_axis):
-      raise ValueError("every leaf of init_cache needs a batch and a length")
 
   def take(self, cache: Any, pages_RN: jax.Array) -> Any:
     """The rows' pages, side by side: as `init_cache(R, N * page size)`."""

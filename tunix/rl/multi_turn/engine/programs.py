@@ -94,8 +94,7 @@ def pick(rows: np.ndarray, index_A: np.ndarray, count: int) -> np.ndarray:
 def _fields(words_RW: jax.Array, row: np.dtype) -> dict[str, jax.Array]:
   """The fields of a program's rows by name, each of its own type, [R, …]."""
   fields = {}
-  for name in row.names:
-    kind, start = row.fields[name][:2]
+  for name, (kind, start, *_) in (row.fields or {}).items():
     part = words_RW[:, start // 4 : (start + kind.itemsize) // 4]
     part = lax.bitcast_convert_type(part, kind.base)
     fields[name] = part.reshape(len(part), *kind.shape)
@@ -282,7 +281,8 @@ class Programs:
         "prefill": self._build_prefill,
         "decode": self._build_decode,
     }[variant.kind]
-    compiled = build(variant).compile(kernels.compiler_options())
+    options: dict[str, Any] | None = kernels.compiler_options()
+    compiled = build(variant).compile(options)
     with self._lock:
       if variant not in self._compiled:
         self._compiled[variant] = compiled
@@ -408,7 +408,7 @@ class Programs:
       tokens, logprobs, entropies, details = out
       return cache, tokens, logprobs, count, step, entropies, details
 
-    masks = ()
+    masks: tuple[jax.ShapeDtypeStruct, ...] = ()
     if variant.masked:
       masks = (state.shape(jnp.uint32, variant.rows, self.mask_words),)
     places = (state.cache_place, *(state.place,) * 6)

@@ -237,6 +237,7 @@ class SlotTable:
   def preempt(self, request: Request) -> None:
     """Puts a running request back into the queue, with its state."""
     slot, n = request.slot, request.length
+    assert slot is not None
     request.preempted = Preempted(
         self.rows[slot].copy(),
         self.tokens[slot, :n].copy(),

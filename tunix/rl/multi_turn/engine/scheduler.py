@@ -373,7 +373,10 @@ class Scheduler:
     if decoded.details is not None:
       for i, request in enumerate(active):
         request.details.append(
-            tuple(array[i, : decoded.counts[i]] for array in decoded.details)
+            tuple(
+                np.asarray(array)[i, : decoded.counts[i]]
+                for array in decoded.details
+            )
         )
     self._harvest(active, slots_A, decoded)
 
@@ -438,7 +441,8 @@ class Scheduler:
     if slots.entropies is not None and decoded.entropies is not None:
       slots.entropies[place] = decoded.entropies[row, step]
     last_A = tokens_AK[np.arange(len(active)), np.maximum(counts_A - 1, 0)]
-    finite_A = np.isfinite(np.where(real_AK, logprobs_AK, 0.0)).all(axis=1)
+    finite_AK = np.isfinite(np.where(real_AK, logprobs_AK, 0.0))
+    finite_A = np.asarray(finite_AK.all(axis=1))
     rows = programs_lib.pick(slots.rows, slots_A, len(active))
     rows["token"] = last_A
     rows["vision"] = -1

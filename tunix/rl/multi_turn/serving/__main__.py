@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import re
 import sys
 from typing import Any, Sequence
 
+import pydantic
 import tqdm
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
@@ -116,6 +118,36 @@ def _features(text: str) -> tuple[str, ...]:
   return names
 
 
+def _engine_settings(args: argparse.Namespace) -> engine_config.EngineConfig:
+  """The engine's settings; a wrong one is named by its option."""
+  features = _features(args.features)
+  try:
+    return engine_config.EngineConfig(
+        slots=args.slots,
+        cache_tokens=args.cache_tokens,
+        context_length=args.max_model_len,
+        weights=args.weights,
+        features=features,
+    )
+  except pydantic.ValidationError as error:
+    found = []
+    for detail in error.errors(include_url=False):
+      text = str(detail.get("ctx", {}).get("error", detail["msg"]))
+      if detail["loc"]:
+        text = f"{detail['loc'][0]}={detail['input']}: {text}"
+      for field, option in _OPTIONS.items():
+        text = re.sub(rf"\b{field}\b", option, text)
+      found.append(text)
+    raise ValueError("; ".join(found)) from None
+
+
+_OPTIONS = {
+    "slots": "--slots",
+    "cache_tokens": "--cache-tokens",
+    "context_length": "--max-model-len",
+}
+
+
 def _images_limit(text: str) -> int:
   try:
     limit = json.loads(text)["image"]
@@ -140,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     token = http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
     screens = _screens(args.screen)
-    features = _features(args.features)
+    settings = _engine_settings(args)
     limits = requests.RequestLimits(
         max_new_tokens=args.max_tokens,
         images=_images_limit(args.limit_mm_per_prompt),
@@ -166,13 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         policy[0],
         policy[1],
         store,
-        engine_config.EngineConfig(
-            slots=args.slots,
-            cache_tokens=args.cache_tokens,
-            context_length=args.max_model_len,
-            weights=args.weights,
-            features=features,
-        ),
+        settings,
         image_sizes=screens,
         banned_token_ids=policy[0].config.banned_token_ids,
         seed=args.seed,
