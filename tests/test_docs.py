@@ -22,7 +22,7 @@ def test_the_code_in_extending_runs_from_top_to_bottom(capsys):
     exec(code, namespace)  # pylint: disable=exec-used
   assert namespace["episode"].num_turns == 1
   config = config_lib.load_config(
-      ["run.imports=[my_lamps]", "gym=lamps", "tasks=[lamps]"]
+      ["gym=lamps", "tasks=[lamps]"]
   )
   source = run_tasks.make_tasks(config)
   families = config.task_source.families

@@ -11,7 +11,7 @@ from tunix.rl.multi_turn.clients import locked_dir
 CHILD = """
 import pathlib, sys
 from tunix.rl.multi_turn.clients import locked_dir
-folder = locked_dir.RunFolder(pathlib.Path(sys.argv[1]))
+folder = locked_dir.LockedDir(pathlib.Path(sys.argv[1]))
 (folder.make() / "w").write_text("theirs")
 print(folder.name, flush=True)
 sys.stdin.read()

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import clients as rollout
+from tunix.rl.multi_turn import clients
+from tunix.rl.multi_turn import engine
 from tunix.rl.multi_turn.core import policy_client
 
 PROMPT = policy_client.TokenPrompt(np.array([4, 5, 6]))
@@ -16,7 +17,7 @@ async def test_script_sees_prompt_and_session():
     seen.append((prompt.tokens.tolist(), session))
     return [7, 2, 9]
 
-  client = rollout.ScriptedClient(script, version=3)
+  client = clients.ScriptedClient(script, version=3)
   client.open_session("s")
   sampling = policy_client.SamplingParams(stop_token_ids=(2,))
   got = await client.generate(PROMPT, sampling, session="s")
@@ -37,7 +38,7 @@ async def test_script_is_cut_at_length_and_context(most, context, want):
     del prompt, session
     return np.array([7, 8, 2])
 
-  client = rollout.ScriptedClient(script, context_length=context)
+  client = clients.ScriptedClient(script, context_length=context)
   sampling = policy_client.SamplingParams(
       max_new_tokens=most, stop_token_ids=(2,)
   )
@@ -49,17 +50,17 @@ async def test_script_is_cut_at_length_and_context(most, context, want):
 
 async def test_script_errors_are_named():
   sampling = policy_client.SamplingParams()
-  client = rollout.ScriptedClient(lambda p, s: [], context_length=3)
+  client = clients.ScriptedClient(lambda p, s: [], context_length=3)
   with pytest.raises(policy_client.ContextLimitError, match="of 3"):
     await client.generate(PROMPT, sampling, session="s")
-  client = rollout.ScriptedClient(lambda p, s: [])
+  client = clients.ScriptedClient(lambda p, s: [])
   with pytest.raises(ValueError, match="no token in session 's'"):
     await client.generate(PROMPT, sampling, session="s")
-  client = rollout.ScriptedClient(lambda p, s: [3, -1])
+  client = clients.ScriptedClient(lambda p, s: [3, -1])
   with pytest.raises(ValueError, match="negative id: -1"):
     await client.generate(PROMPT, sampling, session="s")
   with pytest.raises(ValueError, match="version"):
-    rollout.ScriptedClient(lambda p, s: [1], version=-1)
+    clients.ScriptedClient(lambda p, s: [1], version=-1)
 
 
 async def test_replay_returns_the_recording_once():
@@ -67,7 +68,7 @@ async def test_replay_returns_the_recording_once():
       np.array([1, 2]), np.array([-0.5, -1.0]), np.array([0, 1]),
       FinishReason.LENGTH,
   )
-  client = rollout.ReplayClient({"a": [recorded]})
+  client = clients.ReplayClient({"a": [recorded]})
   sampling = policy_client.SamplingParams()
   assert await client.generate(PROMPT, sampling, session="a") is recorded
   for session in ("a", "b"):
@@ -75,8 +76,8 @@ async def test_replay_returns_the_recording_once():
       await client.generate(PROMPT, sampling, session=session)
 
 
-def test_rollout_package_offers_the_engine():
-  assert rollout.RolloutEngine.__name__ == "RolloutEngine"
-  assert issubclass(rollout.EngineError, RuntimeError)
+def test_engine_package_offers_the_engine():
+  assert engine.RolloutEngine.__name__ == "RolloutEngine"
+  assert issubclass(engine.EngineError, RuntimeError)
   with pytest.raises(AttributeError, match="Nothing"):
-    rollout.Nothing  # noqa: B018
+    engine.Nothing  # noqa: B018

@@ -260,8 +260,8 @@ def test_a_recording_keeps_them(tmp_path):
   made.add("a", completion_of([4, 5], [0.5, 1.0]))
   made.add("b", completion_of([4, 5], None))
   made.save(tmp_path / "r.jsonl")
-  again = record_replay.RecordedCompletions.load(tmp_path / "r.jsonl")
-  found = again.completions
+  loaded = record_replay.RecordedCompletions.load(tmp_path / "r.jsonl")
+  found = loaded.completions
   assert found["a"][0].entropies.tolist() == [0.5, 1.0]
   assert found["b"][0].entropies is None
 

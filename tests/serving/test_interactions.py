@@ -117,11 +117,10 @@ def test_finding_the_parent_costs_a_step_a_message(monkeypatch):
       answer(session, history, CALL, calling(f"{turn}.{number}"))
     history += [calling(f"{turn}.{turn % 5}"), NEXT]
   steps = []
-  follow = session_store._Node.follow
+  node = session_store._Node
+  follow = node.follow
   monkeypatch.setattr(
-      session_store._Node,
-      "follow",
-      lambda node, key: steps.append(key) or follow(node, key),
+      node, "follow", lambda n, k: steps.append(k) or follow(n, k)
   )
   pending = session.prompt(history)
   assert len(pending.ancestors) == 40
