@@ -137,7 +137,7 @@ def test_an_adapter_is_merged_into_what_it_computes(name, reference):
   model = hf_checkpoint.load_model(reference(name).directory)
   lora.add(model, rank=2, alpha=4.0)
   rng = np.random.default_rng(0)
-  for layer in lora._adapted(model):
+  for layer in lora.adapted(model):
     b = layer.linear.lora_b
     b.set_value(rng.normal(0, 0.1, b.shape).astype(np.float32))
   batch = draw(6)

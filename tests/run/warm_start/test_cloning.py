@@ -5,7 +5,7 @@ import types
 
 import numpy as np
 import pytest
-from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.run.warm_start import cloning
 
@@ -28,7 +28,7 @@ def clone(play, seed=0, done=0, **settings):
       learner,
       play,
       itertools.count(),
-      config_lib.WarmStartConfig(**fields),
+      run_sections.WarmStartConfig(**fields),
       longest=10,
       seed=seed,
       observers=events.Observers(),
@@ -102,6 +102,6 @@ def test_demonstrations_too_long_for_the_policy_are_left_out():
   assert not set(itertools.chain(*batches)) & {1, 9}
   assert max(itertools.chain(*batches)) > 9
   with pytest.raises(
-      RuntimeError, match="8 of 8 demonstrations.*10 tokens; raise rollout"
+      RuntimeError, match="8 of 8 demonstrations.*10 tokens; raise engine"
   ):
     clone(lambda pairs: [shown(1, LongSequence) for _ in pairs])
