@@ -19,8 +19,9 @@ class EnvironmentConfig:
   name: str = setting(
       "cua",
       "cua: a computer, see gym. tool: questions answered with tools. gsm8k:"
-      " arithmetic problems answered in text. Or package.module:Class, a"
-      " BaseEnv or an environment of tunix.rl.agentic.",
+      " arithmetic problems answered in text. tool_request: stateful tools with"
+      " an instance an episode. Or package.module:Class, a BaseEnv or an"
+      " environment of tunix.rl.agentic.",
       registry="tunix.rl.multi_turn.environments.spec:ENVIRONMENTS",
   )
   max_turns: int = setting(

@@ -91,6 +91,11 @@ for _name, _spec in {
         tasks=f"{_HERE}.arithmetic:ArithmeticTasks",
         preset={**_TEXT_PRESET, "environment.reward": "numeric_match"},
     ),
+    "tool_request": EnvironmentSpec(
+        f"{_HERE}.tool_request_env:ToolRequestEnvironment",
+        "tool",
+        preset=_TEXT_PRESET,
+    ),
     "gsm8k": EnvironmentSpec(
         f"{_HERE}.gsm8k_env:Gsm8kEnvironment",
         "any",

@@ -204,42 +204,24 @@ async def run_request(
     generate_timeout: seconds for each generation.
   """
   parser = tool_parser.make_tool_parser(parser)
-  instances: dict[str, str] = {}
+  held = RequestTools(request, tools, tool_timeout)
   reason: FinishReason | None = None
-
-  async def guarded(awaitable: Awaitable[Any], what: str) -> Any:
-    return await concurrency.with_deadline(awaitable, tool_timeout, what)
-
   rewards: dict[str, float] = {}
   try:
     try:
       reason = await _converse(
-          request, generate, tools, instances, parser, guarded, max_turns,
-          generate_timeout,
+          request, generate, held, parser, max_turns, generate_timeout
       )
     except Exception as error:  # pylint: disable=broad-except
       request.error = f"{type(error).__name__}: {error}"
     if request.state is not RequestState.PENDING:
-      rewards = await _calc_rewards(request, tools, instances, guarded)
+      rewards = await held.calc_rewards()
   except asyncio.CancelledError:
     request.error = "CancelledError: the request was cancelled"
     raise
   finally:
     try:
-      await stateful.release_all(
-          [
-              (
-                  name,
-                  functools.partial(
-                      tools[name].release,
-                      instance_id,
-                      **request.kwargs(name, "release_kwargs"),
-                  ),
-              )
-              for name, instance_id in instances.items()
-          ],
-          tool_timeout,
-      )
+      await held.release()
     finally:
       request.finalize(rewards, reason)
   return request
@@ -248,15 +230,13 @@ async def run_request(
 async def _converse(
     request: ToolRequest,
     generate: Generate,
-    tools: Mapping[str, stateful.BaseTool],
-    instances: dict[str, str],
+    held: RequestTools,
     parser: tool_parser.ToolParser,
-    guarded: Callable[..., Awaitable[Any]],
     max_turns: int,
     generate_timeout: float | None,
 ) -> FinishReason:
-  """From PENDING to the reason for the end; fills `instances`."""
-  await _create(request, tools, instances, guarded)
+  """From PENDING to the reason for the end."""
+  await held.create()
   request.move(RequestState.RUNNING)
   for turn in range(1, max_turns + 1):
     text, finish = await concurrency.with_deadline(
@@ -271,84 +251,121 @@ async def _converse(
       # A TOOL_CALL without a readable call has nothing to go on with.
       return FinishReason.STOP
     request.move(RequestState.TOOL_CALLING)
-    results = await asyncio.gather(
-        *(_execute(request, tools, instances, c, guarded) for c in calls)
-    )
-    for call, (text, reward) in zip(calls, results):
-      if reward is not None:
-        request.call_rewards.append(reward)
-      request.messages.append({
-          "role": "tool",
-          "tool_call_id": call.call_id,
-          "content": text,
-      })
+    await held.execute(calls)
     if turn < max_turns:
       request.move(RequestState.RUNNING)
   return FinishReason.LENGTH
 
 
-async def _create(
-    request: ToolRequest,
-    tools: Mapping[str, stateful.BaseTool],
-    instances: dict[str, str],
-    guarded: Callable[..., Awaitable[Any]],
-) -> None:
-  """Makes the instances; their ids are noted before they exist."""
-  for name, tool in tools.items():
-    kwargs, instances[name] = stateful.with_instance_id(
-        request.kwargs(name, "create_kwargs")
-    )
-    try:
-      instances[name] = await guarded(tool.create(**kwargs), f"{name}.create")
-    except concurrency.DeadlineExceeded:
-      raise
-    except Exception:
-      del instances[name]  # An error of its own: it made nothing.
-      raise
+class RequestTools:
+  """The instances of a request's tools, from their creation to the release."""
 
+  def __init__(
+      self,
+      request: ToolRequest,
+      tools: Mapping[str, stateful.BaseTool],
+      timeout: float | None,
+  ):
+    """Args:
 
-async def _execute(
-    request: ToolRequest,
-    tools: Mapping[str, stateful.BaseTool],
-    instances: Mapping[str, str],
-    call: trajectory.ToolCall,
-    guarded: Callable[..., Awaitable[Any]],
-) -> tuple[str, float | None]:
-  """(text for the model, reward) of one call; reward None when it failed."""
-  if call.name not in tools:
-    return f"Error: {registry.unknown_name('tool', call.name, tools)}", None
-  try:
-    text, reward, _ = await guarded(
-        tools[call.name].execute(
-            instances[call.name],
-            dict(call.arguments),
-            **request.kwargs(call.name, "execute_kwargs"),
-        ),
-        f"{call.name}.execute",
-    )
-    return str(text), float(reward)
-  except Exception as error:  # pylint: disable=broad-except
-    return f"Error: {type(error).__name__}: {error}", None
+      request: its keyword arguments go to the tools; it receives messages and
+        rewards.
+      tools: name -> stateful tool.
+      timeout: seconds for each tool method; None for no limit.
+    """
+    self._request = request
+    self._tools = tools
+    self._timeout = timeout
+    self._instances: dict[str, str] = {}
 
-
-async def _calc_rewards(
-    request: ToolRequest,
-    tools: Mapping[str, stateful.BaseTool],
-    instances: Mapping[str, str],
-    guarded: Callable[..., Awaitable[Any]],
-) -> dict[str, float]:
-  """The instances' rewards; the first error is kept, none is raised."""
-  rewards = {}
-  for name, instance_id in instances.items():
-    try:
-      rewards[name] = float(
-          await guarded(
-              tools[name].calc_reward(
-                  instance_id, **request.kwargs(name, "calc_reward_kwargs")
-              ),
-              f"{name}.calc_reward",
-          )
+  async def create(self) -> None:
+    """Makes the instances; their ids are noted before they exist."""
+    for name, tool in self._tools.items():
+      kwargs, self._instances[name] = stateful.with_instance_id(
+          self._request.kwargs(name, "create_kwargs")
       )
+      try:
+        self._instances[name] = await self._guarded(
+            tool.create(**kwargs), f"{name}.create"
+        )
+      except concurrency.DeadlineExceeded:
+        raise
+      except Exception:
+        del self._instances[name]  # An error of its own: it made nothing.
+        raise
+
+  async def execute(
+      self, calls: Sequence[trajectory.ToolCall]
+  ) -> dict[str, str]:
+    """Runs the calls of a turn at once; their texts by call id, in order.
+
+    A failing call is a text for the model. The request receives the messages
+    and the rewards of the calls that succeeded.
+    """
+    results = await asyncio.gather(*(self._execute(call) for call in calls))
+    for call, (text, reward) in zip(calls, results):
+      if reward is not None:
+        self._request.call_rewards.append(reward)
+      self._request.messages.append({
+          "role": "tool",
+          "tool_call_id": call.call_id,
+          "content": text,
+      })
+    return {call.call_id: text for call, (text, _) in zip(calls, results)}
+
+  async def calc_rewards(self) -> dict[str, float]:
+    """The instances' rewards; the first error is kept, none is raised."""
+    request, rewards = self._request, {}
+    for name, instance_id in self._instances.items():
+      kwargs = request.kwargs(name, "calc_reward_kwargs")
+      try:
+        rewards[name] = float(
+            await self._guarded(
+                self._tools[name].calc_reward(instance_id, **kwargs),
+                f"{name}.calc_reward",
+            )
+        )
+      except Exception as error:  # pylint: disable=broad-except
+        request.error = request.error or f"{type(error).__name__}: {error}"
+    return rewards
+
+  async def release(self) -> None:
+    """Releases every instance, each under its own deadline; idempotent."""
+    instances, self._instances = self._instances, {}
+    await stateful.release_all(
+        [
+            (
+                name,
+                functools.partial(
+                    self._tools[name].release,
+                    instance_id,
+                    **self._request.kwargs(name, "release_kwargs"),
+                ),
+            )
+            for name, instance_id in instances.items()
+        ],
+        self._timeout,
+    )
+
+  async def _execute(
+      self, call: trajectory.ToolCall
+  ) -> tuple[str, float | None]:
+    """(text for the model, reward) of one call; reward None when it failed."""
+    if call.name not in self._tools:
+      text = registry.unknown_name("tool", call.name, self._tools)
+      return f"Error: {text}", None
+    try:
+      text, reward, _ = await self._guarded(
+          self._tools[call.name].execute(
+              self._instances[call.name],
+              dict(call.arguments),
+              **self._request.kwargs(call.name, "execute_kwargs"),
+          ),
+          f"{call.name}.execute",
+      )
+      return str(text), float(reward)
     except Exception as error:  # pylint: disable=broad-except
-      request.error = request.error or f"{type(error).__name__}: {error}"
-  return rewards
+      return f"Error: {type(error).__name__}: {error}", None
+
+  async def _guarded(self, awaitable: Awaitable[Any], what: str) -> Any:
+    return await concurrency.with_deadline(awaitable, self._timeout, what)
