@@ -14,6 +14,7 @@ import pytest
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.policy import by_name
@@ -68,7 +69,7 @@ def test_every_built_in_is_created_by_its_name():
     assert named.takes_image_budget == ("qwen" in name and "_vl_" in name)
     model, _, _ = named.create(seed=1)
     assert isinstance(model, kinds.get(name, qwen_text.QwenText))
-  assert by_name.SHIPPED == ("tiny_vl", "qwen3_vl_tiny")
+  assert set(by_name.SHIPPED) == {"tiny_vl", "qwen3_vl_tiny"}
 
 
 def test_a_directory_brings_its_weights(tmp_path):
@@ -309,11 +310,13 @@ def test_the_documented_policy_is_sampled_from_and_learns(example, tmp_path):
       model,
       processor,
       store,
-      slots=2,
-      context_length=64,
-      decode_rows=(2,),
-      prefill_rows=(2,),
-      prefill_buckets=(32,),
+      engine_config.EngineConfig(
+          slots=2,
+          context_length=64,
+          decode_rows=(2,),
+          prefill_rows=(2,),
+          prefill_buckets=(32,),
+      ),
       banned_token_ids=model.config.banned_token_ids,
   ) as engine:
     got = asyncio.run(
