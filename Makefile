@@ -49,8 +49,10 @@ test: $(STAMP)-dev ## run the tests; TESTS=path, ARGS='-k name'
 test-all: ARGS += -m 'slow or not slow'
 test-all: test ## the slow ones, too
 
-lint: $(STAMP)-dev ## check the style
+lint: $(STAMP)-dev ## check style, import floors and types
 	@$(PY) -m ruff check .
+	@$(PY) scripts/lint_imports.py
+	@$(PY) -m mypy
 
 bench: $(STAMP)-dev ## run every benchmark, one after the other
 	@status=0; for f in benchmarks/[a-z]*.py; do \

@@ -27,26 +27,27 @@ class QueueConfig:
   """The queue between collecting and learning."""
 
   max_staleness: int = settings.setting(
-      0,
-      "Versions the oldest token of a batch may lag behind the learner. 0 ="
+      default=0,
+      doc="Versions the oldest token of a batch may lag behind the learner. 0 ="
       " synchronous.",
       unit="versions",
       ge=0,
   )
   capacity: int = settings.setting(
-      0,
-      "Groups held; finished ones wait beyond. 0 = (max_staleness + 1) *"
+      default=0,
+      doc="Groups held; finished ones wait beyond. 0 = (max_staleness + 1) *"
       " groups_per_step, as many as are admitted.",
       unit="groups",
       ge=0,
   )
   stale_policy: Literal["drop", "error"] = settings.setting(
-      "drop",
-      "A group that became too old is dropped (and counted) or the run fails.",
+      default="drop",
+      doc="A group that became too old is dropped (and counted) or the run"
+      " fails.",
   )
   path: str = settings.setting(
-      "",
-      'File that makes accepted groups survive a crash. "" = memory only.',
+      default="",
+      doc='File that makes accepted groups survive a crash. "" = memory only.',
   )
 
   def capacity_for(self, groups_per_step: int) -> int:

@@ -17,43 +17,44 @@ class RunConfig:
   """The run: where it writes, its seed, how long it may take."""
 
   name: str = setting(
-      "", 'Directory below run.dir. "" = gym name and the time of start.'
+      default="",
+      doc='Directory below run.dir. "" = gym name and the time of start.',
   )
-  dir: str = setting("runs", "Where run directories are made.")
+  dir: str = setting(default="runs", doc="Where run directories are made.")
   seed: int = setting(
-      0,
-      "Every random choice derives from it. Two synchronous runs with one"
+      default=0,
+      doc="Every random choice derives from it. Two synchronous runs with one"
       " seed are equal.",
       ge=0,
   )
   resume: str = setting(
-      "",
-      "Run directory to continue from its last checkpoint; its config.yaml is"
-      ' the base that overrides apply to. "" = a new run.',
+      default="",
+      doc="Run directory to continue from its last checkpoint; its"
+      ' config.yaml is the base that overrides apply to. "" = a new run.',
   )
   time_budget_s: float = setting(
-      0.0,
-      "Training stops after the update in which this much time has passed,"
+      default=0.0,
+      doc="Training stops after the update in which this much time has passed,"
       " then evaluates and saves. 0 = no limit.",
       unit="s",
       ge=0,
   )
   compile_cache: str = setting(
-      "auto",
-      "Directory of compiled programs, which the next start need not compile"
-      " again. auto: $JAX_COMPILATION_CACHE_DIR, else one below the user's"
-      " cache directory. off: none.",
+      default="auto",
+      doc="Directory of compiled programs, which the next start need not"
+      " compile again. auto: $JAX_COMPILATION_CACHE_DIR, else one below the"
+      " user's cache directory. off: none.",
   )
   imports: tuple[str, ...] = setting(
-      (),
-      "Python modules imported first, e.g. to register gyms, parsers, rewards"
-      " or algorithms under short names. A setting that takes a name takes"
-      " package.module:attribute as well, without this.",
+      default=(),
+      doc="Python modules imported first, e.g. to register gyms, parsers,"
+      " rewards or algorithms under short names. A setting that takes a name"
+      " takes package.module:attribute as well, without this.",
   )
   dry_run: bool = setting(
-      False,
-      "Build everything, print the resolved configuration, shapes and memory,"
-      " and exit. Same as --dry-run.",
+      default=False,
+      doc="Build everything, print the resolved configuration, shapes and"
+      " memory, and exit. Same as --dry-run.",
   )
 
 
@@ -62,16 +63,16 @@ class RolloutConfig:
   """How episodes reach the engine."""
 
   via: Literal["in_process", "proxy", "external"] = setting(
-      "in_process",
-      "in_process: as tokens. proxy: through an OpenAI-compatible server that"
-      " the run opens on the loopback interface, as messages with screenshots;"
-      " what the server keeps is trained on. Needs the extras serve and"
-      " client. external: the engine is vLLM or SGLang in another process, see"
-      " external.",
+      default="in_process",
+      doc="in_process: as tokens. proxy: through an OpenAI-compatible server"
+      " that the run opens on the loopback interface, as messages with"
+      " screenshots; what the server keeps is trained on. Needs the extras"
+      " serve and client. external: the engine is vLLM or SGLang in another"
+      " process, see external.",
   )
   agent: str = setting(
-      "",
-      "With via=proxy: module:function of a coroutine function that plays"
+      default="",
+      doc="With via=proxy: module:function of a coroutine function that plays"
       " episodes in its own loop, with an openai client and a computer; see"
       ' clients/agent_session.py. "" = agent.name plays them.',
   )
@@ -89,28 +90,38 @@ class WarmStartConfig:
   """What the policy can do before GRPO."""
 
   source: Literal["none", "embedded", "path"] = setting(
-      "embedded",
-      "embedded: the small checkpoint in this package. path: warm_start.path."
-      " none: random weights, or those that a policy's directory brings.",
+      default="embedded",
+      doc="embedded: the small checkpoint in this package. path:"
+      " warm_start.path. none: random weights, or those that a policy's"
+      " directory brings.",
   )
   path: str = setting(
-      "", "Directory of a saved policy, for source=path: e.g. runs/x/policy."
+      default="",
+      doc="Directory of a saved policy, for source=path: e.g. runs/x/policy.",
   )
   steps: int = setting(
-      0,
-      "Updates of behaviour cloning on demonstrations by the gym's oracle, on"
-      " top of the source. 0 = none.",
+      default=0,
+      doc="Updates of behaviour cloning on demonstrations by the gym's"
+      " oracle, on top of the source. 0 = none.",
       ge=0,
   )
   recordings: str = setting(
-      "",
-      "File of recorded episodes that are cloned instead of an oracle's, those"
-      " that were solved; environments.play records them.",
+      default="",
+      doc="File of recorded episodes that are cloned instead of an oracle's,"
+      " those that were solved; environments.play records them.",
   )
-  batch_size: int = setting(64, "Demonstrated episodes an update.", ge=1)
-  learning_rate: float = setting(1e-3, "Peak of a cosine schedule.", gt=0)
+  batch_size: int = setting(
+      default=64,
+      doc="Demonstrated episodes an update.",
+      ge=1,
+  )
+  learning_rate: float = setting(
+      default=1e-3,
+      doc="Peak of a cosine schedule.",
+      gt=0,
+  )
   demonstrations: int = setting(
-      4096, "Distinct demonstrated episodes, drawn in turn.", ge=1
+      default=4096, doc="Distinct demonstrated episodes, drawn in turn.", ge=1
   )
 
   def problems(self) -> Iterator[str]:
@@ -135,22 +146,22 @@ class EvalConfig:
   """Success on held-out tasks."""
 
   episodes_per_task: int = setting(
-      50, "Episodes of each family and mode.", ge=1
+      default=50, doc="Episodes of each family and mode.", ge=1
   )
   every: int = setting(
-      0,
-      "Evaluate every this many updates; no episode of training begins"
+      default=0,
+      doc="Evaluate every this many updates; no episode of training begins"
       " meanwhile. 0 = start and end.",
       ge=0,
   )
   modes: tuple[Literal["greedy", "sampled"], ...] = setting(
-      ("sampled", "greedy"),
-      "sampled: as in training. greedy: the likeliest token. The first is the"
-      " one reported as success_rate.",
+      default=("sampled", "greedy"),
+      doc="sampled: as in training. greedy: the likeliest token. The first is"
+      " the one reported as success_rate.",
   )
   seed: int = setting(
-      1,
-      "Chooses the held-out tasks; the same for every evaluation.",
+      default=1,
+      doc="Chooses the held-out tasks; the same for every evaluation.",
       ge=0,
   )
 

@@ -43,31 +43,37 @@ _setting = settings.setting
 class TrainConfig:
   """Everything `train` needs to know."""
 
-  run: run_sections.RunConfig = _setting(run_sections.RunConfig(), "")
-  environment: EnvironmentConfig = _setting(EnvironmentConfig(), "")
-  gym: GymConfig = _setting(GymConfig(), "")
-  task_source: TaskSourceConfig = _setting(TaskSourceConfig(), "")
-  agent: AgentConfig = _setting(AgentConfig(), "")
-  policy: PolicyConfig = _setting(PolicyConfig(), "")
-  sampling: SamplingConfig = _setting(SamplingConfig(), "")
+  run: run_sections.RunConfig = _setting(
+      default=run_sections.RunConfig(),
+      doc="",
+  )
+  environment: EnvironmentConfig = _setting(default=EnvironmentConfig(), doc="")
+  gym: GymConfig = _setting(default=GymConfig(), doc="")
+  task_source: TaskSourceConfig = _setting(default=TaskSourceConfig(), doc="")
+  agent: AgentConfig = _setting(default=AgentConfig(), doc="")
+  policy: PolicyConfig = _setting(default=PolicyConfig(), doc="")
+  sampling: SamplingConfig = _setting(default=SamplingConfig(), doc="")
   rollout: run_sections.RolloutConfig = _setting(
-      run_sections.RolloutConfig(), ""
+      default=run_sections.RolloutConfig(), doc=""
   )
-  engine: EngineConfig = _setting(EngineConfig(), "")
-  external: ExternalConfig = _setting(ExternalConfig(), "")
-  collect: CollectConfig = _setting(CollectConfig(), "")
-  algorithm: AlgorithmConfig = _setting(AlgorithmConfig(), "")
-  learner: LearnerConfig = _setting(LearnerConfig(), "")
-  queue: QueueConfig = _setting(QueueConfig(), "")
-  mesh: MeshConfig = _setting(MeshConfig(), "")
+  engine: EngineConfig = _setting(default=EngineConfig(), doc="")
+  external: ExternalConfig = _setting(default=ExternalConfig(), doc="")
+  collect: CollectConfig = _setting(default=CollectConfig(), doc="")
+  algorithm: AlgorithmConfig = _setting(default=AlgorithmConfig(), doc="")
+  learner: LearnerConfig = _setting(default=LearnerConfig(), doc="")
+  queue: QueueConfig = _setting(default=QueueConfig(), doc="")
+  mesh: MeshConfig = _setting(default=MeshConfig(), doc="")
   warm_start: run_sections.WarmStartConfig = _setting(
-      run_sections.WarmStartConfig(), ""
+      default=run_sections.WarmStartConfig(), doc=""
   )
-  eval: run_sections.EvalConfig = _setting(run_sections.EvalConfig(), "")
-  checkpoint: CheckpointConfig = _setting(CheckpointConfig(), "")
-  report: ReportConfig = _setting(ReportConfig(), "")
-  monitor: MonitorConfig = _setting(MonitorConfig(), "")
-  tracking: TrackingConfig = _setting(TrackingConfig(), "")
+  eval: run_sections.EvalConfig = _setting(
+      default=run_sections.EvalConfig(),
+      doc="",
+  )
+  checkpoint: CheckpointConfig = _setting(default=CheckpointConfig(), doc="")
+  report: ReportConfig = _setting(default=ReportConfig(), doc="")
+  monitor: MonitorConfig = _setting(default=MonitorConfig(), doc="")
+  tracking: TrackingConfig = _setting(default=TrackingConfig(), doc="")
 
   @property
   def run_dir(self) -> pathlib.Path:

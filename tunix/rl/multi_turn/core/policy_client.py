@@ -59,30 +59,30 @@ class SamplingConfig:
   """The distribution that completions are sampled from."""
 
   temperature: float = settings.setting(
-      1.0,
-      "Softens (> 1) or sharpens (< 1) the distribution. 0 = the likeliest"
+      default=1.0,
+      doc="Softens (> 1) or sharpens (< 1) the distribution. 0 = the likeliest"
       " token; log-probs are then those at temperature 1.",
       ge=0,
   )
   top_p: float = settings.setting(
-      1.0,
-      "Keep the smallest set of tokens with this probability. 1 = all.",
+      default=1.0,
+      doc="Keep the smallest set of tokens with this probability. 1 = all.",
       gt=0,
       le=1,
   )
   top_k: int = settings.setting(
-      0, "Keep this many tokens, the likeliest. 0 = all.", ge=0
+      default=0, doc="Keep this many tokens, the likeliest. 0 = all.", ge=0
   )
   min_p: float = settings.setting(
-      0.0,
-      "Keep tokens at least this likely, as a share of the likeliest one's"
+      default=0.0,
+      doc="Keep tokens at least this likely, as a share of the likeliest one's"
       " probability; before top_k, as in vLLM. 0 = all.",
       ge=0,
       le=1,
   )
   max_new_tokens: int = settings.setting(
-      32,
-      "A turn's completion is cut here, the end-of-turn token included.",
+      default=32,
+      doc="A turn's completion is cut here, the end-of-turn token included.",
       unit="tokens",
       ge=1,
   )
@@ -93,22 +93,22 @@ class SamplingParams(SamplingConfig):
   """How one request samples: a `SamplingConfig` and the request's own part."""
 
   seed: int | None = settings.setting(
-      None,
-      "Each request with the same seed, prompt and weights gives the same"
+      default=None,
+      doc="Each request with the same seed, prompt and weights gives the same"
       " tokens. None draws a fresh seed.",
   )
   stop_token_ids: tuple[int, ...] = settings.setting(
-      (), "Sampling ends with the first of these, which is kept."
+      default=(), doc="Sampling ends with the first of these, which is kept."
   )
   top_logprobs: int = settings.setting(
-      0,
-      "Record so many likeliest tokens beside each sampled one.",
+      default=0,
+      doc="Record so many likeliest tokens beside each sampled one.",
       ge=0,
       le=MAX_TOP_LOGPROBS,
   )
   raw_logprobs: bool = settings.setting(
-      False,
-      "Record the log-probs of the policy's own distribution, too: nothing"
+      default=False,
+      doc="Record the log-probs of the policy's own distribution, too: nothing"
       " banned, at temperature 1.",
   )
 

@@ -4,7 +4,9 @@
     class EngineConfig:
       \"\"\"The in-process rollout engine.\"\"\"
 
-      slots: int = settings.setting(96, "Requests sampled at a time.", ge=1)
+      slots: int = settings.setting(
+          default=96, doc="Requests sampled at a time.", ge=1
+      )
 
       def problems(self):
         if self.cache_tokens and self.cache_tokens < self.context_length:
@@ -32,9 +34,9 @@ T = TypeVar("T")
 
 
 def setting(
+    *,
     default: Any,
     doc: str,
-    *,
     unit: str = "",
     registry: str = "",
     ge: float | None = None,

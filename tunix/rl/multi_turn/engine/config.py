@@ -27,18 +27,18 @@ class EngineConfig:
   """The engine that samples for many episodes at once."""
 
   slots: int = _opt(
-      96, "Requests that are sampled at a time; more wait.", ge=1
+      default=96, doc="Requests that are sampled at a time; more wait.", ge=1
   )
   context_length: int = _opt(
-      512,
-      "Tokens of one sequence, screenshots and sampled tokens included. An"
+      default=512,
+      doc="Tokens of one sequence, screenshots and sampled tokens included. An"
       " episode that needs more ends with status context_limit.",
       unit="tokens",
       ge=2,
   )
   cache_tokens: int = _opt(
-      0,
-      "Tokens whose keys and values the KV cache holds, at least"
+      default=0,
+      doc="Tokens whose keys and values the KV cache holds, at least"
       " context_length. When they do not suffice, idle sessions lose theirs"
       " first, and the engine prefills them again. 0 = slots times"
       " context_length.",
@@ -46,44 +46,44 @@ class EngineConfig:
       ge=0,
   )
   page_size: int = _opt(
-      0,
-      "Tokens of a page of the KV cache. Sessions share whole pages. 0 = the"
-      " smallest of prefill_buckets.",
+      default=0,
+      doc="Tokens of a page of the KV cache. Sessions share whole pages. 0 ="
+      " the smallest of prefill_buckets.",
       unit="tokens",
       ge=0,
   )
   share_prefixes: Literal["auto", "true", "false"] = _opt(
-      "auto",
-      "true: sessions whose tokens begin alike share pages, and the engine"
+      default="auto",
+      doc="true: sessions whose tokens begin alike share pages, and the engine"
       " prefills them once. auto: true unless in lockstep, where a result must"
       " not depend, to the bit, on the other sessions.",
   )
   decode_steps_per_call: int = _opt(
-      8,
-      "Tokens that a decode call samples for each request; requests join and"
-      " new weights take over between calls.",
+      default=8,
+      doc="Tokens that a decode call samples for each request; requests join"
+      " and new weights take over between calls.",
       unit="tokens",
       ge=1,
   )
   decode_rows: tuple[int, ...] = _opt(
-      (),
-      "Requests of one decode call, ascending; each number compiles once, and"
-      " more requests take further calls. An accelerator is fastest with all"
-      " slots in one call; a CPU is as fast a request with few, and wastes less"
-      " when few episodes run. [] = 16 on a CPU, else slots.",
+      default=(),
+      doc="Requests of one decode call, ascending; each number compiles once,"
+      " and more requests take further calls. An accelerator is fastest with"
+      " all slots in one call; a CPU is as fast a request with few, and"
+      " wastes less when few episodes run. [] = 16 on a CPU, else slots.",
       unit="requests",
       ge=1,
   )
   prefill_rows: tuple[int, ...] = _opt(
-      (),
-      "Requests of one prefill call, ascending. [] = 8 on a CPU, whose caches"
-      " then hold the activations, else slots.",
+      default=(),
+      doc="Requests of one prefill call, ascending. [] = 8 on a CPU, whose"
+      " caches then hold the activations, else slots.",
       unit="requests",
       ge=1,
   )
   prefill_buckets: tuple[int, ...] = _opt(
-      (),
-      "Lengths that a request's new tokens are padded to, ascending; longer"
+      default=(),
+      doc="Lengths that a request's new tokens are padded to, ascending; longer"
       " prompts take several calls of the largest. Each compiles once. [] = on"
       " a CPU 32 and a screenshot with 32 tokens of text, at most 256; else 64"
       " and 256.",
@@ -91,93 +91,93 @@ class EngineConfig:
       ge=1,
   )
   window_buckets: tuple[int, ...] = _opt(
-      (),
-      "Cache positions that a call reads, ascending; context_length is always"
-      " one of them. Each compiles once. [] = equal steps of 256 or more: six"
-      " on a CPU, else two. [context_length] = one window.",
+      default=(),
+      doc="Cache positions that a call reads, ascending; context_length is"
+      " always one of them. Each compiles once. [] = equal steps of 256 or"
+      " more: six on a CPU, else two. [context_length] = one window.",
       unit="tokens",
       ge=1,
   )
   image_buckets: tuple[int, ...] = _opt(
-      (4,),
-      "Images of one encode call, ascending; each compiles once.",
+      default=(4,),
+      doc="Images of one encode call, ascending; each compiles once.",
       unit="images",
       ge=1,
   )
   patch_buckets: tuple[int, ...] = _opt(
-      (),
-      "Patches that an image is padded to, ascending; the engine refuses"
+      default=(),
+      doc="Patches that an image is padded to, ascending; the engine refuses"
       " larger images. [] = those of the run's screenshots; where their sizes"
       " are unknown, as many as fill the context.",
       unit="patches",
       ge=1,
   )
   prefill_calls_per_round: int = _opt(
-      16,
-      "Prefill calls before requests that are ready decode, so that long"
+      default=16,
+      doc="Prefill calls before requests that are ready decode, so that long"
       " prompts do not hold up the others. 0 = no limit, as in lockstep.",
       unit="calls",
       ge=0,
   )
   vision_cache_tokens: int = _opt(
-      0,
-      "Vision tokens that the device keeps; an image whose tokens are kept is"
-      " not encoded again. 0 = half of slots times context_length.",
+      default=0,
+      doc="Vision tokens that the device keeps; an image whose tokens are"
+      " kept is not encoded again. 0 = half of slots times context_length.",
       unit="tokens",
       ge=0,
   )
   patch_cache_mib: int = _opt(
-      256, "Image patches that the host keeps.", unit="MiB", ge=0
+      default=256, doc="Image patches that the host keeps.", unit="MiB", ge=0
   )
   admission_wait_s: float = _opt(
-      0.003,
-      "When idle, wait this long after the newest request (at most 10x after"
-      " the oldest) so that requests batch.",
+      default=0.003,
+      doc="When idle, wait this long after the newest request (at most 10x"
+      " after the oldest) so that requests batch.",
       unit="s",
       ge=0,
   )
   max_wait_s: float = _opt(
-      60.0,
-      "In lockstep, start a batch without the missing sessions when no request"
-      " has arrived for this long; counted as lockstep_timeouts.",
+      default=60.0,
+      doc="In lockstep, start a batch without the missing sessions when no"
+      " request has arrived for this long; counted as lockstep_timeouts.",
       unit="s",
       ge=0,
   )
   lockstep: Literal["auto", "true", "false"] = _opt(
-      "auto",
-      "true: a batch starts when every open session has a request waiting, in"
-      " the order in which the sessions opened, and all calls have the same"
-      " shapes, so that equal seeds give equal bits. auto: true in a run whose"
-      " queue.max_staleness is 0 and whose episodes reach this engine in the"
-      " process.",
+      default="auto",
+      doc="true: a batch starts when every open session has a request"
+      " waiting, in the order in which the sessions opened, and all calls"
+      " have the same shapes, so that equal seeds give equal bits. auto: true"
+      " in a run whose queue.max_staleness is 0 and whose episodes reach this"
+      " engine in the process.",
   )
   update_policy: Literal["immediate", "between_turns"] = _opt(
-      "immediate",
-      "When new weights take over. immediate: between two decode calls."
+      default="immediate",
+      doc="When new weights take over. immediate: between two decode calls."
       " between_turns: after the running completions.",
   )
   on_update: Literal["keep_kv", "recompute"] = _opt(
-      "keep_kv",
-      "KV cache of running episodes under new weights. keep_kv: kept, a small"
-      " mismatch. recompute: prefilled again, exact.",
+      default="keep_kv",
+      doc="KV cache of running episodes under new weights. keep_kv: kept, a"
+      " small mismatch. recompute: prefilled again, exact.",
   )
   weights: Literal["same", "int8"] = _opt(
-      "same",
-      "Weights to sample with. same: the policy's. int8: a copy with its"
+      default="same",
+      doc="Weights to sample with. same: the policy's. int8: a copy with its"
       " matrices rounded to a byte a number, half of bfloat16; correct for the"
       " difference with algorithm.importance=tis. Qwen-VL only.",
   )
   features: tuple[Literal["details", "grammar"], ...] = _opt(
-      (),
-      "Programs that warm-up compiles beside the usual ones. details:"
+      default=(),
+      doc="Programs that warm-up compiles beside the usual ones. details:"
       " top_logprobs and raw log-probs. grammar: completions held to a"
       " grammar. The engine compiles others when a request first needs them,"
       " while all requests wait.",
   )
   entropies: bool = _opt(
-      False,
-      "Completions carry the entropy of each token's distribution. A property"
-      " of the compiled programs, hence of all requests.",
+      default=False,
+      doc="Completions carry the entropy of each token's distribution. A"
+      " property of the compiled programs, hence of all requests.",
   )
 
   def problems(self) -> Iterator[str]:

@@ -17,28 +17,28 @@ class EnvironmentConfig:
   """The environment that an episode's actions act on."""
 
   name: str = setting(
-      "cua",
-      "cua: a computer, see gym. tool: questions answered with tools. gsm8k:"
-      " arithmetic problems answered in text. tool_request: stateful tools with"
-      " an instance an episode. Or package.module:Class, a BaseEnv or an"
-      " environment of tunix.rl.agentic.",
+      default="cua",
+      doc="cua: a computer, see gym. tool: questions answered with tools."
+      " gsm8k: arithmetic problems answered in text. tool_request: stateful"
+      " tools with an instance an episode. Or package.module:Class, a BaseEnv"
+      " or an environment of tunix.rl.agentic.",
       registry="tunix.rl.multi_turn.environments.spec:ENVIRONMENTS",
   )
   max_turns: int = setting(
-      8, "Turns an episode may take; a task's own limit wins.", ge=1
+      default=8, doc="Turns an episode may take; a task's own limit wins.", ge=1
   )
   reward: str | dict[str, float] = setting(
-      "score",
-      "What an episode is rewarded with. score: the environment's own reward."
-      " success: 1 when the environment calls the task solved, else 0. A"
-      " registered reward function, or package.module:function. Or a mapping"
-      " of these to weights, e.g. '{success: 1, my_module:brevity: 0.1}',"
-      " whose parts are logged.",
+      default="score",
+      doc="What an episode is rewarded with. score: the environment's own"
+      " reward. success: 1 when the environment calls the task solved, else"
+      " 0. A registered reward function, or package.module:function. Or a"
+      " mapping of these to weights, e.g. '{success: 1, my_module:brevity:"
+      " 0.1}', whose parts are logged.",
       registry="tunix.rl.multi_turn.rewards.registry:REWARDS",
   )
   options: dict[str, Any] = setting(
-      {},
-      "The class's own keyword arguments, e.g."
+      default={},
+      doc="The class's own keyword arguments, e.g."
       " environment.options.tools=[calculator] (tool).",
   )
 
@@ -48,20 +48,20 @@ class GymConfig:
   """The gym that environment=cua acts on, and the screen that it shows."""
 
   name: str = setting(
-      "desktop",
-      "A registered gym, or package.module:OBJECT of your own: a GymSpec or a"
-      " gym class.",
+      default="desktop",
+      doc="A registered gym, or package.module:OBJECT of your own: a GymSpec"
+      " or a gym class.",
       registry="tunix.rl.multi_turn.environments.gyms.registry:GYMS",
   )
   width: int = setting(
-      128,
-      "Screenshot width. Pages of miniwob need 160x210 or more.",
+      default=128,
+      doc="Screenshot width. Pages of miniwob need 160x210 or more.",
       unit="px",
       ge=16,
   )
-  height: int = setting(96, "Screenshot height.", unit="px", ge=16)
+  height: int = setting(default=96, doc="Screenshot height.", unit="px", ge=16)
   options: dict[str, Any] = setting(
-      {},
-      "The gym's own settings, e.g. gym.options.difficulty=1 (desktop) or"
+      default={},
+      doc="The gym's own settings, e.g. gym.options.difficulty=1 (desktop) or"
       " gym.options.seconds_per_action=0.2 (miniwob).",
   )

@@ -23,62 +23,64 @@ class AlgorithmConfig:
   """The algorithm that turns rewards into a loss."""
 
   advantage: str = settings.setting(
-      "grpo",
-      "grpo: (r - mean) / std of the group. dr_grpo: r - mean. rloo: r - mean"
-      " of the others. turn_returns: each turn's discounted return, normalised"
-      " over the turns of the group.",
+      default="grpo",
+      doc="grpo: (r - mean) / std of the group. dr_grpo: r - mean. rloo: r -"
+      " mean of the others. turn_returns: each turn's discounted return,"
+      " normalised over the turns of the group.",
       registry=f"{_ALGORITHMS}.advantages:ESTIMATORS",
   )
   objective: str = settings.setting(
-      "grpo",
-      "Policy objective; grpo is the clipped importance-weighted advantage,"
+      default="grpo",
+      doc="Policy objective; grpo is the clipped importance-weighted advantage,"
       " behaviour_cloning imitates demonstrations (warm start).",
       registry=f"{_ALGORITHMS}.objectives:OBJECTIVES",
   )
   clip_low: float = settings.setting(
-      0.2, "The ratio is clipped below at 1 - this.", ge=0, le=1
+      default=0.2, doc="The ratio is clipped below at 1 - this.", ge=0, le=1
   )
   clip_high: float = settings.setting(
-      0.28, "The ratio is clipped above at 1 + this.", ge=0
+      default=0.28, doc="The ratio is clipped above at 1 + this.", ge=0
   )
   std_eps: float = settings.setting(
-      1e-6, "Added to the standard deviation of a group's rewards.", ge=0
+      default=1e-6,
+      doc="Added to the standard deviation of a group's rewards.",
+      ge=0,
   )
   kl_coef: float = settings.setting(
-      0.0,
-      "Weight of the KL divergence from the policy at the start of GRPO. 0 ="
-      " no reference model is kept.",
+      default=0.0,
+      doc="Weight of the KL divergence from the policy at the start of GRPO."
+      " 0 = no reference model is kept.",
       ge=0,
   )
   kl_estimator: str = settings.setting(
-      "k3",
-      "Per-token estimator: k2 = (log r)^2 / 2, k3 = r - 1 - log r. k1 ="
+      default="k3",
+      doc="Per-token estimator: k2 = (log r)^2 / 2, k3 = r - 1 - log r. k1 ="
       " -log r has no gradient on average: not with kl_coef > 0.",
       registry=f"{_ALGORITHMS}.kl:ESTIMATORS",
   )
   entropy_coef: float = settings.setting(
-      0.0, "Weight of the entropy bonus.", ge=0
+      default=0.0, doc="Weight of the entropy bonus.", ge=0
   )
   importance: str = settings.setting(
-      "none",
-      "Correction for tokens sampled from other weights than the learner's."
+      default="none",
+      doc="Correction for tokens sampled from other weights than the learner's."
       " none: the ratio to the sampled log-probs is all. tis: times the"
       " truncated ratio of learner to sampler.",
       registry=f"{_ALGORITHMS}.importance:CORRECTIONS",
   )
   tis_cap: float = settings.setting(
-      2.0, "Truncation of the tis ratio.", ge=1
+      default=2.0, doc="Truncation of the tis ratio.", ge=1
   )
   loss_aggregation: str = settings.setting(
-      "token_mean",
-      "token_mean: all tokens of the batch count equally. episode_mean: all"
+      default="token_mean",
+      doc="token_mean: all tokens of the batch count equally. episode_mean: all"
       " episodes do. sequence_mean: all sequences do. constant: sums over a"
       " fixed length, no length bias.",
       registry=f"{_ALGORITHMS}.aggregation:AGGREGATORS",
   )
   loss_length: int = settings.setting(
-      0,
-      "Length L that loss_aggregation=constant divides by. 0 ="
+      default=0,
+      doc="Length L that loss_aggregation=constant divides by. 0 ="
       " learner.row_length.",
       unit="tokens",
       ge=0,
@@ -97,99 +99,111 @@ class LearnerConfig:
   """The optimizer and the shape of its batches."""
 
   steps: int = settings.setting(
-      150,
-      "Updates. 0 = no GRPO: warm start and evaluation only.",
+      default=150,
+      doc="Updates. 0 = no GRPO: warm start and evaluation only.",
       ge=0,
   )
   groups_per_step: int = settings.setting(
-      16, "Groups an update learns from.", ge=1
+      default=16, doc="Groups an update learns from.", ge=1
   )
   publish_every: int = settings.setting(
-      1, "The engine gets new weights every this many updates.", ge=1
+      default=1,
+      doc="The engine gets new weights every this many updates.",
+      ge=1,
   )
   minibatches: int = settings.setting(
-      1, "Optimizer steps an update's groups are divided into.", ge=1
+      default=1,
+      doc="Optimizer steps an update's groups are divided into.",
+      ge=1,
   )
-  epochs: int = settings.setting(1, "Passes over an update's groups.", ge=1)
+  epochs: int = settings.setting(
+      default=1,
+      doc="Passes over an update's groups.",
+      ge=1,
+  )
   rows: int = settings.setting(
-      4,
-      "Rows of one compiled batch; gradients accumulate over batches.",
+      default=4,
+      doc="Rows of one compiled batch; gradients accumulate over batches.",
       ge=1,
   )
   row_length: int = settings.setting(
-      512,
-      "Tokens of a packed row; sequences are never cut.",
+      default=512,
+      doc="Tokens of a packed row; sequences are never cut.",
       unit="tokens",
       ge=16,
   )
   patches: int = settings.setting(
-      0,
-      "Image patches that a batch shard holds. 0 = decided by the first batch"
-      " and kept, never too few for a full row.",
+      default=0,
+      doc="Image patches that a batch shard holds. 0 = decided by the first"
+      " batch and kept, never too few for a full row.",
       unit="patches",
       ge=0,
   )
   targets: int = settings.setting(
-      0,
-      "Sampled tokens that a batch shard holds. 0 = decided by the first batch"
-      " and kept, never too few for a full row.",
+      default=0,
+      doc="Sampled tokens that a batch shard holds. 0 = decided by the first"
+      " batch and kept, never too few for a full row.",
       unit="tokens",
       ge=0,
   )
   logit_chunk: int = settings.setting(
-      1024,
-      "Sampled tokens of a batch shard whose logits exist at a time: fewer take"
-      " less memory, more are faster.",
+      default=1024,
+      doc="Sampled tokens of a batch shard whose logits exist at a time:"
+      " fewer take less memory, more are faster.",
       unit="tokens",
       ge=1,
   )
   share_prompts: bool = settings.setting(
-      True,
-      "Store a prompt once that several sequences of a row begin with, for"
+      default=True,
+      doc="Store a prompt once that several sequences of a row begin with, for"
       " policies that support it.",
   )
   overlong: Literal["error", "drop"] = settings.setting(
-      "error",
-      "A sequence longer than a row ends the run (error), or is left out and"
-      " counted (drop).",
+      default="error",
+      doc="A sequence longer than a row ends the run (error), or is left out"
+      " and counted (drop).",
   )
   optimizer: Literal["adamw", "muon"] = settings.setting(
-      "adamw",
-      "muon: matrices by orthogonalised momentum, all else by AdamW.",
+      default="adamw",
+      doc="muon: matrices by orthogonalised momentum, all else by AdamW.",
   )
   learning_rate: float = settings.setting(
-      3e-4, "Peak of the schedule; of AdamW's part under optimizer=muon.", gt=0
+      default=3e-4,
+      doc="Peak of the schedule; of AdamW's part under optimizer=muon.",
+      gt=0,
   )
   muon_learning_rate: float = settings.setting(
-      0.02, "Peak for the matrices under optimizer=muon.", gt=0
+      default=0.02, doc="Peak for the matrices under optimizer=muon.", gt=0
   )
   schedule: Literal["constant", "cosine", "linear"] = settings.setting(
-      "constant",
-      "After warm-up the learning rate is constant, or falls to 0 at the last"
-      " step by a cosine or a line.",
+      default="constant",
+      doc="After warm-up the learning rate is constant, or falls to 0 at the"
+      " last step by a cosine or a line.",
   )
   warmup_steps: int = settings.setting(
-      0, "Steps in which the learning rate rises linearly.", ge=0
+      default=0, doc="Steps in which the learning rate rises linearly.", ge=0
   )
   weight_decay: float = settings.setting(
-      0.0, "AdamW's decay of matrices.", ge=0
+      default=0.0, doc="AdamW's decay of matrices.", ge=0
   )
   b1: float = settings.setting(
-      0.9, "Decay of Adam's first moment.", ge=0, lt=1
+      default=0.9, doc="Decay of Adam's first moment.", ge=0, lt=1
   )
   b2: float = settings.setting(
-      0.999, "Decay of Adam's second moment.", ge=0, lt=1
+      default=0.999, doc="Decay of Adam's second moment.", ge=0, lt=1
   )
   adam_eps: float = settings.setting(
-      1e-8, "Added to the root of Adam's second moment.", ge=0
+      default=1e-8, doc="Added to the root of Adam's second moment.", ge=0
   )
   grad_clip: float = settings.setting(
-      1.0, "Largest global norm of the gradient. 0 = no clipping.", ge=0
+      default=1.0,
+      doc="Largest global norm of the gradient. 0 = no clipping.",
+      ge=0,
   )
   skip_zero_advantage: bool = settings.setting(
-      True,
-      "Leave groups whose episodes all got the same reward out of the batch:"
-      " their policy gradient is 0. Not with a KL or entropy term.",
+      default=True,
+      doc="Leave groups whose episodes all got the same reward out of the"
+      " batch: their policy gradient is 0. Not with a KL or entropy term.",
   )
 
   def problems(self) -> Iterator[str]:
@@ -226,6 +240,6 @@ class CheckpointConfig:
   """When checkpoints are written, and how many of them stay."""
 
   every: int = settings.setting(
-      40, "Save every this many updates. 0 = only at the end.", ge=0
+      default=40, doc="Save every this many updates. 0 = only at the end.", ge=0
   )
-  keep: int = settings.setting(2, "Newest checkpoints kept.", ge=1)
+  keep: int = settings.setting(default=2, doc="Newest checkpoints kept.", ge=1)

@@ -21,79 +21,90 @@ class MonitorConfig:
   """The Training Monitor: records a run in a database with a dashboard."""
 
   url: str = _setting(
-      "",
-      "Server that the run is sent to, http(s)://host:port; its token is"
+      default="",
+      doc="Server that the run is sent to, http(s)://host:port; its token is"
       ' $TUNIX_MONITOR_TOKEN. "" = none.',
   )
   embedded: bool = _setting(
-      False,
-      "Start the run's own server on this machine, which ends with the run,"
+      default=False,
+      doc="Start the run's own server on this machine, which ends with the run,"
       " and print its URL.",
   )
   database: str = _setting(
-      "", 'SQLite file of the embedded server. "" = monitor.db in run.dir.'
+      default="",
+      doc='SQLite file of the embedded server. "" = monitor.db in run.dir.',
   )
   tags: tuple[str, ...] = _setting(
-      (),
-      "Tags that the run is found by. A start adds them to those that it has.",
+      default=(),
+      doc="Tags that the run is found by. A start adds them to those that it"
+      " has.",
   )
-  images: bool = _setting(True, "Send the screenshots' pixels, too.")
+  images: bool = _setting(
+      default=True,
+      doc="Send the screenshots' pixels, too.",
+  )
   entropies: bool = _setting(
-      True,
-      "Record each sampled token's entropy; only the in-process engine can."
+      default=True,
+      doc="Record each sampled token's entropy; only the in-process engine can."
       " Compiled into its programs when a monitor is on.",
   )
   timeout_s: float = _setting(
-      30.0, "Deadline of a request to the server.", unit="s", gt=0
+      default=30.0, doc="Deadline of a request to the server.", unit="s", gt=0
   )
   close_timeout_s: float = _setting(
-      15.0,
-      "When the run ends, undelivered events are sent for this long; the rest"
-      " waits for the next run in run.dir.",
+      default=15.0,
+      doc="When the run ends, undelivered events are sent for this long; the"
+      " rest waits for the next run in run.dir.",
       unit="s",
       ge=0,
   )
   start_timeout_s: float = _setting(
-      60.0,
-      "Deadline for the uploader process, and for the embedded server, to"
+      default=60.0,
+      doc="Deadline for the uploader process, and for the embedded server, to"
       " start.",
       unit="s",
       gt=0,
   )
   heartbeat_s: float = _setting(
-      15.0,
-      "Without anything to send, the run reports that it is alive this often."
-      " The dashboard calls a run silent after a minute.",
+      default=15.0,
+      doc="Without anything to send, the run reports that it is alive this"
+      " often. The dashboard calls a run silent after a minute.",
       unit="s",
       gt=0,
       le=60,
   )
   spool_mb: float = _setting(
-      2048.0,
-      "Disk for undelivered events and screenshots; more is dropped and"
+      default=2048.0,
+      doc="Disk for undelivered events and screenshots; more is dropped and"
       " counted.",
       unit="MiB",
       gt=0,
   )
   max_pending: int = _setting(
-      4096,
-      "Events held in memory on either side of the uploader's pipe; more are"
-      " dropped and counted.",
+      default=4096,
+      doc="Events held in memory on either side of the uploader's pipe; more"
+      " are dropped and counted.",
       unit="events",
       ge=1,
   )
   image_memory_mb: int = _setting(
-      256,
-      "Memory for screenshots that the uploader has received and no episode"
+      default=256,
+      doc="Memory for screenshots that the uploader has received and no episode"
       " has shown yet.",
       unit="MiB",
       ge=1,
   )
   uploader_niceness: int = _setting(
-      10, "CPU priority of the uploader process; 19 is the lowest.", ge=0, le=19
+      default=10,
+      doc="CPU priority of the uploader process; 19 is the lowest.",
+      ge=0,
+      le=19,
   )
   server_niceness: int = _setting(
-      19, "CPU priority of the embedded server; 19 is the lowest.", ge=0, le=19
+      default=19,
+      doc="CPU priority of the embedded server; 19 is the lowest.",
+      ge=0,
+      le=19,
   )
 
   @property

@@ -49,9 +49,9 @@ class PolicyConfig:
   """The vision-language model."""
 
   name: str = settings.setting(
-      "tiny_vl",
-      "tiny_vl: small, and shipped with weights. qwen3_vl_tiny: the published"
-      " architecture at a size for CPUs, shipped with weights too."
+      default="tiny_vl",
+      doc="tiny_vl: small, and shipped with weights. qwen3_vl_tiny: the"
+      " published architecture at a size for CPUs, shipped with weights too."
       " qwen2_5_vl_tiny: likewise, random weights. qwen3_text_tiny: Qwen3"
       " without a vision tower, random weights. Or a directory: one saved"
       " here, or a checkpoint of Qwen2.5(-VL) or Qwen3(-VL). Or"
@@ -59,33 +59,33 @@ class PolicyConfig:
       registry="tunix.rl.multi_turn.policy.settings:POLICIES",
   )
   config: dict[str, Any] = settings.setting(
-      {},
-      "Overrides of the model's own configuration, e.g."
+      default={},
+      doc="Overrides of the model's own configuration, e.g."
       " policy.config.layers=6 with warm_start.source=none: weights of another"
       " shape do not load.",
   )
   dtype: Literal["float32", "bfloat16"] = settings.setting(
-      "float32",
-      "Type of activations and matrix products; parameters and optimizer"
+      default="float32",
+      doc="Type of activations and matrix products; parameters and optimizer"
       " state stay float32.",
   )
   trajectory_pixels: int = settings.setting(
-      0,
-      "Pixels that all screenshots of a prompt may have together; each is"
+      default=0,
+      doc="Pixels that all screenshots of a prompt may have together; each is"
       " resized to its share, by agent.max_images or environment.max_turns"
       " (Qwen-VL only). 0 = as large as the policy takes them.",
       unit="pixels",
       ge=0,
   )
   lora_rank: int = settings.setting(
-      0,
-      "GRPO trains a low-rank adapter of this rank on frozen weights (Qwen"
+      default=0,
+      doc="GRPO trains a low-rank adapter of this rank on frozen weights (Qwen"
       " policies only). 0 = all weights.",
       ge=0,
   )
   lora_alpha: float = settings.setting(
-      0.0,
-      "The adapter counts alpha / rank times. 0 = twice the rank.",
+      default=0.0,
+      doc="The adapter counts alpha / rank times. 0 = twice the rank.",
       ge=0,
   )
 
@@ -112,19 +112,19 @@ class MeshConfig:
   """The layout of devices; the product is the number of devices used."""
 
   data: int = settings.setting(
-      1, "Batch shards with copies of the weights.", ge=1
+      default=1, doc="Batch shards with copies of the weights.", ge=1
   )
   fsdp: int = settings.setting(
-      1, "Batch shards that also shard weights.", ge=1
+      default=1, doc="Batch shards that also shard weights.", ge=1
   )
   sequence: int = settings.setting(
-      1,
-      "Shards of a row's tokens, for rows too long for a device; weights are"
-      " sharded too.",
+      default=1,
+      doc="Shards of a row's tokens, for rows too long for a device; weights"
+      " are sharded too.",
       ge=1,
   )
   tensor: int = settings.setting(
-      1, "Shards of heads and hidden units.", ge=1
+      default=1, doc="Shards of heads and hidden units.", ge=1
   )
 
   @property

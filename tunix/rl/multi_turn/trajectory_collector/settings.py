@@ -12,29 +12,42 @@ class Deadlines:
   """Longest time each call of an episode may take."""
 
   reset: float = settings.setting(
-      30.0,
-      "Starting a task, and building the pair when its factory is async.",
+      default=30.0,
+      doc="Starting a task, and building the pair when its factory is async.",
       unit="s",
       gt=0,
   )
   model: float = settings.setting(
-      120.0, "One completion, compilation included.", unit="s", gt=0
+      default=120.0, doc="One completion, compilation included.", unit="s", gt=0
   )
-  step: float = settings.setting(30.0, "The actions of a turn.", unit="s", gt=0)
+  step: float = settings.setting(
+      default=30.0,
+      doc="The actions of a turn.",
+      unit="s",
+      gt=0,
+  )
   evaluate: float = settings.setting(
-      30.0, "The gym's verdict and the final reward.", unit="s", gt=0
+      default=30.0,
+      doc="The gym's verdict and the final reward.",
+      unit="s",
+      gt=0,
   )
   close: float = settings.setting(
-      10.0,
-      "Closing a gym, and releasing the policy's session, each.",
+      default=10.0,
+      doc="Closing a gym, and releasing the policy's session, each.",
       unit="s",
       gt=0,
   )
   turn: float = settings.setting(
-      180.0, "Model call and step of one turn together.", unit="s", gt=0
+      default=180.0,
+      doc="Model call and step of one turn together.",
+      unit="s",
+      gt=0,
   )
   episode: float = settings.setting(
-      600.0, "All turns of an episode; its reset is not counted.", unit="s",
+      default=600.0,
+      doc="All turns of an episode; its reset is not counted.",
+      unit="s",
       gt=0,
   )  # pyformat: disable
 
@@ -57,31 +70,32 @@ class CollectConfig:
   """Groups of episodes of one task, and how long anything may take."""
 
   group_size: int = settings.setting(
-      8, "Episodes of one task that are compared.", ge=1
+      default=8, doc="Episodes of one task that are compared.", ge=1
   )
   min_valid: int = settings.setting(
-      4,
-      "A group with fewer episodes that the policy decided (and not a broken"
-      " gym) is dropped and its task tried again.",
+      default=4,
+      doc="A group with fewer episodes that the policy decided (and not a"
+      " broken gym) is dropped and its task tried again.",
       ge=1,
   )
   max_requeues: int = settings.setting(
-      2, "How often a dropped group's task is tried again.", ge=0
+      default=2, doc="How often a dropped group's task is tried again.", ge=0
   )
   gamma: float = settings.setting(
-      1.0,
-      "Discount a turn, of the returns in trajectories and of turn_returns.",
+      default=1.0,
+      doc="Discount a turn, of the returns in trajectories and of"
+      " turn_returns.",
       ge=0,
       le=1,
   )
   concurrency: int = settings.setting(
-      96,
-      "Episodes in flight. More than the engine's slots keeps it busy while"
+      default=96,
+      doc="Episodes in flight. More than the engine's slots keeps it busy while"
       " gyms work.",
       ge=1,
   )
   deadlines: Deadlines = settings.setting(
-      Deadlines(), "Longest time each call of an episode may take."
+      default=Deadlines(), doc="Longest time each call of an episode may take."
   )
 
   def problems(self) -> Iterator[str]:

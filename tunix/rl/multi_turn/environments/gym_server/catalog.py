@@ -31,29 +31,30 @@ _INSTANCE = re.compile(r"(.+)@(train|eval):([0-9]{1,15}):([0-9]{1,15})")
 class ServedGym:
   """One gym of a server."""
 
-  gym_id: str = settings_lib.setting("", "Name in addresses.")
-  gym: str = settings_lib.setting("", "Registered name.")
+  gym_id: str = settings_lib.setting(default="", doc="Name in addresses.")
+  gym: str = settings_lib.setting(default="", doc="Registered name.")
   settings: dict[str, Any] = settings_lib.setting(
-      {}, "Settings of the gym, fixed for every execution."
+      default={}, doc="Settings of the gym, fixed for every execution."
   )
   families: tuple[str, ...] = settings_lib.setting(
-      (), "Task families to offer; none given: all."
+      default=(), doc="Task families to offer; none given: all."
   )
   train_tasks: int = settings_lib.setting(
-      16, "Training tasks of each family in the list.", ge=0
+      default=16, doc="Training tasks of each family in the list.", ge=0
   )
   eval_tasks: int = settings_lib.setting(
-      4, "Held-out tasks of each family in the list.", ge=0
+      default=4, doc="Held-out tasks of each family in the list.", ge=0
   )
-  seed: int = settings_lib.setting(0, "Seed of the list.")
+  seed: int = settings_lib.setting(default=0, doc="Seed of the list.")
   task_settings: dict[str, Any] = settings_lib.setting(
-      {}, "Settings of the gym's task set, e.g. {difficulty: 1}."
+      default={}, doc="Settings of the gym's task set, e.g. {difficulty: 1}."
   )
   client_settings: tuple[str, ...] = settings_lib.setting(
-      (), "Gym settings that a create may choose."
+      default=(), doc="Gym settings that a create may choose."
   )
   shape: schemas.Shape = settings_lib.setting(
-      "summary", "Shape of task lists, unless a request names another."
+      default="summary",
+      doc="Shape of task lists, unless a request names another.",
   )
 
   def problems(self) -> Iterator[str]:

@@ -54,38 +54,43 @@ class ExecutionLimits:
   """Bounds of a server's executions."""
 
   capacity: int = settings_lib.setting(
-      256, "Executions held at a time.", ge=1
+      default=256, doc="Executions held at a time.", ge=1
   )
   creating: int = settings_lib.setting(
-      32, "Gyms that start at a time; further creates wait.", ge=1
+      default=32, doc="Gyms that start at a time; further creates wait.", ge=1
   )
   lease: float = settings_lib.setting(
-      300.0, "Close an execution that gets no call for so long.",
+      default=300.0, doc="Close an execution that gets no call for so long.",
       unit="s", gt=0,
   )
   max_lease: float = settings_lib.setting(
-      3600.0, "Longest lease that a client may ask for.", unit="s", gt=0
+      default=3600.0,
+      doc="Longest lease that a client may ask for.",
+      unit="s",
+      gt=0,
   )
   max_seconds: float = settings_lib.setting(
-      7200.0, "Longest life of an execution.", unit="s", gt=0
+      default=7200.0, doc="Longest life of an execution.", unit="s", gt=0
   )
   start: float = settings_lib.setting(
-      120.0, "Deadline of a gym's start.", unit="s", gt=0
+      default=120.0, doc="Deadline of a gym's start.", unit="s", gt=0
   )
   step: float = settings_lib.setting(
-      60.0, "Deadline of a gym's step.", unit="s", gt=0
+      default=60.0, doc="Deadline of a gym's step.", unit="s", gt=0
   )
   evaluate: float = settings_lib.setting(
-      60.0, "Deadline of a gym's evaluation.", unit="s", gt=0
+      default=60.0, doc="Deadline of a gym's evaluation.", unit="s", gt=0
   )
   close: float = settings_lib.setting(
-      30.0, "Deadline of a gym's close.", unit="s", gt=0
+      default=30.0, doc="Deadline of a gym's close.", unit="s", gt=0
   )
   retry_after: float = settings_lib.setting(
-      1.0, "Retry-After of a create without room.", unit="s", gt=0
+      default=1.0, doc="Retry-After of a create without room.", unit="s", gt=0
   )
   remembered: int = settings_lib.setting(
-      2048, "Ended executions whose reason the server still knows.", ge=1
+      default=2048,
+      doc="Ended executions whose reason the server still knows.",
+      ge=1,
   )
 
   def problems(self) -> Iterator[str]:

@@ -42,56 +42,65 @@ class TaskSourceConfig:
   """The tasks that a run trains and is evaluated on, and their order."""
 
   families: tuple[str, ...] = _set(
-      (),
-      "Task families to train and evaluate on, each equally often. [] = all"
+      default=(),
+      doc="Task families to train and evaluate on, each equally often. [] = all"
       " that the gym or the list has.",
   )
   source: Literal["generated", "gym", "jsonl", "huggingface"] = _set(
-      "generated",
-      "generated: the gym makes them, without end. gym: the list of the gym"
+      default="generated",
+      doc="generated: the gym makes them, without end. gym: the list of the gym"
       " server in gym.options. jsonl, huggingface: task_source.path.",
   )
   path: str = _set(
-      "", "A file with a JSON object a line; a dataset's directory or name."
+      default="",
+      doc="A file with a JSON object a line; a dataset's directory or name.",
   )
-  dataset_split: str = _set("train", "Of a dataset with several.")
+  dataset_split: str = _set(default="train", doc="Of a dataset with several.")
   train_ratio: float = _set(
-      0.8,
-      "Share of a list that is for training, drawn by task_source.seed, unless"
-      " the list has a split of its own.",
+      default=0.8,
+      doc="Share of a list that is for training, drawn by task_source.seed,"
+      " unless the list has a split of its own.",
       gt=0,
       le=1,
   )
   eval_number_range: str = _set(
-      "",
-      'Numbers of the tasks that are held out, e.g. "001-032". "" = by'
+      default="",
+      doc='Numbers of the tasks that are held out, e.g. "001-032". "" = by'
       " task_source.train_ratio.",
   )
   names: tuple[str, ...] = _set(
-      (), "Ids, names or numbers of a list's tasks. [] = all."
+      default=(), doc="Ids, names or numbers of a list's tasks. [] = all."
   )
   tags: tuple[str, ...] = _set(
-      (), "Only tasks of a list with one of these tags. [] = all."
+      default=(), doc="Only tasks of a list with one of these tags. [] = all."
   )
-  limit: int = _set(0, "Most training tasks of a list. 0 = all.", ge=0)
-  eval_limit: int = _set(0, "Most held-out tasks of a list. 0 = all.", ge=0)
-  seed: int = _set(42, "Of the split and the limits.", ge=0)
+  limit: int = _set(
+      default=0,
+      doc="Most training tasks of a list. 0 = all.",
+      ge=0,
+  )
+  eval_limit: int = _set(
+      default=0,
+      doc="Most held-out tasks of a list. 0 = all.",
+      ge=0,
+  )
+  seed: int = _set(default=42, doc="Of the split and the limits.", ge=0)
   order: Literal["in_turn", "curriculum"] = _set(
-      "in_turn",
-      "in_turn: the families one after the other, a list shuffled anew each"
+      default="in_turn",
+      doc="in_turn: the families one after the other, a list shuffled anew each"
       " time. curriculum: tasks that are neither hopeless nor always solved are"
       " drawn more often; of a list each task, else each family by itself.",
   )
   curriculum_floor: float = _set(
-      0.1,
-      "Least weight of a task in the curriculum; one that is solved half of"
+      default=0.1,
+      doc="Least weight of a task in the curriculum; one that is solved half of"
       " the time has 1.",
       gt=0,
       le=1,
   )
   curriculum_decay: float = _set(
-      0.7,
-      "Share that a task's success rate keeps when a group of it comes in.",
+      default=0.7,
+      doc="Share that a task's success rate keeps when a group of it comes in.",
       ge=0,
       le=0.999,
   )
