@@ -16,7 +16,6 @@ os.environ.setdefault(
     str(_HERE / ".pytest_cache" / "jax"),
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
-os.environ.setdefault("MPLBACKEND", "Agg")
 
 
 # How long an example takes says how busy the machine is, not what is wrong. Of

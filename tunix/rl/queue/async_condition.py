@@ -40,7 +40,8 @@ class AsyncCondition:
   def waiting(self) -> int:
     """Waiters, threads and coroutines together."""
     with self._cond:
-      return len(self._cond._waiters) + len(self._async_waiters)  # pylint: disable=protected-access
+      threads = self._cond._waiters  # type: ignore[attr-defined]  # pylint: disable=protected-access
+      return len(threads) + len(self._async_waiters)
 
   def notify(self) -> None:
     """Makes every waiter try again. Call it under the lock."""

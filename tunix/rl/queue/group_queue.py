@@ -30,7 +30,7 @@ from typing import Callable, Iterable
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.queue import admission
 from tunix.rl.queue import async_condition
-from tunix.rl.queue import data_queue
+from tunix.rl.queue import data_queue  # type: ignore[attr-defined]
 from tunix.rl.queue import group_store
 from tunix.rl.queue import ledger
 

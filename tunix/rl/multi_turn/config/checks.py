@@ -92,11 +92,13 @@ def _episode(c: TrainConfig) -> Iterator[str]:
 def _tasks(c: TrainConfig) -> Iterator[str]:
   """The gym's own options and size, and where its tasks come from."""
   found, spec = _environment(c), _gym(c)
-  if found is None or (found.gym and spec is None):
+  if found is None:
     return
   families = c.task_source.families
   generated = c.task_source.source == "generated"
   if found.gym:
+    if spec is None:
+      return  # Its name is a problem of its own.
     yield from spec.problems(
         c.gym.options,
         c.gym.width,

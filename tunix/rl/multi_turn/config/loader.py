@@ -63,7 +63,7 @@ def unwrap(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=None)
-def leaves(cls: type, prefix: str = "") -> Mapping[str, settings.Setting]:
+def leaves(cls: Any, prefix: str = "") -> Mapping[str, settings.Setting]:
   """Every dotted key of `cls` with its field, sections expanded, in order."""
   found: dict[str, settings.Setting] = {}
   for field in settings.fields(cls):
@@ -300,7 +300,9 @@ def _adapter(cls: type, name: str) -> pydantic.TypeAdapter:
   info = cls.__pydantic_fields__[name]  # type: ignore[attr-defined]
   kind = typing.get_type_hints(cls)[name]
   constraints = tuple(info.metadata)
-  annotated = typing.Annotated[(kind, *constraints)] if constraints else kind
+  annotated: Any = kind
+  if constraints:
+    annotated = typing.Annotated[(kind, *constraints)]
   return pydantic.TypeAdapter(
       annotated,
       config=pydantic.ConfigDict(
@@ -446,7 +448,8 @@ def name_problems(config: Any) -> list[str]:
   Imports the registries, so call it after the user's modules are imported.
   """
   problems = []
-  for path, field in leaves(type(config)).items():
+  kind: Any = type(config)
+  for path, field in leaves(kind).items():
     if not field.registry:
       continue
     value = functools.reduce(getattr, path.split("."), config)

@@ -187,7 +187,8 @@ def svg(drawn: Sequence[Mark], width: int, height: int) -> str:
     shapes = _shapes(mark)
     parts += [f'<g class="rim">{shapes}</g>', f'<g class="act">{shapes}</g>']
     if mark.number:
-      x, y = mark.ring or mark.head[1]
+      assert mark.ring or mark.head, "a numbered mark has a ring or a head"
+      x, y = mark.ring or mark.head[1]  # type: ignore[index]
       parts.append(
           f'<text x="{x + 3 * mark.unit:.1f}" y="{y - 2 * mark.unit:.1f}"'
           f' font-size="{3 * mark.unit:.1f}">{mark.number}</text>'

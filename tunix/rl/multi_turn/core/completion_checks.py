@@ -8,7 +8,7 @@ Does not: sample, tokenise, or keep anything. S = tokens sampled in a turn.
 
 from __future__ import annotations
 
-from typing import Collection, Protocol, Sequence
+from typing import Any, Collection, Protocol
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
@@ -22,8 +22,8 @@ class SamplingContractError(ValueError):
 class Decoder(Protocol):
   """What is needed of a renderer; see `parser/renderer`."""
 
-  def decode(self, ids: Sequence[int]) -> str:
-    """Text of sampled ids."""
+  def decode(self, ids: Any) -> str:
+    """Text of sampled ids, a sequence or int32[S]."""
     ...
 
 

@@ -23,7 +23,7 @@ import os
 import pathlib
 import threading
 import time
-from typing import Iterable
+from typing import Any, Iterable
 
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory
@@ -35,14 +35,18 @@ def hash_pixels(pixels: np.ndarray) -> str:
   """SHA-256 of `"rgb8 WxH\\n"` and the bytes of uint8[H, W, 3] pixels."""
   height, width, _ = pixels.shape
   digest = hashlib.sha256(f"rgb8 {width}x{height}\n".encode())
-  digest.update(np.ascontiguousarray(pixels))
+  digest.update(np.ascontiguousarray(pixels).data)
   return digest.hexdigest()
+
+
+def _name(sha: str) -> str:
+  return f"{sha}.png"
 
 
 def _is_constant(pixels: np.ndarray) -> bool:
   """Whether nobody can write to them, and they hold on to no more than they
   are: as decoders hand them out, rows of a `bytes`."""
-  base = pixels
+  base: Any = pixels
   while isinstance(base, np.ndarray):
     base = base.base
   return (
@@ -141,7 +145,7 @@ class ImageStore:
       raise ValueError("an ImageStore without a directory persists nothing")
     unique = {ref.sha256: ref for ref in refs}
     for sha, ref in unique.items():
-      path = self._path(sha)
+      path = self._directory / _name(sha)
       if not path.exists():
         self._write(path, self.get(ref))
       _sync(path)  # It may be another thread's, written and not synchronised.
@@ -187,7 +191,7 @@ class ImageStore:
       return self._bytes
 
   def _path(self, sha: str) -> pathlib.Path | None:
-    return self._directory / f"{sha}.png" if self._directory else None
+    return self._directory / _name(sha) if self._directory else None
 
   def _insert(self, sha: str, pixels: np.ndarray) -> None:
     with self._lock:
@@ -245,7 +249,7 @@ class ImageStore:
         sha, pixels = next(iter(self._pixels.items()))
       try:
         path = self._path(sha)
-        if not path.exists():
+        if path is not None and not path.exists():
           self._write(path, pixels)
       except Exception:  # pylint: disable=broad-except
         with self._lock:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from typing import Any, Callable, Generic, Iterable, Iterator, TypeVar
+from typing import Any, Callable, cast, Generic, Iterable, Iterator, TypeVar
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class Registry(Generic[T]):
           f"the name of a {self.kind} must be a non-empty str, got {name!r}"
       )
 
-    def add(entry: T) -> T:
+    def add(entry: Any) -> Any:
       if name in self._entries and not replace:
         raise ValueError(
             f"{self.kind} {name!r} is already registered; choose another name,"
@@ -137,7 +137,7 @@ class Registry(Generic[T]):
       raise ValueError(unknown_name(self.kind, name, self._entries)) from None
     if self._paths and isinstance(value, str):
       value = self._entries[name] = import_path(value)
-    return value
+    return cast(T, value)
 
   def names(self) -> tuple[str, ...]:
     return tuple(sorted(self._entries))

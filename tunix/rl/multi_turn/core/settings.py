@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from typing import Any, Callable, Iterator, Mapping, TypeVar
+from typing import Any, Callable, cast, Iterator, Mapping, TypeVar
 
 import pydantic
 import pydantic.dataclasses
@@ -55,9 +55,9 @@ def setting(
       "module:attribute" path is valid as well.
     ge, gt, le, lt: bounds of a number, or of each number of a tuple.
   """
-  about = {"unit": unit, "registry": registry}
-  bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-  bounds = {name: value for name, value in bounds.items() if value is not None}
+  about: dict[str, Any] = {"unit": unit, "registry": registry}
+  given = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+  bounds: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
   options: dict[str, Any] = {"description": doc}
   if isinstance(default, dict):
     options["default_factory"] = functools.partial(dict, default)
@@ -100,7 +100,7 @@ def settings(cls: type[T]) -> type[T]:
           arbitrary_types_allowed=True,
       ),
   )
-  return make(cls)
+  return cast(type[T], make(cls))
 
 
 def _own_problems(value: Any) -> Iterator[str]:
@@ -110,7 +110,8 @@ def _own_problems(value: Any) -> Iterator[str]:
 
 def _bad_items(value: Any) -> Iterator[str]:
   """Numbers of tuples outside the bounds of their field."""
-  for field in fields(type(value)):
+  kind: Any = type(value)
+  for field in fields(kind):
     if not field.item_bounds:
       continue
     for item in getattr(value, field.name):
@@ -181,7 +182,7 @@ def is_settings(cls: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=None)
-def fields(cls: type) -> tuple[Setting, ...]:
+def fields(cls: Any) -> tuple[Setting, ...]:
   """The fields of a settings class, in order."""
   hints = typing.get_type_hints(cls)
   found = []

@@ -168,7 +168,7 @@ class TokenSequence:
     if self.entropies is not None:
       fields["entropies"] = np.float32
     for name, dtype in fields.items():
-      array = np.array(getattr(self, name), dtype=dtype)
+      array: np.ndarray = np.array(getattr(self, name), dtype=dtype)
       if array.ndim != 1:
         raise ValueError(f"TokenSequence.{name} must be 1-D")
       array.flags.writeable = False

@@ -241,7 +241,7 @@ class Trajectory:
   def to_json(self) -> dict[str, Any]:
     """JSON-able dict; messages shared by consecutive steps are written once."""
     steps = []
-    previous: list[Message] = []
+    previous: Sequence[Message] = []
     for step in self.steps:
       data = dataclasses.replace(step, chat_completions=[]).to_json()
       shared = 0
@@ -269,14 +269,13 @@ class Trajectory:
   @classmethod
   def from_json(cls, data: Mapping[str, Any]) -> Trajectory:
     steps = []
-    previous: list[Message] = []
+    previous: Sequence[Message] = []
     for raw in data["steps"]:
       raw = dict(raw)
       messages = raw.pop("chat_completions")
       step = Step.from_json(raw)
-      step.chat_completions = previous[: messages["shared"]] + decode(
-          messages["new"]
-      )
+      shared = list(previous[: messages["shared"]])
+      step.chat_completions = shared + decode(messages["new"])
       previous = step.chat_completions
       steps.append(step)
     return cls(
@@ -333,7 +332,7 @@ class TrajectoryGroup:
   @property
   def oldest_version(self) -> int:
     """Version of the oldest sampled token; `start_version` without one."""
-    versions = [t.versions[0] for t in self.valid]
+    versions = [t.versions[0] for t in self.valid if t.versions]
     return min(versions, default=self.start_version)
 
   def to_json(self) -> dict[str, Any]:

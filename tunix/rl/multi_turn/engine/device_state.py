@@ -176,7 +176,8 @@ class DeviceState:
     self._convert: Callable[[dict[Path, Any]], dict[Path, Any]] = lambda x: x
     if weights == "int8":
       converter = int8.Converter(model)
-      model, self._convert = converter.copy(), converter
+      self._convert = converter
+      model = cast(base.Policy, converter.copy())
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     # Rounded matrices are new arrays already.

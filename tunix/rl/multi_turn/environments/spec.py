@@ -175,7 +175,7 @@ class Builder:
     Raises:
       ValueError: a required parameter that nothing fills.
     """
-    row = task if self.spec.gym else fields_of(task)
+    row: Any = task if self.spec.gym else fields_of(task)
     turns = task.max_turns or self._config.max_turns
     offered = {
         **{name: row for name in TASK_NAMES},

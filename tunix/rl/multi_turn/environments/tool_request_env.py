@@ -101,7 +101,8 @@ class ToolRequestEnvironment(base_env.BaseEnv):
     last = self._steps >= self._max_steps
     if isinstance(action, str):
       request.messages.append({"role": "assistant", "content": action})
-      return await self._finish(FinishReason.STOP, {"answer": action})
+      info = {"answer": action}
+      return await self._finish(request, held, FinishReason.STOP, info)
     calls = tools_base.normalize_calls(action)
     if not calls and not last:
       return {"text": "Error: no tool call and no answer."}, 0.0, False, {}
@@ -111,14 +112,18 @@ class ToolRequestEnvironment(base_env.BaseEnv):
       texts = await held.execute(calls)
     if last:
       status = trajectory.TrajectoryStatus.MAX_TURNS.value
-      return await self._finish(FinishReason.LENGTH, {"status": status})
+      info = {"status": status}
+      return await self._finish(request, held, FinishReason.LENGTH, info)
     request.move(State.RUNNING)
     return {"tool_outputs": texts}, 0.0, False, {"tool_calls": len(calls)}
 
   async def _finish(
-      self, reason: FinishReason, info: dict[str, Any]
+      self,
+      request: request_lib.ToolRequest,
+      held: request_lib.RequestTools,
+      reason: FinishReason,
+      more: dict[str, Any],
   ) -> base_env.StepResult:
-    request, held = self.request, self._held
     rewards = await held.calc_rewards()
     self._held = None
     await held.release()
@@ -131,7 +136,7 @@ class ToolRequestEnvironment(base_env.BaseEnv):
         "tool_rewards": rewards,
         "call_rewards": list(request.call_rewards),
         "success": total > 0,
-        **info,
+        **more,
     }
     return {}, total, True, info
 

@@ -149,8 +149,8 @@ class Packer:
     plan = self.plan(examples, most)
     used_patches = used_targets = 1
     for batch in plan.placed:
-      by_buffer = collections.Counter()
-      targets_by = collections.Counter()
+      by_buffer: collections.Counter[int] = collections.Counter()
+      targets_by: collections.Counter[int] = collections.Counter()
       for row, item, new in batch:
         buffer = row // most.rows_per_buffer
         by_buffer[buffer] += sum(self._size(s, item) for s in new)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any, Mapping, Sequence
+from typing import Any, cast, Mapping, Sequence
 
 from flax import nnx
 import jax
@@ -135,7 +135,8 @@ class Learner:
     self.counters = LearnerCounters()
     self.advantages: Mapping[str, np.ndarray] = {}
     self.left_out: Mapping[str, tuple[str, ...]] = {}
-    self._split = update.SplitModel(model)
+    module = cast(nnx.Module, model)
+    self._split = update.SplitModel(module)
     self._placement = update.Placement.of(self._split, model, mesh)
     self._buffers = self._placement.shards
     _check_division(config, self._buffers, mesh)
@@ -149,10 +150,10 @@ class Learner:
         self._placement,
         temperature=sampling.temperature,
     )
-    self._params = self._place(self._split.params_of(model))
+    self._params = self._place(self._split.params_of(module))
     self._frozen = {
         name: jax.device_put(value, self._placement.frozen[name])
-        for name, value in self._split.frozen_of(model).items()
+        for name, value in self._split.frozen_of(module).items()
     }
     self._reference = self._reference_params(reference)
     self._opt_state = self._programs.init_optimizer(self._params)
@@ -169,7 +170,7 @@ class Learner:
 
   def _reference_params(
       self, reference: base.Policy | None
-  ) -> update.Params | None:
+  ) -> dict[str, jax.Array] | None:
     """A copy of the reference's parameters; None without a KL term."""
     kl_coef = self.algorithm.config.kl_coef
     if not kl_coef:
@@ -179,7 +180,8 @@ class Learner:
           f"kl_coef={kl_coef} needs a reference model; pass reference="
           " (the model itself, to stay near where training starts)"
       )
-    return self._place(self._split.params_of(reference))
+    module = cast(nnx.Module, reference)
+    return self._place(self._split.params_of(module))
 
   # --- parameters -----------------------------------------------------------
 
@@ -476,7 +478,7 @@ class Learner:
   def _put(self, batch: batching.Batch) -> batching.Batch:
     return jax.device_put(batch, self._placement.batch)
 
-  def _place(self, params: update.Params) -> update.Params:
+  def _place(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Copies parameters to their place."""
     return self._programs.copy({
         name: jax.device_put(value, self._placement.params[name])
@@ -507,7 +509,7 @@ class Learner:
       ValueError: they are of another model, optimizer or seed.
     """
     old, new = jax.tree.structure(self.arrays()), jax.tree.structure(arrays)
-    if old != new:
+    if bool(old != new):  # type: ignore[operator]
       raise ValueError(
           "the checkpoint's arrays do not have this learner's structure;"
           " policy, optimizer, weight_decay and grad_clip must be as they were"

@@ -47,7 +47,7 @@ class TokenScores:
   top: jax.Array
 
 
-def gather_hidden(hidden_BTD: jax.Array, index_SM: jax.Array) -> jax.Array:
+def gather_hidden(hidden_BTD: jax.Array, index_SM: base.Array) -> jax.Array:
   """[S, M, D] hidden states at the positions of `Batch.index`."""
   b, t, d = hidden_BTD.shape
   s = index_SM.shape[0]
@@ -57,7 +57,7 @@ def gather_hidden(hidden_BTD: jax.Array, index_SM: jax.Array) -> jax.Array:
 
 def score(
     logits: jax.Array,
-    targets: jax.Array,
+    targets: base.Array,
     temperature: float,
     banned_V: np.ndarray | None,
 ) -> TokenScores:
@@ -89,7 +89,7 @@ def score(
 def token_scores(
     model: base.Policy,
     hidden_SMD: jax.Array,
-    targets_SM: jax.Array,
+    targets_SM: base.Array,
     *,
     temperature: float = 1.0,
     banned_V: np.ndarray | None = None,

@@ -26,7 +26,7 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
-from tunix.rl.queue import data_queue
+from tunix.rl.queue import data_queue  # type: ignore[attr-defined]
 
 Publish = Callable[[int, nnx.State], Any]
 """(version, parameters) -> None, or a future that ends when they have arrived.

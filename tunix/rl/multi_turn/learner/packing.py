@@ -178,7 +178,8 @@ def make_items(
       first = 0
     pending = list(members)
     while pending:
-      taken, length = [], first
+      taken: list[int] = []
+      length = first
       for i in pending:
         extra = used_length(examples[i].sequence) - first
         if taken and length + extra > row_length:

@@ -39,6 +39,7 @@ from tunix.rl.multi_turn.learner.algorithms import importance
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import objectives
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import sharding
 
@@ -59,7 +60,7 @@ class _Leaves:
 
   def flat(self, state: nnx.State) -> Params:
     leaves, treedef = jax.tree.flatten(state)
-    if treedef != self._treedef:
+    if bool(treedef != self._treedef):  # type: ignore[operator]
       raise ValueError(
           "the module's parameters differ in structure from the learner's"
       )
@@ -83,9 +84,8 @@ class SplitModel:
   def __init__(self, model: nnx.Module):
     adapter = jax.tree.leaves(nnx.state(model, layers.LoRAParam))
     self.trained = layers.LoRAParam if adapter else nnx.Param
-    self._graphdef, state, frozen, self._rest = nnx.split(
-        model, self.trained, nnx.Param, ...
-    )
+    parts: Any = nnx.split(model, self.trained, nnx.Param, ...)
+    self._graphdef, state, frozen, self._rest = parts
     self._trained, self._frozen = _Leaves(state), _Leaves(frozen)
     self.names, self.shapes = self._trained.names, self._trained.shapes
 
@@ -95,9 +95,8 @@ class SplitModel:
 
   def frozen_of(self, model: nnx.Module) -> Params:
     """Its parameters that are not trained, not copied."""
-    return self._frozen.flat(
-        nnx.split(model, self.trained, nnx.Param, ...)[2]
-    )
+    parts: Any = nnx.split(model, self.trained, nnx.Param, ...)
+    return self._frozen.flat(parts[2])
 
   def state(self, params: Params, frozen: Params) -> nnx.State:
     """An nnx.State of all Params around these arrays."""
@@ -136,15 +135,11 @@ class Placement:
   def of(cls, split: SplitModel, model: Any, mesh: Mesh | None) -> Placement:
     """On `mesh` by the parameters' `axes` metadata, or on one device."""
     if mesh is None:
-      here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-      everywhere = lambda params: dict.fromkeys(params, here)
-      return cls(
-          everywhere(split.names),
-          everywhere(split.frozen_of(model)),
-          here,
-          here,
-          1,
+      here: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(
+          jax.local_devices()[0]
       )
+      frozen = dict.fromkeys(split.frozen_of(model), here)
+      return cls(dict.fromkeys(split.names, here), frozen, here, here, 1)
     placed = nnx.merge(
         *nnx.split(model)[:1],
         jax.tree.map(
@@ -153,9 +148,12 @@ class Placement:
             is_leaf=lambda v: isinstance(v, nnx.Variable),
         ),
     )
+    # Shardings lie where the arrays were.
+    trained: Any = split.params_of(placed)
+    others: Any = split.frozen_of(placed)
     return cls(
-        split.params_of(placed),
-        split.frozen_of(placed),
+        trained,
+        others,
         sharding.batch_sharding(mesh),
         sharding.replicated(mesh),
         sharding.batch_shards(mesh),
@@ -227,8 +225,8 @@ class Extra:
   Where one is not needed it holds the sampled log-probs.
   """
 
-  proximal: jax.Array
-  reference: jax.Array
+  proximal: base.Array
+  reference: base.Array
 
 
 class UpdatePrograms:
@@ -323,9 +321,11 @@ class UpdatePrograms:
     # trained: no second forward pass.
     proximal = jax.lax.stop_gradient(lp)
     if self._config.steps_per_update > 1:
-      proximal = extra.proximal
+      proximal = jnp.asarray(extra.proximal)
     anchor, weight = algorithm.correction.apply(
-        proximal, batch.logprobs, importance.ImportanceOptions(config.tis_cap)
+        proximal,
+        jnp.asarray(batch.logprobs),
+        importance.ImportanceOptions(config.tis_cap),
     )
     token_loss, readings = algorithm.objective.apply(
         objectives.TokenBatch(
@@ -355,7 +355,7 @@ class UpdatePrograms:
       most["ratio_min"] = -ratio
       most["logprob_gap_max"] = jnp.abs(moved)
     if config.kl_coef:
-      price = algorithm.kl(lp, extra.reference)
+      price = algorithm.kl(lp, jnp.asarray(extra.reference))
       token_loss = token_loss + config.kl_coef * price
       readings["kl"] = price
     if config.entropy_coef:

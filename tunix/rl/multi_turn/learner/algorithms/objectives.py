@@ -13,6 +13,7 @@ from typing import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner.algorithms import kl
@@ -36,8 +37,8 @@ class TokenBatch:
   logprobs: jax.Array
   anchor: jax.Array
   weight: jax.Array
-  advantages: jax.Array
-  sequences: jax.Array
+  advantages: jax.Array | np.ndarray
+  sequences: jax.Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
