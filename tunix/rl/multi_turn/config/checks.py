@@ -24,6 +24,7 @@ def contradictions(config: TrainConfig) -> list[str]:
   """Every contradiction between the sections."""
   return [
       *_episode(config),
+      *_reward(config),
       *_tasks(config),
       *_engine(config),
       *_external(config),
@@ -37,14 +38,14 @@ def contradictions(config: TrainConfig) -> list[str]:
 def _environment(c: TrainConfig) -> environment_spec.EnvironmentSpec | None:
   try:
     return environment_spec.get(c.environment.name)
-  except (ValueError, ImportError):
+  except (ValueError, ImportError, TypeError):
     return None  # Its name is a problem of its own.
 
 
 def _gym(c: TrainConfig) -> gyms.GymSpec | None:
   try:
     return gyms.get(c.gym.name)
-  except (ValueError, ImportError):
+  except (ValueError, ImportError, TypeError):
     return None
 
 
@@ -89,6 +90,14 @@ def _episode(c: TrainConfig) -> Iterator[str]:
       )
 
 
+def _reward(c: TrainConfig) -> Iterator[str]:
+  if not c.environment.reward:
+    yield (
+        f"environment.reward={c.environment.reward!r} has no part; name a"
+        " reward, e.g. reward=success"
+    )
+
+
 def _tasks(c: TrainConfig) -> Iterator[str]:
   """The gym's own options and size, and where its tasks come from."""
   found, spec = _environment(c), _gym(c)
@@ -98,7 +107,13 @@ def _tasks(c: TrainConfig) -> Iterator[str]:
   generated = c.task_source.source == "generated"
   if found.gym:
     if spec is None:
-      return  # Its name is a problem of its own.
+      try:
+        gyms.get(c.gym.name)
+      except TypeError as error:
+        yield f"gym.name={c.gym.name}: {error}"
+      except (ValueError, ImportError):
+        pass  # Reported with all other unknown names.
+      return
     yield from spec.problems(
         c.gym.options,
         c.gym.width,
@@ -221,6 +236,11 @@ def _algorithm(c: TrainConfig) -> Iterator[str]:
         " learns; set algorithm.importance=tis"
     )
   s = c.sampling
+  if s.temperature == 0 and c.learner.steps > 0:
+    yield (
+        "sampling.temperature=0 samples the likeliest token only, and such"
+        " episodes carry no policy gradient; set it > 0 (or steps=0)"
+    )
   truncated = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
   if (
       truncated and c.algorithm.importance == "none" and c.learner.steps > 0

@@ -274,7 +274,7 @@ def _dotted(cls: type, problem: str, prefix: str) -> str:
   names = "|".join(re.escape(f.name) for f in settings.fields(cls))
   named = re.compile(rf"(?<![\w.])({names})(?==)|^({names})(?=[ :])")
   text = named.sub(lambda match: prefix + match.group(0), problem)
-  if text == problem and prefix:
+  if text == problem and prefix and prefix not in problem:
     return f"{prefix.rstrip('.')}: {problem}"
   return text
 
@@ -418,7 +418,9 @@ def _type_words(kind: Any, item: bool = False) -> str:
       inner = _type_words(typing.get_args(member)[0])
       words.append(inner if item else f"a list of {inner.split(' ', 1)[-1]}")
     elif origin is dict or member is dict:
-      words.append("a mapping, e.g. {key: value}")
+      inner = typing.get_args(member)[1:] or (Any,)
+      of = " of names to numbers" if inner[0] is float else ""
+      words.append(f"a mapping{of}, e.g. {{key: {1 if of else 'value'}}}")
     elif member is bool:
       words.append("true or false")
     elif member is int:
@@ -462,7 +464,7 @@ def name_problems(config: Any) -> list[str]:
         continue
       try:
         known.get(name)
-      except (ValueError, ImportError) as error:
+      except (ValueError, ImportError, TypeError) as error:
         problems.append(f"{path}={name}: {error}")
   return problems
 

@@ -122,7 +122,7 @@ def _presets(given: Mapping[str, Any]) -> dict[str, Any]:
     if environment.gym:
       found |= gyms.get(chosen("gym.name")).preset
     found |= environment.preset
-  except (ValueError, ImportError):
+  except (ValueError, ImportError, TypeError):
     pass  # An unknown name is reported with all other names.
   policy = chosen("policy.name")
   if policy not in checks.SHIPPED:
@@ -139,7 +139,7 @@ def _can_clone(config: TrainConfig) -> bool:
     if not environment_spec.get(config.environment.name).gym:
       return False
     known = gyms.get(config.gym.name).load_oracle().families
-  except (ValueError, ImportError):
+  except (ValueError, ImportError, TypeError):
     return False
   return known is None or all(family in known for family in families)
 
