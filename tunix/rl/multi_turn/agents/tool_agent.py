@@ -118,7 +118,7 @@ class ToolAgent(base_agent.BaseAgent):
 
   @property
   def history_rewrites(self) -> int:
-    """How often the beginning of `chat_completions` has changed."""
+    """Times that an earlier part of `chat_completions` has changed."""
     return self._history.rewrites
 
   @property

@@ -1,8 +1,8 @@
-"""Images as the data URLs that OpenAI's clients send.
+"""Encodes images as the data URLs that OpenAI's clients send.
 
-Promises: an image is encoded once while it is remembered, whoever asks and how
-often; the encoding is lossless, so that what is decoded has the same SHA-256;
-nothing is encoded on an event loop; memory is bounded.
+Promises: a cached image is encoded once, however many callers ask for it; the
+encoding is lossless, so the decoded image has the same SHA-256; no image is
+encoded on an event loop; memory is bounded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DataUrls:
     if found.done() and found.exception() is None:
       return found.result()
     try:
-      # Others may wait for it: who goes away does not cancel it.
+      # Shielded: other callers may wait for it.
       return await asyncio.shield(asyncio.wrap_future(found))
     except Exception:  # The next to ask tries again.
       with self._lock:

@@ -179,7 +179,7 @@ class ProxySession:
 
   @property
   def num_rewrites(self) -> int:
-    """How often the agent's history did not extend its earlier requests."""
+    """Times that a request did not extend the agent's earlier ones."""
     return max(0, len(self._sequences or ()) - 1)
 
   async def reply(

@@ -1,7 +1,7 @@
-"""An engine in another process, as a run knows its own.
+"""Gives a run an engine in another process, like an engine of its own.
 
-Completions are asked for by `openai_client`, weights are handed over by
-`disk_weights`. Promises: before a run begins, the server was asked whether it
+`openai_client` asks for completions, `disk_weights` hands weights over.
+ Promises: before a run begins, the server was asked whether it
 serves the model with a context that is long enough.
 
 Does not start the server (`external` prints the command).

@@ -1,4 +1,4 @@
-"""Posts JSON to an inference server and repeats what may pass.
+"""Posts JSON to an inference server; retries temporary failures.
 
 Promises: a request that found no connection, or a server that is full or not
 ready, is repeated, less and less often; a creation is undone when its caller

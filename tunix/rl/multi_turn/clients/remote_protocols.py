@@ -36,7 +36,7 @@ class SessionGoneError(ValueError):
 
 @dataclasses.dataclass
 class Answer:
-  """A server's answer in its own words; None for what it left out."""
+  """Fields of a server's answer; None for one it left out."""
 
   text: str
   reason: str
@@ -193,7 +193,7 @@ def of_sglang(answer: Any) -> Answer:
 
 
 def _spans(found: Any) -> list[tuple[int, int]]:
-  """Versions as vLLM and SGLang tell them; names that are no number are not."""
+  """Versions in vLLM's and SGLang's answers; drops names that are no number."""
   spans = []
   for entry in found or ():
     if isinstance(entry, Mapping):

@@ -60,7 +60,7 @@ class RunConfig:
 
 @settings.settings
 class RolloutConfig:
-  """How episodes reach the engine."""
+  """Path by which episodes reach the engine."""
 
   via: Literal["in_process", "proxy", "external"] = setting(
       default="in_process",
@@ -87,7 +87,7 @@ class RolloutConfig:
 
 @settings.settings
 class WarmStartConfig:
-  """What the policy can do before GRPO."""
+  """Starting point of the policy, before GRPO."""
 
   source: Literal["none", "embedded", "path"] = setting(
       default="embedded",

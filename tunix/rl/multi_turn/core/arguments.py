@@ -1,9 +1,8 @@
 """Checks keyword arguments against a signature before anything is called.
 
-What a run builds by name (gyms, environments, agents, policies) gets its own
-keyword arguments from the configuration: a factory's parameters are their
-declaration. `takes(factory)` reads them, `Takes.wrong` compares values with
-them.
+A run builds gyms, environments, agents and policies by name, with keyword
+arguments from the configuration: the factory's parameters declare them.
+`takes(factory)` reads them, `Takes.wrong` compares values with them.
 """
 
 from __future__ import annotations

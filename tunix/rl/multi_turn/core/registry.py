@@ -1,4 +1,4 @@
-"""Registers by name what users add: parsers, tools, rewards, gyms, prompts.
+"""Registers extensions by name: parsers, tools, rewards, gyms, prompts.
 
 A `Registry` maps a name to an object, or to a path "package.module:Name" that
 is imported on first use, so that naming a gym costs nothing until it is

@@ -141,7 +141,7 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """One field of a settings class, for those who read or document it.
+  """One field of a settings class, for loaders and documentation.
 
   Attributes:
     name: of the field.

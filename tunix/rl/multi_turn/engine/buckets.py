@@ -26,7 +26,7 @@ def smallest(buckets: Sequence[int], need: int) -> int:
 
 
 def announced(variant: programs.Variant, features: Collection[str]) -> bool:
-  """Whether warm-up compiles the variant for these features."""
+  """Whether an engine with these optional features can need the variant."""
   return (not variant.details or "details" in features) and (
       not variant.masked or "grammar" in features
   )

@@ -445,8 +445,9 @@ def jsonable(value: Any) -> Any:
 
 
 def number(value: Any, what: str) -> float:
-  """Raises:
+  """`value` as a float; `what` names it in the error.
 
+  Raises:
     WireError: no finite number.
   """
   try:

@@ -97,7 +97,7 @@ def resolve(name: str) -> NamedPolicy:
 
 
 class _Files:
-  """What built-in policies and directories have in common: `checkpoint`."""
+  """Base of built-in policies and directories: both take `checkpoint`."""
 
   brings_weights = False
 

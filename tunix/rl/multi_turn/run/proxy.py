@@ -94,6 +94,6 @@ class RunProxy:
     try:
       wait(self.connection.aclose())
     except Exception as error:  # pylint: disable=broad-except
-      # What else the run has open is yet to be closed.
+      # The run's other parts are yet to be closed.
       _LOG.warning("connections to the proxy did not close: %r", error)
     self._server.close()

@@ -123,11 +123,11 @@ class Run:
     if not self.resuming and (self.directory / "metrics.jsonl").exists():
       raise config_lib.ConfigError([
           f"run.name={config.run.name}: {self.directory} holds a run already;"
-          f" choose another name, or go on with resume={self.directory}"
+          f" choose another name, or continue it with resume={self.directory}"
       ])
     self.store = models.make_store(config, self.images)
     self.directory.mkdir(parents=True, exist_ok=True)
-    # The file repeats the run, it does not go on with it.
+    # The file repeats the run; it does not resume it.
     repeat = dataclasses.replace(config.run, resume="", dry_run=False)
     (self.directory / "config.yaml").write_text(
         dataclasses.replace(config, run=repeat).to_yaml()

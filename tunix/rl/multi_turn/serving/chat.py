@@ -137,7 +137,7 @@ class AssistantMessage(_Message):
 
 
 class ToolMessage(_Message):
-  """What a call returned, screenshots included."""
+  """Result of a tool call, screenshots included."""
 
   role: Literal["tool"]
   content: Parts

@@ -141,7 +141,7 @@ def _ending(
     decoder: answers.TokenDecoder,
     index: int,
 ) -> dict[str, Any]:
-  """What a choice holds beside its index and text."""
+  """Fields of a choice beside its index and text."""
   choice = answer.choices[index]
   told = {
       "finish_reason": choice.finish_reason,

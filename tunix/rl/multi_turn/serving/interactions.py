@@ -50,8 +50,8 @@ class PendingPrompt:
   """A rendered request, for any number of answers (n > 1)."""
 
   session_id: str
-  before: Interaction | None  # What it extends; None starts a chain.
-  # What it adds to the messages of `before`, the echo of its answer first, and
+  before: Interaction | None  # The one it extends; None starts a chain.
+  # Its additions to the messages of `before`, the echo of its answer first, and
   # to its tokens; offsets of images count from the start of `extension`.
   new_messages: tuple[Message, ...]
   extension: TokenPrompt

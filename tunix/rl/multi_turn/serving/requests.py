@@ -46,7 +46,7 @@ class RequestLimits:
 
   @property
   def values(self) -> int | None:
-    """JSON values of a body: twice those of a prompt, and room for the rest."""
+    """Most JSON values in a body: 2 a prompt token, and 65536; None: any."""
     most = self.prompt_tokens
     return None if most is None else 2 * most + (1 << 16)
 
@@ -211,7 +211,7 @@ class JsonSchema(bodies.Body):
 
 
 class SchemaFormat(bodies.Body):
-  """JSON of a schema, as chat completions and completions ask for it."""
+  """Format "json_schema" in the nested shape of both completions APIs."""
 
   type: Literal["json_schema"]
   json_schema: JsonSchema
@@ -221,7 +221,7 @@ class SchemaFormat(bodies.Body):
 
 
 class FlatSchemaFormat(JsonSchema):
-  """JSON of a schema, as responses ask for it."""
+  """Format "json_schema" in the flat shape of the Responses API."""
 
   type: Literal["json_schema"]
 
@@ -267,7 +267,7 @@ class SamplingBody(bodies.Body):
   def sampling(
       self, length: int | None, limits: RequestLimits, alternatives: int = 0
   ) -> policy_client.SamplingParams:
-    """How to sample: up to `length` tokens, or the limit for None."""
+    """The request's sampling: up to `length` tokens; None takes the limit."""
     return policy_client.SamplingParams(
         max_new_tokens=limits.max_new_tokens if length is None else length,
         temperature=self.temperature,

@@ -67,7 +67,7 @@ class IllegalTransitionError(RuntimeError):
 
 
 class FinishReason(str, enum.Enum):
-  """Reasons for a stop. TOOL_CALL goes on, the others end the request."""
+  """Reasons for a stop. TOOL_CALL continues, the others end the request."""
 
   STOP = "stop"
   LENGTH = "length"
@@ -248,7 +248,7 @@ async def _converse(
       return finish
     calls = parser.parse(text)
     if not calls:
-      # A TOOL_CALL without a readable call has nothing to go on with.
+      # A TOOL_CALL without a readable call has nothing to continue with.
       return FinishReason.STOP
     request.move(RequestState.TOOL_CALLING)
     await held.execute(calls)

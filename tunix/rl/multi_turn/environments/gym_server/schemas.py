@@ -38,7 +38,7 @@ class State(str, enum.Enum):
   RUNNING = "running"
   TERMINATED = "terminated"  # By its client.
   FAILED = "failed"  # Its gym raised, or missed a deadline.
-  EXPIRED = "expired"  # Nobody called it, or it ran too long.
+  EXPIRED = "expired"  # No call renewed it in time, or it ran too long.
 
 
 class Error(TypedDict):

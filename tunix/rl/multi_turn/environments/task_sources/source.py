@@ -305,11 +305,13 @@ def select(
     config: TaskSourceConfig,
     split: Split | None = None,
 ) -> list[CUATask]:
-  """Steps 2 to 5 of the module docstring; `split` None takes both.
+  """Splits and filters `tasks`: steps 2 to 5 of the module docstring.
+
+  `split` None keeps both splits.
 
   Raises:
-    ValueError: no such split, or nothing is left.
-    UnknownTaskError: a name that no task, or several, have.
+    ValueError: an unknown split, or no task is left.
+    UnknownTaskError: a name that matches no task, or several.
   """
   if split not in (None, *SPLITS):
     raise ValueError(f"split={split!r} must be train, eval or None")

@@ -351,7 +351,7 @@ class Sender:
         self.counters["retries"] += 1
         self._complain(
             f"send{error.status}",
-            f"the monitor does not answer, training goes on: {error}",
+            f"the monitor does not answer, training continues: {error}",
         )
         self._pause(delivery_lib.backoff(error, failures))
         continue

@@ -33,7 +33,7 @@ _COLUMNS = {
 """Metric -> the column of `step` that may hold it as well."""
 
 DERIVED = {"engine_idle": ("engine_busy",)}
-"""What is left of a share: name -> the metric that it is 1 minus of."""
+"""Complements of shares: name -> the metric that it is 1 minus of."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -459,7 +459,7 @@ class _RunImport:
             sa.select(t.c.id, t.c.task_id).where(t.c.id.in_(own))
         )
     ]
-    # A name that means something else here goes on meaning that.
+    # A name with another meaning here keeps it.
     self._sql.many(
         "INSERT INTO monitor_client_id (project_id, kind, client_id, entity_id)"
         " VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",

@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 class Queries:
-  """The queries of the API and of the dashboard."""
+  """Read-only queries on the database, for the API and the dashboard."""
 
   def __init__(self, engine: sa.Engine):
     self._engine = engine

@@ -66,7 +66,7 @@ class ScreenshotFiles:
     self._directory = pathlib.Path(directory)
 
   def path(self, sha: str, media_type: str) -> pathlib.Path:
-    """Where a screenshot is, or is to be."""
+    """Path of a screenshot's file, stored or not."""
     return self._directory / sha[:2] / f"{sha}{_SUFFIXES[media_type]}"
 
   def store(self, sha: str, data: bytes) -> Stored:
@@ -178,7 +178,7 @@ def check_sha(sha: str) -> str:
 
 
 def problem(sha: str, data: bytes) -> str:
-  """Why `sha` is not the hash of these bytes; "" if it is."""
+  """Error text if `sha` is not the hash of these bytes; "" if it is."""
   try:
     _verify(sha, data)
   except errors.ApiError as error:

@@ -1,11 +1,11 @@
-"""What a tool parser is: the text of one model family's tool calls.
+"""Base classes of tool parsers: one model family's text of tool calls.
 
 A parser knows both directions, text to `ToolCall`s and `ToolCall`s to text, and
 the prompt that explains the format. A GUI parser also knows its coordinate
 convention and turns calls into `GuiAction`s in pixels and back.
 
-Promises: whatever the model wrote, parsing returns or raises `ToolParseError`,
-nothing else. Lenient parsing (the default) returns every well-formed call and
+Promises: for any text, parsing returns or raises `ToolParseError`, nothing
+else. Lenient parsing (the default) returns every well-formed call and
 reports the others in `ParseResult.errors`; strict parsing raises at the first.
 
 Does not: look at tools, run anything, or touch the prompt it made.

@@ -392,5 +392,5 @@ def _read_string(text: str, start: int, name: str) -> tuple[str, int]:
   raise base.ToolParseError(f"a string of action {name!r} is never closed")
 
 
-# What follows a string: the end of the action, or the next argument.
+# The text after a string: the end of the action, or the next argument.
 _ENDS = re.compile(r"\s*(?:\)|,\s*[A-Za-z_]\w*\s*=)")

@@ -356,9 +356,9 @@ class Grounder:
   ) -> trajectory.TokenSequence:
     """One answer of names run together with their points: "orange328,562".
 
-    The number follows the very token that names its target, and nothing
-    but the numbers is learned from: the shortest way to look something up,
-    which is where a small policy begins to tell things apart.
+    The number follows the token that names its target, and the loss is on the
+    numbers only: the shortest look-up, by which a small policy first learns to
+    distinguish targets.
     """
     lines = []
     for phrase, x, y in _sample(expressions, len(expressions), rng):

@@ -6,7 +6,7 @@ resumed run need not do again.
 
 Promises: `warm_start/` of the run directory holds the policy after cloning,
 which a resumed run begins with and which is its KL reference; a stage that was
-interrupted goes on from its last checkpoint.
+interrupted resumes from its last checkpoint.
 """
 
 from __future__ import annotations

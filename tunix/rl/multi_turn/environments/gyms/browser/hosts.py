@@ -113,10 +113,10 @@ class Hosts:
       (self._below if below else self._exact).add((normal(host), one))
 
   def including(self, url: str) -> Hosts:
-    """These, and the host of an address.
+    """A copy that also allows the host of `url`.
 
-    An address without a port adds 80 and 443 of its host, as sites send from
-    the one to the other; an address with another port adds that alone.
+    Without a port, or with 80 or 443, it allows both, as sites redirect from
+    one to the other; any other port is allowed alone.
     """
     origin = split(url)
     both = Hosts()

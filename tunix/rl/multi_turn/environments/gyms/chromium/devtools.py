@@ -506,7 +506,7 @@ class Chromium:
     while self._exit is None:
       try:
         pid, status = os.waitpid(self.pid, os.WNOHANG)
-      except ChildProcessError:  # Somebody else reaped it.
+      except ChildProcessError:  # Reaped elsewhere.
         self._exit = "it is gone"
         break
       if pid:

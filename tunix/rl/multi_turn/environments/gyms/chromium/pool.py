@@ -14,7 +14,7 @@ Promises:
 * When no tab is lent for `idle_s` the browser is closed, and it is at the
   latest when the interpreter exits.
 
-Does not retry what was going on in a tab: that is lost, and the error names it.
+Does not retry a tab's work: the error names the lost tab.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Tab:
     self.pointer = (0.0, 0.0)
     self._deadline_s = deadline_s
     self._listening: list[str] = []
-    self._carried: Mapping[str, Any] | None = None  # By the drag going on.
+    self._carried: Mapping[str, Any] | None = None  # By the current drag.
 
   @classmethod
   async def open(

@@ -261,7 +261,7 @@ def enter(ep: Episode, field: widgets.TextField, text: str) -> Action | None:
 
 
 def quote(items: list[str]) -> str:
-  """"a", "a and b", "a, b and c"."""
+  """Joins items as in English: "a", "a and b", "a, b and c"."""
   if len(items) == 1:
     return items[0]
   return ", ".join(items[:-1]) + " and " + items[-1]

@@ -3,7 +3,7 @@
 Promises: every call ends within its deadline, all tries included; a create is
 sent with a key, so that trying again makes no second execution; a step is sent
 with its number, so that trying again makes no second step; every failure is a
-`GenvError` of a kind that a program can tell.
+`GenvError` subclass for its kind.
 
 `GenvClient` belongs to one event loop, and keeps its connections between calls.
 """
@@ -64,7 +64,7 @@ class GenvCapacityError(GenvError):
 
 
 class GenvExecutionLostError(GenvError):
-  """The execution has ended, or its gym has failed; `code` says which."""
+  """The execution has ended, or its gym has failed; see `code`."""
 
 
 class GenvUnknownTaskError(GenvError, cua_task.UnknownTaskError):
@@ -193,7 +193,7 @@ class GenvClient:
     """The full task of that id, as the server resolves it."""
     data = await self._ask("tasks", "GET", f"tasks/{_quoted(identifier)}")
     if summary is not None and isinstance(data, Mapping):
-      # What only the list said is kept.
+      # Keep fields that only the list reports.
       data = {**summary.genv_task_data, **data}
     try:
       return self._read(data, f"task {identifier!r} of {self.base_url}")
@@ -212,7 +212,7 @@ class GenvClient:
       raise GenvUnknownTaskError(f"{self.base_url}: {error}", 404) from None
 
   async def gyms(self) -> list[dict[str, Any]]:
-    """What the server says of its gyms; [] when it does not say."""
+    """The server's list of gyms; [] from a server without that route."""
     try:
       data = await self._ask("tasks", "GET", "/api/v1/gyms")
     except GenvRequestError:
@@ -301,7 +301,7 @@ class GenvClient:
   async def terminate(self, execution_id: str) -> bool:
     """Ends the execution; True when it is over now. Never raises GenvError.
 
-    One that cannot be told is closed by the server when its lease is over.
+    If the server cannot be reached, it closes the execution after its lease.
     """
     try:
       await self._ask(

@@ -2,7 +2,7 @@
 
 For warm starts and tests. Reads the document of a gym's tab through
 `WobPage.evaluate` and returns a `GuiAction` for what is on the screen now; it
-keeps no state, so it also goes on from where a policy has erred.
+keeps no state, so it also continues after a policy's mistakes.
 
 Does not solve other families than `ORACLE_FAMILIES`.
 """

@@ -234,8 +234,8 @@ class WobPage(tab_lib.Tab):
 
   def _on_frame(self, params: dict[str, Any]) -> None:
     if self._frame is None or self._frame.done():
-      # Nobody looks: left unanswered, so that an animated page does not go on
-      # sending pictures.
+      # No call waits for a frame: it is left unanswered, so that an animated
+      # page sends no more.
       self._unacknowledged.append(params["sessionId"])
       return
     self._acknowledge(params["sessionId"])

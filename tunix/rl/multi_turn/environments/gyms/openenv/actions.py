@@ -1,7 +1,7 @@
-"""GUI actions as the actions of OpenEnv's environments.
+"""Converts GUI actions to actions of OpenEnv environments.
 
-A grammar is a function `GuiAction -> data of a step`; a str tells the policy
-why there is no such action, None means that nothing is sent.
+A grammar is a function `GuiAction -> data of a step`. It returns a str, shown
+to the policy, for an action the environment lacks, and None to send nothing.
 """
 
 from __future__ import annotations

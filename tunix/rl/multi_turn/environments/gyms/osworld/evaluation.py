@@ -15,7 +15,7 @@ from tunix.rl.multi_turn.core import registry
 
 
 class Machine(Protocol):
-  """What getters ask."""
+  """The calls that getters make to a machine."""
 
   async def execute(
       self, command: str | list[str], shell: bool = False

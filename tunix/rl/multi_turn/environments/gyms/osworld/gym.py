@@ -123,8 +123,8 @@ class OSWorldGym:
 
       machines: addresses of servers, one or a list of them.
       reset: a function `url -> address | None`, sync or async, or its path,
-        called before each episode, that puts the machine into its first state
-        and says where it is then; "none" if nothing does.
+        called before each episode, that resets the machine and returns its
+        address, as it may move; "none" for no reset.
       width, height: that screens must have; None takes what comes.
       settle_s: between an action and its screenshot.
       scroll_px: pixels that one notch of the wheel stands for.
@@ -256,7 +256,7 @@ class OSWorldGym:
     http, self._http = self._http, None
     stuck, self._stuck = self._stuck, None
     if held is not None and stuck is not None:
-      # A machine that is still being reset is nobody's yet.
+      # A machine is returned to the pool only once its reset has ended.
       stuck.then(lambda: machines_lib.give_back(held))
     elif held is not None:
       machines_lib.give_back(held)

@@ -125,7 +125,7 @@ class Desktop:
 
     Raises:
       ValueError: no such application.
-      AppNotShown: with what it said.
+      AppNotShown: with the program's output.
       DesktopLost.
     """
     app = programs.app(name)

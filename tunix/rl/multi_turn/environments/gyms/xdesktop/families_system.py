@@ -291,7 +291,7 @@ def _infeasible(rng: random.Random) -> Instance:
 
   def check(state) -> str:
     if not state.gave_up:
-      return "the episode did not end by saying that it cannot be done"
+      return "the policy did not end the episode as infeasible"
     return families.expect_tree(state, files)
 
   return Instance(

@@ -1,10 +1,10 @@
 """Plays tasks on a real Linux desktop: the `xdesktop` gym.
 
 `XDesktopGym` makes a new desktop for each episode (display, home, processes)
-and ends it with the episode. What happens on it is real: programs take their
-time, so each action is followed by a wait until nothing is drawn and no
-program works, with a limit; pictures of equal states are equal but for what
-programs themselves show of time and place.
+and ends it with the episode. Programs are real and take their time, so each
+action is followed by a wait, with a limit, until nothing is drawn and no
+program works. Pictures of equal states are equal, except where programs show
+the time or a place.
 
 Positions outside the screenshot are clamped to its edge (`info["clamped"]`),
 and an action that does nothing reports why in `info["ignored"]`. Failures of

@@ -81,7 +81,7 @@ class Limits:
 
 @functools.lru_cache(maxsize=None)
 def no_namespaces() -> str:
-  """Why rooms cannot have namespaces here; "" if they can."""
+  """Reason that rooms cannot have namespaces here; "" if they can."""
   bwrap = shutil.which("bwrap", path=programs.SEARCH)
   if bwrap is None:
     return "bubblewrap is not installed (sudo make desktop)"

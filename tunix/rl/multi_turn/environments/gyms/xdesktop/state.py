@@ -20,8 +20,8 @@ class State:
   """A desktop as an episode left it. Changes nothing.
 
   Attributes:
-    answer: what the policy answered, "" for nothing.
-    gave_up: it ended the episode saying that the task cannot be done.
+    answer: the policy's answer, "" for none.
+    gave_up: the policy ended the episode as infeasible.
   """
 
   def __init__(
