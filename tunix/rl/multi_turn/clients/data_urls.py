@@ -21,13 +21,13 @@ _KEPT = 1024  # Images; a screenshot's URL has some 10 to 500 KB.
 
 
 class DataUrls:
-  """Of the images of one store. Thread-safe, for any number of loops."""
+  """Data URLs of one store's images. Thread-safe; serves any event loops."""
 
   def __init__(self, store: images.ImageStore, kept: int = _KEPT):
     """Args:
 
       store: holds the pixels.
-      kept: URLs remembered, the least recently used go first.
+      kept: URLs cached; the least recently used are evicted first.
     """
     if kept < 1:
       raise ValueError(f"kept must be >= 1, got {kept}")

@@ -70,7 +70,7 @@ def policy_saver(
 
   Args:
     model: of the architecture; its own parameters are not written. An adapter
-      is merged into what is written.
+      is merged into the weights written.
     tokenizer: directory or shipped name whose files are copied.
     dtype: of the stored tensors.
   """
@@ -106,7 +106,7 @@ class DiskWeights:
       directory: where versions are written; on a disk that the engines see.
       save: writes one.
       engines: load each version.
-      clients: their `version` is set to what the engines sample with.
+      clients: their `version` is set to the version engines sample with.
       keep: versions left on the disk, those published last.
       seen_at: `directory` as the engines call it; "" is the same.
 
@@ -168,7 +168,7 @@ class DiskWeights:
     return done
 
   def close(self) -> None:
-    """Waits for what is under way. Idempotent."""
+    """Waits for hand-overs in progress. Idempotent."""
     self._thread.shutdown(wait=True)
     self._folder.release()
 
@@ -253,7 +253,7 @@ class VllmEngine:
       )
       if isinstance(answer, dict) and answer.get("success") is False:
         raise HandOverError(
-            f"{self.url} kept what it had cached under older weights"
+            f"{self.url} kept caches computed with older weights"
         )
     except HandOverError as error:
       raise HandOverError(

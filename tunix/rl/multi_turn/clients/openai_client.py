@@ -195,13 +195,13 @@ class OpenAIClient:
       ) from error
 
   async def release(self, session: str) -> None:
-    """Forgets the session and frees what it held. Unknown ids are fine."""
+    """Ends the session and frees its cache. Unknown ids are fine."""
     found = self._sessions.pop(session, None)
     if found is None:
       return
     if not found.done() or _failed(found):
       found.cancel()
-      await asyncio.wait({found})  # At once; what it has begun is undone.
+      await asyncio.wait({found})  # At once; a start in progress is undone.
       return
     await self._drop(found.result())
 
@@ -488,7 +488,7 @@ def _failed(started: asyncio.Future[str]) -> bool:
 
 
 def _id_of(answer: Any) -> str:
-  """Of a session that was started."""
+  """Session id in the answer to a start."""
   return remote_protocols.field(answer, "session_id", str)
 
 

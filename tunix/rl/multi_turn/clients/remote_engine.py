@@ -73,7 +73,7 @@ class RemoteEngine:
 
   @property
   def version(self) -> int:
-    """Of the weights that it samples with; -1 before any were handed over."""
+    """Version of the weights it samples with; -1 before the first hand-over."""
     return self._weights.version
 
   @property
@@ -89,7 +89,7 @@ class RemoteEngine:
   def warm_up(
       self, progress: Callable[[int, int, str], None] | None = None
   ) -> float:
-    """Asks the server what it serves. Not from an event loop.
+    """Checks the server's model and context. Not from an event loop.
 
     Raises:
       ValueError: another model, or too short a context.

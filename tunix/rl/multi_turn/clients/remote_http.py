@@ -83,7 +83,7 @@ class JsonRequests:
       body: Mapping[str, Any] | None,
       undo: Callable[[Any], Awaitable[Any]] | None = None,
   ) -> Any:
-    """The answer's JSON; repeats what may pass. The caller sets the deadline.
+    """Returns the answer's JSON; retries. The caller sets the deadline.
 
     Args:
       method: "get" or "post".

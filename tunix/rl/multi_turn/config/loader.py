@@ -241,8 +241,8 @@ def build(
   Args:
     cls: a settings class.
     flat: as from `flatten`.
-    problems: gets every value of a wrong type, choice or range, and what the
-      classes themselves refuse; the instance has defaults in their place.
+    problems: receives each value of a wrong type, choice or range, and the
+      classes' own problems; the instance has defaults in their place.
     prefix: of the class's own keys.
   """
   values: dict[str, Any] = {}

@@ -33,7 +33,7 @@ ALIASES = train_config.ALIASES
 def from_dict(
     data: Mapping[str, Any], source: str = "config"
 ) -> TrainConfig:
-  """From nested or dotted keys; what is absent has its default.
+  """Builds the configuration from nested or dotted keys; others keep defaults.
 
   Raises:
     ConfigError: naming every unknown key and wrong or contradictory value.
@@ -72,7 +72,7 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
 def _resolve(
     layers: Sequence[Mapping[str, Any]], problems: list[str]
 ) -> TrainConfig:
-  """Presets of what is chosen, then the layers; built and checked.
+  """Merges the chosen presets, then the layers; builds and checks.
 
   Raises:
     ConfigError: `problems` and whatever else is found.

@@ -66,7 +66,7 @@ class RolloutConfig:
       default="in_process",
       doc="in_process: as tokens. proxy: through an OpenAI-compatible server"
       " that the run opens on the loopback interface, as messages with"
-      " screenshots; what the server keeps is trained on. Needs the extras"
+      " screenshots; training uses the server's record. Needs the extras"
       " serve and client. external: the engine is vLLM or SGLang in another"
       " process, see external.",
   )

@@ -61,7 +61,7 @@ class Takes:
   def of(
       self, values: Mapping[str, Any], other: Takes | None = None
   ) -> dict[str, Any]:
-    """Those of the values that are the factory's, not the `other` one's."""
+    """The values that are options of the factory and not of the `other` one."""
     others = other.options if other is not None else {}
     return {
         name: value

@@ -67,7 +67,7 @@ class GuiAction:
     text: text to type, answer, app or button name.
     keys: key names pressed together, lower case ("ctrl", "enter", "a").
     duration: seconds.
-    success: what the policy claims when it terminates.
+    success: the policy's claim when it terminates.
   """
 
   kind: GuiActionKind

@@ -136,7 +136,7 @@ class ImageStore:
   def persist(self, refs: Iterable[trajectory.ImageRef]) -> None:
     """Returns once these images are on the disk, even through a power loss.
 
-    Encodes and writes what is not there yet: not for an event loop.
+    Encodes and writes missing files: not for an event loop.
 
     Raises:
       ValueError: the store has no directory.

@@ -135,7 +135,7 @@ class Completion:
       from, best first; None unless asked for.
     top_logprobs: float32[S, K], theirs; -inf where fewer could be sampled.
     entropies: float32[S], nats, of the policy's distribution before each
-      token, at temperature 1, nothing truncated, over what is not banned.
+      token, at temperature 1, nothing truncated, banned tokens left out.
       None when the sampler does not report them.
   """
 
@@ -199,5 +199,5 @@ class PolicyClient(Protocol):
     ...
 
   async def release(self, session: str) -> None:
-    """Forgets the session and frees what it held. Unknown ids are fine."""
+    """Ends the session and frees its cache. Unknown ids are fine."""
     ...

@@ -364,7 +364,7 @@ _AS_IT_IS = frozenset({str, int, bool, type(None)})
 
 
 def encode(value: Any) -> Any:
-  """Returns `value` as JSON values; raises TypeError naming what cannot be.
+  """Converts `value` to JSON values; TypeError names the part that cannot be.
 
   Typed values become `{"$type": name, ...}` and come back through `decode`; so
   does a mapping that happens to have a key "$type".

@@ -374,7 +374,7 @@ class RolloutEngine:
     }
 
   def close(self, timeout_s: float = 30.0) -> None:
-    """Fails what is pending and ends the thread. Idempotent.
+    """Fails pending requests and ends the thread. Idempotent.
 
     Raises:
       TimeoutError: the thread is stuck in a device call; it is a daemon, and

@@ -34,7 +34,7 @@ class BaseEnv(abc.ABC):
     """Carries out an action. May be async."""
 
   def close(self) -> Any:
-    """Frees what the environment holds; idempotent. May be async."""
+    """Frees the environment's resources; idempotent. May be async."""
 
   @classmethod
   def from_dict(cls, env_args: Mapping[str, Any]) -> BaseEnv:

@@ -70,7 +70,7 @@ class CUAEnv(base_env.BaseEnv):
     """Args:
 
       gym: a gym of this environment's own.
-      screenshot_tool: stores what the policy sees.
+      screenshot_tool: stores the screenshots for the policy.
       task: a Task, or its JSON.
       action_parser: name, class or instance of a GuiActionParser.
       max_steps: turns, None for the task's own, else 10.

@@ -356,7 +356,7 @@ def action_from_json(
   """An action of either vocabulary, in pixels of a `width` x `height` screen.
 
   Raises:
-    WireError: naming the field and what it may be.
+    WireError: names the field and the values allowed.
   """
   if not isinstance(data, Mapping):
     raise WireError(f"action must be an object, got {json_models.short(data)}")
@@ -425,7 +425,7 @@ Action = Annotated[
 
 
 def jsonable(value: Any) -> Any:
-  """`value` as JSON can hold it; what it cannot becomes its text.
+  """Converts `value` to JSON values; other objects become their text.
 
   Numbers that JSON does not have (nan, infinities) become null.
   """

@@ -133,7 +133,7 @@ class _BuiltIn(_Files):
 
 
 class _Directory(_Files):
-  """Its sizes, and its weights."""
+  """A policy directory: it sets the sizes and the weights."""
 
   brings_weights = True
 

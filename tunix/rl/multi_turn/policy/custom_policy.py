@@ -343,6 +343,6 @@ def _directory(source: str | pathlib.Path) -> pathlib.Path:
 
 
 def _as_stored(value: jax.Array) -> np.ndarray:
-  """As it is, but for dtypes that numpy has no name for: exactly in float32."""
+  """As a numpy array; narrow float dtypes exactly in float32."""
   narrow = jnp.issubdtype(value.dtype, jnp.floating) and value.itemsize < 4
   return np.asarray(value, np.float32 if narrow else None)

@@ -276,7 +276,7 @@ def make_cloning_learner(
           steps=warm.steps,
           minibatches=1,
           epochs=1,
-          # Fast from nothing, but it would overwrite what is there already.
+          # Fast for a new file, but it would overwrite an existing one.
           optimizer="adamw" if warm_start_source(config) else "muon",
           learning_rate=warm.learning_rate,
           schedule="cosine",

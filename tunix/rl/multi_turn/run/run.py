@@ -55,7 +55,7 @@ class Run:
     """Builds the parts; touches no directory.
 
     Raises:
-      ConfigError: listing what cannot be built.
+      ConfigError: lists the parts that cannot be built.
     """
     config, self.task_source = run_tasks.resolve(config)
     self.config = config

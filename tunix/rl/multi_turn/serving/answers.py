@@ -228,8 +228,8 @@ def logprobs(
 def alternatives(
     completion: policy_client.Completion,
 ) -> list[list[tuple[int, float]]]:
-  """For each token the likeliest ones that could be sampled; empty unless the
-  request asks for them."""
+  """Each position's likeliest tokens with log-probs; empty unless the request
+  asks for them."""
   if completion.top_tokens is None:
     return [[] for _ in completion.tokens]
   return [

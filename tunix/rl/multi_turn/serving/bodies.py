@@ -234,7 +234,7 @@ def _expected(field: Any) -> str:
 def refusal(
     text: str, code: str = "invalid_value", **context: Any
 ) -> PydanticCustomError:
-  """For validators to raise; `field` names a field of the refused object."""
+  """Error for validators to raise; `field` names a field of the object."""
   return PydanticCustomError(code, "{text}", {"text": text, **context})  # type: ignore[arg-type]
 
 

@@ -125,7 +125,7 @@ class ConversationCache:
 
       max_answers: kept at a time.
       max_characters: of their messages, counted anew for each answer, though
-        the answers of one conversation share what they hold.
+        the answers of one conversation share their contents.
     """
     self._max_answers = max_answers
     self._max_characters = max_characters

@@ -69,7 +69,7 @@ class PendingPrompt:
 
   @property
   def ancestors(self) -> tuple[Interaction, ...]:
-    """From the root of the chain to `before`."""
+    """The chain of interactions, from its root to `before`."""
     found, at = [], self.before
     while at is not None:
       found.append(at)
@@ -95,7 +95,7 @@ class PendingPrompt:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Interaction(PendingPrompt):
-  """A request and what the policy sampled for it."""
+  """A request and the policy's completion."""
 
   id: str
   index: int  # Its place in the session's order of creation.

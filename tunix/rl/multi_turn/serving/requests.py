@@ -1,6 +1,6 @@
 """Defines a checked sampling request, and the fields that endpoints share.
 
-Promises: no field that could change what is sampled is ignored: it is served,
+Promises: no field that could change sampling is ignored: it is served,
 or refused by its path.
 
 Does not fetch images or render: messages leave as they were sent, checked for
@@ -98,7 +98,7 @@ class SamplingRequest:
     include_usage: end the stream with an event of the usage.
     logprobs: return the sampled tokens' log-probs.
     stop: strings that end a completion; its text ends before them.
-    guide: grammar of what may be sampled.
+    guide: grammar that the completion must follow.
     tools: OpenAI schemas that the policy reads, as sent.
     parse_tools: read tool calls out of the completion.
     return_token_ids: return the ids of prompt and completions.
@@ -411,7 +411,7 @@ def shown_tools(
 
 
 def count_images(messages: Any) -> int:
-  """Of messages with URLs or with images."""
+  """Number of images in messages, as URLs or loaded."""
   return sum(
       part["type"] != "text"
       for message in messages

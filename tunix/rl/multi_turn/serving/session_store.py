@@ -79,7 +79,7 @@ class ServedSession:
 
   @property
   def interactions(self) -> tuple[Interaction, ...]:
-    """In order of creation."""
+    """The interactions, in order of creation."""
     return tuple(self._interactions.values())
 
   def get(self, interaction_id: str | None = None) -> Interaction:

@@ -235,7 +235,7 @@ async def _converse(
     max_turns: int,
     generate_timeout: float | None,
 ) -> FinishReason:
-  """From PENDING to the reason for the end."""
+  """Runs a request from PENDING; returns the reason for its end."""
   await held.create()
   request.move(RequestState.RUNNING)
   for turn in range(1, max_turns + 1):

@@ -3,8 +3,7 @@
 An `Operation` names a route, its models (see `schemas`) and the statuses of
 its failures: the application serves the list, `document` describes it.
 
-Promises: what a model declares is what the document holds; nothing is written
-twice.
+Promises: the document is generated from the models; nothing is written twice.
 """
 
 from __future__ import annotations

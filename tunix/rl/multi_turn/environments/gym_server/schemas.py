@@ -79,7 +79,7 @@ class ScreenshotQuery(Query):
 
 
 class CreateOptions(json_models.Request):
-  """`options` of a create: all of them are part of what a key stands for."""
+  """`options` of a create; a key stands for all of them."""
 
   model_config = pydantic.ConfigDict(extra="allow")
 

@@ -23,7 +23,7 @@ class Task:
   Attributes:
     task_id: unique; the same id always means the same initial state.
     family: task family, the unit success is reported by.
-    instruction: what the user wants, plain language; may be empty when only
+    instruction: the goal, in plain language; may be empty when only
       the gym knows it before `start` (its first Observation then carries it).
     seed: decides the instance within the family.
     max_turns: turns the episode may take, or None for the run's default.

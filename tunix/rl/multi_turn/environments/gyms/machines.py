@@ -33,7 +33,7 @@ def addresses(given: Any, default: str) -> tuple[str, ...]:
 
 
 async def take(urls: Sequence[str], seconds: float) -> str | None:
-  """One that is free, within so many seconds; None when none became free."""
+  """Takes a free machine; None when none is free within `seconds`."""
   deadline = asyncio.get_running_loop().time() + seconds
   while True:
     with _lock:

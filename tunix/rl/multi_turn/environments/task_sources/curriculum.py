@@ -3,7 +3,7 @@
 An arm (a task of a list, or a family of a gym that makes its own) is drawn
 with a weight of `4 p (1 - p)`, at least `floor`, where p is its success rate,
 a moving average that begins at 1/2. GRPO learns from groups whose episodes
-differ, which is what that weight measures.
+differ, and this weight measures their share.
 
 Promises: the draws are a function of the seed and of the results that were in
 when each was made; and those are settled: draw i, of round `i // round_size`,

@@ -191,7 +191,7 @@ def _steps(steps: Sequence[trajectory_lib.Step]) -> list[Any]:
 
 
 def _fields_of_sequence(sequence: token_sequence.TokenSequence) -> list[Any]:
-  """Its arrays one after the other."""
+  """Length, concatenated arrays and image spans of a sequence."""
   arrays = [getattr(sequence, name) for name, _ in _ARRAYS]
   if sequence.entropies is not None:
     arrays.append(sequence.entropies)

@@ -147,7 +147,7 @@ class Sender:
     return True
 
   def flush(self, timeout_s: float = 10.0) -> bool:
-    """Waits until what was put is in the spool; False when time ran out."""
+    """Waits until all queued items are in the spool; False on timeout."""
     wanted, deadline = self._taken, time.monotonic() + timeout_s
     while self._kept < wanted:
       if time.monotonic() > deadline or not self._keeping.is_alive():
@@ -183,7 +183,7 @@ class Sender:
       self._delivered.wait(min(left, 0.5))
 
   def close(self, timeout_s: float = 10.0) -> bool:
-    """Delivers what it can in the time, and ends. Idempotent.
+    """Delivers as much as the time allows, and ends. Idempotent.
 
     Returns:
       Whether everything was delivered; else it waits for the next start.

@@ -242,7 +242,7 @@ def _integrity(engine: sa.Engine) -> Iterator[Finding]:
     if loose:
       yield Finding(
           ERROR, "integrity",
-          f"{len(loose)} rows refer to what is not there, the first in"
+          f"{len(loose)} rows refer to missing rows, the first in"
           f" {loose[0][0]}",
           "a program wrote with foreign keys off: delete these rows",
       )  # pyformat: disable

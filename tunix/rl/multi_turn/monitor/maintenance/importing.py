@@ -410,7 +410,7 @@ class _RunImport:
   # --- rows beside the entities ----------------------------------------------
 
   def _bring_history(self) -> None:
-    """The archive's history instead of what the triggers just wrote."""
+    """Replaces the history that triggers just wrote by the archive's."""
     h = tables.status_history
     for kind in vocabulary.STATEFUL:
       training = self._mapped("training", self._run["id"])

@@ -38,7 +38,7 @@ UPSERT = sql_lib.upsert(
 def renew(
     sql: sql_lib.Sql, shas: Sequence[str], time: str
 ) -> set[str]:
-  """Those of these that are known; they count as stored at this time."""
+  """Hashes among `shas` that are stored; renews their time."""
   sql.many(
       "UPDATE monitor_screenshot SET created_at = ? WHERE sha256 = ?",
       [(time, sha) for sha in shas],

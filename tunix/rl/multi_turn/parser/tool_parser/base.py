@@ -88,7 +88,7 @@ class ToolParser(abc.ABC):
     """Tool calls in order; [] when there is none.
 
     Args:
-      model_response: what the model wrote.
+      model_response: the model's text.
       strict: raise at a malformed call rather than leave it out.
 
     Raises:
@@ -127,7 +127,7 @@ class GuiActionParser(ToolParser):
       height: int,
       thought: str | None = None,
   ) -> str:
-    """The canonical text of an action: what an oracle would have written.
+    """The canonical text of an action, as an oracle writes it.
 
     `to_gui_action` of its parse gives the action back within the rounding of
     the format's coordinates.

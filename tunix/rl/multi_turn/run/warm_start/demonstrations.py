@@ -41,7 +41,7 @@ GuiAction = gui_action.GuiAction
 Kind = gui_action.GuiActionKind
 
 Habit = Callable[[Any, GuiAction, np.random.Generator], GuiAction]
-"""(gym, right action, rng) -> what the demonstrator does instead."""
+"""(gym, right action, rng) -> the demonstrator's action instead."""
 
 
 # --- habits ----------------------------------------------------------------
@@ -277,7 +277,7 @@ _TYPE_FORMS = (
 )
 
 Expressions = Sequence[tuple[str, int, int]]
-"""(phrase, x, y): what is visible and where, in pixels."""
+"""(phrase, x, y) of a visible object, in pixels."""
 
 
 def _sample(
@@ -292,7 +292,7 @@ def _sample(
 def _learn_only(
     sequence: trajectory.TokenSequence, keep_T: np.ndarray
 ) -> trajectory.TokenSequence:
-  """The sequence with what is not kept as part of its prompt."""
+  """Restricts the loss to the tokens of `keep_T`; others count as prompt."""
   mask = sequence.loss_mask & keep_T
   entropies = sequence.entropies
   return dataclasses.replace(
@@ -372,7 +372,7 @@ class Grounder:
   def copies_sequence(
       self, rng: np.random.Generator, words: int = 5
   ) -> trajectory.TokenSequence:
-    """A conversation without a screenshot: what the user quotes is typed.
+    """A conversation without a screenshot: typing the quoted words.
 
     At once, or in half of the cases after a click. Nothing but the words is
     learned from, for the same reason as in `pairs_sequence`.

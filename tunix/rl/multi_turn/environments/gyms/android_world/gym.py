@@ -40,7 +40,7 @@ _BUTTONS = {
 
 
 class AndroidWorldError(http_lib.CallError):
-  """A server did not do what it was asked to."""
+  """A request to the server failed."""
 
 
 def to_action(action: gui_action.GuiAction) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class AndroidWorldGym:
 
 
 def _pixels(raw: bytes) -> np.ndarray | str:
-  """uint8[H, W, 3] of a screenshot's answer, or what is wrong with it."""
+  """uint8[H, W, 3] of a screenshot's answer, or a text that names its fault."""
   try:
     pixels = np.asarray(http_lib.json_of(raw)["pixels"])
   except (ValueError, KeyError, TypeError) as error:

@@ -15,7 +15,7 @@ import urllib.parse
 
 _PORTS = {"http": 80, "https": 443}
 _WEB_PORTS = frozenset(_PORTS.values())
-# Of RFC 3986, without "\" and what is not ASCII: escape those.
+# RFC 3986's characters; "\" and non-ASCII must be escaped.
 _URL = re.compile(r"[A-Za-z0-9\-._~:/?#\[\]@!$&'()*+,;=%{}|^]+")
 _DOTS = re.compile(r"(?:^|/)(?:\.|%2e){1,2}(?:/|$)", re.IGNORECASE)
 

@@ -1,14 +1,14 @@
 """Drives one browser tab that shows a site: navigation, screenshots.
 
 Promises:
-* No window opens beside it: what a click opens is shown in this tab, what a
-  script opens by itself is closed.
+* No window opens beside it: a window that a click opens is shown in this tab,
+  one that a script opens by itself is closed.
 * Dialogs are answered at once, downloads and file choosers are refused, and a
   link to a host that is not allowed leaves the page as it is. `notes` returns
   a line for each.
 * `settle` waits until an action's effects are over, up to its time limit.
 
-Does not decide which hosts are allowed, nor what an episode is.
+Does not decide which hosts are allowed; knows no episodes.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class WebTab(tab_lib.Tab):
         ("Page.setInterceptFileChooserDialog", {"enabled": True}),
     ))
 
-  # What the page does.
+  # Events of the page.
 
   async def goto(self, url: str, limit_s: float) -> None:
     """Loads the page that an episode starts at.

@@ -13,7 +13,7 @@ nor, when it has a public address, one of this machine or its network.
 Promises: bounds on connections and on how long each takes to open; `close`
 ends all of them.
 
-Does not look into what is sent, and is not meant for other clients than its
+Does not inspect traffic, and is not meant for other clients than its
 browser: any program that reaches the port reaches the allowed hosts.
 """
 
@@ -144,7 +144,7 @@ class FilteringProxy:
       infos = await asyncio.get_running_loop().getaddrinfo(
           host, port, type=socket.SOCK_STREAM
       )
-      # Of two that asked at once, both get what the first one found.
+      # Of two concurrent look-ups, both use the first result.
       self._addresses.setdefault(host, may_mean(i[4][0] for i in infos))
     return self._addresses[host]
 
@@ -164,7 +164,7 @@ class FilteringProxy:
 
 
 def may_mean(addresses: Iterable[str]) -> list[str]:
-  """Those that a name may have, see the module docstring."""
+  """Filters the addresses that a name may mean; see the module docstring."""
   plain, public = [], []
   for text in addresses:
     address = ipaddress.ip_address(text.partition("%")[0])

@@ -31,7 +31,7 @@ _SEED = "{seed}"
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-  """A family: where it starts and what is to be done.
+  """A family: its start page and its instruction.
 
   Attributes:
     url: http or https; may hold "{seed}".

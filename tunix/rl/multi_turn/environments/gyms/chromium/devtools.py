@@ -104,7 +104,7 @@ _WATCH_S = 0.2
 
 
 class DevToolsError(RuntimeError):
-  """A browser command did not do what it should."""
+  """A browser command failed."""
 
 
 class BrowserNotFound(DevToolsError):

@@ -125,7 +125,7 @@ class Browser(Generic[T]):
 
   @property
   def pid(self) -> int | None:
-    """Of the running browser process, None when there is none."""
+    """Id of the running browser process; None when there is none."""
     running = self._chromium is not None and self._chromium.death is None
     return self._chromium.pid if running else None
 
@@ -347,7 +347,7 @@ class Browser(Generic[T]):
 
 
 class Shared(Generic[T]):
-  """For each event loop one browser, made when it is first asked for."""
+  """One browser for each event loop, made at the first call."""
 
   def __init__(self, make: Callable[[], Browser[T]]):
     self._make = make

@@ -35,7 +35,7 @@ class ComputerGym:
 
   Attributes:
     computer: the object, made at the first start.
-    answer: what the policy answered, "" for nothing.
+    answer: the policy's answer, "" for none.
   """
 
   def __init__(

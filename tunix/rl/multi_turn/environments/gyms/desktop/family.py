@@ -1,6 +1,6 @@
 """Defines task families and the episodes that they run in.
 
-A family samples a `Spec` (the instruction and what it is about) from a seed
+A family samples a `Spec` (the instruction and its objects) from a seed
 and a level, builds the scene for it at any screen size, judges events and
 states, and computes the next right action. Reward is 0 or 1: an episode is won
 when `solved` holds or `judge` returns True, lost when `judge` returns False.
@@ -88,7 +88,7 @@ class Family:
   def build(
       self, ep: Episode, data: Mapping[str, Any], rng: random.Random
   ) -> None:
-    """Fills `ep.scene`; keeps in `ep.w` what is needed again."""
+    """Fills `ep.scene`; keeps objects that are needed later in `ep.w`."""
     raise NotImplementedError
 
   def judge(self, ep: Episode, event: scene_lib.Event) -> bool | None:

@@ -209,14 +209,14 @@ class DesktopGym:
     return self._observe({})
 
   def referring_expressions(self) -> list[tuple[str, int, int]]:
-    """(phrase, x, y): what is visible now and its centre in pixels.
+    """(phrase, x, y) of each visible object: its name and centre in pixels.
 
     Only phrases that mean exactly one thing in the scene are returned.
     """
     return self.scene.referring_expressions()
 
   def describe(self, x: float, y: float) -> str | None:
-    """The phrase for what is at a pixel; None when it has no unique one."""
+    """The phrase for the object at a pixel; None without a unique one."""
     return self.scene.describe(x, y)
 
   # -- the asynchronous protocol ---------------------------------------------

@@ -179,7 +179,7 @@ class Scene:
     ]
 
   def describe(self, x: float, y: float) -> str | None:
-    """The phrase that names what is at a pixel; None when none does."""
+    """The phrase that names the object at a pixel; None when none does."""
     at = int(x) // self.k, int(y) // self.k
     widget = self.hit(*at)
     if widget is None:

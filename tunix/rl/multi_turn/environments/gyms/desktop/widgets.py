@@ -289,7 +289,7 @@ class CheckBox(Widget):
 
 
 class RadioButton(Widget):
-  """One of a group of which exactly one, or none yet, is chosen."""
+  """A radio button; at most one of its group is chosen."""
 
   kind = "radio button"
   focusable = True

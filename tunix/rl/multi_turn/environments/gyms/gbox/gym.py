@@ -1,4 +1,4 @@
-"""Machines of gbox (https://gbox.ai) as a gym: a box an episode.
+"""Plays on machines of gbox (https://gbox.ai), one box an episode.
 
 `start` makes a box, runs the task's set-up commands in it and takes a
 screenshot; `act` is one HTTP call whose answer has the screenshot after it;
@@ -395,5 +395,5 @@ async def _post(
 
 
 def _ms(seconds: float) -> str:
-  """As gbox writes durations, and no longer than a policy may wait."""
+  """Duration in gbox's notation, capped at the longest wait."""
   return f"{int(min(seconds, _LONGEST_WAIT_S) * 1000)}ms"

@@ -74,7 +74,7 @@ class GenvUnknownTaskError(GenvError, cua_task.UnknownTaskError):
 
 
 class GenvRequestError(GenvError):
-  """The server refused what it was asked."""
+  """The server refused a request."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +284,7 @@ class GenvClient:
       context_text: str | None = None,
       facts: Mapping[str, Any] | None = None,
   ) -> dict[str, Any]:
-    """The server's verdict; only what is given is sent."""
+    """The server's verdict; sends only the arguments given."""
     given = {
         "answer_text": answer_text,
         "execution_data": execution_data,

@@ -1,7 +1,7 @@
 """Reads the next right action of some MiniWoB++ families from the page.
 
 For warm starts and tests. Reads the document of a gym's tab through
-`WobPage.evaluate` and returns a `GuiAction` for what is on the screen now; it
+`WobPage.evaluate` and returns a `GuiAction` for the current screen; it
 keeps no state, so it also continues after a policy's mistakes.
 
 Does not solve other families than `ORACLE_FAMILIES`.

@@ -82,7 +82,7 @@ class WobPage(tab_lib.Tab):
 
   Attributes:
     url: of the page it shows, "" when it shows none.
-    width, height: of what a screenshot shows, in CSS pixels.
+    width, height: of a screenshot, in CSS pixels.
   """
 
   VIEW = (_VIEW_WIDTH, _VIEW_HEIGHT)
@@ -109,7 +109,7 @@ class WobPage(tab_lib.Tab):
     ))
 
   async def show(self, width: float, height: float, scale: float = 1) -> None:
-    """Sets what a screenshot shows, from the page's top left corner.
+    """Sets the area of a screenshot, from the page's top left corner.
 
     Args:
       width, height: CSS pixels, at least those of the task's area.

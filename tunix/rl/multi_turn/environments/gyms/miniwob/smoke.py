@@ -62,7 +62,7 @@ class Report:
 
 
 class TrialFailed(Exception):
-  """The gym did not do what it should."""
+  """The gym failed a check."""
 
 
 def _check(holds: bool, what: str) -> None:

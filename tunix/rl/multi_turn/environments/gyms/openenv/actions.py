@@ -37,7 +37,7 @@ def browsergym(
 ) -> dict[str, Any] | str | None:
   """BrowserGym's coordinate actions, as OpenEnv's browsergym_env takes them.
 
-  Texts are written as Python literals, so that what a policy types stays text.
+  Texts are written as Python literals, so that typed text stays text.
   """
   kind = action.kind
   if kind is Kind.SCREENSHOT:

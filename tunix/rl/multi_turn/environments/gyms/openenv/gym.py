@@ -55,7 +55,7 @@ _ANSWERS = {"reset": "observation", "step": "observation", "state": "state"}
 
 
 class OpenEnvError(http.CallError):
-  """An OpenEnv server did not do what it was asked to.
+  """A request to an OpenEnv server failed.
 
   Attributes:
     code: the protocol's word for it, e.g. EXECUTION_ERROR; "" without one.
@@ -240,7 +240,7 @@ class Session:
       )
     if reply.get("type") != "error":
       if reply.get("type") != _ANSWERS[kind]:
-        self._drop()  # Its answers are no longer those to what is asked.
+        self._drop()  # Its answers no longer match the requests.
         raise OpenEnvError(
             f"{self.url} answered {kind!r} with a message of type"
             f" {str(reply.get('type'))[:80]!r}, not {_ANSWERS[kind]!r}"
@@ -537,7 +537,7 @@ class OpenEnvGym:
 
 
 def _picture(value: Any, shape: Any, what: str) -> np.ndarray:
-  """uint8[H, W, 3] of what an observation holds.
+  """uint8[H, W, 3] of an observation's picture.
 
   Raises:
     WireError: that is no picture.

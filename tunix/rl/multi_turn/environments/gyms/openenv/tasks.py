@@ -94,7 +94,7 @@ def server_tasks(
     OpenEnvError: the server does not answer.
   """
   url = base_url or openenv.DEFAULT_BASE_URL
-  openenv.Session(url)  # Refuses what is no address.
+  openenv.Session(url)  # Refuses a bad address.
   token = genv_gym.read_token(token_file)
   # A server's address may be given as that of its sessions.
   url = "http" + url[2:] if url.startswith("ws") else url

@@ -1,4 +1,4 @@
-"""GUI actions as the pyautogui code that OSWorld's machines run.
+"""Converts GUI actions to the pyautogui code that OSWorld's machines run.
 
 Arguments of an action enter the code as literals only: numbers that were
 rounded, strings by `repr`, names of keys from a fixed list. So a policy

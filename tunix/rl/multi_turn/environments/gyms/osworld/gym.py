@@ -1,4 +1,4 @@
-"""Machines that run OSWorld's server as a gym: `gym.name=osworld`.
+"""Plays on machines that run OSWorld's server: `gym.name=osworld`.
 
 A task is OSWorld's own JSON object, in `params["osworld"]`: its `config` is the
 set-up, its `evaluator` the verdict (see `osworld_evaluation`). An episode takes
@@ -7,7 +7,7 @@ looks; `act` runs pyautogui code and looks; `close` gives the machine back.
 
 Promises: a task that needs what the protocol cannot give is refused by name
 before a machine is touched; every call has a deadline; an action is sent once;
-what fails raises `OSWorldError`, so it is no reward of 0.
+a failure raises `OSWorldError`, so it is no reward of 0.
 
 Does not start virtual machines or revert their snapshots: `reset` names a
 function that does. Without one an episode begins where the last one ended.
@@ -69,7 +69,7 @@ _STEPS = {
 
 
 class OSWorldError(http_lib.CallError):
-  """A machine did not do what it was asked to."""
+  """A request to a machine failed."""
 
 
 def check_task(task: Mapping[str, Any]) -> None:
@@ -385,7 +385,7 @@ class OSWorldGym:
       await asyncio.sleep(0.3)
 
   def _filled(self, command: Any) -> Any:
-    """With the names in braces that OSWorld's tasks use."""
+    """Fills in the names in braces that OSWorld's commands use."""
     if isinstance(command, list):
       return [self._filled(word) for word in command]
     width, height = self._screen

@@ -105,7 +105,7 @@ class Desktop:
 
   @property
   def display(self) -> displays.Display:
-    """Its screen, pointer and keyboard. Raises DesktopLost: it has ended."""
+    """Screen, pointer and keyboard. Raises DesktopLost after the end."""
     if self._display is None:
       raise errors.DesktopLost("the desktop has been closed")
     return self._display

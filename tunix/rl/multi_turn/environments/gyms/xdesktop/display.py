@@ -353,7 +353,7 @@ class Display:
   def drag(
       self, x: int, y: int, x2: int, y2: int, button: str = "left"
   ) -> None:
-    """As a hand does it: a drag needs several motions to be one."""
+    """Drags in several motions, as programs expect of a hand."""
     self._keep_apart(x, y, button)
     self._fake(_MOTION, 0, x, y)
     self._fake(_BUTTON_PRESS, BUTTONS[button])
@@ -459,7 +459,7 @@ class Display:
     return bool(found.type)
 
   def windows(self) -> list[Window]:
-    """Those that the window manager has taken, in the order they opened."""
+    """Windows that the window manager manages, in the order they opened."""
     try:
       active = self._words(self._property(self._root, "_NET_ACTIVE_WINDOW"))
       listed = self._words(self._property(self._root, "_NET_CLIENT_LIST"))

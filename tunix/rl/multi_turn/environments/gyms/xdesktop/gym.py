@@ -42,7 +42,7 @@ MAX_SCREEN = (4096, 4096)
 _MAX_WAIT_S = 60.0
 _LONG_PRESS_S = 1.0
 _CLOSE_S = 10.0
-# A notch of the wheel, of what a person calls scrolling by so many pixels.
+# Pixels of scrolling that stand for one notch of the wheel.
 _PIXELS_A_NOTCH = 40
 _ENDS = (_Kind.ANSWER, _Kind.TERMINATE)
 
@@ -395,14 +395,14 @@ class XDesktopGym:
     return self.desktop.settle(self._settle_s, self._settle_limit_s)
 
   def _notches(self, pixels: float) -> int:
-    """Of the wheel; the smallest turn is one."""
+    """Notches of the wheel for so many pixels; at least one."""
     notches = round(pixels * self._zoom / _PIXELS_A_NOTCH)
     return notches or int(math.copysign(1, pixels)) if pixels else 0
 
   def _point(
       self, x: float, y: float, info: dict[str, Any]
   ) -> tuple[int, int]:
-    """Of the screen, for one of the screenshot."""
+    """Converts a point of the screenshot to one of the screen."""
     inside = (
         min(max(x, 0.0), self.width - 1.0), min(max(y, 0.0), self.height - 1.0)
     )

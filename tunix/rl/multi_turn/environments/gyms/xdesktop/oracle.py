@@ -21,7 +21,7 @@ async def oracle_action(
 
   Raises:
     RuntimeError: no episode is running.
-    hand.Unsolvable: the script does not see what it needs.
+    hand.Unsolvable: the screenshot does not show its target.
   """
   if gym.over:
     if gym.task is None:

@@ -63,7 +63,7 @@ _SUPERVISOR = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Of each program of a room (setrlimit).
+  """Limits of each program of a room (setrlimit).
 
   Attributes:
     memory: bytes of address space.
@@ -255,7 +255,7 @@ class Room:
     )
 
   def log(self, name: str) -> str:
-    """The end of what a program wrote."""
+    """The end of a program's output."""
     return files.read_text(self.tmp, name, "")[-500:].strip()
 
   def last_words(self) -> str:
@@ -264,7 +264,7 @@ class Room:
     return f"it said: {said}" if said else "it said nothing"
 
   def pids(self) -> list[int]:
-    """Of the room's programs, as this process sees them."""
+    """Process ids of the room's programs, as this process sees them."""
     if self.isolation == "namespaces":
       return processes.members(self._init_pid)
     return processes.marked(self._mark)
@@ -507,7 +507,7 @@ def socket_identity(number: int) -> str:
 
 
 def free_display(number: int, identity: str) -> None:
-  """Removes what a killed server leaves of a display, if it is still its."""
+  """Removes a killed server's socket, unless another server owns it now."""
   if identity and socket_identity(number) == identity:
     (SOCKETS / f"X{number}").unlink(missing_ok=True)
 

@@ -24,7 +24,7 @@ _MAX_WAITS = 40
 
 
 class Unsolvable(LookupError):
-  """The script does not see what it needs."""
+  """The screenshot does not show the target that the script needs."""
 
 
 class Hand:
@@ -82,7 +82,7 @@ class Hand:
     return Action(Kind.TYPE, text=text)
 
   def at(self, x: float, y: float) -> tuple[float, float]:
-    """Of the screenshot, for pixels of the screen."""
+    """Converts pixels of the screen to pixels of the screenshot."""
     return x // self._zoom, y // self._zoom
 
   def click(
@@ -94,7 +94,7 @@ class Hand:
     return Action(Kind.CLICK, x=x, y=y, button=button, count=count)
 
   def drag(self, dx: float, dy: float, dx2: float, dy2: float) -> Action:
-    """Between two points of that window."""
+    """Drags between two points of that window."""
     left, top = self.corner()
     x, y = self.at(left + dx, top + dy)
     x2, y2 = self.at(left + dx2, top + dy2)
@@ -103,7 +103,7 @@ class Hand:
   def click_desktop(
       self, x: float, y: float, *, button: str = "left", count: int = 1
   ) -> Action:
-    """On a point of the screen."""
+    """Clicks a point of the screen."""
     x, y = self.at(x, y)
     return Action(Kind.CLICK, x=x, y=y, button=button, count=count)
 
