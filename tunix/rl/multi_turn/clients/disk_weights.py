@@ -327,7 +327,7 @@ class _Http:
 
 def _root(url: str) -> str:
   if not url.startswith(("http://", "https://")):
-    raise ValueError(f"url={url!r} is no URL; give http://host:port")
+    raise ValueError(f"url={url!r} is not a URL; give http://host:port")
   return url.rstrip("/").removesuffix("/v1")
 
 

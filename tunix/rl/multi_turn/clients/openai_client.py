@@ -118,7 +118,7 @@ class OpenAIClient:
     base_url = base_url.rstrip("/")
     if not base_url.startswith(("http://", "https://")):
       raise ValueError(
-          f"base_url={base_url!r} is no URL; give http://host:port/v1"
+          f"base_url={base_url!r} is not a URL; give http://host:port/v1"
       )
     if not base_url.endswith("/v1"):
       raise ValueError(f"base_url={base_url!r} must end with /v1")
@@ -151,7 +151,7 @@ class OpenAIClient:
   # --- PolicyClient ----------------------------------------------------------
 
   def open_session(self, session: str) -> None:
-    """Nothing to prepare: a session begins with its first prompt."""
+    """Does nothing: a session starts with its first prompt."""
 
   async def generate(
       self,

@@ -69,7 +69,7 @@ class ProxyConnection:
           " 'tunix-multi-turn[client]'"
       ) from error
     if not url.startswith(("http://", "https://")):
-      raise ValueError(f"url={url!r} is no URL; give http://host:port")
+      raise ValueError(f"url={url!r} is not a URL; give http://host:port")
     if not timeout_s > 0:
       raise ValueError(f"timeout_s must be > 0 seconds, got {timeout_s}")
     self.url = url.rstrip("/").removesuffix("/v1")

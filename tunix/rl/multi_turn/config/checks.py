@@ -168,7 +168,7 @@ def _external(c: TrainConfig) -> Iterator[str]:
     )
   if not policy_settings.is_directory(c.policy.name):
     yield (
-        f"rollout.via=external: policy.name={c.policy.name} is no directory"
+        f"rollout.via=external: policy.name={c.policy.name} is not a directory"
         " that another process could load; save one and give its path"
     )
   if c.engine.weights != "same":

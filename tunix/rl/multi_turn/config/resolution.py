@@ -240,7 +240,7 @@ def _read(path: pathlib.Path, problems: list[str]) -> dict[str, Any]:
   try:
     data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
   except UnicodeDecodeError as error:
-    problems.append(f"{path} is no text in UTF-8: {error}")
+    problems.append(f"{path} is not text in UTF-8: {error}")
   except OSError as error:
     problems.append(f"cannot read {path}: {error.strerror}")
   except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The one vocabulary of GUI actions, in pixels of the screenshot seen.
+"""Defines the one vocabulary of GUI actions, in pixels of the screenshot.
 
 Tool parsers translate their grammars into it, gyms carry it out. A missing or
 superfluous argument is refused at construction, naming the field.

@@ -113,7 +113,7 @@ def choose(
     image_sizes: (width, height) in pixels of the screenshots to come.
 
   Raises:
-    ValueError: a bucket of patches is no whole number of vision tokens.
+    ValueError: a bucket of patches is not a whole number of vision tokens.
   """
   context, slots = config.context_length, config.slots
   per_token = processor.patches_per_token

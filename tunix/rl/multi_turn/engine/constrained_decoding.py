@@ -134,7 +134,7 @@ def ends(
     end = begin + operator.index(keep)
   except TypeError:
     raise ValueError(
-        f"stop_when returned {keep!r}, which is no number of tokens"
+        f"stop_when returned {keep!r}, which is not a number of tokens"
     ) from None
   if not start < end <= request.length:
     raise ValueError(

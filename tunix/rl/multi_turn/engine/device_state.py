@@ -267,7 +267,7 @@ class DeviceState:
     return tuple(new)
 
   def shape(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-    """An array that is no parameter, and its place."""
+    """An array that is not a parameter, and its place."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=self.place)
 
   def encode_shapes(

@@ -1,7 +1,7 @@
-"""Defines environments: reset, step, close; sync or async, as they like.
+"""Defines environments: reset, step, close; each sync or async.
 
 `reset() -> (observation, info)`, `step(action) -> (observation, reward, done,
-info)`. Everything in this package awaits what needs awaiting (`maybe_await`);
+info)`. Callers in this package use `maybe_await`;
 `SyncEnv` serves callers without an event loop.
 
 `info` may hold `success` (bool) and `status` (a `TrajectoryStatus` value, how

@@ -169,7 +169,7 @@ class Builder:
     """An environment for one episode of `task`.
 
     Args:
-      task: its `params` are the fields of a task that is no gym's.
+      task: its `params` are the fields of a task without a gym.
       **provided: further arguments, for parameters of these names.
 
     Raises:
@@ -204,7 +204,7 @@ class Builder:
 
 
 def fields_of(task: gym_base.Task) -> dict[str, Any]:
-  """A task that is no gym's, as its environment reads it: one flat mapping."""
+  """A task without a gym as the flat mapping that its environment reads."""
   fields = dict(task.params)
   if task.instruction and "question" not in fields:
     fields["question"] = task.instruction

@@ -1,4 +1,4 @@
-"""A task that is solved by calling tools and giving an answer.
+"""Implements tasks that are solved by tool calls and an answer.
 
 An episode ends when the policy answers (a plain text action), calls `finish`,
 or has used its steps; then, and only then, the reward function judges the

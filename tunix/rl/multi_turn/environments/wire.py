@@ -79,7 +79,7 @@ def from_png(data: bytes, what: str = "screenshot") -> np.ndarray:
     raise
   except Exception as error:  # pylint: disable=broad-except
     # Decoders raise all kinds of exceptions for bytes that are no picture.
-    raise WireError(f"{what} is no picture: {error}") from error
+    raise WireError(f"{what} is not a picture: {error}") from error
 
 
 def from_numbers(
@@ -198,7 +198,7 @@ def reward_of(reply: Any) -> tuple[float, bool]:
   one falls through; a zero is a score.
 
   Raises:
-    WireError: none of them is there, or the score is no finite number.
+    WireError: none of them is there, or the score is not a finite number.
   """
   if not isinstance(reply, Mapping):
     raise WireError(

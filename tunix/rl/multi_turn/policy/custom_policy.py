@@ -337,7 +337,7 @@ def _directory(source: str | pathlib.Path) -> pathlib.Path:
   directory = pathlib.Path(source).expanduser()
   if not directory.is_dir():
     raise FileNotFoundError(
-        f"{str(source)!r} is no directory; give that of a saved policy"
+        f"{str(source)!r} is not a directory; give that of a saved policy"
     )
   return directory
 

@@ -24,7 +24,7 @@ class Interrupted(Exception):
 
 
 class LoopThread:
-  """An event loop in a thread: where episodes live.
+  """An event loop in a thread, which runs the episodes.
 
   One loop for a whole run, as gyms share what belongs to a loop (a browser).
   """
@@ -62,7 +62,7 @@ class LoopThread:
           raise Interrupted() from None
 
   def close(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """Cancels what still runs there and ends the thread."""
+    """Cancels the loop's tasks and ends the thread."""
 
     async def cancel_all():
       tasks = asyncio.all_tasks() - {asyncio.current_task()}

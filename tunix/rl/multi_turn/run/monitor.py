@@ -34,7 +34,7 @@ TOKEN_VARIABLE = "TUNIX_MONITOR_TOKEN"
 
 
 class RunMonitor:
-  """See the module docstring; `observer` listens to the run's events."""
+  """A run's connection to the monitor; `observer` receives its events."""
 
   def __init__(
       self,

@@ -82,7 +82,7 @@ class Run:
 
   @property
   def connection(self) -> proxy_lib.ProxyConnection | None:
-    """The episodes' way to the engine; None where they ask it directly."""
+    """The episodes' client of the engine; None where they call it directly."""
     return None if self._proxy is None else self._proxy.connection
 
   @property

@@ -414,7 +414,7 @@ class SessionStore:
     Args:
       task_id: of its client.
       request: the client's name for this call: as long as the session is held,
-        another call with it returns the same session. "" is no name.
+        another call with it returns the same session. "" is not a name.
     """
     if (known := self._by_request.get(request)) is not None:
       if known.task_id != task_id:

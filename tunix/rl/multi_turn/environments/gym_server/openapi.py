@@ -21,7 +21,7 @@ _TASK = "/api/v1/{gym_id}/tasks/{identifier:path}"  # Ids have slashes.
 _BODY = (400, 408, 413, 422)
 _CALL = (404, 409, 410)
 _STATUS = {
-    400: "The body is no JSON.",
+    400: "The body is not JSON.",
     401: "The token is missing or wrong.",
     403: "The request comes from a web page.",
     404: "No such gym, task or execution.",

@@ -104,7 +104,7 @@ def as_evaluation(verdict: Any, **details: Any) -> Evaluation:
 
 
 class Gym(Protocol):
-  """See the module docstring; `close` must be idempotent."""
+  """A world that plays one task at a time; `close` must be idempotent."""
 
   async def start(self, task: Task) -> Observation:
     ...
@@ -137,7 +137,7 @@ class TaskSet(Protocol):
 def known_only(
     config: Mapping[str, Any], names: tuple[str, ...], what: str
 ) -> dict[str, Any]:
-  """`config` without its type tag.
+  """Checks the keys of `config`; returns it without its type tag.
 
   Raises:
     ValueError: naming a setting that does not exist, and those that do.

@@ -23,7 +23,7 @@ def addresses(given: Any, default: str) -> tuple[str, ...]:
   """The base addresses that a setting `machines` names.
 
   Raises:
-    ValueError: one is no http address, or is there twice.
+    ValueError: one is not an http address, or is given twice.
   """
   urls = [given] if isinstance(given, str) else list(given or [default])
   out = [http.address(url, "machines", default) for url in urls]

@@ -5,9 +5,9 @@ name}`; `{meta: {id, number, name, displayName, description}}`; and flat
 `{task_number, task_name, display_name, tags, instruction, description,
 env_config, evaluation, seed_id}`. `CUATask.from_row` reads them all.
 
-`resolve` finds a task by what people call it: exact id, then name, then
-number, then the number that the identifier begins with. It never guesses: what
-matches nothing, or two tasks equally well, is an error.
+`resolve` finds a task by its exact id, then name, then number, then the number
+that the identifier begins with. It never guesses: an identifier that matches no
+task, or two tasks equally well, is an error.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def load_tasks_from_config(
     options: of that gym, e.g. base_url, gym_id, token_file.
 
   Raises:
-    ValueError: a row that is no task, or nothing is left.
+    ValueError: a row that is not a task, or nothing is left.
     UnknownTaskError: a name that no task, or several, have.
     GenvError: the server's list cannot be read.
     OSError: the file cannot be read.
@@ -241,7 +241,7 @@ def read(
     tasks = [as_task(row, where=where) for where, row in rows]
   else:
     raise ValueError(
-        f"source={config.source} is no list; set it to gym, jsonl or"
+        f"source={config.source} is not a list; set it to gym, jsonl or"
         " huggingface"
     )
   seen: dict[str, int] = {}
@@ -264,7 +264,7 @@ def _jsonl(path: str) -> Iterable[tuple[str, Any]]:
       try:
         yield where, json.loads(line)
       except ValueError as error:
-        raise ValueError(f"{where} is no JSON: {error}") from None
+        raise ValueError(f"{where} is not JSON: {error}") from None
 
 
 def _dataset(config: TaskSourceConfig) -> Iterable[tuple[str, Any]]:

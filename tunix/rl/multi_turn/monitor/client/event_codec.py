@@ -119,7 +119,7 @@ def load(data: bytes) -> events.Event:
     # Constructors may fail in any way at values that they were not made for.
     raise ValueError(f"no event: {error!r}") from None
   if type(found) not in RECORDED:
-    raise ValueError(f"a {type(found).__name__} is no event")
+    raise ValueError(f"a {type(found).__name__} is not an event")
   return found
 
 

@@ -80,7 +80,7 @@ class Sender:
       on_reply: receives the reply to each batch, on the sending thread.
 
     Raises:
-      ValueError: `base_url` is no URL.
+      ValueError: `base_url` is not a URL.
       OSError, sqlite3.Error: the spool cannot be opened.
     """
     self._transport = transport_lib.Transport(

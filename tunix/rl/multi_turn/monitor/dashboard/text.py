@@ -94,7 +94,7 @@ def number(value: Any, digits: int = 3) -> str:
 
 
 def _no_number(value: Any) -> str | None:
-  """Text for a value that is no finite number; None for a finite one."""
+  """Text for a value that is not a finite number; None for a finite one."""
   if value is None:
     return NOTHING
   if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -183,7 +183,7 @@ def ago(value: Any) -> markupsafe.Markup:
 
 
 def read_json(value: Any) -> Any:
-  """A JSON column; None when it is no JSON."""
+  """A JSON column; None when it is not JSON."""
   if not isinstance(value, (str, bytes)):
     return value
   try:

@@ -185,7 +185,7 @@ def _schema(engine: sa.Engine) -> Iterator[Finding]:
   with runs_lib.reading(engine) as connection:
     if not sa.inspect(connection).has_table("alembic_version"):
       yield Finding(
-          ERROR, "schema", "it has none: it is no database of the monitor",
+          ERROR, "schema", "it has none: it is not a database of the monitor",
           "give another --database",
       )  # pyformat: disable
       return

@@ -77,7 +77,7 @@ def import_(
   Raises:
     MaintenanceError: it is damaged, of another version, or has something that
       is another run's here.
-    ValueError: `project` is no name of a project.
+    ValueError: `project` is not a valid project name.
     OSError: the disk's.
   """
   outcome = ImportResult()

@@ -73,7 +73,7 @@ class ScreenshotFiles:
     """Writes a screenshot; it is durable when this returns.
 
     Raises:
-      ApiError: 400, `sha` is not its hash, or it is no image of a known kind.
+      ApiError: 400, `sha` is not its hash, or it is not a PNG, JPEG or WebP.
       OSError: the disk's.
     """
     stored, refused = self.store_all([(sha, data)])
@@ -208,10 +208,10 @@ def _verify(sha: str, data: bytes) -> tuple[str, int, int]:
   except errors.ApiError:
     raise
   except Exception as error:  # pylint: disable=broad-except
-    # Pillow raises nearly any error for a file that is no image.
+    # Pillow raises nearly any error for a file that is not an image.
     raise errors.ApiError(
         400,
-        "the body is no whole PNG, JPEG or WebP image"
+        "the body is not a whole PNG, JPEG or WebP image"
         f" ({type(error).__name__}: {str(error)[:100]})",
     ) from None
   return media_type, width, height

@@ -1,4 +1,4 @@
-"""Messages to tokens, as Qwen's ChatML template writes them.
+"""Renders messages to tokens, as Qwen's ChatML template writes them.
 
 Promises:
 - `render` gives the ids of the chat template's text, image placeholders

@@ -30,7 +30,7 @@ class ToolParseError(ValueError):
 
 
 class GuiActionError(ToolParseError):
-  """A well-formed call that is no GUI action: unknown name, bad argument."""
+  """A well-formed call that is not a GUI action: unknown name, bad argument."""
 
 
 @dataclasses.dataclass(frozen=True)

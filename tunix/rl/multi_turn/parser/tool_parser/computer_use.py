@@ -1,4 +1,4 @@
-"""Qwen's `computer_use` tool: GUI actions in Qwen tool calls.
+"""Parses Qwen's `computer_use` tool: GUI actions in Qwen tool calls.
 
 Three grammars over one set of actions:
 - `computer_use` (Qwen3-VL): coordinates are thousandths of the screenshot's

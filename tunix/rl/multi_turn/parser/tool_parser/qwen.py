@@ -1,5 +1,6 @@
-"""Qwen's tool calls: `<tool_call>` blocks of JSON (Qwen2.5, Qwen3) or of XML
-parameters (Qwen3.5).
+"""Parses Qwen's tool calls: `<tool_call>` blocks of JSON or XML parameters.
+
+Qwen2.5 and Qwen3 write JSON, Qwen3.5 XML.
 
 Rules of lenient parsing:
 - A block holds one JSON object with "name" and "arguments", or one

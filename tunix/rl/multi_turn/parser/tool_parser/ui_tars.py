@@ -1,4 +1,4 @@
-"""UI-TARS's grammar: `Thought: …` and `Action: click(start_box='(235,512)')`.
+"""Parses UI-TARS: `Thought: …` and `Action: click(start_box='(235,512)')`.
 
 Two grammars: `ui_tars` (UI-TARS 1 and 2: coordinates 0 to 1000 of the
 screenshot's sides) and `ui_tars_absolute` (1.5: pixels of the screenshot as the

@@ -93,7 +93,7 @@ HABITS: dict[str, Habit] = {
 
 
 class UnsolvableError(LookupError):
-  """The oracle sees no way to solve this very task: it was drawn badly."""
+  """The oracle cannot solve this instance."""
 
 
 POINT_GRID = (32, 24)
@@ -112,7 +112,7 @@ async def _value(found: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Demonstrator:
-  """Plays tasks the right way, but for its habits.
+  """Plays tasks as the oracle does, except for its habits.
 
   Before it clicks or drags, it names in the text before the tool call the thing
   that it is about to touch ("the Save button"): to point at what was just named
@@ -283,7 +283,7 @@ Expressions = Sequence[tuple[str, int, int]]
 def _sample(
     expressions: Expressions, count: int, rng: np.random.Generator
 ) -> Expressions:
-  """Up to `count` of them, in random order."""
+  """Up to `count` of the items, in random order."""
   if not expressions:
     raise ValueError("a conversation needs something visible to talk about")
   return [expressions[i] for i in rng.permutation(len(expressions))[:count]]

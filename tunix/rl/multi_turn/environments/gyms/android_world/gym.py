@@ -97,7 +97,7 @@ def _direction(dx: float, dy: float) -> str:
 
 
 class AndroidWorldGym:
-  """See the module docstring.
+  """A gym on phones of AndroidWorld servers; see the module docstring.
 
   Attributes:
     url: of the phone that the episode has, None without one.

@@ -306,7 +306,7 @@ class WebGym:
 
     Raises:
       RuntimeError: no episode is running.
-      TypeError: the evaluator gave something that is no verdict.
+      TypeError: the evaluator gave something that is not a verdict.
     """
     if self.task is None:
       raise RuntimeError("no episode to evaluate; call start(task) first")

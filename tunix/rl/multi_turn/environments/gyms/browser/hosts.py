@@ -52,7 +52,7 @@ def split(url: str) -> Origin:
     parts = urllib.parse.urlsplit(url)
     port = parts.port
   except ValueError as error:
-    raise refuse(f"is no address: {error}") from None
+    raise refuse(f"is not an address: {error}") from None
   if parts.scheme not in _PORTS:
     raise refuse("must begin with http:// or https://")
   if "@" in parts.netloc or not parts.hostname:
@@ -81,7 +81,7 @@ class Hosts:
   """
 
   def __init__(self, patterns: Iterable[str] = ()):
-    """Raises ValueError: naming a pattern that cannot be."""
+    """Raises ValueError that names an invalid pattern."""
     self._exact: set[tuple[str, int]] = set()
     self._below: set[tuple[str, int]] = set()
     for pattern in patterns:
@@ -156,7 +156,7 @@ def may_start(url: str, allowed: Iterable[str]) -> bool:
   after a "/".
 
   Raises:
-    UrlRefused: one of them is no plain address.
+    UrlRefused: one of them is not a plain address.
   """
   wanted = split(url)
   for one in allowed:

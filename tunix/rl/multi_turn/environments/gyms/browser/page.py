@@ -40,11 +40,11 @@ _TWO_FRAMES = (
 
 
 class PageUnreachable(devtools.DevToolsError):
-  """The page that an episode starts at cannot be had."""
+  """The start page of an episode did not load."""
 
 
 class WebTab(tab_lib.Tab):
-  """A tab in a context of its own. See the module docstring.
+  """A tab that shows a site; see the module docstring.
 
   Attributes:
     width, height: of the viewport in CSS pixels.

@@ -37,7 +37,7 @@ _OK, _NOT_ALLOWED, _UNREACHABLE, _BAD_COMMAND = 0, 2, 4, 7
 
 
 class FilteringProxy:
-  """See the module docstring. Belongs to the event loop that opens it.
+  """A SOCKS5 proxy to the allowed hosts. Belongs to the loop that opens it.
 
   Attributes:
     port: it listens on at 127.0.0.1, 0 before `open`.
@@ -54,7 +54,7 @@ class FilteringProxy:
     self._tasks: set[asyncio.Task] = set()
 
   async def open(self) -> None:
-    """Raises OSError: no port can be had."""
+    """Listens on a free port. Raises OSError: none is free."""
     self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
     self.port = self._server.sockets[0].getsockname()[1]
 
@@ -94,7 +94,7 @@ class FilteringProxy:
             one.close()
 
   async def _negotiate(self, reader, writer):
-    """The two streams to where the browser wants to go, None for nowhere."""
+    """Streams to the host that the browser asks for; None when refused."""
     version, count = await reader.readexactly(2)
     if version != 5:
       return None
@@ -178,7 +178,7 @@ def may_mean(addresses: Iterable[str]) -> list[str]:
 
 
 async def _connect(addresses: list[str], port: int):
-  """Streams to the first of them that answers."""
+  """Connects to the first address that answers."""
   for i, address in enumerate(addresses):
     try:
       return await asyncio.open_connection(address, port)

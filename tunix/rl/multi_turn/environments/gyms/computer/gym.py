@@ -31,7 +31,7 @@ _ENDS = (gui_action.GuiActionKind.ANSWER, gui_action.GuiActionKind.TERMINATE)
 
 
 class ComputerGym:
-  """See the module docstring.
+  """A gym around an object with `screenshot` and `act`.
 
   Attributes:
     computer: the object, made at the first start.

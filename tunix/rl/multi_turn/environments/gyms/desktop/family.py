@@ -57,7 +57,7 @@ class Episode:
     self.scene.events = []
 
   def act(self, action: Action) -> dict[str, Any]:
-    """One turn; sets `outcome` when the episode is decided."""
+    """Plays one turn; sets `outcome` when the episode is decided."""
     if self.outcome is not None:
       return {"ignored": "the episode is over"}
     self.turns += 1
@@ -110,7 +110,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register(cls: type[Family]) -> type[Family]:
-  """Class decorator: makes a family known under its name."""
+  """Class decorator: registers a family under its name."""
   if not cls.name or cls.name in FAMILIES:
     raise ValueError(f"family name {cls.name!r} is empty or already taken")
   FAMILIES[cls.name] = cls()
@@ -137,7 +137,7 @@ def spec_of(family: Family, seed: int, level: int) -> Spec:
 
 
 def click(ep: Episode, widget: widgets.Widget, count: int = 1) -> Action:
-  """A click on the centre of a widget, or what first brings it in sight."""
+  """A click on a widget's centre, or the action that first uncovers it."""
   point = ep.scene.point(widget)
   if point is None:
     return uncover(ep, widget)
@@ -145,13 +145,13 @@ def click(ep: Episode, widget: widgets.Widget, count: int = 1) -> Action:
 
 
 def uncover(ep: Episode, widget: widgets.Widget) -> Action:
-  """The next action towards seeing a widget that something covers.
+  """The next action that uncovers a widget.
 
   Closes an open menu, drags its window back onto the screen, raises it, or
-  drags what covers it away.
+  drags the covering widget away.
 
   Raises:
-    RuntimeError: none of these helps.
+    RuntimeError: none of these uncovers it.
   """
   scene = ep.scene
   if scene.menu is not None:
@@ -206,7 +206,7 @@ def title_points(ep: Episode, window) -> list[tuple[int, int]]:
 
 
 def drag_to(ep: Episode, widget: widgets.Widget, x2: int, y2: int) -> Action:
-  """A drag of a widget's centre to a layout position, or what it needs."""
+  """A drag of a widget's centre, or the action that first uncovers it."""
   scene = ep.scene
   if scene.menu is not None or scene.point(widget) is None or (
       not _on_screen(scene, x2, y2)

@@ -49,7 +49,7 @@ class GboxError(http_lib.CallError):
 
 
 class GboxGym:
-  """See the module docstring.
+  """A gym on one gbox machine an episode; see the module docstring.
 
   Attributes:
     box_id: of the running episode, None without one.
@@ -233,7 +233,7 @@ class GboxGym:
   def _calls(
       self, action: gui_action.GuiAction
   ) -> list[tuple[str, dict[str, Any]]] | str:
-    """gbox's calls for an action, or why there are none."""
+    """gbox's calls for an action, or the reason that there are none."""
     kind = action.kind
     at = {} if action.x is None else {"x": action.x, "y": action.y}
     to = {} if action.x2 is None else {"x": action.x2, "y": action.y2}

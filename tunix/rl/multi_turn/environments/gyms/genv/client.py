@@ -28,7 +28,7 @@ DEFAULT_BASE_URL = "http://127.0.0.1:5010"
 
 
 class GenvError(http.CallError):
-  """A gym server did not do a call.
+  """A call to a gym server failed.
 
   Attributes:
     code: the server's own word for the failure, "" without one.
@@ -122,7 +122,7 @@ RETRIES: Mapping[str, http.RetryPolicy] = {
 
 
 class GenvClient:
-  """See the module docstring; `aclose` when done."""
+  """A client of one gym server; `aclose` when done."""
 
   def __init__(
       self,
@@ -201,7 +201,7 @@ class GenvClient:
       raise GenvError(str(error)) from None
 
   async def resolve(self, identifier: str) -> cua_task.CUATask:
-    """The task that is called so: exact id, name, number, numeric prefix.
+    """Finds a task by exact id, name, number or numeric prefix.
 
     Raises:
       GenvUnknownTaskError: none is, or several are.
@@ -337,7 +337,7 @@ class GenvClient:
       body: Any = None,
       headers: Mapping[str, str] | None = None,
   ) -> Any:
-    """The reply's JSON, after as many tries as there may be."""
+    """Calls, with retries; returns the reply's JSON."""
     if not path.startswith("/"):
       path = f"/api/v1/{urllib.parse.quote(self.gym_id, safe='')}/{path}"
     seconds = getattr(self.timeouts, kind)
@@ -360,7 +360,7 @@ class GenvClient:
 
 
 def _kind_of(error: http.CallError) -> GenvError:
-  """The error that no answer, or an answer of 3xx to 5xx, stands for."""
+  """Maps no answer, or one of 3xx to 5xx, to its error class."""
   answer = error.answer
   if answer is None:
     return GenvUnavailableError(str(error))

@@ -182,7 +182,7 @@ async def terminate_execution(
 
 
 def box_id_of(reply: Mapping[str, Any]) -> str:
-  """The machine's id, under whichever of its names; "" without one."""
+  """The machine's id, under any of its field names; "" without one."""
   for key in _BOX_KEYS:
     if isinstance(reply.get(key), str) and reply[key]:
       return reply[key]

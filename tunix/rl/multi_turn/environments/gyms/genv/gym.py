@@ -72,7 +72,7 @@ def make_client(settings: Mapping[str, Any]) -> client_lib.GenvClient:
 
 
 class GenvGym:
-  """See the module docstring.
+  """A gym behind a gym server; see the module docstring.
 
   Attributes:
     execution_id: of the running episode, None without one.

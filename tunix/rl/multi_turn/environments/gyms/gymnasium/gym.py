@@ -126,7 +126,7 @@ _KNOWN: dict[str, dict[str, Any]] = {
 
 
 def default_settings(env_id: str) -> dict[str, Any]:
-  """Settings to begin with for an environment that is known here.
+  """Default settings of an environment known here.
 
   Our own desktop's and a few of gymnasium's; {} for any other, which needs at
   least an adapter.
@@ -184,7 +184,7 @@ class _World:
 
 
 class GymnasiumGym:
-  """See the module docstring. Created on any thread, used on one loop."""
+  """A gym around a `gymnasium.Env`. Made on any thread, used on one loop."""
 
   def __init__(
       self,

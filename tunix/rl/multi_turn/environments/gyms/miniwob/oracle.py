@@ -125,7 +125,7 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
 async def describe(
     gym: gym_lib.MiniWobGym, x: float, y: float
 ) -> str | None:
-  """The name of the thing at a pixel; None when it has none.
+  """The name of the element at a pixel; None when it has none.
 
   Raises:
     RuntimeError: no episode is running.

@@ -78,7 +78,7 @@ class Shot:
 
 
 class WobPage(tab_lib.Tab):
-  """A tab in a context of its own. See the module docstring.
+  """A tab that shows MiniWoB++ pages; see the module docstring.
 
   Attributes:
     url: of the page it shows, "" when it shows none.
@@ -127,7 +127,7 @@ class WobPage(tab_lib.Tab):
 
   @property
   def worn(self) -> bool:
-    """Whether the next episode should have another tab."""
+    """Whether the next episode should use another tab."""
     return self._all_starts >= STARTS_PER_TAB
 
   async def start(

@@ -28,7 +28,7 @@ _KEYS = {
 
 
 def gui(action: gui_action.GuiAction) -> dict[str, Any]:
-  """GuiAction's own JSON, in pixels: what our servers take."""
+  """GuiAction's JSON, in pixels, for this package's servers."""
   return action.to_json()
 
 

@@ -295,7 +295,7 @@ async def _close(socket: Any, tell: bool, seconds: float) -> None:
 
 
 def _refused(url: str, response: Any) -> OpenEnvError:
-  """The error that an answer other than 101 stands for."""
+  """Maps an HTTP answer other than 101 to its error."""
   status = response.status_code
   body = bytes(response.body or b"").decode("utf-8", "replace")[:300]
   text = f"{url}: {status} {body}"
@@ -312,7 +312,7 @@ def _refused(url: str, response: Any) -> OpenEnvError:
 
 
 class OpenEnvGym:
-  """See the module docstring."""
+  """A gym behind an OpenEnv server; see the module docstring."""
 
   def __init__(
       self,
@@ -540,7 +540,7 @@ def _picture(value: Any, shape: Any, what: str) -> np.ndarray:
   """uint8[H, W, 3] of an observation's picture.
 
   Raises:
-    WireError: that is no picture.
+    WireError: that is not a picture.
   """
   if not isinstance(value, list):
     return wire.screenshot_from_json(value, what)

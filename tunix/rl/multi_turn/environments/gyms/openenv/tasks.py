@@ -150,7 +150,7 @@ async def _listed(url: str, call: Any) -> Any:
   for split in splits:
     called = split.get("name") if isinstance(split, dict) else None
     if not isinstance(called, str):
-      raise openenv.OpenEnvError(f"{url}: {split!r} is no split with a name")
+      raise openenv.OpenEnvError(f"{url}: {split!r} is not a split with a name")
     rows = await call(
         "POST", f"{prefix}/task_range",
         {"split": called, "start": 0, "stop": _MOST},

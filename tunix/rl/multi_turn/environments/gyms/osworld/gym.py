@@ -97,7 +97,7 @@ def check_task(task: Mapping[str, Any]) -> None:
 
 
 class OSWorldGym:
-  """See the module docstring.
+  """A gym on machines with OSWorld's server; see the module docstring.
 
   Attributes:
     url: of the machine that the episode has, None without one.
@@ -407,7 +407,7 @@ class OSWorldGym:
       )
     source = (self._root / local).resolve()
     if not source.is_relative_to(self._root) or not source.is_file():
-      raise OSWorldError(f"{local!r} is no file under {self._root}")
+      raise OSWorldError(f"{local!r} is not a file under {self._root}")
     await self._call(
         "POST", "/setup/upload", data={"file_path": path},
         files={"file_data": (source.name, source.read_bytes())},

@@ -32,7 +32,7 @@ _MAX_DIRECTORY = 60
 
 
 class Desktop:
-  """See the module docstring."""
+  """An X server with its programs, for one episode."""
 
   def __init__(
       self,

@@ -47,7 +47,7 @@ class Instance:
   def oracle(
       self, look: Callable[[], np.ndarray], zoom: int
   ) -> Iterator[gui_action.GuiAction]:
-    """`script`, seeing what `look` gives; see `hand.Hand`."""
+    """Runs `script` on the screenshots of `look`; see `hand.Hand`."""
     return self.script(hand_lib.Hand(look, zoom))
 
 
@@ -68,7 +68,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def family(name: str, max_turns: int):
-  """Makes a function a family."""
+  """Registers a function as a family."""
 
   def add(make: Callable[[random.Random], Instance]):
     if name in FAMILIES:
@@ -80,7 +80,7 @@ def family(name: str, max_turns: int):
 
 
 def get(name: str) -> Family:
-  """Raises ValueError: no such family; gives the nearest."""
+  """The family of that name. Raises ValueError with the nearest name."""
   _load()
   if name not in FAMILIES:
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Tasks of windows, the terminal, the calculator and settings."""
+"""Defines task families of windows, terminal, calculator and settings."""
 
 from __future__ import annotations
 

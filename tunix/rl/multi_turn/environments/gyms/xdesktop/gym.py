@@ -207,7 +207,7 @@ class XDesktopGym:
     return self._observe(shot, turn=self._turns, **info)
 
   async def evaluate(self) -> base.Evaluation:
-    """Whether the state is as the task wants it: 1 or 0.
+    """Scores 1 if the task's check passes on the state, else 0.
 
     Raises:
       RuntimeError: no episode.
@@ -229,7 +229,7 @@ class XDesktopGym:
     return base.Evaluation(float(not wrong), not wrong, details)
 
   async def close(self) -> None:
-    """Ends the desktop and leaves nothing of it. Idempotent.
+    """Ends the desktop and removes its files. Idempotent.
 
     Raises:
       DesktopError: something outlived the deadline.
@@ -297,7 +297,7 @@ class XDesktopGym:
       *args: Any,
       seconds: float | None = None,
   ) -> T:
-    """Blocking work in a thread; ends the desktop when it takes too long."""
+    """Runs blocking work in a thread; ends the desktop at the deadline."""
 
     def note(stuck: concurrency.StuckCall) -> None:
       self._stuck = stuck
@@ -353,7 +353,7 @@ class XDesktopGym:
   def _perform(
       self, action: gui_action.GuiAction, info: dict[str, Any]
   ) -> str:
-    """Carries out `action`; returns why nothing was done, or ""."""
+    """Carries out `action`; returns the reason if it did nothing, else ""."""
     display = self.desktop.display
     kind = action.kind
     if action.x is None or action.y is None:

@@ -59,7 +59,7 @@ def keysym_of(character: str) -> int:
 
 
 class Keyboard:
-  """See the module docstring.
+  """The key codes of an X server's mapping; see the module docstring.
 
   Attributes:
     shift: code of the Shift key.

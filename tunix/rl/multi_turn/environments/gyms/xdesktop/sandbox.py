@@ -152,7 +152,7 @@ def _warn_once(why: str) -> None:
 
 
 class Room:
-  """See the module docstring. Its methods may be called from any thread.
+  """A directory and the isolated programs in it. Thread-safe.
 
   Attributes:
     isolation: "namespaces" or "processes".
@@ -259,7 +259,7 @@ class Room:
     return files.read_text(self.tmp, name, "")[-500:].strip()
 
   def last_words(self) -> str:
-    """Output of the room itself, for messages."""
+    """Output of the room's supervisor, for error messages."""
     said = files.read_text(self.path, "log", "")[-500:].strip()
     return f"it said: {said}" if said else "it said nothing"
 
@@ -309,7 +309,7 @@ class Room:
   # -- outside ---------------------------------------------------------------
 
   def kill(self) -> None:
-    """Ends every program, at once; does not wait."""
+    """Kills every program; does not wait."""
     if self._init_pid is not None:
       # The first of a namespace takes all of it along, and bubblewrap, which
       # waits for it, ends when the last of them has.
@@ -378,7 +378,7 @@ class Room:
       (self.etc / name).write_text(text)
 
   def environment(self) -> dict[str, str]:
-    """All that a program of the room finds in its environment."""
+    """Environment variables of the room's programs."""
     home, tmp = self.inside_home, self.inside_tmp
     return {
         MARK: self._name,

@@ -1,4 +1,4 @@
-"""Helps scripted oracles to read screenshots and to make actions.
+"""Reads screenshots and makes actions for scripted oracles.
 
 A script is a generator of `GuiAction`s. It has its task, keyboard shortcuts
 and where things lie within a window; where the window is, and that one has
@@ -28,7 +28,7 @@ class Unsolvable(LookupError):
 
 
 class Hand:
-  """See the module docstring."""
+  """Screenshots and actions for a script; see the module docstring."""
 
   def __init__(self, look: Callable[[], np.ndarray], zoom: int = 1):
     """Args:
@@ -62,7 +62,7 @@ class Hand:
     return left * self._zoom - border, int(rows[0]) * self._zoom - border
 
   def corner(self) -> tuple[float, float]:
-    """`frame`, which must be there.
+    """Top left corner of the window that has the keyboard.
 
     Raises:
       Unsolvable: no window has the keyboard.
@@ -88,7 +88,7 @@ class Hand:
   def click(
       self, dx: float, dy: float, *, button: str = "left", count: int = 1
   ) -> Action:
-    """On a point of the window that has the keyboard, from its corner."""
+    """Clicks a point of the focused window, relative to its corner."""
     left, top = self.corner()
     x, y = self.at(left + dx, top + dy)
     return Action(Kind.CLICK, x=x, y=y, button=button, count=count)
@@ -127,7 +127,7 @@ class Hand:
     raise Unsolvable(f"no window came after {action.to_json()}")
 
   def insist(self, action: Action) -> Script:
-    """`switch`, with the action done again when it comes to nothing.
+    """`switch`, repeating the action while it has no effect.
 
     A file dialog that is still looking at its folder passes over Enter.
 
