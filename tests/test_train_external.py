@@ -92,7 +92,7 @@ def test_a_server_that_does_not_do_ends_the_run_at_once(tmp_path, capsys):
     "change, words",
     [
         (["external.url="], "needs external.url"),
-        (["policy=tiny_vl"], "policy.name=tiny_vl is no directory"),
+        (["policy=tiny_vl"], "policy.name=tiny_vl is not a directory"),
         (["rollout.via=in_process"], "set rollout.via=external"),
         (["engine.lockstep=true"], "rollout.via=external does not tell"),
         (["external.protocol=telepathy"], "external.protocol"),

@@ -400,7 +400,7 @@ def test_hand_overs_that_cannot_be_say_what_to_do(ours, saved, tmp_path):
       weights.publish(-1, ours.model)
   with pytest.raises(ValueError, match="engines is empty"):
     disk_weights.DiskWeights(tmp_path, lambda *_: None, [])
-  with pytest.raises(ValueError, match="no URL"):
+  with pytest.raises(ValueError, match="not a URL"):
     disk_weights.VllmEngine("localhost:8000")
 
 

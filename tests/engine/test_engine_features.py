@@ -422,8 +422,8 @@ WORDS = -(-micro.VOCAB // 32)
     (dict(grammar=Says(np.ones((1, WORDS), np.uint32))), r"uint32\[1, "),
     (dict(grammar=Says(np.ones(WORDS, np.float32))), "float32"),
     (dict(grammar=Says(Panic("lost"))), "Panic: lost"),
-    (dict(stop_when=lambda tokens: 1.0), "1.0, which is no number"),
-    (dict(stop_when=lambda tokens: "x"), "'x', which is no number"),
+    (dict(stop_when=lambda tokens: 1.0), "1.0, which is not a number"),
+    (dict(stop_when=lambda tokens: "x"), "'x', which is not a number"),
     (dict(stop_when=lambda tokens: _raise(Panic("lost"))), "Panic: lost"),
 ))  # pyformat: disable
 def test_who_steers_wrongly_fails_alone(engine, options, words):

@@ -105,8 +105,8 @@ def test_a_file_survives_a_crash_in_the_middle_of_a_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("{}", "line 1 is no recording"),
-        ('{"version": 2}', "line 1 is no recording"),
+        ("{}", "line 1 is not a recording"),
+        ('{"version": 2}', "line 1 is not a recording"),
         ('{"version": 1}', "line 1: KeyError: 'gym'"),
     ],
 )
@@ -184,7 +184,7 @@ async def test_a_person_plays_in_the_terminal(tmp_path):
       playing, task(), read=lambda prompt: next(lines), out=out
   )
   assert "solved, score 1" in out.getvalue()
-  assert "'dance' is no action" in out.getvalue()
+  assert "'dance' is not an action" in out.getvalue()
   assert "click needs 2 numbers" in out.getvalue()
   assert "'kind': 'click'" in out.getvalue()
   (recording,) = recordings.read(tmp_path / "d.jsonl")

@@ -144,7 +144,7 @@ def test_a_split_that_cannot_be_is_refused(path):
 
 
 def test_what_is_no_list_is_not_read():
-  with pytest.raises(ValueError, match="source=generated is no list"):
+  with pytest.raises(ValueError, match="source=generated is not a list"):
     task_sources.load_tasks_from_config(Config())
   with pytest.raises(ValueError, match="gym.name=desktop; set gym.name=genv"):
     task_sources.load_tasks_from_config(Config(source="gym"), gym="desktop")
@@ -154,7 +154,7 @@ def test_what_is_no_list_is_not_read():
     "text, words",
     [
         ('{"task_id": "a"}\n{"task_id": "a"}', "tasks 1 and 2 have one id"),
-        ('{"task_id": "a"}\n{', "line 2 is no JSON"),
+        ('{"task_id": "a"}\n{', "line 2 is not JSON"),
         ('{"task_id": "a"}\n\n{"name": 5.5}', "line 3: name must be"),
         ('{"tasks": [{"task_id": "a"}]}', "write a row for each"),
         ("", "none of 0 tasks"),

@@ -92,7 +92,7 @@ async def test_a_creation_that_fails_and_bad_arguments_are_named():
   env, _ = made({**ROW, "tools_kwargs": {"bax": {}}})
   with pytest.raises(ValueError, match="did you mean 'box'"):
     await env.reset()
-  with pytest.raises(ValueError, match="'calc' is no stateful tool"):
+  with pytest.raises(ValueError, match="'calc' is not a stateful tool"):
     tool_request_env.ToolRequestEnvironment(
         ROW, {"calc": calculator.CalculatorTool}
     )

@@ -270,9 +270,9 @@ def test_a_screenshot_is_stored_once_by_its_pixels_or_its_bytes(lite):
 @pytest.mark.parametrize(
     "data, says",
     [
-        (b"", "no whole PNG"), (b"<svg onload=alert(1)>", "no whole PNG"),
+        (b"", "not a whole PNG"), (b"<svg onload=alert(1)>", "not a whole PNG"),
         (monitor_server.screenshot(2)[1], "neither the bytes nor"),
-        (monitor_server.screenshot(1)[1][:-30], "no whole PNG"),
+        (monitor_server.screenshot(1)[1][:-30], "not a whole PNG"),
     ],
 )  # pyformat: disable
 def test_what_is_not_that_screenshot_is_refused(lite_filled, data, says):

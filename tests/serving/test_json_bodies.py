@@ -61,9 +61,9 @@ def _loaded(body):
 @pytest.mark.parametrize(
     "body, words",
     [
-        (b'{"a": NaN}', "NaN is no finite number"),
-        (b'{"a": -Infinity}', "-Infinity is no finite number"),
-        (b'{"a": 1e999}', "1e999 is no finite number"),
+        (b'{"a": NaN}', "NaN is not a finite number"),
+        (b'{"a": -Infinity}', "-Infinity is not a finite number"),
+        (b'{"a": 1e999}', "1e999 is not a finite number"),
         (b'{"a": "\\ud800"}', "a holds half a surrogate pair"),
         (b'{"a": [{"b": "\\udc00"}]}', r"a\[0\].b holds half"),
         (b'{"a": 1', "not JSON"),

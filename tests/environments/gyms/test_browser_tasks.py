@@ -56,7 +56,7 @@ class TestStartUrls:
           ("http:///a", "must have a host"),
           ("http://shop.test/a/../b", "'..' in its path"),
           ("http://shop.test/a/%2E%2e/b", "'..' in its path"),
-          ("http://shop.test:99999/", "no address"),
+          ("http://shop.test:99999/", "not an address"),
           (7, "printable"),
       ],
   )

@@ -129,7 +129,7 @@ async def test_an_evaluator_of_ones_own_decides(monkeypatch):
         ({"/boxes/linux": (200, {"id": "b", "status": "error"})}, {}, "error"),
         ({}, {"setup": ["nonsense"]}, "the set-up 'nonsense' ended with 127"),
         ({"/screenshot": (200, {"uri": "data:image/png;base64,AAAA"})}, {},
-         "no picture"),
+         "not a picture"),
         ({"/screenshot": (500, {})}, {}, "500"),
     ],
 )  # pyformat: disable

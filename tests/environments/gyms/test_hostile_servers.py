@@ -245,9 +245,9 @@ async def test_an_answer_beyond_the_limit_is_not_kept():
     [
         (bomb(), "60000x60000|exceeds limit"),
         (bomb(9000, 9000), "9000x9000 pixels, more than"),
-        (png()[:40], "no picture"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no picture"),
-        (b"", "no picture"),
+        (png()[:40], "not a picture"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a picture"),
+        (b"", "not a picture"),
     ],
     ids=["bomb", "large", "truncated", "postscript", "empty"],
 )

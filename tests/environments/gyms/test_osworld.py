@@ -283,11 +283,11 @@ async def test_failures_are_errors_and_give_the_machine_back(machine):
     await gym.start(task(config=[upload]))
   outside = make(machine, upload_root=str(machine.home))
   await gym.close()
-  with pytest.raises(osworld.OSWorldError, match="no file under"):
+  with pytest.raises(osworld.OSWorldError, match="not a file under"):
     await outside.start(task(config=[upload]))
   await outside.close()
   machine.broken.add("screenshot")
-  with pytest.raises(osworld.OSWorldError, match="no picture"):
+  with pytest.raises(osworld.OSWorldError, match="not a picture"):
     await gym.start(task())
   machine.broken.clear()
   await gym.close()

@@ -138,7 +138,7 @@ def _run_to_end(run: Run) -> int:
   if status != "completed":
     command = f"resume={shlex.quote(str(run.directory))}"
     print(
-        f"{status}; go on with: python -m tunix.rl.multi_turn.train {command}"
+        f"{status}; resume with: python -m tunix.rl.multi_turn.train {command}"
     )
   return {"completed": 0, "failed": 1, "interrupted": 130}[status]
 

@@ -36,7 +36,7 @@ class GroupStore(Protocol):
   """Stores accepted groups beyond a crash. Thread-safe.
 
   Attributes:
-    lost: groups that `load` could not give back.
+    lost: groups that `load` could not read.
   """
 
   lost: int
@@ -50,10 +50,10 @@ class GroupStore(Protocol):
     ...
 
   def load(self) -> list[tuple[int, TrajectoryGroup]]:
-    """Groups accepted and not removed, by index.
+    """(index, group) of groups accepted and not removed, by index.
 
-    One that cannot be given back is counted as lost and forgotten, so that
-    its task can run again under the same index.
+    A group that cannot be read is deleted and counted in `lost`, so that its
+    task can run again under the same index.
     """
     ...
 

@@ -174,7 +174,7 @@ class Ledger:
     self.counts["released"] += 1
 
   def refund(self, n: int) -> None:
-    """Admits `n` more groups."""
+    """Admits `n` more groups, in place of accepted ones not trained on."""
     self._accepted -= n
     self.counts["refunded"] += n
 

@@ -1,9 +1,9 @@
 """Defines agents, which keep one episode's messages and steps.
 
-The engine drives it: `reset`, `update_from_env` with the first observation,
-then `chat_completions` to the model, `update_from_model` with its text, the
-action to the environment, `update_from_env` with the outcome, and so on.
-Methods may be sync or async.
+The collector drives an agent: `reset`, `update_from_env` with the first
+observation, then in each turn `chat_completions` to the model,
+`update_from_model` with its text, the action to the environment and
+`update_from_env` with the outcome. Methods may be sync or async.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class BaseAgent(abc.ABC):
   def chat_completions(self) -> list[trajectory_lib.Message]:
     """Messages for the model, OpenAI format.
 
-    From turn to turn the same message objects, with new ones at the end; an
-    agent that rewrites its history returns other objects where it did.
+    Each turn returns the same message objects with new ones at the end; an
+    agent that rewrites its history returns new objects from there on.
     """
 
   @property
@@ -39,15 +39,15 @@ class BaseAgent(abc.ABC):
       done: bool,
       info: Mapping[str, Any] | None = None,
   ) -> None:
-    """Takes in the environment's answer; the first time, the task."""
+    """Records the environment's answer; the first observation is the task."""
 
   @abc.abstractmethod
   def update_from_model(self, response: str) -> trajectory_lib.Action:
-    """Takes in the model's text, appends a step, returns its action."""
+    """Parses the model's text, appends a step, returns its action."""
 
   @abc.abstractmethod
   def reset(self) -> None:
-    """Forgets the episode."""
+    """Drops the episode's messages and steps."""
 
   @property
   def current_step(self) -> trajectory_lib.Step | None:

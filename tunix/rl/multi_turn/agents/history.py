@@ -66,8 +66,8 @@ class MessageHistory:
   """Messages of an episode, in full and as the policy sees them.
 
   With `max_images`, the policy sees the newest screenshots only: when there
-  are more, the oldest `image_stride` at least become the text `image_note` and
-  the seen history is a new list, since its beginning has changed. Each rewrite
+  are more, at least the oldest `image_stride` become the text `image_note`, and
+  the seen history is a new list. Each rewrite
   starts a new token sequence and costs a prefill of the whole prompt, so a
   stride of several turns is cheaper than one.
   """
@@ -101,7 +101,7 @@ class MessageHistory:
 
   @property
   def seen(self) -> list[Message]:
-    """Messages the policy sees now: a list of its own, shared messages."""
+    """Messages the policy sees now: a new list of shared messages."""
     if self._snapshot is None or len(self._snapshot) != len(self._seen):
       self._snapshot = list(self._seen)
     return self._snapshot
@@ -140,7 +140,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _without_first_image(message: Message, note: str) -> Message:
-  """A new message whose first image is the note; plain text when it can be."""
+  """A copy of the message with its first image replaced by the note."""
   parts = list(message["content"])
   for i, part in enumerate(parts):
     if _is_image(part):

@@ -43,7 +43,7 @@ class Builder:
       tools: name -> tool, shown to the policy; None for the parser's own.
 
     Raises:
-      ValueError: listing the settings that the agent does not take, a line
+      ValueError: lists the settings that the agent does not take, a line
         each.
     """
     self.make = AGENTS.get(config.name)

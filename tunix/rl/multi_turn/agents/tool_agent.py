@@ -39,7 +39,7 @@ _OBSERVATION_KEYS = (
 
 
 class ToolAgent(base_agent.BaseAgent):
-  """See the module docstring.
+  """Plays an episode by tool calls; see the module docstring.
 
   Attributes:
     tool_manager: holds the tools' schemas; it runs nothing here.
@@ -63,11 +63,11 @@ class ToolAgent(base_agent.BaseAgent):
 
       system_prompt: text; the tool prompt replaces `$tools_prompt` in it, or
         follows it.
-      parser_name: of the tool parser; a class or an instance will do.
+      parser_name: of the tool parser; or its class or an instance.
       tool_map: name -> tool class or tool, shown to the model.
       tools_schema: instead of `tool_map`, OpenAI schemas or their text. Without
         either, the parser's own tools are shown.
-      on_parse_error: what a response without a well-formed call becomes:
+      on_parse_error: the action for a response without a well-formed call:
         "answer" and "end": an Action with the text, which ends the episode
         ("end" also records it as a parse error); "retry": an Action without
         calls, and the next user message names the error.
@@ -113,12 +113,12 @@ class ToolAgent(base_agent.BaseAgent):
 
   @property
   def history(self) -> history.MessageView:
-    """All messages, with the screenshots that the window has dropped."""
+    """All messages, including screenshots that the window has dropped."""
     return self._history.full
 
   @property
   def history_rewrites(self) -> int:
-    """How often the beginning of `chat_completions` has changed."""
+    """Times that an earlier part of `chat_completions` has changed."""
     return self._history.rewrites
 
   @property
@@ -193,7 +193,7 @@ class ToolAgent(base_agent.BaseAgent):
 
 
 def _to_messages(observation: Any, complaint: str) -> list[Message]:
-  """User messages for an observation, the complaint among its texts."""
+  """User messages for an observation; its texts include the parse error."""
   messages: list[Message] = []
   if observation is None:
     observation = {}

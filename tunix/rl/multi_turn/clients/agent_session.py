@@ -181,7 +181,7 @@ class AgentSession(proxy.ProxySession):
       await super().release(session)
     if not ended:
       raise RuntimeError(
-          f"the agent went on for {_GRACE_S:g} s after it was cancelled and is"
+          f"the agent ran for {_GRACE_S:g} s after it was cancelled and is"
           " abandoned; let asyncio.CancelledError pass in it"
       )
 
@@ -229,7 +229,7 @@ class AgentSession(proxy.ProxySession):
 
 
 async def _ended(agent: asyncio.Task[Any]) -> bool:
-  """Waits for the agent, then cancels it; False if it goes on all the same."""
+  """Waits for the agent, then cancels it; False if it keeps running."""
   try:
     await asyncio.wait({agent}, timeout=_GRACE_S)
   finally:

@@ -1,8 +1,8 @@
-"""Images as the data URLs that OpenAI's clients send.
+"""Encodes images as the data URLs that OpenAI's clients send.
 
-Promises: an image is encoded once while it is remembered, whoever asks and how
-often; the encoding is lossless, so that what is decoded has the same SHA-256;
-nothing is encoded on an event loop; memory is bounded.
+Promises: a cached image is encoded once, however many callers ask for it; the
+encoding is lossless, so the decoded image has the same SHA-256; no image is
+encoded on an event loop; memory is bounded.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _KEPT = 1024  # Images; a screenshot's URL has some 10 to 500 KB.
 
 
 class DataUrls:
-  """Of the images of one store. Thread-safe, for any number of loops."""
+  """Data URLs of one store's images. Thread-safe; serves any event loops."""
 
   def __init__(self, store: images.ImageStore, kept: int = _KEPT):
     """Args:
 
       store: holds the pixels.
-      kept: URLs remembered, the least recently used go first.
+      kept: URLs cached; the least recently used are evicted first.
     """
     if kept < 1:
       raise ValueError(f"kept must be >= 1, got {kept}")
@@ -57,7 +57,7 @@ class DataUrls:
     if found.done() and found.exception() is None:
       return found.result()
     try:
-      # Others may wait for it: who goes away does not cancel it.
+      # Shielded: other callers may wait for it.
       return await asyncio.shield(asyncio.wrap_future(found))
     except Exception:  # The next to ask tries again.
       with self._lock:

@@ -70,7 +70,7 @@ def policy_saver(
 
   Args:
     model: of the architecture; its own parameters are not written. An adapter
-      is merged into what is written.
+      is merged into the weights written.
     tokenizer: directory or shipped name whose files are copied.
     dtype: of the stored tensors.
   """
@@ -105,8 +105,8 @@ class DiskWeights:
 
       directory: where versions are written; on a disk that the engines see.
       save: writes one.
-      engines: are told of each.
-      clients: their `version` is set to what the engines sample with.
+      engines: load each version.
+      clients: their `version` is set to the version engines sample with.
       keep: versions left on the disk, those published last.
       seen_at: `directory` as the engines call it; "" is the same.
 
@@ -133,7 +133,7 @@ class DiskWeights:
     self._written: list[pathlib.Path] = []
     self._cleared = False
     self.version = -1
-    """What all engines sample with; -1 before anything was handed over."""
+    """Version that all engines sample with; -1 before the first one."""
 
   def publish(
       self, version: int, params: Any
@@ -168,7 +168,7 @@ class DiskWeights:
     return done
 
   def close(self) -> None:
-    """Waits for what is under way. Idempotent."""
+    """Waits for hand-overs in progress. Idempotent."""
     self._thread.shutdown(wait=True)
     self._folder.release()
 
@@ -178,7 +178,7 @@ class DiskWeights:
     workers = len(self._engines)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
       loading = [pool.submit(e.load, seen, version) for e in self._engines]
-    for done in loading:  # All have ended; the first that failed is told.
+    for done in loading:  # All have ended; raises the first failure.
       done.result()
     self.version = version
     for client in self._clients:
@@ -222,8 +222,8 @@ class DiskWeights:
 class VllmEngine:
   """A vLLM server with its development endpoints open (`VllmLaunch`).
 
-  Requests in flight are frozen while weights change and go on with the new
-  ones; what was cached under the old ones is dropped.
+  Requests in flight pause while weights change and continue with the new
+  ones; caches computed with the old ones are dropped.
   """
 
   def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0):
@@ -253,7 +253,7 @@ class VllmEngine:
       )
       if isinstance(answer, dict) and answer.get("success") is False:
         raise HandOverError(
-            f"{self.url} kept what it had cached under older weights"
+            f"{self.url} kept caches computed with older weights"
         )
     except HandOverError as error:
       raise HandOverError(
@@ -286,7 +286,7 @@ class SglangEngine:
 
 
 class _Http:
-  """Calls with a deadline, whose failures say what to do."""
+  """Calls with a deadline, whose errors name the fix."""
 
   def __init__(self, url: str, api_key: str, timeout_s: float):
     if not timeout_s > 0:
@@ -327,7 +327,7 @@ class _Http:
 
 def _root(url: str) -> str:
   if not url.startswith(("http://", "https://")):
-    raise ValueError(f"url={url!r} is no URL; give http://host:port")
+    raise ValueError(f"url={url!r} is not a URL; give http://host:port")
   return url.rstrip("/").removesuffix("/v1")
 
 

@@ -18,9 +18,9 @@ image, and the prompt they report is compared with the one that was meant.
 Promises: a call returns one completion whose tokens, log-probs and versions
 are those of one continuous sampling, or raises; a request that is repeated
 after a broken connection is never counted twice (ours answers it with the same
-completion, the others give up what nobody waits for); a completion that was
-cut off by a weight update goes on where it was cut off; a server that has read
-other tokens than it was sent is an error. Every call has a deadline.
+completion, the others abort a request whose connection is gone); a completion
+that a weight update cut off resumes there; a server that read other tokens than
+it was sent is an error. Every call has a deadline.
 
 Where a server returns no token ids (or ids and log-probs of unequal number),
 the reply is tokenised; where it returns no log-probs, they are recomputed or 0.
@@ -96,8 +96,8 @@ class OpenAIClient:
       protocol: of the server: "tunix", "vllm" or "sglang".
       api_key: presented as a bearer token.
       timeout_s: of a completion, all repetitions included.
-      retries: of a request that failed in a way that may pass. A server that
-        says it is full (429) is asked until time is up.
+      retries: of a request whose failure may be temporary. A full server (429)
+        is asked until time is up.
       context_length: of a sequence, if known; `check` asks the server.
       max_images: of a prompt.
       banned_token_ids: never to be sampled, such as the image placeholder.
@@ -118,7 +118,7 @@ class OpenAIClient:
     base_url = base_url.rstrip("/")
     if not base_url.startswith(("http://", "https://")):
       raise ValueError(
-          f"base_url={base_url!r} is no URL; give http://host:port/v1"
+          f"base_url={base_url!r} is not a URL; give http://host:port/v1"
       )
     if not base_url.endswith("/v1"):
       raise ValueError(f"base_url={base_url!r} must end with /v1")
@@ -151,7 +151,7 @@ class OpenAIClient:
   # --- PolicyClient ----------------------------------------------------------
 
   def open_session(self, session: str) -> None:
-    """Nothing to prepare: a session begins with its first prompt."""
+    """Does nothing: a session starts with its first prompt."""
 
   async def generate(
       self,
@@ -164,7 +164,7 @@ class OpenAIClient:
 
     Raises:
       ContextLimitError: the prompt leaves no room to sample.
-      ValueError: the server refuses the request; says why.
+      ValueError: the server refuses the request; the text has its reason.
       RemoteError: the server failed, cannot be reached, or has read another
         prompt.
       TimeoutError: no completion within the deadline.
@@ -195,13 +195,13 @@ class OpenAIClient:
       ) from error
 
   async def release(self, session: str) -> None:
-    """Forgets the session and frees what it held. Unknown ids are fine."""
+    """Ends the session and frees its cache. Unknown ids are fine."""
     found = self._sessions.pop(session, None)
     if found is None:
       return
     if not found.done() or _failed(found):
       found.cancel()
-      await asyncio.wait({found})  # At once; what it has begun is undone.
+      await asyncio.wait({found})  # At once; a start in progress is undone.
       return
     await self._drop(found.result())
 
@@ -366,7 +366,7 @@ class OpenAIClient:
     try:
       return await asyncio.shield(found)
     except BaseException:
-      # One that was started is released, whoever has gone away.
+      # A session that was started is released, even if the caller is gone.
       if _failed(found) and self._sessions.get(session) is found:
         del self._sessions[session]
       raise
@@ -488,7 +488,7 @@ def _failed(started: asyncio.Future[str]) -> bool:
 
 
 def _id_of(answer: Any) -> str:
-  """Of a session that was started."""
+  """Session id in the answer to a start."""
   return remote_protocols.field(answer, "session_id", str)
 
 

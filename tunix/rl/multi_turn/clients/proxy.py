@@ -69,7 +69,7 @@ class ProxyConnection:
           " 'tunix-multi-turn[client]'"
       ) from error
     if not url.startswith(("http://", "https://")):
-      raise ValueError(f"url={url!r} is no URL; give http://host:port")
+      raise ValueError(f"url={url!r} is not a URL; give http://host:port")
     if not timeout_s > 0:
       raise ValueError(f"timeout_s must be > 0 seconds, got {timeout_s}")
     self.url = url.rstrip("/").removesuffix("/v1")
@@ -179,7 +179,7 @@ class ProxySession:
 
   @property
   def num_rewrites(self) -> int:
-    """How often the agent's history did not extend its earlier requests."""
+    """Times that a request did not extend the agent's earlier ones."""
     return max(0, len(self._sequences or ()) - 1)
 
   async def reply(

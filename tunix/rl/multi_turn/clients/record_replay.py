@@ -101,7 +101,7 @@ class RecordedCompletions:
         )
       except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}, line {number} is no completion: {error!r}; record it"
+            f"{path}, line {number} is not a completion: {error!r}; record it"
             " again"
         ) from error
     return made

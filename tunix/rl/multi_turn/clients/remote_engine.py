@@ -1,7 +1,7 @@
-"""An engine in another process, as a run knows its own.
+"""Gives a run an engine in another process, like an engine of its own.
 
-Completions are asked for by `openai_client`, weights are handed over by
-`disk_weights`. Promises: before a run begins, the server was asked whether it
+`openai_client` asks for completions, `disk_weights` hands weights over.
+ Promises: before a run begins, the server was asked whether it
 serves the model with a context that is long enough.
 
 Does not start the server (`external` prints the command).
@@ -73,7 +73,7 @@ class RemoteEngine:
 
   @property
   def version(self) -> int:
-    """Of the weights that it samples with; -1 before any were handed over."""
+    """Version of the weights it samples with; -1 before the first hand-over."""
     return self._weights.version
 
   @property
@@ -89,7 +89,7 @@ class RemoteEngine:
   def warm_up(
       self, progress: Callable[[int, int, str], None] | None = None
   ) -> float:
-    """Asks the server what it serves. Not from an event loop.
+    """Checks the server's model and context. Not from an event loop.
 
     Raises:
       ValueError: another model, or too short a context.

@@ -1,4 +1,4 @@
-"""Posts JSON to an inference server and repeats what may pass.
+"""Posts JSON to an inference server; retries temporary failures.
 
 Promises: a request that found no connection, or a server that is full or not
 ready, is repeated, less and less often; a creation is undone when its caller
@@ -83,7 +83,7 @@ class JsonRequests:
       body: Mapping[str, Any] | None,
       undo: Callable[[Any], Awaitable[Any]] | None = None,
   ) -> Any:
-    """The answer's JSON; repeats what may pass. The caller sets the deadline.
+    """Returns the answer's JSON; retries. The caller sets the deadline.
 
     Args:
       method: "get" or "post".

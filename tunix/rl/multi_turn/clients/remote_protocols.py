@@ -36,7 +36,7 @@ class SessionGoneError(ValueError):
 
 @dataclasses.dataclass
 class Answer:
-  """A server's answer in its own words; None for what it left out."""
+  """Fields of a server's answer; None for one it left out."""
 
   text: str
   reason: str
@@ -73,7 +73,7 @@ def vllm_body(
     pictures: Sequence[str],
     banned: Sequence[int],
 ) -> dict[str, Any]:
-  """Of /v1/completions, or with images of /inference/v1/generate."""
+  """Body of /v1/completions, or with images of /inference/v1/generate."""
   params: dict[str, Any] = {
       "max_tokens": sampling.max_new_tokens,
       **_sampling(sampling),
@@ -101,7 +101,7 @@ def sglang_body(
     pictures: Sequence[str],
     banned: Sequence[int],
 ) -> dict[str, Any]:
-  """Of /generate."""
+  """Body of SGLang's /generate."""
   params: dict[str, Any] = {
       "max_new_tokens": sampling.max_new_tokens,
       **_sampling(sampling),
@@ -132,7 +132,7 @@ def collapsed(prompt: policy_client.TokenPrompt) -> list[int]:
 
 
 def finish_reason(reason: str) -> policy_client.FinishReason:
-  """Of a server's word for it."""
+  """Maps a server's finish reason to ours."""
   if reason == "length":
     return policy_client.FinishReason.LENGTH
   if reason in ("abort", "cancelled"):
@@ -141,7 +141,7 @@ def finish_reason(reason: str) -> policy_client.FinishReason:
 
 
 def of_openai(answer: Any) -> Answer:
-  """Of completions, chat completions and vLLM's generate."""
+  """Reads an answer of completions, chat completions or vLLM's generate."""
   choices = field(answer, "choices", list)
   if not choices or not isinstance(choices[0], Mapping):
     raise RemoteError("the server's answer has no choice")
@@ -170,7 +170,7 @@ def of_openai(answer: Any) -> Answer:
 
 
 def of_sglang(answer: Any) -> Answer:
-  """Of its own generate."""
+  """Reads an answer of SGLang's own generate."""
   about = field(answer, "meta_info", dict)
   reason = about.get("finish_reason") or {}
   sampled = about.get("output_token_logprobs")  # [[log-prob, id, text], …]
@@ -193,7 +193,7 @@ def of_sglang(answer: Any) -> Answer:
 
 
 def _spans(found: Any) -> list[tuple[int, int]]:
-  """Versions as vLLM and SGLang tell them; names that are no number are not."""
+  """Versions in vLLM's and SGLang's answers; drops names that are no number."""
   spans = []
   for entry in found or ():
     if isinstance(entry, Mapping):

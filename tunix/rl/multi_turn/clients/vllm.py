@@ -153,7 +153,7 @@ class VllmLaunch:
       name = variable.removeprefix(VARIABLE).lower()
       if name not in fields:
         raise ValueError(
-            f"{variable}={text} is no setting; known:"
+            f"{variable}={text} is not a setting; known:"
             f" {', '.join(VARIABLE + f.upper() for f in fields)}"
         )
       values[name] = _read(variable, text, str(fields[name].type))
@@ -234,7 +234,7 @@ class VllmLaunch:
     try:
       config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-      raise ValueError(f"{file} is no JSON: {error}") from None
+      raise ValueError(f"{file} is not JSON: {error}") from None
     text = config.get("text_config") or config
     longest = text.get("max_position_embeddings")
     if isinstance(longest, int) and self.max_model_len > longest:
@@ -362,7 +362,7 @@ def _wrong_host(host: str) -> str:
     return f"{host!r}: names are compared exactly; list each host"
   if not _HOST.fullmatch(host):
     return (
-        f"{host!r} is no host name; write host.example, without scheme, port"
+        f"{host!r} is not a host name; write host.example, without scheme, port"
         " or path, in lower case"
     )
   return ""

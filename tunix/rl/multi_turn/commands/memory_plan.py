@@ -69,7 +69,7 @@ class Sizes:
 
   @classmethod
   def of(cls, config: Any) -> Sizes:
-    """Of a `QwenVLConfig`, a `QwenTextConfig` or a `TinyVLConfig`."""
+    """Sizes of a `QwenVLConfig`, a `QwenTextConfig` or a `TinyVLConfig`."""
     if isinstance(config, qwen_text_config.QwenTextConfig):
       text = config.text
       return cls(

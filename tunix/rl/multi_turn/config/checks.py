@@ -1,7 +1,7 @@
 """Finds values of different sections that cannot go together.
 
-Each problem names the fields, why, and what to change. What one section can
-know by itself is checked in its own class.
+Each problem names the fields, the reason and the change to make. A check that
+needs one section only is in that section's class.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _external(c: TrainConfig) -> Iterator[str]:
     )
   if not policy_settings.is_directory(c.policy.name):
     yield (
-        f"rollout.via=external: policy.name={c.policy.name} is no directory"
+        f"rollout.via=external: policy.name={c.policy.name} is not a directory"
         " that another process could load; save one and give its path"
     )
   if c.engine.weights != "same":

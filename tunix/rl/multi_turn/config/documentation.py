@@ -1,4 +1,4 @@
-"""Writes the configuration for people: `--help` and docs/configuration.md.
+"""Documents the configuration: `--help` and docs/configuration.md.
 
 Both are made from the settings' own documentation, so neither can lag behind.
 """

@@ -1,12 +1,11 @@
 """Reads layers of plain mappings into nested settings classes.
 
 Turns YAML and `key=value` overrides into classes made with `core.settings`,
-and refuses what does not fit: an unknown key or choice is answered with the
-nearest valid one, a value of the wrong type or out of range with what would
-be right.
+and refuses bad ones: the error for an unknown key or choice names the nearest
+valid one, the error for a wrong type or range names the values allowed.
 
 Promises: reading never stops at the first problem; `Problems` collects all of
-them, and what was readable is returned beside them.
+them, and the readable values are returned beside them.
 
 Does not: know any particular section, or build anything from them.
 """
@@ -242,8 +241,8 @@ def build(
   Args:
     cls: a settings class.
     flat: as from `flatten`.
-    problems: gets every value of a wrong type, choice or range, and what the
-      classes themselves refuse; the instance has defaults in their place.
+    problems: receives each value of a wrong type, choice or range, and the
+      classes' own problems; the instance has defaults in their place.
     prefix: of the class's own keys.
   """
   values: dict[str, Any] = {}
@@ -282,9 +281,10 @@ def _dotted(cls: type, problem: str, prefix: str) -> str:
 def field_problem(
     cls: type, field: settings.Setting, value: Any, path: str
 ) -> str | None:
-  """What is wrong with `value` for the field, and what would be right."""
+  """Describes why `value` does not fit the field, and the fix; None if it fits.
+  """
   try:
-    # The field by itself: what depends on others is not asked here.
+    # The field alone: checks between fields run later.
     _adapter(cls, field.name).validate_python(value)
   except pydantic.ValidationError as error:
     return f"{path}={_shown(value)} must be {_wanted(field, error)}"
@@ -318,10 +318,11 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def coerce(value: Any, kind: Any) -> Any:
-  """`value` as people write it, as the field's type wants it.
+  """Converts a value written by hand to the field's type.
 
   A float may be written 1e-3 and an int 1e3; a list as a,b; text as anything.
-  What cannot be read stays as it is, for validation to refuse.
+  A value that cannot be converted is returned as it is, and validation
+  refuses it.
   """
   plain = unwrap(value)
   members = _members(kind)
@@ -392,7 +393,7 @@ def _shown(value: Any) -> str:
 
 
 def _wanted(field: settings.Setting, error: pydantic.ValidationError) -> str:
-  """What a field takes, in the words of the person who set it."""
+  """Describes the values a field takes, for an error message."""
   details = error.errors()
   kinds = {detail["type"] for detail in details}
   choices = literal_choices(field.type)

@@ -33,7 +33,7 @@ ALIASES = train_config.ALIASES
 def from_dict(
     data: Mapping[str, Any], source: str = "config"
 ) -> TrainConfig:
-  """From nested or dotted keys; what is absent has its default.
+  """Builds the configuration from nested or dotted keys; others keep defaults.
 
   Raises:
     ConfigError: naming every unknown key and wrong or contradictory value.
@@ -72,7 +72,7 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
 def _resolve(
     layers: Sequence[Mapping[str, Any]], problems: list[str]
 ) -> TrainConfig:
-  """Presets of what is chosen, then the layers; built and checked.
+  """Merges the chosen presets, then the layers; builds and checks.
 
   Raises:
     ConfigError: `problems` and whatever else is found.
@@ -224,7 +224,7 @@ def _resumed(
   if elsewhere:
     problems.append(
         f"{' and '.join(elsewhere)} together with run.resume={resume}: a"
-        " resumed run goes on in its own directory; leave out one of them"
+        " resumed run continues in its directory; leave out one of them"
     )
   file = pathlib.Path(resume).expanduser() / "config.yaml"
   if not file.is_file():
@@ -240,7 +240,7 @@ def _read(path: pathlib.Path, problems: list[str]) -> dict[str, Any]:
   try:
     data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
   except UnicodeDecodeError as error:
-    problems.append(f"{path} is no text in UTF-8: {error}")
+    problems.append(f"{path} is not text in UTF-8: {error}")
   except OSError as error:
     problems.append(f"cannot read {path}: {error.strerror}")
   except ConfigError as error:

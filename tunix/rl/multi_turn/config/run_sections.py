@@ -60,13 +60,13 @@ class RunConfig:
 
 @settings.settings
 class RolloutConfig:
-  """How episodes reach the engine."""
+  """Path by which episodes reach the engine."""
 
   via: Literal["in_process", "proxy", "external"] = setting(
       default="in_process",
       doc="in_process: as tokens. proxy: through an OpenAI-compatible server"
       " that the run opens on the loopback interface, as messages with"
-      " screenshots; what the server keeps is trained on. Needs the extras"
+      " screenshots; training uses the server's record. Needs the extras"
       " serve and client. external: the engine is vLLM or SGLang in another"
       " process, see external.",
   )
@@ -87,7 +87,7 @@ class RolloutConfig:
 
 @settings.settings
 class WarmStartConfig:
-  """What the policy can do before GRPO."""
+  """Starting point of the policy, before GRPO."""
 
   source: Literal["none", "embedded", "path"] = setting(
       default="embedded",

@@ -41,7 +41,7 @@ _setting = settings.setting
 
 @settings.settings
 class TrainConfig:
-  """Everything `train` needs to know."""
+  """The complete configuration of a training run."""
 
   run: run_sections.RunConfig = _setting(
       default=run_sections.RunConfig(),

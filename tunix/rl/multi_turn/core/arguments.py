@@ -1,9 +1,8 @@
 """Checks keyword arguments against a signature before anything is called.
 
-What a run builds by name (gyms, environments, agents, policies) gets its own
-keyword arguments from the configuration: a factory's parameters are their
-declaration. `takes(factory)` reads them, `Takes.wrong` compares values with
-them.
+A run builds gyms, environments, agents and policies by name, with keyword
+arguments from the configuration: the factory's parameters declare them.
+`takes(factory)` reads them, `Takes.wrong` compares values with them.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Takes:
   def of(
       self, values: Mapping[str, Any], other: Takes | None = None
   ) -> dict[str, Any]:
-    """Those of the values that are the factory's, not the `other` one's."""
+    """The values that are options of the factory and not of the `other` one."""
     others = other.options if other is not None else {}
     return {
         name: value

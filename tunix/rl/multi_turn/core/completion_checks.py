@@ -1,7 +1,7 @@
-"""What every keeper of token-exact turns asks of a completion.
+"""Checks that a completion can be trained on token by token; decodes it.
 
-Whether it can be trained on, and what it says: the collector's sequence
-builder and the store behind the rollout server both hold to it here.
+The collector's sequence builder and the rollout server's session store share
+these checks.
 
 Does not: sample, tokenise, or keep anything. S = tokens sampled in a turn.
 """
@@ -20,7 +20,7 @@ class SamplingContractError(ValueError):
 
 
 class Decoder(Protocol):
-  """What is needed of a renderer; see `parser/renderer`."""
+  """The part of a renderer used here; see `parser/renderer`."""
 
   def decode(self, ids: Any) -> str:
     """Text of sampled ids, a sequence or int32[S]."""

@@ -1,4 +1,4 @@
-"""Calls other people's code, sync or async, under a deadline.
+"""Calls untrusted code, sync or async, under a deadline.
 
 `CallRunner` is the one way to give up on a call. Asynchronous code gets a task
 of its own, which is cancelled when time is up; synchronous code runs in a
@@ -39,8 +39,8 @@ _INF = math.inf
 class CallTimeout(DeadlineExceeded):
   """The deadline that a runner was given for a call has passed.
 
-  Inside another call it arrives as a plain `DeadlineExceeded`, so that nobody
-  takes it for a deadline of their own.
+  Inside another call it arrives as a plain `DeadlineExceeded`, so that it is
+  not taken for the outer call's deadline.
 
   Attributes:
     stuck: the call when it could not be stopped, else None.
@@ -382,7 +382,7 @@ _BACKGROUND: set[asyncio.Future[Any]] = set()
 async def to_the_end(awaitable: Awaitable[T]) -> T:
   """Awaits work that must not be given up half-way, such as a cleanup.
 
-  When the caller is cancelled it goes on by itself, referenced until it ends.
+  If the caller is cancelled, it keeps running, referenced until it ends.
   """
   task = asyncio.ensure_future(awaitable)
   try:
@@ -403,8 +403,8 @@ async def create_or_rollback(
   """Awaits a creation; if the caller is cancelled, undoes it once it completes.
 
   Args:
-    created: goes on when the caller is cancelled.
-    undo: is called then with its result.
+    created: keeps running when the caller is cancelled.
+    undo: called with its result in that case.
     undoing: holds the task that does so until it is done.
   """
   creating = asyncio.ensure_future(created)

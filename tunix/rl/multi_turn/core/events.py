@@ -1,4 +1,4 @@
-"""Typed events: stages emit them, observers receive them.
+"""Defines typed events: stages emit them, observers receive them.
 
 Observers are the progress bar, the metrics file, the trajectory log, trackers
 and the monitor; no stage calls them directly. An observer must return at once

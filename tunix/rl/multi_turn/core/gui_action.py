@@ -1,4 +1,4 @@
-"""The one vocabulary of GUI actions, in pixels of the screenshot seen.
+"""Defines the one vocabulary of GUI actions, in pixels of the screenshot.
 
 Tool parsers translate their grammars into it, gyms carry it out. A missing or
 superfluous argument is refused at construction, naming the field.
@@ -67,7 +67,7 @@ class GuiAction:
     text: text to type, answer, app or button name.
     keys: key names pressed together, lower case ("ctrl", "enter", "a").
     duration: seconds.
-    success: what the policy claims when it terminates.
+    success: the policy's claim when it terminates.
   """
 
   kind: GuiActionKind

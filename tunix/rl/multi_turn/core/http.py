@@ -1,4 +1,4 @@
-"""Makes HTTP calls to servers that others run: in time and bounded.
+"""Makes HTTP calls to untrusted servers, bounded in time and size.
 
 Promises, whatever a server answers: a call ends within its deadline, all
 attempts included, however slowly the answer drips; a request is sent once
@@ -87,7 +87,7 @@ class CallError(RuntimeError):
 
   @classmethod
   def of(cls, error: CallError) -> CallError:
-    """`error` as one of this class; subclasses may tell kinds apart."""
+    """Converts `error` to this class; subclasses may pick a subclass."""
     made = cls(str(error), error.status)
     made.answer, made.late = error.answer, error.late
     made.retry_after_s = error.retry_after_s
@@ -121,11 +121,12 @@ class RetryPolicy:
       due: float = math.inf,
       before_sleep: Callable[[tenacity.RetryCallState], None] | None = None,
   ) -> T:
-    """Awaits `attempt()` until it succeeds or must not be made again.
+    """Awaits `attempt()`, retrying until it succeeds or may not be retried.
 
     Args:
       attempt: makes the call once.
-      due: `loop.time()` after which a full server is not asked again.
+      due: `loop.time()` until which a full server is asked again, however
+        often; other failures count against `tries`.
       before_sleep: called before each pause.
 
     Raises:

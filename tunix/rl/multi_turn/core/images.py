@@ -1,15 +1,15 @@
-"""Screenshots by content.
+"""Stores screenshots by content.
 
 An `ImageStore` keeps each distinct screenshot once, under the SHA-256 of its
 RGB bytes, and hands out `ImageRef`s. Memory is bounded; with a directory,
-what falls out of memory is written there as PNG (lossless: the hash holds) and
-read back on demand. Thread-safe.
+an evicted image is written there as PNG (lossless: the hash holds) and read
+back on demand. Thread-safe.
 
-Promises: `put` writes nothing, as it is called on event loops; a thread in the
-background writes what is to be evicted. An image leaves the memory only once
-its file is there, so that it can be read at any time. A file that cannot be
-written keeps its image in memory, beyond the capacity if need be, and is
-reported in the log and in `write_failures`.
+Promises: `put` writes no file, as it is called on event loops; a background
+thread writes images before they are evicted. An image leaves the memory only
+once its file exists, so that it can be read at any time. If the file cannot be
+written, the image stays in memory, beyond the capacity if need be, and the
+failure is reported in the log and in `write_failures`.
 
 Does not delete files.
 """
@@ -44,8 +44,10 @@ def _name(sha: str) -> str:
 
 
 def _is_constant(pixels: np.ndarray) -> bool:
-  """Whether nobody can write to them, and they hold on to no more than they
-  are: as decoders hand them out, rows of a `bytes`."""
+  """Whether `pixels` is immutable and keeps no larger buffer alive.
+
+  Decoders return such arrays: rows of a `bytes`.
+  """
   base: Any = pixels
   while isinstance(base, np.ndarray):
     base = base.base
@@ -134,7 +136,7 @@ class ImageStore:
   def persist(self, refs: Iterable[trajectory.ImageRef]) -> None:
     """Returns once these images are on the disk, even through a power loss.
 
-    Encodes and writes what is not there yet: not for an event loop.
+    Encodes and writes missing files: not for an event loop.
 
     Raises:
       ValueError: the store has no directory.

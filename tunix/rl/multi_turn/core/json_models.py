@@ -53,7 +53,7 @@ def parse(text: str | bytes) -> Any:
   """The value that JSON text holds.
 
   Raises:
-    ValueError: it is no JSON, or nests deeper than 200; quotes the place.
+    ValueError: it is not JSON, or nests deeper than 200; quotes the place.
   """
   try:
     return pydantic_core.from_json(text, allow_inf_nan=False)

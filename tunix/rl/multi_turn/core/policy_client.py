@@ -1,4 +1,4 @@
-"""Defines the seam between collecting and generating.
+"""Defines the interface between collector and engine: `PolicyClient`.
 
 A `PolicyClient` turns a token prompt with images into sampled tokens with
 their log-probs and policy versions. Implementations: the in-process engine
@@ -90,7 +90,7 @@ class SamplingConfig:
 
 @settings.settings
 class SamplingParams(SamplingConfig):
-  """How one request samples: a `SamplingConfig` and the request's own part."""
+  """Sampling of one request: a `SamplingConfig` and fields of the request."""
 
   seed: int | None = settings.setting(
       default=None,
@@ -118,7 +118,7 @@ _REQUIRED = ("tokens", "logprobs", "versions")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Completion:
-  """What was sampled.
+  """Sampled tokens of one request, with their log-probs and versions.
 
   Attributes:
     tokens: int32[S], the end-of-turn token included when sampled, and all of
@@ -135,8 +135,8 @@ class Completion:
       from, best first; None unless asked for.
     top_logprobs: float32[S, K], theirs; -inf where fewer could be sampled.
     entropies: float32[S], nats, of the policy's distribution before each
-      token, at temperature 1, nothing truncated, over what is not banned.
-      None from whoever does not tell them.
+      token, at temperature 1, nothing truncated, banned tokens left out.
+      None when the sampler does not report them.
   """
 
   tokens: np.ndarray
@@ -199,5 +199,5 @@ class PolicyClient(Protocol):
     ...
 
   async def release(self, session: str) -> None:
-    """Forgets the session and frees what it held. Unknown ids are fine."""
+    """Ends the session and frees its cache. Unknown ids are fine."""
     ...

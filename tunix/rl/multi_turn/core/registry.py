@@ -1,11 +1,11 @@
-"""Registers by name what users add: parsers, tools, rewards, gyms, prompts.
+"""Registers extensions by name: parsers, tools, rewards, gyms, prompts.
 
 A `Registry` maps a name to an object, or to a path "package.module:Name" that
 is imported on first use, so that naming a gym costs nothing until it is
 wanted. Wherever a name is expected, such a path is one too. Promises: a name
 is taken once; an unknown name is refused with the nearest known one.
 
-Does not: construct what it holds, or scan packages.
+Does not: construct entries, or scan packages.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Registry(Generic[T]):
     return self._entries.pop(name, None) is not None
 
   def get(self, name: str) -> T:
-    """Returns the entry, or what a path "package.module:Name" leads to.
+    """Returns the entry, or the object at a path "package.module:Name".
 
     Raises:
       ValueError: no such name; the message gives the nearest one.

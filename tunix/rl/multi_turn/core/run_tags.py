@@ -15,7 +15,7 @@ def clean(tag: Any) -> str:
   """A tag as it is stored: in NFC, so that those that look alike are alike.
 
   Raises:
-    ValueError: it is no valid tag; the text has the fix.
+    ValueError: it is not a valid tag; the text has the fix.
   """
   if not isinstance(tag, str):
     raise ValueError(f"give text, not a {type(tag).__name__}")

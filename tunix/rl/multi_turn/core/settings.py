@@ -78,8 +78,9 @@ def setting(
 def settings(cls: type[T]) -> type[T]:
   """Makes `cls` a frozen, validated, keyword-only dataclass.
 
-  A method `problems(self) -> Iterator[str]` of the class yields what cannot go
-  together: which fields, why, and what to change. All of it is raised at once.
+  A method `problems(self) -> Iterator[str]` of the class yields contradictions
+  between values: the fields, the reason, the change to make. All of them are
+  raised at once.
   """
 
   def check(self: Any) -> Any:
@@ -141,7 +142,7 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """One field of a settings class, for those who read or document it.
+  """One field of a settings class, for loaders and documentation.
 
   Attributes:
     name: of the field.

@@ -1,8 +1,8 @@
-"""Success rates with honest error bars.
+"""Computes success rates with confidence intervals.
 
 Turns the outcomes of evaluation episodes into the JSON of `summary.json`
 under `eval.<name>`. An episode that infrastructure ended (a broken browser, a
-timeout) says nothing about the policy: it is counted under `invalid` and
+timeout) is no evidence about the policy: it is counted under `invalid` and
 enters no rate.
 
 Does not run episodes.

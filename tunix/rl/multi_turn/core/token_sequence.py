@@ -1,4 +1,4 @@
-"""Tokens of an episode with what belongs to each, and where images stand.
+"""Tokens of an episode with their log-probs, versions and image spans.
 
 Promises: no illegal value can be built. A trainable token always has a
 log-prob and a policy version, an untrainable one never has; an image
@@ -145,8 +145,8 @@ class TokenSequence:
     images: spans of image placeholders, in order.
     entropies: float32[T], nats, entropy of the policy's distribution before
       each sampled token, at temperature 1, nothing truncated (see
-      `policy_client.Completion`); 0 where the mask is False. None where the
-      sampler did not tell it of every sampled token.
+      `policy_client.Completion`); 0 where the mask is False. None unless the
+      sampler reported it for every sampled token.
   """
 
   tokens: np.ndarray

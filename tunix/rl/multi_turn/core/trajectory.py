@@ -1,6 +1,6 @@
-"""The ground floor: what an episode is, as data.
+"""Data types of an episode: tasks, actions, steps, trajectories.
 
-Promises: no illegal value can be built; a trajectory that failed says how.
+Promises: no illegal value can be built; a failed trajectory records how.
 Everything here round-trips through JSON.
 
 Does not: run anything, hold pixels (see `images.py`), or know a tokenizer.
@@ -30,7 +30,7 @@ Message = dict[str, Any]
 
 
 class TrajectoryStatus(str, enum.Enum):
-  """How an episode ended."""
+  """Outcome of an episode."""
 
   RUNNING = "running"
   SUCCEEDED = "succeeded"
@@ -99,7 +99,7 @@ class ToolCall:
 
 @dataclasses.dataclass(frozen=True)
 class ToolOutput:
-  """What a tool returned.
+  """Result of a tool call.
 
   Attributes:
     name: tool name.
@@ -148,7 +148,7 @@ class ToolOutput:
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-  """What an agent hands to its environment.
+  """An agent's output for its environment.
 
   Attributes:
     action: a list of ToolCalls, or a plain answer string.
@@ -193,7 +193,7 @@ class Trajectory:
   """One episode.
 
   Attributes:
-    task: what was asked.
+    task: the task attempted.
     steps: turns in order.
     reward: undiscounted sum of the steps' rewards, the final one included.
     status: how it ended.
@@ -364,7 +364,7 @@ _AS_IT_IS = frozenset({str, int, bool, type(None)})
 
 
 def encode(value: Any) -> Any:
-  """Returns `value` as JSON values; raises TypeError naming what cannot be.
+  """Converts `value` to JSON values; TypeError names the part that cannot be.
 
   Typed values become `{"$type": name, ...}` and come back through `decode`; so
   does a mapping that happens to have a key "$type".

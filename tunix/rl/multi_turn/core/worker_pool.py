@@ -57,7 +57,7 @@ class StuckCall:
     callback()
 
   def mark_returned(self) -> None:
-    """Runs the callbacks; whoever saw the call come back calls this."""
+    """Runs the callbacks; to be called once the call has returned."""
     with self._lock:
       self._returned = True
       callbacks, self._callbacks = self._callbacks, []

@@ -26,7 +26,7 @@ def smallest(buckets: Sequence[int], need: int) -> int:
 
 
 def announced(variant: programs.Variant, features: Collection[str]) -> bool:
-  """Whether warm-up compiles the variant for these features."""
+  """Whether an engine with these optional features can need the variant."""
   return (not variant.details or "details" in features) and (
       not variant.masked or "grammar" in features
   )
@@ -113,7 +113,7 @@ def choose(
     image_sizes: (width, height) in pixels of the screenshots to come.
 
   Raises:
-    ValueError: a bucket of patches is no whole number of vision tokens.
+    ValueError: a bucket of patches is not a whole number of vision tokens.
   """
   context, slots = config.context_length, config.slots
   per_token = processor.patches_per_token

@@ -24,7 +24,7 @@ one of them ends the completion, else to None."""
 
 
 class Grammar(Protocol):
-  """The tokens that one completion may go on with, one at a time."""
+  """The tokens that one completion may continue with, one at a time."""
 
   def allowed(self) -> np.ndarray:
     """uint32[ceil(V / 32)], bit t % 32 of word t // 32 set when token t may
@@ -134,7 +134,7 @@ def ends(
     end = begin + operator.index(keep)
   except TypeError:
     raise ValueError(
-        f"stop_when returned {keep!r}, which is no number of tokens"
+        f"stop_when returned {keep!r}, which is not a number of tokens"
     ) from None
   if not start < end <= request.length:
     raise ValueError(

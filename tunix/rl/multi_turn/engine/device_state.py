@@ -113,7 +113,7 @@ def _checked(
 def _replicated(
     params: tuple[jax.Array, ...],
 ) -> jax.sharding.NamedSharding | None:
-  """On every device of the parameters' mesh; None on a single device."""
+  """Sharding that replicates on the parameters' mesh; None on one device."""
   for x in params:
     if isinstance(x.sharding, jax.sharding.NamedSharding):
       return jax.sharding.NamedSharding(
@@ -130,7 +130,7 @@ class DeviceState:
     cache: KV cache, a tree of pages.
     pool: vision tokens, a tree of [1, vision_tokens, …].
     merge: makes the policy of `params`, within a program.
-    place: sharding of what is neither parameter nor cache; None on a single
+    place: sharding of inputs and outputs beside the cache; None on a single
       device.
     cache_place: the sharding of each leaf of the cache.
     cache_shape, pool_shape: shapes, dtypes and places of those trees.
@@ -267,7 +267,7 @@ class DeviceState:
     return tuple(new)
 
   def shape(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-    """An array that is no parameter, and its place."""
+    """An array that is not a parameter, and its place."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=self.place)
 
   def encode_shapes(

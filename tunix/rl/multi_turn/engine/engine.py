@@ -19,7 +19,7 @@ Promises:
 - New weights take effect between two decode calls (or between completions,
   by `update_policy`); each token carries its weights' version.
 - A bad request fails alone. A device failure fails the running requests with an
-  `EngineError` and the engine goes on; after several failures in a row
+  `EngineError` and the engine keeps running; after several failures in a row
   `healthy` is False, and every request is refused at once.
 - After `warm_up` nothing is compiled again, except for features that the config
   does not name; `stats()` counts both.
@@ -294,7 +294,7 @@ class RolloutEngine:
     return done
 
   def resume(self) -> None:
-    """Ends a `pause`: sampling goes on where it stopped."""
+    """Ends a `pause`: sampling resumes where it stopped."""
     self._post(_Resume())
 
   def warm_up(
@@ -374,7 +374,7 @@ class RolloutEngine:
     }
 
   def close(self, timeout_s: float = 30.0) -> None:
-    """Fails what is pending and ends the thread. Idempotent.
+    """Fails pending requests and ends the thread. Idempotent.
 
     Raises:
       TimeoutError: the thread is stuck in a device call; it is a daemon, and

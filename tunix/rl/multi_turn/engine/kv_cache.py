@@ -291,7 +291,7 @@ class CachedSequence:
       self._published = block + 1
 
   def rest(self) -> None:
-    """Keeps the cached tokens; drops the room beyond them."""
+    """Keeps the cached tokens; frees the pages reserved beyond them."""
     self.tokens = self.tokens[: self.cached].copy()
     self.spans = tuple(s for s in self.spans if s.offset < self.cached)
     self._cut(self._pool.count(self.cached))

@@ -64,7 +64,7 @@ class Request:
     positions: int32[., 3], rotary positions from `positions_from` to one past
       the prompt.
     prefilled, reused: prompt tokens computed, and found in the cache.
-    preempted: state to go on with.
+    preempted: state to resume from; None unless preempted.
     details: of its decode calls, each array [sampled tokens, …].
     outcome: its completion or error.
   """

@@ -42,7 +42,7 @@ Weights = tuple[jax.Array, ...]
 
 
 class Scheduler:
-  """Decides what the device runs next, for whichever requests wait.
+  """Decides which program the device runs next, for the waiting requests.
 
   Attributes:
     slots: requests and sessions.

@@ -1,7 +1,7 @@
 """Keeps the vision tokens of prompts' images on the device.
 
 `PatchCache` keeps patches on the host, `VisionPool` hands out places in the
-device's pool of vision tokens, `VisionCache` encodes what is not there yet.
+device's pool of vision tokens, `VisionCache` encodes images that are not in it.
 
 Promises: an image is encoded once while it stays in the pool and the weights
 are the same; no image of the call at hand is evicted for another of its images;

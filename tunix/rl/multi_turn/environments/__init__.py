@@ -1,4 +1,4 @@
-"""Environments: what an agent's actions act on."""
+"""Environments of episodes, their gyms and task sources."""
 
 from tunix.rl.multi_turn.environments.base_env import BaseEnv
 from tunix.rl.multi_turn.environments.base_env import maybe_await

@@ -1,7 +1,7 @@
-"""Defines environments: reset, step, close; sync or async, as they like.
+"""Defines environments: reset, step, close; each sync or async.
 
 `reset() -> (observation, info)`, `step(action) -> (observation, reward, done,
-info)`. Everything in this package awaits what needs awaiting (`maybe_await`);
+info)`. Callers in this package use `maybe_await`;
 `SyncEnv` serves callers without an event loop.
 
 `info` may hold `success` (bool) and `status` (a `TrajectoryStatus` value, how
@@ -34,7 +34,7 @@ class BaseEnv(abc.ABC):
     """Carries out an action. May be async."""
 
   def close(self) -> Any:
-    """Frees what the environment holds; idempotent. May be async."""
+    """Frees the environment's resources; idempotent. May be async."""
 
   @classmethod
   def from_dict(cls, env_args: Mapping[str, Any]) -> BaseEnv:

@@ -2,16 +2,16 @@
 
 The policy sees the screenshot at the screenshot tool's size and acts in tool
 calls; the environment turns them into `GuiAction`s in the gym's pixels. The
-episode ends when the policy answers or terminates, when the gym says so, when
-the policy gives plain text (see `on_text`), or when its steps are used; then
-the gym evaluates the state it is in.
+episode ends when the policy answers or terminates, when the gym reports it
+over, when the policy gives plain text (see `on_text`), or after its last step;
+then the gym evaluates the state it is in.
 
-Promises: a call that is no GUI action never raises: the policy reads the error
-(or the episode ends, see `on_invalid`), and the gym is not touched. Errors of
-the gym go through: they are the environment's failure, not a reward. A sync gym
-runs in threads (`concurrency.Guarded`): it never blocks the event loop, and a
-call of it that its caller gave up keeps the gym to itself until it returns;
-the gym is closed then.
+Promises: a call that is not a GUI action never raises: the policy reads the
+error (or the episode ends, see `on_invalid`), and the gym is not touched. The
+gym's errors propagate: they are the environment's failure, not a reward. A sync
+gym runs in threads (`concurrency.Guarded`): it never blocks the event loop, and
+an abandoned call keeps the gym to itself until it returns; the gym is closed
+then.
 
 Does not: impose deadlines; the collector does.
 """
@@ -70,7 +70,7 @@ class CUAEnv(base_env.BaseEnv):
     """Args:
 
       gym: a gym of this environment's own.
-      screenshot_tool: stores what the policy sees.
+      screenshot_tool: stores the screenshots for the policy.
       task: a Task, or its JSON.
       action_parser: name, class or instance of a GuiActionParser.
       max_steps: turns, None for the task's own, else 10.
@@ -79,7 +79,7 @@ class CUAEnv(base_env.BaseEnv):
         answer and an info with `success`, `evaluation` and `step_count`.
       on_text: a plain text action "end"s the episode as a parse error, is an
         "answer" that the gym gets, or lets the policy "retry".
-      on_invalid: after a call that is no GUI action, "observe" goes on and
+      on_invalid: after a call that is not a GUI action, "observe" continues and
         "end" ends the episode as a parse error, without carrying out the
         turn's other calls.
       max_actions_per_step: calls of one turn that are carried out.
@@ -293,7 +293,7 @@ class CUAEnv(base_env.BaseEnv):
             )
         )
       except tool_parser.ToolParseError as error:
-        # What follows may build on it, so it is not carried out.
+        # Later calls may depend on it, so they are not carried out.
         errors.append(str(error))
         break
     status = None

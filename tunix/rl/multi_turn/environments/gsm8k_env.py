@@ -1,4 +1,4 @@
-"""GSM8K as an environment of one step, around a stateful tool.
+"""Implements GSM8K as an environment of one step, around a stateful tool.
 
 `Gsm8kEnv` is of the text family; `Gsm8kEnvironment` is the same as an ordinary
 environment, built from a config.

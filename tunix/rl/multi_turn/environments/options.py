@@ -14,7 +14,7 @@ def yaml_object(text: str, name: str) -> dict[str, Any]:
   """The object that a command's option holds as YAML.
 
   Raises:
-    ValueError: `text` is no object.
+    ValueError: `text` is not an object.
   """
   try:
     data = yaml.safe_load(text)

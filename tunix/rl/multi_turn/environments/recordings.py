@@ -4,7 +4,7 @@ A file has one episode a line, as JSON with its screenshots, so that reading it
 needs no gym. `ReplayGym` plays recordings behind the `Gym` protocol.
 
 Promises: an appended episode is in the file whole or not at all, also after a
-crash; a line that is no recording raises with its number.
+crash; a line that is not a recording raises with its number.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Recording:
     """
     if not isinstance(data, Mapping) or data.get("version") != VERSION:
       raise ValueError(
-          f"{where} is no recording of version {VERSION}; record it with"
+          f"{where} is not a recording of version {VERSION}; record it with"
           " python -m tunix.rl.multi_turn.environments.play"
       )
     try:
@@ -139,7 +139,7 @@ def read(path: str | os.PathLike[str]) -> list[Recording]:
 
   Raises:
     OSError: the file cannot be read.
-    ValueError: a whole line is no recording.
+    ValueError: a whole line is not a recording.
   """
   found = []
   file = pathlib.Path(path).expanduser()

@@ -1,17 +1,17 @@
 """Registers environments by name, and builds one for each episode.
 
 An environment of a run is named by `environment.name`: a registered name, or
-"package.module:Class". `EnvironmentSpec` adds what a run must know beside the
+"package.module:Class". `EnvironmentSpec` adds facts that a run needs beside the
 class; a bare class is wrapped in one, with its `action_grammar` attribute if
 it has one.
 
 `Builder` fills a constructor's parameters by their names: first
-`environment.options`, then what the run provides (the task, `max_steps`,
+`environment.options`, then values of the run (the task, `max_steps`,
 `reward_fn`, the gym, ...), then the fields of the task itself. A class whose
 constructor takes no task and not the task's fields is built by its `from_dict`.
 
-Promises: what cannot be built is refused before the first episode, naming the
-parameter and the setting or task field that would fill it.
+Promises: a class that cannot be built is refused before the first episode; the
+error names the parameter and the setting or task field that would fill it.
 
 Does not: build agents, or import an environment that is not asked for.
 """
@@ -107,7 +107,7 @@ for _name, _spec in {
 
 
 def get(name: str) -> EnvironmentSpec:
-  """The spec of a registered name, or of what a path leads to.
+  """The spec of a registered name, or of the object at a path.
 
   Raises:
     ValueError: unknown; the message names the nearest one.
@@ -169,7 +169,7 @@ class Builder:
     """An environment for one episode of `task`.
 
     Args:
-      task: its `params` are the fields of a task that is no gym's.
+      task: its `params` are the fields of a task without a gym.
       **provided: further arguments, for parameters of these names.
 
     Raises:
@@ -204,7 +204,7 @@ class Builder:
 
 
 def fields_of(task: gym_base.Task) -> dict[str, Any]:
-  """A task that is no gym's, as its environment reads it: one flat mapping."""
+  """A task without a gym as the flat mapping that its environment reads."""
   fields = dict(task.params)
   if task.instruction and "question" not in fields:
     fields["question"] = task.instruction

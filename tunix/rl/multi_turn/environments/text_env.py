@@ -26,7 +26,7 @@ class BaseEnv(abc.ABC):
     """Takes the model's text: (next observation, reward, done, info)."""
 
   async def close(self) -> None:
-    """Frees what the environment holds; idempotent."""
+    """Frees the environment's resources; idempotent."""
 
 
 TextEnv = BaseEnv

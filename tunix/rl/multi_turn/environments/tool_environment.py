@@ -1,4 +1,4 @@
-"""A task that is solved by calling tools and giving an answer.
+"""Implements tasks that are solved by tool calls and an answer.
 
 An episode ends when the policy answers (a plain text action), calls `finish`,
 or has used its steps; then, and only then, the reward function judges the
@@ -190,7 +190,7 @@ class ToolEnvironment(base_env.BaseEnv):
     self.tool_manager.tools.update(self._adapters)
 
   async def _tool_rewards(self) -> dict[str, float]:
-    """What each stateful tool says that its instance was worth."""
+    """Reward that each stateful tool returns for its instance."""
     values = await asyncio.gather(*(
         concurrency.with_deadline(
             adapter.calc_reward(), self._reward_timeout, f"{name}.calc_reward"

@@ -59,8 +59,8 @@ class ToolRequestEnvironment(base_env.BaseEnv):
         tool = tool.tool
       if not isinstance(tool, stateful.BaseTool):
         raise ValueError(
-            f"tool {name!r} is no stateful tool, which an instance an episode"
-            " needs; use it with environment=tool"
+            f"tool {name!r} is not a stateful tool, so it has no instance for"
+            " an episode; use it with environment=tool"
         )
       self._tools[name] = tool
     row = dict(task)

@@ -79,7 +79,7 @@ def from_png(data: bytes, what: str = "screenshot") -> np.ndarray:
     raise
   except Exception as error:  # pylint: disable=broad-except
     # Decoders raise all kinds of exceptions for bytes that are no picture.
-    raise WireError(f"{what} is no picture: {error}") from error
+    raise WireError(f"{what} is not a picture: {error}") from error
 
 
 def from_numbers(
@@ -198,7 +198,7 @@ def reward_of(reply: Any) -> tuple[float, bool]:
   one falls through; a zero is a score.
 
   Raises:
-    WireError: none of them is there, or the score is no finite number.
+    WireError: none of them is there, or the score is not a finite number.
   """
   if not isinstance(reply, Mapping):
     raise WireError(
@@ -356,7 +356,7 @@ def action_from_json(
   """An action of either vocabulary, in pixels of a `width` x `height` screen.
 
   Raises:
-    WireError: naming the field and what it may be.
+    WireError: names the field and the values allowed.
   """
   if not isinstance(data, Mapping):
     raise WireError(f"action must be an object, got {json_models.short(data)}")
@@ -425,7 +425,7 @@ Action = Annotated[
 
 
 def jsonable(value: Any) -> Any:
-  """`value` as JSON can hold it; what it cannot becomes its text.
+  """Converts `value` to JSON values; other objects become their text.
 
   Numbers that JSON does not have (nan, infinities) become null.
   """
@@ -445,8 +445,9 @@ def jsonable(value: Any) -> Any:
 
 
 def number(value: Any, what: str) -> float:
-  """Raises:
+  """`value` as a float; `what` names it in the error.
 
+  Raises:
     WireError: no finite number.
   """
   try:

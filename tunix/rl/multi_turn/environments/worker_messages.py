@@ -65,7 +65,7 @@ def decode(data: bytes) -> tuple[dict[str, Any], Any]:
   """(message, value) of `encode`.
 
   Raises:
-    ValueError: `data` is no such message.
+    ValueError: `data` is not such a message.
   """
   try:
     (length,) = _LENGTH.unpack_from(data)

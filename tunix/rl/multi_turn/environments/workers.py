@@ -4,8 +4,8 @@
 least busy one.
 
 Promises: when a process dies, whatever the cause, the calls into its gyms raise
-`WorkerDiedError` at once, gyms of other processes go on, and a new process
-takes its place; a process ends with its parent.
+`WorkerDiedError` at once, gyms of other processes keep running, and a new
+process takes its place; a process ends with its parent.
 
 Does not protect the machine from a gym: a process is a wall against crashes
 and memory, not against malice.

@@ -1,7 +1,7 @@
 """Saves and restores a learner: parameters, optimizer, counters, extras.
 
 Orbax writes them: a checkpoint is complete or does not exist, the newest `keep`
-stay, saving goes on in the background. Restoring places every array where the
+stay, and saving runs in the background. Restoring places every array where the
 learner at hand wants it, from any mesh.
 
 Promises: a learner that is restored continues as if it had never stopped.

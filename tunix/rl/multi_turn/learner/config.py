@@ -237,7 +237,7 @@ class LearnerConfig:
 
 @settings.settings
 class CheckpointConfig:
-  """When checkpoints are written, and how many of them stay."""
+  """Interval of checkpoints, and the number kept."""
 
   every: int = settings.setting(
       default=40, doc="Save every this many updates. 0 = only at the end.", ge=0

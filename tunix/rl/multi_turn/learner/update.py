@@ -94,7 +94,7 @@ class SplitModel:
     return self._trained.flat(nnx.split(model, self.trained, ...)[1])
 
   def frozen_of(self, model: nnx.Module) -> Params:
-    """Its parameters that are not trained, not copied."""
+    """The model's frozen parameters, not copied."""
     parts: Any = nnx.split(model, self.trained, nnx.Param, ...)
     return self._frozen.flat(parts[2])
 
@@ -133,7 +133,7 @@ class Placement:
 
   @classmethod
   def of(cls, split: SplitModel, model: Any, mesh: Mesh | None) -> Placement:
-    """On `mesh` by the parameters' `axes` metadata, or on one device."""
+    """Places on `mesh` by the parameters' `axes`, or on one device."""
     if mesh is None:
       here: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(
           jax.local_devices()[0]

@@ -97,7 +97,7 @@ def resolve(name: str) -> NamedPolicy:
 
 
 class _Files:
-  """What built-in policies and directories have in common: `checkpoint`."""
+  """Base of built-in policies and directories: both take `checkpoint`."""
 
   brings_weights = False
 
@@ -133,7 +133,7 @@ class _BuiltIn(_Files):
 
 
 class _Directory(_Files):
-  """Its sizes, and its weights."""
+  """A policy directory: it sets the sizes and the weights."""
 
   brings_weights = True
 

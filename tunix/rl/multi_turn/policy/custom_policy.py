@@ -337,12 +337,12 @@ def _directory(source: str | pathlib.Path) -> pathlib.Path:
   directory = pathlib.Path(source).expanduser()
   if not directory.is_dir():
     raise FileNotFoundError(
-        f"{str(source)!r} is no directory; give that of a saved policy"
+        f"{str(source)!r} is not a directory; give that of a saved policy"
     )
   return directory
 
 
 def _as_stored(value: jax.Array) -> np.ndarray:
-  """As it is, but for dtypes that numpy has no name for: exactly in float32."""
+  """As a numpy array; narrow float dtypes exactly in float32."""
   narrow = jnp.issubdtype(value.dtype, jnp.floating) and value.itemsize < 4
   return np.asarray(value, np.float32 if narrow else None)

@@ -99,7 +99,7 @@ class Tensor:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """In the file, of each key."""
+    """Shape of each key's tensor in the file."""
     shape = self._shape
     if self.transposed:
       return (*shape[:-2], shape[-1], shape[-2])

@@ -383,7 +383,7 @@ def _over_mesh(
 
 
 def _cudnn_applies(q_BTNH: jax.Array, block: int) -> bool:
-  """To half precision and heads it knows, for even numbers of queries."""
+  """Whether cuDNN's kernel takes this dtype, head size and query block."""
   h = q_BTNH.shape[3]
   half = q_BTNH.dtype in (jnp.bfloat16, jnp.float16)
   even = min(block, q_BTNH.shape[1]) % 2 == 0

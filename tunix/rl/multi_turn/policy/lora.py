@@ -2,7 +2,7 @@
 
 With an adapter a `layers.Linear` gives x W + scale (x A) B, with A [in, r], B
 [r, out] and scale = alpha / r. The adapter's matrices are `layers.LoRAParam`s,
-by which an optimizer tells them from the base weights.
+by which an optimizer distinguishes them from the base weights.
 
 Promises: a fresh adapter changes nothing, to the bit (B is zero); taking an
 adapter off gives back the base weights themselves.

@@ -21,7 +21,7 @@ from tunix.rl.multi_turn.policy import qwen_config
 FAMILIES = ("qwen3", "qwen2")
 
 RUN_FIELDS = ("compute_dtype", "param_dtype", "remat", "scan_layers")
-"""What may differ from a checkpoint's file: how it is run."""
+"""Fields that may differ from a checkpoint's file: they affect running only."""
 
 _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
@@ -87,7 +87,7 @@ class QwenTextConfig:
 
 
 AnyConfig = qwen_config.QwenVLConfig | QwenTextConfig
-"""What `qwen_decoder` reads its sizes from."""
+"""Configs that `qwen_decoder` reads its sizes from."""
 
 
 def run_fields(config: AnyConfig) -> tuple[str, ...]:

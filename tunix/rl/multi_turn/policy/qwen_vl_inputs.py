@@ -247,7 +247,7 @@ class QwenVLProcessor:
 
     Text counts up on all axes alike. An image that begins at position p stands
     at time p, its rows at p, p + 1, … and its columns likewise; the text after
-    it goes on at p + max(rows, columns), in vision tokens.
+    it continues at p + max(rows, columns), in vision tokens.
 
     Args:
       tokens: int[T] of one sequence, from its beginning.

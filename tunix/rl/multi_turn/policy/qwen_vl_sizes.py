@@ -1,6 +1,6 @@
 """Computes the size at which Qwen2.5-VL and Qwen3-VL see an image.
 
-Promises: `smart_resize` gives what the reference of that name gives, for every
+Promises: `smart_resize` equals the reference of that name, for every
 size that it takes.
 
 Does not: touch pixels (see `qwen_vl_inputs`), or import numpy.

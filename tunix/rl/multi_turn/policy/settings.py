@@ -92,7 +92,8 @@ class PolicyConfig:
   def problems(self) -> Iterator[str]:
     if "image_budget" in self.config:
       yield (
-          "config.image_budget is no field of a policy; use trajectory_pixels"
+          "config.image_budget is not a field of a policy; use"
+          " trajectory_pixels"
       )
 
   def changes(self, images: int) -> dict[str, Any]:

@@ -185,5 +185,5 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
         f"{file} is not valid JSON ({error}); copy or download it again"
     ) from None
   if not isinstance(found, dict):
-    raise ValueError(f"{file} is no JSON object; copy or download it again")
+    raise ValueError(f"{file} is not a JSON object; copy or download it again")
   return found

@@ -1,4 +1,4 @@
-"""System prompts by name."""
+"""Provides system prompts by name."""
 
 from tunix.rl.multi_turn.prompts.templates import get_prompt
 from tunix.rl.multi_turn.prompts.templates import insert_tools

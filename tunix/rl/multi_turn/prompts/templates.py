@@ -1,4 +1,4 @@
-"""System prompts, as data.
+"""Holds the system prompts, as templates.
 
 A template is text with `$tools_prompt` where the tool parser's prompt goes, and
 other `$fields` that `render_system_prompt` fills in.
@@ -73,7 +73,7 @@ def prompt_names() -> tuple[str, ...]:
 
 
 def insert_tools(text: str, tools_prompt: str) -> str:
-  """`text` with the tool prompt in its place, or behind it."""
+  """`text` with the tool prompt at its mark, or else at the end."""
   if TOOLS_FIELD in text:
     return text.replace(TOOLS_FIELD, tools_prompt).strip()
   return "\n\n".join(part for part in (text, tools_prompt) if part)
@@ -82,7 +82,7 @@ def insert_tools(text: str, tools_prompt: str) -> str:
 def render_system_prompt(
     name: str, tools_prompt: str = "", **fields: Any
 ) -> str:
-  """A template with everything filled in.
+  """Fills a template in.
 
   Args:
     name: of the template.

@@ -1,4 +1,4 @@
-"""File helpers of the observers: atomic JSON, tolerant JSON lines."""
+"""Reads and writes the observers' files: atomic JSON, tolerant JSON lines."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Tracker:
 
   def _complain(self, reason: str) -> None:
     _LOG.warning(
-        "%s receives nothing more of this run, training goes on: %s",
+        "%s receives nothing more of this run, training continues: %s",
         self.name,
         " ".join(reason.split())[:500],
     )
@@ -305,7 +305,7 @@ class WeightsAndBiases:
 
 def _not_stopped() -> None:
   _LOG.warning(
-      "Weights & Biases asks to stop this run; training goes on, and Ctrl-C"
+      "Weights & Biases asks to stop this run; training continues, and Ctrl-C"
       " where it runs ends it"
   )
 

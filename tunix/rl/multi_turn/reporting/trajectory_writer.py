@@ -160,7 +160,7 @@ class TrajectoryWriter:
           return
         self._write(*item)
       except Exception as error:  # pylint: disable=broad-except
-        # Recording serves people; training goes on without it.
+        # Trajectories are for people; training continues without them.
         if not self.counters["failed"]:
           _LOG.warning("an episode was not recorded: %r", error)
         self.counters["failed"] += 1

@@ -86,7 +86,7 @@ def calculate(task: Mapping[str, Any], action: str) -> RewardOutput:
 def success(
     task: Any, action: Any, info: Mapping[str, Any] | None = None
 ) -> RewardOutput:
-  """1 when the environment says the task is solved."""
+  """1 when the environment reports the task as solved."""
   del task, action
   score = float(bool((info or {}).get("success", False)))
   return RewardOutput(score, {"success": score})

@@ -76,7 +76,7 @@ class EpisodeFactory:
   def __init__(self, config: TrainConfig, image_store: images_lib.ImageStore):
     """Raises:
 
-      ConfigError: listing what cannot be built, by setting.
+      ConfigError: lists each setting whose object cannot be built.
     """
     self._config = config
     self._screenshots = screenshot.ScreenshotTool(image_store)

@@ -19,7 +19,7 @@ def make_engine(
     image_store: images_lib.ImageStore,
     tokenizer: str,
 ) -> remote_engine.RemoteEngine:
-  """The way to an engine that runs already; asks it nothing yet.
+  """Makes the client of a running engine; sends no request yet.
 
   Args:
     config: names it, in `external`.

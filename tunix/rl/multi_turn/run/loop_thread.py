@@ -3,7 +3,7 @@
 Promises: a `wait` of the main thread ends when the run is to stop; closing has
 a deadline, and logs what missed it.
 
-Does not: depend on what an episode is.
+Does not: know episodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Interrupted(Exception):
 
 
 class LoopThread:
-  """An event loop in a thread: where episodes live.
+  """An event loop in a thread, which runs the episodes.
 
   One loop for a whole run, as gyms share what belongs to a loop (a browser).
   """
@@ -42,7 +42,7 @@ class LoopThread:
     return asyncio.run_coroutine_threadsafe(work, self._loop)
 
   def wait(self, work: Coroutine[Any, Any, Any], stop: threading.Event) -> Any:
-    """Runs `work` here and returns what it gives.
+    """Runs `work` on the loop and returns its result.
 
     Raises:
       Interrupted: `stop` was set; the work is cancelled.
@@ -62,7 +62,7 @@ class LoopThread:
           raise Interrupted() from None
 
   def close(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """Cancels what still runs there and ends the thread."""
+    """Cancels the loop's tasks and ends the thread."""
 
     async def cancel_all():
       tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -84,7 +84,7 @@ class LoopThread:
 def close_shared(
     loop: LoopThread, close: Callable[[], Awaitable[None]] | None
 ) -> None:
-  """Closes, on this loop, what its gyms shared; see `GymSpec.close_shared`."""
+  """Closes the gyms' shared resources on `loop`; see `GymSpec.close_shared`."""
   if close is None:
     return
 
@@ -95,4 +95,4 @@ def close_shared(
     loop.submit(run()).result(STOP_TIMEOUT_S)
   except Exception as error:  # pylint: disable=broad-except
     # The loop, the engine and the files have yet to be closed.
-    _LOG.warning("what the gyms share did not close: %r", error)
+    _LOG.warning("the gyms' shared resources did not close: %r", error)

@@ -276,7 +276,7 @@ def make_cloning_learner(
           steps=warm.steps,
           minibatches=1,
           epochs=1,
-          # Fast from nothing, but it would overwrite what is there already.
+          # Fast for a new file, but it would overwrite an existing one.
           optimizer="adamw" if warm_start_source(config) else "muon",
           learning_rate=warm.learning_rate,
           schedule="cosine",
@@ -320,7 +320,7 @@ def _make_learner(
 def make_store(
     config: TrainConfig, images: images_lib.ImageStore
 ) -> group_store.SqliteGroupStore | None:
-  """Where the queue's groups survive a crash; None without `queue.path`.
+  """Opens the queue's durable store; None without `queue.path`.
 
   Raises:
     ConfigError: the file cannot be one, or holds another run's groups.
@@ -342,6 +342,6 @@ def make_store(
     store.close()
     raise ConfigError([
         f"queue.path={path} holds the {len(known)} groups of another run;"
-        " give a file that is new, or go on with that run by resume="
+        " give a new file, or continue that run with resume="
     ])
   return store

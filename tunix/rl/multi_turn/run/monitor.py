@@ -34,7 +34,7 @@ TOKEN_VARIABLE = "TUNIX_MONITOR_TOKEN"
 
 
 class RunMonitor:
-  """See the module docstring; `observer` listens to the run's events."""
+  """A run's connection to the monitor; `observer` receives its events."""
 
   def __init__(
       self,
@@ -220,7 +220,7 @@ def _missing(error: ImportError) -> str:
 
 
 def _root(config: config_lib.TrainConfig) -> pathlib.Path:
-  """The runs' folder: the next run in it delivers what this one could not."""
+  """Folder of all runs: the next run in it delivers this one's unsent rows."""
   return config.run_dir.absolute().parent
 
 

@@ -1,7 +1,7 @@
-"""The server that a run opens for its own episodes (`rollout.via=proxy`).
+"""Serves the engine to a run's own episodes over HTTP (`rollout.via=proxy`).
 
-Promises: it listens on the loopback interface, and answers only who knows the
-run's token; it takes as many sessions and requests as the run has episodes.
+Promises: it listens on the loopback interface, and answers only requests with
+the run's token; it takes as many sessions and requests as the run has episodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RunProxy:
-  """A server in front of the engine, and the way to it.
+  """An HTTP server in front of the run's engine.
 
   Attributes:
     connection: what `episodes.make_collector` takes.
@@ -94,6 +94,6 @@ class RunProxy:
     try:
       wait(self.connection.aclose())
     except Exception as error:  # pylint: disable=broad-except
-      # What else the run has open is yet to be closed.
+      # The run's other parts are yet to be closed.
       _LOG.warning("connections to the proxy did not close: %r", error)
     self._server.close()

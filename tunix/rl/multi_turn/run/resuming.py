@@ -54,15 +54,15 @@ _FIXED = (
     *_SOURCE,
     *_EVALUATION,
 )
-"""What a run's weights, tasks and random numbers are made from, and what makes
-its evaluations comparable."""
+"""Settings that determine a run's weights, tasks and random numbers, and those
+that its evaluations must share to be comparable."""
 
 _FIXED_WHETHER_ZERO = ("learner.grad_clip",)
 """Whether they are 0 decides the structure of the optimizer's state."""
 
 
 def check(config: TrainConfig) -> None:
-  """Refuses settings that the run at `config.run.resume` cannot go on with.
+  """Refuses settings that the run at `config.run.resume` cannot continue with.
 
   Raises:
     ConfigError: naming each with its value of before.

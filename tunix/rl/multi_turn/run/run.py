@@ -55,7 +55,7 @@ class Run:
     """Builds the parts; touches no directory.
 
     Raises:
-      ConfigError: listing what cannot be built.
+      ConfigError: lists the parts that cannot be built.
     """
     config, self.task_source = run_tasks.resolve(config)
     self.config = config
@@ -82,7 +82,7 @@ class Run:
 
   @property
   def connection(self) -> proxy_lib.ProxyConnection | None:
-    """The episodes' way to the engine; None where they ask it directly."""
+    """The episodes' client of the engine; None where they call it directly."""
     return None if self._proxy is None else self._proxy.connection
 
   @property
@@ -123,11 +123,11 @@ class Run:
     if not self.resuming and (self.directory / "metrics.jsonl").exists():
       raise config_lib.ConfigError([
           f"run.name={config.run.name}: {self.directory} holds a run already;"
-          f" choose another name, or go on with resume={self.directory}"
+          f" choose another name, or continue it with resume={self.directory}"
       ])
     self.store = models.make_store(config, self.images)
     self.directory.mkdir(parents=True, exist_ok=True)
-    # The file repeats the run, it does not go on with it.
+    # The file repeats the run; it does not resume it.
     repeat = dataclasses.replace(config.run, resume="", dry_run=False)
     (self.directory / "config.yaml").write_text(
         dataclasses.replace(config, run=repeat).to_yaml()

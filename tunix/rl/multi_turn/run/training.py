@@ -1,8 +1,8 @@
 """Trains with GRPO: the collecting loop and the learner's, joined by the queue.
 
 Promises: an interrupt or a failure leaves a checkpoint and the policy after
-the last update; a resumed run trains on no group twice, goes on with the next
-task, and makes the evaluations that it lacks.
+the last update; a resumed run trains on no group twice, continues with the
+next task, and makes the missing evaluations.
 """
 
 from __future__ import annotations

@@ -228,8 +228,8 @@ def logprobs(
 def alternatives(
     completion: policy_client.Completion,
 ) -> list[list[tuple[int, float]]]:
-  """For each token the likeliest ones that could be sampled; empty unless the
-  request asks for them."""
+  """Each position's likeliest tokens with log-probs; empty unless the request
+  asks for them."""
   if completion.top_tokens is None:
     return [[] for _ in completion.tokens]
   return [
@@ -321,7 +321,7 @@ class StopStrings:
     self.found = False
 
   def __call__(self, tokens: np.ndarray) -> int | None:
-    """How many of the int32[S] tokens to keep, once a string is complete."""
+    """Number of int32[S] tokens to keep; None until a string is complete."""
     for i in range(self._seen, len(tokens)):
       token = int(tokens[i])
       if token in self._ends:
@@ -340,13 +340,13 @@ class StopStrings:
 
 
 def first_of(text: str, strings: Sequence[str], start: int = 0) -> int:
-  """Where the first of the strings begins in the text; else its length."""
+  """Offset of the earliest of the strings in the text, else its length."""
   places = (text.find(s, start) for s in strings)
   return min((p for p in places if p >= 0), default=len(text))
 
 
 def certain(text: str, strings: Sequence[str]) -> int:
-  """How many characters of a text stay, whatever comes after it."""
+  """Number of characters that no later text can turn into a stop string."""
   end = first_of(text, strings)
   if end < len(text):
     return end

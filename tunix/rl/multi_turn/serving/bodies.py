@@ -133,7 +133,7 @@ def _read_other(body: bytes) -> Any:
 def _finite(text: str) -> float:
   value = float(text)
   if not math.isfinite(value):
-    raise ValueError(f"{text[:_SHOWN]} is no finite number")
+    raise ValueError(f"{text[:_SHOWN]} is not a finite number")
   return value
 
 
@@ -234,7 +234,7 @@ def _expected(field: Any) -> str:
 def refusal(
     text: str, code: str = "invalid_value", **context: Any
 ) -> PydanticCustomError:
-  """For validators to raise; `field` names a field of the refused object."""
+  """Error for validators to raise; `field` names a field of the object."""
   return PydanticCustomError(code, "{text}", {"text": text, **context})  # type: ignore[arg-type]
 
 
@@ -354,7 +354,7 @@ class Neutral:
     del source, handler
 
     def check(value: Any) -> Any:
-      for one in self.values:  # `True == 1`: a flag is no number.
+      for one in self.values:  # `True == 1`: a flag is not a number.
         if value == one and isinstance(value, bool) == isinstance(one, bool):
           return value
       raise refusal("", "unsupported_parameter")

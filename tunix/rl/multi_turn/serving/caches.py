@@ -28,7 +28,7 @@ class SessionCache:
   Attributes:
     by_body: hash of a body -> the task of its answer. One task serves all
       requests with that body, and is cancelled when none of them is left. An
-      answer that is no interaction of the session is kept for the last few
+      answer that is not an interaction of the session is kept for the last few
       bodies only.
     count: requests so far, for their seeds.
     closed: no cache is kept any more.
@@ -125,7 +125,7 @@ class ConversationCache:
 
       max_answers: kept at a time.
       max_characters: of their messages, counted anew for each answer, though
-        the answers of one conversation share what they hold.
+        the answers of one conversation share their contents.
     """
     self._max_answers = max_answers
     self._max_characters = max_characters

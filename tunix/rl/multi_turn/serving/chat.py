@@ -137,7 +137,7 @@ class AssistantMessage(_Message):
 
 
 class ToolMessage(_Message):
-  """What a call returned, screenshots included."""
+  """Result of a tool call, screenshots included."""
 
   role: Literal["tool"]
   content: Parts
@@ -237,7 +237,7 @@ def _check_images_only(
     messages: tuple[requests.Message, ...],
     tools: tuple[Any, ...],
 ) -> None:
-  """Of a prompt in tokens: messages hold the images of its placeholders."""
+  """Checks a prompt in tokens: messages hold its placeholders' images only."""
   if not tokens:
     raise errors.invalid(
         "prompt_token_ids",

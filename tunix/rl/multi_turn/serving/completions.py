@@ -43,7 +43,7 @@ class CompletionBody(requests.ChoicesBody):
   """A body of `/v1/completions`."""
 
   prompt: Annotated[str | tuple[int, ...], _Prompt()]
-  # The number of alternatives, beside what was sampled.
+  # The number of alternatives, beside the sampled token.
   logprobs: (
       Annotated[int, bodies.Range(0, policy_client.MAX_TOP_LOGPROBS)] | None
   ) = None
@@ -114,7 +114,7 @@ def _logprobs(
 def _alternatives(
     choice: answers.Choice, decoder: answers.TokenDecoder
 ) -> list[dict[str, float]] | None:
-  """By their text, the sampled token among them; by bytes what is no text."""
+  """Log-probs by token text, the sampled token included; non-text by bytes."""
   completion = choice.completion
   if completion.top_tokens is None:
     return None
@@ -141,7 +141,7 @@ def _ending(
     decoder: answers.TokenDecoder,
     index: int,
 ) -> dict[str, Any]:
-  """What a choice holds beside its index and text."""
+  """Fields of a choice beside its index and text."""
   choice = answer.choices[index]
   told = {
       "finish_reason": choice.finish_reason,

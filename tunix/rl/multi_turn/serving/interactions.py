@@ -50,8 +50,8 @@ class PendingPrompt:
   """A rendered request, for any number of answers (n > 1)."""
 
   session_id: str
-  before: Interaction | None  # What it extends; None starts a chain.
-  # What it adds to the messages of `before`, the echo of its answer first, and
+  before: Interaction | None  # The one it extends; None starts a chain.
+  # Its additions to the messages of `before`, the echo of its answer first, and
   # to its tokens; offsets of images count from the start of `extension`.
   new_messages: tuple[Message, ...]
   extension: TokenPrompt
@@ -69,7 +69,7 @@ class PendingPrompt:
 
   @property
   def ancestors(self) -> tuple[Interaction, ...]:
-    """From the root of the chain to `before`."""
+    """The chain of interactions, from its root to `before`."""
     found, at = [], self.before
     while at is not None:
       found.append(at)
@@ -95,7 +95,7 @@ class PendingPrompt:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Interaction(PendingPrompt):
-  """A request and what the policy sampled for it."""
+  """A request and the policy's completion."""
 
   id: str
   index: int  # Its place in the session's order of creation.

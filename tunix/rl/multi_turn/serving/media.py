@@ -63,8 +63,7 @@ class MediaError(ValueError):
   """An image that cannot be loaded.
 
   `code` is invalid_image_url, image_host_not_allowed, image_too_large,
-  invalid_image or image_fetch_failed; `retryable` tells whether the same URL
-  may work later.
+  invalid_image or image_fetch_failed; `retryable`: the same URL may work later.
   """
 
   def __init__(self, code: str, message: str, retryable: bool = False):

@@ -136,7 +136,7 @@ def _pixel_data(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:
-  """uint8[H, W, 3]; white shows through what is transparent."""
+  """uint8[H, W, 3]; transparent parts become white."""
   if image.mode.startswith("I"):  # 16-bit grey, which `convert` would clip.
     grey = (np.asarray(image) >> 8).astype(np.uint8)
     return np.repeat(grey[:, :, None], 3, axis=2)
@@ -144,5 +144,5 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
     image = image.convert("RGBA")
     white = Image.new("RGBA", image.size, "white")
     image = Image.alpha_composite(white, image)
-  # `convert` would copy what is RGB already.
+  # `convert` would copy a picture that is RGB already.
   return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))

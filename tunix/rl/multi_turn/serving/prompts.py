@@ -102,7 +102,7 @@ def render(
 def check_room(
     length: int, request: requests.SamplingRequest, policy: ServedPolicy
 ) -> int:
-  """How many tokens fit after a prompt of that length: one or more."""
+  """Number of tokens that fit after a prompt of `length`; at least one."""
   room = policy.context_length - length
   if room < 1:
     raise errors.invalid(

@@ -1,6 +1,6 @@
 """Defines a checked sampling request, and the fields that endpoints share.
 
-Promises: no field that could change what is sampled is ignored: it is served,
+Promises: no field that could change sampling is ignored: it is served,
 or refused by its path.
 
 Does not fetch images or render: messages leave as they were sent, checked for
@@ -46,7 +46,7 @@ class RequestLimits:
 
   @property
   def values(self) -> int | None:
-    """JSON values of a body: twice those of a prompt, and room for the rest."""
+    """Most JSON values in a body: 2 a prompt token, and 65536; None: any."""
     most = self.prompt_tokens
     return None if most is None else 2 * most + (1 << 16)
 
@@ -98,7 +98,7 @@ class SamplingRequest:
     include_usage: end the stream with an event of the usage.
     logprobs: return the sampled tokens' log-probs.
     stop: strings that end a completion; its text ends before them.
-    guide: grammar of what may be sampled.
+    guide: grammar that the completion must follow.
     tools: OpenAI schemas that the policy reads, as sent.
     parse_tools: read tool calls out of the completion.
     return_token_ids: return the ids of prompt and completions.
@@ -211,7 +211,7 @@ class JsonSchema(bodies.Body):
 
 
 class SchemaFormat(bodies.Body):
-  """JSON of a schema, as chat completions and completions ask for it."""
+  """Format "json_schema" in the nested shape of both completions APIs."""
 
   type: Literal["json_schema"]
   json_schema: JsonSchema
@@ -221,7 +221,7 @@ class SchemaFormat(bodies.Body):
 
 
 class FlatSchemaFormat(JsonSchema):
-  """JSON of a schema, as responses ask for it."""
+  """Format "json_schema" in the flat shape of the Responses API."""
 
   type: Literal["json_schema"]
 
@@ -267,7 +267,7 @@ class SamplingBody(bodies.Body):
   def sampling(
       self, length: int | None, limits: RequestLimits, alternatives: int = 0
   ) -> policy_client.SamplingParams:
-    """How to sample: up to `length` tokens, or the limit for None."""
+    """The request's sampling: up to `length` tokens; None takes the limit."""
     return policy_client.SamplingParams(
         max_new_tokens=limits.max_new_tokens if length is None else length,
         temperature=self.temperature,
@@ -411,7 +411,7 @@ def shown_tools(
 
 
 def count_images(messages: Any) -> int:
-  """Of messages with URLs or with images."""
+  """Number of images in messages, as URLs or loaded."""
   return sum(
       part["type"] != "text"
       for message in messages

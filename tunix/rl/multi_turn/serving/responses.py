@@ -133,7 +133,7 @@ class FunctionCall(_Item):
 
 
 class FunctionOutput(_Item):
-  """What a call returned, screenshots included."""
+  """Result of a function call, screenshots included."""
 
   type: Literal["function_call_output"]
   call_id: bodies.Text

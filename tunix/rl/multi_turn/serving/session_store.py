@@ -7,10 +7,10 @@ messages, as text or tokens, extends the interaction whose text or tokens it
 begins with.
 
 Promises: a refused call changes nothing; finding the parent reads each message
-once, however many interactions there are (more only where ids cannot tell equal
-answers apart); memory is bounded and grows with what a request adds; sessions'
-ids and keys cannot be guessed, and their number is bounded: an idle one is
-ended, and dropped later.
+once, however many interactions there are (more only where ids do not
+distinguish equal answers); memory is bounded and grows with each request's
+additions; sessions' ids and keys cannot be guessed, and their number is
+bounded: an idle one is ended, and dropped later.
 
 Does not: speak HTTP, sample, parse tool calls, write tools into messages, hold
 pixels, import JAX, or lock: a store belongs to one event loop.
@@ -41,7 +41,7 @@ PendingPrompt = interactions.PendingPrompt
 TokenPrompt = interactions.TokenPrompt
 
 KEY_PREFIX = "tunix-"
-"""Prefix of sessions' keys, which tells them apart from a server's token."""
+"""Prefix of sessions' keys, which distinguishes them from a server's token."""
 
 
 class ServedSession:
@@ -79,7 +79,7 @@ class ServedSession:
 
   @property
   def interactions(self) -> tuple[Interaction, ...]:
-    """In order of creation."""
+    """The interactions, in order of creation."""
     return tuple(self._interactions.values())
 
   def get(self, interaction_id: str | None = None) -> Interaction:
@@ -414,7 +414,7 @@ class SessionStore:
     Args:
       task_id: of its client.
       request: the client's name for this call: as long as the session is held,
-        another call with it returns the same session. "" is no name.
+        another call with it returns the same session. "" is not a name.
     """
     if (known := self._by_request.get(request)) is not None:
       if known.task_id != task_id:

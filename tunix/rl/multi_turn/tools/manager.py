@@ -4,7 +4,7 @@ Promises: every call gives an output, in the order of the calls, under its own
 id, within its deadline. An exception, an unknown tool and a hang are error
 outputs that the policy reads; they never reach the caller.
 
-Does not: retry, or undo what a hung tool goes on doing in its thread.
+Does not: retry, or stop a hung tool, whose thread keeps running.
 """
 
 from __future__ import annotations

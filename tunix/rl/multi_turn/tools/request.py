@@ -67,7 +67,7 @@ class IllegalTransitionError(RuntimeError):
 
 
 class FinishReason(str, enum.Enum):
-  """Reasons for a stop. TOOL_CALL goes on, the others end the request."""
+  """Reasons for a stop. TOOL_CALL continues, the others end the request."""
 
   STOP = "stop"
   LENGTH = "length"
@@ -235,7 +235,7 @@ async def _converse(
     max_turns: int,
     generate_timeout: float | None,
 ) -> FinishReason:
-  """From PENDING to the reason for the end."""
+  """Runs a request from PENDING; returns the reason for its end."""
   await held.create()
   request.move(RequestState.RUNNING)
   for turn in range(1, max_turns + 1):
@@ -248,7 +248,7 @@ async def _converse(
       return finish
     calls = parser.parse(text)
     if not calls:
-      # A TOOL_CALL without a readable call has nothing to go on with.
+      # A TOOL_CALL without a readable call has nothing to continue with.
       return FinishReason.STOP
     request.move(RequestState.TOOL_CALLING)
     await held.execute(calls)

@@ -305,7 +305,7 @@ def check_tool_kwargs(
   """All four kinds of keyword arguments of a tool, absent ones empty.
 
   Raises:
-    ValueError: an unknown kind, or one that is no mapping.
+    ValueError: an unknown kind, or one that is not a mapping.
   """
   for kind, value in kwargs.items():
     if kind not in KWARGS_KINDS:

@@ -27,7 +27,7 @@ _MAX_BACKOFF = 30.0  # seconds
 
 
 class CollectError(RuntimeError):
-  """Collecting cannot go on."""
+  """Collecting cannot continue."""
 
 
 class Sampler(Protocol):
@@ -63,7 +63,7 @@ class TaskSampler:
       tasks: at least one.
       seed: of the order.
       shuffle: False keeps the list's order.
-      epochs: times through the list; None goes on for ever.
+      epochs: times through the list; None repeats it for ever.
     """
     if not tasks:
       raise ValueError("TaskSampler needs at least one task")
@@ -315,7 +315,7 @@ class CollectLoop:
       pass
 
   def hold(self) -> None:
-    """Starts no group until `release`; those under way go on. Thread-safe."""
+    """Starts no group until `release`; started ones finish. Thread-safe."""
     self._held = True
 
   def release(self) -> None:

@@ -422,7 +422,8 @@ class TrajectoryCollectEngine:
       said = Status(said)
       if not said.is_policy_outcome:
         raise _Stop(
-            said, "step", "EnvReported", f"the environment says {said.value}"
+            said, "step", "EnvReported",
+            f"the environment reported {said.value}",
         )
       if "final_reward" not in self._hint or said is Status.SUCCEEDED:
         return said

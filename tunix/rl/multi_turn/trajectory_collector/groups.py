@@ -38,7 +38,7 @@ event loop: slow work belongs into the environment's reset."""
 def task_id_of(task: Any) -> str:
   """`task.task_id`, `task["task_id"]`, or a hash of the task's JSON.
 
-  A task that cannot be written as JSON is told from others by its repr. A
+  A task that cannot be written as JSON is identified by its repr. A
   repr with an address in it differs in every process: such a task's episodes
   do not repeat in a second run; give it a `task_id`.
   """

@@ -70,7 +70,7 @@ class PolicyModel:
       )
 
   def new_session(self, name: str, seed: int | None) -> TokenSession:
-    """For one episode; see `make_session`."""
+    """A session for one episode; see `make_session`."""
     return TokenSession(self, name, seed)
 
 

@@ -38,8 +38,8 @@ async def run(
     Metrics: `close_failed` and `quarantined`, 1 where it happened.
 
   Raises:
-    asyncio.CancelledError: the caller was cancelled; the cleanup goes on by
-      itself.
+    asyncio.CancelledError: the caller was cancelled; the cleanup keeps
+      running.
   """
   return await concurrency.to_the_end(
       _release_and_close(env, session, runner, seconds, fault)

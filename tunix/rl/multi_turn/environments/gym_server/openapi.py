@@ -3,8 +3,7 @@
 An `Operation` names a route, its models (see `schemas`) and the statuses of
 its failures: the application serves the list, `document` describes it.
 
-Promises: what a model declares is what the document holds; nothing is written
-twice.
+Promises: the document is generated from the models; nothing is written twice.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _TASK = "/api/v1/{gym_id}/tasks/{identifier:path}"  # Ids have slashes.
 _BODY = (400, 408, 413, 422)
 _CALL = (404, 409, 410)
 _STATUS = {
-    400: "The body is no JSON.",
+    400: "The body is not JSON.",
     401: "The token is missing or wrong.",
     403: "The request comes from a web page.",
     404: "No such gym, task or execution.",

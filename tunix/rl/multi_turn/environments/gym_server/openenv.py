@@ -76,15 +76,15 @@ _CODES = {
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-  """The parts of the server that OpenEnv's side uses.
+  """Callbacks of the gym server that the OpenEnv routes use.
 
   Attributes:
-    catalog: gym_id -> its tasks.
+    catalog: gym_id -> its catalogue of tasks.
     entry: (catalogue, identifier) -> the task of that name.
-    begin: (catalogue, task, options of a create, key) -> the execution, and
-      whether the key had it already.
+    begin: (catalogue, task, create options, key) -> (execution, whether the
+      key named an existing one).
     authorize: raises an ApiError for headers without the server's token.
-    store: of the executions.
+    store: the executions.
   """
 
   catalog: Callable[[str], catalog_lib.Catalog]

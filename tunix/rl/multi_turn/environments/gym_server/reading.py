@@ -1,6 +1,6 @@
 """Reads requests into models; a refusal is an `ApiError` with its field.
 
-Promises: a body is bounded in size and time; one that is no JSON is a 400, one
+Promises: a body is bounded in size and time; one that is not JSON is a 400, one
 that violates its model a 422.
 """
 
@@ -55,7 +55,7 @@ def object_of(text: str | bytes, what: str) -> dict[str, Any]:
     data = json_models.parse(text)
   except ValueError as error:
     raise errors.ApiError(
-        400, f"{what} is no JSON: {error}", code="invalid_json"
+        400, f"{what} is not JSON: {error}", code="invalid_json"
     ) from None
   if data is None:
     return {}

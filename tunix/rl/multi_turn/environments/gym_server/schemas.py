@@ -38,7 +38,7 @@ class State(str, enum.Enum):
   RUNNING = "running"
   TERMINATED = "terminated"  # By its client.
   FAILED = "failed"  # Its gym raised, or missed a deadline.
-  EXPIRED = "expired"  # Nobody called it, or it ran too long.
+  EXPIRED = "expired"  # No call renewed it in time, or it ran too long.
 
 
 class Error(TypedDict):
@@ -79,7 +79,7 @@ class ScreenshotQuery(Query):
 
 
 class CreateOptions(json_models.Request):
-  """`options` of a create: all of them are part of what a key stands for."""
+  """`options` of a create; a key stands for all of them."""
 
   model_config = pydantic.ConfigDict(extra="allow")
 

@@ -23,7 +23,7 @@ class Task:
   Attributes:
     task_id: unique; the same id always means the same initial state.
     family: task family, the unit success is reported by.
-    instruction: what the user wants, plain language; may be empty when only
+    instruction: the goal, in plain language; may be empty when only
       the gym knows it before `start` (its first Observation then carries it).
     seed: decides the instance within the family.
     max_turns: turns the episode may take, or None for the run's default.
@@ -104,7 +104,7 @@ def as_evaluation(verdict: Any, **details: Any) -> Evaluation:
 
 
 class Gym(Protocol):
-  """See the module docstring; `close` must be idempotent."""
+  """A world that plays one task at a time; `close` must be idempotent."""
 
   async def start(self, task: Task) -> Observation:
     ...
@@ -137,7 +137,7 @@ class TaskSet(Protocol):
 def known_only(
     config: Mapping[str, Any], names: tuple[str, ...], what: str
 ) -> dict[str, Any]:
-  """`config` without its type tag.
+  """Checks the keys of `config`; returns it without its type tag.
 
   Raises:
     ValueError: naming a setting that does not exist, and those that do.

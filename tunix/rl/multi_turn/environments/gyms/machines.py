@@ -23,7 +23,7 @@ def addresses(given: Any, default: str) -> tuple[str, ...]:
   """The base addresses that a setting `machines` names.
 
   Raises:
-    ValueError: one is no http address, or is there twice.
+    ValueError: one is not an http address, or is given twice.
   """
   urls = [given] if isinstance(given, str) else list(given or [default])
   out = [http.address(url, "machines", default) for url in urls]
@@ -33,7 +33,7 @@ def addresses(given: Any, default: str) -> tuple[str, ...]:
 
 
 async def take(urls: Sequence[str], seconds: float) -> str | None:
-  """One that is free, within so many seconds; None when none became free."""
+  """Takes a free machine; None when none is free within `seconds`."""
   deadline = asyncio.get_running_loop().time() + seconds
   while True:
     with _lock:

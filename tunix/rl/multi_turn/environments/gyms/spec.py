@@ -1,4 +1,4 @@
-"""Declares a gym: one frozen `GymSpec` holds all that the rest must know of it.
+"""Declares a gym in one frozen `GymSpec`, which the rest of the package reads.
 
     GYM = GymSpec(
         doc="a dark screen with one lit lamp",
@@ -7,7 +7,7 @@
     )
 
 A gym's options are the parameters of `make` and of `tasks`: there is no second
-declaration. An option that neither takes, or of another type than annotated, is
+declaration. An unknown option, or one of another type than annotated, is
 refused before anything is built. One mapping of options serves both factories;
 each gets those that it takes.
 

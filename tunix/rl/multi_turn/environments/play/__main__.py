@@ -97,7 +97,7 @@ async def _by_itself(
 
 
 async def _play(args: argparse.Namespace) -> int:
-  """Raises ValueError, OSError, ImportError: naming what cannot be."""
+  """Raises ValueError, OSError or ImportError that names the bad argument."""
   for name in args.imports:
     importlib.import_module(name)
   settings = options.yaml_object(args.settings, "--settings")

@@ -1,6 +1,6 @@
 """Plays and records the tasks of a gym, one at a time.
 
-Does not know where actions come from; `page` and `terminal` do.
+Does not read input; `page` and `terminal` do.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Session:
     self._targets: list[str | None] = []
 
   async def start(self, task: base.Task) -> base.Observation:
-    """Begins a task; what was played of another is dropped."""
+    """Starts a task; drops an unfinished episode of another."""
     self.evaluation = None
     self.actions, self._targets = [], []
     self.seen = await self._call("start", task)

@@ -60,7 +60,7 @@ def parse(line: str) -> Action:
       "click": 2, "double": 2, "right": 2, "move": 2, "drag": 4, "scroll": 3,
   }  # pyformat: disable
   if word not in counts:
-    raise ValueError(f"{word!r} is no action; write one of\n{HELP}")
+    raise ValueError(f"{word!r} is not an action; write one of\n{HELP}")
   try:
     numbers = [float(n) for n in shlex.split(rest)]
   except ValueError:

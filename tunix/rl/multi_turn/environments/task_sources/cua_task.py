@@ -5,9 +5,9 @@ name}`; `{meta: {id, number, name, displayName, description}}`; and flat
 `{task_number, task_name, display_name, tags, instruction, description,
 env_config, evaluation, seed_id}`. `CUATask.from_row` reads them all.
 
-`resolve` finds a task by what people call it: exact id, then name, then
-number, then the number that the identifier begins with. It never guesses: what
-matches nothing, or two tasks equally well, is an error.
+`resolve` finds a task by its exact id, then name, then number, then the number
+that the identifier begins with. It never guesses: an identifier that matches no
+task, or two tasks equally well, is an error.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class CUATask:
   Attributes:
     id: unique in its list.
     name: short, for people.
-    description: what is to be done, or about it.
+    description: the goal, or notes on it.
     difficulty, category: of the source's vocabularies, "" when not given.
     max_steps: turns an episode may take; None when not given.
     validation_type: how success is decided, "" when not given.
     validation_query, expected_result: of that decision.
     tags: for filters.
-    prerequisites: what must hold before.
-    genv_identifier: what a gym server is asked for; "" = the id.
-    instruction: what the policy reads; "" = the description.
+    prerequisites: conditions before the start.
+    genv_identifier: the task's name at a gym server; "" = the id.
+    instruction: the text for the policy; "" = the description.
     number: as written ("011"), "" for none.
     family: the unit that success is reported by.
     split: "train" or "eval" when the list has a split, else "".
@@ -87,7 +87,7 @@ class CUATask:
 
   @property
   def is_summary(self) -> bool:
-    """Whether a server's list left out what the full task has."""
+    """Whether fields are missing that the server's full task has."""
     data = self.genv_task_data
     return not any(
         data.get(k) for k in ("description", "env_config", "evaluation")
@@ -337,7 +337,7 @@ def resolve(
     identifier: an id, name, number ("11" is "011"), or one of these behind its
       number ("011-open-settings").
     tasks: to look in.
-    ids, name, number: what a task is called.
+    ids, name, number: of a task.
 
   Raises:
     UnknownTaskError: none is, with the nearest one; or several are.

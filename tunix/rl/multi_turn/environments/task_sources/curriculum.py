@@ -3,13 +3,13 @@
 An arm (a task of a list, or a family of a gym that makes its own) is drawn
 with a weight of `4 p (1 - p)`, at least `floor`, where p is its success rate,
 a moving average that begins at 1/2. GRPO learns from groups whose episodes
-differ, which is what that weight measures.
+differ, and this weight measures their share.
 
 Promises: the draws are a function of the seed and of the results that were in
 when each was made; and those are settled: draw i, of round `i // round_size`,
 uses the results of rounds before the last one only. In a synchronous run all
 of these are in, whatever the timing, so that equal seeds give equal runs. The
-state is JSON; a sampler that goes on from it draws what it would have drawn.
+state is JSON; a sampler restored from it draws the same tasks.
 
 A sampler of `CollectLoop`, and an observer: attach it to the run's events.
 """

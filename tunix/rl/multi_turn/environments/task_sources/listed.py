@@ -68,7 +68,7 @@ class ListedTasks:
     return tasks[index % len(tasks)]
 
   def train_tasks(self) -> dict[str, list[base.Task]]:
-    """All of them, by family: the arms of a curriculum."""
+    """All training tasks by family: the arms of a curriculum."""
     return {f: list(self._train[f]) for f in self._families}
 
 

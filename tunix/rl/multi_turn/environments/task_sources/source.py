@@ -168,7 +168,7 @@ def load_tasks_from_config(
     options: of that gym, e.g. base_url, gym_id, token_file.
 
   Raises:
-    ValueError: a row that is no task, or nothing is left.
+    ValueError: a row that is not a task, or nothing is left.
     UnknownTaskError: a name that no task, or several, have.
     GenvError: the server's list cannot be read.
     OSError: the file cannot be read.
@@ -241,7 +241,7 @@ def read(
     tasks = [as_task(row, where=where) for where, row in rows]
   else:
     raise ValueError(
-        f"source={config.source} is no list; set it to gym, jsonl or"
+        f"source={config.source} is not a list; set it to gym, jsonl or"
         " huggingface"
     )
   seen: dict[str, int] = {}
@@ -264,7 +264,7 @@ def _jsonl(path: str) -> Iterable[tuple[str, Any]]:
       try:
         yield where, json.loads(line)
       except ValueError as error:
-        raise ValueError(f"{where} is no JSON: {error}") from None
+        raise ValueError(f"{where} is not JSON: {error}") from None
 
 
 def _dataset(config: TaskSourceConfig) -> Iterable[tuple[str, Any]]:
@@ -305,11 +305,13 @@ def select(
     config: TaskSourceConfig,
     split: Split | None = None,
 ) -> list[CUATask]:
-  """Steps 2 to 5 of the module docstring; `split` None takes both.
+  """Splits and filters `tasks`: steps 2 to 5 of the module docstring.
+
+  `split` None keeps both splits.
 
   Raises:
-    ValueError: no such split, or nothing is left.
-    UnknownTaskError: a name that no task, or several, have.
+    ValueError: an unknown split, or no task is left.
+    UnknownTaskError: a name that matches no task, or several.
   """
   if split not in (None, *SPLITS):
     raise ValueError(f"split={split!r} must be train, eval or None")

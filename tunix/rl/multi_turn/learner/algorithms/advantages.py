@@ -67,7 +67,7 @@ ESTIMATORS: registry.Registry[Estimator] = registry.Registry(
 
 
 def _all_equal(values: np.ndarray) -> bool:
-  """Nothing to compare; subtracting a mean would leave rounding errors."""
+  """Whether all advantages are 0; a subtracted mean leaves rounding errors."""
   return len(values) < 2 or values.min() == values.max()
 
 

@@ -75,7 +75,7 @@ def episode_mean(step: StepTokens) -> np.ndarray:
   """Every episode equally, every token of an episode equally.
 
   Shao et al. 2024 (arXiv:2402.03300), equation 3, where an output is all that
-  the policy said in an episode.
+  the policy sampled in an episode.
   """
   unique, inverse = np.unique(step.episode_N, return_inverse=True)
   per_episode = np.bincount(

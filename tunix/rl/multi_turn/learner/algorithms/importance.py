@@ -31,14 +31,14 @@ class ImportanceOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-  """A correction.
+  """Corrects for tokens sampled by older weights or another engine.
 
   Attributes:
     apply: (proximal [M], sampled [M], options) -> (anchor [M], weight [M]);
       the objective's ratio is to `anchor`, its token losses are multiplied by
       `weight`.
     needs_proximal: whether `proximal` is read; if so an update of several
-      optimizer steps begins with a forward pass over its tokens.
+      optimizer steps starts with a forward pass over its tokens.
   """
 
   apply: Callable[

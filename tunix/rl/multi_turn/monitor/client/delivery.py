@@ -280,10 +280,10 @@ def _member(reply: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
 
 
 def batch_length(entries: Sequence[spool_lib.SpoolEntry]) -> int:
-  """How many of the first of these entries can be one batch.
+  """Number of leading entries that fit in one batch.
 
-  A batch ends before a second status of the training, which the server would
-  not see otherwise.
+  A batch ends before a second status of the training: the server sees one
+  status a batch.
   """
   seen: dict[str, Any] = {}
   for count, entry in enumerate(entries):

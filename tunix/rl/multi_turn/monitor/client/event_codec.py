@@ -119,7 +119,7 @@ def load(data: bytes) -> events.Event:
     # Constructors may fail in any way at values that they were not made for.
     raise ValueError(f"no event: {error!r}") from None
   if type(found) not in RECORDED:
-    raise ValueError(f"a {type(found).__name__} is no event")
+    raise ValueError(f"a {type(found).__name__} is not an event")
   return found
 
 
@@ -191,7 +191,7 @@ def _steps(steps: Sequence[trajectory_lib.Step]) -> list[Any]:
 
 
 def _fields_of_sequence(sequence: token_sequence.TokenSequence) -> list[Any]:
-  """Its arrays one after the other."""
+  """Length, concatenated arrays and image spans of a sequence."""
   arrays = [getattr(sequence, name) for name, _ in _ARRAYS]
   if sequence.entropies is not None:
     arrays.append(sequence.entropies)

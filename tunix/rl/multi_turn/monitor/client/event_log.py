@@ -255,8 +255,8 @@ class EventLog:
         last = closing
         if not failures:
           _LOG.warning(
-              "the monitor's uploader has ended (%s); it is started again, and"
-              " training goes on",
+              "the monitor's uploader has ended (%s); it is restarted, and"
+              " training continues",
               error,
           )
           self._uploader.end(0.0)

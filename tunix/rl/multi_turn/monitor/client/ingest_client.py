@@ -72,7 +72,7 @@ class IngestClient:
       config: its limits: `max_pending`, `spool_mb` and `heartbeat_s`.
 
     Raises:
-      ValueError: `base_url` is no URL.
+      ValueError: `base_url` is not a URL.
       OSError, sqlite3.Error: the spool cannot be opened.
     """
     self.base_url = base_url.rstrip("/")

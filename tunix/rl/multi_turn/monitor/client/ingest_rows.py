@@ -104,7 +104,7 @@ def ended(
     environment: str,
     max_turns: int | None,
 ) -> dict[str, list[dict[str, Any]]]:
-  """Everything about an episode that has ended."""
+  """Rows of an episode that has ended."""
   name = running.rollout_id
   turns = _turn_times(running, episode, time)
   info = _last_info(episode)

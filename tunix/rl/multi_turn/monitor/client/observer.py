@@ -329,7 +329,7 @@ class MonitorObserver:
     return part
 
   def _current_step(self) -> int:
-    """Of an episode that begins now."""
+    """Step of an episode that starts now."""
     total = self._training.get("total_steps")
     return min(self._step, total) if total else self._step
 

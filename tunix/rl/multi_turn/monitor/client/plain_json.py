@@ -117,7 +117,7 @@ def _plain(value: Any, strict: bool = False) -> Any:
   if isinstance(value, Mapping):
     return {str(k): _plain(v) for k, v in value.items()}
   if kind is np.ndarray and value.dtype == np.float32 and value.ndim == 1:
-    # Written with as few digits as tell it from other float32 numbers.
+    # Written with the fewest digits that identify the float32 number.
     if np.isfinite(value).all():
       return np.ascontiguousarray(value)
   if hasattr(value, "tolist"):  # numpy's, whose NaN JSON has not either.
@@ -128,8 +128,8 @@ def _plain(value: Any, strict: bool = False) -> Any:
 def _finite_numbers(values: Sequence[Any]) -> bool:
   """Whether these are numbers that JSON has; some such are not found.
 
-  Tokens and log-probs are most of what there is to tell, and a sum is the
-  fastest look at all of them.
+  Tokens and log-probs are most of the data, and a sum is the fastest check of
+  all of them.
   """
   try:
     return math.isfinite(sum(values))

@@ -80,7 +80,7 @@ class Sender:
       on_reply: receives the reply to each batch, on the sending thread.
 
     Raises:
-      ValueError: `base_url` is no URL.
+      ValueError: `base_url` is not a URL.
       OSError, sqlite3.Error: the spool cannot be opened.
     """
     self._transport = transport_lib.Transport(
@@ -147,7 +147,7 @@ class Sender:
     return True
 
   def flush(self, timeout_s: float = 10.0) -> bool:
-    """Waits until what was put is in the spool; False when time ran out."""
+    """Waits until all queued items are in the spool; False on timeout."""
     wanted, deadline = self._taken, time.monotonic() + timeout_s
     while self._kept < wanted:
       if time.monotonic() > deadline or not self._keeping.is_alive():
@@ -183,7 +183,7 @@ class Sender:
       self._delivered.wait(min(left, 0.5))
 
   def close(self, timeout_s: float = 10.0) -> bool:
-    """Delivers what it can in the time, and ends. Idempotent.
+    """Delivers as much as the time allows, and ends. Idempotent.
 
     Returns:
       Whether everything was delivered; else it waits for the next start.
@@ -351,7 +351,7 @@ class Sender:
         self.counters["retries"] += 1
         self._complain(
             f"send{error.status}",
-            f"the monitor does not answer, training goes on: {error}",
+            f"the monitor does not answer, training continues: {error}",
         )
         self._pause(delivery_lib.backoff(error, failures))
         continue

@@ -4,8 +4,8 @@ One SQLite file a process, in WAL mode with full synchronisation, claimed by a
 lock that ends with the process: `claim_orphans` finds those whose owner died.
 
 Promises: entries are on the disk when `append` returns; entries come out in
-the order in which they went in, and `images` tells which of the images came
-with them; beyond `max_bytes` nothing more goes in.
+the order in which they went in, and `images` lists the images that came with
+them; beyond `max_bytes` nothing more goes in.
 Thread-safe, as SQLite is: each thread opens a connection of its own.
 """
 
@@ -281,7 +281,7 @@ class Spool:
       for connection in self._connections:
         try:
           connection.close()
-        except sqlite3.Error as error:  # What it still had to do, it cannot.
+        except sqlite3.Error as error:  # It cannot finish its work.
           _LOG.warning("the spool %s: %s", self.path, error)
       self._connections.clear()
     if empty:

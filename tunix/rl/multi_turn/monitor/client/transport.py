@@ -51,7 +51,7 @@ class Transport:
       timeout_s: of each request, from its beginning to its end.
 
     Raises:
-      ValueError: `base_url` is no URL, or the token cannot be one.
+      ValueError: `base_url` is not a URL, or the token cannot be one.
     """
     url = parse.urlsplit(base_url)
     try:

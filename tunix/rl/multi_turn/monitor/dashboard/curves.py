@@ -33,7 +33,7 @@ _COLUMNS = {
 """Metric -> the column of `step` that may hold it as well."""
 
 DERIVED = {"engine_idle": ("engine_busy",)}
-"""What is left of a share: name -> the metric that it is 1 minus of."""
+"""Complements of shares: name -> the metric that it is 1 minus of."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class Curves:
     self._lock = threading.Lock()
 
   def of(self, training: int) -> Columns:
-    """All of a run's columns. Blocks; not to be changed by the caller."""
+    """Columns of a run, up to date. Blocks; the caller must not change them."""
     with self._lock:
       run = self._runs.get(training)
       if run is None:

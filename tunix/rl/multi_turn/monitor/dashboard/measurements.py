@@ -427,7 +427,7 @@ def _attempt_key(one: Mapping[str, Any]) -> tuple[int, bool]:
 
 
 def sign_test(gained: int, lost: int) -> float | None:
-  """How likely so uneven a split is if a flip goes either way alike.
+  """p-value of a split at least this uneven if flips go either way alike.
 
   The exact two-sided sign test, which is McNemar's for pairs; None without a
   flip.

@@ -47,7 +47,7 @@ class PageRequest:
 
 
 def escaped(word: str) -> str:
-  """For LIKE with a backslash as escape."""
+  """Escapes a word for LIKE, with a backslash as escape."""
   for special in ("\\", "%", "_"):
     word = word.replace(special, "\\" + special)
   return word

@@ -28,7 +28,7 @@ def sparkline(
   path, pen = [], "M"
   for index, value in enumerate(values):
     if value is None or not math.isfinite(value):
-      continue  # The line goes on: runs may lack single readings.
+      continue  # The line continues: runs may lack single readings.
     x = 2 + (width - 4) * index / right
     y = height - 3 - (height - 6) * (value - low) / span
     path.append(f"{pen}{x:.1f} {y:.1f}")

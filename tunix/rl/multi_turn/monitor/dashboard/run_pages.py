@@ -87,7 +87,7 @@ class RunsQuery(query_lib.PageQuery):
 
 
 class CurvesPageQuery(query_lib.PageQuery):
-  """How curves are drawn; `smooth` is read by the page's script."""
+  """Options for drawing curves; the page's script reads `smooth`."""
 
   smooth: str = ""
   x: Literal["step", "time"] = "step"
@@ -491,7 +491,7 @@ class RunPages:
 def eta(
     training: Mapping[str, Any], columns: curves_lib.Columns
 ) -> float | None:
-  """Seconds that a running run still needs, at the pace of its last steps."""
+  """Seconds a running run still needs, from its last steps; None: unknown."""
   total, times = training["total_steps"], columns.values.get("time")
   if not total or times is None or training["state"] != "running":
     return None

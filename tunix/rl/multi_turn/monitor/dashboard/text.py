@@ -31,8 +31,8 @@ def visible(value: Any, most: int = _LONGEST) -> markupsafe.Markup:
 
   Args:
     value: text; anything else as its JSON, None as a dash.
-    most: characters; what is beyond is said to be there, by a mark only where
-      less than everything is wanted.
+    most: characters shown. A longer text ends in "…"; at the default length
+      also in the number of characters cut.
   """
   if value is None:
     return markupsafe.Markup(NOTHING)
@@ -94,7 +94,7 @@ def number(value: Any, digits: int = 3) -> str:
 
 
 def _no_number(value: Any) -> str | None:
-  """How a value is shown that is no finite number; None if it is one."""
+  """Text for a value that is not a finite number; None for a finite one."""
   if value is None:
     return NOTHING
   if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -173,7 +173,7 @@ def between(start: Any, end: Any) -> float | None:
 
 
 def ago(value: Any) -> markupsafe.Markup:
-  """How long ago a time is, with the time itself as title."""
+  """Time since `value`, with the time itself as title."""
   since = between(value, None)
   if since is None:
     return markupsafe.Markup(NOTHING)
@@ -183,7 +183,7 @@ def ago(value: Any) -> markupsafe.Markup:
 
 
 def read_json(value: Any) -> Any:
-  """A JSON column; None when it is no JSON."""
+  """A JSON column; None when it is not JSON."""
   if not isinstance(value, (str, bytes)):
     return value
   try:

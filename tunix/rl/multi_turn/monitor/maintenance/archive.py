@@ -120,7 +120,7 @@ class ArchiveReader:
       raise MaintenanceError(f"{path}: there is no such file") from None
     except (OSError, zipfile.BadZipFile) as error:
       raise MaintenanceError(
-          f"{path} is no whole archive ({error}); export it again"
+          f"{path} is not a whole archive ({error}); export it again"
       ) from None
     try:
       self.manifest = self._read_manifest()
@@ -139,8 +139,8 @@ class ArchiveReader:
         found[key]  # pylint: disable=pointless-statement
     except (KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
       raise MaintenanceError(
-          f"{self._path} is no archive of the monitor ({error}); give a file"
-          " that `monitor export` made"
+          f"{self._path} is not an archive of the monitor ({error}); give a"
+          " file that `monitor export` made"
       ) from None
     if found["version"] != VERSION:
       raise MaintenanceError(

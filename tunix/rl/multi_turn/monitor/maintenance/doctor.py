@@ -66,7 +66,7 @@ def examine(
     *,
     deep: bool = False,
 ) -> Iterator[Finding]:
-  """Checks everything, the most telling error first.
+  """Runs every check, the likeliest root cause first.
 
   Args:
     target: of the database.
@@ -166,7 +166,7 @@ def _sqlite_file(path: pathlib.Path) -> Iterator[Finding]:
 
 
 def _filesystem(path: pathlib.Path) -> str:
-  """The kind of file system that a file is on; "" where nothing says."""
+  """The kind of file system that a file is on; "" if unknown."""
   try:
     mounts = pathlib.Path("/proc/self/mounts").read_text(errors="replace")
   except OSError:
@@ -185,7 +185,7 @@ def _schema(engine: sa.Engine) -> Iterator[Finding]:
   with runs_lib.reading(engine) as connection:
     if not sa.inspect(connection).has_table("alembic_version"):
       yield Finding(
-          ERROR, "schema", "it has none: it is no database of the monitor",
+          ERROR, "schema", "it has none: it is not a database of the monitor",
           "give another --database",
       )  # pyformat: disable
       return
@@ -242,9 +242,9 @@ def _integrity(engine: sa.Engine) -> Iterator[Finding]:
     if loose:
       yield Finding(
           ERROR, "integrity",
-          f"{len(loose)} rows refer to what is not there, the first in"
+          f"{len(loose)} rows refer to missing rows, the first in"
           f" {loose[0][0]}",
-          "somebody wrote with foreign keys off: delete these rows",
+          "a program wrote with foreign keys off: delete these rows",
       )  # pyformat: disable
     mode = ask("journal_mode")[0][0]
     if mode != "wal":

@@ -77,7 +77,7 @@ def import_(
   Raises:
     MaintenanceError: it is damaged, of another version, or has something that
       is another run's here.
-    ValueError: `project` is no name of a project.
+    ValueError: `project` is not a valid project name.
     OSError: the disk's.
   """
   outcome = ImportResult()
@@ -410,7 +410,7 @@ class _RunImport:
   # --- rows beside the entities ----------------------------------------------
 
   def _bring_history(self) -> None:
-    """The archive's history instead of what the triggers just wrote."""
+    """Replaces the history that triggers just wrote by the archive's."""
     h = tables.status_history
     for kind in vocabulary.STATEFUL:
       training = self._mapped("training", self._run["id"])
@@ -459,7 +459,7 @@ class _RunImport:
             sa.select(t.c.id, t.c.task_id).where(t.c.id.in_(own))
         )
     ]
-    # A name that means something else here goes on meaning that.
+    # A name with another meaning here keeps it.
     self._sql.many(
         "INSERT INTO monitor_client_id (project_id, kind, client_id, entity_id)"
         " VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",

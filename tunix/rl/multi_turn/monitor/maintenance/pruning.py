@@ -32,7 +32,7 @@ MaintenanceError = runs_lib.MaintenanceError
 
 @dataclasses.dataclass(frozen=True)
 class Criteria:
-  """Which runs go: those that all of these hold for.
+  """Selects the runs to delete: those that meet every criterion.
 
   Attributes:
     project: of this project; "" for any.
@@ -40,8 +40,7 @@ class Criteria:
     older_than_s: not heard of for this long, seconds; None for any.
     keep_best: all but this many of the others, the best ones by their last
       success rate (else their last mean reward); None for all.
-    episodes_only: of the runs, only what their episodes consist of goes: the
-      curves stay.
+    episodes_only: delete the runs' episodes and keep their curves.
   """
 
   project: str = ""

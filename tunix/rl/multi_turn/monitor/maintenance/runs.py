@@ -170,8 +170,8 @@ def delete(
 ) -> int:
   """Takes a run away, some of its episodes at a time.
 
-  A server that runs beside it gets its turn in between. What an interrupted
-  deletion leaves is whole rows, which the next one takes.
+  A server that runs beside it gets its turn in between. An interrupted deletion
+  leaves whole rows, which the next one deletes.
 
   Args:
     engine: of the database.

@@ -31,8 +31,8 @@ _BUSY_S = 30.0
 _POSTGRES_LOCK = 0x74756E6978  # Any number: an upgrade holds it.
 _WRITERS_LOCK = 0x6D6F6E69746F72  # One writer at a time.
 GENERATION = "generation"
-"""Key of `monitor_meta`: its value is another one after rows have been taken
-away or brought in from elsewhere, so that nobody goes by what was before."""
+"""Key of `monitor_meta`: its value changes after rows were deleted or imported,
+so that readers drop their caches."""
 _TRIGGERS = "triggers"
 _RESERVED = 2  # Connections that readers leave to the writer.
 _READER_S = 20.0

@@ -30,7 +30,7 @@ def training(
 def measuring(
     status: str | None, completed_tasks: int | None, total_tasks: int | None
 ) -> float:
-  """Of a baseline or an evaluation: tasks completed of all."""
+  """Percent of a baseline's or evaluation's tasks that are completed."""
   if status == "completed":
     return 100.0
   return ratio(completed_tasks, total_tasks)

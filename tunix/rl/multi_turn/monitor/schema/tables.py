@@ -1,7 +1,7 @@
 """The 13 tables of the training database, and the monitor's own beside them.
 
 Columns, constraints, defaults and the 25 indices are the source document's, on
-SQLite and PostgreSQL alike. What it leaves open is decided so:
+SQLite and PostgreSQL alike. Decisions that the document leaves open:
 
 - Each status, phase and choice is a CHECK; a status may not be NULL.
 - Exactly the id that `rollout.source_type` names is set: a CHECK, so that it

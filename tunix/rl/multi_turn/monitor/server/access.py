@@ -47,7 +47,7 @@ def project_id(connection: sa.Connection, name: str) -> int:
   """The id of a project, which is made if it is new.
 
   Raises:
-    ValueError: that is no name of a project.
+    ValueError: that is not a valid project name.
   """
   if not _NAME.fullmatch(name):
     raise ValueError(

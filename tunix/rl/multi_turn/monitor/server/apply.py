@@ -124,7 +124,7 @@ class Transaction:
     )
 
   def committed(self) -> None:
-    """To be called after the commit, and only then."""
+    """Shares the batch's new ids; call it after the commit only."""
     self.shared.learn(self.ids, self.owners)
 
   def _owner(self, kind: str, id_: int) -> int | None:

@@ -23,13 +23,13 @@ _KEPT_FILES = 128
 
 @dataclasses.dataclass(frozen=True)
 class SocketLimits:
-  """Of connections.
+  """Limits of connections.
 
   Attributes:
-    head_s: seconds in which a request's head has to be here.
-    stall_s: seconds in which a client has to take some of what waits for it.
-    most: connections at a time; 0 is as many as this process may have open
-      files, but for those that it needs itself.
+    head_s: seconds until a request's head must be complete.
+    stall_s: seconds in which a client must read some of the pending answer.
+    most: connections at a time; 0: this process's limit of open files, less
+      those that it needs itself.
   """
 
   head_s: float = 30.0
@@ -46,7 +46,7 @@ class SocketLimits:
 
 
 def protocol(limits: SocketLimits = SocketLimits()) -> type[asyncio.Protocol]:
-  """For uvicorn's `http`: HTTP/1.1 with these limits.
+  """A protocol class for uvicorn's `http`: HTTP/1.1 with these limits.
 
   It is h11, which bounds the size of a head as well (16 KiB).
   """

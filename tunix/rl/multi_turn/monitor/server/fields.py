@@ -60,7 +60,7 @@ def key(value: Any) -> str:
 def integer(value: Any) -> int:
   if isinstance(value, float) and value.is_integer():
     value = int(value)
-  if type(value) is not int:  # A bool is no number.
+  if type(value) is not int:  # A bool is not a number.
     raise WrongValue(f"give a whole number, not a {_kind(value)}")
   if not -_INT64 <= value < _INT64:
     raise WrongValue("does not fit into 64 bits")
@@ -114,7 +114,7 @@ def time(value: Any) -> str:
     if abs(value) >= _MILLISECONDS_FROM:
       value /= 1000
     if not 0 <= value <= _LATEST:
-      raise WrongValue("is no time since 1970")
+      raise WrongValue("is not a time since 1970")
     # Without the offset, which is always UTC's.
     found = datetime.datetime.fromtimestamp(value, _UTC)
     return found.isoformat(" ", "microseconds")[:26]
@@ -126,7 +126,7 @@ def time(value: Any) -> str:
     try:
       found = found.astimezone(_UTC)
     except OverflowError:
-      raise WrongValue("is no time since 1970") from None
+      raise WrongValue("is not a time since 1970") from None
   return found.replace(tzinfo=None).isoformat(" ", "microseconds")
 
 

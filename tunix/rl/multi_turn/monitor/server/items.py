@@ -189,7 +189,7 @@ class SpoolRange:
 
 @dataclasses.dataclass(frozen=True)
 class IngestBatch:
-  """All of a body.
+  """The items of a request body.
 
   Attributes:
     items: kind -> its items, in the body's order.

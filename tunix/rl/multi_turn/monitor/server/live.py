@@ -35,7 +35,7 @@ class Live:
     self.closing = False
 
   def start(self) -> None:
-    """To be called on the loop that serves."""
+    """Binds to the running loop; call it on the loop that serves."""
     self._loop = asyncio.get_running_loop()
     self._news = asyncio.Event()
 

@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 class Queries:
-  """The queries of the API and of the dashboard."""
+  """Read-only queries on the database, for the API and the dashboard."""
 
   def __init__(self, engine: sa.Engine):
     self._engine = engine
@@ -88,7 +88,7 @@ class Queries:
       training: int,
       page: query_lib.ListQuery,
   ) -> Row:
-    """Its steps or evaluations by their step, its baselines by their id."""
+    """A run's steps or evaluations by step, or its baselines by id."""
     t = tables.metadata.tables[kind]
     with database.reading(self._engine) as connection:
       self._require(connection, project, "training", training)
@@ -206,7 +206,7 @@ class Queries:
       return {"items": found}
 
   def turn(self, project: int, rollout: str, turn: int) -> Row:
-    """One of them, by its id.
+    """One turn of a rollout, by id.
 
     Raises:
       ApiError: 404.

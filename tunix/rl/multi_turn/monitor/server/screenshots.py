@@ -38,7 +38,7 @@ UPSERT = sql_lib.upsert(
 def renew(
     sql: sql_lib.Sql, shas: Sequence[str], time: str
 ) -> set[str]:
-  """Those of these that are known; they count as stored at this time."""
+  """Hashes among `shas` that are stored; renews their time."""
   sql.many(
       "UPDATE monitor_screenshot SET created_at = ? WHERE sha256 = ?",
       [(time, sha) for sha in shas],
@@ -66,14 +66,14 @@ class ScreenshotFiles:
     self._directory = pathlib.Path(directory)
 
   def path(self, sha: str, media_type: str) -> pathlib.Path:
-    """Where a screenshot is, or is to be."""
+    """Path of a screenshot's file, stored or not."""
     return self._directory / sha[:2] / f"{sha}{_SUFFIXES[media_type]}"
 
   def store(self, sha: str, data: bytes) -> Stored:
     """Writes a screenshot; it is durable when this returns.
 
     Raises:
-      ApiError: 400, `sha` is not its hash, or it is no image of a known kind.
+      ApiError: 400, `sha` is not its hash, or it is not a PNG, JPEG or WebP.
       OSError: the disk's.
     """
     stored, refused = self.store_all([(sha, data)])
@@ -178,7 +178,7 @@ def check_sha(sha: str) -> str:
 
 
 def problem(sha: str, data: bytes) -> str:
-  """Why `sha` is not the hash of these bytes; "" if it is."""
+  """Error text if `sha` is not the hash of these bytes; "" if it is."""
   try:
     _verify(sha, data)
   except errors.ApiError as error:
@@ -208,10 +208,10 @@ def _verify(sha: str, data: bytes) -> tuple[str, int, int]:
   except errors.ApiError:
     raise
   except Exception as error:  # pylint: disable=broad-except
-    # Pillow raises nearly any error for a file that is no image.
+    # Pillow raises nearly any error for a file that is not an image.
     raise errors.ApiError(
         400,
-        "the body is no whole PNG, JPEG or WebP image"
+        "the body is not a whole PNG, JPEG or WebP image"
         f" ({type(error).__name__}: {str(error)[:100]})",
     ) from None
   return media_type, width, height

@@ -95,7 +95,7 @@ class TagsAndBaseline:
       change = _tag_change(orjson.loads(body))
     except ValueError:
       raise errors.ApiError(
-          400, 'the body is no JSON; give {"add": [tags], "remove": [tags]}'
+          400, 'the body is not JSON; give {"add": [tags], "remove": [tags]}'
       ) from None
     found = await self._change(who.project, http_io.id_of(request), change)
     return http_io.json_answer({"tags": found})

@@ -1,4 +1,4 @@
-"""Messages to tokens, as Qwen's ChatML template writes them.
+"""Renders messages to tokens, as Qwen's ChatML template writes them.
 
 Promises:
 - `render` gives the ids of the chat template's text, image placeholders
@@ -117,14 +117,14 @@ class QwenRenderer:
   def prompt_of_tokens(
       self, ids: Sequence[int], pictures: Sequence[trajectory.ImageRef]
   ) -> policy_client.TokenPrompt:
-    """A prompt that somebody else has rendered.
+    """Builds a prompt from token ids rendered elsewhere.
 
     Args:
-      ids: placeholders expanded.
-      pictures: of the placeholders, in their order.
+      ids: the prompt, with one placeholder for each vision token.
+      pictures: the prompt's images, in order.
 
     Raises:
-      ValueError: placeholders and images do not go together.
+      ValueError: the number of placeholders does not fit the images.
     """
     tokens_T = np.array(ids, np.int32)
     at = np.flatnonzero(tokens_T == self.image_token_id)

@@ -1,11 +1,11 @@
-"""What a tool parser is: the text of one model family's tool calls.
+"""Base classes of tool parsers: one model family's text of tool calls.
 
 A parser knows both directions, text to `ToolCall`s and `ToolCall`s to text, and
 the prompt that explains the format. A GUI parser also knows its coordinate
 convention and turns calls into `GuiAction`s in pixels and back.
 
-Promises: whatever the model wrote, parsing returns or raises `ToolParseError`,
-nothing else. Lenient parsing (the default) returns every well-formed call and
+Promises: for any text, parsing returns or raises `ToolParseError`, nothing
+else. Lenient parsing (the default) returns every well-formed call and
 reports the others in `ParseResult.errors`; strict parsing raises at the first.
 
 Does not: look at tools, run anything, or touch the prompt it made.
@@ -30,7 +30,7 @@ class ToolParseError(ValueError):
 
 
 class GuiActionError(ToolParseError):
-  """A well-formed call that is no GUI action: unknown name, bad argument."""
+  """A well-formed call that is not a GUI action: unknown name, bad argument."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ToolParser(abc.ABC):
     """Tool calls in order; [] when there is none.
 
     Args:
-      model_response: what the model wrote.
+      model_response: the model's text.
       strict: raise at a malformed call rather than leave it out.
 
     Raises:
@@ -127,7 +127,7 @@ class GuiActionParser(ToolParser):
       height: int,
       thought: str | None = None,
   ) -> str:
-    """The canonical text of an action: what an oracle would have written.
+    """The canonical text of an action, as an oracle writes it.
 
     `to_gui_action` of its parse gives the action back within the rounding of
     the format's coordinates.

@@ -1,4 +1,4 @@
-"""Qwen's `computer_use` tool: GUI actions in Qwen tool calls.
+"""Parses Qwen's `computer_use` tool: GUI actions in Qwen tool calls.
 
 Three grammars over one set of actions:
 - `computer_use` (Qwen3-VL): coordinates are thousandths of the screenshot's
@@ -9,8 +9,8 @@ Three grammars over one set of actions:
   with a small context.
 
 Promises: any call gives a `GuiAction` inside the screenshot or a
-`GuiActionError` that tells the policy what was wrong. Formatting and parsing
-are inverse within the rounding of the coordinates.
+`GuiActionError` whose text explains the error to the policy. Formatting and
+parsing are inverse within the rounding of the coordinates.
 
 Conventions: `pixels` of scroll is positive upwards, of hscroll positive to the
 right. A drag starts at `start_coordinate`, or at the pointer without one.
@@ -389,7 +389,7 @@ class ComputerUseAbsoluteParser(ComputerUseParser):
   coordinates = "absolute"
 
 
-# What a small policy is offered: enough for every desktop task.
+# Actions for a small policy: enough for every desktop task.
 COMPACT_ACTIONS = (
     "left_click",
     "double_click",

@@ -1,4 +1,4 @@
-"""Key names: every dialect to one.
+"""Normalises key names of every dialect.
 
 Models write keys as "ctrl+c", "ctrl c", "ctrl-c", ["ctrl", "c"], by X names
 ("Return", "Control_L", "Page_Down"), by DOM names ("ArrowLeft") or by

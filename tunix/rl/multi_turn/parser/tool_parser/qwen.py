@@ -1,5 +1,6 @@
-"""Qwen's tool calls: `<tool_call>` blocks of JSON (Qwen2.5, Qwen3) or of XML
-parameters (Qwen3.5).
+"""Parses Qwen's tool calls: `<tool_call>` blocks of JSON or XML parameters.
+
+Qwen2.5 and Qwen3 write JSON, Qwen3.5 XML.
 
 Rules of lenient parsing:
 - A block holds one JSON object with "name" and "arguments", or one
@@ -7,7 +8,7 @@ Rules of lenient parsing:
   style; the style decides what is written.
 - JSON is read as JSON, so braces and tags inside strings mean nothing. A block
   whose object is complete counts even when `</tool_call>` is missing.
-- A malformed block is reported and reading goes on behind it.
+- A malformed block is reported, and parsing resumes behind it.
 - Reasoning ends at `</think>`; calls inside it do not count. A `<think>` at the
   start that never ends means no call at all.
 - XML values are text. With the tool's schema they become the declared type;
@@ -247,7 +248,7 @@ class QwenXmlToolParser(QwenToolParser):
 
 
 def _resume(text: str, position: int) -> int:
-  """Where reading goes on after a malformed block begun before `position`."""
+  """Offset to resume at after a malformed block opened before `position`."""
   match = _NEXT.search(text, position)
   if match is None:
     return len(text)

@@ -1,4 +1,4 @@
-"""Tool parsers by name."""
+"""Registers tool parsers by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""UI-TARS's grammar: `Thought: …` and `Action: click(start_box='(235,512)')`.
+"""Parses UI-TARS: `Thought: …` and `Action: click(start_box='(235,512)')`.
 
 Two grammars: `ui_tars` (UI-TARS 1 and 2: coordinates 0 to 1000 of the
 screenshot's sides) and `ui_tars_absolute` (1.5: pixels of the screenshot as the
@@ -392,5 +392,5 @@ def _read_string(text: str, start: int, name: str) -> tuple[str, int]:
   raise base.ToolParseError(f"a string of action {name!r} is never closed")
 
 
-# What follows a string: the end of the action, or the next argument.
+# The text after a string: the end of the action, or the next argument.
 _ENDS = re.compile(r"\s*(?:\)|,\s*[A-Za-z_]\w*\s*=)")

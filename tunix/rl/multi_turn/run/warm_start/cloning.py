@@ -1,10 +1,10 @@
 """Clones demonstrations into a policy, as a run may do before GRPO.
 
-Demonstrations are played while learning goes on, up to a number of distinct
-ones; each step learns from a batch drawn from all that were played so far.
+Demonstrations are played during learning, up to a number of distinct ones;
+each step learns from a batch drawn from all that were played so far.
 
 Promises: the batches are a function of the seed and the tasks, also where
-cloning goes on after a stop.
+cloning resumes after a stop.
 
 Does not: play episodes (`demonstrations` does), or build or save anything.
 """

@@ -41,7 +41,7 @@ GuiAction = gui_action.GuiAction
 Kind = gui_action.GuiActionKind
 
 Habit = Callable[[Any, GuiAction, np.random.Generator], GuiAction]
-"""(gym, right action, rng) -> what the demonstrator does instead."""
+"""(gym, right action, rng) -> the demonstrator's action instead."""
 
 
 # --- habits ----------------------------------------------------------------
@@ -93,7 +93,7 @@ HABITS: dict[str, Habit] = {
 
 
 class UnsolvableError(LookupError):
-  """The oracle sees no way to solve this very task: it was drawn badly."""
+  """The oracle cannot solve this instance."""
 
 
 POINT_GRID = (32, 24)
@@ -112,7 +112,7 @@ async def _value(found: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Demonstrator:
-  """Plays tasks the right way, but for its habits.
+  """Plays tasks as the oracle does, except for its habits.
 
   Before it clicks or drags, it names in the text before the tool call the thing
   that it is about to touch ("the Save button"): to point at what was just named
@@ -277,13 +277,13 @@ _TYPE_FORMS = (
 )
 
 Expressions = Sequence[tuple[str, int, int]]
-"""(phrase, x, y): what is visible and where, in pixels."""
+"""(phrase, x, y) of a visible object, in pixels."""
 
 
 def _sample(
     expressions: Expressions, count: int, rng: np.random.Generator
 ) -> Expressions:
-  """Up to `count` of them, in random order."""
+  """Up to `count` of the items, in random order."""
   if not expressions:
     raise ValueError("a conversation needs something visible to talk about")
   return [expressions[i] for i in rng.permutation(len(expressions))[:count]]
@@ -292,7 +292,7 @@ def _sample(
 def _learn_only(
     sequence: trajectory.TokenSequence, keep_T: np.ndarray
 ) -> trajectory.TokenSequence:
-  """The sequence with what is not kept as part of its prompt."""
+  """Restricts the loss to the tokens of `keep_T`; others count as prompt."""
   mask = sequence.loss_mask & keep_T
   entropies = sequence.entropies
   return dataclasses.replace(
@@ -356,9 +356,9 @@ class Grounder:
   ) -> trajectory.TokenSequence:
     """One answer of names run together with their points: "orange328,562".
 
-    The number follows the very token that names its target, and nothing
-    but the numbers is learned from: the shortest way to look something up,
-    which is where a small policy begins to tell things apart.
+    The number follows the token that names its target, and the loss is on the
+    numbers only: the shortest look-up, by which a small policy first learns to
+    distinguish targets.
     """
     lines = []
     for phrase, x, y in _sample(expressions, len(expressions), rng):
@@ -372,7 +372,7 @@ class Grounder:
   def copies_sequence(
       self, rng: np.random.Generator, words: int = 5
   ) -> trajectory.TokenSequence:
-    """A conversation without a screenshot: what the user quotes is typed.
+    """A conversation without a screenshot: typing the quoted words.
 
     At once, or in half of the cases after a click. Nothing but the words is
     learned from, for the same reason as in `pairs_sequence`.

@@ -151,7 +151,7 @@ def _sayable(
 def _renamed(
     recording: recordings_lib.Recording, number: int
 ) -> recordings_lib.Recording:
-  """A task that was played twice is two demonstrations."""
+  """Gives each recording's task an id of its own: repeats count separately."""
   task = recording.task
   return dataclasses.replace(
       recording,

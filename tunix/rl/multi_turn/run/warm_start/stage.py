@@ -1,12 +1,12 @@
 """Brings a policy to its start: weights loaded, demonstrations cloned, saved.
 
-The one stage before GRPO. It decides which weights a run begins with, which of
-them are loaded before the first evaluation and which after it, and what a
-resumed run need not do again.
+The one stage before GRPO. It decides which weights a run starts with, which of
+them are loaded before the first evaluation and which after it, and which work a
+resumed run skips.
 
 Promises: `warm_start/` of the run directory holds the policy after cloning,
 which a resumed run begins with and which is its KL reference; a stage that was
-interrupted goes on from its last checkpoint.
+interrupted resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RESULT = "warm_start"
 
 
 class WarmStart:
-  """See the module docstring.
+  """The warm-start stage of a run; see the module docstring.
 
   Attributes:
     starts_random: whether the run begins with random weights, which it
@@ -135,7 +135,7 @@ class WarmStart:
   def _checkpoints(
       self, learner: learner_lib.Learner
   ) -> Iterator[Callable[[], None]]:
-    """Restores the learner if it had begun, and saves it, also at a failure.
+    """Restores a started learner; saves it at the end, also on failure.
 
     Yields:
       A function that saves when a checkpoint is due.

@@ -1,11 +1,11 @@
-"""Phones behind AndroidWorld's server as a gym: `gym.name=android_world`.
+"""Plays on phones behind AndroidWorld servers: `gym.name=android_world`.
 
 A task is an instance of a type of the server's suite: `params["android_world"]`
 is `{"task_type", "task_idx"}`. An episode takes one of the `machines` for
 itself: `start` goes home, initializes the task and looks; `act` executes one
 action and looks; `close` tears the task down and gives the phone back.
 
-Promises: every call has a deadline and an action is sent once; what fails
+Promises: every call has a deadline and an action is sent once; a failure
 raises `AndroidWorldError`. As in AndroidWorld's own runs, an episode that the
 policy did not end (by an answer or by terminating) scores 0.
 
@@ -40,14 +40,14 @@ _BUTTONS = {
 
 
 class AndroidWorldError(http_lib.CallError):
-  """A server did not do what it was asked to."""
+  """A request to the server failed."""
 
 
 def to_action(action: gui_action.GuiAction) -> dict[str, Any]:
   """AndroidWorld's JSON of an action.
 
   Raises:
-    ValueError: a phone, or the server, has no such action; says why.
+    ValueError: the phone or the server lacks the action; the text names it.
   """
   kind = action.kind
   at = {} if action.x is None else {"x": round(action.x), "y": round(action.y)}
@@ -97,7 +97,7 @@ def _direction(dx: float, dy: float) -> str:
 
 
 class AndroidWorldGym:
-  """See the module docstring.
+  """A gym on phones of AndroidWorld servers; see the module docstring.
 
   Attributes:
     url: of the phone that the episode has, None without one.
@@ -177,7 +177,7 @@ class AndroidWorldGym:
     start_s = self._start_s
     await self._ask("GET", "/health", start_s)
     await self._ask("POST", "/reset", start_s, params={"go_home": "true"})
-    # What was begun is torn down, whether or not it succeeds.
+    # `close` tears the task down even if its start fails.
     self._where, self._initialized, self._ended = where, True, False
     await self._ask("POST", "/task/initialize", start_s, params=where)
     goal = await self._ask("GET", "/task/goal", self._call_s, params=where)
@@ -244,7 +244,7 @@ class AndroidWorldGym:
         if http is not None:
           await http.aclose()
 
-    # Whoever gives it up still wants it done, and nobody has the phone before.
+    # Runs on if cancelled; the phone is lent again only after it.
     await concurrency.to_the_end(end())
 
   async def _look(self, **more: Any) -> base.Observation:
@@ -274,7 +274,7 @@ class AndroidWorldGym:
 
 
 def _pixels(raw: bytes) -> np.ndarray | str:
-  """uint8[H, W, 3] of a screenshot's answer, or what is wrong with it."""
+  """uint8[H, W, 3] of a screenshot's answer, or a text that names its fault."""
   try:
     pixels = np.asarray(http_lib.json_of(raw)["pixels"])
   except (ValueError, KeyError, TypeError) as error:

@@ -64,7 +64,7 @@ class PageState:
 
   Attributes:
     url, title: of the document.
-    text: what a reader sees, as `innerText` has it.
+    text: the visible text, as `innerText` has it.
     html: the document as it is now. Both up to a million characters.
   """
 
@@ -78,7 +78,7 @@ class PageState:
     """The JSON value of a JavaScript expression; for async evaluators.
 
     Raises:
-      CommandFailed: with what the script threw.
+      CommandFailed: with the script's exception.
     """
     return await self._tab.evaluate(expression)
 
@@ -102,7 +102,7 @@ class WebGym:
     width, height: of the screenshots in pixels.
     task: of the episode, None before the first.
     page: its tab, None where there is none.
-    answer: what the policy answered, "" for nothing.
+    answer: the policy's answer, "" for none.
   """
 
   def __init__(
@@ -148,7 +148,7 @@ class WebGym:
       browser: to use instead of the event loop's shared one.
 
     Raises:
-      ValueError: naming the setting, its value and what it should be.
+      ValueError: names the setting, its value and the values allowed.
     """
     self._judges = _judges(evaluator)
     if isinstance(start_urls, str) or isinstance(hosts, str):
@@ -306,7 +306,7 @@ class WebGym:
 
     Raises:
       RuntimeError: no episode is running.
-      TypeError: the evaluator gave something that is no verdict.
+      TypeError: the evaluator gave something that is not a verdict.
     """
     if self.task is None:
       raise RuntimeError("no episode to evaluate; call start(task) first")

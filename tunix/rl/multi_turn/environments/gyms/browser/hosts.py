@@ -15,7 +15,7 @@ import urllib.parse
 
 _PORTS = {"http": 80, "https": 443}
 _WEB_PORTS = frozenset(_PORTS.values())
-# Of RFC 3986, without "\" and what is not ASCII: escape those.
+# RFC 3986's characters; "\" and non-ASCII must be escaped.
 _URL = re.compile(r"[A-Za-z0-9\-._~:/?#\[\]@!$&'()*+,;=%{}|^]+")
 _DOTS = re.compile(r"(?:^|/)(?:\.|%2e){1,2}(?:/|$)", re.IGNORECASE)
 
@@ -52,7 +52,7 @@ def split(url: str) -> Origin:
     parts = urllib.parse.urlsplit(url)
     port = parts.port
   except ValueError as error:
-    raise refuse(f"is no address: {error}") from None
+    raise refuse(f"is not an address: {error}") from None
   if parts.scheme not in _PORTS:
     raise refuse("must begin with http:// or https://")
   if "@" in parts.netloc or not parts.hostname:
@@ -81,7 +81,7 @@ class Hosts:
   """
 
   def __init__(self, patterns: Iterable[str] = ()):
-    """Raises ValueError: naming a pattern that cannot be."""
+    """Raises ValueError that names an invalid pattern."""
     self._exact: set[tuple[str, int]] = set()
     self._below: set[tuple[str, int]] = set()
     for pattern in patterns:
@@ -113,10 +113,10 @@ class Hosts:
       (self._below if below else self._exact).add((normal(host), one))
 
   def including(self, url: str) -> Hosts:
-    """These, and the host of an address.
+    """A copy that also allows the host of `url`.
 
-    An address without a port adds 80 and 443 of its host, as sites send from
-    the one to the other; an address with another port adds that alone.
+    Without a port, or with 80 or 443, it allows both, as sites redirect from
+    one to the other; any other port is allowed alone.
     """
     origin = split(url)
     both = Hosts()
@@ -156,7 +156,7 @@ def may_start(url: str, allowed: Iterable[str]) -> bool:
   after a "/".
 
   Raises:
-    UrlRefused: one of them is no plain address.
+    UrlRefused: one of them is not a plain address.
   """
   wanted = split(url)
   for one in allowed:

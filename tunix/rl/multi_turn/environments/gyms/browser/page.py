@@ -1,14 +1,14 @@
 """Drives one browser tab that shows a site: navigation, screenshots.
 
 Promises:
-* No window opens beside it: what a click opens is shown in this tab, what a
-  script opens by itself is closed.
+* No window opens beside it: a window that a click opens is shown in this tab,
+  one that a script opens by itself is closed.
 * Dialogs are answered at once, downloads and file choosers are refused, and a
-  link to a host that is not allowed leaves the page as it is. What happened is
-  kept for `notes`.
+  link to a host that is not allowed leaves the page as it is. `notes` returns
+  a line for each.
 * `settle` waits until an action's effects are over, up to its time limit.
 
-Does not decide which hosts are allowed, nor what an episode is.
+Does not decide which hosts are allowed; knows no episodes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _TWO_FRAMES = (
 
 
 class PageUnreachable(devtools.DevToolsError):
-  """The page that an episode starts at cannot be had."""
+  """The start page of an episode did not load."""
 
 
 class WebTab(tab_lib.Tab):
-  """A tab in a context of its own. See the module docstring.
+  """A tab that shows a site; see the module docstring.
 
   Attributes:
     width, height: of the viewport in CSS pixels.
@@ -107,7 +107,7 @@ class WebTab(tab_lib.Tab):
         ("Page.setInterceptFileChooserDialog", {"enabled": True}),
     ))
 
-  # What the page does.
+  # Events of the page.
 
   async def goto(self, url: str, limit_s: float) -> None:
     """Loads the page that an episode starts at.
@@ -166,7 +166,7 @@ class WebTab(tab_lib.Tab):
       try:
         async with asyncio.timeout(max(wait - now, 0.001)):
           await self._changed.wait()
-        drawn = False  # What came in is yet to be shown.
+        drawn = False  # The change is yet to be drawn.
       except TimeoutError:
         pass
 
@@ -186,7 +186,7 @@ class WebTab(tab_lib.Tab):
     shot = await self.post(
         "Page.captureScreenshot", {"format": "png", "optimizeForSpeed": True}
     )
-    # A large picture takes milliseconds: other episodes go on meanwhile.
+    # A large picture takes milliseconds: in a thread, episodes run meanwhile.
     return await asyncio.to_thread(_decode, shot["data"])
 
   async def type_text(self, text: str) -> None:

@@ -13,7 +13,7 @@ nor, when it has a public address, one of this machine or its network.
 Promises: bounds on connections and on how long each takes to open; `close`
 ends all of them.
 
-Does not look into what is sent, and is not meant for other clients than its
+Does not inspect traffic, and is not meant for other clients than its
 browser: any program that reaches the port reaches the allowed hosts.
 """
 
@@ -37,7 +37,7 @@ _OK, _NOT_ALLOWED, _UNREACHABLE, _BAD_COMMAND = 0, 2, 4, 7
 
 
 class FilteringProxy:
-  """See the module docstring. Belongs to the event loop that opens it.
+  """A SOCKS5 proxy to the allowed hosts. Belongs to the loop that opens it.
 
   Attributes:
     port: it listens on at 127.0.0.1, 0 before `open`.
@@ -54,7 +54,7 @@ class FilteringProxy:
     self._tasks: set[asyncio.Task] = set()
 
   async def open(self) -> None:
-    """Raises OSError: no port can be had."""
+    """Listens on a free port. Raises OSError: none is free."""
     self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
     self.port = self._server.sockets[0].getsockname()[1]
 
@@ -94,7 +94,7 @@ class FilteringProxy:
             one.close()
 
   async def _negotiate(self, reader, writer):
-    """The two streams to where the browser wants to go, None for nowhere."""
+    """Streams to the host that the browser asks for; None when refused."""
     version, count = await reader.readexactly(2)
     if version != 5:
       return None
@@ -144,7 +144,7 @@ class FilteringProxy:
       infos = await asyncio.get_running_loop().getaddrinfo(
           host, port, type=socket.SOCK_STREAM
       )
-      # Of two that asked at once, both get what the first one found.
+      # Of two concurrent look-ups, both use the first result.
       self._addresses.setdefault(host, may_mean(i[4][0] for i in infos))
     return self._addresses[host]
 
@@ -164,7 +164,7 @@ class FilteringProxy:
 
 
 def may_mean(addresses: Iterable[str]) -> list[str]:
-  """Those that a name may have, see the module docstring."""
+  """Filters the addresses that a name may mean; see the module docstring."""
   plain, public = [], []
   for text in addresses:
     address = ipaddress.ip_address(text.partition("%")[0])
@@ -178,7 +178,7 @@ def may_mean(addresses: Iterable[str]) -> list[str]:
 
 
 async def _connect(addresses: list[str], port: int):
-  """Streams to the first of them that answers."""
+  """Connects to the first address that answers."""
   for i, address in enumerate(addresses):
     try:
       return await asyncio.open_connection(address, port)

@@ -31,7 +31,7 @@ _SEED = "{seed}"
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-  """A family: where it starts and what is to be done.
+  """A family: its start page and its instruction.
 
   Attributes:
     url: http or https; may hold "{seed}".
@@ -45,7 +45,7 @@ class Page:
 
 
 def read_pages(pages: str | Mapping[str, Any]) -> dict[str, Page]:
-  """The pages of a YAML file, or of what such a file holds.
+  """Reads the pages of a YAML file, or of its parsed contents.
 
   Raises:
     ValueError: naming the page and the field.
@@ -87,7 +87,7 @@ def read_pages(pages: str | Mapping[str, Any]) -> dict[str, Page]:
 
 
 def start_urls(pages: str | Mapping[str, Any]) -> tuple[str, ...]:
-  """The addresses that the pages start at, up to where the seed comes in."""
+  """Start addresses of the pages, each cut before its `{seed}`."""
   found = []
   for page in read_pages(pages).values():
     path, _, _ = page.url.partition("?")

@@ -1,4 +1,4 @@
 """Headless Chromium: the process, its tabs, mouse and keyboard.
 
-What the gyms with web pages (`miniwob`, `browser`) share.
+Shared by the gyms with web pages (`miniwob`, `browser`).
 """

@@ -27,7 +27,7 @@ class Outcome:
   """The outcome of an action.
 
   Attributes:
-    ignored: why nothing was done, "" where something was.
+    ignored: the reason that the action did nothing; "" if it did.
     clamped: whether a position lay outside the screenshot.
   """
 
@@ -35,7 +35,7 @@ class Outcome:
   clamped: bool = False
 
   def info(self) -> dict[str, str | bool]:
-    """The notes that are not empty."""
+    """The fields to put into `info`: those that are not empty."""
     notes = {"ignored": self.ignored, "clamped": self.clamped}
     return {name: value for name, value in notes.items() if value}
 
@@ -47,7 +47,7 @@ async def perform(
     height: int,
     scale: float = 1.0,
 ) -> Outcome:
-  """Carries out an action; those of `ENDS` and a screenshot are nothing to do.
+  """Carries out an action; those of `ENDS` and a screenshot do nothing.
 
   Args:
     tab: the tab.

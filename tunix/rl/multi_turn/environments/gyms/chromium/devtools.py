@@ -104,7 +104,7 @@ _WATCH_S = 0.2
 
 
 class DevToolsError(RuntimeError):
-  """A browser command did not do what it should."""
+  """A browser command failed."""
 
 
 class BrowserNotFound(DevToolsError):
@@ -506,7 +506,7 @@ class Chromium:
     while self._exit is None:
       try:
         pid, status = os.waitpid(self.pid, os.WNOHANG)
-      except ChildProcessError:  # Somebody else reaped it.
+      except ChildProcessError:  # Reaped elsewhere.
         self._exit = "it is gone"
         break
       if pid:

@@ -126,7 +126,7 @@ def key_events(names: tuple[str, ...]) -> tuple[list[Command], list[Command]]:
 def text_events(text: str) -> list[Command]:
   """Commands that type `text`; new lines are Enter, tabs are Tab.
 
-  What stands between these in a text longer than `MAX_TYPED` is inserted.
+  Text between these is inserted at once if `text` is longer than `MAX_TYPED`.
   """
   text = text.replace("\r\n", "\n").replace("\r", "\n")
   pieces = list(text)

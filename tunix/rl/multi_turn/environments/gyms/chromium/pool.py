@@ -14,7 +14,7 @@ Promises:
 * When no tab is lent for `idle_s` the browser is closed, and it is at the
   latest when the interpreter exits.
 
-Does not retry what was going on in a tab: that is lost, and the error names it.
+Does not retry a tab's work: the error names the lost tab.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class NoFreePage(devtools.DevToolsError, TimeoutError):
 
 
 def check_pages(max_pages: Any) -> Any:
-  """`max_pages`, if it is a number of tabs or None.
+  """Returns `max_pages` if it is a number of tabs or None.
 
   Raises:
-    ValueError: it is not.
+    ValueError: it is neither.
   """
   whole = isinstance(max_pages, int) and not isinstance(max_pages, bool)
   if max_pages is not None and not (whole and max_pages >= 1):
@@ -51,7 +51,9 @@ def check_pages(max_pages: Any) -> Any:
 
 
 class Browser(Generic[T]):
-  """See the module docstring. Belongs to the event loop that uses it first.
+  """A Chromium process and its tabs; see the module docstring.
+
+  Belongs to the event loop that uses it first.
 
   Attributes:
     max_pages: tabs lent at most.
@@ -125,7 +127,7 @@ class Browser(Generic[T]):
 
   @property
   def pid(self) -> int | None:
-    """Of the running browser process, None when there is none."""
+    """Id of the running browser process; None when there is none."""
     running = self._chromium is not None and self._chromium.death is None
     return self._chromium.pid if running else None
 
@@ -144,9 +146,9 @@ class Browser(Generic[T]):
       context: of the browser context, e.g. its proxy. Given, the tab is a new
         one; so it is with settings.
       settings: that the tab is opened with.
-      prefer: tab -> whether one that waits to be used again would suit
-        best. When none does, a spare one is opened, or one is taken that shows
-        what most of them show, of these the one that has waited longest.
+      prefer: tab -> whether an idle tab suits best. When none does, a spare
+        tab is opened; else the oldest idle tab of the most frequent page is
+        taken.
 
     Raises:
       NoFreePage: none became free in `deadline_s` seconds.
@@ -219,7 +221,7 @@ class Browser(Generic[T]):
       await chromium.close()
 
   def kill(self) -> None:
-    """`close` for when the event loop is no more."""
+    """Kills the browser after its event loop has closed."""
     chromium, self._chromium = self._chromium, None
     self._idle.clear()
     self._pages.clear()
@@ -347,7 +349,7 @@ class Browser(Generic[T]):
 
 
 class Shared(Generic[T]):
-  """For each event loop one browser, made when it is first asked for."""
+  """One browser for each event loop, made at the first call."""
 
   def __init__(self, make: Callable[[], Browser[T]]):
     self._make = make
@@ -359,7 +361,7 @@ class Shared(Generic[T]):
     """The running loop's browser; those of closed loops are killed.
 
     Args:
-      pages: tabs that it shall allow, where its own limit is lower.
+      pages: raises the browser's limit of tabs to this.
     """
     for loop, browser in list(self._browsers.items()):
       if loop.is_closed():

@@ -2,7 +2,7 @@
 
 `Tab` opens a target in a browser context of its own, carries out mouse and
 keyboard input by the DevTools protocol and runs scripts. `pool.Browser` lends
-tabs; the gyms' own tabs derive from this one and add what a screenshot is.
+tabs; the gyms' own tabs derive from this one and add screenshots.
 
 Promises:
 * Input is sent as events, never as code: no text that is typed can be anything
@@ -61,7 +61,7 @@ class Tab:
     self.pointer = (0.0, 0.0)
     self._deadline_s = deadline_s
     self._listening: list[str] = []
-    self._carried: Mapping[str, Any] | None = None  # By the drag going on.
+    self._carried: Mapping[str, Any] | None = None  # By the current drag.
 
   @classmethod
   async def open(
@@ -151,7 +151,7 @@ class Tab:
     """The JSON value of a JavaScript expression in the page, or its promise.
 
     Raises:
-      CommandFailed: with the text of what the page's script threw.
+      CommandFailed: with the text of the script's exception.
     """
     result = await self.post(
         "Runtime.evaluate",
@@ -219,7 +219,7 @@ class Tab:
     await self.all([self._carry(kind, x2, y2) for kind in kinds])
 
   async def scroll(self, x: float, y: float, dx: float, dy: float) -> None:
-    """Turns the wheel at (x, y) by pixels; dy > 0 shows what is below."""
+    """Turns the wheel at (x, y) by pixels; dy > 0 scrolls down."""
     method, params = self._mouse("mouseWheel", x, y)
     await self.all(((method, params | {"deltaX": dx, "deltaY": dy}),))
     # The wheel is answered before the scrolling that it causes is sent to the
@@ -244,7 +244,7 @@ class Tab:
     await self.all(up)
 
   async def back(self) -> str:
-    """To the page before; returns why not, or ""."""
+    """Goes back a page; returns the reason if it cannot, else ""."""
     return "this page has no system_button 'back'"
 
   async def pause(self, milliseconds: float) -> None:

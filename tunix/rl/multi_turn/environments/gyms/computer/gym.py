@@ -4,10 +4,10 @@
       def screenshot(self): ...   # uint8[H, W, 3], a PIL image, a file's bytes
       def act(self, action): ...  # a GuiAction, in pixels of the screenshot
 
-A file is a PNG, a JPEG or a WebP. What else it may have: `start(task)`, called
-first, whose str is the instruction; `evaluate(task)`, giving an `Evaluation`, a
+A file is a PNG, a JPEG or a WebP. Optional methods: `start(task)`, called
+first, may return the instruction; `evaluate(task)` returns an `Evaluation`, a
 bool or a number in [0, 1]; `done()`; `close()`. All may be sync or async. `act`
-may return True (the episode is over), a str (text for the policy) or nothing.
+may return True (the episode is over), a str (text for the policy) or None.
 
 Promises: each call has a deadline; a sync one that misses it keeps its thread
 until it returns, and the computer is closed then.
@@ -31,11 +31,11 @@ _ENDS = (gui_action.GuiActionKind.ANSWER, gui_action.GuiActionKind.TERMINATE)
 
 
 class ComputerGym:
-  """See the module docstring.
+  """A gym around an object with `screenshot` and `act`.
 
   Attributes:
     computer: the object, made at the first start.
-    answer: what the policy answered, "" for nothing.
+    answer: the policy's answer, "" for none.
   """
 
   def __init__(

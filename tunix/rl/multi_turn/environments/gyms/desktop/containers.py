@@ -1,4 +1,4 @@
-"""Widgets that hold widgets: windows, scroll areas and menus."""
+"""Implements widgets that hold widgets: windows, scroll areas and menus."""
 
 from __future__ import annotations
 

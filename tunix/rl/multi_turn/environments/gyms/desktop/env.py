@@ -121,7 +121,7 @@ def _pixels(fractions, width: int, height: int) -> tuple[float, float]:
 
 
 def _fractions(x, y, width: int, height: int) -> np.ndarray:
-  """Of the middle of a pixel, so that rounding cannot leave it."""
+  """Fractions at the middle of a pixel, so that rounding cannot leave it."""
   at = [(int(x or 0) + 0.5) / width, (int(y or 0) + 0.5) / height]
   return np.clip(np.array(at, np.float32), 0, 1)
 

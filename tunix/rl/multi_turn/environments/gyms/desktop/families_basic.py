@@ -1,4 +1,4 @@
-"""The six families to start with: one or two turns, clean scenes at level 0."""
+"""Defines the six easiest families: one or two turns, clean at level 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families of forms: radio buttons, lists, sliders, fields, tabs."""
+"""Defines families of forms: radio buttons, lists, sliders, fields, tabs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families of pointing, scrolling, dragging, menus, keys and answers."""
+"""Defines families of pointing, scrolling, dragging, menus, keys, answers."""
 
 from __future__ import annotations
 

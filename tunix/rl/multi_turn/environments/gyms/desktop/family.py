@@ -1,6 +1,6 @@
 """Defines task families and the episodes that they run in.
 
-A family samples a `Spec` (the instruction and what it is about) from a seed
+A family samples a `Spec` (the instruction and its objects) from a seed
 and a level, builds the scene for it at any screen size, judges events and
 states, and computes the next right action. Reward is 0 or 1: an episode is won
 when `solved` holds or `judge` returns True, lost when `judge` returns False.
@@ -57,7 +57,7 @@ class Episode:
     self.scene.events = []
 
   def act(self, action: Action) -> dict[str, Any]:
-    """One turn; sets `outcome` when the episode is decided."""
+    """Plays one turn; sets `outcome` when the episode is decided."""
     if self.outcome is not None:
       return {"ignored": "the episode is over"}
     self.turns += 1
@@ -88,7 +88,7 @@ class Family:
   def build(
       self, ep: Episode, data: Mapping[str, Any], rng: random.Random
   ) -> None:
-    """Fills `ep.scene`; keeps in `ep.w` what is needed again."""
+    """Fills `ep.scene`; keeps objects that are needed later in `ep.w`."""
     raise NotImplementedError
 
   def judge(self, ep: Episode, event: scene_lib.Event) -> bool | None:
@@ -110,7 +110,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register(cls: type[Family]) -> type[Family]:
-  """Class decorator: makes a family known under its name."""
+  """Class decorator: registers a family under its name."""
   if not cls.name or cls.name in FAMILIES:
     raise ValueError(f"family name {cls.name!r} is empty or already taken")
   FAMILIES[cls.name] = cls()
@@ -137,7 +137,7 @@ def spec_of(family: Family, seed: int, level: int) -> Spec:
 
 
 def click(ep: Episode, widget: widgets.Widget, count: int = 1) -> Action:
-  """A click on the centre of a widget, or what first brings it in sight."""
+  """A click on a widget's centre, or the action that first uncovers it."""
   point = ep.scene.point(widget)
   if point is None:
     return uncover(ep, widget)
@@ -145,13 +145,13 @@ def click(ep: Episode, widget: widgets.Widget, count: int = 1) -> Action:
 
 
 def uncover(ep: Episode, widget: widgets.Widget) -> Action:
-  """The next action towards seeing a widget that something covers.
+  """The next action that uncovers a widget.
 
   Closes an open menu, drags its window back onto the screen, raises it, or
-  drags what covers it away.
+  drags the covering widget away.
 
   Raises:
-    RuntimeError: none of these helps.
+    RuntimeError: none of these uncovers it.
   """
   scene = ep.scene
   if scene.menu is not None:
@@ -206,7 +206,7 @@ def title_points(ep: Episode, window) -> list[tuple[int, int]]:
 
 
 def drag_to(ep: Episode, widget: widgets.Widget, x2: int, y2: int) -> Action:
-  """A drag of a widget's centre to a layout position, or what it needs."""
+  """A drag of a widget's centre, or the action that first uncovers it."""
   scene = ep.scene
   if scene.menu is not None or scene.point(widget) is None or (
       not _on_screen(scene, x2, y2)
@@ -261,7 +261,7 @@ def enter(ep: Episode, field: widgets.TextField, text: str) -> Action | None:
 
 
 def quote(items: list[str]) -> str:
-  """"a", "a and b", "a, b and c"."""
+  """Joins items as in English: "a", "a and b", "a, b and c"."""
   if len(items) == 1:
     return items[0]
   return ", ".join(items[:-1]) + " and " + items[-1]

@@ -55,7 +55,7 @@ class DesktopTasks:
   Instance seeds below `EVAL_SEEDS_FROM` are for training and those from it
   up to twice it for evaluation: `train_task` and `eval_task` can never return
   the same instance seed. (Families with few instances may still show the same
-  words in another layout; that is what generalising means here.)
+  words in another layout.)
   """
 
   def __init__(
@@ -65,7 +65,7 @@ class DesktopTasks:
   ):
     """Args:
 
-      families: those to offer, None for all.
+      families: task families to offer; None for all.
       difficulty: level when a call does not give one, 0 (clean) to 2.
     """
     names = tuple(families) if families else tuple(family_lib.FAMILIES)
@@ -167,7 +167,7 @@ class DesktopGym:
     return self._observe({}, self.episode.spec.instruction)
 
   def act_sync(self, action: gui_action.GuiAction) -> base.Observation:
-    """One turn. After the end nothing changes any more."""
+    """Plays one turn; does nothing after the episode's end."""
     if self.episode is None:
       if self._scene is None:
         raise RuntimeError("no episode is running; call start(task) first")
@@ -209,14 +209,14 @@ class DesktopGym:
     return self._observe({})
 
   def referring_expressions(self) -> list[tuple[str, int, int]]:
-    """(phrase, x, y): what is visible now and its centre in pixels.
+    """(phrase, x, y) of each visible object: its name and centre in pixels.
 
     Only phrases that mean exactly one thing in the scene are returned.
     """
     return self.scene.referring_expressions()
 
   def describe(self, x: float, y: float) -> str | None:
-    """The phrase for what is at a pixel; None when it has no unique one."""
+    """The phrase for the object at a pixel; None without a unique one."""
     return self.scene.describe(x, y)
 
   # -- the asynchronous protocol ---------------------------------------------
@@ -231,7 +231,7 @@ class DesktopGym:
     return self.evaluate_sync()
 
   async def close(self) -> None:
-    """Forgets the scene; idempotent."""
+    """Drops the scene; idempotent."""
     self.episode = None
     self._scene = None
 

@@ -1,4 +1,4 @@
-"""Things that are no form controls: shapes, icons, rows and tabs."""
+"""Implements the widgets beside form controls: shapes, icons, rows, tabs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws random places that never overlap, on a screen of any size."""
+"""Draws random positions without overlap, on a screen of any size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _shelves(
     sizes: Sequence[tuple[int, int]],
     gap: int,
 ) -> list[tuple[int, int]] | None:
-  """Rows from the top, room to spare shared out; None if they do not fit."""
+  """Rows from the top with spare room between them; None if they do not fit."""
   ax, ay, aw, ah = area
   rows: list[list[int]] = [[]]
   used = 0

@@ -32,7 +32,7 @@ _MODIFIERS = ("ctrl", "alt", "shift", "meta")
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-  """Something happened: press, edit, tick, choose, slide, open, close, …"""
+  """An event in a scene: press, edit, tick, choose, slide, open, close, …"""
 
   kind: str
   widget: widgets.Widget | None = None
@@ -146,7 +146,7 @@ class Scene:
     return x * self.k + self.k // 2, y * self.k + self.k // 2
 
   def point(self, widget: widgets.Widget) -> tuple[int, int] | None:
-    """Centre of a widget in pixels; None when something else is there."""
+    """Centre of a widget in pixels; None when another covers it."""
     x, y = widget.center()
     _, dy = self._local(widget, 0, 0)
     y -= dy
@@ -155,7 +155,7 @@ class Scene:
     return self.to_px(x, y) if self.hit(x, y) is widget else None
 
   def referring_expressions(self) -> list[tuple[str, int, int]]:
-    """(phrase, x, y) of everything visible that a phrase names uniquely."""
+    """(phrase, x, y) of each visible object that a phrase names uniquely."""
     found: dict[str, list[tuple[int, int] | None]] = {}
     roots = self.items + ([self.menu] if self.menu else [])
     for root in roots:
@@ -179,7 +179,7 @@ class Scene:
     ]
 
   def describe(self, x: float, y: float) -> str | None:
-    """The phrase that names what is at a pixel; None when none does."""
+    """The phrase that names the object at a pixel; None when none does."""
     at = int(x) // self.k, int(y) // self.k
     widget = self.hit(*at)
     if widget is None:
@@ -254,7 +254,7 @@ class Scene:
     return window if window is not None and window.modal else None
 
   def _touch(self, x: int, y: int) -> tuple[widgets.Widget | None, str]:
-    """Menu, modality, raising and focus; the widget to act on, or why not."""
+    """Handles menu, modality, raising, focus; the widget hit, or the reason."""
     self.pointer = (x, y)
     widget = self.hit(x, y)
     if self.menu is not None:
@@ -290,7 +290,7 @@ class Scene:
     return why
 
   def _context(self, x: int, y: int) -> str:
-    """Opens the context menu of what lies at a position."""
+    """Opens the context menu of the object at a position."""
     if self.menu is not None:
       self.menu = None
     widget, why = self._touch(x, y)

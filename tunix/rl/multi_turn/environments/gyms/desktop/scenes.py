@@ -146,8 +146,8 @@ FIELD_KINDS = ("color", "shape", "icon", "button", "check box")
 def field(width: int, height: int, seed: int, kind: str) -> scene_lib.Scene:
   """Five to eight things of one kind, scattered over a bare desktop.
 
-  They differ in one word, so that nothing but that word and what it looks
-  like tells which is which. Kinds: coloured squares ("color"), coloured shapes
+  They differ in one word, so that only that word and its looks distinguish
+  them. Kinds: coloured squares ("color"), coloured shapes
   ("shape"), icons, buttons, check boxes.
   """
   if kind not in FIELD_KINDS:

@@ -289,7 +289,7 @@ class CheckBox(Widget):
 
 
 class RadioButton(Widget):
-  """One of a group of which exactly one, or none yet, is chosen."""
+  """A radio button; at most one of its group is chosen."""
 
   kind = "radio button"
   focusable = True
@@ -360,7 +360,7 @@ class DropDown(Widget):
                  self.h)
 
   def choose(self, ui: Scene, index: int) -> None:
-    """Called by the menu."""
+    """Sets the value; the menu calls it."""
     self.value = index
     ui.emit("choose", self, self.options[index])
 
@@ -401,7 +401,7 @@ class Slider(Widget):
     return self.knob_x(), self.y + 19
 
   def at(self, value: int) -> tuple[int, int]:
-    """The place of the knob's centre at `value`."""
+    """Position of the knob's centre at `value`, in layout units."""
     return self.knob_x(value), self.y + 19
 
   def draw(self, c, ui):

@@ -6,7 +6,7 @@ count them. Does not decide which family uses which word.
 
 from __future__ import annotations
 
-# What is typed into fields: lower case, three to six letters.
+# Words typed into fields: lower case, three to six letters.
 TYPING_WORDS = (
     "apple", "arrow", "bread", "bridge", "cable", "candle", "castle", "cat",
     "chair", "cloud", "copper", "corn", "dance", "dog", "dragon", "eagle",
@@ -81,7 +81,7 @@ SHORTCUTS = (
     "alt+f4", "ctrl+shift+t", "ctrl+alt+k", "shift+f10",
 )  # pyformat: disable
 
-# What the facts of the question family are about.
+# Subjects of the facts in the question family.
 FACT_NAMES = (
     "Price", "Total", "Room", "Code", "Gate", "Floor", "Seat", "Score",
 )  # pyformat: disable

@@ -1,4 +1,4 @@
-"""Machines of gbox (https://gbox.ai) as a gym: a box an episode.
+"""Plays on machines of gbox (https://gbox.ai), one box an episode.
 
 `start` makes a box, runs the task's set-up commands in it and takes a
 screenshot; `act` is one HTTP call whose answer has the screenshot after it;
@@ -10,7 +10,7 @@ screenshot; `act` is one HTTP call whose answer has the screenshot after it;
   `(gym, task) -> Evaluation`, sync or async, which may use `gym.run`.
 
 Promises: every call has a deadline and is made once (an action that may have
-been carried out is not sent again); what goes wrong raises `GboxError`.
+been carried out is not sent again); a failure raises `GboxError`.
 
 Does not use gbox's own models, recording or storage: screenshots come as
 base64, in the answers.
@@ -49,7 +49,7 @@ class GboxError(http_lib.CallError):
 
 
 class GboxGym:
-  """See the module docstring.
+  """A gym on one gbox machine an episode; see the module docstring.
 
   Attributes:
     box_id: of the running episode, None without one.
@@ -119,7 +119,7 @@ class GboxGym:
 
   @property
   def answer(self) -> str:
-    """What the policy answered, "" for nothing: for evaluators."""
+    """The policy's answer, "" for none; evaluators read it."""
     return self._answer
 
   # --- the protocol of gyms ---------------------------------------------------
@@ -233,7 +233,7 @@ class GboxGym:
   def _calls(
       self, action: gui_action.GuiAction
   ) -> list[tuple[str, dict[str, Any]]] | str:
-    """gbox's calls for an action, or why there are none."""
+    """gbox's calls for an action, or the reason that there are none."""
     kind = action.kind
     at = {} if action.x is None else {"x": action.x, "y": action.y}
     to = {} if action.x2 is None else {"x": action.x2, "y": action.y2}
@@ -308,8 +308,8 @@ class GboxGym:
   async def _create(self) -> None:
     """Makes the episode's box.
 
-    One that nobody waits for any more is terminated when its id comes: it has
-    no name before that.
+    If the caller is cancelled, the box is terminated once the answer brings its
+    id; before that, it cannot be named.
     """
     url, http = self._url, self._client()
     seconds = max(1, min(300, int(self._create_s)))
@@ -355,7 +355,7 @@ class GboxGym:
       if http is not None:
         await http.aclose()
 
-    # Whoever gives `close` up still wants the box gone.
+    # The box is terminated even if the caller is cancelled.
     await concurrency.to_the_end(end())
 
   async def _terminate(self, http: http_lib.Http, box: str) -> None:
@@ -395,5 +395,5 @@ async def _post(
 
 
 def _ms(seconds: float) -> str:
-  """As gbox writes durations, and no longer than a policy may wait."""
+  """Duration in gbox's notation, capped at the longest wait."""
   return f"{int(min(seconds, _LONGEST_WAIT_S) * 1000)}ms"

@@ -3,7 +3,7 @@
 Promises: every call ends within its deadline, all tries included; a create is
 sent with a key, so that trying again makes no second execution; a step is sent
 with its number, so that trying again makes no second step; every failure is a
-`GenvError` of a kind that a program can tell.
+`GenvError` subclass for its kind.
 
 `GenvClient` belongs to one event loop, and keeps its connections between calls.
 """
@@ -28,7 +28,7 @@ DEFAULT_BASE_URL = "http://127.0.0.1:5010"
 
 
 class GenvError(http.CallError):
-  """A gym server did not do a call.
+  """A call to a gym server failed.
 
   Attributes:
     code: the server's own word for the failure, "" without one.
@@ -64,7 +64,7 @@ class GenvCapacityError(GenvError):
 
 
 class GenvExecutionLostError(GenvError):
-  """The execution has ended, or its gym has failed; `code` says which."""
+  """The execution has ended, or its gym has failed; see `code`."""
 
 
 class GenvUnknownTaskError(GenvError, cua_task.UnknownTaskError):
@@ -74,7 +74,7 @@ class GenvUnknownTaskError(GenvError, cua_task.UnknownTaskError):
 
 
 class GenvRequestError(GenvError):
-  """The server refused what it was asked."""
+  """The server refused a request."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ RETRIES: Mapping[str, http.RetryPolicy] = {
 
 
 class GenvClient:
-  """See the module docstring; `aclose` when done."""
+  """A client of one gym server; `aclose` when done."""
 
   def __init__(
       self,
@@ -193,7 +193,7 @@ class GenvClient:
     """The full task of that id, as the server resolves it."""
     data = await self._ask("tasks", "GET", f"tasks/{_quoted(identifier)}")
     if summary is not None and isinstance(data, Mapping):
-      # What only the list said is kept.
+      # Keep fields that only the list reports.
       data = {**summary.genv_task_data, **data}
     try:
       return self._read(data, f"task {identifier!r} of {self.base_url}")
@@ -201,7 +201,7 @@ class GenvClient:
       raise GenvError(str(error)) from None
 
   async def resolve(self, identifier: str) -> cua_task.CUATask:
-    """The task that is called so: exact id, name, number, numeric prefix.
+    """Finds a task by exact id, name, number or numeric prefix.
 
     Raises:
       GenvUnknownTaskError: none is, or several are.
@@ -212,7 +212,7 @@ class GenvClient:
       raise GenvUnknownTaskError(f"{self.base_url}: {error}", 404) from None
 
   async def gyms(self) -> list[dict[str, Any]]:
-    """What the server says of its gyms; [] when it does not say."""
+    """The server's list of gyms; [] from a server without that route."""
     try:
       data = await self._ask("tasks", "GET", "/api/v1/gyms")
     except GenvRequestError:
@@ -284,7 +284,7 @@ class GenvClient:
       context_text: str | None = None,
       facts: Mapping[str, Any] | None = None,
   ) -> dict[str, Any]:
-    """The server's verdict; only what is given is sent."""
+    """The server's verdict; sends only the arguments given."""
     given = {
         "answer_text": answer_text,
         "execution_data": execution_data,
@@ -301,7 +301,7 @@ class GenvClient:
   async def terminate(self, execution_id: str) -> bool:
     """Ends the execution; True when it is over now. Never raises GenvError.
 
-    One that cannot be told is closed by the server when its lease is over.
+    If the server cannot be reached, it closes the execution after its lease.
     """
     try:
       await self._ask(
@@ -337,7 +337,7 @@ class GenvClient:
       body: Any = None,
       headers: Mapping[str, str] | None = None,
   ) -> Any:
-    """The reply's JSON, after as many tries as there may be."""
+    """Calls, with retries; returns the reply's JSON."""
     if not path.startswith("/"):
       path = f"/api/v1/{urllib.parse.quote(self.gym_id, safe='')}/{path}"
     seconds = getattr(self.timeouts, kind)
@@ -360,7 +360,7 @@ class GenvClient:
 
 
 def _kind_of(error: http.CallError) -> GenvError:
-  """The error that no answer, or an answer of 3xx to 5xx, stands for."""
+  """Maps no answer, or one of 3xx to 5xx, to its error class."""
   answer = error.answer
   if answer is None:
     return GenvUnavailableError(str(error))

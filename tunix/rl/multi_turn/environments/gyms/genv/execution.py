@@ -32,7 +32,7 @@ class GenvExecutionContext:
 
   Attributes:
     gym_base_url, gym_id, execution_id: where it is.
-    task_identifier, task_number: what it was made from.
+    task_identifier, task_number: of its task.
     env_build: `{status, total_time, stages, prehook_executed,
       prehook_output}`, the server's or the client's own measure.
     box_id: of the machine behind it, "" when the server does not send it.
@@ -152,7 +152,7 @@ async def evaluate_execution(
   Args:
     context: of the execution.
     client: of its server.
-    result: what a run ended with; its `answer` is submitted as answer_text.
+    result: of a run; its `answer` is submitted as answer_text.
     **submission: answer_text, execution_data, context_text, facts.
 
   Raises:
@@ -182,7 +182,7 @@ async def terminate_execution(
 
 
 def box_id_of(reply: Mapping[str, Any]) -> str:
-  """The machine's id, under whichever of its names; "" without one."""
+  """The machine's id, under any of its field names; "" without one."""
   for key in _BOX_KEYS:
     if isinstance(reply.get(key), str) and reply[key]:
       return reply[key]

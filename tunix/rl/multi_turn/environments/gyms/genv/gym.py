@@ -2,9 +2,9 @@
 
 Each episode is an execution: created at `start`, stepped by `act`, judged by
 `evaluate`, terminated by `close` (also when `start` was given up before its
-answer came). Promises: what the server refuses or loses raises a `GenvError`
-that says what happened, so the episode is the environment's failure and not a
-reward of 0; actions are carried out once, however bad the connection.
+answer came). Promises: a request that the server refuses or loses raises a
+`GenvError`, so the episode is the environment's failure and not a reward of 0;
+actions are carried out once, however bad the connection.
 
 Needs the step-level API of docs/gym_server.md; an agent service that acts by
 itself is given an execution by `genv.execution` instead.
@@ -72,7 +72,7 @@ def make_client(settings: Mapping[str, Any]) -> client_lib.GenvClient:
 
 
 class GenvGym:
-  """See the module docstring.
+  """A gym behind a gym server; see the module docstring.
 
   Attributes:
     execution_id: of the running episode, None without one.
@@ -190,7 +190,7 @@ class GenvGym:
 
   async def close(self) -> None:
     """Terminates the execution; idempotent."""
-    # Whoever gives it up still wants the execution gone.
+    # The execution is terminated even if the caller is cancelled.
     await concurrency.to_the_end(self._end(close=True))
 
   async def _end(self, close: bool = False) -> None:

@@ -3,8 +3,8 @@
 The policy sees the rendered frame and acts with `GuiAction`s; an *adapter*, a
 function `(GuiAction) -> env action`, translates. `KeyAdapter` (keys to
 discrete actions) and `DesktopAdapter` (our own desktop's action space) are
-ready; what an adapter cannot translate is ignored with a note in `info`, and
-the environment does not step.
+ready; an action that an adapter cannot translate is ignored with a note in
+`info`, and the environment does not step.
 
 Every call into the environment runs on one daemon thread of the gym's own, so
 a slow or hanging environment never blocks the event loop, and environments
@@ -126,7 +126,7 @@ _KNOWN: dict[str, dict[str, Any]] = {
 
 
 def default_settings(env_id: str) -> dict[str, Any]:
-  """Settings to begin with for an environment that is known here.
+  """Default settings of an environment known here.
 
   Our own desktop's and a few of gymnasium's; {} for any other, which needs at
   least an adapter.
@@ -159,7 +159,7 @@ class _World:
     self.runner = concurrency.CallRunner(pool, grace=0.0)
 
   def close_env(self) -> None:
-    """On the thread; idempotent."""
+    """Closes the environment; runs on its thread. Idempotent."""
     env, self.env = self.env, None
     if env is not None:
       env.close()
@@ -184,7 +184,7 @@ class _World:
 
 
 class GymnasiumGym:
-  """See the module docstring. Created on any thread, used on one loop."""
+  """A gym around a `gymnasium.Env`. Made on any thread, used on one loop."""
 
   def __init__(
       self,
@@ -396,7 +396,7 @@ def _adapter(settings: Mapping[str, Any]) -> Adapter:
 
 
 def _render(env: gymnasium.Env) -> np.ndarray:
-  """uint8[H, W, 3] of what the environment shows."""
+  """The environment's frame, uint8[H, W, 3]."""
   frame = np.asarray(env.render())
   if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
     raise ValueError(

@@ -61,7 +61,7 @@ def _chosen(part: str) -> list[str]:
 
 
 def list_tasks(part: str, as_json: bool) -> int:
-  """Prints them; returns the exit status."""
+  """Prints the tasks; returns the exit status."""
   rows = [
       tasks_lib.about(name, name in oracle.ORACLE_FAMILIES)
       for name in _chosen(part)

@@ -1,8 +1,8 @@
 """Reads the next right action of some MiniWoB++ families from the page.
 
 For warm starts and tests. Reads the document of a gym's tab through
-`WobPage.evaluate` and returns a `GuiAction` for what is on the screen now; it
-keeps no state, so it also goes on from where a policy has erred.
+`WobPage.evaluate` and returns a `GuiAction` for the current screen; it
+keeps no state, so it also continues after a policy's mistakes.
 
 Does not solve other families than `ORACLE_FAMILIES`.
 """
@@ -125,7 +125,7 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
 async def describe(
     gym: gym_lib.MiniWobGym, x: float, y: float
 ) -> str | None:
-  """The name of the thing at a pixel; None when it has none.
+  """The name of the element at a pixel; None when it has none.
 
   Raises:
     RuntimeError: no episode is running.

@@ -78,11 +78,11 @@ class Shot:
 
 
 class WobPage(tab_lib.Tab):
-  """A tab in a context of its own. See the module docstring.
+  """A tab that shows MiniWoB++ pages; see the module docstring.
 
   Attributes:
     url: of the page it shows, "" when it shows none.
-    width, height: of what a screenshot shows, in CSS pixels.
+    width, height: of a screenshot, in CSS pixels.
   """
 
   VIEW = (_VIEW_WIDTH, _VIEW_HEIGHT)
@@ -109,7 +109,7 @@ class WobPage(tab_lib.Tab):
     ))
 
   async def show(self, width: float, height: float, scale: float = 1) -> None:
-    """Sets what a screenshot shows, from the page's top left corner.
+    """Sets the area of a screenshot, from the page's top left corner.
 
     Args:
       width, height: CSS pixels, at least those of the task's area.
@@ -127,7 +127,7 @@ class WobPage(tab_lib.Tab):
 
   @property
   def worn(self) -> bool:
-    """Whether the next episode should have another tab."""
+    """Whether the next episode should use another tab."""
     return self._all_starts >= STARTS_PER_TAB
 
   async def start(
@@ -234,8 +234,8 @@ class WobPage(tab_lib.Tab):
 
   def _on_frame(self, params: dict[str, Any]) -> None:
     if self._frame is None or self._frame.done():
-      # Nobody looks: left unanswered, so that an animated page does not go on
-      # sending pictures.
+      # No call waits for a frame: it is left unanswered, so that an animated
+      # page sends no more.
       self._unacknowledged.append(params["sessionId"])
       return
     self._acknowledge(params["sessionId"])

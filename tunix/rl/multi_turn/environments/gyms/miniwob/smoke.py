@@ -1,4 +1,4 @@
-"""Tries every task with a scripted policy: does it start, act and end?
+"""Checks that every task starts, acts and ends, with a scripted policy.
 
 The policy has no knowledge of the task. It clicks on elements, types into
 fields, drags and scrolls, drawn by a seed; where there is an oracle, the oracle
@@ -62,7 +62,7 @@ class Report:
 
 
 class TrialFailed(Exception):
-  """The gym did not do what it should."""
+  """The gym failed a check."""
 
 
 def _check(holds: bool, what: str) -> None:

@@ -1,7 +1,7 @@
-"""GUI actions as the actions of OpenEnv's environments.
+"""Converts GUI actions to actions of OpenEnv environments.
 
-A grammar is a function `GuiAction -> data of a step`; a str tells the policy
-why there is no such action, None means that nothing is sent.
+A grammar is a function `GuiAction -> data of a step`. It returns a str, shown
+to the policy, for an action the environment lacks, and None to send nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEYS = {
 
 
 def gui(action: gui_action.GuiAction) -> dict[str, Any]:
-  """GuiAction's own JSON, in pixels: what our servers take."""
+  """GuiAction's JSON, in pixels, for this package's servers."""
   return action.to_json()
 
 
@@ -37,7 +37,7 @@ def browsergym(
 ) -> dict[str, Any] | str | None:
   """BrowserGym's coordinate actions, as OpenEnv's browsergym_env takes them.
 
-  Texts are written as Python literals, so that what a policy types stays text.
+  Texts are written as Python literals, so that typed text stays text.
   """
   kind = action.kind
   if kind is Kind.SCREENSHOT:

@@ -1,15 +1,15 @@
-"""An environment behind an OpenEnv server as a gym: `gym.name=openenv`.
+"""Plays an environment behind an OpenEnv server: `gym.name=openenv`.
 
 An episode is a session, a WebSocket of its own: opened and reset by `start`,
 stepped by `act`, closed by `close`. Promises: every message has a deadline and
-is sent once; what the server refuses, loses or does not answer raises an
-`OpenEnvError` of a kind that a program can tell, so the episode is the
-environment's failure and not a reward of 0; a full server is waited for.
+is sent once; a message that the server refuses, loses or does not answer raises
+the `OpenEnvError` subclass for its kind, so the episode is the environment's
+failure and not a reward of 0; `start` waits for a full server.
 
 A task's `params["openenv"]` are the arguments of its reset; without them
 `{"seed": task.seed}`. The verdict is the `evaluation` that our own servers send
-with the last observation; of other servers it is what `score` says, and success
-is a score of `success_at` or more.
+with the last observation; for other servers the setting `score` computes it,
+and success is a score of `success_at` or more.
 
 Needs no package of OpenEnv, only `websockets`. Does not start servers, and does
 not serve environments whose actions are MCP tool calls.
@@ -55,7 +55,7 @@ _ANSWERS = {"reset": "observation", "step": "observation", "state": "state"}
 
 
 class OpenEnvError(http.CallError):
-  """An OpenEnv server did not do what it was asked to.
+  """A request to an OpenEnv server failed.
 
   Attributes:
     code: the protocol's word for it, e.g. EXECUTION_ERROR; "" without one.
@@ -83,11 +83,11 @@ class OpenEnvCapacityError(OpenEnvError):
 
 
 class OpenEnvSessionLostError(OpenEnvError):
-  """The session has ended before its episode."""
+  """The server closed the session before the episode ended."""
 
 
 class OpenEnvRequestError(OpenEnvError):
-  """The server refused what it was asked."""
+  """The server refused a request."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Session:
     """The `data` of the answer; after a failure to answer the session is over.
 
     Raises:
-      OpenEnvError: naming what the server says, or that it says nothing.
+      OpenEnvError: with the server's error text, or for want of an answer.
     """
     _, exceptions = _websockets()
     if self._socket is None:
@@ -212,13 +212,13 @@ class Session:
     return self._data_of(kind, reply, raw)
 
   async def _none_left_over(self, kind: str) -> None:
-    """A message that nobody asked for would be taken for the answer."""
+    """Checks that no unrequested message waits to be taken for the answer."""
     _, exceptions = _websockets()
     try:
       async with asyncio.timeout(0):
         raw = await self._socket.recv()
     except (TimeoutError, exceptions.ConnectionClosed):
-      return  # Of a closed one, `ask` says that it is.
+      return  # For a closed one, `ask` raises.
     try:
       reply = http.json_of(raw)
     except ValueError:
@@ -240,7 +240,7 @@ class Session:
       )
     if reply.get("type") != "error":
       if reply.get("type") != _ANSWERS[kind]:
-        self._drop()  # Its answers are no longer those to what is asked.
+        self._drop()  # Its answers no longer match the requests.
         raise OpenEnvError(
             f"{self.url} answered {kind!r} with a message of type"
             f" {str(reply.get('type'))[:80]!r}, not {_ANSWERS[kind]!r}"
@@ -276,7 +276,7 @@ class Session:
     """Idempotent, and in time; the server ends the episode."""
     socket, self._socket = self._socket, None
     if socket is not None:
-      # Whoever gives this up still wants the session gone.
+      # The session is closed even if the caller is cancelled.
       await concurrency.to_the_end(_close(socket, True, seconds))
 
 
@@ -295,7 +295,7 @@ async def _close(socket: Any, tell: bool, seconds: float) -> None:
 
 
 def _refused(url: str, response: Any) -> OpenEnvError:
-  """The error that an answer other than 101 stands for."""
+  """Maps an HTTP answer other than 101 to its error."""
   status = response.status_code
   body = bytes(response.body or b"").decode("utf-8", "replace")[:300]
   text = f"{url}: {status} {body}"
@@ -312,7 +312,7 @@ def _refused(url: str, response: Any) -> OpenEnvError:
 
 
 class OpenEnvGym:
-  """See the module docstring."""
+  """A gym behind an OpenEnv server; see the module docstring."""
 
   def __init__(
       self,
@@ -335,7 +335,7 @@ class OpenEnvGym:
       width, height: that screenshots must have; None takes what comes.
       actions: "gui" (GuiAction's JSON, what our servers take), "browsergym",
         or a function or its path `GuiAction -> a step's data`; a str from it
-        is told to the policy instead, None is not sent.
+        is shown to the policy instead, None is not sent.
       fields: where in an observation things are, dotted: `screenshot` (a
         picture in base64, an object with `data`, or numbers), `shape` (of
         numbers without one), `instruction`, `text`; "" for none.
@@ -537,10 +537,10 @@ class OpenEnvGym:
 
 
 def _picture(value: Any, shape: Any, what: str) -> np.ndarray:
-  """uint8[H, W, 3] of what an observation holds.
+  """uint8[H, W, 3] of an observation's picture.
 
   Raises:
-    WireError: that is no picture.
+    WireError: that is not a picture.
   """
   if not isinstance(value, list):
     return wire.screenshot_from_json(value, what)
@@ -561,7 +561,7 @@ def _picture(value: Any, shape: Any, what: str) -> np.ndarray:
 
 
 def _at(data: Any, path: str) -> Any:
-  """What is at a dotted path, None for nothing."""
+  """The value at a dotted path; None when there is none."""
   if not path:
     return None
   for name in path.split("."):

@@ -1,9 +1,8 @@
 """Reads the tasks of an OpenEnv server.
 
-They come from its task API, where it has one: the splits of type "train" are
-for training, the others are held out (or every fifth task, of a server with
-nothing else). A server without one gets seeds: even ones to train, odd ones to
-evaluate.
+With a task API, splits of type "train" are for training and the others are
+held out; if there are no others, every fifth task is. A server without that
+API is given seeds: even ones to train, odd ones to evaluate.
 """
 
 from __future__ import annotations
@@ -83,18 +82,19 @@ def server_tasks(
     base_url: str = openenv.DEFAULT_BASE_URL,
     token_file: str = "",
 ) -> base.TaskSet:
-  """The tasks of an OpenEnv server.
+  """Asks an OpenEnv server for its tasks.
 
   Args:
-    families: that must be among them, none or () for any.
+    families: task families the server must have; None or () checks nothing.
+      The set returned holds all of the server's families.
     base_url, token_file: see `OpenEnvGym`.
 
   Raises:
-    ValueError: an option that cannot be, or a family that it has not.
-    OpenEnvError: the server cannot be asked.
+    ValueError: a bad address or token file, or a family the server lacks.
+    OpenEnvError: the server does not answer.
   """
   url = base_url or openenv.DEFAULT_BASE_URL
-  openenv.Session(url)  # Refuses what is no address.
+  openenv.Session(url)  # Refuses a bad address.
   token = genv_gym.read_token(token_file)
   # A server's address may be given as that of its sessions.
   url = "http" + url[2:] if url.startswith("ws") else url
@@ -150,7 +150,7 @@ async def _listed(url: str, call: Any) -> Any:
   for split in splits:
     called = split.get("name") if isinstance(split, dict) else None
     if not isinstance(called, str):
-      raise openenv.OpenEnvError(f"{url}: {split!r} is no split with a name")
+      raise openenv.OpenEnvError(f"{url}: {split!r} is not a split with a name")
     rows = await call(
         "POST", f"{prefix}/task_range",
         {"split": called, "start": 0, "stop": _MOST},

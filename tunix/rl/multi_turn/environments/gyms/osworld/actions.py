@@ -1,7 +1,7 @@
-"""GUI actions as the pyautogui code that OSWorld's machines run.
+"""Converts GUI actions to the pyautogui code that OSWorld's machines run.
 
-What a policy types or presses gets into the code as literals only: numbers that
-were rounded, strings by `repr`, names of keys from a fixed list. So a policy
+Arguments of an action enter the code as literals only: numbers that were
+rounded, strings by `repr`, names of keys from a fixed list. So a policy
 chooses arguments and never code.
 """
 
@@ -40,7 +40,7 @@ def code(action: gui_action.GuiAction, scroll_px: float) -> str | None:
     scroll_px: that one notch of the wheel stands for.
 
   Raises:
-    ValueError: this machine has no such action; says why.
+    ValueError: this machine has no such action; the text has the reason.
   """
   kind = action.kind
   at = "" if action.x is None else f"x={_int(action.x)}, y={_int(action.y)}"

@@ -1,4 +1,4 @@
-"""OSWorld's evaluators, as far as the machine's own server can answer them.
+"""Implements the OSWorld evaluators that a machine's server can answer.
 
 An evaluator names metrics (`func`) and where their arguments come from
 (`result`, `expected`), each a getter. Those here ask for nothing but the
@@ -15,7 +15,7 @@ from tunix.rl.multi_turn.core import registry
 
 
 class Machine(Protocol):
-  """What getters ask."""
+  """The calls that getters make to a machine."""
 
   async def execute(
       self, command: str | list[str], shell: bool = False
@@ -132,7 +132,7 @@ def plan(evaluator: Any) -> list[tuple[str, Any, Any, Mapping[str, Any]]]:
   """(metric, result, expected, options) of each part; [] when infeasible.
 
   Raises:
-    ValueError: naming what is missing, or what cannot be asked for here.
+    ValueError: names the missing field, or the unsupported getter or metric.
   """
   if not isinstance(evaluator, Mapping) or not evaluator.get("func"):
     raise ValueError("evaluator.func is missing")
@@ -184,7 +184,7 @@ async def judge(
     failed: whether the policy said that it cannot be done.
 
   Raises:
-    ValueError: a metric does not fit what it is given.
+    ValueError: a metric does not fit its arguments.
   """
   parts = plan(evaluator)
   if not parts:

@@ -1,4 +1,4 @@
-"""Machines that run OSWorld's server as a gym: `gym.name=osworld`.
+"""Plays on machines that run OSWorld's server: `gym.name=osworld`.
 
 A task is OSWorld's own JSON object, in `params["osworld"]`: its `config` is the
 set-up, its `evaluator` the verdict (see `osworld_evaluation`). An episode takes
@@ -7,7 +7,7 @@ looks; `act` runs pyautogui code and looks; `close` gives the machine back.
 
 Promises: a task that needs what the protocol cannot give is refused by name
 before a machine is touched; every call has a deadline; an action is sent once;
-what fails raises `OSWorldError`, so it is no reward of 0.
+a failure raises `OSWorldError`, so it is no reward of 0.
 
 Does not start virtual machines or revert their snapshots: `reset` names a
 function that does. Without one an episode begins where the last one ended.
@@ -69,7 +69,7 @@ _STEPS = {
 
 
 class OSWorldError(http_lib.CallError):
-  """A machine did not do what it was asked to."""
+  """A request to a machine failed."""
 
 
 def check_task(task: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ def check_task(task: Mapping[str, Any]) -> None:
 
 
 class OSWorldGym:
-  """See the module docstring.
+  """A gym on machines with OSWorld's server; see the module docstring.
 
   Attributes:
     url: of the machine that the episode has, None without one.
@@ -123,8 +123,8 @@ class OSWorldGym:
 
       machines: addresses of servers, one or a list of them.
       reset: a function `url -> address | None`, sync or async, or its path,
-        called before each episode, that puts the machine into its first state
-        and says where it is then; "none" if nothing does.
+        called before each episode, that resets the machine and returns its
+        address, as it may move; "none" for no reset.
       width, height: that screens must have; None takes what comes.
       settle_s: between an action and its screenshot.
       scroll_px: pixels that one notch of the wheel stands for.
@@ -256,7 +256,7 @@ class OSWorldGym:
     http, self._http = self._http, None
     stuck, self._stuck = self._stuck, None
     if held is not None and stuck is not None:
-      # A machine that is still being reset is nobody's yet.
+      # A machine is returned to the pool only once its reset has ended.
       stuck.then(lambda: machines_lib.give_back(held))
     elif held is not None:
       machines_lib.give_back(held)
@@ -385,7 +385,7 @@ class OSWorldGym:
       await asyncio.sleep(0.3)
 
   def _filled(self, command: Any) -> Any:
-    """With the names in braces that OSWorld's tasks use."""
+    """Fills in the names in braces that OSWorld's commands use."""
     if isinstance(command, list):
       return [self._filled(word) for word in command]
     width, height = self._screen
@@ -407,7 +407,7 @@ class OSWorldGym:
       )
     source = (self._root / local).resolve()
     if not source.is_relative_to(self._root) or not source.is_file():
-      raise OSWorldError(f"{local!r} is no file under {self._root}")
+      raise OSWorldError(f"{local!r} is not a file under {self._root}")
     await self._call(
         "POST", "/setup/upload", data={"file_path": path},
         files={"file_data": (source.name, source.read_bytes())},

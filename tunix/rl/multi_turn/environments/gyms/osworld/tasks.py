@@ -58,7 +58,7 @@ def file_tasks(
     unsupported: "refuse" or "skip" tasks that cannot be played.
 
   Raises:
-    ValueError: no directory, a file that is no task, a task that cannot be
+    ValueError: no directory, a file that is not a task, a task that cannot be
       played (with `unsupported: refuse`), or a domain without tasks.
   """
   root = pathlib.Path(tasks_dir).expanduser()

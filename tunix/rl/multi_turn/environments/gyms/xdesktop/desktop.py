@@ -32,7 +32,7 @@ _MAX_DIRECTORY = 60
 
 
 class Desktop:
-  """See the module docstring."""
+  """An X server with its programs, for one episode."""
 
   def __init__(
       self,
@@ -105,7 +105,7 @@ class Desktop:
 
   @property
   def display(self) -> displays.Display:
-    """Its screen, pointer and keyboard. Raises DesktopLost: it has ended."""
+    """Screen, pointer and keyboard. Raises DesktopLost after the end."""
     if self._display is None:
       raise errors.DesktopLost("the desktop has been closed")
     return self._display
@@ -125,7 +125,7 @@ class Desktop:
 
     Raises:
       ValueError: no such application.
-      AppNotShown: with what it said.
+      AppNotShown: with the program's output.
       DesktopLost.
     """
     app = programs.app(name)

@@ -84,7 +84,7 @@ class Window:
 
 
 def write_authority(path: pathlib.Path, cookie: bytes) -> None:
-  """The file by which server and programs know each other."""
+  """Writes the authority file that server and programs share."""
 
   def counted(data: bytes) -> bytes:
     return struct.pack(">H", len(data)) + data
@@ -96,7 +96,7 @@ def write_authority(path: pathlib.Path, cookie: bytes) -> None:
 
 
 class Display:
-  """See the module docstring.
+  """A connection to an X display; see the module docstring.
 
   Attributes:
     width, height: pixels.
@@ -250,7 +250,7 @@ class Display:
     pixels[y0:y1, x0:x1] = np.clip(mixed + 0.5, 0, 255).astype(np.uint8)
 
   def changed(self, wait_s: float = 0.0) -> bool:
-    """Whether anything was drawn since the last call; waits for it so long."""
+    """Whether anything was drawn since the last call; waits up to a limit."""
     try:
       self._read_events()
       if not self._damaged and wait_s > 0:
@@ -290,13 +290,13 @@ class Display:
   def _fake(
       self, kind: int, detail: int, x: int = 0, y: int = 0, after_s: float = 0.0
   ) -> None:
-    """`after_s` passes in the server, however busy this process is."""
+    """Sends input; the server delays it by `after_s`, not this process."""
     self._xtest.FakeInput(
         kind, detail, round(1000 * after_s), self._root, x, y, 0
     )
 
   def _flush(self) -> None:
-    """Until the server has taken all input."""
+    """Waits until the server has taken all input."""
     try:
       self._connection.core.GetInputFocus().reply()
     except xcffib.XcffibException as error:
@@ -317,7 +317,7 @@ class Display:
       self, x: int, y: int, button: str = "left", count: int = 1,
       held: Iterable[str] = (),
   ) -> None:  # pyformat: disable
-    """Clicks `count` times, which no click before or after adds to.
+    """Clicks `count` times, kept apart from clicks before and after.
 
     Raises:
       UnknownKey: one of the keys `held` meanwhile is not there.
@@ -353,7 +353,7 @@ class Display:
   def drag(
       self, x: int, y: int, x2: int, y2: int, button: str = "left"
   ) -> None:
-    """As a hand does it: a drag needs several motions to be one."""
+    """Drags in several motions, as programs expect of a hand."""
     self._keep_apart(x, y, button)
     self._fake(_MOTION, 0, x, y)
     self._fake(_BUTTON_PRESS, BUTTONS[button])
@@ -379,7 +379,7 @@ class Display:
     self._flush()
 
   def chord(self, names: Iterable[str], seconds: float = 0.0) -> None:
-    """Presses keys together, the last first released.
+    """Presses keys together; the last is released first.
 
     Raises:
       UnknownKey: one of them is not there; none is pressed.
@@ -459,7 +459,7 @@ class Display:
     return bool(found.type)
 
   def windows(self) -> list[Window]:
-    """Those that the window manager has taken, in the order they opened."""
+    """Windows that the window manager manages, in the order they opened."""
     try:
       active = self._words(self._property(self._root, "_NET_ACTIVE_WINDOW"))
       listed = self._words(self._property(self._root, "_NET_CLIENT_LIST"))

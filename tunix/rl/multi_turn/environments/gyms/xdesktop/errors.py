@@ -6,7 +6,7 @@ out of training. Settings that cannot be are plain `ValueError`s.
 
 
 class DesktopError(RuntimeError):
-  """A desktop could not be had, or is gone."""
+  """A desktop could not be made, or has ended."""
 
 
 class ProgramsNotFound(DesktopError):
@@ -14,7 +14,7 @@ class ProgramsNotFound(DesktopError):
 
 
 class IsolationUnavailable(DesktopError):
-  """This machine does not let the desktop be isolated as was asked."""
+  """This machine lacks the isolation asked for."""
 
 
 class LaunchError(DesktopError):

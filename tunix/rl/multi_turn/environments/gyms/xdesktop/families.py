@@ -31,8 +31,8 @@ class Instance:
   """One task on one desktop.
 
   Attributes:
-    instruction: what the user wants.
-    check: what is not yet as it should be, "" when the task is solved.
+    instruction: the task, for the policy.
+    check: names the first unmet condition; "" when the task is solved.
     script: the right actions, one after the other.
     files: path in the home -> text, None for a directory.
     opens: (application, file in the home, …) that are open at the start.
@@ -47,7 +47,7 @@ class Instance:
   def oracle(
       self, look: Callable[[], np.ndarray], zoom: int
   ) -> Iterator[gui_action.GuiAction]:
-    """`script`, seeing what `look` gives; see `hand.Hand`."""
+    """Runs `script` on the screenshots of `look`; see `hand.Hand`."""
     return self.script(hand_lib.Hand(look, zoom))
 
 
@@ -68,7 +68,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def family(name: str, max_turns: int):
-  """Makes a function a family."""
+  """Registers a function as a family."""
 
   def add(make: Callable[[random.Random], Instance]):
     if name in FAMILIES:
@@ -80,7 +80,7 @@ def family(name: str, max_turns: int):
 
 
 def get(name: str) -> Family:
-  """Raises ValueError: no such family; gives the nearest."""
+  """The family of that name. Raises ValueError with the nearest name."""
   _load()
   if name not in FAMILIES:
     raise ValueError(
@@ -90,14 +90,14 @@ def get(name: str) -> Family:
 
 
 def names() -> tuple[str, ...]:
-  """Of all families, sorted."""
+  """Names of all families, sorted."""
   _load()
   return tuple(sorted(FAMILIES))
 
 
 @functools.lru_cache(maxsize=None)
 def _load() -> None:
-  """They import this module, so it imports them when they are needed."""
+  """Imports the families late, as they import this module."""
   # pylint: disable=g-import-not-at-top, unused-import
   from tunix.rl.multi_turn.environments.gyms.xdesktop import families_editor  # noqa: F401
   from tunix.rl.multi_turn.environments.gyms.xdesktop import families_files  # noqa: F401

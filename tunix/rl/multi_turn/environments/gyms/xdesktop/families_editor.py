@@ -1,4 +1,4 @@
-"""Tasks in the text editor."""
+"""Defines task families of the text editor."""
 
 from __future__ import annotations
 

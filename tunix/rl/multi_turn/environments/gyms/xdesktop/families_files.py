@@ -1,4 +1,4 @@
-"""Tasks in the file manager."""
+"""Defines task families of the file manager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of windows, the terminal, the calculator and settings."""
+"""Defines task families of windows, terminal, calculator and settings."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def _infeasible(rng: random.Random) -> Instance:
 
   def check(state) -> str:
     if not state.gave_up:
-      return "the episode did not end by saying that it cannot be done"
+      return "the policy did not end the episode as infeasible"
     return families.expect_tree(state, files)
 
   return Instance(

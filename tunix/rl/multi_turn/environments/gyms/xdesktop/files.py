@@ -39,7 +39,7 @@ def real_path(directory: pathlib.Path, name: str) -> pathlib.Path | None:
 
 
 def remove(path: pathlib.Path) -> None:
-  """Removes a directory, whatever its programs did to its modes."""
+  """Removes a directory, also one whose modes forbid it."""
 
   def allow(function, name, error):
     del function, error

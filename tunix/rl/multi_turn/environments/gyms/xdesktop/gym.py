@@ -1,10 +1,10 @@
 """Plays tasks on a real Linux desktop: the `xdesktop` gym.
 
 `XDesktopGym` makes a new desktop for each episode (display, home, processes)
-and ends it with the episode. What happens on it is real: programs take their
-time, so each action is followed by a wait until nothing is drawn and no
-program works, with a limit; pictures of equal states are equal but for what
-programs themselves show of time and place.
+and ends it with the episode. Programs are real and take their time, so each
+action is followed by a wait, with a limit, until nothing is drawn and no
+program works. Pictures of equal states are equal, except where programs show
+the time or a place.
 
 Positions outside the screenshot are clamped to its edge (`info["clamped"]`),
 and an action that does nothing reports why in `info["ignored"]`. Failures of
@@ -42,7 +42,7 @@ MAX_SCREEN = (4096, 4096)
 _MAX_WAIT_S = 60.0
 _LONG_PRESS_S = 1.0
 _CLOSE_S = 10.0
-# A notch of the wheel, of what a person calls scrolling by so many pixels.
+# Pixels of scrolling that stand for one notch of the wheel.
 _PIXELS_A_NOTCH = 40
 _ENDS = (_Kind.ANSWER, _Kind.TERMINATE)
 
@@ -207,7 +207,7 @@ class XDesktopGym:
     return self._observe(shot, turn=self._turns, **info)
 
   async def evaluate(self) -> base.Evaluation:
-    """Whether the state is as the task wants it: 1 or 0.
+    """Scores 1 if the task's check passes on the state, else 0.
 
     Raises:
       RuntimeError: no episode.
@@ -229,7 +229,7 @@ class XDesktopGym:
     return base.Evaluation(float(not wrong), not wrong, details)
 
   async def close(self) -> None:
-    """Ends the desktop and leaves nothing of it. Idempotent.
+    """Ends the desktop and removes its files. Idempotent.
 
     Raises:
       DesktopError: something outlived the deadline.
@@ -297,7 +297,7 @@ class XDesktopGym:
       *args: Any,
       seconds: float | None = None,
   ) -> T:
-    """Blocking work in a thread; ends the desktop when it takes too long."""
+    """Runs blocking work in a thread; ends the desktop at the deadline."""
 
     def note(stuck: concurrency.StuckCall) -> None:
       self._stuck = stuck
@@ -353,7 +353,7 @@ class XDesktopGym:
   def _perform(
       self, action: gui_action.GuiAction, info: dict[str, Any]
   ) -> str:
-    """Carries out `action`; returns why nothing was done, or ""."""
+    """Carries out `action`; returns the reason if it did nothing, else ""."""
     display = self.desktop.display
     kind = action.kind
     if action.x is None or action.y is None:
@@ -395,14 +395,14 @@ class XDesktopGym:
     return self.desktop.settle(self._settle_s, self._settle_limit_s)
 
   def _notches(self, pixels: float) -> int:
-    """Of the wheel; the smallest turn is one."""
+    """Notches of the wheel for so many pixels; at least one."""
     notches = round(pixels * self._zoom / _PIXELS_A_NOTCH)
     return notches or int(math.copysign(1, pixels)) if pixels else 0
 
   def _point(
       self, x: float, y: float, info: dict[str, Any]
   ) -> tuple[int, int]:
-    """Of the screen, for one of the screenshot."""
+    """Converts a point of the screenshot to one of the screen."""
     inside = (
         min(max(x, 0.0), self.width - 1.0), min(max(y, 0.0), self.height - 1.0)
     )

@@ -40,7 +40,7 @@ class Stroke:
   Attributes:
     code: the key.
     shift: whether Shift must be held.
-    keysym: what the key must be made to give first, 0 for what it does.
+    keysym: symbol to map the key to first; 0 keeps its mapping.
   """
 
   code: int
@@ -59,7 +59,7 @@ def keysym_of(character: str) -> int:
 
 
 class Keyboard:
-  """See the module docstring.
+  """The key codes of an X server's mapping; see the module docstring.
 
   Attributes:
     shift: code of the Shift key.

@@ -1,4 +1,4 @@
-"""Gives the next right action of an episode, and the names of things.
+"""Returns an episode's next right action, and phrases for objects on it.
 
 The scripts are in the families. A script continues from where it left the
 episode: it must play the episode from the start, and cannot undo the mistakes
@@ -21,7 +21,7 @@ async def oracle_action(
 
   Raises:
     RuntimeError: no episode is running.
-    hand.Unsolvable: the script does not see what it needs.
+    hand.Unsolvable: the screenshot does not show its target.
   """
   if gym.over:
     if gym.task is None:
@@ -33,7 +33,7 @@ async def oracle_action(
 async def describe(
     gym: gym_lib.XDesktopGym, x: float, y: float
 ) -> str | None:
-  """The name of the thing at a pixel; None when it has none.
+  """The name of the object at a pixel; None when it has none.
 
   Raises:
     RuntimeError: no episode is running.

@@ -1,4 +1,4 @@
-"""Reads /proc: which processes belong together, and what they do."""
+"""Reads /proc: the processes of a room, and their activity."""
 
 from __future__ import annotations
 

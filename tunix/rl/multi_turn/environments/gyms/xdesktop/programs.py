@@ -24,7 +24,7 @@ class App:
   Attributes:
     command: its arguments; a file to open is added.
     window_class: WM_CLASS of its window.
-    title: what a person calls it, and the menu of the desktop shows.
+    title: its name in instructions and in the desktop's menu.
   """
 
   command: tuple[str, ...]
@@ -69,7 +69,7 @@ def missing() -> tuple[str, ...]:
 def require() -> None:
   """Raises:
 
-    ProgramsNotFound: naming what is missing, and what installs it.
+    ProgramsNotFound: names the missing programs and their packages.
   """
   absent = missing()
   if absent:

@@ -63,7 +63,7 @@ _SUPERVISOR = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Of each program of a room (setrlimit).
+  """Limits of each program of a room (setrlimit).
 
   Attributes:
     memory: bytes of address space.
@@ -81,7 +81,7 @@ class Limits:
 
 @functools.lru_cache(maxsize=None)
 def no_namespaces() -> str:
-  """Why rooms cannot have namespaces here; "" if they can."""
+  """Reason that rooms cannot have namespaces here; "" if they can."""
   bwrap = shutil.which("bwrap", path=programs.SEARCH)
   if bwrap is None:
     return "bubblewrap is not installed (sudo make desktop)"
@@ -152,7 +152,7 @@ def _warn_once(why: str) -> None:
 
 
 class Room:
-  """See the module docstring. Its methods may be called from any thread.
+  """A directory and the isolated programs in it. Thread-safe.
 
   Attributes:
     isolation: "namespaces" or "processes".
@@ -255,16 +255,16 @@ class Room:
     )
 
   def log(self, name: str) -> str:
-    """The end of what a program wrote."""
+    """The end of a program's output."""
     return files.read_text(self.tmp, name, "")[-500:].strip()
 
   def last_words(self) -> str:
-    """Output of the room itself, for messages."""
+    """Output of the room's supervisor, for error messages."""
     said = files.read_text(self.path, "log", "")[-500:].strip()
     return f"it said: {said}" if said else "it said nothing"
 
   def pids(self) -> list[int]:
-    """Of the room's programs, as this process sees them."""
+    """Process ids of the room's programs, as this process sees them."""
     if self.isolation == "namespaces":
       return processes.members(self._init_pid)
     return processes.marked(self._mark)
@@ -309,7 +309,7 @@ class Room:
   # -- outside ---------------------------------------------------------------
 
   def kill(self) -> None:
-    """Ends every program, at once; does not wait."""
+    """Kills every program; does not wait."""
     if self._init_pid is not None:
       # The first of a namespace takes all of it along, and bubblewrap, which
       # waits for it, ends when the last of them has.
@@ -378,7 +378,7 @@ class Room:
       (self.etc / name).write_text(text)
 
   def environment(self) -> dict[str, str]:
-    """All that a program of the room finds in its environment."""
+    """Environment variables of the room's programs."""
     home, tmp = self.inside_home, self.inside_tmp
     return {
         MARK: self._name,
@@ -507,7 +507,7 @@ def socket_identity(number: int) -> str:
 
 
 def free_display(number: int, identity: str) -> None:
-  """Removes what a killed server leaves of a display, if it is still its."""
+  """Removes a killed server's socket, unless another server owns it now."""
   if identity and socket_identity(number) == identity:
     (SOCKETS / f"X{number}").unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Helps scripted oracles to read screenshots and to make actions.
+"""Reads screenshots and makes actions for scripted oracles.
 
 A script is a generator of `GuiAction`s. It has its task, keyboard shortcuts
 and where things lie within a window; where the window is, and that one has
@@ -24,11 +24,11 @@ _MAX_WAITS = 40
 
 
 class Unsolvable(LookupError):
-  """The script does not see what it needs."""
+  """The screenshot does not show the target that the script needs."""
 
 
 class Hand:
-  """See the module docstring."""
+  """Screenshots and actions for a script; see the module docstring."""
 
   def __init__(self, look: Callable[[], np.ndarray], zoom: int = 1):
     """Args:
@@ -62,7 +62,7 @@ class Hand:
     return left * self._zoom - border, int(rows[0]) * self._zoom - border
 
   def corner(self) -> tuple[float, float]:
-    """`frame`, which must be there.
+    """Top left corner of the window that has the keyboard.
 
     Raises:
       Unsolvable: no window has the keyboard.
@@ -82,19 +82,19 @@ class Hand:
     return Action(Kind.TYPE, text=text)
 
   def at(self, x: float, y: float) -> tuple[float, float]:
-    """Of the screenshot, for pixels of the screen."""
+    """Converts pixels of the screen to pixels of the screenshot."""
     return x // self._zoom, y // self._zoom
 
   def click(
       self, dx: float, dy: float, *, button: str = "left", count: int = 1
   ) -> Action:
-    """On a point of the window that has the keyboard, from its corner."""
+    """Clicks a point of the focused window, relative to its corner."""
     left, top = self.corner()
     x, y = self.at(left + dx, top + dy)
     return Action(Kind.CLICK, x=x, y=y, button=button, count=count)
 
   def drag(self, dx: float, dy: float, dx2: float, dy2: float) -> Action:
-    """Between two points of that window."""
+    """Drags between two points of that window."""
     left, top = self.corner()
     x, y = self.at(left + dx, top + dy)
     x2, y2 = self.at(left + dx2, top + dy2)
@@ -103,7 +103,7 @@ class Hand:
   def click_desktop(
       self, x: float, y: float, *, button: str = "left", count: int = 1
   ) -> Action:
-    """On a point of the screen."""
+    """Clicks a point of the screen."""
     x, y = self.at(x, y)
     return Action(Kind.CLICK, x=x, y=y, button=button, count=count)
 
@@ -127,7 +127,7 @@ class Hand:
     raise Unsolvable(f"no window came after {action.to_json()}")
 
   def insist(self, action: Action) -> Script:
-    """`switch`, with the action done again when it comes to nothing.
+    """`switch`, repeating the action while it has no effect.
 
     A file dialog that is still looking at its folder passes over Enter.
 

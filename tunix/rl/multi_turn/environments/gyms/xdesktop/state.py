@@ -20,8 +20,8 @@ class State:
   """A desktop as an episode left it. Changes nothing.
 
   Attributes:
-    answer: what the policy answered, "" for nothing.
-    gave_up: it ended the episode saying that the task cannot be done.
+    answer: the policy's answer, "" for none.
+    gave_up: the policy ended the episode as infeasible.
   """
 
   def __init__(
@@ -86,7 +86,7 @@ class State:
       return None
 
   def editor_setting(self, group: str, key: str) -> str | None:
-    """One of the text editor's, e.g. ("view", "word-wrap")."""
+    """A setting of the text editor, e.g. ("view", "word-wrap")."""
     return self.setting(
         ".config/glib-2.0/settings/keyfile",
         f"org/xfce/mousepad/preferences/{group}",
@@ -94,7 +94,7 @@ class State:
     )
 
   def windows(self, app: str) -> list[displays.Window]:
-    """Those of an application; dialogs count."""
+    """Windows of an application, dialogs included."""
     wanted = programs.app(app).window_class
     return [
         w for w in self._desktop.display.windows() if w.window_class == wanted

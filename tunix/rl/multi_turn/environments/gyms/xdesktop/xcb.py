@@ -41,7 +41,7 @@ def connect(fd: int, name: bytes, data: bytes) -> xcffib.Connection:
 
   Args:
     fd: a connected stream socket.
-    name, data: what the server is to be shown.
+    name, data: the credentials for the server.
 
   Raises:
     xcffib.ConnectionException: the server refused.
