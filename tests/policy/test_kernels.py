@@ -26,6 +26,19 @@ def random(rng, *shape):
   return rng.normal(size=shape).astype(np.float32)
 
 
+def outputs_and_gradients(attention, q, k, v, real=True):
+  """attention(q, k, v), and gradients of the sum of its real places' sines."""
+
+  @jax.jit
+  @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
+  def run(q, k, v):
+    seen = attention(q, k, v)
+    return jnp.sum(jnp.where(real, jnp.sin(seen), 0)), seen
+
+  gradients, seen = run(q, k, v)
+  return np.where(real, seen, 0), gradients
+
+
 @pytest.mark.parametrize("reach", (4, 7, 64))
 def test_image_attention_with_a_cut_equals_dense_attention(reach):
   rng = np.random.default_rng(3)
@@ -54,20 +67,15 @@ def test_image_attention_sees_all_of_an_image_within_reach(
   q, k, v = (random(rng, s, p, n, h) for _ in "qkv")
   mask = segments[:, :, None] == segments[:, None]
 
-  def value(attention, *qkv):
-    return jnp.sum(jnp.sin(attention(*qkv)))
-
   banded = functools.partial(
       kernels.image_attention, segments_SP=segments, reach=reach
   )
   whole = lambda q, k, v: kernels.attend(
       q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask
   )
-  np.testing.assert_allclose(banded(q, k, v), dense(q, k, v, mask), atol=TOL)
-  got, want = (
-      jax.grad(functools.partial(value, f), argnums=(0, 1, 2))(q, k, v)
-      for f in (banded, whole)
-  )
+  seen, got = outputs_and_gradients(banded, q, k, v)
+  _, want = outputs_and_gradients(whole, q, k, v)
+  np.testing.assert_allclose(seen, dense(q, k, v, mask), atol=TOL)
   for a, b in zip(got, want):
     np.testing.assert_allclose(a, b, atol=TOL)
 
@@ -86,8 +94,12 @@ def test_one_image_a_buffer_is_seen_without_its_padding(reach):
     return jnp.sum(seen * weight), seen
 
   results = [
-      jax.value_and_grad(
-          functools.partial(value, segments), argnums=(0, 1, 2), has_aux=True
+      jax.jit(
+          jax.value_and_grad(
+              functools.partial(value, segments),
+              argnums=(0, 1, 2),
+              has_aux=True,
+          )
       )(q, k, v)
       for segments in (real, real.astype(np.int32))
   ]
@@ -125,18 +137,12 @@ def test_causal_attention_in_chunks_equals_the_definition():
   attention = functools.partial(
       kernels.causal_attention, segments_BT=segments, prefix_BT=prefix
   )
-  np.testing.assert_allclose(attention(q, k, v), dense(q, k, v, mask), atol=TOL)
-
-  def value(f, *qkv):
-    return jnp.sum(jnp.sin(f(*qkv)))
-
   one = lambda q, k, v: kernels.attend(
       q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask
   )
-  got, want = (
-      jax.grad(functools.partial(value, f), argnums=(0, 1, 2))(q, k, v)
-      for f in (attention, one)
-  )
+  seen, got = outputs_and_gradients(attention, q, k, v)
+  _, want = outputs_and_gradients(one, q, k, v)
+  np.testing.assert_allclose(seen, dense(q, k, v, mask), atol=TOL)
   for a, b_ in zip(got, want):
     np.testing.assert_allclose(a, b_, atol=TOL)
 
@@ -154,19 +160,10 @@ def test_splash_kernel_interpreted_equals_the_reference():
   )
   plain = lambda q, k, v: kernels.causal_attention(q, k, v, segments)
   real = (segments > 0)[..., None, None]
-  np.testing.assert_allclose(
-      np.where(real, splash(q, k, v), 0),
-      np.where(real, plain(q, k, v), 0),
-      atol=1e-4,
+  (seen, got), (wanted, want) = (
+      outputs_and_gradients(f, q, k, v, real) for f in (splash, plain)
   )
-
-  def value(f, *qkv):
-    return jnp.sum(jnp.where(real, jnp.sin(f(*qkv)), 0))
-
-  got, want = (
-      jax.grad(functools.partial(value, f), argnums=(0, 1, 2))(q, k, v)
-      for f in (splash, plain)
-  )
+  np.testing.assert_allclose(seen, wanted, atol=1e-4)
   for a, b_ in zip(got, want):
     np.testing.assert_allclose(a, b_, atol=5e-4)
 
@@ -185,19 +182,10 @@ def test_splash_kernel_of_images_interpreted_equals_the_reference():
   )
   plain = lambda q, k, v: kernels.image_attention(q, k, v, segments, reach)
   real = (segments > 0)[..., None, None]
-
-  def value(f, *qkv):
-    return jnp.sum(jnp.where(real, jnp.sin(f(*qkv)), 0))
-
-  np.testing.assert_allclose(
-      np.where(real, splash(q, k, v), 0),
-      np.where(real, plain(q, k, v), 0),
-      atol=1e-4,
+  (seen, got), (wanted, want) = (
+      outputs_and_gradients(f, q, k, v, real) for f in (splash, plain)
   )
-  got, want = (
-      jax.grad(functools.partial(value, f), argnums=(0, 1, 2))(q, k, v)
-      for f in (splash, plain)
-  )
+  np.testing.assert_allclose(seen, wanted, atol=1e-4)
   for a, b in zip(got, want):
     np.testing.assert_allclose(a, b, atol=5e-4)
 
@@ -231,9 +219,10 @@ def test_chunks_for_a_flash_kernel_equal_the_reference(places, monkeypatch):
   image = functools.partial(kernels._image_local, reach=reach, cut=True)
   shared = np.where(segments == 2, 1, -1)
 
-  def value_and_grads(run, ids, flash, *qkv):
-    value = lambda *qkv: jnp.sum(jnp.sin(run(*qkv, *ids, flash=flash)))
-    return jax.value_and_grad(value, argnums=(0, 1, 2))(*qkv)
+  def run_with(run, ids, flash, *qkv):
+    return outputs_and_gradients(
+        lambda *qkv: run(*qkv, *ids, flash=flash), *qkv
+    )
 
   for run, keys, ids in (
       (causal, (k, v), (segments,)),
@@ -241,7 +230,7 @@ def test_chunks_for_a_flash_kernel_equal_the_reference(places, monkeypatch):
       (image, (q + 1, q - 1), (images,)),
   ):
     got, want = (
-        value_and_grads(run, ids, flash, q, *keys) for flash in ("xla", None)
+        run_with(run, ids, flash, q, *keys) for flash in ("xla", None)
     )
     for a, b_ in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
       np.testing.assert_allclose(a, b_, atol=1e-4)

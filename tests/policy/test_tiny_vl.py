@@ -58,9 +58,10 @@ class Sequence:
     self.index[at : at + n] = np.arange(n)
 
 
-def pack(rows, patches_fill=3):
+def pack(rows, patches_fill=3, length=None):
   """PolicyInputs of rows, each a list of Sequences; one buffer."""
-  length = max(sum(len(s.tokens) for s in row) for row in rows) + 2
+  if length is None:
+    length = max(sum(len(s.tokens) for s in row) for row in rows) + 2
   b = len(rows)
   tokens = np.zeros((b, length), np.int32)
   positions = np.zeros((b, length, 3), np.int32)
@@ -119,7 +120,7 @@ def test_packed_rows_equal_rows_of_their_own(policy):
   a, b, c = sequences(policy, 0, (20, 23, 31))
   packed = full(model, pack([[a, b], [c]]))
   for where, s in (((0, 0), a), ((0, 20), b), ((1, 0), c)):
-    alone = full(model, pack([[s]], patches_fill=1))
+    alone = full(model, pack([[s]], patches_fill=1, length=33))
     row, at = where
     n = len(s.tokens)
     np.testing.assert_allclose(
@@ -130,7 +131,7 @@ def test_packed_rows_equal_rows_of_their_own(policy):
 def test_a_token_sees_no_later_token(policy):
   model, _ = policy
   (s,) = sequences(policy, 1, (30,))
-  inputs = pack([[s]])
+  inputs = pack([[s]], patches_fill=1, length=33)
   before = full(model, inputs)
   tokens = inputs.tokens.copy()
   free = np.flatnonzero(s.index < 0)
@@ -357,7 +358,7 @@ def test_gradients_reach_every_parameter(policy):
 def test_bfloat16_is_close_to_float32(policy):
   model, _ = policy
   (s,) = sequences(policy, 8, (30,))
-  inputs = pack([[s]])
+  inputs = pack([[s]], patches_fill=1, length=33)
   want = full(model, inputs)
   low = tiny_vl.TinyVL(
       dataclasses.replace(model.config, compute_dtype="bfloat16"), nnx.Rngs(0)

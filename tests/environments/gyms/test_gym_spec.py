@@ -252,7 +252,7 @@ def test_one_registered_object_is_all_that_a_run_needs(lamps):
   del lamps
   config, tasks = run_tasks.resolve(config_lib.load_config([
       "gym=lamps", "tasks=[abc]", "gym.options.colour=blue",
-      "run.imports=[mine]", "collect.concurrency=7",
+      f"run.imports=[{HERE}]", "collect.concurrency=7",
   ]))  # pyformat: disable
   assert tasks.train_task("abc", 2).task_id == "abc/2/blue"
   gym = episodes_lib.make_gym(config, "abc")
@@ -260,7 +260,7 @@ def test_one_registered_object_is_all_that_a_run_needs(lamps):
   with pytest.raises(config_lib.ConfigError, match="did you mean 'colour'"):
     config_lib.load_config([
         "gym=lamps", "tasks=[abc]", "gym.options.color=blue",
-        "run.imports=[mine]",
+        f"run.imports=[{HERE}]",
     ])  # pyformat: disable
 
 

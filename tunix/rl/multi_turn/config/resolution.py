@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pathlib
+import re
 import time
 from typing import Any, Mapping, Sequence
 
@@ -171,7 +172,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     found = environment_spec.get(config.environment.name)
     what = config.gym.name if found.gym else config.environment.name
-    name = f"{what.replace(':', '.').replace('/', '.')}-{stamp}"
+    name = f"{re.sub('[:/.]', '-', what)}-{stamp}"
     config = dataclasses.replace(
         config, run=dataclasses.replace(config.run, name=name)
     )
