@@ -92,7 +92,8 @@ class PolicyConfig:
   def problems(self) -> Iterator[str]:
     if "image_budget" in self.config:
       yield (
-          "config.image_budget is no field of a policy; use trajectory_pixels"
+          f"config.image_budget={self.config['image_budget']} is no field of a"
+          " policy; set trajectory_pixels=<pixels of all screenshots>"
       )
 
   def changes(self, images: int) -> dict[str, Any]:
