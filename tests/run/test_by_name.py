@@ -41,9 +41,6 @@ TEXT = (
 )
 
 
-TOOLS = 1024  # Tokens with room for the tools' descriptions.
-
-
 def trained(tmp_path, *overrides):
   """A finished run: (metrics, trajectories)."""
   status = train.main([f"run.dir={tmp_path}", "name=r", *overrides])
@@ -81,7 +78,7 @@ def test_tools_by_name_with_a_list_of_tasks(tmp_path):
       tmp_path, "environment=tool", *TEXT,
       "environment.options.tools=[calculator, submit_answer]",
       "environment.max_turns=2", "task_source.source=jsonl",
-      f"task_source.path={file}", *one_shape(TOOLS),
+      f"task_source.path={file}",
   )  # pyformat: disable
   assert [m["step"] for m in metrics] == [1, 2]
   text = json.dumps(trajectories[0])
@@ -112,7 +109,7 @@ def test_upstreams_tool_environment_with_its_agent_and_tools(tmp_path):
       f" '{agentic}.tools.calculator_tool:CalculatorTool'}}",
       "environment.max_turns=2", "reward=numeric_match",
       "task_source.source=jsonl", f"task_source.path={questions(tmp_path)}",
-      *one_shape(TOOLS),
+      *one_shape(1024),
   )  # pyformat: disable
   assert [m["step"] for m in metrics] == [1, 2]
   assert "calculator" in json.dumps(trajectories[0])

@@ -58,7 +58,8 @@ def setting(
   about = {"unit": unit, "registry": registry}
   bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
   bounds = {name: value for name, value in bounds.items() if value is not None}
-  options: dict[str, Any] = {"description": doc}
+  # Of the class alone, pydantic would take positional arguments as well.
+  options: dict[str, Any] = {"description": doc, "kw_only": True}
   if isinstance(default, dict):
     options["default_factory"] = functools.partial(dict, default)
   else:
