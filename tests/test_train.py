@@ -349,7 +349,7 @@ def test_a_policy_of_the_users_trains_and_is_loaded_by_its_name(tmp_path):
         (["engine.weights=int8"], ["engine.weights", "importance=tis"]),
         (
             ["engine.weights=int8", "algorithm.importance=tis"],
-            ["rollout", "int8", "TinyVL"],
+            ["engine", "int8", "TinyVL"],
         ),
         (["policy.config.image_budget=9"], ["policy.trajectory_pixels"]),
         (["mesh.sequence=3"], ["learner.row_length", "mesh.sequence=3"]),

@@ -131,7 +131,10 @@ def test_an_agent_that_fails_ends_its_episode_and_no_other(
 
   if fault == "hangs":
     collect = dataclasses.replace(
-        paths.config.collect, model_timeout_s=5.0
+        paths.config.collect,
+        deadlines=dataclasses.replace(
+            paths.config.collect.deadlines, model=5.0
+        ),
     )
     monkeypatch.setattr(
         paths, "config", dataclasses.replace(paths.config, collect=collect)

@@ -508,7 +508,9 @@ async def play_by_http(server, client, processor, store, pad, seed, greedy):
     sampling = draw_sampling(rng)
     sampling = dataclasses.replace(sampling, stop_token_ids=())
     if greedy:
-      sampling = Sampling(sampling.max_new_tokens, temperature=0.0)
+      sampling = Sampling(
+          max_new_tokens=sampling.max_new_tokens, temperature=0.0
+      )
     content = [{"type": "text", "text": f"turn {turn} of {seed}"}]
     for _ in range(int(rng.choice([0, 1, 2]))):
       width, height = references.SIZES[rng.integers(2)]

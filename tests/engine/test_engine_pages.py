@@ -192,7 +192,9 @@ async def test_many_sessions_in_a_small_cache(make, model, store):
     rng = np.random.default_rng(seed)
     tokens, spans = prompt(store, rng, 3, 3, (16, 8))
     for _ in range(3):
-      sampling = Sampling(int(rng.integers(2, 14)), temperature=0.0)
+      sampling = Sampling(
+          max_new_tokens=int(rng.integers(2, 14)), temperature=0.0
+      )
       call = engine.generate(
           micro.prompt_of(tokens, spans), sampling, session=name
       )

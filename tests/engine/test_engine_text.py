@@ -9,6 +9,7 @@ import rollout_references as references
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
@@ -44,12 +45,14 @@ def engine(parts):
       model,
       processor,
       images_lib.ImageStore(),
-      slots=4,
-      context_length=CONTEXT,
-      decode_rows=(4,),
-      prefill_rows=(4,),
-      prefill_buckets=(32,),
-      window_buckets=(),
+      engine_config.EngineConfig(
+          slots=4,
+          context_length=CONTEXT,
+          decode_rows=(4,),
+          prefill_rows=(4,),
+          prefill_buckets=(32,),
+          window_buckets=(CONTEXT,),
+      ),
       banned_token_ids=model.config.banned_token_ids,
   ) as engine:
     engine.warm_up()
@@ -172,7 +175,7 @@ def test_nothing_is_encoded_and_an_image_is_refused(parts, engine):
   stats = engine.stats()
   assert stats["images_encoded"] == 0
   assert not any(v.kind == "encode" for v in engine._programs.compiled)
-  size = engine._programs.pool.size
+  size = engine._state.pool.size
   assert size == 0
   placeholder = model.config.banned_token_ids[0]
   tokens = np.array([5, placeholder, placeholder, 6], np.int32)
@@ -197,8 +200,7 @@ def test_screenshots_are_refused_when_the_engine_is_made(parts):
         model,
         processor,
         images_lib.ImageStore(),
-        slots=2,
-        context_length=64,
+        engine_config.EngineConfig(slots=2, context_length=64),
         image_sizes=((320, 240),),
     )
 

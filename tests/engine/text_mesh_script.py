@@ -11,6 +11,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.policy import by_name
@@ -28,11 +29,13 @@ def main():
       model,
       processor,
       store,
-      slots=2,
-      context_length=64,
-      decode_rows=(2,),
-      prefill_rows=(2,),
-      prefill_buckets=(32,),
+      engine_config.EngineConfig(
+          slots=2,
+          context_length=64,
+          decode_rows=(2,),
+          prefill_rows=(2,),
+          prefill_buckets=(32,),
+      ),
       banned_token_ids=model.config.banned_token_ids,
   ) as engine:
     got = asyncio.run(
@@ -57,9 +60,8 @@ def main():
         model,
         processor,
         store,
-        learner_lib.LearnerConfig(
-            rows=2, row_length=64, objective="behaviour_cloning"
-        ),
+        learner_lib.LearnerConfig(rows=2, row_length=64),
+        learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
         mesh=mesh if name == "mesh" else None,
     )
     (scored,) = learner.sequence_logprobs([sequence])

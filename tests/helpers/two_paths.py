@@ -22,8 +22,11 @@ SMALL = (
 )
 
 
+_COMPILED = {}  # Programs of the engine's and the screen's configuration.
+
+
 class Both:
-  """Both ways to one engine."""
+  """Both ways to one engine, whose programs are compiled once a process."""
 
   def __init__(self, *overrides):
     self.loop = asyncio.new_event_loop()  # Connections belong to one.
@@ -41,7 +44,12 @@ class Both:
     )
 
   def __enter__(self):
+    config = self.config
+    which = repr((config.engine, config.gym, config.policy, config.mesh))
+    programs = self.engine._programs._compiled  # pylint: disable=protected-access
+    programs.update(_COMPILED.get(which, {}))
     self.engine.warm_up()
+    _COMPILED[which] = dict(programs)
     self.proxy.start()
     return self
 

@@ -11,17 +11,27 @@ from tunix.rl.multi_turn.run import run as run_lib
 
 pytestmark = pytest.mark.timeout(400)
 
+
+def one_shape(context):
+  """Of every program one, which all runs of this context share."""
+  return (
+      f"engine.context_length={context}", f"learner.row_length={context}",
+      f"engine.window_buckets=[{context}]", "engine.prefill_buckets=[64]",
+      "engine.prefill_rows=[4]", "engine.decode_rows=[4]", "engine.slots=4",
+      "engine.decode_steps_per_call=4", "learner.targets=128",
+  )  # pyformat: disable
+
+
 TEXT = (
     "policy=qwen3_text_tiny",
-    "collect.group_size=4",
+    "collect.group_size=2",
     "collect.min_valid=2",
-    "collect.concurrency=8",
+    "collect.concurrency=4",
     "learner.groups_per_step=2",
-    "engine.slots=8",
-    "engine.context_length=384",
-    "learner.row_length=384",
-    "sampling.max_new_tokens=8",
-    "eval.episodes_per_task=2",
+    "learner.rows=2",
+    "sampling.max_new_tokens=4",
+    "eval.episodes_per_task=1",
+    *one_shape(384),
     "eval.modes=[sampled]",
     "report.progress=none",
     "steps=2",
@@ -38,10 +48,6 @@ def trained(tmp_path, *overrides):
   directory = tmp_path / "r"
   lines = (directory / "trajectories.jsonl").read_text().splitlines()
   return small_runs.metrics_of(directory), [json.loads(x) for x in lines]
-
-
-def of_training(trajectories):
-  return [t for t in trajectories if t.get("split", "train") == "train"]
 
 
 def test_gsm8k_with_a_text_policy(tmp_path):
@@ -72,8 +78,7 @@ def test_tools_by_name_with_a_list_of_tasks(tmp_path):
       tmp_path, "environment=tool", *TEXT,
       "environment.options.tools=[calculator, submit_answer]",
       "environment.max_turns=2", "task_source.source=jsonl",
-      f"task_source.path={file}", "engine.context_length=1024",
-      "learner.row_length=1024",
+      f"task_source.path={file}",
   )  # pyformat: disable
   assert [m["step"] for m in metrics] == [1, 2]
   text = json.dumps(trajectories[0])
@@ -104,7 +109,7 @@ def test_upstreams_tool_environment_with_its_agent_and_tools(tmp_path):
       f" '{agentic}.tools.calculator_tool:CalculatorTool'}}",
       "environment.max_turns=2", "reward=numeric_match",
       "task_source.source=jsonl", f"task_source.path={questions(tmp_path)}",
-      "engine.context_length=1024", "learner.row_length=1024",
+      *one_shape(1024),
   )  # pyformat: disable
   assert [m["step"] for m in metrics] == [1, 2]
   assert "calculator" in json.dumps(trajectories[0])

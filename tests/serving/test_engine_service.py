@@ -312,10 +312,10 @@ def test_close_fails_what_is_pending_and_leaves_no_thread(make):
 async def test_nobody_waits_for_a_pause_or_an_update(make, model):
   """Their futures may be cancelled at any time."""
   engine = make()
-  done = await engine.generate(PROMPT, Sampling(3), session="a")
+  done = await engine.generate(PROMPT, Sampling(max_new_tokens=3), session="a")
   begun, go = hold_up(engine)
   running = asyncio.ensure_future(
-      engine.generate(PROMPT, Sampling(20), session="b")
+      engine.generate(PROMPT, Sampling(max_new_tokens=20), session="b")
   )
   await until(begun.is_set)
   for future in (engine.pause(), engine.update_weights(1, model)):
@@ -330,7 +330,7 @@ async def test_close_ends_requests_beside_cancelled_futures(make, model):
   engine = make()
   begun, go = hold_up(engine)
   running = asyncio.ensure_future(
-      engine.generate(PROMPT, Sampling(20), session="a")
+      engine.generate(PROMPT, Sampling(max_new_tokens=20), session="a")
   )
   await until(begun.is_set)
   assert engine.update_weights(1, model).cancel()

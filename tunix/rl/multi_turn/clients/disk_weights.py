@@ -121,7 +121,7 @@ class DiskWeights:
     self._seen_at = pathlib.PurePosixPath(seen_at or str(self._directory))
     # The directory may be that of other runs too: before this one, or on
     # another machine at the same time.
-    self._folder = locked_dir.RunFolder(self._directory)
+    self._folder = locked_dir.LockedDir(self._directory)
     self._save = save
     self._engines = list(engines)
     self._clients = list(clients)

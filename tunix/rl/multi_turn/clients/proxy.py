@@ -80,7 +80,14 @@ class ProxyConnection:
     # hundred episodes that would be most of a turn's cost here.
     self._clients = [
         openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key=token, timeout=timeout_s
+            base_url=f"{self.url}/v1",
+            api_key=token,
+            timeout=timeout_s,
+            # Reading certificates, which http does not ask for, takes longer
+            # than many a request.
+            http_client=openai.DefaultAsyncHttpxClient(
+                verify=self.url.startswith("https:")
+            ),
         )
         for _ in range(_CLIENTS)
     ]

@@ -234,7 +234,11 @@ def _mapping_above(
 
 
 def build(
-    cls: type, flat: Mapping[str, Any], problems: list[str], prefix: str = ""
+    cls: type,
+    flat: Mapping[str, Any],
+    problems: list[str],
+    prefix: str = "",
+    refused: set[str] | None = None,
 ) -> Any:
   """An instance of `cls` from dotted keys; absent ones keep their default.
 
@@ -244,12 +248,16 @@ def build(
     problems: receives each value of a wrong type, choice or range, and the
       classes' own problems; the instance has defaults in their place.
     prefix: of the class's own keys.
+    refused: gets the keys of all fields of a class that refused its values:
+      they have their defaults, of which nothing can be derived.
   """
   values: dict[str, Any] = {}
   for field in settings.fields(cls):
     path = prefix + field.name
     if field.nested:
-      values[field.name] = build(field.nested, flat, problems, path + ".")
+      values[field.name] = build(
+          field.nested, flat, problems, path + ".", refused
+      )
       continue
     if path not in flat:
       continue
@@ -265,13 +273,17 @@ def build(
       text = str(detail.get("ctx", {}).get("error", detail["msg"]))
       problems += [_dotted(cls, line, prefix) for line in text.splitlines()]
     nested = {f.name for f in settings.fields(cls) if f.nested}
+    if refused is not None:
+      refused |= {
+          prefix + f.name for f in settings.fields(cls) if not f.nested
+      }
     return cls(**{k: v for k, v in values.items() if k in nested})
 
 
 def _dotted(cls: type, problem: str, prefix: str) -> str:
   """A class's own problem, with its fields under their dotted keys."""
   names = "|".join(re.escape(f.name) for f in settings.fields(cls))
-  named = re.compile(rf"(?<![\w.])({names})(?==)|^({names})(?=[ :])")
+  named = re.compile(rf"(?<![\w.])({names})(?==|\.\w+=)|^({names})(?=[ :])")
   text = named.sub(lambda match: prefix + match.group(0), problem)
   if text == problem and prefix and prefix not in problem:
     return f"{prefix.rstrip('.')}: {problem}"

@@ -87,9 +87,10 @@ def _resolve(
   config = loader.build(TrainConfig, merged, [])
   if _can_clone(config):
     merged = {**gyms.get(config.gym.name).cloning_preset, **merged}
-  config = loader.build(TrainConfig, merged, problems)
+  refused: set[str] = set()
+  config = loader.build(TrainConfig, merged, problems, refused=refused)
   problems += loader.name_problems(config)
-  wrong = [p.partition("=")[0].split(":")[0] for p in problems]
+  wrong = {p.partition("=")[0].split(":")[0] for p in problems} | refused
   problems += [
       p
       for p in checks.contradictions(config)

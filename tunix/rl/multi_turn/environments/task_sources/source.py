@@ -109,7 +109,7 @@ class TaskSourceConfig:
     file = self.source in _FILES
     if file and not self.path:
       yield (
-          f"source={self.source} needs path, a"
+          f"path= is empty, and source={self.source} needs path to be a"
           f" {'file' if self.source == 'jsonl' else 'dataset'}"
       )
     if self.path and not file:
