@@ -15,13 +15,8 @@ os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
     str(_HERE / ".pytest_cache" / "jax"),
 )
-<<<<<<< HEAD
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
-=======
 # Also what compiles fast: it is compiled by every run and engine of the tests.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("MPLBACKEND", "Agg")
->>>>>>> t1
 
 
 # How long an example takes says how busy the machine is, not what is wrong. Of

@@ -55,18 +55,11 @@ def setting(
       "module:attribute" path is valid as well.
     ge, gt, le, lt: bounds of a number, or of each number of a tuple.
   """
-<<<<<<< HEAD
   about: dict[str, Any] = {"unit": unit, "registry": registry}
   given = {"ge": ge, "gt": gt, "le": le, "lt": lt}
   bounds: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-  options: dict[str, Any] = {"description": doc}
-=======
-  about = {"unit": unit, "registry": registry}
-  bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-  bounds = {name: value for name, value in bounds.items() if value is not None}
   # Of the class alone, pydantic would take positional arguments as well.
   options: dict[str, Any] = {"description": doc, "kw_only": True}
->>>>>>> t1
   if isinstance(default, dict):
     options["default_factory"] = functools.partial(dict, default)
   else:

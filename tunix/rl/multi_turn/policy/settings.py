@@ -92,13 +92,8 @@ class PolicyConfig:
   def problems(self) -> Iterator[str]:
     if "image_budget" in self.config:
       yield (
-<<<<<<< HEAD
-          "config.image_budget is not a field of a policy; use"
-          " trajectory_pixels"
-=======
-          f"config.image_budget={self.config['image_budget']} is no field of a"
-          " policy; set trajectory_pixels=<pixels of all screenshots>"
->>>>>>> t1
+          f"config.image_budget={self.config['image_budget']} is not a field"
+          " of a policy; set trajectory_pixels=<pixels of all screenshots>"
       )
 
   def changes(self, images: int) -> dict[str, Any]:
