@@ -45,6 +45,12 @@ def _extend_tunix() -> None:
 _extend_tunix()
 
 
+def pytest_configure(config) -> None:
+  """Where slow tests run, too, every case of a property is tried."""
+  slow = config.getoption("markexpr", "") not in ("not slow",)
+  os.environ.setdefault("TUNIX_TEST_EXAMPLES", "1" if slow else "0.25")
+
+
 def pytest_collection_modifyitems(items) -> None:
   """Gives slow tests time, and puts their files first.
 

@@ -5,6 +5,7 @@ import io
 import pathlib
 
 import httpx
+import monitor_databases
 import numpy as np
 from PIL import Image
 from tunix.rl.multi_turn.core import http_server
@@ -20,10 +21,10 @@ class Stored:
   def __init__(self, engine):
     self.engine = engine
 
-  def rows(self, table, columns="*", order="id"):
+  def rows(self, table, columns="*", order="id", where="1 = 1"):
     with self.engine.connect() as connection:
       found = connection.exec_driver_sql(
-          f'SELECT {columns} FROM "{table}" ORDER BY {order}'
+          f'SELECT {columns} FROM "{table}" WHERE {where} ORDER BY {order}'
       )
       return [dict(row._mapping) for row in found]
 
@@ -47,7 +48,10 @@ class MonitorServer(Stored):
   def __enter__(self):
     self.server.start()
     headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
-    self.http = httpx.Client(base_url=self.url, headers=headers, timeout=30)
+    self.http = httpx.Client(
+        base_url=self.url, headers=headers, timeout=30,
+        verify=False,  # Plain HTTP; reading certificates takes long.
+    )  # pyformat: disable
     return self
 
   def __exit__(self, *exc_info):
@@ -136,6 +140,8 @@ def screenshot(seed=0, size=(16, 12)):
 
 @contextlib.contextmanager
 def sqlite_server(folder, **options):
-  folder = pathlib.Path(folder)
-  with MonitorServer(folder / "m.db", folder / "files", **options) as server:
+  path = pathlib.Path(folder) / "m.db"
+  if not path.exists():
+    monitor_databases.new_sqlite(path)
+  with MonitorServer(path, path.with_name("files"), **options) as server:
     yield server

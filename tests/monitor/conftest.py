@@ -23,11 +23,19 @@ def postgres():
 @pytest.fixture(params=["sqlite", "postgresql"])
 def target(request, tmp_path):
   """Where a fresh database is, with the schema in it."""
+  return _fresh(request, tmp_path)
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def shared_target(request, tmp_path_factory):
+  """As `target`, one for a module: its tests undo what they do."""
+  return _fresh(request, tmp_path_factory.mktemp("shared"))
+
+
+def _fresh(request, folder):
   if request.param == "sqlite":
-    path = str(tmp_path / "monitor.db")
-    engine = database.connect(path)
-    database.upgrade(engine)
-    engine.dispose()
+    path = str(folder / "monitor.db")
+    monitor_databases.new_sqlite(path)
     return path
   return monitor_databases.new_database(request.getfixturevalue("postgres"))
 

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 import monitor_server
+import trials
 
 FIELDS = {
     "current_turn": st.integers(0, 9),
@@ -24,17 +25,18 @@ TIMES = ("created_at", "updated_at")
 def stored(server, prefix):
   """name -> (its row, its history), of rollouts of this prefix."""
   found = {}
-  for row in server.rows("rollout"):
-    if row["rollout_id"].startswith(prefix):
-      history = [
-          (h["old_status"], h["new_status"], h["progress_percent"])
-          for h in server.rows("status_history")
-          if (h["entity_type"], h["entity_id"]) == ("rollout", row["id"])
-      ]
-      name = row["rollout_id"].removeprefix(prefix)
-      for field in ("id", "rollout_id", *TIMES):
-        del row[field]
-      found[name] = (row, history)
+  for row in server.rows("rollout", where=f"rollout_id LIKE '{prefix}%'"):
+    history = [
+        (h["old_status"], h["new_status"], h["progress_percent"])
+        for h in server.rows(
+            "status_history",
+            where=f"entity_type = 'rollout' AND entity_id = {row['id']}",
+        )
+    ]
+    name = row["rollout_id"].removeprefix(prefix)
+    for field in ("id", "rollout_id", *TIMES):
+      del row[field]
+    found[name] = (row, history)
   return found
 
 
@@ -43,7 +45,7 @@ def test_changes_of_one_batch_come_in_their_order(lite):
   lite.post(monitor_server.base())
   runs = 0
 
-  @settings(max_examples=100)
+  @settings(max_examples=trials.count(100))
   @given(CHANGES)
   def check(changes):
     nonlocal runs

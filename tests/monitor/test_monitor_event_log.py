@@ -6,10 +6,9 @@ import logging
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import time
 
+import fresh_interpreter
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ import msgpack
 import numpy as np
 import pytest
 import synthetic_run
+import trials
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
@@ -95,7 +95,7 @@ def same(a, b):
   return type(a) is type(b) and a == b
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=trials.count(200), deadline=None)
 @given(PLAIN)
 def test_what_an_event_holds_comes_back(value):
   event = events.RunStarted("é", {"value": value}, time=5.0)
@@ -180,10 +180,7 @@ def test_what_cannot_be_is_said_at_once(tmp_path):
 
 
 def test_who_starts_it_by_hand_is_told_what_it_is():
-  ran = subprocess.run(
-      [sys.executable, "-m", "tunix.rl.multi_turn.monitor", "uploader"],
-      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=60,
-  )  # pyformat: disable
+  ran = fresh_interpreter.run_module("tunix.rl.multi_turn.monitor", "uploader")
   assert ran.returncode == 2
   assert "monitor.url" in json.loads(ran.stdout)["error"]
 
@@ -416,11 +413,9 @@ def test_a_trainer_that_is_killed_has_told_everything(server, tmp_path):
       "import time; time.sleep(0.3)\n"
       "os.kill(os.getpid(), signal.SIGKILL)\n"
   )
-  trainer = subprocess.run(
-      [sys.executable, "-c", program,
-       json.dumps(dataclasses.asdict(run(server.url, tmp_path)))],
-      stdout=subprocess.PIPE, text=True, timeout=100,
-  )  # pyformat: disable
+  trainer = fresh_interpreter.run(
+      program, json.dumps(dataclasses.asdict(run(server.url, tmp_path)))
+  )
   assert trainer.returncode == -signal.SIGKILL
   pid = int(trainer.stdout)
   wait_for(lambda: not alive(pid), 40)

@@ -211,7 +211,7 @@ def test_one_projects_names_mean_nothing_in_another(tmp_path):
     for project in ("A", "B"):
       token = access.make_token(server.engine, project, ("ingest", "read"))
       with httpx.Client(
-          base_url=server.url, timeout=30,
+          base_url=server.url, timeout=30, verify=False,
           headers={"authorization": f"Bearer {token}"},
       ) as http_:
         body = joined(base(), episode("e", rollout_id=f"e-{project}"))

@@ -5,10 +5,9 @@ import io
 import os
 import random
 import re
-import subprocess
-import sys
 import threading
 
+import fresh_interpreter
 import httpx
 import monitor_server
 from PIL import Image
@@ -292,16 +291,19 @@ def projects(target, tmp_path):
       target, tmp_path / "files", token="owner"
   ) as server:
     make = lambda project, *scopes: httpx.Client(
-        base_url=server.url, timeout=30,
+        base_url=server.url, timeout=30, verify=False,
         headers={"authorization": "Bearer " + access.make_token(
             server.engine, project, scopes)},
     )  # pyformat: disable
     clients = {
         "a": make("A", "ingest", "read"), "b": make("B", "ingest", "read"),
         "reads": make("A", "read"), "sends": make("A", "ingest"),
-        "nobody": httpx.Client(base_url=server.url, timeout=30),
+        "nobody": httpx.Client(
+            base_url=server.url, timeout=30, verify=False
+        ),
         "liar": httpx.Client(
-            base_url=server.url, headers={"authorization": "Bearer wrong"}
+            base_url=server.url, headers={"authorization": "Bearer wrong"},
+            verify=False,
         ),
     }  # pyformat: disable
     yield server, clients
@@ -411,13 +413,11 @@ def test_the_document_names_every_route_and_resolves(lite):
 # --- the command ------------------------------------------------------------
 
 
-def run(*args, **options):
+def run(*args):
   env = {k: v for k, v in os.environ.items() if k != serve.TOKEN_VARIABLE}
-  return subprocess.run(
-      [sys.executable, "-m", "tunix.rl.multi_turn.monitor", *args],
-      capture_output=True, text=True, timeout=60, check=False, env=env,
-      **options,
-  )  # pyformat: disable
+  return fresh_interpreter.run_module(
+      "tunix.rl.multi_turn.monitor", *args, timeout=60, env=env
+  )
 
 
 @pytest.mark.parametrize(
@@ -454,7 +454,7 @@ def test_a_token_made_by_the_command_opens_the_server(tmp_path):
 def test_the_server_ends_when_its_input_does(tmp_path):
   done = run(
       "serve", "--database", str(tmp_path / "m.db"), "--port", "0",
-      "--until-eof", stdin=subprocess.DEVNULL,
+      "--until-eof",
   )  # pyformat: disable
   assert done.returncode == 0, done.stderr
   assert "http://127.0.0.1:" in done.stdout

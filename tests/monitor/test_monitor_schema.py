@@ -119,10 +119,16 @@ ROWS = {
 Refused = (sa.exc.IntegrityError, sa.exc.InternalError)
 
 
-def sql(engine, statement, **values):
-  """Raw SQL in a transaction of its own; its rows, if it has any."""
-  with database.writing(engine) as connection:
-    result = connection.execute(sa.text(statement), values)
+def sql(where, statement, **values):
+  """Raw SQL in a transaction of its own; its rows, if it has any.
+
+  On a connection it is a part of the connection's transaction.
+  """
+  if isinstance(where, sa.Engine):
+    with database.writing(where) as connection:
+      return sql(connection, statement, **values)
+  with where.begin_nested():
+    result = where.execute(sa.text(statement), values)
     return result.fetchall() if result.returns_rows else []
 
 
@@ -142,6 +148,25 @@ def value(engine, table, column, id_=1):
       engine, f'SELECT "{column}" FROM "{table}" WHERE id = :id', id=id_
   )
   return found
+
+
+@pytest.fixture(scope="module")
+def filled(shared_target):
+  """A database with one row of each table."""
+  found = database.connect(shared_target)
+  one_of_each(found)
+  yield found
+  found.dispose()
+
+
+@pytest.fixture
+def rows(filled):
+  """A connection to one row of each table; the test's changes are undone."""
+  with filled.connect() as connection:
+    connection = connection.execution_options(monitor_writes=True)
+    changes = connection.begin()
+    yield connection
+    changes.rollback()
 
 
 # --- what there is ----------------------------------------------------------
@@ -290,13 +315,12 @@ def test_tags_and_the_baseline_are_what_their_tables_say(engine):
           + ("id = 1" if table == "training" else "training_id = 1"))
 
 
-def test_defaults(engine):
-  one_of_each(engine)
+def test_defaults(rows):
   for table, words in vocabulary.STATUSES.items():
-    assert value(engine, table, "status") == words[0] == "pending"
+    assert value(rows, table, "status") == words[0] == "pending"
     if table != "environment":
-      assert value(engine, table, "progress_percent") == 0.0
-  assert value(engine, "rollout", "is_eval") == 0
+      assert value(rows, table, "progress_percent") == 0.0
+  assert value(rows, "rollout", "is_eval") == 0
   for table, columns in COLUMNS.items():
     for column in columns.split():
       default = column in ("created_at", "updated_at", "last_heartbeat")
@@ -306,69 +330,64 @@ def test_defaults(engine):
       }  # pyformat: disable
       if default:
         ((late,),) = sql(
-            engine,
+            rows,
             f'SELECT count(*) FROM "{table}" WHERE "{column}" IS NULL',
         )
         assert late == 0, (table, column)
       elif column not in ROWS.get(table, {}) and table != "status_history":
         if column in ("id", "status", "progress_percent", "is_eval"):
           continue
-        assert value(engine, table, column) is None, (table, column)
+        assert value(rows, table, column) is None, (table, column)
 
 
-def test_what_is_required_is_required(engine):
-  one_of_each(engine)
+def test_what_is_required_is_required(rows):
   for table, columns in NOT_NULL.items():
     for column in columns:
       with pytest.raises(Refused):
-        sql(engine, f'UPDATE "{table}" SET "{column}" = NULL')
+        sql(rows, f'UPDATE "{table}" SET "{column}" = NULL')
 
 
-def test_uniqueness(engine):
-  one_of_each(engine)
+def test_uniqueness(rows):
   for table in ("training", "eval", "task", "step", "turn", "environment"):
     with pytest.raises(Refused):
-      insert(engine, table, **ROWS[table])
+      insert(rows, table, **ROWS[table])
   with pytest.raises(Refused):
-    insert(engine, "rollout", **ROWS["rollout"])
-  insert(engine, "rollout", **{**ROWS["rollout"], "rollout_id": "y"})
-  insert(engine, "validation", **ROWS["validation"])  # Any number of them.
+    insert(rows, "rollout", **ROWS["rollout"])
+  insert(rows, "rollout", **{**ROWS["rollout"], "rollout_id": "y"})
+  insert(rows, "validation", **ROWS["validation"])  # Any number of them.
 
 
-def test_references_must_exist_and_stay(engine):
-  one_of_each(engine)
+def test_references_must_exist_and_stay(rows):
   for table, keys in REFERS.items():
     for column, parent in keys.items():
-      if value(engine, table, column) is None:
+      if value(rows, table, column) is None:
         continue
       with pytest.raises(Refused):
-        sql(engine, f'UPDATE "{table}" SET "{column}" = 999')
+        sql(rows, f'UPDATE "{table}" SET "{column}" = 999')
       with pytest.raises(Refused):
-        sql(engine, f'DELETE FROM "{parent}" WHERE id = 1')
+        sql(rows, f'DELETE FROM "{parent}" WHERE id = 1')
 
 
 @pytest.mark.parametrize("table, column", sorted(vocabulary.CHOICES))
-def test_words_of_no_list_are_refused(engine, table, column):
-  one_of_each(engine)
+def test_words_of_no_list_are_refused(rows, table, column):
   with pytest.raises(Refused):
-    sql(engine, f"UPDATE \"{table}\" SET \"{column}\" = 'nonsense'")
+    sql(rows, f"UPDATE \"{table}\" SET \"{column}\" = 'nonsense'")
   if column == "status":
     with pytest.raises(Refused):
-      sql(engine, f'UPDATE "{table}" SET status = NULL')
+      sql(rows, f'UPDATE "{table}" SET status = NULL')
 
 
-def test_flags_are_0_or_1_and_progress_is_a_percentage(engine):
-  one_of_each(engine)
+def test_flags_are_0_or_1_and_progress_is_a_percentage(rows):
   for column in (
       "task_completed", "task_success", "agent_reported_success",
       "validation_passed", "ran_out_of_turns", "attempted_completion",
   ):  # pyformat: disable
-    sql(engine, f"UPDATE rollout SET {column} = 1")
+    sql(rows, f"UPDATE rollout SET {column} = 1")
     with pytest.raises(Refused):
-      sql(engine, f"UPDATE rollout SET {column} = 2")
+      sql(rows, f"UPDATE rollout SET {column} = 2")
   for wrong in (-0.1, 100.1):
     with pytest.raises(Refused):
-      sql(engine, "UPDATE step SET progress_percent = :p", p=wrong)
+      sql(rows, "UPDATE step SET progress_percent = :p", p=wrong)
 
 
 # --- source types -----------------------------------------------------------
@@ -380,9 +399,8 @@ PATTERNS = list(
 
 @pytest.mark.parametrize("kind, step, eval_, baseline", PATTERNS)
 def test_a_rollout_has_exactly_the_source_that_it_names(
-    engine, kind, step, eval_, baseline
+    rows, kind, step, eval_, baseline
 ):
-  one_of_each(engine)
   given = {"step": step, "eval": eval_, "baseline": baseline}
   right = all(given[word] == (word == kind) for word in given)
   values = {
@@ -396,15 +414,16 @@ def test_a_rollout_has_exactly_the_source_that_it_names(
   keys = ("source_type", "step_id", "eval_id", "baseline_id")
   moved = {k: values[k] for k in keys}
   if right:
-    insert(engine, "rollout", **values)
-    sql(engine, change, **moved)
-    assert value(engine, "rollout", "is_eval") == int(kind != "step")
-    assert value(engine, "rollout", "is_eval", 2) == int(kind != "step")
+    insert(rows, "rollout", **values)
+    sql(rows, change, **moved)
+    assert value(rows, "rollout", "is_eval") == int(kind != "step")
+    ((added,),) = sql(rows, "SELECT max(id) FROM rollout")
+    assert value(rows, "rollout", "is_eval", added) == int(kind != "step")
   else:
     with pytest.raises(Refused):
-      insert(engine, "rollout", **values)
+      insert(rows, "rollout", **values)
     with pytest.raises(Refused):
-      sql(engine, change, **moved)
+      sql(rows, change, **moved)
 
 
 def test_there_are_24_patterns_of_which_3_are_right():
@@ -421,9 +440,8 @@ def test_there_are_24_patterns_of_which_3_are_right():
 
 @pytest.mark.parametrize("table", vocabulary.STATEFUL)
 def test_every_transition_is_allowed_or_refused_as_the_table_says(
-    engine, table
+    rows, table
 ):
-  one_of_each(engine)
   row, number = ROWS[table], itertools.count(2)
   words = vocabulary.STATUSES[table]
   for old, new in itertools.product(words, words):
@@ -436,21 +454,21 @@ def test_every_transition_is_allowed_or_refused_as_the_table_says(
       fresh["step"] = n
     if table == "environment":
       insert(
-          engine, "rollout", **{**ROWS["rollout"], "rollout_id": f"r{n}"}
+          rows, "rollout", **{**ROWS["rollout"], "rollout_id": f"r{n}"}
       )
-      fresh["rollout_id"] = n
-    insert(engine, table, **fresh)
-    ((id_,),) = sql(engine, f'SELECT max(id) FROM "{table}"')
+      ((fresh["rollout_id"],),) = sql(rows, "SELECT max(id) FROM rollout")
+    insert(rows, table, **fresh)
+    ((id_,),) = sql(rows, f'SELECT max(id) FROM "{table}"')
     change = f'UPDATE "{table}" SET status = :new WHERE id = :id'
     allowed = old == new or new in vocabulary.TRANSITIONS[table][old]
     if allowed:
-      sql(engine, change, new=new, id=id_)
+      sql(rows, change, new=new, id=id_)
     else:
       with pytest.raises(Refused):
-        sql(engine, change, new=new, id=id_)
-    assert value(engine, table, "status", id_) == (new if allowed else old)
+        sql(rows, change, new=new, id=id_)
+    assert value(rows, table, "status", id_) == (new if allowed else old)
     history = sql(
-        engine,
+        rows,
         "SELECT old_status, new_status FROM status_history WHERE entity_type ="
         " :t AND entity_id = :i ORDER BY id",
         t=table, i=id_,
@@ -473,36 +491,34 @@ def test_the_transitions_name_every_status_and_ends_stay():
           table == "training" and end != "cancelled") else set())
 
 
-def test_history_holds_what_was_said_and_grows_only_by_changes(engine):
-  one_of_each(engine)
+def test_history_holds_what_was_said_and_grows_only_by_changes(rows):
   sql(
-      engine,
+      rows,
       "UPDATE rollout SET status = 'running', progress_percent = 25,"
       " status_message = 'turn 5 of 20'",
   )
-  sql(engine, "UPDATE rollout SET status = 'running', progress_percent = 30")
-  sql(engine, "UPDATE rollout SET reward = 1")
-  rows = sql(
-      engine,
+  sql(rows, "UPDATE rollout SET status = 'running', progress_percent = 30")
+  sql(rows, "UPDATE rollout SET reward = 1")
+  history = sql(
+      rows,
       "SELECT old_status, new_status, progress_percent, status_message FROM"
       " status_history WHERE entity_type = 'rollout' ORDER BY changed_at, id",
   )
-  assert [tuple(r) for r in rows] == [
+  assert [tuple(r) for r in history] == [
       (None, "pending", 0.0, None),
       ("pending", "running", 25.0, "turn 5 of 20"),
   ]
 
 
-def test_updated_at_moves_by_itself_and_can_be_set(engine):
-  one_of_each(engine)
+def test_updated_at_moves_by_itself_and_can_be_set(rows):
   for table in COLUMNS:
     if "updated_at" not in COLUMNS[table]:
       continue
     old = "2001-02-03 04:05:06"
-    sql(engine, f'UPDATE "{table}" SET updated_at = \'{old}\'')
-    assert str(value(engine, table, "updated_at")).startswith(old)
-    sql(engine, f'UPDATE "{table}" SET created_at = created_at')
-    assert str(value(engine, table, "updated_at")) > "2020"
+    sql(rows, f'UPDATE "{table}" SET updated_at = \'{old}\'')
+    assert str(value(rows, table, "updated_at")).startswith(old)
+    sql(rows, f'UPDATE "{table}" SET created_at = created_at')
+    assert str(value(rows, table, "updated_at")) > "2020"
 
 
 # --- opening ----------------------------------------------------------------

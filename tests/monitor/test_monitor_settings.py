@@ -1,9 +1,8 @@
 """The settings of a run's monitor, and the parameters of its server's URLs."""
 
 import dataclasses
-import subprocess
-import sys
 
+import fresh_interpreter
 import pytest
 from starlette import datastructures
 from tunix.rl.multi_turn.core import settings
@@ -44,12 +43,13 @@ def test_a_section_survives_the_way_to_the_uploader():
 
 def test_the_settings_load_neither_a_database_nor_jax():
   program = (
-      "import sys; sys.path[:0] = sys.argv[1:]\n"
+      "import sys\n"
       "from tunix.rl.multi_turn.monitor.client import uploader\n"
       "bad = {'sqlalchemy', 'starlette'} & set(sys.modules); assert not bad,"
       " bad"
   )
-  subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+  done = fresh_interpreter.run(program)
+  assert done.returncode == 0, done.stderr
 
 
 # --- parameters of URLs -------------------------------------------------------

@@ -4,10 +4,9 @@ import json
 import os
 import pathlib
 import sqlite3
-import subprocess
-import sys
 import time
 
+import fresh_interpreter
 import monitor_server
 import pytest
 import sqlalchemy as sa
@@ -442,14 +441,10 @@ def test_spools_are_looked_into_and_left_as_they_are(lite, tmp_path):
 
 def test_the_doctors_command_exits_with_what_it_found(lite, tmp_path):
   add_run(lite, "run")
-  command = [
-      sys.executable, "-m", "tunix.rl.multi_turn.monitor", "doctor",
-      "--database", str(tmp_path / "m.db"), "--files",
-      str(tmp_path / "files"), "--json",
-  ]  # pyformat: disable
-  done = subprocess.run(
-      command, capture_output=True, text=True, timeout=100, check=False
-  )
+  done = fresh_interpreter.run_module(
+      "tunix.rl.multi_turn.monitor", "doctor", "--database",
+      tmp_path / "m.db", "--files", tmp_path / "files", "--json",
+  )  # pyformat: disable
   assert done.returncode == 0, done.stdout + done.stderr
   subjects = [json.loads(line)["subject"] for line in done.stdout.splitlines()]
   assert list(dict.fromkeys(subjects)) == [

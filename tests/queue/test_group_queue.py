@@ -11,6 +11,7 @@ from hypothesis import stateful
 from hypothesis import strategies as st
 import pytest
 import queue_groups
+import trials
 from tunix.rl.queue import data_queue
 from tunix.rl.queue import group_queue
 
@@ -530,5 +531,5 @@ class QueueMachine(stateful.RuleBasedStateMachine):
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
+    max_examples=trials.count(60), stateful_step_count=30, deadline=None
 )

@@ -4,11 +4,11 @@ import json
 import logging
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
 
+import fresh_interpreter
 import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
@@ -51,10 +51,8 @@ def test_nothing_is_tracked_unless_asked_for(tmp_path):
       " set(sys.argv); assert not bad, bad"
   )
   # Upstream's own logger brings tensorboardX with it.
-  subprocess.run(
-      [sys.executable, "-c", program, "tensorboardX.writer"],
-      check=True, timeout=110,
-  )  # pyformat: disable
+  done = fresh_interpreter.run(program, "tensorboardX.writer")
+  assert done.returncode == 0, done.stderr
 
 
 # --- TensorBoard ------------------------------------------------------------

@@ -12,6 +12,7 @@ Times are UTC.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import pathlib
 import threading
@@ -201,9 +202,8 @@ def upgrade(engine: sa.Engine) -> None:
         connection.exec_driver_sql(
             f"SELECT pg_advisory_xact_lock({_POSTGRES_LOCK})"
         )
-      _check_revision(engine, connection)
-      config = _alembic(connection)
-      command.upgrade(config, "head")
+      if _check_revision(engine, connection) != revisions()[0]:
+        command.upgrade(_alembic(connection), "head")
       _install_triggers(connection)
 
 
@@ -215,13 +215,17 @@ def _alembic(connection: sa.Connection | None) -> alembic_config.Config:
   return config
 
 
-def revisions() -> list[str]:
+@functools.cache
+def revisions() -> tuple[str, ...]:
   """Every schema that this version knows, the present one first."""
   found = script.ScriptDirectory.from_config(_alembic(None))
-  return [r.revision for r in found.walk_revisions()]
+  return tuple(r.revision for r in found.walk_revisions())
 
 
-def _check_revision(engine: sa.Engine, connection: sa.Connection) -> None:
+def _check_revision(
+    engine: sa.Engine, connection: sa.Connection
+) -> str | None:
+  """The schema that the database has; None without one."""
   known = revisions()
   where = engine.url.render_as_string(hide_password=True)
   found = migration.MigrationContext.configure(connection)
@@ -239,6 +243,7 @@ def _check_revision(engine: sa.Engine, connection: sa.Connection) -> None:
           f"{where} has a table {clash[0]!r} that the monitor did not make;"
           " give it a database of its own"
       )
+  return revision
 
 
 def _install_triggers(connection: sa.Connection) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import math
 import typing
 from typing import Annotated, Any, Callable, ClassVar, Literal, Mapping
@@ -163,8 +164,9 @@ class Query(pydantic.BaseModel):
       raise refusal(cls, error) from None
 
   @classmethod
+  @functools.cache
   def parameters(cls) -> dict[str, dict[str, Any]]:
-    """JSON Schema of each parameter by its name."""
+    """JSON Schema of each parameter by its name; not to be changed."""
     found = cls.model_json_schema(mode="validation")["properties"]
     return {name: _plain_schema(schema) for name, schema in found.items()}
 
