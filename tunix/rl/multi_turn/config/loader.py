@@ -431,8 +431,8 @@ def _type_words(kind: Any, item: bool = False) -> str:
       inner = _type_words(typing.get_args(member)[0])
       words.append(inner if item else f"a list of {inner.split(' ', 1)[-1]}")
     elif origin is dict or member is dict:
-      inner = typing.get_args(member)[1:] or (Any,)
-      of = " of names to numbers" if inner[0] is float else ""
+      numbers = typing.get_args(member)[1:] == (float,)
+      of = " of names to numbers" if numbers else ""
       words.append(f"a mapping{of}, e.g. {{key: {1 if of else 'value'}}}")
     elif member is bool:
       words.append("true or false")
