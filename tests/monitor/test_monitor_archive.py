@@ -359,7 +359,7 @@ def test_what_is_damaged_does_not_come_in(
 def test_an_archive_that_is_cut_off_is_none(exported, tmp_path):
   path = tmp_path / "runs.zip"
   path.write_bytes(exported.read_bytes()[:-100])
-  with pytest.raises(runs_lib.MaintenanceError, match="no whole archive"):
+  with pytest.raises(runs_lib.MaintenanceError, match="not a whole archive"):
     archive.ArchiveReader(path)
 
 

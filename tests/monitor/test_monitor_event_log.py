@@ -227,7 +227,7 @@ def test_an_uploader_that_is_killed_is_replaced(server, tmp_path, caplog):
   steps = {r["id"]: r["step"] for r in server.rows("step")}
   assert steps[row["step_id"]] == 5 and row["model_path"] == "@4"
   assert log.close()
-  assert "started again" in caplog.text
+  assert "restarted" in caplog.text
 
 
 def test_measurements_go_on_in_another_uploader(server, tmp_path):

@@ -408,7 +408,7 @@ def test_a_damaged_file_is_an_error_and_nothing_else_is_asked(lite, tmp_path):
 
 def test_what_is_no_database_of_the_monitor(tmp_path):
   sqlite3.connect(tmp_path / "other.db").execute("CREATE TABLE x (y)")
-  for name, says in (("other.db", "no database of the monitor"),
+  for name, says in (("other.db", "not a database of the monitor"),
                      ("none.db", "no file")):  # pyformat: disable
     *_, last = doctor.examine(str(tmp_path / name), tmp_path)
     assert last.level == doctor.ERROR and says in last.text
@@ -430,7 +430,7 @@ def test_spools_are_looked_into_and_left_as_they_are(lite, tmp_path):
       if f.subject == "spool"
   }
   assert found["left.spool"].level == doctor.WARNING
-  assert "nobody's" in found["left.spool"].text
+  assert "without an owner" in found["left.spool"].text
   assert "2 parts and 1 screenshots" in found["left.spool"].text
   assert found["dead.spool"].level == doctor.ERROR
   assert "in use" in found["dead.spool"].text

@@ -272,7 +272,7 @@ def test_what_a_run_has_saved_loads_by_the_same_name(module, tmp_path):
   (tmp_path / custom_policy.WEIGHTS).unlink()
   with pytest.raises(FileNotFoundError, match="has no model.safetensors"):
     named.load(tmp_path)
-  with pytest.raises(FileNotFoundError, match="no directory"):
+  with pytest.raises(FileNotFoundError, match="not a directory"):
     named.load(tmp_path / "nowhere")
 
 

@@ -237,7 +237,7 @@ class VllmEngine:
     self._http = _Http(self.url, api_key, timeout_s)
 
   def load(self, path: str, version: int) -> None:
-    del version  # vLLM is not told; clients record it.
+    del version  # vLLM does not record it; clients do.
     self._http.post("/pause?mode=keep&clear_cache=true")
     try:
       self._http.post(

@@ -226,7 +226,7 @@ def _resumed(
   if elsewhere:
     problems.append(
         f"{' and '.join(elsewhere)} together with run.resume={resume}: a"
-        " resumed run continues in its directory; leave out one of them"
+        " resumed run continues in its own directory; leave out one of them"
     )
   file = pathlib.Path(resume).expanduser() / "config.yaml"
   if not file.is_file():

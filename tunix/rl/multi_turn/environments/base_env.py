@@ -1,8 +1,8 @@
 """Defines environments: reset, step, close; each sync or async.
 
 `reset() -> (observation, info)`, `step(action) -> (observation, reward, done,
-info)`. Callers in this package use `maybe_await`;
-`SyncEnv` serves callers without an event loop.
+info)`. Callers in this package use `maybe_await`; `SyncEnv` serves callers
+without an event loop.
 
 `info` may hold `success` (bool) and `status` (a `TrajectoryStatus` value, how
 the episode ended as the environment sees it).

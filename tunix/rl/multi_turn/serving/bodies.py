@@ -367,7 +367,7 @@ class Neutral:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByField:
-  """A union of models, told apart by the literal in their field `field`.
+  """A union of models, distinguished by the literal in their field `field`.
 
   Attributes:
     field: of each model, annotated as a `Literal`.
@@ -418,7 +418,7 @@ class ByField:
 
 def _literals(hint: Any, field: str) -> list[str]:
   """The values of the models' `Literal` field."""
-  if typing.get_origin(hint) is typing.Annotated:  # A union told apart anew.
+  if typing.get_origin(hint) is typing.Annotated:  # A nested union.
     hint = typing.get_args(hint)[0]
   return [
       name
@@ -429,7 +429,7 @@ def _literals(hint: Any, field: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByShape:
-  """A union of a text, a list and an object, told apart by the JSON type."""
+  """A union of a text, a list and an object, distinguished by JSON type."""
 
   text: str
 

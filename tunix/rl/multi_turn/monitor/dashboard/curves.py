@@ -204,8 +204,9 @@ def chart(
     names: metrics; a name that ends in "/" stands for all that begin so.
     first, last: steps, inclusive.
     points: most of a series; more become means of equal runs of steps.
-    minus: another run's: of a series that both have, the difference to it is
-      told, at the steps that both have made ("time" is always its own).
+    minus: columns of another run: a series that both have becomes the
+      difference, at the steps that both have made ("time" is never a
+      difference).
 
   Returns:
     {step, series: {metric: values}, steps: number in the window, bucket:

@@ -529,7 +529,7 @@ def _spool(path: pathlib.Path) -> Iterator[Finding]:
         "what it holds may be lost; try: sqlite3 FILE .recover",
     )  # pyformat: disable
     return
-  who = "in use" if owned else "nobody's"
+  who = "in use" if owned else "without an owner"
   text = (
       f"{path.name}, {who}, for {target}: {entries} parts and {images}"
       " screenshots wait"

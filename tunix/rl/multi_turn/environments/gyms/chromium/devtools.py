@@ -530,7 +530,7 @@ class Chromium:
     hint = ""
     if "sandbox" in text.lower():
       hint = f" (in a container, set {NO_SANDBOX_VARIABLE}=1)"
-    return f"; it said: {text}{hint}" if text else ""
+    return f"; its output: {text}{hint}" if text else ""
 
 
 class _Command:

@@ -140,7 +140,8 @@ class Desktop:
     if not self._within(self._launch_s, shown):
       raise errors.AppNotShown(
           f"{app.title} ({app.command[0]}) showed no window in"
-          f" {self._launch_s:g} s; it said: {self.room.log(log) or 'nothing'}"
+          f" {self._launch_s:g} s; its output:"
+          f" {self.room.log(log) or 'nothing'}"
       )
     return [
         w for w in self.display.windows() if w.window_class == app.window_class
@@ -280,7 +281,7 @@ class Desktop:
     found = self._within(self._launch_s, look)
     if not found:
       raise errors.LaunchError(
-          f"{what} did not come up in {self._launch_s:g} s; it said:"
+          f"{what} did not start in {self._launch_s:g} s; its output:"
           f" {self.room.log(what + '.log') or 'nothing'};"
           f" {self.room.last_words()}"
       )

@@ -261,7 +261,7 @@ class Room:
   def last_words(self) -> str:
     """Output of the room's supervisor, for error messages."""
     said = files.read_text(self.path, "log", "")[-500:].strip()
-    return f"it said: {said}" if said else "it said nothing"
+    return f"its output: {said}" if said else "it printed nothing"
 
   def pids(self) -> list[int]:
     """Process ids of the room's programs, as this process sees them."""
