@@ -1,5 +1,6 @@
 """The examples do what they say, against real servers and real computers."""
 
+import importlib
 import json
 import pathlib
 import subprocess
@@ -32,7 +33,12 @@ class Served:
         policy[0],
         policy[1],
         self.images,
-        engine_config.EngineConfig(slots=4, context_length=768),
+        engine_config.EngineConfig(
+            slots=4,
+            context_length=768,
+            window_buckets=(768,),
+            prefill_buckets=(256,),
+        ),
         image_sizes=SCREENS,
         banned_token_ids=policy[0].config.banned_token_ids,
         version=4,
@@ -113,8 +119,10 @@ def test_an_agent_with_nothing_but_openai_plays_and_is_kept(
   assert not len(served.app._service.store)
 
 
-def test_an_agent_without_a_server_says_which(tmp_path):
-  done = run_agent("--server", "http://127.0.0.1:9", "--episodes", "1")
-  assert done.returncode == 1
-  assert "error: http://127.0.0.1:9" in done.stderr
-  assert "Traceback" not in done.stderr
+def test_an_agent_without_a_server_says_which(monkeypatch, capsys):
+  monkeypatch.syspath_prepend(str(ROOT / "examples"))
+  agent = importlib.import_module("openai_agent")
+  assert agent.main(["--server", "http://127.0.0.1:9", "--episodes", "1"]) == 1
+  said = capsys.readouterr().err
+  assert "error: http://127.0.0.1:9" in said
+  assert "Traceback" not in said

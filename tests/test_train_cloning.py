@@ -32,10 +32,17 @@ def weights(directory):
   return safetensors.load_file(directory / "warm_start" / "model.safetensors")
 
 
+@pytest.fixture(scope="module", name="whole")
+def _whole(tmp_path_factory):
+  """The weights of a run that was not stopped."""
+  directory = tmp_path_factory.mktemp("whole")
+  assert small_runs.run_train(directory, *CLONED, "name=whole") == 0
+  return weights(directory / "whole")
+
+
 @pytest.mark.parametrize("after", [2, 3])
-def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, after):
+def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, whole, after):
   """As if it had not, whether the last update was just saved or not."""
-  assert small_runs.run_train(tmp_path, *CLONED, "name=whole") == 0
   run = small_runs.make_run(tmp_path, *CLONED, "name=parts")
   run.observers.add(Stops(run, after))
   assert train._run_to_end(run) == 130
@@ -49,7 +56,7 @@ def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, after):
   assert f"playing demonstrations again {after}/{after}" in said
   assert f"cloning demonstrations {after} " not in said
   assert not (directory / "cloning").exists()
-  whole, parts = weights(tmp_path / "whole"), weights(directory)
+  parts = weights(directory)
   assert whole.keys() == parts.keys()
   for name, array in whole.items():
     np.testing.assert_array_equal(parts[name], array, err_msg=name)

@@ -31,7 +31,7 @@ def _ours():
   """The policy that the others serve, and the engine that is the reference."""
   ours = small_server.SmallPolicy()
   with ours.engine:
-    ours.engine.warm_up()
+    ours.warm_up()
     yield ours
 
 

@@ -9,8 +9,11 @@ import pytest
 from tunix.rl.multi_turn.clients import locked_dir
 
 CHILD = """
-import pathlib, sys
-from tunix.rl.multi_turn.clients import locked_dir
+import importlib.util, pathlib, sys
+# The file by itself: the packages around it import JAX.
+spec = importlib.util.spec_from_file_location("locked_dir", sys.argv[2])
+locked_dir = sys.modules["locked_dir"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(locked_dir)
 folder = locked_dir.LockedDir(pathlib.Path(sys.argv[1]))
 (folder.make() / "w").write_text("theirs")
 print(folder.name, flush=True)
@@ -70,7 +73,7 @@ def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):
 
 def test_a_process_that_was_killed_owns_nothing_any_more(tmp_path):
   child = subprocess.Popen(
-      [sys.executable, "-c", CHILD, str(tmp_path)],
+      [sys.executable, "-c", CHILD, str(tmp_path), locked_dir.__file__],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,

@@ -182,7 +182,7 @@ async def test_a_session_that_was_dropped_is_started_anew(served):
 async def test_nobody_listening_is_an_error_within_the_deadline(served):
   async def late(request):
     del request
-    await asyncio.sleep(30)
+    await asyncio.sleep(2)
 
   app = applications.Starlette(
       routes=[routing.Route("/{rest:path}", late, methods=["POST"])]

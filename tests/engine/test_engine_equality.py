@@ -19,6 +19,7 @@ import pytest
 import rollout_micro_policy as micro
 import rollout_references as references
 import rollout_server_runner
+import shared_programs
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
@@ -54,10 +55,16 @@ def make_engine(policy, store, **changes):
   return micro.engine_of(model, processor, store, **(options | changes))
 
 
+def warm_up(engine):
+  """`on_update` changes no program."""
+  settings = dataclasses.replace(engine.config, on_update="keep_kv")
+  shared_programs.warm_up(engine, "tiny_qwen", settings)
+
+
 @pytest.fixture(scope="module", name="engine")
 def _engine(qwen, store):
   with make_engine(qwen, store) as engine:
-    engine.warm_up()
+    warm_up(engine)
     yield engine
     assert engine.stats()["compiles_after_warm_up"] == 0
 
@@ -260,7 +267,7 @@ async def test_a_cache_that_is_too_small_for_what_runs_changes_no_answer(
   with make_engine(
       qwen, store, cache_tokens=CONTEXT + 64, decode_steps_per_call=1
   ) as engine:
-    engine.warm_up()
+    warm_up(engine)
     episodes = await play_groups(engine, world, 2000, 4, True, CONTEXT)
     mixed = await play_groups(engine, world, 3000, 2, False, CONTEXT)
     assert engine.stats()["preemptions"] > 0
@@ -386,7 +393,7 @@ async def test_a_swap_in_mid_completion_equals_a_replay_by_hand(
   world = Qwen(qwen, store)
   rng = np.random.default_rng(0)
   with make_engine(qwen, store) as engine:
-    engine.warm_up()
+    warm_up(engine)
     first = await swapped(engine, later, prompts, 100)
     follow_ups = []
     for i, ((tokens, spans), got) in enumerate(zip(prompts, first)):
@@ -429,7 +436,7 @@ async def test_a_swap_that_recomputes_goes_on_as_the_new_weights_would(
   _, processor, _ = qwen
   banned = recompute.model.config.banned_token_ids
   with make_engine(qwen, store, on_update="recompute") as engine:
-    engine.warm_up()
+    warm_up(engine)
     completions = await swapped(engine, later, prompts, 100)
   renewed = references.Recompute(
       later, processor, store, CONTEXT, images=2 * TURNS
@@ -470,7 +477,7 @@ async def test_a_session_begun_after_a_swap_knows_nothing_of_the_old_weights(
   )
   first = world.with_text(np.zeros(0, np.int32), rng, known)
   with make_engine(qwen, store) as engine:
-    engine.warm_up()
+    warm_up(engine)
     got = await engine.generate(
         policy_client.TokenPrompt(first), GREEDY, session="old"
     )

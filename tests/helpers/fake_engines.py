@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 
+import shared_programs
 import small_server
 from starlette import applications
 from starlette import responses
@@ -71,7 +72,9 @@ class FakeEngine:
     self.url = self.server.url
 
   def __enter__(self):
-    self.engine.warm_up()
+    shared_programs.warm_up(
+        self.engine, self.policy[0].config, self.size, self.engine.config
+    )
     self.server.start()
     return self
 

@@ -1,6 +1,7 @@
 """A very small policy behind a real server on the loopback interface."""
 
 import numpy as np
+import shared_programs
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
@@ -36,6 +37,11 @@ class SmallPolicy:
         ),
         image_sizes=(SIZE,),
         banned_token_ids=self.model.config.banned_token_ids,
+    )
+
+  def warm_up(self):
+    shared_programs.warm_up(
+        self.engine, self.model.config, SIZE, self.engine.config
     )
 
   def prompt(self, *seeds, text="look"):
@@ -74,7 +80,7 @@ class SmallServer(SmallPolicy):
     self.url = self.server.url
 
   def __enter__(self):
-    self.engine.warm_up()
+    self.warm_up()
     self.server.start()
     return self
 

@@ -3,6 +3,7 @@
 import asyncio
 
 import numpy as np
+import shared_programs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.run import episodes as episodes_lib
@@ -20,9 +21,6 @@ SMALL = (
     "collect.concurrency=8",
     "report.progress=none",
 )
-
-
-_COMPILED = {}  # Programs of the engine's and the screen's configuration.
 
 
 class Both:
@@ -45,11 +43,9 @@ class Both:
 
   def __enter__(self):
     config = self.config
-    which = repr((config.engine, config.gym, config.policy, config.mesh))
-    programs = self.engine._programs._compiled  # pylint: disable=protected-access
-    programs.update(_COMPILED.get(which, {}))
-    self.engine.warm_up()
-    _COMPILED[which] = dict(programs)
+    shared_programs.warm_up(
+        self.engine, config.engine, config.gym, config.policy, config.mesh
+    )
     self.proxy.start()
     return self
 
