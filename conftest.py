@@ -5,6 +5,7 @@ import pathlib
 
 import hypothesis
 import pytest
+import trials
 
 _HERE = pathlib.Path(__file__).resolve().parent
 
@@ -18,16 +19,6 @@ os.environ.setdefault(
 # Also what compiles fast: it is compiled by every run and engine of the tests.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
-
-# How long an example takes says how busy the machine is, not what is wrong. Of
-# what is loaded already, as by Hypothesis in CI, the rest stays as it is; and
-# tests that have settings of their own begin with these.
-hypothesis.settings.register_profile(
-    "any_machine",
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("any_machine")
 
 SLOW_S = 600
 """Limit of a slow test that names none, its fixtures included."""
@@ -46,9 +37,19 @@ _extend_tunix()
 
 
 def pytest_configure(config) -> None:
-  """Where slow tests run, too, every case of a property is tried."""
-  slow = config.getoption("markexpr", "") not in ("not slow",)
+  """Scales the examples of properties: a quarter; all beside slow tests."""
+  slow = config.getoption("markexpr", "") != "not slow"
   os.environ.setdefault("TUNIX_TEST_EXAMPLES", "1" if slow else "0.25")
+  # How long an example takes says how busy the machine is, not what is wrong.
+  # Of what is loaded already, as by Hypothesis in CI, the rest stays as it is;
+  # and tests that have settings of their own begin with these.
+  hypothesis.settings.register_profile(
+      "any_machine",
+      max_examples=trials.count(hypothesis.settings.default.max_examples),
+      deadline=None,
+      suppress_health_check=[hypothesis.HealthCheck.too_slow],
+  )
+  hypothesis.settings.load_profile("any_machine")
 
 
 def pytest_collection_modifyitems(items) -> None:
