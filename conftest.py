@@ -29,6 +29,12 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("any_machine")
 
+FULL = os.environ.get("TUNIX_TEST_EXAMPLES") == "full"
+"""Whether properties are tried on all the examples that their tests name."""
+
+FEWER = 3
+"""Otherwise on one of so many, and on 20 at least."""
+
 SLOW_S = 600
 """Limit of a slow test that names none, its fixtures included."""
 
@@ -45,11 +51,26 @@ def _extend_tunix() -> None:
 _extend_tunix()
 
 
+def _try_fewer_examples(test) -> None:
+  """Scales a Hypothesis test's `max_examples`, once."""
+  test = getattr(test, "__func__", test)
+  chosen = getattr(test, "_hypothesis_internal_use_settings", None)
+  if FULL or chosen is None or hasattr(test, "examples_scaled"):
+    return
+  fewer = max(min(chosen.max_examples, 20), chosen.max_examples // FEWER)
+  test._hypothesis_internal_use_settings = hypothesis.settings(
+      chosen, max_examples=fewer
+  )
+  test.examples_scaled = True
+
+
 def pytest_collection_modifyitems(items) -> None:
   """Gives slow tests time, and puts their files first.
 
-  Begun last, one of them would run alone.
+  Begun last, one of them would run alone. Properties get fewer examples.
   """
+  for item in items:
+    _try_fewer_examples(getattr(item, "obj", None))
   slow = {item.path for item in items if item.get_closest_marker("slow")}
   for item in items:
     if item.get_closest_marker("slow") and not item.get_closest_marker(
