@@ -47,7 +47,8 @@ test: $(STAMP)-dev ## run the tests; TESTS=path, ARGS='-k name'
 	@exec $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) $(TESTS)
 
 test-all: ARGS += -m 'slow or not slow'
-test-all: test ## the slow ones, too
+test-all: export TUNIX_TEST_EXAMPLES = 1
+test-all: test ## the slow ones too, and every example of a property
 
 lint: $(STAMP)-dev ## check style, import floors and types
 	@$(PY) -m ruff check .

@@ -36,27 +36,41 @@ def _extend_tunix() -> None:
 _extend_tunix()
 
 
-def pytest_configure(config) -> None:
-  """Scales the examples of properties: a quarter; all beside slow tests."""
-  slow = config.getoption("markexpr", "") != "not slow"
-  os.environ.setdefault("TUNIX_TEST_EXAMPLES", "1" if slow else "0.25")
-  # How long an example takes says how busy the machine is, not what is wrong.
-  # Of what is loaded already, as by Hypothesis in CI, the rest stays as it is;
-  # and tests that have settings of their own begin with these.
+def pytest_configure() -> None:
+  """Properties have no deadline: examples take longer on a busy machine.
+
+  Of the profile that is loaded already, as Hypothesis loads one in CI, the rest
+  stays as it is; tests with settings of their own start from these.
+  """
   hypothesis.settings.register_profile(
       "any_machine",
-      max_examples=trials.count(hypothesis.settings.default.max_examples),
       deadline=None,
       suppress_health_check=[hypothesis.HealthCheck.too_slow],
   )
   hypothesis.settings.load_profile("any_machine")
 
 
+def _scale_examples(test) -> None:
+  """Tries a share of a property's examples, see `trials`; once a test."""
+
+  test = getattr(test, "__func__", test)
+  if not hasattr(test, "hypothesis") or hasattr(test, "examples_scaled"):
+    return
+  chosen = getattr(test, "_hypothesis_internal_use_settings", None)
+  chosen = chosen or hypothesis.settings.default
+  test._hypothesis_internal_use_settings = hypothesis.settings(
+      chosen, max_examples=trials.count(chosen.max_examples)
+  )
+  test.examples_scaled = True
+
+
 def pytest_collection_modifyitems(items) -> None:
   """Gives slow tests time, and puts their files first.
 
-  Begun last, one of them would run alone.
+  Begun last, one of them would run alone. Properties get fewer examples.
   """
+  for item in items:
+    _scale_examples(getattr(item, "obj", None))
   slow = {item.path for item in items if item.get_closest_marker("slow")}
   for item in items:
     if item.get_closest_marker("slow") and not item.get_closest_marker(

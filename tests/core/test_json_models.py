@@ -7,7 +7,6 @@ import hypothesis
 from hypothesis import strategies as st
 import pydantic
 import pytest
-import trials
 from tunix.rl.multi_turn.core import json_models
 
 
@@ -94,7 +93,7 @@ def test_what_is_no_json_is_refused_with_its_place(text, place):
   assert place in str(caught.value)
 
 
-@hypothesis.settings(max_examples=trials.count(200), deadline=None)
+@hypothesis.settings(max_examples=200, deadline=None)
 @hypothesis.given(st.binary(max_size=40) | st.text(max_size=40))
 def test_every_text_is_a_value_that_can_be_written_or_a_value_error(text):
   try:

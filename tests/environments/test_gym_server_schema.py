@@ -12,7 +12,7 @@ schemathesis = pytest.importorskip("schemathesis")
 from schemathesis.specs.openapi import checks  # pylint: disable=g-import-not-at-top # noqa: E402
 
 # Of each operation; a search of an hour is one of some thousands.
-EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "12"))
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     checks.status_code_conformance,

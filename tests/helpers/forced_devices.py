@@ -27,6 +27,8 @@ def run(*arguments, devices=8, seconds=280, flags=""):
       env=dict(
           os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=forced,
           PYTHONPATH=str(ROOT),
+          # Programs are compiled for eight devices and run a few times.
+          JAX_DISABLE_MOST_OPTIMIZATIONS="1",
       ),
       capture_output=True,
       text=True,

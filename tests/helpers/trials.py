@@ -1,7 +1,7 @@
 """Scales how many cases a test of a property or of a product tries.
 
-`TUNIX_TEST_EXAMPLES` is the share of the cases, 0 to 1; the default is a
-quarter, and all of them where slow tests run too (conftest.py sets it).
+`TUNIX_TEST_EXAMPLES` is the share of the cases, 0 to 1: a quarter by default,
+all of them in `make test-all`. conftest.py applies it to every property.
 """
 
 import os

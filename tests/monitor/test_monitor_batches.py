@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 import monitor_server
-import trials
 
 FIELDS = {
     "current_turn": st.integers(0, 9),
@@ -45,7 +44,7 @@ def test_changes_of_one_batch_come_in_their_order(lite):
   lite.post(monitor_server.base())
   runs = 0
 
-  @settings(max_examples=trials.count(100))
+  @settings(max_examples=100)
   @given(CHANGES)
   def check(changes):
     nonlocal runs

@@ -16,7 +16,6 @@ import monitor_server
 import numpy as np
 import orjson
 import pytest
-import trials
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import http_rollout_recorder
@@ -157,7 +156,7 @@ _JSON = st.recursive(
 
 
 @given(_JSON)
-@settings(max_examples=trials.count(300), deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_what_is_json_already_is_written_as_it_would_be_with_a_copy(value):
   copied = plain_json._plain(value)
   options = orjson.OPT_SERIALIZE_NUMPY

@@ -17,7 +17,6 @@ import msgpack
 import numpy as np
 import pytest
 import synthetic_run
-import trials
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
@@ -95,7 +94,7 @@ def same(a, b):
   return type(a) is type(b) and a == b
 
 
-@settings(max_examples=trials.count(200), deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(PLAIN)
 def test_what_an_event_holds_comes_back(value):
   event = events.RunStarted("é", {"value": value}, time=5.0)

@@ -63,18 +63,22 @@ def named(model):
   }
 
 
-def logits(model, seed=0):
-  rng = np.random.default_rng(seed)
-  tokens = rng.integers(0, 60, (2, 12))
-  positions = np.broadcast_to(np.arange(12)[None, :, None], (2, 12, 3))
+@nnx.jit
+def _logits(model, tokens):
+  b, n = tokens.shape
   hidden, _ = model.extend(
       tokens,
-      positions,
-      np.zeros(2, int),
-      np.full(2, 12),
-      model.init_cache(2, 16),
+      jnp.broadcast_to(jnp.arange(n)[None, :, None], (b, n, 3)),
+      jnp.zeros(b, int),
+      jnp.full(b, n),
+      model.init_cache(b, n + 4),
   )
   return model.logits(hidden)
+
+
+def logits(model, seed=0):
+  rng = np.random.default_rng(seed)
+  return _logits(model, rng.integers(0, 60, (2, 12)))
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -193,14 +197,7 @@ def test_the_engine_samples_from_the_rounded_weights_also_of_an_update():
     )
     full = np.append(tokens, done.tokens)[None]
     n = full.shape[1]
-    hidden, _ = policy.extend(
-        full,
-        np.broadcast_to(np.arange(n)[None, :, None], (1, n, 3)),
-        np.zeros(1, int),
-        np.full(1, n),
-        policy.init_cache(1, 32),
-    )
-    scores = policy.logits(hidden)
+    scores = _logits(policy, full)
     scores = scores.at[..., list(model.config.banned_token_ids)].set(-1e30)
     logprobs = np.asarray(jax.nn.log_softmax(scores, -1))[0]
     want = logprobs[np.arange(9, n - 1), full[0, 10:]]

@@ -124,8 +124,8 @@ def test_an_adapter_on_a_single_block_runs_where_blocks_are_scanned():
     train(model)
     batch = inputs(model.config)
     found.append(
-        model.encode_images(
-            batch.patches, batch.patch_segments, batch.patch_positions
+        nnx.jit(lambda model, *images: model.encode_images(*images))(
+            model, batch.patches, batch.patch_segments, batch.patch_positions
         )
     )
   np.testing.assert_allclose(*found, atol=1e-5)

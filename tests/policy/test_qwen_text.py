@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 
+from flax import nnx
 import numpy as np
 import pytest
 
@@ -108,8 +109,8 @@ def test_a_fresh_policy_is_saved_for_transformers(tmp_path):
     want = theirs(torch.tensor(ids).long()[None]).logits[0].numpy()
   again, processor, _ = checkpoint.load_policy(tmp_path)
   assert model.config == dataclasses.replace(again.config, remat="none")
-  inputs = inputs_of(processor, ids)
-  got = np.asarray(again.logits(again(inputs)))[0]
+  score = nnx.jit(lambda model, inputs: model.logits(model(inputs)))
+  got = np.asarray(score(again, inputs_of(processor, ids)))[0]
   np.testing.assert_allclose(got, want, rtol=0, atol=TOL)
   # Once more, as a run with policy=<directory> saves it.
   checkpoint.save_policy(tmp_path / "again", again, tmp_path)

@@ -16,7 +16,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 import numpy as np
 import tokenizers
-import trials
 import tunix.rl.multi_turn as package
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.agents import ToolAgent
@@ -26,7 +25,7 @@ from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 
 PROPERTY = settings(
-    max_examples=trials.count(120),
+    max_examples=120,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

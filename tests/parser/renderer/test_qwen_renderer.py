@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 import transformers
-import trials
 from tunix.rl.multi_turn.commands import train_tokenizer
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import qwen
@@ -139,7 +138,7 @@ def expected(reference, messages, add_generation_prompt):
 
 
 EXAMPLES = hypothesis.settings(
-    max_examples=trials.count(150),
+    max_examples=150,
     deadline=None,
     suppress_health_check=[
         hypothesis.HealthCheck.too_slow,

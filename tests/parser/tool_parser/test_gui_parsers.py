@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 import pytest
-import trials
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser import tool_parser
@@ -358,7 +357,7 @@ class TestKeys:
     with pytest.raises(tool_parser.GuiActionError, match="at most 128 char"):
       keys_lib.normalize_keys(written)
 
-  @settings(max_examples=trials.count(200), deadline=None)
+  @settings(max_examples=200, deadline=None)
   @given(st.text() | st.lists(st.text()))
   def test_anything_gives_keys_or_the_typed_error(self, written):
     try:
@@ -500,19 +499,19 @@ def half_step(extent):
 
 
 @pytest.mark.parametrize("parser", [REL, COMPACT])
-@settings(max_examples=trials.count(150), deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=sized_actions())
 def test_relative_is_inverse_within_a_thousandth(parser, case):
   check_inverse(parser, *case, half_step)
 
 
-@settings(max_examples=trials.count(150), deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=sized_actions())
 def test_absolute_is_inverse_within_half_a_pixel(case):
   check_inverse(ABS, *case, lambda _: 0.5)
 
 
-@settings(max_examples=trials.count(150), deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=sized_actions(tars=True))
 def test_ui_tars_is_inverse_within_a_thousandth(case):
   check_inverse(TARS, *case, lambda extent: half_step(extent) + 1)
@@ -547,7 +546,7 @@ ARGUMENTS = st.dictionaries(
 
 
 @pytest.mark.parametrize("parser", [REL, ABS, TARS])
-@settings(max_examples=trials.count(200), deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
   name=st.sampled_from(
     ["computer_use", "click", "drag", "scroll", "hotkey", "type", "x"]

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 import pytest
-import trials
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser import tool_parser
 
@@ -291,7 +290,7 @@ PIECES = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=trials.count(150), deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(CALLS, st.none() | st.just("I look at the screen."))
 def test_parse_is_the_inverse_of_format(calls, thought):
   result = QWEN.parse_result(QWEN.format(calls, thought))
@@ -302,7 +301,7 @@ def test_parse_is_the_inverse_of_format(calls, thought):
 
 
 @pytest.mark.parametrize("name", tool_parser.tool_parser_names())
-@settings(max_examples=trials.count(120), deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(text=PIECES)
 def test_garbage_gives_calls_or_errors_and_nothing_else(name, text):
   parser = tool_parser.make_tool_parser(name)
