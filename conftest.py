@@ -5,7 +5,6 @@ import pathlib
 
 import hypothesis
 import pytest
-import trials
 
 _HERE = pathlib.Path(__file__).resolve().parent
 
