@@ -18,7 +18,6 @@ os.environ.setdefault(
 # Also what compiles fast: it is compiled by every run and engine of the tests.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
-
 SLOW_S = 600
 """Limit of a slow test that names none, its fixtures included."""
 
@@ -51,6 +50,7 @@ def pytest_configure() -> None:
 
 def _scale_examples(test) -> None:
   """Tries a share of a property's examples, see `trials`; once a test."""
+  import trials  # pylint: disable=g-import-not-at-top
 
   test = getattr(test, "__func__", test)
   if not hasattr(test, "hypothesis") or hasattr(test, "examples_scaled"):
