@@ -63,18 +63,34 @@ class Done:
 
 
 @functools.cache
-def _mother() -> subprocess.Popen:
+def _mother(preload: str) -> subprocess.Popen:
+  env = os.environ | ({"LD_PRELOAD": preload} if preload else {})
   found = subprocess.Popen(
       [sys.executable, "-c", _MOTHER], stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE, text=True,
+      stdout=subprocess.PIPE, text=True, env=env,
   )  # pyformat: disable
-  atexit.register(found.kill)
+  atexit.register(_end, found)
   return found
 
 
-def run(program: str, *argv, timeout: int = 100, env=None) -> Done:
-  """Runs a program as `python -c program *argv` would; its input is empty."""
-  mother = _mother()
+def _end(mother: subprocess.Popen) -> None:
+  mother.stdin.close()
+  mother.wait(60)
+
+
+def run(
+    program: str, *argv, timeout: int = 100, env=None, preload: str = ""
+) -> Done:
+  """Runs a program as `python -c program *argv` would; its input is empty.
+
+  Args:
+    program: Python.
+    *argv: its arguments.
+    timeout: seconds; then SIGALRM ends it.
+    env: its environment; None is this process's.
+    preload: a library that is loaded before all others.
+  """
+  mother = _mother(str(preload))
   with tempfile.TemporaryDirectory(prefix="fresh-") as folder:
     out, err = pathlib.Path(folder, "out"), pathlib.Path(folder, "err")
     asked = {

@@ -24,6 +24,8 @@ import subprocess
 import sys
 import time
 
+import fresh_interpreter
+
 LIBRARY = "MONITOR_FAULTS"
 BATCHES = 4
 DAY = 86400
@@ -52,11 +54,15 @@ def build(folder) -> pathlib.Path:
 
 def run(library, scenario, folder, timeout_s=240, **options) -> dict:
   """What a scenario found."""
-  command = [sys.executable, __file__, scenario, str(folder)]
-  command += [f"{k}={v}" for k, v in options.items()]
-  done = subprocess.run(
-      command, capture_output=True, text=True, timeout=timeout_s, check=False,
-      env={**os.environ, "LD_PRELOAD": str(library), LIBRARY: str(library)},
+  program = (
+      "import runpy, sys\n"
+      f"sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n"
+      f"runpy.run_path({__file__!r}, run_name='__main__')\n"
+  )
+  done = fresh_interpreter.run(
+      program, scenario, folder, *(f"{k}={v}" for k, v in options.items()),
+      timeout=timeout_s, env={**os.environ, LIBRARY: str(library)},
+      preload=str(library),
   )  # pyformat: disable
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])
