@@ -109,14 +109,23 @@ def test_what_heads_the_kernel_takes(kv, dtype, fits):
 
 @pytest.fixture(name="small", params=(False, True), ids=("unrolled", "stacked"))
 def _small(request):
+  return small_policy(request.param)
+
+
+@functools.cache
+def built_in():
+  return checkpoint.create_policy("qwen3_vl_tiny")
+
+
+@functools.cache
+def small_policy(scan_layers):
   """A Qwen3-VL with heads as wide as the kernel wants them."""
-  model, processor, _ = checkpoint.create_policy("qwen3_vl_tiny")
-  del processor
+  model, _, _ = built_in()
   text = dataclasses.replace(
       model.config.text, head_dim=128, mrope_section=(24, 20, 20)
   )
   config = dataclasses.replace(
-      model.config, text=text, scan_layers=request.param
+      model.config, text=text, scan_layers=scan_layers
   )
   return qwen_vl.QwenVL(config, nnx.Rngs(0))
 
@@ -159,7 +168,7 @@ def test_a_policy_gives_the_same_with_either_cache(interpreted, small):
 def test_an_engine_reads_pages_where_they_lie(interpreted, small, monkeypatch):
   """The engine's own calls, shared pages included, with the kernel."""
   monkeypatch.setattr(cached_attention, "pages_apply", lambda *args: True)
-  _, processor, _ = checkpoint.create_policy("qwen3_vl_tiny")
+  _, processor, _ = built_in()
   prompt = policy_client.TokenPrompt(np.arange(3, 30, dtype=np.int32))
   greedy = policy_client.SamplingParams(max_new_tokens=6, temperature=0.0)
 

@@ -9,9 +9,12 @@ import jax
 import pytest
 from tunix.rl.multi_turn.policy import compile_cache
 
+# The file alone: importing its package takes seconds.
 _PROGRAM = """
-import sys
-from tunix.rl.multi_turn.policy import compile_cache
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("compile_cache", sys.argv[2])
+compile_cache = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(compile_cache)
 import jax, jax.numpy as jnp
 print(compile_cache.enable(sys.argv[1]))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -25,7 +28,7 @@ print(sum(name.endswith("/cache_hits") for name in seen))
 def run(choice, **environment):
   env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_C")}
   done = subprocess.run(
-      [sys.executable, "-c", _PROGRAM, choice],
+      [sys.executable, "-c", _PROGRAM, choice, compile_cache.__file__],
       env=env | environment,
       capture_output=True,
       text=True,
