@@ -152,7 +152,9 @@ class Ours:
     if with_image:
       tokens = load.turn(0, 0)
       spans = (self._span(0, 0, 1),)
-    sampling = policy_client.SamplingParams(CHECKED, temperature=0.0)
+    sampling = policy_client.SamplingParams(
+        max_new_tokens=CHECKED, temperature=0.0
+    )
     prompt = policy_client.TokenPrompt(tokens, spans)
     call = self.engine.generate(prompt, sampling, session="greedy")
     tokens = asyncio.run(call).tokens
