@@ -324,7 +324,7 @@ def test_an_application_without_a_window_is_a_typed_error(directory):
 @marked
 def test_what_does_not_come_up_is_a_typed_error_and_leaves_nothing(directory):
   desktop = desktops.Desktop(800, 600, directory=directory, launch_s=0.001)
-  with pytest.raises(errors.LaunchError, match="did not start in 0.001 s"):
+  with pytest.raises(errors.LaunchError, match="did not come up in 0.001 s"):
     desktop.start()
   assert not desktop.alive
 
