@@ -65,10 +65,18 @@ def said(room, *command: str) -> str:
 
 
 def gone(pid: int, kind: str) -> bool:
-  """Without namespaces, the dead wait for the machine's init to notice."""
-  if kind == "processes" and processes.is_zombie(pid):
-    return True
-  return not pathlib.Path(f"/proc/{pid}").exists()
+  """Whether it ends within 2 s: a killed process is a moment on its way out.
+
+  Without namespaces, the dead wait for the machine's init to notice.
+  """
+  due = time.monotonic() + 2
+  while pathlib.Path(f"/proc/{pid}").exists():
+    if kind == "processes" and processes.is_zombie(pid):
+      return True
+    if time.monotonic() > due:
+      return False
+    time.sleep(0.005)
+  return True
 
 
 # --- what programs can reach --------------------------------------------------

@@ -281,7 +281,7 @@ class Desktop:
     found = self._within(self._launch_s, look)
     if not found:
       raise errors.LaunchError(
-          f"{what} did not start in {self._launch_s:g} s; its output:"
+          f"{what} did not come up in {self._launch_s:g} s; its output:"
           f" {self.room.log(what + '.log') or 'nothing'};"
           f" {self.room.last_words()}"
       )
