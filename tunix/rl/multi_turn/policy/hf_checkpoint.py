@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import int8
+from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
@@ -426,6 +427,29 @@ def save_model(
     raise
   _take_place(directory, list(files), list(texts))
   return directory
+
+
+def save_policy(
+    directory: pathlib.Path,
+    model: qwen_text.QwenText,
+    tokenizer: str | pathlib.Path,
+    dtype: str,
+) -> None:
+  """Writes a checkpoint and its tokenizer's files.
+
+  Args:
+    directory: made if absent.
+    model: see `save_model`.
+    tokenizer: a policy directory or a shipped name. Of the same family, its
+      config.json is kept as well.
+    dtype: of the stored tensors.
+  """
+  source = policy_files.resolve(tokenizer)
+  same = (source / "config.json").is_file() and (
+      policy_files.model_type(source) == model.config.family
+  )
+  policy_files.copy_tokenizer(source, directory)
+  save_model(directory, model, source=source if same else None, dtype=dtype)
 
 
 def _companions(

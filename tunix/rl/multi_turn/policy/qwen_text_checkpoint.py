@@ -119,14 +119,7 @@ def save(
     dtype: str = "float32",
 ) -> None:
   """Writes a checkpoint; `tokenizer` may be the one it was loaded from."""
-  source = policy_files.resolve(tokenizer)
-  same = (source / "config.json").is_file() and (
-      policy_files.model_type(source) == model.config.family
-  )
-  policy_files.copy_tokenizer(source, directory)
-  hf_checkpoint.save_model(
-      directory, model, source=source if same else None, dtype=dtype
-  )
+  hf_checkpoint.save_policy(directory, model, tokenizer, dtype)
 
 
 def load_config(

@@ -282,7 +282,7 @@ class Desktop:
     if not found:
       raise errors.LaunchError(
           f"{what} did not come up in {self._launch_s:g} s; its output:"
-          f" {self.room.log(what + '.log') or 'nothing'};"
+          f" {self.room.log(what + '.log') or 'nothing'}; of its supervisor,"
           f" {self.room.last_words()}"
       )
     return found
