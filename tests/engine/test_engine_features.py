@@ -374,6 +374,35 @@ def test_what_is_preempted_loses_no_detail_and_no_state(model):
     assert stats["compiles_on_demand"] == stats["compiles_after_warm_up"] == 0
 
 
+def test_a_grammar_takes_pages_for_one_token_at_a_time(model):
+  """Its tokens come one a call: pages for more would preempt for nothing."""
+  page, steps = 8, 4
+  with micro.make_engine(
+      model,
+      micro.new_store(),
+      decode_rows=(4,),
+      window_buckets=(micro.CONTEXT,),
+      page_size=page,
+      decode_steps_per_call=steps,
+      slots=micro.CONTEXT // page,
+      cache_tokens=micro.CONTEXT,
+  ) as engine:
+    many = micro.CONTEXT // page
+    # The first call's tokens fill a page; the grammar ends within it.
+    length = page - steps + 1
+    sampling = Sampling(
+        max_new_tokens=3 * page, seed=3, stop_token_ids=(micro.STOP,)
+    )
+    options = [{"grammar": EvenOdd(steps - 2)} for _ in range(many)]
+    requests = [
+        ([3 + i] * length, sampling, option)
+        for i, option in enumerate(options)
+    ]
+    for found in generate(engine, *requests):
+      assert len(found.tokens) == steps - 1
+    assert engine.stats()["preemptions"] == 0
+
+
 def test_compiling_on_demand_is_told_apart(model):
   with micro.make_engine(
       model,

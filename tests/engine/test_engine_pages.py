@@ -404,6 +404,22 @@ def test_priority_is_served_first(make):
   assert ends(engine, *requests) == ["p-1", "p1", "p2", "p3"]
 
 
+def test_a_short_request_does_not_overtake_one_that_waits_for_pages(make):
+  engine = make(cache_tokens=micro.CONTEXT)
+  long = Sampling(max_new_tokens=micro.CONTEXT - 30, temperature=0.0)
+  requests = [
+      requests_lib.Request(name, micro.prompt_of(tokens), sampling, priority=p)
+      for p, (name, tokens, sampling) in enumerate((
+          ("runs", [3] * 25, long),
+          ("waits", [4] * (micro.CONTEXT - 10), GREEDY),
+          ("short", [5, 6], GREEDY),
+      ))
+  ]
+  assert ends(engine, *requests) == ["runs", "waits", "short"]
+  assert requests[1].admitted < requests[2].admitted
+  assert not engine.stats()["preemptions"]
+
+
 def test_a_later_request_of_less_weight_is_preempted(make):
   engine = make(cache_tokens=micro.CONTEXT)
   long = Sampling(max_new_tokens=50, temperature=0.0)
