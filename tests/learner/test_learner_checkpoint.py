@@ -2,10 +2,13 @@
 
 import os
 import re
+import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tunix.rl.multi_turn.core import worker_pool
 from tunix.rl.multi_turn.learner import checkpoint
 
 from tests.learner import learner_cases
@@ -206,3 +209,21 @@ def test_a_checkpoint_is_on_the_disk_when_wait_returns(
     checkpoints.wait()
     wanted = {str(p) for p in (tmp_path / "0").rglob("*")}
     assert wanted | {str(tmp_path)} <= synced
+
+
+def test_a_disk_that_hangs_ends_a_save_in_time(case, tmp_path, monkeypatch):
+  hangs = threading.Event()
+  monkeypatch.setattr(checkpoint.durable, "sync_tree", lambda _: hangs.wait(60))
+  learner = case.learner(**CONFIG)
+  config = checkpoint.CheckpointConfig(deadline_s=2.0)
+  checkpoints = checkpoint.LearnerCheckpoints(tmp_path, config)
+  try:
+    checkpoints.save(learner)
+    started = time.monotonic()
+    words = re.escape(f"{tmp_path} took longer than checkpoint.deadline_s=2 s")
+    for end in (checkpoints.wait, checkpoints.close):
+      with pytest.raises(worker_pool.DeadlineExceeded, match=words):
+        end()
+    assert time.monotonic() - started < 5
+  finally:
+    hangs.set()

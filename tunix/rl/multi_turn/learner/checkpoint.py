@@ -9,10 +9,10 @@ Random state is in the counters (see `Learner.progress`); other state of a run
 (a sampler's position, the queue's) goes into `extras`. A checkpoint that `wait`
 has returned after survives a power loss. What is restored is what was saved: a
 checksum of each array, computed on its devices, and a digest of everything else
-are saved with it and compared; damage is an error that names the checkpoint.
+are saved with it and compared; damage is an error that names the checkpoint. A
+disk that hangs is an error after `CheckpointConfig.deadline_s`.
 
-Does not: save the model's architecture or tokenizer (see `policy.checkpoint`),
-or give up on a disk that hangs.
+Does not: save the model's architecture or tokenizer (see `policy.checkpoint`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import os
 import pathlib
 import sys
 import traceback
-from typing import Any
+from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from tunix.rl.multi_turn.core import durable
+from tunix.rl.multi_turn.core import worker_pool
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 
@@ -132,7 +133,8 @@ class LearnerCheckpoints:
     """Args:
 
       directory: made if absent.
-      config: how many stay; its `every` is for the learner's loop.
+      config: how many stay, and for how long a save may run; its `every` is
+        for the learner's loop.
       background: return from `save` once arrays are copied, before they are
         written.
     """
@@ -140,6 +142,9 @@ class LearnerCheckpoints:
     self.directory = pathlib.Path(directory).absolute()
     _report_once()
     self._unsynced: set[int] = set()
+    self._hangs = False
+    # Not the pool of gyms' calls, which stuck gyms may fill.
+    self._thread = worker_pool.WorkerPool(1, 1, name="tunix-checkpoints")
     self._manager = ocp.CheckpointManager(
         self.directory,
         options=ocp.CheckpointManagerOptions(
@@ -165,6 +170,7 @@ class LearnerCheckpoints:
 
     Raises:
       ValueError: there is a checkpoint of this version already.
+      DeadlineExceeded: the one before it is still not on disk.
     """
     step = learner.version
     if step in self._manager.all_steps():
@@ -177,7 +183,8 @@ class LearnerCheckpoints:
         "extras": extras or {},
         "checksums": checksums(arrays),
     }
-    self._manager.save(
+    self._in_time(
+        self._manager.save,
         step,
         args=ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays),
@@ -276,7 +283,14 @@ class LearnerCheckpoints:
     )
 
   def wait(self) -> None:
-    """Waits until everything saved is on disk; raises a failed write."""
+    """Waits until everything saved is on disk; raises a failed write.
+
+    Raises:
+      DeadlineExceeded: it is not there in time.
+    """
+    self._in_time(self._flush)
+
+  def _flush(self) -> None:
     self._manager.wait_until_finished()
     while self._unsynced:
       step = self.directory / str(self._unsynced.pop())
@@ -289,7 +303,24 @@ class LearnerCheckpoints:
     try:
       self.wait()
     finally:
-      self._manager.close()
+      if not self._hangs:
+        self._manager.close()
+      self._thread.close()
+
+  def _in_time(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Calls `fn` within the deadline; once it was missed, not any more."""
+    what = f"saving to {self.directory}"
+    seconds = self.config.deadline_s
+    if not self._hangs:
+      try:
+        self._thread.run(functools.partial(fn, *args, **kwargs), seconds, what)
+        return
+      except worker_pool.DeadlineExceeded:
+        self._hangs = True
+    raise worker_pool.DeadlineExceeded(
+        f"{what} took longer than checkpoint.deadline_s={seconds:g} s; is the"
+        " disk there? The run resumes from the newest checkpoint that is whole"
+    )
 
   def __enter__(self) -> LearnerCheckpoints:
     return self

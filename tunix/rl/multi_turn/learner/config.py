@@ -243,3 +243,8 @@ class CheckpointConfig:
       default=40, doc="Save every this many updates. 0 = only at the end.", ge=0
   )
   keep: int = settings.setting(default=2, doc="Newest checkpoints kept.", ge=1)
+  deadline_s: float = settings.setting(
+      default=1800.0,
+      doc="Seconds for a checkpoint to be on disk; then the run ends and says so.",
+      gt=0,
+  )
