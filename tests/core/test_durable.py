@@ -97,6 +97,23 @@ def test_an_error_leaves_the_old_one(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
+def test_any_wrong_bit_of_the_list_names_the_list(tmp_path):
+  path = tmp_path / "x"
+  fill(path, "text")
+  whole = (path / durable.SUMS).read_bytes()
+  for place in range(8 * len(whole)):
+    damaged = bytearray(whole)
+    damaged[place // 8] ^= 1 << place % 8
+    (path / durable.SUMS).write_bytes(damaged)
+    if damaged.decode(errors="replace").splitlines() == (
+        whole.decode().splitlines()
+    ):
+      durable.check(path)  # Another sign that ends a line.
+      continue
+    with pytest.raises((ValueError, OSError), match=durable.SUMS):
+      durable.check(path)
+
+
 def test_damage_is_named(tmp_path):
   path = tmp_path / "x"
   fill(path, "text")

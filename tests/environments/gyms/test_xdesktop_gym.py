@@ -304,12 +304,15 @@ async def test_a_start_that_is_given_up_leaves_nothing(room):
   own = room / "own"
   own.mkdir()
   gym = xdesktop.XDesktopGym(directory=str(own), **PATIENT)
-  for after_s in (0.02, 0.3):
+  given_up = 0
+  for after_s in (0.02, 0.1, 0.2):
     started = asyncio.ensure_future(gym.start(TASKS.task("window-move", 3)))
     await asyncio.sleep(after_s)
-    started.cancel()
-    with pytest.raises(asyncio.CancelledError):
-      await started
+    if started.cancel():  # A quick machine may be done with it by then.
+      with pytest.raises(asyncio.CancelledError):
+        await started
+      given_up += 1
+  assert given_up
   await gym.close()
   assert gym.desktop is None
   due = time.monotonic() + 60

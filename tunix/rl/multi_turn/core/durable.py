@@ -150,13 +150,13 @@ def check(directory: pathlib.Path) -> None:
     if not name or len(digest) != 64:
       raise ValueError(f"{sums} has a line that is none of sha256sum: {line!r}")
     if not file.is_file():
-      raise FileNotFoundError(f"{file} is missing")
+      raise FileNotFoundError(f"{file} is missing, which {sums} lists")
     if _digest(file) != digest:
-      raise ValueError(f"{file} has changed since it was written ({SUMS})")
+      raise ValueError(f"{file} has changed since it was written, or {sums} has")
     listed.add(file)
   for file in sorted(_files(directory) - listed - {sums}):
     if not file.name.startswith("."):
-      raise ValueError(f"{file} is not listed in {SUMS}: cut, or added later")
+      raise ValueError(f"{file} is not listed in {sums}: cut, or added later")
 
 
 def _beside(path: pathlib.Path, suffix: str) -> pathlib.Path:
