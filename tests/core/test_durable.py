@@ -131,7 +131,7 @@ def test_damage_is_named(tmp_path):
       durable.check(path)
   (path / durable.SUMS).write_text(whole)
   (path / "sub" / "b").write_text("texttexu")
-  with pytest.raises(ValueError, match="sub/b has changed"):
+  with pytest.raises(ValueError, match="sub/b or .* has changed"):
     durable.check(path)
   (path / "sub" / "b").unlink()
   with pytest.raises(FileNotFoundError, match="sub/b is missing"):

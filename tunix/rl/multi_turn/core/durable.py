@@ -152,7 +152,7 @@ def check(directory: pathlib.Path) -> None:
     if not file.is_file():
       raise FileNotFoundError(f"{file} is missing, which {sums} lists")
     if _digest(file) != digest:
-      raise ValueError(f"{file} has changed since it was written, or {sums} has")
+      raise ValueError(f"{file} or {sums} has changed since it was written")
     listed.add(file)
   for file in sorted(_files(directory) - listed - {sums}):
     if not file.name.startswith("."):

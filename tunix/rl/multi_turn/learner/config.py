@@ -245,6 +245,6 @@ class CheckpointConfig:
   keep: int = settings.setting(default=2, doc="Newest checkpoints kept.", ge=1)
   deadline_s: float = settings.setting(
       default=1800.0,
-      doc="Seconds for a checkpoint to be on disk; then the run ends and says so.",
+      doc="Seconds for a checkpoint to be on disk, after which the run fails.",
       gt=0,
   )
