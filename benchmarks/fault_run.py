@@ -68,6 +68,8 @@ def main() -> int:
     if "failed" in found:
       row["failed"] += 1
       print(f"FAILED {line}", end="", flush=True)
+    done = sum(row["runs"] for row in table.values())
+    print(f"\r{done} faults", end="", file=sys.stderr, flush=True)
   code = process.wait()
   print(f"{'fault':36} {'runs':>5} {'kills':>6} {'failed':>7} {'seconds':>8}")
   for what, row in table.items():

@@ -30,6 +30,8 @@ SETTINGS = [
     # Values.
     ("steps=abc", "learner.steps='abc'", "whole number"),
     ("steps=-1", "learner.steps=-1", ">= 0"),
+    ("collect.group_size=100000000", "collect.group_size", "<= 65536"),
+    ("collect.concurrency=100000000", "collect.concurrency", "<= 100000"),
     ("learner.rows=4.5", "learner.rows=4.5", "whole number"),
     ("learner.learning_rate=0", "learner.learning_rate=0", "> 0"),
     ("learner.learning_rate=fast", "'fast'", "a number"),

@@ -71,7 +71,10 @@ class CollectConfig:
   """Groups of episodes of one task, and how long anything may take."""
 
   group_size: int = settings.setting(
-      default=8, doc="Episodes of one task that are compared.", ge=1
+      default=8,
+      doc="Episodes of one task that are compared.",
+      ge=1,
+      le=65536,
   )
   min_valid: int = settings.setting(
       default=4,
@@ -102,6 +105,7 @@ class CollectConfig:
       doc="Episodes in flight. More than the engine's slots keeps it busy while"
       " gyms work.",
       ge=1,
+      le=100_000,
   )
   deadlines: Deadlines = settings.setting(
       default=Deadlines(), doc="Longest time each call of an episode may take."
