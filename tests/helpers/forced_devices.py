@@ -1,8 +1,10 @@
 """Programs on a machine that seems to have several devices."""
 
+import concurrent.futures
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -20,13 +22,24 @@ def run(*arguments, devices=8, seconds=280, flags=""):
     seconds: deadline.
     flags: more of XLA's.
   """
+  process = start(*arguments, devices=devices, flags=flags)
+  try:
+    out, err = process.communicate(timeout=seconds)
+  finally:
+    process.kill()
+  assert process.returncode == 0, err[-4000:]
+  return out
+
+
+def start(*arguments, devices, flags=""):
+  """Such a process, still running."""
   forced = (
       f"--xla_force_host_platform_device_count={devices}"
       # Eight threads on two busy cores may meet late.
       " --xla_cpu_collective_call_terminate_timeout_seconds=600"
       f" {flags}"
   ).strip()
-  done = subprocess.run(
+  return subprocess.Popen(
       [sys.executable, *map(str, arguments)],
       cwd=ROOT,
       env=dict(
@@ -35,15 +48,43 @@ def run(*arguments, devices=8, seconds=280, flags=""):
           # Programs are compiled for eight devices and run a few times.
           JAX_DISABLE_MOST_OPTIMIZATIONS="1",
       ),
-      capture_output=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
       text=True,
-      timeout=seconds,
-      check=False,
   )  # pyformat: disable
-  assert done.returncode == 0, done.stderr[-4000:]
-  return done.stdout
 
 
 def report(*arguments, **options):
   """The JSON of the last line that such a program prints."""
   return json.loads(run(*arguments, **options).strip().splitlines()[-1])
+
+
+def reports(*arguments, processes, devices, seconds=280):
+  """The JSON that each of several processes prints, which JAX joins.
+
+  Args:
+    *arguments: of the interpreter; address, number and index of the processes
+      follow them.
+    processes: their number.
+    devices: of each.
+    seconds: deadline of all.
+  """
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  started = [
+      start(*arguments, address, processes, i, devices=devices)
+      for i in range(processes)
+  ]
+  with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+    found = [
+        pool.submit(one.communicate, timeout=seconds) for one in started
+    ]
+    try:
+      said = [future.result() for future in found]
+    finally:
+      for one in started:
+        one.kill()
+  for one, (_, err) in zip(started, said):
+    assert one.returncode == 0, err[-4000:]
+  return [json.loads(out.strip().splitlines()[-1]) for out, _ in said]

@@ -84,6 +84,55 @@ class RunConfig:
 
 
 @settings.settings
+class ProcessesConfig:
+  """Several processes that make one run, each on a host with devices.
+
+  Each is started with the same command. A run directory keeps none of these.
+  """
+
+  coordinator: str = setting(
+      default="",
+      doc="host:port of process 0, which listens there. auto: as JAX finds it"
+      " out on TPU VMs, under SLURM, MPI and in Kubernetes' JobSet. \"\" ="
+      " $JAX_COORDINATOR_ADDRESS; without it, one process.",
+  )
+  count: int = setting(
+      default=0, doc="Processes. 0 = $JAX_NUM_PROCESSES, or auto.", ge=0
+  )
+  index: int = setting(
+      default=-1,
+      doc="Number of this process. -1 = $JAX_PROCESS_ID, or auto.",
+      ge=-1,
+  )
+  join_s: float = setting(
+      default=300.0,
+      doc="How long a process waits at the start for the others.",
+      unit="s",
+      gt=0,
+  )
+  step_s: float = setting(
+      default=3600.0,
+      doc="How long a process waits for the others' groups, or an evaluation"
+      " of theirs. A process that dies ends the others within two minutes in"
+      " any case.",
+      unit="s",
+      gt=0,
+  )
+
+  def problems(self) -> Iterator[str]:
+    coordinator = self.coordinator
+    if coordinator not in ("", "auto"):
+      host, colon, port = coordinator.rpartition(":")
+      if not (host and colon and port.isdigit()):
+        yield (
+            f"coordinator={coordinator!r} must be host:port, e.g."
+            " 10.0.0.1:8476, or auto"
+        )
+    if self.count and self.index >= self.count:
+      yield f"index={self.index} must be below count={self.count}"
+
+
+@settings.settings
 class RolloutConfig:
   """Path by which episodes reach the engine."""
 

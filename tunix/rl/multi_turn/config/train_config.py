@@ -67,6 +67,9 @@ class TrainConfig:
   learner: LearnerConfig = _setting(default=LearnerConfig(), doc="")
   queue: QueueConfig = _setting(default=QueueConfig(), doc="")
   mesh: MeshConfig = _setting(default=MeshConfig(), doc="")
+  processes: run_sections.ProcessesConfig = _setting(
+      default=run_sections.ProcessesConfig(), doc=""
+  )
   warm_start: run_sections.WarmStartConfig = _setting(
       default=run_sections.WarmStartConfig(), doc=""
   )

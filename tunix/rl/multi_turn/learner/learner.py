@@ -18,6 +18,7 @@ time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from typing import Any, cast, Mapping, Sequence
 
@@ -26,6 +27,7 @@ import jax
 from jax.sharding import Mesh
 import numpy as np
 from tunix.rl.multi_turn.core import images as image_lib
+from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import batching
@@ -39,6 +41,7 @@ from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import aggregation
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import sharding
 
 AlgorithmConfig = config_lib.AlgorithmConfig
 LearnerConfig = config_lib.LearnerConfig
@@ -102,6 +105,7 @@ class Learner:
       seed: int = 0,
       mesh: Mesh | None = None,
       reference: base.Policy | None = None,
+      processes: peers_lib.Peers = peers_lib.ALONE,
   ):
     """Args:
 
@@ -119,6 +123,8 @@ class Learner:
       mesh: as of `sharding.make_mesh`; None is the default device.
       reference: module of the same structure that the KL term is measured to;
         copied. Needed when kl_coef > 0.
+      processes: of the run. Each calls the same methods in the same order, an
+        update with groups of its own; `config.rows` are the rows of all.
 
     Raises:
       ValueError: an unknown algorithm, sampling that it cannot learn from,
@@ -138,8 +144,16 @@ class Learner:
     module = cast(nnx.Module, model)
     self._split = update.SplitModel(module)
     self._placement = update.Placement.of(self._split, model, mesh)
-    self._buffers = self._placement.shards
-    _check_division(config, self._buffers, mesh)
+    self._processes = processes
+    if config.groups_per_step % processes.count:
+      raise ValueError(
+          f"groups_per_step={config.groups_per_step} must be a multiple of the"
+          f" {processes.count} processes, which give as many each"
+      )
+    _check_division(config, self._placement.shards, mesh)
+    # Of this process.
+    self._buffers = 1 if mesh is None else sharding.local_batch_shards(mesh)
+    self._rows = config.rows * self._buffers // self._placement.shards
     about = model.config
     banned = tuple(about.banned_token_ids)
     self._programs = update.UpdatePrograms(
@@ -152,7 +166,7 @@ class Learner:
     )
     self._params = self._place(self._split.params_of(module))
     self._frozen = {
-        name: jax.device_put(value, self._placement.frozen[name])
+        name: sharding.put(value, self._placement.frozen[name])
         for name, value in self._split.frozen_of(module).items()
     }
     self._reference = self._reference_params(reference)
@@ -166,7 +180,7 @@ class Learner:
         pad_token_id=getattr(about, "pad_token_id", 0),
         banned_token_ids=banned,
     )
-    self.shape = _fixed_shape(config, self._buffers)
+    self.shape = _fixed_shape(config, self._rows, self._buffers)
 
   def _reference_params(
       self, reference: base.Policy | None
@@ -182,6 +196,11 @@ class Learner:
       )
     module = cast(nnx.Module, reference)
     return self._place(self._split.params_of(module))
+
+  @property
+  def groups_per_step(self) -> int:
+    """Groups that this process gives to an update."""
+    return self.config.groups_per_step // self._processes.count
 
   # --- parameters -----------------------------------------------------------
 
@@ -245,7 +264,9 @@ class Learner:
     ]
     learned, skipped = self._learn(minibatches, clock)
     self.left_out = example_lib.left_out(groups, skipped)
-    return metrics | learned
+    return readings_lib.of_all(
+        self._processes.gather("metrics", metrics | learned)
+    )
 
   def update_on_sequences(
       self, sequences: Sequence[trajectory.TokenSequence]
@@ -260,7 +281,7 @@ class Learner:
           f"objective {self.algorithm.config.objective!r} learns from rewarded"
           " groups; use update(groups), or objective='behaviour_cloning'"
       )
-    if not sequences:
+    if not sequences and self._processes.count == 1:
       raise ValueError("an update needs at least one sequence")
     clock = readings_lib.Clock()
     with clock("pack"):
@@ -271,7 +292,7 @@ class Learner:
         for part in np.array_split(order, self.config.minibatches)
     ]
     learned, _ = self._learn(minibatches, clock)
-    return learned
+    return readings_lib.of_all(self._processes.gather("metrics", learned))
 
   def sequence_logprobs(
       self, sequences: Sequence[trajectory.TokenSequence]
@@ -285,10 +306,11 @@ class Learner:
     packed = self._pack(all_examples, np.ones(len(all_examples)))
     out = [np.zeros(len(s), np.float32) for s in sequences]
     for batch in packed.batches:
-      found = np.asarray(
+      found = sharding.local_rows(
           self._programs.score(self._params, self._frozen, batch)
       )
-      mask, number = np.asarray(batch.mask), np.asarray(batch.sequences)
+      mask = sharding.local_rows(batch.mask)
+      number = sharding.local_rows(batch.sequences)
       for i in np.unique(number[mask]):
         out[i][sequences[i].loss_mask] = found[mask & (number == i)]
     return out
@@ -400,39 +422,64 @@ class Learner:
     Weights are made before anything is skipped.
     """
     config = self.config
-    if not examples:
-      return None
-    weights_N = self.algorithm.aggregate(
-        aggregation.StepTokens(
-            np.array([e.sequence.num_sampled for e in examples], np.int64),
-            np.array([e.episode for e in examples], np.int64),
-            self.algorithm.config.loss_length or config.row_length,
-        )
-    )
+    weights_N = self._weights(examples)
     if config.skip_zero_advantage and self.algorithm.policy_gradient_only:
-      keep = np.array([e.has_gradient for e in examples])
+      keep = np.array([e.has_gradient for e in examples], bool)
       weights_N = weights_N[keep]
       examples = [e for e, k in zip(examples, keep) if k]
-      if not examples:
-        return None
+    if not self._processes.any("learn", bool(examples)):
+      return None
     return list(examples), weights_N
+
+  def _weights(self, examples: Sequence[Example]) -> np.ndarray:
+    """float[N] weight of each example's tokens in the step of all processes."""
+    of_all = self._processes.gather(
+        "weigh", [[e.sequence.num_sampled, e.episode] for e in examples]
+    )
+    first = sum(len(found) for found in of_all[: self._processes.index])
+    episodes: dict[tuple[int, int], int] = {}
+    sampled, numbers = [], []
+    for process, found in enumerate(of_all):
+      for tokens, episode in found:
+        sampled.append(tokens)
+        number = episodes.setdefault((process, episode), len(episodes))
+        numbers.append(number)
+    if not sampled:
+      return np.zeros(0)
+    weights = self.algorithm.aggregate(
+        aggregation.StepTokens(
+            np.array(sampled, np.int64),
+            np.array(numbers, np.int64),
+            self.algorithm.config.loss_length or self.config.row_length,
+        )
+    )
+    return weights[first : first + len(examples)]
 
   def _pack(
       self, examples: Sequence[Example], weights_N: np.ndarray
   ) -> _Minibatch:
     if self.shape is None:
-      self.shape = self._suggest(examples)
+      self.shape = self._agreed(self._suggest(examples))
     plan = self._packer.plan(examples, self.shape)
+    most = max(self._processes.gather("batches", len(plan.placed)))
+    # A process with fewer rows joins in with empty ones.
+    plan.placed.extend([] for _ in range(most - len(plan.placed)))
     batches = [
         self._put(b) for b in self._packer.fill(plan, examples, weights_N)
     ]
     extras = [update.Extra(b.logprobs, b.logprobs) for b in batches]
     return _Minibatch(batches, extras, plan.stats)
 
+  def _agreed(self, shape: batching.BatchShape) -> batching.BatchShape:
+    """The shape that holds what every process has."""
+    found = self._processes.gather("shape", [shape.patches, shape.targets])
+    patches, targets = (max(sizes) for sizes in zip(*found))
+    return dataclasses.replace(shape, patches=patches, targets=targets)
+
   def _suggest(self, examples: Sequence[Example]) -> batching.BatchShape:
     return self._packer.suggest(
         examples,
-        self.config.rows,
+        self._rows,
         self.config.row_length,
         self._buffers,
         self.config.patches,
@@ -476,12 +523,17 @@ class Learner:
   # --- placement ------------------------------------------------------------
 
   def _put(self, batch: batching.Batch) -> batching.Batch:
-    return jax.device_put(batch, self._placement.batch)
+    put = functools.partial(
+        sharding.put_rows,
+        where=self._placement.batch,
+        processes=self._processes.count,
+    )
+    return jax.tree.map(put, batch)
 
   def _place(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Copies parameters to their place."""
     return self._programs.copy({
-        name: jax.device_put(value, self._placement.params[name])
+        name: sharding.put(value, self._placement.params[name])
         for name, value in params.items()
     })
 
@@ -538,13 +590,13 @@ class Learner:
 
 
 def _fixed_shape(
-    config: LearnerConfig, buffers: int
+    config: LearnerConfig, rows: int, buffers: int
 ) -> batching.BatchShape | None:
   """The configured shape; None where the first batch decides it."""
   if not (config.patches and config.targets):
     return None
   return batching.BatchShape(
-      config.rows, config.row_length, buffers, config.patches, config.targets
+      rows, config.row_length, buffers, config.patches, config.targets
   )
 
 

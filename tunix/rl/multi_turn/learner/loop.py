@@ -111,7 +111,7 @@ class LearnerLoop:
     self._queue = queue
     self._gated = gated
     self._publish = publish
-    self._groups_per_step = learner.config.groups_per_step
+    self._groups_per_step = learner.groups_per_step
     self._publish_every = publish_every
     self._observers = observers or events.Observers()
     self._checkpoints = checkpoints

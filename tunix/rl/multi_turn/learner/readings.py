@@ -1,4 +1,8 @@
-"""Computes the readings of an update: seconds, samples, optimizer steps."""
+"""Computes the readings of an update: seconds, samples, optimizer steps.
+
+Where several processes learn together, each has readings of its own groups;
+`of_all` makes one set of them.
+"""
 
 from __future__ import annotations
 
@@ -61,4 +65,49 @@ def mean(readings: Sequence[Metrics]) -> Metrics:
       out[name] = max(values)
     else:
       out[name] = math.fsum(values) / len(values)
+  return out
+
+
+_SUMS = (
+    "groups", "zero_advantage_groups", "episodes", "valid_episodes",
+    "completion_tokens", "sequences", "tokens", "sampled_tokens",
+    "shared_tokens", "dropped_sequences", "learner_tokens_per_second",
+)  # pyformat: disable
+_POOLED = {
+    "reward": "valid_episodes",
+    "success_rate": "valid_episodes",
+    "turns": "valid_episodes",
+    "staleness": "completion_tokens",
+    "advantage": "completion_tokens",
+    "packing_efficiency": "micro_batches",
+    "patch_efficiency": "micro_batches",
+}
+"""Means, and the counts that weigh them; their names may end in `_mean`."""
+
+
+def of_all(found: Sequence[Metrics]) -> Metrics:
+  """The readings of all processes' samples, from each process's.
+
+  Counts add up, means and standard deviations are pooled, and of all others
+  (seconds, extremes, and what is equal in all processes) the largest counts.
+  """
+  if len(found) == 1:
+    return dict(found[0])
+  names = {name: None for one in found for name in one}
+  out = {}
+  for name in names:
+    values = [one[name] for one in found if name in one]
+    out[name] = math.fsum(values) if name in _SUMS else max(values)
+  for stem, count in _POOLED.items():
+    name = stem if stem in names else f"{stem}_mean"
+    have = [one for one in found if name in one and one.get(count)]
+    weights = np.array([one[count] for one in have])
+    if not have:
+      continue
+    means = np.array([one[name] for one in have])
+    share = weights / weights.sum()
+    out[name] = float(share @ means)
+    if (spread := f"{stem}_std") in names:
+      squares = np.array([one[spread] for one in have]) ** 2 + means**2
+      out[spread] = math.sqrt(max(float(share @ squares) - out[name] ** 2, 0))
   return out

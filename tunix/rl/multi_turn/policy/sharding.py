@@ -13,7 +13,7 @@ Axis types are Auto: the compiler places all other arrays.
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from typing import Any, Sequence
 
 from flax import nnx
 import jax
@@ -21,6 +21,7 @@ from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+import numpy as np
 from tunix.rl.multi_turn.policy import settings
 
 AXES = ("data", "fsdp", "sequence", "tensor")
@@ -121,6 +122,145 @@ def shard_model(model: nnx.Module, mesh: Mesh) -> None:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Leading axis (rows B, buffers S) over `data` and `fsdp`."""
   return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def local_batch_shards(mesh: Mesh) -> int:
+  """Shards of a batch that this process holds.
+
+  Raises:
+    ValueError: a shard is held by several processes, or a process holds shards
+      that do not follow one another.
+  """
+  shards = batch_shards(mesh)
+  holders: dict[int, set[int]] = {}
+  places = batch_sharding(mesh).devices_indices_map((shards,))
+  for device, index in places.items():
+    holders.setdefault(device.process_index, set()).add(index[0].start or 0)
+  mine = sorted(holders.get(jax.process_index(), ()))
+  together = sum(len(found) for found in holders.values())
+  if together != shards or mine != list(range(mine[0], mine[0] + len(mine))):
+    raise ValueError(
+        f"the mesh {dict(mesh.shape)} spreads a row of a batch over several"
+        f" of the {len(holders)} processes; mesh.sequence * mesh.tensor must"
+        f" divide the {jax.local_device_count()} devices of a process"
+    )
+  return len(mine)
+
+
+def put(value: Any, where: jax.sharding.Sharding) -> jax.Array:
+  """`value` laid out as `where` says, also over several processes.
+
+  Args:
+    value: an array that every process has whole, with equal content, or one
+      that lies over the processes already.
+    where: devices of one process or of several.
+  """
+  if where.is_fully_addressable:
+    return jax.device_put(value, where)
+  if isinstance(value, jax.Array) and not value.is_fully_addressable:
+    if value.sharding.is_equivalent_to(where, value.ndim):
+      return value
+    return jax.jit(lambda x: x, out_shardings=where)(value)
+  whole = np.asarray(value)
+  return jax.make_array_from_callback(
+      whole.shape, where, lambda index: whole[index]
+  )
+
+
+class HostCopies:
+  """Copies arrays that lie over all processes to the devices of each.
+
+  Every process gets the whole array, split over its own devices as a mesh of
+  these alone would split it. The copies are made by one program a shape, over
+  the devices' own network; all processes must call in the same order.
+
+  Attributes:
+    mesh: of this process's devices.
+  """
+
+  def __init__(self, mesh: Mesh):
+    """Args:
+
+      mesh: of all devices; its axes tensor, sequence and fsdp, in this order,
+        are kept as far as a process's devices go.
+    """
+    processes = jax.process_count()
+    left = mesh.size // processes
+    sizes = {}
+    for name in ("tensor", "sequence", "fsdp"):
+      sizes[name] = math.gcd(mesh.shape[name], left)
+      left //= sizes[name]
+    here = sorted(jax.local_devices(), key=lambda d: d.id)
+    self.mesh = make_mesh(data=left, devices=here, **sizes)
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in mesh.devices.flat:
+      by_process.setdefault(device.process_index, []).append(device)
+    order = [
+        make_mesh(
+            data=left,
+            devices=sorted(by_process[p], key=lambda d: d.id),
+            **sizes,
+        ).devices
+        for p in sorted(by_process)
+    ]
+    self._everywhere = Mesh(
+        np.stack(order),
+        ("process", *AXES),
+        axis_types=(AxisType.Auto,) * (1 + len(AXES)),
+    )
+    self._copies: dict[Any, Any] = {}
+
+  def of_state(self, state: nnx.State) -> nnx.State:
+    """A state like `state`, with every array on this process's devices."""
+    wanted = jax.tree.map(
+        lambda v: v.replace(parameter_sharding(v, self.mesh)),
+        state,
+        is_leaf=lambda v: isinstance(v, nnx.Variable),
+    )
+    return jax.tree.map(self._copy, state, wanted)
+
+  def _copy(self, array: jax.Array, where: NamedSharding) -> jax.Array:
+    if array.is_fully_addressable:
+      return jax.device_put(array, where)
+    there = NamedSharding(self._everywhere, where.spec)
+    key = array.sharding, there
+    if key not in self._copies:
+      self._copies[key] = jax.jit(lambda x: x, out_shardings=there)
+    copied = self._copies[key](array)
+    parts = {s.device: s.data for s in copied.addressable_shards}
+    order = where.addressable_devices_indices_map(array.shape)
+    return jax.make_array_from_single_device_arrays(
+        array.shape, where, [parts[device] for device in order]
+    )
+
+
+def put_rows(
+    rows: np.ndarray, where: jax.sharding.Sharding, processes: int
+) -> jax.Array:
+  """A batch of which each process gives its own rows.
+
+  Args:
+    rows: [R, …] of this process, as many as of every other.
+    where: as of `batch_sharding`.
+    processes: that hold rows.
+
+  Returns:
+    [R * processes, …], in the order of the processes.
+  """
+  if where.is_fully_addressable:
+    return jax.device_put(rows, where)
+  shape = (rows.shape[0] * processes, *rows.shape[1:])
+  return jax.make_array_from_process_local_data(where, rows, shape)
+
+
+def local_rows(array: jax.Array | np.ndarray) -> np.ndarray:
+  """The rows of a batch that lie with this process, in order."""
+  if not isinstance(array, jax.Array) or array.is_fully_addressable:
+    return np.asarray(array)
+  found = {}
+  for shard in array.addressable_shards:
+    found[shard.index[0].start or 0] = shard.data
+  return np.concatenate([np.asarray(found[at]) for at in sorted(found)])
 
 
 def constrain(

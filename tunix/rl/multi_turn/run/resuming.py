@@ -88,10 +88,11 @@ _MISSING = object()
 def recorded(config: TrainConfig) -> TrainConfig:
   """The settings that a run directory and its checkpoints keep.
 
-  They repeat the run; they do not resume it.
+  They repeat the run; they do not resume it, nor name its processes.
   """
   repeat = dataclasses.replace(config.run, resume="", dry_run=False)
-  return dataclasses.replace(config, run=repeat)
+  processes = type(config.processes)()
+  return dataclasses.replace(config, run=repeat, processes=processes)
 
 
 def check_directory(config: TrainConfig) -> None:

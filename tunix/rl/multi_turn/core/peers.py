@@ -1,0 +1,149 @@
+"""Lets the processes of one run agree on small values.
+
+Every process of a run goes through the same steps in the same order; at each
+`gather` all of them give a value and get everyone's. Values travel through the
+coordination service that JAX's processes share, over the hosts' network and not
+through the devices: a host that waits for a slow one leaves its devices free.
+
+Promises: what is gathered is the same in every process; a process that is at
+another step, or does not come within the deadline, is an error that names it.
+
+Does not: move arrays or images (a value passes through one host), or outlive
+the death of a process: JAX ends the others.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, Protocol
+
+_CHUNK = 1 << 20
+"""Bytes of a message; the service's own limit is 4 MiB."""
+_SLICE_S = 1.0
+
+
+class Store(Protocol):
+  """The part of JAX's coordination client that is used."""
+
+  def key_value_set_bytes(self, key: str, value: bytes) -> None:
+    ...
+
+  def blocking_key_value_get_bytes(self, key: str, timeout_ms: int) -> bytes:
+    ...
+
+  def key_value_delete(self, key: str) -> None:
+    ...
+
+
+class Peers:
+  """The processes of a run; this class by itself is a run of one.
+
+  Attributes:
+    index: of this process.
+    count: of all processes.
+  """
+
+  index = 0
+  count = 1
+
+  @property
+  def first(self) -> bool:
+    """Whether this process writes what all share."""
+    return self.index == 0
+
+  def gather(self, what: str, value: Any) -> list[Any]:
+    """Every process's value, in the order of the processes.
+
+    Args:
+      what: names the step; equal in all processes.
+      value: JSON.
+
+    Raises:
+      RuntimeError: a process is at another step.
+      TimeoutError: one did not come in time.
+    """
+    del what
+    return [value]
+
+  def any(self, what: str, flag: bool) -> bool:
+    """Whether the flag is set in some process."""
+    return any(self.gather(what, bool(flag)))
+
+  def of_first(self, what: str, value: Any) -> Any:
+    """The value of process 0."""
+    return self.gather(what, value if self.first else None)[0]
+
+
+class StorePeers(Peers):
+  """Several processes that meet in a key-value store."""
+
+  def __init__(
+      self, store: Store, index: int, count: int, deadline_s: float = 3600.0
+  ):
+    """Args:
+
+      store: that all processes see.
+      index: of this process.
+      count: of all.
+      deadline_s: how long a process waits for the others.
+    """
+    self.index, self.count = index, count
+    self._store = store
+    self._deadline_s = deadline_s
+    self._step = 0
+    self._mine: list[str] = []
+
+  def gather(self, what: str, value: Any) -> list[Any]:
+    data = json.dumps([what, value]).encode()
+    chunks = [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)]
+    prefix = f"tunix/{self._step}"
+    self._step += 1
+    older, self._mine = self._mine, []
+    for i, chunk in enumerate(chunks):
+      last = i == len(chunks) - 1
+      key = f"{prefix}/{self.index}/{i}"
+      self._store.key_value_set_bytes(key, (b"." if last else b"+") + chunk)
+      self._mine.append(key)
+    found = []
+    due = time.monotonic() + self._deadline_s
+    for peer in range(self.count):
+      if peer == self.index:
+        found.append(json.loads(data)[1])
+        continue
+      at, theirs = json.loads(self._read(f"{prefix}/{peer}", peer, what, due))
+      if at != what:
+        raise RuntimeError(
+            f"process {self.index} is at {what!r} where process {peer} is at"
+            f" {at!r}; all processes of a run need the same configuration"
+        )
+      found.append(theirs)
+    # Whoever has come here has read everything of the step before.
+    for key in older:
+      self._store.key_value_delete(key)
+    return found
+
+  def _read(self, prefix: str, peer: int, what: str, due: float) -> bytes:
+    parts: list[bytes] = []
+    while True:
+      left = due - time.monotonic()
+      if left <= 0:
+        raise TimeoutError(
+            f"process {peer} did not come to {what!r} within"
+            f" {self._deadline_s:g} s; look at its log"
+        )
+      try:
+        part = self._store.blocking_key_value_get_bytes(
+            f"{prefix}/{len(parts)}", int(1000 * min(left, _SLICE_S)) + 1
+        )
+      except Exception as error:  # pylint: disable=broad-except
+        # JAX has one class for all of the service's errors.
+        if "DEADLINE_EXCEEDED" not in str(error):
+          raise
+        continue
+      parts.append(part[1:])
+      if part[:1] == b".":
+        return b"".join(parts)
+
+
+ALONE = Peers()

@@ -1,0 +1,75 @@
+"""Joins the processes that make one run, one a host.
+
+JAX's coordination service brings them together: `processes.coordinator`, or
+what JAX finds out by itself (TPU metadata, SLURM, MPI, JobSet). From then on
+`jax.devices()` are the devices of all, and every process must run the same
+programs in the same order.
+
+Does not decide what each process does; see `training` and `evaluation`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import jax
+from jax._src import distributed
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.config import run_sections
+from tunix.rl.multi_turn.core import peers as peers_lib
+
+ProcessesConfig = run_sections.ProcessesConfig
+_ADDRESS, _COUNT, _INDEX = (
+    "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+)  # pyformat: disable
+
+
+def join(config: ProcessesConfig) -> peers_lib.Peers:
+  """This process among those of the run; to be called before JAX is used.
+
+  Raises:
+    ConfigError: the others cannot be found, or did not come.
+  """
+  address = config.coordinator or os.environ.get(_ADDRESS, "")
+  if not address:
+    for name in ("count", "index"):
+      if (value := getattr(config, name)) > 0:
+        raise config_lib.ConfigError([
+            f"processes.{name}={value} needs processes.coordinator=host:port"
+            " of process 0, or auto"
+        ])
+    return peers_lib.ALONE
+  auto = address == "auto"
+  try:
+    jax.distributed.initialize(
+        coordinator_address=None if auto else address,
+        num_processes=config.count or _number(_COUNT),
+        process_id=_number(_INDEX) if config.index < 0 else config.index,
+        cluster_detection_method=None if auto else "deactivate",
+        initialization_timeout=int(config.join_s) or 1,
+    )
+  except (ValueError, TypeError, RuntimeError) as error:
+    text = " ".join(str(error).split())
+    raise config_lib.ConfigError([
+        f"processes.coordinator={address}: {text[:300]}; start every process"
+        " with the same processes.coordinator and processes.count, and its own"
+        " processes.index from 0 on"
+    ]) from None
+  # The only door to the service beside the devices' collectives.
+  client = distributed.global_state.client
+  return peers_lib.StorePeers(
+      client, jax.process_index(), jax.process_count(), config.step_s
+  )
+
+
+def leave(processes: peers_lib.Peers) -> None:
+  """Parts from the others once all are here; call it last."""
+  if processes.count > 1:
+    jax.distributed.shutdown()
+
+
+def _number(name: str) -> int | None:
+  text = os.environ.get(name, "")
+  if text and not text.isdigit():
+    raise config_lib.ConfigError([f"${name}={text!r} is not a number"])
+  return int(text) if text else None
