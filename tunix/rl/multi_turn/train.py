@@ -29,6 +29,7 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.policy import compile_cache
@@ -38,12 +39,14 @@ from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import evaluation
 from tunix.rl.multi_turn.run import loop_thread
+from tunix.rl.multi_turn.run import processes as processes_lib
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import training
 
 Run = run_lib.Run
 TRACEBACK = "traceback.txt"
+_STATUS = {"completed": 0, "failed": 1, "interrupted": 130}
 
 
 def execute(run: Run) -> tuple[str, str | None]:
@@ -52,12 +55,14 @@ def execute(run: Run) -> tuple[str, str | None]:
   step, measured = None, {}
   if run.resuming:
     step = resuming.checkpoint_step(run.directory)
-    measured = resuming.stages_measured(run.directory)
+    measured = run.processes.of_first(
+        "measured", resuming.stages_measured(run.directory)
+    )
   run.attach_observers(step)
   run.observers.on_event(
       events.RunStarted(config.run.name, config.to_dict())
   )
-  details = run.directory / TRACEBACK
+  details = run.own_directory / TRACEBACK
   details.unlink(missing_ok=True)
   status, error = "completed", None
   try:
@@ -96,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     config = config_lib.load_config(argv)
     compile_cache.enable(config.run.compile_cache)
-    run = Run(config)
+    processes = processes_lib.join(config.processes)
+    config = processes_lib.agreed(processes, config)
+    run = Run(config, processes)
     if config.run.dry_run:
       print(
           dry_run.describe(
@@ -110,8 +117,13 @@ def main(argv: Sequence[str] | None = None) -> int:
       )
       run.engine.close()
       return 0
-    return _run_to_end(run)
+    status = _run_to_end(run)
+    processes_lib.leave(processes)
+    return status
   except config_lib.ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  except peers_lib.PeerError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -160,9 +172,11 @@ def _run_to_end(run: Run) -> int:
     for number, handler in before.items():
       signal.signal(number, handler)
   if error:
-    details = run.directory / TRACEBACK
+    details = run.own_directory / TRACEBACK
     more = f" (see {details})" if details.exists() else ""
     print(f"error: {error}{more}", file=sys.stderr)
+  if not run.processes.first:
+    return _STATUS[status]
   summaries = resuming.stages_measured(run.directory)
   if summaries:
     print(success_rates.format_table(summaries))
@@ -173,7 +187,7 @@ def _run_to_end(run: Run) -> int:
     print(f"no report: {failure}")
   if status != "completed":
     print(f"{status}; {_how_to_resume(run)}")
-  return {"completed": 0, "failed": 1, "interrupted": 130}[status]
+  return _STATUS[status]
 
 
 def _how_to_resume(run: Run) -> str:

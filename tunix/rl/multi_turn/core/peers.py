@@ -16,11 +16,24 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any, Protocol
+from typing import Any, Callable, Protocol, Sequence, TypeVar
 
 _CHUNK = 1 << 20
 """Bytes of a message; the service's own limit is 4 MiB."""
 _SLICE_S = 1.0
+T = TypeVar("T")
+
+
+class PeerError(RuntimeError):
+  """Another process could not do what all have to do.
+
+  Attributes:
+    kind: class of its error.
+  """
+
+  def __init__(self, message: str, kind: str):
+    super().__init__(message)
+    self.kind = kind
 
 
 class Store(Protocol):
@@ -65,6 +78,38 @@ class Peers:
     """
     del what
     return [value]
+
+  def together(self, what: str, work: Callable[[], Any]) -> list[Any]:
+    """Does `work` in every process; what it returned (JSON) in each.
+
+    Raises:
+      Exception: of this process's work.
+      PeerError: another process's work failed.
+    """
+    if self.count == 1:
+      return [work()]
+    value, error = None, None
+    try:
+      value = work()
+    except BaseException as failure:  # pylint: disable=broad-except
+      error = failure
+    kind, text = type(error).__name__, " ".join(str(error).split())[:500]
+    found = self.gather(what, [value, kind, text] if error else [value])
+    if error is not None:
+      raise error
+    for process, (_, *failed) in enumerate(found):
+      if failed:
+        kind, text = failed
+        raise PeerError(f"process {process}: {kind}: {text}", kind)
+    return [one[0] for one in found]
+
+  def share(self, things: Sequence[T]) -> Sequence[T]:
+    """This process's part: every `count`-th, from the `index`-th on."""
+    return things[self.index :: self.count]
+
+  def number(self, place: int) -> int:
+    """Place among all things of that in this process's share."""
+    return place * self.count + self.index
 
   def any(self, what: str, flag: bool) -> bool:
     """Whether the flag is set in some process."""

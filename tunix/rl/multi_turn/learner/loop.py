@@ -23,6 +23,7 @@ from typing import Any, Callable, Iterable, Protocol, runtime_checkable
 
 from flax import nnx
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
@@ -32,6 +33,8 @@ Publish = Callable[[int, nnx.State], Any]
 """(version, parameters) -> None, or a future that ends when they have arrived.
 The parameters are a copy that belongs to the receiver."""
 
+PROCESSES = "processes"
+"""Key of a checkpoint's extras: those of each process, where several learn."""
 CONSUMED = "consumed_groups"
 """Key of a checkpoint's extras: the groups to be acknowledged with it, by their
 indices in the queue. A run that resumes removes them from the queue's store
@@ -80,6 +83,7 @@ class LearnerLoop:
       updated: Callable[[], None] = lambda: None,
       wait_timeout_s: float | None = None,
       publish_timeout_s: float = 120.0,
+      processes: peers_lib.Peers = peers_lib.ALONE,
   ):
     """Args:
 
@@ -98,6 +102,7 @@ class LearnerLoop:
       wait_timeout_s: longest wait for one step's groups, in seconds; None
         waits until the queue closes or fails.
       publish_timeout_s: longest wait for published weights to arrive.
+      processes: that learn together, each from a queue of its own.
     """
     publish_every = learner.config.publish_every
     gated = queue if isinstance(queue, GatedQueue) else None
@@ -111,6 +116,7 @@ class LearnerLoop:
     self._queue = queue
     self._gated = gated
     self._publish = publish
+    self._processes = processes
     self._groups_per_step = learner.groups_per_step
     self._publish_every = publish_every
     self._observers = observers or events.Observers()
@@ -157,9 +163,16 @@ class LearnerLoop:
     self.settle()
     started = time.perf_counter()
     before = self._delivered()
-    groups = self._take(stop)
-    if groups is None:
+    taken: list[list[trajectory.TrajectoryGroup] | None] = []
+
+    def take() -> bool:
+      taken.append(self._take(stop))
+      return taken[0] is not None
+
+    if not all(self._processes.together("take", take)):
       return None
+    groups = taken[0]
+    assert groups is not None
     waited = time.perf_counter() - started
     metrics = self.learner.update(groups)
     self._consumed |= self._delivered() - before
@@ -215,6 +228,8 @@ class LearnerLoop:
       raise ValueError("this loop has no checkpoints to save to")
     if self.learner.version not in self._checkpoints.steps():
       extras = {**self._extras(), CONSUMED: sorted(self._consumed)}
+      if self._processes.count > 1:
+        extras[PROCESSES] = self._processes.gather("extras", extras)
       self._checkpoints.save(self.learner, extras)
     self._unacknowledged = True
 

@@ -261,7 +261,7 @@ class CustomPolicy:
         old = variable.get_value()
         value = tensors[".".join(map(str, path))].astype(old.dtype)
         if isinstance(old.sharding, jax.sharding.NamedSharding):
-          value = jax.device_put(value, old.sharding)
+          value = sharding.put(value, old.sharding)
         filled.append((path, variable.replace(jnp.asarray(value))))
       nnx.update(model, nnx.from_flat_state(filled))
     return model, processor, tokenizer

@@ -211,7 +211,7 @@ def attach(layer: Layer, a: np.ndarray, b: np.ndarray, scale: float) -> None:
         stacked=layer.stacked,
     )
     if isinstance(place, jax.sharding.NamedSharding):
-      value = jax.device_put(
+      value = sharding.put(
           value, sharding.parameter_sharding(made, place.mesh)
       )
     made.set_value(jnp.asarray(value))

@@ -111,7 +111,7 @@ def shard_model(model: nnx.Module, mesh: Mesh) -> None:
   """Moves the model's parameters to their place on `mesh`, in place."""
   state = jax.tree.map(
       lambda v: v.replace(
-          jax.device_put(v[...], parameter_sharding(v, mesh))
+          put(v[...], parameter_sharding(v, mesh))
       ),
       nnx.state(model),
       is_leaf=lambda v: isinstance(v, nnx.Variable),
@@ -218,6 +218,17 @@ class HostCopies:
         is_leaf=lambda v: isinstance(v, nnx.Variable),
     )
     return jax.tree.map(self._copy, state, wanted)
+
+  def of_module(self, module: Any) -> Any:
+    """A module like `module`, a policy on the whole mesh."""
+    graphdef, state = nnx.split(module)
+    local = nnx.merge(graphdef, self.of_state(state))
+    for _, node in nnx.iter_graph(local):
+      if isinstance(node, nnx.Module):
+        for name, value in list(vars(node).items()):
+          if isinstance(value, Mesh):
+            setattr(node, name, self.mesh)
+    return local
 
   def _copy(self, array: jax.Array, where: NamedSharding) -> jax.Array:
     if array.is_fully_addressable:

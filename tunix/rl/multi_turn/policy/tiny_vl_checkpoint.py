@@ -171,7 +171,7 @@ def _fill(
     if mesh is None:
       value = jnp.asarray(value)
     else:
-      value = jax.device_put(
+      value = sharding.put(
           value, sharding.parameter_sharding(variable, mesh)
       )
     filled.append((path, variable.replace(value)))

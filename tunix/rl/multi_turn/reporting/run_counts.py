@@ -66,6 +66,7 @@ class RunCounts:
     )
     self._evaluations: dict[str, Counts] = {}
     self._evaluating: tuple[str, Counts] = ("", _new())
+    self._others = _new()
 
   def on_event(self, event: events.Event) -> None:
     with self._lock:
@@ -109,19 +110,31 @@ class RunCounts:
     if len(self._recent) > _REMEMBERED:
       self._recent.popitem(last=False)
 
-  def totals(self) -> dict[str, dict[str, int]]:
+  def totals(self, everyone: bool = True) -> dict[str, dict[str, int]]:
     """episodes by split and status, groups by outcome, faults by kind.
 
     Work that is under way is in it.
+
+    Args:
+      everyone: with what other processes counted, as far as it is known.
     """
     with self._lock:
       total = _new()
+      if everyone:
+        _add(total, self._others)
       for counts in (
           self._settled, *self._open.values(), *self._evaluations.values(),
           self._evaluating[1],
       ):  # pyformat: disable
         _add(total, counts)
       return {k: dict(sorted(c.items())) for k, c in total.items()}
+
+  def set_others(self, totals: Iterable[Mapping[str, Any]]) -> None:
+    """Takes the present totals of the other processes of the run."""
+    with self._lock:
+      self._others = _new()
+      for found in totals:
+        _add(self._others, _new(found))
 
   # --- what a kill must not change -------------------------------------------
 

@@ -6,11 +6,14 @@ once in each mode of `eval.modes`.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.run import episodes
+from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.trajectory_collector import groups
@@ -32,7 +35,8 @@ def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
     loop_thread.Interrupted: the run was asked to stop.
   """
   config = run.config
-  tasks = run_tasks.eval_tasks(config, run.task_source)
+  processes = run.processes
+  tasks = processes.share(run_tasks.eval_tasks(config, run.task_source))
   total = len(tasks) * len(config.eval.modes)
   results: list[success_rates.EpisodeResult] = []
 
@@ -50,7 +54,9 @@ def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
           mode=mode,
           connection=run.connection,
       )
-      async for group in groups.iterate_groups(collector, tasks):
+      async for group in groups.iterate_groups(
+          collector, tasks, number=processes.number
+      ):
         (episode,) = group.trajectories
         family = tasks[len(results) % len(tasks)].family
         results.append(
@@ -61,7 +67,23 @@ def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
               events.Progress(f"evaluating {name}", len(results), total)
           )
 
-  run.wait(play_all())
+  def play() -> list[dict[str, Any]]:
+    run.wait(play_all())
+    return [dataclasses.asdict(result) for result in results]
+
+  try:
+    of_all = processes.together(f"evaluate {name}", play)
+  except peers_lib.PeerError as error:
+    if error.kind == loop_thread.Interrupted.__name__:
+      raise loop_thread.Interrupted(str(error)) from None
+    raise
+  if processes.count > 1:
+    results = [
+        success_rates.EpisodeResult(**result)
+        for found in of_all
+        for result in found
+    ]
+  run.share_counts()
   summary = success_rates.summarise(results, config.eval.modes)
   run.observers.on_event(events.EvalFinished(name, summary))
   return summary

@@ -18,6 +18,7 @@ from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import config as learner_config
@@ -56,9 +57,20 @@ class LoadedPolicy:
 
 
 def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
-  """The configured mesh; None for a single device."""
+  """The configured mesh; None for a single device.
+
+  Raises:
+    ConfigError: it is not made of all devices.
+  """
   try:
-    return sharding.mesh_of(config.mesh)
+    mesh = sharding.mesh_of(config.mesh)
+    if mesh is None and jax.process_count() > 1:
+      raise ValueError(
+          f"mesh={{data: 1, fsdp: 1, …}} is one device, but"
+          f" {jax.process_count()} processes have {jax.device_count()}; set"
+          f" mesh.fsdp={jax.device_count()}, or sizes that multiply to that"
+      )
+    return mesh
   except ValueError as error:
     raise ConfigError([str(error)]) from None
 
@@ -271,8 +283,18 @@ def make_engine(
     config: TrainConfig,
     policy: LoadedPolicy,
     image_store: images_lib.ImageStore,
+    model: Any = None,
 ) -> engine_lib.RolloutEngine | remote_engine.RemoteEngine:
-  """The rollout engine; not warmed up yet."""
+  """The rollout engine; not warmed up yet.
+
+  Args:
+    config: of the run.
+    policy: what it samples from.
+    image_store: pixels of the prompts' images.
+    model: the policy's, on the devices of the engine; None where those are the
+      policy's own.
+  """
+  model = policy.model if model is None else model
   if config.rollout.via == "external":
     return external_engine.make_engine(
         config, policy, image_store, named_policy(config).tokenizer
@@ -291,7 +313,7 @@ def make_engine(
   sees_gym = environment_spec.get(config.environment.name).gym
   try:
     return engine_lib.RolloutEngine(
-        policy.model,
+        model,
         policy.processor,
         image_store,
         settings,
@@ -308,6 +330,7 @@ def make_learner(
     policy: LoadedPolicy,
     image_store: images_lib.ImageStore,
     mesh: jax.sharding.Mesh | None,
+    processes: peers_lib.Peers = peers_lib.ALONE,
 ) -> learner_lib.Learner:
   """The learner of GRPO; its KL term is measured to `policy`."""
   return _make_learner(
@@ -318,6 +341,7 @@ def make_learner(
       config.learner,
       config.algorithm,
       reference=policy.model if config.algorithm.kl_coef else None,
+      processes=processes,
   )
 
 
@@ -326,6 +350,7 @@ def make_cloning_learner(
     policy: LoadedPolicy,
     image_store: images_lib.ImageStore,
     mesh: jax.sharding.Mesh | None,
+    processes: peers_lib.Peers = peers_lib.ALONE,
 ) -> learner_lib.Learner:
   """The learner of the warm start's behaviour cloning."""
   warm = config.warm_start
@@ -351,6 +376,7 @@ def make_cloning_learner(
           kl_coef=0.0,
           entropy_coef=0.0,
       ),
+      processes=processes,
   )
 
 
@@ -362,6 +388,7 @@ def _make_learner(
     settings: learner_config.LearnerConfig,
     algorithm: learner_config.AlgorithmConfig,
     reference: Any = None,
+    processes: peers_lib.Peers = peers_lib.ALONE,
 ) -> learner_lib.Learner:
   try:
     return learner_lib.Learner(
@@ -375,15 +402,23 @@ def _make_learner(
         seed=config.run.seed,
         mesh=mesh,
         reference=reference,
+        processes=processes,
     )
   except ValueError as error:
     raise ConfigError([f"learner: {error}"]) from None
 
 
 def make_store(
-    config: TrainConfig, images: images_lib.ImageStore
+    config: TrainConfig,
+    images: images_lib.ImageStore,
+    directory: pathlib.Path,
 ) -> group_store.SqliteGroupStore | None:
   """Opens the queue's durable store; None for `queue.path=""`.
+
+  Args:
+    config: of the run.
+    images: receives the stored groups' screenshots.
+    directory: of this process, for `queue.path=auto`.
 
   Raises:
     ConfigError: the file cannot be one, or holds another run's groups.
@@ -392,7 +427,7 @@ def make_store(
   if not path:
     return None
   if path == admission.AUTO:
-    path = str(config.run_dir / "queue.db")
+    path = str(directory / "queue.db")
   try:
     store = group_store.SqliteGroupStore(
         pathlib.Path(path).expanduser(), images=images

@@ -6,6 +6,7 @@ Does not: make events.
 
 from __future__ import annotations
 
+import pathlib
 import sys
 from typing import Any, Callable
 
@@ -24,6 +25,7 @@ def attach(
     writers: list[Any],
     images: images_lib.ImageStore,
     *,
+    directory: pathlib.Path,
     resume_step: int | None,
     facts: Callable[[], dict[str, Any]],
     counts: reporting.RunCounts,
@@ -36,12 +38,13 @@ def attach(
     writers: receives each one that must be closed after the run, as soon as it
       is open: a later one may fail.
     images: screenshots of the trajectories.
+    directory: where they write; another than the run's in a process that is
+      not the first, which writes its trajectories only.
     resume_step: step of the checkpoint that the run resumes from; None for a
       new run.
     facts: more keys of summary.json.
     counts: receives what it counts.
   """
-  directory = config.run_dir
   report = config.report
   trajectories = reporting.TrajectoryWriter(
       directory,
@@ -49,6 +52,11 @@ def attach(
       report,
       resume=bool(config.run.resume),
   )
+  if directory != config.run_dir:
+    writers.append(trajectories)
+    observers.add(trajectories)
+    observers.add(counts)
+    return
   metrics = reporting.MetricsWriter(
       directory / "metrics.jsonl", resume_step=resume_step
   )

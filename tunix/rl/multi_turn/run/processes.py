@@ -10,7 +10,9 @@ Does not decide what each process does; see `training` and `evaluation`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from typing import Any
 
 import jax
 from jax._src import distributed
@@ -60,6 +62,55 @@ def join(config: ProcessesConfig) -> peers_lib.Peers:
   return peers_lib.StorePeers(
       client, jax.process_index(), jax.process_count(), config.step_s
   )
+
+
+def agreed(
+    processes: peers_lib.Peers, config: config_lib.TrainConfig
+) -> config_lib.TrainConfig:
+  """The configuration with the name that process 0 gives the run."""
+  name = processes.of_first("name", config.run.name)
+  run = dataclasses.replace(config.run, name=name)
+  return dataclasses.replace(config, run=run)
+
+
+def check(
+    processes: peers_lib.Peers, config: config_lib.TrainConfig
+) -> None:
+  """Refuses processes that are configured differently.
+
+  Raises:
+    ConfigError: naming the keys.
+  """
+  if processes.count == 1:
+    return
+  if config.rollout.via == "external":
+    raise config_lib.ConfigError([
+        f"rollout.via=external with {processes.count} processes: each would"
+        " load its weights into the same server; use in_process"
+    ])
+  own = dataclasses.replace(config, processes=ProcessesConfig())
+  found = processes.gather("configuration", own.to_dict())
+  problems = []
+  for process, other in enumerate(found):
+    if different := _different(found[0], other):
+      problems.append(
+          f"process {process} has another {', '.join(different[:5])} than"
+          " process 0; start all with the same configuration"
+      )
+  if problems:
+    raise config_lib.ConfigError(problems)
+
+
+def _different(one: Any, other: Any, key: str = "") -> list[str]:
+  if isinstance(one, dict) and isinstance(other, dict):
+    return [
+        name
+        for part in {**one, **other}
+        for name in _different(
+            one.get(part), other.get(part), f"{key}.{part}".lstrip(".")
+        )
+    ]
+  return [] if one == other else [key]
 
 
 def leave(processes: peers_lib.Peers) -> None:

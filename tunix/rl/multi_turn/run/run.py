@@ -4,6 +4,11 @@ Two loops meet at the queue and at the weights: collecting, on an event loop in
 a thread of its own, and learning, in the main thread. The stages themselves
 are elsewhere: `warm_start.stage`, `evaluation`, `training`.
 
+Several processes may make one run (see `processes`): each rolls out with its
+own devices and plays its share of the tasks, all learn together on one mesh,
+and process 0 writes the run directory, which all of them see. The others keep
+their images, queue and trajectories in its subdirectory `processes`.
+
 Promises: a bad configuration is refused before anything in the run directory is
 changed; one process at a time has the directory, from before it is read until
 every part is closed (`run_lock`); every part that was opened is closed, each
@@ -17,6 +22,7 @@ import pathlib
 import threading
 from typing import Any, Coroutine
 
+from flax import nnx
 import jax
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import reporting
@@ -24,7 +30,9 @@ from tunix.rl.multi_turn.clients import proxy as proxy_lib
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import episodes
@@ -32,6 +40,7 @@ from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import observers as observers_lib
 from tunix.rl.multi_turn.run import preflight
+from tunix.rl.multi_turn.run import processes as processes_lib
 from tunix.rl.multi_turn.run import proxy
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run_lock
@@ -40,6 +49,7 @@ from tunix.rl.multi_turn.run.warm_start import stage as warm_start_lib
 from tunix.rl.queue import group_store
 
 _LOG = logging.getLogger(__name__)
+_PARTS = "processes"
 
 
 def _locked(directory: pathlib.Path) -> run_lock.RunLock:
@@ -67,7 +77,9 @@ class Run:
 
   Attributes:
     config: complete, with the task families named.
+    processes: that make the run.
     directory: of the run.
+    own_directory: of this process's part; the same in process 0.
     resuming: whether it continues a run that began before.
     changed: settings that a resumed run changes, each with its old value.
     stop: set to end the run after the present update.
@@ -80,14 +92,28 @@ class Run:
     store: accepted groups that survive a crash, or None.
   """
 
-  def __init__(self, config: config_lib.TrainConfig):
+  def __init__(
+      self,
+      config: config_lib.TrainConfig,
+      processes: peers_lib.Peers = peers_lib.ALONE,
+  ):
     """Builds the parts; changes no directory, but locks one that it resumes.
+
+    Args:
+      config: equal in all processes.
+      processes: that make the run; each calls the same methods.
 
     Raises:
       ConfigError: lists the parts that cannot be built, or names the process
         that has the run.
+      PeerError: another process cannot build them.
     """
-    self.directory = config.run_dir
+    self.processes = processes
+    processes_lib.check(processes, config)
+    self.directory = self.own_directory = config.run_dir
+    if not processes.first:
+      part = str(processes.index)
+      self.own_directory = self.directory / _PARTS / part
     self.resuming = bool(config.run.resume)
     self.changed: list[str] = []
     self._lock: run_lock.RunLock | None = None
@@ -95,9 +121,9 @@ class Run:
       resuming.check_directory(config)
       if not config.run.dry_run:
         # Before anything is read: another process may be about to change it.
-        self._lock = _locked(self.directory)
+        processes.together("lock", self._take_lock)
     try:
-      self._build(config)
+      processes.together("build", lambda: self._build(config))
     except BaseException:
       self._unlock()
       raise
@@ -112,17 +138,22 @@ class Run:
     self.stop = threading.Event()
     preflight.before_building(config)
     self.mesh = models.make_mesh(config)
-    self.images = images_lib.ImageStore(self.directory / "image_cache")
+    self.images = images_lib.ImageStore(self.own_directory / "image_cache")
     self.episodes = episodes.EpisodeFactory(config, self.images)
     episodes.try_first_episode(config, self.episodes, self.task_source)
     self.warm_start = warm_start_lib.WarmStart(
-        config, self.mesh, self.task_source
+        config, self.mesh, self.task_source, self.processes
     )
     self.policy = self.warm_start.policy
     self.memory = preflight.with_policy(
         config, self.policy, self.episodes.make_agent(), self.mesh
     )
-    self.engine = models.make_engine(config, self.policy, self.images)
+    self._copies: sharding.HostCopies | None = None
+    if self.mesh is not None and self.processes.count > 1:
+      self._copies = sharding.HostCopies(self.mesh)
+    self.engine = models.make_engine(
+        config, self.policy, self.images, self.here(self.policy.model)
+    )
     self.observers = events.Observers()
     self.counts = reporting.RunCounts()
     self.updates = 0
@@ -151,11 +182,37 @@ class Run:
     """
     return self.loop.wait(work, self.stop)
 
+  # --- weights ---------------------------------------------------------------
+
+  def here(self, model: Any) -> Any:
+    """A policy's module on the devices of this process.
+
+    Where there are several, all of them must call this together.
+    """
+    return model if self._copies is None else self._copies.of_module(model)
+
+  def publish(self, version: int, state: Any) -> Any:
+    """Gives the engine weights, as `engine.update_weights`; see `here`."""
+    if self._copies is not None:
+      state = self._copies.of_state(state)
+    return self.engine.update_weights(version, state)
+
+  def save_policy(self, name: str, model: Any) -> None:
+    """Writes a policy directory of the run; see `here`."""
+    local = self.here(model)
+
+    def save() -> None:
+      if self.processes.first:
+        models.save_policy(self.config, self.directory / name, local)
+
+    self.processes.together(f"save {name}", save)
+
   # --- life ------------------------------------------------------------------
 
   def __enter__(self) -> Run:
     try:
-      self._claim_directory()
+      self.processes.together("claim", self._claim_directory)
+      self.processes.together("store", self._open_store)
       if self.config.rollout.via == "proxy":
         self._proxy = proxy.RunProxy(
             self.config, self.policy, self.engine, self.images
@@ -172,19 +229,32 @@ class Run:
 
   def _claim_directory(self) -> None:
     config = self.config
-    if self._lock is None:
-      self._lock = _locked(self.directory)
+    self._take_lock()
+    if not self.processes.first:
+      return
     if not self.resuming and (problem := preflight.taken(config)):
       raise config_lib.ConfigError([problem])
     try:
       resuming.delete_leftovers(self.directory)
-      self.store = models.make_store(config, self.images)
       durable.write_text(
           self.directory / resuming.CONFIG,
           config_lib.seal(resuming.recorded(config).to_yaml()),
       )
     except OSError as error:
       raise _unwritable(self.directory, error) from None
+
+  def _take_lock(self) -> None:
+    if self._lock is None and self.processes.first:
+      self._lock = _locked(self.directory)
+
+  def _open_store(self) -> None:
+    try:
+      self.own_directory.mkdir(parents=True, exist_ok=True)
+      self.store = models.make_store(
+          self.config, self.images, self.own_directory
+      )
+    except OSError as error:
+      raise _unwritable(self.own_directory, error) from None
 
   def _unlock(self) -> None:
     if self._lock is not None:
@@ -240,12 +310,19 @@ class Run:
           self.observers,
           self._writers,
           self.images,
+          directory=self.own_directory,
           resume_step=resume_step,
           facts=self._facts,
           counts=self.counts,
       )
     except OSError as error:
       raise _unwritable(self.directory, error) from None
+
+  def share_counts(self) -> None:
+    """Tells each process what the others have counted."""
+    found = self.processes.gather("counts", self.counts.totals(False))
+    found.pop(self.processes.index)
+    self.counts.set_others(found)
 
   def _facts(self) -> dict[str, Any]:
     return {
@@ -268,6 +345,5 @@ class Run:
   def apply_warm_start(self) -> None:
     """Replaces the present weights by those that GRPO begins with."""
     self.policy = self.warm_start.apply(self)
-    self.engine.update_weights(0, self.policy.model).result(
-        self.config.external.load_timeout_s
-    )
+    state = nnx.state(self.policy.model)
+    self.publish(0, state).result(self.config.external.load_timeout_s)

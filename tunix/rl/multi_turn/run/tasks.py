@@ -13,6 +13,7 @@ import itertools
 from typing import Any, Iterator, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import spec as environment_spec
@@ -115,6 +116,33 @@ class TrainTasks:
           " resume"
       )
     self._position = int(state["position"])
+
+
+class DealtTasks:
+  """One process's share of the tasks that a sampler draws."""
+
+  def __init__(self, sampler: Any, processes: peers_lib.Peers):
+    self._sampler = sampler
+    self._processes = processes
+    self._begun = False
+
+  def __iter__(self) -> Iterator[gym_base.Task]:
+    return self
+
+  def __next__(self) -> gym_base.Task:
+    others = self._processes.count - 1
+    if not self._begun:
+      self._begun, others = True, self._processes.index
+    for _ in range(others):
+      next(self._sampler)
+    return next(self._sampler)
+
+  def state_dict(self) -> dict[str, Any]:
+    return {"begun": self._begun, "sampler": self._sampler.state_dict()}
+
+  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    self._begun = bool(state["begun"])
+    self._sampler.load_state_dict(state["sampler"])
 
 
 def make_sampler(config: TrainConfig, source: Any) -> Any:

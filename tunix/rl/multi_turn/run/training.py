@@ -13,6 +13,7 @@ import logging
 import time
 from typing import Any
 
+from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
@@ -41,14 +42,14 @@ class Training:
     config = run.config
     self._config = config
     self._learner = models.make_learner(
-        config, run.policy, run.images, run.mesh
+        config, run.policy, run.images, run.mesh, run.processes
     )
     self._checkpoints = checkpoint_lib.LearnerCheckpoints(
         run.directory / "checkpoints", config.checkpoint
     )
     extras: dict[str, Any] = {}
     if run.resuming and self._checkpoints.steps():
-      extras = self._checkpoints.restore(self._learner)
+      extras = self._own(self._checkpoints.restore(self._learner))
     if run.store is not None:
       run.store.remove(extras.get(loop_lib.CONSUMED, ()))
     if run.resuming:
@@ -66,13 +67,29 @@ class Training:
     self._loop = loop_lib.LearnerLoop(
         self._learner,
         self._queue,
-        run.engine.update_weights,
+        run.publish,
         observers=metrics,
         checkpoints=self._checkpoints,
         publish_timeout_s=config.external.load_timeout_s,
         extras=self._extras,
         updated=self._hold_when_due,
+        processes=run.processes,
     )
+
+  def _own(self, extras: dict[str, Any]) -> dict[str, Any]:
+    """The part of a checkpoint's extras that this process gave.
+
+    Raises:
+      ConfigError: another number of processes saved it.
+    """
+    processes, parts = self._run.processes, extras.get(loop_lib.PROCESSES)
+    saved = len(parts or [extras])
+    if saved != processes.count:
+      raise config_lib.ConfigError([
+          f"the checkpoint is of {saved} processes, each with tasks of its own,"
+          f" and this run has {processes.count}; resume with {saved}"
+      ])
+    return extras | parts[processes.index] if parts else extras
 
   def _extras(self) -> dict[str, Any]:
     """State of the run that a checkpoint keeps beside the learner's."""
@@ -93,11 +110,15 @@ class Training:
         self._collected = run.loop.submit(self._collecting.run())
         run.loop.on_death(self._queue.fail)
       while self._is_unfinished():
-        if run.stop.is_set() or self._loop.step(run.stop) is None:
+        stop = run.stop.is_set() or (
+            budget and time.monotonic() - started > budget
+        )
+        if run.processes.any("stop", stop):
           break
+        if self._loop.step(run.stop) is None:
+          break
+        run.share_counts()
         self._evaluate_when_due()
-        if budget and time.monotonic() - started > budget:
-          break
     finally:
       self._end()
     self._publish_latest()
@@ -115,11 +136,7 @@ class Training:
     if self._learner.counters.updates:
       self._loop.save()
       self._loop.settle()
-      models.save_policy(
-          self._config,
-          self._run.directory / "policy",
-          self._learner.policy(),
-      )
+      self._run.save_policy("policy", self._learner.policy())
     self._checkpoints.close()
 
   def _stop_collecting(self) -> None:
@@ -161,7 +178,8 @@ class Training:
       return False
     # Measured already if the run was stopped after it.
     measured = resuming.evaluations(self._run.directory)
-    return f"step_{step}" not in measured
+    name = f"step_{step}"
+    return self._run.processes.of_first(name, name not in measured)
 
   # --- parts -----------------------------------------------------------------
 
@@ -172,7 +190,7 @@ class Training:
       observers.on_event(events.GroupFinished(group, "dropped", reason))
 
     return group_queue.GroupQueue(
-        config.learner.groups_per_step,
+        self._learner.groups_per_step,
         config.queue,
         order="admission" if config.lockstep else "ready",
         version=version,
@@ -188,6 +206,8 @@ class Training:
     sampler = run_tasks.make_sampler(config, run.task_source)
     if hasattr(sampler, "on_event"):
       run.observers.add(sampler)
+    if run.processes.count > 1:
+      sampler = run_tasks.DealtTasks(sampler, run.processes)
     collecting = collect_loop.CollectLoop(
         episodes.make_collector(
             config,
@@ -200,6 +220,7 @@ class Training:
         sampler,
         self._queue,
         task_from_json=gym_base.Task.from_json,
+        number=run.processes.number,
     )
     if run.resuming:
       # Also without a checkpoint: the store may hold groups.

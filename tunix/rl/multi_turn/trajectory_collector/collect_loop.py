@@ -136,6 +136,7 @@ class CollectLoop:
       max_failed_groups: int = 64,
       task_to_json: Callable[[Any], Any] | None = None,
       task_from_json: Callable[[Any], Any] | None = None,
+      number: Callable[[int], int] = lambda index: index,
   ):
     """Args:
 
@@ -153,6 +154,8 @@ class CollectLoop:
       task_to_json, task_from_json: for unfinished tasks in `state_dict`; by
         default `task.to_json()` or `trajectory.encode`, and
         `trajectory.decode`.
+      number: of a group in the whole run, given its index in this queue:
+        another one where several processes collect.
     """
     if max_groups is not None and max_groups < 1:
       raise ValueError(f"max_groups must be >= 1 or None, got {max_groups}")
@@ -171,6 +174,7 @@ class CollectLoop:
     self._max_failed = max_failed_groups
     self._to_json = task_to_json or _task_to_json
     self._from_json = task_from_json or trajectory_lib.decode
+    self._number = number
     self._unfinished: dict[int, Any] = {}
     self._pending: list[Any] = []  # Drawn and not yet admitted.
     self._resumed: list[tuple[int | None, Any]] = []
@@ -439,7 +443,7 @@ class CollectLoop:
           ticket = self._queue.refresh_start(ticket)
         group = await self._collector.collect(
             task,
-            index=ticket.index,
+            index=self._number(ticket.index),
             attempt=attempt,
             start_version=ticket.start_version,
         )

@@ -244,6 +244,7 @@ async def iterate_groups(
     *,
     group_size: int | None = None,
     max_groups: int | None = None,
+    number: Callable[[int], int] = lambda index: index,
 ) -> AsyncIterator[TrajectoryGroup]:
   """Groups of the tasks, in the tasks' order, each as soon as it can be.
 
@@ -256,6 +257,7 @@ async def iterate_groups(
     group_size: episodes a task, instead of the config's.
     max_groups: groups in flight; by default as many as fill
       `config.concurrency`.
+    number: of a group in the whole run, given its place among `tasks`.
   """
   size = group_size or collector.config.group_size
   if max_groups is None:
@@ -267,7 +269,7 @@ async def iterate_groups(
     for index, task in enumerate(tasks):
       running.append(
           asyncio.ensure_future(
-              collector.collect(task, index=index, group_size=size)
+              collector.collect(task, index=number(index), group_size=size)
           )
       )
       while sum(not r.done() for r in running) >= max_groups:

@@ -16,6 +16,7 @@ from typing import Callable, Iterator, Sequence
 import numpy as np
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import learner as learner_lib
@@ -40,6 +41,7 @@ def clone(
     observers: events.Observer,
     done: int = 0,
     after_update: Callable[[], None] = lambda: None,
+    processes: peers_lib.Peers = peers_lib.ALONE,
 ) -> None:
   """Makes `config.steps` updates of `learner`, less the `done` ones.
 
@@ -56,6 +58,8 @@ def clone(
     done: updates that the learner has made before; their demonstrations are
       played again, which takes a fraction of the time.
     after_update: called after each update.
+    processes: that learn together; each plays all demonstrations, and learns
+      from its share of a batch.
 
   Raises:
     RuntimeError: too many tasks have no solution to be shown, or too long a
@@ -83,7 +87,7 @@ def clone(
       )
       continue
     metrics = learner.update_on_sequences(
-        [s for i in chosen for s in played[i].sequences]
+        [s for i in processes.share(chosen) for s in played[i].sequences]
     )
     observers.on_event(
         events.Progress(

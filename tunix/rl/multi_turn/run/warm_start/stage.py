@@ -22,6 +22,7 @@ import jax
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.core import durable
+from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.run import episodes
@@ -49,6 +50,7 @@ class WarmStart:
       config: config_lib.TrainConfig,
       mesh: jax.sharding.Mesh | None,
       task_source: Any,
+      processes: peers_lib.Peers = peers_lib.ALONE,
   ):
     """Builds the policy with the weights that the run begins with.
 
@@ -57,6 +59,7 @@ class WarmStart:
     """
     self._config = config
     self._mesh = mesh
+    self._processes = processes
     self._resuming = bool(config.run.resume)
     self._directory = config.run_dir
     self._steps = config.warm_start.steps
@@ -115,7 +118,7 @@ class WarmStart:
       policy = models.make_policy(self._config, self._mesh, self._load_later)
     if not self._steps:
       # A run that ended just after the result was saved kept its checkpoints.
-      shutil.rmtree(self._directory / _CHECKPOINTS, ignore_errors=True)
+      self._delete_checkpoints()
     if self._steps:
       policy = self._clone(run, policy)
     return policy
@@ -127,7 +130,11 @@ class WarmStart:
     config = self._config
     # Demonstrations may have to teach anything: all weights learn from them.
     learner = models.make_cloning_learner(
-        config, models.without_adapter(policy), run.images, self._mesh
+        config,
+        models.without_adapter(policy),
+        run.images,
+        self._mesh,
+        self._processes,
     )
     source = self._demonstrations
     demonstrator = demonstrations.Demonstrator(
@@ -153,12 +160,17 @@ class WarmStart:
           observers=run.observers,
           done=learner.version,
           after_update=save_when_due,
+          processes=self._processes,
       )
     policy = dataclasses.replace(policy, model=learner.policy())
-    models.save_policy(config, self._result, policy.model)
-    shutil.rmtree(self._directory / _CHECKPOINTS)
+    run.save_policy(_RESULT, policy.model)
+    self._delete_checkpoints()
     models.add_adapter(config, policy.model)
     return policy
+
+  def _delete_checkpoints(self) -> None:
+    if self._processes.first:
+      shutil.rmtree(self._directory / _CHECKPOINTS, ignore_errors=True)
 
   @contextlib.contextmanager
   def _checkpoints(
