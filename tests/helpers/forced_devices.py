@@ -31,8 +31,13 @@ def run(*arguments, devices=8, seconds=280, flags=""):
   return out
 
 
-def start(*arguments, devices, flags=""):
-  """Such a process, still running."""
+def start(*arguments, devices, flags="", output=None):
+  """Such a process, still running.
+
+  Args:
+    *arguments, devices, flags: as of `run`.
+    output: file of all that it prints; a pipe each by default.
+  """
   forced = (
       f"--xla_force_host_platform_device_count={devices}"
       # Eight threads on two busy cores may meet late.
@@ -48,8 +53,8 @@ def start(*arguments, devices, flags=""):
           # Programs are compiled for eight devices and run a few times.
           JAX_DISABLE_MOST_OPTIMIZATIONS="1",
       ),
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
+      stdout=output or subprocess.PIPE,
+      stderr=subprocess.STDOUT if output else subprocess.PIPE,
       text=True,
   )  # pyformat: disable
 
@@ -69,9 +74,7 @@ def reports(*arguments, processes, devices, seconds=280):
     devices: of each.
     seconds: deadline of all.
   """
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
+  address = free_address()
   started = [
       start(*arguments, address, processes, i, devices=devices)
       for i in range(processes)
@@ -88,3 +91,10 @@ def reports(*arguments, processes, devices, seconds=280):
   for one, (_, err) in zip(started, said):
     assert one.returncode == 0, err[-4000:]
   return [json.loads(out.strip().splitlines()[-1]) for out, _ in said]
+
+
+def free_address():
+  """host:port of the loopback interface that nothing listens on."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    return f"127.0.0.1:{free.getsockname()[1]}"

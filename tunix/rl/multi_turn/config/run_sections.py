@@ -113,10 +113,16 @@ class ProcessesConfig:
   step_s: float = setting(
       default=3600.0,
       doc="How long a process waits for the others' groups, or an evaluation"
-      " of theirs. A process that dies ends the others within two minutes in"
-      " any case.",
+      " of theirs.",
       unit="s",
       gt=0,
+  )
+  heartbeat_s: float = setting(
+      default=100.0,
+      doc="A process that has not been heard of for so long is dead, and ends"
+      " the others; resume= continues from the newest checkpoint.",
+      unit="s",
+      ge=5,
   )
 
   def problems(self) -> Iterator[str]:

@@ -49,6 +49,7 @@ def join(config: ProcessesConfig) -> peers_lib.Peers:
         process_id=_number(_INDEX) if config.index < 0 else config.index,
         cluster_detection_method=None if auto else "deactivate",
         initialization_timeout=int(config.join_s) or 1,
+        heartbeat_timeout_seconds=int(config.heartbeat_s),
     )
   except (ValueError, TypeError, RuntimeError) as error:
     text = " ".join(str(error).split())
