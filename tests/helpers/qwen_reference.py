@@ -24,8 +24,6 @@ import transformers
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import qwen2_5_vl
-from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
@@ -417,8 +415,9 @@ class Reference:
 
   def _normalised(self, patches_PF: torch.Tensor) -> torch.Tensor:
     """As the processor of the checkpoint would give it: each frame twice."""
-    tower = qwen3_vl if self.config.is_qwen3 else qwen2_5_vl
-    mean, std = torch.tensor([tower.MEAN, tower.STD])[:, None, :, None, None]
+    vision = self.config.vision
+    statistics = torch.tensor([vision.image_mean, vision.image_std])
+    mean, std = statistics[:, None, :, None, None]
     pixels = patches_PF.reshape(len(patches_PF), 3, 1, -1) / 255
     pixels = (pixels - mean) / std
     return pixels.expand(-1, -1, 2, -1).reshape(len(patches_PF), -1)

@@ -19,8 +19,6 @@ from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import sharding
 
-MEAN = STD = (0.5, 0.5, 0.5)
-
 
 class VisionAttention(nnx.Module):
   """Full attention within an image; q, k, v come from one product."""
@@ -158,7 +156,12 @@ class VisionTower(nnx.Module):
     self.config = config
     self.mesh = mesh
     self.patch_embed = layers.PatchEmbed(
-        vision.patch_size, vision.hidden_size, init, MEAN, STD, bias=True
+        vision.patch_size,
+        vision.hidden_size,
+        init,
+        vision.image_mean,
+        vision.image_std,
+        bias=True,
     )
     self.pos_embed = layers.Embedding(
         vision.num_position_embeddings, vision.hidden_size, init, (None, "fsdp")

@@ -19,6 +19,17 @@ from typing import Any, Mapping
 
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 
+_HALF = (0.5, 0.5, 0.5)
+_STATISTICS = {
+    "qwen3_vl": (_HALF, _HALF),
+    "qwen3_vl_moe": (_HALF, _HALF),
+    "qwen2_5_vl": (
+        (0.48145466, 0.4578275, 0.40821073),
+        (0.26862954, 0.26130258, 0.27577711),
+    ),
+}
+"""Mean and standard deviation of the published checkpoints' processors."""
+
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
@@ -35,6 +46,9 @@ class VisionConfig:
     num_position_embeddings: learned positions, a square (Qwen3-VL); 0 = none.
     deepstack_visual_indexes: blocks whose output is also merged and added
       after the first decoder layers (Qwen3-VL).
+    image_mean: of each channel, a fraction of 255, subtracted from pixels;
+      given by the processor's files. () = the family's published one.
+    image_std: likewise, by which they are divided.
     window_size: pixels of a side of an attention window (Qwen2.5-VL).
     fullatt_block_indexes: blocks without windows (Qwen2.5-VL).
   """
@@ -48,6 +62,8 @@ class VisionConfig:
   spatial_merge_size: int = 2
   num_position_embeddings: int = 0
   deepstack_visual_indexes: tuple[int, ...] = ()
+  image_mean: tuple[float, ...] = ()
+  image_std: tuple[float, ...] = ()
   window_size: int = 0
   fullatt_block_indexes: tuple[int, ...] = ()
 
@@ -121,6 +137,8 @@ class QwenVLConfig:
       only sharded for storage.
     max_image_patches: patches of the largest image, hence how far apart two
       patches of an image can lie.
+    min_pixels, max_pixels: limits of a resized image's area, as the processor
+      that belongs to the model keeps them; 0 = not known.
   """
 
   family: str
@@ -137,6 +155,8 @@ class QwenVLConfig:
   scan_layers: bool = False
   vision_tensor_parallel: bool = False
   max_image_patches: int = 4096
+  min_pixels: int = 0
+  max_pixels: int = 0
 
   def __post_init__(self):
     if self.family not in FAMILIES:
@@ -148,6 +168,13 @@ class QwenVLConfig:
           f"remat must be none, block or dots, got {self.remat!r}"
       )
     text, vision = self.text, self.vision
+    mean, std = _STATISTICS[self.family]
+    vision = dataclasses.replace(
+        vision,
+        image_mean=vision.image_mean or mean,
+        image_std=vision.image_std or std,
+    )
+    object.__setattr__(self, "vision", vision)
     for name, value in (
         ("text.num_attention_heads", text.num_attention_heads),
         ("vision.num_heads", vision.num_heads),
@@ -220,6 +247,8 @@ RUN_FIELDS = (
     "scan_layers",
     "vision_tensor_parallel",
     "max_image_patches",
+    "min_pixels",
+    "max_pixels",
 )
 """Fields that may differ from a checkpoint's file: those of running it."""
 
