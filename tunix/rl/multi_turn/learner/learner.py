@@ -6,6 +6,9 @@ adds up gradients over micro-batches, and makes one optimizer step a minibatch
 and epoch; then the version is one higher, whether or not anything could be
 learned (admission of new groups counts versions).
 
+Parameters narrower than float32 are trained on float32 masters (`optimizer`);
+checkpoints hold the masters, and what is published has the model's own types.
+
 Promises: the caller's model is copied and never touched; `policy_state` is a
 copy that later updates, which work in place, cannot change; the same groups
 in the same state give the same bits; batches have one shape, so each program
@@ -150,7 +153,9 @@ class Learner:
         self._placement,
         temperature=sampling.temperature,
     )
-    self._params = self._place(self._split.params_of(module))
+    self._params = self._programs.masters(
+        self._put_params(self._split.params_of(module))
+    )
     self._frozen = {
         name: jax.device_put(value, self._placement.frozen[name])
         for name, value in self._split.frozen_of(module).items()
@@ -181,7 +186,9 @@ class Learner:
           " (the model itself, to stay near where training starts)"
       )
     module = cast(nnx.Module, reference)
-    return self._place(self._split.params_of(module))
+    return self._programs.publish(
+        self._put_params(self._split.params_of(module))
+    )
 
   # --- parameters -----------------------------------------------------------
 
@@ -195,16 +202,19 @@ class Learner:
     return dict(self._programs.compiles)
 
   def policy_state(self) -> nnx.State:
-    """A copy of the parameters, for publishing."""
-    return self._split.state(self._programs.copy(self._params), self._frozen)
+    """A copy of the parameters in the model's types, for publishing."""
+    return self._split.state(self._programs.publish(self._params), self._frozen)
 
   def policy(self) -> Any:
     """A copy of the policy as a module."""
-    return self._split.merge(self._programs.copy(self._params), self._frozen)
+    return self._split.merge(self._programs.publish(self._params), self._frozen)
 
   def parameters(self) -> dict[str, jax.Array]:
-    """A copy of the trained parameters as {name: array}."""
-    return self._programs.copy(self._params)
+    """A copy of the trained parameters as {name: array}.
+
+    They are masters: float32 where the model's are narrower.
+    """
+    return self._programs.masters(self._params)
 
   # --- learning -------------------------------------------------------------
 
@@ -284,10 +294,9 @@ class Learner:
     all_examples = example_lib.from_sequences(sequences)
     packed = self._pack(all_examples, np.ones(len(all_examples)))
     out = [np.zeros(len(s), np.float32) for s in sequences]
+    params = self._acting()
     for batch in packed.batches:
-      found = np.asarray(
-          self._programs.score(self._params, self._frozen, batch)
-      )
+      found = np.asarray(self._programs.score(params, self._frozen, batch))
       mask, number = np.asarray(batch.mask), np.asarray(batch.sequences)
       for i in np.unique(number[mask]):
         out[i][sequences[i].loss_mask] = found[mask & (number == i)]
@@ -315,7 +324,7 @@ class Learner:
     corrected = self.algorithm.correction.needs_proximal
     if corrected and self.config.steps_per_update > 1:
       with clock("score"):
-        self._score_into(packed, "proximal", self._params)
+        self._score_into(packed, "proximal", self._acting())
     if self._reference is not None:
       with clock("score"):
         self._score_into(packed, "reference", self._reference)
@@ -478,12 +487,18 @@ class Learner:
   def _put(self, batch: batching.Batch) -> batching.Batch:
     return jax.device_put(batch, self._placement.batch)
 
-  def _place(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Copies parameters to their place."""
-    return self._programs.copy({
+  def _put_params(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Parameters at their place; not copied if they lie there already."""
+    return {
         name: jax.device_put(value, self._placement.params[name])
         for name, value in params.items()
-    })
+    }
+
+  def _acting(self) -> dict[str, jax.Array]:
+    """Parameters in the model's types, in which a reference is kept too."""
+    if not self._split.rounds:
+      return self._params
+    return self._programs.publish(self._params)
 
   # --- checkpoints ----------------------------------------------------------
 

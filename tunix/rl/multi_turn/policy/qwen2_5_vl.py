@@ -21,7 +21,6 @@ from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import sharding
 
 
-
 class VisionBlock(nnx.Module):
 
   def __init__(

@@ -31,6 +31,21 @@ _STATISTICS = {
 """Mean and standard deviation of the published checkpoints' processors."""
 
 
+DTYPES = ("float32", "bfloat16")
+
+
+def check_dtypes(compute_dtype: str, param_dtype: str) -> None:
+  """Raises a ValueError unless both are of `DTYPES`."""
+  for name, value in (
+      ("compute_dtype", compute_dtype), ("param_dtype", param_dtype)
+  ):  # pyformat: disable
+    if value not in DTYPES:
+      raise ValueError(
+          f"{name}={value!r} must be one of {', '.join(DTYPES)}; a narrower"
+          " type has no exponent or no precision to spare for gradients"
+      )
+
+
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
   """The vision tower.
@@ -128,7 +143,8 @@ class QwenVLConfig:
     vision_start_token_id: begins an image in the prompt.
     vision_end_token_id: ends it.
     compute_dtype: of activations; sums are taken in float32.
-    param_dtype: of the weights that are trained.
+    param_dtype: of the model's weights; the learner trains float32 masters of
+      bfloat16 ones.
     remat: recomputed by the backward pass: "none", "block" (all of a
       layer) or "dots" (all but the results of matrix products).
     scan_layers: one loop over stacked layers, which compiles faster; unrolled
@@ -163,6 +179,7 @@ class QwenVLConfig:
       raise ValueError(
           f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
       )
+    check_dtypes(self.compute_dtype, self.param_dtype)
     if self.remat not in ("none", "block", "dots"):
       raise ValueError(
           f"remat must be none, block or dots, got {self.remat!r}"

@@ -37,7 +37,8 @@ class QwenTextConfig:
     banned_token_ids: tokens that no sampler may draw: the tokenizer's image
       and video placeholders. Not in config.json.
     compute_dtype: of activations; sums are taken in float32.
-    param_dtype: of the weights that are trained.
+    param_dtype: of the model's weights; the learner trains float32 masters of
+      bfloat16 ones.
     remat: results that the backward pass computes again: "none", "block" (all
       of a layer) or "dots" (all but the results of matrix products).
     scan_layers: one loop over stacked layers, which compiles faster; unrolled
@@ -58,6 +59,7 @@ class QwenTextConfig:
       raise ValueError(
           f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
       )
+    qwen_config.check_dtypes(self.compute_dtype, self.param_dtype)
     if self.remat not in ("none", "block", "dots"):
       raise ValueError(
           f"remat must be none, block or dots, got {self.remat!r}"
