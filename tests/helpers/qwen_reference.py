@@ -87,7 +87,6 @@ def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
       video_token_id=VIDEO,
       vision_start_token_id=IMAGE_START,
       vision_end_token_id=IMAGE_END,
-      max_image_patches=MAX_PATCHES,
       **changes,
   )
 
@@ -261,6 +260,7 @@ def draw_batch(
       patches=np.stack([s.patches for s in stores]).astype(np.float32),
       patch_segments=whole([s.segments for s in stores]),
       patch_positions=whole([s.positions for s in stores]),
+      image_patches=MAX_PATCHES,
   )
   return Batch(inputs, tuple(cases))
 
@@ -356,8 +356,6 @@ class Reference:
   @functools.cache  # noqa: B019
   def policy(self, **changes: Any) -> qwen_text.QwenText:
     """Ours with the same weights; `changes` as of `load_model`."""
-    if isinstance(self.config, qwen_config.QwenVLConfig):
-      changes = {"max_image_patches": MAX_PATCHES} | changes
     return hf_checkpoint.load_model(self.directory, **changes)
 
   def run(

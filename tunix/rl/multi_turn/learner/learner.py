@@ -12,7 +12,8 @@ checkpoints hold the masters, and what is published has the model's own types.
 Promises: the caller's model is copied and never touched; `policy_state` is a
 copy that later updates, which work in place, cannot change; the same groups
 in the same state give the same bits; batches have one shape, so each program
-is compiled once (`compiles` counts).
+is compiled once, and again when an image is larger than all before it by some
+eighth (`compiles` counts).
 
 Does not: know environments or queues (see `loop`), or serve two callers at a
 time.
@@ -36,6 +37,7 @@ from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import optimizer
+from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.learner import readings as readings_lib
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import advantages
@@ -86,7 +88,8 @@ class Learner:
     config, algorithm: settings, and the resolved algorithm.
     gamma, seed: as given.
     counters: kept by checkpoints.
-    shape: of every batch; None until the first one decides it.
+    shape: of every batch; None until the first one decides it. Its bound of an
+      image's patches grows with the data.
     advantages: of the last `update`: trajectory id -> float32[turns], valid
       members.
     left_out: of the last `update`: see `examples.left_out`.
@@ -172,6 +175,9 @@ class Learner:
         banned_token_ids=banned,
     )
     self.shape = _fixed_shape(config, self._buffers)
+    # Whether the policy's programs depend on the largest image.
+    self._bounded = bool(getattr(model, "reads_image_patches", False))
+    self._image_limit = int(getattr(about, "max_image_patches", 0))
 
   def _reference_params(
       self, reference: base.Policy | None
@@ -431,6 +437,11 @@ class Learner:
   ) -> _Minibatch:
     if self.shape is None:
       self.shape = self._suggest(examples)
+    most = self._packer.largest_image(examples, self._image_limit)
+    if self._bounded and most > self.shape.image_patches:
+      self.shape = dataclasses.replace(
+          self.shape, image_patches=packing.image_bound(most)
+      )
     plan = self._packer.plan(examples, self.shape)
     batches = [
         self._put(b) for b in self._packer.fill(plan, examples, weights_N)
@@ -550,6 +561,12 @@ class Learner:
           shape.patches - least.patches, shape.targets - least.targets
       ) >= 0:
         self.shape = shape
+    if self.shape is not None and progress["shape"] is not None:
+      # Else the same images would be computed in other blocks.
+      bound = progress["shape"].get("image_patches", 0)
+      self.shape = dataclasses.replace(
+          self.shape, image_patches=max(bound, self.shape.image_patches)
+      )
 
 
 def _fixed_shape(

@@ -186,7 +186,8 @@ class _Program:
     return len(self._compiled)
 
   def __call__(self, *args: Any) -> Any:
-    key = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args))
+    leaves, tree = jax.tree.flatten(args)
+    key = tree, tuple((x.shape, x.dtype) for x in leaves)
     compiled = self._compiled.get(key)
     if compiled is None:
       compiled = self.lower(*args).compile()

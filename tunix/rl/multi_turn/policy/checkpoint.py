@@ -58,8 +58,8 @@ def create_policy(
     seed: of the weights.
     tokenizer: a directory with the tokenizer's files, or a shipped name.
     mesh: where to put the weights; None is the default device.
-    screen: (width, height) of the largest screenshot, if known: attention
-      within an image costs as much as the largest image needs.
+    screen: (width, height) of the largest screenshot, if known: refused where
+      it has more patches than max_image_patches.
     **changes: config fields that differ from the size's.
 
   Raises:
@@ -103,8 +103,8 @@ def load_policy(
   Args:
     path: directory, or name.
     mesh: where to put the weights; None is the default device.
-    screen: (width, height) of the largest screenshot, if known: attention
-      within an image costs as much as the largest image needs.
+    screen: (width, height) of the largest screenshot, if known: refused where
+      it has more patches than max_image_patches.
     **changes: config fields to override (compute_dtype, …).
 
   Raises:

@@ -117,6 +117,7 @@ class VisionTower(nnx.Module):
       patches_SPF: jax.Array,
       segments_SP: jax.Array,
       positions_SP4: jax.Array,
+      reach: int,
   ) -> jax.Array:
     """Vision tokens [S, V, 1, D]; arguments as of Qwen3-VL's tower."""
     config, vision = self.config, self.config.vision
@@ -125,7 +126,7 @@ class VisionTower(nnx.Module):
     windows = self._windows(segments_SP, positions_SP4)
     run = layers.remat(config.remat)(
         lambda block, x, segments: sharding.constrain(
-            block(x, segments, rotation, config.max_image_patches),
+            block(x, segments, rotation, reach),
             self.mesh,
             *sharding.TOKENS,
         )

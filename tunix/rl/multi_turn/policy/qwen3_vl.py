@@ -180,6 +180,7 @@ class VisionTower(nnx.Module):
       patches_SPF: jax.Array,
       segments_SP: jax.Array,
       positions_SP4: jax.Array,
+      reach: int,
   ) -> jax.Array:
     """Vision tokens [S, V, 1 + deepstack, D].
 
@@ -187,6 +188,7 @@ class VisionTower(nnx.Module):
       patches_SPF: uint8 (or any number in [0, 255]).
       segments_SP: int32, the image a patch belongs to.
       positions_SP4: int32, row and column of the patch and of its grid.
+      reach: patches of the largest image at least.
     """
     config, vision = self.config, self.config.vision
     x = self.patch_embed(patches_SPF, jnp.dtype(config.compute_dtype))
@@ -194,7 +196,7 @@ class VisionTower(nnx.Module):
     rotation = layers.vision_rotation(positions_SP4[..., :2], vision.head_dim)
     run = layers.remat(config.remat)(
         lambda block, x: sharding.constrain(
-            block(x, segments_SP, rotation, config.max_image_patches),
+            block(x, segments_SP, rotation, reach),
             self.mesh,
             *sharding.TOKENS,
         )

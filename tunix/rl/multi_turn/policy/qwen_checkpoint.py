@@ -106,7 +106,7 @@ def create(
   encoder = policy_files.load_tokenizer(tokenizer)
   config, pixels = _apply(_small_config(size, encoder), changes)
   processor = _processor(_default_settings(config), config, pixels)
-  config = _fit(config, processor, screen, changes)
+  config = _fit(config, processor, screen)
   return _fresh(config, processor, encoder, seed, mesh)
 
 
@@ -210,7 +210,7 @@ def _read(
   logging.getLogger(__name__).info(
       "images of %s: %s", directory, processor.describe()
   )
-  return _fit(config, processor, screen, changes), processor
+  return _fit(config, processor, screen), processor
 
 
 def _run_fields(config: qwen_config.QwenVLConfig) -> dict[str, Any]:
@@ -272,21 +272,26 @@ def _fit(
     config: qwen_config.QwenVLConfig,
     processor: qwen_vl_inputs.QwenVLProcessor,
     screen: tuple[int, int] | None,
-    changes: dict[str, Any],
 ) -> qwen_config.QwenVLConfig:
-  """The configuration with its processor's limits, and the largest image's."""
-  config = dataclasses.replace(
+  """The configuration with its processor's limits of an image's area.
+
+  Raises:
+    ValueError: the limit of an image's patches excludes every screenshot.
+  """
+  limit = config.max_image_patches
+  if limit and screen is not None:
+    rows, columns = processor.grid(*screen)
+    if rows * columns > limit:
+      raise ValueError(
+          f"max_image_patches={limit}: a screenshot of"
+          f" {screen[0]}x{screen[1]} has {rows * columns} patches; raise it"
+          " (0 = no limit), or lower max_pixels"
+      )
+  return dataclasses.replace(
       config,
       min_pixels=processor.min_pixels,
       max_pixels=processor.max_pixels,
   )
-  if "max_image_patches" in changes:
-    return config
-  if screen is not None:
-    rows, columns = processor.grid(*screen)
-    return dataclasses.replace(config, max_image_patches=rows * columns)
-  most = processor.max_pixels // processor.patch_size**2
-  return dataclasses.replace(config, max_image_patches=most)
 
 
 def _fresh(

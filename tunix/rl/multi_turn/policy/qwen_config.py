@@ -151,8 +151,8 @@ class QwenVLConfig:
       layers run faster on a CPU.
     vision_tensor_parallel: split the tower within a layer too; else it is
       only sharded for storage.
-    max_image_patches: patches of the largest image, hence how far apart two
-      patches of an image can lie.
+    max_image_patches: an image of more patches is refused by the learner and,
+      where its size is known, when the policy is loaded. 0 = no limit.
     min_pixels, max_pixels: limits of a resized image's area, as the processor
       that belongs to the model keeps them; 0 = not known.
   """
@@ -170,7 +170,7 @@ class QwenVLConfig:
   remat: str = "block"
   scan_layers: bool = False
   vision_tensor_parallel: bool = False
-  max_image_patches: int = 4096
+  max_image_patches: int = 0
   min_pixels: int = 0
   max_pixels: int = 0
 
@@ -195,10 +195,13 @@ class QwenVLConfig:
     for name, value in (
         ("text.num_attention_heads", text.num_attention_heads),
         ("vision.num_heads", vision.num_heads),
-        ("max_image_patches", self.max_image_patches),
     ):
       if value < 1:
         raise ValueError(f"{name} must be >= 1, got {value}")
+    if self.max_image_patches < 0:
+      raise ValueError(
+          f"max_image_patches must be >= 0, got {self.max_image_patches}"
+      )
     if text.num_attention_heads % text.num_key_value_heads:
       raise ValueError(
           f"text.num_attention_heads={text.num_attention_heads} is not a"

@@ -20,6 +20,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.environments import spec as environment_spec
@@ -334,11 +335,24 @@ def _activations(
         config.algorithm,
         sampling=config.sampling,
         mesh=mesh,
+        image_patches=_screenshot_patches(config, processor),
     )
   if compiled is not None:
     return Part(name, compiled, settings, how="compiled")
   how = "predicted" if predicted is not None else "not known for this policy"
   return Part(name, predicted or 0, settings, how=how)
+
+
+def _screenshot_patches(
+    config: config_lib.TrainConfig, processor: Any
+) -> int:
+  """Patches of a screenshot; 0 for a text policy."""
+  if not processor.patches_per_token:
+    return 0
+  screen = agent_registry.screenshot_size(
+      config.agent, config.gym.width, config.gym.height
+  )
+  return processor.num_image_tokens(*screen) * processor.patches_per_token
 
 
 def _named(model: Any, kind: Any) -> dict[str, Any]:
