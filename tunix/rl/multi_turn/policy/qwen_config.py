@@ -5,7 +5,8 @@ are inverse for every field that the policies read; `hf_checkpoint` keeps other
 fields of a checkpoint (initialisation, dropout, generation defaults) and writes
 the original file back.
 
-Promises: a configuration that the models here would compute wrongly (another
+Promises: a field that a file leaves out has the default of transformers' class
+(see `qwen_defaults`). A configuration that the models here would compute wrongly (another
 activation, scaled rotary embeddings, sliding windows in the decoder) is
 refused by name.
 
@@ -17,19 +18,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Mapping
 
+from tunix.rl.multi_turn.policy import qwen_defaults
+
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
-
-_HALF = (0.5, 0.5, 0.5)
-_STATISTICS = {
-    "qwen3_vl": (_HALF, _HALF),
-    "qwen3_vl_moe": (_HALF, _HALF),
-    "qwen2_5_vl": (
-        (0.48145466, 0.4578275, 0.40821073),
-        (0.26862954, 0.26130258, 0.27577711),
-    ),
-}
-"""Mean and standard deviation of the published checkpoints' processors."""
-
 
 DTYPES = ("float32", "bfloat16")
 
@@ -185,7 +176,7 @@ class QwenVLConfig:
           f"remat must be none, block or dots, got {self.remat!r}"
       )
     text, vision = self.text, self.vision
-    mean, std = _STATISTICS[self.family]
+    mean, std = qwen_defaults.IMAGE_STATISTICS[self.family]
     vision = dataclasses.replace(
         vision,
         image_mean=vision.image_mean or mean,
@@ -255,11 +246,6 @@ class QwenVLConfig:
 
 # --- config.json -----------------------------------------------------------
 
-_ACTIVATIONS = {
-    "qwen2_5_vl": "silu",
-    "qwen3_vl": "gelu_pytorch_tanh",
-    "qwen3_vl_moe": "gelu_pytorch_tanh",
-}
 RUN_FIELDS = (
     "compute_dtype",
     "param_dtype",
@@ -290,29 +276,18 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
         f"model_type={family!r} is none of {', '.join(FAMILIES)}; other"
         " architectures have no policy here"
     )
-  # Qwen2.5-VL of before transformers 4.52 has the decoder's fields at the top.
-  text = dict(raw.get("text_config") or raw)
-  vision = dict(raw.get("vision_config") or {})
+  text, vision = _sections(raw, family)
   _check(family, text, vision)
-  try:
-    config = QwenVLConfig(
-        family=family,
-        vision=_vision(vision, family),
-        text=_text(text, raw, family),
-        tie_word_embeddings=bool(
-            raw.get(
-                "tie_word_embeddings", text.get("tie_word_embeddings", False)
-            )
-        ),
-        image_token_id=raw.get("image_token_id", 151655),
-        video_token_id=raw.get("video_token_id", 151656),
-        vision_start_token_id=raw.get("vision_start_token_id", 151652),
-        vision_end_token_id=raw.get("vision_end_token_id", 151653),
-    )
-  except KeyError as error:
-    raise ValueError(
-        f"config.json of {family} lacks {error.args[0]!r}"
-    ) from None
+  config = QwenVLConfig(
+      family=family,
+      vision=_vision(vision, family),
+      text=_text(text, raw, family),
+      tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+      image_token_id=raw.get("image_token_id", 151655),
+      video_token_id=raw.get("video_token_id", 151656),
+      vision_start_token_id=raw.get("vision_start_token_id", 151652),
+      vision_end_token_id=raw.get("vision_end_token_id", 151653),
+  )
   unknown = sorted(set(changes) - set(RUN_FIELDS))
   if unknown:
     raise ValueError(
@@ -322,22 +297,47 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
   return dataclasses.replace(config, **changes)
 
 
+def _sections(
+    raw: Mapping[str, Any], family: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The decoder's fields and the tower's, with defaults.
+
+  Raises:
+    ValueError: a section is not there as a whole.
+  """
+  text, vision = raw.get("text_config"), raw.get("vision_config")
+  if not text and family == "qwen2_5_vl" and "hidden_size" in raw:
+    text = raw  # Before transformers 4.52 its fields were at the top.
+  for name, section in (("text_config", text), ("vision_config", vision)):
+    if not isinstance(section, Mapping) or not section:
+      raise ValueError(
+          f"config.json of {family} lacks {name!r}; copy or download the whole"
+          " file again"
+      )
+  defaults = qwen_defaults.TEXT[family], qwen_defaults.VISION[family]
+  return (
+      qwen_defaults.filled(text, defaults[0]),
+      qwen_defaults.filled(vision, defaults[1]),
+  )
+
+
 def _check(
     family: str, text: Mapping[str, Any], vision: Mapping[str, Any]
 ) -> None:
   """Refuses fields that ask for more than is computed here."""
   refuse(
-      text.get("hidden_act", "silu") != "silu",
-      f"text hidden_act={text.get('hidden_act')!r}, only silu is known",
+      text["hidden_act"] != "silu",
+      f"text hidden_act={text['hidden_act']!r}, only silu is known",
   )
-  act = vision.get("hidden_act", _ACTIVATIONS[family])
-  refuse(
-      act != _ACTIVATIONS[family],
-      f"vision hidden_act={act!r}, {family} has {_ACTIVATIONS[family]}",
-  )
+  act, known = vision["hidden_act"], qwen_defaults.VISION[family]["hidden_act"]
+  refuse(act != known, f"vision hidden_act={act!r}, {family} has {known}")
   refuse(
       bool(text.get("use_sliding_window")),
       "use_sliding_window=true, the decoder has no windows here",
+  )
+  kinds = sorted(set(text.get("layer_types") or ()) - {"full_attention"})
+  refuse(
+      bool(kinds), f"layer_types holds {kinds}, only full_attention is known"
   )
   refuse(
       family != "qwen2_5_vl" and bool(text.get("attention_bias")),
@@ -349,7 +349,7 @@ def _check(
 
 
 def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
-  """The tower; raises KeyError for a field that the file lacks."""
+  """The tower."""
   qwen2 = family == "qwen2_5_vl"
   return VisionConfig(
       depth=vision["depth"],
@@ -357,15 +357,15 @@ def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
       intermediate_size=vision["intermediate_size"],
       num_heads=vision["num_heads"],
       out_hidden_size=vision["out_hidden_size"],
-      patch_size=vision.get("patch_size", 14 if qwen2 else 16),
-      spatial_merge_size=vision.get("spatial_merge_size", 2),
+      patch_size=vision["patch_size"],
+      spatial_merge_size=vision["spatial_merge_size"],
       num_position_embeddings=(
           0 if qwen2 else vision["num_position_embeddings"]
       ),
       deepstack_visual_indexes=(
           () if qwen2 else tuple(vision["deepstack_visual_indexes"])
       ),
-      window_size=vision.get("window_size", 112) if qwen2 else 0,
+      window_size=vision["window_size"] if qwen2 else 0,
       fullatt_block_indexes=(
           tuple(vision["fullatt_block_indexes"]) if qwen2 else ()
       ),
@@ -375,7 +375,7 @@ def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
 def _text(
     text: Mapping[str, Any], raw: Mapping[str, Any], family: str
 ) -> TextConfig:
-  """The decoder; raises KeyError for a field that the file lacks."""
+  """The decoder."""
   rope = _rope(text, raw, family)
   heads, hidden = text["num_attention_heads"], text["hidden_size"]
   return TextConfig(
@@ -384,11 +384,11 @@ def _text(
       intermediate_size=text["intermediate_size"],
       num_hidden_layers=text["num_hidden_layers"],
       num_attention_heads=heads,
-      num_key_value_heads=text.get("num_key_value_heads") or heads,
-      head_dim=text.get("head_dim") or hidden // heads,
-      rms_norm_eps=text.get(
-          "rms_norm_eps", 1e-5 if family == "qwen2_5_vl" else 1e-6
-      ),
+      num_key_value_heads=text["num_key_value_heads"] or heads,
+      head_dim=text.get("head_dim")
+      or qwen_defaults.TEXT[family].get("head_dim")
+      or hidden // heads,
+      rms_norm_eps=text["rms_norm_eps"],
       rope_theta=float(rope["rope_theta"]),
       mrope_section=tuple(rope["mrope_section"]),
       **_experts(text, family),
@@ -410,11 +410,10 @@ def _rope(
       kind not in ("default", "mrope"),
       f"rope_type={kind!r}, scaled rotary positions are not implemented",
   )
-  qwen2 = family == "qwen2_5_vl"
   theta = rope.get("rope_theta", text.get("rope_theta"))
   if theta is None:
-    theta = 1e6 if qwen2 else 5e5
-  section = rope.get("mrope_section", (16, 24, 24) if qwen2 else (24, 20, 20))
+    theta = qwen_defaults.ROPE_THETA[family]
+  section = rope.get("mrope_section", qwen_defaults.MROPE_SECTION[family])
   return {"rope_theta": theta, "mrope_section": section}
 
 
@@ -422,8 +421,7 @@ def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
   if family != "qwen3_vl_moe":
     return {}
   count = text.get("num_experts", text.get("num_local_experts"))
-  if count is None:
-    raise KeyError("num_experts")
+  count = qwen_defaults.NUM_EXPERTS if count is None else count
   refuse(
       text.get("norm_topk_prob", True) is False,
       "norm_topk_prob=false, routing weights always add up to 1 here",
@@ -433,7 +431,7 @@ def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
       "num_experts_per_tok": text["num_experts_per_tok"],
       "moe_intermediate_size": text["moe_intermediate_size"],
       "mlp_only_layers": tuple(text.get("mlp_only_layers") or ()),
-      "decoder_sparse_step": text.get("decoder_sparse_step", 1),
+      "decoder_sparse_step": text["decoder_sparse_step"],
   }
 
 
@@ -463,7 +461,7 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
       "spatial_merge_size": vision.spatial_merge_size,
       "temporal_patch_size": 2,
       "in_channels": 3,
-      "hidden_act": _ACTIVATIONS[family],
+      "hidden_act": qwen_defaults.VISION[family]["hidden_act"],
   }
   if qwen2:
     vision_config |= {

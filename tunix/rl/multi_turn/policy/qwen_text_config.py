@@ -4,7 +4,8 @@ The decoder is that of the vision-language models (`qwen_config.TextConfig`)
 without a tower. Field names follow the checkpoints' own `config.json`;
 `from_hf` and `to_hf` are inverse for everything the policy reads.
 
-Promises: a configuration that the decoder would compute wrongly (another
+Promises: a field that a file leaves out has the default of transformers' class
+(see `qwen_defaults`). A configuration that the decoder would compute wrongly (another
 activation, scaled rotary positions, sliding windows, experts) is refused by
 the name of its field.
 
@@ -17,6 +18,7 @@ import dataclasses
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_defaults
 
 FAMILIES = ("qwen3", "qwen2")
 
@@ -117,8 +119,9 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
         " architectures have no text policy here"
     )
   qwen3 = family == "qwen3"
+  raw = qwen_defaults.filled(raw, qwen_defaults.TEXT[str(family)])
   refuse = qwen_config.refuse
-  act = raw.get("hidden_act", "silu")
+  act = raw["hidden_act"]
   refuse(act != "silu", f"hidden_act={act!r}, only silu is known")
   refuse(
       bool(raw.get("use_sliding_window")),
@@ -132,25 +135,20 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
       qwen3 and bool(raw.get("attention_bias")),
       "attention_bias=true, Qwen3's projections have none here",
   )
-  try:
-    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-    head_dim = raw.get("head_dim") or (128 if qwen3 else hidden // heads)
-    text = qwen_config.TextConfig(
-        vocab_size=raw["vocab_size"],
-        hidden_size=hidden,
-        intermediate_size=raw["intermediate_size"],
-        num_hidden_layers=raw["num_hidden_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=raw["num_key_value_heads"] or heads,
-        head_dim=head_dim,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(raw),
-        mrope_section=plain_rotary(head_dim),
-    )
-  except KeyError as error:
-    raise ValueError(
-        f"config.json of {family} lacks {error.args[0]!r}"
-    ) from None
+  heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+  head_dim = raw.get("head_dim") or (128 if qwen3 else hidden // heads)
+  text = qwen_config.TextConfig(
+      vocab_size=raw["vocab_size"],
+      hidden_size=hidden,
+      intermediate_size=raw["intermediate_size"],
+      num_hidden_layers=raw["num_hidden_layers"],
+      num_attention_heads=heads,
+      num_key_value_heads=raw["num_key_value_heads"] or heads,
+      head_dim=head_dim,
+      rms_norm_eps=raw["rms_norm_eps"],
+      rope_theta=_rope_theta(raw),
+      mrope_section=plain_rotary(head_dim),
+  )
   refuse(
       not qwen3 and head_dim * heads != hidden,
       f"head_dim={head_dim}, qwen2's is hidden_size / num_attention_heads ="
@@ -189,7 +187,7 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
       if value is not None
   }
   if not found:
-    raise KeyError("rope_theta")
+    return qwen_defaults.ROPE_THETA[raw["model_type"]]
   qwen_config.refuse(
       len(found) > 1,
       f"rope_theta={raw.get('rope_theta')} but rope_parameters.rope_theta="
