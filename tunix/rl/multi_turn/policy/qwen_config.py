@@ -6,9 +6,10 @@ fields of a checkpoint (initialisation, dropout, generation defaults) and writes
 the original file back.
 
 Promises: a field that a file leaves out has the default of transformers' class
-(see `qwen_defaults`). A configuration that the models here would compute wrongly (another
-activation, scaled rotary embeddings, sliding windows in the decoder) is
-refused by name.
+(see `qwen_defaults`). A configuration that the models here would compute
+wrongly (another activation, a kind of scaled rotary embeddings that is not in
+`rope_scaling`, sliding windows in the decoder, weights of 8 bits) is refused by
+name.
 
 Does not: import JAX.
 """
@@ -18,24 +19,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Mapping
 
+from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import qwen_defaults
+from tunix.rl.multi_turn.policy import rope_scaling
 
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
-
-DTYPES = ("float32", "bfloat16")
-
-
-def check_dtypes(compute_dtype: str, param_dtype: str) -> None:
-  """Raises a ValueError unless both are of `DTYPES`."""
-  for name, value in (
-      ("compute_dtype", compute_dtype), ("param_dtype", param_dtype)
-  ):  # pyformat: disable
-    if value not in DTYPES:
-      raise ValueError(
-          f"{name}={value!r} must be one of {', '.join(DTYPES)}; a narrower"
-          " type has no exponent or no precision to spare for gradients"
-      )
-
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
@@ -93,6 +81,7 @@ class TextConfig:
     mlp_only_layers: layers with a dense MLP although there are experts.
     decoder_sparse_step: every how many layers there are experts.
     mrope_section: frequencies of a head for the axes time, height, width.
+    rope_scaling: of the rotary positions; None = plain.
   """
 
   vocab_size: int
@@ -105,6 +94,7 @@ class TextConfig:
   rms_norm_eps: float = 1e-6
   rope_theta: float = 5e6
   mrope_section: tuple[int, int, int] = (24, 20, 20)
+  rope_scaling: rope_scaling.RopeScaling | None = None
   num_experts: int = 0
   num_experts_per_tok: int = 0
   moe_intermediate_size: int = 0
@@ -170,7 +160,7 @@ class QwenVLConfig:
       raise ValueError(
           f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
       )
-    check_dtypes(self.compute_dtype, self.param_dtype)
+    config_checks.check_dtypes(self.compute_dtype, self.param_dtype)
     if self.remat not in ("none", "block", "dots"):
       raise ValueError(
           f"remat must be none, block or dots, got {self.remat!r}"
@@ -276,6 +266,7 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
         f"model_type={family!r} is none of {', '.join(FAMILIES)}; other"
         " architectures have no policy here"
     )
+  config_checks.refuse_quantized(raw)
   text, vision = _sections(raw, family)
   _check(family, text, vision)
   config = QwenVLConfig(
@@ -325,6 +316,7 @@ def _check(
     family: str, text: Mapping[str, Any], vision: Mapping[str, Any]
 ) -> None:
   """Refuses fields that ask for more than is computed here."""
+  refuse = config_checks.refuse
   refuse(
       text["hidden_act"] != "silu",
       f"text hidden_act={text['hidden_act']!r}, only silu is known",
@@ -376,7 +368,6 @@ def _text(
     text: Mapping[str, Any], raw: Mapping[str, Any], family: str
 ) -> TextConfig:
   """The decoder."""
-  rope = _rope(text, raw, family)
   heads, hidden = text["num_attention_heads"], text["hidden_size"]
   return TextConfig(
       vocab_size=text["vocab_size"],
@@ -389,8 +380,7 @@ def _text(
       or qwen_defaults.TEXT[family].get("head_dim")
       or hidden // heads,
       rms_norm_eps=text["rms_norm_eps"],
-      rope_theta=float(rope["rope_theta"]),
-      mrope_section=tuple(rope["mrope_section"]),
+      **_rope(text, raw, family),
       **_experts(text, family),
   )
 
@@ -398,23 +388,23 @@ def _text(
 def _rope(
     text: Mapping[str, Any], raw: Mapping[str, Any], family: str
 ) -> dict[str, Any]:
-  """rope_theta and mrope_section, whichever transformers wrote the file."""
+  """Fields of rotary positions, whichever transformers wrote the file."""
   rope = dict(
       text.get("rope_parameters")
       or text.get("rope_scaling")
       or raw.get("rope_scaling")
       or {}
   )
-  kind = rope.get("rope_type", rope.get("type", "default"))
-  refuse(
-      kind not in ("default", "mrope"),
-      f"rope_type={kind!r}, scaled rotary positions are not implemented",
-  )
   theta = rope.get("rope_theta", text.get("rope_theta"))
   if theta is None:
     theta = qwen_defaults.ROPE_THETA[family]
   section = rope.get("mrope_section", qwen_defaults.MROPE_SECTION[family])
-  return {"rope_theta": theta, "mrope_section": section}
+  longest = text["max_position_embeddings"]
+  return {
+      "rope_theta": float(theta),
+      "mrope_section": tuple(section),
+      "rope_scaling": rope_scaling.read(rope, longest),
+  }
 
 
 def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
@@ -422,7 +412,7 @@ def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
     return {}
   count = text.get("num_experts", text.get("num_local_experts"))
   count = qwen_defaults.NUM_EXPERTS if count is None else count
-  refuse(
+  config_checks.refuse(
       text.get("norm_topk_prob", True) is False,
       "norm_topk_prob=false, routing weights always add up to 1 here",
   )
@@ -433,12 +423,6 @@ def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
       "mlp_only_layers": tuple(text.get("mlp_only_layers") or ()),
       "decoder_sparse_step": text["decoder_sparse_step"],
   }
-
-
-def refuse(bad: bool, problem: str) -> None:
-  """Raises a ValueError that names a field of config.json, if `bad`."""
-  if bad:
-    raise ValueError(f"config.json: {problem}")
 
 
 def to_hf(config: QwenVLConfig) -> dict[str, Any]:
@@ -493,6 +477,8 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
   if not qwen2:
     text_config["head_dim"] = text.head_dim
     text_config["rope_parameters"]["mrope_interleaved"] = True
+  if text.rope_scaling is not None:
+    text_config["rope_parameters"] |= text.rope_scaling.to_hf()
   if text.num_experts:
     text_config |= {
         "num_experts": text.num_experts,

@@ -65,10 +65,13 @@ _QWEN_TEXT = {
     "num_key_value_heads": 32,
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
+    "max_position_embeddings": 32768,
 }
 
 TEXT: Mapping[str, Mapping[str, Any]] = {
-    "qwen3_vl": {**_QWEN_TEXT, "head_dim": 128},
+    "qwen3_vl": {
+        **_QWEN_TEXT, "head_dim": 128, "max_position_embeddings": 128000
+    },
     "qwen3_vl_moe": {
         **_QWEN_TEXT,
         "hidden_size": 2048,
@@ -79,6 +82,7 @@ TEXT: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,
         "decoder_sparse_step": 1,
+        "max_position_embeddings": 128000,
     },
     "qwen2_5_vl": {
         **_QWEN_TEXT,

@@ -5,9 +5,10 @@ without a tower. Field names follow the checkpoints' own `config.json`;
 `from_hf` and `to_hf` are inverse for everything the policy reads.
 
 Promises: a field that a file leaves out has the default of transformers' class
-(see `qwen_defaults`). A configuration that the decoder would compute wrongly (another
-activation, scaled rotary positions, sliding windows, experts) is refused by
-the name of its field.
+(see `qwen_defaults`). A configuration that the decoder would compute wrongly
+(another activation, a kind of scaled rotary positions that is not in
+`rope_scaling`, sliding windows, experts, weights of 8 bits) is refused by the
+name of its field.
 
 Does not: import JAX.
 """
@@ -17,8 +18,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Mapping
 
+from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_defaults
+from tunix.rl.multi_turn.policy import rope_scaling
 
 FAMILIES = ("qwen3", "qwen2")
 
@@ -61,7 +64,7 @@ class QwenTextConfig:
       raise ValueError(
           f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
       )
-    qwen_config.check_dtypes(self.compute_dtype, self.param_dtype)
+    config_checks.check_dtypes(self.compute_dtype, self.param_dtype)
     if self.remat not in ("none", "block", "dots"):
       raise ValueError(
           f"remat must be none, block or dots, got {self.remat!r}"
@@ -118,9 +121,10 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
         f"model_type={family!r} is none of {', '.join(FAMILIES)}; other"
         " architectures have no text policy here"
     )
+  config_checks.refuse_quantized(raw)
   qwen3 = family == "qwen3"
   raw = qwen_defaults.filled(raw, qwen_defaults.TEXT[str(family)])
-  refuse = qwen_config.refuse
+  refuse = config_checks.refuse
   act = raw["hidden_act"]
   refuse(act != "silu", f"hidden_act={act!r}, only silu is known")
   refuse(
@@ -148,6 +152,9 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
       rms_norm_eps=raw["rms_norm_eps"],
       rope_theta=_rope_theta(raw),
       mrope_section=plain_rotary(head_dim),
+      rope_scaling=rope_scaling.read(
+          _rope(raw), raw["max_position_embeddings"]
+      ),
   )
   refuse(
       not qwen3 and head_dim * heads != hidden,
@@ -173,14 +180,13 @@ def plain_rotary(head_dim: int) -> tuple[int, int, int]:
   return (head_dim // 2, 0, 0)
 
 
+def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+  return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
 def _rope_theta(raw: Mapping[str, Any]) -> float:
   """The base of the rotary frequencies, of either transformers' spelling."""
-  rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-  kind = rope.get("rope_type", rope.get("type", "default"))
-  qwen_config.refuse(
-      kind != "default",
-      f"rope_type={kind!r}, scaled rotary positions are not implemented",
-  )
+  rope = _rope(raw)
   found = {
       float(value)
       for value in (raw.get("rope_theta"), rope.get("rope_theta"))
@@ -188,7 +194,7 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
   }
   if not found:
     return qwen_defaults.ROPE_THETA[raw["model_type"]]
-  qwen_config.refuse(
+  config_checks.refuse(
       len(found) > 1,
       f"rope_theta={raw.get('rope_theta')} but rope_parameters.rope_theta="
       f"{rope.get('rope_theta')}",
@@ -219,6 +225,10 @@ def to_hf(config: QwenTextConfig) -> dict[str, Any]:
           "rope_theta": text.rope_theta,
       },
   }
+  if text.rope_scaling is not None:
+    raw["rope_parameters"] |= text.rope_scaling.to_hf()
+    # Of transformers 4, beside rope_theta.
+    raw["rope_scaling"] = text.rope_scaling.to_hf()
   if config.is_qwen3:
     raw |= {"head_dim": text.head_dim, "attention_bias": False}
   return raw
