@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.learner import batching
+from tunix.rl.multi_turn.learner import examples
 from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import qwen_checkpoint
@@ -124,8 +125,6 @@ def test_a_bound_below_the_image_would_be_wrong(policy):
 
 
 def everything(*sequences):
-  from tunix.rl.multi_turn.learner import examples  # noqa: PLC0415
-
   found = examples.from_sequences(sequences)
   return found, np.ones(len(found))
 
@@ -144,17 +143,17 @@ def test_bounds_are_few_and_near(policy):
 
 def test_the_packer_refuses_an_image_above_the_shapes_bound(policy):
   case = learner_cases.Case(own=policy)
-  examples, _ = everything(*sequences_of(case, SCREEN, LARGE))
+  given, _ = everything(*sequences_of(case, SCREEN, LARGE))
   packer = batching.Packer(case.processor, case.store)
   few = patches_of(policy[1], SCREEN)
   shape = batching.BatchShape(1, 256, 1, 1024, 64, few)
-  packer.plan(examples[:1], shape)
+  packer.plan(given[:1], shape)
   need = patches_of(policy[1], LARGE)
   with pytest.raises(
       ValueError, match=f"of 192x128 has {need} patches, .*image_patches={few}"
   ):
-    packer.plan(examples, shape)
-  assert packer.largest_image(examples) == need
+    packer.plan(given, shape)
+  assert packer.largest_image(given) == need
 
 
 def test_the_learner_refuses_an_image_above_the_policys_limit(policy):
@@ -188,8 +187,8 @@ def test_a_limit_below_the_screen_is_refused_when_loading():
 def test_a_resumed_learner_keeps_the_bound(policy):
   case = learner_cases.Case(own=policy)
   learner = case.learner(**ROWS)
-  examples, weights = everything(*sequences_of(case, LARGE))
-  learner._pack(examples, weights)
+  given, weights = everything(*sequences_of(case, LARGE))
+  learner._pack(given, weights)
   bound = learner.shape.image_patches
   progress = learner.progress()
   other = case.learner(**ROWS)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import tokenizers
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import custom_policy
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_checkpoint
@@ -219,6 +220,7 @@ def _family(directory: pathlib.Path) -> Any:
   if kind == custom_policy.MODEL_TYPE:
     raise ValueError(custom_policy.refusal(directory))
   raise ValueError(
-      f"{directory} holds a model of type {kind!r}; policies here are"
+      f"{directory} holds a model of type"
+      f" {kind!r}{config_checks.why_not(kind)}; policies here are"
       f" {', '.join(known)}"
   )

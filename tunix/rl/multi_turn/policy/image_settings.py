@@ -28,8 +28,11 @@ VIDEO = "video_preprocessor_config.json"
 SECTION = "image_processor"
 FILES = (PREPROCESSOR, f"{PROCESSOR}:{SECTION}")
 
-IMAGE_PROCESSORS = tuple(
-    f"Qwen2VLImageProcessor{suffix}" for suffix in ("", "Fast", "Pil")
+IMAGE_PROCESSORS = (
+    "Qwen2VLImageProcessor",
+    "Qwen2VLImageProcessorFast",
+    "Qwen2VLImageProcessorPil",
+    "Qwen2_5_VLImageProcessor",  # Of transformers before 4.49.
 )
 """Values of `image_processor_type` whose images are computed here."""
 
@@ -190,7 +193,7 @@ def write(directory: pathlib.Path, wanted: Mapping[str, Any]) -> None:
       for name, value in wanted.items()
   }
   raw["size"] = {edge: wanted[name] for name, edge in _LIMITS}
-  raw.setdefault("image_processor_type", IMAGE_PROCESSORS[0])
+  raw["image_processor_type"] = IMAGE_PROCESSORS[0]
   if "processor_class" in whole:
     raw.setdefault("processor_class", whole["processor_class"])
   _replace(directory / PREPROCESSOR, raw)
