@@ -72,7 +72,6 @@ def make_policy(args: argparse.Namespace):
     vision = dataclasses.replace(config.vision, out_hidden_size=512)
     config = dataclasses.replace(config, text=text, vision=vision)
   processor = qwen_checkpoint.processor_of(config)
-  config = dataclasses.replace(config, max_image_patches=64)
   return qwen_checkpoint.random_model(config), processor
 
 

@@ -104,8 +104,6 @@ def make_policy(args: argparse.Namespace):
   )
   config = dataclasses.replace(config, text=text, vision=vision)
   processor = qwen_checkpoint.processor_of(config)
-  rows, columns = processor.grid(*args.screen)
-  config = dataclasses.replace(config, max_image_patches=rows * columns)
   model = qwen_checkpoint.random_model(config)
   table = model.language_model.embed_tokens.weight
   table[...] = table[...] * 10.0  # Else greedy tokens would hang on rounding.

@@ -80,6 +80,7 @@ def abstract_batch(config, args, mesh):
       patches=array(jnp.uint8, s, p, f),
       patch_segments=array(i32, s, p),
       patch_positions=array(i32, s, p, 4),
+      image_patches=args.image_patches,
   )
   ints = ("index", "targets", "versions", "sequences", "groups")
   floats = ("logprobs", "advantages", "weights")
@@ -173,7 +174,6 @@ def config_of(args):
       param_dtype=args.param_dtype,
       remat=args.remat,
       scan_layers=True,
-      max_image_patches=args.image_patches,
   )
   text, vision = config.text, config.vision
   if args.layers:

@@ -261,8 +261,17 @@ def test_remat_and_adapters_save_what_they_are_for(published):
   assert lora.optimizer < whole.optimizer / 30
   assert whole.parameters < lora.parameters < 1.05 * whole.parameters
   half = memory_plan.plan(published, mesh, work, param_dtype="bfloat16")
-  assert half.parameters * 2 == whole.parameters
-  assert half.optimizer == whole.optimizer  # float32 moments.
+  # float32 masters, gradients and moments; the new gradient is bfloat16.
+  assert half.parameters == whole.parameters
+  assert half.gradients == whole.gradients
+  assert half.optimizer == whole.optimizer == 2 * half.parameters
+  assert half.new_gradients * 2 == whole.new_gradients
+  assert half.cast == whole.cast == half.new_gradients
+  frozen = memory_plan.plan(
+      published, mesh, work, param_dtype="bfloat16", lora_rank=16
+  )
+  assert frozen.parameters < 0.55 * lora.parameters
+  assert frozen.optimizer == lora.optimizer
 
 
 def test_the_parts_of_a_plan_are_its_total(published):

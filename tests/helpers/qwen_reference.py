@@ -24,8 +24,6 @@ import transformers
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import qwen2_5_vl
-from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
@@ -89,7 +87,6 @@ def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
       video_token_id=VIDEO,
       vision_start_token_id=IMAGE_START,
       vision_end_token_id=IMAGE_END,
-      max_image_patches=MAX_PATCHES,
       **changes,
   )
 
@@ -263,6 +260,7 @@ def draw_batch(
       patches=np.stack([s.patches for s in stores]).astype(np.float32),
       patch_segments=whole([s.segments for s in stores]),
       patch_positions=whole([s.positions for s in stores]),
+      image_patches=MAX_PATCHES,
   )
   return Batch(inputs, tuple(cases))
 
@@ -358,8 +356,6 @@ class Reference:
   @functools.cache  # noqa: B019
   def policy(self, **changes: Any) -> qwen_text.QwenText:
     """Ours with the same weights; `changes` as of `load_model`."""
-    if isinstance(self.config, qwen_config.QwenVLConfig):
-      changes = {"max_image_patches": MAX_PATCHES} | changes
     return hf_checkpoint.load_model(self.directory, **changes)
 
   def run(
@@ -417,8 +413,9 @@ class Reference:
 
   def _normalised(self, patches_PF: torch.Tensor) -> torch.Tensor:
     """As the processor of the checkpoint would give it: each frame twice."""
-    tower = qwen3_vl if self.config.is_qwen3 else qwen2_5_vl
-    mean, std = torch.tensor([tower.MEAN, tower.STD])[:, None, :, None, None]
+    vision = self.config.vision
+    statistics = torch.tensor([vision.image_mean, vision.image_std])
+    mean, std = statistics[:, None, :, None, None]
     pixels = patches_PF.reshape(len(patches_PF), 3, 1, -1) / 255
     pixels = (pixels - mean) / std
     return pixels.expand(-1, -1, 2, -1).reshape(len(patches_PF), -1)

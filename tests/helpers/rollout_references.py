@@ -68,7 +68,6 @@ def tiny_qwen(seed: int = 0, talkative: bool = False):
       video_token_id=find("<|video_pad|>"),
       vision_start_token_id=find("<|vision_start|>"),
       vision_end_token_id=find("<|vision_end|>"),
-      max_image_patches=max(PATCHES.values()),
       remat="none",
   )
   model = qwen_vl.QwenVL(config, nnx.Rngs(0))

@@ -9,7 +9,9 @@ import pathlib
 import re
 import sys
 
+from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.learner import checkpoint
 from tunix.rl.multi_turn.policy import sharding
@@ -125,7 +127,50 @@ def main(directory):
       )
       learners[name].update(data[0])
       report[name]["compiles_after"] = learners[name].compiles
+  report["half"] = _half(config, data)
   print(json.dumps(report))
+
+
+def _half(config, data):
+  """bfloat16 parameters on a mesh against one device."""
+  model, processor = learner_cases.policy(0)
+  model = nnx.clone(model)
+  nnx.update(model, jax.tree.map(
+      lambda x: x.astype(jnp.bfloat16), nnx.state(model, nnx.Param)
+  ))
+  case = learner_cases.Case(own=(model, processor))
+  groups = [case.groups(6, 4) for _ in data]
+  single = case.learner(**config)
+  mesh = case.learner(mesh=sharding.make_mesh(**MESHES["mixed"]), **config)
+  for part in groups:
+    single.update(part)
+    mesh.update(part)
+  published = mesh._programs.publish(mesh._params)
+  moments = [
+      x for x in jax.tree.leaves(mesh.arrays()["optimizer"]) if x.ndim
+  ]
+  named = list(mesh._params.values())
+  return {
+      "masters": learner_cases.largest_difference(
+          mesh.parameters(), single.parameters()
+      ),
+      "types": sorted({str(x.dtype) for x in (*named, *moments)}),
+      "published": sorted({str(x.dtype) for x in published.values()}),
+      "placed": all(
+          x.sharding.is_equivalent_to(published[k].sharding, x.ndim)
+          and x.sharding.is_equivalent_to(mesh._placement.params[k], x.ndim)
+          for k, x in mesh._params.items()
+      ),
+      "bytes": max(
+          sum(
+              s.data.nbytes
+              for x in jax.tree.leaves(mesh.arrays())
+              for s in x.addressable_shards
+              if s.device == device
+          )
+          for device in jax.devices()
+      ),
+  }
 
 
 if __name__ == "__main__":

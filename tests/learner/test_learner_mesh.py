@@ -45,3 +45,14 @@ def test_parameters_and_optimizer_state_are_sharded(report):
 def test_a_checkpoint_restores_on_another_mesh_to_the_bit(report, mesh):
   assert report[mesh]["restored"] == 0
   assert report[mesh]["compiles_after"] == report[mesh]["compiles"]
+
+
+def test_masters_of_bfloat16_parameters_are_sharded_like_them(report):
+  found = report["half"]
+  assert found["types"] == ["float32"]
+  assert found["published"] == ["bfloat16"]
+  assert found["placed"]
+  assert found["bytes"] == report["mixed"]["bytes"]
+  # A sum in another order may be rounded to the next bfloat16, by a step that
+  # the optimizer's large epsilon keeps as small as the gradient's change.
+  assert found["masters"] < 1e-4

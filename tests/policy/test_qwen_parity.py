@@ -403,8 +403,14 @@ ROPE = "text_config.rope_parameters"
         (QWEN2, TEXT, "hidden_act", "relu", "text hidden_act='relu'"),
         (QWEN3, VISION, "hidden_act", "silu", "has gelu_pytorch_tanh"),
         (QWEN2, VISION, "hidden_act", "gelu", "qwen2_5_vl has silu"),
-        (QWEN3, ROPE, "rope_type", "yarn", "'yarn', scaled rotary positions"),
-        (QWEN2, ROPE, "rope_type", "dynamic", "'dynamic', scaled rotary"),
+        (QWEN3, ROPE, "rope_type", "yarn", "'yarn' lacks 'factor'"),
+        (QWEN3, ROPE, "rope_type", "linear", "'linear' lacks 'factor'"),
+        (QWEN2, ROPE, "rope_type", "dynamic", "the longest sequence of a"),
+        (QWEN2, ROPE, "rope_type", "longrope", "here are linear and yarn"),
+        (QWEN2, ROPE, "partial_rotary_factor", 0.5, "=0.5, heads are"),
+        (QWEN3, TEXT, "layer_types", ["sliding"], r"\['sliding'\]"),
+        (QWEN3, "", "quantization_config", {"quant_method": "fp8"},
+         "quant_method='fp8', .* name without -FP8"),
         (QWEN2, TEXT, "use_sliding_window", True, "no windows here"),
         (QWEN3, TEXT, "attention_bias", True, "Qwen3-VL has none"),
         (MIXTURE, TEXT, "norm_topk_prob", False, "always add up to 1"),
@@ -427,47 +433,26 @@ def test_what_would_be_computed_wrongly_is_refused(
   assert field in str(error.value)
 
 
-def test_scaled_rotary_positions_of_older_files_are_refused():
+def test_scaled_rotary_positions_of_older_files_are_read():
   raw = edited(QWEN2, {ROPE: None})
   raw[TEXT]["rope_scaling"] = {"type": "yarn", "mrope_section": [16, 24, 24]}
-  with pytest.raises(ValueError, match="rope_type='yarn'"):
+  with pytest.raises(ValueError, match="rope_type='yarn' lacks 'factor'"):
     qwen_config.from_hf(raw)
-
-
-TEXT_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
-VISION_FIELDS = (
-    "depth",
-    "hidden_size",
-    "intermediate_size",
-    "num_heads",
-    "out_hidden_size",
-)
-EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+  raw[TEXT]["rope_scaling"] |= {
+      "factor": 4, "original_max_position_embeddings": 32768
+  }
+  scaling = qwen_config.from_hf(raw).text.rope_scaling
+  assert (scaling.kind, scaling.factor) == ("yarn", 4)
+  assert scaling.original_max_position_embeddings == 32768
 
 
 @pytest.mark.parametrize(
-    "name, path",
-    [
-        *((QWEN3, f"{TEXT}.{field}") for field in TEXT_FIELDS),
-        *((QWEN3, f"{VISION}.{field}") for field in VISION_FIELDS),
-        *((MIXTURE, f"{TEXT}.{field}") for field in EXPERT_FIELDS),
-        (QWEN3, f"{VISION}.num_position_embeddings"),
-        (QWEN3, f"{VISION}.deepstack_visual_indexes"),
-        (QWEN2, f"{VISION}.fullatt_block_indexes"),
-        (QWEN2, VISION),
-    ],
+    "name, section",
+    [(QWEN3, TEXT), (QWEN3, VISION), (QWEN2, TEXT), (QWEN2, VISION)],
 )
-def test_a_missing_field_is_named(name, path):
-  field = path.split(".")[-1]
-  field = "depth" if field == VISION else field  # The first of them.
-  with pytest.raises(ValueError, match=f"lacks '{field}'"):
-    qwen_config.from_hf(edited(name, {path: None}))
+def test_a_missing_section_is_named(name, section):
+  with pytest.raises(ValueError, match=f"lacks '{section}'.*download"):
+    qwen_config.from_hf(edited(name, {section: None}))
 
 
 def test_files_of_older_transformers_are_read_alike():

@@ -139,6 +139,27 @@ def test_the_reference_and_an_adapter_are_counted():
   assert part(found, "gradients").bytes < part(found, "parameters").bytes / 10
 
 
+def test_the_bytes_of_a_parameter_are_those_of_its_types():
+  def found(*argv):
+    config = load("policy=qwen3_vl_tiny", *argv)
+    policy = models.make_policy(config, None, "")
+    return memory_lib.of_run(
+        config, policy.model, policy.processor, None, exact=False
+    )
+
+  names = ("parameters", "parameters that", "gradients", "optimizer", "rollout")
+  sizes = {}
+  for dtype in ("float32", "bfloat16"):
+    memory = found(f"policy.config.param_dtype={dtype}")
+    rows = [part(memory, name) for name in names]
+    count = rows[1].bytes // 4
+    sizes[dtype] = [round(row.bytes / count, 2) for row in rows]
+    for row, size in zip(rows, sizes[dtype]):
+      assert f"{size:.3g} bytes a parameter" in row.how, row.name
+  assert sizes == {"float32": [4, 4, 4, 8, 4], "bfloat16": [2, 4, 4, 8, 2]}
+  assert "float32 masters" in part(memory, "parameters that").how
+
+
 @pytest.mark.slow
 def test_activations_grow_with_the_rows_predicted_and_compiled():
   """The prediction is within a factor of three of what is compiled."""

@@ -113,6 +113,7 @@ def describe(
       },
       "files": policy_facts.stored_bytes(found.directory),
       "screens": [policy_facts.screenshot(processor, *s) for s in screens],
+      "images": getattr(processor, "describe", str)(),
       "sequence": {
           "images": images,
           "text_tokens": text_tokens,
@@ -158,7 +159,7 @@ def text_of(report: dict[str, Any]) -> str:
            else
            f"{s['tokens']} tokens, seen at {s['resized']}")
           for s in report["screens"]
-      ]),
+      ] + [("images", report["images"])] * bool(report["images"])),
       ("sequence", [
           ("length", f"{sequence['tokens']:,} tokens:"
            + (f" {sequence['images']} screenshots of"

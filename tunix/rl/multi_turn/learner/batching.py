@@ -13,7 +13,7 @@ and are left out.
 
 Promises: every sampled token of every packed example is a target exactly
 once; a batch has the given shape, and examples that do not fit go to a further
-batch; nothing is cut.
+batch; nothing is cut. No batch has an image larger than its shape's bound.
 
 Axis names: B = rows, T = tokens of a row, S = buffers (one a batch shard, row
 b belongs to buffer b // (B // S)), P = patches of a buffer, F = bytes of a
@@ -168,6 +168,33 @@ class Packer:
         targets=targets or max(row_length, min(roomy_targets, most.targets)),
     )
 
+  def largest_image(
+      self, examples: Sequence[Example], limit: int = 0
+  ) -> int:
+    """Patches of the largest image of the examples, 0 without images.
+
+    Args:
+      examples: to be packed.
+      limit: patches that an image may have; 0 = any number.
+
+    Raises:
+      ValueError: an image has more.
+    """
+    most = 0
+    for image in {
+        span.image for e in examples for span in e.sequence.images
+    }:
+      size = self._image_size(image)
+      most = max(most, size)
+      if limit and size > limit:
+        raise ValueError(
+            f"an image of {image.width}x{image.height} has {size} patches,"
+            f" policy.config.max_image_patches={limit}; raise it (0 = no"
+            " limit), or lower policy.config.max_pixels or the size of the"
+            " screenshots"
+        )
+    return most
+
   def plan(
       self, examples: Sequence[Example], shape: packing.BatchShape
   ) -> packing.Plan:
@@ -182,6 +209,13 @@ class Packer:
       for image in item.images:
         if image.sha256 not in sizes:
           sizes[image.sha256] = self._image_size(image)
+        if 0 < shape.image_patches < sizes[image.sha256]:
+          raise ValueError(
+              f"image {image.sha256[:12]}… of {image.width}x{image.height} has"
+              f" {sizes[image.sha256]} patches, BatchShape.image_patches="
+              f"{shape.image_patches}: patches further apart would not see"
+              " each other; raise it to `image_bound(largest_image(examples))`"
+          )
     items = [
         part
         for item in items
@@ -333,6 +367,7 @@ class Packer:
         patches=patches,
         patch_segments=patch_segments,
         patch_positions=patch_positions,
+        image_patches=shape.image_patches,
         **extra,
     )
     return Batch(inputs=inputs, mask=rows.mask, **rows.ints, **rows.floats)

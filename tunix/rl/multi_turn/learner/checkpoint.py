@@ -243,6 +243,16 @@ class LearnerCheckpoints:
     if not found:
       raise self._damaged(step, reason)
     arrays = found["arrays"]
+    if expected is not None and (
+        other := [k for k in checksums(wanted) if k not in expected]
+    ):
+      raise ValueError(
+          f"{self.directory / str(step)} holds no {other[0]}, which this"
+          " learner trains; policy.config.param_dtype and learner.optimizer"
+          " must be as they were, and checkpoints of bfloat16 parameters"
+          " without float32 masters cannot be resumed: start a new run from"
+          " its policy directory (policy=runs/<name>/policy)"
+      )
     if expected is not None:
       wrong = [k for k, v in checksums(arrays).items() if expected.get(k) != v]
       if wrong:

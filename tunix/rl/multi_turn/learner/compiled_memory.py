@@ -27,12 +27,15 @@ from tunix.rl.multi_turn.policy import base
 
 
 def least_shape(
-    config: config_lib.LearnerConfig, processor: base.Processor, shards: int
+    config: config_lib.LearnerConfig,
+    processor: base.Processor,
+    shards: int,
+    image_patches: int = 0,
 ) -> packing.BatchShape:
   """The smallest batch that a learner of these settings compiles.
 
   Without learner.patches and learner.targets the first batch decides them, and
-  they may become larger.
+  they may become larger. `image_patches` are those of the largest image.
   """
   length = config.row_length
   return packing.BatchShape(
@@ -41,6 +44,7 @@ def least_shape(
       shards,
       config.patches or length * processor.patches_per_token,
       config.targets or length,
+      packing.image_bound(image_patches),
   )
 
 
@@ -52,6 +56,7 @@ def activations(
     *,
     sampling: policy_client.SamplingConfig,
     mesh: Mesh | None = None,
+    image_patches: int = 0,
 ) -> int | None:
   """Bytes that the update of a micro-batch takes on each device.
 
@@ -63,6 +68,7 @@ def activations(
     model: the policy.
     processor: its host side.
     config, algorithm, sampling, mesh: as of a `Learner`.
+    image_patches: of the largest image; 0 = not known.
 
   Returns:
     The bytes; None on a backend that does not report them.
@@ -95,7 +101,7 @@ def activations(
       for name, value in split.frozen_of(module).items()
   }
   batch = _batch(
-      least_shape(config, processor, placement.shards),
+      least_shape(config, processor, placement.shards, image_patches),
       processor,
       placement.batch,
       share=config.share_prompts
@@ -145,6 +151,7 @@ def _batch(
       patch_segments=array(i32, s, p),
       patch_positions=array(i32, s, p, processor.position_axes),
       prefix_ids=array(i32, b, t) if share else None,
+      image_patches=shape.image_patches,
   )
   ints = ("index", "targets", "versions", "sequences", "groups")
   floats = ("logprobs", "advantages", "weights")

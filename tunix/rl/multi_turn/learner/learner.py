@@ -6,10 +6,14 @@ adds up gradients over micro-batches, and makes one optimizer step a minibatch
 and epoch; then the version is one higher, whether or not anything could be
 learned (admission of new groups counts versions).
 
+Parameters narrower than float32 are trained on float32 masters (`optimizer`);
+checkpoints hold the masters, and what is published has the model's own types.
+
 Promises: the caller's model is copied and never touched; `policy_state` is a
 copy that later updates, which work in place, cannot change; the same groups
 in the same state give the same bits; batches have one shape, so each program
-is compiled once (`compiles` counts).
+is compiled once, and again when an image is larger than all before it by some
+eighth (`compiles` counts).
 
 Does not: know environments or queues (see `loop`), or serve two callers at a
 time.
@@ -20,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from typing import Any, cast, Mapping, Sequence
+from typing import Any, Callable, cast, Mapping, Sequence, TypeVar
 
 from flax import nnx
 import jax
@@ -35,6 +39,7 @@ from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import optimizer
+from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.learner import readings as readings_lib
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import advantages
@@ -47,6 +52,7 @@ AlgorithmConfig = config_lib.AlgorithmConfig
 LearnerConfig = config_lib.LearnerConfig
 Example = example_lib.Example
 Metrics = readings_lib.Metrics
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -86,7 +92,8 @@ class Learner:
     config, algorithm: settings, and the resolved algorithm.
     gamma, seed: as given.
     counters: kept by checkpoints.
-    shape: of every batch; None until the first one decides it.
+    shape: of every batch; None until the first one decides it. Its bound of an
+      image's patches grows with the data.
     advantages: of the last `update`: trajectory id -> float32[turns], valid
       members.
     left_out: of the last `update`: see `examples.left_out`.
@@ -164,7 +171,9 @@ class Learner:
         self._placement,
         temperature=sampling.temperature,
     )
-    self._params = self._place(self._split.params_of(module))
+    self._params = self._programs.masters(
+        self._put_params(self._split.params_of(module))
+    )
     self._frozen = {
         name: sharding.put(value, self._placement.frozen[name])
         for name, value in self._split.frozen_of(module).items()
@@ -181,6 +190,9 @@ class Learner:
         banned_token_ids=banned,
     )
     self.shape = _fixed_shape(config, self._rows, self._buffers)
+    # Whether the policy's programs depend on the largest image.
+    self._bounded = bool(getattr(model, "reads_image_patches", False))
+    self._image_limit = int(getattr(about, "max_image_patches", 0))
 
   def _reference_params(
       self, reference: base.Policy | None
@@ -195,7 +207,9 @@ class Learner:
           " (the model itself, to stay near where training starts)"
       )
     module = cast(nnx.Module, reference)
-    return self._place(self._split.params_of(module))
+    return self._programs.publish(
+        self._put_params(self._split.params_of(module))
+    )
 
   @property
   def groups_per_step(self) -> int:
@@ -214,16 +228,19 @@ class Learner:
     return dict(self._programs.compiles)
 
   def policy_state(self) -> nnx.State:
-    """A copy of the parameters, for publishing."""
-    return self._split.state(self._programs.copy(self._params), self._frozen)
+    """A copy of the parameters in the model's types, for publishing."""
+    return self._split.state(self._programs.publish(self._params), self._frozen)
 
   def policy(self) -> Any:
     """A copy of the policy as a module."""
-    return self._split.merge(self._programs.copy(self._params), self._frozen)
+    return self._split.merge(self._programs.publish(self._params), self._frozen)
 
   def parameters(self) -> dict[str, jax.Array]:
-    """A copy of the trained parameters as {name: array}."""
-    return self._programs.copy(self._params)
+    """A copy of the trained parameters as {name: array}.
+
+    They are masters: float32 where the model's are narrower.
+    """
+    return self._programs.masters(self._params)
 
   # --- learning -------------------------------------------------------------
 
@@ -305,9 +322,10 @@ class Learner:
     all_examples = example_lib.from_sequences(sequences)
     packed = self._pack(all_examples, np.ones(len(all_examples)))
     out = [np.zeros(len(s), np.float32) for s in sequences]
+    params = self._acting()
     for batch in packed.batches:
       found = sharding.local_rows(
-          self._programs.score(self._params, self._frozen, batch)
+          self._programs.score(params, self._frozen, batch)
       )
       mask = sharding.local_rows(batch.mask)
       number = sharding.local_rows(batch.sequences)
@@ -337,7 +355,7 @@ class Learner:
     corrected = self.algorithm.correction.needs_proximal
     if corrected and self.config.steps_per_update > 1:
       with clock("score"):
-        self._score_into(packed, "proximal", self._params)
+        self._score_into(packed, "proximal", self._acting())
     if self._reference is not None:
       with clock("score"):
         self._score_into(packed, "reference", self._reference)
@@ -384,7 +402,7 @@ class Learner:
       self, examples: Sequence[Example]
   ) -> tuple[_Minibatch | None, list[tuple[Example, str]]]:
     """A minibatch, None without a gradient; and the examples left out."""
-    kept, long = self._fitting(examples)
+    kept, long = self._in_all("check", lambda: self._fitting(examples))
     skipped = [(e, example_lib.TOO_LONG) for e in long]
     weighed = self._weigh(kept)
     learned_from = {id(e) for e in weighed[0]} if weighed else set()
@@ -460,15 +478,33 @@ class Learner:
   ) -> _Minibatch:
     if self.shape is None:
       self.shape = self._agreed(self._suggest(examples))
-    plan = self._packer.plan(examples, self.shape)
+    largest = max(
+        self._processes.together(
+            "largest image",
+            lambda: self._packer.largest_image(examples, self._image_limit),
+        )
+    )
+    if self._bounded and largest > self.shape.image_patches:
+      self.shape = dataclasses.replace(
+          self.shape, image_patches=packing.image_bound(largest)
+      )
+    shape = self.shape
+    plan = self._in_all("plan", lambda: self._packer.plan(examples, shape))
     most = max(self._processes.gather("batches", len(plan.placed)))
     # A process with fewer rows joins in with empty ones.
     plan.placed.extend([] for _ in range(most - len(plan.placed)))
-    batches = [
-        self._put(b) for b in self._packer.fill(plan, examples, weights_N)
-    ]
+    filled = self._in_all(
+        "fill", lambda: self._packer.fill(plan, examples, weights_N)
+    )
+    batches = [self._put(batch) for batch in filled]
     extras = [update.Extra(b.logprobs, b.logprobs) for b in batches]
     return _Minibatch(batches, extras, plan.stats)
+
+  def _in_all(self, what: str, work: Callable[[], T]) -> T:
+    """What `work` returns; it fails here if it fails in any process."""
+    done: list[T] = []
+    self._processes.together(what, lambda: done.append(work()))
+    return done[0]
 
   def _agreed(self, shape: batching.BatchShape) -> batching.BatchShape:
     """The shape that holds what every process has."""
@@ -530,12 +566,18 @@ class Learner:
     )
     return jax.tree.map(put, batch)
 
-  def _place(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Copies parameters to their place."""
-    return self._programs.copy({
+  def _put_params(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Parameters at their place; not copied if they lie there already."""
+    return {
         name: sharding.put(value, self._placement.params[name])
         for name, value in params.items()
-    })
+    }
+
+  def _acting(self) -> dict[str, jax.Array]:
+    """Parameters in the model's types, in which a reference is kept too."""
+    if not self._split.rounds:
+      return self._params
+    return self._programs.publish(self._params)
 
   # --- checkpoints ----------------------------------------------------------
 
@@ -587,6 +629,12 @@ class Learner:
           shape.patches - least.patches, shape.targets - least.targets
       ) >= 0:
         self.shape = shape
+    if self.shape is not None and progress["shape"] is not None:
+      # Else the same images would be computed in other blocks.
+      bound = progress["shape"].get("image_patches", 0)
+      self.shape = dataclasses.replace(
+          self.shape, image_patches=max(bound, self.shape.image_patches)
+      )
 
 
 def _fixed_shape(

@@ -1,7 +1,8 @@
 """Predicts the memory of a training step on each device, without running it.
 
 Parameters, gradients and optimizer state are counted tensor by tensor with the
-shardings that training uses; activations follow from the sizes. The plan covers
+shardings that training uses (bytes a parameter: see `weight_bytes`);
+activations follow from the sizes. The plan covers
 the learner's two programs as compiled for TPU: `accumulate`, the forward and
 backward pass of a micro-batch, and `apply`, the optimizer step. docs/tpu.md
 compares it with the compiler's own figures. Activations are counted at the
@@ -168,10 +169,10 @@ class MemoryPlan:
   """Predicted bytes of a training step on one device.
 
   Attributes:
-    parameters: trained and frozen.
+    parameters: trained ones as masters, and frozen ones.
     gradients: the running sum over micro-batches.
     new_gradients: those of one micro-batch, until they are added.
-    cast: copies of the parameters in the compute dtype, which the compiler
+    cast: copies of the parameters in a narrower dtype, which the compiler
       makes of all stacked layers before their loop.
     optimizer: AdamW's two moments.
     layer_residuals: kept by the forward pass of all decoder layers.
@@ -275,6 +276,59 @@ def parameter_bytes(
   return total
 
 
+@dataclasses.dataclass(frozen=True)
+class WeightBytes:
+  """Bytes of a learner's weights on one device.
+
+  Attributes:
+    masters: of the trained parameters, 4 each; so have the running gradients,
+      and each of the optimizer's two moments.
+    own: of the trained parameters in the model's own type; so has the gradient
+      of a micro-batch until it is added.
+    frozen: of the others, with an adapter.
+    cast: of copies in a narrower type that exist while a micro-batch is
+      computed: masters in the model's or the compute type, frozen ones in the
+      latter.
+  """
+
+  masters: int
+  own: int
+  frozen: int
+  cast: int
+
+
+def weight_bytes(
+    model: nnx.Module, mesh: Any, param_itemsize: int, compute_itemsize: int
+) -> WeightBytes:
+  """Counts a learner's weights, tensor by tensor.
+
+  Args:
+    model: with weights, or with shapes only.
+    mesh: real or abstract.
+    param_itemsize: bytes of the model's numbers; 0 = as they are. An adapter's
+      are float32 in any case.
+    compute_itemsize: bytes of a number of the activations.
+  """
+  adapted = bool(jax.tree.leaves(nnx.state(model, layers.LoRAParam)))
+  masters = own = frozen = cast = 0
+  for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    place = sharding.parameter_sharding(variable, mesh)
+    count = math.prod(place.shard_shape(tuple(variable.shape)))
+    item = jnp.dtype(variable.dtype).itemsize
+    adapter = isinstance(variable, layers.LoRAParam)
+    if param_itemsize and not adapter:
+      item = param_itemsize
+    if adapted and not adapter:
+      frozen += count * item
+      cast += count * compute_itemsize * (compute_itemsize < item)
+      continue
+    narrow = min(item, compute_itemsize)
+    masters += 4 * count
+    own += count * item
+    cast += count * narrow * (narrow < 4)
+  return WeightBytes(masters, own, frozen, cast)
+
+
 def plan(
     model: Any,
     mesh: Any,
@@ -293,7 +347,7 @@ def plan(
     mesh: real or abstract, with the axes of `sharding.AXES`.
     work: of one batch shard.
     remat: "none", "block" or "dots"; None = the config's.
-    param_dtype: of parameters and their gradients; None = as they are.
+    param_dtype: of the model's parameters; None = as they are.
     compute_dtype: of activations; None = the config's.
     lora_rank: plans for an adapter of this rank, see `with_adapter`; 0 = as
       the model is.
@@ -310,17 +364,13 @@ def plan(
   sizes = Sizes.of(config)
   wide = jnp.dtype(compute_dtype or config.compute_dtype).itemsize
   item = jnp.dtype(param_dtype).itemsize if param_dtype else 0
-  parameters = parameter_bytes(model, mesh, itemsize=item)
-  adapted = bool(jax.tree.leaves(nnx.state(model, layers.LoRAParam)))
-  kind = layers.LoRAParam if adapted else nnx.Param
-  trained = parameter_bytes(model, mesh, kind, item)
-  copies = parameter_bytes(model, mesh, itemsize=wide)
+  weights = weight_bytes(model, mesh, item, wide)
   return MemoryPlan(
-      parameters=parameters,
-      gradients=trained,
-      new_gradients=trained,
-      cast=copies if copies < parameters else 0,
-      optimizer=2 * parameter_bytes(model, mesh, kind, 4),
+      parameters=weights.masters + weights.frozen,
+      gradients=weights.masters,
+      new_gradients=weights.own,
+      cast=weights.cast,
+      optimizer=2 * weights.masters,
       **_decoder(sizes, work, mesh, remat, wide),
       **_tower(sizes, work, mesh, remat, wide),
       logits=_logits(sizes, work, mesh),

@@ -35,6 +35,8 @@ class BatchShape:
     patches: P, a multiple of the processor's patches a token; 0 for a text
       policy.
     targets: M.
+    image_patches: patches of the largest image; a larger one is refused. 0 =
+      one may fill a buffer.
   """
 
   rows: int
@@ -42,10 +44,11 @@ class BatchShape:
   buffers: int
   patches: int
   targets: int
+  image_patches: int = 0
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
-      least = 0 if field.name == "patches" else 1
+      least = 0 if field.name in ("patches", "image_patches") else 1
       if getattr(self, field.name) < least:
         raise ValueError(
             f"BatchShape.{field.name} must be >= {least}, got"
@@ -105,6 +108,16 @@ class PackStats:
       if self.patch_capacity:
         out["patch_efficiency"] = self.patches / self.patch_capacity
     return out
+
+
+def image_bound(patches: int) -> int:
+  """A bound of an image's patches that few sizes of images exceed.
+
+  Rounded up by at most an eighth (or to 8): a program is compiled for each
+  bound, and attention within images costs in proportion to it.
+  """
+  step = max(8, 1 << max(patches.bit_length() - 4, 0))
+  return -(-patches // step) * step
 
 
 # --- items: placed as a whole -----------------------------------------------

@@ -6,6 +6,9 @@ log-probs only. Parameters travel as a flat {name: array}: all `nnx.Param`s,
 or, when the model has a LoRA adapter, those of the adapter; the base weights
 are then frozen and travel beside them.
 
+Trained parameters are masters, float32 where the model's are narrower (see
+`optimizer`); the model is computed with the masters rounded to its own types.
+
 Promises: a program is compiled ahead of time for the shapes it meets, and then
 refuses arrays that lie elsewhere instead of compiling again unnoticed:
 `compiles` counts every compilation. The loss of a step is a weighted sum over
@@ -77,7 +80,8 @@ class SplitModel:
 
   Attributes:
     names: of the trained parameters.
-    shapes: of them, in the same order.
+    shapes: of their masters, in the same order.
+    rounds: whether the model's parameters are narrower than their masters.
     trained: the kind of variable they are.
   """
 
@@ -87,7 +91,17 @@ class SplitModel:
     parts: Any = nnx.split(model, self.trained, nnx.Param, ...)
     self._graphdef, state, frozen, self._rest = parts
     self._trained, self._frozen = _Leaves(state), _Leaves(frozen)
-    self.names, self.shapes = self._trained.names, self._trained.shapes
+    self.names, own = self._trained.names, self._trained.shapes
+    self._dtypes = {name: x.dtype for name, x in zip(self.names, own)}
+    self.shapes = [
+        jax.ShapeDtypeStruct(x.shape, optimizer.master_dtype(x.dtype))
+        for x in own
+    ]
+    self.rounds = any(a.dtype != b.dtype for a, b in zip(own, self.shapes))
+
+  def rounded(self, params: Params) -> Params:
+    """Masters in the model's own types."""
+    return {k: x.astype(self._dtypes[k]) for k, x in params.items()}
 
   def params_of(self, model: nnx.Module) -> Params:
     """The trained parameters of a module like this one, not copied."""
@@ -101,13 +115,13 @@ class SplitModel:
   def state(self, params: Params, frozen: Params) -> nnx.State:
     """An nnx.State of all Params around these arrays."""
     return nnx.merge_state(
-        self._trained.state(params), self._frozen.state(frozen)
+        self._trained.state(self.rounded(params)), self._frozen.state(frozen)
     )
 
   def merge(self, params: Params, frozen: Params) -> Any:
     return nnx.merge(
         self._graphdef,
-        self._trained.state(params),
+        self._trained.state(self.rounded(params)),
         self._frozen.state(frozen),
         self._rest,
     )
@@ -172,7 +186,8 @@ class _Program:
     return len(self._compiled)
 
   def __call__(self, *args: Any) -> Any:
-    key = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args))
+    leaves, tree = jax.tree.flatten(args)
+    key = tree, tuple((x.shape, x.dtype) for x in leaves)
     compiled = self._compiled.get(key)
     if compiled is None:
       compiled = self.lower(*args).compile()
@@ -288,8 +303,17 @@ class UpdatePrograms:
         jax.jit(self._score, out_shardings=placement.batch)
     )
     self._start: Any = None
-    self.copy = jax.jit(
-        lambda params: jax.tree.map(jnp.copy, params), out_shardings=params
+    dtypes = {name: shape.dtype for name, shape in shapes.items()}
+    self.masters = jax.jit(
+        lambda params: {
+            name: jnp.array(x, dtypes[name], copy=True)
+            for name, x in params.items()
+        },
+        out_shardings=params,
+    )
+    self.publish = jax.jit(
+        lambda params: jax.tree.map(jnp.copy, split.rounded(params)),
+        out_shardings=params,
     )
 
   @property

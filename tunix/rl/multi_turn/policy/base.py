@@ -47,6 +47,10 @@ class PolicyInputs:
       attend to, -1 for none. A prompt stored once is thereby the prefix of
       several completions, which are segments of their own after it. Read by
       policies with `supports_prefix_ids = True`, for others it is None.
+    image_patches: no image has more patches than this, so that attention
+      within an image need not compare those further apart; part of the
+      batch's type, hence of a compilation. 0 = a whole buffer may be one
+      image. Read by policies with `reads_image_patches = True`.
   """
 
   tokens: Array
@@ -57,6 +61,9 @@ class PolicyInputs:
   patch_segments: Array
   patch_positions: Array
   prefix_ids: Array | None = None
+  image_patches: int = dataclasses.field(
+      default=0, metadata={"static": True}
+  )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,8 +125,8 @@ class ModelConfig(Protocol):
 class Policy(Protocol):
   """A flax nnx module.
 
-  `supports_prefix_ids` (False unless given) is optional: whether it reads
-  `PolicyInputs.prefix_ids`.
+  `supports_prefix_ids` and `reads_image_patches` (False unless given) are
+  optional: whether it reads that field of `PolicyInputs`.
   """
 
   config: ModelConfig

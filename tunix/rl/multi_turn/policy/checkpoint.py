@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import tokenizers
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import custom_policy
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_checkpoint
@@ -58,8 +59,8 @@ def create_policy(
     seed: of the weights.
     tokenizer: a directory with the tokenizer's files, or a shipped name.
     mesh: where to put the weights; None is the default device.
-    screen: (width, height) of the largest screenshot, if known: attention
-      within an image costs as much as the largest image needs.
+    screen: (width, height) of the largest screenshot, if known: refused where
+      it has more patches than max_image_patches.
     **changes: config fields that differ from the size's.
 
   Raises:
@@ -103,8 +104,8 @@ def load_policy(
   Args:
     path: directory, or name.
     mesh: where to put the weights; None is the default device.
-    screen: (width, height) of the largest screenshot, if known: attention
-      within an image costs as much as the largest image needs.
+    screen: (width, height) of the largest screenshot, if known: refused where
+      it has more patches than max_image_patches.
     **changes: config fields to override (compute_dtype, …).
 
   Raises:
@@ -219,6 +220,7 @@ def _family(directory: pathlib.Path) -> Any:
   if kind == custom_policy.MODEL_TYPE:
     raise ValueError(custom_policy.refusal(directory))
   raise ValueError(
-      f"{directory} holds a model of type {kind!r}; policies here are"
+      f"{directory} holds a model of type"
+      f" {kind!r}{config_checks.why_not(kind)}; policies here are"
       f" {', '.join(known)}"
   )

@@ -29,6 +29,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tunix.rl.multi_turn.policy import image_settings
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_config
@@ -281,12 +282,34 @@ def load_config(
     )
   raw = tensor_files.read_json(file)
   family = raw.get("model_type")
-  for families in (qwen_config, qwen_text_config):
-    if family in families.FAMILIES:
-      return families.from_hf(raw, **changes)
+  if family in qwen_text_config.FAMILIES:
+    return qwen_text_config.from_hf(raw, **changes)
+  if family in qwen_config.FAMILIES:
+    config = qwen_config.from_hf(raw, **changes)
+    return _with_statistics(config, image_settings.read(file.parent))
   raise ValueError(
       f"{file} holds model_type={family!r}; give a checkpoint of one of"
       f" {', '.join((*qwen_config.FAMILIES, *qwen_text_config.FAMILIES))}"
+  )
+
+
+def _with_statistics(
+    config: qwen_config.QwenVLConfig,
+    images: image_settings.ImageSettings | None,
+) -> qwen_config.QwenVLConfig:
+  """The config with the mean and deviation that images are normalised by."""
+  if images is None:
+    return config
+  vision = config.vision
+  image_settings.check_model(
+      images, vision.patch_size, vision.spatial_merge_size
+  )
+  statistics = {
+      name: tuple(float(v) for v in images.values[name])
+      for name in ("image_mean", "image_std")
+  }
+  return dataclasses.replace(
+      config, vision=dataclasses.replace(vision, **statistics)
   )
 
 

@@ -245,12 +245,11 @@ def mrope_axes(section: tuple[int, int, int], interleaved: bool) -> np.ndarray:
 
 
 def mrope(
-    positions_BT3: jax.Array, axes_H: np.ndarray, theta: float
+    positions_BT3: jax.Array, axes_H: np.ndarray, frequencies_H: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
   """cos and sin [B, T, H / 2] of the decoder's positions."""
-  frequencies = rope_frequencies(2 * len(axes_H), theta)
   chosen = jnp.asarray(positions_BT3)[..., axes_H].astype(jnp.float32)
-  return jnp.cos(chosen * frequencies), jnp.sin(chosen * frequencies)
+  return jnp.cos(chosen * frequencies_H), jnp.sin(chosen * frequencies_H)
 
 
 # --- rematerialisation -----------------------------------------------------

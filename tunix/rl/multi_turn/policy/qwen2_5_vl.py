@@ -20,9 +20,6 @@ from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import sharding
 
-MEAN = (0.48145466, 0.4578275, 0.40821073)
-STD = (0.26862954, 0.26130258, 0.27577711)
-
 
 class VisionBlock(nnx.Module):
 
@@ -103,7 +100,12 @@ class VisionTower(nnx.Module):
     self.config = config
     self.mesh = mesh
     self.patch_embed = layers.PatchEmbed(
-        vision.patch_size, vision.hidden_size, init, MEAN, STD, bias=False
+        vision.patch_size,
+        vision.hidden_size,
+        init,
+        vision.image_mean,
+        vision.image_std,
+        bias=False,
     )
     self.blocks = nnx.List(
         [VisionBlock(vision, init, tensor, mesh) for _ in range(vision.depth)]
@@ -115,6 +117,7 @@ class VisionTower(nnx.Module):
       patches_SPF: jax.Array,
       segments_SP: jax.Array,
       positions_SP4: jax.Array,
+      reach: int,
   ) -> jax.Array:
     """Vision tokens [S, V, 1, D]; arguments as of Qwen3-VL's tower."""
     config, vision = self.config, self.config.vision
@@ -123,7 +126,7 @@ class VisionTower(nnx.Module):
     windows = self._windows(segments_SP, positions_SP4)
     run = layers.remat(config.remat)(
         lambda block, x, segments: sharding.constrain(
-            block(x, segments, rotation, config.max_image_patches),
+            block(x, segments, rotation, reach),
             self.mesh,
             *sharding.TOKENS,
         )

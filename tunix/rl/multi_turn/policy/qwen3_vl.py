@@ -19,8 +19,6 @@ from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import sharding
 
-MEAN = STD = (0.5, 0.5, 0.5)
-
 
 class VisionAttention(nnx.Module):
   """Full attention within an image; q, k, v come from one product."""
@@ -158,7 +156,12 @@ class VisionTower(nnx.Module):
     self.config = config
     self.mesh = mesh
     self.patch_embed = layers.PatchEmbed(
-        vision.patch_size, vision.hidden_size, init, MEAN, STD, bias=True
+        vision.patch_size,
+        vision.hidden_size,
+        init,
+        vision.image_mean,
+        vision.image_std,
+        bias=True,
     )
     self.pos_embed = layers.Embedding(
         vision.num_position_embeddings, vision.hidden_size, init, (None, "fsdp")
@@ -177,6 +180,7 @@ class VisionTower(nnx.Module):
       patches_SPF: jax.Array,
       segments_SP: jax.Array,
       positions_SP4: jax.Array,
+      reach: int,
   ) -> jax.Array:
     """Vision tokens [S, V, 1 + deepstack, D].
 
@@ -184,6 +188,7 @@ class VisionTower(nnx.Module):
       patches_SPF: uint8 (or any number in [0, 255]).
       segments_SP: int32, the image a patch belongs to.
       positions_SP4: int32, row and column of the patch and of its grid.
+      reach: patches of the largest image at least.
     """
     config, vision = self.config, self.config.vision
     x = self.patch_embed(patches_SPF, jnp.dtype(config.compute_dtype))
@@ -191,7 +196,7 @@ class VisionTower(nnx.Module):
     rotation = layers.vision_rotation(positions_SP4[..., :2], vision.head_dim)
     run = layers.remat(config.remat)(
         lambda block, x: sharding.constrain(
-            block(x, segments_SP, rotation, config.max_image_patches),
+            block(x, segments_SP, rotation, reach),
             self.mesh,
             *sharding.TOKENS,
         )

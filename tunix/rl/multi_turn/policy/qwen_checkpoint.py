@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
+import logging
 import pathlib
 from typing import Any
 
@@ -16,6 +16,7 @@ from flax import nnx
 import jax
 import tokenizers
 from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy import image_settings
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text
@@ -31,7 +32,6 @@ Loaded = tuple[
     qwen_vl.QwenVL, qwen_vl_inputs.QwenVLProcessor, tokenizers.Tokenizer
 ]
 
-_PREPROCESSOR = "preprocessor_config.json"
 _PIXELS = ("min_pixels", "max_pixels")
 _BUDGET = "image_budget"
 
@@ -106,7 +106,7 @@ def create(
   encoder = policy_files.load_tokenizer(tokenizer)
   config, pixels = _apply(_small_config(size, encoder), changes)
   processor = _processor(_default_settings(config), config, pixels)
-  config = _fit_screen(config, processor, screen, changes)
+  config = _fit(config, processor, screen)
   return _fresh(config, processor, encoder, seed, mesh)
 
 
@@ -118,10 +118,8 @@ def create_like(
     **changes: Any,
 ) -> Loaded:
   """A policy of a directory's sizes with fresh weights."""
-  config, pixels = _apply(hf_checkpoint.load_config(directory), changes)
+  config, processor = _read(directory, screen, changes)
   encoder = policy_files.load_tokenizer(directory)
-  processor = _processor(_settings_of(directory, config), config, pixels)
-  config = _fit_screen(config, processor, screen, changes)
   return _fresh(config, processor, encoder, seed, mesh)
 
 
@@ -133,13 +131,11 @@ def load(
 ) -> Loaded:
   """The policy of a directory; see `checkpoint.load_policy`.
 
-  Beside the run-time fields of `QwenVLConfig`, `min_pixels` and `max_pixels`
-  of the host side can be changed, or `image_budget` given: (pixels, images)
+  Beside the run-time fields of `QwenVLConfig`, among them `min_pixels` and
+  `max_pixels` of the host side, `image_budget` can be given: (pixels, images)
   of a whole trajectory, see `qwen_vl_sizes.pixel_budget`.
   """
-  config, pixels = _apply(hf_checkpoint.load_config(directory), changes)
-  processor = _processor(_settings_of(directory, config), config, pixels)
-  config = _fit_screen(config, processor, screen, changes)
+  config, processor = _read(directory, screen, changes)
   model = hf_checkpoint.load_model(directory, mesh, **_run_fields(config))
   return model, processor, policy_files.load_tokenizer(directory)
 
@@ -150,13 +146,18 @@ def save(
     tokenizer: str | pathlib.Path,
     dtype: str = "float32",
 ) -> None:
-  """Writes a checkpoint; `tokenizer` may be the one it was loaded from."""
+  """Writes a checkpoint; `tokenizer` may be the one it was loaded from.
+
+  The processor's file holds the limits of an image's area that the model ran
+  with, so that it sees the same pixels elsewhere.
+  """
   hf_checkpoint.save_policy(directory, model, tokenizer, dtype)
-  if not (directory / _PREPROCESSOR).is_file():
-    settings = _default_settings(model.config)
-    (directory / _PREPROCESSOR).write_text(
-        json.dumps(settings, indent=2) + "\n"
-    )
+  config, vision = model.config, model.config.vision
+  read = image_settings.read(directory)
+  wanted = dict(read.values if read else _default_settings(config).values)
+  wanted |= {"image_mean": vision.image_mean, "image_std": vision.image_std}
+  wanted |= {k: getattr(config, k) for k in _PIXELS if getattr(config, k)}
+  image_settings.write(directory, wanted)
 
 
 def load_config(
@@ -193,60 +194,67 @@ def _apply(
   if unknown:
     raise ValueError(
         f"{unknown[0]!r} cannot be changed in a {config.family} policy; change"
-        f" one of: {', '.join((*qwen_config.RUN_FIELDS, *_PIXELS))}"
+        f" one of: {', '.join(qwen_config.RUN_FIELDS)}"
     )
   return dataclasses.replace(config, **rest), pixels
+
+
+def _read(
+    directory: pathlib.Path,
+    screen: tuple[int, int] | None,
+    changes: dict[str, Any],
+) -> tuple[qwen_config.QwenVLConfig, qwen_vl_inputs.QwenVLProcessor]:
+  """A directory's config, changed, and its host side; logs the latter."""
+  config, pixels = _apply(hf_checkpoint.load_config(directory), changes)
+  processor = _processor(_settings_of(directory, config), config, pixels)
+  logging.getLogger(__name__).info(
+      "images of %s: %s", directory, processor.describe()
+  )
+  return _fit(config, processor, screen), processor
 
 
 def _run_fields(config: qwen_config.QwenVLConfig) -> dict[str, Any]:
   return {name: getattr(config, name) for name in qwen_config.RUN_FIELDS}
 
 
-def _default_settings(config: qwen_config.QwenVLConfig) -> dict[str, Any]:
-  """Settings in place of a missing preprocessor_config.json."""
-  settings = dict(
+def _default_settings(
+    config: qwen_config.QwenVLConfig,
+) -> image_settings.ImageSettings:
+  """Settings in place of missing files: the published checkpoints'."""
+  values = dict(
       qwen_vl_inputs.QWEN3_VL if config.is_qwen3 else qwen_vl_inputs.QWEN2_5_VL
   )
-  vision = config.vision
-  if settings["patch_size"] != vision.patch_size:  # One of our small ones.
+  vision, source = config.vision, "the published checkpoints' settings"
+  if values["patch_size"] != vision.patch_size:  # One of our small ones.
     factor = vision.patch_size * vision.spatial_merge_size
-    settings |= {
+    values |= {
         "patch_size": vision.patch_size,
         "min_pixels": factor**2,
         "max_pixels": (64 * factor) ** 2,
     }
-  return settings | {"merge_size": vision.spatial_merge_size}
+    source = "limits that follow from the patch size"
+  values["merge_size"] = vision.spatial_merge_size
+  return image_settings.ImageSettings(values, f"no processor file: {source}")
 
 
 def _settings_of(
     directory: pathlib.Path, config: qwen_config.QwenVLConfig
-) -> dict[str, Any]:
-  file = directory / _PREPROCESSOR
-  if not file.is_file():
-    return _default_settings(config)
-  settings = json.loads(file.read_text())
-  for name, want in (
-      ("patch_size", config.vision.patch_size),
-      ("merge_size", config.vision.spatial_merge_size),
-  ):
-    if settings.get(name, want) != want:
-      raise ValueError(
-          f"{file} has {name}={settings[name]}, config.json {want}; make them"
-          " equal"
-      )
-  return settings
+) -> image_settings.ImageSettings:
+  # `load_config` has held them against the model's sizes.
+  return image_settings.read(directory) or _default_settings(config)
 
 
 def _processor(
-    settings: dict[str, Any],
+    settings: image_settings.ImageSettings,
     config: qwen_config.QwenVLConfig,
     pixels: dict[str, Any],
 ) -> qwen_vl_inputs.QwenVLProcessor:
   limits = {k: v for k, v in pixels.items() if k != _BUDGET}
   make = functools.partial(
       qwen_vl_inputs.QwenVLProcessor.from_preprocessor_config,
-      settings,
+      settings.values,
       image_token_id=config.image_token_id,
+      source=settings.source,
   )
   processor = make(**limits)
   if _BUDGET in pixels:
@@ -260,20 +268,30 @@ def _processor(
   return processor
 
 
-def _fit_screen(
+def _fit(
     config: qwen_config.QwenVLConfig,
     processor: qwen_vl_inputs.QwenVLProcessor,
     screen: tuple[int, int] | None,
-    changes: dict[str, Any],
 ) -> qwen_config.QwenVLConfig:
-  """The configuration with the number of patches of the largest image."""
-  if "max_image_patches" in changes:
-    return config
-  if screen is not None:
+  """The configuration with its processor's limits of an image's area.
+
+  Raises:
+    ValueError: the limit of an image's patches excludes every screenshot.
+  """
+  limit = config.max_image_patches
+  if limit and screen is not None:
     rows, columns = processor.grid(*screen)
-    return dataclasses.replace(config, max_image_patches=rows * columns)
-  most = processor.max_pixels // processor.patch_size**2
-  return dataclasses.replace(config, max_image_patches=most)
+    if rows * columns > limit:
+      raise ValueError(
+          f"max_image_patches={limit}: a screenshot of"
+          f" {screen[0]}x{screen[1]} has {rows * columns} patches; raise it"
+          " (0 = no limit), or lower max_pixels"
+      )
+  return dataclasses.replace(
+      config,
+      min_pixels=processor.min_pixels,
+      max_pixels=processor.max_pixels,
+  )
 
 
 def _fresh(

@@ -5,9 +5,11 @@ are inverse for every field that the policies read; `hf_checkpoint` keeps other
 fields of a checkpoint (initialisation, dropout, generation defaults) and writes
 the original file back.
 
-Promises: a configuration that the models here would compute wrongly (another
-activation, scaled rotary embeddings, sliding windows in the decoder) is
-refused by name.
+Promises: a field that a file leaves out has the default of transformers' class
+(see `qwen_defaults`). A configuration that the models here would compute
+wrongly (another activation, a kind of scaled rotary embeddings that is not in
+`rope_scaling`, sliding windows in the decoder, weights of 8 bits) is refused by
+name.
 
 Does not: import JAX.
 """
@@ -17,8 +19,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Mapping
 
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
+from tunix.rl.multi_turn.policy import config_checks
+from tunix.rl.multi_turn.policy import qwen_defaults
+from tunix.rl.multi_turn.policy import rope_scaling
 
+FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
@@ -35,6 +40,9 @@ class VisionConfig:
     num_position_embeddings: learned positions, a square (Qwen3-VL); 0 = none.
     deepstack_visual_indexes: blocks whose output is also merged and added
       after the first decoder layers (Qwen3-VL).
+    image_mean: of each channel, a fraction of 255, subtracted from pixels;
+      given by the processor's files. () = the family's published one.
+    image_std: likewise, by which they are divided.
     window_size: pixels of a side of an attention window (Qwen2.5-VL).
     fullatt_block_indexes: blocks without windows (Qwen2.5-VL).
   """
@@ -48,6 +56,8 @@ class VisionConfig:
   spatial_merge_size: int = 2
   num_position_embeddings: int = 0
   deepstack_visual_indexes: tuple[int, ...] = ()
+  image_mean: tuple[float, ...] = ()
+  image_std: tuple[float, ...] = ()
   window_size: int = 0
   fullatt_block_indexes: tuple[int, ...] = ()
 
@@ -71,6 +81,7 @@ class TextConfig:
     mlp_only_layers: layers with a dense MLP although there are experts.
     decoder_sparse_step: every how many layers there are experts.
     mrope_section: frequencies of a head for the axes time, height, width.
+    rope_scaling: of the rotary positions; None = plain.
   """
 
   vocab_size: int
@@ -83,6 +94,7 @@ class TextConfig:
   rms_norm_eps: float = 1e-6
   rope_theta: float = 5e6
   mrope_section: tuple[int, int, int] = (24, 20, 20)
+  rope_scaling: rope_scaling.RopeScaling | None = None
   num_experts: int = 0
   num_experts_per_tok: int = 0
   moe_intermediate_size: int = 0
@@ -112,15 +124,18 @@ class QwenVLConfig:
     vision_start_token_id: begins an image in the prompt.
     vision_end_token_id: ends it.
     compute_dtype: of activations; sums are taken in float32.
-    param_dtype: of the weights that are trained.
+    param_dtype: of the model's weights; the learner trains float32 masters of
+      bfloat16 ones.
     remat: recomputed by the backward pass: "none", "block" (all of a
       layer) or "dots" (all but the results of matrix products).
     scan_layers: one loop over stacked layers, which compiles faster; unrolled
       layers run faster on a CPU.
     vision_tensor_parallel: split the tower within a layer too; else it is
       only sharded for storage.
-    max_image_patches: patches of the largest image, hence how far apart two
-      patches of an image can lie.
+    max_image_patches: an image of more patches is refused by the learner and,
+      where its size is known, when the policy is loaded. 0 = no limit.
+    min_pixels, max_pixels: limits of a resized image's area, as the processor
+      that belongs to the model keeps them; 0 = not known.
   """
 
   family: str
@@ -136,25 +151,38 @@ class QwenVLConfig:
   remat: str = "block"
   scan_layers: bool = False
   vision_tensor_parallel: bool = False
-  max_image_patches: int = 4096
+  max_image_patches: int = 0
+  min_pixels: int = 0
+  max_pixels: int = 0
 
   def __post_init__(self):
     if self.family not in FAMILIES:
       raise ValueError(
           f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
       )
+    config_checks.check_dtypes(self.compute_dtype, self.param_dtype)
     if self.remat not in ("none", "block", "dots"):
       raise ValueError(
           f"remat must be none, block or dots, got {self.remat!r}"
       )
     text, vision = self.text, self.vision
+    mean, std = qwen_defaults.IMAGE_STATISTICS[self.family]
+    vision = dataclasses.replace(
+        vision,
+        image_mean=vision.image_mean or mean,
+        image_std=vision.image_std or std,
+    )
+    object.__setattr__(self, "vision", vision)
     for name, value in (
         ("text.num_attention_heads", text.num_attention_heads),
         ("vision.num_heads", vision.num_heads),
-        ("max_image_patches", self.max_image_patches),
     ):
       if value < 1:
         raise ValueError(f"{name} must be >= 1, got {value}")
+    if self.max_image_patches < 0:
+      raise ValueError(
+          f"max_image_patches must be >= 0, got {self.max_image_patches}"
+      )
     if text.num_attention_heads % text.num_key_value_heads:
       raise ValueError(
           f"text.num_attention_heads={text.num_attention_heads} is not a"
@@ -208,11 +236,6 @@ class QwenVLConfig:
 
 # --- config.json -----------------------------------------------------------
 
-_ACTIVATIONS = {
-    "qwen2_5_vl": "silu",
-    "qwen3_vl": "gelu_pytorch_tanh",
-    "qwen3_vl_moe": "gelu_pytorch_tanh",
-}
 RUN_FIELDS = (
     "compute_dtype",
     "param_dtype",
@@ -220,6 +243,8 @@ RUN_FIELDS = (
     "scan_layers",
     "vision_tensor_parallel",
     "max_image_patches",
+    "min_pixels",
+    "max_pixels",
 )
 """Fields that may differ from a checkpoint's file: those of running it."""
 
@@ -241,29 +266,19 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
         f"model_type={family!r} is none of {', '.join(FAMILIES)}; other"
         " architectures have no policy here"
     )
-  # Qwen2.5-VL of before transformers 4.52 has the decoder's fields at the top.
-  text = dict(raw.get("text_config") or raw)
-  vision = dict(raw.get("vision_config") or {})
+  config_checks.refuse_quantized(raw)
+  text, vision = _sections(raw, family)
   _check(family, text, vision)
-  try:
-    config = QwenVLConfig(
-        family=family,
-        vision=_vision(vision, family),
-        text=_text(text, raw, family),
-        tie_word_embeddings=bool(
-            raw.get(
-                "tie_word_embeddings", text.get("tie_word_embeddings", False)
-            )
-        ),
-        image_token_id=raw.get("image_token_id", 151655),
-        video_token_id=raw.get("video_token_id", 151656),
-        vision_start_token_id=raw.get("vision_start_token_id", 151652),
-        vision_end_token_id=raw.get("vision_end_token_id", 151653),
-    )
-  except KeyError as error:
-    raise ValueError(
-        f"config.json of {family} lacks {error.args[0]!r}"
-    ) from None
+  config = QwenVLConfig(
+      family=family,
+      vision=_vision(vision, family),
+      text=_text(text, raw, family),
+      tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+      image_token_id=raw.get("image_token_id", 151655),
+      video_token_id=raw.get("video_token_id", 151656),
+      vision_start_token_id=raw.get("vision_start_token_id", 151652),
+      vision_end_token_id=raw.get("vision_end_token_id", 151653),
+  )
   unknown = sorted(set(changes) - set(RUN_FIELDS))
   if unknown:
     raise ValueError(
@@ -273,22 +288,48 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
   return dataclasses.replace(config, **changes)
 
 
+def _sections(
+    raw: Mapping[str, Any], family: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The decoder's fields and the tower's, with defaults.
+
+  Raises:
+    ValueError: a section is not there as a whole.
+  """
+  text, vision = raw.get("text_config"), raw.get("vision_config")
+  if not text and family == "qwen2_5_vl" and "hidden_size" in raw:
+    text = raw  # Before transformers 4.52 its fields were at the top.
+  for name, section in (("text_config", text), ("vision_config", vision)):
+    if not isinstance(section, Mapping) or not section:
+      raise ValueError(
+          f"config.json of {family} lacks {name!r}; copy or download the whole"
+          " file again"
+      )
+  defaults = qwen_defaults.TEXT[family], qwen_defaults.VISION[family]
+  return (
+      qwen_defaults.filled(text, defaults[0]),
+      qwen_defaults.filled(vision, defaults[1]),
+  )
+
+
 def _check(
     family: str, text: Mapping[str, Any], vision: Mapping[str, Any]
 ) -> None:
   """Refuses fields that ask for more than is computed here."""
+  refuse = config_checks.refuse
   refuse(
-      text.get("hidden_act", "silu") != "silu",
-      f"text hidden_act={text.get('hidden_act')!r}, only silu is known",
+      text["hidden_act"] != "silu",
+      f"text hidden_act={text['hidden_act']!r}, only silu is known",
   )
-  act = vision.get("hidden_act", _ACTIVATIONS[family])
-  refuse(
-      act != _ACTIVATIONS[family],
-      f"vision hidden_act={act!r}, {family} has {_ACTIVATIONS[family]}",
-  )
+  act, known = vision["hidden_act"], qwen_defaults.VISION[family]["hidden_act"]
+  refuse(act != known, f"vision hidden_act={act!r}, {family} has {known}")
   refuse(
       bool(text.get("use_sliding_window")),
       "use_sliding_window=true, the decoder has no windows here",
+  )
+  kinds = sorted(set(text.get("layer_types") or ()) - {"full_attention"})
+  refuse(
+      bool(kinds), f"layer_types holds {kinds}, only full_attention is known"
   )
   refuse(
       family != "qwen2_5_vl" and bool(text.get("attention_bias")),
@@ -300,7 +341,7 @@ def _check(
 
 
 def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
-  """The tower; raises KeyError for a field that the file lacks."""
+  """The tower."""
   qwen2 = family == "qwen2_5_vl"
   return VisionConfig(
       depth=vision["depth"],
@@ -308,15 +349,15 @@ def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
       intermediate_size=vision["intermediate_size"],
       num_heads=vision["num_heads"],
       out_hidden_size=vision["out_hidden_size"],
-      patch_size=vision.get("patch_size", 14 if qwen2 else 16),
-      spatial_merge_size=vision.get("spatial_merge_size", 2),
+      patch_size=vision["patch_size"],
+      spatial_merge_size=vision["spatial_merge_size"],
       num_position_embeddings=(
           0 if qwen2 else vision["num_position_embeddings"]
       ),
       deepstack_visual_indexes=(
           () if qwen2 else tuple(vision["deepstack_visual_indexes"])
       ),
-      window_size=vision.get("window_size", 112) if qwen2 else 0,
+      window_size=vision["window_size"] if qwen2 else 0,
       fullatt_block_indexes=(
           tuple(vision["fullatt_block_indexes"]) if qwen2 else ()
       ),
@@ -326,8 +367,7 @@ def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
 def _text(
     text: Mapping[str, Any], raw: Mapping[str, Any], family: str
 ) -> TextConfig:
-  """The decoder; raises KeyError for a field that the file lacks."""
-  rope = _rope(text, raw, family)
+  """The decoder."""
   heads, hidden = text["num_attention_heads"], text["hidden_size"]
   return TextConfig(
       vocab_size=text["vocab_size"],
@@ -335,13 +375,12 @@ def _text(
       intermediate_size=text["intermediate_size"],
       num_hidden_layers=text["num_hidden_layers"],
       num_attention_heads=heads,
-      num_key_value_heads=text.get("num_key_value_heads") or heads,
-      head_dim=text.get("head_dim") or hidden // heads,
-      rms_norm_eps=text.get(
-          "rms_norm_eps", 1e-5 if family == "qwen2_5_vl" else 1e-6
-      ),
-      rope_theta=float(rope["rope_theta"]),
-      mrope_section=tuple(rope["mrope_section"]),
+      num_key_value_heads=text["num_key_value_heads"] or heads,
+      head_dim=text.get("head_dim")
+      or qwen_defaults.TEXT[family].get("head_dim")
+      or hidden // heads,
+      rms_norm_eps=text["rms_norm_eps"],
+      **_rope(text, raw, family),
       **_experts(text, family),
   )
 
@@ -349,33 +388,31 @@ def _text(
 def _rope(
     text: Mapping[str, Any], raw: Mapping[str, Any], family: str
 ) -> dict[str, Any]:
-  """rope_theta and mrope_section, whichever transformers wrote the file."""
+  """Fields of rotary positions, whichever transformers wrote the file."""
   rope = dict(
       text.get("rope_parameters")
       or text.get("rope_scaling")
       or raw.get("rope_scaling")
       or {}
   )
-  kind = rope.get("rope_type", rope.get("type", "default"))
-  refuse(
-      kind not in ("default", "mrope"),
-      f"rope_type={kind!r}, scaled rotary positions are not implemented",
-  )
-  qwen2 = family == "qwen2_5_vl"
   theta = rope.get("rope_theta", text.get("rope_theta"))
   if theta is None:
-    theta = 1e6 if qwen2 else 5e5
-  section = rope.get("mrope_section", (16, 24, 24) if qwen2 else (24, 20, 20))
-  return {"rope_theta": theta, "mrope_section": section}
+    theta = qwen_defaults.ROPE_THETA[family]
+  section = rope.get("mrope_section", qwen_defaults.MROPE_SECTION[family])
+  longest = text["max_position_embeddings"]
+  return {
+      "rope_theta": float(theta),
+      "mrope_section": tuple(section),
+      "rope_scaling": rope_scaling.read(rope, longest),
+  }
 
 
 def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
   if family != "qwen3_vl_moe":
     return {}
   count = text.get("num_experts", text.get("num_local_experts"))
-  if count is None:
-    raise KeyError("num_experts")
-  refuse(
+  count = qwen_defaults.NUM_EXPERTS if count is None else count
+  config_checks.refuse(
       text.get("norm_topk_prob", True) is False,
       "norm_topk_prob=false, routing weights always add up to 1 here",
   )
@@ -384,14 +421,8 @@ def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
       "num_experts_per_tok": text["num_experts_per_tok"],
       "moe_intermediate_size": text["moe_intermediate_size"],
       "mlp_only_layers": tuple(text.get("mlp_only_layers") or ()),
-      "decoder_sparse_step": text.get("decoder_sparse_step", 1),
+      "decoder_sparse_step": text["decoder_sparse_step"],
   }
-
-
-def refuse(bad: bool, problem: str) -> None:
-  """Raises a ValueError that names a field of config.json, if `bad`."""
-  if bad:
-    raise ValueError(f"config.json: {problem}")
 
 
 def to_hf(config: QwenVLConfig) -> dict[str, Any]:
@@ -414,7 +445,7 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
       "spatial_merge_size": vision.spatial_merge_size,
       "temporal_patch_size": 2,
       "in_channels": 3,
-      "hidden_act": _ACTIVATIONS[family],
+      "hidden_act": qwen_defaults.VISION[family]["hidden_act"],
   }
   if qwen2:
     vision_config |= {
@@ -446,6 +477,8 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
   if not qwen2:
     text_config["head_dim"] = text.head_dim
     text_config["rope_parameters"]["mrope_interleaved"] = True
+  if text.rope_scaling is not None:
+    text_config["rope_parameters"] |= text.rope_scaling.to_hf()
   if text.num_experts:
     text_config |= {
         "num_experts": text.num_experts,

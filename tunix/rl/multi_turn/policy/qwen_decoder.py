@@ -267,7 +267,14 @@ class Decoder(nnx.Module):
   def rotation(self, positions_BT3: jax.Array) -> Rotation:
     text = self.config.text
     axes = layers.mrope_axes(text.mrope_section, self.config.is_qwen3)
-    return layers.mrope(positions_BT3, axes, text.rope_theta)
+    frequencies = layers.rope_frequencies(2 * len(axes), text.rope_theta)
+    scaling = text.rope_scaling
+    if scaling is None:
+      return layers.mrope(positions_BT3, axes, frequencies)
+    cos, sin = layers.mrope(
+        positions_BT3, axes, scaling.scaled(frequencies, text.rope_theta)
+    )
+    return cos * scaling.attention_factor, sin * scaling.attention_factor
 
   def __call__(
       self,

@@ -75,7 +75,10 @@ class QwenText(nnx.Module):
     vision = None
     if inputs.patches.shape[1]:
       vision = self.encode_images(
-          inputs.patches, inputs.patch_segments, inputs.patch_positions
+          inputs.patches,
+          inputs.patch_segments,
+          inputs.patch_positions,
+          inputs.image_patches,
       )
     x, early = self._embed(inputs.tokens, inputs.vision_index, vision)
     segments = jnp.asarray(inputs.segment_ids)
@@ -95,9 +98,10 @@ class QwenText(nnx.Module):
       patches: base.Array,
       patch_segments: base.Array,
       patch_positions: base.Array,
+      image_patches: int = 0,
   ) -> jax.Array:
     """[S, 0, 0]: no vision tokens."""
-    del patch_segments, patch_positions
+    del patch_segments, patch_positions, image_patches
     return jnp.zeros((patches.shape[0], 0, 0), self.config.compute_dtype)
 
   def init_cache(self, batch: int, length: int) -> Cache:

@@ -4,9 +4,11 @@ The decoder is that of the vision-language models (`qwen_config.TextConfig`)
 without a tower. Field names follow the checkpoints' own `config.json`;
 `from_hf` and `to_hf` are inverse for everything the policy reads.
 
-Promises: a configuration that the decoder would compute wrongly (another
-activation, scaled rotary positions, sliding windows, experts) is refused by
-the name of its field.
+Promises: a field that a file leaves out has the default of transformers' class
+(see `qwen_defaults`). A configuration that the decoder would compute wrongly
+(another activation, a kind of scaled rotary positions that is not in
+`rope_scaling`, sliding windows, experts, weights of 8 bits) is refused by the
+name of its field.
 
 Does not: import JAX.
 """
@@ -16,7 +18,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Mapping
 
+from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_defaults
+from tunix.rl.multi_turn.policy import rope_scaling
 
 FAMILIES = ("qwen3", "qwen2")
 
@@ -37,7 +42,8 @@ class QwenTextConfig:
     banned_token_ids: tokens that no sampler may draw: the tokenizer's image
       and video placeholders. Not in config.json.
     compute_dtype: of activations; sums are taken in float32.
-    param_dtype: of the weights that are trained.
+    param_dtype: of the model's weights; the learner trains float32 masters of
+      bfloat16 ones.
     remat: results that the backward pass computes again: "none", "block" (all
       of a layer) or "dots" (all but the results of matrix products).
     scan_layers: one loop over stacked layers, which compiles faster; unrolled
@@ -58,6 +64,7 @@ class QwenTextConfig:
       raise ValueError(
           f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
       )
+    config_checks.check_dtypes(self.compute_dtype, self.param_dtype)
     if self.remat not in ("none", "block", "dots"):
       raise ValueError(
           f"remat must be none, block or dots, got {self.remat!r}"
@@ -114,9 +121,11 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
         f"model_type={family!r} is none of {', '.join(FAMILIES)}; other"
         " architectures have no text policy here"
     )
+  config_checks.refuse_quantized(raw)
   qwen3 = family == "qwen3"
-  refuse = qwen_config.refuse
-  act = raw.get("hidden_act", "silu")
+  raw = qwen_defaults.filled(raw, qwen_defaults.TEXT[str(family)])
+  refuse = config_checks.refuse
+  act = raw["hidden_act"]
   refuse(act != "silu", f"hidden_act={act!r}, only silu is known")
   refuse(
       bool(raw.get("use_sliding_window")),
@@ -130,25 +139,23 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
       qwen3 and bool(raw.get("attention_bias")),
       "attention_bias=true, Qwen3's projections have none here",
   )
-  try:
-    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-    head_dim = raw.get("head_dim") or (128 if qwen3 else hidden // heads)
-    text = qwen_config.TextConfig(
-        vocab_size=raw["vocab_size"],
-        hidden_size=hidden,
-        intermediate_size=raw["intermediate_size"],
-        num_hidden_layers=raw["num_hidden_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=raw["num_key_value_heads"] or heads,
-        head_dim=head_dim,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(raw),
-        mrope_section=plain_rotary(head_dim),
-    )
-  except KeyError as error:
-    raise ValueError(
-        f"config.json of {family} lacks {error.args[0]!r}"
-    ) from None
+  heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+  head_dim = raw.get("head_dim") or (128 if qwen3 else hidden // heads)
+  text = qwen_config.TextConfig(
+      vocab_size=raw["vocab_size"],
+      hidden_size=hidden,
+      intermediate_size=raw["intermediate_size"],
+      num_hidden_layers=raw["num_hidden_layers"],
+      num_attention_heads=heads,
+      num_key_value_heads=raw["num_key_value_heads"] or heads,
+      head_dim=head_dim,
+      rms_norm_eps=raw["rms_norm_eps"],
+      rope_theta=_rope_theta(raw),
+      mrope_section=plain_rotary(head_dim),
+      rope_scaling=rope_scaling.read(
+          _rope(raw), raw["max_position_embeddings"]
+      ),
+  )
   refuse(
       not qwen3 and head_dim * heads != hidden,
       f"head_dim={head_dim}, qwen2's is hidden_size / num_attention_heads ="
@@ -173,22 +180,21 @@ def plain_rotary(head_dim: int) -> tuple[int, int, int]:
   return (head_dim // 2, 0, 0)
 
 
+def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+  return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
 def _rope_theta(raw: Mapping[str, Any]) -> float:
   """The base of the rotary frequencies, of either transformers' spelling."""
-  rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-  kind = rope.get("rope_type", rope.get("type", "default"))
-  qwen_config.refuse(
-      kind != "default",
-      f"rope_type={kind!r}, scaled rotary positions are not implemented",
-  )
+  rope = _rope(raw)
   found = {
       float(value)
       for value in (raw.get("rope_theta"), rope.get("rope_theta"))
       if value is not None
   }
   if not found:
-    raise KeyError("rope_theta")
-  qwen_config.refuse(
+    return qwen_defaults.ROPE_THETA[raw["model_type"]]
+  config_checks.refuse(
       len(found) > 1,
       f"rope_theta={raw.get('rope_theta')} but rope_parameters.rope_theta="
       f"{rope.get('rope_theta')}",
@@ -219,6 +225,10 @@ def to_hf(config: QwenTextConfig) -> dict[str, Any]:
           "rope_theta": text.rope_theta,
       },
   }
+  if text.rope_scaling is not None:
+    raw["rope_parameters"] |= text.rope_scaling.to_hf()
+    # Of transformers 4, beside rope_theta.
+    raw["rope_scaling"] = text.rope_scaling.to_hf()
   if config.is_qwen3:
     raw |= {"head_dim": text.head_dim, "attention_bias": False}
   return raw

@@ -29,6 +29,8 @@ from tunix.rl.multi_turn.policy import sharding
 class QwenVL(qwen_text.QwenText):
   """See the module docstring."""
 
+  reads_image_patches = True
+
   def __init__(
       self,
       config: qwen_config.QwenVLConfig,
@@ -66,13 +68,17 @@ class QwenVL(qwen_text.QwenText):
       patches: base.Array,
       patch_segments: base.Array,
       patch_positions: base.Array,
+      image_patches: int = 0,
   ) -> jax.Array:
-    """[S, V, 1 + deepstack, D]."""
+    """[S, V, 1 + deepstack, D]; `image_patches` as of `PolicyInputs`."""
     patches, patch_segments, patch_positions = map(
         jnp.asarray, (patches, patch_segments, patch_positions)
     )
     patches = sharding.constrain(patches, self.mesh, *sharding.TOKENS)
-    return self.visual(patches, patch_segments, patch_positions)
+    # A buffer of bool segments is one image.
+    whole = not image_patches or patch_segments.dtype == jnp.bool_
+    reach = patches.shape[1] if whole else image_patches
+    return self.visual(patches, patch_segments, patch_positions, reach)
 
   def _embed(
       self,

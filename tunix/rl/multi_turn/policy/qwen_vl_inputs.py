@@ -70,6 +70,7 @@ class QwenVLProcessor:
     mean: of each channel, as a fraction of 255; None if unknown. Not applied
       here: the model subtracts it on the device.
     std: likewise; the model divides by it.
+    source: where the settings are from, for people.
   """
 
   patch_size: int
@@ -79,6 +80,7 @@ class QwenVLProcessor:
   image_token_id: int | None = None
   mean: tuple[float, float, float] | None = None
   std: tuple[float, float, float] | None = None
+  source: str = dataclasses.field(default="", compare=False)
 
   position_axes: ClassVar[int] = 4
 
@@ -112,6 +114,7 @@ class QwenVLProcessor:
       image_token_id: int | None = None,
       min_pixels: int | None = None,
       max_pixels: int | None = None,
+      source: str = "",
   ) -> QwenVLProcessor:
     """The processor a checkpoint was trained with.
 
@@ -123,6 +126,7 @@ class QwenVLProcessor:
       image_token_id: the placeholder's id, from the tokenizer.
       min_pixels: takes the place of the config's; None keeps it.
       max_pixels: likewise.
+      source: of the config, for people.
 
     Raises:
       ValueError: a field is missing, or asks for a step that is not
@@ -155,6 +159,17 @@ class QwenVLProcessor:
         image_token_id=image_token_id,
         mean=_field(config, "image_mean"),
         std=_field(config, "image_std"),
+        source=source,
+    )
+
+  def describe(self) -> str:
+    """The settings and their source, in a line for people."""
+    numbers = lambda values: " ".join(f"{v:.4g}" for v in values or ())
+    return (
+        f"patches of {self.patch_size}, {self.merge_size}x{self.merge_size} a"
+        f" token, {self.min_pixels:,} to {self.max_pixels:,} pixels, mean"
+        f" {numbers(self.mean)}, std {numbers(self.std)}"
+        + f" ({self.source})" * bool(self.source)
     )
 
   @property

@@ -71,8 +71,9 @@ class PolicyConfig:
   )
   dtype: Literal["float32", "bfloat16"] = settings.setting(
       default="float32",
-      doc="Type of activations and matrix products; parameters and optimizer"
-      " state stay float32.",
+      doc="Type of activations and matrix products. What is trained and the"
+      " optimizer's state are float32 in any case; policy.config.param_dtype is"
+      " the type of the weights that act.",
   )
   trajectory_pixels: int = settings.setting(
       default=0,

@@ -58,6 +58,7 @@ def describe(
       ("devices", f"{jax.device_count()} x {jax.default_backend()}"),
       ("system prompt", f"{len(policy.renderer.render(messages))} tokens"),
       ("screenshot", screen),
+      *_images(policy.processor),
       (
           "rollout",
           f"{config.engine.slots} requests at a time of up to"
@@ -77,6 +78,12 @@ def describe(
   return "\n".join(
       [config.to_yaml(), *_rows(shapes), "", "memory", *_rows(memory.table())]
   )
+
+
+def _images(processor: Any) -> list[tuple[str, str]]:
+  """How the policy sees images, where its processor reports it."""
+  describe = getattr(processor, "describe", None)
+  return [("images", describe())] if callable(describe) else []
 
 
 def _rows(rows: list[tuple[str, str]]) -> list[str]:

@@ -20,6 +20,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.environments import spec as environment_spec
@@ -204,8 +205,11 @@ def _weights(
   kind = layers.LoRAParam if adapted else nnx.Param
   parameters = memory_plan.parameter_bytes(model, mesh)
   trained = memory_plan.parameter_bytes(model, mesh, kind)
+  masters = memory_plan.weight_bytes(model, mesh, 0, 4).masters
   shapes = {
-      name: jax.ShapeDtypeStruct(value.shape, value.dtype)
+      name: jax.ShapeDtypeStruct(
+          value.shape, optimizer.master_dtype(value.dtype)
+      )
       for name, value in _named(model, kind).items()
   }
   state = jax.eval_shape(
@@ -213,26 +217,36 @@ def _weights(
   )
   whole = _tree_bytes(shapes)
   grows = ("policy.name",)
+  each = lambda size, count: f"{size / max(count, 1):.3g} bytes a parameter"
+  count = memory_plan.parameter_bytes(model, mesh, itemsize=1)
+  copied = each(masters, masters // 4)
+  # Sharded as the parameters are.
+  moments = _tree_bytes(state) * masters // max(whole, 1)
   out = [
-      Part("parameters", parameters, grows),
-      Part("parameters that are trained, a copy", trained, grows),
-      Part("gradients", trained, grows),
+      Part("parameters", parameters, grows, how=each(parameters, count)),
+      Part(
+          "parameters that are trained, a copy",
+          masters,
+          grows,
+          how=copied + ", float32 masters" * (masters > trained),
+      ),
+      Part("gradients", masters, grows, how=copied),
       Part(
           "optimizer state",
-          # Sharded as the parameters are.
-          _tree_bytes(state) * trained // max(whole, 1),
+          moments,
           (*grows, "learner.optimizer"),
+          how=each(moments, masters // 4),
       ),
   ]
   if config.algorithm.kl_coef:
     out.append(Part("KL reference", trained, (*grows, "algorithm.kl_coef")))
   if config.rollout.via != "external":
-    shrink = 4 if config.engine.weights == "int8" else 1
+    int8 = config.engine.weights == "int8"
     out.append(Part(
         "rollout copy of the parameters",
-        parameters // shrink,
+        count if int8 else parameters,
         (*grows, "engine.weights"),
-        how="int8, at least" if shrink > 1 else "",
+        how="int8, at least" if int8 else each(parameters, count),
     ))
   return out
 
@@ -321,11 +335,24 @@ def _activations(
         config.algorithm,
         sampling=config.sampling,
         mesh=mesh,
+        image_patches=_screenshot_patches(config, processor),
     )
   if compiled is not None:
     return Part(name, compiled, settings, how="compiled")
   how = "predicted" if predicted is not None else "not known for this policy"
   return Part(name, predicted or 0, settings, how=how)
+
+
+def _screenshot_patches(
+    config: config_lib.TrainConfig, processor: Any
+) -> int:
+  """Patches of a screenshot; 0 for a text policy."""
+  if not processor.patches_per_token:
+    return 0
+  screen = agent_registry.screenshot_size(
+      config.agent, config.gym.width, config.gym.height
+  )
+  return processor.num_image_tokens(*screen) * processor.patches_per_token
 
 
 def _named(model: Any, kind: Any) -> dict[str, Any]:

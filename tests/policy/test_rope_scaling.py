@@ -1,0 +1,161 @@
+"""Scaled rotary positions against transformers'."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_text_config
+from tunix.rl.multi_turn.policy import rope_scaling
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+
+import qwen_reference  # noqa: E402
+
+FAMILIES = (*qwen_config.FAMILIES, *qwen_text_config.FAMILIES)
+# As the published READMEs advise it, and every field that is read.
+ASKED = {
+    "yarn": {
+        "rope_type": "yarn", "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    },
+    "yarn of 4.45": {
+        "type": "yarn", "factor": 2.0,
+        "original_max_position_embeddings": 262144,
+    },
+    "yarn of the context's length": {"rope_type": "yarn", "factor": 3.0},
+    "betas": {
+        "rope_type": "yarn", "factor": 8.0, "beta_fast": 20, "beta_slow": 2,
+        "original_max_position_embeddings": 4096, "truncate": False,
+    },
+    "attention": {
+        "rope_type": "yarn", "factor": 16.0, "attention_factor": 0.7,
+        "original_max_position_embeddings": 8192,
+    },
+    "mscale": {
+        "rope_type": "yarn", "factor": 40.0, "mscale": 0.8,
+        "mscale_all_dim": 1.2, "original_max_position_embeddings": 4096,
+    },
+    "a short context": {
+        "rope_type": "yarn", "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "less than one": {
+        "rope_type": "yarn", "factor": 0.5,
+        "original_max_position_embeddings": 2048,
+    },
+    "linear": {"rope_type": "linear", "factor": 2.5},
+}  # pyformat: disable
+
+
+def raw_of(family, asked):
+  """A config.json with these rotary positions."""
+  vl = family in qwen_config.FAMILIES
+  if vl:
+    sizes = {"qwen3_vl": "Qwen3-VL-8B", "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
+             "qwen2_5_vl": "Qwen2.5-VL-7B"}
+    raw = qwen_config.to_hf(qwen_config.SIZES[sizes[family]])
+  else:
+    raw = qwen_text_config.to_hf(qwen_reference.TEXT_CONFIGS[family])
+  part = raw["text_config"] if vl else raw
+  part["rope_parameters"] = {**part["rope_parameters"], **asked}
+  if "type" in asked:
+    del part["rope_parameters"]["rope_type"]
+  return json.loads(json.dumps(raw))
+
+
+def read(raw):
+  vl = raw["model_type"] in qwen_config.FAMILIES
+  return (qwen_config if vl else qwen_text_config).from_hf(raw).text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ASKED)
+def test_frequencies_are_transformers(family, name):
+  raw = raw_of(family, ASKED[name])
+  text = read(raw)
+  given = dict(raw)
+  config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+  config = config.get_text_config()
+  kind = text.rope_scaling.kind
+  want, factor = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+  plain = layers.rope_frequencies(text.head_dim, text.rope_theta)
+  got = text.rope_scaling.scaled(plain, text.rope_theta)
+  assert got.dtype == np.float32
+  np.testing.assert_allclose(got, want.numpy(), rtol=2e-6)
+  assert text.rope_scaling.attention_factor == pytest.approx(factor, rel=1e-7)
+  if kind == "yarn" and text.rope_scaling.factor > 1 and text.head_dim > 64:
+    assert not np.allclose(got, plain, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["betas", "mscale", "linear"])
+def test_scaling_survives_its_file(family, name):
+  raw = raw_of(family, ASKED[name])
+  module = (
+      qwen_config if family in qwen_config.FAMILIES else qwen_text_config
+  )
+  config = module.from_hf(raw)
+  again = json.loads(json.dumps(module.to_hf(config)))
+  assert module.from_hf(again) == config
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen3"])
+@pytest.mark.parametrize("asked", ["yarn", "linear"])
+def test_logits_are_transformers(name, asked, tmp_path):
+  scaling = {
+      # A context that the test's sequences are longer than.
+      "yarn": rope_scaling.RopeScaling(
+          "yarn", 4.0, 16, 8.0, 1.0, attention_factor=1.3
+      ),
+      "linear": rope_scaling.RopeScaling("linear", 2.5),
+  }[asked]
+  base = {**qwen_reference.CONFIGS, **qwen_reference.TEXT_CONFIGS}[name]
+  config = dataclasses.replace(
+      base, text=dataclasses.replace(base.text, rope_scaling=scaling)
+  )
+  reference = qwen_reference.Reference(config, tmp_path)
+  assert hf_checkpoint.load_config(tmp_path).text.rope_scaling == scaling
+  rng = np.random.default_rng(0)
+  patches = 556 if name in qwen_reference.CONFIGS else 0
+  batch = qwen_reference.draw_batch(
+      rng, rows=2, buffers=1, patches=patches
+  )
+  want = reference.run(batch)
+  got = qwen_reference.scorer(reference.policy())(batch)
+  np.testing.assert_allclose(got.logits, want.logits, atol=5e-5)
+  plain = hf_checkpoint.load_model(tmp_path)
+  plain.decoder.config = dataclasses.replace(base)
+  other = qwen_reference.scorer(plain)(batch)
+  assert np.abs(other.logits - want.logits).max() > 1e-2
+
+
+def test_a_cache_goes_on_with_scaled_positions():
+  """Positions are absolute: a later token's angle is of its own place."""
+  scaling = rope_scaling.RopeScaling("yarn", 4.0, 16)
+  frequencies = scaling.scaled(layers.rope_frequencies(16, 1e4), 1e4)
+  axes = layers.mrope_axes((4, 2, 2), True)
+  place = jnp.arange(40)[None, :, None] * jnp.ones(3, jnp.int32)
+  whole = layers.mrope(place, axes, frequencies)
+  last = layers.mrope(place[:, 39:], axes, frequencies)
+  for a, b in zip(whole, last):
+    np.testing.assert_array_equal(a[:, 39:], b)
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        (("ntk", 2.0), "kind must be one of"),
+        (("linear", 0.0), "factor must be > 0"),
+        (("yarn", 2.0, 0), "original_max_position_embeddings must be >= 1"),
+    ],
+)
+def test_impossible_scalings_are_refused(fields, said):
+  with pytest.raises(ValueError, match=said):
+    rope_scaling.RopeScaling(*fields)

@@ -1,0 +1,61 @@
+"""Refuses configurations that no policy here computes.
+
+Does not: import JAX.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any, Mapping
+
+DTYPES = ("float32", "bfloat16")
+
+NOT_HERE: Mapping[str, str] = types.MappingProxyType({
+    "qwen2_vl": "Qwen2-VL's tower has layer norms and no windows",
+    "qwen3_5": "Qwen3.5 has layers of linear attention",
+    "qwen3_5_moe": "Qwen3.5 has layers of linear attention",
+    "opencua": (
+        "OpenCUA has one-axis rotary positions and a tokenizer of its own"
+    ),
+    "glm4v": "GLM-4.1V has another tower and decoder",
+    "glm4v_moe": "GLM-4.5V has another tower and decoder",
+    "gemma3": "Gemma 3 has another tower, and windows in its decoder",
+})
+"""Known `model_type`s of GUI agents that have no policy here, and why."""
+
+
+def why_not(model_type: object) -> str:
+  """" (reason)" for a model_type of `NOT_HERE`, else nothing."""
+  reason = NOT_HERE.get(str(model_type))
+  return f" ({reason})" if reason else ""
+
+
+def check_dtypes(compute_dtype: str, param_dtype: str) -> None:
+  """Raises a ValueError unless both are of `DTYPES`."""
+  for name, value in (
+      ("compute_dtype", compute_dtype), ("param_dtype", param_dtype)
+  ):  # pyformat: disable
+    if value not in DTYPES:
+      raise ValueError(
+          f"{name}={value!r} must be one of {', '.join(DTYPES)}; a narrower"
+          " type has no exponent or no precision to spare for gradients"
+      )
+
+
+def refuse(bad: bool, problem: str) -> None:
+  """Raises a ValueError that names a field of config.json, if `bad`."""
+  if bad:
+    raise ValueError(f"config.json: {problem}")
+
+
+def refuse_quantized(raw: Mapping[str, Any]) -> None:
+  """Refuses a checkpoint whose weights are quantized (FP8, AWQ, GPTQ, ...)."""
+  found = raw.get("quantization_config")
+  if found:
+    method = found.get("quant_method") if isinstance(found, Mapping) else found
+    raise ValueError(
+        f"config.json: quantization_config.quant_method={method!r}, quantized"
+        " weights are neither trained nor unpacked here; give the bfloat16"
+        " checkpoint that they were made from (for the name without -FP8,"
+        " -AWQ or -GPTQ-Int4)"
+    )

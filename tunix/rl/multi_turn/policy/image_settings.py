@@ -1,0 +1,210 @@
+"""Reads and writes the image settings of a checkpoint's processor files.
+
+`preprocessor_config.json` is the file of transformers 4 and of most published
+checkpoints. transformers 5 writes `processor_config.json` alone, whose section
+`image_processor` holds the same fields and wins over the other file there.
+
+Promises: both files are read; a field that a file lacks has the default of
+transformers' `Qwen2VLImageProcessor`; two values of one field are refused,
+naming both. The files written are read alike by transformers 4 and 5.
+
+Does not: build a processor (see `qwen_vl_inputs`), import JAX or transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import types
+from typing import Any, Mapping
+
+from tunix.rl.multi_turn.policy import tensor_files
+
+PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"
+VIDEO = "video_preprocessor_config.json"
+SECTION = "image_processor"
+FILES = (PREPROCESSOR, f"{PROCESSOR}:{SECTION}")
+
+IMAGE_PROCESSORS = (
+    "Qwen2VLImageProcessor",
+    "Qwen2VLImageProcessorFast",
+    "Qwen2VLImageProcessorPil",
+    "Qwen2_5_VLImageProcessor",  # Of transformers before 4.49.
+)
+"""Values of `image_processor_type` whose images are computed here."""
+
+DEFAULTS: Mapping[str, Any] = types.MappingProxyType({
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "min_pixels": 56 * 56,
+    "max_pixels": 28 * 28 * 1280,
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+})
+"""Of transformers' Qwen2VLImageProcessor (5.12.1), for fields not in a file."""
+
+_PLAIN = (
+    "patch_size", "merge_size", "temporal_patch_size", "do_resize",
+    "do_rescale", "do_normalize", "resample", "rescale_factor",
+)  # pyformat: disable
+_LIMITS = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
+_CHANNELS = ("image_mean", "image_std")
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSettings:
+  """Settings as `QwenVLProcessor.from_preprocessor_config` takes them.
+
+  Attributes:
+    values: by the names of preprocessor_config.json; limits of an image's area
+      are `min_pixels` and `max_pixels`.
+    source: the files that they were read from, for people.
+    raw: the file's own section, with fields that are not read here.
+  """
+
+  values: Mapping[str, Any]
+  source: str
+  raw: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def read(directory: pathlib.Path) -> ImageSettings | None:
+  """The settings of a checkpoint directory; None where no file has any.
+
+  Raises:
+    ValueError: a damaged file, an image processor of another kind, or two
+      files that contradict each other.
+  """
+  found = {}
+  file = directory / PREPROCESSOR
+  if file.is_file():
+    found[PREPROCESSOR] = _section(tensor_files.read_json(file), file)
+  file = directory / PROCESSOR
+  if file.is_file():
+    nested = tensor_files.read_json(file).get(SECTION)
+    if nested is not None:
+      found[PROCESSOR] = _section(nested, file)
+  if not found:
+    return None
+  read_from = {name: _canonical(raw) for name, raw in found.items()}
+  if len(found) == 2:
+    _agree(directory, read_from[PREPROCESSOR], read_from[PROCESSOR])
+  given: dict[str, Any] = {}
+  raw: dict[str, Any] = {}
+  for name, section in found.items():
+    given |= read_from[name]
+    raw |= section
+  return ImageSettings(
+      {**DEFAULTS, **given}, " and ".join(found), types.MappingProxyType(raw)
+  )
+
+
+def _section(raw: Any, file: pathlib.Path) -> dict[str, Any]:
+  if not isinstance(raw, dict):
+    raise ValueError(f"{file}: {SECTION} must be an object, got {raw!r}")
+  kind = raw.get("image_processor_type")
+  if kind is not None and kind not in IMAGE_PROCESSORS:
+    raise ValueError(
+        f"{file} has image_processor_type={kind!r}, whose images are not"
+        f" computed here; one of {', '.join(IMAGE_PROCESSORS)} is"
+    )
+  return raw
+
+
+def _canonical(raw: Mapping[str, Any]) -> dict[str, Any]:
+  """The fields that a section gives, each under one name."""
+  size = raw.get("size")
+  size = size if isinstance(size, Mapping) else {}
+  out = {name: raw.get(name) for name in _PLAIN}
+  for name, edge in _LIMITS:
+    # In transformers min_pixels and max_pixels win over `size`, whose keys had
+    # these names before 4.49.
+    spellings = (raw.get(name), size.get(edge), size.get(name))
+    out[name] = next((v for v in spellings if v is not None), None)
+  for name in _CHANNELS:
+    value = raw.get(name)
+    if isinstance(value, (int, float)):
+      value = (value,) * 3
+    out[name] = tuple(value) if isinstance(value, list) else value
+  return {name: value for name, value in out.items() if value is not None}
+
+
+def _agree(
+    directory: pathlib.Path, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> None:
+  for name in old:
+    if new.get(name, old[name]) != old[name]:
+      raise ValueError(
+          f"{directory / PREPROCESSOR} has {name}={old[name]},"
+          f" {PROCESSOR} {new[name]}; transformers 4 reads the first and"
+          " transformers 5 the second: make them equal, or delete the one"
+          " that is out of date"
+      )
+
+
+def check_model(
+    settings: ImageSettings, patch_size: int, merge_size: int
+) -> None:
+  """Refuses settings that contradict config.json's vision_config.
+
+  Raises:
+    ValueError: naming the field and both values.
+  """
+  for name, of_model, want in (
+      ("patch_size", "patch_size", patch_size),
+      ("merge_size", "spatial_merge_size", merge_size),
+  ):
+    if settings.values[name] != want:
+      raise ValueError(
+          f"{settings.source} has {name}={settings.values[name]},"
+          f" config.json vision_config.{of_model}={want}; make them equal"
+      )
+
+
+def write(directory: pathlib.Path, wanted: Mapping[str, Any]) -> None:
+  """Makes a directory's processor files give `wanted`.
+
+  Files that give it already and that both transformers read stay as they are.
+  Else preprocessor_config.json has it, with limits in both spellings, and
+  what processor_config.json has of images and video is moved out of it:
+  transformers 4 does not read sections.
+
+  Args:
+    directory: of a checkpoint, with the processor files of its source, if any.
+    wanted: as `ImageSettings.values`.
+
+  Raises:
+    ValueError: see `read`.
+  """
+  found = read(directory)
+  nested = directory / PROCESSOR
+  whole = tensor_files.read_json(nested) if nested.is_file() else {}
+  same = found is not None and all(
+      found.values.get(name) == value for name, value in wanted.items()
+  )
+  if same and SECTION not in whole:
+    return
+  raw = dict(found.raw) if found else {}
+  raw |= {
+      name: list(value) if name in _CHANNELS else value
+      for name, value in wanted.items()
+  }
+  raw["size"] = {edge: wanted[name] for name, edge in _LIMITS}
+  raw["image_processor_type"] = IMAGE_PROCESSORS[0]
+  if "processor_class" in whole:
+    raw.setdefault("processor_class", whole["processor_class"])
+  _replace(directory / PREPROCESSOR, raw)
+  video = whole.pop("video_processor", None)
+  if video is not None and not (directory / VIDEO).is_file():
+    _replace(directory / VIDEO, video)
+  if whole.pop(SECTION, None) is not None or video is not None:
+    _replace(nested, whole)
+
+
+def _replace(file: pathlib.Path, content: Mapping[str, Any]) -> None:
+  part = tensor_files.part(file)
+  part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+  os.replace(part, file)
