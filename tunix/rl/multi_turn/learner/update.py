@@ -318,8 +318,14 @@ class UpdatePrograms:
       extra: Extra,
   ) -> tuple[jax.Array, Sums]:
     """Sum of weight x token loss over a batch, and its readings."""
-    algorithm, config = self._algorithm, self._algorithm.config
     scores = self._scores(params, frozen, batch)
+    return self.loss_of_scores(scores, batch, extra)
+
+  def loss_of_scores(
+      self, scores: logprobs.TokenScores, batch: batching.Batch, extra: Extra
+  ) -> tuple[jax.Array, Sums]:
+    """As `loss`, from the scores of the batch's tokens."""
+    algorithm, config = self._algorithm, self._algorithm.config
     lp = scores.logprobs
     # In an update of a single step the proximal policy is the one being
     # trained: no second forward pass.
