@@ -22,8 +22,8 @@ usage: python -m tunix.rl.multi_turn.train [config.yaml] [key=value ...]
                      section's keys, e.g. --help learner
   --dry-run          build everything, print configuration, shapes and memory
 
-Later wins: defaults, presets of the chosen environment, gym, agent and policy,
-the file, overrides. Values are YAML (tasks='[a,b]' or tasks=a,b).
+Later wins: defaults, presets of the chosen environment, gym, agent, policy and
+algorithm, the file, overrides. Values are YAML (tasks='[a,b]' or tasks=a,b).
 
 Most used keys:
 {keys}
@@ -53,7 +53,7 @@ Written by `python -m tunix.rl.multi_turn.config > docs/configuration.md`.
     python -m tunix.rl.multi_turn.train [config.yaml] [key=value ...]
 
 Later wins: the defaults below, the presets of the chosen environment, gym,
-agent and policy, the YAML file, overrides from left to right. Values of
+agent, policy and algorithm, the YAML file, overrides from left to right. Values of
 overrides are YAML, so lists are written `tasks='[a,b]'` (or `tasks=a,b`). A
 mapping is merged key by key, and `gym.options.time_decay=0.1` sets one key of
 it. Unknown keys,
@@ -65,8 +65,8 @@ token, in an address or by itself: they belong into environment variables and
 files, which the error names. The resolved configuration is kept as
 `config.yaml` in the run directory and is itself a valid file.
 
-Where a name is expected (`environment`, `gym`, `agent`, `policy`, `reward`,
-`agent.parser`, the names of `algorithm`), `package.module:attribute` is one as
+Where a name is expected (`environment`, `gym`, `agent`, `policy`, `algorithm`,
+`reward`, `agent.parser`, the parts of `algorithm`), `package.module:attribute` is one as
 well.
 
 | short key | means |

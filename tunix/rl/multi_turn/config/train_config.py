@@ -108,6 +108,7 @@ ALIASES: dict[str, str] = {
     "tasks": "task_source.families",
     "agent": "agent.name",
     "policy": "policy.name",
+    "algorithm": "algorithm.name",
     "reward": "environment.reward",
     "seed": "run.seed",
     "steps": "learner.steps",

@@ -38,7 +38,8 @@ class AlgorithmConfig:
       " pass_at_k: gain in the best of k. reinforce_pp: each turn's return,"
       " normalised over the update. reinforce_pp_baseline: r - mean, normalised"
       " over the update. gpg: r - mean, scaled for groups without a gradient."
-      " Functions of google-tunix's registry are tunix_<name>.",
+      " A function of google-tunix's signature, (rewards, num_generations), may"
+      " be given by its path, e.g. tunix.rl.algo_core:compute_rloo_advantages.",
       registry=f"{_ALGORITHMS}.advantages:ESTIMATORS",
   )
   objective: str = settings.setting(

@@ -21,8 +21,9 @@ Axis names: N = valid members of a group, K = turns of one member.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import registry
@@ -174,6 +175,43 @@ def _of_group(
     return estimator(group, options)
   except ValueError as error:
     raise ValueError(f"group {group.group_id!r}: {error}") from error
+
+
+def adapted(
+    found: Callable[..., Any] | StepEstimator,
+) -> Estimator | StepEstimator:
+  """An estimator as it is, or one around a function of google-tunix.
+
+  Those take (rewards float32[N], num_generations) and return [N], e.g. what
+  `tunix.rl.function_registry.register_advantage_estimator` registers for
+  groups. They are called for one group at a time; a group of equal rewards
+  gets 0 without a call.
+  """
+  if isinstance(found, StepEstimator) or not callable(found):
+    return found
+  try:
+    names = inspect.signature(found).parameters
+  except (TypeError, ValueError):  # A builtin.
+    return found
+  if "num_generations" not in names:
+    return found
+
+  def estimate(
+      group: GroupRewards, options: AdvantageOptions
+  ) -> tuple[np.ndarray, ...]:
+    del options
+    r = group.total_N
+    if _all_equal(r):
+      return _spread(group, np.zeros_like(r))
+    got = np.asarray(found(r.astype(np.float32), len(r)), np.float64)
+    if got.shape != r.shape:
+      raise ValueError(
+          f"{found.__module__}:{found.__qualname__} returned shape {got.shape}"
+          f" for {len(r)} rewards"
+      )
+    return _spread(group, got)
+
+  return estimate
 
 
 def _all_equal(values: np.ndarray) -> bool:

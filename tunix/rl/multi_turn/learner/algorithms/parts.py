@@ -52,7 +52,9 @@ class Algorithm:
     """
     return cls(
         config,
-        estimate=_find(advantages.ESTIMATORS, config.advantage),
+        estimate=advantages.adapted(
+            _find(advantages.ESTIMATORS, config.advantage)
+        ),
         aggregate=_find(aggregation.AGGREGATORS, config.loss_aggregation),
         correction=_find(importance.CORRECTIONS, config.importance),
         objective=_find(objectives.OBJECTIVES, config.objective),

@@ -63,6 +63,22 @@ def _preset(
   )
 
 
+def get(name: str) -> AlgorithmPreset:
+  """The preset of a name, or the one at a path "package.module:attribute".
+
+  Raises:
+    ValueError: unknown, the message names the nearest; or no preset.
+    ImportError: nothing at that path.
+  """
+  found = PRESETS.get(name)
+  if not isinstance(found, AlgorithmPreset):
+    raise ValueError(
+        f"{name} is a {type(found).__name__}, not an AlgorithmPreset; a part of"
+        " an algorithm is named by its own setting, e.g. algorithm.advantage"
+    )
+  return found
+
+
 _preset(
     "grpo",
     "DeepSeekMath, arXiv:2402.03300",
