@@ -16,6 +16,8 @@ from typing import Iterator, Literal
 from tunix.rl.multi_turn.core import settings
 
 _ALGORITHMS = "tunix.rl.multi_turn.learner.algorithms"
+_NO_CLIP = ("cispo", "policy_gradient", "sapo")
+"""Objectives without the clipped gain that a dual clip bounds."""
 
 
 @settings.settings
@@ -24,9 +26,9 @@ class AlgorithmConfig:
 
   name: str = settings.setting(
       default="",
-      doc="Preset of a published algorithm, e.g. gspo: defaults for the settings"
-      ' below and a few of the learner\'s, see docs/algorithms.md. "" = the'
-      " defaults below.",
+      doc="Preset of a published algorithm, e.g. gspo: defaults for the"
+      " settings below and a few of the learner's, see docs/algorithms.md."
+      ' "" = the defaults below.',
       registry=f"{_ALGORITHMS}.presets:PRESETS",
   )
   advantage: str = settings.setting(
@@ -97,8 +99,8 @@ class AlgorithmConfig:
   )
   filter_truncated: bool = settings.setting(
       default=False,
-      doc="Leave episodes that a limit ended (turns, context, tokens of the last"
-      " turn) out of the loss; their rewards count in their group.",
+      doc="Leave episodes that a limit ended (turns, context, tokens of the"
+      " last turn) out of the loss; their rewards count in their group.",
   )
   kl_coef: float = settings.setting(
       default=0.0,
@@ -186,8 +188,13 @@ class AlgorithmConfig:
       )
     if 0 < self.dual_clip <= 1:
       yield (
-          f"dual_clip={self.dual_clip} would cut the loss at ratio 1; set it > 1"
-          " or 0"
+          f"dual_clip={self.dual_clip} would cut the loss at ratio 1; set it"
+          " > 1 or 0"
+      )
+    if self.dual_clip and self.objective in _NO_CLIP:
+      yield (
+          f"dual_clip={self.dual_clip} is not read by"
+          f" objective={self.objective}; set it to 0"
       )
     if self.veto and self.importance == "none":
       yield (

@@ -332,11 +332,12 @@ def pass_at_k(
 
   N / C(N, k) times the sum over the sets of k members with this one of
   (max over the set - max over the others of the set): Walder & Karkhanis 2025,
-  "Pass@K Policy Optimization", the estimator s^(loo-1) of equation
-  33 (arXiv:2505.15201), times N because the loss is a mean over episodes. With
-  k = 1 the set has no others, and it is `rloo`.
+  "Pass@K Policy Optimization", the estimator s^(loo-1) of equation 33
+  (arXiv:2505.15201), times N because the loss is a mean over episodes. With
+  k = 1 the set has no others, and it is `rloo`. In a group of fewer than k
+  members k is their number.
   """
-  r, k = group.total_N, options.pass_k
+  r, k = group.total_N, min(options.pass_k, len(group.total_N))
   if _all_equal(r):
     return _spread(group, np.zeros_like(r))
   if k == 1:

@@ -1,8 +1,8 @@
 """Computes policy objectives: a loss for each token, to be minimised.
 
 An objective sees the sampled tokens of one buffer of a micro-batch; those of a
-sequence are neighbours in it (`sequence_sums`). Masking, weighting and summing are done by the
-caller (see `aggregation`), and so are the KL and entropy terms.
+sequence are neighbours in it (`sequence_sums`). Masking, weighting and summing
+are done by the caller (see `aggregation`), and so are the KL and entropy terms.
 
 Axis names: M = tokens; padding among them is ignored by the caller.
 """

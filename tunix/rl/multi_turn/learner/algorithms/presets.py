@@ -5,6 +5,10 @@ the parts of `algorithm`, and what of the learner, the queue and the discount
 belongs to the method. Any later key overrides one. Sizes (groups, episodes,
 learning rate) are the run's: they depend on the model and the tasks.
 
+    python -m tunix.rl.multi_turn.learner.algorithms.presets
+
+prints the table of docs/algorithms.md.
+
 Does not: import a part, or build one.
 """
 
@@ -41,7 +45,7 @@ def _preset(
     advantage: str,
     objective: str = "grpo",
     aggregation: str = "token_mean",
-    clip: tuple[float, float] = (0.2, 0.2),
+    clip: tuple[float, float] | None = (0.2, 0.2),
     note: str = "",
     others: Mapping[str, Any] | None = None,
     **algorithm: Any,
@@ -51,10 +55,10 @@ def _preset(
       "advantage": advantage,
       "objective": objective,
       "loss_aggregation": aggregation,
-      "clip_low": clip[0],
-      "clip_high": clip[1],
       **algorithm,
   }
+  if clip:
+    values |= {"clip_low": clip[0], "clip_high": clip[1]}
   found = {f"algorithm.{key}": value for key, value in values.items()}
   if values.get("kl_coef") and values.get("kl_in") != "reward":
     found["learner.skip_zero_advantage"] = False
@@ -137,6 +141,7 @@ _preset(
     "Back to Basics, arXiv:2402.14740",
     advantage="rloo",
     objective="policy_gradient",
+    clip=None,
     aggregation="constant",
     kl_coef=0.03,
     kl_in="reward",
@@ -163,6 +168,7 @@ _preset(
     "On-Policy RL with Optimal Reward Baseline, arXiv:2505.23585",
     advantage="opo",
     objective="policy_gradient",
+    clip=None,
     note="Exactly on-policy: keep queue.max_staleness=0 and one optimizer step"
     " an update.",
 )
@@ -171,6 +177,7 @@ _preset(
     "GPG, arXiv:2504.02546",
     advantage="gpg",
     objective="policy_gradient",
+    clip=None,
 )
 _preset(
     "cispo",
@@ -187,6 +194,7 @@ _preset(
     "SAPO, arXiv:2511.20347",
     advantage="grpo",
     objective="sapo",
+    clip=None,
     aggregation="sequence_mean",
     sapo_tau_pos=1.0,
     sapo_tau_neg=1.05,
@@ -196,6 +204,7 @@ _preset(
     "Pass@K Policy Optimization, arXiv:2505.15201",
     advantage="pass_at_k",
     objective="policy_gradient",
+    clip=None,
     pass_k=4,
     note="algorithm.pass_k at most collect.min_valid.",
 )
@@ -206,6 +215,60 @@ _preset(
     importance="mis",
     tis_cap=5.0,
     others={"learner.minibatches": 4},
-    note="For queue.max_staleness > 0; tokens beyond the cap are left out, as in"
-    " the authors' code.",
+    note="For queue.max_staleness > 0; tokens beyond the cap are left out, as"
+    " in the authors' code.",
 )
+
+
+_COLUMNS = {
+    "advantage": ("advantage", "pass_k"),
+    "objective": (
+        "objective", "clip_low", "clip_high", "sapo_tau_pos", "sapo_tau_neg",
+    ),
+    "aggregation": ("loss_aggregation",),
+    "correction": ("importance", "tis_cap"),
+    "KL": ("kl_coef", "kl_in", "kl_estimator"),
+    "filters": ("filter_truncated",),
+}  # pyformat: disable
+_IMPLIED = ("learner.skip_zero_advantage",)
+"""Follows from a KL in the loss."""
+
+
+def table() -> str:
+  """The presets as a Markdown table, a row each."""
+  heads = ["name", *_COLUMNS, "beside it", "paper"]
+  lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+  for name in PRESETS.names():
+    preset = PRESETS.get(name)
+    cells = [f"`{name}`"]
+    for fields in _COLUMNS.values():
+      cells.append(_cell(preset.settings, fields))
+    cells.append(
+        ", ".join(
+            f"`{key}={value}`"
+            for key, value in preset.settings.items()
+            if not key.startswith("algorithm.") and key not in _IMPLIED
+        )
+    )
+    cells.append(f"{preset.paper}. {preset.note}".rstrip(". ") + ".")
+    lines.append("| " + " | ".join(cells) + " |")
+  return "\n".join(lines)
+
+
+def _cell(values: Mapping[str, Any], fields: tuple[str, ...]) -> str:
+  """The first field's value, then the others that the preset sets."""
+  given = [
+      (field, values[f"algorithm.{field}"])
+      for field in fields
+      if f"algorithm.{field}" in values
+  ]
+  if not given:
+    return ""
+  first, *rest = given
+  name, value = first
+  shown = value if isinstance(value, str) else f"{name}={value}"
+  return ", ".join([shown, *(f"{name}={value}" for name, value in rest)])
+
+
+if __name__ == "__main__":
+  print(table())
