@@ -15,6 +15,7 @@ from tunix.rl.multi_turn.learner import reward_prices
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.learner.algorithms import presets
 from tunix.rl.multi_turn.learner.algorithms import shaping
 
 from tests.learner import learner_cases
@@ -459,3 +460,39 @@ def test_truncated_episodes_keep_their_reward_and_leave_the_loss(case):
   alone = case.learner(advantage="dr_grpo")
   same = alone.update([both])
   assert same["sampled_tokens"] == metrics["sampled_tokens"]
+
+
+# --- every preset, through the whole learner ----------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", presets.PRESETS.names())
+def test_each_preset_updates_the_policy_and_compiles_once(case, name):
+  fields: dict[str, dict] = {"algorithm": {}, "learner": {}, "collect": {}}
+  for key, value in presets.get(name).settings.items():
+    section, field = key.split(".")
+    fields[section][field] = value
+  settings = {**fields["algorithm"], **fields["learner"]}
+  settings.pop("dynamic_sampling", None)  # The loop's.
+  learner = case.learner(
+      reference=case.model,
+      groups_per_step=4,
+      gamma=fields["collect"].get("gamma", 1.0),
+      **settings,
+  )
+  before = learner.parameters()
+  compiles = None
+  for _ in range(2):
+    groups = case.groups(4, 4)
+    cut = case.episode([("text", case.text(3))], 0.2, status=STATUS.MAX_TURNS)
+    broken = case.episode([("text", case.text(3))], 0, status=STATUS.ENV_ERROR)
+    groups[0] = trajectory.TrajectoryGroup(
+        "g0", "task", (*groups[0], cut, broken)
+    )
+    metrics = learner.update(groups)
+    compiles = compiles or learner.compiles
+    assert np.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0
+    assert metrics["skipped_steps"] == 0
+    assert broken.trajectory_id not in learner.advantages
+  assert learner.compiles == compiles
+  assert learner_cases.largest_difference(before, learner.parameters()) > 0
