@@ -56,12 +56,12 @@ Later wins: the defaults below, the presets of the chosen environment, gym,
 agent, policy and algorithm, the YAML file, overrides from left to right. Values
 of overrides are YAML, so lists are written `tasks='[a,b]'` (or `tasks=a,b`). A
 mapping is merged key by key, and `gym.options.time_decay=0.1` sets one key of
-it. Unknown keys, values out of range and values that contradict each other are refused before
-anything is built, all of them at once; a run's directories, the size of its
-prompt and its memory are checked next, before anything is compiled, and
-`--dry-run` prints that memory part by part. No setting may hold a password or a
-token, in an address or by itself: they belong into environment variables and
-files, which the error names. The resolved configuration is kept as
+it. Unknown keys, values out of range and values that contradict each other are
+refused before anything is built, all of them at once; a run's directories, the
+size of its prompt and its memory are checked next, before anything is compiled,
+and `--dry-run` prints that memory part by part. No setting may hold a password
+or a token, in an address or by itself: they belong into environment variables
+and files, which the error names. The resolved configuration is kept as
 `config.yaml` in the run directory and is itself a valid file.
 
 Where a name is expected (`environment`, `gym`, `agent`, `policy`, `algorithm`,

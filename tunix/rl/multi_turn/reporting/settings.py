@@ -173,6 +173,9 @@ class WatchdogConfig:
       " not watched.",
       ge=0,
   )
+  gradient_floor: float = _setting(
+      default=1.0, doc="gradient: a norm below this is never reported.", ge=0
+  )
   max_kl: float = _setting(
       default=1.0,
       doc="kl: mean KL a token from the reference, with algorithm.kl_coef > 0."

@@ -149,7 +149,8 @@ class Rules:
     full = len(self._norms) == self._c.window
     self._norms.append(norm)
     factor = self._c.gradient_factor
-    if not (factor and full and usual and norm > factor * usual):
+    high = norm > max(factor * usual, self._c.gradient_floor)
+    if not (factor and full and usual and high):
       return None
     return "gradient", (
         f"the gradient's norm is {norm:.3g}, {norm / usual:.0f} times its usual"
