@@ -133,9 +133,8 @@ class StepEstimator:
   needs_states: bool = False
 
 
-ESTIMATORS: registry.Registry[Estimator | StepEstimator] = registry.Registry(
-    "advantage estimator"
-)
+ESTIMATORS: registry.Registry[Any] = registry.Registry("advantage estimator")
+"""Name -> `Estimator` or `StepEstimator`."""
 
 
 def of_step(

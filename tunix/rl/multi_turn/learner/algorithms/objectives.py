@@ -179,7 +179,7 @@ def _clipped(
 ) -> tuple[jax.Array, Readings]:
   ratio = jnp.exp(log_ratio)
   low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
-  a = tokens.advantages
+  a = jnp.asarray(tokens.advantages)
   gain = jnp.minimum(ratio * a, jnp.clip(ratio, low, high) * a)
   clipped_low = (ratio < low) & (a < 0)
   clipped_high = (ratio > high) & (a > 0)
