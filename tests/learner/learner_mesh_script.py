@@ -98,6 +98,35 @@ def main(directory):
         ),
     }
 
+  # Sums over sequences are of one buffer, wherever it lies; the coefficient of
+  # the KL is on all devices.
+  whole = dict(
+      objective="gspo",
+      importance="mis_sequence",
+      tis_cap=1e6,
+      kl_coef=0.1,
+      kl_target=0.01,
+      skip_zero_advantage=False,
+      reference=case.model,
+      **config,
+  )
+  pair = [
+      case.learner(**whole),
+      case.learner(mesh=sharding.make_mesh(**MESHES["mixed"]), **whole),
+  ]
+  metrics = [[one.update(groups) for groups in data] for one in pair]
+  report["whole_sequences"] = {
+      "loss": max(abs(a["loss"] - b["loss"]) for a, b in zip(*metrics)),
+      "norm": max(
+          abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(*metrics)
+      ),
+      "kl": metrics[1][1]["kl"],
+      "parameters": learner_cases.largest_difference(
+          *(one.parameters() for one in pair)
+      ),
+      "compiles": pair[1].compiles,
+  }
+
   muon = case.learner(
       mesh=sharding.make_mesh(**MESHES["mixed"]), optimizer="muon", **config
   )

@@ -253,3 +253,111 @@ def test_contradictions_are_refused(case):
   queue = group_queue.GroupQueue(2)
   with pytest.raises(ValueError, match="max_staleness=0"):
     _loop(case, queue, lambda *_: None, publish_every=2)
+
+
+# --- groups of equal rewards are replaced -------------------------------------
+
+
+def _dynamic(case, queue, times, **kwargs):
+  learner = case.learner(groups_per_step=2, dynamic_sampling=times)
+  return loop_lib.LearnerLoop(
+      learner, queue, lambda *_: None, wait_timeout_s=60, **kwargs
+  )
+
+
+class _Groups:
+  """Groups of the steps, and those that were replaced."""
+
+  def __init__(self):
+    self.learned, self.dropped = [], []
+
+  def on_event(self, event):
+    if isinstance(event, events.StepFinished):
+      self.learned.append([g.group_id for g in event.groups])
+    elif isinstance(event, events.GroupFinished):
+      self.dropped.append((event.group.group_id, event.outcome, event.reason))
+
+
+EVEN, VARIED = [1.0, 1.0], [1.0, 0.0]
+
+
+def _produce(case, queue, rewards):
+  """Puts groups as the queue admits them; returns its thread."""
+
+  def work():
+    for i, members in enumerate(rewards):
+      ticket = queue.acquire_start(timeout=60)
+      queue.put(
+          case.group(members, f"g{i}", version=ticket.start_version),
+          ticket,
+          timeout=60,
+      )
+
+  pool = concurrent.futures.ThreadPoolExecutor(1)
+  return pool.submit(work)
+
+
+def test_groups_of_equal_rewards_are_replaced_and_counted(case, tmp_path):
+  queue = group_queue.GroupQueue(2, order="admission")
+  rewards = [EVEN, VARIED, EVEN, [0.0, 0.0], VARIED, VARIED, VARIED]
+  made = _produce(case, queue, rewards)
+  seen = _Groups()
+  with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
+    loop = _dynamic(
+        case,
+        queue,
+        2,
+        observers=events.Observers([seen]),
+        checkpoints=checkpoints,
+    )
+    first, second = loop.step(), loop.step()
+    made.result(timeout=60)
+    assert seen.learned == [["g1", "g4"], ["g5", "g6"]]
+    assert [name for name, *_ in seen.dropped] == ["g0", "g2", "g3"]
+    assert {outcome for _, outcome, _ in seen.dropped} == {"dropped"}
+    assert first["replaced_groups"] == 3 and second["replaced_groups"] == 0
+    assert first["zero_advantage_groups"] == 0
+    counters = queue.counters()
+    assert counters["refunded"] == 3 and counters["max_lag"] == 0
+    # What was replaced is done with, as what was trained on.
+    loop.save()
+    loop.settle()
+  assert queue.unacked() == []
+
+
+def test_replacing_is_bounded(case):
+  queue = group_queue.GroupQueue(2, order="admission")
+  made = _produce(case, queue, [EVEN] * 4)
+  seen = _Groups()
+  loop = _dynamic(case, queue, 1, observers=events.Observers([seen]))
+  metrics = loop.step()
+  made.result(timeout=60)
+  assert metrics["replaced_groups"] == 2
+  assert seen.learned == [["g2", "g3"]] and metrics["empty_updates"] == 1
+
+
+def test_without_dynamic_sampling_nothing_is_replaced(case):
+  queue = group_queue.GroupQueue(2, order="admission")
+  made = _produce(case, queue, [EVEN, VARIED])
+  loop = _dynamic(case, queue, 0)
+  metrics = loop.step()
+  made.result(timeout=60)
+  assert "replaced_groups" not in metrics
+  assert metrics["zero_advantage_groups"] == 1
+
+
+def test_a_stop_between_replacements_keeps_what_was_taken(case):
+  queue = group_queue.GroupQueue(2, order="admission")
+  for name, members in (("g0", EVEN), ("g1", VARIED)):
+    ticket = queue.acquire_start(timeout=1)
+    queue.put(case.group(members, name), ticket, timeout=1)
+  seen = _Groups()
+  loop = _dynamic(case, queue, 2, observers=events.Observers([seen]))
+  stop = threading.Event()
+  stop.set()
+  assert loop.step(stop) is None
+  ticket = queue.acquire_start(timeout=1)  # Admitted for the one replaced.
+  queue.put(case.group(VARIED, "g2"), ticket, timeout=1)
+  assert loop.step()["replaced_groups"] == 1
+  assert seen.learned == [["g1", "g2"]]
+  assert loop._consumed == {0, 1, 2}

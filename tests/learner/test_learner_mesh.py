@@ -25,6 +25,13 @@ def test_loss_gradient_and_parameters_equal_one_device(report, mesh):
   assert found["parameters"] < 1e-5
 
 
+def test_whole_sequence_ratios_and_an_adapted_kl_equal_one_device(report):
+  found = report["whole_sequences"]
+  assert found["loss"] < 1e-5 and found["norm"] < 1e-4
+  assert found["kl"] > 0 and found["parameters"] < 1e-5
+  assert found["compiles"]["accumulate"] == 1
+
+
 @pytest.mark.parametrize("mesh", ["data", "fsdp", "mixed"])
 def test_no_device_ever_gathers_the_logits(report, mesh):
   found = report[mesh]

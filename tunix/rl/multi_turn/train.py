@@ -35,6 +35,7 @@ from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.reporting import report
+from tunix.rl.multi_turn.reporting import watchdog
 from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import evaluation
@@ -82,6 +83,8 @@ def execute(run: Run) -> tuple[str, str | None]:
     status, error = "failed", credentials.masked(text)
     if disk_full.is_full(failure):
       error = disk_full.describe(run.directory)
+    elif isinstance(failure, watchdog.RunStopped):
+      error = str(failure)
     else:
       with contextlib.suppress(OSError):  # Perhaps it is the disk that failed.
         trace = credentials.masked(traceback.format_exc())

@@ -16,6 +16,7 @@ from tunix.rl.multi_turn.core import settings
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.learner.algorithms import presets
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.policy import settings as policy_settings
 
@@ -280,12 +281,13 @@ def _external(c: TrainConfig) -> Iterator[str]:
 
 def _learning(c: TrainConfig) -> Iterator[str]:
   size, valid = c.collect.group_size, c.collect.min_valid
-  if c.learner.steps > 0 and size < 2:
+  alone = c.algorithm.advantage == "reinforce_pp"  # No group's baseline.
+  if c.learner.steps > 0 and size < 2 and not alone:
     yield (
         f"collect.group_size={size}: {c.algorithm.advantage} compares the"
         " episodes of a group, so it needs >= 2 (or steps=0)"
     )
-  if c.learner.steps > 0 and valid < 2:
+  if c.learner.steps > 0 and valid < 2 and not alone:
     yield (
         f"collect.min_valid={valid}: one episode has nothing to be compared"
         " with; set it >= 2"
@@ -304,11 +306,32 @@ def _learning(c: TrainConfig) -> Iterator[str]:
 
 
 def _algorithm(c: TrainConfig) -> Iterator[str]:
-  extra = [
-      f"algorithm.{name}={getattr(c.algorithm, name)}"
-      for name in ("kl_coef", "entropy_coef")
-      if getattr(c.algorithm, name) > 0
-  ]
+  if c.algorithm.name:
+    try:
+      presets.get(c.algorithm.name)
+    except ValueError as error:
+      if ":" in c.algorithm.name:
+        yield f"algorithm.name={c.algorithm.name}: {error}"
+    except ImportError:
+      pass  # Reported with all other unknown names.
+  extra = []
+  if c.algorithm.kl_in_loss:
+    extra.append(f"algorithm.kl_coef={c.algorithm.kl_coef}")
+  if c.algorithm.entropy_coef > 0:
+    extra.append(f"algorithm.entropy_coef={c.algorithm.entropy_coef}")
+  by_pass_k = c.algorithm.advantage == "pass_at_k" and c.learner.steps > 0
+  if by_pass_k and c.algorithm.pass_k > c.collect.group_size:
+    yield (
+        f"algorithm.pass_k={c.algorithm.pass_k} needs groups of as many"
+        f" episodes, collect.group_size={c.collect.group_size}; lower the first"
+        " or raise the second"
+    )
+  if c.algorithm.advantage == "reinforce_pp" and c.learner.dynamic_sampling:
+    yield (
+        f"learner.dynamic_sampling={c.learner.dynamic_sampling} replaces groups"
+        " of equal rewards, from which algorithm.advantage=reinforce_pp learns;"
+        " set learner.dynamic_sampling=0"
+    )
   if c.learner.skip_zero_advantage and extra:
     yield (
         "learner.skip_zero_advantage=true would also skip the term of"

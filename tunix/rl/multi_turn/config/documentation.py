@@ -22,8 +22,8 @@ usage: python -m tunix.rl.multi_turn.train [config.yaml] [key=value ...]
                      section's keys, e.g. --help learner
   --dry-run          build everything, print configuration, shapes and memory
 
-Later wins: defaults, presets of the chosen environment, gym, agent and policy,
-the file, overrides. Values are YAML (tasks='[a,b]' or tasks=a,b).
+Later wins: defaults, presets of the chosen environment, gym, agent, policy and
+algorithm, the file, overrides. Values are YAML (tasks='[a,b]' or tasks=a,b).
 
 Most used keys:
 {keys}
@@ -53,21 +53,20 @@ Written by `python -m tunix.rl.multi_turn.config > docs/configuration.md`.
     python -m tunix.rl.multi_turn.train [config.yaml] [key=value ...]
 
 Later wins: the defaults below, the presets of the chosen environment, gym,
-agent and policy, the YAML file, overrides from left to right. Values of
-overrides are YAML, so lists are written `tasks='[a,b]'` (or `tasks=a,b`). A
+agent, policy and algorithm, the YAML file, overrides from left to right. Values
+of overrides are YAML, so lists are written `tasks='[a,b]'` (or `tasks=a,b`). A
 mapping is merged key by key, and `gym.options.time_decay=0.1` sets one key of
-it. Unknown keys,
-values out of range and values that contradict each other are refused before
-anything is built, all of them at once; a run's directories, the size of its
-prompt and its memory are checked next, before anything is compiled, and
-`--dry-run` prints that memory part by part. No setting may hold a password or a
-token, in an address or by itself: they belong into environment variables and
-files, which the error names. The resolved configuration is kept as
+it. Unknown keys, values out of range and values that contradict each other are
+refused before anything is built, all of them at once; a run's directories, the
+size of its prompt and its memory are checked next, before anything is compiled,
+and `--dry-run` prints that memory part by part. No setting may hold a password
+or a token, in an address or by itself: they belong into environment variables
+and files, which the error names. The resolved configuration is kept as
 `config.yaml` in the run directory and is itself a valid file.
 
-Where a name is expected (`environment`, `gym`, `agent`, `policy`, `reward`,
-`agent.parser`, the names of `algorithm`), `package.module:attribute` is one as
-well.
+Where a name is expected (`environment`, `gym`, `agent`, `policy`, `algorithm`,
+`reward`, `agent.parser`, the parts of `algorithm`), `package.module:attribute`
+is one as well.
 
 | short key | means |
 |---|---|

@@ -1,8 +1,8 @@
 """Resolves layers of settings to one checked configuration.
 
 `load_config(argv)` merges, later wins: the defaults of the settings classes,
-the presets of the chosen environment, gym, agent and policy, a YAML file,
-`key=value` overrides.
+the presets of the chosen environment, gym, agent, policy and algorithm, a YAML
+file, `key=value` overrides.
 
 Promises: all problems of a command line and its file are reported at once:
 unknown keys, values of a wrong type or range, unknown names, contradictions.
@@ -30,6 +30,7 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import yaml_text
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.learner.algorithms import presets
 
 TrainConfig = train_config.TrainConfig
 ConfigError = loader.ConfigError
@@ -130,7 +131,7 @@ def _import_modules(given: Mapping[str, Any], problems: list[str]) -> None:
 
 
 def _presets(given: Mapping[str, Any]) -> dict[str, Any]:
-  """Defaults that depend on the chosen environment, gym, agent and policy."""
+  """Defaults that depend on the chosen names, see the module docstring."""
 
   def chosen(path: str) -> str:
     default = loader.leaves(TrainConfig)[path].default
@@ -148,6 +149,11 @@ def _presets(given: Mapping[str, Any]) -> dict[str, Any]:
     found |= agents.get(chosen("agent.name")).preset
   except (ValueError, ImportError):
     pass  # Likewise.
+  if name := chosen("algorithm.name"):
+    try:
+      found |= presets.get(name).settings
+    except (ValueError, ImportError):
+      pass  # Likewise.
   policy = chosen("policy.name")
   if policy not in checks.SHIPPED:
     found["warm_start.source"] = "none"
@@ -346,6 +352,8 @@ def choices() -> dict[str, Mapping[str, Any]]:
     ).cloning_preset
   for name in agents.AGENTS.names():
     found[f"agent={name}"] = agents.get(name).preset
+  for name in presets.PRESETS.names():
+    found[f"algorithm={name}"] = presets.get(name).settings
   found["a policy without weights in this package"] = {
       "warm_start.source": "none"
   }

@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.policy.settings import MeshConfig
 from tunix.rl.multi_turn.policy.settings import PolicyConfig
 from tunix.rl.multi_turn.reporting.settings import ReportConfig
 from tunix.rl.multi_turn.reporting.settings import TrackingConfig
+from tunix.rl.multi_turn.reporting.settings import WatchdogConfig
 from tunix.rl.multi_turn.trajectory_collector.settings import CollectConfig
 from tunix.rl.queue.admission import QueueConfig
 
@@ -79,6 +80,7 @@ class TrainConfig:
   )
   checkpoint: CheckpointConfig = _setting(default=CheckpointConfig(), doc="")
   report: ReportConfig = _setting(default=ReportConfig(), doc="")
+  watchdog: WatchdogConfig = _setting(default=WatchdogConfig(), doc="")
   monitor: MonitorConfig = _setting(default=MonitorConfig(), doc="")
   tracking: TrackingConfig = _setting(default=TrackingConfig(), doc="")
 
@@ -111,6 +113,7 @@ ALIASES: dict[str, str] = {
     "tasks": "task_source.families",
     "agent": "agent.name",
     "policy": "policy.name",
+    "algorithm": "algorithm.name",
     "reward": "environment.reward",
     "seed": "run.seed",
     "steps": "learner.steps",

@@ -16,23 +16,41 @@ from typing import Iterator, Literal
 from tunix.rl.multi_turn.core import settings
 
 _ALGORITHMS = "tunix.rl.multi_turn.learner.algorithms"
+_NO_CLIP = ("cispo", "policy_gradient", "sapo")
+"""Objectives without the clipped gain that a dual clip bounds."""
 
 
 @settings.settings
 class AlgorithmConfig:
   """The algorithm that turns rewards into a loss."""
 
+  name: str = settings.setting(
+      default="",
+      doc="Preset of a published algorithm, e.g. gspo: defaults for the"
+      " settings below and a few of the learner's, see docs/algorithms.md."
+      ' "" = the defaults below.',
+      registry=f"{_ALGORITHMS}.presets:PRESETS",
+  )
   advantage: str = settings.setting(
       default="grpo",
       doc="grpo: (r - mean) / std of the group. dr_grpo: r - mean. rloo: r -"
-      " mean of the others. turn_returns: each turn's discounted return,"
-      " normalised over the turns of the group.",
+      " mean of the others. opo: r - the mean weighed by tokens. turn_returns:"
+      " each turn's discounted return, normalised over the turns of the group."
+      " gigpo: grpo, and each turn's return among turns from the same state."
+      " pass_at_k: gain in the best of k. reinforce_pp: each turn's return,"
+      " normalised over the update. reinforce_pp_baseline: r - mean, normalised"
+      " over the update. gpg: r - mean, scaled for groups without a gradient."
+      " A function of google-tunix's signature, (rewards, num_generations), may"
+      " be given by its path, e.g. tunix.rl.algo_core:compute_rloo_advantages.",
       registry=f"{_ALGORITHMS}.advantages:ESTIMATORS",
   )
   objective: str = settings.setting(
       default="grpo",
-      doc="Policy objective; grpo is the clipped importance-weighted advantage,"
-      " behaviour_cloning imitates demonstrations (warm start).",
+      doc="Policy objective. grpo: the clipped ratio times the advantage. gspo:"
+      " the same with one ratio a sequence; gspo_token: each token with its own"
+      " gradient. cispo: log-probs weighed by the clipped ratio. sapo: a"
+      " smooth gate instead of the clip. policy_gradient: without a ratio."
+      " behaviour_cloning: imitates demonstrations (warm start).",
       registry=f"{_ALGORITHMS}.objectives:OBJECTIVES",
   )
   clip_low: float = settings.setting(
@@ -41,10 +59,48 @@ class AlgorithmConfig:
   clip_high: float = settings.setting(
       default=0.28, doc="The ratio is clipped above at 1 + this.", ge=0
   )
+  dual_clip: float = settings.setting(
+      default=0.0,
+      doc="Bound of the loss of a negative advantage, in multiples of it (3 as"
+      " published); objectives grpo, gspo and gspo_token. 0 = no bound.",
+      ge=0,
+  )
+  sapo_tau_pos: float = settings.setting(
+      default=1.0,
+      doc="Temperature of sapo's gate for positive advantages.",
+      gt=0,
+  )
+  sapo_tau_neg: float = settings.setting(
+      default=1.05, doc="The same for negative ones.", gt=0
+  )
   std_eps: float = settings.setting(
       default=1e-6,
       doc="Added to the standard deviation of a group's rewards.",
       ge=0,
+  )
+  gigpo_step_weight: float = settings.setting(
+      default=1.0, doc="Weight of gigpo's advantages among equal states.", ge=0
+  )
+  pass_k: int = settings.setting(
+      default=4, doc="k of advantage=pass_at_k.", unit="episodes", ge=1
+  )
+  overlong_tokens: int = settings.setting(
+      default=0,
+      doc="An episode that samples more tokens than this loses 1 of its reward;"
+      " the loss of reward begins overlong_cache tokens before. 0 = none.",
+      unit="tokens",
+      ge=0,
+  )
+  overlong_cache: int = settings.setting(
+      default=0,
+      doc="See overlong_tokens. 0 = a fifth of them, as published.",
+      unit="tokens",
+      ge=0,
+  )
+  filter_truncated: bool = settings.setting(
+      default=False,
+      doc="Leave episodes that a limit ended (turns, context, tokens of the"
+      " last turn) out of the loss; their rewards count in their group.",
   )
   kl_coef: float = settings.setting(
       default=0.0,
@@ -52,11 +108,24 @@ class AlgorithmConfig:
       " 0 = no reference model is kept.",
       ge=0,
   )
+  kl_in: Literal["loss", "reward"] = settings.setting(
+      default="loss",
+      doc="loss: the KL is a term of the loss. reward: each turn's reward is"
+      " lowered by the KL of its tokens, before advantages are computed.",
+  )
   kl_estimator: str = settings.setting(
       default="k3",
-      doc="Per-token estimator: k2 = (log r)^2 / 2, k3 = r - 1 - log r. k1 ="
-      " -log r has no gradient on average: not with kl_coef > 0.",
+      doc="Per-token estimator: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 -"
+      " log r. k1 has no gradient on average: with kl_coef > 0 only for"
+      " kl_in=reward.",
       registry=f"{_ALGORITHMS}.kl:ESTIMATORS",
+  )
+  kl_target: float = settings.setting(
+      default=0.0,
+      doc="KL a token that kl_coef is adapted to after each update, by 2 % at"
+      " most. 0 = kl_coef is constant.",
+      unit="nats",
+      ge=0,
   )
   entropy_coef: float = settings.setting(
       default=0.0, doc="Weight of the entropy bonus.", ge=0
@@ -64,12 +133,32 @@ class AlgorithmConfig:
   importance: str = settings.setting(
       default="none",
       doc="Correction for tokens sampled from other weights than the learner's."
-      " none: the ratio to the sampled log-probs is all. tis: times the"
-      " truncated ratio of learner to sampler.",
+      " none: the ratio to the sampled log-probs is all. decoupled: the ratio"
+      " is to the weights at the update's start, times the ratio of learner to"
+      " sampler. tis: times that ratio truncated at tis_cap. mis: times that"
+      " ratio, 0 outside [mis_low, tis_cap]. tis_sequence, mis_sequence: with"
+      " the product over the sequence. mis_geometric: with its geometric mean.",
       registry=f"{_ALGORITHMS}.importance:CORRECTIONS",
   )
   tis_cap: float = settings.setting(
-      default=2.0, doc="Truncation of the tis ratio.", ge=1
+      default=2.0,
+      doc="Largest ratio of learner to sampler: truncated (tis) or left out"
+      " (mis) beyond.",
+      ge=1,
+  )
+  mis_low: float = settings.setting(
+      default=0.0,
+      doc="Ratios below it are left out by mis.",
+      ge=0,
+      le=1,
+  )
+  veto: float = settings.setting(
+      default=0.0,
+      doc="A sequence with a token whose ratio of learner to sampler is below"
+      " this has weight 0 (1e-4 as published); not with importance=none. 0 = no"
+      " veto.",
+      ge=0,
+      lt=1,
   )
   loss_aggregation: str = settings.setting(
       default="token_mean",
@@ -87,11 +176,51 @@ class AlgorithmConfig:
   )
 
   def problems(self) -> Iterator[str]:
-    if self.kl_coef > 0 and self.kl_estimator == "k1":
+    if self.kl_coef > 0 and self.kl_estimator == "k1" and self.kl_in == "loss":
       yield (
           f"kl_estimator=k1 with kl_coef={self.kl_coef} would do nothing: its"
-          " gradient vanishes on average; set it to k2 or k3"
+          " gradient vanishes on average; set it to k2 or k3, or kl_in=reward"
       )
+    if self.kl_target > 0 and not self.kl_coef:
+      yield (
+          f"kl_target={self.kl_target} adapts kl_coef, which is 0; set the"
+          " coefficient to begin with, e.g. kl_coef=0.01"
+      )
+    if 0 < self.dual_clip <= 1:
+      yield (
+          f"dual_clip={self.dual_clip} would cut the loss at ratio 1; set it"
+          " > 1 or 0"
+      )
+    if self.dual_clip and self.objective in _NO_CLIP:
+      yield (
+          f"dual_clip={self.dual_clip} is not read by"
+          f" objective={self.objective}; set it to 0"
+      )
+    if self.veto and self.importance == "none":
+      yield (
+          f"veto={self.veto} is of a correction, and importance=none; set"
+          " importance=tis or veto=0"
+      )
+    if self.overlong_cache > self.overlong_tokens:
+      yield (
+          f"overlong_cache={self.overlong_cache} is more than"
+          f" overlong_tokens={self.overlong_tokens}; lower the first"
+      )
+
+  @property
+  def kl_in_loss(self) -> bool:
+    """Whether the loss has a KL term."""
+    return self.kl_coef > 0 and self.kl_in == "loss"
+
+  @property
+  def kl_in_reward(self) -> bool:
+    """Whether rewards have a KL price."""
+    return self.kl_coef > 0 and self.kl_in == "reward"
+
+  @property
+  def overlong_begin(self) -> int:
+    """Tokens over which the price of length rises; 0 where there is none."""
+    return self.overlong_cache or -(-self.overlong_tokens // 5)
 
 
 @settings.settings
@@ -204,6 +333,13 @@ class LearnerConfig:
       default=True,
       doc="Leave groups whose episodes all got the same reward out of the"
       " batch: their policy gradient is 0. Not with a KL or entropy term.",
+  )
+  dynamic_sampling: int = settings.setting(
+      default=0,
+      doc="Groups whose episodes all got the same reward are replaced by new"
+      " ones, up to this many times groups_per_step an update; later ones are"
+      " taken as they are. 0 = none is replaced.",
+      ge=0,
   )
 
   def problems(self) -> Iterator[str]:

@@ -11,6 +11,8 @@ Axis names: T = tokens of a sequence, K = turns of an episode.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from typing import Mapping, Sequence
 
 import numpy as np
@@ -28,6 +30,7 @@ class Example:
     episode: number of its episode, unique in a step.
     group: number of its group, unique in a step.
     trajectory_id: of its episode; "" for a demonstration.
+    truncated: whether a limit ended its episode, see `was_truncated`.
   """
 
   sequence: trajectory.TokenSequence
@@ -35,6 +38,7 @@ class Example:
   episode: int = 0
   group: int = 0
   trajectory_id: str = ""
+  truncated: bool = False
 
   def __post_init__(self):
     values = np.asarray(self.advantages, np.float32)
@@ -115,16 +119,125 @@ def turn_rewards(episode: trajectory.Trajectory) -> np.ndarray:
   return rewards
 
 
+def turn_tokens(episode: trajectory.Trajectory, turns: int) -> np.ndarray:
+  """int64[turns]: tokens sampled in each turn."""
+  counts = np.zeros(turns, np.int64)
+  for sequence in episode.sequences:
+    np.add.at(counts, sequence.turn_ids[sequence.loss_mask], 1)
+  return counts
+
+
+def turn_states(
+    episode: trajectory.Trajectory, turns: int
+) -> tuple[str, ...]:
+  """Digest of the observation before each of `turns` turns.
+
+  Members of a group begin in the state of their task, which is "start" here.
+  A screenshot counts by its SHA-256. "" after a turn without a record.
+
+  Raises:
+    ValueError: an observation that cannot be written as JSON.
+  """
+  states = ["start"]
+  for step in episode.steps[: turns - 1]:
+    try:
+      text = json.dumps(trajectory.encode(step.observation), sort_keys=True)
+    except TypeError as error:
+      raise ValueError(f"an observation has no digest: {error}") from error
+    states.append(hashlib.sha256(text.encode()).hexdigest())
+  return tuple(states) + ("",) * (turns - len(states))
+
+
+_LIMITS = frozenset({
+    trajectory.TrajectoryStatus.MAX_TURNS,
+    trajectory.TrajectoryStatus.CONTEXT_LIMIT,
+})
+
+
+def was_truncated(episode: trajectory.Trajectory) -> bool:
+  """Whether a limit ended the episode: of turns, context or a turn's tokens.
+
+  The last is `Step.info["response_truncated"]` of its last turn.
+  """
+  cut = bool(episode.steps) and bool(
+      episode.steps[-1].info.get("response_truncated")
+  )
+  return cut or episode.status in _LIMITS
+
+
+def group_rewards(
+    group: trajectory.TrajectoryGroup,
+    *,
+    with_states: bool = False,
+    extra: Mapping[str, np.ndarray] | None = None,
+) -> advantages.GroupRewards:
+  """What estimators see of a group: its valid members.
+
+  Args:
+    group: of a step.
+    with_states: whether to digest observations.
+    extra: trajectory id -> float64[K] added to the turns' rewards, and their
+      sum to the episode's.
+
+  Raises:
+    ValueError: a reward that is not finite, or an observation without a
+      digest; it names the group.
+  """
+  members = group.valid
+  try:
+    turns = [turn_rewards(m) for m in members]
+    totals = [float(m.reward) for m in members]
+    for i, member in enumerate(members):
+      added = (extra or {}).get(member.trajectory_id)
+      if added is not None:
+        turns[i] = turns[i] + added
+        totals[i] += float(added.sum())
+    return advantages.GroupRewards(
+        np.array(totals, np.float64),
+        tuple(turns),
+        tokens=tuple(turn_tokens(m, len(t)) for m, t in zip(members, turns)),
+        states=tuple(
+            turn_states(m, len(t)) for m, t in zip(members, turns)
+        ) if with_states else (),
+        episode_ids=tuple(m.trajectory_id for m in members),
+        group_id=group.group_id,
+        task_id=group.task_id,
+    )
+  except ValueError as error:
+    raise ValueError(f"group {group.group_id!r}: {error}") from error
+
+
 def from_groups(
     groups: Sequence[trajectory.TrajectoryGroup],
-    estimator: advantages.Estimator,
+    estimator: advantages.Estimator | advantages.StepEstimator,
     options: advantages.AdvantageOptions,
+    *,
+    extra: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[list[list[Example]], GroupStats]:
   """Examples of each group, and the groups' statistics.
+
+  Args:
+    groups: of a step.
+    estimator: of advantages.
+    options: of the estimator.
+    extra: see `group_rewards`; statistics are of the rewards without it.
 
   Raises:
     ValueError: a reward or advantage is not finite, naming the group.
   """
+  needs_states = getattr(estimator, "needs_states", False)
+  counted = [g for g in groups if g.valid]
+  found = dict(zip(
+      map(id, counted),
+      advantages.of_step(
+          estimator,
+          [
+              group_rewards(g, with_states=needs_states, extra=extra)
+              for g in counted
+          ],
+          options,
+      ),
+  ))
   out: list[list[Example]] = []
   rewards, successes, turns = [], [], []
   per_episode: dict[str, np.ndarray] = {}
@@ -132,35 +245,29 @@ def from_groups(
   for number, group in enumerate(groups):
     examples: list[Example] = []
     members = group.valid
-    if members:
-      try:
-        group_rewards = advantages.GroupRewards(
-            np.array([m.reward for m in members], np.float64),
-            tuple(turn_rewards(m) for m in members),
-        )
-        per_turn = estimator(group_rewards, options)
-      except ValueError as error:
-        raise ValueError(f"group {group.group_id!r}: {error}") from error
-      for member, values in zip(members, per_turn, strict=True):
-        values = np.asarray(values, np.float32)
-        per_episode[member.trajectory_id] = values
-        for sequence in member.sequences:
-          if sequence.num_sampled:
-            examples.append(
-                Example(
-                    sequence,
-                    values[sequence.turn_ids],
-                    episode=episode_number,
-                    group=number,
-                    trajectory_id=member.trajectory_id,
-                )
-            )
-        episode_number += 1
-        rewards.append(float(member.reward))
-        successes.append(
-            member.status is trajectory.TrajectoryStatus.SUCCEEDED
-        )
-        turns.append(member.num_turns)
+    per_turn = found.get(id(group), ())
+    for member, values in zip(members, per_turn, strict=True):
+      values = np.asarray(values, np.float32)
+      per_episode[member.trajectory_id] = values
+      truncated = was_truncated(member)
+      for sequence in member.sequences:
+        if sequence.num_sampled:
+          examples.append(
+              Example(
+                  sequence,
+                  values[sequence.turn_ids],
+                  episode=episode_number,
+                  group=number,
+                  trajectory_id=member.trajectory_id,
+                  truncated=truncated,
+              )
+          )
+      episode_number += 1
+      rewards.append(float(member.reward))
+      successes.append(
+          member.status is trajectory.TrajectoryStatus.SUCCEEDED
+      )
+      turns.append(member.num_turns)
     zero += not any(e.has_gradient for e in examples)
     out.append(examples)
   stats = GroupStats(
@@ -178,9 +285,11 @@ def from_groups(
 
 
 INVALID, ZERO_ADVANTAGE, TOO_LONG = "invalid", "zero_advantage", "too_long"
+TRUNCATED = "truncated"
 """Reasons to leave sampled tokens out of an update: infrastructure ended their
 episode; no token of their sequence has an advantage; their sequence is longer
-than a row of the batch."""
+than a row of the batch; a limit ended their episode, and the algorithm filters
+such episodes."""
 
 
 def left_out(

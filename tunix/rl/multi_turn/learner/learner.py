@@ -41,9 +41,11 @@ from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.learner import readings as readings_lib
+from tunix.rl.multi_turn.learner import reward_prices
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import aggregation
+from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import sharding
@@ -97,6 +99,7 @@ class Learner:
     advantages: of the last `update`: trajectory id -> float32[turns], valid
       members.
     left_out: of the last `update`: see `examples.left_out`.
+    kl_coef: of the next update; a checkpoint keeps it.
   """
 
   def __init__(
@@ -145,6 +148,7 @@ class Learner:
     self.algorithm.check_sampling(sampling)
     self.gamma = gamma
     self.seed = seed
+    self.kl_coef = algorithm.kl_coef
     self.counters = LearnerCounters()
     self.advantages: Mapping[str, np.ndarray] = {}
     self.left_out: Mapping[str, tuple[str, ...]] = {}
@@ -258,16 +262,25 @@ class Learner:
       raise ValueError("an update needs at least one group")
     clock = readings_lib.Clock()
     config = self.config
+    with clock("score" if self.algorithm.config.kl_in_reward else "pack"):
+      prices, priced = reward_prices.of_groups(
+          groups,
+          self.algorithm,
+          self.kl_coef,
+          config.row_length,
+          lambda found: self._logprobs(self._reference or {}, found),
+      )
     with clock("pack"):
       per_group, stats = example_lib.from_groups(
           groups,
-          self.algorithm.estimate,
-          advantages.AdvantageOptions(
-              self.algorithm.config.std_eps, self.gamma
+          advantages.over_processes(
+              self.algorithm.estimate, self._processes
           ),
+          self.algorithm.advantage_options(self.gamma),
+          extra=prices,
       )
     self.advantages = stats.advantages
-    metrics = stats.metrics()
+    metrics = stats.metrics() | priced
     metrics |= readings_lib.of_samples(
         [e for group in per_group for e in group], self.version
     )
@@ -281,9 +294,14 @@ class Learner:
     ]
     learned, skipped = self._learn(minibatches, clock)
     self.left_out = example_lib.left_out(groups, skipped)
-    return readings_lib.of_all(
+    metrics = readings_lib.of_all(
         self._processes.gather("metrics", metrics | learned)
     )
+    target = self.algorithm.config.kl_target
+    if target and "kl" in metrics:
+      metrics["kl_coef"] = self.kl_coef
+      self.kl_coef = kl.adapted_coef(self.kl_coef, metrics["kl"], target)
+    return metrics
 
   def update_on_sequences(
       self, sequences: Sequence[trajectory.TokenSequence]
@@ -319,6 +337,14 @@ class Learner:
     They are of the present weights and, without truncation, of the same
     distribution that the sampler drew from.
     """
+    return self._logprobs(self._params, sequences)
+
+  def _logprobs(
+      self,
+      params: dict[str, jax.Array],
+      sequences: Sequence[trajectory.TokenSequence],
+  ) -> list[np.ndarray]:
+    """As `sequence_logprobs`, of other weights."""
     all_examples = example_lib.from_sequences(sequences)
     packed = self._pack(all_examples, np.ones(len(all_examples)))
     out = [np.zeros(len(s), np.float32) for s in sequences]
@@ -356,7 +382,7 @@ class Learner:
     if corrected and self.config.steps_per_update > 1:
       with clock("score"):
         self._score_into(packed, "proximal", self._acting())
-    if self._reference is not None:
+    if self.algorithm.config.kl_in_loss:
       with clock("score"):
         self._score_into(packed, "reference", self._reference)
     readings = []
@@ -404,6 +430,9 @@ class Learner:
     """A minibatch, None without a gradient; and the examples left out."""
     kept, long = self._in_all("check", lambda: self._fitting(examples))
     skipped = [(e, example_lib.TOO_LONG) for e in long]
+    if self.algorithm.config.filter_truncated:
+      skipped += [(e, example_lib.TRUNCATED) for e in kept if e.truncated]
+      kept = [e for e in kept if not e.truncated]
     weighed = self._weigh(kept)
     learned_from = {id(e) for e in weighed[0]} if weighed else set()
     skipped += [
@@ -497,7 +526,12 @@ class Learner:
         "fill", lambda: self._packer.fill(plan, examples, weights_N)
     )
     batches = [self._put(batch) for batch in filled]
-    extras = [update.Extra(b.logprobs, b.logprobs) for b in batches]
+    coef = None
+    if self.algorithm.config.kl_target and self.algorithm.config.kl_in_loss:
+      coef = sharding.put(
+          np.float32(self.kl_coef), self._placement.replicated
+      )
+    extras = [update.Extra(b.logprobs, b.logprobs, coef) for b in batches]
     return _Minibatch(batches, extras, plan.stats)
 
   def _in_all(self, what: str, work: Callable[[], T]) -> T:
@@ -594,6 +628,7 @@ class Learner:
         "counters": dataclasses.asdict(self.counters),
         "shape": dataclasses.asdict(self.shape) if self.shape else None,
         "seed": self.seed,
+        "kl_coef": self.kl_coef,
     }
 
   def load(self, arrays: dict[str, Any], progress: dict[str, Any]) -> None:
@@ -616,6 +651,9 @@ class Learner:
     self._params = arrays["params"]
     self._opt_state = arrays["optimizer"]
     self.counters = LearnerCounters(**progress["counters"])
+    if self.algorithm.config.kl_target:
+      # Absent in checkpoints from before there was a target.
+      self.kl_coef = progress.get("kl_coef") or self.kl_coef
     if self.shape is None and progress["shape"] is not None:
       shape = batching.BatchShape(**progress["shape"])
       least = self._suggest(())

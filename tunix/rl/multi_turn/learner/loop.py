@@ -7,7 +7,8 @@ training are this same loop; the queue decides how far collecting may run ahead.
 Promises: weights are published before the queue admits groups of their
 version; groups are acknowledged only when a checkpoint that contains them is
 on disk, and that checkpoint names them, for a process that dies in between; no
-wait is without a deadline or a way to stop it.
+wait is without a deadline or a way to stop it. With `dynamic_sampling`, groups
+of equal rewards are replaced, a bounded number of times, and counted.
 
 Does not: collect, evaluate, or decide when training ends: the caller does,
 with `step` or `run`.
@@ -63,6 +64,9 @@ class GatedQueue(Protocol):
   def ack(self, indices: Iterable[int] | None = None) -> None:
     ...
 
+  def refund(self, n: int) -> None:
+    ...
+
 
 class StarvedError(TimeoutError):
   """No complete batch of groups came within the deadline."""
@@ -99,8 +103,8 @@ class LearnerLoop:
         beside the learner and `CONSUMED`.
       updated: called after each update, before the queue admits groups of its
         version.
-      wait_timeout_s: longest wait for one step's groups, in seconds; None
-        waits until the queue closes or fails.
+      wait_timeout_s: longest wait for one step's groups, in seconds, or for
+        those that replace some; None waits until the queue closes or fails.
       publish_timeout_s: longest wait for published weights to arrive.
       processes: that learn together, each from a queue of its own.
     """
@@ -126,6 +130,12 @@ class LearnerLoop:
     self._wait_timeout_s = wait_timeout_s
     self._publish_timeout_s = publish_timeout_s
     self._pending: list[trajectory.TrajectoryGroup] = []
+    self._kept: list[trajectory.TrajectoryGroup] = []  # Of the step to come.
+    self._replaced = 0
+    self._before: set[int] = set()
+    self._replaceable = (
+        learner.config.dynamic_sampling * learner.config.groups_per_step
+    )
     self._consumed: set[int] = set()  # Trained on and not acknowledged.
     self._unacknowledged = False
 
@@ -162,20 +172,15 @@ class LearnerLoop:
     """
     self.settle()
     started = time.perf_counter()
-    before = self._delivered()
-    taken: list[list[trajectory.TrajectoryGroup] | None] = []
-
-    def take() -> bool:
-      taken.append(self._take(stop))
-      return taken[0] is not None
-
-    if not all(self._processes.together("take", take)):
+    if not (self._kept or self._replaced):
+      self._before = self._delivered()
+    if not all(self._processes.together("take", lambda: self._take(stop))):
       return None
-    groups = taken[0]
-    assert groups is not None
+    groups, self._kept = self._kept, []
+    replaced, self._replaced = self._replaced, 0
     waited = time.perf_counter() - started
     metrics = self.learner.update(groups)
-    self._consumed |= self._delivered() - before
+    self._consumed |= self._delivered() - self._before
     self._updated()
     step = self.learner.counters.updates
     published = time.perf_counter()
@@ -188,6 +193,8 @@ class LearnerLoop:
         "seconds_publish": time.perf_counter() - published,
         "seconds_total": time.perf_counter() - started,
     }
+    if self._replaceable:
+      metrics["replaced_groups"] = float(replaced)
     self._observers.on_event(
         events.StepFinished(
             step,
@@ -251,19 +258,44 @@ class LearnerLoop:
     """Indices of delivered groups that the queue wants acknowledged."""
     return set() if self._gated is None else set(self._gated.unacked())
 
-  def _take(
-      self, stop: threading.Event | None
+  def _take(self, stop: threading.Event | None) -> bool:
+    """Fills `_kept` with exactly groups_per_step groups; False when stopped.
+
+    Yu et al. 2025, "DAPO", section 3.2 (arXiv:2503.14476): groups without a
+    gradient are replaced until `dynamic_sampling` times a step's groups were.
+    """
+    while missing := self._groups_per_step - len(self._kept):
+      groups = self._take_exactly(missing, stop)
+      if groups is None:
+        return False
+      flat = [g for g in groups if not varies(g)]
+      flat = flat[: self._replaceable - self._replaced]
+      replaced = {id(g) for g in flat}
+      self._kept += [g for g in groups if id(g) not in replaced]
+      self._replaced += len(flat)
+      if flat and self._gated is not None:
+        self._gated.refund(len(flat))
+      for group in flat:
+        self._observers.on_event(
+            events.GroupFinished(
+                group, "dropped", "all its episodes got the same reward"
+            )
+        )
+    return True
+
+  def _take_exactly(
+      self, count: int, stop: threading.Event | None
   ) -> list[trajectory.TrajectoryGroup] | None:
-    """Exactly groups_per_step groups; None when stopped."""
+    """Exactly `count` groups; None when stopped."""
     deadline = None
     if self._wait_timeout_s is not None:
       deadline = time.monotonic() + self._wait_timeout_s
     while True:
       try:
         if self._gated is not None:
-          return self._gated.get_batch(self._groups_per_step, timeout=_POLL_S)
+          return self._gated.get_batch(count, timeout=_POLL_S)
         self._pending.append(self._queue.get(block=True, timeout=_POLL_S))
-        if len(self._pending) == self._groups_per_step:
+        if len(self._pending) == count:
           groups, self._pending = self._pending, []
           return groups
         continue
@@ -273,7 +305,13 @@ class LearnerLoop:
         return None
       if deadline is not None and time.monotonic() > deadline:
         raise StarvedError(
-            f"no {self._groups_per_step} groups came within"
+            f"no {count} groups came within"
             f" {self._wait_timeout_s:g} s (ready: {self._queue.qsize()}); are"
             " episodes failing? See the counts of faults"
         )
+
+
+def varies(group: trajectory.TrajectoryGroup) -> bool:
+  """Whether the valid members of a group got different rewards."""
+  rewards = {float(m.reward) for m in group.valid}
+  return len(rewards) > 1

@@ -78,6 +78,8 @@ _POOLED = {
     "success_rate": "valid_episodes",
     "turns": "valid_episodes",
     "staleness": "completion_tokens",
+    "kl": "completion_tokens",
+    "overlong_price": "valid_episodes",
     "advantage": "completion_tokens",
     "packing_efficiency": "micro_batches",
     "patch_efficiency": "micro_batches",

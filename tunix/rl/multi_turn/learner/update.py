@@ -235,13 +235,17 @@ class Sums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Extra:
-  """Log-probs of other weights for a batch, float32[S, M].
+  """What the loss of a batch reads beside the batch.
 
-  Where one is not needed it holds the sampled log-probs.
+  Attributes:
+    proximal, reference: log-probs of other weights, float32[S, M]; where one
+      is not needed it holds the sampled log-probs.
+    kl_coef: scalar, where the coefficient changes between updates.
   """
 
   proximal: base.Array
   reference: base.Array
+  kl_coef: base.Array | None = None
 
 
 class UpdatePrograms:
@@ -338,28 +342,39 @@ class UpdatePrograms:
       extra: Extra,
   ) -> tuple[jax.Array, Sums]:
     """Sum of weight x token loss over a batch, and its readings."""
-    algorithm, config = self._algorithm, self._algorithm.config
     scores = self._scores(params, frozen, batch)
+    return self.loss_of_scores(scores, batch, extra)
+
+  def loss_of_scores(
+      self, scores: logprobs.TokenScores, batch: batching.Batch, extra: Extra
+  ) -> tuple[jax.Array, Sums]:
+    """As `loss`, from the scores of the batch's tokens."""
+    algorithm, config = self._algorithm, self._algorithm.config
     lp = scores.logprobs
     # In an update of a single step the proximal policy is the one being
     # trained: no second forward pass.
     proximal = jax.lax.stop_gradient(lp)
     if self._config.steps_per_update > 1:
       proximal = jnp.asarray(extra.proximal)
-    anchor, weight = algorithm.correction.apply(
-        proximal,
-        jnp.asarray(batch.logprobs),
-        importance.ImportanceOptions(config.tis_cap),
-    )
-    token_loss, readings = algorithm.objective.apply(
+    # The parts of an algorithm see one buffer at a time.
+    anchor, weight = jax.vmap(
+        functools.partial(
+            importance.corrected,
+            algorithm.correction,
+            options=algorithm.importance_options,
+        )
+    )(proximal, jnp.asarray(batch.logprobs), jnp.asarray(batch.sequences))
+    options = algorithm.objective_options
+    token_loss, readings = jax.vmap(
+        lambda tokens: algorithm.objective.apply(tokens, options)
+    )(
         objectives.TokenBatch(
             logprobs=lp,
             anchor=jax.lax.stop_gradient(anchor),
             weight=jax.lax.stop_gradient(weight),
-            advantages=batch.advantages,
-            sequences=batch.sequences,
-        ),
-        objectives.ObjectiveOptions(config.clip_low, config.clip_high),
+            advantages=jnp.asarray(batch.advantages),
+            sequences=jnp.asarray(batch.sequences),
+        )
     )
     readings = dict(readings)
     readings["policy_loss"] = token_loss
@@ -378,9 +393,10 @@ class UpdatePrograms:
       most["ratio_max"] = ratio
       most["ratio_min"] = -ratio
       most["logprob_gap_max"] = jnp.abs(moved)
-    if config.kl_coef:
-      price = algorithm.kl(lp, jnp.asarray(extra.reference))
-      token_loss = token_loss + config.kl_coef * price
+    if config.kl_in_loss:
+      price = jax.vmap(algorithm.kl)(lp, jnp.asarray(extra.reference))
+      coef = config.kl_coef if extra.kl_coef is None else extra.kl_coef
+      token_loss = token_loss + coef * price
       readings["kl"] = price
     if config.entropy_coef:
       token_loss = token_loss - config.entropy_coef * scores.entropy

@@ -90,6 +90,12 @@ METRICS: dict[str, Metric] = {
     "zero_advantage_groups": Metric(
         "groups", "Groups of this update without a gradient."
     ),
+    "replaced_groups": Metric(
+        "groups",
+        "Groups of equal rewards that others replaced, with"
+        " learner.dynamic_sampling.",
+        "Many: tasks are too hard or solved; the time is spent on them.",
+    ),
     "episodes": Metric(
         "episodes", "Episodes of this update, invalid ones included."
     ),
@@ -286,6 +292,14 @@ METRICS: dict[str, Metric] = {
     "importance_weight": Metric(
         "", "Mean weight of algorithm.importance; 1 without a correction."
     ),
+    "kl_coef": Metric(
+        "", "Coefficient of this update's KL, with algorithm.kl_target."
+    ),
+    "overlong_price": Metric(
+        "reward",
+        "Mean reward that an episode lost for its length, with"
+        " algorithm.overlong_tokens.",
+    ),
     "kl": Metric(
         "nats",
         "KL from the reference policy, with algorithm.kl_coef > 0.",
@@ -299,6 +313,9 @@ METRICS: dict[str, Metric] = {
     ),
     "clip_fraction_low": Metric("", "The part below 1 - clip_low."),
     "clip_fraction_high": Metric("", "The part above 1 + clip_high."),
+    "clip_fraction_dual": Metric(
+        "", "Share of tokens whose loss algorithm.dual_clip bounds."
+    ),
     "advantage_mean": Metric("", "Mean over sampled tokens."),
     "advantage_std": Metric("", "Standard deviation over sampled tokens."),
     "advantage_abs_max": Metric("", "Largest magnitude."),

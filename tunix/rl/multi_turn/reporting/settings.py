@@ -1,7 +1,8 @@
-"""Declares the settings of reporting: a run's sections `tracking` and `report`.
+"""Declares the settings of reporting: a run's sections `tracking`, `report` and
+`watchdog`.
 
-The trackers, the writers of the run directory, the progress line and the
-report take these classes as they are.
+The trackers, the writers of the run directory, the progress line, the report
+and the watchdog take these classes as they are.
 
 Does not: import a tracker's package, or JAX.
 """
@@ -114,5 +115,97 @@ class ReportConfig:
       default=5.0,
       doc="Smallest time between two writes of summary.json while training.",
       unit="s",
+      ge=0,
+  )
+
+
+WATCHDOG_RULES = (
+    "unsolved", "no_variance", "nan", "gradient", "kl", "entropy",
+    "logprob_gap", "environments",
+)  # pyformat: disable
+
+
+@settings.settings
+class WatchdogConfig:
+  """Warnings about training that cannot succeed, and when to stop it."""
+
+  on: bool = _setting(default=True, doc="Watch the run.")
+  stop: tuple[
+      Literal[
+          "unsolved",
+          "no_variance",
+          "nan",
+          "gradient",
+          "kl",
+          "entropy",
+          "logprob_gap",
+          "environments",
+      ],
+      ...,
+  ] = _setting(
+      default=(),
+      doc="Rules that end the run, with a checkpoint and their diagnosis;"
+      " others warn.",
+  )
+  window: int = _setting(
+      default=10,
+      doc="Updates that gradient, entropy and logprob_gap are averaged over.",
+      unit="updates",
+      ge=1,
+  )
+  no_gradient_updates: int = _setting(
+      default=20,
+      doc="unsolved, no_variance: updates in a row without a group that has a"
+      " gradient. 0 = not watched.",
+      unit="updates",
+      ge=0,
+  )
+  nan_updates: int = _setting(
+      default=3,
+      doc="nan: updates in a row with a loss or gradient that is not finite."
+      " 0 = not watched.",
+      unit="updates",
+      ge=0,
+  )
+  gradient_factor: float = _setting(
+      default=50.0,
+      doc="gradient: a norm of this many times the median of the window. 0 ="
+      " not watched.",
+      ge=0,
+  )
+  gradient_floor: float = _setting(
+      default=1.0, doc="gradient: a norm below this is never reported.", ge=0
+  )
+  max_kl: float = _setting(
+      default=1.0,
+      doc="kl: mean KL a token from the reference, with algorithm.kl_coef > 0."
+      " 0 = not watched.",
+      unit="nats",
+      ge=0,
+  )
+  entropy_fraction: float = _setting(
+      default=0.05,
+      doc="entropy: below this share of the first window's, while success is"
+      " below 0.9. 0 = not watched.",
+      ge=0,
+      lt=1,
+  )
+  gap_factor: float = _setting(
+      default=10.0,
+      doc="logprob_gap: the KL of learner and sampler is this many times the"
+      " first window's. 0 = not watched.",
+      ge=0,
+  )
+  gap_floor: float = _setting(
+      default=0.01,
+      doc="logprob_gap: a KL below this is never reported.",
+      unit="nats",
+      ge=0,
+  )
+  failed_episodes: int = _setting(
+      default=32,
+      doc="environments: episodes in a row that infrastructure ended, and not"
+      " the policy. 0 = not watched.",
+      unit="episodes",
       ge=0,
   )

@@ -10,6 +10,8 @@ import numpy as np
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.learner import config as algorithm_config
+from tunix.rl.multi_turn.learner.algorithms import presets
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import memory as memory_lib
@@ -73,6 +75,7 @@ def describe(
           f"{config.learner.groups_per_step} groups x"
           f" {config.collect.group_size} episodes",
       ),
+      ("algorithm", _algorithm(config.algorithm)),
       ("run directory", str(directory)),
   ]
   return "\n".join(
@@ -84,6 +87,19 @@ def _images(processor: Any) -> list[tuple[str, str]]:
   """How the policy sees images, where its processor reports it."""
   describe = getattr(processor, "describe", None)
   return [("images", describe())] if callable(describe) else []
+
+
+def _algorithm(config: algorithm_config.AlgorithmConfig) -> str:
+  """The preset with its source, and the parts that make the loss."""
+  made = (
+      f"advantage {config.advantage}, objective {config.objective}, importance"
+      f" {config.importance}, {config.loss_aggregation}"
+  )
+  if not config.name:
+    return made
+  found = presets.get(config.name)
+  note = f" {found.note}" if found.note else ""
+  return f"{config.name} ({found.paper}): {made}.{note}"
 
 
 def _rows(rows: list[tuple[str, str]]) -> list[str]:

@@ -374,6 +374,7 @@ def make_cloning_learner(
           config.algorithm,
           objective="behaviour_cloning",
           kl_coef=0.0,
+          kl_target=0.0,
           entropy_coef=0.0,
       ),
       processes=processes,

@@ -33,6 +33,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
 from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import episodes
@@ -87,6 +88,7 @@ class Run:
     memory: that the run takes, against what there is.
     engine: rolls out.
     episodes: task -> (agent, environment).
+    watchdog: judges the metrics.
     counts: of episodes, groups and faults.
     updates: made so far, as far as evaluations are concerned.
     store: accepted groups that survive a crash, or None.
@@ -155,6 +157,9 @@ class Run:
         config, self.policy, self.images, self.here(self.policy.model)
     )
     self.observers = events.Observers()
+    self.watchdog = watchdog_lib.Watchdog(
+        config.watchdog, self.observers.on_event
+    )
     self.counts = reporting.RunCounts()
     self.updates = 0
     self.store: group_store.SqliteGroupStore | None = None
@@ -315,6 +320,7 @@ class Run:
           facts=self._facts,
           counts=self.counts,
       )
+      self.observers.add(self.watchdog)
     except OSError as error:
       raise _unwritable(self.directory, error) from None
 

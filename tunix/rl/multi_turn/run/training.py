@@ -1,8 +1,8 @@
 """Trains with GRPO: the collecting loop and the learner's, joined by the queue.
 
-Promises: an interrupt or a failure leaves a checkpoint and the policy after
-the last update; a resumed run trains on no group twice, continues with the
-next task, and makes the missing evaluations.
+Promises: an interrupt, a failure or a stop by the watchdog leaves a checkpoint
+and the policy after the last update; a resumed run trains on no group twice,
+continues with the next task, and makes the missing evaluations.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class Training:
       if self._is_unfinished():
         self._collected = run.loop.submit(self._collecting.run())
         run.loop.on_death(self._queue.fail)
+      run.watchdog.on_stop(self._queue.fail)
       while self._is_unfinished():
         stop = run.stop.is_set() or (
             budget and time.monotonic() - started > budget
@@ -118,7 +119,11 @@ class Training:
         if self._loop.step(run.stop) is None:
           break
         run.share_counts()
+        run.processes.together("watch", run.watchdog.check)
         self._evaluate_when_due()
+    except group_queue.QueueFailed:
+      run.watchdog.check()
+      raise
     finally:
       self._end()
     self._publish_latest()

@@ -1,5 +1,8 @@
 """Computes advantages: a number for each turn of each member of a group.
 
+An `Estimator` sees one group at a time, a `StepEstimator` all groups of a step
+(those are in `step_advantages`). `of_step` calls either.
+
 Only valid members enter (see `TrajectoryGroup.valid`): a failure outside the
 policy is no evidence about it. Statistics are over the group at hand, of any
 size; a group of one has nothing to be compared with and gets 0, and so does,
@@ -9,16 +12,21 @@ differ by less than float64 can square.
 Promises: advantages are finite, in float32 too, for all that `GroupRewards`
 accepts.
 
+Does not: see tokens or log-probs; a KL price in the reward is in the rewards
+already (see `shaping`).
+
 Axis names: N = valid members of a group, K = turns of one member.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
-from typing import Callable
+from typing import Any, Callable, Sequence
 
 import numpy as np
+from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.learner import config as config_lib
@@ -36,14 +44,25 @@ class GroupRewards:
   Attributes:
     total_N: float64[N], undiscounted episode rewards.
     turns: N arrays float64[K], reward of each turn.
+    tokens: N arrays int64[K], tokens sampled in each turn; () if unknown.
+    states: N tuples of K digests of the observation before each turn, ""
+      where it is unknown; () unless the estimator `needs_states`.
+    episode_ids: N trajectory ids; () if unknown.
+    group_id, task_id: of the group.
   """
 
   total_N: np.ndarray
   turns: tuple[np.ndarray, ...]
+  tokens: tuple[np.ndarray, ...] = ()
+  states: tuple[tuple[str, ...], ...] = ()
+  episode_ids: tuple[str, ...] = ()
+  group_id: str = ""
+  task_id: str = ""
 
   def __post_init__(self):
     total = np.asarray(self.total_N, np.float64)
     turns = tuple(np.asarray(t, np.float64) for t in self.turns)
+    tokens = tuple(np.asarray(t, np.int64) for t in self.tokens)
     if total.ndim != 1 or len(total) != len(turns):
       raise ValueError(
           f"GroupRewards has totals of shape {total.shape} and turns of"
@@ -55,16 +74,43 @@ class GroupRewards:
             "GroupRewards holds a reward that is not finite or beyond"
             f" {_LIMIT:g}: {values}"
         )
+    lengths = [len(t) for t in turns]
+    for name, given in (("tokens", tokens), ("states", self.states)):
+      if given and [len(member) for member in given] != lengths:
+        raise ValueError(
+            f"GroupRewards.{name} is of {[len(m) for m in given]} turns, turns"
+            f" is of {lengths}"
+        )
     object.__setattr__(self, "total_N", total)
     object.__setattr__(self, "turns", turns)
+    object.__setattr__(self, "tokens", tokens)
+
+  def lengths_N(self) -> np.ndarray:
+    """float64[N]: tokens that each member sampled.
+
+    Raises:
+      ValueError: `tokens` are unknown.
+    """
+    if len(self.tokens) != len(self.turns):
+      raise ValueError("this estimator needs GroupRewards.tokens")
+    return np.array([t.sum() for t in self.tokens], np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageOptions:
-  """`std_eps` is added to the standard deviation; `gamma` discounts a turn."""
+  """Numbers of the estimators.
+
+  Attributes:
+    std_eps: added to the standard deviation.
+    gamma: discounts a turn.
+    step_weight: of GiGPO's advantages among equal states.
+    pass_k: k of pass_at_k.
+  """
 
   std_eps: float = _DEFAULTS.std_eps
   gamma: float = 1.0
+  step_weight: float = _DEFAULTS.gigpo_step_weight
+  pass_k: int = _DEFAULTS.pass_k
 
 
 Estimator = Callable[
@@ -72,9 +118,137 @@ Estimator = Callable[
 ]
 """Returns N arrays float64[K]: the advantage of each turn of each member."""
 
-ESTIMATORS: registry.Registry[Estimator] = registry.Registry(
-    "advantage estimator"
-)
+@dataclasses.dataclass(frozen=True)
+class StepEstimator:
+  """An estimator of all groups of a step together.
+
+  Attributes:
+    apply: (groups, options) -> of each group what an `Estimator` returns.
+    needs_states: whether `GroupRewards.states` is read.
+  """
+
+  apply: Callable[
+      [Sequence[GroupRewards], AdvantageOptions],
+      "Sequence[tuple[np.ndarray, ...]]",
+  ]
+  needs_states: bool = False
+
+
+ESTIMATORS: registry.Registry[Any] = registry.Registry("advantage estimator")
+"""Name -> `Estimator` or `StepEstimator`."""
+
+
+def of_step(
+    estimator: Estimator | StepEstimator,
+    groups: Sequence[GroupRewards],
+    options: AdvantageOptions,
+) -> list[tuple[np.ndarray, ...]]:
+  """The advantages of each group of a step.
+
+  Raises:
+    ValueError: an advantage for another number of groups, members or turns
+      than there are, naming the group.
+  """
+  if isinstance(estimator, StepEstimator):
+    found = list(estimator.apply(groups, options))
+  else:
+    found = [_of_group(estimator, group, options) for group in groups]
+  if len(found) != len(groups):
+    raise ValueError(
+        f"the advantage estimator returned {len(found)} groups of {len(groups)}"
+    )
+  for group, values in zip(groups, found):
+    got = [np.shape(v) for v in values]
+    want = [t.shape for t in group.turns]
+    if got != want:
+      raise ValueError(
+          f"group {group.group_id!r}: the advantage estimator returned shapes"
+          f" {got} for turns of {want}"
+      )
+  return found
+
+
+def over_processes(
+    estimator: Estimator | StepEstimator, processes: peers_lib.Peers
+) -> Estimator | StepEstimator:
+  """An estimator of the groups that all processes have, from each one's own.
+
+  An `Estimator` of one group is as it was; of a `StepEstimator` all processes
+  must call the result together. Rewards, token counts and digests travel.
+  """
+  if processes.count == 1 or not isinstance(estimator, StepEstimator):
+    return estimator
+
+  def apply(
+      groups: Sequence[GroupRewards], options: AdvantageOptions
+  ) -> Sequence[tuple[np.ndarray, ...]]:
+    own = [
+        {
+            field.name: _as_lists(getattr(group, field.name))
+            for field in dataclasses.fields(group)
+        }
+        for group in groups
+    ]
+    of_all = processes.gather("rewards", own)
+    first = sum(len(found) for found in of_all[: processes.index])
+    every = [GroupRewards(**group) for found in of_all for group in found]
+    return estimator.apply(every, options)[first : first + len(groups)]
+
+  return dataclasses.replace(estimator, apply=apply)
+
+
+def _as_lists(value: Any) -> Any:
+  if isinstance(value, np.ndarray):
+    return value.tolist()
+  if isinstance(value, tuple):
+    return [_as_lists(part) for part in value]
+  return value
+
+
+def _of_group(
+    estimator: Estimator, group: GroupRewards, options: AdvantageOptions
+) -> tuple[np.ndarray, ...]:
+  try:
+    return estimator(group, options)
+  except ValueError as error:
+    raise ValueError(f"group {group.group_id!r}: {error}") from error
+
+
+def adapted(
+    found: Callable[..., Any] | StepEstimator,
+) -> Estimator | StepEstimator:
+  """An estimator as it is, or one around a function of google-tunix.
+
+  Those take (rewards float32[N], num_generations) and return [N], e.g. what
+  `tunix.rl.function_registry.register_advantage_estimator` registers for
+  groups. They are called for one group at a time; a group of equal rewards
+  gets 0 without a call.
+  """
+  if isinstance(found, StepEstimator) or not callable(found):
+    return found
+  try:
+    names = inspect.signature(found).parameters
+  except (TypeError, ValueError):  # A builtin.
+    return found
+  if "num_generations" not in names:
+    return found
+
+  def estimate(
+      group: GroupRewards, options: AdvantageOptions
+  ) -> tuple[np.ndarray, ...]:
+    del options
+    r = group.total_N
+    if _all_equal(r):
+      return _spread(group, np.zeros_like(r))
+    got = np.asarray(found(r.astype(np.float32), len(r)), np.float64)
+    if got.shape != r.shape:
+      raise ValueError(
+          f"{found.__module__}:{found.__qualname__} returned shape {got.shape}"
+          f" for {len(r)} rewards"
+      )
+    return _spread(group, got)
+
+  return estimate
 
 
 def _all_equal(values: np.ndarray) -> bool:
@@ -166,3 +340,99 @@ def turn_returns(
     return tuple(np.zeros_like(g) for g in returns)
   mean, std = flat.mean(), _std(flat, options) or math.inf
   return tuple((g - mean) / std for g in returns)
+
+
+@ESTIMATORS.register("opo")
+def opo(
+    group: GroupRewards, options: AdvantageOptions
+) -> tuple[np.ndarray, ...]:
+  """r - sum(l r) / sum(l), l the tokens that a member sampled.
+
+  The baseline of least variance where a token's squared gradient is the same
+  everywhere: Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline",
+  (arXiv:2505.23585).
+  """
+  del options
+  r = group.total_N
+  if _all_equal(r):
+    return _spread(group, np.zeros_like(r))
+  lengths = group.lengths_N()
+  return _spread(group, r - (lengths * r).sum() / lengths.sum())
+
+
+@ESTIMATORS.register("pass_at_k")
+def pass_at_k(
+    group: GroupRewards, options: AdvantageOptions
+) -> tuple[np.ndarray, ...]:
+  """Gain in the best of k episodes that a member makes: the unbiased gradient
+  of E[max reward of k].
+
+  N / C(N, k) times the sum over the sets of k members with this one of
+  (max over the set - max over the others of the set): Walder & Karkhanis 2025,
+  "Pass@K Policy Optimization", the estimator s^(loo-1) of equation 33
+  (arXiv:2505.15201), times N because the loss is a mean over episodes. With
+  k = 1 the set has no others, and it is `rloo`. In a group of fewer than k
+  members k is their number.
+  """
+  r, k = group.total_N, min(options.pass_k, len(group.total_N))
+  if _all_equal(r):
+    return _spread(group, np.zeros_like(r))
+  if k == 1:
+    return rloo(group, options)
+  n = len(r)
+  order = np.argsort(r, kind="stable")
+  ascending = r[order]
+  # With member i the best of the set and j the second, k - 2 more are of the
+  # j members below.
+  ways = np.array([math.comb(j, k - 2) for j in range(n)], np.float64)
+  gains = np.array([
+      (ways[:i] * (ascending[i] - ascending[:i])).sum() for i in range(n)
+  ])
+  advantage_N = np.empty(n)
+  advantage_N[order] = gains * n / math.comb(n, k)
+  return _spread(group, advantage_N)
+
+
+def _gigpo_group(
+    group: GroupRewards, options: AdvantageOptions
+) -> tuple[np.ndarray, ...]:
+  """See `gigpo`."""
+  if len(group.states) != len(group.turns):
+    raise ValueError("gigpo needs GroupRewards.states")
+  returns = [discounted_returns(t, options.gamma) for t in group.turns]
+  pools: dict[str, list[tuple[int, int]]] = {}
+  for i, member in enumerate(group.states):
+    for k, state in enumerate(member):
+      if state:
+        pools.setdefault(state, []).append((i, k))
+  step = [np.zeros_like(g) for g in returns]
+  for places in pools.values():
+    values = np.array([returns[i][k] for i, k in places])
+    if _all_equal(values):
+      continue
+    scaled = (values - values.mean()) / (_std(values, options) or math.inf)
+    for (i, k), value in zip(places, scaled):
+      step[i][k] = value
+  episode = grpo(group, options)
+  return tuple(e + options.step_weight * s for e, s in zip(episode, step))
+
+
+def _gigpo(
+    groups: Sequence[GroupRewards], options: AdvantageOptions
+) -> list[tuple[np.ndarray, ...]]:
+  return [_of_group(_gigpo_group, group, options) for group in groups]
+
+
+gigpo = StepEstimator(_gigpo, needs_states=True)
+"""A^E + w A^S: the episode's reward among the group's episodes, and the
+discounted return from a turn among the turns of the group that began in the
+same state (observations with equal digests; a state met once has A^S = 0).
+
+Feng et al. 2025, "Group-in-Group Policy Optimization", section 4, with F_norm =
+std (arXiv:2505.10978)."""
+
+ESTIMATORS.register("gigpo", gigpo)
+
+_OF_STEPS = "tunix.rl.multi_turn.learner.algorithms.step_advantages"
+for _name in ("reinforce_pp", "reinforce_pp_baseline", "gpg"):
+  ESTIMATORS.register(_name, f"{_OF_STEPS}:{_name}")

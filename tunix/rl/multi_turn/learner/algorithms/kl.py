@@ -5,7 +5,9 @@ J. Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx).
 The expectation under the policy is the KL for k1 and k3, and close to it for
 k2. As a penalty that gradients flow through, k2 has the gradient of
 KL(policy || reference) in expectation, k3 that of KL(reference || policy), and
-k1's vanishes: k1 is a reading, not a penalty.
+k1's vanishes: in the loss, k1 is a reading and no penalty. In the reward
+(`shaping.kl_price`) no gradient flows through any of them, and k1 is the
+unbiased one.
 
 Axis names: M = tokens.
 """
@@ -45,3 +47,22 @@ def k3(logprobs: jax.Array, reference: jax.Array) -> jax.Array:
   """r - 1 - log r: unbiased, of low variance, never negative."""
   d = jnp.clip(reference - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
   return jnp.expm1(d) - d
+
+
+GAIN, MOST = 0.1, 0.2
+
+
+def adapted_coef(coef: float, measured: float, target: float) -> float:
+  """The coefficient of the next update: higher where the KL is above target.
+
+  coef (1 + 0.1 e), e = (measured - target) / target clipped to +-0.2: Ziegler
+  et al. 2019, "Fine-Tuning Language Models from Human Preferences", section
+  2.2 (arXiv:1909.08593).
+
+  Args:
+    coef: of this update.
+    measured: mean KL a token in it, in nats.
+    target: in nats, > 0.
+  """
+  error = (measured - target) / target
+  return coef * (1.0 + GAIN * min(max(error, -MOST), MOST))

@@ -1,7 +1,8 @@
 """Computes policy objectives: a loss for each token, to be minimised.
 
-An objective sees tokens only. Masking, weighting and summing are done by the
-caller (see `aggregation`), and so are the KL and entropy terms.
+An objective sees the sampled tokens of one buffer of a micro-batch; those of a
+sequence are neighbours in it (`sequence_sums`). Masking, weighting and summing
+are done by the caller (see `aggregation`), and so are the KL and entropy terms.
 
 Axis names: M = tokens; padding among them is ignored by the caller.
 """
@@ -17,6 +18,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner.algorithms import kl
+from tunix.rl.multi_turn.learner.algorithms import sequence_sums
 
 _DEFAULTS = config_lib.AlgorithmConfig()
 
@@ -31,7 +33,8 @@ class TokenBatch:
     anchor: log-probs the ratio is taken to.
     weight: importance weights.
     advantages: of each token.
-    sequences: int32[M], number of the token's sequence in the step.
+    sequences: int32[M], number of the token's sequence in the step; -1 for
+      padding.
   """
 
   logprobs: jax.Array
@@ -43,10 +46,21 @@ class TokenBatch:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveOptions:
-  """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+  """Numbers of the objectives.
+
+  Attributes:
+    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+    dual_clip: bounds the loss of a negative advantage by this many times its
+      size; 0 for no bound.
+    sapo_tau_pos, sapo_tau_neg: temperatures of SAPO's gate, by the sign of the
+      advantage.
+  """
 
   clip_low: float = _DEFAULTS.clip_low
   clip_high: float = _DEFAULTS.clip_high
+  dual_clip: float = _DEFAULTS.dual_clip
+  sapo_tau_pos: float = _DEFAULTS.sapo_tau_pos
+  sapo_tau_neg: float = _DEFAULTS.sapo_tau_neg
 
 
 Readings = dict[str, jax.Array]
@@ -77,21 +91,113 @@ def clipped(
 
   Schulman et al. 2017, "PPO", equation 7 (arXiv:1707.06347), as in Shao et al.
   2024, "GRPO" (arXiv:2402.03300); separate clips: Yu et al. 2025, "DAPO",
-  section 3.1 (arXiv:2503.14476).
+  section 3.1 (arXiv:2503.14476). With dual_clip = c, max of that gain and c A
+  where A < 0: Ye et al. 2020, "Mastering Complex Control", equation 5
+  (arXiv:1912.09729).
   """
-  log_ratio = jnp.clip(
+  return _clipped(_log_ratio(tokens), tokens, options)
+
+
+def sequence_clipped(
+    tokens: TokenBatch, options: ObjectiveOptions
+) -> tuple[jax.Array, Readings]:
+  """As `clipped`, with the geometric mean of the sequence's ratios.
+
+  Each token carries its sequence's ratio, so a weight of 1 / (N tokens) makes
+  the loss the mean over N sequences: Zheng et al. 2025, "GSPO", equations 5
+  and 7 (arXiv:2507.18071). A sequence is a `TokenSequence`: an agent that
+  rewrites its history has several an episode.
+  """
+  log_ratio = sequence_sums.mean(_log_ratio(tokens), tokens.sequences)
+  return _clipped(log_ratio, tokens, options)
+
+
+def sequence_clipped_token(
+    tokens: TokenBatch, options: ObjectiveOptions
+) -> tuple[jax.Array, Readings]:
+  """As `sequence_clipped` in value, with the gradient of each token's own
+  log-prob: for advantages that differ within a sequence.
+
+  Zheng et al. 2025, "GSPO", equations 13 and 14 (arXiv:2507.18071).
+  """
+  log_ratio = jax.lax.stop_gradient(
+      sequence_sums.mean(_log_ratio(tokens), tokens.sequences)
+  )
+  own = tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
+  return _clipped(log_ratio + own, tokens, options)
+
+
+def cispo(
+    tokens: TokenBatch, options: ObjectiveOptions
+) -> tuple[jax.Array, Readings]:
+  """-w sg(clip(ratio)) A log p: the weight is clipped, no token is dropped.
+
+  MiniMax 2025, "MiniMax-M1", equations 4 and 5 (arXiv:2506.13585); clip_low =
+  1 is no lower bound.
+  """
+  ratio = jnp.exp(jax.lax.stop_gradient(_log_ratio(tokens)))
+  low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
+  gain = jnp.clip(ratio, low, high) * tokens.advantages * tokens.logprobs
+  return -tokens.weight * gain, _clip_readings(ratio < low, ratio > high)
+
+
+def policy_gradient(
+    tokens: TokenBatch, options: ObjectiveOptions
+) -> tuple[jax.Array, Readings]:
+  """-w A log p: no ratio, so one optimizer step an update.
+
+  Williams 1992, "REINFORCE"; Chu et al. 2025, "GPG" (arXiv:2504.02546).
+  """
+  del options
+  return -tokens.weight * tokens.advantages * tokens.logprobs, {}
+
+
+def soft_gated(
+    tokens: TokenBatch, options: ObjectiveOptions
+) -> tuple[jax.Array, Readings]:
+  """-w (4 / tau) sigmoid(tau (ratio - 1)) A, tau by the sign of A.
+
+  At ratio 1 the gradient is that of ratio A, and it falls smoothly on either
+  side: Gao et al. 2025, "Soft Adaptive Policy Optimization"
+  (arXiv:2511.20347).
+  """
+  ratio = jnp.exp(_log_ratio(tokens))
+  a = jnp.asarray(tokens.advantages)
+  tau = jnp.where(a > 0, options.sapo_tau_pos, options.sapo_tau_neg)
+  gate = 4.0 / tau * jax.nn.sigmoid(tau * (ratio - 1.0))
+  return -tokens.weight * gate * a, {}
+
+
+def _log_ratio(tokens: TokenBatch) -> jax.Array:
+  return jnp.clip(
       tokens.logprobs - tokens.anchor, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
   )
+
+
+def _clipped(
+    log_ratio: jax.Array, tokens: TokenBatch, options: ObjectiveOptions
+) -> tuple[jax.Array, Readings]:
   ratio = jnp.exp(log_ratio)
   low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
-  a = tokens.advantages
+  a = jnp.asarray(tokens.advantages)
   gain = jnp.minimum(ratio * a, jnp.clip(ratio, low, high) * a)
   clipped_low = (ratio < low) & (a < 0)
   clipped_high = (ratio > high) & (a > 0)
-  return -tokens.weight * gain, {
-      "clip_fraction": (clipped_low | clipped_high).astype(jnp.float32),
-      "clip_fraction_low": clipped_low.astype(jnp.float32),
-      "clip_fraction_high": clipped_high.astype(jnp.float32),
+  readings = _clip_readings(clipped_low, clipped_high)
+  if options.dual_clip:
+    bound = options.dual_clip * a
+    readings["clip_fraction_dual"] = ((a < 0) & (gain < bound)).astype(
+        jnp.float32
+    )
+    gain = jnp.where(a < 0, jnp.maximum(gain, bound), gain)
+  return -tokens.weight * gain, readings
+
+
+def _clip_readings(low: jax.Array, high: jax.Array) -> Readings:
+  return {
+      "clip_fraction": (low | high).astype(jnp.float32),
+      "clip_fraction_low": low.astype(jnp.float32),
+      "clip_fraction_high": high.astype(jnp.float32),
   }
 
 
@@ -103,7 +209,15 @@ def behaviour_cloning(
   return -tokens.logprobs, {}
 
 
-OBJECTIVES.register("grpo", Objective(clipped))
+for _name, _apply in (
+    ("grpo", clipped),
+    ("gspo", sequence_clipped),
+    ("gspo_token", sequence_clipped_token),
+    ("cispo", cispo),
+    ("policy_gradient", policy_gradient),
+    ("sapo", soft_gated),
+):
+  OBJECTIVES.register(_name, Objective(_apply))
 OBJECTIVES.register(
     "behaviour_cloning", Objective(behaviour_cloning, uses_advantages=False)
 )

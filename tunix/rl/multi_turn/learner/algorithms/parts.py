@@ -28,7 +28,7 @@ class Algorithm:
 
   Attributes:
     config: the settings.
-    estimate: advantages of a group's turns.
+    estimate: advantages of the turns of a group, or of a step's groups.
     aggregate: weights of tokens in the loss.
     correction: of tokens sampled by other weights.
     objective: loss of a token.
@@ -36,7 +36,7 @@ class Algorithm:
   """
 
   config: config_lib.AlgorithmConfig
-  estimate: advantages.Estimator
+  estimate: advantages.Estimator | advantages.StepEstimator
   aggregate: aggregation.Aggregator
   correction: importance.Correction
   objective: objectives.Objective
@@ -52,7 +52,9 @@ class Algorithm:
     """
     return cls(
         config,
-        estimate=_find(advantages.ESTIMATORS, config.advantage),
+        estimate=advantages.adapted(
+            _find(advantages.ESTIMATORS, config.advantage)
+        ),
         aggregate=_find(aggregation.AGGREGATORS, config.loss_aggregation),
         correction=_find(importance.CORRECTIONS, config.importance),
         objective=_find(objectives.OBJECTIVES, config.objective),
@@ -65,8 +67,38 @@ class Algorithm:
     config = self.config
     return (
         self.objective.uses_advantages
-        and config.kl_coef == 0
+        and not config.kl_in_loss
         and config.entropy_coef == 0
+    )
+
+  def advantage_options(self, gamma: float) -> advantages.AdvantageOptions:
+    """Numbers of the advantages; `gamma` discounts a turn."""
+    c = self.config
+    return advantages.AdvantageOptions(
+        std_eps=c.std_eps,
+        gamma=gamma,
+        step_weight=c.gigpo_step_weight,
+        pass_k=c.pass_k,
+    )
+
+  @property
+  def objective_options(self) -> objectives.ObjectiveOptions:
+    """Numbers of the objective."""
+    c = self.config
+    return objectives.ObjectiveOptions(
+        clip_low=c.clip_low,
+        clip_high=c.clip_high,
+        dual_clip=c.dual_clip,
+        sapo_tau_pos=c.sapo_tau_pos,
+        sapo_tau_neg=c.sapo_tau_neg,
+    )
+
+  @property
+  def importance_options(self) -> importance.ImportanceOptions:
+    """Numbers of the correction."""
+    c = self.config
+    return importance.ImportanceOptions(
+        cap=c.tis_cap, low=c.mis_low, veto=c.veto
     )
 
   def check_sampling(self, sampling: policy_client.SamplingParams) -> None:

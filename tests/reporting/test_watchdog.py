@@ -1,0 +1,219 @@
+"""The watchdog names why a run cannot learn, and is quiet about others.
+
+`watchdog_runs.json` holds metrics that runs of the shipped policy recorded:
+a plain one, one from random weights, one sampled so cold that every group is
+alike, one at a learning rate of 0.03 with a KL that costs nothing, and one
+whose engine gets new weights every third update.
+"""
+
+import json
+import pathlib
+
+import pytest
+import small_runs
+from tunix.rl.multi_turn.config import loader
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import settings as core_settings
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.reporting import settings
+from tunix.rl.multi_turn.reporting import watchdog
+
+RUNS = json.loads(
+    (pathlib.Path(__file__).parent / "watchdog_runs.json").read_text()
+)
+STATUS = trajectory.TrajectoryStatus
+
+
+def found(metrics, **config):
+  """(step, rule) of each finding."""
+  rules = watchdog.Rules(settings.WatchdogConfig(**config))
+  return [
+      (number, finding.rule)
+      for number, m in enumerate(metrics, 1)
+      for finding in rules.step(m)
+  ]
+
+
+def test_a_plain_run_has_no_finding():
+  assert not found(RUNS["healthy"])
+  assert not found(RUNS["healthy"], window=3, no_gradient_updates=2)
+  assert not found(RUNS["healthy"] * 10)
+
+
+@pytest.mark.parametrize(
+    "run, config, want",
+    [
+        ("unsolved", dict(no_gradient_updates=4), [(4, "unsolved")]),
+        ("solved", dict(no_gradient_updates=5), [(5, "no_variance")]),
+        ("high_rate_with_kl", dict(), [(2, "kl")]),
+        (
+            "high_rate_with_kl",
+            dict(max_kl=0.0, window=1, entropy_fraction=0.3),
+            [(3, "entropy"), (8, "entropy")],
+        ),
+        (
+            "stale",
+            dict(window=3, gradient_factor=3.0, gap_factor=0.0),
+            [(4, "gradient"), (8, "gradient")],
+        ),
+        ("stale", dict(window=1, gap_factor=2.0), [(2, "logprob_gap")]),
+    ],
+)
+def test_a_recorded_run_is_diagnosed(run, config, want):
+  got = found(RUNS[run], **config)
+  assert got[: len(want)] == want
+  assert {rule for _, rule in got} == {rule for _, rule in want}
+
+
+@pytest.mark.parametrize(
+    "run, off",
+    [
+        ("unsolved", dict(no_gradient_updates=0)),
+        ("solved", dict(no_gradient_updates=0)),
+        (
+            "high_rate_with_kl",
+            dict(max_kl=0.0, entropy_fraction=0.0, no_gradient_updates=0),
+        ),
+        ("stale", dict(gap_factor=0.0, gradient_factor=0.0, window=1)),
+    ],
+)
+def test_a_threshold_of_0_turns_a_rule_off(run, off):
+  assert not found(RUNS[run] * 5, **off)
+
+
+def test_a_rule_speaks_once_until_it_stopped_holding():
+  run = RUNS["unsolved"] * 3
+  assert found(run, no_gradient_updates=4) == [(4, "unsolved")]
+  again = RUNS["unsolved"] + RUNS["healthy"][:1] + RUNS["unsolved"]
+  assert found(again, no_gradient_updates=4) == [
+      (4, "unsolved"), (9, "unsolved"),
+  ]  # pyformat: disable
+
+
+def test_episodes_that_infrastructure_ends():
+  rules = watchdog.Rules(settings.WatchdogConfig(failed_episodes=3))
+  broken = [STATUS.ENV_ERROR, STATUS.TIMEOUT, STATUS.MODEL_ERROR]
+  got = [f for s in broken for f in rules.episode(s)]
+  assert [f.rule for f in got] == ["environments"]
+  assert "model_error" in got[0].message
+  assert not rules.episode(STATUS.ENV_ERROR)
+  assert not rules.episode(STATUS.FAILED)  # The policy's own.
+  for status in (STATUS.ENV_ERROR, STATUS.CANCELLED, STATUS.ENV_ERROR):
+    assert not rules.episode(status)
+  assert [f.rule for f in rules.episode(STATUS.ENV_ERROR)] == ["environments"]
+
+
+def _events(run):
+  return [events.StepFinished(i, i, m) for i, m in enumerate(RUNS[run], 1)]
+
+
+def test_a_finding_is_a_fault_and_a_stop_raises():
+  seen, told = [], []
+  config = settings.WatchdogConfig(
+      no_gradient_updates=4, stop=("unsolved",)
+  )
+  dog = watchdog.Watchdog(config, seen.append)
+  dog.on_stop(told.append)
+  for event in _events("unsolved")[:3]:
+    dog.on_event(event)
+  dog.check()
+  for event in _events("unsolved")[3:]:
+    dog.on_event(event)
+  (fault,) = seen
+  assert (fault.stage, fault.kind) == ("watchdog", "unsolved")
+  assert "clone demonstrations first" in fault.message
+  with pytest.raises(watchdog.RunStopped, match="clone demonstrations"):
+    dog.check()
+  assert [str(e) for e in told] == [
+      f"stopped by the watchdog (unsolved): {fault.message}"
+  ]
+
+
+def test_rules_not_in_stop_warn_only():
+  seen = []
+  dog = watchdog.Watchdog(
+      settings.WatchdogConfig(no_gradient_updates=4), seen.append
+  )
+  for event in _events("unsolved"):
+    dog.on_event(event)
+  assert len(seen) == 1
+  dog.check()
+
+
+def test_it_may_be_off_and_evaluations_are_not_watched():
+  seen = []
+  off = watchdog.Watchdog(
+      settings.WatchdogConfig(on=False, no_gradient_updates=1), seen.append
+  )
+  for event in _events("unsolved"):
+    off.on_event(event)
+  dog = watchdog.Watchdog(
+      settings.WatchdogConfig(failed_episodes=1), seen.append
+  )
+  ended = trajectory.Trajectory(status=STATUS.ENV_ERROR)
+  dog.on_event(events.EpisodeFinished(ended, "eval-g", "t", split="eval"))
+  assert not seen
+  dog.on_event(events.EpisodeFinished(ended, "g", "t"))
+  assert [fault.kind for fault in seen] == ["environments"]
+
+
+def test_the_settings_name_every_rule():
+  fields = core_settings.fields(settings.WatchdogConfig)
+  (stop,) = [field for field in fields if field.name == "stop"]
+  assert loader.literal_choices(stop.type) == settings.WATCHDOG_RULES
+
+
+@pytest.mark.slow
+def test_a_run_that_solves_nothing_is_stopped_with_its_diagnosis(
+    tmp_path, capsys
+):
+  assert (
+      small_runs.run_train(
+          tmp_path,
+          "name=w",
+          small_runs.NANO,
+          "warm_start.source=none",
+          "steps=8",
+          "environment.max_turns=2",
+          "eval.episodes_per_task=1",
+          "watchdog.no_gradient_updates=3",
+          "watchdog.stop=[unsolved]",
+      )
+      == 1
+  )
+  errors = capsys.readouterr().err
+  assert "error: stopped by the watchdog (unsolved)" in errors
+  assert "clone demonstrations first" in errors
+  directory = tmp_path / "w"
+  assert not (directory / "traceback.txt").exists()
+  summary = small_runs.summary_of(directory)
+  assert summary["status"] == "failed"
+  assert summary["step"] == 3
+  assert "watchdog/unsolved" in json.dumps(summary)
+  assert list((directory / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_a_run_whose_engine_breaks_is_stopped_while_it_waits(tmp_path, capsys):
+  """A learning rate of 1e25 makes weights from which nothing is sampled."""
+  assert (
+      small_runs.run_train(
+          tmp_path,
+          "name=w",
+          small_runs.NANO,
+          "warm_start.source=none",
+          "steps=4",
+          "environment.max_turns=2",
+          "algorithm.entropy_coef=0.1",
+          "learner.skip_zero_advantage=false",
+          "eval.episodes_per_task=1",
+          "learner.learning_rate=1e25",
+          "learner.grad_clip=0",
+          "watchdog.failed_episodes=8",
+          "watchdog.stop=[environments]",
+      )
+      == 1
+  )
+  errors = capsys.readouterr().err
+  assert "error: stopped by the watchdog (environments)" in errors
+  assert "model_error" in errors

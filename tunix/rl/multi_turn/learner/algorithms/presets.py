@@ -1,0 +1,274 @@
+"""Declares presets of published algorithms: `algorithm=NAME`.
+
+A preset holds defaults, by dotted key, that make the loss its authors publish:
+the parts of `algorithm`, and what of the learner, the queue and the discount
+belongs to the method. Any later key overrides one. Sizes (groups, episodes,
+learning rate) are the run's: they depend on the model and the tasks.
+
+    python -m tunix.rl.multi_turn.learner.algorithms.presets
+
+prints the table of docs/algorithms.md.
+
+Does not: import a part, or build one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping
+
+from tunix.rl.multi_turn.core import registry
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmPreset:
+  """A published algorithm.
+
+  Attributes:
+    settings: defaults by dotted key.
+    paper: where it is published.
+    note: what differs here, or is left to the user; "" for nothing.
+  """
+
+  settings: Mapping[str, Any]
+  paper: str
+  note: str = ""
+
+
+PRESETS: registry.Registry[AlgorithmPreset] = registry.Registry("algorithm")
+
+
+def _preset(
+    name: str,
+    paper: str,
+    *,
+    advantage: str,
+    objective: str = "grpo",
+    aggregation: str = "token_mean",
+    clip: tuple[float, float] | None = (0.2, 0.2),
+    note: str = "",
+    others: Mapping[str, Any] | None = None,
+    **algorithm: Any,
+) -> None:
+  """Registers one; `algorithm` are further settings of the section."""
+  values = {
+      "advantage": advantage,
+      "objective": objective,
+      "loss_aggregation": aggregation,
+      **algorithm,
+  }
+  if clip:
+    values |= {"clip_low": clip[0], "clip_high": clip[1]}
+  found = {f"algorithm.{key}": value for key, value in values.items()}
+  if values.get("kl_coef") and values.get("kl_in") != "reward":
+    found["learner.skip_zero_advantage"] = False
+  PRESETS.register(
+      name, AlgorithmPreset({**found, **(others or {})}, paper, note)
+  )
+
+
+def get(name: str) -> AlgorithmPreset:
+  """The preset of a name, or the one at a path "package.module:attribute".
+
+  Raises:
+    ValueError: unknown, the message names the nearest; or no preset.
+    ImportError: nothing at that path.
+  """
+  found = PRESETS.get(name)
+  if not isinstance(found, AlgorithmPreset):
+    raise ValueError(
+        f"{name} is a {type(found).__name__}, not an AlgorithmPreset; a part of"
+        " an algorithm is named by its own setting, e.g. algorithm.advantage"
+    )
+  return found
+
+
+_preset(
+    "grpo",
+    "DeepSeekMath, arXiv:2402.03300",
+    advantage="grpo",
+    aggregation="episode_mean",
+    kl_coef=0.04,
+    kl_estimator="k3",
+)
+_preset(
+    "dr_grpo",
+    "Understanding R1-Zero-Like Training, arXiv:2503.20783",
+    advantage="dr_grpo",
+    aggregation="constant",
+    note="Set algorithm.loss_length to the budget of tokens of an episode; it"
+    " scales the gradient only.",
+)
+_preset(
+    "dapo",
+    "DAPO, arXiv:2503.14476",
+    advantage="grpo",
+    clip=(0.2, 0.28),
+    filter_truncated=True,
+    others={"learner.dynamic_sampling": 9},
+    note="Soft overlong punishment needs the budget of tokens:"
+    " algorithm.overlong_tokens.",
+)
+_preset(
+    "gspo",
+    "GSPO, arXiv:2507.18071",
+    advantage="grpo",
+    objective="gspo",
+    aggregation="sequence_mean",
+    clip=(3e-4, 4e-4),
+    others={"learner.minibatches": 4},
+)
+_preset(
+    "gspo_token",
+    "GSPO, arXiv:2507.18071",
+    advantage="grpo",
+    objective="gspo_token",
+    aggregation="sequence_mean",
+    clip=(3e-4, 4e-4),
+    others={"learner.minibatches": 4},
+    note="For advantages of turns, e.g. algorithm.advantage=turn_returns.",
+)
+_preset(
+    "gigpo",
+    "GiGPO, arXiv:2505.10978",
+    advantage="gigpo",
+    kl_coef=0.01,
+    kl_estimator="k3",
+    others={"collect.gamma": 0.95},
+)
+_preset(
+    "rloo",
+    "Back to Basics, arXiv:2402.14740",
+    advantage="rloo",
+    objective="policy_gradient",
+    clip=None,
+    aggregation="constant",
+    kl_coef=0.03,
+    kl_in="reward",
+    kl_estimator="k1",
+)
+_preset(
+    "reinforce_pp",
+    "REINFORCE++, arXiv:2501.03262",
+    advantage="reinforce_pp",
+    kl_coef=0.01,
+    kl_in="reward",
+    kl_estimator="k1",
+    note="The KL price is a turn's, not a token's.",
+)
+_preset(
+    "reinforce_pp_baseline",
+    "REINFORCE++, arXiv:2501.03262",
+    advantage="reinforce_pp_baseline",
+    kl_coef=1e-3,
+    kl_estimator="k2",
+)
+_preset(
+    "opo",
+    "On-Policy RL with Optimal Reward Baseline, arXiv:2505.23585",
+    advantage="opo",
+    objective="policy_gradient",
+    clip=None,
+    note="Exactly on-policy: keep queue.max_staleness=0 and one optimizer step"
+    " an update.",
+)
+_preset(
+    "gpg",
+    "GPG, arXiv:2504.02546",
+    advantage="gpg",
+    objective="policy_gradient",
+    clip=None,
+)
+_preset(
+    "cispo",
+    "MiniMax-M1, arXiv:2506.13585",
+    advantage="grpo",
+    objective="cispo",
+    clip=(1.0, 4.0),
+    others={"learner.dynamic_sampling": 9},
+    note="The paper gives no upper bound; 5 is that of The Art of Scaling RL"
+    " Compute, arXiv:2510.13786.",
+)
+_preset(
+    "sapo",
+    "SAPO, arXiv:2511.20347",
+    advantage="grpo",
+    objective="sapo",
+    clip=None,
+    aggregation="sequence_mean",
+    sapo_tau_pos=1.0,
+    sapo_tau_neg=1.05,
+)
+_preset(
+    "pass_at_k",
+    "Pass@K Policy Optimization, arXiv:2505.15201",
+    advantage="pass_at_k",
+    objective="policy_gradient",
+    clip=None,
+    pass_k=4,
+    note="algorithm.pass_k at most collect.min_valid.",
+)
+_preset(
+    "decoupled_ppo",
+    "AReaL, arXiv:2505.24298",
+    advantage="grpo",
+    importance="mis",
+    tis_cap=5.0,
+    others={"learner.minibatches": 4},
+    note="For queue.max_staleness > 0; tokens beyond the cap are left out, as"
+    " in the authors' code.",
+)
+
+
+_COLUMNS = {
+    "advantage": ("advantage", "pass_k"),
+    "objective": (
+        "objective", "clip_low", "clip_high", "sapo_tau_pos", "sapo_tau_neg",
+    ),
+    "aggregation": ("loss_aggregation",),
+    "correction": ("importance", "tis_cap"),
+    "KL": ("kl_coef", "kl_in", "kl_estimator"),
+    "filters": ("filter_truncated",),
+}  # pyformat: disable
+_IMPLIED = ("learner.skip_zero_advantage",)
+"""Follows from a KL in the loss."""
+
+
+def table() -> str:
+  """The presets as a Markdown table, a row each."""
+  heads = ["name", *_COLUMNS, "beside it", "paper"]
+  lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+  for name in PRESETS.names():
+    preset = PRESETS.get(name)
+    cells = [f"`{name}`"]
+    for fields in _COLUMNS.values():
+      cells.append(_cell(preset.settings, fields))
+    cells.append(
+        ", ".join(
+            f"`{key}={value}`"
+            for key, value in preset.settings.items()
+            if not key.startswith("algorithm.") and key not in _IMPLIED
+        )
+    )
+    cells.append(f"{preset.paper}. {preset.note}".rstrip(". ") + ".")
+    lines.append("| " + " | ".join(cells) + " |")
+  return "\n".join(lines)
+
+
+def _cell(values: Mapping[str, Any], fields: tuple[str, ...]) -> str:
+  """The first field's value, then the others that the preset sets."""
+  given = [
+      (field, values[f"algorithm.{field}"])
+      for field in fields
+      if f"algorithm.{field}" in values
+  ]
+  if not given:
+    return ""
+  first, *rest = given
+  name, value = first
+  shown = value if isinstance(value, str) else f"{name}={value}"
+  return ", ".join([shown, *(f"{name}={value}" for name, value in rest)])
+
+
+if __name__ == "__main__":
+  print(table())

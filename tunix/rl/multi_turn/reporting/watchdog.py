@@ -1,0 +1,264 @@
+"""Watches a run's metrics for training that cannot succeed, and says why.
+
+Each rule judges the metrics of learner steps, or the ends of episodes, against
+thresholds of `WatchdogConfig`. A rule that holds emits one `Fault` of stage
+"watchdog" with a diagnosis, and again only after it stopped holding in between.
+A rule in `stop` also ends the run: `check` raises.
+
+Promises: an observer, so it returns at once and does not raise by itself; a
+metric that is absent is not judged.
+
+Does not: change anything; a resumed run begins to watch anew.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import math
+import statistics
+import threading
+from typing import Callable, Mapping
+
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.reporting import settings
+
+_LOG = logging.getLogger(__name__)
+
+Metrics = Mapping[str, float]
+
+
+class RunStopped(RuntimeError):
+  """The watchdog ended the run; the text is its diagnosis."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """What a rule found. `rule` is one of `settings.WATCHDOG_RULES`."""
+
+  rule: str
+  message: str
+
+
+class Rules:
+  """The rules as a state machine over metrics and episodes; not an observer.
+
+  One call at a time.
+  """
+
+  def __init__(self, config: settings.WatchdogConfig):
+    self._c = config
+    self._unsolved = self._even = self._not_finite = self._failed = 0
+    self._skipped: float | None = None
+    self._norms: collections.deque[float] = collections.deque(
+        maxlen=config.window
+    )
+    self._first: dict[str, list[float]] = {"entropy": [], "sampler_kl": []}
+    self._recent: dict[str, collections.deque[float]] = {
+        name: collections.deque(maxlen=config.window) for name in self._first
+    }
+    self._holding: set[str] = set()
+
+  def step(self, metrics: Metrics) -> list[Finding]:
+    """Judges one learner step."""
+    return self._new(
+        dict(filter(None, [
+            self._without_gradient(metrics),
+            self._not_a_number(metrics),
+            self._gradient(metrics),
+            self._kl(metrics),
+            self._entropy(metrics),
+            self._gap(metrics),
+        ])),
+        frozenset(settings.WATCHDOG_RULES) - {"environments"},
+    )
+
+  def episode(self, status: trajectory.TrajectoryStatus) -> list[Finding]:
+    """Judges the end of an episode of training."""
+    if status is trajectory.TrajectoryStatus.CANCELLED:
+      return []
+    self._failed = 0 if status.is_policy_outcome else self._failed + 1
+    found = {}
+    if self._c.failed_episodes and self._failed >= self._c.failed_episodes:
+      found["environments"] = (
+          f"the last {self._failed} episodes were ended by infrastructure, the"
+          f" newest as {status.value}: no environment or no engine works; see"
+          " the faults in summary.json"
+      )
+    return self._new(found, frozenset({"environments"}))
+
+  def _new(
+      self, found: Mapping[str, str], judged: frozenset[str]
+  ) -> list[Finding]:
+    """The rules that did not hold before."""
+    fresh = [Finding(r, m) for r, m in found.items() if r not in self._holding]
+    self._holding = (self._holding - judged) | set(found)
+    return fresh
+
+  def _without_gradient(self, m: Metrics) -> tuple[str, str] | None:
+    if "zero_advantage_groups" not in m or "success_rate" not in m:
+      return None
+    none = m["zero_advantage_groups"] >= m.get("groups", math.inf)
+    solved = m["success_rate"] > 0
+    self._unsolved = self._unsolved + 1 if none and not solved else 0
+    self._even = self._even + 1 if none and solved else 0
+    limit = self._c.no_gradient_updates
+    if limit and self._unsolved >= limit:
+      return "unsolved", (
+          f"no task was solved and no group had a gradient in"
+          f" {self._unsolved} updates: nothing is learned; clone demonstrations"
+          " first (warm_start.steps), or choose tasks that the policy solves"
+          " sometimes"
+      )
+    if limit and self._even >= limit:
+      return "no_variance", (
+          "the episodes of each group got the same reward in"
+          f" {self._even} updates (success {m['success_rate']:.2f}): nothing is"
+          " learned; choose harder tasks, raise collect.group_size or"
+          " sampling.temperature"
+      )
+    return None
+
+  def _not_a_number(self, m: Metrics) -> tuple[str, str] | None:
+    skipped = m.get("skipped_steps", 0.0)
+    before, self._skipped = self._skipped, skipped
+    wrong = [
+        name
+        for name in ("loss", "grad_norm")
+        if name in m and not math.isfinite(m[name])
+    ]
+    bad = bool(wrong) or skipped > (before or 0.0)
+    self._not_finite = self._not_finite + 1 if bad else 0
+    limit = self._c.nan_updates
+    if not limit or self._not_finite < limit:
+      return None
+    what = " and ".join(wrong) or "a gradient"
+    return "nan", (
+        f"{what} was not finite in {self._not_finite} updates in a row, and"
+        " such steps are not made; resume from an earlier checkpoint with a"
+        " lower learner.learning_rate"
+    )
+
+  def _gradient(self, m: Metrics) -> tuple[str, str] | None:
+    norm = m.get("grad_norm")
+    if norm is None or not math.isfinite(norm):
+      return None
+    usual = statistics.median(self._norms) if self._norms else 0.0
+    full = len(self._norms) == self._c.window
+    self._norms.append(norm)
+    factor = self._c.gradient_factor
+    high = norm > max(factor * usual, self._c.gradient_floor)
+    if not (factor and full and usual and high):
+      return None
+    return "gradient", (
+        f"the gradient's norm is {norm:.3g}, {norm / usual:.0f} times its usual"
+        f" {usual:.3g}; lower learner.learning_rate or learner.grad_clip"
+    )
+
+  def _kl(self, m: Metrics) -> tuple[str, str] | None:
+    kl = m.get("kl")
+    if kl is None or not self._c.max_kl or not kl > self._c.max_kl:
+      return None
+    return "kl", (
+        f"the KL from the reference is {kl:.3g} nats a token, more than"
+        f" {self._c.max_kl:g}: the policy has left it; raise algorithm.kl_coef"
+        " or lower learner.learning_rate"
+    )
+
+  def _drift(self, name: str, m: Metrics) -> tuple[float, float] | None:
+    """(mean over the first window, over the last); None before there are two.
+    """
+    value = m.get(name)
+    if value is None or not math.isfinite(value):
+      return None
+    first, recent = self._first[name], self._recent[name]
+    if len(first) < self._c.window:
+      first.append(value)
+      return None
+    recent.append(value)
+    if len(recent) < self._c.window:
+      return None
+    return statistics.fmean(first), statistics.fmean(recent)
+
+  def _entropy(self, m: Metrics) -> tuple[str, str] | None:
+    means = self._drift("entropy", m)
+    solved = m.get("success_rate", 0.0) >= 0.9
+    if means is None or solved or not self._c.entropy_fraction:
+      return None
+    first, now = means
+    if not now < self._c.entropy_fraction * first:
+      return None
+    return "entropy", (
+        f"the policy's entropy fell from {first:.3g} to {now:.3g} nats at a"
+        f" success of {m.get('success_rate', 0.0):.2f}: it no longer explores;"
+        " raise algorithm.clip_high or algorithm.entropy_coef, or begin again"
+        " with a lower learner.learning_rate"
+    )
+
+  def _gap(self, m: Metrics) -> tuple[str, str] | None:
+    means = self._drift("sampler_kl", m)
+    if means is None or not self._c.gap_factor:
+      return None
+    first, now = means
+    if not (now > self._c.gap_floor and now > self._c.gap_factor * first):
+      return None
+    return "logprob_gap", (
+        f"the log-probs of engine and learner drift apart: their KL rose from"
+        f" {first:.2g} to {now:.2g} nats a token; lower queue.max_staleness or"
+        " the optimizer steps of an update, or set algorithm.importance=tis. If"
+        " neither is above 1, check that the engine loads every version"
+    )
+
+
+class Watchdog:
+  """Observer around `Rules`; see the module docstring."""
+
+  receives = (events.StepFinished, events.EpisodeFinished)
+
+  def __init__(
+      self,
+      config: settings.WatchdogConfig,
+      emit: Callable[[events.Event], None],
+  ):
+    """Args:
+
+      config: thresholds, and the rules that stop the run.
+      emit: receives a `Fault` for each finding.
+    """
+    self._config = config
+    self._rules = Rules(config)
+    self._emit = emit
+    self._lock = threading.Lock()
+    self._on_stop: list[Callable[[BaseException], None]] = []
+    self._stopped: RunStopped | None = None
+
+  def on_stop(self, call: Callable[[BaseException], None]) -> None:
+    """Adds what is called with the error when a rule ends the run."""
+    self._on_stop.append(call)
+
+  def check(self) -> None:
+    """Raises RunStopped if a rule ended the run."""
+    if self._stopped is not None:
+      raise self._stopped
+
+  def on_event(self, event: events.Event) -> None:
+    if not self._config.on:
+      return
+    with self._lock:
+      if isinstance(event, events.StepFinished):
+        found = self._rules.step(event.metrics)
+      elif isinstance(event, events.EpisodeFinished) and event.split == "train":
+        found = self._rules.episode(event.trajectory.status)
+      else:
+        return
+    for finding in found:
+      _LOG.warning("watchdog (%s): %s", finding.rule, finding.message)
+      self._emit(events.Fault("watchdog", finding.rule, finding.message))
+      if finding.rule in self._config.stop and self._stopped is None:
+        self._stopped = RunStopped(
+            f"stopped by the watchdog ({finding.rule}): {finding.message}"
+        )
+        for call in self._on_stop:
+          call(self._stopped)
