@@ -116,7 +116,7 @@ class Run:
     self.episodes = episodes.EpisodeFactory(config, self.images)
     episodes.try_first_episode(config, self.episodes, self.task_source)
     self.warm_start = warm_start_lib.WarmStart(
-        config, self.mesh, self.task_source
+        config, self.mesh, self.task_source, self.episodes.tool_schemas
     )
     self.policy = self.warm_start.policy
     self.memory = preflight.with_policy(
