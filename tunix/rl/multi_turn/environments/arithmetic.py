@@ -2,7 +2,8 @@
 
 Families `add`, `subtract`, `multiply` of numbers below ten, and `add_tens` of
 numbers below a hundred. A problem is a function of family, split, index and
-seed; training and held-out problems share no pair of numbers.
+seed; training and held-out problems share no pair of numbers, but have the same
+numbers.
 
 `solve` demonstrates them with the tools that there are: one that evaluates an
 `expression` (calculator), one that runs Python `code`, or one of two numbers
@@ -53,12 +54,21 @@ class ArithmeticTasks:
     return _task(family, "eval", index, seed)
 
 
+def _is_held_out(a: int, b: int) -> bool:
+  """Whether a pair of numbers, in either order, is of the evaluation.
+
+  Each number is in pairs of both kinds: a policy that has read it in training
+  can be asked for it.
+  """
+  return (min(a, b) + 2 * max(a, b)) % _HELD_OUT == 0
+
+
 def _task(family: str, split: str, index: int, seed: int) -> base.Task:
   sign, limit, result = _FAMILIES[family]
   draw = random.Random(f"{family}/{split}/{index}/{seed}")
   while True:
     a, b = draw.randrange(limit), draw.randrange(limit)
-    if ((a * limit + b) % _HELD_OUT == 0) == (split == "eval"):
+    if _is_held_out(a, b) == (split == "eval"):
       break
   question = f"What is {a} {sign} {b}?"
   return base.Task(

@@ -1,9 +1,10 @@
 """Finds demonstrations for a run to clone: an oracle's, or recorded ones.
 
-Without a gym, they are conversations: the environment's oracle writes them, or
-they come from a file. Recorded episodes of a gym are shown again by a `ReplayGym`, so that they become tokens
+Recorded episodes are shown again by a `ReplayGym`, so that they become tokens
 in the run's own grammar and format, wherever they were recorded. Points are
 written as they were made, with the name of their target where it was recorded.
+Without a gym, demonstrations are conversations: the environment's oracle
+writes them, or they come from a file.
 
 Does not play or clone anything; no JAX.
 """
