@@ -53,13 +53,16 @@ class ByService(two_paths.Both):
 )
 def test_both_paths_solve_the_same_tasks_with_equal_tokens(overrides):
   async def both(paths):
-    got = await paths.collect("greedy", True)
-    want = await paths.collect("greedy", False)
-    assert len(got) == len(want) == 4
-    for one, other in zip(got, want):
-      for mine, theirs in zip(one, other):
-        two_paths.assert_equal(mine, theirs)
-    return got
+    for mode, members in (("greedy", 1), ("train", 4)):
+      got = await paths.collect(mode, True)
+      want = await paths.collect(mode, False)
+      assert len(got) == len(want) == 4
+      for one, other in zip(got, want):
+        assert len(one) == len(other) == members
+        for mine, theirs in zip(one, other):
+          two_paths.assert_equal(mine, theirs)
+        if mode == "train":  # Sampled, and each member by its own seed.
+          assert len({e.steps[0].model_response for e in one}) > 1
 
   with run_services.serving() as (url, app):
     with ByService(url, *overrides) as paths:

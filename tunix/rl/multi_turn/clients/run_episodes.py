@@ -336,6 +336,8 @@ class RunSession(proxy.ProxySession):
     }
     if sampling.min_p:
       found["min_p"] = sampling.min_p
+    if self._seed is not None:
+      found["seed"] = self._seed
     return found
 
   async def release(self, session: str) -> None:

@@ -397,11 +397,13 @@ def _warm_start(c: TrainConfig) -> Iterator[str]:
     return
   found, spec = _environment(c), _gym(c)
   if found is not None and not found.gym:
-    yield (
-        f"warm_start.steps={start.steps} needs demonstrations, and"
-        f" environment.name={c.environment.name} has no oracle; set"
-        " warm_start.steps=0"
-    )
+    if not found.oracle:
+      yield (
+          f"warm_start.steps={start.steps} needs demonstrations, and"
+          f" environment.name={c.environment.name} has no oracle; set"
+          " warm_start.recordings to a file of conversations, or"
+          " warm_start.steps=0"
+      )
   elif spec is not None and spec.oracle is None:
     yield (
         f"warm_start.steps={start.steps} needs demonstrations, and"

@@ -204,14 +204,16 @@ class WarmStartConfig:
   )
   steps: int = setting(
       default=0,
-      doc="Updates of behaviour cloning on demonstrations by the gym's"
-      " oracle, on top of the source. 0 = none.",
+      doc="Updates of behaviour cloning on demonstrations by the oracle of the"
+      " gym or environment, on top of the source. 0 = none.",
       ge=0,
   )
   recordings: str = setting(
       default="",
       doc="File of recorded episodes that are cloned instead of an oracle's,"
-      " those that were solved; environments.play records them.",
+      " those that were solved; environments.play records them. Without a gym:"
+      " a conversation a line, `messages` in OpenAI's form with the fields of"
+      " the task.",
   )
   batch_size: int = setting(
       default=64,

@@ -2,13 +2,19 @@
 
 Families `add`, `subtract`, `multiply` of numbers below ten, and `add_tens` of
 numbers below a hundred. A problem is a function of family, split, index and
-seed; training and held-out problems share no pair of numbers.
+seed; training and held-out problems share no pair of numbers, but have the same
+numbers.
+
+`solve` demonstrates them with the tools that there are: one that evaluates an
+`expression` (calculator), one that runs Python `code`, or one of two numbers
+called `add`, `subtract` or `multiply`; without any tool, by answering.
 """
 
 from __future__ import annotations
 
 import random
-from typing import Sequence
+import re
+from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
@@ -48,12 +54,21 @@ class ArithmeticTasks:
     return _task(family, "eval", index, seed)
 
 
+def _is_held_out(a: int, b: int) -> bool:
+  """Whether a pair of numbers, in either order, is of the evaluation.
+
+  Each number is in pairs of both kinds: a policy that has read it in training
+  can be asked for it.
+  """
+  return (min(a, b) + 2 * max(a, b)) % _HELD_OUT == 0
+
+
 def _task(family: str, split: str, index: int, seed: int) -> base.Task:
   sign, limit, result = _FAMILIES[family]
   draw = random.Random(f"{family}/{split}/{index}/{seed}")
   while True:
     a, b = draw.randrange(limit), draw.randrange(limit)
-    if ((a * limit + b) % _HELD_OUT == 0) == (split == "eval"):
+    if _is_held_out(a, b) == (split == "eval"):
       break
   question = f"What is {a} {sign} {b}?"
   return base.Task(
@@ -63,3 +78,62 @@ def _task(family: str, split: str, index: int, seed: int) -> base.Task:
       seed=seed,
       params={"question": question, "answer": str(result(a, b))},
   )
+
+
+_PROBLEM = re.compile(r"What is (\d+) ([+*-]) (\d+)\?")
+_VERBS = {"+": "add", "-": "subtract", "*": "multiply"}
+
+
+def solve(
+    fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+  """The turns that solve a problem of this module.
+
+  Args:
+    fields: of the task, with `question` and `answer`.
+    tools: OpenAI schemas; the first that can compute the problem is used.
+
+  Returns:
+    Assistant messages in OpenAI's form.
+
+  Raises:
+    LookupError: another question, or tools of which none can compute it.
+  """
+  found = _PROBLEM.fullmatch(str(fields.get("question", "")))
+  if found is None:
+    raise LookupError(
+        f"{fields.get('question')!r:.80} is not an arithmetic problem of"
+        " environment.name=tool"
+    )
+  answer = {"role": "assistant", "content": str(fields["answer"])}
+  if not tools:
+    return [answer]
+  for tool in tools:
+    function = tool.get("function", tool)
+    arguments = _arguments(function, *found.groups())
+    if arguments is not None:
+      call = {"name": function["name"], "arguments": arguments}
+      calls = [{"type": "function", "function": call}]
+      return [{"role": "assistant", "tool_calls": calls}, answer]
+  names = ", ".join(str(t.get("function", t).get("name")) for t in tools)
+  raise LookupError(
+      f"none of the tools {names} can compute {found.group(0)!r}; offer one"
+      " with a parameter `expression` or `code`, or of two numbers called"
+      f" {', '.join(_VERBS.values())}"
+  )
+
+
+def _arguments(
+    function: Mapping[str, Any], a: str, sign: str, b: str
+) -> dict[str, Any] | None:
+  """Arguments with which this tool computes `a sign b`; None: it cannot."""
+  parameters = function.get("parameters") or {}
+  names = list(parameters.get("properties") or {})
+  expression = f"{a} {sign} {b}"
+  if "expression" in names:
+    return {"expression": expression}
+  if "code" in names:
+    return {"code": f"print({expression})"}
+  if len(names) == 2 and function.get("name") == _VERBS[sign]:
+    return dict(zip(names, (int(a), int(b))))
+  return None

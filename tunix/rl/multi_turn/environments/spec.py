@@ -58,6 +58,11 @@ class EnvironmentSpec:
       by itself; "" for none, so that they must come from a list.
     gym: whether it acts on the gym of the section `gym`, whose tasks it plays.
     preset: settings that are defaults where it is chosen.
+    oracle: path of a function that solves its own tasks, for cloning: `(fields
+      of a task, schemas of the tools) -> turns`, the assistant messages in
+      OpenAI's form, each with `content`, `tool_calls` or both; LookupError: it
+      cannot solve this one with these tools. "": none. An environment with a
+      gym has the gym's.
   """
 
   make: Callable[..., Any] | str
@@ -65,6 +70,7 @@ class EnvironmentSpec:
   tasks: str = ""
   gym: bool = False
   preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  oracle: str = ""
 
   @property
   def factory(self) -> Callable[..., Any]:
@@ -90,6 +96,7 @@ for _name, _spec in {
         "tool",
         tasks=f"{_HERE}.arithmetic:ArithmeticTasks",
         preset={**_TEXT_PRESET, "environment.reward": "numeric_match"},
+        oracle=f"{_HERE}.arithmetic:solve",
     ),
     "tool_request": EnvironmentSpec(
         f"{_HERE}.tool_request_env:ToolRequestEnvironment",
@@ -101,6 +108,7 @@ for _name, _spec in {
         "any",
         tasks=f"{_HERE}.arithmetic:ArithmeticTasks",
         preset={**_TEXT_PRESET, "agent.system_prompt": ""},
+        oracle=f"{_HERE}.arithmetic:solve",
     ),
 }.items():
   ENVIRONMENTS.register(_name, _spec)

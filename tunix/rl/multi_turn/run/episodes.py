@@ -27,6 +27,7 @@ from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.tools import manager
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.trajectory_collector import groups
 from tunix.rl.multi_turn.trajectory_collector import model_calls
@@ -141,6 +142,14 @@ class EpisodeFactory:
   def acts_on_gym(self) -> bool:
     """Whether its environments act on the gym of the section `gym`."""
     return self._make_environment.spec.gym and not self._by_service
+
+  @property
+  def tool_schemas(self) -> list[dict[str, Any]]:
+    """OpenAI schemas of the tools that its environments offer by name."""
+    tools = self._make_environment.tools
+    if tools is None:
+      return []
+    return manager.ToolManager(tools.for_task({})).json
 
   @property
   def _by_service(self) -> bool:

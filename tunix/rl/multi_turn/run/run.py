@@ -144,7 +144,11 @@ class Run:
     self.episodes = episodes.EpisodeFactory(config, self.images)
     episodes.try_first_episode(config, self.episodes, self.task_source)
     self.warm_start = warm_start_lib.WarmStart(
-        config, self.mesh, self.task_source, self.processes
+        config,
+        self.mesh,
+        self.task_source,
+        self.episodes.tool_schemas,
+        self.processes,
     )
     self.policy = self.warm_start.policy
     self.memory = preflight.with_policy(

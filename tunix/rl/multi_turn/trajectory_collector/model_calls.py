@@ -11,22 +11,16 @@ members of a group differ and a run repeats; sessions are released.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from typing import Any, Callable, Sequence
 
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import seeds
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 
 Message = trajectory.Message
-
-
-def derive_seed(*parts: Any) -> int:
-  """A number in [0, 2**31) that depends on every part and on their order."""
-  text = "\x1f".join(repr(part) for part in parts)
-  digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-  return int.from_bytes(digest, "big") & 0x7FFFFFFF
+derive_seed = seeds.derive_seed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import content_store
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import seeds
 from tunix.rl.multi_turn.core import trajectory
 
 _LOG = logging.getLogger(__name__)
@@ -216,6 +217,8 @@ class Run:
         "messages": messages,
         **model.sampling.model_dump(exclude_none=True),
     }
+    if model.sampling.seed is not None:
+      request["seed"] = seeds.derive_seed(model.sampling.seed, self._step - 1)
     if model.logprobs:
       request["logprobs"] = True
       if model.topLogprobs is not None:

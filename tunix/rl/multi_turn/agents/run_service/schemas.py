@@ -25,7 +25,11 @@ class _Body(json_models.Request):
 
 
 class Sampling(_Body):
-  """Sampling of every turn; a field left out is the model server's own."""
+  """Sampling of every turn; a field left out is the model server's own.
+
+  Attributes:
+    seed: of the run; the request of turn t, from 0, has `derive_seed(seed, t)`.
+  """
 
   temperature: float | None = pydantic.Field(default=None, ge=0)
   top_p: float | None = pydantic.Field(default=None, gt=0, le=1)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Awaitable, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.clients import scripted_client
@@ -42,6 +42,9 @@ Kind = gui_action.GuiActionKind
 
 Habit = Callable[[Any, GuiAction, np.random.Generator], GuiAction]
 """(gym, right action, rng) -> the demonstrator's action instead."""
+
+Pairs = Iterable[tuple[gym_base.Task, int]]
+"""Tasks to demonstrate, each with the seed of its demonstration."""
 
 
 # --- habits ----------------------------------------------------------------
@@ -215,47 +218,59 @@ class Demonstrator:
     return played
 
   async def episodes(
-      self, tasks: Iterable[tuple[gym_base.Task, int]], at_once: int = 1
+      self, tasks: Pairs, at_once: int = 1
   ) -> list[trajectory.Trajectory]:
-    """Demonstrations of (task, seed) pairs, in order, unsolvable ones left out.
-
-    Args:
-      tasks: what to play.
-      at_once: episodes in flight; more than one is for gyms that wait.
-
-    Raises:
-      RuntimeError: an episode failed for another reason than its habit.
-    """
-    slots = asyncio.Semaphore(at_once)
-
-    async def play(
-        task: gym_base.Task, seed: int
-    ) -> trajectory.Trajectory | None:
-      async with slots:
-        try:
-          played = await self.episode(task, seed)
-        except UnsolvableError:
-          return None
-      if not played.status.is_policy_outcome:
-        raise RuntimeError(
-            f"the demonstration of {task.task_id} broke: {played.error}"
-        )
-      return played
-
-    playing = [asyncio.ensure_future(play(*pair)) for pair in tasks]
-    try:
-      return [p for p in await asyncio.gather(*playing) if p is not None]
-    finally:
-      for task in playing:
-        task.cancel()
-      await asyncio.gather(*playing, return_exceptions=True)
+    """Demonstrations of (task, seed) pairs; see `play_all`."""
+    return await play_all(self.episode, tasks, at_once)
 
   async def sequences(
-      self, tasks: Iterable[tuple[gym_base.Task, int]]
+      self, tasks: Pairs
   ) -> list[trajectory.TokenSequence]:
     """Training sequences of all `episodes` of the tasks."""
     played = await self.episodes(tasks)
     return [s for episode in played for s in episode.sequences]
+
+
+async def play_all(
+    play_one: Callable[
+        [gym_base.Task, int], Awaitable[trajectory.Trajectory]
+    ],
+    tasks: Pairs,
+    at_once: int = 1,
+) -> list[trajectory.Trajectory]:
+  """Demonstrations of the tasks, in order, unsolvable ones left out.
+
+  Args:
+    play_one: (task, seed) -> its demonstration, or UnsolvableError.
+    tasks: what to play.
+    at_once: episodes in flight; more than one is for environments that wait.
+
+  Raises:
+    RuntimeError: an episode failed for another reason than its demonstrator.
+  """
+  slots = asyncio.Semaphore(at_once)
+
+  async def play(
+      task: gym_base.Task, seed: int
+  ) -> trajectory.Trajectory | None:
+    async with slots:
+      try:
+        played = await play_one(task, seed)
+      except UnsolvableError:
+        return None
+    if not played.status.is_policy_outcome:
+      raise RuntimeError(
+          f"the demonstration of {task.task_id} broke: {played.error}"
+      )
+    return played
+
+  playing = [asyncio.ensure_future(play(*pair)) for pair in tasks]
+  try:
+    return [p for p in await asyncio.gather(*playing) if p is not None]
+  finally:
+    for task in playing:
+      task.cancel()
+    await asyncio.gather(*playing, return_exceptions=True)
 
 
 def completion_ids(

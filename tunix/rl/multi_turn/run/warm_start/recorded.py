@@ -3,6 +3,8 @@
 Recorded episodes are shown again by a `ReplayGym`, so that they become tokens
 in the run's own grammar and format, wherever they were recorded. Points are
 written as they were made, with the name of their target where it was recorded.
+Without a gym, demonstrations are conversations: the environment's oracle
+writes them, or they come from a file.
 
 Does not play or clone anything; no JAX.
 """
@@ -11,16 +13,20 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import shell_hints
+from tunix.rl.multi_turn.environments import conversations
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import recordings as recordings_lib
+from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.run import tasks as run_tasks
+from tunix.rl.multi_turn.run.warm_start import conversing
 
 ConfigError = config_lib.ConfigError
 
@@ -40,13 +46,34 @@ class Source:
   make_gym: Callable[[], Any] | None = None
 
 
-def for_run(config: config_lib.TrainConfig, task_source: Any) -> Source:
+@dataclasses.dataclass(frozen=True)
+class Conversations:
+  """A source of demonstrations without a gym.
+
+  Attributes:
+    solve: gives the turns that solve a task.
+    tasks: to demonstrate, without end.
+  """
+
+  solve: conversing.Solve
+  tasks: Iterator[gym_base.Task]
+
+
+def for_run(
+    config: config_lib.TrainConfig,
+    task_source: Any,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Source | Conversations:
   """The source that `warm_start` describes.
+
+  `tools` are the schemas that an environment without a gym offers.
 
   Raises:
     ConfigError: no oracle for the gym or its tasks, or a file without
       episodes that this run could learn from.
   """
+  if not environment_spec.get(config.environment.name).gym:
+    return _conversations(config, task_source, tools)
   if config.warm_start.recordings:
     return _recorded(config)
   return _oracle(config, task_source)
@@ -73,6 +100,50 @@ def _oracle(config: config_lib.TrainConfig, task_source: Any) -> Source:
       task_source, config.task_source.families, config.run.seed + 1
   )
   return Source(oracle, tasks)
+
+
+def _conversations(
+    config: config_lib.TrainConfig,
+    task_source: Any,
+    tools: Sequence[Mapping[str, Any]],
+) -> Conversations:
+  start = config.warm_start
+  if start.recordings:
+    where = f"warm_start.recordings={start.recordings}"
+    try:
+      found = conversations.read(start.recordings)
+    except (OSError, ValueError) as error:
+      raise ConfigError([f"{where}: {error}"]) from None
+    turns = {c.task.task_id: c.turns for c in found}
+    return Conversations(
+        lambda task: turns[task.task_id],
+        _endless([c.task for c in found], config.run.seed + 1),
+    )
+  name = config.environment.name
+  path = environment_spec.get(name).oracle
+  if not path:
+    raise ConfigError([
+        f"warm_start.steps={start.steps} needs demonstrations, and"
+        f" environment.name={name} has no oracle; set warm_start.recordings,"
+        " or warm_start.steps=0"
+    ])
+  oracle = registry.import_path(path)
+
+  def solve(task: gym_base.Task) -> Sequence[conversations.Turn]:
+    return oracle(environment_spec.fields_of(task), tools)
+
+  families = config.task_source.families
+  try:
+    for family in families:
+      solve(task_source.train_task(family, 0, config.run.seed + 1))
+  except LookupError as error:
+    raise ConfigError([
+        f"warm_start.steps={start.steps}: {error}; or set"
+        " warm_start.recordings, or warm_start.steps=0"
+    ]) from None
+  return Conversations(
+      solve, run_tasks.TrainTasks(task_source, families, config.run.seed + 1)
+  )
 
 
 def _recorded(config: config_lib.TrainConfig) -> Source:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import jax
 from tunix.rl.multi_turn import config as config_lib
@@ -29,6 +29,7 @@ from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run.warm_start import cloning
+from tunix.rl.multi_turn.run.warm_start import conversing
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.run.warm_start import recorded
 
@@ -50,9 +51,12 @@ class WarmStart:
       config: config_lib.TrainConfig,
       mesh: jax.sharding.Mesh | None,
       task_source: Any,
+      tools: Sequence[Mapping[str, Any]] = (),
       processes: peers_lib.Peers = peers_lib.ALONE,
   ):
     """Builds the policy with the weights that the run begins with.
+
+    `tools` are the schemas that its episodes offer, for demonstrations.
 
     Raises:
       ConfigError: no such weights, or no demonstrations.
@@ -75,7 +79,9 @@ class WarmStart:
       models.check_weights(config, self.policy, self._load_later)
     self._demonstrations = None
     if self._steps:
-      self._demonstrations = recorded.for_run(config, task_source)
+      self._demonstrations = recorded.for_run(
+          config, task_source, tools
+      )
 
   @property
   def _result(self):
@@ -137,21 +143,12 @@ class WarmStart:
         self._processes,
     )
     source = self._demonstrations
-    demonstrator = demonstrations.Demonstrator(
-        policy.renderer,
-        run.episodes.make_agent,
-        source.make_gym
-        or (lambda: episodes.make_gym(config, config.task_source.families[0])),
-        source.oracle,
-        run.images,
-        grid=demonstrations.POINT_GRID,
-        screenshots=agent_registry.screenshot_options(config.agent),
-    )
+    play = self._demonstrator(run, policy)
     with self._checkpoints(learner) as save_when_due:
       cloning.clone(
           learner,
           lambda tasks: run.wait(
-              demonstrator.episodes(tasks, config.collect.concurrency)
+              demonstrations.play_all(play, tasks, config.collect.concurrency)
           ),
           source.tasks,
           config.warm_start,
@@ -171,6 +168,27 @@ class WarmStart:
   def _delete_checkpoints(self) -> None:
     if self._processes.first:
       shutil.rmtree(self._directory / _CHECKPOINTS, ignore_errors=True)
+
+  def _demonstrator(self, run: Any, policy: models.LoadedPolicy) -> Any:
+    """(task, seed) -> the awaitable of a demonstration."""
+    config, source = self._config, self._demonstrations
+    if isinstance(source, recorded.Conversations):
+      return conversing.Converser(
+          policy.renderer,
+          run.episodes,
+          source.solve,
+          config.environment.max_turns,
+      ).episode
+    return demonstrations.Demonstrator(
+        policy.renderer,
+        run.episodes.make_agent,
+        source.make_gym
+        or (lambda: episodes.make_gym(config, config.task_source.families[0])),
+        source.oracle,
+        run.images,
+        grid=demonstrations.POINT_GRID,
+        screenshots=agent_registry.screenshot_options(config.agent),
+    ).episode
 
   @contextlib.contextmanager
   def _checkpoints(

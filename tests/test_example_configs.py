@@ -1,0 +1,83 @@
+"""Each configuration in examples/configs can be trained as it stands.
+
+The runs here are the same with fewer episodes; docs/learning.md has what the
+whole ones learn, and scripts/learning_curves.py makes them.
+"""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+import run_services
+import small_runs
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn import train
+
+pytestmark = pytest.mark.timeout(600)
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
+FEW = (
+    "steps=2", "collect.group_size=2", "collect.min_valid=2",
+    "learner.groups_per_step=2", "engine.slots=4", "collect.concurrency=4",
+    "eval.episodes_per_task=1", "report.progress=none", "learner.rows=2",
+    # Also groups of equal rewards are learned from.
+    "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
+)  # pyformat: disable
+
+
+def _curves():
+  path = ROOT / "scripts" / "learning_curves.py"
+  found = importlib.util.spec_from_file_location("learning_curves", path)
+  module = importlib.util.module_from_spec(found)
+  found.loader.exec_module(module)
+  return module
+
+
+@pytest.fixture(autouse=True)
+def _as_documented(monkeypatch):
+  """In the repository's root, with the environment activated."""
+  monkeypatch.chdir(ROOT)
+  monkeypatch.setenv(
+      "PATH", f"{pathlib.Path(sys.executable).parent}:/usr/bin:/bin"
+  )
+
+
+def test_every_configuration_is_loaded_and_documented():
+  page = (ROOT / "docs" / "learning.md").read_text()
+  assert {p.stem for p in CONFIGS} == set(_curves().NAMES)
+  for path in CONFIGS:
+    config_lib.load_config([str(path)])
+    assert f"examples/configs/{path.name}" in page
+    picture = f"images/learning_{path.stem}.svg"
+    assert picture in page
+    text = (ROOT / "docs" / picture).read_text()
+    assert len(text) < 60_000 and "polyline" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_an_example_is_checked_and_trains(tmp_path, path, capsys):
+  if path.stem == "mcp":
+    pytest.importorskip("mcp")
+  config = config_lib.load_config([str(path)])
+  few = [
+      str(path), f"run.dir={tmp_path}", "name=r", *FEW,
+      f"warm_start.steps={min(config.warm_start.steps, 1)}",
+  ]  # pyformat: disable
+  if config.warm_start.steps:
+    few.append("warm_start.batch_size=4")
+  assert train.main([*few, "--dry-run"]) == 0
+  assert "memory" in capsys.readouterr().out
+  with run_services.serving() as (url, _):
+    if config.rollout.agent == "run_service":
+      few.append(f"run_service.base_url={url}")
+    assert train.main(few) == 0
+  metrics = small_runs.metrics_of(tmp_path / "r")
+  assert [m["step"] for m in metrics] == [1, 2]
+  assert all(m["logprob_gap_max"] < 1e-3 for m in metrics)
+  summary = small_runs.summary_of(tmp_path / "r")
+  assert summary["status"] == "completed" and not summary.get("faults")
+  curves = _curves()
+  assert "<polyline" in curves.picture(tmp_path / "r")
+  assert curves.table_line(tmp_path / "r").startswith("| r | ")
