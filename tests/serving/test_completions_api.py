@@ -178,6 +178,8 @@ def test_tokens_go_on_with_a_chat_and_the_end_of_a_turn_is_no_text(running):
         ({"echo": True, "logprobs": 2}, "logprobs", "use logprobs=0"),
         ({"prompt": [5, 2**30], "echo": True, "logprobs": 0}, "prompt",
          "vocabulary"),
+        ({"prompt": list(range(100, 200)), "echo": True, "logprobs": 0},
+         "prompt", "96 at most"),
         ({"extra_body": {"min_tokens": -1}}, "min_tokens", "an integer in [0"),
         ({"extra_body": {"min_tokens": True}}, "min_tokens", "an integer"),
         ({"extra_body": {"min_tokens": 9}}, "min_tokens", "exceeds the 8"),
@@ -305,6 +307,17 @@ def test_log_probs_of_an_echo_are_those_of_the_policy(running):
   np.testing.assert_allclose(
       choice.logprobs.token_logprobs[1 : len(ids)], want, atol=1e-3
   )
+
+
+def test_a_token_that_is_never_sampled_has_no_log_prob(running):
+  image = running.renderer.image_token_id
+  banned = set(running.model.config.banned_token_ids) - {image}
+  prompt = [300, min(banned), 301]
+  client = running.client()
+  assert complete(client, prompt, echo=True).choices[0].text
+  with pytest.raises(openai.BadRequestError, match="never samples") as refused:
+    complete(client, prompt, echo=True, logprobs=0)
+  assert refused.value.param == "prompt"
 
 
 def test_min_tokens_holds_back_stop_tokens(running):

@@ -340,6 +340,13 @@ class Service:
     tokens_T = part.prompt.tokens
     if len(tokens_T) < 2:
       return np.zeros(0, np.float32)
+    where, most = part.request.prompt_field, self.limits.max_new_tokens
+    if len(tokens_T) > most:
+      raise errors.invalid(
+          where,
+          f"echo with logprobs reads a prompt a token a step, {most} at most;"
+          f" {where} has {len(tokens_T)}: shorten it, or leave logprobs out",
+      )
     grammar = prompts.forced(tokens_T[1:], part.request, self.policy)
     name = f"{part.ids[0]}/echo"
     with self._client_errors(part):
@@ -352,6 +359,12 @@ class Service:
             session=name,
             grammar=grammar,
         )
+      except ValueError as error:
+        raise errors.invalid(
+            where,
+            f"{where} holds a token that this policy never samples, and that"
+            f" has no log-prob ({error}); leave echo or logprobs out",
+        ) from None
       finally:
         await self.policy.client.release(name)
     return completion.raw_logprobs
