@@ -38,6 +38,7 @@ FILES = {
     "config.yaml": "learner: {steps: 1}\n",
     "my.yaml": "learner: {steps: 1}\n",
     "tasks.jsonl": '{"task_id": "a", "instruction": "Do it."}\n',
+    "chats.jsonl": '[{"role": "user", "content": "Hi."}]\n',
     "words.jsonl": "".join(
         f'{{"task_id": "w{i}", "word": "lamp"}}\n' for i in range(10)
     ),

@@ -1,6 +1,7 @@
 """The distribution beside google-tunix, and the commands of a newcomer."""
 
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import re
@@ -13,6 +14,8 @@ import zipfile
 
 from packaging import requirements
 import pytest
+
+import tunix_multi_turn
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -118,10 +121,23 @@ def test_the_wheel_installs_commands_that_start_without_google_tunix(wheel):
     found = file.read(points).decode()
   for name in ("gym-server = tunix_multi_turn:gym_server",
                "monitor = tunix_multi_turn:monitor",
-               "play = tunix_multi_turn:play"):  # pyformat: disable
+               "play = tunix_multi_turn:play",
+               "run-service = tunix_multi_turn:run_service",
+               ):  # pyformat: disable
     assert f"tunix-{name}" in found
   code = (ROOT / "tunix_multi_turn" / "__init__.py").read_text()
   assert not re.search(r"^(import|from) tunix\b", code, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", PROJECT["project"]["scripts"])
+def test_each_command_starts_a_module_that_runs(name, monkeypatch):
+  started = []
+  monkeypatch.setattr(tunix_multi_turn, "run", started.append)
+  module, _, function = PROJECT["project"]["scripts"][name].partition(":")
+  assert module == "tunix_multi_turn"
+  getattr(tunix_multi_turn, function)()
+  found = f"tunix.rl.multi_turn.{started[0]}"
+  assert importlib.util.find_spec(f"{found}.__main__") is not None
 
 
 def test_an_installed_wheel_makes_its_environments_in_gymnasium(

@@ -3,6 +3,7 @@
     tunix-gym-server desktop --port 5010
     tunix-monitor serve
     tunix-play desktop
+    tunix-run-service --gyms desktop
     python -m tunix_multi_turn environments.gym_server desktop
 
 A client in a program of one's own, such as the gym of a gym server:
@@ -85,6 +86,10 @@ def gym_server() -> None:
 
 def monitor() -> None:
   run("monitor")
+
+
+def run_service() -> None:
+  run("agents.run_service")
 
 
 def play() -> None:

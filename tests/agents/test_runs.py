@@ -254,6 +254,19 @@ def test_cloning_samples_are_the_former_form():
   ((messages, text, weight),) = conversion.samples_of(events, 0.5)
   assert messages == called("a")["messages"]
   assert (text, weight) == ("t", 0.5)
+  # One a turn, each with the messages that its own call sent.
+  more = [
+      *events,
+      event("action_executed", 3, action={"name": "click"}),
+      event("model_call", 4, modelSpecificInput=called("a", "b")),
+      event("model_output", 5, modelOutput=said([1, 2])),
+      event("run_end", 6, ok=True),
+  ]
+  assert conversion.samples_of(more) == [
+      (called("a")["messages"], "t", 1.0),
+      (called("a", "b")["messages"], "t", 1.0),
+  ]
+  assert conversion.samples_of([]) == []
 
 
 # --- addresses of screenshots -------------------------------------------------

@@ -15,6 +15,7 @@ MOST_MIB = 150
 CLIENTS = (
     "environments.gyms.genv.gym", "environments.gyms.openenv.gym",
     "environments.play.__main__", "environments.gym_server.__main__",
+    "agents.run_service.__main__",
     "monitor.client.http_rollout_recorder", "monitor.client.ingest_client",
     "monitor.client.observer", "monitor.client.uploader", "monitor.serve",
 )  # pyformat: disable

@@ -3,6 +3,7 @@
 import numpy as np
 import openai
 import pytest
+import rollout_references
 from rollout_server import ask
 from rollout_server import export
 from rollout_server import MODEL
@@ -16,6 +17,15 @@ def complete(client, prompt, **options):
   options = {"model": MODEL, "max_tokens": 8, "seed": 3} | options
   extra = {"return_token_ids": True} | options.pop("extra_body", {})
   return client.completions.create(prompt=prompt, extra_body=extra, **options)
+
+
+def dense_logprobs(running, ids, banned=()):
+  """float32[T, V] of the policy's forward pass, without a cache."""
+  model = rollout_references.Recompute(
+      running.model, running.processor, running.images, 64, images=1
+  )
+  (logits,) = model.logits([(np.array(ids, np.int32), ())])
+  return rollout_references.logprobs_of(logits, banned)
 
 
 def test_a_text_and_its_tokens_give_the_same_completion(running):
@@ -147,8 +157,16 @@ def test_tokens_go_on_with_a_chat_and_the_end_of_a_turn_is_no_text(running):
     [
         ({"prompt": ""}, "prompt", "not empty"),
         ({"prompt": []}, "prompt", "not empty"),
-        ({"prompt": ["a", "b"]}, "prompt", "2 prompts"),
-        ({"prompt": [1, "a"]}, "prompt", "2 prompts"),
+        ({"prompt": ["a", 1]}, "prompt", "texts alone"),
+        ({"prompt": ["a", [1]]}, "prompt", "texts alone"),
+        ({"prompt": [[1], 2]}, "prompt[1]", "not empty, got 2"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "not empty"),
+        ({"prompt": [[1], []]}, "prompt[1]", "not empty"),
+        ({"prompt": [[1], [True]]}, "prompt[1]", "token ids"),
+        ({"prompt": [[1], [2**30]]}, "prompt[1]", "vocabulary"),
+        ({"prompt": ["a", "word " * 100_000]}, "prompt[1]", "cannot fit"),
+        ({"prompt": ["a"] * 5}, "prompt", "5 prompts for n=1"),
+        ({"prompt": ["a"] * 3, "n": 2}, "prompt", "at most 4 completions"),
         ({"prompt": [1, True]}, "prompt", "token ids"),
         ({"prompt": [-1]}, "prompt", "token ids"),
         ({"prompt": [2**40]}, "prompt", "token ids"),
@@ -156,7 +174,21 @@ def test_tokens_go_on_with_a_chat_and_the_end_of_a_turn_is_no_text(running):
         ({"prompt": list(range(300))}, "prompt", "context length is 256"),
         ({"prompt": "word " * 100_000}, "prompt", "the prompt cannot fit"),
         ({"prompt": "a\ud800"}, "prompt", "surrogate"),
-        ({"echo": True}, "echo", "not supported"),
+        ({"echo": "yes"}, "echo", "true or false"),
+        ({"echo": True, "logprobs": 2}, "logprobs", "use logprobs=0"),
+        ({"prompt": [5, 2**30], "echo": True, "logprobs": 0}, "prompt",
+         "vocabulary"),
+        ({"prompt": list(range(100, 200)), "echo": True, "logprobs": 0},
+         "prompt", "96 at most"),
+        ({"extra_body": {"min_tokens": -1}}, "min_tokens", "an integer in [0"),
+        ({"extra_body": {"min_tokens": True}}, "min_tokens", "an integer"),
+        ({"extra_body": {"min_tokens": 9}}, "min_tokens", "exceeds the 8"),
+        ({"extra_body": {"min_tokens": 2}, "stop": "a"}, "min_tokens",
+         "min_tokens=2 and stop exclude"),
+        ({"extra_body": {"min_tokens": 2, "guided_regex": "a+"}}, "min_tokens",
+         "guided_regex"),
+        ({"extra_body": {"continue_final_message": True}},
+         "continue_final_message", "not supported"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"best_of": 3}, "best_of", "not supported"),
         ({"logprobs": 21}, "logprobs", "[0, 20]"),
@@ -189,6 +221,157 @@ def test_what_is_not_served_is_refused_by_its_name(
     complete(running.client(), **change)
   assert refused.value.param == param
   assert words in refused.value.message
+
+
+@pytest.mark.parametrize("by", ["text", "tokens"])
+def test_a_list_of_prompts_is_a_request_for_each(running, by):
+  client = running.client()
+  prompts = ["once upon", "Click the "]
+  if by == "tokens":
+    prompts = [running.renderer.encode(p).tolist() for p in prompts]
+  options = dict(n=2, logprobs=0, temperature=1.5)
+  both = complete(client, prompts, **options)
+  assert [c.index for c in both.choices] == [0, 1, 2, 3]
+  alone = [complete(client, p, **options) for p in prompts]
+  for got, want in zip(both.choices, [c for one in alone for c in one.choices]):
+    assert (got.text, got.token_ids) == (want.text, want.token_ids)
+    assert got.prompt_token_ids == want.prompt_token_ids
+    np.testing.assert_allclose(
+        got.logprobs.token_logprobs, want.logprobs.token_logprobs, atol=1e-5
+    )
+  for name in ("prompt_tokens", "completion_tokens"):
+    assert getattr(both.usage, name) == sum(
+        getattr(one.usage, name) for one in alone
+    )
+  events = list(complete(client, prompts, stream=True, **options))
+  for i, choice in enumerate(both.choices):
+    own = [e.choices[0] for e in events if e.choices[0].index == i]
+    assert "".join(c.text for c in own) == choice.text
+    assert own[-1].token_ids == choice.token_ids
+    assert own[-1].prompt_token_ids == choice.prompt_token_ids
+
+
+def test_prompts_of_a_list_are_turns_of_a_session(running):
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  first = complete(client, "once", max_tokens=3)
+  longer = "once" + first.choices[0].text + " more"
+  both = complete(client, [longer, "another"], max_tokens=3, n=2)
+  known = first.choices[0].prompt_token_ids + first.choices[0].token_ids
+  for choice in both.choices[:2]:
+    assert choice.prompt_token_ids[: len(known)] == known
+  found = export(running, session)
+  assert set(found) == {first.id} | {
+      c.interaction_id for c in both.choices
+  }
+  # One that is refused takes the others with it.
+  with pytest.raises(openai.BadRequestError):
+    complete(client, ["good", "word " * 100_000])
+  assert set(export(running, session)) == set(found)
+  assert running.settled()["active"] == 0
+
+
+@pytest.mark.parametrize("by", ["text", "tokens"])
+def test_echo_begins_with_the_prompt(running, by):
+  client = running.client()
+  text = "Click <|im_end|> the 🙂"
+  ids = running.renderer.encode(text).tolist()
+  prompt = text if by == "text" else ids
+  plain = complete(client, prompt, logprobs=0).choices[0]
+  one = complete(client, prompt, logprobs=0, echo=True).choices[0]
+  assert one.text == text + plain.text
+  assert one.token_ids == plain.token_ids
+  told = one.logprobs
+  assert len(told.tokens) == len(ids) + len(plain.token_ids)
+  assert told.tokens[len(ids) :] == plain.logprobs.tokens
+  assert told.token_logprobs[0] is None
+  assert told.text_offset[len(ids)] == len(text)
+  np.testing.assert_allclose(
+      told.token_logprobs[len(ids) :], plain.logprobs.token_logprobs, atol=1e-5
+  )
+  quiet = complete(client, [prompt, prompt], echo=True)
+  assert [c.text for c in quiet.choices] == [one.text] * 2
+  assert quiet.choices[0].logprobs is None
+  events = list(complete(client, prompt, echo=True, stream=True, logprobs=0))
+  own = [e.choices[0] for e in events]
+  assert "".join(c.text for c in own) == one.text
+  assert own[-1].logprobs == told
+
+
+def test_log_probs_of_an_echo_are_those_of_the_policy(running):
+  # The reference: the model's forward pass over the prompt.
+  ids = running.renderer.encode("Click the red square, then wait.").tolist()
+  choice = complete(running.client(), ids, logprobs=0, echo=True).choices[0]
+  rows = dense_logprobs(running, ids)
+  want = [rows[i, token] for i, token in enumerate(ids[1:])]
+  np.testing.assert_allclose(
+      choice.logprobs.token_logprobs[1 : len(ids)], want, atol=1e-3
+  )
+
+
+def test_a_token_that_is_never_sampled_has_no_log_prob(running):
+  image = running.renderer.image_token_id
+  banned = set(running.model.config.banned_token_ids) - {image}
+  prompt = [300, min(banned), 301]
+  client = running.client()
+  assert complete(client, prompt, echo=True).choices[0].text
+  with pytest.raises(openai.BadRequestError, match="never samples") as refused:
+    complete(client, prompt, echo=True, logprobs=0)
+  assert refused.value.param == "prompt"
+
+
+def test_min_tokens_holds_back_stop_tokens(running):
+  client = running.client()
+  one = complete(client, "once upon", temperature=0, max_tokens=1, logprobs=0)
+  (stop,) = one.choices[0].token_ids
+  options = dict(temperature=0, max_tokens=8, logprobs=0)
+  short = complete(
+      client, "once upon", extra_body={"stop_token_ids": [stop]}, **options
+  ).choices[0]
+  assert short.token_ids == [stop] and short.finish_reason == "stop"
+  held = complete(
+      client, "once upon",
+      extra_body={
+          "stop_token_ids": [stop], "min_tokens": 3,
+          "return_raw_logprobs": True,
+      },
+      **options,
+  ).choices[0]  # pyformat: disable
+  assert len(held.token_ids) > 3 or held.finish_reason == "length"
+  assert stop not in held.token_ids[:3]
+  assert running.renderer.end_of_turn_id not in held.token_ids[:3]
+  # Of the distribution that was sampled from: the policy's own without them.
+  told = np.array(held.logprobs.token_logprobs)
+  raw = np.array(held.raw_logprobs)
+  assert np.all(told[:3] >= raw[:3] - 1e-5) and told[0] > raw[0]
+  ids = running.renderer.encode("once upon").tolist()
+  dense = dense_logprobs(running, ids, running.model.config.banned_token_ids)[
+      -1
+  ]
+  ends = {stop, running.renderer.end_of_turn_id}
+  free = 1 - sum(np.exp(dense[t]) for t in ends)
+  np.testing.assert_allclose(
+      told[0], dense[held.token_ids[0]] - np.log(free), atol=1e-3
+  )
+  for endpoint, body in (
+      ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+      ("responses", {"input": "a"}),
+      ("messages", {"messages": [{"role": "user", "content": "a"}],
+                    "max_tokens": 9}),
+  ):  # pyformat: disable
+    answer = running.post(
+        f"/v1/{endpoint}", {"model": MODEL, "min_tokens": 4, **body}
+    )
+    assert answer.status_code == 200, answer.text
+
+
+def test_min_tokens_is_refused_where_tokens_are_trained_on(running):
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  with pytest.raises(openai.BadRequestError, match="trained on") as refused:
+    complete(client, "once", extra_body={"min_tokens": 2})
+  assert refused.value.param == "min_tokens"
+  assert not export(running, session)
 
 
 def test_an_image_cannot_come_as_tokens(running):

@@ -299,7 +299,7 @@ def test_fields_that_change_nothing_are_accepted_and_named(running):
 
 @pytest.mark.parametrize(
     "field",
-    [{"continue_final_message": True}, {"min_tokens": 4},
+    [{"continue_final_message": True}, {"add_generation_prompt": False},
      {"chat_template_kwargs": {"add_vision_id": True}},
      {"chat_template_kwargs": {"tools_first": True}}],
 )  # pyformat: disable

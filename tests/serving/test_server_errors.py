@@ -367,9 +367,10 @@ def test_answers_kept_for_repeats_share_their_prompts_tokens(running):
     history.append(answer.choices[0].message.model_dump())
   turns = running.app._service._caches[session["session_id"]]
   kept = [task.result() for task in turns.by_body.values()]
-  held = {id(a.prompt.extension.tokens): a.prompt.extension for a in kept}
+  prompts = [prompt.extension for a in kept for prompt in a.prompts]
+  held = {id(prompt.tokens): prompt for prompt in prompts}
   for a in kept:
-    for found in a.prompt.ancestors:
+    for found in a.prompts[0].ancestors:
       held[id(found.extension.tokens)] = found.extension
   sampled = sum(a.num_sampled for a in kept[:-1])
   assert sum(map(len, held.values())) + sampled == kept[-1].num_prompt_tokens

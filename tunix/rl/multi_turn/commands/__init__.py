@@ -16,12 +16,19 @@ COMMANDS = {
     f"{_HERE}.environments.play": "Plays a gym by hand and records episodes.",
     f"{_HERE}.environments.gym_server": "Serves gyms over HTTP.",
     f"{_HERE}.environments.gyms.miniwob": "Lists and tries MiniWoB++'s tasks.",
+    f"{_HERE}.agents.run_service": "Plays episodes for programs that ask.",
     f"{_HERE}.serving": "Serves a policy by OpenAI's protocol.",
+    f"{_HERE}.serving.image_proxy": (
+        "Fetches screenshots by address for a model server behind it."
+    ),
     f"{_HERE}.clients.vllm": "Prints the command that starts vLLM for a run.",
     f"{_HERE}.monitor": "Stores and shows runs: the Training Monitor.",
     f"{_HERE}.reporting.report": "Writes report.html of a run directory.",
     f"{_HERE}.commands.inspect_policy": (
         "Reports a policy's sizes, tokens and memory; runs it once."
+    ),
+    f"{_HERE}.commands.loss_mask": (
+        "Turns conversations from elsewhere into tokens and loss masks."
     ),
 }
 """Module of a user's command -> its purpose."""

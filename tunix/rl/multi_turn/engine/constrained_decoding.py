@@ -58,6 +58,53 @@ def pack(tokens_V: np.ndarray) -> np.ndarray:
   return np.packbits(padded, bitorder="little").view(np.uint32)
 
 
+class MinTokens:
+  """A `Grammar` that holds stop tokens back for the first tokens."""
+
+  def __init__(
+      self, least: int, stop_token_ids: Sequence[int], vocabulary: int
+  ):
+    """Args:
+
+      least: sampled tokens before one of the stop tokens may come.
+      stop_token_ids: of the request.
+      vocabulary: number of the policy's ids.
+    """
+    tokens_V = np.ones(vocabulary, bool)
+    self._any = pack(tokens_V)
+    tokens_V[[t for t in stop_token_ids if t < vocabulary]] = False
+    self._held = pack(tokens_V)
+    self._left = least
+
+  def allowed(self) -> np.ndarray:
+    return self._held if self._left > 0 else self._any
+
+  def advance(self, token: int) -> None:
+    del token
+    self._left -= 1
+
+
+class Forced:
+  """A `Grammar` of one text, token by token: its raw log-probs are those that
+  the policy gives to tokens it did not choose."""
+
+  def __init__(self, tokens: Sequence[int], vocabulary: int):
+    """`tokens` are below `vocabulary`, the number of the policy's ids."""
+    self._tokens = iter(tokens)
+    self._vocabulary = vocabulary
+    self.advance(-1)
+
+  def allowed(self) -> np.ndarray:
+    return self._mask
+
+  def advance(self, token: int) -> None:
+    """After the last token, any may come."""
+    del token
+    tokens_V = np.zeros(self._vocabulary, bool)
+    tokens_V[next(self._tokens, slice(None))] = True
+    self._mask = pack(tokens_V)
+
+
 def _call(function: Callable[..., Any], *args: Any) -> Any:
   """The function's result; native panics become `RuntimeError`.
 

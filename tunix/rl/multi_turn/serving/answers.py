@@ -38,12 +38,15 @@ class Choice:
     message: the OpenAI assistant message that the client receives.
     finish_reason: "stop", "length", "tool_calls".
     stop: the stop string that ended it, if one did.
+    echoed: float32[T - 1], what the policy's own distribution gives to the
+      prompt's tokens after the first; None unless asked for.
   """
 
   completion: policy_client.Completion
   message: dict[str, Any]
   finish_reason: str
   stop: str | None = None
+  echoed: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,27 +57,33 @@ class SampledAnswer:
     id: of the answer.
     created: Unix seconds.
     model: name.
-    prompt: of the request. A session's shares its tokens with the prompts
-      before it, as answers are kept as long as their session.
+    prompts: of the request, one unless it has several. A session's shares its
+      tokens with the prompts before it, as answers are kept as long as their
+      session.
     num_prompt_tokens: image placeholders expanded.
     reused_tokens: of them, those whose keys and values were cached.
-    choices: completions.
+    choices: completions, each prompt's in turn.
   """
 
   id: str
   created: int
   model: str
-  prompt: policy_client.TokenPrompt | interactions.PendingPrompt
+  prompts: tuple[policy_client.TokenPrompt | interactions.PendingPrompt, ...]
   num_prompt_tokens: int
   reused_tokens: int
   choices: tuple[Choice, ...]
 
   @property
   def prompt_tokens(self) -> np.ndarray:
-    """int32[T], concatenated at each call."""
-    if isinstance(self.prompt, interactions.PendingPrompt):
-      return self.prompt.prompt.tokens
-    return self.prompt.tokens
+    """int32[T] of the first prompt, concatenated at each call."""
+    return self.prompt_tokens_of(0)
+
+  def prompt_tokens_of(self, choice: int) -> np.ndarray:
+    """int32[T] of a choice's prompt, concatenated at each call."""
+    asked = self.prompts[choice * len(self.prompts) // len(self.choices)]
+    if isinstance(asked, interactions.PendingPrompt):
+      return asked.prompt.tokens
+    return asked.tokens
 
   @property
   def num_sampled(self) -> int:
@@ -204,6 +213,10 @@ class TokenDecoder:
     if all(c in self._BYTES for c in spelled):
       return bytes(self._BYTES[c] for c in spelled)
     return spelled.encode()
+
+  def all_text(self, tokens: Sequence[int]) -> str:
+    """The text of all tokens, the end of a turn among them."""
+    return b"".join(map(self.bytes, tokens)).decode(errors="replace")
 
   def token(self, token: int) -> str:
     """The printable text of one token; U+FFFD is part of a character."""

@@ -192,6 +192,9 @@ class ChatBody(requests.ChoicesBody, requests.ToolsBody):
       bodies.Items("must be a list of tools"),
   ] = []
   prompt_token_ids: Annotated[tuple[int, ...], bodies.TokenIds()] | None = None
+  # The last message is the beginning of the answer.
+  continue_final_message: bodies.Flag = False
+  add_generation_prompt: bodies.Flag = True
   store: Annotated[Any, bodies.Neutral(False)] = None
   modalities: Annotated[Any, bodies.Neutral(["text"])] = None
   functions: Annotated[Any, bodies.Neutral([])] = None
@@ -221,6 +224,17 @@ def read(
   messages = tuple(one.message() for one in asked.messages)
   limits.check_images(requests.count_images(messages), "messages")
   asked.check_n()
+  if asked.continue_final_message:
+    _check_continuation(asked, messages, parse_tools, guide)
+    text = requests.text_of(messages[-1])
+    messages = (*messages[:-1], {**messages[-1], "content": text})
+  elif not asked.add_generation_prompt:
+    raise errors.invalid(
+        "add_generation_prompt",
+        "add_generation_prompt=false needs continue_final_message=true; leave"
+        " it out",
+        "unsupported_parameter",
+    )
   if asked.prompt_token_ids is not None:
     _check_images_only(asked.prompt_token_ids, messages, tools)
   return requests.SamplingRequest(
@@ -243,8 +257,63 @@ def read(
       parse_tools=parse_tools,
       one_call=asked.one_call(parse_tools),
       return_token_ids=asked.return_token_ids,
+      min_tokens=asked.min_tokens,
+      continues=asked.continue_final_message,
       ignored=bodies.ignored(asked),
   )
+
+
+def _check_continuation(
+    asked: ChatBody,
+    messages: tuple[requests.Message, ...],
+    parse_tools: bool,
+    guide: requests.Guide | None,
+) -> None:
+  """Checks that the last message can be continued."""
+  name = "continue_final_message"
+  if asked.add_generation_prompt:
+    raise errors.invalid(
+        name,
+        f"{name}=true needs add_generation_prompt=false: the answer begins with"
+        " the last message, not with a header of its own",
+    )
+  if asked.prompt_token_ids is not None:
+    raise errors.invalid(
+        name,
+        f"{name}=true and prompt_token_ids exclude each other; append the"
+        " answer's first tokens to prompt_token_ids",
+    )
+  if guide is not None or parse_tools:
+    other = guide.field if guide is not None else "tools"
+    raise errors.invalid(
+        name,
+        f"{name}=true and {other} exclude each other: {other} is about whole"
+        " answers; leave one out, or set tool_choice to none",
+    )
+  if len(messages) < 2:
+    raise errors.invalid(
+        "messages",
+        f"with {name}=true messages must hold one before the last; what is"
+        " continued needs something to answer",
+    )
+  last, where = messages[-1], f"messages[{len(messages) - 1}]"
+  if last["role"] != "assistant":
+    raise errors.invalid(
+        f"{where}.role",
+        f"{where}.role={last['role']!r} cannot be continued; with {name}=true"
+        " the last message is the assistant's",
+    )
+  if last.get("tool_calls"):
+    raise errors.invalid(
+        f"{where}.tool_calls",
+        f"{where}.tool_calls cannot be continued; with {name}=true the last"
+        " message is text",
+    )
+  if not requests.text_of(last):
+    raise errors.invalid(
+        f"{where}.content",
+        f"{where}.content is empty; leave the message and {name} out",
+    )
 
 
 def _check_images_only(

@@ -1,15 +1,17 @@
 """Implements `/v1/completions`: its bodies, answers and streams.
 
 A prompt is a text or a list of token ids, and is sampled from as it stands:
-without a template, and special tokens spelled in a text stay text. Only sampled
-tokens come back (no `echo`).
+without a template, and special tokens spelled in a text stay text. A list of
+prompts is answered as a request for each: choice `i * n + j` is the prompt i's
+completion j. With `echo`, a choice's text, tokens and log-probs begin with its
+prompt's.
 
 Promises: streamed text adds up to that of the whole answer.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Iterator, Mapping
+from typing import Annotated, Any, Iterator, Mapping, Sequence
 
 from pydantic_core import core_schema
 from tunix.rl.multi_turn.core import policy_client
@@ -23,9 +25,9 @@ from tunix.rl.multi_turn.serving import streams
 
 
 class _Prompt:
-  """A text, or token ids; each also as the only one of a list."""
+  """A text, or token ids; or a list of either."""
 
-  text = "must be a text or a list of token ids, not empty"
+  text = "must be a text or a list of token ids, not empty, or a list of them"
 
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
     del source, handler
@@ -35,20 +37,20 @@ class _Prompt:
 
   def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
     one = [{"type": "string", "minLength": 1}, bodies.TOKEN_IDS_SCHEMA]
-    listed = {"type": "array", "items": {"anyOf": one}, "maxItems": 1}
-    return {"anyOf": [*one, listed]}
+    listed = [{"type": "array", "items": i, "minItems": 1} for i in one]
+    return {"anyOf": [*one, *listed]}
 
 
 class CompletionBody(requests.ChoicesBody):
   """A body of `/v1/completions`."""
 
-  prompt: Annotated[str | tuple[int, ...], _Prompt()]
+  prompt: Annotated[tuple[requests.Prompt, ...], _Prompt()]
   # The number of alternatives, beside the sampled token.
   logprobs: (
       Annotated[int, bodies.Range(0, policy_client.MAX_TOP_LOGPROBS)] | None
   ) = None
   best_of: Any = None
-  echo: Annotated[Any, bodies.Neutral(False)] = None
+  echo: bodies.Flag = False
   suffix: Annotated[Any, bodies.Neutral("")] = None
 
 
@@ -64,11 +66,27 @@ def read(
   asked.check_n()
   if asked.best_of not in (None, asked.n):
     raise bodies.unsupported("best_of", asked.best_of)
-  is_text = isinstance(asked.prompt, str)
+  if (count := len(asked.prompt)) * asked.n > limits.n:
+    raise errors.invalid(
+        "prompt",
+        f"prompt holds {count} prompts for n={asked.n} completions each, a"
+        f" request has at most {limits.n} completions; send several requests",
+    )
+  if asked.echo and asked.logprobs:
+    raise errors.invalid(
+        "logprobs",
+        f"logprobs={asked.logprobs} with echo=true: prompts have log-probs"
+        " without alternatives; use logprobs=0",
+        "unsupported_parameter",
+    )
+  (first, *more) = asked.prompt
   return requests.SamplingRequest(
       model=asked.model,
-      text=asked.prompt if is_text else None,
-      tokens=None if is_text else asked.prompt,
+      text=first if isinstance(first, str) and not more else None,
+      tokens=None if isinstance(first, str) or more else first,
+      prompts=asked.prompt if more else (),
+      repeat_prompt=asked.echo,
+      min_tokens=asked.min_tokens,
       sampling=asked.sampling(asked.max_tokens, limits, asked.logprobs or 0),
       n=asked.n,
       stream=asked.stream,
@@ -81,35 +99,67 @@ def read(
   )
 
 
-def _prompt(given: Any, most: int | None) -> str | tuple[int, ...]:
-  if isinstance(given, list) and any(isinstance(p, (str, list)) for p in given):
-    if len(given) != 1:
-      raise errors.invalid(
-          "prompt",
-          f"prompt holds {len(given)} prompts; send a request for each, or ask"
-          " for several completions with n",
-      )
-    given = given[0]
+def _prompt(given: Any, most: int | None) -> tuple[requests.Prompt, ...]:
+  if not isinstance(given, list) or not any(
+      isinstance(p, (str, list)) for p in given
+  ):
+    return (_one_prompt("prompt", given, most),)
+  kinds = {str if isinstance(one, str) else list for one in given}
+  if len(kinds) > 1:
+    raise errors.invalid(
+        "prompt",
+        "prompt holds texts and others; send texts alone, or lists of token ids"
+        " alone",
+    )
+  return tuple(
+      _one_prompt(f"prompt[{i}]", one, most) for i, one in enumerate(given)
+  )
+
+
+def _one_prompt(where: str, given: Any, most: int | None) -> requests.Prompt:
   if isinstance(given, str) and given:
     return given
   if isinstance(given, list) and given:
-    return bodies.token_ids("prompt", given, most)
-  raise bodies.refusal(_Prompt.text)
+    return bodies.token_ids(where, given, most)
+  if where == "prompt":
+    raise bodies.refusal(_Prompt.text)
+  raise errors.invalid(
+      where,
+      f"{where} must be a text or a list of token ids, not empty, got"
+      f" {bodies.shown(given)}",
+  )
 
 
 # --- answers ------------------------------------------------------------------
 
 
 def _logprobs(
-    choice: answers.Choice, decoder: answers.TokenDecoder
+    choice: answers.Choice,
+    prompt: Sequence[int],
+    decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
-  tokens = choice.completion.tokens.tolist()
+  """`prompt`: the tokens that the choice begins with; [] without `echo`."""
+  tokens = [*prompt, *choice.completion.tokens.tolist()]
+  logprobs: list[float | None] = choice.completion.logprobs.tolist()
+  if choice.echoed is not None:
+    # Nothing comes before the first token, that it could be likely after.
+    logprobs = [None, *choice.echoed.tolist(), *logprobs]
   return {
       "tokens": [decoder.token(t) for t in tokens],
-      "token_logprobs": choice.completion.logprobs.tolist(),
+      "token_logprobs": logprobs,
       "top_logprobs": _alternatives(choice, decoder),
       "text_offset": answers.text_offsets(tokens, decoder),
   }
+
+
+def _echoes(
+    asked: requests.SamplingRequest, decoder: answers.TokenDecoder
+) -> list[str]:
+  """The text that each choice begins with, as the prompt was sent."""
+  if not asked.repeat_prompt:
+    return [""] * asked.choices
+  texts = [p.text or decoder.all_text(p.tokens) for p in asked.parts()]
+  return [text for text in texts for _ in range(asked.n)]
 
 
 def _alternatives(
@@ -144,13 +194,18 @@ def _ending(
 ) -> dict[str, Any]:
   """Fields of a choice beside its index and text."""
   choice = answer.choices[index]
+  prompt = []
+  if asked.repeat_prompt:
+    prompt = answer.prompt_tokens_of(index).tolist()
   told = {
       "finish_reason": choice.finish_reason,
-      "logprobs": _logprobs(choice, decoder) if asked.logprobs else None,
+      "logprobs": (
+          _logprobs(choice, prompt, decoder) if asked.logprobs else None
+      ),
       **answers.extras(asked, answer, index),
   }
   if asked.return_token_ids:
-    told["prompt_token_ids"] = answer.prompt_tokens.tolist()
+    told["prompt_token_ids"] = answer.prompt_tokens_of(index).tolist()
   return told
 
 
@@ -168,10 +223,12 @@ def whole(
       "choices": [
           {
               "index": i,
-              "text": choice.message["content"],
+              "text": echo + choice.message["content"],
               **_ending(asked, answer, decoder, i),
           }
-          for i, choice in enumerate(answer.choices)
+          for i, (choice, echo) in enumerate(
+              zip(answer.choices, _echoes(asked, decoder))
+          )
       ],
       "usage": answers.usage(answer),
   }
@@ -181,6 +238,11 @@ class CompletionStream(streams.ChoiceStream):
   """The events of an answer as it is sampled."""
 
   kind = "text_completion"
+
+  def start(self) -> Iterator[dict[str, Any]]:
+    for i, echo in enumerate(_echoes(self._asked, self._decoder)):
+      if echo:
+        yield self._chunk(i, self._new(echo))
 
   def _new(self, text: str) -> dict[str, Any]:
     return {"text": text}

@@ -63,6 +63,10 @@ class PendingPrompt:
   _text: prefixes.RunningHash | None = dataclasses.field(
       default=None, repr=False
   )
+  # Text of the client's that the answer begins with, not sampled here; and the
+  # node of the messages before it, where it is not at the end of `_path`.
+  _prefix: str = ""
+  _asked: Any = dataclasses.field(default=None, repr=False)
 
   @property
   def parent(self) -> str | None:
@@ -110,6 +114,11 @@ class Interaction(PendingPrompt):
   # Up to its end. None with images: equal tokens may stand for other pixels.
   _all_tokens: prefixes.RunningHash | None = dataclasses.field(repr=False)
   _all_text: prefixes.RunningHash | None = dataclasses.field(repr=False)
+
+  @property
+  def whole_text(self) -> str:
+    """Text of the assistant's message: what it begins with, then `text`."""
+    return self._prefix + self.text
 
   @property
   def num_tokens(self) -> int:

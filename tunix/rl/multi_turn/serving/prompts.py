@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Callable, Sequence
 
+import numpy as np
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.engine import constrained_decoding
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.serving import answers
 from tunix.rl.multi_turn.serving import errors
@@ -37,6 +39,8 @@ class ServedPolicy:
     grammars: compiles the grammars of answers; None: none can be asked for.
     max_stop_token_ids: that the client takes, the renderer's own included;
       None: any number.
+    vocabulary: number of the policy's ids, where `client.generate` takes a
+      `constrained_decoding.Grammar`.
     healthy: whether the client can still sample.
     streams: whether `client.generate` reports tokens as they are sampled.
   """
@@ -49,6 +53,7 @@ class ServedPolicy:
   context_length: int
   grammars: grammars_lib.Grammars | None = None
   max_stop_token_ids: int | None = None
+  vocabulary: int | None = None
   healthy: Callable[[], bool] = lambda: True
   streams: bool = True
 
@@ -90,13 +95,31 @@ def render(
   size = len(messages) * renderer.longest_token + _characters(messages)
   _check_characters(size, request, policy)
   if session is not None:
+    if request.continues:
+      return session.prompt_continuing(messages)
     return session.prompt(messages)
   try:
+    if request.continues:
+      return continued(renderer, messages)
     return renderer.render(messages)
   except (KeyError, RecursionError, TypeError, ValueError) as error:
     raise errors.invalid(
         "messages", f"the messages cannot be rendered: {error}"
     ) from None
+
+
+def continued(
+    renderer: Any, messages: Sequence[requests.Message]
+) -> policy_client.TokenPrompt:
+  """A prompt whose last message is the beginning of the answer.
+
+  Its text is encoded by itself, as if it had been sampled after the header.
+  """
+  prompt = renderer.render(messages[:-1])
+  text = renderer.encode(requests.text_of(messages[-1]))
+  return policy_client.TokenPrompt(
+      np.concatenate([prompt.tokens, text]), prompt.images
+  )
 
 
 def check_room(
@@ -267,6 +290,54 @@ def start_grammar(
     return grammars.start(source)
   except grammars_lib.GrammarError as error:
     raise refused_grammar(guide, error) from None
+
+
+def hold_back_stops(
+    request: requests.SamplingRequest,
+    stop_token_ids: Sequence[int],
+    policy: ServedPolicy,
+) -> constrained_decoding.MinTokens:
+  """Constrains one completion to the request's `min_tokens`.
+
+  Raises:
+    ApiError: the client samples without constraints.
+  """
+  return constrained_decoding.MinTokens(
+      request.min_tokens,
+      stop_token_ids,
+      _vocabulary(policy, f"min_tokens={request.min_tokens}", "min_tokens"),
+  )
+
+
+def forced(
+    tokens: np.ndarray, request: requests.SamplingRequest, policy: ServedPolicy
+) -> constrained_decoding.Forced:
+  """Constrains a completion to int32[T] tokens of a prompt.
+
+  Raises:
+    ApiError: the client samples without constraints, or an id is none of the
+      policy's.
+  """
+  size = _vocabulary(policy, "echo with logprobs", "echo")
+  where = request.prompt_field
+  if int(tokens.max()) >= size:
+    raise errors.invalid(
+        where,
+        f"{where} holds {int(tokens.max())}; the policy's vocabulary is 0 to"
+        f" {size - 1}",
+    )
+  return constrained_decoding.Forced(tokens.tolist(), size)
+
+
+def _vocabulary(policy: ServedPolicy, what: str, field: str) -> int:
+  if policy.vocabulary is None:
+    raise errors.invalid(
+        field,
+        f"{what} is not supported by the engine of this server; leave {field}"
+        " out",
+        "unsupported_parameter",
+    )
+  return policy.vocabulary
 
 
 def refused_grammar(

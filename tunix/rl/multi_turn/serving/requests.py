@@ -18,6 +18,7 @@ from tunix.rl.multi_turn.serving import bodies
 from tunix.rl.multi_turn.serving import errors
 
 Message = dict[str, Any]
+Prompt = str | tuple[int, ...]
 MAX_STOPS = 16
 
 
@@ -107,6 +108,13 @@ class SamplingRequest:
     previous: id of the answer whose conversation comes before `messages`.
     remember: keep the conversation for a request that names it as `previous`.
     echo: fields that the answer repeats.
+    min_tokens: sampled tokens before one that ends the completion may come.
+    prompts: several prompts, texts or tokens, in place of `text` and `tokens`;
+      each gets `n` completions.
+    repeat_prompt: the choices' texts, and their log-probs, begin with the
+      prompt's.
+    continues: the last message is the beginning of the answer.
+    index: place of the prompt among several, for errors.
     ignored: paths of fields that were accepted and change nothing.
   """
 
@@ -130,14 +138,72 @@ class SamplingRequest:
   previous: str | None = None
   remember: bool = False
   echo: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  min_tokens: int = 0
+  prompts: tuple[Prompt, ...] = ()
+  repeat_prompt: bool = False
+  continues: bool = False
+  index: int | None = None
   ignored: tuple[str, ...] = ()
+
+  def __post_init__(self):
+    if self.min_tokens:
+      self._check_least()
+
+  def _check_least(self) -> None:
+    """Refuses `min_tokens` with what may end a completion before.
+
+    Raises:
+      ApiError: naming `min_tokens`.
+    """
+    least, most = self.min_tokens, self.sampling.max_new_tokens
+    if least > most:
+      raise errors.invalid(
+          "min_tokens",
+          f"min_tokens={least} exceeds the {most} tokens that a completion may"
+          " have; lower it, or raise max_tokens",
+      )
+    other = ""
+    if self.stop:
+      other = "stop"
+    elif self.guide is not None:
+      other = self.guide.field
+    elif self.one_call:
+      other = "parallel_tool_calls=false"
+    if other:
+      raise errors.invalid(
+          "min_tokens",
+          f"min_tokens={least} and {other} exclude each other: {other} may end"
+          " the completion before; leave one out",
+      )
+
+  @property
+  def choices(self) -> int:
+    """Completions of the request, over all of its prompts."""
+    return self.n * max(1, len(self.prompts))
+
+  def parts(self) -> tuple[SamplingRequest, ...]:
+    """A request for each prompt; itself, where there is one."""
+    if not self.prompts:
+      return (self,)
+    return tuple(
+        dataclasses.replace(
+            self,
+            prompts=(),
+            text=prompt if isinstance(prompt, str) else None,
+            tokens=None if isinstance(prompt, str) else prompt,
+            index=index,
+        )
+        for index, prompt in enumerate(self.prompts)
+    )
 
   @property
   def prompt_field(self) -> str:
     """The field that errors about the prompt name."""
     if self.text is self.tokens is None:
       return "messages"
-    return "prompt" if self.messages is None else "prompt_token_ids"
+    if self.messages is not None:
+      return "prompt_token_ids"
+    return "prompt" if self.index is None else f"prompt[{self.index}]"
 
 
 # --- pieces of bodies ---------------------------------------------------------
@@ -270,13 +336,13 @@ class SamplingBody(bodies.Body):
   prompt_cache_key: Annotated[Any, bodies.Ignored()] = None
   prompt_cache_retention: Annotated[Any, bodies.Ignored()] = None
   chat_template_kwargs: TemplateOptions | None = None
-  continue_final_message: Annotated[Any, bodies.Neutral(False)] = None
-  add_generation_prompt: Annotated[Any, bodies.Neutral(True)] = None
+  continue_final_message: Annotated[Any, bodies.Neutral(False)] = False
+  add_generation_prompt: Annotated[Any, bodies.Neutral(True)] = True
   presence_penalty: Annotated[Any, bodies.Neutral(0)] = None
   frequency_penalty: Annotated[Any, bodies.Neutral(0)] = None
   repetition_penalty: Annotated[Any, bodies.Neutral(1)] = None
   logit_bias: Annotated[Any, bodies.Neutral({})] = None
-  min_tokens: Annotated[Any, bodies.Neutral(0)] = None
+  min_tokens: Annotated[int, bodies.Range(0, 2**31 - 1)] = 0
   service_tier: Annotated[Any, bodies.Ignored("auto", "default")] = None
 
   def sampling(
@@ -435,6 +501,14 @@ def shown_tools(
       }}
       for tool in tools
   )  # pyformat: disable
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+  """The content of a message of text alone."""
+  content = message.get("content") or ""
+  if isinstance(content, str):
+    return content
+  return "".join(part["text"] for part in content)
 
 
 def count_images(messages: Any) -> int:

@@ -251,6 +251,7 @@ def read(
       parse_tools=parse_tools,
       one_call=asked.one_call(parse_tools),
       return_token_ids=asked.return_token_ids,
+      min_tokens=asked.min_tokens,
       instructions=asked.instructions,
       previous=asked.previous_response_id,
       remember=asked.store,

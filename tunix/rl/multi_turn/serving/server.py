@@ -74,6 +74,7 @@ def make_app(
           grammars=known,
           context_length=engine.context_length,
           max_stop_token_ids=programs.MAX_STOP_TOKENS,
+          vocabulary=engine.vocabulary,
           healthy=lambda: engine.healthy,
       ),
       session_store.SessionStore(

@@ -29,6 +29,7 @@ from tunix.rl.multi_turn.serving import errors
 from tunix.rl.multi_turn.serving import grammars as grammars_lib
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import media
+from tunix.rl.multi_turn.serving import parts as parts_lib
 from tunix.rl.multi_turn.serving import prompts
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import session_store
@@ -166,6 +167,14 @@ class Service:
           503, "the rollout engine has failed", code="engine_dead"
       )
     self.check_model(request.model)
+    if session is not None and request.min_tokens:
+      raise errors.invalid(
+          "min_tokens",
+          f"min_tokens={request.min_tokens}: a session's tokens are trained on,"
+          " and the learner's distribution may end a turn at any token; leave"
+          " min_tokens out, or ask outside of a session",
+          "unsupported_parameter",
+      )
     self._check_running()
     self.running += 1
     if session is not None:
@@ -175,7 +184,7 @@ class Service:
         if session is not None:
           with api_errors():
             # Before sampling, so that every completion can be stored.
-            room = 0 if request.kept_by_client else request.n
+            room = 0 if request.kept_by_client else request.choices
             held.enter_context(session.reserve(room))
         messages = await self._messages(request, session)
         answer = await self._sample(
@@ -228,101 +237,171 @@ class Service:
   async def _sample(
       self, request, messages, session, cache, on_tokens, answer_id
   ) -> answers.SampledAnswer:
+    ids = [answers.interaction_id(answer_id, i) for i in range(request.choices)]
     with api_errors():
-      asked = prompts.render(request, messages, session, self.policy)
-    pending = None
-    number = 0
-    prompt = asked
-    if isinstance(asked, interactions.PendingPrompt):
-      pending, prompt = asked, asked.prompt
-    if cache is not None:
-      cache.count += 1
-      number = cache.count
-    room = prompts.check_room(len(prompt), request, self.policy)
-    sampling = dataclasses.replace(
-        request.sampling,
-        max_new_tokens=min(request.sampling.max_new_tokens, room),
-        stop_token_ids=prompts.stop_token_ids(request, self.policy),
-    )
-    seed = request.sampling.seed
-    if seed is None and session is not None:
-      seed = _seed_of(self._seed, session.id, number)
-    ids = [answers.interaction_id(answer_id, i) for i in range(request.n)]
-    if cache is None:
-      names = [f"request/{i}" for i in ids]
-    else:
-      parent = pending.parent if pending else _TOKENS
-      names = [cache.take_cache(parent) for _ in ids]
+      parts = [
+          self._part(part, messages, session, cache, ids, number)
+          for number, part in enumerate(request.parts())
+      ]
+    # Once nothing can refuse the request any more: they are returned below.
+    parts = [part.with_names(cache) for part in parts]
     stored = False
     try:
-      watches = [prompts.stop_strings(request, self.policy) for _ in names]
-      completions = await self._generate(
-          request, prompt, sampling, seed, names, on_tokens, watches
-      )
-      choices = []
-      for completion, watch in zip(completions, watches):
-        text = self.policy.renderer.decode(completion.tokens)
-        stop = watch.string(text) if watch else None
-        text = watch.cut(text) if watch else text
-        parser = self.policy.parser if request.parse_tools else None
-        choices.append(answers.make_choice(completion, text, parser, stop))
-      if pending is not None:
+      choices = await self._choices(parts, on_tokens)
+      for part, own in zip(parts, choices):
         with api_errors():
-          for choice, number_id in zip(choices, ids):
+          for choice, id_ in zip(own, part.ids if part.pending else ()):
             session.add(
-                pending,
+                part.pending,
                 _without_details(choice.completion),
-                id=number_id,
+                id=id_,
                 assistant_message=choice.message,
             )
       stored = True
     finally:
-      if cache is None:
-        gone = names
-      else:
-        gone = [
-            old
-            for name, kept in zip(names, ids)
-            for old in cache.give_back(
-                name, (kept if pending else _TOKENS) if stored else None
-            )
-        ]
-      for name in gone:
-        await self.policy.client.release(name)
+      for part in parts:
+        for name in part.gone(cache, stored):
+          await self.policy.client.release(name)
+    firsts = [own[0].completion.metrics for own in choices]
     return answers.SampledAnswer(
         id=answer_id,
         created=int(time.time()),
         model=self.policy.name,
-        prompt=asked,
-        num_prompt_tokens=len(prompt),
-        reused_tokens=int(completions[0].metrics.get("reused_tokens", 0)),
-        choices=tuple(choices),
+        prompts=tuple(part.asked for part in parts),
+        num_prompt_tokens=sum(len(part.prompt) for part in parts),
+        reused_tokens=sum(int(m.get("reused_tokens", 0)) for m in firsts),
+        choices=tuple(choice for own in choices for choice in own),
     )
 
+  def _part(
+      self, request, messages, session, cache, ids, number
+  ) -> parts_lib.Part:
+    """A prompt of the request, with what its sampling needs."""
+    asked = prompts.render(request, messages, session, self.policy)
+    pending = asked if isinstance(asked, interactions.PendingPrompt) else None
+    prompt = pending.prompt if pending else asked
+    room = prompts.check_room(len(prompt), request, self.policy)
+    stops = prompts.stop_token_ids(request, self.policy)
+    sampling = dataclasses.replace(
+        request.sampling,
+        max_new_tokens=min(request.sampling.max_new_tokens, room),
+        stop_token_ids=stops,
+    )
+    turn = 0
+    if cache is not None:
+      cache.count += 1
+      turn = cache.count
+    seed = request.sampling.seed
+    if seed is None and session is not None:
+      seed = _seed_of(self._seed, session.id, turn)
+    first = number * request.n
+    own = ids[first : first + request.n]
+    return parts_lib.Part(
+        request, asked, prompt, pending, sampling, seed, first, own
+    )
+
+  async def _choices(
+      self, parts: Sequence[parts_lib.Part], on_tokens: OnTokens | None
+  ) -> list[list[answers.Choice]]:
+    """The choices of each part; all sampling ends if any of it fails."""
+    tasks = [
+        asyncio.ensure_future(self._choices_of(part, on_tokens))
+        for part in parts
+    ]
+    try:
+      return list(await asyncio.gather(*tasks))
+    finally:
+      for task in tasks:
+        task.cancel()
+      await asyncio.gather(*tasks, return_exceptions=True)
+
+  async def _choices_of(
+      self, part: parts_lib.Part, on_tokens: OnTokens | None
+  ) -> list[answers.Choice]:
+    request = part.request
+    watches = [prompts.stop_strings(request, self.policy) for _ in part.names]
+    echoed = None
+    if request.repeat_prompt and request.logprobs:
+      echoed = await self._score(part)
+    completions = await self._generate(part, on_tokens, watches)
+    found = []
+    for completion, watch in zip(completions, watches):
+      text = self.policy.renderer.decode(completion.tokens)
+      stop = watch.string(text) if watch else None
+      text = watch.cut(text) if watch else text
+      parser = self.policy.parser if request.parse_tools else None
+      choice = answers.make_choice(completion, text, parser, stop)
+      found.append(dataclasses.replace(choice, echoed=echoed))
+    return found
+
+  async def _score(self, part: parts_lib.Part) -> np.ndarray:
+    """float32[T - 1]: the policy's log-probs of a prompt's tokens after the
+    first, by sampling them under a grammar that allows no others."""
+    tokens_T = part.prompt.tokens
+    if len(tokens_T) < 2:
+      return np.zeros(0, np.float32)
+    where, most = part.request.prompt_field, self.limits.max_new_tokens
+    if len(tokens_T) > most:
+      raise errors.invalid(
+          where,
+          f"echo with logprobs reads a prompt a token a step, {most} at most;"
+          f" {where} has {len(tokens_T)}: shorten it, or leave logprobs out",
+      )
+    grammar = prompts.forced(tokens_T[1:], part.request, self.policy)
+    name = f"{part.ids[0]}/echo"
+    with self._client_errors(part):
+      try:
+        completion = await self.policy.client.generate(
+            policy_client.TokenPrompt(tokens_T[:1]),
+            policy_client.SamplingParams(
+                max_new_tokens=len(tokens_T) - 1, raw_logprobs=True
+            ),
+            session=name,
+            grammar=grammar,
+        )
+      except ValueError as error:
+        raise errors.invalid(
+            where,
+            f"{where} holds a token that this policy never samples, and that"
+            f" has no log-prob ({error}); leave echo or logprobs out",
+        ) from None
+      finally:
+        await self.policy.client.release(name)
+    return completion.raw_logprobs
+
   async def _generate(
-      self, request, prompt, sampling, seed, names, on_tokens, watches
+      self,
+      part: parts_lib.Part,
+      on_tokens: OnTokens | None,
+      watches: Sequence[answers.StopStrings | None],
   ) -> list[policy_client.Completion]:
     """One completion a name; all are cancelled if one fails."""
-    grammars = [None] * len(names)
+    request, names, seed = part.request, part.names, part.seed
+    grammars: list[Any] = [None] * len(names)
     if request.guide is not None:
       grammars = await asyncio.to_thread(
           lambda: [
               prompts.start_grammar(request.guide, self.policy) for _ in names
           ]
       )
+    elif request.min_tokens:
+      stops = part.sampling.stop_token_ids
+      grammars = [
+          prompts.hold_back_stops(request, stops, self.policy) for _ in names
+      ]
 
     async def one(i: int, name: str) -> policy_client.Completion:
       options: dict[str, Any] = {}
       if on_tokens is not None and self.policy.streams:
-        options["on_tokens"] = lambda tokens: on_tokens(i, tokens)
+        options["on_tokens"] = lambda tokens: on_tokens(part.first + i, tokens)
       if watches[i] is not None:
         options["stop_when"] = watches[i]
       if grammars[i] is not None:
         options["grammar"] = grammars[i]
       return await self.policy.client.generate(
-          prompt,
+          part.prompt,
           dataclasses.replace(
-              sampling, seed=None if seed is None else (seed + i) % 2**31
+              part.sampling, seed=None if seed is None else (seed + i) % 2**31
           ),
           session=name,
           **options,
@@ -330,7 +409,19 @@ class Service:
 
     tasks = [asyncio.ensure_future(one(i, n)) for i, n in enumerate(names)]
     try:
-      return list(await asyncio.gather(*tasks))
+      with self._client_errors(part):
+        return list(await asyncio.gather(*tasks))
+    finally:
+      for task in tasks:
+        task.cancel()
+      await asyncio.gather(*tasks, return_exceptions=True)
+
+  @contextlib.contextmanager
+  def _client_errors(self, part: parts_lib.Part) -> Iterator[None]:
+    """Turns what sampling raises into the client's errors."""
+    request = part.request
+    try:
+      yield
     except policy_client.ContextLimitError as error:
       raise errors.invalid(
           request.prompt_field, str(error), "context_length_exceeded"
@@ -338,7 +429,7 @@ class Service:
     except grammars_lib.GrammarError as error:  # Too large by now.
       raise prompts.refused_grammar(request.guide, error) from None
     except ValueError as error:
-      if self._loader.has(span.image for span in prompt.images):
+      if self._loader.has(span.image for span in part.prompt.images):
         raise errors.invalid(_param(str(error), request), str(error)) from None
       # Not the client's fault. It sends the images again with the next request,
       # unless it names the conversation.
@@ -351,10 +442,6 @@ class Service:
       ) from None
     except RuntimeError as error:  # The engine's.
       raise errors.ApiError(500, str(error), code="engine_error") from None
-    finally:
-      for task in tasks:
-        task.cancel()
-      await asyncio.gather(*tasks, return_exceptions=True)
 
   async def _load_images(
       self, messages: Sequence[requests.Message]
@@ -475,10 +562,6 @@ def _without_details(
   return dataclasses.replace(
       completion, raw_logprobs=None, top_tokens=None, top_logprobs=None
   )
-
-
-_TOKENS = "token prompts"
-"""Cache key for token prompts, which have no interaction id."""
 
 
 def _param(message: str, request: requests.SamplingRequest) -> str | None:

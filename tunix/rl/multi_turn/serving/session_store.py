@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import numbers
 import secrets
 import time
@@ -29,6 +28,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import completion_checks
+from tunix.rl.multi_turn.serving import histories
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import prefixes
 
@@ -67,7 +67,7 @@ class ServedSession:
     self._renderer = renderer
     self._max_interactions = max_interactions
     self._clock = clock
-    self._root = _Node(None)
+    self._root = histories.Node(None)
     self._by_tokens = prefixes.Prefixes[Interaction]()
     self._by_text = prefixes.Prefixes[
         tuple[Interaction, prefixes.RunningHash]
@@ -131,12 +131,8 @@ class ServedSession:
     """
     self._check_open()
     messages = list(messages)
-    try:
-      if not messages:
-        raise ValueError("messages must not be empty")
-      read = [_read(m, f"messages[{i}]") for i, m in enumerate(messages)]
-      told_of = json.dumps(list(tools or ()), sort_keys=True)
-      keys = (("tools", told_of), None), *(key for _, key in read)
+    with _rendering():
+      read, keys = histories.read_all(messages, tools)
       before, depth = self._find(keys)
       if before is None:
         extension = self._renderer.render(messages, add_generation_prompt=True)
@@ -144,10 +140,6 @@ class ServedSession:
         extension = self._renderer.bridge(
             messages[depth:], last_sampled_is_eot=before.closed
         )
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
-      raise InteractionError(
-          "bad_message", f"the request cannot be rendered: {error}"
-      ) from error
     self.touch()
     return PendingPrompt(
         session_id=self.id,
@@ -155,6 +147,39 @@ class ServedSession:
         new_messages=tuple(copy for copy, _ in read[max(depth - 1, 0) :]),
         extension=extension,
         _path=keys if before is None else keys[depth + 1 :],
+    )
+
+  def prompt_continuing(self, messages: Sequence[Message]) -> PendingPrompt:
+    """Renders a request whose last message, text, is its answer's beginning.
+
+    Where that is all that was sampled of an answer, cut off by its length, the
+    request continues the sampled tokens. Any other text is tokenised.
+    """
+    self._check_open()
+    with _rendering():
+      read, keys = histories.read_all(messages, None)
+    text = keys[-1][0][1]
+    before, depth = self._find(keys)
+    if (
+        before is None
+        or depth < len(messages)
+        or before.closed
+        or before.whole_text != text
+    ):
+      pending = self.prompt(messages[:-1])
+      tokens = np.concatenate(
+          [pending.extension.tokens, self._renderer.encode(text)]
+      )
+      extension = TokenPrompt(tokens, pending.extension.images)
+      return dataclasses.replace(pending, extension=extension, _prefix=text)
+    self.touch()
+    return PendingPrompt(
+        session_id=self.id,
+        before=before,
+        new_messages=(read[-1][0],),
+        extension=TokenPrompt(np.zeros(0, np.int32)),
+        _prefix=text,
+        _asked=before._asked,
     )
 
   def prompt_tokens(self, tokens: Sequence[int]) -> PendingPrompt:
@@ -226,19 +251,26 @@ class ServedSession:
           "duplicate_interaction", f"id {id!r} is taken; use another one"
       )
     self._check_completion(completion)
-    answer, said = _read(assistant_message, "assistant_message")
+    answer, said = histories.read(assistant_message, "assistant_message")
     if (role := answer["role"]) != "assistant":
       raise InteractionError("bad_message", f"role of the answer: {role!r}")
     text, closed = completion_checks.read(
         completion, self._renderer, self._renderer.stop_token_ids
     )
-    _, raw = _read({"role": "assistant", "content": text}, "text")
-    node = None if pending._raw else self._answer_node(pending, said, raw)
+    if pending._prefix:
+      told = pending._prefix + (answer.get("content") or "")
+      answer = {**answer, "content": told}
+      answer, said = histories.read(answer, "assistant_message")
+    whole = {"role": "assistant", "content": pending._prefix + text}
+    asked = node = None
+    if not pending._raw:
+      asked = self._asked_node(pending)
+      node = asked.child(said, histories.read(whole, "text")[1])
     all_text = None
     if pending._text is not None and not closed:  # No text stands for the end.
       all_text = pending._text.extended(text.encode())
     made = Interaction(
-        **vars(pending),
+        **{**vars(pending), "_asked": asked},
         id=secrets.token_urlsafe(18) if id is None else id,
         index=len(self._interactions),
         completion=completion,
@@ -324,13 +356,14 @@ class ServedSession:
     rank = lambda n: (n.key == given, n.key[0] == value, n.interaction.index)
     return max(answers, key=rank).interaction, depth
 
-  def _answer_node(
-      self, pending: PendingPrompt, said: Key, raw: Key
-  ) -> _Node:
+  def _asked_node(self, pending: PendingPrompt) -> histories.Node:
+    """The node of a request's messages, without a beginning of its answer."""
+    if pending._asked is not None:
+      return pending._asked
     node = pending.before._node if pending.before else self._root
     for key in pending._path:
       node = node.child(key)
-    return node.child(said, raw)
+    return node
 
   def _check_open(self) -> None:
     self._check_not_discounted()
@@ -485,9 +518,6 @@ class SessionStore:
     return ended
 
 
-# --- histories ----------------------------------------------------------------
-
-
 def _all_tokens(
     pending: PendingPrompt, completion: Completion
 ) -> prefixes.RunningHash | None:
@@ -503,82 +533,12 @@ def _all_tokens(
   )
 
 
-_ANY = object()
-
-
-class _Node:
-  """A history, with the edges by which requests continued it.
-
-  An answer has a node of its own, which only equal answers share. The message
-  that was sent and the sampled text both lead to it, so that a continuation
-  follows the sampled tokens, however the client spells the answer.
-  """
-
-  __slots__ = ("key", "interaction", "_children", "_edges")
-
-  def __init__(self, key: Key | None):
-    self.key = key
-    self.interaction: Interaction | None = None  # The newest answer's.
-    self._children: dict[tuple[Key, Key | None], _Node] = {}
-    self._edges: dict[tuple[tuple, Any], list[_Node]] = {}
-
-  def child(self, key: Key, raw: Key | None = None) -> _Node:
-    """After a message, or after an answer whose sampled text is `raw`."""
-    if (key, raw) not in self._children:
-      made = self._children[key, raw] = _Node(key)
-      for value, ids in {key[0]: key, (raw or key)[0]: raw or key}.values():
-        self._edges.setdefault((value, ids), []).append(made)
-        self._edges.setdefault((value, _ANY), []).append(made)
-    return self._children[key, raw]
-
-  def follow(self, key: Key) -> list[_Node]:
-    """The nodes that a message may lead to."""
-    value, ids = key
-    if ids is None:
-      return self._edges.get((value, _ANY), [])
-    exact = self._edges.get((value, ids), [])
-    return exact + self._edges.get((value, None), [])
-
-
-def _read(message: Message, where: str) -> tuple[Message, Key]:
-  """A snapshot, calls in OpenAI's form, and the key."""
+@contextlib.contextmanager
+def _rendering() -> Iterator[None]:
+  """Turns what a request's messages raise into `InteractionError`."""
   try:
-    copy = {**message}
-    content = copy.get("content") or ""
-    if not isinstance(content, str):
-      copy["content"] = [{**part} for part in content]
-      content = tuple(
-          part["text"] if part["type"] == "text" else (part["image"],)
-          for part in content
-      )
-      if len(content) == 1 and isinstance(content[0], str):
-        content = content[0]
-    calls = [_call(call) for call in copy.get("tool_calls") or ()]
-    if calls:
-      copy["tool_calls"] = calls
-    value = tuple(_asked(**call["function"]) for call in calls)
-    ids = tuple(call["id"] for call in calls) or (copy.get("tool_call_id"),)
-    key = (copy["role"], content, value), ids if all(ids) else None
-    hash(key)
-  except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as e:
+    yield
+  except (KeyError, RecursionError, TypeError, ValueError) as error:
     raise InteractionError(
-        "bad_message",
-        f"{where} is not one of text, ImageRefs and tool calls: {e!r}",
-    ) from e
-  return copy, key
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-  function = call.get("function") or call
-  arguments = function["arguments"]
-  if not isinstance(arguments, str):  # As renderers write them.
-    arguments = json.dumps(arguments, ensure_ascii=False)
-  function = {"name": function["name"], "arguments": arguments}
-  return {"id": call.get("id"), "type": "function", "function": function}
-
-
-def _asked(name: str, arguments: str) -> tuple[str, str, str]:
-  try:
-    return name, "json", json.dumps(json.loads(arguments), sort_keys=True)
-  except (RecursionError, ValueError):  # Not JSON; equal only as text.
-    return name, "text", arguments
+        "bad_message", f"the request cannot be rendered: {error}"
+    ) from error

@@ -157,7 +157,7 @@ class ChoiceStream:
     }
     self._decoder = decoder
     self._texts = [
-        answers.TextStream(decoder, asked.stop) for _ in range(asked.n)
+        answers.TextStream(decoder, asked.stop) for _ in range(asked.choices)
     ]
 
   def start(self) -> Iterator[dict[str, Any]]:
@@ -170,7 +170,7 @@ class ChoiceStream:
       yield self._chunk(index, self._new(new))
 
   def finish(self, answer: answers.SampledAnswer) -> Iterator[dict[str, Any]]:
-    for i in range(self._asked.n):
+    for i in range(self._asked.choices):
       yield from self._ending(answer, i)
     if self._asked.include_usage:
       yield {**self._head, "choices": [], "usage": answers.usage(answer)}

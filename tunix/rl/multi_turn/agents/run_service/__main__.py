@@ -1,7 +1,7 @@
 """Serves runs: whole episodes of an agent, played for other programs.
 
     python -m tunix.rl.multi_turn.agents.run_service --port 3000
-    python -m tunix_multi_turn agents.run_service --gyms desktop,miniwob
+    tunix-run-service --gyms desktop,miniwob
 
 The second needs neither JAX nor google-tunix. Binds the loopback interface;
 another address needs a token. docs/run_service.md describes the protocol.

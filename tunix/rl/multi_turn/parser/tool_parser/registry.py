@@ -21,6 +21,7 @@ for _name, _path in {
     "deepseek": "deepseek:DeepSeekToolParser",
     "gemma": "gemma:GemmaToolParser",
     "gemini": "gemini:GeminiToolParser",
+    "function_gemma": "function_gemma:FunctionGemmaParser",
     "openai_function": "openai_function:OpenAiFunctionParser",
     # GUI actions.
     "computer_use": "computer_use:ComputerUseParser",
@@ -32,6 +33,9 @@ for _name, _path in {
     "ui_tars": "ui_tars:UiTarsParser",
     "ui_tars_absolute": "ui_tars:UiTarsAbsoluteParser",
     "ui_tars_mobile": "ui_tars:UiTarsMobileParser",
+    "ui_tars_2": "ui_tars_2:UiTars2Parser",
+    "holo1_5": "holo:Holo15Parser",
+    "holo2": "holo:Holo2Parser",
     "opencua": "opencua:OpenCuaParser",
     "opencua_relative": "opencua:OpenCuaRelativeParser",
     "glm_v": "glm_v:GlmVParser",

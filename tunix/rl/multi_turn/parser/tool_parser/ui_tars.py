@@ -1,6 +1,6 @@
 """Parses UI-TARS: `Thought: …` and `Action: click(start_box='(235,512)')`.
 
-Three grammars: `ui_tars` (UI-TARS 1 and 2: coordinates 0 to 1000 of the
+Three grammars: `ui_tars` (UI-TARS 1: coordinates 0 to 1000 of the
 screenshot's sides), `ui_tars_absolute` (1.5: pixels of the screenshot as the
 model saw it, sides resized to multiples of 28) and `ui_tars_mobile` (1.5 on a
 phone).

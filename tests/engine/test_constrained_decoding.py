@@ -1,0 +1,40 @@
+"""What a completion may be held to, without an engine."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+import numpy as np
+from tunix.rl.multi_turn.engine import constrained_decoding
+
+
+def allowed(grammar, vocabulary):
+  """The ids that may come next."""
+  words = grammar.allowed()
+  assert words.dtype == np.uint32 and len(words) == -(-vocabulary // 32)
+  bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+  return set(np.flatnonzero(bits).tolist())
+
+
+@given(
+    vocabulary=st.integers(2, 100),
+    least=st.integers(1, 5),
+    stops=st.lists(st.integers(0, 200), max_size=4),
+)
+def test_min_tokens_allows_all_but_stops_and_then_all(
+    vocabulary, least, stops
+):
+  grammar = constrained_decoding.MinTokens(least, stops, vocabulary)
+  everything = set(range(vocabulary))
+  for token in range(least + 2):
+    held = set(stops) if token < least else set()
+    assert allowed(grammar, vocabulary) == everything - held
+    grammar.advance(token)
+
+
+@given(data=st.data(), vocabulary=st.integers(1, 100))
+def test_forced_allows_one_token_after_another(data, vocabulary):
+  ids = data.draw(st.lists(st.integers(0, vocabulary - 1), max_size=6))
+  grammar = constrained_decoding.Forced(ids, vocabulary)
+  for token in ids:
+    assert allowed(grammar, vocabulary) == {token}
+    grammar.advance(token)
+  assert allowed(grammar, vocabulary) == set(range(vocabulary))
