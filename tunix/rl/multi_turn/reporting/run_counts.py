@@ -45,6 +45,13 @@ def _json(counts: Counts) -> dict[str, dict[str, int]]:
   return {k: dict(sorted(c.items())) for k, c in counts.items() if c}
 
 
+def _total(*parts: Counts) -> dict[str, dict[str, int]]:
+  total = _new()
+  for counts in parts:
+    _add(total, counts)
+  return {k: dict(sorted(c.items())) for k, c in total.items()}
+
+
 class RunCounts:
   """Receives events from the summary's writer; see the module docstring."""
 
@@ -110,31 +117,43 @@ class RunCounts:
     if len(self._recent) > _REMEMBERED:
       self._recent.popitem(last=False)
 
-  def totals(self, everyone: bool = True) -> dict[str, dict[str, int]]:
+  def totals(self) -> dict[str, dict[str, int]]:
     """episodes by split and status, groups by outcome, faults by kind.
 
-    Work that is under way is in it.
-
-    Args:
-      everyone: with what other processes counted, as far as it is known.
+    Work that is under way is in it, and what other processes have told.
     """
     with self._lock:
-      total = _new()
-      if everyone:
-        _add(total, self._others)
-      for counts in (
+      return _total(
           self._settled, *self._open.values(), *self._evaluations.values(),
-          self._evaluating[1],
-      ):  # pyformat: disable
-        _add(total, counts)
-      return {k: dict(sorted(c.items())) for k, c in total.items()}
+          self._evaluating[1], self._others,
+      )  # pyformat: disable
 
-  def set_others(self, totals: Iterable[Mapping[str, Any]]) -> None:
-    """Takes the present totals of the other processes of the run."""
+  # --- several processes, of which the first writes the summary --------------
+
+  def of_training(self) -> dict[str, Any]:
+    """JSON: what this process has counted in training."""
+    with self._lock:
+      return _total(self._settled, *self._open.values())
+
+  def of_evaluation(self) -> dict[str, Any]:
+    """JSON: what this process has counted in the present evaluation."""
+    with self._lock:
+      return _total(self._evaluating[1])
+
+  def set_training_of_others(self, found: Iterable[Mapping[str, Any]]) -> None:
+    """Takes what each other process has counted in training so far."""
     with self._lock:
       self._others = _new()
-      for found in totals:
-        _add(self._others, _new(found))
+      for counts in found:
+        _add(self._others, _new(counts))
+
+  def add_evaluation_of_others(
+      self, found: Iterable[Mapping[str, Any]]
+  ) -> None:
+    """Adds what each other process has counted in the present evaluation."""
+    with self._lock:
+      for counts in found:
+        _add(self._evaluating[1], _new(counts))
 
   # --- what a kill must not change -------------------------------------------
 

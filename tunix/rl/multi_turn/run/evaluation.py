@@ -83,7 +83,9 @@ def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
         for found in of_all
         for result in found
     ]
-  run.share_counts()
+  counted = processes.gather("counts", run.counts.of_evaluation())
+  if processes.first:
+    run.counts.add_evaluation_of_others(counted[1:])
   summary = success_rates.summarise(results, config.eval.modes)
   run.observers.on_event(events.EvalFinished(name, summary))
   return summary

@@ -329,10 +329,10 @@ class Run:
       raise _unwritable(self.directory, error) from None
 
   def share_counts(self) -> None:
-    """Tells each process what the others have counted."""
-    found = self.processes.gather("counts", self.counts.totals(False))
-    found.pop(self.processes.index)
-    self.counts.set_others(found)
+    """Tells process 0 what the others have counted in training."""
+    found = self.processes.gather("counts", self.counts.of_training())
+    if self.processes.first:
+      self.counts.set_training_of_others(found[1:])
 
   def _facts(self) -> dict[str, Any]:
     return {
