@@ -352,3 +352,9 @@ def test_a_damaged_queue_is_named_with_what_to_do(run, capsys, tmp_path):
   with pytest.raises(config_lib.ConfigError, match="restore it from a copy"):
     models.make_store(config, None)
   assert capsys.readouterr().err == ""
+
+
+def test_another_algorithm_by_name_is_refused(run, capsys):
+  """Its preset would lie below the recorded values, and change nothing."""
+  said = refusal(capsys, f"resume={run}", "algorithm=dapo")
+  assert "algorithm.name" in said and "dapo" in said

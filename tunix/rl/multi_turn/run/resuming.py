@@ -66,6 +66,8 @@ _FIXED = (
     "warm_start.steps",
     "warm_start.recordings",
     "engine.weights",
+    # Its presets lie below the values that the run recorded.
+    "algorithm.name",
     "queue.path",
     *_TASKS,
     *_SOURCE,
