@@ -1,7 +1,6 @@
-"""An MCP server with three tools: `python examples/arithmetic_server.py`.
+"""An MCP server with three tools, which it offers over its pipes.
 
-It speaks over its pipes, as `environment.options.tools=[{mcp: {command: …}}]`
-starts it; examples/configs/mcp.yaml trains a policy that calls it.
+The run of examples/configs/mcp.yaml starts it and trains a policy to call it.
 """
 
 from mcp.server import fastmcp

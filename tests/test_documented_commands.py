@@ -94,7 +94,7 @@ OUTSIDE = (
     "gym=genv", "gym=gbox", "gym=openenv", "gym=osworld", "gym=android_world",
     "gym=computer", "gym=gymnasium", "gym=xdesktop", "gym=miniwob",
     "gym=browser", "/models/policy", "Qwen3-VL-4B", "UI-TARS", "resume=",
-    "recordings=", "tasks=[]",
+    "recordings=", "tasks=[]", "configs/mcp.yaml",
 )  # pyformat: disable
 """A run with one of these needs a server, a program or files that are not
 here: its settings are read and checked, but nothing is built."""
@@ -104,6 +104,7 @@ here: its settings are read and checked, but nothing is built."""
 def _sandbox(tmp_path, monkeypatch):
   for name, text in FILES.items():
     (tmp_path / name).write_text(text)
+  (tmp_path / "examples").symlink_to(documented_commands.ROOT / "examples")
   run = tmp_path / "runs" / "mine"
   run.mkdir(parents=True)
   (run / "config.yaml").write_text("learner: {steps: 1}\n")

@@ -8,18 +8,18 @@ import pytest
 import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import arithmetic
 from tunix.rl.multi_turn.environments import conversations
 from tunix.rl.multi_turn.environments import spec
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.run.warm_start import conversing
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.run.warm_start import recorded
-from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.parser.renderer import qwen
 
 pytestmark = pytest.mark.timeout(400)
 TOOL = ("environment=tool", "environment.options.tools=[calculator]",
@@ -41,7 +41,8 @@ def converser(*overrides):
   config, tasks = run_tasks.resolve(config)
   factory = episodes.EpisodeFactory(config, images_lib.ImageStore())
   source = recorded.for_run(config, tasks, factory.tool_schemas)
-  renderer = qwen.QwenRenderer(checkpoint.load_tokenizer("tiny_vl"), lambda *_: 0)
+  tokenizer = checkpoint.load_tokenizer("tiny_vl")
+  renderer = qwen.QwenRenderer(tokenizer, lambda width, height: 0)
   return source, conversing.Converser(
       renderer, factory, source.solve, config.environment.max_turns
   )
