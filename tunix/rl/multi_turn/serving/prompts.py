@@ -9,6 +9,7 @@ Does not sample, or fetch images.
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any, Callable, Sequence
 
 from tunix.rl.multi_turn.core import policy_client
@@ -34,6 +35,8 @@ class ServedPolicy:
     parser: reads tool calls.
     decoder: tokens to text and bytes.
     context_length: tokens of a sequence.
+    template_tools: the renderer shows tools, as the policy's template does;
+      else the parser's prompt does, in the system message.
     grammars: compiles the grammars of answers; None: none can be asked for.
     max_stop_token_ids: that the client takes, the renderer's own included;
       None: any number.
@@ -49,6 +52,7 @@ class ServedPolicy:
   context_length: int
   grammars: grammars_lib.Grammars | None = None
   max_stop_token_ids: int | None = None
+  template_tools: bool = False
   healthy: Callable[[], bool] = lambda: True
   streams: bool = True
 
@@ -85,13 +89,18 @@ def render(
     return policy_client.TokenPrompt(renderer.encode(request.text))
   if request.instructions:
     messages = [{"role": "system", "content": request.instructions}, *messages]
-  messages = _with_tools(messages, request.tools, policy.parser)
+  tools = list(request.tools) if policy.template_tools else []
+  if not tools:
+    messages = _with_tools(messages, request.tools, policy.parser)
   # A message is a token or more, whatever its text.
   size = len(messages) * renderer.longest_token + _characters(messages)
+  size += len(json.dumps(tools)) if tools else 0
   _check_characters(size, request, policy)
   if session is not None:
-    return session.prompt(messages)
+    return session.prompt(messages, tools, show_tools=bool(tools))
   try:
+    if tools:
+      return renderer.render(messages, tools=tools)
     return renderer.render(messages)
   except (KeyError, RecursionError, TypeError, ValueError) as error:
     raise errors.invalid(

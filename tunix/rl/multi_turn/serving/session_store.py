@@ -120,14 +120,17 @@ class ServedSession:
       self._reserved -= count
 
   def prompt(
-      self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+      self,
+      messages: Sequence[Message],
+      tools: Sequence[Any] | None = None,
+      show_tools: bool = False,
   ) -> PendingPrompt:
     """Renders a request.
 
     It extends the deepest interaction with the same `tools` whose messages and
     answer `messages` begin with; of equally deep ones, the one whose answer was
-    sent exactly as it stands in `messages`, then the newest. The caller has
-    written the tools' text into `messages`.
+    sent exactly as it stands in `messages`, then the newest. Without
+    `show_tools`, the caller has written the tools' text into `messages`.
     """
     self._check_open()
     messages = list(messages)
@@ -139,7 +142,10 @@ class ServedSession:
       keys = (("tools", told_of), None), *(key for _, key in read)
       before, depth = self._find(keys)
       if before is None:
-        extension = self._renderer.render(messages, add_generation_prompt=True)
+        shown = {"tools": list(tools or ())} if show_tools else {}
+        extension = self._renderer.render(
+            messages, add_generation_prompt=True, **shown
+        )
       else:
         extension = self._renderer.bridge(
             messages[depth:], last_sampled_is_eot=before.closed
