@@ -1,8 +1,7 @@
-"""Chat templates of model families, their tokenizers and random conversations.
+"""Tokenizers of model families and random conversations for their templates.
 
-The templates are written here after the formats that the families publish, at
-the width that tests need; set TUNIX_CHAT_TEMPLATES to a directory of published
-ones (`<family>.jinja`) to test those in their place.
+Set TUNIX_CHAT_TEMPLATES to a directory of published templates
+(`<family>.jinja`) to test those in place of `chat_templates`.
 """
 
 import dataclasses
@@ -22,367 +21,8 @@ from tunix.rl.multi_turn.commands import train_tokenizer
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import chat_template
 from tunix.rl.multi_turn.parser.renderer import template
-from tunix.rl.multi_turn.parser.tool_parser import qwen as qwen_parser
 
-_JSON_BEFORE, _JSON_AFTER = (
-    json.dumps(words)
-    for words in qwen_parser.QwenToolParser()
-    .get_tool_prompt("$")
-    .split("\n$\n")
-)
-_SCHEMAS = (
-    "{{- " + _JSON_BEFORE + " }}{%- for t in tools %}{{- '\\n' + (t | tojson)"
-    " }}{%- endfor %}{{- '\\n' + " + _JSON_AFTER + " + '<|im_end|>\\n' }}"
-)
-_JSON_CALL = """\
-{%- set f = call.function or call %}
-{{- '<tool_call>\\n{"name": "' + f.name + '", "arguments": ' }}
-{{- f.arguments if f.arguments is string else f.arguments | tojson }}
-{{- '}\\n</tool_call>' }}"""
-_XML_CALL = """\
-{%- set f = call.function or call %}
-{{- '<tool_call>\\n<function=' + f.name + '>\\n' }}
-{%- for key, value in f.arguments | items %}
-{{- '<parameter=' + key + '>\\n' }}
-{{- (value | tojson) if value is mapping or (value is sequence and value is \
-not string) else value | string }}
-{{- '\\n</parameter>\\n' }}
-{%- endfor %}
-{{- '</function>\\n</tool_call>' }}"""
-_PARTS = """\
-{%- macro show(content) %}
-{%- if content is string %}{{- content }}
-{%- else %}{%- for part in content %}
-{%- if part.type == 'image' %}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-{%- elif 'text' in part %}{{- part.text }}{%- endif %}
-{%- endfor %}{%- endif %}
-{%- endmacro %}
-"""
-_TEXT = "{%- macro show(content) %}{{- content }}{%- endmacro %}\n"
-_RESULT = """\
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
-{{- '<|im_start|>user' }}{%- endif %}
-{{- '\\n<tool_response>\\n' + show(message.content) + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
-{{- '<|im_end|>\\n' }}{%- endif %}"""
-_TURN = "{{- '<|im_start|>' + message.role + '\\n' }}"
-# Index of the last message that a user wrote, results of tools aside.
-_LAST_QUERY = """\
-{%- set ns = namespace(last=messages | length - 1, open=true) %}
-{%- for m in messages[::-1] %}
-{%- if ns.open and m.role == 'user' %}{%- set c = show(m.content)%TRIM% %}
-{%- if not (c.startswith('<tool_response>') and \
-c.endswith('</tool_response>')) %}
-{%- set ns.open = false %}{%- set ns.last = messages | length - loop.index %}
-{%- endif %}{%- endif %}
-{%- endfor %}"""
-
-
-def _chatml(parts, system, later_system, thinking, call, ending, trim=""):
-  """ChatML in one of Qwen's variants.
-
-  `system`: the part that shows tools and the first system message.
-  """
-  reasoning = """\
-{%- set said = namespace(content=content, thought='') %}
-{%- if message.reasoning_content is string %}
-{%- set said.thought = message.reasoning_content %}
-{%- elif '</think>' in content %}
-{%- set said.thought = content.split('</think>')[0].rstrip('\\n')\
-.split('<think>')[-1].lstrip('\\n') %}
-{%- set said.content = content.split('</think>')[-1].lstrip('\\n') %}
-{%- endif %}"""
-  if thinking == "always":  # Qwen3.5
-    reasoning += """
-{%- if loop.index0 > ns.last %}
-{{- '<think>\\n' + said.thought | trim + '\\n</think>\\n\\n' }}{%- endif %}"""
-  else:
-    reasoning += """
-{%- if loop.index0 > ns.last and (loop.last or said.thought) %}
-{{- '<think>\\n' + said.thought.strip('\\n') + '\\n</think>\\n\\n' }}
-{%- set said.content = said.content.lstrip('\\n') %}{%- endif %}"""
-  if not thinking:
-    reasoning = "{%- set said = namespace(content=content) %}"
-  gap = (
-      "{{- ('\\n\\n' if said.content | trim else '') if loop.first else '\\n'"
-      " }}"
-      if thinking == "always"
-      else "{{- '\\n' if said.content or not loop.first else '' }}"
-  )
-  late = "" if later_system else " and message.role != 'system'"
-  return (
-      parts
-      + system
-      + (_LAST_QUERY.replace("%TRIM%", trim) if thinking else "")
-      + "{%- for message in messages %}"
-      "{%- set content = show(message.content)"
-      + trim
-      + " %}{%- if message.role == 'system' and loop.first %}"
-      "{%- elif message.role == 'tool' %}"
-      + _RESULT.replace("show(message.content)", "content")
-      + "{%- elif message.role == 'assistant' %}"
-      + _TURN
-      + reasoning
-      + "{{- said.content }}{%- for call in message.tool_calls or [] %}"
-      + gap
-      + call
-      + "{%- endfor %}{{- '<|im_end|>\\n' }}"
-      "{%- elif true"
-      + late
-      + " %}"
-      + _TURN
-      + "{{- content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
-      "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
-      + ending
-      + "{%- endif %}"
-  )
-
-
-def _system(default="", tools=_SCHEMAS, trim=""):
-  """The first system message, tools behind it."""
-  with_default = (
-      "{%- else %}{{- " + json.dumps(default + "\n\n") + " }}"
-      if default
-      else ""
-  )
-  plain = (
-      "{%- elif not first %}{{- '<|im_start|>system\\n' + "
-      + json.dumps(default)
-      + " + '<|im_end|>\\n' }}"
-      if default
-      else ""
-  )
-  return (
-      "{%- set first = messages[0].role == 'system' %}"
-      "{%- if tools %}{{- '<|im_start|>system\\n' }}"
-      "{%- if first %}{{- show(messages[0].content) + '\\n\\n' }}"
-      + with_default
-      + "{%- endif %}"
-      + tools
-      + plain
-      + "{%- elif first %}"
-      "{{- '<|im_start|>system\\n' + show(messages[0].content)"
-      + trim
-      + " + '<|im_end|>\\n' }}{%- endif %}"
-  )
-
-
-_XML_SYSTEM = """\
-{%- set first = messages[0].role == 'system' %}
-{%- if tools %}{{- '<|im_start|>system\\nYou may call:\\n<tools>' }}
-{%- for t in tools %}{{- '\\n' + (t | tojson) }}{%- endfor %}
-{{- '\\n</tools>' }}
-{%- if first and show(messages[0].content) | trim %}
-{{- '\\n\\n' + show(messages[0].content) | trim }}{%- endif %}
-{{- '<|im_end|>\\n' }}
-{%- elif first %}
-{{- '<|im_start|>system\\n' + show(messages[0].content) | trim + '<|im_end|>\\n' \
-}}{%- endif %}"""
-_MAYBE_EMPTY = """\
-{%- if enable_thinking is defined and enable_thinking is false %}
-{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"""
-_OPEN = "{{- '<think>\\n' }}"
-_ALTERNATE = """\
-{%- for m in said %}
-{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
-{{- raise_exception('roles must alternate') }}{%- endif %}{%- endfor %}"""
-
-TEMPLATES = {
-    "qwen2_5": _chatml(
-        _TEXT, _system("You are Qwen. You help."), True, "", _JSON_CALL, ""
-    ),
-    "qwen2_5_vl": _PARTS
-    + """\
-{%- for message in messages %}
-{%- if loop.first and message.role != 'system' %}
-{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
-{%- endif %}
-{{- '<|im_start|>' + message.role + '\\n' + show(message.content) }}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""",
-    "qwen3_vl": _chatml(_PARTS, _system(), False, "", _JSON_CALL, ""),
-    "qwen3_vl_thinking": _chatml(
-        _PARTS, _system(), True, "last", _JSON_CALL, _OPEN
-    ),
-    "qwen3": _chatml(
-        _TEXT, _system(), True, "last", _JSON_CALL, _MAYBE_EMPTY
-    ),
-    "qwen3_5": _chatml(
-        _PARTS,
-        _XML_SYSTEM,
-        False,
-        "always",
-        _XML_CALL,
-        _MAYBE_EMPTY.replace("{%- endif", "{%- else %}" + _OPEN + "{%- endif"),
-        trim=" | trim",
-    ),
-    "qwen3_coder": """\
-{%- for message in messages %}
-{%- if loop.first and (tools or message.role == 'system') %}
-{{- '<|im_start|>system\\n' }}
-{{- message.content if message.role == 'system' else 'You use tools.' }}
-{%- if tools %}{{- '\\n\\n<tools>' }}{%- for t in tools %}
-{{- '\\n<function>\\n<name>' ~ t.function.name ~ '</name>' }}
-{%- for key in t.function.parameters.properties or {} %}
-{{- '\\n<' ~ key ~ '>' ~ (t.function.parameters.properties[key] | tojson) \
-~ '</' ~ key ~ '>' }}{%- endfor %}
-{{- '\\n</function>' }}{%- endfor %}{{- '\\n</tools>' }}{%- endif %}
-{{- '<|im_end|>\\n' }}{%- endif %}
-{%- if message.role == 'system' and loop.first %}
-{%- elif message.role == 'tool' %}
-{%- if loop.previtem and loop.previtem.role != 'tool' %}
-{{- '<|im_start|>user\\n' }}{%- endif %}
-{{- '<tool_response>\\n' + message.content + '\\n</tool_response>\\n' }}
-{%- if loop.last or loop.nextitem.role != 'tool' %}
-{{- '<|im_end|>\\n' }}{%- endif %}
-{%- elif message.tool_calls %}
-{{- '<|im_start|>assistant' }}
-{%- if message.content | trim %}
-{{- '\\n' + message.content | trim + '\\n' }}{%- endif %}
-{%- for call in message.tool_calls %}{{- '\\n' }}"""
-    + _XML_CALL
-    + """{%- endfor %}{{- '<|im_end|>\\n' }}
-{%- else %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endif %}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""",
-    "llama3": """\
-{{- bos_token }}
-{%- set said = messages[1:] if messages[0].role == 'system' else messages %}
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\nDate: ' + date }}
-{%- if messages[0].role == 'system' %}
-{{- '\\n\\n' + messages[0].content | trim }}{%- endif %}
-{{- '<|eot_id|>' }}
-{%- for m in said %}
-{%- if m.tool_calls %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- if m.tool_calls | length != 1 %}
-{{- raise_exception('one call at a time') }}{%- endif %}
-{%- set f = m.tool_calls[0].function %}
-{{- '{"name": "' + f.name + '", "parameters": ' + f.arguments | tojson + '}' }}
-{{- '<|eot_id|>' }}
-{%- elif m.role == 'tool' %}
-{{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
-{{- m.content | tojson + '<|eot_id|>' }}
-{%- else %}
-{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}
-{%- if loop.first and tools %}
-{{- 'Functions, called as {"name": name, "parameters": {}}:\\n\\n' }}
-{%- for t in tools %}{{- t | tojson(indent=4) + '\\n\\n' }}{%- endfor %}
-{%- endif %}
-{{- m.content | trim + '<|eot_id|>' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}""",
-    "mistral": """\
-{%- set system = messages[0].content if messages[0].role == 'system' %}
-{%- set said = messages[1:] if messages[0].role == 'system' else messages %}
-{%- set asked = said | selectattr('role', 'equalto', 'user') | list %}
-{{- bos_token }}
-{%- for m in said %}
-{%- if m.role == 'user' %}
-{%- if tools and m == asked[-1] %}
-{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
-{%- endif %}
-{{- '[INST] ' + (system + '\\n\\n' if system and loop.last else '') }}
-{{- m.content + '[/INST]' }}
-{%- elif m.tool_calls %}
-{{- '[TOOL_CALLS] [' }}
-{%- for call in m.tool_calls %}
-{%- if call.id | length != 9 %}{{- raise_exception('ids have 9') }}{%- endif %}
-{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
-{{- ', ' if not loop.last else ']' + eos_token }}
-{%- endfor %}
-{%- elif m.role == 'assistant' %}
-{{- ' ' + m.content | trim + eos_token }}
-{%- elif m.role == 'tool' %}
-{{- '[TOOL_RESULTS] {"content": ' + m.content + ', "call_id": "' }}
-{{- m.tool_call_id + '"}[/TOOL_RESULTS]' }}
-{%- else %}{{- raise_exception('no such role') }}
-{%- endif %}
-{%- endfor %}""",
-    "deepseek": """\
-{%- set ns = namespace(asked=false, tool=false) %}
-{{- bos_token }}
-{%- for m in messages if m.role == 'system' %}
-{{- ('\\n\\n' if not loop.first else '') + m.content }}{%- endfor %}
-{%- if tools %}{{- '\\n\\n## Tools\\n' + tools | tojson }}{%- endif %}
-{%- for m in messages %}
-{%- if m.role == 'user' %}
-{{- '<｜User｜>' + m.content }}
-{%- set ns.asked = true %}{%- set ns.tool = false %}
-{%- elif m.role == 'assistant' %}
-{%- if ns.asked %}{{- '<｜Assistant｜></think>' }}{%- endif %}
-{{- m.content.split('</think>', 1)[-1] }}
-{%- if m.tool_calls %}{{- '<｜tool▁calls▁begin｜>' }}
-{%- for call in m.tool_calls %}
-{{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' }}
-{{- call.function.arguments | tojson + '<｜tool▁call▁end｜>' }}
-{%- endfor %}{{- '<｜tool▁calls▁end｜>' }}{%- endif %}
-{{- '<｜end▁of▁sentence｜>' }}
-{%- set ns.asked = false %}
-{%- elif m.role == 'tool' %}
-{{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
-{%- set ns.asked = false %}{%- set ns.tool = true %}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt and ns.asked %}
-{{- '<｜Assistant｜></think>' }}{%- endif %}""",
-    "gemma": """\
-{{- bos_token }}
-{%- set system = messages[0].role == 'system' %}
-{%- set said = messages[1:] if system else messages %}"""
-    + _ALTERNATE
-    + """
-{%- for m in said %}
-{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}
-{{- messages[0].content + '\\n\\n' if system and loop.first else '' }}
-{{- m.content | trim + '<end_of_turn>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}""",
-    "glm_v": """\
-{{- '[gMASK]<sop>' }}
-{%- macro show(content) %}
-{%- if content is string %}{{- content }}{%- else %}
-{%- for part in content %}
-{%- if part.type == 'image' %}
-{{- '<|begin_of_image|><|image|><|end_of_image|>' }}
-{%- else %}{{- part.text }}{%- endif %}
-{%- endfor %}{%- endif %}
-{%- endmacro %}
-{%- if tools %}{{- '<|system|>\\n# Tools\\n' + tools | tojson }}{%- endif %}
-{%- set ns = namespace(last=-1) %}
-{%- for m in messages if m.role == 'user' %}{%- endfor %}
-{%- for m in messages %}{%- if m.role == 'user' %}
-{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for m in messages %}
-{%- if m.role == 'assistant' %}
-{%- set c = show(m.content) %}
-{%- set thought = '' %}
-{%- if '</think>' in c %}
-{%- set thought = c.split('</think>')[0].split('<think>')[-1] | trim %}
-{%- set c = c.split('</think>')[-1] %}{%- endif %}
-{{- '<|assistant|>\\n<think>' }}
-{{- (thought if loop.index0 > ns.last else '') + '</think>' }}
-{{- '\\n' + c | trim if c | trim else '' }}
-{%- for call in m.tool_calls or [] %}
-{{- '\\n<tool_call>' + call.function.name }}
-{%- for key, value in call.function.arguments | items %}
-{{- '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
-{{- (value if value is string else value | tojson) + '</arg_value>' }}
-{%- endfor %}{{- '\\n</tool_call>' }}{%- endfor %}
-{%- elif m.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
-{{- '<|observation|>' }}{%- endif %}
-{{- '\\n<tool_response>\\n' + show(m.content) + '\\n</tool_response>' }}
-{%- else %}{{- '<|' + m.role + '|>\\n' + show(m.content) }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}""",
-}
+from tests.helpers import chat_templates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,17 +30,18 @@ class Family:
   """What a family's tokenizer and template have.
 
   Attributes:
-    name: key of TEMPLATES.
+    name: key of `chat_templates.TEMPLATES`.
     special, plain: added tokens that are special, and that are not.
     roles: variables of its template for special tokens.
     images, tools, results: whether it takes them.
     calls: tool calls a message may have.
     system: "first" or "any": where system messages may come.
+    seen_results: results of tools may hold images.
     alternates: users and assistants must.
     sentencepiece: the tokenizer puts spaces before texts.
     options: variables of the template.
     reasons: answers begin with reasoning.
-    template: key of TEMPLATES, if another one.
+    template: key of `chat_templates.TEMPLATES`, if another one.
   """
 
   name: str
@@ -412,6 +53,7 @@ class Family:
   results: bool = True
   calls: int = 2
   system: str = "any"
+  seen_results: bool = True
   alternates: bool = False
   sentencepiece: bool = False
   options: tuple[tuple[str, object], ...] = ()
@@ -458,6 +100,7 @@ FAMILIES = {
         ),
         Family(
             "mistral", _MISTRAL, system="first", sentencepiece=True,
+            alternates=True,
             roles=(("bos_token", "<s>"), ("eos_token", "</s>")),
         ),
         Family(
@@ -469,7 +112,10 @@ FAMILIES = {
             roles=(("bos_token", "<bos>"),), tools=False, results=False,
             calls=0, system="first", alternates=True, sentencepiece=True,
         ),
-        Family("glm_v", _GLM, images=True, system="first", reasons=True),
+        Family(
+            "glm_v", _GLM, images=True, system="first", reasons=True,
+            seen_results=False,
+        ),
     )
 }  # pyformat: disable
 
@@ -480,7 +126,7 @@ def source(family):
   file = pathlib.Path(given or ".") / f"{name}.jinja"
   if given and file.is_file():
     return file.read_text(encoding="utf-8")
-  return TEMPLATES[name]
+  return chat_templates.TEMPLATES[name]
 
 
 def image_tokens(width, height):
@@ -576,8 +222,9 @@ class Talk:
     count = self.random.randint(least, 5)
     return "".join(self.random.choice(self.words) for _ in range(count))
 
-  def content(self):
-    if not self.family.images or self.random.random() < 0.4:
+  def content(self, images=True):
+    images = images and self.family.images
+    if not images or self.random.random() < 0.4:
       return self.text()
     parts = []
     for _ in range(self.random.randint(1, 3)):
@@ -626,7 +273,11 @@ class Talk:
 
   def results(self, message):
     return [
-        {"role": "tool", "content": self.content(), "tool_call_id": call["id"]}
+        {
+            "role": "tool",
+            "content": self.content(self.family.seen_results),
+            "tool_call_id": call["id"],
+        }
         for call in message.get("tool_calls", ())
     ]
 
@@ -639,7 +290,7 @@ class Talk:
     if self.family.results:
       result = {"role": "tool", "tool_call_id": "call12345"}
       return [
-          {**result, "content": self.content()}
+          {**result, "content": self.content(self.family.seen_results)}
           for _ in range(self.random.randint(1, 2))
       ]
     return [self.user()]
@@ -653,7 +304,7 @@ class Talk:
       found.append(said)
       if self.family.results and said.get("tool_calls"):
         found += self.results(said)
-        if self.random.random() < 0.5:
+        if not self.family.alternates and self.random.random() < 0.5:
           found.append(self.user())
       else:
         found.append(self.user())

@@ -3,11 +3,12 @@
 import random
 
 import pytest
-from tests.helpers import chat_families
-from tests.helpers import trials
 from tunix.rl.multi_turn.parser.renderer import chat_template
 from tunix.rl.multi_turn.parser.renderer import guard as guard_lib
 from tunix.rl.multi_turn.parser.renderer import template
+
+from tests.helpers import chat_families
+from tests.helpers import trials
 
 FAMILIES = list(chat_families.FAMILIES.values())
 BY_NAME = [pytest.param(family, id=family.name) for family in FAMILIES]
@@ -43,7 +44,8 @@ REWRITES = {
         "answers before a user message", "answers before a tool message",
     ),
     "mistral": (
-        "the system prompt before a user message", "tools before a user message",
+        "the system prompt before a user message",
+        "tools before a user message",
     ),
     "deepseek": (*REASONING, "reasoning before a tool message"),
     "glm_v": REASONING,

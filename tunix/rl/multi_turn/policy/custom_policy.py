@@ -3,9 +3,10 @@
 `factory(**policy.config)` returns (model, processor, tokenizer): a flax nnx
 module with the methods of `base.Policy`, a `base.Processor`, and a
 `tokenizers.Tokenizer` with Qwen's chat tokens, which the renderer writes. A
-processor with a `chat_template` (Jinja, and in `special_tokens` its variables)
-has another format. Arguments `seed`, `mesh`, `compute_dtype`, `screen` and `image_budget` come from
-the run, each if the factory's signature names it.
+processor with the attribute `chat_template` (Jinja; `special_tokens` has its
+variables, {"bos_token": "<s>"}) brings another format. Arguments `seed`,
+`mesh`, `compute_dtype`, `screen` and `image_budget` come from the run, each if
+the factory's signature names it.
 
 A saved policy is a directory with config.json, which names the factory, and
 model.safetensors with every parameter under its path in the module. A factory

@@ -109,6 +109,9 @@ class TemplateRenderer(base.TokenRenderer):
         for token in backend.get_added_tokens_decoder().values()
     }
     self._as_parts = not self._keeps([_user()], _ASKED)
+    called = self._conversation([_user(), _assistant("", tool_calls=[_CALL])])
+    # Some of DeepSeek's templates write arguments that are JSON's text.
+    self._arguments_as_text = not self._keeps(called, "Zq4argumentZq")
     listed = [{"role": "user", "content": [{"type": "text", "text": _ASKED}]}]
     self._takes_parts = self._keeps(listed, _ASKED)
     structure, spoken = self._tokens_of(added)
@@ -280,7 +283,10 @@ class TemplateRenderer(base.TokenRenderer):
       else:
         images.append(part)
         parts.append({"type": "image"})
-    listed = isinstance(message.get("content"), (list, tuple))
+    # A result's parts are outputs of several calls to GLM's templates.
+    listed = isinstance(message.get("content"), (list, tuple)) and (
+        message["role"] != "tool"
+    )
     text_only = all(part["type"] == "text" for part in parts)
     if text_only and not self._as_parts and not (listed and self._takes_parts):
       return "".join(part["text"] for part in parts)
@@ -288,6 +294,10 @@ class TemplateRenderer(base.TokenRenderer):
 
   def _call(self, call: Any, index: int) -> dict[str, Any]:
     name, arguments = base.call_of(call, index)
+    if self._arguments_as_text:
+      if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+      return self._plain_call(call, name, self._guard.cover(arguments))
     if isinstance(arguments, str):
       try:
         arguments = json.loads(arguments or "{}")
@@ -298,12 +308,12 @@ class TemplateRenderer(base.TokenRenderer):
           f"message {index}: the arguments of the call of {name!r} are no JSON"
           " object, as which chat templates write them"
       )
+    return self._plain_call(call, name, self._guard.cover_all(arguments))
+
+  def _plain_call(self, call: Any, name: str, arguments: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "type": "function",
-        "function": {
-            "name": self._guard.cover(name),
-            "arguments": self._guard.cover_all(arguments),
-        },
+        "function": {"name": self._guard.cover(name), "arguments": arguments},
     }
     if isinstance(call, Mapping) and call.get("id"):
       plain["id"] = self._guard.cover(str(call["id"]))
