@@ -11,6 +11,7 @@ import os
 import pathlib
 import random
 
+import chat_templates
 import tokenizers
 from tokenizers import decoders
 from tokenizers import models
@@ -21,8 +22,6 @@ from tunix.rl.multi_turn.commands import train_tokenizer
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import chat_template
 from tunix.rl.multi_turn.parser.renderer import template
-
-from tests.helpers import chat_templates
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 import random
 
+import chat_families
 import pytest
+import trials
 from tunix.rl.multi_turn.parser.renderer import chat_template
 from tunix.rl.multi_turn.parser.renderer import guard as guard_lib
 from tunix.rl.multi_turn.parser.renderer import template
-
-from tests.helpers import chat_families
-from tests.helpers import trials
 
 FAMILIES = list(chat_families.FAMILIES.values())
 BY_NAME = [pytest.param(family, id=family.name) for family in FAMILIES]

@@ -8,9 +8,10 @@ Does not know any template.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
-from typing import Any, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Callable, Collection, Iterable, Mapping, Self, Sequence
 
 import numpy as np
 import tokenizers
@@ -61,12 +62,8 @@ class TokenRenderer:
         ones.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    state = json.loads(backend.to_str())
-    for added in state["added_tokens"]:
-      added["special"] = added["special"] or added["content"] in structure
     # A copy of our own: special tokens spelled in text stay text in it.
-    self._encoder = tokenizers.Tokenizer.from_str(json.dumps(state))
-    self._encoder.encode_special_tokens = True
+    self._encoder = _copied(backend, structure)
     self._num_image_tokens = num_image_tokens
     self.longest_token = max(map(len, backend.get_vocab()), default=1)
     self._inner = self._anchored()
@@ -100,13 +97,21 @@ class TokenRenderer:
     )
     return policy_client.TokenPrompt(tokens_T, spans)
 
+  def counting(
+      self, num_image_tokens: Callable[[int, int], int]
+  ) -> Self:
+    """The same renderer with another size of images."""
+    made = copy.copy(self)
+    made._num_image_tokens = num_image_tokens  # pylint: disable=protected-access
+    return made
+
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Text of a completion: a final end of turn is left out, everything else
     is shown, tool-call markup and stray special tokens included."""
-    ids = np.asarray(ids, np.int32).tolist()
-    if ids and ids[-1] in self.stop_token_ids:
-      ids.pop()
-    return self._encoder.decode(ids, skip_special_tokens=False)
+    tokens: list[int] = np.asarray(ids, np.int32).tolist()
+    if tokens and tokens[-1] in self.stop_token_ids:
+      tokens.pop()
+    return self._encoder.decode(tokens, skip_special_tokens=False)
 
   def encode(self, text: str) -> np.ndarray:
     """int32[T] of plain text; special tokens spelled in it stay text."""
@@ -136,17 +141,38 @@ class TokenRenderer:
     SentencePiece's tokenizers begin a text, but not one behind a special
     token, with a space.
     """
-    encoder = tokenizers.Tokenizer.from_str(self._encoder.to_str())
-    encoder.encode_special_tokens = True
+    encode = self._encoder.encode
+    if all(
+        encode(text, add_special_tokens=False).tokens[:1] == [text]
+        for text in ("a", "1", "<")
+    ):
+      return None  # No space came before it.
+    encoder = _copied(self._encoder)
     encoder.add_tokens(
         [tokenizers.AddedToken(_ANCHOR, special=False, normalized=False)]
     )
     same = (
         encoder.encode(_ANCHOR + text, add_special_tokens=False).ids[1:]
-        == self._encoder.encode(text, add_special_tokens=False).ids
+        == encode(text, add_special_tokens=False).ids
         for text in ("a b", " a", "\na")
     )
     return None if all(same) else encoder
+
+
+def _copied(
+    backend: tokenizers.Tokenizer, special: Collection[str] = ()
+) -> tokenizers.Tokenizer:
+  """A copy that leaves special tokens in text, and `special` with them."""
+  state = backend.to_str()
+  added = backend.get_added_tokens_decoder().values()
+  if any(t.content in special and not t.special for t in added):
+    parsed = json.loads(state)
+    for token in parsed["added_tokens"]:
+      token["special"] = token["special"] or token["content"] in special
+    state = json.dumps(parsed)
+  copied = tokenizers.Tokenizer.from_str(state)
+  copied.encode_special_tokens = True
+  return copied
 
 
 def check_role(message: trajectory.Message, index: int) -> str:
@@ -183,7 +209,13 @@ def parts_of(
   for part in content:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text":
-      yield part["text"]
+      said: Any = part.get("text")
+      if not isinstance(said, str):
+        raise ValueError(
+            f"message {index}: a text part needs a string in 'text', got"
+            f" {type(said).__name__}"
+        )
+      yield said
     elif kind == "image":
       image = part.get("image")
       if not isinstance(image, trajectory.ImageRef):

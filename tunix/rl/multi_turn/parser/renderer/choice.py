@@ -65,16 +65,18 @@ _PROBES: Mapping[str, tuple[Sequence[Mapping[str, Any]], bool]] = {
 }
 
 
-def difference(one: Any, other: Any) -> str:
+def difference(one: base.TokenRenderer, other: base.TokenRenderer) -> str:
   """The first conversation that two renderers of a tokenizer render unequally.
 
   Returns:
     Its name and both texts from where they differ; "" for none.
   """
+  # Whatever sizes of screenshots the policy takes.
+  both: list[Any] = [one.counting(_two), other.counting(_two)]
   for name, (messages, tools) in _PROBES.items():
     options = {"tools": _TOOLS} if tools else {}
     shown = []
-    for renderer in (one, other):
+    for renderer in both:
       try:
         tokens = renderer.render(messages, **options).tokens.tolist()
         shown.append((tokens, ""))
@@ -93,6 +95,11 @@ def difference(one: Any, other: Any) -> str:
       ]
       return f"{name}: {texts[0]} and {texts[1]}"
   return ""
+
+
+def _two(width: int, height: int) -> int:
+  del width, height
+  return 2
 
 
 def make_renderer(

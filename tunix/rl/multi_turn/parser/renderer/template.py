@@ -45,7 +45,7 @@ PLACEHOLDERS = ("<|image_pad|>", "<|image|>")
 _SAID, _ASKED, _THOUGHT = "Zq1answerZq", "Zq2questionZq", "Zq3thoughtZq"
 _CALL_ID = "a1b2c3d4e"  # Of the length that Mistral's templates demand.
 _NAME = "probe_function"
-_CALL = {
+_CALL: dict[str, Any] = {
     "id": _CALL_ID,
     "type": "function",
     "function": {"name": _NAME, "arguments": {"text": "Zq4argumentZq"}},
@@ -54,7 +54,7 @@ _TOOL = {
     "type": "function",
     "function": {
         "name": _NAME,
-        "description": "Zq5descriptionZq",
+        "description": "Zq5",
         "parameters": {
             "type": "object",
             "properties": {"text": {"type": "string"}},
@@ -192,7 +192,8 @@ class TemplateRenderer(base.TokenRenderer):
     return self._prompt(pieces, images, inner=True)
 
   def shows_tools_of(self, parser: parser_base.ToolParser) -> bool:
-    """Whether `tools` of `render` ask for the calls that a parser reads."""
+    """Whether `tools` of `render` ask for the calls that a parser reads, and
+    writes alike or with the same closing tag."""
     if getattr(parser, "compact", False):  # It has a prompt of its own.
       return False
     asked = self._conversation([_user()])
@@ -206,7 +207,7 @@ class TemplateRenderer(base.TokenRenderer):
       )
     except ValueError:
       return False
-    if "Zq5descriptionZq" not in shown:
+    if _NAME not in shown:
       return False
     if called.startswith(before):
       called = called[len(before) :]
@@ -214,7 +215,15 @@ class TemplateRenderer(base.TokenRenderer):
       if self._ids[token] in self.stop_token_ids:
         called = called.split(token)[0]
     found = parser.parse(called)
-    return found == [trajectory.ToolCall(_NAME, {"text": "Zq4argumentZq"})]
+    arguments = _CALL["function"]["arguments"]
+    if [(call.name, call.arguments) for call in found] != [(_NAME, arguments)]:
+      return False
+    if parser.call_end and parser.call_end in called:
+      return True
+    # Spaces aside, and ids that some templates write behind the arguments.
+    written = parser.format([trajectory.ToolCall(_NAME, arguments)])
+    begin = "".join(written.partition(arguments["text"])[0].split())
+    return begin in "".join(called.split())
 
   def _text(
       self,
@@ -475,12 +484,12 @@ class TemplateRenderer(base.TokenRenderer):
           " that sampling has no end; it writes"
           f" {short[0] if short else 'nothing'!r} there"
       )
-    ends = [short[0]]
+    ends = short[:1]
     try:
-      ends.append(self._after(self._exchange(), [_RESULT])[0])
-    except (IndexError, ValueError):
+      ends += self._after(self._exchange(), [_RESULT])[:1]
+    except ValueError:
       pass  # It knows no tool messages.
-    self.end_of_turn_id = ends[0]
+    self.end_of_turn_id = short[0]
     self.stop_token_ids = tuple(
         dict.fromkeys(end for end in ends if isinstance(end, int))
     )
