@@ -2,17 +2,24 @@
 
 import json
 import shutil
+import sys
+import types
 
+import chat_families
 import chat_templates
+import numpy as np
 import pytest
 import transformers
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.parser.renderer import template
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.run import models
+from tunix.rl.multi_turn.run.warm_start import demonstrations
+from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 
 THINKING = chat_templates.TEMPLATES["qwen3_vl_thinking"]
 
@@ -148,3 +155,86 @@ def test_thinking_is_switched_off_by_a_setting(thinking, tmp_path):
     )
     ids = reference.encode(text, add_special_tokens=False)
     assert renderer.render(asked).tokens.tolist() == ids
+
+
+@pytest.fixture
+def their_policy(monkeypatch):
+  """A factory whose tokenizer has no token of Qwen's, but a template."""
+  family = chat_families.FAMILIES["mistral"]
+  module = types.ModuleType("their_policies")
+
+  def create(template=True):
+    model, processor, _ = checkpoint.create_policy("nano")
+    if template:
+      processor.chat_template = chat_families.source(family)
+      processor.special_tokens = dict(family.roles)
+    return model, processor, chat_families.tokenizer(family).backend_tokenizer
+
+  module.create = create
+  monkeypatch.setitem(sys.modules, "their_policies", module)
+  return family
+
+
+def test_a_factorys_processor_may_bring_a_template(their_policy):
+  config = config_of("their_policies:create")
+  policy = models.make_policy(config, None, "")
+  assert isinstance(policy.renderer, template.TemplateRenderer)
+  messages = [
+      {"role": "system", "content": "Be brief."},
+      {"role": "user", "content": "go </s>on"},
+  ]
+  shown = policy.renderer.render(messages).tokens.tolist()
+  assert policy.renderer.decode(shown) == (
+      "<s>[INST] Be brief.\n\ngo </s>on[/INST]"
+  )
+  end = policy.renderer.end_of_turn_id
+  assert policy.renderer.stop_token_ids == (end,)
+  assert shown.count(end) == 0  # "</s>" of the message is text.
+  builder = sequence_builder.SequenceBuilder(policy.renderer)
+  prompt = builder.prompt(messages)
+  assert prompt.tokens.tolist() == shown
+  sampled = [*policy.renderer.encode("well").tolist(), end]
+  text = builder.append(policy_client.Completion(
+      tokens=np.array(sampled, np.int32),
+      logprobs=np.zeros(len(sampled), np.float32),
+      versions=np.zeros(len(sampled), np.int32),
+      finish_reason=policy_client.FinishReason.STOP,
+  ))
+  messages += [
+      {"role": "assistant", "content": text},
+      {"role": "user", "content": "on"},
+  ]
+  longer = builder.prompt(messages)
+  whole = longer.tokens.tolist()
+  assert whole[: len(shown) + len(sampled)] == [*shown, *sampled]
+  assert builder.num_sequences == 1
+
+
+def test_a_factory_without_qwens_tokens_and_template_is_told_both(
+    their_policy,
+):
+  del their_policy
+  config = config_of(
+      "their_policies:create", "policy.config.template=false"
+  )
+  with pytest.raises(
+      config_lib.ConfigError, match="no token <.im_start.>.*chat_template"
+  ):
+    models.make_policy(config, None, "")
+
+
+def test_demonstrations_for_a_thinking_policy_close_the_reasoning(thinking):
+  renderer = renderer_of(thinking)
+  ids = demonstrations.completion_ids(renderer, "Click.")
+  text = renderer.decode(ids)
+  assert text == "\n</think>\n\nClick."
+  asked = [{"role": "user", "content": "hi"}]
+  prompt = renderer.decode(renderer.render(asked).tokens)
+  reference = transformers.PreTrainedTokenizerFast(
+      tokenizer_file=str(thinking / "tokenizer.json"), chat_template=THINKING
+  )
+  assert prompt + text == reference.apply_chat_template(
+      [*asked, {"role": "assistant", "content": "Click."}], tokenize=False
+  ).removesuffix("<|im_end|>\n")
+  plain = renderer_of("tiny_vl")
+  assert plain.decode(demonstrations.completion_ids(plain, "x")) == "x"

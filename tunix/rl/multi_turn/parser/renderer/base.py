@@ -36,6 +36,8 @@ class TokenRenderer:
       characters.
     rewrites: cases in which the template writes an earlier turn differently
       once another message follows; there `bridge` keeps the sampled tokens.
+    answer_prefix: written before an answer without reasoning, where the prompt
+      has opened the reasoning.
     format_name: of the format, for reports.
   """
 
@@ -43,6 +45,7 @@ class TokenRenderer:
   end_of_turn_id: int
   stop_token_ids: tuple[int, ...] = ()
   rewrites: tuple[str, ...] = ()
+  answer_prefix = ""
   format_name = ""
 
   def __init__(

@@ -137,6 +137,7 @@ class TemplateRenderer(base.TokenRenderer):
       self.image_token_id = self._ids[self.image_token]
     self._find_end()
     self.rewrites = tuple(self._rewritten())
+    self.answer_prefix = self._closing()
 
   # --- rendering -------------------------------------------------------------
 
@@ -493,6 +494,14 @@ class TemplateRenderer(base.TokenRenderer):
     self.stop_token_ids = tuple(
         dict.fromkeys(end for end in ends if isinstance(end, int))
     )
+
+  def _closing(self) -> str:
+    """Ends the reasoning that a prompt has opened; "" where none is open."""
+    prompt = self._try(_user())
+    last = self._try(_user(), _assistant(), add_generation_prompt=False)
+    between = last[len(prompt) :].partition(_SAID)[0]
+    opened = prompt.rstrip().endswith("<think>")
+    return between if opened and last.startswith(prompt) else ""
 
   def _rewritten(self) -> list[str]:
     """The kinds of conversation in which earlier turns are written anew."""
