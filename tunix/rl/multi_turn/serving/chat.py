@@ -243,6 +243,7 @@ def read(
       parse_tools=parse_tools,
       one_call=asked.one_call(parse_tools),
       return_token_ids=asked.return_token_ids,
+      template_options=asked.template_options,
       ignored=bodies.ignored(asked),
   )
 

@@ -288,6 +288,7 @@ def read(
       parse_tools=parse_tools,
       one_call=parse_tools and one_call,
       return_token_ids=asked.return_token_ids,
+      template_options=asked.template_options,
       ignored=bodies.ignored(asked),
   )
 

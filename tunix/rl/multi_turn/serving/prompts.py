@@ -87,6 +87,15 @@ def render(
     if session is not None:
       return session.prompt_text(request.text)
     return policy_client.TokenPrompt(renderer.encode(request.text))
+  if changed := renderer.changed_by(request.template_options):
+    raise errors.invalid(
+        f"chat_template_kwargs.{changed[0]}",
+        f"chat_template_kwargs.{changed[0]}="
+        f"{request.template_options[changed[0]]!r} changes this policy's"
+        " prompts; leave it out, or start the server with"
+        " --default-chat-template-kwargs",
+        "unsupported_parameter",
+    )
   if request.instructions:
     messages = [{"role": "system", "content": request.instructions}, *messages]
   tools = list(request.tools) if policy.template_tools else []

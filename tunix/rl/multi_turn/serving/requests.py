@@ -107,6 +107,8 @@ class SamplingRequest:
     previous: id of the answer whose conversation comes before `messages`.
     remember: keep the conversation for a request that names it as `previous`.
     echo: fields that the answer repeats.
+    template_options: variables of the policy's chat template; refused where
+      they would change the prompt.
     ignored: paths of fields that were accepted and change nothing.
   """
 
@@ -130,6 +132,7 @@ class SamplingRequest:
   previous: str | None = None
   remember: bool = False
   echo: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   ignored: tuple[str, ...] = ()
 
   @property
@@ -239,7 +242,7 @@ _STOP = f"must be a string or a list of up to {MAX_STOPS} strings, none empty"
 
 
 class TemplateOptions(bodies.Body):
-  """`chat_template_kwargs`. The policies' templates know no thinking mode."""
+  """`chat_template_kwargs`. The server sets a template's variables itself."""
 
   enable_thinking: Annotated[Any, bodies.Ignored(False)] = None
   thinking: Annotated[Any, bodies.Ignored(False)] = None
@@ -294,6 +297,14 @@ class SamplingBody(bodies.Body):
         top_logprobs=alternatives,
         raw_logprobs=self.return_raw_logprobs,
     )
+
+  @property
+  def template_options(self) -> dict[str, Any]:
+    """Variables that are asked for, of those that a template may read."""
+    asked = self.chat_template_kwargs
+    known = ("enable_thinking", "thinking")
+    found = {name: getattr(asked, name, None) for name in known}
+    return {k: value for k, value in found.items() if value is not None}
 
   @property
   def include_usage(self) -> bool:

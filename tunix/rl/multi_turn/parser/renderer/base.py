@@ -108,6 +108,11 @@ class TokenRenderer:
     made._num_image_tokens = num_image_tokens  # pylint: disable=protected-access
     return made
 
+  def changed_by(self, options: Mapping[str, Any]) -> list[str]:
+    """Those variables of a chat template that would change a prompt."""
+    del options
+    return []
+
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Text of a completion: a final end of turn is left out, everything else
     is shown, tool-call markup and stray special tokens included."""

@@ -99,8 +99,15 @@ class ChatTemplate:
       messages: Sequence[Mapping[str, Any]],
       tools: Sequence[Mapping[str, Any]] | None = None,
       add_generation_prompt: bool = True,
+      options: Mapping[str, Any] | None = None,
   ) -> str:
     """The text of a conversation.
+
+    Args:
+      messages: as the template takes them.
+      tools: OpenAI schemas.
+      add_generation_prompt: end where an assistant answers.
+      options: in place of the template's own variables.
 
     Raises:
       TemplateError: the template refuses it, or fails on it.
@@ -111,7 +118,7 @@ class ChatTemplate:
           tools=list(tools) if tools else None,
           documents=None,
           add_generation_prompt=add_generation_prompt,
-          **self._variables,
+          **{**self._variables, **(options or {})},
       )
     except (
         ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,

@@ -226,6 +226,17 @@ class TemplateRenderer(base.TokenRenderer):
     begin = "".join(written.partition(arguments["text"])[0].split())
     return begin in "".join(called.split())
 
+  def changed_by(self, options: Mapping[str, Any]) -> list[str]:
+    if not options:
+      return []
+    asked = self._conversation([_user(), _assistant(), _user()])
+    own = self.template.text(asked)
+    return [
+        name
+        for name, value in options.items()
+        if self.template.text(asked, options={name: value}) != own
+    ]
+
   def _text(
       self,
       plain: Sequence[Message],
