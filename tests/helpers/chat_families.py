@@ -134,7 +134,10 @@ def image_tokens(width, height):
 
 @functools.cache
 def _bytes():
-  return train_tokenizer.train(train_tokenizer.corpus(), vocab_size=2000)
+  return tokenizers.Tokenizer.from_file(str(
+      pathlib.Path(__file__).parents[2]
+      / "tunix/rl/multi_turn/policy/data/tiny_vl/tokenizer.json"
+  ))
 
 
 @functools.cache

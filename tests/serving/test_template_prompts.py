@@ -128,7 +128,6 @@ def served(family_name, parser, kind="auto"):
       parser=calls,
       decoder=answers.TokenDecoder(renderer.decode, tokenizer),
       context_length=4096,
-      template_tools=renderer.shows_tools_of(calls),
   )
 
 

@@ -12,7 +12,7 @@ from tunix.rl.multi_turn.parser.renderer import template
 FAMILIES = list(chat_families.FAMILIES.values())
 BY_NAME = [pytest.param(family, id=family.name) for family in FAMILIES]
 # All of 1,000 conversations a family in `make test-all`.
-CONVERSATIONS = 1000 if trials.share() >= 1 else 60
+CONVERSATIONS = 1000 if trials.share() >= 1 else 30
 
 
 def talks(family, words=chat_families.WORDS):

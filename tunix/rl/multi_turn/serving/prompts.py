@@ -35,8 +35,6 @@ class ServedPolicy:
     parser: reads tool calls.
     decoder: tokens to text and bytes.
     context_length: tokens of a sequence.
-    template_tools: the renderer shows tools, as the policy's template does;
-      else the parser's prompt does, in the system message.
     grammars: compiles the grammars of answers; None: none can be asked for.
     max_stop_token_ids: that the client takes, the renderer's own included;
       None: any number.
@@ -52,9 +50,21 @@ class ServedPolicy:
   context_length: int
   grammars: grammars_lib.Grammars | None = None
   max_stop_token_ids: int | None = None
-  template_tools: bool = False
   healthy: Callable[[], bool] = lambda: True
   streams: bool = True
+  _shown: tuple[Any, bool] = dataclasses.field(
+      default=(None, False), init=False, repr=False
+  )
+
+  @property
+  def template_tools(self) -> bool:
+    """Whether the renderer shows tools, where the policy's template does; else
+    the parser's prompt does, in the system message."""
+    parser, shown = self._shown
+    if parser is not self.parser:
+      shown = self.renderer.shows_tools_of(self.parser)
+      self._shown = self.parser, shown
+    return shown
 
 
 # --- prompts ------------------------------------------------------------------
@@ -98,7 +108,9 @@ def render(
     )
   if request.instructions:
     messages = [{"role": "system", "content": request.instructions}, *messages]
-  tools = list(request.tools) if policy.template_tools else []
+  tools = list(request.tools)
+  if tools and not policy.template_tools:
+    tools = []
   if not tools:
     messages = _with_tools(messages, request.tools, policy.parser)
   # A message is a token or more, whatever its text.

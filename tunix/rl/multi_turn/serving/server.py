@@ -55,7 +55,6 @@ def make_app(
   _, processor, tokenizer = policy
   if renderer is None:
     renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
-  calls = tool_parser.make_tool_parser(parser)
   decoder = answers.TokenDecoder(
       renderer.decode, tokenizer, renderer.end_of_turn_id
   )
@@ -74,8 +73,7 @@ def make_app(
           name=name,
           client=engine,
           renderer=renderer,
-          parser=calls,
-          template_tools=renderer.shows_tools_of(calls),
+          parser=tool_parser.make_tool_parser(parser),
           decoder=decoder,
           grammars=known,
           context_length=engine.context_length,

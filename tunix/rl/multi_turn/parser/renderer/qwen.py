@@ -129,7 +129,11 @@ class QwenRenderer(base.TokenRenderer):
   def shows_tools_of(self, parser: parser_base.ToolParser) -> bool:
     """Whether `tools` of `render` ask for the calls that a parser reads, in
     the words of that parser."""
-    return _TOOLS.get_tool_prompt(_PROBE) == parser.get_tool_prompt(_PROBE)
+    try:
+      shown = parser.get_tool_prompt(_PROBE)
+    except ValueError:  # It has actions of its own only.
+      return False
+    return shown == _TOOLS.get_tool_prompt(_PROBE)
 
   def _write(
       self, out: _Builder, messages: Sequence[trajectory.Message]
