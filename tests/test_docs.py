@@ -3,10 +3,12 @@
 import pathlib
 import re
 
+import chat_families
 import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.agents import presets as agent_presets
 from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
 
@@ -71,6 +73,76 @@ def test_the_page_of_grammars_names_every_one_and_its_code_runs():
     exec(compile(code, "docs/grammars.md", "exec"), {})  # pylint: disable=exec-used
   finally:
     tool_parser.unregister_tool_parser("taps")
+
+
+def renderer_rows():
+  text = (ROOT / "docs" / "grammars.md").read_text(encoding="utf-8")
+  table = text.partition("## Renderers")[2].partition("\n\n**")[0]
+  rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+  return {
+      cells[0]: cells[1:]
+      for cells in (
+          [c.strip() for c in re.split(r"(?<!\\)\|", row)[1:-1]]
+          for row in rows
+      )
+  }
+
+
+def in_words(rewrites):
+  """What a template writes anew, as the table has it."""
+  kinds = {}
+  for one in rewrites:
+    kind, _, before = one.removeprefix("the ").partition(" before a ")
+    kinds.setdefault(kind, []).append(before.removesuffix(" message"))
+  if not kinds:
+    return "–"
+  (before,) = {tuple(found) for found in kinds.values()}
+  where = "any" if len(before) == 2 else f"a {before[0]}"
+  return f"{' and '.join(kinds)} before {where} message"
+
+
+RENDERERS = {
+    "ChatML": None, "Qwen2.5": "qwen2_5", "Qwen2.5-VL": "qwen2_5_vl",
+    "Qwen3": "qwen3", "Qwen3, thinking off": "qwen3_off",
+    "Qwen3-VL": "qwen3_vl", "Qwen3-VL Thinking": "qwen3_vl_thinking",
+    "Qwen3.5": "qwen3_5", "Qwen3-Coder": "qwen3_coder", "Llama 3": "llama3",
+    "Mistral": "mistral", "DeepSeek V3.1": "deepseek", "Gemma 3": "gemma",
+    "GLM-4.5V": "glm_v",
+}  # pyformat: disable
+
+
+def test_the_table_of_renderers_is_what_they_do():
+  rows = renderer_rows()
+  assert rows.keys() == RENDERERS.keys()
+  assert {f for f in RENDERERS.values() if f} == set(chat_families.FAMILIES)
+  for name, family in RENDERERS.items():
+    ending, rewrites, images, tools = rows[name]
+    if family is None:
+      base = chat_families.tokenizer(chat_families.FAMILIES["qwen3"])
+      renderer = qwen.QwenRenderer(base, chat_families.image_tokens)
+    else:
+      renderer = chat_families.renderer(chat_families.FAMILIES[family])
+    prompt = renderer.render([{"role": "user", "content": "x"}]).tokens
+    shown = ending.strip("`").replace("\\n", "\n").replace("\\|", "|")
+    assert renderer.decode(prompt).endswith(shown), name
+    assert in_words(renderer.rewrites) == rewrites, name
+    assert (images == "yes") == (renderer.image_token_id is not None), name
+    reads = [
+        parser
+        for parser in ("qwen", "qwen_xml", "llama_json", "mistral", "deepseek")
+        if renderer.shows_tools_of(tool_parser.make_tool_parser(parser))
+    ]
+    assert bool(reads) == (tools != "by the grammar"), (name, reads)
+
+
+def test_every_grammar_names_a_renderer_of_the_table():
+  known = {*RENDERERS, "any", "the server's", "the checkpoint's"}
+  text = (ROOT / "docs" / "grammars.md").read_text(encoding="utf-8")
+  for parser in tool_parser.tool_parser_names():
+    found = re.findall(rf"^\|[^|]+\| `{parser}` \|([^|]+)\|", text, re.M)
+    if tool_parser.get_tool_parser(parser).__module__.startswith("tunix."):
+      (cell,) = found
+      assert known.issuperset(cell.strip().split(", ")), parser
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

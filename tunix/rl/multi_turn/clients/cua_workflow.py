@@ -117,7 +117,7 @@ class CUAAgentWorkflow:
       processor: of transformers; makes pixel_values and image_grid_thw.
       multi_modal: instead of `processor`: images' spans -> such a mapping.
       image_token_id: placeholder's id; None = the processor's or tokenizer's.
-      renderer: a `QwenRenderer`, for fallbacks with images.
+      renderer: of the policy, for fallbacks with images.
       run_options: further fields of `POST /runs`.
       make_recorder: row -> an `HttpRolloutRecorder`, or None for no record.
       make_loader: store -> a `serving.media.MediaLoader`, for screenshots

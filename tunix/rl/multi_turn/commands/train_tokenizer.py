@@ -32,6 +32,7 @@ from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 from tokenizers import trainers
 from tunix.rl.multi_turn import commands
+from tunix.rl.multi_turn.parser.tool_parser import qwen as qwen_parser
 
 _NAME = "tunix.rl.multi_turn.commands.train_tokenizer"
 
@@ -104,8 +105,16 @@ SCAFFOLD_TOKENS = (
     '", "',
 )
 
-# ChatML as Qwen writes it. Content is a string or a list of parts; an image
-# part is one placeholder here, which the renderer expands to the image's run.
+_TOOLS_BEFORE, _TOOLS_AFTER = (
+    json.dumps(words, ensure_ascii=False)
+    for words in qwen_parser.QwenToolParser()
+    .get_tool_prompt("$schemas")
+    .split("\n$schemas\n")
+)
+
+# ChatML as Qwen writes it, tools included. Content is a string or a list of
+# parts; an image part is one placeholder here, which the renderer expands to
+# the image's run.
 CHAT_TEMPLATE = """\
 {%- macro render(content) -%}
 {%- if content is string -%}{{- content -}}
@@ -115,8 +124,20 @@ CHAT_TEMPLATE = """\
 {%- else -%}{{- part.text -}}{%- endif -%}
 {%- endfor -%}{%- endif -%}
 {%- endmacro -%}
+{%- set leading = tools and messages and messages[0].role == 'system' -%}
+{%- if tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- if leading -%}
+{%- set content = render(messages[0].content) -%}
+{{- content -}}{%- if content -%}{{- '\\n\\n' -}}{%- endif -%}
+{%- endif -%}
+{{- """ + _TOOLS_BEFORE + """ -}}
+{%- for tool in tools -%}{{- '\\n' -}}{{- tool | tojson -}}{%- endfor -%}
+{{- '\\n' + """ + _TOOLS_AFTER + """ + '<|im_end|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
-{%- if message.role == 'tool' -%}
+{%- if leading and loop.first -%}
+{%- elif message.role == 'tool' -%}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}
 {{- '<|im_start|>user' -}}{%- endif -%}
 {{- '\\n<tool_response>\\n' + render(message.content) \

@@ -2,9 +2,11 @@
 
 `factory(**policy.config)` returns (model, processor, tokenizer): a flax nnx
 module with the methods of `base.Policy`, a `base.Processor`, and a
-`tokenizers.Tokenizer` with Qwen's chat tokens, which the renderer writes.
-Arguments `seed`, `mesh`, `compute_dtype`, `screen` and `image_budget` come from
-the run, each if the factory's signature names it.
+`tokenizers.Tokenizer` with Qwen's chat tokens, which the renderer writes. A
+processor with the attribute `chat_template` (Jinja; `special_tokens` has its
+variables, {"bos_token": "<s>"}) brings another format. Arguments `seed`,
+`mesh`, `compute_dtype`, `screen` and `image_budget` come from the run, each if
+the factory's signature names it.
 
 A saved policy is a directory with config.json, which names the factory, and
 model.safetensors with every parameter under its path in the module. A factory
@@ -33,6 +35,9 @@ import numpy as np
 import tokenizers
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.parser.renderer import template
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import sharding
@@ -51,10 +56,6 @@ _MODEL_METHODS = (
 _CONFIG_FIELDS = ("vocab_size", "banned_token_ids")
 _PROCESSOR_METHODS = ("num_image_tokens", "patchify", "positions")
 _PROCESSOR_SIZES = ("patch_bytes", "patches_per_token", "position_axes")
-_CHAT_TOKENS = (
-    "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
-    "<|image_pad|>",
-)  # pyformat: disable
 
 
 class CustomPolicy:
@@ -197,24 +198,29 @@ class CustomPolicy:
           f"{self.name}: the tokenizer is a {type(tokenizer).__name__}; it must"
           " be a tokenizers.Tokenizer"
       )
-    lacking = [t for t in _CHAT_TOKENS if tokenizer.token_to_id(t) is None]
-    if lacking:
+    own_template = getattr(processor, "chat_template", None)
+    lacking = [
+        t for t in qwen.CHAT_TOKENS if tokenizer.token_to_id(t) is None
+    ]
+    if lacking and own_template is None:
       raise ValueError(
           f"{self.name}: the tokenizer has no token {', '.join(lacking)}, which"
-          " the renderer writes; add them (add_special_tokens) or use the"
-          " shipped one, policy.load_tokenizer('tiny_vl')"
+          " the renderer writes; add them (add_special_tokens), use the"
+          " shipped one, policy.load_tokenizer('tiny_vl'), or give the"
+          " processor a chat_template"
       )
     if tokenizer.get_vocab_size() > model.config.vocab_size:
       raise ValueError(
           f"{self.name}: model.config.vocab_size={model.config.vocab_size} is"
           f" below the tokenizer's {tokenizer.get_vocab_size()} tokens"
       )
-    placeholder = tokenizer.token_to_id("<|image_pad|>")
-    if placeholder not in tuple(model.config.banned_token_ids):
+    for token in template.PLACEHOLDERS:
+      placeholder = tokenizer.token_to_id(token)
+      if placeholder in (None, *model.config.banned_token_ids):
+        continue
       raise ValueError(
           f"{self.name}: model.config.banned_token_ids lacks {placeholder}, the"
-          " id of <|image_pad|>, which stands for pixels and must never be"
-          " sampled"
+          f" id of {token}, which stands for pixels and must never be sampled"
       )
     return model, processor, tokenizer
 
@@ -317,6 +323,26 @@ class CustomPolicy:
     durable.write_bytes(
         directory / "config.json", tensor_files.json_bytes(config)
     )
+
+
+def chat_template(
+    processor: Any, options: Mapping[str, Any]
+) -> template_lib.ChatTemplate | None:
+  """The template that a factory's processor brings; None for none.
+
+  Raises:
+    ValueError: it is no Jinja.
+  """
+  source = getattr(processor, "chat_template", None)
+  if source is None:
+    return None
+  if not isinstance(source, str):
+    raise ValueError(
+        f"processor.chat_template is a {type(source).__name__}; give Jinja's"
+        " text"
+    )
+  special = getattr(processor, "special_tokens", None)
+  return template_lib.ChatTemplate(source, special, options)
 
 
 def refusal(directory: pathlib.Path) -> str:

@@ -1,21 +1,29 @@
-"""Finds policy directories; reads and copies their files."""
+"""Finds policy directories; reads and copies their files.
+
+A published checkpoint keeps its chat template in one of three places: a file of
+its own (transformers 5), chat_template.json (of a processor) or
+tokenizer_config.json.
+"""
 
 from __future__ import annotations
 
 import json
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, Mapping
 
 from flax import nnx
 import jax
 import tokenizers
+from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
 
 DATA = pathlib.Path(__file__).parent / "data"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "special_tokens_map.json",
 )
 
 
@@ -70,6 +78,66 @@ def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
     raise ValueError(
         f"{file} is not a whole tokenizer ({error}); copy or download it again"
     ) from None
+
+
+def chat_template(
+    path: str | pathlib.Path, options: Mapping[str, Any] | None = None
+) -> template_lib.ChatTemplate | None:
+  """The chat template of a policy directory or shipped name.
+
+  Args:
+    path: of the directory.
+    options: variables for the template.
+
+  Returns:
+    None where the directory has none.
+
+  Raises:
+    FileNotFoundError: no such directory.
+    ValueError: a file is damaged, or holds several templates and none of them
+      is called "default".
+  """
+  directory = resolve(path)
+  config = _json_of(directory / "tokenizer_config.json")
+  source: Any = None
+  file = directory / "chat_template.jinja"
+  if file.is_file():
+    source = file.read_text(encoding="utf-8")
+  else:
+    of_processor = _json_of(directory / "chat_template.json")
+    source = of_processor.get("chat_template") or config.get("chat_template")
+  if source is None:
+    return None
+  if isinstance(source, list):  # As older tokenizers keep several.
+    named = {t.get("name"): t.get("template") for t in source}
+    source = named.get("default")
+    if source is None:
+      raise ValueError(
+          f"{directory} has the chat templates {sorted(map(str, named))}, none"
+          " of them called default; put the one to use into"
+          " chat_template.jinja"
+      )
+  tokens = {**_json_of(directory / "special_tokens_map.json"), **config}
+  special = {}
+  for key, value in tokens.items():
+    if isinstance(value, dict):
+      value = value.get("content")
+    if key.endswith("_token") and isinstance(value, str):
+      special[key] = value
+  return template_lib.ChatTemplate(source, special, options)
+
+
+def _json_of(file: pathlib.Path) -> dict[str, Any]:
+  """A JSON object of a file; {} where it is not there."""
+  if not file.is_file():
+    return {}
+  try:
+    found = json.loads(file.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise ValueError(f"{file} is not JSON ({error}); copy it again") from None
+  if not isinstance(found, dict):
+    raise ValueError(f"{file} holds no JSON object; copy it again")
+  return found
 
 
 def copy_tokenizer(

@@ -75,6 +75,17 @@ class PolicyConfig:
       " optimizer's state are float32 in any case; policy.config.param_dtype is"
       " the type of the weights that act.",
   )
+  renderer: Literal["auto", "template", "qwen"] = settings.setting(
+      default="auto",
+      doc="Messages to tokens. auto: as the checkpoint's own chat template"
+      " renders them, or ChatML where it has none. template: the same, and an"
+      " error without a template. qwen: ChatML whatever the template says.",
+  )
+  template_options: dict[str, Any] = settings.setting(
+      default={},
+      doc="Variables of the checkpoint's chat template, e.g."
+      " policy.template_options.enable_thinking=false (Qwen3, Qwen3.5).",
+  )
   trajectory_pixels: int = settings.setting(
       default=0,
       doc="Pixels that all screenshots of a prompt may have together; each is"
@@ -101,6 +112,13 @@ class PolicyConfig:
       yield (
           f"config.image_budget={self.config['image_budget']} is not a field"
           " of a policy; set trajectory_pixels=<pixels of all screenshots>"
+      )
+
+    if self.template_options and self.renderer == "qwen":
+      names = ", ".join(self.template_options)
+      yield (
+          f"template_options ({names}) are of a chat template, and"
+          " renderer=qwen uses none; leave one of them out"
       )
 
   def changes(self, images: int) -> dict[str, Any]:

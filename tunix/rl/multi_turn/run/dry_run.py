@@ -12,6 +12,7 @@ from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.learner import config as algorithm_config
 from tunix.rl.multi_turn.learner.algorithms import presets
+from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import memory as memory_lib
@@ -59,6 +60,7 @@ def describe(
       ("policy", f"{config.policy.name}, {parameters:,} parameters"),
       ("devices", f"{jax.device_count()} x {jax.default_backend()}"),
       ("system prompt", f"{len(policy.renderer.render(messages))} tokens"),
+      ("renderer", choice.described(policy.renderer)),
       ("screenshot", screen),
       *_images(policy.processor),
       (

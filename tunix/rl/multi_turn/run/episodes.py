@@ -26,7 +26,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
-from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.tools import manager
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.trajectory_collector import groups
@@ -250,7 +250,7 @@ def make_collector(
     config: TrainConfig,
     episodes: EpisodeFactory,
     client: policy_client.PolicyClient,
-    renderer: qwen.QwenRenderer,
+    renderer: choice.AnyRenderer,
     *,
     observers: Any,
     mode: str = "train",

@@ -24,8 +24,9 @@ from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import config as learner_config
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser import tool_parser
-from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.policy import by_name
+from tunix.rl.multi_turn.policy import custom_policy
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import lora_files
 from tunix.rl.multi_turn.policy import policy_files
@@ -53,7 +54,7 @@ class LoadedPolicy:
   model: Any
   processor: Any
   tokenizer: Any
-  renderer: qwen.QwenRenderer
+  renderer: choice.AnyRenderer
 
 
 def make_mesh(config: TrainConfig) -> jax.sharding.Mesh | None:
@@ -114,8 +115,43 @@ def make_policy(
     ])
   _check_screenshots(config, processor, screen)
   add_adapter(config, model)
-  renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
+  renderer = make_renderer(config, processor, tokenizer)
   return LoadedPolicy(model, processor, tokenizer, renderer)
+
+
+def make_renderer(
+    config: TrainConfig, processor: Any, tokenizer: Any
+) -> choice.AnyRenderer:
+  """The renderer of a policy, by its chat template.
+
+  Raises:
+    ConfigError: there is none for it.
+  """
+  policy, named = config.policy, named_policy(config)
+  try:
+    if named.tokenizer:
+      template = policy_files.chat_template(
+          named.tokenizer, policy.template_options
+      )
+    else:
+      template = custom_policy.chat_template(
+          processor, policy.template_options
+      )
+    made = choice.make_renderer(
+        tokenizer, processor.num_image_tokens, template, policy.renderer
+    )
+  except (OSError, ValueError) as error:
+    raise ConfigError([
+        f"policy.renderer={policy.renderer}: {error}"
+        f" (policy.name={policy.name})"
+    ]) from None
+  if policy.template_options and not choice.takes_options(made):
+    names = ", ".join(policy.template_options)
+    raise ConfigError([
+        f"policy.template_options: {policy.name} has no chat template with the"
+        f" variables {names}; leave them out"
+    ])
+  return made
 
 
 def _policy_problem(config: TrainConfig, source: str, problem: str) -> str:

@@ -71,6 +71,7 @@ class RunProxy:
           max_concurrent=most,
           session_timeout_s=config.collect.deadlines.episode + 60.0,
           token=token,
+          renderer=policy.renderer,
       )
       self._server = http_server.LoopbackServer(
           self.app.asgi, host=config.rollout.host, port=config.rollout.port

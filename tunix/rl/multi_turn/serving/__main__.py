@@ -30,6 +30,7 @@ from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
@@ -84,6 +85,11 @@ def parser() -> argparse.ArgumentParser:
       " forgotten, and a request that needs one fails")
   add("--tool-parser", default="qwen",
       help="grammar of tool calls, a registered tool parser")
+  add("--renderer", default="auto", choices=choice.KINDS,
+      help="messages to tokens; auto: by the policy's own chat template, or"
+      " ChatML where it has none; qwen: ChatML in any case")
+  add("--default-chat-template-kwargs", default="{}", metavar="JSON",
+      help="variables of the chat template, e.g. {\"enable_thinking\": false}")
   add("--dtype", default="float32", choices=("float32", "bfloat16"),
       help="of activations and KV cache")
   add("--features", default="", metavar="NAME[,NAME]",
@@ -112,6 +118,42 @@ def _screens(text: str) -> tuple[tuple[int, int], ...]:
       raise ValueError(f"--screen={text}: write WIDTHxHEIGHT, e.g. 1280x720")
     sizes.append((int(width), int(height)))
   return tuple(sizes)
+
+
+def _template_options(text: str) -> dict[str, Any]:
+  try:
+    options = json.loads(text)
+  except ValueError:
+    options = None
+  if not isinstance(options, dict):
+    raise ValueError(
+        f"--default-chat-template-kwargs={text}: write a JSON object such as"
+        ' {"enable_thinking": false}'
+    )
+  return options
+
+
+def _renderer(
+    args: argparse.Namespace, policy: checkpoint.Loaded
+) -> choice.AnyRenderer:
+  """Raises ValueError by the option that does not go with the policy."""
+  options = _template_options(args.default_chat_template_kwargs)
+  try:
+    made = choice.make_renderer(
+        policy[2],
+        policy[1].num_image_tokens,
+        policy_files.chat_template(args.policy, options),
+        args.renderer,
+    )
+  except ValueError as error:
+    raise ValueError(f"--renderer={args.renderer}: {error}") from None
+  if options and not choice.takes_options(made):
+    raise ValueError(
+        "--default-chat-template-kwargs="
+        f"{args.default_chat_template_kwargs}: {args.policy} has no chat"
+        " template with these variables; leave them out"
+    )
+  return made
 
 
 def _usual_screens(
@@ -249,6 +291,9 @@ def _checked(args: argparse.Namespace) -> _Arguments:
       lambda: http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
   )
   screens = all_of.of(lambda: _screens(args.screen))
+  all_of.of(
+      lambda: _template_options(args.default_chat_template_kwargs)
+  )
   settings = all_of.of(lambda: _engine_settings(args))
   connection_limits = all_of.of(lambda: http_server.limits_of(args))
   all_of.of(lambda: _check_numbers(args))
@@ -351,6 +396,7 @@ def _make(
   policy = checkpoint.load_policy(
       args.policy, screen=largest, compute_dtype=args.dtype
   )
+  renderer = _renderer(args, policy)
   context = args.max_model_len
   screens = found.screens or _usual_screens(policy[1], context)
   all_of = _Collected()
@@ -380,6 +426,7 @@ def _make(
       max_sessions=args.max_sessions,
       session_timeout_s=args.session_timeout,
       token=found.token,
+      renderer=renderer,
   )
   return engine, app
 

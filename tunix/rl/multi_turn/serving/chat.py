@@ -259,6 +259,7 @@ def read(
       return_token_ids=asked.return_token_ids,
       min_tokens=asked.min_tokens,
       continues=asked.continue_final_message,
+      template_options=asked.template_options,
       ignored=bodies.ignored(asked),
   )
 

@@ -289,6 +289,7 @@ def read(
       one_call=parse_tools and one_call,
       return_token_ids=asked.return_token_ids,
       min_tokens=asked.min_tokens,
+      template_options=asked.template_options,
       ignored=bodies.ignored(asked),
   )
 

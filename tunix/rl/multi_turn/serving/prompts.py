@@ -9,6 +9,7 @@ Does not sample, or fetch images.
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any, Callable, Sequence
 
 import numpy as np
@@ -56,6 +57,19 @@ class ServedPolicy:
   vocabulary: int | None = None
   healthy: Callable[[], bool] = lambda: True
   streams: bool = True
+  _shown: tuple[Any, bool] = dataclasses.field(
+      default=(None, False), init=False, repr=False
+  )
+
+  @property
+  def template_tools(self) -> bool:
+    """Whether the renderer shows tools, where the policy's template does; else
+    the parser's prompt does, in the system message."""
+    parser, shown = self._shown
+    if parser is not self.parser:
+      shown = self.renderer.shows_tools_of(self.parser)
+      self._shown = self.parser, shown
+    return shown
 
 
 # --- prompts ------------------------------------------------------------------
@@ -88,19 +102,36 @@ def render(
     if session is not None:
       return session.prompt_text(request.text)
     return policy_client.TokenPrompt(renderer.encode(request.text))
+  if changed := renderer.changed_by(request.template_options):
+    raise errors.invalid(
+        f"chat_template_kwargs.{changed[0]}",
+        f"chat_template_kwargs.{changed[0]}="
+        f"{request.template_options[changed[0]]!r} changes this policy's"
+        " prompts; leave it out, or start the server with"
+        " --default-chat-template-kwargs",
+        "unsupported_parameter",
+    )
   if request.instructions:
     messages = [{"role": "system", "content": request.instructions}, *messages]
-  messages = _with_tools(messages, request.tools, policy.parser)
+  tools = list(request.tools)
+  if tools and not policy.template_tools:
+    tools = []
+  if not tools:
+    messages = _with_tools(messages, request.tools, policy.parser)
   # A message is a token or more, whatever its text.
   size = len(messages) * renderer.longest_token + _characters(messages)
+  size += len(json.dumps(tools)) if tools else 0
   _check_characters(size, request, policy)
   if session is not None:
+    shown = bool(tools)
     if request.continues:
-      return session.prompt_continuing(messages)
-    return session.prompt(messages)
+      return session.prompt_continuing(messages, tools, show_tools=shown)
+    return session.prompt(messages, tools, show_tools=shown)
   try:
     if request.continues:
-      return continued(renderer, messages)
+      return continued(renderer, messages, tools)
+    if tools:
+      return renderer.render(messages, tools=tools)
     return renderer.render(messages)
   except (KeyError, RecursionError, TypeError, ValueError) as error:
     raise errors.invalid(
@@ -109,13 +140,16 @@ def render(
 
 
 def continued(
-    renderer: Any, messages: Sequence[requests.Message]
+    renderer: Any,
+    messages: Sequence[requests.Message],
+    tools: Sequence[Any] = (),
 ) -> policy_client.TokenPrompt:
   """A prompt whose last message is the beginning of the answer.
 
   Its text is encoded by itself, as if it had been sampled after the header.
   """
-  prompt = renderer.render(messages[:-1])
+  shown = {"tools": list(tools)} if tools else {}
+  prompt = renderer.render(messages[:-1], **shown)
   text = renderer.encode(requests.text_of(messages[-1]))
   return policy_client.TokenPrompt(
       np.concatenate([prompt.tokens, text]), prompt.images

@@ -115,6 +115,8 @@ class SamplingRequest:
       prompt's.
     continues: the last message is the beginning of the answer.
     index: place of the prompt among several, for errors.
+    template_options: variables of the policy's chat template; refused where
+      they would change the prompt.
     ignored: paths of fields that were accepted and change nothing.
   """
 
@@ -143,6 +145,7 @@ class SamplingRequest:
   repeat_prompt: bool = False
   continues: bool = False
   index: int | None = None
+  template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   ignored: tuple[str, ...] = ()
 
   def __post_init__(self):
@@ -305,7 +308,7 @@ _STOP = f"must be a string or a list of up to {MAX_STOPS} strings, none empty"
 
 
 class TemplateOptions(bodies.Body):
-  """`chat_template_kwargs`. The policies' templates know no thinking mode."""
+  """`chat_template_kwargs`. The server sets a template's variables itself."""
 
   enable_thinking: Annotated[Any, bodies.Ignored(False)] = None
   thinking: Annotated[Any, bodies.Ignored(False)] = None
@@ -360,6 +363,14 @@ class SamplingBody(bodies.Body):
         top_logprobs=alternatives,
         raw_logprobs=self.return_raw_logprobs,
     )
+
+  @property
+  def template_options(self) -> dict[str, Any]:
+    """Variables that are asked for, of those that a template may read."""
+    asked = self.chat_template_kwargs
+    known = ("enable_thinking", "thinking")
+    found = {name: getattr(asked, name, None) for name in known}
+    return {k: value for k, value in found.items() if value is not None}
 
   @property
   def include_usage(self) -> bool:

@@ -270,6 +270,7 @@ def read(
           "top_p": asked.top_p,
           "user": asked.user,
       },
+      template_options=asked.template_options,
       ignored=bodies.ignored(asked),
   )
 

@@ -8,6 +8,7 @@ from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.engine import programs
 from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.serving import answers
 from tunix.rl.multi_turn.serving import app as app_lib
@@ -32,6 +33,7 @@ def make_app(
     session_timeout_s: float = 3600.0,
     max_concurrent: int = 256,
     token: str = "",
+    renderer: choice.AnyRenderer | None = None,
 ) -> app_lib.OpenAIApp:
   """Builds the application around an engine.
 
@@ -48,9 +50,11 @@ def make_app(
     max_concurrent: requests answered at a time; others get 429 and a time to
       retry.
     token: that clients must present; "" asks for none.
+    renderer: of the policy; None for ChatML.
   """
   _, processor, tokenizer = policy
-  renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
+  if renderer is None:
+    renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
   decoder = answers.TokenDecoder(
       renderer.decode, tokenizer, renderer.end_of_turn_id
   )

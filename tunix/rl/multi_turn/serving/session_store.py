@@ -120,14 +120,17 @@ class ServedSession:
       self._reserved -= count
 
   def prompt(
-      self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+      self,
+      messages: Sequence[Message],
+      tools: Sequence[Any] | None = None,
+      show_tools: bool = False,
   ) -> PendingPrompt:
     """Renders a request.
 
     It extends the deepest interaction with the same `tools` whose messages and
     answer `messages` begin with; of equally deep ones, the one whose answer was
-    sent exactly as it stands in `messages`, then the newest. The caller has
-    written the tools' text into `messages`.
+    sent exactly as it stands in `messages`, then the newest. Without
+    `show_tools`, the caller has written the tools' text into `messages`.
     """
     self._check_open()
     messages = list(messages)
@@ -135,7 +138,10 @@ class ServedSession:
       read, keys = histories.read_all(messages, tools)
       before, depth = self._find(keys)
       if before is None:
-        extension = self._renderer.render(messages, add_generation_prompt=True)
+        shown = {"tools": list(tools or ())} if show_tools else {}
+        extension = self._renderer.render(
+            messages, add_generation_prompt=True, **shown
+        )
       else:
         extension = self._renderer.bridge(
             messages[depth:], last_sampled_is_eot=before.closed
@@ -149,15 +155,21 @@ class ServedSession:
         _path=keys if before is None else keys[depth + 1 :],
     )
 
-  def prompt_continuing(self, messages: Sequence[Message]) -> PendingPrompt:
+  def prompt_continuing(
+      self,
+      messages: Sequence[Message],
+      tools: Sequence[Any] | None = None,
+      show_tools: bool = False,
+  ) -> PendingPrompt:
     """Renders a request whose last message, text, is its answer's beginning.
 
-    Where that is all that was sampled of an answer, cut off by its length, the
-    request continues the sampled tokens. Any other text is tokenised.
+    Arguments are as of `prompt`. Where that is all that was sampled of an
+    answer, cut off by its length, the request continues the sampled tokens. Any
+    other text is tokenised.
     """
     self._check_open()
     with _rendering():
-      read, keys = histories.read_all(messages, None)
+      read, keys = histories.read_all(messages, tools)
     text = keys[-1][0][1]
     before, depth = self._find(keys)
     if (
@@ -166,7 +178,7 @@ class ServedSession:
         or before.closed
         or before.whole_text != text
     ):
-      pending = self.prompt(messages[:-1])
+      pending = self.prompt(messages[:-1], tools, show_tools)
       tokens = np.concatenate(
           [pending.extension.tokens, self._renderer.encode(text)]
       )

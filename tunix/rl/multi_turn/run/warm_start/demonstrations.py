@@ -276,7 +276,11 @@ async def play_all(
 def completion_ids(
     renderer: sequence_builder.Renderer, text: str
 ) -> np.ndarray:
-  """int32[S] of a completion: the text and the end-of-turn token."""
+  """int32[S] of a completion: the text and the end-of-turn token.
+
+  A thinking policy's reasoning, which its prompt has opened, is closed first.
+  """
+  text = getattr(renderer, "answer_prefix", "") + text
   return np.append(
       renderer.encode(text), np.int32(renderer.stop_token_ids[0])
   ).astype(np.int32)

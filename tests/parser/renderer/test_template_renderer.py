@@ -1,0 +1,285 @@
+"""Renderers by chat templates against transformers, family by family."""
+
+import random
+
+import chat_families
+import pytest
+import trials
+from tunix.rl.multi_turn.parser.renderer import chat_template
+from tunix.rl.multi_turn.parser.renderer import guard as guard_lib
+from tunix.rl.multi_turn.parser.renderer import template
+
+FAMILIES = list(chat_families.FAMILIES.values())
+BY_NAME = [pytest.param(family, id=family.name) for family in FAMILIES]
+# All of 1,000 conversations a family in `make test-all`.
+CONVERSATIONS = 1000 if trials.share() >= 1 else 30
+
+
+def talks(family, words=chat_families.WORDS):
+  for seed in range(CONVERSATIONS):
+    yield chat_families.Talk(family, random.Random(seed), words)
+
+
+@pytest.mark.parametrize("family", BY_NAME)
+def test_random_conversations_render_as_transformers_renders_them(family):
+  renderer = chat_families.renderer(family)
+  for talk in talks(family):
+    messages, tools = talk.history(), talk.tools()
+    prompt = talk.random.random() < 0.8
+    got = renderer.render(messages, prompt, tools=tools)
+    ids, spans = chat_families.expected(family, messages, tools, prompt)
+    assert got.tokens.tolist() == ids, messages
+    assert got.images == spans
+
+
+REASONING = ("reasoning before a user message",)
+REWRITES = {
+    "qwen3_vl_thinking": REASONING,
+    "qwen3": REASONING,
+    "qwen3_5": REASONING,
+    # The empty block of reasoning is in the prompt only.
+    "qwen3_off": (
+        *REASONING, "reasoning before a tool message",
+        "answers before a user message", "answers before a tool message",
+    ),
+    "mistral": (
+        "the system prompt before a user message",
+        "tools before a user message",
+    ),
+    "deepseek": (*REASONING, "reasoning before a tool message"),
+    "glm_v": REASONING,
+}  # pyformat: disable
+
+
+@pytest.mark.parametrize("family", BY_NAME)
+def test_what_a_template_rewrites_is_known(family):
+  renderer = chat_families.renderer(family)
+  assert renderer.rewrites == REWRITES.get(family.name, ())
+
+
+@pytest.mark.parametrize("family", BY_NAME)
+def test_bridges_extend_token_for_token(family):
+  """prompt + sampled + bridge is the longer history's rendering, unless the
+  template writes earlier turns anew; the bridge is the template's always."""
+  renderer = chat_families.renderer(family)
+  held = rewritten = 0
+  for talk in talks(family):
+    history = talk.history(1)
+    if family.name == "mistral":  # Its system prompt moves to the last user.
+      history = [m for m in history if m["role"] != "system"]
+    said = "so \"be\" it" + talk.random.choice(["", "?", " 漢字", "\n  yes"])
+    if family.reasons:
+      said = f"<think>\nhm, {talk.random.random()}\n</think>\n\n{said}"
+    new = talk.next_messages()
+    prompt = renderer.render(history)
+    start = prompt.tokens.tolist()
+    last = renderer.render(
+        [*history, {"role": "assistant", "content": said}],
+        add_generation_prompt=False,
+    ).tokens.tolist()
+    sampled = renderer.encode(said).tolist()
+    if last[: len(start)] == start:  # As the template writes it there.
+      sampled = last[len(start) :]
+      if renderer.end_of_turn_id in sampled:
+        sampled = sampled[: sampled.index(renderer.end_of_turn_id)]
+    bridge = renderer.bridge(new, last_sampled_is_eot=True)
+    cut = renderer.bridge(new, last_sampled_is_eot=False)
+    end = int(cut.tokens[0])
+    assert end in renderer.stop_token_ids
+    assert cut.tokens[1:].tolist() == bridge.tokens.tolist()
+    sampled.append(end)
+    text = renderer.decode(sampled)
+    want = renderer.render(
+        [*history, {"role": "assistant", "content": text}, *new]
+    )
+    assert want.tokens[-len(bridge) :].tolist() == bridge.tokens.tolist()
+    if [*start, *sampled, *bridge.tokens] == want.tokens.tolist():
+      held += 1
+      shift = len(start) + len(sampled)
+      assert want.images == prompt.images + tuple(
+          span.shifted(shift) for span in bridge.images
+      )
+    else:
+      rewritten += 1
+      asked = any(message["role"] == "user" for message in new)
+      before = "user" if asked else "tool"
+      assert any(r.endswith(f"before a {before} message")
+                 for r in renderer.rewrites), (text, new)
+  # Reasoning survives behind results of tools.
+  most = CONVERSATIONS * (0.4 if family.reasons else 0.9)
+  assert held >= (0 if family.name == "qwen3_off" else most / 4)
+  if not renderer.rewrites:
+    assert not rewritten
+
+
+HOSTILE = {
+    family.name: (
+        *family.special, *family.plain, "<|im_end|>", "<|im_start|>",
+        "<|image_pad|>", "<|im_", "end|>", "<", "|im_end|>", "im_end|>", "|",
+        "<s", ">", "[INST", "INST]", "</think>", "<think>", "\n", " ", "a",
+        "\ue000", "<|image|>", "user",
+    )
+    for family in FAMILIES
+}  # pyformat: disable
+
+
+def structure_of(renderer, tokens):
+  return [t for t in tokens.tolist() if t in set(renderer._ids.values())]
+
+
+@pytest.mark.parametrize("family", BY_NAME)
+def test_text_never_becomes_a_token_of_the_structure(family):
+  """The structural tokens are those of the same talk with harmless texts."""
+  renderer = chat_families.renderer(family)
+  harmless = tuple(f"w{number} " for number in range(10_000))
+  for talk in talks(family, HOSTILE[family.name]):
+    seed = talk.random.randrange(1 << 30)
+    shown = []
+    for words in (HOSTILE[family.name], harmless):
+      same = chat_families.Talk(family, random.Random(seed), words)
+      # One word each, so that both talks draw the same numbers.
+      same.text = lambda least=0, same=same, words=words: "".join(
+          words[same.random.randrange(1 << 20) % len(words)] for _ in range(3)
+      )
+      messages, tools = same.history(2), same.tools()
+      for message in messages:
+        if message["role"] == "assistant":
+          message["content"] = "fine"  # A policy may write calls.
+      prompt = renderer.render(messages, tools=tools)
+      bridge = renderer.bridge(
+          [same.user()], last_sampled_is_eot=False
+      )
+      shown.append((
+          structure_of(renderer, prompt.tokens),
+          structure_of(renderer, bridge.tokens),
+      ))
+    assert shown[0] == shown[1], messages
+
+
+def test_a_covered_text_is_given_back_exactly():
+  rng = random.Random(0)
+  tokens = ["<|im_end|>", "<s>", "</s>", "[INST]"]
+  guard = guard_lib.Guard(tokens, ["\n<", "["], ["[INST]"])
+  words = [*tokens, "<", "[", "|im", "INST]", "s>", " ", "</think>", "\ue000"]
+  for _ in range(500):
+    text = "".join(rng.choices(words, k=rng.randint(0, 6)))
+    for assistant in (False, True):
+      assert guard.uncover(guard.cover(text, assistant)) == text
+  assert "</think>" in guard.cover("<s></think>")
+  assert guard.cover_all({"<s>": ["</s>", 1, None]}).keys() != {"<s>"}
+
+
+def test_what_a_template_would_leave_out_is_refused():
+  qwen3_vl = chat_families.renderer(chat_families.FAMILIES["qwen3_vl"])
+  asked = {"role": "user", "content": "x"}
+  with pytest.raises(ValueError, match="message 1 is a system message"):
+    qwen3_vl.render([asked, {"role": "system", "content": "late"}])
+  with pytest.raises(ValueError, match="message 0 is a system message"):
+    qwen3_vl.bridge(
+        [{"role": "system", "content": "late"}], last_sampled_is_eot=True
+    )
+  text_only = chat_families.renderer(chat_families.FAMILIES["qwen3"])
+  talk = chat_families.Talk(
+      chat_families.FAMILIES["qwen3_vl"], random.Random(0)
+  )
+  seen = next(
+      message
+      for message in iter(talk.user, None)
+      if any("image" in part for part in message["content"])
+  )
+  with pytest.raises(ValueError, match="message 1: an image"):
+    text_only.render([asked, seen])
+  with pytest.raises(ValueError, match="no JSON object"):
+    text_only.render([{
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"name": "f", "arguments": "[1"}],
+    }])
+
+
+CHATML = "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+LOOP = "{%- for m in messages %}" + CHATML + "{%- endfor %}"
+PROMPT = (
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+    "{%- endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "source, why",
+    [
+        ("{%- for", "no Jinja"),
+        ("{{- raise_exception('never') }}", "refuses a conversation"),
+        (LOOP.replace("<|im_end|>", "###") + PROMPT, "without a token"),
+        (LOOP + PROMPT + "{{- messages | length }}", "different tokens behind"),
+        (
+            LOOP.replace("m.content", "('' if m.role == 'assistant' else"
+                         " m.content)") + PROMPT,
+            "leaves out an assistant",
+        ),
+    ],
+)  # pyformat: disable
+def test_a_template_that_no_conversation_can_continue_is_refused(source, why):
+  tokenizer = chat_families.tokenizer(chat_families.FAMILIES["qwen3"])
+  with pytest.raises(ValueError, match=why):
+    template.TemplateRenderer(
+        tokenizer.backend_tokenizer,
+        chat_families.image_tokens,
+        chat_template.ChatTemplate(source),
+    )
+
+
+@pytest.mark.parametrize(
+    "name, options, ending",
+    [
+        ("qwen3", {}, "assistant\n"),
+        ("qwen3", {"enable_thinking": False},
+         "assistant\n<think>\n\n</think>\n\n"),
+        ("qwen3_vl", {}, "assistant\n"),
+        ("qwen3_vl_thinking", {}, "assistant\n<think>\n"),
+        ("qwen3_5", {}, "assistant\n<think>\n"),
+        ("qwen3_5", {"enable_thinking": False},
+         "assistant\n<think>\n\n</think>\n\n"),
+    ],
+)  # pyformat: disable
+def test_how_a_family_asks_for_reasoning(name, options, ending):
+  family = chat_families.FAMILIES[name]
+  renderer = template.TemplateRenderer(
+      chat_families.tokenizer(family).backend_tokenizer,
+      chat_families.image_tokens,
+      chat_template.ChatTemplate(chat_families.source(family), {}, options),
+  )
+  asked = [{"role": "user", "content": "hi"}]
+  text = renderer.decode(renderer.render(asked).tokens)
+  assert text.endswith("<|im_start|>" + ending)
+  bridge = renderer.bridge(asked, last_sampled_is_eot=True)
+  assert renderer.decode(bridge.tokens).endswith("<|im_start|>" + ending)
+
+
+def test_reasoning_stays_while_tools_answer_and_goes_with_the_next_question():
+  family = chat_families.FAMILIES["qwen3_vl_thinking"]
+  renderer = chat_families.renderer(family)
+  asked = [{"role": "user", "content": "go"}]
+  prompt = renderer.render(asked)
+  said = "hm\n</think>\n\nnow"
+  sampled = [*renderer.encode(said), renderer.end_of_turn_id]
+  answer = {"role": "assistant", "content": said}
+  for role, kept in (("tool", True), ("user", False)):
+    new = [{"role": role, "content": "done"}]
+    bridge = renderer.bridge(new, last_sampled_is_eot=True)
+    whole = [*prompt.tokens, *sampled, *bridge.tokens]
+    want = renderer.render([*asked, answer, *new]).tokens.tolist()
+    assert (whole == want) is kept
+    assert "hm" in renderer.decode(whole)  # The sampled tokens, in any case.
+
+
+def test_the_default_system_prompt_is_the_templates():
+  family = chat_families.FAMILIES["qwen2_5_vl"]
+  renderer = chat_families.renderer(family)
+  asked = {"role": "user", "content": "hi"}
+  text = lambda *m: renderer.decode(renderer.render(list(m)).tokens)
+  assert text(asked).startswith(
+      "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+  )
+  own = text({"role": "system", "content": "Be brief."}, asked)
+  assert own.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")

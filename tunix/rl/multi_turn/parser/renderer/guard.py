@@ -1,0 +1,106 @@
+"""Keeps the text of messages apart from a template's own tokens.
+
+A template writes text and tokens into one string. Before it does, characters
+with which text could form one of the tokens are covered by marks; after the
+string is cut at the tokens, the marks become the characters again.
+
+Promises: no concatenation of covered texts with one another and with a
+template's literals holds one of the tokens, unless a literal holds all of it.
+Uncovering gives the text back exactly. Template logic about reasoning and
+tool-call tags (`'</think>' in content`) sees them uncovered.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any, Collection, Iterable, Mapping
+
+MARKUP = re.compile(
+    r"</?(?:think|thinking|tool_call|tool_response|tools|arg_key|arg_value)>"
+)
+"""Tags that a policy writes as text; tokens of some tokenizers."""
+
+
+class Guard:
+  """Covers and uncovers; stateless after construction, thread-safe."""
+
+  def __init__(
+      self,
+      tokens: Collection[str],
+      literals: Iterable[str] = (),
+      spoken: Collection[str] = (),
+  ):
+    """Args:
+
+      tokens: that text must not become.
+      literals: that the template writes between texts.
+      spoken: of the tokens, those that an assistant's text may hold.
+    """
+    nonce = secrets.token_hex(4)
+    self._mark = f"\ue000{nonce}%x\ue001"
+    self._marks = re.compile(f"\ue000{nonce}([0-9a-f]+)\ue001")
+    self._any = self._pattern(tokens, ())
+    self._assistant = self._pattern(tokens, spoken)
+    self._heads = _heads(tokens, literals)
+
+  def _pattern(
+      self, tokens: Collection[str], spoken: Collection[str]
+  ) -> re.Pattern[str]:
+    """Where a token begins, or might with what follows the text."""
+    starts = sorted({re.escape(token[:2]) for token in tokens})
+    firsts = "".join(sorted({re.escape(token[0]) for token in tokens}))
+    let = "|".join([MARKUP.pattern, *(re.escape(token) for token in spoken)])
+    # One character may be the first of a token where nothing else, or a tag
+    # at which templates cut, comes after it.
+    last = rf"[{firsts}](?=\s*(?:\Z|</?think))"
+    return re.compile(rf"(?!{let})(?:{'|'.join([*starts, last])})")
+
+  def cover(self, text: str, assistant: bool = False) -> str:
+    """The text with marks in place of the characters that begin tokens.
+
+    Args:
+      text: of a message or a schema.
+      assistant: a policy's own text, which may hold the `spoken` tokens.
+    """
+    pattern = self._assistant if assistant else self._any
+    covered = pattern.sub(
+        lambda found: self._mark % ord(found[0][0]) + found[0][1:], text
+    )
+    begin = covered.lstrip()
+    if begin and self._heads:
+      if any(begin.startswith(h) or h.startswith(begin) for h in self._heads):
+        space = covered[: len(covered) - len(begin)]
+        covered = space + self._mark % ord(begin[0]) + begin[1:]
+    return covered
+
+  def cover_all(self, value: Any) -> Any:
+    """The same in every string of a JSON value, keys included."""
+    if isinstance(value, str):
+      return self.cover(value)
+    if isinstance(value, Mapping):
+      return {
+          self.cover_all(key): self.cover_all(inner)
+          for key, inner in value.items()
+      }
+    if isinstance(value, (list, tuple)):
+      return [self.cover_all(inner) for inner in value]
+    return value
+
+  def uncover(self, text: str) -> str:
+    if "\ue000" not in text:
+      return text
+    return self._marks.sub(lambda found: chr(int(found[1], 16)), text)
+
+
+def _heads(
+    tokens: Collection[str], literals: Iterable[str]
+) -> tuple[str, ...]:
+  """What would complete a token that a literal's end has begun."""
+  ends = {literal[-64:] for literal in literals}
+  return tuple(sorted({
+      token[cut:]
+      for token in tokens
+      for cut in range(1, len(token))
+      if any(end.endswith(token[:cut]) for end in ends)
+  }))
