@@ -183,8 +183,10 @@ def examples_of(groups):
 
 def gradients(learner, examples, weights=None):
   """({name: gradient}, sums, stats) of one step, which is not made."""
-  kept, own_weights = learner._weigh(examples)
-  packed = learner._pack(kept, own_weights if weights is None else weights)
+  kept, own_weights = learner._minibatches.weigh(examples)
+  packed = learner._minibatches.pack(
+      kept, own_weights if weights is None else weights
+  )
   programs, params = learner._programs, learner._params
   frozen = learner._frozen
   grads, sums = programs.start(
@@ -204,3 +206,9 @@ def largest_difference(a, b):
   return max(
       float(np.max(np.abs(np.asarray(a[k]) - np.asarray(b[k])))) for k in a
   )
+
+
+def pack(learner, groups):
+  """Packs the examples of groups, as an update would."""
+  minibatches = learner._minibatches
+  return minibatches.pack(*minibatches.weigh(examples_of(groups)))

@@ -157,10 +157,10 @@ def _packed():
   ]
   learner = case.learner()
   learner.shape = SHAPE
-  plan = learner._packer.plan(examples, SHAPE)
+  plan = learner._minibatches.packer.plan(examples, SHAPE)
 
   def fill(weights_N):
-    return learner._packer.fill(plan, examples, weights_N)
+    return learner._minibatches.packer.fill(plan, examples, weights_N)
 
   return examples, fill
 

@@ -55,7 +55,7 @@ def test_resumed_training_is_the_same_to_the_bit(case, tmp_path, background):
 
 def test_the_automatic_shape_comes_back(case, tmp_path):
   learner = case.learner(patches=0, targets=0)
-  learner._pack(*learner._weigh(learner_cases.examples_of(case.groups(1, 2))))
+  learner_cases.pack(learner, case.groups(1, 2))
   with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
     checkpoints.save(learner)
     other = case.learner(patches=0, targets=0)
@@ -65,7 +65,7 @@ def test_the_automatic_shape_comes_back(case, tmp_path):
 
 def test_a_stored_shape_that_some_row_would_not_fit_is_not_taken(case):
   learner = case.learner(patches=0, targets=0)
-  learner._pack(*learner._weigh(learner_cases.examples_of(case.groups(1, 2))))
+  learner_cases.pack(learner, case.groups(1, 2))
   progress = learner.progress()
   for name, value in (("patches", 32), ("targets", 48), ("row_length", 32)):
     small = progress | {"shape": progress["shape"] | {name: value}}

@@ -116,8 +116,8 @@ def test_a_bound_below_the_image_would_be_wrong(policy):
   few = patches_of(policy[1], SCREEN)
   learner.shape = dataclasses.replace(learner.shape, image_patches=few)
   learner._bounded = False
-  learner._packer._image_size = lambda image: few
-  (batch,) = learner._pack(*everything(large)).batches
+  learner._minibatches.packer._image_size = lambda image: few
+  (batch,) = learner._minibatches.pack(*everything(large)).batches
   wrong = np.asarray(
       learner._programs.score(learner._params, learner._frozen, batch)
   )[np.asarray(batch.mask)]
@@ -164,7 +164,7 @@ def test_the_learner_refuses_an_image_above_the_policys_limit(policy):
   limit = patches_of(processor, SCREEN)
   # As `policy.config.max_image_patches` sets it.
   learner._image_limit = limit
-  learner._packer.largest_image(everything(small)[0], limit)
+  learner._minibatches.packer.largest_image(everything(small)[0], limit)
   with pytest.raises(
       ValueError,
       match=f"192x128 has .* policy.config.max_image_patches={limit}; raise",
@@ -188,7 +188,7 @@ def test_a_resumed_learner_keeps_the_bound(policy):
   case = learner_cases.Case(own=policy)
   learner = case.learner(**ROWS)
   given, weights = everything(*sequences_of(case, LARGE))
-  learner._pack(given, weights)
+  learner._minibatches.pack(given, weights)
   bound = learner.shape.image_patches
   progress = learner.progress()
   other = case.learner(**ROWS)

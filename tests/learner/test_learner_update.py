@@ -74,8 +74,8 @@ def test_gradient_equals_finite_differences(case):
   # Near the policy, so that some tokens are inside the clip.
   examples = _on_policy(learner, examples)
   grads, _, _ = gradients(learner, examples)
-  kept, weights = learner._weigh(examples)
-  packed = learner._pack(kept, weights)
+  kept, weights = learner._minibatches.weigh(examples)
+  packed = learner._minibatches.pack(kept, weights)
   programs = learner._programs
   loss = jax.jit(lambda p, b, x: programs.loss(p, {}, b, x)[0])
   rng = np.random.default_rng(0)
@@ -279,9 +279,9 @@ def test_no_recompilation_whatever_comes(case):
 def test_automatic_shape_is_kept(case):
   learner = case.learner(patches=0, targets=0)
   assert learner.shape is None
-  learner._pack(*learner._weigh(learner_cases.examples_of(case.groups(1, 2))))
+  learner_cases.pack(learner, case.groups(1, 2))
   shape = learner.shape
-  learner._pack(*learner._weigh(learner_cases.examples_of(case.groups(4, 6))))
+  learner_cases.pack(learner, case.groups(4, 6))
   assert learner.shape == shape
 
 
@@ -292,7 +292,7 @@ def test_an_easy_first_batch_does_not_keep_full_rows_out(case):
   for _ in range(5):  # 20 vision tokens, 39 sampled ones: more than before.
     parts += [("image", case.image()), ("sampled", case.text(8))]
   full = case.sequence([("text", case.text(4)), *parts])
-  plan = learner._packer.plan(
+  plan = learner._minibatches.packer.plan(
       example_lib.from_sequences([full]), learner.shape
   )
   assert plan.stats.patches == 20 and plan.stats.targets == 40

@@ -22,9 +22,8 @@ time.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from typing import Any, Callable, cast, Mapping, Sequence, TypeVar
+from typing import Any, cast, Mapping, Sequence
 
 from flax import nnx
 import jax
@@ -38,13 +37,12 @@ from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import logprobs
+from tunix.rl.multi_turn.learner import minibatches as minibatch_lib
 from tunix.rl.multi_turn.learner import optimizer
-from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.learner import readings as readings_lib
 from tunix.rl.multi_turn.learner import reward_prices
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import advantages
-from tunix.rl.multi_turn.learner.algorithms import aggregation
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.policy import base
@@ -54,7 +52,7 @@ AlgorithmConfig = config_lib.AlgorithmConfig
 LearnerConfig = config_lib.LearnerConfig
 Example = example_lib.Example
 Metrics = readings_lib.Metrics
-T = TypeVar("T")
+Minibatch = minibatch_lib.Minibatch
 
 
 @dataclasses.dataclass
@@ -76,15 +74,6 @@ class LearnerCounters:
   skipped_steps: int = 0
   empty_updates: int = 0
   dropped_sequences: int = 0
-
-
-@dataclasses.dataclass
-class _Minibatch:
-  """Packed batches of one optimizer step, on their devices."""
-
-  batches: list[batching.Batch]
-  extras: list[update.Extra]
-  stats: batching.PackStats
 
 
 class Learner:
@@ -156,15 +145,6 @@ class Learner:
     self._split = update.SplitModel(module)
     self._placement = update.Placement.of(self._split, model, mesh)
     self._processes = processes
-    if config.groups_per_step % processes.count:
-      raise ValueError(
-          f"groups_per_step={config.groups_per_step} must be a multiple of the"
-          f" {processes.count} processes, which give as many each"
-      )
-    _check_division(config, self._placement.shards, mesh)
-    # Of this process.
-    self._buffers = 1 if mesh is None else sharding.local_batch_shards(mesh)
-    self._rows = config.rows * self._buffers // self._placement.shards
     about = model.config
     banned = tuple(about.banned_token_ids)
     self._programs = update.UpdatePrograms(
@@ -185,18 +165,16 @@ class Learner:
     self._reference = self._reference_params(reference)
     self._opt_state = self._programs.init_optimizer(self._params)
     self._schedule = optimizer.make_schedule(config)
-    self._packer = batching.Packer(
+    self._minibatches = minibatch_lib.Minibatches(
+        model,
         processor,
         image_store,
-        share_prompts=config.share_prompts
-        and bool(getattr(model, "supports_prefix_ids", False)),
-        pad_token_id=getattr(about, "pad_token_id", 0),
-        banned_token_ids=banned,
+        config,
+        self.algorithm,
+        self._placement,
+        mesh,
+        processes,
     )
-    self.shape = _fixed_shape(config, self._rows, self._buffers)
-    # Whether the policy's programs depend on the largest image.
-    self._bounded = bool(getattr(model, "reads_image_patches", False))
-    self._image_limit = int(getattr(about, "max_image_patches", 0))
 
   def _reference_params(
       self, reference: base.Policy | None
@@ -214,6 +192,14 @@ class Learner:
     return self._programs.publish(
         self._put_params(self._split.params_of(module))
     )
+
+  @property
+  def shape(self) -> batching.BatchShape | None:
+    return self._minibatches.shape
+
+  @shape.setter
+  def shape(self, shape: batching.BatchShape) -> None:
+    self._minibatches.shape = shape
 
   @property
   def groups_per_step(self) -> int:
@@ -337,7 +323,7 @@ class Learner:
     They are of the present weights and, without truncation, of the same
     distribution that the sampler drew from.
     """
-    return self._logprobs(self._params, sequences)
+    return self._logprobs(self._acting(), sequences)
 
   def _logprobs(
       self,
@@ -346,9 +332,8 @@ class Learner:
   ) -> list[np.ndarray]:
     """As `sequence_logprobs`, of other weights."""
     all_examples = example_lib.from_sequences(sequences)
-    packed = self._pack(all_examples, np.ones(len(all_examples)))
+    packed = self._minibatches.pack(all_examples, np.ones(len(all_examples)))
     out = [np.zeros(len(s), np.float32) for s in sequences]
-    params = self._acting()
     for batch in packed.batches:
       found = sharding.local_rows(
           self._programs.score(params, self._frozen, batch)
@@ -371,13 +356,15 @@ class Learner:
     before = sum(clock.seconds.values())
     counters = self.counters
     skipped: list[tuple[Example, str]] = []
-    packed: list[_Minibatch] = []
+    packed: list[Minibatch] = []
     with clock("pack"):
       for examples in minibatches:
-        minibatch, left = self._prepare(examples)
+        minibatch, left = self._minibatches.prepare(examples)
         skipped += left
         if minibatch is not None:
           packed.append(minibatch)
+    if self.algorithm.config.kl_target and self.algorithm.config.kl_in_loss:
+      self._price(packed)
     corrected = self.algorithm.correction.needs_proximal
     if corrected and self.config.steps_per_update > 1:
       with clock("score"):
@@ -424,140 +411,16 @@ class Learner:
     )
     return metrics, skipped
 
-  def _prepare(
-      self, examples: Sequence[Example]
-  ) -> tuple[_Minibatch | None, list[tuple[Example, str]]]:
-    """A minibatch, None without a gradient; and the examples left out."""
-    kept, long = self._in_all("check", lambda: self._fitting(examples))
-    skipped = [(e, example_lib.TOO_LONG) for e in long]
-    if self.algorithm.config.filter_truncated:
-      skipped += [(e, example_lib.TRUNCATED) for e in kept if e.truncated]
-      kept = [e for e in kept if not e.truncated]
-    weighed = self._weigh(kept)
-    learned_from = {id(e) for e in weighed[0]} if weighed else set()
-    skipped += [
-        (e, example_lib.ZERO_ADVANTAGE)
-        for e in kept
-        if id(e) not in learned_from
-    ]
-    return None if weighed is None else self._pack(*weighed), skipped
-
-  def _fitting(
-      self, examples: Sequence[Example]
-  ) -> tuple[list[Example], list[Example]]:
-    """Examples that fit a row, and those that do not."""
-    row_length = self.config.row_length
-    long = set(self._packer.check(examples, row_length))
-    if long and self.config.overlong == "error":
-      worst = max(len(examples[i].sequence) for i in long)
-      raise ValueError(
-          f"{len(long)} of {len(examples)} sequences are longer than"
-          f" row_length={row_length} tokens (the longest has {worst}); raise"
-          " learner.row_length, lower engine.context_length, or leave them"
-          " out with learner.overlong=drop"
-      )
-    return (
-        [e for i, e in enumerate(examples) if i not in long],
-        [e for i, e in enumerate(examples) if i in long],
-    )
-
-  def _weigh(
-      self, examples: Sequence[Example]
-  ) -> tuple[list[Example], np.ndarray] | None:
-    """Examples with a gradient and their tokens' weights; None without one.
-
-    Weights are made before anything is skipped.
-    """
-    config = self.config
-    weights_N = self._weights(examples)
-    if config.skip_zero_advantage and self.algorithm.policy_gradient_only:
-      keep = np.array([e.has_gradient for e in examples], bool)
-      weights_N = weights_N[keep]
-      examples = [e for e, k in zip(examples, keep) if k]
-    if not self._processes.any("learn", bool(examples)):
-      return None
-    return list(examples), weights_N
-
-  def _weights(self, examples: Sequence[Example]) -> np.ndarray:
-    """float[N] weight of each example's tokens in the step of all processes."""
-    of_all = self._processes.gather(
-        "weigh", [[e.sequence.num_sampled, e.episode] for e in examples]
-    )
-    first = sum(len(found) for found in of_all[: self._processes.index])
-    episodes: dict[tuple[int, int], int] = {}
-    sampled, numbers = [], []
-    for process, found in enumerate(of_all):
-      for tokens, episode in found:
-        sampled.append(tokens)
-        number = episodes.setdefault((process, episode), len(episodes))
-        numbers.append(number)
-    if not sampled:
-      return np.zeros(0)
-    weights = self.algorithm.aggregate(
-        aggregation.StepTokens(
-            np.array(sampled, np.int64),
-            np.array(numbers, np.int64),
-            self.algorithm.config.loss_length or self.config.row_length,
-        )
-    )
-    return weights[first : first + len(examples)]
-
-  def _pack(
-      self, examples: Sequence[Example], weights_N: np.ndarray
-  ) -> _Minibatch:
-    if self.shape is None:
-      self.shape = self._agreed(self._suggest(examples))
-    largest = max(
-        self._processes.together(
-            "largest image",
-            lambda: self._packer.largest_image(examples, self._image_limit),
-        )
-    )
-    if self._bounded and largest > self.shape.image_patches:
-      self.shape = dataclasses.replace(
-          self.shape, image_patches=packing.image_bound(largest)
-      )
-    shape = self.shape
-    plan = self._in_all("plan", lambda: self._packer.plan(examples, shape))
-    most = max(self._processes.gather("batches", len(plan.placed)))
-    # A process with fewer rows joins in with empty ones.
-    plan.placed.extend([] for _ in range(most - len(plan.placed)))
-    filled = self._in_all(
-        "fill", lambda: self._packer.fill(plan, examples, weights_N)
-    )
-    batches = [self._put(batch) for batch in filled]
-    coef = None
-    if self.algorithm.config.kl_target and self.algorithm.config.kl_in_loss:
-      coef = sharding.put(
-          np.float32(self.kl_coef), self._placement.replicated
-      )
-    extras = [update.Extra(b.logprobs, b.logprobs, coef) for b in batches]
-    return _Minibatch(batches, extras, plan.stats)
-
-  def _in_all(self, what: str, work: Callable[[], T]) -> T:
-    """What `work` returns; it fails here if it fails in any process."""
-    done: list[T] = []
-    self._processes.together(what, lambda: done.append(work()))
-    return done[0]
-
-  def _agreed(self, shape: batching.BatchShape) -> batching.BatchShape:
-    """The shape that holds what every process has."""
-    found = self._processes.gather("shape", [shape.patches, shape.targets])
-    patches, targets = (max(sizes) for sizes in zip(*found))
-    return dataclasses.replace(shape, patches=patches, targets=targets)
-
-  def _suggest(self, examples: Sequence[Example]) -> batching.BatchShape:
-    return self._packer.suggest(
-        examples,
-        self._rows,
-        self.config.row_length,
-        self._buffers,
-        self.config.patches,
-        self.config.targets,
-    )
+  def _price(self, minibatches: Sequence[Minibatch]) -> None:
+    """Gives the present KL coefficient to the programs."""
+    coef = sharding.put(np.float32(self.kl_coef), self._placement.replicated)
+    for minibatch in minibatches:
+      minibatch.extras = [
+          dataclasses.replace(extra, kl_coef=coef) for extra in minibatch.extras
+      ]
 
   def _score_into(
-      self, minibatches: Sequence[_Minibatch], field: str, params: Any
+      self, minibatches: Sequence[Minibatch], field: str, params: Any
   ) -> None:
     for minibatch in minibatches:
       minibatch.extras = [
@@ -569,7 +432,7 @@ class Learner:
       ]
       jax.block_until_ready(minibatch.extras)
 
-  def _step(self, minibatch: _Minibatch) -> Metrics:
+  def _step(self, minibatch: Minibatch) -> Metrics:
     """One optimizer step; its readings."""
     programs = self._programs
     grads, sums = programs.start(
@@ -591,14 +454,6 @@ class Learner:
     return readings | {"loss": float(sums.loss), "grad_norm": float(norm)}
 
   # --- placement ------------------------------------------------------------
-
-  def _put(self, batch: batching.Batch) -> batching.Batch:
-    put = functools.partial(
-        sharding.put_rows,
-        where=self._placement.batch,
-        processes=self._processes.count,
-    )
-    return jax.tree.map(put, batch)
 
   def _put_params(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Parameters at their place; not copied if they lie there already."""
@@ -654,49 +509,5 @@ class Learner:
     if self.algorithm.config.kl_target:
       # Absent in checkpoints from before there was a target.
       self.kl_coef = progress.get("kl_coef") or self.kl_coef
-    if self.shape is None and progress["shape"] is not None:
-      shape = batching.BatchShape(**progress["shape"])
-      least = self._suggest(())
-      # Another mesh or row length needs another shape, and a shape that some
-      # row would not fit is of no use either.
-      if (shape.rows, shape.row_length, shape.buffers) == (
-          least.rows,
-          least.row_length,
-          least.buffers,
-      ) and min(
-          shape.patches - least.patches, shape.targets - least.targets
-      ) >= 0:
-        self.shape = shape
-    if self.shape is not None and progress["shape"] is not None:
-      # Else the same images would be computed in other blocks.
-      bound = progress["shape"].get("image_patches", 0)
-      self.shape = dataclasses.replace(
-          self.shape, image_patches=max(bound, self.shape.image_patches)
-      )
-
-
-def _fixed_shape(
-    config: LearnerConfig, rows: int, buffers: int
-) -> batching.BatchShape | None:
-  """The configured shape; None where the first batch decides it."""
-  if not (config.patches and config.targets):
-    return None
-  return batching.BatchShape(
-      rows, config.row_length, buffers, config.patches, config.targets
-  )
-
-
-def _check_division(
-    config: LearnerConfig, buffers: int, mesh: Mesh | None
-) -> None:
-  """Raises ValueError unless rows and their tokens divide over the mesh."""
-  if config.rows % buffers:
-    raise ValueError(
-        f"rows={config.rows} must be a multiple of the {buffers} batch"
-        " shards of the mesh (data x fsdp)"
-    )
-  if mesh is not None and config.row_length % mesh.shape["sequence"]:
-    raise ValueError(
-        f"row_length={config.row_length} must be a multiple of the"
-        f" {mesh.shape['sequence']} shards of the mesh's axis sequence"
-    )
+    if progress["shape"] is not None:
+      self._minibatches.restore_shape(progress["shape"])

@@ -1,0 +1,287 @@
+"""Makes the minibatches of an update: chooses, weighs and packs examples.
+
+Where several processes learn together, each packs its own examples into its own
+rows; they agree on weights, the shape of a batch and the number of batches, so
+that all run the same programs.
+
+Promises: weights count the tokens of all processes, also of examples left out
+because their gradient is 0; an error in one process is an error in all; a batch
+has one shape, which the first one decides where the configuration does not.
+
+Does not: run programs, or know groups' rewards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Callable, Mapping, Sequence, TypeVar
+
+import jax
+from jax.sharding import Mesh
+import numpy as np
+from tunix.rl.multi_turn.core import images as image_lib
+from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.multi_turn.learner import batching
+from tunix.rl.multi_turn.learner import config as config_lib
+from tunix.rl.multi_turn.learner import examples as example_lib
+from tunix.rl.multi_turn.learner import packing
+from tunix.rl.multi_turn.learner import update
+from tunix.rl.multi_turn.learner.algorithms import aggregation
+from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import sharding
+
+LearnerConfig = config_lib.LearnerConfig
+Example = example_lib.Example
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Minibatch:
+  """Packed batches of one optimizer step, on their devices."""
+
+  batches: list[batching.Batch]
+  extras: list[update.Extra]
+  stats: batching.PackStats
+
+
+class Minibatches:
+  """See the module docstring.
+
+  Attributes:
+    packer: of this process's examples.
+    shape: of every batch of this process; None until the first decides it.
+  """
+
+  def __init__(
+      self,
+      model: base.Policy,
+      processor: base.Processor,
+      image_store: image_lib.ImageStore,
+      config: LearnerConfig,
+      algorithm: parts.Algorithm,
+      placement: update.Placement,
+      mesh: Mesh | None,
+      processes: peers_lib.Peers,
+  ):
+    """Args:
+
+      model, processor, image_store, config, mesh, processes: as of the learner.
+      algorithm: of the loss.
+      placement: of batches.
+
+    Raises:
+      ValueError: rows that do not divide over the mesh, or groups that do not
+        over the processes.
+    """
+    if config.groups_per_step % processes.count:
+      raise ValueError(
+          f"groups_per_step={config.groups_per_step} must be a multiple of the"
+          f" {processes.count} processes, which give as many each"
+      )
+    _check_division(config, placement.shards, mesh)
+    self._config = config
+    self._algorithm = algorithm
+    self._placement = placement
+    self._processes = processes
+    # Of this process.
+    self._buffers = 1 if mesh is None else sharding.local_batch_shards(mesh)
+    self._rows = config.rows * self._buffers // placement.shards
+    about = model.config
+    self.packer = batching.Packer(
+        processor,
+        image_store,
+        share_prompts=config.share_prompts
+        and bool(getattr(model, "supports_prefix_ids", False)),
+        pad_token_id=getattr(about, "pad_token_id", 0),
+        banned_token_ids=tuple(about.banned_token_ids),
+    )
+    self.shape = _fixed_shape(config, self._rows, self._buffers)
+    # Whether the policy's programs depend on the largest image.
+    self._bounded = bool(getattr(model, "reads_image_patches", False))
+    self._image_limit = int(getattr(about, "max_image_patches", 0))
+
+  def prepare(
+      self, examples: Sequence[Example]
+  ) -> tuple[Minibatch | None, list[tuple[Example, str]]]:
+    """A minibatch, None without a gradient; and the examples left out."""
+    kept, long = self._in_all("check", lambda: self._fitting(examples))
+    skipped = [(e, example_lib.TOO_LONG) for e in long]
+    if self._algorithm.config.filter_truncated:
+      skipped += [(e, example_lib.TRUNCATED) for e in kept if e.truncated]
+      kept = [e for e in kept if not e.truncated]
+    weighed = self.weigh(kept)
+    learned_from = {id(e) for e in weighed[0]} if weighed else set()
+    skipped += [
+        (e, example_lib.ZERO_ADVANTAGE)
+        for e in kept
+        if id(e) not in learned_from
+    ]
+    return None if weighed is None else self.pack(*weighed), skipped
+
+  def _fitting(
+      self, examples: Sequence[Example]
+  ) -> tuple[list[Example], list[Example]]:
+    """Examples that fit a row, and those that do not."""
+    row_length = self._config.row_length
+    long = set(self.packer.check(examples, row_length))
+    if long and self._config.overlong == "error":
+      worst = max(len(examples[i].sequence) for i in long)
+      raise ValueError(
+          f"{len(long)} of {len(examples)} sequences are longer than"
+          f" row_length={row_length} tokens (the longest has {worst}); raise"
+          " learner.row_length, lower engine.context_length, or leave them"
+          " out with learner.overlong=drop"
+      )
+    return (
+        [e for i, e in enumerate(examples) if i not in long],
+        [e for i, e in enumerate(examples) if i in long],
+    )
+
+  def weigh(
+      self, examples: Sequence[Example]
+  ) -> tuple[list[Example], np.ndarray] | None:
+    """Examples with a gradient and their tokens' weights; None without one.
+
+    Weights are made before anything is skipped.
+    """
+    config = self._config
+    weights_N = self._weights(examples)
+    if config.skip_zero_advantage and self._algorithm.policy_gradient_only:
+      keep = np.array([e.has_gradient for e in examples], bool)
+      weights_N = weights_N[keep]
+      examples = [e for e, k in zip(examples, keep) if k]
+    if not self._processes.any("learn", bool(examples)):
+      return None
+    return list(examples), weights_N
+
+  def _weights(self, examples: Sequence[Example]) -> np.ndarray:
+    """float[N] weight of each example's tokens in the step of all processes."""
+    of_all = self._processes.gather(
+        "weigh", [[e.sequence.num_sampled, e.episode] for e in examples]
+    )
+    first = sum(len(found) for found in of_all[: self._processes.index])
+    episodes: dict[tuple[int, int], int] = {}
+    sampled, numbers = [], []
+    for process, found in enumerate(of_all):
+      for tokens, episode in found:
+        sampled.append(tokens)
+        number = episodes.setdefault((process, episode), len(episodes))
+        numbers.append(number)
+    if not sampled:
+      return np.zeros(0)
+    weights = self._algorithm.aggregate(
+        aggregation.StepTokens(
+            np.array(sampled, np.int64),
+            np.array(numbers, np.int64),
+            self._algorithm.config.loss_length or self._config.row_length,
+        )
+    )
+    return weights[first : first + len(examples)]
+
+  def pack(
+      self, examples: Sequence[Example], weights_N: np.ndarray
+  ) -> Minibatch:
+    if self.shape is None:
+      self.shape = self._agreed(self.suggest(examples))
+    largest = max(
+        self._processes.together(
+            "largest image",
+            lambda: self.packer.largest_image(examples, self._image_limit),
+        )
+    )
+    if self._bounded and largest > self.shape.image_patches:
+      self.shape = dataclasses.replace(
+          self.shape, image_patches=packing.image_bound(largest)
+      )
+    shape = self.shape
+    plan = self._in_all("plan", lambda: self.packer.plan(examples, shape))
+    most = max(self._processes.gather("batches", len(plan.placed)))
+    # A process with fewer rows joins in with empty ones.
+    plan.placed.extend([] for _ in range(most - len(plan.placed)))
+    filled = self._in_all(
+        "fill", lambda: self.packer.fill(plan, examples, weights_N)
+    )
+    batches = [self._put(batch) for batch in filled]
+    extras = [update.Extra(b.logprobs, b.logprobs) for b in batches]
+    return Minibatch(batches, extras, plan.stats)
+
+  def _in_all(self, what: str, work: Callable[[], T]) -> T:
+    """What `work` returns; it fails here if it fails in any process."""
+    done: list[T] = []
+    self._processes.together(what, lambda: done.append(work()))
+    return done[0]
+
+  def _agreed(self, shape: batching.BatchShape) -> batching.BatchShape:
+    """The shape that holds what every process has."""
+    found = self._processes.gather("shape", [shape.patches, shape.targets])
+    patches, targets = (max(sizes) for sizes in zip(*found))
+    return dataclasses.replace(shape, patches=patches, targets=targets)
+
+  def suggest(self, examples: Sequence[Example]) -> batching.BatchShape:
+    return self.packer.suggest(
+        examples,
+        self._rows,
+        self._config.row_length,
+        self._buffers,
+        self._config.patches,
+        self._config.targets,
+    )
+
+  def restore_shape(self, stored: Mapping[str, Any]) -> None:
+    """Takes over a checkpoint's shape, as far as batches here can have it."""
+    if self.shape is None:
+      shape = batching.BatchShape(**stored)
+      least = self.suggest(())
+      # Another mesh or row length needs another shape, and a shape that some
+      # row would not fit is of no use either.
+      if (shape.rows, shape.row_length, shape.buffers) == (
+          least.rows,
+          least.row_length,
+          least.buffers,
+      ) and min(
+          shape.patches - least.patches, shape.targets - least.targets
+      ) >= 0:
+        self.shape = shape
+    if self.shape is not None:
+      # Else the same images would be computed in other blocks.
+      bound = stored.get("image_patches", 0)
+      self.shape = dataclasses.replace(
+          self.shape, image_patches=max(bound, self.shape.image_patches)
+      )
+
+  def _put(self, batch: batching.Batch) -> batching.Batch:
+    put = functools.partial(
+        sharding.put_rows,
+        where=self._placement.batch,
+        processes=self._processes.count,
+    )
+    return jax.tree.map(put, batch)
+
+
+def _fixed_shape(
+    config: LearnerConfig, rows: int, buffers: int
+) -> batching.BatchShape | None:
+  """The configured shape; None where the first batch decides it."""
+  if not (config.patches and config.targets):
+    return None
+  return batching.BatchShape(
+      rows, config.row_length, buffers, config.patches, config.targets
+  )
+
+
+def _check_division(
+    config: LearnerConfig, buffers: int, mesh: Mesh | None
+) -> None:
+  """Raises ValueError unless rows and their tokens divide over the mesh."""
+  if config.rows % buffers:
+    raise ValueError(
+        f"rows={config.rows} must be a multiple of the {buffers} batch"
+        " shards of the mesh (data x fsdp)"
+    )
+  if mesh is not None and config.row_length % mesh.shape["sequence"]:
+    raise ValueError(
+        f"row_length={config.row_length} must be a multiple of the"
+        f" {mesh.shape['sequence']} shards of the mesh's axis sequence"
+    )
