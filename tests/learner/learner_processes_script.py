@@ -93,6 +93,21 @@ def main(directory, address, count, index):
   got = first.update(share)
   ours = alone.update(data[0][:3] + [flat(g) for g in data[0][3:]])
   report["one_learns"] = abs(got["loss"] - ours["loss"])
+  # Advantages of the whole step, and prices of a reference's log-probs.
+  changes = CONFIG | dict(
+      advantage="reinforce_pp", kl_coef=0.1, kl_in="reward",
+      kl_target=1.0, reference=learner_cases.policy(1)[0],
+  )  # pyformat: disable
+  whole_step = case.learner(
+      mesh=sharding.make_mesh(**MESHES["data"]), processes=processes, **changes
+  )
+  alone = case.learner(**changes)
+  got = [whole_step.update(groups[index::count]) for groups in data[:2]]
+  ours = [alone.update(groups) for groups in data[:2]]
+  report["whole_step"] = {
+      name: max(abs(a[name] - b[name]) for a, b in zip(got, ours))
+      for name in ("loss", "grad_norm", "kl", "kl_coef", "advantage_mean")
+  }
   # Who is at another step is told so.
   try:
     processes.gather(f"step of {index}", None)

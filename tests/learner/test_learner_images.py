@@ -163,7 +163,7 @@ def test_the_learner_refuses_an_image_above_the_policys_limit(policy):
   small, large = sequences_of(case, SCREEN, LARGE)
   limit = patches_of(processor, SCREEN)
   # As `policy.config.max_image_patches` sets it.
-  learner._image_limit = limit
+  learner._minibatches._image_limit = limit
   learner._minibatches.packer.largest_image(everything(small)[0], limit)
   with pytest.raises(
       ValueError,

@@ -33,6 +33,12 @@ def test_losses_weights_and_readings_equal_those_of_one_device(reports):
     assert report["one_learns"] < 1e-5  # The others have nothing to learn.
 
 
+def test_what_needs_all_groups_of_a_step_has_them(reports):
+  for report in reports:
+    for name, difference in report["whole_step"].items():
+      assert difference < 1e-5, name
+
+
 def test_each_process_gets_the_whole_policy_for_its_own_devices(reports):
   for report in reports:
     for mesh in ("data", "mixed"):
