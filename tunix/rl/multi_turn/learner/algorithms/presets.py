@@ -15,7 +15,8 @@ Does not: import a part, or build one.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Mapping
+import sys
+from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import registry
 
@@ -270,5 +271,15 @@ def _cell(values: Mapping[str, Any], fields: tuple[str, ...]) -> str:
   return ", ".join([shown, *(f"{name}={value}" for name, value in rest)])
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns the exit status."""
+  words = sys.argv[1:] if argv is None else list(argv)
+  if words:
+    print(f"error: {words[0]}: it takes no arguments", file=sys.stderr)
+    return 2
   print(table())
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
