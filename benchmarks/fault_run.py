@@ -72,6 +72,7 @@ def main() -> int:
       stdout=subprocess.PIPE, text=True, env=env,
   )  # pyformat: disable
   table: dict[str, collections.Counter] = {}
+  stopped = False
   try:
     for line in process.stdout:
       _count(json.loads(line), table)
@@ -79,6 +80,7 @@ def main() -> int:
       print(f"\r{done} faults", end="", file=sys.stderr, flush=True)
   except KeyboardInterrupt:
     print("\nstopped; a part, drawn at random:")
+    stopped = True
     process.kill()
   code = process.wait()
   print(f"{'fault':36} {'runs':>5} {'kills':>6} {'failed':>7} {'seconds':>8}")
@@ -88,7 +90,7 @@ def main() -> int:
         f" {row['seconds']:8.0f}"
     )
   failed = sum(row["failed"] for row in table.values())
-  return 1 if code > 0 or failed else 0
+  return 1 if failed or (code and not stopped) else 0
 
 
 if __name__ == "__main__":
