@@ -10,6 +10,8 @@ the checks. Prints a table; exits with 1 if a check failed.
   python benchmarks/fault_run.py --kills 50          # of each stage: 2 hours
   python benchmarks/fault_run.py --kills 2 --disks 3 --damages 10
 
+Faults come in random order; Ctrl-C ends with the table of those done.
+
 The clock needs a C compiler, the disks a Linux that lets this user mount a
 tmpfs in a namespace of its own; without them those are left out, and said.
 """
@@ -28,6 +30,20 @@ sys.path.insert(0, str(HELPERS))
 
 import fault_runs  # noqa: E402
 import monitor_faults  # noqa: E402
+
+
+def _count(found: dict, table: dict[str, collections.Counter]) -> None:
+  """Adds one fault to the table; prints it if a check failed."""
+  what = found["what"]
+  if what == "kill":
+    what = f"kill in {found['how'][0]}, staleness {found['how'][1]}"
+  row = table.setdefault(what, collections.Counter())
+  row["runs"] += 1
+  row["kills"] += found.get("kills", 0)
+  row["seconds"] += found["seconds"]
+  if "failed" in found:
+    row["failed"] += 1
+    print(f"FAILED {json.dumps(found)}", flush=True)
 
 
 def main() -> int:
@@ -56,20 +72,16 @@ def main() -> int:
       stdout=subprocess.PIPE, text=True, env=env,
   )  # pyformat: disable
   table: dict[str, collections.Counter] = {}
-  for line in process.stdout:
-    found = json.loads(line)
-    what = found["what"]
-    if what == "kill":
-      what = f"kill in {found['how'][0]}, staleness {found['how'][1]}"
-    row = table.setdefault(what, collections.Counter())
-    row["runs"] += 1
-    row["kills"] += found.get("kills", 0)
-    row["seconds"] += found["seconds"]
-    if "failed" in found:
-      row["failed"] += 1
-      print(f"FAILED {line}", end="", flush=True)
-    done = sum(row["runs"] for row in table.values())
-    print(f"\r{done} faults", end="", file=sys.stderr, flush=True)
+  stopped = False
+  try:
+    for line in process.stdout:
+      _count(json.loads(line), table)
+      done = sum(row["runs"] for row in table.values())
+      print(f"\r{done} faults", end="", file=sys.stderr, flush=True)
+  except KeyboardInterrupt:
+    print("\nstopped; a part, drawn at random:")
+    stopped = True
+    process.kill()
   code = process.wait()
   print(f"{'fault':36} {'runs':>5} {'kills':>6} {'failed':>7} {'seconds':>8}")
   for what, row in table.items():
@@ -78,7 +90,7 @@ def main() -> int:
         f" {row['seconds']:8.0f}"
     )
   failed = sum(row["failed"] for row in table.values())
-  return 1 if code or failed else 0
+  return 1 if failed or (code and not stopped) else 0
 
 
 if __name__ == "__main__":

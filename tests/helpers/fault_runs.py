@@ -659,6 +659,7 @@ def main() -> None:
     kinds = [(f, kind) for f in files for kind in ("cut", "empty", "bit")]
     found.rng.shuffle(kinds)
     plan += [("damage", stopped, *one) for one in kinds[: given.damages]]
+  found.rng.shuffle(plan)  # So that a part of it is a sample of all.
   for what, *how in plan:
     started = time.monotonic()
     entry = {"what": what, "how": [str(h) for h in how]}
