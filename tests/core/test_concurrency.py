@@ -37,6 +37,26 @@ class TestWorkerPool:
     gate.set()
     assert wait_until(lambda: pool.lost == 0)
 
+  def test_one_whose_thread_was_starting_at_a_ctrl_c_closes(self, monkeypatch):
+    pool = concurrency.WorkerPool(max_threads=1)
+    go, begin = threading.Semaphore(0), threading.Thread._bootstrap_inner
+
+    def late(thread):
+      go.acquire()
+      begin(thread)
+
+    def interrupted(event, timeout=None):
+      raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", late)
+    with monkeypatch.context() as patch:
+      patch.setattr(threading.Event, "wait", interrupted)
+      with pytest.raises(KeyboardInterrupt):
+        pool.submit(lambda: None)
+    assert not pool.close(timeout=0.05)
+    go.release()
+    assert pool.close(timeout=5)
+
   def test_threads_are_bounded(self):
     pool = concurrency.WorkerPool(max_threads=3)
     gate = threading.Event()

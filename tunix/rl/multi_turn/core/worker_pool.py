@@ -281,7 +281,12 @@ class WorkerPool:
           return True
         threads = list(self._alive)
       for thread in threads:
-        thread.join(max(0.0, min(0.05, deadline - time.monotonic())))
+        left = max(0.0, min(0.05, deadline - time.monotonic()))
+        # A second Ctrl-C may end the wait for a thread's start: it starts still.
+        if thread.is_alive():
+          thread.join(left)
+        else:
+          time.sleep(min(left, 0.01))
       if time.monotonic() >= deadline:
         with self._cond:
           return not self._threads
