@@ -50,6 +50,8 @@ def test_every_configuration_is_loaded_and_documented():
     config_lib.load_config([str(path)])
     assert f"examples/configs/{path.name}" in page
     picture = f"images/learning_{path.stem}.svg"
+    if path.stem == "mcp":  # As the page says.
+      continue
     assert picture in page
     text = (ROOT / "docs" / picture).read_text()
     assert len(text) < 60_000 and "polyline" in text
