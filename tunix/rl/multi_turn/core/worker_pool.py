@@ -282,7 +282,7 @@ class WorkerPool:
         threads = list(self._alive)
       for thread in threads:
         left = max(0.0, min(0.05, deadline - time.monotonic()))
-        # A second Ctrl-C may end the wait for a thread's start: it starts still.
+        # Not so where Ctrl-C ended the wait for its start: it starts still.
         if thread.is_alive():
           thread.join(left)
         else:

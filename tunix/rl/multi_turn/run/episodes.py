@@ -145,11 +145,20 @@ class EpisodeFactory:
 
   @property
   def tool_schemas(self) -> list[dict[str, Any]]:
-    """OpenAI schemas of the tools that its environments offer by name."""
-    tools = self._make_environment.tools
-    if tools is None:
+    """OpenAI schemas of the tools by name that demonstrations may call.
+
+    Raises:
+      ConfigError: demonstrations cannot be played with such tools.
+    """
+    tools, steps = self._make_environment.tools, self._config.warm_start.steps
+    if tools is None or not steps:
       return []
-    return manager.ToolManager(tools.for_task({})).json
+    try:
+      return manager.ToolManager(tools.for_task({})).json
+    except TypeError as error:  # google-tunix's, which have other methods.
+      raise config_lib.ConfigError([
+          f"warm_start.steps={steps}: {error}; set warm_start.steps=0"
+      ]) from None
 
   @property
   def _by_service(self) -> bool:
