@@ -11,6 +11,9 @@ import pytest
 import small_runs
 import trials
 
+all_of_them = pytest.mark.skipif(
+    trials.share() < 1, reason="two minutes: make test-all runs it"
+)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 DEVICES = 4
 ARGUMENTS = (
@@ -125,6 +128,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_run_resumes(
   check_equal(run, one)
 
 
+@all_of_them
 def test_one_that_is_asked_to_stop_stops_all_and_the_run_resumes(one, tmp_path):
   pod = Pod(tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}")
   run = tmp_path / "r"
@@ -140,6 +144,7 @@ def test_one_that_is_asked_to_stop_stops_all_and_the_run_resumes(one, tmp_path):
   check_equal(run, one)
 
 
+@all_of_them
 def test_asynchronous_collection_keeps_the_bound(tmp_path):
   pod = Pod(
       tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}", "queue.max_staleness=1",

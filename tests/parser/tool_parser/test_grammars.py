@@ -431,6 +431,18 @@ def step_of(name, extent):
 
 
 @pytest.mark.parametrize("name", GUI)
+def test_a_swipe_of_no_length_has_no_direction(name):
+  action = Action(Kind.SWIPE, x=0.0, y=0.0, x2=0.0, y2=0.5)
+  try:
+    text = parser_of(name).format_gui_action(action, 64, 64, "")
+  except tool_parser.GuiActionError:
+    return
+  (back,) = parser_of(name).parse_gui_actions(text, 64, 64)
+  assert abs(back.y2 - 0.5) <= step_of(name, 64) + 0.5  # With both its ends.
+  assert "direction" not in text
+
+
+@pytest.mark.parametrize("name", GUI)
 @settings(max_examples=120)
 @given(case=cases())
 def test_writing_and_reading_are_inverse(name, case):
@@ -448,7 +460,10 @@ def test_writing_and_reading_are_inverse(name, case):
     wanted, got = getattr(action, field), getattr(back, field)
     assert (wanted is None) == (got is None)
     if wanted is not None:
-      assert abs(wanted - got) <= step_of(name, extent)
+      step = step_of(name, extent)
+      if action.kind is Kind.SWIPE and field in ("x2", "y2"):
+        step = max(step, 1.0)  # A direction is that of an end to a pixel.
+      assert abs(wanted - got) <= step
       assert 0 <= got <= extent - 1
   same = {f: getattr(action, f) for f in ("x", "y", "x2", "y2")}
   if action.kind is Kind.SCROLL:

@@ -319,12 +319,20 @@ class Writing:
     return next((k for k, v in DIRECTIONS.items() if v == sign), None)
 
   def swipe_direction(self) -> str | None:
-    """The way of a swipe that `Arguments.swipe` would read so, else None."""
+    """The way of a swipe that `Arguments.swipe` would read so, to a pixel.
+
+    None: there is none, or the swipe moves less than a pixel.
+    """
     action = self.action
     if None in (action.x, action.y, action.x2, action.y2):
       return None
     reading = Arguments({}, "", self.size, ABSOLUTE)
     at = {"x": action.x, "y": action.y}
+    moved = math.dist(
+        (action.x, action.y), (action.x2, action.y2)  # type: ignore[arg-type]
+    )
+    if moved < 1:  # At a screen's edge, as if it were any way.
+      return None
     for way in DIRECTIONS:
       made = reading.swipe(way, cast(Mapping[str, float], at))
       if math.dist(
