@@ -267,3 +267,25 @@ def test_an_interpreter_without_the_package_is_reported():
   )
   with pytest.raises(process.VerifiersError, match="No module named 'verif"):
     asyncio.run(env.reset())
+
+
+def test_a_start_that_failed_is_not_tried_at_each_episode(monkeypatch):
+  env = environment.VerifiersEnvironment(
+      {"split": "train", "index": 0, "seed": 0},
+      module="another",
+      python=sys.executable,
+  )
+  starts = []
+  start = process.Worker.__init__
+
+  def counted(*args):
+    starts.append(args)
+    start(*args)
+
+  monkeypatch.setattr(process.Worker, "__init__", counted)
+  for expected in (1, 1, 2):
+    if expected == 2:
+      monkeypatch.setattr(process, "_RETRY_S", 0.0)
+    with pytest.raises(process.VerifiersError, match="No module named 'verif"):
+      asyncio.run(env.reset())
+    assert len(starts) == expected

@@ -123,7 +123,6 @@ for _name, _spec in {
             "collect.deadlines.reset": 150.0,
             "collect.deadlines.step": 300.0,
             "collect.deadlines.turn": 330.0,
-            "warm_start.steps": 0,
         },
     ),
 }.items():

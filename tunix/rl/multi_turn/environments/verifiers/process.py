@@ -21,11 +21,13 @@ import os
 import pathlib
 import subprocess
 import threading
+import time
 from typing import Any, Mapping
 
 _WORKER = pathlib.Path(__file__).parent / "worker.py"
 _CANCEL_S = 5.0  # For the event loop of a worker to answer.
 _END_S = 5.0
+_RETRY_S = 30.0  # Between two starts, the first of which failed.
 
 
 class VerifiersError(RuntimeError):
@@ -211,11 +213,15 @@ def _fail(
 
 
 _SHARED: dict[str, Worker] = {}
+_FAILED: dict[str, tuple[float, str]] = {}  # When a start failed, and why.
 _STARTING: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
 
 
 def shared(python: str, request: Mapping[str, Any], start_s: float) -> Worker:
   """The worker of that environment, started unless it runs. Blocks.
+
+  A start that failed is tried again half a minute later; until then its error
+  is raised at once, so that a run with a wrong module ends soon.
 
   Raises:
     VerifiersError: see `Worker`.
@@ -223,8 +229,16 @@ def shared(python: str, request: Mapping[str, Any], start_s: float) -> Worker:
   key = json.dumps([python, request], sort_keys=True)
   with _STARTING[key]:
     worker = _SHARED.get(key)
-    if worker is None or not worker.alive:
+    if worker is not None and worker.alive:
+      return worker
+    when, why = _FAILED.get(key, (0.0, ""))
+    if why and time.monotonic() < when + _RETRY_S:
+      raise VerifiersError(why)
+    try:
       worker = _SHARED[key] = Worker(python, request, start_s)
+    except VerifiersError as error:
+      _FAILED[key] = time.monotonic(), str(error)
+      raise
     return worker
 
 
