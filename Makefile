@@ -33,7 +33,7 @@ MONITOR := $(if $(findstring monitor.embedded=false,$(ARGS)),,$(STAMP)-monitor)
 XDESKTOP := $(if $(findstring xdesktop,$(ARGS)),$(STAMP)-xdesktop)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench docs browser desktop openenv agent-clients tpu-compile tpu-decode install install-dev clean
+.PHONY: help train test test-all lint bench docs browser desktop openenv agent-clients verifiers tpu-compile tpu-decode install install-dev clean
 
 help: ## this text
 	@echo "usage: make TARGET [ARGS='key=value ...']"
@@ -119,6 +119,18 @@ $(AGENT_CLIENTS): constraints-agents.txt
 	@$@.part/bin/python -m pip install $(PIP_FLAGS) -c constraints-agents.txt \
 	  openai anthropic litellm openai-agents smolagents pillow \
 	  'pydantic-ai-slim[openai]'
+	@mv $@.part $@
+
+# Environments of verifiers are played there. The last version in which an
+# environment is a module with load_environment, and needs nothing at run time.
+VERIFIERS := .venv-verifiers
+verifiers: $(VERIFIERS) ## install the package verifiers, for environment=verifiers
+
+$(VERIFIERS): constraints-verifiers.txt
+	@rm -rf $@ && scripts/venv.sh "$(CURDIR)/$@.part"
+	@echo "installing verifiers into $@ (takes a few minutes)"
+	@$@.part/bin/python -m pip install $(PIP_FLAGS) \
+	  -c constraints-verifiers.txt verifiers==0.1.14
 	@mv $@.part $@
 
 # The TPU compiler lies in a directory of its own: no environment imports it.

@@ -95,6 +95,7 @@ OUTSIDE = (
     "gym=computer", "gym=gymnasium", "gym=xdesktop", "gym=miniwob",
     "gym=browser", "/models/policy", "Qwen3-VL-4B", "UI-TARS", "resume=",
     "recordings=", "tasks=[]", "configs/mcp.yaml", "processes.",
+    "environment=verifiers",
 )  # pyformat: disable
 """A run with one of these needs a server, a program or files that are not
 here: its settings are read and checked, but nothing is built."""

@@ -20,8 +20,9 @@ class EnvironmentConfig:
       default="cua",
       doc="cua: a computer, see gym. tool: questions answered with tools."
       " gsm8k: arithmetic problems answered in text. tool_request: stateful"
-      " tools with an instance an episode. Or package.module:Class, a BaseEnv"
-      " or an environment of tunix.rl.agentic.",
+      " tools with an instance an episode. verifiers: one of the package"
+      " verifiers, see docs/outside_gyms.md. Or package.module:Class, a"
+      " BaseEnv or an environment of tunix.rl.agentic.",
       registry="tunix.rl.multi_turn.environments.spec:ENVIRONMENTS",
   )
   max_turns: int = setting(

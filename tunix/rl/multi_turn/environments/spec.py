@@ -110,6 +110,21 @@ for _name, _spec in {
         preset={**_TEXT_PRESET, "agent.system_prompt": ""},
         oracle=f"{_HERE}.arithmetic:solve",
     ),
+    "verifiers": EnvironmentSpec(
+        f"{_HERE}.verifiers.environment:VerifiersEnvironment",
+        "any",
+        tasks=f"{_HERE}.verifiers.environment:VerifiersTasks",
+        preset={
+            **_TEXT_PRESET,
+            "agent.system_prompt": "",
+            "rollout.via": "proxy",
+            "rollout.agent": "tunix.rl.multi_turn.clients.verifiers_agent:play",
+            # A step is an episode; the first reset imports the package.
+            "collect.deadlines.reset": 150.0,
+            "collect.deadlines.step": 300.0,
+            "collect.deadlines.turn": 330.0,
+        },
+    ),
 }.items():
   ENVIRONMENTS.register(_name, _spec)
 

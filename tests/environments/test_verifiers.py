@@ -1,0 +1,291 @@
+"""Environments of the package verifiers, played by the package itself.
+
+It lives in an environment of its own, made by `make verifiers`. Skipped where
+there is none.
+"""
+
+import asyncio
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import httpx
+import numpy as np
+import pytest
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.clients import scripted_client
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.environments.verifiers import environment
+from tunix.rl.multi_turn.environments.verifiers import process
+from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.serving import answers
+from tunix.rl.multi_turn.serving import app as app_lib
+from tunix.rl.multi_turn.serving import media
+from tunix.rl.multi_turn.serving import prompts
+from tunix.rl.multi_turn.serving import service as service_lib
+from tunix.rl.multi_turn.serving import session_store
+
+_ROOT = pathlib.Path(__file__).parents[2]
+PYTHON = pathlib.Path(
+    os.environ.get("VERIFIERS_PYTHON", _ROOT / ".venv-verifiers/bin/python")
+)
+MODULES = _ROOT / "tests/helpers/verifiers_environments"
+CALL = (
+    '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+)
+installed = pytest.mark.skipif(
+    not PYTHON.exists(), reason="no verifiers: make verifiers"
+)
+slow = pytest.mark.slow  # Importing the package takes seconds.
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module", name="server")
+def _server():
+  """A server whose policy calls `add` first, and reads back the sum."""
+  _, processor, tokenizer = checkpoint.create_policy("nano", screen=(32, 32))
+  renderer = qwen.QwenRenderer(tokenizer, processor.num_image_tokens)
+
+  def answer(prompt, session):
+    del session
+    text = tokenizer.decode(prompt.tokens)
+    answered = "It is 7." if "sum 7" in text else CALL
+    return [*renderer.encode(answered), renderer.end_of_turn_id]
+
+  service = service_lib.Service(
+      prompts.ServedPolicy(
+          name="nano",
+          client=scripted_client.ScriptedClient(answer),
+          renderer=renderer,
+          parser=tool_parser.make_tool_parser("qwen"),
+          decoder=answers.TokenDecoder(
+              renderer.decode, tokenizer, renderer.end_of_turn_id
+          ),
+          context_length=1 << 16,
+      ),
+      session_store.SessionStore(renderer),
+      media.MediaLoader(images_lib.ImageStore()),
+  )
+  with http_server.LoopbackServer(app_lib.OpenAIApp(service).asgi) as server:
+    yield server.url
+  process.close_all()
+
+
+def make(index=0, split="train", episode_s=60.0, start_s=120.0, **args):
+  return environment.VerifiersEnvironment(
+      {"split": split, "index": index, "seed": 0},
+      module="counting-tools",
+      args=args,
+      path=str(MODULES),
+      python=str(PYTHON),
+      episode_s=episode_s,
+      start_s=start_s,
+  )
+
+
+async def episode(env, url):
+  """(the step's result, the session's sequences)."""
+  async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+    found = await client.post("/rl/start_session", json={"task_id": "t"})
+    started = found.json()
+    session = environment.PolicySession(
+        started["base_url"],
+        started["api_key"],
+        "nano",
+        {"max_tokens": 64, "temperature": 1.0, "extra_body": {"top_k": 0}},
+        30.0,
+    )
+    await env.reset()
+    result = await env.step(environment.hand_over(session))
+    exported = await client.post(
+        "/export_trajectories",
+        json={
+            "session_id": started["session_id"],
+            "style": "concat",
+            "drop": True,
+        },
+    )
+  return result, list(exported.json()["interactions"].values())
+
+
+@installed
+@slow
+def test_its_tools_turns_and_rubric_are_the_packages_own(server):
+  (observation, reward, done, info), sequences = asyncio.run(
+      episode(make(kind="tool"), server)
+  )
+  assert observation == {} and done and reward == 1.0 and info["success"]
+  assert info["metrics"]["has_sum"] == 1.0
+  roles = [m["role"] for m in info["completion"]]
+  assert roles == ["assistant", "tool", "assistant"]
+  assert info["completion"][1]["content"] == "sum 7"
+  [sequence] = sequences  # The second turn extends the first.
+  mask = np.asarray(sequence["tensor_dict"]["loss_mask"][0])
+  starts = np.flatnonzero(np.diff(mask.astype(int)) == 1)
+  assert len(starts) == 2
+
+
+@installed
+@slow
+def test_rows_are_drawn_once_a_pass_and_held_out_ones_never(server):
+  async def play_all():
+    draws = [("train", i) for i in range(16)] + [("eval", i) for i in (0, 1)]
+    return await asyncio.gather(
+        *(episode(make(i, split, kind="tool"), server) for split, i in draws)
+    )
+
+  started = time.monotonic()
+  rows = [info["example_id"] for (_, _, _, info), _ in asyncio.run(play_all())]
+  # Ten rows, every fifth of which is held out; two passes of eight.
+  assert sorted(rows[:8]) == sorted(rows[8:16]) == [1, 2, 3, 4, 6, 7, 8, 9]
+  assert rows[:8] != rows[8:16]
+  assert sorted(rows[16:]) == [0, 5]
+  assert time.monotonic() - started < 60  # At once, in one process.
+
+
+@installed
+@slow
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("raises", "no such answer"),
+        ("nan", "returned the reward nan"),
+        ("dies", "ended with status 3.*the last words"),
+        ("waits", "not over after 2 s; raise environment.options.episode_s"),
+        ("group", "rewards of a whole group"),
+    ],
+)
+def test_what_fails_is_an_error_and_no_reward_of_0(server, kind, words):
+  env = make(kind=kind, seconds=60.0, episode_s=2.0 if kind == "waits" else 60)
+  with pytest.raises(process.VerifiersError, match=words):
+    asyncio.run(episode(env, server))
+  process.close_all()
+
+
+@installed
+@slow
+def test_a_process_that_hangs_is_ended_and_the_next_episode_plays(
+    server, monkeypatch
+):
+  monkeypatch.setattr(process, "_CANCEL_S", 0.5)
+  env = make(kind="blocks", seconds=60.0, episode_s=2.0)
+  with pytest.raises(process.VerifiersError, match="not over after 2 s"):
+    asyncio.run(episode(env, server))
+  worker = env._worker
+  until = time.monotonic() + 10
+  while worker.alive and time.monotonic() < until:
+    time.sleep(0.05)
+  assert not worker.alive and "blocks its event loop" in worker._end
+  # Killed from outside between two episodes, it is started anew.
+  again = make(kind="tool")
+  asyncio.run(episode(again, server))
+  os.kill(again._worker._process.pid, signal.SIGKILL)
+  again._worker._process.wait(10)
+  (_, reward, _, _), _ = asyncio.run(episode(make(kind="tool"), server))
+  assert reward == 1.0
+
+
+@installed
+@slow
+def test_a_run_trains_on_such_an_environment(tmp_path):
+  status = train.main([
+      "environment=verifiers", "environment.options.module=counting-tools",
+      f"environment.options.path={MODULES}",
+      f"environment.options.python={PYTHON}",
+      "environment.options.args.kind=talk", f"run.dir={tmp_path}", "name=a",
+      "steps=1", "collect.group_size=4", "learner.groups_per_step=1",
+      "engine.slots=8", "collect.concurrency=8", "report.progress=none",
+      "sampling.max_new_tokens=16", "eval.episodes_per_task=1",
+      "eval.modes=[sampled]",
+  ])  # pyformat: disable
+  process.close_all()
+  assert status == 0
+  lines = (tmp_path / "a" / "trajectories.jsonl").read_text().splitlines()
+  trained = [t for t in map(json.loads, lines) if t["split"] == "train"]
+  assert len(trained) >= 4
+  for found in trained:
+    [sequence] = found["sequences"]
+    [step] = found["steps"]
+    assert step["info"]["metrics"]["num_turns"] == 2
+    # Of the rubric, recomputed from what was said.
+    said = step["info"]["completion"][-1].get("content") or ""
+    assert found["reward"] == pytest.approx(len(said) / 100)
+    assert max(sequence["turn_ids"]) == 1
+  [metrics] = map(
+      json.loads, (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+  )
+  assert metrics["logprob_gap_max"] < 1e-3
+  summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+  assert not summary.get("faults")
+
+
+def test_choosing_it_chooses_the_way_to_the_policy():
+  config = config_lib.load_config(["environment=verifiers"])
+  assert config.rollout.via == "proxy"
+  assert config.rollout.agent.endswith("verifiers_agent:play")
+  assert config.collect.deadlines.step > 280  # Longer than episode_s.
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"module": ""}, "module='' must name a module"),
+        ({"python": "/no/python"}, "no such file; run `make verifiers`"),
+        ({"path": "/no/folder"}, "path=/no/folder is no directory"),
+        ({"episode_s": 0}, "episode_s=0 must be a number of seconds"),
+        ({"args": {"a": {1}}}, "must be JSON"),
+    ],
+)
+def test_an_option_that_is_wrong_is_named(options, words):
+  given = {"module": "counting-tools", "python": __file__, **options}
+  with pytest.raises(ValueError, match=words):
+    environment.VerifiersEnvironment(
+        {"split": "train", "index": 0, "seed": 0}, **given
+    )
+
+
+def test_a_step_without_a_session_says_which_agent_makes_one():
+  env = environment.VerifiersEnvironment(
+      {"split": "train", "index": 0, "seed": 0}, module="m", python=__file__
+  )
+  with pytest.raises(ValueError, match="set rollout.via=proxy"):
+    asyncio.run(env.step("nothing"))
+
+
+def test_an_interpreter_without_the_package_is_reported():
+  env = environment.VerifiersEnvironment(
+      {"split": "train", "index": 0, "seed": 0},
+      module="m",
+      python=sys.executable,
+  )
+  with pytest.raises(process.VerifiersError, match="No module named 'verif"):
+    asyncio.run(env.reset())
+
+
+def test_a_start_that_failed_is_not_tried_at_each_episode(monkeypatch):
+  env = environment.VerifiersEnvironment(
+      {"split": "train", "index": 0, "seed": 0},
+      module="another",
+      python=sys.executable,
+  )
+  starts = []
+  start = process.Worker.__init__
+
+  def counted(*args):
+    starts.append(args)
+    start(*args)
+
+  monkeypatch.setattr(process.Worker, "__init__", counted)
+  for expected in (1, 1, 2):
+    if expected == 2:
+      monkeypatch.setattr(process, "_RETRY_S", 0.0)
+    with pytest.raises(process.VerifiersError, match="No module named 'verif"):
+      asyncio.run(env.reset())
+    assert len(starts) == expected

@@ -1,0 +1,1 @@
+"""Plays environments of the package verifiers; see `environment`."""

@@ -1,0 +1,199 @@
+"""Plays environments of the package verifiers (0.1) as they are.
+
+`environment=verifiers` names the module of one, whose `load_environment` makes
+it. It runs in a process of an environment of its own (`make verifiers`), since
+what that package asks for does not go together with this one. There it drives
+the episode: its prompts, tools and turns reach the policy through the run's
+server, as those of any other agent, and its rubric rewards them.
+
+An episode is one step here: `clients.verifiers_agent` hands the session of the
+server over, and acts with the name of what it handed over.
+
+Promises: a rollout or a rubric that fails is an error of the environment, not a
+reward of 0; keys reach the process by a pipe and no trajectory.
+
+Does not support rewards that compare the rollouts of a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any, Mapping, Sequence
+import uuid
+import weakref
+
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.environments import base_env
+from tunix.rl.multi_turn.environments import options
+from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.verifiers import process
+
+_FAMILY = "verifiers"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PolicySession:
+  """A session of the run's server.
+
+  Attributes:
+    base_url: of its OpenAI API.
+    api_key: of the session.
+    model: the server's name of it.
+    sampling: arguments of a completion.
+    timeout_s: of one request.
+  """
+
+  base_url: str
+  api_key: str = dataclasses.field(repr=False)
+  model: str
+  sampling: Mapping[str, Any]
+  timeout_s: float
+
+
+_HANDED_OVER: weakref.WeakValueDictionary[str, PolicySession] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def hand_over(session: PolicySession) -> str:
+  """Names a session for one step, as long as the caller keeps it."""
+  name = uuid.uuid4().hex
+  _HANDED_OVER[name] = session
+  return name
+
+
+class VerifiersEnvironment(base_env.BaseEnv):
+  """One row of an environment of verifiers. Its only step plays all of it."""
+
+  def __init__(
+      self,
+      task: Mapping[str, Any],
+      *,
+      module: str,
+      args: Mapping[str, Any] | None = None,
+      path: str = "",
+      python: str = ".venv-verifiers/bin/python",
+      success_at: float = 1.0,
+      start_s: float = 120.0,
+      episode_s: float = 280.0,
+  ):
+    """Args:
+
+      task: with `split` ("train" or "eval"), `index` and `seed`.
+      module: that has `load_environment`, with dashes or underscores.
+      args: of it, JSON values.
+      path: directory that the module is in, where it is not installed.
+      python: interpreter of the environment that has verifiers.
+      success_at: the reward from which an episode is solved.
+      start_s: for importing verifiers and loading the environment.
+      episode_s: for a rollout and its rewards.
+
+    Raises:
+      ValueError: naming the argument.
+    """
+    for key in ("split", "index", "seed"):
+      if key not in task:
+        raise ValueError(
+            f"the task needs {key!r}; set task_source.source=generated"
+        )
+    if not isinstance(module, str) or not module:
+      raise ValueError(f"module={module!r} must name a module")
+    # Not resolved: an interpreter's link says which environment it is of.
+    where = pathlib.Path(python).expanduser().absolute()
+    if not where.is_file():
+      raise ValueError(
+          f"python={python}: no such file; run `make verifiers`, or name the"
+          " interpreter of an environment with verifiers<0.2"
+      )
+    folder = str(pathlib.Path(path).expanduser().absolute()) if path else ""
+    if folder and not pathlib.Path(folder).is_dir():
+      raise ValueError(f"path={path} is no directory; name the module's")
+    options.check_seconds({"start_s": start_s, "episode_s": episode_s})
+    self._request = {"module": module, "args": dict(args or {}), "path": folder}
+    try:
+      json.dumps(self._request)
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"args={args!r} must be JSON: {error}") from None
+    self._python = str(where)
+    self._task = {key: task[key] for key in ("split", "index", "seed")}
+    self._success_at = success_at
+    self._start_s, self._episode_s = start_s, episode_s
+    self._worker: process.Worker | None = None
+
+  async def reset(self) -> base_env.ResetResult:
+    """Loads the environment where it is not loaded yet.
+
+    Raises:
+      VerifiersError: it cannot be loaded.
+    """
+    self._worker = await concurrency.acall(
+        process.shared,
+        self._python,
+        self._request,
+        self._start_s,
+        what="starting verifiers",
+    )
+    split, index = self._task["split"], self._task["index"]
+    name = self._request["module"]
+    return {"question": f"{name}, {split} {index}"}, {}
+
+  async def step(self, action: Any) -> base_env.StepResult:
+    """Plays the rollout with the session that `action` names.
+
+    Raises:
+      VerifiersError: the rollout or its rubric failed.
+      ValueError: no session of that name.
+    """
+    session = _HANDED_OVER.pop(str(getattr(action, "action", action)), None)
+    if session is None or self._worker is None:
+      raise ValueError(
+          "an environment of verifiers asks the policy itself; set"
+          " rollout.via=proxy and"
+          " rollout.agent=tunix.rl.multi_turn.clients.verifiers_agent:play"
+      )
+    result = await self._worker.play(
+        {**self._task, **vars(session)}, self._episode_s
+    )
+    reward = float(result["reward"])
+    info = {**result, "success": reward >= self._success_at}
+    return {}, reward, True, info
+
+  def close(self) -> None:
+    """Does nothing: the process plays the next episode."""
+
+
+class VerifiersTasks:
+  """Rows of the environment, drawn where they are: a `gyms.base.TaskSet`.
+
+  Training rows are shuffled anew in each pass. Without a list for evaluation,
+  every fifth row is held out.
+  """
+
+  def __init__(self, families: Sequence[str] | None = None):
+    """`families`: none, or "verifiers", the only one.
+
+    Raises:
+      ValueError: another.
+    """
+    if wrong := set(families or ()) - {_FAMILY}:
+      raise ValueError(f"{min(wrong)!r} is no family; leave it at {_FAMILY}")
+
+  def families(self) -> tuple[str, ...]:
+    return (_FAMILY,)
+
+  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
+    return _task(family, "train", index, seed)
+
+  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
+    return _task(family, "eval", index, seed)
+
+
+def _task(family: str, split: str, index: int, seed: int) -> base.Task:
+  return base.Task(
+      task_id=f"{family}/{split}/{index}/{seed}",
+      family=family,
+      seed=seed,
+      params={"split": split, "index": index, "seed": seed},
+  )

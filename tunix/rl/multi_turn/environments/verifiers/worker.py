@@ -1,0 +1,210 @@
+"""Plays episodes of one environment of the package `verifiers`.
+
+    python worker.py < requests > answers
+
+Runs in an environment of its own, which has verifiers 0.1 and the environment's
+module, and not this package: it imports neither. Messages are JSON objects, one
+a line. The first one it reads names the environment: `module`, `args` (of its
+`load_environment`) and `path`, a directory to import it from. It answers
+`{"ready": {"version", "train", "eval"}}`, or `{"fatal": text}` and ends.
+
+Then `{"id", "play": {…}}` is an episode, with `split`, `index`, `seed` and the
+policy's `base_url`, `api_key`, `model`, `sampling` and `timeout_s` (of one
+request); it answers `{"id", "result": {…}}` or `{"id", "error": text}`.
+`{"cancel": id}` ends an episode; it answers `{"cancelled": id}`.
+
+Promises: episodes run at once, in one event loop; a reward function that raised
+is an error, where verifiers itself would log it and count 0; what the
+environment prints goes to stderr. Ends when its stdin does.
+"""
+
+import asyncio
+import contextvars
+import json
+import logging
+import math
+import os
+import random
+import sys
+import threading
+
+_HELD_OUT = 5  # One row in so many, where there is no list for evaluation.
+_REWARD_ERRORS = contextvars.ContextVar("_REWARD_ERRORS")
+
+
+class _RewardErrors(logging.Handler):
+  """Collects what verifiers logs of failed reward functions, by episode."""
+
+  def emit(self, record):
+    text = record.getMessage()
+    found = _REWARD_ERRORS.get(None)
+    if found is not None and "reward function" in text:
+      found.append(text)
+
+
+class Rows:
+  """The environment's rows, by split; `pick` draws as `ListedTasks` does."""
+
+  def __init__(self, env):
+    train = list(range(len(env.get_dataset())))
+    if env.build_eval_dataset() is None:
+      self._eval = [(env.get_dataset, i) for i in train[::_HELD_OUT]]
+      train = [i for i in train if i % _HELD_OUT]
+    else:
+      count = len(env.get_eval_dataset())
+      self._eval = [(env.get_eval_dataset, i) for i in range(count)]
+    self._train = [(env.get_dataset, i) for i in train]
+    self.sizes = {"train": len(self._train), "eval": len(self._eval)}
+    if not all(self.sizes.values()):
+      raise ValueError(f"its lists have {self.sizes} rows; each needs one")
+
+  def pick(self, split, index, seed):
+    rows = self._eval if split == "eval" else self._train
+    epoch, place = divmod(index, len(rows))
+    order = list(range(len(rows)))
+    if split != "eval":
+      random.Random(f"{seed}/{epoch}").shuffle(order)
+    dataset, row = rows[order[place]]
+    return dataset()[row]
+
+
+def load(vf, request):
+  """The environment that the first message names, and its rows."""
+  if request.get("path"):
+    sys.path.insert(0, request["path"])
+  env = vf.load_environment(request["module"], **request["args"])
+  if not isinstance(env, vf.Environment):
+    raise TypeError(
+        f"load_environment returned {type(env).__name__}, not a"
+        " verifiers.Environment"
+    )
+  if env.requires_group_rollouts:
+    raise ValueError(
+        "it has rewards of a whole group, and episodes are played one by one;"
+        " use rewards of single rollouts"
+    )
+  logging.getLogger("verifiers").addHandler(_RewardErrors(logging.ERROR))
+  return env, Rows(env)
+
+
+async def play(vf, env, rows, request):
+  """One episode: its reward, and what there is to know of it."""
+  import openai
+
+  failed = []
+  _REWARD_ERRORS.set(failed)
+  row = dict(rows.pick(request["split"], request["index"], request["seed"]))
+  async with openai.AsyncOpenAI(
+      base_url=request["base_url"],
+      api_key=request["api_key"],
+      timeout=request["timeout_s"],
+  ) as client:
+    out = await env.run_rollout(
+        row,
+        vf.OpenAIChatCompletionsClient(client),
+        request["model"],
+        request["sampling"],
+    )
+  if out.get("error"):
+    raise RuntimeError(f"the rollout failed: {_text(out['error'])}")
+  if failed:
+    raise RuntimeError("; ".join(failed))
+  reward = float(out["reward"])
+  if not math.isfinite(reward):
+    raise ValueError(f"its rubric returned the reward {reward}")
+  return {
+      "reward": reward,
+      "metrics": {k: float(v) for k, v in (out.get("metrics") or {}).items()},
+      "completion": [_message(m) for m in out.get("completion") or ()],
+      "stop_condition": out.get("stop_condition"),
+      "truncated": bool(out.get("is_truncated")),
+      "example_id": out.get("example_id"),
+  }
+
+
+def _message(message):
+  """A message as JSON, whichever class the environment wrote it with."""
+  return message if isinstance(message, dict) else message.model_dump(
+      mode="json", exclude_none=True
+  )
+
+
+def _text(error):
+  if isinstance(error, dict):
+    return error.get("error_chain_str") or error.get("error") or str(error)
+  return str(error)
+
+
+class Server:
+  """Reads requests in a thread, and plays them in the event loop."""
+
+  def __init__(self, vf, env, rows, send):
+    self._parts = vf, env, rows
+    self._send = send
+    self._playing = {}
+
+  async def run(self, lines):
+    loop = asyncio.get_running_loop()
+    threading.Thread(
+        target=self._read, args=(lines, loop), daemon=True
+    ).start()
+    await asyncio.Event().wait()  # `_read` ends the process.
+
+  def _read(self, lines, loop):
+    for line in lines:
+      loop.call_soon_threadsafe(self._take, json.loads(line))
+    os._exit(0)
+
+  def _take(self, message):
+    if "cancel" in message:
+      asyncio.ensure_future(self._cancel(message["cancel"]))
+      return
+    task = asyncio.ensure_future(self._answer(message))
+    self._playing[message["id"]] = task
+    task.add_done_callback(lambda _: self._playing.pop(message["id"]))
+
+  async def _cancel(self, number):
+    self._send({"cancelled": number})
+    if task := self._playing.get(number):
+      task.cancel()
+
+  async def _answer(self, message):
+    try:
+      answer = {"result": await play(*self._parts, message["play"])}
+      json.dumps(answer)
+    except Exception as error:  # Whatever the environment raises.
+      answer = {"error": f"{type(error).__name__}: {error}"}
+    self._send({"id": message["id"], **answer})
+
+
+def main():
+  own = os.path.dirname(os.path.abspath(__file__))
+  sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != own]
+  out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+  os.dup2(2, 1)  # Of print, and of what C writes.
+  lock = threading.Lock()
+
+  def send(message):
+    with lock:
+      out.write(json.dumps(message) + "\n")
+      out.flush()
+
+  request = json.loads(sys.stdin.readline())
+  try:
+    import verifiers as vf
+
+    if not hasattr(vf, "load_environment"):
+      raise ImportError(
+          f"verifiers {vf.__version__} has no load_environment; install"
+          " 'verifiers<0.2'"
+      )
+    env, rows = load(vf, request)
+  except (Exception, SystemExit) as error:
+    send({"fatal": f"{type(error).__name__}: {error}"})
+    return 1
+  send({"ready": {"version": vf.__version__, **rows.sizes}})
+  asyncio.run(Server(vf, env, rows, send).run(sys.stdin))
+
+
+if __name__ == "__main__":
+  sys.exit(main())
