@@ -131,6 +131,14 @@ def test_a_run_shares_a_session_and_an_episode_has_its_own(of_run):
   assert asyncio.run(twice()) == ["1", "2", "1", "2"]
 
 
+def test_python_is_this_interpreter(tmp_path):
+  """Also where a shell's `python` is another one, or none."""
+  found = toolset(
+      command=["python", COMMAND[1]], env={**ENV, "PATH": str(tmp_path)}
+  )
+  assert "calculator" in found.for_task({}) and len(found.for_task({})) > 1
+
+
 def test_a_hang_ends_at_its_deadline_and_a_death_is_mended():
   found = toolset(call_s=1.0, only=["hang", "die", "add"])
 

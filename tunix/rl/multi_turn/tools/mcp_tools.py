@@ -22,7 +22,8 @@ import binascii
 import importlib.util
 import io
 import os
-from typing import Any, Literal
+import sys
+from typing import Any, Literal, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import concurrency
@@ -32,6 +33,15 @@ from tunix.rl.multi_turn.tools import mcp_sessions
 from tunix.rl.multi_turn.tools import stateful
 
 _MAX_PIXELS = 64 << 20
+
+
+def _with_interpreter(command: Sequence[Any]) -> tuple[str, ...]:
+  """The command, with this process's interpreter for the program `python`.
+
+  Where no environment is activated, a shell's `python` is another one.
+  """
+  words = tuple(map(str, command))
+  return (sys.executable, *words[1:]) if words[:1] == ("python",) else words
 
 
 class McpTools:
@@ -62,7 +72,8 @@ class McpTools:
     """Connects once, and reads the server's list of tools.
 
     Args:
-      command: program and arguments of a server that is started here.
+      command: program and arguments of a server that is started here; the
+        program `python` is this process's interpreter.
       url: of a server that runs; give one of the two.
       env, cwd: of the program, which otherwise gets the few variables that
         the package `mcp` passes on.
@@ -106,7 +117,7 @@ class McpTools:
     if url:
       url = http.address(url, "mcp.url", "http://tools:8000/mcp")
     self.server = mcp_sessions.Server(
-        command=tuple(map(str, command or ())),
+        command=_with_interpreter(command or ()),
         env=env,
         cwd=cwd,
         url=url,
