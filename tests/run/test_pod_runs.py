@@ -156,6 +156,21 @@ def test_asynchronous_collection_keeps_the_bound(tmp_path):
   assert max(m["staleness_max"] for m in found) <= 1
 
 
+def test_who_waits_in_vain_is_told_so(tmp_path):
+  address = forced_devices.free_address()
+  log = tmp_path / "log"
+  for index in (0, 1):  # Each is alone.
+    process = forced_devices.start(
+        "-m", "tunix.rl.multi_turn.train", f"run.dir={tmp_path}",
+        f"processes.coordinator={address}", "processes.count=2",
+        f"processes.index={index}", "processes.join_s=3",
+        devices=1, output=log.open("w"),
+    )  # pyformat: disable
+    assert process.wait(100) == 2
+    (line,) = (l for l in log.read_text().splitlines() if "error" in l)
+    assert line.startswith(f"error: processes.coordinator={address}: not all")
+
+
 def test_what_does_not_fit_together_is_said_in_one_line(tmp_path):
   pod = Pod(
       tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}", "mesh.data=1",

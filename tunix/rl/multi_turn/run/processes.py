@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
+import threading
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import peers as peers_lib
 
 ProcessesConfig = run_sections.ProcessesConfig
+_AFTER_S = 30  # JAX aborts the process when this much more has passed.
 _ADDRESS, _COUNT, _INDEX = (
     "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 )  # pyformat: disable
@@ -42,27 +45,46 @@ def join(config: ProcessesConfig) -> peers_lib.Peers:
         ])
     return peers_lib.ALONE
   auto = address == "auto"
+  late = threading.Timer(config.join_s, _give_up, (address, config.join_s))
+  late.daemon = True
+  late.start()
   try:
     jax.distributed.initialize(
         coordinator_address=None if auto else address,
         num_processes=config.count or _number(_COUNT),
         process_id=_number(_INDEX) if config.index < 0 else config.index,
         cluster_detection_method=None if auto else "deactivate",
-        initialization_timeout=int(config.join_s) or 1,
+        initialization_timeout=int(config.join_s) + _AFTER_S,
         heartbeat_timeout_seconds=int(config.heartbeat_s),
     )
   except (ValueError, TypeError, RuntimeError) as error:
     text = " ".join(str(error).split())
+    if auto:
+      text += " JAX found no TPU pod, SLURM, MPI or JobSet; give host:port"
     raise config_lib.ConfigError([
         f"processes.coordinator={address}: {text[:300]}; start every process"
         " with the same processes.coordinator and processes.count, and its own"
         " processes.index from 0 on"
     ]) from None
+  finally:
+    late.cancel()
   # The only door to the service beside the devices' collectives.
   client = distributed.global_state.client
   return peers_lib.StorePeers(
       client, jax.process_index(), jax.process_count(), config.step_s
   )
+
+
+def _give_up(address: str, seconds: float) -> None:
+  """Ends the process with a line, where JAX would abort it with a stack."""
+  print(
+      f"error: processes.coordinator={address}: not all processes came within"
+      f" processes.join_s={seconds:g} s; start process 0 at that address and"
+      " the others with the same processes.count",
+      file=sys.stderr,
+      flush=True,
+  )
+  os._exit(2)
 
 
 def agreed(
