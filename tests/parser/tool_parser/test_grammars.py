@@ -460,10 +460,7 @@ def test_writing_and_reading_are_inverse(name, case):
     wanted, got = getattr(action, field), getattr(back, field)
     assert (wanted is None) == (got is None)
     if wanted is not None:
-      step = step_of(name, extent)
-      if action.kind is Kind.SWIPE and field in ("x2", "y2"):
-        step = max(step, 1.0)  # A direction is that of an end to a pixel.
-      assert abs(wanted - got) <= step
+      assert abs(wanted - got) <= step_of(name, extent)
       assert 0 <= got <= extent - 1
   same = {f: getattr(action, f) for f in ("x", "y", "x2", "y2")}
   if action.kind is Kind.SCROLL:

@@ -117,8 +117,8 @@ def check(
   for process, other in enumerate(found):
     if different := _different(found[0], other):
       problems.append(
-          f"process {process} has another {', '.join(different[:5])} than"
-          " process 0; start all with the same configuration"
+          f"process {process} has {', '.join(different[:5])}; start all with"
+          " the same configuration"
       )
   if problems:
     raise config_lib.ConfigError(problems)
@@ -133,7 +133,7 @@ def _different(one: Any, other: Any, key: str = "") -> list[str]:
             one.get(part), other.get(part), f"{key}.{part}".lstrip(".")
         )
     ]
-  return [] if one == other else [key]
+  return [] if one == other else [f"{key}={other} (process 0: {one})"]
 
 
 def leave(processes: peers_lib.Peers) -> None:

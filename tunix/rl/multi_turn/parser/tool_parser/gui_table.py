@@ -41,6 +41,9 @@ DIRECTIONS: Mapping[str, tuple[int, int]] = {
 NOTCH_PX = 120
 """Pixels that a notch of the wheel, or a scroll without a distance, is."""
 
+_SAME_PX = 0.05
+"""Distance of two ends of a swipe that count as one: rounding, no more."""
+
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _MAX_POINT_TEXT = 200
 _LARGEST = 1e6
@@ -319,7 +322,7 @@ class Writing:
     return next((k for k, v in DIRECTIONS.items() if v == sign), None)
 
   def swipe_direction(self) -> str | None:
-    """The way of a swipe that `Arguments.swipe` would read so, to a pixel.
+    """The way of a swipe that `Arguments.swipe` would read so.
 
     None: there is none, or the swipe moves less than a pixel.
     """
@@ -337,7 +340,7 @@ class Writing:
       made = reading.swipe(way, cast(Mapping[str, float], at))
       if math.dist(
           (made.x2, made.y2), (action.x2, action.y2)  # type: ignore[arg-type]
-      ) < 1:
+      ) < _SAME_PX:
         return way
     return None
 
