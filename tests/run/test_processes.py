@@ -24,7 +24,7 @@ def test_a_difference_is_named_with_both_values():
   config = config_lib.load_config(["learner.rows=4"])
   with pytest.raises(config_lib.ConfigError) as caught:
     processes.check(BesideAnother(), config)
-  assert caught.value.problems == [
+  assert list(caught.value.problems) == [
       "process 1 has learner.rows=5 (process 0: 4); start all with the same"
       " configuration"
   ]
