@@ -1,6 +1,13 @@
 """Multi-turn reinforcement learning of computer-using agents, in JAX.
 
-Importing this imports nothing else; the rooms are subpackages.
+    import tunix.rl.multi_turn as mt
+
+    run = mt.train(steps=40, gym="desktop")   # as the command `train`
+    run = mt.load("runs/desktop-…")           # a run made before
+    run.metrics, run.evaluations, run.episodes, run.plot(), run.watch(-1)
+
+Importing this imports nothing else: these names are imported on first use, and
+the rooms are subpackages.
 """
 
 from __future__ import annotations
@@ -8,8 +15,23 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+_API = {
+    "ConfigError": "config",
+    "Episode": "api.episodes",
+    "Run": "api.runs",
+    "TrainingRun": "api.training",
+    "load": "api.runs",
+}
+
 
 def __getattr__(name: str) -> Any:
-  if name == "TrajectoryCollector":
+  if name in ("TrajectoryCollector", "train"):
     return importlib.import_module(f"{__name__}.{name}")
+  if name in _API:
+    module = importlib.import_module(f"{__name__}.{_API[name]}")
+    return getattr(module, name)
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *_API, "train"})

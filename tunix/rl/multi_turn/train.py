@@ -18,11 +18,14 @@ prints the command that resumes the run.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import shlex
 import signal
 import sys
 import threading
 import traceback
-from typing import Sequence
+import types
+from typing import Any, Sequence
 
 import jax
 from tunix.rl.multi_turn import config as config_lib
@@ -97,17 +100,33 @@ def execute(run: Run) -> tuple[str, str | None]:
   return status, error
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-  """The command; returns the exit status."""
-  argv = sys.argv[1:] if argv is None else list(argv)
+def prepare(argv: Sequence[str]) -> Run:
+  """The run that a command line describes, built and not begun.
+
+  Raises:
+    ConfigError: lists every problem.
+    PeerError: another process of the run cannot build it.
+    SystemExit: after `--help` was printed.
+  """
   host_memory.tune()
+  config = config_lib.load_config(argv)
+  compile_cache.enable(config.run.compile_cache)
+  processes = processes_lib.join(config.processes)
+  return Run(processes_lib.agreed(processes, config), processes)
+
+
+def main(argv: Sequence[str] | str | None = None) -> int:
+  """The command; returns the exit status.
+
+  Args:
+    argv: of the command, or one text as in a shell; None: the program's.
+  """
+  if isinstance(argv, str):
+    argv = shlex.split(argv)
+  argv = sys.argv[1:] if argv is None else list(argv)
   try:
-    config = config_lib.load_config(argv)
-    compile_cache.enable(config.run.compile_cache)
-    processes = processes_lib.join(config.processes)
-    config = processes_lib.agreed(processes, config)
-    run = Run(config, processes)
-    if config.run.dry_run:
+    run = prepare(argv)
+    if run.config.run.dry_run:
       print(
           dry_run.describe(
               run.config,
@@ -120,8 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       )
       run.engine.close()
       return 0
-    status = _run_to_end(run)
-    processes_lib.leave(processes)
+    status = run_to_end(run)
+    processes_lib.leave(run.processes)
     return status
   except config_lib.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
@@ -146,7 +165,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 130
 
 
-def _run_to_end(run: Run) -> int:
+def run_to_end(run: Run) -> int:
+  """All stages of a run, with what the command prints; its exit status.
+
+  In the main thread, Ctrl-C and SIGTERM ask the run to stop.
+  """
   def interrupt(signum, frame):
     del frame
     if run.stop.is_set():  # The second time, at once.
@@ -204,5 +227,15 @@ def _stop_signals() -> tuple[int, ...]:
   return (signal.SIGINT, signal.SIGTERM)
 
 
+class _CallableModule(types.ModuleType):
+  """Importing a submodule binds its name in the package: `mt.train` is this
+  module, and `mt.train(…)` the call of the Python API."""
+
+  def __call__(self, *args: Any, **settings: Any) -> Any:
+    api = importlib.import_module("tunix.rl.multi_turn.api.training")
+    return api.train(*args, **settings)
+
+
 if __name__ == "__main__":
   sys.exit(main())
+sys.modules[__name__].__class__ = _CallableModule

@@ -45,6 +45,11 @@ class ConfigError(ValueError):
       )
     super().__init__(text)
 
+  def _render_traceback_(self) -> list[str]:
+    """What a notebook shows: the problems, without the lines that found them.
+    """
+    return [f"ConfigError: {self}"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Raw:

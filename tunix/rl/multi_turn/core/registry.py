@@ -3,7 +3,8 @@
 A `Registry` maps a name to an object, or to a path "package.module:Name" that
 is imported on first use, so that naming a gym costs nothing until it is
 wanted. Wherever a name is expected, such a path is one too. Promises: a name
-is taken once; an unknown name is refused with the nearest known one.
+is taken once, but a module that is loaded again (`%autoreload`) replaces its
+own entries; an unknown name is refused with the nearest known one.
 
 Does not: construct entries, or scan packages.
 """
@@ -110,6 +111,16 @@ def lazy_attributes(
   return find
 
 
+def _same_definition(old: Any, new: Any) -> bool:
+  """Whether both are one definition, of a module that was loaded again."""
+  names = [
+      (getattr(e, "__module__", ""), getattr(e, "__qualname__", ""))
+      for e in (old, new)
+  ]
+  module, name = names[0]
+  return names[0] == names[1] and bool(module and name) and "<" not in name
+
+
 class Registry(Generic[T]):
   """Name -> object. `kind` is what error messages call an entry."""
 
@@ -131,7 +142,7 @@ class Registry(Generic[T]):
       replace: allow taking over an existing name.
 
     Raises:
-      ValueError: the name is taken or empty.
+      ValueError: the name is taken by another definition, or empty.
     """
     if not isinstance(name, str) or not name:
       raise ValueError(
@@ -139,7 +150,8 @@ class Registry(Generic[T]):
       )
 
     def add(entry: Any) -> Any:
-      if name in self._entries and not replace:
+      taken = name in self._entries and not replace
+      if taken and not _same_definition(self._entries[name], entry):
         raise ValueError(
             f"{self.kind} {name!r} is already registered; choose another name,"
             " unregister it, or pass replace=True"

@@ -58,11 +58,11 @@ def build_report(
     FileNotFoundError: the directory holds no run.
   """
   run = run_data.load(directory)
-  page = run.directory / "report.html"
-  partial = page.with_suffix(".part")
+  path = run.directory / "report.html"
+  partial = path.with_suffix(".part")
   partial.write_text(render(run, config), encoding="utf-8")
-  partial.replace(page)
-  return page
+  partial.replace(path)
+  return path
 
 
 def render(
@@ -70,26 +70,37 @@ def render(
     config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
 ) -> str:
   """The page as one string."""
+  return page(
+      run.name,
+      [
+          heading(run),
+          tiles(run),
+          training_curve(run),
+          evaluations(run),
+          _films(run, config),
+          readings(run),
+          _troubles(run),
+          _config(run),
+      ],
+  )
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+  """A page of its own of parts made here; empty ones are left out."""
   style = pathlib.Path(__file__).with_name("report_style.css").read_text(
       encoding="utf-8"
   )
-  name = html.escape(run.name)
-  parts = [
+  head = [
       "<!doctype html><html lang=en><head><meta charset=utf-8>",
       "<meta name=viewport content='width=device-width,initial-scale=1'>",
-      f"<title>{name}</title><style>{style}</style></head><body>",
-      f"<h1>{name}</h1>",
-      _subtitle(run),
-      _tiles(run),
-      _training(run),
-      _evaluation(run),
-      _films(run, config),
-      _small_multiples(run),
-      _troubles(run),
-      _config(run),
-      "</body></html>",
+      f"<title>{html.escape(title)}</title><style>{style}</style></head><body>",
   ]
-  return "\n".join(p for p in parts if p)
+  return "\n".join(p for p in (*head, *parts, "</body></html>") if p)
+
+
+def heading(run: run_data.RunDirectory) -> str:
+  """The run's name and state."""
+  return f"<h1>{html.escape(run.name)}</h1>{_subtitle(run)}"
 
 
 def _subtitle(run: run_data.RunDirectory) -> str:
@@ -105,39 +116,40 @@ def _subtitle(run: run_data.RunDirectory) -> str:
   return f"<p class=faint>{html.escape(' · '.join(words))}</p>"
 
 
-def _tiles(run: run_data.RunDirectory) -> str:
-  tiles: list[tuple[str, str]] = []
+def tiles(run: run_data.RunDirectory) -> str:
+  """Its figures at a glance."""
+  shown: list[tuple[str, str]] = []
   rates = run.evaluations
   if rates:
     last = list(rates)[-1]
     low, high = rates[last]["interval"]
-    tiles.append((
+    shown.append((
         f"{rates[last]['success_rate']:.1%}",
         f"success, {last} evaluation [{low:.2f}, {high:.2f}]",
     ))
     before = "warm_start" if "warm_start" in rates else next(iter(rates))
     if before != last:
-      tiles.append((
+      shown.append((
           f"{rates[before]['success_rate']:.1%}",
           f"before GRPO ({before})",
       ))
   if run.metrics:
-    tiles.append((f"{int(run.metrics[-1]['step'])}", "updates"))
+    shown.append((f"{int(run.metrics[-1]['step'])}", "updates"))
   episodes = run.summary.get("episodes") or {}
   trained = sum(
       int(n) for k, n in episodes.items() if k.startswith("train/")
   )
   if trained:
-    tiles.append((f"{trained}", "training episodes"))
+    shown.append((f"{trained}", "training episodes"))
   _, speed = run.series("rollout_tokens_per_second")
   if speed:
-    tiles.append((f"{sum(speed) / len(speed):.0f}", "sampled tokens/s, mean"))
+    shown.append((f"{sum(speed) / len(speed):.0f}", "sampled tokens/s, mean"))
   return (
       "<div class=tiles>"
       + "".join(
           f"<div class='card tile'><b>{html.escape(value)}</b>"
           f"<span>{html.escape(label)}</span></div>"
-          for value, label in tiles
+          for value, label in shown
       )
       + "</div>"
   )
@@ -179,7 +191,8 @@ def _evaluation_marks(run: run_data.RunDirectory) -> list[svg.Interval]:
   return marks
 
 
-def _training(run: run_data.RunDirectory) -> str:
+def training_curve(run: run_data.RunDirectory) -> str:
+  """Reward and success by update, with evaluations; "" before the first."""
   lines = [
       _curve(run, "success_rate", "success rate", 2),
       _curve(run, "reward_mean", "reward", 1),
@@ -242,7 +255,8 @@ def _cell(figures: Any) -> tuple[float, float, float] | None:
   return figures["success_rate"], low, high
 
 
-def _evaluation(run: run_data.RunDirectory) -> str:
+def evaluations(run: run_data.RunDirectory) -> str:
+  """Evaluations as bars and a table; "" without one."""
   if not run.evaluations:
     return ""
   groups, series = _bars(run)
@@ -295,16 +309,23 @@ def _films(
   for story in stories:
     parts.append("<div class=card>")
     parts.append(f"<h3>{html.escape(story[0].family or 'task')}</h3>")
-    parts += [_film(run, episode, config) for episode in story]
+    parts += [film(run, episode, config) for episode in story]
     parts.append("</div>")
   return "\n".join(parts)
 
 
-def _film(
+def film(
     run: run_data.RunDirectory,
     episode: run_data.ShownEpisode,
-    config: settings_lib.ReportConfig,
+    config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
 ) -> str:
+  """An episode's screens in a row, with what was done on each.
+
+  Args:
+    run: where its screenshots are.
+    episode: of the run.
+    config: `film_turns` and `image_width`.
+  """
   good = "good" if episode.success else "bad"
   title = (
       f"<p><span class={good}>{html.escape(episode.status.value)}</span>"
@@ -386,9 +407,12 @@ def data_uri(
 # --- the rest ----------------------------------------------------------------
 
 
-def _small_multiples(run: run_data.RunDirectory) -> str:
+def readings(
+    run: run_data.RunDirectory, names: Sequence[str] = _DETAILS
+) -> str:
+  """A small curve of each metric that was measured."""
   cards = []
-  for name in _DETAILS:
+  for name in names:
     line = _curve(run, name, name, 2)
     if not line.x:
       continue
@@ -441,11 +465,11 @@ def main(argv: Sequence[str]) -> int:
     return 0 if argv else 2
   for directory in argv:
     try:
-      page = build_report(directory)
+      written = build_report(directory)
     except FileNotFoundError as error:
       print(f"error: {error}", file=sys.stderr)
       return 1
-    print(page)
+    print(written)
   return 0
 
 

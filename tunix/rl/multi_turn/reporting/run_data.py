@@ -134,7 +134,7 @@ def load(directory: str | pathlib.Path) -> RunDirectory:
   episodes = []
   for line in files.read_lines(directory / "trajectories.jsonl"):
     try:
-      episodes.append(_episode(line))
+      episodes.append(shown_episode(line))
     except (KeyError, TypeError, ValueError):
       continue  # Written by another version, or torn.
   config = directory / "config.yaml"
@@ -147,15 +147,15 @@ def load(directory: str | pathlib.Path) -> RunDirectory:
   )
 
 
-_BESIDE = (
+BESIDE = (
     "index", "time", "split", "group_id", "task_id", "family", "version",
 )
 
 
-def _episode(line: dict[str, Any]) -> ShownEpisode:
+def shown_episode(line: dict[str, Any]) -> ShownEpisode:
   trajectory = trajectory_lib.Trajectory.from_json(
       # The tokens are not shown, and the largest part to check.
-      {k: v for k, v in line.items() if k not in _BESIDE} | {"sequences": []}
+      {k: v for k, v in line.items() if k not in BESIDE} | {"sequences": []}
   )
   task = trajectory.task if isinstance(trajectory.task, dict) else {}
   return ShownEpisode(

@@ -29,7 +29,7 @@ def attach(
     resume_step: int | None,
     facts: Callable[[], dict[str, Any]],
     counts: reporting.RunCounts,
-) -> None:
+) -> str:
   """Opens the configured observers and adds them.
 
   Args:
@@ -44,6 +44,9 @@ def attach(
       new run.
     facts: more keys of summary.json.
     counts: receives what it counts.
+
+  Returns:
+    the address of its Training Monitor, "" without one.
   """
   report = config.report
   trajectories = reporting.TrajectoryWriter(
@@ -56,7 +59,7 @@ def attach(
     writers.append(trajectories)
     observers.add(trajectories)
     observers.add(counts)
-    return
+    return ""
   metrics = reporting.MetricsWriter(
       directory / "metrics.jsonl", resume_step=resume_step
   )
@@ -90,3 +93,5 @@ def attach(
     writers.append(monitor)
     observers.add(monitor.observer)
     print(f"training monitor: {monitor.url}", file=sys.stderr)
+    return monitor.url
+  return ""

@@ -170,6 +170,7 @@ class Run:
     self._loop: loop_thread.LoopThread | None = None
     self._proxy: proxy.RunProxy | None = None
     self._writers: list[Any] = []
+    self._monitor_url = ""
 
   @property
   def connection(self) -> proxy_lib.ProxyConnection | None:
@@ -314,7 +315,7 @@ class Run:
       ConfigError: one cannot be opened, or the directory cannot be written.
     """
     try:
-      observers_lib.attach(
+      self._monitor_url = observers_lib.attach(
           self.config,
           self.observers,
           self._writers,
@@ -340,6 +341,7 @@ class Run:
         "devices": [str(d) for d in jax.devices()],
         "engine": dict(self.engine.stats()),
         "observer_failures": dict(self.observers.failures),
+        "monitor_url": self._monitor_url,
     }
 
   def warm_up(self) -> None:

@@ -1,0 +1,197 @@
+"""Episodes of a run directory, as a notebook looks at them.
+
+    run.episodes[-1]
+    run.episodes.where(split="eval", success=False)[0].trajectory.steps[0]
+
+Promises: an episode decodes when it is looked at, not before: a file of
+hundreds with their tokens opens at once. Lines that another version wrote or
+a crash tore are left out and counted (`Episodes.unread`).
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import math
+from typing import Any, Iterator, Mapping, overload, Sequence
+
+from tunix.rl.multi_turn.api import html as html_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.reporting import files
+from tunix.rl.multi_turn.reporting import report
+from tunix.rl.multi_turn.reporting import run_data
+from tunix.rl.multi_turn.reporting import settings as settings_lib
+
+_COLUMN_PX, _CAPTION_PX, _COLUMNS = 230, 120, 4  # Of a film, about.
+_TABLE = 40  # Episodes that a table shows.
+
+
+class Episode:
+  """One kept episode: a line of trajectories.jsonl.
+
+  Attributes:
+    index: its number in its split, from 0, counting those not kept.
+    split: train or eval.
+    family, task_id, group_id: of its task.
+    version: of the weights published when it ended.
+    reward: undiscounted.
+    status: how it ended.
+  """
+
+  def __init__(self, run: run_data.RunDirectory, line: Mapping[str, Any]):
+    """Raises KeyError, TypeError or ValueError for a line of something else."""
+    self._run = run
+    self._line = line
+    self.index = int(line["index"])
+    self.split = str(line["split"])
+    self.family = str(line["family"])
+    self.task_id = str(line["task_id"])
+    self.group_id = str(line["group_id"])
+    self.version = int(line["version"])
+    self.reward = float(line["reward"])
+    self.status = trajectory_lib.TrajectoryStatus(line["status"])
+    self.turns = len(line["steps"])
+
+  @property
+  def success(self) -> bool:
+    return self.status is trajectory_lib.TrajectoryStatus.SUCCEEDED
+
+  @functools.cached_property
+  def trajectory(self) -> trajectory_lib.Trajectory:
+    """With its messages, actions, tokens and log-probs."""
+    return trajectory_lib.Trajectory.from_json(
+        {k: v for k, v in self._line.items() if k not in run_data.BESIDE}
+    )
+
+  @functools.cached_property
+  def shown(self) -> run_data.ShownEpisode:
+    return run_data.shown_episode(dict(self._line))
+
+  def screenshot(self, turn: int) -> Any:
+    """The screen before turn `turn` (from 0; -1 is the last), a PIL image.
+
+    Raises:
+      IndexError: it has no such turn.
+      FileNotFoundError: the screenshot was not kept.
+    """
+    image = self.shown.frames[turn].image
+    if image is None:
+      raise FileNotFoundError(f"turn {turn} of {self!r} has no screenshot")
+    from PIL import Image  # pylint: disable=g-import-not-at-top
+
+    with Image.open(self._run.image_path(image)) as opened:
+      return opened.convert("RGB")
+
+  def film(self, width: int = 320) -> html_lib.Shown:
+    """Its screens in a row, with what was done on each, `width` px wide."""
+    config = settings_lib.ReportConfig(
+        film_turns=max(2, len(self.shown.frames)), image_width=width
+    )
+    parts = [report.film(self._run, self.shown, config)]
+    frames = self.shown.frames
+    tallest = max(
+        (f.image.height / f.image.width for f in frames if f.image), default=0.5
+    )
+    row = int(_COLUMN_PX * tallest) + _CAPTION_PX
+    height = 40 + row * math.ceil(max(1, len(frames)) / _COLUMNS)
+    return html_lib.Shown(
+        html_lib.framed(repr(self), parts, height), repr(self)
+    )
+
+  def _repr_html_(self) -> str:
+    return self.film().html
+
+  def __repr__(self) -> str:
+    return (
+        f"Episode({self.split} {self.index}, {self.family},"
+        f" {self.status.value}, reward {self.reward:g}, {self.turns} turns,"
+        f" version {self.version})"
+    )
+
+
+class Episodes(Sequence[Episode]):
+  """The kept episodes of a run, in order of time.
+
+  Attributes:
+    unread: lines left out.
+  """
+
+  def __init__(self, found: Sequence[Episode], unread: int = 0):
+    self._found = tuple(found)
+    self.unread = unread
+
+  @classmethod
+  def read(cls, run: run_data.RunDirectory) -> Episodes:
+    """Those of a run directory; none where nothing was kept."""
+    found: list[tuple[float, Episode]] = []
+    unread = 0
+    for line in files.read_lines(run.directory / "trajectories.jsonl"):
+      try:
+        found.append((float(line["time"]), Episode(run, line)))
+      except (KeyError, TypeError, ValueError):
+        unread += 1
+    found.sort(key=lambda pair: pair[0])
+    return cls([episode for _, episode in found], unread)
+
+  def where(
+      self,
+      *,
+      split: str | None = None,
+      family: str | None = None,
+      task_id: str | None = None,
+      group_id: str | None = None,
+      success: bool | None = None,
+  ) -> Episodes:
+    """Those that agree with every argument given."""
+    wanted = {
+        "split": split,
+        "family": family,
+        "task_id": task_id,
+        "group_id": group_id,
+        "success": success,
+    }
+    wanted = {k: v for k, v in wanted.items() if v is not None}
+    return Episodes([
+        e
+        for e in self._found
+        if all(getattr(e, k) == v for k, v in wanted.items())
+    ])
+
+  @overload
+  def __getitem__(self, index: int) -> Episode:
+    ...
+
+  @overload
+  def __getitem__(self, index: slice) -> Episodes:
+    ...
+
+  def __getitem__(self, index: int | slice) -> Episode | Episodes:
+    if isinstance(index, slice):
+      return Episodes(self._found[index])
+    return self._found[index]
+
+  def __len__(self) -> int:
+    return len(self._found)
+
+  def __iter__(self) -> Iterator[Episode]:
+    return iter(self._found)
+
+  def __repr__(self) -> str:
+    solved = sum(e.success for e in self._found)
+    return f"Episodes({len(self)}, {solved} succeeded)"
+
+  def _repr_html_(self) -> str:
+    rows = "".join(
+        f"<tr><td>{number}</td><td>{html.escape(e.split)}</td>"
+        f"<td>{html.escape(e.family)}</td><td>{html.escape(e.task_id)}</td>"
+        f"<td>{e.version}</td><td>{e.turns}</td><td>{e.reward:g}</td>"
+        f"<td>{html.escape(e.status.value)}</td></tr>"
+        for number, e in enumerate(self._found[:_TABLE])
+    )
+    more = len(self) - _TABLE
+    note = f"<p>{more} more; slice or .where(…)</p>" if more > 0 else ""
+    return (
+        f"<p>{html.escape(repr(self))}</p><table><tr><th></th><th>split</th>"
+        "<th>family</th><th>task</th><th>version</th><th>turns</th>"
+        f"<th>reward</th><th>status</th></tr>{rows}</table>{note}"
+    )

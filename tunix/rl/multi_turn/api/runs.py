@@ -1,0 +1,261 @@
+"""A run as a notebook sees it: its metrics, evaluations, episodes, curves.
+
+    run = mt.load("runs/desktop-20260101-120000-3fa2b1")
+    run.metrics["reward_mean"].rolling(10).mean().plot()
+    run.watch(run.episodes.where(split="eval")[-1])
+
+Promises: everything is read from the run directory when it is asked for, so a
+run that trains elsewhere shows its present state; nothing there is changed; no
+JAX is imported. A run that was cut off shows what it has.
+"""
+
+from __future__ import annotations
+
+import difflib
+import html
+import pathlib
+from typing import Any, Sequence
+
+from tunix.rl.multi_turn.api import episodes as episodes_lib
+from tunix.rl.multi_turn.api import html as html_lib
+from tunix.rl.multi_turn.core import yaml_text
+from tunix.rl.multi_turn.reporting import files
+from tunix.rl.multi_turn.reporting import report
+from tunix.rl.multi_turn.reporting import run_data
+
+_CARDS_A_ROW = 3
+_CARD_PX, _CURVE_PX, _EVALUATION_PX, _HEAD_PX = 190, 400, 400, 190
+
+
+class Evaluations(dict[str, dict[str, Any]]):
+  """Name -> figures of an evaluation, in the order they were made."""
+
+  def __init__(self, run: run_data.RunDirectory):
+    super().__init__(run.evaluations)
+    self._run = run
+
+  def _repr_html_(self) -> str:
+    if not self:
+      return "<p>no evaluation yet</p>"
+    height = _EVALUATION_PX + 34 * len(self)
+    return html_lib.framed(
+        "evaluations", [report.evaluations(self._run)], height
+    )
+
+  def __repr__(self) -> str:
+    lines = []
+    for name, figures in self.items():
+      low, high = figures["interval"]
+      lines.append(
+          f"{name}: {figures['success_rate']:.3f} [{low:.3f}, {high:.3f}] of"
+          f" {figures.get('episodes', 0)}"
+      )
+    return "\n".join(lines) or "no evaluation yet"
+
+
+class Run:
+  """A run directory; see the module docstring."""
+
+  def __init__(self, directory: str | pathlib.Path):
+    """Raises FileNotFoundError: `directory` holds no run."""
+    self.directory = pathlib.Path(directory)
+    self._read()
+
+  def _read(self) -> run_data.RunDirectory:
+    return run_data.load(self.directory)
+
+  # --- what is recorded -------------------------------------------------------
+
+  @property
+  def summary(self) -> dict[str, Any]:
+    """summary.json: counts of episodes, groups and faults, evaluations."""
+    return files.read_json(self.directory / "summary.json")
+
+  @property
+  def name(self) -> str:
+    return self.summary.get("run_name") or self.directory.name
+
+  @property
+  def status(self) -> str:
+    """running, completed, interrupted or failed; unfinished if it was cut off
+    before it wrote one."""
+    return str(self.summary.get("status", "unfinished"))
+
+  @property
+  def error(self) -> str | None:
+    """Why it failed."""
+    return self.summary.get("error")
+
+  @property
+  def config(self) -> dict[str, Any]:
+    """config.yaml, every setting under its section; {} without one."""
+    path = self.directory / "config.yaml"
+    if not path.exists():
+      return {}
+    parsed = yaml_text.parse(path.read_text(encoding="utf-8"))
+    return parsed if isinstance(parsed, dict) else {}
+
+  @property
+  def step(self) -> int:
+    """Updates that its metrics tell of."""
+    last = self._metric_lines()[-1:]
+    return int(last[0]["step"]) if last else 0
+
+  @property
+  def metrics(self) -> Any:
+    """One row an update: a pandas DataFrame by `step` where pandas is
+    installed, else a list of dicts. docs/metrics.md says what they mean."""
+    lines = self._metric_lines()
+    try:
+      import pandas  # pylint: disable=g-import-not-at-top
+    except ImportError:
+      return lines
+    frame = pandas.DataFrame(lines)
+    return frame.set_index("step") if lines else frame
+
+  def _metric_lines(self) -> list[dict[str, Any]]:
+    lines = [
+        line
+        for line in files.read_lines(self.directory / "metrics.jsonl")
+        if isinstance(line.get("step"), (int, float))
+    ]
+    return sorted(lines, key=lambda line: line["step"])
+
+  @property
+  def evaluations(self) -> Evaluations:
+    return Evaluations(self._read())
+
+  @property
+  def episodes(self) -> episodes_lib.Episodes:
+    """The episodes that the run kept (report.episodes), in order of time."""
+    return episodes_lib.Episodes.read(self._read())
+
+  @property
+  def policy(self) -> pathlib.Path:
+    """The directory of the trained policy.
+
+    Raises:
+      FileNotFoundError: the run has not saved it yet.
+    """
+    path = self.directory / "policy"
+    if not path.is_dir():
+      raise FileNotFoundError(
+          f"{self.directory} has no policy yet: it is {self.status}, and the"
+          " policy is saved when training ends"
+      )
+    return path
+
+  def resume(self, **settings: Any) -> Any:
+    """Trains on from the newest checkpoint, as `train(resume=…, **settings)`.
+
+    Returns:
+      the run, training.
+
+    Raises:
+      ConfigError: it cannot be resumed, or another process has it.
+    """
+    from tunix.rl.multi_turn.api import training  # pylint: disable=g-import-not-at-top
+
+    return training.train(resume=str(self.directory), **settings)
+
+  # --- to look at -------------------------------------------------------------
+
+  def plot(self, *names: str) -> html_lib.Shown:
+    """Reward and success by update; or the metrics that are named.
+
+    Raises:
+      ValueError: a metric that the run does not have; names the nearest.
+    """
+    run = self._read()
+    if not names:
+      text = html_lib.framed(run.name, [report.training_curve(run)], _CURVE_PX)
+      return html_lib.Shown(
+          text or "<p>no update yet</p>", f"curves of {run.name}"
+      )
+    known = sorted({k for line in run.metrics for k in line} - {"step"})
+    for name in names:
+      if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{run.name} has no metric {name!r}{hint}")
+    rows = -(-len(names) // _CARDS_A_ROW)
+    return html_lib.Shown(
+        html_lib.framed(
+            run.name, [report.readings(run, names)], 60 + _CARD_PX * rows
+        ),
+        f"{', '.join(names)} of {run.name}",
+    )
+
+  def watch(
+      self, episode: int | episodes_lib.Episode = -1, width: int = 480
+  ) -> html_lib.Shown:
+    """An episode, turn by turn.
+
+    Args:
+      episode: one of `episodes`, or its place among them.
+      width: of a screenshot, px.
+
+    Raises:
+      IndexError: no such episode.
+    """
+    if isinstance(episode, int):
+      kept = self.episodes
+      if not -len(kept) <= episode < len(kept):
+        raise IndexError(
+            f"{self.name} has {len(kept)} kept episodes, none at {episode}"
+        )
+      episode = kept[episode]
+    return episode.film(width)
+
+  def report(self) -> pathlib.Path:
+    """Writes report.html anew, and returns its path."""
+    return report.build_report(self.directory)
+
+  def monitor(self, height: int = 800) -> html_lib.Shown:
+    """The Training Monitor's page of the run, in the cell.
+
+    Raises:
+      RuntimeError: the run has none, or it is gone.
+    """
+    address = self.summary.get("monitor_url")
+    if not address:
+      raise RuntimeError(
+          f"{self.name} has no Training Monitor: train with"
+          " monitor={'embedded': True}, or monitor={'url': …} of a server"
+      )
+    source = html.escape(str(address), quote=True)
+    return html_lib.Shown(
+        f'<iframe src="{source}" title="Training Monitor"'
+        f' style="border:0;width:100%;height:{height}px"></iframe>',
+        str(address),
+    )
+
+  def __repr__(self) -> str:
+    total = (self.config.get("learner") or {}).get("steps")
+    of = f"/{total}" if total is not None else ""
+    parts = [self.name, self.status, f"step {self.step}{of}"]
+    rates = list(Evaluations(self._read()).items())
+    if rates:
+      name, figures = rates[-1]
+      parts.append(f"success {figures['success_rate']:.3f} ({name})")
+    return f"Run({', '.join(parts)})"
+
+  def _repr_html_(self) -> str:
+    run = self._read()
+    parts: Sequence[str] = [
+        report.heading(run), report.tiles(run), report.training_curve(run)
+    ]  # pyformat: disable
+    height = _HEAD_PX + (_CURVE_PX if run.metrics else 0)
+    return html_lib.framed(run.name, parts, height)
+
+
+def load(directory: str | pathlib.Path) -> Run:
+  """A run that was made before, or is being made by another process.
+
+  Args:
+    directory: of the run, e.g. runs/desktop-20260101-120000-3fa2b1.
+
+  Raises:
+    FileNotFoundError: it holds no run.
+  """
+  return Run(directory)
