@@ -394,14 +394,16 @@ def test_evaluations_and_who_flipped(recorded, tab):
   training, rollouts = ids(server)
   tab.go(f"/runs/{training}/evals")
   rows = tab.page.locator("#evals tbody tr")
-  assert rows.count() == len(recorded_run.FAMILIES) + 1
-  total = rows.last.locator(".rate small").all_inner_texts()
-  for kind, text in zip(("baseline", "eval"), total):
-    done = [
-        r for r in rollouts
-        if r["source_type"] == kind and r["status"] == "completed"
-    ]
-    assert text == f"{sum(r['task_success'] for r in done)}/{len(done)}"
+  assert rows.count() == len(recorded_run.FAMILIES) + 2
+  for line, greedy in ((rows.nth(3), False), (rows.nth(4), True)):
+    total = line.locator(".rate small").all_inner_texts()
+    for kind, text in zip(("baseline", "eval"), total, strict=True):
+      done = [
+          r for r in rollouts
+          if r["source_type"] == kind and r["status"] == "completed"
+          and (r["temperature"] == 0) == greedy
+      ]  # pyformat: disable
+      assert text == f"{sum(r['task_success'] for r in done)}/{len(done)}"
   tab.go(f"/runs/{training}/evals/diff")
   first = {}
   for r in rollouts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Annotated, Any, Literal, Mapping, Sequence
 
 import pydantic
@@ -23,6 +24,7 @@ SILENT_S = 60.0
 """A run is called silent after this; see `MonitorConfig.heartbeat_s`."""
 MOST_COMPARED = 10
 _PAGE = 50
+_LATEST = 12
 _SPARK_POINTS = 40
 _RECENT_STEPS = 30
 _COMPARED = (
@@ -208,9 +210,11 @@ class RunPages:
       if wanted in ("running", "silent"):
         rows = [r for r in rows if r["state"] == wanted]
       sparks = self._sparks(connection, rows)
+      recent = self._recent_rewards(connection, rows)
       evals = self._last_evals(connection, [r["id"] for r in rows])
     for row in rows:
       row["spark"] = sparks.get(row["id"], [])
+      row["reward"] = recent[row["id"]]
       row["eval"] = evals.get(row["id"])
       row["seconds"] = text.between(
           row["start_time"] or row["created_at"],
@@ -248,6 +252,22 @@ class RunPages:
           .order_by(s.c.step)
       ):
         found.setdefault(training, []).append(reward)
+    return found
+
+  def _recent_rewards(
+      self, connection: sa.Connection, rows: Sequence[Row]
+  ) -> dict[int, float | None]:
+    """Run -> mean reward of its last steps, as its own page shows it."""
+    s = tables.step
+    found = {}
+    for row in rows:
+      last = connection.scalars(
+          sa.select(s.c.reward_mean)
+          .where(s.c.training_id == row["id"], s.c.reward_mean.is_not(None))
+          .order_by(s.c.step.desc())
+          .limit(success_rates.RECENT_STEPS)
+      ).all()
+      found[row["id"]] = statistics.fmean(last) if last else None
     return found
 
   def _last_evals(
@@ -394,12 +414,12 @@ class RunPages:
           found.append({
               "step": one["step"], "name": one["name"], "kind": one["kind"],
               "id": one["id"], "rate": one["wins"] / one["done"], "low": low,
-              "high": high, "n": one["done"],
+              "high": high, "n": one["done"], "mode": one["mode"],
           })  # pyformat: disable
     return found
 
   def _latest(self, training: int) -> list[Row]:
-    """The rollouts that began last, of the last steps."""
+    """Rollouts of the last steps: those that ended with a screen first."""
     s, r, t = tables.step, tables.rollout, tables.task
     with database.reading(self._engine) as connection:
       steps = list(
@@ -410,6 +430,8 @@ class RunPages:
               .limit(3)
           )
       )
+      ended = sa.case((r.c.status == "completed", 2),
+                      (r.c.status == "failed", 1), else_=0)  # pyformat: disable
       rows = connection.execute(
           sa.select(
               r.c.id, r.c.status, r.c.task_success, r.c.reward, r.c.num_turns,
@@ -419,15 +441,16 @@ class RunPages:
           .join(t, t.c.id == r.c.task_id)
           .join(s, s.c.id == r.c.step_id)
           .where(r.c.source_type == "step", r.c.step_id.in_(steps))
-          .order_by(r.c.id.desc())
-          .limit(12)
+          .order_by(ended.desc(), r.c.id.desc())
+          .limit(3 * _LATEST)
       )  # pyformat: disable
       found = [dict(row._mapping) for row in rows]  # pylint: disable=protected-access
       ids = [row["id"] for row in found]
       last = measurements.last_screenshots(connection, ids)
     for row in found:
       row["screenshot"] = last.get(row["id"])
-    return found
+    found.sort(key=lambda row: row["screenshot"] is None)  # Stable.
+    return found[:_LATEST]
 
   # --- several ----------------------------------------------------------------
 
@@ -470,9 +493,12 @@ class RunPages:
     ]  # pyformat: disable
     results = []
     for name in _COMPARED:
-      values = [columns[i].latest(name) for i in ids]
+      values = [columns[i].recent(name) for i in ids]
       if any(v is not None for v in values):
-        results.append({"name": name, "values": values})
+        results.append({
+            "name": name, "values": values,
+            "ahead": [columns[i].ahead(columns[base], name) for i in ids],
+        })  # pyformat: disable
     points = {i: self.eval_points(i) for i in ids}
     for run in runs:
       run["eval"] = points[run["id"]][-1] if points[run["id"]] else None
@@ -547,15 +573,12 @@ def _tiles(
       ("staleness_max", "staleness, max", "number"),
       ("seconds_total", "step time", "seconds"),
   ):
-    column = columns.values.get(name)
-    if column is None:
-      continue
-    known = column[column == column]
-    if not len(known):
+    value = columns.recent(name)
+    if value is None:
       continue
     found.append({
-        "title": title, "kind": kind, "value": float(known[-1]),
-        "spark": curves_lib.sample(column),
+        "title": title, "kind": kind, "value": value,
+        "spark": curves_lib.sample(columns.values[name]),
         "ahead": theirs and columns.ahead(theirs, name),
     })  # pyformat: disable
   if evals:
@@ -563,7 +586,7 @@ def _tiles(
     found.insert(2, {
         "title": f"evaluation, {last['name']}", "kind": "percent",
         "value": last["rate"], "low": last["low"], "high": last["high"],
-        "n": last["n"],
+        "n": last["n"], "mode": last["mode"],
     })  # pyformat: disable
   return found
 
