@@ -317,9 +317,11 @@ def test_tokens_are_those_that_were_sampled(recorded, tab):
   assert text.removesuffix("<|im_end|>").strip() == (
       told["metrics_json"]["model_response"].strip()
   )
-  assert "typed" in page.locator("#turn").inner_text() or page.locator(
-      ".typed kbd"
-  ).count()
+  assert page.locator(".typed kbd").inner_text() == (
+      told["actions"][0]["tool_args"]["text"]
+  )
+  strip = page.locator("#filmstrip a[aria-current] .line").inner_text()
+  assert "type “" in strip
   title = tokens.first.get_attribute("title")
   assert f"id {told['actions'][0]['tokens'][0]}" in title
   assert "log-prob" in title and "policy version" in title

@@ -99,7 +99,7 @@ def test_a_task_is_learnable_or_not(told):
       ("learned", "always", "50 % 16/32", "+100 points"),
   ):
     assert f" {word} {rate} {change}" in found[task], found[task]
-  assert " 6 of 6 " in found["mixed"] and " 0 of 6 " in found["stuck"]
+  assert " 4 of 4 " in found["mixed"] and " 0 of 4 " in found["stuck"]
   # Held-out: sampled attempts of the first and last measurement, not added.
   assert "held-out sometimes – – – 25 % 1/4 75 % 3/4" in found["exam"]
   assert list(found)[0] == "mixed"  # The most to learn comes first.

@@ -96,6 +96,10 @@ class RolloutListQuery(query_lib.PageQuery):
       tuple[float, int] | None, *query_lib.textual(_place)
   ] = None
 
+  _labels = pydantic.field_validator("outcome", mode="before")(
+      query_lib.outcome_key
+  )
+
 
 @dataclasses.dataclass(frozen=True)
 class Selection:

@@ -6,6 +6,7 @@ import math
 import statistics
 from typing import Annotated, Any, Literal, Mapping, Sequence
 
+import numpy as np
 import pydantic
 import sqlalchemy as sa
 from tunix.rl.multi_turn.core import success_rates
@@ -102,11 +103,13 @@ class RunQuery(CurvesPageQuery):
     more: metrics with a chart of their own.
     against: a run whose curves are drawn, too.
     difference: whether they are subtracted instead.
+    flat: whether curves that never change have charts, too.
   """
 
   more: tuple[str, ...] = ()
   against: query_lib.Id | None = None
   difference: query_lib.Flag = False
+  flat: query_lib.Flag = False
 
 
 class StepsQuery(query_lib.PageQuery):
@@ -318,6 +321,8 @@ class RunPages:
         chart for chart in CHARTS
         if any(_has(columns, name) for name in chart["names"])
     ]  # pyformat: disable
+    flat_ones = [] if asks.flat else [c for c in shown if _flat(columns, c)]
+    shown = [chart for chart in shown if chart not in flat_ones]
     charted = {n for chart in CHARTS for n in chart["names"]}
     others = sorted(
         n for n in columns.values
@@ -341,6 +346,11 @@ class RunPages:
         "charts": shown, "others": others, "more": more,
         "latest": self._latest(training), "columns": columns,
         "smooth": asks.smooth, "axis": asks.x,
+        "flat": [
+            {"title": c["title"], "unit": c.get("unit"),
+             "value": columns.recent(c["names"][0])}
+            for c in flat_ones
+        ],
     })  # pyformat: disable
 
   def _against(
@@ -550,6 +560,25 @@ def _has(columns: curves_lib.Columns, name: str) -> bool:
   if name.endswith("/"):
     return any(n.startswith(name) for n in columns.values)
   return name in columns.values
+
+
+def _flat(columns: curves_lib.Columns, chart: Mapping[str, Any]) -> bool:
+  """Whether all of a chart's curves have been one value for many steps.
+
+  A change of a billionth is rounding.
+  """
+  if chart.get("evals"):
+    return False
+  for name in chart["names"]:
+    for key in [k for k in columns.values
+                if k == name or name.endswith("/") and k.startswith(name)]:
+      known = columns.values[key]
+      known = known[np.isfinite(known)]
+      if len(known) < success_rates.RECENT_STEPS or np.ptp(known) > max(
+          1e-9, 1e-9 * float(np.abs(known).max())
+      ):
+        return False
+  return any(name in columns.values for name in chart["names"])
 
 
 def _tiles(

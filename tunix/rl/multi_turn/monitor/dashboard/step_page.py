@@ -63,6 +63,10 @@ class StepQuery(query_lib.PageQuery):
   order: query_lib.Order = "down"
   page: query_lib.Id = 0
 
+  _labels = pydantic.field_validator("outcome", mode="before")(
+      query_lib.outcome_key
+  )
+
 
 def advantage_kind(run: Row) -> str | None:
   """`algorithm.advantage` of the run's configuration, if it has one."""
@@ -257,9 +261,7 @@ class StepPages:
              if m["advantage"] is not None), default=0.0,
         ),
         "advantage_kind": advantage_kind(run),
-        "wins": measurements.cell(
-            sum(bool(m["task_success"]) for m in valid), len(valid)
-        ),
+        "wins": _wins(values["kind"], valid),
         "reward": _mean([m["reward"] for m in valid]),
         "broken": sum(m["status"] == "failed" for m in members),
         "faulty": sum(bool(m["faults"]) for m in members),
@@ -315,6 +317,21 @@ def histogram(
         and one["to"] <= high
     )
   return found
+
+
+def _wins(kind: str, valid: Sequence[Row]) -> list[tuple[str, Row | None]]:
+  """(mode, success); of a step there is one, whose mode goes without saying."""
+  modes = [("", valid)]
+  if kind != "step":
+    greedy = [m for m in valid if m["temperature"] == 0]
+    others = [m for m in valid if m["temperature"] != 0]
+    modes = [(n, m) for n, m in zip(measurements.MODES, (others, greedy)) if m]
+  return [
+      (mode, measurements.cell(
+          sum(bool(m["task_success"]) for m in found), len(found)
+      ))
+      for mode, found in modes or [("", valid)]
+  ]  # pyformat: disable
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -23,7 +23,7 @@ from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _TASKS = 25
 _TRIES = 60
-_TRIES_LISTED = 24
+_TRIES_LISTED = 16
 SOLVED = ("never", "sometimes", "always")
 SPLITS = ("training", "held-out")
 SORTS = ("learnable", "success", "change", "attempts", "name")
@@ -222,7 +222,7 @@ def _counted(source: str, single: bool) -> sa.Select:
     )
     late = sa.case((s.c.step > middle, 1), else_=0)
   ids = sa.select(s.c.id, late.label("late")).where(own).subquery()
-  valid = sa.func.coalesce(r.c.status, "") == "completed"
+  valid = r.c.status == "completed"
   won = sa.and_(valid, r.c.task_success == 1)
   held = r.c[f"{source}_id"]
   # Not the bare column: its own index would be taken, and every row read.
