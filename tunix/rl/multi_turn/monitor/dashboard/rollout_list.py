@@ -44,7 +44,7 @@ SORTS = {
 OUTCOMES = {
     "success": _R.c.task_success == 1,
     "failure": sa.and_(
-        _STATUS == "completed", sa.func.coalesce(_R.c.task_success, 0) == 0
+        _STATUS == "completed", _R.c.task_success == 0
     ),
 }  # pyformat: disable
 ERRORS = {

@@ -237,6 +237,10 @@ def described(turn: Row, images: Mapping[str, Any]) -> Row:
       images.get(sha) or {"sha": sha, "missing": True}
       for sha in exports.hashes_of(turn)
   ]
+  turn["links"] = [
+      uri for o in turn["observations"]
+      if str(uri := o["screenshot_uri"]).startswith(("https://", "http://"))
+  ]  # pyformat: disable
   turn["gestures"] = [pictures.gesture(a) for a in turn["actions"]]
   turn["messages"] = [
       m

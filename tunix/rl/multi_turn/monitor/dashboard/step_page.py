@@ -347,7 +347,7 @@ def _matches(member: Row, outcome: str) -> bool:
   if outcome == "success":
     return bool(member["task_success"])
   if outcome == "failure":
-    return member["status"] == "completed" and not member["task_success"]
+    return member["status"] == "completed" and member["task_success"] == 0
   if outcome == "broken":
     return member["status"] in ("failed", "cancelled")
   if outcome == "errors":
