@@ -160,7 +160,10 @@ def test_a_long_turn_is_shown_while_its_episode_runs(lite, tmp_path, store):
   assert [o["screenshot_uri"] for o in lite.rows("obs")] == [
       f"sha256:{first.sha256}", f"sha256:{after.sha256}",
   ]  # pyformat: disable
-  until(lambda: len(lite.rows("monitor_screenshot", order="sha256")) >= 2)
+  stored = lambda: {
+      s["sha256"] for s in lite.rows("monitor_screenshot", order="sha256")
+  }
+  until(lambda: stored() == {first.sha256, after.sha256})
   rollout = lite.rows("rollout")[0]
   assert rollout["status"] == "running"
   page = lite.http.get(f"/rollouts/{rollout['id']}").text

@@ -9,9 +9,9 @@ and colours are attributes and classes, never styles: the dashboard's policy
 allows none inside a page. A page styles the classes `overlay`, `rim` (a light
 edge, visible on any background), `act`, `ring` and `dot`.
 
-A click has as many rings as it has clicks; a square stands for a ring where the
-button is not the left one, and a filled circle is held down. A caption names an
-action as it was: "double click", "right click", "scroll down 40", "type “farm”".
+A click has as many rings as it has clicks; a square stands for a ring where
+the button is not the left one, and a filled circle is held down. A caption
+names an action as it was: "double click", "scroll down 40", "type “farm”".
 
 Does not: draw text that an action typed; `Gesture.text` has it.
 """
@@ -258,6 +258,28 @@ def svg(drawn: Sequence[Mark], width: int, height: int) -> str:
           f'<text x="{x + 3 * mark.unit:.1f}" y="{y - 2 * mark.unit:.1f}"'
           f' font-size="{3 * mark.unit:.1f}">{mark.number}</text>'
       )
+  return (
+      f'<svg class="overlay" viewBox="0 0 {width} {height}"'
+      f' aria-hidden="true">{"".join(parts)}</svg>'
+  )
+
+
+def svg_of_attempts(
+    attempts: Sequence[tuple[str, Sequence[Mark]]], width: int, height: int
+) -> str:
+  """Marks of several attempts on one screenshot, each of a class of its own.
+
+  Args:
+    attempts: (class, marks) of each; later ones lie on top.
+    width: of the screenshot, px.
+    height: of the screenshot, px.
+  """
+  parts = []
+  for name, drawn in attempts:
+    for mark in drawn:
+      shapes = _shapes(mark)
+      parts.append(f'<g class="rim">{shapes}</g>')
+      parts.append(f'<g class="act {name}">{shapes}</g>')
   return (
       f'<svg class="overlay" viewBox="0 0 {width} {height}"'
       f' aria-hidden="true">{"".join(parts)}</svg>'

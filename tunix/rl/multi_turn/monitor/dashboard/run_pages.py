@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import measurements
+from tunix.rl.multi_turn.monitor.dashboard import overview
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.schema import database
@@ -25,7 +26,6 @@ SILENT_S = 60.0
 """A run is called silent after this; see `MonitorConfig.heartbeat_s`."""
 MOST_COMPARED = 10
 _PAGE = 50
-_LATEST = 12
 _SPARK_POINTS = 40
 _RECENT_STEPS = 30
 _COMPARED = (
@@ -344,7 +344,9 @@ class RunPages:
         "tiles": _tiles(columns, evals, theirs), "against": against,
         "difference": difference, "named": named,
         "charts": shown, "others": others, "more": more,
-        "latest": self._latest(training), "columns": columns,
+        "latest": overview.latest(self._engine, training),
+        "groups": overview.newest_groups(self._engine, training),
+        "columns": columns,
         "smooth": asks.smooth, "axis": asks.x,
         "flat": [
             {"title": c["title"], "unit": c.get("unit"),
@@ -427,40 +429,6 @@ class RunPages:
               "high": high, "n": one["done"], "mode": one["mode"],
           })  # pyformat: disable
     return found
-
-  def _latest(self, training: int) -> list[Row]:
-    """Rollouts of the last steps: those that ended with a screen first."""
-    s, r, t = tables.step, tables.rollout, tables.task
-    with database.reading(self._engine) as connection:
-      steps = list(
-          connection.scalars(
-              sa.select(s.c.id)
-              .where(s.c.training_id == training)
-              .order_by(s.c.step.desc())
-              .limit(3)
-          )
-      )
-      ended = sa.case((r.c.status == "completed", 2),
-                      (r.c.status == "failed", 1), else_=0)  # pyformat: disable
-      rows = connection.execute(
-          sa.select(
-              r.c.id, r.c.status, r.c.task_success, r.c.reward, r.c.num_turns,
-              r.c.current_turn, r.c.max_turns, r.c.status_message,
-              r.c.start_time, t.c.description, t.c.app_name, s.c.step,
-          )
-          .join(t, t.c.id == r.c.task_id)
-          .join(s, s.c.id == r.c.step_id)
-          .where(r.c.source_type == "step", r.c.step_id.in_(steps))
-          .order_by(ended.desc(), r.c.id.desc())
-          .limit(3 * _LATEST)
-      )  # pyformat: disable
-      found = [dict(row._mapping) for row in rows]  # pylint: disable=protected-access
-      ids = [row["id"] for row in found]
-      last = measurements.last_screenshots(connection, ids)
-    for row in found:
-      row["screenshot"] = last.get(row["id"])
-    found.sort(key=lambda row: row["screenshot"] is None)  # Stable.
-    return found[:_LATEST]
 
   # --- several ----------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Sequence
 
 import pydantic
 import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor.dashboard import group_overlays
 from tunix.rl.multi_turn.monitor.dashboard import measurements
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import pictures
@@ -21,6 +22,7 @@ from tunix.rl.multi_turn.monitor.server import query as query_lib
 _MOST_ROLLOUTS = 5000
 _GROUPS = 16
 _LISTED = 96
+_TURNS = 30
 _LOOK_BACK = 64
 """Steps before an update in which its episodes may have begun."""
 
@@ -52,6 +54,8 @@ class StepQuery(query_lib.PageQuery):
     high: largest reward, `to`.
     task: a task family.
     page: from 0.
+    turn: whose actions are drawn on the groups' screens, from 1; 0 is the one
+      in which the attempts of a group first differ.
   """
 
   by: Literal["begun", "learned"] = "begun"
@@ -62,6 +66,7 @@ class StepQuery(query_lib.PageQuery):
   sort: query_lib.one_of(SORTS) = "group"
   order: query_lib.Order = "down"
   page: query_lib.Id = 0
+  turn: query_lib.Id = 0
 
   _labels = pydantic.field_validator("outcome", mode="before")(
       query_lib.outcome_key
@@ -243,12 +248,19 @@ class StepPages:
       pages = -(-len(chosen) // _LISTED)
     with database.reading(self._engine) as connection:
       last = measurements.last_screenshots(connection, [m["id"] for m in shown])
+      group_overlays.add(
+          connection, [g for g in groups if len(g["members"]) > 1], asks.turn
+      )
     for member in shown:
       member["screenshot"] = last.get(member["id"])
     valid = [m for m in members if m["status"] == "completed"]
     all_groups = grouped(members)
     return page_request.Page("step.html", {
         "run": run, **values, "groups": groups, "listed": listed,
+        "turn": asks.turn, "turns": min(_TURNS, max(
+            (m["num_turns"] or 0 for g in groups for m in g["members"]),
+            default=0,
+        )),
         "sort": sort, "up": up, "outcome": outcome, "family": family,
         "low": low, "high": high, "page": page, "more": more, "pages": pages,
         "chosen": len(chosen), "count": len(members),
@@ -292,6 +304,7 @@ def grouped(members: Sequence[Row]) -> list[Row]:
         m["reward"] for m in group["members"]
         if m["status"] == "completed" and m["reward"] is not None
     ]  # pyformat: disable
+    group["won"] = sum(bool(m["task_success"]) for m in group["members"])
     group["mean"] = statistics.fmean(valid) if valid else None
     group["has_gradient"] = len(valid) > 1 and max(valid) > min(valid)
   return list(found.values())

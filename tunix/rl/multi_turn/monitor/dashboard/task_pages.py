@@ -10,7 +10,7 @@ Does not: judge a task by attempts of other runs.
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib

@@ -88,7 +88,8 @@ def _named(one: dict[str, Any]) -> dict[str, Any]:
   kind = one["kind"]
   name = one.get("status_message") or "baseline"
   if kind != "baseline":
-    name = f"{ {'eval': 'Evaluation at step', 'step': 'Step'}[kind]} {one['step']}"
+    words = {"eval": "Evaluation at step", "step": "Step"}
+    name = f"{words[kind]} {one['step']}"
   return {**one, "type": kind, "display_name": name}
 
 

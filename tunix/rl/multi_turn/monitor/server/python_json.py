@@ -3,8 +3,8 @@
     data = python_json.loads(body)
 
 Bare NaN and infinities become their names, which `fields.real` takes as
-unknown; half of a surrogate pair becomes U+FFFD. Whatever is JSON is read by the
-fast reader.
+unknown; half of a surrogate pair becomes U+FFFD. Whatever is JSON is read by
+the fast reader.
 """
 
 from __future__ import annotations
