@@ -52,9 +52,39 @@ def test_arguments_of_other_grammars_are_read(arguments, at, to):
 
 def test_labels_name_button_count_and_typed_text():
   found = click_overlay.gesture("click", {"button": "right", "count": 2})
-  assert found.label == "right click ×2"
+  assert found.label == "double right click"
   assert click_overlay.gesture("key", {"keys": ["ctrl", "c"]}).text == "ctrl+c"
-  assert click_overlay.gesture("scroll", {"dy": 40}).label == "scroll 0, 40"
+  scroll = click_overlay.gesture("scroll", {"dy": 40, "dx": -3})
+  assert scroll.label == "scroll down 40 left 3"
+  assert click_overlay.gesture("type", {"text": "farm"}).caption == (
+      "type “farm”"
+  )
+
+
+@pytest.mark.parametrize("kind, arguments, label, shapes", [
+    ("click", {}, "click", 1),
+    ("click", {"count": 2}, "double click", 2),
+    ("double_click", {}, "double click", 2),
+    ("click", {"count": 3}, "triple click", 3),
+    ("right_click", {}, "right click", 1),
+    ("click", {"button": "right"}, "right click", 1),
+    ("long_press", {}, "long press", 1),
+])  # pyformat: disable
+def test_clicks_of_each_kind_are_named_and_drawn_unlike(
+    kind, arguments, label, shapes
+):
+  arguments = {"x": 100, "y": 90, **arguments}
+  (mark,) = drawn({"kind": kind, **arguments})
+  assert click_overlay.gesture(kind, arguments).label == label
+  svg = click_overlay.svg([mark], W, H)
+  shape = "rect" if "right" in label else "circle"
+  rings = re.findall(rf'<{shape} class="ring( held)?"', svg)
+  assert len(rings) == 2 * shapes  # Each with a light edge.
+  assert all(rings) == ("long" in label)
+  radii = [
+      float(v) for v in re.findall(r'class="ring" [^>]*r="([\d.]+)"', svg)
+  ]
+  assert len(set(radii)) == (shapes if "double" in label else len(set(radii)))
 
 
 def test_a_scroll_points_to_the_content_that_comes_into_view():

@@ -317,9 +317,11 @@ def test_tokens_are_those_that_were_sampled(recorded, tab):
   assert text.removesuffix("<|im_end|>").strip() == (
       told["metrics_json"]["model_response"].strip()
   )
-  assert "typed" in page.locator("#turn").inner_text() or page.locator(
-      ".typed kbd"
-  ).count()
+  assert page.locator(".typed kbd").inner_text() == (
+      told["actions"][0]["tool_args"]["text"]
+  )
+  strip = page.locator("#filmstrip a[aria-current] .line").inner_text()
+  assert "type “" in strip
   title = tokens.first.get_attribute("title")
   assert f"id {told['actions'][0]['tokens'][0]}" in title
   assert "log-prob" in title and "policy version" in title
@@ -394,14 +396,16 @@ def test_evaluations_and_who_flipped(recorded, tab):
   training, rollouts = ids(server)
   tab.go(f"/runs/{training}/evals")
   rows = tab.page.locator("#evals tbody tr")
-  assert rows.count() == len(recorded_run.FAMILIES) + 1
-  total = rows.last.locator(".rate small").all_inner_texts()
-  for kind, text in zip(("baseline", "eval"), total):
-    done = [
-        r for r in rollouts
-        if r["source_type"] == kind and r["status"] == "completed"
-    ]
-    assert text == f"{sum(r['task_success'] for r in done)}/{len(done)}"
+  assert rows.count() == len(recorded_run.FAMILIES) + 2
+  for line, greedy in ((rows.nth(3), False), (rows.nth(4), True)):
+    total = line.locator(".rate small").all_inner_texts()
+    for kind, text in zip(("baseline", "eval"), total, strict=True):
+      done = [
+          r for r in rollouts
+          if r["source_type"] == kind and r["status"] == "completed"
+          and (r["temperature"] == 0) == greedy
+      ]  # pyformat: disable
+      assert text == f"{sum(r['task_success'] for r in done)}/{len(done)}"
   tab.go(f"/runs/{training}/evals/diff")
   first = {}
   for r in rollouts:

@@ -2,8 +2,11 @@
 
 import datetime
 import html
+import importlib
 import re
 
+from alembic import operations
+from alembic.runtime import migration
 import monitor_server
 import numpy as np
 import pytest
@@ -117,11 +120,14 @@ def seconds(text):
 def test_the_success_table_is_what_was_tried(told, mode):
   page = told.text("/runs/1/evals" + (f"?mode={mode}" if mode else ""))
   for family in (*FAMILIES, "all"):
+    if family == "all":
+      family = f"all, {mode or 'sampled'}"
     line = page[page.index(f" {family} ", page.index("step 16")) :]
+    family = family.partition(",")[0]
     cells = re.findall(r"(\d+ %) (\d+)/(\d+)", line)[:4]
     for place, shown in zip(("B", "E5", "E15", "E16"), cells, strict=True):
       wins, tries = told.counted(
-          place, None if family == "all" else family, mode
+          place, None if family == "all" else family, mode or "sampled"
       )
       assert shown == (percent(wins / tries), str(wins), str(tries)), (
           family, place)  # pyformat: disable
@@ -132,7 +138,7 @@ def test_a_measurements_interval_counts_what_counts(told):
   found = told.server.get("/api/v1/trainings/1/curves", names="x")["evals"]
   assert [e["step"] for e in found] == [0, 5, 15, 16]
   for point, place in zip(found, ("B", "E5", "E15", "E16")):
-    wins, tries = told.counted(place)
+    wins, tries = told.counted(place, mode="sampled")
     assert sum(t[2] for t in told.tries[place]) > 0
     assert (point["n"], point["rate"]) == (tries, wins / tries), place
     known = stats.binomtest(wins, tries).proportion_ci(method="wilson")
@@ -140,7 +146,37 @@ def test_a_measurements_interval_counts_what_counts(told):
     assert point["high"] == pytest.approx(known.high, abs=1e-4)
   tile = told.text("/runs/1")
   low, high = percent(known.low), percent(known.high)
-  assert f"evaluation, step 16 0 % {low} … {high} of {tries}" in tile
+  assert f"evaluation, step 16 0 % {low} … {high} of {tries} sampled" in tile
+
+
+def test_headlines_are_means_of_the_last_ten_steps(told):
+  """Of the run's page and of the runs list alike, as in the terminal."""
+  mean = told.rewards_N[-10:].mean()
+  run = re.search(r"reward ([\d.]+)", told.text("/runs/1")).group(1)
+  row = told.server.http.get("/").text.partition("<tbody>")[2]
+  listed = re.search(r"</svg> <b>([\d.]+)</b>", row).group(1)
+  assert float(run) == float(listed) == pytest.approx(mean, rel=0.006)
+  assert abs(mean - told.rewards_N[-1]) > 0.05
+
+
+def test_an_older_database_gets_figures_of_one_mode(told):
+  """As new rollouts do; the pooled ones of a database from before go."""
+  schema = importlib.import_module(
+      "tunix.rl.multi_turn.monitor.schema.migrations.versions"
+      ".0006_figures_of_one_mode"
+  )
+  columns = "successful_tasks, success_rate, avg_turns"
+  before = told.server.rows("eval", columns)
+  with told.server.engine.begin() as connection:
+    connection.exec_driver_sql("UPDATE eval SET success_rate = 0.123")
+    context = migration.MigrationContext.configure(connection)
+    with operations.Operations.context(context):
+      schema.upgrade()
+  after = told.server.rows("eval", columns)
+  for old, new, place in zip(before, after, ("E5", "E15", "E16")):
+    wins, tries = told.counted(place, mode="sampled")
+    assert old == pytest.approx(new)
+    assert new["success_rate"] == pytest.approx(wins / tries)
 
 
 def test_who_flipped_is_who_flipped(told):

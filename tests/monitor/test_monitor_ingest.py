@@ -227,7 +227,7 @@ def test_the_sequence_of_a_recorder_that_knows_no_better(server):
       "client_id": "u:env", "env_type": "android", "status": "terminated",
   }]})  # pyformat: disable
 
-  found = server.get(f"/api/rollouts/{rollout}")
+  found = server.get(f"/api/v1/rollouts/{rollout}")
   assert found["status"] == "completed" and found["group"] == 3
   assert found["progress_percent"] == 100
   assert found["environment"]["status"] == "terminated"
@@ -291,7 +291,7 @@ BAD = [
     ({"training": {"start_time": "today"}}, "training.start_time",
      "ISO 8601"),
     ({"training": {"start_time": -5}}, "training.start_time", "since 1970"),
-    ({"training": {"run_nam": "x"}}, "training.run_nam", "run_name"),
+    ({"training": {"a" * 201: "x"}}, "training." + "a" * 201, "1 to 200"),
     ({"training": {"config_json": "{"}}, "training.config_json", "not JSON"),
     ({"training": []}, "training", "object"),
     ({"training": {"run_name": "x" * 501}}, "training.run_name", "1 to 500"),
@@ -353,7 +353,7 @@ def test_bad_input_is_named_and_nothing_is_stored(lite):
 
 def test_all_faults_are_told_at_once(lite):
   reply = lite.post(
-      {"training": {"status": "x", "seed": "y", "colour": 1}}, status=400
+      {"training": {"status": "x", "seed": "y", "lora_rank": []}}, status=400
   )
   assert len(reply["errors"]) == 3
   assert "and 2 more" in reply["detail"]
@@ -365,7 +365,7 @@ def test_bodies_that_are_none(lite):
   )
   assert send(b"{").status_code == 400
   assert send(b"[]").status_code == 400
-  assert send(b'{"training": {"learning_rate": NaN}}').status_code == 400
+  assert send(b'{"training": {"learning_rate": nan}}').status_code == 400
   assert send(b"\xff\xfe").status_code == 400
   assert send(b"x", **{"content-encoding": "gzip"}).status_code == 415
   assert send(b"{}").json() == {}

@@ -10,6 +10,8 @@ import synthetic_run
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor.client import event_codec
+from tunix.rl.multi_turn.monitor.client import live_turns
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 
 NAMES = dict(group_id="train-000001", task_id="t")
@@ -26,12 +28,12 @@ def rollouts(lite):
   }
 
 
-def begun(lite, tmp_path, store):
+def begun(lite, tmp_path, store, **options):
   """Who tells of an episode that has begun, and the episode."""
   told = observed_run.observed(lite, tmp_path / "spool", store)
   told.on_event(events.RunStarted("run", {}))
   told.on_event(events.EpisodeStarted("train-000001.0", **NAMES))
-  episode = synthetic_run.episode(store)
+  episode = synthetic_run.episode(store, **options)
   episode.trajectory_id = "train-000001.0"
   return told, episode
 
@@ -131,3 +133,72 @@ def test_an_end_that_cannot_be_told_takes_nothing_else_with_it(
   assert step["loss"] == 0.5 and step["status"] == "completed"
   row = rollouts(lite)["train-000001.0"]
   assert row["batch"] == 1 and row["status"] == "env_creation"
+
+
+def as_recorded(event):
+  """An event as the uploader gets it."""
+  return event_codec.load(event_codec.dump(event))
+
+
+def test_a_long_turn_is_shown_while_its_episode_runs(lite, tmp_path, store):
+  """With its screens, text and action; the end adds tokens, and no row."""
+  told, episode = begun(lite, tmp_path, store, turns=3)
+  finished = [
+      events.TurnFinished(
+          episode.trajectory_id, n, {"model": 0.6, "env": 0.4}, step
+      )
+      for n, step in enumerate(episode.steps)
+  ]
+  told.on_event(as_recorded(finished[0]))
+  until(lambda: len(lite.rows("obs")) == 2)
+  (turn,) = lite.rows("turn")
+  step = episode.steps[0]
+  metrics = json.loads(turn["metrics_json"])
+  assert metrics["model_response"] == step.model_response
+  first = live_turns.first_image(step)
+  after = live_turns.image_of(step.observation)
+  assert [o["screenshot_uri"] for o in lite.rows("obs")] == [
+      f"sha256:{first.sha256}", f"sha256:{after.sha256}",
+  ]  # pyformat: disable
+  stored = lambda: {
+      s["sha256"] for s in lite.rows("monitor_screenshot", order="sha256")
+  }
+  until(lambda: stored() == {first.sha256, after.sha256})
+  rollout = lite.rows("rollout")[0]
+  assert rollout["status"] == "running"
+  page = lite.http.get(f"/rollouts/{rollout['id']}").text
+  assert f"/api/v1/screenshots/{first.sha256}" in page
+  assert all(a["tokens"] is None for a in lite.rows("action"))
+  for event in finished[1:]:
+    told.on_event(as_recorded(event))
+  told.on_event(as_recorded(events.EpisodeFinished(episode, **NAMES)))
+  assert told.client.drain(60)
+  assert len(lite.rows("turn")) == episode.num_turns
+  shown = lite.rows("obs")
+  assert len(shown) == 2 * episode.num_turns
+  # In the order of the film strip, before and after, also for the server.
+  assert [o["obs_type"] for o in shown[:2]] == ["screenshot"] * 2
+  assert shown[1]["screenshot_uri"] == shown[2]["screenshot_uri"]
+  actions = lite.rows("action")
+  assert len(actions) == sum(
+      max(1, len(s.info.get("gui_actions", ()))) for s in episode.steps
+  )
+  assert json.loads(actions[0]["tokens"])
+  assert told.close()
+
+
+def test_what_is_sent_of_a_running_turn_is_bounded(store):
+  episode = synthetic_run.episode(store)
+  step = episode.steps[0]
+  step.chat_completions = [
+      *step.chat_completions, {"role": "user", "content": "x" * 1_000_000},
+  ]  # pyformat: disable
+  step.thought = step.model_response = "y" * 1_000_000
+  event = lambda n, seconds: events.TurnFinished(
+      "e", n, {"model": seconds}, step
+  )
+  assert len(event_codec.dump(event(5, 1.0))) < 100_000
+  assert as_recorded(event(5, 1.0)).step.chat_completions == []
+  # A short turn comes with the episode's end, and costs as little as before.
+  assert as_recorded(event(0, 0.1)).step is None
+  assert len(event_codec.dump(event(0, 0.1))) < 200

@@ -55,23 +55,37 @@ def test_every_question_is_answered(server):
   turn = ids["turns"]["r1:turn:1"]
   obs = ids["observations"]["r1:obs:1"]
   get = server.get
+  assert [r["id"] for r in get("/api/v1/trainings")["items"]] == [t]
+  assert get(f"/api/v1/trainings/{t}")["run_name"] == "run"
+  found = get("/api/v1/rollouts/r1")
+  assert found == get(f"/api/v1/rollouts/{found['id']}")
+  assert found["training_id"] == t and found["task"]["task_id"] == "open-door"
+  assert [x["turn"] for x in found["turns"]] == [1, 2]
+  # The envelopes that pages of other monitors read.
+  assert [r["id"] for r in get("/api/trainings")["trainings"]] == [t]
+  assert get(f"/api/trainings/{t}")["training"]["run_name"] == "run"
+  whole = get("/api/rollouts/r1")
+  assert {"rollout", "task", "validation", "environment", "turns"} <= set(whole)
+  assert whole["rollout"]["id"] == found["id"]
+  assert whole["task"] == found["task"]
+  assert whole["validation"] == found["validations"][-1]
+  assert whole["turns"][0]["actions"][0]["tokens"] == [5, 6, 7]
+  answer = server.http.get(f"/{t}?project_id=1", follow_redirects=False)
+  assert answer.headers["location"] == f"/runs/{t}"
   for prefix in ("/api", "/api/v1"):
-    assert [r["id"] for r in get(f"{prefix}/trainings")["items"]] == [t]
-    assert get(f"{prefix}/trainings/{t}")["run_name"] == "run"
-    found = get(f"{prefix}/rollouts/r1")
-    assert found == get(f"{prefix}/rollouts/{found['id']}")
-    assert found["training_id"] == t and found["task"]["task_id"] == "open-door"
-    assert [x["turn"] for x in found["turns"]] == [1, 2]
     one = get(f"{prefix}/rollouts/r1/turns/{turn}")
     assert one["actions"][0]["tokens"] == [5, 6, 7]
     assert one["observations"][0]["text_content"] == "a door"
-  kinds = [x["kind"] for x in get(f"/api/trainings/{t}/timeline")["timeline"]]
-  assert sorted(kinds) == ["baseline", "eval", "step"]
+  line = get(f"/api/trainings/{t}/timeline")["timeline"]
+  assert sorted((x["type"], x["display_name"]) for x in line) == [
+      ("baseline", "baseline"), ("eval", "Evaluation at step 0"),
+      ("step", "Step 1"),
+  ]  # pyformat: disable
   for kind, id_, names in (
       ("step", s, ["r1", "r2"]), ("eval", e, ["r3"]), ("baseline", b, ["r4"]),
   ):  # pyformat: disable
     found = get(f"/api/timeline/{kind}/{id_}")
-    assert found[kind]["id"] == id_
+    assert found["item"]["id"] == id_ and found["item"]["type"] == kind
     assert [r["rollout_id"] for r in found["rollouts"]] == names
     assert get(f"/api/v1/{kind}s/{id_}")["training_id"] == t
     assert get(f"/api/v1/trainings/{t}/{kind}s")["items"][0]["id"] == id_

@@ -1,4 +1,4 @@
-"""Draws actions over a screenshot: clicks, drags, scrolls.
+"""Draws actions over a screenshot: clicks, drags, scrolls; names every action.
 
     gestures = [click_overlay.gesture("click", {"x": 40, "y": 60})]
     marks = click_overlay.marks(gestures, 800, 600)
@@ -8,6 +8,10 @@ The report, the dashboard and its exports all draw through this module. Sizes
 and colours are attributes and classes, never styles: the dashboard's policy
 allows none inside a page. A page styles the classes `overlay`, `rim` (a light
 edge, visible on any background), `act`, `ring` and `dot`.
+
+A click has as many rings as it has clicks; a square stands for a ring where
+the button is not the left one, and a filled circle is held down. A caption
+names an action as it was: "double click", "scroll down 40", "type “farm”".
 
 Does not: draw text that an action typed; `Gesture.text` has it.
 """
@@ -23,7 +27,17 @@ _POINTED = frozenset({
     "click", "tap", "double_click", "long_press", "move", "left_click",
     "right_click", "double_tap",
 })  # pyformat: disable
-_DRAGGED = frozenset({"drag", "swipe", "left_click_drag"})
+_NAMES = {
+    "left_click": ("click", "left", 1), "right_click": ("click", "right", 1),
+    "middle_click": ("click", "middle", 1), "tap": ("tap", "left", 1),
+    "double_click": ("click", "left", 2), "double_tap": ("tap", "left", 2),
+    "triple_click": ("click", "left", 3),
+    "left_click_drag": ("drag", "left", 1),
+}  # pyformat: disable
+"""Kinds that name a button or a count: (kind, button, count)."""
+_COUNTS = {2: "double", 3: "triple"}
+_MOST_RINGS = 3
+_LONGEST = 60
 _RING, _DOT, _HEAD = 2.2, 0.5, 2.0
 """Radii and the arrow head's length, in hundredths of the longer side."""
 
@@ -33,11 +47,15 @@ class Gesture:
   """An action as it is shown.
 
   Attributes:
-    label: its kind, with button and count, e.g. "right click ×2".
+    label: its kind, with button, count and direction, e.g. "double click",
+      "right click", "scroll down 40".
     at: where it acts or begins, px; None without a place.
     to: where a drag ends, px.
     scroll: (dx, dy) of a scroll, px; positive shows more below and right.
     text: text or keys that it types.
+    clicks: how often the button is pressed; 0 for an action without a press.
+    button: of the mouse.
+    held: whether it is held down in its place.
   """
 
   label: str
@@ -45,6 +63,17 @@ class Gesture:
   to: Point | None = None
   scroll: tuple[float, float] | None = None
   text: str = ""
+  clicks: int = 0
+  button: str = "left"
+  held: bool = False
+
+  @property
+  def caption(self) -> str:
+    """The label, with what it types, in a line."""
+    if not self.text:
+      return self.label
+    text = self.text if len(self.text) <= _LONGEST else self.text[:59] + "…"
+    return f"{self.label} “{text}”"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +86,9 @@ class Mark:
     head: three corners of an arrow head.
     number: place among several gestures, from 1; 0 if there is only one.
     unit: a hundredth of the longer side times the scale; sizes are multiples.
+    rings: circles around the dot, one a click; 0 only marks the place.
+    square: whether they are squares, of a button that is not the left one.
+    held: whether the innermost is filled.
   """
 
   ring: Point | None
@@ -64,10 +96,19 @@ class Mark:
   head: tuple[Point, Point, Point] | None
   number: int
   unit: float
+  rings: int = 1
+  square: bool = False
+  held: bool = False
 
   @property
   def radius(self) -> float:
+    """Of the innermost ring, px."""
     return _RING * self.unit
+
+  @property
+  def radii(self) -> tuple[float, ...]:
+    """Of every ring, from the inside."""
+    return tuple(self.radius * (1 + 0.7 * n) for n in range(self.rings))
 
 
 def gesture(kind: str, arguments: Mapping[str, Any]) -> Gesture:
@@ -85,18 +126,39 @@ def gesture(kind: str, arguments: Mapping[str, Any]) -> Gesture:
   to = _pair(arguments, "x2", "y2") or _point(
       arguments, "end", "coordinate2", "end_coordinate", "end_point"
   )
-  label, scroll = kind, None
+  name, button, count = _NAMES.get(kind, (kind, "left", 1))
+  given = arguments.get("button")
+  if isinstance(given, str) and given and kind != "system_button":
+    button = given
+  given = arguments.get("count")
+  if isinstance(given, int) and given > 1:
+    count = given
+  label, scroll = name.replace("_", " "), None
   if kind == "scroll" and to is None:
     dx, dy = arguments.get("dx") or 0, arguments.get("dy") or 0
     if all(isinstance(v, (int, float)) for v in (dx, dy)):
       scroll = float(dx), float(dy)
-      label = f"scroll {dx:g}, {dy:g}"
-  count, button = arguments.get("count"), arguments.get("button")
-  if kind in _POINTED and isinstance(count, int) and count > 1:
-    label = f"{kind} ×{count}"
-  if isinstance(button, str) and button != "left" and kind != "system_button":
+      label = " ".join(filter(None, (label, *_directions(*scroll))))
+  if button != "left":
     label = f"{button} {label}"
-  return Gesture(label, at, to, scroll, _typed(arguments))
+  if count > 1 and kind in _POINTED | _NAMES.keys():
+    label = f"{_COUNTS.get(count, f'{count} ×')} {label}"
+  pressed = kind in (_POINTED | _NAMES.keys()) - {"move", "left_click_drag"}
+  return Gesture(
+      label, at, to, scroll, _typed(arguments), count if pressed else 0,
+      button, kind == "long_press",
+  )  # pyformat: disable
+
+
+def _directions(dx: float, dy: float) -> list[str]:
+  """Directions of a scroll with their pixels."""
+  return [
+      f"{positive if size > 0 else negative} {abs(size):g}"
+      for size, positive, negative in (
+          (dy, "down", "up"), (dx, "right", "left"),
+      )
+      if size
+  ]  # pyformat: disable
 
 
 def _typed(arguments: Mapping[str, Any]) -> str:
@@ -160,6 +222,9 @@ def marks(
             ),
             number=number if len(gestures) > 1 else 0,
             unit=unit,
+            rings=min(max(1, one.clicks), _MOST_RINGS),
+            square=one.button != "left",
+            held=one.held,
         )
     )
   return found
@@ -199,14 +264,44 @@ def svg(drawn: Sequence[Mark], width: int, height: int) -> str:
   )
 
 
+def svg_of_attempts(
+    attempts: Sequence[tuple[str, Sequence[Mark]]], width: int, height: int
+) -> str:
+  """Marks of several attempts on one screenshot, each of a class of its own.
+
+  Args:
+    attempts: (class, marks) of each; later ones lie on top.
+    width: of the screenshot, px.
+    height: of the screenshot, px.
+  """
+  parts = []
+  for name, drawn in attempts:
+    for mark in drawn:
+      shapes = _shapes(mark)
+      parts.append(f'<g class="rim">{shapes}</g>')
+      parts.append(f'<g class="act {name}">{shapes}</g>')
+  return (
+      f'<svg class="overlay" viewBox="0 0 {width} {height}"'
+      f' aria-hidden="true">{"".join(parts)}</svg>'
+  )
+
+
 def _shapes(mark: Mark) -> str:
   shapes = []
   if mark.ring is not None:
     x, y = mark.ring
+    for place, r in enumerate(mark.radii):
+      held = " held" if mark.held and not place else ""
+      shapes.append(
+          f'<rect class="ring{held}" x="{x - r:.1f}" y="{y - r:.1f}"'
+          f' width="{2 * r:.1f}" height="{2 * r:.1f}"/>'
+          if mark.square else
+          f'<circle class="ring{held}" cx="{x:.1f}" cy="{y:.1f}"'
+          f' r="{r:.1f}"/>'
+      )  # pyformat: disable
     shapes.append(
-        f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}"'
-        f' r="{mark.radius:.1f}"/><circle class="dot" cx="{x:.1f}"'
-        f' cy="{y:.1f}" r="{_DOT * mark.unit:.1f}"/>'
+        f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}"'
+        f' r="{_DOT * mark.unit:.1f}"/>'
     )
   for line in (mark.line, mark.head):
     if line is not None:

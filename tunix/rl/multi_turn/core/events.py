@@ -61,11 +61,16 @@ class StageChanged(Event):
 
 @dataclasses.dataclass(frozen=True)
 class TurnFinished(Event):
-  """`seconds` maps stage (model, env, render) to wall seconds."""
+  """`seconds` maps stage (model, env, render) to wall seconds.
+
+  `step` is the turn itself, for observers that show an episode as it runs. It
+  is the episode's own object, which is still written to; None without it.
+  """
 
   trajectory_id: str
   turn: int
   seconds: Mapping[str, float]
+  step: trajectory.Step | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,8 @@ from typing import Any, Iterable, Mapping, Sequence
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 MODES = ("greedy", "sampled")
+RECENT_STEPS = 10
+"""Updates that a reading of training is the mean of, wherever one is shown."""
 
 
 @dataclasses.dataclass(frozen=True)

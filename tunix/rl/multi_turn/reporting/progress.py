@@ -16,9 +16,8 @@ import threading
 from typing import Any, Mapping, TextIO
 
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.reporting import settings as settings_lib
-
-WINDOW = 10  # Updates that reward and success are averaged over.
 
 
 def duration(seconds: float) -> str:
@@ -73,8 +72,8 @@ class ProgressBar:
     self._stage_line = ("", float("-inf"))
     self._first: float | None = None
     self._recent: dict[str, collections.deque[float]] = {
-        "reward_mean": collections.deque(maxlen=WINDOW),
-        "success_rate": collections.deque(maxlen=WINDOW),
+        "reward_mean": collections.deque(maxlen=success_rates.RECENT_STEPS),
+        "success_rate": collections.deque(maxlen=success_rates.RECENT_STEPS),
     }
 
   def on_event(self, event: events.Event) -> None:

@@ -315,6 +315,7 @@ class TrajectoryCollectEngine:
           trajectory_id=self._id,
           turn=turn,
           seconds={"model": model - render, "env": env, "render": render},
+          step=step,
       )
     return done
 

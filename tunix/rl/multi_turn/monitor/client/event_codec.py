@@ -24,6 +24,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import token_sequence
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor.client import live_turns
 
 _TYPED, _ARRAY, _NUMBER, _IMAGE = 1, 2, 3, 4
 _TYPES: tuple[type[Any], ...] = (
@@ -94,7 +95,7 @@ def dump(event: events.Event) -> bytes:
   """An event of a kind in `RECORDED`, as bytes.
 
   Episodes of a group become their ids and statuses: each was recorded when it
-  ended.
+  ended. A turn keeps what is shown of it while its episode runs.
 
   Raises:
     ValueError: it is nested too deeply.
@@ -104,6 +105,8 @@ def dump(event: events.Event) -> bytes:
   elif isinstance(event, events.StepFinished):
     groups = tuple(map(_names, event.groups))
     event = dataclasses.replace(event, groups=groups)
+  elif isinstance(event, events.TurnFinished):
+    event = dataclasses.replace(event, step=live_turns.shown(event))
   return _pack(event)
 
 

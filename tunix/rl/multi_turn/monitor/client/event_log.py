@@ -37,6 +37,7 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import event_codec
 from tunix.rl.multi_turn.monitor.client import ingest_rows
+from tunix.rl.multi_turn.monitor.client import live_turns
 
 _LOG = logging.getLogger(__name__)
 _PROGRAM = str(pathlib.Path(__file__).parents[1] / "__main__.py")
@@ -333,7 +334,9 @@ class EventLog:
       self._replayed.pop(events.EvalStarted, None)
     try:
       if isinstance(event, events.EpisodeFinished):
-        yield from self._pixels(event.trajectory)
+        yield from self._pixels(ingest_rows.images_of(event.trajectory))
+      elif isinstance(event, events.TurnFinished):
+        yield from self._pixels(live_turns.images_of(live_turns.shown(event)))
       yield frame(FrameKind.EVENT, event_codec.dump(event))
     except Exception as error:  # pylint: disable=broad-except
       # One bad event must not kill the forwarding thread.
@@ -341,12 +344,12 @@ class EventLog:
       self._count("failed", 1)
 
   def _pixels(
-      self, episode: trajectory_lib.Trajectory
+      self, images: Mapping[str, trajectory_lib.ImageRef]
   ) -> Iterator[bytes | memoryview]:
     """Screenshots that the uploader may not have."""
     if self._images is None:
       return
-    for sha, ref in ingest_rows.images_of(episode).items():
+    for sha, ref in images.items():
       if sha in self._sent_images:
         continue
       try:

@@ -12,7 +12,9 @@ import itertools
 from typing import Any
 
 import numpy as np
+from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor.client import live_turns
 
 Status = trajectory_lib.TrajectoryStatus
 _CANCELLED = frozenset({Status.CANCELLED})
@@ -32,6 +34,7 @@ class RunningEpisode:
     turns: (end, seconds by stage) of each turn so far.
     faults: contained failures.
     fields: columns that are known from the beginning.
+    image: the screen after the last turn; None where it was not sent.
   """
 
   rollout_id: str
@@ -42,6 +45,7 @@ class RunningEpisode:
   )
   faults: list[dict[str, str]] = dataclasses.field(default_factory=list)
   fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+  image: trajectory_lib.ImageRef | None = None
 
 
 def rollout_status(status: Status) -> str:
@@ -150,28 +154,14 @@ def ended(
   for index, (step, (start, end, seconds)) in enumerate(
       zip(episode.steps, turns)
   ):
-    number = index + 1
-    turn = f"{name}:turn:{number}"
-    tokens = sampled.get(index, _NO_TOKENS)
-    part["turns"].append({
-        "client_id": turn, "rollout_id": name, "turn": number,
-        "start_time": start, "end_time": end, "turn_time": end - start,
-        "reward": float(step.reward), "episode_done": bool(step.done),
-        "metrics_json": _turn_metrics(step, seconds, tokens),
-    })  # pyformat: disable
-    part["actions"] += _actions(turn, step, tokens)
     messages, seen = _new_messages(step, seen)
-    part["observations"].append({
-        "client_id": f"{turn}:before", "turn_id": turn,
-        "obs_type": "screenshot_before", "screenshot_uri": _uri(before),
-        "model_input_json": messages,
-    })  # pyformat: disable
-    after = _image_of(step.observation)
-    part["observations"].append({
-        "client_id": f"{turn}:after", "turn_id": turn,
-        "obs_type": "screenshot_after" if after is not None else "text",
-        "screenshot_uri": _uri(after), "text_content": _text(step.observation),
-    })  # pyformat: disable
+    rows = _turn_rows(
+        name, index, step, (start, end, seconds), before,
+        sampled.get(index, _NO_TOKENS), messages,
+    )  # pyformat: disable
+    for kind, found in rows.items():
+      part[kind] += found
+    after = live_turns.image_of(step.observation)
     before = after if after is not None else before
   if "success" in info or "evaluation" in info:
     evaluation = info.get("evaluation") or {}
@@ -185,12 +175,81 @@ def ended(
   return part
 
 
+def live_turn(
+    running: RunningEpisode, event: events.TurnFinished
+) -> tuple[dict[str, list[dict[str, Any]]],
+           dict[str, trajectory_lib.ImageRef]]:  # pyformat: disable
+  """Rows of a turn of an episode that goes on, and their screenshots.
+
+  The rows of its end have the same ids and more in them. ({}, {}) of a turn
+  too short to be watched.
+  """
+  step = live_turns.shown(event)
+  before, running.image = running.image, None
+  if step is None:
+    return {}, {}
+  images = live_turns.images_of(step)
+  before = live_turns.first_image(step) or before
+  running.image = live_turns.image_of(step.observation) or before
+  start = max(running.started, event.time - sum(event.seconds.values()))
+  rows = _turn_rows(
+      running.rollout_id, event.turn, step,
+      (start, max(start, event.time), event.seconds), before, _NO_TOKENS, None,
+  )  # pyformat: disable
+  return rows, images
+
+
+def _turn_rows(
+    name: str, index: int, step: trajectory_lib.Step,
+    time: tuple[float, float, Mapping[str, float]],
+    before: trajectory_lib.ImageRef | None, tokens: _Tokens,
+    messages: list[Any] | None,
+) -> dict[str, list[dict[str, Any]]]:  # pyformat: disable
+  """Rows of the turn number `index`, from 0.
+
+  Args:
+    name: of the rollout.
+    index: of the turn.
+    step: the turn.
+    time: (start, end, seconds by stage).
+    before: the screen that the policy saw.
+    tokens: of the turn.
+    messages: that were new to the model.
+  """
+  start, end, seconds = time
+  turn = f"{name}:turn:{index + 1}"
+  after = live_turns.image_of(step.observation)
+  return {
+      "turns": [{
+          "client_id": turn, "rollout_id": name, "turn": index + 1,
+          "start_time": start, "end_time": end, "turn_time": end - start,
+          "reward": float(step.reward), "episode_done": bool(step.done),
+          "metrics_json": _turn_metrics(step, seconds, tokens),
+      }],
+      "actions": _actions(turn, step, tokens),
+      # In this order, also where the first one's screen is known later.
+      "observations": [
+          {
+              "client_id": f"{turn}:before", "turn_id": turn,
+              "obs_type": "screenshot_before", "screenshot_uri": _uri(before),
+              "model_input_json": messages,
+          },
+          {
+              "client_id": f"{turn}:after", "turn_id": turn,
+              "obs_type": "screenshot_after" if after is not None else "text",
+              "screenshot_uri": _uri(after),
+              "text_content": _text(step.observation),
+          },
+      ],
+  }  # pyformat: disable
+
+
 def images_of(
     episode: trajectory_lib.Trajectory,
 ) -> dict[str, trajectory_lib.ImageRef]:
   """The screenshots that `ended` refers to, by hash."""
   found = [_first_image(episode)]
-  found += [_image_of(step.observation) for step in episode.steps]
+  found += [live_turns.image_of(step.observation) for step in episode.steps]
   return {ref.sha256: ref for ref in found if ref is not None}
 
 
@@ -476,31 +535,9 @@ def _first_image(
   """The policy's input before its first turn."""
   if not episode.steps:
     return None
-  return next(
-      _images_in(episode.steps[0].chat_completions), None
-  ) or next(
+  return live_turns.first_image(episode.steps[0]) or next(
       (span.image for s in episode.sequences[:1] for span in s.images), None
   )
-
-
-def _images_in(
-    messages: Iterable[Mapping[str, Any]],
-) -> Iterable[trajectory_lib.ImageRef]:
-  for message in messages:
-    content = message.get("content")
-    for part in content if isinstance(content, (list, tuple)) else ():
-      if isinstance(part, Mapping) and isinstance(
-          part.get("image"), trajectory_lib.ImageRef
-      ):
-        yield part["image"]
-
-
-def _image_of(observation: Any) -> trajectory_lib.ImageRef | None:
-  if isinstance(observation, Mapping):
-    image = observation.get("screenshot")
-    if isinstance(image, trajectory_lib.ImageRef):
-      return image
-  return None
 
 
 def _text(observation: Any) -> str | None:

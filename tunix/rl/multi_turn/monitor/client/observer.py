@@ -401,7 +401,9 @@ class MonitorObserver:
         **self._training_part(status="running", current_phase="rollout"),
     }
 
-  def _turn_finished(self, event: events.TurnFinished) -> sender.Part | None:
+  def _turn_finished(
+      self, event: events.TurnFinished
+  ) -> sender.Part | sender.SpoolItem | None:
     running = self._find(event.trajectory_id)
     if running is None:
       return None
@@ -409,7 +411,8 @@ class MonitorObserver:
     name = running.rollout_id
     first = len(running.turns) == 1
     begun = event.time - sum(event.seconds.values())
-    return {
+    rows, images = ingest_rows.live_turn(running, event)
+    part = {
         "rollouts": [{
             "client_id": name, "status": "running",
             "current_phase": "task_execution", "current_turn": event.turn + 1,
@@ -418,7 +421,9 @@ class MonitorObserver:
         "environments": [
             {"client_id": f"{name}:env", "status": "running"}
         ] if first else [],
+        **rows,
     }  # pyformat: disable
+    return sender.SpoolItem(part, self._pixels(images)) if rows else part
 
   def _episode_finished(
       self, event: events.EpisodeFinished
@@ -440,7 +445,8 @@ class MonitorObserver:
     if event.split == "train":
       (rollout,) = part["rollouts"]
       self._summaries[running.rollout_id] = rollout["summary_json"]
-    return sender.SpoolItem({**more, **part}, self._pixels(episode))
+    images = ingest_rows.images_of(episode)
+    return sender.SpoolItem({**more, **part}, self._pixels(images))
 
   def _fault(self, event: events.Fault) -> None:
     running = self._find(event.trajectory_id)
@@ -458,12 +464,14 @@ class MonitorObserver:
         return found
     return None
 
-  def _pixels(self, episode: trajectory_lib.Trajectory) -> dict[str, bytes]:
+  def _pixels(
+      self, images: Mapping[str, trajectory_lib.ImageRef]
+  ) -> dict[str, bytes]:
     """Screenshots that the server may not have."""
     found: dict[str, bytes] = {}
     if self._png_of is None:
       return found
-    for sha, ref in ingest_rows.images_of(episode).items():
+    for sha, ref in images.items():
       if sha in self._sent_images:
         continue
       try:

@@ -19,6 +19,7 @@ from typing import Any, Iterable, Sequence
 import numpy as np
 import orjson
 import sqlalchemy as sa
+from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 
@@ -58,23 +59,31 @@ class Columns:
       high = int(np.searchsorted(self.steps_N, last, side="right"))
     return low, max(low, high)
 
-  def latest(self, name: str) -> float | None:
-    """The last reading of a metric."""
+  def recent(self, name: str) -> float | None:
+    """A metric's mean over the run's last `RECENT_STEPS` readings.
+
+    The largest of them of a metric that is a maximum itself.
+    """
     column = self.values.get(name)
     if column is None:
       return None
-    known = column[np.isfinite(column)]
-    return float(known[-1]) if len(known) else None
+    return _summary(name, column[np.isfinite(column)])
 
   def ahead(self, other: Columns, name: str) -> tuple[int, float] | None:
-    """(step, how much more than another run) where both read it last."""
+    """(step, how much more than another run) of what both read last.
+
+    The difference of their `recent` readings, of the last steps that both have
+    made.
+    """
     if name not in self.values or name not in other.values:
       return None
-    by_N = self.values[name] - _at(other, name, self.steps_N)
-    (known,) = np.nonzero(np.isfinite(by_N))
-    if not len(known):
+    theirs_N = _at(other, name, self.steps_N)
+    (both,) = np.nonzero(np.isfinite(self.values[name] - theirs_N))
+    ours = _summary(name, self.values[name][both])
+    theirs = _summary(name, theirs_N[both])
+    if ours is None or theirs is None:
       return None
-    return int(self.steps_N[known[-1]]), float(by_N[known[-1]])
+    return int(self.steps_N[both[-1]]), ours - theirs
 
 
 class _Run:
@@ -187,6 +196,14 @@ def _merged(old: Columns, rows: Iterable[Any]) -> Columns:
     for name in names:
       values[name][place] = readings.get(name, np.nan)
   return Columns(steps, values)
+
+
+def _summary(name: str, known: np.ndarray) -> float | None:
+  """See `Columns.recent`; of finite readings."""
+  if not len(known):
+    return None
+  last = known[-success_rates.RECENT_STEPS :]
+  return float(last.max() if name.endswith("_max") else last.mean())
 
 
 def chart(

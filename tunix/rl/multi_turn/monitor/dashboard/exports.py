@@ -370,9 +370,11 @@ def _frame(
   for mark in click_overlay.marks(gestures, image.width, image.height):
     for colour, width in ((_WHITE, 5), (_RED, 3)):
       if mark.ring is not None:
-        (x, y), r = mark.ring, mark.radius
-        pen.ellipse(((x - r) * sx, (y - r) * sy, (x + r) * sx, (y + r) * sy),
-                    outline=colour, width=width)  # pyformat: disable
+        x, y = mark.ring
+        draw = pen.rectangle if mark.square else pen.ellipse
+        for r in mark.radii:
+          draw(((x - r) * sx, (y - r) * sy, (x + r) * sx, (y + r) * sy),
+               outline=colour, width=width)  # pyformat: disable
       for line in (mark.line, mark.head):
         if line is not None:
           pen.line([(x * sx, y * sy) for x, y in line], fill=colour,

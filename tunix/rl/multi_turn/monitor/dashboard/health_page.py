@@ -103,7 +103,7 @@ class HealthPages:
             "failures": self._writer.failures,
         },
         "queue": [
-            {"name": name, "value": columns.latest(name),
+            {"name": name, "value": columns.recent(name),
              "spark": curves_lib.sample(columns.values[name])}
             for name in ("queue_size", "dropped_stale", "refused_groups",
                          "staleness_max", "invalid_episodes",

@@ -1,8 +1,12 @@
-"""Renders evaluations, baselines and tasks: success by task and checkpoint."""
+"""Renders evaluations and baselines: success by family and checkpoint.
+
+Promises: sampled and greedy attempts are never added up; the figure of a
+measurement is that of its sampled attempts, of the greedy ones where it has no
+others. The terminal and the report name the same figures.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, Mapping, Sequence
 
@@ -19,19 +23,13 @@ from tunix.rl.multi_turn.monitor.server import query as query_lib
 _COLUMNS_SHOWN = 8
 _MOST_CHECKPOINTS = 500
 _MOST_ROLLOUTS = 20_000
-_TASKS = 25
-_TRIES = 60
-_TRIES_LISTED = 24
-_OTHER_RUNS = 4
-"""How many times as many attempts are read as shown: other runs' are among
-them."""
 
 Row = dict[str, Any]
 MODES = ("sampled", "greedy")
 
 
 class EvalsQuery(query_lib.PageQuery):
-  """Evaluations of a mode; page 0 has the newest."""
+  """Evaluations of a mode, sampled where there are such; page 0 is newest."""
 
   mode: query_lib.one_of(MODES) | None = None
   page: query_lib.Id = 0
@@ -44,33 +42,27 @@ class EvalDiffQuery(query_lib.PageQuery):
   b: str | None = None
 
 
-class TasksQuery(query_lib.PageQuery):
-  """Tasks with all words of `q`, behind number `after`."""
-
-  q: query_lib.Search = ""
-  after: query_lib.Id | None = None
-
-
-class TaskQuery(query_lib.PageQuery):
-  """Attempts at a task, before number `after`."""
-
-  after: query_lib.Id | None = None
-
-
 def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
-  """Every measurement of a run, baselines first, then by step."""
+  """Every measurement of a run, baselines first, then by step.
+
+  `wins` of `done` attempts of `mode` are its figure: the sampled ones, or the
+  greedy ones where there are no others.
+  """
   found = []
   r = tables.rollout
   for kind, t in (("baseline", tables.baseline), ("eval", tables.eval_)):
     step = t.c.step if kind == "eval" else sa.literal(0)
     order = t.c.step if kind == "eval" else t.c.id
+    own = sa.and_(r.c.source_type == kind, r.c[f"{kind}_id"] == t.c.id)
+    greedy = sa.func.coalesce(r.c.temperature, 1.0) == 0
+    sampled = sa.exists().where(own, sa.not_(greedy)).correlate(t)
     # The count follows from a rate and its successes, unless there are none.
     tries = sa.case((
         t.c.success_rate == 0,
         sa.select(sa.func.count())
         .where(
-            r.c.source_type == kind, r.c[f"{kind}_id"] == t.c.id,
-            r.c.status == "completed",
+            own, r.c.status == "completed",
+            sa.case((greedy, 0), else_=1) == sa.case((sampled, 1), else_=0),
         )
         .correlate(t)
         .scalar_subquery(),
@@ -81,6 +73,7 @@ def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
             t.c.model_path, t.c.success_rate, t.c.successful_tasks,
             t.c.completed_tasks, t.c.total_tasks, t.c.avg_turns,
             t.c.start_time, t.c.end_time, tries.label("tries"),
+            sa.case((sampled, 0), else_=1).label("greedy"),
         )
         .where(t.c.training_id == training)
         .order_by(order.desc())
@@ -96,7 +89,7 @@ def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
         name = f"step {one['step']}"
       found.append(
           {**one, "kind": kind, "key": f"{kind}-{one['id']}", "name": name,
-           "wins": wins, "done": done}
+           "wins": wins, "done": done, "mode": MODES[one["greedy"]]}
       )  # pyformat: disable
   return found
 
@@ -162,57 +155,63 @@ class MeasurementPages:
     training = request.id()
     run = self._head(request.project, training)
     asks = request.read(EvalsQuery)
-    mode, page = asks.mode or "", asks.page
+    page = asks.page
     with database.reading(self._engine) as connection:
       every = checkpoints(connection, training)
       end = len(every) - page * _COLUMNS_SHOWN
       shown = every[max(0, end - _COLUMNS_SHOWN) : max(0, end)]
-      cells: dict[str, dict[str, Row | None]] = {}
-      totals: dict[str, Row | None] = {}
-      modes = set()
-      for one in shown:
-        sums: dict[str, list[int]] = {}
-        for family, greedy, wins, tries in self._by_family(connection, one):
-          modes.add("greedy" if greedy else "sampled")
-          if mode and greedy != (mode == "greedy"):
-            continue
-          have = sums.setdefault(family, [0, 0])
-          have[0] += int(wins)  # PostgreSQL's sum is a Decimal.
-          have[1] += tries
-        for family, (wins, tries) in sums.items():
-          cells.setdefault(family, {})[one["key"]] = cell(wins, tries)
-        totals[one["key"]] = cell(
-            sum(w for w, _ in sums.values()), sum(n for _, n in sums.values())
+      counted = {
+          one["key"]: self._by_family(connection, one) for one in shown
+      }
+    modes = [
+        mode for mode in MODES
+        if any(mode in found for found in counted.values())
+    ]  # pyformat: disable
+    mode = asks.mode or (modes[0] if modes else MODES[0])
+    cells: dict[str, dict[str, Row | None]] = {}
+    totals: dict[str, dict[str, Row | None]] = {m: {} for m in modes}
+    for key, found in counted.items():
+      for family, (wins, tries) in found.get(mode, {}).items():
+        cells.setdefault(family, {})[key] = cell(wins, tries)
+      for name in modes:
+        sums = found.get(name, {}).values()
+        totals[name][key] = cell(
+            sum(w for w, _ in sums), sum(n for _, n in sums)
         )
     return page_request.Page("evals.html", {
         "run": run, "tab": "evals", "shown": shown, "all": len(every),
-        "families": sorted(cells), "cells": cells, "totals": totals,
-        "mode": mode, "modes": [m for m in MODES if m in modes],
+        "families": sorted(cells), "cells": cells,
+        "totals": sorted(totals.items(), key=lambda one: one[0] != mode),
+        "mode": mode, "modes": modes, "pairs": _neighbours(shown),
         "older": page + 1 if end > _COLUMNS_SHOWN else None,
         "newer": page - 1 if page else None, "every": every,
     })  # pyformat: disable
 
-  def _by_family(self, connection: sa.Connection, one: Row) -> list[Any]:
+  def _by_family(
+      self, connection: sa.Connection, one: Row
+  ) -> dict[str, dict[str, tuple[int, int]]]:
+    """Mode -> family -> (successes, completed) of a measurement."""
     r, t = tables.rollout, tables.task
     family = sa.func.coalesce(t.c.app_name, t.c.task_id)
     greedy = sa.case((r.c.temperature == 0, 1), else_=0)
-    return list(
-        connection.execute(
-            sa.select(
-                family,
-                greedy,
-                sa.func.sum(sa.func.coalesce(r.c.task_success, 0)),
-                sa.func.count(),
-            )
-            .join(t, t.c.id == r.c.task_id)
-            .where(
-                r.c.source_type == one["kind"],
-                r.c[f"{one['kind']}_id"] == one["id"],
-                r.c.status == "completed",
-            )
-            .group_by(family, greedy)
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for name, mode, wins, tries in connection.execute(
+        sa.select(
+            family, greedy,
+            sa.func.sum(sa.func.coalesce(r.c.task_success, 0)),
+            sa.func.count(),
         )
-    )
+        .join(t, t.c.id == r.c.task_id)
+        .where(
+            r.c.source_type == one["kind"],
+            r.c[f"{one['kind']}_id"] == one["id"],
+            r.c.status == "completed",
+        )
+        .group_by(family, greedy)
+    ):  # pyformat: disable
+      # PostgreSQL's sum is a Decimal.
+      found.setdefault(MODES[mode], {})[name] = int(wins), tries
+    return found
 
   def eval_diff(self, request: page_request.PageRequest) -> page_request.Page:
     """Compares two measurements attempt by attempt."""
@@ -227,7 +226,7 @@ class MeasurementPages:
         )
       asks = request.read(EvalDiffQuery)
       keys = {
-          "a": asks.a or every[0]["key"], "b": asks.b or every[-1]["key"],
+          "a": asks.a or every[-2]["key"], "b": asks.b or every[-1]["key"],
       }  # pyformat: disable
       wrong = [
           errors.fault(side, key, f"give one of {', '.join(known)}")
@@ -278,133 +277,12 @@ class MeasurementPages:
         for row in rows
     ]
 
-  # --- tasks ------------------------------------------------------------------
 
-  def tasks(self, request: page_request.PageRequest) -> page_request.Page:
-    """Families over the steps, and every task with its last attempts."""
-    training = request.id()
-    run = self._head(request.project, training)
-    asks = request.read(TasksQuery)
-    search = asks.q
-    columns = self._curves.of(training)
-    families = []
-    for name in sorted(columns.values):
-      if name.startswith("success_rate/"):
-        values = columns.values[name]
-        known = values[values == values]
-        tenth = max(1, len(known) // 10)
-        families.append({
-            "name": name.partition("/")[2], "spark": curves_lib.sample(values),
-            "first": float(known[:tenth].mean()) if len(known) else None,
-            "last": float(known[-tenth:].mean()) if len(known) else None,
-        })  # pyformat: disable
-    ids, t = tables.client_ids, tables.task
-    mine = sa.select(ids.c.entity_id).where(
-        ids.c.project_id == request.project, ids.c.kind == "task"
-    )
-    query = sa.select(
-        t.c.id, t.c.task_id, t.c.description, t.c.app_name
-    ).where(t.c.id.in_(mine)).order_by(t.c.id)  # pyformat: disable
-    after = asks.after
-    if after is not None:
-      query = query.where(t.c.id > after)
-    for word in search.split():
-      like = f"%{page_request.escaped(word)}%"
-      query = query.where(
-          sa.or_(
-              t.c.task_id.ilike(like, escape="\\"),
-              t.c.description.ilike(like, escape="\\"),
-          )
-      )
-    with database.reading(self._engine) as connection:
-      rows = [
-          dict(r._mapping)  # pylint: disable=protected-access
-          for r in connection.execute(query.limit(_TASKS + 1))
-      ]
-      more = rows[_TASKS - 1]["id"] if len(rows) > _TASKS else None
-      for row in rows[:_TASKS]:
-        tries = self._tries(
-            connection, training, row["id"], most=_TRIES_LISTED
-        )
-        row["tries"] = tries
-        row["cell"] = cell(
-            sum(x["won"] for x in tries if x["valid"]),
-            sum(x["valid"] for x in tries),
-        )
-    return page_request.Page("tasks.html", {
-        "run": run, "tab": "tasks", "families": families, "q": search,
-        "rows": rows[:_TASKS], "more": more, "most": _TRIES_LISTED,
-    })  # pyformat: disable
-
-  def _tries(
-      self, connection: sa.Connection, training: int, task: int,
-      before: int | None = None, most: int = _TRIES,
-  ) -> list[Row]:  # pyformat: disable
-    """A run's last attempts at a task, the oldest of them first."""
-    rows = connection.execute(
-        _tries_query(before is not None),
-        {
-            "training": training, "task": task, "before": before,
-            "most": most, "of_all": _OTHER_RUNS * most,
-        },
-    )  # pyformat: disable
-    found = []
-    for row in rows:
-      one = dict(row._mapping)  # pylint: disable=protected-access
-      one["valid"] = one["status"] == "completed"
-      one["won"] = bool(one["task_success"])
-      found.append(one)
-    return found[::-1]
-
-  def task(self, request: page_request.PageRequest) -> page_request.Page:
-    training, task = request.id(), request.id("task")
-    run = self._head(request.project, training)
-    found = self._queries.one(request.project, "task", task)
-    with database.reading(self._engine) as connection:
-      after = request.read(TaskQuery).after
-      tries = self._tries(connection, training, task, after)
-    return page_request.Page("task.html", {
-        "run": run, "tab": "tasks", "task": found, "tries": tries[::-1],
-        "more": tries[0]["id"] if len(tries) == _TRIES else None,
-        "cell": cell(
-            sum(x["won"] for x in tries if x["valid"]),
-            sum(x["valid"] for x in tries),
-        ),
-    })  # pyformat: disable
-
-
-@functools.cache
-def _tries_query(before: bool) -> sa.Select:
-  """A run's last attempts at a task, the last one first.
-
-  Built once: that takes ten times as long as the answer.
-
-  Args:
-    before: whether those from :before on are left out.
-  """
-  r, s, e, b = tables.rollout, tables.step, tables.eval_, tables.baseline
-  recent = sa.select(
-      r.c.id, r.c.source_type, r.c.step_id, r.c.eval_id, r.c.baseline_id,
-      r.c.reward, r.c.task_success, r.c.status, r.c.num_turns,
-      r.c.status_message, r.c.start_time,
-  ).where(r.c.task_id == sa.bindparam("task"))  # pyformat: disable
-  if before:
-    recent = recent.where(r.c.id < sa.bindparam("before"))
-  recent = (
-      recent.order_by(r.c.id.desc()).limit(sa.bindparam("of_all")).subquery()
-  )
-  return (
-      sa.select(recent, s.c.step.label("step"), e.c.step.label("eval_step"))
-      .outerjoin(s, s.c.id == recent.c.step_id)
-      .outerjoin(e, e.c.id == recent.c.eval_id)
-      .outerjoin(b, b.c.id == recent.c.baseline_id)
-      .where(
-          sa.func.coalesce(s.c.training_id, e.c.training_id, b.c.training_id)
-          == sa.bindparam("training")
-      )
-      .order_by(recent.c.id.desc())
-      .limit(sa.bindparam("most"))
-  )
+def _neighbours(shown: Sequence[Row]) -> dict[str, str]:
+  """Key of a measurement -> that of the one before it, among those shown."""
+  return {
+      later["key"]: earlier["key"] for earlier, later in zip(shown, shown[1:])
+  }
 
 
 def paired(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:

@@ -11,6 +11,7 @@ from tunix.rl.multi_turn.monitor.dashboard import rollout_list
 from tunix.rl.multi_turn.monitor.dashboard import rollout_page
 from tunix.rl.multi_turn.monitor.dashboard import run_pages
 from tunix.rl.multi_turn.monitor.dashboard import step_page
+from tunix.rl.multi_turn.monitor.dashboard import task_pages
 from tunix.rl.multi_turn.monitor.dashboard import token_text
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import screenshots as screenshots_lib
@@ -72,6 +73,7 @@ class Pages:
     measured = measurements.MeasurementPages(
         engine, queries, curves, runs.head
     )
+    tasks = task_pages.TaskPages(engine, queries, curves, runs.head)
     health = health_page.HealthPages(
         engine, queries, curves, runs.head, timings, writer
     )
@@ -82,5 +84,5 @@ class Pages:
     self.rollouts, self.run_rollouts = lists.of_all, lists.of_run
     self.rollout, self.export = rollouts.rollout, rollouts.export
     self.evals, self.eval_diff = measured.evals, measured.eval_diff
-    self.tasks, self.task = measured.tasks, measured.task
+    self.tasks, self.task = tasks.tasks, tasks.task
     self.health = health.health

@@ -114,8 +114,9 @@ def gesture(action: Mapping[str, Any]) -> click_overlay.Gesture:
 
 
 def overlay(
-    gestures: Sequence[click_overlay.Gesture], width: int, height: int
-) -> _Markup:
+    gestures: Sequence[click_overlay.Gesture], width: int, height: int,
+    scale: float = 1.0,
+) -> _Markup:  # pyformat: disable
   """Gestures drawn over a screenshot of `width` x `height` pixels."""
-  marks = click_overlay.marks(gestures, width, height)
+  marks = click_overlay.marks(gestures, width, height, scale)
   return _Markup(click_overlay.svg(marks, width, height))

@@ -44,7 +44,7 @@ SORTS = {
 OUTCOMES = {
     "success": _R.c.task_success == 1,
     "failure": sa.and_(
-        _STATUS == "completed", sa.func.coalesce(_R.c.task_success, 0) == 0
+        _STATUS == "completed", _R.c.task_success == 0
     ),
 }  # pyformat: disable
 ERRORS = {
@@ -95,6 +95,10 @@ class RolloutListQuery(query_lib.PageQuery):
   after: Annotated[
       tuple[float, int] | None, *query_lib.textual(_place)
   ] = None
+
+  _labels = pydantic.field_validator("outcome", mode="before")(
+      query_lib.outcome_key
+  )
 
 
 @dataclasses.dataclass(frozen=True)

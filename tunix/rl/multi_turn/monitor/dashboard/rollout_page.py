@@ -10,6 +10,7 @@ from tunix.rl.multi_turn.monitor.dashboard import exports
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import pictures
 from tunix.rl.multi_turn.monitor.dashboard import step_page
+from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.dashboard import token_text
 from tunix.rl.multi_turn.monitor.dashboard import token_view
 from tunix.rl.multi_turn.monitor.schema import database
@@ -132,13 +133,21 @@ class RolloutPages:
       if id_ in turns and screenshots_lib.SHA.fullmatch(sha):
         key = "before" if turns[id_]["before"] is None else "after"
         turns[id_][key] = sha
-    for id_, kind in connection.execute(
-        sa.select(a.c.turn_id, sa.func.coalesce(a.c.action_type, a.c.tool_name))
+    for row in connection.execute(
+        sa.select(a.c.turn_id, a.c.action_type, a.c.tool_name, a.c.tool_args)
         .where(a.c.turn_id.in_(mine))
         .order_by(a.c.id)
     ):
-      if id_ in turns:
-        turns[id_]["actions"].append(kind or "?")
+      if row.turn_id in turns:
+        turns[row.turn_id]["actions"].append(
+            pictures.gesture({
+                **row._mapping,  # pylint: disable=protected-access
+                "tool_args": text.read_json(row.tool_args),
+            })
+        )
+    sizes = _sizes(connection, [one["before"] for one in turns.values()])
+    for one in turns.values():
+      one["size"] = sizes.get(one["before"])
     return list(turns.values())
 
   def _group(self, connection: sa.Connection, rollout: Row) -> list[Row]:
@@ -195,6 +204,21 @@ class RolloutPages:
     return {sha: i for sha, i in found.items() if i.path.exists()}
 
 
+def _sizes(
+    connection: sa.Connection, hashes: Sequence[str | None]
+) -> dict[str | None, tuple[int, int]]:
+  """(width, height) of screenshots, px."""
+  s = tables.screenshot
+  return {
+      row.sha256: (row.width, row.height)
+      for row in connection.execute(
+          sa.select(s.c.sha256, s.c.width, s.c.height).where(
+              s.c.sha256.in_({h for h in hashes if h})
+          )
+      )
+  }
+
+
 def described(turn: Row, images: Mapping[str, Any]) -> Row:
   """Adds the values that the page shows to a turn."""
   metrics = turn["metrics_json"]
@@ -213,6 +237,10 @@ def described(turn: Row, images: Mapping[str, Any]) -> Row:
       images.get(sha) or {"sha": sha, "missing": True}
       for sha in exports.hashes_of(turn)
   ]
+  turn["links"] = [
+      uri for o in turn["observations"]
+      if str(uri := o["screenshot_uri"]).startswith(("https://", "http://"))
+  ]  # pyformat: disable
   turn["gestures"] = [pictures.gesture(a) for a in turn["actions"]]
   turn["messages"] = [
       m

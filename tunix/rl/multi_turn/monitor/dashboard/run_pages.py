@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Annotated, Any, Literal, Mapping, Sequence
 
+import numpy as np
 import pydantic
 import sqlalchemy as sa
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import measurements
+from tunix.rl.multi_turn.monitor.dashboard import overview
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.schema import database
@@ -100,11 +103,13 @@ class RunQuery(CurvesPageQuery):
     more: metrics with a chart of their own.
     against: a run whose curves are drawn, too.
     difference: whether they are subtracted instead.
+    flat: whether curves that never change have charts, too.
   """
 
   more: tuple[str, ...] = ()
   against: query_lib.Id | None = None
   difference: query_lib.Flag = False
+  flat: query_lib.Flag = False
 
 
 class StepsQuery(query_lib.PageQuery):
@@ -208,9 +213,11 @@ class RunPages:
       if wanted in ("running", "silent"):
         rows = [r for r in rows if r["state"] == wanted]
       sparks = self._sparks(connection, rows)
+      recent = self._recent_rewards(connection, rows)
       evals = self._last_evals(connection, [r["id"] for r in rows])
     for row in rows:
       row["spark"] = sparks.get(row["id"], [])
+      row["reward"] = recent[row["id"]]
       row["eval"] = evals.get(row["id"])
       row["seconds"] = text.between(
           row["start_time"] or row["created_at"],
@@ -248,6 +255,22 @@ class RunPages:
           .order_by(s.c.step)
       ):
         found.setdefault(training, []).append(reward)
+    return found
+
+  def _recent_rewards(
+      self, connection: sa.Connection, rows: Sequence[Row]
+  ) -> dict[int, float | None]:
+    """Run -> mean reward of its last steps, as its own page shows it."""
+    s = tables.step
+    found = {}
+    for row in rows:
+      last = connection.scalars(
+          sa.select(s.c.reward_mean)
+          .where(s.c.training_id == row["id"], s.c.reward_mean.is_not(None))
+          .order_by(s.c.step.desc())
+          .limit(success_rates.RECENT_STEPS)
+      ).all()
+      found[row["id"]] = statistics.fmean(last) if last else None
     return found
 
   def _last_evals(
@@ -298,6 +321,8 @@ class RunPages:
         chart for chart in CHARTS
         if any(_has(columns, name) for name in chart["names"])
     ]  # pyformat: disable
+    flat_ones = [] if asks.flat else [c for c in shown if _flat(columns, c)]
+    shown = [chart for chart in shown if chart not in flat_ones]
     charted = {n for chart in CHARTS for n in chart["names"]}
     others = sorted(
         n for n in columns.values
@@ -319,8 +344,15 @@ class RunPages:
         "tiles": _tiles(columns, evals, theirs), "against": against,
         "difference": difference, "named": named,
         "charts": shown, "others": others, "more": more,
-        "latest": self._latest(training), "columns": columns,
+        "latest": overview.latest(self._engine, training),
+        "groups": overview.newest_groups(self._engine, training),
+        "columns": columns,
         "smooth": asks.smooth, "axis": asks.x,
+        "flat": [
+            {"title": c["title"], "unit": c.get("unit"),
+             "value": columns.recent(c["names"][0])}
+            for c in flat_ones
+        ],
     })  # pyformat: disable
 
   def _against(
@@ -394,39 +426,8 @@ class RunPages:
           found.append({
               "step": one["step"], "name": one["name"], "kind": one["kind"],
               "id": one["id"], "rate": one["wins"] / one["done"], "low": low,
-              "high": high, "n": one["done"],
+              "high": high, "n": one["done"], "mode": one["mode"],
           })  # pyformat: disable
-    return found
-
-  def _latest(self, training: int) -> list[Row]:
-    """The rollouts that began last, of the last steps."""
-    s, r, t = tables.step, tables.rollout, tables.task
-    with database.reading(self._engine) as connection:
-      steps = list(
-          connection.scalars(
-              sa.select(s.c.id)
-              .where(s.c.training_id == training)
-              .order_by(s.c.step.desc())
-              .limit(3)
-          )
-      )
-      rows = connection.execute(
-          sa.select(
-              r.c.id, r.c.status, r.c.task_success, r.c.reward, r.c.num_turns,
-              r.c.current_turn, r.c.max_turns, r.c.status_message,
-              r.c.start_time, t.c.description, t.c.app_name, s.c.step,
-          )
-          .join(t, t.c.id == r.c.task_id)
-          .join(s, s.c.id == r.c.step_id)
-          .where(r.c.source_type == "step", r.c.step_id.in_(steps))
-          .order_by(r.c.id.desc())
-          .limit(12)
-      )  # pyformat: disable
-      found = [dict(row._mapping) for row in rows]  # pylint: disable=protected-access
-      ids = [row["id"] for row in found]
-      last = measurements.last_screenshots(connection, ids)
-    for row in found:
-      row["screenshot"] = last.get(row["id"])
     return found
 
   # --- several ----------------------------------------------------------------
@@ -470,9 +471,12 @@ class RunPages:
     ]  # pyformat: disable
     results = []
     for name in _COMPARED:
-      values = [columns[i].latest(name) for i in ids]
+      values = [columns[i].recent(name) for i in ids]
       if any(v is not None for v in values):
-        results.append({"name": name, "values": values})
+        results.append({
+            "name": name, "values": values,
+            "ahead": [columns[i].ahead(columns[base], name) for i in ids],
+        })  # pyformat: disable
     points = {i: self.eval_points(i) for i in ids}
     for run in runs:
       run["eval"] = points[run["id"]][-1] if points[run["id"]] else None
@@ -526,6 +530,25 @@ def _has(columns: curves_lib.Columns, name: str) -> bool:
   return name in columns.values
 
 
+def _flat(columns: curves_lib.Columns, chart: Mapping[str, Any]) -> bool:
+  """Whether all of a chart's curves have been one value for many steps.
+
+  A change of a billionth is rounding.
+  """
+  if chart.get("evals"):
+    return False
+  for name in chart["names"]:
+    for key in [k for k in columns.values
+                if k == name or name.endswith("/") and k.startswith(name)]:
+      known = columns.values[key]
+      known = known[np.isfinite(known)]
+      if len(known) < success_rates.RECENT_STEPS or np.ptp(known) > max(
+          1e-9, 1e-9 * float(np.abs(known).max())
+      ):
+        return False
+  return any(name in columns.values for name in chart["names"])
+
+
 def _tiles(
     columns: curves_lib.Columns,
     evals: Sequence[Row],
@@ -547,15 +570,12 @@ def _tiles(
       ("staleness_max", "staleness, max", "number"),
       ("seconds_total", "step time", "seconds"),
   ):
-    column = columns.values.get(name)
-    if column is None:
-      continue
-    known = column[column == column]
-    if not len(known):
+    value = columns.recent(name)
+    if value is None:
       continue
     found.append({
-        "title": title, "kind": kind, "value": float(known[-1]),
-        "spark": curves_lib.sample(column),
+        "title": title, "kind": kind, "value": value,
+        "spark": curves_lib.sample(columns.values[name]),
         "ahead": theirs and columns.ahead(theirs, name),
     })  # pyformat: disable
   if evals:
@@ -563,7 +583,7 @@ def _tiles(
     found.insert(2, {
         "title": f"evaluation, {last['name']}", "kind": "percent",
         "value": last["rate"], "low": last["low"], "high": last["high"],
-        "n": last["n"],
+        "n": last["n"], "mode": last["mode"],
     })  # pyformat: disable
   return found
 

@@ -86,7 +86,6 @@ class Site:
         lambda name: f"/static/{self._version}/{name}"
     )
     self._templates.globals["styles"] = _STYLES
-    self._templates.globals["asks_for_tokens"] = access.asks_for_tokens
 
   def routes(self) -> list[routing.Route]:
     found = [
@@ -94,6 +93,8 @@ class Site:
         routing.Route("/login", self._login, methods=_BOTH),
         routing.Route("/logout", self._logout, methods=["POST"]),
         routing.Route("/favicon.ico", self._icon),
+        # The address that other monitors give a run, with `project_id`.
+        routing.Route("/{id:int}", self._run_of_id),
         routing.Route(
             "/runs/{id:int}/tags", self._form_of(self._tag), methods=_BOTH
         ),
@@ -104,6 +105,9 @@ class Site:
     for path, name in pages_lib.PATHS:
       found.append(routing.Route(path, self._page(name)))
     return found
+
+  async def _run_of_id(self, request: Request) -> Response:
+    return responses.RedirectResponse(f"/runs/{request.path_params['id']}", 307)
 
   # --- pages ----------------------------------------------------------------
 
@@ -182,6 +186,7 @@ class Site:
   ) -> Response:
     theme = request.cookies.get("theme", "")
     html = self._templates.get_template(template).render(
+        asks_for_tokens=self._access.asks_for_tokens,
         theme=theme if theme in ("dark", "light") else "",
         path=request.url.path,
         query=dict(request.query_params),

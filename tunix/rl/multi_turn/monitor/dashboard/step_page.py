@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Sequence
 
 import pydantic
 import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor.dashboard import group_overlays
 from tunix.rl.multi_turn.monitor.dashboard import measurements
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import pictures
@@ -21,6 +22,7 @@ from tunix.rl.multi_turn.monitor.server import query as query_lib
 _MOST_ROLLOUTS = 5000
 _GROUPS = 16
 _LISTED = 96
+_TURNS = 30
 _LOOK_BACK = 64
 """Steps before an update in which its episodes may have begun."""
 
@@ -52,6 +54,8 @@ class StepQuery(query_lib.PageQuery):
     high: largest reward, `to`.
     task: a task family.
     page: from 0.
+    turn: whose actions are drawn on the groups' screens, from 1; 0 is the one
+      in which the attempts of a group first differ.
   """
 
   by: Literal["begun", "learned"] = "begun"
@@ -62,6 +66,11 @@ class StepQuery(query_lib.PageQuery):
   sort: query_lib.one_of(SORTS) = "group"
   order: query_lib.Order = "down"
   page: query_lib.Id = 0
+  turn: query_lib.Id = 0
+
+  _labels = pydantic.field_validator("outcome", mode="before")(
+      query_lib.outcome_key
+  )
 
 
 def advantage_kind(run: Row) -> str | None:
@@ -239,12 +248,19 @@ class StepPages:
       pages = -(-len(chosen) // _LISTED)
     with database.reading(self._engine) as connection:
       last = measurements.last_screenshots(connection, [m["id"] for m in shown])
+      group_overlays.add(
+          connection, [g for g in groups if len(g["members"]) > 1], asks.turn
+      )
     for member in shown:
       member["screenshot"] = last.get(member["id"])
     valid = [m for m in members if m["status"] == "completed"]
     all_groups = grouped(members)
     return page_request.Page("step.html", {
         "run": run, **values, "groups": groups, "listed": listed,
+        "turn": asks.turn, "turns": min(_TURNS, max(
+            (m["num_turns"] or 0 for g in groups for m in g["members"]),
+            default=0,
+        )),
         "sort": sort, "up": up, "outcome": outcome, "family": family,
         "low": low, "high": high, "page": page, "more": more, "pages": pages,
         "chosen": len(chosen), "count": len(members),
@@ -257,9 +273,7 @@ class StepPages:
              if m["advantage"] is not None), default=0.0,
         ),
         "advantage_kind": advantage_kind(run),
-        "wins": measurements.cell(
-            sum(bool(m["task_success"]) for m in valid), len(valid)
-        ),
+        "wins": _wins(values["kind"], valid),
         "reward": _mean([m["reward"] for m in valid]),
         "broken": sum(m["status"] == "failed" for m in members),
         "faulty": sum(bool(m["faults"]) for m in members),
@@ -290,6 +304,7 @@ def grouped(members: Sequence[Row]) -> list[Row]:
         m["reward"] for m in group["members"]
         if m["status"] == "completed" and m["reward"] is not None
     ]  # pyformat: disable
+    group["won"] = sum(bool(m["task_success"]) for m in group["members"])
     group["mean"] = statistics.fmean(valid) if valid else None
     group["has_gradient"] = len(valid) > 1 and max(valid) > min(valid)
   return list(found.values())
@@ -317,6 +332,21 @@ def histogram(
   return found
 
 
+def _wins(kind: str, valid: Sequence[Row]) -> list[tuple[str, Row | None]]:
+  """(mode, success); of a step there is one, whose mode goes without saying."""
+  modes = [("", valid)]
+  if kind != "step":
+    greedy = [m for m in valid if m["temperature"] == 0]
+    others = [m for m in valid if m["temperature"] != 0]
+    modes = [(n, m) for n, m in zip(measurements.MODES, (others, greedy)) if m]
+  return [
+      (mode, measurements.cell(
+          sum(bool(m["task_success"]) for m in found), len(found)
+      ))
+      for mode, found in modes or [("", valid)]
+  ]  # pyformat: disable
+
+
 def _mean(values: Sequence[float | None]) -> float | None:
   known = [v for v in values if v is not None]
   return statistics.fmean(known) if known else None
@@ -330,7 +360,7 @@ def _matches(member: Row, outcome: str) -> bool:
   if outcome == "success":
     return bool(member["task_success"])
   if outcome == "failure":
-    return member["status"] == "completed" and not member["task_success"]
+    return member["status"] == "completed" and member["task_success"] == 0
   if outcome == "broken":
     return member["status"] in ("failed", "cancelled")
   if outcome == "errors":

@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import re
 import secrets
+import threading
 import time
 from typing import Mapping
 from urllib import parse
@@ -31,6 +32,8 @@ SCOPES = ("ingest", "read")
 COOKIE = "tunix_monitor_token"
 DEFAULT_PROJECT = "default"
 _REMEMBERED_S = 10.0
+_ASKED_S = 1.0
+"""Age of the knowledge that an open server's database has no token."""
 _MOST_REMEMBERED = 10_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,99}")
 
@@ -108,19 +111,33 @@ class Access:
 
       engine: of the upgraded database.
       token: one more, of the default project, with all scopes.
-      open_to_all: ask for no token; only for a server that is not reachable
-        from other machines.
+      open_to_all: ask for no token as long as the database has none; only for
+        a server that is not reachable from other machines.
     """
     self._engine = engine
     self._own = token.encode()
-    self._open = open_to_all
+    self._open_to_all = open_to_all
+    self._asked_at = float("-inf")
+    self._lock = threading.Lock()
     with database.writing(engine) as connection:
       self._default = project_id(connection, DEFAULT_PROJECT)
     self._known: dict[str, tuple[float, Principal | None]] = {}
 
   @property
   def asks_for_tokens(self) -> bool:
-    return not self._open
+    """As the last `check` found it."""
+    return not self._open_to_all
+
+  @property
+  def _open(self) -> bool:
+    """Whether no token is asked for; the first one that is made ends it."""
+    if not self._open_to_all:
+      return False
+    with self._lock:
+      if time.monotonic() - self._asked_at > _ASKED_S and self._open_to_all:
+        self._open_to_all = not has_tokens(self._engine)
+        self._asked_at = time.monotonic()
+      return self._open_to_all
 
   def check(
       self, headers: Mapping[str, str], scope: str, *, form: bool = False
@@ -171,7 +188,9 @@ class Access:
     """Whether `check` answers without asking the database."""
     given = headers.get("authorization", "") or _cookie(headers)
     token = given.partition(" ")[2].strip()
-    if self._open or not token or self._is_own(token):
+    if self._open_to_all:
+      return time.monotonic() - self._asked_at < _ASKED_S - 0.1
+    if not token or self._is_own(token):
       return True
     known = self._known.get(_hash(token))
     return known is not None and known[0] > time.monotonic() + 0.1

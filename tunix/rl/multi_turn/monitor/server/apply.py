@@ -191,8 +191,9 @@ class _Work:
     if self._training is not None:
       reply.setdefault("training_id", self._training)
       self.trainings.add(self._training)
-    if self._ignored:
-      reply["ignored"] = self._ignored
+    ignored = [*self._ignored, *batch.ignored]
+    if ignored:
+      reply["ignored"] = ignored
     if delivery is not None:
       reply["applied_to"] = delivery.last
       self._sql.run(
@@ -415,6 +416,30 @@ class _Work:
         self._more_of_waiting(id_, more, waiting, inserts)
     self._insert(items_lib.BY_NAME["environment"], inserts)
 
+  def _place(self, item: Item) -> None:
+    """Puts a step's rollout that names no step under the run's newest one."""
+    values = item.values
+    if (
+        values.get("source_type") not in (None, "step")
+        or self._training is None
+        or any(
+            values.get(f"{kind}_id") is not None
+            for kind in vocabulary.SOURCE_TYPES
+        )
+    ):
+      return
+    rows = self._sql.rows(
+        "SELECT id, step FROM step WHERE training_id = ? ORDER BY step DESC"
+        " LIMIT 1",
+        (self._training,),
+    )
+    if rows:
+      values["source_type"], values["step_id"] = "step", rows[0][0]
+      self._ignored.append({
+          "kind": "rollout", "client_id": item.client_id, "field": "step_id",
+          "value": None, "kept": f"step {rows[0][1]}, the run's newest",
+      })  # pyformat: disable
+
   # --- rows -----------------------------------------------------------------
 
   def _insert(self, kind: Kind, found: list[tuple[int, Item]]) -> None:
@@ -426,6 +451,8 @@ class _Work:
     rows = []
     for id_, item in found:
       values = item.values
+      if kind.name == "rollout":
+        self._place(item)
       status_rules.fill_defaults(kind.name, item, self._tx.now, self._project)
       if kind.name in ("baseline", "eval"):
         values.setdefault("model_path", self._model_of(values))

@@ -10,8 +10,12 @@ Promises: 200 means that it is on the disk; no request is larger than its limit.
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import dataclasses
 import datetime
+import hashlib
+import re
 from typing import Callable
 
 import orjson
@@ -28,6 +32,7 @@ from tunix.rl.multi_turn.monitor.server import writer as writer_lib
 
 _INLINE_BYTES = 512 << 10
 _MOST_DECODING = 4
+_DATA_URI = re.compile(r"data:image/(png|jpeg|jpg|webp)(;[\w=-]+)*;base64,")
 _OLD = datetime.timedelta(minutes=15)
 """A prune may delete an unreferenced screenshot of this age."""
 
@@ -97,8 +102,45 @@ class Ingest:
     del body
     if isinstance(batch, errors.ApiError):
       raise batch
+    await self._keep_inline(batch)
     answer = await writer_lib.durable(self._writer.submit(batch, who.project))
     return http_io.json_answer(answer)
+
+  async def _keep_inline(self, batch: items.IngestBatch) -> None:
+    """Stores screenshots that stand in a batch as data URIs, as files.
+
+    Raises:
+      ApiError: 400, one cannot be read.
+    """
+    found: dict[str, bytes] = {}
+    shown = []
+    for item in batch.items.get("obs", ()):
+      uri = item.values.get("screenshot_uri")
+      if uri is None or not uri.startswith("data:"):
+        continue
+      path = f"{item.path}.screenshot_uri"
+      match = _DATA_URI.match(uri)
+      try:
+        data = base64.b64decode(uri[match.end() :], validate=True)  # type: ignore[union-attr]
+      except (AttributeError, binascii.Error):
+        raise errors.invalid([errors.fault(
+            path, uri[:40], "give data:image/png;base64,… (or jpeg, webp), a"
+            " URL, or sha256:<hash> of a screenshot that was sent",
+        )]) from None  # pyformat: disable
+      sha = hashlib.sha256(data).hexdigest()
+      found[sha] = data
+      shown.append((item, sha, path))
+    if not found:
+      return
+    _, refused = await self._store(list(found.items()))
+    wrong = [
+        errors.fault(path, "data:…", refused[sha])
+        for _, sha, path in shown if sha in refused
+    ]  # pyformat: disable
+    if wrong:
+      raise errors.invalid(wrong)
+    for item, sha, _ in shown:
+      item.values["screenshot_uri"] = f"sha256:{sha}"
 
   async def _missing(
       self, request: Request, who: access_lib.Principal

@@ -6,11 +6,12 @@ validations`; or `parts`, an array of such bodies, which is one body with all
 that they have. An item names itself by `client_id` and its parents by
 `<parent>_id`: a number is the server's id, text is a client id (or a rollout's
 or task's own name). Fields that other recorders use are mapped; those that the
-database has no column for are kept as raw values. A field of no known name is
-refused.
+database has no column for are kept as raw values, as are those of no known
+name, which the answer names. An array of no known name is refused.
 
 Promises: reads a body without the database, and either raises with every fault
-or returns all of it.
+or returns all of it. The JSON of Python's own writer is read, too: NaN and
+infinities are "unknown", half a surrogate pair is U+FFFD.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from tunix.rl.multi_turn.monitor.schema import progress
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import fields
+from tunix.rl.multi_turn.monitor.server import python_json
 
 MAX_ITEMS = 20_000
 _MAX_FAULTS = 20
 _MAX_ID = 500
+_MAX_NAME = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,12 +199,14 @@ class IngestBatch:
     training: of items that name none: an id, or "" for the batch's own.
     delivery: of a spool, or None.
     size: bytes of the body.
+    ignored: fields of no known name, each once a kind of item, as faults.
   """
 
   items: Mapping[str, list[Item]]
   training: int | str | None
   delivery: SpoolRange | None
   size: int
+  ignored: tuple[Mapping[str, Any], ...] = ()
 
 
 class _Faults:
@@ -209,6 +214,7 @@ class _Faults:
 
   def __init__(self):
     self.found: list[dict[str, Any]] = []
+    self.ignored: dict[tuple[str, str], dict[str, Any]] = {}
 
   def add(self, field: str, value: Any, message: str) -> None:
     self.found.append(errors.fault(field, value, message))
@@ -222,10 +228,7 @@ def read(body: bytes) -> IngestBatch:
   Raises:
     ApiError: 400, naming every wrong field.
   """
-  try:
-    data = orjson.loads(body)
-  except orjson.JSONDecodeError as error:
-    raise errors.ApiError(400, f"the body is not JSON: {error}") from None
+  data = python_json.loads(body)
   if not isinstance(data, dict):
     raise errors.ApiError(
         400, "the body must be an object with training, tasks, rollouts, …"
@@ -317,7 +320,9 @@ def _batch(data: dict[str, Any], faults: _Faults, size: int) -> IngestBatch:
   delivery = _delivery(data.get("delivery"), faults)
   if faults.found:
     raise errors.invalid(faults.found)
-  return IngestBatch(items, training, delivery, size)
+  return IngestBatch(
+      items, training, delivery, size, tuple(faults.ignored.values())
+  )
 
 
 def _read_all(kind: ItemKind, found: list[Any], faults: _Faults) -> list[Item]:
@@ -386,9 +391,34 @@ def _read(
     else:
       names = [*known, *kind.parents, *kind.kept, "client_id"]
       names += ["tags"] if kind.name == "training" else []
-      faults.add(f"{path}.{field}", value, _unknown(field, names))
+      _keep_unknown(kind, item, field, value, names, faults)
   _check(kind, item, data, faults)
   return item
+
+
+def _keep_unknown(
+    kind: ItemKind, item: Item, field: str, value: Any, names: list[str],
+    faults: _Faults,
+) -> None:  # pyformat: disable
+  """Keeps a field of no known name as a raw value, for the answer to name."""
+  path = f"{item.path}.{field}"
+  if not 0 < len(field) <= _MAX_NAME or "\0" in field:
+    faults.add(path, "…", f"give a name of 1 to {_MAX_NAME} characters")
+    return
+  try:
+    item.raw[field] = fields.text(
+        value if isinstance(value, str) else orjson.dumps(value).decode()
+    )
+  except fields.WrongValue as error:
+    faults.add(path, "…", str(error))
+    return
+  if len(faults.ignored) < _MAX_FAULTS:
+    faults.ignored.setdefault((kind.name, field), {
+        "kind": kind.name,
+        **errors.fault(
+            path, value, f"{_unknown(field, names)}; kept as a raw value"
+        ),
+    })  # pyformat: disable
 
 
 def _check(

@@ -28,25 +28,35 @@ def add_routes(
   """
   get(
       "/api/trainings", "trainings_0", "Trainings, newest first.",
-      lambda p, r, wanted: q.trainings(p, wanted),
-      query=query_lib.TrainingsQuery, answer="page:training",
+      lambda p, r, wanted: _listed(q.trainings(p, wanted)),
+      query=query_lib.TrainingsQuery,
   )  # pyformat: disable
   get(
       "/api/trainings/{id:int}", "training_0", "One training.",
-      lambda p, r: q.one(p, "training", http_io.id_of(r)), answer="training",
+      lambda p, r: {"training": q.one(p, "training", http_io.id_of(r))},
   )  # pyformat: disable
   get(
       "/api/trainings/{id:int}/timeline", "training_timeline",
       "A training's baselines, evaluations and steps, in order.",
-      lambda p, r: {"timeline": q.timeline(p, http_io.id_of(r))},
+      lambda p, r: {
+          "timeline": [_named(o) for o in q.timeline(p, http_io.id_of(r))]
+      },
   )  # pyformat: disable
   for kind in vocabulary.SOURCE_TYPES:
     get(
         f"/api/timeline/{kind}/{{id:int}}", f"{kind}_timeline",
         f"One {kind} with its rollouts.",
-        lambda p, r, kind=kind: q.entity_timeline(p, kind, http_io.id_of(r)),
+        lambda p, r, kind=kind: _item(
+            kind, q.entity_timeline(p, kind, http_io.id_of(r))
+        ),
     )  # pyformat: disable
   one = "/api/rollouts/{name}"
+  get(
+      one, "rollout_0", "A rollout with its task, verdict and turns.",
+      lambda p, r: _whole(
+          q.rollout(p, http_io.name_of(r)), q.turns(p, http_io.name_of(r))
+      ),
+  )  # pyformat: disable
   get(
       f"{one}/model-input/{{turn:int}}", "rollout_model_input",
       "The model's input in a turn.",
@@ -67,6 +77,34 @@ def add_routes(
       "GET", "/api/videos", "video", "A video of the server's folder.",
       video, answer="image", query=query_lib.VideoQuery,
   )  # pyformat: disable
+
+
+def _listed(page: dict[str, Any]) -> dict[str, Any]:
+  return {"trainings": page["items"], "next": page["next"]}
+
+
+def _named(one: dict[str, Any]) -> dict[str, Any]:
+  """A step, evaluation or baseline with its type and a name for people."""
+  kind = one["kind"]
+  name = one.get("status_message") or "baseline"
+  if kind != "baseline":
+    words = {"eval": "Evaluation at step", "step": "Step"}
+    name = f"{words[kind]} {one['step']}"
+  return {**one, "type": kind, "display_name": name}
+
+
+def _item(kind: str, found: dict[str, Any]) -> dict[str, Any]:
+  item = _named({"kind": kind, **found[kind]})
+  return {"item": item, "rollouts": found["rollouts"]}
+
+
+def _whole(rollout: dict[str, Any], turns: dict[str, Any]) -> dict[str, Any]:
+  validations = rollout.pop("validations")
+  return {
+      "task": rollout.pop("task"), "environment": rollout.pop("environment"),
+      "validation": validations[-1] if validations else None,
+      "validations": validations, "rollout": rollout, "turns": turns["items"],
+  }  # pyformat: disable
 
 
 def _model_input(turn: dict[str, Any]) -> dict[str, Any]:

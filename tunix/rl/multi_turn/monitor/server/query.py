@@ -129,6 +129,14 @@ def one_of(words: typing.Iterable[str]) -> Any:
   return Literal[tuple(words)]
 
 
+def outcome_key(word: Any) -> Any:
+  """The key of an outcome that is given by the label that pages show it with.
+
+  A page labels the outcome `failure` "failed", so both are understood.
+  """
+  return {"failed": "failure", "succeeded": "success"}.get(word, word)
+
+
 # --- models -------------------------------------------------------------------
 
 

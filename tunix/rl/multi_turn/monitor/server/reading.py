@@ -67,10 +67,11 @@ def add_routes(q: queries_lib.Queries, get: Callable[..., None]) -> None:
   )  # pyformat: disable
   for base, suffix in ((v1, ""), ("/api", "_0")):
     one = f"{base}/rollouts/{{name}}"
-    get(
-        one, f"rollout{suffix}", "A rollout, by its id or its own name.",
-        lambda p, r: q.rollout(p, _name(r)), answer="rollout",
-    )  # pyformat: disable
+    if base == v1:  # The other one has its own envelope: legacy_routes.
+      get(
+          one, "rollout", "A rollout, by its id or its own name.",
+          lambda p, r: q.rollout(p, _name(r)), answer="rollout",
+      )  # pyformat: disable
     get(
         f"{one}/turns/{{turn:int}}", f"rollout_turn{suffix}",
         "A turn with its actions and observations.",

@@ -95,18 +95,23 @@ class PendingEnvironments:
 def update_figures(sql: sql_lib.Sql, kind: str, id_: int, now: str) -> None:
   """Brings an evaluation's or baseline's figures in line with its rollouts.
 
-  Rates are over completed rollouts: the policy did not decide a failed one.
-  Every rollout that has ended counts as done.
+  Rates and means are over completed rollouts, as the policy did not decide a
+  failed one, and over those of one mode: sampled attempts, or greedy ones where
+  there are no others. Both at the same tasks are no independent trials. Every
+  rollout that has ended counts as done.
   """
-  ((ended, valid, successes, reward, turns),) = sql.rows(
-      "SELECT COUNT(CASE WHEN status IN ('completed', 'failed', 'cancelled')"
+  rows = sql.rows(
+      "SELECT CASE WHEN temperature = 0 THEN 1 ELSE 0 END AS greedy,"
+      " COUNT(CASE WHEN status IN ('completed', 'failed', 'cancelled')"
       " THEN 1 END), COUNT(CASE WHEN status = 'completed' THEN 1 END),"
       " COUNT(CASE WHEN status = 'completed' AND task_success = 1 THEN 1 END),"
       " AVG(CASE WHEN status = 'completed' THEN reward END), AVG(CASE WHEN"
       " status = 'completed' THEN num_turns END) FROM rollout WHERE"
-      f" source_type = '{kind}' AND {kind}_id = ?",
+      f" source_type = '{kind}' AND {kind}_id = ? GROUP BY 1 ORDER BY 1",
       (id_,),
   )
+  ended = sum(row[1] for row in rows)
+  valid, successes, reward, turns = rows[0][2:] if rows else (0, 0, None, None)
   ((status, total, percent),) = sql.rows(
       f'SELECT status, total_tasks, progress_percent FROM "{kind}" WHERE id ='
       " ?",
