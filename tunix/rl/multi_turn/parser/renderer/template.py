@@ -22,6 +22,7 @@ Pixtral): there, messages are text.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from typing import Any, Callable, Mapping, Sequence
@@ -236,6 +237,35 @@ class TemplateRenderer(base.TokenRenderer):
         for name, value in options.items()
         if self.template.text(asked, options={name: value}) != own
     ]
+
+  def with_options(self, options: Mapping[str, Any]) -> TemplateRenderer:
+    made = copy.copy(self)
+    made.template = self.template.with_options(options)
+    made._find_end()
+    if made.stop_token_ids != self.stop_token_ids:
+      raise ValueError(
+          "the chat template ends a turn with other tokens:"
+          f" {made.stop_token_ids}, not {self.stop_token_ids}"
+      )
+    made.rewrites = tuple(made._rewritten())
+    made.answer_prefix = made._closing()
+    return made
+
+  def writes_alike(self, other: base.TokenRenderer) -> bool:
+    system = {"role": "system", "content": "Zq9"}
+    thought = _assistant(f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}")
+    called = _assistant("", tool_calls=[_CALL])
+    return isinstance(other, TemplateRenderer) and all(
+        self._try(*probe, add_generation_prompt=False, **options)
+        == other._try(*probe, add_generation_prompt=False, **options)
+        for probe in (
+            [_user()],
+            [system, _user(), thought, _user()],
+            [_user(), thought],
+            [_user(), called, _RESULT],
+        )
+        for options in ({}, {"tools": [_TOOL]})
+    )
 
   def _text(
       self,
