@@ -119,6 +119,10 @@ class OpenAIApp:
         ("/rl/start_session", self._sessions.start, post),
         ("/export_trajectories", self._sessions.export, post),
         ("/grant_capacity", self._sessions.grant_capacity, post),
+        # AReaL's clients name a session by its key alone, and no version.
+        ("/rl/set_reward", self._sessions.set_reward, post),
+        ("/rl/end_session", self._sessions.end, post),
+        *((f"/{path}", *rest) for path, *rest in endpoints[: len(ENDPOINTS)]),
     ]
     for prefix in ("/sessions/{session}", "/{session}"):
       for path, *rest in endpoints:
