@@ -322,7 +322,7 @@ def test_alternatives_of_an_echo_are_the_policys_likeliest(running):
         len(ids) + len(choice.token_ids)
     )
     assert told.top_logprobs[0] is told.token_logprobs[0] is None
-    for i, token in enumerate(ids[1:]):
+    for i in range(len(ids) - 1):
       found = told.top_logprobs[i + 1]
       # The likeliest, and the prompt's own where it is none of them.
       assert found[told.tokens[i + 1]] == told.token_logprobs[i + 1]
