@@ -19,6 +19,7 @@ Does not: run tools or judge answers; environments do.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn import prompts
@@ -118,11 +119,13 @@ class ToolAgent(base_agent.BaseAgent):
     self.on_parse_error = on_parse_error
     if not 0 < older_scale <= 1:
       raise ValueError(f"older_scale must be in (0, 1], got {older_scale}")
-    if older_scale < 1 and image_store is None:
-      raise ValueError(f"older_scale={older_scale} needs an image_store")
     shrink = None
     if older_scale < 1:
-      shrink = lambda image: screenshot.shrunk(image_store, image, older_scale)
+      if image_store is None:
+        raise ValueError(f"older_scale={older_scale} needs an image_store")
+      shrink = functools.partial(
+          screenshot.shrunk, image_store, scale=older_scale
+      )
     self._history_args = (
         max_images, image_stride, image_note, summary, shrink
     )  # pyformat: disable
