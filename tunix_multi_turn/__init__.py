@@ -94,3 +94,10 @@ def run_service() -> None:
 
 def play() -> None:
   run("environments.play")
+
+
+def load_environment(*args: Any, **options: Any) -> Any:
+  """Our gyms as an environment of the package verifiers: `verifiers_env`."""
+  from tunix_multi_turn import verifiers_env  # pylint: disable=g-import-not-at-top
+
+  return verifiers_env.load_environment(*args, **options)

@@ -1,11 +1,15 @@
 """Histories: in full, the newest screenshots, and a summary of older turns."""
 
+import chat_families
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
+import numpy as np
 import pytest
 from tunix.rl.multi_turn import agents
 from tunix.rl.multi_turn.agents import history as history_lib
+from tunix.rl.multi_turn.agents import tool_agent
+from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser import tool_parser
 
@@ -151,3 +155,70 @@ def test_the_newest_images_are_seen_in_order(messages, window, stride, summary):
     for line in lines:
       assert line in text or line.replace("turn", "did") in text
   assert len(kept.full) == len(messages) + 1
+
+
+class TestOlderScreenshots:
+  """GLM-4.5V's history: those before the newest at half their sides."""
+
+  def agent(self, **options):
+    store = images_lib.ImageStore()
+    made = tool_agent.ToolAgent(
+        "s", "glm_v", older_scale=0.5, image_store=store, **options
+    )
+    return made, store
+
+  def play(self, agent, store, turns):
+    seen = []
+    for turn in range(turns):
+      shot = store.put(np.full((48, 61, 3), turn, np.uint8))
+      agent.update_from_env({"screenshot": shot, "instruction": f"t{turn}"})
+      seen.append(agent.chat_completions)
+      agent.update_from_model(f"turn {turn}")
+    return seen
+
+  def sizes(self, messages):
+    return [
+        (part["image"].width, part["image"].height)
+        for message in messages
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if part["type"] == "image"
+    ]
+
+  def test_all_but_the_newest_are_half(self):
+    agent, store = self.agent(max_images=5, summary=True)
+    for turn, messages in enumerate(self.play(agent, store, 8)):
+      older = min(turn, 4)
+      assert self.sizes(messages) == [(30, 24)] * older + [(61, 48)]
+    assert agent.history_rewrites == 7  # Each turn's but the first.
+    # In full, they are as they were.
+    assert self.sizes(agent.history) == [(61, 48)] * 8
+    (first, *_) = [m for m in messages if isinstance(m["content"], list)]
+    older = first["content"][0]["image"]
+    assert np.all(store.get(older) == 3)  # Of the fourth turn.
+
+  def test_without_a_window_they_are_half_too(self):
+    agent, store = self.agent()
+    (*_, last) = self.play(agent, store, 3)
+    assert self.sizes(last) == [(30, 24), (30, 24), (61, 48)]
+
+  def test_the_template_has_a_placeholder_for_each_at_its_own_size(self):
+    agent, store = self.agent()
+    (*_, last) = self.play(agent, store, 3)
+    family = chat_families.FAMILIES["glm_v"]
+    prompt = chat_families.renderer(family).render(last)
+    assert (prompt.tokens.tolist(), prompt.images) == chat_families.expected(
+        family, last
+    )
+    assert [span.num_tokens for span in prompt.images] == [
+        chat_families.image_tokens(*size) for size in self.sizes(last)
+    ]
+
+  @pytest.mark.parametrize("options, words", [
+      ({"older_scale": 0.0}, "in \\(0, 1\\], got 0"),
+      ({"older_scale": 1.5}, "in \\(0, 1\\], got 1.5"),
+      ({"older_scale": 0.5}, "needs an image_store"),
+  ])  # pyformat: disable
+  def test_what_cannot_be_is_refused(self, options, words):
+    with pytest.raises(ValueError, match=words):
+      tool_agent.ToolAgent("s", "glm_v", **options)

@@ -255,7 +255,9 @@ def test_help_lists_them(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_vl_computer_use", "ui_tars_1_5"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl_computer_use", "ui_tars_1_5", "glm_4_5v"]
+)
 def test_train_plays_with_the_smallest_policy(tmp_path, name):
   status = train.main([
       f"run.dir={tmp_path}", "name=r", f"agent={name}", small_runs.NANO,

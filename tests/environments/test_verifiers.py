@@ -20,6 +20,7 @@ from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.clients import scripted_client
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import line_process
 from tunix.rl.multi_turn.environments.verifiers import environment
 from tunix.rl.multi_turn.environments.verifiers import process
 from tunix.rl.multi_turn.parser import tool_parser
@@ -174,7 +175,7 @@ def test_what_fails_is_an_error_and_no_reward_of_0(server, kind, words):
 def test_a_process_that_hangs_is_ended_and_the_next_episode_plays(
     server, monkeypatch
 ):
-  monkeypatch.setattr(process, "_CANCEL_S", 0.5)
+  monkeypatch.setattr(line_process, "CANCEL_S", 0.5)
   env = make(kind="blocks", seconds=60.0, episode_s=2.0)
   with pytest.raises(process.VerifiersError, match="not over after 2 s"):
     asyncio.run(episode(env, server))

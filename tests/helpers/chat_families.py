@@ -112,6 +112,14 @@ FAMILIES = {
             calls=0, system="first", alternates=True, sentencepiece=True,
         ),
         Family(
+            "gemma_vl",
+            ("<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>",
+             "<image_soft_token>", "<end_of_image>"),
+            roles=(("bos_token", "<bos>"),), tools=False, results=False,
+            calls=0, system="first", alternates=True, sentencepiece=True,
+            images=True,
+        ),
+        Family(
             "glm_v", _GLM, images=True, system="first", reasons=True,
             seen_results=False,
         ),
@@ -355,7 +363,13 @@ def expected(family, messages, tools=None, add_generation_prompt=True):
       add_generation_prompt=add_generation_prompt,
       **dict(family.options),
   )
-  pads = [made.convert_tokens_to_ids(t) for t in template.PLACEHOLDERS]
+  placeholders = [*template.PLACEHOLDERS, "<image_soft_token>"]
+  if family.name == "gemma_vl":  # As Gemma3Processor, of one vision token.
+    text = text.replace(
+        "<start_of_image>",
+        "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+    )
+  pads = [made.convert_tokens_to_ids(t) for t in placeholders]
   ids, spans = [], []
   for token in made.encode(text, add_special_tokens=False):
     if token in pads and token != made.unk_token_id:

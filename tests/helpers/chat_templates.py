@@ -325,6 +325,26 @@ TEMPLATES = {
 {{- m.content | trim + '<end_of_turn>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}""",
+    "gemma_vl": """\
+{{- bos_token }}
+{%- macro show(content) %}
+{%- if content is string %}{{- content | trim }}{%- else %}
+{%- for part in content %}
+{%- if part.type == 'image' %}{{- '<start_of_image>' }}
+{%- else %}{{- part.text | trim }}{%- endif %}
+{%- endfor %}{%- endif %}
+{%- endmacro %}
+{%- set system = messages[0].role == 'system' %}
+{%- set said = messages[1:] if system else messages %}"""
+    + _ALTERNATE
+    + """
+{%- for m in said %}
+{%- set role = 'model' if m.role == 'assistant' else m.role %}
+{{- '<start_of_turn>' + role + '\\n' }}
+{{- show(messages[0].content) + '\\n\\n' if system and loop.first else '' }}
+{{- show(m.content) + '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}""",
     "glm_v": """\
 {{- '[gMASK]<sop>' }}
 {%- macro show(content) %}

@@ -175,7 +175,6 @@ def test_tokens_go_on_with_a_chat_and_the_end_of_a_turn_is_no_text(running):
         ({"prompt": "word " * 100_000}, "prompt", "the prompt cannot fit"),
         ({"prompt": "a\ud800"}, "prompt", "surrogate"),
         ({"echo": "yes"}, "echo", "true or false"),
-        ({"echo": True, "logprobs": 2}, "logprobs", "use logprobs=0"),
         ({"prompt": [5, 2**30], "echo": True, "logprobs": 0}, "prompt",
          "vocabulary"),
         ({"prompt": list(range(100, 200)), "echo": True, "logprobs": 0},
@@ -307,6 +306,41 @@ def test_log_probs_of_an_echo_are_those_of_the_policy(running):
   np.testing.assert_allclose(
       choice.logprobs.token_logprobs[1 : len(ids)], want, atol=1e-3
   )
+
+
+def test_alternatives_of_an_echo_are_the_policys_likeliest(running):
+  ids = running.renderer.encode("Click the red square, then").tolist()
+  rows = dense_logprobs(running, ids)
+  rows[:, sorted(running.model.config.banned_token_ids)] = -np.inf
+  options = dict(logprobs=3, echo=True, n=2, max_tokens=4)
+  answer = complete(
+      running.client(), ids, extra_body={"best_of": 2}, **options
+  )
+  for choice in answer.choices:
+    told = choice.logprobs
+    assert len(told.tokens) == len(told.top_logprobs) == (
+        len(ids) + len(choice.token_ids)
+    )
+    assert told.top_logprobs[0] is told.token_logprobs[0] is None
+    for i in range(len(ids) - 1):
+      found = told.top_logprobs[i + 1]
+      # The likeliest, and the prompt's own where it is none of them.
+      assert found[told.tokens[i + 1]] == told.token_logprobs[i + 1]
+      np.testing.assert_allclose(
+          sorted(found.values())[-3:], np.sort(rows[i])[-3:], atol=1e-3
+      )
+    for found in told.top_logprobs[len(ids) :]:
+      assert len(found) in (3, 4)
+  events = complete(running.client(), ids, stream=True, **options)
+  ends = {
+      e.choices[0].index: e.choices[0].logprobs
+      for e in events
+      if e.choices[0].logprobs
+  }
+  assert [ends[i] for i in (0, 1)] == [c.logprobs for c in answer.choices]
+  one = complete(running.client(), ids[:1], logprobs=2, echo=True).choices[0]
+  assert one.logprobs.top_logprobs[0] is None
+  assert len(one.logprobs.top_logprobs) == 1 + len(one.token_ids)
 
 
 def test_a_token_that_is_never_sampled_has_no_log_prob(running):

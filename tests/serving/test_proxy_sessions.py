@@ -336,3 +336,39 @@ async def test_an_observation_answers_the_act_it_came_of(served):
       "seen 0", "timeout", "act was called", "seen 0", "seen 2", None
   ]  # pyformat: disable
   assert not held(served)
+
+
+def test_areals_client_names_its_session_by_the_key_alone(running):
+  """The calls of areal 1.0.4's OpenAIProxyClient, in its order and form."""
+  admin = {"Authorization": "Bearer areal-admin-key"}
+  body = {"task_id": "t", "api_key": None}
+  started = running.post("/rl/start_session", body, **admin).json()
+  own = {"Authorization": f"Bearer {started['api_key']}"}
+  asked = {"model": "default", "max_tokens": 4, "seed": 2,
+           "messages": [{"role": "user", "content": "go"}]}  # pyformat: disable
+  chat = running.post("/chat/completions", asked, **own).json()
+  answer = running.post(
+      "/responses", {"model": "default", "input": "go"}, **own
+  ).json()
+  for reward, id_ in ((0.25, chat["id"]), (1.0, None)):
+    told = running.post(
+        "/rl/set_reward", {"interaction_id": id_, "reward": reward}, **own
+    )
+    assert told.json() == {"message": "success"}
+  assert running.post("/rl/end_session", **own).status_code == 200
+  exported = running.post(
+      "/export_trajectories",
+      {"session_id": started["session_id"], "discount": 0.0,
+       "style": "individual"},
+      **admin,
+  ).json()["interactions"]  # pyformat: disable
+  assert [one["reward"] for one in exported.values()] == [0.25, 1.0]
+  assert next(iter(exported)) == chat["id"] and len(exported) == 2
+  assert answer["object"] == "response"
+
+
+@pytest.mark.parametrize("path", ["/rl/set_reward", "/rl/end_session"])
+def test_a_session_that_is_not_named_is_asked_for(running, path):
+  answer = running.post(path, {"reward": 1.0})
+  assert answer.status_code == 401
+  assert "name a session" in answer.json()["error"]["message"]

@@ -15,7 +15,6 @@ from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.serving import answers
-from tunix.rl.multi_turn.serving import errors
 from tunix.rl.multi_turn.serving import prompts
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import session_store
@@ -203,28 +202,3 @@ def test_a_thinking_policy_is_served_in_its_own_format(tmp_path):
     assert second.prompt_token_ids[: len(before)] == before
     bridge = renderer.decode(second.prompt_token_ids[len(before) :])
     assert bridge.endswith("<|im_start|>assistant\n<think>\n")
-
-
-def test_thinking_is_the_servers_to_switch():
-  """What would change the prompt is refused, what it is already is accepted."""
-  messages = [{"role": "user", "content": "go"}]
-  for family_name, asked, refused in (
-      ("qwen3", {"enable_thinking": True}, False),
-      ("qwen3", {"enable_thinking": False}, True),
-      ("qwen3_off", {"enable_thinking": False}, False),
-      ("qwen3_off", {"enable_thinking": True}, True),
-      ("qwen3_vl", {"enable_thinking": False}, False),
-      ("qwen3_vl", {"thinking": True}, False),
-  ):
-    request = requests.SamplingRequest(
-        model="m",
-        sampling=None,
-        messages=tuple(messages),
-        template_options=asked,
-    )
-    policy = served(family_name, "qwen")
-    if refused:
-      with pytest.raises(errors.ApiError, match="changes this policy's"):
-        prompts.render(request, messages, None, policy)
-    else:
-      prompts.render(request, messages, None, policy)

@@ -3,7 +3,9 @@
 import random
 
 import chat_families
+from PIL import Image
 import pytest
+import transformers
 import trials
 from tunix.rl.multi_turn.parser.renderer import chat_template
 from tunix.rl.multi_turn.parser.renderer import guard as guard_lib
@@ -283,3 +285,56 @@ def test_the_default_system_prompt_is_the_templates():
   )
   own = text({"role": "system", "content": "Be brief."}, asked)
   assert own.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
+
+
+def test_frames_of_images_are_those_of_transformers_processor():
+  """Gemma 3's own processor, images and all, on several turns."""
+  family = chat_families.FAMILIES["gemma_vl"]
+  made = chat_families.tokenizer(family)
+  tokenizer = transformers.PreTrainedTokenizerFast(
+      tokenizer_object=made.backend_tokenizer,
+      bos_token="<bos>",
+      extra_special_tokens={
+          "image_token": "<image_soft_token>",
+          "boi_token": "<start_of_image>",
+          "eoi_token": "<end_of_image>",
+      },
+  )
+  count = 5
+  processor = transformers.Gemma3Processor(
+      transformers.Gemma3ImageProcessor(size={"height": 28, "width": 28}),
+      tokenizer,
+      chat_template=chat_families.source(family),
+      image_seq_length=count,
+  )
+  renderer = chat_families.renderer(family).counting(lambda w, h: count)
+  checked = 0
+  for seed in range(20):
+    messages = chat_families.Talk(family, random.Random(seed)).history()
+    plain, pictures = [], []
+    for message in messages:
+      parts = message["content"]
+      if isinstance(parts, str):
+        parts = [{"type": "text", "text": parts}]
+      pictures += [p["image"] for p in parts if p["type"] == "image"]
+      plain.append({**message, "content": [
+          {"type": "image"} if part["type"] == "image" else part
+          for part in parts
+      ]})  # pyformat: disable
+    text = processor.apply_chat_template(
+        plain, tokenize=False, add_generation_prompt=True
+    )
+    shown = [Image.new("RGB", (28, 28)) for _ in pictures]
+    ids = processor(
+        text=text, images=shown or None, add_special_tokens=False
+    )["input_ids"]
+    ids = ids[0] if isinstance(ids[0], (list, tuple)) else ids
+    got = renderer.render(messages)
+    assert got.tokens.tolist() == list(ids), messages
+    assert [span.image for span in got.images] == pictures
+    for span in got.images:
+      run = got.tokens[span.offset : span.offset + span.num_tokens]
+      assert span.num_tokens == count
+      assert set(run.tolist()) == {renderer.image_token_id}
+    checked += len(pictures)
+  assert checked > 20

@@ -8,11 +8,12 @@ make it quadratic. Messages are shared, never copied; treat them as frozen.
 from __future__ import annotations
 
 import collections.abc
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 from tunix.rl.multi_turn.core import trajectory
 
 Message = trajectory.Message
+Shrink = Callable[[trajectory.ImageRef], trajectory.ImageRef]
 
 
 class MessageView(collections.abc.Sequence):
@@ -72,6 +73,9 @@ class MessageHistory:
   - with `summary`, are left out: the message of the oldest screenshot that is
     left gets the task's text and a line for each turn that is gone.
 
+  With `shrink`, those before the newest are seen at another size: each new one
+  rewrites the history.
+
   Each rewrite starts a new token sequence and costs a prefill of the whole
   prompt, so a stride of several turns is cheaper than one.
   """
@@ -82,6 +86,7 @@ class MessageHistory:
       image_stride: int = 1,
       image_note: str = "(an older screenshot)",
       summary: bool = False,
+      shrink: Shrink | None = None,
   ):
     if summary and max_images is None:
       raise ValueError("summary=True needs max_images: all turns are kept else")
@@ -95,6 +100,7 @@ class MessageHistory:
     self._max_images = max_images
     self._stride = image_stride
     self._note = image_note
+    self._shrink = shrink
     self._full: list[Message] = []
     self._seen = self._full
     self._with_images: list[int] = []  # Indices, once for each image.
@@ -136,15 +142,39 @@ class MessageHistory:
         self._task = _text_of(message)
     if self._seen is not self._full:
       self._seen.append(message)
-    if self._max_images is None:
+    if not _has_image(message):
       return
-    content = message.get("content")
-    if isinstance(content, list):
+    before = self._seen
+    if self._shrink is not None:
+      self._shrink_older()
+    if self._max_images is not None:
       index = len(self._seen) - 1
-      self._with_images.extend(index for p in content if _is_image(p))
+      self._with_images.extend(
+          index for part in message["content"] if _is_image(part)
+      )
       excess = len(self._with_images) - self._max_images
       if excess > 0:
         self._drop_images(max(excess, self._stride))
+    if self._seen is not before:
+      self._snapshot = None
+      self.rewrites += 1
+
+  def _shrink_older(self) -> None:
+    """Shrinks the screenshots of the message before the newest with one."""
+    assert self._shrink is not None
+    for index in range(len(self._seen) - 2, -1, -1):
+      message = self._seen[index]
+      if _has_image(message):
+        parts = [
+            {**part, "image": self._shrink(part["image"])}
+            if _is_image(part)
+            else part
+            for part in message["content"]
+        ]
+        seen = list(self._seen)
+        seen[index] = {**message, "content": parts}
+        self._seen = seen
+        return
 
   def _drop_images(self, count: int) -> None:
     dropped = self._with_images[:count]
@@ -155,9 +185,6 @@ class MessageHistory:
     if self._summary:
       seen = self._summarized(seen)
     self._seen = seen
-    self._snapshot = None
-    self.rewrites += 1
-
 
   def _summarized(self, seen: list[Message]) -> list[Message]:
     """The history from the oldest image that is left, with the summary."""
@@ -195,6 +222,11 @@ def _text_of(message: Message) -> str:
 
 def _is_image(part: Any) -> bool:
   return isinstance(part, dict) and part.get("type") == "image"
+
+
+def _has_image(message: Message) -> bool:
+  content = message.get("content")
+  return isinstance(content, list) and any(map(_is_image, content))
 
 
 def _without_first_image(message: Message, note: str) -> Message:

@@ -109,8 +109,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "opencua_relative", images=3, summary=True, new_tokens=1500
     ),
     # examples/gui-agent/glm-45v/agent.md of zai-org/GLM-V: four earlier
-    # screenshots (halved there; full here), older steps as texts.
-    "glm_4_5v": _preset("glm_v", images=5, summary=True, new_tokens=2048),
+    # screenshots at half their sides, older steps as texts.
+    "glm_4_5v": _preset(
+        "glm_v", images=5, summary=True, older_scale=0.5, new_tokens=2048
+    ),
     # The same page: the current screenshot and the history as text.
     "glm_4_5v_mobile": _preset(
         "glm_v_mobile", images=1, summary=True, new_tokens=2048

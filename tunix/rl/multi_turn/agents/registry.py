@@ -73,11 +73,12 @@ _PARAMETERS = {
     "max_images": ("max_images",),
     "image_stride": ("image_stride",),
     "summary": ("summary",),
+    "older_scale": ("older_scale",),
     "on_parse_error": ("on_parse_error",),
 }
 """Settings of the section `agent` -> parameters that take them."""
 
-_OWN = ("max_images", "image_stride", "summary", "show_tools")
+_OWN = ("max_images", "image_stride", "summary", "older_scale", "show_tools")
 """Settings that an agent without the parameter cannot have."""
 
 
@@ -91,6 +92,7 @@ class Builder:
       system_prompt: str,
       tools: Mapping[str, Any] | None = None,
       screen: tuple[int, int] | None = None,
+      image_store: Any = None,
   ):
     """Args:
 
@@ -98,6 +100,7 @@ class Builder:
       system_prompt: the text that `config.system_prompt` names.
       tools: name -> tool, shown to the policy; None for the parser's own.
       screen: (width, height) of the screenshots; None without any.
+      image_store: that holds them.
 
     Raises:
       ValueError: lists the settings that the agent does not take, a line
@@ -112,6 +115,7 @@ class Builder:
         "max_images": config.max_images or None,
         "image_stride": config.image_stride,
         "summary": config.summary,
+        "older_scale": config.older_scale,
         "on_parse_error": config.on_parse_error,
     }
     default = settings.AgentConfig()
@@ -133,6 +137,8 @@ class Builder:
       self._values["tool_map"] = tools
     if screen is not None and "screen" in known.options:
       self._values["screen"] = screen
+    if image_store is not None and "image_store" in known.options:
+      self._values["image_store"] = image_store
     if found:
       raise ValueError("\n".join(found))
     self._values |= config.options

@@ -85,6 +85,14 @@ class AgentConfig:
       doc="Turns whose screenshot is dropped become a line each in the task's"
       " message. false: their texts stay.",
   )
+  older_scale: float = setting(
+      default=1.0,
+      doc="Share of their sides at which screenshots before the newest are"
+      " seen. Below 1 each turn rewrites the prompt and begins a new training"
+      " sequence.",
+      gt=0.0,
+      le=1.0,
+  )
   on_parse_error: Literal["end", "retry", "answer"] = setting(
       default="end",
       doc="end: the episode ends with status parse_error. retry: the error is"

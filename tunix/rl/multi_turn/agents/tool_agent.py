@@ -19,15 +19,18 @@ Does not: run tools or judge answers; environments do.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn.agents import base_agent
 from tunix.rl.multi_turn.agents import history
+from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.tools import manager
+from tunix.rl.multi_turn.tools import screenshot
 
 Message = trajectory_lib.Message
 _MAX_LINE = 300
@@ -64,6 +67,8 @@ class ToolAgent(base_agent.BaseAgent):
       summary: bool = False,
       show_tools: bool = True,
       screen: tuple[int, int] | None = None,
+      older_scale: float = 1.0,
+      image_store: images.ImageStore | None = None,
   ):
     """Args:
 
@@ -83,6 +88,9 @@ class ToolAgent(base_agent.BaseAgent):
       show_tools: False: `system_prompt` is complete and nothing is added.
       screen: (width, height) of the screenshots, which the prompts of some GUI
         grammars state.
+      older_scale: the share of their sides at which screenshots before the
+        newest are seen, in (0, 1].
+      image_store: of the screenshots; needed for that.
 
     Raises:
       ValueError: naming the argument.
@@ -109,7 +117,18 @@ class ToolAgent(base_agent.BaseAgent):
     else:
       self.tools_prompt = ""
     self.on_parse_error = on_parse_error
-    self._history_args = (max_images, image_stride, image_note, summary)
+    if not 0 < older_scale <= 1:
+      raise ValueError(f"older_scale must be in (0, 1], got {older_scale}")
+    shrink = None
+    if older_scale < 1:
+      if image_store is None:
+        raise ValueError(f"older_scale={older_scale} needs an image_store")
+      shrink = functools.partial(
+          screenshot.shrunk, image_store, scale=older_scale
+      )
+    self._history_args = (
+        max_images, image_stride, image_note, summary, shrink
+    )  # pyformat: disable
     self._summary = summary
     self._system: Message = {
         "role": "system",

@@ -132,6 +132,7 @@ class EpisodeFactory:
           system_prompt=system_prompt(config.agent.system_prompt),
           tools=tools.for_task({}) if tools is not None else None,
           screen=screen_size(config) if self.acts_on_gym else None,
+          image_store=image_store,
       )
     except (ValueError, ImportError) as error:
       if isinstance(error, ConfigError):

@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import settings as policy_settings
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.run import external_engine
+from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.queue import admission
 from tunix.rl.queue import group_store
 
@@ -346,6 +347,9 @@ def make_engine(
           config.agent, config.gym.width, config.gym.height
       ),
   )
+  if config.agent.older_scale < 1:
+    older = screenshot.shrunk_size(*screens[0], config.agent.older_scale)
+    screens = (*screens, older)
   sees_gym = environment_spec.get(config.environment.name).gym
   try:
     return engine_lib.RolloutEngine(

@@ -38,15 +38,16 @@ class Choice:
     message: the OpenAI assistant message that the client receives.
     finish_reason: "stop", "length", "tool_calls".
     stop: the stop string that ended it, if one did.
-    echoed: float32[T - 1], what the policy's own distribution gives to the
-      prompt's tokens after the first; None unless asked for.
+    echoed: the prompt's tokens after the first, with the log-probs and the
+      alternatives of the policy's own distribution; None unless asked for, or
+      for a prompt of one token.
   """
 
   completion: policy_client.Completion
   message: dict[str, Any]
   finish_reason: str
   stop: str | None = None
-  echoed: np.ndarray | None = None
+  echoed: policy_client.Completion | None = None
 
 
 @dataclasses.dataclass(frozen=True)

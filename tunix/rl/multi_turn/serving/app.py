@@ -119,6 +119,10 @@ class OpenAIApp:
         ("/rl/start_session", self._sessions.start, post),
         ("/export_trajectories", self._sessions.export, post),
         ("/grant_capacity", self._sessions.grant_capacity, post),
+        # AReaL's clients name a session by its key alone, and no version.
+        ("/rl/set_reward", self._sessions.set_reward, post),
+        ("/rl/end_session", self._sessions.end, post),
+        *((f"/{path}", *rest) for path, *rest in endpoints[: len(ENDPOINTS)]),
     ]
     for prefix in ("/sessions/{session}", "/{session}"):
       for path, *rest in endpoints:
@@ -283,7 +287,7 @@ class OpenAIApp:
       )
       return _json(
           api.whole(asked, answer, self._service.policy.decoder),
-          headers=_ignored(asked),
+          headers=self._ignored(asked),
       )
 
     return run
@@ -334,8 +338,13 @@ class OpenAIApp:
             writer, task, news, first, lambda error: _as_api(error, "a stream")
         ),
         media_type="text/event-stream",
-        headers={"cache-control": "no-cache", **_ignored(asked)},
+        headers={"cache-control": "no-cache", **self._ignored(asked)},
     )
+
+  def _ignored(self, asked: requests.SamplingRequest) -> dict[str, str]:
+    """The header about fields that change nothing."""
+    ignored = self._service.policy.ignored(asked)
+    return {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
 
   # --- about the server -------------------------------------------------------
 
@@ -455,13 +464,6 @@ def _as_api(error: Exception, where: str) -> errors.ApiError:
 
 def _error(error: errors.ApiError) -> Response:
   return _json(error.body(), error.status, error.headers())
-
-
-def _ignored(asked: requests.SamplingRequest) -> dict[str, str]:
-  """The header about fields that change nothing."""
-  if not asked.ignored:
-    return {}
-  return {"x-ignored-fields": ", ".join(asked.ignored)}
 
 
 def _json(

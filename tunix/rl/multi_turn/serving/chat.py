@@ -260,6 +260,9 @@ def read(
       min_tokens=asked.min_tokens,
       continues=asked.continue_final_message,
       template_options=asked.template_options,
+      thinking=requests.Thinking.by_effort(
+          "reasoning_effort", asked.reasoning_effort
+      ),
       ignored=bodies.ignored(asked),
   )
 

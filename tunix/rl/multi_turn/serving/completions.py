@@ -72,13 +72,6 @@ def read(
         f"prompt holds {count} prompts for n={asked.n} completions each, a"
         f" request has at most {limits.n} completions; send several requests",
     )
-  if asked.echo and asked.logprobs:
-    raise errors.invalid(
-        "logprobs",
-        f"logprobs={asked.logprobs} with echo=true: prompts have log-probs"
-        " without alternatives; use logprobs=0",
-        "unsupported_parameter",
-    )
   (first, *more) = asked.prompt
   return requests.SamplingRequest(
       model=asked.model,
@@ -141,15 +134,20 @@ def _logprobs(
   """`prompt`: the tokens that the choice begins with; [] without `echo`."""
   tokens = [*prompt, *choice.completion.tokens.tolist()]
   logprobs: list[float | None] = choice.completion.logprobs.tolist()
-  if choice.echoed is not None:
+  if prompt:
     # Nothing comes before the first token, that it could be likely after.
-    logprobs = [None, *choice.echoed.tolist(), *logprobs]
+    logprobs = [None, *_known(choice), *logprobs]
   return {
       "tokens": [decoder.token(t) for t in tokens],
       "token_logprobs": logprobs,
-      "top_logprobs": _alternatives(choice, decoder),
+      "top_logprobs": _alternatives(choice, prompt, decoder),
       "text_offset": answers.text_offsets(tokens, decoder),
   }
+
+
+def _known(choice: answers.Choice) -> list[float]:
+  """Log-probs of the prompt's tokens after the first."""
+  return [] if choice.echoed is None else choice.echoed.logprobs.tolist()
 
 
 def _echoes(
@@ -163,12 +161,15 @@ def _echoes(
 
 
 def _alternatives(
-    choice: answers.Choice, decoder: answers.TokenDecoder
-) -> list[dict[str, float]] | None:
+    choice: answers.Choice,
+    prompt: Sequence[int],
+    decoder: answers.TokenDecoder,
+) -> list[dict[str, float] | None] | None:
   """Log-probs by token text, the sampled token included; non-text by bytes."""
   completion = choice.completion
   if completion.top_tokens is None:
     return None
+  echoed = choice.echoed
 
   def name(token: int) -> str:
     text = decoder.token(token)
@@ -176,13 +177,16 @@ def _alternatives(
       return text
     return "bytes:" + "".join(f"\\x{b:02x}" for b in decoder.bytes(token))
 
-  told = []
-  for token, logprob, top in zip(
-      completion.tokens.tolist(),
-      completion.logprobs.tolist(),
-      answers.alternatives(completion),
-  ):
-    told.append({name(t): p for t, p in [*top, (token, logprob)]})
+  told: list[dict[str, float] | None] = []
+  pieces = [(completion.tokens.tolist(), completion)]
+  if prompt:
+    told.append(None)
+  if echoed is not None:
+    pieces.insert(0, ([*prompt[1:]], echoed))
+  for tokens, found in pieces:
+    tops = answers.alternatives(found)
+    for token, logprob, top in zip(tokens, found.logprobs.tolist(), tops):
+      told.append({name(t): p for t, p in [*top, (token, logprob)]})
   return told
 
 

@@ -57,13 +57,16 @@ class Node:
 
 
 def read_all(
-    messages: Sequence[Message], tools: Sequence[Any] | None
+    messages: Sequence[Message], tools: Sequence[Any] | None, apart: str = ""
 ) -> tuple[list[tuple[Message, Key]], tuple[Key, ...]]:
-  """Snapshots of the messages with their keys; the keys with the tools'."""
+  """Snapshots of the messages with their keys; the keys with the tools'.
+
+  `apart` is of the rendering: histories with another one are others.
+  """
   if not messages:
     raise ValueError("messages must not be empty")
   found = [read(m, f"messages[{i}]") for i, m in enumerate(messages)]
-  told_of = json.dumps(list(tools or ()), sort_keys=True)
+  told_of = json.dumps(list(tools or ()), sort_keys=True) + apart
   return found, ((("tools", told_of), None), *(key for _, key in found))
 
 

@@ -66,6 +66,8 @@ class PendingPrompt:
   # Text of the client's that the answer begins with, not sampled here; and the
   # node of the messages before it, where it is not at the end of `_path`.
   _prefix: str = ""
+  # Of the messages; its prompts may end otherwise than another request's.
+  _renderer: Any = dataclasses.field(default=None, repr=False)
   _asked: Any = dataclasses.field(default=None, repr=False)
 
   @property

@@ -7,8 +7,10 @@ at https://docs.anthropic.com/en/api/messages.
 Promises: a session's turn by this endpoint continues as one by chat completions
 does; streamed text adds up to that of the whole answer.
 
-Does not serve documents, citations, extended thinking, or Anthropic's own
-server tools.
+A last message of the assistant begins the answer, which holds the rest.
+
+Does not serve documents, citations, blocks of thinking (a policy's reasoning is
+text), or Anthropic's own server tools.
 """
 
 from __future__ import annotations
@@ -225,6 +227,17 @@ class ToolChoice(bodies.Body):
     return "required" if self.type == "any" else self.type
 
 
+class Thinking(bodies.Body):
+  """Whether the policy reasons. Nothing bounds its reasoning but max_tokens."""
+
+  type: Annotated[
+      Literal["enabled", "adaptive", "disabled"],
+      bodies.Must("must be enabled, adaptive or disabled"),
+  ]
+  budget_tokens: Annotated[Any, bodies.Ignored()] = None
+  display: Annotated[Any, bodies.Ignored()] = None
+
+
 class MessagesBody(requests.SamplingBody):
   """A body of `/v1/messages`."""
 
@@ -246,7 +259,7 @@ class MessagesBody(requests.SamplingBody):
   ] = []
   tools: Annotated[list[Tool], bodies.Items("must be a list of tools")] = []
   tool_choice: ToolChoice = ToolChoice(type="auto")
-  thinking: Annotated[Any, bodies.Neutral({"type": "disabled"})] = None
+  thinking: Thinking | None = None
   cache_control: Annotated[Any, bodies.Ignored()] = None
   inference_geo: Annotated[Any, bodies.Ignored()] = None
   output_config: Annotated[Any, bodies.Neutral({})] = None
@@ -271,6 +284,10 @@ def read(
   one_call = choice.disable_parallel_tool_use
   parse_tools, calls = requests.call_rules(choice.called, not one_call, tools)
   messages = [m for one in asked.messages for m in one.messages()]
+  guide = asked.guide(calls)
+  continues = isinstance(asked.messages[-1], AssistantMessage)
+  if continues:
+    messages[-1] = _beginning(asked, messages[-1], parse_tools, guide)
   if asked.system:
     system = asked.system
     if not isinstance(system, str):
@@ -283,15 +300,56 @@ def read(
       sampling=asked.sampling(asked.max_tokens, limits),
       stream=asked.stream,
       stop=tuple(asked.stop_sequences),
-      guide=asked.guide(calls),
+      guide=guide,
       tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
       one_call=parse_tools and one_call,
       return_token_ids=asked.return_token_ids,
       min_tokens=asked.min_tokens,
+      continues=continues,
       template_options=asked.template_options,
-      ignored=bodies.ignored(asked),
+      thinking=_thinking(asked.thinking),
+      ignored=(
+          *bodies.ignored(asked),
+          *(["thinking"] if asked.thinking is not None else ()),
+      ),
   )
+
+
+def _thinking(asked: Thinking | None) -> requests.Thinking | None:
+  if asked is None:
+    return None
+  on = asked.type != "disabled"
+  return requests.Thinking("thinking", on=on, needed=asked.type == "enabled")
+
+
+def _beginning(
+    asked: MessagesBody,
+    last: requests.Message,
+    parse_tools: bool,
+    guide: requests.Guide | None,
+) -> requests.Message:
+  """The last message, an assistant's, which the answer continues."""
+  where = f"messages[{len(asked.messages) - 1}]"
+  text = requests.text_of(last)
+  wrong = ""
+  if len(asked.messages) < 2:
+    wrong = "needs a message before it; the answer continues it"
+  elif last.get("tool_calls"):
+    wrong = "holds a call; send its result, an answer continues text only"
+  elif parse_tools or guide is not None:
+    other = "tools" if parse_tools else "guided_regex"
+    wrong = (
+        f"begins the answer, and {other} are about whole answers; set"
+        " tool_choice to none, or end with the user's message"
+    )
+  elif asked.thinking is not None and asked.thinking.type != "disabled":
+    wrong = "begins the answer behind its reasoning; leave thinking out"
+  elif not text or text != text.rstrip():
+    wrong = "must be text that does not end with blanks: the answer goes on"
+  if wrong:
+    raise errors.invalid(where, f"{where} {wrong}")
+  return {**last, "content": text}
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

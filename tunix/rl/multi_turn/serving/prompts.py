@@ -22,6 +22,7 @@ from tunix.rl.multi_turn.serving import grammars as grammars_lib
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import session_store
+from tunix.rl.multi_turn.serving import thinking
 
 _CALL = 32  # Fewer characters than any call is written in.
 
@@ -60,6 +61,28 @@ class ServedPolicy:
   _shown: tuple[Any, bool] = dataclasses.field(
       default=(None, False), init=False, repr=False
   )
+  _renderings: thinking.Renderings | None = dataclasses.field(
+      default=None, init=False, repr=False
+  )
+
+  def rendering(self, request: requests.SamplingRequest) -> thinking.Rendering:
+    """How the messages of a request become tokens.
+
+    Raises:
+      ApiError: naming a field that this policy cannot follow.
+    """
+    if self._renderings is None or (
+        self._renderings.renderer is not self.renderer
+    ):
+      self._renderings = thinking.Renderings(self.renderer)
+    return self._renderings.of(request)
+
+  def ignored(self, request: requests.SamplingRequest) -> tuple[str, ...]:
+    """Paths of the request's fields that change nothing for this policy."""
+    acting: frozenset[str] = frozenset()
+    if request.text is request.tokens is None and not request.prompts:
+      acting = self.rendering(request).acting
+    return tuple(path for path in request.ignored if path not in acting)
 
   @property
   def template_tools(self) -> bool:
@@ -102,15 +125,8 @@ def render(
     if session is not None:
       return session.prompt_text(request.text)
     return policy_client.TokenPrompt(renderer.encode(request.text))
-  if changed := renderer.changed_by(request.template_options):
-    raise errors.invalid(
-        f"chat_template_kwargs.{changed[0]}",
-        f"chat_template_kwargs.{changed[0]}="
-        f"{request.template_options[changed[0]]!r} changes this policy's"
-        " prompts; leave it out, or start the server with"
-        " --default-chat-template-kwargs",
-        "unsupported_parameter",
-    )
+  rendering = policy.rendering(request)
+  renderer = rendering.renderer
   if request.instructions:
     messages = [{"role": "system", "content": request.instructions}, *messages]
   tools = list(request.tools)
@@ -125,8 +141,8 @@ def render(
   if session is not None:
     shown = bool(tools)
     if request.continues:
-      return session.prompt_continuing(messages, tools, show_tools=shown)
-    return session.prompt(messages, tools, show_tools=shown)
+      return session.prompt_continuing(messages, tools, shown, rendering)
+    return session.prompt(messages, tools, shown, rendering)
   try:
     if request.continues:
       return continued(renderer, messages, tools)

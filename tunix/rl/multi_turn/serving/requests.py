@@ -20,6 +20,7 @@ from tunix.rl.multi_turn.serving import errors
 Message = dict[str, Any]
 Prompt = str | tuple[int, ...]
 MAX_STOPS = 16
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,30 @@ class Guide:
   free: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Thinking:
+  """How a request switches the policy's reasoning.
+
+  Attributes:
+    field: of the request that asks for it.
+    on: reason, or not; None leaves it.
+    effort: for templates that read a `reasoning_effort`.
+    needed: refuse the request where the policy cannot reason.
+  """
+
+  field: str
+  on: bool | None = None
+  effort: str | None = None
+  needed: bool = False
+
+  @classmethod
+  def by_effort(cls, field: str, effort: Any) -> Thinking | None:
+    """Of OpenAI's field: "none" switches reasoning off."""
+    if not isinstance(effort, str) or effort not in EFFORTS:
+      return None
+    return cls(field, on=False if effort == "none" else None, effort=effort)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingRequest:
   """A checked request. Its prompt is messages, a text, or tokens.
@@ -115,9 +140,10 @@ class SamplingRequest:
       prompt's.
     continues: the last message is the beginning of the answer.
     index: place of the prompt among several, for errors.
-    template_options: variables of the policy's chat template; refused where
-      they would change the prompt.
-    ignored: paths of fields that were accepted and change nothing.
+    template_options: variables of the policy's chat template for this prompt.
+    thinking: switches the policy's reasoning, where its template can.
+    ignored: paths of fields that were accepted and change nothing, unless
+      `template_options` or `thinking` come from them.
   """
 
   model: str
@@ -146,6 +172,7 @@ class SamplingRequest:
   continues: bool = False
   index: int | None = None
   template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  thinking: Thinking | None = None
   ignored: tuple[str, ...] = ()
 
   def __post_init__(self):
@@ -308,10 +335,14 @@ _STOP = f"must be a string or a list of up to {MAX_STOPS} strings, none empty"
 
 
 class TemplateOptions(bodies.Body):
-  """`chat_template_kwargs`. The server sets a template's variables itself."""
+  """`chat_template_kwargs`: the switches of reasoning; no other variable."""
 
-  enable_thinking: Annotated[Any, bodies.Ignored(False)] = None
-  thinking: Annotated[Any, bodies.Ignored(False)] = None
+  enable_thinking: Annotated[
+      bool | None, bodies.Must("must be true or false"), bodies.Ignored(False)
+  ] = None
+  thinking: Annotated[
+      bool | None, bodies.Must("must be true or false"), bodies.Ignored(False)
+  ] = None
   add_vision_id: Annotated[Any, bodies.Neutral(False)] = None
 
 

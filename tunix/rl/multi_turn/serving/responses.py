@@ -238,6 +238,9 @@ def read(
   parse_tools, guide = asked.guide_with_calls(
       tools, None if shape is None else shape.guide("text.format")
   )
+  effort = asked.reasoning
+  if isinstance(effort, dict):
+    effort = effort.get("effort")
   messages = _messages(asked.input)
   limits.check_images(requests.count_images(messages), "input")
   return requests.SamplingRequest(
@@ -271,6 +274,7 @@ def read(
           "user": asked.user,
       },
       template_options=asked.template_options,
+      thinking=requests.Thinking.by_effort("reasoning", effort),
       ignored=bodies.ignored(asked),
   )
 

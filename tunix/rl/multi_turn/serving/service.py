@@ -30,6 +30,7 @@ from tunix.rl.multi_turn.serving import grammars as grammars_lib
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import media
 from tunix.rl.multi_turn.serving import parts as parts_lib
+from tunix.rl.multi_turn.serving import prompt_scores
 from tunix.rl.multi_turn.serving import prompts
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import session_store
@@ -322,7 +323,9 @@ class Service:
     watches = [prompts.stop_strings(request, self.policy) for _ in part.names]
     echoed = None
     if request.repeat_prompt and request.logprobs:
-      echoed = await self._score(part)
+      with self._client_errors(part):
+        most = self.limits.max_new_tokens
+        echoed = await prompt_scores.score(self.policy, part, most)
     completions = await self._generate(part, on_tokens, watches)
     found = []
     for completion, watch in zip(completions, watches):
@@ -333,41 +336,6 @@ class Service:
       choice = answers.make_choice(completion, text, parser, stop)
       found.append(dataclasses.replace(choice, echoed=echoed))
     return found
-
-  async def _score(self, part: parts_lib.Part) -> np.ndarray:
-    """float32[T - 1]: the policy's log-probs of a prompt's tokens after the
-    first, by sampling them under a grammar that allows no others."""
-    tokens_T = part.prompt.tokens
-    if len(tokens_T) < 2:
-      return np.zeros(0, np.float32)
-    where, most = part.request.prompt_field, self.limits.max_new_tokens
-    if len(tokens_T) > most:
-      raise errors.invalid(
-          where,
-          f"echo with logprobs reads a prompt a token a step, {most} at most;"
-          f" {where} has {len(tokens_T)}: shorten it, or leave logprobs out",
-      )
-    grammar = prompts.forced(tokens_T[1:], part.request, self.policy)
-    name = f"{part.ids[0]}/echo"
-    with self._client_errors(part):
-      try:
-        completion = await self.policy.client.generate(
-            policy_client.TokenPrompt(tokens_T[:1]),
-            policy_client.SamplingParams(
-                max_new_tokens=len(tokens_T) - 1, raw_logprobs=True
-            ),
-            session=name,
-            grammar=grammar,
-        )
-      except ValueError as error:
-        raise errors.invalid(
-            where,
-            f"{where} holds a token that this policy never samples, and that"
-            f" has no log-prob ({error}); leave echo or logprobs out",
-        ) from None
-      finally:
-        await self.policy.client.release(name)
-    return completion.raw_logprobs
 
   async def _generate(
       self,

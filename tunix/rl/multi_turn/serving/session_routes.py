@@ -113,8 +113,8 @@ class SessionRoutes:
     return starlette_responses.JSONResponse({"capacity": free})
 
   async def set_reward(self, request: Request) -> Response:
+    session = _named(request)
     asked = bodies.parse(RewardBody, await self._read(request))
-    session = request.state.session
     if self._dropped[session.id]:
       raise errors.ApiError(
           409,
@@ -126,7 +126,7 @@ class SessionRoutes:
     return starlette_responses.JSONResponse({"message": "success"})
 
   async def end(self, request: Request) -> Response:
-    session = request.state.session
+    session = _named(request)
     with service_lib.api_errors():
       session.end()
     await self._service.forget(session.id)
@@ -223,3 +223,15 @@ def _array(values: np.ndarray) -> bytes:
       for i in range(0, len(values), _AT_ONCE)
   )
   return b"[%s]" % b", ".join(parts)
+
+
+def _named(request: Request) -> Any:
+  """The session that the request's path or key names."""
+  if request.state.session is None:
+    raise errors.ApiError(
+        401,
+        "name a session: by its api_key as Authorization: Bearer, or in the"
+        " path, /sessions/{id}/rl/…",
+        code="unknown_session",
+    )
+  return request.state.session

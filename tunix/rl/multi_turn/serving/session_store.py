@@ -31,6 +31,7 @@ from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.serving import histories
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import prefixes
+from tunix.rl.multi_turn.serving import thinking
 
 Completion = interactions.Completion
 Interaction = interactions.Interaction
@@ -65,6 +66,7 @@ class ServedSession:
     self.ended = False
     self.busy = 0  # Requests being answered.
     self._renderer = renderer
+    self._rendering = thinking.Rendering(renderer)
     self._max_interactions = max_interactions
     self._clock = clock
     self._root = histories.Node(None)
@@ -124,26 +126,30 @@ class ServedSession:
       messages: Sequence[Message],
       tools: Sequence[Any] | None = None,
       show_tools: bool = False,
+      rendering: thinking.Rendering | None = None,
   ) -> PendingPrompt:
     """Renders a request.
 
     It extends the deepest interaction with the same `tools` whose messages and
     answer `messages` begin with; of equally deep ones, the one whose answer was
     sent exactly as it stands in `messages`, then the newest. Without
-    `show_tools`, the caller has written the tools' text into `messages`.
+    `show_tools`, the caller has written the tools' text into `messages`. None
+    renders as the store's renderer does.
     """
     self._check_open()
+    rendering = rendering or self._rendering
+    renderer = rendering.renderer
     messages = list(messages)
     with _rendering():
-      read, keys = histories.read_all(messages, tools)
+      read, keys = histories.read_all(messages, tools, rendering.apart)
       before, depth = self._find(keys)
       if before is None:
         shown = {"tools": list(tools or ())} if show_tools else {}
-        extension = self._renderer.render(
+        extension = renderer.render(
             messages, add_generation_prompt=True, **shown
         )
       else:
-        extension = self._renderer.bridge(
+        extension = renderer.bridge(
             messages[depth:], last_sampled_is_eot=before.closed
         )
     self.touch()
@@ -153,6 +159,7 @@ class ServedSession:
         new_messages=tuple(copy for copy, _ in read[max(depth - 1, 0) :]),
         extension=extension,
         _path=keys if before is None else keys[depth + 1 :],
+        _renderer=renderer,
     )
 
   def prompt_continuing(
@@ -160,6 +167,7 @@ class ServedSession:
       messages: Sequence[Message],
       tools: Sequence[Any] | None = None,
       show_tools: bool = False,
+      rendering: thinking.Rendering | None = None,
   ) -> PendingPrompt:
     """Renders a request whose last message, text, is its answer's beginning.
 
@@ -168,8 +176,9 @@ class ServedSession:
     other text is tokenised.
     """
     self._check_open()
+    rendering = rendering or self._rendering
     with _rendering():
-      read, keys = histories.read_all(messages, tools)
+      read, keys = histories.read_all(messages, tools, rendering.apart)
     text = keys[-1][0][1]
     before, depth = self._find(keys)
     if (
@@ -177,8 +186,9 @@ class ServedSession:
         or depth < len(messages)
         or before.closed
         or before.whole_text != text
+        or before._renderer is not rendering.renderer
     ):
-      pending = self.prompt(messages[:-1], tools, show_tools)
+      pending = self.prompt(messages[:-1], tools, show_tools, rendering)
       tokens = np.concatenate(
           [pending.extension.tokens, self._renderer.encode(text)]
       )
@@ -191,6 +201,7 @@ class ServedSession:
         new_messages=(read[-1][0],),
         extension=TokenPrompt(np.zeros(0, np.int32)),
         _prefix=text,
+        _renderer=before._renderer,
         _asked=before._asked,
     )
 

@@ -73,6 +73,26 @@ def fit_size(
   return w, h
 
 
+def shrunk_size(width: int, height: int, scale: float) -> tuple[int, int]:
+  """(width, height) of `shrunk`: each side's share, a pixel at least."""
+  return max(1, round(width * scale)), max(1, round(height * scale))
+
+
+def shrunk(
+    store: images.ImageStore, image: trajectory.ImageRef, scale: float
+) -> trajectory.ImageRef:
+  """A stored screenshot at a share of its sides.
+
+  Raises:
+    KeyError: the store does not have the image any more.
+  """
+  from PIL import Image  # pylint: disable=g-import-not-at-top
+
+  size = shrunk_size(image.width, image.height, scale)
+  picture = Image.fromarray(store.get(image))
+  return store.put(np.asarray(picture.resize(size, Image.Resampling.BICUBIC)))
+
+
 class ScreenshotTool(base.BaseTool):
   """Takes a screenshot of the computer."""
 

@@ -20,6 +20,7 @@ environment prints goes to stderr. Ends when its stdin does.
 
 import asyncio
 import contextvars
+import functools
 import json
 import logging
 import math
@@ -138,8 +139,8 @@ def _text(error):
 class Server:
   """Reads requests in a thread, and plays them in the event loop."""
 
-  def __init__(self, vf, env, rows, send):
-    self._parts = vf, env, rows
+  def __init__(self, play, send):
+    self._play = play
     self._send = send
     self._playing = {}
 
@@ -170,16 +171,20 @@ class Server:
 
   async def _answer(self, message):
     try:
-      answer = {"result": await play(*self._parts, message["play"])}
+      answer = {"result": await self._play(message["play"])}
       json.dumps(answer)
     except Exception as error:  # Whatever the environment raises.
       answer = {"error": f"{type(error).__name__}: {error}"}
     self._send({"id": message["id"], **answer})
 
 
-def main():
-  own = os.path.dirname(os.path.abspath(__file__))
-  sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != own]
+def serve(prepare):
+  """Answers the lines of stdin on stdout; the exit status.
+
+  Args:
+    prepare: `(first message) -> (facts, play)`; `await play(request)` is the
+      result. What it raises is the `fatal` answer.
+  """
   out = os.fdopen(os.dup(1), "w", encoding="utf-8")
   os.dup2(2, 1)  # Of print, and of what C writes.
   lock = threading.Lock()
@@ -189,21 +194,33 @@ def main():
       out.write(json.dumps(message) + "\n")
       out.flush()
 
-  request = json.loads(sys.stdin.readline())
   try:
-    import verifiers as vf
-
-    if not hasattr(vf, "load_environment"):
-      raise ImportError(
-          f"verifiers {vf.__version__} has no load_environment; install"
-          " 'verifiers<0.2'"
-      )
-    env, rows = load(vf, request)
+    facts, play_one = prepare(json.loads(sys.stdin.readline()))
   except (Exception, SystemExit) as error:
     send({"fatal": f"{type(error).__name__}: {error}"})
     return 1
-  send({"ready": {"version": vf.__version__, **rows.sizes}})
-  asyncio.run(Server(vf, env, rows, send).run(sys.stdin))
+  send({"ready": facts})
+  asyncio.run(Server(play_one, send).run(sys.stdin))
+  return 0
+
+
+def prepare(request):
+  import verifiers as vf
+
+  if not hasattr(vf, "load_environment"):
+    raise ImportError(
+        f"verifiers {vf.__version__} has no load_environment; install"
+        " 'verifiers<0.2'"
+    )
+  env, rows = load(vf, request)
+  facts = {"version": vf.__version__, **rows.sizes}
+  return facts, functools.partial(play, vf, env, rows)
+
+
+def main():
+  own = os.path.dirname(os.path.abspath(__file__))
+  sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != own]
+  return serve(prepare)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,20 @@ class TokenRenderer:
     del options
     return []
 
+  def with_options(self, options: Mapping[str, Any]) -> Self:
+    """The renderer of the same chat template with other variables.
+
+    Raises:
+      ValueError: a conversation cannot be continued with them.
+    """
+    del options
+    return self
+
+  def writes_alike(self, other: TokenRenderer) -> bool:
+    """Whether the two, of one chat template, differ at most in how a prompt
+    ends: in no message of the conversation before."""
+    return self is other
+
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Text of a completion: a final end of turn is left out, everything else
     is shown, tool-call markup and stray special tokens included."""

@@ -8,6 +8,7 @@ Does not tokenise, guard text against special tokens, or read files.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 from typing import Any, Iterator, Mapping, Sequence
@@ -93,6 +94,13 @@ class ChatTemplate:
       self._template = self._environment.from_string(source)
     except jinja2.TemplateError as error:
       raise TemplateError(f"the chat template is no Jinja: {error}") from None
+
+  def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
+    """The same template with other variables, the given ones first."""
+    made = copy.copy(self)
+    made.options = {**self.options, **options}
+    made._variables = {**self._variables, **options}  # pylint: disable=protected-access
+    return made
 
   def text(
       self,

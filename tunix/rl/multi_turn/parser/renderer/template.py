@@ -16,12 +16,13 @@ Promises:
   first) is refused. A template behind whose answers no fixed text can be put is
   refused when the renderer is made.
 
-Does not write the runs of placeholders of models that frame them (Gemma,
-Pixtral): there, messages are text.
+Does not write runs of placeholders with breaks between them (Pixtral): there,
+messages are text.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from typing import Any, Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import base
 from tunix.rl.multi_turn.parser.renderer import chat_template
+from tunix.rl.multi_turn.parser.renderer import frames
 from tunix.rl.multi_turn.parser.renderer import guard as guard_lib
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 
@@ -108,6 +110,7 @@ class TemplateRenderer(base.TokenRenderer):
         token.content: token
         for token in backend.get_added_tokens_decoder().values()
     }
+    self._frame: frames.Frame | None = None
     self._as_parts = not self._keeps([_user()], _ASKED)
     called = self._conversation([_user(), _assistant("", tool_calls=[_CALL])])
     # Some of DeepSeek's templates write arguments that are JSON's text.
@@ -237,6 +240,35 @@ class TemplateRenderer(base.TokenRenderer):
         if self.template.text(asked, options={name: value}) != own
     ]
 
+  def with_options(self, options: Mapping[str, Any]) -> TemplateRenderer:
+    made = copy.copy(self)
+    made.template = self.template.with_options(options)
+    made._find_end()
+    if made.stop_token_ids != self.stop_token_ids:
+      raise ValueError(
+          "the chat template ends a turn with other tokens:"
+          f" {made.stop_token_ids}, not {self.stop_token_ids}"
+      )
+    made.rewrites = tuple(made._rewritten())
+    made.answer_prefix = made._closing()
+    return made
+
+  def writes_alike(self, other: base.TokenRenderer) -> bool:
+    system = {"role": "system", "content": "Zq9"}
+    thought = _assistant(f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}")
+    called = _assistant("", tool_calls=[_CALL])
+    return isinstance(other, TemplateRenderer) and all(
+        self._try(*probe, add_generation_prompt=False, **options)
+        == other._try(*probe, add_generation_prompt=False, **options)
+        for probe in (
+            [_user()],
+            [system, _user(), thought, _user()],
+            [_user(), thought],
+            [_user(), called, _RESULT],
+        )
+        for options in ({}, {"tools": [_TOOL]})
+    )
+
   def _text(
       self,
       plain: Sequence[Message],
@@ -345,6 +377,8 @@ class TemplateRenderer(base.TokenRenderer):
   def _pieces(self, text: str) -> list[str | int]:
     """A rendered text as runs of text, uncovered, and ids of tokens."""
     pieces: list[str | int] = []
+    if self._frame is not None:
+      text = self._frame.write(text)
     at, strip = 0, False
     for found in (*self._cut.finditer(text), None):
       run = text[at : found.start() if found else len(text)]
@@ -458,7 +492,8 @@ class TemplateRenderer(base.TokenRenderer):
     for token in PLACEHOLDERS:
       if token in structure and text.count(token) == 1:
         return token
-    return None
+    self._frame = frames.find(text, structure)
+    return self._frame.placeholder if self._frame else None
 
   def _after(
       self, before: Sequence[Message], new: Sequence[Message], said: str = _SAID

@@ -1,0 +1,173 @@
+"""Our gyms as an environment of verifiers, played by the package itself.
+
+It lives in an environment of its own, made by `make verifiers`. Skipped where
+there is none.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import httpx
+import pytest
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.engine import config as engine_config
+from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.serving import server as server_lib
+
+_ROOT = pathlib.Path(__file__).parents[2]
+PYTHON = pathlib.Path(
+    os.environ.get("VERIFIERS_PYTHON", _ROOT / ".venv-verifiers/bin/python")
+)
+PLAYER = _ROOT / "tests/helpers/verifiers_player.py"
+SCREEN = (128, 96)
+pytestmark = [
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason="no verifiers: make verifiers"
+    ),
+    pytest.mark.slow,  # Importing the package takes seconds.
+    pytest.mark.timeout(500),
+]
+
+
+@pytest.fixture(scope="module", name="server")
+def _server():
+  """A tiny policy behind the real engine and server."""
+  policy = checkpoint.create_policy("nano", seed=0, screen=SCREEN)
+  images = images_lib.ImageStore()
+  engine = engine_lib.RolloutEngine(
+      policy[0],
+      policy[1],
+      images,
+      engine_config.EngineConfig(slots=2, context_length=2048),
+      image_sizes=(SCREEN,),
+      banned_token_ids=policy[0].config.banned_token_ids,
+  )
+  app = server_lib.make_app("nano", engine, policy, images)
+  with http_server.LoopbackServer(app.asgi) as server:
+    yield server.url
+  engine.close()
+
+
+def play(url, rows, settings, **more):
+  asked = {
+      "url": f"{url}/v1", "model": "nano", "rows": rows,
+      "args": {"settings": settings, "train": 3, "eval": 2,
+               "python": sys.executable},
+      "sampling": {"max_tokens": 16, "temperature": 1.0, "seed": 3}, **more,
+  }  # pyformat: disable
+  done = subprocess.run(
+      [str(PYTHON), str(PLAYER), json.dumps(asked)],
+      cwd=_ROOT,
+      env={**os.environ, "PYTHONPATH": str(_ROOT)},
+      capture_output=True,
+      text=True,
+      timeout=300,
+  )
+  if done.returncode:
+    return done.stderr
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def images_of(messages):
+  return [
+      part["image_url"]["url"]
+      for message in messages
+      if isinstance(message["content"], list)
+      for part in message["content"]
+      if part["type"] == "image_url"
+  ]
+
+
+def test_a_policy_plays_the_desktop_and_its_session_has_the_tokens(server):
+  with httpx.Client(base_url=server, timeout=60) as client:
+    started = client.post("/rl/start_session", json={"task_id": "t"}).json()
+    settings = {
+        "gym": "desktop", "tasks": ["click-button"],
+        "agent.on_parse_error": "retry", "environment.max_turns": 3,
+    }  # pyformat: disable
+    (found,) = play(
+        started["base_url"].removesuffix("/v1"), [("train", 1)], settings,
+        key=started["api_key"],
+    )  # pyformat: disable
+    exported = client.post(
+        "/export_trajectories",
+        json={"session_id": started["session_id"], "style": "concat"},
+    ).json()["interactions"]
+  assert found["error"] is None, found
+  assert found["stop"] == "has_final_env_response"
+  turns = found["turns"]
+  assert len(turns) >= 2
+  for number, (prompt, completion) in enumerate(turns):
+    urls = images_of(prompt)
+    assert len(urls) == number + 1
+    assert all(url.startswith("data:image/png;base64,") for url in urls)
+    assert [m["role"] for m in completion] == ["assistant"]
+  assert prompt[0]["role"] == "system" and "left_click" in str(prompt[0])
+  assert found["info"]["instruction"] in str(found["prompt"])
+  # Every turn once, and what the environment showed between them.
+  roles = [m["role"] for m in found["completion"]]
+  assert roles == ["assistant", "user"] * (len(turns) - 1) + ["assistant"]
+  assert found["metrics"]["num_turns"] == len(turns)
+  assert found["reward"] == found["metrics"]["reward"]
+  assert found["metrics"]["parse_errors"] <= len(turns)
+  # The history was only extended, so the session is one token sequence.
+  (sequence,) = exported.values()
+  mask = sequence["tensor_dict"]["loss_mask"][0]
+  runs = sum(b and not a for a, b in zip([0, *mask], mask))
+  assert runs == len(turns) and len(sequence["images"]) == len(turns)
+
+
+def test_vf_eval_finds_it_by_its_name(server, tmp_path):
+  args = {"settings": {"gym": "desktop", "environment.max_turns": 1},
+          "train": 2, "eval": 2, "python": sys.executable}  # pyformat: disable
+  done = subprocess.run(
+      # The command vf-eval; a venv that was moved has no scripts.
+      [str(PYTHON), "-m", "verifiers.scripts.eval", "tunix-multi-turn",
+       "-m", "nano",
+       "-b", f"{server}/v1", "-k", "NO_KEY", "-n", "2", "-r", "1", "-t", "8",
+       "-a", json.dumps(args), "--disable-tui"],
+      cwd=tmp_path,
+      env={**os.environ, "PYTHONPATH": str(_ROOT), "NO_KEY": "none"},
+      capture_output=True,
+      text=True,
+      timeout=400,
+  )  # pyformat: disable
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert "reward" in done.stdout and "parse_errors" in done.stdout
+
+
+def test_text_tasks_and_a_process_that_died_are_played(server):
+  found = play(
+      server, [("train", 0), ("eval", 1)], {"environment": "gsm8k"}
+  )
+  for one in found:
+    assert one["error"] is None and one["metrics"]["num_turns"] == 1
+  (after,) = play(
+      server, [("train", 0)], {"environment": "gsm8k"}, kill=True
+  )
+  assert after["error"] is None  # It was started again.
+
+
+def test_an_environment_that_fails_is_an_error_and_no_reward(server):
+  settings = {"gym": "desktop", "collect.deadlines.model": 0.001}
+  (found,) = play(server, [("train", 0)], settings)
+  assert "status=timeout" in found["error"] or (
+      "status=model_error" in found["error"]
+  )
+
+
+@pytest.mark.parametrize("args, words", [
+    ({"settings": {"gym": "desktopp"}}, "desktop"),
+    ({"settings": {"gym": "desktop"}, "train": 0}, "train=0 must be a number"),
+    ({"python": "/no/python"}, "python=/no/python: no such file"),
+    ({"start_s": -1}, "start_s=-1 must be"),
+    ({"turn_s": 0}, "turn_s=0 must be"),
+])  # pyformat: disable
+def test_a_wrong_argument_is_named(server, args, words):
+  told = play(server, [], {}, args={"python": sys.executable, **args})
+  assert isinstance(told, str) and words in told.splitlines()[-1], told

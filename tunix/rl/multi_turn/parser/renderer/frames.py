@@ -1,0 +1,60 @@
+"""What processors of some families write around an image's placeholders.
+
+Their chat templates show one token for an image, and the processor puts the
+whole of it in that one's place before it tokenises. Sources are transformers'
+processors: Gemma3Processor (`full_image_sequence`).
+
+Does not write row breaks: Pixtral's, whose placeholders are no single run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Collection
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+  """One family's.
+
+  Attributes:
+    shown: the token in the template's text.
+    placeholder: the token that stands for a vision token.
+    before, after: the text around the run of placeholders; `before` may hold
+      `shown`.
+  """
+
+  shown: str
+  placeholder: str
+  before: str
+  after: str
+
+  def write(self, text: str) -> str:
+    """The text of a template with one placeholder, framed, for each image."""
+    whole = self.before + self.placeholder + self.after
+    return text.replace(self.shown, whole)
+
+
+FRAMES = (
+    Frame(
+        "<start_of_image>",
+        "<image_soft_token>",
+        "\n\n<start_of_image>",
+        "<end_of_image>\n\n",
+    ),
+)
+
+
+def find(text: str, tokens: Collection[str]) -> Frame | None:
+  """The frame of a template that shows one image in `text`.
+
+  Args:
+    text: of a message with one image.
+    tokens: of the tokenizer that structure a prompt.
+  """
+  for frame in FRAMES:
+    if text.count(frame.shown) == 1 and {
+        frame.shown, frame.placeholder
+    } <= set(tokens):  # pyformat: disable
+      return frame
+  return None

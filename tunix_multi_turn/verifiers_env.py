@@ -1,0 +1,282 @@
+"""Our gyms and environments as one of the package verifiers (0.1).
+
+    vf.load_environment("tunix-multi-turn", settings={"gym": "desktop"})
+    vf-eval tunix-multi-turn -a '{"settings": {"gym": "desktop"}}' …
+
+It is imported where verifiers is installed, and needs nothing else there: the
+episodes run in a process with this package's own interpreter, see
+`tunix.rl.multi_turn.run.outside_policy`. verifiers asks the policy, by the
+messages that the run's agent would send: screenshots are `image_url` parts, and
+an agent's shortened history is the prompt.
+
+Promises: a rollout that no policy decided (an environment that failed, a
+deadline) has an error, and is no reward of 0; an episode is closed with its
+rollout.
+
+Does not sample, or train.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pathlib
+import sys
+import threading
+from typing import Any, Mapping, Sequence
+
+import datasets
+import verifiers as vf
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_NAME = "tunix-multi-turn"
+_WORKER = "run.outside_policy"
+
+
+def load_environment(
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    train: int = 256,
+    eval: int = 64,  # pylint: disable=redefined-builtin
+    python: str = "",
+    start_s: float = 120.0,
+    turn_s: float = 300.0,
+) -> vf.Environment:
+  """The environment of verifiers.
+
+  Args:
+    settings: of a run, as `train` takes them: {"gym": "desktop", "agent":
+      "qwen3_vl_computer_use", "gym.width": 640}, or ["gym=desktop", …]. They
+      choose gym, tasks, agent, reward and deadlines.
+    train: tasks to train on, the families by turns.
+    eval: held-out tasks.
+    python: interpreter that has this package; "" takes $TUNIX_PYTHON, else
+      `.venv/bin/python` of this clone, else this one.
+    start_s: for starting it.
+    turn_s: for a turn's actions, or an episode's start.
+
+  Raises:
+    ValueError: naming the argument or the setting.
+  """
+  for name, count in (("train", train), ("eval", eval)):
+    if type(count) is not int or count < 1:
+      raise ValueError(f"{name}={count!r} must be a number of tasks, 1 or more")
+  for name, seconds in (("start_s", start_s), ("turn_s", turn_s)):
+    if not seconds > 0:
+      raise ValueError(f"{name}={seconds} must be a number of seconds")
+  if isinstance(settings, str):
+    settings = settings.split()
+  if isinstance(settings, Mapping):
+    settings = [f"{key}={_text(value)}" for key, value in settings.items()]
+  setup = {"settings": list(settings), "train": train, "eval": eval}
+  host = _Host(python, setup, start_s)
+  tasks = host.worker().facts
+  return TunixEnv(
+      host,
+      turn_s,
+      dataset=_rows("train", tasks["train"]),
+      eval_dataset=_rows("eval", tasks["eval"]),
+      rubric=vf.Rubric(
+          funcs=[reward, success, parse_errors], weights=[1.0, 0.0, 0.0]
+      ),
+      message_type="chat",
+  )
+
+
+def _text(value: Any) -> str:
+  """A setting's value as YAML reads it."""
+  return value if isinstance(value, str) else json.dumps(value)
+
+
+def _rows(split: str, tasks: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
+  """The first message of a rollout takes the place of `prompt`."""
+  return datasets.Dataset.from_list([
+      {
+          "prompt": [{
+              "role": "user",
+              "content": task["instruction"] or task["task_id"],
+          }],
+          "answer": "",
+          "info": {"split": split, "index": index, **task},
+      }
+      for index, task in enumerate(tasks)
+  ])
+
+
+# --- rewards ------------------------------------------------------------------
+
+
+def _outcome(state: Any) -> Mapping[str, Any]:
+  return state.get("tunix_outcome") or {}
+
+
+def reward(state, **kwargs) -> float:
+  """The episode's reward; 0 where the rollout has an error."""
+  del kwargs
+  return float(_outcome(state).get("reward", 0.0))
+
+
+def success(state, **kwargs) -> float:
+  del kwargs
+  return float(_outcome(state).get("success", False))
+
+
+def parse_errors(state, **kwargs) -> float:
+  """Turns whose text held no well-formed action."""
+  del kwargs
+  return float(_outcome(state).get("parse_errors", 0))
+
+
+# --- episodes -----------------------------------------------------------------
+
+
+class _Host:
+  """The process that plays; started again once it has ended. Thread-safe."""
+
+  def __init__(self, python: str, setup: Mapping[str, Any], start_s: float):
+    python = python or os.environ.get("TUNIX_PYTHON", "")
+    own = _ROOT / ".venv/bin/python"
+    if not python:
+      python = str(own) if own.is_file() else sys.executable
+    if not pathlib.Path(python).is_file():
+      raise ValueError(
+          f"python={python}: no such file; name the interpreter of an"
+          " environment that has tunix-multi-turn, or set TUNIX_PYTHON"
+      )
+    self._command = [python, "-u", "-m", "tunix_multi_turn", _WORKER]
+    self._setup, self._start_s = setup, start_s
+    # An installed package is found by its own interpreter.
+    clone = (_ROOT / "pyproject.toml").is_file()
+    self._path = str(_ROOT) if clone else ""
+    self._lock = threading.Lock()
+    self._worker: Any = None
+
+  def worker(self) -> Any:
+    """Blocks while it starts.
+
+    Raises:
+      ValueError: it does not start, or refuses the settings.
+    """
+    from tunix.rl.multi_turn.core import line_process
+
+    with self._lock:
+      if self._worker is None or not self._worker.alive:
+        try:
+          self._worker = line_process.Worker(
+              self._command,
+              _NAME,
+              self._setup,
+              self._start_s,
+              path=self._path,
+              late="turn_s",
+          )
+        except line_process.WorkerError as error:
+          raise ValueError(str(error)) from None
+      return self._worker
+
+  def end(self) -> None:
+    with self._lock:
+      if self._worker is not None:
+        self._worker.end("the environment was closed")
+
+
+class TunixEnv(vf.MultiTurnEnv):
+  """Episodes of a run, turn by turn; the run's own agent writes the prompts."""
+
+  def __init__(self, host: _Host, turn_s: float, **options: Any):
+    super().__init__(max_turns=-1, **options)
+    self._host, self._turn_s = host, turn_s
+
+  async def setup_state(self, state: vf.State) -> None:
+    """Starts the episode: its first messages are the rollout's prompt."""
+    info = state["info"]
+    try:
+      state["tunix_worker"] = await asyncio.to_thread(self._host.worker)
+    except ValueError as error:
+      raise vf.InfraError(str(error)) from None
+    state["tunix_said"] = []
+    start = {"split": info["split"], "index": info["index"]}
+    found = await self._ask(state, {"start": start})
+    state["tunix_episode"] = found.get("episode")
+    if self._take(state, found):
+      state["prompt"] = state["tunix_messages"]
+
+  async def get_prompt_messages(self, state: vf.State) -> vf.Messages:
+    if not state["trajectory"]:
+      return state["tunix_messages"]
+    step = state["trajectory"][-1]
+    completion = step["completion"]
+    text = "".join(_text_of(message) for message in completion)
+    state["tunix_said"] += completion
+    reply = {
+        "episode": state["tunix_episode"],
+        "text": text,
+        "truncated": bool(step["is_truncated"]),
+    }
+    found = await self._ask(state, {"reply": reply})
+    if not self._take(state, found):
+      return []
+    return state["tunix_messages"]
+
+  async def env_response(self, messages, state, **kwargs) -> vf.Messages:
+    """Unused: the agent writes whole prompts (`get_prompt_messages`)."""
+    raise NotImplementedError("get_prompt_messages asks the episode")
+
+  async def render_completion(self, state: vf.State) -> None:
+    """All turns in order, those included that the prompt has dropped."""
+    said = list(state.get("tunix_said") or ())
+    if state["trajectory"] and not _outcome(state):
+      said += state["trajectory"][-1]["completion"]
+    state["completion"] = said
+
+  @vf.cleanup
+  async def close_episode(self, state: vf.State) -> None:
+    """Ends an episode whose rollout ended first."""
+    name = state.get("tunix_episode")
+    if name is not None and not _outcome(state):
+      try:
+        await self._ask(state, {"close": {"episode": name}})
+      except vf.InfraError:
+        pass  # With its process.
+    state.pop("tunix_worker", None)
+
+  @vf.teardown
+  async def end_process(self) -> None:
+    self._host.end()
+
+  async def _ask(self, state: vf.State, request: Mapping[str, Any]) -> Any:
+    from tunix.rl.multi_turn.core import line_process
+
+    try:
+      return await state["tunix_worker"].play(request, self._turn_s)
+    except line_process.WorkerError as error:
+      raise vf.InfraError(str(error)) from None
+
+  def _take(self, state: vf.State, found: Mapping[str, Any]) -> bool:
+    """Notes what the episode answered; False at its end."""
+    if "outcome" in found:
+      state["tunix_outcome"] = found["outcome"]
+      state["final_env_response"] = []
+      return False
+    before = state.get("tunix_messages") or []
+    new = [_message(message) for message in found["messages"]]
+    if before:
+      state["tunix_said"] += [m for m in new if m.role != "assistant"]
+    state["tunix_messages"] = [*before[: found["kept"]], *new]
+    return True
+
+
+def _message(message: Mapping[str, Any]) -> Any:
+  kinds = {
+      "system": vf.SystemMessage,
+      "user": vf.UserMessage,
+      "assistant": vf.AssistantMessage,
+  }
+  return kinds[message["role"]](content=message["content"])
+
+
+def _text_of(message: Any) -> str:
+  content = message.content or ""
+  if isinstance(content, str):
+    return content
+  return "".join(getattr(part, "text", "") for part in content)
