@@ -45,6 +45,9 @@ BILLIONS = {
     "Qwen2.5-VL-7B": 8.29,
     "Qwen2.5-VL-32B": 33.5,
     "Qwen2.5-VL-72B": 73.4,
+    "Qwen2-VL-2B": 2.21,
+    "Qwen2-VL-7B": 8.29,
+    "Qwen2-VL-72B": 73.4,
 }
 
 

@@ -25,6 +25,7 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_families
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
@@ -44,7 +45,8 @@ CHEAP = {"xla_backend_optimization_level": 0}
 
 
 def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
-  qwen3 = family != "qwen2_5_vl"
+  traits = qwen_families.VISION_LANGUAGE[family]
+  qwen3 = traits.tower == "qwen3"
   width = 48 if qwen3 else 64  # Qwen3's heads need not add up to the width.
   text = dict(
       vocab_size=VOCABULARY,
@@ -72,6 +74,8 @@ def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
     # For once not in the order of the blocks.
     deep = (2, 0) if family == "qwen3_vl_moe" else (0, 2)
     vision |= {"deepstack_visual_indexes": deep}
+  elif traits.tower == "qwen2":
+    vision |= {"intermediate_size": 64}  # A multiple of the width.
   else:
     # Windows of 2 x 2 vision tokens.
     vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": (2,)}
@@ -96,6 +100,7 @@ CONFIGS = {
     "qwen3_vl tied": _config("qwen3_vl", tie_word_embeddings=True),
     "qwen3_vl_moe": _config("qwen3_vl_moe"),
     "qwen2_5_vl": _config("qwen2_5_vl"),
+    "qwen2_vl": _config("qwen2_vl"),
 }
 
 

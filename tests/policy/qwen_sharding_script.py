@@ -42,6 +42,10 @@ def small(family):
       num_hidden_layers=2,
   )
   vision = dataclasses.replace(config.vision, depth=3)
+  if family == "qwen2_vl":
+    vision = dataclasses.replace(
+        vision, num_position_embeddings=0, deepstack_visual_indexes=()
+    )
   if family == "qwen2_5_vl":
     vision = dataclasses.replace(vision, fullatt_block_indexes=(1,))
   if family == "qwen3_vl_moe":

@@ -79,7 +79,10 @@ def raw_of(kind):
     return FLAT
   if kind in ("qwen2", "qwen3"):
     return {"model_type": kind, **TEXT}
-  sizes = {"qwen3_vl": "Qwen3-VL-8B", "qwen3_vl_moe": "Qwen3-VL-30B-A3B"}
+  sizes = {
+      "qwen3_vl": "Qwen3-VL-8B", "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
+      "qwen2_vl": "Qwen2-VL-7B",
+  }  # pyformat: disable
   if kind in sizes:
     return qwen_config.to_hf(qwen_config.SIZES[sizes[kind]])
   if kind == "opencua":  # Its classes come with the checkpoint.

@@ -13,13 +13,13 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_families
 
 FAMILIES = qwen_config.FAMILIES
 
 
 def tiny(family, **text_changes):
   """A configuration of a family, as small as it gets."""
-  qwen2 = family == "qwen2_5_vl"
   text = dict(
       vocab_size=96,
       hidden_size=32,
@@ -35,20 +35,21 @@ def tiny(family, **text_changes):
     text |= dict(
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
     )
-  tower = (
-      dict(patch_size=14, window_size=56, fullatt_block_indexes=(1,))
-      if qwen2
-      else dict(num_position_embeddings=16, deepstack_visual_indexes=(0, 1))
-  )
+  tower = {
+      "qwen2": dict(patch_size=14, intermediate_size=64),
+      "qwen2_5": dict(
+          patch_size=14, window_size=56, fullatt_block_indexes=(1,)
+      ),
+      "qwen3": dict(num_position_embeddings=16, deepstack_visual_indexes=(0, 1)),
+  }[qwen_families.VISION_LANGUAGE[family].tower]
   return qwen_config.QwenVLConfig(
       family=family,
       vision=qwen_config.VisionConfig(
           depth=2,
           hidden_size=32,
-          intermediate_size=40,
           num_heads=2,
           out_hidden_size=32,
-          **tower,
+          **{"intermediate_size": 40, **tower},
       ),
       text=qwen_config.TextConfig(**(text | text_changes)),
       image_token_id=90,

@@ -59,7 +59,7 @@ def raw_of(family, asked):
   vl = family in qwen_config.FAMILIES
   if vl:
     sizes = {"qwen3_vl": "Qwen3-VL-8B", "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
-             "qwen2_5_vl": "Qwen2.5-VL-7B"}
+             "qwen2_5_vl": "Qwen2.5-VL-7B", "qwen2_vl": "Qwen2-VL-7B"}
     raw = qwen_config.to_hf(qwen_config.SIZES[sizes[family]])
   else:
     raw = qwen_text_config.to_hf(qwen_reference.TEXT_CONFIGS[family])

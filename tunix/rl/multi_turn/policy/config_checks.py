@@ -11,9 +11,6 @@ from typing import Any, Mapping
 DTYPES = ("float32", "bfloat16")
 
 NOT_HERE: Mapping[str, str] = types.MappingProxyType({
-    "qwen2_vl": "Qwen2-VL's tower has layer norms and no windows",
-    "qwen3_5": "Qwen3.5 has layers of linear attention",
-    "qwen3_5_moe": "Qwen3.5 has layers of linear attention",
     "opencua": (
         "OpenCUA has one-axis rotary positions and a tokenizer of its own"
     ),

@@ -222,7 +222,9 @@ def _default_settings(
 ) -> image_settings.ImageSettings:
   """Settings in place of missing files: the published checkpoints'."""
   values = dict(
-      qwen_vl_inputs.QWEN3_VL if config.is_qwen3 else qwen_vl_inputs.QWEN2_5_VL
+      qwen_vl_inputs.QWEN3_VL
+      if config.traits.tower == "qwen3"
+      else qwen_vl_inputs.QWEN2_5_VL
   )
   vision, source = config.vision, "the published checkpoints' settings"
   if values["patch_size"] != vision.patch_size:  # One of our small ones.
