@@ -81,7 +81,8 @@ def raw_of(kind):
     return {"model_type": kind, **TEXT}
   sizes = {
       "qwen3_vl": "Qwen3-VL-8B", "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
-      "qwen2_vl": "Qwen2-VL-7B",
+      "qwen2_vl": "Qwen2-VL-7B", "qwen3_5": "Qwen3.5-9B",
+      "qwen3_5_moe": "Qwen3.5-35B-A3B",
   }  # pyformat: disable
   if kind in sizes:
     return qwen_config.to_hf(qwen_config.SIZES[sizes[kind]])
@@ -131,7 +132,7 @@ def test_a_row_is_what_happens(kind, tmp_path):
 
 def _few_layers(config):
   return dataclasses.replace(
-      config, text=dataclasses.replace(config.text, num_hidden_layers=3)
+      config, text=dataclasses.replace(config.text, num_hidden_layers=4)
   )
 
 

@@ -226,6 +226,8 @@ BFLOAT16_BOUNDS = {
     "qwen3_vl_moe": 1.1,
     "qwen2_5_vl": 0.08,
     "qwen2_vl": 0.08,
+    "qwen3_5": 0.1,
+    "qwen3_5_moe": 1.1,
 }
 
 
@@ -310,7 +312,8 @@ def test_decoding_with_a_cache_equals_the_whole_forward(
   if patches:
     assert lengths.max() > 2 * CHUNK and len(set(lengths)) > 2
   model = reference(name).policy(scan_layers=scan_layers)
-  assert model.language_model.stacked == scan_layers
+  linear = model.config.traits.linear  # Layers of two kinds.
+  assert model.language_model.stacked == (scan_layers and not linear)
 
   def whole(model, i):
     vision = None
@@ -342,6 +345,9 @@ PUBLISHED = {
     "Qwen2.5-VL-7B": 8_292_166_656,
     "Qwen2.5-VL-32B": 33_452_718_336,
     "Qwen2.5-VL-72B": 73_410_777_344,
+    "Qwen3.5-9B": 9_409_813_744,
+    "Qwen3.5-27B": 27_356_855_024,
+    "Qwen3.5-35B-A3B": 35_107_242_480,
     "Qwen2-VL-2B": 2_208_985_600,
     "Qwen2-VL-7B": 8_291_375_616,
     "Qwen2-VL-72B": 73_405_560_320,

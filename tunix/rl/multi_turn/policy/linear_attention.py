@@ -119,21 +119,20 @@ def delta_rule(
   ids = jnp.moveaxis(ids, 1, 0)[:, :, None]  # [M, B, 1, C]
   last = ids[..., -1:]
   before = jnp.concatenate([ids[:1, ..., :1], last[:-1]])
-  g = jnp.cumsum(g, -1)
+  # From a token (column) to a later one (row): sums of their own, as a
+  # difference of sums from the chunk's beginning would cancel.
+  later = np.tri(chunk, k=-1, dtype=bool)
+  gap = jnp.cumsum(jnp.where(later, g[..., :, None], 0.0), axis=-2)
   alike = (ids[..., :, None] == ids[..., None, :]) & np.tri(chunk, dtype=bool)
-  # Of later tokens the difference is positive, and its exponential may be
-  # infinite, whose gradient would be NaN even where it is not chosen.
-  gap = jnp.where(alike, g[..., :, None] - g[..., None, :], 0.0)
   decay = jnp.where(alike, jnp.exp(gap), 0.0)
+  left = decay[..., -1, :, None]
   # The state reaches the tokens of its own segment.
-  reached = jnp.where(ids == before, jnp.exp(g), 0.0)[..., None]
-  kept = jnp.where(last == before, jnp.exp(g[..., -1:]), 0.0)[..., None]
-  left = jnp.where(
-      ids == last, jnp.exp(jnp.where(ids == last, g[..., -1:] - g, 0.0)), 0.0
-  )[..., None]
+  total = jnp.exp(jnp.cumsum(g, -1))
+  reached = jnp.where(ids == before, total, 0.0)[..., None]
+  kept = jnp.where(last == before, total[..., -1:], 0.0)[..., None]
   k_beta = k * beta[..., None]
   among = jnp.einsum("...ch,...dh->...cd", k_beta, k) * decay
-  solve = _inverse(jnp.where(np.tri(chunk, k=-1, dtype=bool), among, 0.0))
+  solve = _inverse(jnp.where(later, among, 0.0))
   values = jnp.einsum("...cd,...dv->...cv", solve, v * beta[..., None])
   known = jnp.einsum("...cd,...dh->...ch", solve, k_beta * reached)
   seen = jnp.einsum("...ch,...dh->...cd", q, k) * decay
