@@ -99,6 +99,12 @@ def test_a_published_name_needs_no_files_and_no_weights(capsys):
   assert memory["optimizer"] == 2 * memory["gradients"]
 
 
+def test_layers_of_linear_attention_keep_no_keys(capsys):
+  found = report(capsys, "qwen3.5-9b")
+  # 8 of 32 layers x keys and values x 4 heads of 256 in bfloat16.
+  assert found["sequence"]["kv_bytes_per_token"] == 8 * 2 * 4 * 256 * 2
+
+
 def test_the_command_prints_tables(capsys):
   arguments = ["Qwen2.5-VL-3B", "--screen", "1920x1080", "--lora", "8"]
   assert inspect_policy.main(arguments) == 0

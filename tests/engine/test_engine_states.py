@@ -3,7 +3,6 @@
 What the engine samples is held to full forward passes, and to the learner.
 """
 
-import asyncio
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import config as engine_config
-from tunix.rl.multi_turn.engine import state_pages
 from tunix.rl.multi_turn.engine import device_state
+from tunix.rl.multi_turn.engine import state_pages
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.policy import checkpoint
 

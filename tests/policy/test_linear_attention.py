@@ -1,13 +1,13 @@
 """The gated delta rule against its token-by-token definition in float64."""
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.policy import linear_attention
 from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import linear_attention
 from tunix.rl.multi_turn.policy import qwen_shapes
-from flax import nnx
 
 ROWS, TOKENS, HEADS, KEY, VALUE = 2, 150, 3, 16, 8
 

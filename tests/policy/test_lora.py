@@ -28,7 +28,7 @@ ADAPTED = {
         vision=True,
     ),
     "qwen3_vl_moe": {},
-    "qwen3_5": dict(targets=(*lora.TARGETS, "in_proj_qkv", "out_proj")),
+    "qwen3_5": {},
     "qwen3_5_moe": {},
     "qwen2_5_vl": dict(targets=(*lora.TARGETS, "0", "2"), vision=True),
     "qwen2_vl": dict(targets=(*lora.TARGETS, "fc1", "fc2"), vision=True),

@@ -46,10 +46,11 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 def init_state(text: qwen_shapes.TextConfig, batch: int, dtype) -> State:
   """The state before a sequence's first token, of one layer."""
-  heads, wide = text.linear_num_value_heads, text.linear_key_head_dim
+  heads, lead = text.linear_num_value_heads, text.linear_conv_kernel_dim - 1
+  wide, out = text.linear_key_head_dim, text.linear_value_head_dim
   return (
-      jnp.zeros((batch, text.linear_conv_kernel_dim - 1, _channels(text)), dtype),
-      jnp.zeros((batch, heads, wide, text.linear_value_head_dim), jnp.float32),
+      jnp.zeros((batch, lead, _channels(text)), dtype),
+      jnp.zeros((batch, heads, wide, out), jnp.float32),
   )
 
 

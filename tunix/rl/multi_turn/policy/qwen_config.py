@@ -113,12 +113,12 @@ def _check(
       "use_sliding_window=true, the decoder has no windows here",
   )
   traits = qwen_families.VISION_LANGUAGE[family]
-  kinds = {"full_attention"} | ({"linear_attention"} if traits.linear else set())
+  kinds = ["full_attention", "linear_attention"][: 1 + traits.linear]
   given = text.get("layer_types") or ()
-  unknown = sorted(set(given) - kinds)
+  unknown = sorted(set(given) - set(kinds))
   refuse(
       bool(unknown),
-      f"layer_types holds {unknown}, only {', '.join(sorted(kinds))} is known",
+      f"layer_types holds {unknown}, only {' and '.join(kinds)} is known",
   )
   layers = text["num_hidden_layers"]
   refuse(
