@@ -23,9 +23,7 @@ import numpy as np
 from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import tensor_files
 
-FLOAT8 = "F8_E4M3"
-"""The type's name in a safetensors file."""
-
+FLOAT8 = tensor_files.FLOAT8
 _SCALE = "_scale_inv"
 _EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<number>\d+)"
