@@ -45,6 +45,12 @@ BILLIONS = {
     "Qwen2.5-VL-7B": 8.29,
     "Qwen2.5-VL-32B": 33.5,
     "Qwen2.5-VL-72B": 73.4,
+    "Qwen3.5-9B": 9.41,
+    "Qwen3.5-27B": 27.4,
+    "Qwen3.5-35B-A3B": 35.1,
+    "Qwen2-VL-2B": 2.21,
+    "Qwen2-VL-7B": 8.29,
+    "Qwen2-VL-72B": 73.4,
 }
 
 
@@ -91,6 +97,12 @@ def test_a_published_name_needs_no_files_and_no_weights(capsys):
   memory = found["memory"]["bytes"]
   assert 4 * total / 16 < memory["parameters"] < 4.1 * total / 16
   assert memory["optimizer"] == 2 * memory["gradients"]
+
+
+def test_layers_of_linear_attention_keep_no_keys(capsys):
+  found = report(capsys, "qwen3.5-9b")
+  # 8 of 32 layers x keys and values x 4 heads of 256 in bfloat16.
+  assert found["sequence"]["kv_bytes_per_token"] == 8 * 2 * 4 * 256 * 2
 
 
 def test_the_command_prints_tables(capsys):

@@ -25,6 +25,7 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_families
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
@@ -44,7 +45,8 @@ CHEAP = {"xla_backend_optimization_level": 0}
 
 
 def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
-  qwen3 = family != "qwen2_5_vl"
+  traits = qwen_families.VISION_LANGUAGE[family]
+  qwen3 = traits.tower == "qwen3"
   width = 48 if qwen3 else 64  # Qwen3's heads need not add up to the width.
   text = dict(
       vocab_size=VOCABULARY,
@@ -72,13 +74,28 @@ def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
     # For once not in the order of the blocks.
     deep = (2, 0) if family == "qwen3_vl_moe" else (0, 2)
     vision |= {"deepstack_visual_indexes": deep}
+  elif traits.tower == "qwen2":
+    vision |= {"intermediate_size": 64}  # A multiple of the width.
   else:
     # Windows of 2 x 2 vision tokens.
     vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": (2,)}
-  if family == "qwen3_vl_moe":
+  if traits.linear:
+    # Two kinds of layers, either first; heads rotated in part.
+    text |= {"full_attention_layers": (1,), "linear_conv_kernel_dim": 4}
+    text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    text |= {"linear_key_head_dim": 32, "linear_value_head_dim": 12}
+    text |= {"head_dim": 32, "partial_rotary_factor": 0.5}
+    # Else the norm of a head that reads next to nothing enlarges rounding.
+    text |= {"rms_norm_eps": 3e-2}
+    vision |= {"deepstack_visual_indexes": ()}
+  if traits.experts:
     text |= {"num_experts": 5, "num_experts_per_tok": 2}
     # In bfloat16 the reference takes multiples of 8 only.
     text |= {"moe_intermediate_size": 16}
+  if traits.linear and traits.experts:
+    text |= {"shared_expert_intermediate_size": 24, "intermediate_size": 0}
+    # As many key heads as value heads, and the last layer is full.
+    text |= {"linear_num_key_heads": 4, "full_attention_layers": (0, 2)}
   return qwen_config.QwenVLConfig(
       family=family,
       vision=qwen_config.VisionConfig(**vision),
@@ -95,7 +112,10 @@ CONFIGS = {
     "qwen3_vl": _config("qwen3_vl"),
     "qwen3_vl tied": _config("qwen3_vl", tie_word_embeddings=True),
     "qwen3_vl_moe": _config("qwen3_vl_moe"),
+    "qwen3_5": _config("qwen3_5"),
+    "qwen3_5_moe": _config("qwen3_5_moe", tie_word_embeddings=True),
     "qwen2_5_vl": _config("qwen2_5_vl"),
+    "qwen2_vl": _config("qwen2_vl"),
 }
 
 
@@ -340,7 +360,14 @@ class Reference:
       seed: int = 0,
   ):
     self.config, self.directory = config, directory
+    torch.manual_seed(seed)  # Some parameters stay near their first values.
     self.module = build(config).eval().float()
+    for part in self.module.modules():
+      if hasattr(part, "chunk_gated_delta_rule"):
+        # Token by token: on chunks it loses digits where decay is strong.
+        part.chunk_gated_delta_rule = functools.partial(
+            _by_token, part.recurrent_gated_delta_rule
+        )
     generator = torch.Generator().manual_seed(seed)
     for name, weight in self.module.named_parameters():
       noise = torch.randn(weight.shape, generator=generator)
@@ -421,6 +448,11 @@ class Reference:
     return pixels.expand(-1, -1, 2, -1).reshape(len(patches_PF), -1)
 
 
+def _by_token(rule, *args, cu_seqlens=None, **options):
+  assert cu_seqlens is None
+  return rule(*args, **options)
+
+
 def build(config: qwen_text_config.AnyConfig) -> torch.nn.Module:
   """The model that transformers makes of our `config.json`."""
   if isinstance(config, qwen_text_config.QwenTextConfig):
@@ -438,6 +470,10 @@ def _initial(
   """Of order 1 / sqrt(inputs), so that activations stay of order 1."""
   if value.dim() == 1:  # Norms stay near 1 and biases near 0.
     return value + 0.1 * noise
+  if name.endswith("conv1d.weight"):
+    # Queries and keys are mostly positive, as a product of them near 0 would
+    # leave a head's norm nothing but rounding errors to enlarge.
+    return noise + 0.5
   inputs = value.shape[-1] if "experts" in name else value[0].numel()
   if name.endswith(("lm_head.weight", "embed_tokens.weight")):
     noise = noise / 2  # The largest of thousands of logits is of order 1.

@@ -42,6 +42,21 @@ def small(family):
       num_hidden_layers=2,
   )
   vision = dataclasses.replace(config.vision, depth=3)
+  if family == "qwen3_5":
+    vision = dataclasses.replace(vision, deepstack_visual_indexes=())
+    text = dataclasses.replace(
+        text,
+        full_attention_layers=(1,),
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_conv_kernel_dim=4,
+    )
+  if family == "qwen2_vl":
+    vision = dataclasses.replace(
+        vision, num_position_embeddings=0, deepstack_visual_indexes=()
+    )
   if family == "qwen2_5_vl":
     vision = dataclasses.replace(vision, fullatt_block_indexes=(1,))
   if family == "qwen3_vl_moe":

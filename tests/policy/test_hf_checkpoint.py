@@ -13,13 +13,13 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_families
 
 FAMILIES = qwen_config.FAMILIES
 
 
 def tiny(family, **text_changes):
   """A configuration of a family, as small as it gets."""
-  qwen2 = family == "qwen2_5_vl"
   text = dict(
       vocab_size=96,
       hidden_size=32,
@@ -31,24 +31,42 @@ def tiny(family, **text_changes):
       rope_theta=1e4,
       mrope_section=(4, 2, 2),
   )
-  if family == "qwen3_vl_moe":
+  traits = qwen_families.VISION_LANGUAGE[family]
+  if traits.experts:
     text |= dict(
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
     )
-  tower = (
-      dict(patch_size=14, window_size=56, fullatt_block_indexes=(1,))
-      if qwen2
-      else dict(num_position_embeddings=16, deepstack_visual_indexes=(0, 1))
-  )
+  if traits.linear:
+    text |= dict(
+        full_attention_layers=(1,),
+        head_dim=32,
+        partial_rotary_factor=0.5,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        linear_conv_kernel_dim=4,
+    )
+  if traits.linear and traits.experts:
+    text |= dict(intermediate_size=0, shared_expert_intermediate_size=16)
+  tower = {
+      "qwen2": dict(patch_size=14, intermediate_size=64),
+      "qwen2_5": dict(
+          patch_size=14, window_size=56, fullatt_block_indexes=(1,)
+      ),
+      "qwen3": dict(
+          num_position_embeddings=16,
+          deepstack_visual_indexes=(0, 1) if traits.deepstack else (),
+      ),
+  }[traits.tower]
   return qwen_config.QwenVLConfig(
       family=family,
       vision=qwen_config.VisionConfig(
           depth=2,
           hidden_size=32,
-          intermediate_size=40,
           num_heads=2,
           out_hidden_size=32,
-          **tower,
+          **{"intermediate_size": 40, **tower},
       ),
       text=qwen_config.TextConfig(**(text | text_changes)),
       image_token_id=90,
@@ -255,9 +273,10 @@ def test_stacked_layers_load_and_save_the_same_files(family, tmp_path):
   model = policy(tiny(family))
   hf_checkpoint.save_model(tmp_path / "list", model, max_file_bytes=50_000)
   stacked = hf_checkpoint.load_model(tmp_path / "list", scan_layers=True)
-  assert stacked.language_model.stacked
+  linear = stacked.config.traits.linear  # Layers of two kinds stay a list.
+  assert stacked.language_model.stacked != linear
   for name, value in parameters(stacked).items():
-    if ".layers." in name:
+    if ".layers." in name and not linear:
       lists = [
           parameters(model)[name.replace("layers.", f"layers.{i}.")]
           for i in range(3)

@@ -28,7 +28,10 @@ ADAPTED = {
         vision=True,
     ),
     "qwen3_vl_moe": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
     "qwen2_5_vl": dict(targets=(*lora.TARGETS, "0", "2"), vision=True),
+    "qwen2_vl": dict(targets=(*lora.TARGETS, "fc1", "fc2"), vision=True),
 }
 SMALL = 40  # Attention scores of order 1: no softmax that hides a mistake.
 
@@ -228,7 +231,7 @@ def _reference_logits(model, config):
   side = config.vision.patch_size
   tower = model.model.visual
   patches = torch.tensor(batch.patches[0]).float().reshape(16, 3, side, side)
-  if config.is_qwen3:
+  if config.traits.tower == "qwen3":
     mean = std = torch.full((3,), 0.5)
   else:
     mean = torch.tensor(qwen_vl_inputs.QWEN2_5_VL["image_mean"])

@@ -34,11 +34,16 @@ def as_transformers_has_it(raw):
   return transformers.AutoConfig.for_model(family, **raw).to_dict()
 
 
+def out_width(family):
+  """The tower's field that must equal the decoder's width."""
+  return "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
+
+
 def published(family):
   """A whole file that transformers writes, of its default sizes."""
   raw = as_transformers_has_it({"model_type": family})
   if family in qwen_config.FAMILIES:  # Of itself it is contradictory.
-    raw["vision_config"]["out_hidden_size"] = raw["text_config"]["hidden_size"]
+    raw["vision_config"][out_width(family)] = raw["text_config"]["hidden_size"]
   return raw
 
 
@@ -67,11 +72,12 @@ def test_every_field_may_be_left_out_as_in_transformers(family):
   assert len(fields) > 25
   for section, field in fields:
     base = raw
-    if (section, field) == ("vision_config", "out_hidden_size"):
+    if (section, field) == ("vision_config", out_width(family)):
       # Its default wants a decoder of that width.
       text = raw["text_config"] | {
           "hidden_size": 3584, "num_attention_heads": 28,
-          "num_key_value_heads": 28, "head_dim": 128,
+          "num_key_value_heads": 28, "head_dim": raw["text_config"].get(
+              "head_dim", 128),
       }  # pyformat: disable
       base = raw | {"text_config": text}
     less = without(base, section, field)
@@ -91,12 +97,12 @@ def test_other_values_beside_a_missing_field_stay(family):
   part |= {"hidden_size": 2560, "num_attention_heads": 20}
   part |= {"num_key_value_heads": 4, "vocab_size": 1000}
   if "vision_config" in raw:
-    raw["vision_config"]["out_hidden_size"] = 2560
+    raw["vision_config"][out_width(family)] = 2560
   part.pop("head_dim", None)
   got = read(raw)
   assert not isinstance(got, str), got
   assert got == read(as_transformers_has_it(raw))
-  assert got.text.head_dim == 128
+  assert got.text.head_dim == (256 if family.startswith("qwen3_5") else 128)
 
 
 def test_a_4b_file_without_head_dim_is_read():
@@ -130,13 +136,18 @@ def test_the_head_is_tied_where_transformers_ties_it(family, top, text):
   raw["text_config"] |= {
       "hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1,
   }  # pyformat: disable
-  deep = {"deepstack_visual_indexes": [0]} if family != "qwen2_5_vl" else {
-      "fullatt_block_indexes": [0]
-  }
+  deep = {
+      "qwen3_vl": {"deepstack_visual_indexes": [0]},
+      "qwen3_vl_moe": {"deepstack_visual_indexes": [0]},
+      "qwen2_5_vl": {"fullatt_block_indexes": [0]},
+  }.get(family, {})
   raw["vision_config"] |= {
       "depth": 1, "hidden_size": 32, "intermediate_size": 8, "num_heads": 2,
-      "out_hidden_size": 128, **deep,
+      **deep,
   }  # pyformat: disable
+  if family == "qwen2_vl":
+    raw["vision_config"]["embed_dim"] = 32
+  raw["vision_config"][out_width(family)] = 128
   given = dict(raw)
   config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
   module = transformers.AutoModelForImageTextToText.from_config(config)

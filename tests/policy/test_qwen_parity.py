@@ -151,6 +151,7 @@ VARIANTS = [
     ("qwen3_vl", {"scan_layers": True, "remat": "dots"}),
     ("qwen3_vl_moe", {"scan_layers": True, "remat": "block"}),
     ("qwen2_5_vl", {"scan_layers": True, "remat": "dots"}),
+    ("qwen2_vl", {"scan_layers": True, "remat": "dots"}),
 ]
 
 
@@ -224,6 +225,9 @@ BFLOAT16_BOUNDS = {
     "qwen3_vl tied": 0.1,
     "qwen3_vl_moe": 1.1,
     "qwen2_5_vl": 0.08,
+    "qwen2_vl": 0.08,
+    "qwen3_5": 0.3,
+    "qwen3_5_moe": 1.1,
 }
 
 
@@ -308,7 +312,8 @@ def test_decoding_with_a_cache_equals_the_whole_forward(
   if patches:
     assert lengths.max() > 2 * CHUNK and len(set(lengths)) > 2
   model = reference(name).policy(scan_layers=scan_layers)
-  assert model.language_model.stacked == scan_layers
+  linear = model.config.traits.linear  # Layers of two kinds.
+  assert model.language_model.stacked == (scan_layers and not linear)
 
   def whole(model, i):
     vision = None
@@ -328,7 +333,7 @@ def test_decoding_with_a_cache_equals_the_whole_forward(
 
 # --- configurations ----------------------------------------------------------
 
-# Parameters of the published files.
+# Parameters of the published files; of Qwen3.5's without the head that drafts.
 PUBLISHED = {
     "Qwen3-VL-2B": 2_127_532_032,
     "Qwen3-VL-4B": 4_437_815_808,
@@ -340,6 +345,12 @@ PUBLISHED = {
     "Qwen2.5-VL-7B": 8_292_166_656,
     "Qwen2.5-VL-32B": 33_452_718_336,
     "Qwen2.5-VL-72B": 73_410_777_344,
+    "Qwen3.5-9B": 9_409_813_744,
+    "Qwen3.5-27B": 27_356_728_560,
+    "Qwen3.5-35B-A3B": 35_107_181_936,
+    "Qwen2-VL-2B": 2_208_985_600,
+    "Qwen2-VL-7B": 8_291_375_616,
+    "Qwen2-VL-72B": 73_405_560_320,
 }
 
 
@@ -397,7 +408,7 @@ ROPE = "text_config.rope_parameters"
 @pytest.mark.parametrize(
     "name, section, field, value, message",
     [
-        (QWEN3, "", "model_type", "qwen2_vl", "='qwen2_vl' is none of"),
+        (QWEN3, "", "model_type", "glm4v", "='glm4v' is none of"),
         (QWEN3, "", "model_type", None, "=None is none of"),
         (QWEN3, TEXT, "hidden_act", "gelu", "text hidden_act='gelu'"),
         (QWEN2, TEXT, "hidden_act", "relu", "text hidden_act='relu'"),
@@ -412,7 +423,7 @@ ROPE = "text_config.rope_parameters"
         (QWEN3, "", "quantization_config", {"quant_method": "fp8"},
          "quant_method='fp8', .* name without -FP8"),
         (QWEN2, TEXT, "use_sliding_window", True, "no windows here"),
-        (QWEN3, TEXT, "attention_bias", True, "Qwen3-VL has none"),
+        (QWEN3, TEXT, "attention_bias", True, "qwen3_vl has none"),
         (MIXTURE, TEXT, "norm_topk_prob", False, "always add up to 1"),
         (QWEN3, VISION, "temporal_patch_size", 1, "=1, only 2"),
         (QWEN2, VISION, "in_channels", 1, "=1, only 3"),

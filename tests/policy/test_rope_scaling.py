@@ -59,7 +59,8 @@ def raw_of(family, asked):
   vl = family in qwen_config.FAMILIES
   if vl:
     sizes = {"qwen3_vl": "Qwen3-VL-8B", "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
-             "qwen2_5_vl": "Qwen2.5-VL-7B"}
+             "qwen2_5_vl": "Qwen2.5-VL-7B", "qwen2_vl": "Qwen2-VL-7B",
+             "qwen3_5": "Qwen3.5-9B", "qwen3_5_moe": "Qwen3.5-35B-A3B"}
     raw = qwen_config.to_hf(qwen_config.SIZES[sizes[family]])
   else:
     raw = qwen_text_config.to_hf(qwen_reference.TEXT_CONFIGS[family])
@@ -85,12 +86,12 @@ def test_frequencies_are_transformers(family, name):
   config = config.get_text_config()
   kind = text.rope_scaling.kind
   want, factor = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-  plain = layers.rope_frequencies(text.head_dim, text.rope_theta)
+  plain = layers.rope_frequencies(text.rotary_dim, text.rope_theta)
   got = text.rope_scaling.scaled(plain, text.rope_theta)
   assert got.dtype == np.float32
   np.testing.assert_allclose(got, want.numpy(), rtol=2e-6)
   assert text.rope_scaling.attention_factor == pytest.approx(factor, rel=1e-7)
-  if kind == "yarn" and text.rope_scaling.factor > 1 and text.head_dim > 64:
+  if kind == "yarn" and text.rope_scaling.factor > 1 and text.rotary_dim > 64:
     assert not np.allclose(got, plain, rtol=1e-3)
 
 

@@ -86,8 +86,10 @@ def describe(
     images, screens, shot = 0, [], {"tokens": 0, "patches": 0}
   parameters = policy_facts.parameters_by_part(model)
   compute = model.config.compute_dtype
+  text = getattr(model.config, "text", None)
+  linear = sum(map(text.is_linear, range(sizes.layers))) if text else 0
   per_token = (
-      2 * sizes.layers * sizes.kv_heads * sizes.head_dim
+      2 * (sizes.layers - linear) * sizes.kv_heads * sizes.head_dim
       * jnp.dtype(compute).itemsize
   )  # pyformat: disable
   length = images * shot["tokens"] + text_tokens

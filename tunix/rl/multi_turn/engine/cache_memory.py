@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import device_state
+from tunix.rl.multi_turn.engine import state_pages
 from tunix.rl.multi_turn.policy import base
 
 
@@ -45,6 +46,7 @@ def of_engine(
   Raises:
     ValueError: as of the engine.
   """
+  config = state_pages.sized(device_state.cache_shapes(model), config)
   chosen = buckets_lib.choose(processor, config, image_sizes)
   context, slots = config.context_length, config.slots
   pages_of = lambda tokens: -(-tokens // chosen.page_size)

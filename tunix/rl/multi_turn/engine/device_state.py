@@ -122,6 +122,14 @@ def _replicated(
   return None
 
 
+def cache_shapes(model: Any) -> Callable[[int, int], Any]:
+  """Shapes of a policy's `init_cache` by rows and tokens; makes none."""
+  graphdef, state = nnx.split(model)
+  return lambda rows, tokens: jax.eval_shape(
+      lambda s: nnx.merge(graphdef, s).init_cache(rows, tokens), state
+  )
+
+
 class DeviceState:
   """The buffers that an engine's programs read and donate.
 

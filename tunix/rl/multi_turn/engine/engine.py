@@ -50,6 +50,7 @@ from tunix.rl.multi_turn.engine import lockstep
 from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.engine import scheduler as scheduler_lib
+from tunix.rl.multi_turn.engine import state_pages
 from tunix.rl.multi_turn.engine import vision_cache
 from tunix.rl.multi_turn.policy import base
 
@@ -137,6 +138,7 @@ class RolloutEngine:
     """
     self.config = config
     self._processor = processor
+    config = state_pages.sized(device_state.cache_shapes(model), config)
     self._buckets = buckets_lib.choose(processor, config, image_sizes)
     slots, context = config.slots, config.context_length
     self._lockstep = config.is_lockstep

@@ -27,10 +27,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.engine import state_pages
 
 ROOT = b""
 """The key before a sequence's first page."""
 
+_NO_LIMIT = 1 << 30
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
@@ -60,15 +62,18 @@ def page_key(
 class PagePool:
   """Hands out pages, counts their holders, finds them by key."""
 
-  def __init__(self, pages: int, page_size: int):
+  def __init__(self, pages: int, page_size: int, keeps_state: bool = False):
     """Args:
 
       pages: of the cache, page 0 included.
       page_size: tokens of a page.
+      keeps_state: whether a page holds a state after its last token, see
+        `state_pages`: a sequence goes on from its end or a page's.
     """
     if pages < 2:
       raise ValueError(f"pages must be >= 2, got {pages}")
     self.page_size = page_size
+    self.keeps_state = keeps_state
     self.found = 0  # Pages that `find` has found, ever.
     self._holders = [0] * pages
     self._keys: list[bytes | None] = [None] * pages
@@ -91,6 +96,11 @@ class PagePool:
   def kept(self) -> int:
     """Pages without a holder that can still be found."""
     return len(self._kept)
+
+  def room(self, start: int) -> int:
+    """Tokens that a call may add to a sequence of `start` tokens."""
+    left = self.page_size - start % self.page_size
+    return left if self.keeps_state else _NO_LIMIT
 
   def count(self, tokens: int) -> int:
     """Pages that so many tokens fill, the last one perhaps in part."""
@@ -236,6 +246,8 @@ class CachedSequence:
         self.tokens[: self.cached], self.spans, tokens, spans
     )
     shared = min(common, limit)
+    if self._pool.keeps_state and shared < self.cached:
+      shared -= shared % size
     self._cut(self._pool.count(shared))
     if shared % size and not self._pool.writable(self.pages[-1]):
       self._cut(shared // size)
@@ -322,9 +334,9 @@ class CachedSequence:
     return self._keys[block]
 
 
-def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int]:
-  """Per leaf the one axis on which two shape trees differ."""
-  axes: list[int] = []
+def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int | None]:
+  """Per leaf the one axis on which two shape trees differ, if any."""
+  axes: list[int | None] = []
   for a, b in zip(jax.tree.leaves(shapes_a), jax.tree.leaves(shapes_b)):
     differ = [i for i, (x, y) in enumerate(zip(a.shape, b.shape)) if x != y]
     if len(differ) > 1:
@@ -332,9 +344,7 @@ def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int]:
           f"init_cache made a leaf of shapes {a.shape} and {b.shape}; more than"
           " one axis depends on one argument"
       )
-    if not differ:
-      raise ValueError("every leaf of init_cache needs a batch and a length")
-    axes.append(differ[0])
+    axes.append(differ[0] if differ else None)
   return axes
 
 
@@ -342,7 +352,11 @@ class PageLayout:
   """Gathers rows from a cache's pages, and writes new positions back.
 
   A policy's cache is a tree of arrays, each with one axis of rows and one of
-  tokens. To the policy, a page is a short row.
+  tokens. To the policy, a page is a short row. An array without tokens is a
+  state, of which a page holds a snapshot; see `state_pages`.
+
+  Attributes:
+    keeps_state: whether there are such arrays.
   """
 
   def __init__(
@@ -360,17 +374,34 @@ class PageLayout:
     n = page_size
     self._pages = pages
     self._page_size = n
-    self._page_axis = _axis_of(shape_of(2, n), shape_of(3, n))
+    page_axis = _axis_of(shape_of(2, n), shape_of(3, n))
+    if None in page_axis:
+      raise ValueError("every leaf of init_cache needs a batch")
+    self._page_axis = [axis for axis in page_axis if axis is not None]
     self._token_axis = _axis_of(shape_of(2, n), shape_of(2, n + 1))
+    self.keeps_state = None in self._token_axis
 
-  def take(self, cache: Any, pages_RN: jax.Array) -> Any:
-    """The rows' pages, side by side: as `init_cache(R, N * page size)`."""
+  def take(self, cache: Any, pages_RN: jax.Array, starts: jax.Array) -> Any:
+    """The rows' pages, side by side: as `init_cache(R, N * page size)`.
+
+    Args:
+      cache: to read from.
+      pages_RN: int32, each row's pages.
+      starts: int32[R] tokens of each row that they hold.
+    """
     rows, width = pages_RN.shape
     leaves, tree = jax.tree.flatten(cache)
     part = []
     for leaf, page_axis, token_axis in zip(
         leaves, self._page_axis, self._token_axis
     ):
+      if token_axis is None:
+        part.append(
+            state_pages.take(
+                leaf, page_axis, pages_RN, starts, self._page_size
+            )
+        )
+        continue
       leaf = jnp.take(leaf, pages_RN.reshape(-1), axis=page_axis, mode="clip")
       shape = list(leaf.shape)
       shape[page_axis : page_axis + 1] = [rows, width]
@@ -412,6 +443,19 @@ class PageLayout:
     for leaf, new, page_axis, token_axis in zip(
         leaves, jax.tree.leaves(part), self._page_axis, self._token_axis
     ):
+      if token_axis is None:
+        out.append(
+            state_pages.put(
+                leaf,
+                new,
+                page_axis,
+                pages_RN,
+                starts,
+                counts,
+                self._page_size,
+            )
+        )
+        continue
       at: list[Any] = [slice(None)] * leaf.ndim
       at[page_axis], at[token_axis] = row, source
       fresh = new[tuple(at)]

@@ -152,7 +152,7 @@ class Prefill:
       sequence, goal = self._slots.sequence(request), request.length - 1
       if sequence.adopt(goal):
         self._slots.start[request.slot] = sequence.cached
-      need = goal - sequence.cached
+      need = min(goal - sequence.cached, self._pages.room(sequence.cached))
       if need <= 0:
         ready = True
         continue
@@ -182,7 +182,9 @@ class Prefill:
     spans: list[trajectory.ImageSpan] = []
     for request in requests:
       start = int(self._slots.start[request.slot])
-      end = min(start + size, request.length - 1)
+      end = min(
+          start + size, start + self._pages.room(start), request.length - 1
+      )
       own = [
           s for s in request.prompt.images if s.offset < end and s.end > start
       ]

@@ -330,7 +330,9 @@ class Programs:
 
     def prefill(params, cache, pool, pages, words_RW):
       rows = _fields(words_RW, row)
-      extend, part = self._extend(state.merge(params), cache, pages)
+      extend, part = self._extend(
+          state.merge(params), cache, pages, rows["start"]
+      )
       _, part = extend(
           rows["tokens"],
           rows["positions"],
@@ -360,7 +362,7 @@ class Programs:
       rows = _fields(words_RW, DECODE_ROW)
       if allowed is not None:
         banned = banned | self._masked(allowed)
-      extend, part = self._extend(model, cache, pages)
+      extend, part = self._extend(model, cache, pages, rows["start"])
       draw = self._sampler(rows, banned, variant.details)
 
       def body(carry):
@@ -474,10 +476,16 @@ class Programs:
         details,
     )
 
-  def _extend(self, model: base.Policy, cache: Any, pages_RN: jax.Array):
+  def _extend(
+      self,
+      model: base.Policy,
+      cache: Any,
+      pages_RN: jax.Array,
+      starts: jax.Array,
+  ):
     """The policy's `extend`, and the cache to give it first."""
     if self.state.layout is not None:
-      return model.extend, self.state.layout.take(cache, pages_RN)
+      return model.extend, self.state.layout.take(cache, pages_RN, starts)
     paged = cast(device_state.PagedPolicy, model)
 
     def extend(tokens, positions, starts, lengths, cache, vision, pool):

@@ -81,7 +81,11 @@ class Scheduler:
     )
     self._rng = np.random.default_rng(seed)
     state = programs.state
-    self.pages = kv_cache.PagePool(state.pages, state.page_size)
+    self.pages = kv_cache.PagePool(
+        state.pages,
+        state.page_size,
+        state.layout is not None and state.layout.keeps_state,
+    )
     self.slots = requests_lib.SlotTable(
         config.slots,
         config.context_length + buckets.steps,
@@ -359,9 +363,14 @@ class Scheduler:
       words = self._programs.mask_words
       allowed = np.full((count, words), 0xFFFFFFFF, np.uint32)
       allowed[: len(active)] = list(masks.values())
+    rows = programs_lib.pick(self.slots.rows, slots_A, count)
+    if self.pages.keeps_state:
+      for row in rows[: len(active)]:
+        room = self.pages.room(int(row["start"]))
+        row["remaining"] = min(int(row["remaining"]), room)
     decoded = self._programs.decode(
         self.pages.rows(held, count, window),
-        programs_lib.pick(self.slots.rows, slots_A, count),
+        rows,
         steps,
         details=details,
         allowed=allowed,

@@ -148,7 +148,12 @@ class Policy(Protocol):
     ...
 
   def init_cache(self, batch: int, length: int) -> Any:
-    """An empty KV cache (a pytree) for `batch` slots of `length` tokens."""
+    """An empty KV cache (a pytree) for `batch` slots of `length` tokens.
+
+    An array whose shape does not depend on the length is a state after the
+    cached tokens: `extend` begins without it where `starts` is 0, and leaves
+    it as it is where `lengths` is 0.
+    """
     ...
 
   def extend(

@@ -11,9 +11,6 @@ from typing import Any, Mapping
 DTYPES = ("float32", "bfloat16")
 
 NOT_HERE: Mapping[str, str] = types.MappingProxyType({
-    "qwen2_vl": "Qwen2-VL's tower has layer norms and no windows",
-    "qwen3_5": "Qwen3.5 has layers of linear attention",
-    "qwen3_5_moe": "Qwen3.5 has layers of linear attention",
     "opencua": (
         "OpenCUA has one-axis rotary positions and a tokenizer of its own"
     ),
@@ -48,14 +45,28 @@ def refuse(bad: bool, problem: str) -> None:
     raise ValueError(f"config.json: {problem}")
 
 
-def refuse_quantized(raw: Mapping[str, Any]) -> None:
-  """Refuses a checkpoint whose weights are quantized (FP8, AWQ, GPTQ, ...)."""
+def float8_block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+  """(rows, columns) of a block with a scale, of FP8 weights that can be read.
+
+  None where weights are not FP8, or scaled otherwise.
+  """
   found = raw.get("quantization_config")
-  if found:
+  if not isinstance(found, Mapping) or found.get("quant_method") != "fp8":
+    return None
+  block = found.get("weight_block_size")
+  if found.get("fmt", "e4m3") != "e4m3" or not block or len(block) != 2:
+    return None
+  return int(block[0]), int(block[1])
+
+
+def refuse_quantized(raw: Mapping[str, Any]) -> None:
+  """Refuses quantized weights (AWQ, GPTQ, ...), but for `float8_block`'s."""
+  found = raw.get("quantization_config")
+  if found and float8_block(raw) is None:
     method = found.get("quant_method") if isinstance(found, Mapping) else found
     raise ValueError(
         f"config.json: quantization_config.quant_method={method!r}, quantized"
-        " weights are neither trained nor unpacked here; give the bfloat16"
-        " checkpoint that they were made from (for the name without -FP8,"
-        " -AWQ or -GPTQ-Int4)"
+        " weights are neither trained nor unpacked here but for fp8 in e4m3"
+        " with weight_block_size; give the bfloat16 checkpoint that they were"
+        " made from (for the name without -FP8, -AWQ or -GPTQ-Int4)"
     )

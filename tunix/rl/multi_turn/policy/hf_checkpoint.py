@@ -29,6 +29,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tunix.rl.multi_turn.policy import checkpoint_views
 from tunix.rl.multi_turn.policy import image_settings
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import policy_files
@@ -58,6 +59,9 @@ _OLD_PREFIXES = (
     ("model.language_model.", "model."),
     ("model.visual.", "visual."),
 )
+
+# Qwen3.5's head that drafts several tokens: neither trained nor saved.
+_DRAFT = "mtp."
 
 _WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.part)?")
 
@@ -134,7 +138,9 @@ def spellings(key: str) -> list[str]:
 
 
 def _resolve_keys(
-    tensors: Sequence[Tensor], files: tensor_files.Reader, tied: bool
+    tensors: Sequence[Tensor],
+    files: checkpoint_views.Tensors,
+    config: qwen_text_config.AnyConfig,
 ) -> dict[str, str]:
   """Our key -> the file's, strictly; turns experts as the files have them.
 
@@ -165,12 +171,14 @@ def _resolve_keys(
       if files.dtypes[found] not in tensor_files.READABLE:
         problems.append(
             f"tensor {found} has dtype {files.dtypes[found]}, only"
-            f" {', '.join(tensor_files.READABLE)} can be read: no quantized"
-            " checkpoints"
+            f" {', '.join(tensor_files.READABLE)} can be read, and of quantized"
+            " checkpoints fp8 with blocks"
         )
   extra = sorted(files.shapes.keys() - set(names.values()))
-  if tied:  # Some exporters write the tied matrix twice.
+  if config.tie_word_embeddings:  # Some exporters write the matrix twice.
     extra = [key for key in extra if key != "lm_head.weight"]
+  if config.traits.linear:
+    extra = [key for key in extra if not key.startswith(_DRAFT)]
   counted = []
   for problem, keys in (("missing", missing), ("unexpected", extra)):
     if keys:
@@ -187,7 +195,7 @@ def _resolve_keys(
 
 def _orient(
     tensors: Sequence[Tensor],
-    files: tensor_files.Reader,
+    files: checkpoint_views.Tensors,
     names: Mapping[str, str],
 ) -> None:
   """Sets which way round the files hold the experts' matrices.
@@ -229,8 +237,8 @@ def load_model(
   config = load_config(directory, **changes)
   model = abstract_model(config, mesh)
   tensors = tensors_of(model)
-  files = tensor_files.Reader(directory)
-  names = _resolve_keys(tensors, files, config.tie_word_embeddings)
+  files = _files(directory)
+  names = _resolve_keys(tensors, files, config)
   filled = []
   for tensor in tensors:
     value = _read_placed(tensor, files, names, mesh, config.param_dtype)
@@ -246,8 +254,13 @@ def check(directory: str | pathlib.Path, model: qwen_text.QwenText) -> None:
     FileNotFoundError: a file is missing.
     ValueError: naming the tensors that do not fit.
   """
-  files = tensor_files.Reader(pathlib.Path(directory).expanduser())
-  _resolve_keys(tensors_of(model), files, model.config.tie_word_embeddings)
+  files = _files(pathlib.Path(directory).expanduser())
+  _resolve_keys(tensors_of(model), files, model.config)
+
+
+def _files(directory: pathlib.Path) -> checkpoint_views.Tensors:
+  raw = tensor_files.read_json(directory / "config.json")
+  return checkpoint_views.views_of(tensor_files.Reader(directory), raw)
 
 
 def model_class(config: qwen_text_config.AnyConfig) -> type:
@@ -315,7 +328,7 @@ def _with_statistics(
 
 def _read_placed(
     tensor: Tensor,
-    files: tensor_files.Reader,
+    files: checkpoint_views.Tensors,
     names: Mapping[str, str],
     mesh: jax.sharding.Mesh | None,
     dtype: str,
@@ -344,7 +357,7 @@ def _read_placed(
 
 def _read_part(
     tensor: Tensor,
-    files: tensor_files.Reader,
+    files: checkpoint_views.Tensors,
     names: Mapping[str, str],
     dtype: np.dtype,
     spans: Sequence[tuple[int, int]],
@@ -414,8 +427,9 @@ def save_model(
   directory.mkdir(parents=True, exist_ok=True)
   tensors = tensors_of(model)
   experts = [t for t in tensors if t.either_way]
-  if any(t.square for t in experts):
-    # transformers 5 reads an ambiguous tensor as its own layout.
+  if any(t.square for t in experts) or model.config.traits.linear:
+    # transformers 5 reads an ambiguous tensor as its own layout, in which
+    # Qwen3.5 is published.
     for tensor in experts:
       tensor.transposed = True
   # By key, so that stacked layers are written as a list of them is.
@@ -534,6 +548,7 @@ def _config_json(
     config = tensor_files.read_json(file)
   config = {**config, "dtype": stored}
   config.pop("torch_dtype", None)
+  config.pop("quantization_config", None)  # Of what was read.
   for part in ("text_config", "vision_config"):
     if part in config:  # Files of transformers 4 hold it there as well.
       config[part] = {

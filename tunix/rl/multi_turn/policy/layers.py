@@ -51,6 +51,15 @@ class Init:
     array = jnp.full(self.stack + shape, value, self.dtype)
     return self._param(array, (None,) * len(shape), False)
 
+  def log_uniform(self, most: float, *shape: int) -> nnx.Param:
+    """Logarithms of numbers drawn from (0, most)."""
+    drawn = jax.random.uniform(
+        self.rngs.params(), self.stack + shape, jnp.float32, 1e-3, most
+    )
+    return self._param(
+        jnp.log(drawn).astype(self.dtype), (None,) * len(shape), False
+    )
+
   def _param(self, value: jax.Array, axes: Axes, transposed: bool):
     axes = (None,) * len(self.stack) + tuple(axes)
     return nnx.Param(
@@ -99,16 +108,22 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-  """x / rms(x) * weight over the last axis."""
+  """x / rms(x) * (offset + weight) over the last axis."""
 
-  def __init__(self, width: int, init: Init, eps: float = 1e-6):
-    self.weight = init.full(1.0, width)
+  def __init__(
+      self, width: int, init: Init, eps: float = 1e-6, offset: float = 0.0
+  ):
+    self.weight = init.full(1.0 - offset, width)
     self.eps = eps
+    self.offset = offset
 
   def __call__(self, x: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
-    return (wide * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+    weight = self.weight[...].astype(jnp.float32)
+    if self.offset:
+      weight = weight + self.offset
+    return (wide * weight).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -212,11 +227,20 @@ def rope_frequencies(dim: int, theta: float) -> np.ndarray:
 def rotate(
     x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array
 ) -> jax.Array:
-  """Turns the halves of each head by angles [B, T, H / 2]."""
-  a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+  """Turns the halves of each head by angles [B, T, H / 2].
+
+  With fewer angles, the halves of as much of a head's beginning; the rest
+  stays.
+  """
+  width = 2 * cos_BTH.shape[-1]
+  rest = x_BTNH[..., width:]
+  a, b = jnp.split(x_BTNH[..., :width].astype(jnp.float32), 2, axis=-1)
   cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
   turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-  return turned.astype(x_BTNH.dtype)
+  turned = turned.astype(x_BTNH.dtype)
+  if not rest.shape[-1]:
+    return turned
+  return jnp.concatenate([turned, rest], axis=-1)
 
 
 def vision_rotation(

@@ -33,7 +33,10 @@ from tunix.rl.multi_turn.policy import sharding
 TARGETS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
 )  # pyformat: disable
-"""Every matrix of a dense decoder layer."""
+"""Every matrix of a dense decoder layer with full attention."""
+
+LINEAR_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")
+"""The wide matrices of a layer with linear attention."""
 
 _EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts")
 
@@ -108,7 +111,7 @@ def add(
     model: qwen_text.QwenText,
     rank: int = 16,
     alpha: float = 32.0,
-    targets: Sequence[str] = TARGETS,
+    targets: Sequence[str] | None = None,
     seed: int = 0,
     vision: bool = False,
 ) -> None:
@@ -123,8 +126,10 @@ def add(
     model: the policy.
     rank: r.
     alpha: the adapter's product is multiplied by alpha / rank.
-    targets: names of `Linear`s, or ends of their paths ("self_attn.q_proj").
-      In a mixture of experts, names of an MLP adapt its dense layers only.
+    targets: names of `Linear`s, or ends of their paths ("self_attn.q_proj");
+      None = those of `TARGETS`, and `LINEAR_TARGETS` where there are any. In a
+      mixture of experts, names of an MLP adapt its dense layers and its shared
+      expert only.
     seed: of A.
     vision: adapt the vision tower as well; its names differ between families.
 
@@ -135,6 +140,9 @@ def add(
   if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
     raise ValueError(f"rank must be an int >= 1, got {rank!r}")
   need_none(model)
+  if targets is None:
+    linear = model.config.traits.linear
+    targets = (*TARGETS, *(LINEAR_TARGETS if linear else ()))
   if isinstance(targets, str) or not targets:
     raise ValueError(
         f"targets must be a list of names, got {targets!r}; for example"

@@ -73,11 +73,12 @@ class PatchMerger(nnx.Module):
       init: layers.Init,
       tensor: str | None,
       mesh: jax.sharding.Mesh | None,
+      norm: type[layers.RMSNorm] | type[layers.LayerNorm] = layers.RMSNorm,
   ):
     self.mesh = mesh
     wide = vision.hidden_size * vision.patches_per_token
     self.merge = vision.patches_per_token
-    self.ln_q = layers.RMSNorm(vision.hidden_size, init)
+    self.ln_q = norm(vision.hidden_size, init)
     self.mlp = MergerMLP(wide, vision.out_hidden_size, init, tensor)
 
   def __call__(self, x_SPD: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import image_settings
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_families
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import qwen_vl
@@ -35,7 +36,9 @@ Loaded = tuple[
 _PIXELS = ("min_pixels", "max_pixels")
 _BUDGET = "image_budget"
 
-SMALL = ("qwen3_vl_tiny", "qwen2_5_vl_tiny")
+SMALL = (
+    "qwen3_vl_tiny", "qwen3_5_tiny", "qwen2_5_vl_tiny", "qwen2_vl_tiny",
+)  # pyformat: disable
 """Architectures of the published models at sizes that a CPU can train."""
 
 
@@ -46,26 +49,39 @@ def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> Any:
       raise ValueError(f"the tokenizer has no token {token!r}")
     return found
 
-  width, qwen3 = 160, name == "qwen3_vl_tiny"
-  special = qwen_config.VisionConfig(
-      depth=4,
-      hidden_size=96,
-      intermediate_size=192,
-      num_heads=4,
-      out_hidden_size=width,
-      patch_size=8,
-      **(
-          {
-              "num_position_embeddings": 256,
-              "deepstack_visual_indexes": (1, 2),
-          }
-          if qwen3
-          else {"window_size": 64, "fullatt_block_indexes": (1, 3)}
-      ),
-  )
+  width, family = 160, name.removesuffix("_tiny")
+  traits = qwen_families.VISION_LANGUAGE[family]
+  tower: dict[str, Any] = {
+      "qwen2": {},
+      "qwen2_5": {"window_size": 64, "fullatt_block_indexes": (1, 3)},
+      "qwen3": {"num_position_embeddings": 256},
+  }[traits.tower]
+  if traits.deepstack:
+    tower |= {"deepstack_visual_indexes": (1, 2)}
+  text: dict[str, Any] = {"head_dim": 40, "mrope_section": (8, 6, 6)}
+  if traits.linear:
+    text = {
+        "head_dim": 48,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": (4, 4, 4),
+        "full_attention_layers": (3,),
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+    }
   return qwen_config.QwenVLConfig(
-      family="qwen3_vl" if qwen3 else "qwen2_5_vl",
-      vision=special,
+      family=family,
+      vision=qwen_config.VisionConfig(
+          depth=4,
+          hidden_size=96,
+          intermediate_size=192,
+          num_heads=4,
+          out_hidden_size=width,
+          patch_size=8,
+          **tower,
+      ),
       text=qwen_config.TextConfig(
           vocab_size=tokenizer.get_vocab_size(),
           hidden_size=width,
@@ -73,9 +89,8 @@ def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> Any:
           num_hidden_layers=4,
           num_attention_heads=4,
           num_key_value_heads=2,
-          head_dim=40,
           rope_theta=10_000.0,
-          mrope_section=(8, 6, 6),
+          **text,
       ),
       tie_word_embeddings=True,
       image_token_id=find("<|image_pad|>"),
@@ -222,7 +237,9 @@ def _default_settings(
 ) -> image_settings.ImageSettings:
   """Settings in place of missing files: the published checkpoints'."""
   values = dict(
-      qwen_vl_inputs.QWEN3_VL if config.is_qwen3 else qwen_vl_inputs.QWEN2_5_VL
+      qwen_vl_inputs.QWEN3_VL
+      if config.traits.tower == "qwen3"
+      else qwen_vl_inputs.QWEN2_5_VL
   )
   vision, source = config.vision, "the published checkpoints' settings"
   if values["patch_size"] != vision.patch_size:  # One of our small ones.

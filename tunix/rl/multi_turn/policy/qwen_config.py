@@ -1,4 +1,4 @@
-"""Declares sizes of Qwen2.5-VL and Qwen3-VL; reads and writes config.json.
+"""Reads and writes config.json of the Qwen vision-language checkpoints.
 
 Field names follow the checkpoints' own `config.json`. `from_hf` and `to_hf`
 are inverse for every field that the policies read; `hf_checkpoint` keeps other
@@ -11,7 +11,7 @@ wrongly (another activation, a kind of scaled rotary embeddings that is not in
 `rope_scaling`, sliding windows in the decoder, weights of 8 bits) is refused by
 name.
 
-Does not: import JAX.
+Does not: import JAX. Gives the names of `qwen_shapes` and `qwen_sizes` too.
 """
 
 from __future__ import annotations
@@ -21,233 +21,17 @@ from typing import Any, Mapping
 
 from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import qwen_defaults
+from tunix.rl.multi_turn.policy import qwen_families
+from tunix.rl.multi_turn.policy import qwen_shapes
+from tunix.rl.multi_turn.policy import qwen_sizes
 from tunix.rl.multi_turn.policy import rope_scaling
 
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
-
-@dataclasses.dataclass(frozen=True)
-class VisionConfig:
-  """The vision tower.
-
-  Attributes:
-    depth: blocks.
-    hidden_size: width.
-    intermediate_size: hidden units of a block's MLP.
-    num_heads: attention heads.
-    out_hidden_size: width of a vision token, the decoder's.
-    patch_size: pixels of a patch's side.
-    spatial_merge_size: patches of a side that become one vision token.
-    num_position_embeddings: learned positions, a square (Qwen3-VL); 0 = none.
-    deepstack_visual_indexes: blocks whose output is also merged and added
-      after the first decoder layers (Qwen3-VL).
-    image_mean: of each channel, a fraction of 255, subtracted from pixels;
-      given by the processor's files. () = the family's published one.
-    image_std: likewise, by which they are divided.
-    window_size: pixels of a side of an attention window (Qwen2.5-VL).
-    fullatt_block_indexes: blocks without windows (Qwen2.5-VL).
-  """
-
-  depth: int
-  hidden_size: int
-  intermediate_size: int
-  num_heads: int
-  out_hidden_size: int
-  patch_size: int = 16
-  spatial_merge_size: int = 2
-  num_position_embeddings: int = 0
-  deepstack_visual_indexes: tuple[int, ...] = ()
-  image_mean: tuple[float, ...] = ()
-  image_std: tuple[float, ...] = ()
-  window_size: int = 0
-  fullatt_block_indexes: tuple[int, ...] = ()
-
-  @property
-  def head_dim(self) -> int:
-    return self.hidden_size // self.num_heads
-
-  @property
-  def patches_per_token(self) -> int:
-    return self.spatial_merge_size**2
-
-
-@dataclasses.dataclass(frozen=True)
-class TextConfig:
-  """The decoder.
-
-  Attributes:
-    num_experts: 0 = a dense MLP in every layer.
-    num_experts_per_tok: experts a token goes through.
-    moe_intermediate_size: hidden units of an expert.
-    mlp_only_layers: layers with a dense MLP although there are experts.
-    decoder_sparse_step: every how many layers there are experts.
-    mrope_section: frequencies of a head for the axes time, height, width.
-    rope_scaling: of the rotary positions; None = plain.
-  """
-
-  vocab_size: int
-  hidden_size: int
-  intermediate_size: int
-  num_hidden_layers: int
-  num_attention_heads: int
-  num_key_value_heads: int
-  head_dim: int = 128
-  rms_norm_eps: float = 1e-6
-  rope_theta: float = 5e6
-  mrope_section: tuple[int, int, int] = (24, 20, 20)
-  rope_scaling: rope_scaling.RopeScaling | None = None
-  num_experts: int = 0
-  num_experts_per_tok: int = 0
-  moe_intermediate_size: int = 0
-  mlp_only_layers: tuple[int, ...] = ()
-  decoder_sparse_step: int = 1
-
-  def is_sparse(self, layer: int) -> bool:
-    """Whether a layer's MLP is a mixture of experts."""
-    return (
-        self.num_experts > 0
-        and layer not in self.mlp_only_layers
-        and (layer + 1) % self.decoder_sparse_step == 0
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class QwenVLConfig:
-  """A policy of one of the `FAMILIES`.
-
-  Attributes:
-    family: `model_type` of the checkpoint.
-    vision: the tower.
-    text: the decoder.
-    tie_word_embeddings: the output matrix is the embedding.
-    image_token_id: placeholder of a vision token.
-    video_token_id: never to be sampled either.
-    vision_start_token_id: begins an image in the prompt.
-    vision_end_token_id: ends it.
-    compute_dtype: of activations; sums are taken in float32.
-    param_dtype: of the model's weights; the learner trains float32 masters of
-      bfloat16 ones.
-    remat: recomputed by the backward pass: "none", "block" (all of a
-      layer) or "dots" (all but the results of matrix products).
-    scan_layers: one loop over stacked layers, which compiles faster; unrolled
-      layers run faster on a CPU.
-    vision_tensor_parallel: split the tower within a layer too; else it is
-      only sharded for storage.
-    max_image_patches: an image of more patches is refused by the learner and,
-      where its size is known, when the policy is loaded. 0 = no limit.
-    min_pixels, max_pixels: limits of a resized image's area, as the processor
-      that belongs to the model keeps them; 0 = not known.
-  """
-
-  family: str
-  vision: VisionConfig
-  text: TextConfig
-  tie_word_embeddings: bool = False
-  image_token_id: int = 151655
-  video_token_id: int = 151656
-  vision_start_token_id: int = 151652
-  vision_end_token_id: int = 151653
-  compute_dtype: str = "float32"
-  param_dtype: str = "float32"
-  remat: str = "block"
-  scan_layers: bool = False
-  vision_tensor_parallel: bool = False
-  max_image_patches: int = 0
-  min_pixels: int = 0
-  max_pixels: int = 0
-
-  def __post_init__(self):
-    if self.family not in FAMILIES:
-      raise ValueError(
-          f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
-      )
-    config_checks.check_dtypes(self.compute_dtype, self.param_dtype)
-    if self.remat not in ("none", "block", "dots"):
-      raise ValueError(
-          f"remat must be none, block or dots, got {self.remat!r}"
-      )
-    text, vision = self.text, self.vision
-    mean, std = qwen_defaults.IMAGE_STATISTICS[self.family]
-    vision = dataclasses.replace(
-        vision,
-        image_mean=vision.image_mean or mean,
-        image_std=vision.image_std or std,
-    )
-    object.__setattr__(self, "vision", vision)
-    for name, value in (
-        ("text.num_attention_heads", text.num_attention_heads),
-        ("vision.num_heads", vision.num_heads),
-    ):
-      if value < 1:
-        raise ValueError(f"{name} must be >= 1, got {value}")
-    if self.max_image_patches < 0:
-      raise ValueError(
-          f"max_image_patches must be >= 0, got {self.max_image_patches}"
-      )
-    if text.num_attention_heads % text.num_key_value_heads:
-      raise ValueError(
-          f"text.num_attention_heads={text.num_attention_heads} is not a"
-          f" multiple of num_key_value_heads={text.num_key_value_heads}"
-      )
-    if sum(text.mrope_section) != text.head_dim // 2:
-      raise ValueError(
-          f"text.mrope_section={text.mrope_section} must add up to half of"
-          f" head_dim={text.head_dim}"
-      )
-    if vision.hidden_size % vision.num_heads or vision.head_dim % 4:
-      raise ValueError(
-          f"vision.hidden_size={vision.hidden_size} gives"
-          f" {vision.num_heads} heads of {vision.head_dim}, which must be a"
-          " multiple of 4"
-      )
-    if vision.out_hidden_size != text.hidden_size:
-      raise ValueError(
-          f"vision.out_hidden_size={vision.out_hidden_size} must equal"
-          f" text.hidden_size={text.hidden_size}"
-      )
-    side = round(vision.num_position_embeddings**0.5)
-    if side * side != vision.num_position_embeddings:
-      raise ValueError(
-          f"vision.num_position_embeddings={vision.num_position_embeddings}"
-          " is not a square"
-      )
-    deepest = (*vision.deepstack_visual_indexes, -1)
-    if max(deepest) >= vision.depth or (
-        len(vision.deepstack_visual_indexes) > text.num_hidden_layers
-    ):
-      raise ValueError(
-          "vision.deepstack_visual_indexes="
-          f"{vision.deepstack_visual_indexes} do not fit {vision.depth} blocks"
-          f" and {text.num_hidden_layers} decoder layers"
-      )
-
-  @property
-  def vocab_size(self) -> int:
-    return self.text.vocab_size
-
-  @property
-  def banned_token_ids(self) -> tuple[int, ...]:
-    """Placeholders, which no sampler may draw."""
-    return (self.image_token_id, self.video_token_id)
-
-  @property
-  def is_qwen3(self) -> bool:
-    return self.family != "qwen2_5_vl"
-
-
-# --- config.json -----------------------------------------------------------
-
-RUN_FIELDS = (
-    "compute_dtype",
-    "param_dtype",
-    "remat",
-    "scan_layers",
-    "vision_tensor_parallel",
-    "max_image_patches",
-    "min_pixels",
-    "max_pixels",
-)
-"""Fields that may differ from a checkpoint's file: those of running it."""
-
+FAMILIES = qwen_shapes.FAMILIES
+RUN_FIELDS = qwen_shapes.RUN_FIELDS
+QwenVLConfig = qwen_shapes.QwenVLConfig
+TextConfig = qwen_shapes.TextConfig
+VisionConfig = qwen_shapes.VisionConfig
+SIZES = qwen_sizes.SIZES
 
 def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
   """The configuration of a checkpoint's `config.json`.
@@ -274,10 +58,10 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
       vision=_vision(vision, family),
       text=_text(text, raw, family),
       tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-      image_token_id=raw.get("image_token_id", 151655),
-      video_token_id=raw.get("video_token_id", 151656),
-      vision_start_token_id=raw.get("vision_start_token_id", 151652),
-      vision_end_token_id=raw.get("vision_end_token_id", 151653),
+      **{
+          name: raw.get(name, default)
+          for name, default in qwen_defaults.image_tokens(family).items()
+      },
   )
   unknown = sorted(set(changes) - set(RUN_FIELDS))
   if unknown:
@@ -297,7 +81,8 @@ def _sections(
     ValueError: a section is not there as a whole.
   """
   text, vision = raw.get("text_config"), raw.get("vision_config")
-  if not text and family == "qwen2_5_vl" and "hidden_size" in raw:
+  traits = qwen_families.VISION_LANGUAGE[family]
+  if not text and not traits.own_head_dim and "hidden_size" in raw:
     text = raw  # Before transformers 4.52 its fields were at the top.
   for name, section in (("text_config", text), ("vision_config", vision)):
     if not isinstance(section, Mapping) or not section:
@@ -327,13 +112,26 @@ def _check(
       bool(text.get("use_sliding_window")),
       "use_sliding_window=true, the decoder has no windows here",
   )
-  kinds = sorted(set(text.get("layer_types") or ()) - {"full_attention"})
+  traits = qwen_families.VISION_LANGUAGE[family]
+  kinds = ["full_attention", "linear_attention"][: 1 + traits.linear]
+  given = text.get("layer_types") or ()
+  unknown = sorted(set(given) - set(kinds))
   refuse(
-      bool(kinds), f"layer_types holds {kinds}, only full_attention is known"
+      bool(unknown),
+      f"layer_types holds {unknown}, only {' and '.join(kinds)} is known",
+  )
+  layers = text["num_hidden_layers"]
+  refuse(
+      traits.linear and bool(given) and len(given) != layers,
+      f"layer_types names {len(given)} layers, num_hidden_layers is {layers}",
   )
   refuse(
-      family != "qwen2_5_vl" and bool(text.get("attention_bias")),
-      "attention_bias=true, Qwen3-VL has none",
+      traits.linear and text.get("attn_output_gate") is False,
+      f"attn_output_gate=false, {family} has gates",
+  )
+  refuse(
+      not traits.qkv_bias and bool(text.get("attention_bias")),
+      f"attention_bias=true, {family} has none",
   )
   for name, want in (("temporal_patch_size", 2), ("in_channels", 3)):
     got = vision.get(name, vision.get("in_chans", want) if want == 3 else want)
@@ -342,25 +140,31 @@ def _check(
 
 def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
   """The tower."""
-  qwen2 = family == "qwen2_5_vl"
+  tower = qwen_families.VISION_LANGUAGE[family].tower
+  names = ("depth", "num_heads", "patch_size", "spatial_merge_size")
+  sizes = {name: vision[name] for name in names}
+  if tower == "qwen2":  # Names its width otherwise than the later ones.
+    width = vision["embed_dim"]
+    return VisionConfig(
+        hidden_size=width,
+        intermediate_size=int(width * vision["mlp_ratio"]),
+        out_hidden_size=vision["hidden_size"],
+        **sizes,
+    )
+  for name in ("hidden_size", "intermediate_size", "out_hidden_size"):
+    sizes[name] = vision[name]
+  if tower == "qwen2_5":
+    return VisionConfig(
+        window_size=vision["window_size"],
+        fullatt_block_indexes=tuple(vision["fullatt_block_indexes"]),
+        **sizes,
+    )
   return VisionConfig(
-      depth=vision["depth"],
-      hidden_size=vision["hidden_size"],
-      intermediate_size=vision["intermediate_size"],
-      num_heads=vision["num_heads"],
-      out_hidden_size=vision["out_hidden_size"],
-      patch_size=vision["patch_size"],
-      spatial_merge_size=vision["spatial_merge_size"],
-      num_position_embeddings=(
-          0 if qwen2 else vision["num_position_embeddings"]
+      num_position_embeddings=vision["num_position_embeddings"],
+      deepstack_visual_indexes=tuple(
+          vision.get("deepstack_visual_indexes") or ()
       ),
-      deepstack_visual_indexes=(
-          () if qwen2 else tuple(vision["deepstack_visual_indexes"])
-      ),
-      window_size=vision["window_size"] if qwen2 else 0,
-      fullatt_block_indexes=(
-          tuple(vision["fullatt_block_indexes"]) if qwen2 else ()
-      ),
+      **sizes,
   )
 
 
@@ -372,7 +176,7 @@ def _text(
   return TextConfig(
       vocab_size=text["vocab_size"],
       hidden_size=hidden,
-      intermediate_size=text["intermediate_size"],
+      intermediate_size=text["intermediate_size"] * (family != "qwen3_5_moe"),
       num_hidden_layers=text["num_hidden_layers"],
       num_attention_heads=heads,
       num_key_value_heads=text["num_key_value_heads"] or heads,
@@ -382,6 +186,7 @@ def _text(
       rms_norm_eps=text["rms_norm_eps"],
       **_rope(text, raw, family),
       **_experts(text, family),
+      **_linear(text, family),
   )
 
 
@@ -400,7 +205,13 @@ def _rope(
     theta = qwen_defaults.ROPE_THETA[family]
   section = rope.get("mrope_section", qwen_defaults.MROPE_SECTION[family])
   longest = text["max_position_embeddings"]
-  return {
+  partial = {}
+  if qwen_families.VISION_LANGUAGE[family].linear:
+    share = rope.pop("partial_rotary_factor", None)
+    share = text.get("partial_rotary_factor") if share is None else share
+    share = qwen_defaults.PARTIAL_ROTARY_FACTOR if share is None else share
+    partial = {"partial_rotary_factor": float(share)}
+  return partial | {
       "rope_theta": float(theta),
       "mrope_section": tuple(section),
       "rope_scaling": rope_scaling.read(rope, longest),
@@ -408,8 +219,13 @@ def _rope(
 
 
 def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
-  if family != "qwen3_vl_moe":
+  traits = qwen_families.VISION_LANGUAGE[family]
+  if not traits.experts:
     return {}
+  if traits.linear:
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size",
+             "shared_expert_intermediate_size")  # pyformat: disable
+    return {name: text[name] for name in names}
   count = text.get("num_experts", text.get("num_local_experts"))
   count = qwen_defaults.NUM_EXPERTS if count is None else count
   config_checks.refuse(
@@ -425,38 +241,42 @@ def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
   }
 
 
+_LINEAR = (
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_num_key_heads", "linear_num_value_heads",
+)  # pyformat: disable
+
+
+def _linear(text: Mapping[str, Any], family: str) -> dict[str, Any]:
+  """Fields of layers of linear attention."""
+  if not qwen_families.VISION_LANGUAGE[family].linear:
+    return {}
+  kinds = text.get("layer_types")
+  if not kinds:
+    every = text["full_attention_interval"]
+    kinds = [
+        "linear_attention" if (i + 1) % every else "full_attention"
+        for i in range(text["num_hidden_layers"])
+    ]
+  full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+  return {"full_attention_layers": full} | {
+      name: text[name] for name in _LINEAR
+  }
+
+
+def _linear_to_hf(text: TextConfig) -> dict[str, Any]:
+  return {name: getattr(text, name) for name in _LINEAR} | {
+      "layer_types": [
+          "linear_attention" if text.is_linear(i) else "full_attention"
+          for i in range(text.num_hidden_layers)
+      ],
+      "attn_output_gate": True,
+  }
+
+
 def to_hf(config: QwenVLConfig) -> dict[str, Any]:
   """A `config.json` that `transformers` builds the same model from."""
-  family, vision, text = config.family, config.vision, config.text
-  qwen2 = family == "qwen2_5_vl"
-  architecture = {
-      "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-      "qwen3_vl": "Qwen3VLForConditionalGeneration",
-      "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-  }[family]
-  vision_config: dict[str, Any] = {
-      "model_type": f"{family}_vision",
-      "depth": vision.depth,
-      "hidden_size": vision.hidden_size,
-      "intermediate_size": vision.intermediate_size,
-      "num_heads": vision.num_heads,
-      "out_hidden_size": vision.out_hidden_size,
-      "patch_size": vision.patch_size,
-      "spatial_merge_size": vision.spatial_merge_size,
-      "temporal_patch_size": 2,
-      "in_channels": 3,
-      "hidden_act": qwen_defaults.VISION[family]["hidden_act"],
-  }
-  if qwen2:
-    vision_config |= {
-        "window_size": vision.window_size,
-        "fullatt_block_indexes": list(vision.fullatt_block_indexes),
-    }
-  else:
-    vision_config |= {
-        "num_position_embeddings": vision.num_position_embeddings,
-        "deepstack_visual_indexes": list(vision.deepstack_visual_indexes),
-    }
+  family, text, traits = config.family, config.text, config.traits
   text_config: dict[str, Any] = {
       "model_type": f"{family}_text",
       "vocab_size": text.vocab_size,
@@ -474,12 +294,27 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
           "mrope_section": list(text.mrope_section),
       },
   }
-  if not qwen2:
+  if traits.own_head_dim:
     text_config["head_dim"] = text.head_dim
+  if traits.interleaved:
     text_config["rope_parameters"]["mrope_interleaved"] = True
   if text.rope_scaling is not None:
     text_config["rope_parameters"] |= text.rope_scaling.to_hf()
-  if text.num_experts:
+  if traits.linear:
+    rope = text_config["rope_parameters"]
+    rope["partial_rotary_factor"] = text.partial_rotary_factor
+    text_config |= _linear_to_hf(text)
+  if traits.linear and text.num_experts:
+    del text_config["intermediate_size"]
+    text_config |= {
+        "num_experts": text.num_experts,
+        "num_experts_per_tok": text.num_experts_per_tok,
+        "moe_intermediate_size": text.moe_intermediate_size,
+        "shared_expert_intermediate_size": (
+            text.shared_expert_intermediate_size
+        ),
+    }
+  elif text.num_experts:
     text_config |= {
         "num_experts": text.num_experts,
         "num_experts_per_tok": text.num_experts_per_tok,
@@ -489,7 +324,7 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
         "norm_topk_prob": True,
     }
   return {
-      "architectures": [architecture],
+      "architectures": [traits.architecture],
       "model_type": family,
       "tie_word_embeddings": config.tie_word_embeddings,
       "image_token_id": config.image_token_id,
@@ -497,106 +332,39 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
       "vision_start_token_id": config.vision_start_token_id,
       "vision_end_token_id": config.vision_end_token_id,
       "text_config": text_config,
-      "vision_config": vision_config,
+      "vision_config": _vision_to_hf(config),
   }
 
 
-# --- published sizes -------------------------------------------------------
-
-
-def _qwen3(
-    hidden: int,
-    mlp: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    tied: bool,
-    large_tower: bool = True,
-    **experts: int,
-) -> QwenVLConfig:
-  tower = (27, 1152, 4304, (8, 16, 24)) if large_tower else (
-      24, 1024, 4096, (5, 11, 17)
-  )  # pyformat: disable
-  return QwenVLConfig(
-      family="qwen3_vl_moe" if experts else "qwen3_vl",
-      vision=VisionConfig(
-          depth=tower[0],
-          hidden_size=tower[1],
-          intermediate_size=tower[2],
-          num_heads=16,
-          out_hidden_size=hidden,
-          num_position_embeddings=2304,
-          deepstack_visual_indexes=tower[3],
-      ),
-      text=TextConfig(
-          vocab_size=151936,
-          hidden_size=hidden,
-          intermediate_size=mlp,
-          num_hidden_layers=layers,
-          num_attention_heads=heads,
-          num_key_value_heads=kv_heads,
-          **experts,
-      ),
-      tie_word_embeddings=tied,
-  )
-
-
-def _qwen25(
-    hidden: int,
-    mlp: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    tied: bool,
-    vocab: int,
-    vision_mlp: int = 3420,
-) -> QwenVLConfig:
-  return QwenVLConfig(
-      family="qwen2_5_vl",
-      vision=VisionConfig(
-          depth=32,
-          hidden_size=1280,
-          intermediate_size=vision_mlp,
-          num_heads=16,
-          out_hidden_size=hidden,
-          patch_size=14,
-          window_size=112,
-          fullatt_block_indexes=(7, 15, 23, 31),
-      ),
-      text=TextConfig(
-          vocab_size=vocab,
-          hidden_size=hidden,
-          intermediate_size=mlp,
-          num_hidden_layers=layers,
-          num_attention_heads=heads,
-          num_key_value_heads=kv_heads,
-          rope_theta=1e6,
-          mrope_section=(16, 24, 24),
-      ),
-      tie_word_embeddings=tied,
-  )
-
-
-# From the config.json of Qwen/<name>-Instruct.
-SIZES: dict[str, QwenVLConfig] = {
-    "Qwen3-VL-2B": _qwen3(2048, 6144, 28, 16, 8, True, large_tower=False),
-    "Qwen3-VL-4B": _qwen3(2560, 9728, 36, 32, 8, True, large_tower=False),
-    "Qwen3-VL-8B": _qwen3(4096, 12288, 36, 32, 8, False),
-    "Qwen3-VL-32B": _qwen3(5120, 25600, 64, 64, 8, False),
-    "Qwen3-VL-30B-A3B": _qwen3(
-        2048, 6144, 48, 32, 4, False,
-        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
-    ),
-    "Qwen3-VL-235B-A22B": _qwen3(
-        4096, 12288, 94, 64, 4, False,
-        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
-    ),
-    "Qwen2.5-VL-3B": _qwen25(2048, 11008, 36, 16, 2, True, 151936),
-    "Qwen2.5-VL-7B": _qwen25(3584, 18944, 28, 28, 4, False, 152064),
-    "Qwen2.5-VL-32B": _qwen25(
-        5120, 27648, 64, 40, 8, False, 152064, vision_mlp=3456
-    ),
-    "Qwen2.5-VL-72B": _qwen25(
-        8192, 29568, 80, 64, 8, False, 152064, vision_mlp=3456
-    ),
-}  # pyformat: disable
+def _vision_to_hf(config: QwenVLConfig) -> dict[str, Any]:
+  family, vision, tower = config.family, config.vision, config.traits.tower
+  found: dict[str, Any] = {
+      "model_type": f"{family}_vision",
+      "depth": vision.depth,
+      "num_heads": vision.num_heads,
+      "patch_size": vision.patch_size,
+      "spatial_merge_size": vision.spatial_merge_size,
+      "temporal_patch_size": 2,
+      "in_channels": 3,
+      "hidden_act": qwen_defaults.VISION[family]["hidden_act"],
+  }
+  if tower == "qwen2":
+    return found | {
+        "embed_dim": vision.hidden_size,
+        "hidden_size": vision.out_hidden_size,
+        "mlp_ratio": vision.intermediate_size // vision.hidden_size,
+    }
+  found |= {
+      "hidden_size": vision.hidden_size,
+      "intermediate_size": vision.intermediate_size,
+      "out_hidden_size": vision.out_hidden_size,
+  }
+  if tower == "qwen2_5":
+    return found | {
+        "window_size": vision.window_size,
+        "fullatt_block_indexes": list(vision.fullatt_block_indexes),
+    }
+  found["num_position_embeddings"] = vision.num_position_embeddings
+  if config.traits.deepstack:
+    found["deepstack_visual_indexes"] = list(vision.deepstack_visual_indexes)
+  return found

@@ -1,9 +1,9 @@
-"""Implements the decoder of Qwen2.5(-VL) and Qwen3(-VL), with experts or not.
+"""Implements the decoder of Qwen2(-VL) to Qwen3.5, with experts or not.
 
 Reads like the forward pass: attention, the mixture of experts, a layer, the
-stack. The families differ in where q, k and v get a bias (Qwen2.5) or a norm
-(Qwen3), and in how the three rotary axes share a head's frequencies; the
-configuration decides.
+stack. The families differ in where q, k and v get a bias (Qwen2, Qwen2.5) or a
+norm (Qwen3), in how the three rotary axes share a head's frequencies, and in
+layers of linear attention (Qwen3.5); the configuration decides.
 
 Layers lie in a list (unrolled), or stacked along a leading axis of each
 parameter and run by one scan, which compiles in a fraction of the time.
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import linear_attention
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import sharding
@@ -28,6 +29,17 @@ from tunix.rl.multi_turn.policy import sharding
 Rotation = tuple[jax.Array, jax.Array]
 Mix = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """(q [B, T, N, H], k, v [B, T, K, H]) -> (attended [B, T, N, H], cache)."""
+Recur = Callable[
+    [linear_attention.GatedDeltaNet, jax.Array], tuple[jax.Array, Any]
+]
+"""(linear attention, x [B, T, D]) -> (mixed [B, T, D], cache)."""
+
+
+def _norm(
+    config: qwen_text_config.AnyConfig, width: int, init: layers.Init
+) -> layers.RMSNorm:
+  offset = 1.0 if config.traits.linear else 0.0
+  return layers.RMSNorm(width, init, config.text.rms_norm_eps, offset)
 
 
 class Attention(nnx.Module):
@@ -36,33 +48,36 @@ class Attention(nnx.Module):
   def __init__(self, config: qwen_text_config.AnyConfig, init: layers.Init):
     text = config.text
     self.head_dim = text.head_dim
+    self.gated = config.traits.linear
     width = text.hidden_size
     q_width = text.num_attention_heads * text.head_dim
     kv_width = text.num_key_value_heads * text.head_dim
-    bias = not config.is_qwen3
+    bias = config.traits.qkv_bias
     into, back = ("fsdp", "tensor"), ("tensor", "fsdp")
-    self.q_proj = layers.Linear(width, q_width, init, into, bias)
+    self.q_proj = layers.Linear(
+        width, q_width * (1 + self.gated), init, into, bias
+    )
     self.k_proj = layers.Linear(width, kv_width, init, into, bias)
     self.v_proj = layers.Linear(width, kv_width, init, into, bias)
     self.o_proj = layers.Linear(q_width, width, init, back, False)
-    norm = lambda: (
-        layers.RMSNorm(text.head_dim, init, text.rms_norm_eps)
-        if config.is_qwen3
-        else None
-    )
-    self.q_norm, self.k_norm = norm(), norm()
+    normed = config.traits.qk_norm
+    self.q_norm = _norm(config, text.head_dim, init) if normed else None
+    self.k_norm = _norm(config, text.head_dim, init) if normed else None
 
   def __call__(
       self, x_BTD: jax.Array, rotation: Rotation, mix: Mix
   ) -> tuple[jax.Array, Any]:
     b, t, _ = x_BTD.shape
-    q = self.q_proj(x_BTD).reshape(b, t, -1, self.head_dim)
+    q = self.q_proj(x_BTD).reshape(b, t, -1, self.head_dim * (1 + self.gated))
+    q, gate = q[..., : self.head_dim], q[..., self.head_dim :]
     k = self.k_proj(x_BTD).reshape(b, t, -1, self.head_dim)
     v = self.v_proj(x_BTD).reshape(b, t, -1, self.head_dim)
     if self.q_norm is not None:
       q, k = self.q_norm(q), self.k_norm(k)
     q, k = layers.rotate(q, *rotation), layers.rotate(k, *rotation)
     mixed, cache = mix(q, k, v)
+    if self.gated:
+      mixed = mixed * jax.nn.sigmoid(gate)
     return self.o_proj(mixed.reshape(b, t, -1)), cache
 
 
@@ -116,8 +131,18 @@ class Experts(nnx.Module):
     )
 
 
+class Gate(nnx.Module):
+  """sigmoid(x @ weight), a number for each token [B, T, 1]."""
+
+  def __init__(self, width: int, init: layers.Init):
+    self.weight = init.normal((width, 1), ("fsdp", None), transposed=True)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return jax.nn.sigmoid(kernels.dot(x, self.weight[...]))
+
+
 class SparseMLP(nnx.Module):
-  """Each token goes through its top-k experts.
+  """Each token goes through its top-k experts, and a shared one if any.
 
   Pairs of token and expert are sorted by expert, so that the experts' products
   are one grouped matrix product each, and no token is ever dropped. With a
@@ -134,8 +159,22 @@ class SparseMLP(nnx.Module):
     self.gate = Router(text, init)
     self.experts = Experts(text, init)
     self.mesh = mesh
+    shared = text.shared_expert_intermediate_size
+    if shared:
+      self.shared_expert = layers.GatedMLP(text.hidden_size, shared, init)
+      self.shared_expert_gate = Gate(text.hidden_size, init)
+    else:
+      self.shared_expert = self.shared_expert_gate = None
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    chosen = self._chosen(x_BTD)
+    if self.shared_expert is None:
+      return chosen
+    share = self.shared_expert_gate(x_BTD)
+    return chosen + share * self.shared_expert(x_BTD)
+
+  def _chosen(self, x_BTD: jax.Array) -> jax.Array:
+    """What the chosen experts give."""
     b, t, d = x_BTD.shape
     weights, experts = self.gate(x_BTD.reshape(-1, d))
     k = weights.shape[-1]
@@ -204,17 +243,17 @@ class DecoderLayer(nnx.Module):
       self,
       config: qwen_text_config.AnyConfig,
       init: layers.Init,
-      sparse: bool,
+      kind: tuple[bool, bool],
       mesh: jax.sharding.Mesh | None,
   ):
-    text = config.text
-    self.input_layernorm = layers.RMSNorm(
-        text.hidden_size, init, text.rms_norm_eps
-    )
-    self.self_attn = Attention(config, init)
-    self.post_attention_layernorm = layers.RMSNorm(
-        text.hidden_size, init, text.rms_norm_eps
-    )
+    text, (linear, sparse) = config.text, kind
+    self.input_layernorm = _norm(config, text.hidden_size, init)
+    if linear:
+      self.linear_attn = linear_attention.GatedDeltaNet(text, init, mesh)
+    else:
+      self.self_attn = Attention(config, init)
+    self.is_linear = linear
+    self.post_attention_layernorm = _norm(config, text.hidden_size, init)
     if sparse:
       self.mlp = SparseMLP(text, init, mesh)
     else:
@@ -223,9 +262,13 @@ class DecoderLayer(nnx.Module):
       )
 
   def __call__(
-      self, x_BTD: jax.Array, rotation: Rotation, mix: Mix
+      self, x_BTD: jax.Array, rotation: Rotation, mix: Mix, recur: Recur
   ) -> tuple[jax.Array, Any]:
-    mixed, cache = self.self_attn(self.input_layernorm(x_BTD), rotation, mix)
+    x = self.input_layernorm(x_BTD)
+    if self.is_linear:
+      mixed, cache = recur(self.linear_attn, x)
+    else:
+      mixed, cache = self.self_attn(x, rotation, mix)
     x = x_BTD + mixed
     return x + self.mlp(self.post_attention_layernorm(x)), cache
 
@@ -251,22 +294,27 @@ class Decoder(nnx.Module):
     self.embed_tokens = layers.Embedding(
         text.vocab_size, text.hidden_size, init, (("fsdp", "tensor"), None)
     )
-    sparse = [text.is_sparse(i) for i in range(text.num_hidden_layers)]
-    self.stacked = config.scan_layers and len(set(sparse)) == 1
+    kinds = [
+        (text.is_linear(i), text.is_sparse(i))
+        for i in range(text.num_hidden_layers)
+    ]
+    self.stacked = config.scan_layers and len(set(kinds)) == 1
     if self.stacked:
       stack = layers.Init(
           init.rngs, init.dtype, init.std, (text.num_hidden_layers,)
       )
-      self.layers = DecoderLayer(config, stack, sparse[0], mesh)
+      self.layers = DecoderLayer(config, stack, kinds[0], mesh)
     else:
       self.layers = nnx.List(
-          [DecoderLayer(config, init, is_sparse, mesh) for is_sparse in sparse]
+          [DecoderLayer(config, init, kind, mesh) for kind in kinds]
       )
-    self.norm = layers.RMSNorm(text.hidden_size, init, text.rms_norm_eps)
+    self.norm = _norm(config, text.hidden_size, init)
 
   def rotation(self, positions_BT3: jax.Array) -> Rotation:
     text = self.config.text
-    axes = layers.mrope_axes(text.mrope_section, self.config.is_qwen3)
+    axes = layers.mrope_axes(
+        text.mrope_section, self.config.traits.interleaved
+    )
     frequencies = layers.rope_frequencies(2 * len(axes), text.rope_theta)
     scaling = text.rope_scaling
     if scaling is None:
@@ -281,6 +329,7 @@ class Decoder(nnx.Module):
       x_BTD: jax.Array,
       positions_BT3: jax.Array,
       mix: Callable[..., tuple[jax.Array, Any]],
+      recur: Callable[..., tuple[jax.Array, Any]],
       cache: Any = None,
       early: tuple[jax.Array, ...] = (),
   ) -> tuple[jax.Array, Any]:
@@ -291,6 +340,7 @@ class Decoder(nnx.Module):
       positions_BT3: rotary positions.
       mix: (q, k, v, cache, layer) -> (attended, new cache); the layer is an
         int, or an int32 scalar where layers are stacked.
+      recur: (linear attention, x, cache, layer) -> (mixed, new cache).
       cache: goes through all layers, None without a cache.
       early: [B, T, D] each, added after the first layers (deepstack).
 
@@ -302,7 +352,12 @@ class Decoder(nnx.Module):
     wrap = layers.remat(self.config.remat) if cache is None else (lambda f: f)
 
     def run(layer, x, extra, cache, i):
-      x, cache = layer(x, rotation, lambda q, k, v: mix(q, k, v, cache, i))
+      x, cache = layer(
+          x,
+          rotation,
+          lambda q, k, v: mix(q, k, v, cache, i),
+          lambda net, x: recur(net, x, cache, i),
+      )
       x = x if extra is None else x + extra
       return sharding.constrain(x, self.mesh, *sharding.TOKENS), cache
 

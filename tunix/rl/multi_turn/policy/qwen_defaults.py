@@ -14,14 +14,18 @@ from __future__ import annotations
 from typing import Any, Mapping
 
 _HALF = (0.5, 0.5, 0.5)
+_CLIP = (
+    (0.48145466, 0.4578275, 0.40821073),
+    (0.26862954, 0.26130258, 0.27577711),
+)
 
 IMAGE_STATISTICS = {
     "qwen3_vl": (_HALF, _HALF),
     "qwen3_vl_moe": (_HALF, _HALF),
-    "qwen2_5_vl": (
-        (0.48145466, 0.4578275, 0.40821073),
-        (0.26862954, 0.26130258, 0.27577711),
-    ),
+    "qwen3_5": (_HALF, _HALF),
+    "qwen3_5_moe": (_HALF, _HALF),
+    "qwen2_5_vl": _CLIP,
+    "qwen2_vl": _CLIP,
 }
 """Mean and standard deviation of the published checkpoints' processors."""
 
@@ -37,10 +41,13 @@ _QWEN3_TOWER = {
     "deepstack_visual_indexes": (8, 16, 24),
     "hidden_act": "gelu_pytorch_tanh",
 }
+_QWEN3_5_TOWER = {**_QWEN3_TOWER, "deepstack_visual_indexes": ()}
 
 VISION: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": _QWEN3_TOWER,
     "qwen3_vl_moe": _QWEN3_TOWER,
+    "qwen3_5": _QWEN3_5_TOWER,
+    "qwen3_5_moe": _QWEN3_5_TOWER,
     "qwen2_5_vl": {
         "depth": 32,
         "hidden_size": 3584,
@@ -52,6 +59,16 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "window_size": 112,
         "fullatt_block_indexes": (7, 15, 23, 31),
         "hidden_act": "silu",
+    },
+    "qwen2_vl": {
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_size": 3584,  # Of a vision token.
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "hidden_act": "quick_gelu",
     },
 }
 """Of `vision_config`, by family."""
@@ -66,6 +83,36 @@ _QWEN_TEXT = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
     "max_position_embeddings": 32768,
+}
+
+_QWEN2_VL_TEXT = {
+    **_QWEN_TEXT,
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+}
+
+_QWEN3_5_TEXT = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
 }
 
 TEXT: Mapping[str, Mapping[str, Any]] = {
@@ -84,16 +131,20 @@ TEXT: Mapping[str, Mapping[str, Any]] = {
         "decoder_sparse_step": 1,
         "max_position_embeddings": 128000,
     },
-    "qwen2_5_vl": {
-        **_QWEN_TEXT,
-        "vocab_size": 152064,
-        "hidden_size": 8192,
-        "intermediate_size": 29568,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
+    "qwen3_5": _QWEN3_5_TEXT,
+    "qwen3_5_moe": {
+        **_QWEN3_5_TEXT,
+        "hidden_size": 2048,
+        "intermediate_size": 0,  # Every layer is sparse.
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
     },
+    "qwen2_5_vl": _QWEN2_VL_TEXT,
+    "qwen2_vl": _QWEN2_VL_TEXT,
     "qwen3": {**_QWEN_TEXT, "head_dim": 128},
     "qwen2": _QWEN_TEXT,
 }
@@ -105,15 +156,37 @@ NUM_EXPERTS = 60
 ROPE_THETA = {
     "qwen3_vl": 5e5,
     "qwen3_vl_moe": 5e5,
+    "qwen3_5": 1e4,
+    "qwen3_5_moe": 1e4,
     "qwen2_5_vl": 1e6,
+    "qwen2_vl": 1e6,
     "qwen3": 1e4,
     "qwen2": 1e4,
 }
 MROPE_SECTION = {
     "qwen3_vl": (24, 20, 20),
     "qwen3_vl_moe": (24, 20, 20),
+    "qwen3_5": (11, 11, 10),
+    "qwen3_5_moe": (11, 11, 10),
     "qwen2_5_vl": (16, 24, 24),
+    "qwen2_vl": (16, 24, 24),
 }
+
+PARTIAL_ROTARY_FACTOR = 0.25
+"""Of families with linear attention."""
+
+IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id",
+                "vision_end_token_id")  # pyformat: disable
+_IDS = (151655, 151656, 151652, 151653)
+IMAGE_TOKEN_IDS = {
+    "qwen3_5": (248056, 248057, 248053, 248054),
+    "qwen3_5_moe": (248056, 248057, 248053, 248054),
+}
+
+
+def image_tokens(family: str) -> dict[str, int]:
+  """`IMAGE_TOKENS` and the ids they have in a family."""
+  return dict(zip(IMAGE_TOKENS, IMAGE_TOKEN_IDS.get(family, _IDS)))
 
 
 def filled(

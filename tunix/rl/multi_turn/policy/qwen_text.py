@@ -20,6 +20,7 @@ from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import linear_attention
 from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import sharding
@@ -27,7 +28,8 @@ from tunix.rl.multi_turn.policy import sharding
 _VOCABULARY = sharding.MODEL_AXES
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...] | tuple[jax.Array, jax.Array]
-"""A cache of each layer as of `init_rows`, or one of all, [L, …]."""
+"""A cache of each layer as of `init_rows`, or one of all, [L, …]; of a layer
+of linear attention, its `linear_attention.State`."""
 
 
 class QwenText(nnx.Module):
@@ -41,8 +43,9 @@ class QwenText(nnx.Module):
 
   @property
   def supports_prefix_ids(self) -> bool:
-    """Whether prompts are shared: not on TPU, whose kernel gains more."""
-    return kernels.backend() != "tpu"
+    """Whether prompts are shared: not on TPU, whose kernel gains more, nor
+    where a layer's state goes on from one token to the next."""
+    return kernels.backend() != "tpu" and not self.config.traits.linear
 
   def __init__(
       self,
@@ -90,7 +93,11 @@ class QwenText(nnx.Module):
       mixed = kernels.causal_attention(q, k, v, segments, prefix, self.mesh)
       return mixed, nothing
 
-    hidden, _ = self.decoder(x, inputs.positions, mix, early=early)
+    def recur(net, x, nothing, layer):
+      del layer
+      return net(x, segments), nothing
+
+    hidden, _ = self.decoder(x, inputs.positions, mix, recur, early=early)
     return hidden
 
   def encode_images(
@@ -105,16 +112,13 @@ class QwenText(nnx.Module):
     return jnp.zeros((patches.shape[0], 0, 0), self.config.compute_dtype)
 
   def init_cache(self, batch: int, length: int) -> Cache:
-    text = self.config.text
+    text, dtype = self.config.text, jnp.dtype(self.config.compute_dtype)
+    heads, wide = text.num_key_value_heads, text.head_dim
     layers_ = tuple(
-        cached_attention.init_rows(
-            batch,
-            length,
-            text.num_key_value_heads,
-            text.head_dim,
-            jnp.dtype(self.config.compute_dtype),
-        )
-        for _ in range(text.num_hidden_layers)
+        linear_attention.init_state(text, batch, dtype)
+        if text.is_linear(i)
+        else cached_attention.init_rows(batch, length, heads, wide, dtype)
+        for i in range(text.num_hidden_layers)
     )
     if self.decoder.stacked:
       return jax.tree.map(lambda *x: jnp.stack(x), *layers_)
@@ -137,14 +141,18 @@ class QwenText(nnx.Module):
       )
       return mixed, _with_layer(cache, layer, kept)
 
+    def recur(net, x, cache, layer):
+      out, kept = net.extend(x, starts, lengths, cache[layer])
+      return out, _with_layer(cache, layer, kept)
+
     x, early = self._embed(tokens, vision_index, vision)
-    return self.decoder(x, positions, mix, cache, early)
+    return self.decoder(x, positions, mix, recur, cache, early)
 
   @property
   def reads_pages(self) -> bool:
     """Whether the engine should use `extend_pages` on this backend."""
     text = self.config.text
-    return cached_attention.pages_apply(
+    return not self.config.traits.linear and cached_attention.pages_apply(
         text.head_dim,
         text.num_key_value_heads,
         jnp.dtype(self.config.compute_dtype),
@@ -181,7 +189,7 @@ class QwenText(nnx.Module):
       )
 
     x, early = self._embed(tokens, vision_index, vision)
-    hidden, cache = self.decoder(x, positions, mix, cache, early)
+    hidden, cache = self.decoder(x, positions, mix, _no_recur, cache, early)
     return hidden, sharding.constrain(cache, self.mesh, *self._page_axes)
 
   @property
@@ -248,6 +256,10 @@ def output_matrix(
   return layers.Embedding(
       text.vocab_size, text.hidden_size, init, (_VOCABULARY, None)
   )
+
+
+def _no_recur(net, x, cache, layer):
+  raise TypeError("linear attention has no cache in pages; see reads_pages")
 
 
 def _of_layer(cache: Cache, layer: int | jax.Array):

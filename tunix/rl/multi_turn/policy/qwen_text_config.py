@@ -21,14 +21,13 @@ from typing import Any, Mapping
 from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_defaults
+from tunix.rl.multi_turn.policy import qwen_families
 from tunix.rl.multi_turn.policy import rope_scaling
 
-FAMILIES = ("qwen3", "qwen2")
+FAMILIES = tuple(qwen_families.TEXT)
 
 RUN_FIELDS = ("compute_dtype", "param_dtype", "remat", "scan_layers")
 """Fields that may differ from a checkpoint's file: they affect running only."""
-
-_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +87,9 @@ class QwenTextConfig:
     return self.text.vocab_size
 
   @property
-  def is_qwen3(self) -> bool:
-    """Whether q and k have a norm; else q, k and v have a bias."""
-    return self.family == "qwen3"
+  def traits(self) -> qwen_families.Family:
+    """The parts in which the family differs from others."""
+    return qwen_families.TEXT[self.family]
 
 
 AnyConfig = qwen_config.QwenVLConfig | QwenTextConfig
@@ -206,7 +205,7 @@ def to_hf(config: QwenTextConfig) -> dict[str, Any]:
   """A `config.json` that `transformers` builds the same model from."""
   text = config.text
   raw: dict[str, Any] = {
-      "architectures": [_ARCHITECTURES[config.family]],
+      "architectures": [config.traits.architecture],
       "model_type": config.family,
       "vocab_size": text.vocab_size,
       "hidden_size": text.hidden_size,
@@ -229,6 +228,6 @@ def to_hf(config: QwenTextConfig) -> dict[str, Any]:
     raw["rope_parameters"] |= text.rope_scaling.to_hf()
     # Of transformers 4, beside rope_theta.
     raw["rope_scaling"] = text.rope_scaling.to_hf()
-  if config.is_qwen3:
+  if config.traits.own_head_dim:
     raw |= {"head_dim": text.head_dim, "attention_bias": False}
   return raw

@@ -1,4 +1,4 @@
-"""Joins tower and decoder to the policies Qwen2.5-VL and Qwen3-VL.
+"""Joins tower and decoder to the policies Qwen2-VL to Qwen3.5.
 
 Implements `base.Policy`. Vision tokens take the place of the embeddings of
 their placeholders; those of deeper blocks (deepstack) are added after the
@@ -19,11 +19,14 @@ import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen2_5_vl
+from tunix.rl.multi_turn.policy import qwen2_vl
 from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
+
+_TOWERS = {"qwen2": qwen2_vl, "qwen2_5": qwen2_5_vl, "qwen3": qwen3_vl}
 
 
 class QwenVL(qwen_text.QwenText):
@@ -53,7 +56,7 @@ class QwenVL(qwen_text.QwenText):
         mesh, "vision", config.vision.num_heads, config.vision_tensor_parallel
     )
     init = layers.Init(rngs, config.param_dtype)
-    tower = qwen3_vl if config.is_qwen3 else qwen2_5_vl
+    tower = _TOWERS[config.traits.tower]
     self.visual = tower.VisionTower(config, init, mesh)
     self.language_model = qwen_decoder.Decoder(config, init, mesh)
     self.lm_head = qwen_text.output_matrix(config, init)

@@ -45,7 +45,10 @@ POLICIES = _PolicyNames("policy", paths=False)
 """Name -> size, as `checkpoint.create_policy` takes it."""
 
 POLICIES.register("tiny_vl", "tiny")
-for _name in ("qwen3_vl_tiny", "qwen2_5_vl_tiny", "qwen3_text_tiny"):
+for _name in (
+    "qwen3_vl_tiny", "qwen3_5_tiny", "qwen2_5_vl_tiny", "qwen2_vl_tiny",
+    "qwen3_text_tiny",
+):  # pyformat: disable
   POLICIES.register(_name, _name)
 
 
@@ -57,9 +60,10 @@ class PolicyConfig:
       default="tiny_vl",
       doc="tiny_vl: small, and shipped with weights. qwen3_vl_tiny: the"
       " published architecture at a size for CPUs, shipped with weights too."
-      " qwen2_5_vl_tiny: likewise, random weights. qwen3_text_tiny: Qwen3"
+      " qwen3_5_tiny, qwen2_5_vl_tiny, qwen2_vl_tiny: likewise, random"
+      " weights. qwen3_text_tiny: Qwen3"
       " without a vision tower, random weights. Or a directory: one saved"
-      " here, or a checkpoint of Qwen2.5(-VL) or Qwen3(-VL). Or"
+      " here, or a checkpoint of Qwen2-VL to Qwen3.5. Or"
       " package.module:factory, see docs/policies.md.",
       registry="tunix.rl.multi_turn.policy.settings:POLICIES",
   )

@@ -17,8 +17,8 @@ _BUILT_IN = (
     / "tokenizer.json"
 )  # pyformat: disable
 _BUILT_IN_NAMES = (
-    "tiny", "tiny_vl", "qwen3_vl_tiny", "qwen2_5_vl_tiny", "qwen3_text_tiny",
-    "",
+    "", "tiny", "tiny_vl", "qwen3_vl_tiny", "qwen3_5_tiny",
+    "qwen2_5_vl_tiny", "qwen2_vl_tiny", "qwen3_text_tiny",
 )  # pyformat: disable
 
 

@@ -1,0 +1,288 @@
+"""Declares the sizes of Qwen vision-language policies.
+
+`qwen_config` reads and writes them as config.json, whose field names they
+have; `qwen_sizes` has those of published checkpoints.
+
+Does not: import JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tunix.rl.multi_turn.policy import config_checks
+from tunix.rl.multi_turn.policy import qwen_defaults
+from tunix.rl.multi_turn.policy import qwen_families
+from tunix.rl.multi_turn.policy import rope_scaling
+
+FAMILIES = tuple(qwen_families.VISION_LANGUAGE)
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+  """The vision tower.
+
+  Attributes:
+    depth: blocks.
+    hidden_size: width.
+    intermediate_size: hidden units of a block's MLP.
+    num_heads: attention heads.
+    out_hidden_size: width of a vision token, the decoder's.
+    patch_size: pixels of a patch's side.
+    spatial_merge_size: patches of a side that become one vision token.
+    num_position_embeddings: learned positions, a square (Qwen3-VL and
+      Qwen3.5); 0 = none.
+    deepstack_visual_indexes: blocks whose output is also merged and added
+      after the first decoder layers (Qwen3-VL).
+    image_mean: of each channel, a fraction of 255, subtracted from pixels;
+      given by the processor's files. () = the family's published one.
+    image_std: likewise, by which they are divided.
+    window_size: pixels of a side of an attention window (Qwen2.5-VL).
+    fullatt_block_indexes: blocks without windows (Qwen2.5-VL).
+  """
+
+  depth: int
+  hidden_size: int
+  intermediate_size: int
+  num_heads: int
+  out_hidden_size: int
+  patch_size: int = 16
+  spatial_merge_size: int = 2
+  num_position_embeddings: int = 0
+  deepstack_visual_indexes: tuple[int, ...] = ()
+  image_mean: tuple[float, ...] = ()
+  image_std: tuple[float, ...] = ()
+  window_size: int = 0
+  fullatt_block_indexes: tuple[int, ...] = ()
+
+  @property
+  def head_dim(self) -> int:
+    return self.hidden_size // self.num_heads
+
+  @property
+  def patches_per_token(self) -> int:
+    return self.spatial_merge_size**2
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+  """The decoder.
+
+  Attributes:
+    num_experts: 0 = a dense MLP in every layer.
+    num_experts_per_tok: experts a token goes through.
+    moe_intermediate_size: hidden units of an expert.
+    mlp_only_layers: layers with a dense MLP although there are experts.
+    decoder_sparse_step: every how many layers there are experts.
+    mrope_section: frequencies of a head for the axes time, height, width.
+    rope_scaling: of the rotary positions; None = plain.
+    partial_rotary_factor: share of a head that is rotated, its beginning.
+    shared_expert_intermediate_size: hidden units of the expert that every token
+      goes through, beside the chosen ones; 0 = none.
+    full_attention_layers: layers of full attention where the others are linear
+      (Qwen3.5); None = all layers are full.
+    linear_num_key_heads: of a linear layer.
+    linear_num_value_heads: of a linear layer, a multiple of the key heads.
+    linear_key_head_dim: width of a linear layer's query and key heads.
+    linear_value_head_dim: width of its value heads.
+    linear_conv_kernel_dim: tokens that its convolution sees.
+  """
+
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_hidden_layers: int
+  num_attention_heads: int
+  num_key_value_heads: int
+  head_dim: int = 128
+  rms_norm_eps: float = 1e-6
+  rope_theta: float = 5e6
+  mrope_section: tuple[int, int, int] = (24, 20, 20)
+  rope_scaling: rope_scaling.RopeScaling | None = None
+  num_experts: int = 0
+  num_experts_per_tok: int = 0
+  moe_intermediate_size: int = 0
+  mlp_only_layers: tuple[int, ...] = ()
+  decoder_sparse_step: int = 1
+  partial_rotary_factor: float = 1.0
+  shared_expert_intermediate_size: int = 0
+  full_attention_layers: tuple[int, ...] | None = None
+  linear_num_key_heads: int = 0
+  linear_num_value_heads: int = 0
+  linear_key_head_dim: int = 0
+  linear_value_head_dim: int = 0
+  linear_conv_kernel_dim: int = 0
+
+  @property
+  def rotary_dim(self) -> int:
+    """Width of a head's rotated beginning."""
+    return int(self.head_dim * self.partial_rotary_factor)
+
+  def is_linear(self, layer: int) -> bool:
+    """Whether a layer's attention is linear."""
+    full = self.full_attention_layers
+    return full is not None and layer not in full
+
+  def is_sparse(self, layer: int) -> bool:
+    """Whether a layer's MLP is a mixture of experts."""
+    return (
+        self.num_experts > 0
+        and layer not in self.mlp_only_layers
+        and (layer + 1) % self.decoder_sparse_step == 0
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenVLConfig:
+  """A policy of one of the `FAMILIES`.
+
+  Attributes:
+    family: `model_type` of the checkpoint.
+    vision: the tower.
+    text: the decoder.
+    tie_word_embeddings: the output matrix is the embedding.
+    image_token_id: placeholder of a vision token.
+    video_token_id: never to be sampled either.
+    vision_start_token_id: begins an image in the prompt.
+    vision_end_token_id: ends it.
+    compute_dtype: of activations; sums are taken in float32.
+    param_dtype: of the model's weights; the learner trains float32 masters of
+      bfloat16 ones.
+    remat: recomputed by the backward pass: "none", "block" (all of a
+      layer) or "dots" (all but the results of matrix products).
+    scan_layers: one loop over stacked layers, which compiles faster; unrolled
+      layers run faster on a CPU.
+    vision_tensor_parallel: split the tower within a layer too; else it is
+      only sharded for storage.
+    max_image_patches: an image of more patches is refused by the learner and,
+      where its size is known, when the policy is loaded. 0 = no limit.
+    min_pixels, max_pixels: limits of a resized image's area, as the processor
+      that belongs to the model keeps them; 0 = not known.
+  """
+
+  family: str
+  vision: VisionConfig
+  text: TextConfig
+  tie_word_embeddings: bool = False
+  image_token_id: int = 151655
+  video_token_id: int = 151656
+  vision_start_token_id: int = 151652
+  vision_end_token_id: int = 151653
+  compute_dtype: str = "float32"
+  param_dtype: str = "float32"
+  remat: str = "block"
+  scan_layers: bool = False
+  vision_tensor_parallel: bool = False
+  max_image_patches: int = 0
+  min_pixels: int = 0
+  max_pixels: int = 0
+
+  def __post_init__(self):
+    if self.family not in FAMILIES:
+      raise ValueError(
+          f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
+      )
+    config_checks.check_dtypes(self.compute_dtype, self.param_dtype)
+    if self.remat not in ("none", "block", "dots"):
+      raise ValueError(
+          f"remat must be none, block or dots, got {self.remat!r}"
+      )
+    text, vision = self.text, self.vision
+    mean, std = qwen_defaults.IMAGE_STATISTICS[self.family]
+    vision = dataclasses.replace(
+        vision,
+        image_mean=vision.image_mean or mean,
+        image_std=vision.image_std or std,
+    )
+    object.__setattr__(self, "vision", vision)
+    for name, value in (
+        ("text.num_attention_heads", text.num_attention_heads),
+        ("vision.num_heads", vision.num_heads),
+    ):
+      if value < 1:
+        raise ValueError(f"{name} must be >= 1, got {value}")
+    if self.max_image_patches < 0:
+      raise ValueError(
+          f"max_image_patches must be >= 0, got {self.max_image_patches}"
+      )
+    if text.num_attention_heads % text.num_key_value_heads:
+      raise ValueError(
+          f"text.num_attention_heads={text.num_attention_heads} is not a"
+          f" multiple of num_key_value_heads={text.num_key_value_heads}"
+      )
+    if text.linear_num_key_heads and (
+        text.linear_num_value_heads % text.linear_num_key_heads
+    ):
+      raise ValueError(
+          f"text.linear_num_value_heads={text.linear_num_value_heads} is not a"
+          f" multiple of linear_num_key_heads={text.linear_num_key_heads}"
+      )
+    if sum(text.mrope_section) != text.rotary_dim // 2:
+      raise ValueError(
+          f"text.mrope_section={text.mrope_section} must add up to half of"
+          f" head_dim={text.head_dim}"
+          + f" * {text.partial_rotary_factor:g}" * (text.rotary_dim
+          != text.head_dim)
+      )
+    if vision.hidden_size % vision.num_heads or vision.head_dim % 4:
+      raise ValueError(
+          f"vision.hidden_size={vision.hidden_size} gives"
+          f" {vision.num_heads} heads of {vision.head_dim}, which must be a"
+          " multiple of 4"
+      )
+    if vision.out_hidden_size != text.hidden_size:
+      raise ValueError(
+          f"vision.out_hidden_size={vision.out_hidden_size} must equal"
+          f" text.hidden_size={text.hidden_size}"
+      )
+    if (
+        self.traits.tower == "qwen2"
+        and vision.intermediate_size % vision.hidden_size
+    ):
+      raise ValueError(
+          f"vision.intermediate_size={vision.intermediate_size} must be a"
+          f" multiple of the tower's width {vision.hidden_size}: config.json"
+          " has their ratio, mlp_ratio"
+      )
+    side = round(vision.num_position_embeddings**0.5)
+    if side * side != vision.num_position_embeddings:
+      raise ValueError(
+          f"vision.num_position_embeddings={vision.num_position_embeddings}"
+          " is not a square"
+      )
+    deepest = (*vision.deepstack_visual_indexes, -1)
+    if max(deepest) >= vision.depth or (
+        len(vision.deepstack_visual_indexes) > text.num_hidden_layers
+    ):
+      raise ValueError(
+          "vision.deepstack_visual_indexes="
+          f"{vision.deepstack_visual_indexes} do not fit {vision.depth} blocks"
+          f" and {text.num_hidden_layers} decoder layers"
+      )
+
+  @property
+  def vocab_size(self) -> int:
+    return self.text.vocab_size
+
+  @property
+  def banned_token_ids(self) -> tuple[int, ...]:
+    """Placeholders, which no sampler may draw."""
+    return (self.image_token_id, self.video_token_id)
+
+  @property
+  def traits(self) -> qwen_families.Family:
+    """The parts in which the family differs from others."""
+    return qwen_families.VISION_LANGUAGE[self.family]
+
+
+RUN_FIELDS = (
+    "compute_dtype",
+    "param_dtype",
+    "remat",
+    "scan_layers",
+    "vision_tensor_parallel",
+    "max_image_patches",
+    "min_pixels",
+    "max_pixels",
+)
+"""Fields that may differ from a checkpoint's file: those of running it."""
