@@ -85,6 +85,7 @@ class LearnerLoop:
       checkpoints: checkpoint_lib.LearnerCheckpoints | None = None,
       extras: Callable[[], dict[str, Any]] | None = None,
       updated: Callable[[], None] = lambda: None,
+      parts: int = 1,
       wait_timeout_s: float | None = None,
       publish_timeout_s: float = 120.0,
       processes: peers_lib.Peers = peers_lib.ALONE,
@@ -103,6 +104,8 @@ class LearnerLoop:
         beside the learner and `CONSUMED`.
       updated: called after each update, before the queue admits groups of its
         version.
+      parts: that each group comes in; a step takes that many times
+        `groups_per_step` from the queue.
       wait_timeout_s: longest wait for one step's groups, in seconds, or for
         those that replace some; None waits until the queue closes or fails.
       publish_timeout_s: longest wait for published weights to arrive.
@@ -121,7 +124,7 @@ class LearnerLoop:
     self._gated = gated
     self._publish = publish
     self._processes = processes
-    self._groups_per_step = learner.groups_per_step
+    self._groups_per_step = learner.groups_per_step * parts
     self._publish_every = publish_every
     self._observers = observers or events.Observers()
     self._checkpoints = checkpoints
@@ -134,7 +137,9 @@ class LearnerLoop:
     self._replaced = 0
     self._before: set[int] = set()
     self._replaceable = (
-        learner.config.dynamic_sampling * learner.config.groups_per_step
+        learner.config.dynamic_sampling
+        * learner.config.groups_per_step
+        * parts
     )
     self._consumed: set[int] = set()  # Trained on and not acknowledged.
     self._unacknowledged = False
@@ -312,6 +317,5 @@ class LearnerLoop:
 
 
 def varies(group: trajectory.TrajectoryGroup) -> bool:
-  """Whether the valid members of a group got different rewards."""
-  rewards = {float(m.reward) for m in group.valid}
-  return len(rewards) > 1
+  """Whether a group's valid members and their peers got different rewards."""
+  return len(set(group.rewards)) > 1

@@ -236,6 +236,13 @@ METRICS: dict[str, Metric] = {
         " anew.",
         "Growing: wasted work; lower collect.concurrency.",
     ),
+    "stale_token_share": Metric(
+        "",
+        "Share of the valid episodes' sampled tokens that left the loss for"
+        " their age, with queue.stale_policy=trim.",
+        "High: raise queue.max_staleness, lower collect.part_size, or let the"
+        " learner take more groups an update.",
+    ),
     "staleness_mean": Metric(
         "versions", "Mean lag of sampled tokens behind the learner."
     ),
@@ -419,7 +426,11 @@ def group_metrics(
   for name, count in sorted(statuses.items()):
     out[f"status/{name}"] = count / total
   spread = [
-      len({t.reward for t in g if t.status.is_policy_outcome}) > 1
+      len(
+          {t.reward for t in g if t.status.is_policy_outcome}
+          | set(g.peer_rewards)
+      )
+      > 1
       for g in groups
   ]
   out["informative_groups"] = sum(spread) / len(spread)
@@ -448,6 +459,9 @@ def group_metrics(
     if family:
       out[f"success_rate/{family}"] = sum(wins) / len(wins)
   out["turns_mean"] = sum(t.num_turns for t in valid) / len(valid)
+  stale = sum(t.stale_tokens for t in valid)
+  sampled = stale + sum(t.num_sampled for t in valid)
+  out["stale_token_share"] = stale / max(sampled, 1)
   out["episode_tokens_mean"] = sum(t.num_sampled for t in valid) / len(valid)
   for name in ("truncated_turns", "fallback_turns", "history_rewrites"):
     out[name] = sum(t.metrics.get(name, 0.0) for t in valid) / len(valid)

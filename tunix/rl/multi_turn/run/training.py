@@ -73,6 +73,7 @@ class Training:
         publish_timeout_s=config.external.load_timeout_s,
         extras=self._extras,
         updated=self._hold_when_due,
+        parts=config.collect.parts,
         processes=run.processes,
     )
 
@@ -195,7 +196,7 @@ class Training:
       observers.on_event(events.GroupFinished(group, "dropped", reason))
 
     return group_queue.GroupQueue(
-        self._learner.groups_per_step,
+        self._learner.groups_per_step * config.collect.parts,
         config.queue,
         order="admission" if config.lockstep else "ready",
         version=version,
