@@ -647,7 +647,7 @@ def test_the_reference_in_docs_is_up_to_date():
         ),
         (
             ["collect.part_size=3", "queue.max_staleness=1"],
-            "part_size=3 must divide group_size=8",
+            "part_size=3 must divide collect.group_size=8",
         ),
         (
             [
