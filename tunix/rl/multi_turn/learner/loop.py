@@ -28,6 +28,7 @@ from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.learner import step_seconds
 from tunix.rl.queue import data_queue  # type: ignore[attr-defined]
 
 Publish = Callable[[int, nnx.State], Any]
@@ -73,7 +74,12 @@ class StarvedError(TimeoutError):
 
 
 class LearnerLoop:
-  """See the module docstring. One thread calls `step` or `run`."""
+  """See the module docstring. One thread calls `step` or `run`.
+
+  Attributes:
+    seconds: accounts for that thread's time; a caller that evaluates between
+      two steps does it `with loop.seconds("evaluate")`.
+  """
 
   def __init__(
       self,
@@ -120,6 +126,7 @@ class LearnerLoop:
           f" max_staleness={gated.max_staleness}; every group would be dropped"
       )
     self.learner = learner
+    self.seconds = step_seconds.StepSeconds()
     self._queue = queue
     self._gated = gated
     self._publish = publish
@@ -150,6 +157,10 @@ class LearnerLoop:
     Raises:
       TimeoutError: they did not arrive within the deadline.
     """
+    with self.seconds("publish"):
+      self._publish_now()
+
+  def _publish_now(self) -> None:
     started = time.perf_counter()
     version = self.learner.version
     arrived = self._publish(version, self.learner.policy_state())
@@ -179,12 +190,15 @@ class LearnerLoop:
     started = time.perf_counter()
     if not (self._kept or self._replaced):
       self._before = self._delivered()
-    if not all(self._processes.together("take", lambda: self._take(stop))):
+    with self.seconds("wait"):
+      taken = self._processes.together("take", lambda: self._take(stop))
+    if not all(taken):
       return None
     groups, self._kept = self._kept, []
     replaced, self._replaced = self._replaced, 0
     waited = time.perf_counter() - started
-    metrics = self.learner.update(groups)
+    with self.seconds("learn"):
+      metrics = self.learner.update(groups)
     self._consumed |= self._delivered() - self._before
     self._updated()
     step = self.learner.counters.updates
@@ -200,16 +214,17 @@ class LearnerLoop:
     }
     if self._replaceable:
       metrics["replaced_groups"] = float(replaced)
-    self._observers.on_event(
-        events.StepFinished(
-            step,
-            self.learner.version,
-            metrics,
-            tuple(groups),
-            {k: tuple(v.tolist()) for k, v in self.learner.advantages.items()},
-            self.learner.left_out,
-        )
+    metrics |= self.seconds.take()
+    finished = events.StepFinished(
+        step,
+        self.learner.version,
+        metrics,
+        tuple(groups),
+        {k: tuple(v.tolist()) for k, v in self.learner.advantages.items()},
+        self.learner.left_out,
     )
+    with self.seconds("report"):
+      self._observers.on_event(finished)
     every = self._checkpoints.config.every if self._checkpoints else 0
     if every and step % every == 0:
       self.save()
@@ -238,11 +253,12 @@ class LearnerLoop:
     """
     if self._checkpoints is None:
       raise ValueError("this loop has no checkpoints to save to")
-    if self.learner.version not in self._checkpoints.steps():
-      extras = {**self._extras(), CONSUMED: sorted(self._consumed)}
-      if self._processes.count > 1:
-        extras[PROCESSES] = self._processes.gather("extras", extras)
-      self._checkpoints.save(self.learner, extras)
+    with self.seconds("save"):
+      if self.learner.version not in self._checkpoints.steps():
+        extras = {**self._extras(), CONSUMED: sorted(self._consumed)}
+        if self._processes.count > 1:
+          extras[PROCESSES] = self._processes.gather("extras", extras)
+        self._checkpoints.save(self.learner, extras)
     self._unacknowledged = True
 
   def settle(self) -> None:
@@ -253,7 +269,8 @@ class LearnerLoop:
     """
     if not self._unacknowledged or self._checkpoints is None:
       return
-    self._checkpoints.wait()
+    with self.seconds("save"):
+      self._checkpoints.wait()
     if self._gated is not None:
       self._gated.ack(self._consumed)
     self._consumed.clear()

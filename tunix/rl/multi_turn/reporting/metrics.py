@@ -15,6 +15,7 @@ from typing import Any, Iterable, Mapping
 
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.reporting import time_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,8 @@ METRICS: dict[str, Metric] = {
     "seconds_publish": Metric(
         "s", "Handing the weights to the engine, reshard included."
     ),
+    # Where the time went.
+    **{name: Metric("s", *texts) for name, texts in time_metrics.TIME.items()},
     # Episodes.
     "reward_mean": Metric(
         "reward",
@@ -548,6 +551,9 @@ def engine_metrics(
       "lockstep_timeouts": grown("lockstep_timeouts"),
       "engine_compiles": float(after.get("compiles_after_warm_up", 0.0)),
   }
+  if "seconds_idle" in after:
+    for part in time_metrics.ENGINE:
+      out[f"time/engine_{part}"] = grown(f"seconds_{part}")
   if prompt > 0:
     out["prefix_reuse"] = max(0.0, 1.0 - computed / prompt)
   if grown("decode_places") > 0:

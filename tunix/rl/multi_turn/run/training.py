@@ -119,8 +119,9 @@ class Training:
           break
         if self._loop.step(run.stop) is None:
           break
-        run.share_counts()
-        run.processes.together("watch", run.watchdog.check)
+        with self._loop.seconds("report"):
+          run.share_counts()
+          run.processes.together("watch", run.watchdog.check)
         self._evaluate_when_due()
     except group_queue.QueueFailed:
       run.watchdog.check()
@@ -174,7 +175,8 @@ class Training:
     run.updates = self._learner.counters.updates
     if self._evaluation_due(run.updates):
       self._publish_latest()
-      evaluation.evaluate(run, f"step_{run.updates}")
+      with self._loop.seconds("evaluate"):
+        evaluation.evaluate(run, f"step_{run.updates}")
     if self._is_unfinished():
       self._collecting.release()
 
