@@ -177,7 +177,10 @@ class _Watch:
     self._lock = threading.Lock()
     self._in_flight = 0
     self._since = time.perf_counter()
+    self._started: dict[str, float] = {}
     self.taken = 0.0
+    self.extra: list[float] = []  # Real seconds beside an episode's own.
+    self.unit = 1.0
 
   def on_event(self, event: Any) -> None:
     kind = type(event).__name__
@@ -186,9 +189,14 @@ class _Watch:
     with self._lock:
       self.advance()
       self._in_flight += 1 if kind == "EpisodeStarted" else -1
-      if kind == "EpisodeFinished":
+      if kind == "EpisodeStarted":
+        self._started[event.trajectory_id] = self._since
+      else:
+        seconds = float(event.trajectory.task)
+        took = self._since - self._started.pop(event.trajectory.trajectory_id)
+        self.extra.append(took / self.unit - seconds)
         self.account.sampled += event.trajectory.num_sampled
-        self.account.ended.append(float(event.trajectory.task))
+        self.account.ended.append(seconds)
 
   def advance(self) -> None:
     now = time.perf_counter()
@@ -204,8 +212,12 @@ def play(
     seed: int = 0,
     *,
     unit: float,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, float]]:
   """The report of a real run of the loops, as `simulate_async.simulate`.
+
+  Also the costs that it measured, in simulated seconds: `learn_s`, the
+  learner's time of a step but its waiting, and `turn_s`, what a turn took
+  beside its share of the episode's seconds.
 
   Args:
     costs: with equal speed for any number of requests, and a slot for each
@@ -223,6 +235,7 @@ def play(
   policy = _Policy(costs, unit)
   learner = _Learner(rules.groups_per_step, costs.learn_s * unit)
   watch = _Watch(learner.account)
+  watch.unit = unit
 
   def pair(task):
     seconds = task["seconds"].pop()
@@ -255,8 +268,22 @@ def play(
       time.sleep(costs.sync_s * unit)
     policy.update_weights(version, state)
 
+  spent: list[float] = []  # By the learner, without its waiting.
+
+  class Steps:
+
+    def on_event(self, event: Any) -> None:
+      if type(event).__name__ == "StepFinished":
+        found = event.metrics
+        spent.append(found["time/step"] - found["time/wait"])
+
   loop = loop_lib.LearnerLoop(
-      learner, queue, publish, parts=rules.parts, wait_timeout_s=600.0
+      learner,
+      queue,
+      publish,
+      observers=Steps(),
+      parts=rules.parts,
+      wait_timeout_s=600.0,
   )
   loop.publish()
   collecting.start()
@@ -266,6 +293,9 @@ def play(
       watch.advance()
       account = learner.account = watch.account = simulate_async.Account()
       watch.taken = learner.busy = 0.0
+      watch.extra.clear()
+      loop.seconds.take()
+      spent.clear()
       began = time.perf_counter()
     loop.run(warm + steps)
     with watch._lock:  # pylint: disable=protected-access
@@ -275,8 +305,13 @@ def play(
     collecting.stop()
     queue.close()
     collecting.join(30.0)
-  return account.report(
+  measured = {
+      "learn_s": float(np.mean(spent)) / unit,
+      "turn_s": float(np.mean(watch.extra)) / costs.turns,
+  }
+  report = account.report(
       steps * costs.learn_s * unit / seconds,
       1 - learner.busy / seconds,
       1 - watch.taken / seconds / costs.concurrency,
   )
+  return report, measured

@@ -17,7 +17,8 @@ those of handing over weights. Rules are those of the run: `queue.*`,
 
 `--real` plays the same episodes through the real `GroupCollector`,
 `CollectLoop`, `GroupQueue` and `LearnerLoop`, with environments that sleep and
-an update of fixed length (`async_loop.py`), and reports both.
+an update of fixed length (`async_loop.py`). It measures what the machine added
+to the sleeps, simulates with these costs (`expected`), and reports both.
 
 The event loop is a heap of its own: one resource, decoding slots whose speed
 depends on how many are taken, is all there is, and a process-based library
@@ -58,6 +59,7 @@ class Costs:
     empty_speed: speed of decoding with one request over that with all slots.
     learn_s: seconds of an update.
     sync_s: seconds from an update to its weights in the engine.
+    turn_s: seconds that each turn takes beside its share of `episode_s`.
   """
 
   episode_s: float = 1.0
@@ -70,6 +72,7 @@ class Costs:
   empty_speed: float = 1.0
   learn_s: float = 1.0
   sync_s: float = 0.0
+  turn_s: float = 0.0
 
   def speed(self, requests: int) -> float:
     """Of each of so many requests; 1 with all slots taken."""
@@ -230,7 +233,7 @@ class Simulation:
     self._count(episode)
     self._serve()
     costs = self._costs
-    wait = episode.seconds * costs.env_share / costs.turns
+    wait = episode.seconds * costs.env_share / costs.turns + costs.turn_s
     self._later(wait, "acted", episode)
 
   def _acted(self, episode: _Episode) -> None:
@@ -406,7 +409,17 @@ def main() -> None:
         if args.real:
           import async_loop  # pylint: disable=g-import-not-at-top
 
-          row["real"] = _rounded(async_loop.play(*run, unit=args.unit))
+          real, measured = async_loop.play(*run, unit=args.unit)
+          # What this machine added to each sleep is a cost like others.
+          held = dataclasses.replace(
+              costs, learn_s=measured["learn_s"], turn_s=measured["turn_s"]
+          )
+          expected = simulate(held, *run[1:])
+          expected["rate"] *= costs.learn_s / held.learn_s
+          row["measured"] = _rounded(measured)
+          row["expected"] = _rounded(expected)
+          row["real"] = _rounded(real)
+          row["real / expected"] = round(real["rate"] / expected["rate"], 3)
         print(json.dumps(row), flush=True)
 
 

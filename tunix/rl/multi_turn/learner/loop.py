@@ -92,6 +92,7 @@ class LearnerLoop:
       extras: Callable[[], dict[str, Any]] | None = None,
       updated: Callable[[], None] = lambda: None,
       parts: int = 1,
+      publish_ahead: bool = False,
       wait_timeout_s: float | None = None,
       publish_timeout_s: float = 120.0,
       processes: peers_lib.Peers = peers_lib.ALONE,
@@ -112,6 +113,10 @@ class LearnerLoop:
         version.
       parts: that each group comes in; a step takes that many times
         `groups_per_step` from the queue.
+      publish_ahead: do not wait, after an update, until its weights have
+        arrived, but before the next ones are published. For an engine that
+        serves requests sent after `publish` returns with these weights or
+        newer ones, as the rollout engine in the process does.
       wait_timeout_s: longest wait for one step's groups, in seconds, or for
         those that replace some; None waits until the queue closes or fails.
       publish_timeout_s: longest wait for published weights to arrive.
@@ -133,6 +138,8 @@ class LearnerLoop:
     self._processes = processes
     self._groups_per_step = learner.groups_per_step * parts
     self._publish_every = publish_every
+    self._publish_ahead = publish_ahead
+    self._arriving: tuple[int, concurrent.futures.Future[Any]] | None = None
     self._observers = observers or events.Observers()
     self._checkpoints = checkpoints
     self._extras = extras or dict
@@ -152,26 +159,45 @@ class LearnerLoop:
     self._unacknowledged = False
 
   def publish(self) -> None:
-    """Publishes the present weights. Call it once before the first step.
+    """Publishes the present weights, and waits until they have arrived.
+
+    Call it once before the first step.
 
     Raises:
       TimeoutError: they did not arrive within the deadline.
     """
-    with self.seconds("publish"):
-      self._publish_now()
+    self._publish_now()
+    self.await_weights()
+
+  def await_weights(self) -> None:
+    """Waits until the weights published last have arrived.
+
+    Raises:
+      TimeoutError: they did not within the deadline.
+    """
+    if self._arriving is None:
+      return
+    version, arriving = self._arriving
+    try:
+      with self.seconds("publish"):
+        arriving.result(timeout=self._publish_timeout_s)
+    except concurrent.futures.TimeoutError as error:
+      raise TimeoutError(
+          f"weights of version {version} did not reach the rollout engine"
+          f" within {self._publish_timeout_s:g} s"
+      ) from error
+    self._arriving = None
 
   def _publish_now(self) -> None:
+    self.await_weights()
     started = time.perf_counter()
     version = self.learner.version
-    arrived = self._publish(version, self.learner.policy_state())
-    if isinstance(arrived, concurrent.futures.Future):
-      try:
-        arrived.result(timeout=self._publish_timeout_s)
-      except concurrent.futures.TimeoutError as error:
-        raise TimeoutError(
-            f"weights of version {version} did not reach the rollout engine"
-            f" within {self._publish_timeout_s:g} s"
-        ) from error
+    with self.seconds("publish"):
+      arriving = self._publish(version, self.learner.policy_state())
+    if isinstance(arriving, concurrent.futures.Future):
+      self._arriving = version, arriving
+    if not self._publish_ahead:
+      self.await_weights()
     self._observers.on_event(
         events.WeightsPublished(version, time.perf_counter() - started)
     )
@@ -204,7 +230,7 @@ class LearnerLoop:
     step = self.learner.counters.updates
     published = time.perf_counter()
     if step % self._publish_every == 0:
-      self.publish()
+      self._publish_now()
     if self._gated is not None:
       self._gated.set_version(self.learner.version)
     metrics |= {
@@ -243,6 +269,7 @@ class LearnerLoop:
       if self.step(stop) is None:
         break
       made += 1
+    self.await_weights()
     self.settle()
     return made
 

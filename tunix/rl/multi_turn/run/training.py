@@ -74,6 +74,9 @@ class Training:
         extras=self._extras,
         updated=self._hold_when_due,
         parts=config.collect.parts,
+        # An engine elsewhere may serve the next request with older weights.
+        publish_ahead=config.queue.max_staleness > 0
+        and config.rollout.via != "external",
         processes=run.processes,
     )
 
@@ -157,6 +160,7 @@ class Training:
     self._collected = None
 
   def _publish_latest(self) -> None:
+    self._loop.await_weights()
     if self._run.engine.version != self._learner.version:
       self._loop.publish()
 
