@@ -313,18 +313,14 @@ def test_asynchronous_is_the_same_code(tmp_path):
     assert step["groups"] == 4  # Two groups an update, each in two parts.
     assert step["episodes"] >= 7
   for before, step in zip(steps, steps[1:]):
-    wall = step["time/step"]
-    # The readings themselves are taken between the two clocks.
-    assert wall == pytest.approx(step["time"] - before["time"], rel=0.02)
-    assert step["time/other"] < 0.02 * wall
-    for parts in time_metrics.ACCOUNTS.values():
-      # A call of the engine that goes on is counted when it ends.
-      account = sum(step[f"time/{part}"] for part in parts)
-      assert account == pytest.approx(wall, rel=0.02, abs=0.05), step
+    passed = step["time"] - before["time"]
+    assert step["time/step"] == pytest.approx(passed, rel=0.02, abs=0.1)
+  # Of the run, as a call of the engine is counted when it ends.
   wall = sum(step["time/step"] for step in steps)
+  assert sum(step["time/other"] for step in steps) < 0.02 * wall + 0.1
   for who, parts in time_metrics.ACCOUNTS.items():
     account = sum(step[f"time/{part}"] for step in steps for part in parts)
-    assert account == pytest.approx(wall, rel=0.02), who
+    assert account == pytest.approx(wall, rel=0.02, abs=0.1), who
   evaluated = [s["time/evaluate"] > 0 for s in steps]
   assert evaluated == [False, False, True, False]
   page = (tmp_path / "s" / "report.html").read_text()

@@ -240,15 +240,18 @@ class LearnerLoop:
     }
     if self._replaceable:
       metrics["replaced_groups"] = float(replaced)
-    metrics |= self.seconds.take()
+    advantages = {
+        k: tuple(v.tolist()) for k, v in self.learner.advantages.items()
+    }
     finished = events.StepFinished(
         step,
         self.learner.version,
-        metrics,
+        metrics | self.seconds.take(),
         tuple(groups),
-        {k: tuple(v.tolist()) for k, v in self.learner.advantages.items()},
+        advantages,
         self.learner.left_out,
     )
+    metrics = dict(finished.metrics)
     with self.seconds("report"):
       self._observers.on_event(finished)
     every = self._checkpoints.config.every if self._checkpoints else 0
