@@ -26,6 +26,7 @@ from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import lora_files
 from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.reporting import time_metrics
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run.warm_start import cloning
@@ -297,13 +298,33 @@ def test_a_run_on_a_mesh_of_two_devices(tmp_path):
 
 
 def test_asynchronous_is_the_same_code(tmp_path):
+  """Groups in parts, stale tokens trimmed; every second accounted for."""
   status = small_runs.run_train(
       tmp_path, small_runs.NANO, "name=s", "warm_start.source=none", "steps=4",
       "queue.max_staleness=2", "learner.publish_every=2",
+      "queue.stale_policy=trim", "queue.admission=finished",
+      "collect.part_size=2", "checkpoint.every=2", "eval.every=2",
   )  # pyformat: disable
   assert status == 0
-  for step in small_runs.metrics_of(tmp_path / "s"):
+  steps = small_runs.metrics_of(tmp_path / "s")
+  assert len(steps) == 4
+  for step in steps:
     assert step["staleness_max"] <= 2
+    assert step["groups"] == 4  # Two groups an update, each in two parts.
+    assert step["episodes"] >= 7
+  for before, step in zip(steps, steps[1:]):
+    passed = step["time"] - before["time"]
+    assert step["time/step"] == pytest.approx(passed, rel=0.02, abs=0.1)
+  # Of the run, as a call of the engine is counted when it ends.
+  wall = sum(step["time/step"] for step in steps)
+  assert sum(step["time/other"] for step in steps) < 0.02 * wall + 0.1
+  for who, parts in time_metrics.ACCOUNTS.items():
+    account = sum(step[f"time/{part}"] for step in steps for part in parts)
+    assert account == pytest.approx(wall, rel=0.02, abs=0.1), who
+  evaluated = [s["time/evaluate"] > 0 for s in steps]
+  assert evaluated == [False, False, True, False]
+  page = (tmp_path / "s" / "report.html").read_text()
+  assert "<h2>Time</h2>" in page and "<th>Engine</th>" in page
 
 
 def test_a_policy_of_the_users_trains_and_is_loaded_by_its_name(tmp_path):

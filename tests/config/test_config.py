@@ -632,3 +632,42 @@ def test_the_reference_in_docs_is_up_to_date():
   assert written == config_lib.reference(), (
       "run: python -m tunix.rl.multi_turn.config > docs/configuration.md"
   )
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (
+            ["queue.admission=finished"],
+            "queue.admission=finished .*max_staleness=0",
+        ),
+        (
+            ["collect.part_size=4"],
+            "collect.part_size=4 delivers episodes in the order",
+        ),
+        (
+            ["collect.part_size=3", "queue.max_staleness=1"],
+            "part_size=3 must divide collect.group_size=8",
+        ),
+        (
+            [
+                "collect.part_size=4",
+                "queue.max_staleness=1",
+                "algorithm.advantage=gigpo",
+            ],
+            "collect.part_size=4 splits groups.*gigpo",
+        ),
+        (
+            [
+                "collect.part_size=4",
+                "queue.max_staleness=1",
+                "queue.capacity=8",
+                "learner.groups_per_step=8",
+            ],
+            "queue.capacity=8 can never hold the 16 groups",
+        ),
+    ],
+)
+def test_rules_of_asynchrony_that_contradict_each_other(argv, words):
+  with pytest.raises(config_lib.ConfigError, match="(?s)" + words):
+    load("collect.group_size=8", "collect.min_valid=2", *argv)

@@ -249,6 +249,30 @@ def test_weights_that_never_arrive_are_reported(case):
     loop.publish()
 
 
+def test_weights_may_arrive_while_the_next_groups_are_awaited(case):
+  """A slow engine holds up the weights after, not the update between."""
+  published = []
+
+  def publish(version, state):
+    del state
+    published.append((version, concurrent.futures.Future()))
+    return published[-1][1]
+
+  queue = group_queue.GroupQueue(2, group_queue.QueueConfig(max_staleness=2))
+  loop = _loop(case, queue, publish, publish_ahead=True, publish_timeout_s=0.1)
+  for _ in range(4):
+    ticket = queue.acquire_start(timeout=1)
+    queue.put(case.group([1.0, 0.0]), ticket, timeout=1)
+  loop.step()
+  assert [version for version, _ in published] == [1]
+  assert queue.version == 1  # Admitted: requests are served with version 1.
+  with pytest.raises(TimeoutError, match="version 1 did not reach"):
+    loop.step()
+  published[0][1].set_exception(RuntimeError("no memory"))
+  with pytest.raises(RuntimeError, match="no memory"):
+    loop.await_weights()
+
+
 def test_contradictions_are_refused(case):
   queue = group_queue.GroupQueue(2)
   with pytest.raises(ValueError, match="max_staleness=0"):

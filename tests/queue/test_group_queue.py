@@ -1,6 +1,7 @@
 """The promises of GroupQueue: gates, bounds, wake-ups, durability."""
 
 import asyncio
+import dataclasses
 import queue as std_queue
 import random
 import threading
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import pytest
 import queue_groups
 import trials
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.queue import data_queue
 from tunix.rl.queue import group_queue
 
@@ -117,6 +119,61 @@ def test_stale_groups_are_dropped_and_refunded():
   assert q.qsize() == 0
   assert q.counters()["dropped_stale"] == 2
   assert q.counters()["max_lag"] == 1
+
+
+def test_trimming_keeps_what_is_young_enough():
+  q = GroupQueue(1, QueueConfig(max_staleness=1, stale_policy="trim"))
+  mixed = trajectory_lib.Trajectory(
+      status=trajectory_lib.TrajectoryStatus.SUCCEEDED,
+      reward=1.0,
+      sequences=[
+          trajectory_lib.TokenSequence(
+              tokens=[5, 6, 7, 8, 9],
+              loss_mask=[False, True, True, False, True],
+              logprobs=[0, -0.5, -0.6, 0, -0.7],
+              versions=[-1, 0, 1, -1, 2],
+              turn_ids=[0, 0, 0, 1, 1],
+              entropies=[0, 0.1, 0.2, 0, 0.3],
+          )
+      ],
+  )
+  old = dataclasses.replace(
+      mixed, reward=0.0, sequences=[queue_groups.sequence(0)]
+  )
+  whole = trajectory_lib.TrajectoryGroup("g", "t", (mixed, old))
+  q.put(whole)
+  for version in (1, 2):
+    q.set_version(version)
+  (taken,) = q.get_batch(timeout=0)
+  first, second = taken
+  (sequence,) = first.sequences
+  assert sequence.loss_mask.tolist() == [False, False, True, False, True]
+  assert sequence.versions.tolist() == [-1, -1, 1, -1, 2]
+  assert sequence.tokens.tolist() == [5, 6, 7, 8, 9]
+  assert sequence.logprobs.tolist() == pytest.approx([0, 0, -0.6, 0, -0.7])
+  assert (first.stale_tokens, second.stale_tokens) == (1, 1)
+  # A member of which nothing is trained on is still compared with.
+  assert (second.num_sampled, second.is_trainable) == (0, True)
+  assert taken.rewards == (1.0, 0.0)
+  assert taken.oldest_version == 1 and q.counters()["max_lag"] == 1
+  assert q.counters()["trimmed_tokens"] == 2
+  again = trajectory_lib.TrajectoryGroup.from_json(taken.to_json())
+  assert again.to_json() == taken.to_json() and again.rewards == (1.0, 0.0)
+  # The group itself is as it was.
+  assert whole.trajectories[0].num_sampled == 3
+
+
+def test_running_groups_may_be_left_to_the_producer():
+  q = GroupQueue(1, QueueConfig(max_staleness=1, admission="finished"))
+  assert not q.counts_running
+  tickets = [q.acquire_start(timeout=0) for _ in range(5)]
+  for ticket in tickets[:2]:
+    q.put(group(ticket.index), ticket)
+  with pytest.raises(std_queue.Full, match="2 groups ready"):
+    q.acquire_start(timeout=0)
+  q.get()
+  q.set_version(1)
+  q.acquire_start(timeout=0)
 
 
 def test_stale_groups_may_fail_the_run():
@@ -418,14 +475,23 @@ class QueueMachine(stateful.RuleBasedStateMachine):
       per_step=st.integers(1, 3),
       staleness=st.integers(0, 2),
       order=st.sampled_from(group_queue.ORDERS),
+      stale_policy=st.sampled_from(["drop", "trim"]),
+      admission=st.sampled_from(["started", "finished"]),
   )
-  def start(self, per_step, staleness, order):
+  def start(self, per_step, staleness, order, stale_policy, admission):
     self.per_step, self.staleness = per_step, staleness
     self.order = order
+    self.trims = stale_policy == "trim"
+    self.counts_running = admission == "started"
+    self.stale_tokens = 0
     self.dropped = []
     self.q = GroupQueue(
         per_step,
-        QueueConfig(max_staleness=staleness),
+        QueueConfig(
+            max_staleness=staleness,
+            stale_policy=stale_policy,
+            admission=admission,
+        ),
         order=order,
         on_drop=lambda g, why: self.dropped.append(int(g.group_id)),
     )
@@ -443,15 +509,16 @@ class QueueMachine(stateful.RuleBasedStateMachine):
 
   def drop_stale(self):
     bound = self.version - self.staleness
-    for index, oldest in list(self.ready.items()):
-      if oldest < bound:
+    for index, versions in list(self.ready.items()):
+      if (max(versions) if self.trims else min(versions)) < bound:
         del self.ready[index]
         assert index in self.dropped
     assert not set(self.dropped) & set(self.ready)
 
   @stateful.rule(target=tickets)
   def acquire(self):
-    allowed = self.accepted() + len(self.running) < self.limit()
+    running = len(self.running) if self.counts_running else 0
+    allowed = self.accepted() + running < self.limit()
     try:
       ticket = self.q.acquire_start(timeout=0)
     except std_queue.Full:
@@ -462,19 +529,23 @@ class QueueMachine(stateful.RuleBasedStateMachine):
     self.running[ticket.index] = ticket
     return ticket
 
-  @stateful.rule(ticket=stateful.consumes(tickets), lag=st.integers(0, 2))
-  def put(self, ticket, lag):
-    oldest = max(0, ticket.start_version - lag)
+  @stateful.rule(
+      ticket=stateful.consumes(tickets),
+      lags=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+  )
+  def put(self, ticket, lags):
+    """Members whose tokens are of several versions, as weights swap."""
+    versions = [max(0, self.version - lag) for lag in lags]
     room = len(self.ready) < self.q.capacity
     try:
-      self.q.put(group(ticket.index, oldest), ticket, timeout=0)
+      self.q.put(group(ticket.index, *versions), ticket, timeout=0)
     except std_queue.Full:
       # Weights moved on without anybody having taken what is ready.
       assert not room
       self.release(ticket)
       return
     del self.running[ticket.index]
-    self.ready[ticket.index] = oldest
+    self.ready[ticket.index] = versions
     self.drop_stale()
 
   @stateful.rule(ticket=stateful.consumes(tickets))
@@ -505,8 +576,19 @@ class QueueMachine(stateful.RuleBasedStateMachine):
     assert len(batch) == n
     indices = [int(g.group_id) for g in batch]
     assert indices == sorted(indices)
-    for index in indices:
-      assert self.version - self.ready.pop(index) <= self.staleness
+    for found in batch:
+      versions = self.ready.pop(int(found.group_id))
+      fresh = [v for v in versions if self.version - v <= self.staleness]
+      assert fresh == (versions if not self.trims else fresh) != []
+      trained = [
+          int(v)
+          for member in found
+          for sequence in member.sequences
+          for v in sequence.versions[sequence.loss_mask]
+      ]
+      assert trained == fresh  # No token beyond the bound, none lost.
+      assert len(found.valid) == len(versions)  # All are compared.
+      self.stale_tokens += len(versions) - len(fresh)
     self.delivered.extend(indices)
 
   @stateful.rule()
@@ -526,6 +608,7 @@ class QueueMachine(stateful.RuleBasedStateMachine):
     assert counters["delivered"] == len(self.delivered)
     assert counters["dropped_stale"] == len(self.dropped)
     assert counters["max_lag"] <= self.staleness
+    assert counters["trimmed_tokens"] == self.stale_tokens
     assert len(set(self.delivered)) == len(self.delivered)
 
 

@@ -57,12 +57,20 @@ def test_what_goes_on_at_a_reading_counts_before_and_after():
   told = Told()
   told.at(0, "a", "model")
   told.at(1, "b", "env")
-  assert told.take(2) == {"episodes_busy": 1.5, "overlap": 0.5}
-  assert told.take(4) == {"episodes_busy": 2.0, "overlap": 1.0}
+
+  def take(seconds):
+    found = told.take(seconds)
+    return [found[name] for name in (
+        "episodes_busy", "overlap", "time/rollout_model", "time/rollout_env",
+        "time/rollout_both", "time/rollout_none",
+    )]  # pyformat: disable
+
+  assert take(2) == [1.5, 0.5, 1, 0, 1, 0]
+  assert take(4) == [2.0, 1.0, 0, 0, 2, 0]
   told.at(5, "b", "")
   told.at(7, "a", "")
-  assert told.take(8) == {"episodes_busy": 1.0, "overlap": 0.25}
-  assert told.take(9) == {"episodes_busy": 0.0, "overlap": 0.0}
+  assert take(8) == [1.0, 0.25, 2, 0, 1, 1]
+  assert take(9) == [0.0, 0.0, 0, 0, 0, 1]
 
 
 def test_nobody_told_is_no_reading():

@@ -427,6 +427,7 @@ def test_plain_lines_are_few_and_say_what_matters():
             turn_seconds_model=0.519,
             turn_seconds_env=0.0,
             overlap=0.13,
+            **{"time/step": 2.0, "time/wait": 0.9},
             staleness_mean=0.5,
         )
     )
@@ -434,7 +435,8 @@ def test_plain_lines_are_few_and_say_what_matters():
   assert len(written) == 21
   assert written[1] == (
       "step 6/100 · reward 0.50 · success 0.25 · 812 tok/s · turn: model 519"
-      " ms, env 0 ms · overlap 13 % · staleness 0.5 · eta 1m34s"
+      " ms, env 0 ms · learner waits 45 % · overlap 13 % · staleness 0.5 · eta"
+      " 1m34s"
   )
   assert written[-1].startswith("step 100/100")
   assert "eta" not in written[-1]

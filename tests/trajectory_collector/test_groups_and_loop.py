@@ -1,6 +1,7 @@
 """Groups complete; the loop feeds the queue, and ends where it can be seen."""
 
 import asyncio
+import itertools
 import json
 import threading
 
@@ -567,3 +568,141 @@ def test_groups_in_flight_can_be_bounded_further():
   asyncio.run(loop.run())
   assert client.peak <= 4
   assert queue.qsize() == 8
+
+
+# --- Groups in parts ---------------------------------------------------------
+
+
+class _Paced(fakes.ScriptEnv):
+  """Ends when the test lets it; its reward is its number."""
+
+  gates: dict[int, asyncio.Event] = {}
+  made = 0
+
+  def __init__(self, number):
+    super().__init__((float(number),))
+    self.gate = self.gates.setdefault(number, asyncio.Event())
+
+  async def step(self, action):
+    await self.gate.wait()
+    return await super().step(action)
+
+
+def _paced_pair(fails=()):
+  """Episodes numbered in the order of their start; some cannot begin."""
+  count = itertools.count()
+
+  def make(task):
+    number = next(count)
+    if number in fails:
+      raise ConnectionError("no browser")
+    return fakes.ListAgent(), _Paced(number)
+
+  return make
+
+
+async def _until(condition):
+  for _ in range(2000):
+    if condition():
+      return
+    await asyncio.sleep(0.005)
+  raise AssertionError("it did not come true")
+
+
+def test_a_group_comes_in_parts_in_the_order_of_its_ends():
+  async def main():
+    _Paced.gates = {}
+    config = group_queue.QueueConfig(max_staleness=1)
+    queue = group_queue.GroupQueue(2, config)
+    collector = cases.make_collector(pair=_paced_pair(), part_size=2)
+    loop = tc.CollectLoop(collector, tc.TaskSampler(["a"], epochs=1), queue)
+    running = asyncio.ensure_future(loop.run())
+    await _until(lambda: len(_Paced.gates) == 4)
+    assert queue.counters()["running"] == 2  # A ticket a part.
+    for number in (3, 0):
+      _Paced.gates[number].set()
+      await asyncio.sleep(0.05)
+    await _until(lambda: queue.qsize() == 1)
+    assert len(loop.state_dict()["unfinished"]) == 1
+    for number in (1, 2):
+      _Paced.gates[number].set()
+    await running
+    return queue.get_batch(timeout=0), queue.counters(), loop.state_dict()
+
+  (first, second), counters, state = asyncio.run(main())
+  assert [m.reward for m in first] == [3.0, 0.0]
+  assert sorted(m.reward for m in second) == [1.0, 2.0]
+  assert first.peer_rewards == ()
+  assert second.peer_rewards == (3.0, 0.0)
+  assert first.group_id == second.group_id
+  assert len({m.trajectory_id for g in (first, second) for m in g}) == 4
+  assert (counters["running"], counters["put"]) == (0, 2)
+  assert state["unfinished"] == []
+
+
+def test_a_part_that_never_comes_gives_its_ticket_back():
+  """One of four cannot begin: the last part is smaller."""
+
+  async def main():
+    _Paced.gates = {}
+    config = group_queue.QueueConfig(max_staleness=2)
+    queue = group_queue.GroupQueue(2, config)
+    collector = cases.make_collector(pair=_paced_pair({0, 1, 2}), part_size=2,
+                                     max_requeues=1)
+    for number in range(3, 12):
+      _Paced.gates[number] = asyncio.Event()
+      _Paced.gates[number].set()
+    loop = tc.CollectLoop(
+        collector, tc.TaskSampler(["a"], epochs=1), queue, backoff=0
+    )
+    await loop.run()
+    return queue.counters(), loop
+
+  counters, loop = asyncio.run(main())
+  # The first attempt has one valid episode and is made anew, in two parts.
+  assert loop.counts["requeued"] == 1
+  assert (counters["put"], counters["running"]) == (2, 0)
+
+
+def test_a_resumed_run_collects_the_parts_that_are_wanting():
+  config = group_queue.QueueConfig(max_staleness=2)
+  queue = group_queue.GroupQueue(2, config)
+  sampler = tc.TaskSampler(["a", "b", "c"], shuffle=False, epochs=1)
+  loop = tc.CollectLoop(cases.make_collector(part_size=2), sampler, queue)
+  queue.known = lambda: {0, 2, 3}  # As of a store: one part of "a", all of "b".
+  loop.load_state_dict({
+      "sampler": sampler.state_dict(), "next_index": 0, "unfinished": [],
+  })  # pyformat: disable
+  asyncio.run(loop.run())
+  tasks = [g.trajectories[0].task for g in queue.get_batch(3, timeout=0)]
+  counters = queue.counters()
+  assert (counters["put"], counters["running"], len(tasks)) == (3, 0, 3)
+
+
+def test_finished_admission_starts_a_group_when_episodes_have_room():
+  async def main():
+    _Paced.gates = {}
+    queue = group_queue.GroupQueue(
+        1, group_queue.QueueConfig(max_staleness=1, admission="finished")
+    )
+    collector = cases.make_collector(pair=_paced_pair(), concurrency=6)
+    loop = tc.CollectLoop(collector, tc.TaskSampler(["a"]), queue)
+    running = asyncio.ensure_future(loop.run())
+    await _until(lambda: len(_Paced.gates) == 6)
+    await asyncio.sleep(0.05)
+    # Two of the second group's members run; no third group has been started.
+    assert queue.counters()["running"] == 2
+    for number in range(3):
+      _Paced.gates[number].set()
+    await _until(lambda: len(_Paced.gates) == 9)
+    assert queue.counters()["running"] == 3
+    for number in range(9):
+      _Paced.gates[number].set()
+    # Two groups wait: no more are admitted, whatever room there is.
+    await _until(lambda: queue.qsize() == 2)
+    loop.stop()
+    await running
+    return queue
+
+  queue = asyncio.run(main())
+  assert queue.qsize() >= 2

@@ -43,10 +43,18 @@ class QueueConfig:
       unit="groups",
       ge=0,
   )
-  stale_policy: Literal["drop", "error"] = settings.setting(
+  stale_policy: Literal["drop", "trim", "error"] = settings.setting(
       default="drop",
-      doc="A group that became too old is dropped (and counted) or the run"
-      " fails.",
+      doc="drop: a group with a token that is too old is dropped and counted."
+      " trim: such tokens leave the loss and stay as context; a group is"
+      " dropped when none of its tokens is left. error: the run fails.",
+  )
+  admission: Literal["started", "finished"] = settings.setting(
+      default="started",
+      doc="Groups that count against the admission of new ones. started: all"
+      " that run or wait. finished: those that wait; a new group starts"
+      " whenever collect.concurrency has room, which keeps the engine busy"
+      " beside long episodes. Use it with stale_policy=trim.",
   )
   path: str = settings.setting(
       default=AUTO,

@@ -6,10 +6,12 @@ gated both ways so that no batch is trained on data older than the run allows:
 * Admission. A producer calls `acquire_start` before it starts a group and is
   held until `accepted + running < (max_staleness + version + 1) *
   groups_per_step`. `version` is the learner's, `groups_per_step` the
-  number that it consumes per version.
+  number that it consumes per version. With `admission` "finished", running
+  groups do not count: the producer bounds them.
 * Delivery. A group whose oldest token lags the version by more than
-  `max_staleness` is dropped, counted, and its admission refunded. This is a
-  hard bound; admission alone is not, because episodes take their time.
+  `max_staleness` is dropped, counted, and its admission refunded; with
+  `stale_policy` "trim" it is delivered without those tokens in the loss. This
+  is a hard bound; admission alone is not, because episodes take their time.
 
 Promises: a group is delivered at most once; ready groups are delivered even
 when the queue is closed or a producer has failed; `close` and `fail` wake
@@ -82,7 +84,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     self._condition = async_condition.AsyncCondition()
     self._ledger.restore(
         [
-            ledger.QueuedGroup(index, group, group.oldest_version)
+            ledger.QueuedGroup.of(group, index)
             for index, group in self._store.load()
         ],
         self._store.known(),
@@ -111,6 +113,11 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     return self._ledger.config.max_staleness
 
   @property
+  def counts_running(self) -> bool:
+    """Whether running groups count against admission."""
+    return self._ledger.config.admission == "started"
+
+  @property
   def capacity(self) -> int:
     """Groups held."""
     return self._ledger.capacity
@@ -129,7 +136,8 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     """Counts since construction, and the present state:
 
     started, put, delivered, acked, released (given back unfinished),
-    dropped_stale, refunded, restored, lost (not restorable); ready, running,
+    dropped_stale, refunded, restored, lost (not restorable), trimmed_tokens
+    (that left the loss for their age); ready, running,
     accepted (net of drops and refunds), version; max_lag and mean_lag in
     versions, of delivered groups' oldest tokens.
     """
@@ -378,7 +386,7 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
           "a group queue holds TrajectoryGroups, got"
           f" {type(group).__name__}"
       )
-    return ledger.QueuedGroup(-1, group, group.oldest_version)
+    return ledger.QueuedGroup.of(group)
 
   def _persist_and_commit(
       self, entry: ledger.QueuedGroup, ticket: Ticket | None
@@ -420,8 +428,11 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     if self._on_drop is None:
       return
     for entry in entries:
+      which, version = "oldest", entry.oldest
+      if self._ledger.config.stale_policy == "trim":
+        which, version = "newest", entry.newest
       reason = (
-          f"its oldest token is of version {entry.oldest}, more than"
+          f"its {which} token is of version {version}, more than"
           f" {self.max_staleness} behind the learner"
       )
       try:

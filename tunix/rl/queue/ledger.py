@@ -22,6 +22,7 @@ Ticket = admission.Ticket
 _COUNTED = (
     *("started", "put", "delivered", "acked", "released"),
     *("dropped_stale", "refunded", "restored", "lost"),
+    "trimmed_tokens",
 )
 
 
@@ -32,12 +33,19 @@ class QueuedGroup:
   Attributes:
     index: -1 until `Ledger.reserve` gives it one.
     group: the group.
-    oldest: version of its oldest token.
+    oldest, newest: versions of its oldest and its newest token.
   """
 
   index: int
   group: trajectory.TrajectoryGroup
   oldest: int
+  newest: int
+
+  @classmethod
+  def of(
+      cls, group: trajectory.TrajectoryGroup, index: int = -1
+  ) -> QueuedGroup:
+    return cls(index, group, group.oldest_version, group.newest_version)
 
 
 class Ledger:
@@ -136,7 +144,9 @@ class Ledger:
   def start(self, index: int | None) -> Ticket | None:
     """A ticket for a new group, or for the unfinished one of this index."""
     self._check_open()
-    ahead = [*self._ready, *self._running]
+    ahead = list(self._ready)
+    if self.config.admission == "started":
+      ahead += self._running
     consumed = self._accepted - len(self._ready)
     if index is not None:
       ahead = [other for other in ahead if other < index]
@@ -224,8 +234,12 @@ class Ledger:
 
   def purge(self) -> list[QueuedGroup]:
     """Takes groups that are too old out of the ready ones."""
-    bound = self.version - self.config.max_staleness
-    dropped = [e for e in self._ready.values() if e.oldest < bound]
+    bound, trims = self._bound(), self.config.stale_policy == "trim"
+    dropped = [
+        e
+        for e in self._ready.values()
+        if (e.newest if trims else e.oldest) < bound
+    ]
     for entry in dropped:
       del self._ready[entry.index]
     self.counts["dropped_stale"] += len(dropped)
@@ -242,7 +256,7 @@ class Ledger:
     return dropped
 
   def take(self, n: int) -> list[QueuedGroup] | None:
-    """Takes `n` ready groups, ordered by admission.
+    """Takes `n` ready groups, ordered by admission, trimmed if need be.
 
     Raises:
       QueueFailed, QueueClosed: they will never be ready.
@@ -262,6 +276,11 @@ class Ledger:
     for entry in taken:
       del self._ready[entry.index]
       self._unacked.add(entry.index)
+      if entry.oldest < self._bound():
+        before = _stale_tokens(entry.group)
+        entry.group = entry.group.trimmed(self._bound())
+        entry.oldest = entry.group.oldest_version
+        self.counts["trimmed_tokens"] += _stale_tokens(entry.group) - before
       lag = max(0, self.version - entry.oldest)
       self._max_lag = max(self._max_lag, lag)
       self._lag_sum += lag
@@ -322,6 +341,10 @@ class Ledger:
 
   # --- Checks ---------------------------------------------------------------
 
+  def _bound(self) -> int:
+    """The oldest version that may be trained on."""
+    return self.version - self.config.max_staleness
+
   def _limit(self) -> int:
     staleness = self.config.max_staleness
     return (staleness + self.version + 1) * self.groups_per_step
@@ -345,3 +368,7 @@ class Ledger:
           f"ticket {ticket.index} is not running: it was put or released"
           " before"
       )
+
+
+def _stale_tokens(group: trajectory.TrajectoryGroup) -> int:
+  return sum(member.stale_tokens for member in group)

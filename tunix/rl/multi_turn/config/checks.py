@@ -38,6 +38,7 @@ def contradictions(config: TrainConfig) -> list[str]:
       *_learning(config),
       *_algorithm(config),
       *_queue(config),
+      *_parts(config),
       *_warm_start(config),
   ]
 
@@ -376,12 +377,48 @@ def _queue(c: TrainConfig) -> Iterator[str]:
         " nothing would ever be trained on; raise queue.max_staleness or lower"
         " publish_every"
     )
-  groups = c.learner.groups_per_step
+  if c.queue.admission == "finished" and c.queue.max_staleness == 0:
+    yield (
+        "queue.admission=finished starts groups during updates, and"
+        " queue.max_staleness=0 accepts no token from before the last one; set"
+        " queue.max_staleness >= 1 or queue.admission=started"
+    )
+  groups = c.learner.groups_per_step * c.collect.parts
   if 0 < c.queue.capacity < groups:
     yield (
         f"queue.capacity={c.queue.capacity} can never hold the"
-        f" learner.groups_per_step={groups} groups of one update; set it to 0"
-        f" or >= {groups}"
+        f" {groups} groups of one update (learner.groups_per_step times the"
+        " parts of a group, collect.group_size / collect.part_size); set it to"
+        f" 0 or >= {groups}"
+    )
+
+
+_OF_EPISODES = ("grpo", "dr_grpo", "rloo")
+"""Advantages that need nothing of a peer but its reward."""
+
+
+def _parts(c: TrainConfig) -> Iterator[str]:
+  if not c.collect.part_size or c.learner.steps <= 0:
+    return
+  part, advantage = c.collect.part_size, c.algorithm.advantage
+  if advantage not in _OF_EPISODES:
+    yield (
+        f"collect.part_size={part} splits groups, which"
+        f" algorithm.advantage={advantage} needs whole; set"
+        " collect.part_size=0, or an advantage of"
+        f" {', '.join(_OF_EPISODES)}"
+    )
+  if c.algorithm.kl_in_reward:
+    yield (
+        f"collect.part_size={part} compares with the rewards of earlier parts,"
+        " which algorithm.kl_in=reward would price anew; set kl_in=loss or"
+        " collect.part_size=0"
+    )
+  if c.lockstep:
+    yield (
+        f"collect.part_size={part} delivers episodes in the order in which they"
+        " end, which no repeatable run can keep; set queue.max_staleness > 0 or"
+        " collect.part_size=0"
     )
 
 

@@ -226,6 +226,25 @@ class TokenSequence:
   def num_sampled(self) -> int:
     return int(self.loss_mask.sum())
 
+  def trimmed(self, oldest: int) -> TokenSequence:
+    """A copy in which tokens of versions below `oldest` count as context.
+
+    Itself when there are none.
+    """
+    stale = self.loss_mask & (self.versions < oldest)
+    if not stale.any():
+      return self
+    entropies = self.entropies
+    return dataclasses.replace(
+        self,
+        loss_mask=self.loss_mask & ~stale,
+        logprobs=np.where(stale, 0, self.logprobs),
+        versions=np.where(stale, -1, self.versions),
+        entropies=None
+        if entropies is None
+        else np.where(stale, 0, entropies),
+    )
+
   def to_json(self) -> dict[str, Any]:
     """JSON values; `entropies` only where there are any."""
     told = {}

@@ -202,6 +202,8 @@ class Trajectory:
     sequences: token-exact training sequences, at least one when the policy
       was called.
     metrics: numbers about the episode (seconds, counts).
+    stale_tokens: sampled tokens that left the loss for their age; see
+      `trimmed`.
   """
 
   task: Any = None
@@ -214,6 +216,7 @@ class Trajectory:
       default_factory=lambda: uuid.uuid4().hex
   )
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+  stale_tokens: int = 0
 
   @property
   def num_turns(self) -> int:
@@ -225,8 +228,12 @@ class Trajectory:
 
   @property
   def is_trainable(self) -> bool:
-    """The policy decided the outcome and at least one token is trainable."""
-    return self.status.is_policy_outcome and self.num_sampled > 0
+    """The policy decided the outcome, and sampled at least one token.
+
+    Also where all its tokens are stale: its reward still counts in its group.
+    """
+    sampled = self.num_sampled + self.stale_tokens
+    return self.status.is_policy_outcome and sampled > 0
 
   @property
   def versions(self) -> tuple[int, int] | None:
@@ -238,6 +245,20 @@ class Trajectory:
       return None
     joined = np.concatenate(sampled)
     return int(joined.min()), int(joined.max())
+
+  def trimmed(self, oldest: int) -> Trajectory:
+    """A copy without tokens of versions below `oldest` in the loss.
+
+    They stay in the sequences as context, unmasked. Itself when there are
+    none.
+    """
+    sequences = [s.trimmed(oldest) for s in self.sequences]
+    left = self.num_sampled - sum(s.num_sampled for s in sequences)
+    if not left:
+      return self
+    return dataclasses.replace(
+        self, sequences=sequences, stale_tokens=self.stale_tokens + left
+    )
 
   def to_json(self) -> dict[str, Any]:
     """JSON-able dict; messages shared by consecutive steps are written once."""
@@ -265,6 +286,7 @@ class Trajectory:
         "error": self.error,
         "sequences": [s.to_json() for s in self.sequences],
         "metrics": dict(self.metrics),
+        **({"stale_tokens": self.stale_tokens} if self.stale_tokens else {}),
     }
 
   @classmethod
@@ -288,6 +310,7 @@ class Trajectory:
         sequences=[TokenSequence.from_json(s) for s in data["sequences"]],
         trajectory_id=data["trajectory_id"],
         metrics=dict(data["metrics"]),
+        stale_tokens=int(data.get("stale_tokens", 0)),
     )
 
 
@@ -305,6 +328,8 @@ class TrajectoryGroup:
       `valid` only.
     start_version: policy version when the group was admitted.
     attempt: 0 for the first try of this task, +1 for each re-queue.
+    peer_rewards: rewards of valid members that earlier parts of this group
+      held: compared with, and trained on there.
   """
 
   group_id: str
@@ -312,9 +337,15 @@ class TrajectoryGroup:
   trajectories: tuple[Trajectory, ...]
   start_version: int = 0
   attempt: int = 0
+  peer_rewards: tuple[float, ...] = ()
 
   def __post_init__(self):
     object.__setattr__(self, "trajectories", tuple(self.trajectories))
+    object.__setattr__(
+        self,
+        "peer_rewards",
+        tuple(float(reward_range.checked(r)) for r in self.peer_rewards),
+    )
     if not self.trajectories:
       raise ValueError(f"group {self.group_id!r} has no trajectory")
     for trajectory in self.trajectories:
@@ -349,6 +380,24 @@ class TrajectoryGroup:
     versions = [t.versions[0] for t in self.valid if t.versions]
     return min(versions, default=self.start_version)
 
+  @property
+  def newest_version(self) -> int:
+    """Version of the newest sampled token; `start_version` without one."""
+    versions = [t.versions[1] for t in self.valid if t.versions]
+    return max(versions, default=self.start_version)
+
+  @property
+  def rewards(self) -> tuple[float, ...]:
+    """Rewards that the members are compared with: theirs and the peers'."""
+    return (*(float(t.reward) for t in self.valid), *self.peer_rewards)
+
+  def trimmed(self, oldest: int) -> TrajectoryGroup:
+    """A copy without tokens of versions below `oldest` in the loss."""
+    members = tuple(t.trimmed(oldest) for t in self.trajectories)
+    if all(a is b for a, b in zip(members, self.trajectories)):
+      return self
+    return dataclasses.replace(self, trajectories=members)
+
   def to_json(self) -> dict[str, Any]:
     return {
         "group_id": self.group_id,
@@ -356,6 +405,11 @@ class TrajectoryGroup:
         "start_version": self.start_version,
         "attempt": self.attempt,
         "trajectories": [t.to_json() for t in self.trajectories],
+        **(
+            {"peer_rewards": list(self.peer_rewards)}
+            if self.peer_rewards
+            else {}
+        ),
     }
 
   @classmethod
@@ -368,6 +422,7 @@ class TrajectoryGroup:
         ),
         start_version=int(data["start_version"]),
         attempt=int(data["attempt"]),
+        peer_rewards=tuple(data.get("peer_rewards", ())),
     )
 
 

@@ -177,6 +177,7 @@ class RolloutEngine:
     self._closed = False
     self._fatal: BaseException | None = None
     self._failures = 0
+    self._idle_since: float | None = None
 
   @property
   def context_length(self) -> int:
@@ -353,7 +354,10 @@ class RolloutEngine:
   def stats(self) -> dict[str, float]:
     """A snapshot of counters and gauges; seconds are wall seconds."""
     scheduler = self._scheduler
-    counters = scheduler.counters.to_dict()
+    with self._wake:
+      counters = scheduler.counters.to_dict()
+      if self._idle_since is not None:
+        counters["seconds_idle"] += time.perf_counter() - self._idle_since
     places = max(1, counters["decode_places"])
     compiled = self._programs.compiled
     late = compiled - (compiled if self._warm is None else self._warm)
@@ -434,13 +438,15 @@ class RolloutEngine:
     try:
       while True:
         with self._wake:
-          idle = time.perf_counter()
+          idle = self._idle_since = time.perf_counter()
           while not (self._inbox or self._closed):
             wait = self._rounds.wait_time()
             if wait is not None and wait <= 0:
               break
             self._wake.wait(wait)
-          self._scheduler.counters.seconds_idle += time.perf_counter() - idle
+          began = time.perf_counter()
+          self._scheduler.counters.seconds_idle += began - idle
+          self._idle_since = None
           if self._closed:
             return
           commands = list(self._inbox)
@@ -448,6 +454,8 @@ class RolloutEngine:
         for command in commands:
           self._execute(command)
         self._deliver()
+        spent = time.perf_counter() - began
+        self._scheduler.counters.seconds_host += spent
         wait = self._rounds.wait_time()
         if wait is not None and wait <= 0:
           self._step()

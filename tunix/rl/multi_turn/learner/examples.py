@@ -171,7 +171,9 @@ def group_rewards(
     with_states: bool = False,
     extra: Mapping[str, np.ndarray] | None = None,
 ) -> advantages.GroupRewards:
-  """What estimators see of a group: its valid members.
+  """What estimators see of a group: its valid members, then their peers.
+
+  A peer is known by its reward alone: it is one turn of unknown length.
 
   Args:
     group: of a step.
@@ -192,6 +194,13 @@ def group_rewards(
       if added is not None:
         turns[i] = turns[i] + added
         totals[i] += float(added.sum())
+    if group.peer_rewards:
+      return advantages.GroupRewards(
+          np.array([*totals, *group.peer_rewards], np.float64),
+          (*turns, *(np.array([r]) for r in group.peer_rewards)),
+          group_id=group.group_id,
+          task_id=group.task_id,
+      )
     return advantages.GroupRewards(
         np.array(totals, np.float64),
         tuple(turns),
@@ -246,12 +255,13 @@ def from_groups(
     examples: list[Example] = []
     members = group.valid
     per_turn = found.get(id(group), ())
-    for member, values in zip(members, per_turn, strict=True):
+    own = per_turn[: len(members)]  # The peers' are behind them.
+    for member, values in zip(members, own, strict=True):
       values = np.asarray(values, np.float32)
       per_episode[member.trajectory_id] = values
       truncated = was_truncated(member)
       for sequence in member.sequences:
-        if sequence.num_sampled:
+        if sequence.num_sampled:  # Else its tokens are stale.
           examples.append(
               Example(
                   sequence,
@@ -285,11 +295,11 @@ def from_groups(
 
 
 INVALID, ZERO_ADVANTAGE, TOO_LONG = "invalid", "zero_advantage", "too_long"
-TRUNCATED = "truncated"
+TRUNCATED, STALE = "truncated", "stale"
 """Reasons to leave sampled tokens out of an update: infrastructure ended their
 episode; no token of their sequence has an advantage; their sequence is longer
 than a row of the batch; a limit ended their episode, and the algorithm filters
-such episodes."""
+such episodes; the queue took all tokens of the turn out for their age."""
 
 
 def left_out(
@@ -309,7 +319,12 @@ def left_out(
     valid = {id(m) for m in group.valid}
     for member in group.trajectories:
       reason = "" if id(member) in valid else INVALID
-      found[member.trajectory_id] = [reason] * len(turn_rewards(member))
+      turns = len(turn_rewards(member))
+      found[member.trajectory_id] = [reason] * turns
+      if member.stale_tokens and not reason:
+        found[member.trajectory_id] = [
+            "" if tokens else STALE for tokens in turn_tokens(member, turns)
+        ]
   for example, reason in skipped:
     sequence = example.sequence
     for turn in np.unique(sequence.turn_ids[sequence.loss_mask]):

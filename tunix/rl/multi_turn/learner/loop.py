@@ -28,6 +28,7 @@ from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.learner import step_seconds
 from tunix.rl.queue import data_queue  # type: ignore[attr-defined]
 
 Publish = Callable[[int, nnx.State], Any]
@@ -73,7 +74,12 @@ class StarvedError(TimeoutError):
 
 
 class LearnerLoop:
-  """See the module docstring. One thread calls `step` or `run`."""
+  """See the module docstring. One thread calls `step` or `run`.
+
+  Attributes:
+    seconds: accounts for that thread's time; a caller that evaluates between
+      two steps does it `with loop.seconds("evaluate")`.
+  """
 
   def __init__(
       self,
@@ -85,6 +91,8 @@ class LearnerLoop:
       checkpoints: checkpoint_lib.LearnerCheckpoints | None = None,
       extras: Callable[[], dict[str, Any]] | None = None,
       updated: Callable[[], None] = lambda: None,
+      parts: int = 1,
+      publish_ahead: bool = False,
       wait_timeout_s: float | None = None,
       publish_timeout_s: float = 120.0,
       processes: peers_lib.Peers = peers_lib.ALONE,
@@ -103,6 +111,12 @@ class LearnerLoop:
         beside the learner and `CONSUMED`.
       updated: called after each update, before the queue admits groups of its
         version.
+      parts: that each group comes in; a step takes that many times
+        `groups_per_step` from the queue.
+      publish_ahead: do not wait, after an update, until its weights have
+        arrived, but before the next ones are published. For an engine that
+        serves requests sent after `publish` returns with these weights or
+        newer ones, as the rollout engine in the process does.
       wait_timeout_s: longest wait for one step's groups, in seconds, or for
         those that replace some; None waits until the queue closes or fails.
       publish_timeout_s: longest wait for published weights to arrive.
@@ -117,12 +131,15 @@ class LearnerLoop:
           f" max_staleness={gated.max_staleness}; every group would be dropped"
       )
     self.learner = learner
+    self.seconds = step_seconds.StepSeconds()
     self._queue = queue
     self._gated = gated
     self._publish = publish
     self._processes = processes
-    self._groups_per_step = learner.groups_per_step
+    self._groups_per_step = learner.groups_per_step * parts
     self._publish_every = publish_every
+    self._publish_ahead = publish_ahead
+    self._arriving: tuple[int, concurrent.futures.Future[Any]] | None = None
     self._observers = observers or events.Observers()
     self._checkpoints = checkpoints
     self._extras = extras or dict
@@ -134,28 +151,53 @@ class LearnerLoop:
     self._replaced = 0
     self._before: set[int] = set()
     self._replaceable = (
-        learner.config.dynamic_sampling * learner.config.groups_per_step
+        learner.config.dynamic_sampling
+        * learner.config.groups_per_step
+        * parts
     )
     self._consumed: set[int] = set()  # Trained on and not acknowledged.
     self._unacknowledged = False
 
   def publish(self) -> None:
-    """Publishes the present weights. Call it once before the first step.
+    """Publishes the present weights, and waits until they have arrived.
+
+    Call it once before the first step.
 
     Raises:
       TimeoutError: they did not arrive within the deadline.
     """
+    self._publish_now()
+    self.await_weights()
+
+  def await_weights(self) -> None:
+    """Waits until the weights published last have arrived.
+
+    Raises:
+      TimeoutError: they did not within the deadline.
+    """
+    if self._arriving is None:
+      return
+    version, arriving = self._arriving
+    try:
+      with self.seconds("publish"):
+        arriving.result(timeout=self._publish_timeout_s)
+    except concurrent.futures.TimeoutError as error:
+      raise TimeoutError(
+          f"weights of version {version} did not reach the rollout engine"
+          f" within {self._publish_timeout_s:g} s"
+      ) from error
+    self._arriving = None
+
+  def _publish_now(self) -> None:
+    self.await_weights()
     started = time.perf_counter()
     version = self.learner.version
-    arrived = self._publish(version, self.learner.policy_state())
-    if isinstance(arrived, concurrent.futures.Future):
-      try:
-        arrived.result(timeout=self._publish_timeout_s)
-      except concurrent.futures.TimeoutError as error:
-        raise TimeoutError(
-            f"weights of version {version} did not reach the rollout engine"
-            f" within {self._publish_timeout_s:g} s"
-        ) from error
+    with self.seconds("publish"):
+      arriving = self._publish(version, self.learner.policy_state())
+    if isinstance(arriving, concurrent.futures.Future):
+      self._arriving = version, arriving
+    if not self._publish_ahead:
+      self.await_weights()
     self._observers.on_event(
         events.WeightsPublished(version, time.perf_counter() - started)
     )
@@ -174,18 +216,21 @@ class LearnerLoop:
     started = time.perf_counter()
     if not (self._kept or self._replaced):
       self._before = self._delivered()
-    if not all(self._processes.together("take", lambda: self._take(stop))):
+    with self.seconds("wait"):
+      taken = self._processes.together("take", lambda: self._take(stop))
+    if not all(taken):
       return None
     groups, self._kept = self._kept, []
     replaced, self._replaced = self._replaced, 0
     waited = time.perf_counter() - started
-    metrics = self.learner.update(groups)
+    with self.seconds("learn"):
+      metrics = self.learner.update(groups)
     self._consumed |= self._delivered() - self._before
     self._updated()
     step = self.learner.counters.updates
     published = time.perf_counter()
     if step % self._publish_every == 0:
-      self.publish()
+      self._publish_now()
     if self._gated is not None:
       self._gated.set_version(self.learner.version)
     metrics |= {
@@ -195,16 +240,20 @@ class LearnerLoop:
     }
     if self._replaceable:
       metrics["replaced_groups"] = float(replaced)
-    self._observers.on_event(
-        events.StepFinished(
-            step,
-            self.learner.version,
-            metrics,
-            tuple(groups),
-            {k: tuple(v.tolist()) for k, v in self.learner.advantages.items()},
-            self.learner.left_out,
-        )
+    advantages = {
+        k: tuple(v.tolist()) for k, v in self.learner.advantages.items()
+    }
+    finished = events.StepFinished(
+        step,
+        self.learner.version,
+        metrics | self.seconds.take(),
+        tuple(groups),
+        advantages,
+        self.learner.left_out,
     )
+    metrics = dict(finished.metrics)
+    with self.seconds("report"):
+      self._observers.on_event(finished)
     every = self._checkpoints.config.every if self._checkpoints else 0
     if every and step % every == 0:
       self.save()
@@ -223,6 +272,7 @@ class LearnerLoop:
       if self.step(stop) is None:
         break
       made += 1
+    self.await_weights()
     self.settle()
     return made
 
@@ -233,11 +283,12 @@ class LearnerLoop:
     """
     if self._checkpoints is None:
       raise ValueError("this loop has no checkpoints to save to")
-    if self.learner.version not in self._checkpoints.steps():
-      extras = {**self._extras(), CONSUMED: sorted(self._consumed)}
-      if self._processes.count > 1:
-        extras[PROCESSES] = self._processes.gather("extras", extras)
-      self._checkpoints.save(self.learner, extras)
+    with self.seconds("save"):
+      if self.learner.version not in self._checkpoints.steps():
+        extras = {**self._extras(), CONSUMED: sorted(self._consumed)}
+        if self._processes.count > 1:
+          extras[PROCESSES] = self._processes.gather("extras", extras)
+        self._checkpoints.save(self.learner, extras)
     self._unacknowledged = True
 
   def settle(self) -> None:
@@ -248,7 +299,8 @@ class LearnerLoop:
     """
     if not self._unacknowledged or self._checkpoints is None:
       return
-    self._checkpoints.wait()
+    with self.seconds("save"):
+      self._checkpoints.wait()
     if self._gated is not None:
       self._gated.ack(self._consumed)
     self._consumed.clear()
@@ -312,6 +364,5 @@ class LearnerLoop:
 
 
 def varies(group: trajectory.TrajectoryGroup) -> bool:
-  """Whether the valid members of a group got different rewards."""
-  rewards = {float(m.reward) for m in group.valid}
-  return len(rewards) > 1
+  """Whether a group's valid members and their peers got different rewards."""
+  return len(set(group.rewards)) > 1

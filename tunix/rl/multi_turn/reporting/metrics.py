@@ -15,6 +15,7 @@ from typing import Any, Iterable, Mapping
 
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.reporting import time_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,8 @@ METRICS: dict[str, Metric] = {
     "seconds_publish": Metric(
         "s", "Handing the weights to the engine, reshard included."
     ),
+    # Where the time went.
+    **{name: Metric("s", *texts) for name, texts in time_metrics.TIME.items()},
     # Episodes.
     "reward_mean": Metric(
         "reward",
@@ -235,6 +238,13 @@ METRICS: dict[str, Metric] = {
         "Groups dropped for their age by this process; a resumed run counts"
         " anew.",
         "Growing: wasted work; lower collect.concurrency.",
+    ),
+    "stale_token_share": Metric(
+        "",
+        "Share of the valid episodes' sampled tokens that left the loss for"
+        " their age, with queue.stale_policy=trim.",
+        "High: raise queue.max_staleness, lower collect.part_size, or let the"
+        " learner take more groups an update.",
     ),
     "staleness_mean": Metric(
         "versions", "Mean lag of sampled tokens behind the learner."
@@ -419,7 +429,11 @@ def group_metrics(
   for name, count in sorted(statuses.items()):
     out[f"status/{name}"] = count / total
   spread = [
-      len({t.reward for t in g if t.status.is_policy_outcome}) > 1
+      len(
+          {t.reward for t in g if t.status.is_policy_outcome}
+          | set(g.peer_rewards)
+      )
+      > 1
       for g in groups
   ]
   out["informative_groups"] = sum(spread) / len(spread)
@@ -448,6 +462,9 @@ def group_metrics(
     if family:
       out[f"success_rate/{family}"] = sum(wins) / len(wins)
   out["turns_mean"] = sum(t.num_turns for t in valid) / len(valid)
+  stale = sum(t.stale_tokens for t in valid)
+  sampled = stale + sum(t.num_sampled for t in valid)
+  out["stale_token_share"] = stale / max(sampled, 1)
   out["episode_tokens_mean"] = sum(t.num_sampled for t in valid) / len(valid)
   for name in ("truncated_turns", "fallback_turns", "history_rewrites"):
     out[name] = sum(t.metrics.get(name, 0.0) for t in valid) / len(valid)
@@ -534,6 +551,9 @@ def engine_metrics(
       "lockstep_timeouts": grown("lockstep_timeouts"),
       "engine_compiles": float(after.get("compiles_after_warm_up", 0.0)),
   }
+  if "seconds_idle" in after:
+    for part in time_metrics.ENGINE:
+      out[f"time/engine_{part}"] = grown(f"seconds_{part}")
   if prompt > 0:
     out["prefix_reuse"] = max(0.0, 1.0 - computed / prompt)
   if grown("decode_places") > 0:

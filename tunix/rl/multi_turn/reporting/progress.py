@@ -1,7 +1,8 @@
 """Shows a run's progress: a bar on a terminal, plain lines elsewhere.
 
 Shows reward and success (means of the last updates), sampled tokens a second,
-a turn's seconds by stage, overlap, staleness and the time left; before
+a turn's seconds by stage, the share of time that the learner waits, overlap,
+staleness and the time left; before
 training, the running stage. Lines come at most every few seconds, so that a log
 stays readable.
 
@@ -134,6 +135,10 @@ class ProgressBar:
     ]
     if turn:
       parts.append(f"turn: {', '.join(turn)}")
+    step = metrics.get("time/step", 0.0)
+    if step > 0:
+      waits = 100 * metrics.get("time/wait", 0.0) / step
+      parts.append(f"learner waits {waits:.0f} %")
     overlap = metrics.get("overlap")
     if overlap is not None:
       parts.append(f"overlap {100 * overlap:.0f} %")

@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.reporting import progress
 from tunix.rl.multi_turn.reporting import run_data
 from tunix.rl.multi_turn.reporting import settings as settings_lib
 from tunix.rl.multi_turn.reporting import svg
+from tunix.rl.multi_turn.reporting import time_metrics
 
 _TEXT = 220  # Characters of a completion that are shown.
 _DETAILS = (
@@ -77,6 +78,7 @@ def render(
           tiles(run),
           training_curve(run),
           evaluations(run),
+          _seconds(run),
           _films(run, config),
           readings(run),
           _troubles(run),
@@ -152,6 +154,30 @@ def tiles(run: run_data.RunDirectory) -> str:
           for value, label in shown
       )
       + "</div>"
+  )
+
+
+def _seconds(run: run_data.RunDirectory) -> str:
+  """Shares of the wall time of all steps but the first, which compiles."""
+  steps = [m for m in run.metrics if "time/step" in m]
+  steps = steps[1:] or steps
+  total = sum(m["time/step"] for m in steps)
+  if not total:
+    return ""
+  rows = []
+  for who, parts in time_metrics.ACCOUNTS.items():
+    shares = {p: sum(m.get(f"time/{p}") or 0.0 for m in steps) for p in parts}
+    if any(shares.values()):
+      told = ", ".join(
+          f"{part.rpartition('_')[2]} {seconds / total:.0%}"
+          for part, seconds in shares.items()
+          if seconds >= 0.005 * total
+      )
+      rows.append(f"<tr><th>{who}</th><td>{told}</td></tr>")
+  mean = total / len(steps)
+  return (
+      f"<h2>Time</h2><div class=card><p class=faint>{mean:.2f} s a step, mean"
+      f" of {len(steps)}</p><table>{''.join(rows)}</table></div>"
   )
 
 

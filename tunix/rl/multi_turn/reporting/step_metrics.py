@@ -19,6 +19,13 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.reporting import metrics
 
 STAGES = ("model", "env")
+_WORKING = {
+    (True, False): "model",
+    (False, True): "env",
+    (True, True): "both",
+    (False, False): "none",
+}
+"""(the policy works, an environment does) -> its name in `time/rollout_…`."""
 
 
 class Overlap:
@@ -35,7 +42,8 @@ class Overlap:
     self._now_in: collections.Counter[str] = collections.Counter()
     self._since = self._at = clock()
     self._seen = False
-    self._episode_seconds = self._both_seconds = 0.0
+    self._episode_seconds = 0.0
+    self._seconds = dict.fromkeys(_WORKING.values(), 0.0)
 
   def on_event(self, event: events.StageChanged) -> None:
     with self._lock:
@@ -56,23 +64,27 @@ class Overlap:
     episodes, summed over the episodes, a second of wall time.
     overlap: share of wall time in which an environment and the policy worked
     at once, for whichever episodes.
+    time/rollout_<model, env, both, none>: wall seconds in which these worked.
     """
     with self._lock:
       self._advance()
       seconds, self._since = self._at - self._since, self._at
-      spent, both = self._episode_seconds, self._both_seconds
-      self._episode_seconds = self._both_seconds = 0.0
+      spent, self._episode_seconds = self._episode_seconds, 0.0
+      worked, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
       if not self._seen or seconds <= 0:
         return {}
-      return {"episodes_busy": spent / seconds, "overlap": both / seconds}
+      return {
+          "episodes_busy": spent / seconds,
+          "overlap": worked["both"] / seconds,
+          **{f"time/rollout_{who}": s for who, s in worked.items()},
+      }
 
   def _advance(self) -> None:
     now = self._clock()
     passed, self._at = now - self._at, now
     model, env = (self._now_in[stage] for stage in STAGES)
     self._episode_seconds += passed * (model + env)
-    if model and env:
-      self._both_seconds += passed
+    self._seconds[_WORKING[bool(model), bool(env)]] += passed
 
 
 class _Engine(Protocol):

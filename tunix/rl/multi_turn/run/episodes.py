@@ -287,7 +287,9 @@ def make_collector(
     )
   collect = config.collect
   if not training:
-    collect = dataclasses.replace(collect, group_size=1, min_valid=1)
+    collect = dataclasses.replace(
+        collect, group_size=1, min_valid=1, part_size=0
+    )
   return groups.GroupCollector(
       episodes,
       model,

@@ -73,6 +73,10 @@ class Training:
         publish_timeout_s=config.external.load_timeout_s,
         extras=self._extras,
         updated=self._hold_when_due,
+        parts=config.collect.parts,
+        # An engine elsewhere may serve the next request with older weights.
+        publish_ahead=config.queue.max_staleness > 0
+        and config.rollout.via != "external",
         processes=run.processes,
     )
 
@@ -118,8 +122,9 @@ class Training:
           break
         if self._loop.step(run.stop) is None:
           break
-        run.share_counts()
-        run.processes.together("watch", run.watchdog.check)
+        with self._loop.seconds("report"):
+          run.share_counts()
+          run.processes.together("watch", run.watchdog.check)
         self._evaluate_when_due()
     except group_queue.QueueFailed:
       run.watchdog.check()
@@ -155,6 +160,7 @@ class Training:
     self._collected = None
 
   def _publish_latest(self) -> None:
+    self._loop.await_weights()
     if self._run.engine.version != self._learner.version:
       self._loop.publish()
 
@@ -173,7 +179,8 @@ class Training:
     run.updates = self._learner.counters.updates
     if self._evaluation_due(run.updates):
       self._publish_latest()
-      evaluation.evaluate(run, f"step_{run.updates}")
+      with self._loop.seconds("evaluate"):
+        evaluation.evaluate(run, f"step_{run.updates}")
     if self._is_unfinished():
       self._collecting.release()
 
@@ -195,7 +202,7 @@ class Training:
       observers.on_event(events.GroupFinished(group, "dropped", reason))
 
     return group_queue.GroupQueue(
-        self._learner.groups_per_step,
+        self._learner.groups_per_step * config.collect.parts,
         config.queue,
         order="admission" if config.lockstep else "ready",
         version=version,

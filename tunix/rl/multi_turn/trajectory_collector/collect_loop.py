@@ -13,10 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import functools
 import random
 import threading
-from typing import Any, Callable, cast, Iterator, Mapping, Protocol, Sequence
+from typing import (
+  Any,
+  AsyncGenerator,
+  Callable,
+  cast,
+  Iterable,
+  Iterator,
+  Mapping,
+  Protocol,
+  Sequence,
+)
 
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import events
@@ -170,6 +181,7 @@ class CollectLoop:
     self._queue = queue
     self._max_groups = max_groups
     self._max_requeues = collector.config.max_requeues
+    self._parts = collector.config.parts
     self._backoff = backoff
     self._max_failed = max_failed_groups
     self._to_json = task_to_json or _task_to_json
@@ -177,7 +189,8 @@ class CollectLoop:
     self._number = number
     self._unfinished: dict[int, Any] = {}
     self._pending: list[Any] = []  # Drawn and not yet admitted.
-    self._resumed: list[tuple[int | None, Any]] = []
+    # Indices in the queue of the parts to collect; () for a whole group.
+    self._resumed: list[tuple[tuple[int, ...], Any]] = []
     self._next_index = 0
     self._lock = threading.Lock()
     self._failed_in_row = 0
@@ -219,7 +232,8 @@ class CollectLoop:
 
     The queue's store may be ahead of the state: what was drawn after the
     state was taken is drawn again here, under the same indices. A task whose
-    group the store holds is not run again.
+    group the store holds is not run again, and of one whose parts it holds,
+    only the others are.
     """
     if self._loop is not None:
       raise RuntimeError("load_state_dict must be called before the loop runs")
@@ -237,15 +251,27 @@ class CollectLoop:
         task = pending.popleft() if pending else next(self._tasks)
       except StopIteration:
         break
-      if self._next_index not in known:
-        resumed.append((self._next_index, task))
-      self._next_index += 1
+      for index in self._indices(self._next_index):
+        if index not in known:
+          resumed.append((index, task))
+      self._next_index += self._parts
     self._queue.expect(
         (index for index, _ in resumed), next_index=self._next_index
     )
     self._unfinished = dict(resumed)
     self._pending = list(pending)
-    self._resumed = [*resumed, *((None, task) for task in pending)]
+    groups_left: dict[int, tuple[tuple[int, ...], Any]] = {}
+    for index, task in resumed:
+      number = index // self._parts
+      before, _ = groups_left.get(number, ((), None))
+      groups_left[number] = ((*before, index), task)
+    self._resumed = [
+        *groups_left.values(), *(((), task) for task in pending)
+    ]  # pyformat: disable
+
+  def _indices(self, first: int) -> range:
+    """Of a group's parts in the queue."""
+    return range(first, first + self._parts)
 
   def _sampler(self) -> Sampler:
     if not hasattr(self._tasks, "state_dict"):
@@ -379,12 +405,14 @@ class CollectLoop:
     resumed = collections.deque(self._resumed)
     while True:
       await slots.acquire()
+      if not self._queue.counts_running:
+        await self._collector.wait_for_room()
       # Pulled before it is admitted: the end of the tasks must be seen even
       # when the gate is shut.
-      index = None
+      indices: tuple[int, ...] = ()
       with self._lock:
         if resumed:
-          index, task = resumed.popleft()
+          indices, task = resumed.popleft()
         else:
           try:
             with concurrency.contained("the task source"):
@@ -392,83 +420,128 @@ class CollectLoop:
           except StopIteration:
             return
           self._pending.append(task)
-      ticket = await self._queue.acquire_start_async(index=index)
-      if self._held:
-        ticket = await self._when_released(ticket)
+      tickets = await self._admit(indices)
       with self._lock:
-        if index is None:
+        if not indices:
           self._pending.pop(0)  # This task: they are admitted in their order.
-        self._unfinished[ticket.index] = task
-        self._next_index = max(self._next_index, ticket.index + 1)
-      running = asyncio.ensure_future(self._group(task, ticket))
-      self._running[running] = ticket.index
+        for ticket in tickets:
+          self._unfinished[ticket.index] = task
+          self._next_index = max(self._next_index, ticket.index + 1)
+      self._announce(tickets)
+      running = asyncio.ensure_future(self._group(task, tickets))
+      self._running[running] = tickets[0].index
       running.add_done_callback(lambda _: slots.release())
       running.add_done_callback(
-          functools.partial(self._give_back, ticket=ticket)
+          functools.partial(self._give_back, tickets=tickets)
       )
       running.add_done_callback(self._ended_one)
 
-  async def _when_released(
-      self, ticket: group_queue.Ticket
-  ) -> group_queue.Ticket:
-    """The admission, as of the end of the hold."""
+  async def _admit(
+      self, indices: tuple[int, ...]
+  ) -> list[group_queue.Ticket]:
+    """Tickets of a group's parts, as of the end of a hold."""
+    wanted: Sequence[int | None] = indices or [None] * self._parts
+    tickets: list[group_queue.Ticket] = []
     try:
+      for index in wanted:
+        tickets.append(await self._queue.acquire_start_async(index=index))
       while self._held:
-        self._released.clear()
-        await self._released.wait()
-    except asyncio.CancelledError:
-      self._queue.release_start(ticket)
+        while self._held:
+          self._released.clear()
+          await self._released.wait()
+        tickets = [self._queue.refresh_start(t) for t in tickets]
+    except BaseException:
+      self._release(tickets)
       raise
-    return self._queue.refresh_start(ticket)
+    return tickets
+
+  def _announce(self, tickets: Sequence[group_queue.Ticket]) -> None:
+    if not self._queue.counts_running:
+      size = self._collector.config.group_size
+      self._collector.announce(size * len(tickets) // self._parts)
 
   def _give_back(
-      self, ended: asyncio.Task[None], ticket: group_queue.Ticket
+      self, ended: asyncio.Task[None], tickets: list[group_queue.Ticket]
   ) -> None:
-    """Releases the ticket of a group cancelled before its first step."""
+    """Releases the tickets of a group cancelled before its first step."""
     if ended.cancelled():
+      self._release(tickets)
+
+  def _release(self, tickets: Iterable[group_queue.Ticket]) -> None:
+    """Releases tickets of which some may have been put or released."""
+    for ticket in tickets:
       try:
         self._queue.release_start(ticket)
       except ValueError:
-        pass  # It had begun, and has released its ticket itself.
+        pass  # Put, or its put was under way and has been completed.
 
-  async def _group(self, task: Any, ticket: group_queue.Ticket) -> None:
-    """One task, until its group is accepted or given up."""
-    settled = False
+  async def _group(
+      self, task: Any, tickets: list[group_queue.Ticket]
+  ) -> None:
+    """One task, until its group is accepted, all parts of it, or given up."""
+    left = collections.deque(tickets)
+    number = self._number(tickets[0].index // self._parts)
     try:
       for attempt in range(self._max_requeues + 1):
         if attempt:
           await asyncio.sleep(
               min(_MAX_BACKOFF, self._backoff * 2 ** (attempt - 1))
           )
-          ticket = self._queue.refresh_start(ticket)
-        group = await self._collector.collect(
-            task,
-            index=self._number(ticket.index),
-            attempt=attempt,
-            start_version=ticket.start_version,
-        )
-        for member in group:
-          self.counts[f"episodes_{member.status.value}"] += 1
-        reason = self._refusal(group)
-        if reason is None:
-          self._failed_in_row = 0
-          await self._queue.aput(group, ticket)
-          settled = True
-          self._finished(group, ticket, "accepted", "")
-          return
+          left = collections.deque(map(self._queue.refresh_start, left))
+          self._announce(left)
+        async with contextlib.aclosing(
+            self._collect(task, number, attempt, left[0], len(left))
+        ) as parts:
+          async for group in parts:
+            for member in group:
+              self.counts[f"episodes_{member.status.value}"] += 1
+            reason = self._refusal(group)
+            if reason is None:
+              self._failed_in_row = 0
+              await self._queue.aput(group, left[0])
+              self._finished(group, left.popleft(), "accepted", "")
+        if reason is None or len(left) < len(tickets):
+          break
         self._check_hope(group, reason)
         if attempt < self._max_requeues:
           self.counts["requeued"] += 1
           self._collector.emit(
               events.GroupFinished(group, outcome="requeued", reason=reason)
           )
-      self._finished(group, ticket, "dropped", reason or "")
+      if reason is not None:
+        self._finished(group, left[0], "dropped", reason)
+      with self._lock:
+        for ticket in left:  # Of parts that never came.
+          self._unfinished.pop(ticket.index, None)
     finally:
-      if not settled:
-        try:
-          self._queue.release_start(ticket)
-        except ValueError:
-          pass  # Its put was under way and has been completed.
+      self._release(left)
+
+  async def _collect(
+      self,
+      task: Any,
+      number: int,
+      attempt: int,
+      ticket: group_queue.Ticket,
+      parts: int,
+  ) -> AsyncGenerator[trajectory_lib.TrajectoryGroup, None]:
+    """The group of a task, or its parts, as they end."""
+    version = ticket.start_version
+    if self._parts == 1:
+      yield await self._collector.collect(
+          task, index=number, attempt=attempt, start_version=version
+      )
+      return
+    async with contextlib.aclosing(
+        self._collector.collect_parts(
+            task,
+            index=number,
+            attempt=attempt,
+            start_version=version,
+            parts=parts,
+        )
+    ) as found:
+      async for part in found:
+        yield part
 
   def _finished(self, group, ticket, outcome: str, reason: str) -> None:
     with self._lock:
@@ -479,7 +552,8 @@ class CollectLoop:
     )
 
   def _refusal(self, group: trajectory_lib.TrajectoryGroup) -> str | None:
-    wanted = self._collector.config.min_valid
+    # A later part has the members of earlier ones to be compared with.
+    wanted = 1 if group.peer_rewards else self._collector.config.min_valid
     valid = len(group.valid)
     if valid >= wanted:
       return None

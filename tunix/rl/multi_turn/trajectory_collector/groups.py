@@ -12,10 +12,18 @@ are trained on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import inspect
 import json
-from typing import Any, AsyncIterator, Awaitable, Callable, Iterable
+from typing import (
+  Any,
+  AsyncGenerator,
+  AsyncIterator,
+  Awaitable,
+  Callable,
+  Iterable,
+)
 
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import events
@@ -100,6 +108,18 @@ class GroupCollector:
     self._runner = runner or concurrency.EPISODE_RUNNER
     self._slots: asyncio.Semaphore | None = None
     self._slots_loop: asyncio.AbstractEventLoop | None = None
+    self._announced = 0
+    self._room = asyncio.Event()
+
+  def announce(self, episodes: int) -> None:
+    """Counts episodes that are about to be collected; see `wait_for_room`."""
+    self._announced += episodes
+
+  async def wait_for_room(self) -> None:
+    """Waits until an announced episode would start at once."""
+    while self._announced or self._gate().locked():
+      self._room.clear()
+      await self._room.wait()
 
   async def collect(
       self,
@@ -119,21 +139,13 @@ class GroupCollector:
       start_version: recorded in the group.
       group_size: instead of the config's.
     """
-    task_id = task_id_of(task)
-    suffix = f"-r{attempt}" if attempt else ""
-    group_id = f"{self._split}-{index:06d}{suffix}"
-    members = [
-        asyncio.ensure_future(
-            self._episode(task, task_id, group_id, index, attempt, sample)
-        )
-        for sample in range(group_size or self.config.group_size)
-    ]
+    task_id, group_id, members = self._start(
+        task, index, attempt, range(group_size or self.config.group_size)
+    )
     try:
       trajectories = await asyncio.gather(*members)
     except BaseException:
-      for member in members:
-        member.cancel()
-      await asyncio.gather(*members, return_exceptions=True)
+      await _cancel(members)
       raise
     return TrajectoryGroup(
         group_id=group_id,
@@ -143,6 +155,70 @@ class GroupCollector:
         attempt=attempt,
     )
 
+  async def collect_parts(
+      self,
+      task: Any,
+      *,
+      index: int = 0,
+      attempt: int = 0,
+      start_version: int = 0,
+      parts: int,
+  ) -> AsyncGenerator[TrajectoryGroup, None]:
+    """Collects the group of one task in parts, in the order of its ends.
+
+    A part is yielded when `config.part_size` more members are valid, the last
+    one when all have ended, with whatever members are left. Each holds the
+    rewards of the valid members of those before it. Close the iterator.
+
+    Args:
+      task, index, attempt, start_version: as of `collect`.
+      parts: to collect; fewer than a group's where a run is resumed in the
+        middle of it.
+    """
+    size, part_size = self.config.group_size, self.config.part_size
+    samples = range(size - parts * part_size, size)
+    task_id, group_id, members = self._start(task, index, attempt, samples)
+    rewards: tuple[float, ...] = ()
+    ended: list[Trajectory] = []
+
+    def part() -> TrajectoryGroup:
+      return TrajectoryGroup(
+          group_id=group_id,
+          task_id=task_id,
+          trajectories=tuple(ended),
+          start_version=start_version,
+          attempt=attempt,
+          peer_rewards=rewards,
+      )
+
+    try:
+      for coming in asyncio.as_completed(members):
+        ended.append(await coming)
+        valid = sum(t.is_trainable for t in ended)
+        if valid == part_size:
+          made = part()
+          ended = []
+          rewards += tuple(float(t.reward) for t in made.valid)
+          yield made
+      if ended:
+        yield part()
+    finally:
+      await _cancel(members)
+
+  def _start(
+      self, task: Any, index: int, attempt: int, samples: Iterable[int]
+  ) -> tuple[str, str, list[asyncio.Task[Trajectory]]]:
+    """Starts a group's episodes: its task's id, its own, and its members."""
+    task_id = task_id_of(task)
+    suffix = f"-r{attempt}" if attempt else ""
+    group_id = f"{self._split}-{index:06d}{suffix}"
+    return task_id, group_id, [
+        asyncio.ensure_future(
+            self._episode(task, task_id, group_id, index, attempt, sample)
+        )
+        for sample in samples
+    ]
+
   def emit(self, event: events.Event) -> None:
     if self.observers is not None:
       self.observers.on_event(event)
@@ -151,7 +227,7 @@ class GroupCollector:
       self, task, task_id, group_id, index, attempt, sample
   ) -> Trajectory:
     deadlines = self.config.deadlines
-    async with self._gate():
+    async with self._slot():
       name = f"{group_id}.{sample}"
       env = None
       try:
@@ -206,6 +282,17 @@ class GroupCollector:
         fault=fault,
     )
 
+  @contextlib.asynccontextmanager
+  async def _slot(self) -> AsyncIterator[None]:
+    """A place among the episodes in flight."""
+    try:
+      async with self._gate():
+        self._announced = max(0, self._announced - 1)
+        self._room.set()
+        yield
+    finally:
+      self._room.set()
+
   def _gate(self) -> asyncio.Semaphore:
     loop = asyncio.get_running_loop()
     if self._slots is None or self._slots_loop is not loop:
@@ -236,6 +323,13 @@ class GroupCollector:
     )
     self.emit(events.EpisodeFinished(trajectory=result, **common))
     return result
+
+
+async def _cancel(members: Iterable[asyncio.Task[Trajectory]]) -> None:
+  members = list(members)
+  for member in members:
+    member.cancel()
+  await asyncio.gather(*members, return_exceptions=True)
 
 
 async def iterate_groups(

@@ -100,6 +100,16 @@ class CollectConfig:
       gt=0,
       le=reward_range.MAX_REWARD,
   )
+  part_size: int = settings.setting(
+      default=0,
+      doc="Valid episodes after which a part of a group goes to the learner;"
+      " the rest of the group is compared with their rewards when it comes."
+      " Fast members then do not grow stale beside slow ones. For advantages"
+      " that compare whole episodes; an update takes as many parts as make"
+      " learner.groups_per_step groups. 0 = whole groups.",
+      unit="episodes",
+      ge=0,
+  )
   concurrency: int = settings.setting(
       default=96,
       doc="Episodes in flight. More than the engine's slots keeps it busy while"
@@ -111,8 +121,19 @@ class CollectConfig:
       default=Deadlines(), doc="Longest time each call of an episode may take."
   )
 
+  @property
+  def parts(self) -> int:
+    """Parts of a group."""
+    return self.group_size // self.part_size if self.part_size else 1
+
   def problems(self) -> Iterator[str]:
-    size, valid = self.group_size, self.min_valid
+    size, valid, part = self.group_size, self.min_valid, self.part_size
+    if part and (size % part or part < valid):
+      yield (
+          f"part_size={part} must divide group_size={size} and be >="
+          f" min_valid={valid}, the episodes that the first part compares; set"
+          " part_size=0 or change them"
+      )
     if valid > size:
       yield (
           f"min_valid={valid} exceeds group_size={size}, so every group would"

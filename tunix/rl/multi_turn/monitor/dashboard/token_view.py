@@ -24,6 +24,7 @@ REASONS = {
     "invalid": "the episode was ended by infrastructure",
     "zero_advantage": "no token of the sequence has an advantage",
     "too_long": "the sequence is longer than learner.row_length",
+    "stale": "its weights were older than queue.max_staleness",
     "truncated": "a limit ended the episode, and algorithm.filter_truncated",
     "group_dropped": "its group was dropped",
     "group_requeued": "its group was dropped and its task tried anew",

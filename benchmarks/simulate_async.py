@@ -1,0 +1,433 @@
+"""Simulates asynchronous training: costs in, schedule out.
+
+A discrete-event simulation of collecting and learning as two loops that meet at
+the queue and at the weights. Costs are the seconds of an episode (log-normal,
+a share of their variance its task's), engine slots, the slow-down of decoding
+with the batch, the environment's share of an episode, an update's seconds and
+those of handing over weights. Rules are those of the run: `queue.*`,
+`collect.part_size`, `collect.concurrency`. Out come
+
+* `rate`: updates a second, over those of a learner that never waits;
+* `idle`: the share of time that learner and engine slots wait;
+* `tokens`: the share of the sampled tokens that is trained on, `episodes`:
+  of the episodes, `length`: mean length of an episode that is trained on over
+  the mean of all (below 1: long ones are left out);
+* `useful`: tokens trained on a second, over those that full slots sample;
+* `staleness`: of the trained tokens, a histogram; `oldest`: the largest.
+
+`--real` plays the same episodes through the real `GroupCollector`,
+`CollectLoop`, `GroupQueue` and `LearnerLoop`, with environments that sleep and
+an update of fixed length (`async_loop.py`). It measures what the machine added
+to the sleeps, simulates with these costs (`expected`), and reports both.
+
+The event loop is a heap of its own: one resource, decoding slots whose speed
+depends on how many are taken, is all there is, and a process-based library
+(simpy) has no such resource and would be a dependency for thirty lines.
+
+  python benchmarks/simulate_async.py                     # the table of rules
+  python benchmarks/simulate_async.py --sigma 1 --staleness 1 --real
+  python benchmarks/simulate_async.py --learn 20 --episode 45 --slots 96 …
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import heapq
+import itertools
+import json
+import math
+import random
+from typing import Any, Iterator
+
+from tunix.rl.queue import admission
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+  """What the parts of a run take.
+
+  Attributes:
+    episode_s: mean seconds of an episode when the engine is full.
+    sigma: of the logarithm of an episode's seconds.
+    task_share: share of that variance which a group's members have in common.
+    turns: of an episode; an environment's call ends each.
+    env_share: share of an episode that its environment takes.
+    slots: requests that the engine decodes at once.
+    concurrency: episodes in flight.
+    empty_speed: speed of decoding with one request over that with all slots.
+    learn_s: seconds of an update.
+    sync_s: seconds from an update to its weights in the engine.
+    turn_s: seconds that each turn takes beside its share of `episode_s`.
+  """
+
+  episode_s: float = 1.0
+  sigma: float = 1.0
+  task_share: float = 0.0
+  turns: int = 4
+  env_share: float = 0.25
+  slots: int = 64
+  concurrency: int = 64
+  empty_speed: float = 1.0
+  learn_s: float = 1.0
+  sync_s: float = 0.0
+  turn_s: float = 0.0
+
+  def speed(self, requests: int) -> float:
+    """Of each of so many requests; 1 with all slots taken."""
+    if self.slots < 2 or requests < 1:
+      return 1.0
+    left = (self.slots - min(requests, self.slots)) / (self.slots - 1)
+    return 1.0 + (self.empty_speed - 1.0) * left
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+  """Settings of a run; `queue` with max_staleness, admission, stale_policy."""
+
+  queue: admission.QueueConfig = admission.QueueConfig(max_staleness=1)
+  groups_per_step: int = 8
+  group_size: int = 8
+  part_size: int = 0
+
+  @property
+  def parts(self) -> int:
+    return self.group_size // self.part_size if self.part_size else 1
+
+
+def episode_seconds(
+    costs: Costs, rules: Rules, seed: int
+) -> Iterator[tuple[float, ...]]:
+  """The seconds of each group's members, group after group, for ever."""
+  rng = random.Random(seed)
+  shared, own = math.sqrt(costs.task_share), math.sqrt(1 - costs.task_share)
+  while True:
+    of_task = rng.gauss(0, 1)
+    yield tuple(
+        costs.episode_s
+        * math.exp(
+            costs.sigma * (shared * of_task + own * rng.gauss(0, 1))
+            - costs.sigma**2 / 2
+        )
+        for _ in range(rules.group_size)
+    )
+
+
+@dataclasses.dataclass
+class Account:
+  """Adds up what was sampled and what was trained on, after the warm-up.
+
+  Tokens are in seconds of decoding with all slots taken.
+  """
+
+  sampled: float = 0.0
+  ended: list[float] = dataclasses.field(default_factory=list)
+  trained: collections.Counter[int] = dataclasses.field(
+      default_factory=collections.Counter
+  )
+  lengths: list[float] = dataclasses.field(default_factory=list)
+
+  def report(
+      self, rate: float, learner_idle: float, slots_idle: float
+  ) -> dict[str, Any]:
+    trained = sum(self.trained.values())
+    mean = lambda values: sum(values) / max(len(values), 1)
+    share = trained / max(self.sampled, 1e-9)
+    return {
+        "rate": rate,
+        "idle": {"learner": learner_idle, "slots": slots_idle},
+        "tokens": share,
+        "useful": share * (1 - slots_idle),
+        "episodes": len(self.lengths) / max(len(self.ended), 1),
+        "length": mean(self.lengths) / max(mean(self.ended), 1e-9),
+        "staleness": {
+            lag: round(n / max(trained, 1e-9), 3)
+            for lag, n in sorted(self.trained.items())
+        },
+        "oldest": max(self.trained, default=0),
+    }
+
+
+@dataclasses.dataclass(eq=False)
+class _Episode:
+  group: _Group
+  seconds: float
+  turns_left: int
+  mark: float = 0.0  # The engine's clock at its last counted token.
+  tokens: collections.Counter[int] = dataclasses.field(
+      default_factory=collections.Counter
+  )  # By weights version.
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+  left: int
+  ended: list[_Episode] = dataclasses.field(default_factory=list)
+
+
+class Simulation:
+  """One run; `run` gives its report."""
+
+  def __init__(self, costs: Costs, rules: Rules, seed: int = 0):
+    self._costs, self._rules = costs, rules
+    self._draws = episode_seconds(costs, rules, seed)
+    self._events: list[tuple[float, int, str, Any]] = []  # By time.
+    self._decoding: list[tuple[float, int, _Episode]] = []  # By engine clock.
+    self._numbers = itertools.count()
+    self._now = self._clock = 0.0
+    self._version = 0
+    self._waiting: collections.deque[_Episode] = collections.deque()
+    self._queued: collections.deque[_Episode] = collections.deque()
+    self._in_flight = 0
+    self._running = self._consumed = self._refused = 0
+    self._ready: list[list[_Episode]] = []
+    self._learning = False
+    self._account = Account()
+    self._busy = self._taken = 0.0
+
+  # --- collecting -------------------------------------------------------------
+
+  def _admit(self) -> None:
+    rules, config = self._rules, self._rules.queue
+    per_step = rules.groups_per_step * rules.parts
+    while True:
+      limit = (config.max_staleness + self._version + 1) * per_step
+      count = self._consumed + len(self._ready)
+      if config.admission == "started":
+        count += self._running
+      elif self._waiting or self._in_flight >= self._costs.concurrency:
+        return
+      if count + rules.parts > limit:
+        return
+      group = _Group(rules.group_size)
+      for seconds in next(self._draws):
+        self._waiting.append(_Episode(group, seconds, self._costs.turns))
+      self._running += rules.parts
+      self._fill()
+
+  def _fill(self) -> None:
+    while self._waiting and self._in_flight < self._costs.concurrency:
+      self._in_flight += 1
+      self._ask(self._waiting.popleft())
+
+  def _ask(self, episode: _Episode) -> None:
+    """A turn's request."""
+    self._queued.append(episode)
+    self._serve()
+
+  def _serve(self) -> None:
+    while self._queued and len(self._decoding) < self._costs.slots:
+      episode = self._queued.popleft()
+      share = (1 - self._costs.env_share) / self._costs.turns
+      episode.mark = self._clock
+      end = self._clock + episode.seconds * share
+      heapq.heappush(self._decoding, (end, next(self._numbers), episode))
+
+  def _count(self, episode: _Episode) -> None:
+    episode.tokens[self._version] += self._clock - episode.mark
+    episode.mark = self._clock
+
+  def _sampled(self, episode: _Episode) -> None:
+    """A turn's tokens are there; the environment acts."""
+    self._count(episode)
+    self._serve()
+    costs = self._costs
+    wait = episode.seconds * costs.env_share / costs.turns + costs.turn_s
+    self._later(wait, "acted", episode)
+
+  def _acted(self, episode: _Episode) -> None:
+    episode.turns_left -= 1
+    if episode.turns_left:
+      self._ask(episode)
+      return
+    self._in_flight -= 1
+    self._account.sampled += sum(episode.tokens.values())
+    self._account.ended.append(episode.seconds)
+    group = episode.group
+    group.left -= 1
+    group.ended.append(episode)
+    if len(group.ended) == (self._rules.part_size or self._rules.group_size):
+      self._running -= 1
+      self._ready.append(group.ended)
+      group.ended = []
+      self._purge()
+    self._fill()
+
+  # --- learning ---------------------------------------------------------------
+
+  def _purge(self) -> None:
+    config = self._rules.queue
+    which = max if config.stale_policy == "trim" else min
+    bound = self._version - config.max_staleness
+    self._ready = [
+        unit
+        for unit in self._ready
+        if which(which(e.tokens) for e in unit) >= bound
+    ]
+
+  def _take(self) -> None:
+    rules = self._rules
+    count = rules.groups_per_step * rules.parts
+    if self._learning or len(self._ready) < count:
+      return
+    taken, self._ready = self._ready[:count], self._ready[count:]
+    self._consumed += count
+    bound = self._version - rules.queue.max_staleness
+    for episode in itertools.chain.from_iterable(taken):
+      young = {v: n for v, n in episode.tokens.items() if v >= bound}
+      for version, tokens in young.items():
+        self._account.trained[self._version - version] += tokens
+      if young:
+        self._account.lengths.append(episode.seconds)
+    self._learning = True
+    self._later(self._costs.learn_s + self._costs.sync_s, "learned", None)
+
+  def _learned(self) -> None:
+    for _, _, episode in self._decoding:
+      self._count(episode)
+    self._learning = False
+    self._version += 1
+    self._purge()
+
+  # --- time -------------------------------------------------------------------
+
+  def _later(self, seconds: float, kind: str, episode: Any) -> None:
+    heapq.heappush(
+        self._events,
+        (self._now + seconds, next(self._numbers), kind, episode),
+    )
+
+  def _advance(self) -> None:
+    """To the next event, and handles it."""
+    speed = self._costs.speed(len(self._decoding))
+    at = math.inf
+    if self._decoding:
+      at = self._now + (self._decoding[0][0] - self._clock) / speed
+    decodes = not self._events or at < self._events[0][0]
+    if not decodes:
+      at = self._events[0][0]
+    if at == math.inf:
+      raise RuntimeError("the rules admit nothing and nothing runs")
+    passed = at - self._now
+    self._now = at
+    self._busy += passed * self._learning
+    self._taken += passed * min(self._in_flight, self._costs.concurrency)
+    if decodes:
+      end, _, episode = heapq.heappop(self._decoding)
+      self._clock = end
+      self._sampled(episode)
+      return
+    self._clock += passed * speed
+    _, _, kind, episode = heapq.heappop(self._events)
+    if kind == "learned":
+      self._learned()
+    else:
+      self._acted(episode)
+
+  def run(self, steps: int, warm: int) -> dict[str, Any]:
+    """The report of `steps` updates that follow `warm` others."""
+    began = 0.0
+    warmed = False
+    while self._version < steps + warm:
+      self._admit()
+      self._take()
+      self._advance()
+      if not warmed and self._version >= warm:
+        warmed, began = True, self._now
+        self._account, self._busy, self._taken = Account(), 0.0, 0.0
+    seconds = self._now - began
+    return self._account.report(
+        steps * self._costs.learn_s / seconds,
+        1 - self._busy / seconds,
+        1 - self._taken / seconds / self._costs.concurrency,
+    )
+
+
+def simulate(
+    costs: Costs, rules: Rules, steps: int = 200, warm: int = 30, seed: int = 0
+) -> dict[str, Any]:
+  """The schedule of `steps` updates; see the module docstring."""
+  return Simulation(costs, rules, seed).run(steps, warm)
+
+
+def named_rules(max_staleness: int) -> dict[str, Rules]:
+  """Rules that are compared, by their settings."""
+  queue = admission.QueueConfig(max_staleness=max_staleness)
+  change = dataclasses.replace
+  trim = change(queue, stale_policy="trim")
+  finished = change(trim, admission="finished")
+  return {
+      "default": Rules(queue),
+      "part_size=2": Rules(queue, part_size=2),
+      "trim": Rules(trim),
+      "trim part_size=4": Rules(trim, part_size=4),
+      "trim part_size=2": Rules(trim, part_size=2),
+      "trim finished": Rules(finished),
+      "trim finished part_size=2": Rules(finished, part_size=2),
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+  )
+  defaults = Costs()
+  parser.add_argument("--sigma", type=float, nargs="+", default=[0.5, 1.0])
+  parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
+  parser.add_argument("--rules", nargs="+", help="names of the table; all")
+  parser.add_argument("--episode", type=float, default=defaults.episode_s)
+  parser.add_argument("--learn", type=float, default=defaults.learn_s)
+  for name in ("task_share", "env_share", "empty_speed", "sync_s"):
+    value = getattr(defaults, name)
+    parser.add_argument(f"--{name}", type=float, default=value)
+  for name in ("turns", "slots", "concurrency"):
+    value = getattr(defaults, name)
+    parser.add_argument(f"--{name}", type=int, default=value)
+  parser.add_argument("--steps", type=int, default=200)
+  parser.add_argument("--warm", type=int, default=30)
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--real", action="store_true")
+  parser.add_argument(
+      "--unit", type=float, default=0.4, help="real seconds a second, --real"
+  )
+  args = parser.parse_args()
+  names = ("task_share", "env_share", "empty_speed", "sync_s", "turns",
+           "slots", "concurrency")  # pyformat: disable
+  given = {name: getattr(args, name) for name in names}
+  for sigma in args.sigma:
+    costs = Costs(
+        episode_s=args.episode, sigma=sigma, learn_s=args.learn, **given
+    )
+    for staleness in args.staleness:
+      for name, rules in named_rules(staleness).items():
+        if args.rules and name not in args.rules:
+          continue
+        row = {"sigma": sigma, "max_staleness": staleness, "rules": name}
+        run = (costs, rules, args.steps, args.warm, args.seed)
+        row |= _rounded(simulate(*run))
+        if args.real:
+          import async_loop  # pylint: disable=g-import-not-at-top
+
+          real, measured = async_loop.play(*run, unit=args.unit)
+          # What this machine added to each sleep is a cost like others.
+          held = dataclasses.replace(
+              costs, learn_s=measured["learn_s"], turn_s=measured["turn_s"]
+          )
+          expected = simulate(held, *run[1:])
+          expected["rate"] *= costs.learn_s / held.learn_s
+          row["measured"] = _rounded(measured)
+          row["expected"] = _rounded(expected)
+          row["real"] = _rounded(real)
+          row["real / expected"] = round(real["rate"] / expected["rate"], 3)
+        print(json.dumps(row), flush=True)
+
+
+def _rounded(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {k: _rounded(v) for k, v in value.items()}
+  return round(value, 3) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+  main()
