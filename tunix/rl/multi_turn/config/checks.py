@@ -12,6 +12,7 @@ from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import registry as agents
 from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.core import credentials
+from tunix.rl.multi_turn.core import evaluation_figures
 from tunix.rl.multi_turn.core import settings
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.environments import spec as environment_spec
@@ -39,7 +40,29 @@ def contradictions(config: TrainConfig) -> list[str]:
       *_algorithm(config),
       *_queue(config),
       *_warm_start(config),
+      *_evaluation(config),
   ]
+
+
+def _evaluation(c: TrainConfig) -> Iterator[str]:
+  """Evaluations between updates, and what they are for."""
+  if c.eval.beside and c.rollout.via != "in_process":
+    yield (
+        f"eval.beside=true evaluates with a second engine in this process, and"
+        f" rollout.via={c.rollout.via} has none; leave it out, or set"
+        " rollout.via=in_process"
+    )
+  metric = c.checkpoint.keep_best
+  if not metric:
+    return
+  why = evaluation_figures.problem(metric, c.eval.modes, c.eval.attempts)
+  if why:
+    yield f"checkpoint.keep_best={metric}: {why}"
+  elif not c.eval.every and c.learner.steps:
+    yield (
+        f"checkpoint.keep_best={metric}: no update is evaluated with"
+        " eval.every=0; set eval.every"
+    )
 
 
 _WITHOUT_SECRETS = {

@@ -1,7 +1,7 @@
 """Saves and restores a learner: parameters, optimizer, counters, extras.
 
 Orbax writes them: a checkpoint is complete or does not exist, the newest `keep`
-stay, and saving runs in the background. Restoring places every array where the
+and those that are `pinned` stay, and saving runs in the background. Restoring places every array where the
 learner at hand wants it, from any mesh.
 
 Promises: a learner that is restored continues as if it had never stopped.
@@ -25,7 +25,7 @@ import os
 import pathlib
 import sys
 import traceback
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import worker_pool
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.learner import update
 
 CheckpointConfig = config_lib.CheckpointConfig
 
@@ -120,8 +121,31 @@ def _digest(progress: dict[str, Any]) -> str:
   return hashlib.sha256(text.encode()).hexdigest()
 
 
+class _NewestAndPinned:
+  """Orbax's preservation policy of `LearnerCheckpoints`."""
+
+  def __init__(self, newest: int, pinned: set[int]):
+    self._newest = newest
+    self._pinned = pinned
+
+  def should_preserve(
+      self, checkpoints: Sequence[Any], *, context: Any
+  ) -> list[bool]:
+    del context
+    first = len(checkpoints) - self._newest
+    return [
+        place >= first or one.step in self._pinned
+        for place, one in enumerate(checkpoints)
+    ]
+
+
 class LearnerCheckpoints:
-  """The checkpoints of one run, numbered by the learner's version."""
+  """The checkpoints of one run, numbered by the learner's version.
+
+  Attributes:
+    pinned: numbers of those that stay although there are newer ones. One that
+      is taken out goes at the next save.
+  """
 
   def __init__(
       self,
@@ -141,6 +165,7 @@ class LearnerCheckpoints:
     self.config = config
     self.directory = pathlib.Path(directory).absolute()
     _report_once()
+    self.pinned: set[int] = set()
     self._unsynced: set[int] = set()
     self._hangs = False
     # Not the pool of gyms' calls, which stuck gyms may fill.
@@ -148,7 +173,7 @@ class LearnerCheckpoints:
     self._manager = ocp.CheckpointManager(
         self.directory,
         options=ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep,
+            preservation_policy=_NewestAndPinned(config.keep, self.pinned),
             create=True,
             enable_async_checkpointing=background,
             async_options=ocp.options.AsyncOptions(
@@ -259,6 +284,66 @@ class LearnerCheckpoints:
         raise self._damaged(step, f"array {wrong[0]} is not what was saved")
     learner.load(arrays, progress["learner"])
     return progress["extras"]
+
+  def restore_parameters(self, model: Any, step: int) -> Any:
+    """The parameters alone, for a policy that is not trained.
+
+    Args:
+      model: the policy's module, with the adapter if one was trained; gives
+        the parameters that were not, and everyone's place on the devices.
+      step: number of the checkpoint.
+
+    Returns:
+      An `nnx.State` of all parameters in the model's types.
+
+    Raises:
+      FileNotFoundError: no such checkpoint.
+      DamagedCheckpoint: its files are damaged.
+      ValueError: it is of another model.
+    """
+    if step not in self.steps():
+      raise FileNotFoundError(
+          f"{self.directory} has no checkpoint {step}; it has {self.steps()}"
+      )
+    expected = self._progress(step).get("checksums")
+    split = update.SplitModel(model)
+    wanted = {"params": {
+        name: jax.ShapeDtypeStruct(
+            shape.shape, shape.dtype, sharding=value.sharding
+        )
+        for (name, value), shape in zip(
+            split.params_of(model).items(), split.shapes
+        )
+    }}
+    if expected is not None and (
+        other := [k for k in checksums(wanted) if k not in expected]
+    ):
+      raise ValueError(
+          f"{self.directory / str(step)} holds no {other[0]}: it is of another"
+          " policy, or with another policy.lora_rank"
+      )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+      try:
+        found = reader.restore(
+            self.directory / str(step) / "arrays",
+            args=ocp.args.PyTreeRestore(
+                item=wanted,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(
+                    wanted
+                ),
+                partial_restore=True,
+            ),
+        )
+      except Exception as error:  # pylint: disable=broad-except
+        # Orbax has no class of its own for a file that is damaged.
+        if expected is None:
+          raise
+        raise self._damaged(step, error) from error
+    if expected is not None:
+      for key, value in checksums(found).items():
+        if expected.get(key) != value:
+          raise self._damaged(step, f"array {key} is not what was saved")
+    return split.state(found["params"], split.frozen_of(model))
 
   def extras(self, step: int) -> dict[str, Any]:
     """The extras of a checkpoint; reads no array.

@@ -47,6 +47,7 @@ def before_building(config: TrainConfig) -> None:
       *_own_agent(config),
       *_learner(config),
       *_weights(config),
+      *_beside(config),
   ]
   if problems:
     raise ConfigError(problems)
@@ -170,6 +171,17 @@ def _learner(config: TrainConfig) -> Iterator[str]:
   except Exception as error:  # pylint: disable=broad-except
     # Parts may be a user's own.
     yield f"algorithm: {type(error).__name__}: {error}"
+
+
+# --- evaluation ---------------------------------------------------------------
+
+
+def _beside(config: TrainConfig) -> Iterator[str]:
+  if config.eval.beside and jax.process_count() > 1:
+    yield (
+        "eval.beside=true: a run of several processes evaluates while"
+        " collecting waits; leave it out"
+    )
 
 
 # --- what fits ----------------------------------------------------------------

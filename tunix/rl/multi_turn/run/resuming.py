@@ -52,7 +52,13 @@ _SOURCE = tuple(
     f"task_source.{field.name}"
     for field in settings.fields(source.TaskSourceConfig)
 )
-_EVALUATION = ("eval.seed", "eval.episodes_per_task", "eval.modes")
+_EVALUATION = (
+    "eval.seed",
+    "eval.episodes_per_task",
+    "eval.attempts",
+    "eval.split",
+    "eval.modes",
+)
 _FIXED = (
     "run.seed",
     "gym.name",

@@ -109,6 +109,7 @@ class GroupCollector:
       attempt: int = 0,
       start_version: int = 0,
       group_size: int | None = None,
+      samples: Iterable[int] | None = None,
   ) -> TrajectoryGroup:
     """Collects the group of one task.
 
@@ -118,7 +119,11 @@ class GroupCollector:
       attempt: 0, or how often this task's group was dropped before.
       start_version: recorded in the group.
       group_size: instead of the config's.
+      samples: numbers of the members to play, which decide their seeds; all
+        of the group by default.
     """
+    if samples is None:
+      samples = range(group_size or self.config.group_size)
     task_id = task_id_of(task)
     suffix = f"-r{attempt}" if attempt else ""
     group_id = f"{self._split}-{index:06d}{suffix}"
@@ -126,7 +131,7 @@ class GroupCollector:
         asyncio.ensure_future(
             self._episode(task, task_id, group_id, index, attempt, sample)
         )
-        for sample in range(group_size or self.config.group_size)
+        for sample in samples
     ]
     try:
       trajectories = await asyncio.gather(*members)
