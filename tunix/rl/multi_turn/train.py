@@ -18,9 +18,7 @@ prints the command that resumes the run.
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-import threading
 import traceback
 from typing import Sequence
 
@@ -39,6 +37,7 @@ from tunix.rl.multi_turn.reporting import watchdog
 from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import evaluation
+from tunix.rl.multi_turn.run import interrupts
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import processes as processes_lib
 from tunix.rl.multi_turn.run import resuming
@@ -147,21 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_to_end(run: Run) -> int:
-  def interrupt(signum, frame):
-    del frame
-    if run.stop.is_set():  # The second time, at once.
-      signal.signal(signum, signal.SIG_DFL)
-      raise KeyboardInterrupt
-    print(
-        "\nstopping after this step and saving; press Ctrl-C again to quit at"
-        " once",
-        file=sys.stderr,
-    )
-    run.stop.set()
-
-  before = {s: signal.signal(s, interrupt) for s in _stop_signals()}
   try:
-    with disk_full.reported_once(), run:
+    with (
+        interrupts.asked(run.stop, "stopping after this step and saving"),
+        disk_full.reported_once(),
+        run,
+    ):
       print(f"run directory: {run.directory}", file=sys.stderr)
       for changed in run.changed:
         print(f"note: {changed}", file=sys.stderr)
@@ -171,9 +161,6 @@ def _run_to_end(run: Run) -> int:
   except KeyboardInterrupt:
     print(f"interrupted at once; {_how_to_resume(run)}")
     return 130
-  finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
   if error:
     details = run.own_directory / TRACEBACK
     more = f" (see {details})" if details.exists() else ""
@@ -196,12 +183,6 @@ def _run_to_end(run: Run) -> int:
 def _how_to_resume(run: Run) -> str:
   command = shell_hints.command("train", f"resume={run.directory}")
   return f"resume with: {command}"
-
-
-def _stop_signals() -> tuple[int, ...]:
-  if threading.current_thread() is not threading.main_thread():
-    return ()
-  return (signal.SIGINT, signal.SIGTERM)
 
 
 if __name__ == "__main__":

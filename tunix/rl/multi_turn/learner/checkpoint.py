@@ -48,7 +48,8 @@ class _RaisedOnce(logging.Filter):
 
   def filter(self, record: logging.LogRecord) -> bool:
     if not record.exc_info:
-      return True
+      # A reader of a run's checkpoints asked for it.
+      return "directory is read only" not in record.msg
     frames = traceback.extract_tb(record.exc_info[2])
     origins = [record.pathname, *(frame.filename for frame in frames)]
     return not any(
@@ -153,6 +154,7 @@ class LearnerCheckpoints:
       config: CheckpointConfig = CheckpointConfig(),
       *,
       background: bool = True,
+      read_only: bool = False,
   ):
     """Args:
 
@@ -161,6 +163,8 @@ class LearnerCheckpoints:
         for the learner's loop.
       background: return from `save` once arrays are copied, before they are
         written.
+      read_only: nothing is saved, made or deleted: another process may save
+        there.
     """
     self.config = config
     self.directory = pathlib.Path(directory).absolute()
@@ -174,7 +178,9 @@ class LearnerCheckpoints:
         self.directory,
         options=ocp.CheckpointManagerOptions(
             preservation_policy=_NewestAndPinned(config.keep, self.pinned),
-            create=True,
+            create=not read_only,
+            read_only=read_only,
+            save_interval_steps=0 if read_only else 1,
             enable_async_checkpointing=background,
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=_NO_TIMEOUT_S,

@@ -18,7 +18,6 @@ from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.agents import run_agent
-from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.clients import run_episodes
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import images as images_lib

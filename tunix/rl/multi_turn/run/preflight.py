@@ -53,6 +53,30 @@ def before_building(config: TrainConfig) -> None:
     raise ConfigError(problems)
 
 
+def size_of_weights(config: TrainConfig) -> None:
+  """Checks that the weights fit, before they are read.
+
+  Raises:
+    ConfigError: they do not.
+  """
+  if problems := [*_weights(config)]:
+    raise ConfigError(problems)
+
+
+def place_of_evaluation(config: TrainConfig) -> None:
+  """Checks the directory that an evaluation writes to.
+
+  Raises:
+    ConfigError: it cannot be written, or another process has it.
+  """
+  directory = config.run_dir
+  found = [run_lock.conflict(directory)]
+  if why := _unwritable(directory):
+    found.append(f"run.dir={config.run.dir}: {why}; choose another directory")
+  if problems := [one for one in found if one]:
+    raise ConfigError(problems)
+
+
 def with_policy(
     config: TrainConfig,
     policy: models.LoadedPolicy,
