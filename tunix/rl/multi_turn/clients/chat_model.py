@@ -189,7 +189,7 @@ class ChatConnection:
     body = self._body(messages, sampling, 0) | {self._longest: 16}
     await self._http.ask(
         "POST", f"{self.url}/chat/completions", _CHECK_S, body=body,
-        limit=_LIMIT,
+        limit=_LIMIT, retry=self._retry,
     )  # pyformat: disable
 
   def _adapted(self, error: http.CallError) -> str | None:

@@ -66,7 +66,7 @@ EVALUATE = Page(
     """\
 Measures the success of a policy, or of a server's model, on tasks.
 
-usage: python -m tunix.rl.multi_turn.evaluate [DIR] [config.yaml] [key=value ...]
+usage: python -m tunix.rl.multi_turn.evaluate [DIR] [file.yaml] [key=value ...]
 
 DIR is a run (as run=DIR), a policy's directory (policy=DIR), or an evaluation
 that is continued (resume=DIR). Without one: policy, or server and model.

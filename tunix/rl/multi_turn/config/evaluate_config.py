@@ -43,7 +43,7 @@ class EvaluateConfig:
   )
   api_key_env: str = _setting(
       default="OPENAI_API_KEY",
-      doc="Environment variable with the server's key; without it none is sent.",
+      doc="Environment variable with the server's key. Unset: none is sent.",
   )
   tries: int = _setting(
       default=4,

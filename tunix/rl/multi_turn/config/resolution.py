@@ -234,7 +234,9 @@ def load_evaluation(argv: Sequence[str]) -> EvaluationConfig:
   layers, resume = _base(overrides, files, problems, _EVALUATE)
   if not resume:
     layers = [dict(evaluate_config.DEFAULTS), *layers]
-    given = {key: v for layer in [*layers, *overrides] for key, v in layer.items()}
+    given: dict[str, Any] = {}
+    for layer in [*layers, *overrides]:
+      given |= layer
     if run := str(loader.unwrap(given.get("evaluate.run", "")) or ""):
       recorded = _recorded(run, "evaluate.run", problems, _TRAIN)
       of_run = evaluate_config.of_run(recorded, given)
@@ -321,7 +323,15 @@ def _read_arguments(
           )
       )
       raise SystemExit(0)
-    if argument == "--dry-run":
+    if place in taken:
+      continue  # The value of an option before it.
+    if argument == "--compare" and command is _EVALUATE:
+      taken.add(place + 1)
+      other = next(iter(argv[place + 1 : place + 2]), "")
+      if not other:
+        problems.append("--compare needs the directory of an evaluation")
+      overrides.append({"evaluate.compare": loader.Raw(other, other)})
+    elif argument == "--dry-run":
       overrides.append({"run.dry_run": True})
     elif argument.startswith("-"):
       override, took_next = _as_override(
@@ -345,6 +355,12 @@ def _read_arguments(
         found := _directory(argument)
     ):  # pyformat: disable
       overrides.append(found)
+    elif "=" not in argument and command is _EVALUATE:
+      problems.append(
+          f"{argument} is the directory of no run (config.yaml), policy"
+          " (config.json) or evaluation (evaluation.json), and no key=value;"
+          " give one of them"
+      )
     else:
       try:
         key, value = loader.parse_override(argument)

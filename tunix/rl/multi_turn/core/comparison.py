@@ -19,7 +19,9 @@ Outcome = Mapping[str, Any]
 _SHOWN = 1000
 
 
-def compare(ours: Iterable[Outcome], theirs: Iterable[Outcome]) -> dict[str, Any]:
+def compare(
+    ours: Iterable[Outcome], theirs: Iterable[Outcome]
+) -> dict[str, Any]:
   """The JSON of a comparison, by mode.
 
   Returns:

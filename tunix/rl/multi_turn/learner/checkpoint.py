@@ -1,8 +1,8 @@
 """Saves and restores a learner: parameters, optimizer, counters, extras.
 
 Orbax writes them: a checkpoint is complete or does not exist, the newest `keep`
-and those that are `pinned` stay, and saving runs in the background. Restoring places every array where the
-learner at hand wants it, from any mesh.
+and those that are `pinned` stay, and saving runs in the background. Restoring
+places every array where the learner at hand wants it, from any mesh.
 
 Promises: a learner that is restored continues as if it had never stopped.
 Random state is in the counters (see `Learner.progress`); other state of a run
