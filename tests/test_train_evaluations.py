@@ -102,6 +102,9 @@ def tokens_of(episodes):
 
 
 SAVING = (
+    # Weights that shrink at each update, as nothing is solved.
+    "learner.weight_decay=0.5", "learner.learning_rate=0.3",
+    "learner.warmup_steps=0",
     "steps=3", "eval.every=1", "eval.attempts=2",
     "checkpoint.keep_best=pass_at_2", "checkpoint.keep=1",
 )  # pyformat: disable
@@ -134,6 +137,12 @@ def test_beside_collection_the_same_episodes_are_played(blocking, tmp_path):
   assert tokens_of(trajectories_of(tmp_path / "s")) == tokens_of(
       trajectories_of(blocking)
   )
+  of_first, of_last = (
+      [v for (_, _, version), v in tokens_of(trajectories_of(blocking)).items()
+       if version == step]
+      for step in (1, 3)
+  )  # pyformat: disable
+  assert of_first != of_last  # Else any weights would do.
   train_tokens = [
       sorted(str(e["sequences"]) for e in trajectories_of(d)
              if e["split"] == "train")
