@@ -295,6 +295,23 @@ def _external(c: TrainConfig) -> Iterator[str]:
         f"rollout.via=external: policy.name={c.policy.name} is not a directory"
         " that another process could load; save one and give its path"
     )
+  transfer = c.external.transfer
+  if transfer != "reload" and c.external.protocol != "vllm":
+    yield (
+        f"external.transfer={transfer} is vLLM's, and"
+        f" external.protocol={c.external.protocol}; leave it at reload"
+    )
+  if transfer == "adapter" and not c.policy.lora_rank:
+    yield (
+        "external.transfer=adapter with policy.lora_rank=0: no adapter is"
+        " trained; set policy.lora_rank, or external.transfer=reload"
+    )
+  if transfer == "adapter" and c.warm_start.steps:
+    yield (
+        f"external.transfer=adapter with warm_start.steps={c.warm_start.steps}:"
+        " cloning trains all weights, which the server does not get; clone"
+        " first, and serve the result"
+    )
   if c.engine.weights != "same":
     yield (
         f"engine.weights={c.engine.weights} is of the engine in this process;"
