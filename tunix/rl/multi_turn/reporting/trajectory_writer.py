@@ -9,9 +9,9 @@ run. The end of the run is the one event that waits, under a deadline, until
 everything is written.
 
 A line is the trajectory's JSON (`Trajectory.from_json` reads it) with
-`index`, `time`, `split`, `mode` (of an evaluation), `group_id`, `task_id`,
-`family` and `version` (of its newest tokens, else of the weights published when
-the episode ended) beside.
+`index`, `time`, `split`, `group_id`, `task_id`, `family` and `version` (weights
+published when the episode ended) beside; an evaluation's also with `mode`, and
+the `version` of its newest tokens.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ class TrajectoryWriter:
       if index is None:
         return
       mode = self._mode if event.split == "eval" else ""
-      version = _version_of(event.trajectory)
-      if version is None:
-        version = self._version
+      version = self._version
+      if mode:  # Perhaps of an engine of its own, beside collection.
+        version = _version_of(event.trajectory, version)
       try:
         self._pending.put_nowait((index, event, version, mode))
       except queue.Full:
@@ -288,14 +288,14 @@ class TrajectoryWriter:
       thin.seen = last[split] + 1
 
 
-def _version_of(episode: trajectory_lib.Trajectory) -> int | None:
-  """Of the newest sampled token; None where none is recorded."""
+def _version_of(episode: trajectory_lib.Trajectory, otherwise: int) -> int:
+  """Of the newest sampled token; `otherwise` where none is recorded."""
   newest = [
       int(sequence.versions.max())
       for sequence in episode.sequences
       if len(sequence.versions)
   ]
-  return max(newest) if newest and max(newest) >= 0 else None
+  return max(newest) if newest and max(newest) >= 0 else otherwise
 
 
 def _split(name: str) -> str:
