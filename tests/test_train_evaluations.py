@@ -1,6 +1,7 @@
 """Evaluations in the midst of a run: of which weights, and beside what."""
 
 import json
+import shutil
 import time
 
 import pytest
@@ -199,3 +200,21 @@ def test_an_evaluation_beside_is_made_up_for_of_its_own_weights(
   assert ours["step_2"]["versions"] == [2, 2]
   assert comparable(ours["step_2"]) == comparable(theirs["step_2"])
   assert {"step_2", "step_4", "final"} <= set(ours)
+
+
+def test_a_run_goes_back_to_its_best_checkpoint(blocking, tmp_path, capsys):
+  directory = tmp_path / "b"
+  shutil.copytree(blocking, directory)
+  resume = f"resume={directory}"
+  assert train.main([resume, "checkpoint.resume_from=2"]) == 2
+  assert "there are 1, 3" in capsys.readouterr().err
+  assert train.main([resume, "checkpoint.resume_from=best", "steps=2"]) == 0
+  summary = small_runs.summary_of(directory)
+  assert summary["step"] == 2 and summary["status"] == "completed"
+  assert "step_3" not in summary["eval"]
+  theirs = small_runs.summary_of(blocking)["eval"]["step_1"]
+  assert summary["eval"]["step_1"] == theirs
+  kept = {d.name for d in (directory / "checkpoints").iterdir()}
+  assert kept == {"1", "2"}
+  assert [m["step"] for m in small_runs.metrics_of(directory)] == [1, 2]
+  assert "resume_from: newest" in (directory / "config.yaml").read_text()

@@ -54,7 +54,7 @@ def execute(run: Run) -> tuple[str, str | None]:
   config = run.config
   step, measured = None, {}
   if run.resuming:
-    step = resuming.checkpoint_step(run.directory)
+    step = resuming.checkpoint_step(config)
     measured = run.processes.of_first(
         "measured", resuming.stages_measured(run.directory)
     )

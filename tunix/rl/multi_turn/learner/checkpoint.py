@@ -291,6 +291,13 @@ class LearnerCheckpoints:
     learner.load(arrays, progress["learner"])
     return progress["extras"]
 
+  def delete_newer(self, step: int) -> bool:
+    """Deletes the checkpoints after one; whether there were any."""
+    newer = [s for s in self.steps() if s > step]
+    for one in newer:
+      self._manager.delete(one)
+    return bool(newer)
+
   def restore_parameters(self, model: Any, step: int) -> Any:
     """The parameters alone, for a policy that is not trained.
 

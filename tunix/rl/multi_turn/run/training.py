@@ -52,7 +52,11 @@ class Training:
     )
     extras: dict[str, Any] = {}
     if run.resuming and self._checkpoints.steps():
-      extras = self._own(self._checkpoints.restore(self._learner))
+      step = resuming.checkpoint_step(config)
+      extras = self._own(self._checkpoints.restore(self._learner, step))
+      if self._checkpoints.delete_newer(step) and run.store is not None:
+        # Of weights that the run has not got yet.
+        run.store.remove(run.store.known())
     if run.store is not None:
       run.store.remove(extras.get(loop_lib.CONSUMED, ()))
     if run.resuming:
