@@ -185,6 +185,14 @@ def _accepted(module, words, capsys):
   program = _main(module)
   if module == "train":
     _train(words)
+  elif module == "evaluate":
+    try:
+      config_lib.load_evaluation(words)
+    except SystemExit as ended:  # Of --help.
+      assert ended.code == 0
+    except config_lib.ConfigError as error:
+      # Runs that the pages speak of are not here.
+      assert all("directory" in problem for problem in error.problems), error
   elif module in ("config", "reporting.metrics"):
     assert not words
   elif module in ("environments.play", "commands.inspect_policy") or (

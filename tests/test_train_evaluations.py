@@ -1,9 +1,12 @@
 """Evaluations in the midst of a run: of which weights, and beside what."""
 
+import json
+import shutil
 import time
 
 import pytest
 import small_runs
+from tunix.rl.multi_turn import evaluate
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.run import evaluation
@@ -71,3 +74,147 @@ def test_no_training_episode_begins_during_an_evaluation(
   assert seen[begun + 1 : ended] == ["eval"] * 4
   assert seen[:begun].count("train") >= 8
   assert seen[ended:].count("train") >= 8
+
+
+def comparable(results):
+  """An evaluation without its seconds."""
+  beside = ("seconds", "seconds_waited", "beside", "spread", "versions")
+  return {
+      k: comparable(v) if isinstance(v, dict) else v
+      for k, v in results.items()
+      if k not in beside
+  }
+
+
+def trajectories_of(directory):
+  lines = (directory / "trajectories.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def tokens_of(episodes):
+  """Sampled tokens of evaluated episodes by mode, task and attempt."""
+  return {
+      (e["mode"], e["trajectory_id"], e["version"]): [
+          s["tokens"] for s in e["sequences"]
+      ]
+      for e in episodes
+      if e["split"] == "eval"
+  }
+
+
+SAVING = (
+    # Weights that shrink at each update, as nothing is solved.
+    "learner.weight_decay=0.5", "learner.learning_rate=0.3",
+    "learner.warmup_steps=0",
+    "steps=3", "eval.every=1", "eval.attempts=2",
+    "checkpoint.keep_best=pass_at_2", "checkpoint.keep=1",
+)  # pyformat: disable
+
+
+@pytest.fixture(scope="module")
+def blocking(tmp_path_factory):
+  """A run whose evaluations hold its training."""
+  tmp_path = tmp_path_factory.mktemp("blocking")
+  assert small_runs.run_train(tmp_path, *NEW, "name=b", *SAVING) == 0
+  return tmp_path / "b"
+
+
+def test_beside_collection_the_same_episodes_are_played(blocking, tmp_path):
+  """To the token, greedy and sampled, of each update's own weights."""
+  assert small_runs.run_train(
+      tmp_path, *NEW, "name=s", *SAVING, "eval.beside=true",
+  ) == 0  # pyformat: disable
+  ours, theirs = (
+      small_runs.summary_of(d)["eval"] for d in (tmp_path / "s", blocking)
+  )
+  assert list(ours) == list(theirs)
+  for name in ours:
+    assert comparable(ours[name]) == comparable(theirs[name])
+  for step in (1, 2, 3):
+    results = ours[f"step_{step}"]
+    assert results["versions"] == [step, step]
+    assert results["beside"] and results["seconds"] > 0
+    assert results["seconds_waited"] >= 0
+  assert tokens_of(trajectories_of(tmp_path / "s")) == tokens_of(
+      trajectories_of(blocking)
+  )
+  of_first, of_last = (
+      [v for (_, _, version), v in tokens_of(trajectories_of(blocking)).items()
+       if version == step]
+      for step in (1, 3)
+  )  # pyformat: disable
+  assert of_first != of_last  # Else any weights would do.
+  train_tokens = [
+      sorted(str(e["sequences"]) for e in trajectories_of(d)
+             if e["split"] == "train")
+      for d in (tmp_path / "s", blocking)
+  ]  # pyformat: disable
+  assert train_tokens[0] == train_tokens[1]
+
+
+def test_the_best_checkpoint_is_kept(blocking):
+  """Of equal values the earliest: nothing is solved here."""
+  found = json.loads((blocking / "best.json").read_text())
+  assert found == {"step": 1, "metric": "pass_at_2", "value": 0.0}
+  kept = {d.name for d in (blocking / "checkpoints").iterdir()}
+  assert kept == {"1", "3"}
+
+
+def test_a_checkpoint_is_evaluated_as_the_run_did(blocking, tmp_path):
+  for name, checkpoint in (("step_1", "best"), ("step_3", "newest")):
+    assert evaluate.main([
+        str(blocking), f"checkpoint={checkpoint}", f"dir={tmp_path}",
+        f"name={name}", "attempts=2", "report.progress=none",
+    ]) == 0  # pyformat: disable
+    data = json.loads((tmp_path / name / "evaluation.json").read_text())
+    theirs = small_runs.summary_of(blocking)["eval"][name]
+    assert comparable(data["results"]) == comparable(theirs)
+    mine = tokens_of(trajectories_of(tmp_path / name))
+    steps = tokens_of(trajectories_of(blocking))
+    assert mine and all(steps[key] == mine[key] for key in mine)
+    assert {version for _, _, version in mine} == {int(name[5:])}
+
+
+def test_an_evaluation_beside_is_made_up_for_of_its_own_weights(
+    blocking, tmp_path
+):
+  """A stop in the midst of it: the update's checkpoint outlives newer ones."""
+  from tunix.rl.multi_turn.run import beside  # pylint: disable=g-import-not-at-top
+
+  patch = pytest.MonkeyPatch()
+  # As if each were still under way when the run is stopped.
+  patch.setattr(beside.BesideEvaluations, "finished", lambda self: None)
+  patch.setattr(beside.BesideEvaluations, "wait", lambda self: None)
+  options = ("name=m", *SAVING, "eval.beside=true", "eval.every=2")
+  try:
+    assert small_runs.run_train(tmp_path, *NEW, *options) == 0
+  finally:
+    patch.undo()
+  directory = tmp_path / "m"
+  assert "step_2" not in small_runs.summary_of(directory)["eval"]
+  kept = {d.name for d in (directory / "checkpoints").iterdir()}
+  assert kept == {"2", "3"}
+  assert train.main([f"resume={directory}", "steps=4"]) == 0
+  ours = small_runs.summary_of(directory)["eval"]
+  theirs = small_runs.summary_of(blocking)["eval"]
+  assert ours["step_2"]["versions"] == [2, 2]
+  assert comparable(ours["step_2"]) == comparable(theirs["step_2"])
+  assert {"step_2", "step_4", "final"} <= set(ours)
+
+
+def test_a_run_goes_back_to_its_best_checkpoint(blocking, tmp_path, capsys):
+  directory = tmp_path / "b"
+  shutil.copytree(blocking, directory)
+  resume = f"resume={directory}"
+  assert train.main([resume, "checkpoint.resume_from=2"]) == 2
+  assert "there are 1, 3" in capsys.readouterr().err
+  assert train.main([resume, "checkpoint.resume_from=best", "steps=2"]) == 0
+  summary = small_runs.summary_of(directory)
+  assert summary["step"] == 2 and summary["status"] == "completed"
+  assert "step_3" not in summary["eval"]
+  theirs = small_runs.summary_of(blocking)["eval"]["step_1"]
+  assert summary["eval"]["step_1"] == theirs
+  kept = {d.name for d in (directory / "checkpoints").iterdir()}
+  assert kept == {"1", "2"}
+  assert [m["step"] for m in small_runs.metrics_of(directory)] == [1, 2]
+  assert "resume_from: newest" in (directory / "config.yaml").read_text()

@@ -5,6 +5,7 @@ Against servers that speak their protocols (tests/helpers/fake_engines.py).
 
 import asyncio
 import contextlib
+import functools
 import json
 import threading
 
@@ -21,6 +22,7 @@ from tunix.rl.multi_turn.clients import vllm as vllm_lib
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import lora
 
 pytestmark = pytest.mark.timeout(300)
 Launch = vllm_lib.VllmLaunch
@@ -289,13 +291,21 @@ def weights_for(directory, ours, engines, clients, **options):
     made.close()
 
 
-@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+CALLS = {
+    "reload": ["reload_weights"],
+    "disk": ["start_weight_update", "update_weights", "finish_weight_update"],
+}
+
+
+@pytest.mark.parametrize("protocol, transfer", [
+    ("vllm", "reload"), ("vllm", "disk"), ("sglang", ""),
+])  # pyformat: disable
 async def test_after_an_update_it_answers_with_the_new_weights(
-    ours, saved, tmp_path, protocol
+    ours, saved, tmp_path, protocol, transfer
 ):
   if protocol == "vllm":
-    server = vllm(launch_of(saved))
-    engine_of = disk_weights.VllmEngine
+    server = vllm(launch_of(saved, disk_transfer=transfer == "disk"))
+    engine_of = functools.partial(disk_weights.VllmEngine, transfer=transfer)
   else:
     server = fake_engines.FakeSglang(saved)
     engine_of = disk_weights.SglangEngine
@@ -325,9 +335,11 @@ async def test_after_an_update_it_answers_with_the_new_weights(
     left = sorted(str(p) for p in tmp_path.glob("*/*"))
     assert left == fake.loaded[1:]
     if protocol == "vllm":
-      assert fake.calls[:4] == [
-          "pause keep", "reload_weights", "reset_prefix_cache", "resume",
+      calls = [
+          "pause keep", *CALLS[transfer], "reset_prefix_cache", "resume",
       ]  # pyformat: disable
+      assert fake.calls == 3 * calls
+      assert fake.weight_version == ("3" if transfer == "disk" else None)
   assert len(set(map(tuple, seen))) > 1
   await asyncio.wrap_future(ours.engine.update_weights(0, ours.model))
 
@@ -504,3 +516,63 @@ def test_an_adapter_is_written_into_the_weights(tmp_path):
   )
   config = json.loads((path / "config.json").read_text())
   assert config["model_type"] == "qwen3_vl"
+
+
+async def test_an_adapter_alone_is_handed_over(ours, saved, tmp_path):
+  """Its files are what the policy trains, each version under one name."""
+  model, _, _ = checkpoint.create_policy("qwen3_vl_tiny", seed=3)
+  lora.add(model, rank=2, alpha=4.0, seed=0)
+  with vllm(launch_of(saved, lora_rank=2)) as fake:
+    weights = disk_weights.DiskWeights(
+        tmp_path,
+        disk_weights.adapter_saver(model, "cua"),
+        [disk_weights.VllmEngine(
+            fake.url, transfer="adapter", adapter="cua-adapter"
+        )],
+    )
+    for version in (1, 2):
+      for layer in lora.need_adapter(model):
+        part = layer.linear.lora_b
+        part.set_value(part.get_value() + version)
+      await asyncio.wrap_future(weights.publish(version, model))
+      config, tensors = fake.adapters["cua-adapter"]
+      assert config["r"] == 2 and config["base_model_name_or_path"] == "cua"
+      assert len(tensors) > 4
+      assert all(
+          (value == (1, 3)[version - 1]).all()
+          for name, value in tensors.items()
+          if "lora_B" in name
+      )
+    size = sum(f.stat().st_size for f in fake_files(tmp_path, "v00000002"))
+    weights.close()
+  assert fake.calls == 2 * [
+      "pause keep", "load_lora_adapter", "reset_prefix_cache", "resume",
+  ]  # pyformat: disable
+  whole = checkpoint.save_policy(tmp_path / "whole", model_without_adapter())
+  assert size < 0.2 * sum(f.stat().st_size for f in whole.rglob("*"))
+
+
+def fake_files(directory, version):
+  return [f for f in directory.glob(f"*/*{version}/*") if f.is_file()]
+
+
+def model_without_adapter():
+  return checkpoint.create_policy("qwen3_vl_tiny", seed=3)[0]
+
+
+async def test_a_server_not_started_for_a_transfer_names_the_fix(
+    ours, saved, tmp_path
+):
+  with vllm(launch_of(saved)) as fake:
+    for transfer, adapter, fix in (
+        ("disk", "", "--disk-transfer true"), ("adapter", "a", "--lora-rank"),
+    ):  # pyformat: disable
+      engine = disk_weights.VllmEngine(
+          fake.url, transfer=transfer, adapter=adapter
+      )
+      with pytest.raises(disk_weights.HandOverError, match=fix):
+        await asyncio.to_thread(engine.load, str(tmp_path), 1)
+  with pytest.raises(ValueError, match="transfer='nccl' must be one of"):
+    disk_weights.VllmEngine("http://a", transfer="nccl")
+  with pytest.raises(ValueError, match="is given a name"):
+    disk_weights.VllmEngine("http://a", adapter="a")

@@ -321,7 +321,8 @@ def test_every_field_is_reached_by_key_value(path):
 
 def test_every_settings_class_of_the_package_is_a_section():
   """What a component is set by, a run can set: no class stands outside."""
-  nested = set(loader.sections(TrainConfig).values()) | {TrainConfig}
+  nested = set(loader.sections(config_lib.EvaluationConfig).values())
+  nested |= {TrainConfig, config_lib.EvaluationConfig}
   for module in pkgutil.walk_packages(
       multi_turn.__path__, "tunix.rl.multi_turn."
   ):

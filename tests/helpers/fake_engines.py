@@ -7,8 +7,11 @@ that the real ones do not have is refused.
 
 import argparse
 import asyncio
+import glob
 import json
+import os
 
+import safetensors.numpy
 import shared_programs
 import small_server
 from starlette import applications
@@ -170,6 +173,15 @@ class FakeVllm(FakeEngine):
     add("--generation-config", default="auto")
     add("--dtype")
     add("--tensor-parallel-size", type=int)
+    add("--weight-transfer-config", type=json.loads, default={})
+    add("--enable-lora", action="store_true")
+    add("--max-lora-rank", type=int, choices=(8, 16, 32, 64, 128, 256))
+    self.lora_updates = (
+        environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
+    )
+    self.session = None  # Of a transfer from disk.
+    self.weight_version = None
+    self.adapters = {}
     self.args = parser.parse_args(list(argv[2:]))
     self.dev = environment.get("VLLM_SERVER_DEV_MODE") == "1"
     self.abort_first = abort_first
@@ -194,6 +206,15 @@ class FakeVllm(FakeEngine):
           ("/collective_rpc", self.collective_rpc, "POST"),
           ("/reset_prefix_cache", self.reset_prefix_cache, "POST"),
       ]
+    if self.dev and self.args.weight_transfer_config:
+      assert self.args.weight_transfer_config == {"backend": "disk"}
+      found += [
+          ("/start_weight_update", self.start_weight_update, "POST"),
+          ("/update_weights", self.update_weights, "POST"),
+          ("/finish_weight_update", self.finish_weight_update, "POST"),
+      ]
+    if self.args.enable_lora and self.lora_updates:
+      found.append(("/v1/load_lora_adapter", self.load_adapter, "POST"))
     return found
 
   def error(self, refused):
@@ -328,6 +349,68 @@ class FakeVllm(FakeEngine):
     assert set(body["kwargs"]) == {"weights_path", "is_checkpoint_format"}
     await self.load(body["kwargs"]["weights_path"])
     return responses.JSONResponse({"results": [None]})
+
+  async def start_weight_update(self, request, body):
+    del request, body
+    if self.session is not None:
+      raise Refused(500, "A shared-disk weight update is already active")
+    assert not self.gate.is_set()
+    self.calls.append("start_weight_update")
+    self.session = ""
+    return responses.JSONResponse({"message": "Weight update started"})
+
+  async def update_weights(self, request, body):
+    del request
+    assert set(body) == {"update_info"} and set(body["update_info"]) == {"path"}
+    path = body["update_info"]["path"]
+    if self.session is None:
+      raise Refused(500, "start_weight_update must be called before loading")
+    if self.session:
+      raise Refused(500, "The disk backend accepts exactly one checkpoint")
+    if not (os.path.isabs(path) and glob.glob(f"{path}/*.safetensors")):
+      self.session = None
+      raise Refused(500, f"`path` must be an absolute local directory: {path}")
+    self.calls.append("update_weights")
+    await self.load(path)
+    self.session = path
+    return responses.JSONResponse({"message": "Weights updated"})
+
+  async def finish_weight_update(self, request, body):
+    del request
+    assert set(body) == {"weight_version"}
+    if not self.session:
+      raise Refused(500, "No shared-disk weight update is active")
+    self.calls.append("finish_weight_update")
+    self.session, self.weight_version = None, body["weight_version"]
+    return responses.JSONResponse({"message": "Weight update finished"})
+
+  async def load_adapter(self, request, body):
+    del request
+    assert set(body) <= {"lora_name", "lora_path", "load_inplace"}
+    name, path = body["lora_name"], body["lora_path"]
+    self.calls.append("load_lora_adapter")
+    if name in self.adapters and not body.get("load_inplace"):
+      raise Refused(
+          400,
+          f"The lora adapter '{name}' has already been loaded. If you want to"
+          " load the adapter in place, set 'load_inplace' to True.",
+      )
+    try:
+      with open(f"{path}/adapter_config.json", encoding="utf-8") as file:
+        config = json.load(file)
+    except OSError:
+      raise Refused(404, f"No adapter found for {path}") from None
+    if config["r"] > self.args.max_lora_rank:
+      raise Refused(
+          400,
+          f"LoRA rank {config['r']} is greater than max_lora_rank"
+          f" {self.args.max_lora_rank}.",
+      )
+    tensors = safetensors.numpy.load_file(f"{path}/adapter_model.safetensors")
+    self.adapters[name] = (config, tensors)
+    return responses.PlainTextResponse(
+        f"Success: LoRA adapter '{name}' added successfully."
+    )
 
   async def reset_prefix_cache(self, request, body):
     del body

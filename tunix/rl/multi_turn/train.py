@@ -20,9 +20,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import shlex
-import signal
 import sys
-import threading
 import traceback
 import types
 from typing import Any, Sequence
@@ -42,6 +40,7 @@ from tunix.rl.multi_turn.reporting import watchdog
 from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import evaluation
+from tunix.rl.multi_turn.run import interrupts
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import processes as processes_lib
 from tunix.rl.multi_turn.run import resuming
@@ -58,7 +57,7 @@ def execute(run: Run) -> tuple[str, str | None]:
   config = run.config
   step, measured = None, {}
   if run.resuming:
-    step = resuming.checkpoint_step(run.directory)
+    step = resuming.checkpoint_step(config)
     measured = run.processes.of_first(
         "measured", resuming.stages_measured(run.directory)
     )
@@ -170,21 +169,12 @@ def run_to_end(run: Run) -> int:
 
   In the main thread, Ctrl-C and SIGTERM ask the run to stop.
   """
-  def interrupt(signum, frame):
-    del frame
-    if run.stop.is_set():  # The second time, at once.
-      signal.signal(signum, signal.SIG_DFL)
-      raise KeyboardInterrupt
-    print(
-        "\nstopping after this step and saving; press Ctrl-C again to quit at"
-        " once",
-        file=sys.stderr,
-    )
-    run.stop.set()
-
-  before = {s: signal.signal(s, interrupt) for s in _stop_signals()}
   try:
-    with disk_full.reported_once(), run:
+    with (
+        interrupts.asked(run.stop, "stopping after this step and saving"),
+        disk_full.reported_once(),
+        run,
+    ):
       print(f"run directory: {run.directory}", file=sys.stderr)
       for changed in run.changed:
         print(f"note: {changed}", file=sys.stderr)
@@ -194,9 +184,6 @@ def run_to_end(run: Run) -> int:
   except KeyboardInterrupt:
     print(f"interrupted at once; {_how_to_resume(run)}")
     return 130
-  finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
   if error:
     details = run.own_directory / TRACEBACK
     more = f" (see {details})" if details.exists() else ""
@@ -219,12 +206,6 @@ def run_to_end(run: Run) -> int:
 def _how_to_resume(run: Run) -> str:
   command = shell_hints.command("train", f"resume={run.directory}")
   return f"resume with: {command}"
-
-
-def _stop_signals() -> tuple[int, ...]:
-  if threading.current_thread() is not threading.main_thread():
-    return ()
-  return (signal.SIGINT, signal.SIGTERM)
 
 
 class _CallableModule(types.ModuleType):

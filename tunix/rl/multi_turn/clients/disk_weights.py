@@ -10,6 +10,12 @@ load it. An engine never sees half of a checkpoint, and never the same path with
 other weights, as some cache by path: each DiskWeights writes into a new folder,
 and each version into a new folder in it.
 
+vLLM takes a checkpoint in one of three ways (`TRANSFERS`): it reloads it by a
+call into its workers, which any version since 0.11 does; by its transfer
+backend `disk`, which also lets it record the version of the weights itself
+(`weight_versions` of its answers); or it takes a LoRA adapter alone, some
+hundredth of the bytes.
+
 Promises: versions arrive in the order of publication; requests in flight
 continue after the change, where the engine can; clients record a version only
 once all engines sample with it, so that a token's recorded version is never
@@ -37,6 +43,7 @@ from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import lora_files
 from tunix.rl.multi_turn.policy import qwen_text
 
 Save = Callable[[pathlib.Path, Any], None]
@@ -45,6 +52,10 @@ Save = Callable[[pathlib.Path, Any], None]
 
 class HandOverError(RuntimeError):
   """An engine did not take new weights; names it and the fix."""
+
+
+TRANSFERS = ("reload", "disk", "adapter")
+"""Ways into a vLLM server; see the module docstring."""
 
 
 class Engine(Protocol):
@@ -84,6 +95,31 @@ def policy_saver(
     if isinstance(filled, qwen_text.QwenText) and lora.has_adapter(filled):
       lora.merge(filled)
     checkpoint.save_policy(directory, filled, tokenizer, dtype)
+
+  return save
+
+
+def adapter_saver(
+    model: qwen_text.QwenText, base_model_name: str = ""
+) -> Save:
+  """Writes the LoRA adapter alone, as PEFT does; for transfer="adapter".
+
+  Args:
+    model: of the architecture, with an adapter; its own is not written.
+    base_model_name: of the weights that the engine serves.
+
+  Raises:
+    ValueError: the model has no adapter.
+  """
+  lora.need_adapter(model)
+  lock = threading.Lock()
+
+  def save(directory: pathlib.Path, params: Any) -> None:
+    with lock:
+      filled = nnx.clone(model)
+      state = nnx.state(params) if isinstance(params, nnx.Module) else params
+      nnx.update(filled, state)
+    lora_files.save(directory, filled, base_model_name)
 
   return save
 
@@ -226,27 +262,63 @@ class VllmEngine:
   ones; caches computed with the old ones are dropped.
   """
 
-  def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0):
+  def __init__(
+      self,
+      url: str,
+      *,
+      api_key: str = "",
+      timeout_s: float = 600.0,
+      transfer: str = "reload",
+      adapter: str = "",
+  ):
     """Args:
 
       url: without /v1.
       api_key: presented as a bearer token; "" for none.
       timeout_s: of loading.
+      transfer: one of `TRANSFERS`; the server must have been started for it
+        (`VllmLaunch`).
+      adapter: the server's name of the adapter, by which requests ask for it.
+
+    Raises:
+      ValueError: naming the argument.
     """
+    if transfer not in TRANSFERS:
+      raise ValueError(
+          f"transfer={transfer!r} must be one of {', '.join(TRANSFERS)}"
+      )
+    if (transfer == "adapter") != bool(adapter):
+      raise ValueError(
+          f"transfer={transfer} and adapter={adapter!r}: an adapter is given a"
+          " name, and nothing else is"
+      )
     self.url = _root(url)
     self._http = _Http(self.url, api_key, timeout_s)
+    self._transfer = transfer
+    self._adapter = adapter
 
   def load(self, path: str, version: int) -> None:
-    del version  # vLLM does not record it; clients do.
     self._http.post("/pause?mode=keep&clear_cache=true")
     try:
-      self._http.post(
-          "/collective_rpc",
-          {
-              "method": "reload_weights",
-              "kwargs": {"weights_path": path, "is_checkpoint_format": True},
-          },
-      )
+      if self._transfer == "disk":
+        self._transfer_from_disk(path, version)
+      elif self._transfer == "adapter":
+        self._http.post(
+            "/v1/load_lora_adapter",
+            {
+                "lora_name": self._adapter,
+                "lora_path": path,
+                "load_inplace": True,
+            },
+        )
+      else:
+        self._http.post(
+            "/collective_rpc",
+            {
+                "method": "reload_weights",
+                "kwargs": {"weights_path": path, "is_checkpoint_format": True},
+            },
+        )
       # Those of frozen requests too: they are computed again.
       answer = self._http.post(
           "/reset_prefix_cache?reset_running_requests=true"
@@ -261,6 +333,12 @@ class VllmEngine:
           " weights; restart it"
       ) from error
     self._http.post("/resume")
+
+  def _transfer_from_disk(self, path: str, version: int) -> None:
+    self._http.post("/start_weight_update")
+    self._http.post("/update_weights", {"update_info": {"path": path}})
+    # From here on its answers name it, for the tokens sampled with it.
+    self._http.post("/finish_weight_update", {"weight_version": str(version)})
 
 
 class SglangEngine:
@@ -283,6 +361,18 @@ class SglangEngine:
     if not isinstance(answer, dict) or answer.get("success") is not True:
       said = answer.get("message") if isinstance(answer, dict) else answer
       raise HandOverError(f"{self.url} did not load {path}: {said}")
+
+
+_NEEDED = {
+    "/v1/load_lora_adapter": (
+        "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (--lora-rank)"
+    ),
+    "/start_weight_update": (
+        "VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"
+        " '{\"backend\":\"disk\"}' (--disk-transfer true)"
+    ),
+}
+"""Path -> what a server must be started with to have it."""
 
 
 class _Http:
@@ -310,8 +400,9 @@ class _Http:
         text = f"{url} cannot be reached: {error}"
       elif error.status == 404:
         text = (
-            f"{url} is not served; start vLLM with VLLM_SERVER_DEV_MODE=1, as"
-            " rollout.external prints it"
+            f"{url} is not served; start vLLM as"
+            " python -m tunix.rl.multi_turn.clients.vllm prints it, with"
+            f" {_NEEDED.get(path, 'VLLM_SERVER_DEV_MODE=1')}"
         )
       else:
         text = f"{url} answered {answer.quoted()}"

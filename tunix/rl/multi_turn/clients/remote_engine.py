@@ -30,15 +30,20 @@ class RemoteEngine:
       weights: disk_weights.DiskWeights,
       *,
       context_length: int,
+      adapter: str = "",
   ):
     """Args:
 
       make_client: an unused client of the server at each call.
       weights: hands over to the same server.
       context_length: that the server must have at least.
+      adapter: the server's name of the adapter that `weights` hands over, and
+        that is asked for then; "" where whole weights are.
     """
     self._make_client = make_client
     self._client = make_client()
+    # `warm_up` asks for the base: there is no adapter before a hand-over.
+    self._client.model = adapter or self._client.model
     self._weights = weights
     self._counts: collections.Counter[str] = collections.Counter()
     self._closed = False

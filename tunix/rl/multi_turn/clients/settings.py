@@ -26,6 +26,13 @@ class ExternalConfig:
   model: str = setting(
       default="", doc='Its name for the policy. "" = policy.name.'
   )
+  transfer: Literal["reload", "disk", "adapter"] = setting(
+      default="reload",
+      doc="With vLLM: reload: its workers reload a checkpoint. disk: its"
+      " transfer backend of that name does, and its answers name the version of"
+      " the weights for each token. adapter: the LoRA adapter alone is written"
+      " and loaded (policy.lora_rank).",
+  )
   weights_dir: str = setting(
       default="",
       doc="Directory that new weights are written to; on a disk that it sees."

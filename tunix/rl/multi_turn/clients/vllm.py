@@ -36,6 +36,8 @@ LOGPROBS_MODES = (
 )  # pyformat: disable
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 VARIABLE = "TUNIX_VLLM_"
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes for --max-lora-rank."""
 
 _HOST = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*"
                    r"[a-z0-9])?)*")  # pyformat: disable
@@ -61,6 +63,10 @@ class VllmLaunch:
     reload_weights: open the endpoints that load new weights. Anyone who
       reaches the port can then load some: keep it on this machine or in a
       closed network.
+    disk_transfer: choose the transfer backend that external.transfer=disk
+      needs.
+    lora_rank: of the adapter that external.transfer=adapter hands over; 0 for
+      none.
     api_key_file: holds the key that clients must present; "" asks for none.
     extra: further arguments, at the end.
   """
@@ -76,6 +82,8 @@ class VllmLaunch:
   tensor_parallel: int = 1
   dtype: str = "auto"
   reload_weights: bool = True
+  disk_transfer: bool = False
+  lora_rank: int = 0
   api_key_file: str = ""
   extra: tuple[str, ...] = ()
 
@@ -118,6 +126,16 @@ class VllmLaunch:
     for host in self.allowed_media_domains:
       if why := _wrong_host(host):
         raise ValueError(f"allowed_media_domains: {why}")
+    if not 0 <= self.lora_rank <= _LORA_RANKS[-1]:
+      raise ValueError(
+          f"lora_rank={self.lora_rank} must be 0 to {_LORA_RANKS[-1]}, which is"
+          " the most that vLLM serves"
+      )
+    if (self.disk_transfer or self.lora_rank) and not self.reload_weights:
+      raise ValueError(
+          f"disk_transfer={self.disk_transfer}, lora_rank={self.lora_rank} need"
+          " the endpoints of reload_weights=True"
+      )
     if not _is_local(self.host) and not self.api_key_file:
       raise ValueError(
           f"host={self.host!r} can be reached from elsewhere; give"
@@ -187,6 +205,11 @@ class VllmLaunch:
         "--dtype", self.dtype,
         "--tensor-parallel-size", str(self.tensor_parallel),
     ]  # pyformat: disable
+    if self.disk_transfer:
+      arguments += ["--weight-transfer-config", _json({"backend": "disk"})]
+    if self.lora_rank:
+      rank = next(r for r in _LORA_RANKS if r >= self.lora_rank)
+      arguments += ["--enable-lora", "--max-lora-rank", str(rank)]
     return [*arguments, *self.extra]
 
   def environment(self) -> dict[str, str]:
@@ -199,6 +222,8 @@ class VllmLaunch:
     found = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
     if self.reload_weights:
       found["VLLM_SERVER_DEV_MODE"] = "1"
+    if self.lora_rank:
+      found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if self.api_key_file:
       key = pathlib.Path(self.api_key_file).read_text(encoding="utf-8").strip()
       if not key:
@@ -413,6 +438,8 @@ _HELP = {
     ),
     "tensor_parallel": "devices that share each layer",
     "dtype": f"of the weights: {', '.join(DTYPES)}",
+    "disk_transfer": "choose the backend of external.transfer=disk",
+    "lora_rank": "of the adapter of external.transfer=adapter (0: none)",
     "reload_weights": (
         "open the endpoints that load new weights to anyone on the port"
     ),

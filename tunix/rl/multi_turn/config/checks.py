@@ -12,6 +12,7 @@ from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import registry as agents
 from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.core import credentials
+from tunix.rl.multi_turn.core import evaluation_figures
 from tunix.rl.multi_turn.core import settings
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.environments import spec as environment_spec
@@ -40,7 +41,29 @@ def contradictions(config: TrainConfig) -> list[str]:
       *_queue(config),
       *_parts(config),
       *_warm_start(config),
+      *_evaluation(config),
   ]
+
+
+def _evaluation(c: TrainConfig) -> Iterator[str]:
+  """Evaluations between updates, and what they are for."""
+  if c.eval.beside and c.rollout.via != "in_process":
+    yield (
+        f"eval.beside=true evaluates with a second engine in this process, and"
+        f" rollout.via={c.rollout.via} has none; leave it out, or set"
+        " rollout.via=in_process"
+    )
+  metric = c.checkpoint.keep_best
+  if not metric:
+    return
+  why = evaluation_figures.problem(metric, c.eval.modes, c.eval.attempts)
+  if why:
+    yield f"checkpoint.keep_best={metric}: {why}"
+  elif not c.eval.every and c.learner.steps:
+    yield (
+        f"checkpoint.keep_best={metric}: no update is evaluated with"
+        " eval.every=0; set eval.every"
+    )
 
 
 _WITHOUT_SECRETS = {
@@ -272,6 +295,23 @@ def _external(c: TrainConfig) -> Iterator[str]:
     yield (
         f"rollout.via=external: policy.name={c.policy.name} is not a directory"
         " that another process could load; save one and give its path"
+    )
+  transfer = c.external.transfer
+  if transfer != "reload" and c.external.protocol != "vllm":
+    yield (
+        f"external.transfer={transfer} is vLLM's, and"
+        f" external.protocol={c.external.protocol}; leave it at reload"
+    )
+  if transfer == "adapter" and not c.policy.lora_rank:
+    yield (
+        "external.transfer=adapter with policy.lora_rank=0: no adapter is"
+        " trained; set policy.lora_rank, or external.transfer=reload"
+    )
+  if transfer == "adapter" and c.warm_start.steps:
+    yield (
+        f"external.transfer=adapter with warm_start.steps={c.warm_start.steps}:"
+        " cloning trains all weights, which the server does not get; clone"
+        " first, and serve the result"
     )
   if c.engine.weights != "same":
     yield (

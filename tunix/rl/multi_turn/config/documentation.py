@@ -5,6 +5,7 @@ Both are made from the settings' own documentation, so neither can lag behind.
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 import types
 import typing
@@ -45,6 +46,61 @@ MOST_USED = (
     "queue.max_staleness", "name", "resume",
 )  # pyformat: disable
 
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+  """The first screen of a command's `--help`.
+
+  Attributes:
+    text: with {keys} and {sections}.
+    keys: shown with their defaults, in this order.
+  """
+
+  text: str
+  keys: tuple[str, ...]
+
+
+TRAIN = Page(FIRST_SCREEN, MOST_USED)
+EVALUATE = Page(
+    """\
+Measures the success of a policy, or of a server's model, on tasks.
+
+usage: python -m tunix.rl.multi_turn.evaluate [DIR] [file.yaml] [key=value ...]
+
+DIR is a run (as run=DIR), a policy's directory (policy=DIR), or an evaluation
+that is continued (resume=DIR). Without one: policy, or server and model.
+
+  --help             this text; --help all: every key; --help SECTION: one
+                     section's keys, e.g. --help evaluate
+  --dry-run          build everything, print configuration, shapes and memory
+  --compare DIR      compare with another evaluation, task by task
+
+Later wins: defaults, presets of the chosen names, the run's settings, the file,
+overrides. Values are YAML (tasks='[a,b]' or tasks=a,b).
+
+Most used keys:
+{keys}
+
+Sections:
+{sections}
+
+Examples:
+  python -m tunix.rl.multi_turn.evaluate runs/<name> checkpoint=best attempts=8
+  python -m tunix.rl.multi_turn.evaluate policy=DIR gym=miniwob tasks=click-link
+  python -m tunix.rl.multi_turn.evaluate server=http://127.0.0.1:8000/v1 \\
+      model=NAME gym=desktop agent=qwen3_vl_computer_use
+  python -m tunix.rl.multi_turn.evaluate evaluations/<name> --compare OTHER
+
+Exit status: 0 complete, 1 failed, 2 refused, 130 interrupted (and resumable).
+Every key with its meaning: --help all, or docs/configuration.md.""",
+    (
+        "run", "checkpoint", "server", "model", "gym", "tasks", "policy",
+        "agent", "modes", "attempts", "eval.episodes_per_task", "split",
+        "collect.concurrency", "name", "resume", "compare",
+    ),  # pyformat: disable
+)
+
 REFERENCE_HEAD = """\
 # Configuration
 
@@ -84,6 +140,7 @@ def help_text(
     aliases: Mapping[str, str],
     presets: Mapping[str, Mapping[str, Any]],
     topic: str = "",
+    page: Page = TRAIN,
 ) -> str:
   """`--help`: a first screen, or the keys of `topic`.
 
@@ -92,6 +149,7 @@ def help_text(
     aliases: short keys and the dotted keys they mean.
     presets: defaults that depend on a choice, by "section=name".
     topic: "" for the first screen, "all", or a section.
+    page: the first screen.
 
   Raises:
     ConfigError: no such section.
@@ -110,7 +168,7 @@ def help_text(
     return describe(cls, section) + _choices(section, presets)
   keys = loader.leaves(cls)
   lines = []
-  for key in MOST_USED:
+  for key in page.keys:
     field = keys[aliases.get(key, key)]
     head = f"{key}={default_text(field)}"
     lines.append(f"  {head:<32} {_first_sentence(field.doc)}")
@@ -119,7 +177,7 @@ def help_text(
       for name, section in known.items()
       if "." not in name
   ]
-  return FIRST_SCREEN.format(keys="\n".join(lines), sections="\n".join(names))
+  return page.text.format(keys="\n".join(lines), sections="\n".join(names))
 
 
 def _choices(section: str, presets: Mapping[str, Mapping[str, Any]]) -> str:

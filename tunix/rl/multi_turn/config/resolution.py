@@ -22,6 +22,7 @@ from typing import Any, Mapping, Sequence
 from tunix.rl.multi_turn.agents import registry as agents
 from tunix.rl.multi_turn.config import checks
 from tunix.rl.multi_turn.config import documentation
+from tunix.rl.multi_turn.config import evaluate_config
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.config import sealed
 from tunix.rl.multi_turn.config import train_config
@@ -33,8 +34,35 @@ from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.learner.algorithms import presets
 
 TrainConfig = train_config.TrainConfig
+EvaluationConfig = evaluate_config.EvaluationConfig
 ConfigError = loader.ConfigError
 ALIASES = train_config.ALIASES
+
+
+@dataclasses.dataclass(frozen=True)
+class _Command:
+  """A command's configuration.
+
+  Attributes:
+    cls: its root class.
+    aliases: short key -> dotted key.
+    page: first screen of its `--help`.
+    what: a directory that it resumes.
+  """
+
+  cls: type
+  aliases: Mapping[str, str]
+  page: documentation.Page
+  what: str
+
+
+_TRAIN = _Command(TrainConfig, ALIASES, documentation.TRAIN, "runs/<name>")
+_EVALUATE = _Command(
+    EvaluationConfig,
+    evaluate_config.ALIASES,
+    documentation.EVALUATE,
+    "an evaluation's directory",
+)
 
 
 def from_dict(
@@ -75,7 +103,9 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
 
 
 def _resolve(
-    layers: Sequence[Mapping[str, Any]], problems: list[str]
+    layers: Sequence[Mapping[str, Any]],
+    problems: list[str],
+    cls: type[TrainConfig] = TrainConfig,
 ) -> TrainConfig:
   """Merges the chosen presets, then the layers; builds and checks.
 
@@ -88,11 +118,11 @@ def _resolve(
       given[path] = loader.merge(given.get(path), value)
   _import_modules(given, problems)
   merged = {**_presets(given), **given}
-  config = loader.build(TrainConfig, merged, [])
+  config = loader.build(cls, merged, [])
   if _can_clone(config):
     merged = {**gyms.get(config.gym.name).cloning_preset, **merged}
   refused: set[str] = set()
-  config = loader.build(TrainConfig, merged, problems, refused=refused)
+  config = loader.build(cls, merged, problems, refused=refused)
   problems += loader.name_problems(config)
   wrong = {p.partition("=")[0].split(":")[0] for p in problems} | refused
   problems += [
@@ -185,27 +215,88 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     SystemExit: after `--help` was printed.
   """
   problems: list[str] = []
-  overrides, files = _read_arguments(argv, problems)
+  overrides, files = _read_arguments(argv, problems, _TRAIN)
+  layers, resume = _base(overrides, files, problems, _TRAIN)
+  return _named(_resolved(layers, overrides, problems, resume, _TRAIN))
+
+
+def load_evaluation(argv: Sequence[str]) -> EvaluationConfig:
+  """As `load_config` for the command `evaluate`; may name a directory first.
+
+  With `evaluate.run`, that run's settings are the lowest layer.
+
+  Raises:
+    ConfigError: listing every problem.
+    SystemExit: after `--help` was printed.
+  """
+  problems: list[str] = []
+  overrides, files = _read_arguments(argv, problems, _EVALUATE)
+  layers, resume = _base(overrides, files, problems, _EVALUATE)
+  if not resume:
+    layers = [dict(evaluate_config.DEFAULTS), *layers]
+    given: dict[str, Any] = {}
+    for layer in [*layers, *overrides]:
+      given |= layer
+    if run := str(loader.unwrap(given.get("evaluate.run", "")) or ""):
+      recorded = _recorded(run, "evaluate.run", problems, _TRAIN)
+      of_run = evaluate_config.of_run(recorded, given)
+      place = {"run.dir": str(pathlib.Path(run) / "evaluations")}
+      layers = [layers[0], {**of_run, **place}, *layers[1:]]
+    elif loader.unwrap(given.get("task_source.source")) not in (
+        None, "generated"
+    ):  # pyformat: disable
+      layers[0] = {**layers[0], "eval.episodes_per_task": 0}
+  config = _resolved(layers, overrides, problems, resume, _EVALUATE)
+  assert isinstance(config, EvaluationConfig)
+  return _named(config)
+
+
+def _base(
+    overrides: Sequence[Mapping[str, Any]],
+    files: Sequence[str],
+    problems: list[str],
+    command: _Command,
+) -> tuple[list[dict[str, Any]], str]:
+  """(the layers below the overrides, the directory that is resumed or "")."""
   if len(files) > 1:
     problems.append(
         f"two configuration files, {files[0]} and {files[1]}; give one"
     )
-  layers = [_read(pathlib.Path(file), problems) for file in files[:1]]
+  layers = [_read(pathlib.Path(file), problems, command) for file in files[:1]]
   resume = ""
   for layer in [*layers, *overrides]:
     resume = str(loader.unwrap(layer.get("run.resume", resume)) or "")
-  if resume:
-    layers = _resumed(resume, overrides, problems) if not files else layers
+  if resume and not files:
+    given = {path for layer in overrides for path in layer}
+    if elsewhere := sorted(given & {"run.name", "run.dir"}):
+      problems.append(
+          f"{' and '.join(elsewhere)} together with run.resume={resume}: a"
+          " resumed run continues in its own directory; leave out one of them"
+      )
+    layers = [_recorded(resume, "run.resume", problems, command)]
+  return layers, "" if files else resume
+
+
+def _resolved(
+    layers: Sequence[Mapping[str, Any]],
+    overrides: Sequence[Mapping[str, Any]],
+    problems: list[str],
+    resume: str,
+    command: _Command,
+) -> TrainConfig:
   try:
-    config = _resolve([*layers, *overrides], problems)
+    return _resolve([*layers, *overrides], problems, command.cls)
   except ConfigError as error:
-    if resume and not files and (hint := _damage(resume)):
+    if resume and (hint := _damage(resume)):
       raise ConfigError([hint, *error.problems]) from None
     raise
-  if not config.run.name:
-    run = dataclasses.replace(config.run, name=_default_name(config))
-    config = dataclasses.replace(config, run=run)
-  return config
+
+
+def _named(config: Any) -> Any:
+  if config.run.name:
+    return config
+  run = dataclasses.replace(config.run, name=_default_name(config))
+  return dataclasses.replace(config, run=run)
 
 
 def _default_name(config: TrainConfig) -> str:
@@ -217,7 +308,7 @@ def _default_name(config: TrainConfig) -> str:
 
 
 def _read_arguments(
-    argv: Sequence[str], problems: list[str]
+    argv: Sequence[str], problems: list[str], command: _Command
 ) -> tuple[list[dict[str, Any]], list[str]]:
   """(overrides, files) of a command line."""
   overrides: list[dict[str, Any]] = []
@@ -226,12 +317,26 @@ def _read_arguments(
   for place, argument in enumerate(argv):
     if argument in ("--help", "-h"):
       topic = next(iter(argv[place + 1 : place + 2]), "")
-      print(documentation.help_text(TrainConfig, ALIASES, choices(), topic))
+      print(
+          documentation.help_text(
+              command.cls, command.aliases, choices(), topic, command.page
+          )
+      )
       raise SystemExit(0)
-    if argument == "--dry-run":
+    if place in taken:
+      continue  # The value of an option before it.
+    if argument == "--compare" and command is _EVALUATE:
+      taken.add(place + 1)
+      other = next(iter(argv[place + 1 : place + 2]), "")
+      if not other:
+        problems.append("--compare needs the directory of an evaluation")
+      overrides.append({"evaluate.compare": loader.Raw(other, other)})
+    elif argument == "--dry-run":
       overrides.append({"run.dry_run": True})
     elif argument.startswith("-"):
-      override, took_next = _as_override(argument, argv[place + 1 :])
+      override, took_next = _as_override(
+          argument, argv[place + 1 :], command
+      )
       taken |= {place + 1} if took_next else set()
       if override:
         problems.append(
@@ -244,10 +349,18 @@ def _read_arguments(
           f"unknown option {argument}{hint or ';'} settings are key=value,"
           " without dashes"
       )
-    elif place in taken:
-      continue  # The value of an option that is no option.
     elif "=" not in argument and argument.endswith((".yaml", ".yml")):
       files.append(argument)
+    elif "=" not in argument and command is _EVALUATE and (
+        found := _directory(argument)
+    ):  # pyformat: disable
+      overrides.append(found)
+    elif "=" not in argument and command is _EVALUATE:
+      problems.append(
+          f"{argument} is the directory of no run (config.yaml), policy"
+          " (config.json) or evaluation (evaluation.json), and no key=value;"
+          " give one of them"
+      )
     else:
       try:
         key, value = loader.parse_override(argument)
@@ -256,17 +369,32 @@ def _read_arguments(
         continue
       overrides.append(
           loader.flatten(
-              {key: value}, TrainConfig, ALIASES, "command line", problems
+              {key: value}, command.cls, command.aliases, "command line",
+              problems,
           )
       )
   return overrides, files
 
 
-def _as_override(argument: str, rest: Sequence[str]) -> tuple[str, bool]:
+def _directory(argument: str) -> dict[str, Any]:
+  """The override that a directory stands for: a run, or a policy."""
+  place = pathlib.Path(argument).expanduser()
+  if (place / "evaluation.json").is_file():
+    return {"run.resume": loader.Raw(argument, argument)}
+  if (place / "config.yaml").is_file():
+    return {"evaluate.run": loader.Raw(argument, argument)}
+  if (place / "config.json").is_file():
+    return {"policy.name": loader.Raw(argument, argument)}
+  return {}
+
+
+def _as_override(
+    argument: str, rest: Sequence[str], command: _Command
+) -> tuple[str, bool]:
   """(the setting that `--key value` or `--key=value` means or "", whether the
   next argument is its value)."""
   key, equals, value = argument.lstrip("-").partition("=")
-  known = {*ALIASES, *loader.leaves(TrainConfig)}
+  known = {*command.aliases, *loader.leaves(command.cls)}
   found = next(
       (k for k in (key, key.replace("-", "_"), key.replace("-", "."))
        if k in known),
@@ -282,27 +410,18 @@ def _as_override(argument: str, rest: Sequence[str]) -> tuple[str, bool]:
   return f"{found}={shlex.quote(value) if value else '…'}", follows
 
 
-def _resumed(
-    resume: str,
-    overrides: Sequence[Mapping[str, Any]],
-    problems: list[str],
-) -> list[dict[str, Any]]:
-  """The layer of the run that is resumed."""
-  given = {path for layer in overrides for path in layer}
-  elsewhere = sorted(given & {"run.name", "run.dir"})
-  if elsewhere:
-    problems.append(
-        f"{' and '.join(elsewhere)} together with run.resume={resume}: a"
-        " resumed run continues in its own directory; leave out one of them"
-    )
-  file = pathlib.Path(resume).expanduser() / "config.yaml"
+def _recorded(
+    directory: str, key: str, problems: list[str], command: _Command
+) -> dict[str, Any]:
+  """The settings in the config.yaml of a directory."""
+  file = pathlib.Path(directory).expanduser() / "config.yaml"
   if not file.is_file():
     problems.append(
-        f"run.resume={resume} is not a run directory (no config.yaml in it);"
-        " give runs/<name>"
+        f"{key}={directory} is not a run directory (no config.yaml in it);"
+        f" give {command.what}"
     )
-    return []
-  return [_read(file, problems)]
+    return {}
+  return _read(file, problems, command)
 
 
 def _damage(resume: str) -> str:
@@ -320,7 +439,9 @@ def _damage(resume: str) -> str:
   )
 
 
-def _read(path: pathlib.Path, problems: list[str]) -> dict[str, Any]:
+def _read(
+    path: pathlib.Path, problems: list[str], command: _Command
+) -> dict[str, Any]:
   try:
     data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
   except UnicodeDecodeError as error:
@@ -330,13 +451,15 @@ def _read(path: pathlib.Path, problems: list[str]) -> dict[str, Any]:
   except ConfigError as error:
     problems += error.problems
   else:
-    return loader.flatten(data, TrainConfig, ALIASES, str(path), problems)
+    return loader.flatten(
+        data, command.cls, command.aliases, str(path), problems
+    )
   return {}
 
 
 def reference() -> str:
   """The text of docs/configuration.md."""
-  return documentation.reference(TrainConfig, ALIASES, choices())
+  return documentation.reference(EvaluationConfig, ALIASES, choices())
 
 
 def choices() -> dict[str, Mapping[str, Any]]:

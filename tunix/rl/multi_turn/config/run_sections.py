@@ -252,14 +252,40 @@ class EvalConfig:
 
   episodes_per_task: int = setting(
       default=50,
-      doc="Episodes of each family and mode.",
-      ge=1,
+      doc="Tasks of each family, each played once a mode. 0 = every task of a"
+      " list once (task_source.source).",
+      ge=0,
       le=100_000,
+  )
+  attempts: int = setting(
+      default=1,
+      doc="Attempts at each task in mode sampled, of which pass@k and pass^k"
+      " are estimated. Mode greedy plays a task once.",
+      ge=1,
+      le=65536,
+  )
+  split: Literal["held_out", "all"] = setting(
+      default="held_out",
+      doc="Tasks of a list: those held out from training, or all. Of generated"
+      " tasks there are held-out ones only.",
   )
   every: int = setting(
       default=0,
       doc="Evaluate every this many updates; no episode of training begins"
-      " meanwhile. 0 = start and end.",
+      " meanwhile, unless eval.beside. 0 = start and end.",
+      ge=0,
+  )
+  beside: bool = setting(
+      default=False,
+      doc="Evaluations between updates are played by a second engine, which"
+      " holds the weights of their update, while collecting and learning"
+      " continue. Takes another copy of the weights and another KV cache. The"
+      " update is saved as a checkpoint, kept until its evaluation has ended.",
+  )
+  slots: int = setting(
+      default=0,
+      doc="Slots of that second engine, and episodes that it plays at a time."
+      " 0 = engine.slots and collect.concurrency.",
       ge=0,
   )
   modes: tuple[Literal["greedy", "sampled"], ...] = setting(
@@ -278,3 +304,10 @@ class EvalConfig:
       yield "modes is empty; keep greedy, sampled, or both"
     if len(set(self.modes)) != len(self.modes):
       yield f"modes={list(self.modes)} names a mode twice; name each once"
+    if self.attempts > 1 and self.modes == ("greedy",):
+      yield (
+          f"attempts={self.attempts}: mode greedy gives the same episode each"
+          " time; add sampled to eval.modes, or leave attempts at 1"
+      )
+    if self.beside and not self.every:
+      yield "beside=true without eval.every evaluates nothing; set eval.every"

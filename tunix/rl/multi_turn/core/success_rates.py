@@ -5,6 +5,10 @@ under `eval.<name>`. An episode that infrastructure ended (a broken browser, a
 timeout) is no evidence about the policy: it is counted under `invalid` and
 enters no rate.
 
+Several attempts at one task are no independent trials: an interval then
+counts as many trials as give the variance between tasks, and what tasks are
+solved in k attempts is estimated too (`pass_at_k`).
+
 Does not run episodes.
 """
 
@@ -15,6 +19,7 @@ import dataclasses
 import math
 from typing import Any, Iterable, Mapping, Sequence
 
+from tunix.rl.multi_turn.core import pass_at_k
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 MODES = ("greedy", "sampled")
@@ -33,6 +38,7 @@ class EpisodeResult:
     success: whether the gym called the task solved.
     reward: undiscounted sum.
     turns: turns taken.
+    task: what it is an attempt at; "" where each episode has its own task.
   """
 
   family: str
@@ -41,6 +47,7 @@ class EpisodeResult:
   success: bool
   reward: float = 0.0
   turns: int = 0
+  task: str = ""
 
   def __post_init__(self):
     object.__setattr__(
@@ -65,7 +72,11 @@ class EpisodeResult:
 
   @classmethod
   def from_trajectory(
-      cls, trajectory: trajectory_lib.Trajectory, family: str, mode: str
+      cls,
+      trajectory: trajectory_lib.Trajectory,
+      family: str,
+      mode: str,
+      task: str = "",
   ) -> EpisodeResult:
     """The result of a finished trajectory: success is status succeeded."""
     return cls(
@@ -77,11 +88,12 @@ class EpisodeResult:
         ),
         reward=float(trajectory.reward),
         turns=trajectory.num_turns,
+        task=task,
     )
 
 
 def wilson_interval(
-    successes: int, n: int, z: float = 1.96
+    successes: float, n: float, z: float = 1.96
 ) -> tuple[float, float]:
   """Wilson's score interval of a binomial proportion.
 
@@ -89,7 +101,7 @@ def wilson_interval(
   1 (E. B. Wilson, 1927).
 
   Args:
-    successes: how many of n.
+    successes: how many of n; a fraction where trials weigh less than one.
     n: trials; 0 gives (0, 1), nothing is known.
     z: standard normal quantile, 1.96 for 95 %.
 
@@ -112,12 +124,67 @@ def wilson_interval(
   return low, high
 
 
+def attempts_of(results: Iterable[EpisodeResult]) -> list[tuple[int, int]]:
+  """(successes, valid attempts) of each task that has a valid attempt."""
+  found: dict[Any, list[bool]] = collections.defaultdict(list)
+  for number, result in enumerate(results):
+    if result.is_valid:
+      task = (result.family, result.task) if result.task else number
+      found[task].append(result.success)
+  return [(sum(of_task), len(of_task)) for of_task in found.values()]
+
+
+def effective_trials(attempts: Sequence[tuple[int, int]]) -> float:
+  """Independent trials that would vary as much as these attempts at tasks.
+
+  The mean of a cluster sample has the variance G/(G-1) sum((y_g - p n_g)^2)
+  / n^2 (W. G. Cochran, Sampling Techniques, 1977, section 9A), that of
+  independent trials p (1 - p) / n. Between the tasks and the attempts, and the
+  number of tasks where all attempts had one outcome.
+
+  Args:
+    attempts: (successes, attempts >= 1) of each task.
+  """
+  n, tasks = sum(count for _, count in attempts), len(attempts)
+  if n == tasks or tasks < 2:
+    return float(tasks)
+  rate = sum(wins for wins, _ in attempts) / n
+  squares = sum((wins - rate * count) ** 2 for wins, count in attempts)
+  variance = tasks / (tasks - 1) * squares / n**2
+  alone = rate * (1 - rate)
+  if not alone:
+    return float(tasks)
+  return float(min(n, max(tasks, alone / variance if variance else n)))
+
+
 def _rate(results: Sequence[EpisodeResult]) -> dict[str, Any]:
   """The figures of one cell; rates are None without a valid episode."""
   valid = [r for r in results if r.is_valid]
   wins = sum(r.success for r in valid)
-  low, high = wilson_interval(wins, len(valid))
   n = len(valid)
+  attempts = attempts_of(valid)
+  if n == len(attempts):
+    low, high = wilson_interval(wins, n)
+  else:
+    trials = effective_trials(attempts)
+    low, high = wilson_interval(wins / n * trials, trials)
+  several = {}
+  if n > len(attempts):
+    several = {
+        "tasks": len(attempts),
+        **{
+            name: {
+                k: {**figures, "interval": list(wilson_interval(
+                    figures["rate"] * figures["tasks"], figures["tasks"]
+                ))}
+                for k, figures in pass_at_k.table(attempts, one).items()
+            }
+            for name, one in (
+                ("pass_at_k", pass_at_k.pass_at_k),
+                ("pass_hat_k", pass_at_k.pass_hat_k),
+            )
+        },
+    }
   return {
       "success_rate": wins / n if n else None,
       "interval": [low, high],
@@ -126,6 +193,7 @@ def _rate(results: Sequence[EpisodeResult]) -> dict[str, Any]:
       "invalid": len(results) - n,
       "mean_reward": sum(r.reward for r in valid) / n if n else None,
       "mean_turns": sum(r.turns for r in valid) / n if n else None,
+      **several,
   }
 
 
@@ -155,7 +223,10 @@ def summarise(
     "mean_reward", "mean_turns", "by_task", "statuses", "headline", <mode>:
     {…}}`: the headline mode's figures on top, and each mode's own under its
     name. `success_rate` is in [0, 1] or None without a valid episode,
-    `interval` is 95 % Wilson.
+    `interval` is 95 % Wilson. With several attempts at a task also `tasks`,
+    and `pass_at_k` and `pass_hat_k`: {k: {"rate", "tasks", "interval"}}, of
+    the tasks with at least k valid attempts. Their intervals, Wilson's of so
+    many tasks, are wider than need be.
 
   Raises:
     ValueError: no results, or a result of a mode not listed.

@@ -1,8 +1,8 @@
 """Saves and restores a learner: parameters, optimizer, counters, extras.
 
 Orbax writes them: a checkpoint is complete or does not exist, the newest `keep`
-stay, and saving runs in the background. Restoring places every array where the
-learner at hand wants it, from any mesh.
+and those that are `pinned` stay, and saving runs in the background. Restoring
+places every array where the learner at hand wants it, from any mesh.
 
 Promises: a learner that is restored continues as if it had never stopped.
 Random state is in the counters (see `Learner.progress`); other state of a run
@@ -25,7 +25,7 @@ import os
 import pathlib
 import sys
 import traceback
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import worker_pool
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.learner import update
 
 CheckpointConfig = config_lib.CheckpointConfig
 
@@ -47,7 +48,8 @@ class _RaisedOnce(logging.Filter):
 
   def filter(self, record: logging.LogRecord) -> bool:
     if not record.exc_info:
-      return True
+      # A reader of a run's checkpoints asked for it.
+      return "directory is read only" not in record.msg
     frames = traceback.extract_tb(record.exc_info[2])
     origins = [record.pathname, *(frame.filename for frame in frames)]
     return not any(
@@ -120,8 +122,31 @@ def _digest(progress: dict[str, Any]) -> str:
   return hashlib.sha256(text.encode()).hexdigest()
 
 
+class _NewestAndPinned:
+  """Orbax's preservation policy of `LearnerCheckpoints`."""
+
+  def __init__(self, newest: int, pinned: set[int]):
+    self._newest = newest
+    self._pinned = pinned
+
+  def should_preserve(
+      self, checkpoints: Sequence[Any], *, context: Any
+  ) -> list[bool]:
+    del context
+    first = len(checkpoints) - self._newest
+    return [
+        place >= first or one.step in self._pinned
+        for place, one in enumerate(checkpoints)
+    ]
+
+
 class LearnerCheckpoints:
-  """The checkpoints of one run, numbered by the learner's version."""
+  """The checkpoints of one run, numbered by the learner's version.
+
+  Attributes:
+    pinned: numbers of those that stay although there are newer ones. One that
+      is taken out goes at the next save.
+  """
 
   def __init__(
       self,
@@ -129,6 +154,7 @@ class LearnerCheckpoints:
       config: CheckpointConfig = CheckpointConfig(),
       *,
       background: bool = True,
+      read_only: bool = False,
   ):
     """Args:
 
@@ -137,10 +163,13 @@ class LearnerCheckpoints:
         for the learner's loop.
       background: return from `save` once arrays are copied, before they are
         written.
+      read_only: nothing is saved, made or deleted: another process may save
+        there.
     """
     self.config = config
     self.directory = pathlib.Path(directory).absolute()
     _report_once()
+    self.pinned: set[int] = set()
     self._unsynced: set[int] = set()
     self._hangs = False
     # Not the pool of gyms' calls, which stuck gyms may fill.
@@ -148,8 +177,10 @@ class LearnerCheckpoints:
     self._manager = ocp.CheckpointManager(
         self.directory,
         options=ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep,
-            create=True,
+            preservation_policy=_NewestAndPinned(config.keep, self.pinned),
+            create=not read_only,
+            read_only=read_only,
+            save_interval_steps=0 if read_only else 1,
             enable_async_checkpointing=background,
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=_NO_TIMEOUT_S,
@@ -259,6 +290,73 @@ class LearnerCheckpoints:
         raise self._damaged(step, f"array {wrong[0]} is not what was saved")
     learner.load(arrays, progress["learner"])
     return progress["extras"]
+
+  def delete_newer(self, step: int) -> bool:
+    """Deletes the checkpoints after one; whether there were any."""
+    newer = [s for s in self.steps() if s > step]
+    for one in newer:
+      self._manager.delete(one)
+    return bool(newer)
+
+  def restore_parameters(self, model: Any, step: int) -> Any:
+    """The parameters alone, for a policy that is not trained.
+
+    Args:
+      model: the policy's module, with the adapter if one was trained; gives
+        the parameters that were not, and everyone's place on the devices.
+      step: number of the checkpoint.
+
+    Returns:
+      An `nnx.State` of all parameters in the model's types.
+
+    Raises:
+      FileNotFoundError: no such checkpoint.
+      DamagedCheckpoint: its files are damaged.
+      ValueError: it is of another model.
+    """
+    if step not in self.steps():
+      raise FileNotFoundError(
+          f"{self.directory} has no checkpoint {step}; it has {self.steps()}"
+      )
+    expected = self._progress(step).get("checksums")
+    split = update.SplitModel(model)
+    wanted = {"params": {
+        name: jax.ShapeDtypeStruct(
+            shape.shape, shape.dtype, sharding=value.sharding
+        )
+        for (name, value), shape in zip(
+            split.params_of(model).items(), split.shapes
+        )
+    }}
+    if expected is not None and (
+        other := [k for k in checksums(wanted) if k not in expected]
+    ):
+      raise ValueError(
+          f"{self.directory / str(step)} holds no {other[0]}: it is of another"
+          " policy, or with another policy.lora_rank"
+      )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+      try:
+        found = reader.restore(
+            self.directory / str(step) / "arrays",
+            args=ocp.args.PyTreeRestore(
+                item=wanted,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(
+                    wanted
+                ),
+                partial_restore=True,
+            ),
+        )
+      except Exception as error:  # pylint: disable=broad-except
+        # Orbax has no class of its own for a file that is damaged.
+        if expected is None:
+          raise
+        raise self._damaged(step, error) from error
+    if expected is not None:
+      for key, value in checksums(found).items():
+        if expected.get(key) != value:
+          raise self._damaged(step, f"array {key} is not what was saved")
+    return split.state(found["params"], split.frozen_of(model))
 
   def extras(self, step: int) -> dict[str, Any]:
     """The extras of a checkpoint; reads no array.

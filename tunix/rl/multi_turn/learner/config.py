@@ -379,8 +379,30 @@ class CheckpointConfig:
       default=40, doc="Save every this many updates. 0 = only at the end.", ge=0
   )
   keep: int = settings.setting(default=2, doc="Newest checkpoints kept.", ge=1)
+  keep_best: str = settings.setting(
+      default="",
+      doc="Keeps one checkpoint more: of the update whose evaluation (every"
+      " eval.every updates, which are saved then) has the highest value of this"
+      " figure: success_rate, mean_reward, pass_at_K or pass_hat_K of the first"
+      " of eval.modes, or of another mode, as in greedy.success_rate. Of equal"
+      ' ones the earliest. "" = none.',
+  )
+  resume_from: str = settings.setting(
+      default="newest",
+      doc="Checkpoint that resume= continues from: newest, best (of keep_best)"
+      " or its number. From an older one the run goes back: newer checkpoints,"
+      " and groups that were not trained on, are deleted.",
+  )
   deadline_s: float = settings.setting(
       default=1800.0,
       doc="Seconds for a checkpoint to be on disk, after which the run fails.",
       gt=0,
   )
+
+  def problems(self) -> Iterator[str]:
+    found = self.resume_from
+    if found not in ("newest", "best") and not found.isdecimal():
+      yield (
+          f"resume_from={found!r} must be newest, best, or the number of a"
+          " checkpoint"
+      )

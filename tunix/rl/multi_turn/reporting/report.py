@@ -27,6 +27,7 @@ from tunix.rl.multi_turn.reporting import svg
 from tunix.rl.multi_turn.reporting import time_metrics
 
 _TEXT = 220  # Characters of a completion that are shown.
+_CHANGED = 200  # Tasks of a comparison that are listed.
 _DETAILS = (
     "entropy",
     "grad_norm",
@@ -78,6 +79,8 @@ def render(
           tiles(run),
           training_curve(run),
           evaluations(run),
+          _attempts(run),
+          _comparison(run),
           _seconds(run),
           _films(run, config),
           readings(run),
@@ -320,6 +323,61 @@ def _rate(figures: Any) -> str:
     return "–"
   rate, low, high = cell
   return f"{rate:.3f} <small>[{low:.3f}, {high:.3f}]</small>"
+
+
+def _attempts(run: run_data.RunDirectory) -> str:
+  """pass@k and pass^k, where tasks were attempted several times."""
+  rows = []
+  for name, results in run.evaluations.items():
+    for kind, label in (("pass_at_k", "pass@"), ("pass_hat_k", "pass^")):
+      for k, figures in (results.get(kind) or {}).items():
+        low, high = figures["interval"]
+        rows.append(
+            f"<tr><td>{html.escape(name)}</td>"
+            f"<td>{label}{html.escape(k)}</td>"
+            f"<td>{figures['rate']:.3f} <small>[{low:.3f}, {high:.3f}]</small>"
+            f"</td><td>{int(figures['tasks'])}</td></tr>"
+        )
+  if not rows:
+    return ""
+  return (
+      "<h2>Several attempts</h2><div class=card><table><tr><th>evaluation</th>"
+      "<th>figure</th><th>rate</th><th>tasks</th></tr>"
+      + "".join(rows)
+      + "</table></div>"
+  )
+
+
+def _comparison(run: run_data.RunDirectory) -> str:
+  """An evaluation against another one, and the tasks that changed."""
+  compared = run.evaluation.get("comparison")
+  if not isinstance(compared, dict) or not compared.get("modes"):
+    return ""
+  parts = [
+      "<h2>Compared with"
+      f" {html.escape(str(compared.get('with')))}</h2><div class=card>"
+  ]
+  for mode, one in compared["modes"].items():
+    span = one["interval"] or (-1.0, 1.0)
+    parts.append(
+        f"<h3>{html.escape(mode)}</h3><p>{one['rate']:.3f} against"
+        f" {one['their_rate']:.3f}: {one['difference']:+.3f}"
+        f" <small>[{span[0]:+.3f}, {span[1]:+.3f}]</small> over"
+        f" {int(one['tasks'])} tasks, {int(one['better'])} better,"
+        f" {int(one['worse'])} worse, p = {one['p']:.3g}</p>"
+    )
+    rows = "".join(
+        f"<tr><td>{html.escape(str(t['family']))}</td>"
+        f"<td>{html.escape(str(t['task_id']))}</td>"
+        f"<td>{t['their_rate']:.2f}</td><td>{t['rate']:.2f}</td></tr>"
+        for t in one["changed"][:_CHANGED]
+    )
+    if rows:
+      parts.append(
+          "<table><tr><th>family</th><th>changed task</th><th>there</th>"
+          f"<th>here</th></tr>{rows}</table>"
+      )
+  return "".join([*parts, "</div>"])
 
 
 # --- film strips -------------------------------------------------------------

@@ -66,6 +66,7 @@ class RunDirectory:
     metrics: lines of metrics.jsonl in order of their step.
     episodes: kept episodes in order of time.
     config: text of config.yaml.
+    evaluation: evaluation.json, {} where there is none.
   """
 
   directory: pathlib.Path
@@ -73,6 +74,7 @@ class RunDirectory:
   metrics: tuple[dict[str, Any], ...]
   episodes: tuple[ShownEpisode, ...]
   config: str
+  evaluation: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def name(self) -> str:
@@ -144,11 +146,13 @@ def load(directory: str | pathlib.Path) -> RunDirectory:
       metrics=tuple(sorted(metrics, key=lambda line: line["step"])),
       episodes=tuple(sorted(episodes, key=lambda e: e.time)),
       config=config.read_text(encoding="utf-8") if config.exists() else "",
+      evaluation=files.read_json(directory / "evaluation.json"),
   )
 
 
 BESIDE = (
-    "index", "time", "split", "group_id", "task_id", "family", "version",
+    "index", "time", "split", "mode", "group_id", "task_id", "family",
+    "version",
 )
 
 

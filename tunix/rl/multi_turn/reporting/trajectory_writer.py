@@ -9,8 +9,9 @@ run. The end of the run is the one event that waits, under a deadline, until
 everything is written.
 
 A line is the trajectory's JSON (`Trajectory.from_json` reads it) with
-`index`, `time`, `split`, `group_id`, `task_id`, `family` and `version`
-(weights published when the episode ended) beside.
+`index`, `time`, `split`, `group_id`, `task_id`, `family` and `version` (weights
+published when the episode ended) beside; an evaluation's also with `mode`, and
+the `version` of its newest tokens.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class TrajectoryWriter:
 
   receives = (
       events.EpisodeFinished,
+      events.EvalStarted,
       events.WeightsPublished,
       events.RunFinished,
   )
@@ -83,6 +85,7 @@ class TrajectoryWriter:
       config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
       *,
       resume: bool = False,
+      trains: bool = True,
   ):
     """Args:
 
@@ -92,21 +95,24 @@ class TrajectoryWriter:
         thinning deletes files there.
       config: `episodes`, `images` and `max_pending`.
       resume: append to an existing file.
+      trains: False for a run of evaluations alone, whose episodes then have
+        all the room.
     """
     self._directory = pathlib.Path(directory)
     self._path = self._directory / "trajectories.jsonl"
     self._images = self._directory / "images"
     self._store = image_store if config.images else None
-    quarter = config.episodes // 4
+    share = config.episodes // 4 if trains else config.episodes
     self._thin = {
-        "train": _Thinner(config.episodes - quarter),
-        "eval": _Thinner(quarter),
+        "train": _Thinner(config.episodes - share),
+        "eval": _Thinner(share),
     }
     self._lock = threading.Lock()
     self._pending: queue.Queue[Any] = queue.Queue(config.max_pending)
     self.counters: collections.Counter[str] = collections.Counter()
     self._references: collections.Counter[str] = collections.Counter()
     self._version = 0
+    self._mode = ""
     self._directory.mkdir(parents=True, exist_ok=True)
     if self._path.exists() and not resume:
       self._path.unlink()
@@ -121,6 +127,8 @@ class TrajectoryWriter:
   def on_event(self, event: events.Event) -> None:
     if isinstance(event, events.WeightsPublished):
       self._version = event.version
+    elif isinstance(event, events.EvalStarted):
+      self._mode = event.mode
     elif isinstance(event, events.RunFinished):
       self.close()
     elif isinstance(event, events.EpisodeFinished) and not self._closed:
@@ -128,8 +136,12 @@ class TrajectoryWriter:
         index = self._thin[_split(event.split)].offer()
       if index is None:
         return
+      mode = self._mode if event.split == "eval" else ""
+      version = self._version
+      if mode:  # Perhaps of an engine of its own, beside collection.
+        version = _version_of(event.trajectory, version)
       try:
-        self._pending.put_nowait((index, event, self._version))
+        self._pending.put_nowait((index, event, version, mode))
       except queue.Full:
         self.counters["dropped"] += 1
 
@@ -174,7 +186,11 @@ class TrajectoryWriter:
         self._pending.task_done()
 
   def _write(
-      self, index: int, event: events.EpisodeFinished, version: int
+      self,
+      index: int,
+      event: events.EpisodeFinished,
+      version: int,
+      mode: str,
   ) -> None:
     split = _split(event.split)
     thin = self._thin[split]
@@ -185,6 +201,7 @@ class TrajectoryWriter:
         "index": index,
         "time": event.time,
         "split": split,
+        **({"mode": mode} if mode else {}),
         "group_id": event.group_id,
         "task_id": event.task_id,
         "family": metrics_lib.family_of(episode),
@@ -269,6 +286,16 @@ class TrajectoryWriter:
     for split, thin in self._thin.items():
       thin.stride = step.get(split, 1)
       thin.seen = last[split] + 1
+
+
+def _version_of(episode: trajectory_lib.Trajectory, otherwise: int) -> int:
+  """Of the newest sampled token; `otherwise` where none is recorded."""
+  newest = [
+      int(sequence.versions.max())
+      for sequence in episode.sequences
+      if len(sequence.versions)
+  ]
+  return max(newest) if newest and max(newest) >= 0 else otherwise
 
 
 def _split(name: str) -> str:

@@ -18,7 +18,6 @@ from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.agents import run_agent
-from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.clients import run_episodes
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import images as images_lib
@@ -68,7 +67,7 @@ def make_gym(config: TrainConfig, family: str) -> gym_base.Gym:
   facts = spec.options_of(
       family,
       size=(config.gym.width, config.gym.height),
-      concurrency=config.collect.concurrency,
+      concurrency=config.collect.concurrency + evaluated_beside(config),
   )
   try:
     return spec.make_gym({**facts, **config.gym.options})
@@ -80,6 +79,13 @@ def make_gym(config: TrainConfig, family: str) -> gym_base.Gym:
         f"gym.name={config.gym.name} cannot be made with"
         f" gym.options={config.gym.options}: {_of(error)}"
     ]) from error
+
+
+def evaluated_beside(config: TrainConfig) -> int:
+  """Episodes of an evaluation that are played while others train."""
+  if not config.eval.beside:
+    return 0
+  return config.eval.slots or config.collect.concurrency
 
 
 def _of(error: Exception) -> str:
@@ -256,25 +262,36 @@ def _check_screen(config: TrainConfig, task: gym_base.Task) -> None:
     ])
 
 
-def make_collector(
-    config: TrainConfig,
-    episodes: EpisodeFactory,
-    client: policy_client.PolicyClient,
-    renderer: choice.AnyRenderer,
-    *,
-    observers: Any,
-    mode: str = "train",
-    connection: proxy.ProxyConnection | None = None,
-) -> groups.GroupCollector:
-  """Collects groups; `mode` is "train", "sampled" or "greedy" (evaluation).
-
-  Episodes reach the policy through `connection` if there is one.
-  """
-  training = mode == "train"
+def sampling_of(
+    config: TrainConfig, mode: str
+) -> policy_client.SamplingParams:
+  """Parameters of a mode's requests; see `make_collector`."""
   sampled = dataclasses.asdict(config.sampling)
   if mode == "greedy":
     sampled["temperature"] = 0.0
-  sampling = policy_client.SamplingParams(**sampled)
+  return policy_client.SamplingParams(**sampled)
+
+
+def make_collector(
+    config: TrainConfig,
+    episodes: EpisodeFactory,
+    client: policy_client.PolicyClient | None,
+    renderer: choice.AnyRenderer | None,
+    *,
+    observers: Any,
+    mode: str = "train",
+    connection: Any = None,
+    concurrency: int = 0,
+) -> groups.GroupCollector:
+  """Collects groups; `mode` is "train", "sampled" or "greedy" (evaluation).
+
+  Episodes reach the policy through `connection` if there is one, a
+  `proxy.ProxyConnection` or `chat_model.ChatConnection`; `client` and
+  `renderer` are not used then. An evaluation plays `concurrency` at a time;
+  0 = collect.concurrency.
+  """
+  training = mode == "train"
+  sampling = sampling_of(config, mode)
   if connection is not None:
     model: Any = connection.model(sampling)
   else:
@@ -288,7 +305,11 @@ def make_collector(
   collect = config.collect
   if not training:
     collect = dataclasses.replace(
-        collect, group_size=1, min_valid=1, part_size=0
+        collect,
+        group_size=1,
+        min_valid=1,
+        part_size=0,
+        concurrency=concurrency or collect.concurrency,
     )
   return groups.GroupCollector(
       episodes,

@@ -1,17 +1,26 @@
 """Measures success on the held-out tasks of a run.
 
-Promises: every evaluation of a run plays the same tasks, in the same order,
-once in each mode of `eval.modes`.
+Promises: every evaluation of a run plays the same episodes, in the same order:
+in each mode of `eval.modes` each task, in mode sampled `eval.attempts` times.
+An episode's random numbers depend on run.seed, its task's place and its attempt
+alone, so they are the same whoever plays it, beside what and how often. The
+results name the weights that the tokens were sampled with (`versions`).
+
+Does not: decide when a run is evaluated (`training` and `train` do).
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from typing import Any
+import time
+from typing import Any, Callable, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import success_rates
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import run as run_lib
@@ -21,71 +30,214 @@ from tunix.rl.multi_turn.trajectory_collector import groups
 _REPORT_EVERY = 20  # Episodes between two progress events.
 
 
+@dataclasses.dataclass(frozen=True)
+class Planned:
+  """An episode of an evaluation.
+
+  Attributes:
+    mode: "sampled" or "greedy".
+    index: place of the task among the evaluation's.
+    attempt: 0 …, at this task.
+    task: what is to be done.
+  """
+
+  mode: str
+  index: int
+  attempt: int
+  task: gym_base.Task
+
+  @property
+  def key(self) -> tuple[str, int, str, int]:
+    """Identifies it among the episodes of equal settings."""
+    task_id = groups.task_id_of(self.task)
+    return self.mode, self.index, task_id, self.attempt
+
+
+Done = Callable[[Planned, trajectory_lib.Trajectory], None]
+
+
+def plan(
+    config: Any,
+    tasks: Sequence[gym_base.Task],
+    number: Callable[[int], int] = lambda place: place,
+) -> list[Planned]:
+  """The episodes of an evaluation, in their order.
+
+  Args:
+    config: whose section `eval` is read.
+    tasks: to be played.
+    number: of a task in the whole evaluation, given its place in `tasks`.
+  """
+  return [
+      Planned(mode, number(place), attempt, task)
+      for mode in config.eval.modes
+      for place, task in enumerate(tasks)
+      for attempt in range(config.eval.attempts if mode == "sampled" else 1)
+  ]
+
+
+async def play(
+    planned: Sequence[Planned],
+    make_collector: Callable[[str], groups.GroupCollector],
+    started: Callable[[str], None],
+    done: Done,
+) -> None:
+  """Plays episodes, mode after mode, many at a time.
+
+  Args:
+    planned: in the order to be begun.
+    make_collector: of a mode; its `concurrency` are played at a time.
+    started: called with each mode before its episodes.
+    done: receives each episode when it ends; what it raises ends the others.
+  """
+  for mode in dict.fromkeys(one.mode for one in planned):
+    started(mode)
+    of_mode = [one for one in planned if one.mode == mode]
+    await _play(make_collector(mode), of_mode, done)
+
+
+async def _play(
+    collector: groups.GroupCollector, planned: Sequence[Planned], done: Done
+) -> None:
+  left = iter(planned)
+
+  async def work() -> None:
+    for one in left:
+      group = await collector.collect(
+          one.task, index=one.index, samples=(one.attempt,)
+      )
+      (episode,) = group.trajectories
+      done(one, episode)
+
+  workers = [
+      asyncio.ensure_future(work())
+      for _ in range(min(collector.config.concurrency, len(planned)))
+  ]
+  try:
+    await asyncio.gather(*workers)
+  finally:
+    for worker in workers:
+      worker.cancel()
+    await asyncio.gather(*workers, return_exceptions=True)
+
+
+class Outcomes:
+  """Results of the episodes that have ended."""
+
+  def __init__(self):
+    self._since = time.monotonic()
+    self._found: dict[tuple[str, int, int], success_rates.EpisodeResult] = {}
+    self._versions: set[int] = set()
+
+  def __len__(self) -> int:
+    return len(self._found)
+
+  def add(self, one: Planned, episode: trajectory_lib.Trajectory) -> None:
+    self._found[one.mode, one.index, one.attempt] = (
+        success_rates.EpisodeResult.from_trajectory(
+            episode,
+            one.task.family,
+            one.mode,
+            groups.task_id_of(one.task),
+        )
+    )
+    for sequence in episode.sequences:
+      self._versions |= set(sequence.versions[sequence.loss_mask].tolist())
+
+  def to_json(self) -> dict[str, Any]:
+    """For other processes; see `merged`."""
+    return {
+        "results": [
+            dataclasses.asdict(self._found[key]) for key in sorted(self._found)
+        ],
+        "versions": sorted(self._versions),
+        "seconds": time.monotonic() - self._since,
+    }
+
+
+def merged(
+    of_all: Sequence[Mapping[str, Any]], modes: Sequence[str]
+) -> dict[str, Any]:
+  """The JSON of an evaluation, of what each process found.
+
+  Beside the keys of `success_rates.summarise`: `seconds` that it took, and
+  `versions` [oldest, newest] of the weights it was sampled with, where tokens
+  were recorded.
+  """
+  results = [
+      success_rates.EpisodeResult(**result)
+      for found in of_all
+      for result in found["results"]
+  ]
+  summary = success_rates.summarise(results, modes)
+  summary["seconds"] = max(found["seconds"] for found in of_all)
+  versions = [v for found in of_all for v in found["versions"]]
+  if versions:
+    summary["versions"] = [min(versions), max(versions)]
+  return summary
+
+
 def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
-  """Evaluates the engine's present weights.
+  """Evaluates the engine's present weights; training waits.
 
   Args:
     run: entered.
     name: of the evaluation in the summary, e.g. "final".
 
   Returns:
-    The summary by mode and family; see `success_rates.summarise`.
+    The summary by mode and family; see `merged`.
 
   Raises:
     loop_thread.Interrupted: the run was asked to stop.
   """
-  config = run.config
-  processes = run.processes
+  config, processes = run.config, run.processes
   tasks = processes.share(run_tasks.eval_tasks(config, run.task_source))
-  total = len(tasks) * len(config.eval.modes)
-  results: list[success_rates.EpisodeResult] = []
+  planned = plan(config, tasks, processes.number)
+  outcomes = Outcomes()
 
-  async def play_all() -> None:
-    for mode in config.eval.modes:
+  def done(one: Planned, episode: trajectory_lib.Trajectory) -> None:
+    outcomes.add(one, episode)
+    count = len(outcomes)
+    if count % _REPORT_EVERY == 0 or count == len(planned):
       run.observers.on_event(
-          events.EvalStarted(name, mode, total, run.updates)
+          events.Progress(f"evaluating {name}", count, len(planned))
       )
-      collector = episodes.make_collector(
-          config,
-          run.episodes,
-          run.engine,
-          run.policy.renderer,
-          observers=run.observers,
-          mode=mode,
-          connection=run.connection,
-      )
-      async for group in groups.iterate_groups(
-          collector, tasks, number=processes.number
-      ):
-        (episode,) = group.trajectories
-        family = tasks[len(results) % len(tasks)].family
-        results.append(
-            success_rates.EpisodeResult.from_trajectory(episode, family, mode)
-        )
-        if len(results) % _REPORT_EVERY == 0 or len(results) == total:
-          run.observers.on_event(
-              events.Progress(f"evaluating {name}", len(results), total)
-          )
 
-  def play() -> list[dict[str, Any]]:
-    run.wait(play_all())
-    return [dataclasses.asdict(result) for result in results]
+  def play_all() -> dict[str, Any]:
+    run.wait(play(
+        planned,
+        lambda mode: collector_of(run, run.engine, mode),
+        lambda mode: run.observers.on_event(
+            events.EvalStarted(name, mode, len(planned), run.updates)
+        ),
+        done,
+    ))
+    return outcomes.to_json()
 
   try:
-    of_all = processes.together(f"evaluate {name}", play)
+    of_all = processes.together(f"evaluate {name}", play_all)
   except peers_lib.PeerError as error:
     if error.kind == loop_thread.Interrupted.__name__:
       raise loop_thread.Interrupted(str(error)) from None
     raise
-  if processes.count > 1:
-    results = [
-        success_rates.EpisodeResult(**result)
-        for found in of_all
-        for result in found
-    ]
   counted = processes.gather("counts", run.counts.of_evaluation())
   if processes.first:
     run.counts.add_evaluation_of_others(counted[1:])
-  summary = success_rates.summarise(results, config.eval.modes)
+  summary = merged(of_all, config.eval.modes)
   run.observers.on_event(events.EvalFinished(name, summary))
   return summary
+
+
+def collector_of(
+    run: run_lib.Run, engine: Any, mode: str
+) -> groups.GroupCollector:
+  """Collects the episodes of a mode with an engine of the run."""
+  return episodes.make_collector(
+      run.config,
+      run.episodes,
+      engine,
+      run.policy.renderer,
+      observers=run.observers,
+      mode=mode,
+      connection=run.connection,
+  )

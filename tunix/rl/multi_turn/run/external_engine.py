@@ -12,6 +12,9 @@ from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import images as images_lib
 
+ADAPTER = "-adapter"
+"""Suffix of the served model's name: the adapter that a run trains on it."""
+
 
 def make_engine(
     config: config_lib.TrainConfig,
@@ -52,21 +55,32 @@ def make_engine(
         end_of_turn_id=renderer.end_of_turn_id,
     )
 
-  kinds = {
-      "vllm": disk_weights.VllmEngine, "sglang": disk_weights.SglangEngine,
-  }  # pyformat: disable
+  served = external.model or config.policy.name
+  adapter = f"{served}{ADAPTER}" if external.transfer == "adapter" else ""
   try:
+    if adapter:
+      save = disk_weights.adapter_saver(policy.model, served)
+    else:
+      save = disk_weights.policy_saver(policy.model, tokenizer, external.dtype)
+    given: dict[str, Any] = dict(api_key=key, timeout_s=timeout_s)
+    engine: disk_weights.Engine
+    if external.protocol == "vllm":
+      engine = disk_weights.VllmEngine(
+          url, transfer=external.transfer, adapter=adapter, **given
+      )
+    else:
+      engine = disk_weights.SglangEngine(url, **given)
     return remote_engine.RemoteEngine(
         make_client,
         disk_weights.DiskWeights(
             directory,
-            disk_weights.policy_saver(
-                policy.model, tokenizer, external.dtype
-            ),
-            [kinds[external.protocol](url, api_key=key, timeout_s=timeout_s)],
+            save,
+            [engine],
+            keep=external.keep,
             seen_at=external.seen_at,
         ),
         context_length=config.engine.context_length,
+        adapter=adapter,
     )
   except (ImportError, OSError, ValueError) as error:
     raise config_lib.ConfigError([f"rollout.via=external: {error}"]) from None

@@ -222,23 +222,25 @@ def _weights(
   copied = each(masters, masters // 4)
   # Sharded as the parameters are.
   moments = _tree_bytes(state) * masters // max(whole, 1)
-  out = [
-      Part("parameters", parameters, grows, how=each(parameters, count)),
-      Part(
-          "parameters that are trained, a copy",
-          masters,
-          grows,
-          how=copied + ", float32 masters" * (masters > trained),
-      ),
-      Part("gradients", masters, grows, how=copied),
-      Part(
-          "optimizer state",
-          moments,
-          (*grows, "learner.optimizer"),
-          how=each(moments, masters // 4),
-      ),
-  ]
-  if config.algorithm.kl_coef:
+  out = [Part("parameters", parameters, grows, how=each(parameters, count))]
+  learns = bool(config.learner.steps or config.warm_start.steps)
+  if learns:
+    out += [
+        Part(
+            "parameters that are trained, a copy",
+            masters,
+            grows,
+            how=copied + ", float32 masters" * (masters > trained),
+        ),
+        Part("gradients", masters, grows, how=copied),
+        Part(
+            "optimizer state",
+            moments,
+            (*grows, "learner.optimizer"),
+            how=each(moments, masters // 4),
+        ),
+    ]
+  if learns and config.algorithm.kl_coef:
     out.append(Part("KL reference", trained, (*grows, "algorithm.kl_coef")))
   if config.rollout.via != "external":
     int8 = config.engine.weights == "int8"
@@ -248,6 +250,13 @@ def _weights(
         (*grows, "engine.weights"),
         how="int8, at least" if int8 else each(parameters, count),
     ))
+    if config.eval.beside:
+      out.append(Part(
+          "evaluation's copy of the parameters",
+          count if int8 else parameters,
+          (*grows, "eval.beside"),
+          how="int8, at least" if int8 else each(parameters, count),
+      ))
   return out
 
 
@@ -266,6 +275,16 @@ def _engine(
     )
   except ValueError as error:
     raise config_lib.ConfigError([f"engine: {error}"]) from None
+  beside = 0
+  if config.eval.beside:
+    slots = config.eval.slots or config.engine.slots
+    second = cache_memory.of_engine(
+        model,
+        processor,
+        dataclasses.replace(config.engine, slots=slots),
+        ((config.gym.width, config.gym.height),) if sees else (),
+    )
+    beside = second.kv + second.vision + second.images
   shards = 1 if mesh is None else mesh.size
   tokens: tuple[str, ...] = ("engine.slots", "engine.context_length")
   if config.engine.page_size:
@@ -293,6 +312,11 @@ def _engine(
           "images of an encode call",
           caches.images,
           buckets,
+      ),
+      *(
+          [Part("evaluation's caches", beside, ("eval.slots",))]
+          if beside
+          else []
       ),
   ]
 

@@ -321,6 +321,7 @@ def make_engine(
     policy: LoadedPolicy,
     image_store: images_lib.ImageStore,
     model: Any = None,
+    version: int = 0,
 ) -> engine_lib.RolloutEngine | remote_engine.RemoteEngine:
   """The rollout engine; not warmed up yet.
 
@@ -330,6 +331,7 @@ def make_engine(
     image_store: pixels of the prompts' images.
     model: the policy's, on the devices of the engine; None where those are the
       policy's own.
+    version: of its weights.
   """
   model = policy.model if model is None else model
   if config.rollout.via == "external":
@@ -360,6 +362,7 @@ def make_engine(
         image_sizes=screens if sees_gym else (),
         banned_token_ids=policy.model.config.banned_token_ids,
         seed=config.run.seed,
+        version=version,
     )
   except ValueError as error:
     raise ConfigError([f"engine: {error}"]) from None

@@ -54,6 +54,7 @@ def attach(
       images,
       report,
       resume=bool(config.run.resume),
+      trains=bool(config.learner.steps or config.warm_start.steps),
   )
   if directory != config.run_dir:
     writers.append(trajectories)

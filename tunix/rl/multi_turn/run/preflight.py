@@ -47,8 +47,33 @@ def before_building(config: TrainConfig) -> None:
       *_own_agent(config),
       *_learner(config),
       *_weights(config),
+      *_beside(config),
   ]
   if problems:
+    raise ConfigError(problems)
+
+
+def size_of_weights(config: TrainConfig) -> None:
+  """Checks that the weights fit, before they are read.
+
+  Raises:
+    ConfigError: they do not.
+  """
+  if problems := [*_weights(config)]:
+    raise ConfigError(problems)
+
+
+def place_of_evaluation(config: TrainConfig) -> None:
+  """Checks the directory that an evaluation writes to.
+
+  Raises:
+    ConfigError: it cannot be written, or another process has it.
+  """
+  directory = config.run_dir
+  found = [run_lock.conflict(directory)]
+  if why := _unwritable(directory):
+    found.append(f"run.dir={config.run.dir}: {why}; choose another directory")
+  if problems := [one for one in found if one]:
     raise ConfigError(problems)
 
 
@@ -170,6 +195,17 @@ def _learner(config: TrainConfig) -> Iterator[str]:
   except Exception as error:  # pylint: disable=broad-except
     # Parts may be a user's own.
     yield f"algorithm: {type(error).__name__}: {error}"
+
+
+# --- evaluation ---------------------------------------------------------------
+
+
+def _beside(config: TrainConfig) -> Iterator[str]:
+  if config.eval.beside and jax.process_count() > 1:
+    yield (
+        "eval.beside=true: a run of several processes evaluates while"
+        " collecting waits; leave it out"
+    )
 
 
 # --- what fits ----------------------------------------------------------------

@@ -25,6 +25,7 @@ from tunix.rl.multi_turn.environments.task_sources import source
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import summary_writer
+from tunix.rl.multi_turn.run import best_checkpoint
 
 TrainConfig = config_lib.TrainConfig
 
@@ -52,7 +53,13 @@ _SOURCE = tuple(
     f"task_source.{field.name}"
     for field in settings.fields(source.TaskSourceConfig)
 )
-_EVALUATION = ("eval.seed", "eval.episodes_per_task", "eval.modes")
+_EVALUATION = (
+    "eval.seed",
+    "eval.episodes_per_task",
+    "eval.attempts",
+    "eval.split",
+    "eval.modes",
+)
 _FIXED = (
     "run.seed",
     "gym.name",
@@ -94,7 +101,10 @@ def recorded(config: TrainConfig) -> TrainConfig:
   """
   repeat = dataclasses.replace(config.run, resume="", dry_run=False)
   processes = type(config.processes)()
-  return dataclasses.replace(config, run=repeat, processes=processes)
+  checkpoint = dataclasses.replace(config.checkpoint, resume_from="newest")
+  return dataclasses.replace(
+      config, run=repeat, processes=processes, checkpoint=checkpoint
+  )
 
 
 def check_directory(config: TrainConfig) -> None:
@@ -240,12 +250,34 @@ def delete_leftovers(directory: pathlib.Path) -> None:
       half.unlink(missing_ok=True)
 
 
-def checkpoint_step(directory: pathlib.Path) -> int:
-  """Updates in the newest checkpoint of a run; 0 without one."""
-  if not (directory / "checkpoints").is_dir():
-    return 0
-  with checkpoint_lib.LearnerCheckpoints(directory / "checkpoints") as found:
-    return max(found.steps(), default=0)
+def checkpoint_step(config: TrainConfig) -> int:
+  """Updates in the checkpoint that a run resumes from; 0 without one.
+
+  Raises:
+    ConfigError: checkpoint.resume_from is not there.
+  """
+  directory, wanted = config.run_dir, config.checkpoint.resume_from
+  steps: list[int] = []
+  if (directory / "checkpoints").is_dir():
+    with checkpoint_lib.LearnerCheckpoints(
+        directory / "checkpoints", read_only=True
+    ) as found:
+      steps = found.steps()
+  if wanted == "newest":
+    return max(steps, default=0)
+  step = int(wanted) if wanted != "best" else None
+  if wanted == "best":
+    try:
+      best = best_checkpoint.load(directory)
+    except ValueError as error:
+      raise config_lib.ConfigError([str(error)]) from None
+    step = None if best is None else best.step
+  if step not in steps:
+    raise config_lib.ConfigError([
+        f"checkpoint.resume_from={wanted}: {directory} has no such checkpoint;"
+        f" there are {', '.join(map(str, steps)) or 'none'}"
+    ])
+  return step
 
 
 def stages_measured(directory: pathlib.Path) -> dict[str, Any]:

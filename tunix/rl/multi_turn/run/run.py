@@ -137,6 +137,7 @@ class Run:
     self.config = config
     if self.resuming:
       self.changed = resuming.check(config)
+      resuming.checkpoint_step(config)
     self.stop = threading.Event()
     preflight.before_building(config)
     self.mesh = models.make_mesh(config)

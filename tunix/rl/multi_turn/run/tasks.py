@@ -66,6 +66,10 @@ def _listed(config: TrainConfig, of_gym: bool) -> listed.ListedTasks:
         chosen, as_task=source_lib.CUATask.from_fields
     )
   lists = [source_lib.select(tasks, chosen, s) for s in source_lib.SPLITS]
+  if config.eval.split == "all":
+    return listed.WholeList(
+        [task for of_split in lists for task in of_split], chosen.families
+    )
   return listed.ListedTasks(*lists, families=chosen.families)
 
 
@@ -177,7 +181,22 @@ def make_sampler(config: TrainConfig, source: Any) -> Any:
 
 
 def eval_tasks(config: TrainConfig, source: Any) -> list[gym_base.Task]:
-  """Held-out tasks: the same for every evaluation of a run."""
+  """Held-out tasks: the same for every evaluation of a run.
+
+  Raises:
+    ConfigError: every task of a source without end.
+  """
+  families = config.task_source.families
+  if not config.eval.episodes_per_task:
+    lists = getattr(source, "eval_tasks", None)
+    if lists is None:
+      raise ConfigError([
+          "eval.episodes_per_task=0 is every task of a list, and"
+          f" task_source.source={config.task_source.source} makes tasks without"
+          " end; give a number of them"
+      ])
+    of_family = lists()
+    return [task for family in families for task in of_family[family]]
   return [
       source.eval_task(family, index, config.eval.seed)
       for index, family in itertools.product(

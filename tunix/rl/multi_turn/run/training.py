@@ -2,7 +2,8 @@
 
 Promises: an interrupt, a failure or a stop by the watchdog leaves a checkpoint
 and the policy after the last update; a resumed run trains on no group twice,
-continues with the next task, and makes the missing evaluations.
+continues with the next task, and makes the missing evaluations, each of the
+weights of its update.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.multi_turn.reporting import step_metrics
+from tunix.rl.multi_turn.run import beside as beside_lib
+from tunix.rl.multi_turn.run import best_checkpoint
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import evaluation
 from tunix.rl.multi_turn.run import loop_thread
@@ -49,7 +52,11 @@ class Training:
     )
     extras: dict[str, Any] = {}
     if run.resuming and self._checkpoints.steps():
-      extras = self._own(self._checkpoints.restore(self._learner))
+      step = resuming.checkpoint_step(config)
+      extras = self._own(self._checkpoints.restore(self._learner, step))
+      if self._checkpoints.delete_newer(step) and run.store is not None:
+        # Of weights that the run has not got yet.
+        run.store.remove(run.store.known())
     if run.store is not None:
       run.store.remove(extras.get(loop_lib.CONSUMED, ()))
     if run.resuming:
@@ -58,6 +65,11 @@ class Training:
           extras.get("counts"),
           None if stored is None else [group for _, group in stored],
       )
+    self._best = self._best_so_far()
+    self._beside: beside_lib.BesideEvaluations | None = None
+    if config.eval.beside and config.eval.every:
+      self._beside = beside_lib.BesideEvaluations(run)
+      self._checkpoints.pinned |= set(self._unevaluated())
     self._queue = self._make_queue(self._learner.version)
     metrics = step_metrics.StepMetrics(
         run.observers, self._queue, run.engine
@@ -108,6 +120,8 @@ class Training:
     run, config = self._run, self._config
     budget, started = config.run.time_budget_s, time.monotonic()
     try:
+      if self._beside is not None:
+        self._beside.warm_up()
       self._loop.publish()
       self._evaluate_when_due()
       if self._is_unfinished():
@@ -126,6 +140,8 @@ class Training:
           run.share_counts()
           run.processes.together("watch", run.watchdog.check)
         self._evaluate_when_due()
+      if self._beside is not None and not run.stop.is_set():
+        self._await_beside(self._beside)
     except group_queue.QueueFailed:
       run.watchdog.check()
       raise
@@ -142,6 +158,8 @@ class Training:
   def _end(self) -> None:
     """Stops collecting and saves; also after a failure."""
     self._stop_collecting()
+    if self._beside is not None:
+      self._beside.close()
     self._queue.close()
     if self._learner.counters.updates:
       self._loop.save()
@@ -171,18 +189,109 @@ class Training:
     # all engine slots and browser tabs, and in lockstep for their sessions.
     # After the last update nothing is left to collect for.
     due = self._evaluation_due(self._learner.counters.updates)
-    if due or not self._is_unfinished():
+    if (due and self._beside is None) or not self._is_unfinished():
       self._collecting.hold()
 
   def _evaluate_when_due(self) -> None:
     run = self._run
     run.updates = self._learner.counters.updates
-    if self._evaluation_due(run.updates):
+    due = self._evaluation_due(run.updates)
+    if self._beside is not None:
+      self._evaluate_beside(self._beside, due)
+    elif due:
+      name = f"step_{run.updates}"
       self._publish_latest()
+      if self._config.checkpoint.keep_best:
+        self._save_pinned(run.updates)
       with self._loop.seconds("evaluate"):
-        evaluation.evaluate(run, f"step_{run.updates}")
+        results = evaluation.evaluate(run, name)
+      self._consider(run.updates, results)
     if self._is_unfinished():
       self._collecting.release()
+
+  def _evaluate_beside(
+      self, beside: beside_lib.BesideEvaluations, due: bool
+  ) -> None:
+    self._take_finished(beside)
+    step = self._run.updates
+    if due:
+      self._save_pinned(step)
+      self._await_beside(beside)
+    if not beside.under_way:
+      # Those that an earlier start of the run has left.
+      for step in self._unevaluated():
+        if due and step == self._run.updates:
+          state = self._learner.policy_state()
+        else:
+          state = self._checkpoints.restore_parameters(
+              self._run.policy.model, step
+          )
+        beside.start(f"step_{step}", step, state)
+        if due and step != self._run.updates:
+          self._await_beside(beside)
+          continue
+        break
+
+  def _await_beside(self, beside: beside_lib.BesideEvaluations) -> None:
+    with self._loop.seconds("evaluate"):
+      beside.wait()
+    self._take_finished(beside)
+
+  def _take_finished(self, beside: beside_lib.BesideEvaluations) -> None:
+    if (found := beside.finished()) is not None:
+      name, results = found
+      step = int(name.removeprefix("step_"))
+      if self._best is None or self._best.step != step:
+        self._checkpoints.pinned.discard(step)
+      self._consider(step, results)
+
+  def _unevaluated(self) -> list[int]:
+    """Updates with a checkpoint whose evaluation is missing."""
+    return [s for s in self._checkpoints.steps() if self._evaluation_due(s)]
+
+  def _save_pinned(self, step: int) -> None:
+    """Saves the present update; its checkpoint stays until it is let go."""
+    self._checkpoints.pinned.add(step)
+    self._loop.save()
+
+  # --- the best update -------------------------------------------------------
+
+  def _best_so_far(self) -> best_checkpoint.Best | None:
+    run = self._run
+    if not (self._config.checkpoint.keep_best and run.resuming):
+      return None
+    try:
+      best = best_checkpoint.load(run.directory)
+    except ValueError as error:
+      raise config_lib.ConfigError([str(error)]) from None
+    if best is None:
+      return None
+    if best.step not in self._checkpoints.steps():
+      _LOG.warning(
+          "checkpoint %d, the best by %s, is not there any more; the best of"
+          " the evaluations to come is kept",
+          best.step, best.metric,
+      )  # pyformat: disable
+      return None
+    self._checkpoints.pinned.add(best.step)
+    return best
+
+  def _consider(self, step: int, results: dict[str, Any]) -> None:
+    """Keeps an evaluated update's checkpoint if it is the best so far."""
+    metric = self._config.checkpoint.keep_best
+    if not metric:
+      return
+    best = best_checkpoint.better(metric, step, results, self._best)
+    if best is None:
+      self._checkpoints.pinned.discard(step)
+      return
+    self._checkpoints.pinned.add(step)
+    self._loop.settle()  # It is on the disk before it is named.
+    if self._run.processes.first:
+      best_checkpoint.save(self._run.directory, best)
+    if self._best is not None:
+      self._checkpoints.pinned.discard(self._best.step)
+    self._best = best
 
   def _evaluation_due(self, step: int) -> bool:
     every = self._config.eval.every

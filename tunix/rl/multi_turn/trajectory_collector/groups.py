@@ -129,6 +129,7 @@ class GroupCollector:
       attempt: int = 0,
       start_version: int = 0,
       group_size: int | None = None,
+      samples: Iterable[int] | None = None,
   ) -> TrajectoryGroup:
     """Collects the group of one task.
 
@@ -138,10 +139,12 @@ class GroupCollector:
       attempt: 0, or how often this task's group was dropped before.
       start_version: recorded in the group.
       group_size: instead of the config's.
+      samples: numbers of the members to play, which decide their seeds; all
+        of the group by default.
     """
-    task_id, group_id, members = self._start(
-        task, index, attempt, range(group_size or self.config.group_size)
-    )
+    if samples is None:
+      samples = range(group_size or self.config.group_size)
+    task_id, group_id, members = self._start(task, index, attempt, samples)
     try:
       trajectories = await asyncio.gather(*members)
     except BaseException:

@@ -67,9 +67,49 @@ class ListedTasks:
     tasks = self._eval[family]
     return tasks[index % len(tasks)]
 
+  def eval_tasks(self) -> dict[str, list[base.Task]]:
+    """All held-out tasks by family."""
+    return {f: list(self._eval[f]) for f in self._families}
+
   def train_tasks(self) -> dict[str, list[base.Task]]:
     """All training tasks by family: the arms of a curriculum."""
     return {f: list(self._train[f]) for f in self._families}
+
+
+class WholeList:
+  """One list for an evaluation alone: every task of it."""
+
+  def __init__(
+      self, tasks: Sequence[cua_task.CUATask], families: Sequence[str] = ()
+  ):
+    """Raises:
+
+      ValueError: no task, or a family without tasks.
+    """
+    if not tasks:
+      raise ValueError("the list has no task; give another, or other filters")
+    self._tasks = _by_family(tasks)
+    for family in families:
+      if family not in self._tasks:
+        raise ValueError(
+            registry.unknown_name("task family", family, self._tasks)
+        )
+    self._families = tuple(families) or tuple(self._tasks)
+
+  def families(self) -> tuple[str, ...]:
+    return self._families
+
+  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
+    """The tasks in their order, again and again."""
+    del seed
+    tasks = self._tasks[family]
+    return tasks[index % len(tasks)]
+
+  train_task = eval_task  # For a look at the first one; none is trained on.
+
+  def eval_tasks(self) -> dict[str, list[base.Task]]:
+    """All tasks by family."""
+    return {f: list(self._tasks[f]) for f in self._families}
 
 
 def _by_family(

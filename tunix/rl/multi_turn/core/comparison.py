@@ -1,0 +1,135 @@
+"""Compares two evaluations of the same tasks, task by task.
+
+Pairing removes the variance between tasks, which two intervals side by side do
+not. Tasks are paired by mode, place and id; a task that one of the two lacks,
+or has no valid attempt at, is counted and left out.
+
+Does not: read files.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from typing import Any, Iterable, Mapping
+
+Outcome = Mapping[str, Any]
+"""An episode: `mode`, `index`, `task_id`, `family`, `success`, `valid`."""
+
+_SHOWN = 1000
+
+
+def compare(
+    ours: Iterable[Outcome], theirs: Iterable[Outcome]
+) -> dict[str, Any]:
+  """The JSON of a comparison, by mode.
+
+  Returns:
+    {mode: {"tasks", "unpaired", "rate", "their_rate", "difference" (ours -
+    theirs, mean over tasks), "interval" (95 %, normal, of the paired
+    differences), "better", "worse", "equal", "p" (two-sided exact sign test of
+    the tasks that changed; with one attempt each McNemar's), "changed":
+    [{"index", "task_id", "family", "rate", "their_rate"}]}}; `interval` is None
+    with fewer than two tasks.
+
+  Raises:
+    ValueError: they have no task in common.
+  """
+  mine, others = _rates(ours), _rates(theirs)
+  found: dict[str, Any] = {}
+  for mode in dict.fromkeys(key[0] for key in mine):
+    keys = [k for k in mine if k[0] == mode]
+    both = [k for k in keys if k in others]
+    if both:
+      missing = len(keys) - len(both)
+      missing += sum(k[0] == mode and k not in mine for k in others)
+      found[mode] = {"unpaired": missing, **_of_mode(both, mine, others)}
+  if not found:
+    raise ValueError(
+        "they have no task in common: mode, place and task id are compared;"
+        " evaluate the same gym, tasks, eval.seed and eval.modes"
+    )
+  return found
+
+
+def _of_mode(keys: list[Any], mine: Any, others: Any) -> dict[str, Any]:
+  differences = [mine[k][0] - others[k][0] for k in keys]
+  n = len(keys)
+  mean = math.fsum(differences) / n
+  interval = None
+  if n > 1:
+    squares = math.fsum((d - mean) ** 2 for d in differences)
+    half = 1.96 * math.sqrt(squares / (n - 1) / n)
+    interval = [max(-1.0, mean - half), min(1.0, mean + half)]
+  better = sum(d > 0 for d in differences)
+  worse = sum(d < 0 for d in differences)
+  changed = [
+      {
+          "index": k[1], "task_id": k[2], "family": mine[k][1],
+          "rate": mine[k][0], "their_rate": others[k][0],
+      }
+      for k in keys
+      if mine[k][0] != others[k][0]
+  ]  # pyformat: disable
+  return {
+      "tasks": n,
+      "rate": math.fsum(mine[k][0] for k in keys) / n,
+      "their_rate": math.fsum(others[k][0] for k in keys) / n,
+      "difference": mean,
+      "interval": interval,
+      "better": better,
+      "worse": worse,
+      "equal": n - better - worse,
+      "p": sign_test(better, worse),
+      "changed": changed[:_SHOWN],
+  }
+
+
+def sign_test(better: int, worse: int) -> float:
+  """Two-sided exact p-value that a change is as likely for better as for worse.
+
+  McNemar's exact test: twice the binomial tail, 1 at most.
+  """
+  n, k = better + worse, min(better, worse)
+  tail = sum(math.comb(n, i) for i in range(k + 1))
+  return min(1.0, 2.0 * tail / 2**n)
+
+
+def _rates(
+    outcomes: Iterable[Outcome],
+) -> dict[tuple[str, int, str], tuple[float, str]]:
+  """Task -> (its success rate, its family)."""
+  found: dict[Any, list[bool]] = collections.defaultdict(list)
+  families: dict[Any, str] = {}
+  for one in outcomes:
+    if one["valid"]:
+      key = (one["mode"], one["index"], one["task_id"])
+      found[key].append(bool(one["success"]))
+      families[key] = one["family"]
+  return {
+      k: (sum(wins) / len(wins), families[k])
+      for k, wins in sorted(found.items())
+  }
+
+
+def format_table(comparison: Mapping[str, Any], shown: int = 20) -> str:
+  """A comparison as plain text."""
+  lines = []
+  for mode, one in comparison.items():
+    interval = one["interval"]
+    span = f" [{interval[0]:+.3f}, {interval[1]:+.3f}]" if interval else ""
+    lines.append(
+        f"{mode}: {one['rate']:.3f} against {one['their_rate']:.3f}, difference"
+        f" {one['difference']:+.3f}{span} over {one['tasks']} tasks;"
+        f" {one['better']} better, {one['worse']} worse, {one['equal']} equal,"
+        f" p = {one['p']:.3g}"
+        + (f"; {one['unpaired']} unpaired" if one["unpaired"] else "")
+    )
+    for task in one["changed"][:shown]:
+      lines.append(
+          f"  {task['their_rate']:.2f} -> {task['rate']:.2f}"
+          f"  {task['family']}  {task['task_id']}"
+      )
+    if len(one["changed"]) > shown:
+      lines.append(f"  and {len(one['changed']) - shown} more")
+  return "\n".join(lines)

@@ -1,0 +1,130 @@
+"""Measures the success of a policy, or of a server's model, on tasks.
+
+    python -m tunix.rl.multi_turn.evaluate [DIR] [config.yaml] [key=value ...]
+
+DIR is a run, a policy's directory, or an evaluation that is continued. Writes
+a directory with evaluation.json, episodes.jsonl, trajectories.jsonl, images/
+and report.html; see `run.evaluator` and docs/evaluation.md.
+
+Promises: an interrupt (Ctrl-C) or a failure keeps the episodes that have ended,
+and prints the command that resumes the evaluation. The exit status is 0 when
+every episode was played and one of them at least was valid, 1 after a failure,
+2 where nothing was begun, 130 after an interrupt.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Sequence
+
+import jax
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.core import comparison
+from tunix.rl.multi_turn.core import credentials
+from tunix.rl.multi_turn.core import shell_hints
+from tunix.rl.multi_turn.core import success_rates
+from tunix.rl.multi_turn.policy import compile_cache
+from tunix.rl.multi_turn.policy import host_memory
+from tunix.rl.multi_turn.reporting import report
+from tunix.rl.multi_turn.run import disk_full
+from tunix.rl.multi_turn.run import evaluator
+from tunix.rl.multi_turn.run import interrupts
+from tunix.rl.multi_turn.run import loop_thread
+
+Evaluation = evaluator.Evaluation
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns the exit status."""
+  argv = sys.argv[1:] if argv is None else list(argv)
+  host_memory.tune()
+  try:
+    config = config_lib.load_evaluation(argv)
+    compile_cache.enable(config.run.compile_cache)
+    evaluation = Evaluation(config)
+    if config.run.dry_run:
+      print(evaluation.describe())
+      evaluation.subject.close(loop_thread.STOP_TIMEOUT_S)
+      return 0
+    return _to_end(evaluation)
+  except config_lib.ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    print("interrupted before the evaluation began", file=sys.stderr)
+    return 130
+
+
+def _to_end(evaluation: Evaluation) -> int:
+  status, written = 0, None
+  try:
+    with (
+        interrupts.asked(evaluation.stop, "stopping; ended episodes are kept"),
+        disk_full.reported_once(),
+        evaluation,
+    ):
+      print(f"evaluation: {evaluation.directory}", file=sys.stderr)
+      for note in evaluation.notes:
+        print(f"note: {note}", file=sys.stderr)
+      written = evaluation.run()
+  except loop_thread.Interrupted:
+    status = 130
+  except KeyboardInterrupt:
+    print(f"interrupted at once; {_how_to_resume(evaluation)}")
+    return 130
+  except config_lib.ConfigError:
+    raise
+  except (evaluator.GaveUp, OSError, RuntimeError, MemoryError) as failure:
+    text = credentials.masked(f"{failure}")
+    if isinstance(failure, OSError) and disk_full.is_full(failure):
+      text = disk_full.describe(evaluation.directory)
+    elif isinstance(failure, jax.errors.JaxRuntimeError):
+      text = " ".join(text.split())[:300]
+    print(f"error: {text}", file=sys.stderr)
+    status = 1
+  if written is not None:
+    status = _show(written)
+  try:
+    page = report.build_report(evaluation.directory, evaluation.config.report)
+    print(f"report: {page}")
+  except OSError as failure:
+    print(f"no report: {failure}")
+  if status:
+    print(_how_to_resume(evaluation))
+  return status
+
+
+def _show(written: dict[str, Any]) -> int:
+  """Prints the results; returns the exit status."""
+  results = written["results"]
+  print(success_rates.format_table({evaluator.NAME: results}))
+  for name, label in (("pass_at_k", "pass@"), ("pass_hat_k", "pass^")):
+    table = results.get(name, {})
+    if table:
+      print("  ".join(
+          f"{label}{k} {figures['rate']:.3f}" for k, figures in table.items()
+      ))
+  compared = written.get("comparison")
+  if compared:
+    if "error" in compared:
+      print(f"error: {compared['with']}: {compared['error']}", file=sys.stderr)
+      return 1
+    print(f"compared with {compared['with']}:")
+    print(comparison.format_table(compared["modes"]))
+  if results["success_rate"] is None:
+    print(
+        "error: no episode was valid: gym or server broke each of them; see"
+        " the errors in episodes.jsonl",
+        file=sys.stderr,
+    )
+    return 1
+  return 0
+
+
+def _how_to_resume(evaluation: Evaluation) -> str:
+  command = shell_hints.command("evaluate", f"resume={evaluation.directory}")
+  return f"resume with: {command}"
+
+
+if __name__ == "__main__":
+  sys.exit(main())

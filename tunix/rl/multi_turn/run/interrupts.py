@@ -1,0 +1,50 @@
+"""Turns Ctrl-C and SIGTERM into a request to stop; the second one is at once.
+
+Does not: catch anything in another thread than the main one, where signals
+cannot be handled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from typing import Iterator
+
+
+@contextlib.contextmanager
+def asked(stop: threading.Event, announcement: str) -> Iterator[None]:
+  """Sets `stop` at the first signal within the context.
+
+  Args:
+    stop: polled by whoever works.
+    announcement: printed then.
+
+  Raises:
+    KeyboardInterrupt: at the second signal.
+  """
+
+  def interrupt(signum, frame):
+    del frame
+    if stop.is_set():
+      signal.signal(signum, signal.SIG_DFL)
+      raise KeyboardInterrupt
+    print(
+        f"\n{announcement}; press Ctrl-C again to quit at once",
+        file=sys.stderr,
+    )
+    stop.set()
+
+  before = {s: signal.signal(s, interrupt) for s in _signals()}
+  try:
+    yield
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def _signals() -> tuple[signal.Signals, ...]:
+  if threading.current_thread() is not threading.main_thread():
+    return ()
+  return (signal.SIGINT, signal.SIGTERM)
