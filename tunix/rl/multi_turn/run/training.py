@@ -15,11 +15,13 @@ from typing import Any
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.multi_turn.reporting import step_metrics
+from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import evaluation
 from tunix.rl.multi_turn.run import loop_thread
@@ -60,7 +62,7 @@ class Training:
       )
     self._queue = self._make_queue(self._learner.version)
     metrics = step_metrics.StepMetrics(
-        run.observers, self._queue, run.engine
+        run.observers, self._queue, run.engine, run.processes
     )
     self._collecting = self._make_collect_loop(metrics, extras.get("collect"))
     self._collected: concurrent.futures.Future[None] | None = None
@@ -119,10 +121,14 @@ class Training:
         if self._loop.step(run.stop) is None:
           break
         run.share_counts()
-        run.processes.together("watch", run.watchdog.check)
+        self._watch()
         self._evaluate_when_due()
     except group_queue.QueueFailed:
-      run.watchdog.check()
+      self._watch()
+      raise
+    except peers_lib.PeerError as error:
+      if error.kind == group_queue.QueueFailed.__name__:
+        self._watch()
       raise
     finally:
       self._end()
@@ -130,6 +136,20 @@ class Training:
     run.policy = dataclasses.replace(
         run.policy, model=self._learner.policy()
     )
+
+  def _watch(self) -> None:
+    """Ends the run in every process where a watchdog ended it in one.
+
+    Raises:
+      RunStopped: a watchdog did.
+    """
+    run = self._run
+    try:
+      run.processes.together("watch", run.watchdog.check)
+    except peers_lib.PeerError as error:
+      if error.kind == watchdog_lib.RunStopped.__name__:
+        raise watchdog_lib.RunStopped(str(error)) from None
+      raise
 
   def _is_unfinished(self) -> bool:
     return self._learner.counters.updates < self._config.learner.steps
