@@ -448,14 +448,14 @@ def _make_learner(
 def make_store(
     config: TrainConfig,
     images: images_lib.ImageStore,
-    directory: pathlib.Path,
+    own: pathlib.Path,
 ) -> group_store.SqliteGroupStore | None:
   """Opens the queue's durable store; None for `queue.path=""`.
 
   Args:
     config: of the run.
     images: receives the stored groups' screenshots.
-    directory: of this process, for `queue.path=auto`.
+    own: file of this process, for `queue.path=auto`.
 
   Raises:
     ConfigError: the file cannot be one, or holds another run's groups.
@@ -464,7 +464,7 @@ def make_store(
   if not path:
     return None
   if path == admission.AUTO:
-    path = str(directory / "queue.db")
+    path = str(own)
   try:
     store = group_store.SqliteGroupStore(
         pathlib.Path(path).expanduser(), images=images

@@ -21,6 +21,7 @@ from jax._src import distributed
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.queue import admission
 
 ProcessesConfig = run_sections.ProcessesConfig
 _AFTER_S = 30  # JAX aborts the process when this much more has passed.
@@ -110,6 +111,11 @@ def check(
     raise config_lib.ConfigError([
         f"rollout.via=external with {processes.count} processes: each would"
         " load its weights into the same server; use in_process"
+    ])
+  if config.queue.path not in ("", admission.AUTO):
+    raise config_lib.ConfigError([
+        f"queue.path={config.queue.path} with {processes.count} processes: each"
+        " needs a file of its own; leave it at auto"
     ])
   own = dataclasses.replace(config, processes=ProcessesConfig())
   found = processes.gather("configuration", own.to_dict())

@@ -41,6 +41,7 @@ from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import observers as observers_lib
 from tunix.rl.multi_turn.run import preflight
+from tunix.rl.multi_turn.run import process_layout
 from tunix.rl.multi_turn.run import processes as processes_lib
 from tunix.rl.multi_turn.run import proxy
 from tunix.rl.multi_turn.run import resuming
@@ -50,7 +51,6 @@ from tunix.rl.multi_turn.run.warm_start import stage as warm_start_lib
 from tunix.rl.queue import group_store
 
 _LOG = logging.getLogger(__name__)
-_PARTS = "processes"
 
 
 def _locked(directory: pathlib.Path) -> run_lock.RunLock:
@@ -112,10 +112,10 @@ class Run:
     """
     self.processes = processes
     processes_lib.check(processes, config)
-    self.directory = self.own_directory = config.run_dir
-    if not processes.first:
-      part = str(processes.index)
-      self.own_directory = self.directory / _PARTS / part
+    self.directory = config.run_dir
+    self.own_directory = process_layout.directory_of(
+        self.directory, processes.index
+    )
     self.resuming = bool(config.run.resume)
     self.changed: list[str] = []
     self._lock: run_lock.RunLock | None = None
@@ -220,8 +220,8 @@ class Run:
 
   def __enter__(self) -> Run:
     try:
-      self.processes.together("claim", self._claim_directory)
-      self.processes.together("store", self._open_store)
+      queues = self.processes.together("claim", self._claim_directory)
+      self.processes.together("store", lambda: self._open_store(queues[0]))
       if self.config.rollout.via == "proxy":
         self._proxy = proxy.RunProxy(
             self.config, self.policy, self.engine, self.images
@@ -236,11 +236,12 @@ class Run:
     self._loop = loop_thread.LoopThread()
     return self
 
-  def _claim_directory(self) -> None:
+  def _claim_directory(self) -> str:
+    """Takes the directory; returns the name of the queues' files in it."""
     config = self.config
     self._take_lock()
     if not self.processes.first:
-      return
+      return ""
     if not self.resuming and (problem := preflight.taken(config)):
       raise config_lib.ConfigError([problem])
     try:
@@ -249,6 +250,8 @@ class Run:
           self.directory / resuming.CONFIG,
           config_lib.seal(resuming.recorded(config).to_yaml()),
       )
+      count = self.processes.count
+      return process_layout.adopt(self.directory, count).queue
     except OSError as error:
       raise _unwritable(self.directory, error) from None
 
@@ -256,11 +259,11 @@ class Run:
     if self._lock is None and self.processes.first:
       self._lock = _locked(self.directory)
 
-  def _open_store(self) -> None:
+  def _open_store(self, queue: str) -> None:
     try:
       self.own_directory.mkdir(parents=True, exist_ok=True)
       self.store = models.make_store(
-          self.config, self.images, self.own_directory
+          self.config, self.images, self.own_directory / queue
       )
     except OSError as error:
       raise _unwritable(self.own_directory, error) from None

@@ -26,6 +26,7 @@ from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import evaluation
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
+from tunix.rl.multi_turn.run import process_layout
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
@@ -51,7 +52,9 @@ class Training:
     )
     extras: dict[str, Any] = {}
     if run.resuming and self._checkpoints.steps():
-      extras = self._own(self._checkpoints.restore(self._learner))
+      extras = process_layout.own_extras(
+          self._checkpoints.restore(self._learner), run.processes, config
+      )
     if run.store is not None:
       run.store.remove(extras.get(loop_lib.CONSUMED, ()))
     if run.resuming:
@@ -77,21 +80,6 @@ class Training:
         updated=self._hold_when_due,
         processes=run.processes,
     )
-
-  def _own(self, extras: dict[str, Any]) -> dict[str, Any]:
-    """The part of a checkpoint's extras that this process gave.
-
-    Raises:
-      ConfigError: another number of processes saved it.
-    """
-    processes, parts = self._run.processes, extras.get(loop_lib.PROCESSES)
-    saved = len(parts or [extras])
-    if saved != processes.count:
-      raise config_lib.ConfigError([
-          f"the checkpoint is of {saved} processes, each with tasks of its own,"
-          f" and this run has {processes.count}; resume with {saved}"
-      ])
-    return extras | parts[processes.index] if parts else extras
 
   def _extras(self) -> dict[str, Any]:
     """State of the run that a checkpoint keeps beside the learner's."""
