@@ -92,6 +92,57 @@ def test_work_that_fails_in_one_fails_in_all():
     assert error.kind == "ValueError"
 
 
+def test_a_note_is_found_by_the_others_without_a_step():
+  def work(peers):
+    if peers.index == 1:
+      peers.announce(peers_lib.STOP, "a word")
+      peers.announce(peers_lib.STOP, "and no other")
+    peers.gather("after", None)
+    return peers.announced(peers_lib.STOP), peers.announced("another")
+
+  assert peer_threads.run_all(3, work) == [
+      ({1: "a word"}, {}), ({}, {}), ({1: "a word"}, {})
+  ]  # pyformat: disable
+
+
+def test_who_waits_for_a_process_that_failed_ends_with_its_reason():
+  def work(peers):
+    if peers.index == 1:
+      error = MemoryError("no room on the device")
+      assert peers.part(error) and peers.parted
+      raise error
+    peers.gather("never", None)
+
+  started = time.monotonic()
+  for i, error in enumerate(peer_threads.run_all(3, work, deadline_s=60.0)):
+    if i != 1:
+      assert isinstance(error, peers_lib.PeerEnded)
+      words = "process 1 failed: MemoryError: no room on the device"
+      assert (str(error), error.kind) == (words, "MemoryError")
+  assert time.monotonic() - started < 20
+
+
+def test_an_error_that_all_have_parts_nobody():
+  def work(peers):
+    def fail_in_one():
+      if peers.index == 1:
+        raise ValueError("no")
+
+    try:
+      peers.together("work", fail_in_one)
+    except (ValueError, peers_lib.PeerError) as error:
+      assert not peers.part(error)
+      try:
+        raise RuntimeError("in other words") from error
+      except RuntimeError as other:
+        assert not peers.part(other)
+    peers.gather("still in step", None)
+    return peers.announced(peers_lib.FAILED)
+
+  assert peer_threads.run_all(2, work) == [{}, {}]
+  assert not peers_lib.ALONE.part(ValueError("of one process"))
+
+
 def test_alone_nothing_is_exchanged():
   alone = peers_lib.ALONE
   thing = object()

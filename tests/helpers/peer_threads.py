@@ -28,6 +28,10 @@ class Store:
         raise RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
       return self._values[key]
 
+  def key_value_dir_get_bytes(self, key):
+    with self._changed:
+      return [(k, v) for k, v in self._values.items() if k.startswith(key)]
+
   def key_value_delete(self, key):
     with self._changed:
       del self._values[key]

@@ -81,24 +81,27 @@ def write(directory, old, fates):
         store.append(k, queue_groups.group(name))
     store.remove(k for k, fate in enumerate(fates[i]) if fate == "done")
     store.close()
-    named = lambda fate: [k for k, f in enumerate(begun) if f == fate]  # pylint: disable=cell-var-from-loop
+    named = {
+        fate: [k for k, f in enumerate(begun) if f == fate]
+        for fate in ("done", "consumed", "stored", "running")
+    }
     parts.append({
         "collect": {
             "sampler": tasks.state_dict(),
             "next_index": len(begun),
             "unfinished": [
                 {"index": k, "task": process.number(k)}
-                for k in named("running")
+                for k in named["running"]
             ],
         },
         "counts": {
-            "settled": {"groups": {"accepted": len(named("done")) + i}},
+            "settled": {"groups": {"accepted": len(named["done"]) + i}},
             "accepted": {
                 f"train-{process.number(k):06d}": {"groups": {"accepted": 1}}
-                for k in named("stored")
+                for k in named["stored"]
             },
         },
-        loop_lib.CONSUMED: named("consumed"),
+        loop_lib.CONSUMED: named["consumed"],
     })
   return parts
 

@@ -81,9 +81,10 @@ def execute(run: Run) -> tuple[str, str | None]:
   except BaseException as failure:
     text = f"{type(failure).__name__}: {failure}"
     status, error = "failed", credentials.masked(text)
+    run.processes.part(failure)
     if disk_full.is_full(failure):
       error = disk_full.describe(run.directory)
-    elif isinstance(failure, watchdog.RunStopped):
+    elif isinstance(failure, (watchdog.RunStopped, peers_lib.PeerError)):
       error = str(failure)
     else:
       with contextlib.suppress(OSError):  # Perhaps it is the disk that failed.
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       run.engine.close()
       return 0
     status = _run_to_end(run)
-    processes_lib.leave(processes)
+    processes_lib.leave(processes, status)
     return status
   except config_lib.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
@@ -147,9 +148,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_to_end(run: Run) -> int:
+  asked = set()
+
   def interrupt(signum, frame):
     del frame
-    if run.stop.is_set():  # The second time, at once.
+    # The second time, at once; not by a notice and the signal after it.
+    if signum in asked and signum != signal.SIGUSR1:
       signal.signal(signum, signal.SIG_DFL)
       raise KeyboardInterrupt
     print(
@@ -157,6 +161,7 @@ def _run_to_end(run: Run) -> int:
         " once",
         file=sys.stderr,
     )
+    asked.add(signum)
     run.stop.set()
 
   before = {s: signal.signal(s, interrupt) for s in _stop_signals()}
@@ -201,7 +206,7 @@ def _how_to_resume(run: Run) -> str:
 def _stop_signals() -> tuple[int, ...]:
   if threading.current_thread() is not threading.main_thread():
     return ()
-  return (signal.SIGINT, signal.SIGTERM)
+  return (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,13 @@ class RunConfig:
       unit="s",
       ge=0,
   )
+  preemption: Literal["auto", "gce", "off"] = setting(
+      default="auto",
+      doc="Whose notice that this machine will be taken away ends the run after"
+      " the present step, with a checkpoint. gce: the metadata server of Google"
+      " Compute Engine, at $GCE_METADATA_HOST where that is set. auto: gce on"
+      " its machines. SIGTERM and SIGUSR1 do the same anywhere.",
+  )
   compile_cache: str = setting(
       default="auto",
       doc="Directory of compiled programs, which the next start need not"
@@ -116,6 +123,14 @@ class ProcessesConfig:
       " of theirs.",
       unit="s",
       gt=0,
+  )
+  share_s: float = setting(
+      default=600.0,
+      doc="How long an update waits for a process's share of its groups; then"
+      " the other processes' groups take their place, see metric dealt_groups."
+      " 0 = without end.",
+      unit="s",
+      ge=0,
   )
   heartbeat_s: float = setting(
       default=100.0,

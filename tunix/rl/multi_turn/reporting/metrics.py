@@ -105,6 +105,13 @@ METRICS: dict[str, Metric] = {
         "Many: tasks are too hard or solved; the time is spent on them.",
         processes="sum",
     ),
+    "dealt_groups": Metric(
+        "groups",
+        "Groups that a process did not have in time (processes.share_s), and"
+        " others gave.",
+        "Often above 0: that host's gyms are slow or stuck; see its log.",
+        processes="sum",
+    ),
     "episodes": Metric(
         "episodes", "Episodes of this update, invalid ones included."
     ),

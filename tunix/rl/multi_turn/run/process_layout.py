@@ -187,7 +187,9 @@ def _deal(
           _NEXT: begun,
           "unfinished": sorted(unfinished, key=lambda item: item["index"]),
       },
-      _COUNTS: _counts([part.get(_COUNTS) or {} for part in parts], index, count),
+      _COUNTS: _counts(
+          [part.get(_COUNTS) or {} for part in parts], index, count
+      ),
       loop_lib.CONSUMED: sorted(consumed),
   }
 

@@ -14,6 +14,7 @@ import dataclasses
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from tunix.rl.queue import admission
 
 ProcessesConfig = run_sections.ProcessesConfig
 _AFTER_S = 30  # JAX aborts the process when this much more has passed.
+_NOTED_S = 3.0
 _ADDRESS, _COUNT, _INDEX = (
     "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 )  # pyformat: disable
@@ -142,10 +144,24 @@ def _different(one: Any, other: Any, key: str = "") -> list[str]:
   return [] if one == other else [f"{key}={other} (process 0: {one})"]
 
 
-def leave(processes: peers_lib.Peers) -> None:
-  """Parts from the others once all are here; call it last."""
-  if processes.count > 1:
+def leave(processes: peers_lib.Peers, status: int) -> None:
+  """Parts from the others once all are here; call it last.
+
+  Args:
+    processes: of the run.
+    status: with which this process exits at once where some have parted: they
+      will not come.
+  """
+  if processes.count == 1:
+    return
+  if not processes.parted:
     jax.distributed.shutdown()
+    return
+  if processes.first:  # The note is kept here, until the others have read it.
+    time.sleep(_NOTED_S)
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status)
 
 
 def _number(name: str) -> int | None:

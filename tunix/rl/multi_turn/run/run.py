@@ -40,6 +40,8 @@ from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import observers as observers_lib
+from tunix.rl.multi_turn.run import peer_watch
+from tunix.rl.multi_turn.run import preemption
 from tunix.rl.multi_turn.run import preflight
 from tunix.rl.multi_turn.run import process_layout
 from tunix.rl.multi_turn.run import processes as processes_lib
@@ -170,6 +172,7 @@ class Run:
     self._loop: loop_thread.LoopThread | None = None
     self._proxy: proxy.RunProxy | None = None
     self._writers: list[Any] = []
+    self._watches: list[Any] = []
 
   @property
   def connection(self) -> proxy_lib.ProxyConnection | None:
@@ -234,6 +237,12 @@ class Run:
       self._unlock()
       raise
     self._loop = loop_thread.LoopThread()
+    self._watches = [
+        peer_watch.PeerWatch(self.processes, self.stop),
+        preemption.PreemptionWatch(self.config.run.preemption, self.stop),
+    ]
+    for watch in self._watches:
+      watch.start()
     return self
 
   def _claim_directory(self) -> str:
@@ -285,6 +294,8 @@ class Run:
         # The remaining parts have yet to be closed.
         _LOG.warning("%s did not close: %r", type(part).__name__, error)
     self._unlock()
+    for watch in self._watches:
+      watch.close()
 
   def _close_loop(self, loop: loop_thread.LoopThread) -> None:
     def wait(work: Coroutine[Any, Any, Any]) -> Any:

@@ -13,7 +13,6 @@ import logging
 import time
 from typing import Any
 
-from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
@@ -79,6 +78,7 @@ class Training:
         extras=self._extras,
         updated=self._hold_when_due,
         processes=run.processes,
+        share_timeout_s=config.processes.share_s or None,
     )
 
   def _extras(self) -> dict[str, Any]:
@@ -118,6 +118,9 @@ class Training:
       if error.kind == group_queue.QueueFailed.__name__:
         self._watch()
       raise
+    except BaseException as error:
+      run.processes.part(error)
+      raise
     finally:
       self._end()
     self._publish_latest()
@@ -146,6 +149,8 @@ class Training:
     """Stops collecting and saves; also after a failure."""
     self._stop_collecting()
     self._queue.close()
+    if self._run.processes.parted:  # No checkpoint without the others.
+      return
     if self._learner.counters.updates:
       self._loop.save()
       self._loop.settle()
