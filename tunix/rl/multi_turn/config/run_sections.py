@@ -157,13 +157,14 @@ class ProcessesConfig:
 class RolloutConfig:
   """Path by which episodes reach the engine."""
 
-  via: Literal["in_process", "proxy", "external"] = setting(
+  via: Literal["in_process", "proxy", "external", "hosts"] = setting(
       default="in_process",
       doc="in_process: as tokens. proxy: through an OpenAI-compatible server"
       " that the run opens on the loopback interface, as messages with"
       " screenshots; training uses the server's record. Needs the extras"
       " serve and client. external: the engine is vLLM or SGLang in another"
-      " process, see external.",
+      " process, see external. hosts: processes that only roll out, with"
+      " devices and gyms of their own, see docs/pods.md.",
   )
   agent: str = setting(
       default="",
@@ -174,8 +175,8 @@ class RolloutConfig:
   )
   host: str = setting(
       default="127.0.0.1",
-      doc="With via=proxy: address that the run's server binds. Its token, and"
-      " each session's key, are needed on any.",
+      doc="With via=proxy or hosts: address that the run's server binds. Its"
+      " token, or a session's key, is needed on any.",
   )
   port: int = setting(
       default=0, doc="Of that server. 0 = any free one.", ge=0, le=65535
@@ -184,6 +185,14 @@ class RolloutConfig:
       default="",
       doc="That server as an agent elsewhere reaches it, e.g."
       ' http://trainer.lan:8100. "" = http://host:port.',
+  )
+
+  silence_s: float = setting(
+      default=30.0,
+      doc="With via=hosts: groups of a host that has not been heard of for so"
+      " long are collected by others.",
+      unit="s",
+      gt=0,
   )
 
   def problems(self) -> Iterator[str]:

@@ -144,6 +144,7 @@ class StepMetrics:
     own = {
         "tally": episode_tally.of_groups(event.groups),
         "engine": [self._stats, stats, now - self._since],
+        "engines": getattr(self._engine, "engines", 1),
         "readings": {
             **self._overlap.take(),
             "refused_groups": float(refused),
@@ -164,7 +165,10 @@ def _of_all(found: list[dict[str, Any]]) -> dict[str, float]:
   return {
       **episode_tally.readings(tally),
       **metrics.engine_metrics(
-          _sum(befores), _sum(afters), max(seconds), len(found)
+          _sum(befores),
+          _sum(afters),
+          max(seconds),
+          sum(one["engines"] for one in found),
       ),
       **metrics.over_processes([one["readings"] for one in found]),
   }

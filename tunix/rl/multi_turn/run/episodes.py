@@ -9,6 +9,7 @@ has started.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import traceback
 from typing import Any
@@ -27,6 +28,7 @@ from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.parser.renderer import choice
+from tunix.rl.multi_turn.run.rollout_hosts import remote as remote_hosts
 from tunix.rl.multi_turn.tools import manager
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.trajectory_collector import groups
@@ -258,7 +260,7 @@ def _check_screen(config: TrainConfig, task: gym_base.Task) -> None:
 def make_collector(
     config: TrainConfig,
     episodes: EpisodeFactory,
-    client: policy_client.PolicyClient,
+    client: policy_client.PolicyClient | remote_hosts.HostsEngine,
     renderer: choice.AnyRenderer,
     *,
     observers: Any,
@@ -287,7 +289,10 @@ def make_collector(
   collect = config.collect
   if not training:
     collect = dataclasses.replace(collect, group_size=1, min_valid=1)
-  return groups.GroupCollector(
+  make = groups.GroupCollector
+  if isinstance(client, remote_hosts.HostsEngine):
+    make = functools.partial(remote_hosts.RemoteCollector, client, mode)
+  return make(
       episodes,
       model,
       collect,

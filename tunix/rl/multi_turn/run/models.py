@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import settings as policy_settings
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.run import external_engine
+from tunix.rl.multi_turn.run.rollout_hosts import remote as remote_hosts
 from tunix.rl.queue import admission
 from tunix.rl.queue import group_store
 
@@ -320,7 +321,12 @@ def make_engine(
     policy: LoadedPolicy,
     image_store: images_lib.ImageStore,
     model: Any = None,
-) -> engine_lib.RolloutEngine | remote_engine.RemoteEngine:
+    directory: pathlib.Path | None = None,
+) -> (
+    engine_lib.RolloutEngine
+    | remote_engine.RemoteEngine
+    | remote_hosts.HostsEngine
+):
   """The rollout engine; not warmed up yet.
 
   Args:
@@ -329,7 +335,12 @@ def make_engine(
     image_store: pixels of the prompts' images.
     model: the policy's, on the devices of the engine; None where those are the
       policy's own.
+    directory: of this process, for rollout hosts.
   """
+  if config.rollout.via == "hosts":
+    return remote_hosts.HostsEngine(
+        config, image_store, directory or config.run_dir
+    )
   model = policy.model if model is None else model
   if config.rollout.via == "external":
     return external_engine.make_engine(

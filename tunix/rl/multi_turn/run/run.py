@@ -160,7 +160,11 @@ class Run:
     if self.mesh is not None and self.processes.count > 1:
       self._copies = sharding.HostCopies(self.mesh)
     self.engine = models.make_engine(
-        config, self.policy, self.images, self.here(self.policy.model)
+        config,
+        self.policy,
+        self.images,
+        self.here(self.policy.model),
+        self.own_directory,
     )
     self.observers = events.Observers()
     self.watchdog = watchdog_lib.Watchdog(
@@ -365,6 +369,9 @@ class Run:
       )
 
     self.engine.warm_up(progress)
+    if self.config.rollout.via == "hosts":
+      # They have no weights but those that are published.
+      self.publish(0, nnx.state(self.policy.model))
 
   def apply_warm_start(self) -> None:
     """Replaces the present weights by those that GRPO begins with."""
