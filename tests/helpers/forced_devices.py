@@ -48,17 +48,19 @@ def start(*arguments, devices, flags="", output=None, environment=None):
   return subprocess.Popen(
       [sys.executable, *map(str, arguments)],
       cwd=ROOT,
-      env=dict(
-          os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=forced,
-          PYTHONPATH=str(ROOT),
+      env={
+          **os.environ,
+          "JAX_PLATFORMS": "cpu",
+          "XLA_FLAGS": forced,
+          "PYTHONPATH": str(ROOT),
           # Programs are compiled for eight devices and run a few times.
-          JAX_DISABLE_MOST_OPTIMIZATIONS="1",
+          "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
           **(environment or {}),
-      ),
+      },
       stdout=output or subprocess.PIPE,
       stderr=subprocess.STDOUT if output else subprocess.PIPE,
       text=True,
-  )  # pyformat: disable
+  )
 
 
 def report(*arguments, **options):
