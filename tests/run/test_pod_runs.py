@@ -315,7 +315,6 @@ def test_stuck_gyms_of_a_host_leave_the_updates_to_the_others(tmp_path):
   found = metrics_of(tmp_path / "r")
   assert [m["step"] for m in found] == [1, 2, 3, 4, 5, 6]
   assert all(m["groups"] == 4 for m in found)
-  assert found[0]["dealt_groups"] == 0
   assert max(m["dealt_groups"] for m in found) == 2
 
 
