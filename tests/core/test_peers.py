@@ -1,61 +1,13 @@
 """Processes that agree, here threads with one store."""
 
-import threading
 import time
 
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
+import peer_threads
 import pytest
 from tunix.rl.multi_turn.core import peers as peers_lib
-
-
-class Store:
-  """JAX's coordination service as its client shows it."""
-
-  def __init__(self):
-    self._values, self._changed = {}, threading.Condition()
-    self.most = 0
-
-  def key_value_set_bytes(self, key, value):
-    assert len(value) < 4 << 20
-    with self._changed:
-      assert key not in self._values, key
-      self._values[key] = value
-      self.most = max(self.most, len(self._values))
-      self._changed.notify_all()
-
-  def blocking_key_value_get_bytes(self, key, timeout_ms):
-    with self._changed:
-      if not self._changed.wait_for(
-          lambda: key in self._values, timeout_ms / 1000
-      ):
-        raise RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
-      return self._values[key]
-
-  def key_value_delete(self, key):
-    with self._changed:
-      del self._values[key]
-
-
-def run_all(count, work, store=None, deadline_s=20.0):
-  """What `work(peers)` returns or raises in each of several threads."""
-  store = store or Store()
-  found = [None] * count
-
-  def main(index):
-    peers = peers_lib.StorePeers(store, index, count, deadline_s)
-    try:
-      found[index] = work(peers)
-    except Exception as error:  # pylint: disable=broad-except
-      found[index] = error
-
-  threads = [threading.Thread(target=main, args=(i,)) for i in range(count)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join(60)
-  return found
 
 
 @settings(max_examples=20, deadline=None)
@@ -64,20 +16,22 @@ def run_all(count, work, store=None, deadline_s=20.0):
     st.lists(st.lists(st.integers() | st.text(), max_size=3), max_size=4),
 )
 def test_all_get_everyone_s_values_at_every_step(count, values):
-  store = Store()
+  store = peer_threads.Store()
 
   def work(peers):
     return [peers.gather(f"step {i}", [peers.index, value])
             for i, value in enumerate(values)]  # pyformat: disable
 
   want = [[[i, value] for i in range(count)] for value in values]
-  assert run_all(count, work, store) == [want] * count
+  assert peer_threads.run_all(count, work, store) == [want] * count
   assert store.most <= 2 * count  # What all have read is deleted.
 
 
 def test_values_may_be_larger_than_a_message():
   big = "x" * (5 << 20)
-  found = run_all(2, lambda peers: peers.gather("big", big + str(peers.index)))
+  found = peer_threads.run_all(
+      2, lambda peers: peers.gather("big", big + str(peers.index))
+  )
   assert found[0] == found[1] == [big + "0", big + "1"]
 
 
@@ -90,7 +44,7 @@ def test_flags_shares_and_the_first():
         [peers.number(i) for i in range(2)], peers.first,
     )  # pyformat: disable
 
-  found = run_all(3, work)
+  found = peer_threads.run_all(3, work)
   for i, (a, b, c, share, numbers, first) in enumerate(found):
     assert (a, b, c, first) == (True, False, "of 0", i == 0)
     assert share == list("abcdefg")[i::3]
@@ -99,7 +53,9 @@ def test_flags_shares_and_the_first():
 
 def test_a_process_at_another_step_is_named():
   for i, error in enumerate(
-      run_all(2, lambda peers: peers.gather(f"step {peers.index}", None))
+      peer_threads.run_all(
+          2, lambda peers: peers.gather(f"step {peers.index}", None)
+      )
   ):
     assert isinstance(error, RuntimeError)
     words = f"'step {i}' where process {1 - i} is at 'step {1 - i}'"
@@ -107,7 +63,7 @@ def test_a_process_at_another_step_is_named():
 
 
 def test_a_process_that_does_not_come_is_named_in_time():
-  store = Store()
+  store = peer_threads.Store()
   peers = peers_lib.StorePeers(store, 0, 2, deadline_s=0.2)
   started = time.monotonic()
   with pytest.raises(TimeoutError, match="process 1 did not come to 'take'"):
@@ -128,12 +84,63 @@ def test_work_that_fails_in_one_fails_in_all():
       # All are still in step.
       assert peers.together("after", lambda: peers.index) == [0, 1, 2]
 
-  first, own, last = run_all(3, work)
+  first, own, last = peer_threads.run_all(3, work)
   assert isinstance(own, ValueError) and str(own) == "no\nroom"
   for error in (first, last):
     assert isinstance(error, peers_lib.PeerError)
     assert str(error) == "process 1: ValueError: no room"
     assert error.kind == "ValueError"
+
+
+def test_a_note_is_found_by_the_others_without_a_step():
+  def work(peers):
+    if peers.index == 1:
+      peers.announce(peers_lib.STOP, "a word")
+      peers.announce(peers_lib.STOP, "and no other")
+    peers.gather("after", None)
+    return peers.announced(peers_lib.STOP), peers.announced("another")
+
+  assert peer_threads.run_all(3, work) == [
+      ({1: "a word"}, {}), ({}, {}), ({1: "a word"}, {})
+  ]  # pyformat: disable
+
+
+def test_who_waits_for_a_process_that_failed_ends_with_its_reason():
+  def work(peers):
+    if peers.index == 1:
+      error = MemoryError("no room on the device")
+      assert peers.part(error) and peers.parted
+      raise error
+    peers.gather("never", None)
+
+  started = time.monotonic()
+  for i, error in enumerate(peer_threads.run_all(3, work, deadline_s=60.0)):
+    if i != 1:
+      assert isinstance(error, peers_lib.PeerEnded)
+      words = "process 1 failed: MemoryError: no room on the device"
+      assert (str(error), error.kind) == (words, "MemoryError")
+  assert time.monotonic() - started < 20
+
+
+def test_an_error_that_all_have_parts_nobody():
+  def work(peers):
+    def fail_in_one():
+      if peers.index == 1:
+        raise ValueError("no")
+
+    try:
+      peers.together("work", fail_in_one)
+    except (ValueError, peers_lib.PeerError) as error:
+      assert not peers.part(error)
+      try:
+        raise RuntimeError("in other words") from error
+      except RuntimeError as other:
+        assert not peers.part(other)
+    peers.gather("still in step", None)
+    return peers.announced(peers_lib.FAILED)
+
+  assert peer_threads.run_all(2, work) == [{}, {}]
+  assert not peers_lib.ALONE.part(ValueError("of one process"))
 
 
 def test_alone_nothing_is_exchanged():

@@ -31,12 +31,13 @@ def run(*arguments, devices=8, seconds=280, flags=""):
   return out
 
 
-def start(*arguments, devices, flags="", output=None):
+def start(*arguments, devices, flags="", output=None, environment=None):
   """Such a process, still running.
 
   Args:
     *arguments, devices, flags: as of `run`.
     output: file of all that it prints; a pipe each by default.
+    environment: more variables.
   """
   forced = (
       f"--xla_force_host_platform_device_count={devices}"
@@ -47,16 +48,19 @@ def start(*arguments, devices, flags="", output=None):
   return subprocess.Popen(
       [sys.executable, *map(str, arguments)],
       cwd=ROOT,
-      env=dict(
-          os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=forced,
-          PYTHONPATH=str(ROOT),
+      env={
+          **os.environ,
+          "JAX_PLATFORMS": "cpu",
+          "XLA_FLAGS": forced,
+          "PYTHONPATH": str(ROOT),
           # Programs are compiled for eight devices and run a few times.
-          JAX_DISABLE_MOST_OPTIMIZATIONS="1",
-      ),
+          "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+          **(environment or {}),
+      },
       stdout=output or subprocess.PIPE,
       stderr=subprocess.STDOUT if output else subprocess.PIPE,
       text=True,
-  )  # pyformat: disable
+  )
 
 
 def report(*arguments, **options):

@@ -93,6 +93,22 @@ def main(directory, address, count, index):
   got = first.update(share)
   ours = alone.update(data[0][:3] + [flat(g) for g in data[0][3:]])
   report["one_learns"] = abs(got["loss"] - ours["loss"])
+  # And one without any group, whose own others gave.
+  first = case.learner(
+      mesh=sharding.make_mesh(**MESHES["mixed"]), processes=processes, **CONFIG
+  )
+  alone = case.learner(**CONFIG)
+  got = first.update(data[0] if index == 0 else [])
+  ours = alone.update(data[0])
+  report["one_gives"] = {
+      name: abs(got[name] - ours[name])
+      for name in ("loss", "grad_norm", "reward_mean", "groups", "tokens")
+  }
+  asked = sequences if index == 0 else []
+  found = first.sequence_logprobs(asked)
+  report["one_asks"] = [len(found), largest(
+      found, alone.sequence_logprobs(asked)
+  ) if asked else 0.0]
   # Advantages of the whole step, and prices of a reference's log-probs.
   changes = CONFIG | dict(
       advantage="reinforce_pp", kl_coef=0.1, kl_in="reward",

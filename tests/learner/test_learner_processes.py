@@ -33,6 +33,14 @@ def test_losses_weights_and_readings_equal_those_of_one_device(reports):
     assert report["one_learns"] < 1e-5  # The others have nothing to learn.
 
 
+def test_a_process_without_groups_or_sequences_joins_in(reports):
+  for index, report in enumerate(reports):
+    for name, difference in report["one_gives"].items():
+      assert difference <= (0 if name in ("groups", "tokens") else 1e-5), name
+    count, difference = report["one_asks"]
+    assert bool(count) == (index == 0) and difference < 1e-5
+
+
 def test_what_needs_all_groups_of_a_step_has_them(reports):
   for report in reports:
     for name, difference in report["whole_step"].items():

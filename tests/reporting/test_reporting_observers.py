@@ -5,6 +5,7 @@ import json
 import threading
 
 import numpy as np
+import peer_threads
 from PIL import Image
 import pytest
 import synthetic_run
@@ -142,6 +143,8 @@ def test_engine_metrics_are_differences_of_counters():
   assert found["batch_occupancy"] == 0.5
   assert found["engine_busy"] == 0.75
   assert found["engine_compiles"] == 2
+  of_two = metrics_lib.engine_metrics(before, after, 2.0, engines=2)
+  assert of_two["engine_busy"] == 0.875
   assert not metrics_lib.undocumented(found)
 
 
@@ -186,6 +189,87 @@ def test_a_step_is_described_by_the_groups_it_learned_from():
   adds.on_event(events.StepFinished(2, 2, {}, groups=()))
   assert seen[-1].metrics["refused_groups"] == 0.0
   assert "reward_mean" not in seen[-1].metrics
+
+
+class _Counters:
+  """An engine and a queue that show given counters."""
+
+  def __init__(self, shown):
+    self.shown = shown
+
+  def stats(self):
+    return dict(self.shown)
+
+  counters = stats
+
+
+def test_readings_of_several_processes_are_those_of_all_their_work():
+  store = images_lib.ImageStore()
+
+  def group(name, success, **kw):
+    member = synthetic_run.episode(store, success=success, **kw)
+    return trajectory_lib.TrajectoryGroup(name, "t", (member, member))
+
+  deals = [
+      [group("a", True, turns=3), group("b", False)],
+      [group("c", False, family="enter-text")],
+      [group("d", False, status=Status.ENV_ERROR)],
+  ]
+  slow, busy = deals[1][0].trajectories[0], deals[0][0].trajectories[0]
+  slow.metrics = {"seconds": 9.0, "seconds_model": 1.0, "seconds_setup": 2.0}
+  busy.metrics |= {"truncated_turns": 2.0}
+  before = {"decode_tokens": 5, "seconds_idle": 0.0}
+  afters = [
+      {"decode_tokens": 105, "decode_places": 200, "prompt_tokens": 10,
+       "prefilled_tokens": 5, "lockstep_timeouts": 1},
+      {"decode_tokens": 25, "decode_places": 100, "prompt_tokens": 90,
+       "prefilled_tokens": 15, "compiles_after_warm_up": 3},
+      {"decode_tokens": 5},
+  ]  # pyformat: disable
+
+  def step(peers, groups, after, ready, replaced):
+    engine = _Counters(before)
+    queue = _Counters({"ready": ready, "dropped_stale": ready})
+    seen = []
+    adds = step_metrics.StepMetrics(
+        events.Observers(), queue, engine, peers
+    )
+    adds._downstream.on_event = seen.append  # pylint: disable=protected-access
+    for _ in range(ready):
+      adds.on_event(events.GroupFinished(groups[0], "requeued", "why"))
+    engine.shown = after
+    metrics = {
+        "loss": 2.0, "replaced_groups": replaced, "seconds_wait": replaced
+    }  # pyformat: disable
+    adds.on_event(events.StepFinished(1, 1, metrics, groups=tuple(groups)))
+    return seen[-1].metrics
+
+  found = peer_threads.run_all(
+      3,
+      lambda peers: step(
+          peers,
+          deals[peers.index],
+          afters[peers.index],
+          peers.index,
+          4.0 + peers.index,
+      ),
+  )
+  assert found[0] == found[1] == found[2]
+  ours = found[0]
+  want = metrics_lib.group_metrics([g for deal in deals for g in deal])
+  assert want["success_rate"] == pytest.approx(1 / 3)
+  for name, value in want.items():
+    assert ours[name] == pytest.approx(value), name
+  assert ours["status/env_error"] == pytest.approx(0.25)
+  assert ours["success_rate/enter-text"] == 0.0
+  assert ours["episode_seconds_max"] == 9.0
+  assert ours["prefix_reuse"] == pytest.approx(0.8)
+  assert ours["batch_occupancy"] == pytest.approx(0.4)
+  assert (ours["lockstep_timeouts"], ours["engine_compiles"]) == (1, 3)
+  assert (ours["queue_size"], ours["dropped_stale"]) == (3, 3)
+  assert (ours["refused_groups"], ours["replaced_groups"]) == (3, 15)
+  assert (ours["seconds_wait"], ours["loss"]) == (6.0, 2.0)
+  assert not metrics_lib.undocumented(ours)
 
 
 # --- trajectories.jsonl -------------------------------------------------------

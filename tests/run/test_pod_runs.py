@@ -1,13 +1,17 @@
 """One run of several processes, as the command starts them on several hosts."""
 
+import http.server
 import json
 import os
 import pathlib
 import signal
+import threading
 import time
 
 import forced_devices
+import numpy as np
 import pytest
+from safetensors import numpy
 import small_runs
 import trials
 
@@ -16,6 +20,8 @@ all_of_them = pytest.mark.skipif(
 )
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 DEVICES = 4
+ROOT = str(forced_devices.ROOT)
+HELPERS = str(forced_devices.ROOT / "tests" / "helpers")
 ARGUMENTS = (
     *small_runs.SMALL, small_runs.NANO, "name=r", "seed=3",
     "learner.groups_per_step=4", "learner.rows=4", "mesh.data=2", "mesh.fsdp=2",
@@ -35,20 +41,25 @@ CLOSE = ("loss", "grad_norm", "entropy", "logprob", "sampler_kl")
 class Pod:
   """Processes of one run; each has its part of the devices."""
 
-  def __init__(self, folder: pathlib.Path, count: int, *arguments: str):
+  def __init__(
+      self, folder: pathlib.Path, count: int, *arguments: str, environment=None
+  ):
+    """`environment` has more variables of a process, by its index."""
     folder.mkdir(exist_ok=True)
     address = forced_devices.free_address()
     self.logs = [folder / f"{i}.log" for i in range(count)]
     self.processes = [
         forced_devices.start(
-            "-m", "tunix.rl.multi_turn.train", *arguments,
+            "-m", "tunix.rl.multi_turn.train",
             *(
                 (f"processes.coordinator={address}", f"processes.count={count}",
                  f"processes.index={i}", "processes.heartbeat_s=10",
                  "processes.join_s=120")
                 if count > 1 else ()
             ),
+            *arguments,
             devices=DEVICES // count, output=log.open("w"),
+            environment=(environment or {}).get(i),
         )
         for i, log in enumerate(self.logs)
     ]  # pyformat: disable
@@ -60,6 +71,13 @@ class Pod:
     finally:
       for process in self.processes:
         process.kill()
+
+  def wait_for(self, path: pathlib.Path, seconds=400) -> None:
+    """Until something is at `path`."""
+    due = time.monotonic() + seconds
+    while not path.exists():
+      assert time.monotonic() < due, self.said()
+      time.sleep(0.1)
 
   def said(self) -> str:
     return "\n".join(log.read_text()[-3000:] for log in self.logs)
@@ -114,10 +132,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_run_resumes(
 ):
   pod = Pod(tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}")
   run = tmp_path / "r"
-  due = time.monotonic() + 400
-  while not (run / "checkpoints" / "1").is_dir():
-    assert time.monotonic() < due, pod.said()
-    time.sleep(0.1)
+  pod.wait_for(run / "checkpoints" / "1")
   pod.processes[victim].kill()
   started = time.monotonic()
   statuses = pod.wait(120)
@@ -132,10 +147,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_run_resumes(
 def test_one_that_is_asked_to_stop_stops_all_and_the_run_resumes(one, tmp_path):
   pod = Pod(tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}")
   run = tmp_path / "r"
-  due = time.monotonic() + 400
-  while not (run / "checkpoints" / "1").is_dir():
-    assert time.monotonic() < due, pod.said()
-    time.sleep(0.1)
+  pod.wait_for(run / "checkpoints" / "1")
   os.kill(pod.processes[1].pid, signal.SIGTERM)
   assert pod.wait(300) == [130, 130], pod.said()
   assert "resume with:" in pod.logs[0].read_text()
@@ -183,3 +195,146 @@ def test_what_does_not_fit_together_is_said_in_one_line(tmp_path):
     assert "Traceback" not in text
 
 
+@all_of_them
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (4, 2)])
+def test_a_run_resumes_with_another_number_of_processes(
+    before, after, one, tmp_path
+):
+  pod = Pod(tmp_path, before, *ARGUMENTS, f"run.dir={tmp_path}", "steps=1")
+  assert pod.wait() == [0] * before, pod.said()
+  run = tmp_path / "r"
+  again = Pod(tmp_path / "again", after, f"resume={run}", "steps=3")
+  assert again.wait() == [0] * after, again.said()
+  check_equal(run, one)
+
+
+@all_of_them
+def test_an_adapter_over_processes_is_that_of_one(tmp_path):
+  arguments = [a for a in ARGUMENTS if a != small_runs.NANO] + [
+      "policy=qwen3_vl_tiny", "policy.lora_rank=4", "warm_start.steps=0",
+      "eval.every=0", "eval.episodes_per_task=1", "eval.modes=[greedy]",
+  ]  # pyformat: disable
+  alone = Pod(
+      tmp_path / "one", 1, *arguments, f"run.dir={tmp_path}/one", "steps=2"
+  )
+  assert alone.wait() == [0], alone.said()
+  pod = Pod(tmp_path / "two", 2, *arguments, f"run.dir={tmp_path}", "steps=1")
+  assert pod.wait() == [0, 0], pod.said()
+  run, one = tmp_path / "r", tmp_path / "one" / "r"
+  begun = tensors(run / "policy" / "adapter" / "adapter_model.safetensors")
+  again = Pod(tmp_path / "again", 2, f"resume={run}", "steps=2")
+  assert again.wait() == [0, 0], again.said()
+  for got, expected in zip(metrics_of(run), metrics_of(one), strict=True):
+    for name in CLOSE:
+      assert got[name] == pytest.approx(expected[name], abs=1e-5), name
+  for file in ("adapter/adapter_model.safetensors", "model.safetensors"):
+    ours, theirs = (tensors(r / "policy" / file) for r in (run, one))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+      np.testing.assert_allclose(ours[name], value, atol=1e-6, err_msg=name)
+  trained = tensors(run / "policy" / "adapter" / "adapter_model.safetensors")
+  assert any((trained[name] != begun[name]).any() for name in begun)
+
+
+def tensors(file: pathlib.Path) -> dict[str, np.ndarray]:
+  return {k: v.astype(np.float32) for k, v in numpy.load_file(file).items()}
+
+
+@all_of_them
+@pytest.mark.parametrize("how", ("signal", "metadata"))
+def test_a_notice_at_any_host_saves_on_all(how, one, tmp_path):
+  gone = threading.Event()
+
+  class Handler(http.server.BaseHTTPRequestHandler):
+
+    def do_GET(self):  # pylint: disable=invalid-name
+      self.send_response(200)
+      self.end_headers()
+      taken = gone.is_set() and self.path.endswith("/preempted")
+      self.wfile.write(b"TRUE" if taken else b"FALSE")
+
+    def log_message(self, *_):
+      pass
+
+  with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    host = f"127.0.0.1:{server.server_address[1]}"
+    pod = Pod(
+        tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}",
+        environment={1: {"GCE_METADATA_HOST": host}},
+    )  # pyformat: disable
+    run = tmp_path / "r"
+    pod.wait_for(run / "checkpoints" / "1")
+    if how == "signal":
+      os.kill(pod.processes[1].pid, signal.SIGUSR1)
+      time.sleep(0.5)
+      os.kill(pod.processes[1].pid, signal.SIGTERM)  # As SLURM does next.
+    else:
+      gone.set()
+    # Nothing is stopped that has ended before.
+    assert set(pod.wait(300)) <= {130, 0}, pod.said()
+    server.shutdown()
+  again = Pod(tmp_path / "again", 2, f"resume={run}")
+  assert again.wait() == [0, 0], again.said()
+  check_equal(run, one)
+
+
+@all_of_them
+def test_a_host_that_sleeps_changes_nothing(one, tmp_path):
+  pod = Pod(
+      tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}",
+      "processes.heartbeat_s=100",
+  )  # pyformat: disable
+  run = tmp_path / "r"
+  pod.wait_for(run / "checkpoints" / "1")
+  os.kill(pod.processes[1].pid, signal.SIGSTOP)
+  time.sleep(30)
+  os.kill(pod.processes[1].pid, signal.SIGCONT)
+  assert pod.wait(300) == [0, 0], pod.said()
+  check_equal(run, one)
+
+
+@all_of_them
+def test_stuck_gyms_of_a_host_leave_the_updates_to_the_others(tmp_path):
+  stuck = tmp_path / "stuck"
+  pod = Pod(
+      tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}", "eval.every=0", "steps=6",
+      "run.imports=[pod_faults]", "processes.share_s=4", "checkpoint.keep=9",
+      environment={
+          i: {"PYTHONPATH": os.pathsep.join((HELPERS, ROOT)),
+              **({"POD_FAULT": "gym", "POD_STUCK": str(stuck)} if i else {})}
+          for i in range(2)
+      },
+  )  # pyformat: disable
+  checkpoints = tmp_path / "r" / "checkpoints"
+  pod.wait_for(checkpoints / "1")
+  stuck.touch()
+  pod.wait_for(checkpoints / "4")
+  stuck.unlink()
+  assert pod.wait(300) == [0, 0], pod.said()
+  found = metrics_of(tmp_path / "r")
+  assert [m["step"] for m in found] == [1, 2, 3, 4, 5, 6]
+  assert all(m["groups"] == 4 for m in found)
+  assert max(m["dealt_groups"] for m in found) == 2
+
+
+@all_of_them
+@pytest.mark.parametrize("victim", (0, 1))
+def test_who_fails_in_an_update_ends_the_others_at_once(victim, tmp_path):
+  pod = Pod(
+      tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}",
+      "run.imports=[pod_faults]", "processes.heartbeat_s=100",
+      "warm_start.steps=0", "eval.episodes_per_task=1",
+      environment={
+          i: {"PYTHONPATH": os.pathsep.join((HELPERS, ROOT)),
+              **({"POD_FAULT": "update"} if i == victim else {})}
+          for i in range(2)
+      },
+  )  # pyformat: disable
+  run = tmp_path / "r"
+  pod.wait_for(run / "checkpoints" / "1")
+  started = time.monotonic()
+  assert pod.wait(90) == [1, 1], pod.said()
+  assert time.monotonic() - started < 60  # Not the heartbeat's 100 s.
+  reason = f"error: process {victim} failed: MemoryError: RESOURCE_EXHAUSTED"
+  assert reason in pod.logs[1 - victim].read_text()

@@ -31,6 +31,12 @@ def test_a_difference_is_named_with_both_values():
   processes.check(peers_lib.ALONE, config)
 
 
+def test_one_queue_s_file_for_several_processes_is_refused():
+  config = config_lib.load_config(["queue.path=/tmp/q.db"])
+  with pytest.raises(config_lib.ConfigError, match="leave it at auto"):
+    processes.check(BesideAnother(), config)
+
+
 @pytest.mark.parametrize(
     "given, words",
     [

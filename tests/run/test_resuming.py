@@ -350,7 +350,7 @@ def test_a_damaged_queue_is_named_with_what_to_do(run, capsys, tmp_path):
   )
   queue.write_bytes(b"no database" * 1000)
   with pytest.raises(config_lib.ConfigError, match="restore it from a copy"):
-    models.make_store(config, None, run)
+    models.make_store(config, None, run / "queue.db")
   assert capsys.readouterr().err == ""
 
 

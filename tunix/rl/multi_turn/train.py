@@ -83,9 +83,10 @@ def execute(run: Run) -> tuple[str, str | None]:
   except BaseException as failure:
     text = f"{type(failure).__name__}: {failure}"
     status, error = "failed", credentials.masked(text)
+    run.processes.part(failure)
     if disk_full.is_full(failure):
       error = disk_full.describe(run.directory)
-    elif isinstance(failure, watchdog.RunStopped):
+    elif isinstance(failure, (watchdog.RunStopped, peers_lib.PeerError)):
       error = str(failure)
     else:
       with contextlib.suppress(OSError):  # Perhaps it is the disk that failed.
@@ -139,7 +140,7 @@ def main(argv: Sequence[str] | str | None = None) -> int:
       run.engine.close()
       return 0
     status = run_to_end(run)
-    processes_lib.leave(run.processes)
+    processes_lib.leave(run.processes, status)
     return status
   except config_lib.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)

@@ -136,8 +136,8 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     """Counts since construction, and the present state:
 
     started, put, delivered, acked, released (given back unfinished),
-    dropped_stale, refunded, restored, lost (not restorable), trimmed_tokens
-    (that left the loss for their age); ready, running,
+    dropped_stale, refunded, forfeited, restored, lost (not restorable),
+    trimmed_tokens (that left the loss for their age); ready, running,
     accepted (net of drops and refunds), version; max_lag and mean_lag in
     versions, of delivered groups' oldest tokens.
     """
@@ -359,6 +359,13 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     with self._condition:
       self._ledger.refund(n)
       self._condition.notify()
+
+  def forfeit(self, n: int) -> None:
+    """Admits `n` groups fewer: another queue gave them to a training step."""
+    if n < 0:
+      raise ValueError(f"forfeit needs n >= 0, got {n}")
+    with self._condition:
+      self._ledger.forfeit(n)
 
   # --- Ends -----------------------------------------------------------------
 

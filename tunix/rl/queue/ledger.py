@@ -21,7 +21,7 @@ Ticket = admission.Ticket
 
 _COUNTED = (
     *("started", "put", "delivered", "acked", "released"),
-    *("dropped_stale", "refunded", "restored", "lost"),
+    *("dropped_stale", "refunded", "forfeited", "restored", "lost"),
     "trimmed_tokens",
 )
 
@@ -187,6 +187,11 @@ class Ledger:
     """Admits `n` more groups, in place of accepted ones not trained on."""
     self._accepted -= n
     self.counts["refunded"] += n
+
+  def forfeit(self, n: int) -> None:
+    """Counts `n` groups as consumed that others gave in this one's place."""
+    self._accepted += n
+    self.counts["forfeited"] += n
 
   # --- Acceptance -----------------------------------------------------------
 

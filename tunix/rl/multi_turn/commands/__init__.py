@@ -14,6 +14,9 @@ _HERE = "tunix.rl.multi_turn"
 COMMANDS = {
     f"{_HERE}.train": "Trains a policy.",
     f"{_HERE}.evaluate": "Measures a policy, or a server's model, on tasks.",
+    f"{_HERE}.commands.rollout": (
+        "Rolls out for a run whose learner is another process."
+    ),
     f"{_HERE}.environments.play": "Plays a gym by hand and records episodes.",
     f"{_HERE}.environments.gym_server": "Serves gyms over HTTP.",
     f"{_HERE}.environments.gyms.miniwob": "Lists and tries MiniWoB++'s tasks.",

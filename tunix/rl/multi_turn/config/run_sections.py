@@ -42,6 +42,13 @@ class RunConfig:
       unit="s",
       ge=0,
   )
+  preemption: Literal["auto", "gce", "off"] = setting(
+      default="auto",
+      doc="Whose notice that this machine will be taken away ends the run after"
+      " the present step, with a checkpoint. gce: the metadata server of Google"
+      " Compute Engine, at $GCE_METADATA_HOST where that is set. auto: gce on"
+      " its machines. SIGTERM and SIGUSR1 do the same anywhere.",
+  )
   compile_cache: str = setting(
       default="auto",
       doc="Directory of compiled programs, which the next start need not"
@@ -117,6 +124,14 @@ class ProcessesConfig:
       unit="s",
       gt=0,
   )
+  share_s: float = setting(
+      default=600.0,
+      doc="How long an update waits for a process's share of its groups; then"
+      " the other processes' groups take their place, see metric dealt_groups."
+      " 0 = without end.",
+      unit="s",
+      ge=0,
+  )
   heartbeat_s: float = setting(
       default=100.0,
       doc="A process that has not been heard of for so long is dead, and ends"
@@ -142,13 +157,14 @@ class ProcessesConfig:
 class RolloutConfig:
   """Path by which episodes reach the engine."""
 
-  via: Literal["in_process", "proxy", "external"] = setting(
+  via: Literal["in_process", "proxy", "external", "hosts"] = setting(
       default="in_process",
       doc="in_process: as tokens. proxy: through an OpenAI-compatible server"
       " that the run opens on the loopback interface, as messages with"
       " screenshots; training uses the server's record. Needs the extras"
       " serve and client. external: the engine is vLLM or SGLang in another"
-      " process, see external.",
+      " process, see external. hosts: processes that only roll out, with"
+      " devices and gyms of their own, see docs/pods.md.",
   )
   agent: str = setting(
       default="",
@@ -159,8 +175,8 @@ class RolloutConfig:
   )
   host: str = setting(
       default="127.0.0.1",
-      doc="With via=proxy: address that the run's server binds. Its token, and"
-      " each session's key, are needed on any.",
+      doc="With via=proxy or hosts: address that the run's server binds. Its"
+      " token, or a session's key, is needed on any.",
   )
   port: int = setting(
       default=0, doc="Of that server. 0 = any free one.", ge=0, le=65535
@@ -169,6 +185,14 @@ class RolloutConfig:
       default="",
       doc="That server as an agent elsewhere reaches it, e.g."
       ' http://trainer.lan:8100. "" = http://host:port.',
+  )
+
+  silence_s: float = setting(
+      default=30.0,
+      doc="With via=hosts: groups of a host that has not been heard of for so"
+      " long are collected by others.",
+      unit="s",
+      gt=0,
   )
 
   def problems(self) -> Iterator[str]:

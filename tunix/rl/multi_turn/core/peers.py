@@ -5,8 +5,12 @@ Every process of a run goes through the same steps in the same order; at each
 coordination service that JAX's processes share, over the hosts' network and not
 through the devices: a host that waits for a slow one leaves its devices free.
 
+Beside the steps, a process can `announce` something at any time, which the
+others find without waiting: that it was asked to stop, or that it failed.
+
 Promises: what is gathered is the same in every process; a process that is at
-another step, or does not come within the deadline, is an error that names it.
+another step, or does not come within the deadline, is an error that names it;
+who waits for a process that has announced its failure raises within seconds.
 
 Does not: move arrays or images (a value passes through one host), or outlive
 the death of a process: JAX ends the others.
@@ -21,6 +25,9 @@ from typing import Any, Callable, Protocol, Sequence, TypeVar
 _CHUNK = 1 << 20
 """Bytes of a message; the service's own limit is 4 MiB."""
 _SLICE_S = 1.0
+_NOTES = "tunix/notes"
+FAILED, STOP = "failed", "stop"
+"""Notes: the process failed by itself; it was asked to stop."""
 T = TypeVar("T")
 
 
@@ -36,6 +43,10 @@ class PeerError(RuntimeError):
     self.kind = kind
 
 
+class PeerEnded(PeerError):
+  """Another process failed by itself; nothing can be exchanged any more."""
+
+
 class Store(Protocol):
   """The part of JAX's coordination client that is used."""
 
@@ -43,6 +54,9 @@ class Store(Protocol):
     ...
 
   def blocking_key_value_get_bytes(self, key: str, timeout_ms: int) -> bytes:
+    ...
+
+  def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]:
     ...
 
   def key_value_delete(self, key: str) -> None:
@@ -55,10 +69,14 @@ class Peers:
   Attributes:
     index: of this process.
     count: of all processes.
+    parted: whether this process, or one that it waited for, failed by itself:
+      the processes can take no further step together.
   """
 
   index = 0
   count = 1
+  parted = False
+  _shared: BaseException | None = None  # The last error that all have.
 
   @property
   def first(self) -> bool:
@@ -96,12 +114,37 @@ class Peers:
     kind, text = type(error).__name__, " ".join(str(error).split())[:500]
     found = self.gather(what, [value, kind, text] if error else [value])
     if error is not None:
+      self._shared = error
       raise error
     for process, (_, *failed) in enumerate(found):
       if failed:
         kind, text = failed
-        raise PeerError(f"process {process}: {kind}: {text}", kind)
+        self._shared = PeerError(f"process {process}: {kind}: {text}", kind)
+        raise self._shared
     return [one[0] for one in found]
+
+  def part(self, error: BaseException) -> bool:
+    """Announces an error that the others do not have, and would wait for.
+
+    Returns:
+      `parted`: False where all have the error, and can still end together.
+    """
+    cause: BaseException | None = error
+    while cause is not None and cause is not self._shared:
+      cause = cause.__cause__ or cause.__context__
+    if self.count > 1 and cause is None and not self.parted:
+      self.parted = True
+      text = " ".join(str(error).split())[:500]
+      self.announce(FAILED, f"{type(error).__name__}: {text}")
+    return self.parted
+
+  def announce(self, what: str, text: str = "") -> None:
+    """Leaves a note for the others; the first of a kind stays."""
+
+  def announced(self, what: str) -> dict[int, str]:
+    """The notes of other processes, by process; does not wait for any."""
+    del what
+    return {}
 
   def share(self, things: Sequence[T]) -> Sequence[T]:
     """This process's part: every `count`-th, from the `index`-th on."""
@@ -138,6 +181,22 @@ class StorePeers(Peers):
     self._deadline_s = deadline_s
     self._step = 0
     self._mine: list[str] = []
+    self._noted: set[str] = set()
+
+  def announce(self, what: str, text: str = "") -> None:
+    if what not in self._noted:
+      self._noted.add(what)
+      key = f"{_NOTES}/{what}/{self.index}"
+      self._store.key_value_set_bytes(key, f"{text} ".encode())
+
+  def announced(self, what: str) -> dict[int, str]:
+    found = self._store.key_value_dir_get_bytes(f"{_NOTES}/{what}/")
+    notes = {
+        int(key.rpartition("/")[2]): text.decode(errors="replace").strip()
+        for key, text in found
+    }
+    notes.pop(self.index, None)
+    return notes
 
   def gather(self, what: str, value: Any) -> list[Any]:
     data = json.dumps([what, value]).encode()
@@ -185,6 +244,11 @@ class StorePeers(Peers):
         # JAX has one class for all of the service's errors.
         if "DEADLINE_EXCEEDED" not in str(error):
           raise
+        for failed, text in self.announced(FAILED).items():
+          self.parted = True
+          raise PeerEnded(
+              f"process {failed} failed: {text}", text.partition(":")[0]
+          ) from None
         continue
       parts.append(part[1:])
       if part[:1] == b".":

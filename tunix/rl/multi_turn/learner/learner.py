@@ -240,11 +240,12 @@ class Learner:
     """Learns from groups; the version is one higher afterwards.
 
     Raises:
-      ValueError: no group, a sequence longer than a row (overlong="error"), or
-        data that cannot have come from this policy.
+      ValueError: no group in any process, a sequence longer than a row
+        (overlong="error"), or data that cannot have come from this policy.
       KeyError: an image is no longer in the store.
     """
-    if not groups:
+    # A process without groups joins in with empty rows.
+    if not self._processes.any("groups", bool(groups)):
       raise ValueError("an update needs at least one group")
     clock = readings_lib.Clock()
     config = self.config

@@ -8,7 +8,9 @@ Promises: weights are published before the queue admits groups of their
 version; groups are acknowledged only when a checkpoint that contains them is
 on disk, and that checkpoint names them, for a process that dies in between; no
 wait is without a deadline or a way to stop it. With `dynamic_sampling`, groups
-of equal rewards are replaced, a bounded number of times, and counted.
+of equal rewards are replaced, a bounded number of times, and counted. Where
+several processes learn, one whose groups do not come in time gives those that
+it has, and the others give more; while all are in time, each gives its share.
 
 Does not: collect, evaluate, or decide when training ends: the caller does,
 with `step` or `run`.
@@ -17,6 +19,7 @@ with `step` or `run`.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import queue as std_queue
 import threading
 import time
@@ -43,6 +46,8 @@ indices in the queue. A run that resumes removes them from the queue's store
 before it takes a group."""
 
 _POLL_S = 0.2
+_MOST_SKIPS = 16
+_READY, _LATE, _STOPPED = "ready", "late", "stopped"
 
 
 @runtime_checkable
@@ -66,6 +71,12 @@ class GatedQueue(Protocol):
     ...
 
   def refund(self, n: int) -> None:
+    ...
+
+  def forfeit(self, n: int) -> None:
+    ...
+
+  def qsize(self) -> int:
     ...
 
 
@@ -96,6 +107,7 @@ class LearnerLoop:
       wait_timeout_s: float | None = None,
       publish_timeout_s: float = 120.0,
       processes: peers_lib.Peers = peers_lib.ALONE,
+      share_timeout_s: float | None = None,
   ):
     """Args:
 
@@ -121,6 +133,10 @@ class LearnerLoop:
         those that replace some; None waits until the queue closes or fails.
       publish_timeout_s: longest wait for published weights to arrive.
       processes: that learn together, each from a queue of its own.
+      share_timeout_s: longest wait for this process's share of a step's groups
+        before others' take their place; None waits without end. Where nothing
+        of it came, the next step does not wait, and after n such waits 2^n at
+        most.
     """
     publish_every = learner.config.publish_every
     gated = queue if isinstance(queue, GatedQueue) else None
@@ -136,7 +152,12 @@ class LearnerLoop:
     self._gated = gated
     self._publish = publish
     self._processes = processes
-    self._groups_per_step = learner.groups_per_step * parts
+    self._per_step = learner.groups_per_step * parts
+    self._wanted = self._per_step  # Of the step to come.
+    self._dealt = 0
+    self._missed = 0  # Waits for a share of which nothing came, in a row.
+    self._skips = 0  # Steps to come that do not wait for it.
+    self._share_timeout_s = share_timeout_s if gated is not None else None
     self._publish_every = publish_every
     self._publish_ahead = publish_ahead
     self._arriving: tuple[int, concurrent.futures.Future[Any]] | None = None
@@ -217,10 +238,12 @@ class LearnerLoop:
     if not (self._kept or self._replaced):
       self._before = self._delivered()
     with self.seconds("wait"):
-      taken = self._processes.together("take", lambda: self._take(stop))
-    if not all(taken):
+      taken = self._take_together(stop)
+    if not taken:
       return None
     groups, self._kept = self._kept, []
+    dealt, self._dealt = self._dealt, 0
+    self._wanted = self._per_step
     replaced, self._replaced = self._replaced, 0
     waited = time.perf_counter() - started
     with self.seconds("learn"):
@@ -240,6 +263,8 @@ class LearnerLoop:
     }
     if self._replaceable:
       metrics["replaced_groups"] = float(replaced)
+    if self._processes.count > 1:
+      metrics["dealt_groups"] = float(dealt)
     advantages = {
         k: tuple(v.tolist()) for k, v in self.learner.advantages.items()
     }
@@ -310,16 +335,84 @@ class LearnerLoop:
     """Indices of delivered groups that the queue wants acknowledged."""
     return set() if self._gated is None else set(self._gated.unacked())
 
-  def _take(self, stop: threading.Event | None) -> bool:
-    """Fills `_kept` with exactly groups_per_step groups; False when stopped.
+  def _take_together(self, stop: threading.Event | None) -> bool:
+    """Fills `_kept` in every process; False when some process is stopped."""
+    alone = self._processes.count == 1
+    seconds = None if alone else self._share_timeout_s
+    skip = seconds is not None and self._skips > 0
+    self._skips = max(0, self._skips - 1)
+    out = False  # Has given what it had, and is dealt nothing more.
+    while True:
+      wait = 0.0 if skip or out else seconds
+      states = self._processes.together(
+          "take", functools.partial(self._take, stop, wait)
+      )
+      if _STOPPED in states:
+        return False
+      late = [state == _LATE for state in states]
+      if not any(late):
+        if not out:
+          self._missed = self._skips = 0
+        return True
+      mine = self._processes.index
+      # The others have theirs by now: what is there at this time counts.
+      self._processes.together(
+          "take what is there", self._take_ready if late[mine] else _nothing
+      )
+      missing = self._wanted - len(self._kept)
+      found = self._processes.gather("deal", [missing, out])
+      taking = [
+          i for i, (_, given) in enumerate(found) if not (given or late[i])
+      ]
+      if not taking:  # Nobody to deal to, and nothing else to do than to wait.
+        skip = False
+        continue
+      short = sum(count for count, _ in found)
+      if late[mine]:
+        out = True
+        self._give_up(missing)
+      elif mine in taking:
+        more = len(range(taking.index(mine), short, len(taking)))
+        self._wanted += more
+        assert self._gated is not None
+        self._gated.refund(more)
+
+  def _take_ready(self) -> None:
+    """Takes the groups that are there, of those that are wanted."""
+    assert self._gated is not None
+    missing = self._wanted - len(self._kept)
+    while missing > 0 and self._gated.qsize():
+      try:
+        self._kept += self._gated.get_batch(1, timeout=0.0)
+      except std_queue.Empty:  # In admission order, others are awaited.
+        return
+      missing -= 1
+
+  def _give_up(self, missing: int) -> None:
+    """Leaves the rest of the step's groups to other processes."""
+    assert self._gated is not None
+    self._wanted -= missing
+    self._dealt += missing
+    self._gated.forfeit(missing)
+    if self._kept:
+      self._missed = self._skips = 0
+    elif not self._skips:
+      self._missed += 1
+      self._skips = min(1 << (self._missed - 1), _MOST_SKIPS)
+
+  def _take(self, stop: threading.Event | None, seconds: float | None) -> str:
+    """Fills `_kept` with exactly the groups wanted, within `seconds`.
 
     Yu et al. 2025, "DAPO", section 3.2 (arXiv:2503.14476): groups without a
     gradient are replaced until `dynamic_sampling` times a step's groups were.
     """
-    while missing := self._groups_per_step - len(self._kept):
-      groups = self._take_exactly(missing, stop)
+    due = None if seconds is None else time.monotonic() + seconds
+    while missing := self._wanted - len(self._kept):
+      count = min(missing, self._per_step)
+      groups = self._take_exactly(count, stop, due)
       if groups is None:
-        return False
+        stopped = stop is not None and stop.is_set()
+        return _STOPPED if stopped else _LATE
       flat = [g for g in groups if not varies(g)]
       flat = flat[: self._replaceable - self._replaced]
       replaced = {id(g) for g in flat}
@@ -333,19 +426,20 @@ class LearnerLoop:
                 group, "dropped", "all its episodes got the same reward"
             )
         )
-    return True
+    return _READY
 
   def _take_exactly(
-      self, count: int, stop: threading.Event | None
+      self, count: int, stop: threading.Event | None, due: float | None
   ) -> list[trajectory.TrajectoryGroup] | None:
-    """Exactly `count` groups; None when stopped."""
+    """Exactly `count` groups; None when stopped, or at the time `due`."""
     deadline = None
     if self._wait_timeout_s is not None:
       deadline = time.monotonic() + self._wait_timeout_s
     while True:
       try:
         if self._gated is not None:
-          return self._gated.get_batch(count, timeout=_POLL_S)
+          left = _POLL_S if due is None else due - time.monotonic()
+          return self._gated.get_batch(count, min(_POLL_S, max(0.0, left)))
         self._pending.append(self._queue.get(block=True, timeout=_POLL_S))
         if len(self._pending) == count:
           groups, self._pending = self._pending, []
@@ -355,12 +449,18 @@ class LearnerLoop:
         pass
       if stop is not None and stop.is_set():
         return None
+      if due is not None and time.monotonic() >= due:
+        return None
       if deadline is not None and time.monotonic() > deadline:
         raise StarvedError(
             f"no {count} groups came within"
             f" {self._wait_timeout_s:g} s (ready: {self._queue.qsize()}); are"
             " episodes failing? See the counts of faults"
         )
+
+
+def _nothing() -> None:
+  pass
 
 
 def varies(group: trajectory.TrajectoryGroup) -> bool:

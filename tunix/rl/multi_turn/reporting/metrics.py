@@ -4,17 +4,19 @@
 is written from it); `group_metrics` and `engine_metrics` make the readings
 that come from episodes and from the rollout engine. The learner makes its own.
 
-Does not read the clock or write files. Numpy only.
+A run of several processes has one value of each: `over_processes` makes it, by
+the rule that the metric declares.
+
+Does not read the clock or write files.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from typing import Any, Iterable, Mapping
+from typing import Any, Iterable, Literal, Mapping, Sequence
 
-import numpy as np
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.reporting import episode_tally
 from tunix.rl.multi_turn.reporting import time_metrics
 
 
@@ -26,11 +28,14 @@ class Metric:
     unit: "" for a plain ratio or a mean without unit.
     meaning: the measured quantity.
     advice: the action to take.
+    processes: rule for a run of several. pooled: computed from the episodes,
+      tokens or counters of all, as if there were one process.
   """
 
   unit: str
   meaning: str
   advice: str = ""
+  processes: Literal["pooled", "sum", "mean", "max"] = "pooled"
 
 
 _STATUS_ADVICE = {
@@ -57,15 +62,18 @@ METRICS: dict[str, Metric] = {
         "s",
         "The whole step: waiting, learning, publishing.",
         "Compare with seconds_wait and seconds_learn to find the bottleneck.",
+        processes="max",
     ),
     "seconds_wait": Metric(
         "s",
         "The learner waited for groups.",
         "Most of seconds_total: collecting is the bottleneck; raise"
         " collect.concurrency, or queue.max_staleness to overlap.",
+        processes="max",
     ),
     "seconds_publish": Metric(
-        "s", "Handing the weights to the engine, reshard included."
+        "s", "Handing the weights to the engine, reshard included.",
+        processes="max",
     ),
     # Where the time went.
     **{name: Metric("s", *texts) for name, texts in time_metrics.TIME.items()},
@@ -98,6 +106,14 @@ METRICS: dict[str, Metric] = {
         "Groups of equal rewards that others replaced, with"
         " learner.dynamic_sampling.",
         "Many: tasks are too hard or solved; the time is spent on them.",
+        processes="sum",
+    ),
+    "dealt_groups": Metric(
+        "groups",
+        "Groups that a process did not have in time (processes.share_s), and"
+        " others gave.",
+        "Often above 0: that host's gyms are slow or stuck; see its log.",
+        processes="sum",
     ),
     "episodes": Metric(
         "episodes", "Episodes of this update, invalid ones included."
@@ -123,6 +139,7 @@ METRICS: dict[str, Metric] = {
         "Groups collected since the last step with fewer valid episodes than"
         " collect.min_valid; their tasks are re-queued or given up.",
         "Above 0: look at the faults in summary.json.",
+        processes="sum",
     ),
     "turns_mean": Metric("turns", "Mean turns of a valid episode."),
     "episode_tokens_mean": Metric(
@@ -175,12 +192,14 @@ METRICS: dict[str, Metric] = {
         " last step: the mean number of episodes in flight.",
         "Far below collect.concurrency: episodes wait for admission; raise"
         " queue.max_staleness.",
+        processes="sum",
     ),
     "overlap": Metric(
         "",
         "Share of wall time since the last step in which at least one"
         " environment and the policy worked at once.",
         "Near 0 with slow gyms: raise collect.concurrency.",
+        processes="mean",
     ),
     "truncated_turns": Metric(
         "turns",
@@ -228,16 +247,20 @@ METRICS: dict[str, Metric] = {
     ),
     "engine_compiles": Metric(
         "",
-        "Programs compiled since warm-up, by this process.",
+        "Programs that engines compiled since warm-up; a resumed run counts"
+        " anew.",
         "Must stay 0: above it, the engine met an unplanned shape.",
     ),
     # The queue.
-    "queue_size": Metric("groups", "Groups waiting for the learner."),
+    "queue_size": Metric(
+        "groups", "Groups waiting for the learner.", processes="sum"
+    ),
     "dropped_stale": Metric(
         "groups",
-        "Groups dropped for their age by this process; a resumed run counts"
+        "Groups dropped for their age; a resumed run counts"
         " anew.",
         "Growing: wasted work; lower collect.concurrency.",
+        processes="sum",
     ),
     "stale_token_share": Metric(
         "",
@@ -401,14 +424,6 @@ def is_documented(name: str) -> bool:
   return name in METRICS or any(name.startswith(p) for p in PATTERNS)
 
 
-def family_of(trajectory: trajectory_lib.Trajectory) -> str:
-  """The task family of an episode, "" when its task has none."""
-  task = trajectory.task
-  if isinstance(task, Mapping):
-    return str(task.get("family", ""))
-  return str(getattr(task, "family", ""))
-
-
 def group_metrics(
     groups: Iterable[trajectory_lib.TrajectoryGroup],
 ) -> dict[str, float]:
@@ -417,117 +432,14 @@ def group_metrics(
   Means over valid episodes are left out when there is none, so that a gap in
   a curve is a gap and not a 0.
   """
-  groups = list(groups)
-  episodes = [t for g in groups for t in g]
-  valid = [t for t in episodes if t.status.is_policy_outcome]
-  total = len(episodes)
-  statuses = collections.Counter(t.status.value for t in episodes)
-  out: dict[str, float] = {"groups": len(groups), "episodes": total}
-  if not total:
-    return out
-  out["invalid_episodes"] = (total - len(valid)) / total
-  for name, count in sorted(statuses.items()):
-    out[f"status/{name}"] = count / total
-  spread = [
-      len(
-          {t.reward for t in g if t.status.is_policy_outcome}
-          | set(g.peer_rewards)
-      )
-      > 1
-      for g in groups
-  ]
-  out["informative_groups"] = sum(spread) / len(spread)
-  out["refused_rewards"] = sum(
-      t.metrics.get("refused_rewards", 0) for t in episodes
-  )
-  seconds = _each(episodes, "seconds")
-  if seconds:
-    out["episode_seconds_mean"] = float(np.mean(seconds))
-    out["episode_seconds_max"] = max(seconds)
-    out |= _stage_metrics(episodes)
-  if not valid:
-    return out
-  rewards = np.array([t.reward for t in valid], np.float64)
-  out["reward_mean"] = float(rewards.mean())
-  out["reward_std"] = float(rewards.std())
-  for name, values in sorted(_reward_parts(valid).items()):
-    out[f"reward_part/{name}"] = float(np.mean(values))
-  solved = collections.defaultdict(list)
-  for t in valid:
-    solved[family_of(t)].append(
-        t.status is trajectory_lib.TrajectoryStatus.SUCCEEDED
-    )
-  out["success_rate"] = sum(map(sum, solved.values())) / len(valid)
-  for family, wins in sorted(solved.items()):
-    if family:
-      out[f"success_rate/{family}"] = sum(wins) / len(wins)
-  out["turns_mean"] = sum(t.num_turns for t in valid) / len(valid)
-  stale = sum(t.stale_tokens for t in valid)
-  sampled = stale + sum(t.num_sampled for t in valid)
-  out["stale_token_share"] = stale / max(sampled, 1)
-  out["episode_tokens_mean"] = sum(t.num_sampled for t in valid) / len(valid)
-  for name in ("truncated_turns", "fallback_turns", "history_rewrites"):
-    out[name] = sum(t.metrics.get(name, 0.0) for t in valid) / len(valid)
-  return out
-
-
-def _reward_parts(
-    episodes: Iterable[trajectory_lib.Trajectory],
-) -> dict[str, list[float]]:
-  """Values of each part of a weighted reward, by its name."""
-  found: dict[str, list[float]] = collections.defaultdict(list)
-  for episode in episodes:
-    info = episode.steps[-1].info if episode.steps else {}
-    parts = {}
-    for key in ("reward_metadata", "final_reward"):
-      of_key = info.get(key)
-      if isinstance(of_key, Mapping):
-        of_parts = of_key.get("parts")
-        parts |= of_parts if isinstance(of_parts, Mapping) else of_key
-    for name, part in parts.items():
-      if isinstance(part, Mapping) and isinstance(
-          part.get("reward"), (int, float)
-      ):
-        found[name].append(float(part["reward"]))
-  return found
-
-
-def _stage_metrics(
-    episodes: Iterable[trajectory_lib.Trajectory],
-) -> dict[str, float]:
-  """Shares and seconds of the stages of episodes that recorded their time.
-
-  Readings of the environment are left out when no episode recorded it: outside
-  agents do not.
-  """
-  known = [t for t in episodes if "seconds" in t.metrics]
-  total, model, env, setup = (
-      sum(_each(known, name))
-      for name in ("seconds", "seconds_model", "seconds_env", "seconds_setup")
-  )
-  out = {"model_share": model / max(total, 1e-9)}
-  if not any("seconds_setup" in t.metrics for t in known):
-    return out
-  out["env_share"] = (env + setup) / max(total, 1e-9)
-  out["episode_seconds_setup"] = setup / len(known)
-  turns = sum(t.num_turns for t in known)
-  if turns:
-    out["turn_seconds_model"] = model / turns
-    out["turn_seconds_env"] = env / turns
-    out["turn_seconds_other"] = (
-        max(0.0, total - model - env - setup) / turns
-    )
-  return out
-
-
-def _each(
-    episodes: Iterable[trajectory_lib.Trajectory], name: str
-) -> list[float]:
-  return [float(t.metrics[name]) for t in episodes if name in t.metrics]
+  return episode_tally.readings(episode_tally.of_groups(groups))
 
 
 def engine_metrics(
-    before: Mapping[str, float], after: Mapping[str, float], seconds: float
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    seconds: float,
+    engines: int = 1,
 ) -> dict[str, float]:
   """Readings of the rollout engine between two of its `stats()`.
 
@@ -535,6 +447,7 @@ def engine_metrics(
     before: `stats()` at the previous step, {} at the first.
     after: `stats()` now.
     seconds: wall time between the two.
+    engines: whose counters the two are the sums of.
   """
   seconds = max(seconds, 1e-9)
 
@@ -546,7 +459,7 @@ def engine_metrics(
       "rollout_tokens_per_second": grown("decode_tokens") / seconds,
       "prefill_tokens_per_second": computed / seconds,
       "engine_busy": min(
-          1.0, max(0.0, 1.0 - grown("seconds_idle") / seconds)
+          1.0, max(0.0, 1.0 - grown("seconds_idle") / (engines * seconds))
       ),
       "lockstep_timeouts": grown("lockstep_timeouts"),
       "engine_compiles": float(after.get("compiles_after_warm_up", 0.0)),
@@ -558,6 +471,28 @@ def engine_metrics(
     out["prefix_reuse"] = max(0.0, 1.0 - computed / prompt)
   if grown("decode_places") > 0:
     out["batch_occupancy"] = grown("decode_tokens") / grown("decode_places")
+  return out
+
+
+def over_processes(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """The run's value of each reading, from each process's.
+
+  Args:
+    found: of each process. Of a pooled metric all have the same value.
+  """
+  names = dict.fromkeys(name for one in found for name in one)
+  out = {}
+  for name in names:
+    values = [one[name] for one in found if name in one]
+    match METRICS[name].processes if name in METRICS else "pooled":
+      case "sum":
+        out[name] = sum(values)
+      case "mean":
+        out[name] = sum(values) / len(values)
+      case "max":
+        out[name] = max(values)
+      case _:
+        out[name] = values[0]
   return out
 
 
@@ -573,7 +508,10 @@ def reference() -> str:
       "line complete as soon as it is written. A reading without a value at a",
       "step (no valid episode, nothing to learn from, no reference policy) is",
       'absent; a non-finite one is null. "In all" means counted since the run',
-      "began; all other readings are of this step alone.",
+      "began; all other readings are of this step alone. Where several",
+      "processes make the run, a reading is of all of them: computed from all",
+      "their episodes, tokens and counters, or their sum, mean or maximum",
+      "where its meaning ends so.",
       "",
       "| name | unit | meaning | action |",
       "|---|---|---|---|",
@@ -581,7 +519,10 @@ def reference() -> str:
   rows: list[tuple[str, Metric]] = list(METRICS.items())
   rows += [(f"{prefix}…", m) for prefix, m in PATTERNS.items()]
   for name, m in rows:
-    lines.append(f"| `{name}` | {m.unit} | {m.meaning} | {m.advice} |")
+    meaning = m.meaning
+    if m.processes != "pooled":
+      meaning += f" Processes: {m.processes}."
+    lines.append(f"| `{name}` | {m.unit} | {meaning} | {m.advice} |")
   return "\n".join(lines) + "\n"
 
 

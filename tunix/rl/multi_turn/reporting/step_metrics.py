@@ -4,6 +4,9 @@ Readings of episodes are of the groups that the update learned from, whenever
 they were collected. `Overlap` measures the shares of wall time in which
 environments and the policy work, exactly.
 
+Promises: where several processes make the run, each process emits the readings
+of all of them, so that a watchdog or a progress line anywhere judges the run.
+
 Does not: see outside agents, whose turns emit no `StageChanged`.
 """
 
@@ -13,9 +16,11 @@ import collections
 import dataclasses
 import threading
 import time
-from typing import Callable, Mapping, Protocol
+from typing import Any, Callable, Iterable, Mapping, Protocol
 
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.multi_turn.reporting import episode_tally
 from tunix.rl.multi_turn.reporting import metrics
 
 STAGES = ("model", "env")
@@ -107,15 +112,27 @@ class StepMetrics:
   """
 
   def __init__(
-      self, downstream: events.Observers, queue: _Queue, engine: _Engine
+      self,
+      downstream: events.Observers,
+      queue: _Queue,
+      engine: _Engine,
+      processes: peers_lib.Peers = peers_lib.ALONE,
   ):
+    """Args:
+
+      downstream: receives the events.
+      queue, engine: of this process.
+      processes: that make the run. Each emits its StepFinished of every step,
+        which waits until all have come to it, as the next step would.
+    """
     self._downstream = downstream
     self._queue = queue
     self._engine = engine
+    self._processes = processes
     self._refused = 0
     self._lock = threading.Lock()
     self._overlap = Overlap()
-    self._stats = dict(engine.stats())
+    self._stats = _numbers(engine.stats())
     self._since = time.perf_counter()
 
   def on_event(self, event: events.Event) -> None:
@@ -126,20 +143,55 @@ class StepMetrics:
       with self._lock:
         self._refused += event.outcome != "accepted"
     elif isinstance(event, events.StepFinished):
-      now = time.perf_counter()
-      with self._lock:
-        refused, self._refused = self._refused, 0
-      stats = dict(self._engine.stats())
-      counters = self._queue.counters()
-      readings = {
-          **metrics.group_metrics(event.groups),
-          **metrics.engine_metrics(self._stats, stats, now - self._since),
-          **self._overlap.take(),
-          "refused_groups": float(refused),
-          "queue_size": counters["ready"],
-          "dropped_stale": counters["dropped_stale"],
-          **event.metrics,
-      }
-      self._stats, self._since = stats, now
-      event = dataclasses.replace(event, metrics=readings)
+      found = self._processes.gather("readings", self._own(event))
+      event = dataclasses.replace(event, metrics=_of_all(found))
     self._downstream.on_event(event)
+
+  def _own(self, event: events.StepFinished) -> dict[str, Any]:
+    """JSON: this process's part of a step's readings."""
+    now = time.perf_counter()
+    with self._lock:
+      refused, self._refused = self._refused, 0
+    stats, counters = _numbers(self._engine.stats()), self._queue.counters()
+    own = {
+        "tally": episode_tally.of_groups(event.groups),
+        "engine": [self._stats, stats, now - self._since],
+        "engines": getattr(self._engine, "engines", 1),
+        "readings": {
+            **self._overlap.take(),
+            "refused_groups": float(refused),
+            "queue_size": counters["ready"],
+            "dropped_stale": counters["dropped_stale"],
+            # Pooled by the learner, but for seconds and the like.
+            **event.metrics,
+        },
+    }
+    self._stats, self._since = stats, now
+    return own
+
+
+def _of_all(found: list[dict[str, Any]]) -> dict[str, float]:
+  """The run's readings, from each process's `_own`."""
+  befores, afters, seconds = zip(*(one["engine"] for one in found))
+  tally = episode_tally.added(one["tally"] for one in found)
+  return {
+      **episode_tally.readings(tally),
+      **metrics.engine_metrics(
+          _sum(befores),
+          _sum(afters),
+          max(seconds),
+          sum(one["engines"] for one in found),
+      ),
+      **metrics.over_processes([one["readings"] for one in found]),
+  }
+
+
+def _numbers(stats: Mapping[str, Any]) -> dict[str, float]:
+  return {k: v for k, v in stats.items() if isinstance(v, (int, float))}
+
+
+def _sum(counters: Iterable[Mapping[str, float]]) -> dict[str, float]:
+  total: collections.Counter[str] = collections.Counter()
+  for one in counters:
+    total.update(one)
+  return dict(total)

@@ -28,8 +28,8 @@ from typing import Any
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.reporting import episode_tally
 from tunix.rl.multi_turn.reporting import files
-from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.reporting import settings as settings_lib
 
 _LOG = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class TrajectoryWriter:
         **({"mode": mode} if mode else {}),
         "group_id": event.group_id,
         "task_id": event.task_id,
-        "family": metrics_lib.family_of(episode),
+        "family": episode_tally.family_of(episode),
         "version": version,
         **episode.to_json(),
     }

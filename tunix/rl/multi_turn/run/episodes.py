@@ -9,6 +9,7 @@ has started.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import traceback
 from typing import Any
@@ -26,6 +27,7 @@ from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.parser.renderer import choice
+from tunix.rl.multi_turn.run.rollout_hosts import remote as remote_hosts
 from tunix.rl.multi_turn.tools import manager
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.trajectory_collector import groups
@@ -275,7 +277,7 @@ def sampling_of(
 def make_collector(
     config: TrainConfig,
     episodes: EpisodeFactory,
-    client: policy_client.PolicyClient | None,
+    client: policy_client.PolicyClient | remote_hosts.HostsEngine | None,
     renderer: choice.AnyRenderer | None,
     *,
     observers: Any,
@@ -311,7 +313,10 @@ def make_collector(
         part_size=0,
         concurrency=concurrency or collect.concurrency,
     )
-  return groups.GroupCollector(
+  make = groups.GroupCollector
+  if isinstance(client, remote_hosts.HostsEngine):
+    make = functools.partial(remote_hosts.RemoteCollector, client, mode)
+  return make(
       episodes,
       model,
       collect,

@@ -1,4 +1,5 @@
-"""Turns Ctrl-C and SIGTERM into a request to stop; the second one is at once.
+"""Turns Ctrl-C, SIGTERM and SIGUSR1 into a request to stop; the second Ctrl-C or
+SIGTERM is at once.
 
 Does not: catch anything in another thread than the main one, where signals
 cannot be handled.
@@ -17,23 +18,29 @@ from typing import Iterator
 def asked(stop: threading.Event, announcement: str) -> Iterator[None]:
   """Sets `stop` at the first signal within the context.
 
+  SIGUSR1 is a notice that SIGTERM follows (SLURM's, before it ends a job); the
+  two are one request.
+
   Args:
     stop: polled by whoever works.
     announcement: printed then.
 
   Raises:
-    KeyboardInterrupt: at the second signal.
+    KeyboardInterrupt: at the second of a kind.
   """
+
+  seen = set()
 
   def interrupt(signum, frame):
     del frame
-    if stop.is_set():
+    if signum in seen and signum != signal.SIGUSR1:
       signal.signal(signum, signal.SIG_DFL)
       raise KeyboardInterrupt
     print(
         f"\n{announcement}; press Ctrl-C again to quit at once",
         file=sys.stderr,
     )
+    seen.add(signum)
     stop.set()
 
   before = {s: signal.signal(s, interrupt) for s in _signals()}
@@ -47,4 +54,4 @@ def asked(stop: threading.Event, announcement: str) -> Iterator[None]:
 def _signals() -> tuple[signal.Signals, ...]:
   if threading.current_thread() is not threading.main_thread():
     return ()
-  return (signal.SIGINT, signal.SIGTERM)
+  return (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

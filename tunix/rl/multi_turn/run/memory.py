@@ -242,7 +242,7 @@ def _weights(
     ]
   if learns and config.algorithm.kl_coef:
     out.append(Part("KL reference", trained, (*grows, "algorithm.kl_coef")))
-  if config.rollout.via != "external":
+  if config.rollout.via not in ("external", "hosts"):
     int8 = config.engine.weights == "int8"
     out.append(Part(
         "rollout copy of the parameters",
@@ -263,7 +263,7 @@ def _weights(
 def _engine(
     config: config_lib.TrainConfig, model: Any, processor: Any, mesh: Any
 ) -> list[Part]:
-  if config.rollout.via == "external":
+  if config.rollout.via in ("external", "hosts"):
     return []
   sees = environment_spec.get(config.environment.name).gym
   try:

@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import settings as policy_settings
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.run import external_engine
+from tunix.rl.multi_turn.run.rollout_hosts import remote as remote_hosts
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.queue import admission
 from tunix.rl.queue import group_store
@@ -322,7 +323,12 @@ def make_engine(
     image_store: images_lib.ImageStore,
     model: Any = None,
     version: int = 0,
-) -> engine_lib.RolloutEngine | remote_engine.RemoteEngine:
+    directory: pathlib.Path | None = None,
+) -> (
+    engine_lib.RolloutEngine
+    | remote_engine.RemoteEngine
+    | remote_hosts.HostsEngine
+):
   """The rollout engine; not warmed up yet.
 
   Args:
@@ -332,7 +338,12 @@ def make_engine(
     model: the policy's, on the devices of the engine; None where those are the
       policy's own.
     version: of its weights.
+    directory: of this process, for rollout hosts.
   """
+  if config.rollout.via == "hosts":
+    return remote_hosts.HostsEngine(
+        config, image_store, directory or config.run_dir
+    )
   model = policy.model if model is None else model
   if config.rollout.via == "external":
     return external_engine.make_engine(
@@ -455,14 +466,14 @@ def _make_learner(
 def make_store(
     config: TrainConfig,
     images: images_lib.ImageStore,
-    directory: pathlib.Path,
+    own: pathlib.Path,
 ) -> group_store.SqliteGroupStore | None:
   """Opens the queue's durable store; None for `queue.path=""`.
 
   Args:
     config: of the run.
     images: receives the stored groups' screenshots.
-    directory: of this process, for `queue.path=auto`.
+    own: file of this process, for `queue.path=auto`.
 
   Raises:
     ConfigError: the file cannot be one, or holds another run's groups.
@@ -471,7 +482,7 @@ def make_store(
   if not path:
     return None
   if path == admission.AUTO:
-    path = str(directory / "queue.db")
+    path = str(own)
   try:
     store = group_store.SqliteGroupStore(
         pathlib.Path(path).expanduser(), images=images

@@ -14,6 +14,7 @@ import dataclasses
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 import jax
@@ -21,9 +22,11 @@ from jax._src import distributed
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.queue import admission
 
 ProcessesConfig = run_sections.ProcessesConfig
 _AFTER_S = 30  # JAX aborts the process when this much more has passed.
+_NOTED_S = 3.0
 _ADDRESS, _COUNT, _INDEX = (
     "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 )  # pyformat: disable
@@ -111,6 +114,11 @@ def check(
         f"rollout.via=external with {processes.count} processes: each would"
         " load its weights into the same server; use in_process"
     ])
+  if config.queue.path not in ("", admission.AUTO):
+    raise config_lib.ConfigError([
+        f"queue.path={config.queue.path} with {processes.count} processes: each"
+        " needs a file of its own; leave it at auto"
+    ])
   own = dataclasses.replace(config, processes=ProcessesConfig())
   found = processes.gather("configuration", own.to_dict())
   problems = []
@@ -136,10 +144,24 @@ def _different(one: Any, other: Any, key: str = "") -> list[str]:
   return [] if one == other else [f"{key}={other} (process 0: {one})"]
 
 
-def leave(processes: peers_lib.Peers) -> None:
-  """Parts from the others once all are here; call it last."""
-  if processes.count > 1:
+def leave(processes: peers_lib.Peers, status: int) -> None:
+  """Parts from the others once all are here; call it last.
+
+  Args:
+    processes: of the run.
+    status: with which this process exits at once where some have parted: they
+      will not come.
+  """
+  if processes.count == 1:
+    return
+  if not processes.parted:
     jax.distributed.shutdown()
+    return
+  if processes.first:  # The note is kept here, until the others have read it.
+    time.sleep(_NOTED_S)
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status)
 
 
 def _number(name: str) -> int | None:

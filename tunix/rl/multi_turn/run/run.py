@@ -40,7 +40,10 @@ from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import observers as observers_lib
+from tunix.rl.multi_turn.run import peer_watch
+from tunix.rl.multi_turn.run import preemption
 from tunix.rl.multi_turn.run import preflight
+from tunix.rl.multi_turn.run import process_layout
 from tunix.rl.multi_turn.run import processes as processes_lib
 from tunix.rl.multi_turn.run import proxy
 from tunix.rl.multi_turn.run import resuming
@@ -50,7 +53,6 @@ from tunix.rl.multi_turn.run.warm_start import stage as warm_start_lib
 from tunix.rl.queue import group_store
 
 _LOG = logging.getLogger(__name__)
-_PARTS = "processes"
 
 
 def _locked(directory: pathlib.Path) -> run_lock.RunLock:
@@ -112,10 +114,10 @@ class Run:
     """
     self.processes = processes
     processes_lib.check(processes, config)
-    self.directory = self.own_directory = config.run_dir
-    if not processes.first:
-      part = str(processes.index)
-      self.own_directory = self.directory / _PARTS / part
+    self.directory = config.run_dir
+    self.own_directory = process_layout.directory_of(
+        self.directory, processes.index
+    )
     self.resuming = bool(config.run.resume)
     self.changed: list[str] = []
     self._lock: run_lock.RunLock | None = None
@@ -159,7 +161,11 @@ class Run:
     if self.mesh is not None and self.processes.count > 1:
       self._copies = sharding.HostCopies(self.mesh)
     self.engine = models.make_engine(
-        config, self.policy, self.images, self.here(self.policy.model)
+        config,
+        self.policy,
+        self.images,
+        self.here(self.policy.model),
+        directory=self.own_directory,
     )
     self.observers = events.Observers()
     self.watchdog = watchdog_lib.Watchdog(
@@ -172,6 +178,7 @@ class Run:
     self._proxy: proxy.RunProxy | None = None
     self._writers: list[Any] = []
     self._monitor_url = ""
+    self._watches: list[Any] = []
 
   @property
   def connection(self) -> proxy_lib.ProxyConnection | None:
@@ -222,8 +229,8 @@ class Run:
 
   def __enter__(self) -> Run:
     try:
-      self.processes.together("claim", self._claim_directory)
-      self.processes.together("store", self._open_store)
+      queues = self.processes.together("claim", self._claim_directory)
+      self.processes.together("store", lambda: self._open_store(queues[0]))
       if self.config.rollout.via == "proxy":
         self._proxy = proxy.RunProxy(
             self.config, self.policy, self.engine, self.images
@@ -236,13 +243,20 @@ class Run:
       self._unlock()
       raise
     self._loop = loop_thread.LoopThread()
+    self._watches = [
+        peer_watch.PeerWatch(self.processes, self.stop),
+        preemption.PreemptionWatch(self.config.run.preemption, self.stop),
+    ]
+    for watch in self._watches:
+      watch.start()
     return self
 
-  def _claim_directory(self) -> None:
+  def _claim_directory(self) -> str:
+    """Takes the directory; returns the name of the queues' files in it."""
     config = self.config
     self._take_lock()
     if not self.processes.first:
-      return
+      return ""
     if not self.resuming and (problem := preflight.taken(config)):
       raise config_lib.ConfigError([problem])
     try:
@@ -251,6 +265,8 @@ class Run:
           self.directory / resuming.CONFIG,
           config_lib.seal(resuming.recorded(config).to_yaml()),
       )
+      count = self.processes.count
+      return process_layout.adopt(self.directory, count).queue
     except OSError as error:
       raise _unwritable(self.directory, error) from None
 
@@ -258,11 +274,11 @@ class Run:
     if self._lock is None and self.processes.first:
       self._lock = _locked(self.directory)
 
-  def _open_store(self) -> None:
+  def _open_store(self, queue: str) -> None:
     try:
       self.own_directory.mkdir(parents=True, exist_ok=True)
       self.store = models.make_store(
-          self.config, self.images, self.own_directory
+          self.config, self.images, self.own_directory / queue
       )
     except OSError as error:
       raise _unwritable(self.own_directory, error) from None
@@ -284,6 +300,8 @@ class Run:
         # The remaining parts have yet to be closed.
         _LOG.warning("%s did not close: %r", type(part).__name__, error)
     self._unlock()
+    for watch in self._watches:
+      watch.close()
 
   def _close_loop(self, loop: loop_thread.LoopThread) -> None:
     def wait(work: Coroutine[Any, Any, Any]) -> Any:
@@ -354,6 +372,9 @@ class Run:
       )
 
     self.engine.warm_up(progress)
+    if self.config.rollout.via == "hosts":
+      # They have no weights but those that are published.
+      self.publish(0, nnx.state(self.policy.model))
 
   def apply_warm_start(self) -> None:
     """Replaces the present weights by those that GRPO begins with."""

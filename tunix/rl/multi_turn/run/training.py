@@ -14,19 +14,21 @@ import logging
 import time
 from typing import Any
 
-from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.multi_turn.reporting import step_metrics
+from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
 from tunix.rl.multi_turn.run import beside as beside_lib
 from tunix.rl.multi_turn.run import best_checkpoint
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import evaluation
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
+from tunix.rl.multi_turn.run import process_layout
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
@@ -53,7 +55,9 @@ class Training:
     extras: dict[str, Any] = {}
     if run.resuming and self._checkpoints.steps():
       step = resuming.checkpoint_step(config)
-      extras = self._own(self._checkpoints.restore(self._learner, step))
+      extras = process_layout.own_extras(
+          self._checkpoints.restore(self._learner, step), run.processes, config
+      )
       if self._checkpoints.delete_newer(step) and run.store is not None:
         # Of weights that the run has not got yet.
         run.store.remove(run.store.known())
@@ -72,7 +76,7 @@ class Training:
       self._checkpoints.pinned |= set(self._unevaluated())
     self._queue = self._make_queue(self._learner.version)
     metrics = step_metrics.StepMetrics(
-        run.observers, self._queue, run.engine
+        run.observers, self._queue, run.engine, run.processes
     )
     self._collecting = self._make_collect_loop(metrics, extras.get("collect"))
     self._collected: concurrent.futures.Future[None] | None = None
@@ -90,22 +94,8 @@ class Training:
         publish_ahead=config.queue.max_staleness > 0
         and config.rollout.via != "external",
         processes=run.processes,
+        share_timeout_s=config.processes.share_s or None,
     )
-
-  def _own(self, extras: dict[str, Any]) -> dict[str, Any]:
-    """The part of a checkpoint's extras that this process gave.
-
-    Raises:
-      ConfigError: another number of processes saved it.
-    """
-    processes, parts = self._run.processes, extras.get(loop_lib.PROCESSES)
-    saved = len(parts or [extras])
-    if saved != processes.count:
-      raise config_lib.ConfigError([
-          f"the checkpoint is of {saved} processes, each with tasks of its own,"
-          f" and this run has {processes.count}; resume with {saved}"
-      ])
-    return extras | parts[processes.index] if parts else extras
 
   def _extras(self) -> dict[str, Any]:
     """State of the run that a checkpoint keeps beside the learner's."""
@@ -138,12 +128,19 @@ class Training:
           break
         with self._loop.seconds("report"):
           run.share_counts()
-          run.processes.together("watch", run.watchdog.check)
+          self._watch()
         self._evaluate_when_due()
       if self._beside is not None and not run.stop.is_set():
         self._await_beside(self._beside)
     except group_queue.QueueFailed:
-      run.watchdog.check()
+      self._watch()
+      raise
+    except peers_lib.PeerError as error:
+      if error.kind == group_queue.QueueFailed.__name__:
+        self._watch()
+      raise
+    except BaseException as error:
+      run.processes.part(error)
       raise
     finally:
       self._end()
@@ -151,6 +148,20 @@ class Training:
     run.policy = dataclasses.replace(
         run.policy, model=self._learner.policy()
     )
+
+  def _watch(self) -> None:
+    """Ends the run in every process where a watchdog ended it in one.
+
+    Raises:
+      RunStopped: a watchdog did.
+    """
+    run = self._run
+    try:
+      run.processes.together("watch", run.watchdog.check)
+    except peers_lib.PeerError as error:
+      if error.kind == watchdog_lib.RunStopped.__name__:
+        raise watchdog_lib.RunStopped(str(error)) from None
+      raise
 
   def _is_unfinished(self) -> bool:
     return self._learner.counters.updates < self._config.learner.steps
@@ -161,6 +172,8 @@ class Training:
     if self._beside is not None:
       self._beside.close()
     self._queue.close()
+    if self._run.processes.parted:  # No checkpoint without the others.
+      return
     if self._learner.counters.updates:
       self._loop.save()
       self._loop.settle()

@@ -1,0 +1,7 @@
+"""Rollout on hosts beside the learner's (`rollout.via=hosts`).
+
+The learner's process lends groups to be collected (`leases`, `server`) and
+publishes weights; each rollout host (`host`) has an engine, gyms and devices
+of its own. Hosts come and go: they are no part of JAX's process group, where
+one death ends all.
+"""

@@ -1,0 +1,153 @@
+"""Lends groups to rollout hosts, and takes them back from silent ones.
+
+A lease is one group to be collected. It waits, is lent to one host, and ends
+with the group, or withdrawn. A host that is not heard of for `silence_s` loses
+its leases to others; should it come back, the first group that arrives counts.
+
+Promises: thread-safe; a lease ends once; numbers are not those of an earlier
+process's leases; a host that dies costs its groups'
+time and nothing else.
+
+Does not: know HTTP, or what a group is.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import threading
+import time
+from typing import Any, Callable, Iterable, Mapping
+
+
+@dataclasses.dataclass(eq=False)
+class Lease:
+  """A group to be collected.
+
+  Attributes:
+    number: of the lease.
+    order: JSON for the host.
+    result: of the collected group.
+    host: that has it; "" while it waits.
+    since: time at which it was lent.
+  """
+
+  number: int
+  order: dict[str, Any]
+  result: concurrent.futures.Future[Any]
+  host: str = ""
+  since: float = 0.0
+
+
+class LeaseBook:
+  """See the module docstring."""
+
+  def __init__(
+      self, silence_s: float, clock: Callable[[], float] = time.monotonic
+  ):
+    self._silence_s = silence_s
+    self._clock = clock
+    self._lock = threading.Lock()
+    self._open: dict[int, Lease] = {}
+    self._waiting: collections.deque[Lease] = collections.deque()
+    self._seen: dict[str, float] = {}
+    self._stats: dict[str, dict[str, float]] = {}
+    # A host may still work for the learner that this one follows.
+    self._number = time.time_ns() // 1000
+    self.counts: collections.Counter[str] = collections.Counter()
+    """lent, finished, taken back, withdrawn."""
+
+  def lend(self, order: Mapping[str, Any]) -> Lease:
+    """A new lease; its `result` ends with the group."""
+    with self._lock:
+      self._number += 1
+      lease = Lease(self._number, dict(order), concurrent.futures.Future())
+      self._open[lease.number] = lease
+      self._waiting.append(lease)
+      return lease
+
+  def withdraw(self, lease: Lease) -> None:
+    """Ends a lease without a group."""
+    with self._lock:
+      if self._open.pop(lease.number, None) is not None:
+        self.counts["withdrawn"] += 1
+        if not lease.host:
+          self._waiting.remove(lease)
+
+  def take(self, host: str) -> Lease | None:
+    """The next lease for a host, the oldest first."""
+    with self._lock:
+      self._hear(host)
+      if not self._waiting:
+        return None
+      lease = self._waiting.popleft()
+      lease.host, lease.since = host, self._clock()
+      self.counts["lent"] += 1
+      return lease
+
+  def finish(self, number: int, host: str, value: Any) -> bool:
+    """Ends a lease with its group; False if it had ended before."""
+    with self._lock:
+      self._hear(host)
+      lease = self._open.pop(number, None)
+      if lease is None:
+        return False
+      if not lease.host:  # Taken back, and waiting for another host.
+        self._waiting.remove(lease)
+      self.counts["finished"] += 1
+    lease.result.set_result(value)
+    return True
+
+  def beat(
+      self, host: str, numbers: Iterable[int], stats: Mapping[str, float]
+  ) -> list[int]:
+    """Hears of a host; returns those of its leases that are not its any more.
+
+    Args:
+      host: its name.
+      numbers: of the leases that it works on.
+      stats: of its engine.
+    """
+    with self._lock:
+      self._hear(host)
+      self._stats[host] = dict(stats)
+      mine = set(numbers)
+      lost = self._clock() - self._silence_s
+      for lease in list(self._open.values()):
+        # Lost on the way to it, or before it began anew.
+        unknown = lease.number not in mine and lease.host == host
+        if unknown and lease.since < lost:
+          self._take_back(lease)
+      return sorted(
+          n
+          for n in mine
+          if n not in self._open or self._open[n].host != host
+      )
+
+  def hosts(self) -> list[str]:
+    """Names of the hosts that were heard of in time."""
+    with self._lock:
+      return sorted(self._seen)
+
+  def stats(self) -> dict[str, float]:
+    """The sum of the hosts' engine counters; silent hosts' are kept."""
+    with self._lock:
+      total: collections.Counter[str] = collections.Counter()
+      for of_host in self._stats.values():
+        total.update(of_host)
+      return dict(total)
+
+  def _hear(self, host: str) -> None:
+    now = self._clock()
+    self._seen[host] = now
+    silent = [h for h, at in self._seen.items() if now - at > self._silence_s]
+    for name in silent:
+      del self._seen[name]
+      for lease in [x for x in self._open.values() if x.host == name]:
+        self._take_back(lease)
+
+  def _take_back(self, lease: Lease) -> None:
+    lease.host = ""
+    self.counts["taken back"] += 1
+    self._waiting.appendleft(lease)

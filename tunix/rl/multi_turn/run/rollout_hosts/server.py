@@ -1,0 +1,187 @@
+"""Serves a run's leases and weights to its rollout hosts over HTTP.
+
+    GET  /run                    the run's settings
+    POST /lease                  the next group to collect, waits for one
+    POST /leases/{number}        its collected group
+    POST /beat                   a host lives; answers what it must know
+    GET  /weights/{serial}       safetensors of the newest weights
+
+Promises: every route needs the token; a body is bounded; a bad request is one
+line and harms no lease.
+
+Does not: run anything itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import pathlib
+import secrets
+import time
+from typing import Any
+import zlib
+
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import request_bodies
+from tunix.rl.multi_turn.run.rollout_hosts import leases as leases_lib
+from tunix.rl.multi_turn.run.rollout_hosts import messages
+
+_WAIT_S = 5.0  # For a lease, before a host asks again.
+_POLL_S = 0.02
+_SMALL = 1 << 20
+
+
+class RolloutServer:
+  """The server in a thread.
+
+  Attributes:
+    token: of its clients.
+    serial: of the newest weights; it grows with each, also over processes.
+    version: of the newest weights.
+  """
+
+  def __init__(
+      self,
+      book: leases_lib.LeaseBook,
+      images: images_lib.ImageStore,
+      settings: dict[str, Any],
+      *,
+      host: str,
+      port: int,
+  ):
+    """Args:
+
+      book: of the leases.
+      images: receives the groups' screenshots.
+      settings: of the run, JSON.
+      host, port: that it binds; port 0 is any free one.
+
+    Raises:
+      ImportError: a package of the extra `serve` is not installed.
+      ValueError: the address is taken.
+    """
+    from starlette import applications  # pylint: disable=g-import-not-at-top
+    from starlette import responses  # pylint: disable=g-import-not-at-top
+    from starlette import routing  # pylint: disable=g-import-not-at-top
+
+    self.token = secrets.token_urlsafe(32)
+    # Above all of a learner that this one follows, whose hosts may come.
+    self.serial = time.time_ns() // 1000
+    self.version = 0
+    self._weights: pathlib.Path | None = None
+    self._ended = False
+    self._book = book
+    self._images = images
+    self._settings = settings
+    self._responses = responses
+    routes = [
+        routing.Route(path, self._guarded(handler), methods=[method])
+        for method, path, handler in (
+            ("GET", "/run", self._run),
+            ("POST", "/lease", self._lease),
+            ("POST", "/leases/{number:int}", self._collected),
+            ("POST", "/beat", self._beat),
+            ("GET", "/weights/{serial:int}", self._send_weights),
+        )
+    ]
+    self._server = http_server.LoopbackServer(
+        applications.Starlette(routes=routes), host=host, port=port
+    )
+    self.url = self._server.url
+
+  def start(self) -> None:
+    self._server.start()
+
+  def publish(self, version: int, weights: pathlib.Path) -> None:
+    """Makes a file of weights the newest."""
+    self._weights, self.version = weights, version
+    self.serial += 1
+
+  def close(self) -> None:
+    """Tells hosts that the run has ended, then ends."""
+    self._ended = True
+    due = time.monotonic() + 2.0
+    while self._book.hosts() and time.monotonic() < due:
+      time.sleep(0.1)
+    self._server.close()
+
+  # --- routes ----------------------------------------------------------------
+
+  def _guarded(self, handler: Any) -> Any:
+    async def answer(request: Any) -> Any:
+      given = request.headers.get("authorization", "")
+      if not hmac.compare_digest(
+          given.encode(), f"Bearer {self.token}".encode()
+      ):
+        return self._refused(401, "give the token of the run's rollout.json")
+      return await handler(request)
+
+    def failed(error: Exception) -> Any:
+      if isinstance(error, request_bodies.BodyRefused):
+        return self._refused(error.status, str(error))
+      if isinstance(
+          error, (ValueError, KeyError, TypeError, AttributeError, zlib.error)
+      ):
+        text = f"{type(error).__name__}: {error}"
+        return self._refused(400, f"the request is malformed ({text[:200]})")
+      raise error
+
+    return http_server.guarded(answer, failed, lambda *_: None)
+
+  def _refused(self, status: int, text: str) -> Any:
+    return self._responses.JSONResponse({"detail": text}, status)
+
+  def _json(self, data: Any) -> Any:
+    return self._responses.JSONResponse(data)
+
+  async def _body(self, request: Any, most: int) -> dict[str, Any]:
+    raw = await request_bodies.read(request, most)
+    found = await asyncio.to_thread(json.loads, raw)
+    if not isinstance(found, dict) or not isinstance(found["host"], str):
+      raise ValueError("an object with the name of the host is needed")
+    return found
+
+  async def _run(self, request: Any) -> Any:
+    del request
+    return self._json(self._settings)
+
+  async def _lease(self, request: Any) -> Any:
+    host = (await self._body(request, _SMALL))["host"]
+    due = time.monotonic() + _WAIT_S
+    while not self._ended:
+      if self._weights and (lease := self._book.take(host)) is not None:
+        return self._json({"number": lease.number, "order": lease.order})
+      if time.monotonic() > due or await request.is_disconnected():
+        break
+      await asyncio.sleep(_POLL_S)
+    return self._json({})
+
+  async def _collected(self, request: Any) -> Any:
+    body = await self._body(request, messages.MAX_GROUP)
+    faults = [tuple(map(str, fault)) for fault in body["faults"]]
+    group = await asyncio.to_thread(
+        messages.read_group, body["collected"], self._images
+    )
+    number = request.path_params["number"]
+    taken = self._book.finish(number, body["host"], (group, faults))
+    return self._json({"taken": taken})
+
+  async def _beat(self, request: Any) -> Any:
+    body = await self._body(request, _SMALL)
+    stats = {str(k): float(v) for k, v in body["stats"].items()}
+    numbers = [int(n) for n in body["leases"]]
+    return self._json({
+        "serial": self.serial if self._weights else 0,
+        "version": self.version,
+        "withdrawn": self._book.beat(body["host"], numbers, stats),
+        "ended": self._ended,
+    })
+
+  async def _send_weights(self, request: Any) -> Any:
+    file = self._weights
+    if file is None or request.path_params["serial"] != self.serial:
+      return self._refused(404, f"the newest weights are {self.serial}")
+    return self._responses.FileResponse(file)
