@@ -305,6 +305,8 @@ class TrajectoryGroup:
       `valid` only.
     start_version: policy version when the group was admitted.
     attempt: 0 for the first try of this task, +1 for each re-queue.
+    greedy: the episode played greedily beside the members, for algorithms
+      whose baseline it is; no member, and never trained on. None without one.
   """
 
   group_id: str
@@ -312,12 +314,14 @@ class TrajectoryGroup:
   trajectories: tuple[Trajectory, ...]
   start_version: int = 0
   attempt: int = 0
+  greedy: Trajectory | None = None
 
   def __post_init__(self):
     object.__setattr__(self, "trajectories", tuple(self.trajectories))
     if not self.trajectories:
       raise ValueError(f"group {self.group_id!r} has no trajectory")
-    for trajectory in self.trajectories:
+    beside = () if self.greedy is None else (self.greedy,)
+    for trajectory in (*self.trajectories, *beside):
       if trajectory.status is TrajectoryStatus.RUNNING:
         raise ValueError(
             f"group {self.group_id!r} holds an unfinished trajectory"
@@ -350,12 +354,15 @@ class TrajectoryGroup:
     return min(versions, default=self.start_version)
 
   def to_json(self) -> dict[str, Any]:
+    """JSON values; `greedy` only where there is one."""
+    beside = {} if self.greedy is None else {"greedy": self.greedy.to_json()}
     return {
         "group_id": self.group_id,
         "task_id": self.task_id,
         "start_version": self.start_version,
         "attempt": self.attempt,
         "trajectories": [t.to_json() for t in self.trajectories],
+        **beside,
     }
 
   @classmethod
@@ -368,6 +375,9 @@ class TrajectoryGroup:
         ),
         start_version=int(data["start_version"]),
         attempt=int(data["attempt"]),
+        greedy=Trajectory.from_json(data["greedy"])
+        if data.get("greedy")
+        else None,
     )
 
 

@@ -35,12 +35,14 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
+from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import minibatches as minibatch_lib
 from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.learner import readings as readings_lib
 from tunix.rl.multi_turn.learner import reward_prices
+from tunix.rl.multi_turn.learner import teacher as teacher_lib
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import kl
@@ -105,6 +107,7 @@ class Learner:
       mesh: Mesh | None = None,
       reference: base.Policy | None = None,
       processes: peers_lib.Peers = peers_lib.ALONE,
+      teacher: base.Policy | None = None,
   ):
     """Args:
 
@@ -124,6 +127,7 @@ class Learner:
         copied. Needed when kl_coef > 0.
       processes: of the run. Each calls the same methods in the same order, an
         update with groups of its own; `config.rows` are the rows of all.
+      teacher: the policy that is distilled. Needed when distill_coef > 0.
 
     Raises:
       ValueError: an unknown algorithm, sampling that it cannot learn from,
@@ -142,7 +146,7 @@ class Learner:
     self.advantages: Mapping[str, np.ndarray] = {}
     self.left_out: Mapping[str, tuple[str, ...]] = {}
     module = cast(nnx.Module, model)
-    self._split = update.SplitModel(module)
+    self._split = update.SplitModel(module, _frozen_modules(model, config))
     self._placement = update.Placement.of(self._split, model, mesh)
     self._processes = processes
     about = model.config
@@ -154,15 +158,22 @@ class Learner:
         logprobs.banned_mask(about.vocab_size, banned),
         self._placement,
         temperature=sampling.temperature,
+        width=critic.width_of(model, processor, config.rows)
+        if self.algorithm.has_critic
+        else 0,
     )
-    self._params = self._programs.masters(
-        self._put_params(self._split.params_of(module))
-    )
+    self._params = {
+        **self._programs.masters(
+            self._put_params(self._split.params_of(module))
+        ),
+        **self._programs.init_head(),
+    }
     self._frozen = {
         name: sharding.put(value, self._placement.frozen[name])
         for name, value in self._split.frozen_of(module).items()
     }
     self._reference = self._reference_params(reference)
+    self._teacher = self._make_teacher(teacher, model, mesh, sampling)
     self._opt_state = self._programs.init_optimizer(self._params)
     self._schedule = optimizer.make_schedule(config)
     self._minibatches = minibatch_lib.Minibatches(
@@ -189,8 +200,40 @@ class Learner:
           " (the model itself, to stay near where training starts)"
       )
     module = cast(nnx.Module, reference)
-    return self._programs.publish(
+    kept = self._programs.publish(
         self._put_params(self._split.params_of(module))
+    )
+    return _to_host(kept) if self.config.reference_on == "host" else kept
+
+  def _referred(self) -> dict[str, jax.Array]:
+    """The reference's parameters on the devices."""
+    found = self._reference or {}
+    if self.config.reference_on == "host":
+      places = self._placement.params
+      return {k: jax.device_put(x, places[k]) for k, x in found.items()}
+    return found
+
+  def _make_teacher(
+      self,
+      teacher: base.Policy | None,
+      student: base.Policy,
+      mesh: Mesh | None,
+      sampling: policy_client.SamplingParams,
+  ) -> teacher_lib.Teacher | None:
+    """None without distillation."""
+    coef = self.algorithm.config.distill_coef
+    if not coef:
+      return None
+    if teacher is None:
+      raise ValueError(f"distill_coef={coef} needs a teacher; pass teacher=")
+    return teacher_lib.Teacher(
+        teacher,
+        student,
+        mesh,
+        temperature=sampling.temperature,
+        chunk=self.config.logit_chunk,
+        share_prompts=self.config.share_prompts
+        and bool(getattr(student, "supports_prefix_ids", False)),
     )
 
   @property
@@ -254,17 +297,9 @@ class Learner:
           self.algorithm,
           self.kl_coef,
           config.row_length,
-          lambda found: self._logprobs(self._reference or {}, found),
+          lambda found: self._logprobs(self._referred(), found),
       )
-    with clock("pack"):
-      per_group, stats = example_lib.from_groups(
-          groups,
-          advantages.over_processes(
-              self.algorithm.estimate, self._processes
-          ),
-          self.algorithm.advantage_options(self.gamma),
-          extra=prices,
-      )
+    per_group, stats = self._examples(groups, prices, priced, clock)
     self.advantages = stats.advantages
     metrics = stats.metrics() | priced
     metrics |= readings_lib.of_samples(
@@ -288,6 +323,43 @@ class Learner:
       metrics["kl_coef"] = self.kl_coef
       self.kl_coef = kl.adapted_coef(self.kl_coef, metrics["kl"], target)
     return metrics
+
+  def _examples(
+      self,
+      groups: Sequence[trajectory.TrajectoryGroup],
+      prices: reward_prices.Prices,
+      readings: Metrics,
+      clock: readings_lib.Clock,
+  ) -> tuple[list[list[Example]], example_lib.GroupStats]:
+    """Examples of each group; readings of a critic are added to `readings`."""
+    if not self.algorithm.has_critic:
+      with clock("pack"):
+        return example_lib.from_groups(
+            groups,
+            advantages.over_processes(
+                self.algorithm.estimate, self._processes
+            ),
+            self.algorithm.advantage_options(self.gamma),
+            extra=prices,
+        )
+    with clock("score"):
+      found, more = critic.of_groups(
+          groups,
+          self.algorithm,
+          self.gamma,
+          self.config.row_length,
+          lambda asked: self._scored(
+              self._programs.value, self._acting(), asked
+          ),
+          extra=prices,
+          processes=self._processes,
+      )
+    readings |= more
+    return example_lib.from_advantages(
+        groups,
+        {k: v.turns_K.astype(np.float32) for k, v in found.items()},
+        {k: v.per_sequence for k, v in found.items()},
+    )
 
   def update_on_sequences(
       self, sequences: Sequence[trajectory.TokenSequence]
@@ -331,12 +403,26 @@ class Learner:
       sequences: Sequence[trajectory.TokenSequence],
   ) -> list[np.ndarray]:
     """As `sequence_logprobs`, of other weights."""
+    return self._scored(self._programs.score, params, sequences)
+
+  def _scored(
+      self,
+      program: Any,
+      params: dict[str, jax.Array],
+      sequences: Sequence[trajectory.TokenSequence],
+  ) -> list[np.ndarray]:
+    """float32[T] of each sequence's sampled tokens by a program, 0 elsewhere.
+
+    Where several processes learn, all call it together.
+    """
+    if not self._processes.any("scored", bool(sequences)):
+      return []
     all_examples = example_lib.from_sequences(sequences)
     packed = self._minibatches.pack(all_examples, np.ones(len(all_examples)))
     out = [np.zeros(len(s), np.float32) for s in sequences]
     for batch in packed.batches:
       found = sharding.local_rows(
-          self._programs.score(params, self._frozen, batch)
+          program(params, self._frozen, batch)
       )
       mask = sharding.local_rows(batch.mask)
       number = sharding.local_rows(batch.sequences)
@@ -371,7 +457,10 @@ class Learner:
         self._score_into(packed, "proximal", self._acting())
     if self.algorithm.config.kl_in_loss:
       with clock("score"):
-        self._score_into(packed, "reference", self._reference)
+        self._score_into(packed, "reference", self._referred())
+    if self._teacher is not None:
+      with clock("score"):
+        self._teach(packed, self._teacher)
     readings = []
     for _ in range(self.config.epochs):
       for minibatch in packed:
@@ -432,6 +521,16 @@ class Learner:
       ]
       jax.block_until_ready(minibatch.extras)
 
+  def _teach(
+      self, minibatches: Sequence[Minibatch], teacher: teacher_lib.Teacher
+  ) -> None:
+    for minibatch in minibatches:
+      minibatch.extras = [
+          dataclasses.replace(extra, teacher=teacher.score(batch))
+          for extra, batch in zip(minibatch.extras, minibatch.batches)
+      ]
+      jax.block_until_ready(minibatch.extras)
+
   def _step(self, minibatch: Minibatch) -> Metrics:
     """One optimizer step; its readings."""
     programs = self._programs
@@ -442,8 +541,14 @@ class Learner:
       grads, sums = programs.accumulate(
           self._params, grads, sums, self._frozen, batch, extra
       )
+    acting: tuple[Any, ...] = ()
+    if self.algorithm.config.value_warmup and self.algorithm.has_critic:
+      warm = self.counters.updates >= self.algorithm.config.value_warmup
+      acting = (
+          sharding.put(np.float32(warm), self._placement.replicated),
+      )
     self._params, self._opt_state, norm, made = programs.apply(
-        self._params, self._opt_state, grads
+        self._params, self._opt_state, grads, *acting
     )
     sums, norm, made = jax.device_get((sums, norm, made))
     self.counters.optimizer_steps += int(made)
@@ -466,7 +571,8 @@ class Learner:
     """Parameters in the model's types, in which a reference is kept too."""
     if not self._split.rounds:
       return self._params
-    return self._programs.publish(self._params)
+    head = {k: v for k, v in self._params.items() if k in critic.NAMES}
+    return self._programs.publish(self._params) | head
 
   # --- checkpoints ----------------------------------------------------------
 
@@ -511,3 +617,30 @@ class Learner:
       self.kl_coef = progress.get("kl_coef") or self.kl_coef
     if progress["shape"] is not None:
       self._minibatches.restore_shape(progress["shape"])
+
+
+def _frozen_modules(
+    model: base.Policy, config: LearnerConfig
+) -> tuple[str, ...]:
+  """Submodules that are not trained.
+
+  Raises:
+    ValueError: it has no vision tower to freeze.
+  """
+  if not config.freeze_vision:
+    return ()
+  found = tuple(getattr(model, "vision_modules", ()))
+  if not found:
+    raise ValueError(
+        f"freeze_vision=True, but {type(model).__name__} names no"
+        " vision_modules; set learner.freeze_vision=false"
+    )
+  return found
+
+
+def _to_host(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Copies in the hosts' memory, divided as the arrays are."""
+  return {
+      name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+      for name, x in arrays.items()
+  }

@@ -22,8 +22,10 @@ from jax.sharding import Mesh
 import numpy as np
 from tunix.rl.multi_turn.core import images as image_lib
 from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
+from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.learner import update
@@ -96,6 +98,11 @@ class Minibatches:
         and bool(getattr(model, "supports_prefix_ids", False)),
         pad_token_id=getattr(about, "pad_token_id", 0),
         banned_token_ids=tuple(about.banned_token_ids),
+        streams=critic.STREAMS if algorithm.has_critic else (),
+        # One more for a token sampled among ties.
+        support=policy_client.MAX_TOP_LOGPROBS + 1
+        if algorithm.config.keep_sampling_mask
+        else 0,
     )
     self.shape = _fixed_shape(config, self._rows, self._buffers)
     # Whether the policy's programs depend on the largest image.

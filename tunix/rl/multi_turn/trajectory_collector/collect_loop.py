@@ -481,6 +481,11 @@ class CollectLoop:
   def _refusal(self, group: trajectory_lib.TrajectoryGroup) -> str | None:
     wanted = self._collector.config.min_valid
     valid = len(group.valid)
+    if group.greedy is not None and not group.greedy.status.is_policy_outcome:
+      error = group.greedy.error
+      ended = group.greedy.status.value
+      text = f"its greedy episode, the baseline, ended as {ended}"
+      return f"{text}: {error}" if error else text
     if valid >= wanted:
       return None
     errors = [t.error for t in group if t.error]

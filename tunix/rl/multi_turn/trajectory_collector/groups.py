@@ -1,5 +1,8 @@
 """Collects groups: n episodes of one task, each with its own random numbers.
 
+With `greedy_call` one more episode of the task is played beside a group's
+members, greedily, for algorithms whose baseline it is.
+
 Promises: a group always completes, whatever its environments do; episodes in
 flight are bounded; every seed is a hash of (run seed, split, group index,
 attempt, sample), so members differ and a run repeats; cancelling a group
@@ -56,6 +59,10 @@ def task_id_of(task: Any) -> str:
   return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
+GREEDY = "greedy"
+"""The name, in place of a number, of the episode beside a group's members."""
+
+
 class GroupCollector:
   """Collects groups with one policy; see the module docstring.
 
@@ -75,6 +82,7 @@ class GroupCollector:
       final_reward_fn: Callable[..., Any] | None = None,
       observers: events.Observer | None = None,
       runner: concurrency.CallRunner | None = None,
+      greedy_call: model_calls.PolicyModel | Callable[..., Any] | None = None,
   ):
     """Args:
 
@@ -85,6 +93,9 @@ class GroupCollector:
       max_turns: turns of an episode, unless the task has its own `max_turns`.
       seed: the run's.
       split: "train" or "eval", for events and seeds.
+      greedy_call: as `model_call`, samples the likeliest tokens: plays
+        `TrajectoryGroup.greedy`, which counts against `config.concurrency` and
+        is no member. None plays none.
     """
     if max_turns < 1:
       raise ValueError(f"max_turns must be >= 1, got {max_turns}")
@@ -95,6 +106,7 @@ class GroupCollector:
     self._success_reward = success_reward
     self._make_episode = make_episode
     self._model_call = model_call
+    self._greedy_call = greedy_call
     self._final_reward_fn = final_reward_fn
     self.observers = observers
     self._runner = runner or concurrency.EPISODE_RUNNER
@@ -128,19 +140,27 @@ class GroupCollector:
         )
         for sample in range(group_size or self.config.group_size)
     ]
+    if self._greedy_call is not None:
+      members.append(
+          asyncio.ensure_future(
+              self._episode(task, task_id, group_id, index, attempt, GREEDY)
+          )
+      )
     try:
-      trajectories = await asyncio.gather(*members)
+      trajectories = list(await asyncio.gather(*members))
     except BaseException:
       for member in members:
         member.cancel()
       await asyncio.gather(*members, return_exceptions=True)
       raise
+    greedy = trajectories.pop() if self._greedy_call is not None else None
     return TrajectoryGroup(
         group_id=group_id,
         task_id=task_id,
         trajectories=tuple(trajectories),
         start_version=start_version,
         attempt=attempt,
+        greedy=greedy,
     )
 
   def emit(self, event: events.Event) -> None:
@@ -153,6 +173,7 @@ class GroupCollector:
     deadlines = self.config.deadlines
     async with self._gate():
       name = f"{group_id}.{sample}"
+      greedy = sample == GREEDY
       env = None
       try:
         with concurrency.contained("the episode's factory"):
@@ -163,7 +184,7 @@ class GroupCollector:
         collecting = episode.TrajectoryCollectEngine(
             agent,
             env,
-            self._model_call,
+            self._greedy_call if greedy else self._model_call,
             self._final_reward_fn,
             max_steps=getattr(task, "max_turns", None) or self._max_turns,
             gamma=self.config.gamma,
