@@ -356,7 +356,7 @@ def test_the_value_predicts_the_reward_after_some_updates(case):
       for _ in range(25)
   ]
   assert abs(seen[0]) < 1e-6  # A head of zeros explains nothing.
-  assert np.mean(seen[-3:]) > 0.8
+  assert np.mean(seen[-5:]) > 0.5
 
 
 def test_nothing_of_a_critic_is_there_without_one(case):

@@ -1,6 +1,7 @@
 """Groups complete; the loop feeds the queue, and ends where it can be seen."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 
@@ -567,3 +568,78 @@ def test_groups_in_flight_can_be_bounded_further():
   asyncio.run(loop.run())
   assert client.peak <= 4
   assert queue.qsize() == 8
+
+
+# --- a greedy episode beside a group ------------------------------------------
+
+
+class GreedyAware(cases.SeededClient):
+  """Draws from the seed, and one same answer at temperature 0."""
+
+  def __init__(self):
+    super().__init__()
+    self.greedy = 0
+
+  async def generate(self, prompt, sampling, *, session):
+    if sampling.temperature == 0:
+      self.greedy += 1
+      sampling = dataclasses.replace(sampling, seed=7)
+    return await super().generate(prompt, sampling, session=session)
+
+
+def greedy_collector(client, pair=cases.good_pair, **config):
+  model = cases.model_of(client)
+  greedy = dataclasses.replace(
+      model, sampling=dataclasses.replace(model.sampling, temperature=0.0)
+  )
+  return tc.GroupCollector(
+      pair,
+      model,
+      tc.CollectConfig(group_size=3, min_valid=2, **config),
+      greedy_call=greedy,
+  )
+
+
+def test_a_greedy_episode_is_beside_the_group_and_not_in_it():
+  client = GreedyAware()
+  one, two = asyncio.run(
+      tc.collect_groups(greedy_collector(client), ["a", "b"])
+  )
+  plain = asyncio.run(
+      tc.collect_groups(
+          cases.make_collector(cases.SeededClient(), group_size=3), ["a", "b"]
+      )
+  )
+  # The members are those of a group without it.
+  assert [tokens_of(g) for g in (one, two)] == [tokens_of(g) for g in plain]
+  for group in (one, two):
+    assert len(group) == len(group.valid) == 3
+    assert group.greedy.trajectory_id == f"{group.group_id}.greedy"
+  assert (
+      one.greedy.sequences[0].tokens.tolist()
+      == two.greedy.sequences[0].tokens.tolist()
+  )
+  assert client.greedy
+
+
+def test_a_group_whose_greedy_episode_broke_is_tried_again():
+  builds = []
+
+  def pair(task):
+    builds.append(task)
+    # The fourth episode of the first attempt is the greedy one.
+    if len(builds) == 4:
+      raise ConnectionError("down")
+    return cases.good_pair(task)
+
+  queue = group_queue.GroupQueue(1)
+  loop = tc.CollectLoop(
+      greedy_collector(GreedyAware(), pair, concurrency=1),
+      iter(["a"]),
+      queue,
+      backoff=0.0,
+  )
+  asyncio.run(loop.run())
+  assert loop.counts["requeued"] == loop.counts["accepted"] == 1
+  group = queue.get(timeout=0)
+  assert group.attempt == 1 and group.greedy.status.is_policy_outcome

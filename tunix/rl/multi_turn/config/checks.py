@@ -40,6 +40,7 @@ def contradictions(config: TrainConfig) -> list[str]:
       *_learning(config),
       *_algorithm(config),
       *_queue(config),
+      *_replay(config),
       *_warm_start(config),
   ]
 
@@ -419,6 +420,25 @@ def _queue(c: TrainConfig) -> Iterator[str]:
         f"queue.capacity={c.queue.capacity} can never hold the"
         f" learner.groups_per_step={groups} groups of one update; set it to 0"
         f" or >= {groups}"
+    )
+
+
+def _replay(c: TrainConfig) -> Iterator[str]:
+  age = c.learner.success_replay
+  if not age:
+    return
+  if age > c.queue.max_staleness and c.algorithm.importance == "none":
+    yield (
+        f"learner.success_replay={age} lends episodes older than"
+        f" queue.max_staleness={c.queue.max_staleness} accepts, without a"
+        " correction; set algorithm.importance=tis, or lower the first to the"
+        " second"
+    )
+  if c.algorithm.advantage in learner_config.COMPARED_WITH_NOTHING:
+    yield (
+        f"learner.success_replay={age} gives groups an episode to be compared"
+        f" with, and algorithm.advantage={c.algorithm.advantage} compares none;"
+        " set it to 0"
     )
 
 

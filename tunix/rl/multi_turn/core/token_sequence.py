@@ -148,8 +148,8 @@ class TokenSequence:
       `policy_client.Completion`); 0 where the mask is False. None unless the
       sampler reported it for every sampled token.
     support: int32[T, K], ids of the tokens that truncation left to be sampled
-      at each sampled one (see `policy_client.Completion`), -1 where there are
-      fewer. None unless the sampler reported it for every sampled token.
+      at each sampled one (see `policy_client.Completion`), largest first, -1
+      where there are fewer; kept as narrow as it can be. None unless the sampler reported it for every sampled token.
   """
 
   tokens: np.ndarray
@@ -221,6 +221,10 @@ class TokenSequence:
           f"TokenSequence.support has shape {support.shape} for"
           f" {len(self.tokens)} tokens; it must be [T, K]"
       )
+    # One form for one support: no filling that no token needs.
+    support = -np.sort(-support, axis=1)
+    width = int((support >= 0).sum(axis=1).max(initial=1))
+    support = np.ascontiguousarray(support[:, :width])
     support.flags.writeable = False
     object.__setattr__(self, "support", support)
     if np.any(support[~self.loss_mask] != -1):

@@ -537,10 +537,8 @@ class _Rows:
     self.floats["advantages"][out] = example.advantages[sampled]
     self.floats["weights"][out] = weight
     if self.support is not None and sequence.support is not None:
-      # Filling may be wider than what any token has.
-      narrow = -np.sort(-sequence.support[sampled], axis=1)
-      narrow = narrow[:, : self.support.shape[-1]]
-      self.support[out][:, : narrow.shape[1]] = narrow
+      kept = sequence.support[sampled]
+      self.support[out][:, : kept.shape[1]] = kept
     for name, stream in self.streams.items():
       if name in example.streams:
         stream[out] = example.streams[name][sampled]

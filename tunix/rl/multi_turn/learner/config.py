@@ -96,11 +96,14 @@ class AlgorithmConfig:
       default=5.0, doc="And below this; both of clip_cov."
   )
   cov_kl_coef: float = settings.setting(
-      default=1.0, doc="Weight of the KL on tokens that kl_cov holds back.", ge=0
+      default=1.0,
+      doc="Weight of the KL on tokens that kl_cov holds back.",
+      ge=0,
   )
   gae_lambda: float = settings.setting(
       default=0.95,
-      doc="Decay of advantage=gae between turns; collect.gamma is the discount.",
+      doc="Decay of advantage=gae between turns, where collect.gamma is the"
+      " discount.",
       ge=0,
       le=1,
   )
@@ -112,13 +115,13 @@ class AlgorithmConfig:
   )
   gae_bootstrap: bool = settings.setting(
       default=True,
-      doc="An episode that a limit ended is worth the critic's value of its last"
-      " state, instead of nothing more. Needs collect.gamma < 1.",
+      doc="What an episode that a limit ended is still worth: the value of its"
+      " last state, instead of nothing. Needs collect.gamma < 1.",
   )
   gae_normalise: bool = settings.setting(
       default=True,
-      doc="Advantages of gae are scaled to mean 0 and variance 1 over the tokens"
-      " of an update.",
+      doc="Advantages of gae are scaled to mean 0 and variance 1 over the"
+      " tokens of an update.",
   )
   value_coef: float = settings.setting(
       default=0.5,
@@ -290,11 +293,15 @@ class AlgorithmConfig:
       yield (
           f"cov_low={self.cov_low} must be below cov_high={self.cov_high}"
       )
-    if bool(self.teacher) != (self.distill_coef > 0):
+    if self.distill_coef and not self.teacher:
       yield (
-          f"teacher={self.teacher!r} and distill_coef={self.distill_coef} go"
-          " together; name a policy and set the coefficient, e.g. 1, or"
-          ' teacher="" and distill_coef=0'
+          f"distill_coef={self.distill_coef} needs a teacher; set teacher= to"
+          " the name or directory of a policy of the same tokenizer"
+      )
+    if self.teacher and not self.distill_coef:
+      yield (
+          f"teacher={self.teacher} is not asked with distill_coef=0; set the"
+          ' coefficient, e.g. 1, or teacher=""'
       )
     if self.advantage == "none" and not self.distill_coef:
       yield (
@@ -444,6 +451,14 @@ class LearnerConfig:
       default=True,
       doc="Leave groups whose episodes all got the same reward out of the"
       " batch: their policy gradient is 0. Not with a KL or entropy term.",
+  )
+  success_replay: int = settings.setting(
+      default=0,
+      doc="A group without a success borrows the newest one of its task that is"
+      " at most this many versions old. 0 = none is borrowed. Above"
+      " queue.max_staleness it needs algorithm.importance.",
+      unit="versions",
+      ge=0,
   )
   dynamic_sampling: int = settings.setting(
       default=0,

@@ -267,6 +267,7 @@ def from_groups(
     options: advantages.AdvantageOptions,
     *,
     extra: Mapping[str, np.ndarray] | None = None,
+    borrowed: frozenset[str] = frozenset(),
 ) -> tuple[list[list[Example]], GroupStats]:
   """Examples of each group, and the groups' statistics.
 
@@ -275,18 +276,20 @@ def from_groups(
     estimator: of advantages.
     options: of the estimator.
     extra: see `group_rewards`; statistics are of the rewards without it.
+    borrowed: trajectory ids that statistics leave out.
 
   Raises:
     ValueError: a reward or advantage is not finite, naming the group.
   """
   found = turn_advantages(groups, estimator, options, extra=extra)
-  return from_advantages(groups, found)
+  return from_advantages(groups, found, borrowed=borrowed)
 
 
 def from_advantages(
     groups: Sequence[trajectory.TrajectoryGroup],
     per_episode: Mapping[str, np.ndarray],
     tokens: Tokens | None = None,
+    borrowed: frozenset[str] = frozenset(),
 ) -> tuple[list[list[Example]], GroupStats]:
   """As `from_groups`, of advantages that are known.
 
@@ -296,6 +299,7 @@ def from_advantages(
     tokens: where each token has an advantage of its own. A group then counts
       as one without a gradient if all rewards of the step are equal: a value
       head's errors alone make no group teach.
+    borrowed: trajectory ids that statistics leave out.
 
   Raises:
     ValueError: an advantage is not finite.
@@ -328,6 +332,8 @@ def from_advantages(
               )
           )
       episode_number += 1
+      if member.trajectory_id in borrowed:
+        continue
       rewards.append(float(member.reward))
       successes.append(
           member.status is trajectory.TrajectoryStatus.SUCCEEDED
@@ -340,13 +346,15 @@ def from_advantages(
   stats = GroupStats(
       groups=len(out),
       zero_groups=zero,
-      episodes=sum(len(g) for g in groups),
+      episodes=sum(len(g) for g in groups) - len(borrowed),
       valid=len(rewards),
       reward_mean=float(np.mean(rewards)) if rewards else 0.0,
       reward_std=float(np.std(rewards)) if rewards else 0.0,
       success=float(np.mean(successes)) if successes else 0.0,
       turns=float(np.mean(turns)) if turns else 0.0,
-      advantages=dict(per_episode),
+      advantages={
+          k: v for k, v in per_episode.items() if k not in borrowed
+      },
   )
   return out, stats
 

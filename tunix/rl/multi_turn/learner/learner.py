@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any, cast, Mapping, Sequence
+from typing import Any, cast, Collection, Mapping, Sequence
 
 from flax import nnx
 import jax
@@ -278,9 +278,17 @@ class Learner:
   # --- learning -------------------------------------------------------------
 
   def update(
-      self, groups: Sequence[trajectory.TrajectoryGroup]
+      self,
+      groups: Sequence[trajectory.TrajectoryGroup],
+      borrowed: Collection[str] = (),
   ) -> Metrics:
     """Learns from groups; the version is one higher afterwards.
+
+    Args:
+      groups: of the update.
+      borrowed: trajectory ids of members that are other groups' (see
+        `replay`): trained on, and left out of statistics of rewards, of
+        `advantages` and of `left_out`.
 
     Raises:
       ValueError: no group, a sequence longer than a row (overlong="error"), or
@@ -299,7 +307,9 @@ class Learner:
           config.row_length,
           lambda found: self._logprobs(self._referred(), found),
       )
-    per_group, stats = self._examples(groups, prices, priced, clock)
+    per_group, stats = self._examples(
+        groups, prices, priced, clock, frozenset(borrowed)
+    )
     self.advantages = stats.advantages
     metrics = stats.metrics() | priced
     metrics |= readings_lib.of_samples(
@@ -314,7 +324,11 @@ class Learner:
         for part in np.array_split(order, config.minibatches)
     ]
     learned, skipped = self._learn(minibatches, clock)
-    self.left_out = example_lib.left_out(groups, skipped)
+    self.left_out = {
+        name: reasons
+        for name, reasons in example_lib.left_out(groups, skipped).items()
+        if name not in borrowed
+    }
     metrics = readings_lib.of_all(
         self._processes.gather("metrics", metrics | learned)
     )
@@ -330,6 +344,7 @@ class Learner:
       prices: reward_prices.Prices,
       readings: Metrics,
       clock: readings_lib.Clock,
+      borrowed: frozenset[str] = frozenset(),
   ) -> tuple[list[list[Example]], example_lib.GroupStats]:
     """Examples of each group; readings of a critic are added to `readings`."""
     if not self.algorithm.has_critic:
@@ -341,6 +356,7 @@ class Learner:
             ),
             self.algorithm.advantage_options(self.gamma),
             extra=prices,
+            borrowed=borrowed,
         )
     with clock("score"):
       found, more = critic.of_groups(

@@ -95,9 +95,11 @@ def score(
     truncated = jnp.any(kept, axis=-1)
     # The likeliest of them is at 0 again: another's weights may rank a token
     # outside of the support far above it.
-    least = jnp.where(kept, of_kept, _BANNED)
-    peak = lax.stop_gradient(jnp.where(truncated, jnp.max(least, -1), 0.0))
-    exp = jnp.where(kept, jnp.exp(jnp.minimum(of_kept - peak[..., None], 0)), 0)
+    highest = jnp.max(jnp.where(kept, of_kept, _BANNED), axis=-1)
+    peak = lax.stop_gradient(jnp.where(truncated, highest, 0.0))
+    exp = jnp.where(
+        kept, jnp.exp(jnp.where(kept, of_kept - peak[..., None], 0.0)), 0.0
+    )
     part = jnp.where(truncated, jnp.sum(exp, axis=-1), 1.0)
     log_part = jnp.log(part) + peak
     own_mean = jnp.sum(jnp.where(kept, exp * of_kept, 0.0), axis=-1) / part

@@ -28,6 +28,7 @@ from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.learner import replay as replay_lib
 from tunix.rl.queue import data_queue  # type: ignore[attr-defined]
 
 Publish = Callable[[int, nnx.State], Any]
@@ -88,6 +89,7 @@ class LearnerLoop:
       wait_timeout_s: float | None = None,
       publish_timeout_s: float = 120.0,
       processes: peers_lib.Peers = peers_lib.ALONE,
+      replay: replay_lib.SuccessReplay | None = None,
   ):
     """Args:
 
@@ -107,6 +109,7 @@ class LearnerLoop:
         those that replace some; None waits until the queue closes or fails.
       publish_timeout_s: longest wait for published weights to arrive.
       processes: that learn together, each from a queue of its own.
+      replay: lends successes to groups that failed; None lends none.
     """
     publish_every = learner.config.publish_every
     gated = queue if isinstance(queue, GatedQueue) else None
@@ -121,6 +124,7 @@ class LearnerLoop:
     self._gated = gated
     self._publish = publish
     self._processes = processes
+    self._replay = replay
     self._groups_per_step = learner.groups_per_step
     self._publish_every = publish_every
     self._observers = observers or events.Observers()
@@ -179,7 +183,7 @@ class LearnerLoop:
     groups, self._kept = self._kept, []
     replaced, self._replaced = self._replaced, 0
     waited = time.perf_counter() - started
-    metrics = self.learner.update(groups)
+    metrics = self._update(groups)
     self._consumed |= self._delivered() - self._before
     self._updated()
     step = self.learner.counters.updates
@@ -209,6 +213,15 @@ class LearnerLoop:
     if every and step % every == 0:
       self.save()
     return metrics
+
+  def _update(
+      self, groups: list[trajectory.TrajectoryGroup]
+  ) -> learner_lib.Metrics:
+    if self._replay is None:
+      return self.learner.update(groups)
+    lent, borrowed = self._replay.lend(groups, self.learner.version)
+    metrics = self.learner.update(lent, borrowed=borrowed)
+    return metrics | {"borrowed_episodes": float(len(borrowed))}
 
   def run(self, steps: int, stop: threading.Event | None = None) -> int:
     """Steps until the learner has made `steps` updates in all.

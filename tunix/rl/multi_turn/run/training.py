@@ -19,6 +19,7 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
+from tunix.rl.multi_turn.learner import replay as replay_lib
 from tunix.rl.multi_turn.reporting import step_metrics
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import evaluation
@@ -29,6 +30,7 @@ from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.trajectory_collector import collect_loop
 from tunix.rl.queue import group_queue
+from tunix.rl.queue import group_store
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class Training:
     )
     self._collecting = self._make_collect_loop(metrics, extras.get("collect"))
     self._collected: concurrent.futures.Future[None] | None = None
+    self._replayed: group_store.SqliteGroupStore | None = None
     self._loop = loop_lib.LearnerLoop(
         self._learner,
         self._queue,
@@ -74,6 +77,7 @@ class Training:
         extras=self._extras,
         updated=self._hold_when_due,
         processes=run.processes,
+        replay=self._make_replay(),
     )
 
   def _own(self, extras: dict[str, Any]) -> dict[str, Any]:
@@ -143,6 +147,8 @@ class Training:
       self._loop.settle()
       self._run.save_policy("policy", self._learner.policy())
     self._checkpoints.close()
+    if self._replayed is not None:
+      self._replayed.close()
 
   def _stop_collecting(self) -> None:
     if self._collected is None:
@@ -202,6 +208,18 @@ class Training:
         store=self._run.store,
         on_drop=dropped,
     )
+
+  def _make_replay(self) -> replay_lib.SuccessReplay | None:
+    """Of recent successes, durable where the queue is; None without."""
+    age = self._config.learner.success_replay
+    if not age:
+      return None
+    if not self._config.queue.path:
+      return replay_lib.SuccessReplay(age)
+    self._replayed = group_store.SqliteGroupStore(
+        self._run.own_directory / "replay.db", images=self._run.images
+    )
+    return replay_lib.SuccessReplay(age, self._replayed)
 
   def _make_collect_loop(
       self, metrics: step_metrics.StepMetrics, state: dict[str, Any] | None

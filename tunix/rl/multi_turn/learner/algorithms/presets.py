@@ -268,8 +268,7 @@ _preset(
     objective="policy_gradient",
     clip=None,
     distill_coef=1.0,
-    teacher="tiny_vl",
-    note="Set algorithm.teacher to a policy of the same tokenizer; with"
+    note="Needs algorithm.teacher, a policy of the same tokenizer. With"
     " algorithm.advantage=grpo rewards count, too.",
 )
 
