@@ -58,7 +58,8 @@ def samples_to(
   episodes = 0
   for i, m in enumerate(metrics):
     episodes += int(m["episodes"])
-    recent = [x["success_rate"] for x in metrics[max(0, i - MEAN_OF + 1) : i + 1]]
+    last = metrics[max(0, i - MEAN_OF + 1) : i + 1]
+    recent = [x["success_rate"] for x in last]
     if len(recent) == MEAN_OF and statistics.fmean(recent) >= goal:
       return episodes
   return None

@@ -13,11 +13,10 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import examples as example_lib
-from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.learner import frozen as frozen_lib
 from tunix.rl.multi_turn.learner import logprobs
 
 from tests.learner import learner_cases
-
 
 # --- the vision tower ---------------------------------------------------------
 
@@ -51,7 +50,7 @@ def test_a_policy_without_a_tower_has_none_to_freeze(case):
     pass
 
   with pytest.raises(ValueError, match="Blind names no vision_modules"):
-    learner_lib._frozen_modules(
+    frozen_lib.modules(
         Blind(), config_lib.LearnerConfig(freeze_vision=True)
     )
 
@@ -67,13 +66,11 @@ def test_a_reference_on_the_host_is_the_same_reference(case):
   )
   here = case.learner(**settings)
   there = case.learner(**settings, reference_on="host")
-  kinds = {x.sharding.memory_kind for x in there._reference.values()}
-  assert kinds == {"pinned_host"}
+  assert there._reference.memory_kinds == {"pinned_host"}
   a, b = here.update(groups), there.update(groups)
   assert a["kl"] == b["kl"] > 0
   assert a["loss"] == b["loss"]
-  kinds = {x.sharding.memory_kind for x in there._reference.values()}
-  assert kinds == {"pinned_host"}
+  assert there._reference.memory_kinds == {"pinned_host"}
 
 
 # --- the teacher --------------------------------------------------------------
@@ -115,7 +112,7 @@ def test_distilled_log_probs_move_to_the_teachers(case):
   plain = case.learner(model=teacher)
   expected = plain.sequence_logprobs(sequences)
   minibatch = learner_cases.pack(learner, groups)
-  learner._teach([minibatch], learner._teacher)
+  minibatch.set("teacher", learner._teacher.score)
   for batch, extra in zip(minibatch.batches, minibatch.extras):
     mask, number = np.asarray(batch.mask), np.asarray(batch.sequences)
     examples = learner_cases.examples_of(groups)

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import checkpoint
+from tunix.rl.multi_turn.learner import compiled_memory
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import examples as example_lib
@@ -17,6 +19,7 @@ from tunix.rl.multi_turn.learner import readings
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import gae
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.policy import lora
 
 from tests.learner import learner_cases
 
@@ -190,13 +193,12 @@ def test_values_advantages_and_targets_are_those_of_the_reference(case):
     got = found[member.trajectory_id].per_sequence
     streams = [got[i][1] for i in range(len(member.sequences))]
     masks = [s.loss_mask for s in member.sequences]
-    join = lambda name: np.concatenate(
-        [s[name][m] for s, m in zip(streams, masks)]
-    )
-    np.testing.assert_allclose(join(critic.VALUES), values, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(
-        join(critic.TARGETS), want + values, rtol=1e-4, atol=1e-4
-    )
+    for name, wanted in (
+        (critic.VALUES, np.array(values)),
+        (critic.TARGETS, want + values),
+    ):
+      joined = np.concatenate([s[name][m] for s, m in zip(streams, masks)])
+      np.testing.assert_allclose(joined, wanted, rtol=1e-4, atol=1e-4)
     flat_got.extend(
         np.concatenate([got[i][0][m] for i, m in enumerate(masks)])
     )
@@ -337,7 +339,8 @@ def test_the_head_learns_alone_while_it_warms_up(case):
 def test_equal_rewards_are_reported_as_groups_without_a_gradient(case):
   """A value head's error is no sign that the tasks teach something."""
   learner = case.learner(**PPO)
-  metrics = learner.update([case.group([0.0, 0.0], "a"), case.group([0.0], "b")])
+  failed = [case.group([0.0, 0.0], "a"), case.group([0.0], "b")]
+  metrics = learner.update(failed)
   assert metrics["zero_advantage_groups"] == 2
   metrics = learner.update([case.group([0.0], "a"), case.group([1.0], "b")])
   assert metrics["zero_advantage_groups"] == 0
@@ -371,3 +374,60 @@ def test_nothing_of_a_critic_is_there_without_one(case):
       )
   ).has_critic
   assert update.Extra(0, 0).teacher is None
+
+
+def test_the_memory_of_an_update_is_compiled_with_its_extras(case):
+  """Value head, sampling mask, teacher and frozen tower, from shapes alone."""
+  learner = case.learner(rows=2, row_length=64)
+  sampling = policy_client.SamplingParams(top_k=20)
+  settings = [
+      (config_lib.AlgorithmConfig(), False),
+      (
+          config_lib.AlgorithmConfig(
+              advantage="gae",
+              keep_sampling_mask=True,
+              teacher="any",
+              distill_coef=1.0,
+          ),
+          True,
+      ),
+  ]
+  found = [
+      compiled_memory.activations(
+          case.model,
+          case.processor,
+          dataclasses.replace(learner.config, freeze_vision=freeze),
+          algorithm,
+          sampling=sampling,
+      )
+      for algorithm, freeze in settings
+  ]
+  assert all(size > 0 for size in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank, dtype", [(0, "bfloat16"), (2, "float32")])
+def test_a_qwen_policy_and_its_adapter_learn_with_a_value_head(
+    rank, dtype, tmp_path
+):
+  from tests.learner import test_learner_masters as masters
+
+  model, processor = masters.small(dtype)
+  if rank:
+    lora.add(model, rank=rank)
+  case = learner_cases.Case(own=(model, processor))
+  settings = dict(patches=128, grad_clip=0.5, learning_rate=1e-3)
+  learner = case.learner(**PPO, **settings)
+  before = learner.parameters()
+  assert all("lora_" in name for name in before) == bool(rank)
+  for _ in range(2):
+    metrics = learner.update(groups_of(case))
+  assert np.isfinite(metrics["value_loss"]) and metrics["optimizer_steps"] == 2
+  after = learner.parameters()
+  assert any(np.any(np.asarray(after[k] != before[k])) for k in before)
+  with checkpoint.LearnerCheckpoints(tmp_path, background=False) as saved:
+    saved.save(learner)
+    again = case.learner(**PPO, **settings)
+    saved.restore(again)
+  groups = groups_of(case)
+  assert again.update(groups)["loss"] == learner.update(groups)["loss"]

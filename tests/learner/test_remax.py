@@ -1,6 +1,5 @@
 """ReMax: a greedy episode beside each group, which nothing is trained on."""
 
-import asyncio
 import dataclasses
 
 import numpy as np
@@ -9,8 +8,6 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.queue import group_store
-
-from tests.learner import learner_cases
 
 STATUS = trajectory.TrajectoryStatus
 

@@ -149,7 +149,8 @@ class TokenSequence:
       sampler reported it for every sampled token.
     support: int32[T, K], ids of the tokens that truncation left to be sampled
       at each sampled one (see `policy_client.Completion`), largest first, -1
-      where there are fewer; kept as narrow as it can be. None unless the sampler reported it for every sampled token.
+      where there are fewer; as narrow as it can be. None unless the sampler
+      reported it for every sampled token.
   """
 
   tokens: np.ndarray

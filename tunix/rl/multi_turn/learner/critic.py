@@ -21,7 +21,7 @@ T = tokens of a sequence, K = turns of an episode.
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -61,15 +61,17 @@ def width_of(model: base.Policy, processor: base.Processor, rows: int) -> int:
     rows: of a batch, which the policy's mesh divides.
   """
   length, patches = 16, max(processor.patches_per_token, 0)
-  ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  # Shapes in place of arrays.
+  ints: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  pixels: Any = jax.ShapeDtypeStruct(
+      (rows, patches, processor.patch_bytes), jnp.uint8
+  )
   inputs = base.PolicyInputs(
       tokens=ints(rows, length),
       positions=ints(rows, length, 3),
       segment_ids=ints(rows, length),
       vision_index=ints(rows, length),
-      patches=jax.ShapeDtypeStruct(
-          (rows, patches, processor.patch_bytes), jnp.uint8
-      ),
+      patches=pixels,
       patch_segments=ints(rows, patches),
       patch_positions=ints(rows, patches, processor.position_axes),
   )
@@ -241,19 +243,25 @@ def _of_episode(
   )
   per_sequence, at = {}, 0
   for i, sequence in used:
-    stop = at + sequence.num_sampled
-
-    def spread(values_M: np.ndarray) -> np.ndarray:
-      out = np.zeros(len(sequence), np.float32)
-      out[sequence.loss_mask] = values_M[at:stop]
-      return out
-
+    here = slice(at, at + sequence.num_sampled)
+    at = here.stop
     per_sequence[i] = (
-        spread(advantages_M),
-        {VALUES: spread(values_M), TARGETS: spread(targets_M)},
+        _spread(advantages_M[here], sequence),
+        {
+            VALUES: _spread(values_M[here], sequence),
+            TARGETS: _spread(targets_M[here], sequence),
+        },
     )
-    at = stop
   return TokenAdvantages(per_sequence, sum_K / np.maximum(count_K, 1))
+
+
+def _spread(
+    values_M: np.ndarray, sequence: trajectory.TokenSequence
+) -> np.ndarray:
+  """float32[T]: numbers of a sequence's sampled tokens, 0 elsewhere."""
+  out = np.zeros(len(sequence), np.float32)
+  out[sequence.loss_mask] = values_M
+  return out
 
 
 def _tokens(

@@ -37,14 +37,17 @@ from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import examples as example_lib
+from tunix.rl.multi_turn.learner import frozen
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import minibatches as minibatch_lib
 from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.learner import readings as readings_lib
+from tunix.rl.multi_turn.learner import reference as reference_lib
 from tunix.rl.multi_turn.learner import reward_prices
 from tunix.rl.multi_turn.learner import teacher as teacher_lib
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import advantages
+from tunix.rl.multi_turn.learner.algorithms import gae
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.policy import base
@@ -146,7 +149,7 @@ class Learner:
     self.advantages: Mapping[str, np.ndarray] = {}
     self.left_out: Mapping[str, tuple[str, ...]] = {}
     module = cast(nnx.Module, model)
-    self._split = update.SplitModel(module, _frozen_modules(model, config))
+    self._split = update.SplitModel(module, frozen.modules(model, config))
     self._placement = update.Placement.of(self._split, model, mesh)
     self._processes = processes
     about = model.config
@@ -172,8 +175,10 @@ class Learner:
         name: sharding.put(value, self._placement.frozen[name])
         for name, value in self._split.frozen_of(module).items()
     }
-    self._reference = self._reference_params(reference)
-    self._teacher = self._make_teacher(teacher, model, mesh, sampling)
+    self._reference = self._make_reference(reference)
+    self._teacher = teacher_lib.Teacher.of(
+        self.algorithm, teacher, model, mesh, sampling, config
+    )
     self._opt_state = self._programs.init_optimizer(self._params)
     self._schedule = optimizer.make_schedule(config)
     self._minibatches = minibatch_lib.Minibatches(
@@ -187,54 +192,29 @@ class Learner:
         processes,
     )
 
-  def _reference_params(
-      self, reference: base.Policy | None
-  ) -> dict[str, jax.Array] | None:
+  def _make_reference(
+      self, model: base.Policy | None
+  ) -> reference_lib.Reference | None:
     """A copy of the reference's parameters; None without a KL term."""
     kl_coef = self.algorithm.config.kl_coef
     if not kl_coef:
       return None
-    if reference is None:
+    if model is None:
       raise ValueError(
           f"kl_coef={kl_coef} needs a reference model; pass reference="
           " (the model itself, to stay near where training starts)"
       )
-    module = cast(nnx.Module, reference)
-    kept = self._programs.publish(
-        self._put_params(self._split.params_of(module))
+    module = cast(nnx.Module, model)
+    return reference_lib.Reference(
+        self._programs.publish(
+            self._put_params(self._split.params_of(module))
+        ),
+        self.config.reference_on == "host",
     )
-    return _to_host(kept) if self.config.reference_on == "host" else kept
 
   def _referred(self) -> dict[str, jax.Array]:
     """The reference's parameters on the devices."""
-    found = self._reference or {}
-    if self.config.reference_on == "host":
-      places = self._placement.params
-      return {k: jax.device_put(x, places[k]) for k, x in found.items()}
-    return found
-
-  def _make_teacher(
-      self,
-      teacher: base.Policy | None,
-      student: base.Policy,
-      mesh: Mesh | None,
-      sampling: policy_client.SamplingParams,
-  ) -> teacher_lib.Teacher | None:
-    """None without distillation."""
-    coef = self.algorithm.config.distill_coef
-    if not coef:
-      return None
-    if teacher is None:
-      raise ValueError(f"distill_coef={coef} needs a teacher; pass teacher=")
-    return teacher_lib.Teacher(
-        teacher,
-        student,
-        mesh,
-        temperature=sampling.temperature,
-        chunk=self.config.logit_chunk,
-        share_prompts=self.config.share_prompts
-        and bool(getattr(student, "supports_prefix_ids", False)),
-    )
+    return self._reference.params() if self._reference is not None else {}
 
   @property
   def shape(self) -> batching.BatchShape | None:
@@ -347,13 +327,12 @@ class Learner:
       borrowed: frozenset[str] = frozenset(),
   ) -> tuple[list[list[Example]], example_lib.GroupStats]:
     """Examples of each group; readings of a critic are added to `readings`."""
-    if not self.algorithm.has_critic:
+    estimate = self.algorithm.estimate
+    if not isinstance(estimate, gae.TokenEstimator):
       with clock("pack"):
         return example_lib.from_groups(
             groups,
-            advantages.over_processes(
-                self.algorithm.estimate, self._processes
-            ),
+            advantages.over_processes(estimate, self._processes),
             self.algorithm.advantage_options(self.gamma),
             extra=prices,
             borrowed=borrowed,
@@ -476,7 +455,8 @@ class Learner:
         self._score_into(packed, "reference", self._referred())
     if self._teacher is not None:
       with clock("score"):
-        self._teach(packed, self._teacher)
+        for minibatch in packed:
+          minibatch.set("teacher", self._teacher.score)
     readings = []
     for _ in range(self.config.epochs):
       for minibatch in packed:
@@ -520,32 +500,16 @@ class Learner:
     """Gives the present KL coefficient to the programs."""
     coef = sharding.put(np.float32(self.kl_coef), self._placement.replicated)
     for minibatch in minibatches:
-      minibatch.extras = [
-          dataclasses.replace(extra, kl_coef=coef) for extra in minibatch.extras
-      ]
+      minibatch.set("kl_coef", lambda _: coef)
 
   def _score_into(
       self, minibatches: Sequence[Minibatch], field: str, params: Any
   ) -> None:
     for minibatch in minibatches:
-      minibatch.extras = [
-          dataclasses.replace(
-              extra,
-              **{field: self._programs.score(params, self._frozen, batch)},
-          )
-          for extra, batch in zip(minibatch.extras, minibatch.batches)
-      ]
-      jax.block_until_ready(minibatch.extras)
-
-  def _teach(
-      self, minibatches: Sequence[Minibatch], teacher: teacher_lib.Teacher
-  ) -> None:
-    for minibatch in minibatches:
-      minibatch.extras = [
-          dataclasses.replace(extra, teacher=teacher.score(batch))
-          for extra, batch in zip(minibatch.extras, minibatch.batches)
-      ]
-      jax.block_until_ready(minibatch.extras)
+      minibatch.set(
+          field,
+          lambda batch: self._programs.score(params, self._frozen, batch),
+      )
 
   def _step(self, minibatch: Minibatch) -> Metrics:
     """One optimizer step; its readings."""
@@ -633,30 +597,3 @@ class Learner:
       self.kl_coef = progress.get("kl_coef") or self.kl_coef
     if progress["shape"] is not None:
       self._minibatches.restore_shape(progress["shape"])
-
-
-def _frozen_modules(
-    model: base.Policy, config: LearnerConfig
-) -> tuple[str, ...]:
-  """Submodules that are not trained.
-
-  Raises:
-    ValueError: it has no vision tower to freeze.
-  """
-  if not config.freeze_vision:
-    return ()
-  found = tuple(getattr(model, "vision_modules", ()))
-  if not found:
-    raise ValueError(
-        f"freeze_vision=True, but {type(model).__name__} names no"
-        " vision_modules; set learner.freeze_vision=false"
-    )
-  return found
-
-
-def _to_host(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """Copies in the hosts' memory, divided as the arrays are."""
-  return {
-      name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-      for name, x in arrays.items()
-  }

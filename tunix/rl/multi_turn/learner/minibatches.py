@@ -47,6 +47,16 @@ class Minibatch:
   extras: list[update.Extra]
   stats: batching.PackStats
 
+  def set(
+      self, field: str, value: Callable[[batching.Batch], Any]
+  ) -> None:
+    """Gives `update.Extra.<field>` of each batch its value, and waits."""
+    self.extras = [
+        dataclasses.replace(extra, **{field: value(batch)})
+        for extra, batch in zip(self.extras, self.batches)
+    ]
+    jax.block_until_ready(self.extras)
+
 
 class Minibatches:
   """See the module docstring.
@@ -98,11 +108,8 @@ class Minibatches:
         and bool(getattr(model, "supports_prefix_ids", False)),
         pad_token_id=getattr(about, "pad_token_id", 0),
         banned_token_ids=tuple(about.banned_token_ids),
-        streams=critic.STREAMS if algorithm.has_critic else (),
-        # One more for a token sampled among ties.
-        support=policy_client.MAX_TOP_LOGPROBS + 1
-        if algorithm.config.keep_sampling_mask
-        else 0,
+        streams=streams_of(algorithm),
+        support=support_of(algorithm),
     )
     self.shape = _fixed_shape(config, self._rows, self._buffers)
     # Whether the policy's programs depend on the largest image.
@@ -265,6 +272,18 @@ class Minibatches:
         processes=self._processes.count,
     )
     return jax.tree.map(put, batch)
+
+
+def streams_of(algorithm: parts.Algorithm) -> tuple[str, ...]:
+  """Names of the streams that its batches hold."""
+  return critic.STREAMS if algorithm.has_critic else ()
+
+
+def support_of(algorithm: parts.Algorithm) -> int:
+  """Tokens of a sampling mask that its batches hold; 0 without one."""
+  if not algorithm.config.keep_sampling_mask:
+    return 0
+  return policy_client.MAX_TOP_LOGPROBS + 1  # One sampled among ties.
 
 
 def _fixed_shape(

@@ -125,7 +125,7 @@ class SuccessReplay:
       won = [m for m in group.valid if m.status is _SUCCEEDED and m.versions]
       if not won:
         continue
-      best = max(won, key=lambda m: (m.reward, m.versions[0]))
+      best = max(won, key=lambda m: (m.reward, (m.versions or (0,))[0]))
       newest[group.task_id] = TrajectoryGroup(
           group.group_id, group.task_id, (best,), group.start_version
       )

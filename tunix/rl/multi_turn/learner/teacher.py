@@ -20,9 +20,12 @@ from flax import nnx
 import jax
 from jax.sharding import Mesh
 import numpy as np
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.learner import batching
+from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import update
+from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import sharding
 
@@ -92,6 +95,36 @@ class Teacher:
 
     self._score = update.Program(
         jax.jit(score, out_shardings=placement.batch)
+    )
+
+  @classmethod
+  def of(
+      cls,
+      algorithm: parts.Algorithm,
+      model: base.Policy | None,
+      student: base.Policy,
+      mesh: Mesh | None,
+      sampling: policy_client.SamplingParams,
+      config: config_lib.LearnerConfig,
+  ) -> Teacher | None:
+    """The teacher of a learner; None without distillation.
+
+    Raises:
+      ValueError: there should be one, or as of the constructor.
+    """
+    coef = algorithm.config.distill_coef
+    if not coef:
+      return None
+    if model is None:
+      raise ValueError(f"distill_coef={coef} needs a teacher; pass teacher=")
+    return cls(
+        model,
+        student,
+        mesh,
+        temperature=sampling.temperature,
+        chunk=config.logit_chunk,
+        share_prompts=config.share_prompts
+        and bool(getattr(student, "supports_prefix_ids", False)),
     )
 
   def score(self, batch: batching.Batch) -> jax.Array:

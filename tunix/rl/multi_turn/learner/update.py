@@ -90,15 +90,15 @@ class SplitModel:
     trained: filter of those variables.
   """
 
-  def __init__(self, model: nnx.Module, frozen: Collection[str] = ()):
+  def __init__(self, model: nnx.Module, left_out: Collection[str] = ()):
     """Args:
 
       model: the module.
-      frozen: names of its submodules that are not trained.
+      left_out: names of its submodules that are not trained.
     """
     adapter = jax.tree.leaves(nnx.state(model, layers.LoRAParam))
     kind = layers.LoRAParam if adapter else nnx.Param
-    names = frozenset(frozen)
+    names = frozenset(left_out)
     self.trained: Any = kind
     if names:
       self.trained = nnx.All(

@@ -184,7 +184,7 @@ class GroupCollector:
         collecting = episode.TrajectoryCollectEngine(
             agent,
             env,
-            self._greedy_call if greedy else self._model_call,
+            (self._greedy_call if greedy else None) or self._model_call,
             self._final_reward_fn,
             max_steps=getattr(task, "max_turns", None) or self._max_turns,
             gamma=self.config.gamma,
