@@ -7,6 +7,7 @@ import threading
 
 import collector_fakes as fakes
 import loop_cases as cases
+import numpy as np
 import pytest
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.core import events
@@ -643,3 +644,43 @@ def test_a_group_whose_greedy_episode_broke_is_tried_again():
   assert loop.counts["requeued"] == loop.counts["accepted"] == 1
   group = queue.get(timeout=0)
   assert group.attempt == 1 and group.greedy.status.is_policy_outcome
+
+
+# --- sampling masks -----------------------------------------------------------
+
+
+class MaskedClient(cases.SeededClient):
+  """Reports alternatives where it is asked for some."""
+
+  async def generate(self, prompt, sampling, *, session):
+    found = await super().generate(prompt, sampling, session=session)
+    if not sampling.top_logprobs:
+      return found
+    tops = np.stack([found.tokens, found.tokens + 1], axis=1)
+    return dataclasses.replace(
+        found, top_tokens=tops, top_logprobs=np.full(tops.shape, -0.69)
+    )
+
+
+def masked(client):
+  model = dataclasses.replace(cases.model_of(client), keeps_support=True)
+  return tc.GroupCollector(
+      cases.good_pair, model, tc.CollectConfig(group_size=2, min_valid=1)
+  )
+
+
+def test_each_sampled_token_keeps_what_could_be_sampled():
+  (group,) = asyncio.run(tc.collect_groups(masked(MaskedClient()), ["a"]))
+  for member in group:
+    (sequence,) = member.sequences
+    sampled = sequence.tokens[sequence.loss_mask]
+    want = np.stack([sampled + 1, sampled], axis=1)
+    np.testing.assert_array_equal(sequence.support[sequence.loss_mask], want)
+    assert np.all(sequence.support[~sequence.loss_mask] == -1)
+
+
+def test_a_sampler_without_a_mask_is_an_error_that_names_the_option():
+  client = cases.SeededClient()
+  (group,) = asyncio.run(tc.collect_groups(masked(client), ["a"]))
+  assert {m.status for m in group} == {Status.MODEL_ERROR}
+  assert "--return-sampling-mask" in group.trajectories[0].error
