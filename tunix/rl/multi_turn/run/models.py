@@ -367,8 +367,12 @@ def make_learner(
     image_store: images_lib.ImageStore,
     mesh: jax.sharding.Mesh | None,
     processes: peers_lib.Peers = peers_lib.ALONE,
+    teacher: Any = None,
 ) -> learner_lib.Learner:
-  """The learner of GRPO; its KL term is measured to `policy`."""
+  """The learner of GRPO; its KL term is measured to `policy`.
+
+  `teacher` is what `make_teacher` gave.
+  """
   return _make_learner(
       config,
       policy,
@@ -378,7 +382,7 @@ def make_learner(
       config.algorithm,
       reference=policy.model if config.algorithm.kl_coef else None,
       processes=processes,
-      teacher=make_teacher(config, policy, mesh),
+      teacher=teacher,
   )
 
 

@@ -44,7 +44,7 @@ class Training:
     config = run.config
     self._config = config
     self._learner = models.make_learner(
-        config, run.policy, run.images, run.mesh, run.processes
+        config, run.policy, run.images, run.mesh, run.processes, run.teacher
     )
     self._checkpoints = checkpoint_lib.LearnerCheckpoints(
         run.directory / "checkpoints", config.checkpoint
