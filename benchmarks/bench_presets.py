@@ -6,7 +6,8 @@
 Every preset trains the shipped `tiny_vl` on families of the desktop gym, with
 equal sizes; the table has, over the seeds, the success rate on held-out tasks
 at the start and at the end, and the training episodes until the mean of three
-updates' success reached `--goal`. A run that has ended is not made again: the
+updates' success reached `--goal`, those of replaced groups and greedy ones
+among them. A run that has ended is not made again: the
 result of each is a line of `--out`/results.jsonl, and a run that was cut off
 resumes from its checkpoint. Each run has `--limit-s` seconds.
 
@@ -39,7 +40,6 @@ COMMON = (
     "eval.modes=[sampled]",
     "checkpoint.every=10",
     "report.progress=none",
-    "monitor.on=false",
 )
 MEAN_OF = 3  # Updates.
 STOP_S = 60.0
@@ -63,6 +63,16 @@ def samples_to(
     if len(recent) == MEAN_OF and statistics.fmean(recent) >= goal:
       return episodes
   return None
+
+
+def samples_of(preset: str, m: dict[str, Any]) -> int:
+  """Episodes played for an update: also of groups that were replaced, and the
+  greedy one beside each group."""
+  settings = presets.get(preset).settings
+  a_group = m["episodes"] / max(m["groups"], 1)
+  if settings.get("algorithm.advantage") == "remax":
+    a_group += 1
+  return round(a_group * (m["groups"] + m.get("replaced_groups", 0.0)))
 
 
 def command(
@@ -122,8 +132,10 @@ def run_once(
   if curve.exists():
     metrics = [json.loads(line) for line in curve.read_text().splitlines()]
     found["updates"] = len(metrics)
-    found["episodes"] = int(sum(m["episodes"] for m in metrics))
-    found["curve"] = [[int(m["episodes"]), m["success_rate"]] for m in metrics]
+    found["curve"] = [
+        [samples_of(name, m), m["success_rate"]] for m in metrics
+    ]
+    found["episodes"] = sum(samples for samples, _ in found["curve"])
   summary = directory / "summary.json"
   if summary.exists():
     evaluations = json.loads(summary.read_text()).get("eval") or {}
