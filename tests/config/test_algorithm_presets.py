@@ -106,7 +106,13 @@ def test_a_preset_of_ones_own_is_named_by_its_path():
             "dynamic_sampling=1",
         ),
         (["watchdog.stop=[unsloved]"], "did you mean 'unsolved'"),
-        (["algorithm=ppo", "collect.gamma=1"], "gae_bootstrap=true"),
+        (
+            [
+                "algorithm=ppo", "collect.gamma=1",
+                "algorithm.gae_bootstrap=true",
+            ],
+            "gae_bootstrap=true",
+        ),
         (["algorithm=ppo", "learner.dynamic_sampling=1"], "advantage=gae"),
         (
             ["algorithm=ppo", "learner.skip_zero_advantage=true"],

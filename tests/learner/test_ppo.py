@@ -160,7 +160,9 @@ def hidden_of(learner, sequence):
 
 
 def test_values_advantages_and_targets_are_those_of_the_reference(case):
-  learner = with_head(case.learner(**PPO, gae_lambda=0.8, gamma=0.9))
+  learner = with_head(
+      case.learner(**PPO, gae_lambda=0.8, gamma=0.9, gae_bootstrap=True)
+  )
   groups = groups_of(case)
   found, _ = critic.of_groups(
       groups,
@@ -376,6 +378,7 @@ def test_nothing_of_a_critic_is_there_without_one(case):
   assert update.Extra(0, 0).teacher is None
 
 
+@pytest.mark.slow
 def test_the_memory_of_an_update_is_compiled_with_its_extras(case):
   """Value head, sampling mask, teacher and frozen tower, from shapes alone."""
   learner = case.learner(rows=2, row_length=64)
@@ -431,3 +434,97 @@ def test_a_qwen_policy_and_its_adapter_learn_with_a_value_head(
     saved.restore(again)
   groups = groups_of(case)
   assert again.update(groups)["loss"] == learner.update(groups)["loss"]
+
+
+# --- learning -----------------------------------------------------------------
+
+
+def distributions(learner, sequences):
+  """float64[S, V] of each sequence's sampled places, by the policy itself."""
+  examples = [
+      example_lib.Example(s, np.zeros(len(s)), episode=i)
+      for i, s in enumerate(sequences)
+  ]
+  packed = learner._minibatches.pack(examples, np.ones(len(examples)))
+  model = learner.policy()
+  banned = list(model.config.banned_token_ids)
+  found = {}
+  for batch in packed.batches:
+    hidden = logprobs.gather_hidden(model(batch.inputs), batch.index)
+    logits = np.array(model.logits(hidden), np.float64)
+    logits[..., banned] = -np.inf
+    logits -= logits.max(-1, keepdims=True)
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    mask, number = np.asarray(batch.mask), np.asarray(batch.sequences)
+    for i in np.unique(number[mask]):
+      found[i] = p[mask & (number == i)]
+  return [found[i] for i in range(len(sequences))]
+
+
+@pytest.mark.slow
+def test_ppo_learns_a_task_whose_reward_comes_a_turn_later(case):
+  """Two turns, sampled from the policy; the first token decides the reward of
+  the second turn. Groups of one: nothing but the value head is a baseline."""
+  learner = case.learner(
+      **PPO,
+      gamma=0.95,
+      learning_rate=1e-2,
+      value_learning_rate=2e-2,
+      minibatches=2,
+      epochs=2,
+      groups_per_step=16,
+  )
+  rng = np.random.default_rng(0)
+  prompt = [("text", case.text(4)), ("image", case.image())]
+  bridge = ("text", case.text(2))
+  embedding = np.asarray(case.model.embedding[...])
+  good = embedding @ rng.normal(size=embedding.shape[1]) > 0
+
+  def draw(rows):
+    return [int(rng.choice(len(p), p=p)) for p in rows]
+
+  def sequence(first, second, lps=(0.0, 0.0)):
+    made = case.sequence(
+        [*prompt, ("sampled", [first]), bridge, ("sampled", [second])]
+    )
+    lp = np.zeros(len(made))
+    lp[made.loss_mask] = lps
+    turns = np.zeros(len(made), int)
+    turns[-3:] = 1
+    return dataclasses.replace(made, logprobs=lp, turn_ids=turns)
+
+  def play(count):
+    any_token = int(case.ids[0])
+    (p, _), = distributions(learner, [sequence(any_token, any_token)])
+    firsts = draw([p] * count)
+    rows = distributions(learner, [sequence(t, any_token) for t in firsts])
+    seconds = draw([row[1] for row in rows])
+    out = []
+    for i, (first, second, row) in enumerate(zip(firsts, seconds, rows)):
+      won = float(good[first])
+      lps = np.log([row[0][first], row[1][second]])
+      out.append(
+          trajectory.TrajectoryGroup(
+              f"g{i}",
+              "t",
+              (
+                  trajectory.Trajectory(
+                      task="t",
+                      steps=[trajectory.Step(), trajectory.Step(reward=won)],
+                      reward=won,
+                      status=STATUS.SUCCEEDED if won else STATUS.FAILED,
+                      sequences=[sequence(first, second, lps)],
+                  ),
+              ),
+          )
+      )
+    return out, float(p[good].sum())
+
+  chances = []
+  for _ in range(10):
+    groups, chance = play(16)
+    chances.append(chance)
+    metrics = learner.update(groups)
+  assert 0.3 < chances[0] < 0.7
+  assert chances[-1] > 0.9
+  assert metrics["ratio_max"] < 20

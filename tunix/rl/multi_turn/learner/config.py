@@ -114,9 +114,10 @@ class AlgorithmConfig:
       le=1,
   )
   gae_bootstrap: bool = settings.setting(
-      default=True,
+      default=False,
       doc="What an episode that a limit ended is still worth: the value of its"
-      " last state, instead of nothing. Needs collect.gamma < 1.",
+      " last state, instead of nothing. For limits that are no part of the"
+      " task; needs collect.gamma < 1.",
   )
   gae_normalise: bool = settings.setting(
       default=True,
