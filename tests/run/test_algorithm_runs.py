@@ -7,8 +7,8 @@ import small_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NEW = (
-    small_runs.NANO, "warm_start.source=none", "eval.modes=[]", "seed=1",
-    "name=r",
+    small_runs.NANO, "warm_start.source=none", "eval.modes=[sampled]", "seed=1",
+    "name=r", "eval.episodes_per_task=1",
 )  # pyformat: disable
 
 
