@@ -215,17 +215,19 @@ def main() -> None:
   settings = [*COMMON, *args.settings]
   for seed in range(args.seeds):
     for name in args.presets:
-      done = [
+      before = [
           r for r in results_of(path)
           if (r["preset"], r["seed"], r["steps"], r["settings"])
-          == (name, seed, args.steps, settings) and r["ended"] == "finished"
+          == (name, seed, args.steps, settings)
       ]  # pyformat: disable
-      if done:
+      if any(r["ended"] == "finished" for r in before):
         continue
       directory = args.out / f"{name.replace(':', '_')}-{seed}"
       found = run_once(
           directory, name, seed, args.steps, args.limit_s, args.settings
       )
+      if before:  # It was cut off.
+        found["seconds"] = round(found["seconds"] + before[-1]["seconds"], 1)
       with path.open("a") as file:
         file.write(json.dumps(found) + "\n")
       print(f"{name} seed {seed}: {found['ended']}", file=sys.stderr)

@@ -582,7 +582,8 @@ class Learner:
     if bool(old != new):  # type: ignore[operator]
       raise ValueError(
           "the checkpoint's arrays do not have this learner's structure;"
-          " policy, optimizer, weight_decay and grad_clip must be as they were"
+          " policy, optimizer, weight_decay, grad_clip, freeze_vision and a"
+          " value head must be as they were"
       )
     if progress["seed"] != self.seed:
       raise ValueError(
