@@ -25,7 +25,14 @@ PUBLISHED = {
     "cispo": dict(objective="cispo", clip_low=1.0),
     "gigpo": dict(advantage="gigpo", gigpo_step_weight=1.0),
     "reinforce_pp": dict(advantage="reinforce_pp"),
+    "ppo": dict(advantage="gae", objective="grpo", clip_high=0.2),
+    "remax": dict(advantage="remax", objective="policy_gradient"),
+    # Section 4.2: r, omega_low and omega_high; k and beta.
+    "clip_cov": dict(cov_share=2e-4, cov_low=1.0, cov_high=5.0),
+    "kl_cov": dict(objective="kl_cov", cov_kl_coef=1.0),
+    "distill": dict(advantage="none", distill_coef=1.0),
 }
+NEEDED = {"distill": ["algorithm.teacher=tiny_vl"]}
 mine = presets.AlgorithmPreset({"algorithm.clip_high": 0.5}, "nowhere")
 
 
@@ -35,7 +42,7 @@ def load(*overrides):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_brings_its_preset_and_can_be_built(name):
-  config = load(f"algorithm={name}")
+  config = load(f"algorithm={name}", *NEEDED.get(name, ()))
   assert config.algorithm.name == name
   values = loader.to_dict(config)
   for key, value in presets.get(name).settings.items():
@@ -99,6 +106,29 @@ def test_a_preset_of_ones_own_is_named_by_its_path():
             "dynamic_sampling=1",
         ),
         (["watchdog.stop=[unsloved]"], "did you mean 'unsolved'"),
+        (
+            [
+                "algorithm=ppo", "collect.gamma=1",
+                "algorithm.gae_bootstrap=true",
+            ],
+            "gae_bootstrap=true",
+        ),
+        (["algorithm=ppo", "learner.dynamic_sampling=1"], "advantage=gae"),
+        (
+            ["algorithm=ppo", "learner.skip_zero_advantage=true"],
+            "algorithm.advantage=gae",
+        ),
+        (["algorithm=distill"], "needs a teacher"),
+        (["algorithm.teacher=tiny_vl"], "distill_coef=0"),
+        (["algorithm.advantage=none"], "distill_coef=0"),
+        (["algorithm.cov_low=6"], "cov_high=5"),
+        (["algorithm.keep_sampling_mask=true"], "sampling.top_k=0"),
+        (["sampling.top_p=0.9"], "keep_sampling_mask=true"),
+        (
+            ["algorithm.keep_sampling_mask=true", "sampling.top_k=20",
+             "rollout.via=proxy"],
+            "rollout.via=in_process",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(given, message):
@@ -106,9 +136,10 @@ def test_what_cannot_be_is_refused(given, message):
     load(*given)
 
 
-def test_reinforce_pp_learns_from_single_episodes():
+def test_some_learn_from_single_episodes():
   single = ["collect.group_size=1", "collect.min_valid=1"]
-  load("algorithm=reinforce_pp", *single)
+  for name in ("reinforce_pp", "ppo", "remax"):
+    load(f"algorithm={name}", *single)
   with pytest.raises(config_lib.ConfigError, match="compares"):
     load("algorithm=rloo", *single)
 

@@ -68,6 +68,9 @@ class Case:
     )
 
     seed = given.pop("seed", 0)
+    teacher = given.pop("teacher", None)
+    if given.get("distill_coef"):
+      given["teacher"] = "named"  # Its name, a setting of its own.
 
     def take(cls):
       names = {f.name for f in dataclasses.fields(cls)} & given.keys()
@@ -84,6 +87,7 @@ class Case:
         seed=seed,
         mesh=mesh,
         reference=reference,
+        teacher=teacher,
         **given,
     )
     # Compiling is all the time these tests take, and a program has no state.
@@ -91,6 +95,7 @@ class Case:
         dataclasses.replace(config, **HOST_ONLY),
         dataclasses.replace(algorithm, **HOST_ONLY_ALGORITHM),
         config.steps_per_update == 1,
+        learner.algorithm.has_critic,
         sampling.temperature,
         mesh,
     )

@@ -127,6 +127,31 @@ def main(directory):
       "compiles": pair[1].compiles,
   }
 
+  # A value head is on all devices, and its values are of the whole batch.
+  ppo = dict(
+      advantage="gae",
+      value_learning_rate=1e-2,
+      skip_zero_advantage=False,
+      minibatches=2,
+      groups_per_step=6,
+      **config,
+  )
+  pair = [
+      case.learner(**ppo),
+      case.learner(mesh=sharding.make_mesh(**MESHES["mixed"]), **ppo),
+  ]
+  metrics = [[one.update(groups) for groups in data] for one in pair]
+  report["critic"] = {
+      "loss": max(abs(a["loss"] - b["loss"]) for a, b in zip(*metrics)),
+      "value_loss": max(
+          abs(a["value_loss"] / b["value_loss"] - 1) for a, b in zip(*metrics)
+      ),
+      "parameters": learner_cases.largest_difference(
+          *(one.arrays()["params"] for one in pair)
+      ),
+      "compiles": pair[1].compiles,
+  }
+
   muon = case.learner(
       mesh=sharding.make_mesh(**MESHES["mixed"]), optimizer="muon", **config
   )

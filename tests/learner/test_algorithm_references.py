@@ -78,6 +78,9 @@ def _token_losses(c, s):
     weight = behaviour
   if c.veto and (s["proximal"] - s["sampled"]).exp().min() < c.veto:
     weight = torch.zeros_like(new)
+  if c.distill_coef:
+    # The reverse KL's sampled term, whose gradient is by the score function.
+    advantage = advantage + c.distill_coef * (s["teacher"] - anchor)
   ratio = (new - anchor).exp()
   if c.objective == "gspo":
     ratio = (new - anchor).mean().exp().expand(len(new))
@@ -178,6 +181,7 @@ def _values(examples, seed):
         "proximal": proximal,
         "new": proximal + 0.3 * rng.normal(size=size),
         "reference": sampled + 0.5 * rng.normal(size=size),
+        "teacher": sampled + 0.8 * rng.normal(size=size),
         "entropy": np.abs(rng.normal(size=size)),
         "advantage": e.advantages[e.sequence.loss_mask].astype(np.float64),
     })
@@ -238,7 +242,9 @@ def _compare(config, packed, seed=0, values=None):
         advantages=_spread(batch, values, "advantage"),
     )
     extra = update.Extra(
-        _spread(batch, values, "proximal"), _spread(batch, values, "reference")
+        _spread(batch, values, "proximal"),
+        _spread(batch, values, "reference"),
+        teacher=_spread(batch, values, "teacher"),
     )
     entropy = _spread(batch, values, "entropy")
 
@@ -273,7 +279,10 @@ def test_the_batch_is_what_the_module_says(packed):
   assert len({e.episode for e in examples}) == 5  # The sixth is invalid.
   assert len(examples) == 3 + 1 + 2 + 2 + 3
   assert [e.truncated for e in examples].count(True) == 1
-  assert set(OBJECTIVES) == set(objectives.OBJECTIVES) - {"behaviour_cloning"}
+  # Those of a whole buffer are in test_buffer_objectives.
+  assert set(OBJECTIVES) == set(objectives.OBJECTIVES) - {
+      "behaviour_cloning", "clip_cov", "kl_cov",
+  }  # pyformat: disable
 
 
 @pytest.mark.parametrize(
@@ -311,6 +320,19 @@ def test_aggregation_kl_and_entropy_equal_torch(packed, aggregation, estimator):
       kl_coef=0.2,
       kl_estimator=estimator,
       entropy_coef=0.03,
+  )
+  _compare(config, packed)
+
+
+@pytest.mark.parametrize(
+    "objective, importance", [("policy_gradient", "none"), ("grpo", "tis")]
+)
+def test_distillation_equals_torch(packed, objective, importance):
+  config = config_lib.AlgorithmConfig(
+      objective=objective,
+      importance=importance,
+      distill_coef=0.7,
+      teacher="some",
   )
   _compare(config, packed)
 

@@ -32,6 +32,13 @@ def test_whole_sequence_ratios_and_an_adapted_kl_equal_one_device(report):
   assert found["compiles"]["accumulate"] == 1
 
 
+def test_a_value_head_on_a_mesh_equals_one_device(report):
+  found = report["critic"]
+  assert found["loss"] < 1e-4 and found["value_loss"] < 1e-4
+  assert found["parameters"] < 1e-4
+  assert found["compiles"]["value"] == found["compiles"]["accumulate"] == 1
+
+
 @pytest.mark.parametrize("mesh", ["data", "fsdp", "mixed"])
 def test_no_device_ever_gathers_the_logits(report, mesh):
   found = report[mesh]

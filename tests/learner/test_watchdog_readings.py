@@ -42,3 +42,14 @@ def test_a_gradient_that_explodes_is_seen(case):
   ]
   readings.append(learner.update(large))
   assert found(readings, window=3) == [(4, "gradient")]
+
+
+def test_tasks_never_solved_are_seen_with_a_value_head_too(case):
+  """Its errors are advantages, and no sign that anything can be learned."""
+  learner = case.learner(advantage="gae", skip_zero_advantage=False)
+  failed = lambda: [case.group([0.0, 0.0], f"g{i}") for i in range(2)]
+  readings = [learner.update(failed()) for _ in range(2)]
+  assert readings[1]["optimizer_steps"] == 2
+  assert found(readings, no_gradient_updates=2) == [(2, "unsolved")]
+  readings.append(learner.update([case.group([1.0, 0.0], "h")]))
+  assert not found(readings[1:], no_gradient_updates=2)

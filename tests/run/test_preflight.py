@@ -256,3 +256,33 @@ def test_a_folder_called_auto_is_not_in_the_queues_way(tmp_path, monkeypatch):
   config = config_lib.load_config([f"run.dir={tmp_path}"])
   assert config.queue.path == "auto"
   preflight.before_building(config)
+
+
+# --- teachers -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, message", [
+    ("qwen3_vl_tiny", "another tokenizer|another image processor"),
+    ("./nowhere", "nowhere"),
+    ("qwen2_5_vl_tiny", "neither a policy directory"),
+])  # pyformat: disable
+def test_a_teacher_that_cannot_teach_is_refused_before_anything(name, message):
+  config = config_lib.load_config(
+      ["name=x", "algorithm=distill", f"algorithm.teacher={name}"]
+  )
+  source = models.warm_start_source(config)
+  policy = models.make_policy(config, None, source)
+  with pytest.raises(config_lib.ConfigError, match=message) as raised:
+    models.make_teacher(config, policy, None)
+  assert f"algorithm.teacher={name}" in str(raised.value)
+
+
+def test_a_teacher_of_the_same_family_is_loaded():
+  config = config_lib.load_config(
+      ["name=x", "algorithm=distill", "algorithm.teacher=tiny_vl"]
+  )
+  policy = models.make_policy(config, None, "")
+  teacher = models.make_teacher(config, policy, None)
+  assert type(teacher) is type(policy.model)
+  plain = config_lib.load_config(["name=x"])
+  assert models.make_teacher(plain, policy, None) is None

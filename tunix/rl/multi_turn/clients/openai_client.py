@@ -299,6 +299,7 @@ class OpenAIClient:
         finish_reason=last,
         metrics={"requests": float(len(parts))},
         fallback=next((p.fallback for p in parts if p.fallback), ""),
+        support=remote_protocols.joined_support([p.support for p in parts]),
     )
 
   async def _ask(
@@ -428,6 +429,7 @@ class OpenAIClient:
         versions,
         remote_protocols.finish_reason(answer.reason),
         fallback=cause,
+        support=remote_protocols.support_of(answer, tokens_S, bool(cause)),
     )
 
   def _tokenised(

@@ -45,6 +45,7 @@ class Answer:
   prompt: list[int] | None
   prompt_length: int | None
   versions: list[tuple[int, int]]  # (first token, version).
+  support: list[list[int]] | None = None  # Of each token, its sampling mask.
 
 
 # --- requests -----------------------------------------------------------------
@@ -115,6 +116,8 @@ def sglang_body(
       "sampling_params": params,
       "return_logprob": True,
   }
+  if sampling.top_logprobs:
+    body["return_sampling_mask"] = True
   if pictures:
     body["image_data"] = pictures
   return body
@@ -166,6 +169,7 @@ def of_openai(answer: Any) -> Answer:
           [(int(a), int(v)) for a, v in choice.get("policy_versions") or ()]
           or _spans(choice.get("weight_versions"))
       ),
+      support=_support(choice.get("sampling_mask")),
   )
 
 
@@ -174,6 +178,11 @@ def of_sglang(answer: Any) -> Answer:
   about = field(answer, "meta_info", dict)
   reason = about.get("finish_reason") or {}
   sampled = about.get("output_token_logprobs")  # [[log-prob, id, text], …]
+  support = _support(about.get("output_token_sampling_mask"))
+  logprobs = sampled and [float(entry[0]) for entry in sampled]
+  if support is not None:
+    # The others are of the whole vocabulary.
+    logprobs = about.get("output_token_sampling_logprobs") or logprobs
   versions = _spans(about.get("weight_versions"))
   if not versions:
     versions = _spans([{"start": 0, "version": about.get("weight_version")}])
@@ -185,11 +194,74 @@ def of_sglang(answer: Any) -> Answer:
           if sampled is not None
           else answer.get("output_ids")
       ),
-      logprobs=sampled and [float(entry[0]) for entry in sampled],
+      logprobs=logprobs,
       prompt=answer.get("prompt_token_ids"),
       prompt_length=about.get("prompt_tokens"),
       versions=versions,
+      support=support,
   )
+
+
+def _support(found: Any) -> list[list[int]] | None:
+  """A sampling mask: lists of ids, or {"token_ids": [...], "offsets": [...]}.
+
+  Raises:
+    RemoteError: neither.
+  """
+  if found is None:
+    return None
+  try:
+    if isinstance(found, Mapping):
+      ids, at = found["token_ids"], found["offsets"]
+      found = [ids[a:b] for a, b in zip(at, at[1:])]
+    return [[int(i) for i in row] for row in found]
+  except (KeyError, TypeError, ValueError) as error:
+    raise RemoteError(
+        "the server's answer has a sampling_mask that is no list of token ids"
+        f" a token: {str(found)[:200]!r}"
+    ) from error
+
+
+def support_of(
+    answer: Answer, tokens_S: np.ndarray, is_fallback: bool
+) -> np.ndarray | None:
+  """int32[S, K] of an answer's sampling mask, see `Completion.support`.
+
+  None without one, or where the tokens are not the sampler's own.
+
+  Raises:
+    RemoteError: it is of other tokens.
+  """
+  rows = answer.support
+  if rows is None or is_fallback:
+    return None
+  if len(rows) != len(tokens_S) or any(
+      row and int(token) not in row for row, token in zip(rows, tokens_S)
+  ):
+    raise RemoteError(
+        f"the server's sampling_mask of {len(rows)} tokens is not of the"
+        f" {len(tokens_S)} that it sampled"
+    )
+  support = np.full(
+      (len(rows), max([1, *map(len, rows)])), -1, np.int32
+  )
+  for i, row in enumerate(rows):
+    support[i, : len(row)] = row
+  return support
+
+
+def joined_support(
+    parts: Sequence[np.ndarray | None],
+) -> np.ndarray | None:
+  """int32[S, K] of a completion in parts; None if one has none."""
+  found = [part for part in parts if part is not None]
+  if len(found) < len(parts) or not found:
+    return None
+  width = max(part.shape[1] for part in found)
+  return np.concatenate([
+      np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=-1)
+      for part in found
+  ])
 
 
 def _spans(found: Any) -> list[tuple[int, int]]:

@@ -13,10 +13,12 @@ from tunix.rl.multi_turn.agents import registry as agents
 from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import evaluation_figures
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import settings
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.learner import config as learner_config
 from tunix.rl.multi_turn.learner.algorithms import presets
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.policy import settings as policy_settings
@@ -40,6 +42,7 @@ def contradictions(config: TrainConfig) -> list[str]:
       *_algorithm(config),
       *_queue(config),
       *_parts(config),
+      *_replay(config),
       *_warm_start(config),
       *_evaluation(config),
   ]
@@ -322,7 +325,7 @@ def _external(c: TrainConfig) -> Iterator[str]:
 
 def _learning(c: TrainConfig) -> Iterator[str]:
   size, valid = c.collect.group_size, c.collect.min_valid
-  alone = c.algorithm.advantage == "reinforce_pp"  # No group's baseline.
+  alone = c.algorithm.advantage in learner_config.COMPARED_WITH_NOTHING
   if c.learner.steps > 0 and size < 2 and not alone:
     yield (
         f"collect.group_size={size}: {c.algorithm.advantage} compares the"
@@ -367,11 +370,29 @@ def _algorithm(c: TrainConfig) -> Iterator[str]:
         f" episodes, collect.group_size={c.collect.group_size}; lower the first"
         " or raise the second"
     )
-  if c.algorithm.advantage == "reinforce_pp" and c.learner.dynamic_sampling:
+  name = c.algorithm.advantage
+  alone = name in learner_config.COMPARED_WITH_NOTHING
+  if alone and c.learner.dynamic_sampling:
     yield (
         f"learner.dynamic_sampling={c.learner.dynamic_sampling} replaces groups"
-        " of equal rewards, from which algorithm.advantage=reinforce_pp learns;"
+        f" of equal rewards, from which algorithm.advantage={name} learns;"
         " set learner.dynamic_sampling=0"
+    )
+  if name == "gae":
+    if c.algorithm.gae_bootstrap and c.collect.gamma == 1:
+      yield (
+          "algorithm.gae_bootstrap=true with collect.gamma=1 makes an episode"
+          " without an end worth as much as a solved one; set collect.gamma"
+          " below 1, e.g. 0.95, or algorithm.gae_bootstrap=false"
+      )
+    extra.append("algorithm.advantage=gae")
+  if c.algorithm.distill_coef > 0:
+    extra.append(f"algorithm.distill_coef={c.algorithm.distill_coef}")
+  if name == "remax" and c.rollout.agent:
+    yield (
+        f"algorithm.advantage=remax plays a greedy episode beside each group,"
+        f" and the agents of rollout.agent={c.rollout.agent} sample as they"
+        " like; leave it empty, or use another algorithm"
     )
   if c.learner.skip_zero_advantage and extra:
     yield (
@@ -397,13 +418,30 @@ def _algorithm(c: TrainConfig) -> Iterator[str]:
         " episodes carry no policy gradient; set it > 0 (or steps=0)"
     )
   truncated = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
-  if (
-      truncated and c.algorithm.importance == "none" and c.learner.steps > 0
-  ):
+  if c.algorithm.keep_sampling_mask:
+    yield from _sampling_mask(c)
+  elif truncated and c.algorithm.importance == "none" and c.learner.steps > 0:
     yield (
         f"sampling.top_k={s.top_k}, sampling.top_p={s.top_p},"
         f" sampling.min_p={s.min_p} sample from a truncated distribution that"
         " the learner does not reproduce; set them to 0, 1 and 0, or"
+        " algorithm.keep_sampling_mask=true, or algorithm.importance=tis"
+    )
+
+
+def _sampling_mask(c: TrainConfig) -> Iterator[str]:
+  most = policy_client.MAX_TOP_LOGPROBS
+  if not 0 < c.sampling.top_k <= most:
+    yield (
+        f"algorithm.keep_sampling_mask=true keeps at most {most} tokens with"
+        f" each sampled one, and sampling.top_k={c.sampling.top_k}; set it to 1"
+        f" to {most} (sampling.top_p and sampling.min_p are free)"
+    )
+  if c.rollout.agent or c.rollout.via == "proxy":
+    yield (
+        "algorithm.keep_sampling_mask=true: what is sampled through the proxy"
+        f" (rollout.via={c.rollout.via}, rollout.agent={c.rollout.agent!r})"
+        " has no mask; use rollout.via=in_process or external, or"
         " algorithm.importance=tis"
     )
 
@@ -459,6 +497,30 @@ def _parts(c: TrainConfig) -> Iterator[str]:
         f"collect.part_size={part} delivers episodes in the order in which they"
         " end, which no repeatable run can keep; set queue.max_staleness > 0 or"
         " collect.part_size=0"
+    )
+
+
+def _replay(c: TrainConfig) -> Iterator[str]:
+  age = c.learner.success_replay
+  if not age:
+    return
+  if age > c.queue.max_staleness and c.algorithm.importance == "none":
+    yield (
+        f"learner.success_replay={age} lends episodes older than"
+        f" queue.max_staleness={c.queue.max_staleness} accepts, without a"
+        " correction; set algorithm.importance=tis, or lower the first to the"
+        " second"
+    )
+  if c.collect.part_size:
+    yield (
+        f"learner.success_replay={age} lends to whole groups, and"
+        f" collect.part_size={c.collect.part_size} splits them; set one to 0"
+    )
+  if c.algorithm.advantage in learner_config.COMPARED_WITH_NOTHING:
+    yield (
+        f"learner.success_replay={age} gives groups an episode to be compared"
+        f" with, and algorithm.advantage={c.algorithm.advantage} compares none;"
+        " set it to 0"
     )
 
 

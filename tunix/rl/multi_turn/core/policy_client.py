@@ -137,6 +137,9 @@ class Completion:
     entropies: float32[S], nats, of the policy's distribution before each
       token, at temperature 1, nothing truncated, banned tokens left out.
       None when the sampler does not report them.
+    support: int32[S, K], ids of the tokens that truncation (top_k, top_p,
+      min_p) left to be sampled, -1 where there are fewer than K; a row of -1
+      where nothing was truncated. None when the sampler does not report them.
   """
 
   tokens: np.ndarray
@@ -149,6 +152,7 @@ class Completion:
   top_tokens: np.ndarray | None = None
   top_logprobs: np.ndarray | None = None
   entropies: np.ndarray | None = None
+  support: np.ndarray | None = None
 
   def __post_init__(self):
     for name, dtype in (
@@ -159,6 +163,7 @@ class Completion:
         ("top_tokens", np.int32),
         ("top_logprobs", np.float32),
         ("entropies", np.float32),
+        ("support", np.int32),
     ):
       if getattr(self, name) is None and name not in _REQUIRED:
         continue
@@ -167,13 +172,33 @@ class Completion:
       object.__setattr__(self, name, array)
     if not len(self.tokens) == len(self.logprobs) == len(self.versions):
       raise ValueError("Completion needs one log-prob and version a token")
-    for name in ("raw_logprobs", "top_tokens", "top_logprobs", "entropies"):
+    for name in (
+        "raw_logprobs", "top_tokens", "top_logprobs", "entropies", "support"
+    ):  # pyformat: disable
       array = getattr(self, name)
       if array is not None and len(array) != len(self.tokens):
         raise ValueError(
             f"Completion.{name} has {len(array)} entries for"
             f" {len(self.tokens)} tokens"
         )
+
+  def with_support(self) -> Completion:
+    """With `support` from `top_tokens`, where it is not there already.
+
+    Those are all tokens that could be sampled if no more than K could, as
+    where 0 < top_k <= K and no logits tie at the threshold. One that was
+    sampled among more ties than K belongs to it, too. A completion with neither
+    is as it is.
+    """
+    tops, logprobs = self.top_tokens, self.top_logprobs
+    if self.support is not None or tops is None or logprobs is None:
+      return self
+    support = np.where(np.isfinite(logprobs), tops, -1)
+    missing = ~np.any(support == self.tokens[:, None], axis=1)
+    if missing.any():
+      own = np.where(missing, self.tokens, -1)
+      support = np.concatenate([support, own[:, None]], axis=1)
+    return dataclasses.replace(self, support=support)
 
 
 class PolicyClient(Protocol):

@@ -147,6 +147,10 @@ class TokenSequence:
       each sampled token, at temperature 1, nothing truncated (see
       `policy_client.Completion`); 0 where the mask is False. None unless the
       sampler reported it for every sampled token.
+    support: int32[T, K], ids of the tokens that truncation left to be sampled
+      at each sampled one (see `policy_client.Completion`), largest first, -1
+      where there are fewer; as narrow as it can be. None unless the sampler
+      reported it for every sampled token.
   """
 
   tokens: np.ndarray
@@ -156,6 +160,7 @@ class TokenSequence:
   turn_ids: np.ndarray
   images: tuple[ImageSpan, ...] = ()
   entropies: np.ndarray | None = None
+  support: np.ndarray | None = None
 
   def __post_init__(self):
     fields = {
@@ -203,10 +208,32 @@ class TokenSequence:
       raise ValueError("a sampled token carries no policy version")
     if length > 1 and np.any(np.diff(self.turn_ids) < 0):
       raise ValueError("TokenSequence.turn_ids must not decrease")
+    if self.support is not None:
+      self._check_support()
     check_spans(self.tokens, self.images)
     for span in self.images:
       if np.any(mask[span.offset : span.end]):
         raise ValueError("an image placeholder is marked as sampled")
+
+  def _check_support(self) -> None:
+    support: np.ndarray = np.array(self.support, np.int32)
+    if support.ndim != 2 or len(support) != len(self.tokens):
+      raise ValueError(
+          f"TokenSequence.support has shape {support.shape} for"
+          f" {len(self.tokens)} tokens; it must be [T, K]"
+      )
+    # One form for one support: no filling that no token needs.
+    support = -np.sort(-support, axis=1)
+    width = int((support >= 0).sum(axis=1).max(initial=1))
+    support = np.ascontiguousarray(support[:, :width])
+    support.flags.writeable = False
+    object.__setattr__(self, "support", support)
+    if np.any(support[~self.loss_mask] != -1):
+      raise ValueError("a token that was not sampled carries a support")
+    truncated = np.any(support >= 0, axis=1)
+    inside = np.any(support == self.tokens[:, None], axis=1)
+    if np.any(truncated & ~inside):
+      raise ValueError("a sampled token is outside of its support")
 
   def __len__(self) -> int:
     return len(self.tokens)
@@ -218,7 +245,7 @@ class TokenSequence:
         np.array_equal(getattr(self, f), getattr(other, f))
         for f in (
             "tokens", "loss_mask", "logprobs", "versions", "turn_ids",
-            "entropies",
+            "entropies", "support",
         )
     )  # pyformat: disable
 
@@ -246,10 +273,15 @@ class TokenSequence:
     )
 
   def to_json(self) -> dict[str, Any]:
-    """JSON values; `entropies` only where there are any."""
+    """JSON values; `entropies` and `support` only where there are any."""
     told = {}
     if self.entropies is not None:
       told["entropies"] = self.entropies.tolist()
+    if self.support is not None:
+      # Of sampled tokens, without filling.
+      told["support"] = [
+          row[row >= 0].tolist() for row in self.support[self.loss_mask]
+      ]
     return {
         "tokens": self.tokens.tolist(),
         "loss_mask": self.loss_mask.astype(int).tolist(),
@@ -270,4 +302,18 @@ class TokenSequence:
         turn_ids=data["turn_ids"],
         images=tuple(ImageSpan.from_json(s) for s in data["images"]),
         entropies=data.get("entropies"),
+        support=_support(data.get("support"), data["loss_mask"]),
     )
+
+
+def _support(
+    rows: Sequence[Sequence[int]] | None, mask: Sequence[int]
+) -> np.ndarray | None:
+  """int32[T, K] of the lists of sampled tokens."""
+  if rows is None:
+    return None
+  width = max(map(len, rows), default=0)
+  support = np.full((len(mask), max(width, 1)), -1, np.int32)
+  for at, row in zip(np.flatnonzero(mask), rows, strict=True):
+    support[at, : len(row)] = row
+  return support

@@ -330,6 +330,8 @@ class TrajectoryGroup:
     attempt: 0 for the first try of this task, +1 for each re-queue.
     peer_rewards: rewards of valid members that earlier parts of this group
       held: compared with, and trained on there.
+    greedy: the episode played greedily beside the members, for algorithms
+      whose baseline it is; no member, and never trained on. None without one.
   """
 
   group_id: str
@@ -338,6 +340,7 @@ class TrajectoryGroup:
   start_version: int = 0
   attempt: int = 0
   peer_rewards: tuple[float, ...] = ()
+  greedy: Trajectory | None = None
 
   def __post_init__(self):
     object.__setattr__(self, "trajectories", tuple(self.trajectories))
@@ -348,7 +351,8 @@ class TrajectoryGroup:
     )
     if not self.trajectories:
       raise ValueError(f"group {self.group_id!r} has no trajectory")
-    for trajectory in self.trajectories:
+    beside = () if self.greedy is None else (self.greedy,)
+    for trajectory in (*self.trajectories, *beside):
       if trajectory.status is TrajectoryStatus.RUNNING:
         raise ValueError(
             f"group {self.group_id!r} holds an unfinished trajectory"
@@ -399,6 +403,8 @@ class TrajectoryGroup:
     return dataclasses.replace(self, trajectories=members)
 
   def to_json(self) -> dict[str, Any]:
+    """JSON values; `greedy` only where there is one."""
+    beside = {} if self.greedy is None else {"greedy": self.greedy.to_json()}
     return {
         "group_id": self.group_id,
         "task_id": self.task_id,
@@ -410,6 +416,7 @@ class TrajectoryGroup:
             if self.peer_rewards
             else {}
         ),
+        **beside,
     }
 
   @classmethod
@@ -423,6 +430,9 @@ class TrajectoryGroup:
         start_version=int(data["start_version"]),
         attempt=int(data["attempt"]),
         peer_rewards=tuple(data.get("peer_rewards", ())),
+        greedy=Trajectory.from_json(data["greedy"])
+        if data.get("greedy")
+        else None,
     )
 
 

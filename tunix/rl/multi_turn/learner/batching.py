@@ -59,6 +59,9 @@ class Batch:
     versions: int32[S, M], of the weights that sampled the token; -1 padding.
     sequences: int32[S, M], number of the example; -1 padding.
     groups: int32[S, M], number of its group; -1 padding.
+    streams: name -> float32[S, M], of `Example.streams`; 0 for padding.
+    support: int32[S, M, K], see `TokenSequence.support`; -1 for padding. None
+      where truncation is not reproduced.
   """
 
   inputs: base.PolicyInputs
@@ -71,6 +74,8 @@ class Batch:
   versions: base.Array
   sequences: base.Array
   groups: base.Array
+  streams: dict[str, base.Array] = dataclasses.field(default_factory=dict)
+  support: base.Array | None = None
 
 
 class Packer:
@@ -88,6 +93,8 @@ class Packer:
       pad_token_id: int = 0,
       banned_token_ids: Sequence[int] = (),
       cache_bytes: int = PATCH_CACHE_BYTES,
+      streams: Sequence[str] = (),
+      support: int = 0,
   ):
     """Args:
 
@@ -98,12 +105,18 @@ class Packer:
       pad_token_id: fills rows.
       banned_token_ids: a target among them is refused: its log-prob is -inf.
       cache_bytes: of patched images.
+      streams: names of `Example.streams` that batches hold; 0 where an example
+        has none of that name.
+      support: K of `Batch.support`, at most so many tokens of a sampling mask
+        a sampled one; 0 holds none.
     """
     self._processor = processor
     self._patches = patch_cache.PatchCache(store, processor, cache_bytes)
     self._share = share_prompts
     self._pad = pad_token_id
     self._banned = np.array(sorted(banned_token_ids), np.int32)
+    self._streams = tuple(streams)
+    self._support = support
 
   def check(self, examples: Sequence[Example], row_length: int) -> list[int]:
     """Numbers of the examples longer than a row.
@@ -123,9 +136,26 @@ class Packer:
               " samplers are banned from drawing; its log-prob is -inf. The"
               " sampler and the learner must use the same banned_token_ids"
           )
+      if self._support:
+        self._check_support(i, sequence)
       if packing.used_length(sequence) > row_length:
         long.append(i)
     return long
+
+  def _check_support(
+      self, number: int, sequence: trajectory.TokenSequence
+  ) -> None:
+    if sequence.support is None:
+      raise ValueError(
+          f"example {number} has no sampling mask, which keep_sampling_mask"
+          " needs; sample with it, or set keep_sampling_mask=False"
+      )
+    width = int((sequence.support >= 0).sum(axis=1).max(initial=0))
+    if width > self._support:
+      raise ValueError(
+          f"example {number} has a sampling mask of {width} tokens, a batch"
+          f" holds {self._support}; lower sampling.top_k"
+      )
 
   def suggest(
       self,
@@ -326,7 +356,7 @@ class Packer:
     patches, patch_segments, patch_positions, first_token = self._buffers(
         shape, placed, examples
     )
-    rows = _Rows(shape, self._pad)
+    rows = _Rows(shape, self._pad, self._streams, self._support)
     for row, item, _ in placed:
       buffer = row // shape.rows_per_buffer
       trunk = None
@@ -370,7 +400,14 @@ class Packer:
         image_patches=shape.image_patches,
         **extra,
     )
-    return Batch(inputs=inputs, mask=rows.mask, **rows.ints, **rows.floats)
+    return Batch(
+        inputs=inputs,
+        mask=rows.mask,
+        streams=rows.streams,
+        support=rows.support,
+        **rows.ints,
+        **rows.floats,
+    )
 
   def _buffers(
       self,
@@ -412,7 +449,13 @@ class Packer:
 class _Rows:
   """Rows and targets of one batch while they are filled."""
 
-  def __init__(self, shape: packing.BatchShape, pad: int):
+  def __init__(
+      self,
+      shape: packing.BatchShape,
+      pad: int,
+      streams: Sequence[str],
+      support: int,
+  ):
     b, t, s, m = shape.rows, shape.row_length, shape.buffers, shape.targets
     self._shape = shape
     self.tokens = np.full((b, t), pad, np.int32)
@@ -434,6 +477,10 @@ class _Rows:
         name: np.zeros((s, m), np.float32)
         for name in ("logprobs", "advantages", "weights")
     }
+    self.streams: dict[str, base.Array] = {
+        name: np.zeros((s, m), np.float32) for name in streams
+    }
+    self.support = np.full((s, m, support), -1, np.int32) if support else None
     self.mask = np.zeros((s, m), bool)
     self._used = np.zeros(b, np.int64)
     self._segments = np.zeros(b, np.int64)
@@ -489,6 +536,12 @@ class _Rows:
     self.floats["logprobs"][out] = sequence.logprobs[sampled]
     self.floats["advantages"][out] = example.advantages[sampled]
     self.floats["weights"][out] = weight
+    if self.support is not None and sequence.support is not None:
+      kept = sequence.support[sampled]
+      self.support[out][:, : kept.shape[1]] = kept
+    for name, stream in self.streams.items():
+      if name in example.streams:
+        stream[out] = example.streams[name][sampled]
     self.mask[out] = True
 
 

@@ -279,7 +279,8 @@ class LearnerCheckpoints:
     ):
       raise ValueError(
           f"{self.directory / str(step)} holds no {other[0]}, which this"
-          " learner trains; policy.config.param_dtype and learner.optimizer"
+          " learner trains; policy.config.param_dtype, learner.optimizer,"
+          " learner.freeze_vision and algorithm.advantage=gae (its value head)"
           " must be as they were, and checkpoints of bfloat16 parameters"
           " without float32 masters cannot be resumed: start a new run from"
           " its policy directory (policy=runs/<name>/policy)"

@@ -19,7 +19,10 @@ from jax.sharding import Mesh
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
+from tunix.rl.multi_turn.learner import critic
+from tunix.rl.multi_turn.learner import frozen as frozen_lib
 from tunix.rl.multi_turn.learner import logprobs
+from tunix.rl.multi_turn.learner import minibatches
 from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import parts
@@ -77,16 +80,21 @@ def activations(
     ValueError: an unknown algorithm.
   """
   module = cast(nnx.Module, model)
-  split = update.SplitModel(module)
+  split = update.SplitModel(module, frozen_lib.modules(model, config))
   placement = update.Placement.of(split, model, mesh)
   about = model.config
+  made = parts.Algorithm.of(algorithm)
+  width = 0
+  if made.has_critic:
+    width = critic.width_of(model, processor, config.rows)
   programs = update.UpdatePrograms(
       split,
       config,
-      parts.Algorithm.of(algorithm),
+      made,
       logprobs.banned_mask(about.vocab_size, tuple(about.banned_token_ids)),
       placement,
       temperature=sampling.temperature,
+      width=width,
   )
 
   def placed(shape: Any, place: Any) -> jax.ShapeDtypeStruct:
@@ -96,6 +104,11 @@ def activations(
       name: placed(shape, placement.params[name])
       for name, shape in zip(split.names, split.shapes)
   }
+  if made.has_critic:
+    params |= {
+        name: placed(shape, placement.head[name])
+        for name, shape in critic.shapes(width).items()
+    }
   frozen = {
       name: placed(value, placement.frozen[name])
       for name, value in split.frozen_of(module).items()
@@ -106,8 +119,13 @@ def activations(
       placement.batch,
       share=config.share_prompts
       and bool(getattr(model, "supports_prefix_ids", False)),
+      algorithm=made,
   )
-  extra = update.Extra(batch.logprobs, batch.logprobs)
+  extra = update.Extra(
+      batch.logprobs,
+      batch.logprobs,
+      teacher=batch.logprobs if algorithm.distill_coef else None,
+  )
   _, sums = jax.eval_shape(programs.loss, params, frozen, batch, extra)
   sums = jax.tree.map(lambda x: placed(x, placement.replicated), sums)
   compiled = programs.accumulate.lower(
@@ -133,6 +151,7 @@ def _batch(
     place: jax.sharding.Sharding,
     *,
     share: bool,
+    algorithm: parts.Algorithm,
 ) -> batching.Batch:
   """A `batching.Batch` of shapes."""
   b, t, s, m = shape.rows, shape.row_length, shape.buffers, shape.targets
@@ -155,9 +174,13 @@ def _batch(
   )
   ints = ("index", "targets", "versions", "sequences", "groups")
   floats = ("logprobs", "advantages", "weights")
+  streams = minibatches.streams_of(algorithm)
+  support = minibatches.support_of(algorithm)
   return batching.Batch(
       inputs=inputs,
       mask=array(jnp.bool_, s, m),
+      streams={name: array(f32, s, m) for name in streams},
+      support=array(i32, s, m, support) if support else None,
       **{name: array(i32, s, m) for name in ints},
       **{name: array(f32, s, m) for name in floats},
   )

@@ -16,8 +16,11 @@ from typing import Iterator, Literal
 from tunix.rl.multi_turn.core import settings
 
 _ALGORITHMS = "tunix.rl.multi_turn.learner.algorithms"
-_NO_CLIP = ("cispo", "policy_gradient", "sapo")
+_NO_CLIP = ("cispo", "kl_cov", "policy_gradient", "sapo")
 """Objectives without the clipped gain that a dual clip bounds."""
+COMPARED_WITH_NOTHING = ("gae", "none", "reinforce_pp", "remax")
+"""Advantages without a baseline of the group's own: groups of one will do, and
+a group of equal rewards may have a gradient."""
 
 
 @settings.settings
@@ -40,6 +43,8 @@ class AlgorithmConfig:
       " pass_at_k: gain in the best of k. reinforce_pp: each turn's return,"
       " normalised over the update. reinforce_pp_baseline: r - mean, normalised"
       " over the update. gpg: r - mean, scaled for groups without a gradient."
+      " remax: r - r of a greedy episode of the same task. gae: of a value head"
+      " (PPO), see gae_lambda. none: 0, for distillation alone."
       " A function of google-tunix's signature, (rewards, num_generations), may"
       " be given by its path, e.g. tunix.rl.algo_core:compute_rloo_advantages.",
       registry=f"{_ALGORITHMS}.advantages:ESTIMATORS",
@@ -49,7 +54,9 @@ class AlgorithmConfig:
       doc="Policy objective. grpo: the clipped ratio times the advantage. gspo:"
       " the same with one ratio a sequence; gspo_token: each token with its own"
       " gradient. cispo: log-probs weighed by the clipped ratio. sapo: a"
-      " smooth gate instead of the clip. policy_gradient: without a ratio."
+      " smooth gate instead of the clip. clip_cov, kl_cov: grpo that holds the"
+      " tokens back which lower the entropy most. policy_gradient: without a"
+      " ratio."
       " behaviour_cloning: imitates demonstrations (warm start).",
       registry=f"{_ALGORITHMS}.objectives:OBJECTIVES",
   )
@@ -72,6 +79,88 @@ class AlgorithmConfig:
   )
   sapo_tau_neg: float = settings.setting(
       default=1.05, doc="The same for negative ones.", gt=0
+  )
+  cov_share: float = settings.setting(
+      default=2e-4,
+      doc="Share of tokens that clip_cov and kl_cov hold back; at least one of"
+      " a micro-batch's buffer.",
+      gt=0,
+      le=1,
+  )
+  cov_low: float = settings.setting(
+      default=1.0,
+      doc="clip_cov draws them from tokens whose covariance of log-prob and"
+      " advantage is above this.",
+  )
+  cov_high: float = settings.setting(
+      default=5.0, doc="And below this; both of clip_cov."
+  )
+  cov_kl_coef: float = settings.setting(
+      default=1.0,
+      doc="Weight of the KL on tokens that kl_cov holds back.",
+      ge=0,
+  )
+  gae_lambda: float = settings.setting(
+      default=0.95,
+      doc="Decay of advantage=gae between turns, where collect.gamma is the"
+      " discount.",
+      ge=0,
+      le=1,
+  )
+  gae_token_lambda: float = settings.setting(
+      default=1.0,
+      doc="The same between the tokens of a turn, where the discount is 1.",
+      ge=0,
+      le=1,
+  )
+  gae_bootstrap: bool = settings.setting(
+      default=False,
+      doc="What an episode that a limit ended is still worth: the value of its"
+      " last state, instead of nothing. For limits that are no part of the"
+      " task; needs collect.gamma < 1.",
+  )
+  gae_normalise: bool = settings.setting(
+      default=True,
+      doc="Advantages of gae are scaled to mean 0 and variance 1 over the"
+      " tokens of an update.",
+  )
+  value_coef: float = settings.setting(
+      default=0.5,
+      doc="Weight of the value head's loss in the gradient of the policy's"
+      " trunk.",
+      ge=0,
+  )
+  value_clip: float = settings.setting(
+      default=0.2,
+      doc="A value counts as moved by this much at most, in its loss. 0 = no"
+      " clip.",
+      ge=0,
+  )
+  value_learning_rate: float = settings.setting(
+      default=1e-3, doc="Of the value head, constant.", gt=0
+  )
+  value_warmup: int = settings.setting(
+      default=0,
+      doc="Updates at the start in which the value head alone learns.",
+      ge=0,
+  )
+  teacher: str = settings.setting(
+      default="",
+      doc="Policy that is distilled: a registered name or a directory, of the"
+      ' same tokenizer and image processor. "" = none.',
+  )
+  distill_coef: float = settings.setting(
+      default=0.0,
+      doc="Weight of the reverse KL to the teacher: each sampled token's"
+      " advantage grows by this times log p of the teacher - log p of the"
+      " policy.",
+      ge=0,
+  )
+  keep_sampling_mask: bool = settings.setting(
+      default=False,
+      doc="The tokens that top_k, top_p and min_p left to be sampled are kept"
+      " with each sampled one, and the learner's log-probs are of them. Needs"
+      " 0 < sampling.top_k <= 20.",
   )
   std_eps: float = settings.setting(
       default=1e-6,
@@ -201,6 +290,25 @@ class AlgorithmConfig:
           f"veto={self.veto} is of a correction, and importance=none; set"
           " importance=tis or veto=0"
       )
+    if self.cov_low >= self.cov_high:
+      yield (
+          f"cov_low={self.cov_low} must be below cov_high={self.cov_high}"
+      )
+    if self.distill_coef and not self.teacher:
+      yield (
+          f"distill_coef={self.distill_coef} needs a teacher; set teacher= to"
+          " the name or directory of a policy of the same tokenizer"
+      )
+    if self.teacher and not self.distill_coef:
+      yield (
+          f"teacher={self.teacher} is not asked with distill_coef=0; set the"
+          ' coefficient, e.g. 1, or teacher=""'
+      )
+    if self.advantage == "none" and not self.distill_coef:
+      yield (
+          "advantage=none learns from no reward, and distill_coef=0 from no"
+          " teacher; set advantage=grpo, or teacher and distill_coef"
+      )
     if self.overlong_cache > self.overlong_tokens:
       yield (
           f"overlong_cache={self.overlong_cache} is more than"
@@ -329,10 +437,29 @@ class LearnerConfig:
       doc="Largest global norm of the gradient. 0 = no clipping.",
       ge=0,
   )
+  freeze_vision: bool = settings.setting(
+      default=False,
+      doc="GRPO leaves the vision tower as it is: no gradient, no optimizer"
+      " state. With an adapter (policy.lora_rank) it is frozen in any case.",
+  )
+  reference_on: Literal["device", "host"] = settings.setting(
+      default="device",
+      doc="Place of the reference's weights (algorithm.kl_coef) between their"
+      " uses. host: they are copied to the devices once an update. With an"
+      " adapter only the adapter's are kept twice.",
+  )
   skip_zero_advantage: bool = settings.setting(
       default=True,
       doc="Leave groups whose episodes all got the same reward out of the"
       " batch: their policy gradient is 0. Not with a KL or entropy term.",
+  )
+  success_replay: int = settings.setting(
+      default=0,
+      doc="A group without a success borrows the newest one of its task that is"
+      " at most this many versions old. 0 = none is borrowed. Above"
+      " queue.max_staleness it needs algorithm.importance.",
+      unit="versions",
+      ge=0,
   )
   dynamic_sampling: int = settings.setting(
       default=0,

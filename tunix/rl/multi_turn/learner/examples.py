@@ -31,6 +31,7 @@ class Example:
     group: number of its group, unique in a step.
     trajectory_id: of its episode; "" for a demonstration.
     truncated: whether a limit ended its episode, see `was_truncated`.
+    streams: name -> float32[T], more numbers of each sampled token.
   """
 
   sequence: trajectory.TokenSequence
@@ -39,6 +40,7 @@ class Example:
   group: int = 0
   trajectory_id: str = ""
   truncated: bool = False
+  streams: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     values = np.asarray(self.advantages, np.float32)
@@ -47,8 +49,11 @@ class Example:
       raise ValueError(
           f"Example.advantages has shape {values.shape} for {len(mask)} tokens"
       )
-    if not np.all(np.isfinite(values)):
-      raise ValueError("Example.advantages must be finite")
+    for name, stream in {"advantages": values, **self.streams}.items():
+      if np.shape(stream) != mask.shape or not np.all(np.isfinite(stream)):
+        raise ValueError(
+            f"Example.{name} must be {len(mask)} finite numbers"
+        )
     if not mask.any():
       raise ValueError("an Example needs at least one sampled token")
     if mask[0]:
@@ -117,6 +122,11 @@ def turn_rewards(episode: trajectory.Trajectory) -> np.ndarray:
     rewards[k] = float(step.reward)
   rewards[-1] += float(episode.reward) - rewards.sum()
   return rewards
+
+
+def length_in_row(sequence: trajectory.TokenSequence) -> int:
+  """Tokens that predict another: all before the last sampled one."""
+  return int(np.flatnonzero(sequence.loss_mask)[-1])
 
 
 def turn_tokens(episode: trajectory.Trajectory, turns: int) -> np.ndarray:
@@ -211,17 +221,65 @@ def group_rewards(
         episode_ids=tuple(m.trajectory_id for m in members),
         group_id=group.group_id,
         task_id=group.task_id,
+        greedy=None if group.greedy is None else float(group.greedy.reward),
     )
   except ValueError as error:
     raise ValueError(f"group {group.group_id!r}: {error}") from error
 
 
-def from_groups(
+def turn_advantages(
     groups: Sequence[trajectory.TrajectoryGroup],
-    estimator: advantages.Estimator | advantages.StepEstimator,
+    estimator: (
+        advantages.Estimator
+        | advantages.GreedyEstimator
+        | advantages.StepEstimator
+    ),
     options: advantages.AdvantageOptions,
     *,
     extra: Mapping[str, np.ndarray] | None = None,
+) -> dict[str, np.ndarray]:
+  """Trajectory id -> float32[K], of the turns of valid members.
+
+  Raises:
+    ValueError: as `from_groups`.
+  """
+  needs_states = getattr(estimator, "needs_states", False)
+  counted = [g for g in groups if g.valid]
+  found = advantages.of_step(
+      estimator,
+      [
+          group_rewards(g, with_states=needs_states, extra=extra)
+          for g in counted
+      ],
+      options,
+  )
+  return {
+      member.trajectory_id: np.asarray(values, np.float32)
+      for group, per_turn in zip(counted, found, strict=True)
+      # The peers' are behind the members'.
+      for member, values in zip(
+          group.valid, per_turn[: len(group.valid)], strict=True
+      )
+  }
+
+
+Tokens = Mapping[
+    str, Mapping[int, tuple[np.ndarray, Mapping[str, np.ndarray]]]
+]
+"""Trajectory id -> number of its sequence -> float32[T] advantages, streams."""
+
+
+def from_groups(
+    groups: Sequence[trajectory.TrajectoryGroup],
+    estimator: (
+        advantages.Estimator
+        | advantages.GreedyEstimator
+        | advantages.StepEstimator
+    ),
+    options: advantages.AdvantageOptions,
+    *,
+    extra: Mapping[str, np.ndarray] | None = None,
+    borrowed: frozenset[str] = frozenset(),
 ) -> tuple[list[list[Example]], GroupStats]:
   """Examples of each group, and the groups' statistics.
 
@@ -230,49 +288,64 @@ def from_groups(
     estimator: of advantages.
     options: of the estimator.
     extra: see `group_rewards`; statistics are of the rewards without it.
+    borrowed: trajectory ids that statistics leave out.
 
   Raises:
     ValueError: a reward or advantage is not finite, naming the group.
   """
-  needs_states = getattr(estimator, "needs_states", False)
-  counted = [g for g in groups if g.valid]
-  found = dict(zip(
-      map(id, counted),
-      advantages.of_step(
-          estimator,
-          [
-              group_rewards(g, with_states=needs_states, extra=extra)
-              for g in counted
-          ],
-          options,
-      ),
-  ))
+  found = turn_advantages(groups, estimator, options, extra=extra)
+  return from_advantages(groups, found, borrowed=borrowed)
+
+
+def from_advantages(
+    groups: Sequence[trajectory.TrajectoryGroup],
+    per_episode: Mapping[str, np.ndarray],
+    tokens: Tokens | None = None,
+    borrowed: frozenset[str] = frozenset(),
+) -> tuple[list[list[Example]], GroupStats]:
+  """As `from_groups`, of advantages that are known.
+
+  Args:
+    groups: of a step.
+    per_episode: trajectory id -> float32[K], of valid members.
+    tokens: where each token has an advantage of its own. A group then counts
+      as one without a gradient if all rewards of the step are equal: a value
+      head's errors alone make no group teach.
+    borrowed: trajectory ids that statistics leave out.
+
+  Raises:
+    ValueError: an advantage is not finite.
+  """
   out: list[list[Example]] = []
   rewards, successes, turns = [], [], []
-  per_episode: dict[str, np.ndarray] = {}
   episode_number = zero = 0
   for number, group in enumerate(groups):
     examples: list[Example] = []
     members = group.valid
-    per_turn = found.get(id(group), ())
-    own = per_turn[: len(members)]  # The peers' are behind them.
-    for member, values in zip(members, own, strict=True):
-      values = np.asarray(values, np.float32)
-      per_episode[member.trajectory_id] = values
+    for member in members:
+      values = per_episode[member.trajectory_id]
       truncated = was_truncated(member)
-      for sequence in member.sequences:
+      for i, sequence in enumerate(member.sequences):
         if sequence.num_sampled:  # Else its tokens are stale.
+          streams: Mapping[str, np.ndarray] = {}
+          if tokens is None:
+            values_T = values[sequence.turn_ids]
+          else:
+            values_T, streams = tokens[member.trajectory_id][i]
           examples.append(
               Example(
                   sequence,
-                  values[sequence.turn_ids],
+                  values_T,
                   episode=episode_number,
                   group=number,
                   trajectory_id=member.trajectory_id,
                   truncated=truncated,
+                  streams=streams,
               )
           )
       episode_number += 1
+      if member.trajectory_id in borrowed:
+        continue
       rewards.append(float(member.reward))
       successes.append(
           member.status is trajectory.TrajectoryStatus.SUCCEEDED
@@ -280,16 +353,20 @@ def from_groups(
       turns.append(member.num_turns)
     zero += not any(e.has_gradient for e in examples)
     out.append(examples)
+  if tokens is not None:
+    zero = len(out) if len(set(rewards)) < 2 else 0
   stats = GroupStats(
       groups=len(out),
       zero_groups=zero,
-      episodes=sum(len(g) for g in groups),
+      episodes=sum(len(g) for g in groups) - len(borrowed),
       valid=len(rewards),
       reward_mean=float(np.mean(rewards)) if rewards else 0.0,
       reward_std=float(np.std(rewards)) if rewards else 0.0,
       success=float(np.mean(successes)) if successes else 0.0,
       turns=float(np.mean(turns)) if turns else 0.0,
-      advantages=per_episode,
+      advantages={
+          k: v for k, v in per_episode.items() if k not in borrowed
+      },
   )
   return out, stats
 

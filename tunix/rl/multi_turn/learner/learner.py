@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any, cast, Mapping, Sequence
+from typing import Any, cast, Collection, Mapping, Sequence
 
 from flax import nnx
 import jax
@@ -35,14 +35,19 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
+from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import examples as example_lib
+from tunix.rl.multi_turn.learner import frozen
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import minibatches as minibatch_lib
 from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.learner import readings as readings_lib
+from tunix.rl.multi_turn.learner import reference as reference_lib
 from tunix.rl.multi_turn.learner import reward_prices
+from tunix.rl.multi_turn.learner import teacher as teacher_lib
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import advantages
+from tunix.rl.multi_turn.learner.algorithms import gae
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.policy import base
@@ -105,6 +110,7 @@ class Learner:
       mesh: Mesh | None = None,
       reference: base.Policy | None = None,
       processes: peers_lib.Peers = peers_lib.ALONE,
+      teacher: base.Policy | None = None,
   ):
     """Args:
 
@@ -124,6 +130,7 @@ class Learner:
         copied. Needed when kl_coef > 0.
       processes: of the run. Each calls the same methods in the same order, an
         update with groups of its own; `config.rows` are the rows of all.
+      teacher: the policy that is distilled. Needed when distill_coef > 0.
 
     Raises:
       ValueError: an unknown algorithm, sampling that it cannot learn from,
@@ -142,7 +149,7 @@ class Learner:
     self.advantages: Mapping[str, np.ndarray] = {}
     self.left_out: Mapping[str, tuple[str, ...]] = {}
     module = cast(nnx.Module, model)
-    self._split = update.SplitModel(module)
+    self._split = update.SplitModel(module, frozen.modules(model, config))
     self._placement = update.Placement.of(self._split, model, mesh)
     self._processes = processes
     about = model.config
@@ -154,15 +161,24 @@ class Learner:
         logprobs.banned_mask(about.vocab_size, banned),
         self._placement,
         temperature=sampling.temperature,
+        width=critic.width_of(model, processor, config.rows)
+        if self.algorithm.has_critic
+        else 0,
     )
-    self._params = self._programs.masters(
-        self._put_params(self._split.params_of(module))
-    )
+    self._params = {
+        **self._programs.masters(
+            self._put_params(self._split.params_of(module))
+        ),
+        **self._programs.init_head(),
+    }
     self._frozen = {
         name: sharding.put(value, self._placement.frozen[name])
         for name, value in self._split.frozen_of(module).items()
     }
-    self._reference = self._reference_params(reference)
+    self._reference = self._make_reference(reference)
+    self._teacher = teacher_lib.Teacher.of(
+        self.algorithm, teacher, model, mesh, sampling, config
+    )
     self._opt_state = self._programs.init_optimizer(self._params)
     self._schedule = optimizer.make_schedule(config)
     self._minibatches = minibatch_lib.Minibatches(
@@ -176,22 +192,29 @@ class Learner:
         processes,
     )
 
-  def _reference_params(
-      self, reference: base.Policy | None
-  ) -> dict[str, jax.Array] | None:
+  def _make_reference(
+      self, model: base.Policy | None
+  ) -> reference_lib.Reference | None:
     """A copy of the reference's parameters; None without a KL term."""
     kl_coef = self.algorithm.config.kl_coef
     if not kl_coef:
       return None
-    if reference is None:
+    if model is None:
       raise ValueError(
           f"kl_coef={kl_coef} needs a reference model; pass reference="
           " (the model itself, to stay near where training starts)"
       )
-    module = cast(nnx.Module, reference)
-    return self._programs.publish(
-        self._put_params(self._split.params_of(module))
+    module = cast(nnx.Module, model)
+    return reference_lib.Reference(
+        self._programs.publish(
+            self._put_params(self._split.params_of(module))
+        ),
+        self.config.reference_on == "host",
     )
+
+  def _referred(self) -> dict[str, jax.Array]:
+    """The reference's parameters on the devices."""
+    return self._reference.params() if self._reference is not None else {}
 
   @property
   def shape(self) -> batching.BatchShape | None:
@@ -235,9 +258,17 @@ class Learner:
   # --- learning -------------------------------------------------------------
 
   def update(
-      self, groups: Sequence[trajectory.TrajectoryGroup]
+      self,
+      groups: Sequence[trajectory.TrajectoryGroup],
+      borrowed: Collection[str] = (),
   ) -> Metrics:
     """Learns from groups; the version is one higher afterwards.
+
+    Args:
+      groups: of the update.
+      borrowed: trajectory ids of members that are other groups' (see
+        `replay`): trained on, and left out of statistics of rewards, of
+        `advantages` and of `left_out`.
 
     Raises:
       ValueError: no group in any process, a sequence longer than a row
@@ -255,17 +286,11 @@ class Learner:
           self.algorithm,
           self.kl_coef,
           config.row_length,
-          lambda found: self._logprobs(self._reference or {}, found),
+          lambda found: self._logprobs(self._referred(), found),
       )
-    with clock("pack"):
-      per_group, stats = example_lib.from_groups(
-          groups,
-          advantages.over_processes(
-              self.algorithm.estimate, self._processes
-          ),
-          self.algorithm.advantage_options(self.gamma),
-          extra=prices,
-      )
+    per_group, stats = self._examples(
+        groups, prices, priced, clock, frozenset(borrowed)
+    )
     self.advantages = stats.advantages
     metrics = stats.metrics() | priced
     metrics |= readings_lib.of_samples(
@@ -280,7 +305,11 @@ class Learner:
         for part in np.array_split(order, config.minibatches)
     ]
     learned, skipped = self._learn(minibatches, clock)
-    self.left_out = example_lib.left_out(groups, skipped)
+    self.left_out = {
+        name: reasons
+        for name, reasons in example_lib.left_out(groups, skipped).items()
+        if name not in borrowed
+    }
     metrics = readings_lib.of_all(
         self._processes.gather("metrics", metrics | learned)
     )
@@ -289,6 +318,44 @@ class Learner:
       metrics["kl_coef"] = self.kl_coef
       self.kl_coef = kl.adapted_coef(self.kl_coef, metrics["kl"], target)
     return metrics
+
+  def _examples(
+      self,
+      groups: Sequence[trajectory.TrajectoryGroup],
+      prices: reward_prices.Prices,
+      readings: Metrics,
+      clock: readings_lib.Clock,
+      borrowed: frozenset[str] = frozenset(),
+  ) -> tuple[list[list[Example]], example_lib.GroupStats]:
+    """Examples of each group; readings of a critic are added to `readings`."""
+    estimate = self.algorithm.estimate
+    if not isinstance(estimate, gae.TokenEstimator):
+      with clock("pack"):
+        return example_lib.from_groups(
+            groups,
+            advantages.over_processes(estimate, self._processes),
+            self.algorithm.advantage_options(self.gamma),
+            extra=prices,
+            borrowed=borrowed,
+        )
+    with clock("score"):
+      found, more = critic.of_groups(
+          groups,
+          self.algorithm,
+          self.gamma,
+          self.config.row_length,
+          lambda asked: self._scored(
+              self._programs.value, self._acting(), asked
+          ),
+          extra=prices,
+          processes=self._processes,
+      )
+    readings |= more
+    return example_lib.from_advantages(
+        groups,
+        {k: v.turns_K.astype(np.float32) for k, v in found.items()},
+        {k: v.per_sequence for k, v in found.items()},
+    )
 
   def update_on_sequences(
       self, sequences: Sequence[trajectory.TokenSequence]
@@ -332,12 +399,26 @@ class Learner:
       sequences: Sequence[trajectory.TokenSequence],
   ) -> list[np.ndarray]:
     """As `sequence_logprobs`, of other weights."""
+    return self._scored(self._programs.score, params, sequences)
+
+  def _scored(
+      self,
+      program: Any,
+      params: dict[str, jax.Array],
+      sequences: Sequence[trajectory.TokenSequence],
+  ) -> list[np.ndarray]:
+    """float32[T] of each sequence's sampled tokens by a program, 0 elsewhere.
+
+    Where several processes learn, all call it together.
+    """
+    if not self._processes.any("scored", bool(sequences)):
+      return []
     all_examples = example_lib.from_sequences(sequences)
     packed = self._minibatches.pack(all_examples, np.ones(len(all_examples)))
     out = [np.zeros(len(s), np.float32) for s in sequences]
     for batch in packed.batches:
       found = sharding.local_rows(
-          self._programs.score(params, self._frozen, batch)
+          program(params, self._frozen, batch)
       )
       mask = sharding.local_rows(batch.mask)
       number = sharding.local_rows(batch.sequences)
@@ -372,7 +453,11 @@ class Learner:
         self._score_into(packed, "proximal", self._acting())
     if self.algorithm.config.kl_in_loss:
       with clock("score"):
-        self._score_into(packed, "reference", self._reference)
+        self._score_into(packed, "reference", self._referred())
+    if self._teacher is not None:
+      with clock("score"):
+        for minibatch in packed:
+          minibatch.set("teacher", self._teacher.score)
     readings = []
     for _ in range(self.config.epochs):
       for minibatch in packed:
@@ -416,22 +501,16 @@ class Learner:
     """Gives the present KL coefficient to the programs."""
     coef = sharding.put(np.float32(self.kl_coef), self._placement.replicated)
     for minibatch in minibatches:
-      minibatch.extras = [
-          dataclasses.replace(extra, kl_coef=coef) for extra in minibatch.extras
-      ]
+      minibatch.set("kl_coef", lambda _: coef)
 
   def _score_into(
       self, minibatches: Sequence[Minibatch], field: str, params: Any
   ) -> None:
     for minibatch in minibatches:
-      minibatch.extras = [
-          dataclasses.replace(
-              extra,
-              **{field: self._programs.score(params, self._frozen, batch)},
-          )
-          for extra, batch in zip(minibatch.extras, minibatch.batches)
-      ]
-      jax.block_until_ready(minibatch.extras)
+      minibatch.set(
+          field,
+          lambda batch: self._programs.score(params, self._frozen, batch),
+      )
 
   def _step(self, minibatch: Minibatch) -> Metrics:
     """One optimizer step; its readings."""
@@ -443,8 +522,14 @@ class Learner:
       grads, sums = programs.accumulate(
           self._params, grads, sums, self._frozen, batch, extra
       )
+    acting: tuple[Any, ...] = ()
+    if self.algorithm.config.value_warmup and self.algorithm.has_critic:
+      warm = self.counters.updates >= self.algorithm.config.value_warmup
+      acting = (
+          sharding.put(np.float32(warm), self._placement.replicated),
+      )
     self._params, self._opt_state, norm, made = programs.apply(
-        self._params, self._opt_state, grads
+        self._params, self._opt_state, grads, *acting
     )
     sums, norm, made = jax.device_get((sums, norm, made))
     self.counters.optimizer_steps += int(made)
@@ -467,7 +552,8 @@ class Learner:
     """Parameters in the model's types, in which a reference is kept too."""
     if not self._split.rounds:
       return self._params
-    return self._programs.publish(self._params)
+    head = {k: v for k, v in self._params.items() if k in critic.NAMES}
+    return self._programs.publish(self._params) | head
 
   # --- checkpoints ----------------------------------------------------------
 
@@ -497,7 +583,8 @@ class Learner:
     if bool(old != new):  # type: ignore[operator]
       raise ValueError(
           "the checkpoint's arrays do not have this learner's structure;"
-          " policy, optimizer, weight_decay and grad_clip must be as they were"
+          " policy, optimizer, weight_decay, grad_clip, freeze_vision and a"
+          " value head must be as they were"
       )
     if progress["seed"] != self.seed:
       raise ValueError(

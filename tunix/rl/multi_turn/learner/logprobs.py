@@ -7,12 +7,14 @@ direction.
 
 The distribution is the sampler's: banned ids have probability 0, logits are
 divided by the temperature, everything in float32. Truncation (top-k, top-p) is
-not reproduced: the support it keeps depends on the sampler's weights. Log-probs
-of truncated samples are corrected by importance weights or refused, see
-`algorithms.parts`.
+reproduced where the sampler's support is given, and the distribution is then
+that of the tokens in it; it is not computed again, for it depends on the
+sampler's weights. Without one, log-probs of truncated samples are corrected by
+importance weights or refused, see `algorithms.parts`.
 
 Axis names: S = buffers (batch shards), M = targets of a buffer, C = targets of
-a chunk, B = rows, T = tokens of a row, D = width, V = vocabulary.
+a chunk, B = rows, T = tokens of a row, D = width, V = vocabulary, K = tokens of
+a support.
 """
 
 from __future__ import annotations
@@ -60,8 +62,14 @@ def score(
     targets: base.Array,
     temperature: float,
     banned_V: np.ndarray | None,
+    support: base.Array | None = None,
 ) -> TokenScores:
-  """Scores of targets [...] under logits [..., V]."""
+  """Scores of targets [...] under logits [..., V].
+
+  With `support`, int32[..., K], the distribution is over those tokens alone
+  where any is >= 0: "Keep Sampling Mask", DeepSeek-AI 2025, "DeepSeek-V3.2",
+  section 3.1 (arXiv:2512.02556).
+  """
   logits = logits.astype(jnp.float32)
   if banned_V is not None:
     logits = jnp.where(banned_V, _BANNED, logits)
@@ -79,6 +87,24 @@ def score(
   )
   chosen = jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
   mean = jnp.sum(exp * shifted, axis=-1) / total
+  if support is not None:
+    kept = jnp.asarray(support) >= 0
+    of_kept = jnp.take_along_axis(
+        shifted, jnp.where(kept, support, 0), axis=-1
+    )
+    truncated = jnp.any(kept, axis=-1)
+    # The likeliest of them is at 0 again: another's weights may rank a token
+    # outside of the support far above it.
+    highest = jnp.max(jnp.where(kept, of_kept, _BANNED), axis=-1)
+    peak = lax.stop_gradient(jnp.where(truncated, highest, 0.0))
+    exp = jnp.where(
+        kept, jnp.exp(jnp.where(kept, of_kept - peak[..., None], 0.0)), 0.0
+    )
+    part = jnp.where(truncated, jnp.sum(exp, axis=-1), 1.0)
+    log_part = jnp.log(part) + peak
+    own_mean = jnp.sum(jnp.where(kept, exp * of_kept, 0.0), axis=-1) / part
+    log_total = jnp.where(truncated, log_part, log_total)
+    mean = jnp.where(truncated, own_mean, mean)
   return TokenScores(
       logprobs=chosen - log_total,
       entropy=log_total - mean,
@@ -94,6 +120,7 @@ def token_scores(
     temperature: float = 1.0,
     banned_V: np.ndarray | None = None,
     chunk: int = 1024,
+    support_SMK: base.Array | None = None,
 ) -> TokenScores:
   """Scores of targets given the hidden states that predict them.
 
@@ -104,10 +131,13 @@ def token_scores(
     temperature: > 0.
     banned_V: bool, True where a token is never drawn; None bans nothing.
     chunk: targets of a buffer whose logits exist at a time.
+    support_SMK: int32, see `score`; None reproduces no truncation.
   """
   s, m, d = hidden_SMD.shape
   if m <= chunk:
-    return score(model.logits(hidden_SMD), targets_SM, temperature, banned_V)
+    return score(
+        model.logits(hidden_SMD), targets_SM, temperature, banned_V, support_SMK
+    )
   steps = -(-m // chunk)
   chunk = -(-m // steps)
   fill = steps * chunk - m
@@ -115,12 +145,19 @@ def token_scores(
   targets = jnp.pad(targets_SM, ((0, 0), (0, fill)))
   hidden = hidden.reshape(s, steps, chunk, d).swapaxes(0, 1)
   targets = targets.reshape(s, steps, chunk).swapaxes(0, 1)
+  given: tuple[jax.Array, ...] = (hidden, targets)
+  if support_SMK is not None:
+    padded = jnp.pad(
+        support_SMK, ((0, 0), (0, fill), (0, 0)), constant_values=-1
+    )
+    given += (padded.reshape(s, steps, chunk, -1).swapaxes(0, 1),)
 
   @jax.checkpoint
-  def one(hidden_SCD, targets_SC):
-    return score(model.logits(hidden_SCD), targets_SC, temperature, banned_V)
+  def one(hidden_SCD, targets_SC, support_SCK=None):
+    logits = model.logits(hidden_SCD)
+    return score(logits, targets_SC, temperature, banned_V, support_SCK)
 
-  _, scores = lax.scan(lambda _, x: (None, one(*x)), None, (hidden, targets))
+  _, scores = lax.scan(lambda _, x: (None, one(*x)), None, given)
   return jax.tree.map(
       lambda x: x.swapaxes(0, 1).reshape(s, steps * chunk)[:, :m], scores
   )
@@ -133,8 +170,12 @@ def batch_scores(
     temperature: float = 1.0,
     banned_V: np.ndarray | None = None,
     chunk: int = 1024,
-) -> TokenScores:
-  """Scores of every target of a packed batch, [S, M]; padding holds zeros."""
+) -> tuple[TokenScores, jax.Array]:
+  """Scores of every target of a packed batch, [S, M]; padding holds zeros.
+
+  Returns:
+    Them, and the hidden states [S, M, D] that they are of.
+  """
   hidden = gather_hidden(model(batch.inputs), batch.index)
   scores = token_scores(
       model,
@@ -143,8 +184,9 @@ def batch_scores(
       temperature=temperature,
       banned_V=banned_V,
       chunk=chunk,
+      support_SMK=batch.support,
   )
-  return jax.tree.map(lambda x: jnp.where(batch.mask, x, 0.0), scores)
+  return jax.tree.map(lambda x: jnp.where(batch.mask, x, 0.0), scores), hidden
 
 
 def banned_mask(

@@ -31,6 +31,7 @@ from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.learner import replay as replay_lib
 from tunix.rl.multi_turn.learner import step_seconds
 from tunix.rl.queue import data_queue  # type: ignore[attr-defined]
 
@@ -108,6 +109,7 @@ class LearnerLoop:
       publish_timeout_s: float = 120.0,
       processes: peers_lib.Peers = peers_lib.ALONE,
       share_timeout_s: float | None = None,
+      replay: replay_lib.SuccessReplay | None = None,
   ):
     """Args:
 
@@ -137,6 +139,7 @@ class LearnerLoop:
         before others' take their place; None waits without end. Where nothing
         of it came, the next step does not wait, and after n such waits 2^n at
         most.
+      replay: lends successes to groups that failed; None lends none.
     """
     publish_every = learner.config.publish_every
     gated = queue if isinstance(queue, GatedQueue) else None
@@ -158,6 +161,7 @@ class LearnerLoop:
     self._missed = 0  # Waits for a share of which nothing came, in a row.
     self._skips = 0  # Steps to come that do not wait for it.
     self._share_timeout_s = share_timeout_s if gated is not None else None
+    self._replay = replay
     self._publish_every = publish_every
     self._publish_ahead = publish_ahead
     self._arriving: tuple[int, concurrent.futures.Future[Any]] | None = None
@@ -247,7 +251,7 @@ class LearnerLoop:
     replaced, self._replaced = self._replaced, 0
     waited = time.perf_counter() - started
     with self.seconds("learn"):
-      metrics = self.learner.update(groups)
+      metrics = self._update(groups)
     self._consumed |= self._delivered() - self._before
     self._updated()
     step = self.learner.counters.updates
@@ -283,6 +287,15 @@ class LearnerLoop:
     if every and step % every == 0:
       self.save()
     return metrics
+
+  def _update(
+      self, groups: list[trajectory.TrajectoryGroup]
+  ) -> learner_lib.Metrics:
+    if self._replay is None:
+      return self.learner.update(groups)
+    lent, borrowed = self._replay.lend(groups, self.learner.version)
+    metrics = self.learner.update(lent, borrowed=borrowed)
+    return metrics | {"borrowed_episodes": float(len(borrowed))}
 
   def run(self, steps: int, stop: threading.Event | None = None) -> int:
     """Steps until the learner has made `steps` updates in all.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Collection
 
 from flax import nnx
 import jax
@@ -298,7 +298,11 @@ class WeightBytes:
 
 
 def weight_bytes(
-    model: nnx.Module, mesh: Any, param_itemsize: int, compute_itemsize: int
+    model: nnx.Module,
+    mesh: Any,
+    param_itemsize: int,
+    compute_itemsize: int,
+    left_out: Collection[str] = (),
 ) -> WeightBytes:
   """Counts a learner's weights, tensor by tensor.
 
@@ -308,17 +312,18 @@ def weight_bytes(
     param_itemsize: bytes of the model's numbers; 0 = as they are. An adapter's
       are float32 in any case.
     compute_itemsize: bytes of a number of the activations.
+    left_out: names of submodules that are not trained.
   """
   adapted = bool(jax.tree.leaves(nnx.state(model, layers.LoRAParam)))
   masters = own = frozen = cast = 0
-  for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+  for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
     place = sharding.parameter_sharding(variable, mesh)
     count = math.prod(place.shard_shape(tuple(variable.shape)))
     item = jnp.dtype(variable.dtype).itemsize
     adapter = isinstance(variable, layers.LoRAParam)
     if param_itemsize and not adapter:
       item = param_itemsize
-    if adapted and not adapter:
+    if path[0] in left_out or (adapted and not adapter):
       frozen += count * item
       cast += count * compute_itemsize * (compute_itemsize < item)
       continue

@@ -22,8 +22,10 @@ from jax.sharding import Mesh
 import numpy as np
 from tunix.rl.multi_turn.core import images as image_lib
 from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
+from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.learner import update
@@ -44,6 +46,16 @@ class Minibatch:
   batches: list[batching.Batch]
   extras: list[update.Extra]
   stats: batching.PackStats
+
+  def set(
+      self, field: str, value: Callable[[batching.Batch], Any]
+  ) -> None:
+    """Gives `update.Extra.<field>` of each batch its value, and waits."""
+    self.extras = [
+        dataclasses.replace(extra, **{field: value(batch)})
+        for extra, batch in zip(self.extras, self.batches)
+    ]
+    jax.block_until_ready(self.extras)
 
 
 class Minibatches:
@@ -96,6 +108,8 @@ class Minibatches:
         and bool(getattr(model, "supports_prefix_ids", False)),
         pad_token_id=getattr(about, "pad_token_id", 0),
         banned_token_ids=tuple(about.banned_token_ids),
+        streams=streams_of(algorithm),
+        support=support_of(algorithm),
     )
     self.shape = _fixed_shape(config, self._rows, self._buffers)
     # Whether the policy's programs depend on the largest image.
@@ -258,6 +272,18 @@ class Minibatches:
         processes=self._processes.count,
     )
     return jax.tree.map(put, batch)
+
+
+def streams_of(algorithm: parts.Algorithm) -> tuple[str, ...]:
+  """Names of the streams that its batches hold."""
+  return critic.STREAMS if algorithm.has_critic else ()
+
+
+def support_of(algorithm: parts.Algorithm) -> int:
+  """Tokens of a sampling mask that its batches hold; 0 without one."""
+  if not algorithm.config.keep_sampling_mask:
+    return 0
+  return policy_client.MAX_TOP_LOGPROBS + 1  # One sampled among ties.
 
 
 def _fixed_shape(

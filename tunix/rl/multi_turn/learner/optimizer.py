@@ -15,7 +15,7 @@ relative 2^-9.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Collection
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +89,33 @@ def make_optimizer(
   else:
     steps.append(adam)
   return optax.chain(*steps)
+
+
+HEAD, POLICY = "value_head", "policy"
+"""Labels of the two optimizers of `with_head`."""
+
+
+def with_head(
+    policy: optax.GradientTransformation,
+    config: config_lib.LearnerConfig,
+    names: Collection[str],
+    learning_rate: float,
+) -> optax.GradientTransformation:
+  """`policy`, and Adam with clipping of its own for the value head's names.
+
+  The norm of one is not clipped by the other's, and neither's state holds
+  anything of the other.
+  """
+  steps = []
+  if config.grad_clip:
+    steps.append(optax.clip_by_global_norm(config.grad_clip))
+  steps.append(
+      optax.adam(learning_rate, b1=config.b1, b2=config.b2, eps=config.adam_eps)
+  )
+  return optax.multi_transform(
+      {POLICY: policy, HEAD: optax.chain(*steps)},
+      lambda params: {k: HEAD if k in names else POLICY for k in params},
+  )
 
 
 def _labels(params: dict[str, jax.Array]) -> dict[str, str]:

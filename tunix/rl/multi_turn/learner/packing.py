@@ -145,7 +145,7 @@ class Item:
 
 def used_length(sequence: trajectory.TokenSequence) -> int:
   """Number of tokens that predict another: all before the last sampled one."""
-  return int(np.flatnonzero(sequence.loss_mask)[-1])
+  return example_lib.length_in_row(sequence)
 
 
 def _prompt_key(sequence: trajectory.TokenSequence, length: int) -> Any:

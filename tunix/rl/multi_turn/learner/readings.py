@@ -81,6 +81,8 @@ _POOLED = {
     "kl": "completion_tokens",
     "overlong_price": "valid_episodes",
     "advantage": "completion_tokens",
+    "value": "completion_tokens",
+    "value_target": "completion_tokens",
     "packing_efficiency": "micro_batches",
     "patch_efficiency": "micro_batches",
 }

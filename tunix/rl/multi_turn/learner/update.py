@@ -3,8 +3,11 @@
 Three programs of fixed shape: `accumulate` adds a micro-batch's gradients and
 readings to running sums, `apply` makes the optimizer step, `score` gives
 log-probs only. Parameters travel as a flat {name: array}: all `nnx.Param`s,
-or, when the model has a LoRA adapter, those of the adapter; the base weights
-are then frozen and travel beside them.
+or, when the model has a LoRA adapter, those of the adapter; without those of
+submodules that are frozen by name. All others travel beside them.
+
+With a critic the value head's parameters (see `critic`) are among the trained
+ones, and no part of the model.
 
 Trained parameters are masters, float32 where the model's are narrower (see
 `optimizer`); the model is computed with the masters rounded to its own types.
@@ -12,7 +15,8 @@ Trained parameters are masters, float32 where the model's are narrower (see
 Promises: a program is compiled ahead of time for the shapes it meets, and then
 refuses arrays that lie elsewhere instead of compiling again unnoticed:
 `compiles` counts every compilation. The loss of a step is a weighted sum over
-tokens with weights from the host, so micro-batches add up to the big batch. A
+tokens with weights from the host, so micro-batches add up to the big batch
+(clip_cov and kl_cov compare the tokens of a buffer, and depend on them). A
 gradient that is not finite leaves parameters and optimizer state as they were.
 Parameters, optimizer state and running gradients are donated, hence updated in
 place.
@@ -26,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Collection
 
 from flax import nnx
 import jax
@@ -36,6 +40,7 @@ import numpy as np
 import optax
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
+from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.learner.algorithms import importance
@@ -82,12 +87,23 @@ class SplitModel:
     names: of the trained parameters.
     shapes: of their masters, in the same order.
     rounds: whether the model's parameters are narrower than their masters.
-    trained: the kind of variable they are.
+    trained: filter of those variables.
   """
 
-  def __init__(self, model: nnx.Module):
+  def __init__(self, model: nnx.Module, left_out: Collection[str] = ()):
+    """Args:
+
+      model: the module.
+      left_out: names of its submodules that are not trained.
+    """
     adapter = jax.tree.leaves(nnx.state(model, layers.LoRAParam))
-    self.trained = layers.LoRAParam if adapter else nnx.Param
+    kind = layers.LoRAParam if adapter else nnx.Param
+    names = frozenset(left_out)
+    self.trained: Any = kind
+    if names:
+      self.trained = nnx.All(
+          kind, lambda path, value: path[0] not in names
+      )
     parts: Any = nnx.split(model, self.trained, nnx.Param, ...)
     self._graphdef, state, frozen, self._rest = parts
     self._trained, self._frozen = _Leaves(state), _Leaves(frozen)
@@ -100,8 +116,8 @@ class SplitModel:
     self.rounds = any(a.dtype != b.dtype for a, b in zip(own, self.shapes))
 
   def rounded(self, params: Params) -> Params:
-    """Masters in the model's own types."""
-    return {k: x.astype(self._dtypes[k]) for k, x in params.items()}
+    """Masters in the model's own types, without a value head's."""
+    return {k: params[k].astype(x) for k, x in self._dtypes.items()}
 
   def params_of(self, model: nnx.Module) -> Params:
     """The trained parameters of a module like this one, not copied."""
@@ -137,6 +153,7 @@ class Placement:
     batch: of arrays with a leading axis B or S.
     replicated: of everything else.
     shards: batch shards.
+    head: of a value head's parameters.
   """
 
   params: dict[str, jax.sharding.Sharding]
@@ -144,6 +161,10 @@ class Placement:
   batch: jax.sharding.Sharding
   replicated: jax.sharding.Sharding
   shards: int
+
+  @property
+  def head(self) -> dict[str, jax.sharding.Sharding]:
+    return dict.fromkeys(critic.NAMES, self.replicated)
 
   @classmethod
   def of(cls, split: SplitModel, model: Any, mesh: Mesh | None) -> Placement:
@@ -174,7 +195,7 @@ class Placement:
     )
 
 
-class _Program:
+class Program:
   """A jitted function, compiled once for each set of argument shapes."""
 
   def __init__(self, function: Any):
@@ -241,11 +262,13 @@ class Extra:
     proximal, reference: log-probs of other weights, float32[S, M]; where one
       is not needed it holds the sampled log-probs.
     kl_coef: scalar, where the coefficient changes between updates.
+    teacher: log-probs of the policy that is distilled, float32[S, M].
   """
 
   proximal: base.Array
   reference: base.Array
   kl_coef: base.Array | None = None
+  teacher: base.Array | None = None
 
 
 class UpdatePrograms:
@@ -259,6 +282,7 @@ class UpdatePrograms:
       banned_V: np.ndarray | None,
       placement: Placement,
       temperature: float = 1.0,
+      width: int = 0,
   ):
     """Args:
 
@@ -268,16 +292,28 @@ class UpdatePrograms:
       banned_V: bool[V] or None, see `logprobs.score`.
       placement: where arrays lie.
       temperature: of the sampler.
+      width: of the model's hidden states; read with a critic.
     """
     self._split = split
+    self._width = width
     self._config = config
     self._algorithm = algorithm
     self._banned = banned_V
     self._placement = placement
     self._temperature = temperature
     self._tx = optimizer.make_optimizer(config)
-    params, one = placement.params, placement.replicated
+    params, one = dict(placement.params), placement.replicated
+    policy_params = placement.params
     shapes = dict(zip(split.names, split.shapes))
+    if algorithm.has_critic:
+      self._tx = optimizer.with_head(
+          self._tx,
+          config,
+          critic.NAMES,
+          algorithm.config.value_learning_rate,
+      )
+      params |= placement.head
+      shapes |= critic.shapes(width)
 
     def place(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
       """State of a parameter is found under its name and has its shape."""
@@ -289,42 +325,58 @@ class UpdatePrograms:
     self.optimizer_placement = jax.tree_util.tree_map_with_path(
         place, jax.eval_shape(self._tx.init, shapes)
     )
-    self.accumulate = _Program(
+    self.accumulate = Program(
         jax.jit(
             self._accumulate,
             donate_argnums=(1, 2),
             out_shardings=(params, one),
         )
     )
-    self.apply = _Program(
+    self.apply = Program(
         jax.jit(
             self._apply,
             donate_argnums=(0, 1),
             out_shardings=(params, self.optimizer_placement, one, one),
         )
     )
-    self.score = _Program(
+    self.score = Program(
         jax.jit(self._score, out_shardings=placement.batch)
     )
+    self.value = Program(
+        jax.jit(self._value, out_shardings=placement.batch)
+    )
     self._start: Any = None
+    self._all_placement = params
     dtypes = {name: shape.dtype for name, shape in shapes.items()}
     self.masters = jax.jit(
         lambda params: {
             name: jnp.array(x, dtypes[name], copy=True)
             for name, x in params.items()
+            if name in policy_params
         },
-        out_shardings=params,
+        out_shardings=policy_params,
     )
     self.publish = jax.jit(
         lambda params: jax.tree.map(jnp.copy, split.rounded(params)),
-        out_shardings=params,
+        out_shardings=policy_params,
     )
 
   @property
   def compiles(self) -> dict[str, int]:
+    names = ["accumulate", "apply", "score"]
+    if self._algorithm.has_critic:
+      names.append("value")
+    return {name: getattr(self, name).compiles for name in names}
+
+  def init_head(self) -> Params:
+    """A value head of zeros at its place; {} without a critic."""
+    if not self._algorithm.has_critic:
+      return {}
     return {
-        name: getattr(self, name).compiles
-        for name in ("accumulate", "apply", "score")
+        name: sharding.put(
+            np.zeros(shape.shape, shape.dtype), self._placement.head[name]
+        )
+        for name, shape in critic.shapes(self._width).items()
     }
 
   def init_optimizer(self, params: Params) -> optax.OptState:
@@ -342,13 +394,20 @@ class UpdatePrograms:
       extra: Extra,
   ) -> tuple[jax.Array, Sums]:
     """Sum of weight x token loss over a batch, and its readings."""
-    scores = self._scores(params, frozen, batch)
-    return self.loss_of_scores(scores, batch, extra)
+    scores, hidden = self._scores(params, frozen, batch)
+    values = None
+    if self._algorithm.has_critic:
+      values = critic.values(params, hidden)
+    return self.loss_of_scores(scores, batch, extra, values)
 
   def loss_of_scores(
-      self, scores: logprobs.TokenScores, batch: batching.Batch, extra: Extra
+      self,
+      scores: logprobs.TokenScores,
+      batch: batching.Batch,
+      extra: Extra,
+      values: jax.Array | None = None,
   ) -> tuple[jax.Array, Sums]:
-    """As `loss`, from the scores of the batch's tokens."""
+    """As `loss`, from the scores of the batch's tokens and their values."""
     algorithm, config = self._algorithm, self._algorithm.config
     lp = scores.logprobs
     # In an update of a single step the proximal policy is the one being
@@ -365,6 +424,13 @@ class UpdatePrograms:
         )
     )(proximal, jnp.asarray(batch.logprobs), jnp.asarray(batch.sequences))
     options = algorithm.objective_options
+    advantages = jnp.asarray(batch.advantages)
+    if config.distill_coef:
+      # The sampled token's part of the reverse KL, as an advantage.
+      further = jax.lax.stop_gradient(jnp.asarray(extra.teacher) - anchor)
+      advantages = advantages + config.distill_coef * jnp.clip(
+          further, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
+      )
     token_loss, readings = jax.vmap(
         lambda tokens: algorithm.objective.apply(tokens, options)
     )(
@@ -372,7 +438,7 @@ class UpdatePrograms:
             logprobs=lp,
             anchor=jax.lax.stop_gradient(anchor),
             weight=jax.lax.stop_gradient(weight),
-            advantages=jnp.asarray(batch.advantages),
+            advantages=advantages,
             sequences=jnp.asarray(batch.sequences),
         )
     )
@@ -400,6 +466,18 @@ class UpdatePrograms:
       readings["kl"] = price
     if config.entropy_coef:
       token_loss = token_loss - config.entropy_coef * scores.entropy
+    if config.distill_coef:
+      readings["teacher_kl"] = lp - jnp.asarray(extra.teacher)
+    if values is not None:
+      value_loss, clipped = critic.value_loss(
+          values,
+          jnp.asarray(batch.streams[critic.VALUES]),
+          jnp.asarray(batch.streams[critic.TARGETS]),
+          config.value_clip,
+      )
+      token_loss = token_loss + config.value_coef * value_loss
+      readings["value_loss"] = value_loss
+      readings["value_clip_fraction"] = clipped
     mask = batch.mask
     # Selected before the product: a padding token's loss may be anything.
     loss = jnp.sum(jnp.where(mask, token_loss, 0.0) * batch.weights)
@@ -439,10 +517,7 @@ class UpdatePrograms:
 
       self._start = jax.jit(
           zeros,
-          out_shardings=(
-              self._placement.params,
-              self._placement.replicated,
-          ),
+          out_shardings=(self._all_placement, self._placement.replicated),
       )
     return self._start(params)
 
@@ -466,17 +541,31 @@ class UpdatePrograms:
     )
 
   def _apply(
-      self, params: Params, opt_state: optax.OptState, grads: Params
+      self,
+      params: Params,
+      opt_state: optax.OptState,
+      grads: Params,
+      acting: base.Array | None = None,
   ) -> tuple[Params, optax.OptState, jax.Array, jax.Array]:
-    """(params, state, gradient norm, 1.0 when the step was made)."""
+    """(params, state, gradient norm, 1.0 when the step was made).
+
+    With `acting` 0 the value head alone moves.
+    """
     norm = optax.tree.norm(grads)
     ok = jnp.isfinite(norm)
     updates, new_state = self._tx.update(grads, opt_state, params)
     new_params = optax.apply_updates(params, updates)
-    keep = functools.partial(jnp.where, ok)
+
+    def keep(path: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+      keys = {getattr(key, "key", None) for key in path}
+      head = bool(keys & {optimizer.HEAD, *critic.NAMES})
+      made = ok if acting is None or head else ok & (acting > 0)
+      return jnp.where(made, new, old)
+
+    keep_all = jax.tree_util.tree_map_with_path
     return (
-        jax.tree.map(keep, new_params, params),
-        jax.tree.map(keep, new_state, opt_state),
+        keep_all(keep, new_params, params),
+        keep_all(keep, new_state, opt_state),
         norm,
         ok.astype(jnp.float32),
     )
@@ -484,11 +573,19 @@ class UpdatePrograms:
   def _score(
       self, params: Params, frozen: Params, batch: batching.Batch
   ) -> jax.Array:
-    return self._scores(params, frozen, batch).logprobs
+    return self._scores(params, frozen, batch)[0].logprobs
+
+  def _value(
+      self, params: Params, frozen: Params, batch: batching.Batch
+  ) -> jax.Array:
+    model = self._split.merge(params, frozen)
+    hidden = logprobs.gather_hidden(model(batch.inputs), batch.index)
+    return jnp.where(batch.mask, critic.values(params, hidden), 0.0)
 
   def _scores(
       self, params: Params, frozen: Params, batch: batching.Batch
-  ) -> logprobs.TokenScores:
+  ) -> tuple[logprobs.TokenScores, jax.Array]:
+    """Scores [S, M] and the hidden states [S, M, D] they are of."""
     return logprobs.batch_scores(
         self._split.merge(params, frozen),
         batch,

@@ -126,7 +126,8 @@ class Policy(Protocol):
   """A flax nnx module.
 
   `supports_prefix_ids` and `reads_image_patches` (False unless given) are
-  optional: whether it reads that field of `PolicyInputs`.
+  optional: whether it reads that field of `PolicyInputs`. So is
+  `vision_modules`, the names of the submodules that see nothing but pixels.
   """
 
   config: ModelConfig

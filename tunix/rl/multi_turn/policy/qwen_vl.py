@@ -33,6 +33,7 @@ class QwenVL(qwen_text.QwenText):
   """See the module docstring."""
 
   reads_image_patches = True
+  vision_modules = ("visual",)
 
   def __init__(
       self,

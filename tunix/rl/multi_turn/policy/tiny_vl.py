@@ -274,6 +274,7 @@ class TinyVL(nnx.Module):
   """See the module docstring; implements `base.Policy`."""
 
   supports_prefix_ids = True
+  vision_modules = ("stem", "vision_blocks", "vision_norm")
 
   def __init__(self, config: TinyVLConfig, rngs: nnx.Rngs):
     self.config = config

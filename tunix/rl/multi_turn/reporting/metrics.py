@@ -115,6 +115,9 @@ METRICS: dict[str, Metric] = {
         "Often above 0: that host's gyms are slow or stuck; see its log.",
         processes="sum",
     ),
+    "borrowed_episodes": Metric(
+        "episodes", "Successes lent to groups, with learner.success_replay."
+    ),
     "episodes": Metric(
         "episodes", "Episodes of this update, invalid ones included."
     ),
@@ -348,6 +351,21 @@ METRICS: dict[str, Metric] = {
     "clip_fraction_high": Metric("", "The part above 1 + clip_high."),
     "clip_fraction_dual": Metric(
         "", "Share of tokens whose loss algorithm.dual_clip bounds."
+    ),
+    "held_fraction": Metric(
+        "", "Share of tokens that objective=clip_cov or kl_cov holds back."
+    ),
+    "teacher_kl": Metric(
+        "nats", "Log-prob now less the teacher's, with algorithm.teacher."
+    ),
+    "value_loss": Metric("", "Of the value head (advantage=gae)."),
+    "value_clip_fraction": Metric("", "Share of tokens whose value it clips."),
+    "value_mean": Metric("reward", "Mean value at the update's start."),
+    "value_target_mean": Metric("reward", "Mean of what it is trained on."),
+    "explained_variance": Metric(
+        "",
+        "Share of the targets' variance that the values explain.",
+        "At 0 or below for long: raise algorithm.value_learning_rate.",
     ),
     "advantage_mean": Metric("", "Mean over sampled tokens."),
     "advantage_std": Metric("", "Standard deviation over sampled tokens."),

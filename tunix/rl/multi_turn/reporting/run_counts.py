@@ -212,7 +212,8 @@ def _key(group_id: str) -> str:
 
 def _of_group(group: trajectory_lib.TrajectoryGroup) -> Counts:
   counts = _new()
-  for member in group:
+  beside = () if group.greedy is None else (group.greedy,)
+  for member in (*group, *beside):
     counts["episodes"][f"train/{member.status.value}"] += 1
   counts["groups"]["accepted"] = 1
   if group.attempt:

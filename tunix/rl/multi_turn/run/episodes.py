@@ -26,6 +26,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.run.rollout_hosts import remote as remote_hosts
 from tunix.rl.multi_turn.tools import manager
@@ -294,16 +295,22 @@ def make_collector(
   """
   training = mode == "train"
   sampling = sampling_of(config, mode)
-  if connection is not None:
-    model: Any = connection.model(sampling)
-  else:
-    model = model_calls.PolicyModel(
+
+  def model_of(sampling: policy_client.SamplingParams) -> Any:
+    if connection is not None:
+      return connection.model(sampling)
+    return model_calls.PolicyModel(
         client,
         renderer,
         sampling,
         max_context_tokens=config.engine.context_length,
         runs_inline=True,
+        keeps_support=training and config.algorithm.keep_sampling_mask,
     )
+
+  greedy_call = None
+  if training and parts.Algorithm.of(config.algorithm).needs_greedy:
+    greedy_call = model_of(dataclasses.replace(sampling, temperature=0.0))
   collect = config.collect
   if not training:
     collect = dataclasses.replace(
@@ -318,11 +325,12 @@ def make_collector(
     make = functools.partial(remote_hosts.RemoteCollector, client, mode)
   return make(
       episodes,
-      model,
+      model_of(sampling),
       collect,
       max_turns=config.environment.max_turns,
       seed=config.run.seed,
       split="train" if training else "eval",
       observers=observers,
       final_reward_fn=episodes.episode_reward,
+      greedy_call=greedy_call,
   )

@@ -1,5 +1,6 @@
-"""Turns Ctrl-C, SIGTERM and SIGUSR1 into a request to stop; the second Ctrl-C or
-SIGTERM is at once.
+"""Turns Ctrl-C, SIGTERM and SIGUSR1 into a request to stop.
+
+The second Ctrl-C or SIGTERM ends at once.
 
 Does not: catch anything in another thread than the main one, where signals
 cannot be handled.

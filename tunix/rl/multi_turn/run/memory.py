@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Sequence
 
 from flax import nnx
 import jax
@@ -26,10 +26,12 @@ from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import compiled_memory
+from tunix.rl.multi_turn.learner import frozen
 from tunix.rl.multi_turn.learner import memory_plan
 from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import memory_limits
+from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import sharding
 
 COMPILE_WITHIN = 16
@@ -204,13 +206,17 @@ def _weights(
   adapted = bool(jax.tree.leaves(nnx.state(model, layers.LoRAParam)))
   kind = layers.LoRAParam if adapted else nnx.Param
   parameters = memory_plan.parameter_bytes(model, mesh)
-  trained = memory_plan.parameter_bytes(model, mesh, kind)
-  masters = memory_plan.weight_bytes(model, mesh, 0, 4).masters
+  try:
+    left_out = frozen.modules(model, config.learner)
+  except ValueError as error:
+    raise config_lib.ConfigError([f"learner.{error}"]) from None
+  weights = memory_plan.weight_bytes(model, mesh, 0, 4, left_out)
+  trained, masters = weights.own, weights.masters
   shapes = {
       name: jax.ShapeDtypeStruct(
           value.shape, optimizer.master_dtype(value.dtype)
       )
-      for name, value in _named(model, kind).items()
+      for name, value in _named(model, kind, left_out).items()
   }
   state = jax.eval_shape(
       optimizer.make_optimizer(config.learner).init, shapes
@@ -241,7 +247,19 @@ def _weights(
         ),
     ]
   if learns and config.algorithm.kl_coef:
-    out.append(Part("KL reference", trained, (*grows, "algorithm.kl_coef")))
+    out.append(
+        Part(
+            "KL reference",
+            trained,
+            (*grows, "algorithm.kl_coef"),
+            on_host=config.learner.reference_on == "host",
+        )
+    )
+  if learns and config.algorithm.teacher:
+    size = _bytes_of_files(config.algorithm.teacher)
+    out.append(
+        Part("teacher", size, ("algorithm.teacher",), how="by its files")
+    )
   if config.rollout.via not in ("external", "hosts"):
     int8 = config.engine.weights == "int8"
     out.append(Part(
@@ -379,11 +397,23 @@ def _screenshot_patches(
   return processor.num_image_tokens(*screen) * processor.patches_per_token
 
 
-def _named(model: Any, kind: Any) -> dict[str, Any]:
+def _named(
+    model: Any, kind: Any, left_out: Sequence[str] = ()
+) -> dict[str, Any]:
   return {
       "/".join(map(str, path)): variable
       for path, variable in nnx.to_flat_state(nnx.state(model, kind))
+      if path[0] not in left_out
   }
+
+
+def _bytes_of_files(policy: str) -> int:
+  """Of a policy's weights on the disk; 0 where there are none to be found."""
+  try:
+    folder = policy_files.resolve(policy)
+  except (OSError, ValueError):
+    return 0  # Loading it reports this.
+  return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
 
 
 def _tree_bytes(tree: Any) -> int:

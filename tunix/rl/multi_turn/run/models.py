@@ -385,8 +385,12 @@ def make_learner(
     image_store: images_lib.ImageStore,
     mesh: jax.sharding.Mesh | None,
     processes: peers_lib.Peers = peers_lib.ALONE,
+    teacher: Any = None,
 ) -> learner_lib.Learner:
-  """The learner of GRPO; its KL term is measured to `policy`."""
+  """The learner of GRPO; its KL term is measured to `policy`.
+
+  `teacher` is what `make_teacher` gave.
+  """
   return _make_learner(
       config,
       policy,
@@ -396,7 +400,56 @@ def make_learner(
       config.algorithm,
       reference=policy.model if config.algorithm.kl_coef else None,
       processes=processes,
+      teacher=teacher,
   )
+
+
+def make_teacher(
+    config: TrainConfig, policy: LoadedPolicy, mesh: jax.sharding.Mesh | None
+) -> Any:
+  """The model of algorithm.teacher; None without one.
+
+  Raises:
+    ConfigError: no such policy, or one of another tokenizer or other images.
+  """
+  name = config.algorithm.teacher
+  if not name:
+    return None
+  screen = agent_registry.screenshot_size(
+      config.agent, config.gym.width, config.gym.height
+  )
+  try:
+    named = by_name.resolve(name)
+    if not named.weights:
+      raise ValueError("it brings no weights; name a directory, or tiny_vl")
+    loaded = named.load(
+        named.weights, mesh, screen, compute_dtype=config.policy.dtype
+    )
+  except (OSError, ValueError, TypeError) as error:
+    raise ConfigError([f"algorithm.teacher={name}: {error}"]) from None
+  model, processor, tokenizer = loaded
+  for what, theirs, own in (
+      ("tokenizer", tokenizer.to_str(), policy.tokenizer.to_str()),
+      (
+          "image processor",
+          _patches(processor, screen),
+          _patches(policy.processor, screen),
+      ),
+  ):
+    if theirs != own:
+      raise ConfigError([
+          f"algorithm.teacher={name} has another {what} than"
+          f" policy.name={config.policy.name}; a teacher must read the policy's"
+          " tokens and patches: give one of the same family"
+      ])
+  return model
+
+
+def _patches(processor: Any, screen: tuple[int, int]) -> tuple[int, ...]:
+  """Numbers of what a processor makes of a screenshot."""
+  per_token = processor.patches_per_token
+  tokens = processor.num_image_tokens(*screen) if per_token else 0
+  return per_token, processor.patch_bytes, processor.position_axes, tokens
 
 
 def make_cloning_learner(
@@ -418,6 +471,7 @@ def make_cloning_learner(
           steps=warm.steps,
           minibatches=1,
           epochs=1,
+          freeze_vision=False,
           # Fast for a new file, but it would overwrite an existing one.
           optimizer="adamw" if warm_start_source(config) else "muon",
           learning_rate=warm.learning_rate,
@@ -427,9 +481,13 @@ def make_cloning_learner(
       dataclasses.replace(
           config.algorithm,
           objective="behaviour_cloning",
+          advantage="grpo",
           kl_coef=0.0,
           kl_target=0.0,
           entropy_coef=0.0,
+          teacher="",
+          distill_coef=0.0,
+          keep_sampling_mask=False,
       ),
       processes=processes,
   )
@@ -444,6 +502,7 @@ def _make_learner(
     algorithm: learner_config.AlgorithmConfig,
     reference: Any = None,
     processes: peers_lib.Peers = peers_lib.ALONE,
+    teacher: Any = None,
 ) -> learner_lib.Learner:
   try:
     return learner_lib.Learner(
@@ -458,6 +517,7 @@ def _make_learner(
         mesh=mesh,
         reference=reference,
         processes=processes,
+        teacher=teacher,
     )
   except ValueError as error:
     raise ConfigError([f"learner: {error}"]) from None

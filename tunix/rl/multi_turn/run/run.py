@@ -154,6 +154,7 @@ class Run:
         self.processes,
     )
     self.policy = self.warm_start.policy
+    self.teacher = models.make_teacher(config, self.policy, self.mesh)
     self.memory = preflight.with_policy(
         config, self.policy, self.episodes.make_agent(), self.mesh
     )

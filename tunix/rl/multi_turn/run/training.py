@@ -14,12 +14,14 @@ import logging
 import time
 from typing import Any
 
+from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
+from tunix.rl.multi_turn.learner import replay as replay_lib
 from tunix.rl.multi_turn.reporting import step_metrics
 from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
 from tunix.rl.multi_turn.run import beside as beside_lib
@@ -34,6 +36,7 @@ from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.trajectory_collector import collect_loop
 from tunix.rl.queue import group_queue
+from tunix.rl.queue import group_store
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ class Training:
     config = run.config
     self._config = config
     self._learner = models.make_learner(
-        config, run.policy, run.images, run.mesh, run.processes
+        config, run.policy, run.images, run.mesh, run.processes, run.teacher
     )
     self._checkpoints = checkpoint_lib.LearnerCheckpoints(
         run.directory / "checkpoints", config.checkpoint
@@ -80,6 +83,7 @@ class Training:
     )
     self._collecting = self._make_collect_loop(metrics, extras.get("collect"))
     self._collected: concurrent.futures.Future[None] | None = None
+    self._replayed: group_store.SqliteGroupStore | None = None
     self._loop = loop_lib.LearnerLoop(
         self._learner,
         self._queue,
@@ -95,6 +99,7 @@ class Training:
         and config.rollout.via != "external",
         processes=run.processes,
         share_timeout_s=config.processes.share_s or None,
+        replay=self._make_replay(),
     )
 
   def _extras(self) -> dict[str, Any]:
@@ -179,6 +184,8 @@ class Training:
       self._loop.settle()
       self._run.save_policy("policy", self._learner.policy())
     self._checkpoints.close()
+    if self._replayed is not None:
+      self._replayed.close()
 
   def _stop_collecting(self) -> None:
     if self._collected is None:
@@ -331,6 +338,18 @@ class Training:
         store=self._run.store,
         on_drop=dropped,
     )
+
+  def _make_replay(self) -> replay_lib.SuccessReplay | None:
+    """Of recent successes, durable where the queue is; None without."""
+    age = self._config.learner.success_replay
+    if not age:
+      return None
+    if not self._config.queue.path:
+      return replay_lib.SuccessReplay(age)
+    self._replayed = group_store.SqliteGroupStore(
+        self._run.own_directory / "replay.db", images=self._run.images
+    )
+    return replay_lib.SuccessReplay(age, self._replayed)
 
   def _make_collect_loop(
       self, metrics: step_metrics.StepMetrics, state: dict[str, Any] | None

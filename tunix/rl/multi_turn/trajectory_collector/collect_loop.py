@@ -555,6 +555,11 @@ class CollectLoop:
     # A later part has the members of earlier ones to be compared with.
     wanted = 1 if group.peer_rewards else self._collector.config.min_valid
     valid = len(group.valid)
+    if group.greedy is not None and not group.greedy.status.is_policy_outcome:
+      error = group.greedy.error
+      ended = group.greedy.status.value
+      text = f"its greedy episode, the baseline, ended as {ended}"
+      return f"{text}: {error}" if error else text
     if valid >= wanted:
       return None
     errors = [t.error for t in group if t.error]

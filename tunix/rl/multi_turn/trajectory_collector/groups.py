@@ -1,5 +1,8 @@
 """Collects groups: n episodes of one task, each with its own random numbers.
 
+With `greedy_call` one more episode of the task is played beside a group's
+members, greedily, for algorithms whose baseline it is.
+
 Promises: a group always completes, whatever its environments do; episodes in
 flight are bounded; every seed is a hash of (run seed, split, group index,
 attempt, sample), so members differ and a run repeats; cancelling a group
@@ -64,6 +67,10 @@ def task_id_of(task: Any) -> str:
   return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
+GREEDY = "greedy"
+"""The name, in place of a number, of the episode beside a group's members."""
+
+
 class GroupCollector:
   """Collects groups with one policy; see the module docstring.
 
@@ -83,6 +90,7 @@ class GroupCollector:
       final_reward_fn: Callable[..., Any] | None = None,
       observers: events.Observer | None = None,
       runner: concurrency.CallRunner | None = None,
+      greedy_call: model_calls.PolicyModel | Callable[..., Any] | None = None,
   ):
     """Args:
 
@@ -93,6 +101,9 @@ class GroupCollector:
       max_turns: turns of an episode, unless the task has its own `max_turns`.
       seed: the run's.
       split: "train" or "eval", for events and seeds.
+      greedy_call: as `model_call`, samples the likeliest tokens: plays
+        `TrajectoryGroup.greedy`, which counts against `config.concurrency` and
+        is no member. None plays none.
     """
     if max_turns < 1:
       raise ValueError(f"max_turns must be >= 1, got {max_turns}")
@@ -103,6 +114,7 @@ class GroupCollector:
     self._success_reward = success_reward
     self._make_episode = make_episode
     self._model_call = model_call
+    self._greedy_call = greedy_call
     self._final_reward_fn = final_reward_fn
     self.observers = observers
     self._runner = runner or concurrency.EPISODE_RUNNER
@@ -144,18 +156,22 @@ class GroupCollector:
     """
     if samples is None:
       samples = range(group_size or self.config.group_size)
+    if self._greedy_call is not None:
+      samples = (*samples, GREEDY)
     task_id, group_id, members = self._start(task, index, attempt, samples)
     try:
-      trajectories = await asyncio.gather(*members)
+      trajectories = list(await asyncio.gather(*members))
     except BaseException:
       await _cancel(members)
       raise
+    greedy = trajectories.pop() if self._greedy_call is not None else None
     return TrajectoryGroup(
         group_id=group_id,
         task_id=task_id,
         trajectories=tuple(trajectories),
         start_version=start_version,
         attempt=attempt,
+        greedy=greedy,
     )
 
   async def collect_parts(
@@ -232,6 +248,7 @@ class GroupCollector:
     deadlines = self.config.deadlines
     async with self._slot():
       name = f"{group_id}.{sample}"
+      greedy = sample == GREEDY
       env = None
       try:
         with concurrency.contained("the episode's factory"):
@@ -242,7 +259,7 @@ class GroupCollector:
         collecting = episode.TrajectoryCollectEngine(
             agent,
             env,
-            self._model_call,
+            (self._greedy_call if greedy else None) or self._model_call,
             self._final_reward_fn,
             max_steps=getattr(task, "max_turns", None) or self._max_turns,
             gamma=self.config.gamma,

@@ -14,6 +14,7 @@ import dataclasses
 import time
 from typing import Any, Callable, Sequence
 
+from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import seeds
 from tunix.rl.multi_turn.core import trajectory
@@ -37,6 +38,8 @@ class PolicyModel:
       leaves the limit to the client.
     runs_inline: `client.generate` is awaited in the episode's own task; only
       for clients that honour cancellation.
+    keeps_support: each sampled token keeps the tokens that truncation left to
+      be sampled, of which `sampling.top_k` bounds the number.
   """
 
   client: policy_client.PolicyClient
@@ -44,8 +47,17 @@ class PolicyModel:
   sampling: policy_client.SamplingParams = policy_client.SamplingParams()
   max_context_tokens: int | None = None
   runs_inline: bool = False
+  keeps_support: bool = False
 
   def __post_init__(self):
+    if self.keeps_support:
+      object.__setattr__(
+          self,
+          "sampling",
+          dataclasses.replace(
+              self.sampling, top_logprobs=policy_client.MAX_TOP_LOGPROBS
+          ),
+      )
     if self.max_context_tokens is not None and self.max_context_tokens < 2:
       raise ValueError(
           "max_context_tokens must be >= 2, got"
@@ -186,6 +198,14 @@ class TokenSession:
         inline=self._model.runs_inline,
     )
     started = time.perf_counter()
+    if self._model.keeps_support:
+      completion = completion.with_support()
+      if completion.support is None:
+        raise completion_checks.SamplingContractError(
+            "the sampler returned no sampling mask, which"
+            " keep_sampling_mask=true needs; start vLLM with"
+            " --return-sampling-mask, or use the engine in this process"
+        )
     text = self._builder.append(completion)
     self.render_seconds += time.perf_counter() - started
     reason = completion.finish_reason

@@ -94,6 +94,7 @@ class _Growing:
     self.versions = np.full(capacity, -1, np.int32)
     # None as soon as a completion has none.
     self.entropies: np.ndarray | None = np.zeros(capacity, np.float32)
+    self.supports: list[np.ndarray] | None = []  # Of each completion.
     self.turn_ids = np.empty(capacity, np.int32)
     self.images: list[trajectory.ImageSpan] = []
     self.num_sampled = 0
@@ -138,6 +139,10 @@ class _Growing:
       self.entropies = None
     elif self.entropies is not None:
       self.entropies[where] = completion.entropies
+    if completion.support is None:
+      self.supports = None
+    elif self.supports is not None:
+      self.supports.append(completion.support)
     self.turn_ids[where] = turn
     self.num_sampled += len(completion.tokens)
 
@@ -165,7 +170,20 @@ class _Growing:
         turn_ids=self.turn_ids[:n],
         images=tuple(self.images),
         entropies=None if entropies is None else entropies[:n],
+        support=self._support(),
     )
+
+  def _support(self) -> np.ndarray | None:
+    """int32[T, K], K the most that a completion has."""
+    if not self.supports:
+      return None
+    width = max(part.shape[1] for part in self.supports)
+    support = np.full((self.length, width), -1, np.int32)
+    support[self.mask[: self.length]] = np.concatenate([
+        np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=-1)
+        for part in self.supports
+    ])
+    return support
 
 
 class SequenceBuilder:
@@ -271,7 +289,7 @@ class SequenceBuilder:
       if not built.loss_mask[-1]:
         # A prompt that was extended but never answered has no gradient.
         last = int(np.flatnonzero(built.loss_mask)[-1]) + 1
-        entropies = built.entropies
+        entropies, support = built.entropies, built.support
         built = trajectory.TokenSequence(
             tokens=built.tokens[:last],
             loss_mask=built.loss_mask[:last],
@@ -280,6 +298,7 @@ class SequenceBuilder:
             turn_ids=built.turn_ids[:last],
             images=tuple(s for s in built.images if s.end <= last),
             entropies=None if entropies is None else entropies[:last],
+            support=None if support is None else support[:last],
         )
       sequences.append(built)
     return sequences

@@ -1,7 +1,8 @@
 """Computes advantages: a number for each turn of each member of a group.
 
 An `Estimator` sees one group at a time, a `StepEstimator` all groups of a step
-(those are in `step_advantages`). `of_step` calls either.
+(those are in `step_advantages`). `of_step` calls either. A `gae.TokenEstimator`
+sees one episode and a critic's values; `critic` calls it.
 
 Only valid members enter (see `TrajectoryGroup.valid`): a failure outside the
 policy is no evidence about it. Statistics are over the group at hand, of any
@@ -49,6 +50,7 @@ class GroupRewards:
       where it is unknown; () unless the estimator `needs_states`.
     episode_ids: N trajectory ids; () if unknown.
     group_id, task_id: of the group.
+    greedy: reward of the greedy episode beside the group; None without one.
   """
 
   total_N: np.ndarray
@@ -58,6 +60,7 @@ class GroupRewards:
   episode_ids: tuple[str, ...] = ()
   group_id: str = ""
   task_id: str = ""
+  greedy: float | None = None
 
   def __post_init__(self):
     total = np.asarray(self.total_N, np.float64)
@@ -135,11 +138,23 @@ class StepEstimator:
 
 
 ESTIMATORS: registry.Registry[Any] = registry.Registry("advantage estimator")
-"""Name -> `Estimator` or `StepEstimator`."""
+"""Name -> `Estimator`, `GreedyEstimator`, `StepEstimator` or
+`gae.TokenEstimator`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GreedyEstimator:
+  """An `Estimator` that reads `GroupRewards.greedy`.
+
+  The collector plays one greedy episode beside each group for it, which is
+  never trained on.
+  """
+
+  apply: Estimator
 
 
 def of_step(
-    estimator: Estimator | StepEstimator,
+    estimator: Estimator | GreedyEstimator | StepEstimator,
     groups: Sequence[GroupRewards],
     options: AdvantageOptions,
 ) -> list[tuple[np.ndarray, ...]]:
@@ -152,7 +167,12 @@ def of_step(
   if isinstance(estimator, StepEstimator):
     found = list(estimator.apply(groups, options))
   else:
-    found = [_of_group(estimator, group, options) for group in groups]
+    one = (
+        estimator.apply
+        if isinstance(estimator, GreedyEstimator)
+        else estimator
+    )
+    found = [_of_group(one, group, options) for group in groups]
   if len(found) != len(groups):
     raise ValueError(
         f"the advantage estimator returned {len(found)} groups of {len(groups)}"
@@ -169,8 +189,9 @@ def of_step(
 
 
 def over_processes(
-    estimator: Estimator | StepEstimator, processes: peers_lib.Peers
-) -> Estimator | StepEstimator:
+    estimator: Estimator | GreedyEstimator | StepEstimator,
+    processes: peers_lib.Peers,
+) -> Estimator | GreedyEstimator | StepEstimator:
   """An estimator of the groups that all processes have, from each one's own.
 
   An `Estimator` of one group is as it was; of a `StepEstimator` all processes
@@ -360,6 +381,35 @@ def opo(
   return _spread(group, r - (lengths * r).sum() / lengths.sum())
 
 
+def _remax(
+    group: GroupRewards, options: AdvantageOptions
+) -> tuple[np.ndarray, ...]:
+  del options
+  if group.greedy is None:
+    raise ValueError(
+        "remax needs the reward of a greedy episode, GroupRewards.greedy"
+    )
+  return _spread(group, group.total_N - group.greedy)
+
+
+remax = GreedyEstimator(_remax)
+"""r - r of the greedy episode of the same task.
+
+Li et al. 2023, "ReMax", equation 4 (arXiv:2310.10505). The baseline depends on
+the task alone, so that groups of one may be learned from."""
+
+ESTIMATORS.register("remax", remax)
+
+
+@ESTIMATORS.register("none")
+def none(
+    group: GroupRewards, options: AdvantageOptions
+) -> tuple[np.ndarray, ...]:
+  """0: rewards are not learned from, for distillation alone."""
+  del options
+  return _spread(group, np.zeros_like(group.total_N))
+
+
 @ESTIMATORS.register("pass_at_k")
 def pass_at_k(
     group: GroupRewards, options: AdvantageOptions
@@ -436,3 +486,6 @@ ESTIMATORS.register("gigpo", gigpo)
 _OF_STEPS = "tunix.rl.multi_turn.learner.algorithms.step_advantages"
 for _name in ("reinforce_pp", "reinforce_pp_baseline", "gpg"):
   ESTIMATORS.register(_name, f"{_OF_STEPS}:{_name}")
+ESTIMATORS.register(
+    "gae", "tunix.rl.multi_turn.learner.algorithms.gae:gae"
+)

@@ -54,6 +54,9 @@ class ObjectiveOptions:
       size; 0 for no bound.
     sapo_tau_pos, sapo_tau_neg: temperatures of SAPO's gate, by the sign of the
       advantage.
+    cov_share: of tokens that clip_cov and kl_cov hold back.
+    cov_low, cov_high: bounds of the covariance of those of clip_cov.
+    cov_kl_coef: weight of the KL on those of kl_cov.
   """
 
   clip_low: float = _DEFAULTS.clip_low
@@ -61,6 +64,10 @@ class ObjectiveOptions:
   dual_clip: float = _DEFAULTS.dual_clip
   sapo_tau_pos: float = _DEFAULTS.sapo_tau_pos
   sapo_tau_neg: float = _DEFAULTS.sapo_tau_neg
+  cov_share: float = _DEFAULTS.cov_share
+  cov_low: float = _DEFAULTS.cov_low
+  cov_high: float = _DEFAULTS.cov_high
+  cov_kl_coef: float = _DEFAULTS.cov_kl_coef
 
 
 Readings = dict[str, jax.Array]
@@ -168,6 +175,78 @@ def soft_gated(
   return -tokens.weight * gate * a, {}
 
 
+def clip_cov(
+    tokens: TokenBatch, options: ObjectiveOptions
+) -> tuple[jax.Array, Readings]:
+  """As `clipped`, without the gradient of a few tokens of high covariance.
+
+  Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for
+  Reasoning Language Models", equations 11 and 12 (arXiv:2505.22617): of the
+  tokens with cov_low < covariance < cov_high that the clip leaves, a random
+  cov_share of all tokens. The means are over the buffer, as over the
+  micro-batch in the authors' code; the draw is a function of its log-probs.
+  """
+  loss, readings = clipped(tokens, options)
+  cov = covariances(tokens)
+  free = readings["clip_fraction"] == 0
+  inside = (cov > options.cov_low) & (cov < options.cov_high) & free
+  bits = jax.lax.bitcast_convert_type(
+      jnp.where(
+          jnp.asarray(tokens.sequences) >= 0,
+          jax.lax.stop_gradient(tokens.logprobs),
+          0.0,
+      ),
+      jnp.uint32,
+  )
+  key = jax.random.fold_in(jax.random.key(0), jnp.sum(bits))
+  drawn = jnp.where(inside, jax.random.uniform(key, cov.shape), -1.0)
+  held = inside & _highest(drawn, tokens, options.cov_share)
+  readings["held_fraction"] = held.astype(jnp.float32)
+  return jnp.where(held, jax.lax.stop_gradient(loss), loss), readings
+
+
+def kl_cov(
+    tokens: TokenBatch, options: ObjectiveOptions
+) -> tuple[jax.Array, Readings]:
+  """-w ratio A, and beta |log ratio| on the tokens of highest covariance.
+
+  Cui et al. 2025, equations 13 and 14 (arXiv:2505.22617), with the authors'
+  estimate of the KL from the sampling policy. No ratio is clipped.
+  """
+  log_ratio = _log_ratio(tokens)
+  gain = jnp.exp(log_ratio) * jnp.asarray(tokens.advantages)
+  held = _highest(covariances(tokens), tokens, options.cov_share)
+  price = jnp.where(held, options.cov_kl_coef * jnp.abs(log_ratio), 0.0)
+  readings = {"held_fraction": held.astype(jnp.float32)}
+  return tokens.weight * (price - gain), readings
+
+
+def covariances(tokens: TokenBatch) -> jax.Array:
+  """float32[M]: (log p - mean) (A - mean) over the buffer; -inf for padding."""
+  real = jnp.asarray(tokens.sequences) >= 0
+  count = jnp.maximum(jnp.sum(real), 1)
+
+  def centred(values: jax.Array) -> jax.Array:
+    kept = jnp.where(real, values, 0.0)
+    return kept - jnp.sum(kept) / count
+
+  cov = centred(jax.lax.stop_gradient(tokens.logprobs)) * centred(
+      jnp.asarray(tokens.advantages)
+  )
+  return jnp.where(real, cov, -jnp.inf)
+
+
+def _highest(
+    values: jax.Array, tokens: TokenBatch, share: float
+) -> jax.Array:
+  """bool[M]: the share of real tokens with the highest values, at least one."""
+  real = jnp.asarray(tokens.sequences) >= 0
+  count = jnp.maximum((share * jnp.sum(real)).astype(jnp.int32), 1)
+  order = jnp.argsort(jnp.where(real, -values, jnp.inf))
+  rank = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
+  return (rank < count) & real
+
+
 def _log_ratio(tokens: TokenBatch) -> jax.Array:
   return jnp.clip(
       tokens.logprobs - tokens.anchor, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
@@ -216,6 +295,8 @@ for _name, _apply in (
     ("cispo", cispo),
     ("policy_gradient", policy_gradient),
     ("sapo", soft_gated),
+    ("clip_cov", clip_cov),
+    ("kl_cov", kl_cov),
 ):
   OBJECTIVES.register(_name, Objective(_apply))
 OBJECTIVES.register(

@@ -15,6 +15,7 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import aggregation
+from tunix.rl.multi_turn.learner.algorithms import gae
 from tunix.rl.multi_turn.learner.algorithms import importance
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import objectives
@@ -28,7 +29,8 @@ class Algorithm:
 
   Attributes:
     config: the settings.
-    estimate: advantages of the turns of a group, or of a step's groups.
+    estimate: advantages of the turns of a group, or of a step's groups; or of
+      the tokens of an episode, by a value head.
     aggregate: weights of tokens in the loss.
     correction: of tokens sampled by other weights.
     objective: loss of a token.
@@ -36,7 +38,12 @@ class Algorithm:
   """
 
   config: config_lib.AlgorithmConfig
-  estimate: advantages.Estimator | advantages.StepEstimator
+  estimate: (
+      advantages.Estimator
+      | advantages.GreedyEstimator
+      | advantages.StepEstimator
+      | gae.TokenEstimator
+  )
   aggregate: aggregation.Aggregator
   correction: importance.Correction
   objective: objectives.Objective
@@ -69,7 +76,26 @@ class Algorithm:
         self.objective.uses_advantages
         and not config.kl_in_loss
         and config.entropy_coef == 0
+        and config.distill_coef == 0
+        and not self.has_critic
     )
+
+  @property
+  def has_critic(self) -> bool:
+    """Whether a value head is trained beside the policy."""
+    return self.objective.uses_advantages and isinstance(
+        self.estimate, gae.TokenEstimator
+    )
+
+  @property
+  def needs_greedy(self) -> bool:
+    """Whether a greedy episode is played beside each group."""
+    return isinstance(self.estimate, advantages.GreedyEstimator)
+
+  def gae_options(self, gamma: float) -> gae.GaeOptions:
+    """Numbers of `advantage=gae`; `gamma` discounts a turn."""
+    c = self.config
+    return gae.GaeOptions(gamma, c.gae_lambda, c.gae_token_lambda)
 
   def advantage_options(self, gamma: float) -> advantages.AdvantageOptions:
     """Numbers of the advantages; `gamma` discounts a turn."""
@@ -91,6 +117,10 @@ class Algorithm:
         dual_clip=c.dual_clip,
         sapo_tau_pos=c.sapo_tau_pos,
         sapo_tau_neg=c.sapo_tau_neg,
+        cov_share=c.cov_share,
+        cov_low=c.cov_low,
+        cov_high=c.cov_high,
+        cov_kl_coef=c.cov_kl_coef,
     )
 
   @property
@@ -108,13 +138,22 @@ class Algorithm:
           f"temperature={sampling.temperature} must be > 0: greedy samples"
           " carry no policy gradient"
       )
-    truncated = sampling.top_k or sampling.top_p < 1
+    truncated = sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0
     corrected = self.correction.needs_proximal
-    if truncated and self.objective.uses_advantages and not corrected:
+    kept = self.config.keep_sampling_mask
+    if kept and not 0 < sampling.top_k <= policy_client.MAX_TOP_LOGPROBS:
+      raise ValueError(
+          f"keep_sampling_mask=true needs 0 < top_k <="
+          f" {policy_client.MAX_TOP_LOGPROBS}, got top_k={sampling.top_k}: so"
+          " many tokens are kept with each sampled one"
+      )
+    reproduced = kept or corrected
+    if truncated and self.objective.uses_advantages and not reproduced:
       raise ValueError(
           f"top_k={sampling.top_k}, top_p={sampling.top_p}: the sampler's"
           " log-probs are of a truncated distribution, which the learner does"
-          " not reproduce; sample without truncation or set importance='tis'"
+          " not reproduce; sample without truncation, or set"
+          " keep_sampling_mask=True or importance='tis'"
       )
 
 

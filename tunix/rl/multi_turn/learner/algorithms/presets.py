@@ -61,7 +61,8 @@ def _preset(
   if clip:
     values |= {"clip_low": clip[0], "clip_high": clip[1]}
   found = {f"algorithm.{key}": value for key, value in values.items()}
-  if values.get("kl_coef") and values.get("kl_in") != "reward":
+  in_loss = values.get("kl_coef") and values.get("kl_in") != "reward"
+  if in_loss or advantage == "gae" or values.get("distill_coef"):
     found["learner.skip_zero_advantage"] = False
   PRESETS.register(
       name, AlgorithmPreset({**found, **(others or {})}, paper, note)
@@ -220,11 +221,65 @@ _preset(
     " in the authors' code.",
 )
 
+_preset(
+    "ppo",
+    "PPO, arXiv:1707.06347; GAE, arXiv:1506.02438",
+    advantage="gae",
+    gae_lambda=0.95,
+    value_clip=0.2,
+    others={"collect.gamma": 0.99, "learner.minibatches": 4},
+    note="A value head on the policy's trunk; discount and lambda act between"
+    " turns. algorithm.value_warmup trains the head alone at first.",
+)
+_preset(
+    "remax",
+    "ReMax, arXiv:2310.10505",
+    advantage="remax",
+    objective="policy_gradient",
+    clip=None,
+    aggregation="constant",
+    note="One greedy episode more a group, which is never trained on.",
+)
+_preset(
+    "clip_cov",
+    "The Entropy Mechanism of RL, arXiv:2505.22617",
+    advantage="grpo",
+    objective="clip_cov",
+    cov_share=2e-4,
+    others={"learner.minibatches": 4},
+    note="Its share is of 2e5 tokens; raise algorithm.cov_share for small"
+    " batches, whose least is one token a buffer.",
+)
+_preset(
+    "kl_cov",
+    "The Entropy Mechanism of RL, arXiv:2505.22617",
+    advantage="grpo",
+    objective="kl_cov",
+    clip=None,
+    cov_share=2e-3,
+    cov_kl_coef=1.0,
+    others={"learner.minibatches": 4},
+    note="See clip_cov.",
+)
+_preset(
+    "distill",
+    "On-Policy Distillation, arXiv:2306.13649",
+    advantage="none",
+    objective="policy_gradient",
+    clip=None,
+    distill_coef=1.0,
+    note="Needs algorithm.teacher, a policy of the same tokenizer. With"
+    " algorithm.advantage=grpo rewards count, too.",
+)
+
 
 _COLUMNS = {
-    "advantage": ("advantage", "pass_k"),
+    "advantage": (
+        "advantage", "pass_k", "gae_lambda", "value_clip", "distill_coef",
+    ),
     "objective": (
         "objective", "clip_low", "clip_high", "sapo_tau_pos", "sapo_tau_neg",
+        "cov_share", "cov_kl_coef",
     ),
     "aggregation": ("loss_aggregation",),
     "correction": ("importance", "tis_cap"),
@@ -232,7 +287,7 @@ _COLUMNS = {
     "filters": ("filter_truncated",),
 }  # pyformat: disable
 _IMPLIED = ("learner.skip_zero_advantage",)
-"""Follows from a KL in the loss."""
+"""Follows from a KL in the loss, a value head or a teacher."""
 
 
 def table() -> str:

@@ -1,0 +1,136 @@
+"""Sampling masks in servers' answers become the support of each token."""
+
+import numpy as np
+import pytest
+from tunix.rl.multi_turn.clients import remote_protocols
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory
+
+ROWS = [[7, 3, 5], [], [2]]
+TOKENS = np.array([3, 9, 2])
+
+
+def vllm(mask):
+  return {
+      "choices": [{
+          "text": "x",
+          "finish_reason": "stop",
+          "token_ids": TOKENS.tolist(),
+          "logprobs": {"token_logprobs": [-1.0, -2.0, 0.0]},
+          "sampling_mask": mask,
+      }]
+  }
+
+
+def sglang(mask):
+  return {
+      "text": "x",
+      "meta_info": {
+          "output_token_logprobs": [[-9.0, int(i), "x"] for i in TOKENS],
+          "output_token_sampling_mask": mask,
+          "output_token_sampling_logprobs": [-1.0, -2.0, 0.0],
+      },
+  }
+
+
+@pytest.mark.parametrize("answer", [
+    remote_protocols.of_openai(vllm(ROWS)),
+    remote_protocols.of_openai(
+        vllm({"token_ids": [7, 3, 5, 2], "offsets": [0, 3, 3, 4]})
+    ),
+    remote_protocols.of_sglang(sglang(ROWS)),
+])  # pyformat: disable
+def test_both_servers_masks_are_read(answer):
+  support = remote_protocols.support_of(answer, TOKENS, False)
+  assert support.tolist() == [[7, 3, 5], [-1, -1, -1], [2, -1, -1]]
+  # With a mask log-probs are those of the truncated distribution.
+  assert answer.logprobs == [-1.0, -2.0, 0.0]
+
+
+def test_without_a_mask_there_is_no_support():
+  answer = remote_protocols.of_openai(vllm(None))
+  assert remote_protocols.support_of(answer, TOKENS, False) is None
+  masked = remote_protocols.of_openai(vllm(ROWS))
+  # Of a text that was tokenised here it is not known.
+  assert remote_protocols.support_of(masked, TOKENS, True) is None
+
+
+@pytest.mark.parametrize("mask, message", [
+    ([[7, 5], [], [2]], "not of the 3"),
+    ([[3], [9]], "of 2 tokens"),
+    ("abc", "no list of token ids"),
+    ({"token_ids": [1]}, "no list of token ids"),
+])  # pyformat: disable
+def test_a_mask_of_other_tokens_is_refused(mask, message):
+  with pytest.raises(remote_protocols.RemoteError, match=message):
+    answer = remote_protocols.of_openai(vllm(mask))
+    remote_protocols.support_of(answer, TOKENS, False)
+
+
+def test_parts_of_a_completion_are_joined_and_one_without_a_mask_is_none():
+  join = remote_protocols.joined_support
+  a, b = np.array([[1, 2]]), np.array([[3, 4, 5], [6, -1, -1]])
+  assert join([a, b]).tolist() == [[1, 2, -1], [3, 4, 5], [6, -1, -1]]
+  assert join([a, None]) is None and join([]) is None
+
+
+def test_sglang_is_asked_for_a_mask_when_one_is_kept():
+  prompt = policy_client.TokenPrompt([1, 2])
+  plain = policy_client.SamplingParams(top_k=8)
+  kept = policy_client.SamplingParams(top_k=8, top_logprobs=20)
+  body = lambda sampling: remote_protocols.sglang_body(
+      prompt, sampling, [], ()
+  )
+  assert "return_sampling_mask" not in body(plain)
+  assert body(kept)["return_sampling_mask"] is True
+
+
+# --- the types ----------------------------------------------------------------
+
+
+def completion(**given):
+  return policy_client.Completion(
+      TOKENS, [-1.0] * 3, [0] * 3, policy_client.FinishReason.STOP, **given
+  )
+
+
+def test_a_support_is_made_of_alternatives_and_never_without_the_token():
+  made = completion(
+      top_tokens=[[3, 7], [8, 1], [2, 4]],
+      top_logprobs=[[-0.5, -1.0], [-0.7, -0.7], [0.0, -np.inf]],
+  ).with_support()
+  rows = [set(row[row >= 0].tolist()) for row in made.support]
+  # 9 was drawn among ties of which only two are listed.
+  assert rows == [{3, 7}, {8, 1, 9}, {2}]
+  assert completion().with_support().support is None
+  own = completion(support=[[3], [9], [2]])
+  assert own.with_support() is own
+
+
+def sequence(support):
+  return trajectory.TokenSequence(
+      tokens=[1, 3, 9],
+      loss_mask=[False, True, True],
+      logprobs=[0.0, -1.0, -2.0],
+      versions=[-1, 0, 0],
+      turn_ids=[0, 0, 0],
+      support=support,
+  )
+
+
+def test_one_support_has_one_form_and_survives_json():
+  made = sequence([[-1] * 4, [-1, 3, -1, 7], [-1] * 4])
+  assert made.support.tolist() == [[-1, -1], [7, 3], [-1, -1]]
+  assert trajectory.TokenSequence.from_json(made.to_json()) == made
+  assert made != sequence(None)
+  assert "support" not in sequence(None).to_json()
+
+
+@pytest.mark.parametrize("support, message", [
+    ([[-1], [3]], r"must be \[T, K\]"),
+    ([[4], [3], [9]], "not sampled carries a support"),
+    ([[-1], [4], [9]], "outside of its support"),
+])  # pyformat: disable
+def test_a_support_that_cannot_be_is_refused(support, message):
+  with pytest.raises(ValueError, match=message):
+    sequence(support)

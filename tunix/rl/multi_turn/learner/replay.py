@@ -1,0 +1,143 @@
+"""Lends recent successes to groups that failed entirely.
+
+A group without a success has no gradient, while an earlier episode of the same
+task may have succeeded: the group borrows the newest one that is young enough,
+and compares its own episodes with it. A borrowed episode is off-policy by its
+age, which the staleness bound limits or an importance correction weighs (see
+`config.checks`); its log-probs and versions are those it was sampled with.
+
+Promises: at most one success a task and update is kept, until it is too old or
+`MOST` newer ones are; with a store all of them survive a crash, with their
+images; one that is newer than the learner (a checkpoint was restored) is not
+lent before the learner is as old. Statistics of rewards are of a group's own
+episodes.
+
+Does not: lend to a group with a success, or across tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Iterable, Protocol, Sequence
+
+from tunix.rl.multi_turn.core import trajectory
+
+MOST = 1024
+"""Episodes kept."""
+
+TrajectoryGroup = trajectory.TrajectoryGroup
+_SUCCEEDED = trajectory.TrajectoryStatus.SUCCEEDED
+
+
+class Store(Protocol):
+  """The part of a `GroupStore` that is used: of groups of one success."""
+
+  def append(self, index: int, group: TrajectoryGroup) -> None:
+    ...
+
+  def remove(self, indices: Iterable[int]) -> None:
+    ...
+
+  def load(self) -> list[tuple[int, TrajectoryGroup]]:
+    ...
+
+  def known(self) -> set[int]:
+    ...
+
+
+class SuccessReplay:
+  """See the module docstring; used by one learner's thread."""
+
+  def __init__(self, max_age: int, store: Store | None = None):
+    """Args:
+
+      max_age: versions that a borrowed episode's oldest token may lag, >= 1.
+      store: keeps successes beyond the process; those in it are taken over.
+
+    Raises:
+      ValueError: `max_age` below 1.
+    """
+    if max_age < 1:
+      raise ValueError(f"max_age={max_age} must be >= 1 update")
+    self._max_age = max_age
+    self._store = store
+    self._kept: dict[int, TrajectoryGroup] = {}
+    self._next = 0
+    if store is not None:
+      self._kept = dict(store.load())
+      self._next = max(store.known(), default=-1) + 1
+
+  def __len__(self) -> int:
+    return len(self._kept)
+
+  def lend(
+      self, groups: Sequence[TrajectoryGroup], version: int
+  ) -> tuple[list[TrajectoryGroup], frozenset[str]]:
+    """The groups, failed ones with a borrowed success; and whose those are.
+
+    The groups' own successes are kept for later ones.
+
+    Args:
+      groups: of an update.
+      version: of the learner.
+
+    Returns:
+      Groups, and the trajectory ids of borrowed members, which are new.
+    """
+    self._forget_old(version)
+    out, borrowed = [], set()
+    for group in groups:
+      found = None
+      if group.valid and not any(m.status is _SUCCEEDED for m in group.valid):
+        found = self._newest(group.task_id, version)
+      if found is not None:
+        name = f"{found.trajectory_id}+{group.group_id}"
+        borrowed.add(name)
+        lent = dataclasses.replace(found, trajectory_id=name)
+        group = dataclasses.replace(
+            group, trajectories=(*group.trajectories, lent)
+        )
+      out.append(group)
+    self._keep(groups)
+    return out, frozenset(borrowed)
+
+  def _newest(
+      self, task_id: str, version: int
+  ) -> trajectory.Trajectory | None:
+    mine = [
+        (kept.oldest_version, index)
+        for index, kept in self._kept.items()
+        if kept.task_id == task_id and kept.oldest_version <= version
+    ]
+    return self._kept[max(mine)[1]].trajectories[0] if mine else None
+
+  def _forget_old(self, version: int) -> None:
+    old = [
+        index
+        for index, kept in self._kept.items()
+        if version - kept.oldest_version > self._max_age
+    ]
+    self._remove(old)
+
+  def _keep(self, groups: Sequence[TrajectoryGroup]) -> None:
+    newest: dict[str, TrajectoryGroup] = {}
+    for group in groups:
+      won = [m for m in group.valid if m.status is _SUCCEEDED and m.versions]
+      if not won:
+        continue
+      best = max(won, key=lambda m: (m.reward, (m.versions or (0,))[0]))
+      newest[group.task_id] = TrajectoryGroup(
+          group.group_id, group.task_id, (best,), group.start_version
+      )
+    for kept in newest.values():
+      index, self._next = self._next, self._next + 1
+      if self._store is not None:
+        self._store.append(index, kept)
+      self._kept[index] = kept
+    self._remove(sorted(self._kept)[: max(0, len(self._kept) - MOST)])
+
+  def _remove(self, indices: Sequence[int]) -> None:
+    for index in indices:
+      del self._kept[index]
+    if indices and self._store is not None:
+      self._store.remove(indices)
