@@ -156,9 +156,10 @@ class GroupCollector:
     """
     if samples is None:
       samples = range(group_size or self.config.group_size)
-    if self._greedy_call is not None:
-      samples = (*samples, GREEDY)
-    task_id, group_id, members = self._start(task, index, attempt, samples)
+    beside = () if self._greedy_call is None else (GREEDY,)
+    task_id, group_id, members = self._start(
+        task, index, attempt, (*samples, *beside)
+    )
     try:
       trajectories = list(await asyncio.gather(*members))
     except BaseException:
@@ -225,7 +226,7 @@ class GroupCollector:
       await _cancel(members)
 
   def _start(
-      self, task: Any, index: int, attempt: int, samples: Iterable[int]
+      self, task: Any, index: int, attempt: int, samples: Iterable[int | str]
   ) -> tuple[str, str, list[asyncio.Task[Trajectory]]]:
     """Starts a group's episodes: its task's id, its own, and its members."""
     task_id = task_id_of(task)
