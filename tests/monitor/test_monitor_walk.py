@@ -56,6 +56,9 @@ class Walker:
   def follow(self, most, until):
     """Breadth first from the runs list; pages of a kind a few times.
 
+    A kind is a path with one of its parameters, not with every set of them,
+    of which there are a hundred times as many.
+
     Args:
       most: pages of a kind.
       until: () -> bool, whether to stop before all is seen.
@@ -64,10 +67,10 @@ class Walker:
     visits = collections.Counter()
     while waiting and not until():
       path = waiting.popleft()
-      kind = kind_of(path)
-      if visits[kind] >= most:
+      kinds = kinds_of(path)
+      if all(visits[kind] >= most for kind in kinds):
         continue
-      visits[kind] += 1
+      visits.update(kinds)
       assert self.tab.go(path) == 200, path
       page = self.tab.page
       assert page.locator("main").inner_text().strip(), path
@@ -91,11 +94,12 @@ class Walker:
     self.tab.check()
 
 
-def kind_of(link):
-  """A link without its numbers and words: pages of one kind are alike."""
+def kinds_of(link):
+  """A link's path without its numbers, with each of its parameters' names."""
   path, _, query = link.partition("?")
+  path = re.sub(r"\d+", "0", path)
   names = sorted(urllib.parse.parse_qs(query, keep_blank_values=True))
-  return re.sub(r"\d+", "0", path) + "?" * bool(names) + "&".join(names)
+  return [f"{path}?{name}" for name in names] or [path]
 
 
 @contextlib.contextmanager

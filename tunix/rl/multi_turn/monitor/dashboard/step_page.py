@@ -248,9 +248,8 @@ class StepPages:
       pages = -(-len(chosen) // _LISTED)
     with database.reading(self._engine) as connection:
       last = measurements.last_screenshots(connection, [m["id"] for m in shown])
-      group_overlays.add(
-          connection, [g for g in groups if len(g["members"]) > 1], asks.turn
-      )
+      several = [g for g in groups if len(g["members"]) > 1]
+      group_overlays.add(connection, several, asks.turn)
     for member in shown:
       member["screenshot"] = last.get(member["id"])
     valid = [m for m in members if m["status"] == "completed"]
