@@ -145,7 +145,7 @@ def _different(one: Any, other: Any, key: str = "") -> list[str]:
   return [] if one == other else [f"{key}={other} (process 0: {one})"]
 
 
-def leave(processes: peers_lib.Peers, status: int) -> None:
+def leave(processes: peers_lib.Peers, status: int = 0) -> None:
   """Parts from the others once all are here; call it last.
 
   Args:
