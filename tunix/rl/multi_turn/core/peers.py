@@ -26,8 +26,9 @@ _CHUNK = 1 << 20
 """Bytes of a message; the service's own limit is 4 MiB."""
 _SLICE_S = 1.0
 _NOTES = "tunix/notes"
-FAILED, STOP = "failed", "stop"
-"""Notes: the process failed by itself; it was asked to stop."""
+FAILED, STOP, ENDED = "failed", "stop", "ended"
+"""Notes: the process failed by itself; it was asked to stop; it ends because
+another one failed."""
 T = TypeVar("T")
 
 

@@ -78,7 +78,6 @@ class PeerWatch:
         _LOG.warning("notes of other processes cannot be read: %s", error)
         return
       if failed:
-        threading.Event().wait(self._grace_s)
         for process, text in failed.items():
           print(
               f"error: process {process} failed: {text}; this process ends"
@@ -86,6 +85,8 @@ class PeerWatch:
               file=sys.stderr,
               flush=True,
           )
+        threading.Event().wait(self._grace_s)
+        self._processes.announce(peers_lib.ENDED)
         self._end(1)
         return
 

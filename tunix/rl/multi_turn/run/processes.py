@@ -22,11 +22,12 @@ from jax._src import distributed
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.multi_turn.run import peer_watch
 from tunix.rl.queue import admission
 
 ProcessesConfig = run_sections.ProcessesConfig
 _AFTER_S = 30  # JAX aborts the process when this much more has passed.
-_NOTED_S = 3.0
+_NOTED_S = 5.0
 _ADDRESS, _COUNT, _INDEX = (
     "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 )  # pyformat: disable
@@ -144,7 +145,7 @@ def _different(one: Any, other: Any, key: str = "") -> list[str]:
   return [] if one == other else [f"{key}={other} (process 0: {one})"]
 
 
-def leave(processes: peers_lib.Peers, status: int) -> None:
+def leave(processes: peers_lib.Peers, status: int = 0) -> None:
   """Parts from the others once all are here; call it last.
 
   Args:
@@ -157,8 +158,14 @@ def leave(processes: peers_lib.Peers, status: int) -> None:
   if not processes.parted:
     jax.distributed.shutdown()
     return
-  if processes.first:  # The note is kept here, until the others have read it.
-    time.sleep(_NOTED_S)
+  due = time.monotonic() + peer_watch.GRACE_S + _NOTED_S
+  if not processes.first:
+    processes.announce(peers_lib.ENDED)
+  # The notes are kept by process 0: JAX aborts who cannot reach it.
+  while processes.first and time.monotonic() < due:
+    if len(processes.announced(peers_lib.ENDED)) == processes.count - 1:
+      break
+    time.sleep(0.1)
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status)
