@@ -130,7 +130,8 @@ def test_matrices_of_the_decoder_take_a_byte_a_number(family):
   kinds = {path for path, x in copy.items() if x.dtype == jnp.int8}
   for path, x in copy.items():
     matrix = "layers" in path and path[0] == "language_model" and (
-        path[-2].endswith("_proj") or path[-2] == "experts"
+        path[-2].endswith(("_proj", "in_proj_qkv", "in_proj_z"))
+        or path[-2] == "experts"
     )
     if matrix and path[-1] in ("weight", "gate_up_proj", "down_proj"):
       assert path in kinds, path

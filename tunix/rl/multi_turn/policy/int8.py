@@ -3,8 +3,9 @@
 Decoding reads all weights for each token; at a byte a number it reads a half
 of bfloat16's, and a device keeps room for more KV cache. The matrices of the
 decoder (attention, MLP, experts) are rounded to 255 levels, symmetric about 0,
-with a float32 scale for each output channel; embeddings, head, norms, router
-and vision tower stay as they are. Activations are not rounded.
+with a float32 scale for each output channel; embeddings, head, norms, router,
+gates of linear attention and vision tower stay as they are. Activations are not
+rounded.
 
 The copy is another policy than the one trained, though a near one: the recorded
 log-probs are its own, and `algorithm.importance=tis` corrects for the
@@ -24,6 +25,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import linear_attention
 from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import qwen_text
 
@@ -150,6 +152,12 @@ def _names(module: nnx.Module) -> tuple[str, ...]:
 def _(module: layers.Linear) -> tuple[str, ...]:
   del module
   return ("weight",)
+
+
+@_names.register
+def _(module: linear_attention.Gates) -> tuple[str, ...]:
+  del module  # A decay's error grows with every token that it is applied to.
+  return ()
 
 
 @_names.register

@@ -240,6 +240,10 @@ class Convolution(nnx.Module):
     return jax.nn.silu(total)
 
 
+class Gates(layers.Linear):
+  """A number for each head; kept exact where other matrices are rounded."""
+
+
 class GatedDeltaNet(nnx.Module):
   """See the module docstring."""
 
@@ -257,8 +261,8 @@ class GatedDeltaNet(nnx.Module):
     into = ("fsdp", "tensor")
     self.in_proj_qkv = layers.Linear(width, channels, init, into, False)
     self.in_proj_z = layers.Linear(width, out, init, into, False)
-    self.in_proj_b = layers.Linear(width, heads, init, ("fsdp", None), False)
-    self.in_proj_a = layers.Linear(width, heads, init, ("fsdp", None), False)
+    self.in_proj_b = Gates(width, heads, init, ("fsdp", None), False)
+    self.in_proj_a = Gates(width, heads, init, ("fsdp", None), False)
     self.conv1d = Convolution(channels, text.linear_conv_kernel_dim, init)
     self.dt_bias = init.full(1.0, heads)
     self.A_log = init.log_uniform(16.0, heads)
