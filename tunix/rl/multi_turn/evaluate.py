@@ -1,6 +1,6 @@
 """Measures the success of a policy, or of a server's model, on tasks.
 
-    python -m tunix.rl.multi_turn.evaluate runs/<name> checkpoint=best attempts=8
+    python -m tunix.rl.multi_turn.evaluate runs/<name> attempts=8
 
 The first word is a run, a policy's directory, or an evaluation that is
 continued; settings and a YAML file follow as for `train`. Writes a directory
