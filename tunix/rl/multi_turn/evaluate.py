@@ -1,10 +1,11 @@
 """Measures the success of a policy, or of a server's model, on tasks.
 
-    python -m tunix.rl.multi_turn.evaluate [DIR] [config.yaml] [key=value ...]
+    python -m tunix.rl.multi_turn.evaluate runs/<name> attempts=8
 
-DIR is a run, a policy's directory, or an evaluation that is continued. Writes
-a directory with evaluation.json, episodes.jsonl, trajectories.jsonl, images/
-and report.html; see `run.evaluator` and docs/evaluation.md.
+The first word is a run, a policy's directory, or an evaluation that is
+continued; settings and a YAML file follow as for `train`. Writes a directory
+with evaluation.json, episodes.jsonl, trajectories.jsonl, images/ and
+report.html; see `run.evaluator` and docs/evaluation.md.
 
 Promises: an interrupt (Ctrl-C) or a failure keeps the episodes that have ended,
 and prints the command that resumes the evaluation. The exit status is 0 when
