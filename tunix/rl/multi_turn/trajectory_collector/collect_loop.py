@@ -1,6 +1,7 @@
 """Feeds the queue with groups of episodes, task after task, for ever.
 
-Promises: a group starts only when the queue admits it; a group with too few
+Promises: a group starts only when the queue admits it, and a group that comes
+in parts (`CollectConfig.part_size`) with a ticket for each; one with too few
 valid members is tried again under the same admission, a bounded number of
 times, and then given up; the consumer never waits for a loop that has ended:
 a crash reaches it through `queue.fail`, the end of the tasks through
