@@ -1,7 +1,5 @@
 """Plays episodes for a program that has the policy, over stdin and stdout.
 
-    python -m tunix_multi_turn run.outside_policy
-
 The other way round of `rollout.agent`: agents, environments, rewards and
 deadlines are those of a run of the same settings, and each turn's messages go
 to the other program, which returns the policy's text. The environment of
