@@ -282,18 +282,22 @@ class Programs:
       if variant in self._compiled:
         return
     started = time.perf_counter()
-    build = {
-        "encode": self._build_encode,
-        "prefill": self._build_prefill,
-        "decode": self._build_decode,
-    }[variant.kind]
     options: dict[str, Any] | None = kernels.compiler_options()
-    compiled = build(variant).compile(options)
+    compiled = self.lower(variant).compile(options)
     with self._lock:
       if variant not in self._compiled:
         self._compiled[variant] = compiled
         self.compile_count += 1
         self.compile_seconds += time.perf_counter() - started
+
+  def lower(self, variant: Variant) -> jax.stages.Lowered:
+    """A program before it is compiled."""
+    build = {
+        "encode": self._build_encode,
+        "prefill": self._build_prefill,
+        "decode": self._build_decode,
+    }[variant.kind]
+    return build(variant)
 
   @property
   def compiled(self) -> frozenset[Variant]:
