@@ -10,7 +10,6 @@ import json
 from flax import nnx
 import jax
 import numpy as np
-from tests.engine import engine_mesh_script
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import config as engine_config
@@ -18,6 +17,8 @@ from tunix.rl.multi_turn.engine import constrained_decoding
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import sharding
+
+from tests.engine import engine_mesh_script
 
 SIZE = engine_mesh_script.SIZE
 MESHES = {

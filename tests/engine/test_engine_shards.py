@@ -1,5 +1,5 @@
-"""An engine's caches on a mesh: each device holds its shard, and completions are
-those of one device."""
+"""An engine's caches on a mesh: each device holds its shard, and completions
+are those of one device."""
 
 import forced_devices
 import numpy as np

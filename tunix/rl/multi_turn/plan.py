@@ -1,4 +1,4 @@
-"""Plans a run on a TPU slice that is not here: what fits, and how fast it may be.
+"""Plans a run on a TPU slice that is not here: does it fit, how fast may it be.
 
     python -m tunix.rl.multi_turn.plan [config.yaml] topology=v5e:16x16 \\
         [key=value ...] [--json] [--analytic]
@@ -31,6 +31,7 @@ from tunix.rl.multi_turn import config as config_lib  # noqa: E402
 from tunix.rl.multi_turn.commands import chips  # noqa: E402
 from tunix.rl.multi_turn.commands import plan_programs  # noqa: E402
 from tunix.rl.multi_turn.commands import plan_run  # noqa: E402
+from tunix.rl.multi_turn.learner import memory_plan  # noqa: E402
 from tunix.rl.multi_turn.policy import memory_limits  # noqa: E402
 
 human = memory_limits.human
@@ -88,6 +89,15 @@ class Plan:
   @property
   def total(self) -> int:
     return plan_run.total(self.parts)
+
+  @property
+  def gathers_whole(self) -> bool:
+    """Whether an update gathers a whole embedding, or logits as large."""
+    update = self.programs.get("accumulate", plan_programs.Compiled())
+    gathered = update.sent.get("all-gather")
+    sizes = memory_plan.Sizes.of(self.run.model.config)
+    whole = sizes.vocabulary * sizes.width
+    return gathered is not None and gathered.largest_elements >= whole
 
   @property
   def fits(self) -> bool:
@@ -236,7 +246,9 @@ def fixes(
 # --- how it is printed --------------------------------------------------------
 
 
-def as_dict(plan: Plan, turned: Sequence[tuple[list[str], int]]) -> dict[str, Any]:
+def as_dict(
+    plan: Plan, turned: Sequence[tuple[list[str], int]]
+) -> dict[str, Any]:
   """The plan for programs."""
   run, chip = plan.run, plan.run.topology.chip
   return {
@@ -251,6 +263,7 @@ def as_dict(plan: Plan, turned: Sequence[tuple[list[str], int]]) -> dict[str, An
       "memory": plan.parts,
       "predicted": plan.predicted,
       "total": plan.total,
+      "gathers_whole": plan.gathers_whole,
       "predicted_total": plan_run.total(plan.predicted),
       "available": chip.memory,
       "programs": {
@@ -321,15 +334,19 @@ def text_of(
             for kind, sent in found.sent.items()
         ),
     ])  # pyformat: disable
+    if plan.gathers_whole:
+      lines.append("  the update gathers a whole embedding, or its logits")
   lines += ["", "roofline: no call is faster"]
-  rates = [["program", "TFLOP", "compute", "memory", "network", "tokens/s/chip"]]
+  kinds = ("compute", "memory", "network")
+  rates = [["program", "TFLOP", *kinds, "tokens/s/chip"]]
   for name, rate in plan.rates().items():
     rates.append([
         name,
         f"{rate['flops'] / 1e12:.3g}",
         *(
-            f"{1e3 * rate['seconds'][kind]:.3g} ms" + "*" * (kind == rate["bound"])
-            for kind in ("compute", "memory", "network")
+            f"{1e3 * rate['seconds'][kind]:.3g} ms"
+            + "*" * (kind == rate["bound"])
+            for kind in kinds
         ),
         f"{rate['tokens_per_second_per_chip']:.0f}",
     ])
@@ -372,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       devices, host = plan_programs.devices_of(topology)
     elif not analytic:
       note(
-          "libtpu is not installed (pip install libtpu, or make tpu-compile):"
+          "libtpu is not installed (pip install libtpu, or make tpu-plan):"
           " everything below is predicted"
       )
     run = plan_run.PlannedRun.of(config, policy, topology, devices, host)

@@ -1,6 +1,6 @@
 """Describes a run on a TPU slice from shapes: its parts, memory and work.
 
-`PlannedRun` holds the policy's shapes on the learner's mesh and on the engine's,
+`PlannedRun` holds the policy's shapes on the learner's mesh and the engine's,
 `memory` predicts what a device holds, `work` the operations of each program.
 
 Does not: compile, read weights, or count gyms and the hosts' memory.
@@ -309,7 +309,9 @@ class Work:
   hbm: float
   ici: float
 
-  def seconds(self, chip: chips.Chip, ici: float | None = None) -> dict[str, float]:
+  def seconds(
+      self, chip: chips.Chip, ici: float | None = None
+  ) -> dict[str, float]:
     """Resource -> seconds at its peak; the largest bounds the program."""
     return {
         "compute": self.flops / chip.flops,

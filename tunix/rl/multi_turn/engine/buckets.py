@@ -57,7 +57,9 @@ def deal(
   for start in range(0, max(map(len, held)), most):
     parts = [items[start : start + most] for items in held]
     size = smallest(sizes, shards * max(map(len, parts))) // shards
-    rows = [s * size + i for s, part in enumerate(parts) for i in range(len(part))]
+    rows = [
+        s * size + i for s, part in enumerate(parts) for i in range(len(part))
+    ]
     yield Call(
         [item for part in parts for item in part],
         np.array(rows, np.int32),

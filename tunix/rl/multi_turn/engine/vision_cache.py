@@ -7,8 +7,8 @@ On a mesh the pool is split into shards, each with an order of its own: images
 are given with the shard whose rows read them.
 
 Promises: an image is encoded once for a shard, while it stays there and the
-weights are the same; no image of the call at hand is evicted for another of its images;
-an image that cannot be had fails with an error that names it.
+weights are the same; no image of the call at hand is evicted for another of its
+images; an image that cannot be had fails with an error that names it.
 
 Not thread-safe: the engine's thread owns it.
 
@@ -29,7 +29,6 @@ from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import patch_cache
-
 
 Placed = tuple[int, trajectory.ImageSpan]
 """A shard, and an image that its rows read."""
