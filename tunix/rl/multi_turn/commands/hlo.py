@@ -22,8 +22,8 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4,
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+)[^=]*\{\s*$")
 _OP = re.compile(r" = (.*?) (" + "|".join(KINDS) + r")(-start)?\(")
 _CALLED = re.compile(
-    r"(?:to_apply|calls|body|condition|branch_computations)="
-    r"\{?((?:%?[\w.\-]+(?:, )?)+)"
+    r"(?:to_apply|calls|body|condition)=(%?[\w.\-]+)"
+    r"|(?:branch_computations|called_computations)=\{([^}]*)\}"
 )
 _TRIPS = re.compile(r'known_trip_count[^0-9]*(\d+)')
 
@@ -62,8 +62,8 @@ def collectives(text: str, devices: int) -> dict[str, Sent]:
     for line in bodies.get(name, ()):
       trips = _TRIPS.search(line)
       many = int(trips.group(1)) if trips and " while(" in line else 1
-      for names in _CALLED.findall(line):
-        for called in re.findall(r"[\w.\-]+", names):
+      for one, several in _CALLED.findall(line):
+        for called in re.findall(r"[\w.\-]+", f"{one} {several}"):
           if called in bodies:
             visit(called, factor * many)
 

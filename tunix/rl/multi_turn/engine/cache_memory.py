@@ -113,10 +113,11 @@ def of_engine(
       jax.ShapeDtypeStruct((1, n), jnp.bool_),
       jax.ShapeDtypeStruct((1, n, processor.position_axes), jnp.int32),
   )
-  axes = getattr(model, "page_axes" if paged else "cache_axes", ())
   heads = 1
-  if mesh is not None and "tensor" in axes:
-    heads = mesh.shape["tensor"]
+  text = getattr(cast(Any, model).config, "text", None)
+  if mesh is not None and text is not None and hasattr(model, "cache_axes"):
+    if cached_attention.split_heads(mesh, text.num_key_value_heads):
+      heads = mesh.shape["tensor"]
   # Of one, and multiplied here: a cache of any size has a number of bytes.
   return CacheBytes(
       kv=found.pages * _bytes(jax.eval_shape(a_page, state)) // heads,
