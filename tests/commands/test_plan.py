@@ -51,7 +51,7 @@ def test_started_collectives_count_their_results():
   %d = bf16[16,8] all-gather-done(%g)
 }
 
-ENTRY %main (p: f32[8]) -> f32[8] {
+ENTRY %main (p: f32[8], /*index=5*/q: f32[8]) -> f32[8] {
   %w = f32[8] while(%p), condition=%c, body=%run, {"known_trip_count":{"n":"9"}}
   %r = f32[100]{0} reduce-scatter(%p), replica_groups={{0,1},{2,3}}, to_apply=%c
   %a = f32[10]{0} all-reduce(%p), to_apply=%c

@@ -19,7 +19,7 @@ KINDS = (
 )  # pyformat: disable
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4,
           "s32": 4, "u32": 4, "s16": 2, "u16": 2, "s64": 8, "u64": 8}
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+)[^=]*\{\s*$")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _OP = re.compile(r" = (.*?) (" + "|".join(KINDS) + r")(-start)?\(")
 _CALLED = re.compile(
     r"(?:to_apply|calls|body|condition)=(%?[\w.\-]+)"

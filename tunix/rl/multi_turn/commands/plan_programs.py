@@ -19,7 +19,6 @@ from typing import Any, Callable, Iterator
 from flax import nnx
 import jax
 from jax.experimental import topologies
-import numpy as np
 from tunix.rl.multi_turn.commands import chips
 from tunix.rl.multi_turn.commands import hlo
 from tunix.rl.multi_turn.commands import plan_run
@@ -165,11 +164,11 @@ def _copy(run: plan_run.PlannedRun) -> jax.stages.Lowered:
   if hosts == 1:
     places = [x.sharding for x in given]
   else:
-    # As `sharding.HostCopies`: each host has a whole copy.
+    # As `sharding.HostCopies`: each host has a whole copy. A program keeps its
+    # arguments' order of chips, so that of the mesh stands for the hosts'.
     local = tuple(run.engine_mesh.shape[axis] for axis in sharding.AXES)
-    ordered = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
     everywhere = jax.sharding.Mesh(
-        np.array(ordered).reshape(hosts, *local),
+        mesh.devices.reshape(hosts, *local),
         ("process", *sharding.AXES),
     )
     places = [
