@@ -35,9 +35,9 @@ def test_every_item_gets_one_row_of_its_shards_block(case):
   sizes = [shards * n for n in sorted(each)]
   seen = []
   for call in buckets.deal(shard_of, sizes, shards):
-    assert call.count in sizes
+    assert call.size in sizes
     assert len(set(call.rows.tolist())) == len(call.rows) == len(call.items)
-    block = call.count // shards
+    block = call.size // shards
     for item, row in zip(call.items, call.rows):
       assert row // block == shard_of[item]
     seen += call.items
@@ -47,7 +47,7 @@ def test_every_item_gets_one_row_of_its_shards_block(case):
 def test_one_shard_fills_calls_in_order():
   calls = list(buckets.deal([0] * 5, (1, 2, 4), 1))
   assert [c.items for c in calls] == [[0, 1, 2, 3], [4]]
-  assert [c.count for c in calls] == [4, 1]
+  assert [c.size for c in calls] == [4, 1]
 
 
 def table(shards=2, slots=4, pages=5):

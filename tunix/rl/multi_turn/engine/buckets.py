@@ -32,12 +32,12 @@ class Call(NamedTuple):
   Attributes:
     items: indices of the items.
     rows: int32, the row of each.
-    count: rows of the call.
+    size: rows of the call.
   """
 
   items: list[int]
   rows: np.ndarray
-  count: int
+  size: int
 
 
 def deal(

@@ -208,7 +208,9 @@ def weight_bytes(model: Any, mesh: Any, weights: str = "same") -> int:
 def shards_of(model: Any) -> int:
   """Shards of an engine's caches for a policy of arrays."""
   place = _replicated(tuple(jax.tree.leaves(nnx.state(model))))
-  return cached_attention.row_shards(None if place is None else place.mesh)
+  return cached_attention.row_shards(
+      None if place is None else cast(jax.sharding.Mesh, place.mesh)
+  )
 
 
 def _replicated(
@@ -311,7 +313,9 @@ class DeviceState:
         )
     )
     self.place = _replicated(self.params)
-    self._mesh = None if self.place is None else self.place.mesh
+    self._mesh = (
+        None if self.place is None else cast(jax.sharding.Mesh, self.place.mesh)
+    )
     self.shards = cached_attention.row_shards(self._mesh)
     self.row_place = self._placed(cached_attention.ROWS)
     self.vocabulary = self._vocabulary()
@@ -353,12 +357,19 @@ class DeviceState:
     shapes, tree = jax.tree.flatten(jax.eval_shape(make, self.params))
     self.cache_place: Any = None
     if self._mesh is not None:
-      self.cache_place = tree.unflatten(map(place, range(len(shapes))))
-    self.cache_shape = tree.unflatten(
-        jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=None if self._mesh is None else place(i)
-        )
-        for i, x in enumerate(shapes)
+      self.cache_place = jax.tree.unflatten(
+          tree, map(place, range(len(shapes)))
+      )
+    self.cache_shape = jax.tree.unflatten(
+        tree,
+        [
+            jax.ShapeDtypeStruct(
+                x.shape,
+                x.dtype,
+                sharding=None if self._mesh is None else place(i),
+            )
+            for i, x in enumerate(shapes)
+        ],
     )
 
   def reset(self) -> None:

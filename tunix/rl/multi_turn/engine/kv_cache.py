@@ -102,7 +102,7 @@ class PagePool:
   def table(
       self,
       held: Sequence[Sequence[int]],
-      rows: Sequence[int],
+      rows: Sequence[int] | np.ndarray,
       count: int,
       window: int,
   ) -> np.ndarray:

@@ -216,7 +216,7 @@ class Prefill:
       window: int,
   ) -> None:
     """Prefills one chunk a row."""
-    count = call.count
+    count = call.size
     rows = np.zeros(count, programs_lib.prefill_row(size))
     tokens, positions = rows["tokens"], rows["positions"]
     vision = rows["vision"]

@@ -381,11 +381,11 @@ class Scheduler:
     if masks is not None:
       steps = 1
       words = self._programs.mask_words
-      allowed = np.full((call.count, words), 0xFFFFFFFF, np.uint32)
+      allowed = np.full((call.size, words), 0xFFFFFFFF, np.uint32)
       allowed[call.rows] = [masks[request] for request in active]
     decoded = self._programs.decode(
-        self.pools[0].table(held, call.rows, call.count, window),
-        programs_lib.pick(self.slots.rows, slots_A, call.rows, call.count),
+        self.pools[0].table(held, call.rows, call.size, window),
+        programs_lib.pick(self.slots.rows, slots_A, call.rows, call.size),
         steps,
         details=details,
         allowed=allowed,
@@ -393,7 +393,7 @@ class Scheduler:
     self.counters.seconds_decode += time.perf_counter() - started
     self.counters.decode_calls += 1
     self.counters.decode_steps += decoded.steps
-    self.counters.decode_places += decoded.steps * call.count
+    self.counters.decode_places += decoded.steps * call.size
     if decoded.details is not None:
       for i, request in zip(call.rows, active, strict=True):
         request.details.append(

@@ -240,7 +240,7 @@ class VisionCache:
   def _encode(
       self, spans: Sequence[Placed], call: buckets_lib.Call, size: int
   ) -> None:
-    count = call.count
+    count = call.size
     state = self._programs.state
     processor = state.processor
     patches = np.zeros((count, size, processor.patch_bytes), np.uint8)
