@@ -33,7 +33,7 @@ MONITOR := $(if $(findstring monitor.embedded=false,$(ARGS)),,$(STAMP)-monitor)
 XDESKTOP := $(if $(findstring xdesktop,$(ARGS)),$(STAMP)-xdesktop)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench docs browser desktop openenv agent-clients verifiers tpu-compile tpu-decode install install-dev clean
+.PHONY: help train test test-all lint bench docs browser desktop openenv agent-clients verifiers tpu-plan install install-dev clean
 
 help: ## this text
 	@echo "usage: make TARGET [ARGS='key=value ...']"
@@ -59,7 +59,6 @@ lint: $(STAMP)-dev ## check style, import floors and types
 
 bench: $(STAMP)-dev ## run every benchmark, one after the other
 	@status=0; for f in benchmarks/[a-z]*.py; do \
-	  case $$f in */tpu_*.py) continue;; esac; \
 	  echo "== $$f"; $(PY) "$$f" $(ARGS) || status=1; \
 	done; exit $$status
 
@@ -135,11 +134,8 @@ $(VERIFIERS): constraints-verifiers.txt
 
 # The TPU compiler lies in a directory of its own: no environment imports it.
 TPU := .venv-tpu
-tpu-compile: $(STAMP) $(TPU) ## compile the training step for TPUs that are not here
-	@$(TPU_ENV) exec $(PY) benchmarks/tpu_compile.py $(ARGS)
-
-tpu-decode: $(STAMP) $(TPU) ## compile the rollout's steps for them
-	@$(TPU_ENV) exec $(PY) benchmarks/tpu_decode.py $(ARGS)
+tpu-plan: $(STAMP) $(TPU) ## plan a run on TPUs that are not here; ARGS='topology=v5e:16x16'
+	@$(TPU_ENV) exec $(PY) -m tunix.rl.multi_turn.plan $(ARGS)
 
 TPU_ENV = JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 \
 	TPU_LIBRARY_PATH=$(CURDIR)/$(TPU)/libtpu/libtpu.so

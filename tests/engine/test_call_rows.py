@@ -31,11 +31,11 @@ def test_a_program_sees_every_field_bit_for_bit(row):
 def test_picked_rows_are_a_copy_with_rows_at_rest():
   rows = random_rows(programs.DECODE_ROW, 6)
   before = rows.copy()
-  picked = programs.pick(rows, np.array([4, 1]), 3)
+  picked = programs.pick(rows, np.array([4, 1]), np.array([2, 0]), 3)
   assert picked.dtype == programs.DECODE_ROW
-  assert picked[:2].tobytes() == rows[[4, 1]].tobytes()
-  assert picked[2].tobytes() == bytes(programs.DECODE_ROW.itemsize)
+  assert picked[[2, 0]].tobytes() == rows[[4, 1]].tobytes()
+  assert picked[1].tobytes() == bytes(programs.DECODE_ROW.itemsize)
   picked["start"] = 7
   assert rows.tobytes() == before.tobytes()
-  programs.words(rows)[[4, 1, 0]] = programs.words(picked)
+  programs.words(rows)[[4, 1, 0]] = programs.words(picked)[[2, 0, 1]]
   assert rows["start"][[4, 1, 0]].tolist() == [7, 7, 7]

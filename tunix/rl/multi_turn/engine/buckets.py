@@ -7,9 +7,10 @@ once for each; a window is a whole number of pages.
 from __future__ import annotations
 
 import dataclasses
-from typing import Collection, Sequence
+from typing import Collection, Iterator, NamedTuple, Sequence
 
 import jax
+import numpy as np
 from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import programs
 from tunix.rl.multi_turn.policy import base
@@ -25,6 +26,47 @@ def smallest(buckets: Sequence[int], need: int) -> int:
   return buckets[-1]
 
 
+class Call(NamedTuple):
+  """A call that some items share.
+
+  Attributes:
+    items: indices of the items.
+    rows: int32, the row of each.
+    size: rows of the call.
+  """
+
+  items: list[int]
+  rows: np.ndarray
+  size: int
+
+
+def deal(
+    shard_of: Sequence[int], sizes: Sequence[int], shards: int
+) -> Iterator[Call]:
+  """Calls for all items, whose rows lie in the blocks of their shards.
+
+  Args:
+    shard_of: the shard of each item.
+    sizes: rows that a call may have, ascending multiples of `shards`.
+    shards: equal blocks that a call's rows are split into.
+  """
+  held: list[list[int]] = [[] for _ in range(shards)]
+  for item, shard in enumerate(shard_of):
+    held[shard].append(item)
+  most = sizes[-1] // shards
+  for start in range(0, max(map(len, held)), most):
+    parts = [items[start : start + most] for items in held]
+    size = smallest(sizes, shards * max(map(len, parts))) // shards
+    rows = [
+        s * size + i for s, part in enumerate(parts) for i in range(len(part))
+    ]
+    yield Call(
+        [item for part in parts for item in part],
+        np.array(rows, np.int32),
+        size * shards,
+    )
+
+
 def announced(variant: programs.Variant, features: Collection[str]) -> bool:
   """Whether an engine with these optional features can need the variant."""
   return (not variant.details or "details" in features) and (
@@ -35,6 +77,8 @@ def announced(variant: programs.Variant, features: Collection[str]) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Buckets:
   """The shapes of an engine's calls; all tuples ascend.
+
+  Rows and images are multiples of the shards of the cache.
 
   Attributes:
     decode_rows: rows of a decode call; more rows go into further calls.
@@ -104,6 +148,8 @@ def choose(
     processor: base.Processor,
     config: config_lib.EngineConfig,
     image_sizes: Sequence[tuple[int, int]],
+    shards: int = 1,
+    platform: str = "",
 ) -> Buckets:
   """The shapes of an engine: those of its config, the rest by the device.
 
@@ -111,11 +157,15 @@ def choose(
     processor: the policy's host side.
     config: the engine's settings.
     image_sizes: (width, height) in pixels of the screenshots to come.
+    shards: that rows and images are split into; they are rounded up to a
+      multiple of it.
+    platform: of the device; "" = JAX's default.
 
   Raises:
     ValueError: a bucket of patches is not a whole number of vision tokens.
   """
-  context, slots = config.context_length, config.slots
+  split = lambda rows: -(-rows // shards) * shards
+  context, slots = config.context_length, split(config.slots)
   per_token = processor.patches_per_token
   image_tokens = [processor.num_image_tokens(*size) for size in image_sizes]
   patches = config.patch_buckets or tuple(
@@ -129,7 +179,7 @@ def choose(
           f"patch_buckets holds {count}, no multiple of the {per_token} patches"
           " of a vision token"
       )
-  on_cpu = jax.default_backend() == "cpu"
+  on_cpu = (platform or jax.default_backend()) == "cpu"
   decode_rows = config.decode_rows or (16 if on_cpu else slots,)
   prefill_rows = config.prefill_rows or (8 if on_cpu else slots,)
   tokens = config.prefill_buckets or (64, 256)
@@ -145,14 +195,14 @@ def choose(
   page_size = config.page_size or min(min(tokens), context)
   pages_of = lambda positions: -(-positions // page_size)
   return Buckets(
-      decode_rows=tuple(min(r, slots) for r in decode_rows),
-      prefill_rows=tuple(min(r, slots) for r in prefill_rows),
+      decode_rows=tuple(min(split(r), slots) for r in decode_rows),
+      prefill_rows=tuple(min(split(r), slots) for r in prefill_rows),
       tokens=tuple(min(t, context) for t in tokens),
       windows=tuple(
           min(pages_of(w), pages_of(context)) * page_size
           for w in (*windows, context)
       ),
-      images=config.image_buckets,
+      images=tuple(map(split, config.image_buckets)),
       patches=patches,
       steps=config.decode_steps_per_call,
       page_size=page_size,

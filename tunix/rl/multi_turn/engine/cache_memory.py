@@ -1,11 +1,12 @@
-"""Predicts the bytes of an engine's caches, without making them.
+"""Sizes an engine's caches, and predicts their bytes without making them.
 
-Does not: count programs' temporary buffers, or split over a mesh.
+Does not: count programs' temporary buffers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, cast, Sequence
 
 from flax import nnx
@@ -16,17 +17,54 @@ from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import state_pages
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import cached_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSizes:
+  """Sizes of a shard of an engine's caches.
+
+  Attributes:
+    pages: of the KV cache, the empty page 0 included.
+    vision_tokens: of the pool.
+  """
+
+  pages: int
+  vision_tokens: int
+
+
+def sizes(
+    processor: base.Processor,
+    config: config_lib.EngineConfig,
+    chosen: buckets_lib.Buckets,
+    shards: int = 1,
+) -> CacheSizes:
+  """The caches of one of so many shards.
+
+  A shard holds at least a whole context, and the vision tokens of the largest
+  image.
+  """
+  context, slots = config.context_length, -(-config.slots // shards)
+  pages_of = lambda tokens: -(-tokens // chosen.page_size)
+  tokens = -(-config.cache_tokens // shards) or slots * context
+  vision = -(-config.vision_cache_tokens // shards)
+  if chosen.patches and vision:
+    vision = max(vision, chosen.patches[-1] // processor.patches_per_token)
+  return CacheSizes(
+      pages=1 + max(pages_of(tokens), pages_of(context)),
+      vision_tokens=vision or max(context, slots * context // 2),
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheBytes:
-  """Bytes of the caches on the device, all shards together.
+  """Bytes of the caches on a device.
 
   Attributes:
-    kv: of the KV cache's pages.
-    kv_tokens: that they hold.
-    vision: of the pool of vision tokens.
-    images: of the patches that the largest encode call takes.
+    kv: of its KV cache's pages.
+    kv_tokens: that all shards' pages hold.
+    vision: of its vision tokens.
+    images: of its patches of the largest encode call.
   """
 
   kv: int
@@ -40,22 +78,25 @@ def of_engine(
     processor: base.Processor,
     config: config_lib.EngineConfig,
     image_sizes: Sequence[tuple[int, int]] = (),
+    mesh: Any = None,
+    platform: str = "",
 ) -> CacheBytes:
   """The caches of a `RolloutEngine` of these arguments.
+
+  Args:
+    model, processor, config, image_sizes: as of the engine.
+    mesh: that the policy lies on, real or abstract.
+    platform: of its devices; "" = JAX's default.
 
   Raises:
     ValueError: as of the engine.
   """
   config = state_pages.sized(device_state.cache_shapes(model), config)
-  chosen = buckets_lib.choose(processor, config, image_sizes)
-  context, slots = config.context_length, config.slots
-  pages_of = lambda tokens: -(-tokens // chosen.page_size)
-  pages = max(
-      pages_of(config.cache_tokens or slots * context), pages_of(context)
+  shards = cached_attention.row_shards(mesh)
+  chosen = buckets_lib.choose(
+      processor, config, image_sizes, shards, platform
   )
-  vision_tokens = config.vision_cache_tokens or max(
-      context, slots * context // 2
-  )
+  found = sizes(processor, config, chosen, shards)
   graphdef, state = nnx.split(cast(nnx.Module, model))
   paged = isinstance(model, device_state.PagedPolicy) and model.reads_pages
 
@@ -74,24 +115,30 @@ def of_engine(
       jax.ShapeDtypeStruct((1, n), jnp.bool_),
       jax.ShapeDtypeStruct((1, n, processor.position_axes), jnp.int32),
   )
+  heads = 1
+  text = getattr(cast(Any, model).config, "text", None)
+  if mesh is not None and text is not None and hasattr(model, "cache_axes"):
+    if cached_attention.split_heads(mesh, text.num_key_value_heads):
+      heads = mesh.shape["tensor"]
   # Of one, and multiplied here: a cache of any size has a number of bytes.
   return CacheBytes(
-      kv=(1 + pages) * _bytes(jax.eval_shape(a_page, state)),
-      kv_tokens=pages * chosen.page_size,
-      vision=vision_tokens * _bytes(jax.eval_shape(a_token, state, *image))
-      if n
-      else 0,
+      kv=found.pages * _bytes(jax.eval_shape(a_page, state)) // heads,
+      kv_tokens=shards * (found.pages - 1) * chosen.page_size,
+      vision=(
+          found.vision_tokens
+          * _bytes(jax.eval_shape(a_token, state, *image))
+          if n
+          else 0
+      ),
       images=max(chosen.images, default=0)
+      // shards
       * max(chosen.patches, default=0)
       * processor.patch_bytes,
   )
 
 
 def _bytes(tree: Any) -> int:
-  total = 0
-  for leaf in jax.tree.leaves(tree):
-    size = int(jnp.dtype(leaf.dtype).itemsize)
-    for side in leaf.shape:
-      size *= int(side)
-    total += size
-  return total
+  return sum(
+      math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+      for leaf in jax.tree.leaves(tree)
+  )

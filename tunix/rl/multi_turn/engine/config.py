@@ -27,7 +27,11 @@ class EngineConfig:
   """The engine that samples for many episodes at once."""
 
   slots: int = _opt(
-      default=96, doc="Requests that are sampled at a time; more wait.", ge=1
+      default=96,
+      doc="Requests that are sampled at a time; more wait. On a mesh they, and"
+      " all caches, are split over data, fsdp and sequence, and rounded up to a"
+      " multiple of that; heads are split over tensor.",
+      ge=1,
   )
   context_length: int = _opt(
       default=512,
@@ -164,7 +168,8 @@ class EngineConfig:
   )
   weights: Literal["same", "int8"] = _opt(
       default="same",
-      doc="Weights to sample with. same: the policy's. int8: a copy with its"
+      doc="Weights to sample with. same: the policy's, a Qwen policy's matrices"
+      " in the type they are computed in. int8: a copy with its"
       " matrices rounded to a byte a number, half of bfloat16; correct for the"
       " difference with algorithm.importance=tis. Qwen-VL only.",
   )

@@ -1,14 +1,17 @@
 """Holds a policy's weights, KV cache and vision pool on the device.
 
 Promises: the weights are the engine's own copy, so that their giver may donate
-or update theirs; new weights are checked before they take over. On a mesh, the
-cache lies where the policy wants it, the pool on every device.
+or update theirs; new weights are checked before they take over. On a mesh, KV
+pages and vision tokens are split into shards over `cached_attention.ROWS`, and
+heads as the policy wants it: a device holds its shard, and nothing of others.
+Matrices of Qwen policies are kept in the type they are computed in.
 
 Does not compile or run programs; `programs` does.
 """
 
 from __future__ import annotations
 
+import math
 from typing import (
   Any,
   Callable,
@@ -25,7 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.engine import kv_cache
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import int8
+from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import qwen_decoder
+from tunix.rl.multi_turn.policy import qwen_text
+from tunix.rl.multi_turn.policy import sharding
 
 Path = tuple[str, ...]
 Params = nnx.Module | nnx.State | Mapping[str, Any]
@@ -110,8 +118,103 @@ def _checked(
   return named
 
 
+def _narrow(model: Any) -> dict[Path, Any]:
+  """The type in which a policy computes with its matrices, by path.
+
+  Of a policy whose parameters are wider than that and which casts its matrices
+  wherever it uses them: narrower ones give the same numbers.
+  """
+  if not isinstance(model, qwen_text.QwenText):
+    return {}
+  compute = jnp.dtype(model.config.compute_dtype)
+  found = {}
+  for path, module in nnx.iter_modules(model):
+    names: tuple[str, ...] = ()
+    if isinstance(module, layers.Linear) or (
+        # The tower's positions are interpolated in float32.
+        isinstance(module, layers.Embedding) and path[:1] != ("visual",)
+    ):
+      names = ("weight",)
+    elif isinstance(module, qwen_decoder.Experts):
+      names = ("gate_up_proj", "down_proj")
+    for name in names:
+      dtype = getattr(module, name).dtype
+      if jnp.issubdtype(dtype, jnp.floating) and (
+          dtype.itemsize > compute.itemsize
+      ):
+        found[(*map(str, path), name)] = compute
+  return found
+
+
+def _int8(
+    model: Any, narrow: dict[Path, Any]
+) -> tuple[Any, Callable[[dict[Path, Any]], dict[Path, Any]]]:
+  """The model's int8 copy, and what makes its parameters of the model's.
+
+  Rounded matrices leave `narrow`. Of a model of shapes, the copy is one, too.
+  """
+  if any(
+      isinstance(x, jax.ShapeDtypeStruct)
+      for x in jax.tree.leaves(nnx.state(model))
+  ):
+    graphdef, state = nnx.split(model)
+    copy: Any = nnx.eval_shape(
+        lambda s: int8.quantized(nnx.merge(graphdef, s)), state
+    )
+    convert: Any = lambda named: named
+  else:
+    convert = int8.Converter(model)
+    copy = convert.copy()
+  for path, value in leaves_by_path(copy).items():
+    if value.dtype == jnp.int8:
+      narrow.pop(path, None)
+  return copy, convert
+
+
+def _places(state: nnx.State, mesh: jax.sharding.Mesh | None) -> list[Any]:
+  """The sharding of each parameter on a mesh, in the order of the leaves."""
+  if mesh is None:
+    return [None] * len(jax.tree.leaves(state))
+  return [
+      sharding.parameter_sharding(variable, mesh)
+      for variable in jax.tree.leaves(
+          state, is_leaf=lambda v: isinstance(v, nnx.Variable)
+      )
+  ]
+
+
+def weight_bytes(model: Any, mesh: Any, weights: str = "same") -> int:
+  """Bytes of an engine's weights on a device.
+
+  Args:
+    model: the policy, of arrays or of shapes.
+    mesh: that it lies on, real or abstract; None for a single device.
+    weights: as of `DeviceState`; "int8" counts matrices a byte a number,
+      without their scales.
+  """
+  narrow = _narrow(model)
+  rounded = int8.paths(model) if weights == "int8" else frozenset()
+  total = 0
+  for path, variable in nnx.to_flat_state(nnx.state(model)):
+    name = tuple(map(str, path))
+    item = jnp.dtype(narrow.get(name, variable.dtype)).itemsize
+    shape = tuple(variable.shape)
+    if mesh is not None:
+      shape = sharding.parameter_sharding(variable, mesh).shard_shape(shape)
+    total += math.prod(shape) * (1 if name in rounded else item)
+  return total
+
+
+def shards_of(model: Any) -> int:
+  """Shards of an engine's caches for a policy of arrays."""
+  place = _replicated(tuple(jax.tree.leaves(nnx.state(model))))
+  return cached_attention.row_shards(
+      None if place is None else cast(jax.sharding.Mesh, place.mesh)
+  )
+
+
 def _replicated(
-    params: tuple[jax.Array, ...],
+    params: tuple[Any, ...],
 ) -> jax.sharding.NamedSharding | None:
   """Sharding that replicates on the parameters' mesh; None on one device."""
   for x in params:
@@ -136,17 +239,19 @@ class DeviceState:
   Attributes:
     params: the leaves of the policy's state.
     cache: KV cache, a tree of pages.
-    pool: vision tokens, a tree of [1, vision_tokens, …].
+    pool: vision tokens, a tree of [shards, vision_tokens, …].
     merge: makes the policy of `params`, within a program.
+    shards: blocks that a call's rows, the pages and the pool are split into.
     place: sharding of inputs and outputs beside the cache; None on a single
       device.
+    row_place: as `place`, of what is split by rows.
     cache_place: the sharding of each leaf of the cache.
     cache_shape, pool_shape: shapes, dtypes and places of those trees.
     processor: the policy's host side.
     layout: gathers rows from pages; None where the policy reads pages itself.
-    pages: of the KV cache, page 0 included.
+    pages: of a shard of the KV cache, page 0 included.
     page_size: tokens of a page.
-    vision_tokens: size of the pool.
+    vision_tokens: size of a shard of the pool.
     vocabulary: tokens that the policy knows.
   """
 
@@ -159,15 +264,18 @@ class DeviceState:
       page_size: int,
       vision_tokens: int,
       weights: str = "same",
+      mesh: jax.sharding.Mesh | None = None,
   ):
     """Args:
 
-      model: a flax nnx module; its present parameters are copied.
+      model: a flax nnx module; its present parameters are copied. Shapes are
+        enough to lower programs, with `mesh`; nothing is made of them then.
       processor: the policy's host side.
-      pages: of the KV cache, page 0 included.
+      pages: of a shard of the KV cache, page 0 included.
       page_size: tokens of a page.
-      vision_tokens: size of the vision pool.
+      vision_tokens: size of a shard of the vision pool.
       weights: "same" as the model's, or "int8", see `policy.int8`.
+      mesh: of a model of shapes; else that of its parameters.
 
     Raises:
       ValueError: a setting does not go together with this policy.
@@ -182,73 +290,103 @@ class DeviceState:
     }
     self._required = set(leaves_by_path(nnx.state(model, nnx.Param)))
     self._convert: Callable[[dict[Path, Any]], dict[Path, Any]] = lambda x: x
+    narrow = _narrow(model)
     if weights == "int8":
-      converter = int8.Converter(model)
-      self._convert = converter
-      model = cast(base.Policy, converter.copy())
+      model, self._convert = _int8(model, narrow)
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
-    # Rounded matrices are new arrays already.
-    self.params = tuple(
-        x if x.dtype == jnp.int8 else jnp.array(x, copy=True) for x in leaves
-    )
+    self._abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
     named = leaves_by_path(state)
     if len(named) != len(leaves):
       raise ValueError("the policy's parameters do not have unique paths")
     order = {id(x): i for i, x in enumerate(leaves)}
     self._index = {path: order[id(leaf)] for path, leaf in named.items()}
+    paths = {i: path for path, i in self._index.items()}
+    dtypes = [narrow.get(paths[i], x.dtype) for i, x in enumerate(leaves)]
+    if self._abstract:
+      places = _places(state, mesh)
+      self.params: tuple[Any, ...] = tuple(
+          jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
+          for x, dtype, place in zip(leaves, dtypes, places, strict=True)
+      )
+    else:
+      # Rounded matrices are new arrays already, and so are narrower ones.
+      self.params = tuple(
+          x if x.dtype == jnp.int8 else jnp.array(x, dtype, copy=True)
+          for x, dtype in zip(leaves, dtypes, strict=True)
+      )
     self.merge: Callable[[tuple[jax.Array, ...]], base.Policy] = (
         lambda params: nnx.merge(
             graphdef, jax.tree.unflatten(treedef, params)
         )
     )
     self.place = _replicated(self.params)
+    self._mesh = (
+        None if self.place is None else cast(jax.sharding.Mesh, self.place.mesh)
+    )
+    self.shards = cached_attention.row_shards(self._mesh)
+    self.row_place = self._placed(cached_attention.ROWS)
     self.vocabulary = self._vocabulary()
-    self._make_cache(isinstance(model, PagedPolicy) and model.reads_pages)
+    self._make_cache(model)
     vision = jax.eval_shape(
         lambda p, *a: self.merge(p).encode_images(*a),
         self.params,
         *self.encode_shapes(1, processor.patches_per_token),
     )
     self.pool_shape = jax.tree.map(
-        lambda x: self.shape(x.dtype, 1, vision_tokens, *x.shape[2:]),
+        lambda x: self.rows_shape(
+            x.dtype, self.shards, vision_tokens, *x.shape[2:]
+        ),
         vision,
     )
-    self.reset()
+    self.cache = self.pool = None
+    if not self._abstract:
+      self.reset()
 
-  def _make_cache(self, reads_pages: bool) -> None:
-    """Fills in how the cache is made, where it lies, and its layout."""
-    n = self.page_size
+  def _make_cache(self, model: Any) -> None:
+    """Fills in the cache's shape, where it lies, and its layout."""
+    n, pages = self.page_size, self.shards * self.pages
     self.layout = None
-    if reads_pages:
-      # Where the policy wants it, else everywhere.
-      self._init_cache = jax.jit(
-          lambda p: cast(PagedPolicy, self.merge(p)).init_pages(self.pages, n)
-      )
+    if isinstance(model, PagedPolicy) and model.reads_pages:
+      make = lambda p: cast(PagedPolicy, self.merge(p)).init_pages(pages, n)
+      axes = getattr(model, "page_axes", ())
+      place = lambda _: self._placed(*axes)
     else:
-      self._init_cache = self.jit(
-          lambda p: self.merge(p).init_cache(self.pages, n)
-      )
-      self.layout = kv_cache.PageLayout(
+      make = lambda p: self.merge(p).init_cache(pages, n)
+      layout = self.layout = kv_cache.PageLayout(
           lambda batch, length: jax.eval_shape(
               lambda p: self.merge(p).init_cache(batch, length), self.params
           ),
-          self.pages,
           n,
+          self._mesh,
+          getattr(model, "cache_axes", ()),
       )
-    self.cache = self._init_cache(self.params)
-    self.cache_place = jax.tree.map(lambda x: x.sharding, self.cache)
-    self.cache_shape = jax.tree.map(
-        lambda x: self.shape(x.dtype, *x.shape)
-        if self.place is None
-        else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-        self.cache,
+      place = lambda i: self._placed(*layout.specs[i])
+    shapes, tree = jax.tree.flatten(jax.eval_shape(make, self.params))
+    self.cache_place: Any = None
+    if self._mesh is not None:
+      self.cache_place = jax.tree.unflatten(
+          tree, map(place, range(len(shapes)))
+      )
+    self.cache_shape = jax.tree.unflatten(
+        tree,
+        [
+            jax.ShapeDtypeStruct(
+                x.shape,
+                x.dtype,
+                sharding=None if self._mesh is None else place(i),
+            )
+            for i, x in enumerate(shapes)
+        ],
     )
 
   def reset(self) -> None:
     """Empties KV cache and vision pool."""
     self.cache = self.pool = None
-    self.cache = self._init_cache(self.params)
+    self.cache = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
+        self.cache_shape,
+    )
     self.pool = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
         self.pool_shape,
@@ -278,14 +416,26 @@ class DeviceState:
     """An array that is not a parameter, and its place."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=self.place)
 
+  def rows_shape(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    """As `shape`, of an array that is split by rows."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=self.row_place)
+
+  def _placed(self, *axes: Any) -> jax.sharding.NamedSharding | None:
+    if self._mesh is None:
+      return None
+    return jax.sharding.NamedSharding(
+        self._mesh, jax.sharding.PartitionSpec(*axes)
+    )
+
   def encode_shapes(
       self, images: int, patches: int
   ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Patches, which of them are real, and their positions."""
+    shape = self.rows_shape
     return (
-        self.shape(jnp.uint8, images, patches, self.processor.patch_bytes),
-        self.shape(jnp.bool_, images, patches),
-        self.shape(jnp.int32, images, patches, self.processor.position_axes),
+        shape(jnp.uint8, images, patches, self.processor.patch_bytes),
+        shape(jnp.bool_, images, patches),
+        shape(jnp.int32, images, patches, self.processor.position_axes),
     )
 
   def jit(

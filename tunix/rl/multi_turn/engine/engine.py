@@ -43,6 +43,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
+from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import constrained_decoding
 from tunix.rl.multi_turn.engine import device_state
@@ -103,6 +104,14 @@ class _Resume:
 _Command = _Open | _Submit | _Cancel | _Release | _SetWeights | _Pause | _Resume
 
 
+def _by_device(tree: Any) -> dict[jax.Device, int]:
+  found: dict[jax.Device, int] = {}
+  for array in jax.tree.leaves(tree):
+    for shard in array.addressable_shards:
+      found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
+  return found
+
+
 class RolloutEngine:
   """The in-process `PolicyClient`; see the module docstring.
 
@@ -139,19 +148,16 @@ class RolloutEngine:
     self.config = config
     self._processor = processor
     config = state_pages.sized(device_state.cache_shapes(model), config)
-    self._buckets = buckets_lib.choose(processor, config, image_sizes)
-    slots, context = config.slots, config.context_length
+    shards = device_state.shards_of(model)
+    self._buckets = buckets_lib.choose(processor, config, image_sizes, shards)
     self._lockstep = config.is_lockstep
-    pages_of = lambda tokens: -(-tokens // self._buckets.page_size)
-    cached = max(pages_of(config.cache_tokens or slots * context),
-                 pages_of(context))  # pyformat: disable
+    sizes = cache_memory.sizes(processor, config, self._buckets, shards)
     self._state = device_state.DeviceState(
         model,
         processor,
-        pages=1 + cached,  # Page 0 stays empty.
+        pages=sizes.pages,
         page_size=self._buckets.page_size,
-        vision_tokens=config.vision_cache_tokens
-        or max(context, slots * context // 2),
+        vision_tokens=sizes.vision_tokens,
         weights=config.weights,
     )
     self._programs = programs_lib.Programs(
@@ -344,12 +350,26 @@ class RolloutEngine:
   @property
   def cache_tokens(self) -> int:
     """Tokens whose keys and values fit the KV cache."""
-    return self._scheduler.pages.capacity * self._state.page_size
+    pages = sum(pool.capacity for pool in self._scheduler.pools)
+    return pages * self._state.page_size
 
   @property
   def cache_bytes(self) -> int:
-    """Bytes of the KV cache, on one device where it is not split."""
+    """Bytes of the KV cache, all its shards together."""
     return sum(x.nbytes for x in jax.tree.leaves(self._state.cache))
+
+  @property
+  def device_bytes(self) -> dict[str, int]:
+    """Bytes of weights, KV cache and vision pool on the fullest device."""
+    state = self._state
+    return {
+        name: max(_by_device(tree).values(), default=0)
+        for name, tree in (
+            ("weights", state.params),
+            ("kv_cache", state.cache),
+            ("vision_pool", state.pool),
+        )
+    }
 
   def stats(self) -> dict[str, float]:
     """A snapshot of counters and gauges; seconds are wall seconds."""
@@ -358,6 +378,8 @@ class RolloutEngine:
       counters = scheduler.counters.to_dict()
       if self._idle_since is not None:
         counters["seconds_idle"] += time.perf_counter() - self._idle_since
+    pools = scheduler.pools
+    pages = sum(pool.capacity for pool in pools)
     places = max(1, counters["decode_places"])
     compiled = self._programs.compiled
     late = compiled - (compiled if self._warm is None else self._warm)
@@ -370,9 +392,11 @@ class RolloutEngine:
         "waiting": len(scheduler.slots.waiting),
         "active": sum(r is not None for r in scheduler.slots.requests),
         "sessions": len(scheduler.slots.sessions),
-        "pages": scheduler.pages.capacity,
-        "pages_held": scheduler.pages.capacity - scheduler.pages.available,
-        "shared_tokens": scheduler.pages.found * self._state.page_size,
+        "pages": pages,
+        "pages_held": pages - sum(pool.available for pool in pools),
+        "shared_tokens": (
+            sum(pool.found for pool in pools) * self._state.page_size
+        ),
         "version": scheduler.version,
         "compile_count": self._programs.compile_count,
         "compile_seconds": self._programs.compile_seconds,

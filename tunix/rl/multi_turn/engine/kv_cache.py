@@ -4,7 +4,8 @@ A sequence's keys and values lie in pages of a fixed number of tokens. Several
 sequences that begin alike may hold one page; after the last holder has dropped
 it, it stays findable by its content until its room is needed. `PagePool` counts
 holders, `CachedSequence` is one session's pages, `PageLayout` gathers rows from
-pages on the device.
+pages on the device. On a mesh each shard of the cache has a pool of its own,
+whose numbers count within the shard.
 
 Promises: one sequence alone writes a page, and not once it is published; a held
 page is never handed out again; pages without a holder are reused in the order
@@ -20,6 +21,7 @@ Axis names: R = rows of a call, N = pages of a row.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 from typing import Any, Callable, Sequence
 
@@ -28,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import state_pages
+from tunix.rl.multi_turn.policy import cached_attention
 
 ROOT = b""
 """The key before a sequence's first page."""
@@ -106,17 +109,21 @@ class PagePool:
     """Pages that so many tokens fill, the last one perhaps in part."""
     return -(-tokens // self.page_size)
 
-  def rows(
-      self, held: Sequence[Sequence[int]], count: int, window: int
+  def table(
+      self,
+      held: Sequence[Sequence[int]],
+      rows: Sequence[int] | np.ndarray,
+      count: int,
+      window: int,
   ) -> np.ndarray:
-    """int32[count, pages of a window]: each sequence's first pages, 0 where
-    there is none."""
+    """int32[count, pages of a window]: each sequence's first pages in its row,
+    0 where there is none."""
     width = self.count(window)
-    rows = np.zeros((count, width), np.int32)
-    for row, pages in zip(rows, held):
+    table = np.zeros((count, width), np.int32)
+    for row, pages in zip(rows, held, strict=True):
       first = pages[:width]
-      row[: len(first)] = first
-    return rows
+      table[row, : len(first)] = first
+    return table
 
   def take(self) -> int | None:
     """A page for one holder, or None when all are held."""
@@ -217,6 +224,14 @@ class CachedSequence:
     """
     self._pool = pool
     self._share = share
+    self._reset()
+
+  def move(self, pool: PagePool) -> None:
+    """Drops all pages; takes further ones from another pool."""
+    self.clear()
+    self._pool = pool
+
+  def _reset(self) -> None:
     self.tokens = _NO_TOKENS
     self.spans: tuple[trajectory.ImageSpan, ...] = ()
     self.pages: list[int] = []
@@ -315,10 +330,7 @@ class CachedSequence:
   def clear(self) -> None:
     """Drops all pages."""
     self._cut(0)
-    self._keys.clear()
-    self.tokens, self.spans = _NO_TOKENS, ()
-    self.cached = self._published = 0
-    self._stale = False
+    self._reset()
 
   def _cut(self, count: int) -> None:
     self._pool.drop(self.pages[count:])
@@ -348,31 +360,52 @@ def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int | None]:
   return axes
 
 
+def _spec(
+    axes: Sequence[Any], page_axis: int, ndim: int
+) -> jax.sharding.PartitionSpec:
+  named = list(axes) or [None] * ndim
+  if len(named) != ndim:
+    raise ValueError(
+        f"cache_axes names {len(named)} dimensions of a cache's array that has"
+        f" {ndim}"
+    )
+  named[page_axis] = cached_attention.ROWS
+  return jax.sharding.PartitionSpec(*named)
+
+
 class PageLayout:
   """Gathers rows from a cache's pages, and writes new positions back.
 
   A policy's cache is a tree of arrays, each with one axis of rows and one of
   tokens. To the policy, a page is a short row. An array without tokens is a
-  state, of which a page holds a snapshot; see `state_pages`.
+  state, of which a page holds a snapshot; see `state_pages`. On a mesh, every
+  shard has as many pages as any other, and gathers and writes its own block of
+  the rows.
 
   Attributes:
-    keeps_state: whether there are such arrays.
+    keeps_state: whether there are states.
+    specs: of each leaf, flat; () without a mesh.
   """
 
   def __init__(
-      self, shape_of: Callable[[int, int], Any], pages: int, page_size: int
+      self,
+      shape_of: Callable[[int, int], Any],
+      page_size: int,
+      mesh: jax.sharding.Mesh | None = None,
+      axes: Sequence[Any] = (),
   ):
     """Args:
 
       shape_of: the cache's shapes by its number of rows and of tokens.
-      pages: of the cache.
       page_size: tokens of a page.
+      mesh: that the cache lies on.
+      axes: mesh axes of the dimensions of every leaf; () = pages are split,
+        nothing else is.
 
     Raises:
       ValueError: a leaf of the cache has no such axes.
     """
     n = page_size
-    self._pages = pages
     self._page_size = n
     page_axis = _axis_of(shape_of(2, n), shape_of(3, n))
     if None in page_axis:
@@ -380,6 +413,15 @@ class PageLayout:
     self._page_axis = [axis for axis in page_axis if axis is not None]
     self._token_axis = _axis_of(shape_of(2, n), shape_of(2, n + 1))
     self.keeps_state = None in self._token_axis
+    self._mesh = mesh
+    self.specs: tuple[jax.sharding.PartitionSpec, ...] = ()
+    if mesh is not None:
+      self.specs = tuple(
+          _spec(axes, axis, leaf.ndim)
+          for axis, leaf in zip(
+              self._page_axis, jax.tree.leaves(shape_of(1, n))
+          )
+      )
 
   def take(self, cache: Any, pages_RN: jax.Array, starts: jax.Array) -> Any:
     """The rows' pages, side by side: as `init_cache(R, N * page size)`.
@@ -389,6 +431,28 @@ class PageLayout:
       pages_RN: int32, each row's pages.
       starts: int32[R] tokens of each row that they hold.
     """
+    return self._local(self._take, cache, pages_RN, starts)
+
+  def _local(
+      self, function: Any, cache: Any, *more: Any, parts: tuple[Any, ...] = ()
+  ) -> Any:
+    """`function(cache, *parts, *more)`, each device on what it holds; `more`
+    is split by rows."""
+    if self._mesh is None:
+      return function(cache, *parts, *more)
+    places = jax.tree.unflatten(jax.tree.structure(cache), self.specs)
+    rows = jax.sharding.PartitionSpec(cached_attention.ROWS)
+    return jax.shard_map(
+        function,
+        mesh=self._mesh,
+        in_specs=(
+            places, *(places,) * len(parts), *(rows,) * len(more)
+        ),
+        out_specs=places,
+        check_vma=False,
+    )(cache, *parts, *more)  # pyformat: disable
+
+  def _take(self, cache: Any, pages_RN, starts) -> Any:
     rows, width = pages_RN.shape
     leaves, tree = jax.tree.flatten(cache)
     part = []
@@ -430,13 +494,25 @@ class PageLayout:
       counts: int32[R] new positions, at most `most`.
       most: static.
     """
+    return self._local(
+        functools.partial(self._put, most=most),
+        cache,
+        pages_RN,
+        starts,
+        counts,
+        parts=(part,),
+    )
+
+  def _put(
+      self, cache: Any, part: Any, pages_RN, starts, counts, *, most: int
+  ) -> Any:
     step = jnp.arange(most)
     position = starts[:, None] + step
     window = pages_RN.shape[1] * self._page_size
     source = jnp.minimum(position, window - 1)
     page = jnp.take_along_axis(pages_RN, source // self._page_size, axis=1)
     # A page out of range is dropped: it stands for positions that are not new.
-    page = jnp.where(step < counts[:, None], page, self._pages)
+    page = jnp.where(step < counts[:, None], page, np.iinfo(np.int32).max)
     row = jnp.arange(len(pages_RN))[:, None]
     leaves, tree = jax.tree.flatten(cache)
     out = []

@@ -16,9 +16,7 @@ from typing import Callable, NamedTuple, Sequence
 
 import jax
 import numpy as np
-from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
-from tunix.rl.multi_turn.engine import kv_cache
 from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.engine import vision_cache
@@ -78,7 +76,7 @@ class _Chunk(NamedTuple):
   request: requests_lib.Request
   start: int
   end: int
-  images: list[trajectory.ImageSpan]
+  images: list[vision_cache.Placed]
   positions: np.ndarray
 
 
@@ -90,7 +88,6 @@ class Prefill:
       programs: programs_lib.Programs,
       buckets: buckets_lib.Buckets,
       slots: requests_lib.SlotTable,
-      pages: kv_cache.PagePool,
       vision: vision_cache.VisionCache,
       positions: Positions,
       counters: requests_lib.Counters,
@@ -103,7 +100,6 @@ class Prefill:
       programs: the device side.
       buckets: shapes of calls.
       slots: the requests; active ones are served.
-      pages: held by the sequences.
       vision: holds images' vision tokens.
       positions: computes tokens' positions.
       counters: added to.
@@ -113,7 +109,6 @@ class Prefill:
     self._programs = programs
     self._buckets = buckets
     self._slots = slots
-    self._pages = pages
     self._vision = vision
     self._positions = positions
     self._counters = counters
@@ -146,21 +141,24 @@ class Prefill:
     """Requests that need a chunk, by (chunk, window); whether any is ready."""
     # Shapes follow from a request alone.
     groups: dict[tuple[int, int], list[requests_lib.Request]] = {}
-    coming: set[bytes] = set()  # Pages that an earlier request will fill.
+    # Pages that an earlier request will fill, with their shards.
+    coming: set[tuple[int, bytes]] = set()
     ready = False
     for request in sorted(self._slots.active, key=lambda r: r.turn):
       sequence, goal = self._slots.sequence(request), request.length - 1
       if sequence.adopt(goal):
         self._slots.start[request.slot] = sequence.cached
-      need = min(goal - sequence.cached, self._pages.room(sequence.cached))
+      room = self._slots.pools[0].room(sequence.cached)
+      need = min(goal - sequence.cached, room)
       if need <= 0:
         ready = True
         continue
       key = sequence.next_key(goal)
       if key is not None:
-        if key in coming:
+        page = self._slots.shard(request), key
+        if page in coming:
           continue  # Will be adopted.
-        coming.add(key)
+        coming.add(page)
       size = buckets_lib.smallest(self._buckets.tokens, need)
       end = max(size, sequence.cached + min(need, size))
       window = buckets_lib.smallest(self._buckets.windows, end)
@@ -179,14 +177,16 @@ class Prefill:
       The number of calls.
     """
     chunks: list[_Chunk] = []
-    spans: list[trajectory.ImageSpan] = []
+    spans: list[vision_cache.Placed] = []
     for request in requests:
+      shard = self._slots.shard(request)
       start = int(self._slots.start[request.slot])
-      end = min(
-          start + size, start + self._pages.room(start), request.length - 1
-      )
+      room = self._slots.pools[0].room(start)
+      end = min(start + size, start + room, request.length - 1)
       own = [
-          s for s in request.prompt.images if s.offset < end and s.end > start
+          (shard, s)
+          for s in request.prompt.images
+          if s.offset < end and s.end > start
       ]
       if chunks and not self._vision.fits(spans + own):
         continue  # Another time.
@@ -200,30 +200,43 @@ class Prefill:
       spans += own
       chunks.append(_Chunk(request, start, end, own, positions))
     self._vision.ensure(spans)
-    most = self._buckets.prefill_rows[-1]
-    for i in range(0, len(chunks), most):
-      self._call(chunks[i : i + most], size, window)
-    return -(-len(chunks) // most)
+    shards = [self._slots.shard(chunk.request) for chunk in chunks]
+    calls = list(
+        buckets_lib.deal(
+            shards, self._buckets.prefill_rows, len(self._slots.pools)
+        )
+    )
+    for call in calls:
+      self._call([chunks[item] for item in call.items], call, size, window)
+    return len(calls)
 
-  def _call(self, chunks: Sequence[_Chunk], size: int, window: int) -> None:
+  def _call(
+      self,
+      chunks: Sequence[_Chunk],
+      call: buckets_lib.Call,
+      size: int,
+      window: int,
+  ) -> None:
     """Prefills one chunk a row."""
-    count = buckets_lib.smallest(self._buckets.prefill_rows, len(chunks))
+    count = call.size
     rows = np.zeros(count, programs_lib.prefill_row(size))
     tokens, positions = rows["tokens"], rows["positions"]
     vision = rows["vision"]
     vision[:] = -1
-    for r, (request, start, end, images, placed) in enumerate(chunks):
+    for r, (request, start, end, images, placed) in zip(
+        call.rows, chunks, strict=True
+    ):
       rows["start"][r], rows["length"][r] = start, end - start
       tokens[r, : end - start] = self._slots.tokens[request.slot, start:end]
       positions[r, : end - start] = placed
-      for span in images:
+      for shard, span in images:
         a, b = max(start, span.offset), min(end, span.end)
-        places = self._vision.places(span)
+        places = self._vision.places(shard, span)
         vision[r, a - start : b - start] = places[
             a - span.offset : b - span.offset
         ]
     held = [self._slots.sequence(chunk.request).pages for chunk in chunks]
-    pages = self._pages.rows(held, count, window)
+    pages = self._slots.pools[0].table(held, call.rows, count, window)
     self._programs.prefill(pages, rows)
     for request, start, end, *_ in chunks:
       self._slots.start[request.slot] = end

@@ -8,7 +8,9 @@ tokens, which the caller names. Each program is compiled ahead of time for the
 on the spot and counted.
 
 Promises: KV cache and vision pool are donated, hence updated in place;
-parameters never are. A program reads and writes only the pages of the first
+parameters never are. On a mesh, the rows of a call are split into as many
+blocks as there are shards, and a row's pages and vision tokens lie in the shard
+of its block. A program reads and writes only the pages of the first
 `window` positions of its rows; page 0 stays zero. A policy that reads pages by
 itself gets them where they lie; for any other one, the rows' pages are laid
 side by side before a call's first step and written back after its last.
@@ -84,10 +86,13 @@ def words(rows_R: np.ndarray) -> np.ndarray:
   return rows_R.view(np.int32).reshape(len(rows_R), -1)
 
 
-def pick(rows: np.ndarray, index_A: np.ndarray, count: int) -> np.ndarray:
-  """A copy of the rows at `index`, and zeros (rows at rest) up to `count`."""
+def pick(
+    rows: np.ndarray, index_A: np.ndarray, to_A: np.ndarray, count: int
+) -> np.ndarray:
+  """`count` rows: copies of those at `index` in rows `to`, else zeros (rows at
+  rest)."""
   picked_RW = np.zeros((count, rows.itemsize // 4), np.int32)
-  picked_RW[: len(index_A)] = words(rows)[index_A]
+  picked_RW[to_A] = words(rows)[index_A]
   return picked_RW.view(rows.dtype)[:, 0]
 
 
@@ -200,7 +205,8 @@ class Programs:
     """Encodes one image a row into the pool's places `destination`.
 
     Patches that are not `real` (bool) are padding. A destination of
-    `vision_tokens` or more is dropped (padding).
+    `vision_tokens` or more is dropped (padding). Places are those of the
+    row's own shard.
     """
     images, patches = real_SP.shape
     state = self.state
@@ -276,18 +282,22 @@ class Programs:
       if variant in self._compiled:
         return
     started = time.perf_counter()
-    build = {
-        "encode": self._build_encode,
-        "prefill": self._build_prefill,
-        "decode": self._build_decode,
-    }[variant.kind]
     options: dict[str, Any] | None = kernels.compiler_options()
-    compiled = build(variant).compile(options)
+    compiled = self.lower(variant).compile(options)
     with self._lock:
       if variant not in self._compiled:
         self._compiled[variant] = compiled
         self.compile_count += 1
         self.compile_seconds += time.perf_counter() - started
+
+  def lower(self, variant: Variant) -> jax.stages.Lowered:
+    """A program before it is compiled."""
+    build = {
+        "encode": self._build_encode,
+        "prefill": self._build_prefill,
+        "decode": self._build_decode,
+    }[variant.kind]
+    return build(variant)
 
   @property
   def compiled(self) -> frozenset[Variant]:
@@ -305,22 +315,33 @@ class Programs:
     images, patches = variant.rows, variant.tokens
     state = self.state
 
-    def encode(params, pool, patches, real, positions, destination):
-      vision = state.merge(params).encode_images(patches, real, positions)
+    def keep(kept, new, destination):
       flat = destination.reshape(-1)
-      return jax.tree.map(
-          lambda kept, new: kept.at[0, flat].set(
-              new.reshape(-1, *new.shape[2:]), mode="drop"
-          ),
-          pool,
-          vision,
+      return kept.at[0, flat].set(
+          new.reshape(-1, *new.shape[2:]), mode="drop"
       )
 
-    return state.jit(encode, donate_argnums=1).lower(
+    if state.row_place is not None:
+      rows = state.row_place.spec
+      keep = jax.shard_map(
+          keep,
+          mesh=state.row_place.mesh,
+          in_specs=(rows, rows, rows),
+          out_specs=rows,
+          check_vma=False,
+      )
+
+    def encode(params, pool, patches, real, positions, destination):
+      vision = state.merge(params).encode_images(patches, real, positions)
+      return jax.tree.map(
+          lambda kept, new: keep(kept, new, destination), pool, vision
+      )
+
+    return state.jit(encode, state.row_place, donate_argnums=1).lower(
         state.params,
         state.pool_shape,
         *state.encode_shapes(images, patches),
-        state.shape(
+        state.rows_shape(
             jnp.int32, images, patches // state.processor.patches_per_token
         ),
     )
@@ -351,7 +372,7 @@ class Programs:
         state.cache_shape,
         state.pool_shape,
         self._pages_shape(variant),
-        state.shape(jnp.int32, variant.rows, row.itemsize // 4),
+        state.rows_shape(jnp.int32, variant.rows, row.itemsize // 4),
     )
 
   def _build_decode(self, variant: Variant) -> jax.stages.Lowered:
@@ -412,7 +433,7 @@ class Programs:
 
     masks: tuple[jax.ShapeDtypeStruct, ...] = ()
     if variant.masked:
-      masks = (state.shape(jnp.uint32, variant.rows, self.mask_words),)
+      masks = (state.rows_shape(jnp.uint32, variant.rows, self.mask_words),)
     places = (state.cache_place, *(state.place,) * 6)
     return state.jit(decode, places, donate_argnums=1).lower(
         state.params,
@@ -420,14 +441,16 @@ class Programs:
         state.pool_shape,
         state.shape(jnp.bool_, state.vocabulary),
         self._pages_shape(variant),
-        state.shape(jnp.int32, variant.rows, DECODE_ROW.itemsize // 4),
+        state.rows_shape(
+            jnp.int32, variant.rows, DECODE_ROW.itemsize // 4
+        ),
         *masks,
     )
 
   # --- parts of the programs -------------------------------------------------
 
   def _pages_shape(self, variant: Variant) -> jax.ShapeDtypeStruct:
-    return self.state.shape(
+    return self.state.rows_shape(
         jnp.int32, variant.rows, variant.window // self.state.page_size
     )
 

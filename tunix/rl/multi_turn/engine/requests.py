@@ -122,6 +122,7 @@ class Session:
   name: str
   order: int
   sequence: kv_cache.CachedSequence
+  shard: int = 0  # Of the cache, whose pages the sequence takes.
   request: Request | None = None
   length: int = 0  # Tokens seen in its last request, for statistics.
   last_used: int = 0
@@ -130,8 +131,12 @@ class Session:
 class SlotTable:
   """Queues requests, gives them slots, and keeps the slots' tokens.
 
+  Each shard of the cache has as many slots as any other; a session that has
+  pages runs in their shard.
+
   Attributes:
     size: requests that run at a time.
+    pools: of the cache's pages, one a shard.
     rows: of `programs.DECODE_ROW`, one a slot.
     start, remaining: views of these fields, to read single ones fast.
     tokens: int32[slots, width], prompt and sampled tokens.
@@ -145,17 +150,21 @@ class SlotTable:
       self,
       slots: int,
       width: int,
-      new_sequence: Callable[[], kv_cache.CachedSequence],
+      pools: Sequence[kv_cache.PagePool],
+      share: bool,
       entropies: bool = False,
   ):
     """Args:
 
-      slots: requests that run at a time.
+      slots: requests that run at a time, a multiple of the pools.
       width: tokens of a slot.
-      new_sequence: makes a session's empty cache.
+      pools: of the cache's pages, one a shard.
+      share: whether sessions share pages.
       entropies: whether sampled tokens come with their entropies.
     """
     self.size = slots
+    self.pools = pools
+    self._share = share
     self.rows = np.zeros(slots, programs_lib.DECODE_ROW)
     self.start, self.remaining = self.rows["start"], self.rows["remaining"]
     self.tokens = np.zeros((slots, width), np.int32)
@@ -167,8 +176,11 @@ class SlotTable:
     self.requests: list[Request | None] = [None] * slots
     self.sessions: dict[str, Session] = {}
     self.waiting: list[Request] = []
-    self._new_sequence = new_sequence
-    self._free = list(range(slots - 1, -1, -1))
+    each = slots // len(pools)
+    self._free = [
+        list(range((s + 1) * each - 1, s * each - 1, -1))
+        for s in range(len(pools))
+    ]
     self._clock = itertools.count(1)
     self._opened = itertools.count()
     self._arrived = itertools.count()
@@ -185,13 +197,49 @@ class SlotTable:
 
   @property
   def has_room(self) -> bool:
-    return bool(self._free)
+    return any(self._free)
+
+  def shard(self, request: Request) -> int:
+    """The shard of the request's session."""
+    return self.sessions[request.session].shard
+
+  def shards_for(self, request: Request) -> list[int]:
+    """Shards that may serve a waiting request, the best first.
+
+    A session with pages has its own only. A new one goes where the fewest
+    requests run, then where the fewest sessions have pages.
+    """
+    session = self.sessions[request.session]
+    if session.sequence.cached:
+      return [session.shard]
+    if len(self.pools) == 1:
+      return [0]
+    kept = [0] * len(self.pools)
+    for other in self.sessions.values():
+      kept[other.shard] += bool(other.sequence.pages)
+    return sorted(
+        range(len(self.pools)),
+        key=lambda s: (-len(self._free[s]), kept[s], s),
+    )
+
+  def has_slot(self, shard: int) -> bool:
+    return bool(self._free[shard])
+
+  def move(self, session: Session, shard: int) -> None:
+    """Gives a session without pages another shard."""
+    if session.shard != shard:
+      session.shard = shard
+      session.sequence.move(self.pools[shard])
 
   def open(self, name: str) -> Session:
     """The session of that name, made when it does not exist."""
     session = self.sessions.get(name)
     if session is None:
-      session = Session(name, next(self._opened), self._new_sequence())
+      session = Session(
+          name,
+          next(self._opened),
+          kv_cache.CachedSequence(self.pools[0], self._share),
+      )
       self.sessions[name] = session
     return session
 
@@ -222,9 +270,10 @@ class SlotTable:
     self.waiting = sorted(order, key=lambda r: r.turn)
 
   def place(self, request: Request) -> int:
-    """Gives the queue's `request` a slot; there must be one."""
+    """Gives the queue's `request` a slot of its session's shard; there must
+    be one."""
     self.waiting.remove(request)
-    request.slot = slot = self._free.pop()
+    request.slot = slot = self._free[self.shard(request)].pop()
     self.requests[slot] = request
     return slot
 
@@ -308,20 +357,22 @@ class SlotTable:
   def victim(self, request: Request) -> Session | None:
     """The session whose cache makes room for `request`, if there is one.
 
-    The session idle for longest, else that of the last in the queue.
+    Of those in its shard, the session idle for longest, else that of the last
+    in the queue.
     """
-    idle = [
+    shard = self.shard(request)
+    near = [
         s
         for s in self.sessions.values()
-        if s.sequence.pages and s.request is None
+        if s.sequence.pages and s.shard == shard
     ]
+    idle = [s for s in near if s.request is None]
     if idle:
       return min(idle, key=lambda s: s.last_used)
     waiting = [
         (r.turn, s)
-        for s in self.sessions.values()
-        if s.sequence.pages
-        and (r := s.request) is not None
+        for s in near
+        if (r := s.request) is not None
         and r is not request
         and r.slot is None
     ]
@@ -330,7 +381,7 @@ class SlotTable:
   def _leave(self, request: Request) -> None:
     assert request.slot is not None
     self.requests[request.slot] = None
-    self._free.append(request.slot)
+    self._free[request.slot * len(self.pools) // self.size].append(request.slot)
     request.slot = None
 
 

@@ -11,6 +11,10 @@ short, idle sessions lose theirs first, then the last in the queue, then the
 last that run: these are computed again later, and the first of all always goes
 on. Tokens that several prompts begin with are prefilled once.
 
+On a mesh, slots, pages and vision tokens belong to shards. A session stays in
+the shard that has its pages, a new one goes where the fewest requests run; all
+of the above holds in each shard, and pages are shared within one.
+
 Synchronous and single-threaded; threads, futures and deadlines are the
 engine's business.
 
@@ -27,7 +31,6 @@ from typing import Sequence
 import jax
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import constrained_decoding
@@ -46,7 +49,7 @@ class Scheduler:
 
   Attributes:
     slots: requests and sessions.
-    pages: of the KV cache.
+    pools: of the KV cache's pages, one a shard.
     counters: of the engine's work.
     version: of the weights in use.
     lockstep_batch: the waiting requests that may be admitted; None: any.
@@ -81,15 +84,20 @@ class Scheduler:
     )
     self._rng = np.random.default_rng(seed)
     state = programs.state
-    self.pages = kv_cache.PagePool(
-        state.pages,
-        state.page_size,
-        state.layout is not None and state.layout.keeps_state,
-    )
+    self._shards = state.shards
+    self.pools = [
+        kv_cache.PagePool(
+            state.pages,
+            state.page_size,
+            state.layout is not None and state.layout.keeps_state,
+        )
+        for _ in range(state.shards)
+    ]
     self.slots = requests_lib.SlotTable(
-        config.slots,
+        -(-config.slots // state.shards) * state.shards,
         config.context_length + buckets.steps,
-        lambda: kv_cache.CachedSequence(self.pages, config.shares_prefixes),
+        self.pools,
+        config.shares_prefixes,
         programs.entropies,
     )
     self._positions = prefill_lib.Positions(
@@ -99,7 +107,6 @@ class Scheduler:
         programs,
         buckets,
         self.slots,
-        self.pages,
         self._vision,
         self._positions,
         self.counters,
@@ -139,7 +146,7 @@ class Scheduler:
     self._weights = None
     self.counters.weight_updates += 1
     self._vision.clear()
-    self.pages.forget()
+    self._forget_pages()
     if self._config.on_update == "recompute":
       self._clear_sequences()
     for session in self.slots.sessions.values():
@@ -174,10 +181,14 @@ class Scheduler:
 
   def _drop_caches(self) -> None:
     """Empties the device; active requests are prefilled again."""
-    self.pages.forget()
+    self._forget_pages()
     self._clear_sequences()
     self._vision.clear()
     self._programs.state.reset()
+
+  def _forget_pages(self) -> None:
+    for pool in self.pools:
+      pool.forget()
 
   def _clear_sequences(self) -> None:
     for request in self.slots.active:
@@ -205,21 +216,29 @@ class Scheduler:
 
   def _admit(self) -> None:
     batch = self.lockstep_batch
+    full: set[int] = set()
     for request in list(self.slots.waiting):
       if batch is not None and request not in batch:
         continue
       if self._weights is not None and not request.preempted:
         continue  # Requests that have begun end with the present weights.
-      if not self.slots.has_room:
+      if not self.slots.has_room or len(full) == self._shards:
         break
       try:
-        if not self._load(request):
-          break  # FIFO: never admit a later request first.
+        # FIFO: no shard admits a later request before one that it has not
+        # been able to admit.
+        tried = [s for s in self.slots.shards_for(request) if s not in full]
+        if not any(self._load(request, shard) for shard in tried):
+          full.update(tried)
       except Exception as error:  # pylint: disable=broad-except
         self._end(request, error)
 
-  def _load(self, request: requests_lib.Request) -> bool:
-    """Gives the request pages and a slot; False when pages are wanting."""
+  def _load(self, request: requests_lib.Request, shard: int) -> bool:
+    """Gives the request pages and a slot of the shard; False when they are
+    wanting."""
+    if not self.slots.has_slot(shard):
+      return False
+    self.slots.move(self.slots.sessions[request.session], shard)
     prompt, preempted = request.prompt, request.preempted
     n = max(len(prompt), request.length)
     session = self.slots.sessions[request.session]
@@ -302,8 +321,12 @@ class Scheduler:
     Returns:
       False when the request itself was preempted.
     """
+    shard = self.slots.shard(request)
     while not self._make_room(request, tokens):
-      last = max(self.slots.active, key=lambda r: r.turn)
+      last = max(
+          (r for r in self.slots.active if self.slots.shard(r) == shard),
+          key=lambda r: r.turn,
+      )
       self.slots.preempt(last)
       self.counters.preemptions += 1
       if last is request:
@@ -326,10 +349,18 @@ class Scheduler:
         window = buckets_lib.smallest(self._buckets.windows, end)
         kind = window, request.detailed, request.grammar is not None
         groups.setdefault(kind, []).append(request)
-    most = self._buckets.decode_rows[-1]
-    for kind, group in groups.items():
-      for i in range(0, len(group), most):
-        self._decode_call(group[i : i + most], *kind)
+    for (window, details, masked), group in groups.items():
+      masks: dict[requests_lib.Request, np.ndarray] | None = None
+      if masked:
+        masks, failed = constrained_decoding.masks(group, self._unbanned)
+        for request, error in failed.items():
+          self._end(request, error)
+        group = list(masks)
+      shards = [self.slots.shard(request) for request in group]
+      sizes = self._buckets.decode_rows
+      for call in buckets_lib.deal(shards, sizes, self._shards):
+        active = [group[item] for item in call.items]
+        self._decode_call(active, call, window, details, masks)
 
   def _decode_end(self, request: requests_lib.Request) -> int:
     """Tokens that the request's cache has after the next call."""
@@ -341,35 +372,28 @@ class Scheduler:
   def _decode_call(
       self,
       active: Sequence[requests_lib.Request],
+      call: buckets_lib.Call,
       window: int,
       details: bool,
-      masked: bool,
+      masks: dict[requests_lib.Request, np.ndarray] | None,
   ) -> None:
     """Samples up to K tokens for each of these requests."""
     started = time.perf_counter()
     steps, allowed = self._buckets.steps, None
-    if masked:
-      steps = 1
-      masks, failed = constrained_decoding.masks(active, self._unbanned)
-      for request, error in failed.items():
-        self._end(request, error)
-      active = list(masks)
-      if not active:
-        return
     slots_A = np.array([r.slot for r in active], np.int32)
-    count = buckets_lib.smallest(self._buckets.decode_rows, len(active))
     held = [self.slots.sequence(request).pages for request in active]
-    if masked:
+    if masks is not None:
+      steps = 1
       words = self._programs.mask_words
-      allowed = np.full((count, words), 0xFFFFFFFF, np.uint32)
-      allowed[: len(active)] = list(masks.values())
-    rows = programs_lib.pick(self.slots.rows, slots_A, count)
-    if self.pages.keeps_state:
-      for row in rows[: len(active)]:
-        room = self.pages.room(int(row["start"]))
-        row["remaining"] = min(int(row["remaining"]), room)
+      allowed = np.full((call.size, words), 0xFFFFFFFF, np.uint32)
+      allowed[call.rows] = [masks[request] for request in active]
+    rows = programs_lib.pick(self.slots.rows, slots_A, call.rows, call.size)
+    if self.pools[0].keeps_state:
+      for place in call.rows:
+        room = self.pools[0].room(int(rows[place]["start"]))
+        rows[place]["remaining"] = min(int(rows[place]["remaining"]), room)
     decoded = self._programs.decode(
-        self.pages.rows(held, count, window),
+        self.pools[0].table(held, call.rows, call.size, window),
         rows,
         steps,
         details=details,
@@ -378,21 +402,21 @@ class Scheduler:
     self.counters.seconds_decode += time.perf_counter() - started
     self.counters.decode_calls += 1
     self.counters.decode_steps += decoded.steps
-    self.counters.decode_places += decoded.steps * count
+    self.counters.decode_places += decoded.steps * call.size
     if decoded.details is not None:
-      for i, request in enumerate(active):
+      for i, request in zip(call.rows, active, strict=True):
         request.details.append(
             tuple(
                 np.asarray(array)[i, : decoded.counts[i]]
                 for array in decoded.details
             )
         )
-    self._harvest(active, slots_A, decoded)
+    self._harvest(active, slots_A, call.rows, decoded)
 
   def _check_images(
       self,
       request: requests_lib.Request,
-      spans: Sequence[trajectory.ImageSpan],
+      spans: Sequence[vision_cache.Placed],
   ) -> bool:
     """Whether these images can be had; fails the request if not."""
     try:
@@ -409,7 +433,7 @@ class Scheduler:
     pool; when they do not all fit, some wait for the next round.
     """
     ready = []
-    spans: list[trajectory.ImageSpan] = []
+    spans: list[vision_cache.Placed] = []
     ending = []
     for request in self.slots.active:
       if self.slots.start[request.slot] < request.length - 1:
@@ -419,13 +443,16 @@ class Scheduler:
           images[-1].end < len(request.prompt)
       ):
         ready.append(request)
-      elif self._vision.fits([*spans, images[-1]]) or not spans:
-        if self._check_images(request, images[-1:]):
-          spans.append(images[-1])
+        continue
+      placed = self.slots.shard(request), images[-1]
+      if self._vision.fits([*spans, placed]) or not spans:
+        if self._check_images(request, [placed]):
+          spans.append(placed)
           ending.append(request)
     self._vision.ensure(spans)
     for request in ending:
-      places = self._vision.places(request.prompt.images[-1])
+      shard = self.slots.shard(request)
+      places = self._vision.places(shard, request.prompt.images[-1])
       self.slots.rows[request.slot]["vision"] = places[-1]
     return ready + ending
 
@@ -433,10 +460,17 @@ class Scheduler:
       self,
       active: Sequence[requests_lib.Request],
       slots_A: np.ndarray,
+      at: np.ndarray,
       decoded: programs_lib.Decoded,
   ) -> None:
-    """Records the tokens of a decode call; ends requests that are over."""
-    at = slice(len(active))
+    """Records the tokens of a decode call; ends requests that are over.
+
+    Args:
+      active: the call's requests.
+      slots_A: int32, their slots.
+      at: int32, their rows of the call.
+      decoded: what it sampled.
+    """
     tokens_AK, logprobs_AK = decoded.tokens[at], decoded.logprobs[at]
     counts_A = decoded.counts[at].astype(np.int32)
     lengths_A = np.array([r.length for r in active])
@@ -448,11 +482,13 @@ class Scheduler:
     slots.logprobs[place] = logprobs_AK[row, step]
     slots.versions[place] = self.version
     if slots.entropies is not None and decoded.entropies is not None:
-      slots.entropies[place] = decoded.entropies[row, step]
+      slots.entropies[place] = decoded.entropies[at][row, step]
     last_A = tokens_AK[np.arange(len(active)), np.maximum(counts_A - 1, 0)]
     finite_AK = np.isfinite(np.where(real_AK, logprobs_AK, 0.0))
     finite_A = np.asarray(finite_AK.all(axis=1))
-    rows = programs_lib.pick(slots.rows, slots_A, len(active))
+    rows = programs_lib.pick(
+        slots.rows, slots_A, np.arange(len(active)), len(active)
+    )
     rows["token"] = last_A
     rows["vision"] = -1
     rows["start"] += counts_A

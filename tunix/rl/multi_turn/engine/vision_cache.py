@@ -3,9 +3,12 @@
 `PatchCache` keeps patches on the host, `VisionPool` hands out places in the
 device's pool of vision tokens, `VisionCache` encodes images that are not in it.
 
-Promises: an image is encoded once while it stays in the pool and the weights
-are the same; no image of the call at hand is evicted for another of its images;
-an image that cannot be had fails with an error that names it.
+On a mesh the pool is split into shards, each with an order of its own: images
+are given with the shard whose rows read them.
+
+Promises: an image is encoded once for a shard, while it stays there and the
+weights are the same; no image of the call at hand is evicted for another of its
+images; an image that cannot be had fails with an error that names it.
 
 Not thread-safe: the engine's thread owns it.
 
@@ -26,6 +29,9 @@ from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import patch_cache
+
+Placed = tuple[int, trajectory.ImageSpan]
+"""A shard, and an image that its rows read."""
 
 
 class PatchCache(patch_cache.PatchCache):
@@ -56,7 +62,7 @@ class VisionPool:
   def __init__(self, capacity: int):
     """Args:
 
-      capacity: vision tokens that the pool holds.
+      capacity: vision tokens that the pool, or a shard of it, holds.
     """
     self.capacity = capacity
     self._places: collections.OrderedDict[str, np.ndarray] = (
@@ -152,29 +158,36 @@ class VisionCache:
     self._patches = patches
     self._counters = counters
     self._buckets = buckets
-    self._pool = VisionPool(programs.state.vision_tokens)
+    self._pools = [
+        VisionPool(programs.state.vision_tokens)
+        for _ in range(programs.state.shards)
+    ]
 
   def clear(self) -> None:
     """Forgets every image: the weights changed, or the pool was reset."""
-    self._pool.clear()
+    for pool in self._pools:
+      pool.clear()
 
-  def fits(self, spans: Sequence[trajectory.ImageSpan]) -> bool:
-    """Whether the device can hold these images at one time."""
-    return self._pool.fits(spans)
+  def fits(self, spans: Sequence[Placed]) -> bool:
+    """Whether the devices can hold these images at one time."""
+    return all(
+        pool.fits(span for s, span in spans if s == shard)
+        for shard, pool in enumerate(self._pools)
+    )
 
-  def places(self, span: trajectory.ImageSpan) -> np.ndarray:
-    """int32[num_tokens] places in the pool of an image that `ensure` put."""
-    return self._pool.places(span.image.sha256)
+  def places(self, shard: int, span: trajectory.ImageSpan) -> np.ndarray:
+    """int32[num_tokens] places in the shard of an image that `ensure` put."""
+    return self._pools[shard].places(span.image.sha256)
 
-  def check(self, spans: Sequence[trajectory.ImageSpan]) -> None:
+  def check(self, spans: Sequence[Placed]) -> None:
     """Patches the images that are not on the device yet.
 
     Raises:
       ValueError: an image cannot be had, or they do not fit.
     """
     largest = self._buckets.patches[-1]
-    for span in spans:
-      if span.image.sha256 in self._pool:
+    for shard, span in spans:
+      if span.image.sha256 in self._pools[shard]:
         continue
       patched = self._patches.get(span)
       if len(patched.patches) > largest:
@@ -183,39 +196,51 @@ class VisionCache:
             f" {len(patched.patches)} patches, more than the engine's largest"
             f" patch bucket, {largest}; raise patch_buckets"
         )
-    if not self._pool.fits(spans):
+    if not self.fits(spans):
+      shards = len(self._pools)
       raise ValueError(
           f"{len(spans)} images of one chunk do not fit the vision pool of"
-          f" {self._pool.capacity} tokens; raise vision_cache_tokens"
+          f" {self._pools[0].capacity} tokens"
+          + f", a shard of {shards}," * (shards > 1)
+          + "; raise vision_cache_tokens"
       )
 
-  def ensure(self, spans: Sequence[trajectory.ImageSpan]) -> None:
-    """Encodes those images whose vision tokens are not in the pool."""
+  def ensure(self, spans: Sequence[Placed]) -> None:
+    """Encodes those images whose vision tokens are not in their shard."""
     if not spans:
       return
     started = time.perf_counter()
-    distinct = len({s.image.sha256 for s in spans})
-    new = self._pool.reserve(spans)
-    self._counters.vision_cache_hits += distinct - len(new)
-    groups: dict[int, list[trajectory.ImageSpan]] = {}
+    distinct = len({(shard, s.image.sha256) for shard, s in spans})
+    new: list[Placed] = []
+    groups: dict[int, list[Placed]] = {}
     try:
-      for span in new:
+      for shard, pool in enumerate(self._pools):
+        own = [span for s, span in spans if s == shard]
+        if own:
+          new += [(shard, span) for span in pool.reserve(own)]
+      self._counters.vision_cache_hits += distinct - len(new)
+      for shard, span in new:
         count = len(self._patches.get(span).patches)
         size = buckets_lib.smallest(self._buckets.patches, count)
-        groups.setdefault(size, []).append(span)
+        groups.setdefault(size, []).append((shard, span))
       for size, group in groups.items():
-        most = self._buckets.images[-1]
-        for i in range(0, len(group), most):
-          self._encode(group[i : i + most], size)
+        for call in buckets_lib.deal(
+            [shard for shard, _ in group],
+            self._buckets.images,
+            len(self._pools),
+        ):
+          self._encode([group[item] for item in call.items], call, size)
       jax.block_until_ready(self._programs.state.pool)
     except BaseException:
-      for span in new:
-        self._pool.forget(span.image.sha256)
+      for shard, span in new:
+        self._pools[shard].forget(span.image.sha256)
       raise
     self._counters.seconds_vision += time.perf_counter() - started
 
-  def _encode(self, spans: Sequence[trajectory.ImageSpan], size: int) -> None:
-    count = buckets_lib.smallest(self._buckets.images, len(spans))
+  def _encode(
+      self, spans: Sequence[Placed], call: buckets_lib.Call, size: int
+  ) -> None:
+    count = call.size
     state = self._programs.state
     processor = state.processor
     patches = np.zeros((count, size, processor.patch_bytes), np.uint8)
@@ -226,13 +251,13 @@ class VisionCache:
         state.vision_tokens,
         np.int32,
     )
-    for i, span in enumerate(spans):
+    for i, (shard, span) in zip(call.rows, spans, strict=True):
       patched = self._patches.get(span)
       n = len(patched.patches)
       patches[i, :n] = patched.patches
       real[i, :n] = True
       positions[i, :n] = patched.positions
-      places = self.places(span)
+      places = self.places(shard, span)
       destination[i, : len(places)] = places
     self._programs.encode(patches, real, positions, destination)
     self._counters.images_encoded += len(spans)

@@ -10,7 +10,7 @@ Does not: count the rollout engine.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any, Callable, cast, NamedTuple
 
 from flax import nnx
 import jax
@@ -79,6 +79,52 @@ def activations(
   Raises:
     ValueError: an unknown algorithm.
   """
+  found = programs(
+      model,
+      processor,
+      config,
+      algorithm,
+      sampling=sampling,
+      mesh=mesh,
+      image_patches=image_patches,
+  )
+  compiled = found.accumulate.compile()
+  memory = compiled.memory_analysis()
+  if memory is None:
+    return None
+  return memory.temp_size_in_bytes + max(
+      0, memory.argument_size_in_bytes - found.weights
+  )
+
+
+class Programs(NamedTuple):
+  """A learner's programs before they are compiled.
+
+  Attributes:
+    accumulate: forward and backward pass of a micro-batch.
+    apply: lowers the optimizer step.
+    weights: bytes on a device of parameters, running gradients and frozen
+      parameters, which are arguments of the first.
+    shape: of the micro-batch.
+  """
+
+  accumulate: jax.stages.Lowered
+  apply: Callable[[], jax.stages.Lowered]
+  weights: int
+  shape: packing.BatchShape
+
+
+def programs(
+    model: base.Policy,
+    processor: base.Processor,
+    config: config_lib.LearnerConfig,
+    algorithm: config_lib.AlgorithmConfig,
+    *,
+    sampling: policy_client.SamplingConfig,
+    mesh: Mesh | None = None,
+    image_patches: int = 0,
+) -> Programs:
+  """Lowers an update; see `activations`."""
   module = cast(nnx.Module, model)
   split = update.SplitModel(module, frozen_lib.modules(model, config))
   placement = update.Placement.of(split, model, mesh)
@@ -87,7 +133,7 @@ def activations(
   width = 0
   if made.has_critic:
     width = critic.width_of(model, processor, config.rows)
-  programs = update.UpdatePrograms(
+  steps = update.UpdatePrograms(
       split,
       config,
       made,
@@ -113,8 +159,9 @@ def activations(
       name: placed(value, placement.frozen[name])
       for name, value in split.frozen_of(module).items()
   }
+  size = least_shape(config, processor, placement.shards, image_patches)
   batch = _batch(
-      least_shape(config, processor, placement.shards, image_patches),
+      size,
       processor,
       placement.batch,
       share=config.share_prompts
@@ -126,17 +173,19 @@ def activations(
       batch.logprobs,
       teacher=batch.logprobs if algorithm.distill_coef else None,
   )
-  _, sums = jax.eval_shape(programs.loss, params, frozen, batch, extra)
+  _, sums = jax.eval_shape(steps.loss, params, frozen, batch, extra)
   sums = jax.tree.map(lambda x: placed(x, placement.replicated), sums)
-  compiled = programs.accumulate.lower(
-      params, params, sums, frozen, batch, extra
-  ).compile()
-  found = compiled.memory_analysis()
-  if found is None:
-    return None
-  weights = jax.tree.leaves((params, params, frozen))
-  return found.temp_size_in_bytes + max(
-      0, found.argument_size_in_bytes - sum(map(_device_bytes, weights))
+
+  def apply() -> jax.stages.Lowered:
+    state = jax.eval_shape(steps.init_optimizer, params)
+    state = jax.tree.map(placed, state, steps.optimizer_placement)
+    return steps.apply.lower(params, state, params)
+
+  return Programs(
+      steps.accumulate.lower(params, params, sums, frozen, batch, extra),
+      apply,
+      sum(map(_device_bytes, jax.tree.leaves((params, params, frozen)))),
+      size,
   )
 
 

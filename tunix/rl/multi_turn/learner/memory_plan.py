@@ -254,6 +254,19 @@ def abstract_mesh(
   )
 
 
+def process_mesh(mesh: Any, processes: int) -> Any:
+  """The mesh of one of several processes' own devices, see
+  `sharding.HostCopies`; the mesh itself where there is one process."""
+  if mesh is None or processes == 1:
+    return mesh
+  left = mesh.size // processes
+  sizes = {}
+  for name in ("tensor", "sequence", "fsdp"):
+    sizes[name] = math.gcd(mesh.shape[name], left)
+    left //= sizes[name]
+  return abstract_mesh(data=left, **sizes)
+
+
 def parameter_bytes(
     model: nnx.Module,
     mesh: Any,

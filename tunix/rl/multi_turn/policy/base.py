@@ -178,6 +178,7 @@ class Policy(Protocol):
         others write nothing that is ever attended to.
       cache: as from `init_cache` with the same B.
       vision_index: int32[B, T] into `vision`, -1 for text; None = text only.
+        Row b looks into buffer b * S // B.
       vision: [S, V, …] from `encode_images`.
 
     Returns:
@@ -185,6 +186,10 @@ class Policy(Protocol):
     """
     ...
 
+  # On a mesh with axes data, fsdp, sequence, block s of a call's rows and
+  # buffer s of `vision` belong to shard s of the cache. `cache_axes`, if the
+  # policy has it, names the mesh axes of the dimensions of the cache's arrays;
+  # else they are split by rows alone.
   # A policy may have three more: `reads_pages`, whether the engine should use
   # pages on this backend, `init_pages(pages, page_size)`, and
   # `extend_pages(…, cache, table, …)`, which is `extend` with a cache in pages

@@ -5,7 +5,9 @@ Pages: of all layers in one array, read where they lie by the ragged paged
 attention kernel that ships with JAX, on TPU.
 
 Promises: the same numbers either way, up to rounding; new keys and values are
-written at `starts`, and tokens that are not real write nothing.
+written at `starts`, and tokens that are not real write nothing. On a mesh a
+cache is split by rows and by heads, and no part of it ever leaves its device:
+block s of a call's rows belongs to shard s.
 
 Axis names: B = rows, T = new tokens of a row, C = places of a row's cache,
 N = query heads, K = KV heads, H = head width, L = layers, P = pages of a
@@ -15,10 +17,39 @@ layer, S = tokens of a page, M = pages of a row.
 from __future__ import annotations
 
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import kernels
+
+ROWS = ("data", "fsdp", "sequence")
+"""Mesh axes over which the rows of a cache are split."""
+
+
+def row_shards(mesh: jax.sharding.Mesh | None) -> int:
+  """Blocks that a call's rows and a cache's pages are split into."""
+  return math.prod(mesh.shape[name] for name in ROWS) if mesh else 1
+
+
+def split_rows(mesh: jax.sharding.Mesh, rows: int) -> tuple[str, ...]:
+  """The most of `ROWS` that divide so many rows."""
+  names = ROWS
+  while names and rows % math.prod(mesh.shape[name] for name in names):
+    names = names[:-1]
+  return names
+
+
+def split_heads(mesh: jax.sharding.Mesh, kv_heads: int) -> str | None:
+  """The mesh's axis that a cache's heads are split over."""
+  return "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
+
+
+def _local(function: Any, mesh: jax.sharding.Mesh, places: Any, out: Any):
+  return jax.shard_map(
+      function, mesh=mesh, in_specs=places, out_specs=out, check_vma=False
+  )
 
 
 def init_rows(
@@ -38,6 +69,7 @@ def attend_rows(
     kept: tuple[jax.Array, jax.Array],
     starts_B: jax.Array,
     lengths_B: jax.Array,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   """Writes new keys and values, and attends to all up to the own token.
 
@@ -48,10 +80,22 @@ def attend_rows(
     kept: keys [B, K, H, C] and values [B, K, C, H], as of `init_rows`.
     starts_B: int32, tokens of each row that are cached already.
     lengths_B: int32, how many of the T are real.
+    mesh: that splits rows and heads, as far as it divides them.
 
   Returns:
     [B, T, N, H], and the new cache.
   """
+  if mesh is not None:
+    P = jax.sharding.PartitionSpec
+    rows = split_rows(mesh, q_BTNH.shape[0])
+    heads = split_heads(mesh, k_BTKH.shape[2])
+    new, kept_at = P(rows, None, heads), P(rows, heads)
+    return _local(
+        attend_rows,
+        mesh,
+        (new, new, new, (kept_at, kept_at), P(rows), P(rows)),
+        (new, (kept_at, kept_at)),
+    )(q_BTNH, k_BTKH, v_BTKH, kept, starts_B, lengths_B)
   k_BKHC, v_BKCH = kept
   b, t = q_BTNH.shape[:2]
   length = v_BKCH.shape[2]
@@ -98,15 +142,33 @@ def attend_pages(
     k_BTKH: keys of the new tokens.
     v_BTKH: values of the new tokens.
     cache: as of `init_pages`.
-    table_BM: int32, each row's pages of this layer, enough for all real
-      tokens.
+    table_BM: int32, each row's pages of this layer in the row's own shard,
+      enough for all real tokens.
     starts_B: int32, tokens of each row that are cached already.
     lengths_B: int32, how many of the T are real.
-    mesh: over whose axis `tensor` heads are split where that divides them.
+    mesh: that splits rows and pages into `row_shards`, and heads where it
+      divides them.
 
   Returns:
     [B, T, N, H] (undefined where tokens are not real), and the new cache.
+
+  Raises:
+    ValueError: the rows are no multiple of the shards.
   """
+  if mesh is not None:
+    rows, shards = q_BTNH.shape[0], row_shards(mesh)
+    if rows % shards:
+      raise ValueError(
+          f"{rows} rows of a cache of {shards} shards; give a multiple"
+      )
+    P = jax.sharding.PartitionSpec
+    new = P(ROWS, None, split_heads(mesh, k_BTKH.shape[2]), None)
+    return _local(
+        attend_pages,
+        mesh,
+        (new, new, new, new, P(ROWS), P(ROWS), P(ROWS)),
+        (new, new),
+    )(q_BTNH, k_BTKH, v_BTKH, cache, table_BM, starts_B, lengths_B)
   size, total = cache.shape[1], cache.shape[0]
   b, t, _, h = q_BTNH.shape
   index_BT = starts_B[:, None] + jnp.arange(t)
@@ -118,23 +180,7 @@ def attend_pages(
   # The kernel wants one query at least of each row, and one key.
   queries_B = jnp.maximum(lengths_B, 1)
   keys_B = jnp.maximum(starts_B + lengths_B, 1)
-  run = _ragged
-  if mesh is not None:
-    P = jax.sharding.PartitionSpec
-    heads = P(None, None, split_axis(cache.shape[2] // 2, mesh), None)
-    run = jax.shard_map(
-        _ragged,
-        mesh=mesh,
-        in_specs=(heads, heads, P(), P(), P()),
-        out_specs=heads,
-        check_vma=False,
-    )
-  return run(q_BTNH, cache, table_BM, queries_B, keys_B), cache
-
-
-def split_axis(kv_heads: int, mesh: jax.sharding.Mesh) -> str | None:
-  """The mesh's axis that a cache of pages is split over, by heads."""
-  return "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
+  return _ragged(q_BTNH, cache, table_BM, queries_B, keys_B), cache
 
 
 def _ragged(q_BTNH, cache, table_BM, queries_B, keys_B) -> jax.Array:

@@ -115,6 +115,11 @@ def quantized(model: Any) -> qwen_text.QwenText:
   return Converter(model).copy()
 
 
+def paths(model: Any) -> frozenset[Path]:
+  """Of the matrices of a Qwen policy that its copy rounds."""
+  return frozenset((*path, name) for path, _, name in _matrices(model))
+
+
 def refuse(model: nnx.Module) -> None:
   """Refuses an int8 copy, for callers that need the exact weights.
 

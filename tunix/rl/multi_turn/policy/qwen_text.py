@@ -13,6 +13,8 @@ Axis names: see `base`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -137,7 +139,7 @@ class QwenText(nnx.Module):
     def mix(q, k, v, cache, layer):
       kept = _of_layer(cache, layer)
       mixed, kept = cached_attention.attend_rows(
-          q, k, v, kept, starts, lengths
+          q, k, v, kept, starts, lengths, self.mesh
       )
       return mixed, _with_layer(cache, layer, kept)
 
@@ -168,7 +170,7 @@ class QwenText(nnx.Module):
         text.head_dim,
         jnp.dtype(self.config.compute_dtype),
     )
-    return sharding.constrain(cache, self.mesh, *self._page_axes)
+    return sharding.constrain(cache, self.mesh, *self.page_axes)
 
   def extend_pages(
       self,
@@ -182,6 +184,7 @@ class QwenText(nnx.Module):
       vision: base.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
     pages = cache.shape[0] // self.config.text.num_hidden_layers
+    pages //= cached_attention.row_shards(self.mesh)
 
     def mix(q, k, v, cache, layer):
       return cached_attention.attend_pages(
@@ -190,14 +193,27 @@ class QwenText(nnx.Module):
 
     x, early = self._embed(tokens, vision_index, vision)
     hidden, cache = self.decoder(x, positions, mix, _no_recur, cache, early)
-    return hidden, sharding.constrain(cache, self.mesh, *self._page_axes)
+    return hidden, sharding.constrain(cache, self.mesh, *self.page_axes)
 
   @property
-  def _page_axes(self) -> tuple[str | None, ...]:
+  def page_axes(self) -> tuple[Any, ...]:
+    """Mesh axes of the dimensions of `init_pages`' array."""
     if self.mesh is None:
       return ()
     heads = self.config.text.num_key_value_heads
-    return None, None, cached_attention.split_axis(heads, self.mesh), None
+    split = cached_attention.split_heads(self.mesh, heads)
+    return cached_attention.ROWS, None, split, None
+
+  @property
+  def cache_axes(self) -> tuple[Any, ...]:
+    """Mesh axes of the dimensions of each of `init_cache`'s arrays; () where
+    recurrent states have others than keys and values."""
+    if self.mesh is None or self.config.traits.linear:
+      return ()
+    heads = self.config.text.num_key_value_heads
+    split = cached_attention.split_heads(self.mesh, heads)
+    stacked = (None,) * self.decoder.stacked
+    return *stacked, cached_attention.ROWS, split, None, None
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """float32[..., vocabulary]; split along the vocabulary on a mesh."""

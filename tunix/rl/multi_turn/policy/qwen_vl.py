@@ -17,6 +17,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen2_5_vl
 from tunix.rl.multi_turn.policy import qwen2_vl
@@ -98,7 +99,7 @@ class QwenVL(qwen_text.QwenText):
     s, _, parts, d = vision_SVXD.shape
     # Any token of a row may show any vision token of its buffer.
     vision_SVXD = sharding.constrain(
-        vision_SVXD, self.mesh, sharding.BATCH_AXES
+        vision_SVXD, self.mesh, cached_attention.ROWS
     )
     index = jnp.asarray(vision_index_BT)
     flat = jnp.maximum(index, 0).reshape(s, b // s * t)

@@ -23,6 +23,7 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import cache_memory
+from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import compiled_memory
@@ -261,19 +262,21 @@ def _weights(
         Part("teacher", size, ("algorithm.teacher",), how="by its files")
     )
   if config.rollout.via not in ("external", "hosts"):
-    int8 = config.engine.weights == "int8"
+    local = memory_plan.process_mesh(mesh, jax.process_count())
+    copy = device_state.weight_bytes(model, local, config.engine.weights)
+    here = memory_plan.parameter_bytes(model, local, itemsize=1)
     out.append(Part(
         "rollout copy of the parameters",
-        count if int8 else parameters,
+        copy,
         (*grows, "engine.weights"),
-        how="int8, at least" if int8 else each(parameters, count),
+        how=each(copy, here),
     ))
     if config.eval.beside:
       out.append(Part(
           "evaluation's copy of the parameters",
-          count if int8 else parameters,
+          copy,
           (*grows, "eval.beside"),
-          how="int8, at least" if int8 else each(parameters, count),
+          how=each(copy, here),
       ))
   return out
 
@@ -290,6 +293,7 @@ def _engine(
         processor,
         config.engine,
         ((config.gym.width, config.gym.height),) if sees else (),
+        memory_plan.process_mesh(mesh, jax.process_count()),
     )
   except ValueError as error:
     raise config_lib.ConfigError([f"engine: {error}"]) from None
@@ -301,9 +305,9 @@ def _engine(
         processor,
         dataclasses.replace(config.engine, slots=slots),
         ((config.gym.width, config.gym.height),) if sees else (),
+        memory_plan.process_mesh(mesh, jax.process_count()),
     )
     beside = second.kv + second.vision + second.images
-  shards = 1 if mesh is None else mesh.size
   tokens: tuple[str, ...] = ("engine.slots", "engine.context_length")
   if config.engine.page_size:
     tokens += ("engine.page_size",)
@@ -315,7 +319,7 @@ def _engine(
   return [
       Part(
           "KV cache",
-          caches.kv // shards,
+          caches.kv,
           ("engine.cache_tokens",) if config.engine.cache_tokens else tokens,
           how=f"{caches.kv_tokens} tokens",
       ),

@@ -1,0 +1,92 @@
+"""Lists the TPU generations that a plan knows, and reads topologies.
+
+Peak rates are the ones that Google Cloud publishes for each generation
+(cloud.google.com/tpu/docs/v5e, /v5p, /v6e, read in November 2026). The memory
+is what XLA's compiler lets a program use.
+
+Does not: know a chip that is not listed; its memory and rates are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """A TPU chip, one device of JAX.
+
+  Attributes:
+    name: generation, as in a topology's name.
+    memory: bytes that a program may use.
+    flops: peak bfloat16 operations a second.
+    hbm: peak bytes a second of its memory.
+    ici: peak bytes a second that a chip receives over its links; half of the
+      published figure for both directions.
+    host: chips of a host of a multi-host slice.
+    host_topology: their topology.
+  """
+
+  name: str
+  memory: int
+  flops: float
+  hbm: float
+  ici: float
+  host: int = 4
+  host_topology: str = "2x2"
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v5e", int(15.75 * GIB), 197e12, 819e9, 200e9),
+        Chip("v5p", 95 * GIB, 459e12, 2765e9, 600e9, host_topology="2x2x1"),
+        Chip("v6e", int(31.25 * GIB), 918e12, 1640e9, 400e9),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """A slice.
+
+  Attributes:
+    name: e.g. "v5e:16x16".
+    chip: of which it is made.
+    devices: chips.
+    hosts: machines that they are attached to.
+  """
+
+  name: str
+  chip: Chip
+  devices: int
+  hosts: int
+
+  @classmethod
+  def of(cls, name: str) -> Topology:
+    """Reads a topology's name.
+
+    Raises:
+      ValueError: no such chip, or no such shape of its chips.
+    """
+    generation, _, shape = name.partition(":")
+    chip = CHIPS.get(generation)
+    if chip is None:
+      raise ValueError(
+          f"topology={name}: chip {generation!r} is not known; write one of"
+          f" {', '.join(CHIPS)}, for example v5e:16x16"
+      )
+    sides = chip.host_topology.count("x") + 1
+    if not re.fullmatch("x".join([r"[1-9]\d*"] * sides), shape):
+      raise ValueError(
+          f"topology={name}: a slice of {generation} has {sides} sides; write"
+          f" for example {generation}:{'x'.join(['4'] * sides)}"
+      )
+    devices = math.prod(map(int, shape.split("x")))
+    # A slice of up to eight v5e or v6e chips may be one machine.
+    hosts = max(1, devices // chip.host)
+    return cls(name, chip, devices, hosts)

@@ -1,0 +1,203 @@
+"""Compiles a run's programs for a TPU slice that is not here.
+
+XLA's TPU compiler, which ships in libtpu, runs on any x86 Linux. It is given
+the learner's and the engine's own programs with shapes in place of arrays.
+
+Does not: execute anything, or find libtpu in other places than an installed
+package, $TPU_LIBRARY_PATH, and `.venv-tpu` of a clone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import time
+from typing import Any, Callable, Iterator
+
+from flax import nnx
+import jax
+from jax.experimental import topologies
+from tunix.rl.multi_turn.commands import chips
+from tunix.rl.multi_turn.commands import hlo
+from tunix.rl.multi_turn.commands import plan_run
+from tunix.rl.multi_turn.engine import cache_memory
+from tunix.rl.multi_turn.engine import device_state
+from tunix.rl.multi_turn.engine import programs as engine_programs
+from tunix.rl.multi_turn.learner import compiled_memory
+from tunix.rl.multi_turn.policy import cached_attention
+from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy import sharding
+
+_CLONE = pathlib.Path(__file__).parents[4] / ".venv-tpu/libtpu/libtpu.so"
+
+
+def find_compiler() -> str:
+  """Path of libtpu, made known to JAX; "" where there is none."""
+  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+  # No chip is opened, so that several plans may be made at a time.
+  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+  path = os.environ.get("TPU_LIBRARY_PATH", "")
+  if not path and _CLONE.is_file():
+    path = os.environ["TPU_LIBRARY_PATH"] = str(_CLONE)
+  if not path and importlib.util.find_spec("libtpu"):
+    return "libtpu"
+  return path if pathlib.Path(path).is_file() else ""
+
+
+def devices_of(topology: chips.Topology) -> tuple[list[Any], list[Any]]:
+  """Descriptions of a slice's chips, and of those of a host.
+
+  Raises:
+    ValueError: the compiler knows no such slice.
+  """
+  chip = topology.chip
+  try:
+    whole, host = (
+        list(topologies.get_topology_desc(name, platform="tpu").devices)
+        for name in (topology.name, f"{chip.name}:{chip.host_topology}")
+    )
+  except (jax.errors.JaxRuntimeError, ValueError, RuntimeError) as error:
+    text = " ".join(str(error).split())
+    raise ValueError(
+        f"topology={topology.name}: libtpu gives no such slice"
+        f" ({text[:200]}); choose a published one, or --analytic"
+    ) from None
+  return whole, host
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """A program's figures; bytes are those of a device.
+
+  Attributes:
+    arguments, outputs, temporary: of its memory; outputs that reuse no
+      argument.
+    sent: kind -> `hlo.Sent`.
+    seconds: that compiling took.
+    refused: the compiler's reason where the program does not fit; figures are
+      0 then.
+  """
+
+  arguments: int = 0
+  outputs: int = 0
+  temporary: int = 0
+  sent: dict[str, hlo.Sent] = dataclasses.field(default_factory=dict)
+  seconds: float = 0.0
+  refused: str = ""
+
+  @property
+  def received(self) -> int:
+    """Bytes that a device receives over its links."""
+    return sum(sent.received for sent in self.sent.values())
+
+
+def compile_all(run: plan_run.PlannedRun) -> Iterator[tuple[str, Compiled]]:
+  """(name, figures) of the run's programs, as each is compiled."""
+  with kernels.compile_for("tpu"):
+    update = compiled_memory.programs(
+        run.model,
+        run.processor,
+        run.config.learner,
+        run.config.algorithm,
+        sampling=run.config.sampling,
+        mesh=run.mesh,
+        image_patches=run.image_patches,
+    )
+    yield "accumulate", _compile(lambda: update.accumulate, run.mesh)
+    yield "apply", _compile(update.apply, run.mesh)
+    if run.config.rollout.via == "external":
+      return
+    chosen = run.buckets
+    variant = engine_programs.Variant
+    window = chosen.windows[-1]
+    engine = _engine(run)
+    for name, wanted in {
+        "decode": variant("decode", chosen.decode_rows[-1], chosen.steps,
+                          window),
+        "prefill": variant("prefill", chosen.prefill_rows[-1],
+                           chosen.tokens[-1], window),
+        **({"encode": variant("encode", chosen.images[-1],
+                              chosen.patches[-1])} if chosen.patches else {}),
+    }.items():  # pyformat: disable
+      yield name, _compile(lambda v=wanted: engine.lower(v), run.engine_mesh)
+    yield "weight copy", _compile(lambda: _copy(run), run.mesh)
+
+
+def _engine(run: plan_run.PlannedRun) -> engine_programs.Programs:
+  sizes = cache_memory.sizes(
+      run.processor,
+      run.engine_config,
+      run.buckets,
+      cached_attention.row_shards(run.engine_mesh),
+  )
+  state = device_state.DeviceState(
+      run.engine_model,
+      run.processor,
+      pages=sizes.pages,
+      page_size=run.buckets.page_size,
+      vision_tokens=sizes.vision_tokens,
+      weights=run.config.engine.weights,
+      mesh=run.engine_mesh,
+  )
+  return engine_programs.Programs(
+      state,
+      banned_token_ids=run.model.config.banned_token_ids,
+      entropies=run.config.engine.entropies,
+  )
+
+
+def _copy(run: plan_run.PlannedRun) -> jax.stages.Lowered:
+  """The parameters' way from the learner's mesh to every host's engine."""
+  mesh, hosts = run.mesh, run.topology.hosts
+  variables = jax.tree.leaves(
+      nnx.state(run.model, nnx.Param),
+      is_leaf=lambda v: isinstance(v, nnx.Variable),
+  )
+  given = [
+      jax.ShapeDtypeStruct(
+          v.shape, v.dtype, sharding=sharding.parameter_sharding(v, mesh)
+      )
+      for v in variables
+  ]
+  if hosts == 1:
+    places = [x.sharding for x in given]
+  else:
+    # As `sharding.HostCopies`: each host has a whole copy. A program keeps its
+    # arguments' order of chips, so that of the mesh stands for the hosts'.
+    local = tuple(run.engine_mesh.shape[axis] for axis in sharding.AXES)
+    everywhere = jax.sharding.Mesh(
+        mesh.devices.reshape(hosts, *local),
+        ("process", *sharding.AXES),
+    )
+    places = [
+        jax.sharding.NamedSharding(
+            everywhere, sharding.parameter_sharding(v, run.engine_mesh).spec
+        )
+        for v in variables
+    ]
+  return jax.jit(lambda *x: x, out_shardings=tuple(places)).lower(*given)
+
+
+def _compile(lower: Callable[[], jax.stages.Lowered], mesh: Any) -> Compiled:
+  started = time.perf_counter()
+  try:
+    # Kernels ask which TPU they are for.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      compiled = lower().compile()
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    return Compiled(
+        refused=" ".join(str(error).split())[:400],
+        seconds=time.perf_counter() - started,
+    )
+  found = compiled.memory_analysis()
+  return Compiled(
+      found.argument_size_in_bytes,
+      found.output_size_in_bytes - found.alias_size_in_bytes,
+      found.temp_size_in_bytes,
+      hlo.collectives(compiled.as_text(), mesh.size),
+      time.perf_counter() - started,
+  )

@@ -1,0 +1,422 @@
+"""Describes a run on a TPU slice from shapes: its parts, memory and work.
+
+`PlannedRun` holds the policy's shapes on the learner's mesh and the engine's,
+`memory` predicts what a device holds, `work` the operations of each program.
+
+Does not: compile, read weights, or count gyms and the hosts' memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Sequence
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents import registry as agent_registry
+from tunix.rl.multi_turn.commands import chips
+from tunix.rl.multi_turn.commands import policy_facts
+from tunix.rl.multi_turn.engine import buckets as buckets_lib
+from tunix.rl.multi_turn.engine import cache_memory
+from tunix.rl.multi_turn.engine import device_state
+from tunix.rl.multi_turn.environments import spec as environment_spec
+from tunix.rl.multi_turn.learner import compiled_memory
+from tunix.rl.multi_turn.learner import memory_plan
+from tunix.rl.multi_turn.policy import cached_attention
+from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_text
+from tunix.rl.multi_turn.policy import sharding
+
+_STAND_IN = "qwen3_vl_tiny"
+"""policy.name in a configuration whose policy is a published size."""
+
+
+def load(
+    arguments: Sequence[str], topology: chips.Topology
+) -> tuple[config_lib.TrainConfig, str, list[str]]:
+  """The configuration of a run on the slice.
+
+  A mesh that is not given is fsdp over all chips, and learner.rows one row a
+  batch shard.
+
+  Returns:
+    The configuration, the policy's name (a published size may be given), and
+    the settings that were chosen.
+
+  Raises:
+    ConfigError: it is wrong, or its mesh is not made of the slice's chips.
+  """
+  published = {key.lower(): key for key in qwen_config.SIZES}
+  arguments, name = list(arguments), ""
+  for i, argument in enumerate(arguments):
+    key, _, value = argument.partition("=")
+    if key in ("policy", "policy.name") and value.lower() in published:
+      name, arguments[i] = published[value.lower()], f"{key}={_STAND_IN}"
+  given = {argument.partition("=")[0] for argument in arguments}
+  chosen: list[str] = []
+  if not any(key.startswith("mesh.") for key in given):
+    # Of a file, perhaps.
+    config = config_lib.load_config([*arguments, "--dry-run"])
+    if config.mesh.devices == 1 < topology.devices:
+      chosen.append(f"mesh.fsdp={topology.devices}")
+  if chosen and "learner.rows" not in given:
+    chosen.append(f"learner.rows={topology.devices}")
+  config = config_lib.load_config([*arguments, *chosen, "--dry-run"])
+  if config.mesh.devices != topology.devices:
+    raise config_lib.ConfigError([
+        "mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor ="
+        f" {config.mesh.devices}, but {topology.name} has {topology.devices}"
+        " chips; set them to multiply to that"
+    ])
+  return config, name or config.policy.name, chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+  """A run on a slice.
+
+  Attributes:
+    config: of the run.
+    name: of the policy.
+    topology: the slice.
+    model: shapes on the learner's mesh.
+    engine_model: shapes on that of the engine of one host.
+    processor: the policy's host side.
+    mesh: of the learner, real or abstract.
+    engine_mesh: of the engine, likewise.
+  """
+
+  config: config_lib.TrainConfig
+  name: str
+  topology: chips.Topology
+  model: Any
+  engine_model: Any
+  processor: Any
+  mesh: Any
+  engine_mesh: Any
+
+  @classmethod
+  def of(
+      cls,
+      config: config_lib.TrainConfig,
+      name: str,
+      topology: chips.Topology,
+      devices: Sequence[Any] | None = None,
+      host_devices: Sequence[Any] | None = None,
+  ) -> PlannedRun:
+    """The shapes of a run.
+
+    Args:
+      config, name: as of `load`.
+      topology: the slice.
+      devices, host_devices: descriptions of its chips, and of a host's, for
+        programs that will be compiled; None to predict.
+
+    Raises:
+      ValueError: a policy that is not there, or an adapter that cannot be.
+    """
+    sizes = config.mesh
+    axes = {axis: getattr(sizes, axis) for axis in sharding.AXES}
+    abstract = memory_plan.abstract_mesh(**axes)
+    local = memory_plan.process_mesh(abstract, topology.hosts)
+    mesh, engine_mesh = abstract, local
+    if devices is not None:
+      mesh = sharding.make_mesh(devices=devices, **axes)
+      here = devices if topology.hosts == 1 else host_devices
+      engine_mesh = sharding.make_mesh(devices=here, **dict(local.shape))
+    found = _found(name)
+    about = dict(config.policy.config)
+    if name in qwen_config.SIZES:
+      about = {"remat": "block"} | about
+    changes = {
+        key: value
+        for key, value in about.items()
+        if key in {f.name for f in dataclasses.fields(found.model.config)}
+    }
+    policy = dataclasses.replace(found.model.config, **changes)
+    # What is compiled needs real meshes, and what is predicted none.
+    on = lambda where: _shapes(
+        type(found.model),
+        policy,
+        config.policy.lora_rank,
+        None if devices is None else where,
+    )
+    return cls(
+        config,
+        found.name,
+        topology,
+        on(mesh),
+        on(engine_mesh),
+        found.processor,
+        mesh,
+        engine_mesh,
+    )
+
+  @property
+  def screens(self) -> tuple[tuple[int, int], ...]:
+    """Size of the gym's screenshots; () without any."""
+    if not environment_spec.get(self.config.environment.name).gym:
+      return ()
+    gym = self.config.gym
+    return (
+        agent_registry.screenshot_size(
+            self.config.agent, gym.width, gym.height
+        ),
+    )
+
+  @property
+  def image_patches(self) -> int:
+    """Patches of a screenshot."""
+    per_token = self.processor.patches_per_token
+    if not per_token or not self.screens:
+      return 0
+    return self.processor.num_image_tokens(*self.screens[0]) * per_token
+
+  @property
+  def engine_config(self) -> Any:
+    lockstep = "true" if self.config.lockstep else "false"
+    return dataclasses.replace(self.config.engine, lockstep=lockstep)
+
+  @property
+  def buckets(self) -> buckets_lib.Buckets:
+    """Shapes of the engine's calls."""
+    return buckets_lib.choose(
+        self.processor,
+        self.engine_config,
+        self.screens,
+        cached_attention.row_shards(self.engine_mesh),
+        "tpu",
+    )
+
+  @property
+  def shape(self) -> Any:
+    """Of a micro-batch."""
+    return compiled_memory.least_shape(
+        self.config.learner,
+        self.processor,
+        sharding.batch_shards(self.mesh),
+        self.image_patches,
+    )
+
+
+_found = functools.cache(policy_facts.find)
+
+
+@functools.cache
+def _shapes(kind: Any, policy: Any, lora_rank: int, mesh: Any) -> Any:
+  def make() -> Any:
+    if issubclass(kind, qwen_text.QwenText):
+      model = kind(policy, nnx.Rngs(0), mesh)
+      if lora_rank:
+        lora.add(model, rank=lora_rank)
+      return model
+    if lora_rank:
+      raise ValueError(
+          f"policy.lora_rank={lora_rank}: {kind.__name__} takes"
+          " no adapter; set 0"
+      )
+    return kind(policy, nnx.Rngs(0))
+
+  return nnx.eval_shape(make)
+
+
+def memory(run: PlannedRun) -> dict[str, int]:
+  """Part -> predicted bytes of the fullest device.
+
+  "update, temporary" and "rollout, temporary" take turns: the larger counts.
+
+  Raises:
+    ValueError: a policy whose sizes are not known.
+  """
+  config, shape = run.config, run.shape
+  work = memory_plan.Work(
+      row_length=shape.row_length,
+      rows=shape.rows_per_buffer,
+      patches=shape.patches,
+      targets=shape.targets,
+      logit_chunk=config.learner.logit_chunk,
+  )
+  planned = memory_plan.plan(run.model, run.mesh, work)
+  parts = {
+      "parameters": planned.parameters,
+      "gradients": planned.gradients,
+      "optimizer": _optimizer_bytes(run, planned),
+  }
+  if config.algorithm.kl_coef:
+    parts["KL reference"] = memory_plan.parameter_bytes(run.model, run.mesh)
+  if config.rollout.via != "external":
+    with kernels.compile_for("tpu"):
+      caches = cache_memory.of_engine(
+          run.engine_model,
+          run.processor,
+          run.engine_config,
+          run.screens,
+          run.engine_mesh,
+          "tpu",
+      )
+    parts |= {
+        "rollout weights": device_state.weight_bytes(
+            run.engine_model, run.engine_mesh, config.engine.weights
+        ),
+        "KV cache": caches.kv,
+        "vision cache": caches.vision,
+    }
+  parts["batch"] = planned.batch
+  parts["update, temporary"] = planned.alive + planned.heap_gaps
+  return parts
+
+
+def _optimizer_bytes(
+    run: PlannedRun, planned: memory_plan.MemoryPlan
+) -> int:
+  # Two moments of AdamW, one of Muon and of momentum.
+  one = planned.gradients
+  return 2 * one if run.config.learner.optimizer == "adamw" else one
+
+
+def total(parts: dict[str, int]) -> int:
+  """The most that a device holds at a time."""
+  turns = [size for name, size in parts.items() if "temporary" in name]
+  lasting = sum(size for name, size in parts.items() if "temporary" not in name)
+  return lasting + max(turns, default=0)
+
+
+# --- work --------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """A program's work on a device, at least.
+
+  Attributes:
+    tokens: that all devices of the program process.
+    devices: of the program.
+    flops: multiplications and additions of matrix products.
+    hbm: bytes read and written: weights, caches, kept activations.
+    ici: bytes received, predicted: weights gathered, gradients scattered.
+  """
+
+  tokens: int
+  devices: int
+  flops: float
+  hbm: float
+  ici: float
+
+  def seconds(
+      self, chip: chips.Chip, ici: float | None = None
+  ) -> dict[str, float]:
+    """Resource -> seconds at its peak; the largest bounds the program."""
+    return {
+        "compute": self.flops / chip.flops,
+        "memory": self.hbm / chip.hbm,
+        "network": (self.ici if ici is None else ici) / chip.ici,
+    }
+
+
+def forward_flops(
+    model: Any, tokens: int, attended: float, logits: int, patches: int,
+    image_patches: int,
+) -> float:
+  """Matrix products of a forward pass, two operations a multiplication.
+
+  Args:
+    model: the policy, of arrays or of shapes.
+    tokens: that go through the decoder.
+    attended: keys that each of them attends to, on average.
+    logits: tokens whose logits are computed.
+    patches: that go through the vision tower.
+    image_patches: that each of them attends to.
+  """  # pyformat: disable
+  sizes = memory_plan.Sizes.of(model.config)
+  parts = policy_facts.parameters_by_part(model)
+  tables = parts["embedding"] + parts["head"]
+  decoder = parts["active"] - tables
+  flops = 2.0 * decoder * tokens
+  flops += 4.0 * sizes.layers * sizes.heads * sizes.head_dim * attended * tokens
+  flops += 2.0 * sizes.vocabulary * sizes.width * logits
+  if patches:
+    flops += 2.0 * parts["vision tower"] * patches
+    flops += 2.0 * parts["mergers"] * patches / sizes.patches_per_token
+    flops += 4.0 * sizes.blocks * sizes.vision_width * image_patches * patches
+  return flops
+
+
+def works(run: PlannedRun) -> dict[str, Work]:
+  """Program -> its work, of one call with full rows."""
+  return {
+      "accumulate": _accumulate(run),
+      **(_rollout(run) if run.config.rollout.via != "external" else {}),
+  }
+
+
+def _gathered(model: Any, mesh: Any, item: int) -> tuple[int, int]:
+  """(bytes of the weights that a device computes with, of its own shard)."""
+  own = memory_plan.parameter_bytes(model, mesh, itemsize=item)
+  split = math.prod(mesh.shape[axis] for axis in ("fsdp", "sequence"))
+  return own * split, own
+
+
+def _accumulate(run: PlannedRun) -> Work:
+  shape, mesh, about = run.shape, run.mesh, run.model.config
+  tokens, patches = shape.rows * shape.row_length, shape.buffers * shape.patches
+  forward = forward_flops(
+      run.model,
+      tokens,
+      shape.row_length / 2,
+      shape.buffers * shape.targets,
+      patches,
+      run.image_patches,
+  )
+  remat = getattr(about, "remat", "none") == "block"
+  adapted = bool(jax.tree.leaves(nnx.state(run.model, layers.LoRAParam)))
+  passes = 1 + 1 + (not adapted) + remat
+  item = jnp.dtype(about.compute_dtype).itemsize
+  whole, own = _gathered(run.model, mesh, item)
+  planned = memory(run)
+  reads = 2 + remat
+  # Weights at each pass; residuals written and read; gradients added.
+  hbm = reads * whole + 2 * planned["update, temporary"]
+  hbm += 2 * planned["gradients"]
+  ici = reads * (whole - own) + (0 if adapted else whole - own)
+  if mesh.shape["data"] > 1:
+    ici += 2 * planned["gradients"]
+  return Work(tokens, mesh.size, passes * forward / mesh.size, hbm, ici)
+
+
+def _rollout(run: PlannedRun) -> dict[str, Work]:
+  model, mesh, chosen = run.engine_model, run.engine_mesh, run.buckets
+  devices = mesh.size
+  parts = memory(run)
+  sizes = memory_plan.Sizes.of(model.config)
+  item = jnp.dtype(model.config.compute_dtype).itemsize
+  whole, own = _gathered(model, mesh, item)
+  if run.config.engine.weights == "int8":
+    whole, own = whole // item, own // item
+  window = chosen.windows[-1]
+  kv = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * item
+  found = {}
+  rows = chosen.decode_rows[-1]
+  found["decode step"] = Work(
+      rows,
+      devices,
+      forward_flops(model, rows, window, rows, 0, 0) / devices,
+      parts["rollout weights"] + whole - own + rows * window * kv / devices,
+      whole - own,
+  )
+  rows, tokens = chosen.prefill_rows[-1], chosen.tokens[-1]
+  count = rows * tokens
+  found["prefill"] = Work(
+      count,
+      devices,
+      forward_flops(model, count, window / 2, 0, 0, 0) / devices,
+      parts["rollout weights"] + whole - own + rows * window * kv / devices,
+      whole - own,
+  )
+  return found

@@ -1,0 +1,412 @@
+"""Plans a run on a TPU slice that is not here: does it fit, how fast may it be.
+
+    python -m tunix.rl.multi_turn.plan [config.yaml] topology=v5e:16x16 \\
+        [key=value ...] [--json] [--analytic]
+
+Compiles the run's own programs (update, prefill, decode, image encoder, the
+weights' way to the engines) with libtpu and reports memory of a device by part,
+collectives and their bytes, operations, a roofline of each program, and, where
+it does not fit, settings with which it would. `policy.name` may be a published
+size, whose weights need not be there.
+
+Without libtpu, or with --analytic, memory and network are predicted, which
+takes seconds instead of minutes. A roofline is a bound and no measurement: no
+program is faster; a real one is slower.
+
+Exit status: 0 it fits, 1 it does not, 2 the configuration is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from typing import Any, Iterator, Sequence
+
+# Shapes need no accelerator, and libtpu would look for one.
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from tunix.rl.multi_turn import config as config_lib  # noqa: E402
+from tunix.rl.multi_turn.commands import chips  # noqa: E402
+from tunix.rl.multi_turn.commands import plan_programs  # noqa: E402
+from tunix.rl.multi_turn.commands import plan_run  # noqa: E402
+from tunix.rl.multi_turn.learner import memory_plan  # noqa: E402
+from tunix.rl.multi_turn.policy import memory_limits  # noqa: E402
+
+human = memory_limits.human
+
+ASSUMPTIONS = (
+    "matrix products at the chip's peak, memory and links at theirs, and all"
+    " three at a time",
+    "every row of a call full; each token of a row attends to half of it, and"
+    " of a decode step to the whole window",
+    "no time for the gym, the host, or waiting",
+)
+
+
+def split(argv: Sequence[str]) -> tuple[str, bool, bool, list[str]]:
+  """(topology, --json, --analytic, the other arguments).
+
+  Raises:
+    ConfigError: no topology.
+  """
+  rest, topology = [], ""
+  for argument in argv:
+    key, _, value = argument.partition("=")
+    if key == "topology":
+      topology = value
+    elif argument not in ("--json", "--analytic"):
+      rest.append(argument)
+  if not topology:
+    raise config_lib.ConfigError([
+        "topology= is missing; name the slice, for example topology=v5e:16x16"
+        f" (chips: {', '.join(chips.CHIPS)})"
+    ])
+  return topology, "--json" in argv, "--analytic" in argv, rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """A run on a slice, predicted or compiled.
+
+  Attributes:
+    run: its shapes.
+    how: "compiled" or "predicted".
+    parts: part -> bytes of a device.
+    predicted: the same, predicted.
+    programs: name -> figures of the compiler.
+    works: name -> the program's work.
+  """
+
+  run: plan_run.PlannedRun
+  how: str
+  parts: dict[str, int]
+  predicted: dict[str, int]
+  programs: dict[str, plan_programs.Compiled]
+  works: dict[str, plan_run.Work]
+
+  @property
+  def total(self) -> int:
+    return plan_run.total(self.parts)
+
+  @property
+  def gathers_whole(self) -> bool:
+    """Whether an update gathers a whole embedding, or logits as large."""
+    update = self.programs.get("accumulate", plan_programs.Compiled())
+    gathered = update.sent.get("all-gather")
+    sizes = memory_plan.Sizes.of(self.run.model.config)
+    whole = sizes.vocabulary * sizes.width
+    return gathered is not None and gathered.largest_elements >= whole
+
+  @property
+  def fits(self) -> bool:
+    refused = any(found.refused for found in self.programs.values())
+    return not refused and self.total <= self.run.topology.chip.memory
+
+  def rates(self) -> dict[str, dict[str, Any]]:
+    """Program -> seconds by resource, the bound, and tokens a second a chip."""
+    chip = self.run.topology.chip
+    found = {}
+    for name, work in self.works.items():
+      ici = None
+      compiled = self.programs.get(name)
+      if compiled is not None and not compiled.refused:
+        ici = compiled.received
+      seconds = work.seconds(chip, ici)
+      bound = max(seconds, key=seconds.__getitem__)
+      found[name] = {
+          "flops": work.flops * work.devices,
+          "seconds": seconds,
+          "bound": bound,
+          "tokens_per_second_per_chip": (
+              work.tokens / seconds[bound] / work.devices
+          ),
+      }
+    return found
+
+
+def make(run: plan_run.PlannedRun, compiling: bool, report: Any = None) -> Plan:
+  """Predicts a run's memory; compiles its programs, too, if asked.
+
+  Args:
+    run: with real meshes where its programs are to be compiled.
+    compiling: compiles them.
+    report: called with a line about each program.
+  """
+  predicted = plan_run.memory(run)
+  works = plan_run.works(run)
+  if not compiling:
+    return Plan(run, "predicted", predicted, predicted, {}, works)
+  programs = {}
+  for name, found in plan_programs.compile_all(run):
+    programs[name] = found
+    if report is not None:
+      report(f"compiled {name} in {found.seconds:.0f} s")
+  parts = {
+      name: size
+      for name, size in predicted.items()
+      if "temporary" not in name
+  }
+  for name, found in programs.items():
+    turn = "update" if name in ("accumulate", "apply") else "rollout"
+    key = f"{turn}, temporary"
+    size = found.temporary + found.outputs
+    parts[key] = max(parts.get(key, 0), size)
+  return Plan(run, "compiled", parts, predicted, programs, works)
+
+
+# --- settings to turn --------------------------------------------------------
+
+
+def knobs(config: config_lib.TrainConfig, name: str) -> Iterator[list[str]]:
+  """Settings that save memory, each kind by itself, the least harmful first.
+
+  Args:
+    config: of the run.
+    name: of its policy.
+  """
+  learner, engine, mesh = config.learner, config.engine, config.mesh
+  remat = config.policy.config.get("remat", "")
+  if remat in ("none", "dots"):
+    yield ["policy.config.remat=block"]
+  if learner.logit_chunk > 256:
+    yield ["learner.logit_chunk=256"]
+  if config.rollout.via != "external":
+    if engine.weights != "int8" and "tiny_vl" != name:
+      yield ["engine.weights=int8", "algorithm.importance=tis"]
+    for factor in (2, 4, 8, 16):
+      if engine.slots >= factor:
+        yield [f"engine.slots={engine.slots // factor}"]
+  if mesh.data > 1:
+    yield ["mesh.data=1", f"mesh.fsdp={mesh.fsdp * mesh.data}"]
+  if mesh.fsdp % 2 == 0:
+    # A dimension that the devices do not divide is not split at all.
+    yield [f"mesh.data={mesh.data * 2}", f"mesh.fsdp={mesh.fsdp // 2}"]
+  for factor in (2, 4):
+    if mesh.fsdp % factor == 0:
+      rows = max(1, learner.rows // factor)
+      yield [
+          f"mesh.fsdp={mesh.fsdp // factor}",
+          f"mesh.sequence={mesh.sequence * factor}",
+          f"learner.rows={rows}",
+      ]
+  for factor in (2, 4):
+    length = learner.row_length // factor
+    context = min(engine.context_length, length)
+    yield [
+        f"learner.row_length={length}",
+        *([f"engine.context_length={context}"]
+          if context < engine.context_length else []),
+    ]
+  if not config.policy.lora_rank:
+    yield ["policy.lora_rank=16"]
+
+
+def fixes(
+    arguments: Sequence[str], run: plan_run.PlannedRun
+) -> list[tuple[list[str], int]]:
+  """Settings and the predicted total with them, those that fit first.
+
+  Each is planned as a run of its own; one that the configuration refuses is
+  left out, and so is one that saves next to nothing. Where none suffices
+  alone, they are added up, those that save most first.
+  """
+  found: list[tuple[list[str], int]] = []
+  room = run.topology.chip.memory
+  now = plan_run.total(plan_run.memory(run))
+
+  def attempt(settings: list[str]) -> int | None:
+    try:
+      config, name, _ = plan_run.load([*arguments, *settings], run.topology)
+      again = plan_run.PlannedRun.of(config, name, run.topology)
+      return plan_run.total(plan_run.memory(again))
+    except (ValueError, config_lib.ConfigError):
+      return None
+
+  for settings in knobs(run.config, run.name):
+    total = attempt(settings)
+    if total is not None and total < 0.99 * now:
+      found.append((settings, total))
+  # Of those that fit the first, the least harmful; else the one that saves
+  # most.
+  found.sort(key=lambda pair: pair[1] if pair[1] > room else 0)
+  if found and found[0][1] > room:
+    together: dict[str, str] = {}
+    for settings, _ in found:
+      for setting in settings:
+        together.setdefault(setting.partition("=")[0], setting)
+      total = attempt(list(together.values()))
+      if total is not None and total <= room:
+        found.insert(0, (list(together.values()), total))
+        break
+  return found
+
+
+# --- how it is printed --------------------------------------------------------
+
+
+def as_dict(
+    plan: Plan, turned: Sequence[tuple[list[str], int]]
+) -> dict[str, Any]:
+  """The plan for programs."""
+  run, chip = plan.run, plan.run.topology.chip
+  return {
+      "policy": run.name,
+      "topology": run.topology.name,
+      "devices": run.topology.devices,
+      "hosts": run.topology.hosts,
+      "mesh": dict(run.mesh.shape),
+      "engine_mesh": dict(run.engine_mesh.shape),
+      "how": plan.how,
+      "fits": plan.fits,
+      "memory": plan.parts,
+      "predicted": plan.predicted,
+      "total": plan.total,
+      "gathers_whole": plan.gathers_whole,
+      "predicted_total": plan_run.total(plan.predicted),
+      "available": chip.memory,
+      "programs": {
+          name: dataclasses.asdict(found) | {"received": found.received}
+          for name, found in plan.programs.items()
+      },
+      "roofline": plan.rates(),
+      "chip": dataclasses.asdict(chip),
+      "assumptions": list(ASSUMPTIONS),
+      "fixes": [
+          {"settings": settings, "total": total} for settings, total in turned
+      ],
+  }
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+  return [
+      "  " + "  ".join(
+          cell.ljust(width) if i == 0 else cell.rjust(width)
+          for i, (cell, width) in enumerate(zip(row, widths))
+      ).rstrip()
+      for row in rows
+  ]
+
+
+def text_of(
+    plan: Plan, chosen: Sequence[str], turned: Sequence[tuple[list[str], int]]
+) -> str:
+  """The plan for people."""
+  run, chip = plan.run, plan.run.topology.chip
+  show = lambda mesh: ", ".join(f"{k}={v}" for k, v in mesh.shape.items())
+  shape, buckets = run.shape, run.buckets
+  lines = [
+      f"{run.name} on {run.topology.name}: {run.topology.devices} chips,"
+      f" {run.topology.hosts} hosts",
+      f"  learner  {show(run.mesh)}; {shape.rows} rows x {shape.row_length}"
+      f" tokens, {shape.patches} patches and {shape.targets} sampled tokens a"
+      " shard",
+      f"  engine   {show(run.engine_mesh)} on each host;"
+      f" {buckets.decode_rows[-1]} rows x {buckets.windows[-1]} tokens",
+  ]
+  if chosen:
+    lines.append(f"  chosen   {' '.join(chosen)}")
+  lines += ["", f"memory of a device, {plan.how}"]
+  rows = [["part", plan.how]]
+  rows += [[name, human(size)] for name, size in plan.parts.items()]
+  rows.append(["at a time", human(plan.total)])
+  rows.append(["the chip has", human(chip.memory)])
+  if plan.how == "compiled":
+    rows[0].append("predicted")
+    totals = [plan_run.total(plan.predicted), chip.memory]
+    sizes = [plan.predicted.get(name) for name in plan.parts] + totals
+    for row, size in zip(rows[1:], sizes):
+      row.append("" if size is None else human(size))
+  lines += _table(rows)
+  for name, found in plan.programs.items():
+    if found.refused:
+      lines.append(f"  {name} was refused: {found.refused}")
+  if plan.programs:
+    lines += ["", "collectives, received by a device in one call"]
+    lines += _table([
+        ["program", "kind", "runs", "bytes", "largest"],
+        *(
+            [name, kind, str(sent.runs), human(sent.received),
+             human(sent.largest)]
+            for name, found in plan.programs.items()
+            for kind, sent in found.sent.items()
+        ),
+    ])  # pyformat: disable
+    if plan.gathers_whole:
+      lines.append("  the update gathers a whole embedding, or its logits")
+  lines += ["", "roofline: no call is faster"]
+  kinds = ("compute", "memory", "network")
+  rates = [["program", "TFLOP", *kinds, "tokens/s/chip"]]
+  for name, rate in plan.rates().items():
+    rates.append([
+        name,
+        f"{rate['flops'] / 1e12:.3g}",
+        *(
+            f"{1e3 * rate['seconds'][kind]:.3g} ms"
+            + "*" * (kind == rate["bound"])
+            for kind in kinds
+        ),
+        f"{rate['tokens_per_second_per_chip']:.0f}",
+    ])
+  lines += _table(rates)
+  lines.append(
+      f"  {chip.name}: {chip.flops / 1e12:g} TFLOP/s, memory"
+      f" {chip.hbm / 1e9:g} GB/s, links {chip.ici / 1e9:g} GB/s; * bounds it."
+  )
+  lines += [f"  Assumed: {text}." for text in ASSUMPTIONS]
+  lines.append("")
+  if plan.fits:
+    left = chip.memory - plan.total
+    lines.append(f"fits, {human(left)} of a device to spare ({plan.how})")
+    return "\n".join(lines)
+  lines.append(
+      f"does not fit: {human(plan.total)} of {human(chip.memory)} a device"
+  )
+  lines.append("  to turn, each planned anew (predicted):")
+  for settings, total in turned:
+    verdict = "fits" if total <= chip.memory else "does not"
+    lines.append(f"    {' '.join(settings)}: {human(total)}, {verdict}")
+  lines.append("    a larger topology")
+  return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns the exit status."""
+  argv = sys.argv[1:] if argv is None else list(argv)
+  if not argv or {"-h", "--help"} & set(argv):
+    print(__doc__)
+    return 0
+  note = lambda text: print(text, file=sys.stderr, flush=True)
+  try:
+    name, as_json, analytic, arguments = split(argv)
+    topology = chips.Topology.of(name)
+    compiler = "" if analytic else plan_programs.find_compiler()
+    config, policy, chosen = plan_run.load(arguments, topology)
+    devices, host = None, None
+    if compiler:
+      devices, host = plan_programs.devices_of(topology)
+    elif not analytic:
+      note(
+          "libtpu is not installed (pip install libtpu, or make tpu-plan):"
+          " everything below is predicted"
+      )
+    run = plan_run.PlannedRun.of(config, policy, topology, devices, host)
+    plan = make(run, bool(compiler), note)
+    turned = [] if plan.fits else fixes(arguments, run)
+  except config_lib.ConfigError as error:
+    note(f"error: {error}")
+    return 2
+  except (ValueError, OSError) as error:
+    note(f"error: {error}")
+    return 2
+  if as_json:
+    print(json.dumps(as_dict(plan, turned), indent=2))
+  else:
+    print(text_of(plan, chosen, turned))
+  return 0 if plan.fits else 1
+
+
+if __name__ == "__main__":
+  sys.exit(main())
