@@ -304,6 +304,7 @@ def describe(cls: type, only: str = "") -> str:
           width=78,
           initial_indent=" " * 6,
           subsequent_indent=" " * 6,
+          break_on_hyphens=False,
       )
   return "\n".join(lines).lstrip("\n")
 
