@@ -241,10 +241,18 @@ def result_of(run: pathlib.Path) -> dict:
       ],
       "policy": digest(run / "policy" / "model.safetensors"),
       "warm_start": digest(run / "warm_start" / "model.safetensors"),
-      "eval": summary["eval"],
+      "eval": without_times(summary["eval"]),
       **{k: summary[k] for k in ("status", "step", "version", "episodes",
                                  "groups", "faults")},
   }  # pyformat: disable
+
+
+def without_times(evaluations: dict) -> dict:
+  """Results of evaluations, without how long they took."""
+  return {
+      name: {k: v for k, v in of.items() if not k.startswith("seconds")}
+      for name, of in evaluations.items()
+  }
 
 
 def acknowledged(folder: pathlib.Path) -> dict:
@@ -256,7 +264,8 @@ def acknowledged(folder: pathlib.Path) -> dict:
   found["checkpoint"] = max(steps, default=0)
   found["cloned"] = (run / "warm_start" / "config.json").exists()
   if (run / "summary.json").exists():
-    found["eval"] = json.loads((run / "summary.json").read_text())["eval"]
+    summary = json.loads((run / "summary.json").read_text())
+    found["eval"] = without_times(summary["eval"])
   if (folder / "queue.db").exists():
     # A copy, as to read it would change the original.
     copy = folder / "copy"
@@ -284,13 +293,14 @@ def check_resumed(folder: pathlib.Path, before: dict, begun: int) -> None:
   if before["cloned"]:
     assert not any(e.get("stage") == "cloning" for e in entries)
   summary = json.loads((folder / "r" / "summary.json").read_text())
+  evaluated = without_times(summary["eval"])
   for name, results in before["eval"].items():
     again = any(e.get("evaluated") == name for e in entries)
     late = name == "final" or (
         name.startswith("step_") and int(name[5:]) >= first
     )
     assert late or not again, f"{name} was evaluated again"
-    assert again or summary["eval"][name] == results, name
+    assert again or evaluated[name] == results, name
   ended = {g for e in entries if "step" in e for g in e["groups"]}
   ended |= {e["group"] for e in entries if e.get("outcome") == "dropped"}
   if steps and steps[-1] == STEPS and len(steps) > 1:

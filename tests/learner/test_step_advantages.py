@@ -1,5 +1,6 @@
 """Advantages against references written straight from the papers' sums."""
 
+import dataclasses
 import itertools
 
 import hypothesis
@@ -474,8 +475,10 @@ def test_each_preset_updates_the_policy_and_compiles_once(case, name):
     fields[section][field] = value
   settings = {**fields["algorithm"], **fields["learner"]}
   settings.pop("dynamic_sampling", None)  # The loop's.
+  teacher = {"teacher": case.model} if name == "distill" else {}
   learner = case.learner(
       reference=case.model,
+      **teacher,
       groups_per_step=4,
       gamma=fields["collect"].get("gamma", 1.0),
       **settings,
@@ -489,6 +492,9 @@ def test_each_preset_updates_the_policy_and_compiles_once(case, name):
     groups[0] = trajectory.TrajectoryGroup(
         "g0", "task", (*groups[0], cut, broken)
     )
+    if name == "remax":
+      greedy = case.episode([("text", case.text(3))], 0.5)
+      groups = [dataclasses.replace(g, greedy=greedy) for g in groups]
     metrics = learner.update(groups)
     compiles = compiles or learner.compiles
     assert np.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0

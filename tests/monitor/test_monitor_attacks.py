@@ -28,7 +28,7 @@ OPEN = {
 }  # pyformat: disable
 """What is served to anybody. Log-out is, too, and takes nothing but a form."""
 ENDLESS = {"/api/v1/events"}
-FORMS = {"/runs/{id:int}/tags", "/runs/{id:int}/pin"}
+FORMS = {"/runs/{id:int}/tags", "/runs/{id:int}/pin", "/{id:int}"}
 """Asked with GET they lead to the run, whether there is one or not."""
 SENDING = ("POST", "PUT", "DELETE")
 

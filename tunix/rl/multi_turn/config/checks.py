@@ -400,7 +400,11 @@ def _algorithm(c: TrainConfig) -> Iterator[str]:
         f" {' and '.join(extra)} on those groups; set"
         " learner.skip_zero_advantage=false"
     )
-  if c.engine.weights == "int8" and c.algorithm.importance == "none":
+  if (
+      c.engine.weights == "int8"
+      and c.algorithm.importance == "none"
+      and c.learner.steps > 0
+  ):
     yield (
         "engine.weights=int8 samples from another policy than the one that"
         " learns; set algorithm.importance=tis"

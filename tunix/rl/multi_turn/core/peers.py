@@ -131,8 +131,12 @@ class Peers:
       `parted`: False where all have the error, and can still end together.
     """
     cause: BaseException | None = error
-    while cause is not None and cause is not self._shared:
+    seen: set[int] = set()  # An error may be in its own context.
+    while cause not in (None, self._shared) and id(cause) not in seen:
+      seen.add(id(cause))
       cause = cause.__cause__ or cause.__context__
+    if cause is not self._shared:
+      cause = None
     if self.count > 1 and cause is None and not self.parted:
       self.parted = True
       text = " ".join(str(error).split())[:500]

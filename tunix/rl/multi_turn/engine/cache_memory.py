@@ -46,12 +46,15 @@ def sizes(
   """
   context, slots = config.context_length, -(-config.slots // shards)
   pages_of = lambda tokens: -(-tokens // chosen.page_size)
-  tokens = -(-config.cache_tokens // shards) or slots * context
+  # Whole pages a slot: full slots do not preempt one another.
+  pages = slots * pages_of(context)
+  if config.cache_tokens:
+    pages = pages_of(-(-config.cache_tokens // shards))
   vision = -(-config.vision_cache_tokens // shards)
   if chosen.patches and vision:
     vision = max(vision, chosen.patches[-1] // processor.patches_per_token)
   return CacheSizes(
-      pages=1 + max(pages_of(tokens), pages_of(context)),
+      pages=1 + max(pages, pages_of(context)),
       vision_tokens=vision or max(context, slots * context // 2),
   )
 
@@ -117,7 +120,13 @@ def of_engine(
   )
   heads = 1
   text = getattr(cast(Any, model).config, "text", None)
-  if mesh is not None and text is not None and hasattr(model, "cache_axes"):
+  linear = getattr(getattr(model.config, "traits", None), "linear", False)
+  if (
+      mesh is not None
+      and text is not None
+      and hasattr(model, "cache_axes")
+      and not linear  # States have no such axes, and lie whole on each device.
+  ):
     if cached_attention.split_heads(mesh, text.num_key_value_heads):
       heads = mesh.shape["tensor"]
   # Of one, and multiplied here: a cache of any size has a number of bytes.

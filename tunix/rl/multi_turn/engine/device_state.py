@@ -218,9 +218,10 @@ def _replicated(
 ) -> jax.sharding.NamedSharding | None:
   """Sharding that replicates on the parameters' mesh; None on one device."""
   for x in params:
-    if isinstance(x.sharding, jax.sharding.NamedSharding):
+    place = getattr(x, "sharding", None)  # numpy arrays have none.
+    if isinstance(place, jax.sharding.NamedSharding):
       return jax.sharding.NamedSharding(
-          x.sharding.mesh, jax.sharding.PartitionSpec()
+          place.mesh, jax.sharding.PartitionSpec()
       )
   return None
 

@@ -252,7 +252,10 @@ class Scheduler:
       left = int(preempted.row["remaining"])
     left = min(left, request.sampling.max_new_tokens, self._buckets.steps)
     if not self._make_room(request, n - 1 + left):
-      sequence.rest()
+      if before or self._shards == 1:
+        sequence.rest()
+      else:  # What others hold here must not bind it to this shard.
+        sequence.clear()
       return False
     slot = self.slots.place(request)
     self.slots.tokens[slot, :n] = tokens

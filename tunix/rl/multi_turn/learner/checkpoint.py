@@ -140,6 +140,21 @@ class _NewestAndPinned:
     ]
 
 
+def _trained_shapes(
+    model: Any, left_out: Sequence[str] = ()
+) -> tuple[update.SplitModel, dict[str, Any]]:
+  """A model's trained parameters, and what a checkpoint holds of them."""
+  split = update.SplitModel(model, left_out)
+  return split, {"params": {
+      name: jax.ShapeDtypeStruct(
+          shape.shape, shape.dtype, sharding=value.sharding
+      )
+      for (name, value), shape in zip(
+          split.params_of(model).items(), split.shapes
+      )
+  }}
+
+
 class LearnerCheckpoints:
   """The checkpoints of one run, numbered by the learner's version.
 
@@ -320,18 +335,16 @@ class LearnerCheckpoints:
           f"{self.directory} has no checkpoint {step}; it has {self.steps()}"
       )
     expected = self._progress(step).get("checksums")
-    split = update.SplitModel(model)
-    wanted = {"params": {
-        name: jax.ShapeDtypeStruct(
-            shape.shape, shape.dtype, sharding=value.sharding
-        )
-        for (name, value), shape in zip(
-            split.params_of(model).items(), split.shapes
-        )
-    }}
-    if expected is not None and (
-        other := [k for k in checksums(wanted) if k not in expected]
-    ):
+    split, wanted = _trained_shapes(model)
+    other = [k for k in checksums(wanted) if k not in (expected or ())]
+    if expected is not None and other:
+      # A run with learner.freeze_vision keeps the tower of its model.
+      split, wanted = _trained_shapes(
+          model, getattr(model, "vision_modules", ())
+      )
+      missing = [k for k in checksums(wanted) if k not in expected]
+      other = other if missing else []
+    if expected is not None and other:
       raise ValueError(
           f"{self.directory / str(step)} holds no {other[0]}: it is of another"
           " policy, or with another policy.lora_rank"

@@ -144,7 +144,7 @@ class QwenText(nnx.Module):
       return mixed, _with_layer(cache, layer, kept)
 
     def recur(net, x, cache, layer):
-      out, kept = net.extend(x, starts, lengths, cache[layer])
+      out, kept = net.extend(x, starts, lengths, _of_layer(cache, layer))
       return out, _with_layer(cache, layer, kept)
 
     x, early = self._embed(tokens, vision_index, vision)

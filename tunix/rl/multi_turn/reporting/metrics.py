@@ -76,7 +76,10 @@ METRICS: dict[str, Metric] = {
         processes="max",
     ),
     # Where the time went.
-    **{name: Metric("s", *texts) for name, texts in time_metrics.TIME.items()},
+    **{
+        name: Metric("s", *texts, processes="mean")
+        for name, texts in time_metrics.TIME.items()
+    },
     # Episodes.
     "reward_mean": Metric(
         "reward",
@@ -116,7 +119,9 @@ METRICS: dict[str, Metric] = {
         processes="sum",
     ),
     "borrowed_episodes": Metric(
-        "episodes", "Successes lent to groups, with learner.success_replay."
+        "episodes",
+        "Successes lent to groups, with learner.success_replay.",
+        processes="sum",
     ),
     "episodes": Metric(
         "episodes", "Episodes of this update, invalid ones included."
@@ -484,7 +489,7 @@ def engine_metrics(
   }
   if "seconds_idle" in after:
     for part in time_metrics.ENGINE:
-      out[f"time/engine_{part}"] = grown(f"seconds_{part}")
+      out[f"time/engine_{part}"] = grown(f"seconds_{part}") / engines
   if prompt > 0:
     out["prefix_reuse"] = max(0.0, 1.0 - computed / prompt)
   if grown("decode_places") > 0:

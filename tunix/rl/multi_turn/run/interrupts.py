@@ -1,6 +1,6 @@
 """Turns Ctrl-C, SIGTERM and SIGUSR1 into a request to stop.
 
-The second Ctrl-C or SIGTERM ends at once.
+The second of a kind, Ctrl-C or SIGTERM, ends at once.
 
 Does not: catch anything in another thread than the main one, where signals
 cannot be handled.

@@ -177,6 +177,13 @@ class Training:
     if self._beside is not None:
       self._beside.close()
     self._queue.close()
+    try:
+      self._save_last()
+    finally:
+      if self._replayed is not None:
+        self._replayed.close()
+
+  def _save_last(self) -> None:
     if self._run.processes.parted:  # No checkpoint without the others.
       return
     if self._learner.counters.updates:
@@ -184,8 +191,6 @@ class Training:
       self._loop.settle()
       self._run.save_policy("policy", self._learner.policy())
     self._checkpoints.close()
-    if self._replayed is not None:
-      self._replayed.close()
 
   def _stop_collecting(self) -> None:
     if self._collected is None:
@@ -217,7 +222,8 @@ class Training:
     run.updates = self._learner.counters.updates
     due = self._evaluation_due(run.updates)
     if self._beside is not None:
-      self._evaluate_beside(self._beside, due)
+      with self._loop.seconds("evaluate"):
+        self._evaluate_beside(self._beside, due)
     elif due:
       name = f"step_{run.updates}"
       self._publish_latest()

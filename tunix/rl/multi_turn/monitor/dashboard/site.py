@@ -107,7 +107,7 @@ class Site:
     return found
 
   async def _run_of_id(self, request: Request) -> Response:
-    return responses.RedirectResponse(f"/runs/{request.path_params['id']}", 307)
+    return responses.RedirectResponse(f"/runs/{request.path_params['id']}", 303)
 
   # --- pages ----------------------------------------------------------------
 
