@@ -116,9 +116,13 @@ def of_engine(
       jax.ShapeDtypeStruct((1, n, processor.position_axes), jnp.int32),
   )
   heads = 1
-  text = getattr(cast(Any, model).config, "text", None)
+  about = cast(Any, model).config
+  text = getattr(about, "text", None)
   if mesh is not None and text is not None and hasattr(model, "cache_axes"):
-    if cached_attention.split_heads(mesh, text.num_key_value_heads):
+    # Pages with recurrent states are split over rows alone.
+    if not about.traits.linear and cached_attention.split_heads(
+        mesh, text.num_key_value_heads
+    ):
       heads = mesh.shape["tensor"]
   # Of one, and multiplied here: a cache of any size has a number of bytes.
   return CacheBytes(
