@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 from flax import nnx
 import forced_devices
@@ -14,7 +15,11 @@ from tunix.rl.multi_turn.commands import hlo
 from tunix.rl.multi_turn.commands import plan_programs
 from tunix.rl.multi_turn.commands import plan_run
 from tunix.rl.multi_turn.engine import cache_memory
+from tunix.rl.multi_turn.engine import device_state
+from tunix.rl.multi_turn.learner import memory_plan
+from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import qwen_sizes
 
 TINY = ("policy.name=qwen3_vl_tiny", "topology=v5e:2x4", "--analytic")
 
@@ -115,6 +120,34 @@ def test_operations_of_a_forward_pass_are_xlas():
   assert planned == pytest.approx(cost["flops"], rel=0.1)
 
 
+def test_operations_of_linear_attention_are_xlas():
+  """One layer of four has keys, and a long cache is most of a token's work."""
+  model = plan_run.policy_facts.find("qwen3_5_tiny").model
+  graph, state = nnx.split(model)
+  b, length = 2, 4096
+  ints = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
+
+  def forward(state, tokens, positions, starts, lengths):
+    model = nnx.merge(graph, state)
+    hidden, _ = model.extend(
+        tokens, positions, starts, lengths, model.init_cache(b, length)
+    )
+    return model.logits(hidden)
+
+  lowered = jax.jit(forward).lower(
+      state, ints(b, 1), ints(b, 1, 3), ints(b), ints(b)
+  )
+  planned = plan_run.forward_flops(model, b, length, b, 0, 0)
+  assert planned == pytest.approx(lowered.cost_analysis()["flops"], rel=0.1)
+
+
+def test_sizes_of_a_layer_with_a_shared_expert():
+  sizes = memory_plan.Sizes.of(qwen_sizes.SIZES["Qwen3.5-35B-A3B"])
+  assert (sizes.mlp, sizes.mlp_copies) == ((8 + 1) * 512, 8)
+  assert (sizes.layers, sizes.full_layers) == (40, 10)
+  assert sizes.linear_state == 32 * 128 * 128
+
+
 def test_a_plan_is_read_by_people_and_programs(capsys):
   assert plan.main(TINY) == 0
   text = capsys.readouterr().out
@@ -153,6 +186,124 @@ def test_parts_grow_with_their_settings():
   assert "KL reference" in memory(
       "algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false"
   )
+
+
+@pytest.mark.parametrize("name", ("qwen3_vl_tiny", "qwen3_5_tiny"))
+def test_caches_are_those_that_the_engine_makes(name):
+  run = run_of(
+      f"policy.name={name}", "mesh.fsdp=4", "mesh.tensor=2", "learner.rows=4"
+  )
+  states, token = plan_run.row_bytes(run.engine_model)
+  assert bool(states) == (name == "qwen3_5_tiny")
+  # A page's keys and values are worth its snapshot of the states.
+  assert run.buckets.page_size * token >= states
+  sizes = cache_memory.sizes(
+      run.processor,
+      run.engine_config,
+      run.buckets,
+      cached_attention.row_shards(run.engine_mesh),
+  )
+  shapes = plan_run._shapes(
+      type(run.model), run.model.config, 0, run.engine_mesh
+  )
+  made = device_state.DeviceState(
+      shapes,
+      run.processor,
+      pages=sizes.pages,
+      page_size=run.buckets.page_size,
+      vision_tokens=sizes.vision_tokens,
+      mesh=run.engine_mesh,
+  )
+  held = lambda tree: sum(
+      math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+      for x in jax.tree.leaves(tree)
+  )
+  planned = plan_run.memory(run)
+  assert planned["KV cache"] == held(made.cache_shape)
+  assert planned["vision cache"] == held(made.pool_shape)
+  assert planned["rollout weights"] == held(made.params)
+  # A decode step reads all weights, keys and values; states both ways.
+  work = plan_run.works(run)["decode step"]
+  row = run.buckets.windows[-1] * token + 2 * states
+  rows = run.buckets.decode_rows[-1]
+  assert work.hbm > planned["rollout weights"] + rows * row / 4
+
+
+def test_a_policy_with_linear_attention_is_planned(capsys):
+  arguments = ["mesh.fsdp=4", "mesh.tensor=2", "learner.rows=4", "--analytic"]
+  assert plan.main(
+      ["topology=v5e:2x4", "policy=qwen3_5_tiny", "--json", *arguments]
+  ) == 0
+  found = json.loads(capsys.readouterr().out)
+  assert found["fits"] and found["memory"]["KV cache"]
+  assert found["mesh"]["tensor"] == found["engine_mesh"]["tensor"] == 2
+
+
+def test_a_tower_that_is_frozen_takes_less():
+  name = "policy.name=qwen3_vl_tiny"
+  whole, frozen = run_of(name), run_of(name, "learner.freeze_vision=true")
+  tower = memory_plan.parameter_bytes(whole.model.visual, whole.mesh)
+  before, after = plan_run.memory(whole), plan_run.memory(frozen)
+  assert before["parameters"] == after["parameters"]
+  assert before["gradients"] - after["gradients"] == tower
+  assert before["optimizer"] - after["optimizer"] == 2 * tower
+  assert after["update, temporary"] < before["update, temporary"]
+  update, less = (plan_run.works(r)["accumulate"] for r in (whole, frozen))
+  assert less.flops < update.flops
+  assert less.hbm < update.hbm and less.ici < update.ici
+
+
+def test_a_policy_without_a_tower_has_none_to_freeze(capsys):
+  arguments = ["topology=v5e:2x4", "--analytic", "learner.freeze_vision=true"]
+  text = ["policy=qwen3_text_tiny", "environment=gsm8k"]
+  assert plan.main([*arguments, *text]) == 2
+  shown = capsys.readouterr()
+  assert "freeze_vision" in shown.err and not shown.out
+  assert "Traceback" not in shown.err
+
+
+def test_models_beside_the_policy_are_counted():
+  memory = lambda *a: plan_run.memory(run_of("policy.name=tiny_vl", *a))
+  plain = memory()
+  beside = memory("eval.beside=true", "eval.every=1", "eval.slots=8")
+  assert beside["evaluation's weights"] == beside["rollout weights"]
+  caches = beside["evaluation's caches"]
+  slots = memory("engine.slots=8")
+  assert caches == slots["KV cache"] + slots["vision cache"]
+  assert plan_run.total(beside) == plan_run.total(plain) + caches + (
+      plain["rollout weights"]
+  )
+  kl = ("algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false")
+  assert memory(*kl)["KL reference"] == plain["parameters"]
+  assert memory(*kl, "learner.reference_on=host") == plain
+  taught = memory(
+      "algorithm.teacher=tiny_vl", "algorithm.distill_coef=1", kl[1]
+  )
+  assert taught == plain | {"teacher": plain["parameters"]}
+  with pytest.raises(ValueError, match="algorithm.teacher=/no/such"):
+    memory("algorithm.teacher=/no/such", "algorithm.distill_coef=1", kl[1])
+
+
+def test_a_reference_of_an_adapter_is_the_adapters():
+  found = plan_run.memory(run_of(
+      "policy.name=qwen3_vl_tiny", "policy.lora_rank=2",
+      "algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false",
+  ))  # pyformat: disable
+  assert found["KL reference"] == found["gradients"]
+
+
+def test_engines_of_other_hosts_take_nothing_here(capsys):
+  run = run_of("policy.name=qwen3_vl_tiny", "rollout.via=hosts")
+  assert not {
+      "rollout weights", "KV cache", "vision cache"
+  } & set(plan_run.memory(run))  # pyformat: disable
+  assert set(plan_run.works(run)) == {"accumulate"}
+  turned = sum(plan.knobs(run.config, run.name), [])
+  assert not any(s.startswith("engine.slots") for s in turned)
+  assert plan.main([*TINY, "rollout.via=hosts"]) == 0
+  shown = capsys.readouterr().out
+  assert "none on these chips (rollout.via=hosts)" in shown
+  assert "KV cache" not in shown
 
 
 def test_the_advice_makes_it_fit(capsys, monkeypatch):

@@ -172,7 +172,11 @@ def knobs(config: config_lib.TrainConfig, name: str) -> Iterator[list[str]]:
     yield ["policy.config.remat=block"]
   if learner.logit_chunk > 256:
     yield ["learner.logit_chunk=256"]
-  if config.rollout.via != "external":
+  if config.algorithm.kl_coef and learner.reference_on == "device":
+    yield ["learner.reference_on=host"]
+  if config.eval.beside:
+    yield ["eval.beside=false"]
+  if plan_run.has_engine(config):
     if engine.weights != "int8" and "tiny_vl" != name:
       yield ["engine.weights=int8", "algorithm.importance=tis"]
     for factor in (2, 4, 8, 16):
@@ -200,6 +204,8 @@ def knobs(config: config_lib.TrainConfig, name: str) -> Iterator[list[str]]:
           if context < engine.context_length else []),
     ]
   if not config.policy.lora_rank:
+    if not learner.freeze_vision:
+      yield ["learner.freeze_vision=true"]
     yield ["policy.lora_rank=16"]
 
 
@@ -296,15 +302,21 @@ def text_of(
   """The plan for people."""
   run, chip = plan.run, plan.run.topology.chip
   show = lambda mesh: ", ".join(f"{k}={v}" for k, v in mesh.shape.items())
-  shape, buckets = run.shape, run.buckets
+  shape, via = run.shape, run.config.rollout.via
+  engine = f"none on these chips (rollout.via={via})"
+  if plan_run.has_engine(run.config):
+    buckets = run.buckets
+    engine = (
+        f"{show(run.engine_mesh)} on each host; {buckets.decode_rows[-1]} rows"
+        f" x {buckets.windows[-1]} tokens"
+    )
   lines = [
       f"{run.name} on {run.topology.name}: {run.topology.devices} chips,"
       f" {run.topology.hosts} hosts",
       f"  learner  {show(run.mesh)}; {shape.rows} rows x {shape.row_length}"
       f" tokens, {shape.patches} patches and {shape.targets} sampled tokens a"
       " shard",
-      f"  engine   {show(run.engine_mesh)} on each host;"
-      f" {buckets.decode_rows[-1]} rows x {buckets.windows[-1]} tokens",
+      f"  engine   {engine}",
   ]
   if chosen:
     lines.append(f"  chosen   {' '.join(chosen)}")

@@ -107,7 +107,7 @@ def compile_all(run: plan_run.PlannedRun) -> Iterator[tuple[str, Compiled]]:
     )
     yield "accumulate", _compile(lambda: update.accumulate, run.mesh)
     yield "apply", _compile(update.apply, run.mesh)
-    if run.config.rollout.via == "external":
+    if not plan_run.has_engine(run.config):
       return
     chosen = run.buckets
     variant = engine_programs.Variant

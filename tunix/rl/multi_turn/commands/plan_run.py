@@ -3,7 +3,8 @@
 `PlannedRun` holds the policy's shapes on the learner's mesh and the engine's,
 `memory` predicts what a device holds, `work` the operations of each program.
 
-Does not: compile, read weights, or count gyms and the hosts' memory.
+Does not: compile, read weights, or count gyms, the hosts' memory, and the
+devices of processes that only roll out.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from tunix.rl.multi_turn.commands import chips
 from tunix.rl.multi_turn.commands import policy_facts
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import cache_memory
+from tunix.rl.multi_turn.engine import config as engine_config_lib
 from tunix.rl.multi_turn.engine import device_state
+from tunix.rl.multi_turn.engine import state_pages
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import compiled_memory
+from tunix.rl.multi_turn.learner import frozen
 from tunix.rl.multi_turn.learner import memory_plan
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import kernels
@@ -76,6 +80,11 @@ def load(
         " chips; set them to multiply to that"
     ])
   return config, name or config.policy.name, chosen
+
+
+def has_engine(config: config_lib.TrainConfig) -> bool:
+  """Whether the devices of the learner hold an engine, too."""
+  return config.rollout.via not in ("external", "hosts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +144,8 @@ class PlannedRun:
     about = dict(config.policy.config)
     if name in qwen_config.SIZES:
       about = {"remat": "block"} | about
+    else:
+      about = {"compute_dtype": config.policy.dtype} | about
     changes = {
         key: value
         for key, value in about.items()
@@ -179,10 +190,25 @@ class PlannedRun:
       return 0
     return self.processor.num_image_tokens(*self.screens[0]) * per_token
 
-  @property
-  def engine_config(self) -> Any:
+  @functools.cached_property
+  def engine_config(self) -> engine_config_lib.EngineConfig:
+    """The engine's settings, with its pages' size where it follows."""
     lockstep = "true" if self.config.lockstep else "false"
-    return dataclasses.replace(self.config.engine, lockstep=lockstep)
+    found = dataclasses.replace(self.config.engine, lockstep=lockstep)
+    shapes = device_state.cache_shapes(self.engine_model)
+    return state_pages.sized(shapes, found)
+
+  @property
+  def left_out(self) -> tuple[str, ...]:
+    """Submodules that are not trained.
+
+    Raises:
+      ValueError: learner.freeze_vision of a policy that has no tower.
+    """
+    try:
+      return frozen.modules(self.model, self.config.learner)
+    except ValueError as error:
+      raise ValueError(f"learner.{error}") from None
 
   @property
   def buckets(self) -> buckets_lib.Buckets:
@@ -233,7 +259,8 @@ def memory(run: PlannedRun) -> dict[str, int]:
   "update, temporary" and "rollout, temporary" take turns: the larger counts.
 
   Raises:
-    ValueError: a policy whose sizes are not known.
+    ValueError: a policy whose sizes are not known, a teacher that is not there,
+      or no tower to freeze.
   """
   config, shape = run.config, run.shape
   work = memory_plan.Work(
@@ -243,34 +270,63 @@ def memory(run: PlannedRun) -> dict[str, int]:
       targets=shape.targets,
       logit_chunk=config.learner.logit_chunk,
   )
-  planned = memory_plan.plan(run.model, run.mesh, work)
+  planned = memory_plan.plan(
+      run.model, run.mesh, work, left_out=run.left_out
+  )
   parts = {
       "parameters": planned.parameters,
       "gradients": planned.gradients,
       "optimizer": _optimizer_bytes(run, planned),
   }
-  if config.algorithm.kl_coef:
-    parts["KL reference"] = memory_plan.parameter_bytes(run.model, run.mesh)
-  if config.rollout.via != "external":
-    with kernels.compile_for("tpu"):
-      caches = cache_memory.of_engine(
-          run.engine_model,
-          run.processor,
-          run.engine_config,
-          run.screens,
-          run.engine_mesh,
-          "tpu",
-      )
+  if config.algorithm.kl_coef and config.learner.reference_on == "device":
+    # Of what is trained, in the model's own type.
+    parts["KL reference"] = planned.new_gradients
+  if config.algorithm.teacher:
+    parts["teacher"] = _teacher_bytes(run)
+  if has_engine(config):
+    caches = _caches(run, run.engine_config)
+    weights = device_state.weight_bytes(
+        run.engine_model, run.engine_mesh, config.engine.weights
+    )
     parts |= {
-        "rollout weights": device_state.weight_bytes(
-            run.engine_model, run.engine_mesh, config.engine.weights
-        ),
+        "rollout weights": weights,
         "KV cache": caches.kv,
         "vision cache": caches.vision,
     }
+    if config.eval.beside:
+      slots = config.eval.slots or config.engine.slots
+      second = dataclasses.replace(run.engine_config, slots=slots)
+      caches = _caches(run, second)
+      parts |= {
+          "evaluation's weights": weights,
+          "evaluation's caches": caches.kv + caches.vision,
+      }
   parts["batch"] = planned.batch
   parts["update, temporary"] = planned.alive + planned.heap_gaps
   return parts
+
+
+def _caches(
+    run: PlannedRun, config: engine_config_lib.EngineConfig
+) -> cache_memory.CacheBytes:
+  with kernels.compile_for("tpu"):
+    return cache_memory.of_engine(
+        run.engine_model,
+        run.processor,
+        config,
+        run.screens,
+        run.engine_mesh,
+        "tpu",
+    )
+
+
+def _teacher_bytes(run: PlannedRun) -> int:
+  name = run.config.algorithm.teacher
+  try:
+    model = _found(name).model
+  except (OSError, ValueError) as error:
+    raise ValueError(f"algorithm.teacher={name}: {error}") from None
+  return memory_plan.parameter_bytes(model, run.mesh)
 
 
 def _optimizer_bytes(
@@ -326,10 +382,14 @@ def forward_flops(
 ) -> float:
   """Matrix products of a forward pass, two operations a multiplication.
 
+  Of linear attention, a token's products with the state are counted, which is
+  the least there can be: computed in chunks, they are more.
+
   Args:
     model: the policy, of arrays or of shapes.
     tokens: that go through the decoder.
-    attended: keys that each of them attends to, on average.
+    attended: keys that each of them attends to, on average, in layers of full
+      attention.
     logits: tokens whose logits are computed.
     patches: that go through the vision tower.
     image_patches: that each of them attends to.
@@ -339,7 +399,11 @@ def forward_flops(
   tables = parts["embedding"] + parts["head"]
   decoder = parts["active"] - tables
   flops = 2.0 * decoder * tokens
-  flops += 4.0 * sizes.layers * sizes.heads * sizes.head_dim * attended * tokens
+  heads = sizes.heads * sizes.head_dim
+  flops += 4.0 * sizes.full_layers * heads * attended * tokens
+  # The state answers to the key, is changed, and is read.
+  linear = sizes.layers - sizes.full_layers
+  flops += 6.0 * linear * sizes.linear_state * tokens
   flops += 2.0 * sizes.vocabulary * sizes.width * logits
   if patches:
     flops += 2.0 * parts["vision tower"] * patches
@@ -350,10 +414,9 @@ def forward_flops(
 
 def works(run: PlannedRun) -> dict[str, Work]:
   """Program -> its work, of one call with full rows."""
-  return {
-      "accumulate": _accumulate(run),
-      **(_rollout(run) if run.config.rollout.via != "external" else {}),
-  }
+  parts = memory(run)
+  found = {"accumulate": _accumulate(run, parts)}
+  return found | (_rollout(run, parts) if has_engine(run.config) else {})
 
 
 def _gathered(model: Any, mesh: Any, item: int) -> tuple[int, int]:
@@ -363,51 +426,68 @@ def _gathered(model: Any, mesh: Any, item: int) -> tuple[int, int]:
   return own * split, own
 
 
-def _accumulate(run: PlannedRun) -> Work:
+def _accumulate(run: PlannedRun, planned: dict[str, int]) -> Work:
   shape, mesh, about = run.shape, run.mesh, run.model.config
   tokens, patches = shape.rows * shape.row_length, shape.buffers * shape.patches
-  forward = forward_flops(
+  decoder = forward_flops(
       run.model,
       tokens,
       shape.row_length / 2,
       shape.buffers * shape.targets,
-      patches,
-      run.image_patches,
+      0,
+      0,
   )
+  tower = forward_flops(run.model, 0, 0, 0, patches, run.image_patches)
   remat = getattr(about, "remat", "none") == "block"
   adapted = bool(jax.tree.leaves(nnx.state(run.model, layers.LoRAParam)))
   passes = 1 + 1 + (not adapted) + remat
   item = jnp.dtype(about.compute_dtype).itemsize
   whole, own = _gathered(run.model, mesh, item)
-  planned = memory(run)
   reads = 2 + remat
+  # Beside an adapter, which is the decoder's, the tower is frozen, too.
+  still = getattr(run.model, "vision_modules", ()) if adapted else run.left_out
+  tower_passes = 1 if still else passes
+  once = [_gathered(getattr(run.model, name), mesh, item) for name in still]
+  read = reads * whole - (reads - 1) * sum(part[0] for part in once)
+  kept = reads * own - (reads - 1) * sum(part[1] for part in once)
   # Weights at each pass; residuals written and read; gradients added.
-  hbm = reads * whole + 2 * planned["update, temporary"]
-  hbm += 2 * planned["gradients"]
-  ici = reads * (whole - own) + (0 if adapted else whole - own)
+  hbm = read + 2 * planned["update, temporary"] + 2 * planned["gradients"]
+  # Gradients are float32 sums, and travel in the compute type.
+  split = math.prod(mesh.shape[axis] for axis in ("fsdp", "sequence"))
+  ici = read - kept + planned["gradients"] // 4 * item * (split - 1)
   if mesh.shape["data"] > 1:
     ici += 2 * planned["gradients"]
-  return Work(tokens, mesh.size, passes * forward / mesh.size, hbm, ici)
+  flops = passes * decoder + tower_passes * tower
+  return Work(tokens, mesh.size, flops / mesh.size, hbm, ici)
 
 
-def _rollout(run: PlannedRun) -> dict[str, Work]:
+def row_bytes(model: Any) -> tuple[int, int]:
+  """(recurrent states of a row, keys and values of a token) of a cache."""
+  shape_of = device_state.cache_shapes(model)
+  one, two = (jax.tree.leaves(shape_of(1, n)) for n in (1, 2))
+  size = lambda leaf: math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+  states = sum(size(a) for a, b in zip(one, two) if a.shape == b.shape)
+  return states, sum(map(size, two)) - sum(map(size, one))
+
+
+def _rollout(run: PlannedRun, parts: dict[str, int]) -> dict[str, Work]:
   model, mesh, chosen = run.engine_model, run.engine_mesh, run.buckets
   devices = mesh.size
-  parts = memory(run)
-  sizes = memory_plan.Sizes.of(model.config)
   item = jnp.dtype(model.config.compute_dtype).itemsize
   whole, own = _gathered(model, mesh, item)
   if run.config.engine.weights == "int8":
     whole, own = whole // item, own // item
   window = chosen.windows[-1]
-  kv = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * item
+  states, kv = row_bytes(model)
+  # Of a row: keys and values are read, states are read and written.
+  row = window * kv + 2 * states
   found = {}
   rows = chosen.decode_rows[-1]
   found["decode step"] = Work(
       rows,
       devices,
       forward_flops(model, rows, window, rows, 0, 0) / devices,
-      parts["rollout weights"] + whole - own + rows * window * kv / devices,
+      parts["rollout weights"] + whole - own + rows * row / devices,
       whole - own,
   )
   rows, tokens = chosen.prefill_rows[-1], chosen.tokens[-1]
@@ -416,7 +496,7 @@ def _rollout(run: PlannedRun) -> dict[str, Work]:
       count,
       devices,
       forward_flops(model, count, window / 2, 0, 0, 0) / devices,
-      parts["rollout weights"] + whole - own + rows * window * kv / devices,
+      parts["rollout weights"] + whole - own + rows * row / devices,
       whole - own,
   )
   return found

@@ -11,8 +11,9 @@ the compiler's heap has between them.
 
 Does not: count the rollout engine, the reference model of a KL term, or the
 memory that the runtime keeps for itself. Arrays are counted without the padding
-of a TPU's tiles. On CPU, where attention is not a fused kernel, scores come on
-top.
+of a TPU's tiles. Activations of linear attention are counted as those of full
+attention, and those of a tower that is not trained as if it were. On CPU, where
+attention is not a fused kernel, scores come on top.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ class Sizes:
 
   Attributes:
     layers, width, heads, kv_heads, head_dim, mlp: of the decoder; `mlp` is the
-      hidden units a token goes through, of all its experts together.
+      hidden units a token goes through, of all its experts together, the
+      shared one included.
+    full_layers: of them, those that keep keys and values; the others' attention
+      is linear.
+    linear_state: numbers of the recurrent state of such a layer.
     mlp_copies: times a token's row is copied for its experts, 0 without them.
     vocabulary: rows of the embedding.
     blocks, vision_width, vision_mlp: of the vision tower.
@@ -62,6 +67,8 @@ class Sizes:
   head_dim: int
   mlp: int
   mlp_copies: int
+  full_layers: int
+  linear_state: int
   vocabulary: int
   blocks: int
   vision_width: int
@@ -93,6 +100,7 @@ class Sizes:
           head_dim=text.head_dim,
           mlp=text.intermediate_size,
           mlp_copies=0,
+          **_kinds_of_layers(text),
           vocabulary=text.vocab_size,
           blocks=0,
           vision_width=0,
@@ -110,6 +118,8 @@ class Sizes:
           head_dim=config.head_dim,
           mlp=config.mlp,
           mlp_copies=0,
+          full_layers=config.layers,
+          linear_state=0,
           vocabulary=config.vocab_size,
           blocks=config.vision_layers,
           vision_width=config.width,
@@ -120,14 +130,19 @@ class Sizes:
       )
     text, vision = config.text, config.vision
     copies = text.num_experts_per_tok if text.num_experts else 0
+    experts = 0
+    if copies:
+      experts = text.moe_intermediate_size * copies
+      experts += text.shared_expert_intermediate_size
     return cls(
         layers=text.num_hidden_layers,
         width=text.hidden_size,
         heads=text.num_attention_heads,
         kv_heads=text.num_key_value_heads,
         head_dim=text.head_dim,
-        mlp=text.moe_intermediate_size * copies or text.intermediate_size,
+        mlp=experts or text.intermediate_size,
         mlp_copies=copies,
+        **_kinds_of_layers(text),
         vocabulary=text.vocab_size,
         blocks=vision.depth,
         vision_width=vision.hidden_size,
@@ -136,6 +151,17 @@ class Sizes:
         patches_per_token=vision.patches_per_token,
         patch_bytes=3 * vision.patch_size**2,
     )
+
+
+def _kinds_of_layers(text: Any) -> dict[str, int]:
+  count = text.num_hidden_layers
+  state = (
+      text.linear_num_value_heads
+      * text.linear_key_head_dim
+      * text.linear_value_head_dim
+  )
+  linear = sum(map(text.is_linear, range(count)))
+  return {"full_layers": count - linear, "linear_state": state}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,6 +382,7 @@ def plan(
     param_dtype: str | None = None,
     compute_dtype: str | None = None,
     lora_rank: int = 0,
+    left_out: Collection[str] = (),
 ) -> MemoryPlan:
   """Plans the memory of a step of `model` on each device of `mesh`.
 
@@ -369,6 +396,7 @@ def plan(
     compute_dtype: of activations; None = the config's.
     lora_rank: plans for an adapter of this rank, see `with_adapter`; 0 = as
       the model is.
+    left_out: names of submodules that are not trained, see `weight_bytes`.
 
   Raises:
     ValueError: an unknown remat policy, or an adapter that cannot be.
@@ -382,7 +410,7 @@ def plan(
   sizes = Sizes.of(config)
   wide = jnp.dtype(compute_dtype or config.compute_dtype).itemsize
   item = jnp.dtype(param_dtype).itemsize if param_dtype else 0
-  weights = weight_bytes(model, mesh, item, wide)
+  weights = weight_bytes(model, mesh, item, wide, left_out)
   return MemoryPlan(
       parameters=weights.masters + weights.frozen,
       gradients=weights.masters,
