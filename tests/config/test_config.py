@@ -668,6 +668,22 @@ def test_the_reference_in_docs_is_up_to_date():
             ],
             "queue.capacity=8 can never hold the 16 groups",
         ),
+        (
+            [
+                "rollout.via=hosts",
+                "queue.max_staleness=1",
+                "queue.admission=finished",
+            ],
+            "queue.admission=finished .*rollout.via=hosts",
+        ),
+        (
+            [
+                "rollout.via=hosts",
+                "queue.max_staleness=1",
+                "collect.part_size=4",
+            ],
+            "part_size=4 splits groups, which rollout.via=hosts lends whole",
+        ),
     ],
 )
 def test_rules_of_asynchrony_that_contradict_each_other(argv, words):

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import json
 import threading
 import time
@@ -12,20 +13,24 @@ import pytest
 import queue_groups
 import small_runs
 import trials
+from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.commands import rollout
+from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.run.rollout_hosts import host as host_lib
 from tunix.rl.multi_turn.run.rollout_hosts import leases
 from tunix.rl.multi_turn.run.rollout_hosts import messages
+from tunix.rl.multi_turn.run.rollout_hosts import remote
 from tunix.rl.multi_turn.run.rollout_hosts import server as server_lib
 
 ARGUMENTS = (
     small_runs.NANO, "seed=3", "warm_start.source=none", "steps=2",
     "learner.adam_eps=1e-3", "algorithm.entropy_coef=0.1",
-    "learner.skip_zero_advantage=false", "eval.modes=[greedy]",
-    "eval.episodes_per_task=1",
+    "learner.skip_zero_advantage=false", "eval.modes=[sampled, greedy]",
+    "eval.attempts=2", "eval.episodes_per_task=1",
 )  # pyformat: disable
 
 
@@ -99,9 +104,112 @@ def test_a_run_with_two_rollout_hosts_equals_one_that_rolls_out_itself(
   ours, theirs = (small_runs.summary_of(tmp_path / n) for n in ("r", "own"))
   for key in ("episodes", "groups"):
     assert ours[key] == theirs[key], key
-  assert ours["eval"].keys() == theirs["eval"].keys()
+  assert ours["eval"] and ours["eval"].keys() == theirs["eval"].keys()
+  for name, found in ours["eval"].items():
+    want = theirs["eval"][name]
+    # Other seconds, the same episodes with the same weights.
+    assert {**found, "seconds": 0} == {**want, "seconds": 0}, name
   assert not (run / "rollout.json").exists()
   assert list((run / "images").glob("*.png"))
+
+
+# --- what hosts are told ------------------------------------------------------
+
+
+def sent_to_hosts(config):
+  settings = remote._settings(config)  # pylint: disable=protected-access
+  return json.loads(json.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("algorithm.advantage=remax", "collect.group_size=1"),
+        ("algorithm=ppo", "collect.group_size=1"),
+        ("algorithm.advantage=reinforce_pp", "collect.group_size=1"),
+        ("sampling.top_p=0.9", "algorithm.importance=tis"),
+        ("engine.weights=int8", "algorithm.importance=tis"),
+        ("sampling.top_k=5", "algorithm.keep_sampling_mask=true"),
+        ("algorithm.kl_coef=0.01", "learner.skip_zero_advantage=false"),
+        ("queue.max_staleness=3", "learner.publish_every=2"),
+        ("learner.dynamic_sampling=2", "learner.rows=8", "mesh.fsdp=8"),
+    ],
+)
+def test_a_host_takes_every_run_that_the_learner_takes(arguments, tmp_path):
+  alone = "collect.group_size=1" in arguments
+  config = config_lib.load_config([
+      "rollout.via=hosts", f"collect.min_valid={1 if alone else 2}",
+      *arguments,
+  ])  # pyformat: disable
+  sent = sent_to_hosts(config)
+  own = {"mesh.fsdp": "3", "mesh.sequence": "5", "engine.slots": "32"}
+  for overrides in ({}, own):
+    found = host_lib.config_of(sent, overrides, tmp_path)
+    for name in ("algorithm", "sampling", "collect", "agent", "policy"):
+      assert getattr(found, name) == getattr(config, name), name
+  assert (found.mesh.fsdp, found.mesh.sequence) == (3, 5)
+  assert found.engine.slots == 32
+
+
+def test_settings_of_a_host_that_are_wrong_are_one_line(tmp_path):
+  sent = sent_to_hosts(config_lib.load_config([]))
+  for key in ("engine.slots.x", "engine.slot", "mesh.fsdp"):
+    with pytest.raises(config_lib.ConfigError) as caught:
+      host_lib.config_of(sent, {key: "many"}, tmp_path)
+    (problem,) = caught.value.problems
+    assert key in problem
+
+
+def test_a_run_with_hosts_is_evaluated_without_them(tmp_path):
+  config = config_lib.load_config([
+      "rollout.via=hosts", f"run.dir={tmp_path}", "name=r",
+  ])  # pyformat: disable
+  run = config.run_dir
+  run.mkdir()
+  (run / "config.yaml").write_text(config.to_yaml())
+  found = config_lib.load_evaluation([f"run={run}"])
+  assert found.rollout.via == "in_process"
+  with pytest.raises(config_lib.ConfigError, match="an evaluation has none"):
+    config_lib.load_evaluation([f"run={run}", "rollout.via=hosts"])
+
+
+def test_a_lent_group_has_its_samples_and_its_greedy_episode(tmp_path):
+  config = config_lib.load_config([
+      "rollout.via=hosts", "algorithm.advantage=remax",
+      f"run.dir={tmp_path}",
+  ])  # pyformat: disable
+  images = images_lib.ImageStore()
+  engine = remote.HostsEngine(config, images, tmp_path)
+  seen = []
+
+  class Observer:
+
+    def on_event(self, event):
+      seen.append(event)
+
+  collector = remote.RemoteCollector(
+      engine, "sampled", None, None, observers=Observer()
+  )
+  group, _ = seen_group(images)
+  greedy = dataclasses.replace(group.trajectories[0], trajectory_id="greedy")
+  group = dataclasses.replace(group, greedy=greedy)
+
+  async def lend():
+    task = gym_base.Task(task_id="t", instruction="do", family="click-color")
+    asked = asyncio.ensure_future(collector.collect(task, samples=iter([2])))
+    while (lease := engine.book.take("a")) is None:
+      await asyncio.sleep(0.01)
+    engine.book.finish(lease.number, "a", (group, []))
+    return lease, await asked
+
+  try:
+    lease, arrived = asyncio.run(asyncio.wait_for(lend(), 20))
+  finally:
+    engine.close()
+  assert arrived is group and lease.order["samples"] == [2]
+  assert json.dumps(lease.order)
+  ended = [e for e in seen if isinstance(e, events.EpisodeFinished)]
+  assert [e.trajectory for e in ended] == [*group, greedy]
 
 
 # --- leases -------------------------------------------------------------------

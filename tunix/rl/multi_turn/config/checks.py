@@ -56,6 +56,13 @@ def _evaluation(c: TrainConfig) -> Iterator[str]:
         f" rollout.via={c.rollout.via} has none; leave it out, or set"
         " rollout.via=in_process"
     )
+  evaluate = getattr(c, "evaluate", None)
+  if evaluate is not None and not evaluate.server and c.rollout.via == "hosts":
+    yield (
+        "rollout.via=hosts: rollout hosts take their weights from a learner,"
+        " and an evaluation has none; leave it out, or set"
+        " rollout.via=in_process"
+    )
   metric = c.checkpoint.keep_best
   if not metric:
     return
@@ -465,6 +472,13 @@ def _queue(c: TrainConfig) -> Iterator[str]:
         " queue.max_staleness=0 accepts no token from before the last one; set"
         " queue.max_staleness >= 1 or queue.admission=started"
     )
+  if c.queue.admission == "finished" and c.rollout.via == "hosts":
+    yield (
+        "queue.admission=finished starts groups when this process has room for"
+        " episodes, and with rollout.via=hosts it plays none; set"
+        " queue.admission=started, and queue.max_staleness as high as hosts"
+        " are to be kept busy"
+    )
   groups = c.learner.groups_per_step * c.collect.parts
   if 0 < c.queue.capacity < groups:
     yield (
@@ -483,6 +497,11 @@ def _parts(c: TrainConfig) -> Iterator[str]:
   if not c.collect.part_size or c.learner.steps <= 0:
     return
   part, advantage = c.collect.part_size, c.algorithm.advantage
+  if c.rollout.via == "hosts":
+    yield (
+        f"collect.part_size={part} splits groups, which rollout.via=hosts lends"
+        " whole; set collect.part_size=0"
+    )
   if advantage not in _OF_EPISODES:
     yield (
         f"collect.part_size={part} splits groups, which"

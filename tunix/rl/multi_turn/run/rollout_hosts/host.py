@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import functools
 import json
 import logging
@@ -124,6 +125,48 @@ class _Faults:
       ])  # pyformat: disable
 
 
+def config_of(
+    settings: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    folder: pathlib.Path,
+) -> config_lib.TrainConfig:
+  """The configuration of a host.
+
+  Args:
+    settings: of the run, by section, as the learner sends them.
+    overrides: the host's own, by dotted key.
+    folder: in place of the run's directory.
+
+  Raises:
+    ConfigError: the run cannot be rolled out with these.
+  """
+  data = copy.deepcopy(dict(settings))
+  data["rollout"] = {"via": "in_process"}
+  # Groups come when they come; lockstep would wait for those to come.
+  data["engine"]["lockstep"] = "false"
+  data["run"] |= {"dir": str(folder), "resume": "", "dry_run": False}
+
+  def size(axis: str) -> int:
+    text = str(overrides.get(f"mesh.{axis}", 1))
+    return max(1, int(text)) if text.isdecimal() else 1
+
+  # Rows are the learner's: here they need only suit a mesh of another size.
+  learner, shards = data["learner"], size("sequence")
+  learner["rows"] = size("data") * size("fsdp")
+  learner["row_length"] = -(-learner["row_length"] // shards) * shards
+  for key, value in overrides.items():
+    *above, name = key.split(".")
+    place = data
+    for part in above:
+      place = place.setdefault(part, {})
+      if not isinstance(place, dict):
+        raise config_lib.ConfigError([
+            f"{key}={value}: {part} has no fields; set {key.rpartition('.')[0]}"
+        ])
+    place[name] = value
+  return config_lib.from_dict(data, "the run's settings")
+
+
 class RolloutHost:
   """One host; call `run` on an event loop of its own."""
 
@@ -142,6 +185,7 @@ class RolloutHost:
     self._learner = _Learner(pathlib.Path(directory), patience_s)
     self._overrides = dict(overrides)
     self._work: dict[int, asyncio.Task[None]] = {}
+    self._episodes_of: dict[int, int] = {}
     self._loading: asyncio.Lock | None = None
     self._serial = 0
     self._newer = asyncio.Event()
@@ -173,15 +217,7 @@ class RolloutHost:
       await self._learner.aclose()
 
   def _build(self, settings: Mapping[str, Any], folder: pathlib.Path) -> None:
-    settings = {**settings, "rollout": {"via": "in_process"}}
-    # Groups come when they come; lockstep would wait for those to come.
-    settings["engine"] = {**settings["engine"], "lockstep": "false"}
-    settings["run"] = {
-        **settings["run"], "dir": str(folder), "resume": "", "dry_run": False
-    }  # pyformat: disable
-    self._config = config = config_lib.from_dict(
-        {**settings, **self._overrides}, "the run's settings"
-    )
+    self._config = config = config_of(settings, self._overrides, folder)
     mesh = models.make_mesh(config)
     self._images = images_lib.ImageStore(folder / "images")
     self._episodes = episodes.EpisodeFactory(config, self._images)
@@ -190,11 +226,10 @@ class RolloutHost:
 
   async def _serve(self) -> None:
     beat = asyncio.ensure_future(self._beat())
-    size = self._config.collect.group_size
-    most = -(-self._config.collect.concurrency // size)
+    most = self._config.collect.concurrency
     try:
       while not beat.done():
-        if len(self._work) >= most:
+        if sum(self._episodes_of.values()) >= most:
           await asyncio.wait(
               [beat, *self._work.values()],
               return_when=asyncio.FIRST_COMPLETED,
@@ -206,8 +241,9 @@ class RolloutHost:
           asking.cancel()
           break
         if lease := asking.result():
-          number = int(lease["number"])
-          task = asyncio.ensure_future(self._collect(number, lease["order"]))
+          number, order = int(lease["number"]), lease["order"]
+          self._episodes_of[number] = self._size(order)
+          task = asyncio.ensure_future(self._collect(number, order))
           self._work[number] = task
           task.add_done_callback(functools.partial(self._ended, number))
       await beat
@@ -215,8 +251,17 @@ class RolloutHost:
       beat.cancel()
       await asyncio.gather(beat, return_exceptions=True)
 
+  def _size(self, order: Mapping[str, Any]) -> int:
+    """Episodes of a group."""
+    if order["samples"] is not None:
+      return len(order["samples"])
+    if order["mode"] != "train":
+      return 1
+    return order["group_size"] or self._config.collect.group_size
+
   def _ended(self, number: int, task: asyncio.Task[None]) -> None:
     self._work.pop(number, None)
+    self._episodes_of.pop(number, None)
     if not task.cancelled() and (error := task.exception()) is not None:
       # The learner takes the lease back; other groups go on.
       _LOG.warning("group of lease %d was not collected: %r", number, error)
@@ -286,6 +331,7 @@ class RolloutHost:
         attempt=order["attempt"],
         start_version=order["start_version"],
         group_size=order["group_size"],
+        samples=order["samples"],
     )
     collected = await asyncio.to_thread(
         messages.write_group, group, self._images

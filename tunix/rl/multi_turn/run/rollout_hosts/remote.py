@@ -20,7 +20,7 @@ import json
 import logging
 import os
 import pathlib
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 from flax import nnx
 from tunix.rl.multi_turn import config as config_lib
@@ -148,11 +148,18 @@ def _settings(config: config_lib.TrainConfig) -> dict[str, Any]:
   """What a host builds the same episodes and policy from."""
   keep = (
       "environment", "gym", "task_source", "agent", "policy", "sampling",
-      "engine", "collect", "rollout", "run",
+      "engine", "collect", "algorithm", "rollout", "run",
   )  # pyformat: disable
   data = config.to_dict()
+  # As `models.make_engine` decides for an engine of the run's own.
+  data["engine"]["entropies"] |= config.monitor.on and config.monitor.entropies
   return {name: data[name] for name in keep} | {
-      "learner": {"row_length": data["learner"]["row_length"]},
+      # Sections that contradict each other in a learner only: steps=0 has none.
+      "learner": {
+          "row_length": data["learner"]["row_length"],
+          "steps": 0,
+          "skip_zero_advantage": False,
+      },
   }
 
 
@@ -178,6 +185,7 @@ class RemoteCollector(groups.GroupCollector):
       attempt: int = 0,
       start_version: int = 0,
       group_size: int | None = None,
+      samples: Iterable[int] | None = None,
   ) -> groups.TrajectoryGroup:
     book = self._engine.book
     lease = book.lend({
@@ -187,6 +195,7 @@ class RemoteCollector(groups.GroupCollector):
         "attempt": attempt,
         "start_version": start_version,
         "group_size": group_size,
+        "samples": None if samples is None else list(samples),
         "serial": self._engine.serial,
     })
     try:
@@ -196,8 +205,9 @@ class RemoteCollector(groups.GroupCollector):
     split = "train" if self._mode == "train" else "eval"
     for stage, kind, message, name in faults:
       self.emit(events.Fault(stage, kind, message, trajectory_id=name or None))
-    for member in group:
-      known = dict(group_id=group.group_id, task_id=group.task_id, split=split)
+    known = dict(group_id=group.group_id, task_id=group.task_id, split=split)
+    beside = () if group.greedy is None else (group.greedy,)
+    for member in (*group, *beside):
       self.emit(
           events.EpisodeStarted(trajectory_id=member.trajectory_id, **known)
       )
