@@ -648,6 +648,30 @@ def test_the_reference_in_docs_is_up_to_date():
             "collect.part_size=4 delivers episodes in the order",
         ),
         (
+            ["collect.part_size=4", "engine.lockstep=false"],
+            "collect.part_size=4 .*queue.max_staleness=0 admits no group",
+        ),
+        (
+            ["collect.part_size=4", "rollout.via=proxy"],
+            "collect.part_size=4 .*queue.max_staleness=0 admits no group",
+        ),
+        (
+            [
+                "collect.part_size=4",
+                "queue.max_staleness=1",
+                "algorithm.overlong_tokens=64",
+            ],
+            "collect.part_size=4 .*algorithm.overlong_tokens=64.*to 0",
+        ),
+        (
+            [
+                "collect.part_size=4",
+                "queue.max_staleness=1",
+                "task_source.order=curriculum",
+            ],
+            "collect.part_size=4 .*task_source.order=curriculum.*in_turn",
+        ),
+        (
             ["collect.part_size=3", "queue.max_staleness=1"],
             "part_size=3 must divide collect.group_size=8",
         ),

@@ -38,3 +38,15 @@ def test_the_good_one_can_be_built():
 def test_what_breaks_the_contract_is_named(change, said):
   with pytest.raises(ValueError, match=said):
     token_sequence.TokenSequence(**{**GOOD, **change})
+
+
+def test_a_trimmed_token_keeps_no_support():
+  made = token_sequence.TokenSequence(
+      **GOOD, support=[[-1, -1], [6, 9], [7, -1]]
+  )
+  trimmed = made.trimmed(1)
+  assert trimmed.loss_mask.tolist() == [False, False, True]
+  assert trimmed.support.tolist() == [[-1], [-1], [7]]
+  assert made.support.tolist() == [[-1, -1], [9, 6], [7, -1]]
+  assert token_sequence.TokenSequence.from_json(trimmed.to_json()) == trimmed
+  assert made.trimmed(2).support.tolist() == [[-1], [-1], [-1]]

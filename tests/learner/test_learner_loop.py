@@ -1,6 +1,7 @@
 """From the queue to published weights."""
 
 import concurrent.futures
+import dataclasses
 import threading
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.learner import checkpoint
 from tunix.rl.multi_turn.learner import loop as loop_lib
+from tunix.rl.multi_turn.learner import replay
 from tunix.rl.queue import data_queue
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
@@ -385,3 +387,26 @@ def test_a_stop_between_replacements_keeps_what_was_taken(case):
   assert loop.step()["replaced_groups"] == 1
   assert seen.learned == [["g1", "g2"]]
   assert loop._consumed == {0, 1, 2}
+
+
+def test_a_failed_group_that_borrows_a_success_is_not_replaced(case):
+  """Of the tasks, only one was solved lately."""
+  queue = group_queue.GroupQueue(2, group_queue.QueueConfig(capacity=3))
+  kept = replay.SuccessReplay(1)
+  kept.lend([case.group([1.0], "old")], 0)
+  for name, task, rewards in (
+      ("g0", "task", [0.0, 0.0]),
+      ("g1", "other", [0.0, 0.0]),
+      ("g2", "other", VARIED),
+  ):
+    made = case.group(rewards, name)
+    queue.put(dataclasses.replace(made, task_id=task))
+  seen = _Groups()
+  loop = _dynamic(
+      case, queue, 1, observers=events.Observers([seen]), replay=kept
+  )
+  metrics = loop.step()
+  assert seen.learned == [["g0", "g2"]]
+  assert [name for name, *_ in seen.dropped] == ["g1"]
+  assert metrics["replaced_groups"] == metrics["borrowed_episodes"] == 1
+  assert metrics["optimizer_steps"] == 1

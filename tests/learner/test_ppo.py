@@ -528,3 +528,41 @@ def test_ppo_learns_a_task_whose_reward_comes_a_turn_later(case):
   assert 0.3 < chances[0] < 0.7
   assert chances[-1] > 0.9
   assert metrics["ratio_max"] < 20
+
+
+def test_what_stale_turns_earned_is_not_the_first_fresh_tokens(case):
+  """The rewards of turns that left the loss were their tokens' own."""
+  learner = case.learner(**PPO, gae_lambda=1.0, gae_normalise=False)
+  (group,) = case.groups(1, size=1, turns=3)
+  (member,) = group
+  steps = [
+      dataclasses.replace(step, reward=reward)
+      for step, reward in zip(member.steps, (4.0, 2.0, 1.0), strict=True)
+  ]
+  sequences = [
+      dataclasses.replace(
+          s, versions=np.where(s.loss_mask, np.minimum(s.turn_ids, 1), -1)
+      )
+      for s in member.sequences
+  ]
+  member = dataclasses.replace(
+      member, steps=steps, reward=7.0, sequences=sequences
+  )
+
+  def targets(one):
+    found, _ = critic.of_groups(
+        [dataclasses.replace(group, trajectories=(one,))],
+        learner.algorithm, 1.0, 64,
+        lambda asked: [np.zeros(len(s)) for s in asked],
+    )  # pyformat: disable
+    per_sequence = found[one.trajectory_id].per_sequence
+    return {
+        int(turn): float(per_sequence[i][1][critic.TARGETS][at])
+        for i, s in enumerate(one.sequences) if i in per_sequence
+        for at, turn in enumerate(s.turn_ids) if s.loss_mask[at]
+    }  # pyformat: disable
+
+  whole = targets(member)
+  assert whole == pytest.approx({0: 7.0, 1: 3.0, 2: 1.0})
+  # Turn 0 is of version 0.
+  assert targets(member.trimmed(1)) == pytest.approx({1: 3.0, 2: 1.0})

@@ -134,6 +134,7 @@ def test_trimming_keeps_what_is_young_enough():
               versions=[-1, 0, 1, -1, 2],
               turn_ids=[0, 0, 0, 1, 1],
               entropies=[0, 0.1, 0.2, 0, 0.3],
+              support=[[-1], [6], [7], [-1], [9]],
           )
       ],
   )
@@ -150,6 +151,7 @@ def test_trimming_keeps_what_is_young_enough():
   assert sequence.loss_mask.tolist() == [False, False, True, False, True]
   assert sequence.versions.tolist() == [-1, -1, 1, -1, 2]
   assert sequence.tokens.tolist() == [5, 6, 7, 8, 9]
+  assert sequence.support.tolist() == [[-1], [-1], [7], [-1], [9]]
   assert sequence.logprobs.tolist() == pytest.approx([0, 0, -0.6, 0, -0.7])
   assert (first.stale_tokens, second.stale_tokens) == (1, 1)
   # A member of which nothing is trained on is still compared with.

@@ -1,5 +1,6 @@
 """Counts that a kill does not change."""
 
+import collections
 import itertools
 import json
 
@@ -156,3 +157,78 @@ def test_late_faults_belong_to_their_group():
   counts.on_event(events.Fault("close", "E", "x", "train-000000.1"))
   assert counts.training()["settled"]["faults"] == {"close/E": 1, "step/E": 1}
   assert counts.training()["accepted"] == {}
+
+
+# --- groups in parts ----------------------------------------------------------
+
+
+def in_parts(index):
+  """A group of four in two parts."""
+  whole = group(index, (SUCCEEDED, FAILED, FAILED, SUCCEEDED))
+  return tuple(
+      trajectory_lib.TrajectoryGroup(
+          whole.group_id, "t", whole.trajectories[at : at + 2],
+          peer_rewards=(0.0, 0.0)[:at],
+      )
+      for at in (0, 2)
+  )  # pyformat: disable
+
+
+def fed(counts, *found):
+  for event in itertools.chain(*found):
+    counts.on_event(event)
+  return counts
+
+
+def test_a_group_in_parts_counts_once():
+  one, two = in_parts(0)
+  counts = fed(run_counts.RunCounts(2), collected(one), collected(two))
+  want = {
+      "episodes": {"train/failed": 2, "train/succeeded": 2},
+      "groups": {"accepted": 1},
+      "faults": {"step/E": 2},
+  }
+  assert counts.totals() == want
+  late = fed(run_counts.RunCounts(2), collected(one), trained(1, one))
+  fed(late, collected(two), trained(2, two))
+  assert late.totals() == want
+  stale = [events.GroupFinished(part, "dropped") for part in (one, two)]
+  assert fed(counts, stale).totals()["groups"] == {"accepted": 1, "dropped": 1}
+
+
+def test_stored_parts_count_once_after_a_kill():
+  settled, waiting = in_parts(0), in_parts(1)
+  counts = run_counts.RunCounts(2)
+  fed(counts, collected(settled[0]), trained(1, settled[0]))
+  fed(counts, collected(waiting[0]), collected(waiting[1]))
+  # An episode of the part to come has ended.
+  (ended, *_) = collected(settled[1])
+  fed(counts, [ended])
+  saved = json.loads(json.dumps(counts.training()))
+  fed(counts, itertools.islice(collected(settled[1]), 1, None))
+  want = counts.totals()
+  for stored, again in (
+      # Stored after the checkpoint.
+      ((settled[1], *waiting), ()),
+      # Under way at the kill, and collected again.
+      (waiting, collected(settled[1])),
+  ):
+    resumed = run_counts.RunCounts(2)
+    resumed.restore_training(saved, stored)
+    got = fed(resumed, again).totals()
+    assert got["groups"] == want["groups"] == {"accepted": 2}
+    assert got["episodes"] == want["episodes"]
+  # One part of a group is dropped for its age, and then the other.
+  resumed = run_counts.RunCounts(2)
+  resumed.restore_training(saved, waiting[1:])
+  fed(resumed, [events.GroupFinished(waiting[1], "dropped")])
+  assert resumed.totals()["groups"] == {"accepted": 2, "dropped": 1}
+  assert resumed.totals()["episodes"] == saved_episodes(saved)
+
+
+def saved_episodes(saved):
+  parts = (saved["settled"], *saved["accepted"].values())
+  total = collections.Counter()
+  for counts in parts:
+    total.update(counts["episodes"])
+  return dict(total)

@@ -244,11 +244,32 @@ def test_a_kill_while_groups_move_leaves_the_old_layout(tmp_path, monkeypatch):
     assert db.execute("SELECT idx, done FROM groups").fetchall() == [(0, 0)]
 
 
+PARTS = ("collect.group_size=8", "collect.part_size=4",
+         "queue.max_staleness=1")  # pyformat: disable
+
+
+def test_queues_of_parts_are_refused_before_they_are_dealt(tmp_path):
+  config = config_lib.load_config(PARTS)
+  process_layout.check(tmp_path, 2, config)  # A new run.
+  write(tmp_path, 2, [["stored"], ["stored"]])
+  before = sorted(tmp_path.rglob("*"))
+  process_layout.check(tmp_path, 2, config)
+  process_layout.check(tmp_path, 3, SYNCHRONOUS)
+  for count in (1, 3):
+    with pytest.raises(config_lib.ConfigError) as caught:
+      process_layout.check(tmp_path, count, config)
+    (line,) = caught.value.problems
+    assert f"has {count}: collect.part_size=4" in line
+    assert line.endswith("resume with 2")
+  assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_what_cannot_be_dealt_is_refused_with_the_reason(tmp_path):
   extras = {loop_lib.PROCESSES: write(tmp_path, 2, [["done"], ["done"]])}
   for changes, words in (
       (["task_source.order=curriculum"], "by what that process has seen"),
       (['queue.path=""', "queue.max_staleness=1"], "out of their order"),
+      (PARTS, "collect.part_size=4 queues each part"),
   ):
     config = config_lib.load_config(changes)
     with pytest.raises(config_lib.ConfigError, match=words) as caught:

@@ -15,6 +15,7 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.run import models
+from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run_lock
 from tunix.rl.multi_turn.run.warm_start import cloning
 
@@ -358,3 +359,27 @@ def test_another_algorithm_by_name_is_refused(run, capsys):
   """Its preset would lie below the recorded values, and change nothing."""
   said = refusal(capsys, f"resume={run}", "algorithm=dapo")
   assert "algorithm.name" in said and "dapo" in said
+
+
+def test_the_parts_of_a_groups_queue_stay_as_they_are(tmp_path):
+  """Its indices are those of parts: other parts would be other groups."""
+  load = lambda *argv: config_lib.load_config([f"resume={tmp_path}", *argv])
+  begin = lambda *argv: (tmp_path / "config.yaml").write_text(
+      config_lib.seal(
+          resuming.recorded(
+              config_lib.load_config(
+                  ["name=r", "queue.max_staleness=1", *argv]
+              )
+          ).to_yaml()
+      )
+  )
+  begin("collect.group_size=8", "collect.part_size=4")
+  resuming.check(load())
+  for argv, words in (
+      (["collect.part_size=0"], "collect.part_size=0: .* begun with 4"),
+      (["collect.group_size=12"], "collect.group_size=12: .* begun with 8"),
+  ):
+    with pytest.raises(config_lib.ConfigError, match=words):
+      resuming.check(load(*argv))
+  begin("collect.group_size=8")
+  resuming.check(load("collect.group_size=12"))

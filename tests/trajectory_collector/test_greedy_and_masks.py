@@ -91,6 +91,33 @@ def test_a_group_whose_greedy_episode_broke_is_tried_again():
   assert group.attempt == 1 and group.greedy.status.is_policy_outcome
 
 
+def test_the_greedy_episode_takes_room_of_the_next_group():
+  """With admission=finished: two groups of three and one fill eight slots."""
+  released = asyncio.Event()
+
+  class Waiting(GreedyAware):
+
+    async def generate(self, prompt, sampling, *, session):
+      await released.wait()
+      return await super().generate(prompt, sampling, session=session)
+
+  async def main():
+    queue = group_queue.GroupQueue(
+        2, group_queue.QueueConfig(max_staleness=1, admission="finished")
+    )
+    collector = greedy_collector(Waiting(), concurrency=8)
+    loop = tc.CollectLoop(collector, tc.TaskSampler(["a"]), queue)
+    running = asyncio.ensure_future(loop.run())
+    await asyncio.sleep(0.3)
+    found = queue.counters()["running"]
+    released.set()
+    loop.stop(drain=False)
+    await asyncio.wait((running,))
+    return found
+
+  assert asyncio.run(main()) == 2
+
+
 # --- sampling masks -----------------------------------------------------------
 
 

@@ -515,11 +515,25 @@ def _parts(c: TrainConfig) -> Iterator[str]:
         " which algorithm.kl_in=reward would price anew; set kl_in=loss or"
         " collect.part_size=0"
     )
-  if c.lockstep:
+  if c.algorithm.overlong_tokens:
+    yield (
+        f"collect.part_size={part} compares with the rewards of earlier parts,"
+        f" off which algorithm.overlong_tokens={c.algorithm.overlong_tokens}"
+        " would take no price; set one of them to 0"
+    )
+  if c.task_source.order == "curriculum":
+    yield (
+        f"collect.part_size={part} delivers the fast members of a group first,"
+        " and task_source.order=curriculum takes a group's success rate from"
+        " all of its members; set task_source.order=in_turn or"
+        " collect.part_size=0"
+    )
+  if c.lockstep or c.queue.max_staleness == 0:
     yield (
         f"collect.part_size={part} delivers episodes in the order in which they"
-        " end, which no repeatable run can keep; set queue.max_staleness > 0 or"
-        " collect.part_size=0"
+        f" end, and queue.max_staleness={c.queue.max_staleness} admits no group"
+        " in place of parts that are dropped or never come; set"
+        " queue.max_staleness > 0 or collect.part_size=0"
     )
 
 

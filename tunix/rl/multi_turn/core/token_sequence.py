@@ -270,6 +270,9 @@ class TokenSequence:
         entropies=None
         if entropies is None
         else np.where(stale, 0, entropies),
+        support=None
+        if self.support is None
+        else np.where(stale[:, None], -1, self.support),
     )
 
   def to_json(self) -> dict[str, Any]:

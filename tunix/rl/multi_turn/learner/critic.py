@@ -230,6 +230,11 @@ def _of_episode(
     values_of.append(np.asarray(scored[sequence.loss_mask], np.float64))
   none = np.zeros(0)
   turn_ids_M = np.concatenate(turns or [none.astype(np.int64)])
+  if member.stale_tokens and len(turn_ids_M):
+    # They were earned by tokens that left the loss, before all that are left.
+    rewards_K = np.where(
+        np.arange(len(rewards_K)) < turn_ids_M[0], 0.0, rewards_K
+    )
   values_M = np.concatenate(values_of or [none])
   last = float(found[used[-1][0]][-1]) if has_end else 0.0
   estimator = algorithm.estimate

@@ -8,7 +8,8 @@ Promises: weights are published before the queue admits groups of their
 version; groups are acknowledged only when a checkpoint that contains them is
 on disk, and that checkpoint names them, for a process that dies in between; no
 wait is without a deadline or a way to stop it. With `dynamic_sampling`, groups
-of equal rewards are replaced, a bounded number of times, and counted. Where
+of equal rewards are replaced, a bounded number of times, and counted, but for
+those that borrow a success. Where
 several processes learn, one whose groups do not come in time gives those that
 it has, and the others give more; while all are in time, each gives its share.
 
@@ -426,7 +427,7 @@ class LearnerLoop:
       if groups is None:
         stopped = stop is not None and stop.is_set()
         return _STOPPED if stopped else _LATE
-      flat = [g for g in groups if not varies(g)]
+      flat = [g for g in groups if not (varies(g) or self._lends_to(g))]
       flat = flat[: self._replaceable - self._replaced]
       replaced = {id(g) for g in flat}
       self._kept += [g for g in groups if id(g) not in replaced]
@@ -440,6 +441,12 @@ class LearnerLoop:
             )
         )
     return _READY
+
+  def _lends_to(self, group: trajectory.TrajectoryGroup) -> bool:
+    """Whether a success would make the group vary."""
+    return self._replay is not None and self._replay.lends_to(
+        group, self.learner.version
+    )
 
   def _take_exactly(
       self, count: int, stop: threading.Event | None, due: float | None

@@ -87,9 +87,7 @@ class SuccessReplay:
     self._forget_old(version)
     out, borrowed = [], set()
     for group in groups:
-      found = None
-      if group.valid and not any(m.status is _SUCCEEDED for m in group.valid):
-        found = self._newest(group.task_id, version)
+      found = self._for(group, version)
       if found is not None:
         name = f"{found.trajectory_id}+{group.group_id}"
         borrowed.add(name)
@@ -100,6 +98,19 @@ class SuccessReplay:
       out.append(group)
     self._keep(groups)
     return out, frozenset(borrowed)
+
+  def lends_to(self, group: TrajectoryGroup, version: int) -> bool:
+    """Whether `lend` at this version would give the group a success."""
+    self._forget_old(version)
+    return self._for(group, version) is not None
+
+  def _for(
+      self, group: TrajectoryGroup, version: int
+  ) -> trajectory.Trajectory | None:
+    """What a group borrows; None where it has a success or nothing fits."""
+    if not group.valid or any(m.status is _SUCCEEDED for m in group.valid):
+      return None
+    return self._newest(group.task_id, version)
 
   def _newest(
       self, task_id: str, version: int

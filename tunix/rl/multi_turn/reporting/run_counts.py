@@ -6,6 +6,9 @@ Counts of a training group are settled when the group is trained on or dropped;
 a checkpoint keeps the settled ones. Counts of an evaluation are kept when it
 ends.
 
+A group that comes in parts is one group: each of its episodes counts once, and
+each of its outcomes, with whichever part comes first.
+
 Promises: after a resumption every group that the run has trained on, still has
 in its queue's store, or dropped is counted once, and every evaluation once.
 Thread-safe.
@@ -27,6 +30,7 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 KINDS = ("episodes", "groups", "faults")
 _ATTEMPT = re.compile(r"-r\d+$")
 _REMEMBERED = 4096  # Settled groups whose late faults still are theirs.
+_RECORDED = 1024  # Of these in a checkpoint, where later parts may come.
 
 Counts = dict[str, collections.Counter[str]]
 
@@ -64,7 +68,14 @@ class RunCounts:
       events.EvalFinished,
   )
 
-  def __init__(self):
+  def __init__(self, parts: int = 1):
+    """Args:
+
+      parts: that each training group comes in.
+    """
+    self._in_parts = parts > 1
+    # Where groups come in parts: what of a group was counted, by its key.
+    self._seen: dict[str, set[str]] = {}
     self._lock = threading.Lock()
     self._settled = _new()
     self._open: dict[str, Counts] = {}
@@ -80,10 +91,14 @@ class RunCounts:
       if isinstance(event, events.EpisodeFinished):
         counts = self._of(event.group_id, event.split)
         name = f"{event.split}/{event.trajectory.status.value}"
-        counts["episodes"][name] += 1
+        member = event.trajectory.trajectory_id
+        if event.split == "eval" or self._first(event.group_id, member):
+          counts["episodes"][name] += 1
       elif isinstance(event, events.GroupFinished):
         group = _key(event.group.group_id)
-        self._of(group)["groups"][event.outcome] += 1
+        first = self._first(group, event.outcome)
+        if first or event.outcome == "requeued":
+          self._of(group)["groups"][event.outcome] += 1
         if event.outcome == "dropped":
           self._settle(group)
       elif isinstance(event, events.Fault):
@@ -115,7 +130,18 @@ class RunCounts:
       _add(self._settled, found)
     self._recent[key] = None
     if len(self._recent) > _REMEMBERED:
-      self._recent.popitem(last=False)
+      self._seen.pop(self._recent.popitem(last=False)[0], None)
+
+  def _first(self, group: str, what: str) -> bool:
+    """Whether an episode or outcome of a group was not counted before."""
+    key = _key(group)
+    if not (self._in_parts and key):
+      return True
+    seen = self._seen.setdefault(key, set())
+    what = what.removeprefix(key)
+    first = what not in seen
+    seen.add(what)
+    return first
 
   def totals(self) -> dict[str, dict[str, int]]:
     """episodes by split and status, groups by outcome, faults by kind.
@@ -165,7 +191,15 @@ class RunCounts:
           for group, counts in self._open.items()
           if counts["groups"]["accepted"]
       }
-      return {"settled": _json(self._settled), "accepted": accepted}
+      state: dict[str, Any] = {
+          "settled": _json(self._settled), "accepted": accepted
+      }  # pyformat: disable
+      if self._in_parts:
+        state["seen"] = {
+            key: sorted(self._seen.get(key, ()))
+            for key in (*accepted, *list(self._recent)[-_RECORDED:])
+        }
+      return state
 
   def restore_training(
       self,
@@ -183,16 +217,35 @@ class RunCounts:
     accepted = state.get("accepted") or {}
     with self._lock:
       self._settled = _new(state.get("settled"))
+      seen = (state.get("seen") or {}) if self._in_parts else {}
+      self._seen = {key: set(names) for key, names in seen.items()}
+      self._recent.clear()
+      self._recent.update((k, None) for k in seen if k not in accepted)
       self._open, known = {}, set()
       for group in stored or ():
         key = _key(group.group_id)
         known.add(key)
-        found = _new(accepted.get(key))
-        self._open[key] = found if key in accepted else _of_group(group)
+        if key in accepted and key not in self._open:
+          self._open[key] = _new(accepted[key])
+        if key not in accepted or self._in_parts:
+          self._add_stored(self._of(key), group)
       for key in accepted if stored is not None else ():
         if key not in known:  # Dropped after the checkpoint.
           _add(self._settled, _new(accepted[key]))
           self._settled["groups"]["dropped"] += 1
+
+  def _add_stored(
+      self, counts: Counts, group: trajectory_lib.TrajectoryGroup
+  ) -> None:
+    """Adds a stored group, or what of it was not counted before."""
+    beside = () if group.greedy is None else (group.greedy,)
+    for member in (*group, *beside):
+      if self._first(group.group_id, member.trajectory_id):
+        counts["episodes"][f"train/{member.status.value}"] += 1
+    if self._first(group.group_id, "accepted"):
+      counts["groups"]["accepted"] += 1
+    if group.attempt and self._first(group.group_id, "requeued"):
+      counts["groups"]["requeued"] += group.attempt
 
   def evaluations(self) -> dict[str, Any]:
     """JSON: the counts of each evaluation that has ended."""
@@ -208,14 +261,3 @@ class RunCounts:
 def _key(group_id: str) -> str:
   """A group's name, whichever attempt it is."""
   return _ATTEMPT.sub("", group_id)
-
-
-def _of_group(group: trajectory_lib.TrajectoryGroup) -> Counts:
-  counts = _new()
-  beside = () if group.greedy is None else (group.greedy,)
-  for member in (*group, *beside):
-    counts["episodes"][f"train/{member.status.value}"] += 1
-  counts["groups"]["accepted"] = 1
-  if group.attempt:
-    counts["groups"]["requeued"] = group.attempt
-  return counts

@@ -9,7 +9,8 @@ Promises: a kill while groups move leaves the old layout or the new one whole.
 No group is trained on twice, and none that was accepted is lost.
 
 Does not: move trajectories or images, which stay where they were written; deal
-a curriculum, whose draws depend on what each process has seen.
+a curriculum, whose draws depend on what each process has seen, or parts of
+groups, whose numbers in a queue are not their groups'.
 """
 
 from __future__ import annotations
@@ -119,6 +120,26 @@ def adopt(directory: pathlib.Path, count: int) -> Layout:
   return new
 
 
+def check(
+    directory: pathlib.Path, count: int, config: config_lib.TrainConfig
+) -> None:
+  """Refuses queues that cannot be dealt to `count` processes.
+
+  Call it before `adopt`, which deals them.
+
+  Raises:
+    ConfigError: naming the setting; or the layout's file is damaged.
+  """
+  old = read(directory)
+  if old.processes == count or not (why := _undealable(config)):
+    return
+  if any(file.exists() for file in old.files(directory)):
+    raise config_lib.ConfigError([
+        f"{directory} has the queues of {old.processes} processes and this run"
+        f" has {count}: {why}; resume with {old.processes}"
+    ])
+
+
 def own_extras(
     extras: Mapping[str, Any],
     processes: peers_lib.Peers,
@@ -150,6 +171,12 @@ def _undealable(config: config_lib.TrainConfig) -> str:
     return (
         "task_source.order=curriculum draws each process's tasks by what that"
         " process has seen"
+    )
+  if config.collect.parts > 1:
+    return (
+        f"collect.part_size={config.collect.part_size} queues each part of a"
+        " group under a number of its own, and its parts would be dealt to"
+        " different processes"
     )
   if not config.queue.path and not config.lockstep:
     return (

@@ -76,12 +76,17 @@ _FIXED = (
     # Its presets lie below the values that the run recorded.
     "algorithm.name",
     "queue.path",
+    # Indices of the queue are those of parts.
+    "collect.part_size",
     *_TASKS,
     *_SOURCE,
     *_EVALUATION,
 )
 """Settings that determine a run's weights, tasks and random numbers, and those
 that its evaluations must share to be comparable."""
+
+_FIXED_IN_PARTS = ("collect.group_size",)
+"""Fixed while groups come in parts: they decide how many those are."""
 
 _FIXED_WHETHER_ZERO = ("learner.grad_clip",)
 """Whether they are 0 decides the structure of the optimizer's state."""
@@ -163,7 +168,10 @@ def check(config: TrainConfig) -> list[str]:
     )
   if before is None:
     before = written
-  for key in (*_FIXED, *_FIXED_WHETHER_ZERO) if before is not None else ():
+  fixed_keys = (*_FIXED, *_FIXED_WHETHER_ZERO)
+  if config.collect.part_size:
+    fixed_keys += _FIXED_IN_PARTS
+  for key in fixed_keys if before is not None else ():
     old, new = _value(before, key), _value(now, key)
     same = old == new or old is _MISSING
     if key in _FIXED_WHETHER_ZERO:

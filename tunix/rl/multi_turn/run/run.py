@@ -172,7 +172,7 @@ class Run:
     self.watchdog = watchdog_lib.Watchdog(
         config.watchdog, self.observers.on_event
     )
-    self.counts = reporting.RunCounts()
+    self.counts = reporting.RunCounts(config.collect.parts)
     self.updates = 0
     self.store: group_store.SqliteGroupStore | None = None
     self._loop: loop_thread.LoopThread | None = None
@@ -260,13 +260,14 @@ class Run:
       return ""
     if not self.resuming and (problem := preflight.taken(config)):
       raise config_lib.ConfigError([problem])
+    count = self.processes.count
     try:
+      process_layout.check(self.directory, count, config)
       resuming.delete_leftovers(self.directory)
       durable.write_text(
           self.directory / resuming.CONFIG,
           config_lib.seal(resuming.recorded(config).to_yaml()),
       )
-      count = self.processes.count
       return process_layout.adopt(self.directory, count).queue
     except OSError as error:
       raise _unwritable(self.directory, error) from None

@@ -459,7 +459,8 @@ class CollectLoop:
   def _announce(self, tickets: Sequence[group_queue.Ticket]) -> None:
     if not self._queue.counts_running:
       size = self._collector.config.group_size
-      self._collector.announce(size * len(tickets) // self._parts)
+      members = size * len(tickets) // self._parts
+      self._collector.announce(members + self._collector.beside)
 
   def _give_back(
       self, ended: asyncio.Task[None], tickets: list[group_queue.Ticket]

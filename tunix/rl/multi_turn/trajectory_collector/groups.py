@@ -123,6 +123,11 @@ class GroupCollector:
     self._announced = 0
     self._room = asyncio.Event()
 
+  @property
+  def beside(self) -> int:
+    """Episodes played beside a group's members: 1 with a greedy call."""
+    return int(self._greedy_call is not None)
+
   def announce(self, episodes: int) -> None:
     """Counts episodes that are about to be collected; see `wait_for_room`."""
     self._announced += episodes
@@ -156,7 +161,7 @@ class GroupCollector:
     """
     if samples is None:
       samples = range(group_size or self.config.group_size)
-    beside = () if self._greedy_call is None else (GREEDY,)
+    beside = (GREEDY,) * self.beside
     task_id, group_id, members = self._start(
         task, index, attempt, (*samples, *beside)
     )
