@@ -559,9 +559,9 @@ def test_what_stale_turns_earned_is_not_the_first_fresh_tokens(case):
     # At the first token of each turn, where another turn's reward would be.
     first = {}
     for i, (_, streams) in sorted(per_sequence.items()):
-      s = one.sequences[i]
+      s, target = one.sequences[i], streams[critic.TARGETS]
       for at in np.flatnonzero(s.loss_mask):
-        first.setdefault(int(s.turn_ids[at]), float(streams[critic.TARGETS][at]))
+        first.setdefault(int(s.turn_ids[at]), float(target[at]))
     return first
 
   whole = targets(member)
