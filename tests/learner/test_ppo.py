@@ -556,11 +556,13 @@ def test_what_stale_turns_earned_is_not_the_first_fresh_tokens(case):
         lambda asked: [np.zeros(len(s)) for s in asked],
     )  # pyformat: disable
     per_sequence = found[one.trajectory_id].per_sequence
-    return {
-        int(turn): float(per_sequence[i][1][critic.TARGETS][at])
-        for i, s in enumerate(one.sequences) if i in per_sequence
-        for at, turn in enumerate(s.turn_ids) if s.loss_mask[at]
-    }  # pyformat: disable
+    # At the first token of each turn, where another turn's reward would be.
+    first = {}
+    for i, (_, streams) in sorted(per_sequence.items()):
+      s, target = one.sequences[i], streams[critic.TARGETS]
+      for at in np.flatnonzero(s.loss_mask):
+        first.setdefault(int(s.turn_ids[at]), float(target[at]))
+    return first
 
   whole = targets(member)
   assert whole == pytest.approx({0: 7.0, 1: 3.0, 2: 1.0})

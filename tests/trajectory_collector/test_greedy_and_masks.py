@@ -91,31 +91,26 @@ def test_a_group_whose_greedy_episode_broke_is_tried_again():
   assert group.attempt == 1 and group.greedy.status.is_policy_outcome
 
 
-def test_the_greedy_episode_takes_room_of_the_next_group():
-  """With admission=finished: two groups of three and one fill eight slots."""
-  released = asyncio.Event()
+def test_the_greedy_episode_is_announced_with_its_group(monkeypatch):
+  """With admission=finished, room for it is kept from the next group."""
+  announced = []
+  announce = tc.GroupCollector.announce
 
-  class Waiting(GreedyAware):
+  def noted(self, episodes):
+    announced.append(episodes)
+    announce(self, episodes)
 
-    async def generate(self, prompt, sampling, *, session):
-      await released.wait()
-      return await super().generate(prompt, sampling, session=session)
-
-  async def main():
-    queue = group_queue.GroupQueue(
-        2, group_queue.QueueConfig(max_staleness=1, admission="finished")
-    )
-    collector = greedy_collector(Waiting(), concurrency=8)
-    loop = tc.CollectLoop(collector, tc.TaskSampler(["a"]), queue)
-    running = asyncio.ensure_future(loop.run())
-    await asyncio.sleep(0.3)
-    found = queue.counters()["running"]
-    released.set()
-    loop.stop(drain=False)
-    await asyncio.wait((running,))
-    return found
-
-  assert asyncio.run(main()) == 2
+  monkeypatch.setattr(tc.GroupCollector, "announce", noted)
+  config = group_queue.QueueConfig(max_staleness=1, admission="finished")
+  for collector, want in (
+      (greedy_collector(GreedyAware()), [4, 4]),
+      (cases.make_collector(group_size=3), [3, 3]),
+  ):
+    announced.clear()
+    queue = group_queue.GroupQueue(2, config)
+    loop = tc.CollectLoop(collector, iter(["a", "b"]), queue)
+    asyncio.run(loop.run())
+    assert announced == want and queue.qsize() == 2
 
 
 # --- sampling masks -----------------------------------------------------------

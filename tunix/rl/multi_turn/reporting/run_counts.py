@@ -106,8 +106,8 @@ class RunCounts:
         split = "eval" if group.startswith("eval-") else "train"
         self._of(group, split)["faults"][f"{event.stage}/{event.kind}"] += 1
       elif isinstance(event, events.StepFinished):
-        for member in event.groups:
-          self._settle(_key(member.group_id))
+        for trained in event.groups:
+          self._settle(_key(trained.group_id))
       elif isinstance(event, events.EvalStarted):
         if event.name != self._evaluating[0]:
           self._evaluating = (event.name, _new())
