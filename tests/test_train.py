@@ -442,7 +442,7 @@ def test_a_run_stopped_before_its_first_checkpoint_can_go_on(
       tmp_path, small_runs.NANO, "warm_start.source=none", "name=e", "steps=1"
   )
   run.stop.set()
-  assert train._run_to_end(run) == 130
+  assert train.run_to_end(run) == 130
   directory = tmp_path / "e"
   assert f"resume={directory}" in capsys.readouterr().out
   before = (directory / "config.yaml").read_text()

@@ -45,7 +45,7 @@ def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, whole, after):
   """As if it had not, whether the last update was just saved or not."""
   run = small_runs.make_run(tmp_path, *CLONED, "name=parts")
   run.observers.add(Stops(run, after))
-  assert train._run_to_end(run) == 130
+  assert train.run_to_end(run) == 130
   directory = tmp_path / "parts"
   assert not (directory / "warm_start").exists()
   (step,) = (p.name for p in (directory / "cloning").iterdir())

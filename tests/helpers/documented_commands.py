@@ -36,6 +36,8 @@ class Command:
     if "[config.yaml]" in text:  # The synopsis.
       text = text.replace("[config.yaml]", "config.yaml")
       text = text.replace("[key=value ...]", "steps=1")
+    text = text.replace("[key=value ...]", "")
+    text = re.sub(r"\[(--[\w-]+)\]", r"\1", text)
     for placeholder, value in PLACES.items():
       text = re.sub(rf"(?<![\w]){placeholder}(?!\w)", value, text)
     text = re.sub(r"(_TOKEN=\w*)…", r"\1secret", text).replace("…", "")

@@ -235,13 +235,13 @@ def test_what_the_server_refuses_is_put_aside_and_holds_up_nothing(
 ):
   folder = tmp_path / "spool"
   with client_of(server.url, folder) as client:
-    client.post_training({"run_name": "x", "colour": "red"})
     client.post_turn({"rollout_id": "nobody", "turn": 1})
+    client.post_turn({"rollout_id": "no one", "turn": 1})
     tell(client)
     assert client.drain(20)
     assert client.sender.counters["dead_letters"] == 2
     reasons = [reason for _, _, reason in client.sender.spool.dead()]
-    assert "colour" in reasons[0] and "no rollout" in reasons[1]
+    assert "nobody" in reasons[0] and "no one" in reasons[1]
   check(server)
   assert len(list(folder.glob("*.spool"))) == 1  # For whoever looks.
 

@@ -85,7 +85,7 @@ FILTERS = {
     "status=completed": lambda r: r["status"] == "completed",
     "outcome=success": lambda r: r["task_success"] == 1,
     "outcome=failure": lambda r: r["status"] == "completed"
-    and not r["task_success"],
+    and r["task_success"] == 0,
     "error=any": lambda r: r["faults"] or r["status"] == "failed",
     "error=broken": lambda r: r["status"] == "failed",
     "error=tool+name": lambda r: (r["tool_name_errors"] or 0) > 0,

@@ -66,7 +66,9 @@ def test_every_built_in_is_created_by_its_name():
         name, "tiny_vl", name,
     )  # pyformat: disable
     assert not named.brings_weights
-    assert named.takes_image_budget == ("qwen" in name and "_vl_" in name)
+    assert named.takes_image_budget == (
+        name in ("qwen3_5_tiny",) or ("qwen" in name and "_vl_" in name)
+    )
     model, _, _ = named.create(seed=1)
     assert isinstance(model, kinds.get(name, qwen_text.QwenText))
   assert set(by_name.SHIPPED) == {"tiny_vl", "qwen3_vl_tiny"}

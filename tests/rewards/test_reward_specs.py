@@ -259,8 +259,10 @@ class TestEpisodes:
 
   def test_parts_are_logged(self):
     episode = play({"numeric_match": 1, "tool_success": 0.5}, RIGHT, "27")
-    parts = metrics._reward_parts([episode])  # pylint: disable=protected-access
-    assert parts["tool_success"] == [1.0] and parts["numeric_match"] == [1.0]
+    group = trajectory.TrajectoryGroup("g", "t", (episode,))
+    found = metrics.group_metrics([group])
+    assert found["reward_part/tool_success"] == 1.0
+    assert found["reward_part/numeric_match"] == 1.0
 
 
 class TestGuiState:
