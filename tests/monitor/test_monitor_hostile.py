@@ -84,7 +84,8 @@ def test_numbers_that_are_none_are_refused_or_null(lite, number):
   reply = lite.http.post("/api/ingest/batch", content=body)
   if number[0] in "NI":  # As Python's json writes them.
     assert reply.status_code == 200
-    assert all(row["loss"] is None for row in lite.rows("step"))
+    rows = lite.rows("step")
+    assert rows and rows[-1]["loss"] is None
   else:
     assert reply.status_code == 400 and reply.json()["detail"]
 
