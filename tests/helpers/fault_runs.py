@@ -237,7 +237,8 @@ def result_of(run: pathlib.Path) -> dict:
   summary = json.loads((run / "summary.json").read_text())
   return {
       "metrics": [
-          {key: json.loads(line)[key] for key in EQUAL} for line in lines
+          # A wrong bit in a name leaves that reading out.
+          {key: json.loads(line).get(key) for key in EQUAL} for line in lines
       ],
       "policy": digest(run / "policy" / "model.safetensors"),
       "warm_start": digest(run / "warm_start" / "model.safetensors"),

@@ -108,9 +108,10 @@ def bomb(width=60_000, height=60_000):
   return bytes(data)
 
 
-def make_gbox(url):
+def make_gbox(url, seconds=SECONDS, close_s=0.2):
   return gbox.GboxGym(
-      base_url=url, call_s=SECONDS, create_s=SECONDS, close_s=0.2, settle_s=0
+      base_url=url, call_s=seconds, create_s=seconds, close_s=close_s,
+      settle_s=0,
   )
 
 
@@ -120,21 +121,20 @@ def make_osworld(url):
   )
 
 
-def make_android(url):
+def make_android(url, seconds=SECONDS, close_s=0.2):
   return android_world.AndroidWorldGym(
-      url, call_s=SECONDS, start_s=SECONDS, close_s=0.2
+      url, call_s=seconds, start_s=seconds, close_s=close_s
   )
 
 
-def make_genv(url):
+def make_genv(url, seconds=SECONDS, close_s=0.2):
   quick = {
       kind: dataclasses.replace(policy, tries=1)
       for kind, policy in genv.RETRIES.items()
   }
-  limits = dict(tasks=SECONDS, create=SECONDS, step=SECONDS, terminate=0.2)
-  client = genv.GenvClient(
-      url, "g", timeouts=genv.Timeouts(**limits), retries=quick
-  )
+  limits = dict.fromkeys(("tasks", "create", "step"), seconds)
+  timeouts = genv.Timeouts(**limits, terminate=close_s)
+  client = genv.GenvClient(url, "g", timeouts=timeouts, retries=quick)
   return genv.GenvGym(client=client)
 
 
@@ -407,9 +407,7 @@ async def test_a_close_that_is_given_up_still_ends_what_it_holds(name):
     asked.clear()
     may_end.clear()
     async with serving(answer) as (url, server):
-      gym = make(url)
-      if name == "android_world":
-        gym = android_world.AndroidWorldGym(url)
+      gym = make(url, seconds=30.0, close_s=30.0)  # Given up, not run out.
       await gym.start(TASK)
       closing = asyncio.ensure_future(gym.close())
       await asyncio.sleep(0)
