@@ -49,3 +49,32 @@ def test_every_page_is_answered(server):
   ):  # pyformat: disable
     answer = server.http.get(path)
     assert answer.status_code == 200, (path, answer.text[:500])
+
+
+def test_an_evaluation_has_its_neighbours_however_many_there_are(server):
+  body = monitor_server.base(status="running")
+  run = body["training"]["client_id"]
+  # More than the matrix of checkpoints has columns.
+  body["evals"] = [
+      {"client_id": f"{run}/e{n}", "step": n} for n in range(3, 1803, 3)
+  ]  # pyformat: disable
+  body["baselines"] = [{"client_id": f"{run}/b", "status_message": "initial"}]
+  server.post(body)
+  (training,) = server.rows("training")
+  (baseline,) = server.rows("baseline")
+  ids = [row["id"] for row in server.rows("eval", order="step")]
+  base = f"/runs/{training['id']}"
+  first = f"{base}/baseline/{baseline['id']}"
+  for path, before, after in (
+      (first, None, f"{base}/eval/{ids[0]}"),
+      (f"{base}/eval/{ids[0]}", first, f"{base}/eval/{ids[1]}"),
+      (f"{base}/eval/{ids[1]}", f"{base}/eval/{ids[0]}",
+       f"{base}/eval/{ids[2]}"),
+      (f"{base}/eval/{ids[-1]}", f"{base}/eval/{ids[-2]}", None),
+  ):  # pyformat: disable
+    answer = server.http.get(path)
+    assert answer.status_code == 200, path
+    for link in (before, after):
+      assert link is None or f'href="{link}"' in answer.text, (path, link)
+  assert "step 6" in server.http.get(f"{base}/eval/{ids[1]}").text
+  assert server.http.get(f"{base}/eval/{ids[-1] + 9}").status_code == 404

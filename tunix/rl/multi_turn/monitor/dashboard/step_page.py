@@ -186,10 +186,10 @@ class StepPages:
     run = self._head(request.project, training)
     r = tables.rollout
     with database.reading(self._engine) as connection:
-      every = measurements.checkpoints(connection, training)
-      places = {one["key"]: n for n, one in enumerate(every)}
-      place = places.get(f"{kind}-{id_}")
-      if place is None:
+      previous, own, following = measurements.beside(
+          connection, training, kind, id_
+      )
+      if own is None:
         raise errors.ApiError(404, f"this run has no {kind} {id_}")
       members = members_of(
           connection,
@@ -197,15 +197,14 @@ class StepPages:
       )
     one = self._queries.one(request.project, kind, id_)
     near = {}
-    for name, where in (("previous", place - 1), ("following", place + 1)):
-      other = every[where] if 0 <= where < len(every) else None
+    for name, other in (("previous", previous), ("following", following)):
       near[name] = other and (
           f"/runs/{training}/{other['kind']}/{other['id']}"
       )
       near[f"{name}_name"] = other and f"{other['kind']} {other['name']}"
     return self._page(request, run, members, {
         "tab": "evals", "kind": kind, "one": one, "by": "begun",
-        "title": f"{kind.capitalize()}, {every[place]['name']}", **near,
+        "title": f"{kind.capitalize()}, {own['name']}", **near,
     })  # pyformat: disable
 
   def _page(
