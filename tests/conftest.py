@@ -1,4 +1,9 @@
-"""What all tests share: a bound on the memory that a worker keeps.
+"""What all tests share: quick compilation, and a bound on a worker's memory.
+
+Most of the suite's time would be XLA's, on programs that run for milliseconds:
+they are compiled without most optimisations, here and in the processes that
+tests start. `make test-all` compiles as a user's run does, as does whatever
+sets JAX_DISABLE_MOST_OPTIMIZATIONS=0.
 
 Promises: after a module of tests, a worker larger than `LARGE_BYTES` drops
 what JAX compiled and returns freed pages to the system. Each of the three
@@ -8,6 +13,7 @@ alone would outgrow the machine.
 
 import ctypes
 import gc
+import os
 import pathlib
 import resource
 import sys
@@ -15,6 +21,8 @@ import sys
 import pytest
 
 LARGE_BYTES = 2 << 30
+
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 def resident_bytes() -> int:
