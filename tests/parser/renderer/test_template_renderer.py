@@ -72,7 +72,8 @@ def test_bridges_extend_token_for_token(family):
   held = rewritten = 0
   for talk in talks(family):
     history = talk.history(1)
-    if family.name in ("mistral", "pixtral"):  # Its system prompt moves to the last user.
+    # Their system prompt moves to the last user.
+    if family.name in ("mistral", "pixtral"):
       history = [m for m in history if m["role"] != "system"]
     said = "so \"be\" it" + talk.random.choice(["", "?", " 漢字", "\n  yes"])
     if family.reasons:

@@ -2,14 +2,15 @@
 
 Their chat templates show one token for an image, and the processor puts the
 whole of it in that one's place before it tokenises. Sources are transformers'
-processors: Gemma3Processor (`full_image_sequence`) and PixtralProcessor, whose placeholders are rows with
-a token between each two.
+processors: Gemma3Processor (`full_image_sequence`) and PixtralProcessor, whose
+placeholders are rows with a token between each two.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Collection
+import math
+from typing import Any, Collection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,26 @@ class Frame:
     """The text of a template with one placeholder, framed, for each image."""
     whole = self.before + self.placeholder + self.after
     return text.replace(self.shown, whole)
+
+  def size(self, found: Any) -> tuple[int, int]:
+    """(placeholders of an image, those of a row or 0 for one run).
+
+    Args:
+      found: by a policy's `num_image_tokens`: their number, or (rows,
+        placeholders of a row).
+
+    Raises:
+      ValueError: a number, where the frame has rows.
+    """
+    if not self.between:
+      return found, 0
+    if isinstance(found, int):
+      raise ValueError(
+          f"the chat template's images are rows of {self.placeholder!r} with"
+          f" {self.between!r} between them, and this policy takes one run of"
+          " placeholders; send text"
+      )
+    return math.prod(found), found[1]
 
 
 FRAMES = (

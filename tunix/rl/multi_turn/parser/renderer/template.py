@@ -428,16 +428,7 @@ class TemplateRenderer(base.TokenRenderer):
 
   def _size(self, image: trajectory.ImageRef) -> tuple[int, int]:
     found = self._num_image_tokens(image.width, image.height)
-    if self._frame is None or not self._frame.between:
-      return found, 0
-    if isinstance(found, int):
-      raise ValueError(
-          "the chat template's images are rows of"
-          f" {self._frame.placeholder!r} with {self._frame.between!r} between"
-          " them, and this policy takes one run of placeholders; send text"
-      )
-    rows, row = found
-    return rows * row, row
+    return self._frame.size(found) if self._frame else (found, 0)
 
   # --- what the template does ------------------------------------------------
 
