@@ -205,6 +205,13 @@ def test_images_of_rows_are_read_with_their_breaks():
     read(image_break_id=brk)
 
 
+def test_sglang_s_reply_has_the_prompt_in_its_choice():
+  reply = said([1, 2])
+  reply["choices"][0]["prompt_token_ids"] = reply.pop("prompt_token_ids")
+  (turn,) = conversion.turns_of([event("model_output", 1, modelOutput=reply)])
+  assert turn.is_exact and turn.prompt_ids.tolist() == [1, 2]
+
+
 def test_a_rewritten_history_begins_another_sequence():
   turns = conversion.turns_of([
       event("model_call", 1, messages=[]),

@@ -280,7 +280,10 @@ def _turn(output: Any, messages: Sequence[Mapping[str, Any]]) -> Turn:
         f"a model_output holds no chat completion: {str(output)[:80]!r}"
     ) from None
   ids = _ids(choice.get("token_ids"))
+  # vLLM's prompt is beside the choices, SGLang's in each.
   prompt = _ids(output.get("prompt_token_ids"))
+  if prompt is None:
+    prompt = _ids(choice.get("prompt_token_ids"))
   logprobs = _logprobs(choice.get("logprobs"))
   if ids is None or logprobs is None or len(logprobs) != len(ids):
     logprobs = None
