@@ -399,7 +399,7 @@ def test_an_export_is_what_json_would_write_and_holds_up_nobody(running):
   session.set_reward(None, 1.0)
   for style, count in (("individual", 2), ("concat", 1)):
     exporter = session.exporter(style, 0.5)
-    pieces = list(session_routes._encoded(exporter, session_routes._array))
+    pieces = list(session_routes._encoded(exporter))
     assert len(pieces) == count + 1
     found = json.loads(b"".join(pieces))["interactions"]
     expected = {one.id: one for one in session.export(style, 0.5)}

@@ -157,7 +157,8 @@ class SessionRoutes:
     asked = bodies.parse(ExportBody, await self._read(request))
     self._check_own(request, asked.session_id)
     session = self._service.session(asked.session_id)
-    write = _WRITERS[asked.arrays or self._arrays]
+    chosen = asked.arrays or self._arrays
+    write = _tensor if chosen == "tensors" else _array
     if asked.drop:
       # Requests in flight are refused, and are not in the export.
       session.end()
@@ -195,8 +196,11 @@ class SessionRoutes:
         del self._dropped[session.id]
 
 
-def _encoded(found: interactions.Exporter, write: Writer) -> Iterator[bytes]:
+def _encoded(
+    found: interactions.Exporter, write: Writer | None = None
+) -> Iterator[bytes]:
   """The JSON text of an export, a sequence at a time."""
+  write = write or _array
   separator = b'{"interactions": {'
   for one in found:
     # AReaL's arrays; images by reference, beside them.
@@ -260,9 +264,6 @@ def _tensor(values: np.ndarray) -> bytes:
       "shape": list(values.shape),
       "dtype": f"torch.{values.dtype.name}",
   })
-
-
-_WRITERS: dict[str, Writer] = {"lists": _array, "tensors": _tensor}
 
 
 def _named(request: Request) -> Any:
