@@ -106,9 +106,8 @@ RENDERERS = {
     "Qwen3": "qwen3", "Qwen3, thinking off": "qwen3_off",
     "Qwen3-VL": "qwen3_vl", "Qwen3-VL Thinking": "qwen3_vl_thinking",
     "Qwen3.5": "qwen3_5", "Qwen3-Coder": "qwen3_coder", "Llama 3": "llama3",
-    "Mistral": "mistral", "DeepSeek V3.1": "deepseek", "Gemma 3": "gemma_vl",
-    "Gemma 3, text only": "gemma",
-    "GLM-4.5V": "glm_v",
+    "Mistral": "mistral", "Pixtral": "pixtral", "DeepSeek V3.1": "deepseek",
+    "Gemma 3": "gemma_vl", "Gemma 3, text only": "gemma", "GLM-4.5V": "glm_v",
 }  # pyformat: disable
 
 

@@ -1,7 +1,10 @@
 """Runs of any service: reading its answers, and its events as tokens."""
 
+import dataclasses
+import functools
 import itertools
 
+import numpy as np
 import pytest
 import run_services
 from tunix.rl.multi_turn.agents import run_agent
@@ -172,6 +175,41 @@ def test_turns_that_extend_one_another_are_one_sequence():
   assert [(s.image, s.offset, s.num_tokens) for s in found.images] == [
       (IMAGES[0], 1, 2), (IMAGES[1], 7, 1),
   ]  # pyformat: disable
+
+
+def test_images_of_rows_are_read_with_their_breaks():
+  """Pixtral: rows of placeholders, a break between each two, then an end."""
+  brk, end = 8, 7
+  wide = [PAD, PAD, PAD, brk, PAD, PAD, PAD, end]
+  flat = [PAD, PAD, end]
+  prompt = [1, *wide, *flat, 2]
+  turns = conversion.turns_of([
+      event("model_call", 1, messages=called("a", "b")),
+      event("model_output", 2, modelOutput=said(prompt)),
+  ])
+  read = functools.partial(
+      conversion.sequences_of, turns, [IMAGES[:2]], PAD, version=0
+  )
+  ((found,), _) = read(image_break_id=brk)
+  assert [
+      (s.offset, s.num_tokens, s.row, s.num_placeholders) for s in found.images
+  ] == [(1, 7, 3, 6), (9, 2, 0, 2)]  # pyformat: disable
+  assert [s.image for s in found.images] == list(IMAGES[:2])
+  again = trajectory.TokenSequence.from_json(found.to_json())
+  assert again == found and again.images == found.images
+  with pytest.raises(ValueError, match="3 runs of image placeholders for 2"):
+    read()
+  uneven = [1, PAD, PAD, brk, PAD, end, *flat, 2]
+  turns[0] = dataclasses.replace(turns[0], prompt_ids=np.array(uneven))
+  with pytest.raises(ValueError, match="is not made of rows of 2"):
+    read(image_break_id=brk)
+
+
+def test_sglang_s_reply_has_the_prompt_in_its_choice():
+  reply = said([1, 2])
+  reply["choices"][0]["prompt_token_ids"] = reply.pop("prompt_token_ids")
+  (turn,) = conversion.turns_of([event("model_output", 1, modelOutput=reply)])
+  assert turn.is_exact and turn.prompt_ids.tolist() == [1, 2]
 
 
 def test_a_rewritten_history_begins_another_sequence():

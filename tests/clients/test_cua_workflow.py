@@ -157,6 +157,30 @@ async def test_an_episode_is_the_documented_sequence_and_gives_tensors():
   ]  # pyformat: disable
 
 
+async def test_a_policy_whose_images_are_rows_is_read_as_any_other():
+  """Pixtral's processor: breaks between rows, and no image_grid_thw."""
+
+  class Rows(Pixels):
+    image_break_token_id = 8
+
+    def image_processor(self, images, return_tensors):
+      found = super().image_processor(images, return_tensors)
+      return {
+          "pixel_values": found["pixel_values"],
+          "image_sizes": [(16, 16)] * len(images),
+      }
+
+  prompt = [1, PAD, PAD, 8, PAD, PAD, 7, 2]
+  with World(policy((END,), prompt=prompt)) as world:
+    workflow = world.workflow(processor=Rows())
+    batch = await workflow.arun_episode(Engine(world.model), world.row)
+    assert not workflow.rejected
+  assert batch["input_ids"].tolist() == [[*prompt, 5, 6]]
+  (pictures,) = batch["multi_modal_input"]
+  assert sorted(pictures) == ["image_sizes", "pixel_values"]
+  assert pictures["image_sizes"].tolist() == [[16, 16]]
+
+
 async def test_it_collates_with_another_sample():
   with World() as world:
     batch = await world.workflow().arun_episode(Engine(world.model), world.row)

@@ -41,6 +41,7 @@ class Family:
     options: variables of the template.
     reasons: answers begin with reasoning.
     template: key of `chat_templates.TEMPLATES`, if another one.
+    rows: images are rows of placeholders with breaks between.
   """
 
   name: str
@@ -58,6 +59,7 @@ class Family:
   options: tuple[tuple[str, object], ...] = ()
   reasons: bool = False
   template: str = ""
+  rows: bool = False
 
 
 _LLAMA = (
@@ -103,6 +105,14 @@ FAMILIES = {
             roles=(("bos_token", "<s>"), ("eos_token", "</s>")),
         ),
         Family(
+            "pixtral",
+            ("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]",
+             "[IMG_END]"),
+            tools=False, results=False, calls=0, system="first",
+            alternates=True, images=True, rows=True,
+            roles=(("bos_token", "<s>"), ("eos_token", "</s>")),
+        ),
+        Family(
             "deepseek", (_BEGIN, _END), _DEEPSEEK,
             roles=(("bos_token", _BEGIN),), system="first",
         ),
@@ -138,6 +148,11 @@ def source(family):
 
 def image_tokens(width, height):
   return (width + height) % 7 + 1
+
+
+def image_rows(width, height):
+  """(rows, placeholders of a row)."""
+  return height % 3 + 1, width % 4 + 1
 
 
 @functools.cache
@@ -204,7 +219,7 @@ def tokenizer(family):
 def renderer(family):
   return template.TemplateRenderer(
       tokenizer(family).backend_tokenizer,
-      image_tokens,
+      image_rows if family.rows else image_tokens,
       chat_template.ChatTemplate(
           source(family), dict(family.roles), dict(family.options)
       ),
@@ -369,14 +384,23 @@ def expected(family, messages, tools=None, add_generation_prompt=True):
         "<start_of_image>",
         "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
     )
+  if family.rows:
+    text = text.replace("[IMG]", "[IMG][IMG_END]")
+    placeholders.append("[IMG]")
   pads = [made.convert_tokens_to_ids(t) for t in placeholders]
   ids, spans = [], []
   for token in made.encode(text, add_special_tokens=False):
     if token in pads and token != made.unk_token_id:
-      image = images[len(spans)]
-      count = image_tokens(image.width, image.height)
-      spans.append(trajectory.ImageSpan(image, len(ids), count))
-      ids += [token] * count
+      image, row = images[len(spans)], 0
+      run = [token] * image_tokens(image.width, image.height)
+      if family.rows:
+        rows, row = image_rows(image.width, image.height)
+        line = "[IMG]" * row
+        run = made.convert_tokens_to_ids(
+            made.tokenize("[IMG_BREAK]".join([line] * rows))
+        )
+      spans.append(trajectory.ImageSpan(image, len(ids), len(run), row))
+      ids += run
     else:
       ids.append(token)
   assert len(spans) == len(images)

@@ -285,6 +285,25 @@ TEMPLATES = {
 {%- else %}{{- raise_exception('no such role') }}
 {%- endif %}
 {%- endfor %}""",
+    "pixtral": """\
+{%- set system = messages[0].content if messages[0].role == 'system' %}
+{%- set said = messages[1:] if messages[0].role == 'system' else messages %}
+{{- bos_token }}
+{%- for m in said %}
+{%- if m.role == 'user' %}
+{{- '[INST]' + (system + '\\n\\n' if system and loop.last else '') }}
+{%- if m.content is string %}{{- m.content }}
+{%- else %}
+{%- for part in m.content %}
+{{- '[IMG]' if part.type == 'image' else part.text }}
+{%- endfor %}
+{%- endif %}
+{{- '[/INST]' }}
+{%- elif m.role == 'assistant' %}
+{{- m.content + eos_token }}
+{%- else %}{{- raise_exception('no such role') }}
+{%- endif %}
+{%- endfor %}""",
     "deepseek": """\
 {%- set ns = namespace(asked=false, tool=false) %}
 {{- bos_token }}

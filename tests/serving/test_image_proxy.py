@@ -68,6 +68,68 @@ async def test_addresses_become_data_urls(make, site):
     assert len(site.requests) == 1
 
 
+async def test_each_form_of_vllm_and_sglang_is_rewritten(make, site):
+  """Content parts and inputs as their published request models have them."""
+  url = f"{site.url}/i.png"
+  user = lambda *parts: {"messages": [{"role": "user", "content": [*parts]}]}
+  forms = [
+      # vLLM's parts, and its simple form without a type.
+      ("/v1/chat/completions", user(
+          {"type": "image_url", "uuid": "u",
+           "image_url": {"url": url, "detail": "low"}},
+          {"image_url": url, "uuid": None},
+          {"type": "input_image", "image_url": url, "detail": "auto"})),
+      ("/tokenize", user({"type": "image_url", "image_url": {"url": url}})),
+      # SGLang's, with its own fields.
+      ("/v1/chat/completions", user(
+          {"type": "image_url", "modalities": "image",
+           "image_url": {"url": url, "max_dynamic_patch": 4}})),
+      ("/generate", {"text": "a", "image_data": url}),
+      ("/generate", {"input_ids": [[1], [2]],
+                     "image_data": [[url], [{"url": url, "detail": "auto"}]]}),
+  ]  # pyformat: disable
+  with echo() as (upstream, seen):
+    front = Front(upstream, make, site.name)
+    for path, body in forms:
+      assert (await front.client.post(path, json=body)).status_code == 200
+      sent = seen.requests[-1][-1].decode()
+      assert json.loads(sent) == json.loads(
+          json.dumps(body).replace(url, DATA)
+      )
+      assert site.name not in sent
+    assert len(site.requests) == 1
+    for path, body, where in (
+        ("/v1/chat/completions", user(
+            {"type": "video_url", "video_url": {"url": url}}),
+         "messages[0].content[0].video_url"),
+        ("/generate", {"text": "a", "audio_data": [url]}, "audio_data"),
+    ):  # pyformat: disable
+      count = len(seen.requests)
+      answer = await front.client.post(path, json=body)
+      assert answer.status_code == 400 and len(seen.requests) == count
+      assert answer.json()["error"]["param"] == where
+
+
+async def test_tools_and_their_calls_are_left_as_they_are(make):
+  url = "http://other.test/a.png"
+  elsewhere = {"image_url": url, "source": {"url": url}}
+  body = {
+      "tools": [{"function": {"parameters": {"default": elsewhere}}}],
+      "metadata": elsewhere,
+      "messages": [
+          {"role": "assistant", "content": [
+              {"type": "tool_use", "name": "f", "input": elsewhere}],
+           "tool_calls": [{"function": {"arguments": elsewhere}}]},
+      ],
+  }  # pyformat: disable
+  content = json.dumps(body).encode()
+  with echo() as (upstream, seen):
+    front = Front(upstream, make)
+    answer = await front.client.post("/v1/messages", content=content)
+    assert answer.status_code == 200, answer.text
+    assert seen.requests[-1][-1] == content
+
+
 async def test_other_requests_are_passed_on_byte_for_byte(make):
   with echo() as (upstream, seen):
     front = Front(upstream, make)

@@ -1,12 +1,16 @@
 """Renderers by chat templates against transformers, family by family."""
 
+import importlib
 import random
+import sys
 
 import chat_families
+import numpy as np
 from PIL import Image
 import pytest
 import transformers
 import trials
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import chat_template
 from tunix.rl.multi_turn.parser.renderer import guard as guard_lib
 from tunix.rl.multi_turn.parser.renderer import template
@@ -48,6 +52,7 @@ REWRITES = {
         "the system prompt before a user message",
         "tools before a user message",
     ),
+    "pixtral": ("the system prompt before a user message",),
     "deepseek": (*REASONING, "reasoning before a tool message"),
     "glm_v": REASONING,
 }  # pyformat: disable
@@ -67,7 +72,8 @@ def test_bridges_extend_token_for_token(family):
   held = rewritten = 0
   for talk in talks(family):
     history = talk.history(1)
-    if family.name == "mistral":  # Its system prompt moves to the last user.
+    # Their system prompt moves to the last user.
+    if family.name in ("mistral", "pixtral"):
       history = [m for m in history if m["role"] != "system"]
     said = "so \"be\" it" + talk.random.choice(["", "?", " 漢字", "\n  yes"])
     if family.reasons:
@@ -338,3 +344,71 @@ def test_frames_of_images_are_those_of_transformers_processor():
       assert set(run.tolist()) == {renderer.image_token_id}
     checked += len(pictures)
   assert checked > 20
+
+
+_PIXTRAL = "transformers.models.pixtral"
+
+
+def test_rows_of_images_are_those_of_transformers_processor(monkeypatch):
+  """Pixtral's own processor, images and all, on several turns."""
+  pil = importlib.import_module(f"{_PIXTRAL}.image_processing_pil_pixtral")
+  # It imports one function of the module for torchvision; this one has it.
+  monkeypatch.setitem(sys.modules, pil.__name__.replace("_pil_", "_"), pil)
+  processing = importlib.import_module(f"{_PIXTRAL}.processing_pixtral")
+  family = chat_families.FAMILIES["pixtral"]
+  processor = processing.PixtralProcessor(
+      pil.PixtralImageProcessorPil(
+          size={"longest_edge": 40}, patch_size={"height": 4, "width": 4}
+      ),
+      chat_families.tokenizer(family),
+      patch_size=4,
+      spatial_merge_size=2,
+      chat_template=chat_families.source(family),
+  )
+
+  def rows(width, height):
+    found = pil.get_resize_output_image_size(
+        np.zeros((height + 4, width + 4, 3)), (40, 40), (8, 8)
+    )
+    return found[0] // 8, found[1] // 8
+
+  renderer = chat_families.renderer(family).counting(rows)
+  checked = 0
+  for talk in talks(family):
+    messages = talk.history()
+    plain, pictures = [], []
+    for message in messages:
+      parts = message["content"]
+      if not isinstance(parts, str):
+        pictures += [p["image"] for p in parts if p["type"] == "image"]
+        parts = [
+            {"type": "image"} if part["type"] == "image" else part
+            for part in parts
+        ]
+      plain.append({**message, "content": parts})
+    text = processor.apply_chat_template(
+        plain, tokenize=False, add_generation_prompt=True
+    )
+    shown = [  # Sides of 3 or less would be taken for channels.
+        Image.new("RGB", (p.width + 4, p.height + 4)) for p in pictures
+    ]
+    ids = processor(
+        text=[text], images=shown or None, add_special_tokens=False
+    )["input_ids"]
+    ids = [int(token) for token in ids[0]]
+    got = renderer.render(messages)
+    assert got.tokens.tolist() == ids, messages
+    assert [span.image for span in got.images] == pictures
+    assert renderer.prompt_of_tokens(ids, pictures).images == got.images
+    checked += sum(span.num_tokens > span.row for span in got.images)
+  assert checked > 10
+
+
+def test_rows_are_refused_where_a_policy_takes_one_run():
+  family = chat_families.FAMILIES["pixtral"]
+  renderer = chat_families.renderer(family).counting(lambda w, h: 4)
+  assert len(renderer.render([{"role": "user", "content": "hi"}]))
+  image = trajectory.ImageRef("0" * 64, 8, 8)
+  seen = [{"type": "image", "image": image}]
+  with pytest.raises(ValueError, match="rows of '.IMG.' with '.IMG_BREAK.'"):
+    renderer.render([{"role": "user", "content": seen}])

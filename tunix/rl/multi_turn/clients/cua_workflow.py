@@ -114,7 +114,9 @@ class CUAAgentWorkflow:
       on_missing: see `conversion.sequences_of`.
       turn_discount: reward of a sequence, once for each later sequence of the
         run: a rewritten history makes several.
-      processor: of transformers; makes pixel_values and image_grid_thw.
+      processor: of transformers; its image processor's arrays (pixel_values
+        and, of Qwen's, image_grid_thw) are multi_modal_input. One with an
+        `image_break_token_id` (Pixtral) puts that between rows of placeholders.
       multi_modal: instead of `processor`: images' spans -> such a mapping.
       image_token_id: placeholder's id; None = the processor's or tokenizer's.
       renderer: of the policy, for fallbacks with images.
@@ -373,6 +375,7 @@ class CUAAgentWorkflow:
           turns,
           images,
           self._placeholder(),
+          image_break_id=getattr(self._processor, "image_break_token_id", None),
           on_missing=self._on_missing,
           encode=lambda turn: self._encode(turn, placed[id(turn)]),
           version=_version_of(engine),
@@ -428,10 +431,7 @@ class CUAAgentWorkflow:
     def make(spans: Sequence[token_sequence.ImageSpan]) -> dict[str, Any]:
       pictures = [store.get(span.image) for span in spans]
       found = read(images=pictures, return_tensors="np")
-      return {
-          name: np.asarray(found[name])
-          for name in ("pixel_values", "image_grid_thw")
-      }
+      return {name: np.asarray(value) for name, value in found.items()}
 
     return make
 

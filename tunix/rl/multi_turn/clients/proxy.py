@@ -263,7 +263,8 @@ class ProxySession:
     try:
       # The session is dropped by another request: this one may be repeated.
       answer = await self._connection.post(
-          "/export_trajectories", {"session_id": session, "style": "concat"}
+          "/export_trajectories",
+          {"session_id": session, "style": "concat", "arrays": "lists"},
       )
       self._sequences = [
           sequence_of(found) for found in answer["interactions"].values()

@@ -53,19 +53,27 @@ class ImageRef:
 
 @dataclasses.dataclass(frozen=True)
 class ImageSpan:
-  """An image and the run of placeholder tokens that stands for it.
+  """An image and the placeholder tokens that stand for it.
 
   Attributes:
     image: which image.
-    offset: index of the run's first placeholder token.
-    num_tokens: length of the run.
+    offset: index of the first placeholder token.
+    num_tokens: from there to the last placeholder.
+    row: placeholders of a row, where a token between each two rows breaks them
+      (Pixtral); 0: all are one run.
   """
 
   image: ImageRef
   offset: int
   num_tokens: int
+  row: int = 0
 
   def __post_init__(self):
+    if self.row and (self.row < 0 or (self.num_tokens + 1) % (self.row + 1)):
+      raise ValueError(
+          f"ImageSpan of {self.num_tokens} tokens is not made of rows of"
+          f" {self.row} with a break between each two"
+      )
     if self.offset < 0 or self.num_tokens <= 0:
       raise ValueError(
           f"ImageSpan needs offset >= 0 and num_tokens > 0, got {self.offset}"
@@ -76,6 +84,12 @@ class ImageSpan:
   def end(self) -> int:
     return self.offset + self.num_tokens
 
+  @property
+  def num_placeholders(self) -> int:
+    if not self.row:
+      return self.num_tokens
+    return self.row * ((self.num_tokens + 1) // (self.row + 1))
+
   def shifted(self, by: int) -> ImageSpan:
     return dataclasses.replace(self, offset=self.offset + by)
 
@@ -84,6 +98,7 @@ class ImageSpan:
         "image": self.image.to_json(),
         "offset": self.offset,
         "num_tokens": self.num_tokens,
+        **({"row": self.row} if self.row else {}),
     }
 
   @classmethod
@@ -92,6 +107,7 @@ class ImageSpan:
         ImageRef.from_json(data["image"]),
         int(data["offset"]),
         int(data["num_tokens"]),
+        int(data.get("row", 0)),
     )
 
 
@@ -114,13 +130,21 @@ def check_spans(tokens_T: np.ndarray, images: Sequence[ImageSpan]) -> None:
     run = tokens_T[span.offset : span.end]
     if placeholder is None:
       placeholder = int(run[0])
+    if span.row:
+      width = span.row + 1
+      if np.any(run[span.row :: width] == placeholder):
+        raise ValueError(
+            f"image span [{span.offset}, {span.end}) has a placeholder where"
+            f" its rows of {span.row} break"
+        )
+      run = np.delete(run, np.s_[span.row :: width])
     if not np.all(run == placeholder):
       raise ValueError(
           f"image span [{span.offset}, {span.end}) holds tokens other than the"
           f" placeholder id {placeholder}"
       )
     cursor = span.end
-    covered += span.num_tokens
+    covered += span.num_placeholders
   if int(np.sum(tokens_T == placeholder)) != covered:
     raise ValueError(
         f"placeholder id {placeholder} stands outside every image span; a"

@@ -102,6 +102,8 @@ def parser() -> argparse.ArgumentParser:
       help="held at a time; ended ones count until they are dropped")
   add("--session-timeout", type=float, default=3600.0, metavar="S",
       help="an idle session ends after this long")
+  add("--export-arrays", choices=("lists", "tensors"), default="lists",
+      help="how exports write arrays; tensors: as AReaL reads them")
   add("--seed", type=int, default=0)
   add("--compile-cache", default=compile_cache.AUTO, metavar="DIR",
       help="of compiled programs; auto: the user's cache directory; off: none")
@@ -427,6 +429,7 @@ def _make(
       session_timeout_s=args.session_timeout,
       token=found.token,
       renderer=renderer,
+      export_arrays=args.export_arrays,
   )
   return engine, app
 

@@ -80,12 +80,14 @@ class OpenAIApp:
       *,
       token: str = "",
       stats: Callable[[], dict[str, float]] | None = None,
+      export_arrays: str = "lists",
   ):
     """Args:
 
       service: answers requests.
       token: that clients must present; "" asks for none.
       stats: gauges for `/metrics`.
+      export_arrays: one of `session_routes.ARRAYS`.
     """
     self._service = service
     self._limits = service.limits
@@ -102,7 +104,7 @@ class OpenAIApp:
         buckets=(.01, .03, .1, .3, 1, 3, 10, 30, 100, 300),
     )  # pyformat: disable
     self._sessions = session_routes.SessionRoutes(
-        service, self._object, self._check_own
+        service, self._object, self._check_own, export_arrays
     )
     post, get = ["POST"], ["GET"]
     endpoints = [

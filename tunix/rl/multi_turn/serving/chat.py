@@ -256,7 +256,7 @@ def read(
       tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
       one_call=asked.one_call(parse_tools),
-      return_token_ids=asked.return_token_ids,
+      return_token_ids=asked.wants_token_ids,
       min_tokens=asked.min_tokens,
       continues=asked.continue_final_message,
       template_options=asked.template_options,

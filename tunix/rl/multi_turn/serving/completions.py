@@ -87,7 +87,7 @@ def read(
       logprobs=asked.logprobs is not None,
       stop=asked.stops,
       guide=asked.guide(asked.format_guide),
-      return_token_ids=asked.return_token_ids,
+      return_token_ids=asked.wants_token_ids,
       ignored=bodies.ignored(asked),
   )
 

@@ -6,14 +6,16 @@
 Agents send screenshots as addresses; a model's server may be unable to reach
 them, or must not. The proxy fetches each from the hosts that it is given,
 replaces its address by a data URL, and passes the request on, to this package's
-server, vLLM or SGLang.
+server, vLLM or SGLang (chat, Responses, Anthropic's messages, `/generate`).
 
 Promises: a host that is not listed is never called, nor one at a private
 address unless it is listed as private (see `media`); a request without such
 addresses is passed on byte for byte; the answer is passed on as it comes,
 streams included; an image is fetched once while it is kept, so that later turns
 of a conversation show the same pixels, also after its address has expired; a
-request that cannot be rewritten is refused with the image's place and reason.
+request that cannot be rewritten, or has the address of a video or a sound,
+which the server would fetch, is refused with its place and reason; tools'
+schemas and calls are left as they are.
 
 Does not retry, cache answers, or look into pictures beyond their first bytes.
 """
@@ -53,6 +55,14 @@ TOKEN_VARIABLE = "TUNIX_IMAGE_PROXY_TOKEN"
 UPSTREAM_VARIABLE = "TUNIX_IMAGE_PROXY_UPSTREAM_TOKEN"
 _MAX_BODY = 256 << 20
 _AT_ONCE = 8  # Fetches of one request.
+# What these hold is not read: schemas and arguments may have such names, too.
+_UNREAD = frozenset({
+    "tools", "tool_calls", "functions", "function_call", "metadata",
+    "response_format", "text", "extra_body", "chat_template_kwargs",
+})  # pyformat: disable
+_OTHER_MEDIA = frozenset({
+    "video_url", "audio_url", "video_data", "audio_data",
+})  # pyformat: disable
 _KINDS = (
     (b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"),
     (b"GIF8", "gif"),
@@ -299,8 +309,12 @@ class ImageProxy:
 def _places(value: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
   """(holder, key, path) of each image's address elsewhere.
 
-  OpenAI's chat and Responses (`image_url`, a text or an object with `url`) and
-  Anthropic's messages (`source` of type url).
+  OpenAI's chat and Responses (`image_url`, a text or an object with `url`),
+  Anthropic's messages (`source` of type url) and SGLang's `/generate`
+  (`image_data`: one of those forms, or lists of them).
+
+  Raises:
+    ApiError: the address of another medium.
   """
   if isinstance(value, list):
     for index, item in enumerate(value):
@@ -310,13 +324,37 @@ def _places(value: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
     return
   for key, item in value.items():
     path = f"{where}.{key}" if where else key
-    if key == "image_url" and _is_elsewhere(item):
+    if key in _UNREAD or (key == "input" and value.get("type") == "tool_use"):
+      continue
+    if key in _OTHER_MEDIA and any(_addresses({"": item}, "", path)):
+      raise errors.invalid(
+          path,
+          f"{path}: only images are fetched; send this one as a data URL",
+          "media_not_supported",
+      )
+    if key == "image_data":
+      yield from _addresses(value, key, path)
+    elif key == "image_url" and _is_elsewhere(item):
       yield value, key, path
     elif key in ("image_url", "source") and isinstance(item, dict):
       if _is_elsewhere(item.get("url")):
         yield item, "url", f"{path}.url"
     else:
       yield from _places(item, path)
+
+
+def _addresses(
+    holder: Any, key: Any, where: str
+) -> Iterator[tuple[Any, Any, str]]:
+  """As `_places`, of an address, an object with `url`, or lists of those."""
+  value = holder[key]
+  if _is_elsewhere(value):
+    yield holder, key, where
+  elif isinstance(value, list):
+    for index in range(len(value)):
+      yield from _addresses(value, index, f"{where}[{index}]")
+  elif isinstance(value, dict) and "url" in value:
+    yield from _addresses(value, "url", f"{where}.url")
 
 
 def _is_elsewhere(url: Any) -> bool:

@@ -362,6 +362,7 @@ class SamplingBody(bodies.Body):
   stream_options: StreamOptions | None = None
   stop_token_ids: Annotated[tuple[int, ...], bodies.TokenIds()] = ()
   return_token_ids: bodies.Flag = False
+  return_prompt_token_ids: bodies.Flag = False  # SGLang's; here with the above.
   return_raw_logprobs: bodies.Flag = False
   guided_regex: bodies.Text | None = None
   user: Any = None
@@ -402,6 +403,10 @@ class SamplingBody(bodies.Body):
     known = ("enable_thinking", "thinking")
     found = {name: getattr(asked, name, None) for name in known}
     return {k: value for k, value in found.items() if value is not None}
+
+  @property
+  def wants_token_ids(self) -> bool:
+    return self.return_token_ids or self.return_prompt_token_ids
 
   @property
   def include_usage(self) -> bool:

@@ -34,6 +34,7 @@ def make_app(
     max_concurrent: int = 256,
     token: str = "",
     renderer: choice.AnyRenderer | None = None,
+    export_arrays: str = "lists",
 ) -> app_lib.OpenAIApp:
   """Builds the application around an engine.
 
@@ -51,6 +52,8 @@ def make_app(
       retry.
     token: that clients must present; "" asks for none.
     renderer: of the policy; None for ChatML.
+    export_arrays: one of `session_routes.ARRAYS`, where a request for an export
+      names none.
   """
   _, processor, tokenizer = policy
   if renderer is None:
@@ -88,4 +91,6 @@ def make_app(
       limits=limits,
       max_concurrent=max_concurrent,
   )
-  return app_lib.OpenAIApp(service, token=token, stats=engine.stats)
+  return app_lib.OpenAIApp(
+      service, token=token, stats=engine.stats, export_arrays=export_arrays
+  )

@@ -4,12 +4,15 @@ Promises: one thread puts all exports together, a sequence at a time, and each
 is sent as it is made, so that neither an export nor a slow reader delays other
 requests. An export that drops its session ends it first: it holds every answer
 and reward that was accepted. The session is dropped once all of it was sent;
-if the connection breaks before, it can be exported again.
+if the connection breaks before, it can be exported again. Arrays are lists of
+numbers, or what AReaL's `deserialize_value` reads as torch tensors: the same
+numbers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import collections
 import concurrent.futures
 from typing import Annotated, Any, AsyncIterator, Callable, Iterator, Literal
@@ -26,10 +29,14 @@ from tunix.rl.multi_turn.serving import service as service_lib
 
 Request = starlette_requests.Request
 Response = starlette_responses.Response
+Writer = Callable[[np.ndarray], bytes]
 
 _LONGEST_NAME = 256  # Characters of a request's name.
 _AT_ONCE = 4096  # Numbers encoded in one call, which holds the GIL.
 _MAX_REWARD = 1e30
+
+ARRAYS = ("lists", "tensors")
+"""How an export writes arrays: as lists, or as AReaL's serialised tensors."""
 
 
 class StartBody(bodies.Body):
@@ -52,7 +59,7 @@ class RewardBody(bodies.Body):
 class ExportBody(bodies.Body):
   """A body of `/export_trajectories`."""
 
-  KEEPS_NULL = frozenset({"style", "discount"})
+  KEEPS_NULL = frozenset({"style", "discount", "arrays"})
 
   session_id: bodies.Text
   style: Annotated[
@@ -61,6 +68,10 @@ class ExportBody(bodies.Body):
   ] = "individual"
   discount: Annotated[float, bodies.Range(0.0, 1.0)] = 1.0
   drop: bodies.Flag = False
+  arrays: Annotated[
+      Literal["", "lists", "tensors"],
+      bodies.Must("must be one of lists, tensors"),
+  ] = ""
 
 
 class SessionRoutes:
@@ -71,6 +82,7 @@ class SessionRoutes:
       service: service_lib.Service,
       read_object: Callable[[Request], Any],
       check_own: Callable[[Request, str | None], None],
+      arrays: str = "lists",
   ):
     """Args:
 
@@ -78,7 +90,16 @@ class SessionRoutes:
       read_object: reads the JSON object of a request.
       check_own: refuses a session's key where the request is about another
         session, or about none.
+      arrays: one of `ARRAYS`, where a request for an export names none.
+
+    Raises:
+      ValueError: `arrays` is another.
     """
+    if arrays not in ARRAYS:
+      raise ValueError(
+          f"arrays must be one of {', '.join(ARRAYS)}; got {arrays!r}"
+      )
+    self._arrays = arrays
     self._service = service
     self._read = read_object
     self._check_own = check_own
@@ -136,31 +157,37 @@ class SessionRoutes:
     asked = bodies.parse(ExportBody, await self._read(request))
     self._check_own(request, asked.session_id)
     session = self._service.session(asked.session_id)
+    chosen = asked.arrays or self._arrays
+    write = _tensor if chosen == "tensors" else _array
     if asked.drop:
       # Requests in flight are refused, and are not in the export.
       session.end()
       await self._service.forget(session.id)
-      sent = self._dropping(session, asked.style, asked.discount)
+      sent = self._dropping(session, asked.style, asked.discount, write)
     else:
       with service_lib.api_errors():
-        sent = self._sent(session.exporter(asked.style, asked.discount))
+        sent = self._sent(
+            session.exporter(asked.style, asked.discount), write
+        )
     return starlette_responses.StreamingResponse(
         sent, media_type="application/json"
     )
 
-  async def _sent(self, found: interactions.Exporter) -> AsyncIterator[bytes]:
-    pieces = _encoded(found)
+  async def _sent(
+      self, found: interactions.Exporter, write: Writer
+  ) -> AsyncIterator[bytes]:
+    pieces = _encoded(found, write)
     loop = asyncio.get_running_loop()
     while piece := await loop.run_in_executor(self._thread, next, pieces, b""):
       yield piece
 
   async def _dropping(
-      self, session: Any, style: str, discount: float
+      self, session: Any, style: str, discount: float, write: Writer
   ) -> AsyncIterator[bytes]:
     """The body; the ended session is dropped once all of it was read."""
     self._dropped[session.id] += 1
     try:
-      async for piece in self._sent(session.exporter(style, discount)):
+      async for piece in self._sent(session.exporter(style, discount), write):
         yield piece
       await self._service.drop(session.id)
     finally:
@@ -169,14 +196,17 @@ class SessionRoutes:
         del self._dropped[session.id]
 
 
-def _encoded(found: interactions.Exporter) -> Iterator[bytes]:
+def _encoded(
+    found: interactions.Exporter, write: Writer | None = None
+) -> Iterator[bytes]:
   """The JSON text of an export, a sequence at a time."""
+  write = write or _array
   separator = b'{"interactions": {'
   for one in found:
-    # AReaL's arrays as lists; images by reference, beside them.
+    # AReaL's arrays; images by reference, beside them.
     row = interactions.to_tensor_dict(one, lambda spans: {})
     tensors = b", ".join(
-        b"%s: %s" % (orjson.dumps(k), _array(v))
+        b"%s: %s" % (orjson.dumps(k), write(v))
         for k, v in row.items()
         if isinstance(v, np.ndarray)
     )
@@ -223,6 +253,17 @@ def _array(values: np.ndarray) -> bytes:
       for i in range(0, len(values), _AT_ONCE)
   )
   return b"[%s]" % b", ".join(parts)
+
+
+def _tensor(values: np.ndarray) -> bytes:
+  """An array as AReaL's `SerializedTensor`."""
+  data = base64.b64encode(np.ascontiguousarray(values).data)
+  return orjson.dumps({
+      "type": "tensor",
+      "data": data.decode("ascii"),
+      "shape": list(values.shape),
+      "dtype": f"torch.{values.dtype.name}",
+  })
 
 
 def _named(request: Request) -> Any:

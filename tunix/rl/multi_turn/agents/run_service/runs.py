@@ -223,8 +223,10 @@ class Run:
       request["logprobs"] = True
       if model.topLogprobs is not None:
         request["top_logprobs"] = model.topLogprobs
-      # vLLM and this package's server return no ids otherwise.
+      # vLLM, this package's server and SGLang, which has a flag for the
+      # prompt's, return no ids otherwise.
       request["return_token_ids"] = True
+      request["return_prompt_token_ids"] = True
     return request
 
   async def _written(

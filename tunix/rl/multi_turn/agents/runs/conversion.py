@@ -86,6 +86,7 @@ def sequences_of(
     images: Sequence[Sequence[trajectory.ImageRef]],
     image_token_id: int | None,
     *,
+    image_break_id: int | None = None,
     on_missing: str = "refuse",
     encode: Callable[[Turn], tuple[Sequence[int], Sequence[int]]] | None = None,
     version: int = 0,
@@ -96,6 +97,8 @@ def sequences_of(
     turns: of one run.
     images: of each turn's request, in the order of its prompt.
     image_token_id: placeholder of images; None for a policy without.
+    image_break_id: token between rows of placeholders (Pixtral); None for a
+      policy whose images are one run each.
     on_missing: for a turn without tokens or log-probs, "refuse" or "fallback".
     encode: turn -> (prompt ids, ids of its text), for "fallback".
     version: of the weights, where replies name none.
@@ -120,7 +123,7 @@ def sequences_of(
         )
       turn, made = _encoded(turn, encode), made + 1
     if not found or not found[-1].extends(turn):
-      found.append(_Growing(image_token_id))
+      found.append(_Growing(image_token_id, image_break_id))
     found[-1].add(turn, index, images[index], version)
   return [one.build() for one in found], made
 
@@ -152,8 +155,8 @@ def _encoded(turn: Turn, encode: Callable[[Turn], Any]) -> Turn:
 class _Growing:
   """A sequence to which turns are added."""
 
-  def __init__(self, image_token_id: int | None):
-    self._image_id = image_token_id
+  def __init__(self, image_token_id: int | None, image_break_id: int | None):
+    self._image_ids = image_token_id, image_break_id
     self._tokens = np.zeros(0, np.int32)
     self._parts: list[tuple[int, int, Turn, int, int]] = []
     self._images: Sequence[trajectory.ImageRef] = ()
@@ -202,7 +205,7 @@ class _Growing:
       at = run.stop
     return trajectory.TokenSequence(
         self._tokens, mask, logprobs, versions, turn_ids,
-        _spans(self._tokens, self._images, self._image_id),
+        _spans(self._tokens, self._images, *self._image_ids),
     )  # pyformat: disable
 
 
@@ -210,11 +213,16 @@ def _spans(
     tokens_T: np.ndarray,
     images: Sequence[trajectory.ImageRef],
     image_token_id: int | None,
+    image_break_id: int | None,
 ) -> tuple[trajectory.ImageSpan, ...]:
-  """Each run of placeholders with its image."""
+  """Each run of placeholders, breaks between rows included, with its image."""
   is_image = np.zeros(len(tokens_T) + 2, np.int8)
   if image_token_id is not None:
     is_image[1:-1] = tokens_T == image_token_id
+  is_break = np.zeros(0, np.bool_)
+  if image_break_id is not None:
+    is_break = tokens_T == image_break_id
+    is_image[1:-1] |= is_break
   change = np.diff(is_image)
   starts, ends = np.flatnonzero(change == 1), np.flatnonzero(change == -1)
   if len(starts) != len(images):
@@ -223,10 +231,14 @@ def _spans(
         f" {len(images)} screenshots; let the model server return prompts with"
         " placeholders expanded"
     )
-  return tuple(
-      trajectory.ImageSpan(image, int(start), int(end - start))
-      for image, start, end in zip(images, starts, ends)
-  )
+  found = []
+  for image, start, end in zip(images, starts, ends):
+    breaks = np.flatnonzero(is_break[start:end])
+    row = int(breaks[0]) if len(breaks) else 0
+    found.append(
+        trajectory.ImageSpan(image, int(start), int(end - start), row)
+    )
+  return tuple(found)
 
 
 # --- reading replies ----------------------------------------------------------
@@ -268,7 +280,10 @@ def _turn(output: Any, messages: Sequence[Mapping[str, Any]]) -> Turn:
         f"a model_output holds no chat completion: {str(output)[:80]!r}"
     ) from None
   ids = _ids(choice.get("token_ids"))
+  # vLLM's prompt is beside the choices, SGLang's in each.
   prompt = _ids(output.get("prompt_token_ids"))
+  if prompt is None:
+    prompt = _ids(choice.get("prompt_token_ids"))
   logprobs = _logprobs(choice.get("logprobs"))
   if ids is None or logprobs is None or len(logprobs) != len(ids):
     logprobs = None

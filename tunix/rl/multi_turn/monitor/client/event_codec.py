@@ -201,7 +201,10 @@ def _fields_of_sequence(sequence: token_sequence.TokenSequence) -> list[Any]:
   return [
       len(sequence),
       b"".join(array.tobytes() for array in arrays),
-      [(span.image, span.offset, span.num_tokens) for span in sequence.images],
+      [
+          (span.image, span.offset, span.num_tokens, span.row)
+          for span in sequence.images
+      ],
   ]
 
 

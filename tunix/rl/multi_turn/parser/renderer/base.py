@@ -86,7 +86,8 @@ class TokenRenderer:
     """
     tokens_T = np.array(ids, np.int32)
     at = np.flatnonzero(tokens_T == self.image_token_id)
-    needed = [self._num_image_tokens(p.width, p.height) for p in pictures]
+    sizes = [self._size(picture) for picture in pictures]
+    needed = [count for count, _ in sizes]
     if len(at) != sum(needed):
       raise ValueError(
           f"the tokens hold {len(at)} image placeholders, their"
@@ -95,10 +96,19 @@ class TokenRenderer:
       )
     starts = np.cumsum([0, *needed])
     spans = tuple(
-        trajectory.ImageSpan(image, int(at[start]), count)
-        for image, start, count in zip(pictures, starts, needed)
+        trajectory.ImageSpan(
+            image,
+            int(at[start]),
+            int(at[start + count - 1] - at[start]) + 1 if row else count,
+            row,
+        )
+        for image, start, (count, row) in zip(pictures, starts, sizes)
     )
     return policy_client.TokenPrompt(tokens_T, spans)
+
+  def _size(self, image: trajectory.ImageRef) -> tuple[int, int]:
+    """(placeholders of an image, those of a row or 0 for one run)."""
+    return self._num_image_tokens(image.width, image.height), 0
 
   def counting(
       self, num_image_tokens: Callable[[int, int], int]

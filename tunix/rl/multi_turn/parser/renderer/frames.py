@@ -2,15 +2,15 @@
 
 Their chat templates show one token for an image, and the processor puts the
 whole of it in that one's place before it tokenises. Sources are transformers'
-processors: Gemma3Processor (`full_image_sequence`).
-
-Does not write row breaks: Pixtral's, whose placeholders are no single run.
+processors: Gemma3Processor (`full_image_sequence`) and PixtralProcessor, whose
+placeholders are rows with a token between each two.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Collection
+import math
+from typing import Any, Collection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,19 +20,41 @@ class Frame:
   Attributes:
     shown: the token in the template's text.
     placeholder: the token that stands for a vision token.
-    before, after: the text around the run of placeholders; `before` may hold
-      `shown`.
+    before, after: the text around the placeholders; `before` may hold `shown`.
+    between: the token that ends each row of placeholders but the last; "": they
+      are one run.
   """
 
   shown: str
   placeholder: str
   before: str
   after: str
+  between: str = ""
 
   def write(self, text: str) -> str:
     """The text of a template with one placeholder, framed, for each image."""
     whole = self.before + self.placeholder + self.after
     return text.replace(self.shown, whole)
+
+  def size(self, found: Any) -> tuple[int, int]:
+    """(placeholders of an image, those of a row or 0 for one run).
+
+    Args:
+      found: by a policy's `num_image_tokens`: their number, or (rows,
+        placeholders of a row).
+
+    Raises:
+      ValueError: a number, where the frame has rows.
+    """
+    if not self.between:
+      return found, 0
+    if isinstance(found, int):
+      raise ValueError(
+          f"the chat template's images are rows of {self.placeholder!r} with"
+          f" {self.between!r} between them, and this policy takes one run of"
+          " placeholders; send text"
+      )
+    return math.prod(found), found[1]
 
 
 FRAMES = (
@@ -42,6 +64,7 @@ FRAMES = (
         "\n\n<start_of_image>",
         "<end_of_image>\n\n",
     ),
+    Frame("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
 )
 
 
@@ -53,8 +76,7 @@ def find(text: str, tokens: Collection[str]) -> Frame | None:
     tokens: of the tokenizer that structure a prompt.
   """
   for frame in FRAMES:
-    if text.count(frame.shown) == 1 and {
-        frame.shown, frame.placeholder
-    } <= set(tokens):  # pyformat: disable
+    needed = {frame.shown, frame.placeholder, frame.between} - {""}
+    if text.count(frame.shown) == 1 and needed <= set(tokens):
       return frame
   return None

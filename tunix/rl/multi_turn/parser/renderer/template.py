@@ -15,9 +15,6 @@ Promises:
 - What the template would leave out (an image, a system message that is not the
   first) is refused. A template behind whose answers no fixed text can be put is
   refused when the renderer is made.
-
-Does not write runs of placeholders with breaks between them (Pixtral): there,
-messages are text.
 """
 
 from __future__ import annotations
@@ -88,7 +85,7 @@ class TemplateRenderer(base.TokenRenderer):
   def __init__(
       self,
       tokenizer: Any,
-      num_image_tokens: Callable[[int, int], int],
+      num_image_tokens: Callable[[int, int], Any],
       template: chat_template.ChatTemplate,
       cached_texts: int = 4096,
   ):
@@ -97,7 +94,8 @@ class TemplateRenderer(base.TokenRenderer):
       tokenizer: a `tokenizers.Tokenizer`, or a transformers tokenizer around
         one.
       num_image_tokens: (width, height) in pixels to number of placeholders,
-        the policy's `Processor.num_image_tokens`.
+        the policy's `Processor.num_image_tokens`; where a token stands between
+        rows of them (`frames`), to (rows, placeholders of a row).
       template: of the checkpoint.
       cached_texts: encoded texts kept, least recently used go first.
 
@@ -414,12 +412,23 @@ class TemplateRenderer(base.TokenRenderer):
         tokens.extend(self._encode(piece, inner or number > 0))
       elif piece == self.image_token_id:
         image = images[len(spans)]
-        count = self._num_image_tokens(image.width, image.height)
-        spans.append(trajectory.ImageSpan(image, len(tokens), count))
-        tokens.extend([piece] * count)
+        count, row = self._size(image)
+        shown = [piece] * count
+        if row:
+          assert self._frame is not None
+          line = [piece] * row + [self._ids[self._frame.between]]
+          shown = (line * (count // row))[:-1]
+        spans.append(
+            trajectory.ImageSpan(image, len(tokens), len(shown), row)
+        )
+        tokens.extend(shown)
       else:
         tokens.append(piece)
     return policy_client.TokenPrompt(np.array(tokens, np.int32), tuple(spans))
+
+  def _size(self, image: trajectory.ImageRef) -> tuple[int, int]:
+    found = self._num_image_tokens(image.width, image.height)
+    return self._frame.size(found) if self._frame else (found, 0)
 
   # --- what the template does ------------------------------------------------
 
