@@ -312,18 +312,22 @@ def _engine_url(known: Mapping[str, Any]) -> str:
 
 
 def flat_ids(metadata: Mapping[str, Any] | None) -> list[str]:
-  """Instance ids of a data buffer's metadata, as text, in order, each once."""
-  found: dict[str, None] = {}
+  """Instance ids of a data buffer's metadata, as text, in order.
+
+  One that was finished twice, in two passes, is there twice: a service skips
+  one pass for each.
+  """
+  found: list[str] = []
 
   def add(values: Iterable[Any]) -> None:
     for value in values:
       if isinstance(value, (list, tuple, set, frozenset)):
         add(value)
       else:
-        found[str(value)] = None
+        found.append(str(value))
 
   for name, value in (metadata or {}).items():
     if not str(name).lstrip("-").isdigit():
       continue  # Other notes of the buffer.
     add(value if isinstance(value, (list, tuple, set)) else [value])
-  return list(found)
+  return found
