@@ -336,6 +336,12 @@ class Buffer:
     meta["finished_groups"] = list(dict.fromkeys(finished))
     return Read(found, meta, available, lease=lease)
 
+  def available(self) -> int:
+    """Items in groups that may be read."""
+    with self._taking:
+      self._expire()
+      return sum(len(group.members) for group in self._judge()[0])
+
   def peek(self, count: int) -> list[dict[str, Any]]:
     """The first items that a read would begin with, as they were written."""
     with self._taking:
