@@ -1,8 +1,8 @@
 """The buffers of a service and their rollouts.
 
 Promises: a rollout that ran when the service was killed is started again with
-it, and told what is written already; `start` of the same payload, repeated
-because an answer was lost, starts one rollout.
+it, and told what is written already; a `start` that is sent again while the
+first one is under way starts one rollout.
 
 Does not know HTTP.
 """
@@ -32,8 +32,6 @@ from tunix.rl.multi_turn.trajectory_collector.buffer_service import store
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import store_work
 
 _LOG = logging.getLogger(__name__)
-_REPEATED_S = 30.0
-"""A start with an equal payload this soon is the same one, sent again."""
 _COMMIT_S = 60.0
 
 
@@ -224,20 +222,16 @@ class Service:
       UnknownTaskType, ValueError: of the payload.
       OSError: the generator's process cannot be started.
     """
+    arrived = time.monotonic()
     asked = requests.rollout(payload, self.url)
     generator = self._generator(asked.task_type)
     hooks = plugins.hooks_of(generator)
     buffer = self.buffer(name)
     with self._lock:
       run = self._runs.get(name)
-      at, before = self._starts.get(name, (0.0, None))
-      if (
-          run is not None
-          and run.state in ("running", "finished")
-          and before == payload
-          and time.monotonic() - at < _REPEATED_S
-      ):
-        return
+      started, before = self._starts.get(name, (0.0, None))
+      if before == payload and started > arrived:
+        return  # Its client did not wait for the answer.
       if run is not None:
         run.stop()
       if not asked.keep_items:
