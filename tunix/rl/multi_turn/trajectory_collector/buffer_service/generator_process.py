@@ -18,7 +18,10 @@ import traceback
 
 
 def _end_with_parent() -> None:
-  sys.stdin.buffer.read()  # Returns when the service ends, or closes it.
+  # Not by `sys.stdin`: a thread that holds its lock aborts the interpreter's
+  # end. It is empty once the service ends.
+  while os.read(0, 4096):
+    pass
   os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
