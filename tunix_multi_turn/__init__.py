@@ -3,6 +3,7 @@
     tunix-gym-server desktop --port 5010
     tunix-monitor serve
     tunix-play desktop
+    tunix-rollout-buffer
     tunix-run-service --gyms desktop
     python -m tunix_multi_turn environments.gym_server desktop
 
@@ -90,6 +91,10 @@ def monitor() -> None:
 
 def run_service() -> None:
   run("agents.run_service")
+
+
+def rollout_buffer() -> None:
+  run("trajectory_collector.buffer_service")
 
 
 def play() -> None:

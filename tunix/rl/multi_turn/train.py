@@ -70,14 +70,17 @@ def execute(run: Run) -> tuple[str, str | None]:
   status, error = "completed", None
   try:
     run.warm_up()
-    if run.warm_start.starts_random and "initial" not in measured:
+    evaluates = config.evaluates
+    random = run.warm_start.starts_random
+    if evaluates and random and "initial" not in measured:
       evaluation.evaluate(run, "initial")
     run.apply_warm_start()
-    if "warm_start" not in measured:
+    if evaluates and "warm_start" not in measured:
       evaluation.evaluate(run, "warm_start")
     if config.learner.steps:
       training.Training(run).run()
-    evaluation.evaluate(run, "final")
+    if evaluates:
+      evaluation.evaluate(run, "final")
   except loop_thread.Interrupted:
     status = "interrupted"
   except BaseException as failure:

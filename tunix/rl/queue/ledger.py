@@ -19,7 +19,7 @@ from tunix.rl.queue import admission
 
 Ticket = admission.Ticket
 
-_COUNTED = (
+COUNTED = (
     *("started", "put", "delivered", "acked", "released"),
     *("dropped_stale", "refunded", "forfeited", "restored", "lost"),
     "trimmed_tokens",
@@ -122,7 +122,7 @@ class Ledger:
     """See `GroupQueue.counters`."""
     delivered = self.counts["delivered"]
     return {
-        **{name: self.counts[name] for name in _COUNTED},
+        **{name: self.counts[name] for name in COUNTED},
         "ready": len(self._ready),
         "running": len(self._running),
         "accepted": self._accepted,

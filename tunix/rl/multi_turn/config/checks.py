@@ -10,6 +10,7 @@ from typing import Iterator, Sequence
 
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import registry as agents
+from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import evaluation_figures
@@ -38,6 +39,7 @@ def contradictions(config: TrainConfig) -> list[str]:
       *_tasks(config),
       *_engine(config),
       *_external(config),
+      *data_sections.contradictions(config),
       *_learning(config),
       *_algorithm(config),
       *_queue(config),
@@ -57,6 +59,8 @@ def _evaluation(c: TrainConfig) -> Iterator[str]:
         " rollout.via=in_process"
     )
   evaluate = getattr(c, "evaluate", None)
+  if evaluate is not None and not c.evaluates:
+    yield f"eval.on={c.eval.on}: an evaluation evaluates; leave it out"
   if evaluate is not None and not evaluate.server and c.rollout.via == "hosts":
     yield (
         "rollout.via=hosts: rollout hosts take their weights from a learner,"
@@ -333,12 +337,13 @@ def _external(c: TrainConfig) -> Iterator[str]:
 def _learning(c: TrainConfig) -> Iterator[str]:
   size, valid = c.collect.group_size, c.collect.min_valid
   alone = c.algorithm.advantage in learner_config.COMPARED_WITH_NOTHING
-  if c.learner.steps > 0 and size < 2 and not alone:
+  own = c.rollout.via != "offline"  # Its groups are as they were recorded.
+  if c.learner.steps > 0 and size < 2 and not alone and own:
     yield (
         f"collect.group_size={size}: {c.algorithm.advantage} compares the"
         " episodes of a group, so it needs >= 2 (or steps=0)"
     )
-  if c.learner.steps > 0 and valid < 2 and not alone:
+  if c.learner.steps > 0 and valid < 2 and not alone and own:
     yield (
         f"collect.min_valid={valid}: one episode has nothing to be compared"
         " with; set it >= 2"

@@ -152,7 +152,7 @@ def of_run(
       for key, value in recorded.items()
       if key.startswith(TAKEN) and not (hidden and key.startswith(hidden))
   }
-  if layer.get("rollout.via") in ("external", "hosts"):
+  if layer.get("rollout.via") in ("external", "hosts", "buffer", "offline"):
     # It is the run's weights that are evaluated, here.
     layer["rollout.via"] = "in_process"
   return {**layer, **OF_A_RUN}

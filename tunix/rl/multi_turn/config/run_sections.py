@@ -157,14 +157,18 @@ class ProcessesConfig:
 class RolloutConfig:
   """Path by which episodes reach the engine."""
 
-  via: Literal["in_process", "proxy", "external", "hosts"] = setting(
+  via: Literal[
+      "in_process", "proxy", "external", "hosts", "buffer", "offline"
+  ] = setting(
       default="in_process",
       doc="in_process: as tokens. proxy: through an OpenAI-compatible server"
       " that the run opens on the loopback interface, as messages with"
       " screenshots; training uses the server's record. Needs the extras"
       " serve and client. external: the engine is vLLM or SGLang in another"
       " process, see external. hosts: processes that only roll out, with"
-      " devices and gyms of their own, see docs/pods.md.",
+      " devices and gyms of their own, see docs/pods.md. buffer: a rollout"
+      " buffer service collects them, see buffer. offline: they are recorded"
+      " already, see offline.",
   )
   agent: str = setting(
       default="",
@@ -175,8 +179,8 @@ class RolloutConfig:
   )
   host: str = setting(
       default="127.0.0.1",
-      doc="With via=proxy or hosts: address that the run's server binds. Its"
-      " token, or a session's key, is needed on any.",
+      doc="With via=proxy, hosts or buffer: address that the run's server"
+      " binds. Its token, or a session's key, is needed on any.",
   )
   port: int = setting(
       default=0, doc="Of that server. 0 = any free one.", ge=0, le=65535
@@ -274,6 +278,11 @@ class WarmStartConfig:
 class EvalConfig:
   """Success on held-out tasks."""
 
+  on: Literal["auto", "true", "false"] = setting(
+      default="auto",
+      doc="Whether the run evaluates at all. auto: unless rollout.via is buffer"
+      " or offline, which then need no gym.",
+  )
   episodes_per_task: int = setting(
       default=50,
       doc="Tasks of each family, each played once a mode. 0 = every task of a"
@@ -324,6 +333,11 @@ class EvalConfig:
   )
 
   def problems(self) -> Iterator[str]:
+    if self.on == "false" and self.every:
+      yield (
+          f"every={self.every} evaluates, and eval.on=false does not; leave one"
+          " out"
+      )
     if not self.modes:
       yield "modes is empty; keep greedy, sampled, or both"
     if len(set(self.modes)) != len(self.modes):

@@ -16,6 +16,7 @@ from typing import Any
 from tunix.rl.multi_turn.agents.runs.settings import RunServiceConfig
 from tunix.rl.multi_turn.agents.settings import AgentConfig
 from tunix.rl.multi_turn.clients.settings import ExternalConfig
+from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import settings
@@ -58,6 +59,12 @@ class TrainConfig:
   rollout: run_sections.RolloutConfig = _setting(
       default=run_sections.RolloutConfig(), doc=""
   )
+  buffer: data_sections.BufferConfig = _setting(
+      default=data_sections.BufferConfig(), doc=""
+  )
+  offline: data_sections.OfflineConfig = _setting(
+      default=data_sections.OfflineConfig(), doc=""
+  )
   run_service: RunServiceConfig = _setting(
       default=RunServiceConfig(), doc=""
   )
@@ -99,6 +106,28 @@ class TrainConfig:
           self.queue.max_staleness == 0 and self.rollout.via == "in_process"
       )
     return self.engine.lockstep == "true"
+
+  @property
+  def collects(self) -> bool:
+    """Whether the run plays the episodes that it trains on."""
+    return self.rollout.via not in ("buffer", "offline")
+
+  @property
+  def evaluates(self) -> bool:
+    """eval.on with auto resolved."""
+    if self.eval.on == "auto":
+      return self.collects or self.eval.every > 0
+    return self.eval.on == "true"
+
+  @property
+  def plays(self) -> bool:
+    """Whether the run plays any episode itself."""
+    return self.collects or self.evaluates or self.warm_start.steps > 0
+
+  @property
+  def samples(self) -> bool:
+    """Whether the run needs a rollout engine."""
+    return self.rollout.via != "offline" or self.evaluates
 
   def to_dict(self) -> dict[str, Any]:
     return loader.to_dict(self)

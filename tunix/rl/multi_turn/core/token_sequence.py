@@ -329,14 +329,14 @@ class TokenSequence:
         turn_ids=data["turn_ids"],
         images=tuple(ImageSpan.from_json(s) for s in data["images"]),
         entropies=data.get("entropies"),
-        support=_support(data.get("support"), data["loss_mask"]),
+        support=support_of(data.get("support"), data["loss_mask"]),
     )
 
 
-def _support(
-    rows: Sequence[Sequence[int]] | None, mask: Sequence[int]
+def support_of(
+    rows: Sequence[Sequence[int]] | None, mask: Sequence[int] | np.ndarray
 ) -> np.ndarray | None:
-  """int32[T, K] of the lists of sampled tokens."""
+  """int32[T, K] of the lists of sampled tokens; None of None."""
   if rows is None:
     return None
   width = max(map(len, rows), default=0)

@@ -18,7 +18,9 @@ from tunix.rl.multi_turn.core import settings
 _ALGORITHMS = "tunix.rl.multi_turn.learner.algorithms"
 _NO_CLIP = ("cispo", "kl_cov", "policy_gradient", "sapo")
 """Objectives without the clipped gain that a dual clip bounds."""
-COMPARED_WITH_NOTHING = ("gae", "none", "reinforce_pp", "remax")
+COMPARED_WITH_NOTHING = (
+    "filtered", "gae", "none", "reinforce_pp", "remax", "reward",
+)  # pyformat: disable
 """Advantages without a baseline of the group's own: groups of one will do, and
 a group of equal rewards may have a gradient."""
 
@@ -44,7 +46,9 @@ class AlgorithmConfig:
       " normalised over the update. reinforce_pp_baseline: r - mean, normalised"
       " over the update. gpg: r - mean, scaled for groups without a gradient."
       " remax: r - r of a greedy episode of the same task. gae: of a value head"
-      " (PPO), see gae_lambda. none: 0, for distillation alone."
+      " (PPO), see gae_lambda. reward: r as it is, e.g. of a buffer that has"
+      " normalised it, or a weight to clone with. filtered: 1 where r >="
+      " filter_reward, else 0. none: 0, for distillation alone."
       " A function of google-tunix's signature, (rewards, num_generations), may"
       " be given by its path, e.g. tunix.rl.algo_core:compute_rloo_advantages.",
       registry=f"{_ALGORITHMS}.advantages:ESTIMATORS",
@@ -172,6 +176,10 @@ class AlgorithmConfig:
   )
   pass_k: int = settings.setting(
       default=4, doc="k of advantage=pass_at_k.", unit="episodes", ge=1
+  )
+  filter_reward: float = settings.setting(
+      default=0.5,
+      doc="Least reward of an episode that advantage=filtered learns from.",
   )
   overlong_tokens: int = settings.setting(
       default=0,

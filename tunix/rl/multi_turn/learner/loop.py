@@ -111,6 +111,9 @@ class LearnerLoop:
       processes: peers_lib.Peers = peers_lib.ALONE,
       share_timeout_s: float | None = None,
       replay: replay_lib.SuccessReplay | None = None,
+      prepare: Callable[
+          [list[trajectory.TrajectoryGroup]], list[trajectory.TrajectoryGroup]
+      ] = lambda groups: groups,
   ):
     """Args:
 
@@ -141,6 +144,8 @@ class LearnerLoop:
         of it came, the next step does not wait, and after n such waits 2^n at
         most.
       replay: lends successes to groups that failed; None lends none.
+      prepare: called with the groups of each update; learned from are those
+        that it returns.
     """
     publish_every = learner.config.publish_every
     gated = queue if isinstance(queue, GatedQueue) else None
@@ -163,6 +168,7 @@ class LearnerLoop:
     self._skips = 0  # Steps to come that do not wait for it.
     self._share_timeout_s = share_timeout_s if gated is not None else None
     self._replay = replay
+    self._prepare = prepare
     self._publish_every = publish_every
     self._publish_ahead = publish_ahead
     self._arriving: tuple[int, concurrent.futures.Future[Any]] | None = None
@@ -252,6 +258,7 @@ class LearnerLoop:
     replaced, self._replaced = self._replaced, 0
     waited = time.perf_counter() - started
     with self.seconds("learn"):
+      groups = self._prepare(groups)
       metrics = self._update(groups)
     self._consumed |= self._delivered() - self._before
     self._updated()

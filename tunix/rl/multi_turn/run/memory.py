@@ -261,7 +261,7 @@ def _weights(
     out.append(
         Part("teacher", size, ("algorithm.teacher",), how="by its files")
     )
-  if config.rollout.via not in ("external", "hosts"):
+  if config.samples and config.rollout.via not in ("external", "hosts"):
     local = memory_plan.process_mesh(mesh, jax.process_count())
     copy = device_state.weight_bytes(model, local, config.engine.weights)
     here = memory_plan.parameter_bytes(model, local, itemsize=1)
@@ -284,7 +284,7 @@ def _weights(
 def _engine(
     config: config_lib.TrainConfig, model: Any, processor: Any, mesh: Any
 ) -> list[Part]:
-  if config.rollout.via in ("external", "hosts"):
+  if not config.samples or config.rollout.via in ("external", "hosts"):
     return []
   sees = environment_spec.get(config.environment.name).gym
   try:

@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import settings as policy_settings
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.run import external_engine
+from tunix.rl.multi_turn.run.recorded_data import no_engine
 from tunix.rl.multi_turn.run.rollout_hosts import remote as remote_hosts
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.queue import admission
@@ -328,6 +329,7 @@ def make_engine(
     engine_lib.RolloutEngine
     | remote_engine.RemoteEngine
     | remote_hosts.HostsEngine
+    | no_engine.NoEngine
 ):
   """The rollout engine; not warmed up yet.
 
@@ -340,6 +342,8 @@ def make_engine(
     version: of its weights.
     directory: of this process, for rollout hosts.
   """
+  if not config.samples:
+    return no_engine.NoEngine(version)
   if config.rollout.via == "hosts":
     return remote_hosts.HostsEngine(
         config, image_store, directory or config.run_dir

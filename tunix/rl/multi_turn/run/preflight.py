@@ -97,7 +97,7 @@ def with_policy(
   Raises:
     ConfigError: listing what does not fit.
   """
-  if problems := [*_context(config, policy, agent)]:
+  if config.plays and (problems := [*_context(config, policy, agent)]):
     raise ConfigError(problems)
   # First without the seconds that compiling takes.
   for exact in (False, True) if config.run.dry_run else (False,):

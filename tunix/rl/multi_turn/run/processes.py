@@ -115,6 +115,11 @@ def check(
         f"rollout.via=external with {processes.count} processes: each would"
         " load its weights into the same server; use in_process"
     ])
+  if not config.collects:
+    raise config_lib.ConfigError([
+        f"rollout.via={config.rollout.via} with {processes.count} processes:"
+        " each would train on the same episodes; use one process"
+    ])
   if config.queue.path not in ("", admission.AUTO):
     raise config_lib.ConfigError([
         f"queue.path={config.queue.path} with {processes.count} processes: each"

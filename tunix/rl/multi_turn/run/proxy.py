@@ -1,4 +1,5 @@
-"""Serves the engine to a run's own episodes over HTTP (`rollout.via=proxy`).
+"""Serves the engine to a run's own episodes over HTTP (`rollout.via=proxy`),
+or to generators of a rollout buffer (`rollout.via=buffer`).
 
 Promises: it listens on the loopback interface unless `rollout.host` names
 another address, and answers only requests with the run's token or a session's
@@ -29,6 +30,7 @@ class RunProxy:
 
   Attributes:
     connection: what `episodes.make_collector` takes.
+    address: (URL of the API, bearer token), as clients elsewhere use them.
   """
 
   def __init__(
@@ -76,10 +78,12 @@ class RunProxy:
       self._server = http_server.LoopbackServer(
           self.app.asgi, host=config.rollout.host, port=config.rollout.port
       )
+      public = config.rollout.public_url or self._server.url
+      self.address = f"{public.rstrip('/')}/v1", token
       self.connection = self._connect(config, policy, image_store, token, play)
     except ImportError as error:
       raise config_lib.ConfigError([
-          f"rollout.via=proxy: {error}; pip install"
+          f"rollout.via={config.rollout.via}: {error}; pip install"
           " 'tunix-multi-turn[serve,client]', or set rollout.via=in_process"
       ]) from None
     except ValueError as error:

@@ -49,6 +49,8 @@ from tunix.rl.multi_turn.run import proxy
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run_lock
 from tunix.rl.multi_turn.run import tasks as run_tasks
+from tunix.rl.multi_turn.run.recorded_data import files
+from tunix.rl.multi_turn.run.recorded_data import sources
 from tunix.rl.multi_turn.run.warm_start import stage as warm_start_lib
 from tunix.rl.queue import group_store
 
@@ -94,6 +96,7 @@ class Run:
     counts: of episodes, groups and faults.
     updates: made so far, as far as evaluations are concerned.
     store: accepted groups that survive a crash, or None.
+    recorded: groups of offline.path; None without.
   """
 
   def __init__(
@@ -135,7 +138,9 @@ class Run:
   def _build(self, config: config_lib.TrainConfig) -> None:
     if self.resuming:
       resuming.check_file(config)
-    config, self.task_source = run_tasks.resolve(config)
+    self.task_source: Any = None
+    if config.plays:
+      config, self.task_source = run_tasks.resolve(config)
     self.config = config
     if self.resuming:
       self.changed = resuming.check(config)
@@ -145,7 +150,8 @@ class Run:
     self.mesh = models.make_mesh(config)
     self.images = images_lib.ImageStore(self.own_directory / "image_cache")
     self.episodes = episodes.EpisodeFactory(config, self.images)
-    episodes.try_first_episode(config, self.episodes, self.task_source)
+    if config.plays:
+      episodes.try_first_episode(config, self.episodes, self.task_source)
     self.warm_start = warm_start_lib.WarmStart(
         config,
         self.mesh,
@@ -168,6 +174,9 @@ class Run:
         self.here(self.policy.model),
         directory=self.own_directory,
     )
+    self.recorded: files.RecordedGroups | None = None
+    if config.rollout.via == "offline":
+      self.recorded = sources.make_groups(self)
     self.observers = events.Observers()
     self.watchdog = watchdog_lib.Watchdog(
         config.watchdog, self.observers.on_event
@@ -184,7 +193,22 @@ class Run:
   @property
   def connection(self) -> proxy_lib.ProxyConnection | None:
     """The episodes' client of the engine; None where they call it directly."""
-    return None if self._proxy is None else self._proxy.connection
+    if self._proxy is None or self.config.rollout.via == "buffer":
+      return None
+    return self._proxy.connection
+
+  @property
+  def policy_server(self) -> tuple[str, str]:
+    """(URL, bearer token) of the server that samples from the policy."""
+    if self._proxy is None:
+      raise RuntimeError("this run has no server; see rollout.via")
+    return self._proxy.address
+
+  @property
+  def tokenizer_path(self) -> str:
+    """Directory of the policy's tokenizer; "" without one."""
+    found = models.tokenizer_file(self.config)
+    return "" if found is None else str(found.parent)
 
   @property
   def loop(self) -> loop_thread.LoopThread:
@@ -232,7 +256,7 @@ class Run:
     try:
       queues = self.processes.together("claim", self._claim_directory)
       self.processes.together("store", lambda: self._open_store(queues[0]))
-      if self.config.rollout.via == "proxy":
+      if self.config.rollout.via in ("proxy", "buffer"):
         self._proxy = proxy.RunProxy(
             self.config, self.policy, self.engine, self.images
         )
@@ -277,6 +301,8 @@ class Run:
       self._lock = _locked(self.directory)
 
   def _open_store(self, queue: str) -> None:
+    if self.config.rollout.via == "offline":
+      return  # Its episodes are on the disk already.
     try:
       self.own_directory.mkdir(parents=True, exist_ok=True)
       self.store = models.make_store(
@@ -317,7 +343,7 @@ class Run:
         _LOG.warning("%s did not close: %r", what, error)
 
     close_shared = None
-    if self.episodes.acts_on_gym:
+    if self.config.plays and self.episodes.acts_on_gym:
       close_shared = gyms.get(self.config.gym.name).load_close_shared()
     if close_shared is not None:
       try_to(f"what gym.name={self.config.gym.name} shares", close_shared())

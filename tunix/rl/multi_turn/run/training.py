@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import time
 from typing import Any
@@ -34,6 +35,9 @@ from tunix.rl.multi_turn.run import process_layout
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
+from tunix.rl.multi_turn.run.recorded_data import buffer_loop
+from tunix.rl.multi_turn.run.recorded_data import offline_queue
+from tunix.rl.multi_turn.run.recorded_data import sources
 from tunix.rl.multi_turn.trajectory_collector import collect_loop
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
@@ -77,11 +81,11 @@ class Training:
     if config.eval.beside and config.eval.every:
       self._beside = beside_lib.BesideEvaluations(run)
       self._checkpoints.pinned |= set(self._unevaluated())
-    self._queue = self._make_queue(self._learner.version)
+    self._queue = self._make_queue(self._learner.version, extras)
     metrics = step_metrics.StepMetrics(
         run.observers, self._queue, run.engine, run.processes
     )
-    self._collecting = self._make_collect_loop(metrics, extras.get("collect"))
+    self._collecting = self._make_collecting(metrics, extras)
     self._collected: concurrent.futures.Future[None] | None = None
     self._replayed: group_store.SqliteGroupStore | None = None
     self._loop = loop_lib.LearnerLoop(
@@ -100,6 +104,9 @@ class Training:
         processes=run.processes,
         share_timeout_s=config.processes.share_s or None,
         replay=self._make_replay(),
+        prepare=functools.partial(sources.fill_logprobs, self._learner)
+        if not config.collects
+        else lambda groups: groups,
     )
 
   def _extras(self) -> dict[str, Any]:
@@ -129,8 +136,13 @@ class Training:
         )
         if run.processes.any("stop", stop):
           break
-        if self._loop.step(run.stop) is None:
-          break
+        try:
+          if self._loop.step(run.stop) is None:
+            break
+        except group_queue.QueueClosed:
+          if not config.offline.epochs:
+            raise
+          break  # The recorded episodes are over.
         with self._loop.seconds("report"):
           run.share_counts()
           self._watch()
@@ -179,6 +191,8 @@ class Training:
     self._queue.close()
     try:
       self._save_last()
+      if isinstance(self._collecting, buffer_loop.BufferLoop):
+        self._collecting.finish()
     finally:
       if self._replayed is not None:
         self._replayed.close()
@@ -320,7 +334,7 @@ class Training:
     self._best = best
 
   def _evaluation_due(self, step: int) -> bool:
-    every = self._config.eval.every
+    every = self._config.eval.every if self._config.evaluates else 0
     if not (every and step and step % every == 0):
       return False
     # Measured already if the run was stopped after it.
@@ -330,13 +344,23 @@ class Training:
 
   # --- parts -----------------------------------------------------------------
 
-  def _make_queue(self, version: int) -> group_queue.GroupQueue:
+  def _make_queue(self, version: int, extras: dict[str, Any]) -> Any:
     config, observers = self._config, self._run.observers
+    if config.rollout.via == "offline":
+      return sources.make_offline(
+          self._run,
+          self._learner.groups_per_step,
+          extras.get("collect"),
+          extras.get(loop_lib.CONSUMED, ()),
+      )
 
     def dropped(group: trajectory_lib.TrajectoryGroup, reason: str) -> None:
       observers.on_event(events.GroupFinished(group, "dropped", reason))
 
-    return group_queue.GroupQueue(
+    make = group_queue.GroupQueue
+    if config.rollout.via == "buffer":
+      make = buffer_loop.LeasedQueue
+    return make(
         self._learner.groups_per_step * config.collect.parts,
         config.queue,
         order="admission" if config.lockstep else "ready",
@@ -356,6 +380,20 @@ class Training:
         self._run.own_directory / "replay.db", images=self._run.images
     )
     return replay_lib.SuccessReplay(age, self._replayed)
+
+  def _make_collecting(
+      self, metrics: step_metrics.StepMetrics, extras: dict[str, Any]
+  ) -> Any:
+    """What fills the queue, from a checkpoint's extras where one is resumed."""
+    state = extras.get("collect")
+    consumed = extras.get(loop_lib.CONSUMED, ())
+    if isinstance(self._queue, offline_queue.OfflineQueue):
+      return self._queue
+    if isinstance(self._queue, buffer_loop.LeasedQueue):
+      return sources.make_buffer_loop(
+          self._run, self._queue, metrics, state, consumed
+      )
+    return self._make_collect_loop(metrics, state)
 
   def _make_collect_loop(
       self, metrics: step_metrics.StepMetrics, state: dict[str, Any] | None

@@ -108,12 +108,14 @@ class AdvantageOptions:
     gamma: discounts a turn.
     step_weight: of GiGPO's advantages among equal states.
     pass_k: k of pass_at_k.
+    filter_reward: least reward that filtered learns from.
   """
 
   std_eps: float = _DEFAULTS.std_eps
   gamma: float = 1.0
   step_weight: float = _DEFAULTS.gigpo_step_weight
   pass_k: int = _DEFAULTS.pass_k
+  filter_reward: float = _DEFAULTS.filter_reward
 
 
 Estimator = Callable[
@@ -408,6 +410,32 @@ def none(
   """0: rewards are not learned from, for distillation alone."""
   del options
   return _spread(group, np.zeros_like(group.total_N))
+
+
+@ESTIMATORS.register("reward")
+def reward(
+    group: GroupRewards, options: AdvantageOptions
+) -> tuple[np.ndarray, ...]:
+  """r itself: normalised elsewhere, or the weight of an example.
+
+  With objective policy_gradient: reward-weighted regression, Peters and Schaal
+  2007, "Reinforcement Learning by Reward-Weighted Regression", section 3.
+  """
+  del options
+  return _spread(group, group.total_N)
+
+
+@ESTIMATORS.register("filtered")
+def filtered(
+    group: GroupRewards, options: AdvantageOptions
+) -> tuple[np.ndarray, ...]:
+  """1 where r >= filter_reward, else 0: cloning of the good episodes.
+
+  Chen et al. 2021, "Decision Transformer", section 4: filtered behaviour
+  cloning ("percentile BC", arXiv:2106.01345), with a fixed bound.
+  """
+  good = group.total_N >= options.filter_reward
+  return _spread(group, good.astype(np.float64))
 
 
 @ESTIMATORS.register("pass_at_k")

@@ -105,6 +105,7 @@ class Algorithm:
         gamma=gamma,
         step_weight=c.gigpo_step_weight,
         pass_k=c.pass_k,
+        filter_reward=c.filter_reward,
     )
 
   @property

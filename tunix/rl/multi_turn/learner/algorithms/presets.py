@@ -273,9 +273,30 @@ _preset(
 )
 
 
+_preset(
+    "weighted_cloning",
+    "Reward-weighted regression, Peters and Schaal 2007",
+    advantage="reward",
+    objective="policy_gradient",
+    clip=None,
+    note="Rewards are weights: of demonstrations, or of recorded episodes"
+    " (rollout.via=offline). A negative one unlearns.",
+)
+_preset(
+    "filtered_cloning",
+    "Filtered cloning, arXiv:2106.01345",
+    advantage="filtered",
+    objective="policy_gradient",
+    clip=None,
+    filter_reward=0.5,
+    note="Imitates episodes of at least algorithm.filter_reward.",
+)
+
+
 _COLUMNS = {
     "advantage": (
         "advantage", "pass_k", "gae_lambda", "value_clip", "distill_coef",
+        "filter_reward",
     ),
     "objective": (
         "objective", "clip_low", "clip_high", "sapo_tau_pos", "sapo_tau_neg",

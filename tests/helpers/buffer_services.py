@@ -1,0 +1,95 @@
+"""Rollout buffer services on the loopback interface, and items for them."""
+
+import contextlib
+import json
+
+import httpx
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
+    app as app_lib,
+)
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
+    service as service_lib,
+)
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
+
+
+class Clock:
+  """Seconds that only move when told to."""
+
+  def __init__(self):
+    self.now = 1000.0
+
+  def __call__(self):
+    return self.now
+
+
+def item(uid, instance_id="i", reward=0.5, **more):
+  return {
+      "uid": uid,
+      "instance_id": instance_id,
+      "messages": [
+          {"role": "user", "content": "2 + 2?"},
+          {"role": "assistant", "content": "4"},
+      ],
+      "reward": reward,
+      "extra_info": {"timestamp": "1", "finish_reason": "stop"},
+      **more,
+  }
+
+
+class Running:
+  """A service in a thread.
+
+  Attributes:
+    service, app, url: of it.
+    clock: of groups' ages and leases.
+  """
+
+  def __init__(self, folder, *, token="", limits=None, **options):
+    self.clock = options.pop("clock", None) or Clock()
+    self.service = service_lib.Service(
+        folder,
+        limits=limits or settings.BufferLimits(),
+        token=token,
+        clock=self.clock,
+        **options,
+    )
+    self.app = app_lib.App(self.service, token=token)
+    self.server = http_server.LoopbackServer(self.app.asgi)
+    self.url = self.service.url = self.server.url
+    self.client = httpx.Client(
+        base_url=self.url, timeout=30, trust_env=False, verify=False
+    )
+
+  def __enter__(self):
+    self.server.start()
+    return self
+
+  def __exit__(self, *exc_info):
+    self.client.close()
+    self.server.close()
+    self.service.close()
+
+  def post(self, path, body=None, **options):
+    if isinstance(body, (bytes, str)):
+      return self.client.post(path, content=body, **options)
+    return self.client.post(path, json={} if body is None else body, **options)
+
+  def write(self, *items, path="/buffer/write"):
+    for one in items:
+      answer = self.post(path, one)
+      assert answer.status_code == 200, answer.text
+
+  def read(self, **body):
+    answer = self.post("/get_rollout_data", body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+  def stats(self, name="default"):
+    return self.client.get(f"/b/{name}/buffer/stats").json()["data"]["data"][0]
+
+  def start(self, **payload):
+    return self.post("/start_rollout", {
+        "task_type": "external", "num_repeat_per_sample": "4", **payload
+    })  # pyformat: disable

@@ -1,0 +1,651 @@
+"""The rollout buffer's protocol: each key, default and error, over HTTP."""
+
+import asyncio
+import concurrent.futures
+import json
+import math
+import socket
+import time
+
+import buffer_services
+import httpx
+import pytest
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import __main__
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import requests
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
+
+item = buffer_services.item
+
+
+@pytest.fixture(name="running", scope="module")
+def running_fixture(tmp_path_factory):
+  with buffer_services.Running(tmp_path_factory.mktemp("buffer")) as running:
+    yield running
+
+
+@pytest.fixture(name="buffer")
+def buffer_fixture(running):
+  """The service, its default buffer fresh, with groups of four."""
+  assert running.start().status_code == 200
+  return running
+
+
+def group(name, rewards=(0.0, 1.0, 0.0, 1.0)):
+  return [item(f"{name}-{i}", name, r) for i, r in enumerate(rewards)]
+
+
+# --- the documented replies ---------------------------------------------------
+
+
+def test_every_documented_reply_is_word_for_word(buffer):
+  assert buffer.client.get("/").json() == {
+      "message": "Rollout Buffer Server is running"
+  }
+  assert buffer.start(group_timeout_seconds=1).json() == {
+      "message": "Rollout started"
+  }
+  one = item("a", "g", 0.0)
+  written = buffer.post("/buffer/write", one)
+  assert written.status_code == 200
+  assert written.json() == {
+      "success": True,
+      "message": "Data has been successfully written to buffer",
+      "data": {"data": [one], "meta_info": "write to buffer"},
+      "new": 1,
+  }
+  nothing = {"data": [], "meta_info": {}}
+  assert buffer.read() == {
+      "success": False, "message": "No data available to read", "data": nothing
+  }  # pyformat: disable
+  assert buffer.read(batch_size=8) == {
+      "success": False,
+      "message": "Not enough data. Requested 8 items but only 0 available.",
+      "data": nothing,
+  }
+  assert buffer.post("/buffer/read", {"batch_size": 1, "timeout": 0}).json() == {
+      "success": False,
+      "message": "Timeout waiting, no data available to read",
+      "data": nothing,
+  }
+  assert buffer.post("/buffer/read", {"wait": False}).json() == {
+      "success": True, "message": "Successfully read 0 items", "data": nothing
+  }  # pyformat: disable
+  buffer.write(*(item(n, "g", r) for n, r in (("b", 1.0), ("c", 0), ("d", 1))))
+  peeked = buffer.client.request(
+      "GET", "/buffer/peek", json={"batch_size": 2}
+  ).json()
+  assert peeked["message"] == "Successfully previewed 2 items"
+  assert peeked["data"]["data"][0] == one
+  stats = buffer.client.get("/buffer/stats").json()
+  assert stats["message"] == "Buffer stats retrieved successfully"
+  assert stats["data"]["meta_info"] == {}
+  figures = stats["data"]["data"][0]
+  assert figures["current_size"] == figures["total_written"] == 4
+  assert figures["total_read"] == 0
+  assert figures["max_size"] == settings.BufferLimits().max_items
+  got = buffer.read()
+  assert got["success"] and got["message"] == "Successfully read 4 items"
+  meta = got["data"]["meta_info"]
+  assert meta == {
+      "total_samples": 4, "num_groups": 1, "avg_group_size": 4.0,
+      "avg_reward": 0.5, "reward_std": pytest.approx(math.sqrt(1 / 3)),
+      "reward_min": 0.0, "reward_max": 1.0, "finished_groups": ["g"],
+  }  # pyformat: disable
+  assert [i["uid"] for i in got["data"]["data"]] == ["a", "b", "c", "d"]
+  for one in got["data"]["data"]:
+    assert set(one) == {*items.REQUIRED, "raw_reward"}
+    sign = 1 if one["raw_reward"] else -1
+    assert one["reward"] == pytest.approx(sign, rel=1e-6)
+  assert not buffer.read()["success"]
+
+
+DEFAULTS = {
+    "min_valid_group_size_ratio": ("min_valid_group_size_ratio", 1.0),
+    "min_valid_item_size_ratio": ("min_valid_item_size_ratio", 0.7),
+    "group_timeout_seconds": ("group_timeout_seconds", 300.0),
+    "min_timeout_group_size_ratio": ("min_timeout_group_size_ratio", 0.7),
+}
+
+
+def test_defaults_of_a_start_are_the_documented_ones():
+  asked = requests.rollout({"task_type": "m", "num_repeat_per_sample": 8})
+  assert asked.rules.group_size == 8
+  for field, value in DEFAULTS.values():
+    assert getattr(asked.rules, field) == value
+  assert not asked.rules.raw and not asked.keep_items
+  assert asked.payload["num_process"] == 100
+  assert asked.payload["num_epoch"] == 1
+  assert asked.payload["skip_instance_ids"] == []
+
+
+def sent(**changes):
+  """The payload as a trainer sends it, numbers as texts."""
+  return {
+      "num_process": "100", "num_epoch": "3",
+      "remote_engine_url": "http://127.0.0.1:30000",
+      "remote_buffer_url": "http://127.0.0.1:8889", "task_type": "math",
+      "input_file": "in.jsonl", "num_repeat_per_sample": "8",
+      "max_tokens": "8192",
+      "sampling_params": {"max_tokens": "8192", "temperature": 0.8, "top_p": 1},
+      "tokenizer_path": "/t", "skip_instance_ids": ["a", 7], **changes,
+  }  # pyformat: disable
+
+
+@pytest.mark.parametrize("number", [str, int, float])
+def test_numbers_of_a_start_may_be_texts(number):
+  asked = requests.rollout(
+      sent(
+          num_repeat_per_sample=number(8),
+          group_timeout_seconds=number(60),
+          min_valid_item_size_ratio=str(0.5),
+          task_arg={"mine": [1]},
+      )
+  )
+  assert asked.rules.group_size == 8
+  assert asked.rules.group_timeout_seconds == 60.0
+  assert asked.rules.min_valid_item_size == 4
+  assert asked.payload["skip_instance_ids"] == ["a", "7"]
+  # Everything reaches the generator as it was sent.
+  assert asked.payload["num_process"] == "100"
+  assert asked.payload["task_arg"] == {"mine": [1]}
+  assert asked.payload["remote_buffer_url"] == "http://127.0.0.1:8889"
+  without = sent()
+  del without["remote_buffer_url"]
+  assert (
+      requests.rollout(without, "http://me:1").payload["remote_buffer_url"]
+      == "http://me:1"
+  )
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"task_type": None}, "task_type=None must name a generator"),
+        ({"task_type": 3}, "task_type=3 must name a generator"),
+        ({"num_repeat_per_sample": None}, "num_repeat_per_sample is missing"),
+        ({"num_repeat_per_sample": "0"}, "num_repeat_per_sample='0' must be a"),
+        ({"num_repeat_per_sample": "x"}, "num_repeat_per_sample='x' must be a"),
+        ({"num_repeat_per_sample": 2.5}, "num_repeat_per_sample=2.5 must be a"),
+        ({"num_process": True}, "num_process=True must be a whole number"),
+        ({"num_epoch": "1e99"}, "num_epoch='1e99' must be a whole number"),
+        ({"max_tokens": "-1"}, "max_tokens='-1' must be a whole number"),
+        ({"sampling_params": [1]}, "sampling_params=[1] must be an object"),
+        ({"skip_instance_ids": "a"}, "skip_instance_ids='a' must be a list"),
+        ({"skip_instance_ids": [[]]}, "skip_instance_ids=[] must be a text"),
+        ({"group_timeout_seconds": 0}, "group_timeout_seconds=0 must be"),
+        ({"group_timeout_seconds": "nan"}, "group_timeout_seconds='nan'"),
+        ({"min_valid_group_size_ratio": 2}, "min_valid_group_size_ratio=2 must"),
+        ({"min_timeout_group_size_ratio": "x"}, "min_timeout_group_size_ratio"),
+        ({"group_rules": "none"}, "group_rules='none' must be one of"),
+        ({"remote_engine_url": "here"}, "remote_engine_url='here' must be an"),
+    ],
+)
+def test_a_wrong_start_names_its_key(buffer, changes, named):
+  answer = buffer.post("/start_rollout", sent(**changes))
+  assert answer.status_code == 422
+  assert answer.json()["code"] == "invalid_request"
+  assert named in answer.json()["detail"]
+
+
+def test_an_unknown_task_type_is_an_error_that_lists_the_known(buffer):
+  answer = buffer.start(task_type="chess")
+  assert answer.status_code == 404
+  assert answer.json() == {
+      "detail": "task_type='chess' has no generator; there is desktop,"
+      " external, math",
+      "code": "unknown_task_type",
+  }
+
+
+# --- items --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", items.REQUIRED)
+def test_each_required_key_is_required(buffer, key):
+  one = item("a")
+  del one[key]
+  answer = buffer.post("/buffer/write", one)
+  assert answer.status_code == 500  # The protocol's.
+  assert answer.json()["code"] == "invalid_item"
+  assert answer.json()["detail"].startswith(f"Write failed: {key} is missing")
+  assert buffer.stats()["items"] == 0
+
+
+EXACT = {
+    "tokens": [1, 2, 3], "loss_mask": [0, 1, 1],
+    "logprobs": [None, -0.5, None], "versions": [None, 0, 1],
+}  # pyformat: disable
+
+
+@pytest.mark.parametrize(
+    "changes, fault",
+    [
+        ({"uid": ""}, "uid='' must be a text"),
+        ({"uid": None}, "uid=None must be a text"),
+        ({"instance_id": 1.5}, "instance_id=1.5 must be a text"),
+        ({"instance_id": True}, "instance_id=True must be a text"),
+        ({"reward": "1"}, "reward='1' must be a finite number"),
+        ({"reward": 1e300}, "a reward of 1e+300 is larger than"),
+        ({"messages": {}}, "messages={} must be a list"),
+        ({"messages": [1]}, "messages.0=1 must be an object"),
+        ({"messages": [{"content": "x"}]}, "with a text 'role'"),
+        ({"extra_info": []}, "extra_info=[] must be an object"),
+        ({"buffer": "../x"}, "buffer='../x' must be a name"),
+        ({"tokens": [1]}, "loss_mask=None must be a list"),
+        ({**EXACT, "loss_mask": [1]}, "loss_mask has 1 values for 3 tokens"),
+        ({**EXACT, "loss_mask": [0, 1, 2]}, "loss_mask must hold 0 or 1"),
+        ({**EXACT, "tokens": [1, -2, 3]}, "tokens must hold token ids"),
+        ({**EXACT, "tokens": [1, 2.0, 3]}, "tokens must hold token ids"),
+        ({**EXACT, "tokens": [1, True, 3]}, "tokens must hold token ids"),
+        ({**EXACT, "logprobs": ["a", 1, 2]}, "logprobs must hold numbers"),
+        ({**EXACT, "versions": [0.5, 1, 2]}, "versions must hold whole"),
+        ({**EXACT, "versions": [0]}, "versions has 1 values for 3 tokens"),
+        ({**EXACT, "images": [{"sha256": "x"}]}, "images.0={'sha256': 'x'}"),
+        ({"sequences": {}}, "sequences={} must be a list"),
+        ({"sequences": [{}]}, "sequences.0.tokens is missing"),
+        ({"sequences": [{**EXACT, "loss_mask": 0}]}, "sequences.0.loss_mask=0"),
+    ],
+)
+def test_a_wrong_item_names_field_value_and_fix(buffer, changes, fault):
+  answer = buffer.post("/buffer/write", {**item("a"), **changes})
+  assert answer.status_code == 500 and fault in answer.json()["detail"]
+  assert buffer.stats()["items"] == 0
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b'{"uid": NaN}'])
+def test_a_body_that_holds_no_item_is_refused(buffer, body):
+  answer = buffer.post("/buffer/write", body)
+  assert answer.status_code == 500
+  assert answer.json()["detail"].startswith("Write failed: ")
+
+
+def test_whole_numbers_are_ids_and_leave_as_texts(buffer):
+  buffer.write(*(item(i, 5, i % 2) for i in range(4)))
+  got = buffer.read()["data"]
+  assert {i["instance_id"] for i in got["data"]} == {"5"}
+  assert [i["uid"] for i in got["data"]] == ["0", "1", "2", "3"]
+  assert got["meta_info"]["finished_groups"] == ["5"]
+
+
+def test_token_exact_items_leave_as_they_came(buffer):
+  exact = {**EXACT, "images": {"ab": "cGljdHVyZQ=="}}
+  several = {"sequences": [{**EXACT, "images": [
+      {"sha256": "ab", "width": 2, "height": 3, "start": 1}
+  ]}, {"tokens": [], "loss_mask": []}]}  # pyformat: disable
+  for number, more in enumerate((exact, several, exact, several)):
+    buffer.write(item(f"u{number}", "g", number % 2, **more, mine={"x": None}))
+  for got, more in zip(buffer.read()["data"]["data"], (exact, several) * 2):
+    assert {k: got[k] for k in more} == more and got["mine"] == {"x": None}
+
+
+def test_several_items_are_written_together_or_not_at_all(buffer):
+  one, two = group("g")[:2], group("g")[2:]
+  assert buffer.post("/buffer/write", one).json()["new"] == 2
+  lines = "\n".join(json.dumps(i) for i in two) + "\n"
+  assert buffer.post("/buffer/write", lines).json()["new"] == 2
+  assert len(buffer.read()["data"]["data"]) == 4
+  bad = [item("x"), {**item("y"), "reward": None}]
+  answer = buffer.post("/buffer/write", bad)
+  assert "item 1: reward=None" in answer.json()["detail"]
+  conflicting = [item("z"), item("z", reward=0.25)]
+  assert buffer.post("/buffer/write", conflicting).status_code == 409
+  apart = [item("p"), item("q", buffer="other")]
+  assert "one buffer" in buffer.post("/buffer/write", apart).json()["detail"]
+  assert buffer.stats()["items"] == 0
+
+
+def test_a_write_that_is_repeated_is_one_item_also_after_it_was_read(buffer):
+  members = group("g")
+  buffer.write(*members, *members)
+  assert len(buffer.read()["data"]["data"]) == 4
+  buffer.write(*members)
+  assert buffer.stats()["items"] == 0
+  assert not buffer.read()["success"]
+  known = buffer.post("/buffer/known", {"uids": ["g-0", "h"]}).json()
+  assert known == {"known": ["g-0"]}
+  other = buffer.post("/buffer/write", item("g-0", "g", 0.75))
+  assert other.status_code == 409 and other.json()["code"] == "uid_conflict"
+
+
+def test_an_answer_is_short_where_its_client_prefers_so(buffer):
+  answer = buffer.post(
+      "/buffer/write", item("a"), headers={"prefer": "return=minimal"}
+  ).json()
+  assert answer["data"]["data"] == [] and answer["new"] == 1
+
+
+# --- groups -------------------------------------------------------------------
+
+
+def test_a_read_takes_whole_groups_and_leaves_the_rest(buffer):
+  for name in ("a", "b", "c"):
+    buffer.write(*group(name))
+  assert buffer.read(batch_size=13)["message"] == (
+      "Not enough data. Requested 13 items but only 12 available."
+  )
+  first = buffer.read(batch_size="5")["data"]
+  assert [i["uid"][0] for i in first["data"]] == list("aaaabbbb")
+  assert first["meta_info"]["finished_groups"] == ["a", "b"]
+  assert first["meta_info"]["total_samples"] == 12
+  rest = buffer.read(batch_size=4)["data"]  # Exactly what there is.
+  assert [i["uid"][0] for i in rest["data"]] == list("cccc")
+  # Statistics begin anew with each read.
+  assert rest["meta_info"]["total_samples"] == 0
+
+
+def test_statistics_count_what_came_since_the_last_read(buffer):
+  buffer.write(*group("a"))
+  buffer.post("/buffer/read", {"batch_size": 4, "timeout": 1})
+  buffer.write(*group("b", (0.0, 0.0, 0.0, 0.5)))
+  meta = buffer.read()["data"]["meta_info"]
+  # /buffer/read does not begin them anew.
+  assert meta["total_samples"] == 8 and meta["avg_reward"] == 2.5 / 8
+
+
+def test_groups_that_teach_nothing_never_leave_and_are_reported(buffer):
+  buffer.write(*group("same", (1.0,) * 4))
+  assert not buffer.read()["success"]
+  buffer.write(*group("good"))
+  meta = buffer.read()["data"]["meta_info"]
+  assert meta["finished_groups"] == ["same", "good"]
+  assert meta["total_samples"] == 8
+  stats = buffer.stats()
+  assert stats["total_dropped"] == 4 and stats["items"] == 0
+
+
+@pytest.mark.parametrize("members, used", [(2, False), (3, True)])
+def test_times_out_exactly(buffer, members, used):
+  """A group of four, of which 0.7 are needed, by a clock that stands."""
+  buffer.write(*group("g")[:members])
+  buffer.clock.now += 299.0
+  assert not buffer.read()["success"]
+  buffer.write(item("other", "h"))
+  buffer.clock.now += 1.0  # 300 s since the last write, and no more.
+  assert not buffer.read()["success"]
+  buffer.clock.now += 2**-20
+  got = buffer.read()
+  assert got["success"] == used
+  if used:
+    assert len(got["data"]["data"]) == 4  # Padded.
+    assert got["data"]["meta_info"]["finished_groups"] == ["g"]
+  assert buffer.stats()["waiting_items"] == 1  # Of the other group.
+
+
+def test_a_write_renews_a_group_s_time(buffer):
+  members = group("g")
+  for member in members[:3]:
+    buffer.write(member)
+    buffer.clock.now += 300.0
+    assert not buffer.read()["success"]
+  buffer.write(members[3])
+  assert len(buffer.read()["data"]["data"]) == 4
+
+
+def test_further_items_of_an_instance_are_its_next_group(buffer):
+  buffer.write(*group("g"), *(item(f"n{i}", "g", i % 2) for i in range(3)))
+  assert [i["uid"] for i in buffer.read()["data"]["data"]] == [
+      "g-0", "g-1", "g-2", "g-3"
+  ]  # pyformat: disable
+  buffer.write(item("n3", "g", 1.0))
+  assert [i["uid"] for i in buffer.read()["data"]["data"]] == [
+      "n0", "n1", "n2", "n3"
+  ]
+
+
+def test_groups_may_be_read_raw(buffer):
+  buffer.start(group_rules="raw")
+  buffer.write(*group("g", (5.0, 5.0, 5.0, -1)))
+  got = buffer.read()["data"]["data"]
+  assert [i["reward"] for i in got] == [5.0, 5.0, 5.0, -1]
+  assert [i["raw_reward"] for i in got] == [5.0, 5.0, 5.0, -1]
+
+
+def test_a_waiting_read_returns_once_there_is_enough(buffer):
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    reading = pool.submit(
+        buffer.post, "/buffer/read", {"batch_size": 4, "timeout": "20"}
+    )
+    time.sleep(0.2)
+    buffer.write(*group("g"))
+    assert len(reading.result(20).json()["data"]["data"]) == 4
+
+
+def test_a_start_replaces_what_the_buffer_holds_unless_it_is_kept(buffer):
+  buffer.write(*group("g")[:2])
+  buffer.start(keep_items=True, group_rules="raw")
+  buffer.write(*group("g")[2:])
+  assert len(buffer.read()["data"]["data"]) == 4
+  buffer.write(*group("h"))
+  buffer.start()
+  assert not buffer.read()["success"]
+  # Its uids are forgotten with it.
+  buffer.write(*group("h"))
+  assert buffer.read()["success"]
+
+
+# --- leases -------------------------------------------------------------------
+
+
+def test_a_lease_ends_acknowledged_or_its_groups_return(buffer):
+  buffer.write(*group("a"), *group("b"))
+  first = buffer.read(batch_size=4, lease_s=60)["data"]
+  second = buffer.read(batch_size=4, lease_s="60")["data"]
+  assert not buffer.read()["success"]
+  stats = buffer.stats()
+  assert (stats["leases"], stats["leased_items"], stats["items"]) == (2, 8, 8)
+  for _ in range(2):  # May be repeated.
+    answer = buffer.post("/buffer/ack", {"lease": first["lease"]})
+    assert answer.status_code == 200 and answer.json()["success"]
+  buffer.clock.now += 60
+  assert not buffer.read()["success"]
+  buffer.clock.now += 2**-20
+  again = buffer.read()["data"]
+  assert again["data"] == second["data"] and "lease" not in again
+  late = buffer.post("/buffer/ack", {"lease": second["lease"]})
+  assert late.status_code == 404 and late.json()["code"] == "unknown_lease"
+  assert buffer.stats()["items"] == 0
+
+
+def test_a_lease_is_given_back_in_its_old_place(buffer):
+  buffer.write(*group("a"))
+  lease = buffer.read(lease_s=60)["data"]["lease"]
+  buffer.write(*group("b"))
+  assert buffer.post("/buffer/release", {"lease": lease}).status_code == 200
+  assert buffer.post("/buffer/release", {"lease": lease}).status_code == 404
+  assert [i["uid"][0] for i in buffer.read()["data"]["data"]] == list("aaaabbbb")
+
+
+@pytest.mark.parametrize(
+    "path, body, fault",
+    [
+        ("/get_rollout_data", {"lease_s": 0}, "lease_s=0 must be a number > 0"),
+        ("/get_rollout_data", {"lease_s": 1e9}, "<= 86400"),
+        ("/get_rollout_data", {"batch_size": "x"}, "batch_size='x' must be a"),
+        ("/get_rollout_data", {"batch_size": -2}, "batch_size=-2 must be a"),
+        ("/buffer/read", {"timeout": 1e6}, "timeout=1000000.0 must be"),
+        ("/buffer/ack", {}, "lease is missing"),
+        ("/buffer/known", {"uids": "a"}, "uids must be a list"),
+        ("/get_rollout_data", [1], "the body must be an object, got a list"),
+    ],
+)
+def test_wrong_reads_name_their_key(buffer, path, body, fault):
+  answer = buffer.post(path, body)
+  assert answer.status_code == 422 and fault in answer.json()["detail"]
+
+
+def test_unread_paths_and_bodies_have_their_errors(buffer):
+  assert buffer.post("/get_rollout_data", b"{").status_code == 400
+  assert buffer.client.get("/nowhere").json()["code"] == "not_found"
+  wrong = buffer.client.get("/buffer/write")
+  assert wrong.status_code == 405
+  assert wrong.json()["code"] == "method_not_allowed"
+  unknown = buffer.post("/b/none/get_rollout_data")
+  assert unknown.status_code == 404
+  assert "no buffer is called 'none'" in unknown.json()["detail"]
+
+
+# --- several buffers, bounds, access ------------------------------------------
+
+
+def test_buffers_of_several_names_do_not_know_each_other(buffer):
+  buffer.start(buffer="left", num_repeat_per_sample=2)
+  assert buffer.post(
+      "/b/right/start_rollout",
+      {"task_type": "external", "num_repeat_per_sample": 2},
+  ).status_code == 200
+  pair = lambda name: [item("u0", name, 0.0), item("u1", name, 1.0)]
+  buffer.write(*pair("r"), path="/b/right/buffer/write")
+  for one in pair("l"):
+    buffer.write({**one, "buffer": "left"})
+  assert {"default", "left", "right"} <= set(
+      buffer.client.get("/buffers").json()["buffers"]
+  )
+  assert not buffer.read()["success"]
+  left = buffer.read(buffer="left")["data"]["data"]
+  right = buffer.post("/b/right/get_rollout_data").json()["data"]["data"]
+  assert {i["instance_id"] for i in left} == {"l"}
+  assert {i["instance_id"] for i in right} == {"r"}
+  lines = buffer.client.get("/metrics").text
+  assert 'buffer_held_items{buffer="left"} 0' in lines
+  assert 'buffer_items_total{buffer="right",fate="written"} 2.0' in lines
+
+
+@pytest.mark.parametrize(
+    "limit, holds", [({"max_items": 3}, 3), ({"max_gib": 1e-5}, 5)]
+)
+def test_a_full_buffer_answers_429_until_it_is_read(tmp_path, limit, holds):
+  limits = settings.BufferLimits(group_size=2, **limit)
+  with buffer_services.Running(tmp_path, limits=limits) as full:
+    text = "x" * 1900
+    for number in range(holds):
+      full.write(item(number, number // 2, number % 2, text=text))
+    refused = full.post("/buffer/write", item("more", text=text))
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["code"] == "full"
+    assert "read from it, or write again later" in refused.json()["detail"]
+    assert full.stats()["refused_writes"] == 1
+    assert full.read()["success"]
+    full.write(item("more"))
+
+
+def test_a_read_is_bounded_in_size_and_the_next_goes_on(tmp_path):
+  limits = settings.BufferLimits(group_size=2, read_mib=1)
+  with buffer_services.Running(tmp_path, limits=limits) as bounded:
+    for name in "abc":
+      for i in range(2):
+        bounded.write(item(f"{name}{i}", name, i, text="x" * 300_000))
+    sizes = [len(bounded.read()["data"]["data"]) for _ in range(3)]
+    assert sizes == [2, 2, 2]
+
+
+def test_reads_are_saved_where_that_is_asked_for(tmp_path):
+  folder = tmp_path / "reads"
+  with buffer_services.Running(
+      tmp_path / "b", save_reads=folder,
+      limits=settings.BufferLimits(group_size=2),
+  ) as saving:  # pyformat: disable
+    for name in "ab":
+      saving.write(item(f"{name}0", name, 0.0), item(f"{name}1", name, 1.0))
+      got = saving.read()["data"]["data"]
+    names = sorted(p.name for p in folder.iterdir())
+    assert names == [
+        "rollout_data_default_000001.jsonl", "rollout_data_default_000002.jsonl"
+    ]  # pyformat: disable
+    lines = (folder / names[1]).read_text().splitlines()
+    assert [json.loads(line) for line in lines] == got
+
+
+def test_a_token_is_demanded_on_every_route_but_health(tmp_path):
+  with buffer_services.Running(tmp_path, token="secret") as guarded:
+    assert guarded.client.get("/health").status_code == 200
+    for method, path in (
+        ("POST", "/buffer/write"), ("POST", "/get_rollout_data"),
+        ("POST", "/start_rollout"), ("GET", "/buffer/stats"),
+        ("GET", "/metrics"), ("POST", "/b/x/buffer/ack"),
+    ):  # pyformat: disable
+      for given in ({}, {"authorization": "Bearer wrong"}):
+        answer = guarded.client.request(method, path, headers=given)
+        assert answer.status_code == 401, path
+    right = {"authorization": "Bearer secret"}
+    assert guarded.client.get("/buffer/stats", headers=right).is_success
+
+
+@pytest.mark.parametrize(
+    "headers", [{"origin": "http://evil.example"}, {"host": "evil.example"}]
+)
+def test_web_pages_are_not_answered(buffer, headers):
+  answer = buffer.client.get("/buffer/stats", headers=headers)
+  assert answer.status_code == 403 and answer.json()["code"] == "cross_site"
+
+
+def test_a_slow_reader_does_not_hold_up_512_writers(buffer):
+  buffer.start(num_repeat_per_sample=2, group_rules="raw")
+  for number in range(60):
+    buffer.write(item(f"s{number}", f"s{number // 2}", 0.0, text="x" * 200_000))
+  address = buffer.url.removeprefix("http://").split(":")
+  with socket.create_connection((address[0], int(address[1]))) as slow:
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.sendall(
+        b"POST /get_rollout_data HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        b"Content-Length: 2\r\n\r\n{}"
+    )
+    assert slow.recv(100)  # It is answered, and reads no further.
+    limits = httpx.Limits(max_connections=512)
+
+    async def write_all():
+      async with httpx.AsyncClient(
+          base_url=buffer.url, limits=limits, timeout=60, trust_env=False,
+          verify=False,
+      ) as client:  # pyformat: disable
+        return await asyncio.gather(*(
+            client.post("/buffer/write", json=item(f"w{n}", f"w{n // 2}"))
+            for n in range(512)
+        ))
+
+    assert {a.status_code for a in asyncio.run(write_all())} == {200}
+    got = []
+    while (answer := buffer.read())["success"]:
+      got += [i["uid"] for i in answer["data"]["data"]]
+  assert sorted(got) == sorted(f"w{n}" for n in range(512))
+
+
+# --- the command --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv, fault",
+    [
+        (["--host", "0.0.0.0", "--port", "0"], "needs a token"),
+        (["--max-items", "0"], "--max-items must be >= 1, got 0"),
+        (["--generators", "/nowhere"], "--generators=/nowhere is no folder"),
+        (["--token-file", "/nowhere"], "/nowhere: No such file"),
+    ],
+)
+def test_a_wrong_argument_ends_the_command_with_one_line(
+    tmp_path, capsys, argv, fault
+):
+  argv = ["--port", "0", "--dir", str(tmp_path), *argv]
+  assert __main__.main(argv) == 2
+  said = capsys.readouterr().err
+  assert said.startswith("error: ") and fault in said
+  assert said.count("\n") == 1
+
+
+def test_a_folder_belongs_to_one_service(tmp_path, capsys):
+  with buffer_services.Running(tmp_path):
+    assert __main__.main(["--port", "0", "--dir", str(tmp_path)]) == 2
+  assert "is held by another buffer service" in capsys.readouterr().err
+  (tmp_path / "other").mkdir()
+  (tmp_path / "other" / "buffer.db").write_text("no database " * 100)
+  argv = ["--port", "0", "--dir", str(tmp_path / "other")]
+  assert __main__.main(argv) == 2
+  assert "is no database of a buffer service" in capsys.readouterr().err
+
+
+def test_the_port_is_the_protocol_s_and_the_address_the_loopback_s():
+  args = __main__.parser().parse_args([])
+  assert (args.port, args.host) == (8889, "127.0.0.1")
+  assert http_server.is_loopback(args.host)

@@ -1,0 +1,400 @@
+"""Feeds a run's queue from a rollout buffer service (`rollout.via=buffer`).
+
+Stands where a run has its collecting loop: groups are admitted, gated by
+staleness, made durable and trained on as always, and only their episodes come
+from the service.
+
+Promises: what was read under a lease is acknowledged only when it is trained
+on and a checkpoint holds that, or when it was dropped; a group that the service
+gives again is recognised by its members' uids, and never trained on twice, by a
+resumed run either; such a run asks the service to skip the instances it has
+finished. A failed call is repeated after a pause, `buffer.retries` times in a
+row; the consumer never waits for a loop that has ended.
+
+Does not: decide which groups are valid (the service does), but drops one with
+fewer than collect.min_valid members that can be trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import dataclasses
+import hashlib
+import logging
+import threading
+from typing import Any, Callable, Iterable, Mapping
+
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
+from tunix.rl.multi_turn.trajectory_collector import records
+from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
+from tunix.rl.queue import group_queue
+from tunix.rl.queue import ledger
+
+_LOG = logging.getLogger(__name__)
+_HELD_S = 0.05
+_LONGEST_PAUSE_S = 30.0
+_END_S = 10.0
+
+
+def key_of(group: trajectory_lib.TrajectoryGroup) -> str:
+  """Identifies a group by its members, whatever it is called."""
+  names = sorted(t.trajectory_id for t in group)
+  digest = hashlib.blake2b("\n".join(names).encode(), digest_size=12)
+  return digest.hexdigest()
+
+
+def instance_of(group: trajectory_lib.TrajectoryGroup) -> str:
+  """The instance id of a group that this loop has named."""
+  return group.group_id.rpartition("@")[0] or group.group_id
+
+
+class LeasedQueue(group_queue.GroupQueue):
+  """A `GroupQueue` that reports the groups that are done with."""
+
+  settled: Callable[[Iterable[int]], None] | None = None
+
+  def ack(self, indices: Iterable[int] | None = None) -> None:
+    done = self.unacked() if indices is None else list(indices)
+    super().ack(done)
+    if self.settled is not None:
+      self.settled(done)
+
+  def _report(self, dropped: list[ledger.QueuedGroup]) -> None:
+    done = [entry.index for entry in dropped]
+    super()._report(dropped)
+    if done and self.settled is not None:
+      self.settled(done)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+  """Items of one instance that are to be queued."""
+
+  found: list[records.Record]
+  key: str
+  lease: str
+
+
+class BufferLoop:
+  """See the module docstring; `await run()` on the run's event loop."""
+
+  def __init__(
+      self,
+      make_client: Callable[[], client.BufferClient],
+      reader: reader_lib.EpisodeReader,
+      queue: LeasedQueue,
+      settings: Any,
+      *,
+      batch_size: int,
+      min_valid: int,
+      payload: Callable[[list[str]], Mapping[str, Any]] | None,
+      observers: events.Observer,
+  ):
+    """Args:
+
+      make_client: of the service.
+      reader: of the policy.
+      queue: takes the groups.
+      settings: a `BufferConfig`.
+      batch_size: of a read, see `BufferClient.read`.
+      min_valid: members of a group that can be trained on, at least.
+      payload: instance ids to skip -> body of `/start_rollout`; None starts
+        nothing.
+      observers: receive the episodes.
+    """
+    self._make_client = make_client
+    self._reader = reader
+    self._queue = queue
+    self._settings = settings
+    self._batch_size = batch_size
+    self._min_valid = min_valid
+    self._payload = payload
+    self._observers = observers
+    self._lock = threading.Lock()
+    self._finished: dict[str, str] = {}  # Key -> instance id.
+    self._queued: dict[int, tuple[str, str]] = {}  # Index -> key, instance id.
+    self._leases: dict[str, set[str]] = {}  # Lease -> keys to be settled.
+    self._waiting: collections.deque[_Group] = collections.deque()
+    self._acks: set[concurrent.futures.Future[None]] = set()
+    self._loop: asyncio.AbstractEventLoop | None = None
+    self._task: asyncio.Task[Any] | None = None
+    self._stopping = self._held = False
+    self._failures = 0
+    self.counts: collections.Counter[str] = collections.Counter()
+    """groups accepted, dropped, repeated; failed calls."""
+    queue.settled = self._settle
+
+  # --- state -----------------------------------------------------------------
+
+  def state_dict(self) -> dict[str, Any]:
+    """JSON: what is finished, and what was queued."""
+    with self._lock:
+      return {
+          "finished": [[k, name] for k, name in self._finished.items()],
+          "queued": [[i, *about] for i, about in self._queued.items()],
+      }
+
+  def load_state_dict(
+      self,
+      state: Mapping[str, Any],
+      consumed: Iterable[int] = (),
+      stored: Iterable[tuple[int, trajectory_lib.TrajectoryGroup]] = (),
+  ) -> None:
+    """Goes on where `state` was taken. Call it before `run`.
+
+    Args:
+      state: of a checkpoint; {} without one.
+      consumed: indices that the checkpoint holds the training of.
+      stored: groups that the queue's store holds, which are delivered again.
+    """
+    trained = set(consumed)
+    self._finished = {k: name for k, name in state.get("finished", ())}
+    for index, key, name in state.get("queued", ()):
+      if index in trained:
+        self._finished[key] = name
+    self._queued = {
+        index: (key_of(group), instance_of(group)) for index, group in stored
+    }
+
+  def skipped(self) -> list[str]:
+    """Instances that the service need not make again, one for each pass."""
+    with self._lock:
+      return [
+          *self._finished.values(), *(name for _, name in self._queued.values())
+      ]  # pyformat: disable
+
+  # --- running ---------------------------------------------------------------
+
+  async def run(self) -> None:
+    """Reads until `stop`, or until the queue closes.
+
+    Raises:
+      Exception: the loop's failure; the queue's consumer gets it too.
+    """
+    self._loop = asyncio.get_running_loop()
+    self._task = asyncio.current_task()
+    service = self._make_client()
+    try:
+      if self._payload is not None:
+        answer = await self._tried(
+            lambda: service.start(self._payload(self.skipped()))  # type: ignore[misc]
+        )
+        _LOG.info("the rollout buffer: %s", answer)
+      while not self._stopping:
+        if not self._waiting:
+          await self._read(service)
+        else:
+          await self._put(self._waiting[0])
+          self._waiting.popleft()
+    except (asyncio.CancelledError, group_queue.QueueClosed):
+      if not self._stopping and not self._queue.closed:
+        raise
+    except BaseException as error:
+      self._queue.fail(error)
+      raise
+    finally:
+      await service.aclose()
+    self._queue.close()
+
+  def stop(self, drain: bool = False) -> None:
+    """Reads no more. Thread-safe, returns at once."""
+    del drain
+    self._stopping = True
+    if self._loop is not None and self._task is not None:
+      try:
+        self._loop.call_soon_threadsafe(self._task.cancel)
+      except RuntimeError:  # The loop has ended already.
+        pass
+
+  def hold(self) -> None:
+    """Admits no group until `release`. Thread-safe."""
+    self._held = True
+
+  def release(self) -> None:
+    self._held = False
+
+  def finish(self) -> None:
+    """Waits for acknowledgements, within a deadline, after the last checkpoint.
+    """
+    with self._lock:
+      acks = list(self._acks)
+    concurrent.futures.wait(acks, _END_S)
+
+  async def _tried(self, call: Callable[[], Any]) -> Any:
+    """`call()`'s result, repeated until it succeeds or too many have failed."""
+    while True:
+      try:
+        result = await call()
+        self._failures = 0
+        return result
+      except (http.CallError, ValueError, TimeoutError) as error:
+        self.counts["failed_calls"] += 1
+        self._failures += 1
+        if 0 <= self._settings.retries <= self._failures:
+          raise
+        pause = min(
+            _LONGEST_PAUSE_S, self._settings.poll_s * self._failures
+        )
+        _LOG.warning("the rollout buffer, again in %g s: %s", pause, error)
+        self._observers.on_event(
+            events.Fault("buffer", type(error).__name__, str(error))
+        )
+        await asyncio.sleep(pause)
+
+  async def _read(self, service: client.BufferClient) -> None:
+    found = await self._tried(
+        lambda: service.read(
+            self._batch_size, lease_s=self._settings.lease_s
+        )
+    )
+    if found is None:
+      await asyncio.sleep(self._settings.poll_s)
+      return
+    read = [records.read(item) for item in found.items]
+    groups = [
+        _Group(group, _key_of_records(group), found.lease)
+        for group in records.by_instance(read)
+    ]
+    with self._lock:
+      known = {
+          *self._finished, *(key for key, _ in self._queued.values()),
+          *(group.key for group in self._waiting),
+      }  # pyformat: disable
+      if found.lease:
+        self._leases[found.lease] = {
+            g.key for g in groups if g.key not in self._finished
+        }
+      for group in groups:
+        if group.key in known:
+          self.counts["repeated"] += 1
+        else:
+          self._waiting.append(group)
+    self._acknowledge()
+
+  async def _put(self, waiting: _Group) -> None:
+    while self._held:
+      await asyncio.sleep(_HELD_S)
+    ticket = await self._queue.acquire_start_async()
+    try:
+      version = ticket.start_version
+      group = await asyncio.to_thread(
+          self._group, waiting, ticket.index, version
+      )
+      for member in group:
+        known = dict(
+            group_id=group.group_id, task_id=group.task_id, split="train"
+        )
+        self._observers.on_event(
+            events.EpisodeStarted(trajectory_id=member.trajectory_id, **known)
+        )
+        self._observers.on_event(
+            events.EpisodeFinished(trajectory=member, **known)
+        )
+      if reason := self._refusal(group):
+        self.counts["dropped"] += 1
+        self._observers.on_event(
+            events.GroupFinished(group, "dropped", reason)
+        )
+        with self._lock:
+          self._finish(waiting.key, waiting.found[0].instance_id)
+        self._acknowledge()
+        return
+      with self._lock:
+        # Before the queue may deliver it.
+        self._queued[ticket.index] = (
+            waiting.key, waiting.found[0].instance_id
+        )  # pyformat: disable
+      await self._queue.aput(group, ticket)
+      self.counts["accepted"] += 1
+      self._observers.on_event(events.GroupFinished(group, "accepted"))
+    finally:
+      try:
+        self._queue.release_start(ticket)
+      except ValueError:
+        pass  # It was put.
+      else:
+        with self._lock:
+          self._queued.pop(ticket.index, None)
+
+  def _group(
+      self, waiting: _Group, index: int, version: int
+  ) -> trajectory_lib.TrajectoryGroup:
+    episodes = [
+        self._reader.episode(record, version=version)
+        for record in waiting.found
+    ]
+    group = records.group_of(waiting.found, episodes, start_version=version)
+    # An instance may be rolled out in several passes.
+    name = f"{waiting.found[0].instance_id}@{index}"
+    return dataclasses.replace(group, group_id=name)
+
+  def _refusal(self, group: trajectory_lib.TrajectoryGroup) -> str:
+    valid = len(group.valid)
+    if valid < self._min_valid:
+      return (
+          f"{valid} of {len(group)} episodes can be trained on,"
+          f" {self._min_valid} are needed (collect.min_valid)"
+      )
+    if group.newest_version > self._queue.version:
+      return (
+          f"its newest token is of version {group.newest_version}, and the"
+          f" learner is at {self._queue.version}: of another run, or of one"
+          " that this run was taken back from"
+      )
+    return ""
+
+  # --- leases ----------------------------------------------------------------
+
+  def _finish(self, key: str, name: str) -> None:
+    """Under the lock."""
+    self._finished[key] = name
+    for keys in self._leases.values():
+      keys.discard(key)
+
+  def _settle(self, indices: Iterable[int]) -> None:
+    """The groups of these indices are trained on, durably, or dropped."""
+    with self._lock:
+      for index in indices:
+        about = self._queued.pop(index, None)
+        if about is not None:
+          self._finish(*about)
+    self._acknowledge()
+
+  def _acknowledge(self) -> None:
+    """Acknowledges leases of which nothing is left."""
+    with self._lock:
+      done = [lease for lease, keys in self._leases.items() if not keys]
+      for lease in done:
+        del self._leases[lease]
+        if self._loop is None or self._loop.is_closed():
+          continue
+        work = asyncio.run_coroutine_threadsafe(self._ack(lease), self._loop)
+        self._acks.add(work)
+        work.add_done_callback(self._acks.discard)
+
+  async def _ack(self, lease: str) -> None:
+    service = self._make_client()
+    try:
+      await service.ack(lease)
+    except http.CallError as error:
+      # Its groups come again, and are recognised.
+      _LOG.warning("the rollout buffer keeps lease %s: %s", lease, error)
+    finally:
+      await service.aclose()
+
+
+def _key_of_records(found: list[records.Record]) -> str:
+  """As `key_of`, of the group that the records become."""
+  seen: collections.Counter[str] = collections.Counter()
+  names = []
+  for record in found:
+    seen[record.uid] += 1
+    count = seen[record.uid]
+    names.append(record.uid if count == 1 else f"{record.uid}#{count}")
+  digest = hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=12)
+  return digest.hexdigest()

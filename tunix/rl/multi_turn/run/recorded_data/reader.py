@@ -1,0 +1,293 @@
+"""Turns records of elsewhere into episodes that the learner can take.
+
+A record with a token-exact part keeps its tokens. One of text only is written
+in the policy's own chat template, screenshots included, or by a loss mask
+generator; the end-of-turn token of each reply is trained on.
+
+Promises: an episode without recorded log-probs is refused, or flagged in its
+metrics (`records.LOGPROBS_MISSING`) with zeros in their place, which
+`fill_logprobs` replaces before an update; `TEXT_ONLY` flags tokens that are not
+the sampler's.
+
+Does not: read files, or talk to a service.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import pathlib
+import re
+from typing import Any, Callable, Mapping, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.environments import conversations
+from tunix.rl.multi_turn.parser import tool_parser
+from tunix.rl.multi_turn.run.warm_start import demonstrations
+from tunix.rl.multi_turn.trajectory_collector import loss_mask
+from tunix.rl.multi_turn.trajectory_collector import records
+from tunix.rl.multi_turn.trajectory_collector import sequence_builder
+from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
+
+TEXT_ONLY = samples.TEXT_ONLY
+RECOMPUTED = "logprobs_recomputed"
+"""Name in `Trajectory.metrics`: 1 where `fill_logprobs` has filled them in."""
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.I)
+
+
+class EpisodeReader:
+  """Records to trajectories, for one policy."""
+
+  def __init__(
+      self,
+      renderer: Any,
+      tokenizer: Any,
+      images: images_lib.ImageStore,
+      *,
+      parser: str,
+      loss_mask_type: str = "",
+      missing_logprobs: str = "refuse",
+      setting: str = "offline",
+  ):
+    """Args:
+
+      renderer, tokenizer: of the policy.
+      images: receives screenshots.
+      parser: name of the grammar that tool calls are written in.
+      loss_mask_type: of text; "" uses the renderer.
+      missing_logprobs: "refuse" or "recompute".
+      setting: section of the settings, for errors.
+
+    Raises:
+      ValueError: an unknown loss mask type, or one for another tokenizer.
+    """
+    self._renderer = renderer
+    self._images = images
+    self._parser = parser
+    self._recompute = missing_logprobs == "recompute"
+    self._setting = setting
+    self._generator = None
+    if loss_mask_type:
+      self._generator = loss_mask.make(loss_mask_type, tokenizer)
+
+  def episode(
+      self,
+      record: records.Record,
+      *,
+      version: int = 0,
+      directory: pathlib.Path | None = None,
+  ) -> trajectory_lib.Trajectory:
+    """The episode of a record.
+
+    Args:
+      record: of elsewhere.
+      version: of the weights, where the record has none.
+      directory: that files of screenshots in messages are relative to.
+
+    Raises:
+      ValueError: something that is needed is missing; it names the item.
+    """
+    records.read_images(record.data, self._images)
+    sequences = record.sequences
+    text_only = not sequences
+    if text_only:
+      record = dataclasses.replace(
+          record, messages=self._with_images(record, directory)
+      )
+      sequences = self.tokens(record)
+    if not self._recompute and not all(s.has_logprobs for s in sequences):
+      what = "is text only" if text_only else "lacks log-probs"
+      raise ValueError(
+          f"item uid={record.uid!r} {what}; set"
+          f" {self._setting}.missing_logprobs=recompute, or record them"
+      )
+    episode = record.trajectory(
+        sequences, version=version, placeholder_logprobs=True
+    )
+    if text_only:
+      episode.metrics[TEXT_ONLY] = 1.0
+    return episode
+
+  def tokens(self, record: records.Record) -> tuple[records.Recorded, ...]:
+    """Sequences of an item of text; their log-probs are unknown.
+
+    Raises:
+      ValueError: messages that the format has no place for.
+    """
+    if self._generator is not None:
+      return (samples.masked(record, self._generator),)
+    try:
+      return self._rendered(record.messages)
+    except (ValueError, KeyError, TypeError, LookupError) as error:
+      raise ValueError(f"item uid={record.uid!r}: {error}") from None
+
+  def _rendered(
+      self, messages: Sequence[Mapping[str, Any]]
+  ) -> tuple[records.Recorded, ...]:
+    builder = sequence_builder.SequenceBuilder(self._renderer)
+    said: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+      message = dict(message)
+      if message["role"] != "assistant":
+        said.append(message)
+        continue
+      if not loss_mask.is_trained(message, index):
+        raise ValueError(
+            f"message {index} is left out of the loss, which"
+            f" {self._setting}.loss_mask_type honours; set it, e.g. to qwen3"
+        )
+      text, calls = conversations.text_and_calls(
+          {**message, "content": records.text_of(message)}
+      )
+      if calls:
+        grammar = tool_parser.make_tool_parser(self._parser)
+        text = grammar.format(calls, text or None)
+      tokens_S = demonstrations.completion_ids(self._renderer, text)
+      builder.prompt(list(said))
+      text = builder.append(
+          policy_client.Completion(
+              tokens_S,
+              np.zeros(len(tokens_S), np.float32),
+              np.zeros(len(tokens_S), np.int32),
+              policy_client.FinishReason.STOP,
+          )
+      )
+      said.append({"role": "assistant", "content": text})
+    return tuple(
+        records.Recorded(
+            tokens=s.tokens,
+            loss_mask=s.loss_mask,
+            logprobs=np.where(s.loss_mask, np.nan, 0.0).astype(np.float32),
+            versions=np.full(len(s), -1, np.int32),
+            turn_ids=s.turn_ids,
+            images=s.images,
+        )
+        for s in builder.build()
+    )
+
+  def _with_images(
+      self, record: records.Record, directory: pathlib.Path | None
+  ) -> tuple[Mapping[str, Any], ...]:
+    """The messages with a reference in the place of each picture."""
+    out = []
+    for message in record.messages:
+      content = message.get("content")
+      if isinstance(content, list):
+        parts = []
+        for part in content:
+          try:
+            parts.append(self._part(part, directory))
+          except (ValueError, OSError) as error:
+            raise ValueError(f"item uid={record.uid!r}: {error}") from None
+        message = {**message, "content": parts}
+      out.append(message)
+    return tuple(out)
+
+  def _part(self, part: Any, directory: pathlib.Path | None) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "image_url":
+      found = part.get("image_url")
+      if isinstance(found, Mapping):
+        found = found.get("url")
+    elif kind == "image":
+      found = part.get("image")
+    else:
+      return part
+    if isinstance(found, trajectory_lib.ImageRef):
+      return part
+    if isinstance(found, Mapping) and "sha256" in found:
+      ref = trajectory_lib.ImageRef.from_json(found)
+    else:
+      pixels = images_lib.decode(_bytes(found, directory))
+      ref = self._images.put(pixels)
+    return {"type": "image", "image": ref}
+
+
+def _bytes(found: Any, directory: pathlib.Path | None) -> bytes:
+  """Of a data URL, or of a file beside the data."""
+  if not isinstance(found, str):
+    raise ValueError(f"an image must be a data URL or a file, got {found!r}")
+  if match := _DATA_URL.match(found):
+    try:
+      return base64.b64decode(found[match.end() :], validate=True)
+    except binascii.Error:
+      raise ValueError("an image's data URL is not base64") from None
+  if directory is None or "://" in found:
+    raise ValueError(
+        f"image {found[:80]!r} is not fetched; give a data URL"
+        + ("" if directory is None else " or a file beside the data")
+    )
+  root = directory.resolve()
+  path = (root / found).resolve()
+  if not path.is_relative_to(root):
+    raise ValueError(f"image {found!r} is outside of {root}")
+  return path.read_bytes()
+
+
+def lacks_logprobs(group: trajectory_lib.TrajectoryGroup) -> bool:
+  """Whether an episode of the group waits for `fill_logprobs`."""
+  return any(records.LOGPROBS_MISSING in t.metrics for t in group)
+
+
+def fill_logprobs(
+    groups: Sequence[trajectory_lib.TrajectoryGroup],
+    score: Callable[
+        [Sequence[trajectory_lib.TokenSequence]], Sequence[np.ndarray]
+    ],
+    version: int,
+) -> list[trajectory_lib.TrajectoryGroup]:
+  """The groups with log-probs and versions where none were recorded.
+
+  Args:
+    groups: of an update.
+    score: e.g. `Learner.sequence_logprobs`, of the present weights.
+    version: of these weights.
+  """
+  waiting = [
+      sequence
+      for group in groups
+      for member in group
+      if records.LOGPROBS_MISSING in member.metrics
+      for sequence in member.sequences
+      if sequence.num_sampled
+  ]
+  if not waiting:
+    return list(groups)
+  scored = {
+      id(sequence): np.minimum(found, 0.0)
+      for sequence, found in zip(waiting, score(waiting), strict=True)
+  }
+
+  def filled(
+      member: trajectory_lib.Trajectory,
+  ) -> trajectory_lib.Trajectory:
+    if records.LOGPROBS_MISSING not in member.metrics:
+      return member
+    metrics = dict(member.metrics)
+    del metrics[records.LOGPROBS_MISSING]
+    metrics[RECOMPUTED] = 1.0
+    return dataclasses.replace(
+        member,
+        metrics=metrics,
+        sequences=[
+            dataclasses.replace(
+                s,
+                logprobs=scored[id(s)],
+                versions=np.where(s.loss_mask, version, -1),
+            )
+            if id(s) in scored
+            else s
+            for s in member.sequences
+        ],
+    )
+
+  return [
+      dataclasses.replace(
+          g, trajectories=tuple(filled(t) for t in g.trajectories)
+      )
+      for g in groups
+  ]

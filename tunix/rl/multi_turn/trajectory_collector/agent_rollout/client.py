@@ -1,0 +1,333 @@
+"""Asks a rollout buffer service: starts rollouts, reads and acknowledges data.
+
+Promises: every call ends within its deadline; an answer is checked before it
+is returned; failures are `ClientError` (the network or the service),
+`ValueError` (the data) or `TimeoutError`.
+
+Does not: repeat a failed call (the caller's retry rule does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import os
+from typing import Any, Iterable, Mapping, NamedTuple
+
+from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.trajectory_collector import records
+
+try:
+  from aiohttp import ClientError as _NetworkError
+except ImportError:  # Callers that catch aiohttp's have it installed.
+  _NetworkError = RuntimeError  # type: ignore[assignment, misc]
+
+START_S = 10.0
+"""Deadline of `/start_rollout`."""
+POLL_S = 3.0
+"""Pause between two reads while no group is ready."""
+TOKEN_VARIABLE = "TUNIX_BUFFER_TOKEN"
+"""Environment variable of the service's bearer token."""
+_SECRET = ("token", "key", "secret", "password")
+_LIMIT = 1 << 30
+
+
+class ClientError(http.CallError, _NetworkError):  # type: ignore[misc, valid-type]
+  """The service did not answer, or refused; aiohttp's where that is installed.
+  """
+
+
+class Read(NamedTuple):
+  """An answer of `/get_rollout_data`.
+
+  Attributes:
+    items: of whole groups.
+    meta_info: the service's statistics.
+    lease: to be acknowledged; "" where the read is final.
+  """
+
+  items: list[dict[str, Any]]
+  meta_info: dict[str, Any]
+  lease: str = ""
+
+
+class BufferClient:
+  """Connections to one service; belongs to one event loop."""
+
+  def __init__(self, api_base_url: str, *, token: str = "", buffer: str = ""):
+    """Args:
+
+      api_base_url: e.g. http://127.0.0.1:8889.
+      token: bearer token; by default that of $TUNIX_BUFFER_TOKEN.
+      buffer: name of one of the service's buffers; "" is its default.
+
+    Raises:
+      ValueError: no http(s) address.
+    """
+    base = http.address(
+        api_base_url, "the buffer's URL", "http://127.0.0.1:8889"
+    )
+    self._url = base
+    self._buffer = buffer
+    token = token or os.environ.get(TOKEN_VARIABLE, "")
+    self._http = http.Http(
+        ClientError,
+        headers={"authorization": f"Bearer {token}"} if token else {},
+    )
+
+  async def start(
+      self, payload: Mapping[str, Any], seconds: float = START_S
+  ) -> dict[str, Any]:
+    """POSTs `/start_rollout`; returns the service's answer.
+
+    Raises:
+      ClientError: it did not answer, or refused.
+    """
+    return await self._post("/start_rollout", payload, seconds)
+
+  async def read(
+      self,
+      num: int | None = None,
+      seconds: float = 100.0,
+      lease_s: float | None = None,
+  ) -> Read | None:
+    """One read; None while no group is ready.
+
+    Args:
+      num: groups or items to take at most, as the service counts `batch_size`;
+        None takes all.
+      seconds: deadline.
+      lease_s: seconds within which `ack` must follow, or the groups are
+        delivered again; None acknowledges at once.
+
+    Raises:
+      ClientError: the service did not answer, or refused.
+      ValueError: the answer is none of the protocol's.
+    """
+    body: dict[str, Any] = {}
+    if num is not None:
+      body["batch_size"] = num
+    if lease_s is not None:
+      body["lease_s"] = lease_s
+    return parse(await self._post("/get_rollout_data", body, seconds))
+
+  async def ack(self, lease: str, seconds: float = 30.0) -> None:
+    """Confirms that the groups of a lease are safe elsewhere.
+
+    Raises:
+      ClientError: the service does not know it any more, or did not answer.
+    """
+    await self._post("/buffer/ack", {"lease": lease}, seconds)
+
+  async def aclose(self) -> None:
+    await self._http.aclose()
+
+  async def _post(
+      self, path: str, body: Mapping[str, Any], seconds: float
+  ) -> dict[str, Any]:
+    sent = dict(body)
+    if self._buffer:
+      sent["buffer"] = self._buffer
+    return await self._http.ask(
+        "POST", self._url + path, seconds, body=sent, limit=_LIMIT
+    )
+
+
+def parse(answer: Mapping[str, Any]) -> Read | None:
+  """Checks an answer of `/get_rollout_data`; None where nothing is ready.
+
+  Raises:
+    ValueError: naming what is wrong.
+  """
+  if "success" not in answer:
+    raise ValueError(
+        f"the answer has no field success, but {sorted(answer)[:8]}; is this"
+        " the address of a rollout buffer?"
+    )
+  if not answer["success"]:
+    return None
+  data, meta = answer.get("data"), {}
+  lease = answer.get("lease") or ""
+  if isinstance(data, Mapping):
+    meta = data.get("meta_info") or {}
+    lease = data.get("lease") or lease
+    data = data.get("data")
+  if not isinstance(data, list):
+    raise ValueError(f"data must be a list of items, got {str(data)[:80]!r}")
+  if not isinstance(meta, Mapping):
+    raise ValueError(f"meta_info must be an object, got {str(meta)[:80]!r}")
+  items = []
+  for number, item in enumerate(data):
+    # A service may wrap each item once more.
+    if isinstance(item, Mapping) and isinstance(item.get("data"), Mapping):
+      item = item["data"]
+    try:
+      records.read(item)
+    except ValueError as error:
+      raise ValueError(f"item {number}: {error}") from None
+    items.append(dict(item))
+  return Read(items, dict(meta), str(lease))
+
+
+async def get_rollout_data(
+    api_base_url: str,
+    num: int | None = None,
+    timeout: float = 100.0,
+    *,
+    token: str = "",
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+  """Waits for generated data.
+
+  Args:
+    api_base_url: of the service.
+    num: data to take at most; None takes all that is ready.
+    timeout: seconds to wait, all polls included.
+    token: bearer token; by default that of $TUNIX_BUFFER_TOKEN.
+
+  Returns:
+    (items, meta information). Each item has uid, instance_id, messages, reward
+    and extra_info.
+
+  Raises:
+    ClientError: the service did not answer, or refused.
+    ValueError: an item lacks a field, or the address is none.
+    TimeoutError: nothing was ready in time.
+  """
+  if num is not None and num < 1:
+    raise ValueError(f"num must be >= 1 or None, got {num}")
+  client = BufferClient(api_base_url, token=token)
+  try:
+    async with asyncio.timeout(timeout):
+      while True:
+        found = await client.read(num, timeout)
+        if found is not None:
+          return found.items, found.meta_info
+        await asyncio.sleep(POLL_S)
+  except ClientError as error:
+    if error.late:
+      raise TimeoutError(str(error)) from None
+    raise
+  except TimeoutError:
+    raise TimeoutError(
+        f"{api_base_url} had no group ready within {timeout:g} s; is the"
+        " rollout started, and are its groups valid? See /buffer/stats"
+    ) from None
+  finally:
+    await client.aclose()
+
+
+def start_rollout(
+    api_base_url: str, args: Any, metadata: Mapping[str, Any] | None
+) -> dict[str, Any]:
+  """Starts the service's generation.
+
+  Args:
+    api_base_url: of the service.
+    args: of the trainer, see `arguments`; all of it is sent but secrets.
+    metadata: of the data buffer: instance ids that were trained on, in lists
+      by rollout id. The service skips them.
+
+  Returns:
+    The service's answer.
+
+  Raises:
+    ClientError: it did not answer within 10 s, or refused.
+  """
+  payload = start_payload(api_base_url, args, metadata)
+
+  async def start() -> dict[str, Any]:
+    client = BufferClient(
+        api_base_url, token=getattr(args, "rollout_buffer_token", "") or ""
+    )
+    try:
+      return await client.start(payload)
+    finally:
+      await client.aclose()
+
+  # In a thread: the caller's own may run an event loop.
+  with concurrent.futures.ThreadPoolExecutor(1, "tunix-start") as pool:
+    return pool.submit(lambda: asyncio.run(start())).result()
+
+
+def start_payload(
+    api_base_url: str, args: Any, metadata: Mapping[str, Any] | None
+) -> dict[str, Any]:
+  """The body of `/start_rollout`: the documented keys, then every argument.
+
+  Numbers that the protocol sends as text are text.
+
+  Raises:
+    ValueError: an argument that the service needs is missing.
+  """
+  known = vars(args) if hasattr(args, "__dict__") else dict(args)
+  most = _needed(known, "rollout_max_response_len")
+  payload = {
+      "num_process": str(known.get("rollout_num_process") or 100),
+      "num_epoch": str(known.get("num_epoch") or 3),
+      "remote_engine_url": _engine_url(known),
+      "remote_buffer_url": api_base_url,
+      "task_type": known.get("rollout_task_type") or "math",
+      "input_file": _needed(known, "prompt_data"),
+      "num_repeat_per_sample": str(_needed(known, "n_samples_per_prompt")),
+      "max_tokens": str(most),
+      "sampling_params": {
+          "max_tokens": int(most),
+          "temperature": float(known.get("rollout_temperature", 1.0)),
+          "top_p": float(known.get("rollout_top_p", 1.0)),
+      },
+      "tokenizer_path": known.get("hf_checkpoint") or "",
+      "skip_instance_ids": flat_ids(metadata),
+  }
+  for name, value in known.items():
+    if name in payload or any(part in name for part in _SECRET):
+      continue
+    try:
+      json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+      continue  # An object of the trainer's own process.
+    payload[name] = value
+  return payload
+
+
+def _needed(known: Mapping[str, Any], name: str) -> Any:
+  value = known.get(name)
+  if value is None or value == "":
+    raise ValueError(
+        f"--{name.replace('_', '-')} is missing; the rollout buffer needs it"
+    )
+  return value
+
+
+def _engine_url(known: Mapping[str, Any]) -> str:
+  if known.get("remote_engine_url"):
+    return str(known["remote_engine_url"])
+  host, port = known.get("sglang_router_ip"), known.get("sglang_router_port")
+  if not (host and port):
+    raise ValueError(
+        "--remote-engine-url is missing: the OpenAI-compatible server that"
+        " generators sample from, e.g. http://127.0.0.1:8000/v1"
+    )
+  return f"http://{host}:{port}/v1"
+
+
+def flat_ids(metadata: Mapping[str, Any] | None) -> list[str]:
+  """Instance ids of a data buffer's metadata, as text, in order.
+
+  One that was finished twice, in two passes, is there twice: a service skips
+  one pass for each.
+  """
+  found: list[str] = []
+
+  def add(values: Iterable[Any]) -> None:
+    for value in values:
+      if isinstance(value, (list, tuple, set, frozenset)):
+        add(value)
+      else:
+        found.append(str(value))
+
+  for name, value in (metadata or {}).items():
+    if not str(name).lstrip("-").isdigit():
+      continue  # Other notes of the buffer.
+    add(value if isinstance(value, (list, tuple, set)) else [value])
+  return found

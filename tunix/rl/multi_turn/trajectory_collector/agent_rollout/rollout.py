@@ -1,0 +1,217 @@
+"""Makes one rollout of a trainer out of a rollout buffer's data.
+
+Promises: the service is started once for each data buffer, whatever that holds;
+errors count against `fetch_trajectory_retry_times`, between two of which a
+pause lies; the event loop is never blocked; samples that the service has
+delivered are not lost: those that a rollout does not take stay in the data
+buffer.
+
+Does not: filter invalid groups (the service does), or evaluate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Callable, Mapping, Sequence
+import weakref
+
+from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.trajectory_collector import loss_mask as loss_mask_lib
+from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
+from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (
+  samples as samples_lib,
+)
+
+_LOG = logging.getLogger(__name__)
+POLL_S = 5.0
+"""Pause before each fetch, and after an error."""
+PREFIX = "rollout/"
+"""Of every name that is logged."""
+_FINISHED = "finished_groups"
+_started: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+async def generate_agent_rollout(
+    args: Any,
+    rollout_id: int,
+    data_buffer: samples_lib.DataBuffer,
+    evaluation: bool = False,
+) -> list[samples_lib.Sample]:
+  """Collects one rollout.
+
+  Args:
+    args: of the trainer, see `arguments`.
+    rollout_id: number of the rollout; also the key of its finished instance
+      ids in the data buffer's metadata.
+    data_buffer: takes the samples; its metadata names instances to skip.
+    evaluation: not supported; evaluate checkpoints by themselves.
+
+  Returns:
+    rollout_batch_size x n_samples_per_prompt samples, by the data buffer's
+    filter.
+
+  Raises:
+    NotImplementedError: `evaluation`.
+    ClientError, ValueError, TimeoutError: of the last try, when
+      `fetch_trajectory_retry_times` errors are reached.
+  """
+  if evaluation:
+    raise NotImplementedError(
+        "evaluation=True: a rollout buffer does not evaluate; evaluate a"
+        " checkpoint by itself"
+    )
+  url = args.agent_rollout_buffer_url
+  wanted = args.rollout_batch_size * args.n_samples_per_prompt
+  errors = _Errors(getattr(args, "fetch_trajectory_retry_times", -1))
+  if data_buffer not in _started:
+    # An argument that is missing is no error that may pass.
+    client.start_payload(url, args, data_buffer.get_metadata())
+    answer = await errors.until_done(
+        lambda: asyncio.to_thread(
+            client.start_rollout, url, args, data_buffer.get_metadata()
+        )
+    )
+    _started.add(data_buffer)
+    _LOG.info("rollout %d: %s", rollout_id, answer)
+  needed = wanted - len(data_buffer)
+  if needed > 0:
+    items, all_meta = await _fetch(args, url, needed, errors)
+    log_raw_info(args, all_meta, rollout_id)
+    await asyncio.to_thread(_add, args, data_buffer, items)
+    # After the data is safe in the buffer.
+    finished = finished_ids(all_meta, items)
+    data_buffer.update_metadata({str(rollout_id): finished})
+  return data_buffer.get_samples(wanted, rollout_id)
+
+
+async def _fetch(
+    args: Any, url: str, needed: int, errors: _Errors
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+  """At least `needed` items, and the reads' meta information."""
+  items: list[dict[str, Any]] = []
+  all_meta: list[dict[str, Any]] = []
+  token = getattr(args, "rollout_buffer_token", "")
+  given = {"token": token} if token else {}
+  while len(items) < needed:
+    await asyncio.sleep(getattr(args, "fetch_interval_s", POLL_S))
+    data, meta = await errors.until_done(
+        lambda: client.get_rollout_data(api_base_url=url, **given)
+    )
+    items.extend(data)
+    if meta:
+      all_meta.append(meta)
+  return items, all_meta
+
+
+class _Errors:
+  """Counts a rollout's errors against its limit; -1 is none."""
+
+  def __init__(self, limit: int):
+    self._limit = limit
+    self._count = 0
+
+  async def until_done(self, call: Callable[[], Any]) -> Any:
+    while True:
+      try:
+        return await call()
+      except (http.CallError, ValueError, TimeoutError) as error:
+        self._count += 1
+        if 0 <= self._limit <= self._count:
+          raise
+        _LOG.warning("try %d failed, again in %g s: %s", self._count, POLL_S,
+                     error)  # pyformat: disable
+        await asyncio.sleep(POLL_S)
+
+
+def _add(
+    args: Any,
+    data_buffer: samples_lib.DataBuffer,
+    items: Sequence[Mapping[str, Any]],
+) -> None:
+  generator = None
+  if any("tokens" not in i and "sequences" not in i for i in items):
+    generator = loss_mask_lib.make(
+        getattr(args, "loss_mask_type", None) or "qwen", tokenizer_of(args)
+    )
+  for group in samples_lib.newest_first(items):
+    data_buffer.add_samples(
+        [s for item in group for s in samples_lib.make_samples(item, generator)]
+    )
+
+
+def tokenizer_of(args: Any) -> Any:
+  """`args.tokenizer`, or that of the directory `args.hf_checkpoint`.
+
+  Raises:
+    ValueError: neither.
+  """
+  found = getattr(args, "tokenizer", None)
+  if found is not None:
+    return found
+  path = getattr(args, "hf_checkpoint", None)
+  if not path:
+    raise ValueError(
+        "--hf-checkpoint is missing: items of text only need its tokenizer"
+    )
+  import transformers  # pylint: disable=g-import-not-at-top
+
+  try:
+    return transformers.AutoTokenizer.from_pretrained(
+        path, local_files_only=True
+    )
+  except (OSError, ValueError) as error:
+    raise ValueError(
+        f"--hf-checkpoint {path}: no tokenizer: {str(error).splitlines()[0]}"
+    ) from None
+
+
+def finished_ids(
+    all_meta_info: Sequence[Mapping[str, Any]],
+    items: Sequence[Mapping[str, Any]] = (),
+) -> list[str]:
+  """Instances that are done: those the service names, and those of items."""
+  found: dict[str, None] = {}
+  for meta in all_meta_info:
+    for name in meta.get(_FINISHED) or ():
+      found[str(name)] = None
+  for item in items:
+    found[str(item["instance_id"])] = None
+  return list(found)
+
+
+def raw_info(
+    all_meta_info: Sequence[Mapping[str, Any]],
+) -> dict[str, float]:
+  """Totals of the reads' meta information; means are weighed by samples."""
+  total = sum(int(m.get("total_samples") or 0) for m in all_meta_info)
+  found: dict[str, float] = {f"{PREFIX}no_filter/total_samples": total}
+  weighed = [
+      (float(m["avg_reward"]), int(m.get("total_samples") or 0))
+      for m in all_meta_info
+      if m.get("avg_reward") is not None
+  ]
+  count = sum(n for _, n in weighed)
+  if count:
+    mean = sum(r * n for r, n in weighed) / count
+    found[f"{PREFIX}no_filter/avg_reward"] = mean
+  return found
+
+
+def log_raw_info(
+    args: Any, all_meta_info: list[dict[str, Any]], rollout_id: int
+) -> None:
+  """Logs the service's statistics of a rollout, to Weights & Biases too.
+
+  Args:
+    args: `use_wandb` logs to the wandb run that is open.
+    all_meta_info: of each read.
+    rollout_id: number of the rollout.
+  """
+  found = raw_info(all_meta_info)
+  _LOG.info("rollout %d: %s", rollout_id, found)
+  if getattr(args, "use_wandb", False):
+    import wandb  # pylint: disable=g-import-not-at-top
+
+    if wandb.run is not None:
+      wandb.log({**found, f"{PREFIX}step": rollout_id})

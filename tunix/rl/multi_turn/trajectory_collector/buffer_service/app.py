@@ -1,0 +1,518 @@
+"""Serves rollout buffers over HTTP.
+
+    POST /start_rollout       starts a generator
+    POST /stop_rollout        ends it
+    POST /buffer/write        stores an item, or several
+    POST /get_rollout_data    reads whole groups
+    POST /buffer/read         the same, waits for them
+    POST /buffer/ack          a lease's items were taken over
+    POST /buffer/release      a lease's items are to be read again
+    POST /buffer/known        which of some uids were written
+    GET  /buffer/peek, /buffer/stats, /buffers
+    GET  /, /health, /metrics
+
+A path with the prefix /b/{name} is that buffer's; else the key `buffer` of the
+body names it, or of the query. docs/rollout_buffer.md describes the protocol.
+
+Promises: every request is answered, a failure as `{"detail", "code"}`; a write
+is on the disk when it is answered; a full buffer answers 429 with Retry-After;
+bodies are bounded; without a token only requests to a loopback host name are
+answered, and never a web page's.
+
+Does not decide what is read (`buffers` does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from typing import Any, AsyncIterator, Awaitable, Callable, Mapping
+
+import orjson
+import prometheus_client
+from starlette import applications
+from starlette import requests as starlette_requests
+from starlette import responses as starlette_responses
+from starlette import routing
+from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import request_bodies
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import buffers
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import requests
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
+    service as service_lib,
+)
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import store
+
+_LOG = logging.getLogger(__name__)
+_SMALL = 8 << 20
+_INLINE = 256 << 10
+"""Larger bodies are parsed in a thread."""
+_COMMIT_S = 60.0
+_SWEEP_S = 5.0
+_POLL_S = 0.1
+_DEFAULT_WAIT_S = 10.0
+_WRITTEN = "Data has been successfully written to buffer"
+
+Request = starlette_requests.Request
+Response = starlette_responses.Response
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class ApiError(Exception):
+  """A failed request; `code` is for programs."""
+
+  def __init__(
+      self, status: int, detail: str, code: str, retry_s: float | None = None
+  ):
+    super().__init__(detail)
+    self.status = status
+    self.detail = detail
+    self.code = code
+    self.retry_s = retry_s
+
+
+class App:
+  """The ASGI application of a service, in the attribute `asgi`."""
+
+  def __init__(self, service: service_lib.Service, *, token: str = ""):
+    """Args:
+
+      service: the buffers; closed when the application ends.
+      token: that clients must present; "" asks for none.
+    """
+    self._service = service
+    self._limits = service.limits
+    self._token = token
+    self._metrics = prometheus_client.CollectorRegistry()
+    self._requests = prometheus_client.Counter(
+        "buffer_requests", "Answered requests.", ("route", "status"),
+        registry=self._metrics,
+    )  # pyformat: disable
+    self._seconds = prometheus_client.Histogram(
+        "buffer_request_seconds", "From request to answer.", ("route",),
+        registry=self._metrics,
+        buckets=(.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100),
+    )  # pyformat: disable
+    self._items = prometheus_client.Counter(
+        "buffer_items", "Items, by what became of them.", ("buffer", "fate"),
+        registry=self._metrics,
+    )  # pyformat: disable
+    post, get = ["POST"], ["GET"]
+    of_buffer: list[tuple[str, Handler, list[str]]] = [
+        ("/buffer/write", self._write, post),
+        ("/get_rollout_data", self._get_rollout_data, post),
+        ("/buffer/read", self._read, post),
+        ("/start_rollout", self._start, post),
+        ("/stop_rollout", self._stop, post),
+        ("/buffer/ack", self._ack, post),
+        ("/buffer/release", self._release, post),
+        ("/buffer/known", self._known, post),
+        ("/buffer/peek", self._peek, get),
+        ("/buffer/stats", self._stats, get),
+    ]
+    routes = [
+        *of_buffer,
+        *((f"/b/{{buffer}}{path}", *rest) for path, *rest in of_buffer),
+        ("/buffers", self._list, get),
+        ("/", self._root, get),
+        ("/health", self._health, get),
+        ("/metrics", self._show_metrics, get),
+    ]
+    self.asgi = applications.Starlette(
+        routes=[
+            routing.Route(path, self._guarded(path, handler), methods=methods)
+            for path, handler, methods in routes  # type: ignore[misc]
+        ],
+        exception_handlers={404: self._not_served, 405: self._not_served},
+        lifespan=self._lifespan,
+    )
+
+  # --- around every request ---------------------------------------------------
+
+  @contextlib.asynccontextmanager
+  async def _lifespan(self, app: Any) -> AsyncIterator[None]:
+    del app
+    sweeping = asyncio.create_task(self._sweep())
+    try:
+      yield
+    finally:
+      sweeping.cancel()
+      await asyncio.gather(sweeping, return_exceptions=True)
+      await asyncio.to_thread(self._service.close)
+
+  async def _sweep(self) -> None:
+    while True:
+      await asyncio.sleep(_SWEEP_S)
+      try:
+        await asyncio.to_thread(self._service.sweep)
+      except Exception:  # pylint: disable=broad-except
+        _LOG.exception("groups that are overdue were not dropped")
+
+  def _guarded(self, route: str, handler: Handler) -> Handler:
+    async def run(request: Request) -> Response:
+      self._authorize(request, route)
+      return await handler(request)
+
+    def failed(error: Exception) -> Response:
+      if isinstance(error, starlette_requests.ClientDisconnect):
+        error = ApiError(499, "the client went away", "gone")
+      known = _as_api(error)
+      if known is None:
+        _LOG.error("%s failed", route, exc_info=error)
+        known = ApiError(
+            500,
+            f"the service failed: {concurrency.describe(error)}",
+            "internal_error",
+        )
+      headers = {}
+      if known.retry_s is not None:
+        headers["retry-after"] = str(max(1, round(known.retry_s)))
+      return _json(
+          {"detail": known.detail, "code": known.code}, known.status, headers
+      )
+
+    def done(request: Request, response: Response, seconds: float) -> None:
+      del request
+      self._requests.labels(route, response.status_code).inc()
+      self._seconds.labels(route).observe(seconds)
+
+    return http_server.guarded(run, failed, done)
+
+  def _authorize(self, request: Request, route: str) -> None:
+    headers = request.headers
+    if "origin" in headers:
+      raise ApiError(
+          403,
+          "a request of a web page is not answered; call from a program",
+          "cross_site",
+      )
+    if not self._token:
+      host = headers.get("host", "")
+      if not http_server.names_loopback(host):
+        raise ApiError(
+            403,
+            "without a token this service answers at names of its own machine"
+            f" only, not Host: {host[:80]!r}; call 127.0.0.1, or start it with"
+            " a token",
+            "cross_site",
+        )
+      return
+    if route in ("/", "/health"):
+      return
+    kind, _, presented = headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not hmac.compare_digest(
+        presented.strip().encode("latin-1", "replace"), self._token.encode()
+    ):
+      raise ApiError(
+          401, "give the token as Authorization: Bearer …", "unauthorized"
+      )
+
+  async def _not_served(self, request: Request, error: Any) -> Response:
+    detail = f"{request.method} {request.url.path} is not served here"
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    return _json({"detail": detail, "code": code}, error.status_code)
+
+  async def _object(self, request: Request) -> dict[str, Any]:
+    """The body's object; an empty body is {}."""
+    raw = await request_bodies.read(request, _SMALL)
+    if not raw.strip():
+      return {}
+    try:
+      found = await _parsed(orjson.loads, raw)
+    except ValueError as error:
+      raise ApiError(
+          400, f"the body is not JSON: {error}", "invalid_json"
+      ) from None
+    if not isinstance(found, dict):
+      raise ApiError(
+          422,
+          f"the body must be an object, got a {type(found).__name__}",
+          "invalid_request",
+      )
+    return found
+
+  def _name(self, request: Request, data: Mapping[str, Any]) -> str:
+    named = request.path_params.get("buffer")
+    if named is None:
+      named = data.get("buffer", request.query_params.get("buffer"))
+    return items.buffer_name(named)
+
+  def _found(
+      self, request: Request, data: Mapping[str, Any]
+  ) -> buffers.Buffer:
+    return self._service.buffer(self._name(request, data), make=False)
+
+  # --- rollouts ---------------------------------------------------------------
+
+  async def _start(self, request: Request) -> Response:
+    payload = await self._object(request)
+    name = self._name(request, payload)
+    if not self._service.url:
+      self._service.url = str(request.base_url).rstrip("/")
+    await asyncio.to_thread(self._service.start, name, payload)
+    return _json({"message": "Rollout started"})
+
+  async def _stop(self, request: Request) -> Response:
+    name = self._name(request, await self._object(request))
+    ran = await asyncio.to_thread(self._service.stop, name)
+    message = "Rollout stopped" if ran else "No rollout was running"
+    return _json({"message": message})
+
+  # --- writing ----------------------------------------------------------------
+
+  async def _write(self, request: Request) -> Response:
+    raw = await request_bodies.read(request, self._limits.item_mib << 20)
+    try:
+      named = request.path_params.get("buffer")
+      if named is None and request.query_params:
+        named = request.query_params.get("buffer")
+      of_path = items.buffer_name(named) if named is not None else None
+      written = await _parsed(items.read, raw, of_path)
+      if len({item.buffer for item in written}) > 1:
+        raise items.ItemError(
+            "the items of one body go to one buffer; send a body for each"
+        )
+    except items.ItemError as error:
+      # The status that clients of the protocol know; the code tells it from a
+      # failure of the service.
+      raise ApiError(500, f"Write failed: {error}", "invalid_item") from None
+    try:
+      fresh = await self._stored(written)
+    except store.UidConflict as error:
+      raise ApiError(409, f"Write failed: {error}", "uid_conflict") from None
+    name = written[0].buffer
+    self._items.labels(name, "written").inc(fresh)
+    if fresh < len(written):
+      self._items.labels(name, "repeated").inc(len(written) - fresh)
+    if "return=minimal" in request.headers.get("prefer", ""):
+      shown = b""
+    else:
+      shown = b",".join(item.body for item in written)
+    return Response(
+        b'{"success":true,"message":"%s","data":{"data":[%s],'
+        b'"meta_info":"write to buffer"},"new":%d}'
+        % (_WRITTEN.encode(), shown, fresh),
+        media_type="application/json",
+    )
+
+  async def _stored(self, written: list[items.Item]) -> int:
+    """Stores items; the number of those that were new."""
+    name = written[0].buffer
+    try:
+      buffer = self._service.buffer(name, make=False)
+    except KeyError:
+      buffer = await asyncio.to_thread(self._service.buffer, name)
+    with buffer.reserving(written):
+      future = self._service.store.put(buffer.id, written, buffer.stored)
+      # Not cancelled with the request: it is stored all the same.
+      return sum(await asyncio.wait_for(asyncio.shield(future), _COMMIT_S))
+
+  # --- reading ----------------------------------------------------------------
+
+  async def _get_rollout_data(self, request: Request) -> Response:
+    data = await self._object(request)
+    buffer = self._found(request, data)
+    size = requests.batch_size(data)
+    return await asyncio.to_thread(self._answer, buffer, data, size, True)
+
+  def _answer(
+      self,
+      buffer: buffers.Buffer,
+      data: Mapping[str, Any],
+      size: int,
+      of_rollout: bool,
+  ) -> Response:
+    """The answer to a read; blocks."""
+    found = buffer.read(
+        size,
+        lease_s=self._lease(data),
+        exact=of_rollout and size > 0,
+        clear=of_rollout,
+    )
+    count = len(found.items)
+    if count:
+      self._items.labels(buffer.name, "read").inc(count)
+      return _read_response(True, f"Successfully read {count} items", found)
+    if of_rollout and found.short and size > 0:
+      message = (
+          f"Not enough data. Requested {size} items but only"
+          f" {found.available} available."
+      )
+    elif of_rollout:
+      message = "No data available to read"
+    elif data.get("wait", True):
+      message = "Timeout waiting, no data available to read"
+    else:
+      return _read_response(True, "Successfully read 0 items", found)
+    return _read_response(False, message, found)
+
+  def _lease(self, data: Mapping[str, Any]) -> float | None:
+    if data.get("lease_s") is None:
+      return None
+    return requests.number(
+        data, "lease_s", above=0, most=self._limits.max_lease
+    )
+
+  async def _read(self, request: Request) -> Response:
+    data = await self._object(request)
+    buffer = self._found(request, data)
+    size = requests.batch_size(data)
+    waits = _DEFAULT_WAIT_S
+    if data.get("timeout") is not None:
+      waits = requests.number(data, "timeout", most=self._limits.max_wait)
+    self._lease(data)
+    if not data.get("wait", True):
+      waits = 0.0
+    due = time.monotonic() + waits
+    while time.monotonic() < due:
+      ready = await asyncio.to_thread(buffer.available)
+      if ready >= max(1, size) or await request.is_disconnected():
+        break
+      await asyncio.sleep(min(_POLL_S, max(0.0, due - time.monotonic())))
+    return await asyncio.to_thread(self._answer, buffer, data, size, False)
+
+  async def _ack(self, request: Request) -> Response:
+    data = await self._object(request)
+    count = await asyncio.to_thread(
+        self._found(request, data).acknowledge, _lease_id(data)
+    )
+    return _json({"success": True, "message": f"Acknowledged {count} items"})
+
+  async def _release(self, request: Request) -> Response:
+    data = await self._object(request)
+    count = await asyncio.to_thread(
+        self._found(request, data).release, _lease_id(data)
+    )
+    return _json({"success": True, "message": f"Released {count} items"})
+
+  async def _known(self, request: Request) -> Response:
+    data = await self._object(request)
+    uids = data.get("uids")
+    if not isinstance(uids, list):
+      raise ValueError("uids must be a list of texts")
+    texts = [items.text_id(uid, "uids") for uid in uids]
+    buffer = await asyncio.to_thread(
+        self._service.buffer, self._name(request, data)
+    )
+    found = await asyncio.to_thread(self._service.known, buffer, texts)
+    return _json({"known": found})
+
+  async def _peek(self, request: Request) -> Response:
+    data = {**request.query_params, **await self._object(request)}
+    buffer = self._found(request, data)
+    count = requests.whole_number({"batch_size": 1, **data}, "batch_size")
+    found = await asyncio.to_thread(buffer.peek, min(count, 1000))
+    return _json({
+        "success": True,
+        "message": f"Successfully previewed {len(found)} items",
+        "data": {"data": found, "meta_info": {}},
+    })
+
+  # --- about the service ------------------------------------------------------
+
+  async def _stats(self, request: Request) -> Response:
+    data = {**request.query_params, **await self._object(request)}
+    name = self._name(request, data)
+    found = await asyncio.to_thread(self._service.stats, name)
+    return _json({
+        "success": True,
+        "message": "Buffer stats retrieved successfully",
+        "data": {"data": [found], "meta_info": {}},
+    })
+
+  async def _list(self, request: Request) -> Response:
+    del request
+    return _json({"buffers": self._service.names})
+
+  async def _root(self, request: Request) -> Response:
+    del request
+    return _json({"message": "Rollout Buffer Server is running"})
+
+  async def _health(self, request: Request) -> Response:
+    del request
+    return _json({"status": "ok", "waiting": self._service.store.waiting_bytes})
+
+  async def _show_metrics(self, request: Request) -> Response:
+    del request
+    kept = self._service.store
+    lines = [prometheus_client.generate_latest(self._metrics).decode()]
+    gauges = {
+        "buffer_waiting_bytes": kept.waiting_bytes,
+        "buffer_commits": kept.commits,
+        "buffer_commit_failures": kept.failures,
+    }
+    for name, value in gauges.items():
+      lines.append(f"# TYPE {name} gauge\n{name} {value}\n")
+    every = {
+        name: self._service.buffer(name, make=False).counts()
+        for name in self._service.names
+    }
+    for gauge in ("items", "bytes", "waiting_groups", "leases"):
+      lines.append(f"# TYPE buffer_held_{gauge} gauge\n")
+      lines += [
+          f'buffer_held_{gauge}{{buffer="{name}"}} {counts[gauge]}\n'
+          for name, counts in every.items()
+      ]
+    return Response(
+        "".join(lines), media_type=prometheus_client.CONTENT_TYPE_LATEST
+    )
+
+
+def _as_api(error: Exception) -> ApiError | None:
+  """The answer to an error that has one of its own."""
+  if isinstance(error, ApiError):
+    return error
+  if isinstance(error, request_bodies.BodyRefused):
+    return ApiError(
+        error.status, error.message, error.code, error.retry_after_s
+    )
+  if isinstance(error, (buffers.BufferFull, store.StoreFull)):
+    return ApiError(429, str(error), "full", 2.0)
+  if isinstance(error, (store.StoreError, TimeoutError)):
+    return ApiError(503, f"{error}" or "the disk takes too long", "disk", 5.0)
+  if isinstance(error, buffers.UnknownLease):
+    return ApiError(404, error.args[0], "unknown_lease")
+  if isinstance(error, service_lib.UnknownTaskType):
+    return ApiError(404, str(error), "unknown_task_type")
+  if isinstance(error, service_lib.TooManyBuffers):
+    return ApiError(429, str(error), "too_many_buffers", 60.0)
+  if isinstance(error, KeyError):
+    return ApiError(404, str(error.args[0]), "unknown_buffer")
+  if isinstance(error, ValueError):
+    return ApiError(422, str(error), "invalid_request")
+  return None
+
+
+async def _parsed(read: Callable[..., Any], raw: bytes, *args: Any) -> Any:
+  if len(raw) <= _INLINE:
+    return read(raw, *args)
+  return await asyncio.to_thread(read, raw, *args)
+
+
+def _lease_id(data: Mapping[str, Any]) -> str:
+  lease = data.get("lease")
+  if not isinstance(lease, str) or not lease:
+    raise ValueError("lease is missing; give the lease of a read")
+  return lease
+
+
+def _read_response(
+    success: bool, message: str, found: buffers.Read
+) -> Response:
+  data: dict[str, Any] = {"data": found.items, "meta_info": found.meta_info}
+  if found.lease:
+    data["lease"] = found.lease
+  return _json({"success": success, "message": message, "data": data})
+
+
+def _json(
+    data: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+  return Response(
+      orjson.dumps(data), status, headers, media_type="application/json"
+  )

@@ -1,0 +1,315 @@
+"""The buffers of a service and their rollouts.
+
+Promises: a rollout that ran when the service was killed is started again with
+it, and told what is written already; a `start` that is sent again while the
+first one is under way starts one rollout.
+
+Does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pathlib
+import threading
+import time
+from typing import Any, Callable, Mapping, Sequence
+import uuid
+
+import orjson
+from tunix.rl.multi_turn.core import durable
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import buffers
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
+    generators_run,
+)
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import plugins
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import requests
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import rules
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import store
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import store_work
+
+_LOG = logging.getLogger(__name__)
+_COMMIT_S = 60.0
+
+
+class UnknownTaskType(ValueError):
+  """No generator has the task type."""
+
+
+class TooManyBuffers(RuntimeError):
+  """A further buffer may not be made."""
+
+
+class Service:
+  """See the module docstring. Close it.
+
+  Attributes:
+    limits: its bounds.
+    store: its items.
+    url: of the service, for generators; set before a rollout starts.
+  """
+
+  def __init__(
+      self,
+      folder: pathlib.Path,
+      *,
+      limits: settings.BufferLimits = settings.BufferLimits(),
+      generators: Sequence[pathlib.Path] = (),
+      token: str = "",
+      url: str = "",
+      save_reads: pathlib.Path | None = None,
+      clock: Callable[[], float] = time.monotonic,
+  ):
+    """Args:
+
+      folder: of the database.
+      limits: see `BufferLimits`.
+      generators: folders of generators besides the package's own.
+      token: of the service, for its generators.
+      url: of the service.
+      save_reads: folder for a file of each read; None for none.
+      clock: seconds, of groups' ages and leases.
+
+    Raises:
+      ValueError: another service has the folder, or a folder is none.
+      OSError: it cannot be written.
+    """
+    plugins.discover(generators)
+    self.limits = limits
+    self.url = url
+    self._generators = tuple(generators)
+    self._token = token
+    self._save_reads = save_reads
+    self._clock = clock
+    self._lock = threading.RLock()
+    self._buffers: dict[str, buffers.Buffer] = {}
+    self._runs: dict[str, generators_run.GeneratorRun] = {}
+    self._starts: dict[str, tuple[float, Any]] = {}
+    self._problems: dict[str, str] = {}
+    if save_reads is not None:
+      save_reads.mkdir(parents=True, exist_ok=True)
+    self.store = store.Store(folder / "buffer.db", limits.queue_mib << 20)
+    try:
+      for name, text in self.store.rows(
+          "SELECT name, rollout FROM buffers ORDER BY id"
+      ):
+        self._restore(name, json.loads(text) if text else None)
+      self.buffer(items.DEFAULT_BUFFER)
+    except BaseException:
+      self.close()
+      raise
+
+  # --- buffers ----------------------------------------------------------------
+
+  @property
+  def names(self) -> list[str]:
+    return list(self._buffers)
+
+  def buffer(self, name: str, make: bool = True) -> buffers.Buffer:
+    """The buffer of a name.
+
+    Raises:
+      KeyError: there is none, and none is to be made.
+      TooManyBuffers: none may be made.
+    """
+    found = self._buffers.get(name)
+    if found is not None:
+      return found
+    if not make:
+      raise KeyError(
+          f"no buffer is called {name!r}; there is {', '.join(self._buffers)}"
+      )
+    with self._lock:
+      if name not in self._buffers:
+        if len(self._buffers) >= self.limits.max_buffers:
+          raise TooManyBuffers(
+              f"there are {len(self._buffers)} buffers, as many as there may be"
+              f" (--max-buffers); no {name!r} is made"
+          )
+        found = self._make(name)
+        found.configure(found.rules, found.hooks, "")
+        self._buffers[name] = found
+      return self._buffers[name]
+
+  def _make(self, name: str) -> buffers.Buffer:
+    number = self.store.call(store_work.make_buffer(name)).result(_COMMIT_S)
+    return buffers.Buffer(
+        number,
+        name,
+        self.store,
+        self.limits,
+        self._clock,
+        self._save if self._save_reads is not None else None,
+    )
+
+  def _save(
+      self, buffer: buffers.Buffer, read: int, found: list[dict[str, Any]]
+  ) -> None:
+    assert self._save_reads is not None
+    path = self._save_reads / f"rollout_data_{buffer.name}_{read:06d}.jsonl"
+    lines = [orjson.dumps(item) + b"\n" for item in found]
+    durable.write_bytes(path, b"".join(lines))
+
+  def _restore(self, name: str, kept: Mapping[str, Any] | None) -> None:
+    buffer = self._make(name)
+    self._buffers[name] = buffer
+    if kept is None:
+      buffer.configure(buffer.rules, buffer.hooks, "")
+      return
+    asked = requests.rollout(kept["payload"], self.url)
+    hooks = rules.Hooks()
+    try:
+      generator = self._generator(asked.task_type)
+      hooks = plugins.hooks_of(generator)
+    except ValueError as error:
+      # What is stored is readable all the same.
+      self._problems[name] = f"the rollout is not resumed: {error}"
+      _LOG.error("buffer %s: %s", name, self._problems[name])
+      buffer.configure(asked.rules, hooks, asked.task_type)
+      return
+    buffer.configure(asked.rules, hooks, asked.task_type)
+    if kept["state"] != "running":
+      return
+    skip = [*asked.payload["skip_instance_ids"], *self._written(buffer)]
+    _LOG.info("buffer %s: its rollout is resumed", name)
+    self._run(
+        buffer, generator, {**asked.payload, "skip_instance_ids": skip}
+    )
+
+  def _written(self, buffer: buffers.Buffer) -> list[str]:
+    """The instance of each whole group that was written."""
+    found = self.store.rows(
+        "SELECT instance_id, COUNT(*) FROM items WHERE buffer = ? GROUP BY"
+        " instance_id",
+        buffer.id,
+    )
+    size = buffer.rules.group_size
+    return [name for name, count in found for _ in range(count // size)]
+
+  def known(self, buffer: buffers.Buffer, uids: Sequence[str]) -> list[str]:
+    """Those of the uids that the buffer has, or had."""
+    found: list[str] = []
+    for start in range(0, len(uids), 500):
+      part = uids[start : start + 500]
+      marks = ",".join("?" * len(part))
+      rows = self.store.rows(
+          f"SELECT uid FROM items WHERE buffer = ? AND uid IN ({marks})",
+          buffer.id, *part,
+      )  # pyformat: disable
+      found.extend(uid for (uid,) in rows)
+    return found
+
+  # --- rollouts ---------------------------------------------------------------
+
+  def _generator(self, task_type: str) -> plugins.Generator:
+    found = plugins.discover(self._generators)
+    generator = found.generators.get(task_type)
+    if generator is None:
+      why = f" ({'; '.join(found.problems)})" if found.problems else ""
+      raise UnknownTaskType(
+          f"task_type={task_type!r} has no generator; there is"
+          f" {', '.join(sorted(found.generators))}{why}"
+      )
+    return generator
+
+  def start(self, name: str, payload: Any) -> None:
+    """Starts a rollout in a buffer, in place of the one that runs there.
+
+    Raises:
+      UnknownTaskType, ValueError: of the payload.
+      OSError: the generator's process cannot be started.
+    """
+    arrived = time.monotonic()
+    asked = requests.rollout(payload, self.url)
+    generator = self._generator(asked.task_type)
+    hooks = plugins.hooks_of(generator)
+    buffer = self.buffer(name)
+    with self._lock:
+      run = self._runs.get(name)
+      started, before = self._starts.get(name, (0.0, None))
+      if before == payload and started > arrived:
+        return  # Its client did not wait for the answer.
+      if run is not None:
+        run.stop()
+      if not asked.keep_items:
+        buffer.reset()
+      buffer.errors.clear()
+      self._problems.pop(name, None)
+      sent = {**asked.payload, "rollout_id": uuid.uuid4().hex}
+      self._keep(buffer, sent, "running")
+      buffer.configure(asked.rules, hooks, asked.task_type)
+      self._run(buffer, generator, sent)
+      self._starts[name] = (time.monotonic(), payload)
+
+  def _run(
+      self,
+      buffer: buffers.Buffer,
+      generator: plugins.Generator,
+      payload: Mapping[str, Any],
+  ) -> None:
+    def ended(run: generators_run.GeneratorRun) -> None:
+      try:
+        self._keep(buffer, dict(payload), run.state)
+      except (store.StoreError, TimeoutError) as error:
+        _LOG.error("buffer %s: %s", buffer.name, error)
+
+    self._runs[buffer.name] = generators_run.GeneratorRun(
+        generator,
+        {**payload, "buffer": buffer.name},
+        timeout_s=self.limits.rollout_timeout,
+        grace_s=self.limits.stop_grace,
+        token=self._token,
+        on_end=ended,
+    )
+
+  def _keep(
+      self, buffer: buffers.Buffer, payload: Mapping[str, Any], state: str
+  ) -> None:
+    text = json.dumps({"payload": payload, "state": state})
+    self.store.call(store_work.set_rollout(buffer.id, text)).result(_COMMIT_S)
+
+  def stop(self, name: str) -> bool:
+    """Stops a buffer's generator; whether one ran."""
+    buffer = self.buffer(name, make=False)
+    with self._lock:
+      run = self._runs.get(name)
+      if run is None or not run.running:
+        return False
+      run.stop()
+      (row,) = self.store.rows(
+          "SELECT rollout FROM buffers WHERE id = ?", buffer.id
+      )
+      self._keep(buffer, json.loads(row[0])["payload"], "stopped")
+      return True
+
+  def stats(self, name: str) -> dict[str, Any]:
+    """Figures of a buffer and its rollout.
+
+    Raises:
+      KeyError: there is none.
+    """
+    found = self.buffer(name, make=False).stats()
+    run = self._runs.get(name)
+    found["generator"] = run.describe() if run is not None else None
+    if name in self._problems:
+      found["errors"].append(self._problems[name])
+    if run is not None and run.error and run.state != "stopped":
+      found["errors"].append(f"generator {run.generator.task_type}: {run.error}")
+    found["store_failures"] = self.store.failures
+    found["store_error"] = self.store.last_error
+    return found
+
+  def sweep(self) -> None:
+    """Ends what is overdue, in each buffer."""
+    for buffer in list(self._buffers.values()):
+      buffer.sweep()
+
+  def close(self) -> None:
+    """Stops generators, which are resumed by the next service. Idempotent."""
+    with self._lock:
+      for run in self._runs.values():
+        run.stop()
+    self.store.close()

@@ -1,0 +1,207 @@
+"""The transactions by which items leave a buffer, for `Store.call`."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any, Callable, Iterable, Mapping, Sequence
+
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import store
+
+Work = Callable[[sqlite3.Connection], Any]
+Contents = tuple[Sequence[store.Record], int, Mapping[str, float]]
+"""(items that are not done or not yet counted, last counted item, seconds of
+each lease)."""
+_MOST_LEASES = 10_000
+"""Acknowledged leases that are remembered, for repeated acknowledgements."""
+
+
+def _each(
+    db: sqlite3.Connection, query: str, seqs: Iterable[int], *values: Any
+) -> None:
+  db.executemany(query, ((*values, seq) for seq in seqs))
+
+
+def _done(db: sqlite3.Connection, seqs: Sequence[int]) -> None:
+  _each(
+      db,
+      "UPDATE items SET state = ?, lease = NULL, grp = NULL WHERE seq = ?",
+      seqs,
+      store.DONE,
+  )
+  _each(db, "DELETE FROM payloads WHERE seq = ?", seqs)
+
+
+def take(
+    buffer: int,
+    taken: Sequence[tuple[int, Sequence[int]]],
+    dropped: Sequence[int],
+    *,
+    lease: tuple[str, float] | None,
+    cleared: int,
+    remembered: int,
+) -> Work:
+  """A read.
+
+  Args:
+    buffer: its id.
+    taken: (number, items) of each group.
+    dropped: items of groups that nobody gets.
+    lease: (id, seconds); None: the items are done.
+    cleared: statistics begin behind this item; 0 leaves them.
+    remembered: uids of done items that are kept.
+  """
+
+  def work(db: sqlite3.Connection) -> None:
+    seqs = [seq for _, members in taken for seq in members]
+    if lease is None:
+      _done(db, seqs)
+    else:
+      db.execute(
+          "INSERT INTO leases (id, buffer, seconds) VALUES (?, ?, ?)",
+          (lease[0], buffer, lease[1]),
+      )
+      for number, members in taken:
+        _each(
+            db,
+            "UPDATE items SET state = ?, lease = ?, grp = ? WHERE seq = ?",
+            members,
+            store.LENT, lease[0], number,
+        )  # pyformat: disable
+    drop(buffer, dropped)(db)
+    db.execute(
+        "UPDATE buffers SET read = read + ?, reads = reads + 1, cleared ="
+        " MAX(cleared, ?) WHERE id = ?",
+        (len(seqs), cleared, buffer),
+    )
+    if cleared:
+      seen = db.execute(
+          "SELECT seq FROM items WHERE buffer = ? AND state = 2 AND seq <= ?",
+          (buffer, cleared),
+      ).fetchall()
+      _done(db, [seq for (seq,) in seen])
+    db.execute(
+        "DELETE FROM items WHERE +buffer = ?1 AND state = ?2 AND seq <= (SELECT"
+        " MAX(seq) FROM items) - ?3 AND seq <= (SELECT cleared FROM buffers"
+        " WHERE id = ?1)",
+        (buffer, store.DONE, remembered),
+    )
+
+  return work
+
+
+def drop(buffer: int, seqs: Sequence[int]) -> Work:
+  """Drops items; their contents stay until the next read reports them."""
+
+  def work(db: sqlite3.Connection) -> None:
+    _each(db, "UPDATE items SET state = ? WHERE seq = ?", seqs, store.DROPPED)
+    _each(
+        db,
+        "DELETE FROM payloads WHERE seq <= (SELECT cleared FROM buffers WHERE"
+        " id = ?) AND seq = ?",
+        seqs,
+        buffer,
+    )
+    db.execute(
+        "UPDATE buffers SET dropped = dropped + ? WHERE id = ?",
+        (len(seqs), buffer),
+    )
+
+  return work
+
+
+def acknowledge(buffer: int, lease: str, seqs: Sequence[int]) -> Work:
+  """Ends a lease for good."""
+
+  def work(db: sqlite3.Connection) -> None:
+    _done(db, seqs)
+    db.execute("UPDATE leases SET acknowledged = 1 WHERE id = ?", (lease,))
+    (count,) = db.execute(
+        "SELECT COUNT(*) FROM leases WHERE buffer = ?", (buffer,)
+    ).fetchone()
+    if count > _MOST_LEASES:
+      db.execute(
+          "DELETE FROM leases WHERE buffer = ? AND acknowledged = 1 AND id !="
+          " ?",
+          (buffer, lease),
+      )
+
+  return work
+
+
+def give_back(lease: str, seqs: Sequence[int]) -> Work:
+  """Ends a lease whose items are to be read again."""
+
+  def work(db: sqlite3.Connection) -> None:
+    _each(
+        db,
+        "UPDATE items SET state = ?, lease = NULL, grp = NULL WHERE seq = ?",
+        seqs,
+        store.WAITS,
+    )
+    db.execute("DELETE FROM leases WHERE id = ?", (lease,))
+
+  return work
+
+
+def reset(buffer: int) -> Work:
+  """Forgets a buffer's items and leases."""
+
+  def work(db: sqlite3.Connection) -> None:
+    db.execute(
+        "DELETE FROM payloads WHERE seq IN (SELECT seq FROM items WHERE"
+        " buffer = ?)",
+        (buffer,),
+    )
+    for table in ("items", "leases"):
+      db.execute(f"DELETE FROM {table} WHERE buffer = ?", (buffer,))
+    db.execute(
+        "UPDATE buffers SET cleared = 0, written = 0, read = 0, dropped = 0,"
+        " reads = 0 WHERE id = ?",
+        (buffer,),
+    )
+
+  return work
+
+
+def contents(buffer: int) -> Work:
+  """Returns `Contents` of a buffer."""
+
+  def work(db: sqlite3.Connection) -> Contents:
+    records = db.execute(
+        "SELECT seq, instance_id, reward, size, state, lease, grp FROM items"
+        " WHERE buffer = ?1 AND (state < 3 OR seq > (SELECT cleared FROM"
+        " buffers WHERE id = ?1)) ORDER BY seq",
+        (buffer,),
+    ).fetchall()
+    (cleared,) = db.execute(
+        "SELECT cleared FROM buffers WHERE id = ?", (buffer,)
+    ).fetchone()
+    seconds = db.execute(
+        "SELECT id, seconds FROM leases WHERE buffer = ? AND acknowledged = 0",
+        (buffer,),
+    ).fetchall()
+    return [store.Record(*row) for row in records], cleared, dict(seconds)
+
+  return work
+
+
+def make_buffer(name: str) -> Work:
+  """Makes a buffer; returns its id."""
+
+  def work(db: sqlite3.Connection) -> int:
+    db.execute("INSERT OR IGNORE INTO buffers (name) VALUES (?)", (name,))
+    (found,) = db.execute(
+        "SELECT id FROM buffers WHERE name = ?", (name,)
+    ).fetchone()
+    return found
+
+  return work
+
+
+def set_rollout(buffer: int, rollout: str | None) -> Work:
+  """Keeps a buffer's rollout, as JSON."""
+
+  def work(db: sqlite3.Connection) -> None:
+    db.execute("UPDATE buffers SET rollout = ? WHERE id = ?", (rollout, buffer))
+
+  return work

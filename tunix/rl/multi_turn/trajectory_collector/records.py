@@ -1,0 +1,732 @@
+"""Writes and reads trajectories as JSON items, one an episode.
+
+    {"uid", "instance_id", "messages", "reward", "extra_info", "raw_reward"?,
+     "sequences"?: [{"tokens", "loss_mask", "logprobs"?, "versions"?,
+                     "turn_ids"?, "images"?, "entropies"?, "support"?}],
+     "images"?: {sha256: base64 of a PNG},
+     "trajectory"?, "group"?}
+
+`instance_id` names the group, `uid` the member. An item of one sequence may
+have the sequence's keys at its own top level. A number that was not recorded
+is null or absent. `trajectory` and `group` are of this package's own items.
+
+Promises: `read_group(write_group(group))` is that group; an item of elsewhere
+is refused with the field and the value, or read without loss; a log-prob or a
+version that was not recorded stays unrecorded (NaN, -1) in a `Recorded`. An
+image is checked against its SHA-256.
+
+Does not: tokenize messages (see `loss_mask`), fill in log-probs, or know HTTP.
+
+Axis names: T = tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import io
+import time
+from typing import Any, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import reward_range
+from tunix.rl.multi_turn.core import token_sequence
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+
+REQUIRED = ("uid", "instance_id", "messages", "reward", "extra_info")
+TOKEN_EXACT = ("tokens", "loss_mask", "logprobs", "versions")
+_OF_SEQUENCE = (*TOKEN_EXACT, "turn_ids", "entropies", "support")
+_PER_TOKEN = ("loss_mask", "logprobs", "versions", "turn_ids", "entropies")
+LENGTH = "length"
+"""`extra_info.finish_reason` of an episode that a limit ended."""
+RAW_REWARD = "raw_reward"
+"""Name in `Trajectory.metrics` of the reward before normalisation."""
+LOGPROBS_MISSING, VERSIONS_MISSING = "logprobs_missing", "versions_missing"
+"""Names in `Trajectory.metrics`: 1 where a sampled token has no recorded
+log-prob, or no recorded version. See `Record.trajectory`."""
+
+Status = trajectory_lib.TrajectoryStatus
+_CUT = frozenset({Status.MAX_TURNS, Status.CONTEXT_LIMIT})
+
+
+# --- Items ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recorded:
+  """A token sequence of an item; what was not recorded is unknown.
+
+  Attributes:
+    tokens: int32[T].
+    loss_mask: bool[T], True for tokens that the policy sampled.
+    logprobs: float32[T]; NaN where not recorded, 0 where the mask is False.
+    versions: int32[T]; -1 where not recorded or not sampled.
+    turn_ids: int32[T]; the number of the run of sampled tokens, where the item
+      has none.
+    images: spans of placeholders.
+    entropies, support: see `TokenSequence`; None without.
+  """
+
+  tokens: np.ndarray
+  loss_mask: np.ndarray
+  logprobs: np.ndarray
+  versions: np.ndarray
+  turn_ids: np.ndarray
+  images: tuple[token_sequence.ImageSpan, ...] = ()
+  entropies: np.ndarray | None = None
+  support: np.ndarray | None = None
+
+  @property
+  def has_logprobs(self) -> bool:
+    """Whether every sampled token has its log-prob."""
+    return not bool(np.isnan(self.logprobs[self.loss_mask]).any())
+
+  @property
+  def has_versions(self) -> bool:
+    """Whether every sampled token has its version."""
+    return bool((self.versions[self.loss_mask] >= 0).all())
+
+  def token_sequence(
+      self, *, version: int | None = None, placeholder_logprobs: bool = False
+  ) -> token_sequence.TokenSequence:
+    """The sequence.
+
+    Args:
+      version: stands for versions that were not recorded; None refuses them.
+      placeholder_logprobs: 0 stands for all log-probs of a sequence that lacks
+        one, until the caller scores it; False refuses such a sequence.
+
+    Raises:
+      ValueError: something was not recorded, or the values are illegal.
+    """
+    logprobs, versions = self.logprobs, self.versions
+    if not self.has_logprobs:
+      if not placeholder_logprobs:
+        raise ValueError("a sampled token has no recorded log-prob")
+      logprobs = np.zeros_like(logprobs)
+    if not self.has_versions:
+      if version is None:
+        raise ValueError("a sampled token has no recorded version")
+      unknown = self.loss_mask & (versions < 0)
+      versions = np.where(unknown, version, versions)
+    return token_sequence.TokenSequence(
+        self.tokens,
+        self.loss_mask,
+        logprobs,
+        versions,
+        self.turn_ids,
+        self.images,
+        self.entropies,
+        self.support,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Record:
+  """One item, checked.
+
+  Attributes:
+    uid: of the episode.
+    instance_id: of its group; a number in the item is text here.
+    messages: OpenAI's, with `ImageRef`s for this package's images.
+    reward: finite.
+    extra_info: timestamp, round_number, finish_reason and the generator's own.
+    raw_reward: before normalisation; None where it was not recorded.
+    sequences: token-exact part; () in an item of text only.
+    data: the item.
+  """
+
+  uid: str
+  instance_id: str
+  messages: tuple[Mapping[str, Any], ...]
+  reward: float
+  extra_info: Mapping[str, Any]
+  raw_reward: float | None
+  sequences: tuple[Recorded, ...]
+  data: Mapping[str, Any]
+
+  @property
+  def truncated(self) -> bool:
+    """Whether a limit of length ended the episode."""
+    return self.extra_info.get("finish_reason") == LENGTH
+
+  @property
+  def timestamp(self) -> float:
+    """Seconds since 1970 of its end; 0 where it was not recorded."""
+    found = self.extra_info.get("timestamp")
+    return _number(found, "extra_info.timestamp") if found is not None else 0.0
+
+  @property
+  def task_id(self) -> str:
+    group = self.data.get("group")
+    found = self.extra_info.get("task_id")
+    if isinstance(group, Mapping):
+      found = group["task_id"]
+    return self.instance_id if found is None else str(found)
+
+  def trajectory(
+      self,
+      sequences: Sequence[Recorded] | None = None,
+      *,
+      version: int | None = None,
+      placeholder_logprobs: bool = False,
+  ) -> trajectory_lib.Trajectory:
+    """The episode.
+
+    Its metrics carry `LOGPROBS_MISSING` and `VERSIONS_MISSING` where something
+    stands in for values that were not recorded.
+
+    Args:
+      sequences: in place of the item's own, which one of text only lacks.
+      version, placeholder_logprobs: see `Recorded.token_sequence`.
+
+    Raises:
+      ValueError: as `Recorded.token_sequence`; it names the item.
+    """
+    own = self.sequences if sequences is None else tuple(sequences)
+    try:
+      made = [
+          s.token_sequence(
+              version=version, placeholder_logprobs=placeholder_logprobs
+          )
+          for s in own
+      ]
+    except ValueError as error:
+      raise ValueError(f"item uid={self.uid!r}: {error}") from None
+    if "trajectory" in self.data:
+      result = _own_trajectory(self)
+    else:
+      result = _foreign_trajectory(self)
+    result.sequences = made
+    if not all(s.has_logprobs for s in own):
+      result.metrics[LOGPROBS_MISSING] = 1.0
+    if not all(s.has_versions for s in own):
+      result.metrics[VERSIONS_MISSING] = 1.0
+    return result
+
+
+def read(item: Any, *, required: Sequence[str] = REQUIRED) -> Record:
+  """A checked item.
+
+  Args:
+    item: JSON values.
+    required: keys without which it is refused.
+
+  Raises:
+    ValueError: naming the field, the value and what it must be.
+  """
+  if not isinstance(item, Mapping):
+    raise ValueError(
+        f"an item must be a JSON object, got {type(item).__name__}"
+    )
+  missing = [key for key in required if key not in item]
+  if missing:
+    raise ValueError(
+        f"the item lacks {', '.join(missing)}; it needs {', '.join(required)}"
+    )
+  info = item.get("extra_info")
+  if info is not None and not isinstance(info, Mapping):
+    raise ValueError(
+        f"extra_info must be an object, got {type(info).__name__}"
+    )
+  messages = item.get("messages")
+  if not isinstance(messages, list) or not all(
+      isinstance(m, Mapping) and isinstance(m.get("role"), str)
+      for m in messages
+  ):
+    raise ValueError(
+        "messages must be a list of objects with a role, got"
+        f" {_short(messages)}"
+    )
+  raw = item.get("raw_reward")
+  return Record(
+      uid=_text(item.get("uid"), "uid"),
+      instance_id=_text(item.get("instance_id"), "instance_id"),
+      messages=tuple(trajectory_lib.decode(messages)),
+      reward=_number(item.get("reward"), "reward"),
+      extra_info=dict(info or {}),
+      raw_reward=None if raw is None else _number(raw, "raw_reward"),
+      sequences=_sequences(item),
+      data=item,
+  )
+
+
+def _short(value: Any) -> str:
+  text = repr(value)
+  return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _text(value: Any, name: str) -> str:
+  if isinstance(value, bool) or not isinstance(value, (str, int)):
+    raise ValueError(f"{name} must be text or a whole number, got {value!r}")
+  if value == "":
+    raise ValueError(f"{name} must not be empty")
+  return str(value)
+
+
+def _number(value: Any, name: str) -> float:
+  try:
+    if isinstance(value, (str, bytes)) or value is None:
+      raise TypeError
+    return float(reward_range.checked(value))
+  except TypeError:
+    raise ValueError(f"{name} must be a number, got {_short(value)}") from None
+  except ValueError as error:
+    raise ValueError(f"{name}: {error}") from None
+
+
+def _sequences(item: Mapping[str, Any]) -> tuple[Recorded, ...]:
+  listed = item.get("sequences")
+  if listed is None:
+    # The short form; `images` beside it are spans unless it is an object.
+    if item.get("tokens") is None:
+      return ()
+    short = {k: item[k] for k in _OF_SEQUENCE if k in item}
+    if isinstance(item.get("images"), list):
+      short["images"] = item["images"]
+    listed = [short]
+  if not isinstance(listed, list):
+    raise ValueError(f"sequences must be a list, got {_short(listed)}")
+  return tuple(_sequence(s, f"sequences[{i}]") for i, s in enumerate(listed))
+
+
+def _array(value: Any, name: str, dtype: Any) -> np.ndarray:
+  """A list of numbers and nulls as float64[T], null as NaN."""
+  if not isinstance(value, list):
+    raise ValueError(f"{name} must be a list, got {_short(value)}")
+  try:
+    array = np.array(value, dtype)
+  except (TypeError, ValueError, OverflowError):
+    array = np.zeros((0, 0))
+  if array.ndim != 1:
+    raise ValueError(f"{name} must be a flat list of numbers")
+  return array
+
+
+def _sequence(data: Any, name: str) -> Recorded:
+  if not isinstance(data, Mapping):
+    raise ValueError(f"{name} must be an object, got {_short(data)}")
+  for key in ("tokens", "loss_mask"):
+    if data.get(key) is None:
+      raise ValueError(f"{name} lacks {key}")
+  tokens = _array(data["tokens"], f"{name}.tokens", np.int64)
+  arrays: dict[str, np.ndarray] = {}
+  for key in _PER_TOKEN:
+    if data.get(key) is not None:
+      found = _array(data[key], f"{name}.{key}", np.float64)
+      if len(found) != len(tokens):
+        raise ValueError(
+            f"{name}.{key} has {len(found)} entries for {len(tokens)} tokens"
+        )
+      arrays[key] = found
+  if len(tokens) and not (
+      0 <= int(tokens.min()) and int(tokens.max()) < 1 << 31
+  ):
+    raise ValueError(f"{name}.tokens must be ids >= 0 of 31 bits")
+  mask = arrays["loss_mask"]
+  if not np.isin(mask, (0.0, 1.0)).all():
+    raise ValueError(f"{name}.loss_mask must be 0 or 1 for each token")
+  mask = mask == 1
+  nothing = np.full(len(tokens), np.nan)
+  versions = arrays.get("versions", nothing)
+  versions = np.where(np.isnan(versions) | ~mask, -1, versions)
+  made = Recorded(
+      tokens=tokens.astype(np.int32),
+      loss_mask=mask,
+      logprobs=np.where(mask, arrays.get("logprobs", nothing), 0.0).astype(
+          np.float32
+      ),
+      versions=versions.astype(np.int32),
+      turn_ids=arrays["turn_ids"].astype(np.int32)
+      if "turn_ids" in arrays
+      else turns_of(mask),
+      images=_spans(data.get("images"), name),
+      entropies=None
+      if "entropies" not in arrays
+      else np.where(mask, arrays["entropies"], 0.0).astype(np.float32),
+      support=token_sequence.support_of(data.get("support"), mask),
+  )
+  try:  # What the policy's own sequences promise.
+    made.token_sequence(version=0, placeholder_logprobs=True)
+  except ValueError as error:
+    raise ValueError(f"{name}: {error}") from None
+  return made
+
+
+def turns_of(loss_mask: np.ndarray) -> np.ndarray:
+  """int32[T], the number of the run of sampled tokens that T leads to."""
+  mask = np.asarray(loss_mask, bool)
+  ends = np.zeros(len(mask), np.int32)
+  if len(mask):
+    ends[1:] = mask[:-1] & ~mask[1:]
+  turns = np.cumsum(ends, dtype=np.int32)
+  last = int(turns[mask][-1]) if mask.any() else 0
+  return np.minimum(turns, last)  # What follows the last turn belongs to it.
+
+
+def _spans(
+    data: Any, name: str
+) -> tuple[token_sequence.ImageSpan, ...]:
+  try:
+    return tuple(
+        token_sequence.ImageSpan(
+            token_sequence.ImageRef.from_json(s),
+            int(s["start"]),
+            int(s["num_tokens"]),
+        )
+        for s in data or ()
+    )
+  except (KeyError, TypeError) as error:
+    raise ValueError(
+        f"{name}.images: each needs sha256, width, height, start and"
+        f" num_tokens ({error})"
+    ) from None
+  except ValueError as error:
+    raise ValueError(f"{name}.images: {error}") from None
+
+
+# --- Trajectories to items --------------------------------------------------
+
+
+def write_sequence(
+    sequence: token_sequence.TokenSequence | Recorded,
+) -> dict[str, Any]:
+  """JSON of a sequence; null where nothing was sampled or recorded."""
+  mask = sequence.loss_mask
+  known = mask & ~np.isnan(sequence.logprobs)
+
+  def told(values: np.ndarray, where: np.ndarray) -> list[Any]:
+    out = values.astype(object)
+    out[~where] = None
+    return out.tolist()
+
+  result: dict[str, Any] = {
+      "tokens": sequence.tokens.tolist(),
+      "loss_mask": mask.astype(int).tolist(),
+      "logprobs": told(sequence.logprobs, known),
+      "versions": told(sequence.versions, mask & (sequence.versions >= 0)),
+      "turn_ids": sequence.turn_ids.tolist(),
+      "images": [
+          {**s.image.to_json(), "start": s.offset, "num_tokens": s.num_tokens}
+          for s in sequence.images
+      ],
+  }
+  if sequence.entropies is not None:
+    result["entropies"] = told(sequence.entropies, mask)
+  if sequence.support is not None:
+    result["support"] = [
+        row[row >= 0].tolist() for row in sequence.support[mask]
+    ]
+  return result
+
+
+def write_group(
+    group: trajectory_lib.TrajectoryGroup,
+    images: images_lib.ImageStore | None = None,
+    *,
+    instance_id: str = "",
+    timestamp: float | None = None,
+) -> list[dict[str, Any]]:
+  """The items of a group's members, in order.
+
+  Args:
+    group: to write.
+    images: pixels of its screenshots; None writes references only.
+    instance_id: of the items; the group's own id by default.
+    timestamp: seconds since 1970; now by default.
+
+  Raises:
+    KeyError: the store no longer has a screenshot.
+  """
+  now = time.time() if timestamp is None else timestamp
+  items = []
+  for index, member in enumerate(group.trajectories):
+    about = {
+        "group_id": group.group_id,
+        "task_id": group.task_id,
+        "start_version": group.start_version,
+        "attempt": group.attempt,
+        "index": index,
+        "size": len(group.trajectories),
+    }
+    if group.peer_rewards:
+      about["peer_rewards"] = list(group.peer_rewards)
+    if index == 0 and group.greedy is not None:
+      about["greedy"] = group.greedy.to_json()
+    item = write(
+        member,
+        instance_id or group.group_id,
+        task_id=group.task_id,
+        timestamp=now,
+    )
+    item["group"] = about
+    if images is not None:
+      item["images"] = write_images(item, images)
+    items.append(item)
+  return items
+
+
+def write(
+    episode: trajectory_lib.Trajectory,
+    instance_id: str,
+    *,
+    task_id: str = "",
+    timestamp: float | None = None,
+) -> dict[str, Any]:
+  """The item of one episode, without pixels; see `write_images`."""
+  messages = (
+      list(episode.steps[-1].chat_completions) if episode.steps else []
+  )
+  whole = episode.to_json()
+  for name in ("sequences", "reward"):
+    del whole[name]
+  for raw, step in zip(whole["steps"], episode.steps, strict=True):
+    history = list(step.chat_completions)
+    if history == messages[: len(history)]:
+      raw["chat_completions"] = {"messages": len(history)}
+  return {
+      "uid": episode.trajectory_id,
+      "instance_id": instance_id,
+      "messages": trajectory_lib.encode(messages),
+      "reward": float(episode.reward),
+      "extra_info": {
+          "timestamp": time.time() if timestamp is None else timestamp,
+          "round_number": episode.num_turns,
+          "finish_reason": LENGTH if episode.status in _CUT else "stop",
+          "status": episode.status.value,
+          **({"task_id": task_id} if task_id else {}),
+      },
+      "sequences": [write_sequence(s) for s in episode.sequences],
+      "trajectory": whole,
+  }
+
+
+def write_images(
+    item: Mapping[str, Any], images: images_lib.ImageStore
+) -> dict[str, str]:
+  """sha256 -> base64 PNG of every screenshot that an item names.
+
+  Raises:
+    KeyError: the store does not have one.
+  """
+  from PIL import Image  # pylint: disable=g-import-not-at-top
+
+  out = {}
+  for ref in refs_of(item).values():
+    file = io.BytesIO()
+    Image.fromarray(images.get(ref)).save(file, format="PNG", compress_level=1)
+    out[ref.sha256] = base64.b64encode(file.getvalue()).decode()
+  return out
+
+
+def refs_of(data: Any) -> dict[str, trajectory_lib.ImageRef]:
+  """Every reference to a screenshot in JSON values, by hash."""
+  found: dict[str, trajectory_lib.ImageRef] = {}
+  stack = [data]
+  while stack:
+    value = stack.pop()
+    if isinstance(value, Mapping):
+      if {"sha256", "width", "height"} <= set(value):
+        ref = trajectory_lib.ImageRef.from_json(value)
+        found[ref.sha256] = ref
+      stack.extend(v for v in value.values() if isinstance(v, (dict, list)))
+    elif isinstance(value, list):
+      # Not token by token.
+      stack.extend(v for v in value if isinstance(v, (dict, list)))
+  return found
+
+
+# --- Items to trajectories --------------------------------------------------
+
+
+def read_images(
+    item: Mapping[str, Any], images: images_lib.ImageStore
+) -> None:
+  """Puts an item's screenshots into the store.
+
+  Raises:
+    ValueError: one is no PNG, or another than its SHA-256 names.
+  """
+  given = item.get("images")
+  if given is None or isinstance(given, list):
+    return
+  if not isinstance(given, Mapping):
+    raise ValueError(
+        f"images must be an object sha256 -> base64 PNG, got {_short(given)}"
+    )
+  for sha256, text in given.items():
+    try:
+      content = base64.b64decode(text, validate=True)
+    except (TypeError, ValueError, binascii.Error):
+      raise ValueError(f"images[{sha256[:12]}…] is not base64") from None
+    try:
+      found = images.put(images_lib.decode(content)).sha256
+    except ValueError as error:
+      raise ValueError(f"images[{sha256[:12]}…]: {error}") from None
+    if found != sha256:
+      raise ValueError(
+          f"images[{sha256[:12]}…] is another image ({found[:12]}…); its key"
+          ' is the SHA-256 of "rgb8 WxH\\n" and its RGB bytes'
+      )
+
+
+def read_group(
+    items: Iterable[Mapping[str, Any] | Record],
+    images: images_lib.ImageStore | None = None,
+) -> trajectory_lib.TrajectoryGroup:
+  """The group of `write_group`.
+
+  Raises:
+    ValueError: a damaged or missing member, or a value that was not recorded.
+  """
+  records = [i if isinstance(i, Record) else read(i) for i in items]
+  if images is not None:
+    for record in records:
+      read_images(record.data, images)
+  return group_of(records, [r.trajectory() for r in records])
+
+
+def group_of(
+    records: Sequence[Record],
+    episodes: Sequence[trajectory_lib.Trajectory],
+    *,
+    start_version: int = 0,
+) -> trajectory_lib.TrajectoryGroup:
+  """A group of the records of one instance and their trajectories.
+
+  Items of this package come back in their own order and with their own ids;
+  members of equal uid, as padding makes them, get ids of their own.
+
+  Args:
+    records: of one instance_id.
+    episodes: of the records.
+    start_version: of a group that does not record its own.
+
+  Raises:
+    ValueError: no record, or records of several instances.
+  """
+  names = {r.instance_id for r in records}
+  if len(names) != 1:
+    raise ValueError(f"a group needs records of one instance_id, got {names}")
+  told = [r.data.get("group") for r in records]
+  pairs = list(zip(told, episodes, strict=True))
+  own = all(isinstance(t, Mapping) for t in told)
+  if own:
+    pairs.sort(key=lambda pair: pair[0]["index"])  # type: ignore[index]
+  seen: dict[str, int] = {}
+  members = []
+  for _, episode in pairs:
+    copies = seen.get(episode.trajectory_id, 0)
+    seen[episode.trajectory_id] = copies + 1
+    if copies:
+      episode = dataclasses.replace(
+          episode, trajectory_id=f"{episode.trajectory_id}#{copies + 1}"
+      )
+    members.append(episode)
+  first: Mapping[str, Any] = pairs[0][0] if own and pairs[0][0] else {}
+  greedy = first.get("greedy")
+  return trajectory_lib.TrajectoryGroup(
+      group_id=first.get("group_id", records[0].instance_id),
+      task_id=records[0].task_id,
+      trajectories=tuple(members),
+      start_version=int(first.get("start_version", start_version)),
+      attempt=int(first.get("attempt", 0)),
+      peer_rewards=tuple(first.get("peer_rewards", ())),
+      greedy=None
+      if greedy is None
+      else trajectory_lib.Trajectory.from_json(greedy),
+  )
+
+
+def _own_trajectory(record: Record) -> trajectory_lib.Trajectory:
+  try:
+    data = dict(record.data["trajectory"])
+    steps = []
+    previous: Sequence[Any] = []
+    for raw in data["steps"]:
+      raw = dict(raw)
+      told = raw.pop("chat_completions")
+      step = trajectory_lib.Step.from_json(raw)
+      if "messages" in told:
+        step.chat_completions = list(record.messages[: told["messages"]])
+      else:
+        step.chat_completions = [
+            *previous[: told["shared"]], *trajectory_lib.decode(told["new"])
+        ]  # pyformat: disable
+      previous = step.chat_completions
+      steps.append(step)
+    result = trajectory_lib.Trajectory.from_json(
+        {**data, "steps": [], "sequences": [], "reward": record.reward}
+    )
+  except (KeyError, TypeError, AttributeError) as error:
+    raise ValueError(
+        f"item uid={record.uid!r}: trajectory is damaged"
+        f" ({type(error).__name__}: {error})"
+    ) from None
+  result.steps = steps
+  if record.raw_reward is not None and record.raw_reward != record.reward:
+    result.metrics[RAW_REWARD] = record.raw_reward
+  return result
+
+
+def _foreign_trajectory(record: Record) -> trajectory_lib.Trajectory:
+  """Of an item of elsewhere: one step an assistant message.
+
+  Its status is `extra_info.status` where that is one; else context_limit for
+  finish_reason "length", succeeded for a (raw) reward above 0, failed
+  otherwise.
+  """
+  raw = record.reward if record.raw_reward is None else record.raw_reward
+  told = record.extra_info.get("status")
+  if told in {s.value for s in Status if s is not Status.RUNNING}:
+    status = Status(told)
+  elif record.truncated:
+    status = Status.CONTEXT_LIMIT
+  else:
+    status = Status.SUCCEEDED if raw > 0 else Status.FAILED
+  replies = [
+      i for i, m in enumerate(record.messages) if m["role"] == "assistant"
+  ]
+  steps = [
+      trajectory_lib.Step(
+          chat_completions=list(record.messages[: i + 1]),
+          model_response=text_of(record.messages[i]),
+          reward=record.reward if i == replies[-1] else 0.0,
+          done=i == replies[-1],
+      )
+      for i in replies
+  ]
+  metrics = {}
+  if record.raw_reward is not None:
+    metrics[RAW_REWARD] = record.raw_reward
+  return trajectory_lib.Trajectory(
+      task={"task_id": record.task_id, "instance_id": record.instance_id},
+      steps=steps,
+      reward=record.reward,
+      status=status,
+      trajectory_id=record.uid,
+      metrics=metrics,
+  )
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+  """The text of a message's content; "" where it has none."""
+  content = message.get("content")
+  if isinstance(content, str):
+    return content
+  return "".join(
+      str(part.get("text", ""))
+      for part in content or ()
+      if isinstance(part, Mapping) and part.get("type") == "text"
+  )
+
+
+def by_instance(records: Iterable[Record]) -> Iterator[list[Record]]:
+  """Records of equal instance_id together, in the order of their first."""
+  found: dict[str, list[Record]] = {}
+  for record in records:
+    found.setdefault(record.instance_id, []).append(record)
+  yield from found.values()
+
