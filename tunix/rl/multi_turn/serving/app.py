@@ -72,7 +72,11 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class OpenAIApp:
-  """The ASGI application of a `Service`, in the attribute `asgi`."""
+  """The ASGI application of a `Service`, in the attribute `asgi`.
+
+  Attributes:
+    service: answers the requests.
+  """
 
   def __init__(
       self,
@@ -87,7 +91,7 @@ class OpenAIApp:
       token: that clients must present; "" asks for none.
       stats: gauges for `/metrics`.
     """
-    self._service = service
+    self.service = self._service = service
     self._limits = service.limits
     self._token = token
     self._stats = stats or (lambda: {})

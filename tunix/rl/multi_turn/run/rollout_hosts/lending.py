@@ -16,7 +16,7 @@ import asyncio
 import json
 import os
 import pathlib
-from typing import Any, Iterable, Protocol
+from typing import Any, Iterable, Mapping, Protocol
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import durable
@@ -41,13 +41,15 @@ class Lender(Protocol):
     ...
 
 
-def write_address(directory: pathlib.Path, url: str, token: str) -> None:
+def write_address(
+    directory: pathlib.Path, address: Mapping[str, str]
+) -> None:
   """Writes the address of a learner, readable by its owner."""
   path = directory / player.ADDRESS
   path.unlink(missing_ok=True)
   descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
   with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-    json.dump({"url": url, "token": token}, file)
+    json.dump(dict(address), file)
   durable.sync(path)
 
 

@@ -98,7 +98,9 @@ class HostsEngine:
     del progress
     self._server.start()
     self._started = True
-    lending.write_address(self._directory, self._url, self._server.token)
+    lending.write_address(
+        self._directory, {"url": self._url, "token": self._server.token}
+    )
     _LOG.info("rollout hosts join at %s", self._url)
 
   def update_weights(

@@ -174,6 +174,9 @@ class LeaseRoutes:
     body = await self._body(request, _SMALL)
     stats = {str(k): float(v) for k, v in body["stats"].items()}
     numbers = [int(n) for n in body["leases"]]
+    if body.get("leaving"):
+      self._book.lose(body["host"])
+      return self._json({})
     return self._json({
         "serial": self.serial if self._weights else 0,
         "version": self.version,
