@@ -123,7 +123,8 @@ class Cluster:
       try:
         found[name] = str(json.loads(self._ray.get(result))["error"])
       except self._ray.exceptions.RayError as error:
-        text = " ".join(str(error).split())[:300]
+        # The ids that follow are Ray's own.
+        text = " ".join(str(error).split()).partition(" class_name:")[0][:300]
         found[name] = f"{type(error).__name__}: {text}"
     return found
 

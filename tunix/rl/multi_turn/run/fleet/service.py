@@ -176,12 +176,13 @@ class Fleet:
       wait: runs a coroutine on the loop of the episodes.
     """
     (self._directory / player.ADDRESS).unlink(missing_ok=True)
+    if self._supervisor is not None:
+      self._supervisor.close()  # Those that end now are not started again.
     self._routes.end()
-    for part in (self._supervisor, self._launcher):
-      try:
-        if part is not None:
-          part.close()
-      except Exception as error:  # pylint: disable=broad-except
-        # The server is yet to be closed.
-        _LOG.warning("%s did not close: %r", type(part).__name__, error)
+    try:
+      if self._launcher is not None:
+        self._launcher.close()
+    except Exception as error:  # pylint: disable=broad-except
+      # The server is yet to be closed.
+      _LOG.warning("the fleet's actors did not end: %r", error)
     self._proxy.close(wait)
