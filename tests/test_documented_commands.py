@@ -193,7 +193,7 @@ def _accepted(module, words, capsys):
     except config_lib.ConfigError as error:
       # Runs that the pages speak of are not here.
       assert all("directory" in problem for problem in error.problems), error
-  elif module == "commands.rollout":
+  elif module in ("commands.rollout", "commands.collect"):
     # The learner of a run that the pages speak of is not here.
     assert program.main([*words, "--patience", "0"]) == 1
   elif module == "plan" and "--help" not in words:

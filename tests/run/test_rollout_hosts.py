@@ -22,6 +22,7 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.run.rollout_hosts import host as host_lib
 from tunix.rl.multi_turn.run.rollout_hosts import leases
+from tunix.rl.multi_turn.run.rollout_hosts import lending
 from tunix.rl.multi_turn.run.rollout_hosts import messages
 from tunix.rl.multi_turn.run.rollout_hosts import remote
 from tunix.rl.multi_turn.run.rollout_hosts import server as server_lib
@@ -117,7 +118,7 @@ def test_a_run_with_two_rollout_hosts_equals_one_that_rolls_out_itself(
 
 
 def sent_to_hosts(config):
-  settings = remote._settings(config)  # pylint: disable=protected-access
+  settings = lending.settings_of(config)
   return json.loads(json.dumps(settings))
 
 
@@ -187,7 +188,7 @@ def test_a_lent_group_has_its_samples_and_its_greedy_episode(tmp_path):
     def on_event(self, event):
       seen.append(event)
 
-  collector = remote.RemoteCollector(
+  collector = lending.RemoteCollector(
       engine, "sampled", None, None, observers=Observer()
   )
   group, _ = seen_group(images)

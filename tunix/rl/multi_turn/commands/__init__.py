@@ -17,6 +17,9 @@ COMMANDS = {
     f"{_HERE}.commands.rollout": (
         "Rolls out for a run whose learner is another process."
     ),
+    f"{_HERE}.commands.collect": (
+        "Collects for a run, with gyms of this machine and no devices."
+    ),
     f"{_HERE}.plan": (
         "Plans a run on a TPU slice that is not here: memory, network, speed."
     ),

@@ -11,6 +11,7 @@ from typing import Iterator, Sequence
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import registry as agents
 from tunix.rl.multi_turn.config import data_sections
+from tunix.rl.multi_turn.config import fleet_checks
 from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import evaluation_figures
@@ -47,6 +48,7 @@ def contradictions(config: TrainConfig) -> list[str]:
       *_replay(config),
       *_warm_start(config),
       *_evaluation(config),
+      *fleet_checks.problems(config),
   ]
 
 

@@ -217,6 +217,97 @@ class RolloutConfig:
 
 
 @settings.settings
+class FleetConfig:
+  """Collectors: processes that play episodes, with gyms and without devices.
+
+  They ask the run's engine over HTTP; see docs/fleet.md.
+  """
+
+  via: Literal["local", "ray", "join"] = setting(
+      default="local",
+      doc="local: episodes are played in this process. ray: by actors of a Ray"
+      " cluster, which the run starts; needs the extra ray. join: by collectors"
+      " that others start (commands.collect, Kubernetes). Collectors may join a"
+      " run with ray, too.",
+  )
+  address: str = setting(
+      default="",
+      doc="With via=ray: of the cluster, as of ray.init: auto, host:port or"
+      ' ray://host:port. "" = a cluster on this machine, for as long as the run'
+      " lasts.",
+  )
+  collectors: int = setting(
+      default=4, doc="With via=ray: actors that the run keeps alive.", ge=1
+  )
+  episodes: int = setting(
+      default=0,
+      doc="Episodes that a collector plays at a time, a group at least. 0 ="
+      " its share of collect.concurrency; with via=join all of it.",
+      ge=0,
+  )
+  cpus: float = setting(
+      default=1.0,
+      doc="With via=ray: CPUs of a node that an actor claims.",
+      ge=0,
+  )
+  memory: int = setting(
+      default=0,
+      doc="With via=ray: memory of a node that an actor claims. 0 = none.",
+      unit="MiB",
+      ge=0,
+  )
+  resources: dict[str, float] = setting(
+      default={},
+      doc="With via=ray: Ray's custom resources that an actor claims, e.g."
+      " {android: 1}: it runs on a node that was started with them (ray start"
+      " --resources), where the gyms are.",
+  )
+  placement: Literal["spread", "pack"] = setting(
+      default="spread",
+      doc="With via=ray: spread: actors over the nodes. pack: as few nodes as"
+      " hold them.",
+  )
+  restarts: int = setting(
+      default=10,
+      doc="With via=ray: how often a collector is started again that ended"
+      " without having delivered a group since its last start; then it is"
+      " given up. The run ends when all are.",
+      ge=0,
+  )
+  backoff_s: float = setting(
+      default=1.0,
+      doc="With via=ray: pause before a collector is started again; twice as"
+      " long after each such end, a minute at most.",
+      unit="s",
+      gt=0,
+  )
+
+  @property
+  def away(self) -> bool:
+    """Whether episodes are played in other processes."""
+    return self.via != "local"
+
+  def problems(self) -> Iterator[str]:
+    if self.via != "ray":
+      for field in ("address", "resources"):
+        if getattr(self, field):
+          yield (
+              f"{field}={getattr(self, field)} is of via=ray, and"
+              f" via={self.via}; set fleet.via=ray, or leave it out"
+          )
+    if self.address not in ("", "auto"):
+      host, colon, port = self.address.removeprefix("ray://").rpartition(":")
+      if not (host and colon and port.isdigit()):
+        yield (
+            f"address={self.address!r} must be auto, host:port or"
+            " ray://host:port"
+        )
+    for name, amount in self.resources.items():
+      if not amount > 0:
+        yield f"resources.{name}={amount:g} must be > 0"
+
+
+@settings.settings
 class WarmStartConfig:
   """Starting point of the policy, before GRPO."""
 

@@ -65,6 +65,9 @@ class TrainConfig:
   offline: data_sections.OfflineConfig = _setting(
       default=data_sections.OfflineConfig(), doc=""
   )
+  fleet: run_sections.FleetConfig = _setting(
+      default=run_sections.FleetConfig(), doc=""
+  )
   run_service: RunServiceConfig = _setting(
       default=RunServiceConfig(), doc=""
   )
@@ -103,7 +106,9 @@ class TrainConfig:
     """engine.lockstep with auto resolved."""
     if self.engine.lockstep == "auto":
       return (
-          self.queue.max_staleness == 0 and self.rollout.via == "in_process"
+          self.queue.max_staleness == 0
+          and self.rollout.via == "in_process"
+          and not self.fleet.away
       )
     return self.engine.lockstep == "true"
 
@@ -144,6 +149,7 @@ ALIASES: dict[str, str] = {
     "policy": "policy.name",
     "algorithm": "algorithm.name",
     "reward": "environment.reward",
+    "fleet": "fleet.via",
     "seed": "run.seed",
     "steps": "learner.steps",
     "name": "run.name",

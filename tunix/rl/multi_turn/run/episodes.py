@@ -9,7 +9,6 @@ has started.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import traceback
 from typing import Any
@@ -26,9 +25,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
-from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.parser.renderer import choice
-from tunix.rl.multi_turn.run.rollout_hosts import remote as remote_hosts
 from tunix.rl.multi_turn.tools import manager
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.trajectory_collector import groups
@@ -278,25 +275,32 @@ def sampling_of(
 def make_collector(
     config: TrainConfig,
     episodes: EpisodeFactory,
-    client: policy_client.PolicyClient | remote_hosts.HostsEngine | None,
+    client: policy_client.PolicyClient | Any | None,
     renderer: choice.AnyRenderer | None,
     *,
     observers: Any,
     mode: str = "train",
     connection: Any = None,
     concurrency: int = 0,
+    greedy: bool | None = None,
 ) -> groups.GroupCollector:
   """Collects groups; `mode` is "train", "sampled" or "greedy" (evaluation).
 
   Episodes reach the policy through `connection` if there is one, a
   `proxy.ProxyConnection` or `chat_model.ChatConnection`; `client` and
-  `renderer` are not used then. An evaluation plays `concurrency` at a time;
-  0 = collect.concurrency.
+  `renderer` are not used then. Where one of the two has a `remote_collector`,
+  episodes are played elsewhere. An evaluation plays `concurrency` at a time;
+  0 = collect.concurrency. `greedy` tells whether a greedy episode is played
+  beside each group; None: as the algorithm needs it.
   """
   training = mode == "train"
   sampling = sampling_of(config, mode)
 
+  remote = getattr(connection or client, "remote_collector", None)
+
   def model_of(sampling: policy_client.SamplingParams) -> Any:
+    if remote is not None:
+      return _played_elsewhere
     if connection is not None:
       return connection.model(sampling)
     return model_calls.PolicyModel(
@@ -309,7 +313,9 @@ def make_collector(
     )
 
   greedy_call = None
-  if training and parts.Algorithm.of(config.algorithm).needs_greedy:
+  if greedy is None:
+    greedy = training and _needs_greedy(config)
+  if greedy:
     greedy_call = model_of(dataclasses.replace(sampling, temperature=0.0))
   collect = config.collect
   if not training:
@@ -320,9 +326,7 @@ def make_collector(
         part_size=0,
         concurrency=concurrency or collect.concurrency,
     )
-  make = groups.GroupCollector
-  if isinstance(client, remote_hosts.HostsEngine):
-    make = functools.partial(remote_hosts.RemoteCollector, client, mode)
+  make = groups.GroupCollector if remote is None else remote(mode)
   return make(
       episodes,
       model_of(sampling),
@@ -334,3 +338,14 @@ def make_collector(
       final_reward_fn=episodes.episode_reward,
       greedy_call=greedy_call,
   )
+
+
+def _needs_greedy(config: TrainConfig) -> bool:
+  # Imports JAX, which who plays episodes for others must not need.
+  from tunix.rl.multi_turn.learner.algorithms import parts  # pylint: disable=g-import-not-at-top
+
+  return parts.Algorithm.of(config.algorithm).needs_greedy
+
+
+def _played_elsewhere(messages: Any) -> str:
+  raise RuntimeError(f"{len(messages)} messages: no policy is asked here")

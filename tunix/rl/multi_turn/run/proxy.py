@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import agent_session
@@ -29,6 +29,8 @@ class RunProxy:
   """An HTTP server in front of the run's engine.
 
   Attributes:
+    app: the OpenAI-compatible application.
+    url: of the server.
     connection: what `episodes.make_collector` takes.
     address: (URL of the API, bearer token), as clients elsewhere use them.
   """
@@ -39,8 +41,18 @@ class RunProxy:
       policy: models.LoadedPolicy,
       engine: engine_lib.RolloutEngine,
       image_store: images_lib.ImageStore,
+      *,
+      token: str = "",
+      beside: Mapping[str, Any] | None = None,
+      sessions: int = 0,
   ):
     """Listens, but does not answer before `start`.
+
+    Args:
+      config, policy, engine, image_store: of the run.
+      token: that clients present; "" makes one.
+      beside: ASGI applications at path prefixes of the same server.
+      sessions: held at a time; 0 = twice the run's episodes in flight.
 
     Raises:
       ConfigError: a package that it needs is not installed.
@@ -52,9 +64,9 @@ class RunProxy:
         play = agent_session.load(config.rollout.agent)
       except ValueError as error:
         raise config_lib.ConfigError([f"rollout.agent: {error}"]) from None
-    token = secrets.token_urlsafe(32)
+    token = token or secrets.token_urlsafe(32)
     # Evaluations run beside training.
-    most = 2 * config.collect.concurrency + 16
+    most = sessions or 2 * config.collect.concurrency + 16
     try:
       from tunix.rl.multi_turn.serving import requests  # pylint: disable=g-import-not-at-top
       from tunix.rl.multi_turn.serving import server  # pylint: disable=g-import-not-at-top
@@ -76,9 +88,12 @@ class RunProxy:
           renderer=policy.renderer,
       )
       self._server = http_server.LoopbackServer(
-          self.app.asgi, host=config.rollout.host, port=config.rollout.port
+          _with(self.app.asgi, beside or {}),
+          host=config.rollout.host,
+          port=config.rollout.port,
       )
-      public = config.rollout.public_url or self._server.url
+      self.url = self._server.url
+      public = config.rollout.public_url or self.url
       self.address = f"{public.rstrip('/')}/v1", token
       self.connection = self._connect(config, policy, image_store, token, play)
     except ImportError as error:
@@ -145,3 +160,20 @@ class RunProxy:
       # The run's other parts are yet to be closed.
       _LOG.warning("connections to the proxy did not close: %r", error)
     self._server.close()
+
+
+def _with(main: Any, beside: Mapping[str, Any]) -> Any:
+  """An ASGI application that hands paths with a prefix to others."""
+  if not beside:
+    return main
+
+  async def asgi(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] == "http":
+      for prefix, application in beside.items():
+        if scope["path"].startswith(f"{prefix}/"):
+          inner = {**scope, "path": scope["path"][len(prefix):]}
+          await application(inner, receive, send)
+          return
+    await main(scope, receive, send)
+
+  return asgi

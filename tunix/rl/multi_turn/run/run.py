@@ -49,6 +49,7 @@ from tunix.rl.multi_turn.run import proxy
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run_lock
 from tunix.rl.multi_turn.run import tasks as run_tasks
+from tunix.rl.multi_turn.run.fleet import service as fleet_lib
 from tunix.rl.multi_turn.run.recorded_data import files
 from tunix.rl.multi_turn.run.recorded_data import sources
 from tunix.rl.multi_turn.run.warm_start import stage as warm_start_lib
@@ -97,6 +98,7 @@ class Run:
     updates: made so far, as far as evaluations are concerned.
     store: accepted groups that survive a crash, or None.
     recorded: groups of offline.path; None without.
+    fleet: collectors in other processes, or None.
   """
 
   def __init__(
@@ -186,13 +188,17 @@ class Run:
     self.store: group_store.SqliteGroupStore | None = None
     self._loop: loop_thread.LoopThread | None = None
     self._proxy: proxy.RunProxy | None = None
+    self.fleet: fleet_lib.Fleet | None = None
     self._writers: list[Any] = []
     self._monitor_url = ""
     self._watches: list[Any] = []
 
   @property
-  def connection(self) -> proxy_lib.ProxyConnection | None:
-    """The episodes' client of the engine; None where they call it directly."""
+  def connection(self) -> proxy_lib.ProxyConnection | fleet_lib.Fleet | None:
+    """The episodes' client of the engine, or the fleet that plays them; None
+    where they call the engine directly."""
+    if self.fleet is not None:
+      return self.fleet
     if self._proxy is None or self.config.rollout.via == "buffer":
       return None
     return self._proxy.connection
@@ -256,7 +262,16 @@ class Run:
     try:
       queues = self.processes.together("claim", self._claim_directory)
       self.processes.together("store", lambda: self._open_store(queues[0]))
-      if self.config.rollout.via in ("proxy", "buffer"):
+      if self.config.fleet.away:
+        self.fleet = fleet_lib.Fleet(
+            self.config,
+            self.policy,
+            self.engine,
+            self.images,
+            self.own_directory,
+        )
+        self.fleet.start()
+      elif self.config.rollout.via in ("proxy", "buffer"):
         self._proxy = proxy.RunProxy(
             self.config, self.policy, self.engine, self.images
         )
@@ -347,8 +362,9 @@ class Run:
       close_shared = gyms.get(self.config.gym.name).load_close_shared()
     if close_shared is not None:
       try_to(f"what gym.name={self.config.gym.name} shares", close_shared())
-    if self._proxy is not None:
-      self._proxy.close(wait)
+    for served in (self.fleet, self._proxy):
+      if served is not None:
+        served.close(wait)
     if self.config.rollout.via == "external":
       try_to("the external engine", self.engine.aclose())
     loop.close()

@@ -363,7 +363,11 @@ class Training:
     return make(
         self._learner.groups_per_step * config.collect.parts,
         config.queue,
-        order="admission" if config.lockstep else "ready",
+        # In one order whoever collects, where a step has all groups anyway.
+        order="admission"
+        if config.lockstep
+        or (config.fleet.away and config.queue.max_staleness == 0)
+        else "ready",
         version=version,
         store=self._run.store,
         on_drop=dropped,

@@ -72,7 +72,11 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class OpenAIApp:
-  """The ASGI application of a `Service`, in the attribute `asgi`."""
+  """The ASGI application of a `Service`, in the attribute `asgi`.
+
+  Attributes:
+    service: answers the requests.
+  """
 
   def __init__(
       self,
@@ -89,7 +93,7 @@ class OpenAIApp:
       stats: gauges for `/metrics`.
       export_arrays: one of `session_routes.ARRAYS`.
     """
-    self._service = service
+    self.service = self._service = service
     self._limits = service.limits
     self._token = token
     self._stats = stats or (lambda: {})

@@ -510,6 +510,14 @@ class SessionStore:
       )
     return self._sessions[session_id]
 
+  def of_tasks(self, prefix: str) -> list[ServedSession]:
+    """Sessions held whose task's id begins so."""
+    return [
+        session
+        for session in self._sessions.values()
+        if session.task_id.startswith(prefix)
+    ]
+
   def by_key(self, key: str) -> ServedSession:
     if key not in self._by_key:  # A key is a secret: not in the error.
       raise InteractionError("unknown_session", "no session has this key")

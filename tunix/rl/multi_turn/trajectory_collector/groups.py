@@ -235,14 +235,18 @@ class GroupCollector:
   ) -> tuple[str, str, list[asyncio.Task[Trajectory]]]:
     """Starts a group's episodes: its task's id, its own, and its members."""
     task_id = task_id_of(task)
-    suffix = f"-r{attempt}" if attempt else ""
-    group_id = f"{self._split}-{index:06d}{suffix}"
+    group_id = self.group_id(index, attempt)
     return task_id, group_id, [
         asyncio.ensure_future(
             self._episode(task, task_id, group_id, index, attempt, sample)
         )
         for sample in samples
     ]
+
+  def group_id(self, index: int, attempt: int) -> str:
+    """Name of a group, with which the names of its episodes begin."""
+    suffix = f"-r{attempt}" if attempt else ""
+    return f"{self._split}-{index:06d}{suffix}"
 
   def emit(self, event: events.Event) -> None:
     if self.observers is not None:

@@ -2,7 +2,8 @@
 
 A lease is one group to be collected. It waits, is lent to one host, and ends
 with the group, or withdrawn. A host that is not heard of for `silence_s` loses
-its leases to others; should it come back, the first group that arrives counts.
+its leases to others; should it come back, the first group that arrives counts,
+or, in an `exclusive` book, that of the host that has the lease now.
 
 Promises: thread-safe; a lease ends once; numbers are not those of an earlier
 process's leases; a host that dies costs its groups'
@@ -31,6 +32,7 @@ class Lease:
     result: of the collected group.
     host: that has it; "" while it waits.
     since: time at which it was lent.
+    lent: how often it was.
   """
 
   number: int
@@ -38,15 +40,29 @@ class Lease:
   result: concurrent.futures.Future[Any]
   host: str = ""
   since: float = 0.0
+  lent: int = 0
 
 
 class LeaseBook:
   """See the module docstring."""
 
   def __init__(
-      self, silence_s: float, clock: Callable[[], float] = time.monotonic
+      self,
+      silence_s: float,
+      clock: Callable[[], float] = time.monotonic,
+      *,
+      exclusive: bool = False,
   ):
+    """Args:
+
+      silence_s: after which a host loses its leases.
+      clock: in seconds.
+      exclusive: a group counts from the host that has its lease only, as where
+        what a former host works with is taken away.
+    """
     self._silence_s = silence_s
+    self._exclusive = exclusive
+    self._failed: BaseException | None = None
     self._clock = clock
     self._lock = threading.Lock()
     self._open: dict[int, Lease] = {}
@@ -56,13 +72,18 @@ class LeaseBook:
     # A host may still work for the learner that this one follows.
     self._number = time.time_ns() // 1000
     self.counts: collections.Counter[str] = collections.Counter()
-    """lent, finished, taken back, withdrawn."""
+    """lent, finished, taken back, withdrawn, refused."""
+    self.finished: collections.Counter[str] = collections.Counter()
+    """Groups by the host that collected them."""
 
   def lend(self, order: Mapping[str, Any]) -> Lease:
     """A new lease; its `result` ends with the group."""
     with self._lock:
       self._number += 1
       lease = Lease(self._number, dict(order), concurrent.futures.Future())
+      if self._failed is not None:
+        lease.result.set_exception(self._failed)
+        return lease
       self._open[lease.number] = lease
       self._waiting.append(lease)
       return lease
@@ -83,6 +104,7 @@ class LeaseBook:
         return None
       lease = self._waiting.popleft()
       lease.host, lease.since = host, self._clock()
+      lease.lent += 1
       self.counts["lent"] += 1
       return lease
 
@@ -90,9 +112,12 @@ class LeaseBook:
     """Ends a lease with its group; False if it had ended before."""
     with self._lock:
       self._hear(host)
-      lease = self._open.pop(number, None)
-      if lease is None:
+      lease = self._open.get(number)
+      if lease is None or (self._exclusive and lease.host != host):
+        self.counts["refused"] += 1
         return False
+      del self._open[number]
+      self.finished[host] += 1
       if not lease.host:  # Taken back, and waiting for another host.
         self._waiting.remove(lease)
       self.counts["finished"] += 1
@@ -125,6 +150,21 @@ class LeaseBook:
           if n not in self._open or self._open[n].host != host
       )
 
+  def lose(self, host: str) -> None:
+    """Takes a host's leases back at once: it is known to be dead."""
+    with self._lock:
+      self._lose(host)
+
+  def fail(self, error: BaseException) -> None:
+    """Ends every lease, those to come included, with an error."""
+    with self._lock:
+      self._failed = error
+      leases = list(self._open.values())
+      self._open.clear()
+      self._waiting.clear()
+    for lease in leases:
+      lease.result.set_exception(error)
+
   def hosts(self) -> list[str]:
     """Names of the hosts that were heard of in time."""
     with self._lock:
@@ -143,9 +183,12 @@ class LeaseBook:
     self._seen[host] = now
     silent = [h for h, at in self._seen.items() if now - at > self._silence_s]
     for name in silent:
-      del self._seen[name]
-      for lease in [x for x in self._open.values() if x.host == name]:
-        self._take_back(lease)
+      self._lose(name)
+
+  def _lose(self, host: str) -> None:
+    self._seen.pop(host, None)
+    for lease in [x for x in self._open.values() if x.host == host]:
+      self._take_back(lease)
 
   def _take_back(self, lease: Lease) -> None:
     lease.host = ""

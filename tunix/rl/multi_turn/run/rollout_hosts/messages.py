@@ -5,6 +5,8 @@ pixels of every screenshot that it names, zlib-compressed. Nothing is pickled.
 
 Promises: a group that `read_group` returns is the one that was written: each
 image is checked against its SHA-256.
+
+Does not import JAX; weights travel by `weights`.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ import base64
 from typing import Any, Iterator, Mapping
 import zlib
 
-from flax import nnx
-import jax
 import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
@@ -69,31 +69,3 @@ def _refs(data: Any) -> Iterator[trajectory_lib.ImageRef]:
   elif isinstance(data, list):
     for value in data:
       yield from _refs(value)
-
-
-def tensors_of(state: nnx.State) -> dict[str, np.ndarray]:
-  """A state's arrays in host memory, by dotted path."""
-  return {
-      ".".join(map(str, path)): np.asarray(variable[...])
-      for path, variable in nnx.to_flat_state(state)
-  }
-
-
-def state_like(
-    model: Any, tensors: Mapping[str, np.ndarray]
-) -> nnx.State:
-  """The parameters of a module, with other values, placed as its own.
-
-  Raises:
-    ValueError: they are of another policy.
-  """
-  flat = []
-  for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-    name, old = ".".join(map(str, path)), variable[...]
-    new = tensors.get(name)
-    if new is None or new.shape != old.shape:
-      raise ValueError(
-          f"the learner's weights hold no {name} of shape {list(old.shape)}"
-      )
-    flat.append((path, variable.replace(jax.device_put(new, old.sharding))))
-  return nnx.from_flat_state(flat)

@@ -1,12 +1,10 @@
-"""The learner's side of rollout hosts: an engine and a collector far away.
+"""The learner's side of rollout hosts: an engine far away.
 
-Stands where a run has its own engine and collectors: groups are admitted,
-numbered, retried and made durable as always, and only their episodes are
-played elsewhere.
+Stands where a run has its own engine: weights are published to the hosts, and
+groups lent to them (`lending`).
 
-Promises: a cancelled group is withdrawn from its host; each group's events are
-emitted here when it arrives; weights are on the disk when their future ends,
-and no group admitted afterwards is played with older ones.
+Promises: weights are on the disk when their future ends, and no group admitted
+afterwards is played with older ones.
 
 Does not: wait for hosts: without any, the learner waits for groups, as it does
 where gyms are slow, and reports so.
@@ -14,28 +12,24 @@ where gyms are slow, and reports so.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
-import json
+import functools
 import logging
-import os
 import pathlib
-from typing import Any, Callable, Iterable
+from typing import Any, Callable
 
 from flax import nnx
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.core import durable
-from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.run.rollout_hosts import leases as leases_lib
-from tunix.rl.multi_turn.run.rollout_hosts import messages
+from tunix.rl.multi_turn.run.rollout_hosts import lending
+from tunix.rl.multi_turn.run.rollout_hosts import player
 from tunix.rl.multi_turn.run.rollout_hosts import server as server_lib
-from tunix.rl.multi_turn.trajectory_collector import groups
+from tunix.rl.multi_turn.run.rollout_hosts import weights as weights_lib
 
 _LOG = logging.getLogger(__name__)
-ADDRESS = "rollout.json"
-"""File of a run's directory from which its hosts take URL and token."""
+ADDRESS = player.ADDRESS
 
 
 class HostsEngine:
@@ -71,7 +65,7 @@ class HostsEngine:
       self._server = server_lib.RolloutServer(
           self.book,
           images,
-          _settings(config),
+          lending.settings_of(config),
           host=config.rollout.host,
           port=config.rollout.port,
       )
@@ -93,17 +87,20 @@ class HostsEngine:
     """Number of the newest weights."""
     return self._server.serial
 
+  def remote_collector(
+      self, mode: str
+  ) -> Callable[..., lending.RemoteCollector]:
+    """What makes the collectors of a mode, see `episodes.make_collector`."""
+    return functools.partial(lending.RemoteCollector, self, mode)
+
   def warm_up(self, progress: Callable[..., object] | None = None) -> None:
     """Opens the server and writes `ADDRESS`; hosts compile by themselves."""
     del progress
     self._server.start()
     self._started = True
-    path = self._directory / ADDRESS
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-      json.dump({"url": self._url, "token": self._server.token}, file)
-    durable.sync(path)
+    lending.write_address(
+        self._directory, {"url": self._url, "token": self._server.token}
+    )
     _LOG.info("rollout hosts join at %s", self._url)
 
   def update_weights(
@@ -114,7 +111,7 @@ class HostsEngine:
     folder.mkdir(exist_ok=True)
     # Two may have one version: random weights, and those of the warm start.
     path = folder / f"{self._server.serial + 1}.safetensors"
-    tensor_files.save(path, messages.tensors_of(state))
+    tensor_files.save(path, weights_lib.tensors_of(state))
     self._server.publish(version, path)
     self.version = version
     self._kept.append(path)
@@ -142,74 +139,3 @@ class HostsEngine:
     self._server.close()
     for path in self._kept:
       path.unlink(missing_ok=True)
-
-
-def _settings(config: config_lib.TrainConfig) -> dict[str, Any]:
-  """What a host builds the same episodes and policy from."""
-  keep = (
-      "environment", "gym", "task_source", "agent", "policy", "sampling",
-      "engine", "collect", "algorithm", "rollout", "run",
-  )  # pyformat: disable
-  data = config.to_dict()
-  # As `models.make_engine` decides for an engine of the run's own.
-  data["engine"]["entropies"] |= config.monitor.on and config.monitor.entropies
-  return {name: data[name] for name in keep} | {
-      # Sections that contradict each other in a learner only: steps=0 has none.
-      "learner": {
-          "row_length": data["learner"]["row_length"],
-          "steps": 0,
-          "skip_zero_advantage": False,
-      },
-  }
-
-
-class RemoteCollector(groups.GroupCollector):
-  """A `GroupCollector` whose groups rollout hosts play."""
-
-  def __init__(self, engine: HostsEngine, mode: str, *args: Any, **kwargs: Any):
-    """Args:
-
-      engine: the run's.
-      mode: as of `episodes.make_collector`.
-      *args, **kwargs: of `GroupCollector`.
-    """
-    super().__init__(*args, **kwargs)
-    self._engine = engine
-    self._mode = mode
-
-  async def collect(
-      self,
-      task: Any,
-      *,
-      index: int = 0,
-      attempt: int = 0,
-      start_version: int = 0,
-      group_size: int | None = None,
-      samples: Iterable[int] | None = None,
-  ) -> groups.TrajectoryGroup:
-    book = self._engine.book
-    lease = book.lend({
-        "mode": self._mode,
-        "task": task.to_json(),
-        "index": index,
-        "attempt": attempt,
-        "start_version": start_version,
-        "group_size": group_size,
-        "samples": None if samples is None else list(samples),
-        "serial": self._engine.serial,
-    })
-    try:
-      group, faults = await asyncio.wrap_future(lease.result)
-    finally:
-      book.withdraw(lease)
-    split = "train" if self._mode == "train" else "eval"
-    for stage, kind, message, name in faults:
-      self.emit(events.Fault(stage, kind, message, trajectory_id=name or None))
-    known = dict(group_id=group.group_id, task_id=group.task_id, split=split)
-    beside = () if group.greedy is None else (group.greedy,)
-    for member in (*group, *beside):
-      self.emit(
-          events.EpisodeStarted(trajectory_id=member.trajectory_id, **known)
-      )
-      self.emit(events.EpisodeFinished(trajectory=member, **known))
-    return group

@@ -20,7 +20,7 @@ import json
 import pathlib
 import secrets
 import time
-from typing import Any
+from typing import Any, Awaitable, Callable
 import zlib
 
 from tunix.rl.multi_turn.core import http_server
@@ -34,13 +34,15 @@ _POLL_S = 0.02
 _SMALL = 1 << 20
 
 
-class RolloutServer:
-  """The server in a thread.
+class LeaseRoutes:
+  """The routes, of a server of their own or beside others.
 
   Attributes:
-    token: of its clients.
+    token: of the clients.
+    app: the ASGI application.
     serial: of the newest weights; it grows with each, also over processes.
     version: of the newest weights.
+    ended: whether players are to learn that the run has.
   """
 
   def __init__(
@@ -49,35 +51,39 @@ class RolloutServer:
       images: images_lib.ImageStore,
       settings: dict[str, Any],
       *,
-      host: str,
-      port: int,
+      token: str = "",
+      needs_weights: bool = True,
+      relent: Callable[[leases_lib.Lease], Awaitable[None]] | None = None,
   ):
     """Args:
 
       book: of the leases.
       images: receives the groups' screenshots.
       settings: of the run, JSON.
-      host, port: that it binds; port 0 is any free one.
+      token: "" makes one.
+      needs_weights: nothing is lent before weights are published.
+      relent: awaited before a lease is lent that was lent before.
 
     Raises:
       ImportError: a package of the extra `serve` is not installed.
-      ValueError: the address is taken.
     """
     from starlette import applications  # pylint: disable=g-import-not-at-top
     from starlette import responses  # pylint: disable=g-import-not-at-top
     from starlette import routing  # pylint: disable=g-import-not-at-top
 
-    self.token = secrets.token_urlsafe(32)
+    self.token = token or secrets.token_urlsafe(32)
     # Above all of a learner that this one follows, whose hosts may come.
     self.serial = time.time_ns() // 1000
     self.version = 0
+    self.ended = False
     self._weights: pathlib.Path | None = None
-    self._ended = False
+    self._needs_weights = needs_weights
+    self._relent = relent
     self._book = book
     self._images = images
     self._settings = settings
     self._responses = responses
-    routes = [
+    self.app = applications.Starlette(routes=[
         routing.Route(path, self._guarded(handler), methods=[method])
         for method, path, handler in (
             ("GET", "/run", self._run),
@@ -86,27 +92,19 @@ class RolloutServer:
             ("POST", "/beat", self._beat),
             ("GET", "/weights/{serial:int}", self._send_weights),
         )
-    ]
-    self._server = http_server.LoopbackServer(
-        applications.Starlette(routes=routes), host=host, port=port
-    )
-    self.url = self._server.url
-
-  def start(self) -> None:
-    self._server.start()
+    ])
 
   def publish(self, version: int, weights: pathlib.Path) -> None:
     """Makes a file of weights the newest."""
     self._weights, self.version = weights, version
     self.serial += 1
 
-  def close(self) -> None:
-    """Tells hosts that the run has ended, then ends."""
-    self._ended = True
+  def end(self) -> None:
+    """Tells players that the run has ended; waits for them a little."""
+    self.ended = True
     due = time.monotonic() + 2.0
     while self._book.hosts() and time.monotonic() < due:
       time.sleep(0.1)
-    self._server.close()
 
   # --- routes ----------------------------------------------------------------
 
@@ -151,8 +149,11 @@ class RolloutServer:
   async def _lease(self, request: Any) -> Any:
     host = (await self._body(request, _SMALL))["host"]
     due = time.monotonic() + _WAIT_S
-    while not self._ended:
-      if self._weights and (lease := self._book.take(host)) is not None:
+    while not self.ended:
+      ready = self._weights or not self._needs_weights
+      if ready and (lease := self._book.take(host)) is not None:
+        if lease.lent > 1 and self._relent is not None:
+          await self._relent(lease)
         return self._json({"number": lease.number, "order": lease.order})
       if time.monotonic() > due or await request.is_disconnected():
         break
@@ -173,11 +174,14 @@ class RolloutServer:
     body = await self._body(request, _SMALL)
     stats = {str(k): float(v) for k, v in body["stats"].items()}
     numbers = [int(n) for n in body["leases"]]
+    if body.get("leaving"):
+      self._book.lose(body["host"])
+      return self._json({})
     return self._json({
         "serial": self.serial if self._weights else 0,
         "version": self.version,
         "withdrawn": self._book.beat(body["host"], numbers, stats),
-        "ended": self._ended,
+        "ended": self.ended,
     })
 
   async def _send_weights(self, request: Any) -> Any:
@@ -185,3 +189,33 @@ class RolloutServer:
     if file is None or request.path_params["serial"] != self.serial:
       return self._refused(404, f"the newest weights are {self.serial}")
     return self._responses.FileResponse(file)
+
+
+class RolloutServer(LeaseRoutes):
+  """The routes on a server of their own, in a thread.
+
+  Attributes:
+    url: of the server.
+  """
+
+  def __init__(self, *args: Any, host: str, port: int, **options: Any):
+    """Args:
+
+      *args, **options: of `LeaseRoutes`.
+      host, port: that it binds; port 0 is any free one.
+
+    Raises:
+      ImportError: a package of the extra `serve` is not installed.
+      ValueError: the address is taken.
+    """
+    super().__init__(*args, **options)
+    self._server = http_server.LoopbackServer(self.app, host=host, port=port)
+    self.url = self._server.url
+
+  def start(self) -> None:
+    self._server.start()
+
+  def close(self) -> None:
+    """Tells hosts that the run has ended, then ends."""
+    self.end()
+    self._server.close()

@@ -1,0 +1,306 @@
+"""Borrows groups from a learner, and returns them collected.
+
+What rollout hosts, which sample with devices of their own, and the fleet's
+collectors, which ask the learner's engine, have in common. A subclass of
+`GroupPlayer` collects a group, and reacts to what a beat answers.
+
+Promises: when the learner is gone a player waits for it, `patience_s` at most,
+and joins it again at its new address; groups that were taken back are
+cancelled, and their gyms closed.
+
+Does not: import JAX, or keep anything that must survive: a player can be
+killed at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import json
+import logging
+import pathlib
+import time
+from typing import Any, Callable, Mapping
+import uuid
+
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.run.rollout_hosts import messages
+
+_LOG = logging.getLogger(__name__)
+ADDRESS = "rollout.json"
+"""File of a run's directory from which its players take URL and token."""
+_ANSWER_S = 60.0
+TRANSFER_S = 1800.0
+"""For what may be large: groups and weights."""
+_BEAT_S = 0.5
+
+
+class LearnerGone(RuntimeError):
+  """The learner was not there for longer than the player's patience."""
+
+
+class RunEnded(Exception):
+  """The run has taken its address away."""
+
+
+class Learner:
+  """HTTP calls of the learner at its present address.
+
+  Attributes:
+    name: of this player, as the learner knows it.
+    known: the address of the latest call: `url` and `token`.
+  """
+
+  def __init__(
+      self,
+      address: Callable[[], Mapping[str, str]],
+      where: str,
+      patience_s: float,
+      name: str = "",
+  ):
+    """Args:
+
+      address: the learner's present `url` and `token`; a FileNotFoundError
+        once there was one is the run's end.
+      where: of the address, for errors.
+      patience_s: longest wait for a learner that is not there.
+      name: of this player; "" makes one.
+    """
+    self._address = address
+    self._where = where
+    self._patience_s = patience_s
+    self.name = name or f"host-{uuid.uuid4().hex[:8]}"
+    self.known: dict[str, str] = {}
+    self._http = http.Http()
+    self._joined = False
+
+  @classmethod
+  def of_directory(
+      cls, directory: str | pathlib.Path, patience_s: float, name: str = ""
+  ) -> Learner:
+    """The learner whose `ADDRESS` is or will be in a directory."""
+    file = pathlib.Path(directory) / ADDRESS
+    read = lambda: json.loads(file.read_text(encoding="utf-8"))
+    return cls(read, str(file), patience_s, name)
+
+  async def call(
+      self, method: str, path: str, seconds: float = _ANSWER_S, **request: Any
+  ) -> bytes:
+    """The body of the answer; waits for a learner that is not there.
+
+    Raises:
+      LearnerGone: for too long.
+      RunEnded: the run has ended since this player joined it.
+      CallError: the learner refuses the request.
+    """
+    due = time.monotonic() + self._patience_s
+    while True:
+      try:
+        known = dict(self._address())
+        found = await self._http.call(
+            method,
+            known["url"] + path,
+            seconds,
+            headers={"Authorization": f"Bearer {known['token']}"},
+            **request,
+        )
+        self._joined, self.known = True, known
+        return found
+      except http.CallError as error:
+        # 401: of a learner that has just begun anew.
+        if error.status not in (0, 401):
+          raise
+        reason: Exception = error
+      except FileNotFoundError as error:
+        if self._joined:  # A learner that is killed leaves it.
+          raise RunEnded from None
+        reason = error
+      except (OSError, ValueError, KeyError) as error:
+        reason = error  # Not yet whole.
+      if time.monotonic() > due:
+        raise LearnerGone(
+            f"no learner for {self._patience_s:g} s at {self._where}: {reason}"
+        ) from None
+      await asyncio.sleep(_BEAT_S)
+
+  async def ask(self, path: str, **body: Any) -> dict[str, Any]:
+    """The JSON that answers a POST."""
+    found = await self.call(
+        "POST", path, TRANSFER_S, body={"host": self.name, **body}
+    )
+    return json.loads(found)
+
+  async def aclose(self) -> None:
+    await self._http.aclose()
+
+
+class Faults:
+  """Observer that keeps the faults of a group's episodes."""
+
+  def __init__(self):
+    self.found: list[list[str]] = []
+
+  def on_event(self, event: events.Event) -> None:
+    if isinstance(event, events.Fault):
+      self.found.append([
+          event.stage, event.kind, event.message, event.trajectory_id or "",
+      ])  # pyformat: disable
+
+
+def config_of(
+    settings: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    folder: pathlib.Path,
+) -> config_lib.TrainConfig:
+  """The configuration of a player.
+
+  Args:
+    settings: of the run, by section, as the learner sends them.
+    overrides: the player's own, by dotted key.
+    folder: in place of the run's directory.
+
+  Raises:
+    ConfigError: the run cannot be rolled out with these.
+  """
+  data = copy.deepcopy(dict(settings))
+  agent = data["rollout"].get("agent")
+  data["rollout"] = {"via": "in_process"}
+  if agent:
+    data["rollout"] = {"via": "proxy", "agent": agent}
+  # Groups come when they come; lockstep would wait for those to come.
+  data["engine"]["lockstep"] = "false"
+  data["run"] |= {"dir": str(folder), "resume": "", "dry_run": False}
+
+  def size(axis: str) -> int:
+    text = str(overrides.get(f"mesh.{axis}", 1))
+    return max(1, int(text)) if text.isdecimal() else 1
+
+  # Rows are the learner's: here they need only suit a mesh of another size.
+  learner, shards = data["learner"], size("sequence")
+  learner["rows"] = size("data") * size("fsdp")
+  learner["row_length"] = -(-learner["row_length"] // shards) * shards
+  for key, value in overrides.items():
+    *above, name = key.split(".")
+    place = data
+    for part in above:
+      place = place.setdefault(part, {})
+      if not isinstance(place, dict):
+        raise config_lib.ConfigError([
+            f"{key}={value}: {part} has no fields; set {key.rpartition('.')[0]}"
+        ])
+    place[name] = value
+  return config_lib.from_dict(data, "the run's settings")
+
+
+class GroupPlayer:
+  """Plays the groups that a learner lends; see the module docstring."""
+
+  def __init__(self, learner: Learner):
+    self._learner = learner
+    self._work: dict[int, asyncio.Task[None]] = {}
+    self._episodes_of: dict[int, int] = {}
+    self.collected = 0
+    """Groups that the learner took."""
+
+  # --- of a subclass ---------------------------------------------------------
+
+  _config: config_lib.TrainConfig
+  _images: images_lib.ImageStore
+
+  def _numbers(self) -> dict[str, float]:
+    """Counters of the player's own engine, if it has one."""
+    return {}
+
+  async def _heard(self, found: Mapping[str, Any]) -> None:
+    """Reacts to a beat's answer."""
+
+  async def _play(
+      self, order: Mapping[str, Any], faults: Faults
+  ) -> trajectory_lib.TrajectoryGroup:
+    """Collects the group of an order."""
+    raise NotImplementedError
+
+  # --- the loop --------------------------------------------------------------
+
+  async def _serve(self, most: int) -> None:
+    """Borrows groups, of `most` episodes together, until the run ends.
+
+    Raises:
+      RunEnded, LearnerGone, CallError: as of `Learner.call`.
+    """
+    beat = asyncio.ensure_future(self._beat())
+    try:
+      while not beat.done():
+        if sum(self._episodes_of.values()) >= most:
+          await asyncio.wait(
+              [beat, *self._work.values()],
+              return_when=asyncio.FIRST_COMPLETED,
+          )
+          continue
+        asking = asyncio.ensure_future(self._learner.ask("/lease"))
+        await asyncio.wait([beat, asking], return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+          asking.cancel()
+          break
+        if lease := asking.result():
+          number, order = int(lease["number"]), lease["order"]
+          self._episodes_of[number] = self._size(order)
+          task = asyncio.ensure_future(self._collect(number, order))
+          self._work[number] = task
+          task.add_done_callback(functools.partial(self._ended, number))
+      await beat
+    finally:
+      beat.cancel()
+      await asyncio.gather(beat, return_exceptions=True)
+
+  async def _abandon(self) -> None:
+    """Cancels the groups under way; their gyms are closed."""
+    work = list(self._work.values())
+    for task in work:
+      task.cancel()
+    await asyncio.gather(*work, return_exceptions=True)
+
+  def _size(self, order: Mapping[str, Any]) -> int:
+    """Episodes of a group."""
+    if order["samples"] is not None:
+      return len(order["samples"])
+    if order["mode"] != "train":
+      return 1
+    return order["group_size"] or self._config.collect.group_size
+
+  def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+    self._work.pop(number, None)
+    self._episodes_of.pop(number, None)
+    if not task.cancelled() and (error := task.exception()) is not None:
+      # The learner takes the lease back; other groups go on.
+      _LOG.warning("group of lease %d was not collected: %r", number, error)
+
+  async def _beat(self) -> None:
+    """Ends when the run has."""
+    while True:
+      found = await self._learner.ask(
+          "/beat", leases=list(self._work), stats=self._numbers()
+      )
+      if found["ended"]:
+        return
+      for number in found["withdrawn"]:
+        if number in self._work:
+          self._work[number].cancel()
+      await self._heard(found)
+      await asyncio.sleep(_BEAT_S)
+
+  async def _collect(self, number: int, order: Mapping[str, Any]) -> None:
+    faults = Faults()
+    group = await self._play(order, faults)
+    collected = await asyncio.to_thread(
+        messages.write_group, group, self._images
+    )
+    found = await self._learner.ask(
+        f"/leases/{number}", collected=collected, faults=faults.found
+    )
+    self.collected += bool(found["taken"])
