@@ -58,7 +58,9 @@ def trials(reference):
     rng = np.random.default_rng(list(qwen_reference.CONFIGS).index(name))
     found = []
     while sum(len(trial.batch.cases) for trial in found) < CASES:
-      batch = qwen_reference.draw_batch(rng)
+      batch = qwen_reference.draw_batch(
+          rng, processor=reference(name).processor
+      )
       _, same = qwen_reference.targets(batch.inputs)
       weights = np.where(same, rng.normal(size=same.shape), 0)
       weights = weights.astype(np.float32)
@@ -230,6 +232,8 @@ BFLOAT16_BOUNDS = {
     "qwen2_vl": 0.08,
     "qwen3_5": 0.3,
     "qwen3_5_moe": 1.1,
+    "opencua": 0.08,
+    "glm4v": 0.08,
 }
 
 

@@ -50,9 +50,14 @@ class Layer:
       for stacked layers, in their order.
   """
 
-  def __init__(self, path: tuple[Any, ...], linear: layers.Linear):
+  def __init__(
+      self,
+      path: tuple[Any, ...],
+      linear: layers.Linear,
+      prefixes: Sequence[tuple[str, str]] = (),
+  ):
     self.linear = linear
-    tensor = hf_checkpoint.Tensor((*path, "weight"), linear.weight)
+    tensor = hf_checkpoint.Tensor((*path, "weight"), linear.weight, prefixes)
     self.stacked = tensor.stacked
     self.names = tuple(key.removesuffix(".weight") for key in tensor.keys)
     self.vision = path[0] == "visual"
@@ -66,10 +71,11 @@ class Layer:
     return any(ends_with(name, target) for name in self.names)
 
 
-def linears(model: nnx.Module) -> list[Layer]:
+def linears(model: Any) -> list[Layer]:
   """Every `Linear` of the model."""
+  prefixes = model.config.traits.prefixes
   return [
-      Layer(path, node)
+      Layer(path, node, prefixes)
       for path, node in nnx.iter_graph(model)
       if isinstance(node, layers.Linear)
   ]

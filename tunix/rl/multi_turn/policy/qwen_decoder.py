@@ -1,9 +1,10 @@
-"""Implements the decoder of Qwen2(-VL) to Qwen3.5, with experts or not.
+"""Implements the decoder of Qwen2(-VL) to Qwen3.5 and of GLM-4.1V.
 
 Reads like the forward pass: attention, the mixture of experts, a layer, the
 stack. The families differ in where q, k and v get a bias (Qwen2, Qwen2.5) or a
-norm (Qwen3), in how the three rotary axes share a head's frequencies, and in
-layers of linear attention (Qwen3.5); the configuration decides.
+norm (Qwen3), in how the three rotary axes share a head's frequencies, in
+layers of linear attention (Qwen3.5), in mixtures of experts, and in norms
+behind attention and MLP (GLM-4.1V); the configuration decides.
 
 Layers lie in a list (unrolled), or stacked along a leading axis of each
 parameter and run by one scan, which compiles in a fraction of the time.
@@ -49,6 +50,7 @@ class Attention(nnx.Module):
     text = config.text
     self.head_dim = text.head_dim
     self.gated = config.traits.linear
+    self.rotary_pairs = config.traits.rotary_pairs
     width = text.hidden_size
     q_width = text.num_attention_heads * text.head_dim
     kv_width = text.num_key_value_heads * text.head_dim
@@ -74,7 +76,8 @@ class Attention(nnx.Module):
     v = self.v_proj(x_BTD).reshape(b, t, -1, self.head_dim)
     if self.q_norm is not None:
       q, k = self.q_norm(q), self.k_norm(k)
-    q, k = layers.rotate(q, *rotation), layers.rotate(k, *rotation)
+    q = layers.rotate(q, *rotation, self.rotary_pairs)
+    k = layers.rotate(k, *rotation, self.rotary_pairs)
     mixed, cache = mix(q, k, v)
     if self.gated:
       mixed = mixed * jax.nn.sigmoid(gate)
@@ -254,8 +257,16 @@ class DecoderLayer(nnx.Module):
       self.self_attn = Attention(config, init)
     self.is_linear = linear
     self.post_attention_layernorm = _norm(config, text.hidden_size, init)
+    sandwich = config.traits.sandwich
+    width = text.hidden_size
+    self.post_self_attn_layernorm = (
+        _norm(config, width, init) if sandwich else None
+    )
+    self.post_mlp_layernorm = _norm(config, width, init) if sandwich else None
     if sparse:
       self.mlp = SparseMLP(text, init, mesh)
+    elif config.traits.fused_mlp:
+      self.mlp = layers.FusedMLP(width, text.intermediate_size, init)
     else:
       self.mlp = layers.GatedMLP(
           text.hidden_size, text.intermediate_size, init
@@ -269,8 +280,13 @@ class DecoderLayer(nnx.Module):
       mixed, cache = recur(self.linear_attn, x)
     else:
       mixed, cache = self.self_attn(x, rotation, mix)
+    if self.post_self_attn_layernorm is not None:
+      mixed = self.post_self_attn_layernorm(mixed)
     x = x_BTD + mixed
-    return x + self.mlp(self.post_attention_layernorm(x)), cache
+    out = self.mlp(self.post_attention_layernorm(x))
+    if self.post_mlp_layernorm is not None:
+      out = self.post_mlp_layernorm(out)
+    return x + out, cache
 
 
 class Decoder(nnx.Module):
