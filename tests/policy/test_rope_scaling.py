@@ -18,7 +18,11 @@ rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
 
 import qwen_reference  # noqa: E402
 
-FAMILIES = (*qwen_config.FAMILIES, *qwen_text_config.FAMILIES)
+FAMILIES = tuple(
+    family
+    for family in (*qwen_config.FAMILIES, *qwen_text_config.FAMILIES)
+    if family != "opencua"  # Its classes come with its checkpoints.
+)
 # As the published READMEs advise it, and every field that is read.
 ASKED = {
     "yarn": {
@@ -60,7 +64,8 @@ def raw_of(family, asked):
   if vl:
     sizes = {"qwen3_vl": "Qwen3-VL-8B", "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
              "qwen2_5_vl": "Qwen2.5-VL-7B", "qwen2_vl": "Qwen2-VL-7B",
-             "qwen3_5": "Qwen3.5-9B", "qwen3_5_moe": "Qwen3.5-35B-A3B"}
+             "qwen3_5": "Qwen3.5-9B", "qwen3_5_moe": "Qwen3.5-35B-A3B",
+             "glm4v": "GLM-4.1V-9B"}
     raw = qwen_config.to_hf(qwen_config.SIZES[sizes[family]])
   else:
     raw = qwen_text_config.to_hf(qwen_reference.TEXT_CONFIGS[family])

@@ -35,6 +35,9 @@ TARGETS = (
 )  # pyformat: disable
 """Every matrix of a dense decoder layer with full attention."""
 
+FUSED_TARGETS = ("gate_up_proj",)
+"""In the place of gate_proj and up_proj, where they are one matrix."""
+
 LINEAR_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")
 """The wide matrices of a layer with linear attention."""
 
@@ -133,8 +136,7 @@ def add(
     rank: r.
     alpha: the adapter's product is multiplied by alpha / rank.
     targets: names of `Linear`s, or ends of their paths ("self_attn.q_proj");
-      None = those of `TARGETS`, and `LINEAR_TARGETS` where there are any. In a
-      mixture of experts, names of an MLP adapt its dense layers and its shared
+      None = `default_targets`. In a mixture of experts, names of an MLP adapt its dense layers and its shared
       expert only.
     seed: of A.
     vision: adapt the vision tower as well; its names differ between families.
@@ -147,8 +149,7 @@ def add(
     raise ValueError(f"rank must be an int >= 1, got {rank!r}")
   need_none(model)
   if targets is None:
-    linear = model.config.traits.linear
-    targets = (*TARGETS, *(LINEAR_TARGETS if linear else ()))
+    targets = default_targets(model)
   if isinstance(targets, str) or not targets:
     raise ValueError(
         f"targets must be a list of names, got {targets!r}; for example"
@@ -169,6 +170,16 @@ def add(
       ])
       b = np.zeros((len(layer.names), rank, out), np.float32)
       attach(layer, a, b, alpha / rank)
+
+
+def default_targets(model: qwen_text.QwenText) -> tuple[str, ...]:
+  """Every matrix of the decoder's layers but experts'."""
+  traits = model.config.traits
+  targets = TARGETS
+  if traits.fused_mlp:
+    split = ("gate_proj", "up_proj")
+    targets = (*(t for t in TARGETS if t not in split), *FUSED_TARGETS)
+  return (*targets, *(LINEAR_TARGETS if traits.linear else ()))
 
 
 def _check_targets(
