@@ -226,10 +226,15 @@ class _Kernel(nnx.Module):
 
 
 class Embedding(nnx.Module):
-  """[rows, D], looked up by number."""
+  """[rows, D], looked up by number.
+
+  Where a mesh does not divide the dimension that `axes` split, the other one is
+  split: a vocabulary of 151,936 does not divide by 256.
+  """
 
   def __init__(self, rows: int, width: int, init: Init, axes: Axes):
     self.weight = init.normal((rows, width), axes)
+    self.weight.set_metadata(else_axes=tuple(reversed(axes)))
 
 
 # --- rotary positions ------------------------------------------------------
