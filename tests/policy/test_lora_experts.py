@@ -192,9 +192,10 @@ base = nnx.merge(
     nnx.state(plain.policy("qwen3_vl_moe")))
 sharding.shard_model(base, mesh)
 lora.add(base, plain.RANK, plain.ALPHA, experts=True)
-cases.train(base)
 specs = sorted({str(v[...].sharding.spec) for p, v in plain.adapters(base)
                 if "experts" in p})
+cases.train(base)
+sharding.shard_model(base, mesh)
 def grads(model):
   graph, state, rest = nnx.split(model, layers.LoRAParam, ...)
   batch = plain.inputs(model.config)
