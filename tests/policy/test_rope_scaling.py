@@ -142,6 +142,31 @@ def test_logits_are_transformers(name, asked, tmp_path):
   assert np.abs(other.logits - want.logits).max() > 1e-2
 
 
+def test_dynamic_positions_are_refused_for_what_they_are():
+  """Plain within the trained context; beyond it every angle changes, of tokens
+  that a cache holds already."""
+  text = {
+      "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16,
+      "max_position_embeddings": 32,
+      "rope_parameters": {
+          "rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6,
+      },
+  }  # pyformat: disable
+  config = transformers.Qwen3Config(**text)
+  of = lambda length: rope_utils.ROPE_INIT_FUNCTIONS["dynamic"](
+      config, "cpu", seq_len=length
+  )[0].numpy()
+  plain = layers.rope_frequencies(16, 1e6)
+  for length in (1, 31, 32):
+    np.testing.assert_allclose(of(length), plain, rtol=2e-6)
+  assert not np.allclose(of(33), plain, rtol=1e-3)
+  assert not np.allclose(of(64), of(33), rtol=1e-3)
+  raw = raw_of("qwen3", {"rope_type": "dynamic", "factor": 2.0})
+  raw["max_position_embeddings"] = 4096
+  with pytest.raises(ValueError, match="=4096 tokens it changes nothing: rem"):
+    read(raw)
+
+
 def test_a_cache_goes_on_with_scaled_positions():
   """Positions are absolute: a later token's angle is of its own place."""
   scaling = rope_scaling.RopeScaling("yarn", 4.0, 16)

@@ -52,6 +52,9 @@ _COMPANIONS = (
     "chat_template.jinja", "chat_template.json", "special_tokens_map.json",
     "added_tokens.json", "preprocessor_config.json", "generation_config.json",
     "video_preprocessor_config.json", "processor_config.json",
+    # OpenCUA's classes, which its config.json names, and their tokenizer.
+    "tiktoken.model", "configuration_opencua.py", "modeling_opencua.py",
+    "processing_opencua.py", "tokenization_opencua.py",
 )  # pyformat: disable
 
 # Qwen3.5's head that drafts several tokens: neither trained nor saved.
