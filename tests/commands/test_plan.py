@@ -204,7 +204,7 @@ def test_caches_are_those_that_the_engine_makes(name):
       cached_attention.row_shards(run.engine_mesh),
   )
   shapes = plan_run._shapes(
-      type(run.model), run.model.config, 0, run.engine_mesh
+      type(run.model), run.model.config, 0, False, run.engine_mesh
   )
   made = device_state.DeviceState(
       shapes,

@@ -19,6 +19,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import opencua_reference
 import torch
 import transformers
 from tunix.rl.multi_turn.core import trajectory
@@ -42,6 +43,22 @@ MAX_IMAGES = 6
 
 # LLVM's optimiser is half of the time that a tiny model takes to compile.
 CHEAP = {"xla_backend_optimization_level": 0}
+
+
+_IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": IMAGE_START,
+    "vision_end_token_id": IMAGE_END,
+}
+# Of families whose config.json names the placeholder alone.
+_FIXED_IDS = {
+    "opencua": {
+        "video_token_id": IMAGE,
+        "vision_start_token_id": 151661,
+        "vision_end_token_id": 151663,
+    }
+}
 
 
 def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
@@ -74,11 +91,18 @@ def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
     # For once not in the order of the blocks.
     deep = (2, 0) if family == "qwen3_vl_moe" else (0, 2)
     vision |= {"deepstack_visual_indexes": deep}
+  elif traits.tower == "glm4v":
+    vision |= {"num_position_embeddings": 25, "rms_norm_eps": 1e-5}
   elif traits.tower == "qwen2":
     vision |= {"intermediate_size": 64}  # A multiple of the width.
   else:
     # Windows of 2 x 2 vision tokens.
     vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": (2,)}
+  if traits.tower == "glm4v":
+    text |= {"partial_rotary_factor": 0.5, "mrope_section": (1, 1, 2)}
+    text |= {"rms_norm_eps": 1e-5}
+  if traits.flat_positions:
+    text |= {"mrope_section": (8, 0, 0)}
   if traits.linear:
     # Two kinds of layers, either first; heads rotated in part.
     text |= {"full_attention_layers": (1,), "linear_conv_kernel_dim": 4}
@@ -100,10 +124,7 @@ def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
       family=family,
       vision=qwen_config.VisionConfig(**vision),
       text=qwen_config.TextConfig(**text),
-      image_token_id=IMAGE,
-      video_token_id=VIDEO,
-      vision_start_token_id=IMAGE_START,
-      vision_end_token_id=IMAGE_END,
+      **(_IDS | _FIXED_IDS.get(family, {})),
       **changes,
   )
 
@@ -116,6 +137,8 @@ CONFIGS = {
     "qwen3_5_moe": _config("qwen3_5_moe", tie_word_embeddings=True),
     "qwen2_5_vl": _config("qwen2_5_vl"),
     "qwen2_vl": _config("qwen2_vl"),
+    "opencua": _config("opencua"),
+    "glm4v": _config("glm4v"),
 }
 
 
@@ -151,6 +174,7 @@ PROCESSOR = qwen_vl_inputs.QwenVLProcessor(
     max_pixels=1 << 20,
     image_token_id=IMAGE,
 )
+FLAT = dataclasses.replace(PROCESSOR, flat_positions=True)
 
 
 # --- batches -----------------------------------------------------------------
@@ -229,6 +253,7 @@ def draw_batch(
     buffers: int = 2,
     patches: int = 556,
     packed: bool = True,
+    processor: qwen_vl_inputs.QwenVLProcessor = PROCESSOR,
 ) -> Batch:
   """Random sequences with 0 to `MAX_IMAGES` images each.
 
@@ -243,6 +268,7 @@ def draw_batch(
     buffers: S, a divisor of B.
     patches: P; 0 gives sequences of text only, longer than between images.
     packed: as many sequences a row as fit; else one, from the row's beginning.
+    processor: gives positions; see `Reference.processor`.
   """
   stores = [_Buffer(i, rng, patches) for i in range(buffers)]
   tokens = rng.integers(0, WORDS, (rows, length))
@@ -260,7 +286,7 @@ def draw_batch(
       ids, spans, images = drawn
       case = Case(row, at, at + len(ids), images)
       tokens[case.place] = ids
-      positions[case.place] = PROCESSOR.positions(ids, spans)
+      positions[case.place] = processor.positions(ids, spans)
       segments[case.place] = segment
       for span, image in zip(spans, images):
         first = at + span.offset
@@ -374,6 +400,11 @@ class Reference:
       weight.data = _initial(name, weight.data, noise)
     self.module.save_pretrained(directory)
 
+  @property
+  def processor(self) -> qwen_vl_inputs.QwenVLProcessor:
+    """The host side whose positions the model has."""
+    return FLAT if self.config.traits.flat_positions else PROCESSOR
+
   def in_bfloat16(self) -> torch.nn.Module:
     """The model as transformers loads it in that dtype."""
     return type(self.module).from_pretrained(
@@ -409,7 +440,9 @@ class Reference:
     for case in batch.cases:
       ids = torch.tensor(batch.inputs.tokens[case.place]).long()[None]
       images = {}
-      if isinstance(self.config, qwen_config.QwenVLConfig):
+      if hasattr(module, "get_rope_index") or hasattr(
+          getattr(module, "model", None), "get_rope_index"
+      ):
         images["mm_token_type_ids"] = (ids == IMAGE).int()
       if case.images:
         shown = [pixels[i.buffer, i.patches] for i in case.images]
@@ -459,6 +492,8 @@ def build(config: qwen_text_config.AnyConfig) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**qwen_text_config.to_hf(config))
     )
+  if config.family == "opencua":
+    return opencua_reference.OpenCua(qwen_config.to_hf(config))
   return transformers.AutoModelForImageTextToText.from_config(
       transformers.AutoConfig.for_model(**qwen_config.to_hf(config))
   )

@@ -57,6 +57,11 @@ def small(family):
     vision = dataclasses.replace(
         vision, num_position_embeddings=0, deepstack_visual_indexes=()
     )
+  if family == "glm4v":
+    vision = dataclasses.replace(vision, deepstack_visual_indexes=())
+    text = dataclasses.replace(
+        text, partial_rotary_factor=0.5, mrope_section=(4, 2, 4)
+    )
   if family == "qwen2_5_vl":
     vision = dataclasses.replace(vision, fullatt_block_indexes=(1,))
   if family == "qwen3_vl_moe":

@@ -16,6 +16,8 @@ from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_families
 
 FAMILIES = qwen_config.FAMILIES
+# OpenCUA's classes come with its checkpoints.
+OF_TRANSFORMERS = tuple(name for name in FAMILIES if name != "opencua")
 
 
 def tiny(family, **text_changes):
@@ -47,6 +49,10 @@ def tiny(family, **text_changes):
         linear_value_head_dim=12,
         linear_conv_kernel_dim=4,
     )
+  if traits.tower == "glm4v":
+    text |= dict(partial_rotary_factor=0.5, mrope_section=(1, 1, 2))
+  if traits.flat_positions:
+    text |= dict(mrope_section=(8, 0, 0))
   if traits.linear and traits.experts:
     text |= dict(intermediate_size=0, shared_expert_intermediate_size=16)
   tower = {
@@ -54,6 +60,7 @@ def tiny(family, **text_changes):
       "qwen2_5": dict(
           patch_size=14, window_size=56, fullatt_block_indexes=(1,)
       ),
+      "glm4v": dict(patch_size=14, num_position_embeddings=16),
       "qwen3": dict(
           num_position_embeddings=16,
           deepstack_visual_indexes=(0, 1) if traits.deepstack else (),
@@ -69,11 +76,20 @@ def tiny(family, **text_changes):
           **{"intermediate_size": 40, **tower},
       ),
       text=qwen_config.TextConfig(**(text | text_changes)),
-      image_token_id=90,
-      video_token_id=91,
-      vision_start_token_id=92,
-      vision_end_token_id=93,
+      **image_tokens(family),
   )
+
+
+def image_tokens(family):
+  if family == "opencua":  # Its file has the first alone.
+    return dict(
+        image_token_id=90, video_token_id=90, vision_start_token_id=151661,
+        vision_end_token_id=151663,
+    )  # pyformat: disable
+  return dict(
+      image_token_id=90, video_token_id=91, vision_start_token_id=92,
+      vision_end_token_id=93,
+  )  # pyformat: disable
 
 
 def policy(config, seed=0):
@@ -148,7 +164,8 @@ def reference_logits(model):
   generator = torch.Generator().manual_seed(1)
   side = config.vision_config.patch_size
   tokens = torch.randint(0, 80, (1, 12), generator=generator)
-  tokens[0, 3] = config.vision_start_token_id
+  start = getattr(config, "vision_start_token_id", None)
+  tokens[0, 3] = config.image_start_token_id if start is None else start
   tokens[0, 4:8] = config.image_token_id
   pixels = torch.randn((16, 6 * side * side), generator=generator)
   with torch.no_grad():
@@ -180,7 +197,7 @@ def from_pretrained(model, directory):
   return loaded.eval()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_TRANSFORMERS)
 @pytest.mark.parametrize(
     "dtype,sharded", [("float32", False), ("bfloat16", True)]
 )
@@ -233,6 +250,28 @@ def test_experts_are_read_either_way_round(hidden, tmp_path):
   assert all(same(ours[key], want[key]) for key in want)
   assert_equal_models(theirs, from_pretrained(theirs, tmp_path / "ours"))
   assert_same(old, hf_checkpoint.load_model(tmp_path / "ours"))
+
+
+def test_opencuas_files_have_the_names_of_its_own_classes(tmp_path):
+  """Those of its modelling code: `vision_tower`, and Qwen2's as a whole."""
+  pytest.importorskip("torch")
+  import opencua_reference
+
+  config = tiny("opencua")
+  theirs = opencua_reference.OpenCua(qwen_config.to_hf(config)).eval()
+  for name in ("theirs", "ours"):
+    (tmp_path / name).mkdir()
+  theirs.save_pretrained(tmp_path / "theirs")
+  model = hf_checkpoint.load_model(tmp_path / "theirs")
+  assert model.config == config
+  hf_checkpoint.save_model(tmp_path / "ours", model)
+  want, got = read(tmp_path / "theirs"), read(tmp_path / "ours")
+  assert got.keys() == want.keys()
+  assert {key.split(".")[0] for key in got} == {
+      "vision_tower", "language_model"
+  }
+  assert all(same(got[key], want[key]) for key in want)
+  opencua_reference.OpenCua.from_pretrained(tmp_path / "ours")
 
 
 # --- what files look like --------------------------------------------------

@@ -166,7 +166,7 @@ def test_files_that_contradict_each_other_are_refused(
 def test_files_that_agree_are_read_as_one(tmp_path):
   directory = written_by_transformers(tmp_path, OWN["few pixels"])
   edit(directory / "preprocessor_config.json", max_pixels=5120, patch_size=16)
-  found = image_settings.read(directory)
+  found = image_settings.read(directory, "qwen3_vl")
   assert found.values["max_pixels"] == 5120
   assert found.source == "preprocessor_config.json and processor_config.json"
 
@@ -204,7 +204,7 @@ def test_images_of_another_kind_and_damage_are_refused(tmp_path):
 def test_a_file_without_a_field_has_transformers_default(tmp_path):
   reference = Reference()
   edit(tmp_path / "preprocessor_config.json", patch_size=14)
-  found = image_settings.read(tmp_path).values
+  found = image_settings.read(tmp_path, "qwen3_vl").values
   limits = reference.size
   assert found["min_pixels"] == limits["shortest_edge"]
   assert found["max_pixels"] == limits["longest_edge"]
@@ -216,7 +216,7 @@ def test_a_file_without_a_field_has_transformers_default(tmp_path):
 
 def test_a_file_of_transformers_4_without_sections_decides_nothing(tmp_path):
   edit(tmp_path / "processor_config.json", processor_class="Qwen3VLProcessor")
-  assert image_settings.read(tmp_path) is None
+  assert image_settings.read(tmp_path, "qwen3_vl") is None
 
 
 # --- written -----------------------------------------------------------------

@@ -58,7 +58,9 @@ def trials(reference):
     rng = np.random.default_rng(list(qwen_reference.CONFIGS).index(name))
     found = []
     while sum(len(trial.batch.cases) for trial in found) < CASES:
-      batch = qwen_reference.draw_batch(rng)
+      batch = qwen_reference.draw_batch(
+          rng, processor=reference(name).processor
+      )
       _, same = qwen_reference.targets(batch.inputs)
       weights = np.where(same, rng.normal(size=same.shape), 0)
       weights = weights.astype(np.float32)
@@ -230,6 +232,8 @@ BFLOAT16_BOUNDS = {
     "qwen2_vl": 0.08,
     "qwen3_5": 0.3,
     "qwen3_5_moe": 1.1,
+    "opencua": 0.08,
+    "glm4v": 0.08,
 }
 
 
@@ -301,7 +305,9 @@ def decode(model, inputs, vision, lengths_B, rng):
 @pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.parametrize(
     "name, patches",
-    [*((name, 800) for name in qwen_config.FAMILIES), ("qwen3_vl", 0)],
+    # OpenCUA's decoder is Qwen2.5-VL's.
+    [*((name, 800) for name in qwen_config.FAMILIES if name != "opencua"),
+     ("qwen3_vl", 0)],
 )
 def test_decoding_with_a_cache_equals_the_whole_forward(
     name, patches, scan_layers, reference
@@ -353,6 +359,9 @@ PUBLISHED = {
     "Qwen2-VL-2B": 2_208_985_600,
     "Qwen2-VL-7B": 8_291_375_616,
     "Qwen2-VL-72B": 73_405_560_320,
+    "OpenCUA-7B": 8_292_166_656,
+    "OpenCUA-32B": 33_452_718_336,
+    "GLM-4.1V-9B": 10_290_777_600,
 }
 
 
@@ -410,7 +419,7 @@ ROPE = "text_config.rope_parameters"
 @pytest.mark.parametrize(
     "name, section, field, value, message",
     [
-        (QWEN3, "", "model_type", "glm4v", "='glm4v' is none of"),
+        (QWEN3, "", "model_type", "gemma3", "='gemma3' is none of"),
         (QWEN3, "", "model_type", None, "=None is none of"),
         (QWEN3, TEXT, "hidden_act", "gelu", "text hidden_act='gelu'"),
         (QWEN2, TEXT, "hidden_act", "relu", "text hidden_act='relu'"),

@@ -18,7 +18,11 @@ rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
 
 import qwen_reference  # noqa: E402
 
-FAMILIES = (*qwen_config.FAMILIES, *qwen_text_config.FAMILIES)
+FAMILIES = tuple(
+    family
+    for family in (*qwen_config.FAMILIES, *qwen_text_config.FAMILIES)
+    if family != "opencua"  # Its classes come with its checkpoints.
+)
 # As the published READMEs advise it, and every field that is read.
 ASKED = {
     "yarn": {
@@ -60,7 +64,8 @@ def raw_of(family, asked):
   if vl:
     sizes = {"qwen3_vl": "Qwen3-VL-8B", "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
              "qwen2_5_vl": "Qwen2.5-VL-7B", "qwen2_vl": "Qwen2-VL-7B",
-             "qwen3_5": "Qwen3.5-9B", "qwen3_5_moe": "Qwen3.5-35B-A3B"}
+             "qwen3_5": "Qwen3.5-9B", "qwen3_5_moe": "Qwen3.5-35B-A3B",
+             "glm4v": "GLM-4.1V-9B"}
     raw = qwen_config.to_hf(qwen_config.SIZES[sizes[family]])
   else:
     raw = qwen_text_config.to_hf(qwen_reference.TEXT_CONFIGS[family])
@@ -135,6 +140,31 @@ def test_logits_are_transformers(name, asked, tmp_path):
   plain.decoder.config = dataclasses.replace(base)
   other = qwen_reference.scorer(plain)(batch)
   assert np.abs(other.logits - want.logits).max() > 1e-2
+
+
+def test_dynamic_positions_are_refused_for_what_they_are():
+  """Plain within the trained context; beyond it every angle changes, of tokens
+  that a cache holds already."""
+  text = {
+      "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16,
+      "max_position_embeddings": 32,
+      "rope_parameters": {
+          "rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6,
+      },
+  }  # pyformat: disable
+  config = transformers.Qwen3Config(**text)
+  of = lambda length: rope_utils.ROPE_INIT_FUNCTIONS["dynamic"](
+      config, "cpu", seq_len=length
+  )[0].numpy()
+  plain = layers.rope_frequencies(16, 1e6)
+  for length in (1, 31, 32):
+    np.testing.assert_allclose(of(length), plain, rtol=2e-6)
+  assert not np.allclose(of(33), plain, rtol=1e-3)
+  assert not np.allclose(of(64), of(33), rtol=1e-3)
+  raw = raw_of("qwen3", {"rope_type": "dynamic", "factor": 2.0})
+  raw["max_position_embeddings"] = 4096
+  with pytest.raises(ValueError, match="=4096 tokens it changes nothing: rem"):
+    read(raw)
 
 
 def test_a_cache_goes_on_with_scaled_positions():

@@ -157,6 +157,7 @@ class PlannedRun:
         type(found.model),
         policy,
         config.policy.lora_rank,
+        config.policy.lora_experts,
         None if devices is None else where,
     )
     return cls(
@@ -236,12 +237,14 @@ _found = functools.cache(policy_facts.find)
 
 
 @functools.cache
-def _shapes(kind: Any, policy: Any, lora_rank: int, mesh: Any) -> Any:
+def _shapes(
+    kind: Any, policy: Any, lora_rank: int, experts: bool, mesh: Any
+) -> Any:
   def make() -> Any:
     if issubclass(kind, qwen_text.QwenText):
       model = kind(policy, nnx.Rngs(0), mesh)
       if lora_rank:
-        lora.add(model, rank=lora_rank)
+        lora.add(model, rank=lora_rank, experts=experts)
       return model
     if lora_rank:
       raise ValueError(

@@ -31,7 +31,7 @@ from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import layers
-from tunix.rl.multi_turn.policy import qwen_decoder
+from tunix.rl.multi_turn.policy import experts
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
 
@@ -135,7 +135,7 @@ def _narrow(model: Any) -> dict[Path, Any]:
         isinstance(module, layers.Embedding) and path[:1] != ("visual",)
     ):
       names = ("weight",)
-    elif isinstance(module, qwen_decoder.Experts):
+    elif isinstance(module, experts.Experts):
       names = ("gate_up_proj", "down_proj")
     for name in names:
       dtype = getattr(module, name).dtype

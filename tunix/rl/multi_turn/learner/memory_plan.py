@@ -418,8 +418,10 @@ def plan(
       cast=weights.cast,
       optimizer=2 * weights.masters,
       **_decoder(sizes, work, mesh, remat, wide),
-      **_tower(sizes, work, mesh, remat, wide),
-      logits=_logits(sizes, work, mesh),
+      **_tower(
+          sizes, work, mesh, remat, wide, _trains_tower(model, left_out)
+      ),
+      logits=_logits(sizes, work, mesh, wide),
       batch=_batch(sizes, work),
   )
 
@@ -474,9 +476,21 @@ def _decoder(
   }
 
 
+def _trains_tower(model: Any, left_out: Collection[str]) -> bool:
+  """Whether anything of the tower has a gradient."""
+  names = set(getattr(model, "vision_modules", ()))
+  if not names:  # Not known: a policy of its own.
+    return True
+  adapted = bool(jax.tree.leaves(nnx.state(model, layers.LoRAParam)))
+  kind = layers.LoRAParam if adapted else nnx.Param
+  found = {path[0] for path, _ in nnx.to_flat_state(nnx.state(model, kind))}
+  return bool(found & (names - set(left_out)))
+
+
 def _tower(
-    sizes: Sizes, work: Work, mesh: Any, remat: str, wide: int
+    sizes: Sizes, work: Work, mesh: Any, remat: str, wide: int, trained: bool
 ) -> dict[str, int]:
+  """`trained`: whether it has gradients; else its blocks keep nothing."""
   sequence = mesh.shape["sequence"]
   patches, width = -(-work.patches // sequence), sizes.vision_width
   kept = {
@@ -494,6 +508,8 @@ def _tower(
   # Mergers are not computed again: their hidden units are kept, once in
   # float32 for GELU.
   merged = tokens * sizes.patches_per_token * width * (3 * wide + 4)
+  if not trained:
+    kept = merged = 0
   return {
       "vision_residuals": (
           (sizes.blocks * patches * kept + out) * wide + merged
@@ -502,13 +518,18 @@ def _tower(
   }
 
 
-def _logits(sizes: Sizes, work: Work, mesh: Any) -> int:
+def _logits(sizes: Sizes, work: Work, mesh: Any, wide: int) -> int:
   """float32 logits of a chunk, split along the vocabulary, and gradients.
 
-  Rows of a data shard are computed by all of its devices together.
+  Rows of a data shard are computed by all of its devices together; where the
+  vocabulary cannot be split each computes its own, with the whole matrix.
   """
   together = mesh.shape["fsdp"]
-  shards = math.prod(mesh.shape[axis] for axis in sharding.MODEL_AXES)
+  shards = sharding.split(mesh, sizes.vocabulary, sharding.MODEL_AXES)
+  if shards == 1 and together > 1:
+    chunk = min(work.logit_chunk, work.targets)
+    matrix = sizes.vocabulary * sizes.width * (wide + 4)  # And its gradient.
+    return 2 * 4 * chunk * sizes.vocabulary + matrix
   chunk = min(work.logit_chunk, work.targets) * together
   return 2 * 4 * chunk * -(-sizes.vocabulary // shards)
 

@@ -11,12 +11,11 @@ from typing import Any, Mapping
 DTYPES = ("float32", "bfloat16")
 
 NOT_HERE: Mapping[str, str] = types.MappingProxyType({
-    "opencua": (
-        "OpenCUA has one-axis rotary positions and a tokenizer of its own"
+    "glm4v_moe": "GLM-4.5V chooses its experts by another rule",
+    "gemma3": (
+        "Gemma 3 has another tower, windows in its decoder, and images whose"
+        " tokens attend to later ones"
     ),
-    "glm4v": "GLM-4.1V has another tower and decoder",
-    "glm4v_moe": "GLM-4.5V has another tower and decoder",
-    "gemma3": "Gemma 3 has another tower, and windows in its decoder",
 })
 """Known `model_type`s of GUI agents that have no policy here, and why."""
 

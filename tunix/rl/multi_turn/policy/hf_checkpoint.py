@@ -29,6 +29,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tunix.rl.multi_turn.policy import checkpoint_names
 from tunix.rl.multi_turn.policy import checkpoint_views
 from tunix.rl.multi_turn.policy import image_settings
 from tunix.rl.multi_turn.policy import int8
@@ -51,87 +52,19 @@ _COMPANIONS = (
     "chat_template.jinja", "chat_template.json", "special_tokens_map.json",
     "added_tokens.json", "preprocessor_config.json", "generation_config.json",
     "video_preprocessor_config.json", "processor_config.json",
+    # OpenCUA's classes, which its config.json names, and their tokenizer.
+    "tiktoken.model", "configuration_opencua.py", "modeling_opencua.py",
+    "processing_opencua.py", "tokenization_opencua.py",
 )  # pyformat: disable
-
-# Other spellings of a key, for reading: of Qwen2.5-VL before transformers
-# 4.52, as in the published files.
-_OLD_PREFIXES = (
-    ("model.language_model.", "model."),
-    ("model.visual.", "visual."),
-)
 
 # Qwen3.5's head that drafts several tokens: neither trained nor saved.
 _DRAFT = "mtp."
 
+Tensor = checkpoint_names.Tensor
+tensors_of = checkpoint_names.tensors_of
+spellings = checkpoint_names.spellings
+
 _WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.part)?")
-
-
-# --- names -----------------------------------------------------------------
-
-
-class Tensor:
-  """One parameter of the model and where the checkpoint has it.
-
-  Attributes:
-    path: of the parameter in the module.
-    variable: the parameter.
-    keys: in the file; several for stacked layers, in their order.
-    stacked: the module's leading axis is the layer.
-    transposed: the last two axes are swapped in the module.
-    either_way: experts' matrices, see `_orient`.
-  """
-
-  def __init__(self, path: tuple[Any, ...], variable: nnx.Variable):
-    metadata = variable.get_metadata()
-    self.path = path
-    self.variable = variable
-    self.transposed = bool(metadata.get("transposed"))
-    self.either_way = "experts" in path
-    self.stacked = bool(metadata.get("stacked"))
-    shape = tuple(variable.shape)
-    names = [str(part) for part in path]
-    # A text model's decoder is called "model" already.
-    prefix = "" if names[0] in ("lm_head", "model") else "model."
-    if self.stacked:
-      at = names.index("layers") + 1
-      self.keys = tuple(
-          prefix + ".".join([*names[:at], str(i), *names[at:]])
-          for i in range(shape[0])
-      )
-      shape = shape[1:]
-    else:
-      self.keys = (prefix + ".".join(names),)
-    self._shape = shape
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    """Shape of each key's tensor in the file."""
-    shape = self._shape
-    if self.transposed:
-      return (*shape[:-2], shape[-1], shape[-2])
-    return shape
-
-  @property
-  def square(self) -> bool:
-    return self._shape[-1] == self._shape[-2]
-
-
-def tensors_of(model: nnx.Module) -> list[Tensor]:
-  """Every parameter of a published checkpoint; adapters are left out."""
-  flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-  found = [
-      Tensor(path, variable)
-      for path, variable in flat
-      if not str(path[-1]).startswith("lora_")
-  ]
-  return sorted(found, key=lambda tensor: tensor.keys)
-
-
-def spellings(key: str) -> list[str]:
-  """Names that files may use for `key`, ours first."""
-  return [key] + [
-      old + key[len(new) :] for new, old in _OLD_PREFIXES if key.startswith(new)
-  ]
 
 
 # --- loading ---------------------------------------------------------------
@@ -176,7 +109,7 @@ def _resolve_keys(
         )
   extra = sorted(files.shapes.keys() - set(names.values()))
   if config.tie_word_embeddings:  # Some exporters write the matrix twice.
-    extra = [key for key in extra if key != "lm_head.weight"]
+    extra = [key for key in extra if not key.endswith("lm_head.weight")]
   if config.traits.linear:
     extra = [key for key in extra if not key.startswith(_DRAFT)]
   counted = []
@@ -299,7 +232,8 @@ def load_config(
     return qwen_text_config.from_hf(raw, **changes)
   if family in qwen_config.FAMILIES:
     config = qwen_config.from_hf(raw, **changes)
-    return _with_statistics(config, image_settings.read(file.parent))
+    images = image_settings.read(file.parent, family)
+    return _with_statistics(config, images)
   raise ValueError(
       f"{file} holds model_type={family!r}; give a checkpoint of one of"
       f" {', '.join((*qwen_config.FAMILIES, *qwen_text_config.FAMILIES))}"

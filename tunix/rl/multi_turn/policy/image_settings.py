@@ -5,7 +5,8 @@ checkpoints. transformers 5 writes `processor_config.json` alone, whose section
 `image_processor` holds the same fields and wins over the other file there.
 
 Promises: both files are read; a field that a file lacks has the default of
-transformers' `Qwen2VLImageProcessor`; two values of one field are refused,
+transformers' `Qwen2VLImageProcessor`, or `Glm4vImageProcessor`, whose limits of
+an area are of a still taken twice; two values of one field are refused,
 naming both. The files written are read alike by transformers 4 and 5.
 
 Does not: build a processor (see `qwen_vl_inputs`), import JAX or transformers.
@@ -47,6 +48,18 @@ DEFAULTS: Mapping[str, Any] = types.MappingProxyType({
 })
 """Of transformers' Qwen2VLImageProcessor (5.12.1), for fields not in a file."""
 
+GLM_PROCESSORS = (
+    "Glm4vImageProcessor", "Glm4vImageProcessorFast", "Glm4vImageProcessorPil",
+)  # pyformat: disable
+"""Likewise, of GLM-V."""
+
+GLM_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({
+    **DEFAULTS,
+    "min_pixels": 112 * 112 // 2,
+    "max_pixels": 28 * 28 * 15000 // 2,
+})
+"""Of transformers' Glm4vImageProcessor (5.12.1), for one frame."""
+
 _PLAIN = (
     "patch_size", "merge_size", "temporal_patch_size", "do_resize",
     "do_rescale", "do_normalize", "resample", "rescale_factor",
@@ -71,8 +84,12 @@ class ImageSettings:
   raw: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def read(directory: pathlib.Path) -> ImageSettings | None:
+def read(directory: pathlib.Path, family: str) -> ImageSettings | None:
   """The settings of a checkpoint directory; None where no file has any.
+
+  Args:
+    directory: of the checkpoint.
+    family: `model_type` of its config.json.
 
   Raises:
     ValueError: a damaged file, an image processor of another kind, or two
@@ -81,15 +98,19 @@ def read(directory: pathlib.Path) -> ImageSettings | None:
   found = {}
   file = directory / PREPROCESSOR
   if file.is_file():
-    found[PREPROCESSOR] = _section(tensor_files.read_json(file), file)
+    found[PREPROCESSOR] = _section(tensor_files.read_json(file), file, family)
   file = directory / PROCESSOR
   if file.is_file():
     nested = tensor_files.read_json(file).get(SECTION)
     if nested is not None:
-      found[PROCESSOR] = _section(nested, file)
+      found[PROCESSOR] = _section(nested, file, family)
   if not found:
     return None
-  read_from = {name: _canonical(raw) for name, raw in found.items()}
+  glm = _is_glm(family)
+  read_from = {
+      name: _canonical(raw, directory / name, 1 + glm)
+      for name, raw in found.items()
+  }
   if len(found) == 2:
     _agree(directory, read_from[PREPROCESSOR], read_from[PROCESSOR])
   given: dict[str, Any] = {}
@@ -97,25 +118,37 @@ def read(directory: pathlib.Path) -> ImageSettings | None:
   for name, section in found.items():
     given |= read_from[name]
     raw |= section
+  defaults = GLM_DEFAULTS if glm else DEFAULTS
   return ImageSettings(
-      {**DEFAULTS, **given}, " and ".join(found), types.MappingProxyType(raw)
+      {**defaults, **given}, " and ".join(found), types.MappingProxyType(raw)
   )
 
 
-def _section(raw: Any, file: pathlib.Path) -> dict[str, Any]:
+def _is_glm(family: str) -> bool:
+  return family.startswith("glm4v")
+
+
+def _section(raw: Any, file: pathlib.Path, family: str) -> dict[str, Any]:
   if not isinstance(raw, dict):
     raise ValueError(f"{file}: {SECTION} must be an object, got {raw!r}")
   kind = raw.get("image_processor_type")
-  if kind is not None and kind not in IMAGE_PROCESSORS:
+  known = GLM_PROCESSORS if _is_glm(family) else IMAGE_PROCESSORS
+  if kind is not None and kind not in known:
     raise ValueError(
         f"{file} has image_processor_type={kind!r}, whose images are not"
-        f" computed here; one of {', '.join(IMAGE_PROCESSORS)} is"
+        f" computed here for {family}; one of {', '.join(known)} is"
     )
   return raw
 
 
-def _canonical(raw: Mapping[str, Any]) -> dict[str, Any]:
-  """The fields that a section gives, each under one name."""
+def _canonical(
+    raw: Mapping[str, Any], file: pathlib.Path, frames: int
+) -> dict[str, Any]:
+  """The fields that a section gives, each under one name.
+
+  Raises:
+    ValueError: a limit that is not of whole pixels a frame.
+  """
   size = raw.get("size")
   size = size if isinstance(size, Mapping) else {}
   out = {name: raw.get(name) for name in _PLAIN}
@@ -123,7 +156,14 @@ def _canonical(raw: Mapping[str, Any]) -> dict[str, Any]:
     # In transformers min_pixels and max_pixels win over `size`, whose keys had
     # these names before 4.49.
     spellings = (raw.get(name), size.get(edge), size.get(name))
-    out[name] = next((v for v in spellings if v is not None), None)
+    spellings = spellings[1:2] if frames > 1 else spellings
+    limit = next((v for v in spellings if v is not None), None)
+    if limit is not None and limit % frames:
+      raise ValueError(
+          f"{file} has size.{edge}={limit}, the pixels of {frames} frames; make"
+          f" it a multiple of {frames}"
+      )
+    out[name] = None if limit is None else limit // frames
   for name in _CHANNELS:
     value = raw.get(name)
     if isinstance(value, (int, float)):
@@ -164,7 +204,9 @@ def check_model(
       )
 
 
-def write(directory: pathlib.Path, wanted: Mapping[str, Any]) -> None:
+def write(
+    directory: pathlib.Path, wanted: Mapping[str, Any], family: str
+) -> None:
   """Makes a directory's processor files give `wanted`.
 
   Files that give it already and that both transformers read stay as they are.
@@ -175,11 +217,12 @@ def write(directory: pathlib.Path, wanted: Mapping[str, Any]) -> None:
   Args:
     directory: of a checkpoint, with the processor files of its source, if any.
     wanted: as `ImageSettings.values`.
+    family: `model_type` of the checkpoint.
 
   Raises:
     ValueError: see `read`.
   """
-  found = read(directory)
+  found = read(directory, family)
   nested = directory / PROCESSOR
   whole = tensor_files.read_json(nested) if nested.is_file() else {}
   same = found is not None and all(
@@ -192,8 +235,12 @@ def write(directory: pathlib.Path, wanted: Mapping[str, Any]) -> None:
       name: list(value) if name in _CHANNELS else value
       for name, value in wanted.items()
   }
-  raw["size"] = {edge: wanted[name] for name, edge in _LIMITS}
-  raw["image_processor_type"] = IMAGE_PROCESSORS[0]
+  if _is_glm(family):  # Its class has one spelling of the limits.
+    raw["size"] = {edge: 2 * raw.pop(name) for name, edge in _LIMITS}
+    raw["image_processor_type"] = GLM_PROCESSORS[0]
+  else:
+    raw["size"] = {edge: wanted[name] for name, edge in _LIMITS}
+    raw["image_processor_type"] = IMAGE_PROCESSORS[0]
   if "processor_class" in whole:
     raw.setdefault("processor_class", whole["processor_class"])
   _replace(directory / PREPROCESSOR, raw)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import linear_attention
-from tunix.rl.multi_turn.policy import qwen_decoder
+from tunix.rl.multi_turn.policy import experts
 from tunix.rl.multi_turn.policy import qwen_text
 
 Path = tuple[str, ...]
@@ -166,6 +166,6 @@ def _(module: linear_attention.Gates) -> tuple[str, ...]:
 
 
 @_names.register
-def _(module: qwen_decoder.Experts) -> tuple[str, ...]:
+def _(module: experts.Experts) -> tuple[str, ...]:
   del module
   return ("gate_up_proj", "down_proj")

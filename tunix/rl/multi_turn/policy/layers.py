@@ -161,6 +161,24 @@ class GatedMLP(nnx.Module):
     return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class FusedMLP(nnx.Module):
+  """down(silu(gate) * up), where gate and up are one product's halves.
+
+  Split over `tensor`, the product's columns are exchanged once, so that each
+  device has both halves of its hidden units.
+  """
+
+  def __init__(self, width: int, hidden: int, init: Init):
+    self.gate_up_proj = Linear(
+        width, 2 * hidden, init, ("fsdp", "tensor"), False
+    )
+    self.down_proj = Linear(hidden, width, init, ("tensor", "fsdp"), False)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+    return self.down_proj(jax.nn.silu(gate) * up)
+
+
 class PatchEmbed(nnx.Module):
   """uint8 patches [S, P, F] to [S, P, D]: normalise, then one matrix.
 
@@ -208,10 +226,15 @@ class _Kernel(nnx.Module):
 
 
 class Embedding(nnx.Module):
-  """[rows, D], looked up by number."""
+  """[rows, D], looked up by number.
+
+  Where a mesh does not divide the dimension that `axes` split, the other one is
+  split: a vocabulary of 151,936 does not divide by 256.
+  """
 
   def __init__(self, rows: int, width: int, init: Init, axes: Axes):
     self.weight = init.normal((rows, width), axes)
+    self.weight.set_metadata(else_axes=tuple(reversed(axes)))
 
 
 # --- rotary positions ------------------------------------------------------
@@ -225,18 +248,27 @@ def rope_frequencies(dim: int, theta: float) -> np.ndarray:
 
 
 def rotate(
-    x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array
+    x_BTNH: jax.Array,
+    cos_BTH: jax.Array,
+    sin_BTH: jax.Array,
+    pairs: bool = False,
 ) -> jax.Array:
   """Turns the halves of each head by angles [B, T, H / 2].
 
   With fewer angles, the halves of as much of a head's beginning; the rest
-  stays.
+  stays. With `pairs`, neighbours turn together in place of halves.
   """
   width = 2 * cos_BTH.shape[-1]
   rest = x_BTNH[..., width:]
-  a, b = jnp.split(x_BTNH[..., :width].astype(jnp.float32), 2, axis=-1)
+  head = x_BTNH[..., :width].astype(jnp.float32)
   cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
-  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  if pairs:
+    a, b = head[..., 0::2], head[..., 1::2]
+    turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    turned = turned.reshape(head.shape)
+  else:
+    a, b = jnp.split(head, 2, axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   turned = turned.astype(x_BTNH.dtype)
   if not rest.shape[-1]:
     return turned

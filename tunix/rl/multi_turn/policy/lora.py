@@ -1,14 +1,14 @@
 """Puts a low-rank adapter on a policy: two thin matrices for each weight.
 
 With an adapter a `layers.Linear` gives x W + scale (x A) B, with A [in, r], B
-[r, out] and scale = alpha / r. The adapter's matrices are `layers.LoRAParam`s,
-by which an optimizer distinguishes them from the base weights.
+[r, out] and scale = alpha / r; so does each expert of a mixture, for its gate,
+up and down matrices. The adapter's matrices are `layers.LoRAParam`s, by which
+an optimizer distinguishes them from the base weights.
 
 Promises: a fresh adapter changes nothing, to the bit (B is zero); taking an
 adapter off gives back the base weights themselves.
 
-Does not: adapt embeddings, the output matrix or the experts of a mixture;
-drop out; hold several adapters at a time; read or write files (see
+Does not: adapt embeddings or the output matrix; drop out; hold several adapters at a time; read or write files (see
 `lora_files`). Axis names: r = rank.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import math
 from typing import Any, Iterator, Sequence
 import zlib
@@ -24,6 +25,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tunix.rl.multi_turn.policy import experts as experts_lib
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import layers
@@ -35,48 +37,108 @@ TARGETS = (
 )  # pyformat: disable
 """Every matrix of a dense decoder layer with full attention."""
 
+FUSED_TARGETS = ("gate_up_proj",)
+"""In the place of gate_proj and up_proj, where they are one matrix."""
+
 LINEAR_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")
 """The wide matrices of a layer with linear attention."""
 
-_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts")
+_EXPERTS = (*experts_lib.PARTS, "gate_up_proj", "experts")
 
 
 class Layer:
   """A `Linear` of the model.
 
   Attributes:
-    linear: the module.
+    linear: the module, or the adapter of all experts' matrices of a kind.
+    owner: the module that has the weight, and its attribute.
     names: its modules in the checkpoint, as `transformers` names them; several
-      for stacked layers, in their order.
+      for stacked layers, in their order, and for experts.
+    lead: the leading dimensions of its matrices.
+    columns: of the weight that are its own; None = all.
+    vision: whether it is in the tower.
+    expert: whether it is of experts.
   """
 
-  def __init__(self, path: tuple[Any, ...], linear: layers.Linear):
-    self.linear = linear
-    tensor = hf_checkpoint.Tensor((*path, "weight"), linear.weight)
+  vision = expert = False
+  columns: slice | None = None
+
+  def __init__(
+      self,
+      path: tuple[Any, ...],
+      linear: layers.Linear,
+      prefixes: Sequence[tuple[str, str]] = (),
+  ):
+    self.linear: Any = linear
+    self.owner: tuple[Any, str] = linear, "weight"
+    tensor = hf_checkpoint.Tensor((*path, "weight"), linear.weight, prefixes)
     self.stacked = tensor.stacked
     self.names = tuple(key.removesuffix(".weight") for key in tensor.keys)
+    self.lead = tuple(linear.weight.shape[:-2])
     self.vision = path[0] == "visual"
+
+  @property
+  def weight(self) -> nnx.Param:
+    """The parameter that it is added to, or to columns of."""
+    module, name = self.owner
+    return getattr(module, name)
 
   @property
   def sizes(self) -> tuple[int, int]:
     """(in, out)."""
-    return tuple(self.linear.weight.shape[-2:])
+    wide, out = self.weight.shape[-2:]
+    if self.columns is not None:
+      out = len(range(*self.columns.indices(out)))
+    return wide, out
 
   def matches(self, target: str) -> bool:
     return any(ends_with(name, target) for name in self.names)
 
 
-def linears(model: nnx.Module) -> list[Layer]:
-  """Every `Linear` of the model."""
-  return [
-      Layer(path, node)
-      for path, node in nnx.iter_graph(model)
-      if isinstance(node, layers.Linear)
-  ]
+class ExpertLayer(Layer):
+  """One of `experts.PARTS` of all experts of a layer."""
+
+  expert = True
+
+  def __init__(
+      self,
+      path: tuple[Any, ...],
+      experts: experts_lib.Experts,
+      part: str,
+      prefixes: Sequence[tuple[str, str]],
+  ):
+    self.linear = getattr(experts, part + "_lora")
+    name = "down_proj" if part == "down_proj" else "gate_up_proj"
+    self.owner = experts, name
+    tensor = hf_checkpoint.Tensor((*path, name), self.weight, prefixes)
+    self.stacked = tensor.stacked
+    self.lead = tuple(self.weight.shape[:-2])
+    homes = [key.removesuffix(f".{name}") for key in tensor.keys]
+    self.names = tuple(
+        f"{home}.{i}.{part}" for home in homes for i in range(self.lead[-1])
+    )
+    if name == "gate_up_proj":  # Side by side on the last axis.
+      half = self.weight.shape[-1] // 2
+      first = part == "gate_proj"
+      self.columns = slice(0, half) if first else slice(half, 2 * half)
+
+
+def linears(model: Any) -> list[Layer]:
+  """Every `Linear` of the model, and every kind of experts' matrices."""
+  prefixes = model.config.traits.prefixes
+  found: list[Layer] = []
+  for path, node in nnx.iter_graph(model):
+    if isinstance(node, layers.Linear):
+      found.append(Layer(path, node, prefixes))
+    elif isinstance(node, experts_lib.Experts):
+      found += [
+          ExpertLayer(path, node, part, prefixes) for part in experts_lib.PARTS
+      ]
+  return found
 
 
 def adapted(model: nnx.Module) -> list[Layer]:
-  """Every `Linear` with an adapter."""
+  """Those of `linears` with an adapter."""
   return [a for a in linears(model) if a.linear.lora_a is not None]
 
 
@@ -114,6 +176,7 @@ def add(
     targets: Sequence[str] | None = None,
     seed: int = 0,
     vision: bool = False,
+    experts: bool = False,
 ) -> None:
   """Gives the model a fresh adapter, in place; its outputs stay equal.
 
@@ -127,11 +190,11 @@ def add(
     rank: r.
     alpha: the adapter's product is multiplied by alpha / rank.
     targets: names of `Linear`s, or ends of their paths ("self_attn.q_proj");
-      None = those of `TARGETS`, and `LINEAR_TARGETS` where there are any. In a
-      mixture of experts, names of an MLP adapt its dense layers and its shared
-      expert only.
+      None = `default_targets`.
     seed: of A.
     vision: adapt the vision tower as well; its names differ between families.
+    experts: adapt the experts of a mixture as well, each with matrices of its
+      own; else names of an MLP mean dense layers and the shared expert only.
 
   Raises:
     ValueError: rank < 1, an adapter is there already, or a target is found
@@ -141,16 +204,31 @@ def add(
     raise ValueError(f"rank must be an int >= 1, got {rank!r}")
   need_none(model)
   if targets is None:
-    linear = model.config.traits.linear
-    targets = (*TARGETS, *(LINEAR_TARGETS if linear else ()))
+    targets = default_targets(model)
   if isinstance(targets, str) or not targets:
     raise ValueError(
         f"targets must be a list of names, got {targets!r}; for example"
         f" {list(TARGETS)}"
     )
   everything = linears(model)
-  layers_ = [a for a in everything if vision or not a.vision]
+  if experts and not any(a.expert for a in everything):
+    raise ValueError(
+        f"experts=True, but {model.config.family} as configured has none; leave"
+        " it out"
+    )
+  layers_ = [
+      a
+      for a in everything
+      if (vision or not a.vision) and (experts or not a.expert)
+  ]
   _check_targets(model, everything, layers_, targets, vision)
+  if experts and not any(
+      a.expert and any(a.matches(t) for t in targets) for a in layers_
+  ):
+    raise ValueError(
+        f"experts=True, but no target is of experts; add some of"
+        f" {', '.join(experts_lib.PARTS)} to targets"
+    )
   for layer in layers_:
     if any(layer.matches(target) for target in targets):
       wide, out = layer.sizes
@@ -163,6 +241,16 @@ def add(
       ])
       b = np.zeros((len(layer.names), rank, out), np.float32)
       attach(layer, a, b, alpha / rank)
+
+
+def default_targets(model: qwen_text.QwenText) -> tuple[str, ...]:
+  """Every matrix of the decoder's layers but experts'."""
+  traits = model.config.traits
+  targets = TARGETS
+  if traits.fused_mlp:
+    split = ("gate_proj", "up_proj")
+    targets = (*(t for t in TARGETS if t not in split), *FUSED_TARGETS)
+  return (*targets, *(LINEAR_TARGETS if traits.linear else ()))
 
 
 def _check_targets(
@@ -178,8 +266,9 @@ def _check_targets(
   experts = [t for t in lost if sparse and t.split(".")[-1] in _EXPERTS]
   if len(experts) == len(targets):
     raise ValueError(
-        f"targets {', '.join(experts)} are matrices of experts, which are not"
-        f" adapted; choose among {', '.join(known)}"
+        f"targets {', '.join(experts)} are of experts only; pass experts=True"
+        f" (their matrices are {', '.join(experts_lib.PARTS)}), or choose among"
+        f" {', '.join(known)}"
     )
   for target in lost:
     if target in experts:
@@ -206,12 +295,12 @@ def _check_targets(
 def attach(layer: Layer, a: np.ndarray, b: np.ndarray, scale: float) -> None:
   """Sets an adapter: a [names, in, r], b [names, r, out]."""
   linear = layer.linear
-  metadata = linear.weight.get_metadata()
+  metadata = layer.weight.get_metadata()
   *lead, into, out = metadata["axes"]
-  place = getattr(linear.weight.get_value(), "sharding", None)
+  place = getattr(layer.weight.get_value(), "sharding", None)
 
   def param(value: np.ndarray, ends: tuple[Any, Any]) -> layers.LoRAParam:
-    value = value if layer.stacked else value[0]
+    value = value.reshape(*layer.lead, *value.shape[-2:])
     made = layers.LoRAParam(
         jax.ShapeDtypeStruct(value.shape, value.dtype),
         axes=(*lead, *ends),
@@ -301,30 +390,43 @@ def merge(model: nnx.Module) -> None:
   int8.refuse(model)
   for layer in need_adapter(model):
     linear = layer.linear
-    weight = linear.weight.get_value()
+    weight = layer.weight.get_value()
+    columns = layer.columns or slice(0, weight.shape[-1])
     merged = _merged(
         weight,
         linear.lora_a.get_value(),
         linear.lora_b.get_value(),
         np.float32(linear.lora_scale),
+        span=(columns.start, columns.stop),
+        stacked=layer.stacked,
     )
     if isinstance(weight.sharding, jax.sharding.NamedSharding):
       merged = jax.device_put(merged, weight.sharding)
     # A variable of its own: views of the base may share the old one.
-    linear.weight = linear.weight.replace(merged)
+    module, name = layer.owner
+    setattr(module, name, layer.weight.replace(merged))
     _detach(linear)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames=("span", "stacked"))
 def _merged(
-    weight: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array
+    weight: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    scale: jax.Array,
+    *,
+    span: tuple[int, int],
+    stacked: bool,
 ) -> jax.Array:
   def one(weight, a, b):
     change = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-    wide = weight.astype(jnp.float32) + scale * change.astype(jnp.float32)
-    return wide.astype(weight.dtype)
+    change = scale * change.astype(jnp.float32)
+    if span == (0, weight.shape[-1]):
+      return (weight.astype(jnp.float32) + change).astype(weight.dtype)
+    part = weight[..., slice(*span)].astype(jnp.float32) + change
+    return weight.at[..., slice(*span)].set(part.astype(weight.dtype))
 
-  if weight.ndim == 2:
+  if not stacked:
     return one(weight, a, b)
   # Layer by layer, so that no float32 copy of all layers is made.
   return jax.lax.map(lambda args: one(*args), (weight, a, b))

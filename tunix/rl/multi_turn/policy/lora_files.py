@@ -80,7 +80,7 @@ def save(
   for layer in found:
     for part, theirs in _PARTS.items():
       value = np.asarray(getattr(layer.linear, part).get_value())
-      value = value if layer.stacked else value[None]
+      value = value.reshape(-1, *value.shape[-2:])
       for name, one in zip(layer.names, value):
         key = f"{_PREFIX}{name}.{theirs}.weight"
         tensors[key] = np.ascontiguousarray(one.T)
@@ -138,6 +138,7 @@ def _target_modules(
       for tensor in hf_checkpoint.tensors_of(model)
       for key in tensor.keys
   }
+  modules |= {name for layer in lora.linears(model) for name in layer.names}
   meant = {m for m in modules if any(lora.ends_with(m, s) for s in short)}
   return short if meant == names else sorted(names)
 

@@ -16,6 +16,7 @@ from flax import nnx
 import jax
 import tokenizers
 from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
+from tunix.rl.multi_turn.policy import tiktoken_files
 
 DATA = pathlib.Path(__file__).parent / "data"
 TOKENIZER_FILES = (
@@ -67,10 +68,14 @@ def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
   """The tokenizer of a policy directory or shipped name.
 
   Raises:
-    FileNotFoundError: no such directory, or no tokenizer.json in it.
+    FileNotFoundError: no such directory, or no tokenizer.json in it, nor
+      tiktoken.model.
     ValueError: the file is damaged.
   """
-  file = file_of(resolve(path), "tokenizer.json")
+  directory = resolve(path)
+  if _by_ranks(directory):
+    return tiktoken_files.read(directory)
+  file = file_of(directory, "tokenizer.json")
   try:
     return tokenizers.Tokenizer.from_file(str(file))
   except Exception as error:  # pylint: disable=broad-except
@@ -78,6 +83,13 @@ def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
     raise ValueError(
         f"{file} is not a whole tokenizer ({error}); copy or download it again"
     ) from None
+
+
+def _by_ranks(directory: pathlib.Path) -> bool:
+  """Whether a directory's tokenizer is tiktoken's alone."""
+  return (directory / tiktoken_files.RANKS).is_file() and not (
+      directory / "tokenizer.json"
+  ).is_file()
 
 
 def chat_template(
@@ -146,11 +158,14 @@ def copy_tokenizer(
   """Copies the tokenizer's files of a policy directory or shipped name.
 
   Only tokenizer.json has to be there: published checkpoints differ in where
-  they keep the chat template.
+  they keep the chat template. One of tiktoken is converted to it.
   """
   source = resolve(source)
   if source.resolve() != directory.resolve():
-    file_of(source, "tokenizer.json")
+    if _by_ranks(source):
+      load_tokenizer(source).save(str(directory / "tokenizer.json"))
+    else:
+      file_of(source, "tokenizer.json")
     for name in TOKENIZER_FILES:
       if (source / name).is_file():
         shutil.copyfile(source / name, directory / name)

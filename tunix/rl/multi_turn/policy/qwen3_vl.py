@@ -29,13 +29,14 @@ class VisionAttention(nnx.Module):
       init: layers.Init,
       tensor: str | None,
       mesh: jax.sharding.Mesh | None,
+      bias: bool = True,
   ):
     width = vision.hidden_size
     self.num_heads = vision.num_heads
     self.tensor = tensor
     self.mesh = mesh
-    self.qkv = layers.Linear(width, 3 * width, init, ("fsdp", tensor), True)
-    self.proj = layers.Linear(width, width, init, (tensor, "fsdp"), True)
+    self.qkv = layers.Linear(width, 3 * width, init, ("fsdp", tensor), bias)
+    self.proj = layers.Linear(width, width, init, (tensor, "fsdp"), bias)
 
   def __call__(
       self,

@@ -1,4 +1,4 @@
-"""Builds Qwen policies with the host side and tokenizer that belong to them.
+"""Builds published policies with the host side and tokenizer that belong to them.
 
 Joins weights (`hf_checkpoint`), host side (`qwen_vl_inputs`) and the
 tokenizer's files; callers use `checkpoint`.
@@ -168,11 +168,11 @@ def save(
   """
   hf_checkpoint.save_policy(directory, model, tokenizer, dtype)
   config, vision = model.config, model.config.vision
-  read = image_settings.read(directory)
+  read = image_settings.read(directory, config.family)
   wanted = dict(read.values if read else _default_settings(config).values)
   wanted |= {"image_mean": vision.image_mean, "image_std": vision.image_std}
   wanted |= {k: getattr(config, k) for k in _PIXELS if getattr(config, k)}
-  image_settings.write(directory, wanted)
+  image_settings.write(directory, wanted, config.family)
 
 
 def load_config(
@@ -236,11 +236,10 @@ def _default_settings(
     config: qwen_config.QwenVLConfig,
 ) -> image_settings.ImageSettings:
   """Settings in place of missing files: the published checkpoints'."""
-  values = dict(
-      qwen_vl_inputs.QWEN3_VL
-      if config.traits.tower == "qwen3"
-      else qwen_vl_inputs.QWEN2_5_VL
-  )
+  values = dict({
+      "qwen3": qwen_vl_inputs.QWEN3_VL,
+      "glm4v": qwen_vl_inputs.GLM_4_1V,
+  }.get(config.traits.tower, qwen_vl_inputs.QWEN2_5_VL))
   vision, source = config.vision, "the published checkpoints' settings"
   if values["patch_size"] != vision.patch_size:  # One of our small ones.
     factor = vision.patch_size * vision.spatial_merge_size
@@ -258,7 +257,8 @@ def _settings_of(
     directory: pathlib.Path, config: qwen_config.QwenVLConfig
 ) -> image_settings.ImageSettings:
   # `load_config` has held them against the model's sizes.
-  return image_settings.read(directory) or _default_settings(config)
+  read = image_settings.read(directory, config.family)
+  return read or _default_settings(config)
 
 
 def _processor(
@@ -272,6 +272,8 @@ def _processor(
       settings.values,
       image_token_id=config.image_token_id,
       source=settings.source,
+      flat_positions=config.traits.flat_positions,
+      lift_sides=config.traits.tower == "glm4v",
   )
   processor = make(**limits)
   if _BUDGET in pixels:

@@ -1,4 +1,4 @@
-"""Reads and writes config.json of the Qwen vision-language checkpoints.
+"""Reads and writes config.json of the vision-language checkpoints.
 
 Field names follow the checkpoints' own `config.json`. `from_hf` and `to_hf`
 are inverse for every field that the policies read; `hf_checkpoint` keeps other
@@ -57,11 +57,8 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
       family=family,
       vision=_vision(vision, family),
       text=_text(text, raw, family),
-      tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-      **{
-          name: raw.get(name, default)
-          for name, default in qwen_defaults.image_tokens(family).items()
-      },
+      tie_word_embeddings=bool(_tied(raw, text, family)),
+      **qwen_defaults.image_tokens(raw, family),
   )
   unknown = sorted(set(changes) - set(RUN_FIELDS))
   if unknown:
@@ -70,6 +67,14 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
         f" {', '.join(RUN_FIELDS)}"
     )
   return dataclasses.replace(config, **changes)
+
+
+def _tied(
+    raw: Mapping[str, Any], text: Mapping[str, Any], family: str
+) -> Any:
+  """Where a decoder is a class of its own, its own section decides."""
+  of_text = bool(qwen_families.VISION_LANGUAGE[family].text_type)
+  return (text if of_text else raw).get("tie_word_embeddings", False)
 
 
 def _sections(
@@ -133,6 +138,10 @@ def _check(
       not traits.qkv_bias and bool(text.get("attention_bias")),
       f"attention_bias=true, {family} has none",
   )
+  refuse(
+      traits.tower == "glm4v" and bool(vision.get("attention_bias")),
+      f"vision attention_bias=true, {family} has none",
+  )
   for name, want in (("temporal_patch_size", 2), ("in_channels", 3)):
     got = vision.get(name, vision.get("in_chans", want) if want == 3 else want)
     refuse(got != want, f"vision {name}={got}, only {want} is known")
@@ -153,6 +162,14 @@ def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
     )
   for name in ("hidden_size", "intermediate_size", "out_hidden_size"):
     sizes[name] = vision[name]
+  if tower == "glm4v":
+    side = vision["image_size"]
+    side = side[0] if isinstance(side, (list, tuple)) else side
+    return VisionConfig(
+        num_position_embeddings=(side // vision["patch_size"]) ** 2,
+        rms_norm_eps=vision["rms_norm_eps"],
+        **sizes,
+    )
   if tower == "qwen2_5":
     return VisionConfig(
         window_size=vision["window_size"],
@@ -180,13 +197,19 @@ def _text(
       num_hidden_layers=text["num_hidden_layers"],
       num_attention_heads=heads,
       num_key_value_heads=text["num_key_value_heads"] or heads,
-      head_dim=text.get("head_dim")
-      or qwen_defaults.TEXT[family].get("head_dim")
-      or hidden // heads,
+      head_dim=_head_dim(text, family),
       rms_norm_eps=text["rms_norm_eps"],
       **_rope(text, raw, family),
       **_experts(text, family),
       **_linear(text, family),
+  )
+
+
+def _head_dim(text: Mapping[str, Any], family: str) -> int:
+  return (
+      text.get("head_dim")
+      or qwen_defaults.TEXT[family].get("head_dim")
+      or text["hidden_size"] // text["num_attention_heads"]
   )
 
 
@@ -203,13 +226,18 @@ def _rope(
   theta = rope.get("rope_theta", text.get("rope_theta"))
   if theta is None:
     theta = qwen_defaults.ROPE_THETA[family]
-  section = rope.get("mrope_section", qwen_defaults.MROPE_SECTION[family])
+  traits = qwen_families.VISION_LANGUAGE[family]
+  if traits.flat_positions:
+    section = (_head_dim(text, family) // 2, 0, 0)
+  else:
+    section = rope.get("mrope_section", qwen_defaults.MROPE_SECTION[family])
   longest = text["max_position_embeddings"]
   partial = {}
-  if qwen_families.VISION_LANGUAGE[family].linear:
+  if traits.partial_rotary:
     share = rope.pop("partial_rotary_factor", None)
     share = text.get("partial_rotary_factor") if share is None else share
-    share = qwen_defaults.PARTIAL_ROTARY_FACTOR if share is None else share
+    if share is None:
+      share = qwen_defaults.PARTIAL_ROTARY_FACTOR[family]
     partial = {"partial_rotary_factor": float(share)}
   return partial | {
       "rope_theta": float(theta),
@@ -278,7 +306,7 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
   """A `config.json` that `transformers` builds the same model from."""
   family, text, traits = config.family, config.text, config.traits
   text_config: dict[str, Any] = {
-      "model_type": f"{family}_text",
+      "model_type": traits.text_type or f"{family}_text",
       "vocab_size": text.vocab_size,
       "hidden_size": text.hidden_size,
       "intermediate_size": text.intermediate_size,
@@ -291,18 +319,20 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
       "rope_parameters": {
           "rope_type": "default",
           "rope_theta": text.rope_theta,
-          "mrope_section": list(text.mrope_section),
       },
   }
+  if not traits.flat_positions:
+    text_config["rope_parameters"]["mrope_section"] = list(text.mrope_section)
   if traits.own_head_dim:
     text_config["head_dim"] = text.head_dim
   if traits.interleaved:
     text_config["rope_parameters"]["mrope_interleaved"] = True
   if text.rope_scaling is not None:
     text_config["rope_parameters"] |= text.rope_scaling.to_hf()
-  if traits.linear:
+  if traits.partial_rotary:
     rope = text_config["rope_parameters"]
     rope["partial_rotary_factor"] = text.partial_rotary_factor
+  if traits.linear:
     text_config |= _linear_to_hf(text)
   if traits.linear and text.num_experts:
     del text_config["intermediate_size"]
@@ -327,10 +357,7 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
       "architectures": [traits.architecture],
       "model_type": family,
       "tie_word_embeddings": config.tie_word_embeddings,
-      "image_token_id": config.image_token_id,
-      "video_token_id": config.video_token_id,
-      "vision_start_token_id": config.vision_start_token_id,
-      "vision_end_token_id": config.vision_end_token_id,
+      **qwen_defaults.image_tokens_to_hf(config),
       "text_config": text_config,
       "vision_config": _vision_to_hf(config),
   }
@@ -359,6 +386,13 @@ def _vision_to_hf(config: QwenVLConfig) -> dict[str, Any]:
       "intermediate_size": vision.intermediate_size,
       "out_hidden_size": vision.out_hidden_size,
   }
+  if tower == "glm4v":
+    side = round(vision.num_position_embeddings**0.5)
+    return found | {
+        "image_size": side * vision.patch_size,
+        "rms_norm_eps": vision.rms_norm_eps,
+        "attention_bias": False,
+    }
   if tower == "qwen2_5":
     return found | {
         "window_size": vision.window_size,

@@ -26,6 +26,8 @@ IMAGE_STATISTICS = {
     "qwen3_5_moe": (_HALF, _HALF),
     "qwen2_5_vl": _CLIP,
     "qwen2_vl": _CLIP,
+    "opencua": _CLIP,
+    "glm4v": _CLIP,
 }
 """Mean and standard deviation of the published checkpoints' processors."""
 
@@ -42,24 +44,39 @@ _QWEN3_TOWER = {
     "hidden_act": "gelu_pytorch_tanh",
 }
 _QWEN3_5_TOWER = {**_QWEN3_TOWER, "deepstack_visual_indexes": ()}
+_QWEN2_5_TOWER = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": (7, 15, 23, 31),
+    "hidden_act": "silu",
+}
+_GLM_TOWER = {
+    "depth": 24,
+    "hidden_size": 1536,
+    "intermediate_size": 13696,
+    "num_heads": 12,
+    "out_hidden_size": 4096,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "image_size": 336,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
 
 VISION: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": _QWEN3_TOWER,
     "qwen3_vl_moe": _QWEN3_TOWER,
     "qwen3_5": _QWEN3_5_TOWER,
     "qwen3_5_moe": _QWEN3_5_TOWER,
-    "qwen2_5_vl": {
-        "depth": 32,
-        "hidden_size": 3584,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": (7, 15, 23, 31),
-        "hidden_act": "silu",
-    },
+    "qwen2_5_vl": _QWEN2_5_TOWER,
+    "opencua": _QWEN2_5_TOWER,
+    "glm4v": _GLM_TOWER,
     "qwen2_vl": {
         "depth": 32,
         "embed_dim": 1280,
@@ -115,6 +132,18 @@ _QWEN3_5_TEXT = {
     "linear_num_value_heads": 32,
 }
 
+_GLM_TEXT = {
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+}
+
 TEXT: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": {
         **_QWEN_TEXT, "head_dim": 128, "max_position_embeddings": 128000
@@ -145,6 +174,8 @@ TEXT: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen2_5_vl": _QWEN2_VL_TEXT,
     "qwen2_vl": _QWEN2_VL_TEXT,
+    "opencua": _QWEN_TEXT,
+    "glm4v": _GLM_TEXT,
     "qwen3": {**_QWEN_TEXT, "head_dim": 128},
     "qwen2": _QWEN_TEXT,
 }
@@ -160,6 +191,8 @@ ROPE_THETA = {
     "qwen3_5_moe": 1e4,
     "qwen2_5_vl": 1e6,
     "qwen2_vl": 1e6,
+    "opencua": 1e4,
+    "glm4v": 1e4,
     "qwen3": 1e4,
     "qwen2": 1e4,
 }
@@ -170,23 +203,53 @@ MROPE_SECTION = {
     "qwen3_5_moe": (11, 11, 10),
     "qwen2_5_vl": (16, 24, 24),
     "qwen2_vl": (16, 24, 24),
+    "glm4v": (8, 12, 12),
 }
 
-PARTIAL_ROTARY_FACTOR = 0.25
-"""Of families with linear attention."""
+PARTIAL_ROTARY_FACTOR = {"qwen3_5": 0.25, "qwen3_5_moe": 0.25, "glm4v": 1.0}
+"""Of families in which config.json sets it."""
 
 IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id",
                 "vision_end_token_id")  # pyformat: disable
+"""Fields of a configuration."""
 _IDS = (151655, 151656, 151652, 151653)
 IMAGE_TOKEN_IDS = {
     "qwen3_5": (248056, 248057, 248053, 248054),
     "qwen3_5_moe": (248056, 248057, 248053, 248054),
+    # It takes no video.
+    "opencua": (151664, 151664, 151661, 151663),
+    "glm4v": (151343, 151344, 151339, 151340),
 }
+_GLM_NAMES = ("image_token_id", "video_token_id", "image_start_token_id",
+              "image_end_token_id")  # pyformat: disable
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "opencua": ("media_placeholder_token_id", "", "", ""),
+    "glm4v": _GLM_NAMES,
+}
+"""The fields' names in config.json; "" = it has none, and the id is fixed."""
 
 
-def image_tokens(family: str) -> dict[str, int]:
-  """`IMAGE_TOKENS` and the ids they have in a family."""
-  return dict(zip(IMAGE_TOKENS, IMAGE_TOKEN_IDS.get(family, _IDS)))
+def image_tokens(raw: Mapping[str, Any], family: str) -> dict[str, int]:
+  """`IMAGE_TOKENS` and their ids, by config.json's content."""
+  ids = dict(zip(IMAGE_TOKENS, IMAGE_TOKEN_IDS.get(family, _IDS)))
+  names = _NAMES.get(family, IMAGE_TOKENS)
+  found = {
+      field: raw.get(name, ids[field]) if name else ids[field]
+      for field, name in zip(IMAGE_TOKENS, names)
+  }
+  if not names[1]:
+    found["video_token_id"] = found["image_token_id"]
+  return found
+
+
+def image_tokens_to_hf(config: Any) -> dict[str, int]:
+  """The fields of config.json that `image_tokens` reads."""
+  names = _NAMES.get(config.family, IMAGE_TOKENS)
+  return {
+      name: getattr(config, field)
+      for field, name in zip(IMAGE_TOKENS, names)
+      if name
+  }
 
 
 def filled(

@@ -1,4 +1,4 @@
-"""Names the Qwen families and the parts in which they differ.
+"""Names the families of published models and the parts in which they differ.
 
 A family is a `model_type` of config.json. Decoder, towers, checkpoints and
 configurations read a family's traits here instead of comparing names.
@@ -19,29 +19,44 @@ class Family:
   Attributes:
     architecture: class of transformers that loads a checkpoint.
     tower: kind of vision tower; "" = none. qwen2: layer norms, full attention.
-      qwen2_5: RMS norms, windows. qwen3: learned positions.
+      qwen2_5: RMS norms, windows. qwen3: learned positions. glm4v: learned
+      positions, RMS norms, a convolution that merges.
     deepstack: whether deeper blocks' vision tokens reach the first layers.
     qkv_bias: whether q, k and v have a bias.
     qk_norm: whether q and k have a norm.
     interleaved: whether the rotary axes take turns among a head's frequencies;
       else each has a run of them.
+    flat_positions: whether a vision token counts as one position, like a word.
+    partial_rotary: whether config.json sets the share of a head that is
+      rotated; else it is all.
+    rotary_pairs: whether neighbours turn together; else a head's halves.
+    sandwich: whether attention and MLP have a norm behind them as well.
+    fused_mlp: whether gate and up are one matrix.
     own_head_dim: whether config.json sets the heads' width; else it is
       hidden_size / num_attention_heads.
     experts: whether MLPs may be mixtures of experts.
     linear: whether layers of linear attention stand beside full ones, whose
-      output is gated and whose heads are rotated in part; norms multiply by 1 +
-      weight.
+      output is gated; norms multiply by 1 + weight.
+    text_type: `model_type` of text_config; "" = the family's with "_text".
+    prefixes: (ours, the checkpoint's) beginnings of a parameter's key.
   """
 
   architecture: str
-  tower: Literal["", "qwen2", "qwen2_5", "qwen3"] = ""
+  tower: Literal["", "qwen2", "qwen2_5", "qwen3", "glm4v"] = ""
   deepstack: bool = False
   qkv_bias: bool = False
   qk_norm: bool = False
   interleaved: bool = False
+  flat_positions: bool = False
+  partial_rotary: bool = False
+  rotary_pairs: bool = False
+  sandwich: bool = False
+  fused_mlp: bool = False
   own_head_dim: bool = False
   experts: bool = False
   linear: bool = False
+  text_type: str = ""
+  prefixes: tuple[tuple[str, str], ...] = ()
 
 
 _QWEN3 = dict(
@@ -59,11 +74,15 @@ VISION_LANGUAGE: Mapping[str, Family] = {
         **_QWEN3,
     ),
     "qwen3_5": Family(
-        "Qwen3_5ForConditionalGeneration", linear=True, **_QWEN3
+        "Qwen3_5ForConditionalGeneration",
+        linear=True,
+        partial_rotary=True,
+        **_QWEN3,
     ),
     "qwen3_5_moe": Family(
         "Qwen3_5MoeForConditionalGeneration",
         linear=True,
+        partial_rotary=True,
         experts=True,
         **_QWEN3,
     ),
@@ -72,6 +91,27 @@ VISION_LANGUAGE: Mapping[str, Family] = {
     ),
     "qwen2_vl": Family(
         "Qwen2VLForConditionalGeneration", tower="qwen2", qkv_bias=True
+    ),
+    "opencua": Family(
+        "OpenCUAForConditionalGeneration",
+        tower="qwen2_5",
+        qkv_bias=True,
+        flat_positions=True,
+        text_type="qwen2",
+        prefixes=(
+            ("model.visual.", "vision_tower."),
+            ("model.language_model.", "language_model.model."),
+            ("lm_head.", "language_model.lm_head."),
+        ),
+    ),
+    "glm4v": Family(
+        "Glm4vForConditionalGeneration",
+        tower="glm4v",
+        qkv_bias=True,
+        partial_rotary=True,
+        rotary_pairs=True,
+        sandwich=True,
+        fused_mlp=True,
     ),
 }
 """`model_type` -> traits, with a vision tower."""

@@ -1,4 +1,4 @@
-"""Declares the sizes of Qwen vision-language policies.
+"""Declares the sizes of the published vision-language policies.
 
 `qwen_config` reads and writes them as config.json, whose field names they
 have; `qwen_sizes` has those of published checkpoints.
@@ -30,8 +30,9 @@ class VisionConfig:
     out_hidden_size: width of a vision token, the decoder's.
     patch_size: pixels of a patch's side.
     spatial_merge_size: patches of a side that become one vision token.
-    num_position_embeddings: learned positions, a square (Qwen3-VL and
-      Qwen3.5); 0 = none.
+    num_position_embeddings: learned positions, a square (Qwen3-VL, Qwen3.5
+      and GLM-4.1V); 0 = none.
+    rms_norm_eps: of its norms (GLM-4.1V); of others it is 1e-6.
     deepstack_visual_indexes: blocks whose output is also merged and added
       after the first decoder layers (Qwen3-VL).
     image_mean: of each channel, a fraction of 255, subtracted from pixels;
@@ -49,6 +50,7 @@ class VisionConfig:
   patch_size: int = 16
   spatial_merge_size: int = 2
   num_position_embeddings: int = 0
+  rms_norm_eps: float = 1e-6
   deepstack_visual_indexes: tuple[int, ...] = ()
   image_mean: tuple[float, ...] = ()
   image_std: tuple[float, ...] = ()

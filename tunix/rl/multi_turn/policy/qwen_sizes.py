@@ -1,9 +1,11 @@
-"""Sizes of published Qwen vision-language checkpoints, by name.
+"""Sizes of published vision-language checkpoints, by name.
 
 Does not: import JAX.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from tunix.rl.multi_turn.policy import qwen_shapes
 
@@ -82,6 +84,22 @@ def _qwen25(
           mrope_section=(16, 24, 24),
       ),
       tie_word_embeddings=tied,
+  )
+
+
+def _opencua(base: QwenVLConfig) -> QwenVLConfig:
+  """OpenCUA on a size of Qwen2.5-VL."""
+  text = dataclasses.replace(
+      base.text, mrope_section=(64, 0, 0), rms_norm_eps=1e-5
+  )
+  return dataclasses.replace(
+      base,
+      family="opencua",
+      text=text,
+      image_token_id=151664,
+      video_token_id=151664,
+      vision_start_token_id=151661,
+      vision_end_token_id=151663,
   )
 
 
@@ -189,4 +207,35 @@ SIZES: dict[str, QwenVLConfig] = {
     "Qwen2-VL-2B": _qwen2(1536, 8960, 28, 12, 2, 151936),
     "Qwen2-VL-7B": _qwen2(3584, 18944, 28, 28, 4, 152064),
     "Qwen2-VL-72B": _qwen2(8192, 29568, 80, 64, 8, 152064),
+    "GLM-4.1V-9B": QwenVLConfig(
+        family="glm4v",
+        vision=VisionConfig(
+            depth=24,
+            hidden_size=1536,
+            intermediate_size=13696,
+            num_heads=12,
+            out_hidden_size=4096,
+            patch_size=14,
+            num_position_embeddings=576,
+            rms_norm_eps=1e-5,
+        ),
+        text=TextConfig(
+            vocab_size=151552,
+            hidden_size=4096,
+            intermediate_size=13696,
+            num_hidden_layers=40,
+            num_attention_heads=32,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            rope_theta=1e4,
+            mrope_section=(8, 12, 12),
+            partial_rotary_factor=0.5,
+        ),
+        image_token_id=151343,
+        video_token_id=151344,
+        vision_start_token_id=151339,
+        vision_end_token_id=151340,
+    ),
 }  # pyformat: disable
+SIZES["OpenCUA-7B"] = _opencua(SIZES["Qwen2.5-VL-7B"])
+SIZES["OpenCUA-32B"] = _opencua(SIZES["Qwen2.5-VL-32B"])

@@ -216,11 +216,22 @@ class QwenText(nnx.Module):
     return *stacked, cached_attention.ROWS, split, None, None
 
   def logits(self, hidden: jax.Array) -> jax.Array:
-    """float32[..., vocabulary]; split along the vocabulary on a mesh."""
+    """float32[..., vocabulary]; split along the vocabulary on a mesh.
+
+    Where the mesh does not divide the vocabulary, each device gathers the
+    matrix, and computes its own rows.
+    """
     head = self.lm_head
     table = (self.decoder.embed_tokens if head is None else head).weight
     if hidden.ndim != 3:
       return kernels.dot_wide(hidden, table[...])
+    if self.mesh is not None and (
+        sharding.split(self.mesh, table.shape[0], _VOCABULARY) == 1
+    ):
+      rows = sharding.constrain(table[...], self.mesh)
+      hidden = sharding.constrain(hidden, self.mesh, sharding.BATCH_AXES)
+      logits = kernels.dot_wide(hidden, rows)
+      return sharding.constrain(logits, self.mesh, sharding.BATCH_AXES)
     hidden = sharding.constrain(hidden, self.mesh, "data")
     # Constrained once more for its gradient: that of a tied table would lie
     # as the embedding's lookup wants it, for which logits would be gathered.

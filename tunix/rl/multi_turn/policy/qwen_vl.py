@@ -1,4 +1,4 @@
-"""Joins tower and decoder to the policies Qwen2-VL to Qwen3.5.
+"""Joins tower and decoder to the policies Qwen2-VL to Qwen3.5, and GLM-4.1V.
 
 Implements `base.Policy`. Vision tokens take the place of the embeddings of
 their placeholders; those of deeper blocks (deepstack) are added after the
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import cached_attention
+from tunix.rl.multi_turn.policy import glm4v
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen2_5_vl
 from tunix.rl.multi_turn.policy import qwen2_vl
@@ -27,7 +28,12 @@ from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
 
-_TOWERS = {"qwen2": qwen2_vl, "qwen2_5": qwen2_5_vl, "qwen3": qwen3_vl}
+_TOWERS = {
+    "qwen2": qwen2_vl,
+    "qwen2_5": qwen2_5_vl,
+    "qwen3": qwen3_vl,
+    "glm4v": glm4v,
+}
 
 
 class QwenVL(qwen_text.QwenText):

@@ -1,8 +1,8 @@
-"""Prepares inputs of Qwen-VL policies: sizes, patches, M-RoPE positions.
+"""Prepares inputs of Qwen-VL and GLM-V policies: sizes, patches, positions.
 
 Promises: an image's size, its patches and their order, and the rotary
 positions are those of transformers' `Qwen2VLImageProcessorPil` and
-`get_rope_index`, bit for bit, except that pixels stay uint8 and a patch is one
+`Glm4vImageProcessorPil` and of `get_rope_index`, bit for bit, except that pixels stay uint8 and a patch is one
 frame. The reference repeats a still for its temporal kernel of 2; a model here
 adds the kernel's two halves up instead, and normalises on the device.
 
@@ -53,9 +53,18 @@ QWEN3_VL: Mapping[str, Any] = types.MappingProxyType({
 """Settings in Qwen3-VL's checkpoints."""
 
 
+GLM_4_1V: Mapping[str, Any] = types.MappingProxyType({
+    **QWEN2_5_VL,
+    # Half of what the file has, which counts a still as two frames.
+    "min_pixels": 112 * 112 // 2,
+    "max_pixels": 28 * 28 * 6144,
+})
+"""Settings in GLM-4.1V's and GLM-4.5V's checkpoints."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenVLProcessor:
-  """`base.Processor` of Qwen2.5-VL and Qwen3-VL; stateless and thread-safe.
+  """`base.Processor` of Qwen-VL and GLM-V policies; stateless, thread-safe.
 
   A patch's position is (row, column, rows, columns): where it stands in the
   image's grid of patches, and how large that grid is.
@@ -71,6 +80,10 @@ class QwenVLProcessor:
       here: the model subtracts it on the device.
     std: likewise; the model divides by it.
     source: where the settings are from, for people.
+    flat_positions: whether a vision token counts as one position on all axes,
+      like a word (OpenCUA).
+    lift_sides: whether an image with a side below a vision token's is enlarged
+      first (GLM-V), see `smart_resize`.
   """
 
   patch_size: int
@@ -81,6 +94,8 @@ class QwenVLProcessor:
   mean: tuple[float, float, float] | None = None
   std: tuple[float, float, float] | None = None
   source: str = dataclasses.field(default="", compare=False)
+  flat_positions: bool = False
+  lift_sides: bool = False
 
   position_axes: ClassVar[int] = 4
 
@@ -115,6 +130,8 @@ class QwenVLProcessor:
       min_pixels: int | None = None,
       max_pixels: int | None = None,
       source: str = "",
+      flat_positions: bool = False,
+      lift_sides: bool = False,
   ) -> QwenVLProcessor:
     """The processor a checkpoint was trained with.
 
@@ -127,6 +144,8 @@ class QwenVLProcessor:
       min_pixels: takes the place of the config's; None keeps it.
       max_pixels: likewise.
       source: of the config, for people.
+      flat_positions: see the class.
+      lift_sides: see the class.
 
     Raises:
       ValueError: a field is missing, or asks for a step that is not
@@ -160,6 +179,8 @@ class QwenVLProcessor:
         mean=_field(config, "image_mean"),
         std=_field(config, "image_std"),
         source=source,
+        flat_positions=flat_positions,
+        lift_sides=lift_sides,
     )
 
   def describe(self) -> str:
@@ -192,7 +213,12 @@ class QwenVLProcessor:
       ValueError: see `smart_resize`.
     """
     rows, cols = smart_resize(
-        height, width, self.factor, self.min_pixels, self.max_pixels
+        height,
+        width,
+        self.factor,
+        self.min_pixels,
+        self.max_pixels,
+        self.lift_sides,
     )
     return cols, rows
 
@@ -262,7 +288,8 @@ class QwenVLProcessor:
 
     Text counts up on all axes alike. An image that begins at position p stands
     at time p, its rows at p, p + 1, … and its columns likewise; the text after
-    it continues at p + max(rows, columns), in vision tokens.
+    it continues at p + max(rows, columns), in vision tokens. With
+    `flat_positions`, images count up like text.
 
     Args:
       tokens: int[T] of one sequence, from its beginning.
@@ -287,6 +314,11 @@ class QwenVLProcessor:
     position = 0  # and its position.
     for span in images:
       rows, cols = self._check_span(tokens, span, cursor)
+      if self.flat_positions:
+        _count(out, cursor, span.end, position, start)
+        position += span.end - cursor
+        cursor = span.end
+        continue
       _count(out, cursor, span.offset, position, start)
       position += span.offset - cursor
       first, last = max(span.offset, start), max(span.end, start)

@@ -1,4 +1,4 @@
-"""Computes the size at which Qwen2.5-VL and Qwen3-VL see an image.
+"""Computes the size at which Qwen-VL and GLM-V policies see an image.
 
 Promises: `smart_resize` equals the reference of that name, for every
 size that it takes.
@@ -14,7 +14,12 @@ MAX_ASPECT_RATIO = 200
 
 
 def smart_resize(
-    height: int, width: int, factor: int, min_pixels: int, max_pixels: int
+    height: int,
+    width: int,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    lift_sides: bool = False,
 ) -> tuple[int, int]:
   """The size an image is resized to before it is cut into patches.
 
@@ -27,7 +32,9 @@ def smart_resize(
   that rounding up passes it.
 
   Source: `smart_resize` of Qwen's qwen-vl-utils and of transformers'
-  models/qwen2_vl/image_processing_qwen2_vl.py (5.12.1).
+  models/qwen2_vl/image_processing_qwen2_vl.py and, with `lift_sides`,
+  models/glm4v/image_processing_glm4v.py (5.12.1), whose limits are those of a
+  still taken twice.
 
   Args:
     height: pixels, > 0.
@@ -35,6 +42,7 @@ def smart_resize(
     factor: pixels of a vision token's side, patch_size * merge_size.
     min_pixels: least area, > 0.
     max_pixels: largest area, >= min_pixels.
+    lift_sides: enlarge an image with a side below `factor` to it first.
 
   Returns:
     (height, width), multiples of `factor`, > 0.
@@ -45,6 +53,9 @@ def smart_resize(
   """
   if height <= 0 or width <= 0:
     raise ValueError(f"image size must be > 0, got {width}x{height}")
+  if lift_sides and min(height, width) < factor:
+    lift = max(factor / height, factor / width)
+    height, width = int(height * lift), int(width * lift)
   if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
     raise ValueError(
         f"a {width}x{height} image has an aspect ratio of"

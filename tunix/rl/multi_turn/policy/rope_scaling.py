@@ -8,8 +8,10 @@ scaled by the attention factor.
 Promises: frequencies and factor are those of transformers 5.12.1
 (`modeling_rope_utils`), whose other kinds are refused by name.
 
-Does not: scale by a batch's longest sequence ("dynamic"): a token's log-prob
-would change with its neighbours, in the engine and in the learner differently.
+Does not: scale by the longest sequence so far ("dynamic"). Its frequencies
+change as a sequence grows past the trained context: keys in a cache were turned
+by other ones than the keys of a whole forward pass, and a token's log-prob
+depends on its neighbours in a batch. Up to that context it changes nothing.
 """
 
 from __future__ import annotations
@@ -114,10 +116,14 @@ def read(
   if kind in _PLAIN:
     return None
   if kind not in KINDS:
-    why = (
-        ": it follows the longest sequence of a batch, on which a token's"
-        " log-prob must not depend" * (kind == "dynamic")
-    )
+    why = ""
+    if kind == "dynamic":
+      why = (
+          ": it follows the longest sequence of a batch, so that cached keys and"
+          " those of a whole pass would differ. Up to max_position_embeddings="
+          f"{max_position_embeddings} tokens it changes nothing: remove it from"
+          " config.json for contexts within them"
+      )
     raise ValueError(
         f"config.json: rope_type={kind!r} is not implemented{why}; scaled"
         f" rotary positions here are {' and '.join(KINDS)}"

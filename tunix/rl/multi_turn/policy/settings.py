@@ -105,6 +105,11 @@ class PolicyConfig:
       ge=0,
       le=4096,
   )
+  lora_experts: bool = settings.setting(
+      default=False,
+      doc="The adapter is on the experts of a mixture too, each with matrices"
+      " of its own: as many times the adapter as there are experts.",
+  )
   lora_alpha: float = settings.setting(
       default=0.0,
       doc="The adapter counts alpha / rank times. 0 = twice the rank.",

@@ -5,7 +5,9 @@ Axes: `data` copies the model and splits the batch, `fsdp` splits both,
 within a layer. Every parameter carries the names of its dimensions' mesh axes
 (metadata `axes`, set where it is created): a name, a tuple of names, or None;
 a dimension split over `fsdp` is split over `sequence` too. A dimension that the
-mesh does not divide evenly is split over fewer of them, at worst replicated.
+mesh does not divide evenly is split over fewer of them, at worst replicated; a
+parameter with the metadata `else_axes` (an embedding, whose rows are as many as
+a vocabulary has) then lies by these.
 
 Axis types are Auto: the compiler places all other arrays.
 """
@@ -101,10 +103,20 @@ def make_mesh(
 
 def parameter_sharding(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
   """A parameter's sharding, from its `axes` metadata and its shape."""
-  axes = variable.get_metadata().get("axes", (None,) * len(variable.shape))
-  if mesh.shape["sequence"] > 1:
-    axes = [_with_sequence(axis) for axis in axes]
-  return NamedSharding(mesh, _fit(axes, variable.shape, mesh))
+  about = variable.get_metadata()
+  axes = about.get("axes", (None,) * len(variable.shape))
+  found = _fit(_sequenced(axes, mesh), variable.shape, mesh)
+  if "else_axes" in about and not any(found):
+    axes = about["else_axes"]
+    found = _fit(_sequenced(axes, mesh), variable.shape, mesh)
+  return NamedSharding(mesh, found)
+
+
+def split(mesh: Mesh, size: int, axes: str | tuple[str, ...]) -> int:
+  """Parts into which a dimension of this size is divided over these axes."""
+  found = _divide(axes, size, mesh)
+  names = (found,) if isinstance(found, str) else (found or ())
+  return math.prod(mesh.shape[name] for name in names)
 
 
 def shard_model(model: nnx.Module, mesh: Mesh) -> None:
@@ -295,6 +307,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_shards(mesh: Mesh) -> int:
   """Shards of a batch; B and S must be multiples of it."""
   return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def _sequenced(
+    axes: Sequence[str | tuple[str, ...] | None], mesh: Mesh
+) -> Sequence[str | tuple[str, ...] | None]:
+  if mesh.shape["sequence"] == 1:
+    return axes
+  return [_with_sequence(axis) for axis in axes]
 
 
 def _with_sequence(

@@ -207,10 +207,7 @@ def _weights(
   adapted = bool(jax.tree.leaves(nnx.state(model, layers.LoRAParam)))
   kind = layers.LoRAParam if adapted else nnx.Param
   parameters = memory_plan.parameter_bytes(model, mesh)
-  try:
-    left_out = frozen.modules(model, config.learner)
-  except ValueError as error:
-    raise config_lib.ConfigError([f"learner.{error}"]) from None
+  left_out = _left_out(config, model)
   weights = memory_plan.weight_bytes(model, mesh, 0, 4, left_out)
   trained, masters = weights.own, weights.masters
   shapes = {
@@ -279,6 +276,14 @@ def _weights(
           how=each(copy, here),
       ))
   return out
+
+
+def _left_out(config: config_lib.TrainConfig, model: Any) -> tuple[str, ...]:
+  """Submodules that the learner leaves as they are."""
+  try:
+    return frozen.modules(model, config.learner)
+  except ValueError as error:
+    raise config_lib.ConfigError([f"learner.{error}"]) from None
 
 
 def _engine(
@@ -364,7 +369,12 @@ def _activations(
   )
   predicted = None
   if memory_plan.Sizes.known(model.config):
-    plan = memory_plan.plan(model, mesh or memory_plan.abstract_mesh(), work)
+    plan = memory_plan.plan(
+        model,
+        mesh or memory_plan.abstract_mesh(),
+        work,
+        left_out=_left_out(config, model),
+    )
     predicted = plan.alive + plan.heap_gaps + plan.batch
   settings = ("learner.rows", "learner.row_length")
   name = "activations of an update"

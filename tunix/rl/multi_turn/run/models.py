@@ -210,11 +210,18 @@ def add_adapter(config: TrainConfig, model: Any) -> None:
         " adapter; train all its weights (policy.lora_rank=0), or use a"
         " Qwen policy"
     ])
+  experts = config.policy.lora_experts
+  if experts and not model.config.text.num_experts:
+    raise ConfigError([
+        f"policy.lora_experts=true: policy.name={config.policy.name} has no"
+        " experts; set it to false"
+    ])
   lora.add(
       model,
       rank=rank,
       alpha=config.policy.lora_alpha or 2.0 * rank,
       seed=config.run.seed,
+      experts=experts,
   )
 
 

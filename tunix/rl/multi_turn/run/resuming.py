@@ -68,6 +68,7 @@ _FIXED = (
     "policy.trajectory_pixels",
     "policy.lora_rank",
     "policy.lora_alpha",
+    "policy.lora_experts",
     "warm_start.source",
     "warm_start.path",
     "warm_start.steps",

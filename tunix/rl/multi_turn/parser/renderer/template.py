@@ -37,7 +37,9 @@ Message = Mapping[str, Any]
 # A token that is not special structures a prompt if it looks as if it did.
 _TAG = re.compile(r"""<[^\s<>"\\]+>|\[[^\s\[\]"\\]+\]""")
 
-PLACEHOLDERS = ("<|image_pad|>", "<|image|>", "<|media_pad|>")
+PLACEHOLDERS = (
+    "<|image_pad|>", "<|image|>", "<|media_pad|>", "<|media_placeholder|>",
+)  # pyformat: disable
 """Tokens that stand for one vision token each."""
 
 # Letters and digits only, so that no template trims, cuts or escapes them.

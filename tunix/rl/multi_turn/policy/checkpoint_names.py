@@ -1,0 +1,107 @@
+"""Names a policy's parameters as its checkpoint's files do.
+
+A parameter's path is its key, but for prefixes that differ between families and
+versions; stacked layers have a key each.
+
+Does not: read or write files (see `hf_checkpoint`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from flax import nnx
+
+# Other spellings of a key, for reading: of Qwen2.5-VL before transformers
+# 4.52, as in the published files.
+_OLD_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("model.visual.", "visual."),
+)
+
+
+class Tensor:
+  """One parameter of the model and where the checkpoint has it.
+
+  Attributes:
+    path: of the parameter in the module.
+    variable: the parameter.
+    keys: in the file; several for stacked layers, in their order.
+    stacked: the module's leading axis is the layer.
+    transposed: the last two axes are swapped in the module.
+    either_way: experts' matrices, whose files differ in this.
+  """
+
+  def __init__(
+      self,
+      path: tuple[Any, ...],
+      variable: nnx.Variable,
+      prefixes: Sequence[tuple[str, str]] = (),
+  ):
+    """Args:
+
+      path: of the parameter in the module.
+      variable: the parameter.
+      prefixes: (ours, the file's) beginnings of keys.
+    """
+    metadata = variable.get_metadata()
+    self.path = path
+    self.variable = variable
+    self.transposed = bool(metadata.get("transposed"))
+    self.either_way = "experts" in path
+    self.stacked = bool(metadata.get("stacked"))
+    shape = tuple(variable.shape)
+    names = [str(part) for part in path]
+    # A text model's decoder is called "model" already.
+    prefix = "" if names[0] in ("lm_head", "model") else "model."
+
+    def key(parts: Sequence[str]) -> str:
+      return _renamed(prefix + ".".join(parts), prefixes)
+
+    if self.stacked:
+      at = names.index("layers") + 1
+      self.keys = tuple(
+          key([*names[:at], str(i), *names[at:]])
+          for i in range(shape[0])
+      )
+      shape = shape[1:]
+    else:
+      self.keys = (key(names),)
+    self._shape = shape
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of each key's tensor in the file."""
+    shape = self._shape
+    if self.transposed:
+      return (*shape[:-2], shape[-1], shape[-2])
+    return shape
+
+  @property
+  def square(self) -> bool:
+    return self._shape[-1] == self._shape[-2]
+
+
+def _renamed(key: str, prefixes: Sequence[tuple[str, str]]) -> str:
+  for ours, theirs in prefixes:
+    if key.startswith(ours):
+      return theirs + key[len(ours) :]
+  return key
+
+
+def tensors_of(model: Any) -> list[Tensor]:
+  """Every parameter of a published checkpoint; adapters are left out."""
+  flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+  found = [
+      Tensor(path, variable, model.config.traits.prefixes)
+      for path, variable in flat
+      if not str(path[-1]).startswith("lora_")
+  ]
+  return sorted(found, key=lambda tensor: tensor.keys)
+
+
+def spellings(key: str) -> list[str]:
+  """Names that files may use for `key`, ours first."""
+  return [key] + [
+      old + key[len(new) :] for new, old in _OLD_PREFIXES if key.startswith(new)
+  ]
