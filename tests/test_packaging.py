@@ -50,8 +50,8 @@ FILES = (
     "Makefile", "conftest.py", "constraints.txt",
 )  # pyformat: disable
 FOLDERS = (
-    ".ci", "benchmarks", "docs", "examples", "scripts", "tests", "tunix",
-    "tunix_multi_turn",
+    ".ci", ".devcontainer", ".vscode", "benchmarks", "docker", "docs",
+    "examples", "scripts", "tests", "tunix", "tunix_multi_turn",
 )  # pyformat: disable
 
 
