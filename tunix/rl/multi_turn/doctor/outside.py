@@ -122,10 +122,10 @@ def ports(config: TrainConfig) -> Iterator[Finding]:
   host, _, port = processes.coordinator.rpartition(":")
   if port.isdigit() and processes.index in (-1, 0) and _is_here(host):
     wanted.append(("processes.coordinator", host, int(port)))
-  for key, host, port in wanted:
-    shown = f"{key}: {host}:{port or 'any free port'}"
+  for key, address, number in wanted:
+    shown = f"{key}: {address}:{number or 'any free port'}"
     try:
-      http_server.listen(host, port).close()
+      http_server.listen(address, number).close()
       yield Finding("port", "ok", f"{shown} is free")
     except ValueError as error:
       why = str(error).partition(": ")[2].partition(";")[0]

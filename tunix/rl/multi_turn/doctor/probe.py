@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import sys
+from typing import Any
 
 # Found by the path of this file, installed or not.
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[4])
@@ -24,7 +25,7 @@ def main() -> int:
   os.dup2(2, 1)
   argv = json.loads(sys.stdin.readline())["argv"]
   try:
-    found = {"ready": _facts(argv)}
+    found: dict[str, Any] = {"ready": _facts(argv)}
   except Exception as error:  # pylint: disable=broad-except
     # A driver fails in its own ways, all for the user to see.
     text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -33,7 +34,7 @@ def main() -> int:
   return 0
 
 
-def _facts(argv: list[str]) -> dict:
+def _facts(argv: list[str]) -> dict[str, Any]:
   tunix_multi_turn.light()
   import jax  # pylint: disable=g-import-not-at-top
 
