@@ -221,6 +221,44 @@ def test_without_docker_the_fix_is_named(tmp_path, project):
   assert done.returncode == 2 and "no docker on PATH" in done.stderr
 
 
+PAGE = (ROOT / "docs" / "docker.md").read_text()
+
+
+def _documented(start):
+  return [
+      shlex.split(line.strip())
+      for line in PAGE.splitlines()
+      if line.startswith(f"    {start}")
+  ]
+
+
+def test_documented_notebook_commands_are_accepted(project):
+  lines = _documented("docker/tpu_notebook.sh")
+  assert len(lines) >= 4
+  for _, *words in lines:
+    done = script("--dry-run", *words[:-1], project)
+    assert done.returncode == 0, (words, done.stderr)
+
+
+def test_documented_builds_and_runs_are_those_of_the_image():
+  arguments = {text.partition("=")[0] for text in _texts("ARG")}
+  tags = set()
+  for words in _documented("docker build"):
+    assert (ROOT / words[words.index("-f") + 1]).is_file()
+    tags.add(words[words.index("-t") + 1])
+    if "--build-arg" in words:
+      given = words[words.index("--build-arg") + 1]
+      assert given.partition("=")[0] in arguments
+  for words in _documented("docker run"):
+    (image,) = (word for word in words if word in tags)
+    command = words[words.index(image) + 1]
+    assert command in tunix_multi_turn.COMMANDS
+  for words in _documented("docker compose"):
+    assert (ROOT / words[words.index("-f") + 1]).is_file()
+  for name in arguments - {""}:
+    assert f"| `{name}` |" in PAGE
+
+
 # --- the image ----------------------------------------------------------------
 
 STEPS = image_in_chroot.parse((DOCKER / "Dockerfile").read_text())

@@ -1,12 +1,13 @@
 """Checks this machine for a run, and says what to mend.
 
     python -m tunix.rl.multi_turn.doctor [config.yaml] [key=value ...] \\
-        [--json] [--timeout SECONDS]
+        [--json]
 
 Takes the arguments of `train`: the checks are of that run. Cores, memory, the
-disk at run.dir, devices (JAX in a process that is ended after --timeout, 60 s
-unless given), versions, the run's preflight, its gym's programs, servers that
-it calls, ports that it binds, tokens. Nothing is compiled, played or sent.
+disk at run.dir, devices (JAX in a process that is ended after `--timeout`
+seconds, 60 unless given), versions, the run's preflight, its gym's programs,
+servers that it calls, ports that it binds, tokens. Nothing is compiled, played
+or sent.
 
 Exit status: 0 nothing failed, 1 a check failed, 2 the arguments are wrong.
 """
@@ -56,8 +57,8 @@ def examine(
   ]
 
 
-def _read(argv: Sequence[str]) -> tuple[list[str], bool, float]:
-  """(the run's arguments, --json, --timeout).
+def read(argv: Sequence[str]) -> tuple[list[str], bool, float]:
+  """(the run's arguments, whether --json, seconds of --timeout).
 
   Raises:
     ConfigError: no seconds.
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(__doc__)
     return 0
   try:
-    rest, as_json, seconds = _read(argv)
+    rest, as_json, seconds = read(argv)
     found = examine(rest, seconds)
   except config_lib.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
