@@ -25,6 +25,8 @@ from tunix.rl.multi_turn.environments.gyms import registry
 from tunix.rl.multi_turn.learner import compiled_memory
 from tunix.rl.multi_turn.learner.algorithms import advantages
 
+import tunix_multi_turn
+
 HERE, LIGHT = "tunix.rl.multi_turn", "tunix_multi_turn"
 COMMANDS = [
     *documented_commands.everywhere(),
@@ -199,6 +201,9 @@ def _accepted(module, words, capsys):
   elif module == "plan" and "--help" not in words:
     # To compile takes minutes.
     assert program.main([*words, "--analytic"]) in (0, 1)
+  elif module == "doctor" and "--help" not in words:
+    # Its checks are of this machine.
+    config_lib.load_config(program.read(words)[0])
   elif module in ("config", "reporting.metrics"):
     assert not words
   elif module in ("environments.play", "commands.inspect_policy") or (
@@ -244,6 +249,11 @@ def test_a_documented_command_is_accepted(command, capsys, monkeypatch):
     words.pop(0)
   if words[0] == "make":
     _make(words[1:])
+  elif words[0] == "tunix-mt":
+    module, _ = tunix_multi_turn.COMMANDS[words[1]]
+    if importlib.util.find_spec(f"{HERE}.{module}") is None:
+      pytest.skip(f"no {module} in this clone")
+    _accepted(module, words[2:], capsys)
   elif words[1:3] == ["-m", LIGHT]:  # Starts the same without google-tunix.
     _accepted(words[3], words[4:], capsys)
   elif words[1] == "-m":

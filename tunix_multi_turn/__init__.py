@@ -1,5 +1,7 @@
-"""Starts parts of tunix.rl.multi_turn that need no google-tunix, without it.
+"""Starts programs of tunix.rl.multi_turn without running google-tunix first.
 
+    tunix-mt train steps=40
+    tunix-mt gym desktop --port 5010
     tunix-gym-server desktop --port 5010
     tunix-monitor serve
     tunix-play desktop
@@ -28,14 +30,30 @@ Does not change anything once `tunix` has been imported.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import runpy
 import sys
 import types
-from typing import Any
+from typing import Any, Mapping, Sequence
 
 _ROOM = "tunix.rl.multi_turn"
 _PACKAGES = ("tunix", "tunix.rl")
+
+COMMANDS: Mapping[str, tuple[str, str]] = types.MappingProxyType({
+    "train": ("train", "train a policy"),
+    "plan": ("plan", "plan a run on TPUs that are not here"),
+    "evaluate": ("evaluate", "measure a policy, or a server's model"),
+    "serve": ("serving", "serve a policy to OpenAI clients"),
+    "gym": ("environments.gym_server", "serve gyms over HTTP"),
+    "monitor": ("monitor", "store and show runs: the Training Monitor"),
+    "buffer": (
+        "trajectory_collector.buffer_service",
+        "keep rollouts between collectors and trainers",
+    ),
+    "doctor": ("doctor", "check this machine for a run, and what to mend"),
+})
+"""Word after `tunix-mt` -> (module of tunix.rl.multi_turn, its purpose)."""
 
 
 class _Deferred(types.ModuleType):
@@ -79,6 +97,54 @@ def run(module: str) -> None:
   """Runs a module of `tunix.rl.multi_turn` as `python -m` does."""
   light()
   runpy.run_module(f"{_ROOM}.{module}", run_name="__main__", alter_sys=True)
+
+
+def usage() -> str:
+  """The text of `tunix-mt --help`."""
+  return "\n".join([
+      "usage: tunix-mt COMMAND [arguments]",
+      "",
+      *(f"  {name:9} {text}" for name, (_, text) in COMMANDS.items()),
+      "",
+      "tunix-mt COMMAND --help explains each; python -m"
+      f" {_ROOM}.commands lists more",
+  ])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """`tunix-mt`: runs a command by its short name.
+
+  Args:
+    argv: None: the program's.
+
+  Returns:
+    2 where no command was started; a command ends the program itself.
+  """
+  argv = sys.argv[1:] if argv is None else list(argv)
+  name = argv[0] if argv else ""
+  if name in ("-h", "--help"):
+    print(usage())
+    return 0
+  if name not in COMMANDS:
+    if not name:
+      print(f"error: no command\n{usage()}", file=sys.stderr)
+      return 2
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"take {', '.join(COMMANDS)}"
+    print(f"error: tunix-mt has no command {name!r}; {hint}", file=sys.stderr)
+    return 2
+  module = COMMANDS[name][0]
+  light()
+  if importlib.util.find_spec(f"{_ROOM}.{module}") is None:
+    print(
+        f"error: this installation has no {_ROOM}.{module}; install a newer"
+        " tunix-multi-turn",
+        file=sys.stderr,
+    )
+    return 2
+  sys.argv[1:] = argv[1:]
+  run(module)
+  return 0
 
 
 def gym_server() -> None:

@@ -11,7 +11,8 @@ import shlex
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _ASSIGNMENTS = r"(?:[A-Z_]+=\S+ )*"
 _MAKE = r"(?:sudo )?make [a-z\-]+(?= *$| *#| +&&| +[A-Z]+=|`)"
-_COMMAND = rf"{_ASSIGNMENTS}(?:python (?:-m tunix|examples/)|{_MAKE})"
+_PYTHON = "python (?:-m tunix|examples/)"
+_COMMAND = rf"{_ASSIGNMENTS}(?:{_PYTHON}|tunix-mt [a-z]+|{_MAKE})"
 _LINE = re.compile(rf"^ *(?:\$ )?({_COMMAND}.*)$")
 _INLINE = re.compile(rf"`({_COMMAND}[^`]*)`")
 PLACES = {"<name>": "mine", "NAME": "tiny_vl", "DIR": "made"}

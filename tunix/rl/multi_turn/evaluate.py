@@ -18,8 +18,12 @@ from __future__ import annotations
 import sys
 from typing import Any, Sequence
 
-import jax
 from tunix.rl.multi_turn import config as config_lib
+
+if __name__ == "__main__":  # Before the seconds that JAX takes.
+  config_lib.help_first(sys.argv[1:], evaluation=True)
+
+import jax
 from tunix.rl.multi_turn.core import comparison
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import shell_hints

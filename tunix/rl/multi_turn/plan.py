@@ -24,6 +24,10 @@ import os
 import sys
 from typing import Any, Iterator, Sequence
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
+  print(__doc__)  # Before the seconds that JAX takes.
+  sys.exit(0)
+
 # Shapes need no accelerator, and libtpu would look for one.
 os.environ["JAX_PLATFORMS"] = "cpu"
 

@@ -25,8 +25,12 @@ import traceback
 import types
 from typing import Any, Sequence
 
-import jax
 from tunix.rl.multi_turn import config as config_lib
+
+if __name__ == "__main__":
+  config_lib.help_first(sys.argv[1:])  # Before the seconds that JAX takes.
+
+import jax
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events

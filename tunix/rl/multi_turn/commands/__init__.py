@@ -23,6 +23,7 @@ COMMANDS = {
     f"{_HERE}.plan": (
         "Plans a run on a TPU slice that is not here: memory, network, speed."
     ),
+    f"{_HERE}.doctor": "Checks this machine for a run, and what to mend.",
     f"{_HERE}.environments.play": "Plays a gym by hand and records episodes.",
     f"{_HERE}.environments.gym_server": "Serves gyms over HTTP.",
     f"{_HERE}.environments.gyms.miniwob": "Lists and tries MiniWoB++'s tasks.",

@@ -8,6 +8,7 @@ from tunix.rl.multi_turn.config.evaluate_config import EvaluationConfig
 from tunix.rl.multi_turn.config.loader import ConfigError
 from tunix.rl.multi_turn.config.resolution import from_dict
 from tunix.rl.multi_turn.config.resolution import from_yaml
+from tunix.rl.multi_turn.config.resolution import help_first
 from tunix.rl.multi_turn.config.resolution import load_config
 from tunix.rl.multi_turn.config.resolution import load_evaluation
 from tunix.rl.multi_turn.config.resolution import parse_yaml

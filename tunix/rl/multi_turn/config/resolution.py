@@ -220,6 +220,22 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
   return _named(_resolved(layers, overrides, problems, resume, _TRAIN))
 
 
+def help_first(argv: Sequence[str], evaluation: bool = False) -> None:
+  """Prints the help and ends the program, if the arguments ask for it.
+
+  A program calls it before it imports what needs JAX.
+
+  Args:
+    argv: of the command.
+    evaluation: of `evaluate`, not of `train`.
+
+  Raises:
+    SystemExit: after `--help` was printed.
+  """
+  if {"-h", "--help"} & set(argv):
+    _read_arguments(argv, [], _EVALUATE if evaluation else _TRAIN)
+
+
 def load_evaluation(argv: Sequence[str]) -> EvaluationConfig:
   """As `load_config` for the command `evaluate`; may name a directory first.
 

@@ -155,6 +155,7 @@ ALIASES: dict[str, str] = {
     "name": "run.name",
     "resume": "run.resume",
     "time_budget_s": "run.time_budget_s",
+    "profile": "report.profile",
     "rollout_backend": "run_service.backend",
     "gbox_mini_agent_base_url": "run_service.base_url",
     "gbox_mini_agent_agent": "run_service.agent",

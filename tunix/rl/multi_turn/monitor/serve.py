@@ -20,12 +20,13 @@ from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.monitor import app as app_lib
+from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.maintenance import commands as maintenance
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.server import access as access_lib
 import uvicorn
 
-TOKEN_VARIABLE = "TUNIX_MONITOR_TOKEN"
+TOKEN_VARIABLE = settings_lib.TOKEN_VARIABLE
 _DATABASE = "runs/monitor.db"
 
 

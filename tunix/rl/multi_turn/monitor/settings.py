@@ -14,6 +14,7 @@ from tunix.rl.multi_turn.core import run_tags as tags_lib
 from tunix.rl.multi_turn.core import settings
 
 _setting = settings.setting
+TOKEN_VARIABLE = "TUNIX_MONITOR_TOKEN"
 
 
 @settings.settings

@@ -13,8 +13,6 @@ import os
 import pathlib
 import platform
 
-import jax
-
 _LOG = logging.getLogger(__name__)
 
 AUTO, OFF = "auto", "off"
@@ -62,6 +60,9 @@ def enable(choice: str = AUTO) -> pathlib.Path | None:
   Returns:
     The directory in use, or None.
   """
+  # Its name "auto" is a default of commands that explain themselves without.
+  import jax  # pylint: disable=g-import-not-at-top
+
   found = directory(choice)
   if found is None:
     jax.config.update("jax_enable_compilation_cache", False)

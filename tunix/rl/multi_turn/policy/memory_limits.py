@@ -1,11 +1,12 @@
-"""Reports the memory that this machine and its devices have."""
+"""Reports the memory that this machine and its devices have.
+
+Imports JAX only to ask a device.
+"""
 
 from __future__ import annotations
 
 import os
 import pathlib
-
-import jax
 
 _LIMITS = (
     "/sys/fs/cgroup/memory.max",
@@ -31,6 +32,8 @@ def device_bytes() -> int | None:
 
   None where the device does not report it.
   """
+  import jax  # pylint: disable=g-import-not-at-top
+
   if jax.default_backend() == "cpu":
     return host_bytes()
   stats = jax.local_devices()[0].memory_stats() or {}

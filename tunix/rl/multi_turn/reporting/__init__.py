@@ -10,6 +10,7 @@ _HOMES = {
     "ProgressBar": "progress",
     "RunCounts": "run_counts",
     "SummaryWriter": "summary_writer",
+    "TraceWriter": "trace_writer",
     "Tracker": "trackers",
     "TrajectoryWriter": "trajectory_writer",
     "build_report": "report",

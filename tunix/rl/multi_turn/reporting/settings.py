@@ -111,6 +111,19 @@ class ReportConfig:
       unit="s",
       ge=0,
   )
+  profile: bool = _setting(
+      default=False,
+      doc="Write trace.json, a timeline of the run by engine, environment,"
+      " learner, queue and uploader, for https://ui.perfetto.dev (which opens"
+      " it in the browser) or chrome://tracing; see docs/doctor.md.",
+  )
+  profile_mib: float = _setting(
+      default=64.0,
+      doc="Largest trace.json. Turns are left out beyond nine tenths of it,"
+      " everything beyond the whole, and counted.",
+      unit="MiB",
+      ge=0.01,
+  )
   summary_s: float = _setting(
       default=5.0,
       doc="Smallest time between two writes of summary.json while training.",

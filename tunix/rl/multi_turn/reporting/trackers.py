@@ -227,6 +227,22 @@ class TensorBoard:
     self._writer.close()
 
 
+def has_wandb_login() -> bool:
+  """Whether Weights & Biases has a key here, and need not ask for one."""
+  if os.environ.get("WANDB_API_KEY") or os.environ.get(
+      "WANDB_IDENTITY_TOKEN_FILE"
+  ):
+    return True
+  url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+  path = os.environ.get("NETRC") or pathlib.Path.home() / ".netrc"
+  try:
+    return bool(netrc.netrc(str(path)).authenticators(
+        parse.urlsplit(url).hostname or ""
+    ))  # pyformat: disable
+  except (OSError, netrc.NetrcParseError):
+    return False
+
+
 class WeightsAndBiases:
   """A W&B run, online or kept in files for `wandb sync`."""
 
@@ -244,7 +260,7 @@ class WeightsAndBiases:
     """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     self._wandb = _import("wandb", "tunix-multi-turn[tracking]")
-    if mode == "online" and not self._has_login():
+    if mode == "online" and not has_wandb_login():
       # It would ask on the terminal, in the middle of the training.
       raise PermissionError(
           "no API key; run `wandb login`, set WANDB_API_KEY, or use"
@@ -254,20 +270,6 @@ class WeightsAndBiases:
     self._folder = folder
     self._close_s = close_s
     self._run: Any = None
-
-  def _has_login(self) -> bool:
-    if os.environ.get("WANDB_API_KEY") or os.environ.get(
-        "WANDB_IDENTITY_TOKEN_FILE"
-    ):
-      return True
-    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    path = os.environ.get("NETRC") or pathlib.Path.home() / ".netrc"
-    try:
-      return bool(netrc.netrc(str(path)).authenticators(
-          parse.urlsplit(url).hostname or ""
-      ))  # pyformat: disable
-    except (OSError, netrc.NetrcParseError):
-      return False
 
   def start(self, run_name: str, config: Mapping[str, Any]) -> None:
     self._folder.mkdir(parents=True, exist_ok=True)

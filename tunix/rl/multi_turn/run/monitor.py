@@ -23,6 +23,7 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import shell_hints
+from tunix.rl.multi_turn.monitor import settings as settings_lib
 
 _LOG = logging.getLogger(__name__)
 _STOP_S = 15.0
@@ -31,7 +32,7 @@ _PROGRAM = str(
     pathlib.Path(__file__).parents[1] / "monitor" / "__main__.py"
 )
 """As a file it starts in a second: see its docstring."""
-TOKEN_VARIABLE = "TUNIX_MONITOR_TOKEN"
+TOKEN_VARIABLE = settings_lib.TOKEN_VARIABLE
 
 
 class RunMonitor:

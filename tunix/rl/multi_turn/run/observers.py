@@ -1,5 +1,5 @@
 """Attaches a run's observers: progress, metrics and trajectory files, summary,
-trackers, the Training Monitor.
+trackers, the timeline, the Training Monitor.
 
 Does not: make events.
 """
@@ -84,6 +84,11 @@ def attach(
   for tracker in trackers.of_run(config.tracking, directory, resume_step):
     writers.append(tracker)
     observers.add(tracker)
+  trace = None
+  if report.profile:
+    trace = reporting.TraceWriter(directory, report, resume_step=resume_step)
+    writers.append(trace)
+    observers.add(trace)
   if config.monitor.on:
     monitor = monitor_lib.RunMonitor(
         config,
@@ -93,6 +98,8 @@ def attach(
     )
     writers.append(monitor)
     observers.add(monitor.observer)
+    if trace is not None:
+      trace.uploader = monitor.observer.readings
     print(f"training monitor: {monitor.url}", file=sys.stderr)
     return monitor.url
   return ""

@@ -211,19 +211,24 @@ def _beside(config: TrainConfig) -> Iterator[str]:
 # --- what fits ----------------------------------------------------------------
 
 
-def _weights(config: TrainConfig) -> Iterator[str]:
+def bytes_of_weights(config: TrainConfig) -> int | None:
+  """Bytes of the policy's weights; None where only making it would tell."""
   name = config.policy.name
   if policy_settings.is_factory(name):
-    return  # Only calling it would tell.
+    return None
   try:
-    size = checkpoint.parameter_bytes(
+    return checkpoint.parameter_bytes(
         by_name.BUILT_IN.get(name, name),
         **config.policy.changes(
             config.agent.max_images or config.environment.max_turns
         ),
     )
   except (OSError, ValueError, TypeError):
-    return  # Making the policy reports it, by its setting.
+    return None  # Making the policy reports it, by its setting.
+
+
+def _weights(config: TrainConfig) -> Iterator[str]:
+  size = bytes_of_weights(config)
   if size is not None:
     yield from memory_lib.of_weights(config, size).problems(config)
 

@@ -23,6 +23,11 @@ from typing import Any, Callable, Sequence, TypeVar
 
 import pydantic
 import tqdm
+from tunix.rl.multi_turn.serving import arguments
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
+  arguments.parser().parse_args()  # Before the seconds that JAX takes.
+
 from tunix.rl.multi_turn.core import connections
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
@@ -42,73 +47,13 @@ from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import server
 
 T = TypeVar("T")
-TOKEN_VARIABLE = "TUNIX_ROLLOUT_TOKEN"
+TOKEN_VARIABLE = arguments.TOKEN_VARIABLE
 USUAL_SCREENS = (
     (1920, 1080), (1280, 720), (1024, 768), (640, 480), (360, 640), (320, 240),
     (160, 210), (128, 96),
 )  # pyformat: disable
 """(width, height) in pixels, the first that fits is the default."""
 _BACKLOG = 2048  # Connections that wait while the policy is compiled.
-
-
-def parser() -> argparse.ArgumentParser:
-  out = argparse.ArgumentParser(
-      prog="python -m tunix.rl.multi_turn.serving",
-      description="Serve a policy to OpenAI clients.",
-      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-  )
-  add = out.add_argument
-  add("policy", help="a directory, or a shipped policy such as tiny_vl")
-  add("--name", default="", help="the model's name for clients (the policy)")
-  add("--host", default="127.0.0.1")
-  add("--port", type=int, default=8000)
-  add("--token-file", type=pathlib.Path,
-      help=f"holds the token of clients; or set {TOKEN_VARIABLE}")
-  add("--max-model-len", type=int, default=2048, metavar="TOKENS",
-      help="context of a sequence, images included")
-  add("--max-tokens", type=int, default=1024,
-      help="cap of a completion, and its length unless asked for")
-  add("--slots", type=int, default=32, help="requests sampled at a time")
-  add("--cache-tokens", type=int, default=0, metavar="TOKENS",
-      help="held by the KV cache; 0: --slots times --max-model-len")
-  add("--screen", default="", metavar="WxH[,WxH]",
-      help="sizes of screenshots, compiled before the first request; unless"
-      " given the largest usual one that the policy takes")
-  add("--limit-mm-per-prompt", default='{"image": 64}', metavar="JSON",
-      help="images of a prompt")
-  add("--allowed-media-domains", default="", metavar="HOST[,HOST]",
-      help="https hosts that images are fetched from, matched exactly")
-  add("--image-memory", type=int, default=1024, metavar="MIB",
-      help="pixels of screenshots kept in memory")
-  add("--image-dir", type=pathlib.Path,
-      help="holds the screenshots beyond --image-memory; without it they are"
-      " forgotten, and a request that needs one fails")
-  add("--tool-parser", default="qwen",
-      help="grammar of tool calls, a registered tool parser")
-  add("--renderer", default="auto", choices=choice.KINDS,
-      help="messages to tokens; auto: by the policy's own chat template, or"
-      " ChatML where it has none; qwen: ChatML in any case")
-  add("--default-chat-template-kwargs", default="{}", metavar="JSON",
-      help="variables of the chat template, e.g. {\"enable_thinking\": false}")
-  add("--dtype", default="float32", choices=("float32", "bfloat16"),
-      help="of activations and KV cache")
-  add("--features", default="", metavar="NAME[,NAME]",
-      help="compiled before the first request: details (top_logprobs and raw"
-      " log-probs), grammar (answers that follow a schema); others are compiled"
-      " at the first request for them, while all wait")
-  add("--weights", default="same", choices=("same", "int8"),
-      help="int8 halves the matrices' memory (Qwen-VL)")
-  add("--max-sessions", type=int, default=1024,
-      help="held at a time; ended ones count until they are dropped")
-  add("--session-timeout", type=float, default=3600.0, metavar="S",
-      help="an idle session ends after this long")
-  add("--export-arrays", choices=("lists", "tensors"), default="lists",
-      help="how exports write arrays; tensors: as AReaL reads them")
-  add("--seed", type=int, default=0)
-  add("--compile-cache", default=compile_cache.AUTO, metavar="DIR",
-      help="of compiled programs; auto: the user's cache directory; off: none")
-  http_server.add_options(out)
-  return out  # pyformat: disable
 
 
 def _screens(text: str) -> tuple[tuple[int, int], ...]:
@@ -438,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
   import uvicorn  # pylint: disable=g-import-not-at-top
 
-  args = parser().parse_args(argv)
+  args = arguments.parser().parse_args(argv)
   host_memory.tune()
   compile_cache.enable(args.compile_cache)
   connections.raise_open_files()

@@ -89,6 +89,9 @@ class GymSpec:
     family_options: `family -> options`, defaults for a family's episodes.
     check: `(options, width, height) -> problems`, an iterator of texts: option
       values that do not go with one another, or with the screen's size.
+    needs: `(options) -> problems`, an iterator of texts: programs, packages and
+      keys that the gym takes from its machine and that are missing there, each
+      with what to do. None: it needs nothing beyond this package.
     lists_tasks: whether the gym itself lists its families, so that a run need
       not name any.
     task_list: `(**options) -> list of CUATask`, for task_source.source=gym;
@@ -117,6 +120,7 @@ class GymSpec:
   check: (
       Callable[[Mapping[str, Any], int, int], Iterator[str]] | str | None
   ) = None
+  needs: Callable[[Mapping[str, Any]], Iterator[str]] | str | None = None
   lists_tasks: bool = False
   task_list: Callable[..., Sequence[Any]] | str | None = None
   starts_by_id: bool = False
@@ -182,6 +186,11 @@ class GymSpec:
     """Problems of options that are right each by itself; see `check`."""
     if self.check is not None:
       yield from _loaded(self.check)(options, width, height)
+
+  def missing(self, options: Mapping[str, Any] = _NOTHING) -> Iterator[str]:
+    """What this machine lacks for the gym, with what to do; see `needs`."""
+    if self.needs is not None:
+      yield from _loaded(self.needs)(options)
 
   def options_of(
       self,

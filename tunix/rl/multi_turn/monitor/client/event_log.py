@@ -170,6 +170,10 @@ class EventLog:
     """Process id of the uploader."""
     return self._uploader.pid
 
+  def readings(self) -> dict[str, int]:
+    """Events that wait for the uploader, and those dropped."""
+    return {"waiting": len(self._waiting), "dropped": self.dropped}
+
   def on_event(self, event: events.Event) -> None:
     if type(event) not in event_codec.RECORDED:
       return

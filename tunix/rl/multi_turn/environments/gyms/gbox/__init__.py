@@ -6,4 +6,5 @@ GYM = spec.GymSpec(
     doc="machines of gbox",
     make=f"{__name__}.gym:GboxGym",
     size_known_after_start=True,
+    needs=f"{__name__}.gym:needs",
 )

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 import urllib.parse
 
 from tunix.rl.multi_turn.core import concurrency
@@ -42,6 +42,13 @@ _LONGEST_WAIT_S = 30.0
 
 class GboxError(http_lib.CallError):
   """gbox refused, failed, or did not answer in time."""
+
+
+def needs(options: Mapping[str, Any]) -> Iterator[str]:
+  """`GymSpec.needs`: a key."""
+  del options
+  if not os.environ.get(KEY_VARIABLE):
+    yield f"${KEY_VARIABLE} is not set; machines of gbox are made with a key"
 
 
 class GboxGym:

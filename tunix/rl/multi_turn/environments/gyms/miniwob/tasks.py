@@ -11,10 +11,14 @@ import importlib.util
 import os
 import pathlib
 import re
+from typing import Any, Iterator, Mapping
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
+from tunix.rl.multi_turn.environments.gyms.chromium import (
+    needs as browser_needs,
+)
 from tunix.rl.multi_turn.environments.gyms.miniwob import catalogue
 
 PAGES_VARIABLE = "TUNIX_MINIWOB_PAGES"
@@ -56,6 +60,15 @@ def pages_directory() -> pathlib.Path:
     PagesNotFound: with what to install.
   """
   return _pages_in(os.environ.get(PAGES_VARIABLE))
+
+
+def needs(options: Mapping[str, Any]) -> Iterator[str]:
+  """`GymSpec.needs`: a browser, and the pages."""
+  yield from browser_needs.browser(options)
+  try:
+    pages_directory()
+  except PagesNotFound as error:
+    yield str(error)
 
 
 @functools.lru_cache(maxsize=None)

@@ -30,6 +30,7 @@ GYM = spec.GymSpec(
     describe=f"{__name__}.oracle:describe",
     set_by_run=spec.SIZE,
     check=f"{__name__}.gym:unusable",
+    needs=f"{__name__}.programs:needs",
 )
 
 __getattr__ = registry.lazy_attributes(

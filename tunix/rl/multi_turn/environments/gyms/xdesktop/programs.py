@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import importlib.util
 import shutil
-from typing import Mapping
+from typing import Any, Iterator, Mapping
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
@@ -64,6 +65,15 @@ def missing() -> tuple[str, ...]:
   except OSError:
     absent.append("libxcb.so.1")
   return tuple(absent)
+
+
+def needs(options: Mapping[str, Any]) -> Iterator[str]:
+  """`GymSpec.needs`: programs, and the driver of displays."""
+  del options
+  if absent := missing():
+    yield f"{', '.join(absent)} not found; install them: sudo make desktop"
+  if importlib.util.find_spec("xcffib") is None:
+    yield "no package xcffib; pip install 'tunix-multi-turn[xdesktop]'"
 
 
 def require() -> None:

@@ -1,0 +1,65 @@
+"""One result of a check, and the table of all."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from typing import Any, Literal, Sequence
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """One result of a check.
+
+  Attributes:
+    check: its name.
+    status: ok; warn: the run begins, and may go badly; fail: it cannot.
+    found: on this machine.
+    fix: what to do, "" where nothing is wrong.
+  """
+
+  check: str
+  status: Status
+  found: str
+  fix: str = ""
+
+  def __post_init__(self):
+    if (self.status == "ok") == bool(self.fix):
+      raise ValueError(f"{self}: a fix is of what is not ok, and only of that")
+
+
+def failed(findings: Sequence[Finding]) -> bool:
+  return any(found.status == "fail" for found in findings)
+
+
+def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
+  """The findings for programs."""
+  return {
+      "ok": not failed(findings),
+      "findings": [dataclasses.asdict(found) for found in findings],
+  }
+
+
+def text_of(findings: Sequence[Finding]) -> str:
+  """The findings for people, 80 columns wide."""
+  width = max((len(found.check) for found in findings), default=0)
+  lines = []
+  for found in findings:
+    head = f"{found.status:4}  {found.check.ljust(width)}  "
+    lines += textwrap.wrap(
+        found.found, 80, initial_indent=head,
+        subsequent_indent=" " * len(head), break_long_words=False,
+    )  # pyformat: disable
+    lines += textwrap.wrap(
+        found.fix, 80, initial_indent=" " * len(head) + "-> ",
+        subsequent_indent=" " * len(head) + "   ", break_long_words=False,
+        break_on_hyphens=False,
+    )  # pyformat: disable
+  counts = {s: sum(f.status == s for f in findings) for s in ("fail", "warn")}
+  lines.append(
+      f"{len(findings)} checks, {counts['fail']} failed,"
+      f" {counts['warn']} with a warning"
+  )
+  return "\n".join(lines)

@@ -1,0 +1,188 @@
+"""Checks what a run's settings name outside of it: its gym's programs, servers
+that it calls, ports that it binds, tokens.
+
+Does not: send a request, or show a token. Imports no JAX.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any, Iterator, Mapping
+import urllib.parse
+
+from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents.runs import settings as run_service
+from tunix.rl.multi_turn.core import credentials
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.doctor import finding
+from tunix.rl.multi_turn.environments import spec as environment_spec
+from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.monitor import settings as monitor_settings
+from tunix.rl.multi_turn.reporting import trackers
+
+Finding = finding.Finding
+TrainConfig = config_lib.TrainConfig
+_OURS = ("rollout.public_url",)  # An address of the run itself.
+
+
+def gym(config: TrainConfig) -> Iterator[Finding]:
+  """Programs, packages and keys, as the gym declares them."""
+  name = config.gym.name
+  if not environment_spec.get(config.environment.name).gym:
+    return
+  found = gyms.get(name)
+  check = f"gym {name}"
+  try:
+    lacking = list(found.missing(config.gym.options))
+    if not lacking:
+      dict(found.options)  # Imports what the gym is made with.
+  except ImportError as error:
+    lacking = [str(error)]
+  for text in lacking:
+    what, _, fix = text.partition("; ")
+    if not fix:
+      what, _, fix = text.partition(": ")
+    yield Finding(check, "fail", what, fix or what)
+  if not lacking:
+    yield Finding(
+        check, "ok", "has what it needs" if found.needs else "needs nothing"
+    )
+
+
+# --- servers that the run calls ----------------------------------------------
+
+
+def addresses(config: TrainConfig) -> dict[str, str]:
+  """Setting -> the http(s) address that it holds, those that a run calls."""
+  found = dict(_of_values(config.to_dict(), ""))
+  if config.rollout.agent == "run_service":
+    found["run_service.base_url"] = config.run_service.url
+  if environment_spec.get(config.environment.name).gym:
+    try:
+      options = gyms.get(config.gym.name).options
+    except ImportError:
+      options = {}  # `gym` reports it.
+    for name, option in options.items():
+      key = f"gym.options.{name}"
+      if key not in found:
+        found |= _of_values(option.default, key)
+  else:
+    found = {k: v for k, v in found.items() if not k.startswith("gym.")}
+  return {key: url for key, url in found.items() if key not in _OURS}
+
+
+def _of_values(value: Any, key: str) -> Iterator[tuple[str, str]]:
+  if isinstance(value, Mapping):
+    for name, inner in value.items():
+      yield from _of_values(inner, f"{key}.{name}" if key else str(name))
+  elif isinstance(value, (list, tuple)):
+    for inner in value:
+      yield from _of_values(inner, key)
+  elif isinstance(value, str) and value.startswith(("http://", "https://")):
+    yield key, value
+
+
+def servers(config: TrainConfig, seconds: float = 3.0) -> Iterator[Finding]:
+  """Whether each server takes a connection; nothing is sent to it.
+
+  Args:
+    config: of the run.
+    seconds: deadline of each.
+  """
+  for key, url in addresses(config).items():
+    shown = f"{key}={credentials.masked(url)}"
+    try:
+      parts = urllib.parse.urlsplit(url)
+      port = parts.port or (443 if parts.scheme == "https" else 80)
+      if not parts.hostname:
+        raise ValueError("no host in it")
+    except ValueError as error:
+      yield Finding("server", "fail", f"{shown}: {error}", f"correct {key}")
+      continue
+    try:
+      with socket.create_connection((parts.hostname, port), seconds):
+        yield Finding("server", "ok", f"{shown} takes connections")
+    except OSError as error:
+      yield Finding(
+          "server", "fail", f"{shown}: {error.strerror or error}",
+          f"start it, or correct {key}; a firewall may be between",
+      )  # pyformat: disable
+
+
+# --- ports that the run binds -------------------------------------------------
+
+
+def ports(config: TrainConfig) -> Iterator[Finding]:
+  """Whether the run's own servers can bind their ports."""
+  wanted = []
+  if config.rollout.via in ("proxy", "hosts"):
+    wanted.append(("rollout.port", config.rollout.host, config.rollout.port))
+  processes = config.processes
+  host, _, port = processes.coordinator.rpartition(":")
+  if port.isdigit() and processes.index in (-1, 0) and _is_here(host):
+    wanted.append(("processes.coordinator", host, int(port)))
+  for key, address, number in wanted:
+    shown = f"{key}: {address}:{number or 'any free port'}"
+    try:
+      http_server.listen(address, number).close()
+      yield Finding("port", "ok", f"{shown} is free")
+    except ValueError as error:
+      why = str(error).partition(": ")[2].partition(";")[0]
+      yield Finding(
+          "port", "fail", f"{shown}: {why}",
+          f"end the program that has it (ss -ltnp), or change {key}",
+      )  # pyformat: disable
+
+
+def _is_here(host: str) -> bool:
+  """Whether the name is one of this machine's; another binds elsewhere."""
+  try:
+    found = socket.gethostbyname(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+      probe.bind((found, 0))
+    return True
+  except OSError:
+    return False
+
+
+# --- tokens -------------------------------------------------------------------
+
+
+def tokens(config: TrainConfig) -> Iterator[Finding]:
+  """Variables with tokens that the settings call for; none is shown."""
+  wanted: dict[str, str] = {}
+  if config.monitor.url:
+    wanted[monitor_settings.TOKEN_VARIABLE] = "monitor.url"
+  if config.rollout.agent == "run_service":
+    wanted[run_service.TOKEN_VARIABLE] = "run_service"
+  for key, name in _variables(config.to_dict(), ""):
+    wanted[name] = key
+  for name, key in wanted.items():
+    if os.environ.get(name):
+      yield Finding("token", "ok", f"${name} is set, for {key}")
+    else:
+      yield Finding(
+          "token", "warn", f"${name} is not set, for {key}",
+          f"export {name}=… where its server asks for one",
+      )  # pyformat: disable
+  if config.tracking.wandb == "online":
+    if trackers.has_wandb_login():
+      yield Finding("token", "ok", "Weights & Biases has a key")
+    else:
+      yield Finding(
+          "token", "fail", "tracking.wandb=online without a key",
+          "run wandb login, set WANDB_API_KEY, or tracking.wandb=offline",
+      )  # pyformat: disable
+
+
+def _variables(value: Any, key: str) -> Iterator[tuple[str, str]]:
+  """(setting, variable) of settings that name one: api_key_env, token_env."""
+  if isinstance(value, Mapping):
+    for name, inner in value.items():
+      yield from _variables(inner, f"{key}.{name}" if key else str(name))
+  elif isinstance(value, (list, tuple)):
+    for inner in value:
+      yield from _variables(inner, key)
+  elif isinstance(value, str) and value and key.endswith("_env"):
+    yield key, value
