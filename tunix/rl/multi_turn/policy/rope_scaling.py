@@ -122,7 +122,8 @@ def read(
           ": it follows the longest sequence of a batch, so that cached keys"
           " and those of a whole pass would differ. Up to"
           f" max_position_embeddings={max_position_embeddings} tokens it"
-          " changes nothing: remove it from config.json for contexts within them"
+          " changes nothing: remove it from config.json for contexts within"
+          " them"
       )
     raise ValueError(
         f"config.json: rope_type={kind!r} is not implemented{why}; scaled"
