@@ -39,4 +39,5 @@ def test_a_second_turn_goes_on_from_its_state(report, case):
 
 
 def test_a_device_holds_its_shard_of_the_states(report):
-  assert report["mesh"]["kv_cache"] < report["one"]["kv_cache"] / 2
+  """Split by rows alone, and an empty page for each shard."""
+  assert report["mesh"]["kv_cache"] < 0.6 * report["one"]["kv_cache"]

@@ -29,9 +29,9 @@ import numpy as np
 from tunix.rl.multi_turn.engine import kv_cache
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import cached_attention
+from tunix.rl.multi_turn.policy import experts
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import layers
-from tunix.rl.multi_turn.policy import experts
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
 

@@ -24,9 +24,9 @@ import weakref
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from tunix.rl.multi_turn.policy import experts
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import linear_attention
-from tunix.rl.multi_turn.policy import experts
 from tunix.rl.multi_turn.policy import qwen_text
 
 Path = tuple[str, ...]

@@ -8,8 +8,9 @@ an optimizer distinguishes them from the base weights.
 Promises: a fresh adapter changes nothing, to the bit (B is zero); taking an
 adapter off gives back the base weights themselves.
 
-Does not: adapt embeddings or the output matrix; drop out; hold several adapters at a time; read or write files (see
-`lora_files`). Axis names: r = rank.
+Does not: adapt embeddings or the output matrix; drop out; hold several
+adapters at a time; read or write files (see `lora_files`). Axis names: r =
+rank.
 """
 
 from __future__ import annotations

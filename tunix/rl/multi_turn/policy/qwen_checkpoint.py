@@ -1,4 +1,4 @@
-"""Builds published policies with the host side and tokenizer that belong to them.
+"""Builds published policies with the host side and tokenizer of theirs.
 
 Joins weights (`hf_checkpoint`), host side (`qwen_vl_inputs`) and the
 tokenizer's files; callers use `checkpoint`.

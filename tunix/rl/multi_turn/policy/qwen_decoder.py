@@ -1,9 +1,10 @@
 """Implements the decoder of Qwen2(-VL) to Qwen3.5 and of GLM-4.1V.
 
-Reads like the forward pass: attention, a layer, the stack. The families differ in where q, k and v get a bias (Qwen2, Qwen2.5) or a
-norm (Qwen3), in how the three rotary axes share a head's frequencies, in
-layers of linear attention (Qwen3.5), in mixtures of experts, and in norms
-behind attention and MLP (GLM-4.1V); the configuration decides.
+Reads like the forward pass: attention, a layer, the stack. The families differ
+in where q, k and v get a bias (Qwen2, Qwen2.5) or a norm (Qwen3), in how the
+three rotary axes share a head's frequencies, in layers of linear attention
+(Qwen3.5), in mixtures of experts, and in norms behind attention and MLP
+(GLM-4.1V); the configuration decides.
 
 Layers lie in a list (unrolled), or stacked along a leading axis of each
 parameter and run by one scan, which compiles in a fraction of the time.

@@ -2,9 +2,10 @@
 
 Promises: an image's size, its patches and their order, and the rotary
 positions are those of transformers' `Qwen2VLImageProcessorPil` and
-`Glm4vImageProcessorPil` and of `get_rope_index`, bit for bit, except that pixels stay uint8 and a patch is one
-frame. The reference repeats a still for its temporal kernel of 2; a model here
-adds the kernel's two halves up instead, and normalises on the device.
+`Glm4vImageProcessorPil` and of `get_rope_index`, bit for bit, except that
+pixels stay uint8 and a patch is one frame. The reference repeats a still for
+its temporal kernel of 2; a model here adds the kernel's two halves up instead,
+and normalises on the device.
 
 Does not: take video, decode files, or normalise. numpy and Pillow only. Gives
 the names of `qwen_vl_sizes` too.

@@ -119,10 +119,11 @@ def read(
     why = ""
     if kind == "dynamic":
       why = (
-          ": it follows the longest sequence of a batch, so that cached keys and"
-          " those of a whole pass would differ. Up to max_position_embeddings="
-          f"{max_position_embeddings} tokens it changes nothing: remove it from"
-          " config.json for contexts within them"
+          ": it follows the longest sequence of a batch, so that cached keys"
+          " and those of a whole pass would differ. Up to"
+          f" max_position_embeddings={max_position_embeddings} tokens it"
+          " changes nothing: remove it from config.json for contexts within"
+          " them"
       )
     raise ValueError(
         f"config.json: rope_type={kind!r} is not implemented{why}; scaled"

@@ -2,8 +2,8 @@
 
 `tiktoken.model` has a token's bytes, in base64, and its rank in each line.
 `tokenizer_config.json` names the special tokens behind them, by id. The pattern
-that splits text is in the checkpoint's own `tokenization_*.py`: it is read there
-as a literal, and nothing of that file is run.
+that splits text is a literal in the checkpoint's own `tokenization_*.py`, of
+which nothing is run.
 
 Promises: ids are those of tiktoken. Of the parts of a piece of text, the
 neighbours that make the token of lowest rank are joined first, from the left; a
