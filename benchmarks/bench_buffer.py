@@ -7,7 +7,7 @@ eight, then until `--items` are buffered; with them, what a read of one group,
 two cores, clients included.
 
     python benchmarks/bench_buffer.py [--items 100000] [--connections 64]
-        [--seconds 15]
+        [--seconds 15] [--bytes 45000]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BYTES = 45_000
 
 
 def body_of(uid: str, instance: str, text: str, reward: float) -> bytes:
-  """An item of 45 kB; nothing is computed a token."""
+  """An item; nothing is computed a token."""
   return (
       '{"uid":"%s","instance_id":"%s","messages":[{"role":"user","content":'
       '"%s"},{"role":"assistant","content":"4"}],"reward":%s,"extra_info":'
@@ -42,13 +42,13 @@ def body_of(uid: str, instance: str, text: str, reward: float) -> bytes:
 class Load:
   """Connections that write one request after another."""
 
-  def __init__(self, port: int, batch: int, prefix: str):
+  def __init__(self, port: int, batch: int, prefix: str, size: int = _BYTES):
     self.port, self.batch, self.prefix = port, batch, prefix
     self.number = self.done = self.refused = 0
     rng = random.Random(0)
     words = ["click", "the", "button", "at", "x=", "17", "screen"]
-    text = " ".join(rng.choice(words) for _ in range(_BYTES // 4))
-    self.text = text[: _BYTES - 200]
+    text = " ".join(rng.choice(words) for _ in range(size // 3))
+    self.text = text[: max(1, size - 200)]
 
   def next_body(self) -> bytes:
     found = []
@@ -137,19 +137,20 @@ def main() -> None:
   parser.add_argument("--items", type=int, default=100_000)
   parser.add_argument("--connections", type=int, default=64)
   parser.add_argument("--seconds", type=float, default=15.0)
+  parser.add_argument("--bytes", type=int, default=_BYTES, help="of an item")
   parser.add_argument("--dir", help="on the disk to be measured")
   args = parser.parse_args()
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
   load = " ".join(f"{n:.1f}" for n in os.getloadavg())
-  print(f"{os.cpu_count()} cores, load {load}; items of {_BYTES} B")
+  print(f"{os.cpu_count()} cores, load {load}; items of {args.bytes} B")
   with tempfile.TemporaryDirectory(dir=args.dir) as folder:
     process, _ = started(folder, port)
     try:
       held = 0
       for batch in (1, 8):
-        one = Load(port, batch, f"b{batch}-")
+        one = Load(port, batch, f"b{batch}-", args.bytes)
         cpu = cpu_of(process.pid)
         took = asyncio.run(
             one.run(args.connections, args.seconds, args.items)
@@ -161,7 +162,7 @@ def main() -> None:
             f" {one.refused} refused"
         )
         held += one.done
-      rest = Load(port, 8, "rest-")
+      rest = Load(port, 8, "rest-", args.bytes)
       asyncio.run(
           rest.run(args.connections, 600.0, max(0, args.items - held))
       )

@@ -157,7 +157,7 @@ def test_a_group_of_mathematics_needs_an_answer_of_each_member():
     "rows, fault",
     [
         ([], "holds no task"),
-        ([{"prompt": "x"}], "line 1: it has no instance_id; give each task one"),
+        ([{"prompt": "x"}], "line 1: it has no instance_id; give each"),
         ([{"instance_id": "a"}], "prompt must be a text or a list of messages"),
         ([{"instance_id": "a", "prompt": "x"}], "give each task its answer"),
     ],
