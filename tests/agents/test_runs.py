@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -101,6 +102,84 @@ async def test_a_run_is_followed_to_its_end_and_no_event_is_seen_twice():
     found = [e async for e in runs.follow("r", 20.0)]
     assert found == events
     await runs.aclose()
+
+
+@pytest.mark.parametrize(
+    "names", [("step_start", "step_end"), ("turn_start", "turn_end")]
+)
+async def test_an_agent_plays_by_the_service_s_documented_exchange(names):
+  """gbox-mini-agent's: bare lists, 404 until there are events, times as ISO
+  text, whole replies, the answer in `finished`, and events after the end."""
+  begin, end = names
+  reply = said([1, 2])
+  shot = {"screenshots": [{"name": "screenshot_after", "url": "http://s/1"}]}
+
+  def action(index, name, **args):
+    return {"actionIndex": index, "action": {
+        "name": name, "args": args, "callId": f"c{index}",
+        "rawFeedback": "", "rawResult": {}, "obs": shot}}  # pyformat: disable
+
+  rows = [
+      {"type": begin, "step": 1},
+      {"type": "model_call", "step": 1, "modelSpecificInput": called("u")},
+      {"type": "model_output", "step": 1, "modelOutput": reply},
+      {"type": "action_executed", "step": 1, "durationMs": 5,
+       **action(0, "tap", point={"x": 1, "y": 2})},
+      {"type": "action_executed", "step": 1,
+       **action(1, "type", content="hello")},
+      {"type": end, "step": 1},
+      {"type": "model_call", "step": 2, "modelInput": called("u", "v")},
+      {"type": "model_output", "step": 2, "modelOutput": reply},
+      {"type": "action_executed", "step": 2,
+       **action(0, "finished", content="42")},
+      {"type": "run_end", "ok": True, "reason": "finished"},
+  ]  # pyformat: disable
+  for second, row in enumerate(rows):
+    row["ts"] = f"2026-01-01T00:00:{second:02}.000Z"
+  polls = itertools.count()
+
+  def answer(method, path, body):
+    if (method, path) == ("POST", "/runs"):
+      return 200, {"runId": "run-1"}
+    poll = next(polls)
+    if path.endswith("/events"):
+      if poll < 3:
+        return 404, {"detail": "no events"}
+      return 200, rows[:6] if poll < 7 else rows[:8] if poll < 11 else rows
+    # It has ended before its last events are there.
+    return 200, {"status": "running" if poll < 10 else "completed"}
+
+  body = {
+      "task": "Say hello.", "agent": "qwen3-vl", "maxSteps": 20,
+      "maxRunTimeSec": 600, "maxStepTimeSec": 180,
+      "model": {"baseUrl": "http://m/v1", "name": "m", "provider": "openai"},
+      "env": {"type": "genv", "gymBaseUrl": "http://g", "gymId": "desktop",
+              "executionId": "e"},
+      "standardActionSpace": "mobile",
+  }  # pyformat: disable
+  with run_services.scripted(answer) as (url, asked):
+    runs = client_lib.RunServiceClient(url, poll_s=0.01)
+    agent = run_agent.RunAgent()
+    assert await agent.start(runs, body, 20.0) == "run-1"
+    assert (await agent.output(0))["modelOutput"] == reply
+    assert [a["name"] for a in await agent.actions(0)] == ["tap", "type"]
+    assert agent.chat_completions[0]["content"][0]["text"] == "[screenshot u]"
+    ended = await agent.finished()
+    assert (ended.status, ended.reason, ended.answer) == (
+        "completed", "finished", "42",
+    )  # pyformat: disable
+    assert agent.events == rows
+    assert await agent.output(2) is None
+    await agent.close()
+    await runs.aclose()
+    first, *rest = asked.requests
+    assert first[:2] == ("POST", "/runs") and json.loads(first[-1]) == body
+    assert {r[:2] for r in rest} == {
+        ("GET", "/runs/run-1"), ("GET", "/runs/run-1/events"),
+    }  # pyformat: disable
+    bounds = [r[2] for r in rest if r[1].endswith("events")]
+    assert not bounds[0]
+    assert bounds[-1] == "from=2026-01-01T00%3A00%3A07.000Z"
 
 
 async def test_following_ends_with_its_deadline():

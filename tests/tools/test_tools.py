@@ -8,7 +8,10 @@ import pytest
 from tunix.rl.multi_turn import tools
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.environments import settings
+from tunix.rl.multi_turn.environments import spec
 from tunix.rl.multi_turn.tools import calculator
+from tunix.rl.multi_turn.tools import registry
 
 ToolCall = trajectory.ToolCall
 ToolOutput = trajectory.ToolOutput
@@ -418,3 +421,21 @@ class TestScreenshotTool:
     )
     output = tools.ToolManager({"screenshot": tool}).run("screenshot")
     assert output.metadata["image"] in store
+
+
+@pytest.mark.parametrize("tools, words", [
+    (5, "environment.options.tools=5 must be a list of names"),
+    (["calculatr"], "environment.options.tools: .*did you mean 'calculator'"),
+    (["no_such.module:Tool"], "environment.options.tools: .*no_such"),
+    ([5], "environment.options.tools: 5 must be a name"),
+    ({"calculator": 5}, "environment.options.tools.calculator=5"),
+])  # pyformat: disable
+def test_wrong_names_of_tools_are_refused_by_their_setting(tools, words):
+  with pytest.raises((ImportError, ValueError), match=words):
+    registry.ToolSet(tools)
+
+
+def test_the_option_tools_is_known_where_a_wrong_one_is_refused():
+  config = settings.EnvironmentConfig(name="tool", options={"toolz": 1})
+  with pytest.raises(ValueError, match="did you mean 'tools'"):
+    spec.Builder(config, reward="score")

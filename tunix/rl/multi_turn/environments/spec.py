@@ -34,6 +34,8 @@ TASK_NAMES = ("task", "single_example", "sample", "example")
 """Parameters that get the whole task, as environments call them."""
 REWARD_NAMES = ("reward_fn", "reward")
 TURN_NAMES = ("max_steps", "max_turns")
+# Of an environment that takes a `tool_map`; a `ToolSet` checks the value.
+_TOOLS = arguments.Option("tools", "", Any, None)
 
 
 class Env(Protocol):
@@ -167,12 +169,17 @@ class Builder:
     self._takes = arguments.takes(self._make)
     self._options = dict(config.options)
     self.tools: tool_registry.ToolSet | None = None
-    if "tool_map" in self._takes.options and "tools" in self._options:
-      self.tools = tool_registry.ToolSet(self._options.pop("tools"))
+    takes = self._takes
+    if "tool_map" in takes.options:
+      takes = dataclasses.replace(
+          takes, options={"tools": _TOOLS, **takes.options}
+      )
+      if "tools" in self._options:
+        self.tools = tool_registry.ToolSet(self._options.pop("tools"))
     name = f"environment.name={config.name}"
     found = [
         f"environment.options.{text}"
-        for _, text in self._takes.wrong(self._options, name)
+        for _, text in takes.wrong(self._options, name)
     ]
     if reward != "score" and not self._takes_any(REWARD_NAMES):
       found.append(

@@ -23,6 +23,7 @@ from tunix.rl.multi_turn.tools import stateful
 
 _LOG = logging.getLogger(__name__)
 _HERE = "tunix.rl.multi_turn.tools"
+_FIELD = "environment.options.tools"
 TOOLS: registry.Registry[type] = registry.Registry("tool")
 TOOLS.register("calculator", f"{_HERE}.calculator:CalculatorTool")
 TOOLS.register("submit_answer", f"{_HERE}.gsm8k_tool:Gsm8kTool")
@@ -42,7 +43,7 @@ class ToolSet:
     """`names`: see the module docstring.
 
     Raises:
-      ValueError: an unknown name, naming the nearest one; or no names at all.
+      ValueError: an unknown name, naming the nearest one; or no names.
       ImportError: nothing at a path.
     """
     self.classes: dict[str, Any] = {}
@@ -51,7 +52,10 @@ class ToolSet:
       self._add(name, path, options)
 
   def _add(self, name: str, path: str, options: Mapping[str, Any]) -> None:
-    make = TOOLS.get(path)
+    try:
+      make = TOOLS.get(path)
+    except (ImportError, ValueError) as error:
+      raise type(error)(f"{_FIELD}: {error}") from None
     made: Mapping[str, Any] = {name: make}
     if isinstance(make, type) and issubclass(make, stateful.BaseTool):
       self._stateful[name] = make(dict(options)) if options else make()
@@ -101,6 +105,10 @@ def _entries(names: ToolNames) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     names = [name.strip() for name in names.split(",") if name.strip()]
   if isinstance(names, Mapping):
     names = [{name: value} for name, value in names.items()]
+  if not isinstance(names, Sequence):
+    raise ValueError(
+        f"{_FIELD}={names!r:.80} must be a list of names, e.g. [calculator]"
+    )
   for item in names:
     if isinstance(item, str):
       yield item.rpartition(":")[2], item, {}

@@ -26,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 DEFAULT_BASE_URL = "http://127.0.0.1:3000"
 TERMINAL = ("completed", "failed")
 _MAX_ANSWER = 64 << 20
+_LATE_S = 1.0  # In which a run's last events may come after its end.
 _CANCEL_S = 5.0
 
 
@@ -166,6 +167,8 @@ class RunServiceClient:
   ) -> AsyncIterator[dict[str, Any]]:
     """Yields the run's events in order, each once, until it has ended.
 
+    One that ends without a `run_end` is asked for late events once more.
+
     Args:
       run_id: of the run.
       seconds: deadline of all of it; time in which the caller works on an event
@@ -178,6 +181,7 @@ class RunServiceClient:
     """
     seen: set[tuple[Any, ...]] = set()
     newest: Any = None
+    complete = late = False
     due = asyncio.get_running_loop().time() + seconds
     while True:
       try:
@@ -195,11 +199,15 @@ class RunServiceClient:
           continue
         seen.add(key)
         newest = event.get("ts", newest)
+        complete = complete or event.get("type") == "run_end"
         yield event
       if status in TERMINAL:
-        return
+        if complete or late:
+          return
+        late = True
       pause = min(
-          self._poll_s, max(0.0, due - asyncio.get_running_loop().time())
+          min(self._poll_s, _LATE_S) if late else self._poll_s,
+          max(0.0, due - asyncio.get_running_loop().time()),
       )
       await asyncio.sleep(pause)
 
