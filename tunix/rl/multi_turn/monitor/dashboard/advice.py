@@ -125,7 +125,8 @@ def _bound(columns: curves_lib.Columns) -> Row | None:
     return None
   if wait / total >= BOUND:
     text = (
-        f"Collecting bounds this run: the learner waits {_percent(wait / total)}"
+        "Collecting bounds this run: the learner waits"
+        f" {_percent(wait / total)}"
         " of a step."
     )
     model, env = columns.recent("model_share"), columns.recent("env_share")

@@ -89,7 +89,8 @@ class AttemptPages:
     ]  # pyformat: disable
     return page_request.Page("beside.html", {
         "run": run, "tab": "beside", "both": list(zip(both, runs, places)),
-        "ends": tuple(rollout_list.ENDS), "rows": rows, "differs": differs, "count": count, "first": first,
+        "ends": tuple(rollout_list.ENDS), "rows": rows, "differs": differs,
+        "count": count, "first": first,
         "before": max(1, first - _TURNS) if first > 1 else None,
         "after": first + _TURNS if first + _TURNS <= count else None,
         "same_task": mine["task_id"] == both[1]["task_id"],

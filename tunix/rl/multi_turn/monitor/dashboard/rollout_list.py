@@ -463,13 +463,13 @@ def _described(connection: sa.Connection, ids: Sequence[int]) -> list[Row]:
 
 
 def _usual_turns() -> sa.ColumnElement[Any]:
-  """Mean turns of the successes at a rollout's task, in all runs."""
+  """Mean turns of the other successes at a rollout's task, in all runs."""
   other = tables.rollout.alias("usual")
   return (
       sa.select(sa.func.avg(other.c.num_turns))
       .where(
-          other.c.task_id == _R.c.task_id, other.c.status == "completed",
-          other.c.task_success == 1,
+          other.c.task_id == _R.c.task_id, other.c.id != _R.c.id,
+          other.c.status == "completed", other.c.task_success == 1,
       )
       .correlate(_R)
       .scalar_subquery()

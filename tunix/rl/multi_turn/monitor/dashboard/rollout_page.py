@@ -68,7 +68,8 @@ class RolloutPages:
         "run": run, "tab": "rollout", "rollout": rollout, "strip": turns,
         "turn": turn, "number": number, "view": view, "members": members,
         "changed": not (turns and turns[number - 1]["unchanged"]),
-        "otherwise": _otherwise(members, place), "place": place, "advantage_kind": step_page.advantage_kind(run),
+        "otherwise": _otherwise(members, place), "place": place,
+        "advantage_kind": step_page.advantage_kind(run),
         "source": self._source(rollout, run),
         "errors_shown": rollout["errors"] if isinstance(
             rollout["errors"], list) else [],
