@@ -66,6 +66,7 @@ def play(tell, store, steps=5):
     )  # pyformat: disable
     group = trajectory_lib.TrajectoryGroup(f"train-{step:06d}", "t", members)
     tell(events.GroupFinished(group, "accepted"))
+    tell(events.UpdateStarted(step))
     tell(events.WeightsPublished(step, 0.1))
     tell(events.StepFinished(
         step, step, {"loss": 0.5 / step, "grad_norm": 0.1}, (group,),

@@ -1,5 +1,6 @@
 """Whether a monitor's database is the events of a run, row by row."""
 
+import datetime
 import json
 
 import pytest
@@ -106,6 +107,8 @@ def compare(server, log):
                          "validation_time", "end_time") if row[k]
     ]
     assert times == sorted(times)
+    compare_stages(row, episode)
+    compare_verdict(server, row, episode)
     compare_turns(server, row, episode, known)
   assert not any(left.values())
   steps = server.rows("step")
@@ -127,6 +130,48 @@ def compare(server, log):
   }
 
 
+def compare_stages(row, episode):
+  """Every stage that was measured has a time of its own."""
+  for metric, column in (
+      ("seconds_reset", "env_creation_time"),
+      ("seconds_agent_init", "agent_init_time"),
+  ):
+    assert (row[column] is None) == (metric not in episode.metrics), column
+  judged = "seconds_evaluate" in episode.metrics and episode.num_turns
+  assert (row["validation_time"] is None) == (not judged)
+  if "seconds_reset" in episode.metrics:
+    spent = seconds(row["start_time"], row["env_creation_time"])
+    assert spent == pytest.approx(episode.metrics["seconds_reset"], abs=2e-6)
+
+
+def seconds(start, end):
+  read = lambda text: datetime.datetime.fromisoformat(str(text))
+  return (read(end) - read(start)).total_seconds()
+
+
+def compare_verdict(server, row, episode):
+  """One validation of each verdict, with what it asked and found."""
+  info = episode.steps[-1].info if episode.steps else {}
+  with server.engine.connect() as connection:
+    found = [
+        dict(r._mapping) for r in connection.exec_driver_sql(
+            "SELECT v.*, w.validator_type, w.validation_method, w.task_id"
+            " FROM validation v JOIN validator w ON w.id = v.validator_id"
+            f" WHERE v.rollout_id = {row['id']}"
+        )
+    ]
+  if "success" not in info:
+    assert not [v for v in found if v["error_message"] is None]
+    return
+  (verdict,) = found
+  assert verdict["success"] == int(info["success"])
+  assert verdict["task_id"] == row["task_id"]
+  assert verdict["execution_time"] == episode.metrics["seconds_evaluate"]
+  assert verdict["validation_query"] and verdict["expected_result"]
+  assert verdict["validator_type"] and verdict["validation_method"]
+  assert row["validation_passed"] == int(info["success"])
+
+
 def compare_turns(server, row, episode, known):
   where = f'rollout_id = {row["id"]}'
   with server.engine.connect() as connection:
@@ -138,6 +183,7 @@ def compare_turns(server, row, episode, known):
     inside = f"turn_id IN (SELECT id FROM turn WHERE {where})"
     actions = ask(f"SELECT * FROM action WHERE {inside} ORDER BY id")
     seen = ask(f"SELECT * FROM obs WHERE {inside} ORDER BY id")
+  assert json.loads(environment["config_json"])["gym"]
   assert environment["status"] == (
       "error" if episode.status is Status.ENV_ERROR else "terminated"
   )

@@ -72,7 +72,7 @@ def test_calls_of_one_turn_and_errors_for_the_policy(of_run):
 
   texts, info = asyncio.run(run())
   assert texts[:2] == ["5", "42"] and info == {
-      "tool_calls": 5, "tool_errors": 3
+      "tool_calls": 5, "tool_errors": 3, "invalid_kinds": ["tool_arguments"],
   }  # pyformat: disable
   assert texts[2].startswith("Error") and "because" in texts[2]
   assert texts[3].startswith("Error") and "missing argument" in texts[4]

@@ -69,9 +69,14 @@ def execute(run: Run) -> tuple[str, str | None]:
   run.observers.on_event(
       events.RunStarted(config.run.name, config.to_dict())
   )
+  listed = getattr(run.task_source, "listed", ())
+  for start in range(0, len(listed), events.TASKS_LISTED):
+    run.observers.on_event(events.TasksListed(tuple(
+        task.to_record() for task in listed[start:start + events.TASKS_LISTED]
+    )))  # pyformat: disable
   details = run.own_directory / TRACEBACK
   details.unlink(missing_ok=True)
-  status, error = "completed", None
+  status, error, trace = "completed", None, ""
   try:
     run.warm_up()
     evaluates = config.evaluates
@@ -96,14 +101,14 @@ def execute(run: Run) -> tuple[str, str | None]:
     elif isinstance(failure, (watchdog.RunStopped, peers_lib.PeerError)):
       error = str(failure)
     else:
+      trace = credentials.masked(traceback.format_exc())
       with contextlib.suppress(OSError):  # Perhaps it is the disk that failed.
-        trace = credentials.masked(traceback.format_exc())
         durable.write_text(details, trace)
     if not isinstance(failure, Exception):  # Ctrl-C twice.
       status = "interrupted"
       raise
   finally:
-    run.observers.on_event(events.RunFinished(status, error))
+    run.observers.on_event(events.RunFinished(status, error, trace))
   return status, error
 
 

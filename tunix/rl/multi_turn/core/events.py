@@ -37,6 +37,21 @@ class RunStarted(Event):
 class RunFinished(Event):
   status: str  # "completed", "interrupted" or "failed"
   error: str | None = None
+  traceback: str = ""  # Of a failure that is no user's mistake.
+
+
+TASKS_LISTED = 500
+"""Tasks that one `TasksListed` has at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TasksListed(Event):
+  """Some tasks of a run that has a list of them, before its first episode.
+
+  `tasks` are as `CUATask.to_record` makes them.
+  """
+
+  tasks: tuple[Mapping[str, Any], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +113,13 @@ class Fault(Event):
   kind: str
   message: str
   trajectory_id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateStarted(Event):
+  """The groups of update number `step` are there; it is made now."""
+
+  step: int
 
 
 @dataclasses.dataclass(frozen=True)

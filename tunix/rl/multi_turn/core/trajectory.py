@@ -63,6 +63,13 @@ _POLICY_OUTCOMES = frozenset({
 })
 
 
+NO_CALL, TOOL_NAME, TOOL_ARGUMENTS, TOO_MANY_CALLS = INVALID_KINDS = (
+    "no_call", "tool_name", "tool_arguments", "too_many_calls",
+)  # pyformat: disable
+"""Why a call was not carried out. `Step.info["invalid_kinds"]` of environments
+has one of them for each such call."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
   """A tool call the policy asked for.

@@ -18,6 +18,7 @@ Does not: impose deadlines; the collector does.
 
 from __future__ import annotations
 
+import time
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn import rewards
@@ -52,6 +53,7 @@ class CUAEnv(base_env.BaseEnv):
     max_steps: turns an episode may take.
     step_count: turns taken.
     image: the newest screenshot.
+    evaluation_seconds: that the gym's verdict took, None before it.
   """
 
   def __init__(
@@ -120,6 +122,7 @@ class CUAEnv(base_env.BaseEnv):
     self.max_steps = max_steps
     self.step_count = 0
     self.image: trajectory.ImageRef | None = None
+    self.evaluation_seconds: float | None = None
     self._reward = reward
     self._on_text = on_text
     self._on_invalid = on_invalid
@@ -139,6 +142,7 @@ class CUAEnv(base_env.BaseEnv):
   async def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
     self._running = False
     self.step_count = 0
+    self.evaluation_seconds = None
     self._answer = ""
     seen = await self._calls.call("start", self.task)
     observation: dict[str, Any] = {"screenshot": await self._capture(seen)}
@@ -167,7 +171,7 @@ class CUAEnv(base_env.BaseEnv):
     if not isinstance(action, str) and hasattr(action, "action"):
       action = action.action
     self.step_count += 1
-    actions, errors, status = self._read(action, self.image)
+    actions, errors, kinds, status = self._read(action, self.image)
     carried_out: list[dict[str, Any]] = []
     seen = None
     done = status is not None
@@ -197,6 +201,7 @@ class CUAEnv(base_env.BaseEnv):
     info: dict[str, Any] = {"gui_actions": carried_out}
     if errors:
       info["invalid_actions"] = errors
+      info["invalid_kinds"] = kinds
     if seen is not None and seen.info:
       info["gym"] = dict(seen.info)
     if not done and self.step_count >= self.max_steps:
@@ -269,27 +274,29 @@ class CUAEnv(base_env.BaseEnv):
 
   def _read(
       self, action: Any, image: trajectory.ImageRef
-  ) -> tuple[list[gui_action.GuiAction], list[str], Status | None]:
-    """(actions, errors, status when the episode must end)."""
+  ) -> tuple[list[gui_action.GuiAction], list[str], list[str], Status | None]:
+    """(actions, errors, their kinds, status when the episode must end)."""
     if isinstance(action, gui_action.GuiAction):
       action = [action]
     if isinstance(action, str):
       if self._on_text == "answer":
         answer = gui_action.GuiAction(Kind.ANSWER, text=action)
-        return [answer], [], None
-      error = "no tool call in the response"
+        return [answer], [], [], None
+      error, kind = "no tool call in the response", trajectory.NO_CALL
       if self._on_text == "retry":
-        return [], [error], None
-      return [], [error], Status.PARSE_ERROR
+        return [], [error], [kind], None
+      return [], [error], [kind], Status.PARSE_ERROR
     if isinstance(action, (list, tuple)) and all(
         isinstance(a, gui_action.GuiAction) for a in action
     ):
-      return list(action), [], None
+      return list(action), [], [], None
     actions: list[gui_action.GuiAction] = []
     errors: list[str] = []
+    kinds: list[str] = []
     for call in tools_base.normalize_calls(action):
       if len(actions) >= self._max_actions:
         errors.append(f"at most {self._max_actions} calls a turn")
+        kinds.append(trajectory.TOO_MANY_CALLS)
         break
       try:
         actions.extend(
@@ -300,11 +307,16 @@ class CUAEnv(base_env.BaseEnv):
       except tool_parser.ToolParseError as error:
         # Later calls may depend on it, so they are not carried out.
         errors.append(str(error))
+        kinds.append(
+            trajectory.TOOL_NAME
+            if isinstance(error, tool_parser.UnknownActionError)
+            else trajectory.TOOL_ARGUMENTS
+        )
         break
     status = None
     if errors and self._on_invalid == "end":
       actions, status = [], Status.PARSE_ERROR
-    return actions, errors, status
+    return actions, errors, kinds, status
 
   async def _capture(
       self, seen: gym_base.Observation
@@ -325,7 +337,9 @@ class CUAEnv(base_env.BaseEnv):
 
   async def _evaluate(self, info: dict[str, Any]) -> float:
     """Evaluates the gym's state, fills `info`, returns the reward."""
+    started = time.perf_counter()
     evaluation = await self._calls.call("evaluate")
+    self.evaluation_seconds = time.perf_counter() - started
     if not isinstance(evaluation, gym_base.Evaluation):
       raise TypeError(
           f"{type(self.gym).__name__}.evaluate must return an Evaluation, got"

@@ -162,7 +162,14 @@ class ToolEnvironment(base_env.BaseEnv):
           "error": outputs[call.call_id].is_error,
       })
     failed = sum(output.is_error for output in outputs.values())
-    info = {"tool_calls": len(calls), "tool_errors": failed}
+    info: dict[str, Any] = {"tool_calls": len(calls), "tool_errors": failed}
+    refused = [
+        kind for output in outputs.values()
+        if (kind := output.metadata.get("error_type"))
+        in trajectory.INVALID_KINDS
+    ]  # pyformat: disable
+    if refused:
+      info["invalid_kinds"] = refused
     reward = 0.0
     if self._per_turn:
       reward = math.fsum(

@@ -257,6 +257,9 @@ class LearnerLoop:
     self._wanted = self._per_step
     replaced, self._replaced = self._replaced, 0
     waited = time.perf_counter() - started
+    self._observers.on_event(
+        events.UpdateStarted(self.learner.counters.updates + 1)
+    )
     with self.seconds("learn"):
       groups = self._prepare(groups)
       metrics = self._update(groups)

@@ -23,6 +23,8 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import shell_hints
+from tunix.rl.multi_turn.environments import gyms
+from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.monitor import settings as settings_lib
 
 _LOG = logging.getLogger(__name__)
@@ -91,7 +93,11 @@ class RunMonitor:
               session=session,
               training=_training(config),
               start_step=resume_step or 0,
-              task_source=config.gym.name,
+              task_source=_world(config),
+              environment=_box(config),
+              trajectories=str(
+                  config.run_dir.absolute() / "trajectories.jsonl"
+              ) if config.report.episodes else "",
               max_turns=config.environment.max_turns,
           ),
           monitor,
@@ -214,6 +220,18 @@ class EmbeddedServer:
       self._process.stdout.close()
 
 
+def _world(config: config_lib.TrainConfig) -> str:
+  """The gym of a run's episodes, or their environment without one."""
+  spec = environment_spec.get(config.environment.name)
+  return config.gym.name if spec.gym else config.environment.name
+
+
+def _box(config: config_lib.TrainConfig) -> str:
+  if not environment_spec.get(config.environment.name).gym:
+    return "linux"
+  return gyms.get(config.gym.name).box
+
+
 def _missing(error: ImportError) -> str:
   return (
       f"monitor: {error}; pip install 'tunix-multi-turn[monitor]', or leave"
@@ -295,7 +313,7 @@ def _training(config: config_lib.TrainConfig) -> dict[str, Any]:
       "num_substeps": learner.minibatches * learner.epochs,
       "max_turns": config.environment.max_turns,
       "seed": config.run.seed,
-      "box_type": "linux",
+      "box_type": _box(config),
       "renderer_name": config.agent.parser,
       "total_steps": learner.steps,
   }

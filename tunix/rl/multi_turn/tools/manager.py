@@ -16,6 +16,7 @@ from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.tools import base
 
 _LOG = logging.getLogger(__name__)
@@ -122,14 +123,18 @@ class ToolManager:
     tool = self.tools.get(call.name)
     if tool is None:
       return base.ToolOutput(
-          call.name, error=registry.unknown_name("tool", call.name, self.tools)
+          call.name,
+          error=registry.unknown_name("tool", call.name, self.tools),
+          metadata={"error_type": trajectory.TOOL_NAME},
       )
     function = tool.json.get("function", {})
     required = (function.get("parameters") or {}).get("required", ())
     missing = [name for name in required if name not in call.arguments]
     if missing:
       return base.ToolOutput(
-          call.name, error=f"missing argument {', '.join(missing)}"
+          call.name,
+          error=f"missing argument {', '.join(missing)}",
+          metadata={"error_type": trajectory.TOOL_ARGUMENTS},
       )
     return None
 

@@ -191,12 +191,15 @@ class TrajectoryCollectEngine:
       error = f"CollectError: {describe(e)}"
       self._fault("collect", "CollectError", describe(e))
     try:
-      with self._stages("env", "setup"):
+      with self._stages("env", "setup", "close"):
         self._metrics.update(await self._teardown())
     except asyncio.CancelledError as e:
       cancelled = e
     self._metrics["seconds"] = time.perf_counter() - started
     self._metrics.update(self._stages.metrics())
+    inside = getattr(self.env, "evaluation_seconds", None)
+    if isinstance(inside, float):  # Within its last step.
+      self._metrics["seconds_evaluate"] = inside
     self.trajectory = self._finish(status, error)
     self._emit(
         events.EpisodeFinished, trajectory=self.trajectory, **self._ids
@@ -246,13 +249,14 @@ class TrajectoryCollectEngine:
           Status.ENV_ERROR, "reset", "EnvResetError", describe(e)
       ) from e
     self._info = info
-    limit = self.deadlines.reset
+    limit, ready = self.deadlines.reset, time.perf_counter()
     await self._agent_call(self.agent.reset, limit=limit)
     self._steps = []
     self._agent_trajectory = getattr(self.agent, "trajectory", None)
     await self._agent_call(
         self.agent.update_from_env, observation, 0.0, False, info, limit=limit
     )
+    self._metrics["seconds_agent_init"] = time.perf_counter() - ready
 
   async def _turn(self, turn: int) -> bool:
     """One turn; True when the environment has ended the episode."""
@@ -373,7 +377,7 @@ class TrajectoryCollectEngine:
     try:
       with concurrency.contained("the reward"):
         args = adapters.reward_arguments(fn, self._draft(), last, self.env)
-      with self._stages("env", "setup"):
+      with self._stages("env", "setup", "evaluate"):
         value = await self._guarded.run(
             lambda: fn(*args[0], **args[1]),
             seconds=self.deadlines.evaluate,
@@ -434,7 +438,8 @@ class TrajectoryCollectEngine:
     limit = getattr(self.deadlines, stage)
     at = self._turn_at if stage == "step" else math.inf
     try:
-      with self._stages("env", "env" if stage == "step" else "setup"):
+      counted = ("env",) if stage == "step" else ("setup", stage)
+      with self._stages("env", *counted):
         return await self._guarded.run(fn, *args, seconds=limit, at=at)
     except CallTimeout as e:
       if stage == "step" and self._expired():

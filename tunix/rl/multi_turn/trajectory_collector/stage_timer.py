@@ -24,15 +24,16 @@ class StageTimer:
     self._seconds: dict[str, float] = {}
 
   @contextlib.contextmanager
-  def __call__(self, stage: str, counted: str) -> Iterator[None]:
-    """A stage of `events.StageChanged`; its time counts as `counted`."""
+  def __call__(self, stage: str, *counted: str) -> Iterator[None]:
+    """A stage of `events.StageChanged`; its time counts as each `counted`."""
     started = time.perf_counter()
     self._emit(stage)
     try:
       yield
     finally:
       spent = time.perf_counter() - started
-      self._seconds[counted] = self._seconds.get(counted, 0.0) + spent
+      for name in counted:
+        self._seconds[name] = self._seconds.get(name, 0.0) + spent
       self._emit("")
 
   def metrics(self) -> dict[str, float]:

@@ -102,6 +102,7 @@ class GymSpec:
       has started; a run then starts it once to check the size.
     close_shared: coroutine function that closes what the gyms of an event loop
       share (a browser); called on that loop after the last episode.
+    box: what its worlds are, a computer ("linux") or a phone ("android").
     runs_inline: whether its calls are cheap enough (well under a millisecond)
       for the event loop itself, without a task each.
   """
@@ -127,6 +128,7 @@ class GymSpec:
   size_known_after_start: bool = False
   close_shared: Callable[[], Any] | str | None = None
   runs_inline: bool = False
+  box: Literal["linux", "android"] = "linux"
 
   def __post_init__(self):
     if (self.oracle is None) != (self.describe is None):

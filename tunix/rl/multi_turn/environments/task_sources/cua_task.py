@@ -127,6 +127,17 @@ class CUATask:
         "params": dict(self.params),
     }
 
+  def to_record(self) -> dict[str, Any]:
+    """The row, and how success is decided."""
+    return {
+        **self.to_row(),
+        "split": self.split,
+        "prerequisites": list(self.prerequisites),
+        "validation_type": self.validation_type,
+        "validation_query": self.validation_query,
+        "expected_result": self.expected_result,
+    }
+
   @classmethod
   def from_row(
       cls,

@@ -16,7 +16,11 @@ from tunix.rl.multi_turn.environments.task_sources import cua_task
 
 
 class ListedTasks:
-  """Training and held-out tasks of two lists that share none."""
+  """Training and held-out tasks of two lists that share none.
+
+  Attributes:
+    listed: all of them.
+  """
 
   def __init__(
       self,
@@ -32,6 +36,7 @@ class ListedTasks:
     Raises:
       ValueError: a task in both, or a family without tasks.
     """
+    self.listed = (*train, *held_out)
     both = {t.id for t in train} & {t.id for t in held_out}
     if both:
       raise ValueError(f"task {min(both)!r} is for training and held out")
@@ -77,7 +82,7 @@ class ListedTasks:
 
 
 class WholeList:
-  """One list for an evaluation alone: every task of it."""
+  """One list for an evaluation alone: every task of it, `listed`."""
 
   def __init__(
       self, tasks: Sequence[cua_task.CUATask], families: Sequence[str] = ()
@@ -86,6 +91,7 @@ class WholeList:
 
       ValueError: no task, or a family without tasks.
     """
+    self.listed = tuple(tasks)
     if not tasks:
       raise ValueError("the list has no task; give another, or other filters")
     self._tasks = _by_family(tasks)

@@ -30,11 +30,13 @@ _TYPED, _ARRAY, _NUMBER, _IMAGE = 1, 2, 3, 4
 _TYPES: tuple[type[Any], ...] = (
     events.RunStarted,
     events.RunFinished,
+    events.TasksListed,
     events.EpisodeStarted,
     events.TurnFinished,
     events.EpisodeFinished,
     events.GroupFinished,
     events.Fault,
+    events.UpdateStarted,
     events.StepFinished,
     events.WeightsPublished,
     events.EvalStarted,

@@ -85,7 +85,9 @@ class RunSpec:
     session: earlier starts of the run.
     training: columns of the training's row, beyond what events carry.
     start_step: updates made before this start.
-    task_source: source of the tasks.
+    task_source: source of the tasks: the gym, or the environment without one.
+    environment: what its worlds are, "linux" or "android".
+    trajectories: file of the run's trajectories, "" for none.
     max_turns: of an episode whose task has no limit of its own.
   """
 
@@ -99,6 +101,8 @@ class RunSpec:
   session: int = 0
   start_step: int = 0
   task_source: str = "gym"
+  environment: str = "linux"
+  trajectories: str = ""
   max_turns: int | None = None
 
 
@@ -146,7 +150,7 @@ class EventLog:
     self._images = images
     self._waiting: collections.deque[events.Event] = collections.deque()
     self._sent_images: set[str] = set()
-    self._replayed: dict[type[Any], events.Event] = {}
+    self._replayed: dict[Any, events.Event] = {}
     """Events that a replaced uploader must know: see `_frames_of`."""
     self.dropped = 0
     """Events that there was no room for."""
@@ -334,6 +338,8 @@ class EventLog:
       )
     elif isinstance(event, (events.WeightsPublished, events.EvalStarted)):
       self._replayed[type(event)] = event
+    elif isinstance(event, events.TasksListed):
+      self._replayed[type(event), event.tasks[0]["task_id"]] = event
     elif isinstance(event, events.EvalFinished):
       self._replayed.pop(events.EvalStarted, None)
     try:

@@ -6,6 +6,7 @@ are numbered from 1.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
@@ -15,11 +16,12 @@ import numpy as np
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.monitor.client import live_turns
+from tunix.rl.multi_turn.monitor.client import task_rows
 
 Status = trajectory_lib.TrajectoryStatus
 _CANCELLED = frozenset({Status.CANCELLED})
 _ANSWERS = frozenset({"answer", "terminate"})
-_WRONG_NAME = ("unknown", "no action", "no tool")
+_VERDICT_STAGES = frozenset({"evaluate", "reward"})
 _DECIDED = frozenset({Status.SUCCEEDED, Status.FAILED})
 
 
@@ -55,28 +57,8 @@ def rollout_status(status: Status) -> str:
   return "cancelled" if status in _CANCELLED else "failed"
 
 
-def task_part(
-    task_id: str, task: Any, source: str, split: str
-) -> dict[str, Any]:
-  """The task of an episode, as far as it is recorded."""
-  found = task if isinstance(task, Mapping) else {}
-  instruction = str(found.get("instruction") or task_id)
-  family = str(found.get("family") or "")
-  return {
-      "client_id": task_id,
-      "task_id": task_id,
-      "name": instruction[:200],
-      "description": instruction,
-      "max_steps": found.get("max_turns"),
-      "app_name": family or None,
-      "source_type": source,
-      "tags": [t for t in (family, split) if t],
-      "validation_type": "state",
-  }
-
-
 def begun(
-    running: RunningEpisode, task: Mapping[str, Any], environment: str
+    running: RunningEpisode, task: Mapping[str, Any], world: task_rows.World
 ) -> dict[str, Any]:
   """The part of an episode's start."""
   name = running.rollout_id
@@ -90,11 +72,9 @@ def begun(
           "task_id": task["client_id"], **running.source, **running.fields,
           "status": "env_creation", "current_phase": "env_creation",
           "start_time": running.started,
-          "env_creation_time": running.started,
       }],
       "environments": [{
-          "client_id": f"{name}:env", "rollout_id": name,
-          "env_type": environment, "box_type": environment,
+          **task_rows.environment(name, world),
           "status": "creating", "creation_time": running.started,
       }],
   }  # pyformat: disable
@@ -105,16 +85,28 @@ def ended(
     episode: trajectory_lib.Trajectory,
     time: float,
     task: Mapping[str, Any],
-    environment: str,
+    world: task_rows.World,
     max_turns: int | None,
+    verdict: task_rows.Verdict = task_rows.Verdict(),
 ) -> dict[str, list[dict[str, Any]]]:
-  """Rows of an episode that has ended."""
+  """Rows of an episode that has ended.
+
+  Args:
+    running: what is known of it from before.
+    episode: as it ended.
+    time: when, seconds since the epoch.
+    task: as `task_part` makes it.
+    world: where it was played.
+    max_turns: of a task without a limit of its own.
+    verdict: how the task's success is decided.
+  """
   name = running.rollout_id
   turns = _turn_times(running, episode, time)
   info = _last_info(episode)
   rollout = {
       "client_id": name, "rollout_id": name, "task_id": task["client_id"],
-      **running.source, **running.fields, **_times(running, turns, time),
+      **running.source, **running.fields,
+      **_times(running, episode, turns, time),
       **_outcome(episode, info), **_counts(episode, running),
       "status": rollout_status(episode.status),
       "current_phase": "cleanup",
@@ -126,6 +118,7 @@ def ended(
           else None
       ) or max_turns,
       "errors": _errors(episode, running),
+      "trajectory_path": world.trajectories or None,
       "summary_json": {
           "trajectory_status": episode.status.value,
           "metrics": dict(episode.metrics),
@@ -138,10 +131,10 @@ def ended(
   broken = episode.status is Status.ENV_ERROR
   part: dict[str, list[dict[str, Any]]] = {
       "tasks": [dict(task)],
+      "validators": [task_rows.validator(task["client_id"], world, verdict)],
       "rollouts": [rollout],
       "environments": [{
-          "client_id": f"{name}:env", "rollout_id": name,
-          "env_type": environment, "box_type": environment,
+          **task_rows.environment(name, world),
           "status": "error" if broken else "terminated",
           "creation_time": running.started, "termination_time": time,
           "error_message": episode.error if broken else None,
@@ -163,16 +156,34 @@ def ended(
       part[kind] += found
     after = live_turns.image_of(step.observation)
     before = after if after is not None else before
-  if "success" in info or "evaluation" in info:
+  failure = _verdict_failure(episode, running)
+  if "success" in info or "evaluation" in info or failure is not None:
     evaluation = info.get("evaluation") or {}
     part["validations"].append({
         "client_id": f"{name}:validation", "rollout_id": name,
+        "validator_id": f"{task['client_id']}:validator",
         "validation_time": rollout["validation_time"],
-        "success": bool(info.get("success")),
+        "validation_query": verdict.query or f"{world.name}.evaluate",
+        "expected_result": verdict.expected or "success",
+        "success": bool(info.get("success")) and failure is None,
         "actual_result": str(evaluation.get("score", "")) or None,
+        "execution_time": episode.metrics.get("seconds_evaluate"),
+        "error_message": failure,
         "details_json": trajectory_lib.encode(evaluation),
     })  # pyformat: disable
   return part
+
+
+def _verdict_failure(
+    episode: trajectory_lib.Trajectory, running: RunningEpisode
+) -> str | None:
+  """Why there is no verdict; None where there is one, or none was sought."""
+  if episode.status.is_policy_outcome:
+    return None
+  for fault in running.faults:
+    if fault["stage"] in _VERDICT_STAGES:
+      return f"{fault['kind']}: {fault['message']}"
+  return None
 
 
 def live_turn(
@@ -273,16 +284,36 @@ def _turn_times(
   return found
 
 
-def _times(running: RunningEpisode, turns: Sequence[Any], end: float) -> dict:
+def _times(
+    running: RunningEpisode, episode: trajectory_lib.Trajectory,
+    turns: Sequence[Any], end: float,
+) -> dict[str, Any]:  # pyformat: disable
+  """When each stage had ended, as far as it was measured.
+
+  The verdict of a gym is part of the last turn, which then ends the task when
+  it begins; another one comes after that turn.
+  """
   end = max(end, running.started)
+  spent = episode.metrics
   first = turns[0][0] if turns else None
   last = turns[-1][1] if turns else None
+  created = ready = None
+  if "seconds_reset" in spent:
+    created = min(running.started + spent["seconds_reset"], first or end)
+    if "seconds_agent_init" in spent:
+      ready = min(created + spent["seconds_agent_init"], first or end)
+  judged = spent.get("seconds_evaluate")
+  verdict = None
+  if last is not None and judged is not None:
+    if "evaluation" in _last_info(episode):
+      verdict, last = last, max(turns[-1][0], last - judged)
+    else:
+      verdict = min(last + judged, end)
   return {
       "start_time": running.started, "end_time": end,
-      "env_creation_time": running.started, "agent_init_time": first,
+      "env_creation_time": created, "agent_init_time": ready,
       "task_start_time": first, "task_end_time": last,
-      "validation_time": last if last is not None else end,
-      "rollout_time": end - running.started,
+      "validation_time": verdict, "rollout_time": end - running.started,
   }  # pyformat: disable
 
 
@@ -339,14 +370,13 @@ def _counts(
   actions = [a for step in episode.steps for a in _gui_actions(step)]
   unparsed = named = argued = 0
   for step in episode.steps:
-    if step.info.get("parse_errors"):
+    kinds = collections.Counter(step.info.get("invalid_kinds") or ())
+    if step.info.get("parse_errors") or kinds[trajectory_lib.NO_CALL]:
       unparsed += 1
       continue
-    for error in step.info.get("invalid_actions") or ():
-      if any(word in str(error).lower() for word in _WRONG_NAME):
-        named += 1
-      else:
-        argued += 1
+    untyped = len(step.info.get("invalid_actions") or ()) - kinds.total()
+    named += kinds[trajectory_lib.TOOL_NAME]
+    argued += kinds[trajectory_lib.TOOL_ARGUMENTS] + max(0, untyped)
   failed = episode.error is not None and not episode.status.is_policy_outcome
   return {
       "num_total_actions": len(actions),

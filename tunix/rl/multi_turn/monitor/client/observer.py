@@ -24,11 +24,13 @@ from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import ingest_rows
 from tunix.rl.multi_turn.monitor.client import monitor_training_hooks as hooks
 from tunix.rl.multi_turn.monitor.client import sender
+from tunix.rl.multi_turn.monitor.client import task_rows
 
 _LOG = logging.getLogger(__name__)
 _BEFORE_TRAINING = ("initial", "warm_start")
 _MESSAGE_EVERY_S = 1.0
 _MOST_KNOWN = 100_000
+_LONGEST_TRACEBACK = 30_000
 _STATUS = {
     "completed": "completed", "failed": "failed", "interrupted": "paused",
 }  # pyformat: disable
@@ -62,6 +64,7 @@ class MonitorObserver:
       start_step: int = 0,
       environment: str = "linux",
       task_source: str = "gym",
+      trajectories: str = "",
       max_turns: int | None = None,
       close_s: float = 15.0,
   ):
@@ -76,7 +79,8 @@ class MonitorObserver:
         had no room; they are sent when an episode shows them again.
       start_step: updates made before this start.
       environment: "linux" or "android".
-      task_source: source of the tasks.
+      task_source: source of the tasks: the gym, or the environment without one.
+      trajectories: file of the run's trajectories, "" for none.
       max_turns: of an episode whose task has no limit of its own.
       close_s: seconds that `close` delivers for.
     """
@@ -85,8 +89,9 @@ class MonitorObserver:
     self._training = dict(training)
     self._png_of = png_of
     self._on_images_lost = on_images_lost
-    self._environment = environment
-    self._task_source = task_source
+    self._world = task_rows.World(environment, task_source, trajectories)
+    self._verdicts: dict[str, task_rows.Verdict] = {}
+    """Of the tasks of a list, of which the list knows more than an episode."""
     self._max_turns = max_turns
     self._close_s = close_s
     # Of the spool's thread from here on.
@@ -103,16 +108,20 @@ class MonitorObserver:
     self._summaries: dict[str, dict[str, Any]] = {}
     """Of episodes that no update has learned from yet."""
     self._steps: dict[int, dict[str, int]] = {}
+    self._updating: tuple[int, float] | None = None
+    """(step, when it began) of the update that is made, or was last."""
     self._sent_images: set[str] = set()
     self._reported_at = 0.0
     self._handlers: dict[type, Callable[[Any], Any]] = {
         events.RunStarted: self._run_started,
         events.RunFinished: self._run_finished,
+        events.TasksListed: self._tasks_listed,
         events.EpisodeStarted: self._episode_started,
         events.TurnFinished: self._turn_finished,
         events.EpisodeFinished: self._episode_finished,
         events.GroupFinished: self._group_finished,
         events.Fault: self._fault,
+        events.UpdateStarted: self._update_started,
         events.StepFinished: self._step_finished,
         events.WeightsPublished: self._weights_published,
         events.EvalStarted: self._eval_started,
@@ -156,6 +165,7 @@ class MonitorObserver:
         status=_STATUS.get(event.status, "failed"),
         status_message=event.status,
         error_message=event.error,
+        traceback=event.traceback[-_LONGEST_TRACEBACK:] or None,
         end_time=event.time,
     )
 
@@ -225,11 +235,30 @@ class MonitorObserver:
         **self._training_part(current_phase="rollout"),
     }  # pyformat: disable
 
+  # --- tasks ------------------------------------------------------------------
+
+  def _tasks_listed(self, event: events.TasksListed) -> sender.Part:
+    part = task_rows.listed(event.tasks, self._world)
+    for task in part["tasks"]:
+      if len(self._verdicts) < _MOST_KNOWN:
+        self._verdicts[task["task_id"]] = task_rows.verdict_of(task)
+    return part
+
   # --- steps ------------------------------------------------------------------
 
   def _weights_published(self, event: events.WeightsPublished) -> None:
     self._version = event.version
     self._step = max(self._step, event.version + 1)
+
+  def _update_started(self, event: events.UpdateStarted) -> sender.Part:
+    part = self._step_part(event.step)
+    part["steps"][0] |= {
+        "status": "training", "current_phase": "training",
+        "rollout_end_time": event.time, "training_start_time": event.time,
+        "training_progress": {"completed_substeps": 0},
+    }  # pyformat: disable
+    self._updating = (event.step, event.time)
+    return {**part, **self._training_part(current_phase="training")}
 
   def _step_finished(self, event: events.StepFinished) -> sender.Part:
     self._step = max(self._step, event.step + 1)
@@ -246,6 +275,8 @@ class MonitorObserver:
         metrics.get(name) or 0.0
         for name in ("seconds_publish", "seconds_learn")
     )
+    if self._updating is not None and self._updating[0] == event.step:
+      begun = self._updating[1]
     substeps = int(metrics.get("optimizer_steps") or 1)
     (step,) = part["steps"]
     step |= {
@@ -336,12 +367,9 @@ class MonitorObserver:
   # --- episodes --------------------------------------------------------------
 
   def _episode_started(self, event: events.EpisodeStarted) -> sender.Part:
-    key, running, more = self._begin(event, event.time)
-    del key
-    task = ingest_rows.task_part(
-        event.task_id, None, self._task_source, event.split
-    )
-    return {**more, **ingest_rows.begun(running, task, self._environment)}
+    _, running, more = self._begin(event, event.time)
+    task = task_rows.task_part(event.task_id, None, self._world, event.split)
+    return {**more, **ingest_rows.begun(running, task, self._world)}
 
   def _begin(
       self, event: Any, started: float
@@ -436,12 +464,15 @@ class MonitorObserver:
       seconds = float(episode.metrics.get("seconds", 0.0))
       key, running, more = self._begin(event, event.time - seconds)
       self._running.pop(key, None)
-    task = ingest_rows.task_part(
-        event.task_id, episode.task, self._task_source, event.split
+    task = task_rows.task_part(
+        event.task_id, episode.task, self._world, event.split
     )
     part = ingest_rows.ended(
-        running, episode, event.time, task, self._environment, self._max_turns
-    )
+        running, episode, event.time, task, self._world, self._max_turns,
+        self._verdicts.get(event.task_id, task_rows.Verdict()),
+    )  # pyformat: disable
+    if event.task_id in self._verdicts:
+      part["tasks"] = [{k: task[k] for k in ("client_id", "task_id")}]
     if event.split == "train":
       (rollout,) = part["rollouts"]
       self._summaries[running.rollout_id] = rollout["summary_json"]

@@ -107,6 +107,8 @@ def _observer(
       on_images_lost=lambda shas: send(lost=list(shas)),
       start_step=run.start_step,
       task_source=run.task_source,
+      environment=run.environment,
+      trajectories=run.trajectories,
       max_turns=run.max_turns,
       close_s=config.close_timeout_s,
   )

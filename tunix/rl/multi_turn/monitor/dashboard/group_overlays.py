@@ -43,8 +43,9 @@ def add(
     groups: with their members.
     turn: from 1; 0 takes the one in which the attempts first differ.
 
-  An overlay is {turn, sha, width, height, svg, attempts}, or None without a
-  screen. An attempt is {id, row, caption}, with what it did in that turn.
+  An overlay is {turn, sha, width, height, svg, attempts, pair}, or None without
+  a screen. An attempt is {id, row, caption}, with what it did in that turn; the
+  pair are ids of an attempt that failed and of one that succeeded, or None.
   """
   did = _gestures(
       connection, [m["id"] for g in groups for m in g["members"]], turn
@@ -77,8 +78,12 @@ def _overlay(
   if screen is None:
     return None
   size = screen["width"], screen["height"]
+  ended = [m for m in group["members"] if m["status"] == "completed"]
+  lost = [m["id"] for m in ended if not m["task_success"]]
+  won = [m["id"] for m in ended if m["task_success"]]
   return {
       **screen, "turn": group["turn"],
+      "pair": (lost[0], won[0]) if lost and won else None,
       "svg": markupsafe.Markup(click_overlay.svg_of_attempts([
           ("won" if m["task_success"] else "lost",
            click_overlay.marks(m["gestures"], *size, scale=_SCALE))
@@ -99,14 +104,14 @@ def _differing(members: Sequence[Row], did: Gestures) -> int:
   for turn in range(1, _MOST_TURNS + 1):
     theirs = [did.get((id_, turn), []) for id_ in won]
     if won and any(
-        not any(_alike(did[id_, turn], other) for other in theirs)
+        not any(alike(did[id_, turn], other) for other in theirs)
         for id_ in lost if (id_, turn) in did
     ):
       return turn
   return 1
 
 
-def _alike(
+def alike(
     some: Sequence[click_overlay.Gesture],
     others: Sequence[click_overlay.Gesture],
 ) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor.dashboard import attempts_page
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import health_page
+from tunix.rl.multi_turn.monitor.dashboard import log_page
 from tunix.rl.multi_turn.monitor.dashboard import measurements
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import rollout_list
 from tunix.rl.multi_turn.monitor.dashboard import rollout_page
 from tunix.rl.multi_turn.monitor.dashboard import run_pages
+from tunix.rl.multi_turn.monitor.dashboard import search_page
 from tunix.rl.multi_turn.monitor.dashboard import step_page
 from tunix.rl.multi_turn.monitor.dashboard import task_pages
 from tunix.rl.multi_turn.monitor.dashboard import token_text
@@ -32,10 +35,13 @@ PATHS: tuple[tuple[str, str], ...] = (
     ("/runs/{id:int}/tasks", "tasks"),
     ("/runs/{id:int}/tasks/{task:int}", "task"),
     ("/runs/{id:int}/health", "health"),
+    ("/runs/{id:int}/search", "search"),
+    ("/runs/{id:int}/log", "log"),
     ("/runs/{id:int}/config", "config"),
     ("/runs/{id:int}/{kind}/{measurement:int}", "measurement"),
     ("/rollouts", "rollouts"),
     ("/rollouts/{id:int}", "rollout"),
+    ("/rollouts/{id:int}/beside", "beside"),
     ("/rollouts/{id:int}/export/{format}", "export"),
 )
 """Path -> the method of `Pages` that renders it."""
@@ -86,3 +92,6 @@ class Pages:
     self.evals, self.eval_diff = measured.evals, measured.eval_diff
     self.tasks, self.task = tasks.tasks, tasks.task
     self.health = health.health
+    self.beside = attempts_page.AttemptPages(engine, queries, runs.head).beside
+    self.search = search_page.SearchPages(engine, runs.head).search
+    self.log = log_page.LogPages(engine, runs.head).log

@@ -56,6 +56,43 @@ ERRORS = {
     "runtime": _R.c.runtime_errors > 0,
 }  # pyformat: disable
 
+_DECIDED = _STATUS == "completed"
+_OF_STATUS = {
+    "succeeded": sa.and_(_DECIDED, _R.c.task_success == 1),
+    **dict.fromkeys(
+        ("failed", "max_turns", "context_limit", "parse_error"),
+        sa.and_(_DECIDED, _R.c.task_success == 0),
+    ),
+    "cancelled": _STATUS == "cancelled",
+    **dict.fromkeys(
+        ("timeout", "env_error", "model_error"), _STATUS == "failed"
+    ),
+}  # pyformat: disable
+ENDS = {
+    # What the index has comes first: only rollouts that fulfil it are read.
+    word: sa.and_(narrow, _R.c.status_message == word)
+    for word, narrow in _OF_STATUS.items()
+}
+"""How an episode ended, in the collector's words."""
+ODD = {
+    "success without reward": sa.and_(
+        _DECIDED, _R.c.task_success == 1, _R.c.reward <= 0
+    ),
+    "reward without success": sa.and_(
+        _DECIDED, _R.c.task_success == 0, _R.c.reward > 0
+    ),
+    "claims success": sa.and_(
+        _DECIDED, _R.c.task_success == 0, _R.c.agent_reported_success == 1
+    ),
+    "repeats itself": _R.c.consecutive_repeated_actions >= 3,
+    "success in few turns": sa.and_(
+        _DECIDED, _R.c.task_success == 1, _R.c.num_turns > 0
+    ),
+}  # pyformat: disable
+"""Where a reward may be hacked, or a policy is stuck."""
+_FEW = 0.5
+"""Of the mean turns of the successes at a task."""
+
 
 def _place(text: Any) -> tuple[float, int]:
   value, _, id_ = text.partition(",")
@@ -73,6 +110,9 @@ class RolloutListQuery(query_lib.PageQuery):
 
   Attributes:
     error: a kind of fault, of `ERRORS`.
+    end: how the episode ended, of `ENDS`.
+    odd: what to look at for reward hacking, of `ODD`.
+    group: number of the group.
     source: kind of the step, evaluation or baseline.
     low: smallest reward, `from` in the URL.
     high: largest reward, `to`.
@@ -84,6 +124,9 @@ class RolloutListQuery(query_lib.PageQuery):
   status: query_lib.one_of(vocabulary.STATUSES["rollout"]) | None = None
   outcome: query_lib.one_of(OUTCOMES) | None = None
   error: query_lib.one_of(ERRORS) | None = None
+  end: query_lib.one_of(ENDS) | None = None
+  odd: query_lib.one_of(ODD) | None = None
+  group: query_lib.Id | None = None
   source: query_lib.one_of(vocabulary.SOURCE_TYPES) | None = None
   low: Annotated[query_lib.Real | None, pydantic.Field(alias="from")] = None
   high: Annotated[query_lib.Real | None, pydantic.Field(alias="to")] = None
@@ -195,12 +238,14 @@ class RolloutLists:
         "rows": rows, "more": more, "sort": wanted.sort, "up": wanted.up,
         "q": asks.q, "task": task, "sorts": tuple(SORTS),
         "outcomes": tuple(OUTCOMES), "faults": tuple(ERRORS),
+        "ends": tuple(ENDS), "odds": tuple(ODD),
         "statuses": vocabulary.STATUSES["rollout"],
         "sources": vocabulary.SOURCE_TYPES,
         "asks": {
             name: request.query.get(name, "")
             for name in (
                 "status", "outcome", "error", "source", "from", "to", "step",
+                "end", "odd", "group",
             )
         },
         "narrowed": bool(wanted.conditions) or wanted.step is not None
@@ -217,6 +262,14 @@ def selection(asks: RolloutListQuery) -> Selection:
     conditions.append(OUTCOMES[asks.outcome])
   if asks.error is not None:
     conditions.append(ERRORS[asks.error])
+  if asks.end is not None:
+    conditions.append(ENDS[asks.end])
+  if asks.odd is not None:
+    conditions.append(ODD[asks.odd])
+  if asks.odd == "success in few turns":
+    conditions.append(_R.c.num_turns <= _FEW * _usual_turns())
+  if asks.group is not None:
+    conditions.append(_R.c.group == asks.group)
   if asks.low is not None:
     conditions.append(_R.c.reward >= asks.low)
   if asks.high is not None:
@@ -407,6 +460,20 @@ def _described(connection: sa.Connection, ids: Sequence[int]) -> list[Row]:
     one["faults"] = sum(one[name] or 0 for name in tables.FAULTS)
     found[one["id"]] = one
   return [found[id_] for id_ in ids]
+
+
+def _usual_turns() -> sa.ColumnElement[Any]:
+  """Mean turns of the other successes at a rollout's task, in all runs."""
+  other = tables.rollout.alias("usual")
+  return (
+      sa.select(sa.func.avg(other.c.num_turns))
+      .where(
+          other.c.task_id == _R.c.task_id, other.c.id != _R.c.id,
+          other.c.status == "completed", other.c.task_success == 1,
+      )
+      .correlate(_R)
+      .scalar_subquery()
+  )  # pyformat: disable
 
 
 def _tasks(search: str) -> sa.Select:

@@ -53,28 +53,30 @@ class RolloutPages:
     rollout = self._queries.rollout(request.project, str(request.id()))
     run = self._head(request.project, rollout["training_id"])
     with database.reading(self._engine) as connection:
-      strip = self._strip(connection, rollout["id"])
+      turns = strip(connection, rollout["id"])
       members = self._group(connection, rollout)
     place = next(
         (n for n, m in enumerate(members) if m["id"] == rollout["id"]), 0
     )
     rollout["advantage"] = members[place]["advantage"] if members else None
-    number = min(max(1, asks.turn), max(1, len(strip)))
-    turn = self._turn(request.project, rollout, strip, number)
+    number = min(max(1, asks.turn), max(1, len(turns)))
+    turn = self._turn(request.project, rollout, turns, number)
     view: Row = {}
     if turn is not None:
       view = self._token_view.of(rollout, turn, asks.heat)
     return page_request.Page("rollout.html", {
-        "run": run, "tab": "rollout", "rollout": rollout, "strip": strip,
+        "run": run, "tab": "rollout", "rollout": rollout, "strip": turns,
         "turn": turn, "number": number, "view": view, "members": members,
-        "place": place, "advantage_kind": step_page.advantage_kind(run),
+        "changed": not (turns and turns[number - 1]["unchanged"]),
+        "otherwise": _otherwise(members, place), "place": place,
+        "advantage_kind": step_page.advantage_kind(run),
         "source": self._source(rollout, run),
         "errors_shown": rollout["errors"] if isinstance(
             rollout["errors"], list) else [],
         # Without a picture there is nothing to animate.
         "formats": [
             name for name in exports.FORMATS
-            if name != "webp" or any(s["before"] or s["after"] for s in strip)
+            if name != "webp" or any(s["before"] or s["after"] for s in turns)
         ],
     })  # pyformat: disable
 
@@ -106,49 +108,6 @@ class RolloutPages:
       self._exporting.release()
 
   # --- parts ----------------------------------------------------------------
-
-  def _strip(self, connection: sa.Connection, rollout: int) -> list[Row]:
-    """Every turn, small: its first screenshot, its first action, its end."""
-    t, o, a = tables.turn, tables.obs, tables.action
-    turns = {
-        row.id: {
-            "id": row.id, "turn": row.turn, "reward": row.reward,
-            "seconds": row.turn_time, "before": None, "after": None,
-            "actions": [],
-        }
-        for row in connection.execute(
-            sa.select(t.c.id, t.c.turn, t.c.reward, t.c.turn_time)
-            .where(t.c.rollout_id == rollout)
-            .order_by(t.c.turn)
-            .limit(_MOST_TURNS)
-        )
-    }  # pyformat: disable
-    mine = sa.select(t.c.id).where(t.c.rollout_id == rollout)
-    for id_, uri in connection.execute(
-        sa.select(o.c.turn_id, o.c.screenshot_uri)
-        .where(o.c.turn_id.in_(mine), o.c.screenshot_uri.is_not(None))
-        .order_by(o.c.id)
-    ):
-      sha = uri.removeprefix("sha256:")
-      if id_ in turns and screenshots_lib.SHA.fullmatch(sha):
-        key = "before" if turns[id_]["before"] is None else "after"
-        turns[id_][key] = sha
-    for row in connection.execute(
-        sa.select(a.c.turn_id, a.c.action_type, a.c.tool_name, a.c.tool_args)
-        .where(a.c.turn_id.in_(mine))
-        .order_by(a.c.id)
-    ):
-      if row.turn_id in turns:
-        turns[row.turn_id]["actions"].append(
-            pictures.gesture({
-                **row._mapping,  # pylint: disable=protected-access
-                "tool_args": text.read_json(row.tool_args),
-            })
-        )
-    sizes = _sizes(connection, [one["before"] for one in turns.values()])
-    for one in turns.values():
-      one["size"] = sizes.get(one["before"])
-    return list(turns.values())
 
   def _group(self, connection: sa.Connection, rollout: Row) -> list[Row]:
     """The rollout's group, itself included."""
@@ -202,6 +161,68 @@ class RolloutPages:
         for row in rows
     }  # pyformat: disable
     return {sha: i for sha, i in found.items() if i.path.exists()}
+
+
+def _otherwise(members: Sequence[Row], place: int) -> int | None:
+  """The attempt of the group that ended otherwise, nearest to this one."""
+  if not members:
+    return None
+  won = bool(members[place]["task_success"])
+  found = [
+      (abs(n - place), m["id"]) for n, m in enumerate(members)
+      if m["status"] == "completed" and bool(m["task_success"]) != won
+  ]  # pyformat: disable
+  return min(found)[1] if found else None
+
+
+def strip(connection: sa.Connection, rollout: int) -> list[Row]:
+  """Every turn of a rollout, small: its screens, its actions, its end.
+
+  `unchanged` of a turn: its actions left the screen as it was.
+  """
+  t, o, a = tables.turn, tables.obs, tables.action
+  turns = {
+      row.id: {
+          "id": row.id, "turn": row.turn, "reward": row.reward,
+          "seconds": row.turn_time, "before": None, "after": None,
+          "actions": [],
+      }
+      for row in connection.execute(
+          sa.select(t.c.id, t.c.turn, t.c.reward, t.c.turn_time)
+          .where(t.c.rollout_id == rollout)
+          .order_by(t.c.turn)
+          .limit(_MOST_TURNS)
+      )
+  }  # pyformat: disable
+  mine = sa.select(t.c.id).where(t.c.rollout_id == rollout)
+  for id_, uri in connection.execute(
+      sa.select(o.c.turn_id, o.c.screenshot_uri)
+      .where(o.c.turn_id.in_(mine), o.c.screenshot_uri.is_not(None))
+      .order_by(o.c.id)
+  ):
+    sha = uri.removeprefix("sha256:")
+    if id_ in turns and screenshots_lib.SHA.fullmatch(sha):
+      key = "before" if turns[id_]["before"] is None else "after"
+      turns[id_][key] = sha
+  for row in connection.execute(
+      sa.select(a.c.turn_id, a.c.action_type, a.c.tool_name, a.c.tool_args)
+      .where(a.c.turn_id.in_(mine))
+      .order_by(a.c.id)
+  ):
+    if row.turn_id in turns:
+      turns[row.turn_id]["actions"].append(
+          pictures.gesture({
+              **row._mapping,  # pylint: disable=protected-access
+              "tool_args": text.read_json(row.tool_args),
+          })
+      )
+  sizes = _sizes(connection, [one["before"] for one in turns.values()])
+  for one in turns.values():
+    one["size"] = sizes.get(one["before"])
+    one["unchanged"] = (
+        one["before"] is not None and one["before"] == one["after"]
+    )
+  return list(turns.values())
 
 
 def _sizes(

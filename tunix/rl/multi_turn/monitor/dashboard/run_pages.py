@@ -10,6 +10,7 @@ import numpy as np
 import pydantic
 import sqlalchemy as sa
 from tunix.rl.multi_turn.core import success_rates
+from tunix.rl.multi_turn.monitor.dashboard import advice
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import measurements
 from tunix.rl.multi_turn.monitor.dashboard import overview
@@ -340,6 +341,10 @@ class RunPages:
     )  # pyformat: disable
     more = [n for n in asks.more if n in others]
     shown += [{"key": n, "title": n, "names": (n,)} for n in more]
+    shown = [
+        {**chart, "about": advice.chart_about(chart["names"])}
+        for chart in shown
+    ]
     against = self._against(request.project, training, asks.against)
     theirs = None if against is None else self._curves.of(against["id"])
     named = [{"id": training, "name": run["run_name"]}]
@@ -351,6 +356,7 @@ class RunPages:
     return page_request.Page("run.html", {
         "run": run, "tab": "overview",
         "tiles": _tiles(columns, evals, theirs), "against": against,
+        "advice": advice.lines(columns, evals),
         "difference": difference, "named": named,
         "charts": shown, "others": others, "more": more,
         "latest": overview.latest(self._engine, training),

@@ -277,9 +277,8 @@ class Site:
           set(token) & set(' ";,\\') or not token.isprintable()
       ):
         raise errors.ApiError(
-            401, "give a token, as python -m tunix.rl.multi_turn.monitor token"
-            " prints it"
-        )  # pyformat: disable
+            401, "give a token, as tunix-monitor token prints it"
+        )
       await concurrency.run_in_threadpool(
           self._access.check, {"authorization": f"Bearer {token}"}, "read"
       )

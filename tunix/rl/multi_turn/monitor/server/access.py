@@ -173,8 +173,7 @@ class Access:
     if found is None:
       raise errors.ApiError(
           401,
-          "this token is not known; make one with: python -m"
-          " tunix.rl.multi_turn.monitor token",
+          "this token is not known; make one with: tunix-monitor token",
       )
     if scope not in found.scopes:
       raise errors.ApiError(

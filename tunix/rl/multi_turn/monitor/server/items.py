@@ -81,7 +81,7 @@ def _kind(
 
 
 KINDS: tuple[ItemKind, ...] = (
-    _kind("training", "training", kept=(*_TIMING, "project_id")),
+    _kind("training", "training", kept=(*_TIMING, "project_id", "traceback")),
     _kind(
         "task", "tasks", required=("task_id",),
         kept=("instruction", "env_config", "evaluation", "seed_id"),

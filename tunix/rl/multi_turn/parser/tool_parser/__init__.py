@@ -8,6 +8,7 @@ GuiActionParser = base.GuiActionParser
 ParseResult = base.ParseResult
 ToolParseError = base.ToolParseError
 ToolParser = base.ToolParser
+UnknownActionError = base.UnknownActionError
 get_tool_parser = registry.get_tool_parser
 make_tool_parser = registry.make_tool_parser
 register_tool_parser = registry.register_tool_parser

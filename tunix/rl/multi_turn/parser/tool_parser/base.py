@@ -44,6 +44,10 @@ class GuiActionError(ToolParseError):
   """A well-formed call that is not a GUI action: unknown name, bad argument."""
 
 
+class UnknownActionError(GuiActionError):
+  """No tool, or no action of it, has the call's name."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Resizing:
   """The size at which a model sees a screenshot.

@@ -457,7 +457,7 @@ class TableParser(base.GuiActionParser):
   ) -> list[GuiAction]:
     name, values = self.action_of(call)
     if not isinstance(name, str) or name not in self.action_names:
-      raise base.GuiActionError(
+      raise base.UnknownActionError(
           registry.unknown_name("action", short(name), self.action_names)
       )
     arguments = Arguments(
@@ -523,7 +523,7 @@ class OneToolParser(TableParser):
 
   def action_of(self, call: trajectory.ToolCall) -> Call:
     if call.name != self.tool_name:
-      raise base.GuiActionError(
+      raise base.UnknownActionError(
           registry.unknown_name("tool", short(call.name), (self.tool_name,))
       )
     return call.arguments.get("action"), call.arguments  # type: ignore[return-value]

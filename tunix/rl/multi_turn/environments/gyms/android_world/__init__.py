@@ -3,6 +3,7 @@
 from tunix.rl.multi_turn.environments.gyms import spec
 
 GYM = spec.GymSpec(
+    box="android",
     doc="phones of AndroidWorld, see docs/outside_gyms.md",
     make=f"{__name__}.gym:AndroidWorldGym",
     tasks=f"{__name__}.tasks:server_tasks",

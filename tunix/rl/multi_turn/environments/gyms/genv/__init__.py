@@ -4,6 +4,7 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import spec
 
 GYM = spec.GymSpec(
+    box="android",
     doc="a gym server, see docs/gym_server.md",
     make=f"{__name__}.gym:GenvGym",
     tasks=f"{__name__}.tasks:server_tasks",

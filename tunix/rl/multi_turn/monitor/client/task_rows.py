@@ -1,0 +1,132 @@
+"""Makes the rows of tasks, and of what decides their success.
+
+A task is recorded when an episode of it begins; those of a list all at once,
+before the first one, with what only the list knows of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Mapping, Sequence
+
+from tunix.rl.multi_turn.monitor.schema import vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+  """Where a run's episodes are played.
+
+  Attributes:
+    box: "linux" or "android".
+    name: of the gym, or of the environment without one.
+    trajectories: file of the run's trajectories, "" for none.
+  """
+
+  box: str = "linux"
+  name: str = "gym"
+  trajectories: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+  """How success at a task is decided.
+
+  Attributes:
+    kind: of the validator.
+    query: that is asked; None where the gym knows.
+    expected: the right answer; None where success is one.
+  """
+
+  kind: str = "state"
+  query: str | None = None
+  expected: str | None = None
+
+
+def task_part(
+    task_id: str, task: Any, world: World, split: str
+) -> dict[str, Any]:
+  """The task of an episode, as far as it is recorded."""
+  found = task if isinstance(task, Mapping) else {}
+  instruction = str(found.get("instruction") or task_id)
+  family = str(found.get("family") or "")
+  return {
+      "client_id": task_id,
+      "task_id": task_id,
+      "name": instruction[:200],
+      "description": instruction,
+      "max_steps": found.get("max_turns"),
+      "app_name": family or None,
+      "source_type": world.name,
+      "tags": [t for t in (family, split) if t],
+      "validation_type": "state",
+  }
+
+
+def listed(
+    tasks: Sequence[Mapping[str, Any]], world: World
+) -> dict[str, list[dict[str, Any]]]:
+  """Rows of tasks of a list, and of what decides each one's success."""
+  part: dict[str, list[dict[str, Any]]] = {"tasks": [], "validators": []}
+  for task in tasks:
+    name = str(task["task_id"])
+    known = {
+        column: vocabulary.canonical("task", column, str(task.get(column)))
+        for column in ("difficulty", "category", "validation_type")
+    }
+    # Words that the database does not have are still found as tags.
+    tags = [
+        str(task[column]) for column, word in known.items()
+        if task.get(column) and word is None
+    ]  # pyformat: disable
+    tags += [str(t) for t in task.get("tags") or ()]
+    tags += [t for t in (task.get("family"), task.get("split")) if t]
+    text = str(task.get("instruction") or task.get("description") or name)
+    query = task.get("validation_query") or None
+    expected = _as_text(task.get("expected_result"))
+    part["tasks"].append({
+        "client_id": name, "task_id": name,
+        "name": str(task.get("name") or text)[:200], "description": text,
+        "max_steps": task.get("max_steps"),
+        "app_name": task.get("family") or None,
+        "source_type": world.name, "tags": list(dict.fromkeys(tags)),
+        "prerequisites": list(task.get("prerequisites") or ()),
+        "validation_query": query, "expected_result": expected, **known,
+    })  # pyformat: disable
+    part["validators"].append(
+        validator(name, world, verdict_of(part["tasks"][-1]))
+    )
+  return part
+
+
+def verdict_of(task: Mapping[str, Any]) -> Verdict:
+  """How success at a task of `listed` is decided."""
+  return Verdict(
+      task["validation_type"] or "state", task["validation_query"],
+      task["expected_result"],
+  )  # pyformat: disable
+
+
+def validator(task_id: str, world: World, verdict: Verdict) -> dict[str, Any]:
+  return {
+      "client_id": f"{task_id}:validator", "task_id": task_id,
+      "validator_type": verdict.kind, "validation_query": verdict.query,
+      "validation_method": f"{world.name}.evaluate",
+      "config_json": {"expected_result": verdict.expected},
+  }  # pyformat: disable
+
+
+def environment(rollout: str, world: World) -> dict[str, Any]:
+  return {
+      "client_id": f"{rollout}:env", "rollout_id": rollout,
+      "env_type": world.box, "box_type": world.box,
+      "config_json": {"gym": world.name},
+  }  # pyformat: disable
+
+
+def _as_text(value: Any) -> str | None:
+  if value is None or value == "":
+    return None
+  return value if isinstance(value, str) else json.dumps(
+      value, default=str, ensure_ascii=False
+  )

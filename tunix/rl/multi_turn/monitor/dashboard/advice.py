@@ -1,0 +1,297 @@
+"""Puts a run's readings into sentences: what bounds it, what to change.
+
+    for line in advice.lines(columns, evals): line["text"], line["about"]
+
+Every figure is the mean of the last ten steps, as on the tiles; a rule that
+cannot be read, because its metric is missing, gives no sentence.
+
+Does not: judge a run by one step, or change anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import numpy as np
+from tunix.rl.multi_turn.core import success_rates
+from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
+from tunix.rl.multi_turn.reporting import metrics as metrics_lib
+
+FEW_GROUPS = 0.25
+SOLVED, HOPELESS = 0.85, 0.15
+COLLAPSED = 0.2
+"""Of the entropy that training began with."""
+WEAKER = 0.15
+"""How far below the mean of all a family is named."""
+TRUNCATED, CONTEXT, WANDERING, BROKEN, CLIPPED = 0.05, 0.03, 0.2, 0.05, 0.2
+BOUND = 0.5
+"""Share of a step from which one thing bounds it."""
+
+Row = dict[str, Any]
+
+
+def lines(
+    columns: curves_lib.Columns, evals: Sequence[Row]
+) -> list[Row]:
+  """Sentences, the first about learning, the second about the throughput.
+
+  Args:
+    columns: of the run.
+    evals: as `RunPages.eval_points` makes them.
+
+  Returns:
+    Rows of {about, text, path}: `about` is "learning", "throughput" or
+    "warning"; `path` follows the run's own address, None without a page.
+  """
+  found = [_learning(columns, evals), _bound(columns)]
+  found += [rule(columns) for rule in (
+      _gradients, _weakest, _entropy, _truncated, _context, _wandering,
+      _stale, _broken, _clipped, _diverged,
+  )]  # pyformat: disable
+  return [line for line in found if line is not None]
+
+
+def chart_about(names: Sequence[str]) -> list[Row]:
+  """{name, meaning, advice} of a chart's metrics, of those documented."""
+  found = []
+  for name in names:
+    known = metrics_lib.METRICS.get(curves_lib.DERIVED.get(name, (name,))[0])
+    if known is not None:
+      found.append({
+          "name": name, "meaning": _MEANING.get(name, known.meaning),
+          "advice": known.advice, "unit": known.unit,
+      })  # pyformat: disable
+  return found or [
+      {"name": names[0], "meaning": text, "advice": "", "unit": ""}
+      for start, text in _PREFIXES.items() if names[0] == start
+  ]  # pyformat: disable
+
+
+_MEANING = {"engine_idle": "Share of wall time the engine was idle."}
+_PREFIXES = {
+    "success_rate/": "Success of each task family among the valid episodes of"
+    " an update.",
+    "status/": "Shares of the episodes of an update by how they ended.",
+}
+
+
+def _line(about: str, text: str, path: str | None = None) -> Row:
+  return {"about": about, "text": text, "path": path}
+
+
+def _percent(share: float) -> str:
+  return f"{100 * share:.0f} %"
+
+
+def _begin(columns: curves_lib.Columns, name: str) -> float | None:
+  """Mean of the first readings, of a run long enough to have others."""
+  known = columns.values.get(name, np.zeros(0))
+  known = known[np.isfinite(known)]
+  if len(known) < 2 * success_rates.RECENT_STEPS:
+    return None
+  return float(known[: success_rates.RECENT_STEPS].mean())
+
+
+def _learning(columns: curves_lib.Columns, evals: Sequence[Row]) -> Row | None:
+  now, then = columns.recent("success_rate"), _begin(columns, "success_rate")
+  text = ""
+  if now is not None and then is not None:
+    word = (
+        "rose" if now > then + 0.02 else "fell" if now < then - 0.02
+        else "stayed"
+    )  # pyformat: disable
+    text = (
+        f"Success in training {word} "
+        + (f"at {_percent(now)}" if word == "stayed"
+           else f"from {_percent(then)} to {_percent(now)}")
+        + ", the means of the first and last ten steps."
+    )  # pyformat: disable
+  if len(evals) > 1:
+    first, last = evals[0], evals[-1]
+    apart = last["low"] > first["high"] or last["high"] < first["low"]
+    text += (
+        f" Evaluations: {_percent(first['rate'])} ({first['name']}) to"
+        f" {_percent(last['rate'])} ({last['name']})"
+        + ("." if apart else ", within their 95 % intervals.")
+    )
+  return _line("learning", text.strip(), "/evals") if text else None
+
+
+def _bound(columns: curves_lib.Columns) -> Row | None:
+  total, wait, learn = (
+      columns.recent(f"seconds_{n}") for n in ("total", "wait", "learn")
+  )
+  if not total or wait is None or learn is None:
+    return None
+  if wait / total >= BOUND:
+    text = (
+        "Collecting bounds this run: the learner waits"
+        f" {_percent(wait / total)}"
+        " of a step."
+    )
+    model, env = columns.recent("model_share"), columns.recent("env_share")
+    if model is not None and env is not None:
+      text += (
+          f" Episodes spend {_percent(model)} of their time on the model and"
+          f" {_percent(env)} in the environment: "
+          + ("more engine.slots or a faster model helps."
+             if model >= env else
+             "more environments at once (collect.concurrency) help.")
+      )  # pyformat: disable
+    return _line("throughput", text, "/health")
+  if learn / total >= BOUND:
+    return _line(
+        "throughput",
+        f"The update bounds this run: it takes {_percent(learn / total)} of a"
+        " step, and episodes wait for it. A larger learner.rows or more"
+        " devices help.",
+        "/health",
+    )
+  rest = max(0.0, 1 - (wait + learn) / total)
+  return _line(
+      "throughput",
+      f"Nothing alone bounds this run: of a step {_percent(wait / total)} is"
+      f" waiting for episodes, {_percent(learn / total)} the update,"
+      f" {_percent(rest)} publishing weights and the rest.",
+      "/health",
+  )
+
+
+def _gradients(columns: curves_lib.Columns) -> Row | None:
+  share, won = (
+      columns.recent("informative_groups"), columns.recent("success_rate")
+  )
+  if share is None or won is None or share >= FEW_GROUPS:
+    return None
+  about = f"Only {_percent(share)} of the groups have a gradient"
+  if won >= SOLVED:
+    return _line(
+        "warning", f"{about} at {_percent(won)} success: these tasks are"
+        " solved. Raise gym.options.difficulty or add tasks.",
+        "/tasks?sort=learnable",
+    )
+  if won <= HOPELESS:
+    return _line(
+        "warning", f"{about} at {_percent(won)} success: the tasks are too"
+        " hard. Warm-start longer, or begin with easier ones.",
+        "/tasks?solved=never",
+    )
+  return _line(
+      "warning", f"{about}: most tasks are always or never solved. Set"
+      " task_source.order=curriculum or a larger collect.group_size.",
+      "/tasks?sort=learnable",
+  )
+
+
+def _weakest(columns: curves_lib.Columns) -> Row | None:
+  rates = {
+      name.partition("/")[2]: rate
+      for name in columns.values if name.startswith("success_rate/")
+      if (rate := columns.recent(name)) is not None
+  }  # pyformat: disable
+  if len(rates) < 2:
+    return None
+  weakest = min(rates, key=lambda name: rates[name])
+  mean = sum(rates.values()) / len(rates)
+  if rates[weakest] > mean - WEAKER:
+    return None
+  return _line(
+      "warning", f"Weakest family: {weakest} with {_percent(rates[weakest])},"
+      f" all together {_percent(mean)}.", "/tasks",
+  )
+
+
+def _entropy(columns: curves_lib.Columns) -> Row | None:
+  now, then = columns.recent("entropy"), _begin(columns, "entropy")
+  won = columns.recent("success_rate")
+  if now is None or not then or now > COLLAPSED * then or (won or 0) > SOLVED:
+    return None
+  return _line(
+      "warning", f"Entropy fell from {then:.2g} to {now:.2g} nats before the"
+      " tasks were solved: raise algorithm.clip_high or"
+      " algorithm.entropy_coef.",
+  )
+
+
+def _truncated(columns: curves_lib.Columns) -> Row | None:
+  share = columns.recent("truncated_turns")
+  if share is None or share <= TRUNCATED:
+    return None
+  return _line(
+      "warning", f"{share:.2g} completions an episode are cut off: raise"
+      " sampling.max_new_tokens.",
+  )
+
+
+def _context(columns: curves_lib.Columns) -> Row | None:
+  share = columns.recent("status/context_limit")
+  if share is None or share <= CONTEXT:
+    return None
+  return _line(
+      "warning", f"{_percent(share)} of the episodes end at the context's"
+      " limit: raise engine.context_length or lower agent.max_images.",
+      "/rollouts?end=context_limit",
+  )
+
+
+def _wandering(columns: curves_lib.Columns) -> Row | None:
+  share = columns.recent("status/max_turns")
+  if share is None or share <= WANDERING:
+    return None
+  return _line(
+      "warning", f"{_percent(share)} of the episodes run out of turns: raise"
+      " environment.max_turns, or see where they wander.",
+      "/rollouts?end=max_turns",
+  )
+
+
+def _stale(columns: curves_lib.Columns) -> Row | None:
+  known = columns.values.get("dropped_stale", np.zeros(0))
+  known = known[np.isfinite(known)][-success_rates.RECENT_STEPS :]
+  if len(known) < 2 or (lost := known[-1] - known[0]) <= 0:
+    return None
+  return _line(
+      "warning", f"{lost:.0f} groups were dropped for their age in the last"
+      f" {len(known)} steps: lower collect.concurrency, or raise"
+      " queue.max_staleness.", "/health",
+  )
+
+
+def _broken(columns: curves_lib.Columns) -> Row | None:
+  share = columns.recent("invalid_episodes")
+  if share is None or share <= BROKEN:
+    return None
+  ends = {
+      name: rate for name in ("env_error", "timeout", "model_error")
+      if (rate := columns.recent(f"status/{name}"))
+  }  # pyformat: disable
+  most = max(ends, key=lambda name: ends[name]) if ends else ""
+  return _line(
+      "warning", f"{_percent(share)} of the episodes are ended by"
+      " infrastructure"
+      + (f", most by {most.replace('_', ' ')}" if most else "") + ".",
+      f"/rollouts?end={most}" if most else "/rollouts?error=broken",
+  )
+
+
+def _clipped(columns: curves_lib.Columns) -> Row | None:
+  share = columns.recent("clip_fraction")
+  if share is None or share <= CLIPPED:
+    return None
+  return _line(
+      "warning", f"The clip removes the gradient of {_percent(share)} of the"
+      " tokens: lower learner.learning_rate or learner.epochs.",
+  )
+
+
+def _diverged(columns: curves_lib.Columns) -> Row | None:
+  known = columns.values.get("skipped_steps", np.zeros(0))
+  known = known[np.isfinite(known)][-success_rates.RECENT_STEPS :]
+  if len(known) < 2 or known[-1] <= known[0]:
+    return None
+  return _line(
+      "warning", f"{known[-1] - known[0]:.0f} of the last {len(known)} steps"
+      " were skipped for a gradient that is not finite: the run has diverged."
+      " Resume an earlier checkpoint with a lower learner.learning_rate.",
+      "/health",
+  )

@@ -1,0 +1,195 @@
+"""Renders two attempts turn by turn, and marks where they first differ.
+
+    /rollouts/9/beside            with an attempt that ended otherwise
+    /rollouts/9/beside?other=12   of the group, of another checkpoint or run
+
+They differ in a turn in which their actions do, a few pixels apart counting as
+one place (`group_overlays.alike`).
+
+Does not: compare screens or thoughts, which rarely are equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor.dashboard import group_overlays
+from tunix.rl.multi_turn.monitor.dashboard import page_request
+from tunix.rl.multi_turn.monitor.dashboard import rollout_list
+from tunix.rl.multi_turn.monitor.dashboard import rollout_page
+from tunix.rl.multi_turn.monitor.dashboard import text
+from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.server import errors
+from tunix.rl.multi_turn.monitor.server import queries as queries_lib
+from tunix.rl.multi_turn.monitor.server import query as query_lib
+
+_TURNS = 40
+_NEWEST = 400
+"""Attempts at the task that a partner is sought among."""
+_LONGEST = 600
+
+Row = dict[str, Any]
+
+
+class BesideQuery(query_lib.PageQuery):
+  """Two attempts.
+
+  Attributes:
+    other: the second one; without it, one that ended otherwise.
+    first: turn that the page begins with.
+  """
+
+  other: query_lib.Id | None = None
+  first: query_lib.Id = 1
+
+
+class AttemptPages:
+  """See the module docstring."""
+
+  def __init__(
+      self, engine: sa.Engine, queries: queries_lib.Queries, head: Any
+  ):
+    self._engine = engine
+    self._queries = queries
+    self._head = head
+
+  def beside(self, request: page_request.PageRequest) -> page_request.Page:
+    asks = request.read(BesideQuery)
+    mine = self._queries.rollout(request.project, str(request.id()))
+    run = self._head(request.project, mine["training_id"])
+    with database.reading(self._engine) as connection:
+      other = asks.other or _partner(connection, mine, run["id"])
+    if other is None:
+      raise errors.ApiError(
+          404,
+          f"rollout {mine['id']} is the only attempt at its task in this run:"
+          " give another one, other=<id>",
+      )
+    if other == mine["id"]:
+      raise errors.ApiError(
+          400, f"other={other}: give another rollout than this one"
+      )
+    both = [mine, self._queries.rollout(request.project, str(other))]
+    runs = [run, self._head(request.project, both[1]["training_id"])]
+    first = max(1, asks.first)
+    with database.reading(self._engine) as connection:
+      strips = [rollout_page.strip(connection, one["id"]) for one in both]
+      said = [_said(connection, strip[first - 1 : first - 1 + _TURNS])
+              for strip in strips]  # pyformat: disable
+      places = [_place(connection, one) for one in both]
+    differs = first_difference(*strips)
+    count = max(map(len, strips))
+    rows = [
+        {"turn": n, "differs": n == differs,
+         "sides": [_side(strip, words, n)
+                   for strip, words in zip(strips, said)]}
+        for n in range(first, min(count, first + _TURNS - 1) + 1)
+    ]  # pyformat: disable
+    return page_request.Page("beside.html", {
+        "run": run, "tab": "beside", "both": list(zip(both, runs, places)),
+        "ends": tuple(rollout_list.ENDS), "rows": rows, "differs": differs,
+        "count": count, "first": first,
+        "before": max(1, first - _TURNS) if first > 1 else None,
+        "after": first + _TURNS if first + _TURNS <= count else None,
+        "same_task": mine["task_id"] == both[1]["task_id"],
+        "did": None if differs is None else [
+            _caption(strip, differs) for strip in strips
+        ],
+        "differing_page": differs is not None and (
+            None if first <= differs < first + _TURNS
+            else 1 + (differs - 1) // _TURNS * _TURNS
+        ),
+    })  # pyformat: disable
+
+
+def first_difference(mine: Sequence[Row], others: Sequence[Row]) -> int | None:
+  """The first turn, from 1, whose actions differ; None: there is none."""
+  for number, (a, b) in enumerate(zip(mine, others), 1):
+    if not group_overlays.alike(a["actions"], b["actions"]):
+      return number
+  if len(mine) != len(others):  # One of them ended here.
+    return min(len(mine), len(others)) + 1
+  return None
+
+
+def _partner(
+    connection: sa.Connection, mine: Row, training: int
+) -> int | None:
+  """An attempt that ended otherwise: of its group, else the newest one."""
+  r, s = tables.rollout, tables.step
+  source = mine["source_type"]
+  rows = connection.execute(
+      sa.select(
+          r.c.id, r.c.task_success, r.c.group, r.c.step_id, r.c[f"{source}_id"]
+      )
+      .outerjoin(s, s.c.id == r.c.step_id)
+      .outerjoin(tables.eval_, tables.eval_.c.id == r.c.eval_id)
+      .outerjoin(tables.baseline, tables.baseline.c.id == r.c.baseline_id)
+      .where(
+          r.c.task_id == mine["task_id"], r.c.id != mine["id"],
+          r.c.status == "completed",
+          sa.func.coalesce(
+              s.c.training_id, tables.eval_.c.training_id,
+              tables.baseline.c.training_id,
+          ) == training,
+      )
+      .order_by(r.c.id.desc())
+      .limit(_NEWEST)
+  )  # pyformat: disable
+
+  def nearness(row: Any) -> tuple[bool, bool, int]:
+    return (
+        bool(row.task_success) != bool(mine["task_success"]),
+        row[-1] == mine[f"{source}_id"] and row.group == mine["group"],
+        row.id,
+    )
+
+  return max(rows, key=nearness).id if (rows := list(rows)) else None
+
+
+def _said(connection: sa.Connection, strip: Sequence[Row]) -> dict[int, Row]:
+  """Turn's id -> {thought, response} of it."""
+  t = tables.turn
+  found = {}
+  for id_, metrics in connection.execute(
+      sa.select(t.c.id, t.c.metrics_json).where(
+          t.c.id.in_([one["id"] for one in strip])
+      )
+  ):
+    known = text.read_object(metrics)
+    found[id_] = {
+        key: str(known[key])[:_LONGEST]
+        for key in ("thought", "model_response") if known.get(key)
+    }  # pyformat: disable
+  return found
+
+
+def _side(
+    strip: Sequence[Row], said: dict[int, Row], number: int
+) -> Row | None:
+  if number > len(strip):
+    return None
+  one = strip[number - 1]
+  return {**one, **{"thought": None, "model_response": None},
+          **said.get(one["id"], {})}  # pyformat: disable
+
+
+def _caption(strip: Sequence[Row], number: int) -> str:
+  if number > len(strip):
+    return "had ended"
+  actions = strip[number - 1]["actions"]
+  return ", then ".join(g.caption for g in actions[:3]) or "did nothing"
+
+
+def _place(connection: sa.Connection, rollout: Row) -> str:
+  """Where the attempt was made, in words."""
+  kind = rollout["source_type"]
+  if kind == "baseline":
+    return "before training"
+  source = tables.metadata.tables[kind]
+  number = connection.execute(
+      sa.select(source.c.step).where(source.c.id == rollout[f"{kind}_id"])
+  ).scalar_one()
+  return f"{'step' if kind == 'step' else 'evaluation at'} {number}"
