@@ -31,39 +31,44 @@ from tunix.rl.multi_turn.run.rollout_hosts import player
 _URL, _TOKEN = "TUNIX_FLEET_URL", "TUNIX_FLEET_TOKEN"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-  """The command; returns the exit status."""
-  parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+  """Of the command's arguments."""
+  made = argparse.ArgumentParser(
       prog="python -m tunix_multi_turn commands.collect",
       description=__doc__.partition("\n")[0],
   )
-  parser.add_argument(
+  made.add_argument(
       "directory",
       nargs="?",
       default="",
       help=f"the run's directory; without it, ${_URL} and ${_TOKEN}",
   )
-  parser.add_argument(
+  made.add_argument(
       "overrides",
       nargs="*",
       metavar="key=value",
       help="this collector's own settings, e.g. gym.options={...}",
   )
-  parser.add_argument(
+  made.add_argument(
       "--patience",
       type=float,
       default=600.0,
       metavar="S",
       help="seconds to wait for a learner that is not there (%(default)s)",
   )
-  parser.add_argument(
+  made.add_argument(
       "--episodes",
       type=int,
       default=0,
       metavar="N",
       help="episodes at a time; 0 = as many as the run wants (%(default)s)",
   )
-  args = parser.parse_args(argv)
+  return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns the exit status."""
+  args = parser().parse_args(argv)
   logging.basicConfig(level=logging.WARNING)
   try:
     if "=" in args.directory:  # The first override, where no file is shared.
