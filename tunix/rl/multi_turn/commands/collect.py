@@ -1,4 +1,4 @@
-"""Collects for a run with `fleet=join` or `fleet=ray`; needs no JAX, no devices.
+"""Collects for a run with `fleet=join` or `fleet=ray`; needs no devices.
 
     python -m tunix_multi_turn commands.collect runs/<name> [key=value ...]
 

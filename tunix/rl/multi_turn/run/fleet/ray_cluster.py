@@ -33,6 +33,7 @@ import sys
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn.environments.verifiers import worker
+
 from tunix_multi_turn import collector_actor
 
 _STORE_BYTES = 100 << 20  # No object of size travels by Ray.

@@ -6,8 +6,8 @@ its leases to others; should it come back, the first group that arrives counts,
 or, in an `exclusive` book, that of the host that has the lease now.
 
 Promises: thread-safe; what a call costs does not grow with the hosts; a host's
-silence is noticed within a twentieth of `silence_s`; a lease ends once; numbers are not those of an earlier
-process's leases; a host that dies costs its groups'
+silence is noticed within a twentieth of `silence_s`; a lease ends once; numbers
+are not those of an earlier process's leases; a host that dies costs its groups'
 time and nothing else.
 
 Does not: know HTTP, or what a group is.
