@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _overrides(args.overrides),
         args.episodes,
     )
-    asyncio.run(_until_told(found))
+    told = asyncio.run(_until_told(found))
   except config_lib.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
   except KeyboardInterrupt:
     return 130
-  print(f"the run has ended; {found.collected} groups were collected here")
+  why = "told to end" if told else "the run has ended"
+  print(f"{why}; {found.collected} groups were collected here")
   return 0
 
 
@@ -118,16 +119,18 @@ def _overrides(texts: Sequence[str]) -> dict[str, str]:
   return found
 
 
-async def _until_told(collector: collector_lib.Collector) -> None:
-  """Collects until the run ends, or SIGTERM comes."""
+async def _until_told(collector: collector_lib.Collector) -> bool:
+  """Collects until the run ends, or SIGTERM comes; whether that came."""
   loop = asyncio.get_running_loop()
   work = asyncio.ensure_future(collector.run())
   loop.add_signal_handler(signal.SIGTERM, work.cancel)
   try:
     await work
+    return False
   except asyncio.CancelledError:
     if not work.cancelled():
       raise
+    return True
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Process that starts collectors as actors of a Ray cluster.
 
-    python -m tunix_multi_turn run.fleet.ray_cluster < requests > answers
-
 The one module that imports ray; `ray_launcher` starts it beside the learner,
 whose process stays without Ray's threads, forks and signal handlers. Lines are
 those of `core.line_process`: the first one has `address` (of the cluster),

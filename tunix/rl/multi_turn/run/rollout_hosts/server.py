@@ -112,7 +112,7 @@ class LeaseRoutes:
     """Tells players that the run has ended; waits for them a little."""
     self.ended = True
     self._call(all_of_them=True)
-    due = time.monotonic() + 2.0
+    due = time.monotonic() + self._pause(2.0)
     while self._book.hosts() and time.monotonic() < due:
       time.sleep(0.1)
 
