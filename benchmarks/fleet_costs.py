@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import pathlib
@@ -123,11 +124,15 @@ def _measure(
     )
 
     async def collect(first: int, count: int) -> list[Any]:
-      return await asyncio.gather(*(
-          collector.collect(
-              source.train_task("click-color", first + i, 0), index=first + i
+      tasks = [
+          dataclasses.replace(
+              source.train_task("click-color", first + i, 0), max_turns=turns
           )
           for i in range(count)
+      ]
+      return await asyncio.gather(*(
+          collector.collect(task, index=first + i)
+          for i, task in enumerate(tasks)
       ))
 
     loop = asyncio.new_event_loop()

@@ -18,7 +18,7 @@ LEARNS = (
     "seed=3", "steps=10", "collect.group_size=8", "learner.groups_per_step=4",
     "learner.rows=8", "engine.slots=16", "collect.concurrency=32",
     "eval.episodes_per_task=5", "eval.modes=[sampled]",
-    "report.episodes=100000", "rollout.silence_s=5",
+    "report.episodes=100000", "rollout.silence_s=10",
 )  # pyformat: disable
 
 
