@@ -287,13 +287,6 @@ TABLE = (
             staleness=160, servers=8, engine_tokens_s=160_000.0, slots=2048
         ),
     ),
-    (
-        "and an update of 512 groups",
-        dict(
-            staleness=20, servers=8, engine_tokens_s=160_000.0, slots=2048,
-            groups_per_step=512, learn_s=10.0, silence_s=300.0,
-        ),
-    ),
 )  # pyformat: disable
 
 
