@@ -1,4 +1,4 @@
-"""Collects for a run with `fleet=join` or `fleet=ray`; needs no JAX, no devices.
+"""Collects for a run with `fleet=join` or `fleet=ray`; needs no devices.
 
     python -m tunix_multi_turn commands.collect runs/<name> [key=value ...]
 
@@ -31,39 +31,44 @@ from tunix.rl.multi_turn.run.rollout_hosts import player
 _URL, _TOKEN = "TUNIX_FLEET_URL", "TUNIX_FLEET_TOKEN"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-  """The command; returns the exit status."""
-  parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+  """Of the command's arguments."""
+  made = argparse.ArgumentParser(
       prog="python -m tunix_multi_turn commands.collect",
       description=__doc__.partition("\n")[0],
   )
-  parser.add_argument(
+  made.add_argument(
       "directory",
       nargs="?",
       default="",
       help=f"the run's directory; without it, ${_URL} and ${_TOKEN}",
   )
-  parser.add_argument(
+  made.add_argument(
       "overrides",
       nargs="*",
       metavar="key=value",
       help="this collector's own settings, e.g. gym.options={...}",
   )
-  parser.add_argument(
+  made.add_argument(
       "--patience",
       type=float,
       default=600.0,
       metavar="S",
       help="seconds to wait for a learner that is not there (%(default)s)",
   )
-  parser.add_argument(
+  made.add_argument(
       "--episodes",
       type=int,
       default=0,
       metavar="N",
       help="episodes at a time; 0 = as many as the run wants (%(default)s)",
   )
-  args = parser.parse_args(argv)
+  return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns the exit status."""
+  args = parser().parse_args(argv)
   logging.basicConfig(level=logging.WARNING)
   try:
     if "=" in args.directory:  # The first override, where no file is shared.
@@ -73,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _overrides(args.overrides),
         args.episodes,
     )
-    asyncio.run(_until_told(found))
+    told = asyncio.run(_until_told(found))
   except config_lib.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
@@ -82,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
   except KeyboardInterrupt:
     return 130
-  print(f"the run has ended; {found.collected} groups were collected here")
+  why = "told to end" if told else "the run has ended"
+  print(f"{why}; {found.collected} groups were collected here")
   return 0
 
 
@@ -113,16 +119,18 @@ def _overrides(texts: Sequence[str]) -> dict[str, str]:
   return found
 
 
-async def _until_told(collector: collector_lib.Collector) -> None:
-  """Collects until the run ends, or SIGTERM comes."""
+async def _until_told(collector: collector_lib.Collector) -> bool:
+  """Collects until the run ends, or SIGTERM comes; whether that came."""
   loop = asyncio.get_running_loop()
   work = asyncio.ensure_future(collector.run())
   loop.add_signal_handler(signal.SIGTERM, work.cancel)
   try:
     await work
+    return False
   except asyncio.CancelledError:
     if not work.cancelled():
       raise
+    return True
 
 
 if __name__ == "__main__":

@@ -124,7 +124,9 @@ class Collector(player.GroupPlayer):
           timeout_s=config.collect.deadlines.model,
       )
     except (ImportError, ValueError, KeyError) as error:
-      raise config_lib.ConfigError([f"a collector cannot begin: {error}"]) from None
+      raise config_lib.ConfigError([
+          f"a collector cannot begin: {error}"
+      ]) from None
 
   async def _heard(self, found: Mapping[str, Any]) -> None:
     del found

@@ -1,7 +1,5 @@
 """Process that starts collectors as actors of a Ray cluster.
 
-    python -m tunix_multi_turn run.fleet.ray_cluster < requests > answers
-
 The one module that imports ray; `ray_launcher` starts it beside the learner,
 whose process stays without Ray's threads, forks and signal handlers. Lines are
 those of `core.line_process`: the first one has `address` (of the cluster),
@@ -33,6 +31,7 @@ import sys
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn.environments.verifiers import worker
+
 from tunix_multi_turn import collector_actor
 
 _STORE_BYTES = 100 << 20  # No object of size travels by Ray.

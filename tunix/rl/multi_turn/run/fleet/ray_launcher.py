@@ -17,7 +17,6 @@ from typing import Any, Mapping
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import line_process
-import tunix_multi_turn
 
 _START_S = 180.0
 _CALL_S = 60.0
@@ -48,7 +47,11 @@ class RayLauncher:
           "fleet.via=ray needs the package ray; pip install"
           " 'tunix-multi-turn[ray]', or set fleet.via=local"
       ])
-    package = pathlib.Path(tunix_multi_turn.__file__).resolve().parents[1]
+    # Where a clone is used without being installed.
+    found = importlib.util.find_spec("tunix_multi_turn")
+    package = ""
+    if found is not None and found.origin is not None:
+      package = str(pathlib.Path(found.origin).resolve().parents[1])
     inherited = os.environ.get("PYTHONPATH", "")
     try:
       self._worker = line_process.Worker(
@@ -67,7 +70,7 @@ class RayLauncher:
               },
           },
           _START_S,
-          path=os.pathsep.join(filter(None, (str(package), inherited))),
+          path=os.pathsep.join(filter(None, (package, inherited))),
       )
     except line_process.WorkerError as error:
       text = " ".join(str(error).split())[:400]

@@ -175,10 +175,10 @@ class Fleet:
     Args:
       wait: runs a coroutine on the loop of the episodes.
     """
-    (self._directory / player.ADDRESS).unlink(missing_ok=True)
     if self._supervisor is not None:
       self._supervisor.close()  # Those that end now are not started again.
     self._routes.end()
+    (self._directory / player.ADDRESS).unlink(missing_ok=True)
     try:
       if self._launcher is not None:
         self._launcher.close()

@@ -5,8 +5,9 @@ with the group, or withdrawn. A host that is not heard of for `silence_s` loses
 its leases to others; should it come back, the first group that arrives counts,
 or, in an `exclusive` book, that of the host that has the lease now.
 
-Promises: thread-safe; a lease ends once; numbers are not those of an earlier
-process's leases; a host that dies costs its groups'
+Promises: thread-safe; what a call costs does not grow with the hosts; a host's
+silence is noticed within a twentieth of `silence_s`; a lease ends once; numbers
+are not those of an earlier process's leases; a host that dies costs its groups'
 time and nothing else.
 
 Does not: know HTTP, or what a group is.
@@ -17,9 +18,12 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import math
 import threading
 import time
 from typing import Any, Callable, Iterable, Mapping
+
+_LOOKS = 20  # For silent hosts, in the time that makes one silent.
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,7 +71,12 @@ class LeaseBook:
     self._lock = threading.Lock()
     self._open: dict[int, Lease] = {}
     self._waiting: collections.deque[Lease] = collections.deque()
+    self._of: collections.defaultdict[str, dict[int, Lease]] = (
+        collections.defaultdict(dict)
+    )  # Lent ones, by host.
     self._seen: dict[str, float] = {}
+    self._looked = -math.inf  # When silent hosts were looked for.
+    self._on_waiting: Callable[[], object] | None = None
     self._stats: dict[str, dict[str, float]] = {}
     # A host may still work for the learner that this one follows.
     self._number = time.time_ns() // 1000
@@ -75,6 +84,10 @@ class LeaseBook:
     """lent, finished, taken back, withdrawn, refused."""
     self.finished: collections.Counter[str] = collections.Counter()
     """Groups by the host that collected them."""
+
+  def on_waiting(self, callback: Callable[[], object]) -> None:
+    """Calls back, from any thread, when a lease begins to wait."""
+    self._on_waiting = callback
 
   def lend(self, order: Mapping[str, Any]) -> Lease:
     """A new lease; its `result` ends with the group."""
@@ -86,15 +99,19 @@ class LeaseBook:
         return lease
       self._open[lease.number] = lease
       self._waiting.append(lease)
-      return lease
+    self._announce()
+    return lease
+
+  def _announce(self) -> None:
+    if self._on_waiting is not None:
+      self._on_waiting()
 
   def withdraw(self, lease: Lease) -> None:
     """Ends a lease without a group."""
     with self._lock:
       if self._open.pop(lease.number, None) is not None:
         self.counts["withdrawn"] += 1
-        if not lease.host:
-          self._waiting.remove(lease)
+        self._forget(lease)
 
   def take(self, host: str) -> Lease | None:
     """The next lease for a host, the oldest first."""
@@ -105,6 +122,7 @@ class LeaseBook:
       lease = self._waiting.popleft()
       lease.host, lease.since = host, self._clock()
       lease.lent += 1
+      self._of[host][lease.number] = lease
       self.counts["lent"] += 1
       return lease
 
@@ -118,8 +136,7 @@ class LeaseBook:
         return False
       del self._open[number]
       self.finished[host] += 1
-      if not lease.host:  # Taken back, and waiting for another host.
-        self._waiting.remove(lease)
+      self._forget(lease)
       self.counts["finished"] += 1
     lease.result.set_result(value)
     return True
@@ -139,16 +156,12 @@ class LeaseBook:
       self._stats[host] = dict(stats)
       mine = set(numbers)
       lost = self._clock() - self._silence_s
-      for lease in list(self._open.values()):
+      theirs = self._of.get(host, {})
+      for lease in list(theirs.values()):
         # Lost on the way to it, or before it began anew.
-        unknown = lease.number not in mine and lease.host == host
-        if unknown and lease.since < lost:
+        if lease.number not in mine and lease.since < lost:
           self._take_back(lease)
-      return sorted(
-          n
-          for n in mine
-          if n not in self._open or self._open[n].host != host
-      )
+      return sorted(mine - theirs.keys())
 
   def lose(self, host: str) -> None:
     """Takes a host's leases back at once: it is known to be dead."""
@@ -161,9 +174,20 @@ class LeaseBook:
       self._failed = error
       leases = list(self._open.values())
       self._open.clear()
+      self._of.clear()
       self._waiting.clear()
     for lease in leases:
       lease.result.set_exception(error)
+
+  @property
+  def silence_s(self) -> float:
+    """After which a host loses its leases."""
+    return self._silence_s
+
+  @property
+  def host_count(self) -> int:
+    """Number of `hosts`."""
+    return len(self._seen)
 
   def hosts(self) -> list[str]:
     """Names of the hosts that were heard of in time."""
@@ -181,16 +205,29 @@ class LeaseBook:
   def _hear(self, host: str) -> None:
     now = self._clock()
     self._seen[host] = now
+    if now - self._looked < self._silence_s / _LOOKS:
+      return
+    self._looked = now
     silent = [h for h, at in self._seen.items() if now - at > self._silence_s]
     for name in silent:
       self._lose(name)
 
   def _lose(self, host: str) -> None:
     self._seen.pop(host, None)
-    for lease in [x for x in self._open.values() if x.host == host]:
+    for lease in list(self._of.get(host, {}).values()):
       self._take_back(lease)
+    self._of.pop(host, None)
+
+  def _forget(self, lease: Lease) -> None:
+    """Takes a lease that has ended from where it is."""
+    if lease.host:
+      self._of.get(lease.host, {}).pop(lease.number, None)
+    else:  # It waits, perhaps because it was taken back.
+      self._waiting.remove(lease)
 
   def _take_back(self, lease: Lease) -> None:
+    self._of.get(lease.host, {}).pop(lease.number, None)
     lease.host = ""
     self.counts["taken back"] += 1
     self._waiting.appendleft(lease)
+    self._announce()

@@ -292,7 +292,7 @@ class GroupPlayer:
         if number in self._work:
           self._work[number].cancel()
       await self._heard(found)
-      await asyncio.sleep(_BEAT_S)
+      await asyncio.sleep(float(found["pause_s"]))
 
   async def _collect(self, number: int, order: Mapping[str, Any]) -> None:
     faults = Faults()

@@ -16,7 +16,7 @@ import concurrent.futures
 import functools
 import logging
 import pathlib
-from typing import Any, Callable
+from typing import Callable
 
 from flax import nnx
 from tunix.rl.multi_turn import config as config_lib

@@ -15,6 +15,7 @@ Does not: run anything itself.
 from __future__ import annotations
 
 import asyncio
+import collections
 import hmac
 import json
 import pathlib
@@ -30,7 +31,9 @@ from tunix.rl.multi_turn.run.rollout_hosts import leases as leases_lib
 from tunix.rl.multi_turn.run.rollout_hosts import messages
 
 _WAIT_S = 5.0  # For a lease, before a host asks again.
-_POLL_S = 0.02
+_LOOK_S = 0.5  # Whether it is still there, and the run.
+_BEAT_S = 0.5
+_CALLS = 400  # Beats a second of all hosts, and asks for leases, at most.
 _SMALL = 1 << 20
 
 
@@ -83,6 +86,11 @@ class LeaseRoutes:
     self._images = images
     self._settings = settings
     self._responses = responses
+    self._loop: asyncio.AbstractEventLoop | None = None
+    self._waiters: collections.deque[asyncio.Future[None]] = (
+        collections.deque()
+    )
+    book.on_waiting(self._call)
     self.app = applications.Starlette(routes=[
         routing.Route(path, self._guarded(handler), methods=[method])
         for method, path, handler in (
@@ -98,11 +106,13 @@ class LeaseRoutes:
     """Makes a file of weights the newest."""
     self._weights, self.version = weights, version
     self.serial += 1
+    self._call(all_of_them=True)
 
   def end(self) -> None:
     """Tells players that the run has ended; waits for them a little."""
     self.ended = True
-    due = time.monotonic() + 2.0
+    self._call(all_of_them=True)
+    due = time.monotonic() + self._pause(2.0)
     while self._book.hosts() and time.monotonic() < due:
       time.sleep(0.1)
 
@@ -148,17 +158,44 @@ class LeaseRoutes:
 
   async def _lease(self, request: Any) -> Any:
     host = (await self._body(request, _SMALL))["host"]
-    due = time.monotonic() + _WAIT_S
+    self._loop = asyncio.get_running_loop()
+    due = time.monotonic() + self._pause(_WAIT_S)
     while not self.ended:
+      if await request.is_disconnected():
+        self._wake()  # It was perhaps this one that was called.
+        break
       ready = self._weights or not self._needs_weights
       if ready and (lease := self._book.take(host)) is not None:
         if lease.lent > 1 and self._relent is not None:
           await self._relent(lease)
         return self._json({"number": lease.number, "order": lease.order})
-      if time.monotonic() > due or await request.is_disconnected():
+      if time.monotonic() > due:
         break
-      await asyncio.sleep(_POLL_S)
+      called = self._loop.create_future()
+      self._waiters.append(called)
+      await asyncio.wait([called], timeout=self._pause(_LOOK_S))
+      if not called.done():
+        called.cancel()
     return self._json({})
+
+  def _call(self, all_of_them: bool = False) -> None:
+    """Wakes the host that has waited longest, or all. From any thread."""
+    loop = self._loop
+    if loop is not None and not loop.is_closed():
+      loop.call_soon_threadsafe(self._wake, all_of_them)
+
+  def _wake(self, all_of_them: bool = False) -> None:
+    while self._waiters:
+      waiter = self._waiters.popleft()
+      if not waiter.done():
+        waiter.set_result(None)
+        if not all_of_them:
+          return
+
+  def _pause(self, least: float) -> float:
+    """Seconds between two calls of a host: more where there are many."""
+    wanted = self._book.host_count / _CALLS
+    return max(least, min(wanted, self._book.silence_s / 5))
 
   async def _collected(self, request: Any) -> Any:
     body = await self._body(request, messages.MAX_GROUP)
@@ -182,6 +219,7 @@ class LeaseRoutes:
         "version": self.version,
         "withdrawn": self._book.beat(body["host"], numbers, stats),
         "ended": self.ended,
+        "pause_s": self._pause(_BEAT_S),
     })
 
   async def _send_weights(self, request: Any) -> Any:
