@@ -41,7 +41,9 @@ def main():
 
   tunix_multi_turn.light()
   from tunix.rl.multi_turn.core import connections  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.trajectory_collector.buffer_service import __main__ as service  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
+    __main__ as service,  # pylint: disable=g-import-not-at-top
+  )
   import uvicorn  # pylint: disable=g-import-not-at-top
 
   del connections, uvicorn  # Imported before the fork, that is all.

@@ -1,7 +1,5 @@
 """Rollout buffer services on the loopback interface, and items for them."""
 
-import contextlib
-import json
 
 import httpx
 from tunix.rl.multi_turn.core import http_server
@@ -48,19 +46,23 @@ class Running:
 
   def __init__(self, folder, *, token="", limits=None, **options):
     self.clock = options.pop("clock", None) or Clock()
+    self.server = http_server.LoopbackServer(self._serve)
+    self.url = self.server.url
     self.service = service_lib.Service(
         folder,
+        url=self.url,
         limits=limits or settings.BufferLimits(),
         token=token,
         clock=self.clock,
         **options,
     )
     self.app = app_lib.App(self.service, token=token)
-    self.server = http_server.LoopbackServer(self.app.asgi)
-    self.url = self.service.url = self.server.url
     self.client = httpx.Client(
         base_url=self.url, timeout=30, trust_env=False, verify=False
     )
+
+  async def _serve(self, *args):
+    await self.app.asgi(*args)
 
   def __enter__(self):
     self.server.start()

@@ -157,7 +157,7 @@ def test_a_group_of_mathematics_needs_an_answer_of_each_member():
     "rows, fault",
     [
         ([], "holds no task"),
-        ([{"prompt": "x"}], "line 1: it has no instance_id; python -m tunix"),
+        ([{"prompt": "x"}], "line 1: it has no instance_id; give each"),
         ([{"instance_id": "a"}], "prompt must be a text or a list of messages"),
         ([{"instance_id": "a", "prompt": "x"}], "give each task its answer"),
     ],
@@ -233,7 +233,8 @@ PLUGINS = {
             for k in range(int(data["num_repeat_per_sample"])):
               body = json.dumps(helper.item(row, k)).encode()
               url = data["remote_buffer_url"].rstrip("/") + "/buffer/write"
-              urllib.request.urlopen(urllib.request.Request(url, body), timeout=30)
+              asked = urllib.request.Request(url, body)
+              urllib.request.urlopen(asked, timeout=30)
           time.sleep(float(data.get("then_sleep", 0)))
         def is_valid_group(group, min_valid_group_size, task_type):
           return len(group[1]) >= min_valid_group_size
@@ -259,7 +260,8 @@ PLUGINS = {
         TASK_TYPE = "hanging"
         def run_rollout(data):
           signal.signal(signal.SIGTERM, signal.SIG_IGN)
-          child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+          child = subprocess.Popen(
+              [sys.executable, "-c", "import time; time.sleep(600)"])
           print("child", child.pid, flush=True)
           time.sleep(600)
     """,
@@ -361,8 +363,9 @@ def alive(pid):
   return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.slow
 def test_a_rollout_goes_on_with_a_service_that_starts_again(
-    tmp_path, monkeypatch
+    tmp_path
 ):
   rows = write_rows(tmp_path / "in.jsonl", [
       {"instance_id": f"m{i}", "prompt": f"What is {i} + 1?", "label": i + 1}

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 import pytest
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import rules
 import trials
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import rules
 
 Rules = rules.GroupRules
 REWARDS = st.one_of(
@@ -145,9 +145,9 @@ def test_the_statistics_are_those_of_all_items(by_instance):
 def test_a_group_is_too_old_just_after_its_time_and_not_at_it():
   asked = Rules(group_size=10)
   for size, late in ((6, "drop"), (7, "use")):
-    at = lambda idle: rules.verdict(False, False, size, idle, asked)
-    assert at(300.0) == "waits"
-    assert at(math.nextafter(300.0, 301.0)) == late
+    just_after = math.nextafter(300.0, 301.0)
+    assert rules.verdict(False, False, size, 300.0, asked) == "waits"
+    assert rules.verdict(False, False, size, just_after, asked) == late
 
 
 def test_a_whole_group_of_zeros_keeps_its_rewards_and_one_of_ones_loses_them():

@@ -107,7 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   config = http_server.config(
       app.asgi, connection_limits, backlog=_BACKLOG, log_config=None
   )
-  uvicorn.Server(config).run(sockets=[listening])
+  try:
+    uvicorn.Server(config).run(sockets=[listening])
+  finally:
+    kept.close()
   return 0
 
 

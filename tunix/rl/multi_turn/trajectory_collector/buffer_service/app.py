@@ -115,9 +115,9 @@ class App:
         ("/buffer/peek", self._peek, get),
         ("/buffer/stats", self._stats, get),
     ]
-    routes = [
+    routes: list[tuple[str, Handler, list[str]]] = [
         *of_buffer,
-        *((f"/b/{{buffer}}{path}", *rest) for path, *rest in of_buffer),
+        *((f"/b/{{buffer}}{path}", run, how) for path, run, how in of_buffer),
         ("/buffers", self._list, get),
         ("/", self._root, get),
         ("/health", self._health, get),
@@ -126,7 +126,7 @@ class App:
     self.asgi = applications.Starlette(
         routes=[
             routing.Route(path, self._guarded(path, handler), methods=methods)
-            for path, handler, methods in routes  # type: ignore[misc]
+            for path, handler, methods in routes
         ],
         exception_handlers={404: self._not_served, 405: self._not_served},
         lifespan=self._lifespan,

@@ -363,7 +363,7 @@ class Buffer:
     """(groups that may be read, groups to drop), oldest first."""
     now = self._clock()
     with self._lock:
-      found = [(group, len(group.members), group.last) for group in self._groups]
+      found = [(g, len(g.members), g.last) for g in self._groups]
     usable, dropped = [], []
     for group, count, last in found:
       judged = self._judged(group, count)

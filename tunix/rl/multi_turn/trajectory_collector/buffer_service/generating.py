@@ -100,8 +100,8 @@ def rows_of(path: Any) -> list[dict[str, Any]]:
     name = row.get("instance_id") if isinstance(row, dict) else None
     if isinstance(name, bool) or not isinstance(name, (str, int)) or name == "":
       raise GeneratorError(
-          f"{path}, line {number}: it has no instance_id; python -m tunix.rl."
-          "multi_turn.trajectory_collector.agent_rollout.assign_instance_id writes them"
+          f"{path}, line {number}: it has no instance_id; give each task one,"
+          " or let agent_rollout.assign_instance_id write them"
       )
     rows.append({**row, "instance_id": str(name)})
   if not rows:

@@ -268,6 +268,9 @@ class Service:
   def _keep(
       self, buffer: buffers.Buffer, payload: Mapping[str, Any], state: str
   ) -> None:
+    if payload.get("remote_buffer_url") == self.url:
+      # This one's own, which may be another when it starts again.
+      payload = {**payload, "remote_buffer_url": ""}
     text = json.dumps({"payload": payload, "state": state})
     self.store.call(store_work.set_rollout(buffer.id, text)).result(_COMMIT_S)
 
@@ -297,7 +300,8 @@ class Service:
     if name in self._problems:
       found["errors"].append(self._problems[name])
     if run is not None and run.error and run.state != "stopped":
-      found["errors"].append(f"generator {run.generator.task_type}: {run.error}")
+      name = run.generator.task_type
+      found["errors"].append(f"generator {name}: {run.error}")
     found["store_failures"] = self.store.failures
     found["store_error"] = self.store.last_error
     return found

@@ -98,7 +98,7 @@ class _Put:
   """A write on its way."""
 
   buffer: int
-  items: Sequence[items.Item]
+  written: Sequence[items.Item]
   stored: Callable[[list[tuple[int, items.Item]]], None]
   loop: asyncio.AbstractEventLoop | None
   future: Any
@@ -311,7 +311,7 @@ class Store:
       if isinstance(one, _Call):
         one.then(result)
       else:
-        pairs = zip(one.seqs, one.items)
+        pairs = zip(one.seqs, one.written)
         one.stored([(seq, item) for seq, item in pairs if seq is not None])
     _resolve(list(zip(work, results)))
 
@@ -336,7 +336,7 @@ class Store:
 
   def _put(self, one: _Put) -> list[bool]:
     one.seqs.clear()
-    for item in one.items:
+    for item in one.written:
       cursor = self._db.execute(
           "INSERT OR IGNORE INTO items (buffer, uid, instance_id, reward, crc,"
           " size) VALUES (?, ?, ?, ?, ?, ?)",
