@@ -97,7 +97,8 @@ OUTSIDE = (
     "gym=computer", "gym=gymnasium", "gym=xdesktop", "gym=miniwob",
     "gym=browser", "/models/policy", "Qwen3-VL-4B", "UI-TARS", "resume=",
     "recordings=", "tasks=[]", "configs/mcp.yaml", "processes.",
-    "environment=verifiers", "rollout.via=hosts",
+    "environment=verifiers", "rollout.via=hosts", "rollout.via=offline",
+    "rollout.via=buffer",
 )  # pyformat: disable
 """A run with one of these needs a server, a program or files that are not
 here: its settings are read and checked, but nothing is built."""
@@ -215,6 +216,10 @@ def _accepted(module, words, capsys):
         args.gym == "desktop"
     ):
       assert program.main(words) == 0
+  elif module == "trajectory_collector.agent_rollout":
+    # The buffer that the pages speak of is not here.
+    if words:  # Else its name alone, in a text.
+      program.parser().parse_args(words)
   elif module in ("commands.pretrain", "commands.train_tokenizer"):
     program.parser().parse_args(words)
   elif module == "monitor":

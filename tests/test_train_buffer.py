@@ -79,6 +79,7 @@ def _groups_of(directory):
   return found
 
 
+@pytest.mark.slow
 def test_three_rounds_from_generators_that_ask_the_policy(tasks, tmp_path):
   with buffer_peer.BufferPeer({"math": buffer_peer.asking}) as peer:
     assert _train(
@@ -152,6 +153,7 @@ class LeasingPeer(buffer_peer.BufferPeer):
     return status, answer
 
 
+@pytest.mark.slow
 def test_leases_end_with_the_checkpoint_and_repeats_are_recognised(
     tasks, tmp_path
 ):
@@ -175,6 +177,7 @@ def test_leases_end_with_the_checkpoint_and_repeats_are_recognised(
   assert len(names) == 32 and all(names.count(n) == 4 for n in names)
 
 
+@pytest.mark.slow
 def test_failed_calls_are_repeated_or_end_the_run(tasks, tmp_path, capsys):
   with buffer_peer.BufferPeer({"math": exact}) as peer:
     peer.failing = 3

@@ -111,6 +111,7 @@ def test_a_run_and_a_buffers_items_teach_the_same(
   assert "success" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_curve_over_epochs(recorded, tmp_path):
   assert _train(
       tmp_path, "r", recorded, "steps=4", "learner.groups_per_step=4",
@@ -125,6 +126,7 @@ def test_a_resumed_run_has_the_same_curve_over_epochs(recorded, tmp_path):
   assert _weights(directory) == weights
 
 
+@pytest.mark.slow
 def test_epochs_end_the_run_and_each_group_is_seen_once_in_each(
     recorded, tmp_path
 ):
@@ -359,6 +361,7 @@ def test_a_contradiction_is_named(overrides, problem, tmp_path, capsys):
   assert problem in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_other_data_is_refused_on_resuming(recorded, tmp_path, capsys):
   copy = tmp_path / "copy"
   copy.mkdir()

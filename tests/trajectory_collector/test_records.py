@@ -185,6 +185,15 @@ def test_each_required_key_is_demanded_by_name(key):
         ({"tokens": [-1], "loss_mask": [0]}, "ids >= 0"),
         ({"tokens": ["a"], "loss_mask": [0]}, "flat list of numbers"),
         ({"tokens": [[1]], "loss_mask": [0]}, "flat list of numbers"),
+        ({"tokens": [1.5], "loss_mask": [0]}, "whole ones"),
+        (
+            {"tokens": [1, 2], "loss_mask": [0, 1], "logprobs": [0, "x"]},
+            "numbers or nulls",
+        ),
+        (
+            {"tokens": [1, 2], "loss_mask": [0, 1], "versions": [0, 1.5]},
+            "numbers or nulls",
+        ),
         (
             {"tokens": [1, 2], "loss_mask": [0, 1], "logprobs": [0, 0.5]},
             "logprobs must be <= 0",

@@ -3,7 +3,8 @@ or to generators of a rollout buffer (`rollout.via=buffer`).
 
 Promises: it listens on the loopback interface unless `rollout.host` names
 another address, and answers only requests with the run's token or a session's
-key; it takes as many sessions and requests as the run has episodes.
+key, except on the loopback interface those of a rollout buffer's generators,
+which know none; it takes as many sessions and requests as the run has episodes.
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ class RunProxy:
       except ValueError as error:
         raise config_lib.ConfigError([f"rollout.agent: {error}"]) from None
     token = token or secrets.token_urlsafe(32)
+    if config.rollout.via == "buffer" and http_server.is_loopback(
+        config.rollout.host
+    ):
+      token = ""  # The protocol's generators send none.
     # Evaluations run beside training.
     most = sessions or 2 * config.collect.concurrency + 16
     try:
@@ -117,7 +122,9 @@ class RunProxy:
   ) -> proxy.ProxyConnection:
     """The episodes' connection to this server."""
     common: dict[str, Any] = dict(
-        token=token, timeout_s=config.collect.deadlines.model
+        # Clients refuse an empty one.
+        token=token or "none",
+        timeout_s=config.collect.deadlines.model,
     )
     url = self._server.url
     for wildcard, loopback in (("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]")):

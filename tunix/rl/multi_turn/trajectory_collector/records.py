@@ -22,10 +22,12 @@ Axis names: T = tokens of one sequence.
 
 from __future__ import annotations
 
+import array
 import base64
 import binascii
 import dataclasses
 import io
+import itertools
 import time
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 
@@ -292,17 +294,45 @@ def _sequences(item: Mapping[str, Any]) -> tuple[Recorded, ...]:
   return tuple(_sequence(s, f"sequences[{i}]") for i, s in enumerate(listed))
 
 
-def _array(value: Any, name: str, dtype: Any) -> np.ndarray:
-  """A list of numbers and nulls as float64[T], null as NaN."""
+def _listed(value: Any, name: str, length: int | None = None) -> list[Any]:
   if not isinstance(value, list):
     raise ValueError(f"{name} must be a list, got {_short(value)}")
+  if length is not None and len(value) != length:
+    raise ValueError(f"{name} has {len(value)} entries for {length} tokens")
+  return value
+
+
+def _whole(values: list[Any], name: str) -> np.ndarray:
+  """int64[T] of whole numbers."""
   try:
-    array = np.array(value, dtype)
+    return np.array(array.array("q", values), np.int64)
+  except (TypeError, OverflowError):
+    raise ValueError(
+        f"{name} must be a flat list of numbers, whole ones"
+    ) from None
+
+
+def _sampled(
+    values: list[Any], name: str, mask_T: np.ndarray, whole: bool = False
+) -> np.ndarray:
+  """float64[T] of the numbers at sampled tokens; NaN for null, and elsewhere.
+  """
+  out = np.full(len(values), np.nan)
+  chosen = list(itertools.compress(values, mask_T.tolist()))
+  try:
+    out[mask_T] = array.array("q" if whole else "d", chosen)
+    return out
+  except (TypeError, OverflowError):
+    pass  # Some were not recorded.
+  try:
+    found = np.array(chosen, np.float64)
   except (TypeError, ValueError, OverflowError):
-    array = np.zeros((0, 0))
-  if array.ndim != 1:
-    raise ValueError(f"{name} must be a flat list of numbers")
-  return array
+    found = np.zeros((0, 0))
+  known = found[~np.isnan(found)]
+  if found.ndim != 1 or (whole and not np.array_equal(known, np.rint(known))):
+    raise ValueError(f"{name} must be a flat list of numbers or nulls")
+  out[mask_T] = found
+  return out
 
 
 def _sequence(data: Any, name: str) -> Recorded:
@@ -311,41 +341,40 @@ def _sequence(data: Any, name: str) -> Recorded:
   for key in ("tokens", "loss_mask"):
     if data.get(key) is None:
       raise ValueError(f"{name} lacks {key}")
-  tokens = _array(data["tokens"], f"{name}.tokens", np.int64)
-  arrays: dict[str, np.ndarray] = {}
-  for key in _PER_TOKEN:
-    if data.get(key) is not None:
-      found = _array(data[key], f"{name}.{key}", np.float64)
-      if len(found) != len(tokens):
-        raise ValueError(
-            f"{name}.{key} has {len(found)} entries for {len(tokens)} tokens"
-        )
-      arrays[key] = found
+  tokens = _whole(_listed(data["tokens"], f"{name}.tokens"), f"{name}.tokens")
+  given = {
+      key: _listed(data[key], f"{name}.{key}", len(tokens))
+      for key in _PER_TOKEN
+      if data.get(key) is not None
+  }
   if len(tokens) and not (
       0 <= int(tokens.min()) and int(tokens.max()) < 1 << 31
   ):
     raise ValueError(f"{name}.tokens must be ids >= 0 of 31 bits")
-  mask = arrays["loss_mask"]
-  if not np.isin(mask, (0.0, 1.0)).all():
+  marks = _whole(given["loss_mask"], f"{name}.loss_mask")
+  mask = marks == 1
+  if not (mask | (marks == 0)).all():
     raise ValueError(f"{name}.loss_mask must be 0 or 1 for each token")
-  mask = mask == 1
-  nothing = np.full(len(tokens), np.nan)
-  versions = arrays.get("versions", nothing)
-  versions = np.where(np.isnan(versions) | ~mask, -1, versions)
+
+  def sampled(key: str, whole: bool = False) -> np.ndarray:
+    if key not in given:
+      return np.full(len(tokens), np.nan)
+    return _sampled(given[key], f"{name}.{key}", mask, whole)
+
+  versions = sampled("versions", whole=True)
+  entropies = None
+  if "entropies" in given:
+    entropies = np.where(mask, sampled("entropies"), 0.0).astype(np.float32)
   made = Recorded(
       tokens=tokens.astype(np.int32),
       loss_mask=mask,
-      logprobs=np.where(mask, arrays.get("logprobs", nothing), 0.0).astype(
-          np.float32
-      ),
-      versions=versions.astype(np.int32),
-      turn_ids=arrays["turn_ids"].astype(np.int32)
-      if "turn_ids" in arrays
+      logprobs=np.where(mask, sampled("logprobs"), 0.0).astype(np.float32),
+      versions=np.where(np.isnan(versions), -1, versions).astype(np.int32),
+      turn_ids=_whole(given["turn_ids"], f"{name}.turn_ids").astype(np.int32)
+      if "turn_ids" in given
       else turns_of(mask),
       images=_spans(data.get("images"), name),
-      entropies=None
-      if "entropies" not in arrays
-      else np.where(mask, arrays["entropies"], 0.0).astype(np.float32),
+      entropies=entropies,
       support=token_sequence.support_of(data.get("support"), mask),
   )
   try:  # What the policy's own sequences promise.

@@ -136,11 +136,13 @@ def start_payload(run: Any, skip: Sequence[str]) -> dict[str, Any]:
   """The body of `/start_rollout` for a run.
 
   Generators sample from the run's own server, with `remote_engine_key` as
-  their bearer token; `trainer` holds all settings of the run.
+  their bearer token; `image_token_id` stands for images in its prompts;
+  `trainer` holds all settings of the run.
   """
   config, sampling = run.config, run.config.sampling
   most = sampling.max_new_tokens
   url, key = run.policy_server
+  image = run.policy.renderer.image_token_id
   return {
       "num_process": str(config.collect.concurrency),
       "num_epoch": str(config.buffer.num_epoch),
@@ -159,6 +161,7 @@ def start_payload(run: Any, skip: Sequence[str]) -> dict[str, Any]:
       "tokenizer_path": run.tokenizer_path,
       "skip_instance_ids": list(skip),
       "model": config.policy.name,
+      **({} if image is None else {"image_token_id": image}),
       "trainer": config.to_dict(),
       **config.buffer.options,
   }

@@ -1,8 +1,8 @@
 """Collects rollouts from a rollout buffer into a file.
 
-    python -m tunix.rl.multi_turn.trajectory_collector.agent_rollout \
-        --agent-rollout-buffer-url http://127.0.0.1:8889 \
-        --remote-engine-url http://127.0.0.1:8000/v1 \
+    python -m tunix.rl.multi_turn.trajectory_collector.agent_rollout \\
+        --agent-rollout-buffer-url http://127.0.0.1:8889 \\
+        --remote-engine-url http://127.0.0.1:8000/v1 \\
         --prompt-data tasks.jsonl --num-rollout 3 --save samples.jsonl
 
 Each line is a sample with its rollout_id. The instance ids that were collected
@@ -53,15 +53,17 @@ async def collect(args: Any, path: pathlib.Path) -> int:
   return written
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+  out = argparse.ArgumentParser(
       prog="agent_rollout", description=(__doc__ or "").partition("\n")[0]
   )
-  arguments.add_arguments(parser)
-  parser.add_argument(
-      "--save", required=True, metavar="FILE", type=pathlib.Path
-  )
-  args = parser.parse_args(argv)
+  arguments.add_arguments(out)
+  out.add_argument("--save", required=True, metavar="FILE", type=pathlib.Path)
+  return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  args = parser().parse_args(argv)
   try:
     written = asyncio.run(collect(args, args.save))
   except (http.CallError, ValueError, TimeoutError, OSError) as error:

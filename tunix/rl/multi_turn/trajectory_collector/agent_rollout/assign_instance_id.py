@@ -1,8 +1,9 @@
 """Gives each line of a task file an instance id.
 
-    python -m tunix.rl.multi_turn.trajectory_collector.agent_rollout\
-.assign_instance_id --input_path tasks.jsonl [--task_type math]
-        [--output_path tasks_processed.jsonl]
+    m=tunix.rl.multi_turn.trajectory_collector.agent_rollout
+    python -m $m.assign_instance_id --input_path tasks.jsonl
+
+writes tasks_processed.jsonl, or --output_path; --task_type begins the ids.
 
 Promises: ids are unique; an id that is there stays; blank lines are left out;
 a line that is no object is refused with its number; the output is replaced in

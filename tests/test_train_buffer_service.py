@@ -1,0 +1,160 @@
+"""This project's trainer and its rollout buffer, as separate processes."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+import small_runs
+from tunix.rl.multi_turn import train
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+
+COMMON = (
+    small_runs.NANO, "warm_start.source=none", "rollout.via=buffer",
+    "buffer.poll_s=0.1", "checkpoint.every=1", "queue.max_staleness=8",
+    "buffer.missing_logprobs=recompute", "collect.concurrency=4",
+)  # pyformat: disable
+
+
+@contextlib.contextmanager
+def _service(directory, port=0):
+  process = subprocess.Popen(
+      [
+          sys.executable, "-m",
+          "tunix.rl.multi_turn.trajectory_collector.buffer_service",
+          "--dir", str(directory), "--port", str(port),
+      ],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      text=True,
+  )  # pyformat: disable
+  try:
+    line = process.stdout.readline()
+    assert " at http://" in line, line
+    yield line.split(" at ")[1].strip(), process
+  finally:
+    process.terminate()
+    process.wait(30)
+
+
+def _stats(url):
+  with urllib.request.urlopen(f"{url}/buffer/stats", timeout=20) as answer:
+    return json.load(answer)
+
+
+def _episodes(directory):
+  text = (directory / "trajectories.jsonl").read_text()
+  return [json.loads(line) for line in text.splitlines()]
+
+
+def _write(path, rows):
+  path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def _three_rounds(tmp_path, *overrides):
+  """Two rounds, a restart, a third one; the episodes."""
+  directory = tmp_path / "b"
+  with _service(tmp_path / "buffer") as (url, _):
+    assert small_runs.run_train(
+        tmp_path, *COMMON, "name=b", f"buffer.url={url}", "steps=2",
+        f"buffer.input_file={tmp_path / 'tasks.jsonl'}", *overrides,
+    ) == 0  # pyformat: disable
+    assert train.main([f"resume={directory}", "steps=3"]) == 0
+    stats = _stats(url)
+  assert [x["step"] for x in small_runs.metrics_of(directory)] == [1, 2, 3]
+  found = _episodes(directory)
+  assert len(found) >= 24
+  uids = [line["trajectory_id"] for line in found]
+  assert len(set(uids)) == len(uids)
+  return found, stats
+
+
+def test_mathematics(tmp_path):
+  _write(
+      tmp_path / "tasks.jsonl",
+      [
+          {
+              "instance_id": f"math_{i}",
+              "prompt": [{"role": "user", "content": f"{i} + 1 ="}],
+              "label": str(i + 1),
+          }
+          for i in range(60)
+      ],
+  )
+  found, _ = _three_rounds(
+      tmp_path, "environment.name=gsm8k", "sampling.max_new_tokens=4",
+      "buffer.options={group_rules: raw}", "buffer.num_epoch=1",
+  )  # pyformat: disable
+  # Each instance once: the restarted run had the service skip those before.
+  groups = [line["group_id"].partition("@")[0] for line in found]
+  assert all(groups.count(name) == 4 for name in groups)
+
+
+def test_the_desktop_with_screenshots_token_by_token(tmp_path):
+  _write(
+      tmp_path / "tasks.jsonl",
+      [
+          {"instance_id": f"gui_{i}", "family": "click-color", "index": i}
+          for i in range(40)
+      ],
+  )
+  found, _ = _three_rounds(
+      tmp_path, "buffer.task_type=desktop", "sampling.max_new_tokens=8",
+      "buffer.options={group_rules: raw, max_turns: 1}", "buffer.num_epoch=1",
+  )  # pyformat: disable
+  sequences = [s for line in found for s in line["sequences"]]
+  assert all(s["images"] for s in sequences)
+  # The run's own server returns what was sampled: nothing is rewritten.
+  assert not any("text_only" in line["metrics"] for line in found)
+  assert any(x < 0 for s in sequences for x in s["logprobs"])
+
+
+def test_a_killed_service_goes_on_where_it_was(tmp_path):
+  _write(
+      tmp_path / "tasks.jsonl",
+      [
+          {
+              "instance_id": f"math_{i}",
+              "prompt": [{"role": "user", "content": f"{i} + 1 ="}],
+              "label": str(i + 1),
+          }
+          for i in range(60)
+      ],
+  )
+  import threading
+
+  with _service(tmp_path / "buffer") as (url, process):
+    port = int(url.rpartition(":")[2])
+    again = contextlib.ExitStack()
+
+    def kill_and_restart():
+      while not (tmp_path / "b" / "checkpoints" / "1").exists():
+        if ended.wait(0.2):
+          return
+      os.kill(process.pid, signal.SIGKILL)
+      process.wait(30)
+      again.enter_context(_service(tmp_path / "buffer", port))
+
+    ended = threading.Event()
+    thread = threading.Thread(target=kill_and_restart)
+    thread.start()
+    with again:
+      try:
+        status = small_runs.run_train(
+            tmp_path, *COMMON, "name=b", f"buffer.url={url}", "steps=4",
+            f"buffer.input_file={tmp_path / 'tasks.jsonl'}",
+            "environment.name=gsm8k", "sampling.max_new_tokens=4",
+            "buffer.options={group_rules: raw}", "buffer.num_epoch=1",
+        )  # pyformat: disable
+      finally:
+        ended.set()
+        thread.join()
+  assert status == 0
+  found = _episodes(tmp_path / "b")
+  groups = [line["group_id"].partition("@")[0] for line in found]
+  assert all(groups.count(name) == 4 for name in groups)
