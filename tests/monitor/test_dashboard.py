@@ -417,9 +417,15 @@ def test_evaluations_and_who_flipped(recorded, tab):
       and r["task_success"] != first[r["task_id"], r["temperature"]]
   ]
   assert flips, "the recorded run should have some"
-  links = tab.page.locator("#flips td:last-child a")
+  links = tab.page.locator("#flips td:nth-last-child(2) a")
   hrefs = {links.nth(n).get_attribute("href") for n in range(links.count())}
   assert hrefs == {f"/rollouts/{r['id']}" for r in flips}
+  links = tab.page.locator("#flips td:last-child a")
+  others = {
+      links.nth(n).get_attribute("href").partition("?other=")[2]
+      for n in range(links.count())
+  }
+  assert others == {str(r["id"]) for r in flips}
 
 
 def test_a_rollout_as_a_file(recorded):

@@ -170,6 +170,11 @@ def test_a_step_says_when_its_update_is_made(server, tmp_path, store):
   for event in played(store, 1e9):
     observer.on_event(event)
   observer.on_event(events.UpdateStarted(1, time=1e9 + 20))
+  # A group that comes in meanwhile takes nothing back.
+  group = trajectory_lib.TrajectoryGroup(
+      "g-2", "t", (synthetic_run.episode(store),)
+  )
+  observer.on_event(events.GroupFinished(group, "accepted"))
   assert observer.client.drain(30)
   (step,) = server.rows("step")
   assert step["status"] == "training" and step["current_phase"] == "training"

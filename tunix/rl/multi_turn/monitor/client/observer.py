@@ -353,10 +353,12 @@ class MonitorObserver:
     progress["completed_groups"] += 1
     progress["completed_envs"] += len(event.group)
     part = self._step_part(step)
-    part["steps"][0] |= {
-        "rollout_progress": _capped(progress),
-        "current_phase": "rollout_execution", "status": "rollout_running",
-    }  # pyformat: disable
+    part["steps"][0]["rollout_progress"] = _capped(progress)
+    if self._updating is None or self._updating[0] != step:
+      # Groups come in while the update is made, too: it goes on.
+      part["steps"][0] |= {
+          "current_phase": "rollout_execution", "status": "rollout_running",
+      }  # pyformat: disable
     return part
 
   def _current_step(self) -> int:
