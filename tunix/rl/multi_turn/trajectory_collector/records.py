@@ -679,7 +679,9 @@ def _own_trajectory(record: Record) -> trajectory_lib.Trajectory:
       told = raw.pop("chat_completions")
       step = trajectory_lib.Step.from_json(raw)
       if "messages" in told:
-        step.chat_completions = list(record.messages[: told["messages"]])
+        step.chat_completions = [
+            dict(m) for m in record.messages[: told["messages"]]
+        ]
       else:
         step.chat_completions = [
             *previous[: told["shared"]], *trajectory_lib.decode(told["new"])
@@ -720,7 +722,7 @@ def _foreign_trajectory(record: Record) -> trajectory_lib.Trajectory:
   ]
   steps = [
       trajectory_lib.Step(
-          chat_completions=list(record.messages[: i + 1]),
+          chat_completions=[dict(m) for m in record.messages[: i + 1]],
           model_response=text_of(record.messages[i]),
           reward=record.reward if i == replies[-1] else 0.0,
           done=i == replies[-1],

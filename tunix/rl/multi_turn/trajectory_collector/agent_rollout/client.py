@@ -147,7 +147,8 @@ def parse(answer: Mapping[str, Any]) -> Read | None:
     )
   if not answer["success"]:
     return None
-  data, meta = answer.get("data"), {}
+  data = answer.get("data")
+  meta: Any = {}
   lease = answer.get("lease") or ""
   if isinstance(data, Mapping):
     meta = data.get("meta_info") or {}

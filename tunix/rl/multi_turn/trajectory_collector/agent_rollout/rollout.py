@@ -92,7 +92,7 @@ async def _fetch(
   items: list[dict[str, Any]] = []
   all_meta: list[dict[str, Any]] = []
   token = getattr(args, "rollout_buffer_token", "")
-  given = {"token": token} if token else {}
+  given: dict[str, Any] = {"token": token} if token else {}
   while len(items) < needed:
     await asyncio.sleep(getattr(args, "fetch_interval_s", POLL_S))
     data, meta = await errors.until_done(
