@@ -5,6 +5,8 @@
     run = mt.train(steps=40, gym="desktop")   # as the command `train`
     run = mt.load("runs/desktop-…")           # a run made before
     run.metrics, run.evaluations, run.episodes, run.plot(), run.watch(-1)
+    mt.evaluate(run, attempts=4)              # as the command `evaluate`
+    mt.play(run, "enter-text")                # one episode, to be looked at
 
 Importing this imports nothing else: these names are imported on first use, and
 the rooms are subpackages.
@@ -16,16 +18,19 @@ import importlib
 from typing import Any
 
 _API = {
+    "BusyError": "api.exclusive",
     "ConfigError": "config",
     "Episode": "api.episodes",
+    "EvaluationRun": "api.runs",
     "Run": "api.runs",
     "TrainingRun": "api.training",
     "load": "api.runs",
+    "play": "api.playing",
 }
 
 
 def __getattr__(name: str) -> Any:
-  if name in ("TrajectoryCollector", "train"):
+  if name in ("TrajectoryCollector", "evaluate", "train"):
     return importlib.import_module(f"{__name__}.{name}")
   if name in _API:
     module = importlib.import_module(f"{__name__}.{_API[name]}")
@@ -34,4 +39,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-  return sorted({*globals(), *_API, "train"})
+  return sorted({*globals(), *_API, "evaluate", "train"})

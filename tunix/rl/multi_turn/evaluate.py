@@ -15,7 +15,9 @@ every episode was played and one of them at least was valid, 1 after a failure,
 
 from __future__ import annotations
 
+import importlib
 import sys
+import types
 from typing import Any, Sequence
 
 import jax
@@ -33,30 +35,54 @@ from tunix.rl.multi_turn.run import interrupts
 from tunix.rl.multi_turn.run import loop_thread
 
 Evaluation = evaluator.Evaluation
+INTERRUPTED = 130
+"""Exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
   argv = sys.argv[1:] if argv is None else list(argv)
-  host_memory.tune()
   try:
-    config = config_lib.load_evaluation(argv)
-    compile_cache.enable(config.run.compile_cache)
-    evaluation = Evaluation(config)
+    evaluation = build(config_lib.load_evaluation(argv))
+    config = evaluation.config
     if config.run.dry_run:
       print(evaluation.describe())
       evaluation.subject.close(loop_thread.STOP_TIMEOUT_S)
       return 0
-    return _to_end(evaluation)
+    return run_to_end(evaluation)
   except config_lib.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   except KeyboardInterrupt:
     print("interrupted before the evaluation began", file=sys.stderr)
-    return 130
+    return INTERRUPTED
 
 
-def _to_end(evaluation: Evaluation) -> int:
+def build(
+    config: config_lib.EvaluationConfig, choose: evaluator.Choose | None = None
+) -> Evaluation:
+  """The evaluation of a configuration, not begun; see `Evaluation`.
+
+  Raises:
+    ConfigError: lists the parts that cannot be built.
+  """
+  host_memory.tune()
+  compile_cache.enable(config.run.compile_cache)
+  return Evaluation(config, choose)
+
+
+def run_to_end(evaluation: Evaluation, *, quiet: bool = False) -> int:
+  """Plays an evaluation and prints its results; returns the exit status.
+
+  In the main thread, Ctrl-C and SIGTERM ask it to stop.
+
+  Args:
+    evaluation: not begun.
+    quiet: print failures alone, and write no report.
+
+  Raises:
+    ConfigError: what is evaluated cannot be, or its directory not be written.
+  """
   status, written = 0, None
   try:
     with (
@@ -64,15 +90,16 @@ def _to_end(evaluation: Evaluation) -> int:
         disk_full.reported_once(),
         evaluation,
     ):
-      print(f"evaluation: {evaluation.directory}", file=sys.stderr)
+      if not quiet:
+        print(f"evaluation: {evaluation.directory}", file=sys.stderr)
       for note in evaluation.notes:
         print(f"note: {note}", file=sys.stderr)
       written = evaluation.run()
   except loop_thread.Interrupted:
-    status = 130
+    status = INTERRUPTED
   except KeyboardInterrupt:
     print(f"interrupted at once; {_how_to_resume(evaluation)}")
-    return 130
+    return INTERRUPTED
   except config_lib.ConfigError:
     raise
   except (evaluator.GaveUp, OSError, RuntimeError, MemoryError) as failure:
@@ -83,6 +110,8 @@ def _to_end(evaluation: Evaluation) -> int:
       text = " ".join(text.split())[:300]
     print(f"error: {text}", file=sys.stderr)
     status = 1
+  if quiet:
+    return status
   if written is not None:
     status = _show(written)
   try:
@@ -127,5 +156,15 @@ def _how_to_resume(evaluation: Evaluation) -> str:
   return f"resume with: {command}"
 
 
+class _CallableModule(types.ModuleType):
+  """Importing a submodule binds its name in the package: `mt.evaluate` is this
+  module, and `mt.evaluate(…)` the call of the Python API."""
+
+  def __call__(self, *args: Any, **settings: Any) -> Any:
+    api = importlib.import_module("tunix.rl.multi_turn.api.evaluating")
+    return api.evaluate(*args, **settings)
+
+
 if __name__ == "__main__":
   sys.exit(main())
+sys.modules[__name__].__class__ = _CallableModule

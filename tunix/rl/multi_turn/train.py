@@ -108,8 +108,17 @@ def prepare(argv: Sequence[str]) -> Run:
     PeerError: another process of the run cannot build it.
     SystemExit: after `--help` was printed.
   """
+  return build(config_lib.load_config(argv))
+
+
+def build(config: config_lib.TrainConfig) -> Run:
+  """The run of a configuration, not begun.
+
+  Raises:
+    ConfigError: lists the parts that cannot be built.
+    PeerError: another process of the run cannot build it.
+  """
   host_memory.tune()
-  config = config_lib.load_config(argv)
   compile_cache.enable(config.run.compile_cache)
   processes = processes_lib.join(config.processes)
   return Run(processes_lib.agreed(processes, config), processes)

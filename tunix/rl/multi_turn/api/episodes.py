@@ -51,6 +51,11 @@ class Episode:
     self.reward = float(line["reward"])
     self.status = trajectory_lib.TrajectoryStatus(line["status"])
     self.turns = len(line["steps"])
+    self._place: Any = None
+
+  def keep(self, place: Any) -> None:
+    """Keeps an object, its temporary directory, for as long as itself."""
+    self._place = place
 
   @property
   def success(self) -> bool:
