@@ -50,6 +50,7 @@ def test_the_notebooks_run(tmp_path, monkeypatch):
           "language": "python",
       })
   )
+  monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
   monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
   monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
   executed = {}

@@ -114,7 +114,8 @@ SESSION = """
     path = pathlib.Path(mine_path := shell.user_ns["mine"].__file__)
     text = path.read_text()
     for old, new in (
-        ("gym one", "gym two"), ("agent one", "agent two"), ("X = 11", "X = 22"),
+        ("gym one", "gym two"), ("agent one", "agent two"),
+        ("X = 11", "X = 22"),
         ("return 0.25", "return 0.75"),
     ):
       assert old in text

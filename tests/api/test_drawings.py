@@ -1,4 +1,4 @@
-"""What a notebook shows of the package's values, by IPython's own formatters."""
+"""What a notebook shows of the package's values: IPython's own formatters."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_the_oracle_plays_the_task_that_an_evaluation_plays():
       [s.action] for s in trajectory.steps
   ]
   assert trajectory.reward == trajectory.steps[-1].reward == 1.0
-  assert episode.screenshot(0).size == (160, 120)
+  assert episode.screenshot(0).size == (128, 96)
   assert episode.film().html.count("data:image") == episode.turns + 1
 
 

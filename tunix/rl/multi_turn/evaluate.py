@@ -78,7 +78,7 @@ def run_to_end(evaluation: Evaluation, *, quiet: bool = False) -> int:
 
   Args:
     evaluation: not begun.
-    quiet: print failures alone, and write no report.
+    quiet: print failures alone: a notebook's cell shows the rest.
 
   Raises:
     ConfigError: what is evaluated cannot be, or its directory not be written.
@@ -110,16 +110,15 @@ def run_to_end(evaluation: Evaluation, *, quiet: bool = False) -> int:
       text = " ".join(text.split())[:300]
     print(f"error: {text}", file=sys.stderr)
     status = 1
-  if quiet:
-    return status
-  if written is not None:
+  if written is not None and not quiet:
     status = _show(written)
   try:
     page = report.build_report(evaluation.directory, evaluation.config.report)
-    print(f"report: {page}")
+    if not quiet:
+      print(f"report: {page}")
   except OSError as failure:
     print(f"no report: {failure}")
-  if status:
+  if status and not quiet:
     print(_how_to_resume(evaluation))
   return status
 

@@ -174,10 +174,14 @@ def main(argv: Sequence[str] | str | None = None) -> int:
     return 130
 
 
-def run_to_end(run: Run) -> int:
+def run_to_end(run: Run, *, quiet: bool = False) -> int:
   """All stages of a run, with what the command prints; its exit status.
 
   In the main thread, Ctrl-C and SIGTERM ask the run to stop.
+
+  Args:
+    run: built.
+    quiet: print failures alone: a notebook's cell shows the rest.
   """
   try:
     with (
@@ -185,11 +189,12 @@ def run_to_end(run: Run) -> int:
         disk_full.reported_once(),
         run,
     ):
-      print(f"run directory: {run.directory}", file=sys.stderr)
-      for changed in run.changed:
-        print(f"note: {changed}", file=sys.stderr)
-      if hint := host_memory.advice():
-        print(f"note: {hint}", file=sys.stderr)
+      if not quiet:
+        print(f"run directory: {run.directory}", file=sys.stderr)
+        for changed in run.changed:
+          print(f"note: {changed}", file=sys.stderr)
+        if hint := host_memory.advice():
+          print(f"note: {hint}", file=sys.stderr)
       status, error = execute(run)
   except KeyboardInterrupt:
     print(f"interrupted at once; {_how_to_resume(run)}")
@@ -201,14 +206,15 @@ def run_to_end(run: Run) -> int:
   if not run.processes.first:
     return _STATUS[status]
   summaries = resuming.stages_measured(run.directory)
-  if summaries:
+  if summaries and not quiet:
     print(success_rates.format_table(summaries))
   try:
     page = report.build_report(run.directory, run.config.report)
-    print(f"report: {page}")
+    if not quiet:
+      print(f"report: {page}")
   except OSError as failure:
     print(f"no report: {failure}")
-  if status != "completed":
+  if status != "completed" and not quiet:
     print(f"{status}; {_how_to_resume(run)}")
   return _STATUS[status]
 

@@ -65,7 +65,7 @@ def strip_height(frames: int, ratio: float) -> int:
   return 50 + row * math.ceil(max(1, frames) / _COLUMNS)
 
 
-# --- what a value looks like ---------------------------------------------------
+# --- what a value looks like -------------------------------------------------
 
 
 def trajectory(value: trajectory_lib.Trajectory) -> str:

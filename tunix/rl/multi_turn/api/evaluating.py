@@ -127,7 +127,8 @@ def _played(
     made = evaluate_lib.build(config, choose)
     if (cell := cell_lib.current()) is not None:
       cell.follow(made)
-    status = evaluate_lib.run_to_end(made, quiet=choose is not None)
+    quiet = cell is not None or choose is not None
+    status = evaluate_lib.run_to_end(made, quiet=quiet)
   finally:
     place.release()
   found = runs.EvaluationRun(made.directory)

@@ -234,7 +234,9 @@ def _episode(
       reward=verdict.score,
       status=Status.SUCCEEDED if verdict.success else Status.FAILED,
   )
-  beside = (0, time.time(), split, recording.by, "", task.task_id, task.family, 0)
+  beside = (
+      0, time.time(), split, recording.by, "", task.task_id, task.family, 0
+  )  # pyformat: disable
   episode = episodes_lib.Episode(
       run, {**trajectory.to_json(), **dict(zip(run_data.BESIDE, beside))}
   )

@@ -28,7 +28,6 @@ from tunix.rl.multi_turn.api import runs
 from tunix.rl.multi_turn.reporting import run_data
 
 
-
 class TrainingRun(runs.Run):
   """A run that trains in this process."""
 
@@ -91,11 +90,11 @@ class TrainingRun(runs.Run):
     self._ended.wait()
     return super().resume(**settings)
 
-  def _work(self) -> None:
+  def _work(self, quiet: bool) -> None:
     run, self._run = self._run, None
     try:
       assert run is not None
-      train_lib.run_to_end(run)
+      train_lib.run_to_end(run, quiet=quiet)
     except BaseException as failure:  # pylint: disable=broad-except
       # `wait` raises it; nobody reads a thread's traceback.
       self._failure = failure
@@ -103,12 +102,12 @@ class TrainingRun(runs.Run):
       self._place.release()
       self._ended.set()
 
-  def _start(self, background: bool) -> None:
+  def _start(self, background: bool, quiet: bool) -> None:
     if not background:
-      self._work()
+      self._work(quiet)
       return
     self._thread = threading.Thread(
-        target=self._work, name="tunix-run", daemon=True
+        target=self._work, args=(quiet,), name="tunix-run", daemon=True
     )
     self._thread.start()
 
@@ -154,7 +153,7 @@ def train(
     place.release()
     raise
   background = cell is not None if wait is None else not wait
-  run._start(background)
+  run._start(background, quiet=cell is not None)
   if not background:
     run.wait()
   return run

@@ -15,7 +15,6 @@ from typing import Any, Mapping, Protocol
 import numpy as np
 from tunix.rl.multi_turn.core import gui_action
 
-
 _SHOWN = 120
 """Characters of a text that a repr shows."""
 
