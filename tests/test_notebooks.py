@@ -74,4 +74,4 @@ def test_the_notebooks_run(tmp_path, monkeypatch):
     for cell in cells:
       assert len(json.dumps(cell.outputs)) < 2_000_000
   assert (tmp_path / "runs" / "quick" / "report.html").exists()
-  assert "Run" in str(second[0].outputs)
+  assert "Run" in str(second[1].outputs)
