@@ -113,7 +113,7 @@ def test_an_interrupt_keeps_what_has_ended(tmp_path, capsys):
       return False
 
     server.wrong = stop_then
-    assert evaluate._to_end(evaluation) == 130
+    assert evaluate.run_to_end(evaluation) == 130
     assert "resume with:" in capsys.readouterr().out
     kept = evaluation_journal.load(tmp_path / "i")
     assert 1 <= len(kept) < 6

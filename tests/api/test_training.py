@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import pathlib
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import small_runs
 import tunix.rl.multi_turn as mt
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.api import exclusive
 from tunix.rl.multi_turn.api import training
 import yaml
 
@@ -60,10 +63,52 @@ def test_a_run_is_read_again_and_resumed(run):
   assert more.status == "completed"
 
 
-def test_another_run_waits_for_the_first(run, monkeypatch):
-  monkeypatch.setattr(training, "_training", [run])
-  with pytest.raises(RuntimeError, match="still training in this process"):
-    mt.train(steps=1, gym="desktop")
+def test_of_two_runs_that_start_at_once_one_is_refused(tmp_path, monkeypatch):
+  """The first is still being built when the second begins."""
+  building, go = threading.Event(), threading.Event()
+
+  def build(config):
+    building.set()
+    assert go.wait(60)
+    raise mt.ConfigError([f"{config.run.name} cannot be built"])
+
+  monkeypatch.setattr(training.train_lib, "build", build)
+  with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    first = thread.submit(
+        mt.train, steps=1, gym="desktop", run={"dir": tmp_path}
+    )
+    assert building.wait(60)
+    for call in (mt.train, mt.evaluate):
+      with pytest.raises(mt.BusyError, match="a run is being built") as refused:
+        call(gym="desktop")
+      assert "\n" not in str(refused.value)
+      assert len(refused.value._render_traceback_()) == 1
+    go.set()
+    with pytest.raises(mt.ConfigError, match="cannot be built"):
+      first.result(60)
+  exclusive.take("the process is free again").release()
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_is_refused_before_anything_is_built(monkeypatch):
+  def build(config):
+    raise AssertionError(f"{config.run.name} was built")
+
+  monkeypatch.setattr(training.train_lib, "build", build)
+  with pytest.raises(mt.ConfigError, match="leave it out"):
+    mt.train(steps=1, gym="desktop", run={"dry_run": True})
+
+
+def test_the_trained_policy_is_evaluated_and_plays(run, tmp_path):
+  found = mt.evaluate(
+      run, "enter-text", modes=["greedy"], dir=tmp_path,
+      **{"eval.episodes_per_task": 2},
+  )  # pyformat: disable
+  again = mt.play(run, "enter-text", mode="greedy", index=1)
+  (same,) = [e for e in found.episodes if e.task_id == again.task_id]
+  assert again.status is same.status and again.turns == same.turns
+  one, two = (e.trajectory.sequences for e in (again, same))
+  assert [s.tokens.tolist() for s in one] == [s.tokens.tolist() for s in two]
 
 
 def reward_of_a_module(trajectory):

@@ -5,6 +5,8 @@
     run = mt.train(steps=40, gym="desktop")   # as the command `train`
     run = mt.load("runs/desktop-…")           # a run made before
     run.metrics, run.evaluations, run.episodes, run.plot(), run.watch(-1)
+    mt.evaluate(run, attempts=4)              # as the command `evaluate`
+    mt.play(run, "enter-text")                # one episode, to be looked at
 
 Importing this imports nothing else: these names are imported on first use, and
 the rooms are subpackages.
@@ -12,20 +14,25 @@ the rooms are subpackages.
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import Any
+import sys
+from typing import Any, Mapping
 
 _API = {
+    "BusyError": "api.exclusive",
     "ConfigError": "config",
     "Episode": "api.episodes",
+    "EvaluationRun": "api.runs",
     "Run": "api.runs",
     "TrainingRun": "api.training",
     "load": "api.runs",
+    "play": "api.playing",
 }
 
 
 def __getattr__(name: str) -> Any:
-  if name in ("TrajectoryCollector", "train"):
+  if name in ("TrajectoryCollector", "evaluate", "train"):
     return importlib.import_module(f"{__name__}.{name}")
   if name in _API:
     module = importlib.import_module(f"{__name__}.{_API[name]}")
@@ -33,5 +40,42 @@ def __getattr__(name: str) -> Any:
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+_DRAWN = {
+    "Trajectory": ("core.trajectory", ("text/html",)),
+    "Step": ("core.trajectory", ("text/html",)),
+    "ImageRef": ("core.token_sequence", ("text/html", "image/png")),
+    "Observation": ("environments.gyms.base", ("text/html", "image/png")),
+    "Task": ("environments.gyms.base", ("text/html",)),
+    "Evaluation": ("environments.gyms.base", ("text/html",)),
+}
+"""Classes that a notebook draws: where they are, and as what."""
+
+
+def _draw(name: str, mime: str, value: Any) -> Any:
+  drawings = importlib.import_module(f"{__name__}.api.drawings")
+  return drawings.DRAWN[name, mime](value)
+
+
+def _draw_in(formatters: Mapping[str, Any]) -> None:
+  """Registers what draws the classes, by name: nothing is imported."""
+  for name, (module, mimes) in _DRAWN.items():
+    for mime in mimes:
+      formatters[mime].for_type_by_name(
+          f"{__name__}.{module}", name, functools.partial(_draw, name, mime)
+      )
+
+
+def _notebook_formatters() -> Mapping[str, Any]:
+  """IPython's, by MIME type; none outside of it."""
+  interactive = sys.modules.get("IPython")
+  find = getattr(interactive, "get_ipython", None)
+  shell = find() if find is not None else None
+  return {} if shell is None else shell.display_formatter.formatters
+
+
+if _found := _notebook_formatters():
+  _draw_in(_found)
+
+
 def __dir__() -> list[str]:
-  return sorted({*globals(), *_API, "train"})
+  return sorted({*globals(), *_API, "evaluate", "train"})

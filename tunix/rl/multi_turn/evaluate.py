@@ -15,7 +15,9 @@ every episode was played and one of them at least was valid, 1 after a failure,
 
 from __future__ import annotations
 
+import importlib
 import sys
+import types
 from typing import Any, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
@@ -37,30 +39,54 @@ from tunix.rl.multi_turn.run import interrupts
 from tunix.rl.multi_turn.run import loop_thread
 
 Evaluation = evaluator.Evaluation
+INTERRUPTED = 130
+"""Exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
   argv = sys.argv[1:] if argv is None else list(argv)
-  host_memory.tune()
   try:
-    config = config_lib.load_evaluation(argv)
-    compile_cache.enable(config.run.compile_cache)
-    evaluation = Evaluation(config)
+    evaluation = build(config_lib.load_evaluation(argv))
+    config = evaluation.config
     if config.run.dry_run:
       print(evaluation.describe())
       evaluation.subject.close(loop_thread.STOP_TIMEOUT_S)
       return 0
-    return _to_end(evaluation)
+    return run_to_end(evaluation)
   except config_lib.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   except KeyboardInterrupt:
     print("interrupted before the evaluation began", file=sys.stderr)
-    return 130
+    return INTERRUPTED
 
 
-def _to_end(evaluation: Evaluation) -> int:
+def build(
+    config: config_lib.EvaluationConfig, choose: evaluator.Choose | None = None
+) -> Evaluation:
+  """The evaluation of a configuration, not begun; see `Evaluation`.
+
+  Raises:
+    ConfigError: lists the parts that cannot be built.
+  """
+  host_memory.tune()
+  compile_cache.enable(config.run.compile_cache)
+  return Evaluation(config, choose)
+
+
+def run_to_end(evaluation: Evaluation, *, quiet: bool = False) -> int:
+  """Plays an evaluation and prints its results; returns the exit status.
+
+  In the main thread, Ctrl-C and SIGTERM ask it to stop.
+
+  Args:
+    evaluation: not begun.
+    quiet: print failures alone: a notebook's cell shows the rest.
+
+  Raises:
+    ConfigError: what is evaluated cannot be, or its directory not be written.
+  """
   status, written = 0, None
   try:
     with (
@@ -68,15 +94,16 @@ def _to_end(evaluation: Evaluation) -> int:
         disk_full.reported_once(),
         evaluation,
     ):
-      print(f"evaluation: {evaluation.directory}", file=sys.stderr)
+      if not quiet:
+        print(f"evaluation: {evaluation.directory}", file=sys.stderr)
       for note in evaluation.notes:
         print(f"note: {note}", file=sys.stderr)
       written = evaluation.run()
   except loop_thread.Interrupted:
-    status = 130
+    status = INTERRUPTED
   except KeyboardInterrupt:
     print(f"interrupted at once; {_how_to_resume(evaluation)}")
-    return 130
+    return INTERRUPTED
   except config_lib.ConfigError:
     raise
   except (evaluator.GaveUp, OSError, RuntimeError, MemoryError) as failure:
@@ -87,14 +114,15 @@ def _to_end(evaluation: Evaluation) -> int:
       text = " ".join(text.split())[:300]
     print(f"error: {text}", file=sys.stderr)
     status = 1
-  if written is not None:
+  if written is not None and not quiet:
     status = _show(written)
   try:
     page = report.build_report(evaluation.directory, evaluation.config.report)
-    print(f"report: {page}")
+    if not quiet:
+      print(f"report: {page}")
   except OSError as failure:
     print(f"no report: {failure}")
-  if status:
+  if status and not quiet:
     print(_how_to_resume(evaluation))
   return status
 
@@ -131,5 +159,15 @@ def _how_to_resume(evaluation: Evaluation) -> str:
   return f"resume with: {command}"
 
 
+class _CallableModule(types.ModuleType):
+  """Importing a submodule binds its name in the package: `mt.evaluate` is this
+  module, and `mt.evaluate(…)` the call of the Python API."""
+
+  def __call__(self, *args: Any, **settings: Any) -> Any:
+    api = importlib.import_module("tunix.rl.multi_turn.api.evaluating")
+    return api.evaluate(*args, **settings)
+
+
 if __name__ == "__main__":
   sys.exit(main())
+sys.modules[__name__].__class__ = _CallableModule

@@ -120,8 +120,17 @@ def prepare(argv: Sequence[str]) -> Run:
     PeerError: another process of the run cannot build it.
     SystemExit: after `--help` was printed.
   """
+  return build(config_lib.load_config(argv))
+
+
+def build(config: config_lib.TrainConfig) -> Run:
+  """The run of a configuration, not begun.
+
+  Raises:
+    ConfigError: lists the parts that cannot be built.
+    PeerError: another process of the run cannot build it.
+  """
   host_memory.tune()
-  config = config_lib.load_config(argv)
   compile_cache.enable(config.run.compile_cache)
   processes = processes_lib.join(config.processes)
   return Run(processes_lib.agreed(processes, config), processes)
@@ -177,10 +186,14 @@ def main(argv: Sequence[str] | str | None = None) -> int:
     return 130
 
 
-def run_to_end(run: Run) -> int:
+def run_to_end(run: Run, *, quiet: bool = False) -> int:
   """All stages of a run, with what the command prints; its exit status.
 
   In the main thread, Ctrl-C and SIGTERM ask the run to stop.
+
+  Args:
+    run: built.
+    quiet: print failures alone: a notebook's cell shows the rest.
   """
   try:
     with (
@@ -188,11 +201,12 @@ def run_to_end(run: Run) -> int:
         disk_full.reported_once(),
         run,
     ):
-      print(f"run directory: {run.directory}", file=sys.stderr)
-      for changed in run.changed:
-        print(f"note: {changed}", file=sys.stderr)
-      if hint := host_memory.advice():
-        print(f"note: {hint}", file=sys.stderr)
+      if not quiet:
+        print(f"run directory: {run.directory}", file=sys.stderr)
+        for changed in run.changed:
+          print(f"note: {changed}", file=sys.stderr)
+        if hint := host_memory.advice():
+          print(f"note: {hint}", file=sys.stderr)
       status, error = execute(run)
   except KeyboardInterrupt:
     print(f"interrupted at once; {_how_to_resume(run)}")
@@ -204,14 +218,15 @@ def run_to_end(run: Run) -> int:
   if not run.processes.first:
     return _STATUS[status]
   summaries = resuming.stages_measured(run.directory)
-  if summaries:
+  if summaries and not quiet:
     print(success_rates.format_table(summaries))
   try:
     page = report.build_report(run.directory, run.config.report)
-    print(f"report: {page}")
+    if not quiet:
+      print(f"report: {page}")
   except OSError as failure:
     print(f"no report: {failure}")
-  if status != "completed":
+  if status != "completed" and not quiet:
     print(f"{status}; {_how_to_resume(run)}")
   return _STATUS[status]
 

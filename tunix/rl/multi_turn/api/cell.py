@@ -18,6 +18,7 @@ from tunix.rl.multi_turn import train as train_lib
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.reporting import progress
 from tunix.rl.multi_turn.reporting import settings as settings_lib
+from tunix.rl.multi_turn.run import evaluator
 
 _INTERVAL_S = 0.5
 _LINES = 8  # Evaluations and the like above the present line.
@@ -45,8 +46,8 @@ class Cell:
     self._drawn = 0.0
     self._handle: Any = None
 
-  def follow(self, run: train_lib.Run) -> None:
-    """Shows the progress of a run that is about to start."""
+  def follow(self, run: train_lib.Run | evaluator.Evaluation) -> None:
+    """Shows the progress of a run or evaluation that is about to start."""
     from IPython import display  # pylint: disable=g-import-not-at-top
 
     self._total = run.config.learner.steps

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 import html
-import math
 from typing import Any, Iterator, Mapping, overload, Sequence
 
+from tunix.rl.multi_turn.api import drawings
 from tunix.rl.multi_turn.api import html as html_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import files
@@ -22,7 +22,6 @@ from tunix.rl.multi_turn.reporting import report
 from tunix.rl.multi_turn.reporting import run_data
 from tunix.rl.multi_turn.reporting import settings as settings_lib
 
-_COLUMN_PX, _CAPTION_PX, _COLUMNS = 230, 120, 4  # Of a film, about.
 _TABLE = 40  # Episodes that a table shows.
 
 
@@ -41,6 +40,7 @@ class Episode:
   def __init__(self, run: run_data.RunDirectory, line: Mapping[str, Any]):
     """Raises KeyError, TypeError or ValueError for a line of something else."""
     self._run = run
+    drawings.remember(run.directory)
     self._line = line
     self.index = int(line["index"])
     self.split = str(line["split"])
@@ -51,6 +51,11 @@ class Episode:
     self.reward = float(line["reward"])
     self.status = trajectory_lib.TrajectoryStatus(line["status"])
     self.turns = len(line["steps"])
+    self._place: Any = None
+
+  def keep(self, place: Any) -> None:
+    """Keeps an object, its temporary directory, for as long as itself."""
+    self._place = place
 
   @property
   def success(self) -> bool:
@@ -89,11 +94,7 @@ class Episode:
     )
     parts = [report.film(self._run, self.shown, config)]
     frames = self.shown.frames
-    tallest = max(
-        (f.image.height / f.image.width for f in frames if f.image), default=0.5
-    )
-    row = int(_COLUMN_PX * tallest) + _CAPTION_PX
-    height = 40 + row * math.ceil(max(1, len(frames)) / _COLUMNS)
+    height = drawings.strip_height(len(frames), drawings.tallest(frames))
     return html_lib.Shown(
         html_lib.framed(repr(self), parts, height), repr(self)
     )

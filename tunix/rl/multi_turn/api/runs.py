@@ -11,6 +11,7 @@ JAX is imported. A run that was cut off shows what it has.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import html
 import pathlib
@@ -19,11 +20,13 @@ from typing import Any, Sequence
 from tunix.rl.multi_turn.api import episodes as episodes_lib
 from tunix.rl.multi_turn.api import html as html_lib
 from tunix.rl.multi_turn.core import yaml_text
+from tunix.rl.multi_turn.reporting import evaluation_journal
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import report
 from tunix.rl.multi_turn.reporting import run_data
 
 _CARDS_A_ROW = 3
+_EVALUATION = "evaluation.json"
 _CARD_PX, _CURVE_PX, _EVALUATION_PX, _HEAD_PX = 190, 400, 400, 190
 
 
@@ -249,13 +252,98 @@ class Run:
     return html_lib.framed(run.name, parts, height)
 
 
+class EvaluationRun(Run):
+  """The directory of an evaluation (`mt.evaluate`, the command `evaluate`)."""
+
+  @property
+  def _content(self) -> dict[str, Any]:
+    return files.read_json(self.directory / _EVALUATION)
+
+  @property
+  def results(self) -> dict[str, Any]:
+    """Rates with their intervals, by mode and by family; docs/evaluation.md."""
+    return self._content.get("results") or {}
+
+  @property
+  def success_rate(self) -> float | None:
+    """None where no episode was valid."""
+    return self.results.get("success_rate")
+
+  @property
+  def interval(self) -> tuple[float, float] | None:
+    """Of `success_rate`, 95 %."""
+    found = self.results.get("interval")
+    return None if found is None else (found[0], found[1])
+
+  @property
+  def error(self) -> str | None:
+    """Why it failed."""
+    content = self._content
+    compared = content.get("comparison") or {}
+    return content.get("error") or compared.get("error")
+
+  @property
+  def comparison(self) -> dict[str, Any] | None:
+    """By mode, where it was compared with another (`compare=`)."""
+    return (self._content.get("comparison") or {}).get("modes")
+
+  @property
+  def outcomes_by_key(
+      self,
+  ) -> dict[evaluation_journal.Key, evaluation_journal.Outcome]:
+    """By (mode, place of the task, its id, attempt), in order of time."""
+    return dict(evaluation_journal.load(self.directory))
+
+  @property
+  def outcomes(self) -> Any:
+    """One row an episode: a pandas DataFrame where pandas is installed, else a
+    list of dicts."""
+    found = self.outcomes_by_key
+    rows = [dataclasses.asdict(found[key]) for key in sorted(found)]
+    try:
+      import pandas  # pylint: disable=g-import-not-at-top
+    except ImportError:
+      return rows
+    return pandas.DataFrame(rows)
+
+  def resume(self, **settings: Any) -> EvaluationRun:
+    """Plays what is missing, as `evaluate(directory, **settings)`."""
+    from tunix.rl.multi_turn.api import evaluating  # pylint: disable=g-import-not-at-top
+
+    return evaluating.evaluate(self.directory, **settings)
+
+  def __repr__(self) -> str:
+    content = self._content
+    rate, interval = self.success_rate, self.interval
+    told = "no rate"
+    if rate is not None and interval is not None:
+      low, high = interval
+      told = f"success {rate:.3f} [{low:.3f}, {high:.3f}]"
+    return (
+        f"EvaluationRun({self.name}, {self.status}, {told},"
+        f" {content.get('played', 0)} of {content.get('planned', 0)} episodes)"
+    )
+
+  def _repr_html_(self) -> str:
+    run = self._read()
+    parts = [report.heading(run), report.evaluations(run)]
+    return html_lib.framed(
+        run.name, parts, _EVALUATION_PX + 100 + 34 * len(run.evaluations)
+    )
+
+
 def load(directory: str | pathlib.Path) -> Run:
-  """A run that was made before, or is being made by another process.
+  """A run or evaluation that was made, or is being made by another process.
 
   Args:
-    directory: of the run, e.g. runs/desktop-20260101-120000-3fa2b1.
+    directory: of it, e.g. runs/desktop-20260101-120000-3fa2b1.
+
+  Returns:
+    an `EvaluationRun` for the directory of an evaluation.
 
   Raises:
     FileNotFoundError: it holds no run.
   """
+  if (pathlib.Path(directory) / _EVALUATION).is_file():
+    return EvaluationRun(directory)
   return Run(directory)

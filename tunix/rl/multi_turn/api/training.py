@@ -18,24 +18,22 @@ import json
 import pathlib
 import sys
 import threading
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train as train_lib
 from tunix.rl.multi_turn.api import cell as cell_lib
+from tunix.rl.multi_turn.api import exclusive
 from tunix.rl.multi_turn.api import runs
 from tunix.rl.multi_turn.reporting import run_data
-
-_MAIN = "__main__"
-_lock = threading.Lock()
-_training: list[TrainingRun] = []
 
 
 class TrainingRun(runs.Run):
   """A run that trains in this process."""
 
-  def __init__(self, run: train_lib.Run):
+  def __init__(self, run: train_lib.Run, place: exclusive.Place):
     self.directory = run.directory
+    self._place = place
     self._run: train_lib.Run | None = run
     self._stop = run.stop
     self._ended = threading.Event()
@@ -92,25 +90,24 @@ class TrainingRun(runs.Run):
     self._ended.wait()
     return super().resume(**settings)
 
-  def _work(self) -> None:
+  def _work(self, quiet: bool) -> None:
     run, self._run = self._run, None
     try:
       assert run is not None
-      train_lib.run_to_end(run)
+      train_lib.run_to_end(run, quiet=quiet)
     except BaseException as failure:  # pylint: disable=broad-except
       # `wait` raises it; nobody reads a thread's traceback.
       self._failure = failure
     finally:
-      with _lock:
-        _training.remove(self)
+      self._place.release()
       self._ended.set()
 
-  def _start(self, background: bool) -> None:
+  def _start(self, background: bool, quiet: bool) -> None:
     if not background:
-      self._work()
+      self._work(quiet)
       return
     self._thread = threading.Thread(
-        target=self._work, name="tunix-run", daemon=True
+        target=self._work, args=(quiet,), name="tunix-run", daemon=True
     )
     self._thread.start()
 
@@ -133,31 +130,30 @@ def train(
 
   Raises:
     ConfigError: lists every problem of the settings, or what cannot be built.
-    RuntimeError: this process still trains another run.
+    BusyError: this process still trains or plays something else.
+    RuntimeError: the run failed, where this waits for its end.
   """
   argv = arguments(config, settings)
   cell = cell_lib.current()
-  if cell is not None and not _sets(argv, "report.progress"):
+  if cell is not None and not sets(argv, "report.progress"):
     argv.append("report.progress=none")  # The cell shows it.
-  with _lock:
-    if _training:
-      raise RuntimeError(
-          f"{_training[0].name} is still training in this process;"
-          " stop() it and wait(), then start another"
-      )
-  built = train_lib.prepare(argv)
-  if built.config.run.dry_run:
-    built.engine.close()
-    raise config_lib.ConfigError([
-        "run.dry_run=true: the command prints what would run; leave it out"
-    ])
-  run = TrainingRun(built)
-  with _lock:
-    _training.append(run)
-  if cell is not None:
-    cell.follow(built)
+  place = exclusive.take("a run is being built")
+  try:
+    settings_of_run = config_lib.load_config(argv)
+    if settings_of_run.run.dry_run:
+      raise config_lib.ConfigError([
+          "run.dry_run=true: the command prints what would run; leave it out"
+      ])
+    built = train_lib.build(settings_of_run)
+    place.what = f"{built.config.run.name} is still training"
+    run = TrainingRun(built, place)
+    if cell is not None:
+      cell.follow(built)
+  except BaseException:
+    place.release()
+    raise
   background = cell is not None if wait is None else not wait
-  run._start(background)
+  run._start(background, quiet=cell is not None)
   if not background:
     run.wait()
   return run
@@ -230,7 +226,8 @@ def importable_name(value: Callable[..., Any]) -> str:
   return f"{module}:{name}"
 
 
-def _sets(argv: list[str], key: str) -> bool:
+def sets(argv: Sequence[str], key: str) -> bool:
+  """Whether a command line gives the dotted key."""
   section, _, leaf = key.partition(".")
   for argument in argv:
     name, _, value = argument.partition("=")

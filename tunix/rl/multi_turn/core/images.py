@@ -26,6 +26,7 @@ import pathlib
 import threading
 import time
 from typing import Any
+import weakref
 
 import numpy as np
 from tunix.rl.multi_turn.core import durable
@@ -83,6 +84,23 @@ def _is_constant(pixels: np.ndarray) -> bool:
   )
 
 
+_stores: weakref.WeakSet[ImageStore] = weakref.WeakSet()
+
+
+def find(ref: trajectory.ImageRef) -> np.ndarray | None:
+  """Its pixels, uint8[H, W, 3], of whichever store in this process has them.
+
+  None where no store has them any more.
+  """
+  for store in list(_stores):
+    if ref in store:
+      try:
+        return store.get(ref)
+      except (KeyError, OSError, ValueError):  # Gone since, or damaged.
+        continue
+  return None
+
+
 CAPACITY_BYTES = 1 << 30
 """Pixels that a store keeps in memory unless it is told otherwise."""
 
@@ -114,6 +132,7 @@ class ImageStore:
     self._failing = False
     self.write_failures = 0
     """Attempts to write an evicted image that failed."""
+    _stores.add(self)
 
   def put(self, pixels: np.ndarray) -> trajectory.ImageRef:
     """Stores uint8[H, W, 3] pixels and returns their reference."""

@@ -43,6 +43,9 @@ class ImageRef:
           f"ImageRef size must be positive, got {self.width}x{self.height}"
       )
 
+  def __repr__(self) -> str:
+    return f"ImageRef({self.sha256[:8]}…, {self.width}x{self.height})"
+
   def to_json(self) -> dict[str, Any]:
     return {"sha256": self.sha256, "width": self.width, "height": self.height}
 
@@ -238,6 +241,12 @@ class TokenSequence:
     for span in self.images:
       if np.any(mask[span.offset : span.end]):
         raise ValueError("an image placeholder is marked as sampled")
+
+  def __repr__(self) -> str:
+    return (
+        f"TokenSequence({len(self.tokens)} tokens, {self.num_sampled} sampled,"
+        f" {len(self.images)} images)"
+    )
 
   def _check_support(self) -> None:
     support: np.ndarray = np.array(self.support, np.int32)

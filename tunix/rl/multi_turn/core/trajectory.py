@@ -30,6 +30,14 @@ Message = dict[str, Any]
 `{"type": "text", "text": str}` or `{"type": "image", "image": ImageRef}`."""
 
 
+_SHOWN = 80
+"""Characters of a text that a repr shows."""
+
+
+def _cut(text: str) -> str:
+  return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
 class TrajectoryStatus(str, enum.Enum):
   """Outcome of an episode."""
 
@@ -191,6 +199,11 @@ class Step:
         f.name: encode(getattr(self, f.name)) for f in dataclasses.fields(self)
     }
 
+  def __repr__(self) -> str:
+    told = _cut(self.model_response or str(self.action))
+    done = ", done" if self.done else ""
+    return f"Step({told!r}, reward {self.reward:g}{done})"
+
   @classmethod
   def from_json(cls, data: Mapping[str, Any]) -> Step:
     return cls(**{k: decode(v) for k, v in data.items()})
@@ -224,6 +237,14 @@ class Trajectory:
   )
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
   stale_tokens: int = 0
+
+  def __repr__(self) -> str:
+    error = f", {_cut(self.error)!r}" if self.error else ""
+    return (
+        f"Trajectory({_cut(self.trajectory_id)}, {self.status.value}, reward"
+        f" {self.reward:g}, {self.num_turns} turns, {self.num_sampled} sampled"
+        f" tokens{error})"
+    )
 
   @property
   def num_turns(self) -> int:
@@ -374,6 +395,13 @@ class TrajectoryGroup:
               f"group {self.group_id!r}, episode"
               f" {trajectory.trajectory_id!r}: {e}"
           ) from e
+
+  def __repr__(self) -> str:
+    return (
+        f"TrajectoryGroup({_cut(self.group_id)}, {_cut(self.task_id)},"
+        f" {len(self.valid)} of {len(self)} valid, mean reward"
+        f" {sum(self.rewards) / max(1, len(self.rewards)):g})"
+    )
 
   def __len__(self) -> int:
     return len(self.trajectories)

@@ -17,8 +17,9 @@ import io
 import pathlib
 import sys
 import time
-from typing import Any, Sequence
+from typing import Any, Protocol, Sequence
 
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 from tunix.rl.multi_turn.reporting import progress
 from tunix.rl.multi_turn.reporting import run_data
@@ -399,7 +400,7 @@ def _films(
 
 
 def film(
-    run: run_data.RunDirectory,
+    run: Images,
     episode: run_data.ShownEpisode,
     config: settings_lib.ReportConfig = settings_lib.ReportConfig(),
 ) -> str:
@@ -420,18 +421,17 @@ def film(
   frames = episode.frames
   most, width = config.film_turns, config.image_width
   shown = frames if len(frames) <= most else frames[: most - 1]
-  figures = [_figure(run, frame, width) for frame in shown]
+  figures = [figure(run, frame, width) for frame in shown]
   if len(frames) > most:
     left = len(frames) - most
     figures.append(f"<figure><div class=none>{left} more</div></figure>")
-    figures.append(_figure(run, frames[-1], width))
+    figures.append(figure(run, frames[-1], width))
   return f"{title}<div class=strip>{''.join(figures)}</div>"
 
 
-def _figure(
-    run: run_data.RunDirectory, frame: run_data.Frame, width: int
-) -> str:
-  uri = data_uri(run, frame, width)
+def figure(images: Images, frame: run_data.Frame, width: int) -> str:
+  """A turn: its screen with what was done on it, and the completion."""
+  uri = data_uri(images, frame, width)
   if uri is None or frame.image is None:
     picture = "<div class=none>screenshot not kept</div>"
   else:
@@ -454,26 +454,18 @@ def _cut(text: str) -> str:
   return text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"
 
 
-def _open_image(
-    run: run_data.RunDirectory, frame: run_data.Frame
-) -> Any | None:
-  """The frame's screenshot as a PIL image, None when it is not there."""
-  from PIL import Image  # pylint: disable=g-import-not-at-top
+class Images(Protocol):
+  """Where screenshots are; a run directory is one."""
 
-  if frame.image is None:
-    return None
-  try:
-    with Image.open(run.image_path(frame.image)) as image:
-      return image.convert("RGB")
-  except OSError:
-    return None
+  def open_image(self, ref: trajectory_lib.ImageRef) -> Any | None:
+    """A PIL image; None when it is not there."""
 
 
 def data_uri(
-    run: run_data.RunDirectory, frame: run_data.Frame, width: int
+    images: Images, frame: run_data.Frame, width: int
 ) -> str | None:
   """The frame's screenshot as a data URI; above `width` px smaller, as JPEG."""
-  image = _open_image(run, frame)
+  image = None if frame.image is None else images.open_image(frame.image)
   if image is None:
     return None
   buffer = io.BytesIO()

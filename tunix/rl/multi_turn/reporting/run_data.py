@@ -55,6 +55,13 @@ class ShownEpisode:
   def success(self) -> bool:
     return self.status is Status.SUCCEEDED
 
+  def __repr__(self) -> str:
+    return (
+        f"ShownEpisode({self.split} {self.index}, {self.family},"
+        f" {self.status.value}, reward {self.reward:g}, {len(self.frames)}"
+        " frames)"
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
@@ -106,6 +113,22 @@ class RunDirectory:
 
   def image_path(self, ref: trajectory_lib.ImageRef) -> pathlib.Path:
     return self.directory / "images" / f"{ref.sha256}.png"
+
+  def open_image(self, ref: trajectory_lib.ImageRef) -> Any | None:
+    """A kept screenshot as a PIL image; None when it is not there."""
+    from PIL import Image  # pylint: disable=g-import-not-at-top
+
+    try:
+      with Image.open(self.image_path(ref)) as image:
+        return image.convert("RGB")
+    except OSError:
+      return None
+
+  def __repr__(self) -> str:
+    return (
+        f"RunDirectory({str(self.directory)!r}, {len(self.metrics)} updates,"
+        f" {len(self.episodes)} episodes)"
+    )
 
 
 def _order(name: str) -> tuple[int, int, str]:
@@ -173,7 +196,7 @@ def shown_episode(line: dict[str, Any]) -> ShownEpisode:
       status=trajectory.status,
       reward=trajectory.reward,
       error=trajectory.error,
-      frames=tuple(_frames(trajectory)),
+      frames=tuple(frames_of(trajectory)),
   )
 
 
@@ -197,7 +220,8 @@ def _text(content: Any) -> str:
   ).strip()
 
 
-def _frames(trajectory: trajectory_lib.Trajectory) -> list[Frame]:
+def frames_of(trajectory: trajectory_lib.Trajectory) -> list[Frame]:
+  """Its turns, and the last screen with the outcome."""
   frames = []
   for number, step in enumerate(trajectory.steps, 1):
     seen = None

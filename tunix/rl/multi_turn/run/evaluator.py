@@ -22,7 +22,7 @@ import logging
 import pathlib
 import threading
 import time
-from typing import Any, Callable, Coroutine, Mapping
+from typing import Any, Callable, Coroutine, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import reporting
@@ -33,6 +33,7 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.reporting import evaluation_journal
 from tunix.rl.multi_turn.reporting import files
@@ -67,6 +68,10 @@ _MUST_NOT = (
 also more of what may change: attempts, tasks and modes only add episodes."""
 
 
+Choose = Callable[[EvaluationConfig, Any], Sequence[gym_base.Task]]
+"""(configuration, its task source) -> tasks."""
+
+
 class GaveUp(RuntimeError):
   """Episode after episode was broken; the text has the last one's reason."""
 
@@ -82,8 +87,14 @@ class Evaluation:
     notes: for the user, before it begins.
   """
 
-  def __init__(self, config: EvaluationConfig):
+  def __init__(
+      self, config: EvaluationConfig, choose: Choose | None = None
+  ):
     """Builds the parts; changes no directory, but locks one that it resumes.
+
+    Args:
+      config: checked.
+      choose: the tasks that are played; None: those of section eval.
 
     Raises:
       ConfigError: lists the parts that cannot be built.
@@ -109,12 +120,12 @@ class Evaluation:
     elif not config.run.dry_run:
       self._take_lock()
     try:
-      self._build(config)
+      self._build(config, choose)
     except BaseException:
       self._unlock()
       raise
 
-  def _build(self, config: EvaluationConfig) -> None:
+  def _build(self, config: EvaluationConfig, choose: Choose | None) -> None:
     if self._lock is None:
       preflight.place_of_evaluation(config)
     config = subjects.decided(config)
@@ -129,7 +140,10 @@ class Evaluation:
     self.episodes = episodes.EpisodeFactory(config, self.images)
     episodes.try_first_episode(config, self.episodes, self._tasks)
     self._planned = evaluation.plan(
-        config, run_tasks.eval_tasks(config, self._tasks)
+        config,
+        choose(config, self._tasks)
+        if choose is not None
+        else run_tasks.eval_tasks(config, self._tasks),
     )
     self.subject = subjects.make(
         config, self.images, self.episodes.make_agent()

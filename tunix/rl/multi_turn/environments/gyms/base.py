@@ -15,6 +15,13 @@ from typing import Any, Mapping, Protocol
 import numpy as np
 from tunix.rl.multi_turn.core import gui_action
 
+_SHOWN = 120
+"""Characters of a text that a repr shows."""
+
+
+def _cut(text: str) -> str:
+  return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -40,6 +47,9 @@ class Task:
   def to_json(self) -> dict[str, Any]:
     return {**dataclasses.asdict(self), "params": dict(self.params)}
 
+  def __repr__(self) -> str:
+    return f"Task({_cut(self.task_id)!r}, {_cut(self.instruction)!r})"
+
   @classmethod
   def from_json(cls, data: Mapping[str, Any]) -> Task:
     return cls(**data)
@@ -62,6 +72,13 @@ class Observation:
   text: str = ""
   done: bool = False
   info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __repr__(self) -> str:
+    height, width = np.shape(self.screenshot)[:2]
+    text = f", {_cut(self.text)!r}" if self.text else ""
+    return (
+        f"Observation({width}x{height}{text}{', done' if self.done else ''})"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

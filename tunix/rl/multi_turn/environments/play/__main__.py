@@ -17,7 +17,7 @@ import asyncio
 import json
 import pathlib
 import sys
-from typing import Any, Iterator, Sequence
+from typing import Any, Sequence
 
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import http_server
@@ -80,22 +80,6 @@ def read_script(path: pathlib.Path) -> list[gui_action.GuiAction]:
   return actions
 
 
-async def _by_itself(
-    session: session_lib.Session,
-    task: Any,
-    script: Iterator[gui_action.GuiAction] | None,
-) -> None:
-  """An oracle or a script plays a task to its end."""
-  await session.start(task)
-  limit = task.max_turns or 100
-  while session.evaluation is None:
-    action = next(script, None) if script else await session.next_right()
-    if action is None or len(session.actions) >= limit:
-      await session.finish()
-      return
-    await session.act(action)
-
-
 def _check(args: argparse.Namespace) -> None:
   """Raises ValueError naming every number that cannot be."""
   wrong = [
@@ -147,13 +131,13 @@ async def _play(args: argparse.Namespace) -> int:
   try:
     if args.by != "person":
       for number in range(args.episodes):
-        await _by_itself(
-            session, task(number), iter(script) if script is not None else None
+        verdict = await session.play(
+            task(number), iter(script) if script is not None else None
         )
-        solved += session.evaluation.success
+        solved += verdict.success
         print(
             f"{session.task.task_id}: {session.task.instruction}"
-            f" -> {'solved' if session.evaluation.success else 'not solved'}"
+            f" -> {'solved' if verdict.success else 'not solved'}"
             f" in {len(session.actions)} turns"
         )
     elif args.terminal:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pathlib
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
@@ -18,6 +18,8 @@ from tunix.rl.multi_turn.environments.gyms import base
 
 Kind = gui_action.GuiActionKind
 ENDS = (Kind.ANSWER, Kind.TERMINATE)
+MAX_TURNS = 100
+"""Of a task without a number of its own, by an oracle or a script."""
 
 
 class Session:
@@ -104,6 +106,27 @@ class Session:
       ):
         recordings.append(self._out, self.recording())
         self.recorded += 1
+    return self.evaluation
+
+  async def play(
+      self,
+      task: base.Task,
+      script: Iterator[gui_action.GuiAction] | None = None,
+  ) -> base.Evaluation:
+    """Plays a task to its end: the actions of `script`, or the oracle's.
+
+    It is judged as it stands when they end, or its turns are used up.
+
+    Raises:
+      ValueError: the gym has no oracle.
+    """
+    await self.start(task)
+    limit = task.max_turns or MAX_TURNS
+    while self.evaluation is None:
+      action = next(script, None) if script else await self.next_right()
+      if action is None or len(self.actions) >= limit:
+        return await self.finish()
+      await self.act(action)
     return self.evaluation
 
   def recording(self) -> recordings.Recording:
