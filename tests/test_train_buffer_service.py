@@ -105,7 +105,8 @@ def test_the_desktop_with_screenshots_token_by_token(tmp_path):
   )
   found, _ = _three_rounds(
       tmp_path, "buffer.task_type=desktop", "sampling.max_new_tokens=8",
-      "buffer.options={group_rules: raw, max_turns: 1}", "buffer.num_epoch=1",
+      "buffer.options={group_rules: raw, max_turns: 1,"
+      " agent_config: {parser: computer_use_compact}}", "buffer.num_epoch=1",
   )  # pyformat: disable
   sequences = [s for line in found for s in line["sequences"]]
   assert all(s["images"] for s in sequences)

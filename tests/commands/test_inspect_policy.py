@@ -51,6 +51,9 @@ BILLIONS = {
     "Qwen2-VL-2B": 2.21,
     "Qwen2-VL-7B": 8.29,
     "Qwen2-VL-72B": 73.4,
+    "GLM-4.1V-9B": 10.29,
+    "OpenCUA-7B": 8.29,
+    "OpenCUA-32B": 33.5,
 }
 
 

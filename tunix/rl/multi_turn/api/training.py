@@ -138,6 +138,7 @@ def train(
   if cell is not None and not sets(argv, "report.progress"):
     argv.append("report.progress=none")  # The cell shows it.
   place = exclusive.take("a run is being built")
+  built = None
   try:
     settings_of_run = config_lib.load_config(argv)
     if settings_of_run.run.dry_run:
@@ -150,6 +151,8 @@ def train(
     if cell is not None:
       cell.follow(built)
   except BaseException:
+    if built is not None:
+      built.close()
     place.release()
     raise
   background = cell is not None if wait is None else not wait

@@ -85,6 +85,7 @@ def _is_constant(pixels: np.ndarray) -> bool:
 
 
 _stores: weakref.WeakSet[ImageStore] = weakref.WeakSet()
+_stores_lock = threading.Lock()
 
 
 def find(ref: trajectory.ImageRef) -> np.ndarray | None:
@@ -92,7 +93,9 @@ def find(ref: trajectory.ImageRef) -> np.ndarray | None:
 
   None where no store has them any more.
   """
-  for store in list(_stores):
+  with _stores_lock:
+    stores = list(_stores)
+  for store in stores:
     if ref in store:
       try:
         return store.get(ref)
@@ -132,7 +135,8 @@ class ImageStore:
     self._failing = False
     self.write_failures = 0
     """Attempts to write an evicted image that failed."""
-    _stores.add(self)
+    with _stores_lock:
+      _stores.add(self)
 
   def put(self, pixels: np.ndarray) -> trajectory.ImageRef:
     """Stores uint8[H, W, 3] pixels and returns their reference."""

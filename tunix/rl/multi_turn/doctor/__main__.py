@@ -45,7 +45,9 @@ def examine(
   on_cpu = facts.get("platform", "cpu") == "cpu"
   return [
       *machine.cores(),
-      *machine.memory(weights, on_cpu),
+      *machine.memory(
+          weights, on_cpu, config.policy.lora_rank > 0
+      ),
       *machine.disk(config, weights),
       *machine.versions(machine.extras_of(config)),
       *devices.devices(config, facts, why),

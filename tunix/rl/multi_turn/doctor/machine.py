@@ -24,6 +24,7 @@ LEAST_CORES = 2
 LEAST_MEMORY = 2 << 30
 LEAST_DISK, SOME_DISK = 512 << 20, 5 << 30
 COPIES_ON_A_CPU = 5
+COPIES_WITH_AN_ADAPTER = 2
 """Of the parameters: themselves, the engine's, gradients, Adam's moments."""
 _CPU_MAX = pathlib.Path("/sys/fs/cgroup/cpu.max")
 _CONSTRAINTS = pathlib.Path(__file__).resolve().parents[4] / "constraints.txt"
@@ -61,16 +62,20 @@ def available_bytes() -> int:
   return min(free, int(found[1]) << 10) if found else free
 
 
-def memory(weights: int | None, on_cpu: bool) -> Iterator[Finding]:
+def memory(
+    weights: int | None, on_cpu: bool, adapter: bool = False
+) -> Iterator[Finding]:
   """Free memory against the policy's weights.
 
   Args:
     weights: bytes; None where they are not known.
     on_cpu: whether the policy computes in this memory.
+    adapter: only an adapter has gradients and moments.
   """
   free = available_bytes()
   how = f"{human(free)} free of {human(memory_limits.host_bytes())}"
-  need = (weights or 0) * (COPIES_ON_A_CPU if on_cpu else 1)
+  copies = COPIES_WITH_AN_ADAPTER if adapter else COPIES_ON_A_CPU
+  need = (weights or 0) * (copies if on_cpu else 1)
   if weights:
     how += f"; weights of {human(weights)}"
   if free < need:
@@ -122,8 +127,10 @@ def extras_of(config: config_lib.TrainConfig) -> tuple[str, ...]:
   found: set[str] = set()
   if config.monitor.on:
     found.add("monitor")
-  if config.rollout.via in ("proxy", "hosts"):
+  if config.rollout.via in ("proxy", "hosts", "buffer") or config.fleet.away:
     found |= {"serve", "client"}
+  if config.fleet.via == "ray":
+    found.add("ray")
   if config.tracking.mlflow or config.tracking.wandb != "off":
     found.add("tracking")
   return tuple(sorted(found))

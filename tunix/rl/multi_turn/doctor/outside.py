@@ -29,6 +29,8 @@ _OURS = ("rollout.public_url",)  # An address of the run itself.
 def gym(config: TrainConfig) -> Iterator[Finding]:
   """Programs, packages and keys, as the gym declares them."""
   name = config.gym.name
+  if not config.plays:
+    return
   if not environment_spec.get(config.environment.name).gym:
     return
   found = gyms.get(name)
@@ -58,7 +60,7 @@ def addresses(config: TrainConfig) -> dict[str, str]:
   found = dict(_of_values(config.to_dict(), ""))
   if config.rollout.agent == "run_service":
     found["run_service.base_url"] = config.run_service.url
-  if environment_spec.get(config.environment.name).gym:
+  if config.plays and environment_spec.get(config.environment.name).gym:
     try:
       options = gyms.get(config.gym.name).options
     except ImportError:
@@ -116,7 +118,7 @@ def servers(config: TrainConfig, seconds: float = 3.0) -> Iterator[Finding]:
 def ports(config: TrainConfig) -> Iterator[Finding]:
   """Whether the run's own servers can bind their ports."""
   wanted = []
-  if config.rollout.via in ("proxy", "hosts"):
+  if config.rollout.via in ("proxy", "hosts", "buffer") or config.fleet.away:
     wanted.append(("rollout.port", config.rollout.host, config.rollout.port))
   processes = config.processes
   host, _, port = processes.coordinator.rpartition(":")

@@ -104,7 +104,7 @@ def _query(words: Sequence[str], outcome: str | None) -> sa.Select:
   t, r, a = tables.turn, tables.rollout, tables.action
   s, e, b = tables.step, tables.eval_, tables.baseline
   typed = (
-      sa.select(sa.func.max(a.c.tool_args))
+      sa.select(sa.func.aggregate_strings(a.c.tool_args, "\n"))
       .where(a.c.turn_id == t.c.id, a.c.action_type == "type")
       .correlate(t)
       .scalar_subquery()
@@ -150,8 +150,9 @@ def _matched(row: Any, words: Sequence[str]) -> Row | None:
   """The turn, if its texts have all words: JSON has more than texts."""
   metrics = text.read_object(row.metrics_json)
   texts = {name: str(metrics.get(name) or "") for name in _WHERE}
-  typed = text.read_object(row.typed).get("text")
-  texts["typed"] = typed if isinstance(typed, str) else ""
+  lines = (row.typed or "").split("\n")  # JSON of an action has no such break.
+  typed = [text.read_object(line).get("text") for line in lines]
+  texts["typed"] = "\n".join(one for one in typed if isinstance(one, str))
   every = "\n".join(texts.values()).casefold()
   if not all(word.casefold() in every for word in words):
     return None
