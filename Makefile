@@ -50,6 +50,8 @@ test: $(STAMP)-dev ## run the tests; TESTS=path, ARGS='-k name'
 
 test-all: ARGS += -m 'slow or not slow'
 test-all: export TUNIX_TEST_EXAMPLES = 1
+# As a user's run compiles; see tests/conftest.py.
+test-all: export JAX_DISABLE_MOST_OPTIMIZATIONS = 0
 test-all: test ## the slow ones too, and every example of a property
 
 lint: $(STAMP)-dev ## check style, import floors and types
