@@ -7,6 +7,7 @@ import pathlib
 import sys
 
 import pytest
+import trials
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "notebooks"
 IN_ORDER = ("01_first_agent", "05_read_a_run")
@@ -36,6 +37,9 @@ def html_of(cell) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.skipif(
+    trials.share() < 1, reason="some minutes: make test-all runs it"
+)
 def test_the_notebooks_run(tmp_path, monkeypatch):
   import nbclient  # pylint: disable=g-import-not-at-top
   import nbformat  # pylint: disable=g-import-not-at-top

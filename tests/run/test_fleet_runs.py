@@ -11,6 +11,7 @@ import time
 
 import pytest
 import small_runs
+import trials
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -93,6 +94,9 @@ class Killer(threading.Thread):
         self.killed.append(found[0][0])
 
 
+@pytest.mark.skipif(
+    trials.share() < 1, reason="some minutes: make test-all runs it"
+)
 def test_a_fleet_whose_actors_are_killed_learns_as_one_process_does(
     tmp_path, own
 ):
