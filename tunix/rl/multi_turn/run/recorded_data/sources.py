@@ -137,7 +137,8 @@ def start_payload(run: Any, skip: Sequence[str]) -> dict[str, Any]:
 
   Generators sample from the run's own server, with `remote_engine_key` as
   their bearer token; `image_token_id` stands for images in its prompts;
-  `trainer` holds all settings of the run.
+  `trainer` holds all settings of the run. Groups come with the rewards that
+  their episodes got: the learner compares them.
   """
   config, sampling = run.config, run.config.sampling
   most = sampling.max_new_tokens
@@ -160,6 +161,7 @@ def start_payload(run: Any, skip: Sequence[str]) -> dict[str, Any]:
       },
       "tokenizer_path": run.tokenizer_path,
       "skip_instance_ids": list(skip),
+      "group_rules": "raw",
       "model": config.policy.name,
       **({} if image is None else {"image_token_id": image}),
       "trainer": config.to_dict(),
