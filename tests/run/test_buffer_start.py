@@ -43,3 +43,17 @@ def test_rewards_are_not_normalised_twice():
     payload_of("buffer.options={group_rules: normalized}")
   assert "algorithm.advantage=grpo would do again" in str(error.value)
   assert "set algorithm.advantage=reward" in str(error.value)
+
+
+def test_generators_get_every_rule_of_sampling():
+  assert payload_of("sampling.max_new_tokens=9")["sampling_params"] == {
+      "max_tokens": 9, "temperature": 1.0, "top_p": 1.0
+  }  # pyformat: disable
+  truncated = (
+      "sampling.top_k=8", "sampling.min_p=0.1", "sampling.max_new_tokens=9",
+      "algorithm.keep_sampling_mask=true",
+  )  # pyformat: disable
+  assert payload_of(*truncated)["sampling_params"] == {
+      "max_tokens": 9, "temperature": 1.0, "top_p": 1.0, "top_k": 8,
+      "min_p": 0.1,
+  }  # pyformat: disable

@@ -158,6 +158,8 @@ def start_payload(run: Any, skip: Sequence[str]) -> dict[str, Any]:
           "max_tokens": most,
           "temperature": sampling.temperature,
           "top_p": sampling.top_p,
+          **({"top_k": sampling.top_k} if sampling.top_k else {}),
+          **({"min_p": sampling.min_p} if sampling.min_p else {}),
       },
       "tokenizer_path": run.tokenizer_path,
       "skip_instance_ids": list(skip),
