@@ -78,6 +78,7 @@ def loop_of(running, payload=None, groups_per_step=2, **settings):
       queue,
       settings,
       batch_size=2 * groups_per_step,
+      group_size=2,
       min_valid=1,
       payload=(lambda skip: body) if payload is not None else None,
       observers=types.SimpleNamespace(on_event=lambda event: None),
@@ -130,6 +131,27 @@ def test_programs_elsewhere_may_write_when_the_generator_is_over(running):
     assert not task.done()
     items = [*exact("a"), *exact("b")]
     await asyncio.to_thread(running.write, *items)
+    found = await queue.aget_batch(2, timeout=20)
+    loop.stop()
+    await asyncio.gather(task, return_exceptions=True)
+    return found
+
+  assert len(asyncio.run(asyncio.wait_for(scene(), 60))) == 2
+
+
+def test_a_buffer_of_other_groups_is_refused_where_others_write(running):
+  loop, queue = loop_of(running)
+  with pytest.raises(ValueError, match="groups of 16, and .*group_size=2; st"):
+    run(loop)
+  with pytest.raises(group_queue.QueueFailed, match="--group-size=2"):
+    queue.get(timeout=5)
+  # A rollout that somebody else has started has the size.
+  running.start(num_repeat_per_sample=2, group_rules="raw")
+  running.write(*exact("a"), *exact("b"))
+  loop, queue = loop_of(running)
+
+  async def scene():
+    task = asyncio.ensure_future(loop.run())
     found = await queue.aget_batch(2, timeout=20)
     loop.stop()
     await asyncio.gather(task, return_exceptions=True)

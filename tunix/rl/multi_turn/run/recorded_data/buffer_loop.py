@@ -102,6 +102,7 @@ class BufferLoop:
       settings: Any,
       *,
       batch_size: int,
+      group_size: int = 0,
       min_valid: int,
       payload: Callable[[list[str]], Mapping[str, Any]] | None,
       observers: events.Observer,
@@ -113,6 +114,7 @@ class BufferLoop:
       queue: takes the groups.
       settings: a `BufferConfig`.
       batch_size: of a read, see `BufferClient.read`.
+      group_size: that the buffer must have where others write; 0 = any.
       min_valid: members of a group that can be trained on, at least.
       payload: instance ids to skip -> body of `/start_rollout`; None starts
         nothing.
@@ -123,6 +125,8 @@ class BufferLoop:
     self._queue = queue
     self._settings = settings
     self._batch_size: int | None = batch_size
+    # Where it starts the generator, the service takes it from the start.
+    self._group_size = group_size if payload is None else 0
     self._min_valid = min_valid
     self._payload = payload
     self._observers = observers
@@ -269,7 +273,28 @@ class BufferLoop:
         )
         await asyncio.sleep(pause)
 
+  async def _compare_sizes(self, service: client.BufferClient) -> None:
+    """Refuses a buffer whose groups are of another size.
+
+    Raises:
+      ValueError: naming both.
+    """
+    stats = await self._tried(service.stats)
+    if "group_size" not in stats:  # It is not made yet, or no service of ours.
+      return
+    made, wanted = stats["group_size"], self._group_size
+    self._group_size = 0
+    if made != wanted:
+      raise ValueError(
+          f"the rollout buffer {self._settings.url} makes groups of {made}, and"
+          f" collect.group_size={wanted}; start it with --group-size={wanted}"
+          f" (or its rollout with num_repeat_per_sample={wanted}), or set"
+          f" collect.group_size={made}"
+      )
+
   async def _read(self, service: client.BufferClient) -> None:
+    if self._group_size:
+      await self._compare_sizes(service)
     found = await self._tried(
         lambda: service.read(
             self._batch_size, lease_s=self._settings.lease_s
