@@ -6,6 +6,7 @@ import threading
 import time
 
 import buffer_peer
+import buffer_services
 import pytest
 import small_runs
 from tunix.rl.multi_turn import train
@@ -220,3 +221,43 @@ def test_an_interrupt_ends_a_run_that_waits_for_the_service(tasks, tmp_path):
     thread.start()
     assert train.run_to_end(run) in (0, 130)
     thread.join()
+
+
+GENERATOR = '''
+import json
+import urllib.request
+
+TASK_TYPE = "few"
+
+
+def run_rollout(data):
+  for n in range(12):
+    item = {
+        "uid": str(n),
+        "instance_id": f"g{n // 4}",
+        "messages": [{"role": "user", "content": "?"},
+                     {"role": "assistant", "content": "!"}],
+        "reward": n % 2,
+        "extra_info": {"timestamp": 1.0},
+        "tokens": list(range(20, 28)),
+        "loss_mask": [0, 0, 0, 0, 1, 1, 1, 1],
+        "logprobs": [None] * 4 + [-1.5] * 4,
+        "versions": [None] * 4 + [0] * 4,
+    }
+    urllib.request.urlopen(urllib.request.Request(
+        data["remote_buffer_url"] + "/buffer/write",
+        json.dumps(item).encode(),
+    ), timeout=20).close()
+'''
+
+
+def test_a_run_ends_in_order_when_its_generator_is_over(tasks, tmp_path):
+  (tmp_path / "few_generator.py").write_text(GENERATOR)
+  with buffer_services.Running(
+      tmp_path / "buffer", generators=[tmp_path]
+  ) as service:
+    assert _train(
+        tmp_path, service, tasks, "steps=5", "buffer.task_type=few"
+    ) == 0  # pyformat: disable
+  # Three groups make one step of two.
+  assert [line["step"] for line in small_runs.metrics_of(tmp_path / "b")] == [1]

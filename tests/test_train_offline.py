@@ -17,6 +17,7 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.run import models
+from tunix.rl.multi_turn.run.recorded_data import files
 from tunix.rl.multi_turn.run.recorded_data import offline_queue
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
 from tunix.rl.multi_turn.run.recorded_data import sources
@@ -373,3 +374,39 @@ def test_other_data_is_refused_on_resuming(recorded, tmp_path, capsys):
   (copy / "trajectories.jsonl").write_text("\n".join(short) + "\n")
   assert train.main([f"resume={tmp_path / 'o'}", "steps=2"]) != 0
   assert "recorded groups" in capsys.readouterr().err
+
+
+class Names:
+  """Groups of which only number and digest are asked for."""
+
+  def __init__(self, digest):
+    self.digest = digest
+
+  def __len__(self):
+    return 3
+
+
+def test_as_many_groups_of_another_file_are_refused_on_resuming():
+  state = offline_queue.OfflineQueue(Names("a"), 1).state_dict()
+  offline_queue.OfflineQueue(Names("a"), 1).load_state_dict(state)
+  with pytest.raises(ValueError, match="other names or sizes"):
+    offline_queue.OfflineQueue(Names("b"), 1).load_state_dict(state)
+  with pytest.raises(ValueError, match="rollout.via"):
+    offline_queue.OfflineQueue(Names("a"), 1).load_state_dict({"tasks": {}})
+  del state["digest"]  # Of an older checkpoint.
+  offline_queue.OfflineQueue(Names("b"), 1).load_state_dict(state)
+
+
+def test_the_digest_is_of_names_sizes_and_order(items, run, tmp_path):
+  def digest(*lines):
+    path = tmp_path / "some.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return files.RecordedGroups(path, None, run.images).digest
+
+  lines = items.read_text().splitlines()
+  assert digest(*lines) == digest(*lines)
+  renamed = lines[0].replace('"instance_id": "', '"instance_id": "x')
+  assert renamed != lines[0]
+  others = (lines[1:], lines[::-1], [renamed, *lines[1:]])
+  found = {digest(*lines), *(digest(*other) for other in others)}
+  assert len(found) == 4

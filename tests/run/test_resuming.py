@@ -383,3 +383,44 @@ def test_the_parts_of_a_groups_queue_stay_as_they_are(tmp_path):
       resuming.check(load(*argv))
   begin("collect.group_size=8")
   resuming.check(load("collect.group_size=12"))
+
+
+@pytest.mark.parametrize(
+    "begun, changed, key",
+    [
+        ((), ("rollout.via=offline", "offline.path=x"), "rollout.via=offline"),
+        (
+            ("rollout.via=offline", "offline.path=x"),
+            ("rollout.via=in_process", "offline.path="),
+            "rollout.via=in_process",
+        ),
+        (
+            ("rollout.via=offline", "offline.path=x"),
+            ("offline.shuffle=false",),
+            "offline.shuffle=False",
+        ),
+        (
+            ("rollout.via=offline", "offline.path=x"),
+            ("offline.split=all",),
+            "offline.split=all",
+        ),
+    ],
+)
+def test_the_order_of_recorded_groups_stays(begun, changed, key, tmp_path):
+  before = config_lib.load_config(["name=r", *begun])
+  text = config_lib.seal(resuming.recorded(before).to_yaml())
+  (tmp_path / "config.yaml").write_text(text)
+  load = lambda *argv: config_lib.load_config([f"resume={tmp_path}", *argv])
+  resuming.check(load())
+  with pytest.raises(config_lib.ConfigError, match=f"{key}: .* begun with"):
+    resuming.check(load(*changed))
+
+
+def test_episodes_may_be_played_in_another_way(tmp_path):
+  text = config_lib.seal(
+      resuming.recorded(config_lib.load_config(["name=r"])).to_yaml()
+  )
+  (tmp_path / "config.yaml").write_text(text)
+  resuming.check(
+      config_lib.load_config([f"resume={tmp_path}", "rollout.via=proxy"])
+  )

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import json
+import os
 import pathlib
 import textwrap
 import time
@@ -15,6 +16,9 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import client
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
+    generators_run,
+)
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import plugins
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
 
@@ -490,3 +494,16 @@ def test_a_write_is_repeated_through_failures_of_the_service():
     assert asyncio.run(use(url)) == 1
   assert [r[1] for r in app.requests] == ["/b/b/buffer/write"] * 3
   assert {r[3]["authorization"] for r in app.requests} == {"Bearer t"}
+
+
+def test_a_run_that_has_ended_is_sent_no_signal(tmp_path, monkeypatch):
+  path = tmp_path / "short_generator.py"
+  path.write_text("TASK_TYPE = 'short'\ndef run_rollout(data): pass\n")
+  run = generators_run.GeneratorRun(
+      plugins.Generator("short", path, ()), {}, timeout_s=60, grace_s=1
+  )
+  until(lambda: not run.running)
+  sent = []
+  monkeypatch.setattr(os, "killpg", lambda *args: sent.append(args))
+  run.stop()
+  assert run.state == "finished" and not sent

@@ -154,6 +154,14 @@ def contradictions(c: Any) -> Iterator[str]:
           " set buffer.input_file (or task_source.path), or buffer.start=false"
           " where others write"
       )
+    asked = c.buffer.options.get("group_rules")
+    if asked == "normalized" and c.algorithm.advantage != "reward":
+      yield (
+          "buffer.options.group_rules=normalized has the service normalise"
+          " rewards, which algorithm.advantage="
+          f"{c.algorithm.advantage} would do again; set"
+          " algorithm.advantage=reward, or leave group_rules out"
+      )
   if via == "offline" and not c.offline.path:
     yield "rollout.via=offline needs offline.path, a file of episodes"
   if via not in ("buffer", "offline"):

@@ -77,6 +77,9 @@ _FIXED = (
     # Its presets lie below the values that the run recorded.
     "algorithm.name",
     "queue.path",
+    # Checkpoints hold positions in the order of recorded groups.
+    "offline.shuffle",
+    "offline.split",
     # Indices of the queue are those of parts.
     "collect.part_size",
     *_TASKS,
@@ -88,6 +91,11 @@ that its evaluations must share to be comparable."""
 
 _FIXED_IN_PARTS = ("collect.group_size",)
 """Fixed while groups come in parts: they decide how many those are."""
+
+_FIXED_WHERE_RECORDED = ("rollout.via",)
+"""Fixed where it was or is one of `_RECORDED`: a checkpoint holds what those
+have delivered."""
+_RECORDED = ("buffer", "offline")
 
 _FIXED_WHETHER_ZERO = ("learner.grad_clip",)
 """Whether they are 0 decides the structure of the optimizer's state."""
@@ -172,6 +180,9 @@ def check(config: TrainConfig) -> list[str]:
   fixed_keys = (*_FIXED, *_FIXED_WHETHER_ZERO)
   if config.collect.part_size:
     fixed_keys += _FIXED_IN_PARTS
+  ways = (_value(before, "rollout.via"), config.rollout.via)
+  if any(way in _RECORDED for way in ways):
+    fixed_keys += _FIXED_WHERE_RECORDED
   for key in fixed_keys if before is not None else ():
     old, new = _value(before, key), _value(now, key)
     same = old == new or old is _MISSING

@@ -140,7 +140,8 @@ class Training:
           if self._loop.step(run.stop) is None:
             break
         except group_queue.QueueClosed:
-          if not config.offline.epochs:
+          over = getattr(self._collecting, "over", "")
+          if not config.offline.epochs and not over:
             raise
           break  # The recorded episodes are over.
         with self._loop.seconds("report"):

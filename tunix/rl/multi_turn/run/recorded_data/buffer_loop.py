@@ -9,7 +9,9 @@ on and a checkpoint holds that, or when it was dropped; a group that the service
 gives again is recognised by its members' uids, and never trained on twice, by a
 resumed run either; such a run asks the service to skip the instances it has
 finished. A failed call is repeated after a pause, `buffer.retries` times in a
-row; the consumer never waits for a loop that has ended.
+row; the consumer never waits for a loop that has ended: one whose generator
+failed fails, and one whose generator is over reads what is left and closes the
+queue.
 
 Does not: decide which groups are valid (the service does), but drops one with
 fewer than collect.min_valid members that can be trained on.
@@ -24,7 +26,7 @@ import dataclasses
 import hashlib
 import logging
 import threading
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Container, Iterable, Mapping
 
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import http
@@ -39,6 +41,15 @@ _LOG = logging.getLogger(__name__)
 _HELD_S = 0.05
 _LONGEST_PAUSE_S = 30.0
 _END_S = 10.0
+_LOOK_EVERY = 5
+"""Reads without a group between two looks at the generator."""
+_REFUSED = frozenset((400, 401, 403, 404, 422))
+_WRITTEN_ELSEWHERE = "external"
+"""Task type of a generator that ends at once: programs elsewhere write."""
+
+
+class GeneratorFailed(RuntimeError):
+  """The service's generator failed, and writes no more."""
 
 
 def key_of(group: trajectory_lib.TrajectoryGroup) -> str:
@@ -91,6 +102,7 @@ class BufferLoop:
       settings: Any,
       *,
       batch_size: int,
+      group_size: int = 0,
       min_valid: int,
       payload: Callable[[list[str]], Mapping[str, Any]] | None,
       observers: events.Observer,
@@ -102,6 +114,7 @@ class BufferLoop:
       queue: takes the groups.
       settings: a `BufferConfig`.
       batch_size: of a read, see `BufferClient.read`.
+      group_size: that the buffer must have where others write; 0 = any.
       min_valid: members of a group that can be trained on, at least.
       payload: instance ids to skip -> body of `/start_rollout`; None starts
         nothing.
@@ -111,7 +124,9 @@ class BufferLoop:
     self._reader = reader
     self._queue = queue
     self._settings = settings
-    self._batch_size = batch_size
+    self._batch_size: int | None = batch_size
+    # Where it starts the generator, the service takes it from the start.
+    self._group_size = group_size if payload is None else 0
     self._min_valid = min_valid
     self._payload = payload
     self._observers = observers
@@ -125,6 +140,10 @@ class BufferLoop:
     self._task: asyncio.Task[Any] | None = None
     self._stopping = self._held = False
     self._failures = 0
+    self._empty = 0  # Reads without a group in a row.
+    self._ended = ""  # State of a generator that the latest look saw end.
+    self.over = ""
+    """Why nothing more will be read; "" while there may be."""
     self.counts: collections.Counter[str] = collections.Counter()
     """groups accepted, dropped, repeated; failed calls."""
     queue.settled = self._settle
@@ -181,11 +200,12 @@ class BufferLoop:
     service = self._make_client()
     try:
       if self._payload is not None:
+        body = self._payload(self.skipped())
         answer = await self._tried(
-            lambda: service.start(self._payload(self.skipped()))  # type: ignore[misc]
+            lambda: service.start(body), final=_REFUSED
         )
         _LOG.info("the rollout buffer: %s", answer)
-      while not self._stopping:
+      while not self._stopping and not self.over:
         if not self._waiting:
           await self._read(service)
         else:
@@ -225,8 +245,13 @@ class BufferLoop:
       acks = list(self._acks)
     concurrent.futures.wait(acks, _END_S)
 
-  async def _tried(self, call: Callable[[], Any]) -> Any:
-    """`call()`'s result, repeated until it succeeds or too many have failed."""
+  async def _tried(
+      self, call: Callable[[], Any], final: Container[int] = ()
+  ) -> Any:
+    """`call()`'s result, repeated until it succeeds or too many have failed.
+
+    Answers of a status in `final` are not asked for again.
+    """
     while True:
       try:
         result = await call()
@@ -235,6 +260,8 @@ class BufferLoop:
       except (http.CallError, ValueError, TimeoutError) as error:
         self.counts["failed_calls"] += 1
         self._failures += 1
+        if getattr(error, "status", 0) in final:
+          raise
         if 0 <= self._settings.retries <= self._failures:
           raise
         pause = min(
@@ -246,15 +273,41 @@ class BufferLoop:
         )
         await asyncio.sleep(pause)
 
+  async def _compare_sizes(self, service: client.BufferClient) -> None:
+    """Refuses a buffer whose groups are of another size.
+
+    Raises:
+      ValueError: naming both.
+    """
+    stats = await self._tried(service.stats)
+    if "group_size" not in stats:  # It is not made yet, or no service of ours.
+      return
+    made, wanted = stats["group_size"], self._group_size
+    self._group_size = 0
+    if made != wanted:
+      raise ValueError(
+          f"the rollout buffer {self._settings.url} makes groups of {made}, and"
+          f" collect.group_size={wanted}; start it with --group-size={wanted}"
+          f" (or its rollout with num_repeat_per_sample={wanted}), or set"
+          f" collect.group_size={made}"
+      )
+
   async def _read(self, service: client.BufferClient) -> None:
+    if self._group_size:
+      await self._compare_sizes(service)
     found = await self._tried(
         lambda: service.read(
             self._batch_size, lease_s=self._settings.lease_s
         )
     )
     if found is None:
-      await asyncio.sleep(self._settings.poll_s)
+      self._empty += 1
+      if self._empty % _LOOK_EVERY == 0:
+        await self._look(service)
+      if not self.over:
+        await asyncio.sleep(self._settings.poll_s)
       return
+    self._empty, self._ended = 0, ""
     read = [records.read(item) for item in found.items]
     groups = [
         _Group(group, _key_of_records(group), found.lease)
@@ -275,6 +328,49 @@ class BufferLoop:
         else:
           self._waiting.append(group)
     self._acknowledge()
+
+  async def _look(self, service: client.BufferClient) -> None:
+    """Ends the loop where the generator that it started writes no more.
+
+    Raises:
+      GeneratorFailed: it failed.
+    """
+    if self._payload is None:
+      return
+    try:
+      stats = await service.stats()
+    except http.CallError as error:
+      _LOG.warning("the rollout buffer does not tell its state: %s", error)
+      return
+    run = stats.get("generator") or {}
+    state, before = run.get("state", ""), self._ended
+    if state not in ("finished", "stopped", "failed", "late"):
+      state = ""
+    if run.get("task_type") == _WRITTEN_ELSEWHERE:
+      state = ""
+    self._ended = state
+    if not state or state != before:
+      return  # The last groups may have come after the latest read.
+    if state in ("failed", "late"):
+      raise GeneratorFailed(
+          f"the generator {run.get('task_type')!r} of the rollout buffer"
+          f" {self._settings.url} failed: {run.get('error')}; see its log in"
+          " /buffer/stats, mend it and resume the run"
+      )
+    if self._batch_size is not None:
+      self._batch_size = None  # Less than a whole batch may be left.
+      return
+    with self._lock:
+      # Groups that another reader holds may return.
+      lent = stats.get("leases", 0) > len(self._leases)
+    if not lent and not stats.get("waiting_items", 0):
+      self.over = (
+          f"the generator {run.get('task_type')!r} of the rollout buffer is"
+          f" {state}, and nothing is left to read; for more set"
+          f" buffer.num_epoch={self._settings.num_epoch} higher, or give more"
+          " tasks"
+      )
+      _LOG.warning("%s", self.over)
 
   async def _put(self, waiting: _Group) -> None:
     while self._held:

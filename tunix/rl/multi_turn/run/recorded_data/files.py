@@ -21,6 +21,7 @@ Does not: tokenize (see `reader`).
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import pathlib
@@ -62,6 +63,7 @@ class RecordedGroups:
   Attributes:
     episodes: that they hold.
     left_out: episodes that are no training data, by reason.
+    digest: of the groups' names and sizes, in their order.
   """
 
   def __init__(
@@ -104,6 +106,7 @@ class RecordedGroups:
       self.episodes += 1
       groups.setdefault(name, []).append(place)
     self._groups = list(groups.values())
+    self.digest = _digest(groups)
     if not self._groups:
       raise ValueError(
           f"{path} holds no episode to train on"
@@ -291,3 +294,10 @@ def describe(groups: RecordedGroups) -> str:
   if groups.left_out:
     text += f"; left out: {_counted(groups.left_out)}"
   return text
+
+
+def _digest(groups: Mapping[str, list[Place]]) -> str:
+  found = hashlib.blake2b(digest_size=12)
+  for name, places in groups.items():
+    found.update(f"{len(places)} {name}\n".encode("utf-8", "replace"))
+  return found.hexdigest()

@@ -57,6 +57,7 @@ class OfflineQueue:
       shuffle: False keeps the order of the groups.
     """
     self._groups = groups
+    self._digest = getattr(groups, "digest", "")
     self._per_step = groups_per_step
     self._seed = seed
     self._epochs = epochs
@@ -200,6 +201,7 @@ class OfflineQueue:
     with self._lock:
       return {
           "groups": len(self._groups),
+          "digest": self._digest,
           "next": self._next,
           "unacked": sorted([*self._unacked, *self._again]),
       }
@@ -216,10 +218,22 @@ class OfflineQueue:
     Raises:
       ValueError: the state is of other data.
     """
+    if "groups" not in state:
+      raise ValueError(
+          "the checkpoint was not training on recorded groups; resume it with"
+          " the rollout.via that it was begun with, or begin a new run"
+      )
     if state["groups"] != len(self._groups):
       raise ValueError(
           f"the checkpoint was training on {state['groups']} recorded groups,"
           f" and there are {len(self._groups)}; give the same offline.path"
+      )
+    # Checkpoints of before have no digest.
+    if (before := state.get("digest")) and before != self._digest:
+      raise ValueError(
+          "its recorded groups have other names or sizes than those that the"
+          " checkpoint was training on, or another order; give the same"
+          " offline.path, or begin a new run"
       )
     trained = set(consumed)
     self._next = int(state["next"])

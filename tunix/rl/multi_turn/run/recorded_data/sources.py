@@ -120,6 +120,7 @@ def make_buffer_loop(
       queue,
       settings,
       batch_size=config.collect.group_size * config.learner.groups_per_step,
+      group_size=config.collect.group_size,
       min_valid=config.collect.min_valid,
       payload=functools.partial(start_payload, run)
       if settings.start
@@ -137,7 +138,8 @@ def start_payload(run: Any, skip: Sequence[str]) -> dict[str, Any]:
 
   Generators sample from the run's own server, with `remote_engine_key` as
   their bearer token; `image_token_id` stands for images in its prompts;
-  `trainer` holds all settings of the run.
+  `trainer` holds all settings of the run. Groups come with the rewards that
+  their episodes got: the learner compares them.
   """
   config, sampling = run.config, run.config.sampling
   most = sampling.max_new_tokens
@@ -157,9 +159,12 @@ def start_payload(run: Any, skip: Sequence[str]) -> dict[str, Any]:
           "max_tokens": most,
           "temperature": sampling.temperature,
           "top_p": sampling.top_p,
+          **({"top_k": sampling.top_k} if sampling.top_k else {}),
+          **({"min_p": sampling.min_p} if sampling.min_p else {}),
       },
       "tokenizer_path": run.tokenizer_path,
       "skip_instance_ids": list(skip),
+      "group_rules": "raw",
       "model": config.policy.name,
       **({} if image is None else {"image_token_id": image}),
       "trainer": config.to_dict(),

@@ -14,6 +14,7 @@ import concurrent.futures
 import json
 import os
 from typing import Any, Iterable, Mapping, NamedTuple
+import urllib.parse
 
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.trajectory_collector import records
@@ -119,6 +120,30 @@ class BufferClient:
       ClientError: the service does not know it any more, or did not answer.
     """
     await self._post("/buffer/ack", {"lease": lease}, seconds)
+
+  async def stats(self, seconds: float = 30.0) -> dict[str, Any]:
+    """Figures of `/buffer/stats`; {} of a service that has none.
+
+    Raises:
+      ClientError: the service did not answer, or refused.
+    """
+    query = urllib.parse.urlencode(
+        {"buffer": self._buffer} if self._buffer else {}
+    )
+    try:
+      answer = await self._http.ask(
+          "GET", f"{self._url}/buffer/stats?{query}", seconds, limit=_LIMIT
+      )
+    except ClientError as error:
+      if error.status == 404:  # Nor one of a buffer that is not made yet.
+        return {}
+      raise
+    found = answer.get("data")
+    if isinstance(found, Mapping):
+      found = found.get("data")
+    if isinstance(found, list) and found and isinstance(found[0], Mapping):
+      return dict(found[0])
+    return {}
 
   async def aclose(self) -> None:
     await self._http.aclose()

@@ -111,6 +111,8 @@ class GeneratorRun:
 
   def stop(self) -> None:
     """Ends it. Idempotent."""
+    if not self.running:  # Its number may be another process's by now.
+      return
     self._stopping = True
     self._end()
     self._watcher.join(_END_S)

@@ -1,0 +1,160 @@
+"""The loop that feeds a queue from a rollout buffer service, at its ends."""
+
+import asyncio
+import types
+
+import buffer_services
+import pytest
+from tunix.rl.multi_turn.config import data_sections
+from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.run.recorded_data import buffer_loop
+from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
+from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
+from tunix.rl.queue import admission
+from tunix.rl.queue import group_queue
+
+pytestmark = pytest.mark.timeout(120)
+
+GENERATOR = '''
+import json
+import urllib.request
+
+TASK_TYPE = "told"
+
+
+def run_rollout(data):
+  for item in data["items"]:
+    request = urllib.request.Request(
+        data["remote_buffer_url"] + "/buffer/write",
+        json.dumps(item).encode(),
+        {"content-type": "application/json"},
+    )
+    urllib.request.urlopen(request, timeout=20).close()
+  if data.get("fails"):
+    raise RuntimeError("it has no wood")
+'''
+
+
+@pytest.fixture(name="running")
+def _running(tmp_path):
+  folder = tmp_path / "generators"
+  folder.mkdir()
+  (folder / "told_generator.py").write_text(GENERATOR)
+  with buffer_services.Running(
+      tmp_path / "buffer", generators=[folder]
+  ) as running:
+    yield running
+
+
+def exact(name, count=2):
+  """A group's items with tokens and log-probs."""
+  return [
+      buffer_services.item(
+          f"{name}-{n}", name, float(n % 2), tokens=[1, 2, 3],
+          loss_mask=[0, 1, 1], logprobs=[None, -1.0, -2.0],
+          versions=[None, 0, 0], extra_info={"timestamp": 1.0},
+      )
+      for n in range(count)
+  ]  # pyformat: disable
+
+
+def loop_of(running, payload=None, groups_per_step=2, **settings):
+  queue = buffer_loop.LeasedQueue(
+      groups_per_step, admission.QueueConfig(max_staleness=4)
+  )
+  settings = data_sections.BufferConfig(
+      url=running.url, poll_s=0.02, start=payload is not None, **settings
+  )
+  body = {
+      "task_type": "told", "num_repeat_per_sample": 2, "group_rules": "raw",
+      **(payload or {}),
+  }  # pyformat: disable
+  loop = buffer_loop.BufferLoop(
+      lambda: client.BufferClient(running.url),
+      reader_lib.EpisodeReader(
+          None, None, images_lib.ImageStore(), parser="hermes"
+      ),
+      queue,
+      settings,
+      batch_size=2 * groups_per_step,
+      group_size=2,
+      min_valid=1,
+      payload=(lambda skip: body) if payload is not None else None,
+      observers=types.SimpleNamespace(on_event=lambda event: None),
+  )
+  return loop, queue
+
+
+def run(loop, seconds=30):
+  asyncio.run(asyncio.wait_for(loop.run(), seconds))
+
+
+def test_what_is_left_when_a_generator_is_over_is_read_and_the_queue_closes(
+    running,
+):
+  items = [one for name in "abc" for one in exact(name)]
+  loop, queue = loop_of(running, {"items": items})
+  run(loop)
+  # Three groups; a read took two at a time.
+  assert loop.counts["accepted"] == 3
+  names = [queue.get(timeout=5).group_id for _ in range(3)]
+  assert [n.partition("@")[0] for n in names] == ["a", "b", "c"]
+  with pytest.raises(group_queue.QueueClosed):
+    queue.get(timeout=5)
+  assert "is finished, and nothing is left to read" in loop.over
+
+
+def test_a_generator_that_failed_fails_the_run(running):
+  loop, queue = loop_of(running, {"items": exact("a"), "fails": True})
+  with pytest.raises(buffer_loop.GeneratorFailed, match="it has no wood"):
+    run(loop)
+  with pytest.raises(group_queue.QueueFailed, match="it has no wood"):
+    queue.get_batch(2, timeout=5)
+
+
+def test_a_start_that_is_refused_is_not_repeated(running):
+  loop, queue = loop_of(running, {"task_type": "nobody"})
+  with pytest.raises(http.CallError, match="task_type='nobody'"):
+    run(loop)
+  assert loop.counts["failed_calls"] == 1
+  with pytest.raises(group_queue.QueueFailed):
+    queue.get(timeout=5)
+
+
+def test_programs_elsewhere_may_write_when_the_generator_is_over(running):
+  loop, queue = loop_of(running, {"task_type": "external"})
+
+  async def scene():
+    task = asyncio.ensure_future(loop.run())
+    await asyncio.sleep(1)
+    assert not task.done()
+    items = [*exact("a"), *exact("b")]
+    await asyncio.to_thread(running.write, *items)
+    found = await queue.aget_batch(2, timeout=20)
+    loop.stop()
+    await asyncio.gather(task, return_exceptions=True)
+    return found
+
+  assert len(asyncio.run(asyncio.wait_for(scene(), 60))) == 2
+
+
+def test_a_buffer_of_other_groups_is_refused_where_others_write(running):
+  loop, queue = loop_of(running)
+  with pytest.raises(ValueError, match="groups of 16, and .*group_size=2; st"):
+    run(loop)
+  with pytest.raises(group_queue.QueueFailed, match="--group-size=2"):
+    queue.get(timeout=5)
+  # A rollout that somebody else has started has the size.
+  running.start(num_repeat_per_sample=2, group_rules="raw")
+  running.write(*exact("a"), *exact("b"))
+  loop, queue = loop_of(running)
+
+  async def scene():
+    task = asyncio.ensure_future(loop.run())
+    found = await queue.aget_batch(2, timeout=20)
+    loop.stop()
+    await asyncio.gather(task, return_exceptions=True)
+    return found
+
+  assert len(asyncio.run(asyncio.wait_for(scene(), 60))) == 2
