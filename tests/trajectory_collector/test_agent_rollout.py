@@ -8,6 +8,8 @@ import threading
 import types
 
 import buffer_peer
+import buffer_services
+import chat_server
 import pytest
 import tokenizers
 from tunix.rl.multi_turn.trajectory_collector import agent_rollout
@@ -114,6 +116,23 @@ def test_a_resumed_trainer_lets_the_service_skip_what_was_trained_on(
     if len(peer.payloads) > 1:
       skipped = peer.payloads[1]["skip_instance_ids"]
       assert first <= set(skipped) and all(isinstance(i, str) for i in skipped)
+
+
+def test_the_service_of_this_package_and_its_own_generator_are_read(
+    tasks, tokenizer, tmp_path
+):
+  with (
+      chat_server.serving() as (engine, _),
+      buffer_services.Running(tmp_path / "buffer") as running,
+  ):
+    args = _args(
+        running.url, tasks, tokenizer, "--remote-engine-url", engine,
+        "--rollout-num-process", "4",
+    )  # pyformat: disable
+    buffer = agent_rollout.DataBuffer(args)
+    found = _generate(args, 0, buffer)
+  assert len(found) == 8
+  assert all(float(s.metadata["timestamp"]) > 1e9 for s in found)
 
 
 DOCUMENTED = {

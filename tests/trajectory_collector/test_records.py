@@ -218,6 +218,18 @@ def test_a_number_is_as_good_an_id_as_text():
   assert records.read(_item(instance_id=17)).instance_id == "17"
 
 
+@pytest.mark.parametrize(
+    "written, seconds",
+    [(12.5, 12.5), ("1764000000.25", 1764000000.25), (7, 7.0), (None, 0.0),
+     ("2026-01-01T00:00:00", 0.0), ("", 0.0), ([1], 0.0), ("nan", 0.0),
+     (10**400, 0.0)],
+)  # pyformat: disable
+def test_a_timestamp_is_a_number_or_its_text_and_else_unknown(written, seconds):
+  record = records.read(_item(extra_info={"timestamp": written}))
+  assert record.timestamp == seconds
+  assert records.read(_item(extra_info={})).timestamp == 0.0
+
+
 def test_what_was_not_recorded_is_refused_or_flagged_but_never_zero():
   record = records.read(
       _item(

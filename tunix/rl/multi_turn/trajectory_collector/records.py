@@ -28,6 +28,7 @@ import binascii
 import dataclasses
 import io
 import itertools
+import math
 import time
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 
@@ -156,9 +157,15 @@ class Record:
 
   @property
   def timestamp(self) -> float:
-    """Seconds since 1970 of its end; 0 where it was not recorded."""
-    found = self.extra_info.get("timestamp")
-    return _number(found, "extra_info.timestamp") if found is not None else 0.0
+    """Seconds since 1970 of its end, written as a number or as text.
+
+    0 where it was not recorded, or is no number: its form is the generator's.
+    """
+    try:
+      found = float(self.extra_info.get("timestamp", 0.0))
+    except (TypeError, ValueError, OverflowError):
+      return 0.0
+    return found if math.isfinite(found) else 0.0
 
   @property
   def task_id(self) -> str:
