@@ -238,6 +238,22 @@ def test_an_item_without_a_required_key_is_a_value_error(key):
     client.parse({"success": True, "data": {"data": [item]}})
 
 
+def test_groups_beside_one_that_cannot_be_used_are_delivered():
+  exact = dict(tokens=[1, 2], loss_mask=[0, 1])
+
+  def some(payload, write, stop):
+    for name in ("a", "b", "c"):
+      for n in range(4):
+        bad = {"logprobs": [None, 0.5]} if (name, n) == ("b", 2) else {}
+        item = _item(name, f"{name}{n}", **exact)
+        write({**item, **bad})
+
+  with buffer_peer.BufferPeer({"math": some}) as peer:
+    args = _args(peer.url, "t.jsonl")
+    found = _generate(args, 0, agent_rollout.DataBuffer(args))
+  assert {s.index for s in found} == {"a", "c"} and len(found) == 8
+
+
 @pytest.mark.parametrize(
     "answer, problem",
     [

@@ -95,13 +95,29 @@ async def _fetch(
   given: dict[str, Any] = {"token": token} if token else {}
   while len(items) < needed:
     await asyncio.sleep(getattr(args, "fetch_interval_s", POLL_S))
-    data, meta = await errors.until_done(
-        lambda: client.get_rollout_data(api_base_url=url, **given)
-    )
+    data, meta = await errors.until_done(lambda: _usable(url, given))
     items.extend(data)
     if meta:
       all_meta.append(meta)
   return items, all_meta
+
+
+async def _usable(
+    url: str, given: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+  """A read without the groups that cannot be used, which are logged.
+
+  Raises:
+    RefusedItemsError: nothing else was in it.
+    ClientError, ValueError, TimeoutError: see `client.get_rollout_data`.
+  """
+  try:
+    return await client.get_rollout_data(api_base_url=url, **given)
+  except client.RefusedItemsError as error:
+    if not error.items:
+      raise
+    _LOG.warning("groups that cannot be used are left out: %s", error)
+    return error.items, error.meta_info
 
 
 class _Errors:
