@@ -132,6 +132,22 @@ def test_many_groups_in_a_row_that_cannot_be_read_end_the_run(
     run.until(lambda: False)
 
 
+def test_two_groups_of_an_instance_in_one_read_stay_two(service):
+  service.write(*_group("a"), *_group("a", 2))
+  run = _Loop(service)
+  run.until(lambda: run.queue.qsize() == 2)
+  assert run.loop.skipped() == ["a", "a"]
+  first, second = [uids for *_, uids in run.loop.state_dict()["queued"]]
+  assert [first, second] == [["a-0", "a-1"], ["a-2", "a-3"]]
+  assert run.members() == [["a-0", "a-1"], ["a-2", "a-3"]]
+  # Its lease is over: both come again, of which one was trained on.
+  service.clock.now += 61
+  again = _Loop(service, {"finished": [["a", first]]})
+  again.until(lambda: again.queue.qsize() == 1)
+  assert again.members() == [["a-2", "a-3"]]
+  assert again.loop.counts["repeated"] == 1
+
+
 def test_members_that_were_trained_on_are_known_in_another_group(service):
   service.write(*_group("a"))
   first = _Loop(service)

@@ -14,7 +14,7 @@ import asyncio
 import concurrent.futures
 import json
 import os
-from typing import Any, Iterable, Mapping, NamedTuple
+from typing import Any, Iterable, Mapping, NamedTuple, Sequence
 
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.trajectory_collector import records
@@ -46,11 +46,14 @@ class Read(NamedTuple):
     items: of whole groups; not checked, see `sift`.
     meta_info: the service's statistics.
     lease: to be acknowledged; "" where the read is final.
+    groups: for each item the number of its group; () from a service that does
+      not tell it: an instance's items are one group then.
   """
 
   items: list[Any]
   meta_info: dict[str, Any]
   lease: str = ""
+  groups: Sequence[int] = ()
 
 
 class ReadGroup(NamedTuple):
@@ -184,21 +187,32 @@ def unpack(answer: Mapping[str, Any]) -> Read | None:
   data = answer.get("data")
   meta: Any = {}
   lease = answer.get("lease") or ""
+  groups: Any = []
   if isinstance(data, Mapping):
     meta = data.get("meta_info") or {}
     lease = data.get("lease") or lease
+    groups = data.get("groups") or []
     data = data.get("data")
   if not isinstance(data, list):
     raise ValueError(f"data must be a list of items, got {str(data)[:80]!r}")
   if not isinstance(meta, Mapping):
     raise ValueError(f"meta_info must be an object, got {str(meta)[:80]!r}")
+  if groups and not (
+      isinstance(groups, list)
+      and len(groups) == len(data)
+      and all(isinstance(number, int) for number in groups)
+  ):
+    raise ValueError(
+        f"groups must be a list with a whole number for each of {len(data)}"
+        f" items, got {str(groups)[:80]}"
+    )
   items = []
   for item in data:
     # A service may wrap each item once more.
     if isinstance(item, Mapping) and isinstance(item.get("data"), Mapping):
       item = item["data"]
     items.append(dict(item) if isinstance(item, Mapping) else item)
-  return Read(items, dict(meta), str(lease))
+  return Read(items, dict(meta), str(lease), groups)
 
 
 def sift(read: Read) -> list[ReadGroup]:
@@ -206,7 +220,9 @@ def sift(read: Read) -> list[ReadGroup]:
   together: dict[Any, list[int]] = {}
   for place, item in enumerate(read.items):
     name = _id_of(item, "instance_id")
-    key = ("instance", name) if name else ("item", place)
+    key: tuple[Any, ...] = ("instance", name) if name else ("item", place)
+    if read.groups:
+      key = ("group", read.groups[place])
     together.setdefault(key, []).append(place)
   return [_sifted(read.items, places) for places in together.values()]
 
@@ -222,8 +238,9 @@ def _sifted(items: list[Any], places: list[int]) -> ReadGroup:
       found = []
       break
   uids = (_id_of(items[place], "uid") for place in places)
+  names = (_id_of(items[place], "instance_id") for place in places)
   return ReadGroup(
-      _id_of(items[places[0]], "instance_id"),
+      next((name for name in names if name), ""),
       frozenset(uid for uid in uids if uid),
       places,
       found,
