@@ -436,6 +436,34 @@ def test_the_newest_groups_come_first_and_the_others_are_kept(monkeypatch):
   assert buffer.metadata["0"] == ["a", "b", "c"]
 
 
+def test_what_a_read_delivered_stays_when_a_later_read_fails(monkeypatch):
+  exact = dict(tokens=[1, 2], loss_mask=[0, 1])
+  answers = [
+      ([_item("a", "a0", **exact)], {"finished_groups": ["a", "dropped"]}),
+      agent_rollout.ClientError("it is gone"),
+      ([_item("b", "b0", **exact)], {}),
+  ]
+
+  async def one_at_a_time(api_base_url):
+    answer = answers.pop(0)
+    if isinstance(answer, Exception):
+      raise answer
+    return answer
+
+  monkeypatch.setattr(client, "get_rollout_data", one_at_a_time)
+  monkeypatch.setattr(client, "start_rollout", lambda *a: {})
+  args = _args(
+      "http://b", "t.jsonl", None, "--n-samples-per-prompt", "1",
+      "--fetch-trajectory-retry-times", "1",
+  )  # pyformat: disable
+  buffer = agent_rollout.DataBuffer(args)
+  with pytest.raises(agent_rollout.ClientError, match="it is gone"):
+    _generate(args, 0, buffer)
+  assert len(buffer) == 1 and buffer.metadata["0"] == ["a", "dropped"]
+  assert [s.prompt for s in _generate(args, 0, buffer)] == ["a0", "b0"]
+  assert buffer.metadata["0"] == ["a", "dropped", "b"]
+
+
 def last_in(args, rollout_id, buffer, num_samples):
   """A filter of one's own."""
   taken = buffer[-num_samples:]
