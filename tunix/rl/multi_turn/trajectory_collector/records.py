@@ -411,6 +411,7 @@ def _spans(
             token_sequence.ImageRef.from_json(s),
             int(s["start"]),
             int(s["num_tokens"]),
+            int(s.get("row", 0)),
         )
         for s in data or ()
     )
@@ -445,7 +446,12 @@ def write_sequence(
       "versions": told(sequence.versions, mask & (sequence.versions >= 0)),
       "turn_ids": sequence.turn_ids.tolist(),
       "images": [
-          {**s.image.to_json(), "start": s.offset, "num_tokens": s.num_tokens}
+          {
+              **s.image.to_json(),
+              "start": s.offset,
+              "num_tokens": s.num_tokens,
+              **({"row": s.row} if s.row else {}),
+          }
           for s in sequence.images
       ],
   }
