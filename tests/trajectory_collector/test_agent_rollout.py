@@ -8,6 +8,8 @@ import threading
 import types
 
 import buffer_peer
+import buffer_services
+import chat_server
 import pytest
 import tokenizers
 from tunix.rl.multi_turn.trajectory_collector import agent_rollout
@@ -116,6 +118,23 @@ def test_a_resumed_trainer_lets_the_service_skip_what_was_trained_on(
       assert first <= set(skipped) and all(isinstance(i, str) for i in skipped)
 
 
+def test_the_service_of_this_package_and_its_own_generator_are_read(
+    tasks, tokenizer, tmp_path
+):
+  with (
+      chat_server.serving() as (engine, _),
+      buffer_services.Running(tmp_path / "buffer") as running,
+  ):
+    args = _args(
+        running.url, tasks, tokenizer, "--remote-engine-url", engine,
+        "--rollout-num-process", "4",
+    )  # pyformat: disable
+    buffer = agent_rollout.DataBuffer(args)
+    found = _generate(args, 0, buffer)
+  assert len(found) == 8
+  assert all(float(s.metadata["timestamp"]) > 1e9 for s in found)
+
+
 DOCUMENTED = {
     "num_process": "100",
     "num_epoch": "3",
@@ -217,6 +236,22 @@ def test_an_item_without_a_required_key_is_a_value_error(key):
   del item[key]
   with pytest.raises(ValueError, match=f"item 0: the item lacks {key}"):
     client.parse({"success": True, "data": {"data": [item]}})
+
+
+def test_groups_beside_one_that_cannot_be_used_are_delivered():
+  exact = dict(tokens=[1, 2], loss_mask=[0, 1])
+
+  def some(payload, write, stop):
+    for name in ("a", "b", "c"):
+      for n in range(4):
+        bad = {"logprobs": [None, 0.5]} if (name, n) == ("b", 2) else {}
+        item = _item(name, f"{name}{n}", **exact)
+        write({**item, **bad})
+
+  with buffer_peer.BufferPeer({"math": some}) as peer:
+    args = _args(peer.url, "t.jsonl")
+    found = _generate(args, 0, agent_rollout.DataBuffer(args))
+  assert {s.index for s in found} == {"a", "c"} and len(found) == 8
 
 
 @pytest.mark.parametrize(
@@ -399,6 +434,34 @@ def test_the_newest_groups_come_first_and_the_others_are_kept(monkeypatch):
   assert [s.prompt for s in _generate(args, 1, buffer)] == ["a0", "a1"]
   assert [s.prompt for s in _generate(args, 2, buffer)] == ["b0", "b1"]
   assert buffer.metadata["0"] == ["a", "b", "c"]
+
+
+def test_what_a_read_delivered_stays_when_a_later_read_fails(monkeypatch):
+  exact = dict(tokens=[1, 2], loss_mask=[0, 1])
+  answers = [
+      ([_item("a", "a0", **exact)], {"finished_groups": ["a", "dropped"]}),
+      agent_rollout.ClientError("it is gone"),
+      ([_item("b", "b0", **exact)], {}),
+  ]
+
+  async def one_at_a_time(api_base_url):
+    answer = answers.pop(0)
+    if isinstance(answer, Exception):
+      raise answer
+    return answer
+
+  monkeypatch.setattr(client, "get_rollout_data", one_at_a_time)
+  monkeypatch.setattr(client, "start_rollout", lambda *a: {})
+  args = _args(
+      "http://b", "t.jsonl", None, "--n-samples-per-prompt", "1",
+      "--fetch-trajectory-retry-times", "1",
+  )  # pyformat: disable
+  buffer = agent_rollout.DataBuffer(args)
+  with pytest.raises(agent_rollout.ClientError, match="it is gone"):
+    _generate(args, 0, buffer)
+  assert len(buffer) == 1 and buffer.metadata["0"] == ["a", "dropped"]
+  assert [s.prompt for s in _generate(args, 0, buffer)] == ["a0", "b0"]
+  assert buffer.metadata["0"] == ["a", "dropped", "b"]
 
 
 def last_in(args, rollout_id, buffer, num_samples):

@@ -448,6 +448,24 @@ def test_a_lease_ends_acknowledged_or_its_groups_return(buffer):
   assert buffer.stats()["items"] == 0
 
 
+def test_a_leased_read_tells_the_groups_of_one_instance_apart(buffer):
+  buffer.write(*group("a"), *group("b"))
+  buffer.write(*({**i, "uid": f"{i['uid']}-2"} for i in group("a")))
+  first = buffer.read(lease_s=60)["data"]
+  numbers = first["groups"]
+  apart = {n: {i["uid"] for i, m in zip(first["data"], numbers) if m == n}
+           for n in numbers}  # pyformat: disable
+  assert sorted(map(sorted, apart.values())) == [
+      [f"a-{i}" for i in range(4)],
+      [f"a-{i}-2" for i in range(4)],
+      [f"b-{i}" for i in range(4)],
+  ]
+  buffer.clock.now += 61
+  assert buffer.read(lease_s=60)["data"]["groups"] == numbers
+  buffer.clock.now += 61
+  assert "groups" not in buffer.read()["data"]  # The protocol's answer.
+
+
 def test_a_lease_is_given_back_in_its_old_place(buffer):
   buffer.write(*group("a"))
   lease = buffer.read(lease_s=60)["data"]["lease"]

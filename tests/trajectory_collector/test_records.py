@@ -14,7 +14,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.trajectory_collector import records
 
-_PLACEHOLDER = 7
+_PLACEHOLDER, _BREAK = 7, 6
 _STORE = images_lib.ImageStore()
 _REFS = [
     _STORE.put(np.full((4, 6 + i, 3), 40 * i, np.uint8)) for i in range(3)
@@ -31,13 +31,16 @@ def sequences(draw):
   for turn in range(draw(st.integers(1, 4))):
     prompt = draw(st.lists(st.integers(8, 99), min_size=1, max_size=3))
     if draw(st.booleans()):
-      run = draw(st.integers(1, 3))
+      run = [_PLACEHOLDER] * draw(st.integers(1, 3))
+      row = draw(st.sampled_from([0, len(run)]))
+      if row:  # Rows with a break between each two.
+        run += ([_BREAK] + run) * draw(st.integers(0, 2))
       spans.append(
           trajectory_lib.ImageSpan(
-              draw(st.sampled_from(_REFS)), len(tokens), run
+              draw(st.sampled_from(_REFS)), len(tokens), len(run), row
           )
       )
-      prompt = [_PLACEHOLDER] * run + prompt
+      prompt = run + prompt
     reply = draw(st.lists(st.integers(8, 99), max_size=4))
     tokens += prompt + reply
     mask += [False] * len(prompt) + [True] * len(reply)
@@ -216,6 +219,18 @@ def test_a_wrong_field_is_named_with_its_value(changes, problem):
 
 def test_a_number_is_as_good_an_id_as_text():
   assert records.read(_item(instance_id=17)).instance_id == "17"
+
+
+@pytest.mark.parametrize(
+    "written, seconds",
+    [(12.5, 12.5), ("1764000000.25", 1764000000.25), (7, 7.0), (None, 0.0),
+     ("2026-01-01T00:00:00", 0.0), ("", 0.0), ([1], 0.0), ("nan", 0.0),
+     (10**400, 0.0)],
+)  # pyformat: disable
+def test_a_timestamp_is_a_number_or_its_text_and_else_unknown(written, seconds):
+  record = records.read(_item(extra_info={"timestamp": written}))
+  assert record.timestamp == seconds
+  assert records.read(_item(extra_info={})).timestamp == 0.0
 
 
 def test_what_was_not_recorded_is_refused_or_flagged_but_never_zero():

@@ -332,6 +332,7 @@ def sequence_of(exported: Mapping[str, Any]) -> trajectory.TokenSequence:
               ),
               image["offset"],
               image["num_tokens"],
+              image.get("row", 0),
           )
           for image in exported["images"]
       ),

@@ -220,6 +220,7 @@ def _encoded(
                 "height": span.image.height,
                 "offset": span.offset,
                 "num_tokens": span.num_tokens,
+                **({"row": span.row} if span.row else {}),
             }
             for span in one.sequence.images
         ],

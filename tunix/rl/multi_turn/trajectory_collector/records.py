@@ -28,6 +28,7 @@ import binascii
 import dataclasses
 import io
 import itertools
+import math
 import time
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 
@@ -156,9 +157,15 @@ class Record:
 
   @property
   def timestamp(self) -> float:
-    """Seconds since 1970 of its end; 0 where it was not recorded."""
-    found = self.extra_info.get("timestamp")
-    return _number(found, "extra_info.timestamp") if found is not None else 0.0
+    """Seconds since 1970 of its end, written as a number or as text.
+
+    0 where it was not recorded, or is no number: its form is the generator's.
+    """
+    try:
+      found = float(self.extra_info.get("timestamp", 0.0))
+    except (TypeError, ValueError, OverflowError):
+      return 0.0
+    return found if math.isfinite(found) else 0.0
 
   @property
   def task_id(self) -> str:
@@ -404,6 +411,7 @@ def _spans(
             token_sequence.ImageRef.from_json(s),
             int(s["start"]),
             int(s["num_tokens"]),
+            int(s.get("row", 0)),
         )
         for s in data or ()
     )
@@ -438,7 +446,12 @@ def write_sequence(
       "versions": told(sequence.versions, mask & (sequence.versions >= 0)),
       "turn_ids": sequence.turn_ids.tolist(),
       "images": [
-          {**s.image.to_json(), "start": s.offset, "num_tokens": s.num_tokens}
+          {
+              **s.image.to_json(),
+              "start": s.offset,
+              "num_tokens": s.num_tokens,
+              **({"row": s.row} if s.row else {}),
+          }
           for s in sequence.images
       ],
   }

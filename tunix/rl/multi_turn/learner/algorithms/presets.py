@@ -275,7 +275,7 @@ _preset(
 
 _preset(
     "weighted_cloning",
-    "Reward-weighted regression, Peters and Schaal 2007",
+    "Reward-weighted regression, as in arXiv:1910.00177",
     advantage="reward",
     objective="policy_gradient",
     clip=None,

@@ -14,7 +14,8 @@ failed fails, and one whose generator is over reads what is left and closes the
 queue.
 
 Does not: decide which groups are valid (the service does), but drops one with
-fewer than collect.min_valid members that can be trained on.
+fewer than collect.min_valid members that can be trained on, and reports and
+drops one with an item that cannot be read; many such in a row end the run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import dataclasses
 import hashlib
 import logging
 import threading
-from typing import Any, Callable, Container, Iterable, Mapping
+from typing import Any, Callable, Container, Iterable, Mapping, NamedTuple
 
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import http
@@ -41,6 +42,8 @@ _LOG = logging.getLogger(__name__)
 _HELD_S = 0.05
 _LONGEST_PAUSE_S = 30.0
 _END_S = 10.0
+_MOST_REFUSED = 32
+"""Groups in a row that cannot be read, after which the run ends."""
 _LOOK_EVERY = 5
 """Reads without a group between two looks at the generator."""
 _REFUSED = frozenset((400, 401, 403, 404, 422))
@@ -52,11 +55,14 @@ class GeneratorFailed(RuntimeError):
   """The service's generator failed, and writes no more."""
 
 
-def key_of(group: trajectory_lib.TrajectoryGroup) -> str:
-  """Identifies a group by its members, whatever it is called."""
-  names = sorted(t.trajectory_id for t in group)
-  digest = hashlib.blake2b("\n".join(names).encode(), digest_size=12)
-  return digest.hexdigest()
+def uids_of(group: trajectory_lib.TrajectoryGroup) -> frozenset[str]:
+  """The uids of a group's items: copies of a member have its uid."""
+  names = [t.trajectory_id for t in group]
+  known = set(names)
+  copies = {
+      f"{name}#{n}" for name in names for n in range(2, len(names) + 1)
+  }  # pyformat: disable
+  return frozenset(known - copies)
 
 
 def instance_of(group: trajectory_lib.TrajectoryGroup) -> str:
@@ -87,8 +93,24 @@ class _Group:
   """Items of one instance that are to be queued."""
 
   found: list[records.Record]
+  about: _About
+
+
+class _About(NamedTuple):
+  """What a group is recognised by."""
+
   key: str
-  lease: str
+  name: str  # Of its instance; "" where that is unknown.
+  uids: frozenset[str]
+
+  @classmethod
+  def of(cls, name: str, uids: Iterable[str]) -> _About:
+    text = "\n".join((name, *sorted(uids)))
+    digest = hashlib.blake2b(text.encode(), digest_size=12)
+    return cls(digest.hexdigest(), name, frozenset(uids))
+
+  def to_json(self) -> list[Any]:
+    return [self.name, sorted(self.uids)]
 
 
 class BufferLoop:
@@ -131,21 +153,23 @@ class BufferLoop:
     self._payload = payload
     self._observers = observers
     self._lock = threading.Lock()
-    self._finished: dict[str, str] = {}  # Key -> instance id.
-    self._queued: dict[int, tuple[str, str]] = {}  # Index -> key, instance id.
+    self._finished: dict[str, _About] = {}  # By its key.
+    self._queued: dict[int, _About] = {}  # By its index.
+    # (Instance id, uid) -> key of the group that has it.
+    self._seen: dict[tuple[str, str], str] = {}
     self._leases: dict[str, set[str]] = {}  # Lease -> keys to be settled.
     self._waiting: collections.deque[_Group] = collections.deque()
     self._acks: set[concurrent.futures.Future[None]] = set()
     self._loop: asyncio.AbstractEventLoop | None = None
     self._task: asyncio.Task[Any] | None = None
     self._stopping = self._held = False
-    self._failures = 0
+    self._failures = self._refused_in_a_row = 0
     self._empty = 0  # Reads without a group in a row.
     self._ended = ""  # State of a generator that the latest look saw end.
     self.over = ""
     """Why nothing more will be read; "" while there may be."""
     self.counts: collections.Counter[str] = collections.Counter()
-    """groups accepted, dropped, repeated; failed calls."""
+    """groups accepted, dropped, refused, repeated; failed calls."""
     queue.settled = self._settle
 
   # --- state -----------------------------------------------------------------
@@ -153,9 +177,10 @@ class BufferLoop:
   def state_dict(self) -> dict[str, Any]:
     """JSON: what is finished, and what was queued."""
     with self._lock:
+      finished, queued = self._finished.values(), self._queued.items()
       return {
-          "finished": [[k, name] for k, name in self._finished.items()],
-          "queued": [[i, *about] for i, about in self._queued.items()],
+          "finished": [about.to_json() for about in finished],
+          "queued": [[index, *about.to_json()] for index, about in queued],
       }
 
   def load_state_dict(
@@ -172,20 +197,24 @@ class BufferLoop:
       stored: groups that the queue's store holds, which are delivered again.
     """
     trained = set(consumed)
-    self._finished = {k: name for k, name in state.get("finished", ())}
-    for index, key, name in state.get("queued", ()):
+    done = [_About.of(*about) for about in state.get("finished", ())]
+    for index, *about in state.get("queued", ()):
       if index in trained:
-        self._finished[key] = name
+        done.append(_About.of(*about))
+    self._finished = {about.key: about for about in done}
     self._queued = {
-        index: (key_of(group), instance_of(group)) for index, group in stored
+        index: _About.of(instance_of(group), uids_of(group))
+        for index, group in stored
     }
+    self._seen = {}
+    for about in (*done, *self._queued.values()):
+      self._see(about)
 
   def skipped(self) -> list[str]:
     """Instances that the service need not make again, one for each pass."""
     with self._lock:
-      return [
-          *self._finished.values(), *(name for _, name in self._queued.values())
-      ]  # pyformat: disable
+      every = (*self._finished.values(), *self._queued.values())
+    return [about.name for about in every if about.name]
 
   # --- running ---------------------------------------------------------------
 
@@ -308,25 +337,31 @@ class BufferLoop:
         await asyncio.sleep(self._settings.poll_s)
       return
     self._empty, self._ended = 0, ""
-    read = [records.read(item) for item in found.items]
-    groups = [
-        _Group(group, _key_of_records(group), found.lease)
-        for group in records.by_instance(read)
-    ]
+    groups = client.sift(found)
+    refused = []
     with self._lock:
-      known = {
-          *self._finished, *(key for key, _ in self._queued.values()),
-          *(group.key for group in self._waiting),
-      }  # pyformat: disable
-      if found.lease:
-        self._leases[found.lease] = {
-            g.key for g in groups if g.key not in self._finished
-        }
+      open_keys: set[str] = set()
       for group in groups:
-        if group.key in known:
+        about = _About.of(group.instance_id, group.uids)
+        before = {
+            self._seen[about.name, uid]
+            for uid in about.uids
+            if (about.name, uid) in self._seen
+        }
+        if before:
           self.counts["repeated"] += 1
+          open_keys |= before - set(self._finished)
+          continue
+        self._see(about)
+        if group.problem:
+          refused.append((about, group.problem))
         else:
-          self._waiting.append(group)
+          self._waiting.append(_Group(group.records, about))
+          open_keys.add(about.key)
+      if found.lease:
+        self._leases[found.lease] = open_keys
+    for about, problem in refused:
+      self._refuse(about, problem)
     self._acknowledge()
 
   async def _look(self, service: client.BufferClient) -> None:
@@ -372,15 +407,46 @@ class BufferLoop:
       )
       _LOG.warning("%s", self.over)
 
+  def _see(self, about: _About) -> None:
+    for uid in about.uids:
+      self._seen[about.name, uid] = about.key
+
+  def _refuse(self, about: _About, problem: str) -> None:
+    """Drops a group that cannot be read, and says so.
+
+    Raises:
+      ValueError: many in a row.
+    """
+    what = f"the group of instance {about.name!r} is dropped: {problem}"
+    _LOG.warning("the rollout buffer: %s", what)
+    self.counts["refused"] += 1
+    self._observers.on_event(events.Fault("buffer", "refused", what))
+    with self._lock:
+      self._finish(about)
+    self._refused_in_a_row += 1
+    if self._refused_in_a_row >= _MOST_REFUSED:
+      raise ValueError(
+          f"{_MOST_REFUSED} groups of the rollout buffer in a row cannot be"
+          f" read; see what its generator writes. The last: {what}"
+      )
+
   async def _put(self, waiting: _Group) -> None:
     while self._held:
       await asyncio.sleep(_HELD_S)
     ticket = await self._queue.acquire_start_async()
     try:
       version = ticket.start_version
-      group = await asyncio.to_thread(
-          self._group, waiting, ticket.index, version
-      )
+      try:
+        group = await asyncio.to_thread(
+            self._group, waiting, ticket.index, version
+        )
+      except reader_lib.SettingError:
+        raise
+      except (ValueError, TypeError, LookupError) as error:
+        self._refuse(waiting.about, str(error))
+        self._acknowledge()
+        return
+      self._refused_in_a_row = 0
       for member in group:
         known = dict(
             group_id=group.group_id, task_id=group.task_id, split="train"
@@ -397,14 +463,12 @@ class BufferLoop:
             events.GroupFinished(group, "dropped", reason)
         )
         with self._lock:
-          self._finish(waiting.key, waiting.found[0].instance_id)
+          self._finish(waiting.about)
         self._acknowledge()
         return
       with self._lock:
         # Before the queue may deliver it.
-        self._queued[ticket.index] = (
-            waiting.key, waiting.found[0].instance_id
-        )  # pyformat: disable
+        self._queued[ticket.index] = waiting.about
       await self._queue.aput(group, ticket)
       self.counts["accepted"] += 1
       self._observers.on_event(events.GroupFinished(group, "accepted"))
@@ -446,11 +510,11 @@ class BufferLoop:
 
   # --- leases ----------------------------------------------------------------
 
-  def _finish(self, key: str, name: str) -> None:
+  def _finish(self, about: _About) -> None:
     """Under the lock."""
-    self._finished[key] = name
+    self._finished[about.key] = about
     for keys in self._leases.values():
-      keys.discard(key)
+      keys.discard(about.key)
 
   def _settle(self, indices: Iterable[int]) -> None:
     """The groups of these indices are trained on, durably, or dropped."""
@@ -458,7 +522,7 @@ class BufferLoop:
       for index in indices:
         about = self._queued.pop(index, None)
         if about is not None:
-          self._finish(*about)
+          self._finish(about)
     self._acknowledge()
 
   def _acknowledge(self) -> None:
@@ -482,15 +546,3 @@ class BufferLoop:
       _LOG.warning("the rollout buffer keeps lease %s: %s", lease, error)
     finally:
       await service.aclose()
-
-
-def _key_of_records(found: list[records.Record]) -> str:
-  """As `key_of`, of the group that the records become."""
-  seen: collections.Counter[str] = collections.Counter()
-  names = []
-  for record in found:
-    seen[record.uid] += 1
-    count = seen[record.uid]
-    names.append(record.uid if count == 1 else f"{record.uid}#{count}")
-  digest = hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=12)
-  return digest.hexdigest()

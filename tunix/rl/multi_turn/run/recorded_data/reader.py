@@ -39,6 +39,10 @@ RECOMPUTED = "logprobs_recomputed"
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.I)
 
 
+class SettingError(ValueError):
+  """Data that another setting lets a run use; it names the setting."""
+
+
 class EpisodeReader:
   """Records to trajectories, for one policy."""
 
@@ -101,7 +105,7 @@ class EpisodeReader:
       sequences = self.tokens(record)
     if not self._recompute and not all(s.has_logprobs for s in sequences):
       what = "is text only" if text_only else "lacks log-probs"
-      raise ValueError(
+      raise SettingError(
           f"item uid={record.uid!r} {what}; set"
           f" {self._setting}.missing_logprobs=recompute, or record them"
       )
@@ -122,6 +126,8 @@ class EpisodeReader:
       return (samples.masked(record, self._generator),)
     try:
       return self._rendered(record.messages)
+    except SettingError as error:
+      raise SettingError(f"item uid={record.uid!r}: {error}") from None
     except (ValueError, KeyError, TypeError, LookupError) as error:
       raise ValueError(f"item uid={record.uid!r}: {error}") from None
 
@@ -136,7 +142,7 @@ class EpisodeReader:
         said.append(message)
         continue
       if not loss_mask.is_trained(message, index):
-        raise ValueError(
+        raise SettingError(
             f"message {index} is left out of the loss, which"
             f" {self._setting}.loss_mask_type honours; set it, e.g. to qwen3"
         )

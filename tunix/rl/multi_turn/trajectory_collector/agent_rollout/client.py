@@ -1,8 +1,9 @@
 """Asks a rollout buffer service: starts rollouts, reads and acknowledges data.
 
-Promises: every call ends within its deadline; an answer is checked before it
-is returned; failures are `ClientError` (the network or the service),
-`ValueError` (the data) or `TimeoutError`.
+Promises: every call ends within its deadline; an answer's form is checked
+before it is returned, and its items one by one in `sift`, so that one that
+cannot be used costs its own group only; failures are `ClientError` (the network
+or the service), `ValueError` (the data) or `TimeoutError`.
 
 Does not: repeat a failed call (the caller's retry rule does).
 """
@@ -13,7 +14,7 @@ import asyncio
 import concurrent.futures
 import json
 import os
-from typing import Any, Iterable, Mapping, NamedTuple
+from typing import Any, Iterable, Mapping, NamedTuple, Sequence
 import urllib.parse
 
 from tunix.rl.multi_turn.core import http
@@ -43,14 +44,50 @@ class Read(NamedTuple):
   """An answer of `/get_rollout_data`.
 
   Attributes:
-    items: of whole groups.
+    items: of whole groups; not checked, see `sift`.
     meta_info: the service's statistics.
     lease: to be acknowledged; "" where the read is final.
+    groups: for each item the number of its group; () from a service that does
+      not tell it: an instance's items are one group then.
   """
 
-  items: list[dict[str, Any]]
+  items: list[Any]
   meta_info: dict[str, Any]
   lease: str = ""
+  groups: Sequence[int] = ()
+
+
+class ReadGroup(NamedTuple):
+  """Items of a read that are one group.
+
+  Attributes:
+    instance_id: "" where no item tells it.
+    uids: of its members.
+    places: of its items in the read.
+    records: the items; [] where one of them cannot be used.
+    problem: why it cannot, with the number of the item; "" else.
+  """
+
+  instance_id: str
+  uids: frozenset[str]
+  places: list[int]
+  records: list[records.Record]
+  problem: str = ""
+
+
+class RefusedItemsError(ValueError):
+  """Groups of a read that was delivered cannot be used.
+
+  Attributes:
+    items: of the other groups.
+    meta_info: of the read.
+  """
+
+  def __init__(
+      self, problem: str, items: list[dict[str, Any]], meta_info: dict[str, Any]
+  ):
+    super().__init__(problem)
+    self.items, self.meta_info = items, meta_info
 
 
 class BufferClient:
@@ -104,14 +141,14 @@ class BufferClient:
 
     Raises:
       ClientError: the service did not answer, or refused.
-      ValueError: the answer is none of the protocol's.
+      ValueError: the answer is none of the protocol's; not of its items.
     """
     body: dict[str, Any] = {}
     if num is not None:
       body["batch_size"] = num
     if lease_s is not None:
       body["lease_s"] = lease_s
-    return parse(await self._post("/get_rollout_data", body, seconds))
+    return unpack(await self._post("/get_rollout_data", body, seconds))
 
   async def ack(self, lease: str, seconds: float = 30.0) -> None:
     """Confirms that the groups of a lease are safe elsewhere.
@@ -159,11 +196,11 @@ class BufferClient:
     )
 
 
-def parse(answer: Mapping[str, Any]) -> Read | None:
-  """Checks an answer of `/get_rollout_data`; None where nothing is ready.
+def unpack(answer: Mapping[str, Any]) -> Read | None:
+  """An answer of `/get_rollout_data`; None where nothing is ready.
 
   Raises:
-    ValueError: naming what is wrong.
+    ValueError: it is none of the protocol's; naming what is wrong.
   """
   if "success" not in answer:
     raise ValueError(
@@ -175,25 +212,95 @@ def parse(answer: Mapping[str, Any]) -> Read | None:
   data = answer.get("data")
   meta: Any = {}
   lease = answer.get("lease") or ""
+  groups: Any = []
   if isinstance(data, Mapping):
     meta = data.get("meta_info") or {}
     lease = data.get("lease") or lease
+    groups = data.get("groups") or []
     data = data.get("data")
   if not isinstance(data, list):
     raise ValueError(f"data must be a list of items, got {str(data)[:80]!r}")
   if not isinstance(meta, Mapping):
     raise ValueError(f"meta_info must be an object, got {str(meta)[:80]!r}")
+  if groups and not (
+      isinstance(groups, list)
+      and len(groups) == len(data)
+      and all(isinstance(number, int) for number in groups)
+  ):
+    raise ValueError(
+        f"groups must be a list with a whole number for each of {len(data)}"
+        f" items, got {str(groups)[:80]}"
+    )
   items = []
-  for number, item in enumerate(data):
+  for item in data:
     # A service may wrap each item once more.
     if isinstance(item, Mapping) and isinstance(item.get("data"), Mapping):
       item = item["data"]
+    items.append(dict(item) if isinstance(item, Mapping) else item)
+  return Read(items, dict(meta), str(lease), groups)
+
+
+def sift(read: Read) -> list[ReadGroup]:
+  """The groups of a read, those that cannot be used among them."""
+  together: dict[Any, list[int]] = {}
+  for place, item in enumerate(read.items):
+    name = _id_of(item, "instance_id")
+    key: tuple[Any, ...] = ("instance", name) if name else ("item", place)
+    if read.groups:
+      key = ("group", read.groups[place])
+    together.setdefault(key, []).append(place)
+  return [_sifted(read.items, places) for places in together.values()]
+
+
+def _sifted(items: list[Any], places: list[int]) -> ReadGroup:
+  found: list[records.Record] = []
+  problem = ""
+  for place in places:
     try:
-      records.read(item)
-    except ValueError as error:
-      raise ValueError(f"item {number}: {error}") from None
-    items.append(dict(item))
-  return Read(items, dict(meta), str(lease))
+      found.append(records.read(items[place]))
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+      problem = f"item {place}: {error}"
+      found = []
+      break
+  uids = (_id_of(items[place], "uid") for place in places)
+  names = (_id_of(items[place], "instance_id") for place in places)
+  return ReadGroup(
+      next((name for name in names if name), ""),
+      frozenset(uid for uid in uids if uid),
+      places,
+      found,
+      problem,
+  )
+
+
+def _id_of(item: Any, key: str) -> str:
+  value = item.get(key) if isinstance(item, Mapping) else None
+  if isinstance(value, bool) or not isinstance(value, (str, int)):
+    return ""
+  return str(value)
+
+
+def parse(answer: Mapping[str, Any]) -> Read | None:
+  """Checks an answer and its items; None where nothing is ready.
+
+  Raises:
+    RefusedItemsError: an item that cannot be used; naming what is wrong.
+    ValueError: the answer is none of the protocol's.
+  """
+  found = unpack(answer)
+  if found is not None:
+    _check(found)
+  return found
+
+
+def _check(read: Read) -> None:
+  groups = sift(read)
+  problems = [group.problem for group in groups if group.problem]
+  if problems:
+    good = sorted(p for g in groups if not g.problem for p in g.places)
+    raise RefusedItemsError(
+        "; ".join(problems), [read.items[p] for p in good], read.meta_info
+    )
 
 
 async def get_rollout_data(
@@ -217,7 +324,9 @@ async def get_rollout_data(
 
   Raises:
     ClientError: the service did not answer, or refused.
-    ValueError: an item lacks a field, or the address is none.
+    RefusedItemsError: an item lacks a field or has a wrong one; it holds the
+      items of the groups that can be used, which are delivered once only.
+    ValueError: the address is none, or not a rollout buffer's.
     TimeoutError: nothing was ready in time.
   """
   if num is not None and num < 1:
@@ -228,6 +337,7 @@ async def get_rollout_data(
       while True:
         found = await client.read(num, timeout)
         if found is not None:
+          _check(found)
           return found.items, found.meta_info
         await asyncio.sleep(POLL_S)
   except ClientError as error:

@@ -74,34 +74,58 @@ async def generate_agent_rollout(
     )
     _started.add(data_buffer)
     _LOG.info("rollout %d: %s", rollout_id, answer)
-  needed = wanted - len(data_buffer)
-  if needed > 0:
-    items, all_meta = await _fetch(args, url, needed, errors)
+  if len(data_buffer) < wanted:
+    all_meta = await _fill(args, url, rollout_id, data_buffer, wanted, errors)
     log_raw_info(args, all_meta, rollout_id)
-    await asyncio.to_thread(_add, args, data_buffer, items)
-    # After the data is safe in the buffer.
-    finished = finished_ids(all_meta, items)
-    data_buffer.update_metadata({str(rollout_id): finished})
   return data_buffer.get_samples(wanted, rollout_id)
 
 
-async def _fetch(
-    args: Any, url: str, needed: int, errors: _Errors
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-  """At least `needed` items, and the reads' meta information."""
-  items: list[dict[str, Any]] = []
+async def _fill(
+    args: Any,
+    url: str,
+    rollout_id: int,
+    data_buffer: samples_lib.DataBuffer,
+    wanted: int,
+    errors: _Errors,
+) -> list[dict[str, Any]]:
+  """Reads until the data buffer has `wanted`; the reads' meta information.
+
+  The service has acknowledged a read when it is answered: each is in the data
+  buffer, with the ids it finished, before the next is tried.
+  """
   all_meta: list[dict[str, Any]] = []
   token = getattr(args, "rollout_buffer_token", "")
   given: dict[str, Any] = {"token": token} if token else {}
-  while len(items) < needed:
+  while len(data_buffer) < wanted:
     await asyncio.sleep(getattr(args, "fetch_interval_s", POLL_S))
-    data, meta = await errors.until_done(
-        lambda: client.get_rollout_data(api_base_url=url, **given)
-    )
-    items.extend(data)
+    items, meta = await errors.until_done(lambda: _usable(url, given))
     if meta:
       all_meta.append(meta)
-  return items, all_meta
+    await asyncio.to_thread(_add, args, data_buffer, items)
+    # After the data is safe in the buffer. A rollout that failed before may
+    # have left some.
+    known = data_buffer.get_metadata().get(str(rollout_id), [])
+    found = dict.fromkeys([*known, *finished_ids([meta], items)])
+    data_buffer.update_metadata({str(rollout_id): list(found)})
+  return all_meta
+
+
+async def _usable(
+    url: str, given: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+  """A read without the groups that cannot be used, which are logged.
+
+  Raises:
+    RefusedItemsError: nothing else was in it.
+    ClientError, ValueError, TimeoutError: see `client.get_rollout_data`.
+  """
+  try:
+    return await client.get_rollout_data(api_base_url=url, **given)
+  except client.RefusedItemsError as error:
+    if not error.items:
+      raise
+    _LOG.warning("groups that cannot be used are left out: %s", error)
+    return error.items, error.meta_info
 
 
 class _Errors:

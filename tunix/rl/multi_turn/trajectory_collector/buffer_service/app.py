@@ -506,7 +506,8 @@ def _read_response(
 ) -> Response:
   data: dict[str, Any] = {"data": found.items, "meta_info": found.meta_info}
   if found.lease:
-    data["lease"] = found.lease
+    # Beside the items, which leave as they came.
+    data.update(lease=found.lease, groups=found.groups)
   return _json({"success": success, "message": message, "data": data})
 
 

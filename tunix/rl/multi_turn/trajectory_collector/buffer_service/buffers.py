@@ -56,6 +56,8 @@ class Read:
     available: items in readable groups, before the filter.
     short: whether there are fewer than were asked for.
     lease: its id; "" without one.
+    groups: for each item the number of its group, as an instance may have
+      several.
   """
 
   items: list[dict[str, Any]]
@@ -63,6 +65,7 @@ class Read:
   available: int
   short: bool = False
   lease: str = ""
+  groups: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(slots=True)
@@ -282,6 +285,7 @@ class Buffer:
     available = sum(len(group.members) for group in usable)
     taken: list[groups.Group] = []
     found: list[dict[str, Any]] = []
+    numbers: list[int] = []
     size = 0
     for group in usable:
       if taken and size + group.size > self._limits.read_mib << 20:
@@ -295,6 +299,7 @@ class Buffer:
       taken.append(group)
       size += group.size
       found.extend(got)
+      numbers.extend([group.number] * len(got))
       if 0 <= batch_size <= len(found):
         break
     if not taken:
@@ -334,7 +339,7 @@ class Buffer:
       self._fresh = [one for one in self._fresh if one[0] > cleared]
       del self._unreported[: len(unreported)]
     meta["finished_groups"] = list(dict.fromkeys(finished))
-    return Read(found, meta, available, lease=lease)
+    return Read(found, meta, available, lease=lease, groups=numbers)
 
   def available(self) -> int:
     """Items in groups that may be read."""
