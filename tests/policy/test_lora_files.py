@@ -25,10 +25,11 @@ def test_saved_and_loaded_is_equal_to_the_bit(family, tmp_path):
       lora_files.WEIGHTS,
   ]
   tensors = safetensors_numpy.load_file(tmp_path / "a" / lora_files.WEIGHTS)
-  key = (
-      "base_model.model.model.language_model.layers.1.self_attn.q_proj.lora_{}"
-      ".weight"
-  )
+  (key,) = (
+      name.replace(".lora_A.", ".lora_{}.") for name in tensors
+      if name.endswith("layers.1.self_attn.q_proj.lora_A.weight")
+      and "language_model" in name
+  )  # pyformat: disable
   assert tensors[key.format("A")].shape == (cases.RANK, 32)
   # Queries of two heads, with gates where there is linear attention.
   heads = 2 * model.config.text.head_dim * (1 + model.config.traits.linear)

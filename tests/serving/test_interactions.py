@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import types
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from told_sessions import spoken
 from told_sessions import TOOLS
 from told_sessions import user
 from tunix.rl.multi_turn.clients import proxy
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.serving import histories
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import session_routes
@@ -361,3 +363,19 @@ def test_entropies_go_the_whole_way_of_an_export(style):
   silent = list(whole["interactions"].values())[-1]
   assert "entropies" not in silent and "entropies" not in silent["tensor_dict"]
   assert proxy.sequence_of(silent).entropies is None
+
+
+def test_rows_of_placeholders_survive_an_export():
+  ref = trajectory.ImageRef("0" * 64, 4, 4)
+  sequence = trajectory.TokenSequence(
+      [7, 7, 6, 7, 7, 9],
+      [False] * 5 + [True],
+      [0.0] * 5 + [-0.5],
+      [-1] * 5 + [0],
+      [0] * 6,
+      (trajectory.ImageSpan(ref, 0, 5, 2),),
+  )
+  one = types.SimpleNamespace(id="i", reward=1.0, sequence=sequence)
+  text = b"".join(session_routes._encoded([one]))  # pylint: disable=protected-access
+  exported = json.loads(text)["interactions"]["i"]
+  assert proxy.sequence_of(exported).images == sequence.images

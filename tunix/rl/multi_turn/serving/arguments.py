@@ -1,4 +1,4 @@
-"""Declares the command line of `python -m tunix.rl.multi_turn.serving`.
+"""Declares the command line of the policy server.
 
 Does not: import JAX, or check a value (`__main__` does).
 """
