@@ -27,6 +27,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 from typing import Any, Mapping
 
@@ -35,6 +36,21 @@ from tunix.rl.multi_turn.environments.verifiers import worker
 from tunix_multi_turn import collector_actor
 
 _STORE_BYTES = 100 << 20  # No object of size travels by Ray.
+_REACH_S = 10.0  # Seconds.
+
+
+def _reach(address: str) -> None:
+  """Raises where nobody listens at "host:port" or "ray://host:port".
+
+  Ray itself tries for three minutes before it says so.
+  """
+  host, colon, port = address.rpartition("://")[2].rpartition(":")
+  if not colon or not port.isdecimal():
+    return  # "auto", or what Ray itself is to judge.
+  try:
+    socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+  except OSError as error:
+    raise ConnectionError(f"nobody listens at {address} ({error})") from error
 
 
 class Cluster:
@@ -61,6 +77,7 @@ class Cluster:
     }
     if setup["address"]:
       options["address"] = setup["address"]
+      _reach(setup["address"])
     else:
       # Collectors share what this machine has, however many they are.
       needed = math.ceil(setup["cpus"] * setup["collectors"])
