@@ -36,6 +36,10 @@ def item(uid, instance_id="i", reward=0.5, **more):
   }
 
 
+def group(name, rewards=(0.0, 1.0, 0.0, 1.0)):
+  return [item(f"{name}-{i}", name, r) for i, r in enumerate(rewards)]
+
+
 class Running:
   """A service in a thread.
 

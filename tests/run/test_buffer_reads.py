@@ -1,14 +1,18 @@
 """The loop that fills a queue from a rollout buffer, with the real service."""
 
 import asyncio
+import json
 import types
 
 import buffer_services
+import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
+from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.queue import admission
 
@@ -164,3 +168,40 @@ def test_members_that_were_trained_on_are_known_in_another_group(service):
   again.until(lambda: again.queue.qsize() == 1)
   assert again.members() == [["c-0", "c-1", "c-2"]]
   assert again.loop.counts["repeated"] == 1
+
+
+def test_log_probs_are_filled_where_a_sequence_lacks_one_only():
+  """Also where it went through a queue's file; a recorded 0 is recorded."""
+  whole = {**EXACT, "logprobs": [None, -0.0]}
+  lacking = {"tokens": [7, 8, 9], "loss_mask": [0, 1, 1],
+             "logprobs": [None, -0.5, None]}  # pyformat: disable
+  item = buffer_services.item("a", sequences=[whole, lacking, EXACT])
+  reader = reader_lib.EpisodeReader(
+      None, None, images_lib.ImageStore(), parser="",
+      missing_logprobs="recompute",
+  )  # pyformat: disable
+  episode = reader.episode(records.read(item), version=3)
+  group = trajectory_lib.TrajectoryGroup("g", "t", (episode,))
+  group = trajectory_lib.TrajectoryGroup.from_json(
+      json.loads(json.dumps(group.to_json()))
+  )
+  asked = []
+
+  def score(sequences):
+    asked.extend(sequences)
+    return [np.where(s.loss_mask, -2.0, 0.0) for s in sequences]
+
+  (filled,) = reader_lib.fill_logprobs([group], score, 7)
+  assert [list(s.tokens) for s in asked] == [[7, 8, 9]]
+  first, second, third = filled.trajectories[0].sequences
+  assert list(first.logprobs) == [0, 0] and list(first.versions) == [-1, 0]
+  assert list(second.logprobs) == [0, -2, -2]
+  assert list(second.versions) == [-1, 7, 7]
+  assert list(third.logprobs) == [0, -0.5] and list(third.versions) == [-1, 0]
+  assert not reader_lib.lacks_logprobs(filled)
+  refusing = reader_lib.EpisodeReader(
+      None, None, images_lib.ImageStore(), parser=""
+  )
+  with pytest.raises(reader_lib.SettingError, match="missing_logprobs=recom"):
+    refusing.own(group.trajectories[0])
+  refusing.own(filled.trajectories[0])

@@ -130,7 +130,7 @@ class Service:
               f" (--max-buffers); no {name!r} is made"
           )
         found = self._make(name)
-        found.configure(found.rules, found.hooks, "")
+        found.configure(found.judge.rules, found.judge.hooks, "")
         self._buffers[name] = found
       return self._buffers[name]
 
@@ -157,7 +157,7 @@ class Service:
     buffer = self._make(name)
     self._buffers[name] = buffer
     if kept is None:
-      buffer.configure(buffer.rules, buffer.hooks, "")
+      buffer.configure(buffer.judge.rules, buffer.judge.hooks, "")
       return
     asked = requests.rollout(kept["payload"], self.url)
     hooks = rules.Hooks()
@@ -186,7 +186,7 @@ class Service:
         " instance_id",
         buffer.id,
     )
-    size = buffer.rules.group_size
+    size = buffer.judge.rules.group_size
     return [name for name, count in found for _ in range(count // size)]
 
   def known(self, buffer: buffers.Buffer, uids: Sequence[str]) -> list[str]:
@@ -236,7 +236,7 @@ class Service:
         run.stop()
       if not asked.keep_items:
         buffer.reset()
-      buffer.errors.clear()
+      buffer.judge.errors.clear()
       self._problems.pop(name, None)
       sent = {**asked.payload, "rollout_id": uuid.uuid4().hex}
       self._keep(buffer, sent, "running")
