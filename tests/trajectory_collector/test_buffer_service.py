@@ -8,6 +8,7 @@ import time
 import buffer_services
 import pytest
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import __main__
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import requests
@@ -199,6 +200,8 @@ EXACT = {
     "tokens": [1, 2, 3], "loss_mask": [0, 1, 1],
     "logprobs": [None, -0.5, None], "versions": [None, 0, 1],
 }  # pyformat: disable
+HASH = "ab" * 32
+SPAN = {"sha256": HASH, "width": 2, "height": 3, "start": 0, "num_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -215,25 +218,87 @@ EXACT = {
         ({"messages": [{"content": "x"}]}, "with a text 'role'"),
         ({"extra_info": []}, "extra_info=[] must be an object"),
         ({"buffer": "../x"}, "buffer='../x' must be a name"),
-        ({"tokens": [1]}, "loss_mask=None must be a list"),
-        ({**EXACT, "loss_mask": [1]}, "loss_mask has 1 values for 3 tokens"),
-        ({**EXACT, "loss_mask": [0, 1, 2]}, "loss_mask must hold 0 or 1"),
-        ({**EXACT, "tokens": [1, -2, 3]}, "tokens must hold token ids"),
-        ({**EXACT, "tokens": [1, 2.0, 3]}, "tokens must hold token ids"),
-        ({**EXACT, "tokens": [1, True, 3]}, "tokens must hold token ids"),
-        ({**EXACT, "logprobs": ["a", 1, 2]}, "logprobs must hold numbers"),
-        ({**EXACT, "versions": [0.5, 1, 2]}, "versions must hold whole"),
-        ({**EXACT, "versions": [0]}, "versions has 1 values for 3 tokens"),
-        ({**EXACT, "images": [{"sha256": "x"}]}, "images.0={'sha256': 'x'}"),
-        ({"sequences": {}}, "sequences={} must be a list"),
-        ({"sequences": [{}]}, "sequences.0.tokens is missing"),
-        ({"sequences": [{**EXACT, "loss_mask": 0}]}, "sequences.0.loss_mask=0"),
+        ({"raw_reward": "1"}, "raw_reward='1' must be a finite number"),
+        ({"messages": [{"role": "user", "content": {"$type": "x"}}]}, "$type"),
+        ({"tokens": [1]}, "sequences[0] lacks loss_mask"),
+        ({**EXACT, "loss_mask": [1]}, "loss_mask has 1 entries for 3 tokens"),
+        ({**EXACT, "loss_mask": [0, 1, 2]}, "loss_mask must be 0 or 1"),
+        ({**EXACT, "tokens": [1, -2, 3]}, "tokens must be ids >= 0"),
+        ({**EXACT, "tokens": [1, 2**31, 3]}, "tokens must be ids >= 0"),
+        ({**EXACT, "tokens": [1, 2.0, 3]}, "tokens must be a flat list of"),
+        ({**EXACT, "logprobs": [0, "a", -1]}, "logprobs must be a flat list"),
+        ({**EXACT, "logprobs": [0, 0.5, -1]}, "logprobs must be <= 0"),
+        ({**EXACT, "logprobs": [0, -1e300, 0]}, "logprobs must be finite"),
+        ({**EXACT, "versions": [0, 0.5, 2]}, "versions must be a flat list"),
+        ({**EXACT, "versions": [0, 1, 2**40]}, "versions must be numbers of"),
+        ({**EXACT, "versions": [0]}, "versions has 1 entries for 3 tokens"),
+        ({**EXACT, "turn_ids": [1, 0, 0]}, "turn_ids must not decrease"),
+        ({**EXACT, "turn_ids": [0, 0, 2**40]}, "turn_ids must be >= 0"),
+        ({**EXACT, "entropies": [0, -1, 1]}, "entropies must be >= 0"),
+        ({**EXACT, "support": 3}, "support must be a list of token ids"),
+        ({**EXACT, "support": [[1], [1]]}, "is outside of its support"),
+        ({**EXACT, "images": [{"sha256": "x"}]}, "images: each needs sha256"),
+        (
+            {**EXACT, "images": [{**SPAN, "num_tokens": 4}]},
+            "leaves the 3 tokens",
+        ),
+        ({**EXACT, "images": [{**SPAN, "start": 1}]}, "marked as sampled"),
+        ({"images": {"ab": "aGk="}}, "images.ab='aGk=' must be a base64 PNG"),
+        ({"images": 3}, "images=3 must be an object"),
+        ({"sequences": {}}, "sequences must be a list, got {}"),
+        ({"sequences": [{}]}, "sequences[0] lacks tokens"),
+        ({"sequences": [{**EXACT, "loss_mask": 0}]}, "sequences[0].loss_mask"),
     ],
 )
 def test_a_wrong_item_names_field_value_and_fix(buffer, changes, fault):
   answer = buffer.post("/buffer/write", {**item("a"), **changes})
   assert answer.status_code == 500 and fault in answer.json()["detail"]
   assert buffer.stats()["items"] == 0
+
+
+def test_the_service_takes_no_item_that_its_reader_refuses():
+  """Each value of an item in turn is replaced by ones of every kind."""
+  pictures = {"images": {HASH: "aGk="}, "raw_reward": 0.2}
+  whole = {**EXACT, "turn_ids": [0, 0, 0], "entropies": [None, 0.1, 0.2],
+           "support": [[2, 5], [3]], "images": [SPAN]}  # pyformat: disable
+  count = 0
+  for one in (
+      item("a", **whole), item("a", sequences=[whole]), item("a", **pictures)
+  ):  # pyformat: disable
+    for path in list(paths_of(one)):
+      for value in OF_EVERY_KIND:
+        raw = json.dumps(replaced(one, path, value)).encode()
+        try:
+          items.read(raw)
+        except items.ItemError:
+          continue
+        records.read(json.loads(raw))
+        count += 1
+  assert count > 300  # Many are taken.
+
+
+OF_EVERY_KIND = (
+    None, True, -1, 0, 1, 2.5, 1e300, -1e300, 2**31, 2**40, 2**70, "x", "", [],
+    [1], [[1]], [None], [-1, 2], {}, {"a": 1}, {"$type": "x"}, HASH,
+    {"$type": "ImageRef"},
+)  # pyformat: disable
+
+
+def paths_of(value, path=()):
+  if path:
+    yield path
+  if isinstance(value, (dict, list)):
+    keys = value if isinstance(value, dict) else range(len(value))
+    for key in keys:
+      yield from paths_of(value[key], (*path, key))
+
+
+def replaced(value, path, new):
+  if not path:
+    return new
+  copy = dict(value) if isinstance(value, dict) else list(value)
+  copy[path[0]] = replaced(copy[path[0]], path[1:], new)
+  return copy
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b'{"uid": NaN}'])
@@ -252,10 +317,10 @@ def test_whole_numbers_are_ids_and_leave_as_texts(buffer):
 
 
 def test_token_exact_items_leave_as_they_came(buffer):
-  exact = {**EXACT, "images": {"ab": "cGljdHVyZQ=="}}
-  several = {"sequences": [{**EXACT, "images": [
-      {"sha256": "ab", "width": 2, "height": 3, "start": 1}
-  ]}, {"tokens": [], "loss_mask": []}]}  # pyformat: disable
+  exact = {**EXACT, "images": {HASH: "cGljdHVyZQ=="}}
+  several = {"sequences": [
+      {**EXACT, "images": [SPAN]}, {"tokens": [], "loss_mask": []}
+  ]}  # pyformat: disable
   for number, more in enumerate((exact, several, exact, several)):
     buffer.write(item(f"u{number}", "g", number % 2, **more, mine={"x": None}))
   for got, more in zip(buffer.read()["data"]["data"], (exact, several) * 2):

@@ -188,29 +188,50 @@ def _sequence(data: Any, name: str) -> Recorded:
     return _sampled(given[key], f"{name}.{key}", mask, whole)
 
   versions = sampled("versions", whole=True)
+  if np.nanmax(versions, initial=0) >= 1 << 31:
+    raise ValueError(f"{name}.versions must be numbers of 31 bits")
+  turn_ids = turns_of(mask)
+  if "turn_ids" in given:
+    turn_ids = _whole(given["turn_ids"], f"{name}.turn_ids")
+    if len(turn_ids) and not (
+        0 <= int(turn_ids.min()) and int(turn_ids.max()) < 1 << 31
+    ):
+      raise ValueError(f"{name}.turn_ids must be >= 0 and of 31 bits")
   entropies = None
   if "entropies" in given:
-    entropies = np.where(mask, sampled("entropies"), 0.0).astype(np.float32)
+    entropies = _single(np.where(mask, sampled("entropies"), 0.0))
+  # A recorded -0.0 is 0.0, see `NOT_RECORDED`.
+  logprobs = np.where(mask, sampled("logprobs") + 0.0, 0.0)
   made = Recorded(
       tokens=tokens.astype(np.int32),
       loss_mask=mask,
-      # A recorded -0.0 is 0.0, see `NOT_RECORDED`.
-      logprobs=np.where(mask, sampled("logprobs") + 0.0, 0.0).astype(
-          np.float32
-      ),
-      versions=np.where(np.isnan(versions), -1, versions).astype(np.int32),
-      turn_ids=_whole(given["turn_ids"], f"{name}.turn_ids").astype(np.int32)
-      if "turn_ids" in given
-      else turns_of(mask),
+      logprobs=_single(logprobs),
+      versions=np.where(versions >= 0, versions, -1).astype(np.int32),
+      turn_ids=turn_ids.astype(np.int32),
       images=_spans(data.get("images"), name),
       entropies=entropies,
-      support=token_sequence.support_of(data.get("support"), mask),
+      support=_support(data.get("support"), mask, name),
   )
   try:  # What the policy's own sequences promise.
     made.token_sequence(version=0, placeholder_logprobs=True)
   except ValueError as error:
     raise ValueError(f"{name}: {error}") from None
   return made
+
+
+def _single(values_T: np.ndarray) -> np.ndarray:
+  """float32[T]; what is too large is infinite, and refused as such."""
+  with np.errstate(over="ignore"):
+    return values_T.astype(np.float32)
+
+
+def _support(rows: Any, mask_T: np.ndarray, name: str) -> np.ndarray | None:
+  try:
+    return token_sequence.support_of(rows, mask_T)
+  except (TypeError, ValueError, OverflowError):
+    raise ValueError(
+        f"{name}.support must be a list of token ids for each sampled token"
+    ) from None
 
 
 def awaits_logprobs(sequence: token_sequence.TokenSequence) -> bool:
@@ -245,7 +266,7 @@ def _spans(
         )
         for s in data or ()
     )
-  except (KeyError, TypeError) as error:
+  except (KeyError, TypeError, AttributeError) as error:
     raise ValueError(
         f"{name}.images: each needs sha256, width, height, start and"
         f" num_tokens ({error})"

@@ -174,11 +174,18 @@ def read(item: Any, *, required: Sequence[str] = REQUIRED) -> Record:
         "messages must be a list of objects with a role, got"
         f" {_short(messages)}"
     )
+  try:
+    decoded = tuple(trajectory_lib.decode(messages))
+  except (ValueError, TypeError, LookupError, AttributeError) as error:
+    raise ValueError(
+        f"messages hold a damaged value ({type(error).__name__}: {error});"
+        " $type is this package's own key"
+    ) from None
   raw = item.get("raw_reward")
   return Record(
       uid=_text(item.get("uid"), "uid"),
       instance_id=_text(item.get("instance_id"), "instance_id"),
-      messages=tuple(trajectory_lib.decode(messages)),
+      messages=decoded,
       reward=_number(item.get("reward"), "reward"),
       extra_info=dict(info or {}),
       raw_reward=None if raw is None else _number(raw, "raw_reward"),
