@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import collections
 import dataclasses
 import pathlib
 import re
@@ -321,3 +322,23 @@ def fill_logprobs(
       )
       for g in groups
   ]
+
+
+def diagnosis(group: trajectory_lib.TrajectoryGroup) -> str:
+  """How a group's episodes ended, and a setting that may help."""
+  ends = collections.Counter(
+      t.status.value if t.num_sampled else f"{t.status.value} without a token"
+      for t in group
+  )
+  text = ", ".join(f"{n} {end}" for end, n in ends.most_common())
+  text = f"its episodes ended: {text}"
+  error = next((t.error for t in group if t.error), "")
+  if error:
+    text += f" ({error[:200]})"
+  cut = trajectory_lib.TrajectoryStatus.CONTEXT_LIMIT
+  if any(t.status is cut for t in group):
+    return (
+        f"{text}. Their prompts may not fit: raise engine.context_length and"
+        " learner.row_length, or give shorter tasks"
+    )
+  return f"{text}. See what its generator writes, and its log in /buffer/stats"

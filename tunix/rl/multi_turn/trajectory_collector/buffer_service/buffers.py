@@ -514,6 +514,7 @@ class Buffer:
             "buffer": self.name,
             "task_type": self.judge.task_type,
             "group_size": self.judge.rules.group_size,
+            "group_rules": "raw" if self.judge.rules.raw else "normalized",
             "items": self._items,
             "bytes": self._bytes,
             "kept_items": self._tally.kept_items,

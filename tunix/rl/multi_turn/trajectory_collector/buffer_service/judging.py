@@ -44,7 +44,9 @@ class Judge:
       kept: the store.
       limits: of the service.
     """
-    self.rules = rules.GroupRules(group_size=limits.group_size)
+    self.rules = rules.GroupRules(
+        group_size=limits.group_size, raw=limits.group_rules == "raw"
+    )
     self.hooks = rules.Hooks()
     self.task_type = ""
     self.errors: collections.deque[str] = collections.deque(
