@@ -5,7 +5,6 @@
 Each trajectory has 1,000 turns (or --turns), half of the tokens sampled. Stages
 are timed apart, best of a few:
 
-    build    turns of an agent to token sequences (SequenceBuilder)
     pack     trajectories to examples with advantages, to packed arrays
     items    JSON items of a rollout buffer to packed arrays
     text     JSON to the same, parsing included

@@ -1,11 +1,13 @@
 """Rollout buffer services on the loopback interface, and items for them."""
 
+import json
 
 import httpx
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
     app as app_lib,
 )
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
     service as service_lib,
 )
@@ -34,6 +36,10 @@ def item(uid, instance_id="i", reward=0.5, **more):
       "extra_info": {"timestamp": "1", "finish_reason": "stop"},
       **more,
   }
+
+
+def group(name, rewards=(0.0, 1.0, 0.0, 1.0)):
+  return [item(f"{name}-{i}", name, r) for i, r in enumerate(rewards)]
 
 
 class Running:
@@ -82,6 +88,18 @@ class Running:
     for one in items:
       answer = self.post(path, one)
       assert answer.status_code == 200, answer.text
+
+  def put(self, *written):
+    """Stores items as a service would that checks nothing but their keys."""
+    buffer = self.service.buffer("default")
+    for one in written:
+      body = json.dumps(one).encode()
+      made = items.Item(
+          "default", one["uid"], one["instance_id"], one["reward"], body,
+          items.crc32(body),
+      )  # pyformat: disable
+      future = self.service.store.put(buffer.id, [made], buffer.stored)
+      assert future.result(20) == [True]
 
   def read(self, **body):
     answer = self.post("/get_rollout_data", body)

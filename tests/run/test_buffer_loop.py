@@ -59,7 +59,7 @@ def exact(name, count=2):
   ]  # pyformat: disable
 
 
-def loop_of(running, payload=None, groups_per_step=2, **settings):
+def loop_of(running, payload=None, groups_per_step=2, raw=True, **settings):
   queue = buffer_loop.LeasedQueue(
       groups_per_step, admission.QueueConfig(max_staleness=4)
   )
@@ -79,6 +79,7 @@ def loop_of(running, payload=None, groups_per_step=2, **settings):
       settings,
       batch_size=2 * groups_per_step,
       group_size=2,
+      raw=raw,
       min_valid=1,
       payload=(lambda skip: body) if payload is not None else None,
       observers=types.SimpleNamespace(on_event=lambda event: None),
@@ -145,6 +146,21 @@ def test_a_buffer_of_other_groups_is_refused_where_others_write(running):
     run(loop)
   with pytest.raises(group_queue.QueueFailed, match="--group-size=2"):
     queue.get(timeout=5)
+  # One of the right size may normalise rewards.
+  running.start(num_repeat_per_sample=2)
+  loop, queue = loop_of(running)
+  with pytest.raises(ValueError, match="normalises rewards, which algorithm"):
+    run(loop)
+  loop, queue = loop_of(running, raw=False)  # algorithm.advantage=reward
+
+  async def look():
+    task = asyncio.ensure_future(loop.run())
+    await asyncio.sleep(0.5)
+    assert not task.done()
+    loop.stop()
+    await asyncio.gather(task, return_exceptions=True)
+
+  asyncio.run(asyncio.wait_for(look(), 30))
   # A rollout that somebody else has started has the size.
   running.start(num_repeat_per_sample=2, group_rules="raw")
   running.write(*exact("a"), *exact("b"))

@@ -1,14 +1,18 @@
 """The loop that fills a queue from a rollout buffer, with the real service."""
 
 import asyncio
+import json
 import types
 
 import buffer_services
+import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
+from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.queue import admission
 
@@ -93,7 +97,7 @@ POSITIVE = {"logprobs": [None, 0.5]}
 def test_an_item_that_cannot_be_read_costs_its_own_group_only(service):
   bad = _group("b")
   bad[1].update(POSITIVE)
-  service.write(*_group("a"), *bad, *_group("c"))
+  service.put(*_group("a"), *bad, *_group("c"))
   run = _Loop(service)
   run.until(lambda: run.queue.qsize() == 2)
   assert run.loop.counts["refused"] == 1 and not run.loop.counts["failed_calls"]
@@ -105,7 +109,7 @@ def test_an_item_that_cannot_be_read_costs_its_own_group_only(service):
 
 def test_a_refused_group_does_not_keep_its_lease(service):
   bad = _group("b", **POSITIVE)
-  service.write(*bad)
+  service.put(*bad)
   run = _Loop(service)
   run.until(
       lambda: run.loop.counts["refused"] and not service.stats()["leases"]
@@ -114,7 +118,7 @@ def test_a_refused_group_does_not_keep_its_lease(service):
 
 
 def test_pictures_that_cannot_be_read_cost_their_own_group_only(service):
-  service.write(*_group("b", images={"ab": "not base64"}), *_group("c"))
+  service.write(*_group("b", images={"ab" * 32: "not base64"}), *_group("c"))
   run = _Loop(service)
   run.until(lambda: run.queue.qsize() == 1)
   assert run.members() == [["c-0", "c-1"]]
@@ -126,10 +130,39 @@ def test_many_groups_in_a_row_that_cannot_be_read_end_the_run(
 ):
   monkeypatch.setattr(buffer_loop, "_MOST_REFUSED", 3)
   for n in range(3):
-    service.write(*_group(f"b{n}", **POSITIVE))
+    service.put(*_group(f"b{n}", **POSITIVE))
   run = _Loop(service)
   with pytest.raises(ValueError, match="3 groups of the rollout buffer in a"):
     run.until(lambda: False)
+
+
+UNTRAINED = {
+    "tokens": [5, 6], "loss_mask": [0, 0], "logprobs": None, "versions": None,
+    "extra_info": {"finish_reason": "length"},
+}  # pyformat: disable
+
+
+def test_groups_without_a_sampled_token_are_reported_and_end_the_run(
+    service, monkeypatch
+):
+  monkeypatch.setattr(buffer_loop, "_MOST_REFUSED", 4)
+  for n in range(3):
+    service.write(*_group(f"b{n}", **UNTRAINED))
+  service.write(*_group("a"))  # One between begins the count anew.
+  run = _Loop(service)
+  run.until(lambda: run.queue.qsize() == 1)
+  assert run.loop.counts["dropped"] == 3
+  assert len(run.faults) == 2 and "'b0' is dropped" in run.faults[0]
+  assert "0 of 2 episodes can be trained on" in run.faults[0]
+  for n in range(4):
+    service.write(*_group(f"c{n}", **UNTRAINED))
+  run = _Loop(service)
+  with pytest.raises(ValueError) as caught:
+    run.until(lambda: False)
+  text = str(caught.value)
+  assert "4 groups of the rollout buffer in a row have too few episodes" in text
+  assert "its episodes ended: 2 context_limit without a token" in text
+  assert "raise engine.context_length" in text
 
 
 def test_two_groups_of_an_instance_in_one_read_stay_two(service):
@@ -164,3 +197,40 @@ def test_members_that_were_trained_on_are_known_in_another_group(service):
   again.until(lambda: again.queue.qsize() == 1)
   assert again.members() == [["c-0", "c-1", "c-2"]]
   assert again.loop.counts["repeated"] == 1
+
+
+def test_log_probs_are_filled_where_a_sequence_lacks_one_only():
+  """Also where it went through a queue's file; a recorded 0 is recorded."""
+  whole = {**EXACT, "logprobs": [None, -0.0]}
+  lacking = {"tokens": [7, 8, 9], "loss_mask": [0, 1, 1],
+             "logprobs": [None, -0.5, None]}  # pyformat: disable
+  item = buffer_services.item("a", sequences=[whole, lacking, EXACT])
+  reader = reader_lib.EpisodeReader(
+      None, None, images_lib.ImageStore(), parser="",
+      missing_logprobs="recompute",
+  )  # pyformat: disable
+  episode = reader.episode(records.read(item), version=3)
+  group = trajectory_lib.TrajectoryGroup("g", "t", (episode,))
+  group = trajectory_lib.TrajectoryGroup.from_json(
+      json.loads(json.dumps(group.to_json()))
+  )
+  asked = []
+
+  def score(sequences):
+    asked.extend(sequences)
+    return [np.where(s.loss_mask, -2.0, 0.0) for s in sequences]
+
+  (filled,) = reader_lib.fill_logprobs([group], score, 7)
+  assert [list(s.tokens) for s in asked] == [[7, 8, 9]]
+  first, second, third = filled.trajectories[0].sequences
+  assert list(first.logprobs) == [0, 0] and list(first.versions) == [-1, 0]
+  assert list(second.logprobs) == [0, -2, -2]
+  assert list(second.versions) == [-1, 7, 7]
+  assert list(third.logprobs) == [0, -0.5] and list(third.versions) == [-1, 0]
+  assert not reader_lib.lacks_logprobs(filled)
+  refusing = reader_lib.EpisodeReader(
+      None, None, images_lib.ImageStore(), parser=""
+  )
+  with pytest.raises(reader_lib.SettingError, match="missing_logprobs=recom"):
+    refusing.own(group.trajectories[0])
+  refusing.own(filled.trajectories[0])

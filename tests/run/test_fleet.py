@@ -253,7 +253,7 @@ class Processes:
   """A launcher whose collectors end when the test says so."""
 
   def __init__(self):
-    self.started, self.gone = [], {}
+    self.started, self.gone, self.homeless = [], {}, set()
 
   def start(self, name):
     self.started.append(name)
@@ -261,6 +261,12 @@ class Processes:
   def ended(self):
     gone, self.gone = self.gone, {}
     return gone
+
+  def waiting(self):
+    return self.homeless
+
+  def room(self):
+    return "each claims 4 CPU, and the cluster's 1 nodes have 2 CPU"
 
   def end(self, name, reason="killed"):
     self.gone[name] = reason
@@ -354,6 +360,95 @@ def test_collectors_that_joined_keep_a_run_alive():
   fleet.step()
   with pytest.raises(supervisor_lib.FleetFailed):
     lease.result.result(0)
+
+
+def test_a_run_whose_actors_find_no_room_ends_with_what_there_is():
+  fleet, processes, book, clock = supervised(collectors=2, place_s=10)
+  lease = book.lend({})
+  fleet.step()
+  processes.homeless = set(processes.started)
+  clock.now += 10
+  fleet.step()
+  assert not lease.result.done()
+  clock.now += 1
+  fleet.step()
+  with pytest.raises(supervisor_lib.FleetFailed) as failed:
+    lease.result.result(0)
+  text = str(failed.value)
+  assert "2 of 2 collectors have waited for a node for fleet.place_s=10" in text
+  assert "each claims 4 CPU, and the cluster's 1 nodes have 2 CPU" in text
+  assert "fleet.cpus" in text
+
+
+def test_actors_without_room_are_reported_once_and_others_go_on(caplog):
+  fleet, processes, book, clock = supervised(collectors=2, place_s=10)
+  fleet.step()
+  processes.homeless = {processes.started[1]}
+  book.beat(processes.started[0], [], {})
+  lease = book.lend({})
+  for _ in range(5):
+    clock.now += 6
+    fleet.step()
+  warned = [r for r in caplog.records if "waited for a node" in r.getMessage()]
+  assert len(warned) == 1 and "1 of 2" in warned[0].getMessage()
+  assert not lease.result.done()
+
+
+# --- leases that come again ---------------------------------------------------
+
+
+class Slow(player.GroupPlayer):
+  """Plays the second time only; the first takes a while to end."""
+
+  def __init__(self, learner):
+    super().__init__(learner)
+    self.log, self.begun = [], asyncio.Event()
+    self._images = images_lib.ImageStore()
+
+  async def _play(self, order, faults):
+    self.log.append("begins")
+    if self.begun.is_set():
+      return queue_groups.group("train-000000", 2)
+    self.begun.set()
+    try:
+      await asyncio.Event().wait()
+    finally:
+      await asyncio.sleep(0.3)
+      self.log.append("its gyms are closed")
+
+  async def serve(self):
+    await self._serve(100)
+
+
+def test_a_lease_that_is_lent_again_is_begun_when_the_former_play_has_ended():
+  book = leases.LeaseBook(1000, exclusive=True)
+  server = server_lib.RolloutServer(
+      book, images_lib.ImageStore(), {}, needs_weights=False,
+      host="127.0.0.1", port=0,
+  )  # pyformat: disable
+  address = {"url": server.url, "token": server.token}
+  order = {"samples": None, "mode": "train", "group_size": 2}
+
+  async def scene():
+    learner = player.Learner(lambda: address, "here", 20.0, "a")
+    slow = Slow(learner)
+    serving = asyncio.ensure_future(slow.serve())
+    lease = book.lend(order)
+    await slow.begun.wait()
+    book.lose("a")  # It was silent for too long, and comes back.
+    group, _ = await asyncio.wrap_future(lease.result)
+    assert slow.log == ["begins", "its gyms are closed", "begins"]
+    assert group.group_id == "train-000000" and lease.lent == 2
+    server.ended = True
+    await serving
+    await learner.aclose()
+
+  server.start()
+  try:
+    asyncio.run(asyncio.wait_for(scene(), 30))
+  finally:
+    book.lose("a")
+    server.close()
 
 
 # --- the command --------------------------------------------------------------

@@ -402,7 +402,44 @@ def test_a_rollout_goes_on_with_a_service_that_starts_again(
     # What was written is not played again.
     assert len(server.bodies) - before <= 12 - 4
     with buffer_services.Running(tmp_path / "b") as third:
-      assert third.stats()["generator"] is None  # It had finished.
+      told = third.stats()["generator"]
+      assert (told["state"], told["task_type"]) == ("finished", "math")
+
+
+ENDING = '''
+TASK_TYPE = "ending"
+
+def run_rollout(data):
+  print("it was here", flush=True)
+  if data["fails"]:
+    raise RuntimeError("no wood")
+'''
+
+
+@pytest.mark.parametrize(
+    "fails, state", [(True, "failed"), (False, "finished")]
+)
+def test_how_a_generator_ended_is_known_after_a_restart(tmp_path, fails, state):
+  (tmp_path / "ending_generator.py").write_text(ENDING)
+  options = {"generators": [tmp_path]}
+  with buffer_services.Running(tmp_path / "b", **options) as first:
+    first.start(task_type="ending", fails=fails)
+    until(lambda: first.stats()["generator"]["state"] == state)
+    before = first.stats()
+    until(lambda: '"run": {' in first.service.store.rows(
+        "SELECT rollout FROM buffers"
+    )[0][0])  # pyformat: disable
+  for _ in range(2):
+    with buffer_services.Running(tmp_path / "b", **options) as again:
+      after = again.stats()
+      assert after["generator"] == before["generator"]
+      assert after["errors"] == before["errors"]
+      assert ("no wood" in str(after["errors"])) == fails
+  (tmp_path / "ending_generator.py").unlink()
+  with buffer_services.Running(tmp_path / "b", **options) as without:
+    assert without.stats()["generator"] == before["generator"]
+    without.start()  # Another rollout has its own state.
+    assert without.stats()["generator"]["task_type"] == "external"
 
 
 # --- what generators have in common -------------------------------------------

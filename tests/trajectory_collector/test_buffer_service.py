@@ -1,38 +1,21 @@
 """The rollout buffer's protocol: each key, default and error, over HTTP."""
 
-import asyncio
 import concurrent.futures
 import json
 import math
-import socket
 import time
 
 import buffer_services
 import pytest
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import __main__
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import requests
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
 
 item = buffer_services.item
-
-
-@pytest.fixture(name="running", scope="module")
-def running_fixture(tmp_path_factory):
-  with buffer_services.Running(tmp_path_factory.mktemp("buffer")) as running:
-    yield running
-
-
-@pytest.fixture(name="buffer")
-def buffer_fixture(running):
-  """The service, its default buffer fresh, with groups of four."""
-  assert running.start().status_code == 200
-  return running
-
-
-def group(name, rewards=(0.0, 1.0, 0.0, 1.0)):
-  return [item(f"{name}-{i}", name, r) for i, r in enumerate(rewards)]
+group = buffer_services.group
 
 
 # --- the documented replies ---------------------------------------------------
@@ -217,6 +200,8 @@ EXACT = {
     "tokens": [1, 2, 3], "loss_mask": [0, 1, 1],
     "logprobs": [None, -0.5, None], "versions": [None, 0, 1],
 }  # pyformat: disable
+HASH = "ab" * 32
+SPAN = {"sha256": HASH, "width": 2, "height": 3, "start": 0, "num_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -233,25 +218,87 @@ EXACT = {
         ({"messages": [{"content": "x"}]}, "with a text 'role'"),
         ({"extra_info": []}, "extra_info=[] must be an object"),
         ({"buffer": "../x"}, "buffer='../x' must be a name"),
-        ({"tokens": [1]}, "loss_mask=None must be a list"),
-        ({**EXACT, "loss_mask": [1]}, "loss_mask has 1 values for 3 tokens"),
-        ({**EXACT, "loss_mask": [0, 1, 2]}, "loss_mask must hold 0 or 1"),
-        ({**EXACT, "tokens": [1, -2, 3]}, "tokens must hold token ids"),
-        ({**EXACT, "tokens": [1, 2.0, 3]}, "tokens must hold token ids"),
-        ({**EXACT, "tokens": [1, True, 3]}, "tokens must hold token ids"),
-        ({**EXACT, "logprobs": ["a", 1, 2]}, "logprobs must hold numbers"),
-        ({**EXACT, "versions": [0.5, 1, 2]}, "versions must hold whole"),
-        ({**EXACT, "versions": [0]}, "versions has 1 values for 3 tokens"),
-        ({**EXACT, "images": [{"sha256": "x"}]}, "images.0={'sha256': 'x'}"),
-        ({"sequences": {}}, "sequences={} must be a list"),
-        ({"sequences": [{}]}, "sequences.0.tokens is missing"),
-        ({"sequences": [{**EXACT, "loss_mask": 0}]}, "sequences.0.loss_mask=0"),
+        ({"raw_reward": "1"}, "raw_reward='1' must be a finite number"),
+        ({"messages": [{"role": "user", "content": {"$type": "x"}}]}, "$type"),
+        ({"tokens": [1]}, "sequences[0] lacks loss_mask"),
+        ({**EXACT, "loss_mask": [1]}, "loss_mask has 1 entries for 3 tokens"),
+        ({**EXACT, "loss_mask": [0, 1, 2]}, "loss_mask must be 0 or 1"),
+        ({**EXACT, "tokens": [1, -2, 3]}, "tokens must be ids >= 0"),
+        ({**EXACT, "tokens": [1, 2**31, 3]}, "tokens must be ids >= 0"),
+        ({**EXACT, "tokens": [1, 2.0, 3]}, "tokens must be a flat list of"),
+        ({**EXACT, "logprobs": [0, "a", -1]}, "logprobs must be a flat list"),
+        ({**EXACT, "logprobs": [0, 0.5, -1]}, "logprobs must be <= 0"),
+        ({**EXACT, "logprobs": [0, -1e300, 0]}, "logprobs must be finite"),
+        ({**EXACT, "versions": [0, 0.5, 2]}, "versions must be a flat list"),
+        ({**EXACT, "versions": [0, 1, 2**40]}, "versions must be numbers of"),
+        ({**EXACT, "versions": [0]}, "versions has 1 entries for 3 tokens"),
+        ({**EXACT, "turn_ids": [1, 0, 0]}, "turn_ids must not decrease"),
+        ({**EXACT, "turn_ids": [0, 0, 2**40]}, "turn_ids must be >= 0"),
+        ({**EXACT, "entropies": [0, -1, 1]}, "entropies must be >= 0"),
+        ({**EXACT, "support": 3}, "support must be a list of token ids"),
+        ({**EXACT, "support": [[1], [1]]}, "is outside of its support"),
+        ({**EXACT, "images": [{"sha256": "x"}]}, "images: each needs sha256"),
+        (
+            {**EXACT, "images": [{**SPAN, "num_tokens": 4}]},
+            "leaves the 3 tokens",
+        ),
+        ({**EXACT, "images": [{**SPAN, "start": 1}]}, "marked as sampled"),
+        ({"images": {"ab": "aGk="}}, "images.ab='aGk=' must be a base64 PNG"),
+        ({"images": 3}, "images=3 must be an object"),
+        ({"sequences": {}}, "sequences must be a list, got {}"),
+        ({"sequences": [{}]}, "sequences[0] lacks tokens"),
+        ({"sequences": [{**EXACT, "loss_mask": 0}]}, "sequences[0].loss_mask"),
     ],
 )
 def test_a_wrong_item_names_field_value_and_fix(buffer, changes, fault):
   answer = buffer.post("/buffer/write", {**item("a"), **changes})
   assert answer.status_code == 500 and fault in answer.json()["detail"]
   assert buffer.stats()["items"] == 0
+
+
+def test_the_service_takes_no_item_that_its_reader_refuses():
+  """Each value of an item in turn is replaced by ones of every kind."""
+  pictures = {"images": {HASH: "aGk="}, "raw_reward": 0.2}
+  whole = {**EXACT, "turn_ids": [0, 0, 0], "entropies": [None, 0.1, 0.2],
+           "support": [[2, 5], [3]], "images": [SPAN]}  # pyformat: disable
+  count = 0
+  for one in (
+      item("a", **whole), item("a", sequences=[whole]), item("a", **pictures)
+  ):  # pyformat: disable
+    for path in list(paths_of(one)):
+      for value in OF_EVERY_KIND:
+        raw = json.dumps(replaced(one, path, value)).encode()
+        try:
+          items.read(raw)
+        except items.ItemError:
+          continue
+        records.read(json.loads(raw))
+        count += 1
+  assert count > 300  # Many are taken.
+
+
+OF_EVERY_KIND = (
+    None, True, -1, 0, 1, 2.5, 1e300, -1e300, 2**31, 2**40, 2**70, "x", "", [],
+    [1], [[1]], [None], [-1, 2], {}, {"a": 1}, {"$type": "x"}, HASH,
+    {"$type": "ImageRef"},
+)  # pyformat: disable
+
+
+def paths_of(value, path=()):
+  if path:
+    yield path
+  if isinstance(value, (dict, list)):
+    keys = value if isinstance(value, dict) else range(len(value))
+    for key in keys:
+      yield from paths_of(value[key], (*path, key))
+
+
+def replaced(value, path, new):
+  if not path:
+    return new
+  copy = dict(value) if isinstance(value, dict) else list(value)
+  copy[path[0]] = replaced(copy[path[0]], path[1:], new)
+  return copy
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b'{"uid": NaN}'])
@@ -270,10 +317,10 @@ def test_whole_numbers_are_ids_and_leave_as_texts(buffer):
 
 
 def test_token_exact_items_leave_as_they_came(buffer):
-  exact = {**EXACT, "images": {"ab": "cGljdHVyZQ=="}}
-  several = {"sequences": [{**EXACT, "images": [
-      {"sha256": "ab", "width": 2, "height": 3, "start": 1}
-  ]}, {"tokens": [], "loss_mask": []}]}  # pyformat: disable
+  exact = {**EXACT, "images": {HASH: "cGljdHVyZQ=="}}
+  several = {"sequences": [
+      {**EXACT, "images": [SPAN]}, {"tokens": [], "loss_mask": []}
+  ]}  # pyformat: disable
   for number, more in enumerate((exact, several, exact, several)):
     buffer.write(item(f"u{number}", "g", number % 2, **more, mine={"x": None}))
   for got, more in zip(buffer.read()["data"]["data"], (exact, several) * 2):
@@ -423,216 +470,6 @@ def test_a_start_replaces_what_the_buffer_holds_unless_it_is_kept(buffer):
   # Its uids are forgotten with it.
   buffer.write(*group("h"))
   assert buffer.read()["success"]
-
-
-# --- leases -------------------------------------------------------------------
-
-
-def test_a_lease_ends_acknowledged_or_its_groups_return(buffer):
-  buffer.write(*group("a"), *group("b"))
-  first = buffer.read(batch_size=4, lease_s=60)["data"]
-  second = buffer.read(batch_size=4, lease_s="60")["data"]
-  assert not buffer.read()["success"]
-  stats = buffer.stats()
-  assert (stats["leases"], stats["leased_items"], stats["items"]) == (2, 8, 8)
-  for _ in range(2):  # May be repeated.
-    answer = buffer.post("/buffer/ack", {"lease": first["lease"]})
-    assert answer.status_code == 200 and answer.json()["success"]
-  buffer.clock.now += 60
-  assert not buffer.read()["success"]
-  buffer.clock.now += 2**-20
-  again = buffer.read()["data"]
-  assert again["data"] == second["data"] and "lease" not in again
-  late = buffer.post("/buffer/ack", {"lease": second["lease"]})
-  assert late.status_code == 404 and late.json()["code"] == "unknown_lease"
-  assert buffer.stats()["items"] == 0
-
-
-def test_a_leased_read_tells_the_groups_of_one_instance_apart(buffer):
-  buffer.write(*group("a"), *group("b"))
-  buffer.write(*({**i, "uid": f"{i['uid']}-2"} for i in group("a")))
-  first = buffer.read(lease_s=60)["data"]
-  numbers = first["groups"]
-  apart = {n: {i["uid"] for i, m in zip(first["data"], numbers) if m == n}
-           for n in numbers}  # pyformat: disable
-  assert sorted(map(sorted, apart.values())) == [
-      [f"a-{i}" for i in range(4)],
-      [f"a-{i}-2" for i in range(4)],
-      [f"b-{i}" for i in range(4)],
-  ]
-  buffer.clock.now += 61
-  assert buffer.read(lease_s=60)["data"]["groups"] == numbers
-  buffer.clock.now += 61
-  assert "groups" not in buffer.read()["data"]  # The protocol's answer.
-
-
-def test_a_lease_is_given_back_in_its_old_place(buffer):
-  buffer.write(*group("a"))
-  lease = buffer.read(lease_s=60)["data"]["lease"]
-  buffer.write(*group("b"))
-  assert buffer.post("/buffer/release", {"lease": lease}).status_code == 200
-  assert buffer.post("/buffer/release", {"lease": lease}).status_code == 404
-  again = buffer.read()["data"]["data"]
-  assert [i["uid"][0] for i in again] == list("aaaabbbb")
-
-
-@pytest.mark.parametrize(
-    "path, body, fault",
-    [
-        ("/get_rollout_data", {"lease_s": 0}, "lease_s=0 must be a number > 0"),
-        ("/get_rollout_data", {"lease_s": 1e9}, "<= 86400"),
-        ("/get_rollout_data", {"batch_size": "x"}, "batch_size='x' must be a"),
-        ("/get_rollout_data", {"batch_size": -2}, "batch_size=-2 must be a"),
-        ("/buffer/read", {"timeout": 1e6}, "timeout=1000000.0 must be"),
-        ("/buffer/ack", {}, "lease is missing"),
-        ("/buffer/known", {"uids": "a"}, "uids must be a list"),
-        ("/get_rollout_data", [1], "the body must be an object, got a list"),
-    ],
-)
-def test_wrong_reads_name_their_key(buffer, path, body, fault):
-  answer = buffer.post(path, body)
-  assert answer.status_code == 422 and fault in answer.json()["detail"]
-
-
-def test_unread_paths_and_bodies_have_their_errors(buffer):
-  assert buffer.post("/get_rollout_data", b"{").status_code == 400
-  assert buffer.client.get("/nowhere").json()["code"] == "not_found"
-  wrong = buffer.client.get("/buffer/write")
-  assert wrong.status_code == 405
-  assert wrong.json()["code"] == "method_not_allowed"
-  unknown = buffer.post("/b/none/get_rollout_data")
-  assert unknown.status_code == 404
-  assert "no buffer is called 'none'" in unknown.json()["detail"]
-
-
-# --- several buffers, bounds, access ------------------------------------------
-
-
-def test_buffers_of_several_names_do_not_know_each_other(buffer):
-  buffer.start(buffer="left", num_repeat_per_sample=2)
-  assert buffer.post(
-      "/b/right/start_rollout",
-      {"task_type": "external", "num_repeat_per_sample": 2},
-  ).status_code == 200
-  pair = lambda name: [item("u0", name, 0.0), item("u1", name, 1.0)]
-  buffer.write(*pair("r"), path="/b/right/buffer/write")
-  for one in pair("l"):
-    buffer.write({**one, "buffer": "left"})
-  assert {"default", "left", "right"} <= set(
-      buffer.client.get("/buffers").json()["buffers"]
-  )
-  assert not buffer.read()["success"]
-  left = buffer.read(buffer="left")["data"]["data"]
-  right = buffer.post("/b/right/get_rollout_data").json()["data"]["data"]
-  assert {i["instance_id"] for i in left} == {"l"}
-  assert {i["instance_id"] for i in right} == {"r"}
-  lines = buffer.client.get("/metrics").text
-  assert 'buffer_held_items{buffer="left"} 0' in lines
-  assert 'buffer_items_total{buffer="right",fate="written"} 2.0' in lines
-
-
-@pytest.mark.parametrize(
-    "limit, holds", [({"max_items": 3}, 3), ({"max_gib": 1e-5}, 5)]
-)
-def test_a_full_buffer_answers_429_until_it_is_read(tmp_path, limit, holds):
-  limits = settings.BufferLimits(group_size=2, **limit)
-  with buffer_services.Running(tmp_path, limits=limits) as full:
-    text = "x" * 1900
-    for number in range(holds):
-      full.write(item(number, number // 2, number % 2, text=text))
-    refused = full.post("/buffer/write", item("more", text=text))
-    assert refused.status_code == 429
-    assert int(refused.headers["retry-after"]) >= 1
-    assert refused.json()["code"] == "full"
-    assert "read from it, or write again later" in refused.json()["detail"]
-    assert full.stats()["refused_writes"] == 1
-    assert full.read()["success"]
-    full.write(item("more"))
-
-
-def test_a_read_is_bounded_in_size_and_the_next_goes_on(tmp_path):
-  limits = settings.BufferLimits(group_size=2, read_mib=1)
-  with buffer_services.Running(tmp_path, limits=limits) as bounded:
-    for name in "abc":
-      for i in range(2):
-        bounded.write(item(f"{name}{i}", name, i, text="x" * 300_000))
-    sizes = [len(bounded.read()["data"]["data"]) for _ in range(3)]
-    assert sizes == [2, 2, 2]
-
-
-def test_reads_are_saved_where_that_is_asked_for(tmp_path):
-  folder = tmp_path / "reads"
-  with buffer_services.Running(
-      tmp_path / "b", save_reads=folder,
-      limits=settings.BufferLimits(group_size=2),
-  ) as saving:  # pyformat: disable
-    for name in "ab":
-      saving.write(item(f"{name}0", name, 0.0), item(f"{name}1", name, 1.0))
-      got = saving.read()["data"]["data"]
-    names = sorted(p.name for p in folder.iterdir())
-    assert names == [
-        "rollout_data_default_000001.jsonl", "rollout_data_default_000002.jsonl"
-    ]  # pyformat: disable
-    lines = (folder / names[1]).read_text().splitlines()
-    assert [json.loads(line) for line in lines] == got
-
-
-def test_a_token_is_demanded_on_every_route_but_health(tmp_path):
-  with buffer_services.Running(tmp_path, token="secret") as guarded:
-    assert guarded.client.get("/health").status_code == 200
-    for method, path in (
-        ("POST", "/buffer/write"), ("POST", "/get_rollout_data"),
-        ("POST", "/start_rollout"), ("GET", "/buffer/stats"),
-        ("GET", "/metrics"), ("POST", "/b/x/buffer/ack"),
-    ):  # pyformat: disable
-      for given in ({}, {"authorization": "Bearer wrong"}):
-        answer = guarded.client.request(method, path, headers=given)
-        assert answer.status_code == 401, path
-    right = {"authorization": "Bearer secret"}
-    assert guarded.client.get("/buffer/stats", headers=right).is_success
-
-
-@pytest.mark.parametrize(
-    "headers", [{"origin": "http://evil.example"}, {"host": "evil.example"}]
-)
-def test_web_pages_are_not_answered(buffer, headers):
-  answer = buffer.client.get("/buffer/stats", headers=headers)
-  assert answer.status_code == 403 and answer.json()["code"] == "cross_site"
-
-
-def test_a_slow_reader_does_not_hold_up_512_writers(buffer):
-  buffer.start(num_repeat_per_sample=2, group_rules="raw")
-  for number in range(60):
-    buffer.write(item(f"s{number}", f"s{number // 2}", 0.0, text="x" * 200_000))
-  address = buffer.url.removeprefix("http://").split(":")
-  with socket.create_connection((address[0], int(address[1]))) as slow:
-    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    slow.sendall(
-        b"POST /get_rollout_data HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-        b"Content-Length: 2\r\n\r\n{}"
-    )
-    assert slow.recv(100)  # It is answered, and reads no further.
-
-    async def write(number):
-      body = json.dumps(item(f"w{number}", f"w{number // 2}")).encode()
-      reader, writer = await asyncio.open_connection(*address)
-      writer.write(
-          b"POST /buffer/write HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-          b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-      )
-      writer.write(body)
-      answer = await reader.read()
-      writer.close()
-      return answer.split()[1]
-
-    async def write_all():
-      return set(await asyncio.gather(*map(write, range(512))))
-
-    assert asyncio.run(write_all()) == {b"200"}
-    got = []
-    while (answer := buffer.read())["success"]:
-      got += [i["uid"] for i in answer["data"]["data"]]
-  assert sorted(got) == sorted(f"w{n}" for n in range(512))
 
 
 # --- the command --------------------------------------------------------------

@@ -12,6 +12,7 @@ from PIL import Image
 import pytest
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 from tunix.rl.multi_turn.trajectory_collector import records
 
 _PLACEHOLDER, _BREAK = 7, 6
@@ -143,7 +144,7 @@ def test_a_group_comes_back_from_its_items_as_it_was(group, random):
 @given(sequences())
 @settings(deadline=None, max_examples=60)
 def test_null_stands_for_what_was_not_sampled_never_zero(sequence):
-  written = records.write_sequence(sequence)
+  written = recorded_sequences.write(sequence)
   for name in ("logprobs", "versions"):
     assert [v is None for v in written[name]] == list(~sequence.loss_mask)
 

@@ -267,6 +267,14 @@ class FleetConfig:
       doc="With via=ray: spread: actors over the nodes. pack: as few nodes as"
       " hold them.",
   )
+  place_s: float = setting(
+      default=600.0,
+      doc="With via=ray: time in which the cluster has room for an actor. After"
+      " it a warning names what the actor claims and what the cluster has; the"
+      " run ends if no collector has begun by then.",
+      unit="s",
+      gt=0,
+  )
   restarts: int = setting(
       default=10,
       doc="With via=ray: how often a collector is started again that ended"

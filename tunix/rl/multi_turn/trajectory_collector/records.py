@@ -22,26 +22,20 @@ Axis names: T = tokens of one sequence.
 
 from __future__ import annotations
 
-import array
 import base64
 import binascii
 import dataclasses
 import io
-import itertools
 import math
 import time
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import reward_range
-from tunix.rl.multi_turn.core import token_sequence
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 
 REQUIRED = ("uid", "instance_id", "messages", "reward", "extra_info")
-TOKEN_EXACT = ("tokens", "loss_mask", "logprobs", "versions")
-_OF_SEQUENCE = (*TOKEN_EXACT, "turn_ids", "entropies", "support")
-_PER_TOKEN = ("loss_mask", "logprobs", "versions", "turn_ids", "entropies")
 LENGTH = "length"
 """`extra_info.finish_reason` of an episode that a limit ended."""
 RAW_REWARD = "raw_reward"
@@ -55,75 +49,6 @@ _CUT = frozenset({Status.MAX_TURNS, Status.CONTEXT_LIMIT})
 
 
 # --- Items ------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Recorded:
-  """A token sequence of an item; what was not recorded is unknown.
-
-  Attributes:
-    tokens: int32[T].
-    loss_mask: bool[T], True for tokens that the policy sampled.
-    logprobs: float32[T]; NaN where not recorded, 0 where the mask is False.
-    versions: int32[T]; -1 where not recorded or not sampled.
-    turn_ids: int32[T]; the number of the run of sampled tokens, where the item
-      has none.
-    images: spans of placeholders.
-    entropies, support: see `TokenSequence`; None without.
-  """
-
-  tokens: np.ndarray
-  loss_mask: np.ndarray
-  logprobs: np.ndarray
-  versions: np.ndarray
-  turn_ids: np.ndarray
-  images: tuple[token_sequence.ImageSpan, ...] = ()
-  entropies: np.ndarray | None = None
-  support: np.ndarray | None = None
-
-  @property
-  def has_logprobs(self) -> bool:
-    """Whether every sampled token has its log-prob."""
-    return not bool(np.isnan(self.logprobs[self.loss_mask]).any())
-
-  @property
-  def has_versions(self) -> bool:
-    """Whether every sampled token has its version."""
-    return bool((self.versions[self.loss_mask] >= 0).all())
-
-  def token_sequence(
-      self, *, version: int | None = None, placeholder_logprobs: bool = False
-  ) -> token_sequence.TokenSequence:
-    """The sequence.
-
-    Args:
-      version: stands for versions that were not recorded; None refuses them.
-      placeholder_logprobs: 0 stands for all log-probs of a sequence that lacks
-        one, until the caller scores it; False refuses such a sequence.
-
-    Raises:
-      ValueError: something was not recorded, or the values are illegal.
-    """
-    logprobs, versions = self.logprobs, self.versions
-    if not self.has_logprobs:
-      if not placeholder_logprobs:
-        raise ValueError("a sampled token has no recorded log-prob")
-      logprobs = np.zeros_like(logprobs)
-    if not self.has_versions:
-      if version is None:
-        raise ValueError("a sampled token has no recorded version")
-      unknown = self.loss_mask & (versions < 0)
-      versions = np.where(unknown, version, versions)
-    return token_sequence.TokenSequence(
-        self.tokens,
-        self.loss_mask,
-        logprobs,
-        versions,
-        self.turn_ids,
-        self.images,
-        self.entropies,
-        self.support,
-    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,7 +72,7 @@ class Record:
   reward: float
   extra_info: Mapping[str, Any]
   raw_reward: float | None
-  sequences: tuple[Recorded, ...]
+  sequences: tuple[recorded_sequences.Recorded, ...]
   data: Mapping[str, Any]
 
   @property
@@ -177,7 +102,7 @@ class Record:
 
   def trajectory(
       self,
-      sequences: Sequence[Recorded] | None = None,
+      sequences: Sequence[recorded_sequences.Recorded] | None = None,
       *,
       version: int | None = None,
       placeholder_logprobs: bool = False,
@@ -189,7 +114,7 @@ class Record:
 
     Args:
       sequences: in place of the item's own, which one of text only lacks.
-      version, placeholder_logprobs: see `Recorded.token_sequence`.
+      version, placeholder_logprobs: see `recorded_sequences.Recorded`.
 
     Raises:
       ValueError: as `Recorded.token_sequence`; it names the item.
@@ -249,15 +174,22 @@ def read(item: Any, *, required: Sequence[str] = REQUIRED) -> Record:
         "messages must be a list of objects with a role, got"
         f" {_short(messages)}"
     )
+  try:
+    decoded = tuple(trajectory_lib.decode(messages))
+  except (ValueError, TypeError, LookupError, AttributeError) as error:
+    raise ValueError(
+        f"messages hold a damaged value ({type(error).__name__}: {error});"
+        " $type is this package's own key"
+    ) from None
   raw = item.get("raw_reward")
   return Record(
       uid=_text(item.get("uid"), "uid"),
       instance_id=_text(item.get("instance_id"), "instance_id"),
-      messages=tuple(trajectory_lib.decode(messages)),
+      messages=decoded,
       reward=_number(item.get("reward"), "reward"),
       extra_info=dict(info or {}),
       raw_reward=None if raw is None else _number(raw, "raw_reward"),
-      sequences=_sequences(item),
+      sequences=recorded_sequences.of_item(item),
       data=item,
   )
 
@@ -286,182 +218,7 @@ def _number(value: Any, name: str) -> float:
     raise ValueError(f"{name}: {error}") from None
 
 
-def _sequences(item: Mapping[str, Any]) -> tuple[Recorded, ...]:
-  listed = item.get("sequences")
-  if listed is None:
-    # The short form; `images` beside it are spans unless it is an object.
-    if item.get("tokens") is None:
-      return ()
-    short = {k: item[k] for k in _OF_SEQUENCE if k in item}
-    if isinstance(item.get("images"), list):
-      short["images"] = item["images"]
-    listed = [short]
-  if not isinstance(listed, list):
-    raise ValueError(f"sequences must be a list, got {_short(listed)}")
-  return tuple(_sequence(s, f"sequences[{i}]") for i, s in enumerate(listed))
-
-
-def _listed(value: Any, name: str, length: int | None = None) -> list[Any]:
-  if not isinstance(value, list):
-    raise ValueError(f"{name} must be a list, got {_short(value)}")
-  if length is not None and len(value) != length:
-    raise ValueError(f"{name} has {len(value)} entries for {length} tokens")
-  return value
-
-
-def _whole(values: list[Any], name: str) -> np.ndarray:
-  """int64[T] of whole numbers."""
-  try:
-    return np.array(array.array("q", values), np.int64)
-  except (TypeError, OverflowError):
-    raise ValueError(
-        f"{name} must be a flat list of numbers, whole ones"
-    ) from None
-
-
-def _sampled(
-    values: list[Any], name: str, mask_T: np.ndarray, whole: bool = False
-) -> np.ndarray:
-  """float64[T] of the numbers at sampled tokens; NaN for null, and elsewhere.
-  """
-  out = np.full(len(values), np.nan)
-  chosen = list(itertools.compress(values, mask_T.tolist()))
-  try:
-    out[mask_T] = array.array("q" if whole else "d", chosen)
-    return out
-  except (TypeError, OverflowError):
-    pass  # Some were not recorded.
-  try:
-    found = np.array(chosen, np.float64)
-  except (TypeError, ValueError, OverflowError):
-    found = np.zeros((0, 0))
-  known = found[~np.isnan(found)]
-  if found.ndim != 1 or (whole and not np.array_equal(known, np.rint(known))):
-    raise ValueError(f"{name} must be a flat list of numbers or nulls")
-  out[mask_T] = found
-  return out
-
-
-def _sequence(data: Any, name: str) -> Recorded:
-  if not isinstance(data, Mapping):
-    raise ValueError(f"{name} must be an object, got {_short(data)}")
-  for key in ("tokens", "loss_mask"):
-    if data.get(key) is None:
-      raise ValueError(f"{name} lacks {key}")
-  tokens = _whole(_listed(data["tokens"], f"{name}.tokens"), f"{name}.tokens")
-  given = {
-      key: _listed(data[key], f"{name}.{key}", len(tokens))
-      for key in _PER_TOKEN
-      if data.get(key) is not None
-  }
-  if len(tokens) and not (
-      0 <= int(tokens.min()) and int(tokens.max()) < 1 << 31
-  ):
-    raise ValueError(f"{name}.tokens must be ids >= 0 of 31 bits")
-  marks = _whole(given["loss_mask"], f"{name}.loss_mask")
-  mask = marks == 1
-  if not (mask | (marks == 0)).all():
-    raise ValueError(f"{name}.loss_mask must be 0 or 1 for each token")
-
-  def sampled(key: str, whole: bool = False) -> np.ndarray:
-    if key not in given:
-      return np.full(len(tokens), np.nan)
-    return _sampled(given[key], f"{name}.{key}", mask, whole)
-
-  versions = sampled("versions", whole=True)
-  entropies = None
-  if "entropies" in given:
-    entropies = np.where(mask, sampled("entropies"), 0.0).astype(np.float32)
-  made = Recorded(
-      tokens=tokens.astype(np.int32),
-      loss_mask=mask,
-      logprobs=np.where(mask, sampled("logprobs"), 0.0).astype(np.float32),
-      versions=np.where(np.isnan(versions), -1, versions).astype(np.int32),
-      turn_ids=_whole(given["turn_ids"], f"{name}.turn_ids").astype(np.int32)
-      if "turn_ids" in given
-      else turns_of(mask),
-      images=_spans(data.get("images"), name),
-      entropies=entropies,
-      support=token_sequence.support_of(data.get("support"), mask),
-  )
-  try:  # What the policy's own sequences promise.
-    made.token_sequence(version=0, placeholder_logprobs=True)
-  except ValueError as error:
-    raise ValueError(f"{name}: {error}") from None
-  return made
-
-
-def turns_of(loss_mask: np.ndarray) -> np.ndarray:
-  """int32[T], the number of the run of sampled tokens that T leads to."""
-  mask = np.asarray(loss_mask, bool)
-  ends = np.zeros(len(mask), np.int32)
-  if len(mask):
-    ends[1:] = mask[:-1] & ~mask[1:]
-  turns = np.cumsum(ends, dtype=np.int32)
-  last = int(turns[mask][-1]) if mask.any() else 0
-  return np.minimum(turns, last)  # What follows the last turn belongs to it.
-
-
-def _spans(
-    data: Any, name: str
-) -> tuple[token_sequence.ImageSpan, ...]:
-  try:
-    return tuple(
-        token_sequence.ImageSpan(
-            token_sequence.ImageRef.from_json(s),
-            int(s["start"]),
-            int(s["num_tokens"]),
-            int(s.get("row", 0)),
-        )
-        for s in data or ()
-    )
-  except (KeyError, TypeError) as error:
-    raise ValueError(
-        f"{name}.images: each needs sha256, width, height, start and"
-        f" num_tokens ({error})"
-    ) from None
-  except ValueError as error:
-    raise ValueError(f"{name}.images: {error}") from None
-
-
 # --- Trajectories to items --------------------------------------------------
-
-
-def write_sequence(
-    sequence: token_sequence.TokenSequence | Recorded,
-) -> dict[str, Any]:
-  """JSON of a sequence; null where nothing was sampled or recorded."""
-  mask = sequence.loss_mask
-  known = mask & ~np.isnan(sequence.logprobs)
-
-  def told(values: np.ndarray, where: np.ndarray) -> list[Any]:
-    out = values.astype(object)
-    out[~where] = None
-    return out.tolist()
-
-  result: dict[str, Any] = {
-      "tokens": sequence.tokens.tolist(),
-      "loss_mask": mask.astype(int).tolist(),
-      "logprobs": told(sequence.logprobs, known),
-      "versions": told(sequence.versions, mask & (sequence.versions >= 0)),
-      "turn_ids": sequence.turn_ids.tolist(),
-      "images": [
-          {
-              **s.image.to_json(),
-              "start": s.offset,
-              "num_tokens": s.num_tokens,
-              **({"row": s.row} if s.row else {}),
-          }
-          for s in sequence.images
-      ],
-  }
-  if sequence.entropies is not None:
-    result["entropies"] = told(sequence.entropies, mask)
-  if sequence.support is not None:
-    result["support"] = [
-        row[row >= 0].tolist() for row in sequence.support[mask]
-    ]
-  return result
 
 
 def write_group(
@@ -540,7 +297,7 @@ def write(
           "status": episode.status.value,
           **({"task_id": task_id} if task_id else {}),
       },
-      "sequences": [write_sequence(s) for s in episode.sequences],
+      "sequences": [recorded_sequences.write(s) for s in episode.sequences],
       "trajectory": whole,
   }
 

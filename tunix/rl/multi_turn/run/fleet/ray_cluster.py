@@ -7,7 +7,9 @@ those of `core.line_process`: the first one has `address` (of the cluster),
 (JSON for the actors); a request is one of
 
 - `start` name: starts the collector of that name
-- `look`: `{ended: {name: reason}}`, each once
+- `look`: `{ended: {name: reason}}`, each once, and `{waiting: [name]}` of the
+  collectors that no node has had room for
+- `room`: `{room}`, what a collector claims and what the cluster has, as text
 - `stop`: ends all collectors, and the cluster if this process began it
 
 Promises: only text crosses Ray: an actor's arguments are the learner's address
@@ -35,6 +37,7 @@ from tunix.rl.multi_turn.environments.verifiers import worker
 
 from tunix_multi_turn import collector_actor
 
+_MOST_NODES = 8  # That an error describes.
 _STORE_BYTES = 100 << 20  # No object of size travels by Ray.
 _REACH_S = 10.0  # Seconds.
 
@@ -70,6 +73,7 @@ class Cluster:
     self._ray = ray
     self._learner = setup["learner"]
     self._running: dict[str, tuple[Any, Any]] = {}
+    self._waiting: dict[Any, str] = {}  # Name, by what ends with its placing.
     claimed = {name: float(n) for name, n in setup["resources"].items()}
     options: dict[str, Any] = {
         "logging_level": logging.WARNING,
@@ -112,13 +116,17 @@ class Cluster:
     """Answers a request; see the module docstring."""
     if name := request.get("start"):
       actor = self._class.options(**self._claims).remote()
+      placed = actor.__ray_ready__.remote()
       result = actor.collect.remote(
           self._learner["address"], name, self._learner["patience_s"]
       )
       self._running[name] = actor, result
+      self._waiting[placed] = name
       return {}
     if "look" in request:
-      return {"ended": self._ended()}
+      return {"ended": self._ended(), "waiting": self._unplaced()}
+    if "room" in request:
+      return {"room": self._room()}
     if "stop" in request:
       for actor, _ in self._running.values():
         self._ray.kill(actor)
@@ -126,6 +134,33 @@ class Cluster:
       self._ray.shutdown()
       return {}
     raise ValueError(f"a request starts, looks or stops; got {request!r}")
+
+  def _unplaced(self) -> list[str]:
+    if not self._waiting:
+      return []
+    every = list(self._waiting)
+    done, _ = self._ray.wait(every, num_returns=len(every), timeout=0)
+    for placed in done:  # Or it has ended, which `_ended` reports.
+      del self._waiting[placed]
+    return [name for name in self._waiting.values() if name in self._running]
+
+  def _room(self) -> str:
+    claimed = {"CPU": self._claims["num_cpus"]}
+    if "memory" in self._claims:
+      claimed["memory"] = self._claims["memory"]
+    claimed |= self._claims.get("resources", {})
+    nodes = [node for node in self._ray.nodes() if node["Alive"]]
+    free = self._ray.available_resources()
+    has = "; ".join(
+        _amounts(node["Resources"], claimed) for node in nodes[:_MOST_NODES]
+    )
+    more = len(nodes) - _MOST_NODES
+    return (
+        f"each claims {_amounts(claimed, claimed)}, and the cluster's"
+        f" {len(nodes)} nodes have {has}"
+        + (f"; and {more} more" if more > 0 else "")
+        + f" (free in all: {_amounts(free, claimed)})"
+    )
 
   def _ended(self) -> dict[str, str]:
     if not self._running:
@@ -143,6 +178,20 @@ class Cluster:
         text = " ".join(str(error).split()).partition(" class_name:")[0][:300]
         found[name] = f"{type(error).__name__}: {text}"
     return found
+
+
+def _amounts(
+    found: Mapping[str, float], names: Mapping[str, float]
+) -> str:
+  """The amounts of the named resources, for people."""
+  texts = []
+  for name in names:
+    amount = found.get(name, 0.0)
+    if name == "memory":
+      texts.append(f"{amount / 2**20:.0f} MiB of memory")
+    else:
+      texts.append(f"{amount:g} {name}")
+  return ", ".join(texts)
 
 
 def prepare(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:

@@ -42,6 +42,7 @@ class RayLauncher:
     Raises:
       ConfigError: ray is not installed, or there is no such cluster.
     """
+    self._waiting: set[str] = set()
     if importlib.util.find_spec("ray") is None:
       raise config_lib.ConfigError([
           "fleet.via=ray needs the package ray; pip install"
@@ -84,7 +85,15 @@ class RayLauncher:
     self._call(start=name)
 
   def ended(self) -> dict[str, str]:
-    return self._call(look=True)["ended"]
+    found = self._call(look=True)
+    self._waiting = set(found["waiting"])
+    return found["ended"]
+
+  def waiting(self) -> set[str]:
+    return self._waiting
+
+  def room(self) -> str:
+    return self._call(room=True)["room"]
 
   def close(self) -> None:
     """Ends the actors, and the cluster if it is the run's own. Idempotent."""

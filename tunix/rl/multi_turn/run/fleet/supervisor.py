@@ -3,8 +3,9 @@
 Promises: a collector's groups are lent to others as soon as it is known to have
 ended; one that ends is started again after a pause, which doubles while it
 delivers nothing, and `restarts` times at most without a group; the others go
-on. When all are given up and no other collector has joined, every group fails
-with the last one's reason, which ends the run.
+on. One that no node has room for is reported after `place_s`. When all are
+given up, or none has found room in that time, and no other collector has
+joined, every group fails with the reason, which ends the run.
 
 Does not: know what a collector runs on (`Launcher` does).
 """
@@ -41,6 +42,15 @@ class Launcher(Protocol):
     "" where there is none."""
     ...
 
+  def waiting(self) -> set[str]:
+    """The collectors that no node has had room for, at the last call of
+    `ended`."""
+    ...
+
+  def room(self) -> str:
+    """What a collector claims, and what there is, for people."""
+    ...
+
 
 @dataclasses.dataclass
 class _Place:
@@ -50,6 +60,8 @@ class _Place:
     number: of the place.
     name: of the collector that it had last.
     runs: whether that has not ended.
+    since: when it was started.
+    waits: whether it was reported that no node has room for it.
     due: when the next one is started.
     failures: ends in a row without a group.
     reason: of the latest end.
@@ -59,6 +71,8 @@ class _Place:
   number: int
   name: str = ""
   runs: bool = False
+  since: float = 0.0
+  waits: bool = False
   due: float = 0.0
   failures: int = 0
   reason: str = ""
@@ -116,11 +130,41 @@ class Supervisor:
         self.starts += 1
         place.name = f"collector-{place.number}-{self.starts}"
         self._launcher.start(place.name)
-        place.runs = True
+        place.runs, place.since, place.waits = True, self._clock(), False
+    self._look_for_room()
     if all(place.given_up for place in self._places) and not self._failed:
       if not self._book.hosts():
         self._failed = True
         self._book.fail(FleetFailed(self._why()))
+
+  def _look_for_room(self) -> None:
+    """Reports collectors that wait for a node; ends the run if all do."""
+    waiting = self._launcher.waiting()
+    due = self._clock() - self._config.place_s
+    new = False
+    for place in self._places:
+      late = place.runs and place.name in waiting and place.since < due
+      new |= late and not place.waits
+      place.waits = late
+    if new:
+      _LOG.warning("%s", self._no_room())
+    if (
+        any(place.waits for place in self._places)
+        and all(place.waits or place.given_up for place in self._places)
+        and not self._book.hosts()
+        and not self._failed
+    ):
+      self._failed = True
+      self._book.fail(FleetFailed(self._no_room()))
+
+  def _no_room(self) -> str:
+    count = sum(place.waits for place in self._places)
+    return (
+        f"{count} of {len(self._places)} collectors have waited for a node for"
+        f" fleet.place_s={self._config.place_s:g} s: {self._launcher.room()};"
+        " claim less (fleet.cpus, fleet.memory, fleet.resources), lower"
+        " fleet.collectors, or add nodes"
+    )
 
   def _ended(self, place: _Place, reason: str) -> None:
     place.runs, place.reason = False, reason or "it ended by itself"

@@ -15,7 +15,8 @@ queue.
 
 Does not: decide which groups are valid (the service does), but drops one with
 fewer than collect.min_valid members that can be trained on, and reports and
-drops one with an item that cannot be read; many such in a row end the run.
+drops one with an item that cannot be read; many such in a row, of either kind,
+end the run with what they have in common.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class BufferLoop:
       *,
       batch_size: int,
       group_size: int = 0,
+      raw: bool = False,
       min_valid: int,
       payload: Callable[[list[str]], Mapping[str, Any]] | None,
       observers: events.Observer,
@@ -137,6 +139,7 @@ class BufferLoop:
       settings: a `BufferConfig`.
       batch_size: of a read, see `BufferClient.read`.
       group_size: that the buffer must have where others write; 0 = any.
+      raw: the buffer must not have normalised rewards, where others write.
       min_valid: members of a group that can be trained on, at least.
       payload: instance ids to skip -> body of `/start_rollout`; None starts
         nothing.
@@ -149,6 +152,7 @@ class BufferLoop:
     self._batch_size: int | None = batch_size
     # Where it starts the generator, the service takes it from the start.
     self._group_size = group_size if payload is None else 0
+    self._raw = raw and payload is None
     self._min_valid = min_valid
     self._payload = payload
     self._observers = observers
@@ -164,6 +168,7 @@ class BufferLoop:
     self._task: asyncio.Task[Any] | None = None
     self._stopping = self._held = False
     self._failures = self._refused_in_a_row = 0
+    self._dropped_in_a_row = self._useless_in_a_row = 0
     self._empty = 0  # Reads without a group in a row.
     self._ended = ""  # State of a generator that the latest look saw end.
     self.over = ""
@@ -302,8 +307,8 @@ class BufferLoop:
         )
         await asyncio.sleep(pause)
 
-  async def _compare_sizes(self, service: client.BufferClient) -> None:
-    """Refuses a buffer whose groups are of another size.
+  async def _compare(self, service: client.BufferClient) -> None:
+    """Refuses a buffer whose groups are of another size, or other rules.
 
     Raises:
       ValueError: naming both.
@@ -312,18 +317,29 @@ class BufferLoop:
     if "group_size" not in stats:  # It is not made yet, or no service of ours.
       return
     made, wanted = stats["group_size"], self._group_size
-    self._group_size = 0
-    if made != wanted:
-      raise ValueError(
+    normalized = stats.get("group_rules") == "normalized"
+    raw, self._group_size, self._raw = self._raw, 0, False
+    problems = []
+    if wanted and made != wanted:
+      problems.append(
           f"the rollout buffer {self._settings.url} makes groups of {made}, and"
           f" collect.group_size={wanted}; start it with --group-size={wanted}"
           f" (or its rollout with num_repeat_per_sample={wanted}), or set"
           f" collect.group_size={made}"
       )
+    if raw and normalized:
+      problems.append(
+          f"the rollout buffer {self._settings.url} normalises rewards, which"
+          " algorithm.advantage would do again; start it with"
+          " --group-rules=raw (or its rollout with group_rules=raw), or set"
+          " algorithm.advantage=reward"
+      )
+    if problems:
+      raise ValueError("; ".join(problems))
 
   async def _read(self, service: client.BufferClient) -> None:
-    if self._group_size:
-      await self._compare_sizes(service)
+    if self._group_size or self._raw:
+      await self._compare(service)
     found = await self._tried(
         lambda: service.read(
             self._batch_size, lease_s=self._settings.lease_s
@@ -430,6 +446,34 @@ class BufferLoop:
           f" read; see what its generator writes. The last: {what}"
       )
 
+  def _say_dropped(
+      self, about: _About, group: trajectory_lib.TrajectoryGroup, reason: str
+  ) -> None:
+    """Reports drops in a row: the 1st, 2nd, 4th, 8th …
+
+    Raises:
+      ValueError: many in a row had too little to train on.
+    """
+    self._dropped_in_a_row += 1
+    count = self._dropped_in_a_row
+    what = f"the group of instance {about.name!r} is dropped: {reason}"
+    if count > 1:
+      what += f"; {count} groups in a row were dropped"
+    if count & (count - 1) == 0:
+      _LOG.warning("the rollout buffer: %s", what)
+      self._observers.on_event(events.Fault("buffer", "dropped", what))
+    if len(group.valid) >= self._min_valid:
+      return
+    self._useless_in_a_row += 1
+    if self._useless_in_a_row >= _MOST_REFUSED:
+      with self._lock:
+        self._finish(about)
+      raise ValueError(
+          f"{_MOST_REFUSED} groups of the rollout buffer in a row have too few"
+          f" episodes to train on. The last: {what};"
+          f" {reader_lib.diagnosis(group)}"
+      )
+
   async def _put(self, waiting: _Group) -> None:
     while self._held:
       await asyncio.sleep(_HELD_S)
@@ -459,6 +503,7 @@ class BufferLoop:
         )
       if reason := self._refusal(group):
         self.counts["dropped"] += 1
+        self._say_dropped(waiting.about, group, reason)
         self._observers.on_event(
             events.GroupFinished(group, "dropped", reason)
         )
@@ -466,6 +511,7 @@ class BufferLoop:
           self._finish(waiting.about)
         self._acknowledge()
         return
+      self._dropped_in_a_row = self._useless_in_a_row = 0
       with self._lock:
         # Before the queue may deliver it.
         self._queued[ticket.index] = waiting.about

@@ -195,6 +195,7 @@ class RecordedGroups:
     if _is_own(data):
       self._put_images(data, directory / "images")
       episode = trajectory_lib.Trajectory.from_json(data)
+      self._reader.own(episode)
       record = records.Record(
           uid=episode.trajectory_id,
           instance_id=_own_group(data),

@@ -5,8 +5,9 @@ in the policy's own chat template, screenshots included, or by a loss mask
 generator; the end-of-turn token of each reply is trained on.
 
 Promises: an episode without recorded log-probs is refused, or flagged in its
-metrics (`records.LOGPROBS_MISSING`) with zeros in their place, which
-`fill_logprobs` replaces before an update; `TEXT_ONLY` flags tokens that are not
+metrics (`records.LOGPROBS_MISSING`) with placeholders in the sequences that
+lack one, which `fill_logprobs` replaces before an update; other sequences of
+the episode keep what was recorded. `TEXT_ONLY` flags tokens that are not
 the sampler's.
 
 Does not: read files, or talk to a service.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import collections
 import dataclasses
 import pathlib
 import re
@@ -29,6 +31,7 @@ from tunix.rl.multi_turn.environments import conversations
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.trajectory_collector import loss_mask
+from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
@@ -116,7 +119,21 @@ class EpisodeReader:
       episode.metrics[TEXT_ONLY] = 1.0
     return episode
 
-  def tokens(self, record: records.Record) -> tuple[records.Recorded, ...]:
+  def own(self, episode: trajectory_lib.Trajectory) -> None:
+    """Refuses an episode of a run's files as `episode` would.
+
+    Raises:
+      SettingError: it lacks log-probs, and may not.
+    """
+    if not self._recompute and records.LOGPROBS_MISSING in episode.metrics:
+      raise SettingError(
+          f"episode {episode.trajectory_id!r} was recorded without log-probs;"
+          f" set {self._setting}.missing_logprobs=recompute, or leave it out"
+      )
+
+  def tokens(
+      self, record: records.Record
+  ) -> tuple[recorded_sequences.Recorded, ...]:
     """Sequences of an item of text; their log-probs are unknown.
 
     Raises:
@@ -133,7 +150,7 @@ class EpisodeReader:
 
   def _rendered(
       self, messages: Sequence[Mapping[str, Any]]
-  ) -> tuple[records.Recorded, ...]:
+  ) -> tuple[recorded_sequences.Recorded, ...]:
     builder = sequence_builder.SequenceBuilder(self._renderer)
     said: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
@@ -164,7 +181,7 @@ class EpisodeReader:
       )
       said.append({"role": "assistant", "content": text})
     return tuple(
-        records.Recorded(
+        recorded_sequences.Recorded(
             tokens=s.tokens,
             loss_mask=s.loss_mask,
             logprobs=np.where(s.loss_mask, np.nan, 0.0).astype(np.float32),
@@ -234,6 +251,15 @@ def _bytes(found: Any, directory: pathlib.Path | None) -> bytes:
   return path.read_bytes()
 
 
+def _awaiting(
+    member: trajectory_lib.Trajectory,
+) -> list[trajectory_lib.TokenSequence]:
+  """Sequences of a flagged episode whose log-probs are placeholders."""
+  sampled = [s for s in member.sequences if s.num_sampled]
+  found = [s for s in sampled if recorded_sequences.awaits_logprobs(s)]
+  return found or sampled  # Queues of earlier versions do not mark them.
+
+
 def lacks_logprobs(group: trajectory_lib.TrajectoryGroup) -> bool:
   """Whether an episode of the group waits for `fill_logprobs`."""
   return any(records.LOGPROBS_MISSING in t.metrics for t in group)
@@ -258,8 +284,7 @@ def fill_logprobs(
       for group in groups
       for member in group
       if records.LOGPROBS_MISSING in member.metrics
-      for sequence in member.sequences
-      if sequence.num_sampled
+      for sequence in _awaiting(member)
   ]
   if not waiting:
     return list(groups)
@@ -297,3 +322,23 @@ def fill_logprobs(
       )
       for g in groups
   ]
+
+
+def diagnosis(group: trajectory_lib.TrajectoryGroup) -> str:
+  """How a group's episodes ended, and a setting that may help."""
+  ends = collections.Counter(
+      t.status.value if t.num_sampled else f"{t.status.value} without a token"
+      for t in group
+  )
+  text = ", ".join(f"{n} {end}" for end, n in ends.most_common())
+  text = f"its episodes ended: {text}"
+  error = next((t.error for t in group if t.error), "")
+  if error:
+    text += f" ({error[:200]})"
+  cut = trajectory_lib.TrajectoryStatus.CONTEXT_LIMIT
+  if any(t.status is cut for t in group):
+    return (
+        f"{text}. Their prompts may not fit: raise engine.context_length and"
+        " learner.row_length, or give shorter tasks"
+    )
+  return f"{text}. See what its generator writes, and its log in /buffer/stats"

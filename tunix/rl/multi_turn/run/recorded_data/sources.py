@@ -121,6 +121,7 @@ def make_buffer_loop(
       settings,
       batch_size=config.collect.group_size * config.learner.groups_per_step,
       group_size=config.collect.group_size,
+      raw=config.algorithm.advantage != "reward",
       min_valid=config.collect.min_valid,
       payload=functools.partial(start_payload, run)
       if settings.start

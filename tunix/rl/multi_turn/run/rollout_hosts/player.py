@@ -6,7 +6,7 @@ collectors, which ask the learner's engine, have in common. A subclass of
 
 Promises: when the learner is gone a player waits for it, `patience_s` at most,
 and joins it again at its new address; groups that were taken back are
-cancelled, and their gyms closed.
+cancelled, and their gyms closed, before one that is lent again begins.
 
 Does not: import JAX, or keep anything that must survive: a player can be
 killed at any time.
@@ -249,6 +249,11 @@ class GroupPlayer:
           break
         if lease := asking.result():
           number, order = int(lease["number"]), lease["order"]
+          if (before := self._work.get(number)) is not None:
+            # Taken back while it was played, and what it asked of is gone.
+            _LOG.warning("lease %d is lent again and begun anew", number)
+            before.cancel()
+            await asyncio.wait([before])
           self._episodes_of[number] = self._size(order)
           task = asyncio.ensure_future(self._collect(number, order))
           self._work[number] = task

@@ -20,6 +20,7 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 import numpy as np
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.trajectory_collector import loss_mask as loss_mask_lib
+from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 from tunix.rl.multi_turn.trajectory_collector import records
 
 TEXT_ONLY = "text_only"
@@ -134,7 +135,7 @@ def _where(values: np.ndarray, known: np.ndarray) -> list[Any] | None:
 def masked(
     record: records.Record,
     generator: loss_mask_lib.MultiTurnLossMaskGenerator | None,
-) -> records.Recorded:
+) -> recorded_sequences.Recorded:
   """Tokens of an item of text only, without log-probs and versions.
 
   Raises:
@@ -150,12 +151,12 @@ def masked(
   except ValueError as error:
     raise ValueError(f"item uid={record.uid!r}: {error}") from None
   mask = np.array(made.loss_mask, bool)
-  return records.Recorded(
+  return recorded_sequences.Recorded(
       tokens=np.array(made.token_ids, np.int32),
       loss_mask=mask,
       logprobs=np.where(mask, np.nan, 0.0).astype(np.float32),
       versions=np.full(len(mask), -1, np.int32),
-      turn_ids=records.turns_of(mask),
+      turn_ids=recorded_sequences.turns_of(mask),
   )
 
 

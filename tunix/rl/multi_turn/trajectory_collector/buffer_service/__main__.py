@@ -17,6 +17,7 @@ import argparse
 import logging
 import pathlib
 import sys
+import typing
 from typing import Sequence
 
 import pydantic
@@ -32,6 +33,7 @@ from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
 TOKEN_VARIABLE = "TUNIX_BUFFER_TOKEN"
 PORT = 8889
 _BACKLOG = 4096
+_METAVARS = {"s": "S", "MiB": "MIB", "GiB": "GIB"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,9 +57,11 @@ def parser() -> argparse.ArgumentParser:
   add("--save-reads", type=pathlib.Path, metavar="DIR",
       help="a file of JSON lines for each read")
   for field in settings_lib.fields(settings.BufferLimits):
-    add(f"--{field.name.replace('_', '-')}", type=field.type,
+    choices = typing.get_args(field.type) or None  # Of a Literal.
+    add(f"--{field.name.replace('_', '-')}",
+        type=str if choices else field.type, choices=choices,
         default=field.default, help=field.doc,
-        metavar={"s": "S", "MiB": "MIB", "GiB": "GIB"}.get(field.unit, "N"))
+        metavar=None if choices else _METAVARS.get(field.unit, "N"))
   http_server.add_options(out, max_client_connections=4096)
   return out  # pyformat: disable
 

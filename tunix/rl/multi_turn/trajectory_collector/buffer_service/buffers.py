@@ -5,16 +5,15 @@ clients of the protocol expect; with one the groups are lent, and return when
 they are not acknowledged in time.
 
 Promises: nothing that was answered is lost or delivered again once it was
-acknowledged, also over a kill; a hook or a group that fails is recorded, and
-costs that group only; writers never wait for a reader. Thread-safe; methods
-that read block, call them in a thread.
+acknowledged, also over a kill; contents on the disk are those of items that are
+counted against the limits; writers never wait for a reader. Thread-safe;
+methods that read block, call them in a thread.
 
-Does not know HTTP, or run generators.
+Does not know HTTP, run generators, or call hooks (`judging` does).
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import logging
@@ -24,16 +23,16 @@ from typing import Any, Callable, Iterator, Sequence
 import uuid
 
 import orjson
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import groups
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import judging
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import rules
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import store
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import store_work
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import tally
 
 _LOG = logging.getLogger(__name__)
-_MOST_ERRORS = 20
 _COMMIT_S = 120.0
 OnRead = Callable[["Buffer", int, list[dict[str, Any]]], None]
 
@@ -80,10 +79,7 @@ class Buffer:
 
   Attributes:
     id, name: in the store, and for clients.
-    rules: of its rollout.
-    task_type: of its generator; "" before one.
-    hooks: of its generator.
-    errors: the newest faults of hooks and groups, oldest first.
+    judge: applies the rules of its rollout.
   """
 
   def __init__(
@@ -105,12 +101,7 @@ class Buffer:
         a read is committed; an error of it ends the read.
     """
     self.id, self.name = buffer, name
-    self.rules = rules.GroupRules(group_size=limits.group_size)
-    self.hooks = rules.Hooks()
-    self.task_type = ""
-    self.errors: collections.deque[str] = collections.deque(
-        maxlen=_MOST_ERRORS
-    )
+    self.judge = judging.Judge(name, kept, limits)
     self._store = kept
     self._limits = limits
     self._clock = clock
@@ -118,14 +109,18 @@ class Buffer:
     self._lock = threading.Lock()
     # Of reads, acknowledgements and expiries: one at a time.
     self._taking = threading.RLock()
-    self._groups = groups.Groups(self.rules.group_size)
+    self._groups = groups.Groups(self.judge.rules.group_size)
     self._leases: dict[str, _Lease] = {}
-    self._fresh: list[tuple[int, str, float]] = []
-    self._unreported: list[str] = []
+    self._max_bytes = limits.max_gib * (1 << 30)
+    self._tally = tally.Tally(
+        max(limits.max_items, limits.remembered_uids),
+        limits.max_items,
+        self._max_bytes,
+    )
     self._items = self._bytes = self._reserved = self._reserved_bytes = 0
+    self._forgotten = 0  # Newest item that the store does not count any more.
     self.refused = 0
     """Writes that found no room."""
-    self.hook_failures = 0
 
   # --- state from the disk ----------------------------------------------------
 
@@ -138,29 +133,35 @@ class Buffer:
     """
     def load(found: store_work.Contents) -> None:
       with self._lock:
-        self.rules, self.hooks, self.task_type = asked, hooks, task_type
+        self.judge.rules, self.judge.hooks = asked, hooks
+        self.judge.task_type = task_type
         self._load(found)
 
     with self._taking:
       # By the writing thread, so that no write is missed or taken twice.
-      self._wait(self._store.call(store_work.contents(self.id), load))
+      needed = hooks.get_group_data_meta_info is not None
+      self._wait(
+          self._store.call(store_work.contents(self.id, needed), load)
+      )
 
   def _load(self, found: store_work.Contents) -> None:
     now = self._clock()
-    records, cleared, seconds = found
-    self._groups = groups.Groups(self.rules.group_size)
-    self._leases, self._fresh, self._unreported = {}, [], []
+    self._groups = groups.Groups(self.judge.rules.group_size)
+    self._leases = {}
+    self._tally.reset(found.cleared)
+    self._tally.keep(tally.Kept(dict(found.kept), []))
     self._items = self._bytes = 0
     lent: dict[tuple[str, int], groups.Group] = {}
-    for record in records:
+    for record in found.records:
       member = groups.Member(record.seq, record.reward, record.size)
-      if record.seq > cleared:
-        self._fresh.append((record.seq, record.instance_id, record.reward))
+      self._tally.add(tally.Counted(
+          record.seq, record.instance_id, record.reward, record.size
+      ))  # pyformat: disable
       if record.state in (store.WAITS, store.LENT):
         self._items += 1
         self._bytes += record.size
       if record.state == store.WAITS or (
-          record.state == store.LENT and record.lease not in seconds
+          record.state == store.LENT and record.lease not in found.seconds
       ):
         self._groups.add(record.instance_id, member, now)
       elif record.state == store.LENT:
@@ -169,12 +170,12 @@ class Buffer:
           lent[key].members.append(member)
         else:
           lent[key] = groups.Group(record.instance_id, [member], now)
-      elif record.state == store.DROPPED and record.seq > cleared:
-        if record.instance_id not in self._unreported:
-          self._unreported.append(record.instance_id)
+      elif record.state == store.DROPPED and record.seq > found.cleared:
+        self._tally.drop([record.instance_id])
     for (lease, _), group in lent.items():
+      seconds = found.seconds[lease]
       self._leases.setdefault(
-          lease, _Lease([], seconds[lease], now + seconds[lease])
+          lease, _Lease([], seconds, now + seconds)
       ).groups.append(group)
 
   def reset(self) -> None:
@@ -188,7 +189,7 @@ class Buffer:
 
   def _forget(self) -> None:
     with self._lock:
-      self._load(((), 0, {}))
+      self._load(store_work.Contents())
 
   # --- writing ----------------------------------------------------------------
 
@@ -201,19 +202,21 @@ class Buffer:
     """
     size = sum(len(item.body) for item in written)
     with self._lock:
-      count = self._items + self._reserved + len(written)
-      total = self._bytes + self._reserved_bytes + size
+      held = self._items + self._tally.kept_items
+      held_bytes = self._bytes + self._tally.kept_bytes
+      count = held + self._reserved + len(written)
+      total = held_bytes + self._reserved_bytes + size
       if count > self._limits.max_items:
         self.refused += 1
         raise BufferFull(
-            f"buffer {self.name!r} holds {self._items} items, which is as many"
+            f"buffer {self.name!r} holds {held} items, which is as many"
             f" as it may (--max-items={self._limits.max_items}); read from it,"
             " or write again later"
         )
-      if total > self._limits.max_gib * (1 << 30):
+      if total > self._max_bytes:
         self.refused += 1
         raise BufferFull(
-            f"buffer {self.name!r} holds {self._bytes} bytes, which is as many"
+            f"buffer {self.name!r} holds {held_bytes} bytes, which is as many"
             f" as it may (--max-gib={self._limits.max_gib:g}); read from it,"
             " or write again later"
         )
@@ -233,7 +236,9 @@ class Buffer:
       for seq, item in new:
         member = groups.Member(seq, item.reward, len(item.body))
         self._groups.add(item.instance_id, member, now)
-        self._fresh.append((seq, item.instance_id, item.reward))
+        self._tally.add(
+            tally.Counted(seq, item.instance_id, item.reward, member.size)
+        )
         self._items += 1
         self._bytes += member.size
 
@@ -279,9 +284,9 @@ class Buffer:
       clear: bool,
   ) -> Read:
     with self._lock:
-      fresh = list(self._fresh)
+      counted = self._tally.counted
     # Before the rules change anything, as its clients know it.
-    meta = self._meta_info(fresh)
+    meta = self.judge.meta_info(counted)
     available = sum(len(group.members) for group in usable)
     taken: list[groups.Group] = []
     found: list[dict[str, Any]] = []
@@ -292,7 +297,7 @@ class Buffer:
         break
       with self._lock:
         self._groups.close(group)  # It must not grow from here on.
-      got = self._contents(group)
+      got = self.judge.contents(group)
       if got is None:
         dropped.append(group)
         continue
@@ -312,15 +317,16 @@ class Buffer:
     if self._on_read is not None:
       self._on_read(self, read, found)
     lease = uuid.uuid4().hex if lease_s is not None else ""
-    cleared = max((seq for seq, *_ in fresh), default=0) if clear else 0
-    with self._lock:
-      unreported = list(self._unreported)
+    cleared = counted[-1].seq if clear and counted else 0
+    kept = self._kept_with(dropped)
+    unreported = list(self._tally.dropped)
     self._wait(
         self._store.call(
             store_work.take(
                 self.id,
                 [(group.number, group.seqs) for group in taken],
                 [seq for group in dropped for seq in group.seqs],
+                kept.gone,
                 lease=(lease, lease_s or 0.0) if lease else None,
                 cleared=cleared,
                 remembered=self._limits.remembered_uids,
@@ -336,8 +342,8 @@ class Buffer:
         self._leases[lease] = _Lease(taken, lease_s or 0.0, due)
       gone = dropped if lease else [*taken, *dropped]
       self._uncount(gone)
-      self._fresh = [one for one in self._fresh if one[0] > cleared]
-      del self._unreported[: len(unreported)]
+      self._tally.keep(kept)
+      self._tally.clear(cleared, unreported)
     meta["finished_groups"] = list(dict.fromkeys(finished))
     return Read(found, meta, available, lease=lease, groups=numbers)
 
@@ -363,6 +369,15 @@ class Buffer:
     with self._taking:
       self._expire()
       self._drop(self._judge()[1])
+      if self._tally.cleared > self._forgotten:
+        self._forgotten = self._tally.cleared
+        self._wait(
+            self._store.call(
+                store_work.forget(
+                    self.id, self._forgotten, self._limits.remembered_uids
+                )
+            )
+        )
 
   def _judge(self) -> tuple[list[groups.Group], list[groups.Group]]:
     """(groups that may be read, groups to drop), oldest first."""
@@ -371,97 +386,16 @@ class Buffer:
       found = [(g, len(g.members), g.last) for g in self._groups]
     usable, dropped = [], []
     for group, count, last in found:
-      judged = self._judged(group, count)
+      judged = self.judge.judged(group, count)
       with self._lock:
         if len(group.members) != count or group.last != last:
           continue  # It has grown meanwhile.
-        answer = groups.verdict(group, self.rules, now, judged)
+        answer = groups.verdict(group, self.judge.rules, now, judged)
       if answer == "use":
         usable.append(group)
       elif answer == "drop":
         dropped.append(group)
     return usable, dropped
-
-  def _judged(
-      self, group: groups.Group, count: int
-  ) -> tuple[bool, bool] | None:
-    """A hook's judgement, made once for each size of a group."""
-    hook = self.hooks.is_valid_group
-    if hook is None or self.rules.raw:
-      return None
-    if group.judged is None or group.judged[0] != count:
-      try:
-        contents = self._parsed(group.seqs[:count])
-        answer = rules.judged(
-            self._call(
-                hook,
-                (group.instance_id, contents),
-                self.rules.min_valid_group_size,
-                self.task_type,
-            )
-        )
-      except Exception as error:  # pylint: disable=broad-except
-        self._note(f"is_valid_group of group {group.instance_id!r}", error)
-        answer = (False, True)  # It cannot be judged, and is dropped.
-      group.judged = (count, *answer)
-    return group.judged[1:]
-
-  def _contents(self, group: groups.Group) -> list[dict[str, Any]] | None:
-    """What a reader gets of a group; None where it is to be dropped."""
-    try:
-      pair = (group.instance_id, self._parsed(group.seqs))
-      if not pair[1]:
-        return None
-      args = (pair, self.rules, self.hooks, self.task_type)
-      if self.hooks == rules.Hooks():
-        return rules.delivered(*args)
-      return self._call(rules.delivered, *args)
-    except Exception as error:  # pylint: disable=broad-except
-      # Another read would fail on it again, and all groups behind it wait.
-      self._note(f"group {group.instance_id!r}", error)
-      return None
-
-  def _parsed(self, seqs: Sequence[int]) -> list[dict[str, Any]]:
-    found = []
-    for seq, body in zip(seqs, self._store.bodies(seqs)):
-      if body is None:
-        self._note(f"item {seq}", store.StoreError("the disk has lost it"))
-      else:
-        found.append(orjson.loads(body))
-    return found
-
-  def _meta_info(
-      self, fresh: Sequence[tuple[int, str, float]]
-  ) -> dict[str, Any]:
-    hook = self.hooks.get_group_data_meta_info
-    if hook is not None:
-      try:
-        by_instance: dict[str, list[Any]] = {}
-        for item in self._parsed([seq for seq, *_ in fresh]):
-          by_instance.setdefault(item["instance_id"], []).append(item)
-        found = self._call(hook, by_instance)
-        orjson.dumps(found)
-        return dict(found)
-      except Exception as error:  # pylint: disable=broad-except
-        self._note("get_group_data_meta_info", error)
-    rewards: dict[str, list[float]] = {}
-    for _, instance_id, reward in fresh:
-      rewards.setdefault(instance_id, []).append(reward)
-    return rules.meta_info(rewards)
-
-  def _call(self, hook: Callable[..., Any], *args: Any) -> Any:
-    return concurrency.call(
-        hook,
-        *args,
-        seconds=self._limits.hook_timeout,
-        what=f"the generator's {getattr(hook, '__name__', 'hook')}",
-    )
-
-  def _note(self, what: str, error: Exception) -> None:
-    self.hook_failures += 1
-    text = f"{what}: {concurrency.describe(error)}"
-    self.errors.append(text[:500])
-    _LOG.error("buffer %s: %s", self.name, text, exc_info=error)
 
   # --- leaving ----------------------------------------------------------------
 
@@ -534,13 +468,21 @@ class Buffer:
       for group in dropped:
         self._groups.close(group)
     seqs = [seq for group in dropped for seq in group.seqs]
-    self._wait(self._store.call(store_work.drop(self.id, seqs)))
+    kept = self._kept_with(dropped)
+    self._wait(self._store.call(store_work.drop(self.id, seqs, kept.gone)))
     with self._lock:
       for group in dropped:
         self._groups.take(group)
-        if group.instance_id not in self._unreported:
-          self._unreported.append(group.instance_id)
+      self._tally.drop(group.instance_id for group in dropped)
+      self._tally.keep(kept)
       self._uncount(dropped)
+
+  def _kept_with(self, dropped: Sequence[groups.Group]) -> tally.Kept:
+    with self._lock:
+      return self._tally.kept_with(
+          [member for group in dropped for member in group.members],
+          self.judge.needs_contents,
+      )
 
   def _uncount(self, gone: Sequence[groups.Group]) -> None:
     self._items -= sum(len(group.members) for group in gone)
@@ -570,17 +512,20 @@ class Buffer:
             "total_dropped": row[2],
             "reads": row[3],
             "buffer": self.name,
-            "task_type": self.task_type,
-            "group_size": self.rules.group_size,
+            "task_type": self.judge.task_type,
+            "group_size": self.judge.rules.group_size,
+            "group_rules": "raw" if self.judge.rules.raw else "normalized",
             "items": self._items,
             "bytes": self._bytes,
+            "kept_items": self._tally.kept_items,
+            "kept_bytes": self._tally.kept_bytes,
             "waiting_items": self._groups.items,
             "waiting_groups": len(self._groups),
             "leased_items": lent,
             "leases": len(self._leases),
             "refused_writes": self.refused,
-            "hook_failures": self.hook_failures,
-            "errors": list(self.errors),
+            "hook_failures": self.judge.failures,
+            "errors": list(self.judge.errors),
         }
 
   def counts(self) -> dict[str, float]:

@@ -6,9 +6,9 @@ and, of a token-exact one, `tokens, loss_mask, logprobs, versions, images`, or
 `sequences`, a list of objects with these keys. Ids may be texts or whole
 numbers and are texts from here on; all other keys are the writer's.
 
-Promises: an item that is returned can be trained on as far as its form goes: a
-finite reward, messages with roles, sequences whose lists have one length. Its
-body is JSON, the writer's own bytes where nothing had to change.
+Promises: an item that is returned can be read by a trainer: a finite reward,
+messages with roles, sequences that `recorded_sequences` takes. Its body is
+JSON, the writer's own bytes where nothing had to change.
 
 Does not look into `extra_info`, or decode pictures.
 """
@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Iterator, Mapping
+from typing import Any, Mapping
 
 import orjson
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import reward_range
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 
 try:
   from zlib_ng.zlib_ng import crc32
@@ -32,8 +34,7 @@ DEFAULT_BUFFER = "default"
 REQUIRED = ("uid", "instance_id", "messages", "reward", "extra_info")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_ID = 512  # Characters.
-_LISTS = ("tokens", "loss_mask", "logprobs", "versions")
-_INT32 = 1 << 31
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,22 +140,21 @@ def _item(value: Any, body: bytes, buffer: str | None) -> Item:
   reward = value["reward"]
   if isinstance(reward, bool):
     value["reward"], changed = float(reward), True
-  elif not isinstance(reward, (int, float)):
-    raise ItemError(
-        f"reward={json_models.short(reward)} must be a finite number"
-    )
-  try:
-    reward_range.checked(value["reward"])
-  except ValueError as error:
-    raise ItemError(f"reward: {error}") from None
+  _check_reward(value["reward"], "reward")
   _check_messages(value["messages"])
   if not isinstance(value["extra_info"], dict):
     raise ItemError(
         f"extra_info={json_models.short(value['extra_info'])} must be an"
         " object; {} where there is nothing to say"
     )
-  for sequence, where in _sequences(value):
-    _check_sequence(sequence, where)
+  if value.get("raw_reward") is not None:
+    _check_reward(value["raw_reward"], "raw_reward")
+  _check_images(value)
+  try:
+    # As its reader does.
+    recorded_sequences.of_item(value)
+  except ValueError as error:
+    raise ItemError(str(error)) from None
   if changed:
     body = orjson.dumps(value)
   return Item(
@@ -165,6 +165,15 @@ def _item(value: Any, body: bytes, buffer: str | None) -> Item:
       body,
       crc32(body),
   )
+
+
+def _check_reward(value: Any, key: str) -> None:
+  if isinstance(value, bool) or not isinstance(value, (int, float)):
+    raise ItemError(f"{key}={json_models.short(value)} must be a finite number")
+  try:
+    reward_range.checked(value)
+  except ValueError as error:
+    raise ItemError(f"{key}: {error}") from None
 
 
 def text_id(value: Any, key: str) -> str:
@@ -197,104 +206,28 @@ def _check_messages(messages: Any) -> None:
           f"messages.{number}={json_models.short(message)} must be an object"
           " with a text 'role'"
       )
-
-
-def is_token_exact(item: Mapping[str, Any]) -> bool:
-  """Whether an item holds the tokens that were sampled."""
-  return any(True for _ in _sequences(item))
-
-
-def _sequences(
-    item: Mapping[str, Any],
-) -> Iterator[tuple[Mapping[str, Any], str]]:
-  """(sequence, name for errors) of each of an item's sequences."""
-  if item.get("tokens") is not None:
-    yield item, ""
-  several = item.get("sequences")
-  if several is None:
-    return
-  if not isinstance(several, list):
+  try:
+    trajectory.decode(messages)
+  except (ValueError, TypeError, LookupError, AttributeError) as error:
     raise ItemError(
-        f"sequences={json_models.short(several)} must be a list of objects"
-    )
-  for number, one in enumerate(several):
-    where = f"sequences.{number}."
-    if not isinstance(one, dict) or not isinstance(one.get("tokens"), list):
-      raise ItemError(
-          f"{where}tokens is missing; a sequence needs tokens and loss_mask"
-      )
-    yield one, where
+        f"messages hold a damaged value ({type(error).__name__}: {error});"
+        " $type is this package's own key"
+    ) from None
 
 
-def _check_sequence(sequence: Mapping[str, Any], where: str) -> None:
-  tokens = sequence["tokens"]
-  for key in _LISTS:
-    values = sequence.get(key)
-    if values is None and key in ("logprobs", "versions"):
-      continue  # Not recorded.
-    if not isinstance(values, list):
-      raise ItemError(
-          f"{where}{key}={json_models.short(values)} must be a list with one"
-          " value a token"
-      )
-    if len(values) != len(tokens):
-      raise ItemError(
-          f"{where}{key} has {len(values)} values for {len(tokens)} tokens;"
-          " write one a token"
-      )
-    problem = _CHECKS[key](values)
-    if problem:
-      raise ItemError(f"{where}{key} must hold {problem}")
-  _check_images(sequence, len(tokens), where)
-
-
-def _tokens(values: list[Any]) -> str:
-  right = set(map(type, values)) <= {int}
-  if right and values:
-    right = min(values) >= 0 and max(values) < _INT32
-  return "" if right else "token ids, whole numbers in [0, 2**31)"
-
-
-def _mask(values: list[Any]) -> str:
-  right = set(map(type, values)) <= {int, bool} and set(values) <= {0, 1}
-  return "" if right else "0 or 1 a token"
-
-
-def _logprobs(values: list[Any]) -> str:
-  right = set(map(type, values)) <= {int, float, type(None)}
-  return "" if right else "numbers, or null where none was recorded"
-
-
-def _versions(values: list[Any]) -> str:
-  right = set(map(type, values)) <= {int, type(None)}
-  return "" if right else "whole numbers, or null where none was recorded"
-
-
-_CHECKS = {
-    "tokens": _tokens,
-    "loss_mask": _mask,
-    "logprobs": _logprobs,
-    "versions": _versions,
-}
-
-
-def _check_images(sequence: Mapping[str, Any], length: int, where: str) -> None:
-  # At the top level `images` may be the pictures themselves, by their hash.
-  images = sequence.get("images")
-  if images is None or isinstance(images, dict):
+def _check_images(value: Mapping[str, Any]) -> None:
+  """Of pictures by their hash; they are not decoded."""
+  images = value.get("images")
+  if images is None or isinstance(images, list):
     return
-  if not isinstance(images, list):
+  if not isinstance(images, dict):
     raise ItemError(
-        f"{where}images={json_models.short(images)} must be a list of objects"
-        " with sha256, width, height and start"
+        f"images={json_models.short(images)} must be an object, SHA-256 to"
+        " base64 PNG, or the list of a sequence's images"
     )
-  for number, image in enumerate(images):
-    right = isinstance(image, dict) and isinstance(image.get("sha256"), str)
-    for key, least in (("width", 1), ("height", 1), ("start", 0)):
-      size = image.get(key) if right else None
-      right = right and type(size) is int and size >= least
-    if not right or image["start"] >= max(1, length):
+  for sha256, picture in images.items():
+    if not _SHA256.fullmatch(sha256) or not isinstance(picture, str):
       raise ItemError(
-          f"{where}images.{number}={json_models.short(image)} must be an object"
-          " with sha256, width, height and start, a place among the tokens"
+          f"images.{sha256[:80]}={json_models.short(picture)} must be a base64"
+          " PNG under the 64 hex digits of its SHA-256"
       )

@@ -2,7 +2,8 @@
 
 Promises: a rollout that ran when the service was killed is started again with
 it, and told what is written already; a `start` that is sent again while the
-first one is under way starts one rollout.
+first one is under way starts one rollout; how a rollout ended is known to the
+services that follow.
 
 Does not know HTTP.
 """
@@ -89,6 +90,8 @@ class Service:
     self._runs: dict[str, generators_run.GeneratorRun] = {}
     self._starts: dict[str, tuple[float, Any]] = {}
     self._problems: dict[str, str] = {}
+    # Of rollouts that ended before this service began.
+    self._ended: dict[str, dict[str, Any]] = {}
     if save_reads is not None:
       save_reads.mkdir(parents=True, exist_ok=True)
     self.store = store.Store(folder / "buffer.db", limits.queue_mib << 20)
@@ -130,7 +133,7 @@ class Service:
               f" (--max-buffers); no {name!r} is made"
           )
         found = self._make(name)
-        found.configure(found.rules, found.hooks, "")
+        found.configure(found.judge.rules, found.judge.hooks, "")
         self._buffers[name] = found
       return self._buffers[name]
 
@@ -156,8 +159,10 @@ class Service:
   def _restore(self, name: str, kept: Mapping[str, Any] | None) -> None:
     buffer = self._make(name)
     self._buffers[name] = buffer
+    if kept is not None and kept.get("run"):
+      self._ended[name] = kept["run"]
     if kept is None:
-      buffer.configure(buffer.rules, buffer.hooks, "")
+      buffer.configure(buffer.judge.rules, buffer.judge.hooks, "")
       return
     asked = requests.rollout(kept["payload"], self.url)
     hooks = rules.Hooks()
@@ -186,7 +191,7 @@ class Service:
         " instance_id",
         buffer.id,
     )
-    size = buffer.rules.group_size
+    size = buffer.judge.rules.group_size
     return [name for name, count in found for _ in range(count // size)]
 
   def known(self, buffer: buffers.Buffer, uids: Sequence[str]) -> list[str]:
@@ -236,7 +241,7 @@ class Service:
         run.stop()
       if not asked.keep_items:
         buffer.reset()
-      buffer.errors.clear()
+      buffer.judge.errors.clear()
       self._problems.pop(name, None)
       sent = {**asked.payload, "rollout_id": uuid.uuid4().hex}
       self._keep(buffer, sent, "running")
@@ -252,7 +257,7 @@ class Service:
   ) -> None:
     def ended(run: generators_run.GeneratorRun) -> None:
       try:
-        self._keep(buffer, dict(payload), run.state)
+        self._keep(buffer, dict(payload), run.state, run.describe())
       except (store.StoreError, TimeoutError) as error:
         _LOG.error("buffer %s: %s", buffer.name, error)
 
@@ -266,12 +271,16 @@ class Service:
     )
 
   def _keep(
-      self, buffer: buffers.Buffer, payload: Mapping[str, Any], state: str
+      self,
+      buffer: buffers.Buffer,
+      payload: Mapping[str, Any],
+      state: str,
+      run: Mapping[str, Any] | None = None,
   ) -> None:
     if payload.get("remote_buffer_url") == self.url:
       # This one's own, which may be another when it starts again.
       payload = {**payload, "remote_buffer_url": ""}
-    text = json.dumps({"payload": payload, "state": state})
+    text = json.dumps({"payload": payload, "state": state, "run": run})
     self.store.call(store_work.set_rollout(buffer.id, text)).result(_COMMIT_S)
 
   def stop(self, name: str) -> bool:
@@ -285,7 +294,9 @@ class Service:
       (row,) = self.store.rows(
           "SELECT rollout FROM buffers WHERE id = ?", buffer.id
       )
-      self._keep(buffer, json.loads(row[0])["payload"], "stopped")
+      self._keep(
+          buffer, json.loads(row[0])["payload"], "stopped", run.describe()
+      )
       return True
 
   def stats(self, name: str) -> dict[str, Any]:
@@ -296,12 +307,14 @@ class Service:
     """
     found = self.buffer(name, make=False).stats()
     run = self._runs.get(name)
-    found["generator"] = run.describe() if run is not None else None
+    told = run.describe() if run is not None else self._ended.get(name)
+    found["generator"] = told
     if name in self._problems:
       found["errors"].append(self._problems[name])
-    if run is not None and run.error and run.state != "stopped":
-      name = run.generator.task_type
-      found["errors"].append(f"generator {name}: {run.error}")
+    if told and told["error"] and told["state"] != "stopped":
+      found["errors"].append(
+          f"generator {told['task_type']}: {told['error']}"
+      )
     found["store_failures"] = self.store.failures
     found["store_error"] = self.store.last_error
     return found

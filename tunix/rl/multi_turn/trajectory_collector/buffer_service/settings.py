@@ -5,6 +5,8 @@ Does not declare what a rollout asks for: `requests.RolloutRequest` does.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from tunix.rl.multi_turn.core import settings
 
 setting = settings.setting
@@ -55,6 +57,11 @@ class BufferLimits:
       default=16,
       doc="Members of a group in a buffer without a /start_rollout.",
       ge=1,
+  )
+  group_rules: Literal["normalized", "raw"] = setting(
+      default="normalized",
+      doc="Rules of such a buffer's groups. raw: any whole group is read as it"
+      " was written.",
   )
   max_lease: float = setting(
       default=86_400.0,

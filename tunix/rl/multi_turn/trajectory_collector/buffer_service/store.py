@@ -376,8 +376,15 @@ class Store:
     with self._reading:
       return self._reader.execute(query, values).fetchall()
 
-  def bodies(self, seqs: Iterable[int]) -> list[bytes | None]:
-    """The items of these numbers, in this order; None: the disk lost it."""
+  def bodies(
+      self, seqs: Iterable[int], may_lack: bool = False
+  ) -> list[bytes | None]:
+    """The items of these numbers, in this order; None: the disk lost it.
+
+    Args:
+      seqs: numbers.
+      may_lack: None is also of items that are done with.
+    """
     found: list[bytes | None] = []
     with self._reading:
       for seq in seqs:
@@ -386,7 +393,9 @@ class Store:
             " WHERE seq = ?",
             (seq,),
         ).fetchone()
-        if row is None or items.crc32(row[0]) != row[1]:
+        if row is None and may_lack:
+          found.append(None)
+        elif row is None or items.crc32(row[0]) != row[1]:
           _LOG.error("item %d of %s is not what was stored", seq, self._path)
           found.append(None)
         else:

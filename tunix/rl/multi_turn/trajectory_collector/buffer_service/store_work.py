@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import sqlite3
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import store
 
 Work = Callable[[sqlite3.Connection], Any]
-Contents = tuple[Sequence[store.Record], int, Mapping[str, float]]
-"""(items that are not done or not yet counted, last counted item, seconds of
-each lease)."""
 _MOST_LEASES = 10_000
 """Acknowledged leases that are remembered, for repeated acknowledgements."""
+
+
+class Contents(NamedTuple):
+  """What a buffer holds.
+
+  Attributes:
+    records: items that are not done, or not yet counted, in their order.
+    cleared: the newest item that no read counts any more.
+    seconds: of each lease.
+    kept: bytes of each dropped item whose content is there.
+  """
+
+  records: Sequence[store.Record] = ()
+  cleared: int = 0
+  seconds: Mapping[str, float] = {}
+  kept: Mapping[int, int] = {}
 
 
 def _each(
@@ -35,6 +48,7 @@ def take(
     buffer: int,
     taken: Sequence[tuple[int, Sequence[int]]],
     dropped: Sequence[int],
+    gone: Sequence[int],
     *,
     lease: tuple[str, float] | None,
     cleared: int,
@@ -45,7 +59,7 @@ def take(
   Args:
     buffer: its id.
     taken: (number, items) of each group.
-    dropped: items of groups that nobody gets.
+    dropped, gone: see `drop`.
     lease: (id, seconds); None: the items are done.
     cleared: statistics begin behind this item; 0 leaves them.
     remembered: uids of done items that are kept.
@@ -67,13 +81,31 @@ def take(
             members,
             store.LENT, lease[0], number,
         )  # pyformat: disable
-    drop(buffer, dropped)(db)
+    drop(buffer, dropped, gone)(db)
     db.execute(
-        "UPDATE buffers SET read = read + ?, reads = reads + 1, cleared ="
-        " MAX(cleared, ?) WHERE id = ?",
-        (len(seqs), cleared, buffer),
+        "UPDATE buffers SET read = read + ?, reads = reads + 1 WHERE id = ?",
+        (len(seqs), buffer),
     )
+    forget(buffer, cleared, remembered)(db)
+
+  return work
+
+
+def forget(buffer: int, cleared: int, remembered: int) -> Work:
+  """Ends what no read counts any more.
+
+  Args:
+    buffer: its id.
+    cleared: statistics begin behind this item; 0 leaves them.
+    remembered: uids of done items that are kept.
+  """
+
+  def work(db: sqlite3.Connection) -> None:
     if cleared:
+      db.execute(
+          "UPDATE buffers SET cleared = MAX(cleared, ?) WHERE id = ?",
+          (cleared, buffer),
+      )
       seen = db.execute(
           "SELECT seq FROM items WHERE buffer = ? AND state = 2 AND seq <= ?",
           (buffer, cleared),
@@ -89,18 +121,18 @@ def take(
   return work
 
 
-def drop(buffer: int, seqs: Sequence[int]) -> Work:
-  """Drops items; their contents stay until the next read reports them."""
+def drop(buffer: int, seqs: Sequence[int], gone: Sequence[int]) -> Work:
+  """Drops items, which the next read reports.
+
+  Args:
+    buffer: its id.
+    seqs: the items.
+    gone: those, and dropped earlier, whose contents nobody needs.
+  """
 
   def work(db: sqlite3.Connection) -> None:
     _each(db, "UPDATE items SET state = ? WHERE seq = ?", seqs, store.DROPPED)
-    _each(
-        db,
-        "DELETE FROM payloads WHERE seq <= (SELECT cleared FROM buffers WHERE"
-        " id = ?) AND seq = ?",
-        seqs,
-        buffer,
-    )
+    _each(db, "DELETE FROM payloads WHERE seq = ?", gone)
     db.execute(
         "UPDATE buffers SET dropped = dropped + ? WHERE id = ?",
         (len(seqs), buffer),
@@ -163,10 +195,22 @@ def reset(buffer: int) -> Work:
   return work
 
 
-def contents(buffer: int) -> Work:
-  """Returns `Contents` of a buffer."""
+def contents(buffer: int, keep_dropped: bool) -> Work:
+  """Returns `Contents` of a buffer.
+
+  Args:
+    buffer: its id.
+    keep_dropped: keeps the contents of dropped items; else they go.
+  """
 
   def work(db: sqlite3.Connection) -> Contents:
+    dropped = "buffer = ? AND state = 2"
+    if not keep_dropped:
+      db.execute(
+          "DELETE FROM payloads WHERE seq IN (SELECT seq FROM items WHERE"
+          f" {dropped})",
+          (buffer,),
+      )
     records = db.execute(
         "SELECT seq, instance_id, reward, size, state, lease, grp FROM items"
         " WHERE buffer = ?1 AND (state < 3 OR seq > (SELECT cleared FROM"
@@ -180,7 +224,17 @@ def contents(buffer: int) -> Work:
         "SELECT id, seconds FROM leases WHERE buffer = ? AND acknowledged = 0",
         (buffer,),
     ).fetchall()
-    return [store.Record(*row) for row in records], cleared, dict(seconds)
+    kept = db.execute(
+        f"SELECT seq, size FROM items WHERE {dropped} AND EXISTS (SELECT 1"
+        " FROM payloads WHERE payloads.seq = items.seq)",
+        (buffer,),
+    ).fetchall()
+    return Contents(
+        [store.Record(*row) for row in records],
+        cleared,
+        dict(seconds),
+        dict(kept),
+    )
 
   return work
 

@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import run_environments
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
 
@@ -164,7 +165,7 @@ def _item(
   }
   if exact:
     made, _ = conversion.sequences_of(turns, shown, image_token)
-    item["sequences"] = [records.write_sequence(one) for one in made]
+    item["sequences"] = [recorded_sequences.write(one) for one in made]
     if any(turn.versions is None for turn in turns):
       for sequence in item["sequences"]:
         sequence["versions"] = None  # The server reported none.

@@ -20,7 +20,7 @@ from tunix.rl.multi_turn.agents.runs import client as runs_client
 from tunix.rl.multi_turn.agents.runs import conversion
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.rewards import registry
-from tunix.rl.multi_turn.trajectory_collector import records
+from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
 
 TASK_TYPE = "math"
@@ -175,7 +175,7 @@ def _sequences(messages: Any, reply: Any) -> list[dict[str, Any]]:
   if not all(turn.is_exact for turn in turns):
     return []
   made, _ = conversion.sequences_of(turns, [()], None)
-  written = [records.write_sequence(sequence) for sequence in made]
+  written = [recorded_sequences.write(sequence) for sequence in made]
   if any(turn.versions is None for turn in turns):
     for sequence in written:
       sequence["versions"] = None  # The server reported none.
