@@ -34,8 +34,8 @@ from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 from tunix.rl.multi_turn.monitor import app as app_lib
+from tunix.rl.multi_turn.monitor.dashboard import charts as charts_lib
 from tunix.rl.multi_turn.monitor.dashboard import pages as pages_lib
-from tunix.rl.multi_turn.monitor.dashboard import run_pages
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import triggers
 from tunix.rl.multi_turn.monitor.server import access
@@ -58,7 +58,7 @@ def fill(path: pathlib.Path, files: pathlib.Path, rollouts: int) -> int:
   evals = RUNS * EVALS * EVAL_ROLLOUTS
   steps = max(2, (rollouts - evals) // (RUNS * GROUPS * SIZE))
   charted = {
-      name for chart in run_pages.CHARTS for name in chart["names"]
+      name for chart in charts_lib.CHARTS for name in chart["names"]
       if not name.endswith("/")
   } - {"reward_mean", "engine_idle"}
   metrics = json.dumps({
