@@ -131,8 +131,8 @@ def fill(path: pathlib.Path, files: pathlib.Path, rollouts: int) -> int:
     )
     each = (
         "'{kind}-' || i, {task}, 'm@3', 'completed', CASE WHEN i * 7 % 11 > 5"
-        " THEN 'succeeded' WHEN i % 5 > 0 THEN 'failed' ELSE 'max_turns' END, 10,"
-        " CASE WHEN i % 1000 = 0 THEN 3 ELSE 10 END, 10,"
+        " THEN 'succeeded' WHEN i % 5 > 0 THEN 'failed' ELSE 'max_turns' END,"
+        " 10, CASE WHEN i % 1000 = 0 THEN 3 ELSE 10 END, 10,"
         " (i * 7 % 11) / 10.0, i * 7 % 11 > 5, 2 + i * 37 % 1000 / 100.0,"
         " i % 9 = 0, 1.0, {group}, {member}, '{kind}', {eval}, {batch}, ?,"
     )

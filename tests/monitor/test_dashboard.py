@@ -170,7 +170,9 @@ def test_a_drag_zooms_and_the_url_says_where(recorded, tab):
   training, _ = ids(server)
   tab.go(f"/runs/{training}")
   chromium.ready(tab.page)
-  box = tab.page.locator('.chart[data-key="loss"] .u-over').bounding_box()
+  plot = tab.page.locator('.chart[data-key="loss"] .u-over')
+  plot.scroll_into_view_if_needed()
+  box = plot.bounding_box()
   y = box["y"] + box["height"] / 2
   mouse = tab.page.mouse
   mouse.move(box["x"] + box["width"] * 0.55, y)

@@ -259,6 +259,21 @@ def test_queries_use_the_indices(engine):
     assert f"COVERING INDEX idx_rollout_{source}_faulty" in plan[0][3]
 
 
+def test_a_writer_may_send_booleans_for_flags(rows):
+  """As an ORM does whose columns are booleans."""
+  sql(
+      rows, "UPDATE rollout SET task_success = :won, ran_out_of_turns = :out",
+      won=True, out=False,
+  )  # pyformat: disable
+  assert value(rows, "rollout", "task_success") == 1
+  assert value(rows, "rollout", "ran_out_of_turns") == 0
+  sql(
+      rows, "INSERT INTO turn (rollout_id, turn, episode_done) VALUES"
+      " (1, 77, :done)", done=True,
+  )  # pyformat: disable
+  assert sql(rows, "SELECT episode_done FROM turn WHERE turn = 77") == [(1,)]
+
+
 def test_a_message_of_any_length_is_no_entry_of_an_index(rows):
   """PostgreSQL refuses entries of more than 2.7 kB."""
   words = "".join(chr(0x4E00 + n * 7919 % 20000) for n in range(9000))
@@ -267,7 +282,7 @@ def test_a_message_of_any_length_is_no_entry_of_an_index(rows):
 
 
 @pytest.mark.parametrize(
-    "revision", ["0001", "0002", "0003", "0004", "0006"]
+    "revision", ["0001", "0002", "0003", "0004", "0006", "0007"]
 )
 def test_a_database_of_an_earlier_schema_is_brought_to_the_present(
     engine, revision

@@ -22,6 +22,7 @@ from tunix.rl.multi_turn.monitor.server import query as query_lib
 from tunix.rl.multi_turn.monitor.server import screenshots as screenshots_lib
 
 _MOST_TURNS = 1000
+_FEW_TURNS = 50
 _MOST_EXPORTS = 2
 _EXPORT_WAIT_S = 10.0
 Row = dict[str, Any]
@@ -191,8 +192,10 @@ def _otherwise(members: Sequence[Row], place: int) -> int | None:
   return min(found)[1] if found else None
 
 
-def strip(connection: sa.Connection, rollout: int) -> list[Row]:
-  """Every turn of a rollout, small: its screens, its actions, its end.
+def strip(
+    connection: sa.Connection, rollout: int, most: int = _MOST_TURNS
+) -> list[Row]:
+  """The first turns of a rollout, small: screens, actions, reward.
 
   `unchanged` of a turn: its actions left the screen as it was.
   """
@@ -207,10 +210,12 @@ def strip(connection: sa.Connection, rollout: int) -> list[Row]:
           sa.select(t.c.id, t.c.turn, t.c.reward, t.c.turn_time)
           .where(t.c.rollout_id == rollout)
           .order_by(t.c.turn)
-          .limit(_MOST_TURNS)
+          .limit(most)
       )
   }  # pyformat: disable
-  mine = sa.select(t.c.id).where(t.c.rollout_id == rollout)
+  mine: Any = list(turns)
+  if len(turns) > _FEW_TURNS:
+    mine = sa.select(t.c.id).where(t.c.rollout_id == rollout)
   for id_, uri in connection.execute(
       sa.select(o.c.turn_id, o.c.screenshot_uri)
       .where(o.c.turn_id.in_(mine), o.c.screenshot_uri.is_not(None))

@@ -356,7 +356,7 @@ function tools() {
   const form = document.getElementById("chart-tools");
   const { smooth, axis } = state();
   form.smooth.value = smooth ?? SMOOTH;
-  form.querySelector("output").textContent = smooth ?? SMOOTH;
+  form.querySelector("output").textContent = smooth ?? "auto";
   form.addEventListener("submit", (event) => event.preventDefault());
   form.smooth.addEventListener("input", () => {
     form.querySelector("output").textContent = form.smooth.value;
