@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from urllib import parse
 
 import numpy as np
 from PIL import Image
@@ -33,8 +34,8 @@ from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 from tunix.rl.multi_turn.monitor import app as app_lib
+from tunix.rl.multi_turn.monitor.dashboard import charts as charts_lib
 from tunix.rl.multi_turn.monitor.dashboard import pages as pages_lib
-from tunix.rl.multi_turn.monitor.dashboard import run_pages
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import triggers
 from tunix.rl.multi_turn.monitor.server import access
@@ -57,7 +58,7 @@ def fill(path: pathlib.Path, files: pathlib.Path, rollouts: int) -> int:
   evals = RUNS * EVALS * EVAL_ROLLOUTS
   steps = max(2, (rollouts - evals) // (RUNS * GROUPS * SIZE))
   charted = {
-      name for chart in run_pages.CHARTS for name in chart["names"]
+      name for chart in charts_lib.CHARTS for name in chart["names"]
       if not name.endswith("/")
   } - {"reward_mean", "engine_idle"}
   metrics = json.dumps({
@@ -129,7 +130,9 @@ def fill(path: pathlib.Path, files: pathlib.Path, rollouts: int) -> int:
         " is_eval, batch, summary_json,"
     )
     each = (
-        "'{kind}-' || i, {task}, 'm@3', 'completed', 'succeeded', 10, 10, 10,"
+        "'{kind}-' || i, {task}, 'm@3', 'completed', CASE WHEN i * 7 % 11 > 5"
+        " THEN 'succeeded' WHEN i % 5 > 0 THEN 'failed' ELSE 'max_turns' END,"
+        " 10, CASE WHEN i % 1000 = 0 THEN 3 ELSE 10 END, 10,"
         " (i * 7 % 11) / 10.0, i * 7 % 11 > 5, 2 + i * 37 % 1000 / 100.0,"
         " i % 9 = 0, 1.0, {group}, {member}, '{kind}', {eval}, {batch}, ?,"
     )
@@ -235,6 +238,21 @@ def cases(steps: int, rollout: int) -> dict[str, str]:
       "of the run": f"{run}/rollouts",
       "run, narrowed": f"{run}/rollouts?error=any&from=0.5&sort=turns",
       "against": f"{run}?against=1",
+      **{
+          f"{name} {word}"[:16]: f"{where}/rollouts?"
+          + parse.urlencode({name: word})
+          for where, name, word in (
+              ("", "odd", "success in few turns"), ("", "end", "max_turns"),
+              ("", "end", "succeeded"), ("", "odd", "claims success"),
+              (run, "group", 5),
+          )
+      },
+      "run, few turns": f"{run}/rollouts?odd=success+in+few+turns",
+      "run, env_error": f"{run}/rollouts?end=env_error",
+      "beside": f"/rollouts/{rollout}/beside",
+      "beside, alone": f"/rollouts/{rollout - GROUPS * SIZE * 9}/beside",
+      "search": f"{run}/search?q=field",
+      "log": f"{run}/log",
       "health": f"{run}/health",
       "compare": "/compare?" + "&".join(f"run={n + 1}" for n in range(RUNS)),
   }  # pyformat: disable

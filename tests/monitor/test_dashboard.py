@@ -170,7 +170,9 @@ def test_a_drag_zooms_and_the_url_says_where(recorded, tab):
   training, _ = ids(server)
   tab.go(f"/runs/{training}")
   chromium.ready(tab.page)
-  box = tab.page.locator('.chart[data-key="loss"] .u-over').bounding_box()
+  plot = tab.page.locator('.chart[data-key="loss"] .u-over')
+  plot.scroll_into_view_if_needed()
+  box = plot.bounding_box()
   y = box["y"] + box["height"] / 2
   mouse = tab.page.mouse
   mouse.move(box["x"] + box["width"] * 0.55, y)
@@ -493,10 +495,13 @@ def test_compare_shows_differences_and_a_baseline(recorded, tab):
   page.click('button:has-text("Compare")')
   page.wait_for_url("**/compare*")
   chromium.ready(page)
+  assert page.locator(".config code:text-is('algorithm.advantage')").count()
+  assert not page.locator(".config code:text-is('algorithm.kl_coef')").count()
+  page.click('a:has-text("everything (4)")')
+  page.wait_for_url("**differences=0*")
   assert page.locator(".config tr").count() == 1 + 4
   page.click('a:has-text("differences only")')
-  page.wait_for_url("**differences=1*")
-  assert page.locator(".config code:text-is('algorithm.advantage')").count()
+  page.wait_for_url(lambda url: "differences" not in url)
   assert not page.locator(".config code:text-is('algorithm.kl_coef')").count()
   page.click('a:has-text("make it the baseline")')
   page.wait_for_url("**base=*")

@@ -1,7 +1,10 @@
 """Every page's questions on SQLite and on PostgreSQL."""
 
+from urllib import parse
+
 import monitor_server
 import pytest
+from tunix.rl.multi_turn.monitor.dashboard import rollout_list
 
 
 @pytest.fixture
@@ -40,7 +43,15 @@ def test_every_page_is_answered(server):
       f"{run}/evals?mode=sampled", f"{run}/evals/diff",
       f"{run}/eval/{evaluation['id']}", f"{run}/baseline/{baseline['id']}",
       f"{run}/tasks", f"{run}/tasks?q=open", f"{run}/tasks/{task['id']}",
-      f"{run}/health", f"{run}/config",
+      f"{run}/health", f"{run}/config", f"{run}/log",
+      f"{run}/search?q=settings+50%25", f"{run}/search?q=a&outcome=failed",
+      *(f"/rollouts/{r}/beside" for r in rollouts),
+      f"/rollouts/{rollouts[0]}/beside?other={rollouts[2]}",
+      *(f"{where}/rollouts?{parse.urlencode({name: word})}"
+        for where in ("", run)
+        for name, words in (("odd", rollout_list.ODD),
+                            ("end", rollout_list.ENDS), ("group", (0,)))
+        for word in words),
       f"/api/v1/trainings/{training['id']}/curves?names=kl,success_rate/",
       *(f"/rollouts/{r}" for r in rollouts),
       *(f"/rollouts/{rollouts[0]}/export/{f}"

@@ -226,10 +226,11 @@ def test_there_are_the_25_indices_and_the_unique_ones_are_unique(engine):
   assert len(tables.INDICES) == 25
   expected = {tables.index_name(t, c): (t, c, u) for t, c, u in tables.INDICES}
   for source in vocabulary.SOURCE_TYPES:
-    columns = (f"{source}_id", *tables.LISTED)
-    for kind in ("listed", "faulty"):
-      name = f"idx_rollout_{source}_{kind}"
-      expected[name] = ("rollout", columns, False)
+    for kind, first in (
+        ("listed", ()), ("faulty", ()), ("ended", ("status_message",))
+    ):
+      columns = (f"{source}_id", *first, *tables.LISTED)
+      expected[f"idx_rollout_{source}_{kind}"] = ("rollout", columns, False)
   assert made == expected
 
 
@@ -258,7 +259,31 @@ def test_queries_use_the_indices(engine):
     assert f"COVERING INDEX idx_rollout_{source}_faulty" in plan[0][3]
 
 
-@pytest.mark.parametrize("revision", ["0001", "0002", "0003", "0004"])
+def test_a_writer_may_send_booleans_for_flags(rows):
+  """As an ORM does whose columns are booleans."""
+  sql(
+      rows, "UPDATE rollout SET task_success = :won, ran_out_of_turns = :out",
+      won=True, out=False,
+  )  # pyformat: disable
+  assert value(rows, "rollout", "task_success") == 1
+  assert value(rows, "rollout", "ran_out_of_turns") == 0
+  sql(
+      rows, "INSERT INTO turn (rollout_id, turn, episode_done) VALUES"
+      " (1, 77, :done)", done=True,
+  )  # pyformat: disable
+  assert sql(rows, "SELECT episode_done FROM turn WHERE turn = 77") == [(1,)]
+
+
+def test_a_message_of_any_length_is_no_entry_of_an_index(rows):
+  """PostgreSQL refuses entries of more than 2.7 kB."""
+  words = "".join(chr(0x4E00 + n * 7919 % 20000) for n in range(9000))
+  sql(rows, "UPDATE rollout SET status_message = :words", words=words)
+  assert value(rows, "rollout", "status_message") == words
+
+
+@pytest.mark.parametrize(
+    "revision", ["0001", "0002", "0003", "0004", "0006", "0007"]
+)
 def test_a_database_of_an_earlier_schema_is_brought_to_the_present(
     engine, revision
 ):

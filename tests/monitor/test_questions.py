@@ -173,6 +173,21 @@ def test_attempts_of_two_runs_and_of_different_length_are_compared(server):
   ).status_code == 404
 
 
+def test_a_task_is_shown_at_one_checkpoint_after_another(server):
+  (task,) = server.rows("task", where="task_id = 'open-door'")
+  text = page(server, f"/runs/1/tasks/{task['id']}")
+  strips = text.partition('class="checkpoints"')[2].partition("</ol></li></ol>")
+  before, _, later = strips[0].partition("evaluation at")
+  assert "before training" in before and "double click" in before
+  assert "type “Secret farm”" in later and "type “Secret" not in before
+  first, last = id_of(server, "first/b0"), id_of(server, "first/e0")
+  assert f'href="/rollouts/{first}/beside?other={last}"' in later
+  # One that is only trained on is shown at the steps.
+  (task,) = server.rows("task", where="task_id = 'shut-door'")
+  text = page(server, f"/runs/1/tasks/{task['id']}")
+  assert f"<b>step {STEPS - 1}</b>" in text and f"<b>step {STEPS}</b>" in text
+
+
 def test_rollouts_are_found_by_how_they_ended_and_by_what_is_odd(server):
   assert rollouts(server, "end=max_turns") == {"wander"}
   assert rollouts(server, "end=env_error") == {"broke"}
@@ -257,11 +272,14 @@ QUESTIONS = {
         "/runs/1", [], "75 % in the environment: more environments at once"
     ),
     "what differs from another run?": (
-        "/compare?run=1&run=2&differences=1", [], "learner.learning_rate"
+        "/compare?run=1&run=2", [], "learner.learning_rate"
     ),
     "what changed between two checkpoints?": (
         "/runs/1/evals/diff", ["text=side by side >> nth=0"],
         "They first differ in turn 2",
+    ),
+    "the same task between checkpoints?": (
+        "/runs/1/tasks", ["#tasks [data-row] >> nth=0"], "Over the checkpoints"
     ),
     "who ran out of turns?": (
         "/runs/1", [".advice >> text=run out of turns"], "max_turns"

@@ -53,6 +53,12 @@ def fill(server, runs=("a", "b"), episodes=12):
           "rollout_time": rng.choice((None, 0.25, 8.0)),
           rng.choice(FAULTS): rng.choice((0, 1, 2)),
           "error_message": "it broke" if status == "failed" else None,
+          "status_message": rng.choice(
+              (None, "failed", "max_turns", "succeeded", "env_error", "tired")
+          ),
+          "group": rng.randint(0, 2),
+          "agent_reported_success": rng.choice((None, True, False)),
+          "consecutive_repeated_actions": rng.choice((None, 0, 3, 4)),
       })  # pyformat: disable
     server.post(body)
 
@@ -80,6 +86,10 @@ def every(server):
   return found
 
 
+def lost(row):
+  return row["status"] == "completed" and row["task_success"] == 0
+
+
 FILTERS = {
     "": lambda r: True,
     "status=completed": lambda r: r["status"] == "completed",
@@ -95,6 +105,18 @@ FILTERS = {
     "q=mail+100%25": lambda r: r["app"] == "mail",
     "q=1000": lambda r: False,
     "task=2": lambda r: r["task_id"] == 2,
+    "group=1": lambda r: r["group"] == 1,
+    "end=succeeded": lambda r: r["status"] == "completed"
+    and r["task_success"] == 1,
+    "end=failed": lambda r: lost(r) and r["status_message"] == "failed",
+    "end=max_turns": lambda r: lost(r) and r["status_message"] == "max_turns",
+    "end=env_error": lambda r: r["status"] == "failed"
+    and r["status_message"] == "env_error",
+    "odd=claims+success": lambda r: lost(r)
+    and r["agent_reported_success"] == 1,
+    "odd=repeats+itself": lambda r: (
+        (r["consecutive_repeated_actions"] or 0) >= 3
+    ),
     "status=completed&from=0.5&step=3&error=any": lambda r: (
         r["status"] == "completed" and (r["reward"] or 0) >= 0.5
         and r["at"] == 3 and r["faults"]
@@ -228,7 +250,9 @@ def test_lists_read_indices_and_no_rollout(server):
     for query in ("sort=errors", "sort=reward", "sort=errors&order=up",
                   "from=0.5", "error=any", "sort=newest&order=up",
                   "status=failed", "task=1", "q=mail&sort=turns",
-                  "step=2&outcome=failure"):
+                  "step=2&outcome=failure", "group=1",
+                  *(f"odd={o}" for o in rollout_list.ODD),
+                  *(f"end={e}&sort=turns" for e in rollout_list.ENDS)):
       for training in (None, 1):
         rollout_list.pick(Explained(), 1, training, wanted(query))
   assert len(plans) > 14
@@ -237,8 +261,43 @@ def test_lists_read_indices_and_no_rollout(server):
     for part in plan:
       if re.search(r"(SCAN|SEARCH) rollout", part):
         assert (
-            re.search(r"COVERING INDEX idx_rollout_\w+_(listed|faulty)", part)
+            re.search(
+                r"COVERING INDEX idx_rollout_\w+_(listed|faulty|ended)", part
+            )
             # The newest are looked for among the last few thousand.
             or part.endswith("PRIMARY KEY (rowid>? AND rowid<?)")
             or part == "SEARCH rollout"  # The last id.
         ), plan
+
+
+def test_few_turns_are_few_for_the_task_in_the_run(server):
+  body = {
+      "tasks": [{"task_id": t, "description": t} for t in ("long", "short")],
+      "steps": [{"client_id": "S1", "step": 1}],
+      "training": {"client_id": "a", "run_name": "a"}, "rollouts": [],
+  }  # pyformat: disable
+  # Half of the other successes' mean is 5 of the long one, 1.5 of the short.
+  for task, turns in (("long", (10, 10, 5, 6, 14)), ("short", (3, 3, 2))):
+    body["rollouts"] += [
+        {"rollout_id": f"{task}{n}", "task_id": task, "step_id": "S1",
+         "status": "completed", "task_success": True, "num_turns": n_turns}
+        for n, n_turns in enumerate(turns)
+    ]  # pyformat: disable
+  body["rollouts"][-1] |= {"rollout_id": "lost", "task_success": False}
+  server.post(body)
+  other = {**body, "training": {"client_id": "b", "run_name": "b"},
+           "steps": [{"client_id": "S9", "step": 1}]}  # pyformat: disable
+  other["rollouts"] = [
+      {"rollout_id": f"b{n}", "task_id": "long", "step_id": "S9",
+       "status": "completed", "task_success": True, "num_turns": 100}
+      for n in range(3)
+  ]  # pyformat: disable
+  server.post(other)
+  names = {row["id"]: row["rollout_id"] for row in server.rows("rollout")}
+  for path, found in (
+      ("/runs/1/rollouts", {"long2"}), ("/runs/2/rollouts", set()),
+      ("/rollouts", {"long0", "long1", "long2", "long3", "long4"}),
+  ):
+    text = server.http.get(f"{path}?odd=success+in+few+turns").text
+    shown = re.findall(r'href="/rollouts/(\d+)" data-row', text)
+    assert {names[int(i)] for i in shown} == found, path

@@ -247,10 +247,18 @@ def arrow_head(
 
 def svg(drawn: Sequence[Mark], width: int, height: int) -> str:
   """Marks as an `svg` element that lies over the screenshot."""
+  return (
+      f'<svg class="overlay" viewBox="0 0 {width} {height}"'
+      f' aria-hidden="true">{shapes(drawn)}</svg>'
+  )
+
+
+def shapes(drawn: Sequence[Mark]) -> str:
+  """The elements of marks, for an `svg` whose units are the screen's pixels."""
   parts = []
   for mark in drawn:
-    shapes = _shapes(mark)
-    parts += [f'<g class="rim">{shapes}</g>', f'<g class="act">{shapes}</g>']
+    lines = _shapes(mark)
+    parts += [f'<g class="rim">{lines}</g>', f'<g class="act">{lines}</g>']
     if mark.number:
       assert mark.ring or mark.head, "a numbered mark has a ring or a head"
       x, y = mark.ring or mark.head[1]  # type: ignore[index]
@@ -258,10 +266,7 @@ def svg(drawn: Sequence[Mark], width: int, height: int) -> str:
           f'<text x="{x + 3 * mark.unit:.1f}" y="{y - 2 * mark.unit:.1f}"'
           f' font-size="{3 * mark.unit:.1f}">{mark.number}</text>'
       )
-  return (
-      f'<svg class="overlay" viewBox="0 0 {width} {height}"'
-      f' aria-hidden="true">{"".join(parts)}</svg>'
-  )
+  return "".join(parts)
 
 
 def svg_of_attempts(

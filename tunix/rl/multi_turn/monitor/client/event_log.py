@@ -158,6 +158,7 @@ class EventLog:
     self._lock = threading.Lock()
     self._requests: list[bytes] = []
     self._work = threading.Event()
+    self._hurried = -_TICK_S
     self._closing = threading.Event()
     self._given_up = False
     self._delivered = False
@@ -188,6 +189,12 @@ class EventLog:
     waiting.append(event)
     if len(waiting) == _PLENTY:
       self._work.set()
+    elif type(event) is events.TurnFinished and live_turns.is_watched(event):
+      # Somebody may watch it; of many at a time, the first of each tick.
+      now = time.monotonic()
+      if now - self._hurried > _TICK_S:
+        self._hurried = now
+        self._work.set()
 
   def drain(self, timeout_s: float = 10.0) -> bool:
     """Waits until everything is delivered; False when time ran out."""

@@ -20,13 +20,18 @@ WATCHED_S = 0.5
 _LONGEST = 20_000
 
 
+def is_watched(event: events.TurnFinished) -> bool:
+  """Whether the turn is shown before its episode ends."""
+  return event.step is not None and sum(event.seconds.values()) >= WATCHED_S
+
+
 def shown(event: events.TurnFinished) -> trajectory_lib.Step | None:
   """The turn without the conversation before it; None of a short one.
 
   The first turn keeps the screenshot that the episode began with.
   """
   step = event.step
-  if step is None or sum(event.seconds.values()) < WATCHED_S:
+  if step is None or not is_watched(event):
     return None
   first = None if event.turn else first_image(step)
   observation = step.observation

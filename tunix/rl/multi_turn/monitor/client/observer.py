@@ -138,7 +138,8 @@ class MonitorObserver:
   def on_event(self, event: events.Event) -> None:
     handler = self._handlers.get(type(event))
     if handler is not None:
-      self._client.sender.put(_Deferred(handler, event))
+      watched = type(event) is events.TurnFinished and event.step is not None
+      self._client.sender.put(_Deferred(handler, event), soon=watched)
 
   def close(self) -> bool:
     """Delivers for `close_s`; the spool keeps the rest. Idempotent."""

@@ -112,6 +112,7 @@ class Sender:
     self._work = threading.Event()
     self._keep_now = threading.Event()
     self._hurry = threading.Event()
+    self._hurried = -_TICK_S
     self._delivered = threading.Event()
     self._complaints: set[str] = set()
     self._delivery = delivery_lib.Delivery(
@@ -128,8 +129,17 @@ class Sender:
     self._keeping.start()
     self._sending.start()
 
-  def put(self, make: Callable[[], SpoolItem | Part | None] | Part) -> bool:
+  def put(
+      self,
+      make: Callable[[], SpoolItem | Part | None] | Part,
+      *,
+      soon: bool = False,
+  ) -> bool:
     """Takes a part of a batch, or a callable that makes one on another thread.
+
+    Args:
+      make: the part, or makes it.
+      soon: it does not wait for others, unless one has just not waited.
 
     Returns:
       False when it was dropped.
@@ -142,7 +152,11 @@ class Sender:
     with self._lock:
       pending.append(make)
       self._taken += 1
-    if len(pending) > self._max_pending // 4:
+    now = time.monotonic() if soon else 0.0
+    if soon and now - self._hurried > _TICK_S:
+      self._hurried = now
+      self._keep_now.set()
+    elif len(pending) > self._max_pending // 4:
       self._keep_now.set()
     return True
 

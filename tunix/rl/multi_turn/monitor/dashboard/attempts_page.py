@@ -26,8 +26,6 @@ from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _TURNS = 40
-_NEWEST = 400
-"""Attempts at the task that a partner is sought among."""
 _LONGEST = 600
 
 Row = dict[str, Any]
@@ -60,7 +58,9 @@ class AttemptPages:
     mine = self._queries.rollout(request.project, str(request.id()))
     run = self._head(request.project, mine["training_id"])
     with database.reading(self._engine) as connection:
-      other = asks.other or _partner(connection, mine, run["id"])
+      other = asks.other or _partner(
+          connection, request.project, mine, run["id"]
+      )
     if other is None:
       raise errors.ApiError(
           404,
@@ -115,38 +115,38 @@ def first_difference(mine: Sequence[Row], others: Sequence[Row]) -> int | None:
 
 
 def _partner(
-    connection: sa.Connection, mine: Row, training: int
+    connection: sa.Connection, project: int, mine: Row, training: int
 ) -> int | None:
-  """An attempt that ended otherwise: of its group, else the newest one."""
-  r, s = tables.rollout, tables.step
-  source = mine["source_type"]
-  rows = connection.execute(
-      sa.select(
-          r.c.id, r.c.task_success, r.c.group, r.c.step_id, r.c[f"{source}_id"]
-      )
-      .outerjoin(s, s.c.id == r.c.step_id)
-      .outerjoin(tables.eval_, tables.eval_.c.id == r.c.eval_id)
-      .outerjoin(tables.baseline, tables.baseline.c.id == r.c.baseline_id)
-      .where(
-          r.c.task_id == mine["task_id"], r.c.id != mine["id"],
-          r.c.status == "completed",
-          sa.func.coalesce(
-              s.c.training_id, tables.eval_.c.training_id,
-              tables.baseline.c.training_id,
-          ) == training,
-      )
-      .order_by(r.c.id.desc())
-      .limit(_NEWEST)
+  """An attempt that ended otherwise: of its group, else the run's newest.
+
+  One that ended the same way where there is no other.
+  """
+  r = tables.rollout
+  won = int(bool(mine["task_success"]))
+  other = sa.and_(
+      r.c.task_id + 0 == mine["task_id"], r.c.id + 0 != mine["id"],
+      sa.func.coalesce(r.c.status, "") == "completed",
   )  # pyformat: disable
-
-  def nearness(row: Any) -> tuple[bool, bool, int]:
-    return (
-        bool(row.task_success) != bool(mine["task_success"]),
-        row[-1] == mine[f"{source}_id"] and row.group == mine["group"],
-        row.id,
+  otherwise = sa.func.coalesce(r.c.task_success, 0) == 1 - won
+  held = r.c[f"{mine['source_type']}_id"]
+  group = r.c.group == mine["group"] if mine["group"] is not None else sa.true()
+  together = list(connection.execute(
+      sa.select(r.c.id, sa.case((otherwise, 1), else_=0).label("otherwise"))
+      .where(held == mine[f"{mine['source_type']}_id"], group, other)
+  ))  # pyformat: disable
+  nearest = max(together, key=lambda row: (row.otherwise, row.id), default=None)
+  if nearest is not None and nearest.otherwise:
+    return nearest.id
+  anything = rollout_list.selection(rollout_list.RolloutListQuery())
+  for wanted in (anything.narrowed(otherwise), anything):
+    found = rollout_list.pick(
+        connection, project, training, wanted.narrowed(other), 1
     )
-
-  return max(rows, key=nearness).id if (rows := list(rows)) else None
+    if found:
+      return found[0][1]
+    if nearest is not None:
+      return nearest.id
+  return None
 
 
 def _said(connection: sa.Connection, strip: Sequence[Row]) -> dict[int, Row]:

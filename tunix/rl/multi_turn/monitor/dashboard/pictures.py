@@ -13,6 +13,8 @@ import markupsafe
 from tunix.rl.multi_turn.core import click_overlay
 
 _Markup = markupsafe.Markup
+_CROP = (420, 260)
+_CROP_MARKS = 0.5
 
 
 def sparkline(
@@ -120,3 +122,62 @@ def overlay(
   """Gestures drawn over a screenshot of `width` x `height` pixels."""
   marks = click_overlay.marks(gestures, width, height, scale)
   return _Markup(click_overlay.svg(marks, width, height))
+
+
+def crops(
+    gestures: Sequence[click_overlay.Gesture], images: Sequence[Any]
+) -> list[_Markup]:
+  """The surroundings of a turn's gestures, before and after it, at real size.
+
+  Args:
+    gestures: of the turn.
+    images: `exports.StoredImage`s: the screen before, and the one after.
+
+  Returns:
+    SVGs, one an image; none where nothing has a place, or where the screen is
+    hardly larger.
+  """
+  pairs = list(zip(("before", "after"), (images[:1], images[1:][-1:])))
+  shown = [(word, found[0]) for word, found in pairs if found]
+  return [
+      made for word, image in shown
+      if not isinstance(image, dict) and not image.missing
+      and (made := _crop(gestures, word, image))
+  ]  # pyformat: disable
+
+
+def _crop(
+    gestures: Sequence[click_overlay.Gesture], word: str, image: Any
+) -> _Markup | None:
+  width, height = _CROP
+  if image.width < 1.5 * width or image.height < 1.5 * height:
+    return None
+  points = [p for one in gestures for p in (one.at, one.to) if p is not None]
+  if not points:
+    return None
+  left, top = (
+      max(0.0, min(_middle([p[axis] for p in points], size) - size / 2,
+                   whole - size))
+      for axis, size, whole in ((0, width, image.width),
+                                (1, height, image.height))
+  )  # pyformat: disable
+  marks = click_overlay.marks(
+      gestures if word == "before" else (), image.width, image.height,
+      _CROP_MARKS,
+  )  # pyformat: disable
+  return _Markup(
+      '<svg class="crop" viewBox="{x:.0f} {y:.0f} {w} {h}" width="{w}"'
+      ' height="{h}" role="img" aria-label="around the action, {word}"><image'
+      ' href="/api/v1/screenshots/{sha}" width="{iw}" height="{ih}"/><g'
+      ' class="overlay">{marks}</g></svg>'
+  ).format(
+      x=left, y=top, w=width, h=height, word=word, sha=image.sha,
+      iw=image.width, ih=image.height,
+      marks=_Markup(click_overlay.shapes(marks)),
+  )  # pyformat: disable
+
+
+def _middle(values: Sequence[float], size: float) -> float:
+  """Of what fits into `size`: of all, or of the first."""
+  low, high = min(values), max(values)
+  return (low + high) / 2 if high - low < size else values[0]

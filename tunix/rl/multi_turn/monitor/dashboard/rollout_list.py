@@ -57,23 +57,22 @@ ERRORS = {
 }  # pyformat: disable
 
 _DECIDED = _STATUS == "completed"
-_OF_STATUS = {
-    "succeeded": sa.and_(_DECIDED, _R.c.task_success == 1),
-    **dict.fromkeys(
-        ("failed", "max_turns", "context_limit", "parse_error"),
-        sa.and_(_DECIDED, _R.c.task_success == 0),
-    ),
-    "cancelled": _STATUS == "cancelled",
-    **dict.fromkeys(
-        ("timeout", "env_error", "model_error"), _STATUS == "failed"
-    ),
-}  # pyformat: disable
+_LOST = sa.and_(_DECIDED, _R.c.task_success == 0)
 ENDS = {
-    # What the index has comes first: only rollouts that fulfil it are read.
-    word: sa.and_(narrow, _R.c.status_message == word)
-    for word, narrow in _OF_STATUS.items()
-}
+    "succeeded": sa.and_(_DECIDED, _R.c.task_success == 1),
+    "cancelled": _STATUS == "cancelled",
+    # Both conditions on the word, so that the index of these serves.
+    **{
+        word: sa.and_(
+            tables.ENDED, _R.c.status_message == word,
+            _STATUS == "failed"
+            if word in ("timeout", "env_error", "model_error") else _LOST,
+        )
+        for word in tables.UNSOLVED
+    },
+}  # pyformat: disable
 """How an episode ended, in the collector's words."""
+_SHORT = "success in few turns"
 ODD = {
     "success without reward": sa.and_(
         _DECIDED, _R.c.task_success == 1, _R.c.reward <= 0
@@ -85,7 +84,7 @@ ODD = {
         _DECIDED, _R.c.task_success == 0, _R.c.agent_reported_success == 1
     ),
     "repeats itself": _R.c.consecutive_repeated_actions >= 3,
-    "success in few turns": sa.and_(
+    _SHORT: sa.and_(
         _DECIDED, _R.c.task_success == 1, _R.c.num_turns > 0
     ),
 }  # pyformat: disable
@@ -221,6 +220,10 @@ class RolloutLists:
     asks = request.read(RolloutListQuery)
     wanted = selection(asks)
     with database.reading(self._engine) as connection:
+      if asks.odd == _SHORT:
+        wanted = wanted.narrowed(
+            _few_turns(connection, request.project, training)
+        )
       found = pick(connection, request.project, training, wanted)
       rows = _described(connection, [id_ for _, id_ in found[:_PAGE]])
       task = None
@@ -266,8 +269,6 @@ def selection(asks: RolloutListQuery) -> Selection:
     conditions.append(ENDS[asks.end])
   if asks.odd is not None:
     conditions.append(ODD[asks.odd])
-  if asks.odd == "success in few turns":
-    conditions.append(_R.c.num_turns <= _FEW * _usual_turns())
   if asks.group is not None:
     conditions.append(_R.c.group == asks.group)
   if asks.low is not None:
@@ -334,11 +335,7 @@ def _pick(
   found = []
   for source in wanted.sources:
     s = tables.metadata.tables[source]
-    own = sa.select(s.c.id).where(
-        s.c.training_id == training
-        if training is not None
-        else s.c.training_id.in_(mine)
-    )
+    own = sa.select(s.c.id).where(_owned(s, project, training))
     if wanted.step is not None:
       own = own.where(s.c.step == wanted.step)
     held = _R.c[f"{source}_id"]
@@ -462,18 +459,55 @@ def _described(connection: sa.Connection, ids: Sequence[int]) -> list[Row]:
   return [found[id_] for id_ in ids]
 
 
-def _usual_turns() -> sa.ColumnElement[Any]:
-  """Mean turns of the other successes at a rollout's task, in all runs."""
-  other = tables.rollout.alias("usual")
-  return (
-      sa.select(sa.func.avg(other.c.num_turns))
-      .where(
-          other.c.task_id == _R.c.task_id, other.c.id != _R.c.id,
-          other.c.status == "completed", other.c.task_success == 1,
-      )
-      .correlate(_R)
-      .scalar_subquery()
-  )  # pyformat: disable
+def _few_turns(
+    connection: sa.Connection, project: int, training: int | None
+) -> sa.ColumnElement[bool]:
+  """Whether a rollout took at most `_FEW` of its task's usual turns.
+
+  These are the mean of the other successes at the task, in the same runs. With
+  n successes of `total` turns, x turns are at most half of the others' mean
+  where x (2 n - 1) <= total.
+  """
+  r = _R
+  tasks: dict[int, list[int]] = {}
+  for source in vocabulary.SOURCE_TYPES:
+    s, held = tables.metadata.tables[source], r.c[f"{source}_id"]
+    own = sa.select(s.c.id).where(_owned(s, project, training)).subquery()
+    for task, count, total, least in connection.execute(
+        sa.select(
+            _TASK, sa.func.count(), sa.func.sum(r.c.num_turns),
+            sa.func.min(r.c.num_turns),
+        )
+        .select_from(own.join(r, held == own.c.id))
+        .where(held.is_not(None), ODD[_SHORT])
+        .group_by(_TASK)
+    ):  # pyformat: disable
+      one = tasks.setdefault(task, [0, 0, least])
+      tasks[task] = [one[0] + count, one[1] + int(total), min(one[2], least)]
+  at_most: dict[int, list[int]] = {}
+  for task, (count, total, least) in tasks.items():
+    most = total // round((count - 1) / _FEW + 1)
+    if count > 1 and least <= most:
+      at_most.setdefault(most, []).append(task)
+  return sa.or_(sa.false(), *(
+      sa.and_(r.c.num_turns <= most, _TASK.in_(
+          # In the text: there may be more than a statement has parameters.
+          sa.bindparam(None, ids, expanding=True, literal_execute=True)
+      ))
+      for most, ids in at_most.items()
+  ))  # pyformat: disable
+
+
+def _owned(
+    source: sa.Table, project: int, training: int | None
+) -> sa.ColumnElement[bool]:
+  """Whether a source is the run's, or one of the project's runs'."""
+  if training is not None:
+    return source.c.training_id == training
+  owner = tables.training_project
+  return source.c.training_id.in_(
+      sa.select(owner.c.training_id).where(owner.c.project_id == project)
+  )
 
 
 def _tasks(search: str) -> sa.Select:

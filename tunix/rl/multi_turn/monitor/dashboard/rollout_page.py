@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Mapping, Sequence
+from typing import Any, Literal, Mapping, Sequence
 
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.dashboard import exports
@@ -15,22 +15,32 @@ from tunix.rl.multi_turn.monitor.dashboard import token_text
 from tunix.rl.multi_turn.monitor.dashboard import token_view
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 from tunix.rl.multi_turn.monitor.server import screenshots as screenshots_lib
 
 _MOST_TURNS = 1000
+_FEW_TURNS = 50
 _MOST_EXPORTS = 2
 _EXPORT_WAIT_S = 10.0
 Row = dict[str, Any]
 
 
 class RolloutQuery(query_lib.PageQuery):
-  """A rollout's page: the turn that is shown, from 1; `heat` colours tokens."""
+  """A rollout's page.
 
-  turn: query_lib.Id = 1
+  Attributes:
+    turn: the one that is shown, from 1; without it the first one, or the
+      newest one while the rollout runs.
+    heat: colours tokens.
+    size: "real" shows a pixel of the screen as one of the page.
+  """
+
+  turn: query_lib.Id | None = None
   heat: str = ""
+  size: Literal["fit", "real"] = "fit"
 
 
 class RolloutPages:
@@ -59,7 +69,9 @@ class RolloutPages:
         (n for n, m in enumerate(members) if m["id"] == rollout["id"]), 0
     )
     rollout["advantage"] = members[place]["advantage"] if members else None
-    number = min(max(1, asks.turn), max(1, len(turns)))
+    running = rollout["status"] not in vocabulary.FINISHED["rollout"]
+    wanted = asks.turn or (len(turns) if running else 1)
+    number = min(max(1, wanted), max(1, len(turns)))
     turn = self._turn(request.project, rollout, turns, number)
     view: Row = {}
     if turn is not None:
@@ -67,6 +79,11 @@ class RolloutPages:
     return page_request.Page("rollout.html", {
         "run": run, "tab": "rollout", "rollout": rollout, "strip": turns,
         "turn": turn, "number": number, "view": view, "members": members,
+        "running": running, "follows": running and asks.turn is None,
+        "real": asks.size == "real",
+        "crops": [] if turn is None else pictures.crops(
+            turn["gestures"], turn["images"]
+        ),
         "changed": not (turns and turns[number - 1]["unchanged"]),
         "otherwise": _otherwise(members, place), "place": place,
         "advantage_kind": step_page.advantage_kind(run),
@@ -175,8 +192,10 @@ def _otherwise(members: Sequence[Row], place: int) -> int | None:
   return min(found)[1] if found else None
 
 
-def strip(connection: sa.Connection, rollout: int) -> list[Row]:
-  """Every turn of a rollout, small: its screens, its actions, its end.
+def strip(
+    connection: sa.Connection, rollout: int, most: int = _MOST_TURNS
+) -> list[Row]:
+  """The first turns of a rollout, small: screens, actions, reward.
 
   `unchanged` of a turn: its actions left the screen as it was.
   """
@@ -191,10 +210,12 @@ def strip(connection: sa.Connection, rollout: int) -> list[Row]:
           sa.select(t.c.id, t.c.turn, t.c.reward, t.c.turn_time)
           .where(t.c.rollout_id == rollout)
           .order_by(t.c.turn)
-          .limit(_MOST_TURNS)
+          .limit(most)
       )
   }  # pyformat: disable
-  mine = sa.select(t.c.id).where(t.c.rollout_id == rollout)
+  mine: Any = list(turns)
+  if len(turns) > _FEW_TURNS:
+    mine = sa.select(t.c.id).where(t.c.rollout_id == rollout)
   for id_, uri in connection.execute(
       sa.select(o.c.turn_id, o.c.screenshot_uri)
       .where(o.c.turn_id.in_(mine), o.c.screenshot_uri.is_not(None))

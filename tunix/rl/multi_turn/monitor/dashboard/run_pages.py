@@ -11,6 +11,7 @@ import pydantic
 import sqlalchemy as sa
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.monitor.dashboard import advice
+from tunix.rl.multi_turn.monitor.dashboard import charts as charts_lib
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import measurements
 from tunix.rl.multi_turn.monitor.dashboard import overview
@@ -34,50 +35,6 @@ _COMPARED = (
     "rollout_tokens_per_second", "seconds_total",
 )  # pyformat: disable
 STATES = ("running", "silent", "paused", "completed", "failed", "cancelled")
-
-CHARTS: tuple[dict[str, Any], ...] = (
-    {"key": "reward", "title": "Reward", "names": ("reward_mean",)},
-    {"key": "success", "title": "Success", "names": ("success_rate",),
-     "evals": True, "unit": "share"},
-    {"key": "tasks", "title": "Success by task", "names": ("success_rate/",),
-     "unit": "share"},
-    {"key": "loss", "title": "Loss", "names": ("loss", "policy_loss")},
-    {"key": "kl", "title": "KL", "names": ("kl", "sampler_kl")},
-    {"key": "entropy", "title": "Entropy", "names": ("entropy",)},
-    {"key": "clip", "title": "Clip fraction",
-     "names": ("clip_fraction", "clip_fraction_low", "clip_fraction_high")},
-    {"key": "grad", "title": "Gradient norm", "names": ("grad_norm",)},
-    {"key": "staleness", "title": "Staleness",
-     "names": ("staleness_mean", "staleness_max")},
-    {"key": "queue", "title": "Groups waiting",
-     "names": ("queue_size", "dropped_stale")},
-    {"key": "tokens", "title": "Tokens per second",
-     "names": ("rollout_tokens_per_second", "learner_tokens_per_second")},
-    {"key": "share", "title": "Model, environment, idle",
-     "names": ("model_share", "env_share", "engine_idle", "overlap"),
-     "unit": "share"},
-    {"key": "turn_seconds", "title": "Turn time",
-     "names": ("turn_seconds_model", "turn_seconds_env",
-               "turn_seconds_other")},
-    {"key": "busy", "title": "Episodes in flight", "names": ("episodes_busy",)},
-    {"key": "seconds", "title": "Step time",
-     "names": ("seconds_wait", "seconds_learn", "seconds_publish")},
-    {"key": "learner_time", "title": "Learner's time",
-     "names": ("time/wait", "time/learn", "time/publish", "time/save",
-               "time/evaluate", "time/report", "time/other")},
-    {"key": "engine_time", "title": "Engine's time",
-     "names": ("time/engine_idle", "time/engine_prefill", "time/engine_decode",
-               "time/engine_vision", "time/engine_host")},
-    {"key": "rollout_time", "title": "Rollout's time",
-     "names": ("time/rollout_model", "time/rollout_env", "time/rollout_both",
-               "time/rollout_none")},
-    {"key": "turns", "title": "Turns of an episode", "names": ("turns_mean",)},
-    {"key": "groups", "title": "Groups with a gradient",
-     "names": ("informative_groups",), "unit": "share"},
-    {"key": "ends", "title": "Episode outcomes", "names": ("status/",),
-     "unit": "share"},
-)  # pyformat: disable
-"""Charts of a run, in order; docs/metrics.md explains the readings."""
 
 Row = dict[str, Any]
 
@@ -134,14 +91,14 @@ class CompareQuery(CurvesPageQuery):
   Attributes:
     run: the runs, each once.
     base: the run that the others differ from.
-    differences: whether equal settings are left out.
+    differences: whether equal settings are left out; 0 shows every one.
   """
 
   run: Annotated[
       tuple[query_lib.Id, ...], pydantic.Field(validate_default=True)
   ] = ()
   base: query_lib.Id | None = None
-  differences: query_lib.Flag = False
+  differences: query_lib.Flag = True
 
   @pydantic.field_validator("run")
   @classmethod
@@ -328,19 +285,21 @@ class RunPages:
     columns = self._curves.of(training)
     evals = self.eval_points(training)
     shown = [
-        chart for chart in CHARTS
+        chart for chart in charts_lib.CHARTS
         if any(_has(columns, name) for name in chart["names"])
     ]  # pyformat: disable
     flat_ones = [] if asks.flat else [c for c in shown if _flat(columns, c)]
     shown = [chart for chart in shown if chart not in flat_ones]
-    charted = {n for chart in CHARTS for n in chart["names"]}
+    charted = {n for chart in charts_lib.CHARTS for n in chart["names"]}
     others = sorted(
         n for n in columns.values
         if n not in charted and not n.startswith(("success_rate/", "status/"))
         and n not in ("step", "version", "time")
     )  # pyformat: disable
     more = [n for n in asks.more if n in others]
-    shown += [{"key": n, "title": n, "names": (n,)} for n in more]
+    shown += [
+        {"key": n, "title": n, "names": (n,), "section": "more"} for n in more
+    ]
     shown = [
         {**chart, "about": advice.chart_about(chart["names"])}
         for chart in shown
@@ -480,7 +439,7 @@ class RunPages:
             "title": chart["title"] if len(chart["names"]) == 1
             else f"{chart['title']}: {chart['names'][0]}",
         }
-        for chart in CHARTS
+        for chart in charts_lib.CHARTS
         if not chart["names"][0].endswith("/")
         and any(_has(c, chart["names"][0]) for c in columns.values())
     ]  # pyformat: disable

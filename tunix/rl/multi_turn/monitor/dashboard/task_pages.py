@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import measurements
 from tunix.rl.multi_turn.monitor.dashboard import page_request
+from tunix.rl.multi_turn.monitor.dashboard import rollout_page
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
@@ -24,6 +25,8 @@ from tunix.rl.multi_turn.monitor.server import query as query_lib
 _TASKS = 25
 _TRIES = 60
 _TRIES_LISTED = 16
+_CHECKPOINTS = 6
+_STRIP_TURNS = 8
 SOLVED = ("never", "sometimes", "always")
 SPLITS = ("training", "held-out")
 SORTS = ("learnable", "success", "change", "attempts", "name")
@@ -125,6 +128,9 @@ class TaskPages:
         tries = _tries(
             connection, training, task, row["first"], last, most=_TRIES
         )
+      strips = []
+      if row is not None and after is None:
+        strips = _checkpoints(connection, training, task)
       screens = measurements.last_screenshots(
           connection, [x["id"] for x in tries]
       )
@@ -133,8 +139,70 @@ class TaskPages:
     return page_request.Page("task.html", {
         "run": run, "tab": "tasks", "task": found, "tries": tries[::-1],
         "more": tries[0]["id"] if len(tries) == _TRIES else None,
-        "row": row, "measured": measured,
+        "row": row, "measured": measured, "strips": strips,
     })  # pyformat: disable
+
+
+def _checkpoints(
+    connection: sa.Connection, training: int, task: int
+) -> list[Row]:
+  """The first attempt at a task at some checkpoints, with its first turns.
+
+  Of the measurements where there are two, else of the steps; the first and the
+  last one are among them.
+  """
+  found = []
+  for source in ("baseline", "eval", "step"):
+    if source == "step" and len(found) > 1:
+      break
+    found += [
+        {"kind": source, "source": row.source, "step": row.step, "id": row.id}
+        for row in connection.execute(
+            _firsts(source), {"training": training, "task": task}
+        )
+    ]  # pyformat: disable
+  last = len(found) - 1
+  places = {round(last * n / (_CHECKPOINTS - 1)) for n in range(_CHECKPOINTS)}
+  found = [found[place] for place in sorted(places) if place >= 0]
+  r = tables.rollout
+  rows = {
+      row.id: dict(row._mapping)  # pylint: disable=protected-access
+      for row in connection.execute(
+          sa.select(
+              r.c.id, r.c.status, r.c.status_message, r.c.task_success,
+              r.c.reward, r.c.num_turns,
+          ).where(r.c.id.in_([one["id"] for one in found]))
+      )
+  }  # pyformat: disable
+  for one in found:
+    one |= rows[one["id"]]
+    one["turns"] = rollout_page.strip(connection, one["id"], _STRIP_TURNS)
+  return found
+
+
+@functools.cache
+def _firsts(source: str) -> sa.Select:
+  """The first decided attempt at a task at each of a run's sources."""
+  s, r = tables.metadata.tables[source], tables.rollout
+  step = s.c.step if "step" in s.c else sa.literal(0)
+  own = (
+      sa.select(s.c.id, step.label("step"))
+      .where(s.c.training_id == sa.bindparam("training"))
+      .subquery()
+  )
+  held = r.c[f"{source}_id"]
+  return (
+      sa.select(
+          own.c.id.label("source"), own.c.step, sa.func.min(r.c.id).label("id")
+      )
+      .select_from(own.join(r, held == own.c.id))
+      .where(
+          held.is_not(None), r.c.task_id + 0 == sa.bindparam("task"),
+          sa.func.coalesce(r.c.status, "") == "completed",
+      )
+      .group_by(own.c.id, own.c.step)
+      .order_by(own.c.step, own.c.id)
+  )  # pyformat: disable
 
 
 def solved(wins: int, tries: int) -> str | None:

@@ -404,7 +404,8 @@ FAULTS = (
 
 LISTED = (
     "reward", "task_id", "status", "task_success", "num_turns",
-    "rollout_time", *FAULTS,
+    "rollout_time", *FAULTS, "group", "agent_reported_success",
+    "consecutive_repeated_actions",
 )  # pyformat: disable
 """Columns of a rollout that lists are narrowed and sorted by."""
 
@@ -416,6 +417,16 @@ NUM_FAULTS: sa.ColumnElement[float] = functools.reduce(
 )
 FAULTY: sa.ColumnElement[bool] = NUM_FAULTS > _ZERO
 """Of a rollout: whether anything went wrong. The condition of an index."""
+UNSOLVED = (
+    "failed", "max_turns", "context_limit", "parse_error", "timeout",
+    "env_error", "model_error",
+)  # pyformat: disable
+"""Words of `status_message`: how a rollout ends that does not succeed."""
+# Only these words are in an index: any text could be too long for one.
+ENDED: sa.ColumnElement[bool] = rollout.c.status_message.in_(
+    [sa.literal_column(f"'{word}'") for word in UNSOLVED]
+)
+"""Of a rollout: whether it ended so. The condition of an index."""
 
 
 def index_name(table: str, columns: tuple[str, ...]) -> str:
@@ -432,17 +443,18 @@ for _name, _columns, _unique in INDICES:
 for _source in vocabulary.SOURCE_TYPES:
   # The monitor's own. All that lists of rollouts are narrowed and sorted by,
   # and that histograms of rewards count, is read from these alone, not from
-  # rows of two kilobytes: all rollouts of a kind of source, and the ones in
-  # which something went wrong.
+  # rows of two kilobytes: all rollouts of a kind of source, the ones in which
+  # something went wrong, and the ones that did not succeed, by their end.
   _own = rollout.c[f"{_source}_id"]
-  for _kind, _held in (
-      ("listed", _own.is_not(None)),
-      ("faulty", _own.is_not(None) & FAULTY),
+  for _kind, _first, _held in (
+      ("listed", (), _own.is_not(None)),
+      ("faulty", (), _own.is_not(None) & FAULTY),
+      ("ended", ("status_message",), _own.is_not(None) & ENDED),
   ):
     sa.Index(
         f"idx_rollout_{_source}_{_kind}",
         _own,
-        *(rollout.c[c] for c in LISTED),
+        *(rollout.c[c] for c in (*_first, *LISTED)),
         sqlite_where=_held,
         postgresql_where=_held,
     )

@@ -4,6 +4,9 @@ import uPlot from "./vendor/uplot.js";
 
 const COLOURS = 10;
 const POINTS = 1200;
+// What a curve of many steps is smoothed by unless the URL has another weight.
+const SMOOTH = 0.6;
+const MANY = 40;
 const sync = uPlot.sync("curves");
 let figures = [];
 let data = [];
@@ -15,7 +18,8 @@ function state() {
   const query = new URLSearchParams(location.search);
   const number = (name) => (query.get(name) === null ? null : Number(query.get(name)));
   return {
-    smooth: Math.min(0.98, Math.max(0, Number(query.get("smooth")) || 0)),
+    // null: as long as the curve is.
+    smooth: query.get("smooth") ? Math.min(0.98, Math.max(0, Number(query.get("smooth")) || 0)) : null,
     axis: query.get("x") === "time" ? "time" : "step",
     log: new Set((query.get("log") || "").split(",").filter(Boolean)),
     first: number("first"),
@@ -130,8 +134,15 @@ function places(one, axis) {
   return one.step.map((step, n) => times[n] ?? null);
 }
 
-function table(series, axis, weight) {
-  const tables = series.map((s) => {
+function weightOf(s, smooth) {
+  return s.evals ? 0 : smooth ?? (s.values.length >= MANY ? SMOOTH : 0);
+}
+
+// The series as they are read, and behind them the raw ones of those that are
+// smoothed.
+function table(series, axis, smooth) {
+  const raw = series.filter((s) => weightOf(s, smooth));
+  const tables = [...series, ...raw].map((s, place) => {
     if (s.evals) {
       const steps = new Map(s.one.step.map((step, n) => [step, places(s.one, axis)[n]]));
       const points = new Map();
@@ -143,7 +154,7 @@ function table(series, axis, weight) {
       return [xs, xs.map((x) => points.get(x))];
     }
     const xs = places(s.one, axis);
-    const ys = smoothed(s.values, weight);
+    const ys = smoothed(s.values, place < series.length ? weightOf(s, smooth) : 0);
     const known = xs.map((x, n) => [x, ys[n]]).filter(([x]) => x !== null);
     known.sort((a, b) => a[0] - b[0]);
     return [known.map((k) => k[0]), known.map((k) => k[1])];
@@ -270,6 +281,9 @@ function draw(figure) {
           : { show: few, size: 4 },
         paths: s.evals ? () => null : undefined,
       })),
+      ...series.filter((s) => weightOf(s, smooth)).map((s) => ({
+        stroke: colour(`--c${s.colour}`), alpha: 0.28, width: 1, spanGaps: true, points: { show: false },
+      })),
     ],
     hooks: {
       setCursor: [(plot) => {
@@ -341,12 +355,12 @@ async function reload() {
 function tools() {
   const form = document.getElementById("chart-tools");
   const { smooth, axis } = state();
-  form.smooth.value = smooth;
-  form.querySelector("output").textContent = smooth || 0;
+  form.smooth.value = smooth ?? SMOOTH;
+  form.querySelector("output").textContent = smooth ?? "auto";
   form.addEventListener("submit", (event) => event.preventDefault());
   form.smooth.addEventListener("input", () => {
     form.querySelector("output").textContent = form.smooth.value;
-    keep({ smooth: Number(form.smooth.value) || null });
+    keep({ smooth: form.smooth.value });
     drawAll();
   });
   const buttons = [...form.querySelectorAll("[data-axis]")];

@@ -2,7 +2,10 @@
 // on a link or form that only changes the view, and when something changed.
 // A part is an element with `data-part` and an id.
 
-const EVERY_MS = 1500;
+// Changes of a moment go together; then a page waits this long. A page that is
+// watched, like a running episode's, has its own `data-every`.
+const SOON_MS = 50;
+const EVERY_MS = Number(document.body.dataset.every) || 1500;
 const maker = window.trustedTypes
   ? // Only answers of this server come here, made by the same templates.
     window.trustedTypes.createPolicy("monitor-page", { createHTML: (text) => text })
@@ -114,18 +117,20 @@ function refresh() {
   });
 }
 
-// Calls `notify` with the kinds that changed, at most once in EVERY_MS.
+// Calls `notify` with the kinds that changed: soon, and once in EVERY_MS at most.
 function gather(notify) {
   let timer = null;
+  let last = -EVERY_MS;
   let kinds = new Set();
   return (kind) => {
     kinds.add(kind);
     timer ??= setTimeout(() => {
       const now = kinds;
+      last = performance.now();
       timer = null;
       kinds = new Set();
       notify(now);
-    }, EVERY_MS);
+    }, Math.max(SOON_MS, last + EVERY_MS - performance.now()));
   };
 }
 
