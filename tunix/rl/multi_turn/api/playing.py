@@ -50,8 +50,8 @@ def play(
   """Plays a task once and returns the episode, which a notebook draws.
 
   Args:
-    policy: as of `evaluate`; "oracle" for the gym's own; or the actions of a
-      script, `GuiAction`s in pixels of the gym's screen.
+    policy: as of `evaluate`; "oracle" for the gym's own; or a script, a list
+      of `GuiAction` in pixels of the gym's screen.
     task: a family, the `index`-th task of which is played; or a task itself;
       None: the first family.
     index: 0 ….
