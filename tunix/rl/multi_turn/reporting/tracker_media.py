@@ -1,9 +1,9 @@
 """Film strips and a table of an evaluation's episodes, for trackers.
 
-Promises: of each evaluation at most `most` episodes are held for strips, half of
-them failures where there are as many, and at most `ROWS` rows; counts of all
-others stay in the evaluation's figures. `EvalMedia.add` reads no pixels: strips
-are drawn where `strip` is called.
+Promises: of each evaluation at most `most` episodes are held for strips, half
+of them failures where there are as many, and at most `ROWS` rows; counts of all
+others stay in the figures. `EvalMedia.add` reads no pixels: strips are drawn
+where `strip` is called.
 """
 
 from __future__ import annotations
