@@ -51,7 +51,7 @@ def write(directory: str | pathlib.Path) -> None:
 
 def ids_of(directory: pathlib.Path) -> dict[str, int]:
   """`eos_token_id` and `pad_token_id`, as tokenizer_config.json names them."""
-  found = {}
+  found: dict[str, int] = {}
   path = directory / "tokenizer_config.json"
   if not path.is_file() or not (directory / "tokenizer.json").is_file():
     return found

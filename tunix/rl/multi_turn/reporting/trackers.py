@@ -189,7 +189,9 @@ class Tracker:
   ) -> None:
     """Draws the strips: here, and not in the thread that emits."""
     pictures = {}
-    for number, one in enumerate(media.strips if self._images else ()):
+    for number, one in enumerate(media.strips):
+      if self._images is None:
+        break
       pixels = tracker_media.strip(one, self._images)
       if pixels is not None:
         kind = "solved" if one.success else "failed"
