@@ -33,7 +33,7 @@ MONITOR := $(if $(findstring monitor.embedded=false,$(ARGS)),,$(STAMP)-monitor)
 XDESKTOP := $(if $(findstring xdesktop,$(ARGS)),$(STAMP)-xdesktop)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench docs browser desktop openenv agent-clients verifiers tpu-plan install install-dev clean
+.PHONY: help train test test-all lint bench docs docs-site docs-test browser desktop openenv agent-clients verifiers tpu-plan install install-dev clean
 
 help: ## this text
 	@echo "usage: make TARGET [ARGS='key=value ...']"
@@ -67,6 +67,20 @@ bench: $(STAMP)-dev ## run every benchmark, one after the other
 docs: $(STAMP) ## write the pages that are made from the code
 	@$(PY) -m tunix.rl.multi_turn.config > docs/configuration.md
 	@$(PY) -m tunix.rl.multi_turn.reporting.metrics > docs/metrics.md
+
+SITE ?= build/site
+docs-site: $(STAMP)-docs ## build the documentation as a site, build/site/docs/index.html
+	@rm -rf $(SITE)
+	@JAX_PLATFORMS=cpu $(PY) -m sphinx -q -W --keep-going -b html \
+	  -c docs/site . $(SITE)
+	@echo "$(SITE)/docs/index.html"
+
+# Every block, command, notebook and example of the documentation, and the site.
+docs-test: TESTS = tests/test_docs.py tests/test_docs_site.py \
+	tests/test_documented_commands.py tests/test_documented_sequence.py \
+	tests/test_example_configs.py tests/test_example_recipes.py \
+	tests/test_examples.py tests/test_notebooks.py
+docs-test: test-all ## run what the documentation tells one to run
 
 browser: ## install headless Chromium with apt-get (needs root)
 	@if [ "$$(id -u)" != 0 ]; then \
@@ -185,9 +199,12 @@ $(STAMP)-browser: $(SOURCES)
 $(STAMP)-monitor: $(SOURCES) | $(STAMP)$(BROWSER)
 	$(call pip_extra,[monitor],$@)
 
+$(STAMP)-docs: $(SOURCES) | $(STAMP)
+	$(call pip_extra,[docs],$@)
+
 $(STAMP)-xdesktop: $(SOURCES) | $(STAMP)$(BROWSER) $(MONITOR)
 	$(call pip_extra,[xdesktop],$@)
 
 $(STAMP)-dev: $(SOURCES)
-	$(call pip_install,[dev],$@ $(STAMP)-browser $(STAMP)-monitor \
-	  $(STAMP)-xdesktop $(STAMP))
+	$(call pip_install,[dev],$@ $(STAMP)-browser $(STAMP)-docs \
+	  $(STAMP)-monitor $(STAMP)-xdesktop $(STAMP))

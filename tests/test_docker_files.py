@@ -254,7 +254,8 @@ def test_documented_builds_and_runs_are_those_of_the_image():
     command = words[words.index(image) + 1]
     assert command in tunix_multi_turn.COMMANDS
   for words in _documented("docker compose"):
-    assert (ROOT / words[words.index("-f") + 1]).is_file()
+    files = [after for word, after in zip(words, words[1:]) if word == "-f"]
+    assert files and all((ROOT / file).is_file() for file in files)
   for name in arguments - {""}:
     assert f"| `{name}` |" in PAGE
 
@@ -427,8 +428,32 @@ def test_a_service_is_published_to_this_machine_and_watched(service):
   assert f"\n{variable}=\n" in example
 
 
+def test_the_services_build_with_every_argument_of_the_image():
+  given = {
+      name: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
+      for name, value in SERVICES["gym"]["build"]["args"].items()
+  }
+  arguments = dict(text.partition("=")[::2] for text in _texts("ARG"))
+  assert given == {
+      name: value.strip('"') for name, value in arguments.items()
+      if name != "BASE"
+  }  # pyformat: disable
+
+
+def test_the_gpu_variant_reserves_gpus_for_the_policy_alone():
+  over = yaml.safe_load((DOCKER / "compose.gpu.yaml").read_text())["services"]
+  assert over.keys() == {"policy"}
+  assert over["policy"]["build"]["args"] == {"DEVICE": "gpu"}
+  # Another image than that of the services that are built for a CPU.
+  assert over["policy"]["image"] != SERVICES["gym"]["image"]
+  (device,) = over["policy"]["deploy"]["resources"]["reservations"]["devices"]
+  assert device["driver"] == "nvidia" and device["capabilities"] == ["gpu"]
+  assert device["count"] == "${TUNIX_GPUS:-all}"
+
+
 def test_variables_of_the_servers_have_an_example():
-  used = set(re.findall(r"\$\{(\w+)", (DOCKER / "compose.yaml").read_text()))
+  text = "".join(path.read_text() for path in DOCKER.glob("compose*.yaml"))
+  used = set(re.findall(r"\$\{(\w+)", text))
   example = (DOCKER / "env.example").read_text()
   named = set(re.findall(r"^#? ?(\w+)=", example, re.M))
   assert used <= named

@@ -98,7 +98,9 @@ OUTSIDE = (
     "gym=browser", "/models/policy", "Qwen3-VL-4B", "UI-TARS", "resume=",
     "recordings=", "tasks=[]", "configs/mcp.yaml", "processes.",
     "environment=verifiers", "rollout.via=hosts", "rollout.via=offline",
-    "rollout.via=buffer",
+    "rollout.via=buffer", "recipes/miniwob", "recipes/office",
+    "lora.yaml", "recipes/rollout_buffer", "recipes/offline",
+    "recipes/recordings",
 )  # pyformat: disable
 """A run with one of these needs a server, a program or files that are not
 here: its settings are read and checked, but nothing is built."""

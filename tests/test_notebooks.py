@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import sys
 
 import pytest
+import small_runs
 import trials
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "notebooks"
-IN_ORDER = ("01_first_agent", "05_read_a_run")
-"""The second reads what the first has made."""
+TOGETHER = (
+    # The second reads what the first has made.
+    ("01_first_agent", "05_read_a_run"),
+    ("02_own_environment",),
+    ("03_own_model",),
+    ("04_black_box_agent",),
+    ("06_tpu",),
+)
+NAMES = sorted(name for names in TOGETHER for name in names)
 
 
 def cells_of(name: str) -> list[dict]:
@@ -20,10 +29,24 @@ def cells_of(name: str) -> list[dict]:
 
 
 def test_every_notebook_is_executed_here():
-  assert sorted(p.stem for p in FOLDER.glob("*.ipynb")) == sorted(IN_ORDER)
+  assert sorted(p.stem for p in FOLDER.glob("*.ipynb")) == NAMES
 
 
-@pytest.mark.parametrize("name", IN_ORDER)
+def test_every_notebook_is_listed():
+  readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+  page = (FOLDER.parent / "docs" / "python_api.md").read_text(encoding="utf-8")
+  for name in NAMES:
+    assert f"notebooks/{name}.ipynb" in readme and f"{name}`" in page
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebooks_links_lead_somewhere(name):
+  text = (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
+  for target in re.findall(r"\]\(([^)\s:#]+)[^)]*\)", text):
+    assert (FOLDER / target).exists(), target
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_is_kept_without_output(name):
   for cell in cells_of(name):
     assert cell["outputs"] == [] and cell["execution_count"] is None
@@ -35,16 +58,12 @@ def html_of(cell) -> str:
   )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(
-    trials.share() < 1, reason="some minutes: make test-all runs it"
-)
-def test_the_notebooks_run(tmp_path, monkeypatch):
+def run(names, directory, monkeypatch) -> dict[str, list]:
+  """Executes notebooks in a real kernel; their code cells, with outputs."""
   import nbclient  # pylint: disable=g-import-not-at-top
   import nbformat  # pylint: disable=g-import-not-at-top
 
-  kernel = tmp_path / "jupyter" / "kernels" / "this"
+  kernel = directory / "jupyter" / "kernels" / "this"
   kernel.mkdir(parents=True)
   start = [sys.executable, "-m", "ipykernel_launcher", "-f"]
   (kernel / "kernel.json").write_text(
@@ -55,27 +74,79 @@ def test_the_notebooks_run(tmp_path, monkeypatch):
       })
   )
   monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
-  monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
-  monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+  monkeypatch.setenv("JUPYTER_PATH", str(directory / "jupyter"))
+  monkeypatch.setenv("IPYTHONDIR", str(directory / "ipython"))
   executed = {}
-  for name in IN_ORDER:
+  for name in names:
     book = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     client = nbclient.NotebookClient(
         book, timeout=900, kernel_name="this",
-        resources={"metadata": {"path": str(tmp_path)}},
+        resources={"metadata": {"path": str(directory)}},
     )  # pyformat: disable
     try:
       client.execute()  # Raises at the first cell that fails.
     finally:
-      nbformat.write(book, tmp_path / f"{name}.ipynb")
-    executed[name] = [c for c in book.cells if c.cell_type == "code"]
-  first, second = executed.values()
-  assert "data:image" in html_of(first[1])  # The oracle's episode.
-  assert "<progress" in html_of(first[2])
-  assert "Evaluation on held-out seeds" in html_of(first[4])
-  assert "<iframe srcdoc" in html_of(first[-1])
-  for cells in executed.values():
+      nbformat.write(book, directory / f"{name}.ipynb")
+    cells = [c for c in book.cells if c.cell_type == "code"]
     for cell in cells:
       assert len(json.dumps(cell.outputs)) < 2_000_000
-  assert (tmp_path / "runs" / "quick" / "report.html").exists()
-  assert "Run" in str(second[1].outputs)
+    executed[name] = cells
+  return executed
+
+
+def printed(cells) -> str:
+  return "".join(
+      str(o.get("text", "")) + str(o.get("data", {}).get("text/plain", ""))
+      for cell in cells
+      for o in cell.outputs
+  )
+
+
+some_minutes = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        trials.share() < 1, reason="some minutes: make test-all runs it"
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(n, id=n[0], marks=some_minutes) for n in TOGETHER],
+)
+def test_notebooks_run(names, tmp_path, monkeypatch):
+  executed = run(names, tmp_path, monkeypatch)
+  cells = executed[names[0]]
+  shown = "".join(map(html_of, cells))
+  said = printed(cells)
+  match names[0]:
+    case "01_first_agent":
+      assert "data:image" in html_of(cells[1])  # The oracle's episode.
+      assert "<progress" in html_of(cells[2])
+      assert "Evaluation on held-out seeds" in html_of(cells[4])
+      assert "<iframe srcdoc" in html_of(cells[-1])
+      assert (tmp_path / "runs" / "quick" / "report.html").exists()
+      assert "Run" in str(executed["05_read_a_run"][1].outputs)
+    case "02_own_environment":
+      assert "data:image" in shown and "False" in said  # The script's miss.
+      figures = small_runs.summary_of(tmp_path / "runs" / "lamps")["eval"]
+      before, after = (
+          figures[name]["success_rate"] for name in ("initial", "final")
+      )
+      assert after > before
+      assert small_runs.metrics_of(tmp_path / "runs" / "echo")
+    case "03_own_model":
+      assert "largest difference" in said and "adapter_config.json" in said
+      for step in small_runs.metrics_of(tmp_path / "runs" / "own_model"):
+        assert step["logprob_gap_max"] < 1e-3
+    case "04_black_box_agent":
+      for step in small_runs.metrics_of(tmp_path / "runs" / "black_box"):
+        assert step["logprob_gap_max"] < 1e-3 and not step["fallback_turns"]
+      assert "tokens were sampled" in said
+    case "06_tpu":
+      assert "fits" in said and "does not fit" in said
+      assert "docker run" in said and "gcloud compute tpus" in said
+      assert "learner" in said and ".pb" in said
+    case other:
+      raise AssertionError(f"nothing is checked of {other}")

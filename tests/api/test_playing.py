@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import os
+import signal
+import threading
 
 import chat_server
 import pytest
 import tunix.rl.multi_turn as mt
+from tunix.rl.multi_turn import evaluate as evaluate_lib
 from tunix.rl.multi_turn.api import exclusive
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.play import session as session_lib
 
@@ -58,6 +64,27 @@ def test_an_evaluation_that_failed_is_continued(tmp_path):
     found = mt.load(tmp_path / "d").resume()
   assert found.status == "completed" and len(found.outcomes) == 6
   assert found.success_rate == 1.0
+
+
+@pytest.mark.parametrize("quiet", [False, True], ids=["script", "notebook"])
+def test_a_comparison_that_fails_is_an_error(
+    tmp_path, capsys, monkeypatch, quiet
+):
+  shown = evaluate_lib.run_to_end
+  monkeypatch.setattr(
+      evaluate_lib, "run_to_end", lambda made, **_: shown(made, quiet=quiet)
+  )
+  with chat_server.serving() as (url, _):
+    other = evaluate(tmp_path, url, name="o", **{"eval.episodes_per_task": 1})
+    text = (other.directory / "episodes.jsonl").read_text()
+    (other.directory / "episodes.jsonl").write_text(
+        text.replace('"add', '"other')
+    )
+    with pytest.raises(RuntimeError, match=r"c failed: .*continue it with"):
+      evaluate(tmp_path, url, name="c", compare=str(other.directory))
+  assert f"error: {other.directory}: " in capsys.readouterr().err
+  found = mt.load(tmp_path / "c")
+  assert found.success_rate == 1.0 and found.error
 
 
 @pytest.mark.parametrize(
@@ -131,6 +158,42 @@ def test_a_server_that_breaks_the_episode_is_named():
     server.dies_after = 1
     with pytest.raises(RuntimeError, match="server broke|episodes in a row"):
       mt.play(url, "add", environment="tool", **{"evaluate.tries": 1})
+
+
+def test_the_stop_button_ends_an_oracles_episode_and_its_gym(monkeypatch):
+  """As ipykernel does it: SIGINT to the thread that runs the cell."""
+  closed, begun = [], threading.Event()
+
+  class Endless(desktop.DesktopGym):
+
+    async def act(self, action):
+      begun.set()
+      await asyncio.sleep(0.05)
+      return await super().act(action)
+
+    async def close(self):
+      closed.append(True)
+      await super().close()
+
+  spec = dataclasses.replace(gyms.get("desktop"), make=Endless)
+  gyms.registry.GYMS.register("endless", spec)
+  stopper = threading.Thread(
+      target=lambda: begun.wait(30) and os.kill(os.getpid(), signal.SIGINT)
+  )
+  stopper.start()
+  before = signal.getsignal(signal.SIGINT)
+  wait = [gui_action.GuiAction("wait")] * 100_000
+  task = dataclasses.replace(
+      desktop.DesktopTasks(("click-button",)).train_task("click-button", 0, 0),
+      max_turns=100_000,
+  )
+  try:
+    with pytest.raises(RuntimeError, match="stopped before its end"):
+      mt.play(wait, task, gym="endless")
+  finally:
+    stopper.join()
+    gyms.registry.GYMS.unregister("endless")
+  assert closed and signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize(

@@ -72,13 +72,17 @@ def of_arguments(page: str) -> list[Command]:
 def everywhere() -> list[Command]:
   """Every documented command, each once."""
   found = []
-  pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+  pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"),
+           *ROOT.glob("examples/*.md")]  # pyformat: disable
   for page in sorted(pages):
     found += of_text(page.read_text("utf-8"), str(page.relative_to(ROOT)))
   for folder in ("tunix", "examples", "benchmarks"):
     for file in sorted((ROOT / folder).rglob("*.py")):
       text = ast.get_docstring(ast.parse(file.read_text("utf-8")), clean=True)
       found += of_text(text or "", str(file.relative_to(ROOT)))
+  for file in sorted(ROOT.glob("examples/**/*.yaml")):
+    comments = re.findall("^# ?(.*)$", file.read_text("utf-8"), re.M)
+    found += of_text("\n".join(comments), str(file.relative_to(ROOT)))
   for file in sorted(ROOT.glob("notebooks/**/*.ipynb")):
     text = file.read_text("utf-8").replace(r"\n", "\n").replace('"!', '\n')
     found += of_text(text, str(file.relative_to(ROOT)))

@@ -1,5 +1,6 @@
 """Trackers, read back with the packages that people look at them with."""
 
+import io
 import json
 import logging
 import socket
@@ -9,12 +10,18 @@ import threading
 import time
 
 import fresh_interpreter
+import numpy as np
+from PIL import Image
 import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.reporting import settings as settings_lib
+from tunix.rl.multi_turn.reporting import tracker_media
 from tunix.rl.multi_turn.reporting import trackers
 
+Status = trajectory.TrajectoryStatus
 LOGGER = "tunix.rl.multi_turn.reporting.trackers"
 
 
@@ -53,6 +60,111 @@ def test_nothing_is_tracked_unless_asked_for(tmp_path):
   # Upstream's own logger brings tensorboardX with it.
   done = fresh_interpreter.run(program, "tensorboardX.writer")
   assert done.returncode == 0, done.stderr
+
+
+# --- episodes ---------------------------------------------------------------
+
+
+def episode(store, solved, number, split="eval"):
+  """Three turns on screens of their own; the first click is at (20, 30)."""
+  steps = []
+  for turn in range(3):
+    pixels = np.full((96, 128, 3), 40 * turn + number, np.uint8)
+    seen = [{"type": "image", "image": store.put(pixels)}]
+    steps.append(trajectory.Step(
+        chat_completions=[{"role": "user", "content": seen}],
+        model_response=f"answer | {turn}",
+        info={"gui_actions": [{"action": "click", "x": 20, "y": 30}]},
+    ))  # pyformat: disable
+  one = trajectory.Trajectory(
+      task={"family": "click"}, steps=steps, reward=float(solved),
+      status=Status.SUCCEEDED if solved else Status.FAILED,
+  )  # pyformat: disable
+  return events.EpisodeFinished(one, f"g{number}", f"click/{number}", split)
+
+
+def shown(tmp_path, **tracking):
+  """An evaluation of five solved episodes and three that failed, told."""
+  store = images_lib.ImageStore()
+  (tracker,) = trackers.of_run(
+      settings_lib.TrackingConfig(close_timeout_s=60.0, **tracking), tmp_path,
+      None, store,
+  )  # pyformat: disable
+  tracker.on_event(events.RunStarted("my run", {}))
+  tracker.on_event(events.EvalStarted("step_2", "sampled", 8, 2))
+  tracker.on_event(episode(store, True, 99, "train"))
+  for number in range(8):
+    tracker.on_event(episode(store, number < 5, number))
+  tracker.on_event(events.EvalFinished("step_2", {"success_rate": 0.625}))
+  tracker.on_event(events.RunFinished("completed"))
+  tracker.close()
+  assert (tracker.failures, tracker.dropped) == (0, 0)
+
+
+def test_tensorboard_shows_film_strips_and_a_table(tmp_path):
+  accumulators = pytest.importorskip(
+      "tensorboard.backend.event_processing.event_accumulator",
+      reason="needs the extra `dev`",
+  )
+  shown(tmp_path, tensorboard=True)
+  found = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+  found.Reload()
+  assert sorted(found.Tags()["images"]) == [
+      "episodes/failed_2", "episodes/failed_3",
+      "episodes/solved_0", "episodes/solved_1",
+  ]  # pyformat: disable
+  (event,) = found.Images("episodes/solved_0")
+  picture = Image.open(io.BytesIO(event.encoded_image_string))
+  assert event.step == 2 and picture.size == (3 * 320 + 2 * 4, 240)
+  pixels = np.asarray(picture)
+  # The second frame's screen, and the ring around (20, 30) of the first.
+  assert tuple(pixels[200, 324 + 200]) == (40, 40, 40)
+  assert tuple(pixels[75, 50 + 8]) == (230, 30, 60)
+  (text,) = found.Tensors("episodes/table/text_summary")
+  table = text.tensor_proto.string_val[0].decode()
+  assert table.count("| click/") == 8 and "click/99" not in table
+  assert "answer \\| 2" in table and "| failed | 0.0 | 3 |" in table
+
+
+def test_wandb_shows_film_strips_and_a_table(tmp_path):
+  pytest.importorskip("wandb", reason="needs the extra `tracking`")
+  shown(tmp_path, wandb="offline", film_strips=2)
+  media = next((tmp_path / "wandb").glob("offline-run-*/files/media"))
+  pictures = sorted(p.name for p in (media / "images").rglob("*.png"))
+  assert len(pictures) == 2
+  (table,) = (media / "table").rglob("*.json")
+  found = json.loads(table.read_text())
+  assert found["columns"] == list(tracker_media.COLUMNS)
+  assert [row[0] for row in found["data"]] == [f"click/{n}" for n in range(8)]
+
+
+def test_no_strip_is_drawn_where_none_is_wanted(tmp_path):
+  shown(tmp_path, tensorboard=True, film_strips=0)
+  accumulators = pytest.importorskip(
+      "tensorboard.backend.event_processing.event_accumulator"
+  )
+  found = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+  found.Reload()
+  assert found.Tags()["images"] == []
+  assert not any("episodes" in tag for tag in found.Tags()["tensors"])
+
+
+@pytest.mark.parametrize("solved", range(9))
+def test_strips_are_of_both_kinds_where_there_are_both(solved):
+  store = images_lib.ImageStore()
+  media = tracker_media.EvalMedia(4)
+  for number in range(8):
+    media.add(episode(store, number < solved, number))
+  kinds = [one.success for one in media.strips]
+  assert len(kinds) == 4 and len(media.rows) == 8
+  assert sum(kinds) == max(min(solved, 2), 4 - (8 - solved))
+
+
+def test_screens_that_are_gone_draw_nothing():
+  store = images_lib.ImageStore()
+  media = tracker_media.EvalMedia(1)
+  media.add(episode(store, True, 1))
+  assert tracker_media.strip(media.strips[0], images_lib.ImageStore()) is None
 
 
 # --- TensorBoard ------------------------------------------------------------
@@ -167,6 +279,18 @@ def test_mlflow_has_one_run_also_after_a_resumption(tmp_path):
   }
   assert run.data.metrics["eval/success_rate"] == 0.5
   assert "train/odd" not in run.data.metrics
+
+
+def test_mlflow_closes_a_run_that_failed_as_failed(tmp_path):
+  pytest.importorskip("mlflow", reason="needs the extra `tracking`")
+  uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+  told(of_run(tmp_path, mlflow=uri, project="desk"), steps=1, status="failed")
+  from mlflow import tracking  # pylint: disable=g-import-not-at-top
+
+  client = tracking.MlflowClient(tracking_uri=uri)
+  experiment = client.get_experiment_by_name("desk")
+  (run,) = client.search_runs([experiment.experiment_id])
+  assert run.info.status == "FAILED"
 
 
 def test_an_mlflow_server_that_is_not_there_is_named_once(

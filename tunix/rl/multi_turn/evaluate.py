@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 
@@ -114,8 +114,12 @@ def run_to_end(evaluation: Evaluation, *, quiet: bool = False) -> int:
       text = " ".join(text.split())[:300]
     print(f"error: {text}", file=sys.stderr)
     status = 1
-  if written is not None and not quiet:
-    status = _show(written)
+  if written is not None:
+    if not quiet:
+      _show(written)
+    for line in _failures(written):
+      print(f"error: {line}", file=sys.stderr)
+      status = 1
   try:
     page = report.build_report(evaluation.directory, evaluation.config.report)
     if not quiet:
@@ -127,8 +131,8 @@ def run_to_end(evaluation: Evaluation, *, quiet: bool = False) -> int:
   return status
 
 
-def _show(written: dict[str, Any]) -> int:
-  """Prints the results; returns the exit status."""
+def _show(written: dict[str, Any]) -> None:
+  """Prints the results."""
   results = written["results"]
   print(success_rates.format_table({evaluator.NAME: results}))
   for name, label in (("pass_at_k", "pass@"), ("pass_hat_k", "pass^")):
@@ -137,21 +141,22 @@ def _show(written: dict[str, Any]) -> int:
       print("  ".join(
           f"{label}{k} {figures['rate']:.3f}" for k, figures in table.items()
       ))
-  compared = written.get("comparison")
-  if compared:
-    if "error" in compared:
-      print(f"error: {compared['with']}: {compared['error']}", file=sys.stderr)
-      return 1
+  compared = written.get("comparison") or {}
+  if "modes" in compared:
     print(f"compared with {compared['with']}:")
     print(comparison.format_table(compared["modes"]))
-  if results["success_rate"] is None:
-    print(
-        "error: no episode was valid: gym or server broke each of them; see"
-        " the errors in episodes.jsonl",
-        file=sys.stderr,
+
+
+def _failures(written: dict[str, Any]) -> Iterator[str]:
+  """Why an evaluation that was played to its end is of no use."""
+  compared = written.get("comparison") or {}
+  if "error" in compared:
+    yield f"{compared['with']}: {compared['error']}"
+  elif written["results"]["success_rate"] is None:
+    yield (
+        "no episode was valid: gym or server broke each of them; see the errors"
+        " in episodes.jsonl"
     )
-    return 1
-  return 0
 
 
 def _how_to_resume(evaluation: Evaluation) -> str:

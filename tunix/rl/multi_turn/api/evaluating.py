@@ -37,7 +37,7 @@ def evaluate(
     policy: a run, its directory, a policy's directory, the directory of an
       evaluation that is continued, the name of a policy, or the address of an
       OpenAI-compatible server; None: as the settings say.
-    tasks: families, or a file of tasks (*.jsonl); None: those of the run, or
+    tasks: families, or a file of tasks (`.jsonl`); None: those of the run, or
       of the gym.
     config: a YAML file, or a mapping as one would hold.
     **settings: as of `train`, and those of the section `evaluate`.

@@ -6,16 +6,16 @@
 
 Promises: a policy plays as an evaluation does (`run.evaluator`), an oracle or a
 script as the command `environments.play`; the same task, by number, for each.
+The notebook's stop button (or Ctrl-C) ends the episode and closes its gym.
 Nothing is left on the disk once the episode is forgotten.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import dataclasses
 import pathlib
 import tempfile
+import threading
 import time
 from typing import Any, Mapping, Sequence
 
@@ -33,6 +33,7 @@ from tunix.rl.multi_turn.environments.play import session as session_lib
 from tunix.rl.multi_turn.reporting import run_data
 
 ORACLE = "oracle"
+_STOPPED = "the episode was stopped before its end"
 Status = trajectory_lib.TrajectoryStatus
 
 
@@ -49,8 +50,8 @@ def play(
   """Plays a task once and returns the episode, which a notebook draws.
 
   Args:
-    policy: as of `evaluate`; "oracle" for the gym's own; or the actions of a
-      script, `GuiAction`s in pixels of the gym's screen.
+    policy: as of `evaluate`; "oracle" for the gym's own; or a script, a list
+      of `GuiAction` in pixels of the gym's screen.
     task: a family, the `index`-th task of which is played; or a task itself;
       None: the first family.
     index: 0 ….
@@ -62,7 +63,7 @@ def play(
   Raises:
     ConfigError: lists every problem of the settings, or what cannot be built.
     BusyError: this process trains or plays by a policy.
-    RuntimeError: the gym or the server broke the episode.
+    RuntimeError: the gym or the server broke the episode, or it was stopped.
   """
   problems = []
   if split not in ("train", "eval"):
@@ -136,7 +137,7 @@ def _by_policy(
   )
   kept = episodes_lib.Episodes.read(run_data.load(made.directory))
   if not kept:
-    raise RuntimeError("the episode was stopped before its end")
+    raise RuntimeError(_STOPPED)
   kept[0].keep(place)
   return kept[0]
 
@@ -149,6 +150,8 @@ def _by_session(
 ) -> episodes_lib.Episode:
   from tunix.rl.multi_turn.api import evaluating  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.run import episodes as run_episodes  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.run import interrupts  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.run import loop_thread  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.run import tasks as run_tasks  # pylint: disable=g-import-not-at-top
 
   found = config_lib.load_evaluation(
@@ -175,18 +178,24 @@ def _by_session(
       timeout_s=seconds,
   )
 
-  async def played() -> recordings.Recording:
-    try:
-      await session.play(task, iter(script) if script is not None else None)
-      return session.recording()
-    finally:
-      await session.close()
-      if (close := spec.load_close_shared()) is not None:
-        await close()  # Of this loop's gyms alone.
+  async def closed() -> None:
+    await session.close()
+    if (close := spec.load_close_shared()) is not None:
+      await close()  # Of this loop's gyms alone.
 
   # A notebook's own thread has a loop already.
-  with concurrent.futures.ThreadPoolExecutor(1) as thread:
-    recording = thread.submit(asyncio.run, played()).result()
+  loop, stop = loop_thread.LoopThread(), threading.Event()
+  try:
+    with interrupts.asked(stop, "stopping the episode"):
+      loop.wait(
+          session.play(task, iter(script) if script is not None else None), stop
+      )
+    recording = session.recording()
+  except loop_thread.Interrupted:
+    raise RuntimeError(_STOPPED) from None
+  finally:
+    loop_thread.close_shared(loop, closed)
+    loop.close()
   return _episode(recording, chosen.split)
 
 

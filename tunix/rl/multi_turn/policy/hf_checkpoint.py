@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import checkpoint_names
 from tunix.rl.multi_turn.policy import checkpoint_views
+from tunix.rl.multi_turn.policy import generation_files
 from tunix.rl.multi_turn.policy import image_settings
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import policy_files
@@ -406,7 +407,7 @@ def save_policy(
     tokenizer: str | pathlib.Path,
     dtype: str,
 ) -> None:
-  """Writes a checkpoint and its tokenizer's files.
+  """Writes a checkpoint, its tokenizer's files and what ends a completion.
 
   Args:
     directory: made if absent.
@@ -421,6 +422,7 @@ def save_policy(
   )
   policy_files.copy_tokenizer(source, directory)
   save_model(directory, model, source=source if same else None, dtype=dtype)
+  generation_files.write(directory)
 
 
 def _companions(

@@ -56,6 +56,14 @@ class TrackingConfig:
       doc="A tracker is abandoned after this many failures in a row.",
       ge=1,
   )
+  film_strips: int = _setting(
+      default=4,
+      doc="Episodes of each evaluation that TensorBoard and W&B show as film"
+      " strips, half of them failures, beside a table of its episodes."
+      " 0 = neither.",
+      ge=0,
+      le=64,
+  )
 
   def problems(self) -> Iterator[str]:
     if self.mlflow and not self.mlflow.startswith(

@@ -3,8 +3,9 @@
 Each tracker is an observer with a thread of its own: `on_event` puts calls into
 bounded memory, and the thread makes them. A tracker receives the configuration,
 the metrics of every step (`train/<metric>`), the figures of every evaluation
-(`eval/<figure>`) at its step, and the run's final status. A resumed run
-continues the same tracked run.
+(`eval/<figure>`) at its step, and the run's final status. TensorBoard and W&B
+also get film strips of some of an evaluation's episodes and a table of them. A
+resumed run continues the same tracked run.
 
 Promises: a backend that is absent, unreachable, slow or broken is named in one
 warning and disturbs nothing: it is abandoned after a few failures in a row, and
@@ -12,7 +13,8 @@ closing waits no longer than `TrackingConfig.close_timeout_s`.
 
 Does not: use upstream's `MetricsLogger`, which listens to all of the process's
 `jax.monitoring`, keeps every value forever, and removes all other listeners
-when it is closed. Does not send episodes; the Training Monitor has those.
+when it is closed. Does not send whole episodes, or those of training; the
+Training Monitor has them.
 """
 
 from __future__ import annotations
@@ -32,9 +34,12 @@ from typing import Any, Callable, Mapping, Protocol
 from urllib import parse
 import uuid
 
+import numpy as np
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.reporting import settings as settings_lib
+from tunix.rl.multi_turn.reporting import tracker_media
 
 _LOG = logging.getLogger(__name__)
 _IDENTITY = "tracking.json"
@@ -53,6 +58,18 @@ class Backend(Protocol):
   def scalars(self, step: int, values: Mapping[str, float]) -> None:
     ...
 
+  def media(
+      self,
+      step: int,
+      pictures: Mapping[str, tuple[np.ndarray, str]],
+      rows: list[tuple[Any, ...]],
+  ) -> None:
+    """Shows an evaluation's episodes.
+
+    `pictures` maps names to (uint8[H, W, 3], caption); `rows` have
+    `tracker_media.COLUMNS`.
+    """
+
   def finish(self, status: str) -> None:
     """`status` is "completed", "failed" or "interrupted"."""
 
@@ -70,12 +87,15 @@ class Tracker:
       name: str,
       open_: Callable[[], Backend],
       config: settings_lib.TrackingConfig = settings_lib.TrackingConfig(),
+      images: images_lib.ImageStore | None = None,
   ):
     """Args:
 
       name: of the backend, for people.
       open_: makes it; called by the tracker's thread.
-      config: `close_timeout_s`, `max_pending` and `give_up_after`.
+      config: `close_timeout_s`, `max_pending`, `give_up_after` and
+        `film_strips`.
+      images: screens of film strips; None draws none.
     """
     self.name = name
     self.failures = 0
@@ -83,7 +103,9 @@ class Tracker:
     self._open = open_
     self._config = config
     self._backend: Backend | None = None
+    self._images = images
     self._eval_step: dict[str, int] = {}
+    self._media = tracker_media.EvalMedia(config.film_strips)
     self._step = 0
     self._in_a_row = 0
     self._given_up = False
@@ -103,9 +125,16 @@ class Tracker:
       self._put("scalars", event.step, values)
     elif isinstance(event, events.EvalStarted):
       self._eval_step[event.name] = event.step
+    elif isinstance(event, events.EpisodeFinished):
+      if event.split == "eval" and self._config.film_strips:
+        self._media.add(event)
     elif isinstance(event, events.EvalFinished):
       step = self._eval_step.get(event.name, self._step)
       self._put("scalars", step, _numbers(event.results, "eval"))
+      media = self._media
+      self._media = tracker_media.EvalMedia(self._config.film_strips)
+      if media.rows:
+        self._put("media", step, media)
     elif isinstance(event, events.RunFinished):
       self._put("finish", event.status)
 
@@ -140,7 +169,10 @@ class Tracker:
       try:
         if self._backend is None:
           self._backend = self._open()
-        getattr(self._backend, method)(*args)
+        if method == "media":
+          self._show(self._backend, *args)
+        else:
+          getattr(self._backend, method)(*args)
         self._in_a_row = 0
       except ImportError as error:
         self.failures += 1
@@ -151,6 +183,20 @@ class Tracker:
         self._in_a_row += 1
         if method == "start" or self._in_a_row >= self._config.give_up_after:
           self._give_up(f"{type(error).__name__}: {error}")
+
+  def _show(
+      self, backend: Backend, step: int, media: tracker_media.EvalMedia
+  ) -> None:
+    """Draws the strips: here, and not in the thread that emits."""
+    pictures = {}
+    for number, one in enumerate(media.strips):
+      if self._images is None:
+        break
+      pixels = tracker_media.strip(one, self._images)
+      if pixels is not None:
+        kind = "solved" if one.success else "failed"
+        pictures[f"episodes/{kind}_{number}"] = (pixels, one.caption)
+    backend.media(step, pictures, media.rows)
 
   def _give_up(self, reason: str) -> None:
     self.dropped += 1
@@ -221,6 +267,18 @@ class TensorBoard:
   def scalars(self, step: int, values: Mapping[str, float]) -> None:
     for name, value in values.items():
       self._writer.add_scalar(name, value, step)
+
+  def media(
+      self,
+      step: int,
+      pictures: Mapping[str, tuple[np.ndarray, str]],
+      rows: list[tuple[Any, ...]],
+  ) -> None:
+    for name, (pixels, caption) in pictures.items():
+      self._writer.add_image(name, pixels, step, dataformats="HWC")
+      self._writer.add_text(f"{name}/caption", caption, step)
+    table = tracker_media.markdown(rows)
+    self._writer.add_text("episodes/table", table, step)
 
   def finish(self, status: str) -> None:
     self._writer.add_text("status", status)
@@ -301,6 +359,21 @@ class WeightsAndBiases:
   def scalars(self, step: int, values: Mapping[str, float]) -> None:
     self._run.log({**values, "step": step})
 
+  def media(
+      self,
+      step: int,
+      pictures: Mapping[str, tuple[np.ndarray, str]],
+      rows: list[tuple[Any, ...]],
+  ) -> None:
+    shown: dict[str, Any] = {
+        name: self._wandb.Image(pixels, caption=caption)
+        for name, (pixels, caption) in pictures.items()
+    }
+    shown["episodes/table"] = self._wandb.Table(
+        columns=list(tracker_media.COLUMNS), data=[list(row) for row in rows]
+    )
+    self._run.log({**shown, "step": step})
+
   def finish(self, status: str) -> None:
     self._run.summary["status"] = status
     self._run.finish(exit_code=0 if status == "completed" else 1)
@@ -371,6 +444,14 @@ class MLflow:
     for start in range(0, len(found), 1000):
       self._client.log_batch(self._run, metrics=found[start : start + 1000])
 
+  def media(
+      self,
+      step: int,
+      pictures: Mapping[str, tuple[np.ndarray, str]],
+      rows: list[tuple[Any, ...]],
+  ) -> None:
+    """Nothing: artifacts of a database's runs would lie where this runs."""
+
   def finish(self, status: str) -> None:
     self._client.set_terminated(self._run, _STATUSES.get(status, "FAILED"))
 
@@ -423,6 +504,7 @@ def of_run(
     config: settings_lib.TrackingConfig,
     run_dir: pathlib.Path,
     resume_step: int | None,
+    images: images_lib.ImageStore | None = None,
 ) -> list[Tracker]:
   """Starts the configured trackers of a run.
 
@@ -431,12 +513,13 @@ def of_run(
     run_dir: of the run.
     resume_step: step of the checkpoint that the run resumes from; None for a
       new run.
+    images: of the run, for film strips.
   """
   identity = _Identity(run_dir, resume_step is not None)
   found = []
 
   def add(name: str, open_: Callable[[], Backend]) -> None:
-    found.append(Tracker(name, open_, config))
+    found.append(Tracker(name, open_, config, images))
 
   if config.tensorboard:
     add(

@@ -81,7 +81,9 @@ def attach(
       ),
   ):
     observers.add(observer)
-  for tracker in trackers.of_run(config.tracking, directory, resume_step):
+  for tracker in trackers.of_run(
+      config.tracking, directory, resume_step, images
+  ):
     writers.append(tracker)
     observers.add(tracker)
   trace = None
