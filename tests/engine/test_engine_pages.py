@@ -109,7 +109,7 @@ def test_a_group_prefills_its_prompt_once(make, model, store, lockstep):
 def test_sequences_that_part_within_a_page_share_up_to_there(
     make, model, store
 ):
-  """Half a page or more is waited for, and copied; each goes on by itself."""
+  """What is worth a call is waited for, and copied; each goes on by itself."""
   rng = np.random.default_rng(11)
   begin = micro.with_text(np.zeros(0, np.int32), rng, 2 * PAGE + PAGE // 2)
   prompts = [

@@ -106,7 +106,7 @@ class _Coming:
   def serves(
       self, sequence: kv_cache.CachedSequence, goal: int, shard: int
   ) -> bool:
-    """Whether a sequence gains by waiting: half a page, or all it needs."""
+    """Whether a sequence gains by waiting: a twentieth of all it needs."""
     block, held = divmod(sequence.cached, self._size)
     start = block * self._size
     coming = self._ids.get((shard, sequence.parent_key(block)))
@@ -116,7 +116,8 @@ class _Coming:
     ids = kv_cache.content_ids(sequence.tokens, sequence.spans, start, end)
     least = len(ids)
     if self._copies:
-      least = min(least, held + self._size // 2)
+      need = goal - sequence.cached
+      least = min(least, held + max(1, need // 20))
     elif least < self._size:
       return False  # Nothing but whole pages can be had.
     return any(
