@@ -42,10 +42,6 @@ def test_every_setting_has_its_meaning_and_numbers_their_range():
             {"context_length": 64, "cache_tokens": 63},
             "cache_tokens=63 is below context_length=64",
         ),
-        (
-            {"lockstep": "true", "share_prefixes": "true"},
-            "share_prefixes=true .* lockstep=true excludes",
-        ),
         ({"lockstep": True}, "lockstep\n.*'auto', 'true' or 'false'"),
         ({"features": ("telepathy",)}, "features.*\n.*'details' or 'grammar'"),
         ({"slot": 3}, "slot\n.*[Uu]nexpected"),
@@ -72,7 +68,7 @@ def test_a_run_decides_what_is_left_to_it():
   config = EngineConfig()
   assert not config.is_lockstep and config.shares_prefixes
   steady = config.resolved(lockstep=True)
-  assert steady.is_lockstep and not steady.shares_prefixes
+  assert steady.is_lockstep and steady.shares_prefixes
   assert not config.resolved(lockstep=False).is_lockstep
   own = EngineConfig(lockstep="false")
   assert own.resolved(lockstep=True) is own

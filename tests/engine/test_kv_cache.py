@@ -34,8 +34,8 @@ def fill(seq, tokens, spans=()):
 class Model:
   """What every page of a pool holds, written by hand."""
 
-  def __init__(self, pages, share):
-    self.pool = kv_cache.PagePool(pages, SIZE)
+  def __init__(self, pages, share, copies):
+    self.pool = kv_cache.PagePool(pages, SIZE, copies=copies)
     self.share = share
     self.content = [None] * (pages * SIZE)
     self.sequences = {}
@@ -62,6 +62,14 @@ class Model:
     if not self.share:
       assert all(count == 1 for count in held.values())
 
+  def copy(self):
+    """As the device does, before anything is written."""
+    copies = self.pool.take_copies()
+    assert not {a for a, _ in copies} & {b for _, b in copies}
+    for source, target in copies:
+      at = slice(source * SIZE, (source + 1) * SIZE)
+      self.content[target * SIZE : (target + 1) * SIZE] = self.content[at]
+
   def write(self, seq, start, end):
     for i in range(start, end):
       page = seq.pages[i // SIZE]
@@ -78,6 +86,7 @@ TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=18)
 @hypothesis.given(
     pages=st.integers(6, 16),
     share=st.booleans(),
+    copies=st.booleans(),
     steps=st.lists(
         st.tuples(
             st.integers(0, 3),
@@ -88,9 +97,9 @@ TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=18)
         max_size=30,
     ),
 )
-def test_pages_hold_what_their_sequences_say(pages, share, steps):
+def test_pages_hold_what_their_sequences_say(pages, share, copies, steps):
   """Any order of beginning, growing, resting, clearing and new weights."""
-  model = Model(pages, share)
+  model = Model(pages, share, copies)
   for name, action, tokens, chunk in steps:
     seq = model.sequences.setdefault(name, sequence(model.pool, share))
     if action == "clear":
@@ -110,16 +119,19 @@ def test_pages_hold_what_their_sequences_say(pages, share, steps):
       differ = np.flatnonzero(before[:n] != tokens[:n])
       assert common == (differ[0] if len(differ) else n)
       assert seq.cached <= len(tokens) - 1
-      model.check()
-      model.check_found(seq, min(common, len(tokens) - 1))
       if not seq.grow(len(tokens)):
+        model.copy()
         seq.rest()
         model.check()
         continue
+      model.copy()
+      model.check()
+      model.check_found(seq, min(common, len(tokens) - 1))
       for start in range(seq.cached, len(tokens) - 1, chunk):
         end = min(start + chunk, len(tokens) - 1)
         model.write(seq, start, end)
         seq.advance(end)
+        seq.announce()
         model.check()
     model.check()
   for seq in model.sequences.values():
@@ -136,6 +148,25 @@ def test_equal_beginnings_share_whole_pages():
   assert pool.found == 2
   alone = sequence(pool, share=False)
   assert fill(alone, range(10)) == 0
+
+
+def test_the_page_where_sequences_part_is_copied():
+  pool = kv_cache.PagePool(32, SIZE, copies=True)
+  a, b, c = sequence(pool), sequence(pool), sequence(pool)
+  fill(a, range(10))
+  a.announce()
+  assert fill(b, range(10)) == 9
+  assert fill(c, [0, 1, 2, 3, 4, 5, 50, 51, 52]) == 6  # Of a full page, too.
+  assert pool.take_copies() == [
+      (a.pages[2], b.pages[2]), (a.pages[1], c.pages[1])
+  ]  # pyformat: disable
+  assert pool.copied == 1 + 2
+  # Other pixels are others here as well.
+  tokens = [7, 1, 1, 8]
+  fill(a, tokens, (image(0, 1, 2),))
+  a.announce()
+  assert fill(b, tokens, (image(1, 1, 2),)) == 1
+  assert fill(c, tokens, (image(0, 1, 2),)) == 3
 
 
 def test_the_last_token_is_never_taken_from_the_cache():

@@ -15,6 +15,7 @@ from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import programs
 from tunix.rl.multi_turn.policy import base
 
+_COPIES = 16  # Pages of a copy call.
 _PLAIN_TEXT = 32  # Tokens of text that come with a screenshot.
 
 
@@ -90,10 +91,10 @@ class Buckets:
       policy.
     steps: tokens a decode call samples at most (K).
     page_size: tokens of a page of the KV cache.
+    copies: pages of a copy call; () where none is made.
     fixed_rows: use only the largest rows and images. Windows and chunks follow
-      from a request alone; with this all shapes it meets do, whichever
-      requests share its batch, and equal requests give results equal to the
-      bit.
+      from a request and what its cache holds; with this all shapes it meets
+      do, so that what else is in a call changes no bit of it.
   """
 
   decode_rows: tuple[int, ...]
@@ -105,6 +106,7 @@ class Buckets:
   steps: int
   page_size: int
   fixed_rows: bool = False
+  copies: tuple[int, ...] = ()
 
   def __post_init__(self):
     fixed = ("decode_rows", "prefill_rows", "images")
@@ -138,6 +140,8 @@ class Buckets:
         for tokens in reversed(self.tokens):
           if tokens <= window:
             found.append(programs.Variant("prefill", rows, tokens, window))
+    for rows in self.copies:
+      found.append(programs.Variant("copy", rows, self.page_size))
     for patches in self.patches:
       for images in self.images:
         found.append(programs.Variant("encode", images, patches))
@@ -207,4 +211,5 @@ def choose(
       steps=config.decode_steps_per_call,
       page_size=page_size,
       fixed_rows=config.is_lockstep,
+      copies=(min(split(_COPIES), slots),) if config.shares_prefixes else (),
   )

@@ -59,8 +59,8 @@ class EngineConfig:
   share_prefixes: Literal["auto", "true", "false"] = _opt(
       default="auto",
       doc="true: sessions whose tokens begin alike share pages, and the engine"
-      " prefills them once. auto: true unless in lockstep, where a result must"
-      " not depend, to the bit, on the other sessions.",
+      " prefills them once; auto is true. Which session prefills follows from"
+      " the order of admission, in lockstep that of the sessions.",
   )
   decode_steps_per_call: int = _opt(
       default=8,
@@ -206,11 +206,6 @@ class EngineConfig:
           f" context_length={self.context_length}, so that a sequence could"
           " never end; raise the first or lower the second"
       )
-    if self.lockstep == "true" and self.share_prefixes == "true":
-      yield (
-          "share_prefixes=true makes results depend, to the bit, on the other"
-          " sessions, which lockstep=true excludes; set share_prefixes=auto"
-      )
 
   @property
   def is_lockstep(self) -> bool:
@@ -219,9 +214,7 @@ class EngineConfig:
 
   @property
   def shares_prefixes(self) -> bool:
-    if self.share_prefixes == "auto":
-      return not self.is_lockstep
-    return self.share_prefixes == "true"
+    return self.share_prefixes != "false"
 
   def resolved(self, *, lockstep: bool) -> EngineConfig:
     """A copy whose lockstep is decided: "auto" becomes `lockstep`."""

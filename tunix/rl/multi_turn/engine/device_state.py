@@ -26,7 +26,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tunix.rl.multi_turn.engine import kv_cache
+from tunix.rl.multi_turn.engine import page_layout
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import experts
@@ -354,7 +354,7 @@ class DeviceState:
       place = lambda _: self._placed(*axes)
     else:
       make = lambda p: self.merge(p).init_cache(pages, n)
-      layout = self.layout = kv_cache.PageLayout(
+      layout = self.layout = page_layout.PageLayout(
           lambda batch, length: jax.eval_shape(
               lambda p: self.merge(p).init_cache(batch, length), self.params
           ),
@@ -380,6 +380,12 @@ class DeviceState:
             for i, x in enumerate(shapes)
         ],
     )
+
+  @property
+  def copies_pages(self) -> bool:
+    """Whether a page's first tokens can be had by a copy: not of states,
+    which are those after its last token, nor where the policy lays pages."""
+    return self.layout is not None and not self.layout.keeps_state
 
   def reset(self) -> None:
     """Empties KV cache and vision pool."""

@@ -6,14 +6,16 @@ number of event loops may await completions.
 Promises:
 - A prompt that extends its session's tokens is prefilled from where it
   differs, images included, and so is one that begins as another session's
-  does: keys and values lie in pages that sequences share. More sessions than
-  there is room for is no error: requests wait in order, idle sessions lose
+  does: keys and values lie in pages that sequences share or copy. More sessions
+  than there is room for is no error: requests wait in order, idle sessions lose
   their pages, and the latest requests are preempted; the engine computes all of
   it again later.
 - Equal (prompt, seed, weights) give equal tokens whichever requests share the
-  batch, up to the rounding of differently shaped programs; in lockstep mode
-  every result is equal to the bit. Without a seed, no two requests share
-  random numbers.
+  batch, up to the rounding of differently shaped programs. In lockstep mode
+  equal batches in equal order give results equal to the bit, whenever their
+  requests and releases arrive; without a session from before, a batch depends
+  on nothing that ran before it. Without a seed, no two requests share random
+  numbers.
 - Log-probs are of the distribution sampled from; the end-of-turn token is
   kept, as the last token; banned tokens are never sampled.
 - New weights take effect between two decode calls (or between completions,
@@ -160,6 +162,8 @@ class RolloutEngine:
         vision_tokens=sizes.vision_tokens,
         weights=config.weights,
     )
+    if not self._state.copies_pages:
+      self._buckets = dataclasses.replace(self._buckets, copies=())
     self._programs = programs_lib.Programs(
         self._state,
         banned_token_ids=banned_token_ids,
@@ -396,6 +400,7 @@ class RolloutEngine:
         "pages_held": pages - sum(pool.available for pool in pools),
         "shared_tokens": (
             sum(pool.found for pool in pools) * self._state.page_size
+            + sum(pool.copied for pool in pools)
         ),
         "version": scheduler.version,
         "compile_count": self._programs.compile_count,

@@ -2,41 +2,69 @@
 
 A sequence's keys and values lie in pages of a fixed number of tokens. Several
 sequences that begin alike may hold one page; after the last holder has dropped
-it, it stays findable by its content until its room is needed. `PagePool` counts
-holders, `CachedSequence` is one session's pages, `PageLayout` gathers rows from
-pages on the device. On a mesh each shard of the cache has a pool of its own,
-whose numbers count within the shard.
+it, it stays findable by its content until its room is needed. Where sequences
+part within a page, the later one gets a copy of the page. `PagePool` counts
+holders, `CachedSequence` is one session's pages. On a mesh each shard of the
+cache has a pool of its own, whose numbers count within the shard.
 
 Promises: one sequence alone writes a page, and not once it is published; a held
 page is never handed out again; pages without a holder are reused in the order
 in which they were dropped, ends of sequences first. The first `cached` tokens
-of a sequence have valid keys and values. Page 0 holds nothing and is never
-handed out: tables are padded with it.
+of a sequence have valid keys and values, once the copies that its pool lists
+are made. Page 0 holds nothing and is never handed out: tables are padded with
+it.
 
-Does not know requests or sessions; not thread-safe.
-
-Axis names: R = rows of a call, N = pages of a row.
+Does not know requests or sessions, or touch the device (`page_layout` does);
+not thread-safe.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
 import hashlib
-from typing import Any, Callable, Sequence
+from typing import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.engine import state_pages
-from tunix.rl.multi_turn.policy import cached_attention
 
 ROOT = b""
 """The key before a sequence's first page."""
 
 _NO_LIMIT = 1 << 30
 _NO_TOKENS = np.zeros(0, np.int32)
+_MOST_ALIKE = 64  # Pages that begin with one token after one parent.
+
+
+def content_ids(
+    tokens: np.ndarray,
+    spans: Sequence[trajectory.ImageSpan],
+    start: int,
+    end: int,
+) -> np.ndarray:
+  """uint64[end - start]: names of tokens, those of images by their pixels.
+
+  Equal ids stand for equal tokens; of an image, for equal pixels and place
+  within it, up to collisions of 63 bits.
+  """
+  ids = tokens[start:end].astype(np.uint64)
+  for span in spans:
+    a, b = max(start, span.offset), min(end, span.end)
+    if a < b:
+      pixels = int(span.image.sha256[:16], 16)
+      place = np.arange(a - span.offset, b - span.offset, dtype=np.uint64)
+      # Set, so that no token of text has such an id.
+      ids[a - start : b - start] ^= (np.uint64(pixels) + place) | _PICTURE
+  return ids
+
+
+_PICTURE = np.uint64(1 << 63)
+
+
+def _alike(a: np.ndarray, b: np.ndarray) -> int:
+  """Leading ids that two arrays share."""
+  n = min(len(a), len(b))
+  differ = np.flatnonzero(a[:n] != b[:n])
+  return int(differ[0]) if len(differ) else n
 
 
 def page_key(
@@ -65,23 +93,37 @@ def page_key(
 class PagePool:
   """Hands out pages, counts their holders, finds them by key."""
 
-  def __init__(self, pages: int, page_size: int, keeps_state: bool = False):
+  def __init__(
+      self,
+      pages: int,
+      page_size: int,
+      keeps_state: bool = False,
+      copies: bool = False,
+  ):
     """Args:
 
       pages: of the cache, page 0 included.
       page_size: tokens of a page.
       keeps_state: whether a page holds a state after its last token, see
         `state_pages`: a sequence goes on from its end or a page's.
+      copies: whether the caller makes the copies that `take_copies` lists;
+        else sequences share whole pages only.
     """
     if pages < 2:
       raise ValueError(f"pages must be >= 2, got {pages}")
     self.page_size = page_size
     self.keeps_state = keeps_state
+    self.copies = copies
     self.found = 0  # Pages that `find` has found, ever.
+    self.copied = 0  # Tokens that copies have saved, ever.
     self._holders = [0] * pages
     self._keys: list[bytes | None] = [None] * pages
     self._by_key: dict[bytes, int] = {}
     self._free = list(range(pages - 1, 0, -1))
+    # Pages by the key before them and their first id, with all ids known.
+    self._alike: dict[tuple[bytes, int], dict[int, np.ndarray]] = {}
+    self._places: dict[int, tuple[bytes, int]] = {}
+    self._copies: dict[int, int] = {}  # From, by the page copied to.
     # Published pages without a holder, longest unused first.
     self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()
 
@@ -129,6 +171,7 @@ class PagePool:
     """A page for one holder, or None when all are held."""
     if self._free:
       page = self._free.pop()
+      self._disown(page)
     elif self._kept:
       page, _ = self._kept.popitem(last=False)
       self._unpublish(page)
@@ -141,13 +184,73 @@ class PagePool:
     """Holds the page published under `key`, if there is one."""
     page = self._by_key.get(key)
     if page is not None:
-      self._kept.pop(page, None)
-      self._holders[page] += 1
+      self._hold(page)
       self.found += 1
     return page
 
-  def __contains__(self, key: bytes) -> bool:
-    return key in self._by_key
+  def _hold(self, page: int) -> None:
+    self._kept.pop(page, None)
+    self._holders[page] += 1
+
+  def announce(self, page: int, parent: bytes, ids: np.ndarray) -> None:
+    """Makes a held page's beginning findable by `copy`, in place of what it
+    began with before.
+
+    Args:
+      page: the page.
+      parent: key of the page before, or ROOT.
+      ids: `content_ids` of its first tokens, one at least.
+    """
+    self._disown(page)
+    place = parent, int(ids[0])
+    pages = self._alike.setdefault(place, {})
+    if len(pages) < _MOST_ALIKE:
+      pages[page] = ids
+      self._places[page] = place
+
+  def copy(
+      self, parent: bytes, ids: np.ndarray, held: int, target: int | None
+  ) -> tuple[int, int] | None:
+    """Lists a copy of the page that begins with the most of these ids.
+
+    Args:
+      parent: key of the page before, or ROOT.
+      ids: `content_ids` of the tokens wanted, one at least.
+      held: leading ones that the target holds already.
+      target: a page that one sequence holds and may write; None = a new one.
+
+    Returns:
+      (target, leading ids it will hold); None: no page has more than `held`,
+      or none is left to copy to.
+    """
+    best, source = held, 0
+    for page, known in self._alike.get((parent, int(ids[0])), {}).items():
+      if page != target and (count := _alike(known, ids)) > best:
+        best, source = count, page
+    if not source:
+      return None
+    self._hold(source)
+    if target is None:
+      target = self.take()
+    if target is None:
+      self.drop([source])
+      return None
+    if (former := self._copies.pop(target, None)) is not None:
+      self.drop([former])
+    self._copies[target] = source
+    self.copied += best - held
+    return target, best
+
+  def take_copies(self) -> list[tuple[int, int]]:
+    """(from, to) of the copies to be made before any page is written.
+
+    No page is in both places. Ends the holds that kept the sources.
+    """
+    copies = [(source, target) for target, source in self._copies.items()]
+    self._copies.clear()
+    for source, _ in copies:
+      self.drop([source])
+    return copies
 
   def drop(self, pages: Sequence[int]) -> None:
     """Ends a hold of the last pages of a sequence, given in its order."""
@@ -156,15 +259,19 @@ class PagePool:
       if self._holders[page]:
         continue
       if self._keys[page] is None:
+        self._disown(page)
         self._free.append(page)
       else:
         self._kept[page] = None
 
-  def publish(self, page: int, key: bytes) -> None:
-    """Makes a held page findable, unless another page has this key."""
-    if self._keys[page] is None and key not in self._by_key:
-      self._keys[page] = key
-      self._by_key[key] = page
+  def publish(self, page: int, key: bytes) -> bool:
+    """Makes a held page findable, unless another page has this key; whether
+    it has become so."""
+    if self._keys[page] is not None or key in self._by_key:
+      return False
+    self._keys[page] = key
+    self._by_key[key] = page
+    return True
 
   def writable(self, page: int) -> bool:
     """Whether the page has one holder; it is no longer findable then."""
@@ -176,6 +283,8 @@ class PagePool:
   def forget(self) -> None:
     """Forgets all keys: the weights changed. Holders keep their pages."""
     self._by_key.clear()
+    self._alike.clear()
+    self._places.clear()
     self._keys = [None] * len(self._keys)
     self._free.extend(self._kept)
     self._kept.clear()
@@ -185,6 +294,16 @@ class PagePool:
     if key is not None:
       del self._by_key[key]
       self._keys[page] = None
+    self._disown(page)
+
+  def _disown(self, page: int) -> None:
+    """Makes a page's beginning unfindable by `copy`."""
+    place = self._places.pop(page, None)
+    if place is not None:
+      pages = self._alike[place]
+      del pages[page]
+      if not pages:
+        del self._alike[place]
 
 
 def common_prefix(
@@ -289,15 +408,37 @@ class CachedSequence:
         self.pages.append(page)
       self.cached = (block + 1) * size
       self._published = block + 1
+    self._adopt_part(limit)
     return self.cached - before
+
+  def _adopt_part(self, limit: int) -> None:
+    """Lists a copy of the page that begins as the next one is to begin."""
+    size = self._pool.page_size
+    block, held = divmod(self.cached, size)
+    end = min(limit, (block + 1) * size)
+    if not (self._pool.copies and self.shares) or end <= self.cached:
+      return
+    ids = content_ids(self.tokens, self.spans, block * size, end)
+    own = self.pages[block] if block < len(self.pages) else None
+    copied = self._pool.copy(self.parent_key(block), ids, held, own)
+    if copied is not None:
+      page, count = copied
+      if own is None:
+        self.pages.append(page)
+      self.cached = block * size + count
 
   def next_key(self, limit: int) -> bytes | None:
     """Key of the page to be filled next, if `limit` tokens fill it."""
     size = self._pool.page_size
     block = self.cached // size
-    if not self._share or self._stale or (block + 1) * size > limit:
+    if not self.shares or (block + 1) * size > limit:
       return None
     return self._key(block)
+
+  @property
+  def shares(self) -> bool:
+    """Whether it may go on with others' pages."""
+    return self._share and not self._stale
 
   def grow(self, tokens: int) -> bool:
     """Makes room for so many tokens; False when the pool has too few pages."""
@@ -313,9 +454,27 @@ class CachedSequence:
     self.cached = cached
     if not self._share or self._stale:
       return
-    for block in range(self._published, cached // self._pool.page_size):
-      self._pool.publish(self.pages[block], self._key(block))
+    size = self._pool.page_size
+    for block in range(self._published, cached // size):
+      if self._pool.publish(self.pages[block], self._key(block)):
+        self._announce(block, (block + 1) * size)
       self._published = block + 1
+
+  def announce(self) -> None:
+    """Makes the last page findable by what it begins with."""
+    block, held = divmod(self.cached, self._pool.page_size)
+    if held and self._pool.copies and self.shares:
+      self._announce(block, self.cached)
+
+  def _announce(self, block: int, end: int) -> None:
+    if not self._pool.copies:
+      return
+    start = block * self._pool.page_size
+    self._pool.announce(
+        self.pages[block],
+        self.parent_key(block),
+        content_ids(self.tokens, self.spans, start, end),
+    )
 
   def rest(self) -> None:
     """Keeps the cached tokens; frees the pages reserved beyond them."""
@@ -336,6 +495,10 @@ class CachedSequence:
     self._pool.drop(self.pages[count:])
     del self.pages[count:]
 
+  def parent_key(self, block: int) -> bytes:
+    """Key of the page before a block."""
+    return self._key(block - 1) if block else ROOT
+
   def _key(self, block: int) -> bytes:
     size = self._pool.page_size
     while len(self._keys) <= block:
@@ -344,197 +507,3 @@ class CachedSequence:
       tokens = self.tokens[i * size : (i + 1) * size]
       self._keys.append(page_key(parent, tokens, i * size, self.spans))
     return self._keys[block]
-
-
-def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int | None]:
-  """Per leaf the one axis on which two shape trees differ, if any."""
-  axes: list[int | None] = []
-  for a, b in zip(jax.tree.leaves(shapes_a), jax.tree.leaves(shapes_b)):
-    differ = [i for i, (x, y) in enumerate(zip(a.shape, b.shape)) if x != y]
-    if len(differ) > 1:
-      raise ValueError(
-          f"init_cache made a leaf of shapes {a.shape} and {b.shape}; more than"
-          " one axis depends on one argument"
-      )
-    axes.append(differ[0] if differ else None)
-  return axes
-
-
-def _spec(
-    axes: Sequence[Any], page_axis: int, ndim: int
-) -> jax.sharding.PartitionSpec:
-  named = list(axes) or [None] * ndim
-  if len(named) != ndim:
-    raise ValueError(
-        f"cache_axes names {len(named)} dimensions of a cache's array that has"
-        f" {ndim}"
-    )
-  named[page_axis] = cached_attention.ROWS
-  return jax.sharding.PartitionSpec(*named)
-
-
-class PageLayout:
-  """Gathers rows from a cache's pages, and writes new positions back.
-
-  A policy's cache is a tree of arrays, each with one axis of rows and one of
-  tokens. To the policy, a page is a short row. An array without tokens is a
-  state, of which a page holds a snapshot; see `state_pages`. On a mesh, every
-  shard has as many pages as any other, and gathers and writes its own block of
-  the rows.
-
-  Attributes:
-    keeps_state: whether there are states.
-    specs: of each leaf, flat; () without a mesh.
-  """
-
-  def __init__(
-      self,
-      shape_of: Callable[[int, int], Any],
-      page_size: int,
-      mesh: jax.sharding.Mesh | None = None,
-      axes: Sequence[Any] = (),
-  ):
-    """Args:
-
-      shape_of: the cache's shapes by its number of rows and of tokens.
-      page_size: tokens of a page.
-      mesh: that the cache lies on.
-      axes: mesh axes of the dimensions of every leaf; () = pages are split,
-        nothing else is.
-
-    Raises:
-      ValueError: a leaf of the cache has no such axes.
-    """
-    n = page_size
-    self._page_size = n
-    page_axis = _axis_of(shape_of(2, n), shape_of(3, n))
-    if None in page_axis:
-      raise ValueError("every leaf of init_cache needs a batch")
-    self._page_axis = [axis for axis in page_axis if axis is not None]
-    self._token_axis = _axis_of(shape_of(2, n), shape_of(2, n + 1))
-    self.keeps_state = None in self._token_axis
-    self._mesh = mesh
-    self.specs: tuple[jax.sharding.PartitionSpec, ...] = ()
-    if mesh is not None:
-      self.specs = tuple(
-          _spec(axes, axis, leaf.ndim)
-          for axis, leaf in zip(
-              self._page_axis, jax.tree.leaves(shape_of(1, n))
-          )
-      )
-
-  def take(self, cache: Any, pages_RN: jax.Array, starts: jax.Array) -> Any:
-    """The rows' pages, side by side: as `init_cache(R, N * page size)`.
-
-    Args:
-      cache: to read from.
-      pages_RN: int32, each row's pages.
-      starts: int32[R] tokens of each row that they hold.
-    """
-    return self._local(self._take, cache, pages_RN, starts)
-
-  def _local(
-      self, function: Any, cache: Any, *more: Any, parts: tuple[Any, ...] = ()
-  ) -> Any:
-    """`function(cache, *parts, *more)`, each device on what it holds; `more`
-    is split by rows."""
-    if self._mesh is None:
-      return function(cache, *parts, *more)
-    places = jax.tree.unflatten(jax.tree.structure(cache), self.specs)
-    rows = jax.sharding.PartitionSpec(cached_attention.ROWS)
-    return jax.shard_map(
-        function,
-        mesh=self._mesh,
-        in_specs=(
-            places, *(places,) * len(parts), *(rows,) * len(more)
-        ),
-        out_specs=places,
-        check_vma=False,
-    )(cache, *parts, *more)  # pyformat: disable
-
-  def _take(self, cache: Any, pages_RN, starts) -> Any:
-    rows, width = pages_RN.shape
-    leaves, tree = jax.tree.flatten(cache)
-    part = []
-    for leaf, page_axis, token_axis in zip(
-        leaves, self._page_axis, self._token_axis
-    ):
-      if token_axis is None:
-        part.append(
-            state_pages.take(
-                leaf, page_axis, pages_RN, starts, self._page_size
-            )
-        )
-        continue
-      leaf = jnp.take(leaf, pages_RN.reshape(-1), axis=page_axis, mode="clip")
-      shape = list(leaf.shape)
-      shape[page_axis : page_axis + 1] = [rows, width]
-      leaf = jnp.moveaxis(leaf.reshape(shape), page_axis + 1, token_axis)
-      shape = list(leaf.shape)
-      shape[token_axis : token_axis + 2] = [width * self._page_size]
-      part.append(leaf.reshape(shape))
-    return jax.tree.unflatten(tree, part)
-
-  def put(
-      self,
-      cache: Any,
-      part: Any,
-      pages_RN: jax.Array,
-      starts: jax.Array,
-      counts: jax.Array,
-      most: int,
-  ) -> Any:
-    """Writes back the positions that `extend` added to `take`'s rows.
-
-    Args:
-      cache: to write to.
-      part: the rows after `extend`.
-      pages_RN: as of `take`.
-      starts: int32[R] first new position of each row.
-      counts: int32[R] new positions, at most `most`.
-      most: static.
-    """
-    return self._local(
-        functools.partial(self._put, most=most),
-        cache,
-        pages_RN,
-        starts,
-        counts,
-        parts=(part,),
-    )
-
-  def _put(
-      self, cache: Any, part: Any, pages_RN, starts, counts, *, most: int
-  ) -> Any:
-    step = jnp.arange(most)
-    position = starts[:, None] + step
-    window = pages_RN.shape[1] * self._page_size
-    source = jnp.minimum(position, window - 1)
-    page = jnp.take_along_axis(pages_RN, source // self._page_size, axis=1)
-    # A page out of range is dropped: it stands for positions that are not new.
-    page = jnp.where(step < counts[:, None], page, np.iinfo(np.int32).max)
-    row = jnp.arange(len(pages_RN))[:, None]
-    leaves, tree = jax.tree.flatten(cache)
-    out = []
-    for leaf, new, page_axis, token_axis in zip(
-        leaves, jax.tree.leaves(part), self._page_axis, self._token_axis
-    ):
-      if token_axis is None:
-        out.append(
-            state_pages.put(
-                leaf,
-                new,
-                page_axis,
-                pages_RN,
-                starts,
-                counts,
-                self._page_size,
-            )
-        )
-        continue
-      at: list[Any] = [slice(None)] * leaf.ndim
-      at[page_axis], at[token_axis] = row, source
-      fresh = new[tuple(at)]
-      at[page_axis], at[token_axis] = page, source % self._page_size
-      out.append(leaf.at[tuple(at)].set(fresh, mode="drop"))
-    return jax.tree.unflatten(tree, out)

@@ -1,8 +1,12 @@
 """Decides when the engine's next round starts, and with which requests.
 
 A round that starts at once leaves the first request alone in its batch; one
-that waits for long holds up the requests that are there. In lockstep a round
+that waits for long holds up the requests that are there. In lockstep a batch
 waits for all open sessions.
+
+Promises: a lockstep batch follows from its requests, their order, and the
+sessions that earlier batches have left open; when requests and releases arrive
+changes nothing.
 
 Synchronous and single-threaded: the engine's.
 """
@@ -74,10 +78,12 @@ class RoundTimer:
     batch = sorted(
         slots.waiting, key=lambda r: slots.sessions[r.session].order
     )
-    slots.renumber(batch)
-    scheduler.lockstep_batch = batch
+    if not any(s.length for s in slots.sessions.values()):
+      # So that a run resumed here finds what one that went on finds: nothing.
+      scheduler.forget_pages()
+    slots.start_batch(batch)
 
   def _batch_waits(self) -> bool:
     """Whether requests of the present batch still wait."""
-    waiting = self._scheduler.slots.waiting
-    return any(r in waiting for r in self._scheduler.lockstep_batch or ())
+    slots = self._scheduler.slots
+    return any(r in slots.waiting for r in slots.batch or ())

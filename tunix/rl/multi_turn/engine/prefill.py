@@ -17,10 +17,13 @@ from typing import Callable, NamedTuple, Sequence
 import jax
 import numpy as np
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
+from tunix.rl.multi_turn.engine import kv_cache
 from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.engine import vision_cache
 from tunix.rl.multi_turn.policy import base
+
+_NOWHERE = np.iinfo(np.int32).max  # A page that no cache has.
 
 
 class Positions:
@@ -80,6 +83,50 @@ class _Chunk(NamedTuple):
   positions: np.ndarray
 
 
+class _Coming:
+  """What requests of a call will have cached, for later ones to wait for."""
+
+  def __init__(self, pool: kv_cache.PagePool):
+    self._size, self._copies = pool.page_size, pool.copies
+    # Of each page that will be filled, by its shard and the key before it.
+    self._ids: dict[tuple[int, bytes], list[np.ndarray]] = {}
+
+  def add(
+      self, sequence: kv_cache.CachedSequence, goal: int, shard: int
+  ) -> None:
+    """A sequence will be cached up to `goal` tokens."""
+    first, size = sequence.cached // self._size, self._size
+    ids = kv_cache.content_ids(
+        sequence.tokens, sequence.spans, first * size, goal
+    )
+    for i in range(0, len(ids), size):
+      place = shard, sequence.parent_key(first + i // size)
+      self._ids.setdefault(place, []).append(ids[i : i + size])
+
+  def serves(
+      self, sequence: kv_cache.CachedSequence, goal: int, shard: int
+  ) -> bool:
+    """Whether a sequence gains by waiting: a twentieth of all it needs."""
+    block, held = divmod(sequence.cached, self._size)
+    start = block * self._size
+    coming = self._ids.get((shard, sequence.parent_key(block)))
+    if not coming:
+      return False
+    end = min(start + self._size, goal)
+    ids = kv_cache.content_ids(sequence.tokens, sequence.spans, start, end)
+    least = len(ids)
+    if self._copies:
+      need = goal - sequence.cached
+      least = min(least, held + max(1, need // 20))
+    elif least < self._size:
+      return False  # Nothing but whole pages can be had.
+    return any(
+        np.array_equal(other[:least], ids[:least])
+        for other in coming
+        if len(other) >= least and other[held] == ids[held]
+    )
+
+
 class Prefill:
   """Fills the caches of active requests up to their last token."""
 
@@ -122,6 +169,7 @@ class Prefill:
     calls = 0
     while True:
       groups, ready = self._wanting()
+      self._copy_pages()
       if not groups:
         break
       if ready and self._most_calls and calls >= self._most_calls:
@@ -141,8 +189,7 @@ class Prefill:
     """Requests that need a chunk, by (chunk, window); whether any is ready."""
     # Shapes follow from a request alone.
     groups: dict[tuple[int, int], list[requests_lib.Request]] = {}
-    # Pages that an earlier request will fill, with their shards.
-    coming: set[tuple[int, bytes]] = set()
+    coming = _Coming(self._slots.pools[0])
     ready = False
     for request in sorted(self._slots.active, key=lambda r: r.turn):
       sequence, goal = self._slots.sequence(request), request.length - 1
@@ -153,17 +200,36 @@ class Prefill:
       if need <= 0:
         ready = True
         continue
-      key = sequence.next_key(goal)
-      if key is not None:
-        page = self._slots.shard(request), key
-        if page in coming:
+      if sequence.shares:
+        shard = self._slots.shard(request)
+        if coming.serves(sequence, goal, shard):
           continue  # Will be adopted.
-        coming.add(page)
+        coming.add(sequence, goal, shard)
       size = buckets_lib.smallest(self._buckets.tokens, need)
       end = max(size, sequence.cached + min(need, size))
       window = buckets_lib.smallest(self._buckets.windows, end)
       groups.setdefault((size, window), []).append(request)
     return groups, ready
+
+  def _copy_pages(self) -> None:
+    """Makes the copies by which sequences have adopted parts of pages."""
+    copies = [
+        (shard, source, target)
+        for shard, pool in enumerate(self._slots.pools)
+        for source, target in pool.take_copies()
+    ]
+    if not copies:
+      return
+    shards = [shard for shard, *_ in copies]
+    for call in buckets_lib.deal(
+        shards, self._buckets.copies, len(self._slots.pools)
+    ):
+      sources = np.zeros(call.size, np.int32)
+      targets = np.full(call.size, _NOWHERE, np.int32)
+      for row, item in zip(call.rows, call.items, strict=True):
+        _, sources[row], targets[row] = copies[item]
+      self._programs.copy(sources, targets)
+      self._counters.copied_pages += len(call.items)
 
   def _chunks(
       self, requests: Sequence[requests_lib.Request], size: int, window: int
@@ -240,7 +306,9 @@ class Prefill:
     self._programs.prefill(pages, rows)
     for request, start, end, *_ in chunks:
       self._slots.start[request.slot] = end
-      self._slots.sequence(request).advance(end)
+      sequence = self._slots.sequence(request)
+      sequence.advance(end)
+      sequence.announce()
       request.prefilled += end - start
     self._counters.prefill_calls += 1
     self._counters.prefill_places += count * size

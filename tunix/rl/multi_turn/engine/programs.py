@@ -111,10 +111,10 @@ class Variant:
   """One compiled shape.
 
   Attributes:
-    kind: "encode", "prefill" or "decode".
-    rows: images of an encode call, sequences of the others.
-    tokens: patches an image, tokens a row, or steps.
-    window: positions of a row's cache that are read; 0 for encode.
+    kind: "encode", "prefill", "decode" or "copy".
+    rows: images of an encode call, pages of a copy, sequences of the others.
+    tokens: patches an image, tokens a row, or steps; a page's of a copy.
+    window: positions of a row's cache that are read; 0 for encode and copy.
     details: a decode call that returns `sampler.Details`.
     masked: a decode call whose rows have masks of tokens.
   """
@@ -219,6 +219,17 @@ class Programs:
         destination_SV,
     )
 
+  def copy(self, sources_R: np.ndarray, targets_R: np.ndarray) -> None:
+    """Copies pages of the KV cache, each within its row's shard.
+
+    Args:
+      sources_R: int32.
+      targets_R: int32, none of them a source; those out of range are dropped.
+    """
+    state = self.state
+    variant = Variant("copy", len(sources_R), state.page_size)
+    state.cache = self._program(variant)(state.cache, sources_R, targets_R)
+
   def prefill(self, pages_RN: np.ndarray, rows_R: np.ndarray) -> None:
     """Appends tokens to rows' caches.
 
@@ -296,6 +307,7 @@ class Programs:
         "encode": self._build_encode,
         "prefill": self._build_prefill,
         "decode": self._build_decode,
+        "copy": self._build_copy,
     }[variant.kind]
     return build(variant)
 
@@ -345,6 +357,14 @@ class Programs:
             jnp.int32, images, patches // state.processor.patches_per_token
         ),
     )
+
+  def _build_copy(self, variant: Variant) -> jax.stages.Lowered:
+    state = self.state
+    assert state.layout is not None
+    pages = state.rows_shape(jnp.int32, variant.rows)
+    return state.jit(
+        state.layout.copy, state.cache_place, donate_argnums=0
+    ).lower(state.cache_shape, pages, pages)
 
   def _build_prefill(self, variant: Variant) -> jax.stages.Lowered:
     state, row = self.state, prefill_row(variant.tokens)

@@ -124,7 +124,7 @@ class Session:
   sequence: kv_cache.CachedSequence
   shard: int = 0  # Of the cache, whose pages the sequence takes.
   request: Request | None = None
-  length: int = 0  # Tokens seen in its last request, for statistics.
+  length: int = 0  # Tokens that its cache has held, for statistics.
   last_used: int = 0
 
 
@@ -144,6 +144,7 @@ class SlotTable:
     requests: those that run, by slot.
     sessions: by name.
     waiting: in order of service.
+    batch: of lockstep, the requests that may be served; None: any.
   """
 
   def __init__(
@@ -176,6 +177,8 @@ class SlotTable:
     self.requests: list[Request | None] = [None] * slots
     self.sessions: dict[str, Session] = {}
     self.waiting: list[Request] = []
+    self.batch: list[Request] | None = None
+    self._released: list[Session] = []  # That keep their pages until a batch.
     each = slots // len(pools)
     self._free = [
         list(range((s + 1) * each - 1, s * each - 1, -1))
@@ -215,7 +218,7 @@ class SlotTable:
     if len(self.pools) == 1:
       return [0]
     kept = [0] * len(self.pools)
-    for other in self.sessions.values():
+    for other in self.holders:
       kept[other.shard] += bool(other.sequence.pages)
     return sorted(
         range(len(self.pools)),
@@ -262,8 +265,16 @@ class SlotTable:
     request.number = next(self._arrived)
     bisect.insort(self.waiting, request, key=lambda r: r.turn)
 
-  def renumber(self, order: list[Request]) -> None:
-    """Serves the waiting requests in this order, which holds all of them."""
+  def start_batch(self, order: list[Request]) -> None:
+    """Serves the waiting requests, all in this order, before any other.
+
+    No slot is taken. What ran before leaves no trace in which slot a request
+    gets, nor do clients in when released sessions' pages go.
+    """
+    self.clear_released()
+    for free in self._free:
+      free.sort(reverse=True)
+    self.batch = order
     numbers = sorted(r.number for r in order)
     for request, number in zip(order, numbers, strict=True):
       request.number = number
@@ -349,10 +360,31 @@ class SlotTable:
       self.waiting.remove(request)
 
   def release(self, name: str) -> None:
-    """Forgets a session, whose request has ended."""
+    """Forgets a session, whose request has ended.
+
+    In lockstep its pages go before the next batch: a running one must not
+    depend on when clients release sessions.
+    """
     session = self.sessions.pop(name, None)
-    if session is not None:
+    if session is None:
+      return
+    if self.batch is None:
       session.sequence.clear()
+      return
+    self._released.append(session)
+    if not self.sessions:
+      self.clear_released()
+
+  def clear_released(self) -> None:
+    """Drops the pages of released sessions, in an order of their own."""
+    for session in sorted(self._released, key=lambda s: s.order):
+      session.sequence.clear()
+    self._released.clear()
+
+  @property
+  def holders(self) -> list[Session]:
+    """Sessions that may have pages."""
+    return [*self.sessions.values(), *self._released]
 
   def victim(self, request: Request) -> Session | None:
     """The session whose cache makes room for `request`, if there is one.
@@ -361,18 +393,21 @@ class SlotTable:
     in the queue.
     """
     shard = self.shard(request)
-    near = [
+    near = [s for s in self.holders if s.sequence.pages and s.shard == shard]
+    # In lockstep a request for the next batch may have come, or not yet.
+    idle = [
         s
-        for s in self.sessions.values()
-        if s.sequence.pages and s.shard == shard
+        for s in near
+        if s.request is None
+        or (self.batch is not None and s.request not in self.batch)
     ]
-    idle = [s for s in near if s.request is None]
     if idle:
       return min(idle, key=lambda s: s.last_used)
     waiting = [
         (r.turn, s)
         for s in near
-        if (r := s.request) is not None
+        if s not in idle
+        and (r := s.request) is not None
         and r is not request
         and r.slot is None
     ]
@@ -394,8 +429,9 @@ class Counters:
   failed: int = 0
   cancelled: int = 0
   prompt_tokens: int = 0
-  unique_prompt_tokens: int = 0
+  unique_prompt_tokens: int = 0  # To prefill if nothing were done twice.
   prefilled_tokens: int = 0
+  copied_pages: int = 0
   prefill_calls: int = 0
   prefill_places: int = 0  # Rows x tokens computed, padding included.
   decode_tokens: int = 0

@@ -36,6 +36,7 @@ from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import constrained_decoding
 from tunix.rl.multi_turn.engine import kv_cache
 from tunix.rl.multi_turn.engine import prefill as prefill_lib
+from tunix.rl.multi_turn.engine import prefixes
 from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.engine import vision_cache
@@ -52,7 +53,6 @@ class Scheduler:
     pools: of the KV cache's pages, one a shard.
     counters: of the engine's work.
     version: of the weights in use.
-    lockstep_batch: the waiting requests that may be admitted; None: any.
   """
 
   def __init__(
@@ -90,6 +90,7 @@ class Scheduler:
             state.pages,
             state.page_size,
             state.layout is not None and state.layout.keeps_state,
+            copies=bool(buckets.copies),
         )
         for _ in range(state.shards)
     ]
@@ -113,8 +114,8 @@ class Scheduler:
         most_calls=0 if config.is_lockstep else config.prefill_calls_per_round,
         fail=self._end,
     )
+    self._prefixes = prefixes.KnownPrefixes()
     self._unbanned = constrained_decoding.pack(~programs.banned)
-    self.lockstep_batch: list[requests_lib.Request] | None = None
     self._weights: tuple[int, Weights] | None = None
     self._done: list[requests_lib.Request] = []
     self._poisoned = False  # The caches hold values that are not finite.
@@ -145,10 +146,13 @@ class Scheduler:
     self.version, self._programs.state.params = self._weights
     self._weights = None
     self.counters.weight_updates += 1
+    self._prefixes.clear()
     self._vision.clear()
-    self._forget_pages()
+    self.forget_pages()
     if self._config.on_update == "recompute":
       self._clear_sequences()
+      for session in self.slots.sessions.values():
+        session.length = 0
     for session in self.slots.sessions.values():
       session.sequence.outdate()
 
@@ -181,19 +185,20 @@ class Scheduler:
 
   def _drop_caches(self) -> None:
     """Empties the device; active requests are prefilled again."""
-    self._forget_pages()
+    self.forget_pages()
     self._clear_sequences()
     self._vision.clear()
     self._programs.state.reset()
 
-  def _forget_pages(self) -> None:
+  def forget_pages(self) -> None:
+    """No later request finds what is cached now; its holders keep it."""
     for pool in self.pools:
       pool.forget()
 
   def _clear_sequences(self) -> None:
     for request in self.slots.active:
       self.slots.preempt(request)
-    for session in self.slots.sessions.values():
+    for session in self.slots.holders:
       session.sequence.clear()
 
   def take_done(self) -> list[requests_lib.Request]:
@@ -215,7 +220,7 @@ class Scheduler:
   # --- admission -------------------------------------------------------------
 
   def _admit(self) -> None:
-    batch = self.lockstep_batch
+    batch = self.slots.batch
     full: set[int] = set()
     for request in list(self.slots.waiting):
       if batch is not None and request not in batch:
@@ -269,10 +274,10 @@ class Scheduler:
       self._positions.locate(request, sequence.cached)
       self._describe(request)
       self.counters.prompt_tokens += n
-      self.counters.unique_prompt_tokens += max(
-          0, n - (min(session.length, n) if shared >= before else shared)
-      )
-      session.length = n
+      own = min(session.length, n - 1) if shared >= before else shared
+      known = self._prefixes.add(tokens[: n - 1], prompt.images)
+      self.counters.unique_prompt_tokens += n - 1 - max(known, own)
+      session.length = n - 1
     self.slots.start[slot] = sequence.cached
     return True
 
@@ -558,9 +563,18 @@ class Scheduler:
       deliver: bool = True,
   ) -> None:
     request.outcome = outcome
+    if isinstance(outcome, policy_client.Completion):
+      self._remember(request)
     self.slots.finish(request)
     if deliver:
       ok = isinstance(outcome, policy_client.Completion)
       self.counters.completed += ok
       self.counters.failed += not ok
       self._done.append(request)
+
+  def _remember(self, request: requests_lib.Request) -> None:
+    """Counts what a request has sampled as known; its last token is not."""
+    n = request.length - 1
+    tokens = self.slots.tokens[request.slot, :n]
+    self._prefixes.add(tokens, request.prompt.images)
+    self.slots.sessions[request.session].length = n

@@ -240,6 +240,13 @@ METRICS: dict[str, Metric] = {
         "Low with several turns: sessions lose their pages; raise"
         " engine.cache_tokens.",
     ),
+    "prefill_per_unique_token": Metric(
+        "",
+        "Prompt tokens computed, for each that no earlier prompt of the same"
+        " weights began with; sampled tokens need no computing again.",
+        "Above 1.05: sessions lose their pages (raise engine.cache_tokens), or"
+        " engine.share_prefixes is false.",
+    ),
     "batch_occupancy": Metric(
         "",
         "Share of computed decode places that were real tokens.",
@@ -492,6 +499,8 @@ def engine_metrics(
       out[f"time/engine_{part}"] = grown(f"seconds_{part}") / engines
   if prompt > 0:
     out["prefix_reuse"] = max(0.0, 1.0 - computed / prompt)
+  if grown("unique_prompt_tokens") > 0:
+    out["prefill_per_unique_token"] = computed / grown("unique_prompt_tokens")
   if grown("decode_places") > 0:
     out["batch_occupancy"] = grown("decode_tokens") / grown("decode_places")
   return out
