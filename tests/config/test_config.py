@@ -620,7 +620,8 @@ def test_aliases_and_presets_name_existing_fields_with_valid_values():
   assert set(config_lib.ALIASES.values()) <= set(paths)
   for gym in gyms.BUILT_IN:
     spec = gyms.get(gym)
-    assert set(spec.preset) | set(spec.cloning_preset) <= set(paths)
+    presets = (spec.preset, spec.cloning_preset, spec.batch_preset)
+    assert set().union(*presets) <= set(paths)
     if spec.lists_tasks or "task_source.families" in spec.preset:
       assert load(f"gym={gym}").gym.name == gym
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 from tunix.rl.multi_turn import tools
@@ -429,3 +430,26 @@ def test_an_object_that_gets_stuck_again_is_closed_again():
     await until(lambda: len(closes) == 2)
 
   asyncio.run(main())
+
+
+def test_calls_that_end_together_wake_the_loop_together():
+  count, wakes = 8, []
+  pool = concurrency.WorkerPool(max_threads=count)
+
+  async def main():
+    loop = asyncio.get_running_loop()
+    told = loop.call_soon_threadsafe
+    loop.call_soon_threadsafe = lambda *args: (wakes.append(1), told(*args))
+    go = threading.Event()
+    jobs = [pool.submit(lambda: go.wait(30)) for _ in range(count)]
+    waits = [asyncio.ensure_future(pool.finished(job)) for job in jobs]
+    await asyncio.sleep(0)
+    go.set()
+    while not all(job.future.done() for job in jobs):
+      time.sleep(0.01)  # The loop cannot look meanwhile.
+    time.sleep(0.05)  # For the last one's callbacks.
+    assert await asyncio.gather(*waits) == [True] * count
+
+  asyncio.run(main())
+  assert pool.close()
+  assert len(wakes) < count // 2

@@ -240,10 +240,10 @@ def edit(run, change):
 @pytest.mark.parametrize(
     "damage, named",
     [
-        (lambda text: "", {"run.seed=0": "3", "learner.steps=150": "1"}),
+        (lambda text: "", {"run.seed=0": "3", "learner.steps=50": "1"}),
         (
             lambda text: text[: text.index("\nlearner:") + 1],
-            {"learner.steps=150": "1", "learner.groups_per_step=16": "2"},
+            {"learner.steps=50": "1", "learner.groups_per_step=16": "2"},
         ),
         (
             lambda text: text.replace("group_size: 4", "group_size: 6"),

@@ -160,6 +160,13 @@ def _import_modules(given: Mapping[str, Any], problems: list[str]) -> None:
       )
 
 
+_SHAPES_ROWS = (
+    "learner.row", "policy.", "mesh.", "processes.", "environment.", "agent.",
+)  # pyformat: disable
+"""Settings that decide what a batch must hold: with one of them given, a gym's
+`batch_preset` need not fit."""
+
+
 def _presets(given: Mapping[str, Any]) -> dict[str, Any]:
   """Defaults that depend on the chosen names, see the module docstring."""
 
@@ -171,7 +178,10 @@ def _presets(given: Mapping[str, Any]) -> dict[str, Any]:
   try:
     environment = environment_spec.get(chosen("environment.name"))
     if environment.gym:
-      found |= gyms.get(chosen("gym.name")).preset
+      gym = gyms.get(chosen("gym.name"))
+      found |= gym.preset
+      if not any(path.startswith(_SHAPES_ROWS) for path in given):
+        found |= gym.batch_preset
     found |= environment.preset
   except (ValueError, ImportError, TypeError):
     pass  # An unknown name is reported with all other names.
@@ -485,6 +495,11 @@ def choices() -> dict[str, Mapping[str, Any]]:
     found[f"environment={name}"] = environment_spec.get(name).preset
   for name in gyms.names():
     found[f"gym={name}"] = gyms.get(name).preset
+  for name in gyms.names():
+    found[
+        f"gym={name}, if no setting of "
+        + ", ".join(f"{p}*" for p in _SHAPES_ROWS) + " is given"
+    ] = gyms.get(name).batch_preset
   for name in gyms.names():
     found[f"gym={name}, if its oracle knows every task"] = gyms.get(
         name

@@ -18,6 +18,7 @@ import math
 import threading
 import time
 from typing import Any, Callable, TypeVar
+import weakref
 
 from tunix.rl.multi_turn.core import containment
 
@@ -87,6 +88,55 @@ class Job:
   @property
   def running(self) -> bool:
     return self.started_at is not None and not self.future.done()
+
+
+class _Wakes:
+  """Calls that threads leave for an event loop, made together.
+
+  A loop is woken by a write to a pipe: once for all calls that come before it
+  looks, instead of once a call.
+  """
+
+  def __init__(self, loop: asyncio.AbstractEventLoop):
+    self._loop = weakref.ref(loop)
+    self._lock = threading.Lock()
+    self._calls: list[Callable[[], None]] = []
+
+  def post(self, call: Callable[[], None]) -> None:
+    """Has the loop make the call soon; nothing where it was closed."""
+    loop = self._loop()
+    if loop is None:
+      return
+    with self._lock:
+      self._calls.append(call)
+      if len(self._calls) > 1:  # It was woken and has yet to look.
+        return
+    try:
+      loop.call_soon_threadsafe(self._drain)
+    except RuntimeError:  # The loop was closed, and the wait with it.
+      with self._lock:
+        self._calls.clear()
+
+  def _drain(self) -> None:
+    with self._lock:
+      calls, self._calls = self._calls, []
+    for call in calls:
+      call()
+
+
+_WAKES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Wakes] = (
+    weakref.WeakKeyDictionary()
+)
+_WAKES_LOCK = threading.Lock()
+
+
+def _wakes_of(loop: asyncio.AbstractEventLoop) -> _Wakes:
+  """The loop's own; called on the loop."""
+  found = _WAKES.get(loop)
+  if found is None:
+    with _WAKES_LOCK:
+      found = _WAKES.setdefault(loop, _Wakes(loop))
+  return found
 
 
 class WorkerPool:
@@ -242,11 +292,10 @@ class WorkerPool:
       if not waiter.done():
         waiter.set_result(None)
 
+    wakes = _wakes_of(loop)
+
     def returned(_):
-      try:
-        loop.call_soon_threadsafe(wake)
-      except RuntimeError:  # The loop was closed, and the wait with it.
-        pass
+      wakes.post(wake)
 
     def check():
       nonlocal timer

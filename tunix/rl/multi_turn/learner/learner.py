@@ -165,21 +165,10 @@ class Learner:
         if self.algorithm.has_critic
         else 0,
     )
-    self._params = {
-        **self._programs.masters(
-            self._put_params(self._split.params_of(module))
-        ),
-        **self._programs.init_head(),
-    }
-    self._frozen = {
-        name: sharding.put(value, self._placement.frozen[name])
-        for name, value in self._split.frozen_of(module).items()
-    }
-    self._reference = self._make_reference(reference)
+    self._begin(module, reference)
     self._teacher = teacher_lib.Teacher.of(
         self.algorithm, teacher, model, mesh, sampling, config
     )
-    self._opt_state = self._programs.init_optimizer(self._params)
     self._schedule = optimizer.make_schedule(config)
     self._minibatches = minibatch_lib.Minibatches(
         model,
@@ -191,6 +180,77 @@ class Learner:
         mesh,
         processes,
     )
+
+  def _begin(
+      self, module: nnx.Module, reference: base.Policy | None
+  ) -> None:
+    """Takes over a policy's weights, with a new optimizer state."""
+    self._params = {
+        **self._programs.masters(
+            self._put_params(self._split.params_of(module))
+        ),
+        **self._programs.init_head(),
+    }
+    self._frozen = {
+        name: sharding.put(value, self._placement.frozen[name])
+        for name, value in self._split.frozen_of(module).items()
+    }
+    self._reference = self._make_reference(reference)
+    self._opt_state = self._programs.init_optimizer(self._params)
+
+  def begin_from(
+      self, model: base.Policy, reference: base.Policy | None = None
+  ) -> None:
+    """Replaces the weights before the first update.
+
+    A learner can so be built, and `compile_ahead`, while the weights that it
+    begins with are still in the making.
+
+    Args:
+      model: of the structure that the learner was built with; copied.
+      reference: as of `__init__`.
+
+    Raises:
+      ValueError: another structure, or updates have been made.
+    """
+    if self.counters.updates:
+      raise ValueError(
+          f"the learner has made {self.counters.updates} updates; begin from"
+          " other weights with a new learner"
+      )
+    self._begin(cast(nnx.Module, model), reference)
+
+  def compile_ahead(self) -> bool:
+    """Compiles the programs of an update before there is data.
+
+    Runs no update and changes nothing; an update that another thread makes
+    meanwhile waits for the program that it needs.
+
+    Returns:
+      False, and nothing is compiled, while the shape of batches is open (see
+      `config.patches` and `config.targets`), and where several processes learn,
+      which would start programs in different orders.
+    """
+    minibatch = self._minibatches.empty()
+    if minibatch is None or self._processes.count > 1:
+      return False
+    config = self.algorithm.config
+    if config.kl_target and config.kl_in_loss:
+      self._price([minibatch])
+    batch, (extra,) = minibatch.batches[0], minibatch.extras
+    if self._teacher is not None:
+      extra = dataclasses.replace(extra, teacher=batch.logprobs)
+    if config.kl_in_loss or self._scores_first:
+      self._programs.score.prepare(self._acting(), self._frozen, batch)
+    self._programs.prepare_step(
+        self._params,
+        self._opt_state,
+        self._frozen,
+        batch,
+        extra,
+        self._warming(),
+    )
+    return True
 
   def _make_reference(
       self, model: base.Policy | None
@@ -447,8 +507,7 @@ class Learner:
           packed.append(minibatch)
     if self.algorithm.config.kl_target and self.algorithm.config.kl_in_loss:
       self._price(packed)
-    corrected = self.algorithm.correction.needs_proximal
-    if corrected and self.config.steps_per_update > 1:
+    if self._scores_first:
       with clock("score"):
         self._score_into(packed, "proximal", self._acting())
     if self.algorithm.config.kl_in_loss:
@@ -522,14 +581,8 @@ class Learner:
       grads, sums = programs.accumulate(
           self._params, grads, sums, self._frozen, batch, extra
       )
-    acting: tuple[Any, ...] = ()
-    if self.algorithm.config.value_warmup and self.algorithm.has_critic:
-      warm = self.counters.updates >= self.algorithm.config.value_warmup
-      acting = (
-          sharding.put(np.float32(warm), self._placement.replicated),
-      )
     self._params, self._opt_state, norm, made = programs.apply(
-        self._params, self._opt_state, grads, *acting
+        self._params, self._opt_state, grads, *self._warming()
     )
     sums, norm, made = jax.device_get((sums, norm, made))
     self.counters.optimizer_steps += int(made)
@@ -538,6 +591,19 @@ class Learner:
     readings = {k: float(v) / tokens for k, v in sums.total.items()}
     readings |= {k: float(v) for k, v in sums.most.items()}
     return readings | {"loss": float(sums.loss), "grad_norm": float(norm)}
+
+  @property
+  def _scores_first(self) -> bool:
+    """Whether an update begins with log-probs of its first weights."""
+    corrected = self.algorithm.correction.needs_proximal
+    return corrected and self.config.steps_per_update > 1
+
+  def _warming(self) -> tuple[jax.Array, ...]:
+    """Whether the policy moves beside the value head, where that may wait."""
+    if not (self.algorithm.config.value_warmup and self.algorithm.has_critic):
+      return ()
+    warm = self.counters.updates >= self.algorithm.config.value_warmup
+    return (sharding.put(np.float32(warm), self._placement.replicated),)
 
   # --- placement ------------------------------------------------------------
 

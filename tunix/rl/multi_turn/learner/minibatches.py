@@ -221,6 +221,23 @@ class Minibatches:
     extras = [update.Extra(b.logprobs, b.logprobs) for b in batches]
     return Minibatch(batches, extras, plan.stats)
 
+  def empty(self) -> Minibatch | None:
+    """A minibatch of one batch without examples; None while `shape` is open.
+
+    Its arrays have the shapes and places of every later batch's, unless images
+    come that are larger than the shape's bound.
+    """
+    if self.shape is None or (self._bounded and not self.shape.image_patches):
+      return None
+    plan = self.packer.plan((), self.shape)
+    plan.placed[:] = [[]]
+    batches = [
+        self._put(batch)
+        for batch in self.packer.fill(plan, (), np.zeros(0))
+    ]
+    extras = [update.Extra(b.logprobs, b.logprobs) for b in batches]
+    return Minibatch(batches, extras, plan.stats)
+
   def _in_all(self, what: str, work: Callable[[], T]) -> T:
     """What `work` returns; it fails here if it fails in any process."""
     done: list[T] = []

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from typing import Any, Collection
 
 from flax import nnx
@@ -196,24 +197,35 @@ class Placement:
 
 
 class Program:
-  """A jitted function, compiled once for each set of argument shapes."""
+  """A jitted function, compiled once for each set of argument shapes.
+
+  Calls of several threads that need one compilation wait for the first.
+  """
 
   def __init__(self, function: Any):
     self._function = function
     self._compiled: dict[Any, Any] = {}
+    self._lock = threading.Lock()
 
   @property
   def compiles(self) -> int:
     return len(self._compiled)
 
   def __call__(self, *args: Any) -> Any:
+    return self.prepare(*args)(*args)
+
+  def prepare(self, *args: Any) -> Any:
+    """The compiled program for such arguments; runs nothing."""
     leaves, tree = jax.tree.flatten(args)
     key = tree, tuple((x.shape, x.dtype) for x in leaves)
     compiled = self._compiled.get(key)
     if compiled is None:
-      compiled = self.lower(*args).compile()
-      self._compiled[key] = compiled
-    return compiled(*args)
+      with self._lock:
+        compiled = self._compiled.get(key)
+        if compiled is None:
+          compiled = self.lower(*args).compile()
+          self._compiled[key] = compiled
+    return compiled
 
   def lower(self, *args: Any) -> jax.stages.Lowered:
     """The program before compilation; placed shapes do for arrays."""
@@ -520,6 +532,20 @@ class UpdatePrograms:
           out_shardings=(self._all_placement, self._placement.replicated),
       )
     return self._start(params)
+
+  def prepare_step(
+      self,
+      params: Params,
+      opt_state: optax.OptState,
+      frozen: Params,
+      batch: batching.Batch,
+      extra: Extra,
+      acting: tuple[Any, ...] = (),
+  ) -> None:
+    """Compiles what a step on such arrays calls; changes none of them."""
+    grads, sums = self.start(params, frozen, batch, extra)
+    self.accumulate.prepare(params, grads, sums, frozen, batch, extra)
+    self.apply.prepare(params, opt_state, grads, *acting)
 
   def _accumulate(
       self,

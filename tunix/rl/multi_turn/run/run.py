@@ -32,11 +32,13 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
+from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
 from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import episodes
+from tunix.rl.multi_turn.run import learner_ahead
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import observers as observers_lib
@@ -192,6 +194,7 @@ class Run:
     self._writers: list[Any] = []
     self._monitor_url = ""
     self._watches: list[Any] = []
+    self._ahead: learner_ahead.LearnerAhead | None = None
 
   @property
   def connection(self) -> proxy_lib.ProxyConnection | fleet_lib.Fleet | None:
@@ -334,6 +337,8 @@ class Run:
   def __exit__(self, *exc_info: Any) -> None:
     if self._loop is not None:
       self._close_loop(self._loop)
+    if self._ahead is not None:
+      self._ahead.close(loop_thread.STOP_TIMEOUT_S)
     self.engine.close(loop_thread.STOP_TIMEOUT_S)
     for part in (*self._writers, self.store):
       try:
@@ -408,7 +413,8 @@ class Run:
     }
 
   def warm_up(self) -> None:
-    """Compiles the engine's programs."""
+    """Compiles the engine's programs, and the learner's beside them."""
+    self._ahead = learner_ahead.LearnerAhead.where_it_helps(self)
 
     def progress(done: int, total: int, what: str) -> None:
       self.observers.on_event(
@@ -419,6 +425,23 @@ class Run:
     if self.config.rollout.via == "hosts":
       # They have no weights but those that are published.
       self.publish(0, nnx.state(self.policy.model))
+
+  def make_learner(self) -> learner_lib.Learner:
+    """The learner of GRPO, which begins with the present policy.
+
+    Raises:
+      ConfigError: it cannot be built.
+    """
+    if self._ahead is not None:
+      return self._ahead.take(self.policy)
+    return models.make_learner(
+        self.config,
+        self.policy,
+        self.images,
+        self.mesh,
+        self.processes,
+        self.teacher,
+    )
 
   def apply_warm_start(self) -> None:
     """Replaces the present weights by those that GRPO begins with."""

@@ -30,7 +30,6 @@ from tunix.rl.multi_turn.run import best_checkpoint
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import evaluation
 from tunix.rl.multi_turn.run import loop_thread
-from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import process_layout
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run as run_lib
@@ -53,9 +52,7 @@ class Training:
     self._run = run
     config = run.config
     self._config = config
-    self._learner = models.make_learner(
-        config, run.policy, run.images, run.mesh, run.processes, run.teacher
-    )
+    self._learner = run.make_learner()
     self._checkpoints = checkpoint_lib.LearnerCheckpoints(
         run.directory / "checkpoints", config.checkpoint
     )

@@ -82,6 +82,10 @@ class GymSpec:
     cloning_preset: more of them, where the run starts from the embedded
       weights and the oracle knows every task of it: those weights have never
       seen the gym.
+    batch_preset: learner.patches and learner.targets as the first update of
+      the gym's default run would decide them: known beforehand, the learner's
+      programs compile beside the first evaluation. Defaults where no setting is
+      given that rows or patches follow from.
     oracle, describe: see `Oracle.act` and `Oracle.describe`; None: no oracle.
     oracle_families: see `Oracle.families`.
     set_by_run: options that a run sets itself, with the fact they are set to;
@@ -113,6 +117,7 @@ class GymSpec:
   name: str = ""
   preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   cloning_preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  batch_preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   oracle: Callable[[Any], Any] | str | None = None
   describe: Callable[[Any, float, float], Any] | str | None = None
   oracle_families: tuple[str, ...] | str | None = None
