@@ -115,7 +115,7 @@ def checked(check: Callable[..., None]) -> Callable[[RewardFn], RewardFn]:
   """
 
   def mark(fn: RewardFn) -> RewardFn:
-    setattr(fn, "check_options", check)
+    fn.check_options = check
     return fn
 
   return mark
