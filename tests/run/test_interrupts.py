@@ -1,4 +1,4 @@
-"""The first signal asks for a stop and is named; the second one ends at once."""
+"""The first signal asks for a stop, and is named; the second ends at once."""
 
 import os
 import signal
