@@ -115,7 +115,7 @@ def checked(check: Callable[..., None]) -> Callable[[RewardFn], RewardFn]:
   """
 
   def mark(fn: RewardFn) -> RewardFn:
-    fn.check_options = check
+    vars(fn)["check_options"] = check
     return fn
 
   return mark
