@@ -154,6 +154,12 @@ def test_an_installed_wheel_makes_its_environments_in_gymnasium(
     file.extractall(installed, [
         n for n in file.namelist() if n.startswith("tunix_multi_turn")
     ])
+  bare = run(
+      sys.executable, "-c",
+      "import gymnasium; gymnasium.make('TunixDesktop/click-button-v0')",
+      cwd=tmp_path, PYTHONPATH=str(installed),
+  )  # pyformat: disable
+  assert "NamespaceNotFound" in bare.stderr  # As docs/gym_server.md has it.
   heavy = "{'jax', 'flax', 'torch', 'transformers'} & set(sys.modules)"
   play = (
       "env.reset(seed=0)\n"

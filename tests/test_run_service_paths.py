@@ -71,6 +71,28 @@ def test_both_paths_solve_the_same_tasks_with_equal_tokens(overrides):
     assert not app.playing
 
 
+def test_after_an_update_a_service_is_answered_by_the_new_weights():
+  """And each token of its runs records the version that sampled it."""
+
+  async def play(paths):
+    versions = []
+    for version in (0, 3, 4):
+      if version:
+        future = paths.engine.update_weights(version, paths.policy.model)
+        await asyncio.wrap_future(future)
+      (group,) = await paths.collect("greedy", True, 1)
+      for one in group.trajectories[0].sequences:
+        versions.append(set(one.versions[one.loss_mask].tolist()))
+    return versions
+
+  for tokens in ("session", "events"):
+    with (
+        run_services.serving() as (url, _),
+        ByService(url, f"run_service.tokens={tokens}") as paths,
+    ):
+      assert paths.run(play(paths)) == [{0}, {3}, {4}]
+
+
 def test_the_documented_sequence_holds_from_execution_to_termination():
   """Screenshots as addresses, an image proxy, a gym server that judges."""
   log, front = [], {}

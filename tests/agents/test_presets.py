@@ -255,6 +255,21 @@ def test_help_lists_them(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["ui_tars_1_5", "opencua", "glm_4_5v"])
+def test_the_shipped_policy_plays_it_in_a_documented_row(
+    tmp_path, name, capsys
+):
+  status = train.main([
+      f"run.dir={tmp_path}", f"agent={name}", "--dry-run",
+      "engine.context_length=4096", "learner.row_length=4096",
+      "learner.rows=1",
+  ])  # pyformat: disable
+  shown = capsys.readouterr()
+  assert status == 0, shown.err
+  assert "memory" in shown.out
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["qwen3_vl_computer_use", "ui_tars_1_5", "glm_4_5v"]
 )

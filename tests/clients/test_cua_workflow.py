@@ -317,6 +317,38 @@ async def test_rollouts_are_counted_in_runs_and_in_groups():
     assert alone.peak == 2
 
 
+async def test_a_batch_fills_with_the_episodes_that_are_left():
+  """One call plays one run; rejected ones are in no batch, and hold no slot."""
+  real, count = policy(), 0
+
+  def sometimes(method, path, body):
+    nonlocal count
+    messages = json.loads(body)["messages"] if body else ()
+    if messages and not any(m["role"] == "assistant" for m in messages):
+      count += 1
+      if count % 2 == 0:
+        return 500, {"error": "no"}
+    return real(method, path, body)
+
+  with World(sometimes) as world:
+    workflow = world.workflow(
+        gbox_mini_agent_model="m", max_concurrent_rollouts=1
+    )
+    engine, batches, items = Engine(world.model), [], 0
+    while sum(len(b["rewards"]) for b in batches) < 4:  # As prepare_batch does.
+      items += 1
+      found = await workflow.arun_group(engine, world.row, 2)
+      batches += [] if found is None else [found]
+    assert (items, workflow.accepted) == (4, 4)
+    assert workflow.rejected == {"RunFailed": 4} and not workflow.running
+    runs = [p for w, m, p in world.log if (w, m) == ("service", "POST")
+            and p.endswith("/runs")]  # pyformat: disable
+    assert len(runs) == 8  # One an episode.
+    full = tensor_rows.collate([cua_workflow._as_numpy(b) for b in batches])
+    assert full["input_ids"].shape == (4, 12)
+    assert world.gym.store.open == 0
+
+
 async def test_wrong_arguments_raise_and_do_not_reject_every_episode():
   make = cua_workflow.CUAAgentWorkflow
   for options, words in (

@@ -431,3 +431,10 @@ class TestGsm8k:
   def test_incomplete_sample_is_refused(self):
     with pytest.raises(ValueError, match="needs 'answer'"):
       gsm8k_env.Gsm8kEnv(gsm8k_tool.Gsm8kTool(), {"question": "?"})
+
+
+@pytest.mark.parametrize("option", ["tool_timeout", "reward_timeout"])
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_deadline_that_cannot_be_is_named(option, seconds):
+  with pytest.raises(ValueError, match=f"environment.options.{option}="):
+    environments.ToolEnvironment({"question": "?"}, {}, **{option: seconds})

@@ -82,11 +82,38 @@ class TestPlan:
           ({"format": {"per": "trun"}}, "did you mean 'turn'"),
           ({}, "no part"),
           ({"formt": 1}, "did you mean 'format'"),
+          ({"format": {"pattern": "("}}, r"format: pattern='\('.*regular exp"),
+          ({"length_penalty": {"limit": -4}}, "limit=-4 must be >= 0"),
+          ({"length_penalty": {"ramp": 0}}, "ramp=0 must be >= 1"),
+          ({"repetition_penalty": {"n": 0}}, "n=0 must be >= 1"),
+          ({"numeric_match": {"tolerance": -1}}, "tolerance=-1 must be >= 0"),
+          ({"llm_judge": {"base_url": "http://j/v1", "model": "m",
+                          "temperature": -1}}, "temperature=-1 must be"),
+          ({"llm_judge": {"base_url": "http://j/v1", "model": "m",
+                          "highest": float("inf")}}, "highest=inf"),
       ],
   )
   def test_what_is_wrong_is_named(self, spec, says):
     with pytest.raises(ValueError, match=says):
       rewards.plan(spec)
+
+  def test_a_users_function_may_have_its_options_checked(self):
+    def check(most=8):
+      if most < 1:
+        raise ValueError(f"most={most} must be >= 1")
+
+    @rewards.register("checked_of_ours")
+    @rewards.checked(check)
+    def short(task, step, *, most: int = 8):
+      return float(len(step.model_response) <= most)
+
+    try:
+      with pytest.raises(ValueError, match="checked_of_ours: most=0 must be"):
+        rewards.plan({"checked_of_ours": {"most": 0}})
+      assert rewards.plan({"checked_of_ours": {"most": 1}}).episode
+      assert short({}, trajectory.Step(model_response="ab"), most=1) == 0.0
+    finally:
+      rewards.unregister("checked_of_ours")
 
   def test_make_reward_refuses_what_needs_a_collector(self):
     with pytest.raises(ValueError, match="rewards.plan"):

@@ -375,6 +375,27 @@ def test_a_config_builds_the_desktop():
   run(body())
 
 
+def test_families_may_name_the_module_that_registers_them():
+  """Gymnasium loads no entry points; `module:Id` imports the module."""
+  family = "tunix_multi_turn.envs:TunixDesktop/press-key-v0"
+  tasks = gymnasium_gym.FamilyTasks([family])
+  assert tasks.families() == (family,)
+  settings = gymnasium_gym.default_settings(family)
+  assert settings == {"adapter": {"type": "desktop"}}
+
+  async def body():
+    gym = gymnasium_gym.GymnasiumGym(family, **settings)
+    seen = await gym.start(tasks.train_task(family, 0))
+    assert seen.screenshot.shape == (96, 128, 3)
+    await gym.close()
+
+  run(body())
+  for wrong in ("nowhere:Env-v0", "json:Env-v0", "a b", "x:y:z-v0", ":",
+                "tunix_multi_turn.envs:TunixDesktop/fly-v0"):
+    with pytest.raises(ValueError, match="my_module:MyEnv-v0"):
+      gymnasium_gym.FamilyTasks([wrong])
+
+
 def test_tasks_of_an_environment():
   tasks = gymnasium_gym.GymnasiumTasks("CartPole-v1", "Balance.", 50)
   train = {tasks.train_task("CartPole-v1", i).seed for i in range(200)}

@@ -101,6 +101,14 @@ class ToolEnvironment(base_env.BaseEnv):
     if isinstance(reward_fn, str):
       reward_fn = rewards.get_reward_fn(reward_fn)
     self.task = dict(task)
+    for name, seconds in (
+        ("tool_timeout", tool_timeout), ("reward_timeout", reward_timeout)
+    ):  # pyformat: disable
+      if seconds is not None and not seconds > 0:
+        raise ValueError(
+            f"environment.options.{name}={seconds} must be > 0 seconds, or null"
+            " for no deadline"
+        )
     self.tool_manager = manager.ToolManager(tool_map, timeout=tool_timeout)
     self.reward_fn = reward_fn
     self.max_steps = max_steps

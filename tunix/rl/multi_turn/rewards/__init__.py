@@ -1,6 +1,7 @@
 """Judges answers by reward functions with names; see `registry`."""
 
 from tunix.rl.multi_turn.rewards.registry import as_reward
+from tunix.rl.multi_turn.rewards.registry import checked
 from tunix.rl.multi_turn.rewards.registry import combine_rewards
 from tunix.rl.multi_turn.rewards.registry import evaluate
 from tunix.rl.multi_turn.rewards.registry import evaluate_async

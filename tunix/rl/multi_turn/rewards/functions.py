@@ -7,6 +7,7 @@ keyword-only parameters are options, see `specs`; `turns`, `math_answers` and
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Mapping
 
@@ -50,7 +51,13 @@ def exact_match(
   return RewardOutput(score, {"exact_match": score})
 
 
+def _numeric_options(tolerance: float = 0.0) -> None:
+  if not (tolerance >= 0 and math.isfinite(tolerance)):
+    raise ValueError(f"tolerance={tolerance} must be >= 0 and finite")
+
+
 @registry.register("numeric_match")
+@registry.checked(_numeric_options)
 def numeric_match(
     task: Mapping[str, Any], action: str, *, tolerance: float = 1e-6
 ) -> RewardOutput:

@@ -122,8 +122,10 @@ class LLMJudge:
     self._url = http.address(base_url, "base_url", "http://judge:8000/v1")
     if not model:
       raise ValueError("model='' must name the judge's model")
-    if not highest > lowest:
+    if not (highest > lowest and math.isfinite(highest - lowest)):
       raise ValueError(f"highest={highest} must be above lowest={lowest}")
+    if not (temperature >= 0 and math.isfinite(temperature)):
+      raise ValueError(f"temperature={temperature} must be >= 0 and finite")
     for name, value, low in (
         ("tries", tries, 1), ("budget", budget, 0), ("concurrency",
         concurrency, 1), ("cache_size", cache_size, 0),

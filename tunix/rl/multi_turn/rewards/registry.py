@@ -106,6 +106,21 @@ def _takes_info(fn: RewardFn) -> bool:
   return "info" in parameters
 
 
+def checked(check: Callable[..., None]) -> Callable[[RewardFn], RewardFn]:
+  """Decorates a reward function whose options are checked before a run.
+
+  Args:
+    check: takes the options that a run sets, by name; raises ValueError for a
+      value that the function cannot use.
+  """
+
+  def mark(fn: RewardFn) -> RewardFn:
+    vars(fn)["check_options"] = check
+    return fn
+
+  return mark
+
+
 def _prepare(
     fn: RewardFn | str, info: Mapping[str, Any] | None
 ) -> tuple[RewardFn, dict[str, Any], str]:

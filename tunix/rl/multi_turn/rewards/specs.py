@@ -286,6 +286,12 @@ def bind(name: str, options: Mapping[str, Any]) -> registry.RewardFn:
       return make(**options)
     except ValueError as error:
       raise ValueError(f"environment.reward.{name}: {error}") from None
+  check = getattr(fn, "check_options", None)
+  if check is not None:
+    try:
+      check(**options)
+    except ValueError as error:
+      raise ValueError(f"environment.reward.{name}: {error}") from None
   if not options:
     return fn
   return functools.update_wrapper(functools.partial(fn, **options), fn)

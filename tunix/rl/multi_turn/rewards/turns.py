@@ -7,14 +7,31 @@ turn` each turn gets its own.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Callable, Literal, Mapping
 
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.rewards import patterns
 from tunix.rl.multi_turn.rewards import registry
 
 
+def _format_options(pattern: str = "", parsed: bool = True) -> None:
+  del parsed
+  patterns.check(pattern, "pattern")
+
+
+def _at_least(lowest: Mapping[str, int]) -> Callable[..., None]:
+  """A check of numbers, by their least values."""
+
+  def check(**options: Any) -> None:
+    for name, low in lowest.items():
+      if options.get(name, low) < low:
+        raise ValueError(f"{name}={options[name]} must be >= {low}")
+
+  return check
+
+
 @registry.register("format")
+@registry.checked(_format_options)
 def format_(
     task: Any,
     step: trajectory.Step,
@@ -58,6 +75,7 @@ def tool_success(task: Any, step: trajectory.Step) -> float | None:
 
 
 @registry.register("length_penalty")
+@registry.checked(_at_least({"limit": 0, "ramp": 1}))
 def length_penalty(
     task: Any, step: trajectory.Step, *, limit: int = 1000, ramp: int = 1000
 ) -> float:
@@ -81,6 +99,7 @@ def length_penalty(
 
 
 @registry.register("repetition_penalty")
+@registry.checked(_at_least({"n": 1}))
 def repetition_penalty(
     task: Any,
     step: trajectory.Step,

@@ -38,7 +38,8 @@ def asked(stop: threading.Event, announcement: str) -> Iterator[None]:
       signal.signal(signum, signal.SIG_DFL)
       raise KeyboardInterrupt
     print(
-        f"\n{announcement}; press Ctrl-C again to quit at once",
+        f"\n{signal.Signals(signum).name}: {announcement}; press Ctrl-C again"
+        " to quit at once",
         file=sys.stderr,
     )
     seen.add(signum)

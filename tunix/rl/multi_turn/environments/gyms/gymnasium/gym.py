@@ -27,6 +27,7 @@ import numpy as np
 from PIL import Image
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.desktop import env as desktop_env
@@ -131,6 +132,7 @@ def default_settings(env_id: str) -> dict[str, Any]:
   Our own desktop's and a few of gymnasium's; {} for any other, which needs at
   least an adapter.
   """
+  env_id = env_id.rpartition(":")[2]
   if env_id.startswith("TunixDesktop/"):
     return {"adapter": {"type": "desktop"}}
   return dict(_KNOWN.get(env_id.rsplit("-v", 1)[0], {}))
@@ -200,7 +202,8 @@ class GymnasiumGym:
   ):
     """Args:
 
-      env: gymnasium id, or a function that makes an environment whose render
+      env: gymnasium id, with the module that registers it if need be
+        (`module:Id-v0`), or a function that makes an environment whose render
         mode is rgb_array.
       adapter: GuiAction -> environment action; raises `Untranslatable`. Or a
         mapping of one: `{"type": "keys", "keys": {…}, "wait": …}` or
@@ -459,13 +462,17 @@ class FamilyTasks:
           " e.g. FrozenLake-v1"
       )
     for family in families:
+      module, _, env_id = family.rpartition(":")
       try:
-        gymnasium.spec(family)
-      except (gymnasium.error.Error, ImportError) as error:
+        # `spec` knows no modules, and gymnasium 1.0 loads no entry points.
+        if module:
+          registry.import_module(module)
+        gymnasium.spec(env_id)
+      except (gymnasium.error.Error, ImportError, ValueError) as error:
         raise ValueError(
             f"{family!r} is no environment of gymnasium: {error} Name one that"
-            " is registered (run.imports imports the module that does), e.g."
-            " FrozenLake-v1"
+            " is registered, with the module that registers it where that is"
+            " not gymnasium itself, e.g. FrozenLake-v1 or my_module:MyEnv-v0"
         ) from None
     self._sets = {family: GymnasiumTasks(family) for family in families}
 
