@@ -60,7 +60,7 @@ class Trainer:
     loss.backward()
     torch.nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
     self._optimizer.step()
-    return float(loss)
+    return float(loss.detach())
 
   def _scores(self, batch: batching.Batch) -> Any:
     torch, inputs = self._torch, batch.inputs

@@ -80,7 +80,7 @@ def test_image_attention_sees_all_of_an_image_within_reach(
     np.testing.assert_allclose(a, b, atol=TOL)
 
 
-@pytest.mark.parametrize("reach", (8, 144))  # At once, and tile by tile.
+@pytest.mark.parametrize("reach", (8, 288))  # At once, and tile by tile.
 def test_aligned_images_are_seen_in_their_windows_alone(reach):
   """Images that cross no multiple of `reach`, several in some windows."""
   rng = np.random.default_rng(11)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LEAST = 128
+LEAST = 256
 """Queries below which a turn of the loop costs more than it computes."""
 
 MOST = 1024
