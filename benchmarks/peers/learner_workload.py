@@ -32,7 +32,7 @@ SAMPLED = 24  # Tokens a turn.
 
 
 def make_policy(size: str) -> tuple[Any, Any]:
-  """(model, processor): Qwen3-VL of 2.3 or 48.7 million parameters."""
+  """(model, processor): Qwen3-VL of 2.3 or 48.6 million parameters."""
   config = qwen_checkpoint.small_config("qwen3_vl_tiny")
   if size == "qwen_small":
     text = dataclasses.replace(
