@@ -173,25 +173,27 @@ class Side:
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert self._process.stdin and self._process.stdout
+    self._in, self._out = self._process.stdin, self._process.stdout
     self.about = self._read()
     self.rounds: list[dict[str, float]] = []
 
   def _read(self) -> dict[str, Any]:
-    line = self._process.stdout.readline()
+    line = self._out.readline()
     if not line:
       raise SystemExit(f"the side {self.name} ended: see its output above")
     return json.loads(line)
 
   def round(self) -> None:
-    self._process.stdin.write("\n")
-    self._process.stdin.flush()
+    self._in.write("\n")
+    self._in.flush()
     self.rounds.append(self._read())
 
   def median(self, key: str) -> float:
     return statistics.median(found[key] for found in self.rounds)
 
   def end(self) -> None:
-    self._process.stdin.close()
+    self._in.close()
     self._process.wait(60)
 
 
