@@ -5,8 +5,15 @@ few sampled tokens; a group's first turn is shared), updates TinyVL on them,
 and compares the arithmetic done with this machine's matmul speed. CPU seconds
 are printed beside wall seconds: on a shared machine only they repeat.
 
-  python benchmarks/bench_learner.py --groups 16 --size 8 --turns 2
+  python benchmarks/bench_learner.py --groups 16 --members 8 --turns 2
   python benchmarks/bench_learner.py --row-length 288 --rows 14 --no-share
+
+With `--beside torch` it trains a Qwen3-VL of a CPU's size in turns with
+transformers' on torch, eager, on the same packed batch; each side is a process
+of its own, both find the same log-probs before the clock starts.
+
+  python benchmarks/bench_learner.py --beside torch --size qwen_tiny
+  python benchmarks/bench_learner.py --beside torch --size qwen_small
 """
 
 from __future__ import annotations
@@ -15,33 +22,52 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from peers import learner_workload
 from tunix.rl.multi_turn.core import images as image_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.policy import checkpoint
 
+SIDES = ("ours", "torch")
+TOLERANCE = 1e-4  # Nats, of log-probs of both sides.
+
 
 def parse_args() -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--groups", type=int, default=16)
-  parser.add_argument("--size", type=int, default=8, help="members of a group")
+  parser.add_argument("--members", type=int, default=8, help="of a group")
   parser.add_argument("--turns", type=int, default=2)
   parser.add_argument("--text", type=int, default=60, help="prompt tokens")
   parser.add_argument("--sampled", type=int, default=9, help="a turn")
   parser.add_argument("--width", type=int, default=224, help="px")
   parser.add_argument("--height", type=int, default=160, help="px")
   parser.add_argument("--rows", type=int, default=8)
-  parser.add_argument("--row-length", type=int, default=512)
+  parser.add_argument("--row-length", type=int, default=None)
   parser.add_argument("--dtype", default="float32")
   parser.add_argument("--policy", default="tiny", help="size of TinyVL")
   parser.add_argument("--no-share", action="store_true")
   parser.add_argument("--updates", type=int, default=4)
-  return parser.parse_args()
+  beside = parser.add_argument_group("--beside torch")
+  beside.add_argument("--beside", choices=("torch",))
+  beside.add_argument("--size", choices=learner_workload.SIZES)
+  beside.add_argument("--images", type=int, default=4, help="a row")
+  beside.add_argument("--rounds", type=int, default=5)
+  beside.add_argument("--only", choices=SIDES, help="a side by itself")
+  beside.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+  args = parser.parse_args()
+  if args.beside and not args.size:
+    parser.error("--beside torch needs --size")
+  if args.row_length is None:
+    args.row_length = 784 if args.beside else 512
+  return args
 
 
 class Episodes:
@@ -91,7 +117,7 @@ class Episodes:
       before, after = self._text(half), self._text(self._args.text - half)
       image = self._image()
       members = []
-      for member in range(self._args.size):
+      for member in range(self._args.members):
         sequences = [self._sequence(before, image, after, 0, version)]
         for turn in range(1, self._args.turns):
           sequences.append(
@@ -133,8 +159,100 @@ def matmul_peak(dtype: str) -> float:
   return 2 * n**3 / best
 
 
+# --- beside torch ----------------------------------------------------------
+
+
+class Side:
+  """A process that makes an update whenever it is asked to."""
+
+  def __init__(self, name: str):
+    self.name = name
+    self._process = subprocess.Popen(
+        [sys.executable, *sys.argv, "--side", name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert self._process.stdin and self._process.stdout
+    self._in, self._out = self._process.stdin, self._process.stdout
+    self.about = self._read()
+    self.rounds: list[dict[str, float]] = []
+
+  def _read(self) -> dict[str, Any]:
+    line = self._out.readline()
+    if not line:
+      raise SystemExit(f"the side {self.name} ended: see its output above")
+    return json.loads(line)
+
+  def round(self) -> None:
+    self._in.write("\n")
+    self._in.flush()
+    self.rounds.append(self._read())
+
+  def median(self, key: str) -> float:
+    return statistics.median(found[key] for found in self.rounds)
+
+  def end(self) -> None:
+    self._in.close()
+    self._process.wait(60)
+
+
+def beside_torch(args: argparse.Namespace) -> None:
+  sides = [Side(name) for name in SIDES if args.only in (None, name)]
+  report: dict[str, Any] = {"cores": os.cpu_count(), "size": args.size}
+  if len(sides) == 2:
+    scores = [np.array(side.about["scores"]) for side in sides]
+    gap = float(np.abs(scores[0] - scores[1]).max())
+    if gap > TOLERANCE:
+      raise SystemExit(f"log-probs differ by {gap:.1e}: no comparison")
+    report["logprob_gap"] = gap
+  for _ in range(args.rounds):
+    for side in sides:
+      side.round()
+  for side in sides:
+    side.end()
+  tokens = args.rows * args.row_length
+  for side in sides:
+    about = {k: v for k, v in side.about.items() if k != "scores"}
+    report[side.name] = about | {
+        "wall_s": round(side.median("wall"), 3),
+        "cpu_s": round(side.median("cpu"), 3),
+        "tokens_per_s": round(tokens / side.median("wall")),
+        "tokens_per_cpu_s": round(tokens / side.median("cpu")),
+        "memory_before_mb": round(side.median("before")),
+        "peak_mb": round(max(r["peak"] for r in side.rounds)),
+    }
+    if side.name == "ours":
+      peak = matmul_peak("float32")
+      flops = side.median("gflop") * 1e9
+      report["ours"] |= {
+          "gflop": round(flops / 1e9, 1),
+          "temporary_mb": round(side.median("temporary_mb")),
+          "matmul_gflops_f32": round(peak / 1e9, 1),
+          "share_of_matmul_peak": round(
+              flops / side.median("wall") / peak, 3
+          ),
+      }
+  if len(sides) == 2:
+    ours, torch = sides
+    for key in ("wall", "cpu"):
+      report[f"{key}_ratio"] = round(
+          statistics.median(
+              t[key] / o[key] for o, t in zip(ours.rounds, torch.rounds)
+          ),
+          2,
+      )
+  print(json.dumps(report, indent=2))
+
+
 def main() -> None:
   args = parse_args()
+  if args.side:
+    learner_workload.serve(args)
+    return
+  if args.beside:
+    beside_torch(args)
+    return
   model, processor, _ = checkpoint.create_policy(
       args.policy, compute_dtype=args.dtype
   )
@@ -169,7 +287,7 @@ def main() -> None:
       {
           "cores": os.cpu_count(),
           "parameters": sum(x.size for x in learner.parameters().values()),
-          "episodes": args.groups * args.size,
+          "episodes": args.groups * args.members,
           "tokens": metrics["tokens"],
           "row_tokens": metrics["tokens"] - metrics["shared_tokens"],
           "micro_batches": metrics["micro_batches"],

@@ -11,6 +11,7 @@ from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import examples as example_lib
+from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.policy import vision_inputs
 
@@ -214,6 +215,42 @@ def test_a_group_shares_its_prompt_and_first_screenshot():
   assert alone.stats.row_tokens == 8 * 11
   assert alone.stats.batches == 2
   assert alone.stats.patches == 2 * 4
+
+
+@given(
+    st.lists(st.integers(1, 12), max_size=12), st.integers(12, 20),
+    st.integers(1, 90),
+)
+@settings(max_examples=50, deadline=None)
+def test_images_lie_apart_and_cross_no_window(sizes, window, places):
+  windows = packing.Windows(places, window)
+  taken = np.zeros(places, int)
+  for size in sizes:
+    if windows.fit([size]) is None:
+      for start in range(0, places, window):
+        assert (taken[start : start + window] == 0).sum() < size
+      continue
+    (at,) = windows.take([size])
+    assert at // window == (at + size - 1) // window
+    taken[at : at + size] += 1
+    assert windows.used == np.flatnonzero(taken).max() + 1
+  assert taken.max(initial=0) <= 1
+
+
+@given(_examples())
+@settings(max_examples=20, deadline=None)
+def test_no_image_of_a_bounded_batch_crosses_a_multiple_of_the_bound(examples):
+  packer = batching.Packer(PROCESSOR, STORE)
+  bound = packing.image_bound(packer.largest_image(examples))
+  shape = _shape(2).bounded(bound)
+  shape = shape.bounded(bound, packer.places_of_one(examples, shape))
+  plan = packer.plan(examples, shape)
+  for batch in packer.fill(plan, examples, np.ones(len(examples))):
+    assert batch.inputs.aligned_images == bool(bound)
+    for segments in batch.inputs.patch_segments:
+      for image in range(1, segments.max() + 1):
+        places = np.flatnonzero(segments == image)
+        assert not bound or len(set(places // bound)) == 1
 
 
 def test_first_fit_decreasing_fills_rows():

@@ -80,6 +80,40 @@ def test_image_attention_sees_all_of_an_image_within_reach(
     np.testing.assert_allclose(a, b, atol=TOL)
 
 
+@pytest.mark.parametrize("reach", (8, 288))  # At once, and tile by tile.
+def test_aligned_images_are_seen_in_their_windows_alone(reach):
+  """Images that cross no multiple of `reach`, several in some windows."""
+  rng = np.random.default_rng(11)
+  s, n, h = 2, 2, 4
+  filled = ((1, 1, 2, 3), (1, 2, 2, 2), (3, 3, 3, 1))  # Eighths of a window.
+  parts = np.repeat(np.arange(8), reach // 8) // 2
+  segments = np.stack([
+      np.concatenate([
+          10 * window + np.array(filled[(window + row) % 3])[parts]
+          for window in range(3)
+      ])
+      for row in range(s)
+  ])[:, : 3 * reach - reach // 4]  # The last window is not whole.
+  p = segments.shape[1]
+  q, k, v = (random(rng, s, p, n, h) for _ in "qkv")
+  mask = segments[:, :, None] == segments[:, None]
+  run = lambda aligned: outputs_and_gradients(
+      functools.partial(
+          kernels.image_attention,
+          segments_SP=segments.astype(np.int32),
+          reach=reach,
+          aligned=aligned,
+      ),
+      q,
+      k,
+      v,
+  )
+  (seen, got), (_, want) = run(True), run(False)
+  np.testing.assert_allclose(seen, dense(q, k, v, mask), atol=TOL)
+  for a, b in zip(got, want):
+    np.testing.assert_allclose(a, b, atol=TOL)
+
+
 @pytest.mark.parametrize("reach", (23, 64))
 def test_one_image_a_buffer_is_seen_without_its_padding(reach):
   """Real places as under the mask; values and gradients."""

@@ -165,6 +165,7 @@ class Packer:
       buffers: int,
       patches: int = 0,
       targets: int = 0,
+      image_patches: int = 0,
   ) -> packing.BatchShape:
     """The shape for examples like these; 0 = as these need.
 
@@ -178,25 +179,49 @@ class Packer:
     most = packing.BatchShape(
         rows, row_length, buffers, per_buffer * ppt, per_buffer
     )
+    if image_patches:  # Windows may be half empty, all but the last.
+      most = most.bounded(image_patches, 2 * most.patches + image_patches)
     plan = self.plan(examples, most)
     used_patches = used_targets = 1
     for batch in plan.placed:
-      by_buffer: collections.Counter[int] = collections.Counter()
+      by_buffer = [most.windows() for _ in range(buffers)]
       targets_by: collections.Counter[int] = collections.Counter()
       for row, item, new in batch:
         buffer = row // most.rows_per_buffer
-        by_buffer[buffer] += sum(self._size(s, item) for s in new)
+        by_buffer[buffer].take([self._size(s, item) for s in new])
         targets_by[buffer] += item.targets
-      used_patches = max(used_patches, *by_buffer.values())
+      used_patches = max(used_patches, *(w.used for w in by_buffer))
       used_targets = max(used_targets, *targets_by.values())
     roomy_patches = _round_up(used_patches, 1.1, 32 * max(ppt, 1))
     roomy_targets = _round_up(used_targets, 1.1, 32)
-    return dataclasses.replace(
+    shape = dataclasses.replace(
         most,
         patches=patches
         or max(row_length * ppt, min(roomy_patches, most.patches)),
         targets=targets or max(row_length, min(roomy_targets, most.targets)),
     )
+    return shape.bounded(image_patches)
+
+  def places_of_one(
+      self, examples: Sequence[Example], shape: packing.BatchShape
+  ) -> int:
+    """Places that the images of any one example take in an empty buffer.
+
+    An image that shares its window with none leaves the rest of it empty, so
+    that they may be more than `shape.patches` although the patches are not.
+    """
+    most = 0
+    for example in examples:
+      images = packing.make_item([example], [0], 0).images
+      sizes = [self._image_size(image) for image in images]
+      if sum(sizes) > shape.patches:
+        continue  # Refused by `plan`.
+      windows = packing.Windows(
+          len(sizes) * shape.image_patches, shape.image_patches
+      )
+      windows.take(sizes)
+      most = max(most, windows.used)
+    return most
 
   def largest_image(
       self, examples: Sequence[Example], limit: int = 0
@@ -233,6 +258,11 @@ class Packer:
     Raises:
       ValueError: an example that cannot fit a batch of this shape.
     """
+    if shape.image_patches % max(self._processor.patches_per_token, 1):
+      raise ValueError(
+          f"BatchShape.image_patches={shape.image_patches} must be a multiple"
+          f" of a vision token's {self._processor.patches_per_token} patches"
+      )
     items = packing.make_items(examples, shape.row_length, self._share)
     sizes: dict[str, int] = {}
     for item in items:
@@ -315,10 +345,11 @@ class Packer:
       shape: packing.BatchShape,
   ) -> list[packing.Item]:
     """Halves an item with several branches until it fits an empty buffer."""
-    patches = sum(sizes[image.sha256] for image in item.images)
+    shown = [sizes[image.sha256] for image in item.images]
+    patches = sum(shown)
     if (
         item.length <= shape.row_length
-        and patches <= shape.patches
+        and shape.windows().fit(shown) is not None
         and item.targets <= shape.targets
     ):
       return [item]
@@ -333,6 +364,11 @@ class Packer:
               f"example {item.branches[0].example} has {need} {kind}, a batch"
               f" takes {have}; raise {field}"
           )
+      raise ValueError(
+          f"example {item.branches[0].example} has {len(shown)} images of"
+          f" {patches} patches, which do not fit {shape.patches} patches in"
+          f" windows of {shape.image_patches}; raise patches"
+      )
     members = [p.example for p in item.branches]
     first = item.trunk.end if item.trunk else 0
     middle = len(members) // 2
@@ -398,6 +434,7 @@ class Packer:
         patch_segments=patch_segments,
         patch_positions=patch_positions,
         image_patches=shape.image_patches,
+        aligned_images=bool(shape.image_patches),
         **extra,
     )
     return Batch(
@@ -423,7 +460,7 @@ class Packer:
     patches = np.zeros((s, p, self._processor.patch_bytes), np.uint8)
     segments = np.zeros((s, p), np.int32)
     positions = np.zeros((s, p, self._processor.position_axes), np.int32)
-    used = np.zeros(s, np.int64)
+    windows = [shape.windows() for _ in range(s)]
     count = np.zeros(s, np.int64)
     first_token: dict[tuple[int, str], int] = {}
     for row, item, new in placed:
@@ -433,11 +470,10 @@ class Packer:
           for piece in item.branches
           for span in examples[piece.example].sequence.images
       }
-      for sha in new:
+      taken = windows[buffer].take([self._size(sha, item) for sha in new])
+      for sha, at in zip(new, taken):
         image = self._patches.get(spans[sha])
-        at = int(used[buffer])
         stop = at + len(image.patches)
-        used[buffer] = stop
         count[buffer] += 1
         patches[buffer, at:stop] = image.patches
         positions[buffer, at:stop] = image.positions

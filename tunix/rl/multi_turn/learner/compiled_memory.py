@@ -47,7 +47,10 @@ def least_shape(
       shards,
       config.patches or length * processor.patches_per_token,
       config.targets or length,
-      packing.image_bound(image_patches),
+  ).bounded(
+      packing.image_bound(
+          image_patches, max(processor.patches_per_token, 1)
+      )
   )
 
 
@@ -220,6 +223,7 @@ def _batch(
       patch_positions=array(i32, s, p, processor.position_axes),
       prefix_ids=array(i32, b, t) if share else None,
       image_patches=shape.image_patches,
+      aligned_images=bool(shape.image_patches),
   )
   ints = ("index", "targets", "versions", "sequences", "groups")
   floats = ("logprobs", "advantages", "weights")

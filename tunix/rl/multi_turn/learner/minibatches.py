@@ -114,6 +114,7 @@ class Minibatches:
     self.shape = _fixed_shape(config, self._rows, self._buffers)
     # Whether the policy's programs depend on the largest image.
     self._bounded = bool(getattr(model, "reads_image_patches", False))
+    self._image_multiple = max(processor.patches_per_token, 1)
     self._image_limit = int(getattr(about, "max_image_patches", 0))
 
   def prepare(
@@ -197,19 +198,13 @@ class Minibatches:
   def pack(
       self, examples: Sequence[Example], weights_N: np.ndarray
   ) -> Minibatch:
-    if self.shape is None:
-      self.shape = self._agreed(self.suggest(examples))
     largest = max(
         self._processes.together(
             "largest image",
             lambda: self.packer.largest_image(examples, self._image_limit),
         )
     )
-    if self._bounded and largest > self.shape.image_patches:
-      self.shape = dataclasses.replace(
-          self.shape, image_patches=packing.image_bound(largest)
-      )
-    shape = self.shape
+    shape = self._shape_for(examples, largest if self._bounded else 0)
     plan = self._in_all("plan", lambda: self.packer.plan(examples, shape))
     most = max(self._processes.gather("batches", len(plan.placed)))
     # A process with fewer rows joins in with empty ones.
@@ -238,6 +233,28 @@ class Minibatches:
     extras = [update.Extra(b.logprobs, b.logprobs) for b in batches]
     return Minibatch(batches, extras, plan.stats)
 
+  def _shape_for(
+      self, examples: Sequence[Example], largest: int
+  ) -> batching.BatchShape:
+    """The shape, grown where these examples need it.
+
+    Args:
+      examples: of this process.
+      largest: patches of the largest image of all processes; 0 = the policy's
+        programs do not depend on it.
+    """
+    bound = packing.image_bound(largest, self._image_multiple)
+    if self.shape is None:
+      self.shape = self._agreed(self.suggest(examples, bound))
+    if bound > self.shape.image_patches:
+      self.shape = self.shape.bounded(bound)
+    if bound:
+      places = self._processes.gather(
+          "places", self.packer.places_of_one(examples, self.shape)
+      )
+      self.shape = self.shape.bounded(self.shape.image_patches, max(places))
+    return self.shape
+
   def _in_all(self, what: str, work: Callable[[], T]) -> T:
     """What `work` returns; it fails here if it fails in any process."""
     done: list[T] = []
@@ -250,7 +267,9 @@ class Minibatches:
     patches, targets = (max(sizes) for sizes in zip(*found))
     return dataclasses.replace(shape, patches=patches, targets=targets)
 
-  def suggest(self, examples: Sequence[Example]) -> batching.BatchShape:
+  def suggest(
+      self, examples: Sequence[Example], image_patches: int = 0
+  ) -> batching.BatchShape:
     return self.packer.suggest(
         examples,
         self._rows,
@@ -258,6 +277,7 @@ class Minibatches:
         self._buffers,
         self._config.patches,
         self._config.targets,
+        image_patches,
     )
 
   def restore_shape(self, stored: Mapping[str, Any]) -> None:
@@ -278,9 +298,7 @@ class Minibatches:
     if self.shape is not None:
       # Else the same images would be computed in other blocks.
       bound = stored.get("image_patches", 0)
-      self.shape = dataclasses.replace(
-          self.shape, image_patches=max(bound, self.shape.image_patches)
-      )
+      self.shape = self.shape.bounded(max(bound, self.shape.image_patches))
 
   def _put(self, batch: batching.Batch) -> batching.Batch:
     put = functools.partial(

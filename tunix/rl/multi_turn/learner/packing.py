@@ -14,6 +14,7 @@ Axis names: R = rows of all batches opened so far; and those of `batching`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Iterable, Sequence
 
 import numpy as np
@@ -35,8 +36,9 @@ class BatchShape:
     patches: P, a multiple of the processor's patches a token; 0 for a text
       policy.
     targets: M.
-    image_patches: patches of the largest image; a larger one is refused. 0 =
-      one may fill a buffer.
+    image_patches: patches of the largest image; a larger one is refused, and
+      none crosses a multiple of it in its buffer. 0 = one may fill a buffer,
+      and begin anywhere.
   """
 
   rows: int
@@ -63,6 +65,69 @@ class BatchShape:
   @property
   def rows_per_buffer(self) -> int:
     return self.rows // self.buffers
+
+  def windows(self) -> Windows:
+    """An empty buffer's places for images."""
+    return Windows(self.patches, self.image_patches)
+
+  def bounded(self, image_patches: int, patches: int = 0) -> BatchShape:
+    """This shape for images of up to so many patches, in whole windows.
+
+    Args:
+      image_patches: of the largest image; 0 = any.
+      patches: that a buffer has at least; it never gets fewer than it has.
+    """
+    patches = max(patches, self.patches)
+    if image_patches:
+      patches = -(-patches // image_patches) * image_patches
+    return dataclasses.replace(
+        self, image_patches=image_patches, patches=patches
+    )
+
+
+class Windows:
+  """Free places of a patch buffer, in windows that no image crosses.
+
+  Attention within an image then needs the keys of the image's window only.
+  An image lies in the first window with room for it, behind what is there.
+  """
+
+  def __init__(self, places: int, window: int = 0):
+    """Args:
+
+      places: of the buffer.
+      window: places of a window; 0 = the buffer is one.
+    """
+    window = window or max(places, 1)
+    self._start = np.arange(0, places, window)
+    self._end = np.minimum(self._start + window, places)
+    self._next = self._start.copy()
+
+  @property
+  def used(self) -> int:
+    """Places up to the end of the last image."""
+    taken = self._next > self._start
+    return int(self._next[taken].max(initial=0))
+
+  def fit(self, sizes: Iterable[int]) -> tuple[list[int], np.ndarray] | None:
+    """First places of images of these sizes, and what `take` needs; None
+    without room for all."""
+    following, places = self._next.copy(), []
+    for size in sizes:
+      room = following + size <= self._end
+      if not room.any():
+        return None
+      at = int(np.argmax(room))
+      places.append(int(following[at]))
+      following[at] += size
+    return places, following
+
+  def take(self, sizes: Sequence[int]) -> list[int]:
+    """First places of images of these sizes, which `fit`."""
+    found = self.fit(sizes)
+    assert found is not None, f"no room for images of {sizes} patches"
+    places, self._next = found
+    return places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +175,18 @@ class PackStats:
     return out
 
 
-def image_bound(patches: int) -> int:
+def image_bound(patches: int, multiple: int = 1) -> int:
   """A bound of an image's patches that few sizes of images exceed.
 
   Rounded up by at most an eighth (or to 8): a program is compiled for each
   bound, and attention within images costs in proportion to it.
+
+  Args:
+    patches: of the largest image.
+    multiple: of which the bound is one: a vision token's patches.
   """
   step = max(8, 1 << max(patches.bit_length() - 4, 0))
+  step = math.lcm(step, multiple)
   return -(-patches // step) * step
 
 
@@ -237,6 +307,7 @@ class Bins:
     self.batches = 0
     self.free_R = _EMPTY  # Tokens free in each row.
     self.buffer_R = _EMPTY  # Buffer of each row.
+    self.windows: list[Windows] = []  # Of each buffer.
     self.patches_free = _EMPTY
     self.targets_free = _EMPTY
     self.holders: dict[str, list[int]] = {}
@@ -251,6 +322,7 @@ class Bins:
         self.buffer_R,
         first + np.arange(shape.rows) // shape.rows_per_buffer,
     ])
+    self.windows += [shape.windows() for _ in range(shape.buffers)]
     self.patches_free = np.concatenate(
         [self.patches_free, np.full(shape.buffers, shape.patches)]
     )
@@ -272,6 +344,7 @@ class Bins:
         for image in item.images
         if buffer not in self.holders.get(image.sha256, ())
     ]
+    self.windows[buffer].take([sizes[sha] for sha in new])
     for sha in new:
       self.holders.setdefault(sha, []).append(buffer)
       self.patches_free[buffer] -= sizes[sha]
@@ -291,8 +364,22 @@ class Bins:
       return None
     # The first row whose buffer needs the fewest new patches: plain first fit
     # unless some buffer holds an image already.
-    cost_R = np.where(fits, cost[self.buffer_R], np.iinfo(np.int64).max)
-    return int(np.argmin(cost_R))
+    rows = np.flatnonzero(fits)
+    rows = rows[np.argsort(cost[self.buffer_R[rows]], kind="stable")]
+    full: set[int] = set()  # Buffers whose free places are too scattered.
+    for row in rows:
+      buffer = int(self.buffer_R[row])
+      if buffer in full:
+        continue
+      new = [
+          sizes[image.sha256]
+          for image in item.images
+          if buffer not in self.holders.get(image.sha256, ())
+      ]
+      if self.windows[buffer].fit(new) is not None:
+        return int(row)
+      full.add(buffer)
+    return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -51,6 +51,9 @@ class PolicyInputs:
       within an image need not compare those further apart; part of the
       batch's type, hence of a compilation. 0 = a whole buffer may be one
       image. Read by policies with `reads_image_patches = True`.
+    aligned_images: no image crosses a multiple of `image_patches` in its
+      buffer, so that attention within an image need not look beyond; part of
+      the batch's type likewise.
   """
 
   tokens: Array
@@ -63,6 +66,9 @@ class PolicyInputs:
   prefix_ids: Array | None = None
   image_patches: int = dataclasses.field(
       default=0, metadata={"static": True}
+  )
+  aligned_images: bool = dataclasses.field(
+      default=False, metadata={"static": True}
   )
 
 

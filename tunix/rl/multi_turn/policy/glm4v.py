@@ -44,7 +44,7 @@ class VisionBlock(nnx.Module):
       x_SPD: jax.Array,
       segments_SP: jax.Array,
       rotation: tuple[jax.Array, jax.Array],
-      reach: int,
+      reach: kernels.Reach,
   ) -> jax.Array:
     x = x_SPD + self.attn(self.norm1(x_SPD), segments_SP, rotation, reach)
     return x + self.mlp(self.norm2(x))
@@ -142,7 +142,7 @@ class VisionTower(nnx.Module):
       patches_SPF: jax.Array,
       segments_SP: jax.Array,
       positions_SP4: jax.Array,
-      reach: int,
+      reach: kernels.Reach,
   ) -> jax.Array:
     """Vision tokens [S, V, 1, D]; arguments as of Qwen3-VL's tower."""
     config, vision = self.config, self.config.vision

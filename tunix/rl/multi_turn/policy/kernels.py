@@ -5,8 +5,9 @@ attention, of rows and of images, is the splash kernel that ships with JAX; on
 GPU it is cuDNN's flash attention, in chunks of queries whose masks are
 affordable; everywhere else (and where a kernel does not apply) attention is
 plain XLA in chunks of queries, whose scores are computed again in the backward
-pass. On CPU, products of bfloat16 operands are summed into float32 outputs,
-which is several times faster there than bfloat16 outputs.
+pass; on CPU one head's chunk at a time (see `tiles`). On CPU, products of
+bfloat16 operands are summed into float32 outputs, which is several times faster
+there than bfloat16 outputs.
 
 On a mesh, attention runs on all tokens of a device's rows with a part of the
 heads: parts of the tokens (axis `sequence`) are exchanged for parts of the
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import math
 import os
@@ -33,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy import tiles
 
 _NEG = -1e30
 
@@ -45,6 +48,19 @@ MAX_MASK = 1 << 27
 _target: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "target", default=None
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+  """How far apart patches of one image may lie in a buffer.
+
+  Attributes:
+    places: at most so many.
+    aligned: no image crosses a multiple of `places`.
+  """
+
+  places: int
+  aligned: bool = False
 
 
 def backend() -> str:
@@ -215,6 +231,9 @@ def _causal_local(
     chunk = max(128, -(-t // 1024) * 128)
     attend_ = attend if t <= chunk else jax.checkpoint(attend)
 
+  if not flash and _tiles_apply(t):
+    return _causal_tiles(q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT)
+
   def part(start: int, end: int) -> jax.Array:
     mask = segments_BT[:, start:end, None] == segments_BT[:, None, :end]
     if prefix_BT is not None:
@@ -228,6 +247,29 @@ def _causal_local(
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
+def _tiles_apply(queries: int) -> bool:
+  """Whether a tile of scores is worth a loop's turn: elsewhere than on a CPU
+  one large product is quicker than many small ones, and so it is for few
+  queries."""
+  return backend() == "cpu" and queries >= tiles.LEAST
+
+
+def _causal_tiles(
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT
+) -> jax.Array:
+  """As `_causal_local`, a head's chunk of queries at a time."""
+  t = segments_BT.shape[1]
+  chunk = min(max(128, -(-t // 1024) * 128), tiles.MOST)
+  parts = []
+  for start in range(0, t, chunk):
+    end = min(start + chunk, t)
+    seen = None if prefix_BT is None else prefix_BT[:, start:end]
+    ids = tiles.Ids(segments_BT[:, start:end], segments_BT[:, :end], seen)
+    qkv = q_BTNH[:, start:end], k_BTKH[:, :end], v_BTKH[:, :end]
+    parts.append(tiles.attend(*qkv, ids, start))
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
 def image_attention(
     q_SPNH: jax.Array,
     k_SPNH: jax.Array,
@@ -237,6 +279,7 @@ def image_attention(
     cut: bool = False,
     mesh: jax.sharding.Mesh | None = None,
     tensor: str | None = None,
+    aligned: bool = False,
 ) -> jax.Array:
   """Attention to all patches of the own segment; [S, P, N, H].
 
@@ -256,21 +299,45 @@ def image_attention(
     mesh: over which buffers, patches and heads are split.
     tensor: the mesh's axis that heads are split over beside `sequence`, if
       any.
+    aligned: whether no segment crosses a multiple of `reach`, so that a block
+      of queries needs its own keys only: a third of the neighbourhood's.
   """
   # Scores of whole neighbourhoods would be gigabytes where images are large.
   if _splash_applies(q_SPNH, 8) and q_SPNH.shape[3] >= 64:
     run = functools.partial(_splash_local, reach=reach)
   else:
     flash = "cudnn" if _cudnn_applies(q_SPNH, reach) else None
-    run = functools.partial(_image_local, reach=reach, cut=cut, flash=flash)
+    run = functools.partial(
+        _image_local, reach=reach, cut=cut, flash=flash, aligned=aligned
+    )
   return _over_mesh(run, q_SPNH, k_SPNH, v_SPNH, (segments_SP,), mesh, tensor)
 
 
 def _image_local(
-    q_SPNH, k_SPNH, v_SPNH, segments_SP, *, reach, cut, flash=None
+    q_SPNH,
+    k_SPNH,
+    v_SPNH,
+    segments_SP,
+    *,
+    reach,
+    cut,
+    flash=None,
+    aligned=False,
 ):
   """Blocks of queries with their neighbourhoods; see `_causal_local`."""
   s, p, heads, head_dim = q_SPNH.shape
+  if aligned and p > reach:  # Each block is a buffer of its own.
+    fill = -p % reach
+    split = lambda x: jnp.pad(
+        x, [(0, 0), (0, fill)] + [(0, 0)] * (x.ndim - 2)
+    ).reshape(-1, reach, *x.shape[2:])
+    mixed = _image_local(
+        *map(split, (q_SPNH, k_SPNH, v_SPNH, segments_SP)),
+        reach=reach,
+        cut=cut,
+        flash=flash,
+    )
+    return mixed.reshape(s, p + fill, heads, head_dim)[:, :p]
   block = min(reach, p)
   blocks = -(-p // block)
   fill = blocks * block - p
@@ -299,6 +366,9 @@ def _image_local(
       return jnp.concatenate(parts, axis=1)
 
     k, v, segments = neighbours(k), neighbours(v), neighbours(segments)
+  if blocks == 1 and not (cut or flash) and _tiles_apply(block):
+    q, k, v = (x.reshape(s, block, heads, head_dim) for x in (q, k, v))
+    return tiles.attend(q, k, v, tiles.Ids(own, segments))[:, :p]
   mask = own[:, :, None] == segments[:, None, :]
   if cut:
     distance = np.arange(span)[None, :] - np.arange(block)[:, None]

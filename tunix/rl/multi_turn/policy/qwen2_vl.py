@@ -12,6 +12,7 @@ from __future__ import annotations
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen2_5_vl
 from tunix.rl.multi_turn.policy import qwen3_vl
@@ -56,7 +57,7 @@ class VisionBlock(nnx.Module):
       x_SPD: jax.Array,
       segments_SP: jax.Array,
       rotation: tuple[jax.Array, jax.Array],
-      reach: int,
+      reach: kernels.Reach,
   ) -> jax.Array:
     x = x_SPD + self.attn(self.norm1(x_SPD), segments_SP, rotation, reach)
     return x + self.mlp(self.norm2(x))
@@ -95,7 +96,7 @@ class VisionTower(nnx.Module):
       patches_SPF: jax.Array,
       segments_SP: jax.Array,
       positions_SP4: jax.Array,
-      reach: int,
+      reach: kernels.Reach,
   ) -> jax.Array:
     """Vision tokens [S, V, 1, D]; arguments as of Qwen3-VL's tower."""
     config, vision = self.config, self.config.vision

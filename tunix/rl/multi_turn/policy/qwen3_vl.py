@@ -43,7 +43,7 @@ class VisionAttention(nnx.Module):
       x_SPD: jax.Array,
       segments_SP: jax.Array,
       rotation: tuple[jax.Array, jax.Array],
-      reach: int,
+      reach: kernels.Reach,
   ) -> jax.Array:
     s, p, _ = x_SPD.shape
     qkv = self.qkv(x_SPD).reshape(s, p, 3, self.num_heads, -1)
@@ -54,9 +54,10 @@ class VisionAttention(nnx.Module):
         k,
         qkv[:, :, 2],
         segments_SP,
-        reach,
+        reach.places,
         mesh=self.mesh,
         tensor=self.tensor,
+        aligned=reach.aligned,
     )
     return self.proj(mixed.reshape(s, p, -1))
 
@@ -100,7 +101,7 @@ class VisionBlock(nnx.Module):
       x_SPD: jax.Array,
       segments_SP: jax.Array,
       rotation: tuple[jax.Array, jax.Array],
-      reach: int,
+      reach: kernels.Reach,
   ) -> jax.Array:
     x = x_SPD + self.attn(self.norm1(x_SPD), segments_SP, rotation, reach)
     return x + self.mlp(self.norm2(x))
@@ -181,7 +182,7 @@ class VisionTower(nnx.Module):
       patches_SPF: jax.Array,
       segments_SP: jax.Array,
       positions_SP4: jax.Array,
-      reach: int,
+      reach: kernels.Reach,
   ) -> jax.Array:
     """Vision tokens [S, V, 1 + deepstack, D].
 
@@ -189,7 +190,7 @@ class VisionTower(nnx.Module):
       patches_SPF: uint8 (or any number in [0, 255]).
       segments_SP: int32, the image a patch belongs to.
       positions_SP4: int32, row and column of the patch and of its grid.
-      reach: patches of the largest image at least.
+      reach: of the patches of an image.
     """
     config, vision = self.config, self.config.vision
     x = self.patch_embed(patches_SPF, jnp.dtype(config.compute_dtype))

@@ -84,6 +84,7 @@ class QwenText(nnx.Module):
           inputs.patch_segments,
           inputs.patch_positions,
           inputs.image_patches,
+          inputs.aligned_images,
       )
     x, early = self._embed(inputs.tokens, inputs.vision_index, vision)
     segments = jnp.asarray(inputs.segment_ids)
@@ -108,9 +109,10 @@ class QwenText(nnx.Module):
       patch_segments: base.Array,
       patch_positions: base.Array,
       image_patches: int = 0,
+      aligned_images: bool = False,
   ) -> jax.Array:
     """[S, 0, 0]: no vision tokens."""
-    del patch_segments, patch_positions, image_patches
+    del patch_segments, patch_positions, image_patches, aligned_images
     return jnp.zeros((patches.shape[0], 0, 0), self.config.compute_dtype)
 
   def init_cache(self, batch: int, length: int) -> Cache:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import glm4v
+from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen2_5_vl
 from tunix.rl.multi_turn.policy import qwen2_vl
@@ -80,15 +81,18 @@ class QwenVL(qwen_text.QwenText):
       patch_segments: base.Array,
       patch_positions: base.Array,
       image_patches: int = 0,
+      aligned_images: bool = False,
   ) -> jax.Array:
-    """[S, V, 1 + deepstack, D]; `image_patches` as of `PolicyInputs`."""
+    """[S, V, 1 + deepstack, D]; the last two as of `PolicyInputs`."""
     patches, patch_segments, patch_positions = map(
         jnp.asarray, (patches, patch_segments, patch_positions)
     )
     patches = sharding.constrain(patches, self.mesh, *sharding.TOKENS)
     # A buffer of bool segments is one image.
     whole = not image_patches or patch_segments.dtype == jnp.bool_
-    reach = patches.shape[1] if whole else image_patches
+    reach = kernels.Reach(patches.shape[1])
+    if not whole:
+      reach = kernels.Reach(image_patches, aligned_images)
     return self.visual(patches, patch_segments, patch_positions, reach)
 
   def _embed(

@@ -1,0 +1,112 @@
+"""The torch side of `bench_learner --beside torch`: transformers' model, eager.
+
+Trains transformers' Qwen3-VL on the very arrays that the project's packer
+made: the same rows, targets, weights, advantages, and optimizer (AdamW behind
+a clipped gradient norm). Logits are computed at the targets only, as here.
+
+Does not: pack. A row holds one sequence, so that plain causal attention is
+right.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+from tunix.rl.multi_turn.learner import batching
+
+
+class Trainer:
+  """transformers' module and its optimizer."""
+
+  def __init__(self, directory: pathlib.Path, vision: Any, rate: float):
+    """Args:
+
+      directory: a checkpoint of the policy.
+      vision: its `VisionConfig`.
+      rate: of learning.
+    """
+    import torch  # pylint: disable=g-import-not-at-top
+    import transformers  # pylint: disable=g-import-not-at-top
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    self._torch, self._vision = torch, vision
+    self._module = transformers.AutoModelForImageTextToText.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="sdpa"
+    ).train()
+    self._optimizer = torch.optim.AdamW(
+        self._module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    self.version = f"torch {torch.__version__}, transformers" + (
+        f" {transformers.__version__}"
+    )
+
+  def logprobs(self, batch: batching.Batch) -> np.ndarray:
+    """float32[M] of the batch's real targets, in their order."""
+    with self._torch.no_grad():
+      return self._scores(batch).numpy()
+
+  def update(self, batch: batching.Batch) -> float:
+    """One optimizer step; the loss."""
+    torch = self._torch
+    self._optimizer.zero_grad(set_to_none=True)
+    logprobs = self._scores(batch)
+    real = np.asarray(batch.mask)[0]
+    pick = lambda x: torch.tensor(np.asarray(x)[0][real])
+    ratio = torch.exp(logprobs - logprobs.detach())
+    loss = -(ratio * pick(batch.advantages) * pick(batch.weights)).sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
+    self._optimizer.step()
+    return float(loss.detach())
+
+  def _scores(self, batch: batching.Batch) -> Any:
+    torch, inputs = self._torch, batch.inputs
+    ids = torch.tensor(np.asarray(inputs.tokens)).long()
+    index = np.asarray(inputs.vision_index)
+    places = np.asarray(inputs.positions).transpose(2, 0, 1)
+    # Images in the order in which rows show them.
+    segments = np.asarray(inputs.patch_segments)[0]
+    per_token = self._vision.spatial_merge_size**2
+    starts = [
+        first * per_token
+        for row in index
+        for first in _first_tokens(row, segments, per_token)
+    ]
+    frames, grids = [], []
+    for start in starts:
+      here = np.flatnonzero(segments == segments[start])
+      patches = np.asarray(inputs.patches)[0][here]
+      grids.append((1, *np.asarray(inputs.patch_positions)[0][start][2:]))
+      frames.append(torch.tensor(patches))
+    pixels = torch.cat(frames).float() / 127.5 - 1.0
+    pixels = pixels.reshape(len(pixels), 3, 1, -1).expand(-1, -1, 2, -1)
+    seen = self._module.model(
+        input_ids=ids,
+        position_ids=torch.tensor(places).long(),
+        pixel_values=pixels.reshape(len(pixels), -1),
+        image_grid_thw=torch.tensor(np.array(grids)).long(),
+        mm_token_type_ids=torch.tensor(index >= 0).int(),
+        use_cache=False,
+    ).last_hidden_state
+    real = np.asarray(batch.mask)[0]
+    at = torch.tensor(np.asarray(batch.index)[0][real]).long()
+    targets = torch.tensor(np.asarray(batch.targets)[0][real]).long()
+    logits = self._module.lm_head(seen.reshape(-1, seen.shape[-1])[at])
+    banned = [self._module.config.image_token_id]
+    banned.append(self._module.config.video_token_id)
+    logits = logits.float().index_fill(1, torch.tensor(banned), -1e30)
+    scores = torch.log_softmax(logits, dim=-1)
+    return scores.gather(1, targets[:, None])[:, 0]
+
+
+def _first_tokens(
+    row: np.ndarray, segments: np.ndarray, per_token: int
+) -> list[int]:
+  """First vision token of each image that a row shows, in its order."""
+  shown = row[row >= 0]
+  image = segments[shown * per_token]
+  begins = np.flatnonzero(np.diff(image, prepend=-1))
+  return [int(shown[i]) for i in begins]

@@ -1,0 +1,225 @@
+"""The two sides of `bench_learner --beside torch`, each a process of its own.
+
+A side makes the same policy, episodes and packed batch from the same seed,
+then makes one update for each line it reads, and prints what it took. Peak
+memory is thereby a side's own; and sides take turns on the same processor.
+
+Episodes are rows of `row_length` tokens with `images` screenshots each, in
+groups of four with alternating rewards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from typing import Any, Callable
+
+import numpy as np
+from tunix.rl.multi_turn.core import images as image_lib
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.learner import examples as example_lib
+from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.policy import qwen_checkpoint
+
+SIZES = ("qwen_tiny", "qwen_small")
+GROUP = 4
+SAMPLED = 24  # Tokens a turn.
+
+
+def make_policy(size: str) -> tuple[Any, Any]:
+  """(model, processor): Qwen3-VL of 2.3 or 48.6 million parameters."""
+  config = qwen_checkpoint.small_config("qwen3_vl_tiny")
+  if size == "qwen_small":
+    text = dataclasses.replace(
+        config.text,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        mrope_section=(12, 10, 10),
+    )
+    vision = dataclasses.replace(
+        config.vision,
+        depth=7,
+        hidden_size=384,
+        intermediate_size=1536,
+        num_heads=6,
+        out_hidden_size=512,
+        deepstack_visual_indexes=(2, 4),
+    )
+    config = dataclasses.replace(config, text=text, vision=vision)
+  processor = qwen_checkpoint.processor_of(config)
+  return qwen_checkpoint.random_model(config), processor
+
+
+class Workload:
+  """A learner, and groups of which every update is made."""
+
+  def __init__(self, args: argparse.Namespace):
+    self.model, processor = make_policy(args.size)
+    self.store = image_lib.ImageStore()
+    self.learner = learner_lib.Learner(
+        self.model,
+        processor,
+        self.store,
+        learner_lib.LearnerConfig(
+            rows=args.rows,
+            row_length=args.row_length,
+            learning_rate=1e-5,
+            weight_decay=0.0,
+        ),
+    )
+    self.groups = _groups(args, self.model.config, processor, self.store)
+
+  def batch(self) -> Any:
+    """The one packed batch of an update."""
+    sequences = [
+        s for g in self.groups for m in g.trajectories for s in m.sequences
+    ]
+    found = example_lib.from_sequences(sequences)
+    found = [
+        dataclasses.replace(
+            example,
+            advantages=np.where(
+                example.sequence.loss_mask, (-1.0) ** (i + 1), 0.0
+            ).astype(np.float32),
+        )
+        for i, example in enumerate(found)
+    ]
+    tokens = sum(s.num_sampled for s in sequences)
+    packed = self.learner._minibatches.pack(  # pylint: disable=protected-access
+        found, np.full(len(found), 1 / tokens)
+    )
+    (batch,) = packed.batches
+    return batch
+
+
+def _groups(args, config, processor, store) -> list[Any]:
+  rng = np.random.default_rng(0)
+  width, height = args.width, args.height
+  count = processor.num_image_tokens(width, height)
+  # The last sampled token predicts nothing and takes no place in a row.
+  words = args.row_length + 1 - args.images * (count + SAMPLED)
+  if words < args.images:
+    raise SystemExit(
+        f"--row-length {args.row_length} holds no {args.images} turns of"
+        f" {count + SAMPLED} tokens; raise it or lower --images"
+    )
+  lengths = np.full(args.images, words // args.images)
+  lengths[: words % args.images] += 1
+
+  def member(number: int) -> Any:
+    tokens, mask, turns, spans, at = [], [], [], [], 0
+    for turn, length in enumerate(lengths):
+      pixels = rng.integers(0, 256, (height // 8, width // 8, 3), np.uint8)
+      image = store.put(pixels.repeat(8, axis=0).repeat(8, axis=1))
+      spans.append(trajectory.ImageSpan(image, at, count))
+      new = np.concatenate([
+          np.full(count, config.image_token_id),
+          rng.integers(300, 1300, length + SAMPLED),
+      ])
+      tokens.append(new)
+      mask.append(np.arange(len(new)) >= count + length)
+      turns.append(np.full(len(new), turn))
+      at += len(new)
+    mask = np.concatenate(mask)
+    sequence = trajectory.TokenSequence(
+        np.concatenate(tokens).astype(np.int32),
+        mask,
+        np.where(mask, -7.0, 0),
+        np.where(mask, 0, -1),
+        np.concatenate(turns),
+        tuple(spans),
+    )
+    return trajectory.Trajectory(
+        steps=[trajectory.Step() for _ in lengths],
+        reward=float(number % 2),
+        status=trajectory.TrajectoryStatus.SUCCEEDED,
+        sequences=[sequence],
+    )
+
+  return [
+      trajectory.TrajectoryGroup(
+          f"g{i}", "t", tuple(member(j) for j in range(GROUP))
+      )
+      for i in range(-(-args.rows // GROUP))
+  ]
+
+
+# --- sides -------------------------------------------------------------------
+
+
+def _memory() -> dict[str, float]:
+  """MB resident now, and at most so far."""
+  found = pathlib.Path("/proc/self/status").read_text().splitlines()
+  read = lambda key: next(
+      int(line.split()[1]) / 1024 for line in found if line.startswith(key)
+  )
+  return {"rss": read("VmRSS"), "peak": read("VmHWM")}
+
+
+def _ours(load: Workload) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
+  batch = load.batch()
+  learner = load.learner
+  params, frozen = learner._params, learner._frozen  # pylint: disable=protected-access
+  scores = np.asarray(learner._programs.score(params, frozen, batch))  # pylint: disable=protected-access
+  about = {"parameters": sum(x.size for x in learner.parameters().values())}
+  return (
+      lambda: learner.update(load.groups),
+      scores[np.asarray(batch.mask)],
+      about,
+  )
+
+
+def _torch(load: Workload) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
+  from peers import learner_torch  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.policy import checkpoint  # pylint: disable=g-import-not-at-top
+
+  batch = load.batch()
+  with tempfile.TemporaryDirectory() as directory:
+    saved = checkpoint.save_policy(pathlib.Path(directory) / "p", load.model)
+    trainer = learner_torch.Trainer(saved, load.model.config.vision, 1e-5)
+  del load.learner
+  scores = trainer.logprobs(batch)
+  return lambda: trainer.update(batch), scores, {"version": trainer.version}
+
+
+def serve(args: argparse.Namespace) -> None:
+  """A side: prints its log-probs, then an update's cost for each line read."""
+  load = Workload(args)
+  run, scores, about = {"ours": _ours, "torch": _torch}[args.side](load)
+  before = _memory()
+  started = time.perf_counter()
+  run()
+  first = time.perf_counter() - started
+  print(
+      json.dumps(
+          about
+          | {"scores": np.float64(scores).tolist(), "first_update_s": first}
+      ),
+      flush=True,
+  )
+  for _ in sys.stdin:
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    found = {"wall": wall, "cpu": cpu} | _memory() | {"before": before["rss"]}
+    if args.side == "ours":
+      found |= _analysis(load.learner)
+    print(json.dumps(found), flush=True)
+
+
+def _analysis(learner: Any) -> dict[str, float]:
+  (compiled,) = learner._programs.accumulate.compiled  # pylint: disable=protected-access
+  memory = compiled.memory_analysis()
+  return {
+      "gflop": compiled.cost_analysis()["flops"] / 1e9,
+      "temporary_mb": memory.temp_size_in_bytes / 2**20,
+  }
