@@ -121,6 +121,21 @@ async def test_log_probs_are_asked_for_by_setting_and_change_no_event(form):
   assert found[True] == found[False]
 
 
+@pytest.mark.parametrize(
+    "agent, space", [("qwen3-vl", "pc"), ("mai-ui", "mobile")]
+)
+async def test_each_agent_asks_for_log_probs(agent, space):
+  with (
+      run_services.scripted(says("no action at all")) as (model, asked),
+      run_services.serving() as (url, _),
+  ):
+    request = body(model, agent=agent, standardActionSpace=space, maxSteps=1)
+    request["model"] |= {"logprobs": True, "topLogprobs": 1}
+    await played(url, request)
+  sent = json.loads(asked.requests[0][-1])
+  assert sent["logprobs"] is True and sent["top_logprobs"] == 1
+
+
 async def test_a_server_without_log_probs_still_works():
   with (
       run_services.scripted(

@@ -127,6 +127,18 @@ def test_attempts_of_later_runs_hide_none_of_an_earlier_one(told):
   ).text
 
 
+def test_a_task_whose_attempts_all_broke_off_has_a_page(told):
+  """Without an attempt that was decided there is none to draw."""
+  broken = body("third", ["broken"], lambda *_: False)
+  for rollout in broken["rollouts"]:
+    rollout |= {"status": "failed", "task_success": None, "reward": None}
+  told.post(broken)
+  (task,) = [t["id"] for t in told.rows("task") if t["task_id"] == "broken"]
+  page = told.http.get(f"/runs/3/tasks/{task}")
+  assert page.status_code == 200, page.text
+  assert "Do broken." in page.text and 'class="checkpoints"' not in page.text
+
+
 def test_a_wrong_filter_is_named(told):
   answer = told.http.get("/runs/1/tasks?solved=often")
   assert answer.status_code == 400

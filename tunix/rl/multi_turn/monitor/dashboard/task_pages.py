@@ -161,9 +161,11 @@ def _checkpoints(
             _firsts(source), {"training": training, "task": task}
         )
     ]  # pyformat: disable
+  if not found:  # Every attempt broke off, or goes on.
+    return []
   last = len(found) - 1
   places = {round(last * n / (_CHECKPOINTS - 1)) for n in range(_CHECKPOINTS)}
-  found = [found[place] for place in sorted(places) if place >= 0]
+  found = [found[place] for place in sorted(places)]
   r = tables.rollout
   rows = {
       row.id: dict(row._mapping)  # pylint: disable=protected-access
