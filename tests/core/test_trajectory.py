@@ -76,3 +76,19 @@ def test_arrays_come_back(array):
 def test_arrays_that_json_cannot_hold_are_refused(array):
   with pytest.raises(TypeError, match="dtype"):
     trajectory_lib.encode(array)
+
+
+@pytest.mark.parametrize(
+    "data, dtype",
+    [([300], "uint8"), (["a"], "S4000000000"), ([1], "O"), ([1], "nonsense")],
+)
+def test_arrays_that_were_not_encoded_are_refused(data, dtype):
+  with pytest.raises((ValueError, TypeError), match="dtype|data type"):
+    trajectory_lib.decode({"$type": "ndarray", "data": data, "dtype": dtype})
+
+
+def test_a_text_array_is_no_wider_than_its_texts():
+  found = trajectory_lib.decode(
+      {"$type": "ndarray", "data": ["ab"], "dtype": "<U500000000"}
+  )
+  assert found.dtype == "<U2" and found.tolist() == ["ab"]

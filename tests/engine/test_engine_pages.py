@@ -146,6 +146,11 @@ def test_unique_tokens_do_not_hide_what_is_computed_again(make, store):
   after = engine.stats()
   assert after["unique_prompt_tokens"] == n + 2
   assert after["prefilled_tokens"] == 3 * n + 2
+  # Sampling again from what is cached, or from its beginning, takes none away.
+  for again in (longer, longer[: n - 3]):
+    kept = [span for span in spans if span.end <= len(again)]
+    micro.generate(engine, ("m0", micro.prompt_of(again, kept), GREEDY))
+    assert engine.stats()["unique_prompt_tokens"] == n + 2
 
 
 def test_a_later_session_finds_what_a_released_one_left(make, model, store):

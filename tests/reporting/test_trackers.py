@@ -160,6 +160,15 @@ def test_strips_are_of_both_kinds_where_there_are_both(solved):
   assert sum(kinds) == max(min(solved, 2), 4 - (8 - solved))
 
 
+def test_an_observation_of_numbers_is_no_screen():
+  store = images_lib.ImageStore()
+  media = tracker_media.EvalMedia(1)
+  one = episode(store, True, 1)
+  one.trajectory.steps[-1].observation = np.arange(3.0)
+  media.add(one)
+  assert len(media.rows) == len(media.strips) == 1
+
+
 def test_screens_that_are_gone_draw_nothing():
   store = images_lib.ImageStore()
   media = tracker_media.EvalMedia(1)

@@ -1,6 +1,7 @@
 """The rollout buffer's protocol: each key, default and error, over HTTP."""
 
 import concurrent.futures
+import functools
 import json
 import math
 import time
@@ -281,6 +282,9 @@ OF_EVERY_KIND = (
     None, True, -1, 0, 1, 2.5, 1e300, -1e300, 2**31, 2**40, 2**70, "x", "", [],
     [1], [[1]], [None], [-1, 2], {}, {"a": 1}, {"$type": "x"}, HASH,
     {"$type": "ImageRef"},
+    {"$type": "ndarray", "data": [300], "dtype": "uint8"},
+    {"$type": "ndarray", "data": ["a"], "dtype": "S4000000000"},
+    functools.reduce(lambda inner, _: [inner], range(900), []),
 )  # pyformat: disable
 
 

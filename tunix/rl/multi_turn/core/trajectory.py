@@ -541,7 +541,8 @@ def decode(value: Any) -> Any:
   """Inverse of `encode` for the typed values.
 
   Raises:
-    ValueError: a "$type" that `encode` does not write.
+    ValueError: a "$type" that `encode` does not write, or an array's data
+      that are not of its dtype.
   """
   if isinstance(value, list):
     return [decode(v) for v in value]
@@ -556,12 +557,23 @@ def decode(value: Any) -> Any:
   if tag == "float":
     return float(rest["value"])
   if tag == "ndarray":
-    return np.array(decode(rest["data"]), dtype=rest["dtype"])
+    return _array(decode(rest["data"]), np.dtype(rest["dtype"]))
   if tag == "Action":
     return Action(decode(rest["value"]))
   if tag in _JSON_TYPES:
     return _JSON_TYPES[tag].from_json(rest)
   raise ValueError(f"unknown {_TAG} {tag!r} in JSON")
+
+
+def _array(data: Any, dtype: np.dtype) -> np.ndarray:
+  if dtype.kind == "U":  # As wide as its texts: the width may be anybody's.
+    return np.array(data, dtype="U")
+  if dtype.kind not in "biuf":
+    raise ValueError(f"an array of dtype {dtype} in JSON")
+  try:
+    return np.array(data, dtype=dtype)
+  except OverflowError as error:
+    raise ValueError(f"{error}, in an array of dtype {dtype}") from error
 
 
 _JSON_TYPES: dict[str, Any] = {

@@ -274,7 +274,7 @@ class Scheduler:
       self._positions.locate(request, sequence.cached)
       self._describe(request)
       self.counters.prompt_tokens += n
-      own = min(session.length, n - 1) if shared >= before else shared
+      own = min(session.length if shared >= before else shared, n - 1)
       known = self._prefixes.add(tokens[: n - 1], prompt.images)
       self.counters.unique_prompt_tokens += n - 1 - max(known, own)
       session.length = n - 1

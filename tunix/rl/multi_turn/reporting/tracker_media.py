@@ -102,7 +102,7 @@ def _frames(steps: Any) -> tuple[Frame, ...]:
     place = actions[-1] if isinstance(actions[-1], Mapping) else {}
     x, y = place.get("x"), place.get("y")
     found.append(Frame(image, None if x is None or y is None else (x, y)))
-  left = (steps[-1].observation or {}) if steps else {}
+  left = steps[-1].observation if steps else None
   if isinstance(left, Mapping):
     image = _image(left.get("screenshot", left.get("image")))
     if image is not None and (not found or found[-1].image != image):
@@ -117,7 +117,9 @@ def _last_image(messages: Any) -> trajectory_lib.ImageRef | None:
   for message in reversed(messages or ()):
     content = message.get("content")
     for part in reversed(content if isinstance(content, list) else ()):
-      if part.get("type") == "image" and (image := _image(part.get("image"))):
+      if not isinstance(part, Mapping) or part.get("type") != "image":
+        continue
+      if image := _image(part.get("image")):
         return image
   return None
 

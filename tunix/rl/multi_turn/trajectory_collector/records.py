@@ -176,7 +176,9 @@ def read(item: Any, *, required: Sequence[str] = REQUIRED) -> Record:
     )
   try:
     decoded = tuple(trajectory_lib.decode(messages))
-  except (ValueError, TypeError, LookupError, AttributeError) as error:
+  except (
+      ValueError, TypeError, LookupError, AttributeError, RecursionError
+  ) as error:  # pyformat: disable
     raise ValueError(
         f"messages hold a damaged value ({type(error).__name__}: {error});"
         " $type is this package's own key"

@@ -463,6 +463,7 @@ class BufferLoop:
       _LOG.warning("the rollout buffer: %s", what)
       self._observers.on_event(events.Fault("buffer", "dropped", what))
     if len(group.valid) >= self._min_valid:
+      self._useless_in_a_row = 0
       return
     self._useless_in_a_row += 1
     if self._useless_in_a_row >= _MOST_REFUSED:

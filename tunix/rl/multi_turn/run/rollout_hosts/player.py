@@ -253,7 +253,11 @@ class GroupPlayer:
             # Taken back while it was played, and what it asked of is gone.
             _LOG.warning("lease %d is lent again and begun anew", number)
             before.cancel()
-            await asyncio.wait([before])
+            await asyncio.wait(
+                [beat, before], return_when=asyncio.FIRST_COMPLETED
+            )
+            if not before.done():
+              break
           self._episodes_of[number] = self._size(order)
           task = asyncio.ensure_future(self._collect(number, order))
           self._work[number] = task

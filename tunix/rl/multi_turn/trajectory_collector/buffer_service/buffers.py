@@ -370,14 +370,17 @@ class Buffer:
       self._expire()
       self._drop(self._judge()[1])
       if self._tally.cleared > self._forgotten:
-        self._forgotten = self._tally.cleared
+        cleared = self._tally.cleared
         self._wait(
             self._store.call(
                 store_work.forget(
-                    self.id, self._forgotten, self._limits.remembered_uids
+                    self.id, cleared, self._limits.remembered_uids
                 )
             )
         )
+        self._forgotten = cleared
+        with self._lock:  # Their contents are gone from the disk.
+          self._tally.clear(cleared, ())
 
   def _judge(self) -> tuple[list[groups.Group], list[groups.Group]]:
     """(groups that may be read, groups to drop), oldest first."""

@@ -208,7 +208,9 @@ def _check_messages(messages: Any) -> None:
       )
   try:
     trajectory.decode(messages)
-  except (ValueError, TypeError, LookupError, AttributeError) as error:
+  except (
+      ValueError, TypeError, LookupError, AttributeError, RecursionError
+  ) as error:  # pyformat: disable
     raise ItemError(
         f"messages hold a damaged value ({type(error).__name__}: {error});"
         " $type is this package's own key"

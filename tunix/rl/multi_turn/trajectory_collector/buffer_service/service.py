@@ -295,7 +295,11 @@ class Service:
           "SELECT rollout FROM buffers WHERE id = ?", buffer.id
       )
       self._keep(
-          buffer, json.loads(row[0])["payload"], "stopped", run.describe()
+          buffer,
+          json.loads(row[0])["payload"],
+          "stopped",
+          # It may take longer to end than a stop waits.
+          {**run.describe(), "state": "stopped"},
       )
       return True
 
