@@ -141,6 +141,7 @@ def main() -> None:
           context_length=args.context,
           decode_steps_per_call=args.steps,
           lockstep="true" if args.lockstep else "false",
+          share_prefixes="true",
           **{k: v for k, v in options.items() if v is not None},
       ),
       image_sizes=[tuple(args.screen)],

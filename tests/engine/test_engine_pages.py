@@ -90,7 +90,7 @@ def test_a_group_prefills_its_prompt_once(make, model, store, lockstep):
   """To the token: the page in which prompts end is copied."""
   tokens, spans = prompt(store, np.random.default_rng(0))
   members = 7  # More than slots, than rows of a call.
-  engine = make(lockstep=lockstep)
+  engine = make(lockstep=lockstep, share_prefixes="true")
   requests = [
       (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(members)
   ]
@@ -308,7 +308,7 @@ def play_group(engine, store, delay_seed):
 def test_lockstep_shares_pages_and_is_equal_to_the_bit(make, store):
   """Also when an engine has done other things before."""
   # Fewer pages than the sessions want, so that idle ones lose theirs.
-  small = dict(lockstep="true", cache_tokens=2 * micro.CONTEXT)
+  small = dict(lockstep="true", share_prefixes="true", cache_tokens=2 * micro.CONTEXT)
   first = make(**small)
   want = play_group(first, store, 1)
   stats = first.stats()

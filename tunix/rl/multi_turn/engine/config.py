@@ -59,8 +59,10 @@ class EngineConfig:
   share_prefixes: Literal["auto", "true", "false"] = _opt(
       default="auto",
       doc="true: sessions whose tokens begin alike share pages, and the engine"
-      " prefills them once; auto is true. Which session prefills follows from"
-      " the order of admission, in lockstep that of the sessions.",
+      " prefills them once. In lockstep the last bits of a log-prob then"
+      " depend on the sessions that begin together, so that a run that is"
+      " stopped and resumed is equal to one that was not but for rounding."
+      " auto: true unless in lockstep.",
   )
   decode_steps_per_call: int = _opt(
       default=8,
@@ -214,7 +216,9 @@ class EngineConfig:
 
   @property
   def shares_prefixes(self) -> bool:
-    return self.share_prefixes != "false"
+    if self.share_prefixes == "auto":
+      return not self.is_lockstep
+    return self.share_prefixes == "true"
 
   def resolved(self, *, lockstep: bool) -> EngineConfig:
     """A copy whose lockstep is decided: "auto" becomes `lockstep`."""
