@@ -65,6 +65,11 @@ def parse_args() -> argparse.Namespace:
   args = parser.parse_args()
   if args.beside and not args.size:
     parser.error("--beside torch needs --size")
+  if args.beside and (args.rows < 1 or args.rows % learner_workload.GROUP):
+    parser.error(
+        f"--rows {args.rows}: episodes are rows in groups of"
+        f" {learner_workload.GROUP}; give a multiple of it"
+    )
   if args.row_length is None:
     args.row_length = 784 if args.beside else 512
   return args

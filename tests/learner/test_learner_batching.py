@@ -1,6 +1,7 @@
 """Packing: nothing lost, nothing twice, shared things once, fixed shapes."""
 
 import collections
+import dataclasses
 
 from hypothesis import given
 from hypothesis import settings
@@ -251,6 +252,58 @@ def test_no_image_of_a_bounded_batch_crosses_a_multiple_of_the_bound(examples):
       for image in range(1, segments.max() + 1):
         places = np.flatnonzero(segments == image)
         assert not bound or len(set(places // bound)) == 1
+
+
+@given(_examples())
+@settings(max_examples=20, deadline=None)
+def test_images_lie_without_gaps_where_windows_do_not_help(examples):
+  packer = batching.Packer(PROCESSOR, STORE)
+  bound = packing.image_bound(packer.largest_image(examples))
+  shape = dataclasses.replace(_shape(2), aligned=False).bounded(bound)
+  assert packer.places_of_one(examples, shape) <= shape.patches
+  plan = packer.plan(examples, shape)
+  for batch in packer.fill(plan, examples, np.ones(len(examples))):
+    assert not batch.inputs.aligned_images
+    for segments in batch.inputs.patch_segments:
+      assert (np.diff((segments > 0).astype(int)) <= 0).all()
+
+
+@pytest.mark.parametrize("patches", (8, 100, 576, 7000, 7488))
+@pytest.mark.parametrize("multiple", (1, 4, 9))
+@pytest.mark.parametrize("aligned", (True, False))
+def test_a_buffer_is_rounded_up_to_what_attention_computes_by(
+    aligned, multiple, patches
+):
+  patches = -(-patches // multiple) * multiple
+  shape = batching.BatchShape(1, 64, 1, patches, 64, aligned=aligned)
+  assert shape.bounded(0) == shape
+  for bound in (576, 648):
+    shape = shape.bounded(bound, multiple=multiple)
+    assert shape.bounded(bound, multiple=multiple) == shape
+    assert shape.patches >= patches and shape.patches % multiple == 0
+    if aligned:
+      assert shape.patches % bound == 0
+    else:
+      assert patches <= 128 or shape.patches % 128 == 0
+      assert shape.patches - patches < 128 * multiple
+  if not aligned and patches <= 128:
+    assert shape.patches == patches
+
+
+@pytest.mark.parametrize("aligned", (True, False))
+def test_a_suggested_buffer_suits_attention_within_images(aligned):
+  examples = example_lib.from_sequences([
+      _sequence([("image", i % 6), ("text", [1] * 9), ("sampled", [2])], i)
+      for i in range(60)
+  ])
+  packer = batching.Packer(PROCESSOR, STORE)
+  bound = packing.image_bound(packer.largest_image(examples))
+  bound *= 3  # 128 is no multiple of it, and neither is a row's need.
+  shape = packer.suggest(
+      examples, 4, 145, 1, image_patches=bound, aligned=aligned
+  )
+  assert shape.patches == (-(-145 // bound) * bound if aligned else 256)
+  assert packer.plan(examples, shape).placed
 
 
 def test_first_fit_decreasing_fills_rows():

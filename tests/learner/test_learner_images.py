@@ -1,13 +1,16 @@
 """The learner attends within images of every size that its data has."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import examples
+from tunix.rl.multi_turn.learner import minibatches
 from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 
 from tests.learner import learner_cases
@@ -200,6 +203,77 @@ def test_a_resumed_learner_keeps_the_bound(policy):
   third = case.learner(**ROWS)
   third.load(third.arrays(), progress)
   assert third.shape.image_patches == 0
+
+
+@pytest.mark.parametrize("aligned", (True, False))
+def test_a_resumed_learner_keeps_the_places_it_grew_by(policy, aligned):
+  """Bound by bound, which alone does not lead to the last bound's places."""
+  case = learner_cases.Case(own=policy)
+
+  def fresh(patches):
+    learner = case.learner(**ROWS | dict(patches=patches))
+    learner._minibatches._aligned = aligned
+    learner.shape = dataclasses.replace(learner.shape, aligned=aligned)
+    return learner
+
+  learner = fresh(1000)
+  for sizes in ((SCREEN,), (LARGE,), (LARGE, (160, 128), LARGE)):
+    learner._minibatches.pack(*everything(*sequences_of(case, *sizes)))
+  learner.shape = learner._minibatches._grown(
+      learner.shape, learner.shape.image_patches, 1700
+  )
+  grown, progress = learner.shape, learner.progress()
+  assert grown.patches >= 1700
+  for _ in range(2):  # A resumed run is resumed again.
+    other = fresh(1000)
+    other.load(other.arrays(), progress)
+    assert other.shape == grown
+    other._minibatches.pack(*everything(*sequences_of(case, LARGE)))
+    assert other.shape == grown
+    progress = other.progress()
+  # Whoever asks for more has it, and other batches have their own.
+  more = fresh(3000)
+  more.load(more.arrays(), progress)
+  assert more.shape.patches >= 3000
+  wide = case.learner(**ROWS | dict(row_length=128))
+  wide.load(wide.arrays(), progress)
+  assert wide.shape.patches < 1700
+
+
+def test_images_lie_in_windows_where_the_policys_kernel_profits(policy):
+  model, _ = policy
+  case = learner_cases.Case(own=policy)
+  head_dim = model.config.vision.head_dim
+  for platform in ("cpu", "tpu"):
+    with kernels.compile_for(platform):
+      helps = kernels.windows_help(head_dim)
+      assert model.wants_aligned_images == helps
+      learner = case.learner(**ROWS)
+    assert learner.shape.aligned == helps
+  for wants in (None, False, True):
+    like = types.SimpleNamespace(wants_aligned_images=wants)
+    assert minibatches.aligns_images(like) == bool(wants)
+  assert not minibatches.aligns_images(types.SimpleNamespace())
+
+
+def test_splash_attention_takes_the_shapes_of_a_tpus_batches():
+  """Heads of 64: buffers of whole blocks, images without windows."""
+  config = qwen_checkpoint.small_config("qwen3_vl_tiny")
+  vision = config.vision
+  vision = dataclasses.replace(vision, hidden_size=64 * vision.num_heads)
+  config = dataclasses.replace(config, vision=vision)
+  own = (
+      qwen_checkpoint.random_model(config, seed=1),
+      qwen_checkpoint.processor_of(config),
+  )
+  case = learner_cases.Case(own=own)
+  given = everything(*sequences_of(case, SCREEN, LARGE))
+  for patches in (0, 1000):
+    with kernels.compile_for("tpu"):
+      learner = case.learner(**ROWS | dict(patches=patches))
+    (batch,) = learner._minibatches.pack(*given).batches
+    assert batch.inputs.patches.shape[1] % kernels.SPLASH_BLOCK == 0
+    assert batch.inputs.image_patches and not batch.inputs.aligned_images
 
 
 def test_a_policy_without_bounds_is_compiled_once():

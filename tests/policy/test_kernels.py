@@ -114,6 +114,27 @@ def test_aligned_images_are_seen_in_their_windows_alone(reach):
     np.testing.assert_allclose(a, b, atol=TOL)
 
 
+@pytest.mark.parametrize("head_dim", (32, 64, 72, 100))
+@pytest.mark.parametrize("platform", ("cpu", "gpu", "tpu"))
+def test_windows_help_wherever_splash_does_not_take_images(platform, head_dim):
+  # float32: cuDNN, which is not on every machine, takes half precision only.
+  q = jax.ShapeDtypeStruct((1, 256, 2, head_dim), jnp.float32)
+  ids = jax.ShapeDtypeStruct((1, 256), jnp.int32)
+
+  def program(aligned):
+    run = lambda q, ids: kernels.image_attention(
+        q, q, q, ids, 96, aligned=aligned
+    )
+    return str(jax.make_jaxpr(run)(q, ids))
+
+  with kernels.compile_for(platform):
+    helps = kernels.windows_help(head_dim)
+    plain, in_windows = program(False), program(True)
+  assert helps == ("pallas_call" not in in_windows)
+  assert helps == (plain != in_windows)
+  assert helps == (platform != "tpu" or head_dim in (32, 100))
+
+
 @pytest.mark.parametrize("reach", (23, 64))
 def test_one_image_a_buffer_is_seen_without_its_padding(reach):
   """Real places as under the mask; values and gradients."""

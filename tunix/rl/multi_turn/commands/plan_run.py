@@ -30,6 +30,7 @@ from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import compiled_memory
 from tunix.rl.multi_turn.learner import frozen
 from tunix.rl.multi_turn.learner import memory_plan
+from tunix.rl.multi_turn.learner import minibatches
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
@@ -225,11 +226,14 @@ class PlannedRun:
   @property
   def shape(self) -> Any:
     """Of a micro-batch."""
+    with kernels.compile_for("tpu"):
+      aligned = minibatches.aligns_images(self.model)
     return compiled_memory.least_shape(
         self.config.learner,
         self.processor,
         sharding.batch_shards(self.mesh),
         self.image_patches,
+        aligned,
     )
 
 

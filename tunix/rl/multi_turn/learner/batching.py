@@ -166,6 +166,7 @@ class Packer:
       patches: int = 0,
       targets: int = 0,
       image_patches: int = 0,
+      aligned: bool = True,
   ) -> packing.BatchShape:
     """The shape for examples like these; 0 = as these need.
 
@@ -177,9 +178,16 @@ class Packer:
     ppt = self._processor.patches_per_token
     per_buffer = max(rows // max(buffers, 1), 1) * row_length
     most = packing.BatchShape(
-        rows, row_length, buffers, per_buffer * ppt, per_buffer
+        rows,
+        row_length,
+        buffers,
+        per_buffer * ppt,
+        per_buffer,
+        image_patches,
+        aligned,
     )
-    if image_patches:  # Windows may be half empty, all but the last.
+    if image_patches and aligned:
+      # Windows may be half empty, all but the last.
       most = most.bounded(image_patches, 2 * most.patches + image_patches)
     plan = self.plan(examples, most)
     used_patches = used_targets = 1
@@ -200,15 +208,16 @@ class Packer:
         or max(row_length * ppt, min(roomy_patches, most.patches)),
         targets=targets or max(row_length, min(roomy_targets, most.targets)),
     )
-    return shape.bounded(image_patches)
+    return shape.bounded(image_patches, multiple=max(ppt, 1))
 
   def places_of_one(
       self, examples: Sequence[Example], shape: packing.BatchShape
   ) -> int:
     """Places that the images of any one example take in an empty buffer.
 
-    An image that shares its window with none leaves the rest of it empty, so
-    that they may be more than `shape.patches` although the patches are not.
+    An aligned image that shares its window with none leaves the rest of it
+    empty, so that they may be more than `shape.patches` although the patches
+    are not.
     """
     most = 0
     for example in examples:
@@ -216,9 +225,9 @@ class Packer:
       sizes = [self._image_size(image) for image in images]
       if sum(sizes) > shape.patches:
         continue  # Refused by `plan`.
-      windows = packing.Windows(
-          len(sizes) * shape.image_patches, shape.image_patches
-      )
+      windows = dataclasses.replace(
+          shape, patches=len(sizes) * shape.image_patches
+      ).windows()
       windows.take(sizes)
       most = max(most, windows.used)
     return most
@@ -434,7 +443,7 @@ class Packer:
         patch_segments=patch_segments,
         patch_positions=patch_positions,
         image_patches=shape.image_patches,
-        aligned_images=bool(shape.image_patches),
+        aligned_images=shape.aligned and bool(shape.image_patches),
         **extra,
     )
     return Batch(

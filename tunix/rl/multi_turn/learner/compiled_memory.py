@@ -34,24 +34,24 @@ def least_shape(
     processor: base.Processor,
     shards: int,
     image_patches: int = 0,
+    aligned: bool = True,
 ) -> packing.BatchShape:
   """The smallest batch that a learner of these settings compiles.
 
   Without learner.patches and learner.targets the first batch decides them, and
-  they may become larger. `image_patches` are those of the largest image.
+  they may become larger. `image_patches` are those of the largest image;
+  `aligned` is `minibatches.aligns_images` of the policy.
   """
   length = config.row_length
+  ppt = max(processor.patches_per_token, 1)
   return packing.BatchShape(
       config.rows,
       length,
       shards,
       config.patches or length * processor.patches_per_token,
       config.targets or length,
-  ).bounded(
-      packing.image_bound(
-          image_patches, max(processor.patches_per_token, 1)
-      )
-  )
+      aligned=aligned,
+  ).bounded(packing.image_bound(image_patches, ppt), multiple=ppt)
 
 
 def activations(
@@ -162,7 +162,13 @@ def programs(
       name: placed(value, placement.frozen[name])
       for name, value in split.frozen_of(module).items()
   }
-  size = least_shape(config, processor, placement.shards, image_patches)
+  size = least_shape(
+      config,
+      processor,
+      placement.shards,
+      image_patches,
+      minibatches.aligns_images(model),
+  )
   batch = _batch(
       size,
       processor,
@@ -223,7 +229,7 @@ def _batch(
       patch_positions=array(i32, s, p, processor.position_axes),
       prefix_ids=array(i32, b, t) if share else None,
       image_patches=shape.image_patches,
-      aligned_images=bool(shape.image_patches),
+      aligned_images=shape.aligned and bool(shape.image_patches),
   )
   ints = ("index", "targets", "versions", "sequences", "groups")
   floats = ("logprobs", "advantages", "weights")

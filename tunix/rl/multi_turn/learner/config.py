@@ -380,7 +380,10 @@ class LearnerConfig:
   patches: int = settings.setting(
       default=0,
       doc="Image patches that a batch shard holds. 0 = decided by the first"
-      " batch and kept, never too few for a full row.",
+      " batch, never too few for a full row. Either way they are rounded up to"
+      " what attention within images computes by, and grow where larger images"
+      " come or an example's images need more places, for which the programs"
+      " are compiled again.",
       unit="patches",
       ge=0,
   )

@@ -13,7 +13,8 @@ Promises: the caller's model is copied and never touched; `policy_state` is a
 copy that later updates, which work in place, cannot change; the same groups
 in the same state give the same bits; batches have one shape, so each program
 is compiled once, and again when an image is larger than all before it by some
-eighth (`compiles` counts).
+eighth, or an example's images need more places than a batch shard holds, be
+learner.patches set or not (`compiles` counts).
 
 Does not: know environments or queues (see `loop`), or serve two callers at a
 time.

@@ -6,7 +6,9 @@ that all run the same programs.
 
 Promises: weights count the tokens of all processes, also of examples left out
 because their gradient is 0; an error in one process is an error in all; a batch
-has one shape, which the first one decides where the configuration does not.
+has one shape, which the first one decides where the configuration does not. It
+grows, and never shrinks, with the largest image and the places that an
+example's images need.
 
 Does not: run programs, or know groups' rewards.
 """
@@ -111,7 +113,10 @@ class Minibatches:
         streams=streams_of(algorithm),
         support=support_of(algorithm),
     )
-    self.shape = _fixed_shape(config, self._rows, self._buffers)
+    self._aligned = aligns_images(model)
+    self.shape = _fixed_shape(
+        config, self._rows, self._buffers, self._aligned
+    )
     # Whether the policy's programs depend on the largest image.
     self._bounded = bool(getattr(model, "reads_image_patches", False))
     self._image_multiple = max(processor.patches_per_token, 1)
@@ -247,13 +252,21 @@ class Minibatches:
     if self.shape is None:
       self.shape = self._agreed(self.suggest(examples, bound))
     if bound > self.shape.image_patches:
-      self.shape = self.shape.bounded(bound)
+      self.shape = self._grown(self.shape, bound)
     if bound:
       places = self._processes.gather(
           "places", self.packer.places_of_one(examples, self.shape)
       )
-      self.shape = self.shape.bounded(self.shape.image_patches, max(places))
+      self.shape = self._grown(
+          self.shape, self.shape.image_patches, max(places)
+      )
     return self.shape
+
+  def _grown(
+      self, shape: batching.BatchShape, bound: int, places: int = 0
+  ) -> batching.BatchShape:
+    """See `BatchShape.bounded`."""
+    return shape.bounded(bound, places, multiple=self._image_multiple)
 
   def _in_all(self, what: str, work: Callable[[], T]) -> T:
     """What `work` returns; it fails here if it fails in any process."""
@@ -278,27 +291,33 @@ class Minibatches:
         self._config.patches,
         self._config.targets,
         image_patches,
+        self._aligned,
     )
 
   def restore_shape(self, stored: Mapping[str, Any]) -> None:
-    """Takes over a checkpoint's shape, as far as batches here can have it."""
+    """Takes over a checkpoint's shape, as far as batches here can have it.
+
+    A configured shape stays, but for patches that it grew by with the data.
+    """
+    shape = batching.BatchShape(**{**stored, "aligned": self._aligned})
+    least = self.shape or self.suggest(())
+    # Another mesh or row length needs another shape, and a shape that some
+    # row would not fit is of no use either.
+    same = (shape.rows, shape.row_length, shape.buffers) == (
+        least.rows,
+        least.row_length,
+        least.buffers,
+    )
+    enough = same and shape.patches >= least.patches
     if self.shape is None:
-      shape = batching.BatchShape(**stored)
-      least = self.suggest(())
-      # Another mesh or row length needs another shape, and a shape that some
-      # row would not fit is of no use either.
-      if (shape.rows, shape.row_length, shape.buffers) == (
-          least.rows,
-          least.row_length,
-          least.buffers,
-      ) and min(
-          shape.patches - least.patches, shape.targets - least.targets
-      ) >= 0:
+      if enough and shape.targets >= least.targets:
         self.shape = shape
+    elif enough and shape.image_patches:  # Without a bound none ever grows.
+      self.shape = dataclasses.replace(self.shape, patches=shape.patches)
     if self.shape is not None:
       # Else the same images would be computed in other blocks.
-      bound = stored.get("image_patches", 0)
-      self.shape = self.shape.bounded(max(bound, self.shape.image_patches))
+      bound = max(shape.image_patches, self.shape.image_patches)
+      self.shape = self._grown(self.shape, bound)
 
   def _put(self, batch: batching.Batch) -> batching.Batch:
     put = functools.partial(
@@ -307,6 +326,11 @@ class Minibatches:
         processes=self._processes.count,
     )
     return jax.tree.map(put, batch)
+
+
+def aligns_images(model: base.Policy) -> bool:
+  """Whether its images are packed in windows; see `BatchShape.aligned`."""
+  return bool(getattr(model, "wants_aligned_images", False))
 
 
 def streams_of(algorithm: parts.Algorithm) -> tuple[str, ...]:
@@ -322,13 +346,18 @@ def support_of(algorithm: parts.Algorithm) -> int:
 
 
 def _fixed_shape(
-    config: LearnerConfig, rows: int, buffers: int
+    config: LearnerConfig, rows: int, buffers: int, aligned: bool
 ) -> batching.BatchShape | None:
   """The configured shape; None where the first batch decides it."""
   if not (config.patches and config.targets):
     return None
   return batching.BatchShape(
-      rows, config.row_length, buffers, config.patches, config.targets
+      rows,
+      config.row_length,
+      buffers,
+      config.patches,
+      config.targets,
+      aligned=aligned,
   )
 
 

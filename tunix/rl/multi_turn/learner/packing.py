@@ -20,6 +20,7 @@ from typing import Any, Iterable, Sequence
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import examples as example_lib
+from tunix.rl.multi_turn.policy import kernels
 
 Example = example_lib.Example
 _EMPTY = np.zeros(0, np.int64)
@@ -36,9 +37,10 @@ class BatchShape:
     patches: P, a multiple of the processor's patches a token; 0 for a text
       policy.
     targets: M.
-    image_patches: patches of the largest image; a larger one is refused, and
-      none crosses a multiple of it in its buffer. 0 = one may fill a buffer,
-      and begin anywhere.
+    image_patches: patches of the largest image; a larger one is refused. 0 =
+      one may fill a buffer.
+    aligned: whether no image crosses a multiple of `image_patches` in its
+      buffer, where that is not 0; else one begins anywhere.
   """
 
   rows: int
@@ -47,10 +49,13 @@ class BatchShape:
   patches: int
   targets: int
   image_patches: int = 0
+  aligned: bool = True
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
-      least = 0 if field.name in ("patches", "image_patches") else 1
+      least = 1
+      if field.name in ("patches", "image_patches", "aligned"):
+        least = 0
       if getattr(self, field.name) < least:
         raise ValueError(
             f"BatchShape.{field.name} must be >= {least}, got"
@@ -68,18 +73,28 @@ class BatchShape:
 
   def windows(self) -> Windows:
     """An empty buffer's places for images."""
-    return Windows(self.patches, self.image_patches)
+    return Windows(self.patches, self.image_patches * self.aligned)
 
-  def bounded(self, image_patches: int, patches: int = 0) -> BatchShape:
-    """This shape for images of up to so many patches, in whole windows.
+  def bounded(
+      self, image_patches: int, patches: int = 0, *, multiple: int = 1
+  ) -> BatchShape:
+    """This shape for images of up to so many patches.
+
+    A buffer is rounded up to what attention within images computes by: whole
+    windows where images are aligned; else blocks of the splash kernel, unless
+    it is smaller than one. Rounding again changes nothing.
 
     Args:
-      image_patches: of the largest image; 0 = any.
+      image_patches: of the largest image; 0 = any, and nothing is rounded.
       patches: that a buffer has at least; it never gets fewer than it has.
+      multiple: of which `patches` and `image_patches` are one: a vision
+        token's patches.
     """
     patches = max(patches, self.patches)
-    if image_patches:
-      patches = -(-patches // image_patches) * image_patches
+    if image_patches and self.aligned:
+      patches = _up_to(patches, image_patches)
+    elif image_patches and patches > kernels.SPLASH_BLOCK:
+      patches = _up_to(patches, math.lcm(kernels.SPLASH_BLOCK, multiple))
     return dataclasses.replace(
         self, image_patches=image_patches, patches=patches
     )
@@ -187,7 +202,11 @@ def image_bound(patches: int, multiple: int = 1) -> int:
   """
   step = max(8, 1 << max(patches.bit_length() - 4, 0))
   step = math.lcm(step, multiple)
-  return -(-patches // step) * step
+  return _up_to(patches, step)
+
+
+def _up_to(number: int, multiple: int) -> int:
+  return -(-number // multiple) * multiple
 
 
 # --- items: placed as a whole -----------------------------------------------

@@ -132,8 +132,10 @@ class Policy(Protocol):
   """A flax nnx module.
 
   `supports_prefix_ids` and `reads_image_patches` (False unless given) are
-  optional: whether it reads that field of `PolicyInputs`. So is
-  `vision_modules`, the names of the submodules that see nothing but pixels.
+  optional: whether it reads that field of `PolicyInputs`. So are
+  `wants_aligned_images`, whether it is quicker on this backend with
+  `PolicyInputs.aligned_images`, and `vision_modules`, the names of the
+  submodules that see nothing but pixels.
   """
 
   config: ModelConfig

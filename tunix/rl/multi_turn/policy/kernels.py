@@ -42,6 +42,9 @@ _NEG = -1e30
 MAX_SCORES = 1 << 26
 """Attention scores of images that exist at a time; more go block by block."""
 
+SPLASH_BLOCK = 128
+"""The splash kernel takes multiples of so many places only."""
+
 MAX_MASK = 1 << 27
 """Places of a mask for cuDNN that exist at a time, three bytes each."""
 
@@ -76,6 +79,18 @@ def compile_for(platform: str) -> Iterator[None]:
     yield
   finally:
     _target.reset(token)
+
+
+def windows_help(head_dim: int) -> bool:
+  """Whether `image_attention` costs less where images are `aligned`.
+
+  Not on the splash kernel, which skips blocks out of reach by itself. It needs
+  a whole number of `SPLASH_BLOCK` places instead.
+
+  Args:
+    head_dim: of the vision tower.
+  """
+  return not _splash_takes_images(head_dim)
 
 
 def compiler_options() -> dict[str, int]:
@@ -210,7 +225,7 @@ def causal_attention(
   """
   ids = (segments_BT,) if prefix_BT is None else (segments_BT, prefix_BT)
   run = _causal_local
-  if prefix_BT is None and _splash_applies(q_BTNH, 128):
+  if prefix_BT is None and _splash_applies(q_BTNH):
     run = _splash_local
   elif _cudnn_applies(q_BTNH, q_BTNH.shape[1]):
     run = functools.partial(_causal_local, flash="cudnn")
@@ -300,10 +315,12 @@ def image_attention(
     tensor: the mesh's axis that heads are split over beside `sequence`, if
       any.
     aligned: whether no segment crosses a multiple of `reach`, so that a block
-      of queries needs its own keys only: a third of the neighbourhood's.
+      of queries needs its own keys only: a third of the neighbourhood's. Used
+      where `windows_help`.
   """
   # Scores of whole neighbourhoods would be gigabytes where images are large.
-  if _splash_applies(q_SPNH, 8) and q_SPNH.shape[3] >= 64:
+  p, head_dim = q_SPNH.shape[1], q_SPNH.shape[3]
+  if _splash_takes_images(head_dim) and p % SPLASH_BLOCK == 0:
     run = functools.partial(_splash_local, reach=reach)
   else:
     flash = "cudnn" if _cudnn_applies(q_SPNH, reach) else None
@@ -474,9 +491,15 @@ def _flash(q_BTNH, k_BCKH, v_BCKH, mask_BTC, *, implementation) -> jax.Array:
 # --- splash attention ------------------------------------------------------
 
 
-def _splash_applies(q_BTNH: jax.Array, multiple: int) -> bool:
+def _splash_applies(q_BTNH: jax.Array) -> bool:
+  """Whether the kernel takes rows of this length and head size."""
   t, h = q_BTNH.shape[1], q_BTNH.shape[3]
-  return backend() == "tpu" and t % 128 == 0 and h % multiple == 0
+  return backend() == "tpu" and t % SPLASH_BLOCK == 0 and h % 128 == 0
+
+
+def _splash_takes_images(head_dim: int) -> bool:
+  """Whether the kernel takes images, given a whole number of blocks."""
+  return backend() == "tpu" and head_dim >= 64 and head_dim % 8 == 0
 
 
 def _splash_local(

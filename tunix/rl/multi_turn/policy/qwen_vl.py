@@ -75,6 +75,11 @@ class QwenVL(qwen_text.QwenText):
     """See `QwenText.decoder`."""
     return self.language_model
 
+  @property
+  def wants_aligned_images(self) -> bool:
+    """See `base.Policy`."""
+    return kernels.windows_help(self.config.vision.head_dim)
+
   def encode_images(
       self,
       patches: base.Array,
