@@ -308,7 +308,9 @@ def play_group(engine, store, delay_seed):
 def test_lockstep_shares_pages_and_is_equal_to_the_bit(make, store):
   """Also when an engine has done other things before."""
   # Fewer pages than the sessions want, so that idle ones lose theirs.
-  small = dict(lockstep="true", share_prefixes="true", cache_tokens=2 * micro.CONTEXT)
+  small = dict(
+      lockstep="true", share_prefixes="true", cache_tokens=2 * micro.CONTEXT
+  )
   first = make(**small)
   want = play_group(first, store, 1)
   stats = first.stats()
