@@ -4,10 +4,13 @@ import gc
 import threading
 import weakref
 
+from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.learner import program as program_lib
+from tunix.rl.multi_turn.policy import checkpoint
 
 from tests.learner import learner_cases
 
@@ -73,6 +76,20 @@ def test_shapes_compile_the_programs_of_an_update(given):
   compiled = {k: v for k, v in ahead.compiles.items() if k != "value"}
   ahead.update(case.groups(2, 4))
   assert {k: ahead.compiles[k] for k in compiled} == compiled
+
+
+def test_shapes_compile_the_scores_of_rounded_masters():
+  model, processor, _ = checkpoint.create_policy("nano", seed=0, layers=1)
+  nnx.update(model, jax.tree.map(
+      lambda x: x.astype(jnp.bfloat16), nnx.state(model, nnx.Param)
+  ))  # pyformat: disable
+  case = learner_cases.Case(own=(model, processor))
+  ahead = case.learner(kl_coef=0.1, reference=model)
+  assert ahead.compile_ahead()
+  compiled = ahead.compiles
+  assert compiled == {"accumulate": 1, "apply": 1, "score": 1}
+  ahead.update(case.groups(2, 4))
+  assert ahead.compiles == compiled
 
 
 def test_compiling_pins_no_array_and_bears_that_an_update_donates_them(

@@ -3,8 +3,8 @@
 Promises: runs nothing, makes no array, and keeps none alive: an update, or
 other weights, may come while it compiles.
 
-Does not: compile what depends on the data: scores that a KL in the reward, a
-critic or a teacher needs before the step.
+Does not: compile the programs that score for a KL in the reward, for a critic
+or by a teacher.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from tunix.rl.multi_turn.run import models
 
 _LOG = logging.getLogger(__name__)
 _Building = concurrent.futures.Future[learner_lib.Learner]
+_NO_UPDATES = "no updates"
 
 
 class LearnerAhead:
@@ -137,9 +138,6 @@ class LearnerAhead:
   def _release(self) -> None:
     self._building = None
     self._weights, self._made_of = [], []
-
-
-_NO_UPDATES = "no updates"
 
 
 def _why_not(run: Any) -> str:
