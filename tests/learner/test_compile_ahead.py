@@ -1,11 +1,16 @@
 """A learner that compiles before its data is there learns the same."""
 
+import gc
 import threading
+import weakref
 
+from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from tunix.rl.multi_turn.learner import update
+from tunix.rl.multi_turn.learner import program as program_lib
+from tunix.rl.multi_turn.policy import checkpoint
 
 from tests.learner import learner_cases
 
@@ -53,6 +58,95 @@ def test_a_learner_begins_from_weights_that_came_later(case):
     learner.begin_from(other)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(kl_coef=0.1, kl_target=0.1),
+        dict(value_warmup=1, advantage="gae"),
+        dict(epochs=2, importance="tis"),
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_shapes_compile_the_programs_of_an_update(given):
+  case = learner_cases.Case()
+  if "kl_coef" in given:
+    given = given | dict(reference=case.model)
+  ahead = case.learner(**given)
+  assert ahead.compile_ahead()
+  compiled = {k: v for k, v in ahead.compiles.items() if k != "value"}
+  ahead.update(case.groups(2, 4))
+  assert {k: ahead.compiles[k] for k in compiled} == compiled
+
+
+def test_shapes_compile_the_scores_of_rounded_masters():
+  model, processor, _ = checkpoint.create_policy("nano", seed=0, layers=1)
+  nnx.update(model, jax.tree.map(
+      lambda x: x.astype(jnp.bfloat16), nnx.state(model, nnx.Param)
+  ))  # pyformat: disable
+  case = learner_cases.Case(own=(model, processor))
+  ahead = case.learner(kl_coef=0.1, reference=model)
+  assert ahead.compile_ahead()
+  compiled = ahead.compiles
+  assert compiled == {"accumulate": 1, "apply": 1, "score": 1}
+  ahead.update(case.groups(2, 4))
+  assert ahead.compiles == compiled
+
+
+def test_compiling_pins_no_array_and_bears_that_an_update_donates_them(
+    monkeypatch
+):
+  case = learner_cases.Case()
+  learner = case.learner()
+  lower, begun, go = program_lib.Program.lower, threading.Event(), (
+      threading.Event()
+  )
+
+  def held(self, *args):
+    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(args))
+    begun.set()
+    assert go.wait(60)
+    return lower(self, *args)
+
+  monkeypatch.setattr(program_lib.Program, "lower", held)
+  found = []
+  thread = threading.Thread(target=lambda: found.append(
+      learner.compile_ahead()
+  ))  # pyformat: disable
+  thread.start()
+  assert begun.wait(60)
+  for x in jax.tree.leaves(learner.arrays()):
+    x.delete()  # As an update's donation does.
+  go.set()
+  thread.join(120)
+  assert found == [True]
+
+
+def test_weights_of_before_are_gone_when_new_ones_are_made(monkeypatch):
+  case = learner_cases.Case()
+  learner = case.learner(kl_coef=0.1, reference=case.model)
+  old = [weakref.ref(x) for x in jax.tree.leaves(learner.arrays())]
+  old += [weakref.ref(x) for x in learner._referred().values()]
+  masters, alive = learner._programs.masters, []
+
+  def made(params):
+    gc.collect()
+    alive.extend(x for x in old if x() is not None)
+    return masters(params)
+
+  monkeypatch.setattr(learner._programs, "masters", made)
+  other, _ = learner_cases.policy(1)
+  learner.begin_from(other, other)
+  assert old and not alive
+
+
+def test_refused_weights_leave_the_learner_as_it_was(case):
+  learner = case.learner(kl_coef=0.1, reference=case.model)
+  before = learner.parameters()
+  with pytest.raises(ValueError, match="needs a reference"):
+    learner.begin_from(learner_cases.policy(1)[0])
+  assert learner_cases.largest_difference(before, learner.parameters()) == 0
+
+
 def test_threads_that_need_one_program_compile_it_once():
   traced, begun = [], threading.Event()
 
@@ -63,7 +157,7 @@ def test_threads_that_need_one_program_compile_it_once():
       x = x * 2 + 1
     return x
 
-  program = update.Program(jax.jit(slow))
+  program = program_lib.Program(jax.jit(slow))
   one = np.ones(4, np.float32)
   first = threading.Thread(target=program.prepare, args=(one,))
   first.start()

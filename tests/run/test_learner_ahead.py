@@ -1,5 +1,13 @@
 """A run's learner, built and compiled beside its first stages."""
 
+import dataclasses
+import gc
+import logging
+import threading
+import weakref
+
+from flax import nnx
+import jax
 import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
@@ -21,6 +29,89 @@ def test_its_programs_are_compiled_when_it_is_taken_and_used(tmp_path):
   learner = ahead.take(run.policy)
   ahead.close(120.0)
   assert learner.compiles["accumulate"] == learner.compiles["apply"] == 1
+  run.engine.close()
+
+
+FIXED = ("learner.patches=512", "learner.targets=512")
+
+
+def test_the_weights_it_was_built_with_are_not_copied_again(
+    tmp_path, monkeypatch
+):
+  begun = []
+  monkeypatch.setattr(
+      learner_ahead.learner_lib.Learner,
+      "begin_from",
+      lambda self, model, reference: begun.append((model, reference)),
+  )
+  run = run_of(tmp_path, *FIXED)
+  learner_ahead.LearnerAhead(run).take(run.policy)
+  assert not begun
+  # The same model object with another array is another policy.
+  ahead = learner_ahead.LearnerAhead(run)
+  model = run.policy.model
+  nnx.update(model, jax.tree.map(lambda x: x + 0, nnx.state(model)))
+  ahead.take(run.policy)
+  assert [found for found, _ in begun] == [model]
+  # And so is another object.
+  ahead = learner_ahead.LearnerAhead(run)
+  other = nnx.merge(
+      nnx.graphdef(model), jax.tree.map(lambda x: x + 1, nnx.state(model))
+  )
+  ahead.take(dataclasses.replace(run.policy, model=other))
+  assert [found for found, _ in begun] == [model, other]
+  assert not ahead._thread.is_alive()
+  run.engine.close()
+
+
+def test_it_keeps_no_learner_once_it_is_taken_or_closed(tmp_path):
+  run = run_of(tmp_path, *FIXED)
+  taken, closed = (learner_ahead.LearnerAhead(run) for _ in range(2))
+  learner = weakref.ref(taken.take(run.policy))
+  with pytest.raises(RuntimeError, match="taken already"):
+    taken.take(run.policy)
+  other = weakref.ref(closed._building.result())
+  for ahead in (taken, closed):
+    ahead.close(120.0)
+  gc.collect()
+  assert learner() is None and other() is None
+  run.engine.close()
+
+
+def test_a_run_closes_its_parts_before_it_waits_for_compiling(
+    tmp_path, monkeypatch
+):
+  run = run_of(tmp_path, *FIXED)
+  order, go = [], threading.Event()
+  monkeypatch.setattr(
+      learner_ahead.learner_lib.Learner, "compile_ahead", lambda _: go.wait(60)
+  )
+  with run:
+    run._ahead = learner_ahead.LearnerAhead.where_it_helps(run)
+    close, unlock = run._ahead.close, run._unlock
+
+    def closing(timeout_s):
+      order.append("compiling")
+      go.set()
+      close(timeout_s)
+
+    monkeypatch.setattr(run._ahead, "close", closing)
+    monkeypatch.setattr(
+        run, "_unlock", lambda: (order.append("unlocked"), unlock())
+    )
+  assert order == ["unlocked", "compiling"]
+
+
+def test_a_policy_of_image_bounds_builds_nothing_ahead(
+    tmp_path, monkeypatch, caplog
+):
+  run = run_of(tmp_path, *FIXED)
+  monkeypatch.setattr(
+      type(run.policy.model), "reads_image_patches", True, raising=False
+  )
+  with caplog.at_level(logging.INFO):
+    assert learner_ahead.LearnerAhead.where_it_helps(run) is None
+  assert "depend on the largest image" in caplog.text
   run.engine.close()
 
 

@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.core import images as image_lib
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.learner import ahead
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
@@ -42,6 +43,7 @@ from tunix.rl.multi_turn.learner import frozen
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import minibatches as minibatch_lib
 from tunix.rl.multi_turn.learner import optimizer
+from tunix.rl.multi_turn.learner import program as program_lib
 from tunix.rl.multi_turn.learner import readings as readings_lib
 from tunix.rl.multi_turn.learner import reference as reference_lib
 from tunix.rl.multi_turn.learner import reward_prices
@@ -185,18 +187,29 @@ class Learner:
   def _begin(
       self, module: nnx.Module, reference: base.Policy | None
   ) -> None:
-    """Takes over a policy's weights, with a new optimizer state."""
+    """Takes over a policy's weights, with a new optimizer state.
+
+    Those of before are let go first, unless the new ones are refused: the
+    devices need not hold both.
+    """
+    params = self._split.params_of(module)
+    frozen_params = self._split.frozen_of(module)
+    referred = self._params_of_reference(reference)
+    self._params, self._frozen, self._opt_state = {}, {}, None
+    self._reference = None
     self._params = {
-        **self._programs.masters(
-            self._put_params(self._split.params_of(module))
-        ),
+        **self._programs.masters(self._put_params(params)),
         **self._programs.init_head(),
     }
     self._frozen = {
         name: sharding.put(value, self._placement.frozen[name])
-        for name, value in self._split.frozen_of(module).items()
+        for name, value in frozen_params.items()
     }
-    self._reference = self._make_reference(reference)
+    if referred is not None:
+      self._reference = reference_lib.Reference(
+          self._programs.publish(self._put_params(referred)),
+          self.config.reference_on == "host",
+      )
     self._opt_state = self._programs.init_optimizer(self._params)
 
   def begin_from(
@@ -206,6 +219,8 @@ class Learner:
 
     A learner can so be built, and `compile_ahead`, while the weights that it
     begins with are still in the making.
+
+    No `compile_ahead` may be beginning meanwhile.
 
     Args:
       model: of the structure that the learner was built with; copied.
@@ -232,31 +247,29 @@ class Learner:
       `config.patches` and `config.targets`), and where several processes learn,
       which would start programs in different orders.
     """
-    minibatch = self._minibatches.empty()
-    if minibatch is None or self._processes.count > 1:
+    # No array from here on: an update may donate them, and other weights
+    # replace them.
+    weights = program_lib.shapes_of(
+        (self._params, self._opt_state, self._frozen)
+    )
+    batch = self._minibatches.batch_shapes()
+    if batch is None or self._processes.count > 1:
       return False
-    config = self.algorithm.config
-    if config.kl_target and config.kl_in_loss:
-      self._price([minibatch])
-    batch, (extra,) = minibatch.batches[0], minibatch.extras
-    if self._teacher is not None:
-      extra = dataclasses.replace(extra, teacher=batch.logprobs)
-    if config.kl_in_loss or self._scores_first:
-      self._programs.score.prepare(self._acting(), self._frozen, batch)
-    self._programs.prepare_step(
-        self._params,
-        self._opt_state,
-        self._frozen,
+    ahead.compile_update(
+        self._programs,
+        self._split,
+        self._placement,
+        self.algorithm,
+        weights,
         batch,
-        extra,
-        self._warming(),
+        scores=self.algorithm.config.kl_in_loss or self._scores_first,
     )
     return True
 
-  def _make_reference(
+  def _params_of_reference(
       self, model: base.Policy | None
-  ) -> reference_lib.Reference | None:
-    """A copy of the reference's parameters; None without a KL term."""
+  ) -> dict[str, jax.Array] | None:
+    """The reference's parameters, not copied; None without a KL term."""
     kl_coef = self.algorithm.config.kl_coef
     if not kl_coef:
       return None
@@ -265,13 +278,7 @@ class Learner:
           f"kl_coef={kl_coef} needs a reference model; pass reference="
           " (the model itself, to stay near where training starts)"
       )
-    module = cast(nnx.Module, model)
-    return reference_lib.Reference(
-        self._programs.publish(
-            self._put_params(self._split.params_of(module))
-        ),
-        self.config.reference_on == "host",
-    )
+    return self._split.params_of(cast(nnx.Module, model))
 
   def _referred(self) -> dict[str, jax.Array]:
     """The reference's parameters on the devices."""

@@ -30,6 +30,7 @@ from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import packing
+from tunix.rl.multi_turn.learner import program
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import aggregation
 from tunix.rl.multi_turn.learner.algorithms import parts
@@ -221,22 +222,19 @@ class Minibatches:
     extras = [update.Extra(b.logprobs, b.logprobs) for b in batches]
     return Minibatch(batches, extras, plan.stats)
 
-  def empty(self) -> Minibatch | None:
-    """A minibatch of one batch without examples; None while `shape` is open.
+  def batch_shapes(self) -> batching.Batch | None:
+    """Shapes of a batch and their places; None while `shape` is open.
 
-    Its arrays have the shapes and places of every later batch's, unless images
-    come that are larger than the shape's bound.
+    Every later batch has them, unless images come that are larger than the
+    shape's bound. For a process that learns alone.
     """
     if self.shape is None or (self._bounded and not self.shape.image_patches):
       return None
     plan = self.packer.plan((), self.shape)
     plan.placed[:] = [[]]
-    batches = [
-        self._put(batch)
-        for batch in self.packer.fill(plan, (), np.zeros(0))
-    ]
-    extras = [update.Extra(b.logprobs, b.logprobs) for b in batches]
-    return Minibatch(batches, extras, plan.stats)
+    (batch,) = self.packer.fill(plan, (), np.zeros(0))
+    place = self._placement.batch
+    return jax.tree.map(lambda x: program.shape_of(x, place), batch)
 
   def _shape_for(
       self, examples: Sequence[Example], largest: int

@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import logprobs
+from tunix.rl.multi_turn.learner import program
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.policy import base
@@ -93,7 +94,7 @@ class Teacher:
       )
       return scores.logprobs
 
-    self._score = update.Program(
+    self._score = program.Program(
         jax.jit(score, out_shardings=placement.batch)
     )
 

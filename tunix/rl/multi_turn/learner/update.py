@@ -44,6 +44,7 @@ from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import optimizer
+from tunix.rl.multi_turn.learner import program
 from tunix.rl.multi_turn.learner.algorithms import importance
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import objectives
@@ -196,47 +197,6 @@ class Placement:
     )
 
 
-class Program:
-  """A jitted function, compiled once for each set of argument shapes.
-
-  Calls of several threads that need one compilation wait for the first.
-  """
-
-  def __init__(self, function: Any):
-    self._function = function
-    self._compiled: dict[Any, Any] = {}
-    self._lock = threading.Lock()
-
-  @property
-  def compiles(self) -> int:
-    return len(self._compiled)
-
-  def __call__(self, *args: Any) -> Any:
-    return self.prepare(*args)(*args)
-
-  def prepare(self, *args: Any) -> Any:
-    """The compiled program for such arguments; runs nothing."""
-    leaves, tree = jax.tree.flatten(args)
-    key = tree, tuple((x.shape, x.dtype) for x in leaves)
-    compiled = self._compiled.get(key)
-    if compiled is None:
-      with self._lock:
-        compiled = self._compiled.get(key)
-        if compiled is None:
-          compiled = self.lower(*args).compile()
-          self._compiled[key] = compiled
-    return compiled
-
-  def lower(self, *args: Any) -> jax.stages.Lowered:
-    """The program before compilation; placed shapes do for arrays."""
-    return self._function.lower(*args)
-
-  @property
-  def compiled(self) -> list[Any]:
-    """The compiled programs, for inspection."""
-    return list(self._compiled.values())
-
-
 def _name(path: Any) -> str:
   """"blocks.0.q" of a tree path; the step into the variable is left out."""
   parts = []
@@ -337,27 +297,28 @@ class UpdatePrograms:
     self.optimizer_placement = jax.tree_util.tree_map_with_path(
         place, jax.eval_shape(self._tx.init, shapes)
     )
-    self.accumulate = Program(
+    self.accumulate = program.Program(
         jax.jit(
             self._accumulate,
             donate_argnums=(1, 2),
             out_shardings=(params, one),
         )
     )
-    self.apply = Program(
+    self.apply = program.Program(
         jax.jit(
             self._apply,
             donate_argnums=(0, 1),
             out_shardings=(params, self.optimizer_placement, one, one),
         )
     )
-    self.score = Program(
+    self.score = program.Program(
         jax.jit(self._score, out_shardings=placement.batch)
     )
-    self.value = Program(
+    self.value = program.Program(
         jax.jit(self._value, out_shardings=placement.batch)
     )
-    self._start: Any = None
+    self._start: tuple[program.Program, Sums] | None = None
+    self._start_lock = threading.Lock()
     self._all_placement = params
     dtypes = {name: shape.dtype for name, shape in shapes.items()}
     self.masters = jax.jit(
@@ -515,23 +476,37 @@ class UpdatePrograms:
       extra: Extra,
   ) -> tuple[Params, Sums]:
     """Zero gradients, and readings of no tokens as `loss` will report them."""
-    if self._start is None:
-      _, sums = jax.eval_shape(self.loss, params, frozen, batch, extra)
+    return self._starting(params, frozen, batch, extra)[0](params)
 
-      def zeros(params):
-        zero = jnp.zeros((), jnp.float32)
-        return jax.tree.map(jnp.zeros_like, params), Sums(
-            loss=zero,
-            total={name: zero for name in sums.total},
-            most={name: zero - jnp.inf for name in sums.most},
-            tokens=zero,
+  def _starting(
+      self,
+      params: Params,
+      frozen: Params,
+      batch: batching.Batch,
+      extra: Extra,
+  ) -> tuple[program.Program, Sums]:
+    """The program of `start`, and the shapes of the readings it gives."""
+    with self._start_lock:
+      if self._start is None:
+        here = self._placement.replicated
+        _, sums = jax.eval_shape(self.loss, params, frozen, batch, extra)
+
+        def zeros(params):
+          zero = jnp.zeros((), jnp.float32)
+          return jax.tree.map(jnp.zeros_like, params), Sums(
+              loss=zero,
+              total={name: zero for name in sums.total},
+              most={name: zero - jnp.inf for name in sums.most},
+              tokens=zero,
+          )
+
+        self._start = (
+            program.Program(
+                jax.jit(zeros, out_shardings=(self._all_placement, here))
+            ),
+            jax.tree.map(lambda x: program.shape_of(x, here), sums),
         )
-
-      self._start = jax.jit(
-          zeros,
-          out_shardings=(self._all_placement, self._placement.replicated),
-      )
-    return self._start(params)
+      return self._start
 
   def prepare_step(
       self,
@@ -542,10 +517,12 @@ class UpdatePrograms:
       extra: Extra,
       acting: tuple[Any, ...] = (),
   ) -> None:
-    """Compiles what a step on such arrays calls; changes none of them."""
-    grads, sums = self.start(params, frozen, batch, extra)
-    self.accumulate.prepare(params, grads, sums, frozen, batch, extra)
-    self.apply.prepare(params, opt_state, grads, *acting)
+    """Compiles what a step calls; the arguments are shapes (`shapes_of`)."""
+    start, sums = self._starting(params, frozen, batch, extra)
+    start.prepare(params)
+    # Gradients lie where the parameters lie.
+    self.accumulate.prepare(params, params, sums, frozen, batch, extra)
+    self.apply.prepare(params, opt_state, params, *acting)
 
   def _accumulate(
       self,

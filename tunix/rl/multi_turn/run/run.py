@@ -337,8 +337,6 @@ class Run:
   def __exit__(self, *exc_info: Any) -> None:
     if self._loop is not None:
       self._close_loop(self._loop)
-    if self._ahead is not None:
-      self._ahead.close(loop_thread.STOP_TIMEOUT_S)
     self.engine.close(loop_thread.STOP_TIMEOUT_S)
     for part in (*self._writers, self.store):
       try:
@@ -350,6 +348,9 @@ class Run:
     self._unlock()
     for watch in self._watches:
       watch.close()
+    if self._ahead is not None:
+      # Last: it may compile for long, and holds nothing that others wait for.
+      self._ahead.close(loop_thread.STOP_TIMEOUT_S)
 
   def _close_loop(self, loop: loop_thread.LoopThread) -> None:
     def wait(work: Coroutine[Any, Any, Any]) -> Any:
@@ -432,7 +433,7 @@ class Run:
     Raises:
       ConfigError: it cannot be built.
     """
-    if self._ahead is not None:
+    if self._ahead is not None and not self._ahead.taken:
       return self._ahead.take(self.policy)
     return models.make_learner(
         self.config,

@@ -1,0 +1,69 @@
+"""Compiles a jitted function once for each set of argument shapes.
+
+Promises: shapes with their places compile the program that arrays of these
+shapes and places run; what was compiled from shapes pins no array.
+
+Does not: lay out arguments; a compiled program refuses arrays that lie
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+
+
+class Program:
+  """A jitted function, compiled once for each set of argument shapes.
+
+  Calls of several threads that need one compilation wait for the first.
+  """
+
+  def __init__(self, function: Any):
+    self._function = function
+    self._compiled: dict[Any, Any] = {}
+    self._lock = threading.Lock()
+
+  @property
+  def compiles(self) -> int:
+    return len(self._compiled)
+
+  def __call__(self, *args: Any) -> Any:
+    return self.prepare(*args)(*args)
+
+  def prepare(self, *args: Any) -> Any:
+    """The compiled program for such arguments; runs nothing."""
+    leaves, tree = jax.tree.flatten(args)
+    key = tree, tuple((x.shape, x.dtype) for x in leaves)
+    compiled = self._compiled.get(key)
+    if compiled is None:
+      with self._lock:
+        compiled = self._compiled.get(key)
+        if compiled is None:
+          compiled = self.lower(*args).compile()
+          self._compiled[key] = compiled
+    return compiled
+
+  def lower(self, *args: Any) -> jax.stages.Lowered:
+    """The program before compilation; placed shapes do for arrays."""
+    return self._function.lower(*args)
+
+  @property
+  def compiled(self) -> list[Any]:
+    """The compiled programs, for inspection."""
+    return list(self._compiled.values())
+
+
+def shape_of(array: Any, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+  """The shape of an array, or of another shape, that lies there."""
+  return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
+
+
+def shapes_of(arrays: Any) -> Any:
+  """A pytree of arrays as their shapes, types and places.
+
+  They may have been donated.
+  """
+  return jax.tree.map(lambda x: shape_of(x, x.sharding), arrays)
