@@ -1,14 +1,22 @@
 """The files under launch/: what they start, without a cluster."""
 
+import json
 import os
 import pathlib
 import shlex
 import shutil
+import socket
 import subprocess
+import sys
 
 import pytest
+import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.commands import collect
+from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
+    __main__ as buffer_service,
+)
 import yaml
 
 LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "launch"
@@ -16,9 +24,9 @@ TRAIN = ["-m", "tunix.rl.multi_turn.train"]
 SLICE = ("--name", "first", "--zone", "us-west4-a", "--type", "v5litepod-16")
 
 
-def run(*command, **env):
+def run(*command, seconds=60, **env):
   return subprocess.run(
-      list(map(str, command)), capture_output=True, text=True, timeout=60,
+      list(map(str, command)), capture_output=True, text=True, timeout=seconds,
       env=os.environ | env, check=False,
   )  # pyformat: disable
 
@@ -248,9 +256,92 @@ def test_collectors_of_a_slice_end():
   assert "systemctl --user stop" in shlex.split(line)[-1]
 
 
+# --- a rollout buffer ---------------------------------------------------------
+
+
+@pytest.fixture(name="tasks")
+def _tasks(tmp_path):
+  path = tmp_path / "tasks of mine.jsonl"
+  rows = [{"prompt": f"What is {i} + 1?", "label": f"{i + 1}"}
+          for i in range(40)]  # pyformat: disable
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return path
+
+
+def rollout_buffer(*arguments, **env):
+  return run("bash", LAUNCH / "rollout_buffer.sh", *arguments, **env)
+
+
+def test_a_rollout_buffer_is_fetched_prepared_served_and_trained_from(tasks):
+  done = rollout_buffer(
+      "--model", "Qwen/Qwen3-0.6B", "--tasks", tasks, "--dir", "a b",
+      "--port", "7", "--dry-run", "--", "environment.name=gsm8k",
+  )  # pyformat: disable
+  assert not done.returncode, done.stderr
+  made, fetched, assigned, served, trained = map(
+      shlex.split, done.stdout.splitlines()
+  )
+  assert made == ["mkdir", "-p", "a b"]
+  assert fetched == [
+      "hf", "download", "Qwen/Qwen3-0.6B", "--local-dir", "a b/Qwen3-0.6B"
+  ]  # pyformat: disable
+  assert assigned[2].endswith("agent_rollout.assign_instance_id")
+  assert assigned[3:] == [
+      "--input_path", str(tasks), "--task_type", "math", "--output_path",
+      "a b/tasks.jsonl",
+  ]  # pyformat: disable
+  args = buffer_service.parser().parse_args(served[3:])
+  assert (str(args.dir), args.port) == ("a b/buffer", 7)
+  assert trained[1:3] == TRAIN
+  overrides = [w for w in trained[3:] if not w.startswith("policy=")]
+  config = config_lib.load_config(overrides)
+  assert config.rollout.via == "buffer"
+  assert config.buffer.url == "http://127.0.0.1:7"
+  assert config.buffer.input_file == "a b/tasks.jsonl"
+  assert "policy=a b/Qwen3-0.6B" in trained
+  # A directory is not fetched.
+  done = rollout_buffer(
+      "--model", tasks.parent, "--tasks", tasks, "--dry-run", "--"
+  )
+  assert "hf" not in done.stdout.split()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_with_a_rollout_buffer_ends_with_its_service(tasks, tmp_path):
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+  command = [
+      "bash", LAUNCH / "rollout_buffer.sh", "--model",
+      policy_files.resolve("qwen3_vl_tiny"), "--tasks", tasks, "--dir",
+      tmp_path / "work", "--port", port, "--", *small_runs.SMALL,
+      f"run.dir={tmp_path}", "name=b", "environment.name=gsm8k",
+      "warm_start.source=none", "buffer.poll_s=0.1", "learner.steps=1",
+      "buffer.missing_logprobs=recompute", "sampling.max_new_tokens=4",
+  ]  # pyformat: disable
+  done = run(*command, PYTHON=sys.executable, seconds=300)
+  assert not done.returncode, done.stderr
+  assert len(small_runs.metrics_of(tmp_path / "b")) == 1
+  with pytest.raises(OSError):
+    socket.create_connection(("127.0.0.1", port), 1)
+
+
+@pytest.mark.parametrize("arguments, problem", (
+    (("--tasks", "x"), "--model is missing"),
+    (("--model", "x"), "--tasks is missing"),
+    (("--model", "x", "--tasks", "/nowhere"), "/nowhere: no such file"),
+    (("--model",), "--model needs a value"),
+    (("run.seed=1",), "come after --"),
+))  # pyformat: disable
+def test_a_slip_of_a_rollout_buffer_ends_with_one_line(arguments, problem):
+  done = rollout_buffer(*arguments)
+  assert done.returncode == 2 and problem in done.stderr
+  assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck")
 @pytest.mark.parametrize("name", (
-    "tpu_vm.sh", "slurm.sbatch", "tpu_vm_collectors.sh"
+    "tpu_vm.sh", "slurm.sbatch", "tpu_vm_collectors.sh", "rollout_buffer.sh"
 ))  # pyformat: disable
 def test_scripts_pass_shellcheck(name):
   done = run("shellcheck", "-s", "bash", LAUNCH / name)

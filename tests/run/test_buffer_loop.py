@@ -6,6 +6,7 @@ import types
 import buffer_services
 import pytest
 from tunix.rl.multi_turn.config import data_sections
+from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
@@ -59,7 +60,9 @@ def exact(name, count=2):
   ]  # pyformat: disable
 
 
-def loop_of(running, payload=None, groups_per_step=2, raw=True, **settings):
+def loop_of(
+    running, payload=None, groups_per_step=2, raw=True, told=None, **settings
+):
   queue = buffer_loop.LeasedQueue(
       groups_per_step, admission.QueueConfig(max_staleness=4)
   )
@@ -82,7 +85,9 @@ def loop_of(running, payload=None, groups_per_step=2, raw=True, **settings):
       raw=raw,
       min_valid=1,
       payload=(lambda skip: body) if payload is not None else None,
-      observers=types.SimpleNamespace(on_event=lambda event: None),
+      observers=types.SimpleNamespace(
+          on_event=(lambda event: None) if told is None else told.append
+      ),
   )
   return loop, queue
 
@@ -174,3 +179,78 @@ def test_a_buffer_of_other_groups_is_refused_where_others_write(running):
     return found
 
   assert len(asyncio.run(asyncio.wait_for(scene(), 60))) == 2
+
+
+def equal(name, count=2):
+  """Items of a group whose rewards do not differ."""
+  return [{**one, "reward": 1.0} for one in exact(name, count)]
+
+
+async def until(done):
+  async with asyncio.timeout(20):
+    while not done():
+      await asyncio.sleep(0.02)
+
+
+def drops(told):
+  return [
+      event.message
+      for event in told
+      if isinstance(event, events.Fault) and event.kind == "dropped"
+  ]
+
+
+def test_what_the_service_drops_is_told_at_each_doubling(running, caplog):
+  running.start(num_repeat_per_sample=2)
+  running.write(*equal("before"))
+  assert not running.read()["success"]
+  told = []
+  loop, queue = loop_of(running, groups_per_step=1, raw=False, told=told)
+  dropped = lambda: running.stats()["total_dropped"]
+
+  async def scene():
+    task = asyncio.ensure_future(loop.run())
+    await asyncio.sleep(0.5)
+    assert not drops(told), "what another run has seen is not told"
+    running.write(*equal("a"))
+    await until(lambda: len(drops(told)) == 1)
+    running.write(exact("late")[0])
+    await until(lambda: running.stats()["waiting_items"] == 1)
+    running.clock.now += 301.0
+    await until(lambda: dropped() == 5)
+    await asyncio.sleep(0.5)
+    assert len(drops(told)) == 1, "3 episodes are not the double of 2"
+    running.write(*equal("b"))
+    await until(lambda: len(drops(told)) == 2)
+    running.write(*exact("good"))
+    await queue.aget_batch(1, timeout=20)
+    loop.stop()
+    await asyncio.gather(task, return_exceptions=True)
+
+  asyncio.run(asyncio.wait_for(scene(), 60))
+  first, second = drops(told)
+  assert "dropped 2 episodes since this run began, 1 groups of 2" in first
+  assert "dropped 5 episodes since this run began, 2.5 groups of 2" in second
+  for word in ("equal", "group_timeout_seconds"):
+    assert word in first
+  assert first in caplog.text
+
+
+def test_drops_are_told_where_every_read_has_groups(running):
+  running.start(num_repeat_per_sample=2)
+  running.write(*equal("a"))
+  for n in range(9):
+    running.write(*exact(f"g{n}"))
+  told = []
+  loop, queue = loop_of(running, groups_per_step=1, raw=False, told=told)
+
+  async def scene():
+    task = asyncio.ensure_future(loop.run())
+    await until(lambda: drops(told))
+    # Nobody trains: the queue holds some, and the others wait to be read.
+    assert running.stats()["waiting_items"]
+    loop.stop()
+    await asyncio.gather(task, return_exceptions=True)
+
+  asyncio.run(asyncio.wait_for(scene(), 60))
+  assert len(drops(told)) == 1 and queue.qsize() >= 1

@@ -3,8 +3,8 @@
 import argparse
 import asyncio
 import json
-import re
 import threading
+import time
 import types
 
 import buffer_peer
@@ -17,9 +17,6 @@ from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (
   __main__ as command,
 )
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import arguments
-from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (
-  assign_instance_id,
-)
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import rollout
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
@@ -113,9 +110,9 @@ def test_a_resumed_trainer_lets_the_service_skip_what_was_trained_on(
         break
       later += [s.index for s in _generate(args, 1, again)]
     assert not first & set(later)
-    if len(peer.payloads) > 1:
-      skipped = peer.payloads[1]["skip_instance_ids"]
-      assert first <= set(skipped) and all(isinstance(i, str) for i in skipped)
+    _, second = peer.payloads
+    skipped = second["skip_instance_ids"]
+    assert first <= set(skipped) and all(isinstance(i, str) for i in skipped)
 
 
 def test_the_service_of_this_package_and_its_own_generator_are_read(
@@ -135,75 +132,85 @@ def test_the_service_of_this_package_and_its_own_generator_are_read(
   assert all(float(s.metadata["timestamp"]) > 1e9 for s in found)
 
 
-DOCUMENTED = {
-    "num_process": "100",
-    "num_epoch": "3",
-    "remote_engine_url": "http://e/v1",
-    "remote_buffer_url": "http://b",
-    "task_type": "math",
-    "input_file": "t.jsonl",
-    "num_repeat_per_sample": "8",
-    "max_tokens": "8192",
-    "sampling_params": {"max_tokens": 8192, "temperature": 1.0, "top_p": 1.0},
-    "tokenizer_path": "",
-    "skip_instance_ids": [],
-}
+def test_generation_goes_on_while_the_trainer_trains(
+    tasks, tokenizer, tmp_path
+):
+  training = threading.Event()
+  with (
+      chat_server.serving() as (engine, server),
+      buffer_services.Running(tmp_path / "buffer") as running,
+  ):
+    complete = server.complete
+
+    def answer(body):
+      if server.answered > 8:  # Of the second round.
+        training.wait(30)
+      return complete(body)
+
+    server.complete = answer
+    args = _args(
+        running.url, tasks, tokenizer, "--remote-engine-url", engine,
+        "--rollout-num-process", "4",
+    )  # pyformat: disable
+    buffer = agent_rollout.DataBuffer(args)
+    assert len(_generate(args, 0, buffer)) == 8
+    reads = running.stats()["reads"]
+    training.set()  # From here on nobody reads.
+    due = time.monotonic() + 30
+    while running.stats()["total_written"] < 48:
+      assert time.monotonic() < due
+      time.sleep(0.05)
+    assert running.stats()["reads"] == reads
 
 
-@pytest.mark.parametrize("key", sorted(DOCUMENTED))
-def test_the_start_payload_has_the_documented_keys_and_defaults(key):
-  parser = arguments.add_arguments(argparse.ArgumentParser())
-  args = parser.parse_args(
-      ["--prompt-data", "t.jsonl", "--remote-engine-url", "http://e/v1"]
-  )
-  args.my_own = {"depth": 3}
-  args.rollout_buffer_token = "hush"
-  payload = client.start_payload("http://b", args, {})
-  assert payload[key] == DOCUMENTED[key]
-  # All of the trainer's arguments come along, but no secret.
-  assert payload["my_own"] == {"depth": 3}
-  assert "hush" not in json.dumps(payload)
+def _exact(name, uid):
+  return _item(name, uid, tokens=[1, 2], loss_mask=[0, 1])
 
 
-@pytest.mark.parametrize(
-    "option, value, key, sent",
-    [
-        ("--rollout-num-process", "7", "num_process", "7"),
-        ("--num-epoch", "2", "num_epoch", "2"),
-        ("--rollout-task-type", "desktop", "task_type", "desktop"),
-        ("--n-samples-per-prompt", "3", "num_repeat_per_sample", "3"),
-        ("--rollout-max-response-len", "9", "max_tokens", "9"),
-        ("--hf-checkpoint", "/m", "tokenizer_path", "/m"),
-    ],
-)
-def test_an_argument_reaches_the_payload(option, value, key, sent):
-  args = _args("http://b", "t.jsonl", None, option, value)
-  assert client.start_payload("http://b", args, None)[key] == sent
+def test_an_empty_data_buffer_does_not_start_the_service_again(monkeypatch):
+  starts, numbers = [], iter(range(100))
+
+  async def as_many_as_needed(api_base_url):
+    return [_exact(f"i{n}", f"u{n}") for n, _ in zip(numbers, "ab")], {}
+
+  monkeypatch.setattr(client, "get_rollout_data", as_many_as_needed)
+  monkeypatch.setattr(client, "start_rollout", lambda *a: starts.append(a))
+  args = _args("http://b", "t.jsonl", None, "--n-samples-per-prompt", "1")
+  buffer = agent_rollout.DataBuffer(args)
+  for rollout_id in range(3):
+    assert len(_generate(args, rollout_id, buffer)) == 2
+    assert not len(buffer)
+  assert len(starts) == 1
 
 
-@pytest.mark.parametrize("name", ["prompt_data", "remote_engine_url"])
-def test_an_argument_that_the_service_needs_is_named(name):
-  args = _args("http://127.0.0.1:1", "t.jsonl")
-  setattr(args, name, "")
-  option = "--" + name.replace("_", "-")
-  with pytest.raises(ValueError, match=option):
-    # At once: no try of it could succeed.
-    _generate(args, 0, agent_rollout.DataBuffer(args))
+def test_it_reads_at_fixed_intervals_until_there_is_enough(monkeypatch):
+  monkeypatch.undo()  # The protocol's pauses, of a clock that does not run.
+  pauses = []
+  answers = [
+      [_exact("a", f"a{n}") for n in range(3)],
+      agent_rollout.ClientError("it is away"),
+      [_exact("b", f"b{n}") for n in range(3)],
+      [_exact("c", f"c{n}") for n in range(3)],
+  ]
 
+  async def some(api_base_url):
+    answer = answers.pop(0)
+    if isinstance(answer, Exception):
+      raise answer
+    return answer, {}
 
-def test_ids_of_all_rollouts_are_flattened_as_text():
-  metadata = {"0": ["a", 3], "1": [["b"], "a"], "note": ["x"]}
-  # "a" was finished in two passes.
-  assert client.flat_ids(metadata) == ["a", "3", "b", "a"]
+  async def sleep(seconds):
+    pauses.append(seconds)
 
-
-def test_evaluation_is_refused():
-  with pytest.raises(NotImplementedError, match="evaluation"):
-    asyncio.run(
-        agent_rollout.generate_agent_rollout(
-            argparse.Namespace(), 0, agent_rollout.DataBuffer(), evaluation=True
-        )
-    )
+  clock = types.SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread)
+  monkeypatch.setattr(rollout, "asyncio", clock)
+  monkeypatch.setattr(client, "get_rollout_data", some)
+  monkeypatch.setattr(client, "start_rollout", lambda *a: {})
+  args = _args("http://b", "t.jsonl", None, "--fetch-interval-s", "5")
+  buffer = agent_rollout.DataBuffer(args)
+  assert len(_generate(args, 0, buffer)) == 8
+  # Before each of three reads, and after the error.
+  assert pauses == [5.0] * 4 and not answers and len(buffer) == 1
 
 
 # --- errors ----------------------------------------------------------------
@@ -293,6 +300,19 @@ def test_num_takes_some_or_all(tasks):
       asyncio.run(agent_rollout.get_rollout_data(peer.url, 0))
 
 
+def test_num_counts_items_of_this_package_s_service(buffer):
+  for name in "abc":
+    buffer.write(*buffer_services.group(name))
+  read = agent_rollout.get_rollout_data
+  with pytest.raises(TimeoutError, match="no group ready"):
+    asyncio.run(read(buffer.url, 13, 0.3))  # More than there is.
+  data, meta = asyncio.run(read(buffer.url, 4))
+  assert {i["instance_id"] for i in data} == {"a"} and len(data) == 4
+  assert meta["finished_groups"] == ["a"]
+  data, _ = asyncio.run(read(buffer.url))
+  assert [i["instance_id"] for i in data] == ["b"] * 4 + ["c"] * 4
+
+
 @pytest.mark.parametrize("limit, ends", [("2", True), ("-1", False)])
 def test_errors_count_against_the_limit_and_minus_one_is_none(
     limit, ends, tasks, tokenizer
@@ -376,6 +396,7 @@ def test_text_becomes_tokens_by_the_mask_generator_and_is_flagged(tokenizer):
   generator = samples.loss_mask_lib.make("qwen3", tokenizer)
   (sample,) = samples.make_samples(_item(), generator)
   masked = samples.loss_mask_lib.masked_tokens(generator, _item()["messages"])
+  assert (sample.index, sample.prompt) == ("math_1", "u")
   assert sample.tokens == masked.token_ids
   assert sample.response_length == masked.response_length
   assert sample.loss_mask == masked.response_mask
@@ -383,6 +404,35 @@ def test_text_becomes_tokens_by_the_mask_generator_and_is_flagged(tokenizer):
   assert sample.metadata["raw_reward"] == 1.0
   # The first trained token to the end: multi-turn, the question between is 0.
   assert 0 in sample.loss_mask and sample.loss_mask[0] == 1
+
+
+class LengthsOnly(samples.loss_mask_lib.MultiTurnLossMaskGenerator):
+  """A mask generator of one's own: a token for each message."""
+
+  def get_loss_mask(self, messages):
+    mask = [int(m["role"] == "assistant") for m in messages]
+    return [len(m["content"]) for m in messages], mask
+
+
+def test_the_mask_generator_is_the_one_of_the_option(monkeypatch, tokenizer):
+
+  async def one(api_base_url):
+    return [_item()], {}
+
+  monkeypatch.setattr(client, "get_rollout_data", one)
+  monkeypatch.setattr(client, "start_rollout", lambda *a: {})
+  common = ("--n-samples-per-prompt", "1", "--rollout-batch-size", "1")
+
+  def samples_by(kind):
+    args = _args(
+        "http://b", "t.jsonl", tokenizer, *common, "--loss-mask-type", kind
+    )
+    return _generate(args, 0, agent_rollout.DataBuffer(args))
+
+  (sample,) = samples_by(f"{MODULE}:LengthsOnly")
+  assert (sample.tokens, sample.loss_mask) == ([2, 1, 2, 2], [1, 0, 1])
+  with pytest.raises(ValueError, match="qwen2"):
+    samples_by("qwen2")
 
 
 def test_a_token_exact_item_keeps_its_tokens_and_log_probs():
@@ -502,80 +552,7 @@ def test_columns_are_in_the_natural_order_of_indices():
   assert columns["sample_indices"] == ["9", "b", "math_2", "math_10"]
 
 
-# --- logs -------------------------------------------------------------------
-
-
-def test_statistics_are_weighed_by_samples_and_named_rollout():
-  found = rollout.raw_info([
-      {"total_samples": 1, "avg_reward": 0.0},
-      {"total_samples": 3, "avg_reward": 1.0},
-  ])
-  assert found == {
-      "rollout/no_filter/total_samples": 4,
-      "rollout/no_filter/avg_reward": 0.75,
-  }
-  assert rollout.raw_info([]) == {"rollout/no_filter/total_samples": 0}
-  agent_rollout.log_raw_info(argparse.Namespace(), [], 0)
-
-
-def test_the_statistics_go_to_wandb_where_it_is_open(monkeypatch):
-  logged = []
-  fake = types.ModuleType("wandb")
-  fake.run, fake.log = object(), logged.append
-  monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
-  args = argparse.Namespace(use_wandb=True)
-  agent_rollout.log_raw_info(args, [{"total_samples": 2}], 7)
-  assert logged == [
-      {"rollout/no_filter/total_samples": 2, "rollout/step": 7}
-  ]
-
-
 # --- commands ---------------------------------------------------------------
-
-
-def test_ids_are_unique_and_those_that_are_there_stay(tmp_path, capsys):
-  source = tmp_path / "t.jsonl"
-  source.write_text(
-      '{"q": 1}\n\n{"q": 2, "instance_id": "math_0"}\n{"q": 3}\n'
-      '{"q": 4, "instance_id": 17}\n'
-  )
-  assert assign_instance_id.main(["--input_path", str(source)]) == 0
-  rows = [
-      json.loads(line)
-      for line in (tmp_path / "t_processed.jsonl").read_text().splitlines()
-  ]
-  assert [r["q"] for r in rows] == [1, 2, 3, 4]
-  assert [r["instance_id"] for r in rows] == ["math_1", "math_0", "math_2", 17]
-  target = tmp_path / "o.jsonl"
-  arguments_ = ["--input_path", str(source), "--output_path", str(target)]
-  assert assign_instance_id.main([*arguments_, "--task_type", "gui"]) == 0
-  assert json.loads(target.read_text().splitlines()[0])["instance_id"] == (
-      "gui_0"
-  )
-  assert "4 tasks in" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "text, problem",
-    [
-        ("{}\n[1]\n", "line 2: no JSON object"),
-        ("{}\n\n{\n", "line 3: no JSON"),
-        ('{"instance_id": 1.5}\n', "line 1: instance_id=1.5"),
-        ('{"instance_id": "a"}\n{"instance_id": "a"}\n', "line 2: .*line 1"),
-    ],
-)
-def test_a_bad_line_is_named(text, problem, tmp_path, capsys):
-  source = tmp_path / "t.jsonl"
-  source.write_text(text)
-  assert assign_instance_id.main(["--input_path", str(source)]) == 1
-  error = capsys.readouterr().err
-  assert "Traceback" not in error
-  assert re.search(problem, error)
-
-
-def test_a_task_without_an_id_is_refused_with_its_line():
-  with pytest.raises(ValueError, match="line 2: no instance_id"):
-    assign_instance_id.check_ids(['{"instance_id": "a"}', "{}"], "f")
 
 
 def test_the_command_collects_into_a_file_and_goes_on(

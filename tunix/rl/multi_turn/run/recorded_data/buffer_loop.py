@@ -16,7 +16,8 @@ queue.
 Does not: decide which groups are valid (the service does), but drops one with
 fewer than collect.min_valid members that can be trained on, and reports and
 drops one with an item that cannot be read; many such in a row, of either kind,
-end the run with what they have in common.
+end the run with what they have in common. What the service itself drops is
+reported, each time that it has doubled.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
+from tunix.rl.multi_turn.run.recorded_data import service_figures
 from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.queue import group_queue
@@ -46,7 +48,7 @@ _END_S = 10.0
 _MOST_REFUSED = 32
 """Groups in a row that cannot be read, after which the run ends."""
 _LOOK_EVERY = 5
-"""Reads without a group between two looks at the generator."""
+"""Reads, with groups or without, between two looks at the service."""
 _REFUSED = frozenset((400, 401, 403, 404, 422))
 _WRITTEN_ELSEWHERE = "external"
 """Task type of a generator that ends at once: programs elsewhere write."""
@@ -170,7 +172,9 @@ class BufferLoop:
     self._failures = self._refused_in_a_row = 0
     self._dropped_in_a_row = self._useless_in_a_row = 0
     self._empty = 0  # Reads without a group in a row.
+    self._full = 0  # Reads with groups.
     self._ended = ""  # State of a generator that the latest look saw end.
+    self._drops = service_figures.DropReport(observers)
     self.over = ""
     """Why nothing more will be read; "" while there may be."""
     self.counts: collections.Counter[str] = collections.Counter()
@@ -239,6 +243,7 @@ class BufferLoop:
             lambda: service.start(body), final=_REFUSED
         )
         _LOG.info("the rollout buffer: %s", answer)
+      await self._ask_stats(service)  # What was dropped is counted from here.
       while not self._stopping and not self.over:
         if not self._waiting:
           await self._read(service)
@@ -308,34 +313,13 @@ class BufferLoop:
         await asyncio.sleep(pause)
 
   async def _compare(self, service: client.BufferClient) -> None:
-    """Refuses a buffer whose groups are of another size, or other rules.
-
-    Raises:
-      ValueError: naming both.
-    """
+    """See `service_figures.check_groups`."""
     stats = await self._tried(service.stats)
     if "group_size" not in stats:  # It is not made yet, or no service of ours.
       return
-    made, wanted = stats["group_size"], self._group_size
-    normalized = stats.get("group_rules") == "normalized"
-    raw, self._group_size, self._raw = self._raw, 0, False
-    problems = []
-    if wanted and made != wanted:
-      problems.append(
-          f"the rollout buffer {self._settings.url} makes groups of {made}, and"
-          f" collect.group_size={wanted}; start it with --group-size={wanted}"
-          f" (or its rollout with num_repeat_per_sample={wanted}), or set"
-          f" collect.group_size={made}"
-      )
-    if raw and normalized:
-      problems.append(
-          f"the rollout buffer {self._settings.url} normalises rewards, which"
-          " algorithm.advantage would do again; start it with"
-          " --group-rules=raw (or its rollout with group_rules=raw), or set"
-          " algorithm.advantage=reward"
-      )
-    if problems:
-      raise ValueError("; ".join(problems))
+    wanted, raw = self._group_size, self._raw
+    self._group_size, self._raw = 0, False
+    service_figures.check_groups(stats, self._settings.url, wanted, raw)
 
   async def _read(self, service: client.BufferClient) -> None:
     if self._group_size or self._raw:
@@ -353,6 +337,7 @@ class BufferLoop:
         await asyncio.sleep(self._settings.poll_s)
       return
     self._empty, self._ended = 0, ""
+    self._full += 1
     groups = client.sift(found)
     refused = []
     with self._lock:
@@ -379,6 +364,8 @@ class BufferLoop:
     for about, problem in refused:
       self._refuse(about, problem)
     self._acknowledge()
+    if self._full % _LOOK_EVERY == 0:
+      await self._ask_stats(service)
 
   async def _look(self, service: client.BufferClient) -> None:
     """Ends the loop where the generator that it started writes no more.
@@ -386,12 +373,8 @@ class BufferLoop:
     Raises:
       GeneratorFailed: it failed.
     """
-    if self._payload is None:
-      return
-    try:
-      stats = await service.stats()
-    except http.CallError as error:
-      _LOG.warning("the rollout buffer does not tell its state: %s", error)
+    stats = await self._ask_stats(service)
+    if self._payload is None or stats is None:
       return
     run = stats.get("generator") or {}
     state, before = run.get("state", ""), self._ended
@@ -422,6 +405,18 @@ class BufferLoop:
           " tasks"
       )
       _LOG.warning("%s", self.over)
+
+  async def _ask_stats(
+      self, service: client.BufferClient
+  ) -> dict[str, Any] | None:
+    """The service's figures, of which drops are reported; None: no answer."""
+    try:
+      stats = await service.stats()
+    except (http.CallError, ValueError, TimeoutError) as error:
+      _LOG.warning("the rollout buffer does not tell its state: %s", error)
+      return None
+    self._drops.look(stats)
+    return stats
 
   def _see(self, about: _About) -> None:
     for uid in about.uids:

@@ -172,7 +172,8 @@ class BufferClient:
           "GET", f"{self._url}/buffer/stats?{query}", seconds, limit=_LIMIT
       )
     except ClientError as error:
-      if error.status == 404:  # Nor one of a buffer that is not made yet.
+      # Nor one of a buffer that is not made yet.
+      if error.status in (404, 405, 501):
         return {}
       raise
     found = answer.get("data")
