@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import time
 
 import pytest
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
@@ -87,8 +88,27 @@ def faults_of(page, *rules):
   ]
 
 
+def wait_for(page, expression, arg=None, *, seconds=20.0, every=0.02):
+  """Waits until an expression, or a function of `arg`, is true on the page.
+
+  Playwright's own `wait_for_function` evaluates text within the page from its
+  second look on, which the pages' policy refuses.
+  """
+  due = time.monotonic() + seconds
+  while True:
+    try:
+      if page.evaluate(expression, arg):
+        return
+    except Exception as error:  # pylint: disable=broad-exception-caught
+      if "Execution context was destroyed" not in str(error):
+        raise  # Else between two documents.
+    assert time.monotonic() < due, f"not within {seconds:g} s: {expression}"
+    page.wait_for_timeout(1000 * every)
+
+
 def ready(page, times=1):
-  page.wait_for_function(
-      "(n) => Number(document.getElementById('charts').dataset.ready) >= n",
-      arg=times,
+  wait_for(
+      page,
+      "(n) => Number(document.getElementById('charts')?.dataset.ready) >= n",
+      times,
   )

@@ -121,6 +121,8 @@ def test_the_runs_list_leads_through_the_step_to_the_rollout_by_keys(
   keys.press("t")
   after = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
   assert before != after
+  kept = {c["name"]: c["value"] for c in tab.page.context.cookies()}
+  assert kept.get("theme")
   tab.page.reload()  # The theme is the server's from the first byte on.
   assert after == tab.page.evaluate(
       "getComputedStyle(document.body).backgroundColor"
@@ -188,8 +190,8 @@ def test_a_drag_zooms_and_the_url_says_where(recorded, tab):
 
 
 def counted(page, selector, condition):
-  page.wait_for_function(
-      f"() => document.querySelectorAll('{selector}').length {condition}"
+  chromium.wait_for(
+      page, f"document.querySelectorAll('{selector}').length {condition}"
   )
 
 
@@ -273,8 +275,8 @@ def test_an_action_is_drawn_where_it_was(recorded, tab, kind, drawn):
   shape = page.locator(f"#turn .overlay .act {drawn}").first
   assert shape.count() == 1
   image = page.locator("#turn .screen img").first
-  page.wait_for_function(
-      "() => document.querySelector('#turn .screen img').naturalWidth > 0"
+  chromium.wait_for(
+      page, "document.querySelector('#turn .screen img').naturalWidth > 0"
   )
   if kind == "click":
     args = server.get(f"/api/v1/rollouts/{rollout}/turns")["items"][turn - 1][
@@ -384,9 +386,10 @@ def test_a_live_run_shows_what_comes_in(recorded, tab):
   before = page.locator("#run-head b").first.inner_text()
   recorder.step(recorded_run.STEPS + 1)
   recorder.flush()
-  page.wait_for_function(
+  chromium.wait_for(
+      page,
       "(b) => document.querySelector('#run-head b').textContent !== b",
-      arg=before,
+      before,
   )
   chromium.ready(page, 2)
   assert page.locator("#run-head b").first.inner_text() == "4"

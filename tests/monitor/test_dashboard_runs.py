@@ -68,8 +68,8 @@ def test_tags_are_given_and_chosen_by(server, tab):
       "keep", "lr=0", "sweep", "\u03b2=0.1",
   ]  # pyformat: disable
   page.click('button[aria-label="remove the tag lr=0"]')
-  page.wait_for_function(
-      "document.querySelectorAll('#run-tags .tag').length === 3"
+  chromium.wait_for(
+      page, "document.querySelectorAll('#run-tags .tag').length === 3"
   )
   assert not chromium.faults_of(page)
   page.click("#run-tags >> text=keep")
@@ -86,8 +86,8 @@ def test_tags_are_given_and_chosen_by(server, tab):
   assert names(page) == ["second"]
   assert not chromium.faults_of(page)
   page.click('a.tag.on:has-text("lr=1")')
-  page.wait_for_function(
-      "document.querySelectorAll('#runs tbody tr').length === 3"
+  chromium.wait_for(
+      page, "document.querySelectorAll('#runs tbody tr').length === 3"
   )
 
 
@@ -154,8 +154,8 @@ def test_rollouts_are_narrowed_sorted_and_paged_through(server, tab):
   tab.go("/runs/1/rollouts")
   page.select_option('select[name="error"]', "parse")
   page.wait_for_url("**error=parse*")
-  page.wait_for_function(
-      "document.querySelectorAll('#rollouts tbody tr').length === 10"
+  chromium.wait_for(
+      page, "document.querySelectorAll('#rollouts tbody tr').length === 10"
   )
   page.fill('input[name="from"]', "0.5")
   page.keyboard.press("Enter")

@@ -169,9 +169,10 @@ def test_a_run_is_walked_through_live_and_after(tmp_path):
       walker.tab.go(page.locator("a[href^='/runs/']").first.get_attribute(
           "href"
       ))
-      page.wait_for_function(
-          "() => /step [1-9]/.test(document.querySelector('main').innerText)",
-          timeout=400_000,
+      chromium.wait_for(
+          page,
+          "/step [1-9]/.test(document.querySelector('main').innerText)",
+          seconds=400,
       )
       yielding(process)
       visits = walker.follow(LIVE, lambda: process.poll() is not None)

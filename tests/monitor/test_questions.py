@@ -328,9 +328,10 @@ def test_each_question_is_answered_in_a_click_or_two(tab):
     for link in links:
       follow(found, link)
       found.wait_for_load_state("load")
-    found.wait_for_function(
+    chromium.wait_for(
+        found,
         "(text) => document.querySelector('main').innerText.includes(text)",
-        arg=answer,
+        answer,
     )
     width = found.evaluate("document.documentElement.scrollWidth - innerWidth")
     assert width <= 0, question

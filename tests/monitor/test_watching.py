@@ -60,8 +60,8 @@ def test_a_desktop_episode_is_watched_turn_by_turn(lite, tmp_path, context):
   tab = chromium.Tab(context, lite.url)
   # From before its first turn.
   assert tab.go(f"/rollouts/{rollout['id']}") == 200
-  tab.page.wait_for_function(
-      "document.getElementById('live').textContent == 'live'"
+  chromium.wait_for(
+      tab.page, "document.getElementById('live').textContent == 'live'"
   )
   late = []
   for n in range(TURNS):
@@ -70,7 +70,7 @@ def test_a_desktop_episode_is_watched_turn_by_turn(lite, tmp_path, context):
     log.on_event(
         events.TurnFinished(NAME, n, {"model": 0.5, "env": 0.1}, turn(refs, n))
     )
-    tab.page.wait_for_function(_SEEN, arg=n + 1, polling=20)
+    chromium.wait_for(tab.page, _SEEN, n + 1)
     late.append(time.perf_counter() - began)
   print(f"shown after {statistics.median(late):.2f} s, {max(late):.2f} at most")
   # 0.3 s where nothing else runs.
@@ -81,7 +81,7 @@ def test_a_desktop_episode_is_watched_turn_by_turn(lite, tmp_path, context):
   page.click("text=real size")
   page.wait_for_selector("#turn.real")
   image = page.locator(".screen img").first
-  page.wait_for_function("document.querySelector('.screen img').complete")
+  chromium.wait_for(page, "document.querySelector('.screen img').complete")
   box = image.bounding_box()
   assert (round(box["width"]), round(box["height"])) == (W, H)
   dot = page.locator(".screen .overlay .act .dot").bounding_box()
@@ -99,8 +99,8 @@ def test_a_desktop_episode_is_watched_turn_by_turn(lite, tmp_path, context):
   # A thumbnail has the screen's proportions.
   thumb = page.locator("#filmstrip img").first
   thumb.scroll_into_view_if_needed()
-  page.wait_for_function(
-      "document.querySelector('#filmstrip img').naturalWidth > 0"
+  chromium.wait_for(
+      page, "document.querySelector('#filmstrip img').naturalWidth > 0"
   )
   box = thumb.bounding_box()
   assert box["width"] / box["height"] == pytest.approx(W / H, rel=0.03)

@@ -452,9 +452,9 @@ class Room:
       os.close(tell)
       tell = -1
       if fds:
-        due = time.monotonic() + deadline_s
+        began = time.monotonic()
         self._init_pid = self._told_pid(told, deadline_s)
-        self._open_mounts(due)
+        self._open_mounts(began, deadline_s)
     except OSError as error:
       raise errors.LaunchError(f"no program can be started: {error}") from None
     finally:
@@ -477,7 +477,7 @@ class Room:
       said += part
     return int(json.loads(said)["child-pid"])
 
-  def _open_mounts(self, due: float) -> None:
+  def _open_mounts(self, began: float, deadline_s: float) -> None:
     """Opens the places in memory: paths by which this process sees them.
 
     A path through /proc/<pid> would be another process's once this one ended.
@@ -486,10 +486,10 @@ class Room:
       LaunchError: the namespace did not come up.
     """
     while _READY not in files.read_text(self.path, "log", ""):
-      if time.monotonic() > due or self._process.poll() is not None:
-        raise errors.LaunchError(
-            f"bubblewrap did not come up; {self.last_words()}"
-        )
+      late = time.monotonic() > began + deadline_s
+      if late or self._process.poll() is not None:
+        what = f"did not come up in {deadline_s:g} s" if late else "ended"
+        raise errors.LaunchError(f"bubblewrap {what}; {self.last_words()}")
       time.sleep(0.001)
     found = []
     for name in (self.inside_home, self.inside_tmp):
