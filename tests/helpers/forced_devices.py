@@ -40,7 +40,9 @@ def start(*arguments, devices, flags="", output=None, environment=None):
     environment: more variables.
   """
   forced = (
-      f"--xla_force_host_platform_device_count={devices}"
+      # First the flags that conftest.py chose: of two, the last one counts.
+      f"{os.environ.get('XLA_FLAGS', '')}"
+      f" --xla_force_host_platform_device_count={devices}"
       # Eight threads on two busy cores may meet late.
       " --xla_cpu_collective_call_terminate_timeout_seconds=600"
       f" {flags}"
@@ -52,7 +54,9 @@ def start(*arguments, devices, flags="", output=None, environment=None):
           **os.environ,
           "JAX_PLATFORMS": "cpu",
           "XLA_FLAGS": forced,
-          "PYTHONPATH": str(ROOT),
+          "PYTHONPATH": os.pathsep.join(
+              filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+          ),
           # Programs are compiled for eight devices and run a few times.
           "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
           **(environment or {}),

@@ -15,8 +15,9 @@ import sys
 import tempfile
 
 _MOTHER = """
-import json, os, signal, sys, traceback
+import gc, json, os, signal, sys, traceback
 import tunix.rl
+gc.freeze()
 def run(asked):
   for number, name in enumerate(("in", "out", "err")):
     path = asked[name]

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 DEVICES = 4
 ROOT = str(forced_devices.ROOT)
 HELPERS = str(forced_devices.ROOT / "tests" / "helpers")
+CHILDREN = os.path.join(HELPERS, "children")
 ARGUMENTS = (
     *small_runs.SMALL, small_runs.NANO, "name=r", "seed=3",
     "learner.groups_per_step=4", "learner.rows=4", "mesh.data=2", "mesh.fsdp=2",
@@ -302,7 +303,7 @@ def test_stuck_gyms_of_a_host_leave_the_updates_to_the_others(tmp_path):
       tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}", "eval.every=0", "steps=6",
       "run.imports=[pod_faults]", "processes.share_s=4", "checkpoint.keep=9",
       environment={
-          i: {"PYTHONPATH": os.pathsep.join((HELPERS, ROOT)),
+          i: {"PYTHONPATH": os.pathsep.join((HELPERS, ROOT, CHILDREN)),
               **({"POD_FAULT": "gym", "POD_STUCK": str(stuck)} if i else {})}
           for i in range(2)
       },
@@ -327,7 +328,7 @@ def test_who_fails_in_an_update_ends_the_others_at_once(victim, tmp_path):
       "run.imports=[pod_faults]", "processes.heartbeat_s=100",
       "warm_start.steps=0", "eval.episodes_per_task=1",
       environment={
-          i: {"PYTHONPATH": os.pathsep.join((HELPERS, ROOT)),
+          i: {"PYTHONPATH": os.pathsep.join((HELPERS, ROOT, CHILDREN)),
               **({"POD_FAULT": "update"} if i == victim else {})}
           for i in range(2)
       },
