@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import hashlib
 import gc
+import hashlib
 import json
 import os
 import pathlib
@@ -60,9 +60,7 @@ def arguments(folder: pathlib.Path, staleness: int) -> list[str]:
   import small_runs  # pylint: disable=g-import-not-at-top
 
   return [
-      f"run.dir={folder}", *small_runs.SMALL, "name=r",
-      # Most of a run's start is tracing its programs.
-      small_runs.NANO.replace("layers: 2", "layers: 1"),
+      f"run.dir={folder}", *small_runs.SMALL, small_runs.ONE_LAYER, "name=r",
       "warm_start.source=none", "warm_start.steps=3",
       "warm_start.batch_size=4", f"steps={STEPS}", "checkpoint.every=1",
       "eval.every=2", "eval.episodes_per_task=1", "eval.modes=[sampled]",

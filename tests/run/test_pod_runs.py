@@ -24,7 +24,7 @@ ROOT = str(forced_devices.ROOT)
 HELPERS = str(forced_devices.ROOT / "tests" / "helpers")
 CHILDREN = os.path.join(HELPERS, "children")
 ARGUMENTS = (
-    *small_runs.SMALL, small_runs.NANO, "name=r", "seed=3",
+    *small_runs.SMALL, small_runs.ONE_LAYER, "name=r", "seed=3",
     "learner.groups_per_step=4", "learner.rows=4", "mesh.data=2", "mesh.fsdp=2",
     "warm_start.source=none", "warm_start.steps=2", "warm_start.batch_size=4",
     "steps=3", "checkpoint.every=1", "eval.every=2", "eval.modes=[sampled]",
@@ -212,7 +212,7 @@ def test_a_run_resumes_with_another_number_of_processes(
 
 @all_of_them
 def test_an_adapter_over_processes_is_that_of_one(tmp_path):
-  arguments = [a for a in ARGUMENTS if a != small_runs.NANO] + [
+  arguments = [a for a in ARGUMENTS if a != small_runs.ONE_LAYER] + [
       "policy=qwen3_vl_tiny", "policy.lora_rank=4", "warm_start.steps=0",
       "eval.every=0", "eval.episodes_per_task=1", "eval.modes=[greedy]",
   ]  # pyformat: disable
