@@ -5,7 +5,8 @@ they are compiled without most optimisations, here and in the processes that
 tests start. `make test-all` compiles as a user's run does, as does whatever
 sets JAX_DISABLE_MOST_OPTIMIZATIONS=0. Of what is left, the emitters that build
 a module of MLIR for each fused kernel take the most; XLA's older ones emit the
-same kernels, and each program is one module of LLVM's instead of many.
+same kernels, and each program is one module of LLVM's instead of many. An XLA
+that has one of these flags no more ends with an error that names it.
 
 Processes that tests start import no torch, see `children/sitecustomize.py`.
 The collector of garbage looks less often: JAX's modules and traced programs
