@@ -39,12 +39,23 @@ if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0":
   if _FLAGS not in _CHOSEN:  # As it is in workers, and of two the last counts.
     os.environ["XLA_FLAGS"] = f"{_FLAGS} {_CHOSEN}".strip()
 
-_CHILDREN = str(pathlib.Path(__file__).parent / "helpers" / "children")
-_PATHS = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-if _CHILDREN not in _PATHS:
-  os.environ["PYTHONPATH"] = os.pathsep.join([_CHILDREN, *_PATHS])
-
 gc.set_threshold(50_000, 20, 100)
+
+
+def pytest_configure(config) -> None:
+  """Lets children of this process find `children/sitecustomize.py`.
+
+  Not where they are workers of pytest-xdist, whose tests need torch.
+  """
+  workers = config.getoption("numprocesses", None)
+  if workers and not hasattr(config, "workerinput"):
+    return
+  children = str(pathlib.Path(__file__).parent / "helpers" / "children")
+  paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+  if children not in paths:
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [children, *filter(None, paths)]
+    )
 
 
 def resident_bytes() -> int:
