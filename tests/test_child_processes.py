@@ -1,4 +1,4 @@
-"""Tests have torch, their references' library; processes they start have none."""
+"""Tests have torch, for their references; processes they start have none."""
 
 import importlib.util
 import os
