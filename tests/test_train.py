@@ -285,7 +285,8 @@ def test_a_run_on_a_mesh_of_two_devices(tmp_path):
   for name in ("data", "fsdp"):
     process = start(
         tmp_path, f"name={name}", "steps=2", f"mesh.{name}=2",
-        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        XLA_FLAGS=os.environ.get("XLA_FLAGS", "")
+        + " --xla_force_host_platform_device_count=2",
     )  # pyformat: disable
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -45,6 +46,7 @@ def helps():
   done = subprocess.run(
       [sys.executable, "-c", PROGRAM, *names], cwd=ROOT, capture_output=True,
       text=True, timeout=100, check=False,
+      env={**os.environ, "TESTS_SEE_TORCH": "1"},
   )  # pyformat: disable
   assert done.returncode == 0, done.stderr[-2000:]
   return json.loads(done.stdout.splitlines()[-1])

@@ -36,9 +36,10 @@ print(json.dumps({"modules": list(sys.modules), "mib": mib}))
 
 
 def python(*argv, **options):
+  env = dict(options.pop("env", os.environ), TESTS_SEE_TORCH="1")
   return subprocess.run(
       [sys.executable, *argv], cwd=ROOT, capture_output=True, text=True,
-      timeout=100, check=False, **options,
+      timeout=100, check=False, env=env, **options,
   )  # pyformat: disable
 
 

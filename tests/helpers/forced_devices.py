@@ -8,27 +8,51 @@ import socket
 import subprocess
 import sys
 
+import fresh_interpreter
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def run(*arguments, devices=8, seconds=280, flags=""):
   """What Python prints, given these arguments.
 
-  The number of devices is a process's own, so it takes another process.
+  The number of devices is a process's own, so it takes another process: a fork
+  of an interpreter that has imported JAX and has not yet looked for devices.
 
   Args:
-    *arguments: of the interpreter, e.g. "-c", a program.
+    *arguments: "-c" and a program, or "-m" and a module; then its own.
     devices: CPU devices that JAX has.
     seconds: deadline.
     flags: more of XLA's.
   """
-  process = start(*arguments, devices=devices, flags=flags)
-  try:
-    out, err = process.communicate(timeout=seconds)
-  finally:
-    process.kill()
-  assert process.returncode == 0, err[-4000:]
-  return out
+  kind, what, *argv = arguments
+  call = {"-c": fresh_interpreter.run, "-m": fresh_interpreter.run_module}
+  done = call[kind](
+      what, *argv, timeout=seconds, env=_environment(devices, flags), cwd=ROOT
+  )
+  assert done.returncode == 0, done.stderr[-4000:]
+  return done.stdout
+
+
+def _environment(devices, flags):
+  forced = (
+      # First the flags that conftest.py chose: of two, the last one counts.
+      f"{os.environ.get('XLA_FLAGS', '')}"
+      f" --xla_force_host_platform_device_count={devices}"
+      # Eight threads on two busy cores may meet late.
+      " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+      f" {flags}"
+  ).strip()
+  return {
+      **os.environ,
+      "JAX_PLATFORMS": "cpu",
+      "XLA_FLAGS": forced,
+      "PYTHONPATH": os.pathsep.join(
+          filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+      ),
+      # Programs are compiled for eight devices and run a few times.
+      "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+  }
 
 
 def start(*arguments, devices, flags="", output=None, environment=None):
@@ -39,24 +63,10 @@ def start(*arguments, devices, flags="", output=None, environment=None):
     output: file of all that it prints; a pipe each by default.
     environment: more variables.
   """
-  forced = (
-      f"--xla_force_host_platform_device_count={devices}"
-      # Eight threads on two busy cores may meet late.
-      " --xla_cpu_collective_call_terminate_timeout_seconds=600"
-      f" {flags}"
-  ).strip()
   return subprocess.Popen(
       [sys.executable, *map(str, arguments)],
       cwd=ROOT,
-      env={
-          **os.environ,
-          "JAX_PLATFORMS": "cpu",
-          "XLA_FLAGS": forced,
-          "PYTHONPATH": str(ROOT),
-          # Programs are compiled for eight devices and run a few times.
-          "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-          **(environment or {}),
-      },
+      env=_environment(devices, flags) | (environment or {}),
       stdout=output or subprocess.PIPE,
       stderr=subprocess.STDOUT if output else subprocess.PIPE,
       text=True,

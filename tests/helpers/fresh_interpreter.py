@@ -15,8 +15,9 @@ import sys
 import tempfile
 
 _MOTHER = """
-import json, os, signal, sys, traceback
+import gc, json, os, signal, sys, traceback
 import tunix.rl
+gc.freeze()
 def run(asked):
   for number, name in enumerate(("in", "out", "err")):
     path = asked[name]
@@ -79,8 +80,9 @@ def _end(mother: subprocess.Popen) -> None:
 
 
 def run(
-    program: str, *argv, timeout: int = 100, env=None, preload: str = ""
-) -> Done:
+    program: str, *argv, timeout: int = 100, env=None, preload: str = "",
+    cwd=None,
+) -> Done:  # pyformat: disable
   """Runs a program as `python -c program *argv` would; its input is empty.
 
   Args:
@@ -89,6 +91,7 @@ def run(
     timeout: seconds; then SIGALRM ends it.
     env: its environment; None is this process's.
     preload: a library that is loaded before all others.
+    cwd: its directory; None is this process's.
   """
   mother = _mother(str(preload))
   with tempfile.TemporaryDirectory(prefix="fresh-") as folder:
@@ -96,7 +99,8 @@ def run(
     asked = {
         "program": program, "argv": [str(a) for a in argv], "in": os.devnull,
         "out": str(out), "err": str(err), "timeout": timeout,
-        "cwd": os.getcwd(), "env": dict(os.environ if env is None else env),
+        "cwd": str(cwd or os.getcwd()),
+        "env": dict(os.environ if env is None else env),
     }  # pyformat: disable
     mother.stdin.write(json.dumps(asked) + "\n")
     mother.stdin.flush()

@@ -12,6 +12,8 @@ NANO = (
     "policy.config={width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,"
     " vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}"
 )
+ONE_LAYER = NANO.replace("layers: 2", "layers: 1")
+"""For runs that start often: most of a start is tracing programs."""
 SMALL = (
     "tasks=[click-color, enter-text]",
     "collect.group_size=4",

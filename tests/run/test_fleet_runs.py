@@ -126,7 +126,10 @@ def test_a_fleet_whose_actors_are_killed_learns_as_one_process_does(
 
 
 def collector(run, tmp_path, name, *arguments):
-  environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+  environment = {
+      **os.environ,
+      "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ["PYTHONPATH"])),
+  }
   with open(tmp_path / name, "wb") as log:
     return subprocess.Popen(
         [

@@ -22,8 +22,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 DEVICES = 4
 ROOT = str(forced_devices.ROOT)
 HELPERS = str(forced_devices.ROOT / "tests" / "helpers")
+CHILDREN = os.path.join(HELPERS, "children")
 ARGUMENTS = (
-    *small_runs.SMALL, small_runs.NANO, "name=r", "seed=3",
+    *small_runs.SMALL, small_runs.ONE_LAYER, "name=r", "seed=3",
     "learner.groups_per_step=4", "learner.rows=4", "mesh.data=2", "mesh.fsdp=2",
     "warm_start.source=none", "warm_start.steps=2", "warm_start.batch_size=4",
     "steps=3", "checkpoint.every=1", "eval.every=2", "eval.modes=[sampled]",
@@ -211,7 +212,7 @@ def test_a_run_resumes_with_another_number_of_processes(
 
 @all_of_them
 def test_an_adapter_over_processes_is_that_of_one(tmp_path):
-  arguments = [a for a in ARGUMENTS if a != small_runs.NANO] + [
+  arguments = [a for a in ARGUMENTS if a != small_runs.ONE_LAYER] + [
       "policy=qwen3_vl_tiny", "policy.lora_rank=4", "warm_start.steps=0",
       "eval.every=0", "eval.episodes_per_task=1", "eval.modes=[greedy]",
   ]  # pyformat: disable
@@ -302,7 +303,7 @@ def test_stuck_gyms_of_a_host_leave_the_updates_to_the_others(tmp_path):
       tmp_path, 2, *ARGUMENTS, f"run.dir={tmp_path}", "eval.every=0", "steps=6",
       "run.imports=[pod_faults]", "processes.share_s=4", "checkpoint.keep=9",
       environment={
-          i: {"PYTHONPATH": os.pathsep.join((HELPERS, ROOT)),
+          i: {"PYTHONPATH": os.pathsep.join((HELPERS, ROOT, CHILDREN)),
               **({"POD_FAULT": "gym", "POD_STUCK": str(stuck)} if i else {})}
           for i in range(2)
       },
@@ -327,7 +328,7 @@ def test_who_fails_in_an_update_ends_the_others_at_once(victim, tmp_path):
       "run.imports=[pod_faults]", "processes.heartbeat_s=100",
       "warm_start.steps=0", "eval.episodes_per_task=1",
       environment={
-          i: {"PYTHONPATH": os.pathsep.join((HELPERS, ROOT)),
+          i: {"PYTHONPATH": os.pathsep.join((HELPERS, ROOT, CHILDREN)),
               **({"POD_FAULT": "update"} if i == victim else {})}
           for i in range(2)
       },

@@ -77,6 +77,7 @@ def test_areals_own_workflow_plays(running, mode):
         [PYTHON, pathlib.Path(__file__).parents[1] / "helpers" /
          "areal_workflow.py", server.url, mode],
         capture_output=True, text=True, timeout=240,
+        env={**os.environ, "TESTS_SEE_TORCH": "1"},
     )  # pyformat: disable
   assert ran.returncode == 0, ran.stderr[-3000:]
   found = json.loads(ran.stdout.splitlines()[-1])
