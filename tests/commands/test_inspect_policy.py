@@ -35,6 +35,7 @@ def refusal(capsys, *arguments):
 # --- published sizes ----------------------------------------------------------
 
 BILLIONS = {
+    "GLM-4.5V": 107.7,
     "Qwen3-VL-2B": 2.13,
     "Qwen3-VL-4B": 4.44,
     "Qwen3-VL-8B": 8.77,

@@ -184,7 +184,7 @@ def test_what_is_sampled_is_what_is_learned_from(parts, make):
   for sequence, again in zip(sequences, learner.sequence_logprobs(sequences)):
     real = sequence.loss_mask
     np.testing.assert_allclose(
-        again[real], sequence.logprobs[real], rtol=0, atol=2e-5
+        again[real], sequence.logprobs[real], rtol=0, atol=4e-5
     )
 
 

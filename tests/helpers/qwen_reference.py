@@ -101,6 +101,11 @@ def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
   if traits.tower == "glm4v":
     text |= {"partial_rotary_factor": 0.5, "mrope_section": (1, 1, 2)}
     text |= {"rms_norm_eps": 1e-5}
+  if traits.sigmoid_router:
+    # Heads that do not add up to the width, as published.
+    text |= {"num_attention_heads": 6, "mlp_only_layers": (0,)}
+    text |= {"shared_expert_intermediate_size": 16}
+    text |= {"rms_norm_eps": 3e-2}  # As below.
   if traits.flat_positions:
     text |= {"mrope_section": (8, 0, 0)}
   if traits.linear:
@@ -129,6 +134,23 @@ def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
   )
 
 
+def _grouped() -> qwen_config.QwenVLConfig:
+  """Experts in groups, more shared ones, scaled weights, two dense layers."""
+  config = _config("glm4v_moe", tie_word_embeddings=True)
+  text = dataclasses.replace(
+      config.text,
+      num_hidden_layers=4,
+      mlp_only_layers=(0, 1),
+      num_experts=8,
+      num_experts_per_tok=3,
+      expert_groups=4,
+      chosen_groups=2,
+      routed_scaling_factor=2.5,
+      shared_expert_intermediate_size=32,
+  )
+  return dataclasses.replace(config, text=text)
+
+
 CONFIGS = {
     "qwen3_vl": _config("qwen3_vl"),
     "qwen3_vl tied": _config("qwen3_vl", tie_word_embeddings=True),
@@ -139,6 +161,8 @@ CONFIGS = {
     "qwen2_vl": _config("qwen2_vl"),
     "opencua": _config("opencua"),
     "glm4v": _config("glm4v"),
+    "glm4v_moe": _config("glm4v_moe"),
+    "glm4v_moe groups": _grouped(),
 }
 
 
@@ -398,6 +422,9 @@ class Reference:
     for name, weight in self.module.named_parameters():
       noise = torch.randn(weight.shape, generator=generator)
       weight.data = _initial(name, weight.data, noise)
+    for name, value in self.module.named_buffers():
+      if name.endswith("correction_bias"):  # Changes many choices.
+        value += 0.2 * torch.randn(value.shape, generator=generator)
     self.module.save_pretrained(directory)
 
   @property
@@ -595,6 +622,9 @@ def _by_key(
   arrays = {path: np.asarray(v[...]) for path, v in nnx.to_flat_state(state)}
   found = {}
   for tensor in hf_checkpoint.tensors_of(model):
+    if tensor.fixed:
+      assert not arrays[tensor.path].any()  # Choices have no gradient.
+      continue
     array = arrays[tensor.path]
     for key, one in zip(tensor.keys, array if tensor.stacked else [array]):
       # Experts are held the other way round.

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +16,11 @@ from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import frozen as frozen_lib
 from tunix.rl.multi_turn.learner import logprobs
+from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import qwen_vl
 
 from tests.learner import learner_cases
+from tests.policy import qwen_sharding_script
 
 # --- the vision tower ---------------------------------------------------------
 
@@ -42,6 +46,28 @@ def test_a_frozen_tower_stays_and_the_rest_learns_as_it_would(case):
   held = jax.tree.leaves(frozen.arrays()["optimizer"])
   everything = jax.tree.leaves(free.arrays()["optimizer"])
   assert sum(x.size for x in held) < sum(x.size for x in everything)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_routers_correction_stays_whatever_trains(rank):
+  """It chooses experts without a gradient; weight decay must not move it."""
+  config, processor = qwen_sharding_script.small("glm4v_moe")
+  model = qwen_vl.QwenVL(config, nnx.Rngs(0))
+  correction = model.decoder.layers[1].mlp.gate.e_score_correction_bias
+  correction.set_value(jnp.array([0.3, -0.2, 0.1, 0.0]))
+  if rank:
+    lora.add(model, rank=rank)
+  case = learner_cases.Case(own=(model, processor))
+  learner = case.learner(
+      patches=128, weight_decay=0.5, learning_rate=0.1, warmup_steps=0
+  )
+  (name,) = (k for k in learner._frozen if k.endswith("correction_bias"))
+  before = {k: np.asarray(v) for k, v in learner._params.items()}
+  learner.update(case.groups())
+  moved = [k for k, v in before.items() if (learner._params[k] != v).any()]
+  assert moved
+  now = learner._split.frozen_of(learner.policy())[name]
+  np.testing.assert_array_equal(now, correction[...])
 
 
 def test_a_policy_without_a_tower_has_none_to_freeze(case):

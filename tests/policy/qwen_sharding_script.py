@@ -57,13 +57,25 @@ def small(family):
     vision = dataclasses.replace(
         vision, num_position_embeddings=0, deepstack_visual_indexes=()
     )
-  if family == "glm4v":
+  if family in ("glm4v", "glm4v_moe"):
     vision = dataclasses.replace(vision, deepstack_visual_indexes=())
     text = dataclasses.replace(
         text, partial_rotary_factor=0.5, mrope_section=(4, 2, 4)
     )
   if family == "qwen2_5_vl":
     vision = dataclasses.replace(vision, fullatt_block_indexes=(1,))
+  if family == "glm4v_moe":
+    text = dataclasses.replace(
+        text,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=(0,),
+        expert_groups=2,
+        chosen_groups=1,
+        routed_scaling_factor=2.0,
+    )
   if family == "qwen3_vl_moe":
     text = dataclasses.replace(
         text, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64

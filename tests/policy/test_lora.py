@@ -33,6 +33,7 @@ ADAPTED = {
     "qwen2_5_vl": dict(targets=(*lora.TARGETS, "0", "2"), vision=True),
     "opencua": {},
     "glm4v": {},
+    "glm4v_moe": {},
     "qwen2_vl": dict(targets=(*lora.TARGETS, "fc1", "fc2"), vision=True),
 }
 SMALL = 40  # Attention scores of order 1: no softmax that hides a mistake.

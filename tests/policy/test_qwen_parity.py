@@ -82,8 +82,9 @@ def assert_gradients_close(got, want, tolerance=TOL):
   for key, value in want.gradients.items():
     error = relative(got.gradients[key], value)
     # Few numbers, each a sum over all tokens that mostly cancels.
-    decay = key.endswith(("A_log", "dt_bias"))
-    assert error <= tolerance * (1 + decay), f"{key}: {error:.1e}"
+    # A bias of keys moves a softmax only as far as positions turn it.
+    few = key.endswith(("A_log", "dt_bias", "k_proj.bias"))
+    assert error <= tolerance * (1 + few), f"{key}: {error:.1e}"
 
 
 # --- logits and gradients ----------------------------------------------------
@@ -234,6 +235,8 @@ BFLOAT16_BOUNDS = {
     "qwen3_5_moe": 1.1,
     "opencua": 0.08,
     "glm4v": 0.08,
+    "glm4v_moe": 1.1,
+    "glm4v_moe groups": 1.1,
 }
 
 
@@ -320,8 +323,9 @@ def test_decoding_with_a_cache_equals_the_whole_forward(
   if patches:
     assert lengths.max() > 2 * CHUNK and len(set(lengths)) > 2
   model = reference(name).policy(scan_layers=scan_layers)
-  linear = model.config.traits.linear  # Layers of two kinds.
-  assert model.language_model.stacked == (scan_layers and not linear)
+  traits = model.config.traits
+  mixed = traits.linear or traits.sigmoid_router  # Layers of two kinds.
+  assert model.language_model.stacked == (scan_layers and not mixed)
 
   def whole(model, i):
     vision = None
@@ -362,6 +366,7 @@ PUBLISHED = {
     "OpenCUA-7B": 8_292_166_656,
     "OpenCUA-32B": 33_452_718_336,
     "GLM-4.1V-9B": 10_292_777_472,
+    "GLM-4.5V": 107_710_933_120,
 }
 
 
@@ -370,7 +375,10 @@ def test_a_published_size_has_the_references_parameters(name):
   config = qwen_config.SIZES[name]
   with torch.device("meta"):
     module = qwen_reference.build(config)
-  want = {key: tuple(w.shape) for key, w in module.named_parameters()}
+  # A router's correction, which is not trained, is in the files as well.
+  want = {key: tuple(w.shape) for key, w in module.state_dict().items()}
+  if config.tie_word_embeddings:
+    del want["lm_head.weight"]
   # Stacked layers have the same keys, and are made in a fraction of the time.
   ours = hf_checkpoint.abstract_model(
       dataclasses.replace(config, scan_layers=True)
@@ -386,7 +394,12 @@ def test_a_published_size_has_the_references_parameters(name):
     swapped = ".experts." in key
     assert want[key] == ((shape[0], *shape[:0:-1]) if swapped else shape), key
   count = sum(np.prod(shape, dtype=np.int64) for shape in got.values())
-  assert count == sum(w.numel() for w in module.parameters())
+  corrections = sum(
+      np.prod(shape, dtype=np.int64)
+      for key, shape in got.items()
+      if key.endswith("correction_bias")
+  )
+  assert count == corrections + sum(w.numel() for w in module.parameters())
   assert count == PUBLISHED[name]
 
 

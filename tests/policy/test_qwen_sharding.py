@@ -12,6 +12,7 @@ MESHES = {
     "qwen2_5_vl": ("fsdp4_tensor2", "fsdp4_sequence2"),
     "qwen3_5": ("fsdp4_tensor2", "fsdp2_sequence2_tensor2"),
     "glm4v": ("fsdp4_tensor2", "fsdp2_sequence2_tensor2"),
+    "glm4v_moe": ("fsdp4_tensor2",),
     "qwen2_vl": ("fsdp4_tensor2", "fsdp2_sequence2_tensor2"),
 }
 

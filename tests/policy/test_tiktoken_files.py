@@ -34,7 +34,7 @@ def vocabulary():
       for i in range(8)
       for j in range(i + 2, 13)
   } - {b""}
-  for token in sorted(parts, key=lambda t: (len(t), rng.random())):
+  for token in sorted(sorted(parts), key=lambda t: (len(t), rng.random())):
     if len(token) > 1 and rng.random() < 0.8:
       ranks[token] = len(ranks)
   return ranks
@@ -91,7 +91,7 @@ def test_letters_are_joined_as_tiktoken_joins_them(tokenizer, word):
 
 
 def test_text_is_split_by_the_checkpoints_pattern(tokenizer):
-  pieces = ["clickclack", "中文", "123", "12", " !?", " ", "aaaaaaé"]
+  pieces = ["clickclack中文", "123", "12", " !?", " ", "aaaaaaé"]
   got = tokenizer.encode("".join(pieces), add_special_tokens=False).ids
   # "\s+" and " ?[^\s…]+" both begin with a space; Han are letters, too.
   assert got == [i for piece in pieces for i in merged(piece.encode())]

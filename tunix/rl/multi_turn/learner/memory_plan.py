@@ -360,9 +360,10 @@ def weight_bytes(
     count = math.prod(place.shard_shape(tuple(variable.shape)))
     item = jnp.dtype(variable.dtype).itemsize
     adapter = isinstance(variable, layers.LoRAParam)
-    if param_itemsize and not adapter:
+    fixed = isinstance(variable, layers.FixedParam)
+    if param_itemsize and not (adapter or fixed):
       item = param_itemsize
-    if path[0] in left_out or (adapted and not adapter):
+    if path[0] in left_out or fixed or (adapted and not adapter):
       frozen += count * item
       cast += count * compute_itemsize * (compute_itemsize < item)
       continue

@@ -101,11 +101,11 @@ class SplitModel:
     adapter = jax.tree.leaves(nnx.state(model, layers.LoRAParam))
     kind = layers.LoRAParam if adapter else nnx.Param
     names = frozenset(left_out)
-    self.trained: Any = kind
-    if names:
-      self.trained = nnx.All(
-          kind, lambda path, value: path[0] not in names
-      )
+    self.trained: Any = nnx.All(
+        kind,
+        nnx.Not(layers.FixedParam),
+        lambda path, value: path[0] not in names,
+    )
     parts: Any = nnx.split(model, self.trained, nnx.Param, ...)
     self._graphdef, state, frozen, self._rest = parts
     self._trained, self._frozen = _Leaves(state), _Leaves(frozen)

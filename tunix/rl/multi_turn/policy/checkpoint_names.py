@@ -8,9 +8,10 @@ Does not: read or write files (see `hf_checkpoint`).
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, NamedTuple, Sequence
 
 from flax import nnx
+from tunix.rl.multi_turn.policy import layers
 
 # Other spellings of a key, for reading: of Qwen2.5-VL before transformers
 # 4.52, as in the published files.
@@ -30,6 +31,7 @@ class Tensor:
     stacked: the module's leading axis is the layer.
     transposed: the last two axes are swapped in the module.
     either_way: experts' matrices, whose files differ in this.
+    fixed: of float32 in the module and in files, whatever others are.
   """
 
   def __init__(
@@ -49,6 +51,7 @@ class Tensor:
     self.variable = variable
     self.transposed = bool(metadata.get("transposed"))
     self.either_way = "experts" in path
+    self.fixed = isinstance(variable, layers.FixedParam)
     self.stacked = bool(metadata.get("stacked"))
     shape = tuple(variable.shape)
     names = [str(part) for part in path]
@@ -98,6 +101,57 @@ def tensors_of(model: Any) -> list[Tensor]:
       if not str(path[-1]).startswith("lora_")
   ]
   return sorted(found, key=lambda tensor: tensor.keys)
+
+
+class Piece(NamedTuple):
+  """A tensor of a file: a parameter's layer, or matrices of it.
+
+  Attributes:
+    tensor: the parameter.
+    layer: of stacked ones.
+    expert: whose matrix it is; None = all that the parameter holds.
+    half: 0 or 1 for gate or up of a matrix that holds both; None = whole.
+  """
+
+  tensor: Tensor
+  layer: int = 0
+  expert: int | None = None
+  half: int | None = None
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """In the file."""
+    if self.expert is None:
+      return self.tensor.shape
+    _, rows, columns = self.tensor.shape
+    return (rows if self.half is None else rows // 2), columns
+
+
+def pieces_of(
+    tensors: Sequence[Tensor], experts_apart: bool = False
+) -> dict[str, Piece]:
+  """What a checkpoint's files hold, by key.
+
+  Args:
+    tensors: of a model; experts that lie apart must be transposed.
+    experts_apart: whether each expert's matrices are tensors of their own.
+  """
+  found: dict[str, Piece] = {}
+  for tensor in tensors:
+    for layer, key in enumerate(tensor.keys):
+      if not (experts_apart and tensor.either_way):
+        found[key] = Piece(tensor, layer)
+        continue
+      home, _, name = key.rpartition(".")
+      halves = ((None, name),)
+      if name == "gate_up_proj":
+        halves = ((0, "gate_proj"), (1, "up_proj"))
+      for expert in range(tensor.shape[0]):
+        for half, part in halves:
+          found[f"{home}.{expert}.{part}.weight"] = Piece(
+              tensor, layer, expert, half
+          )
+  return found
 
 
 def spellings(key: str) -> list[str]:

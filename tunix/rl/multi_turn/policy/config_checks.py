@@ -11,7 +11,6 @@ from typing import Any, Mapping
 DTYPES = ("float32", "bfloat16")
 
 NOT_HERE: Mapping[str, str] = types.MappingProxyType({
-    "glm4v_moe": "GLM-4.5V chooses its experts by another rule",
     "gemma3": (
         "Gemma 3 has another tower, windows in its decoder, and images whose"
         " tokens attend to later ones"

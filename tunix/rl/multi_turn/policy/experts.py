@@ -55,6 +55,46 @@ class Router(nnx.Module):
     return weights.astype(x_TD.dtype), experts
 
 
+class SigmoidRouter(nnx.Module):
+  """Chooses experts by sigmoids, of the best groups of experts.
+
+  A correction, which is not trained, is added where experts are chosen and not
+  to their weights. A group is judged by its two best experts. Weights add up
+  to the scaling factor. In float32 throughout, as in the reference.
+  """
+
+  def __init__(self, text: qwen_shapes.TextConfig, init: layers.Init):
+    self.weight = init.normal(
+        (text.hidden_size, text.num_experts), ("fsdp", None), transposed=True
+    )
+    self.e_score_correction_bias = init.fixed(text.num_experts)
+    self.top_k = text.num_experts_per_tok
+    self.groups, self.top_groups = text.expert_groups, text.chosen_groups
+    self.scale = text.routed_scaling_factor
+
+  def __call__(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    scores_TE = jax.nn.sigmoid(
+        jnp.matmul(
+            x_TD.astype(jnp.float32),
+            self.weight[...].astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+    )
+    choice_TE = scores_TE + self.e_score_correction_bias[...]
+    if self.groups > 1:
+      grouped = choice_TE.reshape(len(x_TD), self.groups, -1)
+      of_groups = jax.lax.top_k(grouped, 2)[0].sum(-1)
+      _, best = jax.lax.top_k(of_groups, self.top_groups)
+      kept = jax.nn.one_hot(best, self.groups).sum(-2) > 0
+      choice_TE = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(
+          choice_TE.shape
+      )
+    _, experts = jax.lax.top_k(choice_TE, self.top_k)
+    weights = jnp.take_along_axis(scores_TE, experts, axis=-1)
+    weights /= weights.sum(-1, keepdims=True) + 1e-20
+    return weights * self.scale, experts
+
+
 class Experts(nnx.Module):
   """All experts of a layer; each [in, out], as in the checkpoint."""
 
@@ -121,19 +161,30 @@ class SparseMLP(nnx.Module):
       text: qwen_shapes.TextConfig,
       init: layers.Init,
       mesh: jax.sharding.Mesh | None,
+      sigmoid_router: bool = False,
   ):
-    self.gate = Router(text, init)
+    """Args:
+
+      text: sizes.
+      init: of fresh weights.
+      mesh: that the weights lie on, if any.
+      sigmoid_router: see `qwen_families.Family`.
+    """
+    self.gate = (SigmoidRouter if sigmoid_router else Router)(text, init)
     self.experts = Experts(text, init)
     self.mesh = mesh
     shared = text.shared_expert_intermediate_size
-    if shared:
-      self.shared_expert = layers.GatedMLP(text.hidden_size, shared, init)
-      self.shared_expert_gate = Gate(text.hidden_size, init)
-    else:
-      self.shared_expert = self.shared_expert_gate = None
+    make = lambda: layers.GatedMLP(text.hidden_size, shared, init)
+    gated = shared and not sigmoid_router
+    self.shared_expert = make() if gated else None
+    self.shared_expert_gate = Gate(text.hidden_size, init) if gated else None
+    # As the checkpoint names it.
+    self.shared_experts = make() if shared and not gated else None
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     chosen = self._chosen(x_BTD)
+    if self.shared_experts is not None:
+      return chosen + self.shared_experts(x_BTD)
     if self.shared_expert is None:
       return chosen
     share = self.shared_expert_gate(x_BTD)

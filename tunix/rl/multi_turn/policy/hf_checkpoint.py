@@ -175,7 +175,7 @@ def load_model(
   names = _resolve_keys(tensors, files, config)
   filled = []
   for tensor in tensors:
-    value = _read_placed(tensor, files, names, mesh, config.param_dtype)
+    value = _read_placed(tensor, files, names, mesh)
     filled.append((tensor.path, tensor.variable.replace(value)))
   nnx.update(model, nnx.from_flat_state(filled))
   return model
@@ -266,12 +266,11 @@ def _read_placed(
     files: checkpoint_views.Tensors,
     names: Mapping[str, str],
     mesh: jax.sharding.Mesh | None,
-    dtype: str,
 ) -> jax.Array:
   """The parameter on its devices; one part at a time in host memory."""
   shape = tuple(tensor.variable.shape)
   read = functools.partial(
-      _read_part, tensor, files, names, tensor_files.numpy_dtype(dtype)
+      _read_part, tensor, files, names, np.dtype(tensor.variable.dtype)
   )
   if mesh is None:  # Left uncommitted, as a fresh model's parameters are.
     return jax.device_put(read([(0, n) for n in shape]))
@@ -362,15 +361,17 @@ def save_model(
   directory.mkdir(parents=True, exist_ok=True)
   tensors = tensors_of(model)
   experts = [t for t in tensors if t.either_way]
-  if any(t.square for t in experts) or model.config.traits.linear:
+  traits = model.config.traits
+  if any(t.square for t in experts) or traits.linear or traits.experts_apart:
     # transformers 5 reads an ambiguous tensor as its own layout, in which
-    # Qwen3.5 is published.
+    # Qwen3.5 is published; so are experts one by one.
     for tensor in experts:
       tensor.transposed = True
   # By key, so that stacked layers are written as a list of them is.
-  where = {k: (t, i) for t in tensors for i, k in enumerate(t.keys)}
-  shapes = {key: where[key][0].shape for key in sorted(where)}
-  sizes = {k: tensor_files.num_bytes(s, stored) for k, s in shapes.items()}
+  where = checkpoint_names.pieces_of(tensors, traits.experts_apart)
+  shapes = {key: where[key].shape for key in sorted(where)}
+  kinds = {k: "float32" if where[k].tensor.fixed else stored for k in shapes}
+  sizes = {k: tensor_files.num_bytes(s, kinds[k]) for k, s in shapes.items()}
   files = tensor_files.split(sizes, max_file_bytes)
   texts = {
       "config.json": tensor_files.json_bytes(config),
@@ -388,8 +389,8 @@ def save_model(
       tensor_files.write(
           part(name),
           {key: shapes[key] for key in keys},
-          stored,
-          lambda key: _on_host(*where[key], stored),
+          kinds,
+          lambda key: _on_host(where[key], kinds[key]),
       )
     for name, text in texts.items():
       part(name).write_bytes(text)
@@ -500,12 +501,16 @@ def _to_hf(config: qwen_text_config.AnyConfig) -> dict[str, Any]:
   return qwen_config.to_hf(config)
 
 
-def _on_host(tensor: Tensor, layer: int, dtype: str) -> np.ndarray:
+def _on_host(piece: checkpoint_names.Piece, dtype: str) -> np.ndarray:
   """A tensor as the file has it."""
+  tensor = piece.tensor
   value = _as_stored(
       tensor.variable[...],
-      np.int32(layer),
+      np.int32(piece.layer),
+      np.int32(piece.expert or 0),
       stacked=tensor.stacked,
+      one=piece.expert is not None,
+      half=piece.half,
       transposed=tensor.transposed,
       dtype=dtype,
   )
@@ -513,12 +518,16 @@ def _on_host(tensor: Tensor, layer: int, dtype: str) -> np.ndarray:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("stacked", "transposed", "dtype")
+    jax.jit,
+    static_argnames=("stacked", "one", "half", "transposed", "dtype"),
 )
 def _as_stored(
     array: jax.Array,
     layer: jax.Array,
+    expert: jax.Array,
     stacked: bool,
+    one: bool,
+    half: int | None,
     transposed: bool,
     dtype: str,
 ) -> jax.Array:
@@ -529,6 +538,10 @@ def _as_stored(
   """
   if stacked:
     array = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+  if one:
+    array = jax.lax.dynamic_index_in_dim(array, expert, keepdims=False)
+  if half is not None:
+    array = jnp.split(array, 2, axis=-1)[half]
   if transposed:
     array = array.swapaxes(-1, -2)
   return jnp.array(array, dtype, copy=True)

@@ -51,6 +51,15 @@ class Init:
     array = jnp.full(self.stack + shape, value, self.dtype)
     return self._param(array, (None,) * len(shape), False)
 
+  def fixed(self, *shape: int) -> FixedParam:
+    """Zeros that are not trained."""
+    return FixedParam(
+        jnp.zeros(self.stack + shape, jnp.float32),
+        axes=(None,) * (len(self.stack) + len(shape)),
+        transposed=False,
+        stacked=bool(self.stack),
+    )
+
   def log_uniform(self, most: float, *shape: int) -> nnx.Param:
     """Logarithms of numbers drawn from (0, most)."""
     drawn = jax.random.uniform(
@@ -69,6 +78,10 @@ class Init:
 
 class LoRAParam(nnx.Param):
   """A parameter of an adapter, which LoRA trains."""
+
+
+class FixedParam(nnx.Param):
+  """A parameter of the checkpoint that no optimizer moves; always float32."""
 
 
 class Linear(nnx.Module):

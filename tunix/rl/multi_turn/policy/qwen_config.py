@@ -139,6 +139,14 @@ def _check(
       f"attention_bias=true, {family} has none",
   )
   refuse(
+      traits.sigmoid_router and text.get("attention_bias") is False,
+      f"attention_bias=false, q, k and v of {family} have one",
+  )
+  refuse(
+      traits.sigmoid_router and bool(text.get("use_qk_norm")),
+      f"use_qk_norm=true, {family} has no such norms",
+  )
+  refuse(
       traits.tower == "glm4v" and bool(vision.get("attention_bias")),
       f"vision attention_bias=true, {family} has none",
   )
@@ -254,18 +262,55 @@ def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
     names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size",
              "shared_expert_intermediate_size")  # pyformat: disable
     return {name: text[name] for name in names}
-  count = text.get("num_experts", text.get("num_local_experts"))
-  count = qwen_defaults.NUM_EXPERTS if count is None else count
   config_checks.refuse(
       text.get("norm_topk_prob", True) is False,
       "norm_topk_prob=false, routing weights always add up to 1 here",
   )
+  if traits.sigmoid_router:
+    return _grouped_experts(text)
+  count = text.get("num_experts", text.get("num_local_experts"))
+  count = qwen_defaults.NUM_EXPERTS if count is None else count
   return {
       "num_experts": count,
       "num_experts_per_tok": text["num_experts_per_tok"],
       "moe_intermediate_size": text["moe_intermediate_size"],
       "mlp_only_layers": tuple(text.get("mlp_only_layers") or ()),
       "decoder_sparse_step": text["decoder_sparse_step"],
+  }
+
+
+def _grouped_experts(text: Mapping[str, Any]) -> dict[str, Any]:
+  """Fields of experts that are chosen of groups, by GLM-4.5V's names."""
+  hidden = text["moe_intermediate_size"]
+  # transformers reads either name.
+  count = text.get("num_local_experts", text["n_routed_experts"])
+  return {
+      "num_experts": count,
+      "num_experts_per_tok": text["num_experts_per_tok"],
+      "moe_intermediate_size": hidden,
+      "shared_expert_intermediate_size": hidden * text["n_shared_experts"],
+      "mlp_only_layers": tuple(
+          range(min(text["first_k_dense_replace"], text["num_hidden_layers"]))
+      ),
+      "expert_groups": text["n_group"],
+      "chosen_groups": text["topk_group"],
+      "routed_scaling_factor": float(text["routed_scaling_factor"]),
+  }
+
+
+def _grouped_experts_to_hf(text: TextConfig) -> dict[str, Any]:
+  hidden = text.moe_intermediate_size
+  return {
+      "n_routed_experts": text.num_experts,
+      "num_experts_per_tok": text.num_experts_per_tok,
+      "moe_intermediate_size": hidden,
+      "n_shared_experts": text.shared_expert_intermediate_size // hidden,
+      "first_k_dense_replace": len(text.mlp_only_layers),
+      "n_group": text.expert_groups,
+      "topk_group": text.chosen_groups,
+      "routed_scaling_factor": text.routed_scaling_factor,
+      "norm_topk_prob": True,
+      "attention_bias": True,
   }
 
 
@@ -344,6 +389,8 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
             text.shared_expert_intermediate_size
         ),
     }
+  elif traits.sigmoid_router:
+    text_config |= _grouped_experts_to_hf(text)
   elif text.num_experts:
     text_config |= {
         "num_experts": text.num_experts,

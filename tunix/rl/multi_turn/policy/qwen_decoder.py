@@ -1,4 +1,4 @@
-"""Implements the decoder of Qwen2(-VL) to Qwen3.5 and of GLM-4.1V.
+"""Implements the decoder of Qwen2(-VL) to Qwen3.5 and of GLM-4.1V and 4.5V.
 
 Reads like the forward pass: attention, a layer, the stack. The families differ
 in where q, k and v get a bias (Qwen2, Qwen2.5) or a norm (Qwen3), in how the
@@ -109,7 +109,9 @@ class DecoderLayer(nnx.Module):
     )
     self.post_mlp_layernorm = _norm(config, width, init) if sandwich else None
     if sparse:
-      self.mlp = experts.SparseMLP(text, init, mesh)
+      self.mlp = experts.SparseMLP(
+          text, init, mesh, config.traits.sigmoid_router
+      )
     elif config.traits.fused_mlp:
       self.mlp = layers.FusedMLP(width, text.intermediate_size, init)
     else:

@@ -28,6 +28,7 @@ IMAGE_STATISTICS = {
     "qwen2_vl": _CLIP,
     "opencua": _CLIP,
     "glm4v": _CLIP,
+    "glm4v_moe": _CLIP,
 }
 """Mean and standard deviation of the published checkpoints' processors."""
 
@@ -77,6 +78,7 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     "qwen2_5_vl": _QWEN2_5_TOWER,
     "opencua": _QWEN2_5_TOWER,
     "glm4v": _GLM_TOWER,
+    "glm4v_moe": _GLM_TOWER,
     "qwen2_vl": {
         "depth": 32,
         "embed_dim": 1280,
@@ -176,6 +178,23 @@ TEXT: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": _QWEN2_VL_TEXT,
     "opencua": _QWEN_TEXT,
     "glm4v": _GLM_TEXT,
+    "glm4v_moe": {
+        **_GLM_TEXT,
+        "vocab_size": 151424,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 65536,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
     "qwen3": {**_QWEN_TEXT, "head_dim": 128},
     "qwen2": _QWEN_TEXT,
 }
@@ -193,6 +212,7 @@ ROPE_THETA = {
     "qwen2_vl": 1e6,
     "opencua": 1e4,
     "glm4v": 1e4,
+    "glm4v_moe": 1e4,
     "qwen3": 1e4,
     "qwen2": 1e4,
 }
@@ -204,9 +224,12 @@ MROPE_SECTION = {
     "qwen2_5_vl": (16, 24, 24),
     "qwen2_vl": (16, 24, 24),
     "glm4v": (8, 12, 12),
+    "glm4v_moe": (8, 12, 12),
 }
 
-PARTIAL_ROTARY_FACTOR = {"qwen3_5": 0.25, "qwen3_5_moe": 0.25, "glm4v": 1.0}
+PARTIAL_ROTARY_FACTOR = {
+    "qwen3_5": 0.25, "qwen3_5_moe": 0.25, "glm4v": 1.0, "glm4v_moe": 0.5,
+}  # pyformat: disable
 """Of families in which config.json sets it."""
 
 IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id",
@@ -219,12 +242,14 @@ IMAGE_TOKEN_IDS = {
     # It takes no video.
     "opencua": (151664, 151664, 151661, 151663),
     "glm4v": (151343, 151344, 151339, 151340),
+    "glm4v_moe": (151363, 151364, 151339, 151340),
 }
 _GLM_NAMES = ("image_token_id", "video_token_id", "image_start_token_id",
               "image_end_token_id")  # pyformat: disable
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "opencua": ("media_placeholder_token_id", "", "", ""),
     "glm4v": _GLM_NAMES,
+    "glm4v_moe": _GLM_NAMES,
 }
 """The fields' names in config.json; "" = it has none, and the id is fixed."""
 

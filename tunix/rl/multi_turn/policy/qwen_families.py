@@ -35,6 +35,10 @@ class Family:
     own_head_dim: whether config.json sets the heads' width; else it is
       hidden_size / num_attention_heads.
     experts: whether MLPs may be mixtures of experts.
+    sigmoid_router: whether experts are chosen by sigmoids and a correction, of
+      the best groups, and the shared expert has no gate; config.json names the
+      first layers that are dense.
+    experts_apart: whether files hold experts one by one.
     linear: whether layers of linear attention stand beside full ones, whose
       output is gated; norms multiply by 1 + weight.
     text_type: `model_type` of text_config; "" = the family's with "_text".
@@ -54,6 +58,8 @@ class Family:
   fused_mlp: bool = False
   own_head_dim: bool = False
   experts: bool = False
+  sigmoid_router: bool = False
+  experts_apart: bool = False
   linear: bool = False
   text_type: str = ""
   prefixes: tuple[tuple[str, str], ...] = ()
@@ -112,6 +118,16 @@ VISION_LANGUAGE: Mapping[str, Family] = {
         rotary_pairs=True,
         sandwich=True,
         fused_mlp=True,
+    ),
+    "glm4v_moe": Family(
+        "Glm4vMoeForConditionalGeneration",
+        tower="glm4v",
+        qkv_bias=True,
+        partial_rotary=True,
+        own_head_dim=True,
+        experts=True,
+        sigmoid_router=True,
+        experts_apart=True,
     ),
 }
 """`model_type` -> traits, with a vision tower."""

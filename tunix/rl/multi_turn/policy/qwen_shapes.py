@@ -74,13 +74,18 @@ class TextConfig:
     num_experts: 0 = a dense MLP in every layer.
     num_experts_per_tok: experts a token goes through.
     moe_intermediate_size: hidden units of an expert.
-    mlp_only_layers: layers with a dense MLP although there are experts.
+    mlp_only_layers: layers with a dense MLP although there are experts; with
+      GLM-4.5V the first ones.
     decoder_sparse_step: every how many layers there are experts.
     mrope_section: frequencies of a head for the axes time, height, width.
     rope_scaling: of the rotary positions; None = plain.
     partial_rotary_factor: share of a head that is rotated, its beginning.
     shared_expert_intermediate_size: hidden units of the expert that every token
       goes through, beside the chosen ones; 0 = none.
+    expert_groups: of equally many experts; a token's experts are of its best
+      groups (GLM-4.5V).
+    chosen_groups: groups that a token's experts are of.
+    routed_scaling_factor: of the chosen experts' weights (GLM-4.5V).
     full_attention_layers: layers of full attention where the others are linear
       (Qwen3.5); None = all layers are full.
     linear_num_key_heads: of a linear layer.
@@ -108,6 +113,9 @@ class TextConfig:
   decoder_sparse_step: int = 1
   partial_rotary_factor: float = 1.0
   shared_expert_intermediate_size: int = 0
+  expert_groups: int = 1
+  chosen_groups: int = 1
+  routed_scaling_factor: float = 1.0
   full_attention_layers: tuple[int, ...] | None = None
   linear_num_key_heads: int = 0
   linear_num_value_heads: int = 0
@@ -219,6 +227,8 @@ class QwenVLConfig:
           f"text.linear_num_value_heads={text.linear_num_value_heads} is not a"
           f" multiple of linear_num_key_heads={text.linear_num_key_heads}"
       )
+    if text.num_experts:
+      _check_groups(text)
     if sum(text.mrope_section) != text.rotary_dim // 2:
       raise ValueError(
           f"text.mrope_section={text.mrope_section} must add up to half of"
@@ -275,6 +285,28 @@ class QwenVLConfig:
   def traits(self) -> qwen_families.Family:
     """The parts in which the family differs from others."""
     return qwen_families.VISION_LANGUAGE[self.family]
+
+
+def _check_groups(text: TextConfig) -> None:
+  """Raises a ValueError for groups that experts cannot be chosen of."""
+  groups, chosen = text.expert_groups, text.chosen_groups
+  size = text.num_experts // max(groups, 1)
+  if groups < 1 or text.num_experts % groups:
+    raise ValueError(
+        f"text.expert_groups={groups} (n_group) must divide the"
+        f" {text.num_experts} experts"
+    )
+  if groups > 1 and size < 2:
+    raise ValueError(
+        f"text.expert_groups={groups} (n_group) leaves {size} expert a group;"
+        " a group is judged by its best two"
+    )
+  if not 1 <= chosen <= groups or chosen * size < text.num_experts_per_tok:
+    raise ValueError(
+        f"text.chosen_groups={chosen} (topk_group) of {groups} hold"
+        f" {max(chosen, 0) * size} experts; num_experts_per_tok is"
+        f" {text.num_experts_per_tok}"
+    )
 
 
 RUN_FIELDS = (

@@ -1,4 +1,4 @@
-"""Joins tower and decoder to the policies Qwen2-VL to Qwen3.5, and GLM-4.1V.
+"""Joins tower and decoder to the policies Qwen2-VL to Qwen3.5, and GLM-V.
 
 Implements `base.Policy`. Vision tokens take the place of the embeddings of
 their placeholders; those of deeper blocks (deepstack) are added after the

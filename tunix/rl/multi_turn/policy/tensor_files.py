@@ -143,7 +143,7 @@ def save(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
 def write(
     path: pathlib.Path,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: str,
+    dtypes: Mapping[str, str],
     value_of: Callable[[str], np.ndarray],
 ) -> None:
   """Writes a file, asking for one tensor at a time.
@@ -154,15 +154,15 @@ def write(
   Args:
     path: the file.
     shapes: of each tensor, by key, in the order in which they are written.
-    dtype: a key of `DTYPES`.
+    dtypes: of each tensor, a key of `DTYPES`.
     value_of: the array of a key, contiguous and of that shape and dtype.
   """
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   end = 0
   for key, shape in shapes.items():
-    start, end = end, end + num_bytes(shape, dtype)
+    start, end = end, end + num_bytes(shape, dtypes[key])
     header[key] = {
-        "dtype": DTYPES[dtype],
+        "dtype": DTYPES[dtypes[key]],
         "shape": list(shape),
         "data_offsets": [start, end],
     }
