@@ -234,9 +234,11 @@ def test_wandb_keeps_an_offline_run_in_the_runs_folder(tmp_path):
   (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
   # A process of W&B's own writes it, its end a little after `finish`.
   deadline = time.monotonic() + 30
-  while not any(r.HasField("exit") for r in (found := list(records(path)))):
+  found = list(records(path))
+  while not any(r.HasField("exit") for r in found):
     assert time.monotonic() < deadline, "the file has no end"
     time.sleep(0.1)
+    found = list(records(path))
   (run,) = [r.run for r in found if r.HasField("run")][:1]
   assert (run.project, run.display_name) == ("desk", "my run")
   name = json.loads((tmp_path / "tracking.json").read_text())["wandb"]
